@@ -1,0 +1,51 @@
+"""Where tasks come from."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import chz
+
+
+@chz.chz
+class TaskSource:
+    """A finite, ordered set of tasks."""
+
+
+@chz.chz
+class Synthetic(TaskSource):
+    """AIME-style problems (integer answers 000-999) from the seeded generator."""
+
+    num_tasks: int = chz.field(default=4096, doc="how many problems")
+    split: Literal["train", "heldout"] = chz.field(default="train", doc="the two never share a problem")
+    families: tuple[str, ...] = chz.field(default=(), doc="names of problem families, comma-separated; empty: all")
+    difficulty: Literal["easy", "medium", "hard"] = chz.field(default="easy", doc="size of the numbers and count of the steps")
+    seed: int = chz.field(default=0, doc="another seed, other problems")
+
+
+@chz.chz
+class Files(TaskSource):
+    """Rows of a jsonl, json or parquet file, or of a folder with train/test files."""
+
+    path: str = chz.field(doc="file or folder, relative to the working directory")
+    split: str = chz.field(default="train", doc="which file of a folder: the one whose name starts with this")
+    prompt_field: str | None = chz.field(default=None, doc="field of the problem; none: problem, question or prompt, the first found")
+    answer_field: str = chz.field(default="answer", doc="field of the answer; what follows a last '####' counts where there is one")
+    max_tasks: int | None = chz.field(default=None, doc="read at most this many rows; none: all")
+
+
+@chz.chz
+class Hub(TaskSource):
+    """A data set of the Hugging Face hub, where one can be reached."""
+
+    name: str = chz.field(doc="data set name, such as openai/gsm8k")
+    split: str = chz.field(default="train", doc="which split")
+    prompt_field: str | None = chz.field(default=None, doc="as for files")
+    answer_field: str = chz.field(default="answer", doc="as for files")
+    max_tasks: int | None = chz.field(default=None, doc="read at most this many rows; none: all")
+
+
+@chz.chz
+class PromptConfig:
+    system: str = chz.field(default="", doc="system message put before every prompt; empty: none")
+    suffix: str = chz.field(default="", doc="text put after every problem, such as a request to box the answer")

@@ -1,0 +1,22 @@
+"""Size and habits of the decode engine."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import chz
+
+
+@chz.chz
+class EngineConfig:
+    num_slots: int = chz.field(default=64, doc="sequences decoded at the same time, over all rollout devices")
+    max_prompt_tokens: int = chz.field(default=1024, doc="a longer prompt is refused (and its task counted and skipped)")
+    max_new_tokens: int = chz.field(default=1024, doc="tokens after which an answer is cut and counted as truncated")
+    steps_per_dispatch: int = chz.field(default=8, doc="decode steps between two looks at the queue and at newer weights")
+    on_update: Literal["recompute", "keep"] = chz.field(
+        default="recompute", doc="KV caches of live sequences when weights arrive: rebuilt (the paper), or kept (cheaper, drifts)"
+    )
+    temperature: float = chz.field(default=1.0, doc="1: the policy itself; 0: the most likely token")
+    top_k: int = chz.field(default=0, doc="draw among the k most likely tokens; 0: all")
+    top_p: float = chz.field(default=1.0, doc="draw among the most likely tokens that hold this much probability")
+    request_timeout_s: float = chz.field(default=3600.0, doc="a request not answered by then is an error that names it")

@@ -1,0 +1,20 @@
+"""Which policy to load, and in which precision to compute."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import chz
+
+
+@chz.chz
+class PolicyConfig:
+    path: str = chz.field(
+        default="embedded",
+        doc="'embedded' (the tiny policy inside the package), a Hugging Face folder, or a hub name such as "
+        "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
+    )
+    random_init: bool = chz.field(default=False, doc="take only config.json from `path` and draw fresh weights")
+    compute_dtype: Literal["auto", "float32", "bfloat16"] = chz.field(
+        default="auto", doc="dtype of activations and of the engine's weights; auto: float32 on CPU, bfloat16 elsewhere"
+    )

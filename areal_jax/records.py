@@ -1,0 +1,210 @@
+"""Records that cross rooms, and the protocols by which rooms of one floor talk to each other. numpy only.
+
+Per-token arrays are aligned with `tokens`: entry t speaks of token t. Axes: B rows, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, NamedTuple, Protocol
+
+import numpy as np
+from jaxtyping import Bool, Float32, Int32
+
+StopReason = Literal["stop", "length", "suspended"]
+"""`stop`: a stop token was drawn. `length`: the budget ran out, so the answer is truncated. `suspended`: to be resumed."""
+
+VerdictKind = Literal["correct", "wrong", "no_answer", "timeout", "crashed", "infrastructure"]
+
+NO_VERSION = -1
+"""Version of a token that no policy drew: prompts, feedback, tool output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation; `role` is system, user or assistant."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """One prompt with what judging it needs."""
+
+    id: str
+    """Stable over restarts and epochs: names the problem, not its place in the stream."""
+    prompt: tuple[Message, ...]
+    answer: str
+    """What the judge compares with."""
+    kind: str = "math"
+    """Which judge reads the answer."""
+    family: str = ""
+    """Kind of problem, for metrics by family; empty where the source knows none."""
+
+
+@dataclass(frozen=True, slots=True)
+class Sampling:
+    """How one request draws its tokens."""
+
+    max_new_tokens: int
+    temperature: float = 1.0
+    """0 takes the most likely token."""
+    top_k: int = 0
+    """0 keeps the whole vocabulary."""
+    top_p: float = 1.0
+    stop_token_ids: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Completion:
+    """What the engine drew for one sample: new tokens only, the stop token included."""
+
+    tokens: Int32[np.ndarray, "T"]
+    logp: Float32[np.ndarray, "T"]
+    """Log-probability of each token under the distribution it was drawn from."""
+    versions: Int32[np.ndarray, "T"]
+    """Version of the weights that drew each token."""
+    stop_reason: StopReason
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Request:
+    """`num_samples` continuations of one prompt. The token at position p of sample i is drawn with a key made of
+    (seed, i, p) alone, so slot, batch, interruption and resumption change no draw."""
+
+    id: str
+    prompt_tokens: Int32[np.ndarray, "P"]
+    num_samples: int
+    sampling: Sampling
+    seed: int
+    min_version: int = 0
+    """Oldest weights that may start it: what makes max_staleness=0 exactly synchronous."""
+    resume: tuple[Completion, ...] = ()
+    """One per sample: what was drawn before a suspension or crash. Finished ones come back as they are."""
+
+
+class Engine(Protocol):
+    """Whoever answers requests: the local driver, a remote engine, the simulator."""
+
+    def submit(self, request: Request) -> Awaitable[list[Completion]]:
+        """Answer with one completion per sample, in order; call from the asyncio thread."""
+        ...
+
+    def snapshot(self) -> Awaitable[dict[str, tuple[Completion, ...]]]:
+        """What every unfinished request has drawn so far, by request id, as of one moment between two dispatches.
+        Completions delivered before that moment are delivered before this answer."""
+        ...
+
+
+class Generate(Protocol):
+    """A workflow's view of the engine; ids, seeds, versions and journals are the controller's business."""
+
+    async def __call__(self, prompt_tokens: Int32[np.ndarray, "P"], num_samples: int) -> list[Completion]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """A judge's finding on one answer. `infrastructure` means the judge failed, not the answer."""
+
+    kind: VerdictKind
+    detail: str = ""
+
+
+class Judge(Protocol):
+    async def __call__(self, task: Task, answer: str) -> Verdict: ...
+
+
+class Tokenizer(Protocol):
+    """What rooms above `data` need of a tokenizer."""
+
+    @property
+    def stop_token_ids(self) -> tuple[int, ...]: ...
+    @property
+    def vocab_size(self) -> int: ...
+    def render(self, messages: Sequence[Message]) -> Int32[np.ndarray, "T"]:
+        """Tokens of a conversation through the chat template, ready for the assistant's next words."""
+        ...
+
+    def encode(self, text: str) -> Int32[np.ndarray, "T"]: ...
+    def decode(self, tokens: Int32[np.ndarray, "T"]) -> str:
+        """Text of the tokens without special tokens."""
+        ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Sample:
+    """One generated trajectory with all that training on it needs."""
+
+    tokens: Int32[np.ndarray, "T"]
+    loss_mask: Bool[np.ndarray, "T"]
+    """True where the policy drew the token."""
+    behave_logp: Float32[np.ndarray, "T"]
+    """0 outside the loss mask."""
+    versions: Int32[np.ndarray, "T"]
+    """NO_VERSION outside the loss mask."""
+    reward: float
+    verdict: VerdictKind
+    stop_reason: StopReason
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Group:
+    """The samples of one task: the unit of the gate, the buffer and the batch."""
+
+    id: int
+    """Place in the order in which groups were started; never used twice in a run."""
+    task: Task
+    samples: tuple[Sample, ...]
+    started_version: int = 0
+    """Version that trained when the gate let the group start."""
+
+
+class Workflow(Protocol):
+    """How one task becomes samples. Deterministic given what generate and judge answer, so that a crash can replay it."""
+
+    async def __call__(self, task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]: ...
+
+
+class Weights(NamedTuple):
+    """Parameters in the engine's layout, on its mesh, whole."""
+
+    version: int
+    params: Any
+
+
+class WeightSource(Protocol):
+    """Where an engine finds newer weights."""
+
+    def newest(self, after: int) -> Weights | None:
+        """The newest complete version above `after`, or None; never waits."""
+        ...
+
+    def wait(self, at_least: int, timeout_s: float) -> Weights:
+        """Wait for a version of at least `at_least`. TimeoutError names the version waited for."""
+        ...
+
+
+class PackedBatch(NamedTuple):
+    """One micro-batch: sequences laid end to end in rows. Segment 0 is padding; segments of a row count from 1."""
+
+    tokens: Int32[np.ndarray, "B T"]
+    segment_ids: Int32[np.ndarray, "B T"]
+    positions: Int32[np.ndarray, "B T"]
+    """Place of the token in its own sequence."""
+    loss_mask: Bool[np.ndarray, "B T"]
+    behave_logp: Float32[np.ndarray, "B T"]
+    proximal_logp: Float32[np.ndarray, "B T"]
+    advantages: Float32[np.ndarray, "B T"]
+
+
+@dataclass(frozen=True, slots=True)
+class Suspended:
+    """A group under way when a checkpoint was taken: its task and what each generate call had drawn."""
+
+    id: int
+    task: Task
+    started_version: int
+    calls: Mapping[str, tuple[Completion, ...]] = field(default_factory=dict)
+    """Request id to completions, finished or `suspended`; the workflow is run again and these are not drawn again."""

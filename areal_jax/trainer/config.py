@@ -1,0 +1,35 @@
+"""How a batch of groups becomes one version of the policy."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import chz
+
+from areal_jax.rl.config import Advantages, DecoupledPPO, GroupNormalized, Loss
+
+
+@chz.chz
+class OptimizerConfig:
+    """AdamW; defaults are the paper's (table 3)."""
+
+    learning_rate: float = chz.field(default=2e-5, doc="peak learning rate")
+    schedule: Literal["constant", "cosine", "linear"] = chz.field(default="constant", doc="after the warm-up; cosine and linear end at 0")
+    warmup_fraction: float = chz.field(default=0.001, doc="share of all updates over which the rate rises from 0")
+    beta1: float = chz.field(default=0.9, doc="decay of the first moment")
+    beta2: float = chz.field(default=0.95, doc="decay of the second moment")
+    eps: float = chz.field(default=1e-5, doc="Adam's epsilon")
+    weight_decay: float = chz.field(default=0.05, doc="decoupled weight decay, on matrices only")
+    max_grad_norm: float = chz.field(default=1.0, doc="global gradient norm is clipped to this")
+
+
+@chz.chz
+class TrainerConfig:
+    loss: Loss = chz.field(default_factory=DecoupledPPO, doc="the objective: DecoupledPPO or PPO")
+    advantages: Advantages = chz.field(default_factory=GroupNormalized, doc="GroupNormalized or BatchNormalized")
+    optimizer: OptimizerConfig = chz.field(default_factory=OptimizerConfig)
+    num_mini_batches: int = chz.field(default=4, doc="optimizer updates in one step; each sees its share of the batch's groups")
+    row_tokens: int = chz.field(default=0, doc="tokens of a packed row; 0: the engine's longest sequence, rounded up")
+    rows_per_micro_batch: int = chz.field(default=8, doc="packed rows of a micro-batch on each shard of the batch")
+    logp_chunk_tokens: int = chz.field(default=1024, doc="tokens whose logits exist at the same time, per shard")
+    remat: bool = chz.field(default=True, doc="recompute activations in the backward pass instead of keeping them")
