@@ -5,9 +5,10 @@ Per-token arrays are aligned with `tokens`: entry t speaks of token t. Axes: B r
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Awaitable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
@@ -85,11 +86,33 @@ class Request:
     """One per sample: what was drawn before a suspension or crash. Finished ones come back as they are."""
 
 
+class Unservable(ValueError):
+    """A request that no retry can make right, such as a prompt beyond the engine's limit: its task is skipped and counted."""
+
+
+class EngineStopped(RuntimeError):
+    """The engine has died or was closed and will answer nothing more; `__cause__` says why."""
+
+
+def first_error(error: Exception) -> Exception:
+    """The error inside a TaskGroup's, however often it was wrapped; any other error itself."""
+    return first_error(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error
+
+
+def derive_seed(seed: int, name: str) -> int:
+    """A seed below 2**31 for the thing called `name`, the same in every process and on every machine."""
+    digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest()
+    return int.from_bytes(digest, "little") >> 1
+
+
+@runtime_checkable
 class Engine(Protocol):
     """Whoever answers requests: the local driver, a remote engine, the simulator."""
 
     def submit(self, request: Request) -> Awaitable[list[Completion]]:
-        """Answer with one completion per sample, in order; call from the asyncio thread."""
+        """Answer with one completion per sample, in order; call from the asyncio thread.
+
+        Raises Unservable where the request can never be answered, EngineStopped where none can be any more."""
         ...
 
     def snapshot(self) -> Awaitable[dict[str, tuple[Completion, ...]]]:
@@ -98,6 +121,7 @@ class Engine(Protocol):
         ...
 
 
+@runtime_checkable
 class Generate(Protocol):
     """A workflow's view of the engine; ids, seeds, versions and journals are the controller's business."""
 
@@ -112,10 +136,12 @@ class Verdict:
     detail: str = ""
 
 
+@runtime_checkable
 class Judge(Protocol):
     async def __call__(self, task: Task, answer: str) -> Verdict: ...
 
 
+@runtime_checkable
 class Tokenizer(Protocol):
     """What rooms above `data` need of a tokenizer."""
 
@@ -161,6 +187,7 @@ class Group:
     """Version that trained when the gate let the group start."""
 
 
+@runtime_checkable
 class Workflow(Protocol):
     """How one task becomes samples. Deterministic given what generate and judge answer, so that a crash can replay it."""
 
@@ -174,6 +201,7 @@ class Weights(NamedTuple):
     params: Any
 
 
+@runtime_checkable
 class WeightSource(Protocol):
     """Where an engine finds newer weights."""
 
@@ -208,3 +236,19 @@ class Suspended:
     started_version: int
     calls: Mapping[str, tuple[Completion, ...]] = field(default_factory=dict)
     """Request id to completions, finished or `suspended`; the workflow is run again and these are not drawn again."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RolloutState:
+    """Everything between the task stream and the trainer, as of one moment: what a run goes on from after a crash."""
+
+    tasks: Mapping[str, int]
+    """Place in the task stream; all tasks before it have been trained on, or are below, or were rejected."""
+    next_group_id: int
+    """Also how many groups were ever started."""
+    rejected: Mapping[str, int]
+    """Groups given up so far, by reason."""
+    buffered: tuple[Group, ...]
+    """Finished, not yet trained on; oldest first."""
+    suspended: tuple[Suspended, ...]
+    """Under way, oldest first."""

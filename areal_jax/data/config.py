@@ -29,8 +29,12 @@ class Files(TaskSource):
 
     path: str = chz.field(doc="file or folder, relative to the working directory")
     split: str = chz.field(default="train", doc="which file of a folder: the one whose name starts with this")
-    prompt_field: str | None = chz.field(default=None, doc="field of the problem; none: problem, question or prompt, the first found")
-    answer_field: str = chz.field(default="answer", doc="field of the answer; what follows a last '####' counts where there is one")
+    prompt_field: str | None = chz.field(
+        default=None, doc="field of the problem; none: problem, question or prompt, the first found"
+    )
+    answer_field: str = chz.field(
+        default="answer", doc="field of the answer; what follows a last '####' counts where there is one"
+    )
     max_tasks: int | None = chz.field(default=None, doc="read at most this many rows; none: all")
 
 

@@ -11,7 +11,9 @@ class PlacementConfig:
         default=None, doc="devices that decode; none: three quarters of several (the paper's split), or the only one, shared"
     )
     train_devices: int | None = chz.field(default=None, doc="devices that train; none: the rest, or the only one, shared")
-    train_fsdp: int | None = chz.field(default=None, doc="train mesh: shards of parameters and batch; none: all that tensor leaves")
+    train_fsdp: int | None = chz.field(
+        default=None, doc="train mesh: shards of parameters and batch; none: all that tensor leaves"
+    )
     train_tensor: int = chz.field(default=1, doc="train mesh: shards of heads, MLP and vocabulary")
     rollout_tensor: int = chz.field(default=1, doc="rollout mesh: shards of heads, MLP and vocabulary; the rest shards slots")
     simulated_devices: int | None = chz.field(default=None, doc="CPU only: pretend to have this many devices")

@@ -9,6 +9,10 @@ import chz
 class RolloutConfig:
     groups_per_batch: int = chz.field(default=16, doc="groups (prompts) in one trainer step")
     samples_per_group: int = chz.field(default=8, doc="answers drawn for each prompt")
-    max_staleness: int | None = chz.field(default=4, doc="eta: versions a trained token may lag behind; 0: synchronous; none: unbounded")
+    max_staleness: int | None = chz.field(
+        default=4, doc="eta: versions a trained token may lag behind; 0: synchronous; none: unbounded"
+    )
     max_running_groups: int = chz.field(default=64, doc="groups under way at the same time")
-    batch_timeout_s: float = chz.field(default=1800.0, doc="the trainer waits at most this long for a batch, then says what it waited for")
+    batch_timeout_s: float = chz.field(
+        default=1800.0, doc="the trainer waits at most this long for a batch, then says what it waited for"
+    )

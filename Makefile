@@ -1,0 +1,37 @@
+# make train    train the embedded policy on AIME-style problems (TRAIN_ARGS="num_steps=10" changes settings)
+# make test     run all tests (TEST_ARGS="tests/rl -q" passes arguments to pytest)
+# make lint     check style, format and types
+# Each sets up what it needs in .venv; a second time that costs nothing.
+
+PYTHON ?= python3
+VENV ?= .venv
+TRAIN_ARGS ?=
+TEST_ARGS ?=
+
+BIN := $(VENV)/bin
+
+.PHONY: train test lint
+.DELETE_ON_ERROR:
+
+train: $(VENV)/.installed
+	$(BIN)/python -m areal_jax.train --exp=aime $(TRAIN_ARGS)
+
+test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest $(TEST_ARGS)
+
+lint: $(VENV)/.installed-dev
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/basedpyright
+
+$(VENV)/.installed: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable .
+	@touch $@
+
+$(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
+	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	@touch $@ $(VENV)/.installed
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; v = sys.version_info; v >= (3, 11) or sys.exit(f"{sys.executable} is Python {v[0]}.{v[1]}; areal_jax needs 3.11 or newer: make PYTHON=python3.11 $(MAKECMDGOALS)")'
+	$(PYTHON) -m venv $(VENV)

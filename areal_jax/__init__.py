@@ -1,0 +1,52 @@
+"""Fully asynchronous reinforcement learning for reasoning models, in JAX.
+
+Public names are resolved on first use, so that importing the package neither imports jax nor claims a device.
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING
+
+__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    from areal_jax.config import Experiment, SFTExperiment, load_experiment
+    from areal_jax.records import Completion, Group, Message, Sample, Task, Verdict, Workflow
+    from areal_jax.rl.losses import PolicyLoss, decoupled_ppo_loss, ppo_loss
+    from areal_jax.rollout.gate import Gate
+
+__all__ = [
+    "Completion",
+    "Experiment",
+    "Gate",
+    "Group",
+    "Message",
+    "PolicyLoss",
+    "SFTExperiment",
+    "Sample",
+    "Task",
+    "Verdict",
+    "Workflow",
+    "decoupled_ppo_loss",
+    "load_experiment",
+    "ppo_loss",
+]
+
+_MODULES = {
+    "areal_jax.config": ("Experiment", "SFTExperiment", "load_experiment"),
+    "areal_jax.records": ("Completion", "Group", "Message", "Sample", "Task", "Verdict", "Workflow"),
+    "areal_jax.rl.losses": ("PolicyLoss", "decoupled_ppo_loss", "ppo_loss"),
+    "areal_jax.rollout.gate": ("Gate",),
+}
+_MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(import_module(_MODULE_OF[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

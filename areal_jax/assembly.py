@@ -1,0 +1,319 @@
+"""All that lives while a policy trains: put together from a plan, and taken apart again in the right order."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Generic, TypeVar
+
+import jax
+import psutil
+from jaxtyping import Bool
+from numpy import ndarray
+
+from areal_jax.checkpoint.recovery import Columns
+from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
+from areal_jax.config import AnyExperiment
+from areal_jax.engine.driver import Driver
+from areal_jax.evaluation.evaluate import Evaluation, evaluate
+from areal_jax.metrics import names
+from areal_jax.metrics.description import write_description
+from areal_jax.metrics.meters import Meters
+from areal_jax.metrics.progress import Progress
+from areal_jax.metrics.report import write_report
+from areal_jax.metrics.samples import TrainedSample
+from areal_jax.metrics.sinks import Sinks
+from areal_jax.metrics.trace import Trace
+from areal_jax.models import hf
+from areal_jax.models.decoder import Params
+from areal_jax.parallel.sharding import TRAIN_RULES, shardings
+from areal_jax.plan import Plan
+from areal_jax.records import Group, Judge, Sampling, Task, Verdict
+from areal_jax.rewards.service import RewardService
+from areal_jax.settings import to_json
+from areal_jax.trainer.ppo import Trainer
+from areal_jax.trainer.sft import SupervisedTrainer
+from areal_jax.trainer.step import Metrics
+from areal_jax.weights.mailbox import Mailbox
+from areal_jax.workflows.single_turn import SingleTurn
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+AnyTrainer = TypeVar("AnyTrainer", Trainer, SupervisedTrainer)
+
+CHECKPOINTS = "checkpoints"
+POLICY = "policy"
+TRACE = "trace.json"
+
+
+@dataclass
+class Run(Generic[AnyTrainer]):
+    """What training consists of while it goes on."""
+
+    plan: Plan
+    folder: Path
+    trainer: AnyTrainer
+    mailbox: Mailbox
+    engine: Driver
+    judge: Judge
+    store: CheckpointStore
+    sinks: Sinks
+    trace: Trace
+    progress: Progress
+    stop: asyncio.Event
+    """Set on Ctrl-C or SIGTERM: end after the step under way."""
+    restored: Columns | None
+    """What the checkpoint that the run goes on from holds beside the trainer's state."""
+    # At most one task: while an evaluation is under way no other begins. Begun by `evaluate_meanwhile`, and awaited or
+    # cancelled by `finish`.
+    evaluations: set[asyncio.Task[None]] = field(default_factory=set)
+
+    @property
+    def experiment(self) -> AnyExperiment:
+        return self.plan.experiment
+
+    async def unless_stopped(self, awaitable: Awaitable[T]) -> T | None:
+        """What is awaited, or None if stopping is asked for first."""
+        wanted, stopped = asyncio.ensure_future(awaitable), asyncio.ensure_future(self.stop.wait())
+        try:
+            await asyncio.wait((wanted, stopped), return_when=asyncio.FIRST_COMPLETED)
+            return await wanted if wanted.done() and not self.stop.is_set() else None
+        finally:
+            wanted.cancel()
+            stopped.cancel()
+            await asyncio.gather(wanted, stopped, return_exceptions=True)
+
+    @contextmanager
+    def span(self, lane: str, name: str) -> Iterator[None]:
+        """Draw what happens inside on a lane of the trace."""
+        start_s = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.trace.span(lane, name, start_s, time.perf_counter())
+
+    def record(self, version: int, metrics: Metrics, rollout: dict[str, float] | None = None) -> None:
+        """Write and show what the step from `version` did, with what engine, mailbox and judges did meanwhile."""
+        meters = Meters()
+        meters.update(metrics, "trainer/")
+        meters.update(self.engine.metrics(), "rollout/")
+        meters.update(self.mailbox.metrics(), "weights/")
+        meters.update(rollout or {}, "gate/")
+        if isinstance(self.judge, TracedJudge):
+            meters.update(self.judge.counters(), "rewards/")
+        meters.gauge("process/resident_gib", psutil.Process().memory_info().rss / 2**30)
+        row = meters.flatten()
+        self.sinks.write(version, row)
+        self.progress.update(version + 1, row)
+
+    def save(self, version: int, rollout: Columns) -> None:
+        """Begin a checkpoint. One that cannot be written is told, and training goes on: its samples are worth more."""
+        try:
+            with self.span("checkpoint", f"version {version}"):
+                self.sinks.flush()
+                self.store.save(version, self.trainer.state, rollout)
+        except CheckpointError as error:
+            self.progress.say(f"warning: {error}")
+
+    async def evaluate(self, version: int) -> None:
+        """Answer the held-out problems with weights of at least `version`, and write down the score."""
+        experiment, config = self.experiment, self.experiment.evaluation
+        if not config.every_steps:
+            return
+        tokenizer = self.plan.tokenizer
+        with self.span("evaluation", f"version {version}"):
+            found = await evaluate(
+                self.plan.eval_tasks.tasks[: config.num_tasks],
+                SingleTurn(tokenizer, config.samples_per_task, experiment.rewards),
+                self.engine,
+                self.judge,
+                version=version,
+                sampling=Sampling(
+                    experiment.engine.max_new_tokens, config.temperature, stop_token_ids=tokenizer.stop_token_ids
+                ),
+                seed=experiment.seed,
+            )
+        metrics = evaluation_metrics(found)
+        self.sinks.write(version, metrics)
+        self.progress.evaluated(metrics)
+        self.progress.say(evaluation_line(found))
+
+    def evaluate_meanwhile(self, version: int) -> None:
+        """Evaluate while training goes on, unless the last such evaluation is still under way."""
+        if not self.evaluations:
+            task = asyncio.create_task(self.evaluate(version), name=f"evaluation of version {version}")
+            self.evaluations.add(task)
+            task.add_done_callback(self.evaluations.discard)
+            task.add_done_callback(_tell_failure)
+
+    async def finish(self) -> None:
+        """Evaluate what came out, unless stopping is asked for; write the policy and the report."""
+        version = self.trainer.version
+        if self.stop.is_set():
+            for task in self.evaluations:
+                task.cancel()
+        await asyncio.gather(*self.evaluations, return_exceptions=True)
+        await self.unless_stopped(self.evaluate(version))
+        await asyncio.to_thread(self._write_results, version)
+
+    def _write_results(self, version: int) -> None:
+        if self.experiment.checkpoint.export_hf:
+            folder = self.folder / POLICY
+            hf.save(folder, self.plan.policy, self.trainer.params, self.plan.policy_folder)
+            self.progress.say(f"policy of version {version}: {folder}")
+        try:
+            self.store.wait()
+        except CheckpointError as error:
+            self.progress.say(f"warning: {error}")
+        self.sinks.flush()
+        self.progress.say(f"report: {write_report(self.folder)}")
+
+
+class TracedJudge:
+    """The reward service, with every judgement drawn on the trace."""
+
+    def __init__(self, service: RewardService, trace: Trace) -> None:
+        self._service, self._trace = service, trace
+
+    async def __call__(self, task: Task, answer: str) -> Verdict:
+        start_s = time.perf_counter()
+        verdict = await self._service(task, answer)
+        self._trace.span("rewards", verdict.kind, start_s, time.perf_counter(), {"task": task.id})
+        return verdict
+
+    def counters(self) -> dict[str, float]:
+        """Verdicts by kind, and seconds of judging, since this process began the run."""
+        return {**{kind: float(count) for kind, count in self._service.verdicts.items()}, "judged_s": self._service.judged_s}
+
+
+@asynccontextmanager
+async def assembled(
+    plan: Plan, folder: Path, *, resume: bool, make_trainer: Callable[[Params], AnyTrainer]
+) -> AsyncIterator[Run[AnyTrainer]]:
+    """A run with its engine and judges at work; on leaving all of it is ended and closed."""
+    experiment = plan.experiment
+    # What is entered first is left last: the files outlive those who write to them.
+    async with AsyncExitStack() as stack:
+        store = CheckpointStore(folder / CHECKPOINTS, experiment.checkpoint.keep)
+        stack.callback(store.close)
+        saved_version = store.latest_version() if resume else None
+        progress = Progress(
+            f"{plan.headline()}; run folder: {folder}",
+            experiment.num_steps,
+            saved_version or 0,
+            show_steps=experiment.metrics.progress,
+        )
+        stack.callback(progress.close)
+        trainer, restored = make_trainer(_initial_params(plan)), None
+        if saved_version is not None:
+            state, restored = store.restore(saved_version, trainer.state)
+            trainer.restore(state)
+            progress.say(f"going on from the checkpoint of version {saved_version}")
+        sinks = Sinks(folder, experiment.metrics, trainer.version if resume else None, plan.tokenizer.decode)
+        stack.callback(sinks.close)
+        trace = Trace(folder / TRACE if experiment.metrics.trace else None)
+        stack.callback(trace.close)
+        write_description(folder, plan.headline(), to_json(experiment), plan.devices)
+
+        service = await stack.enter_async_context(RewardService(experiment.rewards))
+        mailbox = Mailbox(
+            plan.engine.layout, plan.engine.param_shardings, plan.meshes.train, on_event=partial(trace.span, "mailbox")
+        )
+        stack.callback(mailbox.close)
+        mailbox.publish(trainer.version, trainer.params)
+        engine = Driver(plan.engine, mailbox, on_event=partial(trace.span, "rollout driver"))
+        stack.callback(engine.close)
+        # Everything is compiled before anything waits for it: deadlines are for work, not for the compiler.
+        await asyncio.gather(asyncio.to_thread(trainer.warm_up), asyncio.to_thread(plan.engine.warm_up), service.start())
+        engine.start()
+        stop = stack.enter_context(stopping_on_signals())
+        judge = TracedJudge(service, trace)
+        yield Run(plan, folder, trainer, mailbox, engine, judge, store, sinks, trace, progress, stop, restored)
+
+
+def _initial_params(plan: Plan) -> Params:
+    """The weights in the policy's folder, or fresh ones, on the train mesh."""
+    placed = shardings(plan.meshes.train, plan.policy.axes(), plan.policy.abstract(), TRAIN_RULES)
+    if plan.experiment.policy.random_init:
+        return jax.jit(plan.policy.init, out_shardings=placed)(jax.random.key(plan.experiment.seed))
+    return hf.load(plan.policy_folder, plan.policy, placed)
+
+
+@contextmanager
+def stopping_on_signals() -> Iterator[asyncio.Event]:
+    """An event that the first Ctrl-C or SIGTERM sets; the second one acts as ever."""
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    signals = (signal.SIGINT, signal.SIGTERM)
+
+    def let_go() -> None:
+        for number in signals:
+            loop.remove_signal_handler(number)
+
+    def heard() -> None:
+        stop.set()
+        let_go()
+
+    for number in signals:
+        loop.add_signal_handler(number, heard)
+    try:
+        yield stop
+    finally:
+        let_go()
+
+
+def trained_samples(groups: Sequence[Group], stale: Sequence[Sequence[Bool[ndarray, "_"]]]) -> list[TrainedSample]:
+    """What samples.jsonl tells of a batch. Args: stale: by group and sample, the tokens left out of the loss for their age."""
+    return [
+        TrainedSample(
+            task=group.task.id,
+            group=group.id,
+            number=number,
+            tokens=sample.tokens,
+            loss_mask=sample.loss_mask,
+            behave_logp=sample.behave_logp,
+            versions=sample.versions,
+            stale=too_old,
+            reward=sample.reward,
+            verdict=sample.verdict,
+            stop_reason=sample.stop_reason,
+        )
+        for group, of_group in zip(groups, stale, strict=True)
+        for number, (sample, too_old) in enumerate(zip(group.samples, of_group, strict=True))
+    ]
+
+
+def evaluation_metrics(found: Evaluation) -> dict[str, float]:
+    """What metrics.jsonl tells of an evaluation."""
+    return {
+        names.PASS_AT_1: found.pass_at_1,
+        names.PASS_AT_1_ERROR: found.standard_error,
+        "evaluation/truncated_fraction": found.truncated,
+        "evaluation/answer_tokens": found.mean_tokens,
+        "evaluation/num_tasks": found.num_tasks,
+        "evaluation/num_failed": sum(found.failed.values()),
+        "evaluation/newest_version": found.versions[1],
+        "evaluation/seconds": found.seconds,
+        **{f"evaluation/verdict/{kind}": count for kind, count in found.verdicts.items()},
+        **{f"evaluation/family/{family}": score for family, score in found.by_family.items() if family},
+    }
+
+
+def evaluation_line(found: Evaluation) -> str:
+    low, high = found.interval_95
+    return (
+        f"evaluation of version {found.version}: pass@1 {found.pass_at_1:.1%} (95 %: {low:.1%} to {high:.1%}) on "
+        f"{found.num_tasks} problems, {found.truncated:.1%} truncated, {found.seconds:.1f} s"
+    )
+
+
+def _tell_failure(task: asyncio.Task[None]) -> None:
+    if not task.cancelled() and (error := task.exception()) is not None:
+        logger.error("%s failed", task.get_name(), exc_info=error)

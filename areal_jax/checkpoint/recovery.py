@@ -1,0 +1,185 @@
+"""The rollout state as columns and back, bit for bit: what a resumed run needs so that no task is lost, repeated or drawn anew.
+
+Per-token arrays are laid end to end, one column for each field; all else is JSON. No pickle: reading a checkpoint runs no code.
+Axes: N records, T tokens of all records, S bytes.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import struct
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import UInt8
+
+from areal_jax.records import Completion, Group, Message, RolloutState, Sample, Suspended, Task
+
+FORMAT = 1
+"""Raised whenever what is written changes its meaning."""
+
+SAMPLE_COLUMNS = {"tokens": np.int32, "loss_mask": np.bool_, "behave_logp": np.float32, "versions": np.int32}
+COMPLETION_COLUMNS = {"tokens": np.int32, "logp": np.float32, "versions": np.int32}
+
+Json = Any
+"""None, bool, int, a finite float, str, or a list or dict of these."""
+
+
+class Columns(NamedTuple):
+    """What a checkpoint holds beside the train state."""
+
+    facts: dict[str, Json]
+    arrays: dict[str, np.ndarray]
+
+
+def encode(state: RolloutState, notes: Mapping[str, Json] | None = None) -> Columns:
+    """Turn a snapshot of the rollouts, and the caller's own `notes`, into columns.
+
+    Raises ValueError where `decode` could not give back the same: an array of another dtype or length than its record says,
+    or a note that JSON would change (a tuple, a nan, a key that is no string)."""
+    samples = [sample for group in state.buffered for sample in group.samples]
+    completions = [one for record in state.suspended for drawn in record.calls.values() for one in drawn]
+    facts: dict[str, Json] = {
+        "format": FORMAT,
+        "tasks": dict(state.tasks),
+        "next_group_id": state.next_group_id,
+        "rejected": dict(state.rejected),
+        "buffered": [
+            {
+                "id": group.id,
+                "task": _task_to_json(group.task),
+                "started_version": group.started_version,
+                "verdicts": [sample.verdict for sample in group.samples],
+                "stop_reasons": [sample.stop_reason for sample in group.samples],
+            }
+            for group in state.buffered
+        ],
+        "suspended": [
+            {
+                "id": record.id,
+                "task": _task_to_json(record.task),
+                "started_version": record.started_version,
+                "calls": {call: [one.stop_reason for one in drawn] for call, drawn in record.calls.items()},
+            }
+            for record in state.suspended
+        ],
+        "notes": dict(notes or {}),
+    }
+    _require_json(facts, "rollout")
+    arrays = {
+        **_join("sample", samples, SAMPLE_COLUMNS),
+        "sample.reward": np.array([sample.reward for sample in samples], np.float64),
+        **_join("completion", completions, COMPLETION_COLUMNS),
+    }
+    return Columns(facts, arrays)
+
+
+def decode(columns: Columns) -> tuple[RolloutState, dict[str, Json]]:
+    """The rollout state and the notes that `encode` was given. ValueError where the columns are of another format."""
+    facts, arrays = columns
+    if facts.get("format") != FORMAT:
+        raise ValueError(
+            f"rollout state of format {FORMAT} expected, found {facts.get('format')!r}; resume with the release that wrote it"
+        )
+    samples = _split("sample", arrays, SAMPLE_COLUMNS)
+    rewards = iter(arrays["sample.reward"].tolist())
+    completions = _split("completion", arrays, COMPLETION_COLUMNS)
+    buffered = tuple(
+        Group(
+            id=entry["id"],
+            task=_task_from_json(entry["task"]),
+            samples=tuple(
+                Sample(**next(samples), reward=next(rewards), verdict=verdict, stop_reason=stop_reason)
+                for verdict, stop_reason in zip(entry["verdicts"], entry["stop_reasons"], strict=True)
+            ),
+            started_version=entry["started_version"],
+        )
+        for entry in facts["buffered"]
+    )
+    suspended = tuple(
+        Suspended(
+            id=entry["id"],
+            task=_task_from_json(entry["task"]),
+            started_version=entry["started_version"],
+            calls={
+                call: tuple(Completion(**next(completions), stop_reason=reason) for reason in stop_reasons)
+                for call, stop_reasons in entry["calls"].items()
+            },
+        )
+        for entry in facts["suspended"]
+    )
+    state = RolloutState(facts["tasks"], facts["next_group_id"], facts["rejected"], buffered, suspended)
+    return state, facts["notes"]
+
+
+def pack(columns: Columns) -> UInt8[np.ndarray, "S"]:
+    """One array of bytes: length of the header, header (JSON in ASCII), columns end to end."""
+    for name, array in columns.arrays.items():
+        if array.dtype.kind not in "biuf":
+            raise ValueError(f"column {name} must hold numbers or truth values, it holds {array.dtype}")
+    _require_json(columns.facts, "rollout")
+    layout = [[name, array.dtype.str, list(array.shape)] for name, array in columns.arrays.items()]
+    header = json.dumps({"facts": columns.facts, "layout": layout}, allow_nan=False).encode("ascii")
+    body = [np.ascontiguousarray(array).tobytes() for array in columns.arrays.values()]
+    return np.frombuffer(b"".join([struct.pack("<Q", len(header)), header, *body]), np.uint8)
+
+
+def unpack(packed: UInt8[np.ndarray, "S"]) -> Columns:
+    """What `pack` was given. ValueError where the bytes are not all there."""
+    data = packed.tobytes()
+    (header_bytes,) = struct.unpack_from("<Q", data)
+    offset = struct.calcsize("<Q") + header_bytes
+    header = json.loads(data[offset - header_bytes : offset])
+    arrays: dict[str, np.ndarray] = {}
+    for name, dtype, shape in header["layout"]:
+        count = math.prod(shape)
+        arrays[name] = np.frombuffer(data, dtype, count, offset).reshape(shape).copy()
+        offset += arrays[name].nbytes
+    if offset != len(data):
+        raise ValueError(f"{offset} bytes of rollout state expected, found {len(data)}")
+    return Columns(header["facts"], arrays)
+
+
+def _join(name: str, records: Sequence[Sample] | Sequence[Completion], dtypes: Mapping[str, type]) -> dict[str, np.ndarray]:
+    columns: dict[str, np.ndarray] = {f"{name}.length": np.array([len(record.tokens) for record in records], np.int64)}
+    for field, dtype in dtypes.items():
+        arrays: list[np.ndarray] = [getattr(record, field) for record in records]
+        for number, (array, record) in enumerate(zip(arrays, records, strict=True)):
+            if array.dtype != dtype or array.shape != record.tokens.shape:
+                expected = f"{np.dtype(dtype)}[{len(record.tokens)}]"
+                raise ValueError(f"{name} {number}: {field} must be {expected}, it is {array.dtype}{list(array.shape)}")
+        columns[f"{name}.{field}"] = np.concatenate([np.empty(0, dtype), *arrays])
+    return columns
+
+
+def _split(name: str, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, type]):
+    """An iterator over the records' fields, in the order in which they were joined."""
+    ends = np.cumsum(arrays[f"{name}.length"])[:-1]
+    # Copied, so that one group does not keep the tokens of all alive.
+    pieces = {field: [piece.copy() for piece in np.split(arrays[f"{name}.{field}"], ends)] for field in dtypes}
+    return ({field: pieces[field][i] for field in dtypes} for i in range(len(arrays[f"{name}.length"])))
+
+
+def _task_to_json(task: Task) -> dict[str, Json]:
+    return {**asdict(task), "prompt": [asdict(message) for message in task.prompt]}
+
+
+def _task_from_json(fields: Mapping[str, Json]) -> Task:
+    return Task(**{**fields, "prompt": tuple(Message(**message) for message in fields["prompt"])})
+
+
+def _require_json(value: Json, path: str) -> None:
+    """Raise ValueError, naming the place, where a trip through JSON would not give the same value back."""
+    if isinstance(value, dict):
+        for key, item in value.items():
+            if not isinstance(key, str):
+                raise ValueError(f"{path}: the key {key!r} must be a string, JSON would make it one")
+            _require_json(item, f"{path}.{key}")
+    elif isinstance(value, list):
+        for number, item in enumerate(value):
+            _require_json(item, f"{path}[{number}]")
+    elif type(value) not in (str, int, float, bool, type(None)) or (isinstance(value, float) and not math.isfinite(value)):
+        raise ValueError(f"{path} must be None, bool, int, finite float, str, list or dict; it is {value!r}")

@@ -1,0 +1,262 @@
+"""An experiment: the rooms' own settings, composed; where experiments are found, overridden, checked, kept and read again.
+
+experiment = load_experiment("aime", ["rollout.max_staleness=8", "tasks=Files", "tasks.path=problems.jsonl"])
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import chz
+
+from areal_jax import __version__
+from areal_jax.checkpoint.config import CheckpointConfig
+from areal_jax.data.config import PromptConfig, Synthetic, TaskSource
+from areal_jax.engine.config import EngineConfig
+from areal_jax.evaluation.config import EvaluationConfig
+from areal_jax.metrics.config import MetricsConfig
+from areal_jax.models.config import PolicyConfig
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.rewards.config import RewardConfig
+from areal_jax.rl.config import GroupNormalized
+from areal_jax.rollout.config import RolloutConfig
+from areal_jax.settings import (
+    ConfigError,
+    Settings,
+    assign,
+    build,
+    from_json,
+    from_text,
+    parse_overrides,
+    settings,
+    to_json,
+)
+from areal_jax.trainer.config import TrainerConfig
+
+CONFIG_FILE = "config.json"
+"""Name under which a run folder keeps its resolved configuration."""
+
+_VERSION_KEY = "areal_jax.version"
+_CLASS_KEY = "areal_jax.experiment"
+
+
+@chz.chz
+class Experiment:
+    """Reinforcement learning: everything that decides a run, and nothing that it finds out."""
+
+    name: str = chz.field(doc="names the run folder")
+    description: str = chz.field(default="", doc="one line about what is tried")
+    seed: int = chz.field(default=1, doc="of task order and of every draw")
+    num_steps: int = chz.field(doc="trainer steps; 0: only evaluate")
+    policy: PolicyConfig = chz.field(default_factory=PolicyConfig, doc="what is trained")
+    tasks: TaskSource = chz.field(default_factory=Synthetic, doc="what it is trained on")
+    eval_tasks: TaskSource = chz.field(default_factory=lambda: Synthetic(split="heldout"), doc="what it is evaluated on")
+    prompt: PromptConfig = chz.field(default_factory=PromptConfig, doc="what is put around every problem")
+    placement: PlacementConfig = chz.field(default_factory=PlacementConfig, doc="which devices train and which decode")
+    rollout: RolloutConfig = chz.field(default_factory=RolloutConfig, doc="batch shape and staleness")
+    engine: EngineConfig = chz.field(default_factory=EngineConfig, doc="decoding")
+    trainer: TrainerConfig = chz.field(default_factory=TrainerConfig, doc="how a batch becomes a version")
+    rewards: RewardConfig = chz.field(default_factory=RewardConfig, doc="judging")
+    evaluation: EvaluationConfig = chz.field(default_factory=EvaluationConfig, doc="evaluation while training goes on")
+    checkpoint: CheckpointConfig = chz.field(default_factory=CheckpointConfig, doc="what survives")
+    metrics: MetricsConfig = chz.field(default_factory=MetricsConfig, doc="what is written beside metrics.jsonl")
+
+
+@chz.chz
+class SFTExperiment:
+    """Supervised fine-tuning: how a policy comes to be that reinforcement learning can start from."""
+
+    name: str = chz.field(doc="names the run folder")
+    description: str = chz.field(default="", doc="one line about what is tried")
+    seed: int = chz.field(default=1, doc="of fresh weights, of example order and of every draw")
+    num_steps: int = chz.field(doc="optimizer updates")
+    policy: PolicyConfig = chz.field(default_factory=PolicyConfig, doc="what is trained")
+    examples: TaskSource = chz.field(default_factory=Synthetic, doc="what it is trained on")
+    eval_tasks: TaskSource = chz.field(default_factory=lambda: Synthetic(split="heldout"), doc="what it is evaluated on")
+    prompt: PromptConfig = chz.field(default_factory=PromptConfig, doc="what is put around every problem")
+    placement: PlacementConfig = chz.field(default_factory=PlacementConfig, doc="which devices train and which decode")
+    examples_per_batch: int = chz.field(default=64, doc="examples in one update")
+    engine: EngineConfig = chz.field(default_factory=EngineConfig, doc="decoding, for evaluation")
+    trainer: TrainerConfig = chz.field(default_factory=TrainerConfig, doc="how a batch becomes a version")
+    rewards: RewardConfig = chz.field(default_factory=RewardConfig, doc="judging, for evaluation")
+    evaluation: EvaluationConfig = chz.field(default_factory=EvaluationConfig, doc="evaluation while training goes on")
+    checkpoint: CheckpointConfig = chz.field(default_factory=CheckpointConfig, doc="what survives")
+    metrics: MetricsConfig = chz.field(default_factory=MetricsConfig, doc="what is written beside metrics.jsonl")
+    export_folder: str | None = chz.field(
+        default=None, doc="where the final policy goes as a Hugging Face folder; none: the run folder"
+    )
+
+
+AnyExperiment = Experiment | SFTExperiment
+
+
+def load_experiment(name_or_path: str, overrides: Sequence[str] = ()) -> AnyExperiment:
+    """The experiment of experiments/NAME.py, or of the Python file at a path, with `a.b=c` overrides applied.
+
+    Raises ConfigError where there is no such experiment, an override fits no setting, or settings contradict."""
+    experiment = _experiment_in(find_experiment(name_or_path))
+    return _resolved(type(experiment), settings(experiment), overrides)
+
+
+def read_config(path: Path, overrides: Sequence[str] = ()) -> AnyExperiment:
+    """The experiment that a run wrote to its config.json, with overrides. A setting the file lacks takes its default.
+
+    Raises ConfigError where the file is none, or names a setting that this version does not know."""
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected the {CONFIG_FILE} of a run") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: expected the {CONFIG_FILE} of a run, came no JSON ({error})") from None
+    classes = {cls.__name__: cls for cls in (Experiment, SFTExperiment)}
+    cls = classes.get(given.pop(_CLASS_KEY, "")) if isinstance(given, dict) else None
+    if cls is None:
+        raise ConfigError(f"{path}: expected the {CONFIG_FILE} of a run, with {_CLASS_KEY} one of {', '.join(classes)}")
+    version = given.pop(_VERSION_KEY, "an unknown version")
+    try:
+        return _resolved(cls, assign(given, settings(cls), from_json), overrides)
+    except ConfigError as error:
+        raise ConfigError(f"{path} (written by areal_jax {version}, this is {__version__}): {error}") from None
+
+
+def write_config(experiment: AnyExperiment, path: Path) -> None:
+    """Write every setting, flat and readable; `--config=PATH` runs it again."""
+    header = {_VERSION_KEY: __version__, _CLASS_KEY: type(experiment).__name__}
+    path.write_text(json.dumps(header | to_json(experiment), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+
+
+def experiment_names() -> list[str]:
+    """Names that `--exp` knows."""
+    return sorted(path.stem for path in _experiments_folder().glob("*.py"))
+
+
+def find_experiment(name_or_path: str) -> Path:
+    """The file of an experiment given by name or by path. ConfigError lists the names where there is none."""
+    if name_or_path.endswith(".py"):
+        path = Path(name_or_path)
+        hint = "give the path of an existing file, or a name"
+    else:
+        path = _experiments_folder() / f"{name_or_path}.py"
+        hint = f"known names: {', '.join(experiment_names())}; or give the path of a .py file"
+    if not path.is_file():
+        raise ConfigError(f"no experiment {name_or_path!r}; {hint}")
+    return path
+
+
+def _experiments_folder() -> Path:
+    """experiments/ lies inside the package once installed, and beside it in a checkout."""
+    package = Path(__file__).resolve().parent
+    installed = package / "experiments"
+    return installed if installed.is_dir() else package.parent / "experiments"
+
+
+def _experiment_in(path: Path) -> AnyExperiment:
+    module_name = f"areal_jax_experiment_{path.stem}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path}: expected a Python file")
+    module = importlib.util.module_from_spec(spec)
+    # chz looks the module up when it reads the annotations of classes that the file defines.
+    sys.modules[module_name] = module
+    spec.loader.exec_module(module)
+    experiment = getattr(module, "experiment", None)
+    if not isinstance(experiment, Experiment | SFTExperiment):
+        raise ConfigError(
+            f"{path}: expected `experiment` to be an Experiment or SFTExperiment, came {type(experiment).__name__}"
+        )
+    return experiment
+
+
+def _resolved(cls: type[AnyExperiment], flat: Settings, overrides: Sequence[str]) -> AnyExperiment:
+    experiment = build(cls, assign(parse_overrides(overrides), flat, from_text))
+    if problems := list(contradictions(experiment)):
+        raise ConfigError("\n".join(problems))
+    return experiment
+
+
+# What a number may be, by the last part of its key. Zero is allowed where it means none or off.
+_POSITIVE = (
+    *("num_tasks", "max_tasks", "examples_per_batch", "groups_per_batch", "samples_per_group", "max_running_groups"),
+    *("num_slots", "max_prompt_tokens", "max_new_tokens", "steps_per_dispatch", "num_mini_batches", "rows_per_micro_batch"),
+    *("logp_chunk_tokens", "learning_rate", "eps", "max_grad_norm", "clip_eps", "clip_eps_high", "behave_weight_cap"),
+    *("num_workers", "samples_per_task", "keep", "batch_timeout_s", "request_timeout_s", "timeout_s"),
+    *("train_devices", "rollout_devices", "train_fsdp", "train_tensor", "rollout_tensor", "simulated_devices"),
+)
+_NOT_NEGATIVE = ("seed", "num_steps", "max_staleness", "every_steps", "row_tokens", "temperature", "top_k", "weight_decay")
+_FRACTION = ("top_p", "warmup_fraction", "beta1", "beta2")
+_ABOVE_ONE = ("dual_clip",)
+_ANY_NUMBER = ("correct", "wrong")
+
+
+def contradictions(experiment: AnyExperiment) -> Iterator[str]:
+    """What cannot be in an experiment's settings, each in a sentence that names the knobs; nothing where all is well."""
+    yield from out_of_range(experiment)
+    yield from row_too_short(experiment)
+    if isinstance(experiment, Experiment):
+        yield from too_many_mini_batches(experiment)
+        yield from no_signal(experiment)
+    else:
+        yield from idle(experiment)
+
+
+def out_of_range(experiment: AnyExperiment) -> Iterator[str]:
+    """Numbers that count, time or divide nothing."""
+    for setting in settings(experiment).values():
+        value, name = setting.value, setting.key.rpartition(".")[2]
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            continue
+        if name in _POSITIVE and value <= 0:
+            yield f"{setting.key}={value}: expected a number above 0 ({setting.doc})"
+        if name in _NOT_NEGATIVE and value < 0:
+            yield f"{setting.key}={value}: expected 0 or more ({setting.doc})"
+        if name in _FRACTION and not 0 <= value <= 1:
+            yield f"{setting.key}={value}: expected a number from 0 to 1 ({setting.doc})"
+        if name in _ABOVE_ONE and value <= 1:
+            yield f"{setting.key}={value}: expected a number above 1 ({setting.doc})"
+
+
+def row_too_short(experiment: AnyExperiment) -> Iterator[str]:
+    """A sequence is never cut to fit a row, so the longest one must fit."""
+    engine, row_tokens = experiment.engine, experiment.trainer.row_tokens
+    longest = engine.max_prompt_tokens + engine.max_new_tokens
+    if 0 < row_tokens < longest:
+        yield (
+            f"trainer.row_tokens={row_tokens} is shorter than the longest sequence, engine.max_prompt_tokens + "
+            f"engine.max_new_tokens = {longest}; raise it, or set it to 0"
+        )
+
+
+def too_many_mini_batches(experiment: Experiment) -> Iterator[str]:
+    """A group is never split over two updates."""
+    groups, mini_batches = experiment.rollout.groups_per_batch, experiment.trainer.num_mini_batches
+    if mini_batches > groups:
+        yield (
+            f"trainer.num_mini_batches={mini_batches} is more than rollout.groups_per_batch={groups}: "
+            "each update needs a group of its own"
+        )
+
+
+def no_signal(experiment: Experiment) -> Iterator[str]:
+    """Mixtures under which every advantage is zero."""
+    if isinstance(experiment.trainer.advantages, GroupNormalized) and experiment.rollout.samples_per_group == 1:
+        yield (
+            "rollout.samples_per_group=1 leaves nothing to compare with under trainer.advantages=GroupNormalized: "
+            "draw at least 2, or set trainer.advantages=BatchNormalized"
+        )
+    if experiment.engine.temperature == 0:
+        yield "engine.temperature=0 draws the same answer again and again: training needs a temperature above 0"
+    if experiment.rewards.correct <= experiment.rewards.wrong:
+        yield f"rewards.correct={experiment.rewards.correct} is not above rewards.wrong={experiment.rewards.wrong}"
+
+
+def idle(experiment: SFTExperiment) -> Iterator[str]:
+    """Settings that supervised fine-tuning does not read, changed nevertheless."""
+    given, default = settings(experiment.trainer), settings(TrainerConfig())
+    for key in given:
+        is_idle = key.startswith(("loss", "advantages", "num_mini_batches"))
+        if is_idle and given[key].value != default.get(key, given[key]).value:
+            yield f"trainer.{key}={given[key].text()} has no meaning in supervised fine-tuning; leave it out"

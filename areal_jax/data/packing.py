@@ -1,0 +1,119 @@
+"""Sequences of any length into micro-batches of one shape, so that one compiled program trains them all. numpy only.
+
+Axes: M micro-batches, B rows of a micro-batch, T tokens of a row, N sequences, S tokens of a sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from jaxtyping import Bool, Float, Int, Shaped
+from numpy.typing import DTypeLike
+
+from areal_jax.records import PackedBatch
+
+
+def allocate(lengths: Sequence[int] | Int[np.ndarray, "N"], capacity: int, min_count: int = 1) -> list[list[int]]:
+    """Partition sequences into bins of at most `capacity` tokens (AReaL, arXiv:2505.24298, algorithm 1).
+
+    Longest first, each into the bin with room that has the fewest sequences, of those the one with the fewest tokens; into a
+    new bin where none has room or there are fewer than `min_count`. Returns places in `lengths`, bin by bin.
+    Raises ValueError where a sequence is longer than `capacity`.
+    """
+    lengths = np.asarray(lengths, np.int64)
+    if len(lengths) and lengths.max() > capacity:
+        raise ValueError(
+            f"a sequence of {lengths.max()} tokens does not fit into a row of {capacity}; set trainer.row_tokens to at least "
+            f"{lengths.max()}, or lower engine.max_prompt_tokens or engine.max_new_tokens"
+        )
+    bins: list[list[int]] = []
+    tokens = np.zeros(len(lengths), np.int64)
+    # One number per bin whose least is Algorithm 1's choice: sequences first, tokens to break ties.
+    rank = np.zeros(len(lengths), np.int64)
+    full = np.iinfo(np.int64).max
+    for i in np.argsort(-lengths, kind="stable"):
+        length, opened = lengths[i], len(bins)
+        best = opened
+        if opened >= max(min_count, 1):
+            ranks = np.where(tokens[:opened] + length <= capacity, rank[:opened], full)
+            if ranks[chosen := int(ranks.argmin())] != full:
+                best = chosen
+        if best == opened:
+            bins.append([])
+        bins[best].append(int(i))
+        tokens[best] += length
+        rank[best] += capacity + 1 + length
+    return bins
+
+
+class TrainingSequence(NamedTuple):
+    """One sequence as training sees it."""
+
+    tokens: Int[np.ndarray, "S"]
+    loss_mask: Bool[np.ndarray, "S"]
+    behave_logp: Float[np.ndarray, "S"]
+    advantages: Float[np.ndarray, "S"]
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Where N sequences lie in micro-batches of shape [rows, row_tokens]."""
+
+    shape: tuple[int, int, int]
+    """Micro-batches, rows, row_tokens."""
+    lengths: Int[np.ndarray, "N"]
+    starts: Int[np.ndarray, "N"]
+    """Place of each sequence's first token in all micro-batches, flattened."""
+    segments: Int[np.ndarray, "N"]
+    """Each sequence's segment in its row, from 1."""
+
+    @property
+    def efficiency(self) -> float:
+        """Share of the places that hold a token."""
+        return float(self.lengths.sum()) / max(1, self.shape[0] * self.shape[1] * self.shape[2])
+
+    def scatter(self, values: Iterable[Shaped[np.ndarray, "_"] | int], dtype: DTypeLike) -> Shaped[np.ndarray, "M B T"]:
+        """Per-token values, one array (or one number) for each sequence, to their places; zeros where no token lies."""
+        packed = np.zeros(self.shape, dtype)
+        flat = packed.reshape(-1)
+        for start, length, of_sequence in zip(self.starts, self.lengths, values, strict=True):
+            flat[start : start + length] = of_sequence
+        return packed
+
+    def gather(self, packed: Shaped[np.ndarray, "M B T"]) -> list[Shaped[np.ndarray, "_"]]:
+        """Per-token values of all micro-batches back to the sequences, in their order; the inverse of `scatter`."""
+        flat = packed.reshape(-1)
+        return [flat[start : start + length] for start, length in zip(self.starts, self.lengths, strict=True)]
+
+
+def lay_out(lengths: Sequence[int] | Int[np.ndarray, "N"], *, rows: int, row_tokens: int) -> Layout:
+    """Lay sequences end to end in rows by Algorithm 1, and rows into as few micro-batches as hold them.
+
+    Raises ValueError where a sequence is longer than `row_tokens`."""
+    lengths = np.asarray(lengths, np.int64)
+    starts, segments = np.zeros_like(lengths), np.zeros_like(lengths)
+    bins = allocate(lengths, row_tokens)
+    for row, members in enumerate(bins):
+        of_row = lengths[members]
+        starts[members] = row * row_tokens + np.cumsum(of_row) - of_row
+        segments[members] = np.arange(1, len(members) + 1)
+    return Layout((-(-len(bins) // rows), rows, row_tokens), lengths, starts, segments)
+
+
+def pack(sequences: Sequence[TrainingSequence], *, rows: int, row_tokens: int) -> tuple[list[PackedBatch], Layout]:
+    """Micro-batches that hold every sequence once, and where each lies in them. Proximal log-probs start as zeros."""
+    layout = lay_out([len(sequence.tokens) for sequence in sequences], rows=rows, row_tokens=row_tokens)
+    counting = np.arange(row_tokens, dtype=np.int32)
+    columns = PackedBatch(
+        tokens=layout.scatter((sequence.tokens for sequence in sequences), np.int32),
+        segment_ids=layout.scatter((int(segment) for segment in layout.segments), np.int32),
+        positions=layout.scatter((counting[:length] for length in layout.lengths), np.int32),
+        loss_mask=layout.scatter((sequence.loss_mask for sequence in sequences), np.bool_),
+        behave_logp=layout.scatter((sequence.behave_logp for sequence in sequences), np.float32),
+        proximal_logp=np.zeros(layout.shape, np.float32),
+        advantages=layout.scatter((sequence.advantages for sequence in sequences), np.float32),
+    )
+    return [PackedBatch(*(column[i] for column in columns)) for i in range(layout.shape[0])], layout

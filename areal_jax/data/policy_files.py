@@ -1,0 +1,33 @@
+"""Where the files of a policy lie: config.json, tokenizer.json and model.safetensors."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from areal_jax.data.hub import NAME, fetch
+
+EMBEDDED = Path(__file__).parent.parent / "models" / "embedded"
+"""The tiny policy inside the package."""
+
+
+def resolve_policy_folder(path: str) -> Path:
+    """The folder of the policy called `path`: 'embedded', a Hugging Face folder, or a name on the hub, which is downloaded.
+
+    FileNotFoundError says what was looked for, and the command that would fetch it."""
+    if path == "embedded":
+        return _with_config(EMBEDDED, path)
+    folder = Path(path).expanduser()
+    if folder.exists():
+        return _with_config(folder, path)
+    if NAME.fullmatch(path) and not path.startswith("."):
+        return _with_config(fetch(path, "model", ("*.json", "*.safetensors", "*.jinja")), path)
+    raise FileNotFoundError(
+        f"policy.path={path}: expected 'embedded', an existing folder, or a hub name such as "
+        "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"
+    )
+
+
+def _with_config(folder: Path, path: str) -> Path:
+    if not (folder / "config.json").is_file():
+        raise FileNotFoundError(f"policy.path={path}: expected a Hugging Face folder, but {folder} has no config.json")
+    return folder

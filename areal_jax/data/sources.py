@@ -1,0 +1,207 @@
+"""Tasks from where they are: the problem generator, files, or the hub. Rows that cannot be tasks are skipped and counted."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
+from pathlib import Path
+from typing import NamedTuple, overload
+
+import pyarrow.parquet as pq
+
+from areal_jax.data.config import Files, Hub, PromptConfig, Synthetic, TaskSource
+from areal_jax.data.hub import NAME, fetch
+from areal_jax.data.problems import Problem, SyntheticProblems
+from areal_jax.records import Message, Task
+
+PROMPT_FIELDS = ("problem", "question", "prompt")
+FAMILY_FIELDS = ("family", "subject")
+SUFFIXES = (".jsonl", ".json", ".parquet")
+
+
+class TaskSet(NamedTuple):
+    """Tasks, and the rows of which none could be made."""
+
+    tasks: Sequence[Task]
+    skipped: Mapping[str, int]
+    """How many rows, by reason."""
+
+
+class NoTask(Exception):
+    """A row of which no task can be made; says why in a few words, which are counted."""
+
+
+def load_tasks(source: TaskSource, prompt: PromptConfig) -> TaskSet:
+    """The tasks of a source, in its order, with what `prompt` puts around every problem.
+
+    FileNotFoundError says what was looked for; ValueError where no row can be a task."""
+    match source:
+        case Synthetic():
+            problems = SyntheticProblems(source.num_tasks, source.split, source.families, source.difficulty, source.seed)
+            return TaskSet(SyntheticTasks(problems, prompt), {})
+        case Files():
+            return _tasks_of_files(find_files(Path(source.path).expanduser(), source.split), source, prompt)
+        case Hub():
+            return _tasks_of_files(_files_of_hub(source), source, prompt)
+        case _:
+            raise ValueError(f"expected Synthetic, Files or Hub, came {type(source).__name__}")
+
+
+class SyntheticTasks(Sequence[Task]):
+    """Generated problems as tasks, each made when asked for."""
+
+    def __init__(self, problems: Sequence[Problem], prompt: PromptConfig) -> None:
+        self.problems, self.prompt = problems, prompt
+
+    def __len__(self) -> int:
+        return len(self.problems)
+
+    @overload
+    def __getitem__(self, index: int) -> Task: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[Task]: ...
+    def __getitem__(self, index: int | slice) -> Task | list[Task]:
+        if isinstance(index, slice):
+            return [self[i] for i in range(*index.indices(len(self)))]
+        problem = self.problems[index]
+        messages = dress([Message("user", problem.question)], self.prompt)
+        return Task(problem.id, messages, str(problem.answer), family=problem.family)
+
+
+def dress(messages: Sequence[Message], prompt: PromptConfig) -> tuple[Message, ...]:
+    """Put the system message before a conversation, in place of its own, and the suffix after its last message."""
+    last = messages[-1]
+    dressed = [*messages[:-1], Message(last.role, last.content + prompt.suffix)]
+    if prompt.system:
+        return (Message("system", prompt.system), *(message for message in dressed if message.role != "system"))
+    return tuple(dressed)
+
+
+def find_files(path: Path, split: str) -> list[Path]:
+    """The file, or the files of a folder (or of its only subfolder that has any) whose names start with `split`."""
+    if path.is_file():
+        if path.suffix not in SUFFIXES:
+            raise ValueError(f"{path}: expected a name that ends in {', '.join(SUFFIXES)}")
+        return [path]
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: no such file or folder (working directory: {Path.cwd()})")
+    held = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
+    of_split = [file for file in held if file.name.startswith(split)]
+    folders = sorted({file.parent for file in of_split}, key=lambda folder: (len(folder.parts), folder))
+    if not folders:
+        names = ", ".join(str(file.relative_to(path)) for file in held[:10]) or "none at all"
+        raise FileNotFoundError(f"{path}: no file named {split}*.jsonl, .json or .parquet; of these there are: {names}")
+    if path not in folders and len(folders) > 1:
+        names = ", ".join(str(folder.relative_to(path)) for folder in folders)
+        raise ValueError(f"{path}: files named {split}* lie in several folders, name one of them: {names}")
+    return [file for file in of_split if file.parent == folders[0]]
+
+
+def _files_of_hub(source: Hub) -> list[Path]:
+    """Download the split; a name may go on to a folder of the repository, as in openai/gsm8k/main."""
+    owner_and_name, folder = "/".join(source.name.split("/")[:2]), "/".join(source.name.split("/")[2:])
+    if not NAME.fullmatch(owner_and_name):
+        raise ValueError(f"name={source.name}: expected a data set of the hub, owner/name or owner/name/folder")
+    patterns = [f"{prefix}{source.split}*{suffix}" for prefix in ("", "*/") for suffix in SUFFIXES]
+    return find_files(fetch(owner_and_name, "dataset", patterns) / folder, source.split)
+
+
+def _tasks_of_files(files: Sequence[Path], source: Files | Hub, prompt: PromptConfig) -> TaskSet:
+    tasks, skipped, fields = list[Task](), Counter[str](), dict[str, None]()
+    numbered = ((file, number, row) for file in files for number, row in enumerate(_rows(file), 1))
+    for file, number, row in islice(numbered, source.max_tasks):
+        try:
+            fields.update(dict.fromkeys(row if isinstance(row, dict) else ()))
+            tasks.append(_task(f"{file.name}:{number}", row, source, prompt))
+        except NoTask as reason:
+            skipped[str(reason)] += 1
+    if not tasks:
+        reasons = ", ".join(f"{number} {reason}" for reason, number in skipped.items()) or "no rows"
+        raise ValueError(
+            f"{', '.join(map(str, files))}: no row can be a task ({reasons}); looked for the prompt in "
+            f"{source.prompt_field or ', '.join(PROMPT_FIELDS)} and for the answer in {source.answer_field}; "
+            f"fields seen: {', '.join(fields) or 'none'}. Set prompt_field and answer_field"
+        )
+    return TaskSet(tasks, skipped)
+
+
+def _rows(file: Path) -> Iterator[object]:
+    """Rows of a file, one at a time; those that are no JSON come as their text."""
+    if file.suffix == ".parquet":
+        with pq.ParquetFile(file) as table:
+            for batch in table.iter_batches():
+                yield from batch.to_pylist()
+        return
+    with file.open(encoding="utf-8-sig") as lines:
+        start = lines.read(1)
+        while start.isspace():
+            start = lines.read(1)
+        lines.seek(0)
+        # Many a file called .json holds a row in each line.
+        if file.suffix == ".json" and start == "[":
+            try:
+                yield from json.load(lines)
+            except json.JSONDecodeError as error:
+                raise ValueError(f"{file}: expected a JSON array of rows ({error})") from error
+            return
+        yield from _rows_of_lines(lines)
+
+
+def _rows_of_lines(lines: Iterable[str]) -> Iterator[object]:
+    for line in lines:
+        try:
+            yield json.loads(line)
+        except json.JSONDecodeError:
+            yield line
+
+
+def _task(id: str, row: object, source: Files | Hub, prompt: PromptConfig) -> Task:
+    if not isinstance(row, dict):
+        raise NoTask("not a JSON object")
+    found = (source.prompt_field,) if source.prompt_field else PROMPT_FIELDS
+    messages = _messages(next((value for value in (_field(row, name) for name in found) if value), None))
+    answer = _answer(_field(row, source.answer_field))
+    family = next((value for value in map(row.get, FAMILY_FIELDS) if isinstance(value, str)), "")
+    return Task(id, dress(messages, prompt), answer, family=family)
+
+
+def _field(row: Mapping[str, object], name: str) -> object:
+    """A field; a.b is field b of field a, where no field is called a.b."""
+    first, _, rest = name.partition(".")
+    if name in row or not rest:
+        return row.get(name)
+    inner = row.get(first)
+    return _field(inner, rest) if isinstance(inner, dict) else None
+
+
+def _messages(value: object) -> list[Message]:
+    """A prompt that is text, or a conversation of {role, content}."""
+    if isinstance(value, str) and value.strip():
+        return [Message("user", value)]
+    if not isinstance(value, list):
+        raise NoTask("no prompt")
+    messages = list[Message]()
+    for turn in value:
+        role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, dict) else (None, None)
+        if not (isinstance(role, str) and isinstance(content, str)):
+            raise NoTask("prompt is neither text nor messages")
+        messages.append(Message(role, content))
+    return messages
+
+
+def _answer(value: object) -> str:
+    """An answer as text: what follows a last '####', 142.0 as 142, [x] as x."""
+    if isinstance(value, list) and len(value) == 1:
+        value = value[0]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    if value is None:
+        raise NoTask("no answer")
+    if isinstance(value, bool) or not isinstance(value, str | int | float) or value != value:
+        raise NoTask("answer is neither text nor a number")
+    answer = str(value).rpartition("####")[2].strip()
+    if not answer:
+        raise NoTask("no answer")
+    return answer

@@ -1,0 +1,141 @@
+"""Tokenizers in the Hugging Face format: tokenizer.json for the tokens, a jinja template for conversations."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import numpy as np
+import tokenizers
+from jaxtyping import Int32
+from jinja2.ext import Extension, loopcontrols
+from jinja2.nodes import Node
+from jinja2.parser import Parser
+from jinja2.sandbox import ImmutableSandboxedEnvironment
+
+from areal_jax.records import Message
+
+SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
+"""Names under which a template finds the special tokens of tokenizer_config.json."""
+
+
+class HFTokenizer:
+    """Renders conversations as `transformers` does, through the template of the folder.
+
+    A folder without a template gets plain text: the contents of the messages with an empty line between them, a line break at
+    the end, and whatever special tokens tokenizer.json puts around a text.
+    """
+
+    def __init__(
+        self, tokenizer: tokenizers.Tokenizer, template: str | None, settings: Mapping[str, Any], stops: Sequence[int]
+    ) -> None:
+        """Args: settings: tokenizer_config.json. stops: ids that end an answer, the one that ends a turn first."""
+        if not stops:
+            raise ValueError(
+                "expected at least one stop token: eos_token of tokenizer_config.json or eos_token_id of config.json"
+            )
+        self._tokenizer = tokenizer
+        self._template = _compile(template) if template else None
+        self._special = {name: text for name in SPECIAL_TOKENS if (text := _text(settings.get(name))) is not None}
+        self.stop_token_ids: tuple[int, ...] = tuple(stops)
+        self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+
+    @classmethod
+    def from_folder(cls, folder: Path) -> HFTokenizer:
+        """Read tokenizer.json with its settings, template and stop tokens from a Hugging Face folder."""
+        file = folder / "tokenizer.json"
+        if not file.is_file():
+            raise FileNotFoundError(
+                f"{folder} has no tokenizer.json; a tokenizer in another format must be converted to it first"
+            )
+        tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        settings = _read(folder / "tokenizer_config.json")
+        return cls(tokenizer, _template(folder, settings), settings, _stops(folder, tokenizer, settings))
+
+    def render(self, messages: Sequence[Message]) -> Int32[np.ndarray, "T"]:
+        """Tokens of a conversation through the chat template, ready for the assistant's next words.
+
+        ValueError where the template refuses the conversation."""
+        if self._template is None:
+            text = "\n\n".join(message.content for message in messages) + "\n"
+            return np.array(self._tokenizer.encode(text, add_special_tokens=True).ids, np.int32)
+        turns = [{"role": message.role, "content": message.content} for message in messages]
+        try:
+            text = self._template.render(
+                messages=turns, tools=None, documents=None, add_generation_prompt=True, **self._special
+            )
+        except jinja2.TemplateError as error:
+            raise ValueError(f"the chat template refuses the conversation: {error}") from error
+        return self.encode(text)
+
+    def encode(self, text: str) -> Int32[np.ndarray, "T"]:
+        """Tokens of a text, without any around it; special tokens written in it are recognised."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def decode(self, tokens: Int32[np.ndarray, "T"]) -> str:
+        """Text of the tokens without special tokens."""
+        return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+
+
+class GenerationBlocks(Extension):
+    """`{% generation %}` marks the assistant's words in training templates; here it renders what it holds."""
+
+    tags = {"generation"}  # noqa: RUF012  # jinja2 declares it as an instance variable
+
+    def parse(self, parser: Parser) -> list[Node]:
+        next(parser.stream)
+        return parser.parse_statements(("name:endgeneration",), drop_needle=True)
+
+
+def _compile(template: str) -> jinja2.Template:
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[GenerationBlocks, loopcontrols], keep_trailing_newline=False
+    )
+    environment.filters["tojson"] = _to_json
+    environment.globals["raise_exception"] = _refuse
+    environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
+    return environment.from_string(template)
+
+
+def _to_json(value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any) -> str:
+    """jinja2's own would escape HTML."""
+    return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
+
+
+def _refuse(message: str) -> None:
+    raise jinja2.TemplateError(message)
+
+
+def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
+    """chat_template.jinja goes before tokenizer_config.json, whose template may be one of several by name."""
+    file = folder / "chat_template.jinja"
+    if file.is_file():
+        return file.read_text(encoding="utf-8")
+    template = settings.get("chat_template")
+    if isinstance(template, list):
+        return next((named["template"] for named in template if named["name"] == "default"), None)
+    return template
+
+
+def _stops(folder: Path, tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> list[int]:
+    """The tokenizer's eos, which ends a turn, then those of generation_config.json and config.json."""
+    eos = _text(settings.get("eos_token"))
+    stops = [] if eos is None else [tokenizer.token_to_id(eos)]
+    for name in ("generation_config.json", "config.json"):
+        ids = _read(folder / name).get("eos_token_id")
+        stops += ids if isinstance(ids, list) else [ids]
+    return list(dict.fromkeys(id for id in stops if id is not None))
+
+
+def _text(token: object) -> str | None:
+    """A special token is written as text, or as an object that holds it."""
+    content = token.get("content") if isinstance(token, Mapping) else token
+    return content if isinstance(content, str) else None
+
+
+def _read(file: Path) -> dict[str, Any]:
+    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}

@@ -1,0 +1,471 @@
+"""The decode engine: prefill, insert and generate (the JetStream verbs), with weights and state as arguments.
+
+A prefill fills the KV cache of all tokens of a sequence but the last, which the first decode step feeds. So every token is
+drawn in `generate`, and rebuilding the cache of a half-written answer with new weights is the same prefill.
+
+Axes: B rows, T tokens, S slots, F fields of a slot, C cache columns, D width, N query heads, K key-value heads, H head size,
+V vocabulary, L layers, n decode steps of one dispatch.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
+
+from areal_jax.engine import sampling
+from areal_jax.engine.config import EngineConfig
+from areal_jax.models.attention import masked_attention, packed_attention
+from areal_jax.models.decoder import Attend, Params, Policy
+from areal_jax.parallel.sharding import ROLLOUT_RULES, sharding, shardings
+
+EngineParams: TypeAlias = dict[str, Any]
+"""What `DecodeEngine.layout` makes of parameters: `layers` is a tuple of L trees instead of one stacked tree."""
+
+Cache: TypeAlias = tuple[tuple[Array, Array], ...]
+"""Keys [S, K, H, n + C] and values [S, K, n + C, H] of each layer, as attention reads them: first n columns for the tokens of
+the dispatch under way, then one column per position."""
+
+MAX_STOP_TOKENS = 8
+"""Stop tokens that one request may name; they are compared on the device."""
+
+SLOT = np.dtype(
+    [
+        ("token", np.int32),  # last of the sequence, which the next step feeds
+        ("position", np.int32),  # its place, which is the number of columns its cache holds
+        ("remaining", np.int32),  # tokens it may still draw
+        ("active", np.int32),  # 0 draws nothing
+        ("seed", np.uint32, 2),  # high and low word of the request's seed
+        ("sample", np.int32),
+        ("temperature", np.float32),
+        ("top_k", np.int32),
+        ("top_p", np.float32),
+        ("stop_tokens", np.int32, MAX_STOP_TOKENS),  # filled up with -1
+    ]
+)
+"""What a slot is drawing. All fields are four bytes wide: all slots travel to the device as one array of integers."""
+
+# How a dispatch leaves a slot; 0: not drawing, or ended for want of budget.
+_GOES_ON, _STOPPED = 1, 2
+_SHORTEST_PREFILL, _SHORTEST_CACHE = 32, 128
+# One prefill call holds up to 8 rows and this many tokens per device: enough to fill a device, little enough for its memory.
+_PREFILL_ROWS, _PREFILL_TOKENS = 8, 8192
+
+
+class DecodeState(NamedTuple):
+    """All that a dispatch reads and writes; given to `generate`, which returns the next one in its place."""
+
+    cache: Cache
+    slots: Int32[Array, "S F"]
+    """`SLOT` records as integers."""
+
+
+class Prefix(NamedTuple):
+    """Keys [L, B, K, H, T] and values [L, B, K, T, H] of prefilled rows."""
+
+    keys: Array
+    values: Array
+
+
+class Drawn(NamedTuple):
+    """What one dispatch drew, on the host."""
+
+    tokens: Int32[np.ndarray, "n S"]
+    """-1 where a slot drew nothing."""
+    logp: Float32[np.ndarray, "n S"]
+    active: Bool[np.ndarray, "S"]
+    """Slots that go on."""
+    stopped: Bool[np.ndarray, "S"]
+    """Slots that ended with one of their stop tokens."""
+
+
+class DecodeEngine:
+    """Compiled programs for one policy on one mesh; holds no weights and no state.
+
+    Slots are cut over the mesh's data axis, heads over its tensor axis. The cache is as long as the longest live sequence
+    needs, in powers of two, so that short sequences stay cheap and few programs are compiled."""
+
+    def __init__(self, policy: Policy, mesh: Mesh, config: EngineConfig, compute_dtype: DTypeLike):
+        """Raises ValueError naming the knob where the slots do not divide over the mesh."""
+        if config.num_slots % mesh.shape["data"]:
+            raise ValueError(
+                f"engine.num_slots={config.num_slots} does not divide by the {mesh.shape['data']} rollout devices that share "
+                f"the slots; set engine.num_slots to a multiple of {mesh.shape['data']}"
+            )
+        self.policy, self.mesh, self.config = policy, mesh, config
+        self.compute_dtype = jnp.dtype(compute_dtype)
+        self.max_tokens = config.max_prompt_tokens + config.max_new_tokens
+        # The last token is never fed, so it needs no column.
+        self._lengths = _doublings(_SHORTEST_PREFILL, self.max_tokens - 1)
+        self._cache_lengths = [n for n in self._lengths if n >= _SHORTEST_CACHE] or self._lengths[-1:]
+        shapes = jax.eval_shape(self.layout, policy.abstract())
+        axes, num_layers = policy.axes(), policy.config.num_hidden_layers
+        layer = jax.tree.map(lambda names: names[1:], axes["layers"], is_leaf=lambda node: isinstance(node, tuple))
+        self.param_shardings = shardings(mesh, {**axes, "layers": (layer,) * num_layers}, shapes, ROLLOUT_RULES)
+        """Where each leaf of `layout(params)` lies: what a mailbox must deliver."""
+        self._params = jax.tree.map(
+            lambda leaf, how: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=how), shapes, self.param_shardings
+        )
+        self._slot_sharding = self._slot_shapes().sharding
+        self._programs: dict[tuple[str | int, ...], Callable[..., Any]] = {}
+        self.compile_s = 0.0
+        """Seconds spent on compiling so far."""
+
+    def layout(self, params: Params) -> EngineParams:
+        """The policy's parameters as the decoder reads them: one tree per layer, in the compute dtype.
+
+        Pure, so that a mailbox runs it on the train mesh. Scales of norms stay in float32, as they do in training."""
+        return jax.tree.map(
+            lambda leaf: leaf if leaf.ndim == 1 else leaf.astype(self.compute_dtype), self.policy.unstack(params)
+        )
+
+    @property
+    def num_programs(self) -> int:
+        """Programs compiled so far; stands still once warm."""
+        return len(self._programs)
+
+    def warm_up(self) -> float:
+        """Compile every program that requests within the configured limits can need; returns the seconds it took.
+
+        Without it each is compiled when it is first needed."""
+        before = self.compile_s
+        self._program("init")
+        self._program("same_weights")
+        for length in self._cache_lengths:
+            for wanted in self._cache_lengths:
+                if wanted != length:
+                    self._program("resize", length, wanted)
+            self._program("generate", length, False)
+            if self.config.top_k > 0 or self.config.top_p < 1:
+                self._program("generate", length, True)
+            for tokens in self._lengths:
+                for rows in self._row_counts(tokens):
+                    self._program("prefill", rows, tokens)
+                    if tokens <= length:
+                        self._program("insert", rows, tokens, length)
+        return self.compile_s - before
+
+    def init_state(self) -> DecodeState:
+        """Empty slots and the shortest cache."""
+        return DecodeState(self._program("init")(), self._put_slots(empty_slots(self.config.num_slots)))
+
+    def seat(self, state: DecodeState, slots: Shaped[np.ndarray, "S"]) -> DecodeState:
+        """Let the slots draw what these `SLOT` records say."""
+        return DecodeState(state.cache, self._put_slots(slots))
+
+    def fit(self, state: DecodeState, num_columns: int) -> DecodeState:
+        """Lengthen or shorten the cache to the smallest length that holds `num_columns` positions."""
+        length, wanted = self._cache_length(state), _at_least(self._cache_lengths, num_columns)
+        if length == wanted:
+            return state
+        return DecodeState(self._program("resize", length, wanted)(state.cache), state.slots)
+
+    def prefill(
+        self, params: EngineParams, sequences: Sequence[Int32[np.ndarray, "_"]]
+    ) -> Iterator[tuple[Prefix, list[int]]]:
+        """Keys and values of every sequence's tokens. Yields prefixes, each with which sequence lies in which of its rows."""
+        by_length: dict[int, list[int]] = {}
+        for i, sequence in enumerate(sequences):
+            by_length.setdefault(_at_least(self._lengths, len(sequence)), []).append(i)
+        for length, waiting in by_length.items():
+            counts = self._row_counts(length)
+            while waiting:
+                # A few are cheaper one by one than in a batch that is mostly padding.
+                rows = counts[-1] if 2 * len(waiting) > counts[-1] else counts[0]
+                members, waiting = waiting[:rows], waiting[rows:]
+                tokens = np.zeros((rows, length), np.int32)
+                for row, i in enumerate(members):
+                    tokens[row, : len(sequences[i])] = sequences[i]
+                yield self._program("prefill", rows, length)(params, tokens), members
+
+    def insert(self, prefix: Prefix, state: DecodeState, rows: Sequence[int], slots: Sequence[int]) -> DecodeState:
+        """Copy rows of a prefix into the cache of slots, one row per slot; `state` is consumed."""
+        table = np.zeros((2, self.config.num_slots), np.int32)
+        table[:, : len(rows)] = rows, slots
+        program = self._program("insert", prefix.values.shape[1], prefix.values.shape[3], self._cache_length(state))
+        return DecodeState(program(state.cache, prefix, table, np.int32(len(rows))), state.slots)
+
+    def generate(
+        self, params: EngineParams, state: DecodeState, *, filtered: bool = False
+    ) -> tuple[DecodeState, Int32[Array, "m S"]]:
+        """Draw up to `steps_per_dispatch` tokens in every active slot; `state` is consumed. Read the result with `fetch`.
+
+        Args:
+            filtered: whether some slot asks for top-k or top-p, which takes a program that sorts the vocabulary.
+        """
+        return self._program("generate", self._cache_length(state), filtered)(params, state)
+
+    def fetch(self, packed: Int32[Array, "m S"]) -> Drawn:
+        """Wait for what a dispatch drew: one transfer from device to host."""
+        host = np.asarray(packed)
+        steps = self.config.steps_per_dispatch
+        return Drawn(host[:steps], host[steps : 2 * steps].view(np.float32), host[-1] == _GOES_ON, host[-1] == _STOPPED)
+
+    def same_weights(self, old: EngineParams, new: EngineParams) -> bool:
+        """Whether two sets of weights are equal bit for bit, compared on the devices."""
+        return bool(self._program("same_weights")(old, new))
+
+    # Programs, compiled ahead of their first call and kept by verb and shapes: a call with other shapes is an error and not a
+    # silent compilation.
+
+    def _program(self, verb: str, *shape: int) -> Callable[..., Any]:
+        key = (verb, *shape)
+        if key not in self._programs:
+            start = time.perf_counter()
+            self._programs[key] = self._lowered(verb, *shape).compile()
+            self.compile_s += time.perf_counter() - start
+        return self._programs[key]
+
+    def _lowered(self, verb: str, *shape: int) -> jax.stages.Lowered:
+        num_slots = self.config.num_slots
+        scalar = self._shape((), jnp.int32)
+        match verb, *shape:
+            case ("init",):
+                shapes = self._cache_shapes(self._cache_lengths[0])
+                return _lower(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), (), shapes)
+            case "generate", length, filtered:
+                state = DecodeState(self._cache_shapes(length), self._slot_shapes())
+                packed = self._shape((1, num_slots), jnp.int32, None, "slots")
+                generate = partial(self._generate, filtered=bool(filtered))
+                return _lower(generate, (self._params, state), (state, packed), donate=1)
+            case "prefill", rows, length:
+                tokens = self._shape((rows, length), jnp.int32, "batch")
+                return _lower(self._prefill, (self._params, tokens), self._prefix_shapes(rows, length))
+            case "insert", rows, tokens, length:
+                cache, prefix = self._cache_shapes(length), self._prefix_shapes(rows, tokens)
+                table = self._shape((2, num_slots), jnp.int32)
+                return _lower(self._insert, (cache, prefix, table, scalar), cache, donate=0)
+            case "resize", length, wanted:
+                after = self._cache_shapes(wanted)
+                return _lower(lambda cache: jax.tree.map(_resize, cache, after), (self._cache_shapes(length),), after)
+            case ("same_weights",):
+                return _lower(_equal_bits, (self._params, self._params), scalar)
+            case _:
+                raise ValueError(f"the engine has no program for {verb!r}")
+
+    # What the programs compute.
+
+    def _generate(
+        self, params: EngineParams, state: DecodeState, *, filtered: bool
+    ) -> tuple[DecodeState, Int32[Array, "m S"]]:
+        num_steps = self.config.steps_per_dispatch
+        position, temperature, stop_tokens = (_field(state.slots, name) for name in ("position", "temperature", "stop_tokens"))
+        head = self.policy.head(params)
+        steps = jnp.arange(num_steps, dtype=jnp.int32)
+        past = jnp.arange(self._cache_length(state)) < position[:, None]
+        uniforms = sampling.uniforms(
+            _field(state.slots, "seed"), _field(state.slots, "sample"), position[:, None] + 1 + steps
+        )
+
+        def step(
+            carry: tuple[Cache, Array, Array, Array], xs: tuple[Array, Array]
+        ) -> tuple[tuple[Cache, Array, Array, Array], tuple[Array, Array, Array]]:
+            cache, token, active, remaining = carry
+            i, uniform = xs
+            fresh = jnp.broadcast_to(steps <= i, (past.shape[0], num_steps))
+            hidden, cache = self.policy.hidden(
+                params,
+                token[:, None],
+                (position + i)[:, None],
+                _attend_cached(i, jnp.concatenate([fresh, past], axis=1)),
+                cache,
+                compute_dtype=self.compute_dtype,
+                unroll=True,
+            )
+            logits = jnp.matmul(hidden[:, 0], head, preferred_element_type=jnp.float32)
+            # Each tensor shard computes its part of the vocabulary; the draw is made from the whole, however the mesh cuts it.
+            for axes in (("slots", "vocab"), ("slots", None)):
+                how = sharding(self.mesh, axes, logits.shape, ROLLOUT_RULES)
+                logits = jax.lax.with_sharding_constraint(logits, how)
+            if filtered:
+                top_k, top_p = _field(state.slots, "top_k"), _field(state.slots, "top_p")
+                logits = sampling.keep_most_likely(logits, temperature, top_k, top_p)
+            drawn, logp = sampling.draw(logits, uniform, temperature)
+            # A slot that has ended goes on being fed its last token, and draws nothing.
+            token = jnp.where(active, drawn, token)
+            remaining = remaining - active
+            stopped = (token[:, None] == stop_tokens).any(-1)
+            goes_on = active & ~stopped & (remaining > 0)
+            return (cache, token, goes_on, remaining), (jnp.where(active, drawn, -1), jnp.where(active, logp, 0), stopped)
+
+        started = _field(state.slots, "active") > 0
+        carry = (state.cache, _field(state.slots, "token"), started, _field(state.slots, "remaining"))
+        (cache, token, active, remaining), (tokens, logp, stopped) = jax.lax.scan(step, carry, (steps, uniforms.T))
+        status = jnp.where(active, _GOES_ON, jnp.where(started & stopped[-1], _STOPPED, 0)).astype(jnp.int32)
+        packed = jnp.concatenate([tokens, jax.lax.bitcast_convert_type(logp, jnp.int32), status[None]])
+        now = {
+            "token": token,
+            "position": position + (tokens >= 0).sum(0, dtype=jnp.int32),
+            "remaining": remaining,
+            "active": active.astype(jnp.int32),
+        }
+        slots = state.slots.at[:, [_columns(name).start for name in now]].set(jnp.stack([*now.values()], axis=1))
+        return DecodeState(_settle(cache, position, num_steps), slots), packed
+
+    def _prefill(self, params: EngineParams, tokens: Int32[Array, "B T"]) -> Prefix:
+        # Stacked again: a scan over layers compiles faster, and the copy is small beside a prefill.
+        stacked = params | {"layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])}
+        positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+        # Whole rows: the padding at the end of a row is seen by nothing before it.
+        attend = _attend_keeping(packed_attention(jnp.ones_like(tokens)))
+        _, kept = self.policy.hidden(stacked, tokens, positions, attend, compute_dtype=self.compute_dtype)
+        return Prefix(*kept)
+
+    def _insert(self, cache: Cache, prefix: Prefix, table: Int32[Array, "2 S"], count: Int32[Array, ""]) -> Cache:
+        first = self.config.steps_per_dispatch
+
+        def copy_row(i: Array, cache: Cache) -> Cache:
+            row, slot = table[0, i], table[1, i]
+            rows = (jax.lax.dynamic_slice_in_dim(x, row, 1, 1) for x in prefix)
+            return tuple(
+                (
+                    jax.lax.dynamic_update_slice(keys, new_keys, (slot, 0, 0, first)),
+                    jax.lax.dynamic_update_slice(values, new_values, (slot, 0, first, 0)),
+                )
+                for (keys, values), new_keys, new_values in zip(cache, *rows, strict=True)
+            )
+
+        return jax.lax.fori_loop(0, count, copy_row, cache)
+
+    # Shapes and where they lie.
+
+    def _row_counts(self, length: int) -> list[int]:
+        """Numbers of rows in which sequences of this length are prefilled, ascending."""
+        shards = self.mesh.shape["data"]
+        most = shards * min(max(_PREFILL_TOKENS // length, 1), max(_PREFILL_ROWS // shards, 1))
+        return sorted({1, most}) if shards == 1 else [most]
+
+    def _cache_length(self, state: DecodeState) -> int:
+        return state.cache[0][0].shape[3] - self.config.steps_per_dispatch
+
+    def _cache_shapes(self, length: int) -> Any:
+        model, columns = self.policy.config, self.config.steps_per_dispatch + length
+        shape = (self.config.num_slots, model.num_key_value_heads)
+        keys = self._shape((*shape, model.head_dim, columns), self.compute_dtype, "slots", "kv_heads")
+        values = self._shape((*shape, columns, model.head_dim), self.compute_dtype, "slots", "kv_heads")
+        return ((keys, values),) * model.num_hidden_layers
+
+    def _prefix_shapes(self, rows: int, length: int) -> Any:
+        model = self.policy.config
+        shape = (model.num_hidden_layers, rows, model.num_key_value_heads)
+        keys = self._shape((*shape, model.head_dim, length), self.compute_dtype, None, None, "kv_heads")
+        values = self._shape((*shape, length, model.head_dim), self.compute_dtype, None, None, "kv_heads")
+        return Prefix(keys, values)
+
+    def _slot_shapes(self) -> Any:
+        return self._shape((self.config.num_slots, SLOT.itemsize // 4), jnp.int32, "slots")
+
+    def _put_slots(self, slots: Shaped[np.ndarray, "S"]) -> Int32[Array, "S F"]:
+        # A copy: on CPU a device array may share the memory of the host's, which goes on changing.
+        return jax.device_put(slots.view(np.int32).reshape(len(slots), -1).copy(), self._slot_sharding)
+
+    def _shape(self, shape: tuple[int, ...], dtype: DTypeLike, *axes: str | None) -> Any:
+        return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(self.mesh, axes, shape, ROLLOUT_RULES))
+
+
+def empty_slots(num_slots: int) -> Shaped[np.ndarray, "S"]:
+    """`SLOT` records that draw nothing."""
+    slots = np.zeros(num_slots, SLOT)
+    slots["temperature"] = slots["top_p"] = 1
+    slots["stop_tokens"] = -1
+    return slots
+
+
+def _columns(name: str) -> slice:
+    """Where a field of `SLOT` lies among its integers."""
+    dtype, offset = (SLOT.fields or {})[name][:2]
+    return slice(offset // 4, (offset + dtype.itemsize) // 4)
+
+
+def _field(slots: Int32[Array, "S F"], name: str) -> Shaped[Array, "S ..."]:
+    """A field of every slot, in its own type."""
+    dtype = SLOT[name]
+    values = jax.lax.bitcast_convert_type(slots[:, _columns(name)], dtype.base)
+    return values if dtype.shape else values[:, 0]
+
+
+def _attend_cached(step: Int32[Array, ""], seen: Bool[Array, "S C"]) -> Attend:
+    """Attend from one new token per slot to the columns `seen`, the token's own among them: column `step` of every slot.
+
+    All slots write the same column, so that the write is one slice; `_settle` copies it to its place after the dispatch."""
+
+    def attend(
+        q: Float[Array, "S 1 N H"], k: Float[Array, "S 1 K H"], v: Float[Array, "S 1 K H"], cache: tuple[Array, Array]
+    ) -> tuple[Float[Array, "S 1 N H"], tuple[Array, Array]]:
+        keys = jax.lax.dynamic_update_slice_in_dim(cache[0], k.transpose(0, 2, 3, 1), step, 3)
+        values = jax.lax.dynamic_update_slice_in_dim(cache[1], v.swapaxes(1, 2), step, 2)
+        return masked_attention(q, keys, values, seen[:, None]), (keys, values)
+
+    return attend
+
+
+def _settle(cache: Cache, position: Int32[Array, "S"], num_steps: int) -> Cache:
+    """Copy the tokens of a dispatch from the first columns to those of their positions."""
+
+    def one_slot(
+        keys: Float[Array, "K H C"], values: Float[Array, "K C H"], position: Int32[Array, ""]
+    ) -> tuple[Float[Array, "K H C"], Float[Array, "K C H"]]:
+        # What a slot that ended would write beyond the end is dropped.
+        places = num_steps + position + jnp.arange(num_steps, dtype=jnp.int32)
+        return (
+            keys.at[:, :, places].set(keys[:, :, :num_steps], mode="drop", unique_indices=True),
+            values.at[:, places].set(values[:, :num_steps], mode="drop", unique_indices=True),
+        )
+
+    return tuple(jax.vmap(one_slot)(keys, values, position) for keys, values in cache)
+
+
+def _attend_keeping(attend: Attend) -> Attend:
+    """`attend`, which also returns the keys and values in the layouts of the cache."""
+
+    def attend_and_keep(q: Array, k: Array, v: Array, cache: None) -> tuple[Array, tuple[Array, Array]]:
+        return attend(q, k, v, cache)[0], (k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
+
+    return attend_and_keep
+
+
+def _resize(x: Array, wanted: jax.ShapeDtypeStruct) -> Array:
+    kept = x[tuple(slice(size) for size in wanted.shape)]
+    return jnp.pad(kept, [(0, new - old) for new, old in zip(wanted.shape, kept.shape, strict=True)])
+
+
+def _equal_bits(old: EngineParams, new: EngineParams) -> Bool[Array, ""]:
+    def equal(a: Array, b: Array) -> Array:
+        # As integers: nan equals itself, and -0 is not 0.
+        bits = jnp.dtype(f"uint{8 * a.dtype.itemsize}")
+        return (jax.lax.bitcast_convert_type(a, bits) == jax.lax.bitcast_convert_type(b, bits)).all()
+
+    return jnp.stack(jax.tree.leaves(jax.tree.map(equal, old, new))).all()
+
+
+def _lower(
+    function: Callable[..., Any], arguments: tuple[Any, ...], result: Any, *, donate: int | None = None
+) -> jax.stages.Lowered:
+    """Lower a function of these shapes; its result lies as `result` does."""
+    donated = () if donate is None else (donate,)
+    return jax.jit(function, out_shardings=_placed(result), donate_argnums=donated).lower(*arguments)
+
+
+def _placed(shapes: Any) -> Any:
+    """The sharding of every leaf."""
+    return jax.tree.map(lambda leaf: leaf.sharding, shapes)
+
+
+def _doublings(first: int, most: int) -> list[int]:
+    """first, 2 · first, ... up to a last one that holds `most` with little to spare."""
+    unit = max(first, 2 ** (most.bit_length() - 4))
+    last = max(math.ceil(most / unit), 1) * unit
+    return [*(first << i for i in range(last.bit_length()) if first << i < last), last]
+
+
+def _at_least(lengths: Sequence[int], wanted: int) -> int:
+    return next(length for length in lengths if length >= wanted)

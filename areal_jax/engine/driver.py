@@ -1,0 +1,460 @@
+"""The driver: one thread that keeps the decode engine busy, and takes new weights between two dispatches."""
+
+from __future__ import annotations
+
+import asyncio
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeAlias, TypeVar
+
+import jax
+import numpy as np
+
+from areal_jax.engine.decode import MAX_STOP_TOKENS, DecodeEngine, Prefix
+from areal_jax.engine.slots import SlotTable, nothing_drawn
+from areal_jax.records import NO_VERSION, Completion, EngineStopped, Request, StopReason, Unservable, Weights, WeightSource
+
+Event: TypeAlias = Callable[[str, float, float, Mapping[str, int | float]], None]
+"""on_event(name, start_s, end_s, args), times of time.perf_counter; called in the driver's thread."""
+
+# How long the idle thread sleeps before it looks again at its queue (while it waits for weights), and at its deadlines.
+_GLANCE_S, _NAP_S = 0.01, 1.0
+_CLOSE_TIMEOUT_S = 60.0
+
+T = TypeVar("T")
+
+
+class _Answer(Generic[T]):
+    """A future of the asyncio thread that the driver's thread resolves."""
+
+    def __init__(self) -> None:
+        self._loop = asyncio.get_running_loop()
+        self.future: asyncio.Future[T] = self._loop.create_future()
+
+    def give(self, result: T) -> None:
+        self._resolve(lambda: self.future.set_result(result))
+
+    def fail(self, error: Exception) -> None:
+        self._resolve(lambda: self.future.set_exception(error))
+
+    def cancel(self) -> None:
+        self._resolve(self.future.cancel)
+
+    def _resolve(self, set_outcome: Callable[[], Any]) -> None:
+        # A loop that has ended has nobody left to tell.
+        if not self._loop.is_closed():
+            self._loop.call_soon_threadsafe(lambda: None if self.future.done() else set_outcome())
+
+
+@dataclass(eq=False)
+class _Job:
+    """One request in the engine. Touched by the driver's thread only, once it is accepted."""
+
+    request: Request
+    answer: _Answer[list[Completion]]
+    deadline_s: float
+    drawn: list[Completion]
+    """By sample: what was drawn before it came here, then its completion once it is finished."""
+    waiting: deque[int] = field(default_factory=deque)
+    """Samples without a slot."""
+    seats: dict[int, int] = field(default_factory=dict)
+    """Slot of each sample that has one."""
+    prefix: tuple[Prefix, int] | None = None
+    """The prefilled prompt and its row, while samples wait that will start from it."""
+
+
+@dataclass(frozen=True)
+class _Start:
+    """A sequence to prefill, and the slots that go on from it."""
+
+    tokens: np.ndarray
+    slots: list[int]
+    job: _Job | None = None
+    """Whose bare prompt it is: its prefix is kept while more samples wait for it."""
+
+
+@dataclass(frozen=True)
+class _Command:
+    act: Callable[[], None]
+    answer: _Answer[Any] | None = None
+    """Fails where the driver ends before it gets here."""
+
+
+class Driver:
+    """Answers requests with one thread that owns the engine's state: the local `records.Engine`.
+
+    Between two dispatches the thread obeys commands, takes newer weights, seats waiting samples in free slots, and then
+    draws `steps_per_dispatch` tokens in every slot."""
+
+    def __init__(self, engine: DecodeEngine, weights: WeightSource, *, on_event: Event | None = None):
+        config = engine.config
+        self._engine, self._config, self._weights, self._on_event = engine, config, weights, on_event
+        self._table = SlotTable(config.num_slots, engine.max_tokens, config.steps_per_dispatch)
+        self._occupants: list[tuple[_Job, int] | None] = [None] * config.num_slots
+        self._free = list(range(config.num_slots))[::-1]
+        # Owned by the driver's thread, in order of arrival: all unfinished jobs, and those with samples that wait for a slot.
+        self._jobs: dict[str, _Job] = {}
+        self._queue: dict[str, _Job] = {}
+        self._current = Weights(NO_VERSION, None)
+        # Commands: put by the asyncio thread, taken by the driver's thread. It ends with the driver: from then on `_put` and
+        # `_end`, both under the lock, fail every command that is not taken.
+        self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
+        self._obeyed: _Command | None = None
+        self._lock = threading.Lock()
+        self._ended: Exception | None = None
+        self._closing = False
+        self._sums: dict[str, list[float]] = {}
+        self._measured_since = time.perf_counter()
+        self._programs_before = engine.num_programs
+        # Since when the device has had nothing to do but for the host's bookkeeping; None where it waits for other things.
+        self._device_idle_since: float | None = None
+        # Owned by this object, started by `start`. Ends when `close` says so, or with the first error, which then fails every
+        # request. A daemon, so that an error elsewhere can end the process.
+        self._thread = threading.Thread(target=self._run, name="decode-driver", daemon=True)
+
+    def start(self) -> None:
+        """Start answering."""
+        self._thread.start()
+
+    def close(self) -> None:
+        """End the thread after the dispatch under way; requests that are not finished fail with EngineStopped."""
+
+        def close() -> None:
+            self._closing = True
+
+        if self._thread.is_alive():
+            self._put(close)
+            self._thread.join(_CLOSE_TIMEOUT_S)
+            if self._thread.is_alive():
+                raise TimeoutError(f"the decode driver's thread did not end within {_CLOSE_TIMEOUT_S} s of close()")
+        else:
+            self._end(EngineStopped("the decode engine is closed"))
+
+    def submit(self, request: Request) -> asyncio.Future[list[Completion]]:
+        """Answer with one completion per sample, in order; call from the asyncio thread. Cancelling the future frees the slots.
+
+        Raises Unservable, a ValueError, naming limit and knob for a request beyond the engine's limits. The future fails with TimeoutError
+        naming the request after engine.request_timeout_s."""
+        self._check(request)
+        answer = _Answer[list[Completion]]()
+        drawn = list(request.resume) or [nothing_drawn()] * request.num_samples
+        job = _Job(request, answer, time.perf_counter() + self._config.request_timeout_s, drawn)
+        answer.future.add_done_callback(lambda future: self._put(lambda: self._forget(job)) if future.cancelled() else None)
+        self._put(lambda: self._accept(job), answer)
+        return answer.future
+
+    def snapshot(self) -> asyncio.Future[dict[str, tuple[Completion, ...]]]:
+        """What every unfinished request has drawn so far, by id, between two dispatches; after all earlier deliveries."""
+        answer = _Answer[dict[str, tuple[Completion, ...]]]()
+        self._put(lambda: answer.give({name: self._progress(job) for name, job in self._jobs.items()}), answer)
+        return answer.future
+
+    def suspend(self, request_id: str) -> asyncio.Future[tuple[Completion, ...]]:
+        """Take a request out of the engine: what it has drawn, for the `resume` of a request here or on another engine.
+
+        Whoever awaits the request's own future is given the same. ValueError where no unfinished request has this id."""
+        answer = _Answer[tuple[Completion, ...]]()
+
+        def act() -> None:
+            job = self._jobs.get(request_id)
+            if job is None:
+                answer.fail(ValueError(f"cannot suspend request {request_id!r}: the engine has no such unfinished request"))
+                return
+            progress = self._progress(job)
+            self._forget(job)
+            job.answer.give(list(progress))
+            answer.give(progress)
+
+        self._put(act, answer)
+        return answer.future
+
+    def cancel(self, request_id: str) -> None:
+        """Drop a request and cancel its future; one that is unknown or finished is left alone."""
+
+        def act() -> None:
+            if job := self._jobs.get(request_id):
+                self._forget(job)
+                job.answer.cancel()
+
+        self._put(act)
+
+    def metrics(self) -> dict[str, tuple[float, float]]:
+        """Sum and weight of each measure since the last call: their quotient is the mean, or the rate.
+
+        tokens, dispatches, swaps, requests, prefill_tokens, recompute_tokens, compilations: counts (weight 1).
+        tokens_per_s: over the time since the last call. occupancy: share of slot-steps that drew a token.
+        host_gap_us: host time between two dispatches, in which the device waits. swap_stall_s: by swap.
+        wait_s: time without a request that could be worked on."""
+        with self._lock:
+            sums, self._sums = self._sums, {}
+            now = time.perf_counter()
+            elapsed_s, self._measured_since = now - self._measured_since, now
+            programs = self._engine.num_programs
+            compiled, self._programs_before = programs - self._programs_before, programs
+        totals = {name: (total, weight) for name, (total, weight) in sums.items()}
+        counts = ("tokens", "dispatches", "swaps", "requests", "prefill_tokens", "recompute_tokens", "wait_s")
+        totals |= {name: (totals.get(name, (0.0, 0.0))[0], 1.0) for name in counts}
+        return totals | {"tokens_per_s": (totals["tokens"][0], elapsed_s), "compilations": (float(compiled), 1.0)}
+
+    # The asyncio thread's side.
+
+    def _check(self, request: Request) -> None:
+        config, sampling, prompt = self._config, request.sampling, request.prompt_tokens
+        name, vocab_size = f"request {request.id!r}", self._engine.policy.config.vocab_size
+        if not 1 <= len(prompt) <= config.max_prompt_tokens:
+            raise Unservable(
+                f"{name}: its prompt has {len(prompt)} tokens, expected 1 to engine.max_prompt_tokens={config.max_prompt_tokens}"
+            )
+        if not 1 <= sampling.max_new_tokens <= config.max_new_tokens:
+            raise Unservable(
+                f"{name}: sampling.max_new_tokens={sampling.max_new_tokens}, "
+                f"expected 1 to engine.max_new_tokens={config.max_new_tokens}"
+            )
+        if prompt.min() < 0 or prompt.max() >= vocab_size:
+            raise Unservable(f"{name}: prompt tokens {prompt.min()} to {prompt.max()}, expected 0 to {vocab_size - 1}")
+        if request.num_samples < 1 or len(request.resume) not in (0, request.num_samples):
+            raise Unservable(
+                f"{name}: num_samples={request.num_samples} with {len(request.resume)} completions to resume; "
+                "expected at least 1 sample, and one completion for each or none at all"
+            )
+        if sampling.temperature < 0 or sampling.top_k < 0 or not 0 < sampling.top_p <= 1:
+            raise Unservable(
+                f"{name}: temperature={sampling.temperature}, top_k={sampling.top_k}, top_p={sampling.top_p}; "
+                "expected temperature >= 0, top_k >= 0 and 0 < top_p <= 1"
+            )
+        if len(sampling.stop_token_ids) > MAX_STOP_TOKENS:
+            raise Unservable(f"{name}: {len(sampling.stop_token_ids)} stop_token_ids, expected at most {MAX_STOP_TOKENS}")
+
+    def _put(self, act: Callable[[], None], answer: _Answer[Any] | None = None) -> None:
+        with self._lock:
+            if self._ended is None:
+                self._commands.put(_Command(act, answer))
+            elif answer is not None:
+                answer.fail(self._ended)
+
+    # The driver's thread.
+
+    def _run(self) -> None:
+        # The thread's outermost door: whatever ends it must reach those who wait for answers.
+        try:
+            self._state = self._engine.init_state()
+            while not self._closing:
+                self._obey()
+                self._take_newest_weights()
+                self._expire()
+                self._seat_waiting()
+                if self._table.live():
+                    self._dispatch()
+                else:
+                    self._rest()
+            self._end(EngineStopped("the decode engine was closed"))
+        except Exception as error:
+            ended = EngineStopped(f"the decode driver ended with {type(error).__name__}: {error}")
+            ended.__cause__ = error
+            self._end(ended)
+
+    def _end(self, reason: Exception) -> None:
+        with self._lock:
+            self._ended = self._ended or reason
+            answers = [job.answer for job in self._jobs.values()]
+            commands = [] if self._obeyed is None else [self._obeyed]
+            while not self._commands.empty():
+                commands.append(self._commands.get_nowait())
+        self._jobs.clear()
+        self._queue.clear()
+        for answer in [*answers, *(command.answer for command in commands)]:
+            if answer is not None:
+                answer.fail(self._ended)
+
+    def _obey(self, timeout_s: float = 0.0) -> None:
+        """Act on all commands there are; wait for the first one."""
+        while True:
+            try:
+                self._obeyed = self._commands.get(timeout=timeout_s) if timeout_s else self._commands.get_nowait()
+            except queue.Empty:
+                return
+            self._obeyed.act()
+            self._obeyed, timeout_s = None, 0.0
+
+    def _rest(self) -> None:
+        """Sleep until there may be something to do: a command, or weights that a waiting request needs."""
+        start = time.perf_counter()
+        self._device_idle_since = None
+        if self._queue:
+            at_least = min(job.request.min_version for job in self._queue.values())
+            try:
+                self._weights.wait(max(at_least, self._current.version + 1), _GLANCE_S)
+            except TimeoutError:
+                pass  # The requests have deadlines of their own; `_expire` keeps them.
+        else:
+            self._obey(_NAP_S)
+        self._count("wait_s", time.perf_counter() - start)
+
+    def _expire(self) -> None:
+        now = time.perf_counter()
+        while self._jobs and (job := next(iter(self._jobs.values()))).deadline_s <= now:
+            finished = sum(completion.stop_reason != "suspended" for completion in job.drawn)
+            job.answer.fail(
+                TimeoutError(
+                    f"request {job.request.id!r} was not answered within engine.request_timeout_s="
+                    f"{self._config.request_timeout_s}: {finished} of {job.request.num_samples} samples are finished; "
+                    f"it needs weights of version {job.request.min_version} or newer, the engine has version {self._current.version}"
+                )
+            )
+            self._forget(job)
+
+    def _accept(self, job: _Job) -> None:
+        request = job.request
+        if request.id in self._jobs:
+            job.answer.fail(ValueError(f"request id {request.id!r} is in use by another unfinished request"))
+            return
+        self._count("requests", 1)
+        for sample, drawn in enumerate(job.drawn):
+            if drawn.stop_reason == "suspended":
+                if len(drawn.tokens) < request.sampling.max_new_tokens:
+                    job.waiting.append(sample)
+                else:
+                    job.drawn[sample] = Completion(drawn.tokens, drawn.logp, drawn.versions, "length")
+        self._jobs[request.id] = job
+        if job.waiting:
+            self._queue[request.id] = job
+        self._deliver_if_finished(job)
+
+    def _forget(self, job: _Job) -> None:
+        """Remove a job with all its samples, if it is still here."""
+        if self._jobs.get(job.request.id) is not job:
+            return
+        del self._jobs[job.request.id]
+        self._queue.pop(job.request.id, None)
+        for slot in job.seats.values():
+            self._vacate(slot)
+
+    def _vacate(self, slot: int) -> None:
+        self._table.release(slot)
+        self._occupants[slot] = None
+        self._free.append(slot)
+
+    def _progress(self, job: _Job) -> tuple[Completion, ...]:
+        live = {sample: self._table.completion(slot, "suspended") for sample, slot in job.seats.items()}
+        return tuple(live.get(sample, drawn) for sample, drawn in enumerate(job.drawn))
+
+    def _deliver_if_finished(self, job: _Job) -> None:
+        if not job.seats and not job.waiting:
+            del self._jobs[job.request.id]
+            job.answer.give(job.drawn)
+
+    def _take_newest_weights(self) -> None:
+        """Swap to the newest weights, if there are newer ones, and rebuild what was computed with the old."""
+        newest = self._weights.newest(self._current.version)
+        if newest is None:
+            return
+        start = time.perf_counter()
+        old, self._current = self._current, newest
+        live = self._table.live()
+        prefilled = [job for job in self._queue.values() if job.prefix is not None]
+        recomputed = 0
+        # Equal weights leave every cache as it is, so that such a swap changes no output in any bit.
+        if (live or prefilled) and not self._engine.same_weights(old.params, newest.params):
+            for job in prefilled:
+                job.prefix = None
+            if self._config.on_update == "recompute":
+                recomputed = self._fill([_Start(self._table.cached_tokens(slot), [slot]) for slot in live])
+                jax.block_until_ready(self._state.cache)
+        end = time.perf_counter()
+        self._device_idle_since = None
+        self._count("swaps", 1)
+        self._count("swap_stall_s", end - start)
+        self._count("recompute_tokens", recomputed)
+        self._tell("swap", start, end, version=newest.version, recompute_tokens=recomputed)
+
+    def _seat_waiting(self) -> None:
+        """Give free slots to waiting samples, oldest request first, and fill their caches."""
+        starts: list[_Start] = []
+        for job in list(self._queue.values()) if self._free else []:
+            if job.request.min_version <= self._current.version and self._free:
+                starts += self._seat(job)
+        if starts:
+            start = time.perf_counter()
+            self._state = self._engine.fit(self._state, self._table.num_columns())
+            num_tokens = self._fill(starts)
+            self._count("prefill_tokens", num_tokens)
+            self._tell("prefill", start, time.perf_counter(), tokens=num_tokens)
+
+    def _seat(self, job: _Job) -> list[_Start]:
+        """Seat as many of a job's samples as there are slots; those that start from the bare prompt share its prefill."""
+        starts: list[_Start] = []
+        from_prompt = _Start(job.request.prompt_tokens[:-1], [], job)
+        while job.waiting and self._free:
+            sample, slot = job.waiting.popleft(), self._free.pop()
+            self._table.seat(slot, job.request, sample, job.drawn[sample])
+            self._occupants[slot] = (job, sample)
+            job.seats[sample] = slot
+            if len(job.drawn[sample].tokens):
+                starts.append(_Start(self._table.cached_tokens(slot), [slot]))
+            else:
+                from_prompt.slots.append(slot)
+        if not job.waiting:
+            del self._queue[job.request.id]
+        return [*starts, from_prompt] if from_prompt.slots else starts
+
+    def _fill(self, starts: list[_Start]) -> int:
+        """Compute the caches of the slots of these starts; returns the number of tokens that were prefilled."""
+        for start in starts:
+            if start.job is not None and start.job.prefix is not None:
+                prefix, row = start.job.prefix
+                self._state = self._engine.insert(prefix, self._state, [row] * len(start.slots), start.slots)
+        missing = [start for start in starts if len(start.tokens) and (start.job is None or start.job.prefix is None)]
+        for prefix, members in self._engine.prefill(self._current.params, [start.tokens for start in missing]):
+            rows = [row for row, i in enumerate(members) for _ in missing[i].slots]
+            self._state = self._engine.insert(prefix, self._state, rows, [slot for i in members for slot in missing[i].slots])
+            for row, i in enumerate(members):
+                if (job := missing[i].job) is not None:
+                    job.prefix = (prefix, row)
+        for start in starts:
+            if start.job is not None and not start.job.waiting:
+                start.job.prefix = None
+        return sum(len(start.tokens) for start in missing)
+
+    def _dispatch(self) -> None:
+        """Draw the next tokens in every live slot, and hand out what is finished."""
+        engine, table, version = self._engine, self._table, self._current.version
+        start = time.perf_counter()
+        self._state = engine.fit(self._state, table.num_columns())
+        if table.changed:
+            self._state, table.changed = engine.seat(self._state, table.slots), False
+        self._state, packed = engine.generate(self._current.params, self._state, filtered=table.filtered())
+        if self._device_idle_since is not None:
+            self._count("host_gap_us", 1e6 * (time.perf_counter() - self._device_idle_since))
+        drawn = engine.fetch(packed)
+        self._device_idle_since = end = time.perf_counter()
+        ended, num_tokens = table.harvest(drawn, version)
+        # Counted before anyone is told, so that whoever awaits a request finds its tokens in the metrics.
+        self._count("tokens", num_tokens)
+        self._count("dispatches", 1)
+        self._count("occupancy", num_tokens, drawn.tokens.size)
+        self._tell("dispatch", start, end, version=version, tokens=num_tokens)
+        for slot in ended:
+            self._finish(int(slot), "stop" if drawn.stopped[slot] else "length")
+
+    def _finish(self, slot: int, stop_reason: StopReason) -> None:
+        job, sample = self._occupants[slot] or (None, 0)
+        if job is None:
+            raise RuntimeError(f"slot {slot} drew tokens for no request")
+        job.drawn[sample] = self._table.completion(slot, stop_reason)
+        del job.seats[sample]
+        self._vacate(slot)
+        self._deliver_if_finished(job)
+
+    def _count(self, name: str, amount: int | float, weight: int = 1) -> None:
+        with self._lock:
+            sums = self._sums.setdefault(name, [0.0, 0.0])
+            sums[0] += amount
+            sums[1] += weight
+
+    def _tell(self, name: str, start_s: float, end_s: float, **args: int | float) -> None:
+        if self._on_event is not None:
+            self._on_event(name, start_s, end_s, args)

@@ -1,0 +1,102 @@
+"""One token per slot from its logits: one uniform number, looked up in the cumulative distribution.
+
+A draw depends on (seed, sample index, position) and the logits alone. Axes: S slots, V vocabulary, N draws ahead,
+W tokens of a block of the vocabulary, M blocks.
+"""
+
+from __future__ import annotations
+
+import math
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
+
+
+def uniforms(seeds: UInt32[Array, "S 2"], samples: Int32[Array, "S"], positions: Int32[Array, "S N"]) -> Float32[Array, "S N"]:
+    """One number in [0, 1) per slot and position: uniform(fold_in(fold_in(key(seed), sample), position)).
+
+    `seeds` holds the high and the low word of each request's seed."""
+
+    def number(seed: Array, sample: Array, position: Array) -> Array:
+        key = jax.random.fold_in(jax.random.wrap_key_data(seed, impl="threefry2x32"), sample)
+        return jax.random.uniform(jax.random.fold_in(key, position))
+
+    return jax.vmap(jax.vmap(number, (None, None, 0)))(seeds, samples, positions)
+
+
+def draw(
+    logits: Float32[Array, "S V"], uniform: Float32[Array, "S"], temperature: Float32[Array, "S"]
+) -> tuple[Int32[Array, "S"], Float32[Array, "S"]]:
+    """The token whose stretch of the cumulative distribution softmax(logits / temperature) holds `uniform`, and its log-prob.
+
+    Temperature 0 takes the most likely token, the first of equals, and reports its log-prob at temperature 1.
+    A token of probability 0 (logit -inf) is never drawn."""
+    greedy = temperature == 0
+    scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
+    highest = scaled.max(-1, keepdims=True)
+    weights = jnp.exp(scaled - highest)
+    drawn, total = _invert(weights, uniform)
+    # The first highest as a minimum over places: XLA's argmax does not vectorise on CPU.
+    places = jnp.arange(logits.shape[1], dtype=jnp.int32)
+    best = jnp.where(scaled == highest, places, logits.shape[1] - 1).min(-1)
+    token = jnp.where(greedy, best, drawn)
+    logit = jnp.take_along_axis(scaled - highest, token[:, None], axis=1)[:, 0]
+    return token, logit - jnp.log(total)
+
+
+def keep_most_likely(
+    logits: Float32[Array, "S V"], temperature: Float32[Array, "S"], top_k: Int32[Array, "S"], top_p: Float32[Array, "S"]
+) -> Float32[Array, "S V"]:
+    """Logits with -inf wherever top-k or, among what that leaves, top-p excludes a token.
+
+    top-p keeps the most likely tokens until they hold `top_p` of the probability, the one that crosses included.
+    Of equal logits the lower token goes first. top_k 0 and top_p 1 exclude nothing, nor does anything at temperature 0."""
+    size = logits.shape[1]
+    filtered = temperature > 0
+    limit = jnp.where(filtered & (top_k > 0), top_k, size)[:, None]
+    mass = jnp.where(filtered, top_p, 1.0)[:, None]
+    places = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), logits.shape)
+    negative, order = jax.lax.sort((-logits, places), dimension=1, num_keys=1, is_stable=True)
+    scaled = -negative / jnp.where(filtered, temperature, 1.0)[:, None]
+    share = jax.nn.softmax(jnp.where(places < limit, scaled, -jnp.inf), axis=-1)
+    kept = (places < limit) & ((jnp.cumsum(share, axis=-1) - share < mass) | (mass >= 1))
+    # Back in the order of the vocabulary, so that a request without filters draws the same beside one with them.
+    last = kept.sum(-1, keepdims=True) - 1
+    threshold, last_token = -jnp.take_along_axis(negative, last, 1), jnp.take_along_axis(order, last, 1)
+    return jnp.where((logits > threshold) | ((logits == threshold) & (places <= last_token)), logits, -jnp.inf)
+
+
+def _invert(
+    weights: Float32[Array, "S V"], uniform: Float32[Array, "S"]
+) -> tuple[Int32[Array, "S"], Float32[Array, "S"]]:
+    """First token at which the running sum of weights exceeds uniform · total, and the total.
+
+    Two levels, blocks and then tokens of one block: a running sum over a whole vocabulary of 150k tokens in float32 would
+    round away the unlikely ones, and costs more."""
+    slots, size = weights.shape
+    width = 2 ** round(math.log2(size) / 2)
+    padded = jnp.pad(weights, ((0, 0), (0, -size % width)))
+    by_block = padded.reshape(slots, -1, width)
+    blocks = by_block.sum(-1)
+    ends = _running_sum(blocks)
+    total = ends[:, -1]
+    target = uniform * total
+    block = _first(ends > target[:, None], blocks > 0)[:, None]
+    start = jnp.where(block > 0, jnp.take_along_axis(ends, jnp.maximum(block - 1, 0), 1), 0.0)
+    inside = jnp.take_along_axis(by_block, block[:, :, None], 1)[:, 0]
+    place = _first(start + _running_sum(inside) > target[:, None], inside > 0)
+    return block[:, 0] * width + place, total
+
+
+def _running_sum(x: Float[Array, "S W"]) -> Float[Array, "S W"]:
+    """Inclusive cumulative sum as a product with a triangle: one matrix product instead of log2(W) passes."""
+    triangle = jnp.triu(jnp.ones((x.shape[1],) * 2, x.dtype))
+    return jnp.matmul(x, triangle, precision=jax.lax.Precision.HIGHEST)
+
+
+def _first(reached: Bool[Array, "S W"], possible: Bool[Array, "S W"]) -> Int[Array, "S"]:
+    """First possible place that is reached; the last possible one where rounding leaves none."""
+    places = jnp.arange(reached.shape[1], dtype=jnp.int32)
+    first = jnp.where(reached & possible, places, reached.shape[1]).min(-1)
+    return jnp.minimum(first, jnp.where(possible, places, 0).max(-1))

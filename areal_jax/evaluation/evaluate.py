@@ -1,0 +1,185 @@
+"""Evaluation with the engine and the workflow that train, while training goes on. Nothing is trained on it, so no gate."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import math
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from statistics import fmean
+
+import numpy as np
+from jaxtyping import Int32
+
+from areal_jax.records import (
+    Completion,
+    Engine,
+    EngineStopped,
+    Judge,
+    Request,
+    Sample,
+    Sampling,
+    Task,
+    Workflow,
+    derive_seed,
+    first_error,
+)
+
+logger = logging.getLogger(__name__)
+
+MAX_RUNNING_TASKS = 64
+"""Tasks evaluated at the same time: enough to fill an engine, few enough to leave it to training between them."""
+
+Z_95 = 1.959964
+"""A normal variable lies within so many standard deviations of its mean 95 % of the time."""
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """What one version is worth, as JSON can hold it."""
+
+    version: int
+    """Asked for; the tokens may be of later versions, for training goes on."""
+    pass_at_1: float
+    """Share of correct answers: the mean over tasks of the mean over a task's samples."""
+    standard_error: float
+    """Of pass_at_1, from the spread between tasks: a task's samples are not independent."""
+    interval_95: tuple[float, float]
+    """Wilson's interval, which is honest at 0 and 1 too."""
+    num_tasks: int
+    num_samples: int
+    by_family: Mapping[str, float]
+    """pass_at_1 of each family of tasks."""
+    truncated: float
+    """Share of answers that were cut at the token budget."""
+    mean_tokens: float
+    """Of an answer, what the policy drew only."""
+    verdicts: Mapping[str, int]
+    failed: Mapping[str, int]
+    """Tasks without samples, by the class of the error; they are in no other figure."""
+    versions: tuple[int, int]
+    """Oldest and newest version that drew a token."""
+    seconds: float
+
+    def to_json(self) -> str:
+        return json.dumps(asdict(self), allow_nan=False)
+
+
+async def evaluate(
+    tasks: Sequence[Task],
+    workflow: Workflow,
+    engine: Engine,
+    judge: Judge,
+    *,
+    version: int,
+    sampling: Sampling,
+    seed: int,
+    max_running: int = MAX_RUNNING_TASKS,
+) -> Evaluation:
+    """Answer every task with weights of at least `version`, and judge.
+
+    The same seed draws the same numbers for the same place in `tasks`, whatever the version, so that two evaluations differ by
+    the policy alone. A task that fails is logged and counted; if all fail, so does the evaluation, with the last error.
+
+    Raises EngineStopped at once when no more answers can come."""
+    if not tasks:
+        raise ValueError("expected tasks to evaluate on, came none")
+    clock = asyncio.get_running_loop().time
+    began_s = clock()
+    # Bounds what is asked of the engine at a time; each answer has the engine's and the judge's deadline.
+    places = asyncio.Semaphore(max_running)
+    failures = list[Exception]()
+
+    async def answer(place: int, task: Task) -> tuple[Sample, ...]:
+        async with places:
+            try:
+                return await workflow(task, EvaluationCalls(engine, version, sampling, seed, place), judge)
+            except Exception as error:
+                cause = first_error(error)
+                if isinstance(cause, EngineStopped):
+                    raise cause from None
+                logger.warning("evaluation of version %d, task %s: %s", version, task.id, cause, exc_info=cause)
+                failures.append(cause)
+                return ()
+
+    try:
+        async with asyncio.TaskGroup() as answering:
+            answers = [answering.create_task(answer(place, task)) for place, task in enumerate(tasks)]
+    except ExceptionGroup as errors:
+        raise first_error(errors) from None
+    sampled = [(task, samples.result()) for task, samples in zip(tasks, answers, strict=True) if samples.result()]
+    if not sampled:
+        raise RuntimeError(
+            f"evaluation of version {version}: all {len(tasks)} tasks failed, the last: {failures[-1]}"
+        ) from failures[-1]
+    return summarize(version, sampled, Counter(type(error).__name__ for error in failures), clock() - began_s)
+
+
+@dataclass(slots=True)
+class EvaluationCalls:
+    """The `generate` of one task. Its requests are told apart from training's by their ids."""
+
+    engine: Engine
+    version: int
+    sampling: Sampling
+    seed: int
+    place: int
+    num_calls: int = 0
+
+    async def __call__(self, prompt_tokens: Int32[np.ndarray, "P"], num_samples: int) -> list[Completion]:
+        call = f"{self.place}.{self.num_calls}"
+        self.num_calls += 1
+        request = Request(
+            id=f"eval-{self.version}-{call}",
+            prompt_tokens=prompt_tokens,
+            num_samples=num_samples,
+            sampling=self.sampling,
+            seed=derive_seed(self.seed, f"eval-{call}"),
+            min_version=self.version,
+        )
+        return await self.engine.submit(request)
+
+
+def summarize(
+    version: int, sampled: Sequence[tuple[Task, Sequence[Sample]]], failed: Mapping[str, int], seconds: float
+) -> Evaluation:
+    """The figures of an evaluation, from the samples of every task that has some."""
+    scores = [fmean([sample.verdict == "correct" for sample in samples]) for _, samples in sampled]
+    by_family = defaultdict[str, list[float]](list)
+    for (task, _), score in zip(sampled, scores, strict=True):
+        by_family[task.family].append(score)
+    samples = [sample for _, of_task in sampled for sample in of_task]
+    drawn = np.concatenate([sample.versions[sample.loss_mask] for sample in samples])
+    pass_at_1, error = fmean(scores), standard_error(scores)
+    return Evaluation(
+        version=version,
+        pass_at_1=pass_at_1,
+        standard_error=error,
+        interval_95=wilson_interval(pass_at_1, error, len(scores)),
+        num_tasks=len(scores),
+        num_samples=len(samples),
+        by_family={family: fmean(of_family) for family, of_family in sorted(by_family.items())},
+        truncated=fmean([sample.stop_reason == "length" for sample in samples]),
+        mean_tokens=fmean([int(sample.loss_mask.sum()) for sample in samples]),
+        verdicts=dict(sorted(Counter(sample.verdict for sample in samples).items())),
+        failed=dict(sorted(failed.items())),
+        versions=(int(drawn.min()), int(drawn.max())),
+        seconds=seconds,
+    )
+
+
+def standard_error(scores: Sequence[float]) -> float:
+    """Standard deviation of the scores' mean, sqrt(sum (x - mean)^2 / (n (n - 1))); 0 for a single one."""
+    mean, n = fmean(scores), len(scores)
+    return math.sqrt(sum((score - mean) ** 2 for score in scores) / (n * (n - 1))) if n > 1 else 0.0
+
+
+def wilson_interval(share: float, error: float, num_tasks: int) -> tuple[float, float]:
+    """Wilson's 95 % interval of a share, for as many yes-or-no tasks as would have this standard error."""
+    n = share * (1 - share) / error**2 if error else num_tasks
+    centre = (share + Z_95**2 / (2 * n)) / (1 + Z_95**2 / n)
+    half = Z_95 / (1 + Z_95**2 / n) * math.sqrt(share * (1 - share) / n + Z_95**2 / (4 * n**2))
+    return max(0.0, centre - half), min(1.0, centre + half)

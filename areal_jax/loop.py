@@ -1,0 +1,164 @@
+"""The algorithm: fully asynchronous reinforcement learning (AReaL, arXiv:2505.24298, figure 2).
+
+    tasks -> gate -> workflow -> engine -> reward -> buffer -> trainer -> mailbox -> engine
+
+Generation never waits for training. The gate (equation 3) bounds how far it may run ahead, the engine takes every new
+version of the weights between two decode steps, and the trainer corrects for what is stale (equation 5). There is no
+second loop: with `max_staleness=0` this one is synchronous.
+
+Threads: the asyncio thread owns all counting (gate, buffer, controller); the engine's driver has a thread of its own; the
+trainer works in a worker thread, one step at a time; answers are judged in other processes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+from areal_jax.assembly import Run, assembled, trained_samples
+from areal_jax.checkpoint.recovery import decode, encode
+from areal_jax.config import Experiment, SFTExperiment
+from areal_jax.data.pipeline import TaskStream
+from areal_jax.models.decoder import Params
+from areal_jax.plan import Plan
+from areal_jax.records import Group, RolloutState, Sampling
+from areal_jax.rollout.buffer import TasksExhausted
+from areal_jax.rollout.controller import Rollouts, open_gate, rolling_out
+from areal_jax.trainer.ppo import Trainer
+from areal_jax.trainer.sft import SupervisedTrainer
+from areal_jax.workflows.single_turn import SingleTurn
+
+
+async def train(run: Run[Trainer], exp: Experiment) -> None:
+    """Reinforcement learning until the last step, the end of the tasks, or a request to stop; ends with a checkpoint."""
+    trainer, mailbox, tokenizer = run.trainer, run.mailbox, run.plan.tokenizer
+    restored = decode(run.restored)[0] if run.restored else None
+    tasks = TaskStream(run.plan.tasks.tasks, exp.seed)
+    if restored:
+        tasks.restore(restored.tasks)
+    workflow = SingleTurn(tokenizer, exp.rollout.samples_per_group, exp.rewards)
+    sampling = Sampling(
+        exp.engine.max_new_tokens, exp.engine.temperature, exp.engine.top_k, exp.engine.top_p, tokenizer.stop_token_ids
+    )
+    gate, buffer = open_gate(exp.rollout, trainer.version, restored)
+    if trainer.version == 0:
+        await run.unless_stopped(run.evaluate(0))
+
+    async with rolling_out(
+        tasks, run.engine, workflow, run.judge, gate, buffer, sampling=sampling, seed=exp.seed, restored=restored
+    ) as rollouts:
+        for version in range(trainer.version, exp.num_steps):
+            groups = await next_batch(run, rollouts, exp.rollout.groups_per_batch, version)  # oldest first, each once
+            if groups is None:
+                break
+            with run.span("trainer", f"step {version}"):
+                step = await asyncio.to_thread(trainer.step, groups)  # proximal log-probs, advantages, mini-batches
+            mailbox.publish(version + 1, trainer.params)  # the engine swaps between two decode steps
+            gate.version = version + 1  # opens exactly one batch of places
+            run.record(version, step.metrics, rollouts.counters())
+            run.sinks.write_samples(version, trained_samples(groups, step.stale))
+            await housekeeping(run, version + 1, rollouts)  # generation goes on meanwhile
+        await checkpoint(run, rollouts)
+    await run.finish()
+
+
+async def next_batch(run: Run[Trainer], rollouts: Rollouts, num_groups: int, version: int) -> list[Group] | None:
+    """The batch to train `version` on; None at the end of the tasks, or where stopping is asked for."""
+    try:
+        return await run.unless_stopped(rollouts.buffer.take(num_groups, version))
+    except TasksExhausted as end:
+        run.progress.say(f"training ends after {version} steps: {end}")
+        return None
+
+
+async def housekeeping(run: Run[Trainer], version: int, rollouts: Rollouts) -> None:
+    """Checkpoint and evaluate on schedule; after the last step both are done anyway."""
+    exp = run.experiment
+    if version < exp.num_steps:
+        if is_due(version, exp.checkpoint.every_steps):
+            await checkpoint(run, rollouts)
+        if is_due(version, exp.evaluation.every_steps):
+            run.evaluate_meanwhile(version)
+
+
+async def checkpoint(run: Run[Trainer], rollouts: Rollouts) -> None:
+    """Save all that the run consists of as of this moment, between two steps."""
+    state = await rollouts.snapshot()
+    await asyncio.to_thread(run.save, run.trainer.version, encode(state))
+
+
+async def fine_tune(run: Run[SupervisedTrainer], exp: SFTExperiment) -> None:
+    """Supervised fine-tuning, the same update with another loss, until the last step or a request to stop."""
+    trainer = run.trainer
+    examples = TaskStream(run.plan.examples.examples, exp.seed)
+    if run.restored:
+        examples.restore(decode(run.restored)[0].tasks)
+    published = trainer.version
+    for version in range(trainer.version, exp.num_steps):
+        batch = [next(examples) for _ in range(exp.examples_per_batch)]
+        with run.span("trainer", f"step {version}"):
+            metrics = await asyncio.to_thread(trainer.step, batch)
+        run.record(version, metrics)
+        if run.stop.is_set():
+            break
+        if is_due(version + 1, exp.checkpoint.every_steps):
+            await asyncio.to_thread(run.save, version + 1, encode(nothing_but(examples)))
+        if is_due(version + 1, exp.evaluation.every_steps) and version + 1 < exp.num_steps:
+            run.mailbox.publish(published := version + 1, trainer.params)
+            run.evaluate_meanwhile(version + 1)
+    await asyncio.to_thread(run.save, trainer.version, encode(nothing_but(examples)))
+    if published < trainer.version:
+        run.mailbox.publish(trainer.version, trainer.params)
+    await run.finish()
+
+
+def nothing_but(examples: TaskStream) -> RolloutState:
+    """The place in a stream; nothing else lies between examples and trainer."""
+    return RolloutState(examples.state(), next_group_id=0, rejected={}, buffered=(), suspended=())
+
+
+def is_due(version: int, every_steps: int) -> bool:
+    """Whether something that happens every so many steps, 0 being never, happens at this version."""
+    return every_steps > 0 and version % every_steps == 0
+
+
+def run(plan: Plan, run_folder: Path, *, resume: bool) -> None:
+    """Train what the plan describes, from the start or from the newest checkpoint in `run_folder`."""
+    asyncio.run(_run(plan, run_folder, resume))
+
+
+async def _run(plan: Plan, run_folder: Path, resume: bool) -> None:
+    exp = plan.experiment
+    row_tokens = exp.trainer.row_tokens or plan.engine.max_tokens
+    if isinstance(exp, SFTExperiment):
+
+        def make_supervised(params: Params) -> SupervisedTrainer:
+            return SupervisedTrainer(
+                exp.trainer,
+                plan.policy,
+                params,
+                plan.meshes.train,
+                plan.compute_dtype,
+                num_updates=exp.num_steps,
+                row_tokens=row_tokens,
+            )
+
+        async with assembled(plan, run_folder, resume=resume, make_trainer=make_supervised) as everything:
+            await fine_tune(everything, exp)
+    else:
+
+        def make_trainer(params: Params) -> Trainer:
+            return Trainer(
+                exp.trainer,
+                plan.policy,
+                params,
+                plan.meshes.train,
+                plan.compute_dtype,
+                num_updates=exp.num_steps * exp.trainer.num_mini_batches,
+                max_staleness=exp.rollout.max_staleness,
+                temperature=exp.engine.temperature,
+                row_tokens=row_tokens,
+            )
+
+        async with assembled(plan, run_folder, resume=resume, make_trainer=make_trainer) as everything:
+            await train(everything, exp)

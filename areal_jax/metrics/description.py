@@ -1,0 +1,57 @@
+"""run.json: what a run is, written when it begins, so that its folder alone explains its numbers."""
+
+from __future__ import annotations
+
+import json
+import platform
+import subprocess
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from areal_jax.metrics.jsonl import encode
+
+FILE = "run.json"
+
+
+def write_description(run_folder: Path, headline: str, configuration: Mapping[str, object], devices: str) -> None:
+    """Write run.json.
+
+    Args: headline: which policy, data and devices, as shown at the start. configuration: settings by their name on the
+    command line, such as `trainer.num_mini_batches`. devices: what jax found, such as "8 x TPU v5e"."""
+    run_folder.mkdir(parents=True, exist_ok=True)
+    description = {"headline": headline, "environment": environment(devices), "configuration": dict(configuration)}
+    unfinished = run_folder / f"{FILE}.writing"
+    unfinished.write_text(json.dumps(json.loads(encode(description)), indent=2))
+    unfinished.replace(run_folder / FILE)
+
+
+def environment(devices: str) -> dict[str, str]:
+    """What ran: commit, where the code lies in a git repository, versions and machine."""
+    return {
+        "commit": _commit() or "none",
+        **{name: _version(name) for name in ("areal-jax", "jax", "jaxlib", "flax", "optax", "numpy")},
+        "python": platform.python_version(),
+        "machine": f"{platform.system()} {platform.machine()}",
+        "devices": devices,
+    }
+
+
+def _version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return "not installed as a package"
+
+
+def _commit() -> str | None:
+    """Commit of this code, with a mark where the code differs from it."""
+    root = Path(__file__).parents[2]
+    if not (root / ".git").exists():  # the repository that git would then find is not this code's
+        return None
+    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    try:
+        found = subprocess.run(command, capture_output=True, text=True, timeout=10)
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return found.stdout.strip() or None

@@ -1,0 +1,93 @@
+"""Meters: named numbers of one trainer step. Sums and weights are kept apart, and divided last."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple, SupportsFloat
+
+Reading = SupportsFloat | tuple[SupportsFloat, SupportsFloat]
+"""What rooms hand over: a number as it stands, or a sum and its weight."""
+
+
+class Mean(NamedTuple):
+    total: float
+    weight: float
+
+    @property
+    def value(self) -> float | None:
+        """Without weight nothing was measured."""
+        return self.total / self.weight if self.weight else None
+
+
+class Sum(NamedTuple):
+    """How much or how often."""
+
+    value: float
+
+
+class Gauge(NamedTuple):
+    """How something stands."""
+
+    value: float
+
+
+class Maximum(NamedTuple):
+    value: float
+
+
+Meter = Mean | Sum | Gauge | Maximum
+
+
+class Meters:
+    """Meters by name. Whoever makes it counts alone: there is no lock."""
+
+    def __init__(self) -> None:
+        self._meters: dict[str, Meter] = {}
+
+    def update(self, readings: Mapping[str, Reading], prefix: str = "") -> None:
+        """Take over a room's readings: a pair adds to a mean, of plain numbers the last one stands."""
+        for name, reading in readings.items():
+            if isinstance(reading, tuple):
+                self.mean(prefix + name, *reading)
+            else:
+                self.gauge(prefix + name, reading)
+
+    def mean(self, name: str, total: SupportsFloat, weight: SupportsFloat = 1.0) -> None:
+        self._add(name, Mean(float(total), float(weight)))
+
+    def count(self, name: str, by: SupportsFloat = 1.0) -> None:
+        self._add(name, Sum(float(by)))
+
+    def gauge(self, name: str, value: SupportsFloat) -> None:
+        self._add(name, Gauge(float(value)))
+
+    def maximum(self, name: str, value: SupportsFloat) -> None:
+        """A nan stays: it is what must be seen."""
+        self._add(name, Maximum(float(value)))
+
+    def merge(self, later: Meters) -> None:
+        """Add what `later` has measured."""
+        for name, meter in later._meters.items():
+            self._add(name, meter)
+
+    def flatten(self) -> dict[str, float]:
+        """One number for each name; means of nothing are left out."""
+        return {name: meter.value for name, meter in self._meters.items() if meter.value is not None}
+
+    def _add(self, name: str, meter: Meter) -> None:
+        self._meters[name] = _joined(name, self._meters[name], meter) if name in self._meters else meter
+
+
+def _joined(name: str, known: Meter, later: Meter) -> Meter:
+    match known, later:
+        case Mean(), Mean():
+            return Mean(known.total + later.total, known.weight + later.weight)
+        case Sum(), Sum():
+            return Sum(known.value + later.value)
+        case Gauge(), Gauge():
+            return later
+        case Maximum(), Maximum():
+            return known if math.isnan(known.value) or known.value >= later.value else later
+    kinds = f"{type(known).__name__} and as {type(later).__name__}"
+    raise ValueError(f"{name} is measured as {kinds}; give one of the two another name")

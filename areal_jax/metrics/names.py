@@ -1,0 +1,12 @@
+"""Names of the metrics that the progress line and the report look for; all others are written as they come."""
+
+REWARD = "trainer/reward"
+"""Mean reward of the samples of the step."""
+PASS_AT_1 = "evaluation/pass@1"
+PASS_AT_1_ERROR = "evaluation/pass@1_stderr"
+"""Standard error of pass@1."""
+STALENESS_MEAN = "trainer/staleness"
+"""Versions by which the tokens of the step lag behind, their mean."""
+STALENESS_MAX = "trainer/staleness_max"
+ROLLOUT_TOKENS_PER_S = "rollout/tokens_per_s"
+TRAIN_TOKENS_PER_S = "trainer/tokens_per_second"

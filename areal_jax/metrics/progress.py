@@ -1,0 +1,107 @@
+"""How far training has come, on one line: live on a terminal, a plain line now and then anywhere else."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+
+from rich.console import Console
+from rich.progress import BarColumn, TextColumn
+from rich.progress import Progress as Bar
+from rich.table import Column
+from rich.text import Text
+
+from areal_jax.metrics import names
+
+PLAIN_INTERVAL_S = 5.0
+"""Elsewhere than on a terminal, steps that follow sooner than this are not printed, except the first and the last."""
+
+
+class Progress:
+    """Shows a run's steps. One thread calls it."""
+
+    def __init__(
+        self,
+        headline: str,
+        num_steps: int,
+        first_step: int = 0,
+        *,
+        show_steps: bool = True,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """Print `headline`: which policy, data and devices.
+
+        Args: num_steps: of the whole run. first_step: steps that were done before this process began. show_steps: false:
+        only what `say` is given is shown."""
+        self._console = console or Console(highlight=False, soft_wrap=True)
+        self._num_steps, self._first_step, self._show_steps, self._clock = num_steps, first_step, show_steps, clock
+        self._start_s = clock()
+        self._printed_s = float("-inf")
+        self._pass_at_1: float | None = None
+        self.say(headline)
+        self._bar = self._make_bar(first_step) if show_steps and self._console.is_terminal else None
+
+    def say(self, text: str) -> None:
+        """Print a line, above the live one where there is one."""
+        self._console.print(Text(text))
+
+    def update(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Show that `step` steps are done, the last with these metrics (see `names`; what is missing shows as a dash)."""
+        self._pass_at_1 = metrics.get(names.PASS_AT_1, self._pass_at_1)
+        now_s = self._clock()
+        facts = self._facts(step, metrics, now_s - self._start_s)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=step, facts=facts)
+        elif self._show_steps and (step == self._num_steps or now_s - self._printed_s >= PLAIN_INTERVAL_S):
+            self._printed_s = now_s
+            self.say(f"step {step}/{self._num_steps}  {facts}")
+
+    def evaluated(self, metrics: Mapping[str, float]) -> None:
+        """Remember the score of an evaluation, to be shown with the steps from now on."""
+        self._pass_at_1 = metrics.get(names.PASS_AT_1, self._pass_at_1)
+
+    def close(self) -> None:
+        """Leave the last state of the live line standing."""
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _make_bar(self, first_step: int) -> Bar:
+        step = TextColumn("step {task.completed}/{task.total}", table_column=Column(no_wrap=True))
+        facts = TextColumn("{task.fields[facts]}", table_column=Column(overflow="fold"))  # two lines where one is too short
+        bar = Bar(BarColumn(bar_width=16), step, facts, console=self._console)
+        bar.add_task("", total=self._num_steps, completed=first_step, facts="waiting for the first batch")
+        bar.start()
+        return bar
+
+    def _facts(self, step: int, metrics: Mapping[str, float], elapsed_s: float) -> str:
+        done = step - self._first_step
+        left_s = elapsed_s / done * (self._num_steps - step) if done > 0 else None
+        parts = (
+            f"reward {_number(metrics.get(names.REWARD), '.2f')}",
+            f"pass@1 {_number(self._pass_at_1, '.1%')}",
+            f"staleness {_number(metrics.get(names.STALENESS_MEAN), '.1f')}/{_number(metrics.get(names.STALENESS_MAX), '.0f')}",
+            f"rollout {_rate(metrics.get(names.ROLLOUT_TOKENS_PER_S))} tok/s",
+            f"train {_rate(metrics.get(names.TRAIN_TOKENS_PER_S))} tok/s",
+            f"{_duration(elapsed_s)} elapsed",
+            f"{_duration(left_s)} left",
+        )
+        return "  ".join(parts)
+
+
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None else format(value, form)
+
+
+def _rate(value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.0f}" if value < 1e4 else f"{value / 1e3:.0f}k" if value < 1e6 else f"{value / 1e6:.1f}M"
+
+
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return "-"
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}" if hours else f"{minutes}:{seconds:02}"

@@ -1,0 +1,207 @@
+"""The report of a run: its learning curve as a picture, and one HTML page that needs nothing but itself.
+
+Both are made from the files in the run's folder alone, at any time, also while it runs.
+"""
+
+from __future__ import annotations
+
+import base64
+import io
+import json
+import re
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from jinja2 import Environment, FileSystemLoader
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
+
+from areal_jax.metrics import description, names
+from areal_jax.metrics.jsonl import read
+from areal_jax.metrics.sinks import METRICS, SAMPLES
+
+REPORT = "report.html"
+LEARNING_CURVE = "learning_curve.png"
+SHOWN_PER_VERDICT = 2
+
+BLUE, ORANGE, GREY = "#2563a8", "#d9721f", "#8a8f98"
+
+_SAMPLE_HEAD = re.compile(rb'\{"version":(\d+),"verdict":"(\w+)","stop_reason":"(\w+)","num_versions":(\d+),')
+
+
+class Series(NamedTuple):
+    """Readings of one metric, in the order of their versions."""
+
+    versions: list[int]
+    values: list[float]
+
+
+class Samples(NamedTuple):
+    """What samples.jsonl tells."""
+
+    verdicts: Counter[str]
+    stop_reasons: Counter[str]
+    shown: list[dict[str, Any]]
+    """A few whole rows."""
+
+
+def write_report(run_folder: Path) -> Path:
+    """Write learning_curve.png and report.html into the run's folder, from metrics.jsonl there and, where they exist,
+    samples.jsonl and run.json. FileNotFoundError where the folder holds no run."""
+    path = run_folder / METRICS
+    if not path.exists():
+        raise FileNotFoundError(f"{path} expected, found none; set run_folder to the folder of a run")
+    series = collect(read(path))
+    picture = draw(series)
+    (run_folder / LEARNING_CURVE).write_bytes(picture)
+    facts = run_folder / description.FILE
+    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
+    page = environment.get_template("report.html.jinja").render(
+        run=json.loads(facts.read_text()) if facts.exists() else {},
+        picture=base64.b64encode(picture).decode(),
+        summary=summarize(series),
+        series=dict(sorted(series.items())),
+        samples=survey(run_folder / SAMPLES),
+        hue=lambda version: round(version * 137.508) % 360,  # the golden angle: neighbours differ, and none is used twice soon
+    )
+    report = run_folder / REPORT
+    unfinished = run_folder / f"{REPORT}.writing"
+    unfinished.write_text(page, encoding="utf-8", errors="replace")
+    unfinished.replace(report)
+    return report
+
+
+def collect(rows: Iterable[dict[str, Any]]) -> dict[str, Series]:
+    """Series by name; null readings, which were nan, are left out."""
+    points: dict[str, list[tuple[int, float]]] = {}
+    for row in rows:
+        for name, value in row.items():
+            if name not in ("version", "time_s") and value is not None:
+                points.setdefault(name, []).append((row["version"], value))
+    ordered = {name: sorted(found, key=lambda point: point[0]) for name, found in points.items()}
+    return {name: Series([v for v, _ in found], [x for _, x in found]) for name, found in ordered.items()}
+
+
+def summarize(series: dict[str, Series]) -> list[tuple[str, str]]:
+    """What a reader wants to know first: label and text."""
+    facts: list[tuple[str, str]] = []
+    if reward := series.get(names.REWARD):
+        tenth = max(1, len(reward.values) // 10)
+        facts.append(("steps", f"{reward.versions[-1] + 1}"))
+        first, last = np.mean(reward.values[:tenth]), np.mean(reward.values[-tenth:])
+        facts.append(("reward, first and last tenth", f"{first:.2f} → {last:.2f}"))
+    if pass_at_1 := series.get(names.PASS_AT_1):
+        facts.append(("pass@1, first and last", f"{pass_at_1.values[0]:.1%} → {pass_at_1.values[-1]:.1%}"))
+    if staleness := series.get(names.STALENESS_MAX):
+        facts.append(("largest staleness", f"{max(staleness.values):g}"))
+    return facts
+
+
+def survey(path: Path) -> Samples:
+    """Count verdicts, and pick for each the samples that most versions drew, the latest first."""
+    verdicts, stop_reasons = Counter[str](), Counter[str]()
+    picked: dict[str, list[tuple[int, int, bytes]]] = {}
+    if path.exists():
+        with path.open("rb") as file:
+            for line in file:
+                head = _SAMPLE_HEAD.match(line)
+                if head is None or not line.endswith(b"}\n"):
+                    continue
+                verdict = head[2].decode()
+                verdicts[verdict] += 1
+                stop_reasons[head[3].decode()] += 1
+                best = picked.setdefault(verdict, [])
+                best.append((int(head[4]), int(head[1]), line))
+                best.sort(reverse=True)
+                del best[SHOWN_PER_VERDICT:]
+    shown = [json.loads(line) for verdict, _ in verdicts.most_common() for _, _, line in picked[verdict]]
+    return Samples(verdicts, stop_reasons, shown)
+
+
+def draw(series: dict[str, Series]) -> bytes:
+    """The learning curve as a PNG: reward, pass@1, staleness and speed by trainer step."""
+    figure = Figure(figsize=(11, 6.4), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
+    FigureCanvasAgg(figure)
+    (reward, pass_at_1), (staleness, speed) = figure.subplots(2, 2)
+    _draw_reward(reward, series.get(names.REWARD))
+    _draw_pass_at_1(pass_at_1, series.get(names.PASS_AT_1), series.get(names.PASS_AT_1_ERROR))
+    _draw_lines(
+        staleness,
+        "staleness of trained tokens (versions)",
+        [("mean", series.get(names.STALENESS_MEAN), BLUE), ("largest", series.get(names.STALENESS_MAX), GREY)],
+    )
+    _draw_lines(
+        speed,
+        "tokens per second",
+        [("rollout", series.get(names.ROLLOUT_TOKENS_PER_S), ORANGE), ("trainer", series.get(names.TRAIN_TOKENS_PER_S), BLUE)],
+    )
+    speed.yaxis.set_major_formatter(EngFormatter(sep=""))
+    last = max((found.versions[-1] for found in series.values()), default=1)
+    for axes in (reward, pass_at_1, staleness, speed):
+        axes.set_xlim(-0.03 * max(1, last), 1.03 * max(1, last))
+        axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+        axes.grid(color="#e4e6ea", linewidth=0.8)
+        axes.set_axisbelow(True)
+        axes.spines[["top", "right"]].set_visible(False)
+        axes.tick_params(labelsize=9, color=GREY)
+    for axes in (staleness, speed):
+        axes.set_xlabel("trainer step", fontsize=9)
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def _title(axes: Axes, text: str) -> None:
+    axes.set_title(text, loc="left", fontsize=10.5, fontweight="bold")
+
+
+def _draw_reward(axes: Axes, reward: Series | None) -> None:
+    _title(axes, "reward of the trained samples")
+    if reward is None:
+        return _say_nothing(axes)
+    window = max(1, len(reward.values) // 20)
+    (each,) = axes.plot(*reward, color=BLUE, linewidth=2, label="each step")
+    if window > 1:
+        each.set(alpha=0.35, linewidth=1)
+        smooth = np.convolve(reward.values, np.ones(window) / window, mode="valid")
+        axes.plot(reward.versions[window - 1 :], smooth, color=BLUE, linewidth=2, label=f"mean of {window} steps")
+        axes.legend(frameon=False, fontsize=9, loc="lower right")
+
+
+def _draw_pass_at_1(axes: Axes, pass_at_1: Series | None, error: Series | None) -> None:
+    _title(axes, "pass@1 on the evaluation set (± standard error)")
+    if pass_at_1 is None:
+        return _say_nothing(axes)
+    errors = dict(zip(*error, strict=True)) if error else {}
+    bars = [errors.get(version, 0.0) for version in pass_at_1.versions]
+    axes.errorbar(*pass_at_1, yerr=bars, color=ORANGE, marker="o", markersize=4, linewidth=1.6, capsize=3, elinewidth=1)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    points = list(zip(*pass_at_1, bars, strict=True))
+    axes.set_ylim(0, 1.2 * max(value + bar for _, value, bar in points) or 1.0)
+    for place, side in ((0, "left"), (-1, "right")) if len(points) > 1 else ((0, "left"),):
+        version, value, bar = points[place]
+        axes.annotate(f"{value:.1%}", (version, value + bar), (-6 if side == "left" else 6, 5), textcoords="offset points",
+                      ha=side, fontsize=9, fontweight="bold", color=ORANGE)  # fmt: skip
+
+
+def _draw_lines(axes: Axes, title: str, lines: Sequence[tuple[str, Series | None, str]]) -> None:
+    _title(axes, title)
+    found = [(label, line, color) for label, line, color in lines if line is not None]
+    for label, line, color in found:
+        axes.plot(*line, color=color, linewidth=1.3, label=label)
+    if found:
+        axes.legend(frameon=False, fontsize=9, ncols=2, loc="upper right")
+        axes.set_ylim(0, 1.25 * max(max(line.values) for _, line, _ in found) or 1.0)
+    else:
+        _say_nothing(axes)
+
+
+def _say_nothing(axes: Axes) -> None:
+    axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", va="center", color=GREY)
+    axes.set_yticks([])

@@ -1,0 +1,271 @@
+"""The one decoder: declared with flax.nnx, run as a pure function over a nested dict of parameters.
+
+Axes: B rows, T tokens, D width, N query heads, K key-value heads, H head size, F MLP width, V vocabulary, L layers.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from flax import nnx, traverse_util
+from jax.sharding import Sharding
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Int, PRNGKeyArray
+
+from areal_jax.models.architecture import ModelConfig
+
+Params: TypeAlias = dict[str, Any]
+"""Nested dict of arrays: embed, layers.attn.q, ..., norm, head. Leaves under `layers` are stacked: [L, ...]."""
+
+LayerCache: TypeAlias = Any
+"""What the attention of one layer keeps between calls: any pytree, or None. Only `attend` looks inside."""
+
+Attend: TypeAlias = Callable[[Array, Array, Array, LayerCache], tuple[Array, LayerCache]]
+"""attend(q [B T N H], k [B T K H], v [B T K H], layer_cache) -> (out [B T N H], layer_cache).
+
+q and k come with RoPE applied and q unscaled: attend divides the scores by sqrt(H)."""
+
+
+class Policy:
+    """A decoder without its parameters: hashable, so that jit takes it as a static argument."""
+
+    def __init__(self, config: ModelConfig):
+        self.config = config
+        decoder = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0)))
+        self._layer = nnx.graphdef(decoder.layers)
+        state = nnx.state(decoder)
+        self._abstract = nnx.to_pure_dict(state)
+        axes = {path: variable.get_metadata("axes") for path, variable in nnx.to_flat_state(state)}
+        self._axes = traverse_util.unflatten_dict(
+            {path: ("layers", *names) if path[0] == "layers" else names for path, names in axes.items()}
+        )
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Policy) and self.config == other.config
+
+    def __hash__(self) -> int:
+        return hash(self.config)
+
+    def __repr__(self) -> str:
+        return f"Policy({self.config})"
+
+    def hidden(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        attend: Attend,
+        cache: Any = None,
+        *,
+        compute_dtype: DTypeLike,
+        unroll: bool = False,
+        remat: bool = False,
+        batch_sharding: Sharding | None = None,
+    ) -> tuple[Float[Array, "B T D"], Any]:
+        """Final hidden states (after the last norm), and the cache that `attend` returned.
+
+        Args:
+            params: with layers stacked, or with `unroll` also as `unstack` returns them.
+            positions: place of each token in its own sequence; the angle of RoPE.
+            cache: None, or what `attend` keeps: stacked [L, ...] and scanned, or with `unroll` a tuple of L caches.
+            compute_dtype: of activations and matrix products; norms, RoPE and softmax stay in float32.
+            unroll: a Python loop over layers instead of a scan: longer to compile, no slice or copy of the cache.
+            remat: recompute each layer in the backward pass instead of keeping its activations.
+            batch_sharding: how rows lie on the mesh. Needed where parameters are cut over the same devices as rows (fsdp):
+                left to itself, the compiler then cuts activations as it does parameters and gives every device all rows.
+        """
+        config = self.config
+        rope = _rope_angles(positions, config.head_dim, config.rope_theta)
+
+        def by_rows(x: Array) -> Array:
+            return x if batch_sharding is None else jax.lax.with_sharding_constraint(x, batch_sharding)
+
+        def run_layer(x: Array, layer_and_cache: tuple[Params, LayerCache]) -> tuple[Array, LayerCache]:
+            layer, layer_cache = layer_and_cache
+            x, layer_cache = nnx.merge(self._layer, layer)(x, rope, attend, layer_cache)
+            return by_rows(x), layer_cache
+
+        if remat:
+            # Inside a scan nothing can be merged across iterations, so the barriers against it would only cost.
+            run_layer = jax.checkpoint(run_layer, prevent_cse=unroll)
+        x = by_rows(params["embed"][tokens].astype(compute_dtype))
+        if unroll:
+            caches = []
+            for i, layer in enumerate(self.unstack(params)["layers"]):
+                x, layer_cache = run_layer(x, (layer, None if cache is None else cache[i]))
+                caches.append(layer_cache)
+            cache = tuple(caches)
+        else:
+            x, cache = jax.lax.scan(run_layer, x, (params["layers"], cache))
+        return _rms_norm(x, params["norm"], config.rms_norm_eps), cache
+
+    def unstack(self, params: Params) -> Params:
+        """The same parameters with `layers` a tuple of L dicts, for `hidden` with `unroll`.
+
+        Call it before a loop over tokens: inside, every step would copy every layer out of its stack."""
+        layers = params["layers"]
+        if isinstance(layers, tuple):
+            return params
+        return params | {
+            "layers": tuple(jax.tree.map(lambda leaf, i=i: leaf[i], layers) for i in range(self.config.num_hidden_layers))
+        }
+
+    def head(self, params: Params) -> Float[Array, "D V"]:
+        """The matrix from hidden states to logits. Tied: the embedding's transpose, the same leaf."""
+        return params["embed"].T if self.config.tie_word_embeddings else params["head"]
+
+    def init(self, key: PRNGKeyArray) -> Params:
+        """Fresh float32 parameters; jit it with out_shardings to draw them in place."""
+        return nnx.to_pure_dict(nnx.state(Decoder(self.config, key)))
+
+    def abstract(self) -> Params:
+        """ShapeDtypeStruct of every parameter."""
+        return jax.tree.map(lambda leaf: leaf, self._abstract)
+
+    def axes(self) -> Params:
+        """Logical axis names of every parameter, one tuple per leaf."""
+        return jax.tree.map(lambda leaf: leaf, self._axes, is_leaf=lambda node: isinstance(node, tuple))
+
+
+class Decoder(nnx.Module):
+    """Declares the parameters: embedding, stacked layers, last norm, and a head where it is not tied."""
+
+    def __init__(self, config: ModelConfig, key: PRNGKeyArray):
+        embed_key, head_key, layers_key = jax.random.split(key, 3)
+        table = (config.vocab_size, config.hidden_size)
+        self.embed = nnx.Param(_normal(embed_key, table, 0.02), axes=("vocab", "embed"))
+        self.layers = nnx.vmap(lambda layer_key: Layer(config, layer_key))(
+            jax.random.split(layers_key, config.num_hidden_layers)
+        )
+        self.norm = _norm(config.hidden_size, "embed")
+        if not config.tie_word_embeddings:
+            self.head = nnx.Param(_normal(head_key, table[::-1], 0.02), axes=("embed", "vocab"))
+
+
+class Layer(nnx.Module):
+    """Attention, then a gated MLP, each behind a norm and added to the stream."""
+
+    def __init__(self, config: ModelConfig, key: PRNGKeyArray):
+        attn_key, mlp_key = jax.random.split(key)
+        self.eps = config.rms_norm_eps
+        self.attn_norm = _norm(config.hidden_size, "embed")
+        self.attn = Attention(config, attn_key)
+        self.mlp_norm = _norm(config.hidden_size, "embed")
+        self.mlp = MLP(config, mlp_key)
+
+    def __call__(
+        self, x: Float[Array, "B T D"], rope: tuple[Array, Array], attend: Attend, cache: LayerCache
+    ) -> tuple[Float[Array, "B T D"], LayerCache]:
+        attended, cache = self.attn(_rms_norm(x, self.attn_norm[...], self.eps), rope, attend, cache)
+        x = x + attended
+        return x + self.mlp(_rms_norm(x, self.mlp_norm[...], self.eps)), cache
+
+
+class Attention(nnx.Module):
+    """Projections, norms and RoPE around `attend`."""
+
+    def __init__(self, config: ModelConfig, key: PRNGKeyArray):
+        D, H = config.hidden_size, config.head_dim
+        self.eps = config.rms_norm_eps
+        self.bias, self.qk_norm = config.attention_bias, config.qk_norm
+        heads = {"q": ("heads", config.num_attention_heads), "k": ("kv_heads", config.num_key_value_heads)}
+        heads["v"] = heads["k"]
+        *keys, o_key = jax.random.split(key, 4)
+        for (name, (axis, n)), name_key in zip(heads.items(), keys, strict=True):
+            setattr(self, name, nnx.Param(_normal(name_key, (D, n, H), D**-0.5), axes=("embed", axis, "head_dim")))
+            if self.bias:
+                setattr(self, f"{name}_bias", nnx.Param(jnp.zeros((n, H)), axes=(axis, "head_dim")))
+        N = config.num_attention_heads
+        self.o = nnx.Param(_normal(o_key, (N, H, D), (N * H) ** -0.5), axes=("heads", "head_dim", "embed"))
+        if self.qk_norm:
+            self.q_norm, self.k_norm = _norm(H, "head_dim"), _norm(H, "head_dim")
+
+    def __call__(
+        self, x: Float[Array, "B T D"], rope: tuple[Array, Array], attend: Attend, cache: LayerCache
+    ) -> tuple[Float[Array, "B T D"], LayerCache]:
+        q, k, v = (self._project(x, name) for name in ("q", "k", "v"))
+        if self.qk_norm:
+            q, k = _rms_norm(q, self.q_norm[...], self.eps), _rms_norm(k, self.k_norm[...], self.eps)
+        out, cache = attend(_rotate(q, rope), _rotate(k, rope), v, cache)
+        B, T, N, H = out.shape
+        return _product(out.reshape(B, T, N * H), self.o[...].reshape(N * H, -1)), cache
+
+    def _project(self, x: Float[Array, "B T D"], name: str) -> Float[Array, "B T N H"]:
+        w = getattr(self, name)[...]
+        y = _product(x, w.reshape(len(w), -1)).reshape(*x.shape[:2], *w.shape[1:])
+        return y + getattr(self, f"{name}_bias")[...].astype(x.dtype) if self.bias else y
+
+
+class MLP(nnx.Module):
+    """down(silu(gate(x)) · up(x))."""
+
+    def __init__(self, config: ModelConfig, key: PRNGKeyArray):
+        D, F = config.hidden_size, config.intermediate_size
+        gate_key, up_key, down_key = jax.random.split(key, 3)
+        self.gate = nnx.Param(_normal(gate_key, (D, F), D**-0.5), axes=("embed", "mlp"))
+        self.up = nnx.Param(_normal(up_key, (D, F), D**-0.5), axes=("embed", "mlp"))
+        self.down = nnx.Param(_normal(down_key, (F, D), F**-0.5), axes=("mlp", "embed"))
+
+    def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        return _product(jax.nn.silu(_product(x, self.gate[...])) * _product(x, self.up[...]), self.down[...])
+
+
+def _normal(key: PRNGKeyArray, shape: tuple[int, ...], std: float) -> Float[Array, "..."]:
+    return std * jax.random.normal(key, shape, jnp.float32)
+
+
+def _norm(size: int, axis: str) -> nnx.Param[Array]:
+    return nnx.Param(jnp.ones(size, jnp.float32), axes=(axis,))
+
+
+@jax.custom_vjp
+def _product(x: Float[Array, "B T I"], w: Float[Array, "I O"]) -> Float[Array, "B T O"]:
+    """x · w in the dtype of x; the gradient of w is summed over tokens in float32 before it takes the dtype of w."""
+    return x @ w.astype(x.dtype)
+
+
+def _product_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _product(x, w), (x, w)
+
+
+def _product_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+    x, w = saved
+    dx = jnp.einsum("bto,io->bti", dy, w.astype(dy.dtype))
+    # XLA on CPU transposes the first factor, together with all that computes it, in a slow strided loop. jax's own rule
+    # puts dy first, which for wide outputs (the MLP's) took a third of a training step; so the narrower one goes first.
+    if w.shape[0] <= w.shape[1]:
+        dw = jnp.einsum("bti,bto->io", x, dy, preferred_element_type=jnp.float32)
+    else:
+        dw = jnp.einsum("bto,bti->oi", dy, x, preferred_element_type=jnp.float32).T
+    return dx, dw.astype(w.dtype)
+
+
+_product.defvjp(_product_forward, _product_backward)
+
+
+def _rms_norm(x: Float[Array, "*B D"], scale: Float[Array, "D"], eps: float) -> Float[Array, "*B D"]:
+    """x / sqrt(mean(x²) + eps) · scale, in float32 (RMSNorm, arXiv:1910.07467)."""
+    wide = x.astype(jnp.float32)
+    wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
+    return (wide * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def _rope_angles(
+    positions: Int[Array, "B T"], head_dim: int, theta: float
+) -> tuple[Float[Array, "B T 1 h"], Float[Array, "B T 1 h"]]:
+    """cos and sin of position · theta^(-2i / H) for i < H / 2 (RoPE, arXiv:2104.09864)."""
+    # Angles stay in float32: bfloat16 rounds position 257 to 256.
+    frequencies = jnp.exp(jnp.arange(0, head_dim, 2, dtype=jnp.float32) * (-math.log(theta) / head_dim))
+    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
+    return jnp.cos(angles), jnp.sin(angles)
+
+
+def _rotate(x: Float[Array, "B T N H"], rope: tuple[Array, Array]) -> Float[Array, "B T N H"]:
+    """Turn dimensions i and i + H/2 of every head by the angle of i, as Hugging Face's layout pairs them."""
+    cos, sin = rope
+    low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
+    return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)

@@ -1,0 +1,73 @@
+"""Two meshes: one that trains, one that decodes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+from jax.sharding import AxisType, Mesh
+
+from areal_jax.parallel.config import PlacementConfig
+
+
+class Meshes(NamedTuple):
+    """Disjoint where there are several devices; with one device both lie on it."""
+
+    train: Mesh
+    """Axes data, fsdp, tensor."""
+    rollout: Mesh
+    """Axes data, tensor."""
+
+
+def make_meshes(placement: PlacementConfig, devices: Sequence[jax.Device] | None = None) -> Meshes:
+    """Cut the devices (all by default) into a train mesh and a rollout mesh.
+
+    Raises ValueError with the counts where the devices do not suffice or do not divide."""
+    devices = jax.devices() if devices is None else devices
+    num_train, num_rollout = _split(placement, len(devices))
+    tensor = placement.train_tensor
+    if num_train % tensor:
+        raise ValueError(f"{num_train} train devices do not divide by placement.train_tensor={tensor}")
+    fsdp = num_train // tensor if placement.train_fsdp is None else placement.train_fsdp
+    if num_train % (fsdp * tensor):
+        raise ValueError(
+            f"{num_train} train devices do not divide by placement.train_fsdp={fsdp} times placement.train_tensor={tensor}"
+        )
+    if num_rollout % placement.rollout_tensor:
+        raise ValueError(f"{num_rollout} rollout devices do not divide by placement.rollout_tensor={placement.rollout_tensor}")
+    return Meshes(
+        train=_mesh({"data": num_train // (fsdp * tensor), "fsdp": fsdp, "tensor": tensor}, devices[:num_train]),
+        rollout=_mesh(
+            {"data": num_rollout // placement.rollout_tensor, "tensor": placement.rollout_tensor}, devices[-num_rollout:]
+        ),
+    )
+
+
+def _split(placement: PlacementConfig, num_devices: int) -> tuple[int, int]:
+    """How many devices train, and how many decode."""
+    rollout, train = placement.rollout_devices, placement.train_devices
+    if num_devices == 1:
+        if (rollout or 1) != 1 or (train or 1) != 1:
+            raise ValueError(
+                f"there is 1 device, which trains and decodes; came placement.train_devices={train}, "
+                f"placement.rollout_devices={rollout}: leave both unset"
+            )
+        return 1, 1
+    if rollout is None:
+        # Three quarters is the paper's split of its GPUs (AReaL, arXiv:2505.24298, section 7.1).
+        wanted = round(num_devices * 3 / 4) if train is None else num_devices - train
+        rollout = min(max(wanted, 1), num_devices - 1) if train is None else wanted
+    if train is None:
+        train = num_devices - rollout
+    if train < 1 or rollout < 1 or train + rollout > num_devices:
+        raise ValueError(
+            f"expected at least one device each for training and decoding, and no more than the {num_devices} there are; "
+            f"came {train} to train and {rollout} to decode: change placement.train_devices or placement.rollout_devices"
+        )
+    return train, rollout
+
+
+def _mesh(axes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
+    # jax's own default, Explicit, turns with_sharding_constraint into an assertion.
+    return jax.make_mesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes), devices=devices)

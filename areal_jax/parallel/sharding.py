@@ -1,0 +1,79 @@
+"""One table per mesh from logical axes to mesh axes, and what follows from it: shardings, placement, bytes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeAlias, TypeVar
+
+import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+Rules: TypeAlias = Mapping[str, tuple[str, ...]]
+"""Logical axis to the mesh axes that cut it; none: every device holds it whole."""
+
+TRAIN_RULES: Rules = {
+    "layers": (),
+    "vocab": ("tensor",),
+    "embed": ("fsdp",),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "head_dim": (),
+    "mlp": ("tensor",),
+    "batch": ("data", "fsdp"),
+    "tokens": (),
+}
+
+ROLLOUT_RULES: Rules = {
+    "layers": (),
+    "vocab": ("tensor",),
+    "embed": (),
+    "heads": ("tensor",),
+    "kv_heads": ("tensor",),
+    "head_dim": (),
+    "mlp": ("tensor",),
+    "batch": ("data",),
+    "slots": ("data",),
+    "tokens": (),
+}
+
+Tree = TypeVar("Tree")
+
+
+def sharding(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules) -> NamedSharding:
+    """How an array of this shape lies on the mesh; `axes` names its leading dimensions, None or nothing is not cut.
+
+    A dimension that the mesh does not divide evenly is not cut either, so that small policies run on any mesh.
+    Raises ValueError naming an axis that `rules` does not know, and more axes than dimensions."""
+    if len(axes) > len(shape):
+        raise ValueError(f"axes {axes} name more dimensions than there are in shape {shape}")
+    return NamedSharding(mesh, PartitionSpec(*(_cut(mesh, axis, size, rules) for axis, size in zip(axes, shape, strict=False))))
+
+
+def shardings(mesh: Mesh, axes: Any, shapes: Any, rules: Rules) -> Any:
+    """`sharding` for every leaf: `axes` is a tree of tuples of names, `shapes` a like tree of arrays or ShapeDtypeStructs."""
+    return jax.tree.map(lambda names, leaf: sharding(mesh, names, leaf.shape, rules), axes, shapes, is_leaf=_is_axes)
+
+
+def put_batch(mesh: Mesh, batch: Tree, rules: Rules) -> Tree:
+    """Move host arrays to the mesh, each cut along its first dimension as `batch` is."""
+    return jax.device_put(batch, jax.tree.map(lambda leaf: sharding(mesh, ("batch",), leaf.shape, rules), batch))
+
+
+def bytes_per_device(shapes: Any, placed: Any) -> int:
+    """Bytes that each device holds of arrays or ShapeDtypeStructs laid out by `placed`, a like tree of shardings."""
+    sizes = jax.tree.map(lambda leaf, how: math.prod(how.shard_shape(leaf.shape)) * leaf.dtype.itemsize, shapes, placed)
+    return sum(jax.tree.leaves(sizes))
+
+
+def _cut(mesh: Mesh, axis: str | None, size: int, rules: Rules) -> tuple[str, ...] | None:
+    if axis is None:
+        return None
+    if axis not in rules:
+        raise ValueError(f"logical axis {axis!r} has no rule; known are {', '.join(rules)}")
+    names = rules[axis]
+    return names if names and size % math.prod(mesh.shape[name] for name in names) == 0 else None
+
+
+def _is_axes(node: object) -> bool:
+    return isinstance(node, tuple) and all(name is None or isinstance(name, str) for name in node)

@@ -1,0 +1,117 @@
+"""Log-probabilities of tokens from hidden states: the one file that shifts by one. Axes: B rows, T tokens, D width, V vocabulary."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+
+
+def token_logprobs(
+    hidden: Float[Array, "B T D"],
+    head: Float[Array, "D V"],
+    tokens: Int[Array, "B T"],
+    segment_ids: Int[Array, "B T"],
+    *,
+    temperature: float = 1.0,
+    chunk_tokens: int,
+) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    """Log-probability of every token given those before it in its segment, and the entropy of what it was drawn from.
+
+    Entry t speaks of token t, predicted from hidden[t-1]. The first token of a segment, which nothing predicts, and padding
+    (segment 0) get 0. Softmax and logarithm are in float32. Entropy carries no gradient.
+
+    Args:
+        head: cast to the dtype of `hidden` for the product.
+        temperature: divides the logits, as it did when the token was drawn.
+        chunk_tokens: tokens of all rows together whose logits exist at the same time; the backward pass computes them again,
+            so that [tokens, vocabulary] never exists, in either direction.
+    """
+    if temperature <= 0.0:
+        raise ValueError(f"temperature must be above 0 for log-probabilities to exist, came {temperature}")
+    num_rows, num_columns = tokens.shape
+    columns_per_chunk = min(num_columns, max(1, chunk_tokens // num_rows))
+    num_chunks = -(-num_columns // columns_per_chunk)
+    # Even chunks: 100 columns at 80 a chunk become twice 50, not 80 and 20 with 60 of padding.
+    columns_per_chunk = -(-num_columns // num_chunks)
+    targets = jnp.roll(tokens, -1, axis=1)
+
+    def predict(hidden_chunk: Float[Array, "B C D"], targets_chunk: Int[Array, "B C"]):
+        return _predict(hidden_chunk, head, targets_chunk, temperature)
+
+    if num_chunks == 1:
+        logp, entropy = predict(hidden, targets)
+    else:
+        # Cut along columns, never along rows: rows are what the train mesh shards.
+        padding = num_chunks * columns_per_chunk - num_columns
+        chunked_hidden = jnp.moveaxis(
+            jnp.pad(hidden, ((0, 0), (0, padding), (0, 0))).reshape(num_rows, num_chunks, columns_per_chunk, -1), 1, 0
+        )
+        chunked_targets = jnp.moveaxis(
+            jnp.pad(targets, ((0, 0), (0, padding))).reshape(num_rows, num_chunks, columns_per_chunk), 1, 0
+        )
+        _, (logp, entropy) = jax.lax.scan(
+            lambda _, chunk: (None, predict(*chunk)), None, (chunked_hidden, chunked_targets)
+        )
+        logp, entropy = (jnp.moveaxis(x, 0, 1).reshape(num_rows, -1)[:, :num_columns] for x in (logp, entropy))
+    predicted = _is_predicted(segment_ids)
+    logp, entropy = (jnp.where(predicted, jnp.roll(x, 1, axis=1), 0.0) for x in (logp, jax.lax.stop_gradient(entropy)))
+    return logp, entropy
+
+
+def _is_predicted(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
+    """True where the token before belongs to the same segment."""
+    same = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] != 0)
+    return jnp.pad(same, ((0, 0), (1, 0)))
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(3,))
+def _predict(
+    hidden: Float[Array, "B C D"], head: Float[Array, "D V"], targets: Int[Array, "B C"], temperature: float
+) -> tuple[Float[Array, "B C"], Float[Array, "B C"]]:
+    """Log-probability of `targets` and entropy, each from the hidden state in its own place."""
+    logp, entropy, _ = _predict_with_norm(hidden, head, targets, temperature)
+    return logp, entropy
+
+
+def _predict_with_norm(
+    hidden: Float[Array, "B C D"], head: Float[Array, "D V"], targets: Int[Array, "B C"], temperature: float
+) -> tuple[Float[Array, "B C"], Float[Array, "B C"], Float[Array, "B C"]]:
+    logits = _logits(hidden, head, temperature)
+    log_norm = jax.nn.logsumexp(logits, axis=-1)
+    # Compare and sum, not gather: along a sharded vocabulary a gather would fetch all logits to every shard.
+    logp = jnp.sum(jnp.where(_is_target(targets, logits), logits, 0.0), axis=-1) - log_norm
+    entropy = log_norm - jnp.sum(jnp.exp(logits - log_norm[..., None]) * logits, axis=-1)
+    return logp, entropy, log_norm
+
+
+def _predict_forward(hidden: Array, head: Array, targets: Array, temperature: float) -> tuple[tuple[Array, Array], tuple]:
+    logp, entropy, log_norm = _predict_with_norm(hidden, head, targets, temperature)
+    return (logp, entropy), (hidden, head, targets, log_norm)
+
+
+def _predict_backward(temperature: float, saved: tuple, cotangents: tuple[Array, Array]) -> tuple[Array, Array, None]:
+    """d logp / d logits = [is target] - softmax, from logits computed again: what is saved is [tokens], not [tokens, V]."""
+    hidden, head, targets, log_norm = saved
+    logits = _logits(hidden, head, temperature)
+    softmax = jnp.exp(logits - log_norm[..., None])
+    d_logits = (jnp.where(_is_target(targets, logits), 1.0, 0.0) - softmax) * (cotangents[0] / temperature)[..., None]
+    d_hidden = jnp.einsum("bcv,dv->bcd", d_logits.astype(hidden.dtype), head.astype(hidden.dtype))
+    # The narrower factor first: XLA on CPU transposes the first one, with all that computes it, in a slow strided loop.
+    # In float32, so that what the chunks give adds up in float32.
+    d_head = jnp.einsum("bcd,bcv->dv", hidden, d_logits.astype(hidden.dtype), preferred_element_type=logits.dtype)
+    return d_hidden, d_head.astype(head.dtype), None
+
+
+_predict.defvjp(_predict_forward, _predict_backward)
+
+
+def _logits(hidden: Float[Array, "B C D"], head: Float[Array, "D V"], temperature: float) -> Float[Array, "B C V"]:
+    dtype = jnp.promote_types(hidden.dtype, jnp.float32)
+    return jnp.einsum("bcd,dv->bcv", hidden, head.astype(hidden.dtype), preferred_element_type=dtype) / temperature
+
+
+def _is_target(targets: Int[Array, "B C"], logits: Float[Array, "B C V"]) -> Bool[Array, "B C V"]:
+    return jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]

@@ -1,0 +1,310 @@
+"""The controller: draws tasks as the gate allows, runs a workflow for each, and puts finished groups into the buffer.
+
+A group is replayed rather than saved: what a checkpoint holds of a group under way is its task and what its generate calls
+were answered. The workflow then runs again, and those calls are not drawn again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import Counter
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from hashlib import blake2b
+from itertools import count, takewhile
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Int32
+
+from areal_jax.records import (
+    Completion,
+    Engine,
+    EngineStopped,
+    Group,
+    Judge,
+    Request,
+    RolloutState,
+    Sampling,
+    Suspended,
+    Task,
+    Unservable,
+    Workflow,
+    derive_seed,
+    first_error,
+)
+from areal_jax.rollout.buffer import Buffer
+from areal_jax.rollout.config import RolloutConfig
+from areal_jax.rollout.gate import Gate
+
+logger = logging.getLogger(__name__)
+
+SNAPSHOT_TIMEOUT_S = 120.0
+"""An engine that has not told by then what it is drawing has an error, not a long queue."""
+
+CLOSE_TIMEOUT_S = 10.0
+"""Cancelled workflows that have not ended by then are named and left behind."""
+
+MAX_REJECTED_IN_A_ROW = 32
+"""So many groups, started one after another and all rejected, are a fault of the run, not of the tasks."""
+
+
+@runtime_checkable
+class Tasks(Protocol):
+    """The stream of tasks. Drawing one must not block: it happens in the asyncio thread."""
+
+    def __next__(self) -> Task: ...
+    def state(self) -> Mapping[str, int]: ...
+
+
+def open_gate(config: RolloutConfig, version: int, restored: RolloutState | None = None) -> tuple[Gate, Buffer]:
+    """The gate and the buffer of a run that trains `version` next, as they were when `restored` was taken."""
+    buffered = restored.buffered if restored else ()
+    accepted = version * config.groups_per_batch + len(buffered)
+    gate = Gate(config.max_staleness, config.groups_per_batch, config.max_running_groups, version, accepted)
+    return gate, Buffer(config.batch_timeout_s, gate.__repr__, buffered)
+
+
+@dataclass(slots=True, eq=False)
+class Calls:
+    """One group's `generate`, and the journal of what it was answered.
+
+    A call is named after its prompt, and after how often the group had asked for it before: turns that run side by side find
+    their own answers in the journal whichever comes first.
+    """
+
+    engine: Engine
+    gate: Gate
+    sampling: Sampling
+    seed: int
+    group_id: int
+    journal: dict[str, tuple[Completion, ...]]
+    """Request id to completions: of finished calls, and of those that a restored group had under way."""
+    pending: set[str] = field(default_factory=set)
+    """Ids of the requests that the engine has not answered."""
+    _asked: Counter[str] = field(default_factory=Counter)
+
+    async def __call__(self, prompt_tokens: Int32[np.ndarray, "P"], num_samples: int) -> list[Completion]:
+        prompt = blake2b(prompt_tokens.tobytes(), digest_size=6).hexdigest()
+        call_id = f"{self.group_id}.{prompt}.{self._asked[prompt]}"
+        self._asked[prompt] += 1
+        drawn = self.journal.get(call_id, ())
+        if drawn and len(drawn) != num_samples:
+            raise ValueError(f"request {call_id}: {num_samples} samples asked for, the journal holds {len(drawn)}")
+        if drawn and all(completion.stop_reason != "suspended" for completion in drawn):
+            return list(drawn)
+        request = Request(
+            id=call_id,
+            prompt_tokens=prompt_tokens,
+            num_samples=num_samples,
+            sampling=self.sampling,
+            seed=derive_seed(self.seed, call_id),
+            min_version=self.gate.min_version,
+            resume=drawn,
+        )
+        self.pending.add(call_id)
+        try:
+            completions = await self.engine.submit(request)
+        finally:
+            self.pending.discard(call_id)
+        if len(completions) != num_samples:
+            raise ValueError(f"request {call_id}: {num_samples} samples asked for, the engine answered {len(completions)}")
+        self.journal[call_id] = tuple(completions)
+        return completions
+
+    def drawn(self, partials: Mapping[str, tuple[Completion, ...]]) -> dict[str, tuple[Completion, ...]]:
+        """The journal with what unfinished requests have drawn, where the engine knows it better than the journal."""
+        return self.journal | {call_id: partials[call_id] for call_id in self.pending if call_id in partials}
+
+
+class Rollouts:
+    """What `rolling_out` yields: the groups under way, and a snapshot of all that lies between tasks and trainer."""
+
+    def __init__(
+        self,
+        tasks: Tasks,
+        engine: Engine,
+        workflow: Workflow,
+        judge: Judge,
+        gate: Gate,
+        buffer: Buffer,
+        sampling: Sampling,
+        seed: int,
+        restored: RolloutState | None = None,
+    ) -> None:
+        self.gate, self.buffer = gate, buffer
+        self._tasks, self._engine, self._workflow, self._judge = tasks, engine, workflow, judge
+        self._sampling, self._seed = sampling, seed
+        self.next_group_id = restored.next_group_id if restored else 0
+        self.rejected = Counter(restored.rejected) if restored else Counter[str]()
+        """Groups given up, by the class of the error."""
+        self.waited_s = 0.0
+        """Time that the next task has waited for the gate so far, by the event loop's clock."""
+        self._rejected_ids: set[int] = set()
+        # Restored groups that the gate has not yet let through, oldest first; the feeder empties it before it draws a task.
+        self._waiting = list(restored.suspended) if restored else []
+        # Every group under way as it was started, and what its calls have drawn. Its asyncio task takes it out when it ends, in
+        # the same breath as it changes the gate's count and the buffer, so that a snapshot finds each group in one place.
+        self._running: dict[int, tuple[Suspended, Calls]] = {}
+        # Owned by `rolling_out`, which cancels and awaits them all: the feeder, and one asyncio task for every running group.
+        self._feeder: asyncio.Task[None] | None = None
+        self._group_tasks: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    async def snapshot(self) -> RolloutState:
+        """Everything between the task stream and the trainer, as of one moment in the asyncio thread: each task that was ever
+        drawn has been handed to the trainer, or was rejected, or is in the snapshot, once.
+
+        A batch that was taken counts as trained on: snapshot between two steps. TimeoutError where the engine is silent."""
+        try:
+            async with asyncio.timeout(SNAPSHOT_TIMEOUT_S):
+                partials = await self._engine.snapshot()
+        except TimeoutError as error:
+            raise TimeoutError(f"the engine gave no snapshot within {SNAPSHOT_TIMEOUT_S:g} s; {self.gate}") from error
+        # No await from here on: this is the moment. A call answered since the engine's moment is in its journal, finished.
+        running = [replace(record, calls=calls.drawn(partials)) for record, calls in self._running.values()]
+        return RolloutState(
+            tasks=dict(self._tasks.state()),
+            next_group_id=self.next_group_id,
+            rejected=dict(self.rejected),
+            buffered=self.buffer.snapshot(),
+            suspended=tuple(sorted([*running, *self._waiting], key=lambda record: record.id)),
+        )
+
+    def counters(self) -> dict[str, float]:
+        """Counts since the run began, times since this process began it."""
+        counts = {
+            "started": self.next_group_id,
+            "running": self.gate.running,
+            "accepted": self.gate.accepted,
+            "buffered": len(self.buffer),
+            "rejected": sum(self.rejected.values()),
+            **{f"rejected/{reason}": number for reason, number in sorted(self.rejected.items())},
+            "gate_wait_s": self.waited_s,
+            "batch_wait_s": self.buffer.waited_s,
+        }
+        return {name: float(number) for name, number in counts.items()}
+
+    def begin(self) -> None:
+        self._feeder = asyncio.create_task(self._feed(), name="feeder")
+        self._feeder.add_done_callback(self._ended)
+
+    async def close(self) -> None:
+        """Cancel all groups under way and wait for their end, but not for ever."""
+        self._closing = True
+        tasks = {*self._group_tasks, *([self._feeder] if self._feeder else [])}
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            _, left = await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
+            if left:
+                names = ", ".join(sorted(task.get_name() for task in left))
+                logger.error("still not ended %g s after being cancelled, left behind: %s", CLOSE_TIMEOUT_S, names)
+
+    async def _feed(self) -> None:
+        """Start groups as the gate allows, the restored ones first, until the tasks run out."""
+        while self._waiting:
+            await self._gate_opened()
+            self._start(self._waiting.pop(0))
+        while True:
+            await self._gate_opened()
+            task = next(self._tasks, None)
+            if task is None:
+                break
+            self._start(Suspended(self.next_group_id, task, self.gate.version))
+            self.next_group_id += 1
+        while self._group_tasks:
+            await asyncio.wait(self._group_tasks)
+        self.buffer.end()
+
+    async def _gate_opened(self) -> None:
+        clock = asyncio.get_running_loop().time
+        began_s = clock()
+        await self.gate.wait_open()
+        self.waited_s += clock() - began_s
+
+    def _start(self, record: Suspended) -> None:
+        self.gate.start()
+        calls = Calls(self._engine, self.gate, self._sampling, self._seed, record.id, dict(record.calls))
+        self._running[record.id] = (record, calls)
+        task = asyncio.create_task(self._run(record, calls), name=f"group {record.id} (task {record.task.id})")
+        self._group_tasks.add(task)
+        task.add_done_callback(self._group_tasks.discard)
+        task.add_done_callback(self._ended)
+
+    async def _run(self, record: Suspended, calls: Calls) -> None:
+        try:
+            samples = await self._workflow(record.task, calls, self._judge)
+            if not samples:
+                raise ValueError("the workflow returned no samples")
+        except Exception as error:
+            if isinstance(cause := first_error(error), EngineStopped):
+                # The group stays among the running: nothing is wrong with it, and another engine may finish it.
+                self._fail(cause)
+                return
+            del self._running[record.id]
+            self.gate.reject()
+            self._rejected(record, cause)
+        else:
+            del self._running[record.id]
+            self.gate.accept()
+            self.buffer.put(Group(record.id, record.task, samples, record.started_version))
+
+    def _rejected(self, record: Suspended, error: Exception) -> None:
+        self.rejected[type(error).__name__] += 1
+        self._rejected_ids.add(record.id)
+        trace = None if isinstance(error, Unservable) else error
+        logger.warning("group %d rejected (task %s): %s", record.id, record.task.id, error, exc_info=trace)
+        # In a row by their ids, not by their ends: what fails, fails at once, and overtakes all that will yet be accepted.
+        neighbours = (
+            takewhile(self._rejected_ids.__contains__, ids) for ids in (count(record.id + 1), count(record.id - 1, -1))
+        )
+        in_a_row = 1 + sum(1 for ids in neighbours for _ in ids)
+        if in_a_row >= MAX_REJECTED_IN_A_ROW:
+            last = f"{type(error).__name__}: {error}"
+            failure = RuntimeError(f"{in_a_row} groups in a row were rejected, the last (task {record.task.id}): {last}")
+            failure.__cause__ = error
+            self._fail(failure)
+
+    def _fail(self, error: BaseException) -> None:
+        self.buffer.fail(error)
+        if self._feeder is not None:
+            self._feeder.cancel()
+
+    def _ended(self, task: asyncio.Task[None]) -> None:
+        """A feeder or a group that ends in another way than it should must not leave the trainer waiting."""
+        if not task.cancelled() and (error := task.exception()) is not None:
+            self._fail(error)
+        elif task.cancelled() and not self._closing:
+            self._fail(RuntimeError(f"{task.get_name()} was cancelled, though the run goes on"))
+
+
+@asynccontextmanager
+async def rolling_out(
+    tasks: Tasks,
+    engine: Engine,
+    workflow: Workflow,
+    judge: Judge,
+    gate: Gate,
+    buffer: Buffer,
+    *,
+    sampling: Sampling,
+    seed: int,
+    restored: RolloutState | None = None,
+) -> AsyncIterator[Rollouts]:
+    """Generate groups into `buffer`, as far ahead as `gate` allows, while the body runs; on leaving, what is under way is
+    cancelled (take a snapshot first to go on from it).
+
+    A workflow that raises costs its group: logged, counted by the error's class, its place freed. MAX_REJECTED_IN_A_ROW of
+    them, or an engine that stopped, fail the buffer.
+
+    Args: seed: of every draw, together with the group and its call. restored: groups to start first, under their old ids;
+    `tasks`, `gate` and `buffer` are as the same snapshot left them (`open_gate`, TaskStream.restore)."""
+    rollouts = Rollouts(tasks, engine, workflow, judge, gate, buffer, sampling, seed, restored)
+    rollouts.begin()
+    try:
+        yield rollouts
+    finally:
+        await rollouts.close()

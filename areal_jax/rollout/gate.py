@@ -1,0 +1,115 @@
+"""The gate: how far generation may run ahead of training (AReaL, arXiv:2505.24298, equation 3)."""
+
+from __future__ import annotations
+
+import asyncio
+
+
+class Gate:
+    """Lets a group start only while `accepted + running < (max_staleness + version + 1) * groups_per_batch` and
+    `running < max_running`.
+
+    Equation 3, `floor((N - 1) / B) <= version + max_staleness`, is the same rule said of the N-th group. With
+    max_staleness=0 each version trains on groups started under that version only; None lifts the rule.
+    One asyncio thread counts and waits, so counting needs no lock.
+    """
+
+    def __init__(
+        self,
+        max_staleness: int | None,
+        groups_per_batch: int,
+        max_running: int,
+        version: int = 0,
+        accepted: int | None = None,
+    ) -> None:
+        """Args: accepted: groups finished and not rejected so far; None: one batch for every version there was.
+        A resumed run adds to that what its buffer holds."""
+        if groups_per_batch < 1 or max_running < 1 or (max_staleness is not None and max_staleness < 0):
+            raise ValueError(
+                "expected rollout.groups_per_batch >= 1, rollout.max_running_groups >= 1 and rollout.max_staleness >= 0 or "
+                f"none, came {groups_per_batch}, {max_running} and {max_staleness}"
+            )
+        self.max_staleness = max_staleness
+        self.groups_per_batch = groups_per_batch
+        self.max_running = max_running
+        self.accepted = version * groups_per_batch if accepted is None else accepted
+        self.running = 0
+        self.rejected = 0
+        self._version = version
+        # Set while a group may start. Only this class sets and clears it; the controller's feeder waits for it, without a
+        # deadline of its own, for a closed gate is no fault: the trainer's wait for a batch has the deadline, and leaving
+        # `rolling_out` cancels the feeder.
+        self._open = asyncio.Event()
+        self._counted()
+
+    @property
+    def started(self) -> int:
+        """All groups ever let through: every one of them is running, accepted or rejected."""
+        return self.running + self.accepted + self.rejected
+
+    @property
+    def version(self) -> int:
+        """The version that trains. Raising it by one opens groups_per_batch places."""
+        return self._version
+
+    @version.setter
+    def version(self, version: int) -> None:
+        if version < self._version:
+            raise ValueError(f"expected a version of at least {self._version}, came {version}: versions only grow")
+        self._version = version
+        self._counted()
+
+    @property
+    def min_version(self) -> int:
+        """Oldest weights that may start a request now: with max_staleness=0, the version that trains."""
+        return 0 if self.max_staleness is None else max(0, self._version - self.max_staleness)
+
+    def capacity(self) -> int:
+        """How many groups may start now; never below 0."""
+        places = self.max_running - self.running
+        if self.max_staleness is not None:
+            allowed = (self.max_staleness + self._version + 1) * self.groups_per_batch
+            places = min(places, allowed - self.accepted - self.running)
+        return max(0, places)
+
+    async def wait_open(self) -> None:
+        """Wait until a group may start. Call `start` before the next await: another waiter may take the place."""
+        while not self.capacity():
+            await self._open.wait()
+
+    def start(self) -> None:
+        if not self.capacity():
+            raise RuntimeError(f"no group may start now: {self}; await wait_open() first")
+        self.running += 1
+        self._counted()
+
+    def accept(self) -> None:
+        """A running group is finished and will be trained on."""
+        self._end()
+        self.accepted += 1
+        self._counted()
+
+    def reject(self) -> None:
+        """A running group is given up; another may start in its place."""
+        self._end()
+        self.rejected += 1
+        self._counted()
+
+    def _end(self) -> None:
+        if not self.running:
+            raise RuntimeError(f"no group is running that could end: {self}")
+        self.running -= 1
+
+    def _counted(self) -> None:
+        if self.capacity():
+            self._open.set()
+        else:
+            self._open.clear()
+
+    def __repr__(self) -> str:
+        staleness = "unbounded" if self.max_staleness is None else self.max_staleness
+        return (
+            f"gate at version {self._version} (max_staleness {staleness}, {self.groups_per_batch} groups per batch): "
+            f"{self.running} of at most {self.max_running} running, {self.accepted} accepted, {self.rejected} rejected, "
+            f"{self.capacity()} may start"
+        )

@@ -1,0 +1,271 @@
+"""One batch of groups in, one version of the policy out. Axes: G samples of a group, T tokens of a sample."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float, Float32
+
+from areal_jax.data.packing import TrainingSequence, pack
+from areal_jax.models.decoder import Params, Policy
+from areal_jax.records import Group, PackedBatch, Sample
+from areal_jax.rl.advantages import compute_advantages
+from areal_jax.rl.config import PPO
+from areal_jax.rl.losses import PolicyLoss, policy_loss
+from areal_jax.trainer.config import TrainerConfig
+from areal_jax.trainer.state import TrainState
+from areal_jax.trainer.step import Learner, Metrics
+
+
+class StepResult(NamedTuple):
+    """What one step did, and to which tokens."""
+
+    metrics: Metrics
+    advantages: list[Float32[np.ndarray, "_"]]
+    """By group, one per sample."""
+    stale: list[list[Bool[np.ndarray, "_"]]]
+    """By group and sample: true where a token was too old to be trained on, and served as context."""
+
+
+class MiniBatch(NamedTuple):
+    """The share of a batch that one optimizer update sees, packed and on its way to the device."""
+
+    batches: list[PackedBatch]
+    num_loss_tokens: int
+    num_tokens: int
+    num_places: int
+    """Tokens and padding."""
+
+
+class Trainer:
+    """Decoupled PPO on the train mesh: `step` turns a batch of groups into the next version of the parameters.
+
+    Call it from one thread at a time."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        policy: Policy,
+        params: Params,
+        mesh: Mesh,
+        compute_dtype: DTypeLike,
+        *,
+        num_updates: int,
+        max_staleness: int | None,
+        temperature: float,
+        row_tokens: int,
+    ):
+        """
+        Args:
+            params: copied to the train mesh; the caller's stay as they are.
+            num_updates: of the whole run, which the learning rate's schedule spans: steps times `num_mini_batches`.
+            max_staleness: a token drawn more versions ago than this is not trained on; None trains on all.
+            temperature: at which the engine draws.
+            row_tokens: tokens of a packed row; no sample may be longer.
+        """
+        self.config, self.max_staleness = config, max_staleness
+        self.version = 0
+        """Trainer steps that the parameters have seen."""
+
+        def objective(logp: Array, proximal_logp: Array, batch: PackedBatch, num_tokens: Float[Array, ""]) -> PolicyLoss:
+            return policy_loss(
+                config.loss, logp, proximal_logp, batch.behave_logp, batch.advantages, batch.loss_mask, num_tokens
+            )
+
+        self._learner = Learner(
+            config,
+            policy,
+            params,
+            mesh,
+            compute_dtype,
+            num_updates,
+            objective=objective,
+            temperature=temperature,
+            row_tokens=row_tokens,
+        )
+        # The first mini-batch reads proximal log-probs off its own forward pass, and PPO has no use for any.
+        self._reads_proximal = config.num_mini_batches > 1 and not isinstance(config.loss, PPO)
+
+    @property
+    def params(self) -> Params:
+        """The parameters of `version`, on the train mesh. The next step takes their memory: copy what must outlive it."""
+        return self._learner.params
+
+    @property
+    def state(self) -> TrainState:
+        """All that training goes on from; the next step takes its memory."""
+        return TrainState(self._learner.params, self._learner.opt_state, np.asarray(self.version, np.int32))
+
+    def restore(self, state: TrainState) -> None:
+        """Go on from `state` instead, which may lie on another mesh or on the host."""
+        self._learner.restore(state.params, state.opt_state)
+        self.version = int(state.version)
+
+    @property
+    def num_compilations(self) -> int:
+        """Programs compiled so far; stays as it is after `warm_up`."""
+        return self._learner.num_compilations
+
+    def warm_up(self) -> None:
+        """Compile everything that a step runs. Changes neither parameters nor version."""
+        self._learner.warm_up(reads_logprobs=self._reads_proximal)
+
+    def step(self, groups: Sequence[Group]) -> StepResult:
+        """Train on a batch: `num_mini_batches` optimizer updates, after which `version` is one higher.
+
+        Tokens more than `max_staleness` versions old are context only. Proximal log-probs are those of the parameters before
+        the first update. A mini-batch in which no token is left to train on updates nothing.
+
+        Raises ValueError where the batch cannot be trained on, before anything changes, and FloatingPointError where loss or
+        gradient is not finite: the update that met it is not applied, and the version stays.
+        """
+        started = time.perf_counter()
+        self._check(groups)
+        stale = [[self._is_stale(sample) for sample in group.samples] for group in groups]
+        trained = [
+            [sample.loss_mask & ~old for sample, old in zip(group.samples, olds, strict=True)]
+            for group, olds in zip(groups, stale, strict=True)
+        ]
+        advantages = compute_advantages(
+            self.config.advantages,
+            [np.array([sample.reward for sample in group.samples]) for group in groups],
+            [np.array([mask.sum() for mask in masks]) for masks in trained],
+        )
+        mini_batches = [
+            self._pack([(groups[i].samples, trained[i], advantages[i]) for i in share])
+            for share in _deal([sum(len(sample.tokens) for sample in group.samples) for group in groups], self.config.num_mini_batches)
+        ]
+        metrics = self._describe(groups, trained, advantages)
+        packed = time.perf_counter()
+        if self._reads_proximal:
+            mini_batches[1:] = [self._with_proximal(mini_batch) for mini_batch in mini_batches[1:]]
+        forwarded = time.perf_counter()
+        num_updates = 0
+        for i, mini_batch in enumerate(mini_batches):
+            if mini_batch.num_loss_tokens:
+                _merge(metrics, self._update(i, mini_batch, proximal_is_current=num_updates == 0))
+                num_updates += 1
+        done = time.perf_counter()
+        self.version += 1
+
+        num_tokens = sum(mini_batch.num_tokens for mini_batch in mini_batches)
+        metrics |= {
+            "num_updates": float(num_updates),
+            "packing_efficiency": (float(num_tokens), float(sum(mini_batch.num_places for mini_batch in mini_batches))),
+            "seconds_packing": packed - started,
+            "seconds_proximal": forwarded - packed,
+            "seconds_update": done - forwarded,
+            "seconds_step": done - started,
+            "tokens_per_second": (float(num_tokens), done - started),
+            "num_compilations": float(self.num_compilations),
+        }
+        return StepResult(metrics, advantages, stale)
+
+    def _check(self, groups: Sequence[Group]) -> None:
+        if len(groups) < self.config.num_mini_batches:
+            raise ValueError(
+                f"a batch of {len(groups)} groups cannot be split into {self.config.num_mini_batches} mini-batches; lower "
+                "trainer.num_mini_batches or raise rollout.groups_per_batch"
+            )
+        for group in groups:
+            for i, sample in enumerate(group.samples):
+                where = f"sample {i} of group {group.id} (task {group.task.id})"
+                if not np.isfinite(sample.reward) or not np.isfinite(sample.behave_logp[sample.loss_mask]).all():
+                    raise ValueError(f"{where} has a reward or a behaviour log-probability that is not finite")
+                if sample.loss_mask[:1].any():
+                    raise ValueError(f"{where} begins with a token to be trained on, which nothing predicts; expected a prompt")
+
+    def _is_stale(self, sample: Sample) -> Bool[np.ndarray, "T"]:
+        if self.max_staleness is None:
+            return np.zeros(sample.loss_mask.shape, bool)
+        return sample.loss_mask & (self.version - sample.versions > self.max_staleness)
+
+    def _pack(
+        self, share: Sequence[tuple[Sequence[Sample], Sequence[Bool[np.ndarray, "_"]], Float32[np.ndarray, "G"]]]
+    ) -> MiniBatch:
+        """What is needed of each sample to train on it: nothing after its last trained token, and nothing at all of a sample
+        without one."""
+        sequences = []
+        for samples, masks, advantages_G in share:
+            for sample, mask, advantage in zip(samples, masks, advantages_G, strict=True):
+                if mask.any():
+                    end = len(mask) - int(mask[::-1].argmax())
+                    sequences.append(
+                        TrainingSequence(
+                            sample.tokens[:end], mask[:end], sample.behave_logp[:end], np.broadcast_to(advantage, end)
+                        )
+                    )
+        batches, layout = pack(sequences, rows=self._learner.rows, row_tokens=self._learner.row_tokens)
+        return MiniBatch(
+            [self._learner.put(batch) for batch in batches],
+            num_loss_tokens=sum(int(sequence.loss_mask.sum()) for sequence in sequences),
+            num_tokens=int(layout.lengths.sum()),
+            num_places=int(np.prod(layout.shape)),
+        )
+
+    def _with_proximal(self, mini_batch: MiniBatch) -> MiniBatch:
+        batches = [batch._replace(proximal_logp=self._learner.logprobs(batch)) for batch in mini_batch.batches]
+        # Waited for, so that the time is counted where it is spent.
+        jax.block_until_ready([batch.proximal_logp for batch in batches])
+        return mini_batch._replace(batches=batches)
+
+    def _update(self, i: int, mini_batch: MiniBatch, *, proximal_is_current: bool) -> Metrics:
+        try:
+            return self._learner.update(mini_batch.batches, mini_batch.num_loss_tokens, proximal_is_current=proximal_is_current)
+        except FloatingPointError as error:
+            done = f", with {i} of its {self.config.num_mini_batches} updates applied" if i else ""
+            raise FloatingPointError(
+                f"step {self.version}, update {i + 1} of {self.config.num_mini_batches}: {error}. The update was not applied; the "
+                f"last good version is {self.version}{done}. Lower trainer.optimizer.learning_rate or "
+                "trainer.optimizer.max_grad_norm, or set trainer.loss.behave_weight_cap"
+            ) from None
+
+    def _describe(
+        self,
+        groups: Sequence[Group],
+        trained: Sequence[Sequence[Bool[np.ndarray, "_"]]],
+        advantages: Sequence[Float32[np.ndarray, "_"]],
+    ) -> Metrics:
+        """What can be said of a batch before it is trained on."""
+        samples = [sample for group in groups for sample in group.samples]
+        masks = [mask for group_masks in trained for mask in group_masks]
+        rewards = np.array([sample.reward for sample in samples])
+        num_trained = np.array([mask.sum() for mask in masks])
+        num_drawn = np.array([sample.loss_mask.sum() for sample in samples])
+        ages = self.version - np.concatenate([sample.versions[mask] for sample, mask in zip(samples, masks, strict=True)])
+        per_sample = np.concatenate(advantages)
+        tokens, count = float(num_trained.sum()), float(len(samples))
+        return {
+            "reward": (float(rewards.sum()), count),
+            "advantage": (float(num_trained @ per_sample), tokens),
+            "advantage_squared": (float(num_trained @ per_sample**2), tokens),
+            "groups_without_signal": (float(sum(not values.any() for values in advantages)), float(len(groups))),
+            "truncated_fraction": (float(sum(sample.stop_reason == "length" for sample in samples)), count),
+            "answer_tokens": (float(num_drawn.sum()), count),
+            "staleness": (float(ages.sum()), tokens),
+            "staleness_max": float(ages.max(initial=0)),
+            "tokens_stale": float((num_drawn - num_trained).sum()),
+            "tokens_trained": tokens,
+        }
+
+
+def _deal(sizes: Sequence[int], num_shares: int) -> list[list[int]]:
+    """Places of `sizes` dealt to shares of like number and like total: largest first, in turn, and back."""
+    shares: list[list[int]] = [[] for _ in range(num_shares)]
+    for turn, i in enumerate(np.argsort(-np.asarray(sizes), kind="stable")):
+        lap, seat = divmod(turn, num_shares)
+        shares[num_shares - 1 - seat if lap % 2 else seat].append(int(i))
+    return [sorted(share) for share in shares]
+
+
+def _merge(metrics: Metrics, more: Metrics) -> None:
+    """Add sums to sums and weights to weights."""
+    for name, value in more.items():
+        old = metrics.get(name)
+        metrics[name] = (old[0] + value[0], old[1] + value[1]) if isinstance(old, tuple) and isinstance(value, tuple) else value

@@ -1,0 +1,47 @@
+"""What a checkpoint of the trainer holds, and how it lies on the train mesh."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Int32
+
+from areal_jax.models.decoder import Params, Policy
+from areal_jax.parallel.sharding import TRAIN_RULES, shardings
+
+
+class TrainState(NamedTuple):
+    """A pytree of arrays: all that training goes on from."""
+
+    params: Params
+    """float32, sharded over the train mesh."""
+    opt_state: optax.OptState
+    """float32, its moments sharded as the parameters; counts the updates made."""
+    version: Int32[np.ndarray, ""]
+    """Trainer steps that the parameters have seen."""
+
+
+class StateShardings(NamedTuple):
+    """How parameters and optimizer state lie on the train mesh."""
+
+    params: Any
+    opt_state: Any
+
+
+def state_shardings(policy: Policy, mesh: Mesh, optimizer: optax.GradientTransformation) -> StateShardings:
+    """Moments lie as their parameters do; counts are on every device."""
+    abstract = policy.abstract()
+    params = shardings(mesh, policy.axes(), abstract, TRAIN_RULES)
+    everywhere = NamedSharding(mesh, PartitionSpec())
+    opt_state = optax.tree_utils.tree_map_params(
+        optimizer,
+        lambda _, how: how,
+        jax.eval_shape(optimizer.init, abstract),
+        params,
+        transform_non_params=lambda _: everywhere,
+    )
+    return StateShardings(params, opt_state)

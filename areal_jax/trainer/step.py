@@ -1,0 +1,267 @@
+"""One optimizer update from micro-batches of one shape, compiled once. Axes: B rows, T tokens of a row."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
+from jaxtyping import Array, Bool, Float
+
+from areal_jax.models.attention import packed_attention
+from areal_jax.models.decoder import Attend, Params, Policy
+from areal_jax.parallel.sharding import TRAIN_RULES, put_batch, sharding
+from areal_jax.records import PackedBatch
+from areal_jax.rl.logprobs import token_logprobs
+from areal_jax.rl.losses import Meter, PolicyLoss
+from areal_jax.trainer.config import TrainerConfig
+from areal_jax.trainer.optimizer import learning_rate, make_optimizer, num_updates_done
+from areal_jax.trainer.state import StateShardings, state_shardings
+
+MOST_UNROLLED_LAYERS = 8
+"""Up to here the layers are compiled one after the other: for 4 layers on a CPU that takes a quarter less time and memory than
+a scan, which stacks what it keeps for the backward pass, and compiles as fast. Beyond, compile time grows too long."""
+
+Metrics: TypeAlias = dict[str, tuple[float, float] | float]
+"""By name, a sum and its weight (divide last), or a plain number."""
+
+Objective: TypeAlias = Callable[[Float[Array, "B T"], Float[Array, "B T"], PackedBatch, Float[Array, ""]], PolicyLoss]
+"""objective(logp, proximal_logp, batch, num_tokens): the loss of a micro-batch, divided by the tokens of its mini-batch."""
+
+
+class Accumulated(NamedTuple):
+    """What the micro-batches of a mini-batch add up to."""
+
+    gradients: Params
+    """float32."""
+    metrics: dict[str, Meter]
+
+
+class Learner:
+    """Parameters and optimizer state on the train mesh, and the programs that read and change them.
+
+    Every program is compiled for one shape of micro-batch, ahead of time, and counted."""
+
+    def __init__(
+        self,
+        config: TrainerConfig,
+        policy: Policy,
+        params: Params,
+        mesh: Mesh,
+        compute_dtype: DTypeLike,
+        num_updates: int,
+        *,
+        objective: Objective,
+        temperature: float,
+        row_tokens: int,
+    ):
+        self.config, self.policy, self.mesh, self.compute_dtype = config, policy, mesh, compute_dtype
+        self.objective, self.temperature, self.num_updates = objective, temperature, num_updates
+        self.row_tokens = row_tokens
+        num_shards = math.prod(mesh.shape[axis] for axis in TRAIN_RULES["batch"])
+        self.rows = config.rows_per_micro_batch * num_shards
+        self.chunk_tokens = config.logp_chunk_tokens * num_shards
+        self.optimizer = make_optimizer(config.optimizer, policy.axes())
+        self.shardings: StateShardings = state_shardings(policy, mesh, self.optimizer)
+        self.num_compilations = 0
+        self._programs: dict[str, jax.stages.Compiled] = {}
+        # A copy, because the first update gives the memory of what it is called with to its results.
+        self.params: Params = jax.device_put(params, self.shardings.params, may_alias=False)
+        self.opt_state: optax.OptState = self._run("init", self.params)
+
+    def warm_up(self, *, reads_logprobs: bool) -> None:
+        """Compile all that training will run, so that no step has to. Changes nothing else."""
+        for name in ("zeros", "accumulate", "apply", *(["logprobs"] if reads_logprobs else [])):
+            self._program(name)
+
+    def put(self, batch: PackedBatch) -> PackedBatch:
+        """Start moving a micro-batch to the train mesh."""
+        return put_batch(self.mesh, batch, TRAIN_RULES)
+
+    def logprobs(self, batch: PackedBatch) -> Float[Array, "B T"]:
+        """Log-probability of every token under the parameters as they are now; on the device, not waited for."""
+        return self._run("logprobs", self.params, batch)
+
+    def update(self, batches: Sequence[PackedBatch], num_tokens: int, *, proximal_is_current: bool) -> Metrics:
+        """One optimizer update from the micro-batches of a mini-batch that trains on `num_tokens` tokens.
+
+        Args:
+            proximal_is_current: the parameters are still those of the proximal policy, so that its log-probabilities are read
+                off the same forward pass and not from the batches.
+
+        Raises FloatingPointError where loss or gradient is not finite; parameters and optimizer state are then as before.
+        """
+        accumulated = self._run("zeros")
+        for batch in batches:
+            accumulated = self._run(
+                "accumulate", self.params, accumulated, batch, np.float32(num_tokens), np.bool_(proximal_is_current)
+            )
+        self.params, self.opt_state, report = self._run("apply", self.params, self.opt_state, accumulated)
+        report = jax.device_get(report)
+        metrics: Metrics = {name: (float(total), float(weight)) for name, (total, weight) in report.items()}
+        for name in ("loss", "grad_norm"):
+            if not math.isfinite(report[name][0]):
+                raise FloatingPointError(f"{name} is {report[name][0]}")
+        return metrics
+
+    def restore(self, params: Params, opt_state: optax.OptState) -> None:
+        """Go on from these instead; they may lie anywhere."""
+        self.params = jax.device_put(params, self.shardings.params, may_alias=False)
+        self.opt_state = jax.device_put(opt_state, self.shardings.opt_state, may_alias=False)
+
+    # Programs. Each is a pure function of its arguments; `_program` compiles it for the shapes and shardings of this learner.
+
+    def _init(self, params: Params) -> optax.OptState:
+        return self.optimizer.init(params)
+
+    def _zeros(self) -> Accumulated:
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._abstract_accumulated())
+
+    def _logprobs(self, params: Params, batch: PackedBatch) -> Float[Array, "B T"]:
+        return self._logprobs_and_entropy(params, batch)[0]
+
+    def _accumulate(
+        self,
+        params: Params,
+        accumulated: Accumulated,
+        batch: PackedBatch,
+        num_tokens: Float[Array, ""],
+        proximal_is_current: Bool[Array, ""],
+    ) -> Accumulated:
+        gradients = jax.grad(self._loss, has_aux=True)(params, batch, num_tokens, proximal_is_current)
+        return jax.tree.map(jnp.add, accumulated, Accumulated(*gradients))
+
+    def _apply(
+        self, params: Params, opt_state: optax.OptState, accumulated: Accumulated
+    ) -> tuple[Params, optax.OptState, dict[str, Meter]]:
+        """One update, or the arguments unchanged where loss or gradient is not finite."""
+        gradients, metrics = accumulated
+        norm = optax.global_norm(gradients)
+        rate = learning_rate(self.config.optimizer, num_updates_done(opt_state), self.num_updates)
+        direction, new_opt_state = self.optimizer.update(gradients, opt_state, params)
+        new_params = jax.tree.map(lambda leaf, toward: leaf - rate * toward, params, direction)
+        is_finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"][0])
+        params, opt_state = jax.tree.map(
+            partial(jnp.where, is_finite), (new_params, new_opt_state), (params, opt_state)
+        )
+        one = jnp.ones(())
+        return params, opt_state, metrics | {"grad_norm": (norm, one), "learning_rate": (rate, one)}
+
+    def _loss(
+        self, params: Params, batch: PackedBatch, num_tokens: Float[Array, ""], proximal_is_current: Bool[Array, ""]
+    ) -> tuple[Float[Array, ""], dict[str, Meter]]:
+        logp, entropy = self._logprobs_and_entropy(params, batch)
+        proximal_logp = jnp.where(proximal_is_current, jax.lax.stop_gradient(logp), batch.proximal_logp)
+        loss, metrics = self.objective(logp, proximal_logp, batch, num_tokens)
+        mask = batch.loss_mask
+        entropy_sum = jnp.sum(jnp.where(mask, entropy, 0.0)), jnp.sum(mask, dtype=jnp.float32)
+        return loss, metrics | {"entropy": entropy_sum}
+
+    def _logprobs_and_entropy(self, params: Params, batch: PackedBatch) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+        hidden, _ = self.policy.hidden(
+            params,
+            batch.tokens,
+            batch.positions,
+            self._attend(batch),
+            compute_dtype=self.compute_dtype,
+            unroll=self.policy.config.num_hidden_layers <= MOST_UNROLLED_LAYERS,
+            remat=self.config.remat,
+        )
+        return token_logprobs(
+            self._constrain(hidden, ("batch", "tokens")),
+            self.policy.head(params),
+            batch.tokens,
+            batch.segment_ids,
+            temperature=self.temperature,
+            chunk_tokens=self.chunk_tokens,
+        )
+
+    def _attend(self, batch: PackedBatch) -> Attend:
+        """Packed attention that holds activations to the batch's cut: else the compiler may gather them over all shards and
+        leave the weights, which are cut over the same devices, where they are."""
+        inner = packed_attention(batch.segment_ids)
+
+        def attend(q: Array, k: Array, v: Array, cache: None) -> tuple[Array, None]:
+            q = self._constrain(q, ("batch", "tokens", "heads", "head_dim"))
+            k, v = (self._constrain(x, ("batch", "tokens", "kv_heads", "head_dim")) for x in (k, v))
+            out, _ = inner(q, k, v, cache)
+            return self._constrain(out, ("batch", "tokens", "heads", "head_dim")), None
+
+        return attend
+
+    def _constrain(self, x: Array, axes: tuple[str, ...]) -> Array:
+        return jax.lax.with_sharding_constraint(x, sharding(self.mesh, axes, x.shape, TRAIN_RULES))
+
+    def _run(self, name: str, *arguments: Any) -> Any:
+        return self._program(name)(*arguments)
+
+    def _program(self, name: str) -> jax.stages.Compiled:
+        """The compiled program of that name; compiled now if this is its first use."""
+        if name in self._programs:
+            return self._programs[name]
+        params = _abstract(self.policy.abstract(), self.shardings.params)
+        match name:
+            case "init":
+                program = jax.jit(self._init, out_shardings=self.shardings.opt_state).lower(params)
+            case "zeros":
+                program = jax.jit(self._zeros, out_shardings=self._accumulated_shardings()).lower()
+            case "logprobs":
+                rows = sharding(self.mesh, ("batch",), (self.rows, self.row_tokens), TRAIN_RULES)
+                program = jax.jit(self._logprobs, out_shardings=rows).lower(params, self._abstract_batch())
+            case "accumulate":
+                accumulated = _abstract(self._abstract_accumulated(), self._accumulated_shardings())
+                jitted = jax.jit(self._accumulate, donate_argnums=1, out_shardings=self._accumulated_shardings())
+                program = jitted.lower(params, accumulated, self._abstract_batch(), *_SCALARS)
+            case "apply":
+                accumulated = _abstract(self._abstract_accumulated(), self._accumulated_shardings())
+                opt_state = _abstract(jax.eval_shape(self._init, params), self.shardings.opt_state)
+                results = (*self.shardings, self._everywhere())
+                jitted = jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=results)
+                program = jitted.lower(params, opt_state, accumulated)
+            case _:
+                raise KeyError(name)
+        self._programs[name] = program.compile()
+        self.num_compilations += 1
+        return self._programs[name]
+
+    def _abstract_batch(self) -> PackedBatch:
+        shape = (self.rows, self.row_tokens)
+        how = sharding(self.mesh, ("batch",), shape, TRAIN_RULES)
+        integers, bools, floats = (jax.ShapeDtypeStruct(shape, dtype, sharding=how) for dtype in (np.int32, np.bool_, np.float32))
+        return PackedBatch(
+            tokens=integers,
+            segment_ids=integers,
+            positions=integers,
+            loss_mask=bools,
+            behave_logp=floats,
+            proximal_logp=floats,
+            advantages=floats,
+        )
+
+    def _abstract_accumulated(self) -> Accumulated:
+        params = self.policy.abstract()
+        _, metrics = jax.eval_shape(self._loss, params, self._abstract_batch(), *_SCALARS)
+        return Accumulated(params, metrics)
+
+    def _accumulated_shardings(self) -> Accumulated:
+        metrics = self._abstract_accumulated().metrics
+        return Accumulated(self.shardings.params, jax.tree.map(lambda _: self._everywhere(), metrics))
+
+    def _everywhere(self) -> NamedSharding:
+        return NamedSharding(self.mesh, PartitionSpec())
+
+
+_SCALARS = (jax.ShapeDtypeStruct((), np.float32), jax.ShapeDtypeStruct((), np.bool_))
+"""num_tokens and proximal_is_current: arguments, so that no value of theirs compiles anew."""
+
+
+def _abstract(shapes: Any, placed: Any) -> Any:
+    """ShapeDtypeStructs that know where their arrays will lie."""
+    return jax.tree.map(lambda leaf, how: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=how), shapes, placed)

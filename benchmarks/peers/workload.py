@@ -1,0 +1,132 @@
+"""The work every peer is given: one GRPO update of a tiny Qwen2 on 8 prompts x 4 samples, in token ids spelled as words.
+
+Read by the scripts beside it, each in an environment of its own; needs only transformers and tokenizers.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import time
+from collections.abc import Sequence
+from statistics import median
+
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+# The policy: Qwen2, fp32, untied, weights drawn at random.
+NUM_LAYERS = 4
+HIDDEN_SIZE = 128
+NUM_HEADS = 4
+NUM_KV_HEADS = 2
+HEAD_DIM = HIDDEN_SIZE // NUM_HEADS
+MLP_SIZE = 512
+VOCAB_SIZE = 512
+ROPE_THETA = 10_000
+RMS_NORM_EPS = 1e-6
+
+# The batch: one optimiser update each.
+NUM_PROMPTS = 8
+SAMPLES_PER_PROMPT = 4
+NUM_SEQUENCES = NUM_PROMPTS * SAMPLES_PER_PROMPT
+PROMPT_TOKENS = 16
+NEW_TOKENS = 64
+ROLLOUT_TOKENS_PER_STEP = NUM_SEQUENCES * NEW_TOKENS
+TRAIN_TOKENS_PER_STEP = NUM_SEQUENCES * (PROMPT_TOKENS + NEW_TOKENS)
+LEARNING_RATE = 1e-4
+MAX_GRAD_NORM = 1.0
+
+
+def parse_steps(description: str) -> tuple[int, int]:
+    """Read `--warmup-steps` and `--steps` from the command line."""
+    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--warmup-steps", type=int, default=5, help="updates before the clock counts; at least 1")
+    parser.add_argument("--steps", type=int, default=40, help="updates that are measured")
+    args = parser.parse_args()
+    if args.warmup_steps < 1 or args.steps < 1:
+        parser.error(f"--warmup-steps and --steps must be at least 1, came {args.warmup_steps} and {args.steps}")
+    return args.warmup_steps, args.steps
+
+
+def num_threads() -> int:
+    """CPUs that this process may use: `taskset` decides, so that every peer is held by the same fence."""
+    return len(os.sched_getaffinity(0))
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """Spell token id i as the word `i`.
+
+    Padding and end of sequence lie outside the model's vocabulary: they can never be drawn, so every sample has
+    exactly NEW_TOKENS tokens and no logits processor is needed to force it.
+    """
+    vocab = {str(i): i for i in range(VOCAB_SIZE)} | {"<pad>": VOCAB_SIZE, "<eos>": VOCAB_SIZE + 1}
+    tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", eos_token="<eos>")
+
+
+def make_prompts(num_batches: int) -> list[list[str]]:
+    """Draw `num_batches` batches of prompts, PROMPT_TOKENS words each, the same in every run."""
+    rng = random.Random(0)
+    words = [str(i) for i in range(VOCAB_SIZE)]
+    return [[" ".join(rng.choices(words, k=PROMPT_TOKENS)) for _ in range(NUM_PROMPTS)] for _ in range(num_batches)]
+
+
+def share_of_low_ids(prompts: Sequence[str], completions: Sequence[str], **_columns: object) -> list[float]:
+    """Reward a completion with the share of its ids below half of the vocabulary."""
+    ids = [[int(word) for word in completion.split()] for completion in completions]
+    return [sum(i < VOCAB_SIZE // 2 for i in row) / len(row) for row in ids]
+
+
+class StepClock:
+    """Seconds of each update: the rollout's, the training's, the whole step's, and the CPU seconds of all threads."""
+
+    def __init__(self) -> None:
+        self.rollout_s: list[float] = []
+        self.train_s: list[float] = []
+        self.step_s: list[float] = []
+        self.cpu_s: list[float] = []
+        self._wall, self._cpu = time.perf_counter(), time.process_time()
+
+    def end_rollout(self, seconds: float, completion_lengths: Sequence[int]) -> None:
+        """Note one rollout; ValueError unless it drew NUM_SEQUENCES completions of NEW_TOKENS tokens."""
+        if list(completion_lengths) != [NEW_TOKENS] * NUM_SEQUENCES:
+            raise ValueError(
+                f"expected {NUM_SEQUENCES} completions of {NEW_TOKENS} tokens, came lengths {list(completion_lengths)}"
+            )
+        self.rollout_s.append(seconds)
+
+    def end_step(self, train_s: float) -> None:
+        """Note the training part; the step runs from the end of the previous one, data and logging included."""
+        wall, cpu = time.perf_counter(), time.process_time()
+        self.train_s.append(train_s)
+        self.step_s.append(wall - self._wall)
+        self.cpu_s.append(cpu - self._cpu)
+        self._wall, self._cpu = wall, cpu
+
+    def report(self, *, peer: str, version: str, num_params: int, warmup_steps: int) -> str:
+        """Return one JSON line: medians over the steps after the first `warmup_steps`."""
+        if not len(self.rollout_s) == len(self.train_s) == len(self.step_s):
+            raise ValueError(f"a step lacks a phase: {len(self.rollout_s)} rollouts, {len(self.train_s)} updates")
+        rows = list(zip(self.rollout_s, self.train_s, self.step_s, self.cpu_s, strict=True))[warmup_steps:]
+        rollout_s, train_s, step_s, cpu_s = (median(column) for column in zip(*rows, strict=True))
+        other_s = median(step - rollout - train for rollout, train, step, _ in rows)
+        return json.dumps(
+            {
+                "peer": peer,
+                "version": version,
+                "threads": num_threads(),
+                "num_params": num_params,
+                "steps": len(rows),
+                "rollout_tokens_per_s": round(ROLLOUT_TOKENS_PER_STEP / rollout_s, 1),
+                "train_tokens_per_s": round(TRAIN_TOKENS_PER_STEP / train_s, 1),
+                "steps_per_s": round(1 / step_s, 4),
+                "cpu_seconds_per_step": round(cpu_s, 4),
+                "rollout_s": round(rollout_s, 4),
+                "train_s": round(train_s, 4),
+                "other_s": round(other_s, 4),
+                "step_s": round(step_s, 4),
+            }
+        )

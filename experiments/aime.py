@@ -1,0 +1,30 @@
+"""AIME-style problems with the embedded policy: the whole system on a laptop's CPU.
+
+    python -m areal_jax.train --exp=aime
+
+Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account, no accelerator.
+
+The tiny policy inside the package works each method nearly without error but does not know which method is right. Training
+on the generated problems (integer answers 0-999, many families) teaches it to choose, and the held-out problems tell.
+"""
+
+from areal_jax.config import Experiment
+from areal_jax.data.config import Synthetic
+from areal_jax.engine.config import EngineConfig
+from areal_jax.evaluation.config import EvaluationConfig
+from areal_jax.rollout.config import RolloutConfig
+from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
+
+experiment = Experiment(
+    name="aime",
+    description="AIME-style problems with the embedded policy, on a laptop's CPU",
+    num_steps=40,
+    tasks=Synthetic(),
+    eval_tasks=Synthetic(split="heldout", num_tasks=256),
+    rollout=RolloutConfig(groups_per_batch=16, samples_per_group=8, max_staleness=4),
+    # The longest generated problem has 42 tokens, the longest worked solution 77.
+    engine=EngineConfig(num_slots=96, max_prompt_tokens=64, max_new_tokens=96),
+    # The paper's 2e-5 is for 1.5 B parameters and batches of 8192 samples; a tiny policy takes larger steps.
+    trainer=TrainerConfig(optimizer=OptimizerConfig(learning_rate=3e-4)),
+    evaluation=EvaluationConfig(every_steps=10),
+)

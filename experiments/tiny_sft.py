@@ -1,0 +1,31 @@
+"""Supervised fine-tuning that makes the embedded policy, from nothing but the problem generator.
+
+    python -m areal_jax.train --exp=tiny_sft
+
+Hardware: CPU.
+
+The policy of areal_jax/models/embedded/config.json is drawn afresh and learns a mixture of methods for every family of
+problems, right and wrong ones alike carried out without error: able, and undecided, as a base model is. Reinforcement
+learning (`--exp=aime`) then has something to choose from. The result is a Hugging Face folder, RUN_FOLDER/policy; copied
+over areal_jax/models/embedded, it is the new embedded policy.
+"""
+
+from areal_jax.config import SFTExperiment
+from areal_jax.data.config import Synthetic
+from areal_jax.engine.config import EngineConfig
+from areal_jax.evaluation.config import EvaluationConfig
+from areal_jax.models.config import PolicyConfig
+from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
+
+experiment = SFTExperiment(
+    name="tiny_sft",
+    description="makes the embedded policy",
+    num_steps=3000,
+    policy=PolicyConfig(path="embedded", random_init=True),
+    examples=Synthetic(num_tasks=200_000),
+    eval_tasks=Synthetic(split="heldout", num_tasks=256),
+    examples_per_batch=256,
+    engine=EngineConfig(num_slots=96, max_prompt_tokens=64, max_new_tokens=96),
+    trainer=TrainerConfig(optimizer=OptimizerConfig(learning_rate=2e-3, schedule="cosine", warmup_fraction=0.02, beta2=0.98)),
+    evaluation=EvaluationConfig(every_steps=500),
+)

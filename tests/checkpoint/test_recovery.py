@@ -1,0 +1,159 @@
+"""What is written of the rollouts comes back bit for bit, and what would not is refused."""
+
+import json
+import struct
+from dataclasses import fields
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_jax.checkpoint.recovery import (
+    COMPLETION_COLUMNS,
+    SAMPLE_COLUMNS,
+    Columns,
+    decode,
+    encode,
+    pack,
+    unpack,
+)
+from areal_jax.records import Completion, Group, Message, RolloutState, Sample, Suspended, Task
+
+any_text = st.text(st.characters(), max_size=6)  # with surrogates, control characters and all else
+counts = st.dictionaries(any_text, st.integers(), max_size=3)
+json_values = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | any_text,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(any_text, inner, max_size=3),
+    max_leaves=5,
+)
+lengths = st.lists(st.integers(0, 4), max_size=3)
+
+
+def any_bits(rng, columns, length):
+    """Arrays of random bits: as floats they are every kind of nan, infinity, -0.0 and denormal."""
+    bits = {name: rng.integers(-(2**31), 2**31, length).astype(np.int32) for name in columns}
+    return {name: bits[name] < 0 if dtype == np.bool_ else bits[name].view(dtype) for name, dtype in columns.items()}
+
+
+def plain(value):
+    """Records as nested tuples in which arrays and floats are their bytes, so that == compares bits."""
+    if isinstance(value, np.ndarray):
+        return value.dtype.str, value.shape, value.tobytes()
+    if isinstance(value, float):
+        return struct.pack("<d", value)
+    if isinstance(value, dict):
+        return [(key, plain(item)) for key, item in value.items()]
+    if isinstance(value, tuple | list):
+        return type(value), [plain(item) for item in value]
+    if hasattr(value, "__dataclass_fields__"):
+        return type(value), [plain(getattr(value, field.name)) for field in fields(value)]
+    return value
+
+
+@settings(max_examples=50, deadline=None)
+@given(
+    seed=st.integers(0, 2**32 - 1),
+    groups=st.lists(lengths, max_size=3),
+    calls=st.lists(st.dictionaries(any_text, lengths, max_size=3), max_size=3),
+    rewards=st.lists(st.floats(), min_size=1),
+    text=any_text,
+    counts=counts,
+    notes=st.dictionaries(any_text, json_values, max_size=3),
+)
+def test_state_and_notes_come_back_bit_for_bit(seed, groups, calls, rewards, text, counts, notes):
+    rng = np.random.default_rng(seed)
+    task = Task(text, (Message("user", text), Message(text, "")), text, text, text)
+
+    def sample(number, length):
+        verdict, stop_reason = ("correct", "stop") if number % 2 else ("timeout", "length")
+        reward = rewards[number % len(rewards)]
+        return Sample(**any_bits(rng, SAMPLE_COLUMNS, length), reward=reward, verdict=verdict, stop_reason=stop_reason)
+
+    def completion(length):
+        stop_reason = "suspended" if length % 2 else "stop"
+        return Completion(**any_bits(rng, COMPLETION_COLUMNS, length), stop_reason=stop_reason)
+
+    state = RolloutState(
+        tasks=counts,
+        next_group_id=seed,
+        rejected=counts,
+        buffered=tuple(
+            Group(seed + i, task, tuple(sample(k, length) for k, length in enumerate(lengths)), i)
+            for i, lengths in enumerate(groups)
+        ),
+        suspended=tuple(
+            Suspended(i, task, seed, {call: tuple(map(completion, lengths)) for call, lengths in record.items()})
+            for i, record in enumerate(calls)
+        ),
+    )
+    state_again, notes_again = decode(unpack(pack(encode(state, notes))))
+    assert plain(state_again) == plain(state)
+    assert plain(notes_again) == plain(notes)
+
+
+def a_sample(length=2, **changes):
+    arrays = {name: np.ones(length, dtype) for name, dtype in SAMPLE_COLUMNS.items()}
+    return Sample(**{**arrays, "reward": 1.0, "verdict": "correct", "stop_reason": "stop", **changes})
+
+
+def a_state(*samples):
+    return RolloutState({}, 1, {}, (Group(0, Task("t", (), "1"), samples),), ())
+
+
+def test_every_field_of_the_records_has_its_place():
+    assert {field.name for field in fields(Sample)} == {*SAMPLE_COLUMNS, "reward", "verdict", "stop_reason"}
+    assert {field.name for field in fields(Completion)} == {*COMPLETION_COLUMNS, "stop_reason"}
+    assert {field.name for field in fields(Group)} == {"id", "task", "samples", "started_version"}
+    assert {field.name for field in fields(Suspended)} == {"id", "task", "started_version", "calls"}
+
+
+def test_restored_arrays_are_writable_and_each_its_own():
+    (group,) = decode(unpack(pack(encode(a_state(a_sample(), a_sample())))))[0].buffered
+    first, second = (sample.tokens for sample in group.samples)
+    first[:] = 7
+    assert second.tolist() == [1, 1]
+    assert first.base is None
+
+
+@pytest.mark.parametrize(
+    ("notes", "place"),
+    [
+        ({"a": (1, 2)}, r"rollout.notes.a .* \(1, 2\)"),
+        ({"a": [0, float("nan")]}, r"rollout.notes.a\[1\] .* nan"),
+        ({"a": {1: 2}}, r"rollout.notes.a: the key 1"),
+        ({"a": np.float32(1)}, r"rollout.notes.a must be .* it is np.float32"),
+    ],
+)
+def test_notes_that_json_would_change_are_refused(notes, place):
+    with pytest.raises(ValueError, match=place):
+        encode(a_state(), notes)
+
+
+def test_arrays_that_cannot_come_back_are_refused():
+    crooked = a_sample()
+    object.__setattr__(crooked, "behave_logp", np.ones(3, np.float32))
+    with pytest.raises(ValueError, match=r"sample 1: behave_logp must be float32\[2\], it is float32\[3\]"):
+        encode(a_state(a_sample(), crooked))
+    with pytest.raises(ValueError, match="column x must hold numbers or truth values, it holds object"):
+        pack(Columns({}, {"x": np.array([{}])}))
+
+
+def test_columns_of_another_format_are_refused():
+    facts, arrays = encode(a_state())
+    with pytest.raises(ValueError, match="format 1 expected, found 2"):
+        decode(Columns(facts | {"format": 2}, arrays))
+
+
+def test_bytes_that_are_not_all_there_are_refused():
+    packed = pack(encode(a_state(a_sample())))
+    with pytest.raises(ValueError, match=f"{packed.size} bytes of rollout state expected, found {packed.size + 1}"):
+        unpack(np.append(packed, np.uint8(0)))
+    with pytest.raises(ValueError, match="buffer is smaller"):
+        unpack(packed[:-1])
+
+
+def test_header_is_plain_ascii_json():
+    packed = pack(encode(a_state(a_sample()))).tobytes()
+    length = int.from_bytes(packed[:8], "little")
+    assert json.loads(packed[8 : 8 + length].decode("ascii"))["facts"]["next_group_id"] == 1

@@ -1,0 +1,77 @@
+from __future__ import annotations
+
+import json
+from collections import Counter
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_jax.data.config import PromptConfig, Synthetic
+from areal_jax.data.pipeline import TaskStream
+from areal_jax.data.sources import load_tasks
+from areal_jax.records import Message, Task
+
+
+def tasks(num: int) -> list[Task]:
+    return [Task(f"task-{i}", (Message("user", "?"),), "1") for i in range(num)]
+
+
+def ids(stream: TaskStream, num: int) -> list[str]:
+    return [next(stream).id for _ in range(num)]
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(1, 200), st.integers(0, 2**31 - 1))
+def test_every_task_comes_once_per_epoch(num: int, seed: int) -> None:
+    stream = TaskStream(tasks(num), seed)
+    for epoch in range(3):
+        assert stream.epoch == epoch
+        assert Counter(ids(stream, num)) == Counter(task.id for task in tasks(num))
+
+
+def test_each_epoch_and_each_seed_has_its_own_order() -> None:
+    stream, again, other = TaskStream(tasks(50), 7), TaskStream(tasks(50), 7), TaskStream(tasks(50), 8)
+    first, second = ids(stream, 50), ids(stream, 50)
+    assert ids(again, 100) == first + second
+    assert first != second
+    assert ids(other, 50) != first
+    assert first != [task.id for task in tasks(50)]
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 600), st.integers(0, 600))
+def test_a_restored_stream_goes_on_as_if_nothing_had_happened(before: int, after: int) -> None:
+    stream = TaskStream(tasks(230), 5)
+    ids(stream, before)
+    state = json.loads(json.dumps(stream.state()))
+    expected = ids(stream, after)
+    resumed = TaskStream(tasks(230), 5)
+    ids(resumed, 3)
+    resumed.restore(state)
+    assert ids(resumed, after) == expected
+    assert resumed.state() == stream.state()
+
+
+def test_a_stream_of_so_many_epochs_ends_and_stays_ended() -> None:
+    stream = TaskStream(tasks(3), 0, num_epochs=2)
+    assert len(list(stream)) == 6
+    assert next(stream, None) is None
+    assert stream.epoch == 2
+
+
+@pytest.mark.parametrize(("num", "seed"), [(229, 5), (230, 6)])
+def test_another_streams_place_is_refused(num: int, seed: int) -> None:
+    state = TaskStream(tasks(230), 5).state()
+    with pytest.raises(ValueError, match="the same tasks and seed are needed"):
+        TaskStream(tasks(num), seed).restore(state)
+
+
+def test_no_tasks_are_an_error() -> None:
+    with pytest.raises(ValueError, match="came none"):
+        TaskStream([], 0)
+
+
+def test_generated_tasks_stream_too() -> None:
+    loaded = load_tasks(Synthetic(num_tasks=64), PromptConfig())
+    assert len({next_task.id for next_task in TaskStream(loaded.tasks, 1, num_epochs=1)}) == 64

@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+
+from areal_jax.data.config import Files, Hub, PromptConfig, Synthetic
+from areal_jax.data.policy_files import EMBEDDED, resolve_policy_folder
+from areal_jax.data.problems import SyntheticProblems
+from areal_jax.data.sources import TaskSet, load_tasks
+from areal_jax.records import Message
+
+BARE = PromptConfig()
+
+
+def write_lines(path: Path, *rows: object) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8")
+    return path
+
+
+def load(path: Path, prompt: PromptConfig = BARE, **settings: object) -> TaskSet:
+    return load_tasks(Files(path=str(path), **settings), prompt)  # type: ignore[arg-type]
+
+
+def texts(loaded: TaskSet) -> list[tuple[str, str]]:
+    return [(task.prompt[-1].content, task.answer) for task in loaded.tasks]
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "array.json", "parquet"])
+def test_the_same_rows_give_the_same_tasks_in_every_format(tmp_path: Path, suffix: str) -> None:
+    rows = [{"problem": "1+1?", "answer": "2", "subject": "sums"}, {"problem": "Größe?", "answer": "042", "subject": "sizes"}]
+    path = tmp_path / f"train.{suffix}"
+    if suffix == "parquet":
+        pq.write_table(pa.Table.from_pylist(rows), path)
+    elif suffix == "array.json":
+        path.write_text("\n" + json.dumps(rows, indent=2), encoding="utf-8")
+    else:
+        write_lines(path, *rows)
+    loaded = load(path)
+    assert texts(loaded) == [("1+1?", "2"), ("Größe?", "042")]
+    assert [task.family for task in loaded.tasks] == ["sums", "sizes"]
+    assert [task.id for task in loaded.tasks] == [f"train.{suffix}:1", f"train.{suffix}:2"]
+    assert loaded.skipped == {}
+
+
+@pytest.mark.parametrize(
+    ("answer", "text"),
+    [
+        ("18", "18"),
+        ("She makes 9 * 2 = <<9*2=18>>18.\n#### 18", "18"),
+        ("#### 1\nno, it is\n#### 1,234 ", "1,234"),
+        (142, "142"),
+        (142.0, "142"),
+        (-3.0, "-3"),
+        (0.5, "0.5"),
+        (["\\frac{1}{2}"], "\\frac{1}{2}"),
+        ("  7\n", "7"),
+        (0, "0"),
+    ],
+)
+def test_answers_become_text(tmp_path: Path, answer: object, text: str) -> None:
+    assert texts(load(write_lines(tmp_path / "a.jsonl", {"question": "?", "answer": answer}))) == [("?", text)]
+
+
+def test_the_prompt_is_the_first_of_problem_question_and_prompt_that_holds_something(tmp_path: Path) -> None:
+    rows = [
+        {"prompt": "p", "question": "q", "problem": "b", "answer": "1"},
+        {"prompt": "p", "question": "q", "answer": "1"},
+        {"prompt": "p", "question": "", "answer": "1"},
+    ]
+    path = write_lines(tmp_path / "a.jsonl", *rows)
+    assert [prompt for prompt, _ in texts(load(path))] == ["b", "q", "p"]
+    assert [prompt for prompt, _ in texts(load(path, prompt_field="prompt"))] == ["p", "p", "p"]
+
+
+def test_fields_may_lie_inside_fields(tmp_path: Path) -> None:
+    row = {"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": "34", "style": "rule"}}
+    dotted = {"prompt": "?", "reward_model.ground_truth": "35"}
+    path = write_lines(tmp_path / "a.jsonl", row, dotted)
+    assert texts(load(path, answer_field="reward_model.ground_truth")) == [("?", "34"), ("?", "35")]
+
+
+def test_system_and_suffix_go_around_every_prompt(tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "a.jsonl",
+        {"prompt": "1+1?", "answer": "2"},
+        {"prompt": [{"role": "system", "content": "Old."}, {"role": "user", "content": "2+2?"}], "answer": "4"},
+    )
+    plain, chat = load(path, PromptConfig(system="Think.", suffix="\nBox it.")).tasks
+    assert plain.prompt == (Message("system", "Think."), Message("user", "1+1?\nBox it."))
+    assert chat.prompt == (Message("system", "Think."), Message("user", "2+2?\nBox it."))
+    assert load(path).tasks[1].prompt == (Message("system", "Old."), Message("user", "2+2?"))
+
+
+def test_rows_that_cannot_be_tasks_are_skipped_and_counted_by_reason(tmp_path: Path) -> None:
+    path = write_lines(
+        tmp_path / "a.jsonl",
+        {"problem": "good", "answer": "1"},
+        '{"problem": "cut off',
+        [1, 2],
+        {"answer": "1"},
+        {"problem": "  ", "answer": "1"},
+        {"problem": "?"},
+        {"problem": "?", "answer": ""},
+        {"problem": "?", "answer": "no number ####"},
+        {"problem": "?", "answer": {"value": 1}},
+        {"problem": "?", "answer": True},
+        {"problem": "?", "answer": float("nan")},
+        {"problem": [{"role": "user", "content": ["an image"]}], "answer": "1"},
+        {"problem": "also good", "answer": "2"},
+    )
+    loaded = load(path)
+    assert texts(loaded) == [("good", "1"), ("also good", "2")]
+    # The last one keeps the number of its line: ids do not move when another row is mended.
+    assert loaded.tasks[1].id == "a.jsonl:13"
+    assert loaded.skipped == {
+        "not a JSON object": 2,
+        "no prompt": 2,
+        "no answer": 3,
+        "answer is neither text nor a number": 3,
+        "prompt is neither text nor messages": 1,
+    }
+
+
+def test_where_no_row_can_be_a_task_the_error_lists_the_fields_there_are(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", {"text": "?", "code": "1"}, {"text": "?", "label": "1"})
+    with pytest.raises(
+        ValueError, match=r"2 no prompt.*problem, question, prompt.*fields seen: text, code, label\. Set prompt_f"
+    ):
+        load(path)
+    with pytest.raises(ValueError, match="no rows"):
+        load(write_lines(tmp_path / "empty.jsonl"))
+
+
+def test_max_tasks_reads_so_many_rows(tmp_path: Path) -> None:
+    path = write_lines(tmp_path / "a.jsonl", *({"problem": str(i), "answer": "1"} for i in range(9)))
+    assert [prompt for prompt, _ in texts(load(path, max_tasks=3))] == ["0", "1", "2"]
+
+
+def test_a_folder_gives_the_files_of_the_split_in_order(tmp_path: Path) -> None:
+    for name in ("train-00001.jsonl", "train-00000.jsonl", "test.jsonl"):
+        write_lines(tmp_path / "main" / name, {"problem": name, "answer": "1"})
+    assert [prompt for prompt, _ in texts(load(tmp_path))] == ["train-00000.jsonl", "train-00001.jsonl"]
+    assert [prompt for prompt, _ in texts(load(tmp_path / "main", split="test"))] == ["test.jsonl"]
+
+
+def test_files_that_are_not_there_are_named_with_those_that_are(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no such file or folder"):
+        load(tmp_path / "nowhere")
+    write_lines(tmp_path / "aime.json", {"problem": "?", "answer": "1"})
+    with pytest.raises(
+        FileNotFoundError, match=r"no file named train\*.jsonl, .json or .parquet; of these there are: aime.json"
+    ):
+        load(tmp_path)
+    (tmp_path / "notes.txt").write_text("hello")
+    with pytest.raises(ValueError, match=r"ends in .jsonl, .json, .parquet"):
+        load(tmp_path / "notes.txt")
+    for folder in ("main", "socratic"):
+        write_lines(tmp_path / folder / "train.jsonl", {"problem": "?", "answer": "1"})
+    with pytest.raises(ValueError, match="several folders, name one of them: main, socratic"):
+        load(tmp_path)
+
+
+def test_a_broken_json_array_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text('[{"problem": "?"')
+    with pytest.raises(ValueError, match=r"a.json: expected a JSON array"):
+        load(tmp_path / "a.json")
+
+
+@pytest.fixture
+def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An empty cache, and no network."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    return tmp_path
+
+
+def cached(cache: Path, repository: str) -> Path:
+    """The folder of a repository in the cache's own layout."""
+    (cache / repository / "refs").mkdir(parents=True)
+    (cache / repository / "refs" / "main").write_text("c0ffee")
+    snapshot = cache / repository / "snapshots" / "c0ffee"
+    snapshot.mkdir(parents=True)
+    return snapshot
+
+
+def test_a_data_set_in_the_hubs_cache_is_found_there(hub_cache: Path) -> None:
+    snapshot = cached(hub_cache, "datasets--openai--gsm8k")
+    for folder in ("main", "socratic"):
+        (snapshot / folder).mkdir()
+        pq.write_table(
+            pa.Table.from_pylist([{"question": folder, "answer": "#### 7"}]), snapshot / folder / "train-00000-of-00001.parquet"
+        )
+    assert texts(load_tasks(Hub(name="openai/gsm8k/main"), BARE)) == [("main", "7")]
+    with pytest.raises(ValueError, match="name one of them: main, socratic"):
+        load_tasks(Hub(name="openai/gsm8k"), BARE)
+
+
+@pytest.mark.usefixtures("hub_cache")
+def test_what_the_hub_does_not_give_comes_with_the_command_that_fetches_it() -> None:
+    with pytest.raises(FileNotFoundError, match="`hf download --repo-type dataset openai/gsm8k`"):
+        load_tasks(Hub(name="openai/gsm8k"), BARE)
+    with pytest.raises(FileNotFoundError, match=r"`hf download deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B`"):
+        resolve_policy_folder("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B")
+    with pytest.raises(ValueError, match="name=gsm8k: expected a data set of the hub, owner/name"):
+        load_tasks(Hub(name="gsm8k"), BARE)
+
+
+def test_a_policy_folder_is_the_embedded_one_a_local_one_or_one_of_the_hub(hub_cache: Path, tmp_path: Path) -> None:
+    local = tmp_path / "policy"
+    local.mkdir()
+    with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
+        resolve_policy_folder(str(local))
+    (local / "config.json").write_text("{}")
+    assert resolve_policy_folder(str(local)) == local
+    snapshot = cached(hub_cache, "models--owner--name")
+    (snapshot / "config.json").write_text("{}")
+    assert resolve_policy_folder("owner/name") == snapshot
+    assert EMBEDDED.parts[-3:] == ("areal_jax", "models", "embedded")
+    with pytest.raises(FileNotFoundError, match="expected 'embedded', an existing folder, or a hub name"):
+        resolve_policy_folder("./no/such/folder")
+
+
+def test_generated_problems_become_tasks_when_asked_for() -> None:
+    source = Synthetic(num_tasks=50, families=("gcd", "linear"), seed=3)
+    loaded = load_tasks(source, PromptConfig(suffix=" Box it."))
+    problems = SyntheticProblems(50, "train", ("gcd", "linear"), "easy", 3)
+    assert len(loaded.tasks) == 50
+    assert loaded.tasks[7].prompt == (Message("user", problems[7].question + " Box it."),)
+    assert (loaded.tasks[7].id, loaded.tasks[7].answer) == (problems[7].id, str(problems[7].answer))
+    assert [task.family for task in loaded.tasks[:4]] == ["gcd", "linear", "gcd", "linear"]
+    assert loaded.tasks[-1] == loaded.tasks[49]

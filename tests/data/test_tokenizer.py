@@ -1,0 +1,145 @@
+from __future__ import annotations
+
+import json
+from datetime import datetime
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
+
+from areal_jax.data.tokenizer import HFTokenizer
+from areal_jax.records import Message, Tokenizer
+
+CHATML = (
+    "{% for message in messages %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] + '<|im_end|>\n' }}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+CONVERSATION = [Message("system", "Be brief."), Message("user", "1+1? <b> & 'ß'")]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A byte-level BPE of a few hundred tokens in a Hugging Face folder without a template."""
+    tokenizer = tokenizers.Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    tokenizer.train_from_iterator(["what is one plus one", "the answer is two"], trainer)
+    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<|end|>", "<|im_start|>", "<|im_end|>")])
+    tokenizer.save(str(tmp_path / "tokenizer.json"))
+    write(tmp_path, eos_token="<|im_end|>", chat_template=None)
+    return tmp_path
+
+
+def write(folder: Path, **settings: object) -> None:
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+
+
+def rendered(folder: Path, messages: list[Message] = CONVERSATION) -> str:
+    tokenizer = HFTokenizer.from_folder(folder)
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return inner.decode(tokenizer.render(messages).tolist(), skip_special_tokens=False)
+
+
+def id_of(folder: Path, token: str) -> int:
+    return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()[token]
+
+
+def test_text_comes_back_from_its_tokens(folder: Path) -> None:
+    tokenizer = HFTokenizer.from_folder(folder)
+    text = "one + two = $\\boxed{3}$, größer 日本 🙂\n\n  x"
+    tokens = tokenizer.encode(text)
+    assert tokens.dtype == np.int32
+    assert tokenizer.decode(tokens) == text
+    assert isinstance(tokenizer, Tokenizer)
+
+
+def test_special_tokens_are_one_token_each_and_are_not_decoded(folder: Path) -> None:
+    tokenizer = HFTokenizer.from_folder(folder)
+    tokens = tokenizer.encode("two<|im_end|>")
+    assert tokens[-1] == id_of(folder, "<|im_end|>")
+    assert tokenizer.decode(tokens) == "two"
+    assert tokenizer.vocab_size == max(tokens) + 1
+
+
+def test_a_conversation_goes_through_the_template_and_ends_where_the_assistant_begins(folder: Path) -> None:
+    write(folder, eos_token="<|im_end|>", chat_template=CHATML)
+    assert rendered(folder) == (
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1? <b> & 'ß'<|im_end|>\n<|im_start|>assistant\n"
+    )
+    tokens = HFTokenizer.from_folder(folder).render(CONVERSATION)
+    assert tokens.dtype == np.int32
+    assert tokens[0] == id_of(folder, "<|im_start|>")
+
+
+def test_the_template_is_the_files_then_the_default_of_several_then_the_only_one(folder: Path) -> None:
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "one of several"}]
+    write(folder, eos_token="<|im_end|>", chat_template=named)
+    assert rendered(folder) == "one of several"
+    (folder / "chat_template.jinja").write_text("from the file\n")
+    assert rendered(folder) == "from the file"
+
+
+def test_templates_find_what_they_find_in_transformers(folder: Path) -> None:
+    template = """{%- for message in messages %}
+    {%- if loop.index0 == 1 %}{% continue %}{% endif %}
+    {{- bos_token }}{{ message | tojson }}
+{%- endfor %}
+{% generation %}{{ tools is none }}{% endgeneration %}
+    {% if true %}
+|{{ strftime_now('%Y') }}|{{ undefined_name }}|
+    {% endif %}
+"""
+    write(folder, bos_token={"content": "<|end|>", "special": True}, eos_token="<|im_end|>", chat_template=template)
+    year = datetime.now().year
+    assert rendered(folder) == f'<|end|>{{"role": "system", "content": "Be brief."}}True|{year}||\n'
+
+
+def test_a_conversation_that_the_template_refuses_is_an_error_in_its_words(folder: Path) -> None:
+    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    write(folder, eos_token="<|im_end|>", chat_template=refusing)
+    with pytest.raises(ValueError, match="refuses the conversation: System role not supported"):
+        HFTokenizer.from_folder(folder).render(CONVERSATION)
+
+
+@pytest.mark.parametrize("attack", ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}"])
+def test_a_template_cannot_reach_out_of_its_sandbox(folder: Path, attack: str) -> None:
+    write(folder, eos_token="<|im_end|>", chat_template=attack)
+    with pytest.raises(ValueError, match="refuses the conversation"):
+        HFTokenizer.from_folder(folder).render(CONVERSATION)
+
+
+def test_without_a_template_the_prompt_is_plain_text_with_what_the_tokenizer_puts_around_it(folder: Path) -> None:
+    assert rendered(folder) == "Be brief.\n\n1+1? <b> & 'ß'\n"
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    inner.post_processor = processors.TemplateProcessing(
+        single="<|end|> $A", special_tokens=[("<|end|>", id_of(folder, "<|end|>"))]
+    )
+    inner.save(str(folder / "tokenizer.json"))
+    assert rendered(folder) == "<|end|>Be brief.\n\n1+1? <b> & 'ß'\n"
+    # An encoded answer gets nothing around it.
+    assert id_of(folder, "<|end|>") not in HFTokenizer.from_folder(folder).encode("two")
+
+
+def test_answers_end_at_the_end_of_a_turn_and_at_whatever_the_configs_call_eos(folder: Path) -> None:
+    end, turn = id_of(folder, "<|end|>"), id_of(folder, "<|im_end|>")
+    assert HFTokenizer.from_folder(folder).stop_token_ids == (turn,)
+    (folder / "config.json").write_text(json.dumps({"eos_token_id": end}))
+    assert HFTokenizer.from_folder(folder).stop_token_ids == (turn, end)
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": [end, turn, 5]}))
+    assert HFTokenizer.from_folder(folder).stop_token_ids == (turn, end, 5)
+    (folder / "tokenizer_config.json").unlink()
+    assert HFTokenizer.from_folder(folder).stop_token_ids == (end, turn, 5)
+
+
+def test_a_tokenizer_that_cannot_be_used_says_what_it_lacks(folder: Path) -> None:
+    write(folder)
+    with pytest.raises(ValueError, match="at least one stop token: eos_token"):
+        HFTokenizer.from_folder(folder)
+    (folder / "tokenizer.json").unlink()
+    with pytest.raises(FileNotFoundError, match=r"has no tokenizer.json"):
+        HFTokenizer.from_folder(folder)

@@ -1,0 +1,136 @@
+"""Draws: one uniform number, inverse cumulative sum, the log-prob of what was really drawn from."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+
+from areal_jax.engine import sampling
+
+jitted_draw = jax.jit(sampling.draw)
+keep_most_likely = jax.jit(sampling.keep_most_likely)
+uniforms = jax.jit(sampling.uniforms)
+
+
+def log(*probabilities: float) -> np.ndarray:
+    return np.log(np.array([probabilities], np.float32))
+
+
+def draw(logits: jax.typing.ArrayLike, uniform: float | np.ndarray, temperature: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+    """Draws with every one of the uniform numbers from the same logits."""
+    uniform = np.atleast_1d(np.asarray(uniform, np.float32))
+    repeated = np.broadcast_to(np.asarray(logits), (len(uniform), np.shape(logits)[1]))
+    token, logp = jitted_draw(repeated, uniform, np.full(len(uniform), temperature, np.float32))
+    return np.asarray(token), np.asarray(logp)
+
+
+def numbers(count: int, seed: int = 0) -> np.ndarray:
+    """The uniform numbers of one request's positions."""
+    return np.asarray(uniforms(np.uint32([[0, seed]]), np.int32([0]), np.arange(count, dtype=np.int32)[None]))[0]
+
+
+def test_a_draw_inverts_the_cumulative_distribution():
+    # Cumulative: 0.1, 0.3, 0.6, 1.0.
+    token, logp = draw(log(0.1, 0.2, 0.3, 0.4), np.array([0.0, 0.05, 0.15, 0.29, 0.31, 0.59, 0.61, 0.9999999]))
+    assert token.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+    np.testing.assert_allclose(logp, np.log([0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.4, 0.4]), rtol=1e-5)
+
+
+def test_temperature_changes_the_distribution_and_its_logp():
+    # Temperature 1/2 squares: 0.01, 0.04, 0.09, 0.16 of 0.30; cumulative 0.033, 0.167, 0.467, 1.
+    token, logp = draw(log(0.1, 0.2, 0.3, 0.4), np.array([0.03, 0.16, 0.17, 0.47]), temperature=0.5)
+    assert token.tolist() == [0, 1, 2, 3]
+    np.testing.assert_allclose(logp, np.log(np.array([0.01, 0.04, 0.09, 0.16]) / 0.3), rtol=1e-5)
+
+
+def test_temperature_zero_takes_the_first_most_likely_token_and_reports_logp_at_temperature_one():
+    token, logp = draw(log(0.2, 0.3, 0.2, 0.3), np.array([0.0, 0.9]), temperature=0.0)
+    assert token.tolist() == [1, 1]
+    np.testing.assert_allclose(logp, np.log([0.3, 0.3]), rtol=1e-5)
+
+
+def test_a_token_of_probability_zero_is_never_drawn():
+    logits = np.full((1, 100), -np.inf, np.float32)
+    logits[0, [40, 90]] = 0
+    token, logp = draw(logits, np.array([0.0, 0.49, 0.51, 1 - 2**-24]))
+    assert token.tolist() == [40, 40, 90, 90]
+    np.testing.assert_allclose(logp, np.log(0.5), rtol=1e-6)
+
+
+def test_a_vocabulary_of_150k_is_drawn_from_exactly():
+    size = 151_936
+    logits = np.random.default_rng(0).normal(scale=3, size=(1, size)).astype(np.float32)
+    uniform = numbers(64)
+    token, logp = draw(logits, uniform)
+    probabilities = np.exp(logits[0].astype(np.float64))
+    probabilities /= probabilities.sum()
+    ends = probabilities.cumsum()
+    # Within 2e-7, two roundings of float32, of the stretch that belongs to the token.
+    assert (ends[token] > uniform - 2e-7).all()
+    assert (ends[token] - probabilities[token] < uniform + 2e-7).all()
+    np.testing.assert_allclose(logp, np.log(probabilities[token]), atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "kept"),
+    [
+        (1.0, 0, 1.0, [0, 1, 2, 3]),
+        (1.0, 2, 1.0, [1, 2]),
+        # Most likely first: 0.4, then 0.7 crosses 0.5.
+        (1.0, 0, 0.5, [1, 2]),
+        (1.0, 0, 0.4, [1]),
+        # Of the three that top-k leaves, 0.4 / 0.9 = 0.44 and 0.7 / 0.9 = 0.78: 0.75 is crossed by the second.
+        (1.0, 3, 0.75, [1, 2]),
+        # Without top-k 0.75 is crossed by the third, at 0.9.
+        (1.0, 0, 0.75, [1, 2, 3]),
+        # Temperature 1/2: 0.01, 0.16, 0.09, 0.04 of 0.30; 0.16 / 0.3 = 0.53 alone crosses 0.5.
+        (0.5, 0, 0.5, [1]),
+        # The most likely token needs no filter.
+        (0.0, 1, 0.1, [0, 1, 2, 3]),
+    ],
+)
+def test_top_k_then_top_p_keep(temperature: float, top_k: int, top_p: float, kept: list[int]):
+    filtered = keep_most_likely(
+        log(0.1, 0.4, 0.3, 0.2), np.float32([temperature]), np.int32([top_k]), np.float32([top_p])
+    )
+    assert np.flatnonzero(np.isfinite(filtered[0])).tolist() == kept
+
+
+def test_of_equal_logits_the_lower_tokens_are_kept():
+    filtered = keep_most_likely(np.zeros((1, 6), np.float32), np.ones(1, np.float32), np.int32([2]), np.ones(1, np.float32))
+    assert np.flatnonzero(np.isfinite(filtered[0])).tolist() == [0, 1]
+
+
+def test_a_request_without_filters_sees_its_logits_unchanged_beside_one_with_them():
+    logits = np.random.default_rng(1).normal(size=(2, 300)).astype(np.float32)
+    filtered = np.asarray(keep_most_likely(logits, np.ones(2, np.float32), np.int32([0, 5]), np.ones(2, np.float32)))
+    assert (filtered[0] == logits[0]).all()
+    assert int(np.isfinite(filtered[1]).sum()) == 5
+
+
+@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 4, 1.0), (1.3, 0, 0.8)])
+def test_frequencies_follow_the_probabilities(temperature: float, top_k: int, top_p: float):
+    count = 20_000
+    logits = np.random.default_rng(2).normal(size=(1, 12)).astype(np.float32)
+    filtered = keep_most_likely(logits, np.float32([temperature]), np.int32([top_k]), np.float32([top_p]))
+    token, logp = draw(filtered, numbers(count), temperature)
+    expected = np.exp(np.asarray(filtered[0], np.float64) / temperature)
+    expected *= count / expected.sum()
+    observed = np.bincount(token, minlength=12)
+    kept = expected > 0
+    assert (observed[~kept] == 0).all()
+    # 31.3: chi-square of 11 degrees of freedom is above it once in a thousand; fewer degrees stay further below.
+    assert ((observed - expected)[kept] ** 2 / expected[kept]).sum() < 31.3
+    np.testing.assert_allclose(np.exp(logp), expected[token] / count, rtol=1e-5)
+
+
+def test_a_uniform_number_depends_on_seed_sample_and_position_alone():
+    seeds = np.uint32([[0, 1], [0, 1], [0, 2], [1, 1], [0, 1]])
+    samples = np.int32([0, 1, 0, 0, 0])
+    positions = np.broadcast_to(np.arange(5, dtype=np.int32), (5, 5))
+    table = np.asarray(uniforms(seeds, samples, positions))
+    assert len(np.unique(table[:4])) == 20
+    assert (table[4] == table[0]).all()
+    alone = uniforms(seeds[2:3], samples[2:3], np.int32([[3]]))
+    assert float(alone[0, 0]) == table[2, 3]

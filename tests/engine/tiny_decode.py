@@ -1,0 +1,207 @@
+"""A tiny policy, engines for it, weights that arrive at a chosen moment, and the trainer's view of what was drawn."""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import threading
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from functools import lru_cache
+from typing import Any, TypeVar
+
+import chz
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from areal_jax.engine.config import EngineConfig
+from areal_jax.engine.decode import DecodeEngine, EngineParams
+from areal_jax.engine.driver import Driver
+from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.attention import packed_attention
+from areal_jax.models.decoder import Params, Policy
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.parallel.mesh import make_meshes
+from areal_jax.records import Completion, Request, Sampling, Weights
+from areal_jax.rl.logprobs import token_logprobs
+
+T = TypeVar("T")
+
+CONFIG = EngineConfig(
+    num_slots=8, max_prompt_tokens=12, max_new_tokens=20, steps_per_dispatch=4, on_update="recompute", request_timeout_s=60
+)
+POLICY = Policy(
+    ModelConfig.from_hf(
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "vocab_size": 64,
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 512,
+        },
+        source="a test",
+    )
+)
+
+
+@lru_cache
+def params_of(seed: int) -> Params:
+    """Random parameters, large enough that what attention reads decides what is drawn."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(3 * rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5, leaf.dtype), POLICY.abstract()
+    )
+
+
+@lru_cache
+def engine(config: EngineConfig = CONFIG, devices: int = 1, tensor: int = 1) -> DecodeEngine:
+    """One per setting, so that its programs are compiled once."""
+    placement = PlacementConfig() if devices == 1 else PlacementConfig(rollout_devices=devices, rollout_tensor=tensor)
+    mesh = make_meshes(placement, jax.devices()[:1] if devices == 1 else None).rollout
+    return DecodeEngine(POLICY, mesh, config, jnp.float32)
+
+
+def with_setting(base: DecodeEngine, **settings: Any) -> DecodeEngine:
+    """The same engine with other habits of its driver; it shares the compiled programs."""
+    other = copy.copy(base)
+    other.config = chz.replace(base.config, **settings)
+    return other
+
+
+def laid_out(engine: DecodeEngine, seed: int) -> EngineParams:
+    return jax.jit(engine.layout, out_shardings=engine.param_shardings)(params_of(seed))
+
+
+class Shelf:
+    """A weight source whose versions appear at the driver's n-th look, counted from 0: one look before each dispatch."""
+
+    def __init__(self, engine: DecodeEngine, *arrivals: tuple[int, int, int]):
+        """Args: arrivals as (look, version, seed of the parameters)."""
+        self.looks = 0
+        self._arrivals = [(look, Weights(version, laid_out(engine, seed))) for look, version, seed in arrivals]
+        self._pause_at: int | None = None
+        self._paused, self._go_on = threading.Event(), threading.Event()
+        self.fails_at: int | None = None
+
+    def pause_at(self, look: int) -> None:
+        """Let the driver wait in this look until `go_on`."""
+        self._pause_at = look
+
+    async def paused(self) -> None:
+        assert await asyncio.to_thread(self._paused.wait, 60)
+
+    def go_on(self) -> None:
+        self._go_on.set()
+
+    def newest(self, after: int) -> Weights | None:
+        look, self.looks = self.looks, self.looks + 1
+        if look == self._pause_at:
+            self._paused.set()
+            assert self._go_on.wait(60)
+        if look == self.fails_at:
+            raise OSError("the transport broke")
+        here = [weights for arrival, weights in self._arrivals if arrival <= look and weights.version > after]
+        return here[-1] if here else None
+
+    def wait(self, at_least: int, timeout_s: float) -> Weights:
+        time.sleep(timeout_s)
+        raise TimeoutError(f"no version {at_least} within {timeout_s} s")
+
+
+def request(
+    name: str = "a",
+    prompt: Sequence[int] = (5, 9, 33, 2, 17),
+    num_samples: int = 1,
+    *,
+    max_new_tokens: int = 20,
+    temperature: float = 1.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    stop: tuple[int, ...] = (),
+    seed: int = 0,
+    min_version: int = 0,
+    resume: tuple[Completion, ...] = (),
+) -> Request:
+    return Request(
+        id=name,
+        prompt_tokens=np.asarray(prompt, np.int32),
+        num_samples=num_samples,
+        sampling=Sampling(max_new_tokens, temperature, top_k, top_p, stop),
+        seed=seed,
+        min_version=min_version,
+        resume=resume,
+    )
+
+
+def with_driver(engine: DecodeEngine, weights: Any, act: Callable[[Driver], Awaitable[T]]) -> T:
+    """Run `act` with a driver that it must start."""
+
+    async def main() -> T:
+        driver = Driver(engine, weights)
+        try:
+            return await asyncio.wait_for(act(driver), 120)
+        finally:
+            driver.close()
+
+    return asyncio.run(main())
+
+
+def answer(engine: DecodeEngine, weights: Any, *requests: Request) -> list[list[Completion]]:
+    """Submit all before the driver starts, so that every run seats and dispatches alike."""
+
+    async def act(driver: Driver) -> list[list[Completion]]:
+        futures = [driver.submit(each) for each in requests]
+        driver.start()
+        return await asyncio.gather(*futures)
+
+    return with_driver(engine, weights, act)
+
+
+@jax.jit
+def _forward(params: Params, tokens: jax.Array) -> jax.Array:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    segments = jnp.ones_like(tokens)
+    hidden, _ = POLICY.hidden(params, tokens, positions, packed_attention(segments), compute_dtype=jnp.float32)
+    return hidden
+
+
+@jax.jit
+def _logprobs(params: Params, tokens: jax.Array, temperature: jax.Array) -> jax.Array:
+    hidden = _forward(params, tokens) / temperature
+    return token_logprobs(hidden, POLICY.head(params), tokens, jnp.ones_like(tokens), chunk_tokens=1024)[0]
+
+
+def whole(prompt: Sequence[int] | np.ndarray, completion: Completion) -> np.ndarray:
+    return np.concatenate([np.asarray(prompt, np.int32), completion.tokens])
+
+
+def trainer_logp(
+    prompt: Sequence[int] | np.ndarray, completion: Completion, seed: int, temperature: float = 1.0
+) -> np.ndarray:
+    """Log-probs of the drawn tokens from a full forward over the whole sequence with the parameters of `seed`."""
+    tokens = whole(prompt, completion)
+    padded = np.zeros((1, 64 if len(tokens) <= 64 else 256), np.int32)
+    padded[0, : len(tokens)] = tokens
+    return np.asarray(_logprobs(params_of(seed), padded, jnp.float32(temperature)))[0, len(prompt) : len(tokens)]
+
+
+def trainer_argmax(prompt: Sequence[int], completion: Completion, seed: int) -> np.ndarray:
+    """Most likely token at every drawn position, given the tokens before it."""
+    tokens = whole(prompt, completion)
+    padded = np.zeros((1, 64), np.int32)
+    padded[0, : len(tokens)] = tokens
+    logits = _forward(params_of(seed), padded)[0] @ POLICY.head(params_of(seed))
+    return np.asarray(logits.argmax(-1))[len(prompt) - 1 : len(tokens) - 1]
+
+
+def same_draws(left: Sequence[Completion], right: Sequence[Completion], atol: float = 1e-5) -> None:
+    """Equal tokens; log-probs equal but for the order of floating-point sums."""
+    assert len(left) == len(right)
+    for a, b in zip(left, right, strict=True):
+        assert a.tokens.tolist() == b.tokens.tolist()
+        assert a.stop_reason == b.stop_reason
+        np.testing.assert_allclose(a.logp, b.logp, atol=atol)

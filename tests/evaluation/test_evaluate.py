@@ -1,0 +1,200 @@
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+
+from areal_jax.evaluation.evaluate import Evaluation, evaluate, standard_error, summarize, wilson_interval
+from areal_jax.records import (
+    NO_VERSION,
+    Completion,
+    EngineStopped,
+    Generate,
+    Judge,
+    Message,
+    Request,
+    Sample,
+    Sampling,
+    StopReason,
+    Task,
+    Unservable,
+    Verdict,
+)
+
+
+def task(number: int, family: str = "sums") -> Task:
+    return Task(f"task-{number}", (Message("user", str(number)),), "1", family=family)
+
+
+def sample(correct: bool, num_tokens: int = 2, stop: StopReason = "stop", version: int = 3) -> Sample:
+    """One token of prompt, then num_tokens drawn by a version."""
+    mask = np.arange(1 + num_tokens) > 0
+    versions = np.where(mask, version, NO_VERSION).astype(np.int32)
+    logp = np.zeros(1 + num_tokens, np.float32)
+    verdict = "correct" if correct else "wrong"
+    return Sample(np.arange(1 + num_tokens, dtype=np.int32), mask, logp, versions, float(correct), verdict, stop)
+
+
+class Oracle:
+    """Answers at once: the token of sample i is drawn by the request's seed; every request is kept."""
+
+    def __init__(self) -> None:
+        self.requests: list[Request] = []
+        self.running = self.most_running = 0
+
+    async def submit(self, request: Request) -> list[Completion]:
+        if int(request.prompt_tokens[0]) == 99:
+            raise Unservable("prompt of 99")
+        self.requests.append(request)
+        self.running += 1
+        self.most_running = max(self.most_running, self.running)
+        await asyncio.sleep(0.001)
+        self.running -= 1
+        tokens = [np.array([(request.seed + i) % 2, 7], np.int32) for i in range(request.num_samples)]
+        versions = np.array([request.min_version, request.min_version + 1], np.int32)
+        return [Completion(drawn, np.zeros(2, np.float32), versions, "stop") for drawn in tokens]
+
+    async def snapshot(self) -> dict[str, tuple[Completion, ...]]:
+        return {}
+
+
+async def workflow(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+    samples = []
+    for completion in await generate(np.array([int(task.prompt[0].content)], np.int32), 2):
+        verdict = await judge(task, str(completion.tokens[0]))
+        mask = np.ones(2, np.bool_)
+        samples.append(Sample(completion.tokens, mask, completion.logp, completion.versions, 0.0, verdict.kind, "stop"))
+    return tuple(samples)
+
+
+async def judge(task: Task, answer: str) -> Verdict:
+    return Verdict("correct" if answer == task.answer else "wrong")
+
+
+def run(
+    tasks: list[Task],
+    engine: Oracle,
+    version: int = 4,
+    seed: int = 5,
+    max_running: int = 8,
+    workflow: Callable[..., object] = workflow,
+) -> Evaluation:
+    sampling = Sampling(max_new_tokens=2)
+    return asyncio.run(
+        evaluate(
+            tasks,
+            workflow,  # type: ignore[arg-type]
+            engine,
+            judge,
+            version=version,
+            sampling=sampling,
+            seed=seed,
+            max_running=max_running,
+        )
+    )
+
+
+def test_the_figures_worked_out_by_hand() -> None:
+    sampled = [
+        (task(0, "gcd"), [sample(True), sample(True)]),
+        (task(1, "gcd"), [sample(True, 4, "length"), sample(False, version=5)]),
+        (task(2, "lcm"), [sample(False), sample(False, 6)]),
+        (task(3, "lcm"), [sample(False), sample(True, version=2)]),
+    ]
+    told = summarize(3, sampled, {"Unservable": 1}, 2.5)
+    # Scores by task: 1, 1/2, 0, 1/2; their mean is 1/2, deviations squared sum to 1/2, over 4 * 3.
+    assert told.pass_at_1 == 0.5
+    assert told.standard_error == pytest.approx(math.sqrt(0.5 / 12))
+    assert told.by_family == {"gcd": 0.75, "lcm": 0.25}
+    assert (told.num_tasks, told.num_samples) == (4, 8)
+    assert told.truncated == 1 / 8
+    # 6 of two tokens, one of four, one of six.
+    assert told.mean_tokens == (6 * 2 + 4 + 6) / 8
+    assert told.verdicts == {"correct": 4, "wrong": 4}
+    assert told.versions == (2, 5)
+    assert json.loads(told.to_json()) == {
+        **{name: getattr(told, name) for name in ("version", "pass_at_1", "standard_error", "num_tasks", "num_samples")},
+        "by_family": {"gcd": 0.75, "lcm": 0.25},
+        "interval_95": list(told.interval_95),
+        "truncated": 0.125,
+        "mean_tokens": 2.75,
+        "verdicts": {"correct": 4, "wrong": 4},
+        "failed": {"Unservable": 1},
+        "versions": [2, 5],
+        "seconds": 2.5,
+    }
+
+
+def test_the_error_counts_tasks_not_samples() -> None:
+    # Eight answers to one task are one draw of a task: drawing each answer eight times over adds nothing.
+    few = summarize(0, [(task(i), [sample(i < 3)]) for i in range(8)], {}, 0.0)
+    many = summarize(0, [(task(i), [sample(i < 3)] * 8) for i in range(8)], {}, 0.0)
+    assert few.standard_error == many.standard_error == pytest.approx(math.sqrt(3 / 8 * 5 / 8 / 7))
+    assert few.interval_95 == many.interval_95
+    assert standard_error([1.0]) == 0.0
+
+
+def test_the_interval_is_wilsons() -> None:
+    # 5 of 10 (n = 10): centre 1/2, half width z / (1 + z^2 / n) * sqrt(p q / n + z^2 / 4 n^2) = 0.26341.
+    error = math.sqrt(0.25 / 10)
+    assert wilson_interval(0.5, error, 99) == pytest.approx((0.236593, 0.763407), abs=1e-6)
+    # None of 30 does not mean never: z^2 / (n + z^2) = 0.113513.
+    assert wilson_interval(0.0, 0.0, 30) == pytest.approx((0.0, 0.113513), abs=1e-6)
+    assert wilson_interval(1.0, 0.0, 30) == pytest.approx((0.886487, 1.0), abs=1e-6)
+
+
+def test_requests_bear_ids_of_their_own_and_wait_for_the_version() -> None:
+    engine = Oracle()
+    told = run([task(i) for i in range(20)], engine, version=4, max_running=3)
+    assert sorted(request.id for request in engine.requests) == sorted(f"eval-4-{i}.0" for i in range(20))
+    assert {request.min_version for request in engine.requests} == {4}
+    # Training went on: the oracle's second token is of the next version.
+    assert told.versions == (4, 5)
+    assert engine.most_running == 3
+    assert told.num_samples == 40
+    # Of the two samples of each task exactly one draws token 1.
+    assert told.pass_at_1 == 0.5
+    assert told.standard_error == 0.0
+
+
+def test_the_same_seed_draws_the_same_whatever_the_version_and_the_order_of_answers() -> None:
+    def seeds(version: int, seed: int, max_running: int) -> dict[int, int]:
+        engine = Oracle()
+        run([task(i) for i in range(20)], engine, version, seed, max_running)
+        return {int(request.prompt_tokens[0]): request.seed for request in engine.requests}
+
+    assert seeds(4, 5, 1) == seeds(9, 5, 20)
+    assert seeds(4, 5, 1) != seeds(4, 6, 1)
+    assert len(set(seeds(4, 5, 1).values())) == 20
+
+
+def test_a_task_that_fails_is_counted_and_in_no_figure(caplog: pytest.LogCaptureFixture) -> None:
+    told = run([task(0), task(99), task(1)], Oracle())
+    assert (told.num_tasks, told.failed) == (2, {"Unservable": 1})
+    assert "task task-99: prompt of 99" in caplog.text
+
+
+def test_when_all_tasks_fail_so_does_the_evaluation() -> None:
+    with pytest.raises(RuntimeError, match="all 2 tasks failed, the last: prompt of 99"):
+        run([task(99), task(99)], Oracle())
+    with pytest.raises(ValueError, match="came none"):
+        run([], Oracle())
+
+
+def test_a_stopped_engine_ends_the_evaluation_at_once() -> None:
+    async def stopped(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+        if task.id == "task-1":
+            async with asyncio.TaskGroup() as group:
+                group.create_task(raises())
+        await asyncio.sleep(1000)
+        return ()
+
+    async def raises() -> None:
+        raise EngineStopped("device lost")
+
+    with pytest.raises(EngineStopped, match="device lost"):
+        run([task(i) for i in range(4)], Oracle(), workflow=stopped)

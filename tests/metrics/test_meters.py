@@ -1,0 +1,51 @@
+"""Sums and weights travel apart."""
+
+import math
+
+import numpy as np
+import pytest
+
+from areal_jax.metrics.meters import Meters
+
+
+def test_means_divide_last_so_that_cutting_into_parts_changes_nothing():
+    parts = Meters()
+    parts.update({"loss": (6.0, 3.0)})  # mean 2 of 3 tokens
+    parts.update({"loss": (1.0, 1.0)})  # mean 1 of 1 token
+    assert parts.flatten() == {"loss": 1.75}  # 7 / 4, and not (2 + 1) / 2
+
+
+def test_merging_is_adding_what_came_later():
+    earlier, later = Meters(), Meters()
+    for meters, factor in ((earlier, 1.0), (later, 2.0)):
+        meters.mean("mean", 3 * factor, factor)
+        meters.mean("one reading", factor)
+        meters.count("count")
+        meters.count("tokens", 10 * factor)
+        meters.gauge("gauge", factor)
+        meters.maximum("largest", -factor)
+    earlier.merge(later)
+    # mean: (3 + 6) / (1 + 2); one reading: (1 + 2) / 2; tokens: 10 + 20
+    expected = {"mean": 3.0, "one reading": 1.5, "count": 2.0, "tokens": 30.0, "gauge": 2.0, "largest": -1.0}
+    assert earlier.flatten() == expected
+
+
+def test_rooms_may_hand_over_arrays_under_a_prefix():
+    meters = Meters()
+    meters.update({"loss": (np.float32(3), np.array(2)), "rate": np.float32(0.5)}, prefix="trainer/")
+    assert meters.flatten() == {"trainer/loss": 1.5, "trainer/rate": 0.5}
+
+
+def test_mean_of_nothing_is_left_out_and_a_nan_is_not_hidden():
+    meters = Meters()
+    meters.mean("nothing", 0.0, 0.0)
+    for value in (1.0, float("nan"), 2.0):
+        meters.maximum("largest", value)
+    assert [(name, math.isnan(value)) for name, value in meters.flatten().items()] == [("largest", True)]
+
+
+def test_one_name_is_measured_in_one_way():
+    meters = Meters()
+    meters.update({"loss": (1.0, 1.0)})
+    with pytest.raises(ValueError, match="loss is measured as Mean and as Gauge"):
+        meters.update({"loss": 1.0})

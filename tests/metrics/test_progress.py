@@ -1,0 +1,78 @@
+"""The progress line says how far training has come, wherever it is shown."""
+
+import io
+
+from rich.console import Console
+
+from areal_jax.metrics import names
+from areal_jax.metrics.progress import Progress
+
+METRICS = {
+    names.REWARD: -1.234,
+    names.STALENESS_MEAN: 1.26,
+    names.STALENESS_MAX: 4.0,
+    names.ROLLOUT_TOKENS_PER_S: 11_500.0,
+    names.TRAIN_TOKENS_PER_S: 2_310_000.0,
+}
+
+
+class Clock:
+    def __init__(self):
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def shown(num_steps: int, steps, *, first_step: int = 0, terminal: bool = False, show_steps: bool = True) -> list[str]:
+    """Lines shown for steps of (seconds since the start, step, metrics)."""
+    file, clock = io.StringIO(), Clock()
+    console = Console(file=file, force_terminal=terminal, width=200, soft_wrap=True, color_system=None)
+    progress = Progress(
+        "policy tiny, 4 tasks, 1 cpu", num_steps, first_step, show_steps=show_steps, console=console, clock=clock
+    )
+    for since_s, step, metrics in steps:
+        clock.now_s = 100.0 + since_s
+        progress.update(step, metrics)
+    progress.say("done [not markup]")
+    progress.close()
+    return file.getvalue().splitlines()
+
+
+def test_first_line_says_what_is_trained_and_each_line_how_far(tmp_path):
+    steps = [(10.0, 1, METRICS | {names.PASS_AT_1: 0.125}), (20.0, 2, METRICS), (3600.0, 3, {})]
+    headline, first, second, third, last = shown(200, steps)
+    assert headline == "policy tiny, 4 tasks, 1 cpu"
+    # 10 s for one step: 199 more take 1990 s = 33 min 10 s.
+    facts = "reward -1.23  pass@1 12.5%  staleness 1.3/4  rollout 12k tok/s  train 2.3M tok/s"
+    assert first == f"step 1/200  {facts}  0:10 elapsed  33:10 left"
+    assert second == f"step 2/200  {facts}  0:20 elapsed  33:00 left"
+    # The last evaluation stays; what was not measured is a dash. 1200 s a step: 197 more take 236400 s = 65 h 40 min.
+    assert (
+        third
+        == "step 3/200  reward -  pass@1 12.5%  staleness -/-  rollout - tok/s  train - tok/s  1:00:00 elapsed  65:40:00 left"
+    )
+    assert last == "done [not markup]"
+
+
+def test_quick_steps_print_every_few_seconds_and_the_last_one_always():
+    lines = shown(100, [(0.5 * step, step, METRICS) for step in range(1, 101)])
+    # Steps follow every 0.5 s and lines every 5 s: steps 1, 11, ... 91, and the last.
+    assert [line.split()[1] for line in lines[1:-1]] == [f"{step}/100" for step in (*range(1, 100, 10), 100)]
+
+
+def test_time_left_counts_only_what_this_process_did():
+    # 90 of 100 steps were done before; one more took 7 s, so 9 take 63 s.
+    _, line, _ = shown(100, [(7.0, 91, METRICS)], first_step=90)
+    assert line.endswith("0:07 elapsed  1:03 left")
+
+
+def test_terminal_shows_the_same_facts_on_a_live_line():
+    lines = shown(200, [(10.0, 1, METRICS)], terminal=True)
+    assert lines[0] == "policy tiny, 4 tasks, 1 cpu"
+    assert "step 1/200 reward -1.23  pass@1 -  staleness 1.3/4  rollout 12k tok/s  train 2.3M tok/s" in "".join(lines)
+    assert any("done [not markup]" in line for line in lines)
+
+
+def test_progress_can_be_switched_off_but_not_the_headline():
+    assert shown(2, [(1.0, 1, METRICS)], show_steps=False) == ["policy tiny, 4 tasks, 1 cpu", "done [not markup]"]

@@ -1,0 +1,241 @@
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import Sharding
+from tiny_policies import random_params, tiny_policy
+
+from areal_jax.models.attention import masked_attention, packed_attention
+from areal_jax.models.decoder import Attend, Params, Policy
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.parallel.mesh import make_meshes
+from areal_jax.parallel.sharding import TRAIN_RULES, put_batch, sharding, shardings
+
+FAMILIES = ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"]
+B, T = 2, 12
+TOKENS = jnp.asarray(np.random.default_rng(1).integers(0, 40, (B, T)), jnp.int32)
+POSITIONS = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
+ONE_SEGMENT = jnp.ones((B, T), jnp.int32)
+
+
+@partial(jax.jit, static_argnames=("policy", "compute_dtype", "unroll", "remat", "batch_sharding"))
+def forward(policy: Policy, params: Params, tokens, positions, segments, *, compute_dtype=jnp.float32, **how):
+    hidden, _ = policy.hidden(params, tokens, positions, packed_attention(segments), compute_dtype=compute_dtype, **how)
+    return hidden
+
+
+@partial(jax.jit, static_argnames=("policy", "unroll", "remat", "batch_sharding"))
+def gradient(policy: Policy, params: Params, tokens, positions, segments, **how) -> Params:
+    def loss(params):
+        hidden = forward(policy, params, tokens, positions, segments, **how)
+        logits = hidden @ policy.head(params)
+        return -jax.nn.log_softmax(logits)[:, :-1, :].sum() / logits.size
+
+    return jax.grad(loss)(params)
+
+
+def assert_close(left, right, atol=1e-5):
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=atol), left, right)
+
+
+@pytest.mark.parametrize("architecture", FAMILIES)
+def test_packed_equals_alone(architecture):
+    policy = tiny_policy(architecture)
+    params = random_params(policy)
+    # Row 0 holds sequences of 5 and 4 tokens and padding; row 1 one of 12.
+    segments = jnp.array([[1] * 5 + [2] * 4 + [0] * 3, [1] * 12])
+    positions = jnp.array([[*range(5), *range(4), 0, 0, 0], [*range(12)]])
+    packed = forward(policy, params, TOKENS, positions, segments)
+    for row, start, stop in ((0, 0, 5), (0, 5, 9), (1, 0, 12)):
+        n = stop - start
+        alone = forward(policy, params, TOKENS[row : row + 1, start:stop], jnp.arange(n)[None], jnp.ones((1, n), jnp.int32))
+        assert_close(packed[row : row + 1, start:stop], alone)
+    assert jnp.isfinite(packed).all()
+
+
+def test_no_token_sees_a_later_one():
+    policy = tiny_policy()
+    params = random_params(policy)
+    changed = TOKENS.at[:, 7:].set((TOKENS[:, 7:] + 1) % 40)
+    before, after = (forward(policy, params, tokens, POSITIONS, ONE_SEGMENT) for tokens in (TOKENS, changed))
+    np.testing.assert_array_equal(before[:, :7], after[:, :7])
+    assert (before[:, 7:] != after[:, 7:]).any(axis=-1).all()
+
+
+def prefill_attention(segments) -> Attend:
+    """Attend to the prompt itself and hand its keys and values out."""
+
+    def attend(q, k, v, cache):
+        out, _ = packed_attention(segments)(q, k, v, None)
+        return out, (k, v)
+
+    return attend
+
+
+def cached_attention(step) -> Attend:
+    """Write one token's keys and values at `step`, and attend to all up to it."""
+
+    def attend(q, k, v, cache):
+        k, v = (jax.lax.dynamic_update_slice_in_dim(old, new, step, axis=1) for old, new in zip(cache, (k, v), strict=True))
+        mask = jnp.broadcast_to(jnp.arange(k.shape[1]) <= step, (B, 1, k.shape[1]))
+        return masked_attention(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), mask), (k, v)
+
+    return attend
+
+
+@pytest.mark.parametrize(
+    ("architecture", "unroll"), [*((architecture, False) for architecture in FAMILIES), ("Qwen2ForCausalLM", True)]
+)
+def test_cached_decode_equals_the_full_forward(architecture, unroll):
+    policy = tiny_policy(architecture)
+    params = random_params(policy)
+    hidden = partial(policy.hidden, params, compute_dtype=jnp.float32, unroll=unroll)
+    decode = jax.jit(lambda tokens, positions, step, caches: hidden(tokens, positions, cached_attention(step), caches))
+    prompt = 5
+    rows, caches = hidden(TOKENS[:, :prompt], POSITIONS[:, :prompt], prefill_attention(ONE_SEGMENT[:, :prompt]))
+    token_axis = 1 if unroll else 2  # behind B, or behind L and B
+    room = [(0, 0)] * (4 if unroll else 5)
+    room[token_axis] = (0, T - prompt)
+    caches = jax.tree.map(lambda cache: jnp.pad(cache, room), caches)
+    rows = [rows]
+    for step in range(prompt, T):
+        row, caches = decode(TOKENS[:, step : step + 1], POSITIONS[:, step : step + 1], step, caches)
+        rows.append(row)
+    assert_close(jnp.concatenate(rows, axis=1), forward(policy, params, TOKENS, POSITIONS, ONE_SEGMENT))
+
+
+def test_scan_equals_a_loop_over_layers():
+    policy = tiny_policy()
+    params = random_params(policy)
+    scanned = forward(policy, params, TOKENS, POSITIONS, ONE_SEGMENT)
+    assert_close(scanned, forward(policy, params, TOKENS, POSITIONS, ONE_SEGMENT, unroll=True))
+    unstacked = policy.unstack(params)
+    assert_close(scanned, forward(policy, unstacked, TOKENS, POSITIONS, ONE_SEGMENT, unroll=True))
+    assert policy.unstack(unstacked) is unstacked
+
+
+@pytest.mark.parametrize("unroll", [False, True])
+def test_rematerialisation_changes_no_gradient(unroll):
+    policy = tiny_policy()
+    params = random_params(policy)
+    grads = gradient(policy, params, TOKENS, POSITIONS, ONE_SEGMENT)
+    assert_close(grads, gradient(policy, params, TOKENS, POSITIONS, ONE_SEGMENT, unroll=unroll, remat=True))
+    assert all(jnp.abs(grad).max() > 1e-6 for grad in jax.tree.leaves(grads))
+
+
+def test_gradients_are_the_slopes_of_the_loss():
+    policy = tiny_policy("Qwen3ForCausalLM", tie_word_embeddings=True)
+    params = random_params(policy)
+    weights = jnp.asarray(np.random.default_rng(5).normal(size=(B, T, 16)), jnp.float32)
+
+    @jax.jit
+    def loss(params):
+        return (forward(policy, params, TOKENS, POSITIONS, ONE_SEGMENT) * weights).sum() / weights.size
+
+    leaves, tree = jax.tree.flatten(params)
+    rng = np.random.default_rng(6)
+    for i, grad in enumerate(jax.tree.leaves(jax.jit(jax.grad(loss))(params))):
+        direction = rng.normal(size=grad.shape).astype(np.float32)
+        direction /= np.linalg.norm(direction)
+        ahead, behind = (
+            loss(jax.tree.unflatten(tree, [*leaves[:i], leaves[i] + step * direction, *leaves[i + 1 :]]))
+            for step in (0.02, -0.02)
+        )
+        # Central differences: an error of step² in the slope, and of 1e-7 / step from rounding.
+        np.testing.assert_allclose((ahead - behind) / 0.04, (grad * direction).sum(), atol=3e-4, rtol=2e-2)
+
+
+def on_eight_devices(policy: Policy, params: Params, tensor: int) -> tuple[Params, Sharding, tuple[jax.Array, ...]]:
+    """Parameters, the sharding of rows, and 8 rows of tokens, positions and segments on a mesh of fsdp x tensor."""
+    devices = jax.devices()
+    mesh = make_meshes(PlacementConfig(train_devices=8, rollout_devices=1, train_tensor=tensor), [*devices, devices[0]]).train
+    layout = shardings(mesh, policy.axes(), policy.abstract(), TRAIN_RULES)
+    batch = (
+        np.concatenate([np.roll(TOKENS, i, axis=1) for i in range(4)]),
+        np.tile(POSITIONS, (4, 1)),
+        np.ones((8, T), np.int32),
+    )
+    return jax.device_put(params, layout), sharding(mesh, ("batch",), (8,), TRAIN_RULES), put_batch(mesh, batch, TRAIN_RULES)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_one_device_equals_eight(tied):
+    policy = tiny_policy(tie_word_embeddings=tied)
+    params = random_params(policy)
+    spread, rows, batch = on_eight_devices(policy, params, tensor=2)
+    assert spread["layers"]["attn"]["q"].addressable_shards[0].data.shape == (3, 4, 2, 4)  # D over fsdp=4, N over tensor=2
+    alone = [np.asarray(array) for array in batch]
+    hidden = forward(policy, spread, *batch, batch_sharding=rows)
+    assert hidden.addressable_shards[0].data.shape == (2, T, 16)
+    assert_close(hidden, forward(policy, params, *alone))
+    assert_close(gradient(policy, spread, *batch, batch_sharding=rows), gradient(policy, params, *alone))
+
+
+def test_devices_exchange_parameters_and_never_activations():
+    policy = tiny_policy()
+    spread, rows, batch = on_eight_devices(policy, random_params(policy), tensor=1)
+    compiled = forward.lower(policy, spread, *batch, batch_sharding=rows).compile().as_text()
+    # Parameters are gathered; a sum over devices, or a gather along rows, would be of activations.
+    assert "all-gather" in compiled
+    assert "all-reduce" not in compiled and f"f32[8,{T}," not in compiled
+
+
+def test_a_tied_head_is_the_embedding_itself():
+    policy = tiny_policy(tie_word_embeddings=True)
+    params = random_params(policy)
+    assert "head" not in params and "head" not in policy.axes()
+    np.testing.assert_array_equal(policy.head(params), params["embed"].T)
+    # Its gradient is the sum of both uses, so leaving one out shows.
+    through_head = jax.grad(lambda p: (policy.head(p) ** 2).sum())(params)["embed"]
+    np.testing.assert_allclose(through_head, 2 * params["embed"], rtol=1e-6)
+
+
+def test_bfloat16_compute_keeps_float32_parameters_and_gradients():
+    policy = tiny_policy()
+    params = random_params(policy)
+    wide = forward(policy, params, TOKENS, POSITIONS, ONE_SEGMENT)
+    narrow = forward(policy, params, TOKENS, POSITIONS, ONE_SEGMENT, compute_dtype=jnp.bfloat16)
+    assert narrow.dtype == jnp.bfloat16
+    # bfloat16 keeps 8 bits: 3 layers drift by a few parts in 256, and not at all would mean that nothing was cast.
+    error = jnp.abs(wide - narrow).mean() / jnp.abs(wide).mean()
+    assert 1e-4 < error < 0.05
+    loss = lambda p: forward(policy, p, TOKENS, POSITIONS, ONE_SEGMENT, compute_dtype=jnp.bfloat16).sum()  # noqa: E731
+    assert {leaf.dtype for leaf in jax.tree.leaves(jax.eval_shape(jax.grad(loss), params))} == {jnp.dtype(jnp.float32)}
+
+
+def test_positions_beyond_256_stay_apart_in_bfloat16():
+    # bfloat16 would round 257 to 256, and the two rows would agree.
+    policy = tiny_policy()
+    params = random_params(policy)
+    rows = [jnp.array([[0, position]]) for position in (256, 257)]
+    near, far = (forward(policy, params, TOKENS[:1, :2], row, ONE_SEGMENT[:1, :2], compute_dtype=jnp.bfloat16) for row in rows)
+    assert (near[0, 1] != far[0, 1]).any()
+
+
+def test_fresh_parameters_fit_the_declaration_and_differ_between_layers():
+    policy = tiny_policy()
+    params = jax.jit(policy.init)(jax.random.key(0))
+    abstract = policy.abstract()
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params) == jax.tree.map(lambda s: (s.shape, s.dtype), abstract)
+    axes = jax.tree.map(len, policy.axes(), is_leaf=lambda node: isinstance(node, tuple))
+    assert axes == jax.tree.map(lambda leaf: leaf.ndim, abstract)
+    q = params["layers"]["attn"]["q"]
+    assert (q[0] != q[1]).mean() > 0.9
+    assert q.std() == pytest.approx(16**-0.5, rel=0.1)  # 768 draws: 1 / sqrt(2·768) = 2.6 %
+
+
+def test_policies_of_one_configuration_are_one_static_argument():
+    traced = []
+
+    @partial(jax.jit, static_argnums=0)
+    def f(policy, x):
+        traced.append(policy)
+        return x
+
+    f(tiny_policy(), 1.0)
+    f(tiny_policy(), 2.0)
+    assert len(traced) == 1
+    f(tiny_policy(rope_theta=5.0), 1.0)
+    assert len(traced) == 2

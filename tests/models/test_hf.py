@@ -1,0 +1,153 @@
+import json
+from pathlib import Path
+
+import jax
+import ml_dtypes
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+from tiny_policies import on_one_device, random_params, tiny_policy
+
+from areal_jax.models import hf
+from areal_jax.models.decoder import Params, Policy
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.parallel.mesh import make_meshes
+from areal_jax.parallel.sharding import TRAIN_RULES, shardings
+
+FIXTURES = Path(__file__).parent / "parity"
+
+
+def assert_equal(left: Params, right: Params) -> None:
+    jax.tree.map(np.testing.assert_array_equal, left, right)
+
+
+def saved(folder: Path, architecture: str = "Qwen2ForCausalLM", **settings: object) -> tuple[Policy, Params]:
+    policy = tiny_policy(architecture, **settings)
+    params = random_params(policy)
+    hf.save(folder, policy, params)
+    return policy, params
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, architecture, tied):
+    policy, params = saved(tmp_path / "policy", architecture=architecture, tie_word_embeddings=tied)
+    assert hf.read_config(tmp_path / "policy") == policy.config
+    assert_equal(hf.load(tmp_path / "policy", policy, on_one_device(policy)), params)
+    assert ("lm_head.weight" in load_file(tmp_path / "policy" / "model.safetensors")) is not tied
+
+
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_tied", "qwen3"])
+def test_what_transformers_saved_is_saved_again_bit_for_bit(tmp_path, family):
+    policy = Policy(hf.read_config(FIXTURES / family))
+    params = hf.load(FIXTURES / family, policy, on_one_device(policy))
+    hf.save(tmp_path / "policy", policy, params, dtype="bfloat16")
+    theirs, ours = (load_file(folder / "model.safetensors") for folder in (FIXTURES / family, tmp_path / "policy"))
+    assert theirs.keys() == ours.keys()
+    for name, tensor in theirs.items():
+        assert ours[name].dtype == ml_dtypes.bfloat16
+        np.testing.assert_array_equal(tensor.view(np.uint16), ours[name].view(np.uint16))
+
+
+def test_several_files_are_one_checkpoint(tmp_path):
+    policy, params = saved(tmp_path / "policy")
+    tensors = load_file(tmp_path / "policy" / "model.safetensors")
+    (tmp_path / "policy" / "model.safetensors").unlink()
+    names = sorted(tensors)
+    files = {"a.safetensors": names[:7], "b.safetensors": names[7:]}
+    for file, held in files.items():
+        save_file({name: tensors[name] for name in held}, tmp_path / "policy" / file)
+    index = {"weight_map": {name: file for file, held in files.items() for name in held}}
+    (tmp_path / "policy" / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert_equal(hf.load(tmp_path / "policy", policy, on_one_device(policy)), params)
+    (tmp_path / "policy" / "b.safetensors").unlink()
+    with pytest.raises(FileNotFoundError, match=r"lists b\.safetensors, which the folder does not hold"):
+        hf.load(tmp_path / "policy", policy, on_one_device(policy))
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_precision_files_become_float32_parameters(tmp_path, dtype):
+    policy = tiny_policy()
+    params = random_params(policy)
+    hf.save(tmp_path / "policy", policy, params, dtype=dtype)
+    loaded = hf.load(tmp_path / "policy", policy, on_one_device(policy))
+    assert_equal(loaded, jax.tree.map(lambda leaf: leaf.astype(dtype).astype(np.float32), params))
+    assert json.loads((tmp_path / "policy" / "config.json").read_text())["torch_dtype"] == dtype
+
+
+def test_each_device_gets_its_shard(tmp_path):
+    policy, params = saved(tmp_path / "policy")
+    devices = jax.devices()
+    mesh = make_meshes(PlacementConfig(train_devices=4, train_tensor=2), devices[:5]).train
+    layout = shardings(mesh, policy.axes(), policy.abstract(), TRAIN_RULES)
+    loaded = hf.load(tmp_path / "policy", policy, layout)
+    assert_equal(loaded, params)
+    assert jax.tree.map(lambda leaf: leaf.sharding, loaded) == layout
+    hf.save(tmp_path / "again", policy, loaded)
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (tmp_path / "policy" / "model.safetensors").read_bytes()
+
+
+def test_all_that_is_wrong_with_a_checkpoint_is_said_at_once(tmp_path):
+    policy, _ = saved(tmp_path / "policy")
+    file = tmp_path / "policy" / "model.safetensors"
+    tensors = load_file(file)
+    del tensors["model.norm.weight"]
+    tensors["model.layers.1.mlp.gate_proj.bias"] = np.zeros(24, np.float32)
+    tensors["model.layers.0.self_attn.k_proj.weight"] = np.zeros((16, 16), np.float32)
+    tensors["lm_head.weight"] = np.zeros((40, 16), np.int8)
+    save_file(tensors, file)
+    with pytest.raises(ValueError, match=r"do not fit its config\.json") as error:
+        hf.load(tmp_path / "policy", policy, on_one_device(policy))
+    for line in (
+        "missing: model.norm.weight",
+        "unexpected: model.layers.1.mlp.gate_proj.bias",
+        "expected shape (8, 16), came (16, 16): model.layers.0.self_attn.k_proj.weight",
+        "expected one of BF16, F16, F32, came I8: lm_head.weight",
+    ):
+        assert line in str(error.value)
+
+
+def test_what_other_tools_repeat_is_passed_over(tmp_path):
+    policy, params = saved(tmp_path / "policy", tie_word_embeddings=True)
+    file = tmp_path / "policy" / "model.safetensors"
+    repeated = {
+        "lm_head.weight": np.ones((40, 16), np.float32),
+        "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32),
+    }
+    save_file(load_file(file) | repeated, file)
+    assert_equal(hf.load(tmp_path / "policy", policy, on_one_device(policy)), params)
+
+
+def test_a_folder_without_a_policy_says_what_it_lacks(tmp_path):
+    with pytest.raises(FileNotFoundError, match=r"folder with config\.json"):
+        hf.read_config(tmp_path)
+    (tmp_path / "pytorch_model.bin").touch()
+    policy = tiny_policy()
+    with pytest.raises(FileNotFoundError, match=r"expected model\.safetensors or .* found pytorch_model\.bin"):
+        hf.load(tmp_path, policy, on_one_device(policy))
+
+
+def test_the_tokenizer_travels_with_the_policy_and_nothing_else_is_touched(tmp_path):
+    (tmp_path / "source").mkdir()
+    for name in ("tokenizer.json", "tokenizer_config.json", "model-00001-of-00001.safetensors", "README.md"):
+        (tmp_path / "source" / name).write_text(name)
+    policy = tiny_policy()
+    params = random_params(policy)
+    hf.save(tmp_path / "deep" / "policy", policy, params, tokenizer_folder=tmp_path / "source")
+    files = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
+    assert {file.name for file in (tmp_path / "deep" / "policy").iterdir()} == files
+    # Saved again over a folder in use: its own files are replaced, what else lies there stays, nothing is left over.
+    (tmp_path / "deep" / "policy" / "README.md").write_text("kept")
+    newer = random_params(policy, seed=1)
+    hf.save(tmp_path / "deep" / "policy", policy, newer)
+    assert_equal(hf.load(tmp_path / "deep" / "policy", policy, on_one_device(policy)), newer)
+    assert {file.name for file in (tmp_path / "deep" / "policy").iterdir()} == files | {"README.md"}
+    assert [file.name for file in (tmp_path / "deep").iterdir()] == ["policy"]
+
+
+def test_a_save_that_fails_leaves_nothing_behind(tmp_path):
+    policy = tiny_policy()
+    params = random_params(policy) | {"norm": None}
+    with pytest.raises(ValueError, match="cannot reshape"):
+        hf.save(tmp_path / "policy", policy, params)
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,67 @@
+import jax
+import pytest
+from jax.sharding import AxisType
+
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.parallel.mesh import make_meshes
+
+DEVICES = jax.devices()
+
+
+@pytest.mark.parametrize(
+    ("num_devices", "train", "rollout"),
+    # Three quarters decode, rounded, and at least one device does each: 1.5 of 2 would be 2, and leave none to train.
+    [(2, 1, 1), (3, 1, 2), (4, 1, 3), (5, 1, 4), (6, 2, 4), (7, 2, 5), (8, 2, 6)],
+)
+def test_three_quarters_decode(num_devices, train, rollout):
+    meshes = make_meshes(PlacementConfig(), DEVICES[:num_devices])
+    assert (meshes.train.size, meshes.rollout.size) == (train, rollout)
+    assert not set(meshes.train.devices.flat) & set(meshes.rollout.devices.flat)
+
+
+def test_one_device_trains_and_decodes():
+    meshes = make_meshes(PlacementConfig(rollout_devices=1), DEVICES[3:4])
+    assert list(meshes.train.devices.flat) == list(meshes.rollout.devices.flat) == [DEVICES[3]]
+
+
+def test_all_devices_are_the_default():
+    assert make_meshes(PlacementConfig()).train.size == 2
+
+
+def test_meshes_have_named_axes_for_the_compiler_to_fill():
+    meshes = make_meshes(PlacementConfig(train_devices=4, train_fsdp=1, train_tensor=2, rollout_tensor=2), DEVICES)
+    assert dict(meshes.train.shape) == {"data": 2, "fsdp": 1, "tensor": 2}
+    assert dict(meshes.rollout.shape) == {"data": 2, "tensor": 2}
+    assert set(meshes.train.axis_types) | set(meshes.rollout.axis_types) == {AxisType.Auto}
+
+
+def test_fsdp_takes_what_tensor_leaves():
+    assert dict(make_meshes(PlacementConfig(train_devices=6, train_tensor=2), DEVICES).train.shape) == {
+        "data": 1,
+        "fsdp": 3,
+        "tensor": 2,
+    }
+
+
+def test_one_count_leaves_the_rest_and_devices_may_lie_idle():
+    assert make_meshes(PlacementConfig(train_devices=3), DEVICES).rollout.size == 5
+    assert make_meshes(PlacementConfig(rollout_devices=3), DEVICES).train.size == 5
+    both = make_meshes(PlacementConfig(train_devices=3, rollout_devices=2), DEVICES)
+    assert (both.train.size, both.rollout.size) == (3, 2)
+
+
+@pytest.mark.parametrize(
+    ("placement", "num_devices", "message"),
+    [
+        (PlacementConfig(train_devices=6, rollout_devices=4), 8, "the 8 there are; came 6 to train and 4 to decode"),
+        (PlacementConfig(train_devices=8), 8, "came 8 to train and 0 to decode"),
+        (PlacementConfig(rollout_devices=0), 8, "came 8 to train and 0 to decode"),
+        (PlacementConfig(rollout_devices=2), 1, "there is 1 device"),
+        (PlacementConfig(train_tensor=3), 8, "2 train devices do not divide by placement.train_tensor=3"),
+        (PlacementConfig(train_devices=4, train_fsdp=3), 8, "4 train devices do not divide by placement.train_fsdp=3"),
+        (PlacementConfig(rollout_tensor=4), 8, "6 rollout devices do not divide by placement.rollout_tensor=4"),
+    ],
+)
+def test_what_cannot_be_placed_says_the_counts(placement, num_devices, message):
+    with pytest.raises(ValueError, match=message):
+        make_meshes(placement, DEVICES[:num_devices])

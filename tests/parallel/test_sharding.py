@@ -1,0 +1,64 @@
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import PartitionSpec
+
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.parallel.mesh import make_meshes
+from areal_jax.parallel.sharding import ROLLOUT_RULES, TRAIN_RULES, bytes_per_device, put_batch, sharding, shardings
+
+# data=1, fsdp=2, tensor=2 to train; data=2, tensor=2 to decode.
+MESHES = make_meshes(PlacementConfig(train_devices=4, train_tensor=2, rollout_tensor=2))
+AXES = {"q": ("layers", "embed", "heads", "head_dim"), "layers": [("embed",), ()]}
+SHAPES = {
+    "q": jax.ShapeDtypeStruct((3, 8, 4, 2), jnp.float32),
+    "layers": [jax.ShapeDtypeStruct((8,), jnp.bfloat16), jax.ShapeDtypeStruct((), jnp.int32)],
+}
+
+
+def test_the_table_of_a_mesh_says_how_parameters_are_cut():
+    trained = shardings(MESHES.train, AXES, SHAPES, TRAIN_RULES)
+    assert trained["q"].spec == PartitionSpec(None, "fsdp", "tensor", None)
+    assert trained["layers"][0].spec == PartitionSpec("fsdp")
+    assert trained["layers"][1].spec == PartitionSpec()
+    decoded = shardings(MESHES.rollout, AXES, SHAPES, ROLLOUT_RULES)
+    assert decoded["q"].spec == PartitionSpec(None, None, "tensor", None)
+    assert decoded["q"].mesh == MESHES.rollout
+
+
+def test_what_does_not_divide_is_not_cut():
+    # 3 heads do not lie on 2 devices; the 8 of the width still do.
+    assert sharding(MESHES.train, ("embed", "heads"), (8, 3), TRAIN_RULES).spec == PartitionSpec("fsdp", None)
+
+
+def test_a_batch_is_cut_over_data_and_fsdp_together():
+    class Batch(NamedTuple):
+        tokens: np.ndarray | jax.Array
+        weights: np.ndarray | jax.Array
+
+    mesh = make_meshes(PlacementConfig(train_devices=6, train_fsdp=3)).train  # data=2, fsdp=3
+    batch = put_batch(mesh, Batch(np.arange(12).reshape(6, 2), np.ones(6)), TRAIN_RULES)
+    assert isinstance(batch, Batch) and isinstance(batch.tokens, jax.Array) and isinstance(batch.weights, jax.Array)
+    assert batch.tokens.sharding == sharding(mesh, ("batch",), (6,), TRAIN_RULES)
+    assert sharding(mesh, ("batch",), (6,), TRAIN_RULES).spec == PartitionSpec(("data", "fsdp"))
+    assert [shard.data.tolist() for shard in batch.tokens.addressable_shards] == [[[i, i + 1]] for i in range(0, 12, 2)]
+    assert batch.weights.addressable_shards[0].data.shape == (1,)
+
+
+def test_unknown_and_surplus_axes_are_named():
+    with pytest.raises(ValueError, match=r"logical axis 'widht' has no rule; known are layers, vocab"):
+        sharding(MESHES.train, ("widht",), (8,), TRAIN_RULES)
+    with pytest.raises(ValueError, match=r"axes \('embed', 'heads'\) .* shape \(8,\)"):
+        sharding(MESHES.train, ("embed", "heads"), (8,), TRAIN_RULES)
+
+
+def test_bytes_per_device_count_what_a_device_holds():
+    # q: 3·8·4·2 float32 over 4 devices: 192. The width: 8 bfloat16 over 2: 8. The scalar: 4.
+    layout = shardings(MESHES.train, AXES, SHAPES, TRAIN_RULES)
+    assert bytes_per_device(SHAPES, layout) == 192 + 8 + 4
+    placed = jax.device_put(jax.tree.map(lambda s: jnp.zeros(s.shape, s.dtype), SHAPES), layout)
+    held = sum(leaf.addressable_shards[0].data.nbytes for leaf in jax.tree.leaves(placed))
+    assert bytes_per_device(placed, layout) == held

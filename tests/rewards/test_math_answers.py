@@ -1,0 +1,198 @@
+from __future__ import annotations
+
+import math
+import time
+
+import pytest
+
+from areal_jax.rewards.math_answers import (
+    MAX_DIGITS,
+    compare_plainly,
+    compare_symbolically,
+    extract_answer,
+    is_bounded,
+    num_digits,
+    plain_integer,
+)
+
+
+def is_correct(answer: str, reference: str) -> bool:
+    plainly = compare_plainly(answer, reference)
+    return compare_symbolically(answer, reference) if plainly is None else plainly
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("so \\boxed{42}.", "42"),
+        ("\\boxed{1}, no: \\boxed{2}", "2"),
+        ("\\boxed{\\frac{1}{\\sqrt{2}}}", "\\frac{1}{\\sqrt{2}}"),
+        ("\\boxed{\\{1, 2\\}}", "\\{1, 2\\}"),
+        ("\\boxed {a_{b}}", "a_{b}"),
+        # A box that was cut off is no answer; the one before it is.
+        ("\\boxed{1} or rather \\boxed{2", "1"),
+        ("\\boxed{2", None),
+        # Of nested boxes the inner one; stray braces around a box do not matter.
+        ("\\boxed{a \\boxed{5} b}", "5"),
+        ("}} {{ \\boxed{7} }", "7"),
+        ("\\boxed{}", None),
+        ("She has 9 * 2 = 18.\n#### 1,234\nThe end", "1,234"),
+        ("#### 5\n\\boxed{6}", "6"),
+        ("#### 5\n####", None),
+        ("the answer is 12", None),
+        ("", None),
+    ],
+)
+def test_the_answer_is_in_the_last_box_or_after_the_last_hashes(text: str, answer: str | None) -> None:
+    assert extract_answer(text) == answer
+
+
+@pytest.mark.parametrize(
+    ("text", "answer"),
+    [
+        ("12 or 13.5, I think", "13.5"),
+        ("it is -1,234,567.", "-1,234,567"),
+        ("3/4 of it", "3/4"),
+        ("none", None),
+        ("12 \\boxed{13} 14", "13"),
+    ],
+)
+def test_a_plain_number_counts_if_asked(text: str, answer: str | None) -> None:
+    assert extract_answer(text, accept_plain=True) == answer
+
+
+@pytest.mark.parametrize(
+    ("same", "digits"),
+    [
+        (["42", "042", "$42$", "\\(42\\)", "42.", "42.00", "+42", " 0042 "], "42"),
+        (["0", "-0", "000", "0.0"], "0"),
+        (["-7", "−7", "-07"], "-7"),
+        (["1234", "1,234", "1{,}234", "1\\,234", "1,\\!234"], "1234"),
+        (["1" * 5000, "0" * 5000 + "1" * 5000], "1" * 5000),
+    ],
+)
+def test_integers_are_the_same_however_they_are_written(same: list[str], digits: str) -> None:
+    assert [plain_integer(text) for text in same] == [digits] * len(same)
+    assert all(compare_plainly(left, right) is True for left in same for right in same)
+
+
+@pytest.mark.parametrize("text", ["1.5", "12,34", "1, 2", "x", "4 2", "", "1/2", "10^2", "٤٢"])
+def test_what_is_no_integer_is_left_to_mathematics(text: str) -> None:
+    assert plain_integer(text) is None
+
+
+@pytest.mark.parametrize(("answer", "reference"), [("42", "43"), ("42", "-42"), ("042", "420"), ("1,234", "12,34")])
+def test_other_integers_are_wrong(answer: str, reference: str) -> None:
+    assert not is_correct(answer, reference)
+
+
+@pytest.mark.parametrize(
+    ("answer", "reference", "correct"),
+    [
+        ("\\frac{84}{2}", "42", True),
+        ("42^\\circ", "42", True),
+        ("x = 42", "42", True),
+        ("42 \\text{ cm}", "42", True),
+        ("1/3", "\\frac13", True),
+        ("0.5", "\\frac{1}{2}", True),
+        ("\\frac{\\sqrt{2}}{2}", "\\frac{1}{\\sqrt{2}}", True),
+        ("5, -2", "-2,5", True),
+        ("(3, \\frac{\\pi}{2})", "\\left( 3, \\frac{\\pi}{2} \\right)", True),
+        ("2^{2016}", "4^{1008}", True),
+        ("\\text{Evelyn}", "\\text{Evelyn}", True),
+        ("\\text{Evan}", "\\text{Evelyn}", False),
+        ("\\frac{1}{4}", "\\frac{1}{2}", False),
+        ("41.9", "42", False),
+        ("42, 43", "42", False),
+        ("\\frac{", "42", False),
+        ("", "42", False),
+    ],
+)
+def test_mathematics_decides_what_text_cannot(answer: str, reference: str, correct: bool) -> None:
+    assert is_correct(answer, reference) is correct
+
+
+@pytest.mark.parametrize(
+    ("expression", "digits"),
+    [
+        ("9", math.log10(9)),
+        # 9^9 = 387420489 has nine digits.
+        ("9^9", 9 * math.log10(9)),
+        ("2^{2016}", 2016 * math.log10(2)),
+        # 10! = 3628800 < 10^10.
+        ("10!", 10.0),
+        # binom(10, 3) < 2^10.
+        ("\\binom{10}{3}", 10 * math.log10(2) + math.log10(3)),
+        ("9^{9^{9}}", math.log10(9) * 9**9),
+        ("9**9**9", math.log10(9) * 9**9),
+        ("1" * 1000, 1000.0),
+        ("x^" * 100 + "2", math.inf),
+    ],
+)
+def test_the_bound_on_digits_worked_out_by_hand(expression: str, digits: float) -> None:
+    assert num_digits(expression) == pytest.approx(digits, rel=1e-6)
+
+
+HOSTILE = [
+    "9^{9^{9}}",
+    "9**9**9",
+    "((9^{9999})^{9999})^{9999}",
+    "99999999!",
+    "5!!!!",
+    "\\binom{99999999}{5000000}",
+    "\\sum_{k=1}^{99999999} k^{k}",
+    "\\int_0^1 x^x dx",
+    "9" * 100_000,
+    "0" * 100_000,
+    "x^" * 149 + "2",
+    "{" * 140 + "1" + "}" * 140,
+    "(" * 140 + "1" + ")" * 140,
+    "\\sqrt{" * 40 + "2" + "}" * 40,
+    "1+" * 100_000 + "1",
+    "[{(" * 99,
+    "^^^^!!!!",
+    "10^{" + "9" * 290 + "}",
+]
+
+
+@pytest.mark.parametrize("answer", HOSTILE, ids=lambda answer: answer[:20])
+@pytest.mark.parametrize("reference", ["42", "\\frac{3}{7}"])
+def test_hostile_answers_are_wrong_at_once(answer: str, reference: str) -> None:
+    began_s = time.process_time()
+    extract_answer(f"\\boxed{{{answer}}}")
+    assert not is_correct(answer, reference)
+    assert time.process_time() - began_s < 5.0
+
+
+@pytest.mark.parametrize(
+    "text", ["\\boxed{" * 150_000, "{" * 1_000_000, "}" * 1_000_000, "\\" * 1_000_001, "9," * 500_000, "#" * 1_000_000]
+)
+def test_megabytes_are_searched_in_linear_time(text: str) -> None:
+    began_s = time.process_time()
+    extract_answer(text, accept_plain=True)
+    extract_answer(text + "\\boxed{1}", accept_plain=True)
+    assert time.process_time() - began_s < 5.0
+
+
+def test_only_the_end_of_a_long_text_is_searched() -> None:
+    assert extract_answer("\\boxed{1}" + " " * 1_000_000) is None
+    assert extract_answer(" " * 1_000_000 + "\\boxed{1}") == "1"
+
+
+def test_bounds_leave_room_for_real_answers() -> None:
+    for answer in ("2^{2^{10}}", "e^{-x^2}", "100!", "(x+1)^{1000}", "\\binom{100}{50}", "\\frac{\\sqrt{2+\\sqrt{3}}}{2}"):
+        assert is_bounded(answer, "42")
+    assert is_bounded("\\int_0^1 x dx", "\\int_0^1 y dy")
+    assert num_digits("10^{100000}") <= MAX_DIGITS < num_digits("10^{100001}")
+
+
+def test_answers_are_not_evaluated_as_python(tmp_path_factory: pytest.TempPathFactory) -> None:
+    spot = tmp_path_factory.mktemp("spot") / "touched"
+    for attack in (
+        f"__import__('os').system('touch {spot}')",
+        f"\\text{{__import__('os').system('touch {spot}')}}",
+        f"$exec(\"open('{spot}', 'w')\")$",
+    ):
+        assert not is_correct(attack, "42")
+        assert not is_correct(attack, attack + "1")
+    assert not spot.exists()

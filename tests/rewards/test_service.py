@@ -1,0 +1,316 @@
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from collections.abc import Coroutine
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from areal_jax.records import Message, Task, Verdict
+from areal_jax.rewards.config import RewardConfig
+from areal_jax.rewards.service import RewardService
+
+OWN_JUDGE = '''
+import os, signal, subprocess, sys, time
+from pathlib import Path
+
+print("judges may print")
+
+def judge(task, answer):
+    """The answer says what happens to the one who judges it."""
+    print("judging", answer)
+    word, _, rest = answer.partition(" ")
+    if word == "hang":
+        time.sleep(1000)
+    if word == "spin":
+        9 ** 9 ** 9
+    if word == "family":
+        # Two children in sessions of their own, each with a child; the second one ends and leaves its child an orphan.
+        child = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)']); "
+        for seconds in (1000, 0):
+            subprocess.Popen([sys.executable, "-c", child + f"time.sleep({seconds})"], start_new_session=True)
+        time.sleep(1000)
+    if word == "die":
+        os._exit(7)
+    if word == "killed":
+        os.kill(os.getpid(), signal.SIGKILL)
+    if word == "die-once":
+        first = Path(rest)
+        if not first.exists():
+            first.touch()
+            os._exit(7)
+    if word == "raise":
+        raise ArithmeticError("no verdict on " + rest)
+    if word == "float":
+        return 0.5
+    if word == "memory":
+        return len(bytearray(8 << 30)) > 0
+    if word == "jax":
+        return "jax" in sys.modules
+    return answer == task.answer and task.prompt[0].content == "1+1?"
+'''
+
+
+@pytest.fixture
+def own_judge(tmp_path: Path) -> str:
+    (tmp_path / "own.py").write_text(OWN_JUDGE)
+    return f"{tmp_path / 'own.py'}:judge"
+
+
+def task(answer: str = "2", kind: str = "math") -> Task:
+    return Task("sum", (Message("user", "1+1?"),), answer, kind)
+
+
+def descendants() -> list[psutil.Process]:
+    return psutil.Process().children(recursive=True)
+
+
+def run(main: Coroutine[Any, Any, None]) -> None:
+    before = set(descendants())
+    asyncio.run(main)
+    left = [process for process in descendants() if process not in before]
+    assert left == []
+
+
+def test_verdicts_on_mathematics_and_their_counts() -> None:
+    async def main() -> None:
+        async with RewardService(RewardConfig(timeout_s=60.0)) as judge:
+            answers = ["\\boxed{2}", "\\boxed{02}", "\\boxed{\\frac{4}{2}}", "\\boxed{3}", "2", "\\boxed{9^{9^9}}"]
+            kinds = [(await judge(task(), answer)).kind for answer in answers]
+            assert kinds == ["correct", "correct", "correct", "wrong", "no_answer", "wrong"]
+            assert (await judge(task(), "\\boxed{03}")) == Verdict("wrong", "03")
+            assert judge.verdicts == {"correct": 3, "wrong": 3, "no_answer": 1}
+            assert judge.counters()["verdict/correct"] == 3
+            assert judge.counters()["worker_starts"] == 1
+
+    run(main())
+
+
+def test_a_plain_number_counts_if_the_settings_say_so() -> None:
+    async def main() -> None:
+        async with RewardService(RewardConfig(accept_plain=True)) as judge:
+            assert (await judge(task(), "it is 2")).kind == "correct"
+
+    run(main())
+
+
+def test_an_own_judge_judges_in_a_process_without_jax_and_may_print(own_judge: str) -> None:
+    async def main() -> None:
+        async with RewardService(RewardConfig(function=own_judge)) as judge:
+            await judge.start()
+            assert (await judge(task(), "2")).kind == "correct"
+            assert (await judge(task(), "3")).kind == "wrong"
+            assert (await judge(task(), "jax")).kind == "wrong"
+            assert (await judge(task(kind="riddle"), "2")).kind == "correct"
+
+    run(main())
+
+
+def test_what_goes_wrong_inside_a_judge_is_a_verdict_with_the_reason(own_judge: str, capfd: pytest.CaptureFixture[str]) -> None:
+    async def main() -> None:
+        async with RewardService(RewardConfig(function=own_judge)) as judge:
+            assert await judge(task(), "raise this") == Verdict("crashed", "ArithmeticError: no verdict on this")
+            floated = await judge(task(), "float")
+            assert floated.kind == "crashed"
+            assert "expected a bool, came float" in floated.detail
+            assert await judge(task(), "memory") == Verdict("crashed", "MemoryError: ")
+            assert judge.counters()["worker_starts"] == 1
+
+    run(main())
+    assert "Traceback" in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("how", ["hang", "spin", "family"])
+def test_what_hangs_is_killed_with_its_children_and_judging_goes_on(own_judge: str, how: str) -> None:
+    async def main() -> None:
+        async with RewardService(RewardConfig(function=own_judge, timeout_s=1.5)) as judge:
+            assert (await judge(task(), "2")).kind == "correct"
+            before = set(descendants())
+            hanging = asyncio.create_task(judge(task(), how))
+            if how == "family":
+                # The worker, two children, their two grandchildren, less the child that has ended.
+                while len(descendants()) < 4:
+                    await asyncio.sleep(0.01)
+            seen = {*before, *descendants()}
+            assert await hanging == Verdict("timeout", "no verdict within rewards.timeout_s=1.5 s")
+            assert psutil.wait_procs(seen, timeout=5)[1] == []
+            assert (await judge(task(), "2")).kind == "correct"
+            assert judge.counters()["worker_starts"] == 2
+
+    run(main())
+
+
+def test_a_process_that_dies_twice_of_an_answer_makes_it_crashed(own_judge: str) -> None:
+    async def main() -> None:
+        async with RewardService(RewardConfig(function=own_judge)) as judge:
+            assert await judge(task(), "die") == Verdict("crashed", "the judging process ended (exit code 7)")
+            assert judge.counters()["worker_starts"] == 2
+            assert await judge(task(), "killed") == Verdict("crashed", "the judging process ended (signal SIGKILL)")
+            assert (await judge(task(), "2")).kind == "correct"
+            assert judge.verdicts == {"crashed": 2, "correct": 1}
+
+    run(main())
+
+
+def test_a_process_that_dies_once_may_have_died_of_something_else(own_judge: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with RewardService(RewardConfig(function=own_judge)) as judge:
+            assert (await judge(task(), f"die-once {tmp_path / 'first'}")).kind == "wrong"
+            assert judge.counters()["worker_starts"] == 2
+
+    run(main())
+
+
+def test_others_are_judged_while_some_hang_and_some_crash(own_judge: str) -> None:
+    async def main() -> None:
+        config = RewardConfig(function=own_judge, num_workers=4, timeout_s=2.0)
+        async with RewardService(config) as judge:
+            await judge.start()
+            loop = asyncio.get_running_loop()
+            ticks, finished_s = list[float](), dict[int, float]()
+
+            async def tick() -> None:
+                while True:
+                    ticks.append(loop.time())
+                    await asyncio.sleep(0.01)
+
+            async def ask(number: int, answer: str) -> Verdict:
+                verdict = await judge(task(), answer)
+                finished_s[number] = loop.time() - began_s
+                return verdict
+
+            ticking = asyncio.create_task(tick())
+            began_s = loop.time()
+            answers = ["hang", "hang", "hang", "die"] + ["2", "3"] * 50
+            verdicts = await asyncio.gather(*(ask(number, answer) for number, answer in enumerate(answers)))
+            ticking.cancel()
+            await asyncio.wait([ticking])
+            assert Counter(verdict.kind for verdict in verdicts) == {"timeout": 3, "crashed": 1, "correct": 50, "wrong": 50}
+            # One of four processes is left to the hundred, and it is not among the hanging three: none waits for a deadline.
+            assert max(finished_s[number] for number in range(4, len(answers))) < 2.0
+            assert max(after - before for before, after in pairwise(ticks)) < 0.5
+
+    run(main())
+
+
+def test_at_most_num_workers_processes_judge_at_a_time(own_judge: str) -> None:
+    async def main() -> None:
+        async with RewardService(RewardConfig(function=own_judge, num_workers=2)) as judge:
+            asking = asyncio.gather(*(judge(task(), "2") for _ in range(20)))
+            most = 0
+            while not asking.done():
+                most = max(most, len(psutil.Process().children()))
+                await asyncio.sleep(0.002)
+            await asking
+            assert most == 2
+            assert judge.counters()["worker_starts"] == 2
+
+    run(main())
+
+
+def test_a_cancelled_call_leaves_no_late_verdict_to_the_next(own_judge: str) -> None:
+    async def main() -> None:
+        async with RewardService(RewardConfig(function=own_judge)) as judge:
+            assert (await judge(task(), "2")).kind == "correct"
+            with pytest.raises(TimeoutError):
+                await asyncio.wait_for(judge(task(), "hang"), 0.05)
+            assert (await judge(task(), "2")).kind == "correct"
+            assert judge.verdicts == {"correct": 2}
+
+    run(main())
+
+
+def test_closing_ends_what_is_being_judged_and_what_waits(own_judge: str) -> None:
+    async def main() -> None:
+        judge = RewardService(RewardConfig(function=own_judge, num_workers=1))
+        asking = [asyncio.create_task(judge(task(), answer)) for answer in ("hang", "2")]
+        while not descendants():
+            await asyncio.sleep(0.01)
+        await judge.close()
+        for call in asking:
+            with pytest.raises(RuntimeError, match="the reward service is closed"):
+                await call
+        assert judge.verdicts == {}
+
+    run(main())
+
+
+def test_where_no_process_can_be_started_the_verdict_says_nothing_of_the_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def main() -> None:
+        async with RewardService(RewardConfig()) as judge:
+            verdict = await judge(task(), "\\boxed{2}")
+            assert verdict.kind == "infrastructure"
+            assert "in 3 attempts" in verdict.detail
+            with pytest.raises(RuntimeError, match="no judging process could be started"):
+                await judge.start()
+            # It may recover.
+            monkeypatch.undo()
+            assert (await judge(task(), "\\boxed{2}")).kind == "correct"
+
+    monkeypatch.setattr(sys, "executable", "/no/such/python")
+    run(main())
+    assert "attempt 3 of 3 to start a judging process failed" in caplog.text
+
+
+def test_a_process_that_ends_at_once_is_an_infrastructure_fault_with_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with RewardService(RewardConfig()) as judge:
+            verdict = await judge(task(), "\\boxed{2}")
+            assert verdict.kind == "infrastructure"
+            assert "exit code 1" in verdict.detail
+
+    monkeypatch.setattr(sys, "executable", "/bin/false")
+    run(main())
+
+
+@pytest.mark.parametrize(
+    "function", ["no_such_module:judge", "{folder}/nothing.py:judge", "{folder}/own.py:nothing", "nonsense"]
+)
+def test_an_own_judge_that_cannot_be_loaded_is_the_settings_fault(own_judge: str, tmp_path: Path, function: str) -> None:
+    async def main() -> None:
+        async with RewardService(RewardConfig(function=function.format(folder=tmp_path))) as judge:
+            for attempt in (judge.start(), judge(task(), "2")):
+                with pytest.raises(ValueError, match=r"rewards\.function="):
+                    await attempt
+
+    run(main())
+
+
+def test_tasks_that_nobody_can_judge_are_refused() -> None:
+    async def main() -> None:
+        async with RewardService(RewardConfig()) as judge:
+            with pytest.raises(ValueError, match=r"no judge for tasks of kind 'code'; set rewards\.function"):
+                await judge(task(kind="code"), "2")
+
+    run(main())
+    with pytest.raises(ValueError, match=r"rewards\.num_workers >= 1"):
+        RewardService(RewardConfig(num_workers=0))
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a judging process notices after the answer it is judging")
+def test_judging_processes_do_not_outlive_a_killed_trainer(own_judge: str) -> None:
+    trainer = f"""
+import asyncio
+from areal_jax.records import Message, Task
+from areal_jax.rewards.config import RewardConfig
+from areal_jax.rewards.service import RewardService
+asyncio.run(RewardService(RewardConfig(function={own_judge!r}))(Task("sum", (Message("user", "1+1?"),), "2"), "spin"))
+"""
+    with subprocess.Popen([sys.executable, "-c", trainer]) as process:
+        while not (children := psutil.Process(process.pid).children()):
+            time.sleep(0.01)
+        time.sleep(0.3)
+        os.kill(process.pid, signal.SIGKILL)
+    _, alive = psutil.wait_procs(children, timeout=10)
+    assert alive == []

@@ -1,0 +1,479 @@
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+from tiny_engine import TinyEngine
+
+from areal_jax.records import (
+    Completion,
+    EngineStopped,
+    Generate,
+    Group,
+    Judge,
+    Message,
+    RolloutState,
+    Sample,
+    Sampling,
+    Suspended,
+    Task,
+    Verdict,
+    Workflow,
+)
+from areal_jax.rollout.buffer import TasksExhausted
+from areal_jax.rollout.config import RolloutConfig
+from areal_jax.rollout.controller import MAX_REJECTED_IN_A_ROW, Rollouts, open_gate, rolling_out
+
+SAMPLING = Sampling(max_new_tokens=6, stop_token_ids=(0,))
+
+
+@dataclass
+class Numbers:
+    """Tasks 0, 1, 2 ... in this order."""
+
+    num: int
+    place: int = 0
+
+    def __next__(self) -> Task:
+        if self.place == self.num:
+            raise StopIteration
+        self.place += 1
+        return Task(f"task-{self.place - 1}", (Message("user", "?"),), "1")
+
+    def state(self) -> Mapping[str, int]:
+        return {"place": self.place}
+
+
+async def judge(task: Task, answer: str) -> Verdict:
+    await asyncio.sleep(0)
+    return Verdict("correct")
+
+
+def prompt_of(task: Task) -> np.ndarray:
+    return np.array([int(task.id.removeprefix("task-")), 1], np.int32)
+
+
+def sample_of(completion: Completion, verdict: Verdict) -> Sample:
+    return Sample(
+        completion.tokens,
+        np.ones(len(completion.tokens), np.bool_),
+        completion.logp,
+        completion.versions,
+        1.0,
+        verdict.kind,
+        completion.stop_reason,
+    )
+
+
+async def one_call(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+    completions = await generate(prompt_of(task), 2)
+    return tuple([sample_of(completion, await judge(task, "")) for completion in completions])
+
+
+async def turns_side_by_side(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+    """Three conversations at once, of up to three turns: which one asks next depends on which one is answered first."""
+
+    async def converse(first: int) -> list[Sample]:
+        prompt, samples = np.append(prompt_of(task), np.int32(first)), []
+        for _ in range(1 + len(samples) + int(task.id.removeprefix("task-")) % 3):
+            (completion,) = await generate(prompt, 1)
+            samples.append(sample_of(completion, await judge(task, "")))
+            # Another turn's prompt is another: what was said goes into it.
+            prompt = np.append(prompt[:3], completion.tokens[:6])
+        return samples
+
+    async with asyncio.TaskGroup() as conversations:
+        talking = [conversations.create_task(converse(first)) for first in range(3)]
+    return tuple(sample for talk in talking for sample in talk.result())
+
+
+CONFIG = RolloutConfig(groups_per_batch=4, samples_per_group=2, max_staleness=2, max_running_groups=7, batch_timeout_s=20.0)
+
+
+@asynccontextmanager
+async def running(engine: TinyEngine) -> AsyncIterator[TinyEngine]:
+    ticking = asyncio.create_task(engine.run())
+    try:
+        yield engine
+    finally:
+        ticking.cancel()
+        await asyncio.wait([ticking])
+
+
+@asynccontextmanager
+async def run(
+    workflow: Workflow,
+    num_tasks: int = 40,
+    engine: TinyEngine | None = None,
+    config: RolloutConfig = CONFIG,
+    version: int = 0,
+    restored: RolloutState | None = None,
+) -> AsyncIterator[tuple[Rollouts, TinyEngine]]:
+    tasks = Numbers(num_tasks, restored.tasks["place"] if restored else 0)
+    gate, buffer = open_gate(config, version, restored)
+    async with (
+        running(engine or TinyEngine(version=version)) as engine,
+        rolling_out(
+            tasks,
+            engine,
+            workflow,
+            judge,
+            gate,
+            buffer,
+            sampling=SAMPLING,
+            seed=3,
+            restored=restored,
+        ) as rollouts,
+    ):
+        yield rollouts, engine
+
+
+def told(groups: list[Group]) -> dict[int, tuple[str, list[list[int]]]]:
+    return {group.id: (group.task.id, [sample.tokens.tolist() for sample in group.samples]) for group in groups}
+
+
+async def train_all(rollouts: Rollouts, engine: TinyEngine, version: int = 0) -> list[Group]:
+    """Take batch after batch until the tasks run out, then the rest of the buffer."""
+    trained: list[Group] = []
+    try:
+        while True:
+            trained += await rollouts.buffer.take(CONFIG.groups_per_batch, version)
+            version += 1
+            rollouts.gate.version = engine.version = version
+    except TasksExhausted:
+        return trained + list(rollouts.buffer.snapshot())
+
+
+@pytest.mark.parametrize("workflow", [one_call, turns_side_by_side])
+def test_every_task_becomes_one_group_and_ids_are_the_order_of_starting(workflow: Workflow) -> None:
+    async def main() -> None:
+        async with run(workflow) as (rollouts, engine):
+            groups = await train_all(rollouts, engine)
+            assert sorted((group.id, group.task.id) for group in groups) == [(i, f"task-{i}") for i in range(40)]
+            assert rollouts.counters()["accepted"] == 40
+
+    asyncio.run(main())
+
+
+def test_with_no_staleness_every_token_is_of_the_version_that_trains() -> None:
+    async def main() -> None:
+        config = RolloutConfig(groups_per_batch=4, samples_per_group=2, max_staleness=0, batch_timeout_s=20.0)
+        async with run(one_call, 20, config=config) as (rollouts, engine):
+            for version in range(5):
+                groups = await rollouts.buffer.take(4, version)
+                assert [group.id for group in groups] == list(range(4 * version, 4 * version + 4))
+                assert {group.started_version for group in groups} == {version}
+                assert {v for group in groups for sample in group.samples for v in sample.versions.tolist()} == {version}
+                assert rollouts.gate.capacity() == 0
+                rollouts.gate.version = version + 1
+                # The weights come later than the gate opens: requests wait for them.
+                for _ in range(20):
+                    await asyncio.sleep(0)
+                engine.version = version + 1
+
+    asyncio.run(main())
+
+
+def test_what_was_drawn_depends_on_the_seed_and_the_group_alone() -> None:
+    async def main(num_slots: int, delay: int) -> dict[int, tuple[str, list[list[int]]]]:
+        async def slow(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+            for _ in range(delay * int(task.id[-1])):
+                await asyncio.sleep(0)
+            return await one_call(task, generate, judge)
+
+        async with run(slow, engine=TinyEngine(num_slots=num_slots)) as (rollouts, engine):
+            return told(await train_all(rollouts, engine))
+
+    assert asyncio.run(main(1, 0)) == asyncio.run(main(8, 3))
+
+
+@pytest.mark.parametrize("workflow", [one_call, turns_side_by_side])
+@pytest.mark.parametrize("seed", range(15))
+def test_a_crash_at_any_instant_loses_no_task_and_repeats_none(seed: int, workflow: Workflow) -> None:
+    """Crash again and again at random ticks, each time going on from the last snapshot: what is trained on in the end is what
+    a run without crashes trains on, group by group and token by token."""
+    chance = random.Random(seed)
+
+    async def live(restored: RolloutState | None, trained: list[Group]) -> tuple[RolloutState | None, list[Group]]:
+        """Train until the crash; what the last snapshot holds, with the groups trained on until then."""
+        version = len(trained) // CONFIG.groups_per_batch
+        until_snapshot = chance.randrange(2, 25)
+        async with run(workflow, version=version, restored=restored) as (rollouts, engine):
+            training = asyncio.create_task(train_until_told(rollouts, engine, trained))
+            for _ in range(until_snapshot):
+                await asyncio.sleep(0)
+            if training.done():
+                return None, training.result()
+            # The trainer stands still while the snapshot is taken, as it does in the loop.
+            stand_still.clear()
+            state = await rollouts.snapshot()
+            kept = list(trained)
+            everywhere = [group.id for group in (*kept, *state.buffered)] + [record.id for record in state.suspended]
+            assert sorted(everywhere) == list(range(state.next_group_id))
+            assert state.tasks["place"] == state.next_group_id
+            assert rollouts.gate.running + len(rollouts._waiting) == len(state.suspended)
+            stand_still.set()
+            # What happens between the snapshot and the crash is lost, and must not show.
+            for _ in range(chance.randrange(30)):
+                await asyncio.sleep(0)
+            training.cancel()
+            await asyncio.wait([training])
+        return state, kept
+
+    async def train_until_told(rollouts: Rollouts, engine: TinyEngine, trained: list[Group]) -> list[Group]:
+        version = len(trained) // CONFIG.groups_per_batch
+        try:
+            while True:
+                await stand_still.wait()
+                trained += await rollouts.buffer.take(CONFIG.groups_per_batch, version)
+                version += 1
+                rollouts.gate.version = engine.version = version
+        except TasksExhausted:
+            return trained + list(rollouts.buffer.snapshot())
+
+    async def crashing() -> tuple[list[Group], int]:
+        state, trained, crashes = None, [], 0
+        while True:
+            state, trained = await live(state, list(trained))
+            if state is None:
+                return trained, crashes
+            crashes += 1
+
+    async def undisturbed() -> list[Group]:
+        async with run(workflow) as (rollouts, engine):
+            return await train_all(rollouts, engine)
+
+    stand_still = asyncio.Event()
+    stand_still.set()
+    groups, crashes = asyncio.run(crashing())
+    assert crashes >= 2
+    assert len(groups) == 40
+    assert told(groups) == told(asyncio.run(undisturbed()))
+
+
+def test_what_was_drawn_before_a_crash_is_not_drawn_again() -> None:
+    async def main() -> None:
+        async with run(one_call, 7) as (rollouts, _):
+            for _ in range(6):
+                await asyncio.sleep(0)
+            state = await rollouts.snapshot()
+        kept = sum(len(part.tokens) for record in state.suspended for parts in record.calls.values() for part in parts)
+        kept += sum(len(sample.tokens) for group in state.buffered for sample in group.samples)
+        assert kept > 0
+        async with run(one_call, 7, restored=state) as (rollouts, after):
+            groups = await train_all(rollouts, after)
+        total = sum(len(sample.tokens) for group in groups for sample in group.samples)
+        assert after.num_drawn == total - kept
+
+    asyncio.run(main())
+
+
+def test_a_call_that_was_finished_does_not_reach_the_engine_again() -> None:
+    async def main() -> None:
+        judging = asyncio.Event()
+
+        async def stuck_at_judging(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+            completions = await generate(prompt_of(task), 2)
+            await judging.wait()
+            return tuple([sample_of(completion, Verdict("wrong")) for completion in completions])
+
+        async with run(stuck_at_judging, 1) as (rollouts, _):
+            while not (state := await rollouts.snapshot()).suspended[0].calls or any(
+                part.stop_reason == "suspended" for part in next(iter(state.suspended[0].calls.values()))
+            ):
+                await asyncio.sleep(0)
+        judging.set()
+        async with run(stuck_at_judging, 1, restored=state) as (rollouts, engine):
+            (group,) = await rollouts.buffer.take(1, 0)
+        assert engine.submitted == []
+        assert [sample.tokens.tolist() for sample in group.samples] == [
+            part.tokens.tolist() for part in next(iter(state.suspended[0].calls.values()))
+        ]
+
+    asyncio.run(main())
+
+
+def test_restored_groups_start_first_and_keep_their_ids_and_versions() -> None:
+    async def main() -> None:
+        old = tuple(Suspended(id, Task(f"task-{id}", (Message("user", "?"),), "1"), started_version=1) for id in (8, 11))
+        state = RolloutState({"place": 12}, 12, {"JudgeFailed": 2}, (), old)
+        started: list[str] = []
+
+        async def noting(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+            started.append(task.id)
+            return await one_call(task, generate, judge)
+
+        async with run(noting, 14, version=2, restored=state) as (rollouts, engine):
+            groups = await train_all(rollouts, engine, version=2)
+            assert started == ["task-8", "task-11", "task-12", "task-13"]
+            assert [(group.id, group.started_version) for group in groups] == [(8, 1), (11, 1), (12, 2), (13, 2)]
+            counters = rollouts.counters()
+            # 2 versions of 4 groups and these 4 are accepted; 2 were rejected before the crash.
+            assert (counters["started"], counters["accepted"], counters["rejected/JudgeFailed"]) == (14, 12, 2)
+
+    asyncio.run(main())
+
+
+def test_restored_groups_that_the_gate_has_not_let_in_yet_are_in_the_next_snapshot() -> None:
+    async def main() -> None:
+        old = tuple(Suspended(id, Task(f"task-{id}", (Message("user", "?"),), "1"), 0) for id in range(5))
+        state = RolloutState({"place": 5}, 5, {}, (), old)
+        narrow = RolloutConfig(groups_per_batch=4, max_staleness=2, max_running_groups=2)
+        async with run(one_call, 20, config=narrow, restored=state) as (rollouts, _):
+            again = await rollouts.snapshot()
+        assert sorted([group.id for group in again.buffered] + [record.id for record in again.suspended])[:5] == [0, 1, 2, 3, 4]
+
+    asyncio.run(main())
+
+
+def test_a_workflow_that_raises_costs_its_group_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+    async def failing(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+        number = int(task.id.removeprefix("task-"))
+        if number % 5 == 1:
+            raise KeyError(f"bad {task.id}")
+        if number % 5 == 2:
+            async with asyncio.TaskGroup() as turns:
+                turns.create_task(generate(np.zeros(99, np.int32), 1))
+        return await one_call(task, generate, judge)
+
+    async def main() -> None:
+        async with run(failing) as (rollouts, engine):
+            groups = await train_all(rollouts, engine)
+            assert sorted(group.id for group in groups) == [i for i in range(40) if i % 5 not in (1, 2)]
+            counters = rollouts.counters()
+            assert (counters["rejected"], counters["rejected/KeyError"], counters["rejected/Unservable"]) == (16, 8, 8)
+            assert rollouts.gate.started == 40
+            assert rollouts.gate.running == 0
+
+    asyncio.run(main())
+    assert "bad task-6" in caplog.text
+    assert "Traceback" in caplog.text
+    assert "prompt of 99 tokens, engine.max_prompt_tokens=16" in caplog.text
+
+
+def test_many_rejections_in_a_row_end_the_run_and_say_why() -> None:
+    async def broken(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+        raise ZeroDivisionError("no judge is this wrong")
+
+    async def main() -> None:
+        async with run(broken, 1000) as (rollouts, _):
+            with pytest.raises(RuntimeError, match=f"{MAX_REJECTED_IN_A_ROW} groups in a row.*task-31.*no judge is this wrong"):
+                await rollouts.buffer.take(4, 0)
+            # Those already started end too; no new one is started.
+            await asyncio.sleep(0.01)
+            assert rollouts.next_group_id <= MAX_REJECTED_IN_A_ROW + CONFIG.max_running_groups
+
+    asyncio.run(main())
+
+
+def test_one_acceptance_between_rejections_keeps_the_run_going() -> None:
+    async def mostly_broken(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+        if int(task.id.removeprefix("task-")) % 20:
+            raise ZeroDivisionError
+        return await one_call(task, generate, judge)
+
+    async def main() -> None:
+        async with run(mostly_broken, 200) as (rollouts, engine):
+            assert len(await train_all(rollouts, engine)) == 10
+
+    asyncio.run(main())
+
+
+def test_a_dead_engine_fails_the_take_with_the_cause() -> None:
+    async def main() -> None:
+        async with run(one_call) as (rollouts, engine):
+            waiting = asyncio.create_task(rollouts.buffer.take(30, 0))
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            engine.stop(MemoryError("device"))
+            with pytest.raises(EngineStopped):
+                await waiting
+            assert rollouts.counters()["rejected"] == 0
+
+    asyncio.run(main())
+
+
+def test_a_task_stream_that_raises_fails_the_take() -> None:
+    class Broken(Numbers):
+        def __next__(self) -> Task:
+            if self.place == 3:
+                raise OSError("shard 2 is unreadable")
+            return super().__next__()
+
+    async def main() -> None:
+        gate, buffer = open_gate(CONFIG, 0)
+        async with (
+            running(TinyEngine()) as engine,
+            rolling_out(Broken(9), engine, one_call, judge, gate, buffer, sampling=SAMPLING, seed=0),
+        ):
+            with pytest.raises(OSError, match="shard 2"):
+                await buffer.take(4, 0)
+
+    asyncio.run(main())
+
+
+def test_a_group_that_is_cancelled_from_elsewhere_fails_the_take() -> None:
+    async def cancelled(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+        raise asyncio.CancelledError
+
+    async def main() -> None:
+        async with run(cancelled) as (rollouts, _):
+            with pytest.raises(RuntimeError, match=r"group 0 \(task task-0\) was cancelled, though the run goes on"):
+                await rollouts.buffer.take(4, 0)
+
+    asyncio.run(main())
+
+
+@dataclass
+class Stubborn:
+    """A workflow that outlives its cancellation."""
+
+    released: asyncio.Event = field(default_factory=asyncio.Event)
+
+    async def __call__(self, task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+        while not self.released.is_set():
+            try:
+                await self.released.wait()
+            except asyncio.CancelledError:
+                continue
+        return ()
+
+
+def test_leaving_ends_all_groups_and_names_those_that_would_not_end(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("areal_jax.rollout.controller.CLOSE_TIMEOUT_S", 0.05)
+
+    async def main() -> None:
+        stubborn = Stubborn()
+        async with run(stubborn, 2):
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        stubborn.released.set()
+        await asyncio.sleep(0)
+
+        async with run(one_call):
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+        assert len(asyncio.all_tasks()) == 1
+
+    asyncio.run(main())
+    assert "left behind: group 0 (task task-0), group 1 (task task-1)" in caplog.text
+
+
+def test_a_silent_engine_fails_the_snapshot_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("areal_jax.rollout.controller.SNAPSHOT_TIMEOUT_S", 0.02)
+
+    async def main() -> None:
+        gate, buffer = open_gate(CONFIG, 0)
+        # Nobody runs this engine.
+        async with rolling_out(Numbers(9), TinyEngine(), one_call, judge, gate, buffer, sampling=SAMPLING, seed=0) as rollouts:
+            with pytest.raises(TimeoutError, match=r"no snapshot within 0.02 s; gate at version 0"):
+                await rollouts.snapshot()
+
+    asyncio.run(main())

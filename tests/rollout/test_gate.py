@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_jax.rollout.gate import Gate
+
+
+def counted(gate: Gate, running: int = 0, accepted: int = 0, rejected: int = 0) -> Gate:
+    """The gate after so many groups, as if by a controller."""
+    for _ in range(accepted):
+        gate.start()
+        gate.accept()
+    for _ in range(rejected):
+        gate.start()
+        gate.reject()
+    for _ in range(running):
+        gate.start()
+    return gate
+
+
+@pytest.mark.parametrize(
+    ("max_running", "batch", "eta", "version", "running", "accepted", "rejected", "capacity"),
+    [
+        # AReaL's own table: min(max_running - running, (eta + version + 1) * batch - accepted - running).
+        (100, 4, 2, 0, 0, 0, 0, 12),
+        (100, 4, 2, 5, 0, 0, 0, 32),
+        (10, 4, 2, 0, 3, 0, 0, 7),
+        (20, 4, 2, 0, 0, 5, 0, 7),
+        (20, 8, 3, 0, 0, 15, 5, 17),
+        (100, 8, 3, 0, 0, 30, 0, 2),
+        (1000, 32, 5, 0, 0, 0, 0, 192),
+        (1000, 32, 5, 20, 0, 0, 0, 832),
+        (1000, 32, 5, 26, 0, 0, 0, 1000),
+        # Nothing rejected counts, and nothing goes below zero.
+        (20, 8, 3, 0, 0, 0, 100, 20),
+        (100, 4, 0, 0, 4, 0, 0, 0),
+    ],
+)
+def test_capacity_table(
+    max_running: int, batch: int, eta: int, version: int, running: int, accepted: int, rejected: int, capacity: int
+) -> None:
+    gate = counted(Gate(eta, batch, max_running, version, accepted=0), running, accepted, rejected)
+    assert gate.capacity() == capacity
+
+
+@pytest.mark.parametrize(
+    ("eta", "batch", "version"), [(0, 1, 0), (0, 512, 3), (1, 32, 0), (4, 7, 11), (8, 100, 2), (16, 512, 9)]
+)
+def test_the_gate_is_equation_3(eta: int, batch: int, version: int) -> None:
+    # Group number N may start iff floor((N - 1) / B) <= version + eta; N - 1 groups are before it.
+    for n in range(1, 10_001):
+        gate = Gate(eta, batch, max_running=1, version=version, accepted=n - 1)
+        assert (gate.capacity() > 0) == ((n - 1) // batch <= version + eta)
+
+
+@pytest.mark.parametrize("eta", [0, 1, 4])
+def test_a_resumed_gate_lets_in_what_its_version_allows(eta: int) -> None:
+    # Six versions of 8 groups are trained on: (eta + 1) * 8 may start, fewer by what the buffer holds.
+    assert Gate(eta, 8, 1000, version=6).capacity() == (eta + 1) * 8
+    assert Gate(eta, 8, 1000, version=6, accepted=6 * 8 + 5).capacity() == (eta + 1) * 8 - 5
+
+
+def test_unbounded_staleness_leaves_only_the_bound_on_running_groups() -> None:
+    gate = counted(Gate(None, 4, 10), accepted=10_000)
+    assert gate.capacity() == 10
+    assert gate.min_version == 0
+
+
+def test_a_request_may_start_on_weights_no_older_than_eta() -> None:
+    assert [Gate(2, 4, 8, version=v).min_version for v in (0, 1, 2, 3, 10)] == [0, 0, 0, 1, 8]
+    assert Gate(0, 4, 8, version=7).min_version == 7
+
+
+@settings(deadline=None)
+@given(
+    st.sampled_from([None, 0, 1, 3]),
+    st.integers(1, 5),
+    st.integers(1, 9),
+    st.lists(st.sampled_from(["start", "accept", "reject", "version"]), max_size=200),
+)
+def test_started_is_running_and_accepted_and_rejected_whatever_happens(
+    eta: int | None, batch: int, max_running: int, events: list[str]
+) -> None:
+    gate, started = Gate(eta, batch, max_running), 0
+    for event in events:
+        if event == "version":
+            gate.version += 1
+        elif event == "start" and gate.capacity():
+            gate.start()
+            started += 1
+        elif event in ("accept", "reject") and gate.running:
+            getattr(gate, event)()
+        assert gate.started == started == gate.running + gate.accepted + gate.rejected
+        assert gate.running <= max_running
+        # Only a start adds to accepted + running, and only an open gate lets start: so the bound holds after any event.
+        assert eta is None or gate.accepted + gate.running <= (eta + gate.version + 1) * batch
+
+
+def test_a_closed_gate_lets_nothing_start() -> None:
+    gate = counted(Gate(0, 2, 8), running=2)
+    with pytest.raises(RuntimeError, match="2 of at most 8 running"):
+        gate.start()
+
+
+def test_nothing_ends_that_was_not_started() -> None:
+    with pytest.raises(RuntimeError, match="no group is running"):
+        Gate(0, 2, 8).accept()
+
+
+def test_versions_only_grow() -> None:
+    gate = Gate(0, 2, 8, version=3)
+    with pytest.raises(ValueError, match="at least 3, came 2"):
+        gate.version = 2
+
+
+@pytest.mark.parametrize("field", ["version", "rejected", "accepted under unbounded staleness"])
+def test_whatever_frees_a_place_wakes_who_waits_for_it(field: str) -> None:
+    async def waits() -> None:
+        gate = counted(Gate(None if "accepted" in field else 0, 2, 2), running=2)
+        waiter = asyncio.create_task(gate.wait_open())
+        await asyncio.sleep(0)
+        assert not waiter.done()
+        if field == "version":
+            counted_out(gate)
+            await asyncio.sleep(0)
+            assert not waiter.done()
+            gate.version = 1
+        elif field == "rejected":
+            gate.reject()
+        else:
+            gate.accept()
+        await asyncio.wait_for(waiter, 1)
+
+    def counted_out(gate: Gate) -> None:
+        gate.accept()
+        gate.accept()
+
+    asyncio.run(waits())
+
+
+def test_one_place_wakes_all_but_lets_in_one() -> None:
+    async def race() -> int:
+        gate = counted(Gate(0, 1, 4), running=1)
+
+        async def enter() -> None:
+            await gate.wait_open()
+            gate.start()
+
+        waiters = [asyncio.create_task(enter()) for _ in range(3)]
+        await asyncio.sleep(0)
+        gate.reject()
+        done, pending = await asyncio.wait(waiters, timeout=0.05)
+        for waiter in pending:
+            waiter.cancel()
+        await asyncio.gather(*pending, return_exceptions=True)
+        assert all(waiter.exception() is None for waiter in done)
+        return len(done)
+
+    assert asyncio.run(race()) == 1

@@ -1,0 +1,125 @@
+"""What a run is made of: found, counted, and refused where it does not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from areal_jax.config import load_experiment
+from areal_jax.data.policy_files import EMBEDDED
+from areal_jax.models.architecture import ModelConfig
+from areal_jax.plan import Plan, make_plan
+from areal_jax.settings import ConfigError
+
+# Parameters: embedding 768*8 = 6144; q 8*2*4, k and v 8*1*4 each, o 2*4*8: 192; their biases 8+4+4 = 16; two norms of 8;
+# MLP 3*8*16 = 384; last norm 8. Together 6144 + 192 + 16 + 16 + 384 + 8 = 6760.
+MODEL = ModelConfig(
+    architecture="Qwen2ForCausalLM",
+    vocab_size=768,
+    hidden_size=8,
+    intermediate_size=16,
+    num_hidden_layers=1,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    head_dim=4,
+    rope_theta=10000.0,
+    rms_norm_eps=1e-6,
+    max_position_embeddings=256,
+    tie_word_embeddings=True,
+    attention_bias=True,
+    qk_norm=False,
+)
+
+
+@pytest.fixture(scope="module")
+def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("policy")
+    (folder / "config.json").write_text(json.dumps(MODEL.to_hf()))
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED / name, folder / name)
+    return folder
+
+
+def plan(policy: Path, *overrides: str) -> Plan:
+    # Eight devices, as conftest has it: two train, six decode.
+    return make_plan(load_experiment("aime", [f"policy.path={policy}", "placement.train_fsdp=1", *overrides]))
+
+
+def test_memory_is_what_the_arrays_take(policy: Path) -> None:
+    found = plan(
+        policy,
+        "engine.num_slots=12",
+        "trainer.rows_per_micro_batch=3",
+        "trainer.logp_chunk_tokens=10",
+        "trainer.row_tokens=200",
+    )
+    assert found.train_bytes() == {
+        "parameters": 4 * 6760,
+        "gradients": 4 * 6760,
+        "optimizer": 2 * 4 * 6760,
+        "activations": 3 * 200 * 8 * 4,  # the input of the only layer, of 3 rows of 200 tokens
+        "logits": 10 * 768 * 4,
+    }
+    assert found.rollout_bytes() == {
+        "weights": 2 * 4 * 6760,
+        "KV caches": 2 * 2 * 1 * 4 * (64 + 96) * 4,  # keys and values, 12 / 6 slots, 1 head of 4, 160 tokens, float32
+    }
+    # Simulated devices share the machine: two that train and six that decode.
+    assert found.shortage() == ""
+
+
+def test_a_plan_says_what_it_found(policy: Path) -> None:
+    text = plan(policy).text()
+    assert f"{policy} (Qwen2ForCausalLM, 0.0 M parameters, float32)" in text
+    assert "4096 tasks from Synthetic problems" in text
+    assert "40 steps of 16 groups x 8 samples, 4 updates each; max_staleness 4" in text
+    assert "2 + 6 cpu" in text
+    assert "data 2 x fsdp 1 x tensor 1" in text
+    assert "data 6 x tensor 1" in text
+
+
+def test_supervised_fine_tuning_is_planned_from_its_examples(policy: Path) -> None:
+    found = make_plan(load_experiment("tiny_sft", [f"policy.path={policy}", "examples.num_tasks=50", "examples_per_batch=4"]))
+    assert "50 examples from Synthetic problems" in found.text()
+    assert "updates of 4 examples" in found.text()
+    assert len(found.examples.examples) == 50
+    assert len(found.tasks.tasks) == 0
+
+
+def test_what_will_not_fit_into_memory_is_said_before_it_fails(policy: Path) -> None:
+    short = plan(policy, "engine.num_slots=6000000000")
+    assert "are needed where there are" in short.shortage()
+    assert "engine.num_slots" in short.shortage()
+    assert short.shortage() in short.text()
+
+
+def test_without_evaluation_its_tasks_need_not_exist(policy: Path) -> None:
+    off = ["eval_tasks=Files", "eval_tasks.path=missing.jsonl", "evaluation.every_steps=0"]
+    assert "evaluation    none" in plan(policy, *off).text()
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["engine.max_new_tokens=193"], ["= 257", "256 positions", "engine.max_prompt_tokens + engine.max_new_tokens"]),
+        (["engine.max_prompt_tokens=8"], ["engine.max_prompt_tokens=8", "first 64 prompts", "raise it"]),
+        (["engine.num_slots=13"], ["engine.num_slots=13", "6 rollout devices"]),
+        (["placement.train_devices=9"], ["placement.train_devices", "8"]),
+        (["tasks=Files", "tasks.path=missing.jsonl"], ["missing.jsonl"]),
+        (["policy.path=./missing"], ["policy.path=./missing", "embedded"]),
+    ],
+)
+def test_what_does_not_fit_together_is_refused(policy: Path, overrides: list[str], said: list[str]) -> None:
+    with pytest.raises(ConfigError) as raised:
+        plan(policy, *overrides)
+    assert [part for part in said if part not in str(raised.value)] == []
+
+
+def test_a_tokenizer_larger_than_the_vocabulary_is_refused(policy: Path, tmp_path: Path) -> None:
+    shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps(MODEL.to_hf() | {"vocab_size": 100}))
+    with pytest.raises(ConfigError, match=r"tokenizer of 768 tokens.*vocab_size=100"):
+        plan(tmp_path)

@@ -1,0 +1,161 @@
+"""The command line: what it prints, what it refuses, and that it runs from anywhere."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_jax.config import experiment_names, find_experiment, load_experiment, write_config
+from areal_jax.settings import settings
+from areal_jax.train import main
+
+ROOT = Path(__file__).parent.parent
+
+
+def train(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
+    """Run the command in a process of its own, which sees neither conftest's devices nor the checkout's folder."""
+    env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS")}
+    command = [sys.executable, "-m", "areal_jax.train", *arguments]
+    return subprocess.run(
+        command, cwd=cwd, env=env | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240, check=False
+    )
+
+
+def commands(text: str) -> list[list[str]]:
+    """Arguments of every `areal_jax.train` command in a text; a backslash continues a line."""
+    joined = re.sub(r"\\\n\s*", "", text)
+    return [shlex.split(line, comments=True) for line in re.findall(r"python -m areal_jax\.train (.*)", joined)]
+
+
+def test_help_lists_every_setting_and_choice_from_any_folder(tmp_path: Path) -> None:
+    done = train("--help", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    for setting in settings(load_experiment("aime")).values():
+        assert f"{setting.key}=" in done.stdout
+        assert setting.doc.split()[0] in done.stdout
+    for text in ("with tasks=Files", "tasks.path=(required)", "with trainer.loss=PPO", "one of recompute, keep", "aime_1p5b"):
+        assert text in done.stdout
+
+
+def test_help_of_an_experiment_shows_its_values(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--exp=aime_1p5b", "--help", "seed=77"]) == 0
+    shown = capsys.readouterr().out
+    assert "values of aime_1p5b" in shown
+    assert "seed=77\n" in shown
+    assert "rollout.groups_per_batch=512\n" in shown
+    assert "trainer.advantages=BatchNormalized\n" in shown
+
+
+def test_dry_run_prints_settings_and_plan_and_writes_nothing(tmp_path: Path) -> None:
+    done = train("--exp=aime", "--dry-run", "placement.simulated_devices=4", "rollout.max_staleness=none", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    assert "rollout.max_staleness=none\n" in done.stdout
+    # Three quarters of four devices decode.
+    assert re.search(r"devices +1 \+ 3 cpu\n", done.stdout)
+    assert re.search(r"train mesh +data 1 x fsdp 1 x tensor 1\n", done.stdout)
+    assert re.search(r"rollout mesh +data 3 x tensor 1\n", done.stdout)
+    assert "KV caches" in done.stdout
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--exp=aime", "rollout.group_per_batch=3"], "rollout.groups_per_batch"),
+        (["--exp=aime", "seed=ten"], "expected int, came 'ten'"),
+        (["--exp=aim"], "known names: aime"),
+        (["--exp=missing/file.py"], "no experiment 'missing/file.py'"),
+        (["--exp=aime", "--seed=3"], "without dashes"),
+        (["seed=3"], "--exp=NAME"),
+        (["--exp=aime", "--config=config.json"], "give one"),
+        (["--config=missing.json"], "missing.json: cannot be read"),
+        (["--resume=missing"], "nothing to resume"),
+        (["--resume=missing", "--run-folder=other"], "give one"),
+        (["--resume", "seed=3"], "nothing to resume"),
+        (["--exp=aime", "--dry-run", "policy.path=./missing"], "./missing"),
+        (["--exp=aime", "--dry-run", "tasks=Files", "tasks.path=missing.jsonl"], "missing.jsonl"),
+        (["--exp=aime", "--dry-run", "placement.train_devices=99"], "placement.train_devices"),
+        (["--exp=aime", "--dry-run", "engine.max_new_tokens=1000000"], "engine.max_new_tokens"),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_code_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("areal_jax: ")
+    assert said in printed.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_bad_input_shows_no_traceback(tmp_path: Path) -> None:
+    done = train("--exp=aime", "sede=3", cwd=tmp_path)
+    assert done.returncode == 2
+    assert done.stderr == "areal_jax: unknown setting sede; did you mean seed?\n"
+
+
+def test_a_bug_in_an_experiment_keeps_its_traceback(tmp_path: Path) -> None:
+    path = tmp_path / "broken.py"
+    path.write_text("experiment = 1 / 0")
+    with pytest.raises(ZeroDivisionError):
+        main([f"--exp={path}"])
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    write_config(load_experiment("aime"), tmp_path / "config.json")
+    assert main(["--exp=aime", f"--run-folder={tmp_path}"]) == 2
+    assert f"--resume={tmp_path}" in capsys.readouterr().err
+
+
+def test_resume_takes_the_newest_run_of_the_experiment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for age_s, (run, seed) in enumerate({"aime-b": 11, "aime-a": 22, "gsm8k-z": 33, "aime-c": 44}.items()):
+        folder = tmp_path / "runs" / run
+        folder.mkdir(parents=True)
+        write_config(load_experiment("aime", [f"seed={seed}"]), folder / "config.json")
+        os.utime(folder, (1000 - age_s, 1000 - age_s))
+    assert main(["--exp=aime", "--resume", "--dry-run", "num_steps=7"]) == 0
+    shown = capsys.readouterr().out
+    assert "seed=11\n" in shown
+    assert "num_steps=7\n" in shown
+    assert f"run folder: {Path('runs/aime-b')} " in shown
+    assert main(["--resume=runs/aime-c", "--dry-run"]) == 0
+    assert "seed=44\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("name", experiment_names())
+def test_an_experiments_docstring_says_how_to_run_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    docstring = ast.get_docstring(ast.parse(find_experiment(name).read_text())) or ""
+    assert "Hardware: " in docstring
+    found = commands(docstring)
+    assert any(f"--exp={name}" in arguments for arguments in found)
+    for arguments in found:
+        assert main([*arguments, "--help"]) == 0, capsys.readouterr().err
+
+
+def test_the_readmes_commands_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    readme = (ROOT / "README.md").read_text()
+    found = commands(readme)
+    assert len(found) >= 4
+    for arguments in found:
+        assert main([*arguments, "--help"]) == 0, capsys.readouterr().err
+    for overrides in re.findall(r'TRAIN_ARGS="(.*)"', readme):
+        assert main(["--exp=aime", *overrides.split(), "--help"]) == 0, capsys.readouterr().err
+
+
+def test_the_readmes_python_runs() -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert len(blocks) == 2
+    for block in blocks:
+        exec(compile(block, "README.md", "exec"), {})

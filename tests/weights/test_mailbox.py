@@ -1,0 +1,239 @@
+"""The mailbox: newest wins, nobody waits for it, a version is whole or absent."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import NamedSharding, PartitionSpec
+
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.parallel.mesh import Meshes, make_meshes
+from areal_jax.weights.mailbox import Mailbox
+
+Params = dict[str, jax.Array]
+
+PLACEMENTS = {
+    "one device": (PlacementConfig(), 1),
+    "4 + 4 devices": (PlacementConfig(train_devices=4, rollout_devices=4), 8),
+    "2 + 6 devices": (PlacementConfig(train_devices=2, rollout_devices=6), 8),
+    "both cut in two": (PlacementConfig(train_devices=4, train_tensor=2, rollout_devices=4, rollout_tensor=2), 8),
+    "only one cut in two": (PlacementConfig(train_devices=4, rollout_devices=4, rollout_tensor=2), 8),
+}
+
+
+def meshes_of(name: str) -> Meshes:
+    placement, num_devices = PLACEMENTS[name]
+    return make_meshes(placement, jax.devices()[:num_devices])
+
+
+def params_of(meshes: Meshes, version: int) -> Params:
+    """Parameters that show their version in every entry, cut over the train mesh as it cuts them."""
+    whole = {"matrix": np.full((24, 16), version, np.float32), "scale": np.full(24, version, np.float32)}
+    cut = {"matrix": PartitionSpec("fsdp", "tensor"), "scale": PartitionSpec("fsdp")}
+    return {name: jax.device_put(array, NamedSharding(meshes.train, cut[name])) for name, array in whole.items()}
+
+
+def layout(params: Params) -> dict[str, Any]:
+    """One leaf in another dtype and cut in two, one as it is."""
+    halves = params["matrix"].astype(jnp.bfloat16)
+    return {"matrix": (halves[:12], halves[12:]), "scale": params["scale"]}
+
+
+def mailbox_between(meshes: Meshes, path: Literal["device", "host"] | None = None, on_event: Any = None) -> Mailbox:
+    matrix = NamedSharding(meshes.rollout, PartitionSpec(None, "tensor"))
+    target = {"matrix": (matrix, matrix), "scale": NamedSharding(meshes.rollout, PartitionSpec())}
+    return Mailbox(layout, target, meshes.train, path=path, on_event=on_event)
+
+
+def versions_in(params: dict[str, Any]) -> set[float]:
+    return {float(value) for leaf in jax.tree.leaves(params) for value in np.unique(np.asarray(leaf, np.float32))}
+
+
+@pytest.mark.parametrize("path", ["device", "host", None])
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_a_version_arrives_in_the_engines_layout_on_its_mesh(placement: str, path: Literal["device", "host"] | None):
+    meshes = meshes_of(placement)
+    mailbox = mailbox_between(meshes, path)
+    mailbox.publish(3, params_of(meshes, 3))
+    version, params = mailbox.wait(3, timeout_s=60.0)
+    mailbox.close()
+    assert version == 3
+    assert versions_in(params) == {3.0}
+    assert [leaf.shape for leaf in params["matrix"]] == [(12, 16)] * 2
+    assert params["matrix"][0].dtype == jnp.bfloat16
+    assert params["scale"].dtype == jnp.float32
+    assert all(set(leaf.sharding.device_set) == set(meshes.rollout.devices.flat) for leaf in jax.tree.leaves(params))
+    assert params["matrix"][0].sharding.is_equivalent_to(NamedSharding(meshes.rollout, PartitionSpec(None, "tensor")), 2)
+
+
+@pytest.mark.parametrize("path", ["device", "host"])
+@pytest.mark.parametrize("placement", ["one device", "4 + 4 devices"])
+def test_the_trainer_may_donate_its_parameters_right_after_publishing(placement: str, path: Literal["device", "host"]):
+    meshes = meshes_of(placement)
+    mailbox = mailbox_between(meshes, path)
+    params = params_of(meshes, 1)
+    where = jax.tree.map(lambda leaf: leaf.sharding, params)
+    step = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf + 1, params), donate_argnums=0, out_shardings=where)
+    seen = []
+    for version in range(1, 6):
+        mailbox.publish(version, params)
+        params = step(params)
+        seen.append(mailbox.wait(version, timeout_s=60.0).params)
+    mailbox.close()
+    # What was delivered before is intact too.
+    assert [versions_in(each) for each in seen] == [{1.0}, {2.0}, {3.0}, {4.0}, {5.0}]
+
+
+def test_the_newest_version_wins_and_those_it_overtook_are_counted():
+    meshes = meshes_of("4 + 4 devices")
+    delivered, go_on = threading.Event(), threading.Event()
+
+    def hold_the_copier(name: str, start_s: float, end_s: float, args: dict[str, float]) -> None:
+        assert name == "weights" and start_s < end_s
+        delivered.set()
+        assert go_on.wait(60)
+
+    mailbox = mailbox_between(meshes, on_event=hold_the_copier)
+    mailbox.publish(0, params_of(meshes, 0))
+    assert delivered.wait(60)
+    for version in (1, 2, 3, 7):
+        mailbox.publish(version, params_of(meshes, version))
+    newest = mailbox.newest(after=-1)
+    assert newest is not None and newest.version == 0
+    assert mailbox.newest(after=0) is None
+    go_on.set()
+    version, params = mailbox.wait(1, timeout_s=60.0)
+    assert (version, versions_in(params)) == (7, {7.0})
+    assert mailbox.newest(after=7) is None
+    measured = mailbox.metrics()
+    mailbox.close()
+    assert (measured["published"], measured["delivered"]) == ((5.0, 1.0), (2.0, 1.0))
+    assert measured["dropped"] == (3.0, 1.0)
+
+
+def test_a_version_is_never_seen_in_part():
+    meshes = meshes_of("4 + 4 devices")
+    mailbox = mailbox_between(meshes, "device")
+    prepared = [params_of(meshes, version) for version in range(40)]
+    seen: list[tuple[int, set[float]]] = []
+
+    def look() -> None:
+        last = -1
+        deadline_s = time.perf_counter() + 60
+        while last < 39 and time.perf_counter() < deadline_s:
+            if (weights := mailbox.newest(last)) is not None:
+                last = weights.version
+                seen.append((last, versions_in(weights.params)))
+
+    reader = threading.Thread(target=look)
+    reader.start()
+    for version, params in enumerate(prepared):
+        mailbox.publish(version, params)
+    reader.join(90)
+    mailbox.close()
+    assert seen[-1][0] == 39
+    assert all(values == {float(version)} for version, values in seen)
+    assert [version for version, _ in seen] == sorted({version for version, _ in seen})
+
+
+def test_publishing_does_not_wait_for_the_parameters_to_be_computed():
+    meshes = meshes_of("4 + 4 devices")
+    mailbox = mailbox_between(meshes)
+    mailbox.publish(0, params_of(meshes, 0))
+    mailbox.wait(0, timeout_s=60.0)
+    params = params_of(meshes, 1)
+
+    def slow(params: Params) -> Params:
+        heavy = jax.lax.fori_loop(0, 60, lambda _, x: jnp.tanh(x @ x.T), jnp.ones((600, 600)) * params["scale"][0])
+        return jax.tree.map(lambda leaf: leaf + 0 * heavy[0, 0], params)
+
+    step = jax.jit(slow, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, params))
+    jax.block_until_ready(step(params))
+    start = time.perf_counter()
+    computed = step(params)
+    mailbox.publish(1, computed)
+    published_s = time.perf_counter() - start
+    assert mailbox.newest(after=0) is None
+    assert mailbox.wait(1, timeout_s=60.0).version == 1
+    assert published_s < 0.5 * (time.perf_counter() - start)
+    mailbox.close()
+
+
+def test_waiting_ends_with_the_version_that_did_not_come():
+    meshes = meshes_of("one device")
+    mailbox = mailbox_between(meshes)
+    with pytest.raises(TimeoutError, match=r"version 4 or newer; the mailbox has none"):
+        mailbox.wait(4, timeout_s=0.01)
+    mailbox.publish(2, params_of(meshes, 2))
+    mailbox.wait(2, timeout_s=60.0)
+    with pytest.raises(TimeoutError, match=r"waited 0.01 s .* version 4 or newer; the mailbox has version 2"):
+        mailbox.wait(4, timeout_s=0.01)
+    mailbox.close()
+
+
+def test_versions_only_grow():
+    meshes = meshes_of("one device")
+    mailbox = mailbox_between(meshes)
+    mailbox.publish(2, params_of(meshes, 2))
+    with pytest.raises(ValueError, match="version 2 was published after version 2"):
+        mailbox.publish(2, params_of(meshes, 2))
+    mailbox.close()
+
+
+def test_an_error_of_the_copier_reaches_trainer_and_engine():
+    meshes = meshes_of("4 + 4 devices")
+    # 24 rows do not divide over 4 devices as this target's spec demands of 7 columns.
+    target = {"odd": NamedSharding(meshes.rollout, PartitionSpec(None, "data"))}
+    mailbox = Mailbox(lambda params: {"odd": jnp.ones((24, 7))}, target, meshes.train, path="host")
+    mailbox.publish(0, params_of(meshes, 0))
+    with pytest.raises(RuntimeError, match="the mailbox ended with ValueError") as caught:
+        mailbox.wait(0, timeout_s=60.0)
+    assert isinstance(caught.value.__cause__, ValueError)
+    with pytest.raises(RuntimeError, match="the mailbox ended"):
+        mailbox.newest(after=-1)
+    with pytest.raises(RuntimeError, match="the mailbox ended"):
+        mailbox.publish(1, params_of(meshes, 1))
+    mailbox.close()
+
+
+def test_a_closed_mailbox_says_so_to_whoever_waits():
+    meshes = meshes_of("one device")
+    mailbox = mailbox_between(meshes)
+    errors: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            mailbox.wait(0, timeout_s=60.0)
+        except RuntimeError as error:
+            errors.append(error)
+
+    waiting = threading.Thread(target=wait)
+    waiting.start()
+    mailbox.close()
+    waiting.join(60)
+    assert [str(error) for error in errors] == ["the mailbox is closed"]
+    with pytest.raises(RuntimeError, match="closed"):
+        mailbox.publish(0, params_of(meshes, 0))
+
+
+def test_every_step_of_the_way_is_measured():
+    meshes = meshes_of("4 + 4 devices")
+    mailbox = mailbox_between(meshes)
+    for version in range(2):
+        mailbox.publish(version, params_of(meshes, version))
+        mailbox.wait(version, timeout_s=60.0)
+    measured = mailbox.metrics()
+    # 24 x 16 entries of two bytes, and 24 of four.
+    assert measured["transfer_bytes"] == (2 * (24 * 16 * 2 + 24 * 4), 2.0)
+    for name in ("publish_s", "copy_s", "transfer_s", "delay_s"):
+        total, weight = measured[name]
+        assert weight == 2 and total > 0
+    assert measured["delay_s"][0] >= measured["copy_s"][0] + measured["transfer_s"][0]
+    assert mailbox.metrics() == {"published": (0.0, 1.0), "delivered": (0.0, 1.0), "dropped": (0.0, 1.0)}
+    mailbox.close()

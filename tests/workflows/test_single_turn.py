@@ -1,0 +1,133 @@
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from areal_jax.data.tokenizer import HFTokenizer
+from areal_jax.records import NO_VERSION, Completion, Message, Sample, StopReason, Task, Verdict, VerdictKind
+from areal_jax.rewards.config import RewardConfig
+from areal_jax.rewards.service import RewardService
+from areal_jax.workflows.single_turn import JudgeFailed, SingleTurn
+
+TASK = Task("sum", (Message("user", "1+1?"),), "2")
+STOP = 0
+
+
+@pytest.fixture
+def tokenizer() -> HFTokenizer:
+    """A token for every character, and one that stops."""
+    inner = tokenizers.Tokenizer(models.WordLevel({"<stop>": STOP, "?": 1} | {chr(c): c for c in range(32, 127)}, "?"))
+    inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    inner.decoder = decoders.Fuse()
+    inner.add_special_tokens([AddedToken("<stop>", special=True)])
+    return HFTokenizer(inner, "{{ messages[0].content }}=", {}, [STOP])
+
+
+def completion(tokenizer: HFTokenizer, text: str, stop: StopReason, version: int) -> Completion:
+    tokens = tokenizer.encode(text)
+    if stop == "stop":
+        tokens = np.append(tokens, np.int32(STOP))
+    return Completion(tokens, -np.ones(len(tokens), np.float32), np.full(len(tokens), version, np.int32), stop)
+
+
+def run(
+    tokenizer: HFTokenizer,
+    completions: list[Completion],
+    judge: Callable[[Task, str], object],
+    asked: list[tuple[list[int], int]] | None = None,
+) -> tuple[Sample, ...]:
+    async def generate(prompt_tokens: np.ndarray, num_samples: int) -> list[Completion]:
+        if asked is not None:
+            asked.append((prompt_tokens.tolist(), num_samples))
+        return completions
+
+    workflow = SingleTurn(tokenizer, len(completions), RewardConfig())
+    return asyncio.run(workflow(TASK, generate, judge))  # type: ignore[arg-type]
+
+
+def verdict_of_kind(kind: VerdictKind) -> Callable[[Task, str], object]:
+    async def judge(task: Task, answer: str) -> Verdict:
+        return Verdict(kind)
+
+    return judge
+
+
+def test_every_array_speaks_of_the_same_tokens(tokenizer: HFTokenizer) -> None:
+    asked: list[tuple[list[int], int]] = []
+    drawn = [completion(tokenizer, "2", "stop", 3), completion(tokenizer, "17", "length", 4)]
+    samples = run(tokenizer, drawn, verdict_of_kind("correct"), asked)
+    prompt = [ord(c) for c in "1+1?="]
+    assert asked == [(prompt, 2)]
+    stopped, cut = samples
+    # The prompt's five tokens are context; the answer is trained on, with the token that stops it.
+    assert stopped.tokens.tolist() == [*prompt, ord("2"), STOP]
+    assert stopped.loss_mask.tolist() == [False] * 5 + [True] * 2
+    assert stopped.behave_logp.tolist() == [0.0] * 5 + [-1.0] * 2
+    assert stopped.versions.tolist() == [NO_VERSION] * 5 + [3] * 2
+    assert cut.tokens.tolist() == [*prompt, ord("1"), ord("7")]
+    assert (stopped.stop_reason, cut.stop_reason) == ("stop", "length")
+    for sample in samples:
+        lengths = {len(a) for a in (sample.tokens, sample.loss_mask, sample.behave_logp, sample.versions)}
+        assert lengths == {len(sample.tokens)}
+        assert (sample.tokens.dtype, sample.behave_logp.dtype, sample.versions.dtype) == (np.int32, np.float32, np.int32)
+
+
+@pytest.mark.parametrize("kind", ["correct", "wrong", "no_answer", "timeout", "crashed"])
+def test_a_verdict_is_worth_what_the_settings_say(tokenizer: HFTokenizer, kind: VerdictKind) -> None:
+    (sample,) = run(tokenizer, [completion(tokenizer, "2", "stop", 0)], verdict_of_kind(kind))
+    assert sample.reward == (5.0 if kind == "correct" else -5.0)
+    assert sample.verdict == kind
+
+
+def test_a_failing_judge_is_no_wrong_answer(tokenizer: HFTokenizer) -> None:
+    async def judge(task: Task, answer: str) -> Verdict:
+        if answer == "2":
+            return Verdict("infrastructure", "no process")
+        await asyncio.sleep(1000)
+        return Verdict("correct")
+
+    with pytest.raises(ExceptionGroup) as raised:
+        run(tokenizer, [completion(tokenizer, "1", "stop", 0), completion(tokenizer, "2", "stop", 0)], judge)
+    (error,) = raised.value.exceptions
+    assert isinstance(error, JudgeFailed)
+    assert str(error) == "no process"
+
+
+def test_answers_are_judged_at_the_same_time_each_with_its_own_verdict(tokenizer: HFTokenizer) -> None:
+    waiting = asyncio.Event()
+    seen: list[str] = []
+
+    async def judge(task: Task, answer: str) -> Verdict:
+        seen.append(answer)
+        if len(seen) == 3:
+            waiting.set()
+        await asyncio.wait_for(waiting.wait(), 5)
+        return Verdict("correct" if answer == task.answer else "wrong")
+
+    drawn = [completion(tokenizer, text, "stop", 0) for text in ("1", "2", "3")]
+    samples = run(tokenizer, drawn, judge)
+    assert [sample.reward for sample in samples] == [-5.0, 5.0, -5.0]
+    # The judge reads the answer without its stop token.
+    assert sorted(seen) == ["1", "2", "3"]
+
+
+def test_boxed_answers_are_judged_by_the_reward_service(tokenizer: HFTokenizer, tmp_path: Path) -> None:
+    async def main() -> list[tuple[float, str]]:
+        drawn = [completion(tokenizer, text, "stop", 0) for text in ("so \\boxed{02}", "\\boxed{3}", "two", "\\boxed{2} and")]
+        drawn[3] = completion(tokenizer, "\\boxed{2} and", "length", 0)
+
+        async def generate(prompt_tokens: np.ndarray, num_samples: int) -> list[Completion]:
+            return drawn
+
+        async with RewardService(RewardConfig()) as judge:
+            samples = await SingleTurn(tokenizer, 4, RewardConfig())(TASK, generate, judge)
+            return [(sample.reward, sample.verdict) for sample in samples]
+
+    # An answer that is right before it is cut is right.
+    assert asyncio.run(main()) == [(5.0, "correct"), (-5.0, "wrong"), (-5.0, "no_answer"), (5.0, "correct")]
