@@ -196,7 +196,7 @@ class TracedJudge:
 
 @asynccontextmanager
 async def assembled(
-    plan: Plan, folder: Path, *, resume: bool, make_trainer: Callable[[Params], AnyTrainer]
+    plan: Plan, folder: Path, *, resume: bool, make_trainer: Callable[[Plan, Params], AnyTrainer]
 ) -> AsyncIterator[Run[AnyTrainer]]:
     """A run with its engine and judges at work; on leaving all of it is ended and closed."""
     experiment = plan.experiment
@@ -212,7 +212,7 @@ async def assembled(
             show_steps=experiment.metrics.progress,
         )
         stack.callback(progress.close)
-        trainer, restored = make_trainer(_initial_params(plan)), None
+        trainer, restored = make_trainer(plan, _initial_params(plan)), None
         if saved_version is not None:
             state, restored = store.restore(saved_version, trainer.state)
             trainer.restore(state)

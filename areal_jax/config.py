@@ -87,7 +87,7 @@ class SFTExperiment:
     checkpoint: CheckpointConfig = chz.field(default_factory=CheckpointConfig, doc="what survives")
     metrics: MetricsConfig = chz.field(default_factory=MetricsConfig, doc="what is written beside metrics.jsonl")
     export_folder: str | None = chz.field(
-        default=None, doc="where the final policy goes as a Hugging Face folder; none: the run folder"
+        default=None, doc="where the final policy goes as a Hugging Face folder; none: policy/ in the run folder"
     )
 
 
@@ -113,7 +113,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> AnyExperiment:
     except ValueError as error:
         raise ConfigError(f"{path}: expected the {CONFIG_FILE} of a run, came no JSON ({error})") from None
     classes = {cls.__name__: cls for cls in (Experiment, SFTExperiment)}
-    cls = classes.get(given.pop(_CLASS_KEY, "")) if isinstance(given, dict) else None
+    cls = classes.get(str(given.pop(_CLASS_KEY, ""))) if isinstance(given, dict) else None
     if cls is None:
         raise ConfigError(f"{path}: expected the {CONFIG_FILE} of a run, with {_CLASS_KEY} one of {', '.join(classes)}")
     version = given.pop(_VERSION_KEY, "an unknown version")
@@ -155,7 +155,7 @@ def _experiments_folder() -> Path:
 
 
 def _experiment_in(path: Path) -> AnyExperiment:
-    module_name = f"areal_jax_experiment_{path.stem}"
+    module_name = f"experiment {path.resolve()}"
     spec = importlib.util.spec_from_file_location(module_name, path)
     if spec is None or spec.loader is None:
         raise ConfigError(f"{path}: expected a Python file")

@@ -129,36 +129,40 @@ def run(plan: Plan, run_folder: Path, *, resume: bool) -> None:
 
 async def _run(plan: Plan, run_folder: Path, resume: bool) -> None:
     exp = plan.experiment
-    row_tokens = exp.trainer.row_tokens or plan.engine.max_tokens
-    if isinstance(exp, SFTExperiment):
-
-        def make_supervised(params: Params) -> SupervisedTrainer:
-            return SupervisedTrainer(
-                exp.trainer,
-                plan.policy,
-                params,
-                plan.meshes.train,
-                plan.compute_dtype,
-                num_updates=exp.num_steps,
-                row_tokens=row_tokens,
-            )
-
-        async with assembled(plan, run_folder, resume=resume, make_trainer=make_supervised) as everything:
-            await fine_tune(everything, exp)
+    if isinstance(exp, Experiment):
+        async with assembled(plan, run_folder, resume=resume, make_trainer=rl_trainer) as parts:
+            await train(parts, exp)
     else:
+        async with assembled(plan, run_folder, resume=resume, make_trainer=supervised_trainer) as parts:
+            await fine_tune(parts, exp)
 
-        def make_trainer(params: Params) -> Trainer:
-            return Trainer(
-                exp.trainer,
-                plan.policy,
-                params,
-                plan.meshes.train,
-                plan.compute_dtype,
-                num_updates=exp.num_steps * exp.trainer.num_mini_batches,
-                max_staleness=exp.rollout.max_staleness,
-                temperature=exp.engine.temperature,
-                row_tokens=row_tokens,
-            )
 
-        async with assembled(plan, run_folder, resume=resume, make_trainer=make_trainer) as everything:
-            await train(everything, exp)
+def rl_trainer(plan: Plan, params: Params) -> Trainer:
+    """The trainer of a plan for reinforcement learning, with the weights it starts from."""
+    exp = plan.experiment
+    assert isinstance(exp, Experiment)
+    return Trainer(
+        exp.trainer,
+        plan.policy,
+        params,
+        plan.meshes.train,
+        plan.compute_dtype,
+        num_updates=exp.num_steps * exp.trainer.num_mini_batches,
+        max_staleness=exp.rollout.max_staleness,
+        temperature=exp.engine.temperature,
+        row_tokens=exp.trainer.row_tokens or plan.engine.max_tokens,
+    )
+
+
+def supervised_trainer(plan: Plan, params: Params) -> SupervisedTrainer:
+    """The trainer of a plan for supervised fine-tuning, with the weights it starts from."""
+    exp = plan.experiment
+    return SupervisedTrainer(
+        exp.trainer,
+        plan.policy,
+        params,
+        plan.meshes.train,
+        plan.compute_dtype,
+        num_updates=exp.num_steps,
+        row_tokens=exp.trainer.row_tokens or plan.engine.max_tokens,
+    )

@@ -25,9 +25,10 @@ from areal_jax.engine.decode import DecodeEngine
 from areal_jax.models.decoder import Policy
 from areal_jax.models.hf import read_config
 from areal_jax.parallel.mesh import Meshes, make_meshes
-from areal_jax.parallel.sharding import ROLLOUT_RULES, TRAIN_RULES, bytes_per_device, sharding, shardings
+from areal_jax.parallel.sharding import ROLLOUT_RULES, bytes_per_device, sharding
 from areal_jax.records import derive_seed
 from areal_jax.settings import ConfigError, as_text
+from areal_jax.trainer.memory import predicted_bytes
 
 T = TypeVar("T")
 
@@ -77,20 +78,9 @@ class Plan:
         return "\n".join(f"{name:<12}  {line}" for name, line in lines)
 
     def train_bytes(self) -> Memory:
-        """Adam in float32: parameters, their gradients, two moments; what a micro-batch keeps for its backward pass."""
-        trainer, model, abstract = self.experiment.trainer, self.policy.config, self.policy.abstract()
-        params = bytes_per_device(abstract, shardings(self.meshes.train, self.policy.axes(), abstract, TRAIN_RULES))
-        row_tokens = trainer.row_tokens or self.engine.max_tokens
-        kept = trainer.rows_per_micro_batch * row_tokens * model.hidden_size * self.compute_dtype.itemsize
-        # Without remat a layer keeps about its queries, keys, values, attention output and three MLP products as well.
-        per_layer = 1 if trainer.remat else 5 + 3 * model.intermediate_size // model.hidden_size
-        return {
-            "parameters": params,
-            "gradients": params,
-            "optimizer": 2 * params,
-            "activations": kept * model.num_hidden_layers * per_layer,
-            "logits": trainer.logp_chunk_tokens * model.vocab_size * jnp.dtype(jnp.float32).itemsize,
-        }
+        """What training takes of each device of its mesh."""
+        config, row_tokens = self.experiment.trainer, self.experiment.trainer.row_tokens or self.engine.max_tokens
+        return predicted_bytes(config, self.policy, self.meshes.train, self.compute_dtype, row_tokens=row_tokens)
 
     def rollout_bytes(self) -> Memory:
         """The engine's weights, twice while newer ones arrive; keys and values of every slot at its longest."""

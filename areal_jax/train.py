@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 import ast
+import os
 import shutil
-import signal
 import sys
 import textwrap
 from collections.abc import Iterator, Mapping, Sequence
@@ -58,9 +58,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(command: argparse.Namespace) -> int:
     if command.help:
-        # Whoever reads through `less` or `head` may stop early; that is no error.
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)
-        print(help_text(_experiment(command) if command.exp or command.config else Experiment))
+        _show(help_text(_experiment(command) if command.exp or command.config else Experiment))
         return 0
     run_folder = _resumed_folder(command) if command.resume is not None else None
     experiment = _experiment(command) if run_folder is None else read_config(run_folder / CONFIG_FILE, command.overrides)
@@ -134,6 +132,15 @@ def _resumed_folder(command: argparse.Namespace) -> Path:
     if not runs:
         raise ConfigError(f"nothing to resume: no {named or RUNS_FOLDER / f'{name}-*'} holds a {CONFIG_FILE}")
     return runs[-1]
+
+
+def _show(text: str) -> None:
+    """Print to a reader who may stop early, as `less` and `head` do; that is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # What is left in the buffer must go somewhere when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def help_text(config: AnyExperiment | type[Experiment]) -> str:

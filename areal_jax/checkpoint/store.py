@@ -56,10 +56,14 @@ class CheckpointStore:
         `train_state` is a pytree of jax or numpy arrays. A save that is still under way is waited for first. CheckpointError
         where this one cannot begin, or, after it has begun, where the save before it failed; training may go on either way,
         and no earlier checkpoint is touched."""
-        arrays = _by_name(train_state)
-        for name, leaf in arrays.items():
-            if not isinstance(leaf, jax.Array | np.ndarray):
-                raise TypeError(f"{name} of the train state must be an array, it is {leaf!r}; plain numbers belong into the notes")
+        arrays: dict[str, jax.Array | np.ndarray] = {}
+        for name, leaf in _by_name(train_state).items():
+            if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
+                raise TypeError(
+                    f"{name} of the train state must be an array, it is {leaf!r}; plain numbers belong into the notes"
+                )
+            # numpy turns arrays without axes into numbers whenever it computes with them.
+            arrays[name] = np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
         packed = pack(rollout)
         num_bytes = packed.nbytes + sum(array.nbytes for array in arrays.values())
         failure = self._collect(SAVE_TIMEOUT_S)

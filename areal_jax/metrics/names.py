@@ -2,6 +2,8 @@
 
 REWARD = "trainer/reward"
 """Mean reward of the samples of the step."""
+LOSS = "trainer/loss"
+"""Shown where no reward is measured, as in supervised fine-tuning."""
 PASS_AT_1 = "evaluation/pass@1"
 PASS_AT_1_ERROR = "evaluation/pass@1_stderr"
 """Standard error of pass@1."""

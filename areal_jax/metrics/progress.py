@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Mapping
 
@@ -78,7 +79,7 @@ class Progress:
         done = step - self._first_step
         left_s = elapsed_s / done * (self._num_steps - step) if done > 0 else None
         parts = (
-            f"reward {_number(metrics.get(names.REWARD), '.2f')}",
+            _objective(metrics),
             f"pass@1 {_number(self._pass_at_1, '.1%')}",
             f"staleness {_number(metrics.get(names.STALENESS_MEAN), '.1f')}/{_number(metrics.get(names.STALENESS_MAX), '.0f')}",
             f"rollout {_rate(metrics.get(names.ROLLOUT_TOKENS_PER_S))} tok/s",
@@ -89,12 +90,18 @@ class Progress:
         return "  ".join(parts)
 
 
+def _objective(metrics: Mapping[str, float]) -> str:
+    if names.REWARD not in metrics and names.LOSS in metrics:
+        return f"loss {metrics[names.LOSS]:.4f}"
+    return f"reward {_number(metrics.get(names.REWARD), '.2f')}"
+
+
 def _number(value: float | None, form: str) -> str:
     return "-" if value is None else format(value, form)
 
 
 def _rate(value: float | None) -> str:
-    if value is None:
+    if value is None or not math.isfinite(value):
         return "-"
     return f"{value:.0f}" if value < 1e4 else f"{value / 1e3:.0f}k" if value < 1e6 else f"{value / 1e6:.1f}M"
 

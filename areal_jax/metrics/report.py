@@ -91,11 +91,12 @@ def collect(rows: Iterable[dict[str, Any]]) -> dict[str, Series]:
 def summarize(series: dict[str, Series]) -> list[tuple[str, str]]:
     """What a reader wants to know first: label and text."""
     facts: list[tuple[str, str]] = []
-    if reward := series.get(names.REWARD):
-        tenth = max(1, len(reward.values) // 10)
-        facts.append(("steps", f"{reward.versions[-1] + 1}"))
-        first, last = np.mean(reward.values[:tenth]), np.mean(reward.values[-tenth:])
-        facts.append(("reward, first and last tenth", f"{first:.2f} → {last:.2f}"))
+    for label, name in (("reward", names.REWARD), ("loss", names.LOSS)):
+        if line := series.get(name):
+            tenth = max(1, len(line.values) // 10)
+            first, last = np.mean(line.values[:tenth]), np.mean(line.values[-tenth:])
+            facts += [("steps", f"{line.versions[-1] + 1}"), (f"{label}, first and last tenth", f"{first:.3g} → {last:.3g}")]
+            break
     if pass_at_1 := series.get(names.PASS_AT_1):
         facts.append(("pass@1, first and last", f"{pass_at_1.values[0]:.1%} → {pass_at_1.values[-1]:.1%}"))
     if staleness := series.get(names.STALENESS_MAX):
@@ -128,8 +129,11 @@ def draw(series: dict[str, Series]) -> bytes:
     """The learning curve as a PNG: reward, pass@1, staleness and speed by trainer step."""
     figure = Figure(figsize=(11, 6.4), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     FigureCanvasAgg(figure)
-    (reward, pass_at_1), (staleness, speed) = figure.subplots(2, 2)
-    _draw_reward(reward, series.get(names.REWARD))
+    (objective, pass_at_1), (staleness, speed) = figure.subplots(2, 2)
+    if names.REWARD not in series and names.LOSS in series:
+        _draw_each_step(objective, "loss of the trained tokens", series[names.LOSS])
+    else:
+        _draw_each_step(objective, "reward of the trained samples", series.get(names.REWARD))
     _draw_pass_at_1(pass_at_1, series.get(names.PASS_AT_1), series.get(names.PASS_AT_1_ERROR))
     _draw_lines(
         staleness,
@@ -143,7 +147,7 @@ def draw(series: dict[str, Series]) -> bytes:
     )
     speed.yaxis.set_major_formatter(EngFormatter(sep=""))
     last = max((found.versions[-1] for found in series.values()), default=1)
-    for axes in (reward, pass_at_1, staleness, speed):
+    for axes in (objective, pass_at_1, staleness, speed):
         axes.set_xlim(-0.03 * max(1, last), 1.03 * max(1, last))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(color="#e4e6ea", linewidth=0.8)
@@ -161,17 +165,17 @@ def _title(axes: Axes, text: str) -> None:
     axes.set_title(text, loc="left", fontsize=10.5, fontweight="bold")
 
 
-def _draw_reward(axes: Axes, reward: Series | None) -> None:
-    _title(axes, "reward of the trained samples")
-    if reward is None:
+def _draw_each_step(axes: Axes, title: str, line: Series | None) -> None:
+    _title(axes, title)
+    if line is None:
         return _say_nothing(axes)
-    window = max(1, len(reward.values) // 20)
-    (each,) = axes.plot(*reward, color=BLUE, linewidth=2, label="each step")
+    window = max(1, len(line.values) // 20)
+    (each,) = axes.plot(*line, color=BLUE, linewidth=2, label="each step")
     if window > 1:
         each.set(alpha=0.35, linewidth=1)
-        smooth = np.convolve(reward.values, np.ones(window) / window, mode="valid")
-        axes.plot(reward.versions[window - 1 :], smooth, color=BLUE, linewidth=2, label=f"mean of {window} steps")
-        axes.legend(frameon=False, fontsize=9, loc="lower right")
+        smooth = np.convolve(line.values, np.ones(window) / window, mode="valid")
+        axes.plot(line.versions[window - 1 :], smooth, color=BLUE, linewidth=2, label=f"mean of {window} steps")
+        axes.legend(frameon=False, fontsize=9, loc="best")
 
 
 def _draw_pass_at_1(axes: Axes, pass_at_1: Series | None, error: Series | None) -> None:
@@ -180,7 +184,9 @@ def _draw_pass_at_1(axes: Axes, pass_at_1: Series | None, error: Series | None) 
         return _say_nothing(axes)
     errors = dict(zip(*error, strict=True)) if error else {}
     bars = [errors.get(version, 0.0) for version in pass_at_1.versions]
-    axes.errorbar(*pass_at_1, yerr=bars, color=ORANGE, marker="o", markersize=4, linewidth=1.6, capsize=3, elinewidth=1)
+    axes.errorbar(
+        *pass_at_1, yerr=bars, color=ORANGE, marker="o", markersize=4, linewidth=1.6, capsize=3, elinewidth=1, clip_on=False
+    )
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     points = list(zip(*pass_at_1, bars, strict=True))
     axes.set_ylim(0, 1.2 * max(value + bar for _, value, bar in points) or 1.0)

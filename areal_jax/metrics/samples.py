@@ -62,6 +62,7 @@ class SampleWriter:
 
     def write(self, version: int, samples: Sequence[TrainedSample]) -> None:
         """Queue the samples that `version` was trained on. Raises what went wrong with earlier ones."""
+        self._raise_error()
         self._put((version, samples))
 
     def flush(self) -> None:

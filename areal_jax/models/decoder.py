@@ -12,7 +12,6 @@ from typing import Any, TypeAlias
 import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
-from jax.sharding import Sharding
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
@@ -27,7 +26,9 @@ LayerCache: TypeAlias = Any
 Attend: TypeAlias = Callable[[Array, Array, Array, LayerCache], tuple[Array, LayerCache]]
 """attend(q [B T N H], k [B T K H], v [B T K H], layer_cache) -> (out [B T N H], layer_cache).
 
-q and k come with RoPE applied and q unscaled: attend divides the scores by sqrt(H)."""
+q and k come with RoPE applied and q unscaled: attend divides the scores by sqrt(H). Where parameters are cut over the same
+devices as rows (fsdp), attend must also constrain q, k, v and out to be cut by rows (and heads): left to itself, the compiler
+cuts activations as it does parameters, and every device then holds all rows."""
 
 
 class Policy:
@@ -64,7 +65,6 @@ class Policy:
         compute_dtype: DTypeLike,
         unroll: bool = False,
         remat: bool = False,
-        batch_sharding: Sharding | None = None,
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Final hidden states (after the last norm), and the cache that `attend` returned.
 
@@ -75,24 +75,18 @@ class Policy:
             compute_dtype: of activations and matrix products; norms, RoPE and softmax stay in float32.
             unroll: a Python loop over layers instead of a scan: longer to compile, no slice or copy of the cache.
             remat: recompute each layer in the backward pass instead of keeping its activations.
-            batch_sharding: how rows lie on the mesh. Needed where parameters are cut over the same devices as rows (fsdp):
-                left to itself, the compiler then cuts activations as it does parameters and gives every device all rows.
         """
         config = self.config
         rope = _rope_angles(positions, config.head_dim, config.rope_theta)
 
-        def by_rows(x: Array) -> Array:
-            return x if batch_sharding is None else jax.lax.with_sharding_constraint(x, batch_sharding)
-
         def run_layer(x: Array, layer_and_cache: tuple[Params, LayerCache]) -> tuple[Array, LayerCache]:
             layer, layer_cache = layer_and_cache
-            x, layer_cache = nnx.merge(self._layer, layer)(x, rope, attend, layer_cache)
-            return by_rows(x), layer_cache
+            return nnx.merge(self._layer, layer)(x, rope, attend, layer_cache)
 
         if remat:
             # Inside a scan nothing can be merged across iterations, so the barriers against it would only cost.
             run_layer = jax.checkpoint(run_layer, prevent_cse=unroll)
-        x = by_rows(params["embed"][tokens].astype(compute_dtype))
+        x = params["embed"][tokens].astype(compute_dtype)
         if unroll:
             caches = []
             for i, layer in enumerate(self.unstack(params)["layers"]):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeAlias
 
 import jax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
@@ -37,8 +37,6 @@ ROLLOUT_RULES: Rules = {
     "tokens": (),
 }
 
-Tree = TypeVar("Tree")
-
 
 def sharding(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules) -> NamedSharding:
     """How an array of this shape lies on the mesh; `axes` names its leading dimensions, None or nothing is not cut.
@@ -55,8 +53,8 @@ def shardings(mesh: Mesh, axes: Any, shapes: Any, rules: Rules) -> Any:
     return jax.tree.map(lambda names, leaf: sharding(mesh, names, leaf.shape, rules), axes, shapes, is_leaf=_is_axes)
 
 
-def put_batch(mesh: Mesh, batch: Tree, rules: Rules) -> Tree:
-    """Move host arrays to the mesh, each cut along its first dimension as `batch` is."""
+def put_batch(mesh: Mesh, batch: Any, rules: Rules) -> Any:
+    """Move a tree of host arrays to the mesh, each cut along its first dimension as `batch` is."""
     return jax.device_put(batch, jax.tree.map(lambda leaf: sharding(mesh, ("batch",), leaf.shape, rules), batch))
 
 

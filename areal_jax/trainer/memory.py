@@ -15,11 +15,11 @@ from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.optimizer import make_optimizer
 from areal_jax.trainer.state import state_shardings
 
-KEPT_PER_MLP = 5
+KEPT_PER_MLP = 6
 """Arrays of the MLP's width that a layer keeps for its backward pass. This and the next two: fitted to what XLA reports."""
-KEPT_PER_SCORE = 3
+KEPT_PER_SCORE = 2
 KEPT_PER_WIDTH = 5
-KEPT_PER_LOGIT = 3
+KEPT_PER_LOGIT = 2
 
 
 def predicted_bytes(

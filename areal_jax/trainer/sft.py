@@ -4,29 +4,20 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int32
+from jaxtyping import Array, Float
 
 from areal_jax.data.packing import TrainingSequence, pack
+from areal_jax.data.sft import SupervisedExample
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.records import PackedBatch
 from areal_jax.rl.losses import PolicyLoss, sft_loss
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.state import TrainState
 from areal_jax.trainer.step import Learner, Metrics
-
-
-class Example(Protocol):
-    """A sequence, and which of its tokens the policy shall learn to say."""
-
-    @property
-    def tokens(self) -> Int32[np.ndarray, "T"]: ...
-    @property
-    def loss_mask(self) -> Bool[np.ndarray, "T"]: ...
 
 
 class SupervisedTrainer:
@@ -73,7 +64,7 @@ class SupervisedTrainer:
         """Compile everything that a step runs."""
         self._learner.warm_up(reads_logprobs=False)
 
-    def step(self, examples: Sequence[Example]) -> Metrics:
+    def step(self, examples: Sequence[SupervisedExample]) -> Metrics:
         """One update; its loss is the mean over the examples' loss tokens.
 
         Raises FloatingPointError where loss or gradient is not finite; the update is then not applied."""

@@ -171,7 +171,8 @@ class Learner:
             batch.positions,
             self._attend(batch),
             compute_dtype=self.compute_dtype,
-            unroll=self.policy.config.num_hidden_layers <= MOST_UNROLLED_LAYERS,
+            # Without a scan around it XLA on CPU merges what remat computes again with what it computed before, and saves nothing.
+            unroll=not self.config.remat and self.policy.config.num_hidden_layers <= MOST_UNROLLED_LAYERS,
             remat=self.config.remat,
         )
         return token_logprobs(

@@ -107,12 +107,14 @@ def test_arrays_may_be_donated_as_soon_as_save_returns(store):
 
 def test_numpy_leaves_may_be_changed_as_soon_as_save_returns(store):
     array = np.ones(1 << 20)
-    store.save(1, {"x": array}, ROLLOUT)
+    store.save(1, {"x": array, "version": np.array(7, np.int32), "sum": np.array(7) + 1}, ROLLOUT)
     array[:] = 0
     store.wait()
-    restored, _ = store.restore(1, {"x": array})
-    assert type(restored["x"]) is np.ndarray
+    abstract = {"x": array, "version": jax.ShapeDtypeStruct((), np.int32), "sum": np.array(0)}
+    restored, _ = store.restore(1, abstract)
+    assert [type(leaf) for leaf in restored.values()] == [np.ndarray] * 3
     assert (restored["x"] == 1).all()
+    assert (restored["version"].item(), restored["sum"].item()) == (7, 8)
 
 
 def test_newest_are_kept_and_a_version_can_be_saved_again(store):

@@ -72,6 +72,7 @@ def with_setting(base: DecodeEngine, **settings: Any) -> DecodeEngine:
     return other
 
 
+@lru_cache
 def laid_out(engine: DecodeEngine, seed: int) -> EngineParams:
     return jax.jit(engine.layout, out_shardings=engine.param_shardings)(params_of(seed))
 

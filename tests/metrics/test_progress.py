@@ -67,6 +67,19 @@ def test_time_left_counts_only_what_this_process_did():
     assert line.endswith("0:07 elapsed  1:03 left")
 
 
+def test_supervised_step_shows_its_loss():
+    _, line, _ = shown(2, [(1.0, 1, {names.LOSS: 1.25, names.TRAIN_TOKENS_PER_S: float("nan")})])
+    assert line.startswith("step 1/2  loss 1.2500  pass@1 -  staleness -/-  rollout - tok/s  train - tok/s")
+
+
+def test_score_of_an_evaluation_is_shown_from_then_on():
+    file = io.StringIO()
+    progress = Progress("policy", 2, console=Console(file=file, width=200, soft_wrap=True))
+    progress.evaluated({names.PASS_AT_1: 0.25})
+    progress.update(2, METRICS)
+    assert "pass@1 25.0%" in file.getvalue()
+
+
 def test_terminal_shows_the_same_facts_on_a_live_line():
     lines = shown(200, [(10.0, 1, METRICS)], terminal=True)
     assert lines[0] == "policy tiny, 4 tasks, 1 cpu"

@@ -102,7 +102,7 @@ def test_report_tells_numbers_counts_and_environment(page):
     text = "".join(page.text)
     words = re.sub(r"\s+", " ", " ".join(page.text))
     # First tenth of 0.0, 0.1 ... 2.9: mean of 0, 0.1, 0.2; the last of 2.7, 2.8, 2.9.
-    assert "0.10 → 2.80" in text and "10.0% → 60.0%" in text
+    assert "0.1 → 2.8" in text and "10.0% → 60.0%" in text
     assert "correct 30 50.0%" in words and "wrong 30 50.0%" in words
     assert "devices 8 x cpu" in words
     assert "trainer.epsilon=0.2" in text
@@ -141,6 +141,13 @@ def test_rows_of_one_version_join_and_nan_is_left_out():
     ]
     assert collect(rows) == {"a": Series([0, 2], [1.0, 3.0]), "b": Series([0], [7.0])}
     assert summarize({}) == []
+
+
+def test_supervised_run_is_summed_up_by_its_loss():
+    loss = Series([0, 1, 2], [3.0, 2.0, 1.0])
+    assert summarize({names.LOSS: loss}) == [("steps", "3"), ("loss, first and last tenth", "3 → 1")]
+    reward = Series([0, 1], [-5.0, 5.0])
+    assert summarize({names.LOSS: loss, names.REWARD: reward})[1] == ("reward, first and last tenth", "-5 → 5")
 
 
 def test_verdicts_are_counted_in_whole_rows_and_samples_of_many_versions_picked(tmp_path):

@@ -20,13 +20,24 @@ POSITIONS = jnp.broadcast_to(jnp.arange(T, dtype=jnp.int32), (B, T))
 ONE_SEGMENT = jnp.ones((B, T), jnp.int32)
 
 
-@partial(jax.jit, static_argnames=("policy", "compute_dtype", "unroll", "remat", "batch_sharding"))
-def forward(policy: Policy, params: Params, tokens, positions, segments, *, compute_dtype=jnp.float32, **how):
-    hidden, _ = policy.hidden(params, tokens, positions, packed_attention(segments), compute_dtype=compute_dtype, **how)
-    return hidden
+@partial(jax.jit, static_argnames=("policy", "compute_dtype", "unroll", "remat", "rows"))
+def forward(policy: Policy, params: Params, tokens, positions, segments, *, compute_dtype=jnp.float32, rows=None, **how):
+    attend = packed_attention(segments) if rows is None else held_to(rows, packed_attention(segments))
+    return policy.hidden(params, tokens, positions, attend, compute_dtype=compute_dtype, **how)[0]
 
 
-@partial(jax.jit, static_argnames=("policy", "unroll", "remat", "batch_sharding"))
+def held_to(rows: Sharding, inner: Attend) -> Attend:
+    """Keep activations where their rows are."""
+
+    def attend(q, k, v, cache):
+        q, k, v = jax.lax.with_sharding_constraint((q, k, v), rows)
+        out, cache = inner(q, k, v, cache)
+        return jax.lax.with_sharding_constraint(out, rows), cache
+
+    return attend
+
+
+@partial(jax.jit, static_argnames=("policy", "unroll", "remat", "rows"))
 def gradient(policy: Policy, params: Params, tokens, positions, segments, **how) -> Params:
     def loss(params):
         hidden = forward(policy, params, tokens, positions, segments, **how)
@@ -167,18 +178,18 @@ def test_one_device_equals_eight(tied):
     spread, rows, batch = on_eight_devices(policy, params, tensor=2)
     assert spread["layers"]["attn"]["q"].addressable_shards[0].data.shape == (3, 4, 2, 4)  # D over fsdp=4, N over tensor=2
     alone = [np.asarray(array) for array in batch]
-    hidden = forward(policy, spread, *batch, batch_sharding=rows)
+    hidden = forward(policy, spread, *batch, rows=rows)
     assert hidden.addressable_shards[0].data.shape == (2, T, 16)
     assert_close(hidden, forward(policy, params, *alone))
-    assert_close(gradient(policy, spread, *batch, batch_sharding=rows), gradient(policy, params, *alone))
+    assert_close(gradient(policy, spread, *batch, rows=rows), gradient(policy, params, *alone))
 
 
 def test_devices_exchange_parameters_and_never_activations():
     policy = tiny_policy()
     spread, rows, batch = on_eight_devices(policy, random_params(policy), tensor=1)
-    compiled = forward.lower(policy, spread, *batch, batch_sharding=rows).compile().as_text()
+    compiled = forward.lower(policy, spread, *batch, rows=rows).compile().as_text()
     # Parameters are gathered; a sum over devices, or a gather along rows, would be of activations.
-    assert "all-gather" in compiled
+    assert compiled is not None and "all-gather" in compiled
     assert "all-reduce" not in compiled and f"f32[8,{T}," not in compiled
 
 

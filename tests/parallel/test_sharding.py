@@ -1,4 +1,4 @@
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,12 +36,12 @@ def test_what_does_not_divide_is_not_cut():
 
 def test_a_batch_is_cut_over_data_and_fsdp_together():
     class Batch(NamedTuple):
-        tokens: np.ndarray | jax.Array
-        weights: np.ndarray | jax.Array
+        tokens: Any
+        weights: Any
 
     mesh = make_meshes(PlacementConfig(train_devices=6, train_fsdp=3)).train  # data=2, fsdp=3
     batch = put_batch(mesh, Batch(np.arange(12).reshape(6, 2), np.ones(6)), TRAIN_RULES)
-    assert isinstance(batch, Batch) and isinstance(batch.tokens, jax.Array) and isinstance(batch.weights, jax.Array)
+    assert isinstance(batch, Batch)
     assert batch.tokens.sharding == sharding(mesh, ("batch",), (6,), TRAIN_RULES)
     assert sharding(mesh, ("batch",), (6,), TRAIN_RULES).spec == PartitionSpec(("data", "fsdp"))
     assert [shard.data.tolist() for shard in batch.tokens.addressable_shards] == [[[i, i + 1]] for i in range(0, 12, 2)]

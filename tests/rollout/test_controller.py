@@ -258,13 +258,16 @@ def test_a_crash_at_any_instant_loses_no_task_and_repeats_none(seed: int, workfl
 
 def test_what_was_drawn_before_a_crash_is_not_drawn_again() -> None:
     async def main() -> None:
-        async with run(one_call, 7) as (rollouts, _):
-            for _ in range(6):
+        async with run(one_call, 7) as (rollouts, before):
+            for _ in range(4):
                 await asyncio.sleep(0)
+            drawn_before = before.num_drawn
             state = await rollouts.snapshot()
-        kept = sum(len(part.tokens) for record in state.suspended for parts in record.calls.values() for part in parts)
+        parts = [part for record in state.suspended for parts in record.calls.values() for part in parts]
+        assert any(part.stop_reason == "suspended" and len(part.tokens) for part in parts)
+        kept = sum(len(part.tokens) for part in parts)
         kept += sum(len(sample.tokens) for group in state.buffered for sample in group.samples)
-        assert kept > 0
+        assert kept >= drawn_before > 0
         async with run(one_call, 7, restored=state) as (rollouts, after):
             groups = await train_all(rollouts, after)
         total = sum(len(sample.tokens) for group in groups for sample in group.samples)
@@ -319,16 +322,30 @@ def test_restored_groups_start_first_and_keep_their_ids_and_versions() -> None:
     asyncio.run(main())
 
 
-def test_restored_groups_that_the_gate_has_not_let_in_yet_are_in_the_next_snapshot() -> None:
+def test_a_snapshot_of_a_restored_run_says_the_same_of_those_that_run_and_of_those_that_wait() -> None:
     async def main() -> None:
-        old = tuple(Suspended(id, Task(f"task-{id}", (Message("user", "?"),), "1"), 0) for id in range(5))
+        old = tuple(Suspended(id, Task(f"task-{id}", (Message("user", "?"),), "1"), id % 2) for id in range(5))
         state = RolloutState({"place": 5}, 5, {}, (), old)
+        # Two may run, three wait for the gate; the engine stands still.
         narrow = RolloutConfig(groups_per_batch=4, max_staleness=2, max_running_groups=2)
-        async with run(one_call, 20, config=narrow, restored=state) as (rollouts, _):
+        async with run(one_call, 20, TinyEngine(version=-1), narrow, version=1, restored=state) as (rollouts, _):
+            rollouts.gate.version = 2
             again = await rollouts.snapshot()
-        assert sorted([group.id for group in again.buffered] + [record.id for record in again.suspended])[:5] == [0, 1, 2, 3, 4]
+            assert rollouts.gate.running == 2
+        assert [(record.id, record.task.id, record.started_version) for record in again.suspended] == [
+            (record.id, record.task.id, record.started_version) for record in old
+        ]
+        assert (again.next_group_id, again.tasks) == (5, {"place": 5})
 
     asyncio.run(main())
+
+
+def test_a_restored_buffer_counts_as_accepted() -> None:
+    buffered = tuple(Group(id, Task(f"task-{id}", (Message("user", "?"),), "1"), ()) for id in (9, 8))
+    gate, buffer = open_gate(CONFIG, 2, RolloutState({"place": 10}, 10, {}, buffered, ()))
+    # Two batches of 4 are trained on and 2 wait: of (2 + 2 + 1) * 4 places 10 are left, of which 7 may run at a time.
+    assert (gate.accepted, gate.capacity(), gate.version) == (10, 7, 2)
+    assert [group.id for group in buffer.snapshot()] == [8, 9]
 
 
 def test_a_workflow_that_raises_costs_its_group_and_no_more(caplog: pytest.LogCaptureFixture) -> None:

@@ -1,0 +1,74 @@
+"""Hand-computed advantages."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from areal_jax.rl.advantages import compute_advantages
+from areal_jax.rl.config import Advantages, BatchNormalized, GroupNormalized
+
+
+def compute(config: Advantages, *rewards_and_tokens: tuple[list[float], list[int]]) -> list[np.ndarray]:
+    rewards, tokens = zip(*rewards_and_tokens, strict=True)
+    return compute_advantages(config, [np.array(r) for r in rewards], [np.array(n) for n in tokens])
+
+
+def test_group_normalization_equals_the_numbers_by_hand() -> None:
+    # Mean .5, deviations ±.5, sample variance 4 · .25 / 3 = 1/3, .5 / .577350 = .866025.
+    (advantages,) = compute(GroupNormalized(), ([1.0, 0.0, 0.0, 1.0], [1, 1, 1, 1]))
+    np.testing.assert_allclose(advantages, [0.866025, -0.866025, -0.866025, 0.866025], atol=2e-6)
+
+
+def test_groups_of_different_sizes_are_each_centred() -> None:
+    # First group: mean 2, sample std 1. Second: mean 5, std sqrt(2) · 5 = 7.071068, ±5 / that.
+    first, second = compute(GroupNormalized(), ([1.0, 2.0, 3.0], [5, 9, 1]), ([0.0, 10.0], [1, 100]))
+    np.testing.assert_allclose(first, [-1.0, 0.0, 1.0], atol=2e-6)
+    np.testing.assert_allclose(second, [-0.707107, 0.707107], atol=2e-6)
+
+
+def test_dr_grpo_only_subtracts_the_mean() -> None:
+    (advantages,) = compute(GroupNormalized(divide_by_std=False), ([1.0, 0.0, 0.0, 0.0], [1, 1, 1, 1]))
+    np.testing.assert_allclose(advantages, [0.75, -0.25, -0.25, -0.25])
+
+
+@pytest.mark.parametrize("config", [GroupNormalized(), GroupNormalized(divide_by_std=False), BatchNormalized()])
+@pytest.mark.parametrize("rewards", [[0.1, 0.1, 0.1], [-5.0]])
+def test_equal_rewards_give_exactly_zero(config: Advantages, rewards: list[float]) -> None:
+    # The mean of three times 0.1 is not 0.1 in binary; divided by eps the difference would not be small.
+    (advantages,) = compute(config, (rewards, [3] * len(rewards)))
+    assert not advantages.any()
+
+
+def test_batch_normalization_weights_samples_by_their_tokens() -> None:
+    # 3 tokens of 5 and 1 of -5: mean 2.5, variance (3 · 2.5² + 7.5²) / 3 = 25, so 2.5 / 5 and -7.5 / 5.
+    first, second = compute(BatchNormalized(eps=0.0), ([5.0], [3]), ([-5.0], [1]))
+    np.testing.assert_allclose([first[0], second[0]], [0.5, -1.5], atol=1e-6)
+
+
+def test_batch_normalization_equals_areals_numbers() -> None:
+    # AReaL's own test: tokens of 1, 2, 4, 6, 8, 9 have mean 5 and unbiased std sqrt(52 / 5) = 3.2249; -4 / 3.2249 = -1.2403.
+    # The samples of 100 have no token in the loss, and count for nothing.
+    first, second = compute(BatchNormalized(eps=0.0), ([1.0, 2.0, 100.0, 4.0], [1, 1, 0, 1]), ([6.0, 8.0, 9.0], [1, 1, 1]))
+    np.testing.assert_allclose(first[[0, 1, 3]], [-1.2403, -0.9303, -0.3101], atol=1e-4)
+    np.testing.assert_allclose(second, [0.3101, 0.9303, 1.2403], atol=1e-4)
+
+
+def test_normalized_tokens_have_mean_zero_and_variance_one() -> None:
+    rng = np.random.default_rng(0)
+    rewards = [rng.normal(size=size) for size in (4, 1, 7)]
+    tokens = [rng.integers(1, 50, size) for size in (4, 1, 7)]
+    advantages = np.concatenate(compute_advantages(BatchNormalized(eps=0.0), rewards, tokens))
+    per_token = np.repeat(advantages, np.concatenate(tokens))
+    assert per_token.mean() == pytest.approx(0.0, abs=1e-6)
+    assert per_token.std(ddof=1) == pytest.approx(1.0, abs=1e-6)
+
+
+def test_a_batch_without_loss_tokens_gives_zeros() -> None:
+    first, second = compute(BatchNormalized(), ([1.0, 0.0], [0, 0]), ([2.0], [0]))
+    assert not first.any() and not second.any()
+
+
+def test_unknown_advantages_are_an_error_that_names_the_knob() -> None:
+    with pytest.raises(TypeError, match=r"trainer\.advantages"):
+        compute(Advantages(), ([1.0], [1]))

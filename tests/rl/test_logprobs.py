@@ -1,0 +1,123 @@
+"""Log-probabilities against the definition written out in numpy."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
+
+from areal_jax.rl.logprobs import token_logprobs
+
+B, T, D, V = 3, 10, 8, 13
+SEGMENTS = np.array([[1] * 4 + [2] * 6, [1] * 3 + [2] * 1 + [3] * 4 + [0] * 2, [0] * 10], np.int32)
+
+
+def draw(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rng = np.random.default_rng(seed)
+    hidden, head = rng.normal(size=(B, T, D)), rng.normal(size=(D, V))
+    return hidden.astype(np.float32), head.astype(np.float32), rng.integers(0, V, (B, T)).astype(np.int32)
+
+
+def by_definition(hidden: np.ndarray, head: np.ndarray, tokens: np.ndarray, temperature: float) -> tuple[np.ndarray, np.ndarray]:
+    """Token by token, in float64: log softmax(hidden[t-1] · head / temperature)[token t] where t-1 is of the same segment."""
+    logp, entropy = np.zeros((B, T)), np.zeros((B, T))
+    for b, t in np.ndindex(B, T):
+        if t and SEGMENTS[b, t] and SEGMENTS[b, t] == SEGMENTS[b, t - 1]:
+            logits = hidden[b, t - 1].astype(np.float64) @ head / temperature
+            log_softmax = logits - np.log(np.exp(logits).sum())
+            logp[b, t] = log_softmax[tokens[b, t]]
+            entropy[b, t] = -(np.exp(log_softmax) * log_softmax).sum()
+    return logp, entropy
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.6])
+@pytest.mark.parametrize("chunk_tokens", [1000, 12, 9, 1])  # one chunk; 3 of 4, 3, 3 columns; 4 with padding; one column each
+def test_they_are_what_the_definition_says(chunk_tokens: int, temperature: float) -> None:
+    hidden, head, tokens = draw()
+    logp, entropy = jax.jit(token_logprobs, static_argnames=("temperature", "chunk_tokens"))(
+        hidden, head, tokens, SEGMENTS, temperature=temperature, chunk_tokens=chunk_tokens
+    )
+    expected_logp, expected_entropy = by_definition(hidden, head, tokens, temperature)
+    np.testing.assert_allclose(logp, expected_logp, atol=2e-6)
+    np.testing.assert_allclose(entropy, expected_entropy, atol=2e-6)
+
+
+@pytest.mark.parametrize("chunk_tokens", [1000, 9])
+def test_gradients_equal_those_of_the_full_log_softmax(chunk_tokens: int) -> None:
+    hidden, head, tokens = (jnp.asarray(x) for x in draw(1))
+    weights = np.random.default_rng(2).normal(size=(B, T)).astype(np.float32)
+
+    def chunked(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        logp, entropy = token_logprobs(hidden, head, tokens, jnp.asarray(SEGMENTS), temperature=0.7, chunk_tokens=chunk_tokens)
+        return jnp.sum(weights * logp) + jnp.sum(entropy)  # the entropy must add nothing
+
+    def full(hidden: jax.Array, head: jax.Array) -> jax.Array:
+        log_softmax = jax.nn.log_softmax(hidden[:, :-1] @ head / 0.7)
+        logp = jnp.take_along_axis(log_softmax, tokens[:, 1:, None], axis=2)[..., 0]
+        predicted = (SEGMENTS[:, 1:] == SEGMENTS[:, :-1]) & (SEGMENTS[:, 1:] != 0)
+        return jnp.sum(jnp.where(predicted, weights[:, 1:] * logp, 0.0))
+
+    for ours, theirs in zip(jax.grad(chunked, (0, 1))(hidden, head), jax.grad(full, (0, 1))(hidden, head), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-5)
+
+
+def test_a_sequence_in_a_row_gets_what_it_gets_alone() -> None:
+    hidden, head, tokens = draw(3)
+    packed, _ = token_logprobs(*map(jnp.asarray, (hidden, head, tokens, SEGMENTS)), chunk_tokens=1000)
+    alone, _ = token_logprobs(
+        *map(jnp.asarray, (hidden[:1, 4:], head, tokens[:1, 4:], np.ones((1, 6), np.int32))), chunk_tokens=1000
+    )
+    np.testing.assert_array_equal(packed[0, 4:], alone[0])
+
+
+def test_softmax_is_in_float32_whatever_the_hidden_states_are() -> None:
+    hidden, head, tokens = draw(4)
+    rounded = jnp.asarray(hidden, jnp.bfloat16)
+    logp, _ = token_logprobs(rounded, jnp.asarray(head), jnp.asarray(tokens), jnp.asarray(SEGMENTS), chunk_tokens=1000)
+    exact, _ = by_definition(np.asarray(rounded, np.float32), np.asarray(jnp.asarray(head, jnp.bfloat16), np.float32), tokens, 1.0)
+    assert logp.dtype == jnp.float32
+    # The product of bfloat16 numbers is exact in float32; logits rounded to bfloat16 would be off by up to 2^-8 of 10.
+    np.testing.assert_allclose(logp, exact, atol=1e-4)
+
+
+def test_logits_of_all_tokens_never_exist() -> None:
+    # 2048 tokens times 4096 words are 32 MiB in float32; chunks of 128 tokens are 2 MiB, of which a few exist at a time.
+    shapes = [(2, 1024, 16), (16, 4096), (2, 1024), (2, 1024)]
+    arguments = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, [jnp.float32] * 2 + [jnp.int32] * 2, strict=True)]
+
+    def loss(hidden: jax.Array, head: jax.Array, tokens: jax.Array, segment_ids: jax.Array) -> jax.Array:
+        return jnp.sum(token_logprobs(hidden, head, tokens, segment_ids, chunk_tokens=128)[0])
+
+    memory = jax.jit(jax.grad(loss, (0, 1))).lower(*arguments).compile().memory_analysis()
+    assert memory is not None
+    assert memory.temp_size_in_bytes < 12 * 2**20
+
+
+@pytest.mark.parametrize("tensor", [1, 2, 4])
+def test_sharding_rows_and_vocabulary_changes_nothing(tensor: int) -> None:
+    rng = np.random.default_rng(5)
+    rows, words = 8, 16
+    hidden, head = rng.normal(size=(rows, T, D)).astype(np.float32), rng.normal(size=(D, words)).astype(np.float32)
+    tokens, segments = rng.integers(0, words, (rows, T)).astype(np.int32), np.ones((rows, T), np.int32)
+    mesh = jax.make_mesh((8 // tensor, tensor), ("fsdp", "tensor"), (AxisType.Auto,) * 2)
+
+    def loss(hidden: jax.Array, head: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        logp, entropy = token_logprobs(hidden, head, jnp.asarray(tokens), jnp.asarray(segments), chunk_tokens=rows * 4)
+        return jnp.sum(logp), (logp, entropy)
+
+    run = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
+    alone = run(hidden, head)
+    sharded = run(
+        jax.device_put(hidden, NamedSharding(mesh, PartitionSpec("fsdp"))),
+        jax.device_put(head, NamedSharding(mesh, PartitionSpec("fsdp" if tensor == 4 else None, "tensor"))),
+    )
+    for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(sharded), strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_temperature_zero_is_an_error() -> None:
+    hidden, head, tokens = map(jnp.asarray, draw())
+    with pytest.raises(ValueError, match="temperature must be above 0"):
+        token_logprobs(hidden, head, tokens, jnp.asarray(SEGMENTS), temperature=0.0, chunk_tokens=10)

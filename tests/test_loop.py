@@ -1,0 +1,202 @@
+"""The laws of the whole loop, on one device and on a train mesh of four beside a rollout mesh of four."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from collections import Counter
+from dataclasses import replace
+from pathlib import Path
+
+import chz
+import jax
+import numpy as np
+import pytest
+
+from areal_jax import loop
+from areal_jax.assembly import Run, assembled
+from areal_jax.config import Experiment
+from areal_jax.data.config import Synthetic
+from areal_jax.data.pipeline import TaskStream
+from areal_jax.data.policy_files import EMBEDDED
+from areal_jax.engine.config import EngineConfig
+from areal_jax.engine.decode import DecodeEngine
+from areal_jax.evaluation.config import EvaluationConfig
+from areal_jax.metrics import jsonl
+from areal_jax.metrics.config import MetricsConfig
+from areal_jax.models.config import PolicyConfig
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.parallel.mesh import make_meshes
+from areal_jax.plan import Plan, make_plan
+from areal_jax.records import Group, Sampling, Task, Verdict
+from areal_jax.rollout.config import RolloutConfig
+from areal_jax.rollout.controller import Calls
+from areal_jax.rollout.gate import Gate
+from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
+from areal_jax.trainer.ppo import Trainer
+from areal_jax.workflows.single_turn import SingleTurn
+
+ONE, FOUR_AND_FOUR = PlacementConfig(), PlacementConfig(train_devices=4, train_fsdp=2, train_tensor=2, rollout_devices=4)
+PLACEMENTS = pytest.mark.parametrize("placement", [ONE, FOUR_AND_FOUR], ids=["one device", "4 + 4 devices"])
+
+
+async def judge_by_parity(task: Task, answer: str) -> Verdict:
+    """Right where the answer has an even number of characters: what a policy that knows nothing gets right half of the time."""
+    return Verdict("wrong" if len(answer) % 2 else "correct")
+
+
+@pytest.fixture
+def tiny_policy(tmp_path: Path) -> Path:
+    """A Hugging Face folder with a policy small enough to take a step in milliseconds; its weights are drawn afresh."""
+    folder = tmp_path / "tiny"
+    shutil.copytree(EMBEDDED, folder, ignore=shutil.ignore_patterns("model.safetensors", "README.md"))
+    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = json.loads((folder / "config.json").read_text()) | small
+    config.pop("head_dim", None)
+    (folder / "config.json").write_text(json.dumps(config))
+    return folder
+
+
+def experiment(policy: Path, placement: PlacementConfig, *, num_steps: int, max_staleness: int | None) -> Experiment:
+    return Experiment(
+        name="law",
+        seed=3,
+        num_steps=num_steps,
+        policy=PolicyConfig(path=str(policy), random_init=True),
+        tasks=Synthetic(num_tasks=1000),
+        placement=placement,
+        rollout=RolloutConfig(
+            groups_per_batch=4, samples_per_group=4, max_staleness=max_staleness, max_running_groups=16, batch_timeout_s=120.0
+        ),
+        engine=EngineConfig(num_slots=16, max_prompt_tokens=80, max_new_tokens=16, steps_per_dispatch=4),
+        trainer=TrainerConfig(
+            optimizer=OptimizerConfig(learning_rate=1e-2, warmup_fraction=0.0), num_mini_batches=2, rows_per_micro_batch=2
+        ),
+        evaluation=EvaluationConfig(every_steps=0),
+        metrics=MetricsConfig(tensorboard=False, trace=False, progress=False),
+    )
+
+
+def planned(exp: Experiment) -> Plan:
+    """The plan; with nothing said of devices, on one of the eight that tests see."""
+    if exp.placement != ONE:
+        return make_plan(exp)
+    plan = make_plan(chz.replace(exp, placement=PlacementConfig(train_devices=1, rollout_devices=1)))
+    meshes = make_meshes(ONE, jax.devices()[:1])
+    return replace(
+        plan, experiment=exp, meshes=meshes, engine=DecodeEngine(plan.policy, meshes.rollout, exp.engine, plan.compute_dtype)
+    )
+
+
+def run_loop(plan: Plan, folder: Path, *, resume: bool = False) -> dict[str, np.ndarray]:
+    """Train with the loop; the parameters it ends with."""
+
+    async def go() -> dict[str, np.ndarray]:
+        async with assembled(plan, folder, resume=resume, make_trainer=loop.rl_trainer) as run:
+            run.judge = judge_by_parity
+            exp = plan.experiment
+            assert isinstance(exp, Experiment)
+            await loop.train(run, exp)
+            return host(run.trainer)
+
+    return asyncio.run(go())
+
+
+def host(trainer: Trainer) -> dict[str, np.ndarray]:
+    leaves = jax.tree_util.tree_leaves_with_path(trainer.params)
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in leaves}
+
+
+def samples(folder: Path) -> list[dict]:
+    return list(jsonl.read(folder / "samples.jsonl"))
+
+
+async def plain_synchronous_loop(run: Run[Trainer], exp: Experiment) -> None:
+    """Synchronous RL as a textbook has it: draw a batch task by task, train on it, hand over the weights, again."""
+    tokenizer = run.plan.tokenizer
+    workflow = SingleTurn(tokenizer, exp.rollout.samples_per_group, exp.rewards)
+    sampling = Sampling(exp.engine.max_new_tokens, exp.engine.temperature, stop_token_ids=tokenizer.stop_token_ids)
+    tasks = TaskStream(run.plan.tasks.tasks, exp.seed)
+    size = exp.rollout.groups_per_batch
+    for version in range(exp.num_steps):
+        gate = Gate(0, size, size, version)
+        groups = []
+        for i in range(size):
+            task, number = next(tasks), version * size + i
+            calls = Calls(run.engine, gate, sampling, exp.seed, number, {})
+            groups.append(Group(number, task, await workflow(task, calls, run.judge), version))
+        run.trainer.step(groups)
+        run.mailbox.publish(version + 1, run.trainer.params)
+
+
+@PLACEMENTS
+def test_without_staleness_the_loop_is_a_plain_synchronous_loop_bit_for_bit(
+    tiny_policy: Path, tmp_path: Path, placement: PlacementConfig
+) -> None:
+    exp = experiment(tiny_policy, placement, num_steps=5, max_staleness=0)
+
+    async def plain() -> dict[str, np.ndarray]:
+        plan = planned(exp)
+        async with assembled(plan, tmp_path / "plain", resume=False, make_trainer=loop.rl_trainer) as run:
+            run.judge = judge_by_parity
+            await plain_synchronous_loop(run, exp)
+            return host(run.trainer)
+
+    before = host_initial(exp)
+    ours, textbook = run_loop(planned(exp), tmp_path / "loop"), asyncio.run(plain())
+    assert any((ours[name] != before[name]).any() for name in ours)
+    for name, leaf in textbook.items():
+        np.testing.assert_array_equal(ours[name], leaf, err_msg=name)
+    assert all(version == row["version"] for row in samples(tmp_path / "loop") for version in row["versions"] if version >= 0)
+
+
+def host_initial(exp: Experiment) -> dict[str, np.ndarray]:
+    params = planned(exp).policy.init(jax.random.key(exp.seed))
+    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+
+
+@PLACEMENTS
+def test_over_100_asynchronous_steps_nothing_is_too_old_trained_twice_or_lost(
+    tiny_policy: Path, tmp_path: Path, placement: PlacementConfig
+) -> None:
+    max_staleness, num_steps = 2, 100
+    exp = experiment(tiny_policy, placement, num_steps=num_steps, max_staleness=max_staleness)
+    run_loop(planned(exp), tmp_path)
+    rows = samples(tmp_path)
+    ages = [
+        row["version"] - version
+        for row in rows
+        for place, version in enumerate(row["versions"])
+        if version >= 0 and place not in set(row["stale"])
+    ]
+    assert min(ages) >= 0 and max(ages) <= max_staleness
+    assert max(ages) > 0, "nothing was stale: this run was not asynchronous"
+    assert Counter(row["group"] for row in rows).most_common(1)[0][1] == exp.rollout.samples_per_group
+    assert len(rows) == num_steps * exp.rollout.groups_per_batch * exp.rollout.samples_per_group
+    # A batch is the oldest of what is finished, so that what was started early is not left behind for long.
+    trained = sorted({row["group"] for row in rows})
+    started = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["gate/started"]
+    missing = set(range(trained[-1])) - set(trained)
+    assert len(trained) + len(missing) <= started
+    assert len(missing) <= exp.rollout.max_running_groups + (max_staleness + 1) * exp.rollout.groups_per_batch
+    assert len({row["task"] for row in rows}) == len(trained), "within one epoch every task comes once"
+    metrics = [row for row in jsonl.read(tmp_path / "metrics.jsonl") if "trainer/loss" in row]
+    assert [row["version"] for row in metrics] == list(range(num_steps))
+    assert metrics[-1]["trainer/num_compilations"] == metrics[0]["trainer/num_compilations"]
+    assert all(row["rollout/compilations"] == 0 for row in metrics[1:])
+
+
+@PLACEMENTS
+def test_a_resumed_run_goes_on_where_it_was(tiny_policy: Path, tmp_path: Path, placement: PlacementConfig) -> None:
+    exp = experiment(tiny_policy, placement, num_steps=8, max_staleness=0)
+    whole = run_loop(planned(exp), tmp_path / "whole")
+    # Cosine or not, the schedule spans num_steps: a constant one lets a shorter run be the beginning of a longer one.
+    run_loop(planned(chz.replace(exp, num_steps=5)), tmp_path / "parts")
+    resumed = run_loop(planned(exp), tmp_path / "parts", resume=True)
+    for name, leaf in whole.items():
+        np.testing.assert_array_equal(resumed[name], leaf, err_msg=name)
+    kept = ("version", "group", "number", "tokens", "behave_logp", "versions", "reward")
+    assert [[row[name] for name in kept] for row in samples(tmp_path / "parts")] == [
+        [row[name] for name in kept] for row in samples(tmp_path / "whole")
+    ]
