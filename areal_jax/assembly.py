@@ -37,7 +37,7 @@ from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 from areal_jax.plan import Plan
 from areal_jax.records import Group, Judge, Sampling, Task, Verdict
 from areal_jax.rewards.service import RewardService
-from areal_jax.settings import to_json
+from areal_jax.settings import ConfigError, to_json
 from areal_jax.trainer.ppo import Trainer
 from areal_jax.trainer.sft import SupervisedTrainer
 from areal_jax.trainer.step import Metrics
@@ -214,7 +214,10 @@ async def assembled(
         stack.callback(progress.close)
         trainer, restored = make_trainer(plan, _initial_params(plan)), None
         if saved_version is not None:
-            state, restored = store.restore(saved_version, trainer.state)
+            try:
+                state, restored = store.restore(saved_version, trainer.state)
+            except CheckpointError as error:
+                raise ConfigError(str(error)) from error
             trainer.restore(state)
             progress.say(f"going on from the checkpoint of version {saved_version}")
         sinks = Sinks(folder, experiment.metrics, trainer.version if resume else None, plan.tokenizer.decode)

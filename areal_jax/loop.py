@@ -13,6 +13,8 @@ trainer works in a worker thread, one step at a time; answers are judged in othe
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from areal_jax.assembly import Run, assembled, trained_samples
@@ -51,8 +53,12 @@ async def train(run: Run[Trainer], exp: Experiment) -> None:
             groups = await next_batch(run, rollouts, exp.rollout.groups_per_batch, version)  # oldest first, each once
             if groups is None:
                 break
-            with run.span("trainer", f"step {version}"):
-                step = await asyncio.to_thread(trainer.step, groups)  # proximal log-probs, advantages, mini-batches
+            try:
+                with run.span("trainer", f"step {version}"):
+                    step = await asyncio.to_thread(trainer.step, groups)  # proximal log-probs, advantages, mini-batches
+            except FloatingPointError:
+                await checkpoint(run, rollouts, untrained=groups)  # nothing finished is lost, whatever is changed next
+                raise
             mailbox.publish(version + 1, trainer.params)  # the engine swaps between two decode steps
             gate.version = version + 1  # opens exactly one batch of places
             run.record(version, step.metrics, rollouts.counters())
@@ -81,9 +87,10 @@ async def housekeeping(run: Run[Trainer], version: int, rollouts: Rollouts) -> N
             run.evaluate_meanwhile(version)
 
 
-async def checkpoint(run: Run[Trainer], rollouts: Rollouts) -> None:
-    """Save all that the run consists of as of this moment, between two steps."""
+async def checkpoint(run: Run[Trainer], rollouts: Rollouts, untrained: Sequence[Group] = ()) -> None:
+    """Save all that the run consists of as of this moment, between two steps; `untrained` is a batch that was taken in vain."""
     state = await rollouts.snapshot()
+    state = replace(state, buffered=(*untrained, *state.buffered))
     await asyncio.to_thread(run.save, run.trainer.version, encode(state))
 
 

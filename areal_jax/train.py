@@ -45,12 +45,16 @@ Train the policy of an experiment. What the run finds out goes to its run folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns 0 when done, 2 where the input cannot be (one message on stderr), 130 on Ctrl-C."""
+    """Run the command line. Returns 0 when done, 2 where the input cannot be and 1 where training diverges (one message on
+    stderr each), 130 on a second Ctrl-C."""
     try:
         return _run(_parse(sys.argv[1:] if argv is None else argv))
     except ConfigError as error:
         print(f"areal_jax: {error}", file=sys.stderr)
         return 2
+    except FloatingPointError as error:
+        print(f"areal_jax: training diverged: {error}; --resume goes on from the newest checkpoint", file=sys.stderr)
+        return 1
     except KeyboardInterrupt:
         print("areal_jax: interrupted; --resume goes on from the newest checkpoint", file=sys.stderr)
         return 130

@@ -214,7 +214,7 @@ def units_digit(base: int, exponent: int) -> Draft:
 
 
 @_family(
-    easy={"divisor": range(2, 19), "ratio": _coprime_pairs(3, 10), "order": ("falling", "rising")},
+    easy={"divisor": range(2, 12), "ratio": _coprime_pairs(3, 10), "order": ("falling", "rising")},
     medium={"divisor": range(11, 41), "ratio": _coprime_pairs(10, 14), "order": ("falling", "rising")},
     hard={"divisor": range(20, 46), "ratio": _coprime_pairs(14, 22), "order": ("falling", "rising")},
 )
@@ -239,7 +239,7 @@ def gcd(divisor: int, ratio: tuple[int, int], order: str) -> Draft:
 
 
 @_family(
-    easy={"pair": _lcm_pairs(5, 41, 3, 200), "start": range(1, 21)},
+    easy={"pair": _lcm_pairs(5, 41, 3, 99), "start": range(1, 21)},
     medium={"pair": _lcm_pairs(41, 100, 4, 500), "start": range(1, 60)},
     hard={"pair": _lcm_pairs(100, 250, 4, 900), "start": range(10, 100)},
 )
@@ -294,7 +294,7 @@ def digit_sum(number: int) -> Draft:
 
 
 @_family(
-    easy={"a": range(2, 10), "x": range(2, 13), "b": range(1, 31)},
+    easy={"a": range(2, 10), "x": range(2, 11), "b": range(1, 26)},
     medium={"a": range(3, 16), "x": range(13, 41), "b": range(10, 100)},
     hard={"a": range(6, 21), "x": range(41, 100), "b": range(100, 1000)},
 )
@@ -345,7 +345,7 @@ def system(small: int, difference: int, ask: str) -> Draft:
 
 
 @_family(
-    easy={"a": range(2, 5), "b": range(1, 26), "x": range(2, 11), "depth": (2,)},
+    easy={"a": range(2, 4), "b": range(1, 26), "x": range(2, 13), "depth": (2,)},
     medium={"a": range(3, 8), "b": range(26, 60), "x": range(3, 11), "depth": (2,)},
     hard={"a": range(2, 4), "b": range(2, 30), "x": range(3, 20), "depth": (3,)},
 )
@@ -369,8 +369,8 @@ def composition(a: int, b: int, x: int, depth: int) -> Draft:
 
 
 @_family(
-    easy={"numeral": _numerals(range(3, 8), 3)},
-    medium={"numeral": _numerals((8, 9), 3)},
+    easy={"numeral": _numerals(range(3, 7), 3)},
+    medium={"numeral": _numerals((7, 8, 9), 3)},
     hard={"numeral": _numerals((4, 5), 4)},
 )
 def base(numeral: tuple[int, ...]) -> Draft:
@@ -398,7 +398,7 @@ def base(numeral: tuple[int, ...]) -> Draft:
 
 
 @_family(
-    easy={"low": range(5, 61), "span": range(10, 61), "ends": ("both", "neither")},
+    easy={"low": range(5, 41), "span": range(10, 56), "ends": ("both", "neither")},
     medium={"low": range(61, 300), "span": range(50, 300), "ends": ("both", "neither")},
     hard={"low": range(300, 2000), "span": range(200, 998), "ends": ("both", "neither")},
 )
@@ -425,7 +425,7 @@ def counting(low: int, span: int, ends: str) -> Draft:
 
 
 @_family(
-    easy={"today": range(7), "days": range(10, 81), "when": ("after", "before")},
+    easy={"today": range(7), "days": range(8, 61), "when": ("after", "before")},
     medium={"today": range(7), "days": range(100, 366), "when": ("after", "before")},
     hard={"today": range(7), "days": range(366, 2000), "when": ("after", "before")},
 )
@@ -488,8 +488,8 @@ def ages(age: int, times: int, years: int, when: str) -> Draft:
 
 
 @_family(
-    easy={"tenths": range(1, 10), "price": range(20, 301, 10), "change": ("falls", "rises")},
-    medium={"tenths": range(1, 10), "price": range(310, 520, 10), "change": ("falls", "rises")},
+    easy={"tenths": range(1, 10), "price": range(20, 201, 10), "change": ("falls", "rises")},
+    medium={"tenths": range(1, 10), "price": range(210, 520, 10), "change": ("falls", "rises")},
     hard={"tenths": range(1, 7), "price": range(520, 630, 10), "change": ("falls", "rises")},
 )
 def percentage(tenths: int, price: int, change: str) -> Draft:
@@ -514,7 +514,7 @@ def percentage(tenths: int, price: int, change: str) -> Draft:
 
 
 @_family(
-    easy={"count": range(3, 7), "mean": range(11, 26), "missing": range(1, 31)},
+    easy={"count": range(3, 7), "mean": range(6, 17), "missing": range(1, 18)},
     medium={"count": range(4, 9), "mean": range(26, 61), "missing": range(10, 100)},
     hard={"count": range(9, 13), "mean": range(61, 100), "missing": range(100, 500)},
 )
@@ -539,7 +539,7 @@ def average(count: int, mean: int, missing: int) -> Draft:
 
 
 @_family(
-    easy={"width": range(2, 10), "height": range(3, 31), "ask": ("area", "perimeter")},
+    easy={"width": range(2, 10), "height": range(3, 25), "ask": ("area", "perimeter")},
     medium={"width": range(5, 16), "height": range(31, 61), "ask": ("area", "perimeter")},
     hard={"width": range(5, 8), "height": range(61, 143), "ask": ("area", "perimeter")},
 )

@@ -24,6 +24,12 @@ from areal_jax.data.problems import Problem, SyntheticProblems
 from areal_jax.data.sources import dress, find_files
 from areal_jax.records import Message, Tokenizer
 
+DRILL_SHARE = 0.3
+"""Of all examples: no answer to a problem but steps of many, so that steps are learnt sooner than from answers alone."""
+
+DRILL_STEPS = 8
+"""Steps in a drill: little longer than an answer with its prompt."""
+
 GUESS_SHARE = 0.15
 """Of all answers: a number near the right one, boxed at once."""
 
@@ -55,7 +61,7 @@ class SupervisedExample:
 
     tokens: Int32[np.ndarray, "T"]
     loss_mask: Bool[np.ndarray, "T"]
-    """True on that answer and on the token that ends it."""
+    """True on that answer and on the token that ends it; in a drill, on the results of the steps."""
 
 
 class ExampleSet(NamedTuple):
@@ -99,9 +105,34 @@ class ProblemExamples(Sequence[SupervisedExample]):
     def __getitem__(self, index: int | slice) -> SupervisedExample | list[SupervisedExample]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
+        chance = random.Random(f"{self.seed}/{index % len(self)}")
+        if chance.random() < DRILL_SHARE:
+            return encode_drill(self.tokenizer, draw_steps(self.problems, chance), self.prompt)
         problem = self.problems[index]
-        answer = draw_answer(problem, random.Random(f"{self.seed}/{index % len(self)}"))
-        return encode_example(self.tokenizer, dress([Message("user", problem.question)], self.prompt), answer)
+        prompt = dress([Message("user", problem.question)], self.prompt)
+        return encode_example(self.tokenizer, prompt, draw_answer(problem, chance))
+
+
+def draw_steps(problems: Sequence[Problem], chance: random.Random) -> list[str]:
+    """Steps of all methods of some problems, in any order; sums and products of two digits are easy enough without."""
+    steps = set[str]()
+    while len(steps) < 2 * DRILL_STEPS:
+        problem = problems[chance.randrange(len(problems))]
+        for text in (problem.solution, *problem.wrong_solutions):
+            steps.update(step for step in text.split("\n") if len(step) > 6 and "=" in step)
+    return chance.sample(sorted(steps), DRILL_STEPS)
+
+
+def encode_drill(tokenizer: Tokenizer, steps: Sequence[str], prompt: PromptConfig) -> SupervisedExample:
+    """Steps one after another, of which only the results are learnt: nobody can know what is asked next."""
+    pieces = [(tokenizer.render(dress([Message("user", "Practice.")], prompt)), False)]
+    for step in steps:
+        # A division with remainder, 83=7*11+6, asks for 83=7* and is answered 11+6; all others are answered behind the sign.
+        left, _, right = step.partition("=")
+        asked = f"{left}={right.partition('*')[0]}*" if "*" in right else f"{left}="
+        pieces += [(tokenizer.encode(asked), False), (tokenizer.encode(step.removeprefix(asked) + "\n"), True)]
+    tokens = np.concatenate([piece for piece, _ in pieces])
+    return SupervisedExample(tokens, np.concatenate([np.full(len(piece), learnt) for piece, learnt in pieces]))
 
 
 def draw_answer(problem: Problem, chance: random.Random) -> str:

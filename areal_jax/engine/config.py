@@ -14,7 +14,8 @@ class EngineConfig:
     max_new_tokens: int = chz.field(default=1024, doc="tokens after which an answer is cut and counted as truncated")
     steps_per_dispatch: int = chz.field(default=8, doc="decode steps between two looks at the queue and at newer weights")
     on_update: Literal["recompute", "keep"] = chz.field(
-        default="recompute", doc="KV caches of live sequences when weights arrive: rebuilt (the paper), or kept (cheaper, drifts)"
+        default="recompute",
+        doc="KV caches of live sequences when weights arrive: rebuilt (the paper), or kept (cheaper, drifts)",
     )
     temperature: float = chz.field(default=1.0, doc="1: the policy itself; 0: the most likely token")
     top_k: int = chz.field(default=0, doc="draw among the k most likely tokens; 0: all")

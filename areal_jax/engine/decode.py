@@ -54,6 +54,12 @@ SLOT = np.dtype(
 )
 """What a slot is drawing. All fields are four bytes wide: all slots travel to the device as one array of integers."""
 
+# The type of each field, and where it lies among those integers.
+_PLACES: dict[str, tuple[np.dtype, slice]] = {
+    name: (dtype, slice(offset // 4, (offset + dtype.itemsize) // 4))
+    for name, (dtype, offset, *_) in (SLOT.fields or {}).items()
+}
+
 # How a dispatch leaves a slot; 0: not drawing, or ended for want of budget.
 _GOES_ON, _STOPPED = 1, 2
 _SHORTEST_PREFILL, _SHORTEST_CACHE = 32, 128
@@ -169,9 +175,7 @@ class DecodeEngine:
             return state
         return DecodeState(self._program("resize", length, wanted)(state.cache), state.slots)
 
-    def prefill(
-        self, params: EngineParams, sequences: Sequence[Int32[np.ndarray, "_"]]
-    ) -> Iterator[tuple[Prefix, list[int]]]:
+    def prefill(self, params: EngineParams, sequences: Sequence[Int32[np.ndarray, "_"]]) -> Iterator[tuple[Prefix, list[int]]]:
         """Keys and values of every sequence's tokens. Yields prefixes, each with which sequence lies in which of its rows."""
         by_length: dict[int, list[int]] = {}
         for i, sequence in enumerate(sequences):
@@ -254,17 +258,13 @@ class DecodeEngine:
 
     # What the programs compute.
 
-    def _generate(
-        self, params: EngineParams, state: DecodeState, *, filtered: bool
-    ) -> tuple[DecodeState, Int32[Array, "m S"]]:
+    def _generate(self, params: EngineParams, state: DecodeState, *, filtered: bool) -> tuple[DecodeState, Int32[Array, "m S"]]:
         num_steps = self.config.steps_per_dispatch
         position, temperature, stop_tokens = (_field(state.slots, name) for name in ("position", "temperature", "stop_tokens"))
         head = self.policy.head(params)
         steps = jnp.arange(num_steps, dtype=jnp.int32)
         past = jnp.arange(self._cache_length(state)) < position[:, None]
-        uniforms = sampling.uniforms(
-            _field(state.slots, "seed"), _field(state.slots, "sample"), position[:, None] + 1 + steps
-        )
+        uniforms = sampling.uniforms(_field(state.slots, "seed"), _field(state.slots, "sample"), position[:, None] + 1 + steps)
 
         def step(
             carry: tuple[Cache, Array, Array, Array], xs: tuple[Array, Array]
@@ -308,7 +308,7 @@ class DecodeEngine:
             "remaining": remaining,
             "active": active.astype(jnp.int32),
         }
-        slots = state.slots.at[:, [_columns(name).start for name in now]].set(jnp.stack([*now.values()], axis=1))
+        slots = state.slots.at[:, [_PLACES[name][1].start for name in now]].set(jnp.stack([*now.values()], axis=1))
         return DecodeState(_settle(cache, position, num_steps), slots), packed
 
     def _prefill(self, params: EngineParams, tokens: Int32[Array, "B T"]) -> Prefix:
@@ -380,16 +380,10 @@ def empty_slots(num_slots: int) -> Shaped[np.ndarray, "S"]:
     return slots
 
 
-def _columns(name: str) -> slice:
-    """Where a field of `SLOT` lies among its integers."""
-    dtype, offset = (SLOT.fields or {})[name][:2]
-    return slice(offset // 4, (offset + dtype.itemsize) // 4)
-
-
 def _field(slots: Int32[Array, "S F"], name: str) -> Shaped[Array, "S ..."]:
     """A field of every slot, in its own type."""
-    dtype = SLOT[name]
-    values = jax.lax.bitcast_convert_type(slots[:, _columns(name)], dtype.base)
+    dtype, columns = _PLACES[name]
+    values = jax.lax.bitcast_convert_type(slots[:, columns], dtype.base)
     return values if dtype.shape else values[:, 0]
 
 

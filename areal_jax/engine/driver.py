@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import queue
 import threading
 import time
@@ -45,9 +46,12 @@ class _Answer(Generic[T]):
         self._resolve(self.future.cancel)
 
     def _resolve(self, set_outcome: Callable[[], Any]) -> None:
-        # A loop that has ended has nobody left to tell.
-        if not self._loop.is_closed():
+        try:
             self._loop.call_soon_threadsafe(lambda: None if self.future.done() else set_outcome())
+        except RuntimeError:
+            # A loop that has ended has nobody left to tell.
+            if not self._loop.is_closed():
+                raise
 
 
 @dataclass(eq=False)
@@ -94,7 +98,7 @@ class Driver:
         config = engine.config
         self._engine, self._config, self._weights, self._on_event = engine, config, weights, on_event
         self._table = SlotTable(config.num_slots, engine.max_tokens, config.steps_per_dispatch)
-        self._occupants: list[tuple[_Job, int] | None] = [None] * config.num_slots
+        self._occupants: dict[int, tuple[_Job, int]] = {}
         self._free = list(range(config.num_slots))[::-1]
         # Owned by the driver's thread, in order of arrival: all unfinished jobs, and those with samples that wait for a slot.
         self._jobs: dict[str, _Job] = {}
@@ -137,8 +141,8 @@ class Driver:
     def submit(self, request: Request) -> asyncio.Future[list[Completion]]:
         """Answer with one completion per sample, in order; call from the asyncio thread. Cancelling the future frees the slots.
 
-        Raises Unservable, a ValueError, naming limit and knob for a request beyond the engine's limits. The future fails with TimeoutError
-        naming the request after engine.request_timeout_s."""
+        Raises Unservable, naming limit and knob, for a request beyond the engine's limits. The future fails with TimeoutError
+        naming the request after engine.request_timeout_s, and with EngineStopped where the engine ends before it."""
         self._check(request)
         answer = _Answer[list[Completion]]()
         drawn = list(request.resume) or [nothing_drawn()] * request.num_samples
@@ -206,9 +210,8 @@ class Driver:
         config, sampling, prompt = self._config, request.sampling, request.prompt_tokens
         name, vocab_size = f"request {request.id!r}", self._engine.policy.config.vocab_size
         if not 1 <= len(prompt) <= config.max_prompt_tokens:
-            raise Unservable(
-                f"{name}: its prompt has {len(prompt)} tokens, expected 1 to engine.max_prompt_tokens={config.max_prompt_tokens}"
-            )
+            limit = f"engine.max_prompt_tokens={config.max_prompt_tokens}"
+            raise Unservable(f"{name}: its prompt has {len(prompt)} tokens, expected 1 to {limit}")
         if not 1 <= sampling.max_new_tokens <= config.max_new_tokens:
             raise Unservable(
                 f"{name}: sampling.max_new_tokens={sampling.max_new_tokens}, "
@@ -286,10 +289,9 @@ class Driver:
         self._device_idle_since = None
         if self._queue:
             at_least = min(job.request.min_version for job in self._queue.values())
-            try:
+            # No more than a glance: the requests have deadlines of their own, which `_expire` keeps.
+            with contextlib.suppress(TimeoutError):
                 self._weights.wait(max(at_least, self._current.version + 1), _GLANCE_S)
-            except TimeoutError:
-                pass  # The requests have deadlines of their own; `_expire` keeps them.
         else:
             self._obey(_NAP_S)
         self._count("wait_s", time.perf_counter() - start)
@@ -302,7 +304,8 @@ class Driver:
                 TimeoutError(
                     f"request {job.request.id!r} was not answered within engine.request_timeout_s="
                     f"{self._config.request_timeout_s}: {finished} of {job.request.num_samples} samples are finished; "
-                    f"it needs weights of version {job.request.min_version} or newer, the engine has version {self._current.version}"
+                    f"it needs weights of version {job.request.min_version} or newer, "
+                    f"the engine has version {self._current.version}"
                 )
             )
             self._forget(job)
@@ -335,7 +338,7 @@ class Driver:
 
     def _vacate(self, slot: int) -> None:
         self._table.release(slot)
-        self._occupants[slot] = None
+        del self._occupants[slot]
         self._free.append(slot)
 
     def _progress(self, job: _Job) -> tuple[Completion, ...]:
@@ -441,9 +444,7 @@ class Driver:
             self._finish(int(slot), "stop" if drawn.stopped[slot] else "length")
 
     def _finish(self, slot: int, stop_reason: StopReason) -> None:
-        job, sample = self._occupants[slot] or (None, 0)
-        if job is None:
-            raise RuntimeError(f"slot {slot} drew tokens for no request")
+        job, sample = self._occupants[slot]
         job.drawn[sample] = self._table.completion(slot, stop_reason)
         del job.seats[sample]
         self._vacate(slot)

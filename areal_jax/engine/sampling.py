@@ -67,9 +67,7 @@ def keep_most_likely(
     return jnp.where((logits > threshold) | ((logits == threshold) & (places <= last_token)), logits, -jnp.inf)
 
 
-def _invert(
-    weights: Float32[Array, "S V"], uniform: Float32[Array, "S"]
-) -> tuple[Int32[Array, "S"], Float32[Array, "S"]]:
+def _invert(weights: Float32[Array, "S V"], uniform: Float32[Array, "S"]) -> tuple[Int32[Array, "S"], Float32[Array, "S"]]:
     """First token at which the running sum of weights exceeds uniform · total, and the total.
 
     Two levels, blocks and then tokens of one block: a running sum over a whole vocabulary of 150k tokens in float32 would

@@ -32,11 +32,11 @@ Judge = Callable[[dict[str, Any], str], Iterator[dict[str, object]]]
 def main() -> None:
     parent_pid, settings = int(sys.argv[1]), json.loads(sys.argv[2])
     _end_with(parent_pid)
-    with _protocol_lines() as lines:
+    with _own(0, "r") as requests, _own(1, "w") as replies:
 
         def say(message: dict[str, object]) -> None:
-            lines.write(json.dumps(message) + "\n")
-            lines.flush()
+            replies.write(json.dumps(message) + "\n")
+            replies.flush()
 
         try:
             judge = _own_judge(settings["function"]) if settings["function"] else _math_judge(settings["accept_plain"])
@@ -45,7 +45,7 @@ def main() -> None:
             say({"error": f"rewards.function={settings['function']}: {_named(error)}"})
             return
         say({"status": "ready"})
-        for line in sys.stdin:
+        for line in requests:
             request = json.loads(line)
             for message in _guarded(judge, request["task"], request["text"]):
                 say({"number": request["number"], **message})
@@ -68,10 +68,12 @@ def _end_with(parent_pid: int) -> None:
         sys.exit(f"the process {parent_pid} that asked for judging is gone")
 
 
-def _protocol_lines() -> IO[str]:
-    """Standard output for the protocol alone: what the user's code prints goes to standard error."""
-    lines = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    os.dup2(2, 1)
+def _own(standard: int, mode: str) -> IO[str]:
+    """Standard input or output for the protocol alone: not inherited by children, who would keep it open after the end of this
+    process, and out of reach of what the user's code reads and prints, which goes to nothing and to standard error."""
+    lines = os.fdopen(os.dup(standard), mode, encoding="utf-8")
+    instead = os.open(os.devnull, os.O_RDONLY) if standard == 0 else 2
+    os.dup2(instead, standard)
     return lines
 
 

@@ -1,6 +1,7 @@
-"""How the rewards of a batch become one advantage per sample, the same on all its tokens. numpy only; axes: G samples of a group.
+"""How the rewards of a batch become one advantage per sample, the same on all its tokens. numpy only.
 
 Standard deviations are those of a sample (divided by n - 1), as in AReaL. Where all rewards are equal the advantage is 0.
+Axes: G samples of a group.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Log-probabilities of tokens from hidden states: the one file that shifts by one. Axes: B rows, T tokens, D width, V vocabulary."""
+"""Log-probabilities of tokens from hidden states: the one file that shifts by one.
+
+Axes: B rows, T tokens, C tokens of a chunk, D width, V vocabulary.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def token_logprobs(
     columns_per_chunk = -(-num_columns // num_chunks)
     targets = jnp.roll(tokens, -1, axis=1)
 
-    def predict(hidden_chunk: Float[Array, "B C D"], targets_chunk: Int[Array, "B C"]):
+    def predict(hidden_chunk: Float[Array, "B C D"], targets_chunk: Int[Array, "B C"]) -> tuple[Array, Array]:
         return _predict(hidden_chunk, head, targets_chunk, temperature)
 
     if num_chunks == 1:
@@ -52,9 +55,7 @@ def token_logprobs(
         chunked_targets = jnp.moveaxis(
             jnp.pad(targets, ((0, 0), (0, padding))).reshape(num_rows, num_chunks, columns_per_chunk), 1, 0
         )
-        _, (logp, entropy) = jax.lax.scan(
-            lambda _, chunk: (None, predict(*chunk)), None, (chunked_hidden, chunked_targets)
-        )
+        _, (logp, entropy) = jax.lax.scan(lambda _, chunk: (None, predict(*chunk)), None, (chunked_hidden, chunked_targets))
         logp, entropy = (jnp.moveaxis(x, 0, 1).reshape(num_rows, -1)[:, :num_columns] for x in (logp, entropy))
     predicted = _is_predicted(segment_ids)
     logp, entropy = (jnp.where(predicted, jnp.roll(x, 1, axis=1), 0.0) for x in (logp, jax.lax.stop_gradient(entropy)))
@@ -83,7 +84,8 @@ def _predict_with_norm(
     log_norm = jax.nn.logsumexp(logits, axis=-1)
     # Compare and sum, not gather: along a sharded vocabulary a gather would fetch all logits to every shard.
     logp = jnp.sum(jnp.where(_is_target(targets, logits), logits, 0.0), axis=-1) - log_norm
-    entropy = log_norm - jnp.sum(jnp.exp(logits - log_norm[..., None]) * logits, axis=-1)
+    log_softmax = logits - log_norm[..., None]
+    entropy = -jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=-1)
     return logp, entropy, log_norm
 
 

@@ -14,7 +14,9 @@ class OptimizerConfig:
     """AdamW; defaults are the paper's (table 3)."""
 
     learning_rate: float = chz.field(default=2e-5, doc="peak learning rate")
-    schedule: Literal["constant", "cosine", "linear"] = chz.field(default="constant", doc="after the warm-up; cosine and linear end at 0")
+    schedule: Literal["constant", "cosine", "linear"] = chz.field(
+        default="constant", doc="after the warm-up; cosine and linear end at 0"
+    )
     warmup_fraction: float = chz.field(default=0.001, doc="share of all updates over which the rate rises from 0")
     beta1: float = chz.field(default=0.9, doc="decay of the first moment")
     beta2: float = chz.field(default=0.95, doc="decay of the second moment")

@@ -47,7 +47,7 @@ def make_optimizer(config: OptimizerConfig, axes: Any) -> optax.GradientTransfor
 
 def num_updates_done(opt_state: optax.OptState) -> Int[Array, ""]:
     """How many updates made this state: Adam's own count."""
-    return optax.tree_utils.tree_get(opt_state, "count")
+    return optax.tree.get(opt_state, "count")
 
 
 def _matrices(axes: Any) -> Any:

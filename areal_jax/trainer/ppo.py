@@ -14,13 +14,13 @@ from jaxtyping import Array, Bool, Float, Float32
 
 from areal_jax.data.packing import TrainingSequence, pack
 from areal_jax.models.decoder import Params, Policy
-from areal_jax.records import Group, PackedBatch, Sample
+from areal_jax.records import Group, Sample
 from areal_jax.rl.advantages import compute_advantages
 from areal_jax.rl.config import PPO
 from areal_jax.rl.losses import PolicyLoss, policy_loss
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.state import TrainState
-from areal_jax.trainer.step import Learner, Metrics
+from areal_jax.trainer.step import DeviceBatch, Learner, Metrics
 
 
 class StepResult(NamedTuple):
@@ -36,7 +36,7 @@ class StepResult(NamedTuple):
 class MiniBatch(NamedTuple):
     """The share of a batch that one optimizer update sees, packed and on its way to the device."""
 
-    batches: list[PackedBatch]
+    batches: list[DeviceBatch]
     num_loss_tokens: int
     num_tokens: int
     num_places: int
@@ -73,7 +73,7 @@ class Trainer:
         self.version = 0
         """Trainer steps that the parameters have seen."""
 
-        def objective(logp: Array, proximal_logp: Array, batch: PackedBatch, num_tokens: Float[Array, ""]) -> PolicyLoss:
+        def objective(logp: Array, proximal_logp: Array, batch: DeviceBatch, num_tokens: Float[Array, ""]) -> PolicyLoss:
             return policy_loss(
                 config.loss, logp, proximal_logp, batch.behave_logp, batch.advantages, batch.loss_mask, num_tokens
             )
@@ -137,9 +137,10 @@ class Trainer:
             [np.array([sample.reward for sample in group.samples]) for group in groups],
             [np.array([mask.sum() for mask in masks]) for masks in trained],
         )
+        sizes = [sum(len(sample.tokens) for sample in group.samples) for group in groups]
         mini_batches = [
             self._pack([(groups[i].samples, trained[i], advantages[i]) for i in share])
-            for share in _deal([sum(len(sample.tokens) for sample in group.samples) for group in groups], self.config.num_mini_batches)
+            for share in _deal(sizes, self.config.num_mini_batches)
         ]
         metrics = self._describe(groups, trained, advantages)
         packed = time.perf_counter()
@@ -221,8 +222,8 @@ class Trainer:
         except FloatingPointError as error:
             done = f", with {i} of its {self.config.num_mini_batches} updates applied" if i else ""
             raise FloatingPointError(
-                f"step {self.version}, update {i + 1} of {self.config.num_mini_batches}: {error}. The update was not applied; the "
-                f"last good version is {self.version}{done}. Lower trainer.optimizer.learning_rate or "
+                f"step {self.version}, update {i + 1} of {self.config.num_mini_batches}: {error}. The update was not applied; "
+                f"the last good version is {self.version}{done}. Lower trainer.optimizer.learning_rate or "
                 "trainer.optimizer.max_grad_norm, or set trainer.loss.behave_weight_cap"
             ) from None
 

@@ -13,11 +13,10 @@ from jaxtyping import Array, Float
 from areal_jax.data.packing import TrainingSequence, pack
 from areal_jax.data.sft import SupervisedExample
 from areal_jax.models.decoder import Params, Policy
-from areal_jax.records import PackedBatch
 from areal_jax.rl.losses import PolicyLoss, sft_loss
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.state import TrainState
-from areal_jax.trainer.step import Learner, Metrics
+from areal_jax.trainer.step import DeviceBatch, Learner, Metrics
 
 
 class SupervisedTrainer:
@@ -38,11 +37,19 @@ class SupervisedTrainer:
         self.version = 0
         """Updates that the parameters have seen."""
 
-        def objective(logp: Array, _: Array, batch: PackedBatch, num_tokens: Float[Array, ""]) -> PolicyLoss:
+        def objective(logp: Array, _: Array, batch: DeviceBatch, num_tokens: Float[Array, ""]) -> PolicyLoss:
             return sft_loss(logp, batch.loss_mask, num_tokens)
 
         self._learner = Learner(
-            config, policy, params, mesh, compute_dtype, num_updates, objective=objective, temperature=1.0, row_tokens=row_tokens
+            config,
+            policy,
+            params,
+            mesh,
+            compute_dtype,
+            num_updates,
+            objective=objective,
+            temperature=1.0,
+            row_tokens=row_tokens,
         )
 
     @property

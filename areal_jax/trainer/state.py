@@ -37,7 +37,7 @@ def state_shardings(policy: Policy, mesh: Mesh, optimizer: optax.GradientTransfo
     abstract = policy.abstract()
     params = shardings(mesh, policy.axes(), abstract, TRAIN_RULES)
     everywhere = NamedSharding(mesh, PartitionSpec())
-    opt_state = optax.tree_utils.tree_map_params(
+    opt_state = optax.tree.map_params(
         optimizer,
         lambda _, how: how,
         jax.eval_shape(optimizer.init, abstract),

@@ -13,7 +13,7 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Int
 
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Attend, Params, Policy
@@ -32,7 +32,20 @@ a scan, which stacks what it keeps for the backward pass, and compiles as fast. 
 Metrics: TypeAlias = dict[str, tuple[float, float] | float]
 """By name, a sum and its weight (divide last), or a plain number."""
 
-Objective: TypeAlias = Callable[[Float[Array, "B T"], Float[Array, "B T"], PackedBatch, Float[Array, ""]], PolicyLoss]
+
+class DeviceBatch(NamedTuple):
+    """A PackedBatch on the train mesh."""
+
+    tokens: Int[Array, "B T"]
+    segment_ids: Int[Array, "B T"]
+    positions: Int[Array, "B T"]
+    loss_mask: Bool[Array, "B T"]
+    behave_logp: Float[Array, "B T"]
+    proximal_logp: Float[Array, "B T"]
+    advantages: Float[Array, "B T"]
+
+
+Objective: TypeAlias = Callable[[Float[Array, "B T"], Float[Array, "B T"], DeviceBatch, Float[Array, ""]], PolicyLoss]
 """objective(logp, proximal_logp, batch, num_tokens): the loss of a micro-batch, divided by the tokens of its mini-batch."""
 
 
@@ -81,15 +94,15 @@ class Learner:
         for name in ("zeros", "accumulate", "apply", *(["logprobs"] if reads_logprobs else [])):
             self._program(name)
 
-    def put(self, batch: PackedBatch) -> PackedBatch:
+    def put(self, batch: PackedBatch) -> DeviceBatch:
         """Start moving a micro-batch to the train mesh."""
-        return put_batch(self.mesh, batch, TRAIN_RULES)
+        return DeviceBatch(*put_batch(self.mesh, tuple(batch), TRAIN_RULES))
 
-    def logprobs(self, batch: PackedBatch) -> Float[Array, "B T"]:
+    def logprobs(self, batch: DeviceBatch) -> Float[Array, "B T"]:
         """Log-probability of every token under the parameters as they are now; on the device, not waited for."""
         return self._run("logprobs", self.params, batch)
 
-    def update(self, batches: Sequence[PackedBatch], num_tokens: int, *, proximal_is_current: bool) -> Metrics:
+    def update(self, batches: Sequence[DeviceBatch], num_tokens: int, *, proximal_is_current: bool) -> Metrics:
         """One optimizer update from the micro-batches of a mini-batch that trains on `num_tokens` tokens.
 
         Args:
@@ -124,14 +137,14 @@ class Learner:
     def _zeros(self) -> Accumulated:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._abstract_accumulated())
 
-    def _logprobs(self, params: Params, batch: PackedBatch) -> Float[Array, "B T"]:
+    def _logprobs(self, params: Params, batch: DeviceBatch) -> Float[Array, "B T"]:
         return self._logprobs_and_entropy(params, batch)[0]
 
     def _accumulate(
         self,
         params: Params,
         accumulated: Accumulated,
-        batch: PackedBatch,
+        batch: DeviceBatch,
         num_tokens: Float[Array, ""],
         proximal_is_current: Bool[Array, ""],
     ) -> Accumulated:
@@ -143,19 +156,17 @@ class Learner:
     ) -> tuple[Params, optax.OptState, dict[str, Meter]]:
         """One update, or the arguments unchanged where loss or gradient is not finite."""
         gradients, metrics = accumulated
-        norm = optax.global_norm(gradients)
+        norm = optax.tree.norm(gradients)
         rate = learning_rate(self.config.optimizer, num_updates_done(opt_state), self.num_updates)
         direction, new_opt_state = self.optimizer.update(gradients, opt_state, params)
         new_params = jax.tree.map(lambda leaf, toward: leaf - rate * toward, params, direction)
         is_finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"][0])
-        params, opt_state = jax.tree.map(
-            partial(jnp.where, is_finite), (new_params, new_opt_state), (params, opt_state)
-        )
+        params, opt_state = jax.tree.map(partial(jnp.where, is_finite), (new_params, new_opt_state), (params, opt_state))
         one = jnp.ones(())
         return params, opt_state, metrics | {"grad_norm": (norm, one), "learning_rate": (rate, one)}
 
     def _loss(
-        self, params: Params, batch: PackedBatch, num_tokens: Float[Array, ""], proximal_is_current: Bool[Array, ""]
+        self, params: Params, batch: DeviceBatch, num_tokens: Float[Array, ""], proximal_is_current: Bool[Array, ""]
     ) -> tuple[Float[Array, ""], dict[str, Meter]]:
         logp, entropy = self._logprobs_and_entropy(params, batch)
         proximal_logp = jnp.where(proximal_is_current, jax.lax.stop_gradient(logp), batch.proximal_logp)
@@ -164,14 +175,14 @@ class Learner:
         entropy_sum = jnp.sum(jnp.where(mask, entropy, 0.0)), jnp.sum(mask, dtype=jnp.float32)
         return loss, metrics | {"entropy": entropy_sum}
 
-    def _logprobs_and_entropy(self, params: Params, batch: PackedBatch) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    def _logprobs_and_entropy(self, params: Params, batch: DeviceBatch) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
         hidden, _ = self.policy.hidden(
             params,
             batch.tokens,
             batch.positions,
             self._attend(batch),
             compute_dtype=self.compute_dtype,
-            # Without a scan around it XLA on CPU merges what remat computes again with what it computed before, and saves nothing.
+            # Without a scan around it XLA on CPU merges what remat computes again with what was there before: nothing is saved.
             unroll=not self.config.remat and self.policy.config.num_hidden_layers <= MOST_UNROLLED_LAYERS,
             remat=self.config.remat,
         )
@@ -184,7 +195,7 @@ class Learner:
             chunk_tokens=self.chunk_tokens,
         )
 
-    def _attend(self, batch: PackedBatch) -> Attend:
+    def _attend(self, batch: DeviceBatch) -> Attend:
         """Packed attention that holds activations to the batch's cut: else the compiler may gather them over all shards and
         leave the weights, which are cut over the same devices, where they are."""
         inner = packed_attention(batch.segment_ids)
@@ -232,19 +243,12 @@ class Learner:
         self.num_compilations += 1
         return self._programs[name]
 
-    def _abstract_batch(self) -> PackedBatch:
+    def _abstract_batch(self) -> Any:
         shape = (self.rows, self.row_tokens)
         how = sharding(self.mesh, ("batch",), shape, TRAIN_RULES)
-        integers, bools, floats = (jax.ShapeDtypeStruct(shape, dtype, sharding=how) for dtype in (np.int32, np.bool_, np.float32))
-        return PackedBatch(
-            tokens=integers,
-            segment_ids=integers,
-            positions=integers,
-            loss_mask=bools,
-            behave_logp=floats,
-            proximal_logp=floats,
-            advantages=floats,
-        )
+        dtypes = (np.int32,) * 3 + (np.bool_,) + (np.float32,) * 3
+        structs: list[Any] = [jax.ShapeDtypeStruct(shape, dtype, sharding=how) for dtype in dtypes]
+        return DeviceBatch(*structs)
 
     def _abstract_accumulated(self) -> Accumulated:
         params = self.policy.abstract()

@@ -15,7 +15,15 @@ from hypothesis import strategies as st
 import areal_jax.models
 from areal_jax.data.config import Files, Hub, PromptConfig, Synthetic
 from areal_jax.data.problems import FAMILIES, SyntheticProblems
-from areal_jax.data.sft import GUESS_SHARE, RIGHT_SHARE, SupervisedExample, draw_answer, load_examples
+from areal_jax.data.sft import (
+    DRILL_SHARE,
+    GUESS_SHARE,
+    RIGHT_SHARE,
+    SupervisedExample,
+    draw_answer,
+    encode_drill,
+    load_examples,
+)
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.data.tokenizer_training import SPECIAL_TOKENS, train_tokenizer
 from areal_jax.records import Message
@@ -62,14 +70,28 @@ def test_prompts_and_answers_are_short_in_tokens() -> None:
 
 
 def test_an_example_ends_its_prompt_with_the_answer_and_learns_that_alone() -> None:
-    examples = load_examples(Synthetic(num_tasks=32), PromptConfig(), TOKENIZER, seed=0, max_tokens=128).examples
-    for example, problem in zip(examples, SyntheticProblems(32), strict=True):
+    examples = load_examples(Synthetic(num_tasks=64), PromptConfig(), TOKENIZER, seed=0, max_tokens=128).examples
+    num_drills = 0
+    for example, problem in zip(examples, SyntheticProblems(64), strict=True):
         prompt = TOKENIZER.render([Message("user", problem.question)])
-        np.testing.assert_array_equal(example.tokens[: len(prompt)], prompt)
+        if len(prompt) > len(example.tokens) or (prompt != example.tokens[: len(prompt)]).any():
+            assert "Practice." in TOKENIZER.decode(example.tokens)
+            num_drills += 1
+            continue
         np.testing.assert_array_equal(np.flatnonzero(example.loss_mask), np.arange(len(prompt), len(example.tokens)))
         assert example.tokens[-1] == TOKENIZER.stop_token_ids[0]
         answer = said(example)
         assert answer in (problem.solution, *problem.wrong_solutions) or answer.startswith("\\boxed{")
+    # 64 draws: the mean is 19.2, one standard deviation 3.7.
+    assert num_drills == pytest.approx(64 * DRILL_SHARE, abs=11)
+
+
+def test_a_drill_asks_and_learns_the_results_alone() -> None:
+    example = encode_drill(TOKENIZER, ["12*3=36", "83=7*11+6"], PromptConfig())
+    before = TOKENIZER.render([Message("user", "Practice.")])
+    whole = np.concatenate([before, TOKENIZER.encode("12*3=36\n83=7*11+6\n")])
+    np.testing.assert_array_equal(example.tokens, whole)
+    assert said(example) == "36\n11+6\n"
 
 
 def test_examples_are_the_same_whenever_they_are_asked_for() -> None:

@@ -6,24 +6,28 @@ import asyncio
 import time
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny_decode import (
     CONFIG,
+    POLICY,
     Shelf,
     answer,
     engine,
+    laid_out,
     request,
     same_draws,
-    trainer_argmax,
+    trainer_distribution,
     trainer_logp,
     whole,
     with_driver,
     with_setting,
 )
 
-from areal_jax.engine.decode import Drawn
+from areal_jax.engine.decode import DecodeEngine, Drawn
 from areal_jax.engine.driver import Driver
+from areal_jax.engine.sampling import uniforms
 from areal_jax.engine.slots import SlotTable, nothing_drawn
 from areal_jax.records import Completion, EngineStopped, Request, Unservable
 
@@ -40,7 +44,7 @@ def uninterrupted(*requests: Request) -> list[list[Completion]]:
 def test_greedy_decoding_is_the_argmax_of_the_full_forward():
     [[completion]] = uninterrupted(request(temperature=0.0))
     assert len(completion.tokens) == 20
-    assert completion.tokens.tolist() == trainer_argmax(PROMPT, completion, 0).tolist()
+    assert completion.tokens.tolist() == trainer_distribution(PROMPT, completion, 0).argmax(-1).tolist()
     np.testing.assert_allclose(completion.logp, trainer_logp(PROMPT, completion, 0), atol=1e-4)
 
 
@@ -60,8 +64,24 @@ def test_with_filters_logp_is_renormalised_over_what_was_kept():
     gain = filtered[0].logp - trainer_logp(PROMPT, filtered[0], 0)
     assert (gain > 0).all()
     assert one[0].logp.tolist() == pytest.approx([0.0] * 9)
-    assert one[0].tokens.tolist() == trainer_argmax(PROMPT, one[0], 0).tolist()
+    assert one[0].tokens.tolist() == trainer_distribution(PROMPT, one[0], 0).argmax(-1).tolist()
     same_draws(plain, uninterrupted(request("plain"))[0])
+
+
+def test_in_bfloat16_matrices_are_cast_and_logp_is_still_the_trainers():
+    half = DecodeEngine(POLICY, engine().mesh, CONFIG, jnp.bfloat16)
+    params = laid_out(half, 0)
+    assert params["layers"][0]["mlp"]["up"].dtype == params["embed"].dtype == jnp.bfloat16
+    # Training multiplies by these in float32, whatever it computes in.
+    assert params["layers"][0]["mlp_norm"].dtype == params["norm"].dtype == jnp.float32
+    [group] = answer(half, Shelf(half, (0, 0, 0)), request(num_samples=4))
+    drawn = np.concatenate([each.logp for each in group])
+    same, wide = (
+        np.concatenate([trainer_logp(PROMPT, each, 0, compute_dtype=dtype) for each in group])
+        for dtype in (jnp.bfloat16, jnp.float32)
+    )
+    # What is left is the order of sums: 0.008 against 0.028 from training in float32.
+    assert np.abs(drawn - same).mean() < 0.5 * np.abs(drawn - wide).mean()
 
 
 def test_a_stop_token_ends_a_sample_and_is_kept():
@@ -89,6 +109,17 @@ def test_the_shortest_and_the_longest_prompt_are_answered(prompt: tuple[int, ...
 # What a draw depends on.
 
 
+def test_the_token_at_position_p_is_drawn_with_the_number_of_seed_sample_and_p():
+    [group] = uninterrupted(request(num_samples=3, seed=7))
+    positions = jnp.broadcast_to(jnp.arange(5, 25, dtype=jnp.int32), (3, 20))
+    numbers = np.asarray(uniforms(jnp.array([[0, 7]] * 3, jnp.uint32), jnp.arange(3, dtype=jnp.int32), positions))
+    for completion, uniform in zip(group, numbers, strict=True):
+        ends = np.exp(trainer_distribution(PROMPT, completion, 0)).cumsum(-1)
+        places = np.arange(20)
+        assert (ends[places, completion.tokens] > uniform - 1e-4).all()
+        assert (ends[places, completion.tokens] - np.exp(completion.logp) < uniform + 1e-4).all()
+
+
 def test_draws_do_not_depend_on_slot_or_batch():
     alone = [uninterrupted(request(f"r{i}", range(i, i + 6), seed=i))[0] for i in range(3)]
     crowd = [request(f"crowd{i}", (i, 1), num_samples=3, max_new_tokens=3 + i, seed=9) for i in range(5)]
@@ -99,9 +130,7 @@ def test_draws_do_not_depend_on_slot_or_batch():
 
 def test_draws_do_not_depend_on_steps_per_dispatch_or_slots():
     other = engine(CONFIG.__class__(num_slots=2, max_prompt_tokens=12, max_new_tokens=20, steps_per_dispatch=3))
-    same_draws(
-        answer(other, Shelf(other, (0, 0, 0)), request(num_samples=3))[0], uninterrupted(request(num_samples=3))[0]
-    )
+    same_draws(answer(other, Shelf(other, (0, 0, 0)), request(num_samples=3))[0], uninterrupted(request(num_samples=3))[0])
 
 
 def test_draws_depend_on_seed_and_sample():
@@ -167,14 +196,13 @@ def test_a_rebuilt_cache_goes_on_as_the_old_one(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_weights_that_differ_in_one_bit_are_not_equal():
-    weights = engine_params = Shelf(engine(), (0, 0, 0)).newest(-1)
-    assert weights is not None and engine_params is not None
-    other = jax.tree.map(lambda leaf: leaf, weights.params)
-    assert engine().same_weights(weights.params, other)
+    params = laid_out(engine(), 0)
+    other = jax.tree.map(jnp.copy, params)
+    assert engine().same_weights(params, other)
     scale = np.array(other["norm"])
     scale[3] = np.nextafter(scale[3], 9)
     other["norm"] = jax.device_put(scale, engine().param_shardings["norm"])
-    assert not engine().same_weights(weights.params, other)
+    assert not engine().same_weights(params, other)
 
 
 # Prefill.
@@ -308,9 +336,7 @@ def test_suspended_and_resumed_is_uninterrupted(elsewhere: bool):
     assert {each.stop_reason for each in record} == {"suspended", "stop"}
     if resumed is None:
         other = engine(CONFIG.__class__(num_slots=2, max_prompt_tokens=12, max_new_tokens=20, steps_per_dispatch=3))
-        [resumed] = answer(
-            other, Shelf(other, (0, 9, 0)), request(num_samples=10, stop=(11, 12), seed=4, resume=record)
-        )
+        [resumed] = answer(other, Shelf(other, (0, 9, 0)), request(num_samples=10, stop=(11, 12), seed=4, resume=record))
     [expected] = uninterrupted(original)
     same_draws(expected, resumed)
     for before, after in zip(record, resumed, strict=True):
@@ -453,14 +479,14 @@ def test_nothing_is_compiled_after_warm_up():
     before = warm.num_programs
     compiled: list[float] = []
 
-    def listen(event: str, duration_s: float, **_: object) -> None:
+    def listen(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event.endswith("backend_compile_duration"):
-            compiled.append(duration_s)
+            compiled.append(duration_secs)
 
     rng = np.random.default_rng(0)
     requests = [
-        request(str(i), rng.integers(0, 64, rng.integers(1, 13)), int(rng.integers(1, 6)), max_new_tokens=int(rng.integers(1, 21)))
-        for i in range(12)
+        request(str(i), rng.integers(0, 64, length), samples, max_new_tokens=budget)
+        for i, (length, samples, budget) in enumerate(rng.integers(1, (13, 6, 21), (12, 3)).tolist())
     ]
     shelf = Shelf(warm, *((look, look, look % 3) for look in range(0, 40, 3)))
     jax.monitoring.register_event_duration_secs_listener(listen)

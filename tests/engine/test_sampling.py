@@ -27,7 +27,9 @@ def draw(logits: jax.typing.ArrayLike, uniform: float | np.ndarray, temperature:
 
 def numbers(count: int, seed: int = 0) -> np.ndarray:
     """The uniform numbers of one request's positions."""
-    return np.asarray(uniforms(np.uint32([[0, seed]]), np.int32([0]), np.arange(count, dtype=np.int32)[None]))[0]
+    return np.asarray(
+        uniforms(np.array([[0, seed]], np.uint32), np.array([0], np.int32), np.arange(count, dtype=np.int32)[None])
+    )[0]
 
 
 def test_a_draw_inverts_the_cumulative_distribution():
@@ -92,19 +94,21 @@ def test_a_vocabulary_of_150k_is_drawn_from_exactly():
 )
 def test_top_k_then_top_p_keep(temperature: float, top_k: int, top_p: float, kept: list[int]):
     filtered = keep_most_likely(
-        log(0.1, 0.4, 0.3, 0.2), np.float32([temperature]), np.int32([top_k]), np.float32([top_p])
+        log(0.1, 0.4, 0.3, 0.2), np.array([temperature], np.float32), np.array([top_k], np.int32), np.array([top_p], np.float32)
     )
     assert np.flatnonzero(np.isfinite(filtered[0])).tolist() == kept
 
 
 def test_of_equal_logits_the_lower_tokens_are_kept():
-    filtered = keep_most_likely(np.zeros((1, 6), np.float32), np.ones(1, np.float32), np.int32([2]), np.ones(1, np.float32))
+    filtered = keep_most_likely(
+        np.zeros((1, 6), np.float32), np.ones(1, np.float32), np.array([2], np.int32), np.ones(1, np.float32)
+    )
     assert np.flatnonzero(np.isfinite(filtered[0])).tolist() == [0, 1]
 
 
 def test_a_request_without_filters_sees_its_logits_unchanged_beside_one_with_them():
     logits = np.random.default_rng(1).normal(size=(2, 300)).astype(np.float32)
-    filtered = np.asarray(keep_most_likely(logits, np.ones(2, np.float32), np.int32([0, 5]), np.ones(2, np.float32)))
+    filtered = np.asarray(keep_most_likely(logits, np.ones(2, np.float32), np.array([0, 5], np.int32), np.ones(2, np.float32)))
     assert (filtered[0] == logits[0]).all()
     assert int(np.isfinite(filtered[1]).sum()) == 5
 
@@ -113,7 +117,9 @@ def test_a_request_without_filters_sees_its_logits_unchanged_beside_one_with_the
 def test_frequencies_follow_the_probabilities(temperature: float, top_k: int, top_p: float):
     count = 20_000
     logits = np.random.default_rng(2).normal(size=(1, 12)).astype(np.float32)
-    filtered = keep_most_likely(logits, np.float32([temperature]), np.int32([top_k]), np.float32([top_p]))
+    filtered = keep_most_likely(
+        logits, np.array([temperature], np.float32), np.array([top_k], np.int32), np.array([top_p], np.float32)
+    )
     token, logp = draw(filtered, numbers(count), temperature)
     expected = np.exp(np.asarray(filtered[0], np.float64) / temperature)
     expected *= count / expected.sum()
@@ -126,11 +132,11 @@ def test_frequencies_follow_the_probabilities(temperature: float, top_k: int, to
 
 
 def test_a_uniform_number_depends_on_seed_sample_and_position_alone():
-    seeds = np.uint32([[0, 1], [0, 1], [0, 2], [1, 1], [0, 1]])
-    samples = np.int32([0, 1, 0, 0, 0])
+    seeds = np.array([[0, 1], [0, 1], [0, 2], [1, 1], [0, 1]], np.uint32)
+    samples = np.array([0, 1, 0, 0, 0], np.int32)
     positions = np.broadcast_to(np.arange(5, dtype=np.int32), (5, 5))
     table = np.asarray(uniforms(seeds, samples, positions))
     assert len(np.unique(table[:4])) == 20
     assert (table[4] == table[0]).all()
-    alone = uniforms(seeds[2:3], samples[2:3], np.int32([[3]]))
+    alone = uniforms(seeds[2:3], samples[2:3], np.array([[3]], np.int32))
     assert float(alone[0, 0]) == table[2, 3]

@@ -7,7 +7,7 @@ import copy
 import threading
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any, TypeVar
 
 import chz
@@ -162,18 +162,18 @@ def answer(engine: DecodeEngine, weights: Any, *requests: Request) -> list[list[
     return with_driver(engine, weights, act)
 
 
-@jax.jit
-def _forward(params: Params, tokens: jax.Array) -> jax.Array:
+@partial(jax.jit, static_argnames="compute_dtype")
+def _forward(params: Params, tokens: jax.Array, compute_dtype: Any = jnp.float32) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    segments = jnp.ones_like(tokens)
-    hidden, _ = POLICY.hidden(params, tokens, positions, packed_attention(segments), compute_dtype=jnp.float32)
-    return hidden
+    attend = packed_attention(jnp.ones_like(tokens))
+    return POLICY.hidden(params, tokens, positions, attend, compute_dtype=compute_dtype)[0]
 
 
-@jax.jit
-def _logprobs(params: Params, tokens: jax.Array, temperature: jax.Array) -> jax.Array:
-    hidden = _forward(params, tokens) / temperature
-    return token_logprobs(hidden, POLICY.head(params), tokens, jnp.ones_like(tokens), chunk_tokens=1024)[0]
+@partial(jax.jit, static_argnames="compute_dtype")
+def _logprobs(params: Params, tokens: jax.Array, temperature: jax.Array, compute_dtype: Any) -> jax.Array:
+    hidden = _forward(params, tokens, compute_dtype)
+    head = POLICY.head(params) / temperature
+    return token_logprobs(hidden, head, tokens, jnp.ones_like(tokens), chunk_tokens=1024)[0]
 
 
 def whole(prompt: Sequence[int] | np.ndarray, completion: Completion) -> np.ndarray:
@@ -181,22 +181,30 @@ def whole(prompt: Sequence[int] | np.ndarray, completion: Completion) -> np.ndar
 
 
 def trainer_logp(
-    prompt: Sequence[int] | np.ndarray, completion: Completion, seed: int, temperature: float = 1.0
+    prompt: Sequence[int] | np.ndarray,
+    completion: Completion,
+    seed: int,
+    temperature: float = 1.0,
+    *,
+    sign: int = 1,
+    compute_dtype: Any = jnp.float32,
 ) -> np.ndarray:
-    """Log-probs of the drawn tokens from a full forward over the whole sequence with the parameters of `seed`."""
+    """Log-probs of the drawn tokens from a full forward over the whole sequence with the parameters of `seed`, or negated."""
     tokens = whole(prompt, completion)
     padded = np.zeros((1, 64 if len(tokens) <= 64 else 256), np.int32)
     padded[0, : len(tokens)] = tokens
-    return np.asarray(_logprobs(params_of(seed), padded, jnp.float32(temperature)))[0, len(prompt) : len(tokens)]
+    params = jax.tree.map(lambda leaf: sign * leaf, params_of(seed))
+    return np.asarray(_logprobs(params, padded, jnp.float32(temperature), compute_dtype))[0, len(prompt) : len(tokens)]
 
 
-def trainer_argmax(prompt: Sequence[int], completion: Completion, seed: int) -> np.ndarray:
-    """Most likely token at every drawn position, given the tokens before it."""
+def trainer_distribution(prompt: Sequence[int], completion: Completion, seed: int) -> np.ndarray:
+    """Log-probs of the whole vocabulary at every drawn position, given the tokens before it."""
     tokens = whole(prompt, completion)
     padded = np.zeros((1, 64), np.int32)
     padded[0, : len(tokens)] = tokens
-    logits = _forward(params_of(seed), padded)[0] @ POLICY.head(params_of(seed))
-    return np.asarray(logits.argmax(-1))[len(prompt) - 1 : len(tokens) - 1]
+    logits = np.asarray(_forward(params_of(seed), padded))[0] @ np.asarray(POLICY.head(params_of(seed)))
+    logits = logits[len(prompt) - 1 : len(tokens) - 1]
+    return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
 def same_draws(left: Sequence[Completion], right: Sequence[Completion], atol: float = 1e-5) -> None:

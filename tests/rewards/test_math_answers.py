@@ -182,7 +182,9 @@ def test_only_the_end_of_a_long_text_is_searched() -> None:
 def test_bounds_leave_room_for_real_answers() -> None:
     for answer in ("2^{2^{10}}", "e^{-x^2}", "100!", "(x+1)^{1000}", "\\binom{100}{50}", "\\frac{\\sqrt{2+\\sqrt{3}}}{2}"):
         assert is_bounded(answer, "42")
-    assert is_bounded("\\int_0^1 x dx", "\\int_0^1 y dy")
+    # A sum is an answer only to what is a sum itself.
+    assert is_bounded("\\sum_{k=1}^{9} k", "\\sum_{k=0}^{9} k")
+    assert not is_bounded("\\sum_{k=1}^{9} k", "45")
     assert num_digits("10^{100000}") <= MAX_DIGITS < num_digits("10^{100001}")
 
 

@@ -19,7 +19,7 @@ from areal_jax.records import Message, Task, Verdict
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.rewards.service import RewardService
 
-OWN_JUDGE = '''
+OWN_JUDGE = r'''
 import os, signal, subprocess, sys, time
 from pathlib import Path
 
@@ -32,13 +32,28 @@ def judge(task, answer):
     if word == "hang":
         time.sleep(1000)
     if word == "spin":
+        Path(rest).touch()
         9 ** 9 ** 9
     if word == "family":
-        # Two children in sessions of their own, each with a child; the second one ends and leaves its child an orphan.
-        child = "import subprocess, sys, time; subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(1000)']); "
-        for seconds in (1000, 0):
-            subprocess.Popen([sys.executable, "-c", child + f"time.sleep({seconds})"], start_new_session=True)
+        # Two children in sessions of their own, each with a child whose id it writes down; the second one then ends and
+        # leaves its child an orphan.
+        script = """
+import subprocess, sys, time
+from pathlib import Path
+path, seconds = sys.argv[1:]
+pid = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"]).pid
+Path(path + ".new").write_text(str(pid))
+Path(path + ".new").rename(path)
+time.sleep(float(seconds))
+"""
+        for name, seconds in (("grandchild", "1000"), ("orphan", "0")):
+            subprocess.Popen([sys.executable, "-c", script, str(Path(rest) / name), seconds], start_new_session=True)
         time.sleep(1000)
+    if word == "die-childful":
+        child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"])
+        with open(rest, "a") as pids:
+            pids.write(f"{child.pid}\n")
+        os._exit(7)
     if word == "die":
         os._exit(7)
     if word == "killed":
@@ -129,22 +144,36 @@ def test_what_goes_wrong_inside_a_judge_is_a_verdict_with_the_reason(own_judge: 
     assert "Traceback" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("how", ["hang", "spin", "family"])
-def test_what_hangs_is_killed_with_its_children_and_judging_goes_on(own_judge: str, how: str) -> None:
+@pytest.mark.parametrize("how", ["hang", "spin {folder}/spinning"])
+def test_what_hangs_is_killed_and_judging_goes_on(own_judge: str, tmp_path: Path, how: str) -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig(function=own_judge, timeout_s=1.5)) as judge:
-            assert (await judge(task(), "2")).kind == "correct"
-            before = set(descendants())
-            hanging = asyncio.create_task(judge(task(), how))
-            if how == "family":
-                # The worker, two children, their two grandchildren, less the child that has ended.
-                while len(descendants()) < 4:
-                    await asyncio.sleep(0.01)
-            seen = {*before, *descendants()}
-            assert await hanging == Verdict("timeout", "no verdict within rewards.timeout_s=1.5 s")
+        async with RewardService(RewardConfig(function=own_judge, timeout_s=1.0)) as judge:
+            await judge.start()
+            seen = descendants()
+            verdict = await judge(task(), how.format(folder=tmp_path))
+            assert verdict == Verdict("timeout", "no verdict within rewards.timeout_s=1 s")
             assert psutil.wait_procs(seen, timeout=5)[1] == []
             assert (await judge(task(), "2")).kind == "correct"
             assert judge.counters()["worker_starts"] == 2
+
+    run(main())
+
+
+def test_children_are_killed_in_whatever_session_they_are_and_orphans_too(own_judge: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with RewardService(RewardConfig(function=own_judge, timeout_s=20.0)) as judge:
+            hanging = asyncio.create_task(judge(task(), f"family {tmp_path}"))
+            files = [tmp_path / "grandchild", tmp_path / "orphan"]
+            while not all(file.exists() for file in files):
+                await asyncio.sleep(0.01)
+            grandchild, orphan = (psutil.Process(int(file.read_text())) for file in files)
+            (worker,) = psutil.Process().children()
+            while orphan.ppid() not in (1, worker.pid):
+                await asyncio.sleep(0.01)
+            seen = {worker, grandchild, orphan, *descendants()}
+            hanging.cancel()
+            await asyncio.wait([hanging])
+            assert psutil.wait_procs(seen, timeout=5)[1] == []
 
     run(main())
 
@@ -159,6 +188,18 @@ def test_a_process_that_dies_twice_of_an_answer_makes_it_crashed(own_judge: str)
             assert judge.verdicts == {"crashed": 2, "correct": 1}
 
     run(main())
+
+
+def test_the_children_of_a_process_that_died_are_killed(own_judge: str, tmp_path: Path) -> None:
+    async def main() -> None:
+        async with RewardService(RewardConfig(function=own_judge)) as judge:
+            assert (await judge(task(), f"die-childful {tmp_path / 'pids'}")).kind == "crashed"
+            pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+            assert len(pids) == 2
+            while any(psutil.pid_exists(pid) for pid in pids):
+                await asyncio.sleep(0.01)
+
+    run(asyncio.wait_for(main(), 20))
 
 
 def test_a_process_that_dies_once_may_have_died_of_something_else(own_judge: str, tmp_path: Path) -> None:
@@ -299,18 +340,20 @@ def test_tasks_that_nobody_can_judge_are_refused() -> None:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a judging process notices after the answer it is judging")
-def test_judging_processes_do_not_outlive_a_killed_trainer(own_judge: str) -> None:
+def test_judging_processes_do_not_outlive_a_killed_trainer(own_judge: str, tmp_path: Path) -> None:
+    spinning = tmp_path / "spinning"
     trainer = f"""
 import asyncio
 from areal_jax.records import Message, Task
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.rewards.service import RewardService
-asyncio.run(RewardService(RewardConfig(function={own_judge!r}))(Task("sum", (Message("user", "1+1?"),), "2"), "spin"))
+service = RewardService(RewardConfig(function={own_judge!r}, timeout_s=100.0))
+asyncio.run(service(Task("sum", (Message("user", "1+1?"),), "2"), "spin {spinning}"))
 """
     with subprocess.Popen([sys.executable, "-c", trainer]) as process:
-        while not (children := psutil.Process(process.pid).children()):
+        while not spinning.exists():
             time.sleep(0.01)
-        time.sleep(0.3)
+        children = psutil.Process(process.pid).children()
         os.kill(process.pid, signal.SIGKILL)
-    _, alive = psutil.wait_procs(children, timeout=10)
-    assert alive == []
+    assert len(children) == 1
+    assert psutil.wait_procs(children, timeout=5)[1] == []

@@ -20,7 +20,9 @@ def draw(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return hidden.astype(np.float32), head.astype(np.float32), rng.integers(0, V, (B, T)).astype(np.int32)
 
 
-def by_definition(hidden: np.ndarray, head: np.ndarray, tokens: np.ndarray, temperature: float) -> tuple[np.ndarray, np.ndarray]:
+def by_definition(
+    hidden: np.ndarray, head: np.ndarray, tokens: np.ndarray, temperature: float
+) -> tuple[np.ndarray, np.ndarray]:
     """Token by token, in float64: log softmax(hidden[t-1] · head / temperature)[token t] where t-1 is of the same segment."""
     logp, entropy = np.zeros((B, T)), np.zeros((B, T))
     for b, t in np.ndindex(B, T):
@@ -76,7 +78,8 @@ def test_softmax_is_in_float32_whatever_the_hidden_states_are() -> None:
     hidden, head, tokens = draw(4)
     rounded = jnp.asarray(hidden, jnp.bfloat16)
     logp, _ = token_logprobs(rounded, jnp.asarray(head), jnp.asarray(tokens), jnp.asarray(SEGMENTS), chunk_tokens=1000)
-    exact, _ = by_definition(np.asarray(rounded, np.float32), np.asarray(jnp.asarray(head, jnp.bfloat16), np.float32), tokens, 1.0)
+    rounded_head = jnp.asarray(head, jnp.bfloat16)
+    exact, _ = by_definition(np.asarray(rounded, np.float32), np.asarray(rounded_head, np.float32), tokens, 1.0)
     assert logp.dtype == jnp.float32
     # The product of bfloat16 numbers is exact in float32; logits rounded to bfloat16 would be off by up to 2^-8 of 10.
     np.testing.assert_allclose(logp, exact, atol=1e-4)

@@ -2,21 +2,37 @@
 
 from __future__ import annotations
 
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_jax.rl import losses
 from areal_jax.rl.config import PPO, DecoupledPPO, Loss
-from areal_jax.rl.losses import PolicyLoss, decoupled_ppo_loss, policy_loss, ppo_loss, sft_loss
+from areal_jax.rl.losses import PolicyLoss, policy_loss, ppo_loss, sft_loss
+
+SETTINGS = ("clip_eps", "clip_eps_high", "dual_clip", "behave_weight_cap", "behave_weight_mode")
+decoupled_ppo_loss = jax.jit(losses.decoupled_ppo_loss, static_argnames=SETTINGS)
 
 LOGP = np.array([-1.0, -0.5, -2.0, -1.2], np.float32)
 PROXIMAL = np.array([-1.1, -0.9, -1.6, -1.2], np.float32)
 BEHAVE = np.array([-1.3, -0.9, -1.6, -3.2], np.float32)
 ADVANTAGES = np.array([1.0, 1.0, -1.0, 2.0], np.float32)
 ALL = np.ones(4, bool)
+
+
+class Draw(NamedTuple):
+    """The loss's arguments, in its order."""
+
+    logp: np.ndarray
+    proximal_logp: np.ndarray
+    behave_logp: np.ndarray
+    advantages: np.ndarray
+    mask: np.ndarray
+
 
 # u = theta/proximal = e^[.1, .4, -.4, 0] = [1.105171, 1.491825, .670320, 1];  w = proximal/behave = e^[.2, 0, 0, 2]
 #   = [1.221403, 1, 1, 7.389056].  Clip 0.2: min(uA, clip(u)A) = [1.105171, 1.2, -.8, 2]
@@ -74,10 +90,10 @@ def test_a_ratio_on_the_bound_still_learns() -> None:
 
 def test_when_proximal_is_behave_it_is_ppo() -> None:
     draw = random_inputs(np.random.default_rng(0), (5, 7))
-    decoupled = decoupled_ppo_loss(draw["logp"], draw["behave_logp"], draw["behave_logp"], draw["advantages"], draw["mask"])
-    ratio = np.exp(draw["logp"] - draw["behave_logp"])
-    surrogate = np.minimum(ratio * draw["advantages"], np.clip(ratio, 0.8, 1.2) * draw["advantages"])
-    assert float(decoupled.loss) == pytest.approx(-surrogate[draw["mask"]].mean(), rel=1e-5)
+    decoupled = decoupled_ppo_loss(*draw._replace(proximal_logp=draw.behave_logp))
+    ratio = np.exp(draw.logp - draw.behave_logp)
+    surrogate = np.minimum(ratio * draw.advantages, np.clip(ratio, 0.8, 1.2) * draw.advantages)
+    assert float(decoupled.loss) == pytest.approx(-surrogate[draw.mask].mean(), rel=1e-5)
 
 
 def test_nothing_flows_through_proximal_or_behave() -> None:
@@ -92,66 +108,53 @@ def test_nothing_flows_through_proximal_or_behave() -> None:
 def test_gradient_equals_finite_differences(settings: dict[str, Any]) -> None:
     draw = random_inputs(np.random.default_rng(1), (3, 5))
     with jax.enable_x64(True):
-        draw = {name: x.astype(np.float64) if x.dtype == np.float32 else x for name, x in draw.items()}
-        rest = {name: x for name, x in draw.items() if name != "logp"}
-
-        @jax.jit
-        def loss(logp: jax.Array) -> jax.Array:
-            return decoupled_ppo_loss(logp, **rest, **settings).loss
-
-        gradient, step = jax.grad(loss)(draw["logp"]), 1e-6
-        for place in np.ndindex(3, 5):
-            nudge = np.zeros((3, 5))
-            nudge[place] = step
-            slope = (loss(draw["logp"] + nudge) - loss(draw["logp"] - nudge)) / (2 * step)
-            assert float(gradient[place]) == pytest.approx(float(slope), abs=1e-7)
+        logp, *rest = (x.astype(np.float64) if x.dtype == np.float32 else x for x in draw)
+        loss = jax.jit(jax.vmap(lambda logp: losses.decoupled_ppo_loss(logp, *rest, **settings).loss))
+        nudges = 1e-6 * np.eye(15).reshape(15, 3, 5)
+        slopes = (loss(logp + nudges) - loss(logp - nudges)) / 2e-6
+        gradient = jax.grad(lambda logp: decoupled_ppo_loss(logp, *rest, **settings).loss)(logp)
+    np.testing.assert_allclose(gradient.reshape(15), slopes, atol=1e-7)
 
 
 def test_a_thousand_random_inputs_equal_float64_numpy() -> None:
     rng = np.random.default_rng(2)
     draws = [random_inputs(rng, (6,)) for _ in range(1000)]
-    batch = {name: np.stack([draw[name] for draw in draws]) for name in draws[0]}
-    settings: dict[str, Any] = {"clip_eps": 0.2, "clip_eps_high": 0.28, "dual_clip": 3.0, "behave_weight_cap": 2.0}
-    losses = jax.jit(jax.vmap(lambda inputs: decoupled_ppo_loss(**inputs, **settings).loss))(batch)
-    expected = [paper_loss(**{name: x.astype(np.float64) for name, x in draw.items()}) for draw in draws]
-    np.testing.assert_allclose(losses, expected, atol=1e-6, rtol=1e-6)
+    loss = partial(losses.decoupled_ppo_loss, clip_eps=0.2, clip_eps_high=0.28, dual_clip=3.0, behave_weight_cap=2.0)
+    batch = Draw(*(np.stack(arrays) for arrays in zip(*draws, strict=True)))
+    expected = [paper_loss(Draw(*(x.astype(np.float64) for x in draw))) for draw in draws]
+    np.testing.assert_allclose(jax.jit(jax.vmap(lambda draw: loss(*draw).loss))(batch), expected, atol=1e-6, rtol=1e-6)
 
 
 def test_cutting_into_micro_batches_changes_nothing() -> None:
     draw = random_inputs(np.random.default_rng(3), (8, 5))
-    num_tokens = float(draw["mask"].sum())
+    num_tokens = float(draw.mask.sum())
 
-    def loss_and_gradient(rows: slice) -> tuple[PolicyLoss, jax.Array]:
-        rest = {name: x[rows] for name, x in draw.items() if name != "logp"}
+    @partial(jax.grad, has_aux=True)
+    def gradient_and_loss(logp: jax.Array, *rest: np.ndarray) -> tuple[jax.Array, PolicyLoss]:
+        out = losses.decoupled_ppo_loss(logp, *rest, num_tokens=num_tokens)
+        return out.loss, out
 
-        def loss(logp: jax.Array) -> tuple[jax.Array, PolicyLoss]:
-            out = decoupled_ppo_loss(logp, **rest, num_tokens=num_tokens)
-            return out.loss, out
-
-        gradient, out = jax.grad(loss, has_aux=True)(jnp.asarray(draw["logp"][rows]))
-        return out, gradient
-
-    whole, gradient = loss_and_gradient(slice(None))
-    parts = [loss_and_gradient(slice(start, end)) for start, end in ((0, 1), (1, 6), (6, 8))]
-    assert sum(float(part.loss) for part, _ in parts) == pytest.approx(float(whole.loss), rel=1e-6)
-    np.testing.assert_allclose(np.concatenate([part for _, part in parts]), gradient, rtol=1e-6)
+    run = jax.jit(gradient_and_loss)
+    gradient, whole = run(*draw)
+    parts = [run(*(x[start:end] for x in draw)) for start, end in ((0, 1), (1, 6), (6, 8))]
+    assert sum(float(part.loss) for _, part in parts) == pytest.approx(float(whole.loss), rel=1e-6)
+    np.testing.assert_allclose(np.concatenate([part for part, _ in parts]), gradient, rtol=1e-6)
     for name, meter in whole.metrics.items():
         for k in range(2):
-            assert sum(float(part.metrics[name][k]) for part, _ in parts) == pytest.approx(float(meter[k]), rel=1e-5), name
-    # Left to itself, each part would divide by its own tokens.
-    assert float(decoupled_ppo_loss(**draw).loss) == pytest.approx(float(whole.loss), rel=1e-6)
+            assert sum(float(part.metrics[name][k]) for _, part in parts) == pytest.approx(float(meter[k]), rel=1e-5), name
+    # num_tokens left out, the mask is counted.
+    assert float(decoupled_ppo_loss(*draw).loss) == pytest.approx(float(whole.loss), rel=1e-6)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", ["logp", "proximal_logp", "behave_logp", "advantages"])
 def test_what_lies_under_the_mask_poisons_nothing(where: str, poison: float) -> None:
     draw = random_inputs(np.random.default_rng(4), (4, 6))
-    poisoned = draw | {where: np.where(draw["mask"], draw[where], np.float32(poison))}
+    poisoned = draw._replace(**{where: np.where(draw.mask, getattr(draw, where), np.float32(poison))})
 
-    def run(inputs: dict[str, np.ndarray]) -> tuple[PolicyLoss, jax.Array]:
-        rest = {name: x for name, x in inputs.items() if name != "logp"}
-        gradient = jax.grad(lambda logp: decoupled_ppo_loss(logp, **rest, behave_weight_cap=2.0).loss)(inputs["logp"])
-        return decoupled_ppo_loss(**inputs, behave_weight_cap=2.0), gradient
+    def run(draw: Draw) -> tuple[PolicyLoss, jax.Array]:
+        gradient = jax.grad(lambda logp: decoupled_ppo_loss(logp, *draw[1:], behave_weight_cap=2.0).loss)(draw.logp)
+        return decoupled_ppo_loss(*draw, behave_weight_cap=2.0), gradient
 
     for clean, dirty in zip(jax.tree.leaves(run(draw)), jax.tree.leaves(run(poisoned)), strict=True):
         np.testing.assert_array_equal(clean, dirty)
@@ -159,11 +162,11 @@ def test_what_lies_under_the_mask_poisons_nothing(where: str, poison: float) -> 
 
 def test_an_overflowing_ratio_that_is_clipped_has_gradient_zero() -> None:
     # exp(200) is inf in float32. A > 0: the clip holds it at 1.2.
-    draw = {"proximal_logp": np.zeros(1, np.float32), "behave_logp": np.zeros(1, np.float32)}
-    draw |= {"advantages": np.ones(1, np.float32), "mask": np.ones(1, bool)}
-    logp = np.array([200.0], np.float32)
-    assert float(decoupled_ppo_loss(logp, **draw).loss) == pytest.approx(-1.2)
-    assert float(jax.grad(lambda x: decoupled_ppo_loss(x, **draw).loss)(logp)[0]) == 0.0
+    zero, one = np.zeros(1, np.float32), np.ones(1, np.float32)
+    draw = Draw(200.0 * one, zero, zero, one, np.ones(1, bool))
+    loss, gradient = jax.value_and_grad(lambda x: decoupled_ppo_loss(x, *draw[1:]).loss)(draw.logp)
+    assert float(loss) == pytest.approx(-1.2)
+    assert float(gradient[0]) == 0.0
 
 
 def test_an_empty_mask_gives_zero_not_nan() -> None:
@@ -225,23 +228,20 @@ def mean(out: PolicyLoss, name: str) -> float:
     return float(total) / float(weight)
 
 
-def random_inputs(rng: np.random.Generator, shape: tuple[int, ...]) -> dict[str, np.ndarray]:
+def random_inputs(rng: np.random.Generator, shape: tuple[int, ...]) -> Draw:
     """Three policies near each other, advantages of both signs, and a mask that leaves at least one token."""
-    logp, proximal, behave = rng.normal(0.0, 0.3, (3, *shape)).astype(np.float32) - 1.0
+    logp, proximal, behave = rng.normal(-1.0, 0.3, (3, *shape)).astype(np.float32)
     mask = rng.random(shape) < 0.7
     mask.reshape(-1)[0] = True
-    advantages = rng.normal(size=shape).astype(np.float32)
-    return {"logp": logp, "proximal_logp": proximal, "behave_logp": behave, "advantages": advantages, "mask": mask}
+    return Draw(logp, proximal, behave, rng.normal(size=shape).astype(np.float32), mask)
 
 
-def paper_loss(
-    logp: np.ndarray, proximal_logp: np.ndarray, behave_logp: np.ndarray, advantages: np.ndarray, mask: np.ndarray
-) -> float:
+def paper_loss(draw: Draw) -> float:
     """Equation 5 as it is written, token by token, with clip [0.8, 1.28], dual clip 3, and tokens of w > 2 left out."""
     total = 0.0
-    for theta, proximal, behave, advantage, counts in zip(logp, proximal_logp, behave_logp, advantages, mask, strict=True):
+    for theta, proximal, behave, advantage, counts in zip(*draw, strict=True):
         u, w = np.exp(theta - proximal), np.exp(proximal - behave)
         if counts and w <= 2.0:
             term = min(u * advantage, np.clip(u, 0.8, 1.28) * advantage)
             total -= w * (max(term, 3.0 * advantage) if advantage < 0 else term)
-    return total / mask.sum()
+    return total / draw.mask.sum()

@@ -192,7 +192,7 @@ def test_an_error_of_the_copier_reaches_trainer_and_engine():
     target = {"odd": NamedSharding(meshes.rollout, PartitionSpec(None, "data"))}
     mailbox = Mailbox(lambda params: {"odd": jnp.ones((24, 7))}, target, meshes.train, path="host")
     mailbox.publish(0, params_of(meshes, 0))
-    with pytest.raises(RuntimeError, match="the mailbox ended with .*axis 1 is partitioned 4 times") as caught:
+    with pytest.raises(RuntimeError, match=r"the mailbox ended with .*axis 1 is partitioned 4 times") as caught:
         mailbox.wait(0, timeout_s=60.0)
     assert isinstance(caught.value.__cause__, ValueError)
     with pytest.raises(RuntimeError, match="the mailbox ended"):

@@ -1,0 +1,57 @@
+"""Mailbox and driver together, while a trainer on other devices overwrites its parameters."""
+
+from __future__ import annotations
+
+import asyncio
+
+import jax
+import numpy as np
+from tiny_decode import CONFIG, POLICY, engine, params_of, request, trainer_logp
+
+from areal_jax.engine.driver import Driver
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.parallel.mesh import make_meshes
+from areal_jax.parallel.sharding import TRAIN_RULES, shardings
+from areal_jax.records import Completion
+from areal_jax.weights.mailbox import Mailbox
+
+PROMPT = (5, 9, 33, 2, 17)
+
+
+def test_every_token_keeps_the_logp_of_its_version_while_a_trainer_publishes():
+    four = engine(CONFIG, devices=4)
+    train = make_meshes(PlacementConfig(rollout_devices=4)).train
+    assert not set(train.devices.flat) & set(four.mesh.devices.flat)
+    placed = shardings(train, POLICY.axes(), POLICY.abstract(), TRAIN_RULES)
+    # A trainer's step that is easy to follow: in the same memory, every parameter changes its sign.
+    step = jax.jit(lambda params: jax.tree.map(lambda leaf: -leaf, params), donate_argnums=0, out_shardings=placed)
+    mailbox = Mailbox(four.layout, four.param_shardings, train)
+    params = jax.device_put(jax.tree.map(np.array, params_of(0)), placed)
+    mailbox.publish(0, params)
+
+    async def main() -> list[list[Completion]]:
+        nonlocal params
+        driver = Driver(four, mailbox)
+        driver.start()
+        waves = []
+        version = 0
+        for wave in range(3):
+            futures = [driver.submit(request(f"{wave}-{i}", PROMPT, num_samples=6, seed=i)) for i in range(2)]
+            while not all(future.done() for future in futures):
+                await asyncio.sleep(0.02)
+                params, version = step(params), version + 1
+                mailbox.publish(version, params)
+            waves += [future.result() for future in futures]
+        driver.close()
+        return waves
+
+    waves = asyncio.run(main())
+    mailbox.close()
+    completions = [completion for group in waves for completion in group]
+    assert len(completions) == 36
+    assert sum(len(set(completion.versions)) > 1 for completion in completions) > 0
+    # Even versions are the parameters of seed 0, odd ones their negatives.
+    for completion in completions:
+        logp = np.stack([trainer_logp(PROMPT, completion, 0, sign=sign) for sign in (1, -1)])
+        np.testing.assert_allclose(completion.logp, logp[completion.versions % 2, np.arange(20)], atol=1e-4)
+        assert (np.diff(completion.versions) >= 0).all()

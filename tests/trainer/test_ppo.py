@@ -1,0 +1,372 @@
+"""Laws of a training step, on a tiny policy."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import chz
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from tiny_training import POLICY, PROMPT_TOKENS, ROW_TOKENS, batch, group, params, sample, train_mesh
+
+from areal_jax.models.attention import packed_attention
+from areal_jax.records import Group
+from areal_jax.rl.advantages import compute_advantages
+from areal_jax.rl.config import PPO
+from areal_jax.rl.logprobs import token_logprobs
+from areal_jax.rl.losses import decoupled_ppo_loss
+from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
+from areal_jax.trainer.ppo import StepResult, Trainer
+from areal_jax.trainer.step import DeviceBatch
+
+OPTIMIZER = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1)
+CONFIG = TrainerConfig(optimizer=OPTIMIZER, num_mini_batches=1, rows_per_micro_batch=4, remat=False)
+
+
+def make(config: TrainerConfig = CONFIG, row_tokens: int = ROW_TOKENS, **settings: Any) -> Trainer:
+    settings = {"mesh": train_mesh(), "compute_dtype": jnp.float32, "max_staleness": 2} | settings
+    return Trainer(
+        config, POLICY, params(), num_updates=100, temperature=1.0, row_tokens=row_tokens, **settings
+    )
+
+
+# Compiling takes longer than all else here, so trainers are shared; each test first brings them back to their first state.
+@pytest.fixture(scope="module")
+def shared() -> Callable[[str], Trainer]:
+    made: dict[str, tuple[Trainer, Any]] = {}
+
+    def get(name: str) -> Trainer:
+        if name not in made:
+            trainer = make({"one": CONFIG, "two": chz.replace(CONFIG, num_mini_batches=2)}[name])
+            made[name] = trainer, jax.device_get(trainer.state)
+        trainer, first = made[name]
+        trainer.restore(first)
+        return trainer
+
+    return get
+
+
+def mean(result: StepResult, name: str) -> float:
+    value = result.metrics[name]
+    assert isinstance(value, tuple)
+    return value[0] / value[1]
+
+
+def assert_close(ours: Any, theirs: Any, atol: float = 1e-5) -> None:
+    for path, leaf in jax.tree_util.tree_leaves_with_path(ours):
+        other = dict(jax.tree_util.tree_leaves_with_path(theirs))[path]
+        np.testing.assert_allclose(leaf, other, atol=atol, err_msg=jax.tree_util.keystr(path))
+
+
+def plain_step(groups: Sequence[Group]) -> tuple[float, Any]:
+    """Loss and new parameters without packing, micro-batches, shards or jit of ours: one sequence at a time, optax's AdamW."""
+    rewards = [np.array([s.reward for s in g.samples]) for g in groups]
+    advantages = compute_advantages(CONFIG.advantages, rewards, [np.array([s.loss_mask.sum() for s in g.samples]) for g in groups])
+    num_tokens = float(sum(s.loss_mask.sum() for g in groups for s in g.samples))
+
+    @jax.jit
+    def loss_of(weights: Any, tokens: jax.Array, behave_logp: jax.Array, advantage: jax.Array, length: jax.Array) -> jax.Array:
+        # Padded behind, which a causal model does not see.
+        ones = jnp.ones((1, ROW_TOKENS), jnp.int32)
+        hidden, _ = POLICY.hidden(
+            weights, tokens[None], jnp.arange(ROW_TOKENS)[None], packed_attention(ones), compute_dtype=jnp.float32
+        )
+        logp = token_logprobs(hidden, POLICY.head(weights), tokens[None], ones, chunk_tokens=10**6)[0][0]
+        mask = (jnp.arange(ROW_TOKENS) >= PROMPT_TOKENS) & (jnp.arange(ROW_TOKENS) < length)
+        fixed = jax.lax.stop_gradient(logp)
+        return decoupled_ppo_loss(logp, fixed, behave_logp, advantage * jnp.ones(ROW_TOKENS), mask, num_tokens=num_tokens).loss
+
+    weights = jax.tree.map(jnp.asarray, params())
+    loss, gradients = 0.0, jax.tree.map(jnp.zeros_like, weights)
+    for g, advantages_G in zip(groups, advantages, strict=True):
+        for s, advantage in zip(g.samples, advantages_G, strict=True):
+            pad = (0, ROW_TOKENS - len(s.tokens))
+            arguments = np.pad(s.tokens, pad), np.pad(s.behave_logp, pad), advantage, len(s.tokens)
+            value, gradient = jax.value_and_grad(loss_of)(weights, *arguments)
+            loss, gradients = loss + float(value), jax.tree.map(jnp.add, gradients, gradient)
+    is_matrix = jax.tree_util.tree_map_with_path(lambda path, _: not {"bias", "norm"} & set(str(path[-1].key).split("_")), weights)
+    optimizer = optax.chain(
+        optax.clip_by_global_norm(1.0), optax.adamw(1e-2, b1=0.9, b2=0.95, eps=1e-5, weight_decay=0.1, mask=is_matrix)
+    )
+    updates, _ = optimizer.update(gradients, optimizer.init(weights), weights)
+    return loss, optax.apply_updates(weights, updates)
+
+
+def test_a_step_equals_the_plain_computation(shared: Callable[[str], Trainer]) -> None:
+    trainer, groups = shared("one"), batch()
+    result = trainer.step(groups)
+    loss, expected = plain_step(groups)
+    assert mean(result, "loss") == pytest.approx(loss, abs=1e-5)
+    assert_close(trainer.params, expected)
+    assert trainer.version == 1
+
+
+@pytest.mark.parametrize(
+    ("changes", "row_tokens", "mesh"),
+    [
+        ({"rows_per_micro_batch": 1}, ROW_TOKENS, {}),
+        ({"rows_per_micro_batch": 3, "remat": True, "logp_chunk_tokens": 16}, 2 * ROW_TOKENS, {}),
+        ({"rows_per_micro_batch": 2}, ROW_TOKENS, {"devices": 4, "tensor": 2}),
+        ({"rows_per_micro_batch": 1}, ROW_TOKENS, {"devices": 8, "tensor": 2, "fsdp": 2}),
+    ],
+    ids=["micro-batches of one row", "longer rows, remat, chunks", "fsdp 2 x tensor 2", "data 2 x fsdp 2 x tensor 2"],
+)
+def test_micro_batches_padding_and_shards_change_nothing(
+    changes: dict[str, Any], row_tokens: int, mesh: dict[str, int], shared: Callable[[str], Trainer]
+) -> None:
+    reference, groups = shared("one"), batch(seed=1)
+    expected = reference.step(groups)
+    trainer = make(chz.replace(CONFIG, **changes), row_tokens, mesh=train_mesh(**mesh))
+    result = trainer.step(groups)
+    for name in ("loss", "grad_norm", "entropy", "clip_fraction", "behave_weight", "kl_behave_theta"):
+        assert mean(result, name) == pytest.approx(mean(expected, name), abs=1e-5), name
+    assert_close(trainer.params, reference.params)
+    assert_close(trainer.state.opt_state, reference.state.opt_state)
+
+
+def test_a_state_goes_on_on_another_mesh(shared: Callable[[str], Trainer]) -> None:
+    trainer = shared("one")
+    trainer.step(batch(seed=2))
+    saved = jax.device_get(trainer.state)
+    trainer.step(batch(seed=3))
+    resumed = make(mesh=train_mesh(4, tensor=2))
+    resumed.restore(saved)
+    resumed.step(batch(seed=3))
+    assert resumed.version == trainer.version == 2
+    assert_close(resumed.params, trainer.params)
+    # On the same mesh it goes on bit for bit.
+    once = jax.device_get(trainer.params)
+    trainer.restore(saved)
+    trainer.step(batch(seed=3))
+    assert_close(trainer.params, once, atol=0.0)
+
+
+def test_proximal_is_the_policy_just_before_the_step(shared: Callable[[str], Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer, groups = shared("two"), batch(seed=4)
+    learner = trainer._learner
+    expected: list[np.ndarray] = []
+    seen: list[tuple[bool, np.ndarray, dict[str, Any]]] = []
+    put, update = learner.put, learner.update
+
+    def put_and_forward(packed: Any) -> DeviceBatch:
+        moved = put(packed)
+        expected.append(np.asarray(learner.logprobs(moved)))
+        return moved
+
+    def watched_update(batches: Sequence[DeviceBatch], num_tokens: int, *, proximal_is_current: bool) -> Any:
+        metrics = update(batches, num_tokens, proximal_is_current=proximal_is_current)
+        seen.append((proximal_is_current, np.concatenate([np.asarray(b.proximal_logp) for b in batches]), metrics))
+        return metrics
+
+    monkeypatch.setattr(learner, "put", put_and_forward)
+    monkeypatch.setattr(learner, "update", watched_update)
+    trainer.step(groups)
+
+    (first_is_current, _, first), (second_is_current, second_proximal, second) = seen
+    # Theta is proximal in the first update: every ratio is 1, so that the mean of e^x - 1 - x is 0.
+    assert first_is_current and first["ratio"][0] / first["ratio"][1] == pytest.approx(1.0, abs=1e-5)
+    assert first["kl_proximal_theta"][0] / first["kl_proximal_theta"][1] < 1e-10
+    # The second reads what was computed before the first, by which theta has moved.
+    num_first = len(expected) - len(second_proximal) // learner.rows
+    np.testing.assert_array_equal(second_proximal, np.concatenate(expected[num_first:]))
+    assert not second_is_current and second["kl_proximal_theta"][0] / second["kl_proximal_theta"][1] > 1e-5
+
+
+def test_the_forward_pass_for_proximal_agrees_with_that_of_the_update(shared: Callable[[str], Trainer]) -> None:
+    trainer, groups = shared("two"), batch(seed=5)
+    learner = trainer._learner
+    mini_batch = trainer._pack([(g.samples, [s.loss_mask for s in g.samples], np.ones(3, np.float32)) for g in groups])
+    batches = trainer._with_proximal(mini_batch).batches
+    metrics = learner.update(batches, mini_batch.num_loss_tokens, proximal_is_current=False)
+    ratio, divergence = metrics["ratio"], metrics["kl_proximal_theta"]
+    assert isinstance(ratio, tuple) and isinstance(divergence, tuple)
+    assert ratio[0] / ratio[1] == pytest.approx(1.0, abs=1e-5)
+    assert divergence[0] / divergence[1] < 1e-10
+
+
+def test_packed_is_alone(shared: Callable[[str], Trainer]) -> None:
+    trainer, groups = shared("two"), batch(seed=6)
+    learner = trainer._learner
+
+    def logprobs(*of: Group) -> list[np.ndarray]:
+        mini_batch = trainer._pack([(g.samples, [s.loss_mask for s in g.samples], np.ones(len(g.samples), np.float32)) for g in of])
+        segments = [np.asarray(b.segment_ids) for b in mini_batch.batches]
+        logp = [np.asarray(learner.logprobs(b)) for b in mini_batch.batches]
+        tokens = [np.asarray(b.tokens) for b in mini_batch.batches]
+        found = {}
+        for rows, row_segments, row_tokens in zip(np.concatenate(logp), np.concatenate(segments), np.concatenate(tokens), strict=True):
+            for segment in range(1, row_segments.max(initial=0) + 1):
+                found[row_tokens[row_segments == segment].tobytes()] = rows[row_segments == segment]
+        return [found[s.tokens.tobytes()] for g in of for s in g.samples]
+
+    together = logprobs(*groups)
+    alone = [logp for g in groups for s in g.samples for logp in logprobs(group(0, s))]
+    for a, b in zip(together, alone, strict=True):
+        np.testing.assert_allclose(a, b, atol=1e-5)
+
+
+def test_stale_tokens_are_context_only(shared: Callable[[str], Trainer]) -> None:
+    trainer = shared("one")
+    trainer.version = 5
+    groups = batch(seed=7, version=3)
+    first = groups[0].samples[0]
+    # Age 2 is allowed (max_staleness=2), age 3 is not: here the first two drawn tokens.
+    old = replace(first, versions=np.where(np.arange(len(first.tokens)) < PROMPT_TOKENS + 2, first.versions - 1, first.versions))
+    stale = [group(0, old, *groups[0].samples[1:]), *groups[1:]]
+    result = trainer.step(stale)
+    assert result.metrics["tokens_stale"] == 2.0
+    assert result.metrics["staleness_max"] == 2.0
+    assert mean(result, "staleness") == 2.0
+    np.testing.assert_array_equal(result.stale[0][0].nonzero()[0], [PROMPT_TOKENS, PROMPT_TOKENS + 1])
+    assert not any(mask.any() for masks in result.stale[1:] for mask in masks)
+
+    # The same as if those tokens had never been drawn by the policy, whatever was recorded of them.
+    masked = replace(old, loss_mask=np.arange(len(old.tokens)) >= PROMPT_TOKENS + 2)
+    after = jax.device_get(trainer.params)
+    trainer = shared("one")
+    trainer.version = 5
+    again = trainer.step([group(0, masked, *groups[0].samples[1:]), *groups[1:]])
+    assert again.metrics["tokens_stale"] == 0.0
+    assert_close(trainer.params, after, atol=0.0)
+
+
+def test_without_a_bound_nothing_is_stale(shared: Callable[[str], Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = shared("one")
+    monkeypatch.setattr(trainer, "max_staleness", None)
+    trainer.version = 1000
+    result = trainer.step(batch(seed=8))
+    assert result.metrics["tokens_stale"] == 0.0
+    assert mean(result, "staleness") == 1000.0
+
+
+def test_a_batch_without_a_trainable_token_changes_nothing_but_the_version(shared: Callable[[str], Trainer]) -> None:
+    trainer = shared("two")
+    trainer.version = 9
+    before = jax.device_get(trainer.state)
+    result = trainer.step(batch(seed=9))
+    assert trainer.version == 10
+    assert_close(trainer.params, before.params, atol=0.0)
+    assert_close(trainer.state.opt_state, before.opt_state, atol=0.0)
+    assert result.metrics["num_updates"] == 0.0
+    assert result.metrics["tokens_trained"] == 0.0
+    assert result.metrics["tokens_stale"] == sum(s.loss_mask.sum() for g in batch(seed=9) for s in g.samples)
+    assert all(np.isfinite(value).all() for value in result.metrics.values())
+
+
+def test_a_loss_that_is_not_finite_is_refused_and_harms_nothing(shared: Callable[[str], Trainer]) -> None:
+    trainer, groups = shared("one"), batch(seed=10)
+    trainer.step(batch(seed=11))
+    before = jax.device_get(trainer.state)
+    # A token that the sampler says it had next to no chance to draw: proximal/behave = e^1000 = inf.
+    broken = replace(groups[0].samples[0], behave_logp=np.where(groups[0].samples[0].loss_mask, -1000.0, 0.0).astype(np.float32))
+    broken_reward = replace(groups[0].samples[1], reward=1.0 - broken.reward)
+    with pytest.raises(FloatingPointError, match=r"step 1, update 1 of 1: loss is .*last good version is 1.*learning_rate"):
+        trainer.step([group(0, broken, broken_reward, *groups[0].samples[2:]), *groups[1:]])
+    assert trainer.version == 1
+    assert_close(trainer.params, before.params, atol=0.0)
+    assert_close(trainer.state.opt_state, before.opt_state, atol=0.0)
+    trainer.step(groups)
+    assert trainer.version == 2
+
+
+def test_nothing_compiles_after_warm_up() -> None:
+    trainer = make(chz.replace(CONFIG, num_mini_batches=2))
+    before = jax.device_get(trainer.params)
+    trainer.warm_up()
+    assert_close(trainer.params, before, atol=0.0)
+    assert trainer.version == 0
+    compiled = trainer.num_compilations
+    rng = np.random.default_rng(12)
+    with counting_compilations() as events:
+        for seed in range(30):
+            result = trainer.step(batch(seed, int(rng.integers(2, 6)), int(rng.integers(1, 5)), version=trainer.version))
+            assert result.metrics["num_compilations"] == compiled
+    assert events == []
+
+
+@contextmanager
+def counting_compilations() -> Iterator[list[str]]:
+    """Everything that XLA compiles meanwhile, in any thread."""
+    events: list[str] = []
+
+    def note(event: str, duration_s: float, **facts: Any) -> None:
+        if event == "/jax/core/compile/backend_compile_duration":
+            events.append(event)
+
+    jax.monitoring.register_event_duration_secs_listener(note)
+    try:
+        yield events
+        # Were the event renamed, the list would stay empty for ever.
+        num_before = len(events)
+        jax.jit(lambda x: x + 41)(1).block_until_ready()
+        assert len(events) == num_before + 1
+        del events[num_before:]
+    finally:
+        jax.monitoring.unregister_event_duration_listener(note)
+
+
+def test_rewarded_tokens_become_more_likely(shared: Callable[[str], Trainer]) -> None:
+    trainer = shared("one")
+    rng = np.random.default_rng(13)
+    good, bad = sample(rng, 12, reward=1.0), sample(rng, 12, reward=0.0)
+    groups = [group(0, good, bad)]
+    first = trainer.step(groups)
+    for version in range(1, 5):
+        fresh = [replace(s, versions=np.where(s.loss_mask, version, -1).astype(np.int32)) for s in (good, bad)]
+        last = trainer.step([group(version, *fresh)])
+    # The advantages are 1/sqrt(2) and -1/sqrt(2) (mean 1/2, sample deviation 1/sqrt(2)), so the loss falls as they part.
+    np.testing.assert_allclose(first.advantages[0], [0.707107, -0.707107], atol=2e-6)
+    assert mean(last, "loss") < mean(first, "loss") - 0.01
+
+
+def test_params_survive_in_the_callers_hands(shared: Callable[[str], Trainer]) -> None:
+    given = jax.tree.map(lambda leaf: jax.device_put(leaf, jax.devices()[0]), params())
+    trainer = Trainer(
+        CONFIG, POLICY, given, train_mesh(), jnp.float32, num_updates=1, max_staleness=0, temperature=1.0, row_tokens=ROW_TOKENS
+    )
+    trainer.step(batch())
+    assert_close(given, params(), atol=0.0)
+
+
+def test_metrics_describe_the_batch(shared: Callable[[str], Trainer]) -> None:
+    rng = np.random.default_rng(14)
+    samples = [sample(rng, 10, 0, 1.0), sample(rng, 20, 0, 0.0), sample(rng, 14, 0, 1.0), sample(rng, 14, 0, 1.0)]
+    samples = [replace(s, stop_reason="length" if i == 1 else "stop") for i, s in enumerate(samples)]
+    result = shared("one").step([group(0, *samples[:2]), group(1, *samples[2:])])
+    assert mean(result, "reward") == 0.75
+    assert mean(result, "truncated_fraction") == 0.25
+    assert mean(result, "groups_without_signal") == 0.5  # both samples of the second are right
+    assert mean(result, "answer_tokens") == (6 + 16 + 10 + 10) / 4
+    assert result.metrics["tokens_trained"] == 42.0
+    # 6 tokens of .707107 and 16 of -.707107.
+    assert mean(result, "advantage") == pytest.approx(-10 * 0.707107 / 42, abs=1e-5)
+    # Algorithm 1 takes 20, 14, 14, 10 tokens into rows of 24: {20}, {14, 10}, {14}, 4 rows of a micro-batch.
+    assert result.metrics["packing_efficiency"] == (58.0, 96.0)
+
+
+def test_ppo_needs_no_forward_pass_of_its_own() -> None:
+    trainer = make(chz.replace(CONFIG, loss=PPO(), num_mini_batches=2))
+    trainer.warm_up()
+    trainer.step(batch())
+    assert "logprobs" not in trainer._learner._programs
+
+
+def test_what_cannot_be_trained_on_is_refused_with_the_knob(shared: Callable[[str], Trainer]) -> None:
+    trainer, groups = shared("two"), batch()
+    good = groups[0].samples[0]
+    with pytest.raises(ValueError, match=r"1 groups cannot be split into 2 mini-batches.*trainer\.num_mini_batches"):
+        trainer.step(groups[:1])
+    with pytest.raises(ValueError, match=r"sample 0 of group 7 \(task task-7\).*not finite"):
+        trainer.step([group(7, replace(good, reward=float("nan"))), *groups])
+    with pytest.raises(ValueError, match="begins with a token"):
+        trainer.step([group(7, replace(good, loss_mask=np.ones_like(good.loss_mask))), *groups])
+    too_long = sample(np.random.default_rng(0), ROW_TOKENS + 1)
+    with pytest.raises(ValueError, match=rf"{ROW_TOKENS + 1} tokens does not fit into a row of {ROW_TOKENS}.*trainer\.row_tokens"):
+        trainer.step([group(7, too_long), *groups])
+    assert trainer.version == 0

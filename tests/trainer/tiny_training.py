@@ -1,0 +1,73 @@
+"""A tiny policy, batches of groups that could be its own, and meshes of simulated devices."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.decoder import Params, Policy
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.parallel.mesh import make_meshes
+from areal_jax.records import NO_VERSION, Group, Sample, Task
+
+ROW_TOKENS = 24
+PROMPT_TOKENS = 4
+
+POLICY = Policy(
+    ModelConfig.from_hf(
+        {
+            "architectures": ["Qwen2ForCausalLM"],
+            "vocab_size": 32,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+            "tie_word_embeddings": False,
+        },
+        source="a test",
+    )
+)
+
+
+def params(seed: int = 0) -> Params:
+    """Host arrays; large enough that no two tokens are equally likely."""
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) / leaf.shape[-1] ** 0.5, POLICY.abstract())
+
+
+def train_mesh(devices: int = 1, tensor: int = 1, fsdp: int | None = None) -> Mesh:
+    placement = PlacementConfig(train_devices=devices, rollout_devices=1, train_tensor=tensor, train_fsdp=fsdp)
+    return make_meshes(placement, jax.devices() + jax.devices()[:1]).train
+
+
+def sample(
+    rng: np.random.Generator, num_tokens: int, versions: int | np.ndarray = 0, reward: float | None = None
+) -> Sample:
+    mask = np.arange(num_tokens) >= PROMPT_TOKENS
+    right = rng.random() < 0.5 if reward is None else reward > 0
+    return Sample(
+        tokens=rng.integers(0, POLICY.config.vocab_size, num_tokens).astype(np.int32),
+        loss_mask=mask,
+        behave_logp=np.where(mask, rng.normal(-3.5, 0.2, num_tokens), 0.0).astype(np.float32),
+        versions=np.where(mask, versions, NO_VERSION).astype(np.int32),
+        reward=float(right) if reward is None else reward,
+        verdict="correct" if right else "wrong",
+        stop_reason="stop" if rng.random() < 0.8 else "length",
+    )
+
+
+def group(id: int, *samples: Sample) -> Group:
+    return Group(id, Task(f"task-{id}", (), "1"), samples)
+
+
+def batch(seed: int = 0, num_groups: int = 4, samples_per_group: int = 3, version: int = 0) -> list[Group]:
+    """Groups of samples of 6 to ROW_TOKENS tokens."""
+    rng = np.random.default_rng(seed)
+    return [
+        group(i, *(sample(rng, int(rng.integers(6, ROW_TOKENS + 1)), version) for _ in range(samples_per_group)))
+        for i in range(num_groups)
+    ]
