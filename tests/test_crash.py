@@ -1,0 +1,130 @@
+"""What a run survives: kill -9 at any moment, Ctrl-C, and a loss that is not finite. Each in a process of its own, by the command line."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from areal_jax.metrics import jsonl
+
+GROUPS, SAMPLES, STEPS = 4, 2, 12
+SMALL = (  # a random policy, and steps that take milliseconds
+    f"num_steps={STEPS}",
+    "policy.random_init=true",
+    "tasks.num_tasks=600",
+    "placement.simulated_devices=none",
+    f"rollout.groups_per_batch={GROUPS}",
+    f"rollout.samples_per_group={SAMPLES}",
+    "rollout.max_staleness=2",
+    "engine.num_slots=16",
+    "engine.max_new_tokens=32",
+    "engine.steps_per_dispatch=4",
+    "trainer.num_mini_batches=1",
+    "trainer.rows_per_micro_batch=4",
+    "evaluation.every_steps=0",
+    "checkpoint.every_steps=2",
+    "checkpoint.export_hf=false",
+)
+TIMEOUT_S = 240.0
+
+
+def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
+    return subprocess.Popen(
+        [sys.executable, "-m", "areal_jax.train", *arguments],
+        cwd=folder,
+        env={**environment, "JAX_PLATFORMS": "cpu"},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def steps_done(run: Path) -> int:
+    path = run / "metrics.jsonl"
+    return sum("trainer/loss" in row for row in jsonl.read(path)) if path.exists() else 0
+
+
+def wait_for_steps(process: subprocess.Popen[str], run: Path, num_steps: int) -> None:
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while steps_done(run) < num_steps:
+        assert process.poll() is None, process.communicate()[0]
+        assert time.monotonic() < deadline_s, f"{steps_done(run)} of {num_steps} steps after {TIMEOUT_S} s"
+        time.sleep(0.02)
+
+
+def finished(process: subprocess.Popen[str]) -> str:
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 0, output
+    return output
+
+
+@pytest.mark.slow
+def test_a_run_killed_twice_loses_and_repeats_no_task(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(tmp_path, "--exp=aime", f"--run-folder={run}", *SMALL)
+    for num_steps in (5, 9):
+        wait_for_steps(process, run, num_steps)
+        process.kill()
+        process.communicate()
+        process = start(tmp_path, f"--resume={run}")
+    output = finished(process)
+    assert "going on from the checkpoint of version" in output
+
+    rows = [row for row in jsonl.read(run / "metrics.jsonl") if "trainer/loss" in row]
+    assert [row["version"] for row in rows] == list(range(STEPS))
+    samples = list(jsonl.read(run / "samples.jsonl"))
+    assert Counter(row["version"] for row in samples) == dict.fromkeys(range(STEPS), GROUPS * SAMPLES)
+    of_groups = {row["group"]: row["task"] for row in samples}
+    assert len(of_groups) == STEPS * GROUPS, "a group was trained on twice"
+    assert len(set(of_groups.values())) == len(of_groups), "within one epoch a task came twice"
+    # Groups are numbered as their tasks are drawn: what is missing below the last one is still under way, not lost.
+    last = rows[-1]
+    under_way = last["gate/running"] + last["gate/buffered"]
+    assert last["gate/started"] == last["gate/accepted"] + last["gate/running"] + last["gate/rejected"]
+    assert last["gate/started"] == len(of_groups) + under_way + last["gate/rejected"]
+    assert all(
+        0 <= row["version"] - version <= 2
+        for row in samples
+        for place, version in enumerate(row["versions"])
+        if version >= 0 and place not in row["stale"]
+    )
+
+
+@pytest.mark.slow
+def test_ctrl_c_ends_with_a_checkpoint_and_a_report(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(tmp_path, "--exp=aime", f"--run-folder={run}", *SMALL, "num_steps=100000", "checkpoint.every_steps=0")
+    wait_for_steps(process, run, 3)
+    process.send_signal(signal.SIGINT)
+    finished(process)
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    assert int(checkpoint.name) == steps_done(run) >= 3
+    assert (run / "report.html").is_file() and (run / "learning_curve.png").is_file()
+
+
+@pytest.mark.slow
+def test_a_loss_that_is_not_finite_ends_the_run_and_loses_no_finished_sample(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    # A learning rate beyond all bounds: within a few steps no logit is finite any more.
+    process = start(
+        tmp_path,
+        "--exp=aime",
+        f"--run-folder={run}",
+        *SMALL,
+        "num_steps=1000",
+        "checkpoint.every_steps=0",
+        "trainer.optimizer.learning_rate=1e30",
+    )
+    output, _ = process.communicate(timeout=TIMEOUT_S)
+    assert process.returncode == 1, output
+    assert "not finite" in output and "learning_rate" in output and "Traceback" not in output
+    (checkpoint,) = (run / "checkpoints").iterdir()
+    assert int(checkpoint.name) == steps_done(run)
