@@ -53,6 +53,9 @@ class HFTokenizer:
                 f"{folder} has no tokenizer.json; a tokenizer in another format must be converted to it first"
             )
         tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        # Some files carry the truncation and padding of whoever saved them.
+        tokenizer.no_truncation()
+        tokenizer.no_padding()
         settings = _read(folder / "tokenizer_config.json")
         return cls(tokenizer, _template(folder, settings), settings, _stops(folder, tokenizer, settings))
 

@@ -72,8 +72,11 @@ def _own(standard: int, mode: str) -> IO[str]:
     """Standard input or output for the protocol alone: not inherited by children, who would keep it open after the end of this
     process, and out of reach of what the user's code reads and prints, which goes to nothing and to standard error."""
     lines = os.fdopen(os.dup(standard), mode, encoding="utf-8")
-    instead = os.open(os.devnull, os.O_RDONLY) if standard == 0 else 2
-    os.dup2(instead, standard)
+    if mode == "r":
+        with open(os.devnull) as nothing:
+            os.dup2(nothing.fileno(), standard)
+    else:
+        os.dup2(2, standard)
     return lines
 
 

@@ -125,6 +125,16 @@ def test_without_a_template_the_prompt_is_plain_text_with_what_the_tokenizer_put
     assert id_of(folder, "<|end|>") not in HFTokenizer.from_folder(folder).encode("two")
 
 
+def test_no_text_is_cut_or_filled_up_because_a_file_says_so(folder: Path) -> None:
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    inner.enable_truncation(4)
+    inner.enable_padding(length=8)
+    inner.save(str(folder / "tokenizer.json"))
+    tokenizer = HFTokenizer.from_folder(folder)
+    assert tokenizer.decode(tokenizer.encode("what is one plus one")) == "what is one plus one"
+    assert len(tokenizer.encode("?")) == 1
+
+
 def test_answers_end_at_the_end_of_a_turn_and_at_whatever_the_configs_call_eos(folder: Path) -> None:
     end, turn = id_of(folder, "<|end|>"), id_of(folder, "<|im_end|>")
     assert HFTokenizer.from_folder(folder).stop_token_ids == (turn,)

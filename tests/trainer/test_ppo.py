@@ -28,24 +28,46 @@ from areal_jax.trainer.step import DeviceBatch
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1)
 CONFIG = TrainerConfig(optimizer=OPTIMIZER, num_mini_batches=1, rows_per_micro_batch=4, remat=False)
 
+VARIANTS: dict[str, dict[str, Any]] = {
+    "one mini-batch": {},
+    "two mini-batches": {"num_mini_batches": 2},
+    "micro-batches of one row": {"rows_per_micro_batch": 1},
+    "longer rows, remat, chunks": {
+        "rows_per_micro_batch": 3,
+        "remat": True,
+        "logp_chunk_tokens": 16,
+        "row_tokens": 2 * ROW_TOKENS,
+    },
+    "fsdp 2 x tensor 2": {"rows_per_micro_batch": 2, "mesh": {"devices": 4, "tensor": 2}},
+    "data 2 x fsdp 2 x tensor 2": {"rows_per_micro_batch": 1, "mesh": {"devices": 8, "tensor": 2, "fsdp": 2}},
+}
 
-def make(config: TrainerConfig = CONFIG, row_tokens: int = ROW_TOKENS, **settings: Any) -> Trainer:
-    settings = {"mesh": train_mesh(), "compute_dtype": jnp.float32, "max_staleness": 2} | settings
+
+def make(mesh: dict[str, int] | None = None, row_tokens: int = ROW_TOKENS, given: Any = None, **changes: Any) -> Trainer:
     return Trainer(
-        config, POLICY, params(), num_updates=100, temperature=1.0, row_tokens=row_tokens, **settings
+        chz.replace(CONFIG, **changes),
+        POLICY,
+        params() if given is None else given,
+        train_mesh(**mesh or {}),
+        jnp.float32,
+        num_updates=100,
+        max_staleness=2,
+        temperature=1.0,
+        row_tokens=row_tokens,
     )
 
 
-# Compiling takes longer than all else here, so trainers are shared; each test first brings them back to their first state.
 @pytest.fixture(scope="module")
 def shared() -> Callable[[str], Trainer]:
+    """Trainers by variant. Compiling takes longer than all else here, so each is made once and brought back to its first state
+    when it is asked for again."""
     made: dict[str, tuple[Trainer, Any]] = {}
 
-    def get(name: str) -> Trainer:
-        if name not in made:
-            trainer = make({"one": CONFIG, "two": chz.replace(CONFIG, num_mini_batches=2)}[name])
-            made[name] = trainer, jax.device_get(trainer.state)
-        trainer, first = made[name]
+    def get(variant: str) -> Trainer:
+        if variant not in made:
+            trainer = make(**VARIANTS[variant])
+            made[variant] = trainer, jax.device_get(trainer.state)
+        trainer, first = made[variant]
         trainer.restore(first)
         return trainer
 
@@ -67,7 +89,9 @@ def assert_close(ours: Any, theirs: Any, atol: float = 1e-5) -> None:
 def plain_step(groups: Sequence[Group]) -> tuple[float, Any]:
     """Loss and new parameters without packing, micro-batches, shards or jit of ours: one sequence at a time, optax's AdamW."""
     rewards = [np.array([s.reward for s in g.samples]) for g in groups]
-    advantages = compute_advantages(CONFIG.advantages, rewards, [np.array([s.loss_mask.sum() for s in g.samples]) for g in groups])
+    advantages = compute_advantages(
+        CONFIG.advantages, rewards, [np.array([s.loss_mask.sum() for s in g.samples]) for g in groups]
+    )
     num_tokens = float(sum(s.loss_mask.sum() for g in groups for s in g.samples))
 
     @jax.jit
@@ -90,16 +114,19 @@ def plain_step(groups: Sequence[Group]) -> tuple[float, Any]:
             arguments = np.pad(s.tokens, pad), np.pad(s.behave_logp, pad), advantage, len(s.tokens)
             value, gradient = jax.value_and_grad(loss_of)(weights, *arguments)
             loss, gradients = loss + float(value), jax.tree.map(jnp.add, gradients, gradient)
-    is_matrix = jax.tree_util.tree_map_with_path(lambda path, _: not {"bias", "norm"} & set(str(path[-1].key).split("_")), weights)
+    is_matrix = jax.tree_util.tree_map_with_path(
+        lambda path, _: not {"bias", "norm"} & set(str(path[-1].key).split("_")), weights
+    )
     optimizer = optax.chain(
         optax.clip_by_global_norm(1.0), optax.adamw(1e-2, b1=0.9, b2=0.95, eps=1e-5, weight_decay=0.1, mask=is_matrix)
     )
-    updates, _ = optimizer.update(gradients, optimizer.init(weights), weights)
+    update: Any = optimizer.update
+    updates, _ = update(gradients, optimizer.init(weights), weights)
     return loss, optax.apply_updates(weights, updates)
 
 
 def test_a_step_equals_the_plain_computation(shared: Callable[[str], Trainer]) -> None:
-    trainer, groups = shared("one"), batch()
+    trainer, groups = shared("one mini-batch"), batch()
     result = trainer.step(groups)
     loss, expected = plain_step(groups)
     assert mean(result, "loss") == pytest.approx(loss, abs=1e-5)
@@ -107,23 +134,10 @@ def test_a_step_equals_the_plain_computation(shared: Callable[[str], Trainer]) -
     assert trainer.version == 1
 
 
-@pytest.mark.parametrize(
-    ("changes", "row_tokens", "mesh"),
-    [
-        ({"rows_per_micro_batch": 1}, ROW_TOKENS, {}),
-        ({"rows_per_micro_batch": 3, "remat": True, "logp_chunk_tokens": 16}, 2 * ROW_TOKENS, {}),
-        ({"rows_per_micro_batch": 2}, ROW_TOKENS, {"devices": 4, "tensor": 2}),
-        ({"rows_per_micro_batch": 1}, ROW_TOKENS, {"devices": 8, "tensor": 2, "fsdp": 2}),
-    ],
-    ids=["micro-batches of one row", "longer rows, remat, chunks", "fsdp 2 x tensor 2", "data 2 x fsdp 2 x tensor 2"],
-)
-def test_micro_batches_padding_and_shards_change_nothing(
-    changes: dict[str, Any], row_tokens: int, mesh: dict[str, int], shared: Callable[[str], Trainer]
-) -> None:
-    reference, groups = shared("one"), batch(seed=1)
-    expected = reference.step(groups)
-    trainer = make(chz.replace(CONFIG, **changes), row_tokens, mesh=train_mesh(**mesh))
-    result = trainer.step(groups)
+@pytest.mark.parametrize("variant", list(VARIANTS)[2:])
+def test_micro_batches_padding_and_shards_change_nothing(variant: str, shared: Callable[[str], Trainer]) -> None:
+    reference, trainer, groups = shared("one mini-batch"), shared(variant), batch(seed=1)
+    expected, result = reference.step(groups), trainer.step(groups)
     for name in ("loss", "grad_norm", "entropy", "clip_fraction", "behave_weight", "kl_behave_theta"):
         assert mean(result, name) == pytest.approx(mean(expected, name), abs=1e-5), name
     assert_close(trainer.params, reference.params)
@@ -131,11 +145,11 @@ def test_micro_batches_padding_and_shards_change_nothing(
 
 
 def test_a_state_goes_on_on_another_mesh(shared: Callable[[str], Trainer]) -> None:
-    trainer = shared("one")
+    trainer = shared("one mini-batch")
     trainer.step(batch(seed=2))
     saved = jax.device_get(trainer.state)
     trainer.step(batch(seed=3))
-    resumed = make(mesh=train_mesh(4, tensor=2))
+    resumed = shared("fsdp 2 x tensor 2")
     resumed.restore(saved)
     resumed.step(batch(seed=3))
     assert resumed.version == trainer.version == 2
@@ -148,7 +162,7 @@ def test_a_state_goes_on_on_another_mesh(shared: Callable[[str], Trainer]) -> No
 
 
 def test_proximal_is_the_policy_just_before_the_step(shared: Callable[[str], Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer, groups = shared("two"), batch(seed=4)
+    trainer, groups = shared("two mini-batches"), batch(seed=4)
     learner = trainer._learner
     expected: list[np.ndarray] = []
     seen: list[tuple[bool, np.ndarray, dict[str, Any]]] = []
@@ -179,7 +193,7 @@ def test_proximal_is_the_policy_just_before_the_step(shared: Callable[[str], Tra
 
 
 def test_the_forward_pass_for_proximal_agrees_with_that_of_the_update(shared: Callable[[str], Trainer]) -> None:
-    trainer, groups = shared("two"), batch(seed=5)
+    trainer, groups = shared("two mini-batches"), batch(seed=5)
     learner = trainer._learner
     mini_batch = trainer._pack([(g.samples, [s.loss_mask for s in g.samples], np.ones(3, np.float32)) for g in groups])
     batches = trainer._with_proximal(mini_batch).batches
@@ -191,18 +205,19 @@ def test_the_forward_pass_for_proximal_agrees_with_that_of_the_update(shared: Ca
 
 
 def test_packed_is_alone(shared: Callable[[str], Trainer]) -> None:
-    trainer, groups = shared("two"), batch(seed=6)
+    trainer, groups = shared("two mini-batches"), batch(seed=6)
     learner = trainer._learner
 
     def logprobs(*of: Group) -> list[np.ndarray]:
-        mini_batch = trainer._pack([(g.samples, [s.loss_mask for s in g.samples], np.ones(len(g.samples), np.float32)) for g in of])
-        segments = [np.asarray(b.segment_ids) for b in mini_batch.batches]
-        logp = [np.asarray(learner.logprobs(b)) for b in mini_batch.batches]
-        tokens = [np.asarray(b.tokens) for b in mini_batch.batches]
+        """Of every sample, found again among the packed rows by its tokens."""
+        ones = [(g.samples, [s.loss_mask for s in g.samples], np.ones(len(g.samples), np.float32)) for g in of]
         found = {}
-        for rows, row_segments, row_tokens in zip(np.concatenate(logp), np.concatenate(segments), np.concatenate(tokens), strict=True):
-            for segment in range(1, row_segments.max(initial=0) + 1):
-                found[row_tokens[row_segments == segment].tobytes()] = rows[row_segments == segment]
+        for packed in trainer._pack(ones).batches:
+            segments, tokens, logp = (np.asarray(x) for x in (packed.segment_ids, packed.tokens, learner.logprobs(packed)))
+            for row in range(learner.rows):
+                for segment in range(1, segments[row].max() + 1):
+                    inside = segments[row] == segment
+                    found[tokens[row, inside].tobytes()] = logp[row, inside]
         return [found[s.tokens.tobytes()] for g in of for s in g.samples]
 
     together = logprobs(*groups)
@@ -212,12 +227,14 @@ def test_packed_is_alone(shared: Callable[[str], Trainer]) -> None:
 
 
 def test_stale_tokens_are_context_only(shared: Callable[[str], Trainer]) -> None:
-    trainer = shared("one")
+    trainer = shared("one mini-batch")
     trainer.version = 5
     groups = batch(seed=7, version=3)
     first = groups[0].samples[0]
     # Age 2 is allowed (max_staleness=2), age 3 is not: here the first two drawn tokens.
-    old = replace(first, versions=np.where(np.arange(len(first.tokens)) < PROMPT_TOKENS + 2, first.versions - 1, first.versions))
+    old = replace(
+        first, versions=np.where(np.arange(len(first.tokens)) < PROMPT_TOKENS + 2, first.versions - 1, first.versions)
+    )
     stale = [group(0, old, *groups[0].samples[1:]), *groups[1:]]
     result = trainer.step(stale)
     assert result.metrics["tokens_stale"] == 2.0
@@ -229,7 +246,7 @@ def test_stale_tokens_are_context_only(shared: Callable[[str], Trainer]) -> None
     # The same as if those tokens had never been drawn by the policy, whatever was recorded of them.
     masked = replace(old, loss_mask=np.arange(len(old.tokens)) >= PROMPT_TOKENS + 2)
     after = jax.device_get(trainer.params)
-    trainer = shared("one")
+    trainer = shared("one mini-batch")
     trainer.version = 5
     again = trainer.step([group(0, masked, *groups[0].samples[1:]), *groups[1:]])
     assert again.metrics["tokens_stale"] == 0.0
@@ -237,7 +254,7 @@ def test_stale_tokens_are_context_only(shared: Callable[[str], Trainer]) -> None
 
 
 def test_without_a_bound_nothing_is_stale(shared: Callable[[str], Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = shared("one")
+    trainer = shared("one mini-batch")
     monkeypatch.setattr(trainer, "max_staleness", None)
     trainer.version = 1000
     result = trainer.step(batch(seed=8))
@@ -246,7 +263,7 @@ def test_without_a_bound_nothing_is_stale(shared: Callable[[str], Trainer], monk
 
 
 def test_a_batch_without_a_trainable_token_changes_nothing_but_the_version(shared: Callable[[str], Trainer]) -> None:
-    trainer = shared("two")
+    trainer = shared("two mini-batches")
     trainer.version = 9
     before = jax.device_get(trainer.state)
     result = trainer.step(batch(seed=9))
@@ -260,11 +277,13 @@ def test_a_batch_without_a_trainable_token_changes_nothing_but_the_version(share
 
 
 def test_a_loss_that_is_not_finite_is_refused_and_harms_nothing(shared: Callable[[str], Trainer]) -> None:
-    trainer, groups = shared("one"), batch(seed=10)
+    trainer, groups = shared("one mini-batch"), batch(seed=10)
     trainer.step(batch(seed=11))
     before = jax.device_get(trainer.state)
     # A token that the sampler says it had next to no chance to draw: proximal/behave = e^1000 = inf.
-    broken = replace(groups[0].samples[0], behave_logp=np.where(groups[0].samples[0].loss_mask, -1000.0, 0.0).astype(np.float32))
+    broken = replace(
+        groups[0].samples[0], behave_logp=np.where(groups[0].samples[0].loss_mask, -1000.0, 0.0).astype(np.float32)
+    )
     broken_reward = replace(groups[0].samples[1], reward=1.0 - broken.reward)
     with pytest.raises(FloatingPointError, match=r"step 1, update 1 of 1: loss is .*last good version is 1.*learning_rate"):
         trainer.step([group(0, broken, broken_reward, *groups[0].samples[2:]), *groups[1:]])
@@ -276,10 +295,10 @@ def test_a_loss_that_is_not_finite_is_refused_and_harms_nothing(shared: Callable
 
 
 def test_nothing_compiles_after_warm_up() -> None:
-    trainer = make(chz.replace(CONFIG, num_mini_batches=2))
-    before = jax.device_get(trainer.params)
+    given = jax.tree.map(lambda leaf: jax.device_put(leaf, jax.devices()[0]), params())
+    trainer = make(given=given, num_mini_batches=2)
     trainer.warm_up()
-    assert_close(trainer.params, before, atol=0.0)
+    assert_close(trainer.params, given, atol=0.0)
     assert trainer.version == 0
     compiled = trainer.num_compilations
     rng = np.random.default_rng(12)
@@ -288,6 +307,8 @@ def test_nothing_compiles_after_warm_up() -> None:
             result = trainer.step(batch(seed, int(rng.integers(2, 6)), int(rng.integers(1, 5)), version=trainer.version))
             assert result.metrics["num_compilations"] == compiled
     assert events == []
+    # What the trainer was given is still the caller's.
+    assert_close(given, params(), atol=0.0)
 
 
 @contextmanager
@@ -295,7 +316,7 @@ def counting_compilations() -> Iterator[list[str]]:
     """Everything that XLA compiles meanwhile, in any thread."""
     events: list[str] = []
 
-    def note(event: str, duration_s: float, **facts: Any) -> None:
+    def note(event: str, duration_secs: float, **kwargs: str | int) -> None:
         if event == "/jax/core/compile/backend_compile_duration":
             events.append(event)
 
@@ -312,11 +333,12 @@ def counting_compilations() -> Iterator[list[str]]:
 
 
 def test_rewarded_tokens_become_more_likely(shared: Callable[[str], Trainer]) -> None:
-    trainer = shared("one")
+    trainer = shared("one mini-batch")
     rng = np.random.default_rng(13)
     good, bad = sample(rng, 12, reward=1.0), sample(rng, 12, reward=0.0)
     groups = [group(0, good, bad)]
     first = trainer.step(groups)
+    last = first
     for version in range(1, 5):
         fresh = [replace(s, versions=np.where(s.loss_mask, version, -1).astype(np.int32)) for s in (good, bad)]
         last = trainer.step([group(version, *fresh)])
@@ -325,20 +347,11 @@ def test_rewarded_tokens_become_more_likely(shared: Callable[[str], Trainer]) ->
     assert mean(last, "loss") < mean(first, "loss") - 0.01
 
 
-def test_params_survive_in_the_callers_hands(shared: Callable[[str], Trainer]) -> None:
-    given = jax.tree.map(lambda leaf: jax.device_put(leaf, jax.devices()[0]), params())
-    trainer = Trainer(
-        CONFIG, POLICY, given, train_mesh(), jnp.float32, num_updates=1, max_staleness=0, temperature=1.0, row_tokens=ROW_TOKENS
-    )
-    trainer.step(batch())
-    assert_close(given, params(), atol=0.0)
-
-
 def test_metrics_describe_the_batch(shared: Callable[[str], Trainer]) -> None:
     rng = np.random.default_rng(14)
     samples = [sample(rng, 10, 0, 1.0), sample(rng, 20, 0, 0.0), sample(rng, 14, 0, 1.0), sample(rng, 14, 0, 1.0)]
     samples = [replace(s, stop_reason="length" if i == 1 else "stop") for i, s in enumerate(samples)]
-    result = shared("one").step([group(0, *samples[:2]), group(1, *samples[2:])])
+    result = shared("one mini-batch").step([group(0, *samples[:2]), group(1, *samples[2:])])
     assert mean(result, "reward") == 0.75
     assert mean(result, "truncated_fraction") == 0.25
     assert mean(result, "groups_without_signal") == 0.5  # both samples of the second are right
@@ -350,15 +363,22 @@ def test_metrics_describe_the_batch(shared: Callable[[str], Trainer]) -> None:
     assert result.metrics["packing_efficiency"] == (58.0, 96.0)
 
 
-def test_ppo_needs_no_forward_pass_of_its_own() -> None:
-    trainer = make(chz.replace(CONFIG, loss=PPO(), num_mini_batches=2))
-    trainer.warm_up()
+def test_ppo_needs_no_forward_pass_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(loss=PPO(), num_mini_batches=2)
+    updates: list[bool] = []
+
+    def update(batches: Sequence[DeviceBatch], num_tokens: int, *, proximal_is_current: bool) -> dict[str, Any]:
+        updates.append(proximal_is_current)
+        return {}
+
+    monkeypatch.setattr(trainer._learner, "logprobs", lambda _: pytest.fail("PPO does not read proximal log-probabilities"))
+    monkeypatch.setattr(trainer._learner, "update", update)
     trainer.step(batch())
-    assert "logprobs" not in trainer._learner._programs
+    assert updates == [True, False]
 
 
 def test_what_cannot_be_trained_on_is_refused_with_the_knob(shared: Callable[[str], Trainer]) -> None:
-    trainer, groups = shared("two"), batch()
+    trainer, groups = shared("two mini-batches"), batch()
     good = groups[0].samples[0]
     with pytest.raises(ValueError, match=r"1 groups cannot be split into 2 mini-batches.*trainer\.num_mini_batches"):
         trainer.step(groups[:1])
@@ -367,6 +387,8 @@ def test_what_cannot_be_trained_on_is_refused_with_the_knob(shared: Callable[[st
     with pytest.raises(ValueError, match="begins with a token"):
         trainer.step([group(7, replace(good, loss_mask=np.ones_like(good.loss_mask))), *groups])
     too_long = sample(np.random.default_rng(0), ROW_TOKENS + 1)
-    with pytest.raises(ValueError, match=rf"{ROW_TOKENS + 1} tokens does not fit into a row of {ROW_TOKENS}.*trainer\.row_tokens"):
+    with pytest.raises(
+        ValueError, match=rf"{ROW_TOKENS + 1} tokens does not fit into a row of {ROW_TOKENS}.*trainer\.row_tokens"
+    ):
         trainer.step([group(7, too_long), *groups])
     assert trainer.version == 0

@@ -44,9 +44,7 @@ def train_mesh(devices: int = 1, tensor: int = 1, fsdp: int | None = None) -> Me
     return make_meshes(placement, jax.devices() + jax.devices()[:1]).train
 
 
-def sample(
-    rng: np.random.Generator, num_tokens: int, versions: int | np.ndarray = 0, reward: float | None = None
-) -> Sample:
+def sample(rng: np.random.Generator, num_tokens: int, versions: int | np.ndarray = 0, reward: float | None = None) -> Sample:
     mask = np.arange(num_tokens) >= PROMPT_TOKENS
     right = rng.random() < 0.5 if reward is None else reward > 0
     return Sample(

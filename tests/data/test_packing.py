@@ -1,0 +1,121 @@
+"""Algorithm 1 and what is built on it."""
+
+from __future__ import annotations
+
+import time
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from areal_jax.data.packing import TrainingSequence, allocate, lay_out, pack
+
+lengths_and_capacity = st.lists(st.integers(1, 50), min_size=0, max_size=60).flatmap(
+    lambda lengths: st.tuples(st.just(lengths), st.integers(max([1, *lengths]), 120))
+)
+
+
+def test_the_worked_example() -> None:
+    # 300 and 250 open two bins; 200 goes to the one of fewer tokens (250); 150 fits only beside 300; 100 fits nowhere.
+    lengths = [100, 200, 300, 150, 250]
+    bins = allocate(lengths, 500, min_count=2)
+    assert [{lengths[i] for i in members} for members in bins] == [{300, 150}, {250, 200}, {100}]
+
+
+def test_equal_lengths_spread_evenly() -> None:
+    assert [len(members) for members in allocate([50] * 10, 1000, min_count=4)] == [3, 3, 2, 2]
+
+
+@given(lengths_and_capacity, st.integers(1, 6))
+def test_every_sequence_is_in_one_bin_that_holds_it(drawn: tuple[list[int], int], min_count: int) -> None:
+    lengths, capacity = drawn
+    bins = allocate(lengths, capacity, min_count)
+    assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in members) <= capacity for members in bins)
+    assert all(bins)
+    assert len(bins) >= min(min_count, len(lengths))
+
+
+@given(lengths_and_capacity, st.integers(1, 6))
+def test_it_is_algorithm_1_as_the_paper_writes_it(drawn: tuple[list[int], int], min_count: int) -> None:
+    lengths, capacity = drawn
+    expected: list[list[int]] = []
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        room = [members for members in expected if sum(lengths[j] for j in members) + lengths[i] <= capacity]
+        if len(expected) < min_count or not room:
+            expected.append([i])
+        else:
+            min(room, key=lambda members: (len(members), sum(lengths[j] for j in members))).append(i)
+    assert allocate(lengths, capacity, min_count) == expected
+
+
+def test_a_sequence_longer_than_a_row_is_an_error_with_the_knob() -> None:
+    with pytest.raises(ValueError, match=r"501 tokens does not fit into a row of 500; set trainer\.row_tokens to at least 501"):
+        allocate([3, 501], 500)
+
+
+def test_a_batch_of_the_papers_size_takes_less_than_a_second() -> None:
+    rng = np.random.default_rng(0)
+    lengths = np.clip(rng.lognormal(8.5, 0.8, 8192), 64, 28672).astype(np.int64)
+    started = time.process_time()
+    allocate(lengths, 28672)
+    allocate(np.full(8192, 200), 300)  # every sequence alone: the most bins there can be
+    assert time.process_time() - started < 1.0
+
+
+@given(lengths_and_capacity, st.integers(1, 5))
+@settings(deadline=None)
+def test_scattered_tokens_come_back_in_order(drawn: tuple[list[int], int], rows: int) -> None:
+    lengths, row_tokens = drawn
+    layout = lay_out(lengths, rows=rows, row_tokens=row_tokens)
+    # Numbered through, so that a token that is lost, doubled or moved shows.
+    numbers = np.split(np.arange(1, sum(lengths) + 1), np.cumsum(lengths)[:-1]) if lengths else []
+    packed = layout.scatter(numbers, np.int64)
+    assert packed.shape == (layout.shape[0], rows, row_tokens)
+    assert np.count_nonzero(packed) == sum(lengths)
+    for ours, theirs in zip(layout.gather(packed), numbers, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+
+
+@given(lengths_and_capacity, st.integers(1, 5))
+@settings(deadline=None)
+def test_rows_hold_whole_sequences_end_to_end(drawn: tuple[list[int], int], rows: int) -> None:
+    lengths, row_tokens = drawn
+    rng = np.random.default_rng(0)
+    sequences = [
+        TrainingSequence(
+            rng.integers(1, 99, n).astype(np.int32),
+            rng.random(n) < 0.5,
+            rng.normal(size=n).astype(np.float32),
+            np.broadcast_to(np.float32(i), n),
+        )
+        for i, n in enumerate(lengths)
+    ]
+    batches, layout = pack(sequences, rows=rows, row_tokens=row_tokens)
+    assert layout.efficiency == pytest.approx(sum(lengths) / max(1, len(batches) * rows * row_tokens))
+    # No more micro-batches than needed.
+    assert len(batches) == -(-len(allocate(lengths, row_tokens)) // rows)
+    found: list[bytes] = []
+    for batch in batches:
+        assert all(column.shape == (rows, row_tokens) for column in batch)
+        for row in range(rows):
+            segments = batch.segment_ids[row]
+            filled = np.count_nonzero(segments)
+            # Padding (segment 0) lies behind all else, and segments count 1, 1, 2, 2, 2, ...
+            assert not segments[filled:].any()
+            assert set(np.diff(segments[:filled], prepend=0)) <= {0, 1}
+            assert not batch.tokens[row, filled:].any() and not batch.loss_mask[row, filled:].any()
+            for segment in range(1, segments.max(initial=0) + 1):
+                inside = segments == segment
+                np.testing.assert_array_equal(batch.positions[row, inside], np.arange(inside.sum()))
+                sequence = sequences[int(batch.advantages[row, inside][0])]
+                np.testing.assert_array_equal(batch.loss_mask[row, inside], sequence.loss_mask)
+                np.testing.assert_array_equal(batch.behave_logp[row, inside], sequence.behave_logp)
+                found.append(batch.tokens[row, inside].tobytes())
+    assert sorted(found) == sorted(sequence.tokens.tobytes() for sequence in sequences)
+
+
+def test_an_empty_batch_packs_to_nothing() -> None:
+    batches, layout = pack([], rows=4, row_tokens=16)
+    assert batches == [] and layout.gather(layout.scatter([], np.int32)) == []

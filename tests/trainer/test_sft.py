@@ -1,0 +1,56 @@
+"""Supervised fine-tuning learns by heart what it is shown."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_training import POLICY, ROW_TOKENS, params, train_mesh
+
+from areal_jax.data.sft import SupervisedExample
+from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
+from areal_jax.trainer.sft import SupervisedTrainer
+
+
+def examples(seed: int = 0, count: int = 5) -> list[SupervisedExample]:
+    rng = np.random.default_rng(seed)
+    lengths = rng.integers(4, ROW_TOKENS + 1, count)
+    return [SupervisedExample(rng.integers(0, 32, n).astype(np.int32), np.arange(n) >= 2) for n in lengths]
+
+
+@pytest.fixture(scope="module")
+def trainer() -> SupervisedTrainer:
+    config = TrainerConfig(optimizer=OptimizerConfig(learning_rate=2e-2), rows_per_micro_batch=3, remat=False)
+    made = SupervisedTrainer(config, POLICY, params(), train_mesh(), jnp.float32, num_updates=100, row_tokens=ROW_TOKENS)
+    made.warm_up()
+    return made
+
+
+def test_loss_falls_and_only_the_mask_is_learnt(trainer: SupervisedTrainer) -> None:
+    data = examples()
+    first = trainer.step(data)
+    last = [trainer.step(data) for _ in range(29)][-1]
+    assert trainer.version == 30
+    before, after = first["loss"], last["loss"]
+    assert isinstance(before, tuple) and isinstance(after, tuple)
+    assert before[1] == after[1] == first["tokens_trained"] == sum(example.loss_mask.sum() for example in data)
+    assert after[0] < 0.25 * before[0]
+    assert last["num_compilations"] == 4.0
+
+
+def test_a_saved_state_repeats_the_step(trainer: SupervisedTrainer) -> None:
+    saved = jax.device_get(trainer.state)
+    trainer.step(examples(1))
+    once = jax.device_get(trainer.params)
+    trainer.restore(saved)
+    trainer.step(examples(1))
+    jax.tree.map(np.testing.assert_array_equal, trainer.params, once)
+
+
+def test_a_broken_policy_is_refused(trainer: SupervisedTrainer) -> None:
+    saved = jax.device_get(trainer.state)
+    trainer.restore(saved._replace(params=saved.params | {"norm": np.full(16, np.nan, np.float32)}))
+    with pytest.raises(FloatingPointError, match=r"loss is nan.*trainer\.optimizer\.learning_rate"):
+        trainer.step(examples(2))
+    trainer.restore(saved)
