@@ -10,6 +10,7 @@ learning (`--exp=aime`) then has something to choose from. The result is a Huggi
 over areal_jax/models/embedded, it is the new embedded policy.
 """
 
+from areal_jax.checkpoint.config import CheckpointConfig
 from areal_jax.config import SFTExperiment
 from areal_jax.data.config import Synthetic
 from areal_jax.engine.config import EngineConfig
@@ -20,12 +21,17 @@ from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 experiment = SFTExperiment(
     name="tiny_sft",
     description="makes the embedded policy",
-    num_steps=3000,
+    num_steps=2500,
     policy=PolicyConfig(path="embedded", random_init=True),
-    examples=Synthetic(num_tasks=200_000),
+    examples=Synthetic(num_tasks=400_000),
     eval_tasks=Synthetic(split="heldout", num_tasks=256),
-    examples_per_batch=256,
+    examples_per_batch=64,
     engine=EngineConfig(num_slots=96, max_prompt_tokens=64, max_new_tokens=96),
-    trainer=TrainerConfig(optimizer=OptimizerConfig(learning_rate=2e-3, schedule="cosine", warmup_fraction=0.02, beta2=0.98)),
+    trainer=TrainerConfig(
+        optimizer=OptimizerConfig(learning_rate=3e-3, schedule="cosine", warmup_fraction=0.02, beta2=0.98),
+        rows_per_micro_batch=16,
+        remat=False,
+    ),
     evaluation=EvaluationConfig(every_steps=500),
+    checkpoint=CheckpointConfig(every_steps=500),
 )

@@ -71,8 +71,8 @@ class DecodeState(NamedTuple):
     """All that a dispatch reads and writes; given to `generate`, which returns the next one in its place."""
 
     cache: Cache
-    slots: Int32[Array, "S F"]
-    """`SLOT` records as integers."""
+    slots: Int32[Any, "S F"]
+    """`SLOT` records as integers; on the host where they were just seated."""
 
 
 class Prefix(NamedTuple):
@@ -88,10 +88,14 @@ class Drawn(NamedTuple):
     tokens: Int32[np.ndarray, "n S"]
     """-1 where a slot drew nothing."""
     logp: Float32[np.ndarray, "n S"]
+    counts: Int32[np.ndarray, "S"]
+    """Tokens that each slot drew, its first ones."""
     active: Bool[np.ndarray, "S"]
     """Slots that go on."""
     stopped: Bool[np.ndarray, "S"]
     """Slots that ended with one of their stop tokens."""
+    last: Int32[np.ndarray, "S"]
+    """The last token of each slot's sequence."""
 
 
 class DecodeEngine:
@@ -121,7 +125,6 @@ class DecodeEngine:
         self._params = jax.tree.map(
             lambda leaf, how: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=how), shapes, self.param_shardings
         )
-        self._slot_sharding = self._slot_shapes().sharding
         self._programs: dict[tuple[str | int, ...], Callable[..., Any]] = {}
         self.compile_s = 0.0
         """Seconds spent on compiling so far."""
@@ -162,11 +165,11 @@ class DecodeEngine:
 
     def init_state(self) -> DecodeState:
         """Empty slots and the shortest cache."""
-        return DecodeState(self._program("init")(), self._put_slots(empty_slots(self.config.num_slots)))
+        return DecodeState(self._program("init")(), _as_integers(empty_slots(self.config.num_slots)))
 
     def seat(self, state: DecodeState, slots: Shaped[np.ndarray, "S"]) -> DecodeState:
         """Let the slots draw what these `SLOT` records say."""
-        return DecodeState(state.cache, self._put_slots(slots))
+        return DecodeState(state.cache, _as_integers(slots))
 
     def fit(self, state: DecodeState, num_columns: int) -> DecodeState:
         """Lengthen or shorten the cache to the smallest length that holds `num_columns` positions."""
@@ -212,7 +215,8 @@ class DecodeEngine:
         """Wait for what a dispatch drew: one transfer from device to host."""
         host = np.asarray(packed)
         steps = self.config.steps_per_dispatch
-        return Drawn(host[:steps], host[steps : 2 * steps].view(np.float32), host[-1] == _GOES_ON, host[-1] == _STOPPED)
+        tokens, logp, (counts, status, last) = host[:steps], host[steps : 2 * steps], host[2 * steps :]
+        return Drawn(tokens, logp.view(np.float32), counts, status == _GOES_ON, status == _STOPPED, last)
 
     def same_weights(self, old: EngineParams, new: EngineParams) -> bool:
         """Whether two sets of weights are equal bit for bit, compared on the devices."""
@@ -301,10 +305,11 @@ class DecodeEngine:
         carry = (state.cache, _field(state.slots, "token"), started, _field(state.slots, "remaining"))
         (cache, token, active, remaining), (tokens, logp, stopped) = jax.lax.scan(step, carry, (steps, uniforms.T))
         status = jnp.where(active, _GOES_ON, jnp.where(started & stopped[-1], _STOPPED, 0)).astype(jnp.int32)
-        packed = jnp.concatenate([tokens, jax.lax.bitcast_convert_type(logp, jnp.int32), status[None]])
+        counts = (tokens >= 0).sum(0, dtype=jnp.int32)
+        packed = jnp.concatenate([tokens, jax.lax.bitcast_convert_type(logp, jnp.int32), jnp.stack([counts, status, token])])
         now = {
             "token": token,
-            "position": position + (tokens >= 0).sum(0, dtype=jnp.int32),
+            "position": position + counts,
             "remaining": remaining,
             "active": active.astype(jnp.int32),
         }
@@ -342,7 +347,9 @@ class DecodeEngine:
         """Numbers of rows in which sequences of this length are prefilled, ascending."""
         shards = self.mesh.shape["data"]
         most = shards * min(max(_PREFILL_TOKENS // length, 1), max(_PREFILL_ROWS // shards, 1))
-        return sorted({1, most}) if shards == 1 else [most]
+        # Prompts often come one by one; what is longer than any prompt is rebuilt, and that happens to all slots at once.
+        is_prompt = length <= _at_least(self._lengths, self.config.max_prompt_tokens - 1)
+        return sorted({1, most}) if is_prompt and shards == 1 else [most]
 
     def _cache_length(self, state: DecodeState) -> int:
         return state.cache[0][0].shape[3] - self.config.steps_per_dispatch
@@ -364,10 +371,6 @@ class DecodeEngine:
     def _slot_shapes(self) -> Any:
         return self._shape((self.config.num_slots, SLOT.itemsize // 4), jnp.int32, "slots")
 
-    def _put_slots(self, slots: Shaped[np.ndarray, "S"]) -> Int32[Array, "S F"]:
-        # A copy: on CPU a device array may share the memory of the host's, which goes on changing.
-        return jax.device_put(slots.view(np.int32).reshape(len(slots), -1).copy(), self._slot_sharding)
-
     def _shape(self, shape: tuple[int, ...], dtype: DTypeLike, *axes: str | None) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(self.mesh, axes, shape, ROLLOUT_RULES))
 
@@ -378,6 +381,11 @@ def empty_slots(num_slots: int) -> Shaped[np.ndarray, "S"]:
     slots["temperature"] = slots["top_p"] = 1
     slots["stop_tokens"] = -1
     return slots
+
+
+def _as_integers(slots: Shaped[np.ndarray, "S"]) -> Int32[np.ndarray, "S F"]:
+    """A copy, which `generate` takes to the devices: an array on a CPU device may share the memory of the host's."""
+    return slots.view(np.int32).reshape(len(slots), -1).copy()
 
 
 def _field(slots: Int32[Array, "S F"], name: str) -> Shaped[Array, "S ..."]:
@@ -455,10 +463,10 @@ def _placed(shapes: Any) -> Any:
 
 
 def _doublings(first: int, most: int) -> list[int]:
-    """first, 2 · first, ... up to a last one that holds `most` with little to spare."""
+    """first, 2 · first, ... up to a last one that holds `most` with little to spare, and is well above the one before."""
     unit = max(first, 2 ** (most.bit_length() - 4))
     last = max(math.ceil(most / unit), 1) * unit
-    return [*(first << i for i in range(last.bit_length()) if first << i < last), last]
+    return [*(first << i for i in range(last.bit_length()) if 3 * (first << i) < 2 * last), last]
 
 
 def _at_least(lengths: Sequence[int], wanted: int) -> int:

@@ -97,7 +97,7 @@ class Driver:
     def __init__(self, engine: DecodeEngine, weights: WeightSource, *, on_event: Event | None = None):
         config = engine.config
         self._engine, self._config, self._weights, self._on_event = engine, config, weights, on_event
-        self._table = SlotTable(config.num_slots, engine.max_tokens, config.steps_per_dispatch)
+        self._table = SlotTable(config.num_slots, config.max_new_tokens, config.steps_per_dispatch)
         self._occupants: dict[int, tuple[_Job, int]] = {}
         self._free = list(range(config.num_slots))[::-1]
         # Owned by the driver's thread, in order of arrival: all unfinished jobs, and those with samples that wait for a slot.
@@ -250,7 +250,7 @@ class Driver:
                 self._take_newest_weights()
                 self._expire()
                 self._seat_waiting()
-                if self._table.live():
+                if self._occupants:
                     self._dispatch()
                 else:
                     self._rest()
@@ -428,13 +428,13 @@ class Driver:
         start = time.perf_counter()
         self._state = engine.fit(self._state, table.num_columns())
         if table.changed:
-            self._state, table.changed = engine.seat(self._state, table.slots), False
+            self._state, table.changed = engine.seat(self._state, table.records()), False
         self._state, packed = engine.generate(self._current.params, self._state, filtered=table.filtered())
         if self._device_idle_since is not None:
             self._count("host_gap_us", 1e6 * (time.perf_counter() - self._device_idle_since))
         drawn = engine.fetch(packed)
         self._device_idle_since = end = time.perf_counter()
-        ended, num_tokens = table.harvest(drawn, version)
+        ended, num_tokens = table.harvest(drawn, version), int(drawn.counts.sum())
         # Counted before anyone is told, so that whoever awaits a request finds its tokens in the metrics.
         self._count("tokens", num_tokens)
         self._count("dispatches", 1)

@@ -1,15 +1,16 @@
-"""The host's mirror of the slots between two dispatches: what sits where, and all its tokens.
+"""The host's mirror of the slots between two dispatches: what sits where, and what it has drawn.
 
-numpy over whole arrays: the device waits while this runs, so nothing here is done token by token. Axes: S slots.
+The device waits while this runs, so it is numpy over whole arrays, and nothing is done token by token.
+Axes: S slots, R rows of the log.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from jaxtyping import Int, Int32
+from jaxtyping import Int, Int32, Shaped
 
 from areal_jax.engine.decode import MAX_STOP_TOKENS, Drawn, empty_slots
-from areal_jax.records import NO_VERSION, Completion, Request, StopReason
+from areal_jax.records import Completion, Request, StopReason
 
 _WORD = 0xFFFFFFFF
 
@@ -20,91 +21,109 @@ def nothing_drawn() -> Completion:
 
 
 class SlotTable:
-    """Tokens, log-probs and versions of every slot's sequence, and the records that the device decodes by."""
+    """Who sits in which slot, how far each is, and the log of all dispatches, from which completions are read.
 
-    def __init__(self, num_slots: int, max_tokens: int, steps_per_dispatch: int):
-        self.slots = empty_slots(num_slots)
+    A live slot draws in every step, so its tokens are consecutive rows of its column of the log."""
+
+    def __init__(self, num_slots: int, max_new_tokens: int, steps_per_dispatch: int):
+        self.active = np.zeros(num_slots, bool)
         self.changed = False
-        """Whether `slots` differ from what the device holds after its dispatch: the owner seats them there and resets this."""
-        # One dispatch of room to spare: every slot is written whole, and what it did not draw lies beyond its length.
-        shape = (num_slots, max_tokens + steps_per_dispatch)
-        self._tokens = np.zeros(shape, np.int32)
-        self._logp = np.zeros(shape, np.float32)
-        self._versions = np.full(shape, NO_VERSION, np.int32)
-        self._prompt_length = np.zeros(num_slots, np.int32)
-        self._length = np.zeros(num_slots, np.int32)
-        self._rows = np.arange(num_slots)
-        self._steps = np.arange(steps_per_dispatch)
+        """Whether `records` differ from what the device holds: the owner seats them there and resets this."""
+        self._settings = empty_slots(num_slots)
+        # Of each slot: its last token, how many columns its cache had when it was seated, how many tokens it may draw from then
+        # on, how many it has drawn since, and the row of the log where they begin.
+        self._token = np.zeros(num_slots, np.int32)
+        self._seated_at = np.zeros(num_slots, np.int32)
+        self._budget = np.zeros(num_slots, np.int32)
+        self._count = np.zeros(num_slots, np.int32)
+        self._first = np.zeros(num_slots, np.int64)
+        self._filtered: set[int] = set()
+        self._origin: dict[int, tuple[Request, Completion]] = {}
+        # The log: one block of rows per dispatch, around and around. It holds the longest answer.
+        self._steps = steps_per_dispatch
+        num_rows = -(-max_new_tokens // steps_per_dispatch) * steps_per_dispatch
+        self._tokens = np.zeros((num_rows, num_slots), np.int32)
+        self._logp = np.zeros((num_rows, num_slots), np.float32)
+        self._versions = np.zeros(num_rows, np.int32)
+        self._end = 0
 
     def seat(self, slot: int, request: Request, sample: int, drawn: Completion) -> None:
         """Let a slot go on with one sample of a request, after the tokens it has drawn before."""
-        prompt, sampling = request.prompt_tokens, request.sampling
-        start, end = len(prompt), len(prompt) + len(drawn.tokens)
-        self._prompt_length[slot], self._length[slot] = start, end
-        self._tokens[slot, :start], self._tokens[slot, start:end] = prompt, drawn.tokens
-        self._logp[slot, start:end], self._versions[slot, start:end] = drawn.logp, drawn.versions
+        sampling = request.sampling
         # The most likely token is the same with filters and without; the program without them is cheaper.
-        filtered = sampling.temperature > 0
+        filtered = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
         stop_tokens = np.full(MAX_STOP_TOKENS, -1, np.int32)
         stop_tokens[: len(sampling.stop_token_ids)] = sampling.stop_token_ids
-        record = {
-            "token": self._tokens[slot, end - 1],
-            "position": end - 1,
-            "remaining": sampling.max_new_tokens - len(drawn.tokens),
-            "active": 1,
-            "seed": (request.seed >> 32 & _WORD, request.seed & _WORD),
-            "sample": sample,
-            "temperature": sampling.temperature,
-            "top_k": sampling.top_k if filtered else 0,
-            "top_p": sampling.top_p if filtered else 1,
-            "stop_tokens": stop_tokens,
-        }
-        for name, value in record.items():
-            self.slots[name][slot] = value
-        self.changed = True
+        record = self._settings[slot]
+        record["seed"] = request.seed >> 32 & _WORD, request.seed & _WORD
+        record["sample"] = sample
+        record["temperature"] = sampling.temperature
+        record["top_k"], record["top_p"] = (sampling.top_k, sampling.top_p) if filtered else (0, 1)
+        record["stop_tokens"] = stop_tokens
+        self._origin[slot] = request, drawn
+        self._token[slot] = drawn.tokens[-1] if len(drawn.tokens) else request.prompt_tokens[-1]
+        self._seated_at[slot] = len(request.prompt_tokens) + len(drawn.tokens) - 1
+        self._budget[slot] = sampling.max_new_tokens - len(drawn.tokens)
+        self._count[slot], self._first[slot] = 0, self._end
+        if filtered:
+            self._filtered.add(slot)
+        self.active[slot] = self.changed = True
 
     def release(self, slot: int) -> None:
         """Empty a slot."""
-        self.changed |= bool(self.slots["active"][slot])
-        self.slots["active"][slot] = self.slots["position"][slot] = self._length[slot] = 0
+        self.changed |= bool(self.active[slot])
+        self.active[slot] = False
+        self._filtered.discard(slot)
+        del self._origin[slot]
 
-    def harvest(self, drawn: Drawn, version: int) -> tuple[Int[np.ndarray, "_"], int]:
-        """Take in what a dispatch drew with the weights of `version`: the slots that ended, and the number of new tokens."""
-        slots, rows = self.slots, self._rows[:, None]
-        columns = self._length[:, None] + self._steps
-        self._tokens[rows, columns] = drawn.tokens.T
-        self._logp[rows, columns] = drawn.logp.T
-        self._versions[rows, columns] = version
-        counts = (drawn.tokens >= 0).sum(0, dtype=np.int32)
-        self._length += counts
-        slots["position"] += counts
-        slots["remaining"] -= counts
-        slots["token"] = self._tokens[self._rows, self._length - 1]
-        ended = np.flatnonzero((slots["active"] > 0) & ~drawn.active)
-        slots["active"] = drawn.active
-        return ended, int(counts.sum())
+    def harvest(self, drawn: Drawn, version: int) -> Int[np.ndarray, "_"]:
+        """Take in what a dispatch drew with the weights of `version`; returns the slots that ended."""
+        start = self._end % len(self._tokens)
+        rows = slice(start, start + self._steps)
+        self._tokens[rows], self._logp[rows], self._versions[rows] = drawn.tokens, drawn.logp, version
+        self._end += self._steps
+        self._token[:] = drawn.last
+        self._count += drawn.counts
+        ended = np.flatnonzero(self.active & ~drawn.active)
+        self.active[:] = drawn.active
+        return ended
 
     def completion(self, slot: int, stop_reason: StopReason) -> Completion:
         """What a slot has drawn so far."""
-        new = slice(self._prompt_length[slot], self._length[slot])
+        before, rows = self._origin[slot][1], self._rows(slot)
         return Completion(
-            self._tokens[slot, new].copy(), self._logp[slot, new].copy(), self._versions[slot, new].copy(), stop_reason
+            np.concatenate([before.tokens, self._tokens[rows, slot]]),
+            np.concatenate([before.logp, self._logp[rows, slot]]),
+            np.concatenate([before.versions, self._versions[rows]]),
+            stop_reason,
         )
 
     def cached_tokens(self, slot: int) -> Int32[np.ndarray, "_"]:
         """Tokens whose keys and values the slot's cache holds: all but the last, which the next step feeds."""
-        return self._tokens[slot, : self._length[slot] - 1]
+        request, before = self._origin[slot]
+        return np.concatenate([request.prompt_tokens, before.tokens, self._tokens[self._rows(slot), slot]])[:-1]
 
     def live(self) -> list[int]:
         """Slots that are drawing."""
-        return np.flatnonzero(self.slots["active"]).tolist()
+        return np.flatnonzero(self.active).tolist()
 
     def num_columns(self) -> int:
         """Cache columns that the next dispatch needs."""
-        ends = self.slots["position"] + np.minimum(self.slots["remaining"], len(self._steps))
-        return int(np.max(ends, where=self.slots["active"] > 0, initial=1))
+        ends = self._seated_at + np.minimum(self._budget, self._count + self._steps)
+        return max(int((ends * self.active).max()), 1)
 
     def filtered(self) -> bool:
         """Whether a live slot asks for top-k or top-p."""
-        slots = self.slots
-        return bool(((slots["active"] > 0) & ((slots["top_k"] > 0) | (slots["top_p"] < 1))).any())
+        return bool(self._filtered)
+
+    def records(self) -> Shaped[np.ndarray, "S"]:
+        """`SLOT` records of all slots, for the device."""
+        records = self._settings.copy()
+        records["active"], records["token"] = self.active, self._token
+        records["position"] = self._seated_at + self._count
+        records["remaining"] = self._budget - self._count
+        return records
+
+    def _rows(self, slot: int) -> Int[np.ndarray, "_"]:
+        """Rows of the log that a slot has drawn."""
+        return np.arange(self._first[slot], self._first[slot] + self._count[slot]) % len(self._tokens)

@@ -122,8 +122,9 @@ class Trainer:
         Tokens more than `max_staleness` versions old are context only. Proximal log-probs are those of the parameters before
         the first update. A mini-batch in which no token is left to train on updates nothing.
 
-        Raises ValueError where the batch cannot be trained on, before anything changes, and FloatingPointError where loss or
-        gradient is not finite: the update that met it is not applied, and the version stays.
+        Raises ValueError where the batch cannot be trained on, before anything changes, and FloatingPointError where loss,
+        gradient or the log-probability of a drawn token is not finite: the update that met it is not applied, and the version
+        stays.
         """
         started = time.perf_counter()
         self._check(groups)
@@ -177,8 +178,13 @@ class Trainer:
         for group in groups:
             for i, sample in enumerate(group.samples):
                 where = f"sample {i} of group {group.id} (task {group.task.id})"
-                if not np.isfinite(sample.reward) or not np.isfinite(sample.behave_logp[sample.loss_mask]).all():
-                    raise ValueError(f"{where} has a reward or a behaviour log-probability that is not finite")
+                if not np.isfinite(sample.reward):
+                    raise ValueError(f"{where} has a reward that is not finite: {sample.reward}")
+                if not np.isfinite(sample.behave_logp[sample.loss_mask]).all():
+                    raise FloatingPointError(
+                        f"step {self.version}: {where} has a behaviour log-probability that is not finite: the policy that drew "
+                        "it has diverged. Lower trainer.optimizer.learning_rate or trainer.optimizer.max_grad_norm"
+                    )
                 if sample.loss_mask[:1].any():
                     raise ValueError(f"{where} begins with a token to be trained on, which nothing predicts; expected a prompt")
 

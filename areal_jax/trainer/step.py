@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple, TypeAlias
 
 import jax
@@ -135,7 +135,7 @@ class Learner:
         return self.optimizer.init(params)
 
     def _zeros(self) -> Accumulated:
-        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._abstract_accumulated())
+        return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._abstract_accumulated)
 
     def _logprobs(self, params: Params, batch: DeviceBatch) -> Float[Array, "B T"]:
         return self._logprobs_and_entropy(params, batch)[0]
@@ -223,20 +223,18 @@ class Learner:
             case "init":
                 program = jax.jit(self._init, out_shardings=self.shardings.opt_state).lower(params)
             case "zeros":
-                program = jax.jit(self._zeros, out_shardings=self._accumulated_shardings()).lower()
+                program = jax.jit(self._zeros, out_shardings=_placed(self._abstract_accumulated)).lower()
             case "logprobs":
                 rows = sharding(self.mesh, ("batch",), (self.rows, self.row_tokens), TRAIN_RULES)
                 program = jax.jit(self._logprobs, out_shardings=rows).lower(params, self._abstract_batch())
             case "accumulate":
-                accumulated = _abstract(self._abstract_accumulated(), self._accumulated_shardings())
-                jitted = jax.jit(self._accumulate, donate_argnums=1, out_shardings=self._accumulated_shardings())
+                accumulated = self._abstract_accumulated
+                jitted = jax.jit(self._accumulate, donate_argnums=1, out_shardings=_placed(accumulated))
                 program = jitted.lower(params, accumulated, self._abstract_batch(), *_SCALARS)
             case "apply":
-                accumulated = _abstract(self._abstract_accumulated(), self._accumulated_shardings())
                 opt_state = _abstract(jax.eval_shape(self._init, params), self.shardings.opt_state)
-                results = (*self.shardings, self._everywhere())
-                jitted = jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=results)
-                program = jitted.lower(params, opt_state, accumulated)
+                jitted = jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=(*self.shardings, self._everywhere()))
+                program = jitted.lower(params, opt_state, self._abstract_accumulated)
             case _:
                 raise KeyError(name)
         self._programs[name] = program.compile()
@@ -250,14 +248,12 @@ class Learner:
         structs: list[Any] = [jax.ShapeDtypeStruct(shape, dtype, sharding=how) for dtype in dtypes]
         return DeviceBatch(*structs)
 
+    @cached_property
     def _abstract_accumulated(self) -> Accumulated:
-        params = self.policy.abstract()
-        _, metrics = jax.eval_shape(self._loss, params, self._abstract_batch(), *_SCALARS)
-        return Accumulated(params, metrics)
-
-    def _accumulated_shardings(self) -> Accumulated:
-        metrics = self._abstract_accumulated().metrics
-        return Accumulated(self.shardings.params, jax.tree.map(lambda _: self._everywhere(), metrics))
+        """With shardings. Cached, because the names of the metrics are found by tracing the whole model."""
+        _, metrics = jax.eval_shape(self._loss, self.policy.abstract(), self._abstract_batch(), *_SCALARS)
+        placed = Accumulated(self.shardings.params, jax.tree.map(lambda _: self._everywhere(), metrics))
+        return _abstract(Accumulated(self.policy.abstract(), metrics), placed)
 
     def _everywhere(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
@@ -270,3 +266,8 @@ _SCALARS = (jax.ShapeDtypeStruct((), np.float32), jax.ShapeDtypeStruct((), np.bo
 def _abstract(shapes: Any, placed: Any) -> Any:
     """ShapeDtypeStructs that know where their arrays will lie."""
     return jax.tree.map(lambda leaf, how: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=how), shapes, placed)
+
+
+def _placed(abstract: Any) -> Any:
+    """The shardings in a tree of ShapeDtypeStructs."""
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)

@@ -61,8 +61,8 @@ class Mailbox:
         if self._moves:
             # Cut as it will arrive, as far as the train mesh can: a copy that must also be cut otherwise blocks and is slow.
             staging = jax.tree.map(lambda how: _like(how, source), target) if self._path == "device" else None
-        # A copy even where `layout` keeps a leaf as it is, so that the trainer may give its own to its next step.
-        self._copy = jax.jit(lambda params: jax.tree.map(jax.numpy.copy, layout(params)), out_shardings=staging)
+        # What jit returns shares no memory with what it was given, so that the trainer may donate its own to its next step.
+        self._copy = jax.jit(layout, out_shardings=staging)
         # One place for the version that waits for the copier (put by `publish`, taken by the copier) and one for the newest
         # whole version (put by the copier, read by the engine). Both and all counts are guarded by the condition.
         self._changed = threading.Condition()

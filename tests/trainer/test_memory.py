@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 import jax.numpy as jnp
 import pytest
 from tiny_training import POLICY, train_mesh
@@ -25,9 +26,7 @@ def test_parameters_gradients_and_moments_are_exact() -> None:
 
 
 @pytest.mark.parametrize(
-    ("remat", "mesh"),
-    [(False, {}), (True, {}), (False, {"devices": 4, "tensor": 2})],
-    ids=["kept", "remat", "fsdp 2 x tensor 2"],
+    ("remat", "mesh"), [(False, {}), (True, {"devices": 4, "tensor": 2})], ids=["kept", "remat, fsdp 2 x tensor 2"]
 )
 def test_the_estimate_is_near_what_xla_reports(remat: bool, mesh: dict[str, int]) -> None:
     policy = Policy(
