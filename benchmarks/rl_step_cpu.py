@@ -4,9 +4,10 @@
     python benchmarks/rl_step_cpu.py --rounds=5 --peer=TRL_ENV/bin/python:benchmarks/peers/trl_rl_step.py \\
         --peer=TUNIX_ENV/bin/python:benchmarks/peers/tunix_rl_step.py
 
-The work, the same for all: Qwen2 of 4 layers, width 128, 4 heads, 2 KV heads, MLP 512, vocabulary 512, untied, float32; 8 prompts
-x 4 samples, 16 prompt tokens and exactly 64 new ones, one update per batch, no remat. Rollout tokens are the 2048 drawn, train
-tokens all 2560. Steps are synchronous, since a rate of each part is wanted: draw the batch, train on it, hand over the weights.
+The work, the same for all: Qwen2 of 4 layers, width 128, 4 heads, 2 KV heads, MLP 512, vocabulary 512, untied, float32;
+8 prompts x 4 samples, 16 prompt tokens and exactly 64 new ones, one update per batch, no remat. Rollout tokens are the 2048
+drawn, train tokens all 2560. Steps are synchronous, since a rate of each part is wanted: draw the batch, train on it, hand over
+the weights.
 
 Each round runs every contestant once, in a process of its own, one after the other; the figure of a contestant is the median of
 its rounds, and ratios are taken round by round. Appends one line to benchmarks/results/rl_step_cpu.jsonl. Needs idle cores.
@@ -113,7 +114,9 @@ async def measure(warmup_steps: int, num_steps: int) -> dict[str, object]:
             prompts = chance.integers(0, MODEL.vocab_size, (NUM_PROMPTS, PROMPT_TOKENS), dtype=np.int32)
             answers = await asyncio.gather(*(driver.submit(_request(version, i, prompt)) for i, prompt in enumerate(prompts)))
             drawn = time.perf_counter()
-            groups = [_group(version, i, prompt, answer) for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))]
+            groups = [
+                _group(version, i, prompt, answer) for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+            ]
             began = time.perf_counter()
             trainer.step(groups)
             jax.block_until_ready(trainer.params)
@@ -148,7 +151,12 @@ async def measure(warmup_steps: int, num_steps: int) -> dict[str, object]:
 
 def _request(version: int, place: int, prompt: np.ndarray) -> Request:
     return Request(
-        f"{version}.{place}", prompt, SAMPLES_PER_PROMPT, Sampling(NEW_TOKENS), seed=version * NUM_PROMPTS + place, min_version=version
+        f"{version}.{place}",
+        prompt,
+        SAMPLES_PER_PROMPT,
+        Sampling(NEW_TOKENS),
+        seed=version * NUM_PROMPTS + place,
+        min_version=version,
     )
 
 

@@ -18,7 +18,7 @@ from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 experiment = Experiment(
     name="aime",
     description="AIME-style problems with the embedded policy, on a laptop's CPU",
-    num_steps=60,
+    num_steps=100,
     tasks=Synthetic(),
     eval_tasks=Synthetic(split="heldout", num_tasks=512),
     rollout=RolloutConfig(groups_per_batch=16, samples_per_group=8, max_staleness=4),

@@ -1,4 +1,4 @@
-"""What a run survives: kill -9 at any moment, Ctrl-C, and a loss that is not finite. Each in a process of its own, by the command line."""
+"""What a run survives: kill -9 at any moment, Ctrl-C, a loss that is not finite. By the command line, each in a process."""
 
 from __future__ import annotations
 

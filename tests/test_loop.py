@@ -51,7 +51,13 @@ def tiny_policy(tmp_path: Path) -> Path:
     """A Hugging Face folder with a policy small enough to take a step in milliseconds; its weights are drawn afresh."""
     folder = tmp_path / "tiny"
     shutil.copytree(EMBEDDED, folder, ignore=shutil.ignore_patterns("model.safetensors", "README.md"))
-    small = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 4}
+    small = {
+        "hidden_size": 32,
+        "intermediate_size": 64,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "num_key_value_heads": 4,
+    }
     config = json.loads((folder / "config.json").read_text()) | small
     config.pop("head_dim", None)
     (folder / "config.json").write_text(json.dumps(config))

@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -95,7 +96,7 @@ def cut(path: Path, version: int) -> int:
     return removed
 
 
-def read(path: Path) -> Iterator[dict[str, object]]:
+def read(path: Path) -> Iterator[dict[str, Any]]:
     """The rows of a file, oldest first; one that a crash tore, or that is being written now, is left out."""
     with path.open("rb") as file:
         for line in file:

@@ -182,8 +182,8 @@ class Trainer:
                     raise ValueError(f"{where} has a reward that is not finite: {sample.reward}")
                 if not np.isfinite(sample.behave_logp[sample.loss_mask]).all():
                     raise FloatingPointError(
-                        f"step {self.version}: {where} has a behaviour log-probability that is not finite: the policy that drew "
-                        "it has diverged. Lower trainer.optimizer.learning_rate or trainer.optimizer.max_grad_norm"
+                        f"step {self.version}: {where} has a behaviour log-probability that is not finite: the policy that "
+                        "drew it has diverged. Lower trainer.optimizer.learning_rate or trainer.optimizer.max_grad_norm"
                     )
                 if sample.loss_mask[:1].any():
                     raise ValueError(f"{where} begins with a token to be trained on, which nothing predicts; expected a prompt")
