@@ -18,18 +18,18 @@ from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 experiment = Experiment(
     name="aime",
     description="AIME-style problems with the embedded policy, on a laptop's CPU",
-    num_steps=100,
+    num_steps=150,
     tasks=Synthetic(),
     eval_tasks=Synthetic(split="heldout", num_tasks=512),
-    rollout=RolloutConfig(groups_per_batch=16, samples_per_group=8, max_staleness=4),
+    rollout=RolloutConfig(groups_per_batch=16, samples_per_group=8, max_staleness=2),
     # The longest generated problem has 42 tokens, the longest worked solution 77.
-    engine=EngineConfig(num_slots=96, max_prompt_tokens=64, max_new_tokens=96),
+    engine=EngineConfig(num_slots=48, max_prompt_tokens=64, max_new_tokens=96),
     trainer=TrainerConfig(
         # The paper's 2e-5 is for 1.5 B parameters and batches of 8192 samples; a tiny policy takes larger steps.
-        optimizer=OptimizerConfig(learning_rate=5e-4, schedule="linear", warmup_fraction=0.05),
+        optimizer=OptimizerConfig(learning_rate=4e-4, schedule="linear", warmup_fraction=0.05),
         num_mini_batches=2,
         rows_per_micro_batch=16,
         remat=False,
     ),
-    evaluation=EvaluationConfig(every_steps=20, num_tasks=512),
+    evaluation=EvaluationConfig(every_steps=50, num_tasks=512),
 )

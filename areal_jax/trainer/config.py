@@ -33,8 +33,8 @@ class TrainerConfig:
     num_mini_batches: int = chz.field(default=4, doc="optimizer updates in one step; each sees its share of the batch's groups")
     row_tokens: int = chz.field(default=0, doc="tokens of a packed row; 0: the engine's longest sequence")
     rows_per_micro_batch: int = chz.field(
-        default=8,
-        doc="packed rows of a micro-batch on each shard of the batch; a tiny policy on a CPU is fastest at about 400 tokens",
+        default=2,
+        doc="packed rows of a micro-batch on each shard of the batch; a tiny policy on a CPU is fastest at 300 to 400 tokens",
     )
     logp_chunk_tokens: int = chz.field(default=1024, doc="tokens whose logits exist at the same time, per shard")
     remat: bool = chz.field(default=True, doc="recompute activations in the backward pass instead of keeping them")
