@@ -125,6 +125,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_loses_no_finished_sample(tmp
     )
     output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1, output
-    assert "not finite" in output and "learning_rate" in output and "Traceback" not in output
+    assert "training diverged" in output and "learning_rate" in output and "Traceback" not in output
     (checkpoint,) = (run / "checkpoints").iterdir()
     assert int(checkpoint.name) == steps_done(run)

@@ -61,10 +61,10 @@ def test_memory_is_what_the_arrays_take(policy: Path) -> None:
 
 
 def test_a_plan_says_what_it_found(policy: Path) -> None:
-    text = plan(policy).text()
+    text = plan(policy, "num_steps=40", "trainer.num_mini_batches=4", "rollout.max_staleness=3").text()
     assert f"{policy} (Qwen2ForCausalLM, 0.0 M parameters, float32)" in text
     assert "4096 tasks from Synthetic problems" in text
-    assert "40 steps of 16 groups x 8 samples, 4 updates each; max_staleness 4" in text
+    assert "40 steps of 16 groups x 8 samples, 4 updates each; max_staleness 3" in text
     assert "2 + 6 cpu" in text
     assert "data 2 x fsdp 1 x tensor 1" in text
     assert "data 6 x tensor 1" in text

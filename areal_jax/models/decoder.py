@@ -234,7 +234,9 @@ def _product_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Arr
     if w.shape[0] <= w.shape[1]:
         dw = jnp.einsum("bti,bto->io", x, dy, preferred_element_type=jnp.float32)
     else:
-        dw = jnp.einsum("bto,bti->oi", dy, x, preferred_element_type=jnp.float32).T
+        # Flat, because XLA on CPU has no such product of bfloat16 over two dimensions at once.
+        x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
+        dw = jnp.einsum("so,si->oi", dy, x, preferred_element_type=jnp.float32).T
     return dx, dw.astype(w.dtype)
 
 
