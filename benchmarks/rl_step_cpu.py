@@ -65,6 +65,7 @@ NUM_PROMPTS, SAMPLES_PER_PROMPT, PROMPT_TOKENS, NEW_TOKENS = 8, 4, 16, 64
 NUM_SEQUENCES = NUM_PROMPTS * SAMPLES_PER_PROMPT
 ROLLOUT_TOKENS, TRAIN_TOKENS = NUM_SEQUENCES * NEW_TOKENS, NUM_SEQUENCES * (PROMPT_TOKENS + NEW_TOKENS)
 
+ROWS_PER_MICRO_BATCH = NUM_SEQUENCES
 RATES = ("rollout_tokens_per_s", "train_tokens_per_s", "steps_per_s")
 
 
@@ -77,7 +78,7 @@ async def measure(warmup_steps: int, num_steps: int) -> dict[str, object]:
         TrainerConfig(
             optimizer=OptimizerConfig(learning_rate=1e-4),
             num_mini_batches=1,
-            rows_per_micro_batch=NUM_SEQUENCES,
+            rows_per_micro_batch=ROWS_PER_MICRO_BATCH,
             logp_chunk_tokens=TRAIN_TOKENS,
             remat=False,
         ),
