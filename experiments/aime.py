@@ -5,7 +5,13 @@
 Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account, no accelerator.
 
 The tiny policy inside the package works each method nearly without error but does not know which method is right. Training
-on the generated problems (integer answers 0-999, many families) teaches it to choose, and the held-out problems tell.
+on the generated problems (integer answers 0-999, many families) teaches it to choose, and the held-out problems tell: pass@1
+on 512 of them rises from 26-28 % to 65-68 % (seeds 0, 1 and 2), in about 3 minutes.
+
+Real problems are longer, and mostly beyond this policy:
+
+    python -m areal_jax.train --exp=aime tasks=Files tasks.path=aime.json eval_tasks=Files eval_tasks.path=aime24.jsonl \\
+        engine.max_prompt_tokens=768
 """
 
 from areal_jax.config import Experiment
