@@ -114,12 +114,12 @@ def test_overrides_survive_in_config_json_and_come_after_it(tmp_path: Path) -> N
 
 
 def test_config_json_is_flat_and_readable(tmp_path: Path) -> None:
-    content = json.loads(written(load_experiment("aime"), tmp_path).read_text())
+    content = json.loads(written(load_experiment("aime", ["rollout.max_staleness=7"]), tmp_path).read_text())
     assert content["areal_jax.version"] == areal_jax.__version__
     assert content["areal_jax.experiment"] == "Experiment"
     assert content["tasks"] == "Synthetic"
     assert content["trainer.loss"] == "DecoupledPPO"
-    assert content["rollout.max_staleness"] == 4
+    assert content["rollout.max_staleness"] == 7
     assert content["placement.train_devices"] is None
     assert content["tasks.families"] == []
     assert not any(isinstance(value, dict) for value in content.values())
