@@ -190,8 +190,8 @@ class TracedJudge:
         return verdict
 
     def counters(self) -> dict[str, float]:
-        """Verdicts by kind, and seconds of judging, since this process began the run."""
-        return {**{kind: float(count) for kind, count in self._service.verdicts.items()}, "judged_s": self._service.judged_s}
+        """The service's own counts."""
+        return self._service.counters()
 
 
 @asynccontextmanager

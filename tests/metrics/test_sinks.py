@@ -295,5 +295,5 @@ def test_tensorboard_holds_what_is_finite_and_hides_what_a_resumed_run_repeats(t
     first, second = ([*events(path)] for path in sorted((tmp_path / TENSORBOARD).iterdir()))
     assert scalars(first) == [(0, "reward", 0.0), (1, "reward", 0.5), (2, "reward", 1.0)]
     assert scalars(second) == [(1, "reward", 0.5), (2, "reward", 1.0)]
-    # A session that starts at step 1: TensorBoard drops what it read before of step 1 and later.
+    # The writer says that it starts at step 1: TensorBoard drops what it read before of step 1 and later.
     assert [event.step for event in second if event.HasField("session_log")] == [1]
