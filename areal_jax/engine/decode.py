@@ -82,6 +82,19 @@ class Prefix(NamedTuple):
     values: Array
 
 
+class _Step(NamedTuple):
+    """What one decode step of a dispatch hands to the next."""
+
+    cache: Cache
+    token: Int32[Array, "S"]
+    active: Bool[Array, "S"]
+    remaining: Int32[Array, "S"]
+    stopped: Bool[Array, "S"]
+    """Whether the last token is one of the slot's stop tokens."""
+    tokens: Int32[Array, "n S"]
+    logp: Float32[Array, "n S"]
+
+
 class Drawn(NamedTuple):
     """What one dispatch drew, on the host."""
 
@@ -270,11 +283,8 @@ class DecodeEngine:
         past = jnp.arange(self._cache_length(state)) < position[:, None]
         uniforms = sampling.uniforms(_field(state.slots, "seed"), _field(state.slots, "sample"), position[:, None] + 1 + steps)
 
-        def step(
-            carry: tuple[Cache, Array, Array, Array], xs: tuple[Array, Array]
-        ) -> tuple[tuple[Cache, Array, Array, Array], tuple[Array, Array, Array]]:
-            cache, token, active, remaining = carry
-            i, uniform = xs
+        def step(i: Int32[Array, ""], carry: _Step) -> _Step:
+            cache, token, active, remaining, _, tokens, logps = carry
             fresh = jnp.broadcast_to(steps <= i, (past.shape[0], num_steps))
             hidden, cache = self.policy.hidden(
                 params,
@@ -293,18 +303,24 @@ class DecodeEngine:
             if filtered:
                 top_k, top_p = _field(state.slots, "top_k"), _field(state.slots, "top_p")
                 logits = sampling.keep_most_likely(logits, temperature, top_k, top_p)
-            drawn, logp = sampling.draw(logits, uniform, temperature)
+            drawn, logp = sampling.draw(logits, uniforms[:, i], temperature)
             # A slot that has ended goes on being fed its last token, and draws nothing.
             token = jnp.where(active, drawn, token)
             remaining = remaining - active
             stopped = (token[:, None] == stop_tokens).any(-1)
             goes_on = active & ~stopped & (remaining > 0)
-            return (cache, token, goes_on, remaining), (jnp.where(active, drawn, -1), jnp.where(active, logp, 0), stopped)
+            tokens = tokens.at[i].set(jnp.where(active, drawn, -1))
+            logps = logps.at[i].set(jnp.where(active, logp, 0))
+            return _Step(cache, token, goes_on, remaining, stopped, tokens, logps)
 
         started = _field(state.slots, "active") > 0
-        carry = (state.cache, _field(state.slots, "token"), started, _field(state.slots, "remaining"))
-        (cache, token, active, remaining), (tokens, logp, stopped) = jax.lax.scan(step, carry, (steps, uniforms.T))
-        status = jnp.where(active, _GOES_ON, jnp.where(started & stopped[-1], _STOPPED, 0)).astype(jnp.int32)
+        remaining = _field(state.slots, "remaining")
+        nothing = jnp.full((num_steps, len(started)), -1, jnp.int32), jnp.zeros((num_steps, len(started)), jnp.float32)
+        first = _Step(state.cache, _field(state.slots, "token"), started, remaining, jnp.zeros_like(started), *nothing)
+        # No step without a slot that may draw in it: a dispatch in which all have ended costs next to nothing.
+        most = jnp.minimum(num_steps, jnp.max(remaining * started))
+        cache, token, active, remaining, stopped, tokens, logp = jax.lax.fori_loop(0, most, step, first)
+        status = jnp.where(active, _GOES_ON, jnp.where(started & stopped, _STOPPED, 0)).astype(jnp.int32)
         counts = (tokens >= 0).sum(0, dtype=jnp.int32)
         packed = jnp.concatenate([tokens, jax.lax.bitcast_convert_type(logp, jnp.int32), jnp.stack([counts, status, token])])
         now = {

@@ -10,7 +10,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import Any, Generic, TypeAlias, TypeVar
+from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import numpy as np
@@ -81,6 +81,13 @@ class _Start:
     """Whose bare prompt it is: its prefix is kept while more samples wait for it."""
 
 
+class _UnderWay(NamedTuple):
+    """A dispatch whose tokens are not read."""
+
+    packed: jax.Array
+    start_s: float
+
+
 @dataclass(frozen=True)
 class _Command:
     act: Callable[[], None]
@@ -92,7 +99,8 @@ class Driver:
     """Answers requests with one thread that owns the engine's state: the local `records.Engine`.
 
     Between two dispatches the thread obeys commands, takes newer weights, seats waiting samples in free slots, and then
-    draws `steps_per_dispatch` tokens in every slot."""
+    draws `steps_per_dispatch` tokens in every slot. Where none of these waits, the next dispatch is enqueued before the last
+    one's tokens are read, so that the device never waits for the host."""
 
     def __init__(self, engine: DecodeEngine, weights: WeightSource, *, on_event: Event | None = None):
         config = engine.config
@@ -100,10 +108,14 @@ class Driver:
         self._table = SlotTable(config.num_slots, config.max_new_tokens, config.steps_per_dispatch)
         self._occupants: dict[int, tuple[_Job, int]] = {}
         self._free = list(range(config.num_slots))[::-1]
+        self._num_ended = 0
+        """Slots that ended with the last dispatch."""
         # Owned by the driver's thread, in order of arrival: all unfinished jobs, and those with samples that wait for a slot.
         self._jobs: dict[str, _Job] = {}
         self._queue: dict[str, _Job] = {}
         self._current = Weights(NO_VERSION, None)
+        self._arrived: Weights | None = None
+        """Newer weights that kept a dispatch from being enqueued ahead."""
         # Commands: put by the asyncio thread, taken by the driver's thread. It ends with the driver: from then on `_put` and
         # `_end`, both under the lock, fail every command that is not taken.
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
@@ -114,7 +126,7 @@ class Driver:
         self._sums: dict[str, list[float]] = {}
         self._measured_since = time.perf_counter()
         self._programs_before = engine.num_programs
-        # Since when the device has had nothing to do but for the host's bookkeeping; None where it waits for other things.
+        # Since when the device has had nothing to do but for the host's bookkeeping; None where it is busy or waits for others.
         self._device_idle_since: float | None = None
         # Owned by this object, started by `start`. Ends when `close` says so, or with the first error, which then fails every
         # request. A daemon, so that an error elsewhere can end the process.
@@ -191,7 +203,8 @@ class Driver:
 
         tokens, dispatches, swaps, requests, prefill_tokens, recompute_tokens, compilations: counts (weight 1).
         tokens_per_s: over the time since the last call. occupancy: share of slot-steps that drew a token.
-        host_gap_us: host time between two dispatches, in which the device waits. swap_stall_s: by swap.
+        host_gap_us: host time between two dispatches, in which the device waits; 0 where the next one was enqueued before.
+        swap_stall_s: by swap.
         wait_s: time without a request that could be worked on."""
         with self._lock:
             sums, self._sums = self._sums, {}
@@ -352,11 +365,11 @@ class Driver:
 
     def _take_newest_weights(self) -> None:
         """Swap to the newest weights, if there are newer ones, and rebuild what was computed with the old."""
-        newest = self._weights.newest(self._current.version)
+        newest = self._arrived or self._weights.newest(self._current.version)
         if newest is None:
             return
         start = time.perf_counter()
-        old, self._current = self._current, newest
+        old, self._current, self._arrived = self._current, newest, None
         live = self._table.live()
         prefilled = [job for job in self._queue.values() if job.prefix is not None]
         recomputed = 0
@@ -423,23 +436,55 @@ class Driver:
         return sum(len(start.tokens) for start in missing)
 
     def _dispatch(self) -> None:
-        """Draw the next tokens in every live slot, and hand out what is finished."""
-        engine, table, version = self._engine, self._table, self._current.version
+        """Draw tokens in every live slot, and hand out what is finished, until something else is to be done."""
+        under_way = self._enqueue(0)
+        while self._may_run_ahead():
+            # The device goes on with this one while the host reads and books the one before.
+            following = self._enqueue(1)
+            self._harvest(under_way, device_goes_on=True)
+            under_way = following
+        self._harvest(under_way, device_goes_on=False)
+
+    def _may_run_ahead(self) -> bool:
+        """Whether the next dispatch may be enqueued before the last one's tokens are known.
+
+        Commands and weights must not wait for it, nor a sample for a slot that may become free: so with samples waiting only
+        where answers are long enough that no slot ended last and none will surely end."""
+        if self._closing or not self._commands.empty():
+            return False
+        num_lasting = self._table.num_lasting()
+        if num_lasting == 0 or (self._queue and (self._num_ended or num_lasting < len(self._occupants))):
+            return False
+        self._arrived = self._weights.newest(self._current.version)
+        return self._arrived is None
+
+    def _enqueue(self, num_ahead: int) -> _UnderWay:
+        """Let the device draw the next tokens, of which the host has yet to see those of `num_ahead` dispatches before."""
+        engine, table = self._engine, self._table
         start = time.perf_counter()
-        self._state = engine.fit(self._state, table.num_columns())
+        self._state = engine.fit(self._state, table.num_columns(num_ahead))
         if table.changed:
             self._state, table.changed = engine.seat(self._state, table.records()), False
         self._state, packed = engine.generate(self._current.params, self._state, filtered=table.filtered())
         if self._device_idle_since is not None:
             self._count("host_gap_us", 1e6 * (time.perf_counter() - self._device_idle_since))
-        drawn = engine.fetch(packed)
-        self._device_idle_since = end = time.perf_counter()
-        ended, num_tokens = table.harvest(drawn, version), int(drawn.counts.sum())
+        return _UnderWay(packed, start)
+
+    def _harvest(self, under_way: _UnderWay, *, device_goes_on: bool) -> None:
+        """Wait for the tokens of a dispatch, book them, and hand out what is finished."""
+        version = self._current.version
+        drawn = self._engine.fetch(under_way.packed)
+        end = time.perf_counter()
+        if device_goes_on:
+            self._count("host_gap_us", 0.0)
+        self._device_idle_since = None if device_goes_on else end
+        ended, num_tokens = self._table.harvest(drawn, version), int(drawn.counts.sum())
         # Counted before anyone is told, so that whoever awaits a request finds its tokens in the metrics.
         self._count("tokens", num_tokens)
         self._count("dispatches", 1)
         self._count("occupancy", num_tokens, drawn.tokens.size)
-        self._tell("dispatch", start, end, version=version, tokens=num_tokens)
+        self._tell("dispatch", under_way.start_s, end, version=version, tokens=num_tokens)
+        self._num_ended = len(ended)
         for slot in ended:
             self._finish(int(slot), "stop" if drawn.stopped[slot] else "length")
 

@@ -107,10 +107,14 @@ class SlotTable:
         """Slots that are drawing."""
         return np.flatnonzero(self.active).tolist()
 
-    def num_columns(self) -> int:
-        """Cache columns that the next dispatch needs."""
-        ends = self._seated_at + np.minimum(self._budget, self._count + self._steps)
+    def num_columns(self, num_ahead: int = 0) -> int:
+        """Cache columns that the next dispatch needs, after `num_ahead` of which nothing is known but that they will be."""
+        ends = self._seated_at + np.minimum(self._budget, self._count + self._steps * (num_ahead + 1))
         return max(int((ends * self.active).max()), 1)
+
+    def num_lasting(self) -> int:
+        """Live slots whose budget outlasts the next dispatch."""
+        return int((self.active & (self._count + self._steps < self._budget)).sum())
 
     def filtered(self) -> bool:
         """Whether a live slot asks for top-k or top-p."""

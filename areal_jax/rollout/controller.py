@@ -76,7 +76,8 @@ class Calls:
     """
 
     engine: Engine
-    gate: Gate
+    min_version: int
+    """Oldest weights that may start a request."""
     sampling: Sampling
     seed: int
     group_id: int
@@ -101,7 +102,7 @@ class Calls:
             num_samples=num_samples,
             sampling=self.sampling,
             seed=derive_seed(self.seed, call_id),
-            min_version=self.gate.min_version,
+            min_version=self.min_version,
             resume=drawn,
         )
         self.pending.add(call_id)
@@ -226,8 +227,8 @@ class Rollouts:
         self.waited_s += clock() - began_s
 
     def _start(self, record: Suspended) -> None:
-        self.gate.start()
-        calls = Calls(self._engine, self.gate, self._sampling, self._seed, record.id, dict(record.calls))
+        min_version = self.gate.start()
+        calls = Calls(self._engine, min_version, self._sampling, self._seed, record.id, dict(record.calls))
         self._running[record.id] = (record, calls)
         task = asyncio.create_task(self._run(record, calls), name=f"group {record.id} (task {record.task.id})")
         self._group_tasks.add(task)

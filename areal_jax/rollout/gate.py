@@ -59,11 +59,6 @@ class Gate:
         self._version = version
         self._counted()
 
-    @property
-    def min_version(self) -> int:
-        """Oldest weights that may start a request now: with max_staleness=0, the version that trains."""
-        return 0 if self.max_staleness is None else max(0, self._version - self.max_staleness)
-
     def capacity(self) -> int:
         """How many groups may start now; never below 0."""
         places = self.max_running - self.running
@@ -77,11 +72,16 @@ class Gate:
         while not self.capacity():
             await self._open.wait()
 
-    def start(self) -> None:
+    def start(self) -> int:
+        """Take a place; returns the oldest version whose tokens will not be too old when the group is trained on.
+
+        The N-th group trains version `(N - 1) // groups_per_batch`, if none overtakes another."""
         if not self.capacity():
             raise RuntimeError(f"no group may start now: {self}; await wait_open() first")
+        trains = (self.accepted + self.running) // self.groups_per_batch
         self.running += 1
         self._counted()
+        return 0 if self.max_staleness is None else max(0, trains - self.max_staleness)
 
     def accept(self) -> None:
         """A running group is finished and will be trained on."""

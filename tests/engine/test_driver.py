@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from itertools import pairwise
 from typing import Any
 
 import jax
@@ -580,18 +581,70 @@ def test_metrics_count_what_happened_and_start_anew():
     assert "occupancy" not in second
 
 
-def test_events_tell_what_the_thread_did():
+def events_of(shelf: Shelf, one: Request) -> list[tuple[str, float, float]]:
+    """Name, start and end of what the driver's thread does to answer one request."""
     events: list[tuple[str, float, float]] = []
-    shelf = Shelf(engine(), (0, 0, 0), (1, 1, 1))
 
     async def main():
         driver = Driver(engine(), shelf, on_event=lambda name, start_s, end_s, args: events.append((name, start_s, end_s)))
-        future = driver.submit(request(max_new_tokens=8))
+        future = driver.submit(one)
         driver.start()
         await future
         driver.close()
 
     asyncio.run(main())
+    return events
+
+
+def overlaps(events: list[tuple[str, float, float]]) -> list[bool]:
+    """Of every dispatch but the first, whether it was enqueued before the tokens of the one before it were read."""
+    dispatches = [(start, end) for name, start, end in events if name == "dispatch"]
+    return [start < end for (_, end), (start, _) in pairwise(dispatches)]
+
+
+def test_with_nobody_waiting_the_next_dispatch_is_enqueued_before_the_last_ones_tokens_are_read():
+    # 8 samples of 20 tokens in 8 slots: 5 dispatches of 4 tokens, none of which has to wait for the host.
+    events = events_of(Shelf(engine(), (0, 0, 0)), request(num_samples=8))
+    assert overlaps(events) == [True] * 4
+
+
+def test_a_sample_that_waits_gets_the_slot_that_becomes_free_at_once():
+    # 9 samples in 8 slots. The 5th dispatch ends 8 of them for want of budget: the 6th, of the 9th sample, comes after it.
+    events = events_of(Shelf(engine(), (0, 0, 0)), request(num_samples=9))
+    assert overlaps(events) == [True] * 4 + [False] + [True] * 4
+
+
+def test_weights_that_arrive_keep_the_next_dispatch_from_being_enqueued_ahead():
+    events = events_of(Shelf(engine(), (0, 0, 0), (2, 1, 1)), request())
+    assert [name for name, _, _ in events] == [
+        "swap",
+        "prefill",
+        "dispatch",
+        "dispatch",
+        "swap",
+        "dispatch",
+        "dispatch",
+        "dispatch",
+    ]
+    assert overlaps(events) == [True, False, True, True]
+
+
+def test_a_dispatch_in_which_every_slot_has_ended_draws_nothing():
+    warm = engine()
+    table = SlotTable(num_slots=8, max_new_tokens=20, steps_per_dispatch=4)
+    table.seat(0, request(max_new_tokens=4), 0, nothing_drawn())
+    state = warm.seat(warm.init_state(), table.records())
+    state, packed = warm.generate(laid_out(warm, 0), state)
+    assert warm.fetch(packed).counts.tolist() == [4] + [0] * 7
+    fed = np.array(state.cache[0][0])
+    state, packed = warm.generate(laid_out(warm, 0), state)
+    assert warm.fetch(packed).counts.tolist() == [0] * 8
+    # Nor is any token fed: the columns that every step writes are as they were.
+    np.testing.assert_array_equal(np.asarray(state.cache[0][0])[..., :4], fed[..., :4])
+
+
+def test_events_tell_what_the_thread_did():
+    events = events_of(Shelf(engine(), (0, 0, 0), (1, 1, 1)), request(max_new_tokens=8))
     assert [name for name, _, _ in events] == ["swap", "prefill", "dispatch", "swap", "dispatch"]
     assert all(start <= end for _, start, end in events)
     assert len(whole(PROMPT, uninterrupted(request())[0][0])) == 25

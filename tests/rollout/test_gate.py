@@ -67,12 +67,17 @@ def test_a_resumed_gate_lets_in_what_its_version_allows(eta: int) -> None:
 def test_unbounded_staleness_leaves_only_the_bound_on_running_groups() -> None:
     gate = counted(Gate(None, 4, 10), accepted=10_000)
     assert gate.capacity() == 10
-    assert gate.min_version == 0
+    assert gate.start() == 0
 
 
-def test_a_request_may_start_on_weights_no_older_than_eta() -> None:
-    assert [Gate(2, 4, 8, version=v).min_version for v in (0, 1, 2, 3, 10)] == [0, 0, 0, 1, 8]
-    assert Gate(0, 4, 8, version=7).min_version == 7
+def test_a_group_starts_on_weights_that_will_not_be_too_old_when_its_turn_comes() -> None:
+    # Batches of 2, eta 2: groups 12 and 13 train version 6, and so on to 16 and 17, which train version 8 and need version 6.
+    gate = Gate(2, 2, 100, version=6)
+    assert [gate.start() for _ in range(6)] == [4, 4, 5, 5, 6, 6]
+    gate.version = 7
+    assert [gate.start() for _ in range(2)] == [7, 7]
+    assert Gate(0, 4, 8, version=7).start() == 7
+    assert Gate(2, 4, 8, version=1).start() == 0
 
 
 @settings(deadline=None)
