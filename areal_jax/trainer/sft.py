@@ -15,11 +15,11 @@ from areal_jax.data.sft import SupervisedExample
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.rl.losses import PolicyLoss, sft_loss
 from areal_jax.trainer.config import TrainerConfig
-from areal_jax.trainer.state import TrainState
 from areal_jax.trainer.step import DeviceBatch, Learner, Metrics
+from areal_jax.trainer.versions import Versions
 
 
-class SupervisedTrainer:
+class SupervisedTrainer(Versions):
     """Maximum likelihood on the train mesh: `step` makes one optimizer update from a batch of examples."""
 
     def __init__(
@@ -34,13 +34,11 @@ class SupervisedTrainer:
         row_tokens: int,
     ):
         """As `Trainer`; of `config`, objective, advantages and mini-batches have no meaning here."""
-        self.version = 0
-        """Updates that the parameters have seen."""
 
         def objective(logp: Array, _: Array, batch: DeviceBatch, num_tokens: Float[Array, ""]) -> PolicyLoss:
             return sft_loss(logp, batch.loss_mask, num_tokens)
 
-        self._learner = Learner(
+        learner = Learner(
             config,
             policy,
             params,
@@ -51,25 +49,7 @@ class SupervisedTrainer:
             temperature=1.0,
             row_tokens=row_tokens,
         )
-
-    @property
-    def params(self) -> Params:
-        """On the train mesh. The next step takes their memory: copy what must outlive it."""
-        return self._learner.params
-
-    @property
-    def state(self) -> TrainState:
-        """All that training goes on from; the next step takes its memory."""
-        return TrainState(self._learner.params, self._learner.opt_state, np.asarray(self.version, np.int32))
-
-    def restore(self, state: TrainState) -> None:
-        """Go on from `state` instead, which may lie on another mesh or on the host."""
-        self._learner.restore(state.params, state.opt_state)
-        self.version = int(state.version)
-
-    def warm_up(self) -> None:
-        """Compile everything that a step runs."""
-        self._learner.warm_up(reads_logprobs=False)
+        super().__init__(learner)
 
     def step(self, examples: Sequence[SupervisedExample]) -> Metrics:
         """One update; its loss is the mean over the examples' loss tokens.
@@ -98,5 +78,5 @@ class SupervisedTrainer:
             "packing_efficiency": (num_tokens, float(np.prod(layout.shape))),
             "tokens_per_second": (num_tokens, seconds),
             "seconds_step": seconds,
-            "num_compilations": float(self._learner.num_compilations),
+            "num_compilations": float(self.num_compilations),
         }
