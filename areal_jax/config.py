@@ -45,19 +45,17 @@ _CLASS_KEY = "areal_jax.experiment"
 
 
 @chz.chz
-class Experiment:
-    """Reinforcement learning: everything that decides a run, and nothing that it finds out."""
+class Setup:
+    """What every experiment settles, whatever it trains on."""
 
     name: str = chz.field(doc="names the run folder")
     description: str = chz.field(default="", doc="one line about what is tried")
-    seed: int = chz.field(default=1, doc="of task order and of every draw")
+    seed: int = chz.field(default=1, doc="of fresh weights, of the order of the data and of every draw")
     num_steps: int = chz.field(doc="trainer steps; 0: only evaluate")
     policy: PolicyConfig = chz.field(default_factory=PolicyConfig, doc="what is trained")
-    tasks: TaskSource = chz.field(default_factory=Synthetic, doc="what it is trained on")
     eval_tasks: TaskSource = chz.field(default_factory=lambda: Synthetic(split="heldout"), doc="what it is evaluated on")
     prompt: PromptConfig = chz.field(default_factory=PromptConfig, doc="what is put around every problem")
     placement: PlacementConfig = chz.field(default_factory=PlacementConfig, doc="which devices train and which decode")
-    rollout: RolloutConfig = chz.field(default_factory=RolloutConfig, doc="batch shape and staleness")
     engine: EngineConfig = chz.field(default_factory=EngineConfig, doc="decoding")
     trainer: TrainerConfig = chz.field(default_factory=TrainerConfig, doc="how a batch becomes a version")
     rewards: RewardConfig = chz.field(default_factory=RewardConfig, doc="judging")
@@ -67,28 +65,19 @@ class Experiment:
 
 
 @chz.chz
-class SFTExperiment:
+class Experiment(Setup):
+    """Reinforcement learning: everything that decides a run, and nothing that it finds out."""
+
+    tasks: TaskSource = chz.field(default_factory=Synthetic, doc="what it is trained on")
+    rollout: RolloutConfig = chz.field(default_factory=RolloutConfig, doc="batch shape and staleness")
+
+
+@chz.chz
+class SFTExperiment(Setup):
     """Supervised fine-tuning: how a policy comes to be that reinforcement learning can start from."""
 
-    name: str = chz.field(doc="names the run folder")
-    description: str = chz.field(default="", doc="one line about what is tried")
-    seed: int = chz.field(default=1, doc="of fresh weights, of example order and of every draw")
-    num_steps: int = chz.field(doc="optimizer updates")
-    policy: PolicyConfig = chz.field(default_factory=PolicyConfig, doc="what is trained")
     examples: TaskSource = chz.field(default_factory=Synthetic, doc="what it is trained on")
-    eval_tasks: TaskSource = chz.field(default_factory=lambda: Synthetic(split="heldout"), doc="what it is evaluated on")
-    prompt: PromptConfig = chz.field(default_factory=PromptConfig, doc="what is put around every problem")
-    placement: PlacementConfig = chz.field(default_factory=PlacementConfig, doc="which devices train and which decode")
     examples_per_batch: int = chz.field(default=64, doc="examples in one update")
-    engine: EngineConfig = chz.field(default_factory=EngineConfig, doc="decoding, for evaluation")
-    trainer: TrainerConfig = chz.field(default_factory=TrainerConfig, doc="how a batch becomes a version")
-    rewards: RewardConfig = chz.field(default_factory=RewardConfig, doc="judging, for evaluation")
-    evaluation: EvaluationConfig = chz.field(default_factory=EvaluationConfig, doc="evaluation while training goes on")
-    checkpoint: CheckpointConfig = chz.field(default_factory=CheckpointConfig, doc="what survives")
-    metrics: MetricsConfig = chz.field(default_factory=MetricsConfig, doc="what is written beside metrics.jsonl")
-    export_folder: str | None = chz.field(
-        default=None, doc="where the final policy goes as a Hugging Face folder; none: policy/ in the run folder"
-    )
 
 
 AnyExperiment = Experiment | SFTExperiment
