@@ -36,8 +36,7 @@ experiment = SFTExperiment(
     perplexity_every_steps=50,
     trainer=TrainerConfig(
         optimizer=OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_fraction=0.03, beta2=0.98),
-        row_tokens=1024,
-        rows_per_micro_batch=1,
+        row_tokens=512,
     ),
     evaluation=EvaluationConfig(every_steps=0),
 )

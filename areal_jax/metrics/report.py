@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter, StrMethodFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
 from areal_jax.metrics import description, names
 from areal_jax.metrics.jsonl import read
@@ -208,8 +208,9 @@ def _draw_perplexity(axes: Axes, perplexity: Series | None) -> None:
     axes.plot(*perplexity, color=ORANGE, marker="o", markersize=4, linewidth=1.6)
     axes.set_yscale("log")
     axes.margins(y=0.2)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
     axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.4g}"))
-    axes.yaxis.set_minor_formatter(StrMethodFormatter("{x:.4g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
     _name_ends(axes, perplexity, [0.0] * len(perplexity.values), ".4g")
 
 
