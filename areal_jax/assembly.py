@@ -104,10 +104,11 @@ class Run(Generic[AnyTrainer]):
         """Write and show what the step from `version` did, with what engine, mailbox and judges did meanwhile."""
         meters = Meters()
         meters.update(metrics, "trainer/")
-        meters.update(self.engine.metrics(), "rollout/")
-        meters.update(self.mailbox.metrics(), "weights/")
+        if self.plan.decodes:
+            meters.update(self.engine.metrics(), "rollout/")
+            meters.update(self.mailbox.metrics(), "weights/")
         meters.update(rollout or {}, "gate/")
-        if isinstance(self.judge, TracedJudge):
+        if self.plan.decodes and isinstance(self.judge, TracedJudge):
             meters.update(self.judge.counters(), "rewards/")
         meters.gauge("process/resident_gib", psutil.Process().memory_info().rss / 2**30)
         row = meters.flatten()
@@ -141,10 +142,13 @@ class Run(Generic[AnyTrainer]):
                 ),
                 seed=experiment.seed,
             )
-        metrics = evaluation_metrics(found)
+        self.record_evaluation(version, evaluation_metrics(found), evaluation_line(found))
+
+    def record_evaluation(self, version: int, metrics: dict[str, float], line: str) -> None:
+        """Write and show what was found out about `version`."""
         self.sinks.write(version, metrics)
         self.progress.evaluated(metrics)
-        self.progress.say(evaluation_line(found))
+        self.progress.say(line)
 
     def evaluate_meanwhile(self, version: int) -> None:
         """Evaluate while training goes on, unless the last such evaluation is still under way."""
@@ -231,12 +235,15 @@ async def assembled(
             plan.engine.layout, plan.engine.param_shardings, plan.meshes.train, on_event=partial(trace.span, "mailbox")
         )
         stack.callback(mailbox.close)
-        mailbox.publish(trainer.version, trainer.params)
         engine = Driver(plan.engine, mailbox, on_event=partial(trace.span, "rollout driver"))
         stack.callback(engine.close)
         # Everything is compiled before anything waits for it: deadlines are for work, not for the compiler.
-        await asyncio.gather(asyncio.to_thread(trainer.warm_up), asyncio.to_thread(plan.engine.warm_up), service.start())
-        engine.start()
+        if plan.decodes:
+            mailbox.publish(trainer.version, trainer.params)
+            await asyncio.gather(asyncio.to_thread(trainer.warm_up), asyncio.to_thread(plan.engine.warm_up), service.start())
+            engine.start()
+        else:
+            await asyncio.to_thread(trainer.warm_up)
         stop = stack.enter_context(stopping_on_signals())
         judge = TracedJudge(service, trace)
         yield Run(plan, folder, trainer, mailbox, engine, judge, store, sinks, trace, progress, stop, restored)

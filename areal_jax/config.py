@@ -15,7 +15,7 @@ import chz
 
 from areal_jax import __version__
 from areal_jax.checkpoint.config import CheckpointConfig
-from areal_jax.data.config import PromptConfig, Synthetic, TaskSource
+from areal_jax.data.config import HeldOut, PromptConfig, Synthetic, TaskSource
 from areal_jax.engine.config import EngineConfig
 from areal_jax.evaluation.config import EvaluationConfig
 from areal_jax.metrics.config import MetricsConfig
@@ -45,19 +45,17 @@ _CLASS_KEY = "areal_jax.experiment"
 
 
 @chz.chz
-class Experiment:
-    """Reinforcement learning: everything that decides a run, and nothing that it finds out."""
+class Setup:
+    """What every experiment settles, whatever it trains on."""
 
     name: str = chz.field(doc="names the run folder")
     description: str = chz.field(default="", doc="one line about what is tried")
-    seed: int = chz.field(default=1, doc="of task order and of every draw")
+    seed: int = chz.field(default=1, doc="of fresh weights, of the order of the data and of every draw")
     num_steps: int = chz.field(doc="trainer steps; 0: only evaluate")
     policy: PolicyConfig = chz.field(default_factory=PolicyConfig, doc="what is trained")
-    tasks: TaskSource = chz.field(default_factory=Synthetic, doc="what it is trained on")
     eval_tasks: TaskSource = chz.field(default_factory=lambda: Synthetic(split="heldout"), doc="what it is evaluated on")
     prompt: PromptConfig = chz.field(default_factory=PromptConfig, doc="what is put around every problem")
     placement: PlacementConfig = chz.field(default_factory=PlacementConfig, doc="which devices train and which decode")
-    rollout: RolloutConfig = chz.field(default_factory=RolloutConfig, doc="batch shape and staleness")
     engine: EngineConfig = chz.field(default_factory=EngineConfig, doc="decoding")
     trainer: TrainerConfig = chz.field(default_factory=TrainerConfig, doc="how a batch becomes a version")
     rewards: RewardConfig = chz.field(default_factory=RewardConfig, doc="judging")
@@ -67,27 +65,24 @@ class Experiment:
 
 
 @chz.chz
-class SFTExperiment:
+class Experiment(Setup):
+    """Reinforcement learning: everything that decides a run, and nothing that it finds out."""
+
+    tasks: TaskSource = chz.field(default_factory=Synthetic, doc="what it is trained on")
+    rollout: RolloutConfig = chz.field(default_factory=RolloutConfig, doc="batch shape and staleness")
+
+
+@chz.chz
+class SFTExperiment(Setup):
     """Supervised fine-tuning: how a policy comes to be that reinforcement learning can start from."""
 
-    name: str = chz.field(doc="names the run folder")
-    description: str = chz.field(default="", doc="one line about what is tried")
-    seed: int = chz.field(default=1, doc="of fresh weights, of example order and of every draw")
-    num_steps: int = chz.field(doc="optimizer updates")
-    policy: PolicyConfig = chz.field(default_factory=PolicyConfig, doc="what is trained")
-    examples: TaskSource = chz.field(default_factory=Synthetic, doc="what it is trained on")
-    eval_tasks: TaskSource = chz.field(default_factory=lambda: Synthetic(split="heldout"), doc="what it is evaluated on")
-    prompt: PromptConfig = chz.field(default_factory=PromptConfig, doc="what is put around every problem")
-    placement: PlacementConfig = chz.field(default_factory=PlacementConfig, doc="which devices train and which decode")
+    examples: TaskSource = chz.field(
+        default_factory=Synthetic, doc="what it is trained on: conversations, or prompts with their answers"
+    )
     examples_per_batch: int = chz.field(default=64, doc="examples in one update")
-    engine: EngineConfig = chz.field(default_factory=EngineConfig, doc="decoding, for evaluation")
-    trainer: TrainerConfig = chz.field(default_factory=TrainerConfig, doc="how a batch becomes a version")
-    rewards: RewardConfig = chz.field(default_factory=RewardConfig, doc="judging, for evaluation")
-    evaluation: EvaluationConfig = chz.field(default_factory=EvaluationConfig, doc="evaluation while training goes on")
-    checkpoint: CheckpointConfig = chz.field(default_factory=CheckpointConfig, doc="what survives")
-    metrics: MetricsConfig = chz.field(default_factory=MetricsConfig, doc="what is written beside metrics.jsonl")
-    export_folder: str | None = chz.field(
-        default=None, doc="where the final policy goes as a Hugging Face folder; none: policy/ in the run folder"
+    eval_examples: TaskSource = chz.field(default_factory=HeldOut, doc="what loss and perplexity are measured on")
+    perplexity_every_steps: int = chz.field(
+        default=50, doc="updates between two measurements, one before the first and one after the last; 0: none"
     )
 
 
@@ -180,14 +175,25 @@ def _resolved(cls: type[AnyExperiment], flat: Settings, overrides: Sequence[str]
 
 # What a number may be, by the last part of its key. Zero is allowed where it means none or off.
 _POSITIVE = (
-    *("num_tasks", "max_tasks", "examples_per_batch", "groups_per_batch", "samples_per_group", "max_running_groups"),
+    *(
+        "num_tasks",
+        "max_tasks",
+        "max_examples",
+        "examples_per_batch",
+        "groups_per_batch",
+        "samples_per_group",
+        "max_running_groups",
+    ),
     *("num_slots", "max_prompt_tokens", "max_new_tokens", "steps_per_dispatch", "num_mini_batches", "rows_per_micro_batch"),
     *("logp_chunk_tokens", "learning_rate", "eps", "max_grad_norm", "clip_eps", "clip_eps_high", "behave_weight_cap"),
     *("num_workers", "samples_per_task", "keep", "batch_timeout_s", "request_timeout_s", "timeout_s"),
     *("train_devices", "rollout_devices", "train_fsdp", "train_tensor", "rollout_tensor", "simulated_devices"),
 )
-_NOT_NEGATIVE = ("seed", "num_steps", "max_staleness", "every_steps", "row_tokens", "temperature", "top_k", "weight_decay")
-_FRACTION = ("top_p", "warmup_fraction", "beta1", "beta2")
+_NOT_NEGATIVE = (
+    *("seed", "num_steps", "max_staleness", "every_steps", "perplexity_every_steps", "row_tokens"),
+    *("temperature", "top_k", "weight_decay"),
+)
+_FRACTION = ("share", "top_p", "warmup_fraction", "beta1", "beta2")
 _ABOVE_ONE = ("dual_clip",)
 _ANY_NUMBER = ("correct", "wrong")
 
@@ -195,8 +201,8 @@ _ANY_NUMBER = ("correct", "wrong")
 def contradictions(experiment: AnyExperiment) -> Iterator[str]:
     """What cannot be in an experiment's settings, each in a sentence that names the knobs; nothing where all is well."""
     yield from out_of_range(experiment)
-    yield from row_too_short(experiment)
     if isinstance(experiment, Experiment):
+        yield from row_too_short(experiment)
         yield from too_many_mini_batches(experiment)
         yield from no_signal(experiment)
     else:
@@ -219,7 +225,7 @@ def out_of_range(experiment: AnyExperiment) -> Iterator[str]:
             yield f"{setting.key}={value}: expected a number above 1 ({setting.doc})"
 
 
-def row_too_short(experiment: AnyExperiment) -> Iterator[str]:
+def row_too_short(experiment: Experiment) -> Iterator[str]:
     """A sequence is never cut to fit a row, so the longest one must fit."""
     engine, row_tokens = experiment.engine, experiment.trainer.row_tokens
     longest = engine.max_prompt_tokens + engine.max_new_tokens

@@ -13,6 +13,8 @@ trainer works in a worker thread, one step at a time; answers are judged in othe
 from __future__ import annotations
 
 import asyncio
+import math
+import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,6 +23,7 @@ from areal_jax.assembly import Run, assembled, trained_samples
 from areal_jax.checkpoint.recovery import decode, encode
 from areal_jax.config import Experiment, SFTExperiment
 from areal_jax.data.pipeline import TaskStream
+from areal_jax.metrics import names
 from areal_jax.models.decoder import Params
 from areal_jax.plan import Plan
 from areal_jax.records import Group, RolloutState, Sampling
@@ -102,6 +105,9 @@ async def fine_tune(run: Run[SupervisedTrainer], exp: SFTExperiment) -> None:
         examples.restore(decode(run.restored)[0].tasks)
     published = trainer.version
     for version in range(trainer.version, exp.num_steps):
+        # Before the step, so that a run that goes on from this version measures it again.
+        if version == 0 or is_due(version, exp.perplexity_every_steps):
+            await measure_loss(run, exp)
         batch = [next(examples) for _ in range(exp.examples_per_batch)]
         with run.span("trainer", f"step {version}"):
             metrics = await asyncio.to_thread(trainer.step, batch)
@@ -114,9 +120,32 @@ async def fine_tune(run: Run[SupervisedTrainer], exp: SFTExperiment) -> None:
             run.mailbox.publish(published := version + 1, trainer.params)
             run.evaluate_meanwhile(version + 1)
     await asyncio.to_thread(run.save, trainer.version, encode(nothing_but(examples)))
-    if published < trainer.version:
+    if not run.stop.is_set():
+        await measure_loss(run, exp)
+    if run.plan.decodes and published < trainer.version:
         run.mailbox.publish(trainer.version, trainer.params)
     await run.finish()
+
+
+async def measure_loss(run: Run[SupervisedTrainer], exp: SFTExperiment) -> None:
+    """Write down loss and perplexity of the examples that are not trained on, with the parameters as they are."""
+    if not exp.perplexity_every_steps:
+        return
+    version, examples = run.trainer.version, run.plan.eval_examples.examples
+    with run.span("evaluation", f"loss of version {version}"):
+        total, num_tokens = await asyncio.to_thread(run.trainer.loss, examples)
+    loss = total / num_tokens
+    run.record_evaluation(
+        version,
+        {names.EVAL_LOSS: loss, names.PERPLEXITY: perplexity(loss), "evaluation/loss_tokens": num_tokens},
+        f"version {version}: loss {loss:.4f}, perplexity {perplexity(loss):.4g} on {num_tokens:.0f} tokens of {len(examples)} "
+        "examples that are not trained on",
+    )
+
+
+def perplexity(loss: float) -> float:
+    """exp(loss): among how many tokens the policy is, on average, undecided; infinite where no float holds it."""
+    return math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf
 
 
 def nothing_but(examples: TaskStream) -> RolloutState:
@@ -157,13 +186,14 @@ def rl_trainer(plan: Plan, params: Params) -> Trainer:
         num_updates=exp.num_steps * exp.trainer.num_mini_batches,
         max_staleness=exp.rollout.max_staleness,
         temperature=exp.engine.temperature,
-        row_tokens=exp.trainer.row_tokens or plan.engine.max_tokens,
+        row_tokens=plan.row_tokens,
     )
 
 
 def supervised_trainer(plan: Plan, params: Params) -> SupervisedTrainer:
     """The trainer of a plan for supervised fine-tuning, with the weights it starts from."""
     exp = plan.experiment
+    assert isinstance(exp, SFTExperiment)
     return SupervisedTrainer(
         exp.trainer,
         plan.policy,
@@ -171,5 +201,6 @@ def supervised_trainer(plan: Plan, params: Params) -> SupervisedTrainer:
         plan.meshes.train,
         plan.compute_dtype,
         num_updates=exp.num_steps,
-        row_tokens=exp.trainer.row_tokens or plan.engine.max_tokens,
+        row_tokens=plan.row_tokens,
+        measures_loss=exp.perplexity_every_steps > 0,
     )

@@ -5,21 +5,22 @@ Everything that can be missing or contradict is looked for here, before any devi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
+import chz
 import jax
 import jax.numpy as jnp
 import psutil
 from jax.sharding import Mesh
 
 from areal_jax.config import AnyExperiment, Experiment
-from areal_jax.data.config import TaskSource
+from areal_jax.data.config import HeldOut, TaskSource
 from areal_jax.data.policy_files import resolve_policy_folder
 from areal_jax.data.sft import ExampleSet, load_examples
-from areal_jax.data.sources import TaskSet, load_tasks
+from areal_jax.data.sources import Skipped, TaskSet, in_words, load_tasks
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.models.decoder import Policy
@@ -52,10 +53,20 @@ class Plan:
     """What reinforcement learning trains on; empty in supervised fine-tuning."""
     examples: ExampleSet
     """What supervised fine-tuning trains on; empty in reinforcement learning."""
+    eval_examples: ExampleSet
+    """What supervised fine-tuning measures its loss on; empty where it does not."""
     eval_tasks: TaskSet
     """Empty where the experiment does not evaluate."""
     meshes: Meshes
     engine: DecodeEngine
+    """Idle where the experiment does not decode."""
+    row_tokens: int
+    """Tokens of a packed row."""
+
+    @property
+    def decodes(self) -> bool:
+        """Whether anything is generated; supervised fine-tuning does so to evaluate only."""
+        return _decodes(self.experiment)
 
     def headline(self) -> str:
         """One line: which policy, data and devices."""
@@ -71,19 +82,20 @@ class Plan:
             ("devices", self.devices),
             ("train mesh", _shape(self.meshes.train)),
             ("  on each", _memory(self.train_bytes())),
-            ("rollout mesh", _shape(self.meshes.rollout)),
-            ("  on each", _memory(self.rollout_bytes())),
+            *self._rollout(),
             ("memory", self.shortage() or "will do"),
         )
         return "\n".join(f"{name:<12}  {line}" for name, line in lines)
 
     def train_bytes(self) -> Memory:
         """What training takes of each device of its mesh."""
-        config, row_tokens = self.experiment.trainer, self.experiment.trainer.row_tokens or self.engine.max_tokens
-        return predicted_bytes(config, self.policy, self.meshes.train, self.compute_dtype, row_tokens=row_tokens)
+        config, mesh = self.experiment.trainer, self.meshes.train
+        return predicted_bytes(config, self.policy, mesh, self.compute_dtype, row_tokens=self.row_tokens)
 
     def rollout_bytes(self) -> Memory:
         """The engine's weights, twice while newer ones arrive; keys and values of every slot at its longest."""
+        if not self.decodes:
+            return {}
         engine, model = self.engine, self.policy.config
         weights = jax.eval_shape(engine.layout, self.policy.abstract())
         half = jax.ShapeDtypeStruct(
@@ -103,8 +115,8 @@ class Plan:
 
     def _data(self) -> str:
         if isinstance(self.experiment, Experiment):
-            return _count("tasks", len(self.tasks.tasks), self.tasks.skipped, self.experiment.tasks)
-        return _count("examples", len(self.examples.examples), self.examples.skipped, self.experiment.examples)
+            return _count("tasks", *self.tasks, self.experiment.tasks)
+        return _count("examples", *self.examples, self.experiment.examples)
 
     def _training(self) -> str:
         experiment = self.experiment
@@ -116,18 +128,35 @@ class Plan:
             f"{experiment.trainer.num_mini_batches} updates each; max_staleness {as_text(rollout.max_staleness)}"
         )
 
+    def _rollout(self) -> Iterator[tuple[str, str]]:
+        if self.decodes:
+            yield "rollout mesh", _shape(self.meshes.rollout)
+            yield "  on each", _memory(self.rollout_bytes())
+
     def _evaluation(self) -> str:
+        return "; ".join(found for found in (self._perplexity(), self._pass_at_1()) if found) or "none"
+
+    def _perplexity(self) -> str:
+        experiment = self.experiment
+        if isinstance(experiment, Experiment) or not experiment.perplexity_every_steps:
+            return ""
+        examples = _count("examples", *self.eval_examples, experiment.eval_examples)
+        return f"loss and perplexity every {experiment.perplexity_every_steps} steps of {examples}"
+
+    def _pass_at_1(self) -> str:
         evaluation = self.experiment.evaluation
         if not evaluation.every_steps:
-            return "none"
+            return ""
         num_tasks = "all" if evaluation.num_tasks is None else f"at most {evaluation.num_tasks}"
-        tasks = _count("tasks", len(self.eval_tasks.tasks), self.eval_tasks.skipped, self.experiment.eval_tasks)
+        tasks = _count("tasks", *self.eval_tasks, self.experiment.eval_tasks)
         return f"every {evaluation.every_steps} steps; {num_tasks} of {tasks}; samples_per_task {evaluation.samples_per_task}"
 
     @property
     def devices(self) -> str:
         """How many, of which kind; those that train before those that decode."""
         train, rollout = (mesh.devices.flat[0] for mesh in self.meshes)
+        if not self.decodes:
+            return f"{self.meshes.train.size} {train.device_kind}"
         if train == rollout:
             return f"1 {train.device_kind}, shared by both meshes"
         return f"{self.meshes.train.size} + {self.meshes.rollout.size} {train.device_kind}"
@@ -155,31 +184,65 @@ def make_plan(experiment: AnyExperiment) -> Plan:
     """Find the policy and the data, cut the meshes. ConfigError where one of them cannot be had, or does not fit another."""
     folder = _had(lambda: resolve_policy_folder(experiment.policy.path))
     policy = Policy(_had(lambda: read_config(folder)))
-    meshes = _had(lambda: make_meshes(experiment.placement))
+    meshes = _had(lambda: _meshes(experiment))
     auto = "float32" if meshes.train.devices.flat[0].platform == "cpu" else "bfloat16"
     dtype = jnp.dtype(experiment.policy.compute_dtype.replace("auto", auto))
     engine = _had(lambda: DecodeEngine(policy, meshes.rollout, experiment.engine, dtype))
     tokenizer = _had(lambda: HFTokenizer.from_folder(folder))
-    tasks, examples, eval_tasks = TaskSet((), {}), ExampleSet((), {}), TaskSet((), {})
+    row_tokens = experiment.trainer.row_tokens or engine.max_tokens
+    tasks, eval_tasks, examples, eval_examples = TaskSet((), {}), TaskSet((), {}), ExampleSet((), {}), ExampleSet((), {})
     if isinstance(experiment, Experiment):
         tasks = _had(lambda: load_tasks(experiment.tasks, experiment.prompt))
     else:
-        seed, max_tokens = derive_seed(experiment.seed, "examples"), engine.max_tokens
-        examples = _had(
-            lambda: load_examples(experiment.examples, experiment.prompt, tokenizer, seed=seed, max_tokens=max_tokens)
+        examples, eval_examples = _had(
+            lambda: load_examples(
+                experiment.examples,
+                experiment.eval_examples if experiment.perplexity_every_steps else None,
+                experiment.prompt,
+                tokenizer,
+                seed=derive_seed(experiment.seed, "examples"),
+                max_tokens=min(row_tokens, policy.config.max_position_embeddings),
+            )
         )
     if experiment.evaluation.every_steps:
         eval_tasks = _had(lambda: load_tasks(experiment.eval_tasks, experiment.prompt))
-    plan = Plan(experiment, folder, policy, tokenizer, dtype, tasks, examples, eval_tasks, meshes, engine)
+    plan = Plan(
+        experiment,
+        folder,
+        policy,
+        tokenizer,
+        dtype,
+        tasks,
+        examples,
+        eval_examples,
+        eval_tasks,
+        meshes,
+        engine,
+        row_tokens,
+    )
     if problems := list(misfits(plan)):
         raise ConfigError("\n".join(problems))
     return plan
 
 
+def _decodes(experiment: AnyExperiment) -> bool:
+    return isinstance(experiment, Experiment) or experiment.evaluation.every_steps > 0
+
+
+def _meshes(experiment: AnyExperiment) -> Meshes:
+    placement, devices = experiment.placement, jax.devices()
+    num_train = placement.train_devices or len(devices)
+    if _decodes(experiment) or num_train > len(devices):
+        return make_meshes(placement)
+    # All devices train. The other mesh lies on the first of them, where nothing will use it.
+    alone = chz.replace(placement, train_devices=num_train, rollout_devices=1, rollout_tensor=1)
+    return make_meshes(alone, [*devices, devices[0]])
+
+
 def misfits(plan: Plan) -> Iterator[str]:
     """What in a plan does not go together, each in a sentence that names the knobs; nothing where all is well."""
     engine, model, path = plan.engine, plan.policy.config, plan.experiment.policy.path
-    if engine.max_tokens > model.max_position_embeddings:
+    if plan.decodes and engine.max_tokens > model.max_position_embeddings:
         yield (
             f"engine.max_prompt_tokens + engine.max_new_tokens = {engine.max_tokens} is longer than the "
             f"{model.max_position_embeddings} positions that policy.path={path} was made for; lower either"
@@ -206,10 +269,10 @@ def _had(find: Callable[[], T]) -> T:
         raise ConfigError(str(error)) from error
 
 
-def _count(what: str, number: int, skipped: Mapping[str, int], source: TaskSource) -> str:
-    where = getattr(source, "path", None) or getattr(source, "name", None) or "problems"
-    reasons = ", ".join(f"{count} {reason}" for reason, count in skipped.items())
-    return f"{number} {what} from {type(source).__name__} {where}" + (f" (skipped: {reasons})" if reasons else "")
+def _count(what: str, found: Sequence[object], skipped: Skipped, source: TaskSource) -> str:
+    where = f"{type(source).__name__} {getattr(source, 'path', None) or getattr(source, 'name', None) or 'problems'}"
+    origin = "those held out" if isinstance(source, HeldOut) else where
+    return f"{len(found)} {what} from {origin}" + (f" (skipped: {in_words(skipped)})" if skipped else "")
 
 
 def _shape(mesh: Mesh) -> str:

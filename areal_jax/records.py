@@ -153,6 +153,10 @@ class Tokenizer(Protocol):
         """Tokens of a conversation through the chat template, ready for the assistant's next words."""
         ...
 
+    def render_answer(self, prompt: Sequence[Message], answer: str) -> Int32[np.ndarray, "T"]:
+        """Tokens that a policy asked `render(prompt)` says to give this answer, up to the one that ends its turn."""
+        ...
+
     def encode(self, text: str) -> Int32[np.ndarray, "T"]: ...
     def decode(self, tokens: Int32[np.ndarray, "T"]) -> str:
         """Text of the tokens without special tokens."""

@@ -23,17 +23,16 @@ import resource
 import subprocess
 import sys
 import time
-from pathlib import Path
 from statistics import median
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from results import append
 
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.engine.driver import Driver
-from areal_jax.metrics.description import environment
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.decoder import Policy
 from areal_jax.parallel.config import PlacementConfig
@@ -42,8 +41,6 @@ from areal_jax.records import NO_VERSION, Completion, Group, Request, Sample, Sa
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.ppo import Trainer
 from areal_jax.weights.mailbox import Mailbox
-
-RESULTS = Path(__file__).parent / "results" / "rl_step_cpu.jsonl"
 
 MODEL = ModelConfig(
     architecture="Qwen2ForCausalLM",
@@ -214,9 +211,6 @@ def main() -> None:
             print(f"round {number + 1}/{args.rounds}  {result['peer']:<10} {rates}", flush=True)
     contestants = [str(result["peer"]) for result in rounds[0]]
     row = {
-        "benchmark": "rl_step_cpu",
-        "command": " ".join(["python", *sys.argv]),
-        "environment": environment(f"{len(os.sched_getaffinity(0))} CPU threads"),
         "rounds": args.rounds,
         "median": {
             name: {rate: median(results[i][rate] for results in rounds) for rate in (*RATES, "cpu_seconds_per_step")}
@@ -229,10 +223,7 @@ def main() -> None:
             if i
         },
     }
-    RESULTS.parent.mkdir(parents=True, exist_ok=True)
-    with RESULTS.open("a") as file:
-        file.write(json.dumps(row) + "\n")
-    print(json.dumps(row, indent=1))
+    append("rl_step_cpu", row)
 
 
 if __name__ == "__main__":

@@ -84,7 +84,7 @@ def written(experiment: AnyExperiment, folder: Path) -> Path:
 
 
 def test_the_promised_experiments_are_shipped() -> None:
-    assert {"aime", "aime_1p5b", "gsm8k", "tiny_sft"} <= set(SHIPPED)
+    assert {"aime", "aime_1p5b", "gsm8k", "sft", "tiny_sft"} <= set(SHIPPED)
 
 
 @pytest.mark.parametrize("name", SHIPPED)

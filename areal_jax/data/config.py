@@ -50,6 +50,14 @@ class Hub(TaskSource):
 
 
 @chz.chz
+class HeldOut(TaskSource):
+    """Only eval_examples: a share of the examples, which then are not trained on."""
+
+    share: float = chz.field(default=0.05, doc="of the prompts; all examples that begin with one prompt go together")
+    max_examples: int = chz.field(default=512, doc="at most so many prompts")
+
+
+@chz.chz
 class PromptConfig:
     system: str = chz.field(default="", doc="system message put before every prompt; empty: none")
     suffix: str = chz.field(default="", doc="text put after every problem, such as a request to box the answer")

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from heapq import heappop, heappush
 from typing import NamedTuple
 
 import numpy as np
@@ -30,22 +31,21 @@ def allocate(lengths: Sequence[int] | Int[np.ndarray, "N"], capacity: int, min_c
             f"{lengths.max()}, or lower engine.max_prompt_tokens or engine.max_new_tokens"
         )
     bins: list[list[int]] = []
-    tokens = np.zeros(len(lengths), np.int64)
-    # One number per bin whose least is Algorithm 1's choice: sequences first, tokens to break ties.
-    rank = np.zeros(len(lengths), np.int64)
-    full = np.iinfo(np.int64).max
-    for i in np.argsort(-lengths, kind="stable"):
-        length, opened = lengths[i], len(bins)
-        best = opened
-        if opened >= max(min_count, 1):
-            ranks = np.where(tokens[:opened] + length <= capacity, rank[:opened], full)
-            if ranks[chosen := int(ranks.argmin())] != full:
-                best = chosen
-        if best == opened:
+    # by_count[n - 1]: tokens and place of every bin of n sequences, as a heap. Where its least has no room, none of them has.
+    by_count: list[list[tuple[int, int]]] = []
+    for i in np.argsort(-lengths, kind="stable").tolist():
+        length = int(lengths[i])
+        with_room = (heap for heap in by_count if heap and heap[0][0] + length <= capacity)
+        heap = next(with_room, None) if len(bins) >= min_count else None
+        if heap is None:
+            tokens, chosen = 0, len(bins)
             bins.append([])
-        bins[best].append(int(i))
-        tokens[best] += length
-        rank[best] += capacity + 1 + length
+        else:
+            tokens, chosen = heappop(heap)
+        bins[chosen].append(i)
+        if len(bins[chosen]) > len(by_count):
+            by_count.append([])
+        heappush(by_count[len(bins[chosen]) - 1], (tokens + length, chosen))
     return bins
 
 

@@ -1,5 +1,7 @@
 """Examples for supervised fine-tuning: tokens, and a mask that is true on what the policy shall learn to say.
 
+A row of a file is a conversation, {"messages": [{"role": ..., "content": ...}, ...]}, or a prompt and the answer to it.
+
 The embedded policy learns from generated problems and from a mixture of answers to them: the right method, wrong methods
 carried out without error, and guesses. So it becomes able, for nearly every step it writes is right, and undecided, for it
 does not know which method is the right one. That is what reinforcement learning can then teach.
@@ -7,22 +9,20 @@ does not know which method is the right one. That is what reinforcement learning
 
 from __future__ import annotations
 
-import json
 import random
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice
-from pathlib import Path
+from functools import partial
 from typing import NamedTuple, overload
 
+import chz
 import numpy as np
 from jaxtyping import Bool, Int32
 
-from areal_jax.data.config import Files, PromptConfig, Synthetic, TaskSource
+from areal_jax.data.config import Files, HeldOut, Hub, PromptConfig, Synthetic, TaskSource
 from areal_jax.data.problems import Problem, SyntheticProblems
-from areal_jax.data.sources import dress, find_files
-from areal_jax.records import Message, Tokenizer
+from areal_jax.data.sources import PROMPT_FIELDS, BadRow, Row, Skipped, dress, first_field, messages_of, read_rows
+from areal_jax.records import Message, Tokenizer, derive_seed
 
 DRILL_SHARE = 0.3
 """Of all examples: no answer to a problem but steps of many, so that steps are learnt sooner than from answers alone."""
@@ -55,38 +55,104 @@ RIGHT_SHARE = {
 reinforcement learning finds some methods soon and others late."""
 
 
+ANSWER_FIELDS = ("response", "completion")
+"""Looked into after the source's answer_field."""
+
+ROLES = ("system", "user", "assistant")
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class SupervisedExample:
     """A conversation that ends in an answer of the assistant."""
 
     tokens: Int32[np.ndarray, "T"]
     loss_mask: Bool[np.ndarray, "T"]
-    """True on that answer and on the token that ends it; in a drill, on the results of the steps."""
+    """True on answers and on the tokens that end them; in a drill, on the results of the steps."""
 
 
 class ExampleSet(NamedTuple):
     """Examples, and the rows of which none could be made."""
 
     examples: Sequence[SupervisedExample]
-    skipped: Mapping[str, int]
-    """How many, by reason."""
+    skipped: Skipped
 
 
-def load_examples(source: TaskSource, prompt: PromptConfig, tokenizer: Tokenizer, *, seed: int, max_tokens: int) -> ExampleSet:
-    """The examples of a source, in its order: generated problems with drawn answers, or conversations from jsonl files.
+def load_examples(
+    source: TaskSource,
+    eval_source: TaskSource | None,
+    prompt: PromptConfig,
+    tokenizer: Tokenizer,
+    *,
+    seed: int,
+    max_tokens: int,
+) -> tuple[ExampleSet, ExampleSet]:
+    """The examples to train on and those to evaluate on, each in the order of its source.
 
-    A file's rows are {"messages": [{"role": ..., "content": ...}, ...]}; every answer of the assistant makes an example of what
-    came before it. Args: seed: of the answers to generated problems. max_tokens: longer examples are skipped."""
-    match source:
-        case Synthetic():
+    FileNotFoundError says what was looked for; ValueError where nothing is left. Args: eval_source: None for no evaluation.
+    seed: of the answers to generated problems, and of what is held out. max_tokens: rows with a longer example are skipped."""
+
+    read = partial(_read, prompt=prompt, tokenizer=tokenizer, max_tokens=max_tokens)
+
+    def whole(source: TaskSource) -> ExampleSet:
+        if isinstance(source, Synthetic):
             problems = SyntheticProblems(source.num_tasks, source.split, source.families, source.difficulty, source.seed)
             return ExampleSet(ProblemExamples(problems, tokenizer, prompt, seed), {})
-        case Files():
-            return _chat_examples(
-                find_files(Path(source.path).expanduser(), source.split), source, prompt, tokenizer, max_tokens
-            )
+        rows, skipped = read(source)
+        return ExampleSet([example for row in rows for example in row], skipped)
+
+    match source, eval_source:
+        case _, None:
+            return whole(source), ExampleSet((), {})
+        case Synthetic(), HeldOut():
+            return whole(source), whole(chz.replace(source, split="heldout", num_tasks=eval_source.max_examples))
+        case _, HeldOut():
+            rows, skipped = read(source)
+            train, apart = _set_apart(rows, eval_source, seed)
+            return ExampleSet(train, skipped), ExampleSet(apart, {})
         case _:
-            raise ValueError(f"examples: expected Synthetic or Files, came {type(source).__name__}")
+            return whole(source), whole(eval_source)
+
+
+def _read(
+    source: TaskSource, *, prompt: PromptConfig, tokenizer: Tokenizer, max_tokens: int
+) -> tuple[list[list[SupervisedExample]], Skipped]:
+    """The examples of each row."""
+    if not isinstance(source, Files | Hub):
+        raise ValueError(f"examples: expected Synthetic, Files or Hub, came {type(source).__name__}")
+    conversation, asked = source.prompt_field or "messages", source.prompt_field or ", ".join(PROMPT_FIELDS)
+    answered = ", ".join((source.answer_field, *ANSWER_FIELDS))
+    looked_for = f"a conversation in {conversation}, or a prompt in {asked} and its answer in {answered}"
+
+    def read(place: str, row: Row) -> list[SupervisedExample]:
+        messages = _conversation(row, source)
+        try:
+            examples = encode_conversation(tokenizer, messages, prompt)
+        except ValueError as refusal:
+            raise BadRow(str(refusal)) from None
+        if any(len(example.tokens) > max_tokens for example in examples):
+            raise BadRow(f"longer than {max_tokens} tokens")
+        return examples
+
+    return read_rows(source, read, "an example", looked_for)
+
+
+def _set_apart(
+    rows: Sequence[Sequence[SupervisedExample]], held_out: HeldOut, seed: int
+) -> tuple[list[SupervisedExample], list[SupervisedExample]]:
+    """Examples to train on, and the others. What decides is what a row asks first, not its place: copies of a row and other
+    answers to its question stay together."""
+    prompts = [derive_seed(seed, row[0].tokens[: row[0].loss_mask.argmax()].tobytes().hex()) for row in rows]
+    drawn = sorted(set(prompts))
+    apart = set(drawn[: min(held_out.max_examples, max(1, round(held_out.share * len(drawn))))])
+    if len(apart) == len(drawn):
+        raise ValueError(
+            f"eval_examples=HeldOut leaves none of {len(drawn)} prompts to train on; lower eval_examples.share, take "
+            "eval_examples=Files, or set perplexity_every_steps=0"
+        )
+    parts: tuple[list[SupervisedExample], list[SupervisedExample]] = [], []
+    for row, prompt in zip(rows, prompts, strict=True):
+        parts[prompt in apart].extend(row)
+    return parts
 
 
 class ProblemExamples(Sequence[SupervisedExample]):
@@ -109,8 +175,8 @@ class ProblemExamples(Sequence[SupervisedExample]):
         if chance.random() < DRILL_SHARE:
             return encode_drill(self.tokenizer, draw_steps(self.problems, chance), self.prompt)
         problem = self.problems[index]
-        prompt = dress([Message("user", problem.question)], self.prompt)
-        return encode_example(self.tokenizer, prompt, draw_answer(problem, chance))
+        turns = [Message("user", problem.question), Message("assistant", draw_answer(problem, chance))]
+        return encode_conversation(self.tokenizer, turns, self.prompt)[0]
 
 
 def draw_steps(problems: Sequence[Problem], chance: random.Random) -> list[str]:
@@ -145,47 +211,36 @@ def draw_answer(problem: Problem, chance: random.Random) -> str:
     return chance.choice(problem.wrong_solutions)
 
 
-def encode_example(tokenizer: Tokenizer, prompt: Sequence[Message], answer: str) -> SupervisedExample:
-    """The prompt as the policy will see it, then the answer and the token that ends a turn."""
-    before = tokenizer.render(prompt)
-    after = np.append(tokenizer.encode(answer), np.int32(tokenizer.stop_token_ids[0]))
-    tokens = np.concatenate([before, after])
-    return SupervisedExample(tokens, np.arange(len(tokens)) >= len(before))
+def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Message], prompt: PromptConfig) -> list[SupervisedExample]:
+    """Examples that teach every answer of the assistant in exactly the context in which a policy would be asked for it.
+
+    An answer joins the example of the answer before where its context begins with all of that, as most templates have it.
+    Where it does not (templates of reasoning models cut earlier reasoning out), another example begins."""
+    examples = list[SupervisedExample]()
+    for i, message in enumerate(messages):
+        if message.role == "assistant":
+            asked = dress(messages[:i], prompt)
+            before, answer = tokenizer.render(asked), tokenizer.render_answer(asked, message.content)
+            mask = np.arange(len(before) + len(answer)) >= len(before)
+            if examples and np.array_equal(before[: len(examples[-1].tokens)], examples[-1].tokens):
+                earlier = examples.pop().loss_mask
+                mask[: len(earlier)] = earlier
+            examples.append(SupervisedExample(np.concatenate([before, answer]), mask))
+    return examples
 
 
-def _chat_examples(
-    files: Sequence[Path], source: Files, prompt: PromptConfig, tokenizer: Tokenizer, max_tokens: int
-) -> ExampleSet:
-    examples, skipped = list[SupervisedExample](), Counter[str]()
-    lines = (line for file in files for line in _lines(file))
-    for line in islice(lines, source.max_tasks):
-        messages = _conversation(line)
-        answers = [i for i, message in enumerate(messages) if i and message.role == "assistant"]
-        if not answers:
-            skipped["no messages that end in an answer of the assistant"] += 1
-        for i in answers:
-            example = encode_example(tokenizer, dress(messages[:i], prompt), messages[i].content)
-            if len(example.tokens) > max_tokens:
-                skipped[f"longer than {max_tokens} tokens"] += 1
-            else:
-                examples.append(example)
-    if not examples:
-        reasons = ", ".join(f"{number} {reason}" for reason, number in skipped.items()) or "no rows"
-        raise ValueError(f"{', '.join(map(str, files))}: no row can be an example ({reasons})")
-    return ExampleSet(examples, skipped)
-
-
-def _lines(file: Path) -> Iterator[str]:
-    if file.suffix != ".jsonl":
-        raise ValueError(f"{file}: expected conversations in .jsonl")
-    with file.open(encoding="utf-8-sig") as lines:
-        yield from lines
-
-
-def _conversation(line: str) -> list[Message]:
-    """The messages of a row, or none where the row is something else."""
-    try:
-        row = json.loads(line)
-        return [Message(str(turn["role"]), str(turn["content"])) for turn in row["messages"]]
-    except (json.JSONDecodeError, KeyError, TypeError):
-        return []
+def _conversation(row: Row, source: Files | Hub) -> list[Message]:
+    messages = messages_of(first_field(row, (source.prompt_field,) if source.prompt_field else ("messages", *PROMPT_FIELDS)))
+    if not any(message.role == "assistant" for message in messages):
+        answer = first_field(row, (source.answer_field, *ANSWER_FIELDS))
+        messages += [Message("assistant", answer)] if isinstance(answer, str) else messages_of(answer) if answer else []
+    roles = [message.role for message in messages]
+    if unknown := [role for role in roles if role not in ROLES]:
+        raise BadRow(f"role {unknown[0]}, expected {', '.join(ROLES)}")
+    if "assistant" not in roles:
+        raise BadRow("no answer of the assistant")
+    if roles[0] == "assistant":
+        raise BadRow("begins with an answer")
+    if any(not message.content.strip() for message in messages if message.role == "assistant"):
+        raise BadRow("an empty answer")
+    return messages

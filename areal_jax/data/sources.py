@@ -1,13 +1,12 @@
-"""Tasks from where they are: the problem generator, files, or the hub. Rows that cannot be tasks are skipped and counted."""
+"""Tasks from where they are: the problem generator, files, or the hub. Rows that cannot be tasks are skipped and named."""
 
 from __future__ import annotations
 
 import json
-from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import NamedTuple, overload
+from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 
 import pyarrow.parquet as pq
 
@@ -21,16 +20,27 @@ FAMILY_FIELDS = ("family", "subject")
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
+MAX_NAMED = 3
+"""Rows that are named for each reason why they are skipped; the others are counted."""
+
+T = TypeVar("T")
+
+Row: TypeAlias = dict[str, Any]
+"""As its file has it."""
+
+Skipped: TypeAlias = Mapping[str, Sequence[str]]
+"""Rows of which nothing could be made, as FILE:LINE, by reason."""
+
+
 class TaskSet(NamedTuple):
     """Tasks, and the rows of which none could be made."""
 
     tasks: Sequence[Task]
-    skipped: Mapping[str, int]
-    """How many rows, by reason."""
+    skipped: Skipped
 
 
-class NoTask(Exception):
-    """A row of which no task can be made; says why in a few words, which are counted."""
+class BadRow(Exception):
+    """A row of which nothing can be made; says why in a few words, under which such rows are counted."""
 
 
 def load_tasks(source: TaskSource, prompt: PromptConfig) -> TaskSet:
@@ -41,10 +51,9 @@ def load_tasks(source: TaskSource, prompt: PromptConfig) -> TaskSet:
         case Synthetic():
             problems = SyntheticProblems(source.num_tasks, source.split, source.families, source.difficulty, source.seed)
             return TaskSet(SyntheticTasks(problems, prompt), {})
-        case Files():
-            return _tasks_of_files(find_files(Path(source.path).expanduser(), source.split), source, prompt)
-        case Hub():
-            return _tasks_of_files(_files_of_hub(source), source, prompt)
+        case Files() | Hub():
+            looked_for = f"the prompt in {source.prompt_field or ', '.join(PROMPT_FIELDS)}, the answer in {source.answer_field}"
+            return TaskSet(*read_rows(source, lambda place, row: _task(place, row, source, prompt), "a task", looked_for))
         case _:
             raise ValueError(f"expected Synthetic, Files or Hub, came {type(source).__name__}")
 
@@ -108,23 +117,37 @@ def _files_of_hub(source: Hub) -> list[Path]:
     return find_files(fetch(owner_and_name, "dataset", patterns) / folder, source.split)
 
 
-def _tasks_of_files(files: Sequence[Path], source: Files | Hub, prompt: PromptConfig) -> TaskSet:
-    tasks, skipped, fields = list[Task](), Counter[str](), dict[str, None]()
-    numbered = ((file, number, row) for file in files for number, row in enumerate(_rows(file), 1))
-    for file, number, row in islice(numbered, source.max_tasks):
+def read_rows(
+    source: Files | Hub, read: Callable[[str, Row], T], what: str, looked_for: str
+) -> tuple[list[T], dict[str, list[str]]]:
+    """What `read(place, row)` makes of each row of a source, and the places of those it calls BadRow, by reason.
+
+    ValueError where nothing is left. Args: what: is made. looked_for: what, in which fields; both for that error."""
+    files = find_files(Path(source.path).expanduser(), source.split) if isinstance(source, Files) else _files_of_hub(source)
+    made, skipped, fields = list[T](), dict[str, list[str]](), dict[str, None]()
+    numbered = ((f"{file.name}:{number}", row) for file in files for number, row in enumerate(_rows(file), 1))
+    for place, row in islice(numbered, source.max_tasks):
         try:
-            fields.update(dict.fromkeys(row if isinstance(row, dict) else ()))
-            tasks.append(_task(f"{file.name}:{number}", row, source, prompt))
-        except NoTask as reason:
-            skipped[str(reason)] += 1
-    if not tasks:
-        reasons = ", ".join(f"{number} {reason}" for reason, number in skipped.items()) or "no rows"
+            if not isinstance(row, dict):
+                raise BadRow("not a JSON object")
+            fields.update(dict.fromkeys(row))
+            made.append(read(place, row))
+        except BadRow as reason:
+            skipped.setdefault(str(reason), []).append(place)
+    if not made:
         raise ValueError(
-            f"{', '.join(map(str, files))}: no row can be a task ({reasons}); looked for the prompt in "
-            f"{source.prompt_field or ', '.join(PROMPT_FIELDS)} and for the answer in {source.answer_field}; "
+            f"{', '.join(map(str, files))}: no row can be {what} ({in_words(skipped) or 'no rows'}); looked for {looked_for}; "
             f"fields seen: {', '.join(fields) or 'none'}. Set prompt_field and answer_field"
         )
-    return TaskSet(tasks, skipped)
+    return made, skipped
+
+
+def in_words(skipped: Skipped) -> str:
+    """How many rows were skipped and why, with the places of the first ones."""
+    return ", ".join(
+        f"{len(places)} {reason} ({', '.join([*places[:MAX_NAMED], *(['...'] if len(places) > MAX_NAMED else [])])})"
+        for reason, places in skipped.items()
+    )
 
 
 def _rows(file: Path) -> Iterator[object]:
@@ -157,17 +180,19 @@ def _rows_of_lines(lines: Iterable[str]) -> Iterator[object]:
             yield line
 
 
-def _task(id: str, row: object, source: Files | Hub, prompt: PromptConfig) -> Task:
-    if not isinstance(row, dict):
-        raise NoTask("not a JSON object")
-    found = (source.prompt_field,) if source.prompt_field else PROMPT_FIELDS
-    messages = _messages(next((value for value in (_field(row, name) for name in found) if value), None))
+def _task(id: str, row: Row, source: Files | Hub, prompt: PromptConfig) -> Task:
+    messages = messages_of(first_field(row, (source.prompt_field,) if source.prompt_field else PROMPT_FIELDS))
     answer = _answer(_field(row, source.answer_field))
     family = next((value for value in map(row.get, FAMILY_FIELDS) if isinstance(value, str)), "")
     return Task(id, dress(messages, prompt), answer, family=family)
 
 
-def _field(row: Mapping[str, object], name: str) -> object:
+def first_field(row: Row, names: Sequence[str]) -> object:
+    """The first of the fields that is neither missing nor empty, or None; a.b is field b of field a."""
+    return next((value for value in (_field(row, name) for name in names) if value), None)
+
+
+def _field(row: Row, name: str) -> object:
     """A field; a.b is field b of field a, where no field is called a.b."""
     first, _, rest = name.partition(".")
     if name in row or not rest:
@@ -176,17 +201,17 @@ def _field(row: Mapping[str, object], name: str) -> object:
     return _field(inner, rest) if isinstance(inner, dict) else None
 
 
-def _messages(value: object) -> list[Message]:
+def messages_of(value: object) -> list[Message]:
     """A prompt that is text, or a conversation of {role, content}."""
     if isinstance(value, str) and value.strip():
         return [Message("user", value)]
     if not isinstance(value, list):
-        raise NoTask("no prompt")
+        raise BadRow("no prompt")
     messages = list[Message]()
     for turn in value:
         role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, dict) else (None, None)
         if not (isinstance(role, str) and isinstance(content, str)):
-            raise NoTask("prompt is neither text nor messages")
+            raise BadRow("prompt is neither text nor messages")
         messages.append(Message(role, content))
     return messages
 
@@ -198,10 +223,10 @@ def _answer(value: object) -> str:
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     if value is None:
-        raise NoTask("no answer")
+        raise BadRow("no answer")
     if isinstance(value, bool) or not isinstance(value, str | int | float) or value != value:
-        raise NoTask("answer is neither text nor a number")
+        raise BadRow("answer is neither text nor a number")
     answer = str(value).rpartition("####")[2].strip()
     if not answer:
-        raise NoTask("no answer")
+        raise BadRow("no answer")
     return answer

@@ -66,14 +66,38 @@ class HFTokenizer:
         if self._template is None:
             text = "\n\n".join(message.content for message in messages) + "\n"
             return np.array(self._tokenizer.encode(text, add_special_tokens=True).ids, np.int32)
+        return self.encode(self._text(messages, is_asked=True))
+
+    def render_answer(self, prompt: Sequence[Message], answer: str) -> Int32[np.ndarray, "T"]:
+        """Tokens that a policy which is asked `render(prompt)` says to give this answer, up to the one that ends its turn.
+
+        The template's own rendering of the answer, where that goes on from the prompt and says all of it. Else (templates of
+        reasoning models begin the reasoning in the prompt, and cut it out of finished answers) the words of the answer, less
+        those that the prompt has already put into the policy's mouth. ValueError where the template refuses the conversation.
+        """
+        said = answer
+        if self._template is not None:
+            asked = self._text(prompt, is_asked=True)
+            finished = self._text([*prompt, Message("assistant", answer)], is_asked=False)
+            if finished.startswith(asked) and answer.strip() in finished[len(asked) :]:
+                said = finished[len(asked) :]
+            else:
+                in_common = next(n for n in range(len(asked), -1, -1) if finished.startswith(asked[:n]))
+                said = answer.removeprefix(asked[in_common:])
+        tokens = self.encode(said)
+        ends = np.flatnonzero(np.isin(tokens, self.stop_token_ids))
+        return tokens[: ends[0] + 1] if len(ends) else np.append(tokens, np.int32(self.stop_token_ids[0]))
+
+    def _text(self, messages: Sequence[Message], *, is_asked: bool) -> str:
+        """A conversation through the template, to be answered or as it is."""
+        assert self._template is not None
         turns = [{"role": message.role, "content": message.content} for message in messages]
         try:
-            text = self._template.render(
-                messages=turns, tools=None, documents=None, add_generation_prompt=True, **self._special
+            return self._template.render(
+                messages=turns, tools=None, documents=None, add_generation_prompt=is_asked, **self._special
             )
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses the conversation: {error}") from error
-        return self.encode(text)
 
     def encode(self, text: str) -> Int32[np.ndarray, "T"]:
         """Tokens of a text, without any around it; special tokens written in it are recognised."""

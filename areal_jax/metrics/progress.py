@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
@@ -39,7 +39,7 @@ class Progress:
         self._num_steps, self._first_step, self._show_steps, self._clock = num_steps, first_step, show_steps, clock
         self._start_s = clock()
         self._printed_s = float("-inf")
-        self._pass_at_1: float | None = None
+        self._scores: dict[str, float] = {}
         self.say(headline)
         self._bar = self._make_bar(first_step) if show_steps and self._console.is_terminal else None
 
@@ -49,7 +49,7 @@ class Progress:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show that `step` steps are done, the last with these metrics (see `names`; what is missing shows as a dash)."""
-        self._pass_at_1 = metrics.get(names.PASS_AT_1, self._pass_at_1)
+        self.evaluated(metrics)
         now_s = self._clock()
         facts = self._facts(step, metrics, now_s - self._start_s)
         if self._bar is not None:
@@ -59,8 +59,8 @@ class Progress:
             self.say(f"step {step}/{self._num_steps}  {facts}")
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Remember the score of an evaluation, to be shown with the steps from now on."""
-        self._pass_at_1 = metrics.get(names.PASS_AT_1, self._pass_at_1)
+        """Remember the scores of an evaluation, to be shown with the steps from now on."""
+        self._scores |= {name: metrics[name] for name in (names.PASS_AT_1, names.PERPLEXITY) if name in metrics}
 
     def close(self) -> None:
         """Leave the last state of the live line standing."""
@@ -78,22 +78,27 @@ class Progress:
     def _facts(self, step: int, metrics: Mapping[str, float], elapsed_s: float) -> str:
         done = step - self._first_step
         left_s = elapsed_s / done * (self._num_steps - step) if done > 0 else None
-        parts = (
-            _objective(metrics),
-            f"pass@1 {_number(self._pass_at_1, '.1%')}",
-            f"staleness {_number(metrics.get(names.STALENESS_MEAN), '.1f')}/{_number(metrics.get(names.STALENESS_MAX), '.0f')}",
-            f"rollout {_rate(metrics.get(names.ROLLOUT_TOKENS_PER_S))} tok/s",
-            f"train {_rate(metrics.get(names.TRAIN_TOKENS_PER_S))} tok/s",
-            f"{_duration(elapsed_s)} elapsed",
-            f"{_duration(left_s)} left",
-        )
-        return "  ".join(parts)
+        facts = self._of_supervised(metrics) if _is_supervised(metrics) else self._of_reinforcement(metrics)
+        return "  ".join((*facts, f"{_duration(elapsed_s)} elapsed", f"{_duration(left_s)} left"))
+
+    def _of_reinforcement(self, metrics: Mapping[str, float]) -> Iterator[str]:
+        yield f"reward {_number(metrics.get(names.REWARD), '.2f')}"
+        yield f"pass@1 {_number(self._scores.get(names.PASS_AT_1), '.1%')}"
+        mean, largest = metrics.get(names.STALENESS_MEAN), metrics.get(names.STALENESS_MAX)
+        yield f"staleness {_number(mean, '.1f')}/{_number(largest, '.0f')}"
+        yield f"rollout {_rate(metrics.get(names.ROLLOUT_TOKENS_PER_S))} tok/s"
+        yield f"train {_rate(metrics.get(names.TRAIN_TOKENS_PER_S))} tok/s"
+
+    def _of_supervised(self, metrics: Mapping[str, float]) -> Iterator[str]:
+        yield f"loss {metrics[names.LOSS]:.4f}"
+        yield f"perplexity {_number(self._scores.get(names.PERPLEXITY), '.4g')}"
+        if names.PASS_AT_1 in self._scores:
+            yield f"pass@1 {self._scores[names.PASS_AT_1]:.1%}"
+        yield f"train {_rate(metrics.get(names.TRAIN_TOKENS_PER_S))} tok/s"
 
 
-def _objective(metrics: Mapping[str, float]) -> str:
-    if names.REWARD not in metrics and names.LOSS in metrics:
-        return f"loss {metrics[names.LOSS]:.4f}"
-    return f"reward {_number(metrics.get(names.REWARD), '.2f')}"
+def _is_supervised(metrics: Mapping[str, float]) -> bool:
+    return names.REWARD not in metrics and names.LOSS in metrics
 
 
 def _number(value: float | None, form: str) -> str:

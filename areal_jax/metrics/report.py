@@ -20,7 +20,7 @@ from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
-from matplotlib.ticker import EngFormatter, MaxNLocator, PercentFormatter
+from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
 from areal_jax.metrics import description, names
 from areal_jax.metrics.jsonl import read
@@ -97,6 +97,8 @@ def summarize(series: dict[str, Series]) -> list[tuple[str, str]]:
             first, last = np.mean(line.values[:tenth]), np.mean(line.values[-tenth:])
             facts += [("steps", f"{line.versions[-1] + 1}"), (f"{label}, first and last tenth", f"{first:.3g} → {last:.3g}")]
             break
+    if perplexity := series.get(names.PERPLEXITY):
+        facts.append(("perplexity, first and last", f"{perplexity.values[0]:.4g} → {perplexity.values[-1]:.4g}"))
     if pass_at_1 := series.get(names.PASS_AT_1):
         facts.append(("pass@1, first and last", f"{pass_at_1.values[0]:.1%} → {pass_at_1.values[-1]:.1%}"))
     if staleness := series.get(names.STALENESS_MAX):
@@ -126,20 +128,27 @@ def survey(path: Path) -> Samples:
 
 
 def draw(series: dict[str, Series]) -> bytes:
-    """The learning curve as a PNG: reward, pass@1, staleness and speed by trainer step."""
+    """The learning curve as a PNG, by trainer step: reward, pass@1, staleness and speed; of supervised fine-tuning loss,
+    perplexity, pass@1 (or, where that is not measured, the gradient's norm) and speed."""
     figure = Figure(figsize=(11, 6.4), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     FigureCanvasAgg(figure)
-    (objective, pass_at_1), (staleness, speed) = figure.subplots(2, 2)
+    (objective, score), (third, speed) = figure.subplots(2, 2)
+    pass_at_1 = series.get(names.PASS_AT_1), series.get(names.PASS_AT_1_ERROR)
     if names.REWARD not in series and names.LOSS in series:
         _draw_each_step(objective, "loss of the trained tokens", series[names.LOSS])
+        _draw_perplexity(score, series.get(names.PERPLEXITY))
+        if names.PASS_AT_1 in series:
+            _draw_pass_at_1(third, *pass_at_1)
+        else:
+            _draw_each_step(third, "norm of the gradient", series.get(names.GRAD_NORM))
     else:
         _draw_each_step(objective, "reward of the trained samples", series.get(names.REWARD))
-    _draw_pass_at_1(pass_at_1, series.get(names.PASS_AT_1), series.get(names.PASS_AT_1_ERROR))
-    _draw_lines(
-        staleness,
-        "staleness of trained tokens (versions)",
-        [("mean", series.get(names.STALENESS_MEAN), BLUE), ("largest", series.get(names.STALENESS_MAX), GREY)],
-    )
+        _draw_pass_at_1(score, *pass_at_1)
+        _draw_lines(
+            third,
+            "staleness of trained tokens (versions)",
+            [("mean", series.get(names.STALENESS_MEAN), BLUE), ("largest", series.get(names.STALENESS_MAX), GREY)],
+        )
     _draw_lines(
         speed,
         "tokens per second",
@@ -147,14 +156,14 @@ def draw(series: dict[str, Series]) -> bytes:
     )
     speed.yaxis.set_major_formatter(EngFormatter(sep=""))
     last = max((found.versions[-1] for found in series.values()), default=1)
-    for axes in (objective, pass_at_1, staleness, speed):
+    for axes in (objective, score, third, speed):
         axes.set_xlim(-0.03 * max(1, last), 1.03 * max(1, last))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
         axes.grid(color="#e4e6ea", linewidth=0.8)
         axes.set_axisbelow(True)
         axes.spines[["top", "right"]].set_visible(False)
         axes.tick_params(labelsize=9, color=GREY)
-    for axes in (staleness, speed):
+    for axes in (third, speed):
         axes.set_xlabel("trainer step", fontsize=9)
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
@@ -188,11 +197,29 @@ def _draw_pass_at_1(axes: Axes, pass_at_1: Series | None, error: Series | None) 
         *pass_at_1, yerr=bars, color=ORANGE, marker="o", markersize=4, linewidth=1.6, capsize=3, elinewidth=1, clip_on=False
     )
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    points = list(zip(*pass_at_1, bars, strict=True))
-    axes.set_ylim(0, 1.2 * max(value + bar for _, value, bar in points) or 1.0)
+    axes.set_ylim(0, 1.2 * max(value + bar for value, bar in zip(pass_at_1.values, bars, strict=True)) or 1.0)
+    _name_ends(axes, pass_at_1, bars, ".1%")
+
+
+def _draw_perplexity(axes: Axes, perplexity: Series | None) -> None:
+    _title(axes, "perplexity of examples that are not trained on")
+    if perplexity is None:
+        return _say_nothing(axes)
+    axes.plot(*perplexity, color=ORANGE, marker="o", markersize=4, linewidth=1.6)
+    axes.set_yscale("log")
+    axes.margins(y=0.2)
+    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 5)))
+    axes.yaxis.set_major_formatter(StrMethodFormatter("{x:.4g}"))
+    axes.yaxis.set_minor_locator(NullLocator())
+    _name_ends(axes, perplexity, [0.0] * len(perplexity.values), ".4g")
+
+
+def _name_ends(axes: Axes, line: Series, bars: Sequence[float], form: str) -> None:
+    """Write the first and the last value above their bars."""
+    points = list(zip(*line, bars, strict=True))
     for place, side in ((0, "left"), (-1, "right")) if len(points) > 1 else ((0, "left"),):
         version, value, bar = points[place]
-        axes.annotate(f"{value:.1%}", (version, value + bar), (-6 if side == "left" else 6, 5), textcoords="offset points",
+        axes.annotate(f"{value:{form}}", (version, value + bar), (-6 if side == "left" else 6, 5), textcoords="offset points",
                       ha=side, fontsize=9, fontweight="bold", color=ORANGE)  # fmt: skip
 
 

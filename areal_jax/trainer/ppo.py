@@ -19,8 +19,8 @@ from areal_jax.rl.advantages import compute_advantages
 from areal_jax.rl.config import PPO
 from areal_jax.rl.losses import PolicyLoss, policy_loss
 from areal_jax.trainer.config import TrainerConfig
-from areal_jax.trainer.state import TrainState
 from areal_jax.trainer.step import DeviceBatch, Learner, Metrics
+from areal_jax.trainer.versions import Versions
 
 
 class StepResult(NamedTuple):
@@ -43,10 +43,8 @@ class MiniBatch(NamedTuple):
     """Tokens and padding."""
 
 
-class Trainer:
-    """Decoupled PPO on the train mesh: `step` turns a batch of groups into the next version of the parameters.
-
-    Call it from one thread at a time."""
+class Trainer(Versions):
+    """Decoupled PPO on the train mesh: `step` turns a batch of groups into the next version of the parameters."""
 
     def __init__(
         self,
@@ -70,15 +68,13 @@ class Trainer:
             row_tokens: tokens of a packed row; no sample may be longer.
         """
         self.config, self.max_staleness = config, max_staleness
-        self.version = 0
-        """Trainer steps that the parameters have seen."""
 
         def objective(logp: Array, proximal_logp: Array, batch: DeviceBatch, num_tokens: Float[Array, ""]) -> PolicyLoss:
             return policy_loss(
                 config.loss, logp, proximal_logp, batch.behave_logp, batch.advantages, batch.loss_mask, num_tokens
             )
 
-        self._learner = Learner(
+        learner = Learner(
             config,
             policy,
             params,
@@ -90,31 +86,7 @@ class Trainer:
             row_tokens=row_tokens,
         )
         # The first mini-batch reads proximal log-probs off its own forward pass, and PPO has no use for any.
-        self._reads_proximal = config.num_mini_batches > 1 and not isinstance(config.loss, PPO)
-
-    @property
-    def params(self) -> Params:
-        """The parameters of `version`, on the train mesh. The next step takes their memory: copy what must outlive it."""
-        return self._learner.params
-
-    @property
-    def state(self) -> TrainState:
-        """All that training goes on from; the next step takes its memory."""
-        return TrainState(self._learner.params, self._learner.opt_state, np.asarray(self.version, np.int32))
-
-    def restore(self, state: TrainState) -> None:
-        """Go on from `state` instead, which may lie on another mesh or on the host."""
-        self._learner.restore(state.params, state.opt_state)
-        self.version = int(state.version)
-
-    @property
-    def num_compilations(self) -> int:
-        """Programs compiled so far; stays as it is after `warm_up`."""
-        return self._learner.num_compilations
-
-    def warm_up(self) -> None:
-        """Compile everything that a step runs. Changes neither parameters nor version."""
-        self._learner.warm_up(reads_logprobs=self._reads_proximal)
+        super().__init__(learner, reads_logprobs=config.num_mini_batches > 1 and not isinstance(config.loss, PPO))
 
     def step(self, groups: Sequence[Group]) -> StepResult:
         """Train on a batch: `num_mini_batches` optimizer updates, after which `version` is one higher.
@@ -145,7 +117,7 @@ class Trainer:
         ]
         metrics = self._describe(groups, trained, advantages)
         packed = time.perf_counter()
-        if self._reads_proximal:
+        if self._reads_logprobs:
             mini_batches[1:] = [self._with_proximal(mini_batch) for mini_batch in mini_batches[1:]]
         forwarded = time.perf_counter()
         num_updates = 0

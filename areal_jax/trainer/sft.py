@@ -10,16 +10,17 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
-from areal_jax.data.packing import TrainingSequence, pack
+from areal_jax.data.packing import Layout, TrainingSequence, pack
 from areal_jax.data.sft import SupervisedExample
 from areal_jax.models.decoder import Params, Policy
+from areal_jax.records import PackedBatch
 from areal_jax.rl.losses import PolicyLoss, sft_loss
 from areal_jax.trainer.config import TrainerConfig
-from areal_jax.trainer.state import TrainState
 from areal_jax.trainer.step import DeviceBatch, Learner, Metrics
+from areal_jax.trainer.versions import Versions
 
 
-class SupervisedTrainer:
+class SupervisedTrainer(Versions):
     """Maximum likelihood on the train mesh: `step` makes one optimizer update from a batch of examples."""
 
     def __init__(
@@ -32,15 +33,16 @@ class SupervisedTrainer:
         *,
         num_updates: int,
         row_tokens: int,
+        measures_loss: bool = False,
     ):
-        """As `Trainer`; of `config`, objective, advantages and mini-batches have no meaning here."""
-        self.version = 0
-        """Updates that the parameters have seen."""
+        """As `Trainer`; of `config`, objective, advantages and mini-batches have no meaning here.
+
+        Args: measures_loss: `loss` will be asked for, so that `warm_up` compiles it."""
 
         def objective(logp: Array, _: Array, batch: DeviceBatch, num_tokens: Float[Array, ""]) -> PolicyLoss:
             return sft_loss(logp, batch.loss_mask, num_tokens)
 
-        self._learner = Learner(
+        learner = Learner(
             config,
             policy,
             params,
@@ -51,37 +53,15 @@ class SupervisedTrainer:
             temperature=1.0,
             row_tokens=row_tokens,
         )
-
-    @property
-    def params(self) -> Params:
-        """On the train mesh. The next step takes their memory: copy what must outlive it."""
-        return self._learner.params
-
-    @property
-    def state(self) -> TrainState:
-        """All that training goes on from; the next step takes its memory."""
-        return TrainState(self._learner.params, self._learner.opt_state, np.asarray(self.version, np.int32))
-
-    def restore(self, state: TrainState) -> None:
-        """Go on from `state` instead, which may lie on another mesh or on the host."""
-        self._learner.restore(state.params, state.opt_state)
-        self.version = int(state.version)
-
-    def warm_up(self) -> None:
-        """Compile everything that a step runs."""
-        self._learner.warm_up(reads_logprobs=False)
+        super().__init__(learner, reads_logprobs=measures_loss)
 
     def step(self, examples: Sequence[SupervisedExample]) -> Metrics:
         """One update; its loss is the mean over the examples' loss tokens.
 
         Raises FloatingPointError where loss or gradient is not finite; the update is then not applied."""
         started = time.perf_counter()
-        sequences = [
-            TrainingSequence(example.tokens, example.loss_mask, *[np.broadcast_to(np.float32(0), example.tokens.shape)] * 2)
-            for example in examples
-        ]
-        batches, layout = pack(sequences, rows=self._learner.rows, row_tokens=self._learner.row_tokens)
-        num_loss_tokens = sum(int(sequence.loss_mask.sum()) for sequence in sequences)
+        batches, layout = self._pack(examples)
+        num_loss_tokens = sum(int(batch.loss_mask.sum()) for batch in batches)
         try:
             metrics = self._learner.update(
                 [self._learner.put(batch) for batch in batches], num_loss_tokens, proximal_is_current=True
@@ -98,5 +78,25 @@ class SupervisedTrainer:
             "packing_efficiency": (num_tokens, float(np.prod(layout.shape))),
             "tokens_per_second": (num_tokens, seconds),
             "seconds_step": seconds,
-            "num_compilations": float(self._learner.num_compilations),
+            "num_compilations": float(self.num_compilations),
         }
+
+    def loss(self, examples: Sequence[SupervisedExample]) -> tuple[float, float]:
+        """Negative log-likelihood of all the examples' loss tokens together, and how many they are; nothing is learnt.
+
+        The exponential of the quotient is the perplexity: exp(-1/N sum_t logp_t)."""
+        batches, _ = self._pack(examples)
+        # All are under way before the first is waited for.
+        logps = [self._learner.logprobs(self._learner.put(batch)) for batch in batches]
+        total = sum(
+            float(np.sum(np.asarray(logp)[batch.loss_mask], dtype=np.float64))
+            for logp, batch in zip(logps, batches, strict=True)
+        )
+        return -total, float(sum(batch.loss_mask.sum() for batch in batches))
+
+    def _pack(self, examples: Sequence[SupervisedExample]) -> tuple[list[PackedBatch], Layout]:
+        sequences = [
+            TrainingSequence(example.tokens, example.loss_mask, *[np.broadcast_to(np.float32(0), example.tokens.shape)] * 2)
+            for example in examples
+        ]
+        return pack(sequences, rows=self._learner.rows, row_tokens=self._learner.row_tokens)

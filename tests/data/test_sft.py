@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import json
 import random
+import shutil
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
+import chz
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 import areal_jax.models
-from areal_jax.data.config import Files, Hub, PromptConfig, Synthetic
+from areal_jax.data.config import Files, HeldOut, PromptConfig, Synthetic, TaskSource
 from areal_jax.data.problems import FAMILIES, SyntheticProblems
 from areal_jax.data.sft import (
     DRILL_SHARE,
     GUESS_SHARE,
     RIGHT_SHARE,
+    ExampleSet,
     SupervisedExample,
     draw_answer,
     encode_drill,
@@ -30,6 +36,21 @@ from areal_jax.records import Message
 
 EMBEDDED = Path(next(iter(areal_jax.models.__path__))) / "embedded"
 TOKENIZER = HFTokenizer.from_folder(EMBEDDED)
+
+
+def load_both(
+    source: TaskSource,
+    eval_source: TaskSource | None = None,
+    *,
+    seed: int = 0,
+    prompt: PromptConfig = PromptConfig(),  # noqa: B008
+    tokenizer: HFTokenizer = TOKENIZER,
+) -> tuple[ExampleSet, ExampleSet]:
+    return load_examples(source, eval_source, prompt, tokenizer, seed=seed, max_tokens=128)
+
+
+def load(source: TaskSource, **changes: Any) -> ExampleSet:
+    return load_both(source, None, **changes)[0]
 
 
 def said(example: SupervisedExample) -> str:
@@ -70,7 +91,7 @@ def test_prompts_and_answers_are_short_in_tokens() -> None:
 
 
 def test_an_example_ends_its_prompt_with_the_answer_and_learns_that_alone() -> None:
-    examples = load_examples(Synthetic(num_tasks=64), PromptConfig(), TOKENIZER, seed=0, max_tokens=128).examples
+    examples = load(Synthetic(num_tasks=64)).examples
     num_drills = 0
     for example, problem in zip(examples, SyntheticProblems(64), strict=True):
         prompt = TOKENIZER.render([Message("user", problem.question)])
@@ -96,9 +117,9 @@ def test_a_drill_asks_and_learns_the_results_alone() -> None:
 
 def test_examples_are_the_same_whenever_they_are_asked_for() -> None:
     source = Synthetic(num_tasks=64)
-    one, two = (load_examples(source, PromptConfig(), TOKENIZER, seed=4, max_tokens=128).examples for _ in range(2))
+    one, two = (load(source, seed=4).examples for _ in range(2))
     np.testing.assert_array_equal(one[17].tokens, two[0:20][17].tokens)
-    other = load_examples(source, PromptConfig(), TOKENIZER, seed=5, max_tokens=128).examples
+    other = load(source, seed=5).examples
     assert any(said(one[i]) != said(other[i]) for i in range(8))
 
 
@@ -117,29 +138,153 @@ def test_answers_are_drawn_in_the_shares_that_are_set() -> None:
         assert guesses and f"\\boxed{{{problem.answer}}}" not in guesses
 
 
-def test_every_answer_of_a_conversation_makes_an_example(tmp_path: Path) -> None:
-    turns = [("user", "One?"), ("assistant", "1"), ("user", "Two?"), ("assistant", "2")]
-    rows = [
-        {"messages": [{"role": role, "content": content} for role, content in turns]},
+TURNS = [("user", "One?"), ("assistant", "1"), ("user", "Two?"), ("assistant", "2")]
+
+
+def chat(*turns: tuple[str, object]) -> dict[str, object]:
+    return {"messages": [{"role": role, "content": content} for role, content in turns]}
+
+
+def write(file: Path, *rows: object) -> Files:
+    file.write_text("\n".join(row if isinstance(row, str) else json.dumps(row) for row in rows))
+    return Files(path=str(file))
+
+
+def test_of_a_conversation_the_answers_are_learnt_and_all_in_one_example(tmp_path: Path) -> None:
+    (example,) = load(write(tmp_path / "chat.jsonl", chat(("system", "Be short."), *TURNS))).examples
+    turns = [("system", "Be short.", False), *((role, text, role == "assistant") for role, text in TURNS)]
+    tokens, mask = list[int](), list[bool]()
+    for role, text, learnt in turns:
+        # Learnt are the words and the token that ends them, not the line break behind it.
+        for piece, of_it in ((f"<|im_start|>{role}\n", False), (f"{text}<|im_end|>", learnt), ("\n", False)):
+            encoded = TOKENIZER.encode(piece)
+            tokens += encoded.tolist()
+            mask += [of_it] * len(encoded)
+    # Nothing follows the last answer.
+    np.testing.assert_array_equal(example.tokens, tokens[:-1])
+    np.testing.assert_array_equal(example.loss_mask, mask[:-1])
+
+
+def test_where_the_context_of_a_later_answer_is_another_it_gets_an_example_of_its_own(tmp_path: Path) -> None:
+    # The suffix stands behind the last question alone.
+    prompt = PromptConfig(system="Be short.", suffix="!")
+    one, two = load(write(tmp_path / "chat.jsonl", chat(*TURNS)), prompt=prompt).examples
+    assert [said(one), said(two)] == ["1", "2"]
+    asked = [Message("system", "Be short."), *(Message(*turn) for turn in TURNS[:2]), Message("user", "Two?!")]
+    np.testing.assert_array_equal(two.tokens[~two.loss_mask], TOKENIZER.render(asked))
+
+
+@pytest.mark.parametrize(
+    ("row", "fields"),
+    [
+        ({"question": "One?", "answer": "1 #### 1"}, {}),
+        ({"prompt": "One?", "response": "1 #### 1"}, {}),
+        (
+            {
+                "prompt": [{"role": "user", "content": "One?"}],
+                "completion": [{"role": "assistant", "content": "1 #### 1"}],
+            },
+            {},
+        ),
+        ({"ask": {"text": "One?"}, "say": "1 #### 1"}, {"prompt_field": "ask.text", "answer_field": "say"}),
+        ({"turns": chat(("user", "One?"), ("assistant", "1 #### 1"))["messages"]}, {"prompt_field": "turns"}),
+    ],
+    ids=["question and answer", "prompt and response", "messages and completion", "named fields", "named messages"],
+)
+def test_a_prompt_and_its_whole_answer_are_a_conversation_too(row: dict, fields: dict[str, str], tmp_path: Path) -> None:
+    (example,) = load(chz.replace(write(tmp_path / "pairs.jsonl", row), **fields)).examples
+    assert said(example) == "1 #### 1"
+    np.testing.assert_array_equal(example.tokens[~example.loss_mask], TOKENIZER.render([Message("user", "One?")]))
+
+
+def test_parquet_and_json_hold_the_same_conversations(tmp_path: Path) -> None:
+    rows = [chat(*TURNS), chat(("user", "Three?"), ("assistant", "3"))]
+    (tmp_path / "chat.json").write_text(json.dumps(rows))
+    pq.write_table(pa.Table.from_pylist(rows), tmp_path / "chat.parquet")
+    lines = load(write(tmp_path / "chat.jsonl", *rows)).examples
+    for suffix in ("json", "parquet"):
+        found = load(Files(path=str(tmp_path / f"chat.{suffix}"))).examples
+        assert [example.tokens.tolist() for example in found] == [example.tokens.tolist() for example in lines]
+
+
+def test_bad_rows_are_skipped_and_named_with_file_and_line(tmp_path: Path) -> None:
+    source = write(
+        tmp_path / "chat.jsonl",
+        chat(*TURNS),
+        "no json",
         {"text": "no conversation"},
-        {"messages": [{"role": "user", "content": "Unanswered?"}]},
-        {"messages": [{"role": "user", "content": "Long?"}, {"role": "assistant", "content": "7 " * 50}]},
-    ]
-    file = tmp_path / "chat.jsonl"
-    file.write_text("\n".join(map(json.dumps, rows)) + "\nno json\n")
-    examples, skipped = load_examples(
-        Files(path=str(file)), PromptConfig(system="Be short.", suffix="!"), TOKENIZER, seed=0, max_tokens=60
+        chat(("user", "Unanswered?")),
+        {"question": "Unanswered?"},
+        chat(("tool", "7"), ("assistant", "1")),
+        chat(("assistant", "Hello."), ("user", "Hm?")),
+        chat(("user", "Picture?"), ("assistant", ["an image"])),
+        chat(("user", "Empty?"), ("assistant", " ")),
+        chat(("user", "Long?"), ("assistant", "7 " * 100)),
+        chat(("user", "Last?"), ("assistant", "9")),
     )
-    assert [said(example) for example in examples] == ["1", "2"]
-    prompt = [Message("system", "Be short."), *(Message(*turn) for turn in turns[:2]), Message("user", "Two?!")]
-    np.testing.assert_array_equal(examples[1].tokens[~examples[1].loss_mask], TOKENIZER.render(prompt))
-    assert skipped == {"no messages that end in an answer of the assistant": 3, "longer than 60 tokens": 1}
+    examples, skipped = load(source)
+    assert [said(example) for example in examples] == ["12", "9"]
+    assert skipped == {
+        "not a JSON object": ["chat.jsonl:2"],
+        "no prompt": ["chat.jsonl:3"],
+        "no answer of the assistant": ["chat.jsonl:4", "chat.jsonl:5"],
+        "role tool, expected system, user, assistant": ["chat.jsonl:6"],
+        "begins with an answer": ["chat.jsonl:7"],
+        "prompt is neither text nor messages": ["chat.jsonl:8"],
+        "an empty answer": ["chat.jsonl:9"],
+        "longer than 128 tokens": ["chat.jsonl:10"],
+    }
+
+
+def test_what_the_template_refuses_is_a_bad_row_in_its_words(tmp_path: Path) -> None:
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED / name, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ m['content'] }}"
+        "{% endfor %}"
+    )
+    source = write(tmp_path / "chat.jsonl", chat(("system", "?"), *TURNS), chat(*TURNS[:2]))
+    assert load(source, tokenizer=HFTokenizer.from_folder(tmp_path)).skipped == {
+        "the chat template refuses the conversation: no system": ["chat.jsonl:1"]
+    }
+
+
+def test_a_share_of_the_prompts_is_held_out_and_no_copy_of_them_is_trained_on(tmp_path: Path) -> None:
+    # 40 prompts, each with three answers, in an order that mixes them.
+    rows = [chat(("user", f"{i % 40}?"), ("assistant", f"{i}")) for i in range(120)]
+
+    def split(*rows: object, held_out: HeldOut = HeldOut(share=0.1)) -> tuple[set[str], set[str]]:  # noqa: B008
+        train, apart = load_both(write(tmp_path / "chat.jsonl", *rows), held_out)
+        answers = [[said(example) for example in found.examples] for found in (train, apart)]
+        assert len(answers[0]) + len(answers[1]) == len(rows)
+        return set(answers[0]), set(answers[1])
+
+    train, apart = split(*rows)
+    # A tenth of 40 prompts with three answers each.
+    assert len(apart) == 12 and len(train) == 108 and not train & apart
+    assert {int(answer) % 40 for answer in train} & {int(answer) % 40 for answer in apart} == set()
+    # Whatever their order.
+    assert split(*rows[::-1]) == (train, apart)
+    assert len(split(*rows, held_out=HeldOut(share=0.5, max_examples=2))[1]) == 6
+    with pytest.raises(ValueError, match=r"leaves none of 1 prompts.*eval_examples\.share"):
+        split(rows[0])
+
+
+def test_of_generated_problems_those_are_held_out_that_are_never_trained_on() -> None:
+    train, apart = load_both(Synthetic(num_tasks=16, difficulty="medium"), HeldOut(max_examples=8))
+    assert (len(train.examples), len(apart.examples)) == (16, 8)
+    other = load(Synthetic(num_tasks=8, split="heldout", difficulty="medium")).examples
+    assert [said(example) for example in apart.examples] == [said(example) for example in other]
+
+
+def test_examples_to_evaluate_on_may_come_from_elsewhere(tmp_path: Path) -> None:
+    train, apart = load_both(Synthetic(num_tasks=16), write(tmp_path / "test.jsonl", chat(*TURNS)))
+    assert len(train.examples) == 16
+    assert [said(example) for example in apart.examples] == ["12"]
 
 
 def test_a_source_without_examples_is_refused(tmp_path: Path) -> None:
-    empty = tmp_path / "empty.jsonl"
-    empty.write_text("{}\n")
-    with pytest.raises(ValueError, match="no row can be an example"):
-        load_examples(Files(path=str(empty)), PromptConfig(), TOKENIZER, seed=0, max_tokens=60)
-    with pytest.raises(ValueError, match="expected Synthetic or Files, came Hub"):
-        load_examples(Hub(name="a/b"), PromptConfig(), TOKENIZER, seed=0, max_tokens=60)
+    with pytest.raises(ValueError, match=r"empty\.jsonl: no row can be an example \(1 no prompt \(empty\.jsonl:1\)\)"):
+        load(write(tmp_path / "empty.jsonl", {}))
+    with pytest.raises(ValueError, match="expected Synthetic, Files or Hub, came HeldOut"):
+        load(HeldOut())

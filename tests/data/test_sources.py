@@ -10,7 +10,7 @@ import pytest
 from areal_jax.data.config import Files, Hub, PromptConfig, Synthetic
 from areal_jax.data.policy_files import EMBEDDED, resolve_policy_folder
 from areal_jax.data.problems import SyntheticProblems
-from areal_jax.data.sources import TaskSet, load_tasks
+from areal_jax.data.sources import TaskSet, in_words, load_tasks
 from areal_jax.records import Message
 
 BARE = PromptConfig()
@@ -96,7 +96,7 @@ def test_system_and_suffix_go_around_every_prompt(tmp_path: Path) -> None:
     assert load(path).tasks[1].prompt == (Message("system", "Old."), Message("user", "2+2?"))
 
 
-def test_rows_that_cannot_be_tasks_are_skipped_and_counted_by_reason(tmp_path: Path) -> None:
+def test_rows_that_cannot_be_tasks_are_skipped_and_named_by_reason(tmp_path: Path) -> None:
     path = write_lines(
         tmp_path / "a.jsonl",
         {"problem": "good", "answer": "1"},
@@ -118,12 +118,18 @@ def test_rows_that_cannot_be_tasks_are_skipped_and_counted_by_reason(tmp_path: P
     # The last one keeps the number of its line: ids do not move when another row is mended.
     assert loaded.tasks[1].id == "a.jsonl:13"
     assert loaded.skipped == {
-        "not a JSON object": 2,
-        "no prompt": 2,
-        "no answer": 3,
-        "answer is neither text nor a number": 3,
-        "prompt is neither text nor messages": 1,
+        "not a JSON object": ["a.jsonl:2", "a.jsonl:3"],
+        "no prompt": ["a.jsonl:4", "a.jsonl:5"],
+        "no answer": ["a.jsonl:6", "a.jsonl:7", "a.jsonl:8"],
+        "answer is neither text nor a number": ["a.jsonl:9", "a.jsonl:10", "a.jsonl:11"],
+        "prompt is neither text nor messages": ["a.jsonl:12"],
     }
+
+
+def test_of_many_bad_rows_the_first_are_named_and_all_are_counted() -> None:
+    assert in_words({"no prompt": ["a:1", "a:2"], "no answer": ["b:1", "b:2", "b:3", "b:4"]}) == (
+        "2 no prompt (a:1, a:2), 4 no answer (b:1, b:2, b:3, ...)"
+    )
 
 
 def test_where_no_row_can_be_a_task_the_error_lists_the_fields_there_are(tmp_path: Path) -> None:

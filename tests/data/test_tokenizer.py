@@ -125,6 +125,47 @@ def test_without_a_template_the_prompt_is_plain_text_with_what_the_tokenizer_put
     assert id_of(folder, "<|end|>") not in HFTokenizer.from_folder(folder).encode("two")
 
 
+def said(folder: Path, answer: str, template: str | None) -> str:
+    write(folder, eos_token="<|im_end|>", chat_template=template)
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    return inner.decode(HFTokenizer.from_folder(folder).render_answer(CONVERSATION, answer).tolist(), skip_special_tokens=False)
+
+
+# Templates of reasoning models: the newer R1 begins the reasoning itself, and both forget it once the answer is finished.
+FORGETFUL = (
+    "{% for message in messages %}{% if message['role'] == 'assistant' %}"
+    "{{ '<|im_start|>' + message['content'].split('</think>')[-1] + '<|im_end|>' }}"
+    "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
+)
+BEGINNING = FORGETFUL.replace("{{ '<|im_start|>' }}{% endif %}", "{{ '<|im_start|><think>\n' }}{% endif %}")
+ADDING = CHATML.replace(
+    "+ message['content'] +", "+ ('<think></think>' if message['role'] == 'assistant' else '') + message['content'] | trim +"
+)
+
+
+@pytest.mark.parametrize(
+    ("template", "answer", "expected"),
+    [
+        # The line break behind the end of a turn is the template's: nobody says it.
+        (CHATML, "one", "one<|im_end|>"),
+        # What the template says around the answer is said, as a policy would have to.
+        (ADDING, " one ", "<think></think>one<|im_end|>"),
+        (None, "one", "one<|im_end|>"),
+        (FORGETFUL, "<think>\nhm</think>one", "<think>\nhm</think>one<|im_end|>"),
+        (BEGINNING, "<think>\nhm</think>one", "hm</think>one<|im_end|>"),
+        (BEGINNING, "one", "one<|im_end|>"),
+        # A template that ends turns with what is no stop token: the answer must end nevertheless.
+        (CHATML.replace("<|im_end|>", "<|end|>"), "one", "one<|end|>\n<|im_end|>"),
+    ],
+    ids=["chatml", "adds", "no template", "forgets", "begins, answer too", "begins", "no stop"],
+)
+def test_an_answer_is_what_follows_the_prompt_up_to_the_end_of_its_turn(
+    folder: Path, template: str | None, answer: str, expected: str
+) -> None:
+    assert said(folder, answer, template) == expected
+
+
 def test_no_text_is_cut_or_filled_up_because_a_file_says_so(folder: Path) -> None:
     inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     inner.enable_truncation(4)

@@ -67,9 +67,12 @@ def test_time_left_counts_only_what_this_process_did():
     assert line.endswith("0:07 elapsed  1:03 left")
 
 
-def test_supervised_step_shows_its_loss():
-    _, line, _ = shown(2, [(1.0, 1, {names.LOSS: 1.25, names.TRAIN_TOKENS_PER_S: float("nan")})])
-    assert line.startswith("step 1/2  loss 1.2500  pass@1 -  staleness -/-  rollout - tok/s  train - tok/s")
+def test_supervised_step_shows_loss_and_scores():
+    metrics = {names.LOSS: 1.25, names.TRAIN_TOKENS_PER_S: float("nan")}
+    scores = {names.PERPLEXITY: 7.25, names.PASS_AT_1: 0.5}
+    _, first, last, _ = shown(2, [(1.0, 1, metrics), (2.0, 2, metrics | scores)])
+    assert first == "step 1/2  loss 1.2500  perplexity -  train - tok/s  0:01 elapsed  0:01 left"
+    assert last == "step 2/2  loss 1.2500  perplexity 7.25  pass@1 50.0%  train - tok/s  0:02 elapsed  0:00 left"
 
 
 def test_score_of_an_evaluation_is_shown_from_then_on():

@@ -54,3 +54,36 @@ def test_a_broken_policy_is_refused(trainer: SupervisedTrainer) -> None:
     with pytest.raises(FloatingPointError, match=r"loss is nan.*trainer\.optimizer\.learning_rate"):
         trainer.step(examples(2))
     trainer.restore(saved)
+
+
+def test_perplexity_of_a_policy_that_can_be_worked_out() -> None:
+    # Layers add nothing, every embedding is all ones, and so is what the last norm makes of it: in every context the logit of
+    # token 0 is 16 * ln(31) / 16 = ln 31 and that of the 31 others 0. So p(0) = 31 / 62 = 1/2, and 1/62 for each other.
+    given = jax.tree.map(np.zeros_like, params())
+    for name in ("embed", "norm"):
+        given[name] = np.ones_like(given[name])
+    given["head"][:, 0] = np.log(31) / 16
+    made = SupervisedTrainer(
+        TrainerConfig(), POLICY, given, train_mesh(), jnp.float32, num_updates=1, row_tokens=8, measures_loss=True
+    )
+    made.warm_up()
+    compiled = made.num_compilations
+    shown = [
+        SupervisedExample(np.array([5, 0, 0, 3], np.int32), np.array([False, True, True, True])),
+        SupervisedExample(np.array([0, 4, 0], np.int32), np.array([False, False, True])),
+    ]
+    total, num_tokens = made.loss(shown)
+    # 1/2 * 1/2 * 1/62 in the first and 1/2 in the second: (8 * 62) ** (1/4) = 4.7193 a token. Packed together or apart.
+    assert num_tokens == 4
+    assert np.exp(total / num_tokens) == pytest.approx(4.7193, abs=1e-4)
+    assert sum(made.loss([example])[0] for example in shown) == pytest.approx(total, rel=1e-6)
+    assert made.num_compilations == compiled and made.version == 0
+
+
+def test_measuring_the_loss_learns_nothing_and_agrees_with_the_next_step(trainer: SupervisedTrainer) -> None:
+    saved = jax.device_get(trainer.state)
+    total, num_tokens = trainer.loss(examples(3))
+    jax.tree.map(np.testing.assert_array_equal, trainer.params, saved.params)
+    loss = trainer.step(examples(3))["loss"]
+    assert isinstance(loss, tuple)
+    assert (total, num_tokens) == (pytest.approx(loss[0], rel=1e-5), loss[1])

@@ -1,0 +1,42 @@
+"""Supervised fine-tuning on conversations of one's own.
+
+    python -m areal_jax.train --exp=sft examples=Files examples.path=chat.jsonl policy.path=DIR
+
+Hardware: CPU for the embedded policy, which is what `--exp=sft` alone fine-tunes, on generated problems harder than those it
+knows: perplexity falls from PERPLEXITY in a minute. A GPU of 80 GB for a policy of 1.5 B parameters.
+
+A row of the file (jsonl, json or parquet, or a folder with train and test files) is a conversation, whose every answer of the
+assistant is learnt and nothing else,
+
+    {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}
+
+or a prompt with the answer to it, `question` and `answer` for instance; examples.prompt_field and examples.answer_field name
+other fields. Rows that are neither, or longer than trainer.row_tokens, are skipped and named. A twentieth of the prompts is
+held out, and its perplexity measured; other examples can be named for that:
+
+    python -m areal_jax.train --exp=sft examples=Files examples.path=gsm8k/train.jsonl \\
+        eval_examples=Files eval_examples.path=gsm8k/test.jsonl
+
+Answers are generated, and pass@1 is measured, only where asked for:
+
+    python -m areal_jax.train --exp=sft evaluation.every_steps=50 eval_tasks.difficulty=medium
+"""
+
+from areal_jax.config import SFTExperiment
+from areal_jax.data.config import Synthetic
+from areal_jax.evaluation.config import EvaluationConfig
+from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
+
+experiment = SFTExperiment(
+    name="sft",
+    description="supervised fine-tuning on conversations",
+    num_steps=200,
+    examples=Synthetic(difficulty="medium", num_tasks=20_000),
+    examples_per_batch=32,
+    perplexity_every_steps=50,
+    trainer=TrainerConfig(
+        optimizer=OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_fraction=0.03, beta2=0.98),
+        row_tokens=512,
+    ),
+    evaluation=EvaluationConfig(every_steps=0),
+)
