@@ -11,7 +11,7 @@ __version__ = "0.1.0"
 if TYPE_CHECKING:
     from areal_jax.config import Experiment, SFTExperiment, load_experiment
     from areal_jax.records import Completion, Group, Message, Sample, Task, Verdict, Workflow
-    from areal_jax.rl.losses import PolicyLoss, decoupled_ppo_loss, ppo_loss
+    from areal_jax.rl.losses import PolicyLoss, decoupled_ppo_loss, policy_loss
     from areal_jax.rollout.gate import Gate
 
 __all__ = [
@@ -28,13 +28,13 @@ __all__ = [
     "Workflow",
     "decoupled_ppo_loss",
     "load_experiment",
-    "ppo_loss",
+    "policy_loss",
 ]
 
 _MODULES = {
     "areal_jax.config": ("Experiment", "SFTExperiment", "load_experiment"),
     "areal_jax.records": ("Completion", "Group", "Message", "Sample", "Task", "Verdict", "Workflow"),
-    "areal_jax.rl.losses": ("PolicyLoss", "decoupled_ppo_loss", "ppo_loss"),
+    "areal_jax.rl.losses": ("PolicyLoss", "decoupled_ppo_loss", "policy_loss"),
     "areal_jax.rollout.gate": ("Gate",),
 }
 _MODULE_OF = {name: module for module, names in _MODULES.items() for name in names}

@@ -22,7 +22,7 @@ from areal_jax.config import (
     write_config,
 )
 from areal_jax.data.config import Files, Synthetic
-from areal_jax.rl.config import PPO, BatchNormalized, DecoupledPPO
+from areal_jax.rl.config import PPO, BatchNormalized, DecoupledPPO, Masked
 from areal_jax.settings import ConfigError, assign, build, from_text, settings
 
 SHIPPED = experiment_names()
@@ -149,8 +149,8 @@ def test_the_last_override_of_a_key_wins() -> None:
 
 
 def test_another_class_brings_its_own_defaults_in_any_order() -> None:
-    capped = load_experiment("aime", ["trainer.loss.behave_weight_cap=5"])
-    assert capped.trainer.loss == DecoupledPPO(behave_weight_cap=5)
+    capped = load_experiment("aime", ["trainer.loss.correction=Masked", "trainer.loss.correction.cap=5"])
+    assert capped.trainer.loss == DecoupledPPO(correction=Masked(cap=5))
     for overrides in (["trainer.loss=PPO", "trainer.loss.clip_eps=0.3"], ["trainer.loss.clip_eps=0.3", "trainer.loss=PPO"]):
         assert load_experiment("aime", overrides).trainer.loss == PPO(clip_eps=0.3)
 

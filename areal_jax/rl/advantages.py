@@ -1,6 +1,6 @@
 """How the rewards of a batch become one advantage per sample, the same on all its tokens. numpy only.
 
-Standard deviations are those of a sample (divided by n - 1), as in AReaL. Where all rewards are equal the advantage is 0.
+Standard deviations are those of a sample (divided by n - 1), as in AReaL. Where all rewards are equal a centred advantage is 0.
 Axes: G samples of a group.
 """
 
@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float, Float32, Int
+from jaxtyping import Float, Float32, Float64, Int
 
-from areal_jax.rl.config import Advantages, BatchNormalized, GroupNormalized
+from areal_jax.rl.config import Advantages, BatchNormalized, GroupNormalized, LeaveOneOut, Mean, Unnormalized
 
 
 def compute_advantages(
@@ -26,23 +26,65 @@ def compute_advantages(
     """
     match config:
         case GroupNormalized():
-            return [_group_normalized(rewards, config) for rewards in rewards_by_group]
+            return _group_normalized(rewards_by_group, config)
+        case LeaveOneOut():
+            return [_leave_one_out(rewards) for rewards in rewards_by_group]
         case BatchNormalized():
             return _batch_normalized(rewards_by_group, num_loss_tokens_by_group, config)
+        case Unnormalized():
+            return [rewards.astype(np.float32) for rewards in rewards_by_group]
     raise TypeError(
-        f"advantages must be GroupNormalized or BatchNormalized, came {type(config).__name__}; set trainer.advantages to one"
+        f"{type(config).__name__} says nothing of how rewards become advantages; set trainer.advantages to GroupNormalized, "
+        "LeaveOneOut, BatchNormalized or Unnormalized"
     )
 
 
-def _group_normalized(rewards_G: Float[np.ndarray, "G"], config: GroupNormalized) -> Float32[np.ndarray, "G"]:
-    """(r - mean of the group) / (std of the group + eps) (GRPO, arXiv:2402.03300, section 4.1.2)."""
-    # Asked of the rewards, not of the deviation: the mean of equal floats may differ from them in the last bit.
+def mean_weights(mean: Mean, num_loss_tokens: Int[np.ndarray, "S"], constant_tokens: int) -> Float32[np.ndarray, "S"]:
+    """Factors of the samples' advantages with which a mean over all tokens of a mini-batch becomes the mean that is asked for.
+
+    Every objective is proportional to the advantage, so no objective has to know of means.
+
+    Args:
+        num_loss_tokens: of every sample of the mini-batch.
+        constant_tokens: the length by which "constant" divides.
+    """
+    if mean == "tokens":
+        return np.ones(num_loss_tokens.shape, np.float32)
+    # A sample without a token in the loss is none of the sequences.
+    mean_length = num_loss_tokens.sum() / max((num_loss_tokens > 0).sum(), 1)
+    lengths = np.maximum(num_loss_tokens, 1) if mean == "sequences" else np.full(num_loss_tokens.shape, constant_tokens)
+    return (mean_length / lengths).astype(np.float32)
+
+
+def _group_normalized(
+    rewards_by_group: Sequence[Float[np.ndarray, "_"]], config: GroupNormalized
+) -> list[Float32[np.ndarray, "_"]]:
+    """(r - mean of the group) / (std + eps) (GRPO, arXiv:2402.03300, section 4.1.2)."""
+    centred = [_centred(rewards_G) for rewards_G in rewards_by_group]
+    match config.divide_by:
+        case "nothing":
+            divisors = [1.0] * len(centred)
+        case "batch_std":
+            together = np.concatenate(centred)
+            # The groups' own means are 0, so this is the root of the mean square.
+            std = np.sqrt((together**2).sum() / max(len(together) - 1, 1))
+            divisors = [std + config.eps] * len(centred)
+        case "group_std":
+            divisors = [np.sqrt((centred_G**2).sum() / max(len(centred_G) - 1, 1)) + config.eps for centred_G in centred]
+    return [(centred_G / divisor).astype(np.float32) for centred_G, divisor in zip(centred, divisors, strict=True)]
+
+
+def _leave_one_out(rewards_G: Float[np.ndarray, "G"]) -> Float32[np.ndarray, "G"]:
+    """r - mean of the others (RLOO, arXiv:2402.14740, equation 8) = G / (G - 1) (r - mean of all)."""
+    size = len(rewards_G)
+    return (size / max(size - 1, 1) * _centred(rewards_G)).astype(np.float32)
+
+
+def _centred(rewards_G: Float[np.ndarray, "G"]) -> Float64[np.ndarray, "G"]:
+    """r - mean of the group; exactly 0 where all are equal, though the mean of equal floats may differ in the last bit."""
     if len(rewards_G) == 0 or rewards_G.min() == rewards_G.max():
-        return np.zeros(rewards_G.shape, np.float32)
-    centred_G = rewards_G.astype(np.float64) - rewards_G.mean(dtype=np.float64)
-    if config.divide_by_std:
-        centred_G /= rewards_G.std(ddof=1, dtype=np.float64) + config.eps
-    return centred_G.astype(np.float32)
+        return np.zeros(rewards_G.shape, np.float64)
+    return rewards_G.astype(np.float64) - rewards_G.mean(dtype=np.float64)
 
 
 def _batch_normalized(

@@ -1,10 +1,46 @@
-"""Which objective and which advantages: one choice per field, so that no two switches can fight."""
+"""Which objective, which advantages and which mean: one choice per field, so that no two switches can fight."""
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, TypeAlias
 
 import chz
+
+Level: TypeAlias = Literal["token", "sequence", "geometric"]
+"""Of an importance weight proximal/behave: each token's own, the product over its sequence, or the geometric mean of that."""
+
+
+@chz.chz
+class Correction:
+    """How a token drawn by another policy than the proximal one is weighted."""
+
+
+@chz.chz
+class NoCorrection(Correction):
+    """Weight 1: as if the proximal policy had drawn every token."""
+
+
+@chz.chz
+class Weighted(Correction):
+    """The importance weight proximal/behave as it stands (AReaL, arXiv:2505.24298, equation 5)."""
+
+    level: Level = chz.field(default="token", doc="whose weight: token, sequence (product) or geometric (its mean per token)")
+
+
+@chz.chz
+class Truncated(Correction):
+    """The weight, cut down to `cap` where it is above."""
+
+    cap: float = chz.field(doc="highest weight, a ratio above 0")
+    level: Level = chz.field(default="token", doc="whose weight: token, sequence (product) or geometric (its mean per token)")
+
+
+@chz.chz
+class Masked(Correction):
+    """The weight; what has one above `cap` leaves the loss, whose denominator stays."""
+
+    cap: float = chz.field(doc="highest weight that is trained on, a ratio above 0")
+    level: Level = chz.field(default="token", doc="whose weight: token, sequence (product) or geometric (its mean per token)")
 
 
 @chz.chz
@@ -13,16 +49,19 @@ class Loss:
 
 
 @chz.chz
-class DecoupledPPO(Loss):
+class Corrected(Loss):
+    """An objective centred on the proximal policy, for tokens that an older one may have drawn."""
+
+    correction: Correction = chz.field(default_factory=Weighted, doc="importance weight of tokens that an older policy drew")
+
+
+@chz.chz
+class DecoupledPPO(Corrected):
     """Decoupled PPO (AReaL, arXiv:2505.24298, equation 5): the clip is centred on the policy just before the step."""
 
     clip_eps: float = chz.field(default=0.2, doc="lower clip range of theta/proximal, a ratio")
     clip_eps_high: float | None = chz.field(default=None, doc="upper clip range; none: as clip_eps (DAPO: 0.28)")
     dual_clip: float | None = chz.field(default=None, doc="bound c > 1 on the loss of negative advantages; none: no bound")
-    behave_weight_cap: float | None = chz.field(default=None, doc="cap on proximal/behave; none: no cap")
-    behave_weight_mode: Literal["mask", "clamp"] = chz.field(
-        default="mask", doc="what happens above the cap: the token leaves the loss, or its weight becomes the cap"
-    )
 
 
 @chz.chz
@@ -35,16 +74,62 @@ class PPO(Loss):
 
 
 @chz.chz
+class GSPO(Corrected):
+    """GSPO (arXiv:2507.18071, equation 5): ratio and clip are those of the sequence, the geometric mean of its tokens'."""
+
+    clip_eps: float = chz.field(default=3e-4, doc="lower clip range of the sequence's theta/proximal, a ratio")
+    clip_eps_high: float | None = chz.field(default=4e-4, doc="upper clip range; none: as clip_eps")
+
+
+@chz.chz
+class SAPO(Corrected):
+    """SAPO (arXiv:2511.20347): a sigmoid around ratio 1 in place of the clip."""
+
+    temperature_positive: float = chz.field(default=1.0, doc="steepness of the gate where the advantage is positive")
+    temperature_negative: float = chz.field(default=1.05, doc="steepness of the gate where the advantage is not positive")
+
+
+@chz.chz
+class CISPO(Corrected):
+    """CISPO (arXiv:2506.13585, equation 4): the policy gradient of every token, its ratio clipped as a mere weight."""
+
+    clip_eps_low: float | None = chz.field(default=None, doc="lower clip range of the weight; none: no lower bound")
+    clip_eps_high: float = chz.field(default=0.2, doc="upper clip range of the weight, a ratio")
+
+
+@chz.chz
+class M2PO(Corrected):
+    """M2PO (arXiv:2510.01161): no clip; instead the tokens furthest from the policy that drew them leave the loss, until
+    the mean of log(proximal/behave)² over the mini-batch is at most a bound."""
+
+    max_second_moment: float = chz.field(default=0.04, doc="bound on the mean of log(proximal/behave)² over what is kept")
+
+
+@chz.chz
+class Reinforce(Corrected):
+    """The policy gradient (REINFORCE), each token weighted by how likely the policy still is to draw it. No clip."""
+
+
+@chz.chz
 class Advantages:
     """How rewards become advantages."""
 
 
 @chz.chz
 class GroupNormalized(Advantages):
-    """GRPO: (reward - mean of its group) / (standard deviation of its group + eps), the same on every token."""
+    """GRPO: (reward - mean of its group) / (standard deviation + eps), the same on every token."""
 
-    divide_by_std: bool = chz.field(default=True, doc="false: only the group's mean is subtracted (Dr.GRPO)")
+    divide_by: Literal["group_std", "batch_std", "nothing"] = chz.field(
+        default="group_std",
+        doc="group_std: of its own group's rewards (GRPO); batch_std: of the batch's, centred by group (LitePPO, REINFORCE++ "
+        "with baseline); nothing: only the mean is subtracted (Dr.GRPO)",
+    )
     eps: float = chz.field(default=1e-6, doc="added to the standard deviation, in units of reward")
+
+
+@chz.chz
+class LeaveOneOut(Advantages):
+    """RLOO (arXiv:2402.14740): reward - mean of the other rewards of its group, the same on every token."""
 
 
 @chz.chz
@@ -52,3 +137,13 @@ class BatchNormalized(Advantages):
     """The paper's: the reward on every token, normalised over all loss tokens of the batch (section 5.1 and table 3)."""
 
     eps: float = chz.field(default=1e-5, doc="added to the standard deviation, in units of reward")
+
+
+@chz.chz
+class Unnormalized(Advantages):
+    """The reward itself on every token."""
+
+
+Mean: TypeAlias = Literal["tokens", "sequences", "constant"]
+"""What a mini-batch's loss is the mean of: all its tokens (DAPO, the paper), its sequences, each the mean of its tokens (GRPO,
+GSPO), or its sequences, each the sum of its tokens over a constant length (Dr.GRPO)."""

@@ -6,14 +6,30 @@ nor a gradient, nor a metric. Metrics are (sum, weight) pairs, so that those of 
 
 from __future__ import annotations
 
+import math
 from typing import Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Shaped
+from jaxtyping import Array, Bool, Float, Int, Shaped
 
-from areal_jax.rl.config import PPO, DecoupledPPO, Loss
+from areal_jax.rl.config import (
+    CISPO,
+    GSPO,
+    M2PO,
+    PPO,
+    SAPO,
+    Corrected,
+    Correction,
+    DecoupledPPO,
+    Loss,
+    Masked,
+    NoCorrection,
+    Reinforce,
+    Truncated,
+    Weighted,
+)
 
 Meter: TypeAlias = tuple[Float[Array, ""], Float[Array, ""]]
 """A sum and the weight it is to be divided by."""
@@ -53,79 +69,13 @@ def decoupled_ppo_loss(
             the cap; N stays.
         num_tokens: N. None counts the mask; give the whole mini-batch's count where this is one of its micro-batches.
     """
-    if dual_clip is not None and dual_clip <= 1.0:
-        raise ValueError(f"dual_clip must be above 1, came {dual_clip}; set loss.dual_clip to c > 1, or to none for no bound")
     if behave_weight_mode not in ("mask", "clamp"):
         raise ValueError(f"behave_weight_mode must be 'mask' or 'clamp', came {behave_weight_mode!r}")
-    mask = jnp.asarray(mask).astype(bool)
-    logp, advantages = _zero_outside(mask, logp), _zero_outside(mask, advantages)
-    proximal_logp = jax.lax.stop_gradient(_zero_outside(mask, proximal_logp))
-    behave_logp = jax.lax.stop_gradient(_zero_outside(mask, behave_logp))
-
-    weight = jnp.exp(proximal_logp - behave_logp)
-    capped = jnp.zeros_like(mask)
+    correction: Correction = Weighted()
     if behave_weight_cap is not None:
-        capped = weight > behave_weight_cap
-        weight = jnp.where(capped, behave_weight_cap if behave_weight_mode == "clamp" else 0.0, weight)
-
-    # min(uA, clip(u)A) is A times u bounded on one side: from above where A > 0, from below where A < 0; the dual clip adds
-    # the bound from above where A < 0. A bounded u is a constant, and exp must not see its log-ratio: in the backward pass
-    # the zero that selects it would meet the inf of an overflowing exp, and 0 * inf is nan.
-    log_ratio = jnp.where(weight > 0.0, logp - proximal_logp, 0.0)
-    ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
-    lower = jnp.where(advantages < 0.0, 1.0 - clip_eps, 0.0)
-    upper = 1.0 + (clip_eps if clip_eps_high is None else clip_eps_high)
-    upper = jnp.where(advantages < 0.0, jnp.inf if dual_clip is None else dual_clip, upper)
-    too_low, too_high = ratio < lower, ratio > upper
-    bounded = too_low | too_high
-    surrogate = jnp.where(bounded, jnp.clip(ratio, lower, upper), jnp.exp(jnp.where(bounded, 0.0, log_ratio)))
-    token_loss = jnp.where(mask, -weight * surrogate * advantages, 0.0)
-
-    count = jnp.sum(mask, dtype=token_loss.dtype)
-    log_ratio_to_behave = jax.lax.stop_gradient(logp) - behave_logp
-    metrics = {
-        "loss": jnp.sum(token_loss),
-        "ratio": _sum(mask, ratio),
-        "clip_fraction": _sum(mask, jnp.where(advantages > 0.0, too_high, too_low)),
-        "dual_clip_fraction": _sum(mask, too_high & (advantages < 0.0)),
-        "behave_weight": _sum(mask, weight),
-        # Mean of squares: with the mean it gives the effective sample size, and it shows outliers as a maximum would.
-        "behave_weight_squared": _sum(mask, weight**2),
-        "behave_weight_capped_fraction": _sum(mask, capped),
-        # exp(x) - 1 - x with x = log(theta/behave): never negative, and low in variance (http://joschu.net/blog/kl-approx.html).
-        "kl_behave_theta": _sum(mask, jnp.expm1(log_ratio_to_behave) - log_ratio_to_behave),
-        "kl_proximal_theta": _sum(mask, jnp.expm1(log_ratio) - log_ratio),
-    }
-    divisor = jnp.maximum(count if num_tokens is None else jnp.asarray(num_tokens, token_loss.dtype), 1.0)
-    return PolicyLoss(
-        jnp.sum(token_loss) / divisor, {name: (jax.lax.stop_gradient(total), count) for name, total in metrics.items()}
-    )
-
-
-def ppo_loss(
-    logp: Float[Array | np.ndarray, "*B T"],
-    behave_logp: Float[Array | np.ndarray, "*B T"],
-    advantages: Float[Array | np.ndarray, "*B T"],
-    mask: Shaped[Array | np.ndarray, "*B T"],
-    *,
-    clip_eps: float = 0.2,
-    clip_eps_high: float | None = None,
-    dual_clip: float | None = None,
-    num_tokens: Float[Array | np.ndarray, ""] | float | None = None,
-) -> PolicyLoss:
-    """PPO (arXiv:1707.06347, equation 7): the clip is centred on the policy that sampled, which is decoupled PPO's
-    special case proximal = behave."""
-    return decoupled_ppo_loss(
-        logp,
-        behave_logp,
-        behave_logp,
-        advantages,
-        mask,
-        clip_eps=clip_eps,
-        clip_eps_high=clip_eps_high,
-        dual_clip=dual_clip,
-        num_tokens=num_tokens,
-    )
+        correction = (Masked if behave_weight_mode == "mask" else Truncated)(cap=behave_weight_cap)
+    config = DecoupledPPO(clip_eps=clip_eps, clip_eps_high=clip_eps_high, dual_clip=dual_clip, correction=correction)
+    return policy_loss(config, logp, proximal_logp, behave_logp, advantages, mask, num_tokens=num_tokens)
 
 
 def policy_loss(
@@ -135,36 +85,179 @@ def policy_loss(
     behave_logp: Float[Array | np.ndarray, "*B T"],
     advantages: Float[Array | np.ndarray, "*B T"],
     mask: Shaped[Array | np.ndarray, "*B T"],
+    segment_ids: Int[Array | np.ndarray, "*B T"] | None = None,
+    *,
     num_tokens: Float[Array | np.ndarray, ""] | float | None = None,
 ) -> PolicyLoss:
-    """The objective that `config` names. PPO does not read `proximal_logp`."""
+    """The objective that `config` names: -1/N sum_t w_t f(u_t, A_t), with w = proximal/behave corrected as it says, and
+    u = theta/proximal. PPO reads no `proximal_logp`: it takes behave's.
+
+    Args:
+        mask: true (or 1) where the token counts.
+        segment_ids: which sequence of its row each token belongs to, for what is said of sequences; None: a row is one.
+        num_tokens: N. None counts the mask; give the whole mini-batch's count where this is one of its micro-batches.
+    """
+    mask = jnp.asarray(mask).astype(bool)
+    logp, advantages = _zero_outside(mask, logp), _zero_outside(mask, advantages)
+    behave_logp = jax.lax.stop_gradient(_zero_outside(mask, behave_logp))
+    proximal_logp = behave_logp if isinstance(config, PPO) else jax.lax.stop_gradient(_zero_outside(mask, proximal_logp))
+
+    weight, capped = _behave_weight(config, proximal_logp - behave_logp, mask, segment_ids)
+    # A token that has left the loss must not reach exp: in the backward pass the zero that takes it out would meet inf.
+    log_ratio = jnp.where(weight > 0.0, logp - proximal_logp, 0.0)
     match config:
-        case DecoupledPPO():
-            return decoupled_ppo_loss(
-                logp,
-                proximal_logp,
-                behave_logp,
-                advantages,
-                mask,
-                clip_eps=config.clip_eps,
-                clip_eps_high=config.clip_eps_high,
-                dual_clip=config.dual_clip,
-                behave_weight_cap=config.behave_weight_cap,
-                behave_weight_mode=config.behave_weight_mode,
-                num_tokens=num_tokens,
-            )
-        case PPO():
-            return ppo_loss(
-                logp,
-                behave_logp,
-                advantages,
-                mask,
-                clip_eps=config.clip_eps,
-                clip_eps_high=config.clip_eps_high,
-                dual_clip=config.dual_clip,
-                num_tokens=num_tokens,
-            )
-    raise TypeError(f"loss must be DecoupledPPO or PPO, came {type(config).__name__}; set trainer.loss to one of them")
+        case DecoupledPPO() | PPO():
+            gain, extra = _clipped(log_ratio, advantages, config.clip_eps, config.clip_eps_high, config.dual_clip)
+        case GSPO():
+            # Of all tokens of the sequence, also of those whose own weight has left the loss.
+            log_ratio = _sequence_mean(logp - proximal_logp, mask, segment_ids)
+            advantages = _sequence_mean(advantages, mask, segment_ids)
+            gain, extra = _clipped(log_ratio, advantages, config.clip_eps, config.clip_eps_high, None)
+        case SAPO():
+            gain, extra = _gated(log_ratio, advantages, config), {}
+        case CISPO():
+            gain, extra = _weighted_by_clipped_ratio(logp, log_ratio, advantages, config)
+        case M2PO() | Reinforce():
+            gain, extra = jnp.exp(log_ratio) * advantages, {}
+        case _:
+            raise TypeError(f"{type(config).__name__} is no policy objective; set trainer.loss to one of areal_jax.rl.config")
+    token_loss = jnp.where(mask, -weight * gain, 0.0)
+
+    count = jnp.sum(mask, dtype=token_loss.dtype)
+    log_ratio_to_behave = jax.lax.stop_gradient(logp) - behave_logp
+    metrics = {
+        "loss": jnp.sum(token_loss),
+        "ratio": _sum(mask, jnp.exp(log_ratio)),
+        "behave_weight": _sum(mask, weight),
+        # Mean of squares: with the mean it gives the effective sample size, and it shows outliers as a maximum would.
+        "behave_weight_squared": _sum(mask, weight**2),
+        "behave_weight_capped_fraction": _sum(mask, capped),
+        # exp(x) - 1 - x with x = log(theta/behave): never negative, and low in variance (http://joschu.net/blog/kl-approx.html).
+        "kl_behave_theta": _sum(mask, jnp.expm1(log_ratio_to_behave) - log_ratio_to_behave),
+        "kl_proximal_theta": _sum(mask, jnp.expm1(log_ratio) - log_ratio),
+        **{name: _sum(mask, values) for name, values in extra.items()},
+    }
+    divisor = jnp.maximum(count if num_tokens is None else jnp.asarray(num_tokens, token_loss.dtype), 1.0)
+    return PolicyLoss(
+        jnp.sum(token_loss) / divisor, {name: (jax.lax.stop_gradient(total), count) for name, total in metrics.items()}
+    )
+
+
+def second_moment_mask(
+    log_weight: Float[np.ndarray, "T"], mask: Bool[np.ndarray, "T"], max_second_moment: float
+) -> Bool[np.ndarray, "T"]:
+    """The tokens that M2PO keeps (arXiv:2510.01161, section 4): without those furthest from the policy that drew them, the mean
+    of log_weight² over the rest is at most `max_second_moment`.
+
+    Give all tokens of a mini-batch at once, and count the loss over all of them: then no cut into micro-batches changes it.
+
+    Args:
+        log_weight: log(proximal/behave) of every token.
+    """
+    squares = np.where(mask, log_weight.astype(np.float64), np.inf) ** 2
+    order = np.argsort(squares, kind="stable")[: int(mask.sum())]
+    means = np.cumsum(squares[order]) / np.arange(1, len(order) + 1)
+    # Sorted, the means only grow.
+    kept = np.zeros(mask.shape, bool)
+    kept[order[means <= max_second_moment]] = True
+    return kept
+
+
+def _behave_weight(
+    config: Loss,
+    log_weight: Float[Array, "*B T"],
+    mask: Bool[Array, "*B T"],
+    segment_ids: Int[Array | np.ndarray, "*B T"] | None,
+) -> tuple[Float[Array, "*B T"], Bool[Array, "*B T"]]:
+    """Weight of every token, and where a cap changed it."""
+    correction = config.correction if isinstance(config, Corrected) else NoCorrection()
+    nowhere = jnp.zeros_like(mask)
+    match correction:
+        case NoCorrection():
+            return jnp.ones_like(log_weight), nowhere
+        case Weighted() | Truncated() | Masked():
+            match correction.level:
+                case "sequence":
+                    log_weight = _sequence_sum(log_weight, mask, segment_ids)
+                case "geometric":
+                    log_weight = _sequence_mean(log_weight, mask, segment_ids)
+            weight = jnp.exp(log_weight)
+            if isinstance(correction, Weighted):
+                return weight, nowhere
+            if correction.cap <= 0.0:
+                raise ValueError(
+                    f"the cap on proximal/behave must be above 0, came {correction.cap}; set trainer.loss.correction.cap"
+                )
+            capped = weight > correction.cap
+            return jnp.where(capped, correction.cap if isinstance(correction, Truncated) else 0.0, weight), capped
+    raise TypeError(f"{type(correction).__name__} is no correction; set trainer.loss.correction to one of areal_jax.rl.config")
+
+
+def _clipped(
+    log_ratio: Float[Array, "*B T"],
+    advantages: Float[Array, "*B T"],
+    clip_eps: float,
+    clip_eps_high: float | None,
+    dual_clip: float | None,
+) -> tuple[Float[Array, "*B T"], dict[str, Bool[Array, "*B T"]]]:
+    """min(uA, clip(u, 1-clip_eps, 1+clip_eps_high) A), at least dual_clip · A where A < 0, and where that held u back."""
+    if dual_clip is not None and dual_clip <= 1.0:
+        raise ValueError(f"dual_clip must be above 1, came {dual_clip}; set loss.dual_clip to c > 1, or to none for no bound")
+    # min(uA, clip(u)A) is A times u bounded on one side: from above where A > 0, from below where A < 0; the dual clip adds
+    # the bound from above where A < 0. A bounded u is a constant, and exp must not see its log-ratio: in the backward pass
+    # the zero that selects it would meet the inf of an overflowing exp, and 0 * inf is nan.
+    ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
+    lower = jnp.where(advantages < 0.0, 1.0 - clip_eps, 0.0)
+    upper = 1.0 + (clip_eps if clip_eps_high is None else clip_eps_high)
+    upper = jnp.where(advantages < 0.0, jnp.inf if dual_clip is None else dual_clip, upper)
+    too_low, too_high = ratio < lower, ratio > upper
+    bounded = too_low | too_high
+    held = jnp.where(bounded, jnp.clip(ratio, lower, upper), jnp.exp(jnp.where(bounded, 0.0, log_ratio)))
+    return held * advantages, {
+        "clip_fraction": jnp.where(advantages > 0.0, too_high, too_low),
+        "dual_clip_fraction": too_high & (advantages < 0.0),
+    }
+
+
+def _gated(log_ratio: Float[Array, "*B T"], advantages: Float[Array, "*B T"], config: SAPO) -> Float[Array, "*B T"]:
+    """(4/tau) sigmoid(tau (u - 1)) A (SAPO, arXiv:2511.20347, equation 6): its slope at u = 1 is A for every tau."""
+    tau = jnp.where(advantages > 0.0, config.temperature_positive, config.temperature_negative)
+    # From 64 on the gate is flat to the last bit of float32; exp must not overflow beyond.
+    ratio = jnp.exp(jnp.minimum(log_ratio, math.log(64.0)))
+    return 4.0 / tau * jax.nn.sigmoid(tau * (ratio - 1.0)) * advantages
+
+
+def _weighted_by_clipped_ratio(
+    logp: Float[Array, "*B T"], log_ratio: Float[Array, "*B T"], advantages: Float[Array, "*B T"], config: CISPO
+) -> tuple[Float[Array, "*B T"], dict[str, Bool[Array, "*B T"]]]:
+    """clip(u) A log theta, the clipped ratio without gradient, so that every token keeps one."""
+    ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
+    lower = 0.0 if config.clip_eps_low is None else 1.0 - config.clip_eps_low
+    clipped = jnp.clip(ratio, lower, 1.0 + config.clip_eps_high)
+    return clipped * advantages * logp, {"clip_fraction": clipped != ratio}
+
+
+def _sequence_sum(
+    values: Float[Array, "*B T"], mask: Bool[Array, "*B T"], segment_ids: Int[Array | np.ndarray, "*B T"] | None
+) -> Float[Array, "*B T"]:
+    """Of every token, the sum over its sequence's tokens under the mask."""
+    values = jnp.where(mask, values, 0.0)
+    if segment_ids is None:
+        return jnp.broadcast_to(values.sum(-1, keepdims=True), values.shape)
+
+    def of_row(values: Float[Array, "T"], segments: Int[Array, "T"]) -> Float[Array, "T"]:
+        return jax.ops.segment_sum(values, segments, num_segments=len(values) + 1)[segments]
+
+    rows = (values.reshape(-1, values.shape[-1]), jnp.asarray(segment_ids).reshape(-1, values.shape[-1]))
+    return jax.vmap(of_row)(*rows).reshape(values.shape)
+
+
+def _sequence_mean(
+    values: Float[Array, "*B T"], mask: Bool[Array, "*B T"], segment_ids: Int[Array | np.ndarray, "*B T"] | None
+) -> Float[Array, "*B T"]:
+    """Of every token, the mean over its sequence's tokens under the mask; 0 where there are none."""
+    total = _sequence_sum(values, mask, segment_ids)
+    return total / jnp.maximum(_sequence_sum(mask.astype(total.dtype), mask, segment_ids), 1.0)
 
 
 def sft_loss(
@@ -180,11 +273,11 @@ def sft_loss(
     return PolicyLoss(-jnp.sum(logp) / divisor, {"loss": (jax.lax.stop_gradient(-jnp.sum(logp)), count)})
 
 
-def _zero_outside(mask: Shaped[Array, "*B T"], values: Float[Array | np.ndarray, "*B T"]) -> Float[Array, "*B T"]:
+def _zero_outside(mask: Bool[Array, "*B T"], values: Float[Array | np.ndarray, "*B T"]) -> Float[Array, "*B T"]:
     """`values` in float32 or wider, with zeros where the mask is false."""
     values = jnp.asarray(values)
     return jnp.where(mask, values.astype(jnp.promote_types(values.dtype, jnp.float32)), 0.0)
 
 
-def _sum(mask: Shaped[Array, "*B T"], values: Shaped[Array, "*B T"]) -> Float[Array, ""]:
+def _sum(mask: Bool[Array, "*B T"], values: Shaped[Array, "*B T"]) -> Float[Array, ""]:
     return jnp.sum(jnp.where(mask, values, 0).astype(jnp.promote_types(values.dtype, jnp.float32)))

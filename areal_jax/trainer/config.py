@@ -6,7 +6,7 @@ from typing import Literal
 
 import chz
 
-from areal_jax.rl.config import Advantages, DecoupledPPO, GroupNormalized, Loss
+from areal_jax.rl.config import Advantages, DecoupledPPO, GroupNormalized, Loss, Mean
 
 
 @chz.chz
@@ -27,8 +27,17 @@ class OptimizerConfig:
 
 @chz.chz
 class TrainerConfig:
-    loss: Loss = chz.field(default_factory=DecoupledPPO, doc="the objective: DecoupledPPO or PPO")
-    advantages: Advantages = chz.field(default_factory=GroupNormalized, doc="GroupNormalized or BatchNormalized")
+    loss: Loss = chz.field(
+        default_factory=DecoupledPPO, doc="the objective: DecoupledPPO, PPO, GSPO, SAPO, CISPO, M2PO or Reinforce"
+    )
+    loss_mean: Mean = chz.field(
+        default="tokens",
+        doc="what a mini-batch's loss is the mean of: its tokens; its sequences, each the mean of its tokens; or constant: its "
+        "sequences, each the sum of its tokens over trainer.row_tokens (Dr.GRPO)",
+    )
+    advantages: Advantages = chz.field(
+        default_factory=GroupNormalized, doc="GroupNormalized, LeaveOneOut, BatchNormalized or Unnormalized"
+    )
     optimizer: OptimizerConfig = chz.field(default_factory=OptimizerConfig)
     num_mini_batches: int = chz.field(default=4, doc="optimizer updates in one step; each sees its share of the batch's groups")
     row_tokens: int = chz.field(default=0, doc="tokens of a packed row; 0: the engine's longest sequence")

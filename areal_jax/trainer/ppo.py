@@ -15,9 +15,9 @@ from jaxtyping import Array, Bool, Float, Float32
 from areal_jax.data.packing import TrainingSequence, pack
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.records import Group, Sample
-from areal_jax.rl.advantages import compute_advantages
-from areal_jax.rl.config import PPO
-from areal_jax.rl.losses import PolicyLoss, policy_loss
+from areal_jax.rl.advantages import compute_advantages, mean_weights
+from areal_jax.rl.config import M2PO, PPO
+from areal_jax.rl.losses import PolicyLoss, policy_loss, second_moment_mask
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.step import DeviceBatch, Learner, Metrics
 from areal_jax.trainer.versions import Versions
@@ -44,7 +44,7 @@ class MiniBatch(NamedTuple):
 
 
 class Trainer(Versions):
-    """Decoupled PPO on the train mesh: `step` turns a batch of groups into the next version of the parameters."""
+    """Policy optimization on the train mesh: `step` turns a batch of groups into the next version of the parameters."""
 
     def __init__(
         self,
@@ -71,7 +71,14 @@ class Trainer(Versions):
 
         def objective(logp: Array, proximal_logp: Array, batch: DeviceBatch, num_tokens: Float[Array, ""]) -> PolicyLoss:
             return policy_loss(
-                config.loss, logp, proximal_logp, batch.behave_logp, batch.advantages, batch.loss_mask, num_tokens
+                config.loss,
+                logp,
+                proximal_logp,
+                batch.behave_logp,
+                batch.advantages,
+                batch.loss_mask,
+                batch.segment_ids,
+                num_tokens=num_tokens,
             )
 
         learner = Learner(
@@ -85,8 +92,12 @@ class Trainer(Versions):
             temperature=temperature,
             row_tokens=row_tokens,
         )
-        # The first mini-batch reads proximal log-probs off its own forward pass, and PPO has no use for any.
-        super().__init__(learner, reads_logprobs=config.num_mini_batches > 1 and not isinstance(config.loss, PPO))
+        # The first mini-batch reads proximal log-probs off its own forward pass, but for M2PO, which looks at all of a
+        # mini-batch's before any of it is trained on. PPO has no use for any.
+        self._first_to_read = (
+            config.num_mini_batches if isinstance(config.loss, PPO) else int(not isinstance(config.loss, M2PO))
+        )
+        super().__init__(learner, reads_logprobs=self._first_to_read < config.num_mini_batches)
 
     def step(self, groups: Sequence[Group]) -> StepResult:
         """Train on a batch: `num_mini_batches` optimizer updates, after which `version` is one higher.
@@ -117,8 +128,11 @@ class Trainer(Versions):
         ]
         metrics = self._describe(groups, trained, advantages)
         packed = time.perf_counter()
-        if self._reads_logprobs:
-            mini_batches[1:] = [self._with_proximal(mini_batch) for mini_batch in mini_batches[1:]]
+        for i in range(self._first_to_read, len(mini_batches)):
+            mini_batches[i] = self._with_proximal(mini_batches[i])
+            if isinstance(self.config.loss, M2PO):
+                mini_batches[i], kept = self._near(mini_batches[i], self.config.loss.max_second_moment)
+                _merge(metrics, {"m2po_kept_fraction": kept})
         forwarded = time.perf_counter()
         num_updates = 0
         for i, mini_batch in enumerate(mini_batches):
@@ -170,20 +184,26 @@ class Trainer(Versions):
     ) -> MiniBatch:
         """What is needed of each sample to train on it: nothing after its last trained token, and nothing at all of a sample
         without one."""
+        flat = [
+            (sample, mask, advantage)
+            for samples, masks, advantages_G in share
+            for sample, mask, advantage in zip(samples, masks, advantages_G, strict=True)
+            if mask.any()
+        ]
+        num_trained = np.array([mask.sum() for _, mask, _ in flat], np.int64)
+        weights = mean_weights(self.config.loss_mean, num_trained, self._learner.row_tokens)
         sequences = []
-        for samples, masks, advantages_G in share:
-            for sample, mask, advantage in zip(samples, masks, advantages_G, strict=True):
-                if mask.any():
-                    end = len(mask) - int(mask[::-1].argmax())
-                    sequences.append(
-                        TrainingSequence(
-                            sample.tokens[:end], mask[:end], sample.behave_logp[:end], np.broadcast_to(advantage, end)
-                        )
-                    )
+        for (sample, mask, advantage), weight in zip(flat, weights, strict=True):
+            end = len(mask) - int(mask[::-1].argmax())
+            sequences.append(
+                TrainingSequence(
+                    sample.tokens[:end], mask[:end], sample.behave_logp[:end], np.broadcast_to(weight * advantage, end)
+                )
+            )
         batches, layout = pack(sequences, rows=self._learner.rows, row_tokens=self._learner.row_tokens)
         return MiniBatch(
             [self._learner.put(batch) for batch in batches],
-            num_loss_tokens=sum(int(sequence.loss_mask.sum()) for sequence in sequences),
+            num_loss_tokens=int(num_trained.sum()),
             num_tokens=int(layout.lengths.sum()),
             num_places=int(np.prod(layout.shape)),
         )
@@ -194,6 +214,19 @@ class Trainer(Versions):
         jax.block_until_ready([batch.proximal_logp for batch in batches])
         return mini_batch._replace(batches=batches)
 
+    def _near(self, mini_batch: MiniBatch, max_second_moment: float) -> tuple[MiniBatch, tuple[float, float]]:
+        """Without the tokens that M2PO leaves out, though they count in the loss's denominator; and the share that stays."""
+        hosts = [jax.device_get((batch.proximal_logp, batch.behave_logp, batch.loss_mask)) for batch in mini_batch.batches]
+        if not hosts:
+            return mini_batch, (0.0, 0.0)
+        proximal, behave, mask = (np.stack(arrays) for arrays in zip(*hosts, strict=True))
+        kept = second_moment_mask((proximal - behave).reshape(-1), mask.reshape(-1), max_second_moment).reshape(mask.shape)
+        batches = [
+            batch._replace(loss_mask=jax.device_put(rows, batch.loss_mask.sharding))
+            for batch, rows in zip(mini_batch.batches, kept, strict=True)
+        ]
+        return mini_batch._replace(batches=batches), (float(kept.sum()), float(mask.sum()))
+
     def _update(self, i: int, mini_batch: MiniBatch, *, proximal_is_current: bool) -> Metrics:
         try:
             return self._learner.update(mini_batch.batches, mini_batch.num_loss_tokens, proximal_is_current=proximal_is_current)
@@ -202,7 +235,7 @@ class Trainer(Versions):
             raise FloatingPointError(
                 f"step {self.version}, update {i + 1} of {self.config.num_mini_batches}: {error}. The update was not applied; "
                 f"the last good version is {self.version}{done}. Lower trainer.optimizer.learning_rate or "
-                "trainer.optimizer.max_grad_norm, or set trainer.loss.behave_weight_cap"
+                "trainer.optimizer.max_grad_norm, or set trainer.loss.correction=Masked with a trainer.loss.correction.cap"
             ) from None
 
     def _describe(

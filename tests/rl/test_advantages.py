@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from areal_jax.rl.advantages import compute_advantages
-from areal_jax.rl.config import Advantages, BatchNormalized, GroupNormalized
+from areal_jax.rl.advantages import compute_advantages, mean_weights
+from areal_jax.rl.config import Advantages, BatchNormalized, GroupNormalized, LeaveOneOut, Mean, Unnormalized
 
 
 def compute(config: Advantages, *rewards_and_tokens: tuple[list[float], list[int]]) -> list[np.ndarray]:
@@ -28,16 +28,54 @@ def test_groups_of_different_sizes_are_each_centred() -> None:
 
 
 def test_dr_grpo_only_subtracts_the_mean() -> None:
-    (advantages,) = compute(GroupNormalized(divide_by_std=False), ([1.0, 0.0, 0.0, 0.0], [1, 1, 1, 1]))
+    (advantages,) = compute(GroupNormalized(divide_by="nothing"), ([1.0, 0.0, 0.0, 0.0], [1, 1, 1, 1]))
     np.testing.assert_allclose(advantages, [0.75, -0.25, -0.25, -0.25])
 
 
-@pytest.mark.parametrize("config", [GroupNormalized(), GroupNormalized(divide_by_std=False), BatchNormalized()])
+@pytest.mark.parametrize(
+    "config",
+    [*(GroupNormalized(divide_by=by) for by in ("group_std", "batch_std", "nothing")), LeaveOneOut(), BatchNormalized()],
+)
 @pytest.mark.parametrize("rewards", [[0.1, 0.1, 0.1], [-5.0]])
 def test_equal_rewards_give_exactly_zero(config: Advantages, rewards: list[float]) -> None:
     # The mean of three times 0.1 is not 0.1 in binary; divided by eps the difference would not be small.
     (advantages,) = compute(config, (rewards, [3] * len(rewards)))
     assert not advantages.any()
+
+
+def test_lite_ppo_divides_by_the_spread_of_the_batch() -> None:
+    # Centred by group: -1, 1 and -3, 3. Their mean is 0 and their sample variance 20 / 3, 1 / 2.581989 = .387298.
+    first, second = compute(GroupNormalized(divide_by="batch_std", eps=0.0), ([1.0, 3.0], [1, 9]), ([2.0, 8.0], [1, 1]))
+    np.testing.assert_allclose([*first, *second], [-0.387298, 0.387298, -1.161895, 1.161895], atol=1e-6)
+
+
+def test_leave_one_out_equals_areals_number() -> None:
+    # AReaL's own test: 1 among 1..6 has 2..6 beside it, whose mean is 4: -3.
+    (advantages,) = compute(LeaveOneOut(), ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1] * 6))
+    np.testing.assert_allclose(advantages, [-3.0, -1.8, -0.6, 0.6, 1.8, 3.0], atol=1e-6)
+
+
+def test_a_lone_sample_has_nobody_to_be_compared_with() -> None:
+    for config in (GroupNormalized(), GroupNormalized(divide_by="batch_std"), LeaveOneOut()):
+        first, second = compute(config, ([7.0], [2]), ([1.0, 0.0], [2, 2]))
+        assert not first.any() and second.all()
+
+
+def test_unnormalized_advantages_are_the_rewards() -> None:
+    first, second = compute(Unnormalized(), ([5.0, -5.0], [3, 1]), ([5.0], [2]))
+    assert [*first, *second] == [5.0, -5.0, 5.0]
+
+
+def test_every_mean_of_a_mini_batch_is_a_mean_over_its_tokens() -> None:
+    # Losses per token 1, 2 and 4 of samples with 1, 3 and 2 tokens, and one without any; 6 tokens, 3 sequences.
+    losses, lengths = np.array([1.0, 2.0, 4.0, 9.0]), np.array([1, 3, 2, 0])
+
+    def mean(name: Mean) -> float:
+        return float((losses * lengths * mean_weights(name, lengths, constant_tokens=10)).sum() / 6)
+
+    assert mean("tokens") == pytest.approx((1 + 3 * 2 + 2 * 4) / 6)
+    assert mean("sequences") == pytest.approx((1 + 2 + 4) / 3)
+    assert mean("constant") == pytest.approx((1 + 6 + 8) / (3 * 10))
 
 
 def test_batch_normalization_weights_samples_by_their_tokens() -> None:

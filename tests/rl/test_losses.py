@@ -11,8 +11,22 @@ import numpy as np
 import pytest
 
 from areal_jax.rl import losses
-from areal_jax.rl.config import PPO, DecoupledPPO, Loss
-from areal_jax.rl.losses import PolicyLoss, policy_loss, ppo_loss, sft_loss
+from areal_jax.rl.config import (
+    CISPO,
+    GSPO,
+    M2PO,
+    PPO,
+    SAPO,
+    Correction,
+    DecoupledPPO,
+    Loss,
+    Masked,
+    NoCorrection,
+    Reinforce,
+    Truncated,
+    Weighted,
+)
+from areal_jax.rl.losses import PolicyLoss, policy_loss, second_moment_mask, sft_loss
 
 SETTINGS = ("clip_eps", "clip_eps_high", "dual_clip", "behave_weight_cap", "behave_weight_mode")
 decoupled_ppo_loss = jax.jit(losses.decoupled_ppo_loss, static_argnames=SETTINGS)
@@ -63,7 +77,6 @@ def test_coupled_loss_equals_the_number_by_hand() -> None:
     # theta/behave = e^[.3, .4, -.4, 2]: all clipped, [1.2, 1.2, -.8, 2.4], sum 4, / -4.
     loss = decoupled_ppo_loss(LOGP, BEHAVE, BEHAVE, ADVANTAGES, ALL, clip_eps=0.2).loss
     assert float(loss) == pytest.approx(-1.0, abs=1e-6)
-    assert float(ppo_loss(LOGP, BEHAVE, ADVANTAGES, ALL, clip_eps=0.2).loss) == pytest.approx(-1.0, abs=1e-6)
 
 
 def test_dual_clip_bounds_the_loss_of_a_negative_advantage() -> None:
@@ -200,7 +213,9 @@ def test_a_row_and_a_batch_of_one_row_are_the_same() -> None:
     ("config", "expected"),
     [
         (DecoupledPPO(), -4.131993),
-        (DecoupledPPO(behave_weight_cap=5.0, behave_weight_mode="clamp"), -2.937465),
+        (DecoupledPPO(correction=Truncated(cap=5.0)), -2.937465),
+        (DecoupledPPO(correction=Masked(cap=5.0)), -0.437465),
+        (DecoupledPPO(correction=NoCorrection()), -0.876293),
         (PPO(), -1.0),
     ],
 )
@@ -209,9 +224,166 @@ def test_the_config_names_the_objective(config: Loss, expected: float) -> None:
     assert float(out.loss) == pytest.approx(expected, abs=1e-6)
 
 
+# Every objective and every correction.
+
+EVERY: list[Loss] = [
+    DecoupledPPO(dual_clip=3.0),
+    DecoupledPPO(correction=Masked(cap=1.5)),
+    DecoupledPPO(correction=Truncated(cap=1.5, level="geometric")),
+    DecoupledPPO(correction=Weighted(level="sequence")),
+    PPO(),
+    GSPO(clip_eps=0.1, clip_eps_high=0.2),
+    GSPO(clip_eps=0.1, correction=Masked(cap=1.2, level="geometric")),
+    SAPO(),
+    CISPO(clip_eps_low=0.3),
+    M2PO(),
+    Reinforce(),
+]
+every_loss = pytest.mark.parametrize("config", EVERY, ids=repr)
+SEGMENTS = np.array([[1, 1, 1, 2, 2, 3, 0], [1, 2, 2, 2, 2, 2, 2]], np.int32)
+
+
+def packed_inputs(seed: int) -> Draw:
+    """Two rows of three and two sequences, the first with padding at its end."""
+    draw = random_inputs(np.random.default_rng(seed), SEGMENTS.shape)
+    return draw._replace(mask=draw.mask & (SEGMENTS > 0))
+
+
+@every_loss
+def test_equal_policies_give_the_policy_gradient(config: Loss) -> None:
+    draw = packed_inputs(5)
+    # Advantages equal within a sequence, as GSPO wants them.
+    draw = draw._replace(advantages=np.where(SEGMENTS == 2, np.float32(-0.7), np.float32(1.3)))
+    draw = draw._replace(proximal_logp=draw.logp, behave_logp=draw.logp)
+    gradient = jax.jit(jax.grad(lambda logp: policy_loss(config, logp, *draw[1:], segment_ids=SEGMENTS).loss))(draw.logp)
+    np.testing.assert_allclose(gradient, -np.where(draw.mask, draw.advantages, 0.0) / draw.mask.sum(), rtol=2e-6, atol=1e-8)
+
+
+@every_loss
+def test_gradients_of_every_objective_equal_finite_differences(config: Loss) -> None:
+    draw = packed_inputs(6)
+    with jax.enable_x64(True):
+        logp, *rest = (x.astype(np.float64) if x.dtype == np.float32 else x for x in draw)
+
+        def loss(logp: jax.Array) -> jax.Array:
+            if isinstance(config, CISPO):
+                # Its ratio is a weight: the slope is that of the weighted log-probability, the weight held where it is.
+                held = np.clip(np.exp(np.asarray(draw.logp, np.float64) - rest[0]), 0.7, 1.2) * np.exp(rest[0] - rest[1])
+                return -jnp.sum(jnp.where(draw.mask, held * rest[2] * logp, 0.0)) / draw.mask.sum()
+            return policy_loss(config, logp, *rest, segment_ids=SEGMENTS).loss
+
+        nudges = 1e-6 * np.eye(logp.size).reshape(logp.size, *logp.shape)
+        many = jax.jit(jax.vmap(loss))
+        slopes = (many(logp + nudges) - many(logp - nudges)) / 2e-6
+        gradient = jax.jit(jax.grad(lambda logp: policy_loss(config, logp, *rest, segment_ids=SEGMENTS).loss))(logp)
+    np.testing.assert_allclose(gradient.reshape(-1), slopes, atol=1e-7)
+
+
+@every_loss
+def test_a_thousand_random_inputs_of_every_objective_equal_float64_numpy(config: Loss) -> None:
+    draws = [packed_inputs(seed) for seed in range(1000)]
+    batch = Draw(*(np.stack(arrays) for arrays in zip(*draws, strict=True)))
+    losses_1000 = jax.jit(jax.vmap(lambda draw: policy_loss(config, *draw, segment_ids=SEGMENTS).loss))(batch)
+    expected = [textbook_loss(config, Draw(*(x.astype(np.float64) for x in draw))) for draw in draws]
+    np.testing.assert_allclose(losses_1000, expected, atol=1e-6, rtol=2e-6)
+
+
+@every_loss
+def test_padding_and_packing_change_no_objective(config: Loss) -> None:
+    draw, num_tokens = packed_inputs(7), 11.0
+    packed = policy_loss(config, *draw, segment_ids=SEGMENTS, num_tokens=num_tokens).loss
+    places = [np.flatnonzero(SEGMENTS[row] == segment) for row, segment in ((0, 1), (0, 2), (0, 3), (1, 1), (1, 2))]
+    rows = [[np.pad(x[row][here], (0, 8 - len(here))) for x in draw] for row, here in zip((0, 0, 0, 1, 1), places, strict=True)]
+    own = jax.jit(jax.vmap(lambda draw: policy_loss(config, *draw, num_tokens=num_tokens).loss))
+    alone = own(Draw(*(np.stack(arrays) for arrays in zip(*rows, strict=True))))
+    assert float(packed) == pytest.approx(float(alone.sum()), rel=1e-5)
+
+
+@every_loss
+def test_what_lies_under_the_mask_poisons_no_objective(config: Loss) -> None:
+    draw = packed_inputs(8)
+    poisoned = Draw(*(np.where(draw.mask, x, np.float32(np.nan)) for x in draw))._replace(mask=draw.mask)
+
+    @jax.jit
+    def run(draw: Draw) -> tuple[PolicyLoss, jax.Array]:
+        gradient = jax.grad(lambda logp: policy_loss(config, logp, *draw[1:], segment_ids=SEGMENTS).loss)(draw.logp)
+        return policy_loss(config, *draw, segment_ids=SEGMENTS), gradient
+
+    for clean, dirty in zip(jax.tree.leaves(run(draw)), jax.tree.leaves(run(poisoned)), strict=True):
+        np.testing.assert_array_equal(clean, dirty)
+
+
+def test_gspo_equals_areals_numbers() -> None:
+    # Two sequences of log-ratios (.5, .5) and (1, 1): ratios e^.5 and e^1, which a clip of 0.2 holds at 1.2. Advantages
+    # 1, 2 and 1, 1 have means 1.5 and 1: -(1.2 · 1.5 · 2 + 1.2 · 2) / 4 = -1.5.
+    logp, zero = np.array([[0.5, 0.5], [1.0, 1.0]], np.float32), np.zeros((2, 2), np.float32)
+    advantages, mask = np.array([[1.0, 2.0], [1.0, 1.0]], np.float32), np.ones((2, 2), bool)
+    out = policy_loss(GSPO(clip_eps=0.2, clip_eps_high=None), logp, zero, zero, advantages, mask)
+    assert float(out.loss) == pytest.approx(-1.5)
+    assert mean(out, "ratio") == pytest.approx((np.exp(0.5) + np.exp(1.0)) / 2)
+    assert mean(out, "clip_fraction") == 1.0
+
+
+@pytest.mark.parametrize("tau", [1.0, 2.0])
+def test_sapos_gate_has_value_2_over_tau_and_slope_1_where_nothing_has_changed(tau: float) -> None:
+    # AReaL's own test: at ratio 1 the gate is 4/tau · 1/2, and its slope 4 sigmoid'(0) = 1 for every tau.
+    one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
+    config = SAPO(temperature_positive=tau, temperature_negative=tau)
+    for advantage in (one, -one):
+        loss, slope = jax.value_and_grad(lambda x, a=advantage: policy_loss(config, x, zero, zero, a, one).loss)(zero)
+        assert float(loss) == pytest.approx(-2.0 / tau * advantage[0])
+        assert float(slope[0]) == pytest.approx(-advantage[0])
+
+
+def test_m2po_keeps_the_tokens_nearest_to_who_drew_them() -> None:
+    # Squares .01, .25, .09, .0025, 1: .0025, .01 and .09 have mean .0342, with .25 it would be .088 and above .04.
+    log_weight = np.array([0.1, 0.5, -0.3, 0.05, 1.0], np.float32)
+    kept = second_moment_mask(log_weight, np.ones(5, bool), 0.04)
+    assert kept.tolist() == [True, False, True, True, False]
+    # Without the first two of these: .0025 alone; .0025 and .09 have mean .04625.
+    kept = second_moment_mask(log_weight, np.array([False, False, True, True, True]), 0.04)
+    assert kept.tolist() == [False, False, False, True, False]
+    assert not second_moment_mask(log_weight, np.zeros(5, bool), 0.04).any()
+    poisoned = np.where([True, True, False, True, True], log_weight, np.nan).astype(np.float32)
+    assert second_moment_mask(poisoned, np.array([True, True, False, True, True]), 0.04).tolist() == [
+        True,
+        False,
+        False,
+        True,
+        False,
+    ]
+
+
+def test_corrections_equal_the_numbers_by_hand() -> None:
+    # log(proximal/behave) of two sequences: (2, 0) and (.1, .3). Products e^2 and e^.4, geometric means e^1 and e^.2.
+    behave, zero = np.array([-2.0, 0.0, -0.1, -0.3], np.float32), np.zeros(4, np.float32)
+    segments, ones = np.array([1, 1, 2, 2], np.int32), np.ones(4, np.float32)
+
+    def weights(correction: Correction) -> list[float]:
+        loss = jax.grad(
+            lambda logp: policy_loss(Reinforce(correction=correction), logp, zero, behave, ones, ones, segments).loss
+        )
+        return (-4.0 * loss(zero)).tolist()
+
+    e = np.exp
+    assert weights(NoCorrection()) == pytest.approx([1.0] * 4)
+    assert weights(Weighted()) == pytest.approx([e(2), 1.0, e(0.1), e(0.3)])
+    assert weights(Weighted(level="sequence")) == pytest.approx([e(2), e(2), e(0.4), e(0.4)])
+    assert weights(Weighted(level="geometric")) == pytest.approx([e(1), e(1), e(0.2), e(0.2)])
+    # AReaL's own test: e^2 = 7.39 above a cap of 5.
+    assert weights(Truncated(cap=5.0)) == pytest.approx([5.0, 1.0, e(0.1), e(0.3)])
+    assert weights(Masked(cap=5.0)) == pytest.approx([0.0, 1.0, e(0.1), e(0.3)])
+    assert weights(Masked(cap=5.0, level="sequence")) == pytest.approx([0.0, 0.0, e(0.4), e(0.4)])
+    assert weights(Masked(cap=5.0, level="geometric")) == pytest.approx([e(1), e(1), e(0.2), e(0.2)])
+
+
 def test_an_unknown_objective_is_an_error_that_names_the_knob() -> None:
     with pytest.raises(TypeError, match=r"trainer\.loss"):
         policy_loss(Loss(), LOGP, PROXIMAL, BEHAVE, ADVANTAGES, ALL)
+    with pytest.raises(TypeError, match=r"trainer\.loss\.correction"):
+        policy_loss(Reinforce(correction=Correction()), LOGP, PROXIMAL, BEHAVE, ADVANTAGES, ALL)
+    with pytest.raises(ValueError, match=r"trainer\.loss\.correction\.cap"):
+        policy_loss(Reinforce(correction=Masked(cap=0.0)), LOGP, PROXIMAL, BEHAVE, ADVANTAGES, ALL)
     with pytest.raises(ValueError, match="dual_clip must be above 1"):
         decoupled_ppo_loss(LOGP, PROXIMAL, BEHAVE, ADVANTAGES, ALL, dual_clip=0.9)
 
@@ -245,3 +417,53 @@ def paper_loss(draw: Draw) -> float:
             term = min(u * advantage, np.clip(u, 0.8, 1.28) * advantage)
             total -= w * (max(term, 3.0 * advantage) if advantage < 0 else term)
     return total / draw.mask.sum()
+
+
+def textbook_loss(config: Loss, draw: Draw) -> float:
+    """Every objective as its paper writes it, sequence by sequence and token by token, over the two rows of SEGMENTS."""
+    total = 0.0
+    for row in range(2):
+        for segment in range(1, 4):
+            here = (SEGMENTS[row] == segment) & draw.mask[row].astype(bool)
+            if not here.any():
+                continue
+            theta, proximal, behave, advantages = (x[row][here] for x in draw[:4])
+            if isinstance(config, PPO):
+                proximal = behave
+            for t in range(len(theta)):
+                w = textbook_weight(config, proximal - behave, t)
+                total -= w * textbook_gain(config, theta, proximal, advantages, t)
+    return total / draw.mask.sum()
+
+
+def textbook_weight(config: Loss, log_weights: np.ndarray, t: int) -> float:
+    correction = getattr(config, "correction", NoCorrection())
+    if isinstance(correction, NoCorrection):
+        return 1.0
+    w = float(
+        np.exp({"token": log_weights[t], "sequence": log_weights.sum(), "geometric": log_weights.mean()}[correction.level])
+    )
+    match correction:
+        case Truncated(cap=cap):
+            return min(w, cap)
+        case Masked(cap=cap):
+            return w if w <= cap else 0.0
+    return w
+
+
+def textbook_gain(config: Loss, theta: np.ndarray, proximal: np.ndarray, advantages: np.ndarray, t: int) -> float:
+    u, advantage = float(np.exp(theta[t] - proximal[t])), float(advantages[t])
+    match config:
+        case DecoupledPPO() | PPO():
+            term = min(u * advantage, np.clip(u, 0.8, 1.2) * advantage)
+            return max(term, config.dual_clip * advantage) if config.dual_clip and advantage < 0 else term
+        case GSPO():
+            s, mean_advantage = float(np.exp((theta - proximal).mean())), float(advantages.mean())
+            high = 1.0 + (config.clip_eps if config.clip_eps_high is None else config.clip_eps_high)
+            return min(s * mean_advantage, np.clip(s, 1.0 - config.clip_eps, high) * mean_advantage)
+        case SAPO():
+            tau = 1.0 if advantage > 0 else 1.05
+            return 4.0 / tau / (1.0 + np.exp(-tau * (u - 1.0))) * advantage
+        case CISPO():
+            return float(np.clip(u, 0.7, 1.2)) * advantage * theta[t]
+    return u * advantage

@@ -18,7 +18,7 @@ from tiny_training import POLICY, PROMPT_TOKENS, ROW_TOKENS, batch, group, param
 from areal_jax.models.attention import packed_attention
 from areal_jax.records import Group
 from areal_jax.rl.advantages import compute_advantages
-from areal_jax.rl.config import PPO
+from areal_jax.rl.config import GSPO, M2PO, PPO, GroupNormalized, Loss, Mean, NoCorrection, Reinforce
 from areal_jax.rl.logprobs import token_logprobs
 from areal_jax.rl.losses import decoupled_ppo_loss
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
@@ -152,6 +152,39 @@ def test_micro_batches_padding_and_shards_change_nothing(variant: str, shared: C
         assert mean(result, name) == pytest.approx(mean(expected, name), abs=1e-5), name
     assert_close(trainer.params, reference.params)
     assert_close(trainer.state.opt_state, reference.state.opt_state)
+
+
+@pytest.mark.parametrize(
+    ("loss", "loss_mean"),
+    [(GSPO(clip_eps=0.1, clip_eps_high=0.1), "sequences"), (M2PO(max_second_moment=0.003), "constant")],
+    ids=["GSPO", "M2PO"],
+)
+def test_micro_batches_change_nothing_where_sequences_or_the_whole_mini_batch_count(loss: Loss, loss_mean: Mean) -> None:
+    groups = batch(seed=1)
+    whole, cut = (make(loss=loss, loss_mean=loss_mean, rows_per_micro_batch=rows) for rows in (4, 1))
+    expected, result = whole.step(groups), cut.step(groups)
+    assert mean(result, "loss") == pytest.approx(mean(expected, "loss"), abs=1e-6)
+    assert_close(whole.params, cut.params)
+    if isinstance(loss, M2PO):
+        # Some tokens are left out, and the loss is still counted over all of them.
+        assert result.metrics["m2po_kept_fraction"] == expected.metrics["m2po_kept_fraction"]
+        assert 0.1 < mean(result, "m2po_kept_fraction") < 0.9
+
+
+def test_the_mean_over_sequences_is_the_mean_of_their_means() -> None:
+    # Reinforce with everything on policy: the loss of a token is minus its advantage, and the mean of centred ones is 0 by
+    # sequences. By tokens the longer, wrong answer weighs more: 6 tokens of 1/2 and 16 of -1/2, so -(3 - 8) / 22.
+    by_mean: dict[str, float] = {}
+    for name in ("tokens", "sequences", "constant"):
+        trainer = make(
+            loss=Reinforce(correction=NoCorrection()), loss_mean=name, advantages=GroupNormalized(divide_by="nothing")
+        )
+        rng = np.random.default_rng(3)
+        result = trainer.step([group(0, sample(rng, 10, 0, 1.0), sample(rng, 20, 0, 0.0))])
+        by_mean[name] = mean(result, "loss")
+    assert by_mean["tokens"] == pytest.approx(5 / 22, abs=1e-6)
+    assert by_mean["sequences"] == pytest.approx(0.0, abs=1e-6)
+    assert by_mean["constant"] == pytest.approx(5 / (2 * ROW_TOKENS), abs=1e-6)
 
 
 def test_bfloat16_is_for_activations_only(shared: Callable[[str], Trainer]) -> None:
