@@ -22,7 +22,8 @@ from areal_jax.metrics.config import MetricsConfig
 from areal_jax.models.config import PolicyConfig
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.rewards.config import RewardConfig
-from areal_jax.rl.config import GroupNormalized
+from areal_jax.rl.config import GroupNormalized, LeaveOneOut
+from areal_jax.rl.presets import PRESETS
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.settings import (
     ConfigError,
@@ -167,10 +168,33 @@ def _experiment_in(path: Path) -> AnyExperiment:
 
 
 def _resolved(cls: type[AnyExperiment], flat: Settings, overrides: Sequence[str]) -> AnyExperiment:
-    experiment = build(cls, assign(parse_overrides(overrides), flat, from_text))
+    given = parse_overrides(overrides)
+    if name := given.pop("algorithm", None):
+        flat = settings(_with_algorithm(build(cls, flat), name))
+    experiment = build(cls, assign(given, flat, from_text))
     if problems := list(contradictions(experiment)):
         raise ConfigError("\n".join(problems))
     return experiment
+
+
+def _with_algorithm(experiment: AnyExperiment, name: str) -> Experiment:
+    """The experiment with the switches of a preset. ConfigError names the presets where there is none of this name."""
+    if name not in PRESETS:
+        raise ConfigError(f"no algorithm {name!r}; known are {', '.join(PRESETS)}")
+    if not isinstance(experiment, Experiment):
+        raise ConfigError(f"algorithm={name} is for reinforcement learning; {experiment.name} is supervised fine-tuning")
+    preset = PRESETS[name]
+    trainer = chz.replace(
+        experiment.trainer,
+        loss=preset.loss,
+        loss_mean=preset.loss_mean,
+        advantages=preset.advantages,
+        shaping=preset.shaping,
+    )
+    rollout = chz.replace(
+        experiment.rollout, success_rate_above=preset.success_rate_above, success_rate_below=preset.success_rate_below
+    )
+    return chz.replace(experiment, trainer=trainer, rollout=rollout)
 
 
 # What a number may be, by the last part of its key. Zero is allowed where it means none or off.
@@ -186,17 +210,20 @@ _POSITIVE = (
     ),
     *("num_slots", "max_prompt_tokens", "max_new_tokens", "steps_per_dispatch", "num_mini_batches", "rows_per_micro_batch"),
     *("logp_chunk_tokens", "learning_rate", "eps", "max_grad_norm", "clip_eps", "clip_eps_high", "cap"),
-    *("max_second_moment", "temperature_positive", "temperature_negative", "clip_eps_low"),
+    *("clip", "max_second_moment", "temperature_positive", "temperature_negative", "clip_eps_low"),
     *("num_workers", "samples_per_task", "keep", "batch_timeout_s", "request_timeout_s", "timeout_s"),
     *("train_devices", "rollout_devices", "train_fsdp", "train_tensor", "rollout_tensor", "simulated_devices"),
 )
 _NOT_NEGATIVE = (
     *("seed", "num_steps", "max_staleness", "every_steps", "perplexity_every_steps", "row_tokens"),
-    *("temperature", "top_k", "weight_decay"),
+    *("temperature", "top_k", "weight_decay", "overlong_penalty"),
 )
-_FRACTION = ("share", "top_p", "warmup_fraction", "beta1", "beta2")
+_FRACTION = (
+    *("share", "overlong_share", "success_rate_above", "success_rate_below"),
+    *("top_p", "warmup_fraction", "beta1", "beta2"),
+)
 _ABOVE_ONE = ("dual_clip",)
-_ANY_NUMBER = ("correct", "wrong")
+_ANY_NUMBER = ("correct", "wrong", "bias", "scale")
 
 
 def contradictions(experiment: AnyExperiment) -> Iterator[str]:
@@ -206,8 +233,20 @@ def contradictions(experiment: AnyExperiment) -> Iterator[str]:
         yield from row_too_short(experiment)
         yield from too_many_mini_batches(experiment)
         yield from no_signal(experiment)
+        yield from nothing_in_bounds(experiment)
     else:
         yield from idle(experiment)
+
+
+def nothing_in_bounds(experiment: Experiment) -> Iterator[str]:
+    """Success rates between which there is no room."""
+    rollout = experiment.rollout
+    above, below = rollout.success_rate_above or 0.0, 1.0 if rollout.success_rate_below is None else rollout.success_rate_below
+    if rollout.success_rate_above is not None and above >= below:
+        yield (
+            f"rollout.success_rate_above={above} and rollout.success_rate_below={below}: no group lies between them; "
+            "lower the first or raise the second"
+        )
 
 
 def out_of_range(experiment: AnyExperiment) -> Iterator[str]:
@@ -249,9 +288,10 @@ def too_many_mini_batches(experiment: Experiment) -> Iterator[str]:
 
 def no_signal(experiment: Experiment) -> Iterator[str]:
     """Mixtures under which every advantage is zero."""
-    if isinstance(experiment.trainer.advantages, GroupNormalized) and experiment.rollout.samples_per_group == 1:
+    advantages = experiment.trainer.advantages
+    if isinstance(advantages, GroupNormalized | LeaveOneOut) and experiment.rollout.samples_per_group == 1:
         yield (
-            "rollout.samples_per_group=1 leaves nothing to compare with under trainer.advantages=GroupNormalized: "
+            f"rollout.samples_per_group=1 leaves nothing to compare with under trainer.advantages={type(advantages).__name__}: "
             "draw at least 2, or set trainer.advantages=BatchNormalized"
         )
     if experiment.engine.temperature == 0:

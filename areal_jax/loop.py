@@ -50,7 +50,7 @@ async def train(run: Run[Trainer], exp: Experiment) -> None:
         await run.unless_stopped(run.evaluate(0))
 
     async with rolling_out(
-        tasks, run.engine, workflow, run.judge, gate, buffer, sampling=sampling, seed=exp.seed, restored=restored
+        tasks, run.engine, workflow, run.judge, gate, buffer, exp.rollout, sampling=sampling, seed=exp.seed, restored=restored
     ) as rollouts:
         for version in range(trainer.version, exp.num_steps):
             groups = await next_batch(run, rollouts, exp.rollout.groups_per_batch, version)  # oldest first, each once
@@ -187,6 +187,7 @@ def rl_trainer(plan: Plan, params: Params) -> Trainer:
         max_staleness=exp.rollout.max_staleness,
         temperature=exp.engine.temperature,
         row_tokens=plan.row_tokens,
+        max_new_tokens=exp.engine.max_new_tokens,
     )
 
 

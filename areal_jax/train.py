@@ -24,6 +24,7 @@ from areal_jax.config import (
     write_config,
 )
 from areal_jax.launch.local import prepare
+from areal_jax.rl.presets import PRESETS
 from areal_jax.settings import ConfigError, Settings, groups, kind_name, settings
 
 RUNS_FOLDER = Path("runs")
@@ -37,6 +38,7 @@ Train the policy of an experiment. What the run finds out goes to its run folder
   --config=FILE         instead of --exp: the {CONFIG_FILE} of an earlier run
   a.b=c                 change a setting, such as rollout.max_staleness=8; a choice among classes by name,
                         such as tasks=Files tasks.path=problems.jsonl
+  algorithm=NAME        the switches of a published algorithm: {{algorithms}}
   --run-folder=DIR      where to write; {RUNS_FOLDER}/NAME-TIME where not given
   --resume[=DIR]        go on with the run in DIR, or with the newest run (of NAME, where --exp is given)
   --dry-run             print the resolved settings and the plan (devices, meshes, memory), and train nothing
@@ -151,10 +153,15 @@ def help_text(config: AnyExperiment | type[Experiment]) -> str:
     """Every setting with its value, type and meaning; for a choice among classes, the settings of each class."""
     width = min(shutil.get_terminal_size().columns, 128)
     values = "defaults" if isinstance(config, type) else f"values of {config.name}"
-    lines = [USAGE.format(names=", ".join(experiment_names())), "experiments:"]
+    lines = [_usage(), "experiments:"]
     lines += [f"  {name:<12}  {_first_line(name)}" for name in experiment_names()]
     lines += ["", f"settings, with the {values}:", *_described(settings(config), groups(config), width)]
     return "\n".join(lines)
+
+
+def _usage() -> str:
+    names = textwrap.fill(", ".join(PRESETS), 100, subsequent_indent=" " * 24)
+    return USAGE.format(names=", ".join(experiment_names()), algorithms=names)
 
 
 def _described(listed: Settings, headings: Mapping[str, str], width: int, indent: str = "  ") -> Iterator[str]:

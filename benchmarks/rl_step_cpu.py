@@ -87,6 +87,7 @@ async def measure(warmup_steps: int, num_steps: int) -> dict[str, object]:
         max_staleness=0,
         temperature=1.0,
         row_tokens=PROMPT_TOKENS + NEW_TOKENS,
+        max_new_tokens=NEW_TOKENS,
     )
     engine = DecodeEngine(
         policy,

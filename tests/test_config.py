@@ -23,6 +23,7 @@ from areal_jax.config import (
 )
 from areal_jax.data.config import Files, Synthetic
 from areal_jax.rl.config import PPO, BatchNormalized, DecoupledPPO, Masked
+from areal_jax.rl.presets import PRESETS
 from areal_jax.settings import ConfigError, assign, build, from_text, settings
 
 SHIPPED = experiment_names()
@@ -153,6 +154,40 @@ def test_another_class_brings_its_own_defaults_in_any_order() -> None:
     assert capped.trainer.loss == DecoupledPPO(correction=Masked(cap=5))
     for overrides in (["trainer.loss=PPO", "trainer.loss.clip_eps=0.3"], ["trainer.loss.clip_eps=0.3", "trainer.loss=PPO"]):
         assert load_experiment("aime", overrides).trainer.loss == PPO(clip_eps=0.3)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_an_algorithm_sets_the_switches_of_its_preset_and_nothing_else(name: str) -> None:
+    plain, preset = settings(load_experiment("aime")), PRESETS[name]
+    experiment = load_experiment("gsm8k", [f"algorithm={name}"])
+    assert isinstance(experiment, Experiment)
+    trainer = experiment.trainer
+    assert (trainer.loss, trainer.loss_mean, trainer.advantages, trainer.shaping) == (
+        *(preset.loss, preset.loss_mean, preset.advantages, preset.shaping),
+    )
+    changed = {
+        key for key, setting in settings(load_experiment("aime", [f"algorithm={name}"])).items() if plain.get(key) != setting
+    }
+    others = {key for key in changed if not key.startswith(("trainer.loss", "trainer.advantages", "trainer.shaping"))}
+    assert others <= {"rollout.success_rate_above", "rollout.success_rate_below"}
+
+
+def test_what_is_said_beside_an_algorithm_wins(tmp_path: Path) -> None:
+    experiment = load_experiment("aime", ["trainer.loss.clip_eps_high=0.3", "algorithm=dapo"])
+    assert isinstance(experiment, Experiment)
+    assert experiment.trainer.loss == DecoupledPPO(clip_eps_high=0.3)
+    assert (experiment.rollout.success_rate_above, experiment.rollout.success_rate_below) == (0.0, 1.0)
+    # It is written down switch by switch, and read again without the preset's name.
+    assert read_config(written(experiment, tmp_path)) == experiment
+
+
+def test_an_unknown_algorithm_is_answered_with_the_known_ones() -> None:
+    with pytest.raises(ConfigError, match="no algorithm 'grppo'; known are areal, grpo"):
+        load_experiment("aime", ["algorithm=grppo"])
+    with pytest.raises(ConfigError, match="supervised fine-tuning"):
+        load_experiment("tiny_sft", ["algorithm=grpo"])
+    with pytest.raises(ConfigError, match=r"rollout\.success_rate_above=0\.5 and rollout\.success_rate_below=0\.5"):
+        load_experiment("aime", ["rollout.success_rate_above=0.5", "rollout.success_rate_below=0.5"])
 
 
 def test_a_choice_inside_a_choice_may_be_given_in_any_order() -> None:

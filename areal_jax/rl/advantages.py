@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import numpy as np
 from jaxtyping import Float, Float32, Float64, Int
 
-from areal_jax.rl.config import Advantages, BatchNormalized, GroupNormalized, LeaveOneOut, Mean, Unnormalized
+from areal_jax.rl.config import Advantages, BatchNormalized, GroupNormalized, LeaveOneOut, Mean, Shaping, Unnormalized
 
 
 def compute_advantages(
@@ -37,6 +37,28 @@ def compute_advantages(
         f"{type(config).__name__} says nothing of how rewards become advantages; set trainer.advantages to GroupNormalized, "
         "LeaveOneOut, BatchNormalized or Unnormalized"
     )
+
+
+def shaped_rewards(
+    config: Shaping,
+    rewards_G: Float[np.ndarray, "G"],
+    num_drawn_G: Int[np.ndarray, "G"],
+    max_new_tokens: int,
+) -> Float[np.ndarray, "G"]:
+    """clip(scale · (r + bias)), and less of it for answers near the limit (DAPO, arXiv:2503.14476, equation 13).
+
+    Args:
+        num_drawn_G: tokens of each answer.
+        max_new_tokens: the limit, at which an answer loses all of `config.overlong_penalty`.
+    """
+    shaped_G = config.scale * (rewards_G + config.bias)
+    if config.clip is not None:
+        shaped_G = np.clip(shaped_G, -config.clip, config.clip)
+    if config.overlong_share == 0.0:
+        return shaped_G
+    overlong_tokens = config.overlong_share * max_new_tokens
+    excess_G = np.clip((num_drawn_G - (max_new_tokens - overlong_tokens)) / overlong_tokens, 0.0, 1.0)
+    return shaped_G - config.overlong_penalty * excess_G
 
 
 def mean_weights(mean: Mean, num_loss_tokens: Int[np.ndarray, "S"], constant_tokens: int) -> Float32[np.ndarray, "S"]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Literal, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import chz
 
@@ -108,6 +108,34 @@ class M2PO(Corrected):
 @chz.chz
 class Reinforce(Corrected):
     """The policy gradient (REINFORCE), each token weighted by how likely the policy still is to draw it. No clip."""
+
+
+@chz.chz
+class Own(Corrected):
+    """An objective of your own: a subclass in the experiment's file that defines `gain` (see experiments/own_objective.py)."""
+
+    def gain(self, log_ratio: Any, advantages: Any, logp: Any) -> Any:
+        """What each token adds to the objective, which is maximised: an array like the arguments, proportional to `advantages`.
+
+        Args:
+            log_ratio: log(theta/proximal) of every token.
+            logp: log theta of every token.
+        """
+        raise NotImplementedError(f"{type(self).__name__} defines no gain(log_ratio, advantages, logp)")
+
+
+@chz.chz
+class Shaping:
+    """What becomes of rewards before advantages are made of them; by default nothing."""
+
+    bias: float = chz.field(default=0.0, doc="added to every reward")
+    scale: float = chz.field(default=1.0, doc="then multiplies it")
+    clip: float | None = chz.field(default=None, doc="then bounds its size; none: no bound")
+    overlong_share: float = chz.field(
+        default=0.0,
+        doc="last share of engine.max_new_tokens in which an answer loses reward with every token (DAPO: 0.2); 0: none",
+    )
+    overlong_penalty: float = chz.field(default=5.0, doc="reward lost by an answer of engine.max_new_tokens")
 
 
 @chz.chz

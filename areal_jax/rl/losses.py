@@ -26,6 +26,7 @@ from areal_jax.rl.config import (
     Loss,
     Masked,
     NoCorrection,
+    Own,
     Reinforce,
     Truncated,
     Weighted,
@@ -119,6 +120,8 @@ def policy_loss(
             gain, extra = _weighted_by_clipped_ratio(logp, log_ratio, advantages, config)
         case M2PO() | Reinforce():
             gain, extra = jnp.exp(log_ratio) * advantages, {}
+        case Own():
+            gain, extra = config.gain(log_ratio, advantages, logp), {}
         case _:
             raise TypeError(f"{type(config).__name__} is no policy objective; set trainer.loss to one of areal_jax.rl.config")
     token_loss = jnp.where(mask, -weight * gain, 0.0)

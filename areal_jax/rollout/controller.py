@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from hashlib import blake2b
@@ -27,6 +27,7 @@ from areal_jax.records import (
     Judge,
     Request,
     RolloutState,
+    Sample,
     Sampling,
     Suspended,
     Task,
@@ -46,6 +47,9 @@ SNAPSHOT_TIMEOUT_S = 120.0
 
 CLOSE_TIMEOUT_S = 10.0
 """Cancelled workflows that have not ended by then are named and left behind."""
+
+NO_SIGNAL = "NoSignal"
+"""Reason of groups whose success rate is out of bounds: nothing failed, but another group is drawn in their place."""
 
 MAX_REJECTED_IN_A_ROW = 32
 """So many groups, started one after another and all rejected, are a fault of the run, not of the tasks."""
@@ -131,16 +135,17 @@ class Rollouts:
         judge: Judge,
         gate: Gate,
         buffer: Buffer,
+        config: RolloutConfig,
         sampling: Sampling,
         seed: int,
         restored: RolloutState | None = None,
     ) -> None:
-        self.gate, self.buffer = gate, buffer
+        self.gate, self.buffer, self._config = gate, buffer, config
         self._tasks, self._engine, self._workflow, self._judge = tasks, engine, workflow, judge
         self._sampling, self._seed = sampling, seed
         self.next_group_id = restored.next_group_id if restored else 0
         self.rejected = Counter(restored.rejected) if restored else Counter[str]()
-        """Groups given up, by the class of the error."""
+        """Groups given up, by the class of the error; those whose success rate is out of bounds as NoSignal."""
         self.waited_s = 0.0
         """Time that the next task has waited for the gate so far, by the event loop's clock."""
         self._rejected_ids: set[int] = set()
@@ -250,8 +255,18 @@ class Rollouts:
             self._rejected(record, cause)
         else:
             del self._running[record.id]
-            self.gate.accept()
-            self.buffer.put(Group(record.id, record.task, samples, record.started_version))
+            if self._is_within_bounds(samples):
+                self.gate.accept()
+                self.buffer.put(Group(record.id, record.task, samples, record.started_version))
+            else:
+                self.gate.reject()
+                self.rejected[NO_SIGNAL] += 1
+
+    def _is_within_bounds(self, samples: Sequence[Sample]) -> bool:
+        """Whether a group's share of correct answers is one to train on (DAPO's dynamic sampling, arXiv:2503.14476)."""
+        above, below = self._config.success_rate_above, self._config.success_rate_below
+        rate = sum(sample.verdict == "correct" for sample in samples) / len(samples)
+        return (above is None or rate > above) and (below is None or rate < below)
 
     def _rejected(self, record: Suspended, error: Exception) -> None:
         self.rejected[type(error).__name__] += 1
@@ -290,6 +305,7 @@ async def rolling_out(
     judge: Judge,
     gate: Gate,
     buffer: Buffer,
+    config: RolloutConfig,
     *,
     sampling: Sampling,
     seed: int,
@@ -303,7 +319,7 @@ async def rolling_out(
 
     Args: seed: of every draw, together with the group and its call. restored: groups to start first, under their old ids;
     `tasks`, `gate` and `buffer` are as the same snapshot left them (`open_gate`, TaskStream.restore)."""
-    rollouts = Rollouts(tasks, engine, workflow, judge, gate, buffer, sampling, seed, restored)
+    rollouts = Rollouts(tasks, engine, workflow, judge, gate, buffer, config, sampling, seed, restored)
     rollouts.begin()
     try:
         yield rollouts

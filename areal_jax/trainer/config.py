@@ -6,7 +6,7 @@ from typing import Literal
 
 import chz
 
-from areal_jax.rl.config import Advantages, DecoupledPPO, GroupNormalized, Loss, Mean
+from areal_jax.rl.config import Advantages, DecoupledPPO, GroupNormalized, Loss, Mean, Shaping
 
 
 @chz.chz
@@ -33,8 +33,9 @@ class TrainerConfig:
     loss_mean: Mean = chz.field(
         default="tokens",
         doc="what a mini-batch's loss is the mean of: its tokens; its sequences, each the mean of its tokens; or constant: its "
-        "sequences, each the sum of its tokens over trainer.row_tokens (Dr.GRPO)",
+        "sequences, each the sum of its tokens over engine.max_new_tokens (Dr.GRPO)",
     )
+    shaping: Shaping = chz.field(default_factory=Shaping, doc="what becomes of rewards before advantages are made of them")
     advantages: Advantages = chz.field(
         default_factory=GroupNormalized, doc="GroupNormalized, LeaveOneOut, BatchNormalized or Unnormalized"
     )

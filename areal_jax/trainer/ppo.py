@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Float, Float32
 from areal_jax.data.packing import TrainingSequence, pack
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.records import Group, Sample
-from areal_jax.rl.advantages import compute_advantages, mean_weights
+from areal_jax.rl.advantages import compute_advantages, mean_weights, shaped_rewards
 from areal_jax.rl.config import M2PO, PPO
 from areal_jax.rl.losses import PolicyLoss, policy_loss, second_moment_mask
 from areal_jax.trainer.config import TrainerConfig
@@ -58,6 +58,7 @@ class Trainer(Versions):
         max_staleness: int | None,
         temperature: float,
         row_tokens: int,
+        max_new_tokens: int,
     ):
         """
         Args:
@@ -66,8 +67,9 @@ class Trainer(Versions):
             max_staleness: a token drawn more versions ago than this is not trained on; None trains on all.
             temperature: at which the engine draws.
             row_tokens: tokens of a packed row; no sample may be longer.
+            max_new_tokens: the engine's limit to an answer.
         """
-        self.config, self.max_staleness = config, max_staleness
+        self.config, self.max_staleness, self.max_new_tokens = config, max_staleness, max_new_tokens
 
         def objective(logp: Array, proximal_logp: Array, batch: DeviceBatch, num_tokens: Float[Array, ""]) -> PolicyLoss:
             return policy_loss(
@@ -118,7 +120,7 @@ class Trainer(Versions):
         ]
         advantages = compute_advantages(
             self.config.advantages,
-            [np.array([sample.reward for sample in group.samples]) for group in groups],
+            [self._shaped(group) for group in groups],
             [np.array([mask.sum() for mask in masks]) for masks in trained],
         )
         sizes = [sum(len(sample.tokens) for sample in group.samples) for group in groups]
@@ -174,6 +176,11 @@ class Trainer(Versions):
                 if sample.loss_mask[:1].any():
                     raise ValueError(f"{where} begins with a token to be trained on, which nothing predicts; expected a prompt")
 
+    def _shaped(self, group: Group) -> Float[np.ndarray, "G"]:
+        rewards_G = np.array([sample.reward for sample in group.samples])
+        num_drawn_G = np.array([sample.loss_mask.sum() for sample in group.samples])
+        return shaped_rewards(self.config.shaping, rewards_G, num_drawn_G, self.max_new_tokens)
+
     def _is_stale(self, sample: Sample) -> Bool[np.ndarray, "T"]:
         if self.max_staleness is None:
             return np.zeros(sample.loss_mask.shape, bool)
@@ -191,7 +198,7 @@ class Trainer(Versions):
             if mask.any()
         ]
         num_trained = np.array([mask.sum() for _, mask, _ in flat], np.int64)
-        weights = mean_weights(self.config.loss_mean, num_trained, self._learner.row_tokens)
+        weights = mean_weights(self.config.loss_mean, num_trained, self.max_new_tokens)
         sequences = []
         for (sample, mask, advantage), weight in zip(flat, weights, strict=True):
             end = len(mask) - int(mask[::-1].argmax())

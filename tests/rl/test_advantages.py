@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from areal_jax.rl.advantages import compute_advantages, mean_weights
-from areal_jax.rl.config import Advantages, BatchNormalized, GroupNormalized, LeaveOneOut, Mean, Unnormalized
+from areal_jax.rl.advantages import compute_advantages, mean_weights, shaped_rewards
+from areal_jax.rl.config import Advantages, BatchNormalized, GroupNormalized, LeaveOneOut, Mean, Shaping, Unnormalized
 
 
 def compute(config: Advantages, *rewards_and_tokens: tuple[list[float], list[int]]) -> list[np.ndarray]:
@@ -64,6 +64,21 @@ def test_a_lone_sample_has_nobody_to_be_compared_with() -> None:
 def test_unnormalized_advantages_are_the_rewards() -> None:
     first, second = compute(Unnormalized(), ([5.0, -5.0], [3, 1]), ([5.0], [2]))
     assert [*first, *second] == [5.0, -5.0, 5.0]
+
+
+def test_shaping_moves_scales_clips_and_punishes_what_is_nearly_too_long() -> None:
+    rewards, lengths = np.array([1.0, 0.0, 1.0, 1.0, 1.0]), np.array([10, 80, 85, 90, 100])
+    np.testing.assert_array_equal(shaped_rewards(Shaping(), rewards, lengths, 100), rewards)
+    # AReaL's switches for gsm8k: (r - 1/2) · 10, clipped at 20; a clip of 3 bites.
+    np.testing.assert_allclose(
+        shaped_rewards(Shaping(bias=-0.5, scale=10.0, clip=20.0), rewards, lengths, 100), [5, -5, 5, 5, 5]
+    )
+    np.testing.assert_allclose(
+        shaped_rewards(Shaping(bias=-0.5, scale=10.0, clip=3.0), rewards, lengths, 100), [3, -3, 3, 3, 3]
+    )
+    # The last 20 of 100 tokens cost up to 2: 85 is a quarter of the way, 90 half, 100 all.
+    shaping = Shaping(overlong_share=0.2, overlong_penalty=2.0)
+    np.testing.assert_allclose(shaped_rewards(shaping, rewards, lengths, 100), [1.0, 0.0, 0.5, 0.0, -1.0])
 
 
 def test_every_mean_of_a_mini_batch_is_a_mean_over_its_tokens() -> None:

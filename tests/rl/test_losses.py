@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from areal_jax.config import find_experiment, load_experiment
 from areal_jax.rl import losses
 from areal_jax.rl.config import (
     CISPO,
@@ -22,6 +23,7 @@ from areal_jax.rl.config import (
     Loss,
     Masked,
     NoCorrection,
+    Own,
     Reinforce,
     Truncated,
     Weighted,
@@ -375,6 +377,19 @@ def test_corrections_equal_the_numbers_by_hand() -> None:
     assert weights(Masked(cap=5.0)) == pytest.approx([0.0, 1.0, e(0.1), e(0.3)])
     assert weights(Masked(cap=5.0, level="sequence")) == pytest.approx([0.0, 0.0, e(0.4), e(0.4)])
     assert weights(Masked(cap=5.0, level="geometric")) == pytest.approx([e(1), e(1), e(0.2), e(0.2)])
+
+
+def test_an_objective_of_ones_own_is_weighted_and_averaged_like_any_other() -> None:
+    spo = load_experiment("own_objective").trainer.loss
+    assert isinstance(spo, Own) and len(find_experiment("own_objective").read_text().splitlines()) < 40
+    out = policy_loss(spo, LOGP, PROXIMAL, BEHAVE, ADVANTAGES, ALL)
+    # u A - |A| / .4 (u - 1)² with u = [1.105171, 1.491825, .670320, 1]: [1.077518, .887094, -.942042, 2], weighted by
+    # w = [1.221403, 1, 1, 7.389056].
+    assert float(out.loss) == pytest.approx(-(1.221403 * 1.077518 + 0.887094 - 0.942042 + 2 * 7.389056) / 4, abs=1e-5)
+    gradient = jax.grad(lambda logp: policy_loss(spo, logp, LOGP, LOGP, ADVANTAGES, ALL).loss)(LOGP)
+    np.testing.assert_allclose(gradient, -ADVANTAGES / 4, rtol=1e-6)
+    with pytest.raises(NotImplementedError, match="gain"):
+        policy_loss(Own(), LOGP, PROXIMAL, BEHAVE, ADVANTAGES, ALL)
 
 
 def test_an_unknown_objective_is_an_error_that_names_the_knob() -> None:

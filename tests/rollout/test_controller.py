@@ -4,8 +4,9 @@ import asyncio
 import random
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import chz
 import numpy as np
 import pytest
 from tiny_engine import TinyEngine
@@ -125,6 +126,7 @@ async def run(
             judge,
             gate,
             buffer,
+            config,
             sampling=SAMPLING,
             seed=3,
             restored=restored,
@@ -401,6 +403,30 @@ def test_one_acceptance_between_rejections_keeps_the_run_going() -> None:
     asyncio.run(main())
 
 
+def test_groups_out_of_bounds_are_replaced_and_counted_and_free_their_place() -> None:
+    # Every third task has both answers right, every third none, every third one of two.
+    async def thirds(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+        samples = await one_call(task, generate, judge)
+        right = int(task.id.removeprefix("task-")) % 3
+        return tuple(replace(sample, verdict="correct" if i < right else "wrong") for i, sample in enumerate(samples))
+
+    def kept(**bounds: float) -> tuple[set[int], int, int]:
+        async def main() -> tuple[set[int], int, int]:
+            async with run(thirds, 30, config=chz.replace(CONFIG, **bounds)) as (rollouts, engine):
+                trained = await train_all(rollouts, engine)
+                assert rollouts.gate.running == 0
+                assert rollouts.gate.accepted == len(trained)
+                rates = {int(group.task.id.removeprefix("task-")) % 3 for group in trained}
+                return rates, len(trained), (await rollouts.snapshot()).rejected.get("NoSignal", 0)
+
+        return asyncio.run(main())
+
+    assert kept() == ({0, 1, 2}, 30, 0)
+    assert kept(success_rate_above=0.0, success_rate_below=1.0) == ({1}, 10, 20)
+    assert kept(success_rate_above=0.05) == ({1, 2}, 20, 10)
+    assert kept(success_rate_below=0.95) == ({0, 1}, 20, 10)
+
+
 def test_a_dead_engine_fails_the_take_with_the_cause() -> None:
     async def main() -> None:
         async with run(one_call) as (rollouts, engine):
@@ -426,7 +452,7 @@ def test_a_task_stream_that_raises_fails_the_take() -> None:
         gate, buffer = open_gate(CONFIG, 0)
         async with (
             running(TinyEngine()) as engine,
-            rolling_out(Broken(9), engine, one_call, judge, gate, buffer, sampling=SAMPLING, seed=0),
+            rolling_out(Broken(9), engine, one_call, judge, gate, buffer, CONFIG, sampling=SAMPLING, seed=0),
         ):
             with pytest.raises(OSError, match="shard 2"):
                 await buffer.take(4, 0)
@@ -489,7 +515,9 @@ def test_a_silent_engine_fails_the_snapshot_in_words(monkeypatch: pytest.MonkeyP
     async def main() -> None:
         gate, buffer = open_gate(CONFIG, 0)
         # Nobody runs this engine.
-        async with rolling_out(Numbers(9), TinyEngine(), one_call, judge, gate, buffer, sampling=SAMPLING, seed=0) as rollouts:
+        async with rolling_out(
+            Numbers(9), TinyEngine(), one_call, judge, gate, buffer, CONFIG, sampling=SAMPLING, seed=0
+        ) as rollouts:
             with pytest.raises(TimeoutError, match=r"no snapshot within 0.02 s; gate at version 0"):
                 await rollouts.snapshot()
 

@@ -61,6 +61,7 @@ def make(
         max_staleness=2,
         temperature=1.0,
         row_tokens=row_tokens,
+        max_new_tokens=ROW_TOKENS - PROMPT_TOKENS,
     )
 
 
@@ -184,7 +185,7 @@ def test_the_mean_over_sequences_is_the_mean_of_their_means() -> None:
         by_mean[name] = mean(result, "loss")
     assert by_mean["tokens"] == pytest.approx(5 / 22, abs=1e-6)
     assert by_mean["sequences"] == pytest.approx(0.0, abs=1e-6)
-    assert by_mean["constant"] == pytest.approx(5 / (2 * ROW_TOKENS), abs=1e-6)
+    assert by_mean["constant"] == pytest.approx(5 / (2 * (ROW_TOKENS - PROMPT_TOKENS)), abs=1e-6)
 
 
 def test_bfloat16_is_for_activations_only(shared: Callable[[str], Trainer]) -> None:

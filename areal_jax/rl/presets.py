@@ -1,0 +1,63 @@
+"""The algorithms of the family by name: `algorithm=dapo` on the command line sets exactly the switches written here.
+
+What a preset does not say stays as the experiment has it; what the command line says beside it wins.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from areal_jax.rl.config import (
+    CISPO,
+    GSPO,
+    M2PO,
+    PPO,
+    SAPO,
+    Advantages,
+    BatchNormalized,
+    DecoupledPPO,
+    GroupNormalized,
+    LeaveOneOut,
+    Loss,
+    Mean,
+    Reinforce,
+    Shaping,
+)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Where an algorithm comes from, and its switches."""
+
+    paper: str
+    loss: Loss = field(default_factory=DecoupledPPO)
+    advantages: Advantages = field(default_factory=GroupNormalized)
+    loss_mean: Mean = "tokens"
+    shaping: Shaping = field(default_factory=Shaping)
+    success_rate_above: float | None = None
+    success_rate_below: float | None = None
+
+
+PRESETS: dict[str, Preset] = {
+    "areal": Preset("AReaL, arXiv:2505.24298, table 3", advantages=BatchNormalized()),
+    "grpo": Preset("GRPO, arXiv:2402.03300, equation 3", loss_mean="sequences"),
+    "dr_grpo": Preset("Dr.GRPO, arXiv:2503.20783", advantages=GroupNormalized(divide_by="nothing"), loss_mean="constant"),
+    "lite_ppo": Preset("LitePPO, arXiv:2508.08221", advantages=GroupNormalized(divide_by="batch_std")),
+    "rloo": Preset("RLOO, arXiv:2402.14740", loss=Reinforce(), advantages=LeaveOneOut(), loss_mean="sequences"),
+    "reinforce_pp": Preset("REINFORCE++, arXiv:2501.03262", advantages=BatchNormalized()),
+    "reinforce_pp_baseline": Preset(
+        "REINFORCE++ with baseline, arXiv:2501.03262", advantages=GroupNormalized(divide_by="batch_std"), loss_mean="sequences"
+    ),
+    "ppo": Preset("PPO without a critic, arXiv:1707.06347, centred on the policy that sampled", loss=PPO()),
+    "gspo": Preset("GSPO, arXiv:2507.18071", loss=GSPO(), loss_mean="sequences"),
+    "dapo": Preset(
+        "DAPO, arXiv:2503.14476",
+        loss=DecoupledPPO(clip_eps_high=0.28),
+        shaping=Shaping(overlong_share=0.2),
+        success_rate_above=0.0,
+        success_rate_below=1.0,
+    ),
+    "sapo": Preset("SAPO, arXiv:2511.20347", loss=SAPO(), loss_mean="sequences"),
+    "m2po": Preset("M2PO, arXiv:2510.01161", loss=M2PO()),
+    "cispo": Preset("CISPO, arXiv:2506.13585", loss=CISPO()),
+}
