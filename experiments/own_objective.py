@@ -19,11 +19,8 @@ class SPO(Own):
 
     clip_eps: float = chz.field(default=0.2, doc="distance of theta/proximal from 1 at which the objective turns back")
 
-    def gain(self, log_ratio, advantages, logp):
-        import jax.numpy as jnp
-
-        ratio = jnp.exp(log_ratio)
-        return ratio * advantages - jnp.abs(advantages) / (2 * self.clip_eps) * (ratio - 1) ** 2
+    def gain(self, ratio, advantages, logp):
+        return ratio * advantages - abs(advantages) / (2 * self.clip_eps) * (ratio - 1) ** 2
 
 
 aime = load_experiment("aime")

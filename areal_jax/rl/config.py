@@ -114,14 +114,14 @@ class Reinforce(Corrected):
 class Own(Corrected):
     """An objective of your own: a subclass in the experiment's file that defines `gain` (see experiments/own_objective.py)."""
 
-    def gain(self, log_ratio: Any, advantages: Any, logp: Any) -> Any:
+    def gain(self, ratio: Any, advantages: Any, logp: Any) -> Any:
         """What each token adds to the objective, which is maximised: an array like the arguments, proportional to `advantages`.
 
         Args:
-            log_ratio: log(theta/proximal) of every token.
+            ratio: theta/proximal of every token.
             logp: log theta of every token.
         """
-        raise NotImplementedError(f"{type(self).__name__} defines no gain(log_ratio, advantages, logp)")
+        raise NotImplementedError(f"{type(self).__name__} defines no gain(ratio, advantages, logp)")
 
 
 @chz.chz

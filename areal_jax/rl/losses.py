@@ -121,7 +121,7 @@ def policy_loss(
         case M2PO() | Reinforce():
             gain, extra = jnp.exp(log_ratio) * advantages, {}
         case Own():
-            gain, extra = config.gain(log_ratio, advantages, logp), {}
+            gain, extra = config.gain(jnp.exp(log_ratio), advantages, logp), {}
         case _:
             raise TypeError(f"{type(config).__name__} is no policy objective; set trainer.loss to one of areal_jax.rl.config")
     token_loss = jnp.where(mask, -weight * gain, 0.0)
