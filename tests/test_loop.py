@@ -16,14 +16,14 @@ import pytest
 
 from areal_jax import loop
 from areal_jax.assembly import Run, assembled
-from areal_jax.config import Experiment
-from areal_jax.data.config import Synthetic
+from areal_jax.config import Experiment, SFTExperiment
+from areal_jax.data.config import Files, HeldOut, Synthetic
 from areal_jax.data.pipeline import TaskStream
 from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.evaluation.config import EvaluationConfig
-from areal_jax.metrics import jsonl
+from areal_jax.metrics import jsonl, names
 from areal_jax.metrics.config import MetricsConfig
 from areal_jax.models.config import PolicyConfig
 from areal_jax.parallel.config import PlacementConfig
@@ -80,6 +80,28 @@ def experiment(policy: Path, placement: PlacementConfig, *, num_steps: int, max_
         ),
         evaluation=EvaluationConfig(every_steps=0),
         metrics=MetricsConfig(tensorboard=False, trace=False, progress=False),
+    )
+
+
+def supervised(policy: Path, examples: Path, *, num_steps: int) -> SFTExperiment:
+    return SFTExperiment(
+        name="law",
+        seed=3,
+        num_steps=num_steps,
+        policy=PolicyConfig(path=str(policy), random_init=True),
+        placement=PlacementConfig(train_devices=1),
+        examples=Files(path=str(examples)),
+        examples_per_batch=4,
+        eval_examples=HeldOut(share=0.2),
+        perplexity_every_steps=2,
+        trainer=TrainerConfig(
+            optimizer=OptimizerConfig(learning_rate=1e-2, warmup_fraction=0.0),
+            row_tokens=32,
+            rows_per_micro_batch=4,
+            remat=False,
+        ),
+        evaluation=EvaluationConfig(every_steps=0),
+        metrics=MetricsConfig(tensorboard=False, progress=False),
     )
 
 
@@ -204,3 +226,32 @@ def test_a_resumed_run_goes_on_where_it_was(tiny_policy: Path, tmp_path: Path, p
     assert [[row[name] for name in kept] for row in samples(tmp_path / "parts")] == [
         [row[name] for name in kept] for row in samples(tmp_path / "whole")
     ]
+
+
+def test_resumed_fine_tuning_goes_on_bit_for_bit_and_measures_again(tiny_policy: Path, tmp_path: Path) -> None:
+    examples = tmp_path / "sums.jsonl"
+    rows = [{"question": f"{i}+{j}?", "answer": f"{i + j}"} for i in range(5) for j in range(5)]
+    examples.write_text("\n".join(map(json.dumps, [*rows, {"question": "Unanswered?"}])))
+    plan = make_plan(supervised(tiny_policy, examples, num_steps=8))
+    assert "20 examples" in plan.text() and "1 no answer of the assistant (sums.jsonl:26)" in plan.text()
+    assert "5 examples from those held out" in plan.text()
+    loop.run(plan, tmp_path / "whole", resume=False)
+    # A constant schedule lets a shorter run be the beginning of a longer one. 20 examples are 5 steps: a second epoch begins.
+    loop.run(make_plan(supervised(tiny_policy, examples, num_steps=3)), tmp_path / "parts", resume=False)
+    loop.run(plan, tmp_path / "parts", resume=True)
+
+    rows = {folder: list(jsonl.read(tmp_path / folder / "metrics.jsonl")) for folder in ("whole", "parts")}
+    kept = ("version", "trainer/loss", "trainer/grad_norm", names.EVAL_LOSS, names.PERPLEXITY)
+    whole, parts = (
+        [{name: row[name] for name in kept if name in row} for row in rows[folder]] for folder in ("whole", "parts")
+    )
+    # The shorter run also measured what came out of it, version 3, in a row that the resumed one cut.
+    assert parts == whole
+    measured = {row["version"]: row[names.EVAL_LOSS] for row in whole if names.EVAL_LOSS in row}
+    assert list(measured) == [0, 2, 4, 6, 8]
+    assert measured[8] < 0.8 * measured[0]
+    # Nothing is decoded, and nothing is said of decoding.
+    assert not [name for row in rows["whole"] for name in row if name.startswith(("rollout/", "weights/", "rewards/"))]
+    assert (tmp_path / "whole" / "policy" / "model.safetensors").read_bytes() == (
+        tmp_path / "parts" / "policy" / "model.safetensors"
+    ).read_bytes()

@@ -34,6 +34,9 @@ MODEL = ModelConfig(
 )
 
 
+SHORT = ["engine.max_prompt_tokens=64", "engine.max_new_tokens=96", "engine.num_slots=12"]
+
+
 @pytest.fixture(scope="module")
 def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("policy")
@@ -76,6 +79,28 @@ def test_supervised_fine_tuning_is_planned_from_its_examples(policy: Path) -> No
     assert "updates of 4 examples" in found.text()
     assert len(found.examples.examples) == 50
     assert len(found.tasks.tasks) == 0
+
+
+def test_where_nothing_is_decoded_all_devices_train(policy: Path) -> None:
+    found = make_plan(load_experiment("sft", [f"policy.path={policy}", "examples.num_tasks=50"]))
+    text = found.text()
+    assert found.devices == "8 cpu" and "fsdp 8" in text and "rollout" not in text
+    assert found.rollout_bytes() == {}
+    assert "loss and perplexity every 50 steps of 512 examples from those held out" in text
+    assert len(found.eval_examples.examples) == 512
+    fewer = make_plan(load_experiment("sft", [f"policy.path={policy}", "placement.train_devices=2"]))
+    assert fewer.devices == "2 cpu"
+    decoding = make_plan(load_experiment("sft", [f"policy.path={policy}", "evaluation.every_steps=5", *SHORT]))
+    assert decoding.devices == "2 + 6 cpu"
+    with pytest.raises(ConfigError, match="no more than the 8 there are"):
+        make_plan(load_experiment("sft", [f"policy.path={policy}", "placement.train_devices=9"]))
+
+
+def test_without_measuring_nothing_is_held_out(policy: Path) -> None:
+    off = [f"policy.path={policy}", "perplexity_every_steps=0"]
+    found = make_plan(load_experiment("sft", off))
+    assert len(found.eval_examples.examples) == 0
+    assert "evaluation    none" in found.text()
 
 
 def test_what_will_not_fit_into_memory_is_said_before_it_fails(policy: Path) -> None:

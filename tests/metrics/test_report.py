@@ -11,7 +11,7 @@ import pytest
 from areal_jax.metrics import names
 from areal_jax.metrics.config import MetricsConfig
 from areal_jax.metrics.description import FILE, write_description
-from areal_jax.metrics.report import LEARNING_CURVE, Series, collect, summarize, survey, write_report
+from areal_jax.metrics.report import LEARNING_CURVE, Series, collect, draw, summarize, survey, write_report
 from areal_jax.metrics.samples import TrainedSample
 from areal_jax.metrics.sinks import METRICS, SAMPLES, Sinks
 
@@ -148,6 +148,18 @@ def test_supervised_run_is_summed_up_by_its_loss():
     assert summarize({names.LOSS: loss}) == [("steps", "3"), ("loss, first and last tenth", "3 → 1")]
     reward = Series([0, 1], [-5.0, 5.0])
     assert summarize({names.LOSS: loss, names.REWARD: reward})[1] == ("reward, first and last tenth", "-5 → 5")
+    perplexity = Series([0, 2], [52_340.0, 103.5])
+    assert summarize({names.LOSS: loss, names.PERPLEXITY: perplexity})[2] == (
+        "perplexity, first and last",
+        "5.234e+04 → 103.5",
+    )
+
+
+@pytest.mark.parametrize("values", [[52_340.0, 135.0, 103.5], [1.9, 1.91, 1.9], [3.0]], ids=["steep", "flat", "one"])
+@pytest.mark.parametrize("also", [{}, {names.PASS_AT_1: Series([0], [0.5])}], ids=["alone", "with pass@1"])
+def test_supervised_run_is_drawn_whatever_its_perplexity(values: list[float], also: dict[str, Series]):
+    line = Series(list(range(len(values))), values)
+    assert draw({names.LOSS: line, names.PERPLEXITY: line} | also).startswith(b"\x89PNG\r\n")
 
 
 def test_verdicts_are_counted_in_whole_rows_and_samples_of_many_versions_picked(tmp_path):
