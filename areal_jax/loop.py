@@ -157,7 +157,7 @@ def rl_trainer(plan: Plan, params: Params) -> Trainer:
         num_updates=exp.num_steps * exp.trainer.num_mini_batches,
         max_staleness=exp.rollout.max_staleness,
         temperature=exp.engine.temperature,
-        row_tokens=exp.trainer.row_tokens or plan.engine.max_tokens,
+        row_tokens=plan.row_tokens,
     )
 
 
@@ -171,5 +171,5 @@ def supervised_trainer(plan: Plan, params: Params) -> SupervisedTrainer:
         plan.meshes.train,
         plan.compute_dtype,
         num_updates=exp.num_steps,
-        row_tokens=exp.trainer.row_tokens or plan.engine.max_tokens,
+        row_tokens=plan.row_tokens,
     )

@@ -29,6 +29,7 @@ from areal_jax.parallel.sharding import ROLLOUT_RULES, bytes_per_device, shardin
 from areal_jax.records import derive_seed
 from areal_jax.settings import ConfigError, as_text
 from areal_jax.trainer.memory import predicted_bytes
+from areal_jax.trainer.step import check_cut
 
 T = TypeVar("T")
 
@@ -79,8 +80,13 @@ class Plan:
 
     def train_bytes(self) -> Memory:
         """What training takes of each device of its mesh."""
-        config, row_tokens = self.experiment.trainer, self.experiment.trainer.row_tokens or self.engine.max_tokens
-        return predicted_bytes(config, self.policy, self.meshes.train, self.compute_dtype, row_tokens=row_tokens)
+        config, mesh = self.experiment.trainer, self.meshes.train
+        return predicted_bytes(config, self.policy, mesh, self.compute_dtype, row_tokens=self.row_tokens)
+
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a packed row."""
+        return self.experiment.trainer.row_tokens or self.engine.max_tokens
 
     def rollout_bytes(self) -> Memory:
         """The engine's weights, twice while newer ones arrive; keys and values of every slot at its longest."""
@@ -171,6 +177,7 @@ def make_plan(experiment: AnyExperiment) -> Plan:
     if experiment.evaluation.every_steps:
         eval_tasks = _had(lambda: load_tasks(experiment.eval_tasks, experiment.prompt))
     plan = Plan(experiment, folder, policy, tokenizer, dtype, tasks, examples, eval_tasks, meshes, engine)
+    _had(lambda: check_cut(policy, meshes.train, plan.row_tokens))
     if problems := list(misfits(plan)):
         raise ConfigError("\n".join(problems))
     return plan
