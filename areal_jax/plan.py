@@ -30,6 +30,7 @@ from areal_jax.parallel.sharding import ROLLOUT_RULES, bytes_per_device, shardin
 from areal_jax.records import derive_seed
 from areal_jax.settings import ConfigError, as_text
 from areal_jax.trainer.memory import predicted_bytes
+from areal_jax.trainer.step import check_cut
 
 T = TypeVar("T")
 
@@ -220,6 +221,7 @@ def make_plan(experiment: AnyExperiment) -> Plan:
         engine,
         row_tokens,
     )
+    _had(lambda: check_cut(policy, meshes.train, plan.row_tokens))
     if problems := list(misfits(plan)):
         raise ConfigError("\n".join(problems))
     return plan

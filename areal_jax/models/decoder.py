@@ -6,8 +6,7 @@ Axes: B rows, T tokens, D width, N query heads, K key-value heads, H head size, 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -23,12 +22,19 @@ Params: TypeAlias = dict[str, Any]
 LayerCache: TypeAlias = Any
 """What the attention of one layer keeps between calls: any pytree, or None. Only `attend` looks inside."""
 
-Attend: TypeAlias = Callable[[Array, Array, Array, LayerCache], tuple[Array, LayerCache]]
-"""attend(q [B T N H], k [B T K H], v [B T K H], layer_cache) -> (out [B T N H], layer_cache).
 
-q and k come with RoPE applied and q unscaled: attend divides the scores by sqrt(H). Where parameters are cut over the same
-devices as rows (fsdp), attend must also constrain q, k, v and out to be cut by rows (and heads): left to itself, the compiler
-cuts activations as it does parameters, and every device then holds all rows."""
+@runtime_checkable
+class Attend(Protocol):
+    """attend(q [B T N H], k [B T K H], v [B T K H], layer_cache, window) -> (out [B T N H], layer_cache).
+
+    q and k come with RoPE applied and q unscaled: attend divides the scores by sqrt(H). A query sees itself and what lies less
+    than `window` tokens before it; layers without a window leave it out. Where parameters are cut over the same devices as rows
+    (fsdp), attend must also constrain q, k, v and out to be cut by rows (and heads): left to itself, the compiler cuts
+    activations as it does parameters, and every device then holds all rows."""
+
+    def __call__(
+        self, q: Array, k: Array, v: Array, cache: LayerCache, window: int | None = None, /
+    ) -> tuple[Array, LayerCache]: ...
 
 
 class Policy:

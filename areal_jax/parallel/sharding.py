@@ -15,13 +15,14 @@ Rules: TypeAlias = Mapping[str, tuple[str, ...]]
 TRAIN_RULES: Rules = {
     "layers": (),
     "vocab": ("tensor",),
-    "embed": ("fsdp",),
+    "embed": ("fsdp", "context"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
+    "attending_heads": ("tensor", "context"),
     "head_dim": (),
     "mlp": ("tensor",),
     "batch": ("data", "fsdp"),
-    "tokens": (),
+    "tokens": ("context",),
 }
 
 ROLLOUT_RULES: Rules = {
@@ -54,8 +55,18 @@ def shardings(mesh: Mesh, axes: Any, shapes: Any, rules: Rules) -> Any:
 
 
 def put_batch(mesh: Mesh, batch: Any, rules: Rules) -> Any:
-    """Move a tree of host arrays to the mesh, each cut along its first dimension as `batch` is."""
-    return jax.device_put(batch, jax.tree.map(lambda leaf: sharding(mesh, ("batch",), leaf.shape, rules), batch))
+    """Move a tree of host arrays to the mesh, each cut along its first two dimensions as `batch` and `tokens` are."""
+    return jax.device_put(batch, jax.tree.map(lambda leaf: batch_sharding(mesh, leaf.shape, rules), batch))
+
+
+def batch_sharding(mesh: Mesh, shape: tuple[int, ...], rules: Rules) -> NamedSharding:
+    """How an array whose first dimensions are rows and tokens, or rows alone, lies on the mesh."""
+    return sharding(mesh, ("batch", "tokens")[: len(shape)], shape, rules)
+
+
+def num_shards(mesh: Mesh, axis: str, rules: Rules) -> int:
+    """Into how many parts the mesh cuts a logical axis that it divides evenly."""
+    return math.prod(mesh.shape[name] for name in rules[axis])
 
 
 def bytes_per_device(shapes: Any, placed: Any) -> int:
@@ -69,8 +80,7 @@ def _cut(mesh: Mesh, axis: str | None, size: int, rules: Rules) -> tuple[str, ..
         return None
     if axis not in rules:
         raise ValueError(f"logical axis {axis!r} has no rule; known are {', '.join(rules)}")
-    names = rules[axis]
-    return names if names and size % math.prod(mesh.shape[name] for name in names) == 0 else None
+    return rules[axis] if rules[axis] and size % num_shards(mesh, axis, rules) == 0 else None
 
 
 def _is_axes(node: object) -> bool:

@@ -47,16 +47,16 @@ def token_logprobs(
     if num_chunks == 1:
         logp, entropy = predict(hidden, targets)
     else:
-        # Cut along columns, never along rows: rows are what the train mesh shards.
+        # Cut along columns, never along rows, which the train mesh shards; and a chunk takes every so many-th column, so that
+        # shards of columns have the same share in each.
         padding = num_chunks * columns_per_chunk - num_columns
-        chunked_hidden = jnp.moveaxis(
-            jnp.pad(hidden, ((0, 0), (0, padding), (0, 0))).reshape(num_rows, num_chunks, columns_per_chunk, -1), 1, 0
-        )
-        chunked_targets = jnp.moveaxis(
-            jnp.pad(targets, ((0, 0), (0, padding))).reshape(num_rows, num_chunks, columns_per_chunk), 1, 0
-        )
-        _, (logp, entropy) = jax.lax.scan(lambda _, chunk: (None, predict(*chunk)), None, (chunked_hidden, chunked_targets))
-        logp, entropy = (jnp.moveaxis(x, 0, 1).reshape(num_rows, -1)[:, :num_columns] for x in (logp, entropy))
+
+        def cut(x: Array) -> Array:
+            x = jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2)))
+            return jnp.moveaxis(x.reshape(num_rows, columns_per_chunk, num_chunks, *x.shape[2:]), 2, 0)
+
+        _, outs = jax.lax.scan(lambda _, chunk: (None, predict(*chunk)), None, (cut(hidden), cut(targets)))
+        logp, entropy = (jnp.moveaxis(x, 0, 2).reshape(num_rows, -1)[:, :num_columns] for x in outs)
     predicted = _is_predicted(segment_ids)
     logp, entropy = (jnp.where(predicted, jnp.roll(x, 1, axis=1), 0.0) for x in (logp, jax.lax.stop_gradient(entropy)))
     return logp, entropy

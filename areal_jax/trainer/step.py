@@ -15,9 +15,9 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
-from areal_jax.models.attention import packed_attention
-from areal_jax.models.decoder import Attend, Params, Policy
-from areal_jax.parallel.sharding import TRAIN_RULES, put_batch, sharding
+from areal_jax.models.attention import Kernel, choose_kernel, sharded_attention
+from areal_jax.models.decoder import Params, Policy
+from areal_jax.parallel.sharding import TRAIN_RULES, batch_sharding, num_shards, put_batch, sharding
 from areal_jax.records import PackedBatch
 from areal_jax.rl.logprobs import token_logprobs
 from areal_jax.rl.losses import Meter, PolicyLoss
@@ -57,6 +57,21 @@ class Accumulated(NamedTuple):
     metrics: dict[str, Meter]
 
 
+def check_cut(policy: Policy, mesh: Mesh, row_tokens: int) -> None:
+    """ValueError where rows of this length cannot be cut as the mesh's context axis asks, or heads not be dealt to it."""
+    context, heads = mesh.shape["context"], policy.config.num_attention_heads
+    if row_tokens % context:
+        raise ValueError(
+            f"rows of {row_tokens} tokens do not divide by placement.train_context={context}; "
+            "set trainer.row_tokens to a multiple"
+        )
+    if context > 1 and heads % num_shards(mesh, "attending_heads", TRAIN_RULES):
+        raise ValueError(
+            f"{heads} attention heads do not divide by placement.train_context={context} times "
+            f"placement.train_tensor={mesh.shape['tensor']}, to which attention deals them; lower either"
+        )
+
+
 class Learner:
     """Parameters and optimizer state on the train mesh, and the programs that read and change them.
 
@@ -78,9 +93,10 @@ class Learner:
         self.config, self.policy, self.mesh, self.compute_dtype = config, policy, mesh, compute_dtype
         self.objective, self.temperature, self.num_updates = objective, temperature, num_updates
         self.row_tokens = row_tokens
-        num_shards = math.prod(mesh.shape[axis] for axis in TRAIN_RULES["batch"])
-        self.rows = config.rows_per_micro_batch * num_shards
-        self.chunk_tokens = config.logp_chunk_tokens * num_shards
+        check_cut(policy, mesh, row_tokens)
+        self.kernel: Kernel = choose_kernel(mesh.devices.flat[0].platform, row_tokens)
+        self.rows = config.rows_per_micro_batch * num_shards(mesh, "batch", TRAIN_RULES)
+        self.chunk_tokens = config.logp_chunk_tokens * num_shards(mesh, "batch", TRAIN_RULES) * mesh.shape["context"]
         self.optimizer = make_optimizer(config.optimizer, policy.axes())
         self.shardings: StateShardings = state_shardings(policy, mesh, self.optimizer)
         self.num_compilations = 0
@@ -180,7 +196,7 @@ class Learner:
             params,
             batch.tokens,
             batch.positions,
-            self._attend(batch),
+            sharded_attention(batch.segment_ids, self.kernel, self.mesh, TRAIN_RULES),
             compute_dtype=self.compute_dtype,
             # Without a scan around it XLA on CPU merges what remat computes again with what was there before: nothing is saved.
             unroll=not self.config.remat and self.policy.config.num_hidden_layers <= MOST_UNROLLED_LAYERS,
@@ -194,19 +210,6 @@ class Learner:
             temperature=self.temperature,
             chunk_tokens=self.chunk_tokens,
         )
-
-    def _attend(self, batch: DeviceBatch) -> Attend:
-        """Packed attention that holds activations to the batch's cut: else the compiler may gather them over all shards and
-        leave the weights, which are cut over the same devices, where they are."""
-        inner = packed_attention(batch.segment_ids)
-
-        def attend(q: Array, k: Array, v: Array, cache: None) -> tuple[Array, None]:
-            q = self._constrain(q, ("batch", "tokens", "heads", "head_dim"))
-            k, v = (self._constrain(x, ("batch", "tokens", "kv_heads", "head_dim")) for x in (k, v))
-            out, _ = inner(q, k, v, cache)
-            return self._constrain(out, ("batch", "tokens", "heads", "head_dim")), None
-
-        return attend
 
     def _constrain(self, x: Array, axes: tuple[str, ...]) -> Array:
         return jax.lax.with_sharding_constraint(x, sharding(self.mesh, axes, x.shape, TRAIN_RULES))
@@ -225,8 +228,8 @@ class Learner:
             case "zeros":
                 program = jax.jit(self._zeros, out_shardings=_placed(self._abstract_accumulated)).lower()
             case "logprobs":
-                rows = sharding(self.mesh, ("batch",), (self.rows, self.row_tokens), TRAIN_RULES)
-                program = jax.jit(self._logprobs, out_shardings=rows).lower(params, self._abstract_batch())
+                placed = batch_sharding(self.mesh, (self.rows, self.row_tokens), TRAIN_RULES)
+                program = jax.jit(self._logprobs, out_shardings=placed).lower(params, self._abstract_batch())
             case "accumulate":
                 accumulated = self._abstract_accumulated
                 jitted = jax.jit(self._accumulate, donate_argnums=1, out_shardings=_placed(accumulated))
@@ -243,7 +246,7 @@ class Learner:
 
     def _abstract_batch(self) -> Any:
         shape = (self.rows, self.row_tokens)
-        how = sharding(self.mesh, ("batch",), shape, TRAIN_RULES)
+        how = batch_sharding(self.mesh, shape, TRAIN_RULES)
         dtypes = (np.int32,) * 3 + (np.bool_,) + (np.float32,) * 3
         structs: list[Any] = [jax.ShapeDtypeStruct(shape, dtype, sharding=how) for dtype in dtypes]
         return DeviceBatch(*structs)

@@ -1,9 +1,17 @@
+import re
+from collections.abc import Callable
+from functools import cache
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType
 
-from areal_jax.models.attention import masked_attention, packed_attention
+from areal_jax.models.attention import Kernel, choose_kernel, masked_attention, packed_attention, sharded_attention
+from areal_jax.models.blocked_attention import blocked_attention
+from areal_jax.models.kernel_attention import gpu_attention, tpu_attention
+from areal_jax.parallel.sharding import TRAIN_RULES
 
 
 def draw(*shape: int, seed: int = 0) -> jax.Array:
@@ -49,14 +57,91 @@ def test_scores_far_apart_do_not_overflow():
     assert masked_attention(q, k, jnp.array([[[[1.0], [2.0]]]]), jnp.ones((1, 1, 2), bool)).item() == 2.0
 
 
-@pytest.mark.parametrize("tokens", [128, 300])
-def test_blocks_of_queries_change_nothing(tokens):
-    # 300 tokens are cut into blocks of 128, 128 and 44; one call over the whole mask is the same.
-    q, k, v = draw(2, tokens, 4, 8), draw(2, tokens, 2, 8, seed=1), draw(2, tokens, 2, 8, seed=2)
-    segments = jnp.asarray(np.sort(np.random.default_rng(3).integers(1, 4, (2, tokens)), axis=1))
-    mask = jnp.tril(jnp.ones((tokens, tokens), bool)) & (segments[:, :, None] == segments[:, None, :])
-    whole = masked_attention(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), mask)
-    np.testing.assert_allclose(packed_attention(segments)(q, k, v, None)[0], whole, atol=1e-5)
+T, WINDOW = 300, 37
+# Segments of 100, 130 and 50 tokens, then padding; and one segment that fills its row.
+SEGMENTS = jnp.asarray([[1] * 100 + [2] * 130 + [3] * 50 + [0] * 20, [1] * T])
+ARRAYS = draw(2, T, 4, 8), draw(2, T, 2, 8, seed=1), draw(2, T, 2, 8, seed=2)
+
+WAYS: dict[str, Callable[..., jax.Array]] = {
+    "dense": lambda q, k, v, window: packed_attention(SEGMENTS)(q, k, v, None, window)[0],
+    "blocked": lambda q, k, v, window: blocked_attention(q, k, v, SEGMENTS, window),
+    "blocked, small blocks": lambda q, k, v, window: blocked_attention(q, k, v, SEGMENTS, window, 16),
+    "gpu": lambda q, k, v, window: gpu_attention(q, k, v, SEGMENTS, interpret=True),
+    "tpu": lambda q, k, v, window: tpu_attention(q, k, v, SEGMENTS, window=window, interpret=True),
+}
+
+
+def by_formula(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
+    """One call over the whole mask: a key of the query's segment, not after it, fewer than `window` places before it."""
+    behind = jnp.arange(T)[:, None] - jnp.arange(T)
+    sees = (behind >= 0) & (behind < (window or T)) & (SEGMENTS[:, :, None] == SEGMENTS[:, None])
+    return masked_attention(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), sees)
+
+
+@cache
+def outs_and_gradients(attend: Callable[..., jax.Array], window: int | None) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+    weights = jnp.where((SEGMENTS != 0)[..., None, None], draw(*ARRAYS[0].shape, seed=3), 0.0)
+
+    def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
+        out = attend(q, k, v, window)
+        return (weights * out**2).sum(), jnp.where((SEGMENTS != 0)[..., None, None], out, 0.0)
+
+    gradients, out = jax.jit(jax.grad(loss, (0, 1, 2), has_aux=True))(*ARRAYS)
+    return out, gradients
+
+
+@pytest.mark.parametrize(("way", "window"), [(way, w) for way in WAYS for w in (None, WINDOW) if (way, w) != ("gpu", WINDOW)])
+def test_however_packed_attention_is_computed_it_is_the_formula(way: str, window: int | None) -> None:
+    out, gradients = outs_and_gradients(WAYS[way], window)
+    expected, expected_gradients = outs_and_gradients(by_formula, window)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=5e-5)
+
+
+@pytest.mark.parametrize(
+    ("mesh", "kernel"),
+    [({"context": 2, "tensor": 2}, "dense"), ({"fsdp": 2, "context": 4}, "blocked"), ({"tensor": 4}, "blocked")],
+)
+def test_cutting_rows_and_heads_over_a_mesh_changes_nothing(mesh: dict[str, int], kernel: Kernel) -> None:
+    # Four devices share the heads though there are only two key-value heads: those are repeated.
+    sizes = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1} | mesh
+    devices = jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * 4)
+    attend = sharded_attention(SEGMENTS, kernel, devices, TRAIN_RULES)
+    out, gradients = outs_and_gradients(lambda q, k, v, window: attend(q, k, v, None, window)[0], None)
+    expected, expected_gradients = outs_and_gradients(by_formula, None)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+    for ours, theirs in zip(gradients, expected_gradients, strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=5e-5)
+
+
+@pytest.mark.parametrize("platform", ["tpu", "cuda"])
+def test_accelerators_get_kernels_for_long_rows(platform: str) -> None:
+    if platform == "cuda" and jax.__version_info__ >= (0, 12):
+        pytest.skip("since jax 0.12 a kernel for GPUs is lowered only where there is one")
+    kernel = choose_kernel(platform, 1024)
+    shapes = [jax.ShapeDtypeStruct((1, 1024, n, 64), jnp.bfloat16) for n in (4, 2, 2)]
+    attend = packed_attention(jnp.ones((1, 1024), jnp.int32), kernel)
+    loss = lambda q, k, v: attend(q, k, v, None)[0].astype(jnp.float32).sum()  # noqa: E731
+    lowered = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
+    # Forward, and two for the backward pass: of keys and of queries, or a sum over rows and the rest.
+    assert len(re.findall(r"custom_call @(tpu_custom_call|__gpu\$xla\.gpu\.triton)", lowered)) == 3
+
+
+def test_short_rows_are_dense_and_long_ones_linear_in_memory() -> None:
+    assert [choose_kernel("cpu", tokens) for tokens in (160, 512, 1024)] == ["dense", "dense", "blocked"]
+
+    def temporaries(tokens: int) -> int:
+        shapes = [jax.ShapeDtypeStruct((1, tokens, n, 16), jnp.float32) for n in (4, 2, 2)]
+        loss = lambda q, k, v, ids: packed_attention(ids, choose_kernel("cpu", tokens))(q, k, v, None)[0].sum()  # noqa: E731
+        ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
+        memory = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*shapes, ids).compile().memory_analysis()
+        assert memory is not None
+        return memory.temp_size_in_bytes
+
+    sizes = [temporaries(tokens) for tokens in (8192, 16384, 32768)]
+    # Twice the tokens, at most twice the bytes. Scores of one head, 32768² in float32, would take 4 GiB; this is a hundredth.
+    assert sizes[2] <= 2.05 * sizes[1] <= 2.05 * 2.05 * sizes[0] and sizes[2] < 40 * 2**20
 
 
 def test_bfloat16_attention_takes_its_softmax_in_float32():

@@ -30,7 +30,7 @@ def test_all_devices_are_the_default():
 
 def test_meshes_have_named_axes_for_the_compiler_to_fill():
     meshes = make_meshes(PlacementConfig(train_devices=4, train_fsdp=1, train_tensor=2, rollout_tensor=2), DEVICES)
-    assert dict(meshes.train.shape) == {"data": 2, "fsdp": 1, "tensor": 2}
+    assert dict(meshes.train.shape) == {"data": 2, "fsdp": 1, "context": 1, "tensor": 2}
     assert dict(meshes.rollout.shape) == {"data": 2, "tensor": 2}
     assert set(meshes.train.axis_types) | set(meshes.rollout.axis_types) == {AxisType.Auto}
 
@@ -39,6 +39,7 @@ def test_fsdp_takes_what_tensor_leaves():
     assert dict(make_meshes(PlacementConfig(train_devices=6, train_tensor=2), DEVICES).train.shape) == {
         "data": 1,
         "fsdp": 3,
+        "context": 1,
         "tensor": 2,
     }
 

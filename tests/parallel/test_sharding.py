@@ -8,7 +8,7 @@ from jax.sharding import PartitionSpec
 
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
-from areal_jax.parallel.sharding import ROLLOUT_RULES, TRAIN_RULES, bytes_per_device, put_batch, sharding, shardings
+from areal_jax.parallel.sharding import ROLLOUT_RULES, TRAIN_RULES, bytes_per_device, num_shards, put_batch, sharding, shardings
 
 # data=1, fsdp=2, tensor=2 to train; data=2, tensor=2 to decode.
 MESHES = make_meshes(PlacementConfig(train_devices=4, train_tensor=2, rollout_tensor=2))
@@ -21,8 +21,8 @@ SHAPES = {
 
 def test_the_table_of_a_mesh_says_how_parameters_are_cut():
     trained = shardings(MESHES.train, AXES, SHAPES, TRAIN_RULES)
-    assert trained["q"].spec == PartitionSpec(None, "fsdp", "tensor", None)
-    assert trained["layers"][0].spec == PartitionSpec("fsdp")
+    assert trained["q"].spec == PartitionSpec(None, ("fsdp", "context"), "tensor", None)
+    assert trained["layers"][0].spec == PartitionSpec(("fsdp", "context"))
     assert trained["layers"][1].spec == PartitionSpec()
     decoded = shardings(MESHES.rollout, AXES, SHAPES, ROLLOUT_RULES)
     assert decoded["q"].spec == PartitionSpec(None, None, "tensor", None)
@@ -31,7 +31,7 @@ def test_the_table_of_a_mesh_says_how_parameters_are_cut():
 
 def test_what_does_not_divide_is_not_cut():
     # 3 heads do not lie on 2 devices; the 8 of the width still do.
-    assert sharding(MESHES.train, ("embed", "heads"), (8, 3), TRAIN_RULES).spec == PartitionSpec("fsdp", None)
+    assert sharding(MESHES.train, ("embed", "heads"), (8, 3), TRAIN_RULES).spec == PartitionSpec(("fsdp", "context"), None)
 
 
 def test_a_batch_is_cut_over_data_and_fsdp_together():
@@ -42,10 +42,17 @@ def test_a_batch_is_cut_over_data_and_fsdp_together():
     mesh = make_meshes(PlacementConfig(train_devices=6, train_fsdp=3)).train  # data=2, fsdp=3
     batch = put_batch(mesh, Batch(np.arange(12).reshape(6, 2), np.ones(6)), TRAIN_RULES)
     assert isinstance(batch, Batch)
-    assert batch.tokens.sharding == sharding(mesh, ("batch",), (6,), TRAIN_RULES)
-    assert sharding(mesh, ("batch",), (6,), TRAIN_RULES).spec == PartitionSpec(("data", "fsdp"))
+    assert batch.tokens.sharding.spec == PartitionSpec(("data", "fsdp"), ("context",))
+    assert batch.weights.sharding.spec == PartitionSpec(("data", "fsdp"))
     assert [shard.data.tolist() for shard in batch.tokens.addressable_shards] == [[[i, i + 1]] for i in range(0, 12, 2)]
     assert batch.weights.addressable_shards[0].data.shape == (1,)
+
+
+def test_a_row_is_cut_over_context() -> None:
+    mesh = make_meshes(PlacementConfig(train_devices=4, train_context=2)).train  # fsdp=2, context=2
+    batch = put_batch(mesh, np.arange(8).reshape(2, 4), TRAIN_RULES)
+    assert [shard.data.tolist() for shard in batch.addressable_shards] == [[[0, 1]], [[2, 3]], [[4, 5]], [[6, 7]]]
+    assert num_shards(mesh, "attending_heads", TRAIN_RULES) == 2  # tensor 1 x context 2
 
 
 def test_unknown_and_surplus_axes_are_named():

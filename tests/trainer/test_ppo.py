@@ -40,6 +40,13 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "row_tokens": 2 * ROW_TOKENS,
     },
     "fsdp 2 x tensor 2": {"rows_per_micro_batch": 2, "mesh": {"devices": 4, "tensor": 2}},
+    "fsdp 2 x context 2 x tensor 2": {"rows_per_micro_batch": 2, "mesh": {"devices": 8, "tensor": 2, "context": 2}},
+    "context 2, remat, chunks": {
+        "rows_per_micro_batch": 2,
+        "remat": True,
+        "logp_chunk_tokens": 16,
+        "mesh": {"devices": 2, "context": 2},
+    },
     "data 2 x fsdp 2 x tensor 2": {"rows_per_micro_batch": 1, "mesh": {"devices": 8, "tensor": 2, "fsdp": 2}},
 }
 
