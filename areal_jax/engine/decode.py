@@ -267,7 +267,10 @@ class DecodeEngine:
         position, temperature, stop_tokens = (_field(state.slots, name) for name in ("position", "temperature", "stop_tokens"))
         head = self.policy.head(params)
         steps = jnp.arange(num_steps, dtype=jnp.int32)
-        past = jnp.arange(self._cache_length(state)) < position[:, None]
+        columns = jnp.arange(self._cache_length(state), dtype=jnp.int32)
+        past = columns < position[:, None]
+        # Where in its sequence the token of each column lies.
+        places = jnp.concatenate([position[:, None] + steps, jnp.broadcast_to(columns, past.shape)], axis=1)
         uniforms = sampling.uniforms(_field(state.slots, "seed"), _field(state.slots, "sample"), position[:, None] + 1 + steps)
 
         def step(
@@ -280,7 +283,7 @@ class DecodeEngine:
                 params,
                 token[:, None],
                 (position + i)[:, None],
-                _attend_cached(i, jnp.concatenate([fresh, past], axis=1)),
+                _attend_cached(i, jnp.concatenate([fresh, past], axis=1), (position + i)[:, None] - places),
                 cache,
                 compute_dtype=self.compute_dtype,
                 unroll=True,
@@ -395,17 +398,23 @@ def _field(slots: Int32[Array, "S F"], name: str) -> Shaped[Array, "S ..."]:
     return values if dtype.shape else values[:, 0]
 
 
-def _attend_cached(step: Int32[Array, ""], seen: Bool[Array, "S C"]) -> Attend:
+def _attend_cached(step: Int32[Array, ""], seen: Bool[Array, "S C"], ages: Int32[Array, "S C"]) -> Attend:
     """Attend from one new token per slot to the columns `seen`, the token's own among them: column `step` of every slot.
 
-    All slots write the same column, so that the write is one slice; `_settle` copies it to its place after the dispatch."""
+    All slots write the same column, so that the write is one slice; `_settle` copies it to its place after the dispatch.
+    `ages` counts the tokens from each column to the new one. Layers with a window keep what they no longer see, and mask it."""
 
     def attend(
-        q: Float[Array, "S 1 N H"], k: Float[Array, "S 1 K H"], v: Float[Array, "S 1 K H"], cache: tuple[Array, Array]
+        q: Float[Array, "S 1 N H"],
+        k: Float[Array, "S 1 K H"],
+        v: Float[Array, "S 1 K H"],
+        cache: tuple[Array, Array],
+        window: int | None = None,
     ) -> tuple[Float[Array, "S 1 N H"], tuple[Array, Array]]:
         keys = jax.lax.dynamic_update_slice_in_dim(cache[0], k.transpose(0, 2, 3, 1), step, 3)
         values = jax.lax.dynamic_update_slice_in_dim(cache[1], v.swapaxes(1, 2), step, 2)
-        return masked_attention(q, keys, values, seen[:, None]), (keys, values)
+        near = seen if window is None else seen & (ages < window)
+        return masked_attention(q, keys, values, near[:, None]), (keys, values)
 
     return attend
 
@@ -429,8 +438,10 @@ def _settle(cache: Cache, position: Int32[Array, "S"], num_steps: int) -> Cache:
 def _attend_keeping(attend: Attend) -> Attend:
     """`attend`, which also returns the keys and values in the layouts of the cache."""
 
-    def attend_and_keep(q: Array, k: Array, v: Array, cache: None) -> tuple[Array, tuple[Array, Array]]:
-        return attend(q, k, v, cache)[0], (k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
+    def attend_and_keep(
+        q: Array, k: Array, v: Array, cache: None, window: int | None = None
+    ) -> tuple[Array, tuple[Array, Array]]:
+        return attend(q, k, v, cache, window)[0], (k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
 
     return attend_and_keep
 

@@ -44,10 +44,11 @@ def packed_attention(segment_ids: Int[Array, "B T"]) -> Attend:
     # At most 16 blocks, since each is compiled on its own.
     block = max(128, -(-T // 16))
 
-    def attend(q: Array, k: Array, v: Array, cache: None) -> tuple[Array, None]:
+    def attend(q: Array, k: Array, v: Array, cache: None, window: int | None = None) -> tuple[Array, None]:
         k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
+        seen = mask if window is None else mask & ~jnp.tri(T, T, -window, dtype=bool)
         spans = [(start, min(start + block, T)) for start in range(0, T, block)]
-        outs = [masked_attention(q[:, i:j], k[..., :j], v[:, :, :j], mask[:, i:j, :j]) for i, j in spans]
+        outs = [masked_attention(q[:, i:j], k[..., :j], v[:, :, :j], seen[:, i:j, :j]) for i, j in spans]
         return jnp.concatenate(outs, axis=1), None
 
     return attend

@@ -5,9 +5,8 @@ Axes: B rows, T tokens, D width, N query heads, K key-value heads, H head size, 
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from typing import Any, TypeAlias
+import itertools
+from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -15,6 +14,7 @@ from flax import nnx, traverse_util
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
+from areal_jax.models import rope
 from areal_jax.models.architecture import ModelConfig
 
 Params: TypeAlias = dict[str, Any]
@@ -23,12 +23,19 @@ Params: TypeAlias = dict[str, Any]
 LayerCache: TypeAlias = Any
 """What the attention of one layer keeps between calls: any pytree, or None. Only `attend` looks inside."""
 
-Attend: TypeAlias = Callable[[Array, Array, Array, LayerCache], tuple[Array, LayerCache]]
-"""attend(q [B T N H], k [B T K H], v [B T K H], layer_cache) -> (out [B T N H], layer_cache).
 
-q and k come with RoPE applied and q unscaled: attend divides the scores by sqrt(H). Where parameters are cut over the same
-devices as rows (fsdp), attend must also constrain q, k, v and out to be cut by rows (and heads): left to itself, the compiler
-cuts activations as it does parameters, and every device then holds all rows."""
+@runtime_checkable
+class Attend(Protocol):
+    """attend(q [B T N H], k [B T K H], v [B T K H], layer_cache, window) -> (out [B T N H], layer_cache).
+
+    q and k come with RoPE applied and q unscaled: attend divides the scores by sqrt(H). A query sees itself and what lies less
+    than `window` tokens before it; layers without a window leave it out. Where parameters are cut over the same devices as rows
+    (fsdp), attend must also constrain q, k, v and out to be cut by rows (and heads): left to itself, the compiler cuts
+    activations as it does parameters, and every device then holds all rows."""
+
+    def __call__(
+        self, q: Array, k: Array, v: Array, cache: LayerCache, window: int | None = None, /
+    ) -> tuple[Array, LayerCache]: ...
 
 
 class Policy:
@@ -77,24 +84,37 @@ class Policy:
             remat: recompute each layer in the backward pass instead of keeping its activations.
         """
         config = self.config
-        rope = _rope_angles(positions, config.head_dim, config.rope_theta)
+        angles = rope.angles(positions, config.head_dim, config.rope_theta, config.rope_scaling)
 
-        def run_layer(x: Array, layer_and_cache: tuple[Params, LayerCache]) -> tuple[Array, LayerCache]:
+        def run_layer(
+            x: Array, layer_and_cache: tuple[Params, LayerCache], window: int | None = None
+        ) -> tuple[Array, LayerCache]:
             layer, layer_cache = layer_and_cache
-            return nnx.merge(self._layer, layer)(x, rope, attend, layer_cache)
+            return nnx.merge(self._layer, layer)(x, angles, attend, layer_cache, window)
 
         if remat:
             # Inside a scan nothing can be merged across iterations, so the barriers against it would only cost.
-            run_layer = jax.checkpoint(run_layer, prevent_cse=unroll)
+            run_layer = jax.checkpoint(run_layer, prevent_cse=unroll, static_argnums=2)
+        windows = config.sliding_windows or (None,) * config.num_hidden_layers
         x = params["embed"][tokens].astype(compute_dtype)
         if unroll:
             caches = []
             for i, layer in enumerate(self.unstack(params)["layers"]):
-                x, layer_cache = run_layer(x, (layer, None if cache is None else cache[i]))
+                x, layer_cache = run_layer(x, (layer, None if cache is None else cache[i]), windows[i])
                 caches.append(layer_cache)
             cache = tuple(caches)
         else:
-            x, cache = jax.lax.scan(run_layer, x, (params["layers"], cache))
+            # One scan for each run of layers with the same window, which a kernel must know when it is compiled.
+            runs = [(window, len(list(run))) for window, run in itertools.groupby(windows)]
+            parts, start = [], 0
+            for window, length in runs:
+                part = params["layers"], cache
+                if len(runs) > 1:
+                    part = jax.tree.map(lambda leaf, i=start, j=start + length: leaf[i:j], part)
+                x, part = jax.lax.scan(lambda x, xs, window=window: run_layer(x, xs, window), x, part)
+                parts.append(part)
+                start += length
+            cache = parts[0] if len(parts) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
         return _rms_norm(x, params["norm"], config.rms_norm_eps), cache
 
     def unstack(self, params: Params) -> Params:
@@ -152,9 +172,14 @@ class Layer(nnx.Module):
         self.mlp = MLP(config, mlp_key)
 
     def __call__(
-        self, x: Float[Array, "B T D"], rope: tuple[Array, Array], attend: Attend, cache: LayerCache
+        self,
+        x: Float[Array, "B T D"],
+        angles: tuple[Array, Array],
+        attend: Attend,
+        cache: LayerCache,
+        window: int | None,
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
-        attended, cache = self.attn(_rms_norm(x, self.attn_norm[...], self.eps), rope, attend, cache)
+        attended, cache = self.attn(_rms_norm(x, self.attn_norm[...], self.eps), angles, attend, cache, window)
         x = x + attended
         return x + self.mlp(_rms_norm(x, self.mlp_norm[...], self.eps)), cache
 
@@ -165,7 +190,7 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, key: PRNGKeyArray):
         D, H = config.hidden_size, config.head_dim
         self.eps = config.rms_norm_eps
-        self.bias, self.qk_norm = config.attention_bias, config.qk_norm
+        self.bias, self.qk_norm, self.output_bias = config.attention_bias, config.qk_norm, config.output_bias
         heads = {"q": ("heads", config.num_attention_heads), "k": ("kv_heads", config.num_key_value_heads)}
         heads["v"] = heads["k"]
         *keys, o_key = jax.random.split(key, 4)
@@ -175,18 +200,27 @@ class Attention(nnx.Module):
                 setattr(self, f"{name}_bias", nnx.Param(jnp.zeros((n, H)), axes=(axis, "head_dim")))
         N = config.num_attention_heads
         self.o = nnx.Param(_normal(o_key, (N, H, D), (N * H) ** -0.5), axes=("heads", "head_dim", "embed"))
+        if self.output_bias:
+            self.o_bias = nnx.Param(jnp.zeros(D), axes=("embed",))
         if self.qk_norm:
             self.q_norm, self.k_norm = _norm(H, "head_dim"), _norm(H, "head_dim")
 
     def __call__(
-        self, x: Float[Array, "B T D"], rope: tuple[Array, Array], attend: Attend, cache: LayerCache
+        self,
+        x: Float[Array, "B T D"],
+        angles: tuple[Array, Array],
+        attend: Attend,
+        cache: LayerCache,
+        window: int | None,
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         q, k, v = (self._project(x, name) for name in ("q", "k", "v"))
         if self.qk_norm:
             q, k = _rms_norm(q, self.q_norm[...], self.eps), _rms_norm(k, self.k_norm[...], self.eps)
-        out, cache = attend(_rotate(q, rope), _rotate(k, rope), v, cache)
+        q, k = _rotate(q, angles), _rotate(k, angles)
+        out, cache = attend(q, k, v, cache) if window is None else attend(q, k, v, cache, window)
         B, T, N, H = out.shape
-        return _product(out.reshape(B, T, N * H), self.o[...].reshape(N * H, -1)), cache
+        out = _product(out.reshape(B, T, N * H), self.o[...].reshape(N * H, -1))
+        return out + self.o_bias[...].astype(x.dtype) if self.output_bias else out, cache
 
     def _project(self, x: Float[Array, "B T D"], name: str) -> Float[Array, "B T N H"]:
         w = getattr(self, name)[...]
@@ -203,9 +237,18 @@ class MLP(nnx.Module):
         self.gate = nnx.Param(_normal(gate_key, (D, F), D**-0.5), axes=("embed", "mlp"))
         self.up = nnx.Param(_normal(up_key, (D, F), D**-0.5), axes=("embed", "mlp"))
         self.down = nnx.Param(_normal(down_key, (F, D), F**-0.5), axes=("mlp", "embed"))
+        self.bias = config.mlp_bias
+        if self.bias:
+            self.gate_bias = nnx.Param(jnp.zeros(F), axes=("mlp",))
+            self.up_bias = nnx.Param(jnp.zeros(F), axes=("mlp",))
+            self.down_bias = nnx.Param(jnp.zeros(D), axes=("embed",))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return _product(jax.nn.silu(_product(x, self.gate[...])) * _product(x, self.up[...]), self.down[...])
+        return self._project(jax.nn.silu(self._project(x, "gate")) * self._project(x, "up"), "down")
+
+    def _project(self, x: Float[Array, "B T I"], name: str) -> Float[Array, "B T O"]:
+        y = _product(x, getattr(self, name)[...])
+        return y + getattr(self, f"{name}_bias")[...].astype(x.dtype) if self.bias else y
 
 
 def _normal(key: PRNGKeyArray, shape: tuple[int, ...], std: float) -> Float[Array, "..."]:
@@ -250,18 +293,8 @@ def _rms_norm(x: Float[Array, "*B D"], scale: Float[Array, "D"], eps: float) -> 
     return (wide * scale.astype(jnp.float32)).astype(x.dtype)
 
 
-def _rope_angles(
-    positions: Int[Array, "B T"], head_dim: int, theta: float
-) -> tuple[Float[Array, "B T 1 h"], Float[Array, "B T 1 h"]]:
-    """cos and sin of position · theta^(-2i / H) for i < H / 2 (RoPE, arXiv:2104.09864)."""
-    # Angles stay in float32: bfloat16 rounds position 257 to 256.
-    frequencies = jnp.exp(jnp.arange(0, head_dim, 2, dtype=jnp.float32) * (-math.log(theta) / head_dim))
-    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def _rotate(x: Float[Array, "B T N H"], rope: tuple[Array, Array]) -> Float[Array, "B T N H"]:
+def _rotate(x: Float[Array, "B T N H"], angles: tuple[Array, Array]) -> Float[Array, "B T N H"]:
     """Turn dimensions i and i + H/2 of every head by the angle of i, as Hugging Face's layout pairs them."""
-    cos, sin = rope
+    cos, sin = angles
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)

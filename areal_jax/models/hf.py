@@ -67,11 +67,15 @@ _ENTRIES: dict[tuple[str, ...], _Entry] = {
     ("layers", "attn", "q_bias"): _Entry("model.layers.{layer}.self_attn.q_proj.bias", 0),
     ("layers", "attn", "k_bias"): _Entry("model.layers.{layer}.self_attn.k_proj.bias", 0),
     ("layers", "attn", "v_bias"): _Entry("model.layers.{layer}.self_attn.v_proj.bias", 0),
+    ("layers", "attn", "o_bias"): _Entry("model.layers.{layer}.self_attn.o_proj.bias", 0),
     ("layers", "attn", "q_norm"): _Entry("model.layers.{layer}.self_attn.q_norm.weight", 0),
     ("layers", "attn", "k_norm"): _Entry("model.layers.{layer}.self_attn.k_norm.weight", 0),
     ("layers", "mlp", "gate"): _Entry("model.layers.{layer}.mlp.gate_proj.weight", 1),
     ("layers", "mlp", "up"): _Entry("model.layers.{layer}.mlp.up_proj.weight", 1),
     ("layers", "mlp", "down"): _Entry("model.layers.{layer}.mlp.down_proj.weight", 1),
+    ("layers", "mlp", "gate_bias"): _Entry("model.layers.{layer}.mlp.gate_proj.bias", 0),
+    ("layers", "mlp", "up_bias"): _Entry("model.layers.{layer}.mlp.up_proj.bias", 0),
+    ("layers", "mlp", "down_bias"): _Entry("model.layers.{layer}.mlp.down_proj.bias", 0),
 }
 
 

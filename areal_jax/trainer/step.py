@@ -200,10 +200,10 @@ class Learner:
         leave the weights, which are cut over the same devices, where they are."""
         inner = packed_attention(batch.segment_ids)
 
-        def attend(q: Array, k: Array, v: Array, cache: None) -> tuple[Array, None]:
+        def attend(q: Array, k: Array, v: Array, cache: None, window: int | None = None) -> tuple[Array, None]:
             q = self._constrain(q, ("batch", "tokens", "heads", "head_dim"))
             k, v = (self._constrain(x, ("batch", "tokens", "kv_heads", "head_dim")) for x in (k, v))
-            out, _ = inner(q, k, v, cache)
+            out, _ = inner(q, k, v, cache, window)
             return self._constrain(out, ("batch", "tokens", "heads", "head_dim")), None
 
         return attend
