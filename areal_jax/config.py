@@ -184,9 +184,19 @@ _POSITIVE = (
     *("num_slots", "max_prompt_tokens", "max_new_tokens", "steps_per_dispatch", "num_mini_batches", "rows_per_micro_batch"),
     *("logp_chunk_tokens", "learning_rate", "eps", "max_grad_norm", "clip_eps", "clip_eps_high", "behave_weight_cap"),
     *("num_workers", "samples_per_task", "keep", "batch_timeout_s", "request_timeout_s", "timeout_s"),
-    *("train_devices", "rollout_devices", "train_fsdp", "train_tensor", "rollout_tensor", "simulated_devices"),
+    *("train_devices", "rollout_devices", "train_fsdp", "train_expert", "train_tensor", "rollout_tensor", "simulated_devices"),
 )
-_NOT_NEGATIVE = ("seed", "num_steps", "max_staleness", "every_steps", "row_tokens", "temperature", "top_k", "weight_decay")
+_NOT_NEGATIVE = (
+    "seed",
+    "num_steps",
+    "max_staleness",
+    "every_steps",
+    "row_tokens",
+    "temperature",
+    "top_k",
+    "weight_decay",
+    "router_aux_loss_coef",
+)
 _FRACTION = ("top_p", "warmup_fraction", "beta1", "beta2")
 _ABOVE_ONE = ("dual_clip",)
 _ANY_NUMBER = ("correct", "wrong")

@@ -26,6 +26,7 @@ from areal_jax.engine import sampling
 from areal_jax.engine.config import EngineConfig
 from areal_jax.models.attention import masked_attention, packed_attention
 from areal_jax.models.decoder import Attend, Params, Policy
+from areal_jax.models.moe import ROUTER, sharded_experts
 from areal_jax.parallel.sharding import ROLLOUT_RULES, sharding, shardings
 
 EngineParams: TypeAlias = dict[str, Any]
@@ -132,10 +133,13 @@ class DecodeEngine:
     def layout(self, params: Params) -> EngineParams:
         """The policy's parameters as the decoder reads them: one tree per layer, in the compute dtype.
 
-        Pure, so that a mailbox runs it on the train mesh. Scales of norms stay in float32, as they do in training."""
-        return jax.tree.map(
-            lambda leaf: leaf if leaf.ndim == 1 else leaf.astype(self.compute_dtype), self.policy.unstack(params)
-        )
+        Pure, so that a mailbox runs it on the train mesh. Norms and routers stay in float32, as they do in training."""
+
+        def narrowed(path: tuple[Any, ...], leaf: Array) -> Array:
+            is_wide = leaf.ndim == 1 or path[-1] == jax.tree_util.DictKey(ROUTER)
+            return leaf if is_wide else leaf.astype(self.compute_dtype)
+
+        return jax.tree.map_with_path(narrowed, self.policy.unstack(params))
 
     @property
     def num_programs(self) -> int:
@@ -287,6 +291,7 @@ class DecodeEngine:
                 cache,
                 compute_dtype=self.compute_dtype,
                 unroll=True,
+                experts=sharded_experts(self.mesh, ROLLOUT_RULES),
             )
             logits = jnp.matmul(hidden[:, 0], head, preferred_element_type=jnp.float32)
             # Each tensor shard computes its part of the vocabulary; the draw is made from the whole, however the mesh cuts it.
@@ -325,7 +330,8 @@ class DecodeEngine:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         # Whole rows: the padding at the end of a row is seen by nothing before it.
         attend = _attend_keeping(packed_attention(jnp.ones_like(tokens)))
-        _, kept = self.policy.hidden(stacked, tokens, positions, attend, compute_dtype=self.compute_dtype)
+        experts = sharded_experts(self.mesh, ROLLOUT_RULES)
+        _, kept = self.policy.hidden(stacked, tokens, positions, attend, compute_dtype=self.compute_dtype, experts=experts)
         return Prefix(*kept)
 
     def _insert(self, cache: Cache, prefix: Prefix, table: Int32[Array, "2 S"], count: Int32[Array, ""]) -> Cache:

@@ -12,10 +12,11 @@ import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from areal_jax.models import rope
 from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.moe import Experts, MoE, Routing, local_experts
 
 Params: TypeAlias = dict[str, Any]
 """Nested dict of arrays: embed, layers.attn.q, ..., norm, head. Leaves under `layers` are stacked: [L, ...]."""
@@ -72,6 +73,7 @@ class Policy:
         compute_dtype: DTypeLike,
         unroll: bool = False,
         remat: bool = False,
+        experts: Experts = local_experts,
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Final hidden states (after the last norm), and the cache that `attend` returned.
 
@@ -82,15 +84,44 @@ class Policy:
             compute_dtype: of activations and matrix products; norms, RoPE and softmax stay in float32.
             unroll: a Python loop over layers instead of a scan: longer to compile, no slice or copy of the cache.
             remat: recompute each layer in the backward pass instead of keeping its activations.
+            experts: how a mixture of experts is computed; on several devices `sharded_experts`.
         """
+        return self.hidden_and_routing(
+            params,
+            tokens,
+            positions,
+            attend,
+            cache,
+            compute_dtype=compute_dtype,
+            unroll=unroll,
+            remat=remat,
+            experts=experts,
+        )[:2]
+
+    def hidden_and_routing(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        attend: Attend,
+        cache: Any = None,
+        *,
+        compute_dtype: DTypeLike,
+        unroll: bool = False,
+        remat: bool = False,
+        experts: Experts = local_experts,
+        counted: Bool[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Any, Routing | None]:
+        """As `hidden`, and where the tokens that are `counted` went in each layer; None where there are no experts to go to."""
         config = self.config
         angles = rope.angles(positions, config.head_dim, config.rope_theta, config.rope_scaling)
 
         def run_layer(
             x: Array, layer_and_cache: tuple[Params, LayerCache], window: int | None = None
-        ) -> tuple[Array, LayerCache]:
+        ) -> tuple[Array, tuple[LayerCache, Routing | None]]:
             layer, layer_cache = layer_and_cache
-            return nnx.merge(self._layer, layer)(x, angles, attend, layer_cache, window)
+            x, layer_cache, routing = nnx.merge(self._layer, layer)(x, angles, attend, layer_cache, window, experts, counted)
+            return x, (layer_cache, routing)
 
         if remat:
             # Inside a scan nothing can be merged across iterations, so the barriers against it would only cost.
@@ -98,11 +129,12 @@ class Policy:
         windows = config.sliding_windows or (None,) * config.num_hidden_layers
         x = params["embed"][tokens].astype(compute_dtype)
         if unroll:
-            caches = []
+            kept = []
             for i, layer in enumerate(self.unstack(params)["layers"]):
-                x, layer_cache = run_layer(x, (layer, None if cache is None else cache[i]), windows[i])
-                caches.append(layer_cache)
-            cache = tuple(caches)
+                x, of_layer = run_layer(x, (layer, None if cache is None else cache[i]), windows[i])
+                kept.append(of_layer)
+            cache, routings = zip(*kept, strict=True)
+            routing = jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings)
         else:
             # One scan for each run of layers with the same window, which a kernel must know when it is compiled.
             runs = [(window, len(list(run))) for window, run in itertools.groupby(windows)]
@@ -114,8 +146,9 @@ class Policy:
                 x, part = jax.lax.scan(lambda x, xs, window=window: run_layer(x, xs, window), x, part)
                 parts.append(part)
                 start += length
-            cache = parts[0] if len(parts) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
-        return _rms_norm(x, params["norm"], config.rms_norm_eps), cache
+            whole = parts[0] if len(parts) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+            cache, routing = whole
+        return _rms_norm(x, params["norm"], config.rms_norm_eps), cache, routing
 
     def unstack(self, params: Params) -> Params:
         """The same parameters with `layers` a tuple of L dicts, for `hidden` with `unroll`.
@@ -161,7 +194,7 @@ class Decoder(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention, then a gated MLP, each behind a norm and added to the stream."""
+    """Attention, then a gated MLP or a mixture of them, each behind a norm and added to the stream."""
 
     def __init__(self, config: ModelConfig, key: PRNGKeyArray):
         attn_key, mlp_key = jax.random.split(key)
@@ -169,7 +202,7 @@ class Layer(nnx.Module):
         self.attn_norm = _norm(config.hidden_size, "embed")
         self.attn = Attention(config, attn_key)
         self.mlp_norm = _norm(config.hidden_size, "embed")
-        self.mlp = MLP(config, mlp_key)
+        self.mlp = MLP(config, mlp_key) if config.moe is None else MoE(config, config.moe, mlp_key)
 
     def __call__(
         self,
@@ -178,10 +211,14 @@ class Layer(nnx.Module):
         attend: Attend,
         cache: LayerCache,
         window: int | None,
-    ) -> tuple[Float[Array, "B T D"], LayerCache]:
+        experts: Experts,
+        counted: Bool[Array, "B T"] | None,
+    ) -> tuple[Float[Array, "B T D"], LayerCache, Routing | None]:
         attended, cache = self.attn(_rms_norm(x, self.attn_norm[...], self.eps), angles, attend, cache, window)
         x = x + attended
-        return x + self.mlp(_rms_norm(x, self.mlp_norm[...], self.eps)), cache
+        normed = _rms_norm(x, self.mlp_norm[...], self.eps)
+        mixed, routing = self.mlp(normed, experts, counted) if isinstance(self.mlp, MoE) else (self.mlp(normed), None)
+        return x + mixed, cache, routing
 
 
 class Attention(nnx.Module):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -15,7 +16,7 @@ class Meshes(NamedTuple):
     """Disjoint where there are several devices; with one device both lie on it."""
 
     train: Mesh
-    """Axes data, fsdp, tensor."""
+    """Axes data, fsdp, expert, tensor."""
     rollout: Mesh
     """Axes data, tensor."""
 
@@ -26,18 +27,16 @@ def make_meshes(placement: PlacementConfig, devices: Sequence[jax.Device] | None
     Raises ValueError with the counts where the devices do not suffice or do not divide."""
     devices = jax.devices() if devices is None else devices
     num_train, num_rollout = _split(placement, len(devices))
-    tensor = placement.train_tensor
-    if num_train % tensor:
-        raise ValueError(f"{num_train} train devices do not divide by placement.train_tensor={tensor}")
-    fsdp = num_train // tensor if placement.train_fsdp is None else placement.train_fsdp
-    if num_train % (fsdp * tensor):
-        raise ValueError(
-            f"{num_train} train devices do not divide by placement.train_fsdp={fsdp} times placement.train_tensor={tensor}"
-        )
+    given = {"fsdp": placement.train_fsdp or 1, "expert": placement.train_expert, "tensor": placement.train_tensor}
+    left, rest = divmod(num_train, math.prod(given.values()))
+    if rest:
+        knobs = " times ".join(f"placement.train_{axis}={size}" for axis, size in given.items() if size > 1)
+        raise ValueError(f"{num_train} train devices do not divide by {knobs}")
+    axes = {"data": left} | given if placement.train_fsdp else {"data": 1} | given | {"fsdp": left}
     if num_rollout % placement.rollout_tensor:
         raise ValueError(f"{num_rollout} rollout devices do not divide by placement.rollout_tensor={placement.rollout_tensor}")
     return Meshes(
-        train=_mesh({"data": num_train // (fsdp * tensor), "fsdp": fsdp, "tensor": tensor}, devices[:num_train]),
+        train=_mesh(axes, devices[:num_train]),
         rollout=_mesh(
             {"data": num_rollout // placement.rollout_tensor, "tensor": placement.rollout_tensor}, devices[-num_rollout:]
         ),

@@ -1,6 +1,6 @@
 """The decoder against what transformers computed; parity/make.py says how it was made."""
 
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,6 +14,9 @@ from tiny_policies import cached_hidden, on_one_device
 from areal_jax.models import hf
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Params, Policy
+from areal_jax.models.moe import balance_loss
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 FIXTURES = Path(__file__).parent / "parity"
 FAMILIES = sorted(folder.name for folder in FIXTURES.iterdir() if folder.is_dir())
@@ -37,53 +40,45 @@ def original(family: str) -> Original:
     return Original(policy, params, expected, jnp.asarray(expected["tokens"]))
 
 
-def forward(policy: Policy, params: Params, tokens: jax.Array, positions: jax.Array, segments: jax.Array) -> jax.Array:
-    hidden, _ = policy.hidden(params, tokens, positions, packed_attention(segments), compute_dtype=jnp.float32)
-    return hidden @ policy.head(params)
-
-
-def whole_rows(tokens: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Positions and segments."""
-    return jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), jnp.ones_like(tokens)
-
-
 @pytest.mark.parametrize("family", FAMILIES)
-def test_loss_and_gradient_are_those_of_transformers(family: str) -> None:
-    policy, params, expected, tokens = original(family)
-
-    @jax.jit
-    @jax.value_and_grad
-    def loss_of(params: Params) -> jax.Array:
-        logp = jax.nn.log_softmax(forward(policy, params, tokens, *whole_rows(tokens))[:, :-1])
-        return -jnp.take_along_axis(logp, tokens[:, 1:, None], axis=-1).mean()
-
-    loss, gradient = loss_of(params)
-    np.testing.assert_allclose(loss, expected["loss"], atol=1e-4)
-    for name, tensor in hf._to_files(policy, gradient):
-        rows = tensor.sum(-1) if tensor.ndim == 2 else tensor
-        np.testing.assert_allclose(rows, expected.pop(f"rows.{name}"), atol=1e-4, err_msg=name)
-        if tensor.ndim == 2:
-            np.testing.assert_allclose(tensor.sum(0), expected.pop(f"columns.{name}"), atol=1e-4, err_msg=name)
-    # A tied head is written twice by none: nothing of theirs was passed over.
-    assert [name for name in expected if name.startswith(("rows", "columns"))] == []
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_packed_logits_and_logprobs_are_those_of_transformers(family: str) -> None:
+def test_packed_logits_loss_and_gradient_are_those_of_transformers(family: str) -> None:
     policy, params, expected, tokens = original(family)
     rows, length = tokens.shape
     # Both rows one behind the other, and padding.
     segments = jnp.concatenate([jnp.repeat(jnp.arange(1, rows + 1), length), jnp.zeros(4, int)])[None]
     positions = jnp.concatenate([jnp.tile(jnp.arange(length), rows), jnp.zeros(4, int)])[None]
     packed = jnp.concatenate([tokens.ravel(), jnp.zeros(4, tokens.dtype)])[None]
-    logits = jax.jit(forward, static_argnums=0)(policy, params, packed, positions, segments)[0, : rows * length]
-    theirs = expected["logits"].reshape(rows * length, -1)
-    assert theirs.std() > 0.5  # not a policy that says nothing
-    np.testing.assert_allclose(logits, theirs, atol=1e-4)
-    np.testing.assert_allclose(jax.nn.log_softmax(logits), jax.nn.log_softmax(theirs), atol=1e-4)
+
+    @jax.jit
+    @partial(jax.value_and_grad, has_aux=True)
+    def loss_of(params: Params) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+        hidden, _, routing = policy.hidden_and_routing(
+            params, packed, positions, packed_attention(segments), compute_dtype=jnp.float32, counted=segments > 0
+        )
+        logits = (hidden @ policy.head(params))[0, : tokens.size].reshape(*tokens.shape, -1)
+        logp = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], axis=-1)
+        balance = jnp.zeros(()) if routing is None else balance_loss(routing, jnp.float32(tokens.size))
+        coefficient = 0.0 if policy.config.moe is None else policy.config.moe.router_aux_loss_coef
+        return coefficient * balance - logp.mean(), (logits, balance)
+
+    (loss, (logits, balance)), gradient = loss_of(params)
+    assert expected["logits"].std() > 0.5  # not a policy that says nothing
+    np.testing.assert_allclose(logits, expected["logits"], atol=1e-4)
+    np.testing.assert_allclose(jax.nn.log_softmax(logits), jax.nn.log_softmax(expected["logits"]), atol=1e-4)
+    np.testing.assert_allclose(loss, expected["loss"], atol=1e-4)
+    np.testing.assert_allclose(balance, expected.get("balance", 0.0), atol=1e-4)
+    compared = set()
+    for name, tensor in hf._to_files(policy, gradient):
+        sums = (
+            {f"rows.{name}": tensor.sum(-1), f"columns.{name}": tensor.sum(0)} if tensor.ndim == 2 else {f"rows.{name}": tensor}
+        )
+        for key, ours in sums.items():
+            np.testing.assert_allclose(ours, expected[key], atol=1e-4, err_msg=key)
+        compared |= sums.keys()
+    assert compared == {key for key in expected if key.startswith(("rows", "columns"))}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", ["qwen2", "llama3", "qwen3_window", "qwen3_moe"])
 def test_cached_logits_are_those_of_transformers(family: str) -> None:
     policy, params, expected, tokens = original(family)
     hidden = cached_hidden(policy, params, tokens, prompt=4)

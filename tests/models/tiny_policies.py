@@ -49,7 +49,8 @@ def cached_hidden(policy: Policy, params: Params, tokens: jax.Array, prompt: int
     step_of = jax.jit(lambda token, step, caches: hidden(token, jnp.full_like(token, step), _attend_at(step), caches))
     segments = jnp.ones_like(tokens[:, :prompt])
     positions = jnp.broadcast_to(jnp.arange(prompt), segments.shape)
-    row, caches = hidden(tokens[:, :prompt], positions, _attend_keeping(packed_attention(segments)))
+    prefill = jax.jit(lambda tokens: hidden(tokens, positions, _attend_keeping(packed_attention(segments))))
+    row, caches = prefill(tokens[:, :prompt])
     token_axis = 1 if unroll else 2  # behind B, or behind L and B
     room = [(0, 0)] * (4 if unroll else 5)
     room[token_axis] = (0, tokens.shape[1] - prompt)

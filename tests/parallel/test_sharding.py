@@ -48,6 +48,16 @@ def test_a_batch_is_cut_over_data_and_fsdp_together():
     assert batch.weights.addressable_shards[0].data.shape == (1,)
 
 
+def test_experts_take_their_axis_and_leave_what_else_there_is():
+    placement = PlacementConfig(train_devices=8, rollout_devices=1, train_fsdp=2, train_expert=2, train_tensor=2)
+    mesh = make_meshes(placement, [*jax.devices(), jax.devices()[0]]).train
+    experts = sharding(mesh, ("layers", "experts", "embed", "mlp"), (3, 4, 8, 6), TRAIN_RULES)
+    assert experts.spec == PartitionSpec(None, "expert", "fsdp", "tensor")
+    # What has no experts is cut over both, as the batch is.
+    assert sharding(mesh, ("embed", "mlp"), (8, 6), TRAIN_RULES).spec == PartitionSpec(("fsdp", "expert"), "tensor")
+    assert sharding(mesh, ("batch",), (4,), TRAIN_RULES).spec == PartitionSpec(("fsdp", "expert"))
+
+
 def test_unknown_and_surplus_axes_are_named():
     with pytest.raises(ValueError, match=r"logical axis 'widht' has no rule; known are layers, vocab"):
         sharding(MESHES.train, ("widht",), (8,), TRAIN_RULES)
