@@ -212,11 +212,12 @@ _POSITIVE = (
     *("logp_chunk_tokens", "learning_rate", "eps", "max_grad_norm", "clip_eps", "clip_eps_high", "cap"),
     *("clip", "max_second_moment", "temperature_positive", "temperature_negative", "clip_eps_low"),
     *("num_workers", "samples_per_task", "keep", "batch_timeout_s", "request_timeout_s", "timeout_s"),
-    *("train_devices", "rollout_devices", "train_fsdp", "train_context", "train_tensor", "rollout_tensor", "simulated_devices"),
+    *("train_devices", "rollout_devices", "train_fsdp", "train_expert", "train_context", "train_tensor", "rollout_tensor"),
+    "simulated_devices",
 )
 _NOT_NEGATIVE = (
     *("seed", "num_steps", "max_staleness", "every_steps", "perplexity_every_steps", "row_tokens"),
-    *("temperature", "top_k", "weight_decay", "overlong_penalty"),
+    *("temperature", "top_k", "weight_decay", "overlong_penalty", "router_aux_loss_coef"),
 )
 _FRACTION = (
     *("share", "overlong_share", "success_rate_above", "success_rate_below"),

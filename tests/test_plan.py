@@ -69,7 +69,7 @@ def test_a_plan_says_what_it_found(policy: Path) -> None:
     assert "4096 tasks from Synthetic problems" in text
     assert "40 steps of 16 groups x 8 samples, 4 updates each; max_staleness 3" in text
     assert "2 + 6 cpu" in text
-    assert "data 2 x fsdp 1 x context 1 x tensor 1" in text
+    assert "data 2 x fsdp 1 x expert 1 x context 1 x tensor 1" in text
     assert "data 6 x tensor 1" in text
 
 

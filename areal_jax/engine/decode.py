@@ -26,6 +26,7 @@ from areal_jax.engine import sampling
 from areal_jax.engine.config import EngineConfig
 from areal_jax.models.attention import masked_attention, packed_attention
 from areal_jax.models.decoder import Attend, Params, Policy
+from areal_jax.models.moe import ROUTER, sharded_experts
 from areal_jax.parallel.sharding import ROLLOUT_RULES, sharding, shardings
 
 EngineParams: TypeAlias = dict[str, Any]
@@ -145,10 +146,13 @@ class DecodeEngine:
     def layout(self, params: Params) -> EngineParams:
         """The policy's parameters as the decoder reads them: one tree per layer, in the compute dtype.
 
-        Pure, so that a mailbox runs it on the train mesh. Scales of norms stay in float32, as they do in training."""
-        return jax.tree.map(
-            lambda leaf: leaf if leaf.ndim == 1 else leaf.astype(self.compute_dtype), self.policy.unstack(params)
-        )
+        Pure, so that a mailbox runs it on the train mesh. Norms and routers stay in float32, as they do in training."""
+
+        def narrowed(path: tuple[Any, ...], leaf: Array) -> Array:
+            is_wide = leaf.ndim == 1 or path[-1] == jax.tree_util.DictKey(ROUTER)
+            return leaf if is_wide else leaf.astype(self.compute_dtype)
+
+        return jax.tree.map_with_path(narrowed, self.policy.unstack(params))
 
     @property
     def num_programs(self) -> int:
@@ -280,7 +284,10 @@ class DecodeEngine:
         position, temperature, stop_tokens = (_field(state.slots, name) for name in ("position", "temperature", "stop_tokens"))
         head = self.policy.head(params)
         steps = jnp.arange(num_steps, dtype=jnp.int32)
-        past = jnp.arange(self._cache_length(state)) < position[:, None]
+        columns = jnp.arange(self._cache_length(state), dtype=jnp.int32)
+        past = columns < position[:, None]
+        # Where in its sequence the token of each column lies.
+        places = jnp.concatenate([position[:, None] + steps, jnp.broadcast_to(columns, past.shape)], axis=1)
         uniforms = sampling.uniforms(_field(state.slots, "seed"), _field(state.slots, "sample"), position[:, None] + 1 + steps)
 
         def step(i: Int32[Array, ""], carry: _Step) -> _Step:
@@ -290,10 +297,11 @@ class DecodeEngine:
                 params,
                 token[:, None],
                 (position + i)[:, None],
-                _attend_cached(i, jnp.concatenate([fresh, past], axis=1)),
+                _attend_cached(i, jnp.concatenate([fresh, past], axis=1), (position + i)[:, None] - places),
                 cache,
                 compute_dtype=self.compute_dtype,
                 unroll=True,
+                experts=sharded_experts(self.mesh, ROLLOUT_RULES),
             )
             logits = jnp.matmul(hidden[:, 0], head, preferred_element_type=jnp.float32)
             # Each tensor shard computes its part of the vocabulary; the draw is made from the whole, however the mesh cuts it.
@@ -338,7 +346,8 @@ class DecodeEngine:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         # Whole rows: the padding at the end of a row is seen by nothing before it.
         attend = _attend_keeping(packed_attention(jnp.ones_like(tokens)))
-        _, kept = self.policy.hidden(stacked, tokens, positions, attend, compute_dtype=self.compute_dtype)
+        experts = sharded_experts(self.mesh, ROLLOUT_RULES)
+        _, kept = self.policy.hidden(stacked, tokens, positions, attend, compute_dtype=self.compute_dtype, experts=experts)
         return Prefix(*kept)
 
     def _insert(self, cache: Cache, prefix: Prefix, table: Int32[Array, "2 S"], count: Int32[Array, ""]) -> Cache:
@@ -411,17 +420,23 @@ def _field(slots: Int32[Array, "S F"], name: str) -> Shaped[Array, "S ..."]:
     return values if dtype.shape else values[:, 0]
 
 
-def _attend_cached(step: Int32[Array, ""], seen: Bool[Array, "S C"]) -> Attend:
+def _attend_cached(step: Int32[Array, ""], seen: Bool[Array, "S C"], ages: Int32[Array, "S C"]) -> Attend:
     """Attend from one new token per slot to the columns `seen`, the token's own among them: column `step` of every slot.
 
-    All slots write the same column, so that the write is one slice; `_settle` copies it to its place after the dispatch."""
+    All slots write the same column, so that the write is one slice; `_settle` copies it to its place after the dispatch.
+    `ages` counts the tokens from each column to the new one. Layers with a window keep what they no longer see, and mask it."""
 
     def attend(
-        q: Float[Array, "S 1 N H"], k: Float[Array, "S 1 K H"], v: Float[Array, "S 1 K H"], cache: tuple[Array, Array]
+        q: Float[Array, "S 1 N H"],
+        k: Float[Array, "S 1 K H"],
+        v: Float[Array, "S 1 K H"],
+        cache: tuple[Array, Array],
+        window: int | None = None,
     ) -> tuple[Float[Array, "S 1 N H"], tuple[Array, Array]]:
         keys = jax.lax.dynamic_update_slice_in_dim(cache[0], k.transpose(0, 2, 3, 1), step, 3)
         values = jax.lax.dynamic_update_slice_in_dim(cache[1], v.swapaxes(1, 2), step, 2)
-        return masked_attention(q, keys, values, seen[:, None]), (keys, values)
+        near = seen if window is None else seen & (ages < window)
+        return masked_attention(q, keys, values, near[:, None]), (keys, values)
 
     return attend
 
@@ -445,8 +460,10 @@ def _settle(cache: Cache, position: Int32[Array, "S"], num_steps: int) -> Cache:
 def _attend_keeping(attend: Attend) -> Attend:
     """`attend`, which also returns the keys and values in the layouts of the cache."""
 
-    def attend_and_keep(q: Array, k: Array, v: Array, cache: None) -> tuple[Array, tuple[Array, Array]]:
-        return attend(q, k, v, cache)[0], (k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
+    def attend_and_keep(
+        q: Array, k: Array, v: Array, cache: None, window: int | None = None
+    ) -> tuple[Array, tuple[Array, Array]]:
+        return attend(q, k, v, cache, window)[0], (k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
 
     return attend_and_keep
 

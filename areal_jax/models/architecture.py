@@ -3,26 +3,58 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, Literal
+from dataclasses import asdict, dataclass
+from typing import Any, Literal, NamedTuple, get_args
 
-Family = Literal["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"]
+from areal_jax.models import rope
 
-# What a family's config.json leaves unsaid. Biases on q, k, v and norms on q, k are what tells the families apart.
-_FAMILIES: dict[str, dict[str, Any]] = {
-    "Qwen2ForCausalLM": {"model_type": "qwen2", "attention_bias": True, "qk_norm": False},
-    "Qwen3ForCausalLM": {"model_type": "qwen3", "attention_bias": False, "qk_norm": True},
-    "LlamaForCausalLM": {"model_type": "llama", "attention_bias": False, "qk_norm": False},
+Family = Literal["Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM"]
+
+
+class _Traits(NamedTuple):
+    """What a family's config.json leaves unsaid."""
+
+    model_type: str
+    qkv_bias: bool = False
+    """Biases on q, k and v whatever the file says, and none on the output."""
+    qk_norm: bool = False
+    mlp_bias: bool = False
+    """Whether `mlp_bias` is a setting of the family."""
+    windows: Literal["none", "all", "upper"] = "none"
+    """Layers that use_sliding_window speaks of; upper: those from max_window_layers on, unless layer_types says otherwise."""
+    is_moe: bool = False
+
+
+_FAMILIES: dict[str, _Traits] = {
+    "Qwen2ForCausalLM": _Traits("qwen2", qkv_bias=True, windows="upper"),
+    "Qwen3ForCausalLM": _Traits("qwen3", qk_norm=True, windows="upper"),
+    "Qwen3MoeForCausalLM": _Traits("qwen3_moe", qk_norm=True, windows="all", is_moe=True),
+    "LlamaForCausalLM": _Traits("llama", mlp_bias=True),
 }
 
 # Settings that change the mathematics, with the only value the decoder computes; an absent one has that value.
 _ONLY: dict[str, Any] = {
     "hidden_act": "silu",
     "attention_dropout": 0.0,
-    "mlp_bias": False,
-    "use_sliding_window": False,
     "quantization_config": None,
+    "partial_rotary_factor": 1.0,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
 }
+
+
+@dataclass(frozen=True)
+class MoEConfig:
+    """A mixture of experts. Fields are named as in Hugging Face's config.json."""
+
+    num_experts: int
+    num_experts_per_tok: int
+    moe_intermediate_size: int
+    """Width of one expert's MLP."""
+    norm_topk_prob: bool
+    """Whether the weights of a token's experts sum to one."""
+    router_aux_loss_coef: float
+    """Weight of the load-balance loss."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +77,14 @@ class ModelConfig:
     """Biases on the q, k and v projections."""
     qk_norm: bool
     """RMSNorm over every head's q and k, before RoPE."""
+    output_bias: bool = False
+    """A bias on the projection behind attention."""
+    mlp_bias: bool = False
+    rope_scaling: rope.RopeScaling | None = None
+    sliding_windows: tuple[int | None, ...] = ()
+    """By layer, how many tokens a query sees, its own the last of them; None: all before it. Empty: no layer has a window."""
+    moe: MoEConfig | None = None
+    """Experts in the place of every layer's MLP."""
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
 
@@ -55,16 +95,12 @@ class ModelConfig:
         Raises ValueError naming the setting where the architecture or a setting is not supported or is missing."""
         architecture = _architecture(config, source)
         family = _FAMILIES[architecture]
-        for name, supported in _ONLY.items():
+        only = _ONLY | ({"attention_bias": True} if family.qkv_bias else {}) | ({} if family.mlp_bias else {"mlp_bias": False})
+        for name, supported in only.items():
             if config.get(name, supported) not in (supported, None):
-                raise ValueError(f"{source}: {name}={config[name]!r} is not supported; only {name}={supported!r} is")
-        if config.get("attention_bias", family["attention_bias"]) != family["attention_bias"]:
-            raise ValueError(
-                f"{source}: attention_bias={config['attention_bias']!r} is not supported for {architecture}; "
-                f"only attention_bias={family['attention_bias']!r} is"
-            )
-        if other := set(config.get("layer_types") or ()) - {"full_attention"}:
-            raise ValueError(f"{source}: layer_types={sorted(other)} are not supported; only 'full_attention' is")
+                raise ValueError(
+                    f"{source}: {name}={config[name]!r} is not supported for {architecture}; only {name}={supported!r} is"
+                )
         num_heads = _required(config, "num_attention_heads", source)
         num_kv_heads = config.get("num_key_value_heads") or num_heads
         hidden_size = _required(config, "hidden_size", source)
@@ -75,6 +111,8 @@ class ModelConfig:
                 f"came num_attention_heads={num_heads}, num_key_value_heads={num_kv_heads}, head_dim={head_dim}"
             )
         eos = config.get("eos_token_id")
+        max_position_embeddings = _required(config, "max_position_embeddings", source)
+        rope_theta, rope_scaling = rope.from_hf(config, source)
         return cls(
             architecture=architecture,
             vocab_size=_required(config, "vocab_size", source),
@@ -84,21 +122,26 @@ class ModelConfig:
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
             head_dim=head_dim,
-            rope_theta=_rope_theta(config, source),
+            rope_theta=rope_theta,
             rms_norm_eps=config.get("rms_norm_eps", 1e-6),
-            max_position_embeddings=_required(config, "max_position_embeddings", source),
+            max_position_embeddings=max_position_embeddings,
             tie_word_embeddings=config.get("tie_word_embeddings", False),
-            attention_bias=family["attention_bias"],
-            qk_norm=family["qk_norm"],
+            attention_bias=config.get("attention_bias") or family.qkv_bias,
+            qk_norm=family.qk_norm,
+            output_bias=bool(config.get("attention_bias")) and not family.qkv_bias,
+            mlp_bias=config.get("mlp_bias") or False,
+            rope_scaling=rope_scaling,
+            sliding_windows=_sliding_windows(config, family, source),
+            moe=_moe(config, source) if family.is_moe else None,
             bos_token_id=config.get("bos_token_id"),
             eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
         )
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that `from_hf` and transformers both read back as this policy."""
-        return {
+        written = {
             "architectures": [self.architecture],
-            "model_type": _FAMILIES[self.architecture]["model_type"],
+            "model_type": _FAMILIES[self.architecture].model_type,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
             "intermediate_size": self.intermediate_size,
@@ -107,7 +150,7 @@ class ModelConfig:
             "num_key_value_heads": self.num_key_value_heads,
             "head_dim": self.head_dim,
             "hidden_act": "silu",
-            "rope_theta": self.rope_theta,
+            **rope.to_hf(self.rope_theta, self.rope_scaling),
             "rms_norm_eps": self.rms_norm_eps,
             "max_position_embeddings": self.max_position_embeddings,
             "tie_word_embeddings": self.tie_word_embeddings,
@@ -115,6 +158,15 @@ class ModelConfig:
             "bos_token_id": self.bos_token_id,
             "eos_token_id": list(self.eos_token_id) if isinstance(self.eos_token_id, tuple) else self.eos_token_id,
         }
+        if self.mlp_bias:
+            written["mlp_bias"] = True
+        if self.sliding_windows:
+            window = max(size or 0 for size in self.sliding_windows)
+            kinds = ["full_attention" if size is None else "sliding_attention" for size in self.sliding_windows]
+            written |= {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
+        if self.moe is not None:
+            written |= asdict(self.moe) | {"decoder_sparse_step": 1, "mlp_only_layers": []}
+        return written
 
     @property
     def num_params(self) -> int:
@@ -122,15 +174,21 @@ class ModelConfig:
         heads, kv_heads, width = self.num_attention_heads, self.num_key_value_heads, self.hidden_size
         attention = 2 * width * (heads + kv_heads) * self.head_dim
         biases = (heads + 2 * kv_heads) * self.head_dim if self.attention_bias else 0
+        biases += width if self.output_bias else 0
+        biases += 2 * self.intermediate_size + width if self.mlp_bias else 0
         norms = 2 * width + (2 * self.head_dim if self.qk_norm else 0)
-        layer = attention + biases + norms + 3 * width * self.intermediate_size
+        if (moe := self.moe) is None:
+            mlp = 3 * width * self.intermediate_size
+        else:
+            mlp = moe.num_experts * (width + 3 * width * moe.moe_intermediate_size)
+        layer = attention + biases + norms + mlp
         tables = 1 if self.tie_word_embeddings else 2
         return tables * self.vocab_size * width + self.num_hidden_layers * layer + width
 
 
 def _architecture(config: Mapping[str, Any], source: str) -> Family:
     named = config.get("architectures") or ["none"]
-    for architecture in ("Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"):
+    for architecture in get_args(Family):
         if named == [architecture]:
             return architecture
     raise ValueError(f"{source}: architectures={named} is not supported; expected one of {', '.join(_FAMILIES)}")
@@ -143,12 +201,38 @@ def _required(config: Mapping[str, Any], name: str, source: str) -> int:
     return value
 
 
-def _rope_theta(config: Mapping[str, Any], source: str) -> float:
-    """Base of the rotary angles; newer config.json files hold it in rope_parameters, older ones beside rope_scaling."""
-    for name in ("rope_scaling", "rope_parameters"):
-        settings = config.get(name) or {}
-        kind = settings.get("rope_type", settings.get("type", "default"))
-        if kind != "default":
-            raise ValueError(f"{source}: {name}={settings!r} is not supported; only unscaled RoPE (rope_type='default') is")
-    newer = config.get("rope_parameters") or {}
-    return float(newer.get("rope_theta", config.get("rope_theta", 10000.0)))
+def _sliding_windows(config: Mapping[str, Any], family: _Traits, source: str) -> tuple[int | None, ...]:
+    """Windows by layer, as transformers reads them; empty where no layer has one."""
+    num_layers, asked = _required(config, "num_hidden_layers", source), bool(config.get("use_sliding_window"))
+    if asked and family.windows == "none":
+        raise ValueError(f"{source}: use_sliding_window=True is not supported for {config['architectures'][0]}")
+    first = config.get("max_window_layers", 28) if family.windows == "upper" else 0
+    kinds = config.get("layer_types") if family.windows != "all" else None
+    if kinds is None:
+        kinds = ["sliding_attention" if asked and i >= first else "full_attention" for i in range(num_layers)]
+    if len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
+        raise ValueError(
+            f"{source}: expected layer_types to be 'full_attention' or 'sliding_attention' for each of {num_layers} layers; "
+            f"came {kinds}"
+        )
+    if "sliding_attention" not in kinds:
+        return ()
+    if not asked:
+        raise ValueError(f"{source}: layer_types names 'sliding_attention', but use_sliding_window is not true")
+    window = _required(config, "sliding_window", source)
+    return tuple(window if kind == "sliding_attention" else None for kind in kinds)
+
+
+def _moe(config: Mapping[str, Any], source: str) -> MoEConfig:
+    # Files of transformers from version 5 on may call them local.
+    spelling = "num_experts" if "num_experts" in config else "num_local_experts"
+    num_experts, per_token = (_required(config, name, source) for name in (spelling, "num_experts_per_tok"))
+    if per_token > num_experts:
+        raise ValueError(f"{source}: num_experts_per_tok={per_token} is more than {spelling}={num_experts}")
+    return MoEConfig(
+        num_experts=num_experts,
+        num_experts_per_tok=per_token,
+        moe_intermediate_size=_required(config, "moe_intermediate_size", source),
+        norm_topk_prob=config.get("norm_topk_prob", False),
+        router_aux_loss_coef=config.get("router_aux_loss_coef", 0.001),
+    )

@@ -5,16 +5,18 @@ Axes: B rows, T tokens, D width, N query heads, K key-value heads, H head size, 
 
 from __future__ import annotations
 
-import math
+import itertools
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from flax import nnx, traverse_util
 from jax.typing import DTypeLike
-from jaxtyping import Array, Float, Int, PRNGKeyArray
+from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
+from areal_jax.models import rope
 from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.moe import Experts, MoE, Routing, local_experts
 
 Params: TypeAlias = dict[str, Any]
 """Nested dict of arrays: embed, layers.attn.q, ..., norm, head. Leaves under `layers` are stacked: [L, ...]."""
@@ -71,6 +73,7 @@ class Policy:
         compute_dtype: DTypeLike,
         unroll: bool = False,
         remat: bool = False,
+        experts: Experts = local_experts,
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Final hidden states (after the last norm), and the cache that `attend` returned.
 
@@ -81,27 +84,71 @@ class Policy:
             compute_dtype: of activations and matrix products; norms, RoPE and softmax stay in float32.
             unroll: a Python loop over layers instead of a scan: longer to compile, no slice or copy of the cache.
             remat: recompute each layer in the backward pass instead of keeping its activations.
+            experts: how a mixture of experts is computed; on several devices `sharded_experts`.
         """
-        config = self.config
-        rope = _rope_angles(positions, config.head_dim, config.rope_theta)
+        return self.hidden_and_routing(
+            params,
+            tokens,
+            positions,
+            attend,
+            cache,
+            compute_dtype=compute_dtype,
+            unroll=unroll,
+            remat=remat,
+            experts=experts,
+        )[:2]
 
-        def run_layer(x: Array, layer_and_cache: tuple[Params, LayerCache]) -> tuple[Array, LayerCache]:
+    def hidden_and_routing(
+        self,
+        params: Params,
+        tokens: Int[Array, "B T"],
+        positions: Int[Array, "B T"],
+        attend: Attend,
+        cache: Any = None,
+        *,
+        compute_dtype: DTypeLike,
+        unroll: bool = False,
+        remat: bool = False,
+        experts: Experts = local_experts,
+        counted: Bool[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Any, Routing | None]:
+        """As `hidden`, and where the tokens that are `counted` went in each layer; None where there are no experts to go to."""
+        config = self.config
+        angles = rope.angles(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+
+        def run_layer(
+            x: Array, layer_and_cache: tuple[Params, LayerCache], window: int | None = None
+        ) -> tuple[Array, tuple[LayerCache, Routing | None]]:
             layer, layer_cache = layer_and_cache
-            return nnx.merge(self._layer, layer)(x, rope, attend, layer_cache)
+            x, layer_cache, routing = nnx.merge(self._layer, layer)(x, angles, attend, layer_cache, window, experts, counted)
+            return x, (layer_cache, routing)
 
         if remat:
             # Inside a scan nothing can be merged across iterations, so the barriers against it would only cost.
-            run_layer = jax.checkpoint(run_layer, prevent_cse=unroll)
+            run_layer = jax.checkpoint(run_layer, prevent_cse=unroll, static_argnums=2)
+        windows = config.sliding_windows or (None,) * config.num_hidden_layers
         x = params["embed"][tokens].astype(compute_dtype)
         if unroll:
-            caches = []
+            kept = []
             for i, layer in enumerate(self.unstack(params)["layers"]):
-                x, layer_cache = run_layer(x, (layer, None if cache is None else cache[i]))
-                caches.append(layer_cache)
-            cache = tuple(caches)
+                x, of_layer = run_layer(x, (layer, None if cache is None else cache[i]), windows[i])
+                kept.append(of_layer)
+            cache, routings = zip(*kept, strict=True)
+            routing = jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings)
         else:
-            x, cache = jax.lax.scan(run_layer, x, (params["layers"], cache))
-        return _rms_norm(x, params["norm"], config.rms_norm_eps), cache
+            # One scan for each run of layers with the same window, which a kernel must know when it is compiled.
+            runs = [(window, len(list(run))) for window, run in itertools.groupby(windows)]
+            parts, start = [], 0
+            for window, length in runs:
+                part = params["layers"], cache
+                if len(runs) > 1:
+                    part = jax.tree.map(lambda leaf, i=start, j=start + length: leaf[i:j], part)
+                x, part = jax.lax.scan(lambda x, xs, window=window: run_layer(x, xs, window), x, part)
+                parts.append(part)
+                start += length
+            whole = parts[0] if len(parts) == 1 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
+            cache, routing = whole
+        return _rms_norm(x, params["norm"], config.rms_norm_eps), cache, routing
 
     def unstack(self, params: Params) -> Params:
         """The same parameters with `layers` a tuple of L dicts, for `hidden` with `unroll`.
@@ -147,7 +194,7 @@ class Decoder(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention, then a gated MLP, each behind a norm and added to the stream."""
+    """Attention, then a gated MLP or a mixture of them, each behind a norm and added to the stream."""
 
     def __init__(self, config: ModelConfig, key: PRNGKeyArray):
         attn_key, mlp_key = jax.random.split(key)
@@ -155,14 +202,23 @@ class Layer(nnx.Module):
         self.attn_norm = _norm(config.hidden_size, "embed")
         self.attn = Attention(config, attn_key)
         self.mlp_norm = _norm(config.hidden_size, "embed")
-        self.mlp = MLP(config, mlp_key)
+        self.mlp = MLP(config, mlp_key) if config.moe is None else MoE(config, config.moe, mlp_key)
 
     def __call__(
-        self, x: Float[Array, "B T D"], rope: tuple[Array, Array], attend: Attend, cache: LayerCache
-    ) -> tuple[Float[Array, "B T D"], LayerCache]:
-        attended, cache = self.attn(_rms_norm(x, self.attn_norm[...], self.eps), rope, attend, cache)
+        self,
+        x: Float[Array, "B T D"],
+        angles: tuple[Array, Array],
+        attend: Attend,
+        cache: LayerCache,
+        window: int | None,
+        experts: Experts,
+        counted: Bool[Array, "B T"] | None,
+    ) -> tuple[Float[Array, "B T D"], LayerCache, Routing | None]:
+        attended, cache = self.attn(_rms_norm(x, self.attn_norm[...], self.eps), angles, attend, cache, window)
         x = x + attended
-        return x + self.mlp(_rms_norm(x, self.mlp_norm[...], self.eps)), cache
+        normed = _rms_norm(x, self.mlp_norm[...], self.eps)
+        mixed, routing = self.mlp(normed, experts, counted) if isinstance(self.mlp, MoE) else (self.mlp(normed), None)
+        return x + mixed, cache, routing
 
 
 class Attention(nnx.Module):
@@ -171,7 +227,7 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, key: PRNGKeyArray):
         D, H = config.hidden_size, config.head_dim
         self.eps = config.rms_norm_eps
-        self.bias, self.qk_norm = config.attention_bias, config.qk_norm
+        self.bias, self.qk_norm, self.output_bias = config.attention_bias, config.qk_norm, config.output_bias
         heads = {"q": ("heads", config.num_attention_heads), "k": ("kv_heads", config.num_key_value_heads)}
         heads["v"] = heads["k"]
         *keys, o_key = jax.random.split(key, 4)
@@ -181,18 +237,27 @@ class Attention(nnx.Module):
                 setattr(self, f"{name}_bias", nnx.Param(jnp.zeros((n, H)), axes=(axis, "head_dim")))
         N = config.num_attention_heads
         self.o = nnx.Param(_normal(o_key, (N, H, D), (N * H) ** -0.5), axes=("heads", "head_dim", "embed"))
+        if self.output_bias:
+            self.o_bias = nnx.Param(jnp.zeros(D), axes=("embed",))
         if self.qk_norm:
             self.q_norm, self.k_norm = _norm(H, "head_dim"), _norm(H, "head_dim")
 
     def __call__(
-        self, x: Float[Array, "B T D"], rope: tuple[Array, Array], attend: Attend, cache: LayerCache
+        self,
+        x: Float[Array, "B T D"],
+        angles: tuple[Array, Array],
+        attend: Attend,
+        cache: LayerCache,
+        window: int | None,
     ) -> tuple[Float[Array, "B T D"], LayerCache]:
         q, k, v = (self._project(x, name) for name in ("q", "k", "v"))
         if self.qk_norm:
             q, k = _rms_norm(q, self.q_norm[...], self.eps), _rms_norm(k, self.k_norm[...], self.eps)
-        out, cache = attend(_rotate(q, rope), _rotate(k, rope), v, cache)
+        q, k = _rotate(q, angles), _rotate(k, angles)
+        out, cache = attend(q, k, v, cache) if window is None else attend(q, k, v, cache, window)
         B, T, N, H = out.shape
-        return _product(out.reshape(B, T, N * H), self.o[...].reshape(N * H, -1)), cache
+        out = _product(out.reshape(B, T, N * H), self.o[...].reshape(N * H, -1))
+        return out + self.o_bias[...].astype(x.dtype) if self.output_bias else out, cache
 
     def _project(self, x: Float[Array, "B T D"], name: str) -> Float[Array, "B T N H"]:
         w = getattr(self, name)[...]
@@ -209,9 +274,18 @@ class MLP(nnx.Module):
         self.gate = nnx.Param(_normal(gate_key, (D, F), D**-0.5), axes=("embed", "mlp"))
         self.up = nnx.Param(_normal(up_key, (D, F), D**-0.5), axes=("embed", "mlp"))
         self.down = nnx.Param(_normal(down_key, (F, D), F**-0.5), axes=("mlp", "embed"))
+        self.bias = config.mlp_bias
+        if self.bias:
+            self.gate_bias = nnx.Param(jnp.zeros(F), axes=("mlp",))
+            self.up_bias = nnx.Param(jnp.zeros(F), axes=("mlp",))
+            self.down_bias = nnx.Param(jnp.zeros(D), axes=("embed",))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return _product(jax.nn.silu(_product(x, self.gate[...])) * _product(x, self.up[...]), self.down[...])
+        return self._project(jax.nn.silu(self._project(x, "gate")) * self._project(x, "up"), "down")
+
+    def _project(self, x: Float[Array, "B T I"], name: str) -> Float[Array, "B T O"]:
+        y = _product(x, getattr(self, name)[...])
+        return y + getattr(self, f"{name}_bias")[...].astype(x.dtype) if self.bias else y
 
 
 def _normal(key: PRNGKeyArray, shape: tuple[int, ...], std: float) -> Float[Array, "..."]:
@@ -256,18 +330,8 @@ def _rms_norm(x: Float[Array, "*B D"], scale: Float[Array, "D"], eps: float) -> 
     return (wide * scale.astype(jnp.float32)).astype(x.dtype)
 
 
-def _rope_angles(
-    positions: Int[Array, "B T"], head_dim: int, theta: float
-) -> tuple[Float[Array, "B T 1 h"], Float[Array, "B T 1 h"]]:
-    """cos and sin of position · theta^(-2i / H) for i < H / 2 (RoPE, arXiv:2104.09864)."""
-    # Angles stay in float32: bfloat16 rounds position 257 to 256.
-    frequencies = jnp.exp(jnp.arange(0, head_dim, 2, dtype=jnp.float32) * (-math.log(theta) / head_dim))
-    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies
-    return jnp.cos(angles), jnp.sin(angles)
-
-
-def _rotate(x: Float[Array, "B T N H"], rope: tuple[Array, Array]) -> Float[Array, "B T N H"]:
+def _rotate(x: Float[Array, "B T N H"], angles: tuple[Array, Array]) -> Float[Array, "B T N H"]:
     """Turn dimensions i and i + H/2 of every head by the angle of i, as Hugging Face's layout pairs them."""
-    cos, sin = rope
+    cos, sin = angles
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(x.dtype)

@@ -49,7 +49,7 @@ class _Entry(NamedTuple):
     """Where one leaf lives in a checkpoint."""
 
     name: str
-    """With {layer} where there is one tensor per layer."""
+    """With {} for the layer, and for the expert, where there is one tensor for each."""
     num_inputs: int
     """Leading dimensions that a matrix is multiplied along; the file holds [outputs, inputs], flat. 0: as it is."""
 
@@ -58,33 +58,42 @@ _ENTRIES: dict[tuple[str, ...], _Entry] = {
     ("embed",): _Entry("model.embed_tokens.weight", 0),
     ("norm",): _Entry("model.norm.weight", 0),
     ("head",): _Entry("lm_head.weight", 1),
-    ("layers", "attn_norm"): _Entry("model.layers.{layer}.input_layernorm.weight", 0),
-    ("layers", "mlp_norm"): _Entry("model.layers.{layer}.post_attention_layernorm.weight", 0),
-    ("layers", "attn", "q"): _Entry("model.layers.{layer}.self_attn.q_proj.weight", 1),
-    ("layers", "attn", "k"): _Entry("model.layers.{layer}.self_attn.k_proj.weight", 1),
-    ("layers", "attn", "v"): _Entry("model.layers.{layer}.self_attn.v_proj.weight", 1),
-    ("layers", "attn", "o"): _Entry("model.layers.{layer}.self_attn.o_proj.weight", 2),
-    ("layers", "attn", "q_bias"): _Entry("model.layers.{layer}.self_attn.q_proj.bias", 0),
-    ("layers", "attn", "k_bias"): _Entry("model.layers.{layer}.self_attn.k_proj.bias", 0),
-    ("layers", "attn", "v_bias"): _Entry("model.layers.{layer}.self_attn.v_proj.bias", 0),
-    ("layers", "attn", "q_norm"): _Entry("model.layers.{layer}.self_attn.q_norm.weight", 0),
-    ("layers", "attn", "k_norm"): _Entry("model.layers.{layer}.self_attn.k_norm.weight", 0),
-    ("layers", "mlp", "gate"): _Entry("model.layers.{layer}.mlp.gate_proj.weight", 1),
-    ("layers", "mlp", "up"): _Entry("model.layers.{layer}.mlp.up_proj.weight", 1),
-    ("layers", "mlp", "down"): _Entry("model.layers.{layer}.mlp.down_proj.weight", 1),
+    ("layers", "attn_norm"): _Entry("model.layers.{}.input_layernorm.weight", 0),
+    ("layers", "mlp_norm"): _Entry("model.layers.{}.post_attention_layernorm.weight", 0),
+    ("layers", "attn", "q"): _Entry("model.layers.{}.self_attn.q_proj.weight", 1),
+    ("layers", "attn", "k"): _Entry("model.layers.{}.self_attn.k_proj.weight", 1),
+    ("layers", "attn", "v"): _Entry("model.layers.{}.self_attn.v_proj.weight", 1),
+    ("layers", "attn", "o"): _Entry("model.layers.{}.self_attn.o_proj.weight", 2),
+    ("layers", "attn", "q_bias"): _Entry("model.layers.{}.self_attn.q_proj.bias", 0),
+    ("layers", "attn", "k_bias"): _Entry("model.layers.{}.self_attn.k_proj.bias", 0),
+    ("layers", "attn", "v_bias"): _Entry("model.layers.{}.self_attn.v_proj.bias", 0),
+    ("layers", "attn", "o_bias"): _Entry("model.layers.{}.self_attn.o_proj.bias", 0),
+    ("layers", "attn", "q_norm"): _Entry("model.layers.{}.self_attn.q_norm.weight", 0),
+    ("layers", "attn", "k_norm"): _Entry("model.layers.{}.self_attn.k_norm.weight", 0),
+    ("layers", "mlp", "gate"): _Entry("model.layers.{}.mlp.gate_proj.weight", 1),
+    ("layers", "mlp", "up"): _Entry("model.layers.{}.mlp.up_proj.weight", 1),
+    ("layers", "mlp", "down"): _Entry("model.layers.{}.mlp.down_proj.weight", 1),
+    ("layers", "mlp", "router"): _Entry("model.layers.{}.mlp.gate.weight", 1),
+    ("layers", "mlp", "expert_gate"): _Entry("model.layers.{}.mlp.experts.{}.gate_proj.weight", 1),
+    ("layers", "mlp", "expert_up"): _Entry("model.layers.{}.mlp.experts.{}.up_proj.weight", 1),
+    ("layers", "mlp", "expert_down"): _Entry("model.layers.{}.mlp.experts.{}.down_proj.weight", 1),
+    ("layers", "mlp", "gate_bias"): _Entry("model.layers.{}.mlp.gate_proj.bias", 0),
+    ("layers", "mlp", "up_bias"): _Entry("model.layers.{}.mlp.up_proj.bias", 0),
+    ("layers", "mlp", "down_bias"): _Entry("model.layers.{}.mlp.down_proj.bias", 0),
 }
 
 
 class _Tensor(NamedTuple):
-    """One tensor of the checkpoint and the leaf, or the layer of a leaf, that it fills."""
+    """One tensor of the checkpoint and the leaf, or the part of a leaf, that it fills."""
 
     name: str
     shape: tuple[int, ...]
     """In the file."""
-    layer: int | None
+    place: tuple[int, ...]
+    """Layer, or layer and expert, in the leaf; empty where the tensor is all of it."""
     num_inputs: int
     leaf_shape: tuple[int, ...]
-    """In the policy, of one layer."""
+    """In the policy, of that place."""
 
     def from_file(self, array: np.ndarray) -> np.ndarray:
         return (array.T if self.num_inputs else array).reshape(self.leaf_shape)
@@ -115,7 +124,7 @@ def load(folder: Path, policy: Policy, shardings: Any) -> Params:
         _check(folder, policy, opened)
         layouts = _leaves(shardings)
         leaves = {
-            path: _load_leaf(opened, _tensors(policy.config, path, leaf), leaf, layouts[path])
+            path: _load_leaf(opened, _tensors(path, leaf), leaf, layouts[path])
             for path, leaf in _leaves(policy.abstract()).items()
         }
     return traverse_util.unflatten_dict(leaves)
@@ -166,24 +175,24 @@ def _weight_files(folder: Path) -> list[Path]:
     return [folder / name for name in names]
 
 
-def _tensors(config: ModelConfig, path: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> Iterator[_Tensor]:
-    """The tensors that fill one leaf, in the order of layers."""
+def _tensors(path: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> Iterator[_Tensor]:
+    """The tensors that fill one leaf, in the order of layers and of experts."""
     entry = _ENTRIES[path]
-    stacked = path[0] == "layers"
-    leaf_shape = leaf.shape[1:] if stacked else leaf.shape
+    num_places = entry.name.count("{}")
+    leaf_shape = leaf.shape[num_places:]
     cut = entry.num_inputs
     shape = (math.prod(leaf_shape[cut:]), math.prod(leaf_shape[:cut])) if cut else leaf_shape
     if path[-1].endswith("_bias"):
         shape = (math.prod(leaf_shape),)
-    for layer in range(config.num_hidden_layers) if stacked else [None]:
-        yield _Tensor(entry.name.format(layer=layer), shape, layer, cut, leaf_shape)
+    for place in np.ndindex(leaf.shape[:num_places]):
+        yield _Tensor(entry.name.format(*place), shape, place, cut, leaf_shape)
 
 
 def _check(folder: Path, policy: Policy, opened: Mapping[str, Any]) -> None:
     """One error for all that is wrong with a checkpoint, before anything is read."""
     wrong, expected = [], set()
     for path, leaf in _leaves(policy.abstract()).items():
-        for tensor in _tensors(policy.config, path, leaf):
+        for tensor in _tensors(path, leaf):
             expected.add(tensor.name)
             if tensor.name not in opened:
                 wrong.append(f"missing: {tensor.name}")
@@ -213,12 +222,10 @@ def _load_leaf(
     for tensor in tensors:
         array = tensor.from_file(opened[tensor.name].get_tensor(tensor.name))
         for key, index in indices.items():
-            if tensor.layer is None:
-                parts[key][...] = array[index]
-            else:
-                start, stop, _ = index[0].indices(leaf.shape[0])
-                if start <= tensor.layer < stop:
-                    parts[key][tensor.layer - start] = array[index[1:]]
+            spans = [part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True)][: len(tensor.place)]
+            if all(start <= i < stop for i, (start, stop) in zip(tensor.place, spans, strict=True)):
+                here = tuple(i - start for i, (start, _) in zip(tensor.place, spans, strict=True))
+                parts[key][here] = array[index[len(tensor.place) :]]
     return jax.make_array_from_callback(leaf.shape, layout, lambda index: parts[_key(index)])
 
 
@@ -232,5 +239,5 @@ def _to_files(policy: Policy, params: Params) -> Iterator[tuple[str, np.ndarray]
     leaves = _leaves(params)
     for path, abstract in _leaves(policy.abstract()).items():
         leaf = np.asarray(leaves[path])
-        for tensor in _tensors(policy.config, path, abstract):
-            yield tensor.name, tensor.to_file(leaf if tensor.layer is None else leaf[tensor.layer])
+        for tensor in _tensors(path, abstract):
+            yield tensor.name, tensor.to_file(leaf[tensor.place])

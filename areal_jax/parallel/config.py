@@ -12,7 +12,10 @@ class PlacementConfig:
     )
     train_devices: int | None = chz.field(default=None, doc="devices that train; none: the rest, or the only one, shared")
     train_fsdp: int | None = chz.field(
-        default=None, doc="train mesh: shards of parameters and batch; none: all that context and tensor leave"
+        default=None, doc="train mesh: shards of parameters and batch; none: all that expert, context and tensor leave"
+    )
+    train_expert: int = chz.field(
+        default=1, doc="train mesh: shards of experts, which cut batch and all other parameters as train_fsdp does"
     )
     train_context: int = chz.field(
         default=1,

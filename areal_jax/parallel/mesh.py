@@ -16,7 +16,7 @@ class Meshes(NamedTuple):
     """Disjoint where there are several devices; with one device both lie on it."""
 
     train: Mesh
-    """Axes data, fsdp, context, tensor."""
+    """Axes data, fsdp, expert, context, tensor."""
     rollout: Mesh
     """Axes data, tensor."""
 
@@ -27,16 +27,21 @@ def make_meshes(placement: PlacementConfig, devices: Sequence[jax.Device] | None
     Raises ValueError with the counts where the devices do not suffice or do not divide."""
     devices = jax.devices() if devices is None else devices
     num_train, num_rollout = _split(placement, len(devices))
-    sizes = {"context": placement.train_context, "tensor": placement.train_tensor}
-    left = num_train // math.prod(sizes.values()) or 1
-    sizes = {"fsdp": left if placement.train_fsdp is None else placement.train_fsdp, **sizes}
-    if num_train % math.prod(sizes.values()):
-        knobs = " times ".join(f"placement.train_{name}={size}" for name, size in sizes.items() if size > 1)
+    given = {
+        "fsdp": placement.train_fsdp or 1,
+        "expert": placement.train_expert,
+        "context": placement.train_context,
+        "tensor": placement.train_tensor,
+    }
+    left, rest = divmod(num_train, math.prod(given.values()))
+    if rest:
+        knobs = " times ".join(f"placement.train_{axis}={size}" for axis, size in given.items() if size > 1)
         raise ValueError(f"{num_train} train devices do not divide by {knobs}")
+    axes = {"data": left} | given if placement.train_fsdp else {"data": 1} | given | {"fsdp": left}
     if num_rollout % placement.rollout_tensor:
         raise ValueError(f"{num_rollout} rollout devices do not divide by placement.rollout_tensor={placement.rollout_tensor}")
     return Meshes(
-        train=_mesh({"data": num_train // math.prod(sizes.values()), **sizes}, devices[:num_train]),
+        train=_mesh(axes, devices[:num_train]),
         rollout=_mesh(
             {"data": num_rollout // placement.rollout_tensor, "tensor": placement.rollout_tensor}, devices[-num_rollout:]
         ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from typing import Any, TypeAlias
 
 import jax
@@ -15,13 +15,14 @@ Rules: TypeAlias = Mapping[str, tuple[str, ...]]
 TRAIN_RULES: Rules = {
     "layers": (),
     "vocab": ("tensor",),
-    "embed": ("fsdp", "context"),
+    "embed": ("fsdp", "expert", "context"),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
     "attending_heads": ("tensor", "context"),
     "head_dim": (),
     "mlp": ("tensor",),
-    "batch": ("data", "fsdp"),
+    "experts": ("expert",),
+    "batch": ("data", "fsdp", "expert"),
     "tokens": ("context",),
 }
 
@@ -33,6 +34,7 @@ ROLLOUT_RULES: Rules = {
     "kv_heads": ("tensor",),
     "head_dim": (),
     "mlp": ("tensor",),
+    "experts": ("tensor",),
     "batch": ("data",),
     "slots": ("data",),
     "tokens": (),
@@ -42,11 +44,16 @@ ROLLOUT_RULES: Rules = {
 def sharding(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules) -> NamedSharding:
     """How an array of this shape lies on the mesh; `axes` names its leading dimensions, None or nothing is not cut.
 
-    A dimension that the mesh does not divide evenly is not cut either, so that small policies run on any mesh.
+    An axis of the mesh cuts the first dimension that asks for it. A dimension that the mesh does not divide evenly is not cut
+    at all, so that small policies run on any mesh.
     Raises ValueError naming an axis that `rules` does not know, and more axes than dimensions."""
     if len(axes) > len(shape):
         raise ValueError(f"axes {axes} name more dimensions than there are in shape {shape}")
-    return NamedSharding(mesh, PartitionSpec(*(_cut(mesh, axis, size, rules) for axis, size in zip(axes, shape, strict=False))))
+    cuts: list[tuple[str, ...] | None] = []
+    for axis, size in zip(axes, shape, strict=False):
+        taken = {name for cut in cuts for name in cut or ()}
+        cuts.append(_cut(mesh, axis, size, rules, taken))
+    return NamedSharding(mesh, PartitionSpec(*cuts))
 
 
 def shardings(mesh: Mesh, axes: Any, shapes: Any, rules: Rules) -> Any:
@@ -75,12 +82,14 @@ def bytes_per_device(shapes: Any, placed: Any) -> int:
     return sum(jax.tree.leaves(sizes))
 
 
-def _cut(mesh: Mesh, axis: str | None, size: int, rules: Rules) -> tuple[str, ...] | None:
+def _cut(mesh: Mesh, axis: str | None, size: int, rules: Rules, taken: Set[str]) -> tuple[str, ...] | None:
     if axis is None:
         return None
     if axis not in rules:
         raise ValueError(f"logical axis {axis!r} has no rule; known are {', '.join(rules)}")
-    return rules[axis] if rules[axis] and size % num_shards(mesh, axis, rules) == 0 else None
+    # An axis of one device cuts nothing.
+    names = tuple(name for name in rules[axis] if name not in taken and mesh.shape[name] > 1)
+    return names if names and size % math.prod(mesh.shape[name] for name in names) == 0 else None
 
 
 def _is_axes(node: object) -> bool:

@@ -47,4 +47,7 @@ class TrainerConfig:
         doc="packed rows of a micro-batch on each shard of the batch; a tiny policy on a CPU is fastest at 300 to 400 tokens",
     )
     logp_chunk_tokens: int = chz.field(default=1024, doc="tokens whose logits exist at the same time, per shard")
+    router_aux_loss_coef: float | None = chz.field(
+        default=None, doc="weight of the load-balance loss of experts; none: what the policy's config.json says"
+    )
     remat: bool = chz.field(default=True, doc="recompute activations in the backward pass instead of keeping them")

@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from areal_jax.models.attention import Kernel, choose_kernel, sharded_attention
 from areal_jax.models.decoder import Params, Policy
+from areal_jax.models.moe import Routing, balance_loss, router_metrics, sharded_experts
 from areal_jax.parallel.sharding import TRAIN_RULES, batch_sharding, num_shards, put_batch, sharding
 from areal_jax.records import PackedBatch
 from areal_jax.rl.logprobs import token_logprobs
@@ -184,15 +185,27 @@ class Learner:
     def _loss(
         self, params: Params, batch: DeviceBatch, num_tokens: Float[Array, ""], proximal_is_current: Bool[Array, ""]
     ) -> tuple[Float[Array, ""], dict[str, Meter]]:
-        logp, entropy = self._logprobs_and_entropy(params, batch)
+        logp, entropy, routing = self._logprobs_and_entropy(params, batch)
         proximal_logp = jnp.where(proximal_is_current, jax.lax.stop_gradient(logp), batch.proximal_logp)
         loss, metrics = self.objective(logp, proximal_logp, batch, num_tokens)
         mask = batch.loss_mask
-        entropy_sum = jnp.sum(jnp.where(mask, entropy, 0.0)), jnp.sum(mask, dtype=jnp.float32)
-        return loss, metrics | {"entropy": entropy_sum}
+        num_masked = jnp.sum(mask, dtype=jnp.float32)
+        metrics = metrics | {"entropy": (jnp.sum(jnp.where(mask, entropy, 0.0)), num_masked)}
+        if routing is not None and self.policy.config.moe is not None:
+            num_counted = jnp.sum(batch.segment_ids > 0, dtype=jnp.float32)
+            balance, given = balance_loss(routing, num_counted), self.config.router_aux_loss_coef
+            # A micro-batch is balanced on its own, and weighs as much as its share of the mini-batch's tokens.
+            loss += (
+                (self.policy.config.moe.router_aux_loss_coef if given is None else given) * balance * num_masked / num_tokens
+            )
+            metrics |= {name: (value * num_masked, num_masked) for name, value in router_metrics(routing).items()}
+            metrics |= {"router_balance_loss": (balance * num_masked, num_masked)}
+        return loss, metrics
 
-    def _logprobs_and_entropy(self, params: Params, batch: DeviceBatch) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-        hidden, _ = self.policy.hidden(
+    def _logprobs_and_entropy(
+        self, params: Params, batch: DeviceBatch
+    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Routing | None]:
+        hidden, _, routing = self.policy.hidden_and_routing(
             params,
             batch.tokens,
             batch.positions,
@@ -201,8 +214,10 @@ class Learner:
             # Without a scan around it XLA on CPU merges what remat computes again with what was there before: nothing is saved.
             unroll=not self.config.remat and self.policy.config.num_hidden_layers <= MOST_UNROLLED_LAYERS,
             remat=self.config.remat,
+            experts=sharded_experts(self.mesh, TRAIN_RULES),
+            counted=batch.segment_ids > 0,
         )
-        return token_logprobs(
+        logp, entropy = token_logprobs(
             self._constrain(hidden, ("batch", "tokens")),
             self.policy.head(params),
             batch.tokens,
@@ -210,6 +225,7 @@ class Learner:
             temperature=self.temperature,
             chunk_tokens=self.chunk_tokens,
         )
+        return logp, entropy, routing
 
     def _constrain(self, x: Array, axes: tuple[str, ...]) -> Array:
         return jax.lax.with_sharding_constraint(x, sharding(self.mesh, axes, x.shape, TRAIN_RULES))

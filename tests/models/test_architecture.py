@@ -1,10 +1,13 @@
 import dataclasses
+import math
+from typing import get_args
 
 import jax
 import pytest
 from tiny_policies import SIZES, tiny_policy
 
-from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.architecture import Family, ModelConfig
+from areal_jax.models.rope import Yarn
 
 QWEN2 = {"architectures": ["Qwen2ForCausalLM"], **SIZES}
 
@@ -13,10 +16,15 @@ def read(**settings: object) -> ModelConfig:
     return ModelConfig.from_hf(QWEN2 | settings, source="some/config.json")
 
 
-@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize("architecture", get_args(Family))
 @pytest.mark.parametrize("tied", [True, False])
 def test_num_params_counts_every_leaf_once(architecture, tied):
     policy = tiny_policy(architecture, tie_word_embeddings=tied)
+    assert policy.config.num_params == sum(leaf.size for leaf in jax.tree.leaves(policy.abstract()))
+
+
+def test_num_params_counts_every_bias():
+    policy = tiny_policy("LlamaForCausalLM", attention_bias=True, mlp_bias=True)
     assert policy.config.num_params == sum(leaf.size for leaf in jax.tree.leaves(policy.abstract()))
 
 
@@ -51,11 +59,15 @@ def test_what_a_file_leaves_out_has_the_value_of_its_family():
     ("setting", "value"),
     [
         ("architectures", ["MixtralForCausalLM"]),
-        ("rope_scaling", {"rope_type": "yarn", "factor": 4.0}),
-        ("rope_scaling", {"type": "linear", "factor": 4.0}),
+        ("rope_scaling", {"rope_type": "dynamic", "factor": 4.0}),
+        ("rope_scaling", {"type": "yarn", "factor": 4.0, "turns": 3}),
         ("rope_parameters", {"rope_type": "llama3", "rope_theta": 1e4}),
-        ("use_sliding_window", True),
+        ("rope_parameters", {"full_attention": {"rope_type": "default"}}),
+        ("partial_rotary_factor", 0.5),
+        ("mlp_bias", True),
         ("layer_types", ["full_attention", "sliding_attention", "full_attention"]),
+        ("layer_types", ["full_attention"]),
+        ("layer_types", ["chunked_attention"] * 3),
         ("quantization_config", {"quant_method": "fp8"}),
         ("hidden_act", "gelu"),
         ("attention_bias", False),
@@ -67,6 +79,85 @@ def test_what_a_file_leaves_out_has_the_value_of_its_family():
 def test_what_is_not_supported_is_named_with_its_file(setting, value):
     with pytest.raises(ValueError, match=rf"some/config.json: .*{setting}"):
         read(**{setting: value})
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings", "named"),
+    [
+        ("LlamaForCausalLM", {"use_sliding_window": True, "sliding_window": 4}, "use_sliding_window"),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True, "max_window_layers": 0}, "sliding_window"),
+        ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0]}, "mlp_only_layers"),
+        ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than num_experts=4"),
+        ("Qwen3MoeForCausalLM", {"moe_intermediate_size": None}, "moe_intermediate_size"),
+    ],
+)
+def test_what_one_family_cannot_do_is_named_too(architecture, settings, named):
+    with pytest.raises(ValueError, match=rf"a test: .*{named}"):
+        tiny_policy(architecture, **settings)
+
+
+def test_old_and_new_files_scale_rope_alike():
+    yarn = {"factor": 4.0, "original_max_position_embeddings": 16}
+    old = read(rope_theta=7.0, rope_scaling={"type": "yarn"} | yarn)
+    assert old == read(rope_parameters={"rope_type": "yarn", "rope_theta": 7.0} | yarn)
+    # The attention factor of arXiv:2309.00071, equation 22.
+    assert old.rope_scaling == Yarn(4.0, 16, attention_factor=0.1 * math.log(4) + 1)
+    # A file may leave the factor to the lengths: 64 positions over 16.
+    assert read(rope_theta=7.0, rope_scaling={"type": "yarn", "original_max_position_embeddings": 16, "factor": None}) == old
+    # Two growths, of which one undoes part of the other: (0.1 · 2 · ln 4 + 1) / (0.1 · ln 4 + 1).
+    halved = read(rope_scaling={"type": "yarn", "mscale": 2.0, "mscale_all_dim": 1.0} | yarn).rope_scaling
+    assert isinstance(halved, Yarn) and halved.attention_factor == pytest.approx(1.2772589 / 1.1386294, abs=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("settings", "windows"),
+    [
+        # As in every published checkpoint: from a layer on that does not exist.
+        ({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3}, ()),
+        ({"use_sliding_window": False, "sliding_window": 4, "max_window_layers": 0}, ()),
+        ({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, (None, 4, 4)),
+        (
+            {
+                "use_sliding_window": True,
+                "sliding_window": 4,
+                "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+            },
+            (4, None, None),
+        ),
+    ],
+)
+def test_windows_are_counted_by_layer(settings, windows):
+    config = read(**settings)
+    assert config.sliding_windows == windows
+    assert ModelConfig.from_hf(config.to_hf(), source="its own") == config
+
+
+@pytest.mark.parametrize(
+    "scaling",
+    [
+        {"rope_type": "linear", "factor": 2.0},
+        {
+            "rope_type": "llama3",
+            "factor": 8.0,
+            "low_freq_factor": 1.0,
+            "high_freq_factor": 4.0,
+            "original_max_position_embeddings": 16,
+        },
+        {"rope_type": "yarn", "factor": 2.0, "beta_fast": 8.0, "truncate": False},
+    ],
+)
+def test_what_scales_rope_survives_the_trip_too(scaling):
+    config = tiny_policy("LlamaForCausalLM", rope_scaling=scaling, attention_bias=True, mlp_bias=True).config
+    assert config.rope_scaling is not None and config.output_bias and config.mlp_bias
+    assert ModelConfig.from_hf(config.to_hf(), source="its own") == config
+
+
+def test_experts_survive_the_trip_too():
+    config = tiny_policy("Qwen3MoeForCausalLM", norm_topk_prob=True, use_sliding_window=True, sliding_window=4).config
+    assert config.moe is not None and config.moe.num_experts == 4 and config.moe.norm_topk_prob
+    assert config.sliding_windows == (4, 4, 4)
+    assert ModelConfig.from_hf(config.to_hf(), source="its own") == config
 
 
 def test_a_config_is_a_key():

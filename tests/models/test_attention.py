@@ -105,8 +105,8 @@ def test_however_packed_attention_is_computed_it_is_the_formula(way: str, window
 )
 def test_cutting_rows_and_heads_over_a_mesh_changes_nothing(mesh: dict[str, int], kernel: Kernel) -> None:
     # Four devices share the heads though there are only two key-value heads: those are repeated.
-    sizes = {"data": 1, "fsdp": 1, "context": 1, "tensor": 1} | mesh
-    devices = jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * 4)
+    sizes = {"data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1} | mesh
+    devices = jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * 5)
     attend = sharded_attention(SEGMENTS, kernel, devices, TRAIN_RULES)
     out, gradients = outs_and_gradients(lambda q, k, v, window: attend(q, k, v, None, window)[0], None)
     expected, expected_gradients = outs_and_gradients(by_formula, None)

@@ -5,9 +5,9 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Sharding
-from tiny_policies import random_params, tiny_policy
+from tiny_policies import cached_hidden, random_params, tiny_policy
 
-from areal_jax.models.attention import masked_attention, packed_attention
+from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Attend, Params, Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
@@ -29,9 +29,9 @@ def forward(policy: Policy, params: Params, tokens, positions, segments, *, comp
 def held_to(rows: Sharding, inner: Attend) -> Attend:
     """Keep activations where their rows are."""
 
-    def attend(q, k, v, cache):
+    def attend(q, k, v, cache, window=None):
         q, k, v = jax.lax.with_sharding_constraint((q, k, v), rows)
-        out, cache = inner(q, k, v, cache)
+        out, cache = inner(q, k, v, cache, window)
         return jax.lax.with_sharding_constraint(out, rows), cache
 
     return attend
@@ -75,46 +75,14 @@ def test_no_token_sees_a_later_one():
     assert (before[:, 7:] != after[:, 7:]).any(axis=-1).all()
 
 
-def prefill_attention(segments) -> Attend:
-    """Attend to the prompt itself and hand its keys and values out."""
-
-    def attend(q, k, v, cache):
-        out, _ = packed_attention(segments)(q, k, v, None)
-        return out, (k, v)
-
-    return attend
-
-
-def cached_attention(step) -> Attend:
-    """Write one token's keys and values at `step`, and attend to all up to it."""
-
-    def attend(q, k, v, cache):
-        k, v = (jax.lax.dynamic_update_slice_in_dim(old, new, step, axis=1) for old, new in zip(cache, (k, v), strict=True))
-        mask = jnp.broadcast_to(jnp.arange(k.shape[1]) <= step, (B, 1, k.shape[1]))
-        return masked_attention(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), mask), (k, v)
-
-    return attend
-
-
 @pytest.mark.parametrize(
     ("architecture", "unroll"), [*((architecture, False) for architecture in FAMILIES), ("Qwen2ForCausalLM", True)]
 )
 def test_cached_decode_equals_the_full_forward(architecture, unroll):
     policy = tiny_policy(architecture)
     params = random_params(policy)
-    hidden = partial(policy.hidden, params, compute_dtype=jnp.float32, unroll=unroll)
-    decode = jax.jit(lambda tokens, positions, step, caches: hidden(tokens, positions, cached_attention(step), caches))
-    prompt = 5
-    rows, caches = hidden(TOKENS[:, :prompt], POSITIONS[:, :prompt], prefill_attention(ONE_SEGMENT[:, :prompt]))
-    token_axis = 1 if unroll else 2  # behind B, or behind L and B
-    room = [(0, 0)] * (4 if unroll else 5)
-    room[token_axis] = (0, T - prompt)
-    caches = jax.tree.map(lambda cache: jnp.pad(cache, room), caches)
-    rows = [rows]
-    for step in range(prompt, T):
-        row, caches = decode(TOKENS[:, step : step + 1], POSITIONS[:, step : step + 1], step, caches)
-        rows.append(row)
-    assert_close(jnp.concatenate(rows, axis=1), forward(policy, params, TOKENS, POSITIONS, ONE_SEGMENT))
+    cached = cached_hidden(policy, params, TOKENS, prompt=5, unroll=unroll)
+    assert_close(cached, forward(policy, params, TOKENS, POSITIONS, ONE_SEGMENT))
 
 
 def test_scan_equals_a_loop_over_layers():

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import SingleDeviceSharding
 
 from areal_jax.models.architecture import ModelConfig
-from areal_jax.models.decoder import Params, Policy
+from areal_jax.models.attention import masked_attention, packed_attention
+from areal_jax.models.decoder import Attend, Params, Policy
 
 SIZES = {
     "vocab_size": 40,
@@ -19,10 +22,12 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 12}
 
 
 def tiny_policy(architecture: str = "Qwen2ForCausalLM", **settings: object) -> Policy:
-    return Policy(ModelConfig.from_hf({"architectures": [architecture], **SIZES, **settings}, source="a test"))
+    experts = EXPERTS if architecture == "Qwen3MoeForCausalLM" else {}
+    return Policy(ModelConfig.from_hf({"architectures": [architecture], **SIZES, **experts, **settings}, source="a test"))
 
 
 def random_params(policy: Policy, seed: int = 0) -> Params:
@@ -36,3 +41,44 @@ def random_params(policy: Policy, seed: int = 0) -> Params:
 def on_one_device(policy: Policy) -> Params:
     """Shardings for `hf.load`."""
     return jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), policy.abstract())
+
+
+def cached_hidden(policy: Policy, params: Params, tokens: jax.Array, prompt: int, *, unroll: bool = False) -> jax.Array:
+    """Final hidden states of rows whose first `prompt` tokens are prefilled, and whose others come one by one."""
+    hidden = partial(policy.hidden, params, compute_dtype=jnp.float32, unroll=unroll)
+    step_of = jax.jit(lambda token, step, caches: hidden(token, jnp.full_like(token, step), _attend_at(step), caches))
+    segments = jnp.ones_like(tokens[:, :prompt])
+    positions = jnp.broadcast_to(jnp.arange(prompt), segments.shape)
+    prefill = jax.jit(lambda tokens: hidden(tokens, positions, _attend_keeping(packed_attention(segments))))
+    row, caches = prefill(tokens[:, :prompt])
+    token_axis = 1 if unroll else 2  # behind B, or behind L and B
+    room = [(0, 0)] * (4 if unroll else 5)
+    room[token_axis] = (0, tokens.shape[1] - prompt)
+    caches = jax.tree.map(lambda cache: jnp.pad(cache, room), caches)
+    rows = [row]
+    for step in range(prompt, tokens.shape[1]):
+        row, caches = step_of(tokens[:, step : step + 1], step, caches)
+        rows.append(row)
+    return jnp.concatenate(rows, axis=1)
+
+
+def _attend_keeping(inner: Attend) -> Attend:
+    """Attend to the prompt itself and hand its keys and values out."""
+
+    def attend(q, k, v, cache, window=None):
+        return inner(q, k, v, None, window)[0], (k, v)
+
+    return attend
+
+
+def _attend_at(step: jax.Array) -> Attend:
+    """Write one token's keys and values at `step`, and attend to all up to it, or to the last `window`."""
+
+    def attend(q, k, v, cache, window=None):
+        k, v = (jax.lax.dynamic_update_slice_in_dim(old, new, step, axis=1) for old, new in zip(cache, (k, v), strict=True))
+        columns = jnp.arange(k.shape[1])
+        seen = columns <= step if window is None else (columns <= step) & (columns > step - window)
+        mask = jnp.broadcast_to(seen, (len(k), 1, k.shape[1]))
+        return masked_attention(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), mask), (k, v)
+
+    return attend

@@ -30,7 +30,8 @@ def test_all_devices_are_the_default():
 
 def test_meshes_have_named_axes_for_the_compiler_to_fill():
     meshes = make_meshes(PlacementConfig(train_devices=4, train_fsdp=1, train_tensor=2, rollout_tensor=2), DEVICES)
-    assert dict(meshes.train.shape) == {"data": 2, "fsdp": 1, "context": 1, "tensor": 2}
+    sizes = [("data", 2), ("fsdp", 1), ("expert", 1), ("context", 1), ("tensor", 2)]
+    assert list(meshes.train.shape.items()) == sizes
     assert dict(meshes.rollout.shape) == {"data": 2, "tensor": 2}
     assert set(meshes.train.axis_types) | set(meshes.rollout.axis_types) == {AxisType.Auto}
 
@@ -39,9 +40,16 @@ def test_fsdp_takes_what_tensor_leaves():
     assert dict(make_meshes(PlacementConfig(train_devices=6, train_tensor=2), DEVICES).train.shape) == {
         "data": 1,
         "fsdp": 3,
+        "expert": 1,
         "context": 1,
         "tensor": 2,
     }
+
+
+def test_experts_have_an_axis_of_their_own():
+    placement = PlacementConfig(train_devices=8, rollout_devices=1, train_expert=4)
+    mesh = make_meshes(placement, [*DEVICES, DEVICES[0]]).train
+    assert dict(mesh.shape) == {"data": 1, "fsdp": 2, "expert": 4, "context": 1, "tensor": 1}
 
 
 def test_one_count_leaves_the_rest_and_devices_may_lie_idle():
@@ -60,6 +68,7 @@ def test_one_count_leaves_the_rest_and_devices_may_lie_idle():
         (PlacementConfig(rollout_devices=2), 1, "there is 1 device"),
         (PlacementConfig(train_tensor=3), 8, "2 train devices do not divide by placement.train_tensor=3"),
         (PlacementConfig(train_devices=4, train_fsdp=3), 8, "4 train devices do not divide by placement.train_fsdp=3"),
+        (PlacementConfig(train_devices=4, train_expert=3, train_tensor=2), 8, "train_expert=3 times placement.train_tensor=2"),
         (PlacementConfig(rollout_tensor=4), 8, "6 rollout devices do not divide by placement.rollout_tensor=4"),
     ],
 )

@@ -21,8 +21,8 @@ SHAPES = {
 
 def test_the_table_of_a_mesh_says_how_parameters_are_cut():
     trained = shardings(MESHES.train, AXES, SHAPES, TRAIN_RULES)
-    assert trained["q"].spec == PartitionSpec(None, ("fsdp", "context"), "tensor", None)
-    assert trained["layers"][0].spec == PartitionSpec(("fsdp", "context"))
+    assert trained["q"].spec == PartitionSpec(None, "fsdp", "tensor", None)
+    assert trained["layers"][0].spec == PartitionSpec("fsdp")
     assert trained["layers"][1].spec == PartitionSpec()
     decoded = shardings(MESHES.rollout, AXES, SHAPES, ROLLOUT_RULES)
     assert decoded["q"].spec == PartitionSpec(None, None, "tensor", None)
@@ -31,7 +31,7 @@ def test_the_table_of_a_mesh_says_how_parameters_are_cut():
 
 def test_what_does_not_divide_is_not_cut():
     # 3 heads do not lie on 2 devices; the 8 of the width still do.
-    assert sharding(MESHES.train, ("embed", "heads"), (8, 3), TRAIN_RULES).spec == PartitionSpec(("fsdp", "context"), None)
+    assert sharding(MESHES.train, ("embed", "heads"), (8, 3), TRAIN_RULES).spec == PartitionSpec("fsdp", None)
 
 
 def test_a_batch_is_cut_over_data_and_fsdp_together():
@@ -42,7 +42,7 @@ def test_a_batch_is_cut_over_data_and_fsdp_together():
     mesh = make_meshes(PlacementConfig(train_devices=6, train_fsdp=3)).train  # data=2, fsdp=3
     batch = put_batch(mesh, Batch(np.arange(12).reshape(6, 2), np.ones(6)), TRAIN_RULES)
     assert isinstance(batch, Batch)
-    assert batch.tokens.sharding.spec == PartitionSpec(("data", "fsdp"), ("context",))
+    assert batch.tokens.sharding.spec == PartitionSpec(("data", "fsdp"), None)
     assert batch.weights.sharding.spec == PartitionSpec(("data", "fsdp"))
     assert [shard.data.tolist() for shard in batch.tokens.addressable_shards] == [[[i, i + 1]] for i in range(0, 12, 2)]
     assert batch.weights.addressable_shards[0].data.shape == (1,)
@@ -53,6 +53,16 @@ def test_a_row_is_cut_over_context() -> None:
     batch = put_batch(mesh, np.arange(8).reshape(2, 4), TRAIN_RULES)
     assert [shard.data.tolist() for shard in batch.addressable_shards] == [[[0, 1]], [[2, 3]], [[4, 5]], [[6, 7]]]
     assert num_shards(mesh, "attending_heads", TRAIN_RULES) == 2  # tensor 1 x context 2
+
+
+def test_experts_take_their_axis_and_leave_what_else_there_is():
+    placement = PlacementConfig(train_devices=8, rollout_devices=1, train_fsdp=2, train_expert=2, train_tensor=2)
+    mesh = make_meshes(placement, [*jax.devices(), jax.devices()[0]]).train
+    experts = sharding(mesh, ("layers", "experts", "embed", "mlp"), (3, 4, 8, 6), TRAIN_RULES)
+    assert experts.spec == PartitionSpec(None, "expert", "fsdp", "tensor")
+    # What has no experts is cut over both, as the batch is.
+    assert sharding(mesh, ("embed", "mlp"), (8, 6), TRAIN_RULES).spec == PartitionSpec(("fsdp", "expert"), "tensor")
+    assert sharding(mesh, ("batch",), (4,), TRAIN_RULES).spec == PartitionSpec(("fsdp", "expert"))
 
 
 def test_unknown_and_surplus_axes_are_named():

@@ -39,9 +39,14 @@ def params(seed: int = 0) -> Params:
     return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) / leaf.shape[-1] ** 0.5, POLICY.abstract())
 
 
-def train_mesh(devices: int = 1, tensor: int = 1, fsdp: int | None = None, context: int = 1) -> Mesh:
+def train_mesh(devices: int = 1, tensor: int = 1, fsdp: int | None = None, expert: int = 1, context: int = 1) -> Mesh:
     placement = PlacementConfig(
-        train_devices=devices, rollout_devices=1, train_tensor=tensor, train_fsdp=fsdp, train_context=context
+        train_devices=devices,
+        rollout_devices=1,
+        train_tensor=tensor,
+        train_fsdp=fsdp,
+        train_expert=expert,
+        train_context=context,
     )
     return make_meshes(placement, jax.devices() + jax.devices()[:1]).train
 

@@ -6,19 +6,23 @@ Run where torch is installed, which areal_jax itself does not need:
     python tests/models/parity/make.py
 
 One folder per family: config.json and model.safetensors (or shards and an index), as `save_pretrained` writes them, and
-expected.safetensors with `tokens` [2, 16] and float32 `logits` [2, 16, vocabulary]. Every parameter is random, biases and
-norms too, so that leaving any of them out shows. Weights are bfloat16 to be small; the logits are those of the same values in
-float32.
+expected.safetensors with `tokens` [2, 16], float32 `logits` [2, 16, vocabulary], the `loss` (mean negative log-probability of
+every token but the first of a row, plus the load-balance loss where there are experts, times its coefficient; alone it is
+`balance`), and its gradient. Of a matrix's gradient there are the sums over each of its dimensions, `rows.NAME` and
+`columns.NAME`, of a vector's all of it, `rows.NAME`. Every parameter is random, biases and norms too, so that leaving any of
+them out shows. Weights are bfloat16 to be small; all else is that of the same values in float32.
 """
 
 # pyright: reportMissingImports=false
 
 from __future__ import annotations
 
+import copy
+import tempfile
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
@@ -27,6 +31,8 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
 )
 
 SIZES = {
@@ -38,6 +44,16 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
+SMALL = SIZES | {"hidden_size": 16, "intermediate_size": 20, "head_dim": 8, "max_position_embeddings": 256}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+LINEAR = {"rope_type": "linear", "factor": 4.0}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 16,
+}
 
 
 def families() -> dict[str, PreTrainedModel]:
@@ -48,10 +64,40 @@ def families() -> dict[str, PreTrainedModel]:
         "llama": LlamaForCausalLM(LlamaConfig(**SIZES, rms_norm_eps=1e-5, tie_word_embeddings=False)),
         # Heads wider than hidden_size / num_attention_heads, as the small models of this family have them.
         "qwen3": Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=12, tie_word_embeddings=True)),
+        "llama3": LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=LLAMA3, tie_word_embeddings=True)),
+        "llama_yarn": LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=YARN)),
+        "llama_linear_biased": LlamaForCausalLM(
+            LlamaConfig(**SMALL, rope_parameters=LINEAR, attention_bias=True, mlp_bias=True)
+        ),
+        "qwen2_yarn": Qwen2ForCausalLM(Qwen2Config(**SMALL, rope_parameters=YARN | {"attention_factor": 1.3})),
+        "qwen2_linear": Qwen2ForCausalLM(Qwen2Config(**SMALL, rope_parameters=LINEAR)),
+        "qwen3_window": Qwen3ForCausalLM(
+            Qwen3Config(**SMALL, use_sliding_window=True, sliding_window=5, max_window_layers=1, attention_bias=True)
+        ),
+        "qwen3_moe": Qwen3MoeForCausalLM(
+            Qwen3MoeConfig(
+                **SMALL,
+                num_experts=6,
+                num_experts_per_tok=2,
+                moe_intermediate_size=12,
+                norm_topk_prob=True,
+                router_aux_loss_coef=0.1,
+            )
+        ),
     }
 
 
-@torch.no_grad()
+def gradient(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+    """Gradients under the names that checkpoints have, which are not always those of the modules."""
+    gradients = copy.deepcopy(model)
+    for into, parameter in zip(gradients.parameters(), model.parameters(), strict=True):
+        into.data = parameter.grad
+    with tempfile.TemporaryDirectory() as folder:
+        gradients.save_pretrained(folder)
+        loaded = load_file(Path(folder) / "model.safetensors")
+    return loaded
+
+
 def main() -> None:
     here = Path(__file__).parent
     torch.manual_seed(0)
@@ -59,13 +105,23 @@ def main() -> None:
         for path, parameter in model.named_parameters():
             fan_in = parameter.shape[-1] if parameter.ndim == 2 and "embed" not in path else 4
             drawn = torch.randn(parameter.shape) / fan_in**0.5
-            parameter.copy_((1 + drawn if "norm" in path else drawn).to(torch.bfloat16).float())
+            parameter.data = (1 + drawn if "norm" in path else drawn).to(torch.bfloat16).float()
         tokens = torch.randint(SIZES["vocab_size"], (2, 16))
-        logits = model.float().eval()(tokens).logits
+        is_moe = hasattr(model.config, "num_experts")
+        out = model.float().eval()(tokens, labels=tokens, **({"output_router_logits": True} if is_moe else {}))
+        out.loss.backward()
+        expected = {"tokens": tokens.to(torch.int32), "logits": out.logits, "loss": out.loss}
+        if is_moe:
+            expected["balance"] = out.aux_loss
+        for path, grad in gradient(model).items():
+            expected[f"rows.{path}"] = grad.sum(-1) if grad.ndim == 2 else grad
+            if grad.ndim == 2:
+                expected[f"columns.{path}"] = grad.sum(0)
+        model.zero_grad()
         # Llama in several files, so that an index is read too.
         model.to(torch.bfloat16).save_pretrained(here / name, max_shard_size="20KB" if name == "llama" else "1GB")
         (here / name / "generation_config.json").unlink()
-        expected = {"tokens": tokens.to(torch.int32), "logits": logits.contiguous()}
+        expected = {name: tensor.detach().contiguous() for name, tensor in expected.items()}
         save_file(expected, here / name / "expected.safetensors")
 
 

@@ -1,0 +1,87 @@
+"""What differs between families reaches the cache: windows, and experts cut over the rollout mesh."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_decode import CONFIG
+
+from areal_jax.engine.decode import SLOT, DecodeEngine, empty_slots
+from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.attention import packed_attention
+from areal_jax.models.decoder import Policy
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.parallel.mesh import make_meshes
+from areal_jax.rl.logprobs import token_logprobs
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+SIZES = {
+    "vocab_size": 64,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 512,
+}
+WINDOW = {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+EXPERTS = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 12,
+}
+
+
+@pytest.mark.parametrize(("family", "tensor"), [(WINDOW, 1), (EXPERTS, 2)], ids=["window", "experts"])
+def test_tokens_are_drawn_with_the_logp_of_a_full_forward(family: dict[str, object], tensor: int) -> None:
+    policy = Policy(ModelConfig.from_hf(SIZES | family, source="a test"))
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda leaf: jnp.asarray(3 * rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5, leaf.dtype), policy.abstract()
+    )
+    placement = PlacementConfig(rollout_devices=tensor, train_devices=1, rollout_tensor=tensor)
+    engine = DecodeEngine(policy, make_meshes(placement, jax.devices()[: tensor + 1]).rollout, CONFIG, jnp.float32)
+    weights = jax.jit(engine.layout, out_shardings=engine.param_shardings)(params)
+
+    # One prompt shorter than the window, and one longer.
+    sequences = [rng.integers(0, 64, length).astype(np.int32) for length in (3, 11)]
+    state, slots = engine.init_state(), empty_slots(CONFIG.num_slots)
+    for prefix, members in engine.prefill(weights, [sequence[:-1] for sequence in sequences]):
+        state = engine.insert(prefix, state, range(len(members)), members)
+    for slot, sequence in enumerate(sequences):
+        record = np.zeros((), SLOT)
+        record["token"], record["position"], record["remaining"] = sequence[-1], len(sequence) - 1, 12
+        record["active"] = record["temperature"] = record["top_p"] = 1
+        record["stop_tokens"] = -1
+        slots[slot] = record
+    state, logp = engine.seat(state, slots), []
+    for _ in range(3):  # dispatches of four steps: what the window sees lies in more than one of them
+        state, packed = engine.generate(weights, state)
+        drawn = engine.fetch(packed)
+        sequences = [np.concatenate([sequence, drawn.tokens[:, slot]]) for slot, sequence in enumerate(sequences)]
+        logp.append(drawn.logp[:, :2])
+
+    for sequence, of_engine in zip(sequences, np.concatenate(logp).T, strict=True):
+        tokens = jnp.asarray(sequence)[None]
+        positions, ones = jnp.arange(tokens.shape[1])[None], jnp.ones_like(tokens)
+        hidden, _ = jax.jit(policy.hidden, static_argnames=("attend", "compute_dtype"))(
+            params, tokens, positions, attend=packed_attention(ones), compute_dtype=jnp.float32
+        )
+        of_trainer, _ = token_logprobs(hidden, policy.head(params), tokens, ones, chunk_tokens=64)
+        np.testing.assert_allclose(of_engine, of_trainer[0, -12:], atol=1e-4)
+
+
+def test_a_router_stays_float32_in_an_engine_of_bfloat16() -> None:
+    policy = Policy(ModelConfig.from_hf(SIZES | EXPERTS, source="a test"))
+    engine = DecodeEngine(policy, make_meshes(PlacementConfig(), jax.devices()[:1]).rollout, CONFIG, jnp.bfloat16)
+    layer = jax.eval_shape(engine.layout, policy.abstract())["layers"][0]["mlp"]
+    assert {name: leaf.dtype.name for name, leaf in layer.items()} == {
+        "router": "float32",
+        "expert_gate": "bfloat16",
+        "expert_up": "bfloat16",
+        "expert_down": "bfloat16",
+    }

@@ -1,0 +1,76 @@
+"""Experts are trained alike on any mesh, and towards an even load."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny_training import ROW_TOKENS, train_mesh
+
+from areal_jax.data.sft import SupervisedExample
+from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.decoder import Params, Policy
+from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
+from areal_jax.trainer.sft import SupervisedTrainer
+from areal_jax.trainer.step import Metrics
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+POLICY = Policy(
+    ModelConfig.from_hf(
+        {
+            "architectures": ["Qwen3MoeForCausalLM"],
+            "vocab_size": 32,
+            "hidden_size": 16,
+            "intermediate_size": 24,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "num_key_value_heads": 2,
+            "max_position_embeddings": 64,
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 12,
+            "router_aux_loss_coef": 0.25,
+        },
+        source="a test",
+    )
+)
+
+
+@cache
+def trained(
+    rows_per_shard: int, coefficient: float | None = None, *, remat: bool = False, **mesh: int
+) -> tuple[Metrics, Params]:
+    """Metrics and parameters after two updates."""
+    rng = np.random.default_rng(0)
+    params = jax.tree.map(
+        lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) / leaf.shape[-1] ** 0.5, POLICY.abstract()
+    )
+    examples = [SupervisedExample(rng.integers(0, 32, n).astype(np.int32), np.arange(n) >= 2) for n in rng.integers(9, 25, 20)]
+    # Adam divides a gradient by its size; a large eps keeps what is all rounding from growing into a difference.
+    optimizer = OptimizerConfig(learning_rate=1e-2, eps=1e-2)
+    config = TrainerConfig(
+        optimizer=optimizer, rows_per_micro_batch=rows_per_shard, remat=remat, router_aux_loss_coef=coefficient
+    )
+    trainer = SupervisedTrainer(config, POLICY, params, train_mesh(**mesh), jnp.float32, num_updates=10, row_tokens=ROW_TOKENS)
+    trainer.step(examples[:10])
+    return trainer.step(examples[10:]), jax.device_get(trainer.params)
+
+
+def test_experts_on_eight_devices_train_as_on_one() -> None:
+    alone, params = trained(8)
+    spread, same = trained(2, remat=True, devices=8, fsdp=2, expert=2, tensor=2)
+    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), same, params)
+    for name in ("loss", "grad_norm", "router_balance_loss", "router_busiest_expert", "router_idle_experts"):
+        np.testing.assert_allclose(alone[name], spread[name], rtol=1e-5)
+    # Two of four experts a token: 2 where the load is even, 4 where all choose the same two with certainty.
+    balance = alone["router_balance_loss"]
+    assert isinstance(balance, tuple) and 2 < balance[0] / balance[1] < 4
+
+
+def test_the_load_balance_loss_has_the_weight_that_is_asked_for() -> None:
+    # What config.json says, unless the trainer says otherwise.
+    assert trained(8)[0]["grad_norm"] != trained(8, 0.0)[0]["grad_norm"]
