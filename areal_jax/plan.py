@@ -251,8 +251,13 @@ def misfits(plan: Plan) -> Iterator[str]:
         )
     if plan.tokenizer.vocab_size > model.vocab_size:
         yield (
-            f"policy.path={path} has a tokenizer of {plan.tokenizer.vocab_size} tokens, "
-            f"but its config.json says vocab_size={model.vocab_size}"
+            f"policy.path={path} has a tokenizer.json of {plan.tokenizer.vocab_size} tokens, "
+            f"but its config.json says vocab_size={model.vocab_size}, which is the number of rows of the embedding"
+        )
+    if not plan.tokenizer.has_template and not plan.experiment.prompt.plain_text:
+        yield (
+            f"policy.path={path} has a tokenizer without a chat template: expected chat_template.jinja, or chat_template in "
+            "tokenizer_config.json; found neither. Add one, or set prompt.plain_text=true"
         )
     first = (plan.tasks.tasks or plan.eval_tasks.tasks)[:NUM_PROMPTS_TRIED]
     shortest = min((len(plan.tokenizer.render(task.prompt)) for task in first), default=0)

@@ -135,5 +135,16 @@ def test_what_does_not_fit_together_is_refused(policy: Path, overrides: list[str
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused(policy: Path, tmp_path: Path) -> None:
     shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps(MODEL.to_hf() | {"vocab_size": 100}))
-    with pytest.raises(ConfigError, match=r"tokenizer of 768 tokens.*vocab_size=100"):
+    with pytest.raises(ConfigError, match=r"tokenizer.json of 768 tokens.*vocab_size=100"):
         plan(tmp_path)
+
+
+def test_a_tokenizer_without_a_chat_template_is_refused_until_plain_text_is_asked_for(policy: Path, tmp_path: Path) -> None:
+    shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
+    with pytest.raises(
+        ConfigError, match=r"without a chat template: .*tokenizer_config\.json; found neither.*prompt\.plain_text"
+    ):
+        plan(tmp_path)
+    assert not plan(tmp_path, "prompt.plain_text=true").tokenizer.has_template

@@ -60,4 +60,7 @@ class HeldOut(TaskSource):
 @chz.chz
 class PromptConfig:
     system: str = chz.field(default="", doc="system message put before every prompt; empty: none")
+    plain_text: bool = chz.field(
+        default=False, doc="write conversations as plain text where the tokenizer has no chat template, instead of refusing it"
+    )
     suffix: str = chz.field(default="", doc="text put after every problem, such as a request to box the answer")

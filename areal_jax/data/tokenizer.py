@@ -42,7 +42,9 @@ class HFTokenizer:
         self._template = _compile(template) if template else None
         self._special = {name: text for name in SPECIAL_TOKENS if (text := _text(settings.get(name))) is not None}
         self.stop_token_ids: tuple[int, ...] = tuple(stops)
-        self.vocab_size: int = tokenizer.get_vocab_size(with_added_tokens=True)
+        self.has_template = template is not None
+        # Ids may leave gaps, so that they reach further than there are tokens.
+        self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
     @classmethod
     def from_folder(cls, folder: Path) -> HFTokenizer:

@@ -1,13 +1,15 @@
-"""Policies in and out of Hugging Face folders: config.json and model.safetensors, as transformers writes them.
+"""Policies in and out of Hugging Face folders: config.json and safetensors files, as transformers writes them.
 
 Axes: V vocabulary, D width, N query heads, K key-value heads, H head size, F MLP width, L layers.
 """
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -19,13 +21,16 @@ import jax
 import numpy as np
 from flax import traverse_util
 from jax.sharding import Sharding
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.decoder import Params, Policy
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
+
+# Weights that a folder may hold of an earlier save.
+_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -109,7 +114,7 @@ def read_config(folder: Path) -> ModelConfig:
     path = folder / _CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"expected a Hugging Face folder with {_CONFIG} at {folder}; set policy.path to one")
-    return ModelConfig.from_hf(json.loads(path.read_text()), source=str(path))
+    return ModelConfig.from_hf(_read_json(path), source=str(path))
 
 
 def load(folder: Path, policy: Policy, shardings: Any) -> Params:
@@ -117,10 +122,11 @@ def load(folder: Path, policy: Policy, shardings: Any) -> Params:
 
     Reads tensor by tensor: the host never holds more than one stacked leaf besides what lies on the devices.
     Takes one model.safetensors or several files with an index, in float32, float16 or bfloat16.
-    Raises ValueError listing every missing, unexpected, mis-shaped or non-float tensor."""
+    Raises ValueError naming a file that is cut off, or listing every missing, unexpected, mis-shaped or non-float tensor with
+    its file."""
     with ExitStack() as stack:
-        files = [stack.enter_context(safe_open(path, framework="np")) for path in _weight_files(folder)]
-        opened = {tensor: file for file in files for tensor in file.offset_keys()}
+        files = {path.name: stack.enter_context(_opened(path)) for path in _weight_files(folder)}
+        opened = {tensor: _Source(file, name) for name, file in files.items() for tensor in file.offset_keys()}
         _check(folder, policy, opened)
         layouts = _leaves(shardings)
         leaves = {
@@ -131,25 +137,34 @@ def load(folder: Path, policy: Policy, shardings: Any) -> Params:
 
 
 def save(
-    folder: Path, policy: Policy, params: Params, tokenizer_folder: Path | None = None, *, dtype: SavedDtype = "float32"
+    folder: Path,
+    policy: Policy,
+    params: Params,
+    tokenizer_folder: Path | None = None,
+    *,
+    dtype: SavedDtype = "float32",
+    shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write a folder that transformers, and `load`, read back: config.json, model.safetensors, and the tokenizer's files.
+    """Write a folder that transformers, and `load`, read back: config.json, the weights, and the tokenizer's files.
 
-    The files are written aside and moved into place whole: a new folder appears at once; in an existing one they
-    replace their namesakes, and whatever else lies there stays. float32 is exact."""
+    Weights of more than `shard_bytes` go into several files with an index; the host holds one of them at a time. The files are
+    written aside and moved into place whole: a new folder appears at once; in an existing one they replace its weights and
+    their namesakes, and whatever else lies there stays. float32 is exact."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         for name in TOKENIZER_FILES:
             if tokenizer_folder is not None and (tokenizer_folder / name).is_file():
                 shutil.copyfile(tokenizer_folder / name, aside / name)
-        tensors = {name: array.astype(dtype) for name, array in _to_files(policy, params)}
-        # Readers of this format look for who wrote it, and refuse a file that does not say.
-        save_file(tensors, aside / _WEIGHTS, metadata={"format": "pt"})
+        _write_weights(aside, _to_files(policy, params), _shards(policy, np.dtype(dtype).itemsize, shard_bytes), dtype)
         (aside / _CONFIG).write_text(json.dumps(policy.config.to_hf() | {"torch_dtype": dtype}, indent=2) + "\n")
         if folder.exists():
+            stale = {file.name for file in folder.iterdir() if _OURS.fullmatch(file.name)}
             for file in aside.iterdir():
                 os.replace(file, folder / file.name)
+                stale.discard(file.name)
+            for name in stale:
+                (folder / name).unlink()
         else:
             aside.chmod(0o755)  # mkdtemp's folders are for their owner alone
             os.replace(aside, folder)
@@ -166,7 +181,10 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / _WEIGHTS).is_file():
         names = [_WEIGHTS]
     elif (folder / _INDEX).is_file():
-        names = sorted(set(json.loads((folder / _INDEX).read_text())["weight_map"].values()))
+        index = _read_json(folder / _INDEX)
+        if not isinstance(index.get("weight_map"), dict):
+            raise ValueError(f"{folder / _INDEX}: expected weight_map, the file of each tensor; found {', '.join(index)}")
+        names = sorted(set(index["weight_map"].values()))
     else:
         found = sorted(file.name for file in folder.iterdir())
         raise FileNotFoundError(f"expected {_WEIGHTS} or {_INDEX} in {folder}; found {', '.join(found) or 'nothing'}")
@@ -188,7 +206,31 @@ def _tensors(path: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> Iterator[_Ten
         yield _Tensor(entry.name.format(*place), shape, place, cut, leaf_shape)
 
 
-def _check(folder: Path, policy: Policy, opened: Mapping[str, Any]) -> None:
+class _Source(NamedTuple):
+    """Where a tensor is read from."""
+
+    file: Any
+    name: str
+
+
+def _opened(path: Path) -> Any:
+    try:
+        return safe_open(path, framework="np")
+    except SafetensorError as error:
+        size = f"{path.stat().st_size:,} bytes"
+        raise ValueError(
+            f"{path}: expected a whole safetensors file, came {size} that are none ({error}); get it anew"
+        ) from error
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: expected JSON, came something else ({error})") from error
+
+
+def _check(folder: Path, policy: Policy, opened: Mapping[str, _Source]) -> None:
     """One error for all that is wrong with a checkpoint, before anything is read."""
     wrong, expected = [], set()
     for path, leaf in _leaves(policy.abstract()).items():
@@ -197,15 +239,18 @@ def _check(folder: Path, policy: Policy, opened: Mapping[str, Any]) -> None:
             if tensor.name not in opened:
                 wrong.append(f"missing: {tensor.name}")
                 continue
-            found = opened[tensor.name].get_slice(tensor.name)
+            file, name = opened[tensor.name]
+            found, where = file.get_slice(tensor.name), f"{tensor.name} in {name}"
             if tuple(found.get_shape()) != tensor.shape:
-                wrong.append(f"expected shape {tensor.shape}, came {tuple(found.get_shape())}: {tensor.name}")
+                wrong.append(f"expected shape {tensor.shape}, came {tuple(found.get_shape())}: {where}")
             if found.get_dtype() not in _FLOATS:
-                wrong.append(f"expected one of {', '.join(sorted(_FLOATS))}, came {found.get_dtype()}: {tensor.name}")
+                wrong.append(f"expected one of {', '.join(sorted(_FLOATS))}, came {found.get_dtype()}: {where}")
     # A tied head that a file repeats is not read, and old files hold RoPE's frequencies, which follow from config.json.
     known = {"lm_head.weight"} if policy.config.tie_word_embeddings else set()
     wrong += [
-        f"unexpected: {name}" for name in opened if name not in expected | known and not name.endswith("rotary_emb.inv_freq")
+        f"unexpected: {name} in {source.name}"
+        for name, source in opened.items()
+        if name not in expected | known and not name.endswith("rotary_emb.inv_freq")
     ]
     if wrong:
         rest = f"\n  and {len(wrong) - 20} more" if len(wrong) > 20 else ""
@@ -213,14 +258,14 @@ def _check(folder: Path, policy: Policy, opened: Mapping[str, Any]) -> None:
 
 
 def _load_leaf(
-    opened: Mapping[str, Any], tensors: Iterator[_Tensor], leaf: jax.ShapeDtypeStruct, layout: Sharding
+    opened: Mapping[str, _Source], tensors: Iterator[_Tensor], leaf: jax.ShapeDtypeStruct, layout: Sharding
 ) -> jax.Array:
     """Read every tensor of a leaf once, and keep of it what this process's devices hold."""
     held = layout.addressable_devices_indices_map(leaf.shape).values()
     indices = {_key(index): index for index in held if index is not None}
     parts = {key: np.empty(layout.shard_shape(leaf.shape), leaf.dtype) for key in indices}
     for tensor in tensors:
-        array = tensor.from_file(opened[tensor.name].get_tensor(tensor.name))
+        array = tensor.from_file(opened[tensor.name].file.get_tensor(tensor.name))
         for key, index in indices.items():
             spans = [part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True)][: len(tensor.place)]
             if all(start <= i < stop for i, (start, stop) in zip(tensor.place, spans, strict=True)):
@@ -235,9 +280,39 @@ def _key(index: tuple[slice, ...] | None) -> tuple[tuple[int | None, int | None]
 
 
 def _to_files(policy: Policy, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor under its name in the file, one leaf at a time on the host."""
+    """Every tensor under its name in the file, one layer of a leaf at a time on the host."""
     leaves = _leaves(params)
     for path, abstract in _leaves(policy.abstract()).items():
-        leaf = np.asarray(leaves[path])
-        for tensor in _tensors(path, abstract):
-            yield tensor.name, tensor.to_file(leaf[tensor.place])
+        leaf = leaves[path]
+        for layer, tensors in itertools.groupby(_tensors(path, abstract), lambda tensor: tensor.place[:1]):
+            part = np.asarray(leaf[layer])
+            for tensor in tensors:
+                yield tensor.name, tensor.to_file(part[tensor.place[1:]])
+
+
+def _shards(policy: Policy, itemsize: int, shard_bytes: int) -> list[list[str]]:
+    """Names of the tensors of each file, in the order of `_to_files`; a tensor larger than a file has one for itself."""
+    shards, room = [], 0
+    for path, leaf in _leaves(policy.abstract()).items():
+        for tensor in _tensors(path, leaf):
+            num_bytes = math.prod(tensor.shape) * itemsize
+            if not shards or num_bytes > room:
+                shards.append([])
+                room = shard_bytes
+            shards[-1].append(tensor.name)
+            room -= num_bytes
+    return shards
+
+
+def _write_weights(folder: Path, tensors: Iterator[tuple[str, np.ndarray]], shards: list[list[str]], dtype: SavedDtype) -> None:
+    weight_map, num_bytes = {}, 0
+    for i, names in enumerate(shards, start=1):
+        file = _WEIGHTS if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
+        shard = {name: array.astype(dtype) for name, array in itertools.islice(tensors, len(names))}
+        # Readers of this format look for who wrote it, and refuse a file that does not say.
+        save_file(shard, folder / file, metadata={"format": "pt"})
+        weight_map |= dict.fromkeys(shard, file)
+        num_bytes += sum(array.nbytes for array in shard.values())
+    if len(shards) > 1:
+        index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
+        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")

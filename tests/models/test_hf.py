@@ -1,5 +1,7 @@
+import itertools
 import json
 from pathlib import Path
+from typing import get_args
 
 import jax
 import ml_dtypes
@@ -9,6 +11,7 @@ from safetensors.numpy import load_file, save_file
 from tiny_policies import on_one_device, random_params, tiny_policy
 
 from areal_jax.models import hf
+from areal_jax.models.architecture import Family
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
@@ -28,7 +31,7 @@ def saved(folder: Path, architecture: str = "Qwen2ForCausalLM", **settings: obje
     return policy, params
 
 
-@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize("architecture", get_args(Family))
 @pytest.mark.parametrize("tied", [True, False])
 def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, architecture, tied):
     policy, params = saved(tmp_path / "policy", architecture=architecture, tie_word_embeddings=tied)
@@ -37,7 +40,7 @@ def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, architecture, tied):
     assert ("lm_head.weight" in load_file(tmp_path / "policy" / "model.safetensors")) is not tied
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen2_tied", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen2_tied", "qwen3_moe", "llama_linear_biased"])
 def test_what_transformers_saved_is_saved_again_bit_for_bit(tmp_path, family):
     policy = Policy(hf.read_config(FIXTURES / family))
     params = hf.load(FIXTURES / family, policy, on_one_device(policy))
@@ -47,6 +50,72 @@ def test_what_transformers_saved_is_saved_again_bit_for_bit(tmp_path, family):
     for name, tensor in theirs.items():
         assert ours[name].dtype == ml_dtypes.bfloat16
         np.testing.assert_array_equal(tensor.view(np.uint16), ours[name].view(np.uint16))
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3MoeForCausalLM"])
+def test_a_large_policy_is_saved_as_several_files(tmp_path, architecture):
+    folder, policy = tmp_path / "policy", tiny_policy(architecture)
+    params = random_params(policy)
+    hf.save(folder, policy, params, shard_bytes=4000)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    held = {file.name: load_file(file) for file in folder.glob("*.safetensors")}
+    assert index["weight_map"] == {tensor: file for file, tensors in held.items() for tensor in tensors}
+    assert index["metadata"]["total_size"] == 4 * policy.config.num_params
+    assert sorted(held) == [f"model-{i:05}-of-{len(held):05}.safetensors" for i in range(1, len(held) + 1)]
+    assert max(sum(array.nbytes for array in tensors.values()) for tensors in held.values()) <= 4000
+    # Nearly full files: any two neighbours would not fit into one.
+    sizes = [sum(array.nbytes for array in held[file].values()) for file in sorted(held)]
+    assert len(sizes) > 3 and min(a + b for a, b in itertools.pairwise(sizes)) > 4000
+    assert_equal(hf.load(folder, policy, on_one_device(policy)), params)
+    # Saved again as one file: what is left of the several would be read instead of it, or beside it.
+    newer = random_params(policy, seed=1)
+    hf.save(folder, policy, newer)
+    assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors"}
+    hf.save(folder, policy, params, shard_bytes=4000)
+    assert_equal(hf.load(folder, policy, on_one_device(policy)), params)
+
+
+def test_a_tensor_larger_than_a_file_has_one_for_itself(tmp_path):
+    policy = tiny_policy()
+    params = random_params(policy)
+    hf.save(tmp_path / "policy", policy, params, shard_bytes=1)
+    assert len(list((tmp_path / "policy").glob("*.safetensors"))) == 3 * 12 + 3
+    assert_equal(hf.load(tmp_path / "policy", policy, on_one_device(policy)), params)
+
+
+@pytest.mark.parametrize("kept", [0, 4, 100, -1])
+def test_a_file_that_is_cut_off_is_named(tmp_path, kept):
+    policy, _ = saved(tmp_path / "policy")
+    file = tmp_path / "policy" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:kept])
+    with pytest.raises(ValueError, match=r"policy/model\.safetensors: expected a whole safetensors file, came [\d,]+ bytes"):
+        hf.load(tmp_path / "policy", policy, on_one_device(policy))
+
+
+def test_a_config_that_contradicts_the_weights_is_told_by_file_and_tensor(tmp_path):
+    saved(tmp_path / "policy")
+    other = tiny_policy(vocab_size=41, num_hidden_layers=2)
+    with pytest.raises(ValueError, match=r"do not fit its config\.json") as error:
+        hf.load(tmp_path / "policy", other, on_one_device(other))
+    assert "expected shape (41, 16), came (40, 16): model.embed_tokens.weight in model.safetensors" in str(error.value)
+    assert "unexpected: model.layers.2.input_layernorm.weight in model.safetensors" in str(error.value)
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
+def test_a_file_that_is_no_json_is_named(tmp_path, name):
+    policy, _ = saved(tmp_path / "policy")
+    (tmp_path / "policy" / "model.safetensors").unlink()
+    (tmp_path / "policy" / name).write_text("<html>")
+    with pytest.raises(ValueError, match=rf"policy/{name}: expected JSON"):
+        hf.load(tmp_path / "policy", Policy(hf.read_config(tmp_path / "policy")), on_one_device(policy))
+
+
+def test_an_index_without_a_map_is_named(tmp_path):
+    policy, _ = saved(tmp_path / "policy")
+    (tmp_path / "policy" / "model.safetensors").unlink()
+    (tmp_path / "policy" / "model.safetensors.index.json").write_text('{"metadata": {}}')
+    with pytest.raises(ValueError, match=r"index\.json: expected weight_map, the file of each tensor; found metadata"):
+        hf.load(tmp_path / "policy", policy, on_one_device(policy))
 
 
 def test_several_files_are_one_checkpoint(tmp_path):
@@ -100,9 +169,9 @@ def test_all_that_is_wrong_with_a_checkpoint_is_said_at_once(tmp_path):
         hf.load(tmp_path / "policy", policy, on_one_device(policy))
     for line in (
         "missing: model.norm.weight",
-        "unexpected: model.layers.1.mlp.gate_proj.bias",
-        "expected shape (8, 16), came (16, 16): model.layers.0.self_attn.k_proj.weight",
-        "expected one of BF16, F16, F32, came I8: lm_head.weight",
+        "unexpected: model.layers.1.mlp.gate_proj.bias in model.safetensors",
+        "expected shape (8, 16), came (16, 16): model.layers.0.self_attn.k_proj.weight in model.safetensors",
+        "expected one of BF16, F16, F32, came I8: lm_head.weight in model.safetensors",
     ):
         assert line in str(error.value)
 
@@ -148,6 +217,6 @@ def test_the_tokenizer_travels_with_the_policy_and_nothing_else_is_touched(tmp_p
 def test_a_save_that_fails_leaves_nothing_behind(tmp_path):
     policy = tiny_policy()
     params = random_params(policy) | {"norm": None}
-    with pytest.raises(ValueError, match="cannot reshape"):
+    with pytest.raises(TypeError, match="NoneType"):
         hf.save(tmp_path / "policy", policy, params)
     assert list(tmp_path.iterdir()) == []
