@@ -30,7 +30,7 @@ from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 experiment = SFTExperiment(
     name="sft",
     description="supervised fine-tuning on conversations",
-    num_steps=200,
+    num_steps=100,
     examples=Synthetic(difficulty="medium", num_tasks=20_000),
     examples_per_batch=32,
     perplexity_every_steps=50,

@@ -53,7 +53,9 @@ class Hub(TaskSource):
 class HeldOut(TaskSource):
     """Only eval_examples: a share of the examples, which then are not trained on."""
 
-    share: float = chz.field(default=0.05, doc="of the prompts; all examples that begin with one prompt go together")
+    share: float = chz.field(
+        default=0.05, doc="of the prompts, at least one; all examples that begin with the same prompt go together"
+    )
     max_examples: int = chz.field(default=512, doc="at most so many prompts")
 
 

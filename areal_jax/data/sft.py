@@ -90,7 +90,6 @@ def load_examples(
 
     FileNotFoundError says what was looked for; ValueError where nothing is left. Args: eval_source: None for no evaluation.
     seed: of the answers to generated problems, and of what is held out. max_tokens: rows with a longer example are skipped."""
-
     read = partial(_read, prompt=prompt, tokenizer=tokenizer, max_tokens=max_tokens)
 
     def whole(source: TaskSource) -> ExampleSet:
@@ -171,10 +170,10 @@ class ProblemExamples(Sequence[SupervisedExample]):
     def __getitem__(self, index: int | slice) -> SupervisedExample | list[SupervisedExample]:
         if isinstance(index, slice):
             return [self[i] for i in range(*index.indices(len(self)))]
+        problem = self.problems[index]
         chance = random.Random(f"{self.seed}/{index % len(self)}")
         if chance.random() < DRILL_SHARE:
             return encode_drill(self.tokenizer, draw_steps(self.problems, chance), self.prompt)
-        problem = self.problems[index]
         turns = [Message("user", problem.question), Message("assistant", draw_answer(problem, chance))]
         return encode_conversation(self.tokenizer, turns, self.prompt)[0]
 

@@ -107,6 +107,13 @@ def test_an_example_ends_its_prompt_with_the_answer_and_learns_that_alone() -> N
     assert num_drills == pytest.approx(64 * DRILL_SHARE, abs=11)
 
 
+def test_examples_are_as_many_as_the_problems() -> None:
+    # Drills come first under some of the seeds.
+    for seed in range(8):
+        examples = load(Synthetic(num_tasks=4), seed=seed).examples
+        assert len(list(examples)) == len(examples) == 4
+
+
 def test_a_drill_asks_and_learns_the_results_alone() -> None:
     example = encode_drill(TOKENIZER, ["12*3=36", "83=7*11+6"], PromptConfig())
     before = TOKENIZER.render([Message("user", "Practice.")])
