@@ -6,6 +6,7 @@ from typing import Literal
 
 import chz
 
+from areal_jax.models.config import Remat
 from areal_jax.rl.config import Advantages, DecoupledPPO, GroupNormalized, Loss
 
 
@@ -23,6 +24,7 @@ class OptimizerConfig:
     eps: float = chz.field(default=1e-5, doc="Adam's epsilon")
     weight_decay: float = chz.field(default=0.05, doc="decoupled weight decay, on matrices only")
     max_grad_norm: float = chz.field(default=1.0, doc="global gradient norm is clipped to this")
+    offload: bool = chz.field(default=False, doc="keep moments in the host's memory between updates; each then waits for them")
 
 
 @chz.chz
@@ -37,4 +39,8 @@ class TrainerConfig:
         doc="packed rows of a micro-batch on each shard of the batch; a tiny policy on a CPU is fastest at 300 to 400 tokens",
     )
     logp_chunk_tokens: int = chz.field(default=1024, doc="tokens whose logits exist at the same time, per shard")
-    remat: bool = chz.field(default=True, doc="recompute activations in the backward pass instead of keeping them")
+    remat: Remat = chz.field(
+        default="full",
+        doc="what the backward pass computes again instead of keeping it; none: nothing, dots: all but products with weights "
+        "and attention, attention: all but attention, full: everything",
+    )
