@@ -175,10 +175,27 @@ class Plan:
             needs = on_train + on_rollout if device == self.meshes.rollout.devices.flat[0] else max(on_train, on_rollout)
         if not has or needs <= has:
             return ""
-        return (
-            f"about {_size(needs)} are needed where there are {_size(has)}: take more devices, or lower engine.num_slots, "
-            "engine.max_new_tokens, trainer.rows_per_micro_batch or trainer.logp_chunk_tokens"
-        )
+        return f"about {_size(needs)} are needed where there are {_size(has)}: {self._relief()}"
+
+    def _relief(self) -> str:
+        """The settings that lower the largest part of what memory goes to."""
+        trainer = self.experiment.trainer
+        parts = {**self.train_bytes(), **{f"engine's {name}": size for name, size in self.rollout_bytes().items()}}
+        largest = max(parts, key=lambda name: parts[name])
+        more_devices = "cut over more devices with placement.train_fsdp or placement.train_tensor"
+        reliefs = {
+            "optimizer": more_devices
+            if trainer.optimizer.offload
+            else f"set trainer.optimizer.offload=true, or {more_devices}",
+            "activations": (
+                ("" if trainer.remat == "full" else "set trainer.remat=full, or ")
+                + "lower trainer.rows_per_micro_batch or trainer.row_tokens, or cut rows with placement.train_context"
+            ),
+            "logits": "lower trainer.logp_chunk_tokens",
+            "engine's weights": "cut over more devices with placement.rollout_tensor",
+            "engine's KV caches": "lower engine.num_slots or engine.max_new_tokens",
+        }
+        return f"most for {largest}; {reliefs.get(largest, more_devices)}"
 
 
 def make_plan(experiment: AnyExperiment) -> Plan:

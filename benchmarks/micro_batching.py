@@ -80,7 +80,7 @@ def make_trainer(rows: int, row_tokens: int) -> SupervisedTrainer:
     """Compiled. A padded example fills its row, so that a micro-batch holds `rows` of them."""
     policy = Policy(MODEL)
     mesh = make_meshes(PlacementConfig(), jax.devices()[:1]).train
-    config = TrainerConfig(rows_per_micro_batch=rows, remat=False)
+    config = TrainerConfig(rows_per_micro_batch=rows, remat="none")
     params = policy.init(jax.random.key(0))
     trainer = SupervisedTrainer(config, policy, params, mesh, jnp.float32, num_updates=1000, row_tokens=row_tokens)
     trainer.warm_up()

@@ -77,7 +77,7 @@ async def measure(warmup_steps: int, num_steps: int) -> dict[str, object]:
             num_mini_batches=1,
             rows_per_micro_batch=ROWS_PER_MICRO_BATCH,
             logp_chunk_tokens=TRAIN_TOKENS,
-            remat=False,
+            remat="none",
         ),
         policy,
         policy.init(jax.random.key(0)),

@@ -34,7 +34,7 @@ experiment = Experiment(
         # The paper's 2e-5 is for 1.5 B parameters and batches of 8192 samples; a tiny policy takes larger steps.
         optimizer=OptimizerConfig(learning_rate=4e-4, schedule="linear", warmup_fraction=0.05),
         num_mini_batches=2,
-        remat=False,
+        remat="none",
     ),
     evaluation=EvaluationConfig(every_steps=50, num_tasks=512),
 )

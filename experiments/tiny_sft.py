@@ -31,7 +31,7 @@ experiment = SFTExperiment(
     trainer=TrainerConfig(
         optimizer=OptimizerConfig(learning_rate=3e-3, schedule="cosine", warmup_fraction=0.02, beta2=0.98),
         rows_per_micro_batch=16,
-        remat=False,
+        remat="none",
     ),
     evaluation=EvaluationConfig(every_steps=500),
     checkpoint=CheckpointConfig(every_steps=500),

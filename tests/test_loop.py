@@ -98,7 +98,7 @@ def supervised(policy: Path, examples: Path, *, num_steps: int) -> SFTExperiment
             optimizer=OptimizerConfig(learning_rate=1e-2, warmup_fraction=0.0),
             row_tokens=32,
             rows_per_micro_batch=4,
-            remat=False,
+            remat="none",
         ),
         evaluation=EvaluationConfig(every_steps=0),
         metrics=MetricsConfig(tensorboard=False, progress=False),

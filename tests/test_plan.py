@@ -108,6 +108,12 @@ def test_what_will_not_fit_into_memory_is_said_before_it_fails(policy: Path) -> 
     assert "are needed where there are" in short.shortage()
     assert "engine.num_slots" in short.shortage()
     assert short.shortage() in short.text()
+    for name, setting in {
+        "trainer.rows_per_micro_batch=100000000": "trainer.rows_per_micro_batch",
+        "trainer.remat=none trainer.rows_per_micro_batch=100000000": "trainer.remat=full",
+        "trainer.logp_chunk_tokens=1000000000 trainer.rows_per_micro_batch=10000000": "trainer.logp_chunk_tokens",
+    }.items():
+        assert setting in plan(policy, "trainer.remat=full", *name.split()).shortage()
 
 
 def test_without_evaluation_its_tasks_need_not_exist(policy: Path) -> None:
@@ -122,6 +128,8 @@ def test_without_evaluation_its_tasks_need_not_exist(policy: Path) -> None:
         (["engine.max_prompt_tokens=8"], ["engine.max_prompt_tokens=8", "first 64 prompts", "raise it"]),
         (["engine.num_slots=13"], ["engine.num_slots=13", "6 rollout devices"]),
         (["placement.train_devices=9"], ["placement.train_devices", "8"]),
+        (["placement.train_context=2", "trainer.row_tokens=257"], ["257 tokens", "placement.train_context=2"]),
+        (["placement.train_devices=4", "placement.train_context=4"], ["2 attention heads", "placement.train_context=4"]),
         (["tasks=Files", "tasks.path=missing.jsonl"], ["missing.jsonl"]),
         (["policy.path=./missing"], ["policy.path=./missing", "embedded"]),
     ],

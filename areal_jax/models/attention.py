@@ -10,10 +10,11 @@ from typing import Literal, TypeAlias
 
 import jax
 import jax.numpy as jnp
+from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import Mesh
 from jaxtyping import Array, Bool, Float, Int
 
-from areal_jax.models.blocked_attention import blocked_attention
+from areal_jax.models.blocked_attention import ATTENDED, blocked_attention
 from areal_jax.models.decoder import Attend
 from areal_jax.models.kernel_attention import TILE, gpu_attention, tpu_attention
 from areal_jax.parallel.sharding import Rules, num_shards, sharding
@@ -69,7 +70,7 @@ def packed_attention(segment_ids: Int[Array, "B T"], kernel: Kernel = "dense") -
     def attend(q: Array, k: Array, v: Array, cache: None, window: int | None = None) -> tuple[Array, None]:
         match kernel:
             case "dense":
-                out = _dense_attention(q, k, v, segment_ids, window)
+                out = checkpoint_name(_dense_attention(q, k, v, segment_ids, window), ATTENDED)
             case "tpu":
                 out = tpu_attention(q, k, v, segment_ids, window=window)
             case "gpu" if window is None:

@@ -6,6 +6,10 @@ from typing import Literal
 
 import chz
 
+Remat = Literal["none", "dots", "attention", "full"]
+"""What the forward pass of a layer keeps for the backward pass, from all to nothing but its input. dots: products with weights,
+and what attention gave. attention: what attention gave, so that long rows are not attended to twice."""
+
 
 @chz.chz
 class PolicyConfig:

@@ -16,6 +16,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 
 from areal_jax.models import rope
 from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.blocked_attention import ATTENDED
+from areal_jax.models.config import Remat
 from areal_jax.models.moe import Experts, MoE, Routing, local_experts
 
 Params: TypeAlias = dict[str, Any]
@@ -72,7 +74,7 @@ class Policy:
         *,
         compute_dtype: DTypeLike,
         unroll: bool = False,
-        remat: bool = False,
+        remat: Remat = "none",
         experts: Experts = local_experts,
     ) -> tuple[Float[Array, "B T D"], Any]:
         """Final hidden states (after the last norm), and the cache that `attend` returned.
@@ -83,7 +85,7 @@ class Policy:
             cache: None, or what `attend` keeps: stacked [L, ...] and scanned, or with `unroll` a tuple of L caches.
             compute_dtype: of activations and matrix products; norms, RoPE and softmax stay in float32.
             unroll: a Python loop over layers instead of a scan: longer to compile, no slice or copy of the cache.
-            remat: recompute each layer in the backward pass instead of keeping its activations.
+            remat: what of each layer's activations is computed again in the backward pass instead of being kept.
             experts: how a mixture of experts is computed; on several devices `sharded_experts`.
         """
         return self.hidden_and_routing(
@@ -108,7 +110,7 @@ class Policy:
         *,
         compute_dtype: DTypeLike,
         unroll: bool = False,
-        remat: bool = False,
+        remat: Remat = "none",
         experts: Experts = local_experts,
         counted: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Any, Routing | None]:
@@ -123,9 +125,9 @@ class Policy:
             x, layer_cache, routing = nnx.merge(self._layer, layer)(x, angles, attend, layer_cache, window, experts, counted)
             return x, (layer_cache, routing)
 
-        if remat:
+        if remat != "none":
             # Inside a scan nothing can be merged across iterations, so the barriers against it would only cost.
-            run_layer = jax.checkpoint(run_layer, prevent_cse=unroll, static_argnums=2)
+            run_layer = jax.checkpoint(run_layer, prevent_cse=unroll, policy=_KEPT[remat], static_argnums=2)
         windows = config.sliding_windows or (None,) * config.num_hidden_layers
         x = params["embed"][tokens].astype(compute_dtype)
         if unroll:
@@ -157,9 +159,12 @@ class Policy:
         layers = params["layers"]
         if isinstance(layers, tuple):
             return params
-        return params | {
-            "layers": tuple(jax.tree.map(lambda leaf, i=i: leaf[i], layers) for i in range(self.config.num_hidden_layers))
-        }
+
+        def one(i: int) -> Params:
+            # Not leaf[i]: a backward pass that adds to gradients in place can transpose this slice, but not that one.
+            return jax.tree.map(lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False), layers)
+
+        return params | {"layers": tuple(one(i) for i in range(self.config.num_hidden_layers))}
 
     def head(self, params: Params) -> Float[Array, "D V"]:
         """The matrix from hidden states to logits. Tied: the embedding's transpose, the same leaf."""
@@ -176,6 +181,23 @@ class Policy:
     def axes(self) -> Params:
         """Logical axis names of every parameter, one tuple per leaf."""
         return jax.tree.map(lambda leaf: leaf, self._axes, is_leaf=lambda node: isinstance(node, tuple))
+
+
+def _is_kernel(primitive: Any, *_: Any, **__: Any) -> bool:
+    return primitive.name == "pallas_call"
+
+
+_ATTENTION = jax.checkpoint_policies.save_from_both_policies(
+    jax.checkpoint_policies.save_only_these_names(ATTENDED), _is_kernel
+)
+
+_KEPT = {
+    "dots": jax.checkpoint_policies.save_from_both_policies(
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _ATTENTION
+    ),
+    "attention": _ATTENTION,
+    "full": jax.checkpoint_policies.nothing_saveable,
+}
 
 
 class Decoder(nnx.Module):
@@ -303,7 +325,8 @@ def _product(x: Float[Array, "B T I"], w: Float[Array, "I O"]) -> Float[Array, "
 
 
 def _product_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _product(x, w), (x, w)
+    # Not _product itself, in which a policy of rematerialisation would not see the product.
+    return x @ w.astype(x.dtype), (x, w)
 
 
 def _product_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:

@@ -6,6 +6,7 @@ from typing import Literal
 
 import chz
 
+from areal_jax.models.config import Remat
 from areal_jax.rl.config import Advantages, DecoupledPPO, GroupNormalized, Loss, Mean, Shaping
 
 
@@ -23,6 +24,7 @@ class OptimizerConfig:
     eps: float = chz.field(default=1e-5, doc="Adam's epsilon")
     weight_decay: float = chz.field(default=0.05, doc="decoupled weight decay, on matrices only")
     max_grad_norm: float = chz.field(default=1.0, doc="global gradient norm is clipped to this")
+    offload: bool = chz.field(default=False, doc="keep moments in the host's memory between updates; each then waits for them")
 
 
 @chz.chz
@@ -50,4 +52,8 @@ class TrainerConfig:
     router_aux_loss_coef: float | None = chz.field(
         default=None, doc="weight of the load-balance loss of experts; none: what the policy's config.json says"
     )
-    remat: bool = chz.field(default=True, doc="recompute activations in the backward pass instead of keeping them")
+    remat: Remat = chz.field(
+        default="full",
+        doc="what the backward pass computes again instead of keeping it; none: nothing, dots: all but products with weights "
+        "and attention, attention: all but attention, full: everything",
+    )

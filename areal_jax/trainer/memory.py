@@ -9,14 +9,16 @@ import jax.numpy as jnp
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 
+from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.attention import choose_kernel
 from areal_jax.models.decoder import Policy
-from areal_jax.parallel.sharding import bytes_per_device
+from areal_jax.parallel.sharding import TRAIN_RULES, bytes_per_device, num_shards, shardings
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.optimizer import make_optimizer
 from areal_jax.trainer.state import state_shardings
 
 KEPT_PER_MLP = 6
-"""Arrays of the MLP's width that a layer keeps for its backward pass. This and the next two: fitted to what XLA reports."""
+"""Arrays of the MLP's width that a layer keeps for its backward pass. This and the next three: fitted to what XLA reports."""
 KEPT_PER_SCORE = 2
 KEPT_PER_WIDTH = 5
 KEPT_PER_LOGIT = 2
@@ -27,21 +29,63 @@ def predicted_bytes(
 ) -> Mapping[str, int]:
     """Bytes on each device of the train mesh, by what they are for. Parameters, gradients and optimizer are exact; activations
     and logits are estimates that hold within about a third."""
-    model, optimizer = policy.config, make_optimizer(config.optimizer, policy.axes())
-    placed, abstract = state_shardings(policy, mesh, optimizer), policy.abstract()
+    optimizer, offload = make_optimizer(config.optimizer, policy.axes()), config.optimizer.offload
+    placed, abstract = state_shardings(policy, mesh, optimizer, offload=offload), policy.abstract()
     params = bytes_per_device(abstract, placed.params)
-    itemsize, wide = jnp.dtype(compute_dtype).itemsize, jnp.dtype(jnp.float32).itemsize
-    tokens, tensor = config.rows_per_micro_batch * row_tokens, mesh.shape["tensor"]
-    # Scores of a query reach back to the start of its row: half of it on average. They are float32 whatever computes them.
-    scores = KEPT_PER_SCORE * model.num_attention_heads * (row_tokens + min(row_tokens, 128)) // 2 * wide // tensor
-    of_layer = tokens * (
-        KEPT_PER_WIDTH * model.hidden_size * itemsize + KEPT_PER_MLP * model.intermediate_size * itemsize // tensor + scores
-    )
-    between_layers = model.num_hidden_layers * tokens * model.hidden_size * itemsize
+    activations = _activations(config, policy.config, mesh, compute_dtype, row_tokens)
+    chunk = min(config.rows_per_micro_batch * row_tokens // mesh.shape["context"], config.logp_chunk_tokens)
+    logits = KEPT_PER_LOGIT * chunk * policy.config.vocab_size * _FLOAT32 // mesh.shape["tensor"]
+    moments = bytes_per_device(jax.eval_shape(optimizer.init, abstract), placed.opt_state)
+    if offload:
+        # They come to the device for an update, into the memory that activations and logits have left.
+        moments = max(0, moments - activations - logits)
     return {
         "parameters": params,
         "gradients": params,
-        "optimizer": bytes_per_device(jax.eval_shape(optimizer.init, abstract), placed.opt_state),
-        "activations": between_layers + of_layer if config.remat else model.num_hidden_layers * of_layer,
-        "logits": KEPT_PER_LOGIT * min(tokens, config.logp_chunk_tokens) * model.vocab_size * wide // tensor,
+        "optimizer": moments,
+        "gathered weights": _gathered(policy, mesh),
+        "activations": activations,
+        "logits": logits,
     }
+
+
+def _activations(config: TrainerConfig, model: ModelConfig, mesh: Mesh, compute_dtype: DTypeLike, row_tokens: int) -> int:
+    """What all layers keep for the backward pass, and what one of them takes while it is computed again."""
+    itemsize, tensor = jnp.dtype(compute_dtype).itemsize, mesh.shape["tensor"]
+    tokens = config.rows_per_micro_batch * row_tokens // mesh.shape["context"]
+    heads, kv_heads, width = model.num_attention_heads, model.num_key_value_heads, model.hidden_size
+    attended = heads * (model.head_dim * itemsize + _FLOAT32) // tensor
+    projected = (heads + 2 * kv_heads) * model.head_dim * itemsize // tensor
+    scores = 0
+    if choose_kernel(mesh.devices.flat[0].platform, row_tokens) == "dense":
+        # A query's reach back to the start of its row: half of it on average. They are float32 whatever computes them.
+        scores = KEPT_PER_SCORE * heads * (row_tokens + min(row_tokens, 128)) // 2 * _FLOAT32 // tensor
+    whole = (
+        KEPT_PER_WIDTH * width * itemsize
+        + KEPT_PER_MLP * model.intermediate_size * itemsize // tensor
+        + projected
+        + attended
+        + scores
+    )
+    if config.remat == "none":
+        return model.num_hidden_layers * tokens * whole
+    kept = width * itemsize
+    if config.remat in ("attention", "dots"):
+        kept += attended
+    if config.remat == "dots":
+        kept += projected + (2 * width + 2 * model.intermediate_size // tensor) * itemsize
+    return tokens * (model.num_hidden_layers * kept + whole)
+
+
+def _gathered(policy: Policy, mesh: Mesh) -> int:
+    """One layer, embedding and head with their gradients, whole along what devices with other rows or tokens share."""
+    parts = num_shards(mesh, "embed", TRAIN_RULES)
+    if parts == 1:
+        return 0
+    abstract, placed = policy.abstract(), shardings(mesh, policy.axes(), policy.abstract(), TRAIN_RULES)
+    everything = bytes_per_device(abstract, placed)
+    layers = bytes_per_device(abstract["layers"], placed["layers"])
+    return 2 * parts * (everything - layers + layers // policy.config.num_hidden_layers)
+
+
+_FLOAT32 = jnp.dtype(jnp.float32).itemsize

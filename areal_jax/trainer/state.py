@@ -25,6 +25,10 @@ class TrainState(NamedTuple):
     """Trainer steps that the parameters have seen."""
 
 
+HOST_MEMORY = "pinned_host"
+"""The host's memory that devices reach by themselves, as jax names it."""
+
+
 class StateShardings(NamedTuple):
     """How parameters and optimizer state lie on the train mesh."""
 
@@ -32,14 +36,25 @@ class StateShardings(NamedTuple):
     opt_state: Any
 
 
-def state_shardings(policy: Policy, mesh: Mesh, optimizer: optax.GradientTransformation) -> StateShardings:
-    """Moments lie as their parameters do; counts are on every device."""
+def state_shardings(
+    policy: Policy, mesh: Mesh, optimizer: optax.GradientTransformation, *, offload: bool = False
+) -> StateShardings:
+    """Moments lie as their parameters do, and with `offload` in the memory of the host; counts are on every device.
+
+    Raises ValueError where the devices cannot reach such memory."""
+    device = mesh.devices.flat[0]
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if offload and HOST_MEMORY not in kinds:
+        raise ValueError(
+            f"trainer.optimizer.offload=true needs memory of kind {HOST_MEMORY}, and {device.device_kind} has only "
+            f"{', '.join(sorted(kinds))}; set it to false"
+        )
     abstract = policy.abstract()
     params = shardings(mesh, policy.axes(), abstract, TRAIN_RULES)
     everywhere = NamedSharding(mesh, PartitionSpec())
     opt_state = optax.tree.map_params(
         optimizer,
-        lambda _, how: how,
+        lambda _, how: how.with_memory_kind(HOST_MEMORY) if offload else how,
         jax.eval_shape(optimizer.init, abstract),
         params,
         transform_non_params=lambda _: everywhere,

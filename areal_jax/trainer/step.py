@@ -99,7 +99,7 @@ class Learner:
         self.rows = config.rows_per_micro_batch * num_shards(mesh, "batch", TRAIN_RULES)
         self.chunk_tokens = config.logp_chunk_tokens * num_shards(mesh, "batch", TRAIN_RULES) * mesh.shape["context"]
         self.optimizer = make_optimizer(config.optimizer, policy.axes())
-        self.shardings: StateShardings = state_shardings(policy, mesh, self.optimizer)
+        self.shardings: StateShardings = state_shardings(policy, mesh, self.optimizer, offload=config.optimizer.offload)
         self.num_compilations = 0
         self._programs: dict[str, jax.stages.Compiled] = {}
         # A copy, because the first update gives the memory of what it is called with to its results.
@@ -165,14 +165,23 @@ class Learner:
         num_tokens: Float[Array, ""],
         proximal_is_current: Bool[Array, ""],
     ) -> Accumulated:
-        gradients = jax.grad(self._loss, has_aux=True)(params, batch, num_tokens, proximal_is_current)
-        return jax.tree.map(jnp.add, accumulated, Accumulated(*gradients))
+        """Add one micro-batch. The backward pass adds each gradient to its sum in place: as a value of its own, to be added
+        afterwards, it would be a second copy of all gradients."""
+        sums = jax.tree.map(jax.new_ref, accumulated.gradients)
+        pulled: tuple[Array, Any, dict[str, Meter]] = jax.vjp(
+            lambda params: self._loss(params, batch, num_tokens, proximal_is_current), params, has_aux=True
+        )
+        loss, backward, metrics = pulled
+        backward.with_refs(sums)(jnp.ones_like(loss))
+        return Accumulated(jax.tree.map(jax.freeze, sums), jax.tree.map(jnp.add, accumulated.metrics, metrics))
 
     def _apply(
         self, params: Params, opt_state: optax.OptState, accumulated: Accumulated
     ) -> tuple[Params, optax.OptState, dict[str, Meter]]:
         """One update, or the arguments unchanged where loss or gradient is not finite."""
         gradients, metrics = accumulated
+        # Nothing is computed in the host's memory; where the state lies on the devices, this does nothing.
+        opt_state = jax.device_put(opt_state, jax.tree.map(_on_device, self.shardings.opt_state))
         norm = optax.tree.norm(gradients)
         rate = learning_rate(self.config.optimizer, num_updates_done(opt_state), self.num_updates)
         direction, new_opt_state = self.optimizer.update(gradients, opt_state, params)
@@ -205,6 +214,8 @@ class Learner:
     def _logprobs_and_entropy(
         self, params: Params, batch: DeviceBatch
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Routing | None]:
+        # Whole along the width before tokens are looked up in it: else what is found would have to be gathered over all rows.
+        params = params | {"embed": self._constrain(params["embed"], ("vocab",))}
         hidden, _, routing = self.policy.hidden_and_routing(
             params,
             batch.tokens,
@@ -212,7 +223,7 @@ class Learner:
             sharded_attention(batch.segment_ids, self.kernel, self.mesh, TRAIN_RULES),
             compute_dtype=self.compute_dtype,
             # Without a scan around it XLA on CPU merges what remat computes again with what was there before: nothing is saved.
-            unroll=not self.config.remat and self.policy.config.num_hidden_layers <= MOST_UNROLLED_LAYERS,
+            unroll=self.config.remat == "none" and self.policy.config.num_hidden_layers <= MOST_UNROLLED_LAYERS,
             remat=self.config.remat,
             experts=sharded_experts(self.mesh, TRAIN_RULES),
             counted=batch.segment_ids > 0,
@@ -285,6 +296,10 @@ _SCALARS = (jax.ShapeDtypeStruct((), np.float32), jax.ShapeDtypeStruct((), np.bo
 def _abstract(shapes: Any, placed: Any) -> Any:
     """ShapeDtypeStructs that know where their arrays will lie."""
     return jax.tree.map(lambda leaf, how: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=how), shapes, placed)
+
+
+def _on_device(how: NamedSharding) -> NamedSharding:
+    return how.with_memory_kind("device")
 
 
 def _placed(abstract: Any) -> Any:

@@ -95,12 +95,12 @@ def test_scan_equals_a_loop_over_layers():
     assert policy.unstack(unstacked) is unstacked
 
 
-@pytest.mark.parametrize("unroll", [False, True])
-def test_rematerialisation_changes_no_gradient(unroll):
+@pytest.mark.parametrize(("remat", "unroll"), [("full", True), ("full", False), ("attention", False), ("dots", False)])
+def test_rematerialisation_changes_no_gradient(remat, unroll):
     policy = tiny_policy()
     params = random_params(policy)
     grads = gradient(policy, params, TOKENS, POSITIONS, ONE_SEGMENT)
-    assert_close(grads, gradient(policy, params, TOKENS, POSITIONS, ONE_SEGMENT, unroll=unroll, remat=True))
+    assert_close(grads, gradient(policy, params, TOKENS, POSITIONS, ONE_SEGMENT, unroll=unroll, remat=remat))
     assert all(jnp.abs(grad).max() > 1e-6 for grad in jax.tree.leaves(grads))
 
 

@@ -12,6 +12,7 @@ from tiny_training import ROW_TOKENS, train_mesh
 
 from areal_jax.data.sft import SupervisedExample
 from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.config import Remat
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.sft import SupervisedTrainer
@@ -42,7 +43,7 @@ POLICY = Policy(
 
 @cache
 def trained(
-    rows_per_shard: int, coefficient: float | None = None, *, remat: bool = False, **mesh: int
+    rows_per_shard: int, coefficient: float | None = None, *, remat: Remat = "none", **mesh: int
 ) -> tuple[Metrics, Params]:
     """Metrics and parameters after two updates."""
     rng = np.random.default_rng(0)
@@ -62,7 +63,7 @@ def trained(
 
 def test_experts_on_eight_devices_train_as_on_one() -> None:
     alone, params = trained(8)
-    spread, same = trained(2, remat=True, devices=8, fsdp=2, expert=2, tensor=2)
+    spread, same = trained(2, remat="full", devices=8, fsdp=2, expert=2, tensor=2)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), same, params)
     for name in ("loss", "grad_norm", "router_balance_loss", "router_busiest_expert", "router_idle_experts"):
         np.testing.assert_allclose(alone[name], spread[name], rtol=1e-5)

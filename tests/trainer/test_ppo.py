@@ -28,14 +28,14 @@ from areal_jax.trainer.step import DeviceBatch
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1)
-CONFIG = TrainerConfig(optimizer=OPTIMIZER, num_mini_batches=1, rows_per_micro_batch=4, remat=False)
+CONFIG = TrainerConfig(optimizer=OPTIMIZER, num_mini_batches=1, rows_per_micro_batch=4, remat="none")
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "one mini-batch": {},
     "two mini-batches": {"num_mini_batches": 2},
     "one longer row, remat, chunks": {
         "rows_per_micro_batch": 1,
-        "remat": True,
+        "remat": "full",
         "logp_chunk_tokens": 16,
         "row_tokens": 2 * ROW_TOKENS,
     },
@@ -43,10 +43,11 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "fsdp 2 x context 2 x tensor 2": {"rows_per_micro_batch": 2, "mesh": {"devices": 8, "tensor": 2, "context": 2}},
     "context 2, remat, chunks": {
         "rows_per_micro_batch": 2,
-        "remat": True,
+        "remat": "attention",
         "logp_chunk_tokens": 16,
         "mesh": {"devices": 2, "context": 2},
     },
+    "moments on the host": {"optimizer": chz.replace(OPTIMIZER, offload=True)},
     "data 2 x fsdp 2 x tensor 2": {"rows_per_micro_batch": 1, "mesh": {"devices": 8, "tensor": 2, "fsdp": 2}},
 }
 

@@ -21,7 +21,7 @@ def examples(seed: int = 0, count: int = 5) -> list[SupervisedExample]:
 
 @pytest.fixture(scope="module")
 def trainer(quick_compilation: None) -> SupervisedTrainer:
-    config = TrainerConfig(optimizer=OptimizerConfig(learning_rate=2e-2), rows_per_micro_batch=3, remat=False)
+    config = TrainerConfig(optimizer=OptimizerConfig(learning_rate=2e-2), rows_per_micro_batch=3, remat="none")
     made = SupervisedTrainer(config, POLICY, params(), train_mesh(), jnp.float32, num_updates=100, row_tokens=ROW_TOKENS)
     made.warm_up()
     return made
