@@ -237,7 +237,7 @@ def two_adapters(experiment: AnyExperiment) -> Iterator[str]:
     if policy.lora is not None and policy.adapter is not None:
         yield f"policy.adapter={policy.adapter} brings its own rank, alpha and targets; leave out policy.lora"
     if policy.adapter is not None and policy.random_init:
-        yield f"policy.adapter={policy.adapter} was not trained beside the fresh weights of policy.random_init; leave out either"
+        yield f"policy.adapter={policy.adapter} was not trained beside fresh weights; leave out policy.random_init"
     if policy.lora is not None and not policy.lora.targets:
         yield "policy.lora.targets is empty, which leaves nothing to train: name at least one, such as q_proj"
 

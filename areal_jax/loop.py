@@ -144,8 +144,8 @@ async def _run(plan: Plan, run_folder: Path, resume: bool) -> None:
             await fine_tune(parts, exp)
 
 
-def rl_trainer(plan: Plan, params: Params) -> Trainer:
-    """The trainer of a plan for reinforcement learning, with the weights it starts from."""
+def rl_trainer(plan: Plan, params: Params, base: Params | None) -> Trainer:
+    """The trainer of a plan for reinforcement learning, with the weights it starts from, and those beside an adapter."""
     exp = plan.experiment
     assert isinstance(exp, Experiment)
     return Trainer(
@@ -158,11 +158,12 @@ def rl_trainer(plan: Plan, params: Params) -> Trainer:
         max_staleness=exp.rollout.max_staleness,
         temperature=exp.engine.temperature,
         row_tokens=exp.trainer.row_tokens or plan.engine.max_tokens,
+        base=base,
     )
 
 
-def supervised_trainer(plan: Plan, params: Params) -> SupervisedTrainer:
-    """The trainer of a plan for supervised fine-tuning, with the weights it starts from."""
+def supervised_trainer(plan: Plan, params: Params, base: Params | None) -> SupervisedTrainer:
+    """The trainer of a plan for supervised fine-tuning, with the weights it starts from, and those beside an adapter."""
     exp = plan.experiment
     return SupervisedTrainer(
         exp.trainer,
@@ -172,4 +173,5 @@ def supervised_trainer(plan: Plan, params: Params) -> SupervisedTrainer:
         plan.compute_dtype,
         num_updates=exp.num_steps,
         row_tokens=exp.trainer.row_tokens or plan.engine.max_tokens,
+        base=base,
     )

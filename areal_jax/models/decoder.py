@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import jax
@@ -16,6 +18,7 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int, PRNGKeyArray
 
 from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.config import LoRA
 
 Params: TypeAlias = dict[str, Any]
 """Nested dict of arrays: embed, layers.attn.q, ..., norm, head. Leaves under `layers` are stacked: [L, ...]."""
@@ -31,11 +34,25 @@ devices as rows (fsdp), attend must also constrain q, k, v and out to be cut by 
 cuts activations as it does parameters, and every device then holds all rows."""
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=("w", "a", "b"), meta_fields=("scale",))
+@dataclass(frozen=True)
+class Adapted:
+    """A matrix with a low-rank update that is never added to it: x · w + scale · (x · a) · b (LoRA, arXiv:2106.09685)."""
+
+    w: Array
+    a: Array
+    """Inputs of w, then the rank."""
+    b: Array
+    """The rank, then outputs of w."""
+    scale: float
+
+
 class Policy:
     """A decoder without its parameters: hashable, so that jit takes it as a static argument."""
 
-    def __init__(self, config: ModelConfig):
-        self.config = config
+    def __init__(self, config: ModelConfig, lora: LoRA | None = None):
+        """Args: lora: the adapter to train, beside parameters that then stay as they are; None trains the parameters."""
+        self.config, self.lora = config, lora
         decoder = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0)))
         self._layer = nnx.graphdef(decoder.layers)
         state = nnx.state(decoder)
@@ -46,10 +63,10 @@ class Policy:
         )
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Policy) and self.config == other.config
+        return isinstance(other, Policy) and (self.config, self.lora) == (other.config, other.lora)
 
     def __hash__(self) -> int:
-        return hash(self.config)
+        return hash((self.config, self.lora))
 
     def __repr__(self) -> str:
         return f"Policy({self.config})"
@@ -69,7 +86,7 @@ class Policy:
         """Final hidden states (after the last norm), and the cache that `attend` returned.
 
         Args:
-            params: with layers stacked, or with `unroll` also as `unstack` returns them.
+            params: with layers stacked, or with `unroll` also as `unstack` returns them; a matrix of a layer may be `Adapted`.
             positions: place of each token in its own sequence; the angle of RoPE.
             cache: None, or what `attend` keeps: stacked [L, ...] and scanned, or with `unroll` a tuple of L caches.
             compute_dtype: of activations and matrix products; norms, RoPE and softmax stay in float32.
@@ -116,9 +133,14 @@ class Policy:
         """Fresh float32 parameters; jit it with out_shardings to draw them in place."""
         return nnx.to_pure_dict(nnx.state(Decoder(self.config, key)))
 
-    def abstract(self) -> Params:
-        """ShapeDtypeStruct of every parameter."""
-        return jax.tree.map(lambda leaf: leaf, self._abstract)
+    def abstract(self, dtype: DTypeLike = jnp.float32) -> Params:
+        """ShapeDtypeStruct of every parameter: matrices in `dtype`, scales of norms in float32."""
+
+        def struct(leaf: jax.ShapeDtypeStruct, names: tuple[str, ...]) -> jax.ShapeDtypeStruct:
+            is_norm = len(set(names) - {"layers"}) == 1
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if is_norm else dtype)
+
+        return jax.tree.map(struct, self._abstract, self._axes)
 
     def axes(self) -> Params:
         """Logical axis names of every parameter, one tuple per leaf."""
@@ -186,11 +208,10 @@ class Attention(nnx.Module):
             q, k = _rms_norm(q, self.q_norm[...], self.eps), _rms_norm(k, self.k_norm[...], self.eps)
         out, cache = attend(_rotate(q, rope), _rotate(k, rope), v, cache)
         B, T, N, H = out.shape
-        return _product(out.reshape(B, T, N * H), self.o[...].reshape(N * H, -1)), cache
+        return _product(out.reshape(B, T, N * H), self.o.get_value(), num_inputs=2), cache
 
     def _project(self, x: Float[Array, "B T D"], name: str) -> Float[Array, "B T N H"]:
-        w = getattr(self, name)[...]
-        y = _product(x, w.reshape(len(w), -1)).reshape(*x.shape[:2], *w.shape[1:])
+        y = _product(x, getattr(self, name).get_value())
         return y + getattr(self, f"{name}_bias")[...].astype(x.dtype) if self.bias else y
 
 
@@ -205,7 +226,8 @@ class MLP(nnx.Module):
         self.down = nnx.Param(_normal(down_key, (F, D), F**-0.5), axes=("mlp", "embed"))
 
     def __call__(self, x: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
-        return _product(jax.nn.silu(_product(x, self.gate[...])) * _product(x, self.up[...]), self.down[...])
+        gate, up, down = (w.get_value() for w in (self.gate, self.up, self.down))
+        return _product(jax.nn.silu(_product(x, gate)) * _product(x, up), down)
 
 
 def _normal(key: PRNGKeyArray, shape: tuple[int, ...], std: float) -> Float[Array, "..."]:
@@ -216,17 +238,26 @@ def _norm(size: int, axis: str) -> nnx.Param[Array]:
     return nnx.Param(jnp.ones(size, jnp.float32), axes=(axis,))
 
 
+def _product(x: Float[Array, "B T I"], w: Array | Adapted, num_inputs: int = 1) -> Float[Array, "B T ..."]:
+    """x · w over the first `num_inputs` dimensions of w, which are flat in x."""
+    if isinstance(w, Adapted):
+        # The low-rank product is scaled while it is narrow.
+        return _product(x, w.w, num_inputs) + _product(w.scale * _product(x, w.a, num_inputs), w.b)
+    flat = w.reshape(math.prod(w.shape[:num_inputs]), -1)
+    return _flat_product(x, flat).reshape(*x.shape[:2], *w.shape[num_inputs:])
+
+
 @jax.custom_vjp
-def _product(x: Float[Array, "B T I"], w: Float[Array, "I O"]) -> Float[Array, "B T O"]:
+def _flat_product(x: Float[Array, "B T I"], w: Float[Array, "I O"]) -> Float[Array, "B T O"]:
     """x · w in the dtype of x; the gradient of w is summed over tokens in float32 before it takes the dtype of w."""
     return x @ w.astype(x.dtype)
 
 
-def _product_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
-    return _product(x, w), (x, w)
+def _flat_product_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
+    return _flat_product(x, w), (x, w)
 
 
-def _product_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+def _flat_product_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     x, w = saved
     dx = jnp.einsum("bto,io->bti", dy, w.astype(dy.dtype))
     # XLA on CPU transposes the first factor, together with all that computes it, in a slow strided loop. jax's own rule
@@ -240,7 +271,7 @@ def _product_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Arr
     return dx, dw.astype(w.dtype)
 
 
-_product.defvjp(_product_forward, _product_backward)
+_flat_product.defvjp(_flat_product_forward, _flat_product_backward)
 
 
 def _rms_norm(x: Float[Array, "*B D"], scale: Float[Array, "D"], eps: float) -> Float[Array, "*B D"]:

@@ -20,6 +20,7 @@ TRAIN_RULES: Rules = {
     "kv_heads": ("tensor",),
     "head_dim": (),
     "mlp": ("tensor",),
+    "rank": (),
     "batch": ("data", "fsdp"),
     "tokens": (),
 }
@@ -32,6 +33,7 @@ ROLLOUT_RULES: Rules = {
     "kv_heads": ("tensor",),
     "head_dim": (),
     "mlp": ("tensor",),
+    "rank": (),
     "batch": ("data",),
     "slots": ("data",),
     "tokens": (),

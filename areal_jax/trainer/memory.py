@@ -13,7 +13,7 @@ from areal_jax.models.decoder import Policy
 from areal_jax.parallel.sharding import bytes_per_device
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.optimizer import make_optimizer
-from areal_jax.trainer.state import state_shardings
+from areal_jax.trainer.state import frozen, frozen_shardings, state_shardings, trained
 
 KEPT_PER_MLP = 6
 """Arrays of the MLP's width that a layer keeps for its backward pass. This and the next two: fitted to what XLA reports."""
@@ -27,8 +27,9 @@ def predicted_bytes(
 ) -> Mapping[str, int]:
     """Bytes on each device of the train mesh, by what they are for. Parameters, gradients and optimizer are exact; activations
     and logits are estimates that hold within about a third."""
-    model, optimizer = policy.config, make_optimizer(config.optimizer, policy.axes())
-    placed, abstract = state_shardings(policy, mesh, optimizer), policy.abstract()
+    abstract, axes = trained(policy)
+    model, optimizer = policy.config, make_optimizer(config.optimizer, axes)
+    placed, base = state_shardings(policy, mesh, optimizer), frozen(policy, compute_dtype)
     params = bytes_per_device(abstract, placed.params)
     itemsize, wide = jnp.dtype(compute_dtype).itemsize, jnp.dtype(jnp.float32).itemsize
     tokens, tensor = config.rows_per_micro_batch * row_tokens, mesh.shape["tensor"]
@@ -38,7 +39,7 @@ def predicted_bytes(
         KEPT_PER_WIDTH * model.hidden_size * itemsize + KEPT_PER_MLP * model.intermediate_size * itemsize // tensor + scores
     )
     between_layers = model.num_hidden_layers * tokens * model.hidden_size * itemsize
-    return {
+    return ({"frozen": bytes_per_device(base, frozen_shardings(policy, mesh))} if policy.lora else {}) | {
         "parameters": params,
         "gradients": params,
         "optimizer": bytes_per_device(jax.eval_shape(optimizer.init, abstract), placed.opt_state),

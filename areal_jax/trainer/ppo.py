@@ -60,6 +60,7 @@ class Trainer:
         max_staleness: int | None,
         temperature: float,
         row_tokens: int,
+        base: Params | None = None,
     ):
         """
         Args:
@@ -68,6 +69,7 @@ class Trainer:
             max_staleness: a token drawn more versions ago than this is not trained on; None trains on all.
             temperature: at which the engine draws.
             row_tokens: tokens of a packed row; no sample may be longer.
+            base: with an adapter in `params`, the frozen parameters beside it, on the train mesh.
         """
         self.config, self.max_staleness = config, max_staleness
         self.version = 0
@@ -88,13 +90,14 @@ class Trainer:
             objective=objective,
             temperature=temperature,
             row_tokens=row_tokens,
+            base=base,
         )
         # The first mini-batch reads proximal log-probs off its own forward pass, and PPO has no use for any.
         self._reads_proximal = config.num_mini_batches > 1 and not isinstance(config.loss, PPO)
 
     @property
     def params(self) -> Params:
-        """The parameters of `version`, on the train mesh. The next step takes their memory: copy what must outlive it."""
+        """What is trained, of `version`, on the train mesh. The next step takes their memory: copy what must outlive it."""
         return self._learner.params
 
     @property

@@ -32,6 +32,7 @@ class SupervisedTrainer:
         *,
         num_updates: int,
         row_tokens: int,
+        base: Params | None = None,
     ):
         """As `Trainer`; of `config`, objective, advantages and mini-batches have no meaning here."""
         self.version = 0
@@ -50,11 +51,12 @@ class SupervisedTrainer:
             objective=objective,
             temperature=1.0,
             row_tokens=row_tokens,
+            base=base,
         )
 
     @property
     def params(self) -> Params:
-        """On the train mesh. The next step takes their memory: copy what must outlive it."""
+        """What is trained, on the train mesh. The next step takes their memory: copy what must outlive it."""
         return self._learner.params
 
     @property

@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from areal_jax.models import lora
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Attend, Params, Policy
 from areal_jax.parallel.sharding import TRAIN_RULES, put_batch, sharding
@@ -23,7 +24,7 @@ from areal_jax.rl.logprobs import token_logprobs
 from areal_jax.rl.losses import Meter, PolicyLoss
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.optimizer import learning_rate, make_optimizer, num_updates_done
-from areal_jax.trainer.state import StateShardings, state_shardings
+from areal_jax.trainer.state import StateShardings, frozen, frozen_shardings, state_shardings, trained
 
 MOST_UNROLLED_LAYERS = 8
 """Up to here the layers are compiled one after the other: for 4 layers on a CPU that takes a quarter less time and memory than
@@ -74,19 +75,23 @@ class Learner:
         objective: Objective,
         temperature: float,
         row_tokens: int,
+        base: Params | None = None,
     ):
+        """Args: base: with an adapter in `params`, the parameters beside it: on the train mesh, in the dtypes of `frozen`."""
         self.config, self.policy, self.mesh, self.compute_dtype = config, policy, mesh, compute_dtype
         self.objective, self.temperature, self.num_updates = objective, temperature, num_updates
         self.row_tokens = row_tokens
         num_shards = math.prod(mesh.shape[axis] for axis in TRAIN_RULES["batch"])
         self.rows = config.rows_per_micro_batch * num_shards
         self.chunk_tokens = config.logp_chunk_tokens * num_shards
-        self.optimizer = make_optimizer(config.optimizer, policy.axes())
+        self.trained = trained(policy)
+        self.optimizer = make_optimizer(config.optimizer, self.trained.axes)
         self.shardings: StateShardings = state_shardings(policy, mesh, self.optimizer)
         self.num_compilations = 0
         self._programs: dict[str, jax.stages.Compiled] = {}
         # A copy, because the first update gives the memory of what it is called with to its results.
         self.params: Params = jax.device_put(params, self.shardings.params, may_alias=False)
+        self.base: Params = {} if base is None else base
         self.opt_state: optax.OptState = self._run("init", self.params)
 
     def warm_up(self, *, reads_logprobs: bool) -> None:
@@ -100,7 +105,7 @@ class Learner:
 
     def logprobs(self, batch: DeviceBatch) -> Float[Array, "B T"]:
         """Log-probability of every token under the parameters as they are now; on the device, not waited for."""
-        return self._run("logprobs", self.params, batch)
+        return self._run("logprobs", self.params, self.base, batch)
 
     def update(self, batches: Sequence[DeviceBatch], num_tokens: int, *, proximal_is_current: bool) -> Metrics:
         """One optimizer update from the micro-batches of a mini-batch that trains on `num_tokens` tokens.
@@ -114,7 +119,7 @@ class Learner:
         accumulated = self._run("zeros")
         for batch in batches:
             accumulated = self._run(
-                "accumulate", self.params, accumulated, batch, np.float32(num_tokens), np.bool_(proximal_is_current)
+                "accumulate", self.params, self.base, accumulated, batch, np.float32(num_tokens), np.bool_(proximal_is_current)
             )
         self.params, self.opt_state, report = self._run("apply", self.params, self.opt_state, accumulated)
         report = jax.device_get(report)
@@ -137,18 +142,19 @@ class Learner:
     def _zeros(self) -> Accumulated:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._abstract_accumulated)
 
-    def _logprobs(self, params: Params, batch: DeviceBatch) -> Float[Array, "B T"]:
-        return self._logprobs_and_entropy(params, batch)[0]
+    def _logprobs(self, params: Params, base: Params, batch: DeviceBatch) -> Float[Array, "B T"]:
+        return self._logprobs_and_entropy(params, base, batch)[0]
 
     def _accumulate(
         self,
         params: Params,
+        base: Params,
         accumulated: Accumulated,
         batch: DeviceBatch,
         num_tokens: Float[Array, ""],
         proximal_is_current: Bool[Array, ""],
     ) -> Accumulated:
-        gradients = jax.grad(self._loss, has_aux=True)(params, batch, num_tokens, proximal_is_current)
+        gradients = jax.grad(self._loss, has_aux=True)(params, base, batch, num_tokens, proximal_is_current)
         return jax.tree.map(jnp.add, accumulated, Accumulated(*gradients))
 
     def _apply(
@@ -166,16 +172,25 @@ class Learner:
         return params, opt_state, metrics | {"grad_norm": (norm, one), "learning_rate": (rate, one)}
 
     def _loss(
-        self, params: Params, batch: DeviceBatch, num_tokens: Float[Array, ""], proximal_is_current: Bool[Array, ""]
+        self,
+        params: Params,
+        base: Params,
+        batch: DeviceBatch,
+        num_tokens: Float[Array, ""],
+        proximal_is_current: Bool[Array, ""],
     ) -> tuple[Float[Array, ""], dict[str, Meter]]:
-        logp, entropy = self._logprobs_and_entropy(params, batch)
+        logp, entropy = self._logprobs_and_entropy(params, base, batch)
         proximal_logp = jnp.where(proximal_is_current, jax.lax.stop_gradient(logp), batch.proximal_logp)
         loss, metrics = self.objective(logp, proximal_logp, batch, num_tokens)
         mask = batch.loss_mask
         entropy_sum = jnp.sum(jnp.where(mask, entropy, 0.0)), jnp.sum(mask, dtype=jnp.float32)
         return loss, metrics | {"entropy": entropy_sum}
 
-    def _logprobs_and_entropy(self, params: Params, batch: DeviceBatch) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+    def _logprobs_and_entropy(
+        self, params: Params, base: Params, batch: DeviceBatch
+    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
+        if self.policy.lora:
+            params = lora.attach(self.policy, base, params)
         hidden, _ = self.policy.hidden(
             params,
             batch.tokens,
@@ -218,7 +233,8 @@ class Learner:
         """The compiled program of that name; compiled now if this is its first use."""
         if name in self._programs:
             return self._programs[name]
-        params = _abstract(self.policy.abstract(), self.shardings.params)
+        params = _abstract(self.trained.abstract, self.shardings.params)
+        base = _abstract(frozen(self.policy, self.compute_dtype), frozen_shardings(self.policy, self.mesh))
         match name:
             case "init":
                 program = jax.jit(self._init, out_shardings=self.shardings.opt_state).lower(params)
@@ -226,11 +242,11 @@ class Learner:
                 program = jax.jit(self._zeros, out_shardings=_placed(self._abstract_accumulated)).lower()
             case "logprobs":
                 rows = sharding(self.mesh, ("batch",), (self.rows, self.row_tokens), TRAIN_RULES)
-                program = jax.jit(self._logprobs, out_shardings=rows).lower(params, self._abstract_batch())
+                program = jax.jit(self._logprobs, out_shardings=rows).lower(params, base, self._abstract_batch())
             case "accumulate":
                 accumulated = self._abstract_accumulated
-                jitted = jax.jit(self._accumulate, donate_argnums=1, out_shardings=_placed(accumulated))
-                program = jitted.lower(params, accumulated, self._abstract_batch(), *_SCALARS)
+                jitted = jax.jit(self._accumulate, donate_argnums=2, out_shardings=_placed(accumulated))
+                program = jitted.lower(params, base, accumulated, self._abstract_batch(), *_SCALARS)
             case "apply":
                 opt_state = _abstract(jax.eval_shape(self._init, params), self.shardings.opt_state)
                 jitted = jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=(*self.shardings, self._everywhere()))
@@ -251,9 +267,10 @@ class Learner:
     @cached_property
     def _abstract_accumulated(self) -> Accumulated:
         """With shardings. Cached, because the names of the metrics are found by tracing the whole model."""
-        _, metrics = jax.eval_shape(self._loss, self.policy.abstract(), self._abstract_batch(), *_SCALARS)
+        params, base = self.trained.abstract, frozen(self.policy, self.compute_dtype)
+        _, metrics = jax.eval_shape(self._loss, params, base, self._abstract_batch(), *_SCALARS)
         placed = Accumulated(self.shardings.params, jax.tree.map(lambda _: self._everywhere(), metrics))
-        return _abstract(Accumulated(self.policy.abstract(), metrics), placed)
+        return _abstract(Accumulated(params, metrics), placed)
 
     def _everywhere(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())
