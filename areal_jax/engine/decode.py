@@ -30,8 +30,8 @@ from areal_jax.models.decoder import Attend, Params, Policy
 from areal_jax.parallel.sharding import ROLLOUT_RULES, sharding, shardings
 
 EngineParams: TypeAlias = dict[str, Any]
-"""What `DecodeEngine.layout` makes of parameters: `layers` is a tuple of L trees instead of one stacked tree. With an adapter its
-matrices are `Adapted`, and never merged: an update smaller than half a step of bfloat16 would be lost."""
+"""What `DecodeEngine.layout` makes of parameters: `layers` is a tuple of L trees instead of one stacked tree. With an adapter,
+matrices are `Adapted` and never merged: an update smaller than half a step of bfloat16 would be lost."""
 
 Cache: TypeAlias = tuple[tuple[Array, Array], ...]
 """Keys [S, K, H, n + C] and values [S, K, n + C, H] of each layer, as attention reads them: first n columns for the tokens of

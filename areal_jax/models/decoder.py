@@ -37,12 +37,14 @@ cuts activations as it does parameters, and every device then holds all rows."""
 @partial(jax.tree_util.register_dataclass, data_fields=("w", "a", "b"), meta_fields=("scale",))
 @dataclass(frozen=True)
 class Adapted:
-    """A matrix with a low-rank update that is never added to it: x · w + scale · (x · a) · b (LoRA, arXiv:2106.09685)."""
+    """A matrix with a low-rank update that is never added to it: x · w + scale · (x · a) · b (LoRA, arXiv:2106.09685).
 
-    w: Array
-    a: Array
+    A node of a tree: its leaves are arrays, or what is said of arrays."""
+
+    w: Any
+    a: Any
     """Inputs of w, then the rank."""
-    b: Array
+    b: Any
     """The rank, then outputs of w."""
     scale: float
 

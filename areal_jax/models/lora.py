@@ -10,6 +10,7 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
 
@@ -202,10 +203,14 @@ def save(folder: Path, policy: Policy, adapter: Params, base: str) -> None:
         for tensor in _tensors(policy)
     }
     lora = _lora(policy)
-    config = _ONLY | {
+    # What is not said has the value that is computed here, in every release of PEFT.
+    config = {
+        "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": base,
         "inference_mode": True,
+        "bias": "none",
+        "lora_dropout": 0.0,
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "target_modules": [*lora.targets],
@@ -270,7 +275,7 @@ def _pairs(adapter: Params) -> dict[tuple[str, ...], Any]:
     return dict(traverse_util.flatten_dict(adapter, is_leaf=lambda _, node: "a" in node))
 
 
-@jax.jit
+@partial(jax.jit, static_argnames="scale")
 def _merged(w: Float[Array, "L ..."], a: Float[Array, "L ..."], b: Float[Array, "L R ..."], scale: float) -> Array:
     L, R = b.shape[:2]
     update = jnp.matmul(a.reshape(L, -1, R), b.reshape(L, R, -1), precision=jax.lax.Precision.HIGHEST)
