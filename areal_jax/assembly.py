@@ -230,6 +230,7 @@ async def assembled(
         stack.callback(progress.close)
         params, base = _initial_params(plan)
         trainer, restored = make_trainer(plan, params, base), None
+        del params  # the trainer has its own copy
         if saved_version is not None:
             try:
                 state, restored = store.restore(saved_version, trainer.state)
