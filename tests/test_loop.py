@@ -7,6 +7,7 @@ import json
 import shutil
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import chz
@@ -237,7 +238,8 @@ def test_a_resumed_run_of_an_adapter_goes_on_where_it_was_and_leaves_it_in_files
     here = SingleDeviceSharding(jax.devices()[0])
     adapter = lora.load(tmp_path / "whole" / "adapter", policy, jax.tree.map(lambda _: here, lora.abstract(policy)))
     merged = hf.load(tmp_path / "whole" / "policy", policy, jax.tree.map(lambda _: here, policy.abstract()))
-    jax.tree.map(np.testing.assert_array_equal, merged, lora.merge(policy, base, adapter))
+    # On four devices the sums over the rank may round otherwise than on one.
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), merged, lora.merge(policy, base, adapter))
     again = with_adapter(exp, lora=None, adapter=str(tmp_path / "whole" / "adapter"))
     params, frozen = _initial_params(planned(again))
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):

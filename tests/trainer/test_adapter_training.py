@@ -17,6 +17,7 @@ from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.sharding import bytes_per_device
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.memory import predicted_bytes
+from areal_jax.trainer.optimizer import make_optimizer
 from areal_jax.trainer.ppo import Trainer
 from areal_jax.trainer.state import frozen, frozen_shardings
 
@@ -107,3 +108,11 @@ def test_memory_counts_frozen_weights_once_and_narrow() -> None:
     base = base_on(mesh, jnp.bfloat16)
     assert told["frozen"] == bytes_per_device(base, frozen_shardings(ADAPTED, mesh))
     assert "frozen" not in predicted_bytes(CONFIG, POLICY, mesh, jnp.bfloat16, row_tokens=ROW_TOKENS)
+
+
+def test_both_factors_of_an_adapter_decay() -> None:
+    optimizer = make_optimizer(OptimizerConfig(weight_decay=0.5), lora.axes(ADAPTED))
+    zeros = jax.tree.map(jnp.zeros_like, adapter())
+    # Without a gradient, what is left of AdamW's direction is the decay: half of each parameter.
+    direction, _ = optimizer.update(zeros, optimizer.init(adapter()), adapter())
+    jax.tree.map(lambda found, leaf: np.testing.assert_allclose(found, 0.5 * leaf, rtol=1e-6), direction, adapter())
