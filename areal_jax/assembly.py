@@ -7,20 +7,22 @@ import logging
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import jax
+import jax.numpy as jnp
 import psutil
-from jaxtyping import Bool
+from jaxtyping import Bool, PRNGKeyArray
 from numpy import ndarray
 
 from areal_jax.checkpoint.recovery import Columns
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config import AnyExperiment
+from areal_jax.engine.decode import EngineParams
 from areal_jax.engine.driver import Driver
 from areal_jax.evaluation.evaluate import Evaluation, evaluate
 from areal_jax.metrics import names
@@ -31,11 +33,11 @@ from areal_jax.metrics.report import write_report
 from areal_jax.metrics.samples import TrainedSample
 from areal_jax.metrics.sinks import Sinks
 from areal_jax.metrics.trace import Trace
-from areal_jax.models import hf
+from areal_jax.models import hf, lora
 from areal_jax.models.decoder import Params
 from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 from areal_jax.plan import Plan
-from areal_jax.records import Group, Judge, Sampling, Task, Verdict
+from areal_jax.records import Group, Judge, Sampling, Task, Verdict, derive_seed
 from areal_jax.rewards.service import RewardService
 from areal_jax.settings import ConfigError, to_json
 from areal_jax.trainer.ppo import Trainer
@@ -51,7 +53,11 @@ AnyTrainer = TypeVar("AnyTrainer", Trainer, SupervisedTrainer)
 
 CHECKPOINTS = "checkpoints"
 POLICY = "policy"
+ADAPTER = "adapter"
 TRACE = "trace.json"
+
+BASE_TIMEOUT_S = 1800.0
+"""For the weights that an adapter belongs to, of any size, to reach the engine."""
 
 
 @dataclass
@@ -61,6 +67,8 @@ class Run(Generic[AnyTrainer]):
     plan: Plan
     folder: Path
     trainer: AnyTrainer
+    base: Params | None
+    """The frozen weights, where the trainer trains an adapter beside them."""
     mailbox: Mailbox
     engine: Driver
     judge: Judge
@@ -169,9 +177,17 @@ class Run(Generic[AnyTrainer]):
         await asyncio.to_thread(self._write_results, version)
 
     def _write_results(self, version: int) -> None:
+        policy, params = self.plan.policy, self.trainer.params
+        if self.base is not None:
+            config, folder = self.experiment.policy, self.folder / ADAPTER
+            # Others know nothing of the name 'embedded'.
+            base = str(self.plan.policy_folder) if config.path == "embedded" else config.path
+            lora.save(folder, policy, params, base)
+            self.progress.say(f"adapter of version {version}: {folder}")
         if self.experiment.checkpoint.export_hf:
             folder = self.folder / POLICY
-            hf.save(folder, self.plan.policy, self.trainer.params, self.plan.policy_folder)
+            whole = params if self.base is None else lora.merge(policy, self.base, params)
+            hf.save(folder, policy, whole, self.plan.policy_folder)
             self.progress.say(f"policy of version {version}: {folder}")
         try:
             self.store.wait()
@@ -200,7 +216,7 @@ class TracedJudge:
 
 @asynccontextmanager
 async def assembled(
-    plan: Plan, folder: Path, *, resume: bool, make_trainer: Callable[[Plan, Params], AnyTrainer]
+    plan: Plan, folder: Path, *, resume: bool, make_trainer: Callable[[Plan, Params, Params | None], AnyTrainer]
 ) -> AsyncIterator[Run[AnyTrainer]]:
     """A run with its engine and judges at work; on leaving all of it is ended and closed."""
     experiment = plan.experiment
@@ -216,7 +232,9 @@ async def assembled(
             show_steps=experiment.metrics.progress,
         )
         stack.callback(progress.close)
-        trainer, restored = make_trainer(plan, _initial_params(plan)), None
+        params, base = _initial_params(plan)
+        trainer, restored = make_trainer(plan, params, base), None
+        del params  # the trainer has its own copy
         if saved_version is not None:
             try:
                 state, restored = store.restore(saved_version, trainer.state)
@@ -232,7 +250,11 @@ async def assembled(
 
         service = await stack.enter_async_context(RewardService(experiment.rewards))
         mailbox = Mailbox(
-            plan.engine.layout, plan.engine.param_shardings, plan.meshes.train, on_event=partial(trace.span, "mailbox")
+            plan.engine.layout,
+            plan.engine.param_shardings,
+            plan.meshes.train,
+            complete=None if base is None else partial(lora.attach, plan.policy, _base_of_engine(plan, base)),
+            on_event=partial(trace.span, "mailbox"),
         )
         stack.callback(mailbox.close)
         engine = Driver(plan.engine, mailbox, on_event=partial(trace.span, "rollout driver"))
@@ -246,15 +268,38 @@ async def assembled(
             await asyncio.to_thread(trainer.warm_up)
         stop = stack.enter_context(stopping_on_signals())
         judge = TracedJudge(service, trace)
-        yield Run(plan, folder, trainer, mailbox, engine, judge, store, sinks, trace, progress, stop, restored)
+        yield Run(plan, folder, trainer, base, mailbox, engine, judge, store, sinks, trace, progress, stop, restored)
 
 
-def _initial_params(plan: Plan) -> Params:
-    """The weights in the policy's folder, or fresh ones, on the train mesh."""
-    placed = shardings(plan.meshes.train, plan.policy.axes(), plan.policy.abstract(), TRAIN_RULES)
-    if plan.experiment.policy.random_init:
-        return jax.jit(plan.policy.init, out_shardings=placed)(jax.random.key(plan.experiment.seed))
-    return hf.load(plan.policy_folder, plan.policy, placed)
+def _initial_params(plan: Plan) -> tuple[Params, Params | None]:
+    """What is trained, and the frozen weights if that is an adapter: from their folders, or fresh, on the train mesh."""
+    policy, config, seed = plan.policy, plan.experiment.policy, plan.experiment.seed
+    # Frozen weights are kept as they are computed with; what is trained in float32.
+    dtype = plan.compute_dtype if policy.lora else jnp.dtype(jnp.float32)
+    abstract = policy.abstract(dtype)
+    placed = shardings(plan.meshes.train, policy.axes(), abstract, TRAIN_RULES)
+
+    def fresh(key: PRNGKeyArray) -> Params:
+        return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), policy.init(key), abstract)
+
+    if config.random_init:
+        weights = jax.jit(fresh, out_shardings=placed)(jax.random.key(seed))
+    else:
+        weights = hf.load(plan.policy_folder, policy, placed, dtype=dtype)
+    if not policy.lora:
+        return weights, None
+    placed = shardings(plan.meshes.train, lora.axes(policy), lora.abstract(policy), TRAIN_RULES)
+    if config.adapter is not None:
+        return lora.load(Path(config.adapter).expanduser(), policy, placed), weights
+    init = jax.jit(partial(lora.init, policy), out_shardings=placed)
+    return init(jax.random.key(derive_seed(seed, "adapter"))), weights
+
+
+def _base_of_engine(plan: Plan, base: Params) -> EngineParams:
+    """The frozen weights on the rollout mesh: they go there once, the way that versions go."""
+    with closing(Mailbox(plan.engine.layout, plan.engine.base_shardings, plan.meshes.train)) as mailbox:
+        mailbox.publish(0, base)
+        return mailbox.wait(0, BASE_TIMEOUT_S).params
 
 
 @contextmanager

@@ -212,8 +212,8 @@ _POSITIVE = (
     *("logp_chunk_tokens", "learning_rate", "eps", "max_grad_norm", "clip_eps", "clip_eps_high", "cap"),
     *("clip", "max_second_moment", "temperature_positive", "temperature_negative", "clip_eps_low"),
     *("num_workers", "samples_per_task", "keep", "batch_timeout_s", "request_timeout_s", "timeout_s"),
-    *("train_devices", "rollout_devices", "train_fsdp", "train_expert", "train_context", "train_tensor", "rollout_tensor"),
-    "simulated_devices",
+    *("rank", "alpha", "train_devices", "rollout_devices", "train_fsdp", "train_expert", "train_context", "train_tensor"),
+    *("rollout_tensor", "simulated_devices"),
 )
 _NOT_NEGATIVE = (
     *("seed", "num_steps", "max_staleness", "every_steps", "perplexity_every_steps", "row_tokens"),
@@ -230,6 +230,7 @@ _ANY_NUMBER = ("correct", "wrong", "bias", "scale")
 def contradictions(experiment: AnyExperiment) -> Iterator[str]:
     """What cannot be in an experiment's settings, each in a sentence that names the knobs; nothing where all is well."""
     yield from out_of_range(experiment)
+    yield from two_adapters(experiment)
     if isinstance(experiment, Experiment):
         yield from row_too_short(experiment)
         yield from too_many_mini_batches(experiment)
@@ -275,6 +276,17 @@ def row_too_short(experiment: Experiment) -> Iterator[str]:
             f"trainer.row_tokens={row_tokens} is shorter than the longest sequence, engine.max_prompt_tokens + "
             f"engine.max_new_tokens = {longest}; raise it, or set it to 0"
         )
+
+
+def two_adapters(experiment: AnyExperiment) -> Iterator[str]:
+    """There is one adapter, and it belongs to the weights it was trained beside."""
+    policy = experiment.policy
+    if policy.lora is not None and policy.adapter is not None:
+        yield f"policy.adapter={policy.adapter} brings its own rank, alpha and targets; leave out policy.lora"
+    if policy.adapter is not None and policy.random_init:
+        yield f"policy.adapter={policy.adapter} was not trained beside fresh weights; leave out policy.random_init"
+    if policy.lora is not None and not policy.lora.targets:
+        yield "policy.lora.targets is empty, which leaves nothing to train: name at least one, such as q_proj"
 
 
 def too_many_mini_batches(experiment: Experiment) -> Iterator[str]:

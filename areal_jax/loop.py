@@ -173,8 +173,8 @@ async def _run(plan: Plan, run_folder: Path, resume: bool) -> None:
             await fine_tune(parts, exp)
 
 
-def rl_trainer(plan: Plan, params: Params) -> Trainer:
-    """The trainer of a plan for reinforcement learning, with the weights it starts from."""
+def rl_trainer(plan: Plan, params: Params, base: Params | None) -> Trainer:
+    """The trainer of a plan for reinforcement learning, with the weights it starts from, and those beside an adapter."""
     exp = plan.experiment
     assert isinstance(exp, Experiment)
     return Trainer(
@@ -188,11 +188,12 @@ def rl_trainer(plan: Plan, params: Params) -> Trainer:
         temperature=exp.engine.temperature,
         row_tokens=plan.row_tokens,
         max_new_tokens=exp.engine.max_new_tokens,
+        base=base,
     )
 
 
-def supervised_trainer(plan: Plan, params: Params) -> SupervisedTrainer:
-    """The trainer of a plan for supervised fine-tuning, with the weights it starts from."""
+def supervised_trainer(plan: Plan, params: Params, base: Params | None) -> SupervisedTrainer:
+    """The trainer of a plan for supervised fine-tuning, with the weights it starts from, and those beside an adapter."""
     exp = plan.experiment
     assert isinstance(exp, SFTExperiment)
     return SupervisedTrainer(
@@ -204,4 +205,5 @@ def supervised_trainer(plan: Plan, params: Params) -> SupervisedTrainer:
         num_updates=exp.num_steps,
         row_tokens=plan.row_tokens,
         measures_loss=exp.perplexity_every_steps > 0,
+        base=base,
     )

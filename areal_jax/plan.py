@@ -5,6 +5,7 @@ Everything that can be missing or contradict is looked for here, before any devi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,6 +24,8 @@ from areal_jax.data.sft import ExampleSet, load_examples
 from areal_jax.data.sources import Skipped, TaskSet, in_words, load_tasks
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.decode import DecodeEngine
+from areal_jax.models import lora
+from areal_jax.models.config import PolicyConfig
 from areal_jax.models.decoder import Policy
 from areal_jax.models.hf import read_config
 from areal_jax.parallel.mesh import Meshes, make_meshes
@@ -30,6 +33,7 @@ from areal_jax.parallel.sharding import ROLLOUT_RULES, bytes_per_device, shardin
 from areal_jax.records import derive_seed
 from areal_jax.settings import ConfigError, as_text
 from areal_jax.trainer.memory import predicted_bytes
+from areal_jax.trainer.state import trained
 from areal_jax.trainer.step import check_cut
 
 T = TypeVar("T")
@@ -77,6 +81,7 @@ class Plan:
         """All of it, a line each."""
         lines = (
             ("policy", self._policy()),
+            ("trained", self._trained()),
             ("data", self._data()),
             ("training", self._training()),
             ("evaluation", self._evaluation()),
@@ -94,18 +99,21 @@ class Plan:
         return predicted_bytes(config, self.policy, mesh, self.compute_dtype, row_tokens=self.row_tokens)
 
     def rollout_bytes(self) -> Memory:
-        """The engine's weights, twice while newer ones arrive; keys and values of every slot at its longest."""
+        """The engine's weights, what is trained of them twice as it arrives; keys and values of every slot at its longest."""
         if not self.decodes:
             return {}
         engine, model = self.engine, self.policy.config
-        weights = jax.eval_shape(engine.layout, self.policy.abstract())
+        arriving = jax.eval_shape(engine.layout, trained(self.policy).abstract)
+        weights = 2 * bytes_per_device(arriving, engine.param_shardings)
+        if self.policy.lora:
+            weights += bytes_per_device(jax.eval_shape(engine.layout, self.policy.abstract()), engine.base_shardings)
         half = jax.ShapeDtypeStruct(
             (model.num_hidden_layers, engine.config.num_slots, model.num_key_value_heads, model.head_dim, engine.max_tokens),
             engine.compute_dtype,
         )
         half_sharding = sharding(engine.mesh, ("layers", "slots", "kv_heads"), half.shape, ROLLOUT_RULES)
         return {
-            "weights": 2 * bytes_per_device(weights, engine.param_shardings),
+            "weights": weights,
             "KV caches": 2 * bytes_per_device(half, half_sharding),
         }
 
@@ -113,6 +121,16 @@ class Plan:
         model = self.policy.config
         size = f"{model.num_params / 1e6:,.1f} M parameters"
         return f"{self.experiment.policy.path} ({model.architecture}, {size}, {self.compute_dtype.name})"
+
+    def _trained(self) -> str:
+        policy, config = self.policy, self.experiment.policy
+        if policy.lora is None:
+            return "all parameters"
+        num_params = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(lora.abstract(policy)))
+        return (
+            f"{num_params / 1e6:,.3f} M parameters of an adapter of rank {policy.lora.rank} on {as_text(policy.lora.targets)}, "
+            f"{config.adapter or 'fresh'}; {policy.config.num_params / 1e6:,.1f} M frozen"
+        )
 
     def _data(self) -> str:
         if isinstance(self.experiment, Experiment):
@@ -201,7 +219,7 @@ class Plan:
 def make_plan(experiment: AnyExperiment) -> Plan:
     """Find the policy and the data, cut the meshes. ConfigError where one of them cannot be had, or does not fit another."""
     folder = _had(lambda: resolve_policy_folder(experiment.policy.path))
-    policy = Policy(_had(lambda: read_config(folder)))
+    policy = _had(lambda: find_policy(experiment.policy, folder))
     meshes = _had(lambda: _meshes(experiment))
     auto = "float32" if meshes.train.devices.flat[0].platform == "cpu" else "bfloat16"
     dtype = jnp.dtype(experiment.policy.compute_dtype.replace("auto", auto))
@@ -256,6 +274,22 @@ def _meshes(experiment: AnyExperiment) -> Meshes:
     # All devices train. The other mesh lies on the first of them, where nothing will use it.
     alone = chz.replace(placement, train_devices=num_train, rollout_devices=1, rollout_tensor=1)
     return make_meshes(alone, [*devices, devices[0]])
+
+
+def find_policy(config: PolicyConfig, folder: Path) -> Policy:
+    """The policy in a folder, with the adapter that is to be trained beside it.
+
+    Raises ValueError where the adapter does not belong to the policy."""
+    if config.adapter is None:
+        policy = Policy(read_config(folder), config.lora)
+    else:
+        adapter = Path(config.adapter).expanduser()
+        policy = Policy(read_config(folder), lora.read_config(adapter))
+        lora.require_base(adapter, config.path, str(folder))
+        lora.require_tensors(adapter, policy)
+    if policy.lora:
+        lora.abstract(policy)
+    return policy
 
 
 def misfits(plan: Plan) -> Iterator[str]:

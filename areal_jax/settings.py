@@ -34,15 +34,15 @@ class Setting:
 
     key: str
     kind: Any
-    """The field's annotation; for a choice, the class whose subclasses may be chosen."""
+    """The field's annotation; for a choice, the class whose subclasses may be chosen, or a class or None."""
     value: Any
-    """A scalar, a tuple of scalars, the class chosen, or `Required`."""
+    """A scalar, a tuple of scalars, the class chosen (None where a record may be left out, and is), or `Required`."""
     doc: str
 
     @property
     def choices(self) -> tuple[type, ...]:
         """The classes to choose among; empty where the setting is a plain value."""
-        return tuple(subclasses(self.kind)) if chz.is_chz(self.kind) else ()
+        return choices_of(self.kind)
 
     def text(self) -> str:
         """The value as it is typed after `key=`."""
@@ -60,15 +60,26 @@ def subclasses(kind: type) -> Iterator[type]:
             yield from subclasses(below)
 
 
+def choices_of(kind: Any) -> tuple[type, ...]:
+    """Classes that a field of this kind may hold a record of: those below a class, or a class that may be left out."""
+    if _may_be_none(kind):
+        return tuple(choice for arg in get_args(kind) if chz.is_chz(arg) for choice in (arg, *subclasses(arg)))
+    return tuple(subclasses(kind)) if chz.is_chz(kind) else ()
+
+
+def _may_be_none(kind: Any) -> bool:
+    return get_origin(kind) in (Union, types.UnionType) and types.NoneType in get_args(kind)
+
+
 def settings(config: object, prefix: str = "") -> Settings:
     """Every setting of a record, or of a record's class with its defaults, by dotted key."""
     listed: Settings = {}
     for name, field in chz.chz_fields(config).items():
         key, kind = prefix + name, field.final_type
         value = getattr(config, name) if not isinstance(config, type) else _default(field)
-        is_choice = isinstance(kind, type) and any(subclasses(kind))
+        is_choice = bool(choices_of(kind))
         if is_choice or not chz.is_chz(value):
-            chosen = type(value) if is_choice and not isinstance(value, type) else value
+            chosen = type(value) if is_choice and chz.is_chz(value) else value
             listed[key] = Setting(key, kind, chosen, field._doc)
         if chz.is_chz(value):
             listed |= settings(value, key + ".")
@@ -94,21 +105,25 @@ def _default(field: Any) -> Any:
 def assign(given: Mapping[str, Any], to: Settings, read: Callable[[Any, Any], Any]) -> Settings:
     """Set what is given, each value read as its setting's kind.
 
-    A class that is newly chosen brings its own defaults, and the settings of the class it replaces go.
+    A class that is newly chosen brings its own defaults, and the settings of the class it replaces go. A setting inside a
+    record that was left out brings the record.
 
     Args:
         read: turns (value as given, kind) into a value of that kind; ValueError where it is none.
     Raises ConfigError where a key is unknown or a value of another kind."""
     changed = dict(to)
+    given = _implied(given, to) | dict(given)
     # Choices first, outermost first: they decide which other keys exist.
     for key in sorted(given, key=lambda key: key.count(".")):
         if key in changed and (choices := changed[key].choices):
-            chosen = next((choice for choice in (changed[key].value, *choices) if choice.__name__ == given[key]), None)
-            if chosen is None:
+            named = {as_text(choice): choice for choice in (changed[key].value, *choices)}
+            named |= {"none": None} if _may_be_none(changed[key].kind) else {}
+            if as_text(given[key]) not in named:
                 raise ConfigError(_mismatch(changed[key], given[key]))
+            chosen = named[as_text(given[key])]
             if chosen is not changed[key].value:
                 changed = {other: setting for other, setting in changed.items() if not other.startswith(key + ".")}
-                changed |= {key: replace(changed[key], value=chosen)} | settings(chosen, key + ".")
+                changed |= {key: replace(changed[key], value=chosen)} | (settings(chosen, key + ".") if chosen else {})
     for key, value in given.items():
         if key not in changed:
             raise ConfigError(_unknown(key, changed))
@@ -118,6 +133,12 @@ def assign(given: Mapping[str, Any], to: Settings, read: Callable[[Any, Any], An
             except ValueError:
                 raise ConfigError(_mismatch(changed[key], value)) from None
     return changed
+
+
+def _implied(given: Iterable[str], to: Settings) -> dict[str, str]:
+    """Choices of the records that were left out, and inside which something is given."""
+    off = {key: setting.choices for key, setting in to.items() if setting.choices and setting.value is None}
+    return {key: choices[0].__name__ for key, choices in off.items() if any(other.startswith(key + ".") for other in given)}
 
 
 def build(cls: type[T], from_settings: Settings) -> T:
@@ -210,7 +231,7 @@ def kind_name(kind: Any) -> str:
         return f"one of {', '.join(args)}"
     if origin is tuple:
         return f"comma-separated {kind_name(args[0])}"
-    if chz.is_chz(kind):
+    if chz.is_chz(kind) and any(subclasses(kind)):
         return f"one of {', '.join(choice.__name__ for choice in subclasses(kind))}"
     return "none" if kind is types.NoneType else kind.__name__
 

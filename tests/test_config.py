@@ -22,6 +22,7 @@ from areal_jax.config import (
     write_config,
 )
 from areal_jax.data.config import Files, Synthetic
+from areal_jax.models.config import LoRA
 from areal_jax.rl.config import PPO, BatchNormalized, DecoupledPPO, Masked
 from areal_jax.rl.presets import PRESETS
 from areal_jax.settings import ConfigError, assign, build, from_text, settings
@@ -196,6 +197,19 @@ def test_a_choice_inside_a_choice_may_be_given_in_any_order() -> None:
     assert build(Drawing, assign(given, settings(Drawing), from_text)) == Drawing(shape=Square(fill=Striped(width=3)))
 
 
+def test_a_record_may_be_left_out_and_a_setting_inside_brings_it(tmp_path: Path) -> None:
+    assert load_experiment("aime").policy.lora is None
+    for overrides in (["policy.lora=LoRA", "policy.lora.rank=4"], ["policy.lora.rank=4"]):
+        experiment = load_experiment("aime", overrides)
+        assert experiment.policy.lora == LoRA(rank=4)
+    assert load_experiment("aime", ["policy.lora=LoRA"]).policy.lora == LoRA()
+    path = written(experiment, tmp_path)
+    assert json.loads(path.read_text())["policy.lora"] == "LoRA"
+    assert read_config(path) == experiment
+    assert read_config(path, ["policy.lora=none"]) == load_experiment("aime")
+    assert "it needs policy.lora=LoRA" in refusal("policy.lora=none", "policy.lora.rank=4")
+
+
 def test_the_same_class_again_keeps_what_the_experiment_set() -> None:
     assert isinstance(loaded := load_experiment("aime", ["eval_tasks=Synthetic", "eval_tasks.seed=7"]), Experiment)
     assert isinstance(before := load_experiment("aime"), Experiment)
@@ -220,6 +234,9 @@ def test_the_same_class_again_keeps_what_the_experiment_set() -> None:
         ("seed=lambda: 3", ["seed=lambda: 3", "expected int"]),
         ("trainer.remat=some", ["trainer.remat=some", "one of none, dots, attention, full"]),
         ("trainer.optimizer.offload=maybe", ["trainer.optimizer.offload=maybe", "expected bool"]),
+        ("policy.lora=Adapter", ["policy.lora=Adapter", "LoRA or none"]),
+        ("policy.lora.rnk=3", ["unknown setting policy.lora.rnk", "policy.lora.rank"]),
+        ("policy.lora.targets=q", ["policy.lora.targets=q", "comma-separated one of q_proj"]),
         ("engine.on_update=drop", ["engine.on_update=drop", "one of recompute, keep"]),
         ("trainer.optimizer.learning_rate=nan", ["expected float", "'nan'"]),
         ("seed", ["'seed'", "key=value"]),
@@ -241,6 +258,10 @@ def test_a_wrong_override_is_refused_with_what_would_be_right(override: str, sai
         (["trainer.num_mini_batches=17"], ["trainer.num_mini_batches=17", "rollout.groups_per_batch=16"]),
         (["rollout.samples_per_group=1"], ["rollout.samples_per_group=1", "BatchNormalized"]),
         (["engine.temperature=0"], ["engine.temperature=0"]),
+        (["policy.lora.rank=4", "policy.adapter=DIR"], ["policy.adapter=DIR", "leave out policy.lora"]),
+        (["policy.adapter=DIR", "policy.random_init=true"], ["policy.adapter=DIR", "policy.random_init"]),
+        (["policy.lora.targets="], ["policy.lora.targets", "such as q_proj"]),
+        (["policy.lora.alpha=0"], ["policy.lora.alpha=0", "above 0"]),
         (["rewards.correct=-5"], ["rewards.correct=-5", "rewards.wrong=-5"]),
     ],
 )

@@ -7,15 +7,17 @@ import json
 import shutil
 from collections import Counter
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import chz
 import jax
 import numpy as np
 import pytest
+from jax.sharding import SingleDeviceSharding
 
 from areal_jax import loop
-from areal_jax.assembly import Run, assembled
+from areal_jax.assembly import Run, _initial_params, assembled
 from areal_jax.config import Experiment, SFTExperiment
 from areal_jax.data.config import Files, HeldOut, Synthetic
 from areal_jax.data.pipeline import TaskStream
@@ -25,7 +27,9 @@ from areal_jax.engine.decode import DecodeEngine
 from areal_jax.evaluation.config import EvaluationConfig
 from areal_jax.metrics import jsonl, names
 from areal_jax.metrics.config import MetricsConfig
-from areal_jax.models.config import PolicyConfig
+from areal_jax.models import hf, lora
+from areal_jax.models.config import LoRA, PolicyConfig
+from areal_jax.models.decoder import Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.plan import Plan, make_plan
@@ -255,3 +259,38 @@ def test_resumed_fine_tuning_goes_on_bit_for_bit_and_measures_again(tiny_policy:
     assert (tmp_path / "whole" / "policy" / "model.safetensors").read_bytes() == (
         tmp_path / "parts" / "policy" / "model.safetensors"
     ).read_bytes()
+
+
+ADAPTED = [f"['attn']['{name}']" for name in "qkvo"] + [f"['mlp']['{name}']" for name in ("gate", "up", "down")]
+
+
+def with_adapter(exp: Experiment, **changes: object) -> Experiment:
+    return chz.replace(exp, policy=chz.replace(exp.policy, **({"lora": LoRA(rank=4)} | changes)))
+
+
+def test_a_resumed_run_of_an_adapter_goes_on_where_it_was_and_leaves_it_in_files(tiny_policy: Path, tmp_path: Path) -> None:
+    policy = Policy(hf.read_config(tiny_policy), LoRA(rank=4))
+    base = policy.init(jax.random.key(5))
+    hf.save(tiny_policy, policy, base)
+    exp = with_adapter(experiment(tiny_policy, FOUR_AND_FOUR, num_steps=3, max_staleness=0), random_init=False)
+    whole = run_loop(planned(exp), tmp_path / "whole")
+    run_loop(planned(chz.replace(exp, num_steps=2)), tmp_path / "parts")
+    resumed = run_loop(planned(exp), tmp_path / "parts", resume=True)
+    assert set(whole) == {f"['layers']{matrix}['{letter}']" for matrix in ADAPTED for letter in "ab"}
+    for name, leaf in whole.items():
+        np.testing.assert_array_equal(resumed[name], leaf, err_msg=name)
+        assert leaf.any()
+    # What travels in a step is the adapter alone, in float32.
+    rows = [row for row in jsonl.read(tmp_path / "whole" / "metrics.jsonl") if "weights/transfer_bytes" in row]
+    assert rows[-1]["weights/transfer_bytes"] == sum(leaf.nbytes for leaf in whole.values())
+
+    here = SingleDeviceSharding(jax.devices()[0])
+    adapter = lora.load(tmp_path / "whole" / "adapter", policy, jax.tree.map(lambda _: here, lora.abstract(policy)))
+    merged = hf.load(tmp_path / "whole" / "policy", policy, jax.tree.map(lambda _: here, policy.abstract()))
+    # On four devices the sums over the rank may round otherwise than on one.
+    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), merged, lora.merge(policy, base, adapter))
+    again = with_adapter(exp, lora=None, adapter=str(tmp_path / "whole" / "adapter"))
+    params, frozen = _initial_params(planned(again))
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        np.testing.assert_array_equal(leaf, whole[jax.tree_util.keystr(path)])
+    jax.tree.map(np.testing.assert_array_equal, frozen, base)

@@ -6,11 +6,16 @@ import json
 import shutil
 from pathlib import Path
 
+import jax
+import numpy as np
 import pytest
 
 from areal_jax.config import load_experiment
 from areal_jax.data.policy_files import EMBEDDED
+from areal_jax.models import lora
 from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.config import LoRA
+from areal_jax.models.decoder import Policy
 from areal_jax.plan import Plan, make_plan
 from areal_jax.settings import ConfigError
 
@@ -61,6 +66,39 @@ def test_memory_is_what_the_arrays_take(policy: Path) -> None:
     }
     # Simulated devices share the machine: two that train and six that decode.
     assert found.shortage() == ""
+
+
+def test_an_adapter_is_counted_apart_from_what_stays(policy: Path) -> None:
+    # Rank 2: q and o 2·(8 + 8) each, k and v 2·(8 + 4) each, three of the MLP 2·(8 + 16) each: 64 + 48 + 144 = 256.
+    found = plan(policy, "policy.lora.rank=2")
+    train, rollout = found.train_bytes(), found.rollout_bytes()
+    assert [train[name] for name in ("frozen", "parameters", "gradients", "optimizer")] == [4 * 6760, 1024, 1024, 2048 + 4]
+    assert rollout["weights"] == 4 * (6760 + 2 * 256)
+    assert "trained       0.000 M parameters of an adapter of rank 2 on q_proj,k_proj,v_proj,o_proj," in found.text()
+    assert "fresh; 0.0 M frozen" in found.text()
+    assert "trained       all parameters" in plan(policy).text()
+
+
+@pytest.mark.parametrize(
+    ("base", "rank", "said"),
+    [
+        ("another", 2, "expected an adapter of"),
+        (None, 3, "expected shape (3, 8), came (2, 8): base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"),
+    ],
+)
+def test_an_adapter_that_does_not_belong_to_the_policy_is_refused(
+    policy: Path, tmp_path: Path, base: str | None, rank: int, said: str
+) -> None:
+    adapted = Policy(MODEL, LoRA(rank=2, targets=("q_proj",)))
+    adapter = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), lora.abstract(adapted))
+    lora.save(tmp_path, adapted, adapter, base or str(policy))
+    config = json.loads((tmp_path / lora.CONFIG).read_text())
+    (tmp_path / lora.CONFIG).write_text(json.dumps(config | {"r": rank}))
+    with pytest.raises(ConfigError) as raised:
+        plan(policy, f"policy.adapter={tmp_path}")
+    assert said in str(raised.value)
+    lora.save(tmp_path, adapted, adapter, str(policy))
+    assert plan(policy, f"policy.adapter={tmp_path}").policy == adapted
 
 
 def test_a_plan_says_what_it_found(policy: Path) -> None:

@@ -24,13 +24,15 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from areal_jax.engine import sampling
 from areal_jax.engine.config import EngineConfig
+from areal_jax.models import lora
 from areal_jax.models.attention import masked_attention, packed_attention
 from areal_jax.models.decoder import Attend, Params, Policy
 from areal_jax.models.moe import ROUTER, sharded_experts
 from areal_jax.parallel.sharding import ROLLOUT_RULES, sharding, shardings
 
 EngineParams: TypeAlias = dict[str, Any]
-"""What `DecodeEngine.layout` makes of parameters: `layers` is a tuple of L trees instead of one stacked tree."""
+"""What `DecodeEngine.layout` makes of parameters: `layers` is a tuple of L trees instead of one stacked tree. With an adapter,
+matrices are `Adapted` and never merged: an update smaller than half a step of bfloat16 would be lost."""
 
 Cache: TypeAlias = tuple[tuple[Array, Array], ...]
 """Keys [S, K, H, n + C] and values [S, K, n + C, H] of each layer, as attention reads them: first n columns for the tokens of
@@ -131,20 +133,19 @@ class DecodeEngine:
         # The last token is never fed, so it needs no column.
         self._lengths = _doublings(_SHORTEST_PREFILL, self.max_tokens - 1)
         self._cache_lengths = [n for n in self._lengths if n >= _SHORTEST_CACHE] or self._lengths[-1:]
-        shapes = jax.eval_shape(self.layout, policy.abstract())
-        axes, num_layers = policy.axes(), policy.config.num_hidden_layers
-        layer = jax.tree.map(lambda names: names[1:], axes["layers"], is_leaf=lambda node: isinstance(node, tuple))
-        self.param_shardings = shardings(mesh, {**axes, "layers": (layer,) * num_layers}, shapes, ROLLOUT_RULES)
-        """Where each leaf of `layout(params)` lies: what a mailbox must deliver."""
-        self._params = jax.tree.map(
-            lambda leaf, how: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=how), shapes, self.param_shardings
-        )
+        whole = self._laid_out(policy.abstract(), policy.axes())
+        arriving = self._laid_out(lora.abstract(policy), lora.axes(policy)) if policy.lora else whole
+        self._params = lora.attach(policy, whole, arriving) if policy.lora else whole
+        self.param_shardings = _placed(arriving)
+        """Where each leaf of `layout(params)` lies (of an adapter's, where the policy has one): what a mailbox must deliver."""
+        self.base_shardings = _placed(whole)
+        """Where the parameters lie to which an adapter belongs."""
         self._programs: dict[tuple[str | int, ...], Callable[..., Any]] = {}
         self.compile_s = 0.0
         """Seconds spent on compiling so far."""
 
     def layout(self, params: Params) -> EngineParams:
-        """The policy's parameters as the decoder reads them: one tree per layer, in the compute dtype.
+        """The policy's parameters, or its adapter, as the decoder reads them: one tree per layer, in the compute dtype.
 
         Pure, so that a mailbox runs it on the train mesh. Norms and routers stay in float32, as they do in training."""
 
@@ -367,6 +368,13 @@ class DecodeEngine:
         return jax.lax.fori_loop(0, count, copy_row, cache)
 
     # Shapes and where they lie.
+
+    def _laid_out(self, params: Params, axes: Params) -> EngineParams:
+        """What `layout` makes of parameters of these shapes and logical axes: their shapes and shardings."""
+        shapes = jax.eval_shape(self.layout, params)
+        layer = jax.tree.map(lambda names: names[1:], axes["layers"], is_leaf=lambda node: isinstance(node, tuple))
+        placed = shardings(self.mesh, {**axes, "layers": (layer,) * len(shapes["layers"])}, shapes, ROLLOUT_RULES)
+        return jax.tree.map(lambda leaf, how: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=how), shapes, placed)
 
     def _row_counts(self, length: int) -> list[int]:
         """Numbers of rows in which sequences of this length are prefilled, ascending."""

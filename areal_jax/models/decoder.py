@@ -6,6 +6,9 @@ Axes: B rows, T tokens, D width, N query heads, K key-value heads, H head size, 
 from __future__ import annotations
 
 import itertools
+import math
+from dataclasses import dataclass
+from functools import partial
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
@@ -17,8 +20,8 @@ from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
 from areal_jax.models import rope
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.blocked_attention import ATTENDED
-from areal_jax.models.config import Remat
-from areal_jax.models.moe import Experts, MoE, Routing, local_experts
+from areal_jax.models.config import LoRA, Remat
+from areal_jax.models.moe import ROUTER, Experts, MoE, Routing, local_experts
 
 Params: TypeAlias = dict[str, Any]
 """Nested dict of arrays: embed, layers.attn.q, ..., norm, head. Leaves under `layers` are stacked: [L, ...]."""
@@ -41,11 +44,27 @@ class Attend(Protocol):
     ) -> tuple[Array, LayerCache]: ...
 
 
+@partial(jax.tree_util.register_dataclass, data_fields=("w", "a", "b"), meta_fields=("scale",))
+@dataclass(frozen=True)
+class Adapted:
+    """A matrix with a low-rank update that is never added to it: x · w + scale · (x · a) · b (LoRA, arXiv:2106.09685).
+
+    A node of a tree: its leaves are arrays, or what is said of arrays."""
+
+    w: Any
+    a: Any
+    """Inputs of w, then the rank."""
+    b: Any
+    """The rank, then outputs of w."""
+    scale: float
+
+
 class Policy:
     """A decoder without its parameters: hashable, so that jit takes it as a static argument."""
 
-    def __init__(self, config: ModelConfig):
-        self.config = config
+    def __init__(self, config: ModelConfig, lora: LoRA | None = None):
+        """Args: lora: the adapter to train, beside parameters that then stay as they are; None trains the parameters."""
+        self.config, self.lora = config, lora
         decoder = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0)))
         self._layer = nnx.graphdef(decoder.layers)
         state = nnx.state(decoder)
@@ -56,10 +75,10 @@ class Policy:
         )
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Policy) and self.config == other.config
+        return isinstance(other, Policy) and (self.config, self.lora) == (other.config, other.lora)
 
     def __hash__(self) -> int:
-        return hash(self.config)
+        return hash((self.config, self.lora))
 
     def __repr__(self) -> str:
         return f"Policy({self.config})"
@@ -80,7 +99,7 @@ class Policy:
         """Final hidden states (after the last norm), and the cache that `attend` returned.
 
         Args:
-            params: with layers stacked, or with `unroll` also as `unstack` returns them.
+            params: with layers stacked, or with `unroll` also as `unstack` returns them; a matrix of a layer may be `Adapted`.
             positions: place of each token in its own sequence; the angle of RoPE.
             cache: None, or what `attend` keeps: stacked [L, ...] and scanned, or with `unroll` a tuple of L caches.
             compute_dtype: of activations and matrix products; norms, RoPE and softmax stay in float32.
@@ -174,9 +193,14 @@ class Policy:
         """Fresh float32 parameters; jit it with out_shardings to draw them in place."""
         return nnx.to_pure_dict(nnx.state(Decoder(self.config, key)))
 
-    def abstract(self) -> Params:
-        """ShapeDtypeStruct of every parameter."""
-        return jax.tree.map(lambda leaf: leaf, self._abstract)
+    def abstract(self, dtype: DTypeLike = jnp.float32) -> Params:
+        """ShapeDtypeStruct of every parameter: matrices in `dtype`, scales of norms and routers in float32."""
+
+        def struct(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, names: tuple[str, ...]) -> jax.ShapeDtypeStruct:
+            is_wide = len(set(names) - {"layers"}) == 1 or path[-1] == jax.tree_util.DictKey(ROUTER)
+            return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if is_wide else dtype)
+
+        return jax.tree_util.tree_map_with_path(struct, self._abstract, self._axes)
 
     def axes(self) -> Params:
         """Logical axis names of every parameter, one tuple per leaf."""
@@ -278,12 +302,11 @@ class Attention(nnx.Module):
         q, k = _rotate(q, angles), _rotate(k, angles)
         out, cache = attend(q, k, v, cache) if window is None else attend(q, k, v, cache, window)
         B, T, N, H = out.shape
-        out = _product(out.reshape(B, T, N * H), self.o[...].reshape(N * H, -1))
+        out = _product(out.reshape(B, T, N * H), self.o.get_value(), num_inputs=2)
         return out + self.o_bias[...].astype(x.dtype) if self.output_bias else out, cache
 
     def _project(self, x: Float[Array, "B T D"], name: str) -> Float[Array, "B T N H"]:
-        w = getattr(self, name)[...]
-        y = _product(x, w.reshape(len(w), -1)).reshape(*x.shape[:2], *w.shape[1:])
+        y = _product(x, getattr(self, name).get_value())
         return y + getattr(self, f"{name}_bias")[...].astype(x.dtype) if self.bias else y
 
 
@@ -306,7 +329,7 @@ class MLP(nnx.Module):
         return self._project(jax.nn.silu(self._project(x, "gate")) * self._project(x, "up"), "down")
 
     def _project(self, x: Float[Array, "B T I"], name: str) -> Float[Array, "B T O"]:
-        y = _product(x, getattr(self, name)[...])
+        y = _product(x, getattr(self, name).get_value())
         return y + getattr(self, f"{name}_bias")[...].astype(x.dtype) if self.bias else y
 
 
@@ -318,18 +341,27 @@ def _norm(size: int, axis: str) -> nnx.Param[Array]:
     return nnx.Param(jnp.ones(size, jnp.float32), axes=(axis,))
 
 
+def _product(x: Float[Array, "B T I"], w: Array | Adapted, num_inputs: int = 1) -> Float[Array, "B T ..."]:
+    """x · w over the first `num_inputs` dimensions of w, which are flat in x."""
+    if isinstance(w, Adapted):
+        # The low-rank product is scaled while it is narrow.
+        return _product(x, w.w, num_inputs) + _product(w.scale * _product(x, w.a, num_inputs), w.b)
+    flat = w.reshape(math.prod(w.shape[:num_inputs]), -1)
+    return _flat_product(x, flat).reshape(*x.shape[:2], *w.shape[num_inputs:])
+
+
 @jax.custom_vjp
-def _product(x: Float[Array, "B T I"], w: Float[Array, "I O"]) -> Float[Array, "B T O"]:
+def _flat_product(x: Float[Array, "B T I"], w: Float[Array, "I O"]) -> Float[Array, "B T O"]:
     """x · w in the dtype of x; the gradient of w is summed over tokens in float32 before it takes the dtype of w."""
     return x @ w.astype(x.dtype)
 
 
-def _product_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
-    # Not _product itself, in which a policy of rematerialisation would not see the product.
+def _flat_product_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
+    # Not _flat_product itself, in which a policy of rematerialisation would not see the product.
     return x @ w.astype(x.dtype), (x, w)
 
 
-def _product_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
+def _flat_product_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     x, w = saved
     dx = jnp.einsum("bto,io->bti", dy, w.astype(dy.dtype))
     # XLA on CPU transposes the first factor, together with all that computes it, in a slow strided loop. jax's own rule
@@ -343,7 +375,7 @@ def _product_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Arr
     return dx, dw.astype(w.dtype)
 
 
-_product.defvjp(_product_forward, _product_backward)
+_flat_product.defvjp(_flat_product_forward, _flat_product_backward)
 
 
 def _rms_norm(x: Float[Array, "*B D"], scale: Float[Array, "D"], eps: float) -> Float[Array, "*B D"]:

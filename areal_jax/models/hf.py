@@ -21,6 +21,7 @@ import jax
 import numpy as np
 from flax import traverse_util
 from jax.sharding import Sharding
+from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
@@ -117,8 +118,8 @@ def read_config(folder: Path) -> ModelConfig:
     return ModelConfig.from_hf(_read_json(path), source=str(path))
 
 
-def load(folder: Path, policy: Policy, shardings: Any) -> Params:
-    """Read a folder's weights as float32 parameters laid out by `shardings`, a tree like `policy.abstract()`.
+def load(folder: Path, policy: Policy, shardings: Any, *, dtype: DTypeLike = np.float32) -> Params:
+    """Read a folder's weights as parameters like `policy.abstract(dtype)`, laid out by `shardings`, a tree like it.
 
     Reads tensor by tensor: the host never holds more than one stacked leaf besides what lies on the devices.
     Takes one model.safetensors or several files with an index, in float32, float16 or bfloat16.
@@ -131,7 +132,7 @@ def load(folder: Path, policy: Policy, shardings: Any) -> Params:
         layouts = _leaves(shardings)
         leaves = {
             path: _load_leaf(opened, _tensors(path, leaf), leaf, layouts[path])
-            for path, leaf in _leaves(policy.abstract()).items()
+            for path, leaf in _leaves(policy.abstract(dtype)).items()
         }
     return traverse_util.unflatten_dict(leaves)
 

@@ -15,7 +15,7 @@ from areal_jax.models.decoder import Policy
 from areal_jax.parallel.sharding import TRAIN_RULES, bytes_per_device, num_shards, shardings
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.optimizer import make_optimizer
-from areal_jax.trainer.state import state_shardings
+from areal_jax.trainer.state import frozen, frozen_shardings, state_shardings, trained
 
 KEPT_PER_MLP = 6
 """Arrays of the MLP's width that a layer keeps for its backward pass. This and the next three: fitted to what XLA reports."""
@@ -29,8 +29,9 @@ def predicted_bytes(
 ) -> Mapping[str, int]:
     """Bytes on each device of the train mesh, by what they are for. Parameters, gradients and optimizer are exact; activations
     and logits are estimates that hold within about a third."""
-    optimizer, offload = make_optimizer(config.optimizer, policy.axes()), config.optimizer.offload
-    placed, abstract = state_shardings(policy, mesh, optimizer, offload=offload), policy.abstract()
+    abstract, axes = trained(policy)
+    optimizer, offload = make_optimizer(config.optimizer, axes), config.optimizer.offload
+    placed, base = state_shardings(policy, mesh, optimizer, offload=offload), frozen(policy, compute_dtype)
     params = bytes_per_device(abstract, placed.params)
     activations = _activations(config, policy.config, mesh, compute_dtype, row_tokens)
     chunk = min(config.rows_per_micro_batch * row_tokens // mesh.shape["context"], config.logp_chunk_tokens)
@@ -39,7 +40,7 @@ def predicted_bytes(
     if offload:
         # They come to the device for an update, into the memory that activations and logits have left.
         moments = max(0, moments - activations - logits)
-    return {
+    return ({"frozen": bytes_per_device(base, frozen_shardings(policy, mesh))} if policy.lora else {}) | {
         "parameters": params,
         "gradients": params,
         "optimizer": moments,

@@ -51,8 +51,10 @@ def num_updates_done(opt_state: optax.OptState) -> Int[Array, ""]:
 
 
 def _matrices(axes: Any) -> Any:
-    """True for what maps to or from the residual stream: the number of dimensions does not tell, since norms and biases of
-    stacked layers have two or three."""
+    """True for what maps to or from the residual stream, or the rank of an adapter: the number of dimensions does not tell,
+    since norms and biases of stacked layers have two or three."""
     return jax.tree.map(
-        lambda names: "embed" in names and len(set(names) - {"layers"}) > 1, axes, is_leaf=lambda node: isinstance(node, tuple)
+        lambda names: not {"embed", "rank"}.isdisjoint(names) and len(set(names) - {"layers"}) > 1,
+        axes,
+        is_leaf=lambda node: isinstance(node, tuple),
     )

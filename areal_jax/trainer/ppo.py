@@ -59,6 +59,7 @@ class Trainer(Versions):
         temperature: float,
         row_tokens: int,
         max_new_tokens: int,
+        base: Params | None = None,
     ):
         """
         Args:
@@ -68,6 +69,7 @@ class Trainer(Versions):
             temperature: at which the engine draws.
             row_tokens: tokens of a packed row; no sample may be longer.
             max_new_tokens: the engine's limit to an answer.
+            base: with an adapter in `params`, the frozen parameters beside it, on the train mesh.
         """
         self.config, self.max_staleness, self.max_new_tokens = config, max_staleness, max_new_tokens
 
@@ -93,6 +95,7 @@ class Trainer(Versions):
             objective=objective,
             temperature=temperature,
             row_tokens=row_tokens,
+            base=base,
         )
         # The first mini-batch reads proximal log-probs off its own forward pass, but for M2PO, which looks at all of a
         # mini-batch's before any of it is trained on. PPO has no use for any.

@@ -34,6 +34,7 @@ class SupervisedTrainer(Versions):
         num_updates: int,
         row_tokens: int,
         measures_loss: bool = False,
+        base: Params | None = None,
     ):
         """As `Trainer`; of `config`, objective, advantages and mini-batches have no meaning here.
 
@@ -52,6 +53,7 @@ class SupervisedTrainer(Versions):
             objective=objective,
             temperature=1.0,
             row_tokens=row_tokens,
+            base=base,
         )
         super().__init__(learner, reads_logprobs=measures_loss)
 

@@ -8,8 +8,10 @@ import jax
 import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.typing import DTypeLike
 from jaxtyping import Int32
 
+from areal_jax.models import lora
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 
@@ -18,7 +20,7 @@ class TrainState(NamedTuple):
     """A pytree of arrays: all that training goes on from."""
 
     params: Params
-    """float32, sharded over the train mesh."""
+    """What is trained: the adapter of a policy that has one, else all parameters. float32, sharded over the train mesh."""
     opt_state: optax.OptState
     """float32, its moments sharded as the parameters; counts the updates made."""
     version: Int32[np.ndarray, ""]
@@ -36,6 +38,28 @@ class StateShardings(NamedTuple):
     opt_state: Any
 
 
+class Trained(NamedTuple):
+    """Shapes and logical axes of what the optimizer changes."""
+
+    abstract: Params
+    axes: Any
+
+
+def trained(policy: Policy) -> Trained:
+    """The adapter of a policy that has one, else all of its parameters."""
+    return Trained(lora.abstract(policy), lora.axes(policy)) if policy.lora else Trained(policy.abstract(), policy.axes())
+
+
+def frozen(policy: Policy, compute_dtype: DTypeLike) -> Params:
+    """Shapes of what the optimizer leaves alone, as it is computed with: all parameters beside an adapter, else nothing."""
+    return policy.abstract(compute_dtype) if policy.lora else {}
+
+
+def frozen_shardings(policy: Policy, mesh: Mesh) -> Params:
+    """How what is frozen lies on the train mesh."""
+    return shardings(mesh, policy.axes(), policy.abstract(), TRAIN_RULES) if policy.lora else {}
+
+
 def state_shardings(
     policy: Policy, mesh: Mesh, optimizer: optax.GradientTransformation, *, offload: bool = False
 ) -> StateShardings:
@@ -49,8 +73,8 @@ def state_shardings(
             f"trainer.optimizer.offload=true needs memory of kind {HOST_MEMORY}, and {device.device_kind} has only "
             f"{', '.join(sorted(kinds))}; set it to false"
         )
-    abstract = policy.abstract()
-    params = shardings(mesh, policy.axes(), abstract, TRAIN_RULES)
+    abstract, axes = trained(policy)
+    params = shardings(mesh, axes, abstract, TRAIN_RULES)
     everywhere = NamedSharding(mesh, PartitionSpec())
     opt_state = optax.tree.map_params(
         optimizer,

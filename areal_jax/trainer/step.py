@@ -15,6 +15,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int
 
+from areal_jax.models import lora
 from areal_jax.models.attention import Kernel, choose_kernel, sharded_attention
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.models.moe import Routing, balance_loss, router_metrics, sharded_experts
@@ -24,7 +25,7 @@ from areal_jax.rl.logprobs import token_logprobs
 from areal_jax.rl.losses import Meter, PolicyLoss
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.optimizer import learning_rate, make_optimizer, num_updates_done
-from areal_jax.trainer.state import StateShardings, state_shardings
+from areal_jax.trainer.state import StateShardings, frozen, frozen_shardings, state_shardings, trained
 
 MOST_UNROLLED_LAYERS = 8
 """Up to here the layers are compiled one after the other: for 4 layers on a CPU that takes a quarter less time and memory than
@@ -90,7 +91,9 @@ class Learner:
         objective: Objective,
         temperature: float,
         row_tokens: int,
+        base: Params | None = None,
     ):
+        """Args: base: with an adapter in `params`, the parameters beside it: on the train mesh, in the dtypes of `frozen`."""
         self.config, self.policy, self.mesh, self.compute_dtype = config, policy, mesh, compute_dtype
         self.objective, self.temperature, self.num_updates = objective, temperature, num_updates
         self.row_tokens = row_tokens
@@ -98,12 +101,14 @@ class Learner:
         self.kernel: Kernel = choose_kernel(mesh.devices.flat[0].platform, row_tokens)
         self.rows = config.rows_per_micro_batch * num_shards(mesh, "batch", TRAIN_RULES)
         self.chunk_tokens = config.logp_chunk_tokens * num_shards(mesh, "batch", TRAIN_RULES) * mesh.shape["context"]
-        self.optimizer = make_optimizer(config.optimizer, policy.axes())
+        self.trained = trained(policy)
+        self.optimizer = make_optimizer(config.optimizer, self.trained.axes)
         self.shardings: StateShardings = state_shardings(policy, mesh, self.optimizer, offload=config.optimizer.offload)
         self.num_compilations = 0
         self._programs: dict[str, jax.stages.Compiled] = {}
         # A copy, because the first update gives the memory of what it is called with to its results.
         self.params: Params = jax.device_put(params, self.shardings.params, may_alias=False)
+        self.base: Params = {} if base is None else base
         self.opt_state: optax.OptState = self._run("init", self.params)
 
     def warm_up(self, *, reads_logprobs: bool) -> None:
@@ -117,7 +122,7 @@ class Learner:
 
     def logprobs(self, batch: DeviceBatch) -> Float[Array, "B T"]:
         """Log-probability of every token under the parameters as they are now; on the device, not waited for."""
-        return self._run("logprobs", self.params, batch)
+        return self._run("logprobs", self.params, self.base, batch)
 
     def update(self, batches: Sequence[DeviceBatch], num_tokens: int, *, proximal_is_current: bool) -> Metrics:
         """One optimizer update from the micro-batches of a mini-batch that trains on `num_tokens` tokens.
@@ -131,7 +136,7 @@ class Learner:
         accumulated = self._run("zeros")
         for batch in batches:
             accumulated = self._run(
-                "accumulate", self.params, accumulated, batch, np.float32(num_tokens), np.bool_(proximal_is_current)
+                "accumulate", self.params, self.base, accumulated, batch, np.float32(num_tokens), np.bool_(proximal_is_current)
             )
         self.params, self.opt_state, report = self._run("apply", self.params, self.opt_state, accumulated)
         report = jax.device_get(report)
@@ -154,12 +159,13 @@ class Learner:
     def _zeros(self) -> Accumulated:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._abstract_accumulated)
 
-    def _logprobs(self, params: Params, batch: DeviceBatch) -> Float[Array, "B T"]:
-        return self._logprobs_and_entropy(params, batch)[0]
+    def _logprobs(self, params: Params, base: Params, batch: DeviceBatch) -> Float[Array, "B T"]:
+        return self._logprobs_and_entropy(params, base, batch)[0]
 
     def _accumulate(
         self,
         params: Params,
+        base: Params,
         accumulated: Accumulated,
         batch: DeviceBatch,
         num_tokens: Float[Array, ""],
@@ -169,7 +175,7 @@ class Learner:
         afterwards, it would be a second copy of all gradients."""
         sums = jax.tree.map(jax.new_ref, accumulated.gradients)
         pulled: tuple[Array, Any, dict[str, Meter]] = jax.vjp(
-            lambda params: self._loss(params, batch, num_tokens, proximal_is_current), params, has_aux=True
+            lambda params: self._loss(params, base, batch, num_tokens, proximal_is_current), params, has_aux=True
         )
         loss, backward, metrics = pulled
         backward.with_refs(sums)(jnp.ones_like(loss))
@@ -192,9 +198,14 @@ class Learner:
         return params, opt_state, metrics | {"grad_norm": (norm, one), "learning_rate": (rate, one)}
 
     def _loss(
-        self, params: Params, batch: DeviceBatch, num_tokens: Float[Array, ""], proximal_is_current: Bool[Array, ""]
+        self,
+        params: Params,
+        base: Params,
+        batch: DeviceBatch,
+        num_tokens: Float[Array, ""],
+        proximal_is_current: Bool[Array, ""],
     ) -> tuple[Float[Array, ""], dict[str, Meter]]:
-        logp, entropy, routing = self._logprobs_and_entropy(params, batch)
+        logp, entropy, routing = self._logprobs_and_entropy(params, base, batch)
         proximal_logp = jnp.where(proximal_is_current, jax.lax.stop_gradient(logp), batch.proximal_logp)
         loss, metrics = self.objective(logp, proximal_logp, batch, num_tokens)
         mask = batch.loss_mask
@@ -212,8 +223,10 @@ class Learner:
         return loss, metrics
 
     def _logprobs_and_entropy(
-        self, params: Params, batch: DeviceBatch
+        self, params: Params, base: Params, batch: DeviceBatch
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Routing | None]:
+        if self.policy.lora:
+            params = lora.attach(self.policy, base, params)
         # Whole along the width before tokens are looked up in it: else what is found would have to be gathered over all rows.
         params = params | {"embed": self._constrain(params["embed"], ("vocab",))}
         hidden, _, routing = self.policy.hidden_and_routing(
@@ -248,7 +261,8 @@ class Learner:
         """The compiled program of that name; compiled now if this is its first use."""
         if name in self._programs:
             return self._programs[name]
-        params = _abstract(self.policy.abstract(), self.shardings.params)
+        params = _abstract(self.trained.abstract, self.shardings.params)
+        base = _abstract(frozen(self.policy, self.compute_dtype), frozen_shardings(self.policy, self.mesh))
         match name:
             case "init":
                 program = jax.jit(self._init, out_shardings=self.shardings.opt_state).lower(params)
@@ -256,11 +270,11 @@ class Learner:
                 program = jax.jit(self._zeros, out_shardings=_placed(self._abstract_accumulated)).lower()
             case "logprobs":
                 placed = batch_sharding(self.mesh, (self.rows, self.row_tokens), TRAIN_RULES)
-                program = jax.jit(self._logprobs, out_shardings=placed).lower(params, self._abstract_batch())
+                program = jax.jit(self._logprobs, out_shardings=placed).lower(params, base, self._abstract_batch())
             case "accumulate":
                 accumulated = self._abstract_accumulated
-                jitted = jax.jit(self._accumulate, donate_argnums=1, out_shardings=_placed(accumulated))
-                program = jitted.lower(params, accumulated, self._abstract_batch(), *_SCALARS)
+                jitted = jax.jit(self._accumulate, donate_argnums=2, out_shardings=_placed(accumulated))
+                program = jitted.lower(params, base, accumulated, self._abstract_batch(), *_SCALARS)
             case "apply":
                 opt_state = _abstract(jax.eval_shape(self._init, params), self.shardings.opt_state)
                 jitted = jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=(*self.shardings, self._everywhere()))
@@ -281,9 +295,10 @@ class Learner:
     @cached_property
     def _abstract_accumulated(self) -> Accumulated:
         """With shardings. Cached, because the names of the metrics are found by tracing the whole model."""
-        _, metrics = jax.eval_shape(self._loss, self.policy.abstract(), self._abstract_batch(), *_SCALARS)
+        params, base = self.trained.abstract, frozen(self.policy, self.compute_dtype)
+        _, metrics = jax.eval_shape(self._loss, params, base, self._abstract_batch(), *_SCALARS)
         placed = Accumulated(self.shardings.params, jax.tree.map(lambda _: self._everywhere(), metrics))
-        return _abstract(Accumulated(self.policy.abstract(), metrics), placed)
+        return _abstract(Accumulated(params, metrics), placed)
 
     def _everywhere(self) -> NamedSharding:
         return NamedSharding(self.mesh, PartitionSpec())

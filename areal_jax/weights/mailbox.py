@@ -43,6 +43,7 @@ class Mailbox:
         source: Mesh,
         *,
         path: Literal["device", "host"] | None = None,
+        complete: Callable[[Tree], Tree] | None = None,
         on_event: Event | None = None,
     ):
         """
@@ -52,8 +53,9 @@ class Mailbox:
             source: the train mesh.
             path: "device" copies from device to device; "host" goes through the memory of the host. None takes "host" where the
                 devices are CPUs, whose memory it is: then the engine reads the very copy that was made for it.
+            complete: puts to what arrives what lies on the rollout mesh already, such as the weights an adapter belongs to.
         """
-        self._target, self._on_event = target, on_event
+        self._target, self._complete, self._on_event = target, complete, on_event
         self._path = path or ("host" if source.devices.flat[0].platform == "cpu" else "device")
         devices = {device for how in jax.tree.leaves(target) for device in how.device_set}
         self._moves = devices != set(source.devices.flat)
@@ -164,7 +166,7 @@ class Mailbox:
         end = time.perf_counter()
         num_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(params)) if self._moves else 0
         with self._changed:
-            self._newest = Weights(parcel.version, params)
+            self._newest = Weights(parcel.version, self._complete(params) if self._complete else params)
             self._count("delivered", 1)
             self._count("copy_s", copied - start)
             self._count("transfer_s", end - copied)

@@ -1,0 +1,312 @@
+"""LoRA adapters (arXiv:2106.09685): what is trained beside frozen weights, and PEFT's files of it.
+
+An adapter is a tree like the parameters, with a pair {"a", "b"} in the place of every matrix that has one.
+Axes: L layers, I inputs of a matrix, O its outputs, R rank.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, get_args
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import traverse_util
+from jaxtyping import Array, Float, PRNGKeyArray
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from areal_jax.models.config import LoRA, Target
+from areal_jax.models.decoder import Adapted, Params, Policy
+
+CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+
+
+class _Place(NamedTuple):
+    """Where a target lies."""
+
+    path: tuple[str, ...]
+    """In the parameters."""
+    module: str
+    """In a layer of transformers' model."""
+    num_inputs: int
+    """Leading dimensions of the matrix that it is multiplied along."""
+
+
+_PLACES: Mapping[Target, _Place] = {
+    "q_proj": _Place(("layers", "attn", "q"), "self_attn.q_proj", 1),
+    "k_proj": _Place(("layers", "attn", "k"), "self_attn.k_proj", 1),
+    "v_proj": _Place(("layers", "attn", "v"), "self_attn.v_proj", 1),
+    "o_proj": _Place(("layers", "attn", "o"), "self_attn.o_proj", 2),
+    "gate_proj": _Place(("layers", "mlp", "gate"), "mlp.gate_proj", 1),
+    "up_proj": _Place(("layers", "mlp", "up"), "mlp.up_proj", 1),
+    "down_proj": _Place(("layers", "mlp", "down"), "mlp.down_proj", 1),
+}
+
+# Settings of PEFT that change the mathematics, with the only value that is computed here; an absent one has that value.
+_ONLY: dict[str, Any] = {
+    "peft_type": "LORA",
+    "bias": "none",
+    "lora_dropout": 0.0,
+    "modules_to_save": None,
+    "fan_in_fan_out": False,
+    "lora_bias": False,
+    "use_dora": False,
+    "use_qalora": False,
+    "use_bdlora": None,
+    "exclude_modules": None,
+    "layers_to_transform": None,
+    "layer_replication": None,
+    "rank_pattern": {},
+    "alpha_pattern": {},
+    "target_parameters": None,
+    "trainable_token_indices": None,
+    "alora_invocation_tokens": None,
+    "arrow_config": None,
+    "kasa_config": None,
+    "monteclora_config": None,
+    "velora_config": None,
+}
+
+_FLOATS = {"F32", "F16", "BF16"}
+
+
+def abstract(policy: Policy) -> Params:
+    """ShapeDtypeStruct of every leaf of the policy's adapter; float32.
+
+    Raises ValueError naming a target that the architecture has no matrix for."""
+    return _tree(policy, policy.abstract(), lambda leaf, place: _factors(leaf.shape, place, _lora(policy).rank, _struct))
+
+
+def axes(policy: Policy) -> Params:
+    """Logical axis names of every leaf of the policy's adapter."""
+    return _tree(policy, policy.axes(), lambda names, place: _factors(names, place, "rank", tuple))
+
+
+def init(policy: Policy, key: PRNGKeyArray) -> Params:
+    """A fresh adapter, which changes nothing yet: A uniform within 1 / sqrt(I), PEFT's kaiming_uniform(a=sqrt(5)); B zero."""
+
+    def fresh(pair: Mapping[str, jax.ShapeDtypeStruct], key: PRNGKeyArray) -> dict[str, Array]:
+        a, b = pair["a"].shape, pair["b"].shape
+        bound = math.prod(a[1:-1]) ** -0.5
+        return {"a": jax.random.uniform(key, a, jnp.float32, -bound, bound), "b": jnp.zeros(b)}
+
+    pairs = _pairs(abstract(policy))
+    keys = jax.random.split(key, len(pairs))
+    return traverse_util.unflatten_dict({path: fresh(pair, key) for (path, pair), key in zip(pairs.items(), keys, strict=True)})
+
+
+def attach(policy: Policy, base: Params, adapter: Params) -> Params:
+    """The base's parameters with `Adapted` matrices, which the decoder reads; layers stacked in both, or a tuple in both."""
+    scale = _lora(policy).scale
+
+    def walk(base: Any, adapter: Any) -> Any:
+        if isinstance(base, dict):
+            return base | {name: walk(base[name], inner) for name, inner in adapter.items()}
+        if isinstance(base, tuple):
+            return tuple(walk(*pair) for pair in zip(base, adapter, strict=True))
+        return Adapted(base, adapter["a"], adapter["b"], scale)
+
+    return walk(base, adapter)
+
+
+def merge(policy: Policy, base: Params, adapter: Params) -> Params:
+    """Parameters of a policy without adapter that computes the same: w + scale · A · B, in float32.
+
+    Matrix by matrix, on the host: the devices never hold the merged policy beside the base."""
+    scale = _lora(policy).scale
+    pairs = _pairs(adapter)
+    leaves = _leaves(base)
+    merged = {
+        path: np.asarray(_merged(w, pairs[path]["a"], pairs[path]["b"], scale) if path in pairs else w, np.float32)
+        for path, w in leaves.items()
+    }
+    return traverse_util.unflatten_dict(merged)
+
+
+def read_config(folder: Path) -> LoRA:
+    """Read a PEFT folder's adapter_config.json. ValueError names the setting that is not supported."""
+    config, path = _read_json(folder), folder / CONFIG
+    for name, supported in _ONLY.items():
+        # PEFT writes nothing as null, {} or [], whichever the release prefers.
+        if (config.get(name, supported) or None) != (supported or None):
+            raise ValueError(f"{path}: {name}={config[name]!r} is not supported; only {name}={supported!r} is")
+    rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
+        raise ValueError(f"{path}: expected r to be a positive integer and lora_alpha a number; came {rank!r} and {alpha!r}")
+    known = get_args(Target)
+    if not isinstance(targets, list) or not targets or not set(targets) <= set(known):
+        raise ValueError(f"{path}: expected target_modules to be a list of some of {', '.join(known)}; came {targets!r}")
+    named = tuple(target for target in known if target in targets)
+    return LoRA(rank=rank, alpha=float(alpha), targets=named, rslora=bool(config.get("use_rslora")))
+
+
+def require_base(folder: Path, *names: str) -> None:
+    """ValueError where a PEFT folder's adapter says that it was trained beside another policy than the one with these names.
+
+    A hub name and a folder are the same policy where their last parts agree; an adapter that names none fits any."""
+    came = _read_json(folder).get("base_model_name_or_path")
+    if came and Path(came).name not in {Path(name).name for name in names}:
+        raise ValueError(
+            f"{folder / CONFIG}: expected an adapter of {names[0]!r}, came base_model_name_or_path={came!r}; set policy.path "
+            "to that, or correct the file where both are the same policy"
+        )
+
+
+def require_tensors(folder: Path, policy: Policy) -> None:
+    """ValueError listing every missing, unexpected, mis-shaped or non-float tensor of a PEFT folder; reads headers only."""
+    wrong, expected = [], {tensor.name: tensor for tensor in _tensors(policy)}
+    with _opened(folder) as file:
+        found = list(file.offset_keys())
+        for name, tensor in expected.items():
+            if name not in found:
+                wrong.append(f"missing: {name}")
+                continue
+            header = file.get_slice(name)
+            if tuple(header.get_shape()) != tensor.shape:
+                wrong.append(f"expected shape {tensor.shape}, came {tuple(header.get_shape())}: {name}")
+            if header.get_dtype() not in _FLOATS:
+                wrong.append(f"expected one of {', '.join(sorted(_FLOATS))}, came {header.get_dtype()}: {name}")
+    wrong += [f"unexpected: {name}" for name in found if name not in expected]
+    if wrong:
+        rest = f"\n  and {len(wrong) - 20} more" if len(wrong) > 20 else ""
+        raise ValueError(f"{folder / WEIGHTS} does not fit the policy and {CONFIG}:\n  " + "\n  ".join(wrong[:20]) + rest)
+
+
+def load(folder: Path, policy: Policy, shardings: Any) -> Params:
+    """Read a PEFT folder's adapter as float32, laid out by `shardings`, a tree like `abstract(policy)`.
+
+    Raises ValueError where `require_tensors` does."""
+    require_tensors(folder, policy)
+    leaves: dict[tuple[str, ...], np.ndarray] = {
+        path: np.empty(leaf.shape, leaf.dtype) for path, leaf in _leaves(abstract(policy)).items()
+    }
+    with _opened(folder) as file:
+        for tensor in _tensors(policy):
+            stacked = leaves[tensor.path]
+            stacked[tensor.layer] = file.get_tensor(tensor.name).T.reshape(stacked.shape[1:])
+    return jax.device_put(traverse_util.unflatten_dict(leaves), shardings)
+
+
+def save(folder: Path, policy: Policy, adapter: Params, base: str) -> None:
+    """Write a folder that PEFT, and `load`, read back. Args: base: name of the policy that the adapter was trained beside."""
+    folder.mkdir(parents=True, exist_ok=True)
+    leaves = {path: np.asarray(leaf) for path, leaf in _leaves(adapter).items()}
+    tensors = {
+        tensor.name: np.ascontiguousarray(leaves[tensor.path][tensor.layer].reshape(tensor.shape[::-1]).T)
+        for tensor in _tensors(policy)
+    }
+    lora = _lora(policy)
+    # What is not said has the value that is computed here, in every release of PEFT.
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": base,
+        "inference_mode": True,
+        "bias": "none",
+        "lora_dropout": 0.0,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "target_modules": [*lora.targets],
+        "use_rslora": lora.rslora,
+    }
+    # Each written aside and moved into place whole.
+    weights_aside, config_aside = (folder / f".{name}" for name in (WEIGHTS, CONFIG))
+    save_file(tensors, weights_aside, metadata={"format": "pt"})
+    config_aside.write_text(json.dumps(config, indent=2) + "\n")
+    os.replace(weights_aside, folder / WEIGHTS)
+    os.replace(config_aside, folder / CONFIG)
+
+
+class _Tensor(NamedTuple):
+    """One tensor of the file, [outputs, inputs], and the layer of the leaf that it fills."""
+
+    name: str
+    shape: tuple[int, int]
+    path: tuple[str, ...]
+    layer: int
+
+
+def _tensors(policy: Policy) -> Iterator[_Tensor]:
+    leaves = _leaves(abstract(policy))
+    for place in map(_PLACES.__getitem__, _targets(policy)):
+        for letter in ("a", "b"):
+            shape = leaves[*place.path, letter].shape
+            cut = 1 + (place.num_inputs if letter == "a" else 1)
+            in_file = math.prod(shape[cut:]), math.prod(shape[1:cut])
+            for layer in range(shape[0]):
+                name = f"base_model.model.model.layers.{layer}.{place.module}.lora_{letter.upper()}.weight"
+                yield _Tensor(name, in_file, (*place.path, letter), layer)
+
+
+def _tree(policy: Policy, like: Params, make: Callable[[Any, _Place], Any]) -> Params:
+    """`make` of every target's leaf in a tree like the parameters."""
+    leaves = _leaves(like)
+    places = {target: _PLACES[target] for target in _targets(policy)}
+    if missing := [target for target, place in places.items() if place.path not in leaves]:
+        raise ValueError(
+            f"policy.lora.targets: {policy.config.architecture} has no {', '.join(missing)}; leave out what it lacks"
+        )
+    return traverse_util.unflatten_dict({place.path: make(leaves[place.path], place) for place in places.values()})
+
+
+def _factors(dims: tuple[Any, ...], place: _Place, rank: Any, make: Callable[[tuple[Any, ...]], Any]) -> dict[str, Any]:
+    """What belongs to A and to B, from the dimensions [L, I.., O..] of a matrix, or from their names."""
+    cut = 1 + place.num_inputs
+    return {"a": make((*dims[:cut], rank)), "b": make((dims[0], rank, *dims[cut:]))}
+
+
+def _struct(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.float32)
+
+
+def _leaves(tree: Params) -> dict[tuple[str, ...], Any]:
+    return dict(traverse_util.flatten_dict(tree))
+
+
+def _pairs(adapter: Params) -> dict[tuple[str, ...], Any]:
+    """The pair of every matrix, by its path."""
+    return dict(traverse_util.flatten_dict(adapter, is_leaf=lambda _, node: "a" in node))
+
+
+@partial(jax.jit, static_argnames="scale")
+def _merged(w: Float[Array, "L ..."], a: Float[Array, "L ..."], b: Float[Array, "L R ..."], scale: float) -> Array:
+    L, R = b.shape[:2]
+    update = jnp.matmul(a.reshape(L, -1, R), b.reshape(L, R, -1), precision=jax.lax.Precision.HIGHEST)
+    return w.astype(jnp.float32) + scale * update.reshape(w.shape)
+
+
+def _lora(policy: Policy) -> LoRA:
+    if policy.lora is None:
+        raise ValueError("the policy has no adapter; give it one as Policy(config, lora)")
+    return policy.lora
+
+
+def _targets(policy: Policy) -> list[Target]:
+    return [target for target in _PLACES if target in _lora(policy).targets]
+
+
+def _read_json(folder: Path) -> dict[str, Any]:
+    path = folder / CONFIG
+    if not path.is_file():
+        raise FileNotFoundError(f"expected a PEFT folder with {CONFIG} at {folder}; set policy.adapter to one")
+    try:
+        return json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+
+
+def _opened(folder: Path) -> Any:
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise FileNotFoundError(f"expected {WEIGHTS} beside {CONFIG} in {folder}, found none")
+    try:
+        return safe_open(path, framework="np")
+    except SafetensorError as error:
+        raise ValueError(f"{path} cannot be read as safetensors: {error}") from error

@@ -1,0 +1,266 @@
+"""Adapters: the mathematics of the merged weights without merging, and PEFT's files. parity_peft/make.py made the fixtures."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import SingleDeviceSharding
+from safetensors.numpy import load_file, save_file
+from tiny_policies import on_one_device, random_params, tiny_policy
+
+from areal_jax.models import hf, lora
+from areal_jax.models.attention import packed_attention
+from areal_jax.models.config import LoRA
+from areal_jax.models.decoder import Params, Policy
+
+FIXTURES = Path(__file__).parent / "parity_peft"
+BASES = Path(__file__).parent / "parity"
+ADAPTERS = ["qwen2", "llama", "qwen3"]
+TOKENS = jnp.asarray(np.random.default_rng(1).integers(0, 40, (2, 12)), jnp.int32)
+
+
+def adapted(architecture: str = "Qwen2ForCausalLM", **settings: Any) -> Policy:
+    return Policy(tiny_policy(architecture).config, LoRA(**{"rank": 3, "alpha": 5.0, **settings}))
+
+
+def random_adapter(policy: Policy, seed: int = 7) -> Params:
+    rng = np.random.default_rng(seed)
+    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) / 3, leaf.dtype), lora.abstract(policy))
+
+
+def placed(policy: Policy) -> Params:
+    return jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), lora.abstract(policy))
+
+
+def merged(policy: Policy, base: Params, adapter: Params) -> Params:
+    return jax.device_put(lora.merge(policy, base, adapter))
+
+
+@partial(jax.jit, static_argnames=("policy", "unroll", "remat"))
+def logits(policy: Policy, params: Params, tokens: jax.Array = TOKENS, **how: Any) -> jax.Array:
+    positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
+    attend = packed_attention(jnp.ones_like(tokens))
+    hidden, _ = policy.hidden(params, tokens, positions, attend, compute_dtype=jnp.float32, **how)
+    return hidden @ policy.head(params)
+
+
+def of_fixture(family: str) -> tuple[Policy, Params, Params]:
+    policy = Policy(hf.read_config(BASES / family), lora.read_config(FIXTURES / family))
+    return policy, hf.load(BASES / family, policy, on_one_device(policy)), lora.load(FIXTURES / family, policy, placed(policy))
+
+
+@pytest.mark.parametrize("family", ADAPTERS)
+def test_logits_are_those_of_peft(family: str) -> None:
+    policy, base, adapter = of_fixture(family)
+    lora.require_base(FIXTURES / family, str(BASES / family))
+    expected = load_file(FIXTURES / family / "expected.safetensors")
+    ours = logits(policy, lora.attach(policy, base, adapter), jnp.asarray(expected["tokens"]))
+    np.testing.assert_allclose(ours, expected["logits"], atol=1e-4)
+    alone = logits(policy, base, jnp.asarray(expected["tokens"]))
+    assert np.abs(alone - expected["logits"]).mean() > 0.3  # an adapter that says something
+
+
+@pytest.mark.parametrize("family", ADAPTERS)
+def test_what_peft_saved_is_saved_again_bit_for_bit(family: str, tmp_path: Path) -> None:
+    policy, _, adapter = of_fixture(family)
+    lora.save(tmp_path, policy, adapter, f"tests/models/parity/{family}")
+    theirs, ours = (load_file(folder / lora.WEIGHTS) for folder in (FIXTURES / family, tmp_path))
+    assert theirs.keys() == ours.keys()
+    for name, tensor in theirs.items():
+        np.testing.assert_array_equal(tensor, ours[name], strict=True)
+    theirs, ours = (json.loads((folder / lora.CONFIG).read_text()) for folder in (FIXTURES / family, tmp_path))
+    for config in (theirs, ours):
+        config["target_modules"].sort()
+    assert {name: theirs[name] for name in ours} == ours
+    assert lora.read_config(tmp_path) == policy.lora
+    assert sorted(file.name for file in tmp_path.iterdir()) == [lora.CONFIG, lora.WEIGHTS]
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"])
+def test_an_adapter_computes_what_the_merged_weights_do(architecture: str) -> None:
+    policy = adapted(architecture)
+    base, adapter = random_params(policy), random_adapter(policy)
+    expected = logits(policy, merged(policy, base, adapter))
+    np.testing.assert_allclose(logits(policy, lora.attach(policy, base, adapter)), expected, atol=1e-5)
+    unstacked = lora.attach(policy, policy.unstack(base), policy.unstack(adapter))
+    np.testing.assert_allclose(logits(policy, unstacked, unroll=True), expected, atol=1e-5)
+    assert jnp.abs(logits(policy, base) - expected).mean() > 0.1
+
+
+def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule() -> None:
+    policy = adapted(rslora=True)
+    base, adapter = random_params(policy), random_adapter(policy)
+    weights = jnp.asarray(np.random.default_rng(5).normal(size=(2, 12, 40)) / 100, jnp.float32)
+
+    def loss(params: Params) -> jax.Array:
+        return (logits(policy, params, remat="full") * weights).sum()
+
+    ours = jax.jit(jax.grad(lambda adapter: loss(lora.attach(policy, base, adapter))))(adapter)
+    of_merged = jax.jit(jax.grad(loss))(merged(policy, base, adapter))
+    # y = x (W + s A B), s = alpha / sqrt(rank): dA = s dW Bᵀ and dB = s Aᵀ dW.
+    scale = 5.0 / 3**0.5
+    for room, names in {"attn": "qkvo", "mlp": ("gate", "up", "down")}.items():
+        for name in names:
+            a, b = (np.asarray(adapter["layers"][room][name][letter]) for letter in "ab")
+            flat_a, flat_b = a.reshape(3, -1, 3), b.reshape(3, 3, -1)
+            dw = np.asarray(of_merged["layers"][room][name]).reshape(3, flat_a.shape[1], flat_b.shape[2])
+            found = ours["layers"][room][name]
+            np.testing.assert_allclose(found["a"], (scale * dw @ flat_b.swapaxes(1, 2)).reshape(a.shape), atol=1e-5)
+            np.testing.assert_allclose(found["b"], (scale * flat_a.swapaxes(1, 2) @ dw).reshape(b.shape), atol=1e-5)
+            assert np.abs(found["a"]).max() > 1e-3
+
+
+def test_no_gradient_of_a_frozen_weight_is_computed() -> None:
+    policy = Policy(tiny_policy(hidden_size=64, intermediate_size=192, num_hidden_layers=2).config, LoRA(rank=1))
+    base, adapter = random_params(policy), random_adapter(policy)
+
+    def flops(of: Callable[[Params, Params], jax.Array], *arguments: Params) -> float:
+        cost = jax.jit(jax.grad(of)).lower(*arguments).compile().cost_analysis()
+        assert cost is not None
+        return cost["flops"]
+
+    whole = flops(lambda base, _: logits(policy, base, unroll=True).sum(), base, adapter)
+    part = flops(lambda adapter, base: logits(policy, lora.attach(policy, base, adapter), unroll=True).sum(), adapter, base)
+    # Forward, and of the backward pass only the half that goes on to x: two thirds, a little of rank 1, and attention.
+    assert 0.6 < part / whole < 0.8
+
+
+def test_a_fresh_adapter_changes_nothing_and_is_drawn_as_peft_draws() -> None:
+    policy = adapted(rank=8)
+    adapter = jax.jit(lambda key: lora.init(policy, key))(jax.random.key(0))
+    base = random_params(policy)
+    np.testing.assert_array_equal(logits(policy, lora.attach(policy, base, adapter)), logits(policy, base))
+    attn = adapter["layers"]["attn"]
+    assert not attn["q"]["b"].any()
+    # Uniform within 1 / sqrt(inputs): inputs are the width 16 of q, and 4 heads of 4 of o. Its deviation is that / sqrt(3).
+    for name in "qo":
+        a = np.asarray(attn[name]["a"])
+        assert 0.24 < np.abs(a).max() < 0.25
+        assert a.std() == pytest.approx(0.25 / 3**0.5, rel=0.1)  # 3·16·8 draws
+    assert (attn["q"]["a"][0] != attn["q"]["a"][1]).all() and (attn["q"]["a"] != attn["k"]["a"]).all()
+
+
+def test_a_narrow_base_keeps_what_an_adapter_adds() -> None:
+    # W lies on the grid of bfloat16; updates of a thousandth of W are a quarter of its step, and merging would lose them.
+    policy = adapted()
+    base = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), random_params(policy))
+    adapter = jax.tree.map(lambda leaf: 0.01 * leaf, random_adapter(policy))
+    exact = logits(policy, merged(policy, base, adapter)) - logits(policy, base)
+    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), merged(policy, base, adapter))
+    of_merged = logits(policy, rounded) - logits(policy, base)
+    ours = logits(policy, lora.attach(policy, base, adapter)) - logits(policy, base)
+    assert jnp.abs(ours - exact).mean() < 0.01 * jnp.abs(exact).mean()
+    assert jnp.abs(of_merged - exact).mean() > 0.5 * jnp.abs(exact).mean()
+
+
+def broken(tmp_path: Path, tensors: Callable[[dict], Any] = lambda _: None, **config: Any) -> Path:
+    """The fixture of qwen2 with something wrong."""
+    folder = tmp_path / "adapter"
+    shutil.copytree(FIXTURES / "qwen2", folder)
+    found = load_file(folder / lora.WEIGHTS)
+    tensors(found)
+    save_file(found, folder / lora.WEIGHTS)
+    (folder / lora.CONFIG).write_text(json.dumps(json.loads((folder / lora.CONFIG).read_text()) | config))
+    return folder
+
+
+K0 = "base_model.model.model.layers.0.self_attn.k_proj.lora_B.weight"
+
+
+@pytest.mark.parametrize(
+    ("tensors", "said"),
+    [
+        (lambda found: found.pop(K0), f"missing: {K0}"),
+        (lambda found: found.update({K0: np.zeros((9, 4), np.float32)}), f"expected shape (16, 4), came (9, 4): {K0}"),
+        (lambda found: found.update({K0: np.zeros((16, 4), np.int8)}), f"expected one of BF16, F16, F32, came I8: {K0}"),
+        (lambda found: found.update({"lm_head.weight": np.zeros(2, np.float32)}), "unexpected: lm_head.weight"),
+    ],
+)
+def test_tensors_that_do_not_fit_are_named(tmp_path: Path, tensors: Callable[[dict], Any], said: str) -> None:
+    folder = broken(tmp_path, tensors)
+    policy = Policy(hf.read_config(BASES / "qwen2"), lora.read_config(folder))
+    with pytest.raises(ValueError) as raised:
+        lora.load(folder, policy, placed(policy))
+    assert str(folder / lora.WEIGHTS) in str(raised.value)
+    assert str(raised.value).splitlines()[1:] == [f"  {said}"]
+
+
+def test_an_adapter_of_another_shape_of_policy_is_refused() -> None:
+    policy = Policy(hf.read_config(BASES / "qwen3"), lora.read_config(FIXTURES / "qwen2"))
+    with pytest.raises(ValueError, match=r"expected shape \(48, 4\), came \(32, 4\): .*layers.0.self_attn.q_proj.lora_B"):
+        lora.load(FIXTURES / "qwen2", policy, placed(policy))
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        ({"peft_type": "IA3"}, "peft_type='IA3' is not supported; only peft_type='LORA'"),
+        ({"bias": "all"}, "bias='all'"),
+        ({"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head']"),
+        ({"lora_dropout": 0.05}, "lora_dropout=0.05 is not supported; only lora_dropout=0.0"),
+        ({"use_dora": True}, "use_dora=True"),
+        ({"rank_pattern": {"q_proj": 2}}, "rank_pattern={'q_proj': 2}"),
+        ({"target_modules": "all-linear"}, "came 'all-linear'"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "came ['q_proj', 'lm_head']"),
+        ({"r": 0}, "expected r to be a positive integer"),
+    ],
+)
+def test_unsupported_settings_are_named(tmp_path: Path, setting: dict[str, Any], said: str) -> None:
+    folder = broken(tmp_path, **setting)
+    with pytest.raises(ValueError) as raised:
+        lora.read_config(folder)
+    assert str(raised.value).startswith(f"{folder / lora.CONFIG}: ")
+    assert said in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("came", "policy", "fits"),
+    [
+        ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B", True),
+        ("Qwen/Qwen2.5-7B", "/models/Qwen2.5-7B", True),
+        (None, "Qwen/Qwen2.5-7B", True),
+        ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B", False),
+    ],
+)
+def test_an_adapter_belongs_to_the_policy_it_names(tmp_path: Path, came: str | None, policy: str, fits: bool) -> None:
+    folder = broken(tmp_path, base_model_name_or_path=came)
+    if fits:
+        lora.require_base(folder, policy)
+    else:
+        with pytest.raises(ValueError, match=r"expected an adapter of 'Qwen/Qwen2.5-7B', came .*'Qwen/Qwen2.5-7B-Instruct'"):
+            lora.require_base(folder, policy)
+
+
+def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match=r"adapter_config\.json at .*; set policy\.adapter"):
+        lora.read_config(tmp_path)
+    folder = broken(tmp_path)
+    policy = Policy(hf.read_config(BASES / "qwen2"), lora.read_config(folder))
+    weights = folder / lora.WEIGHTS
+    weights.write_bytes(weights.read_bytes()[:-100])
+    with pytest.raises(ValueError, match=r"adapter_model\.safetensors cannot be read as safetensors"):
+        lora.load(folder, policy, placed(policy))
+    weights.unlink()
+    with pytest.raises(FileNotFoundError, match=r"expected adapter_model\.safetensors beside adapter_config\.json"):
+        lora.load(folder, policy, placed(policy))
+    (folder / lora.CONFIG).write_text("{")
+    with pytest.raises(ValueError, match=r"adapter_config\.json cannot be read as JSON"):
+        lora.read_config(folder)
+
+
+def test_a_target_that_the_architecture_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = adapted(targets=("q_proj", "up_proj"))
+    declared = policy.abstract()
+    del declared["layers"]["mlp"]["up"]
+    monkeypatch.setattr(policy, "abstract", lambda: declared)
+    with pytest.raises(ValueError, match=r"policy\.lora\.targets: Qwen2ForCausalLM has no up_proj"):
+        lora.abstract(policy)
