@@ -156,6 +156,8 @@ def draw(sizes: Sequence[Mapping[str, Any]]) -> None:
                 linestyle="--" if name == "bound" else "-",
             )
         axes.set_title(f"temporary GiB, vocabulary {vocabulary:,}", loc="left", fontsize=10)
+        axes.set_xticks(TOKENS, [f"{tokens:,}" for tokens in TOKENS], fontsize=8)
+        axes.minorticks_off()
         axes.set_xlabel("tokens")
     panels[0].legend(frameon=False)
     timed = [size for size in sizes if "seconds" in size]
