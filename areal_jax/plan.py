@@ -168,7 +168,8 @@ class Plan:
             return ""
         num_tasks = "all" if evaluation.num_tasks is None else f"at most {evaluation.num_tasks}"
         tasks = _count("tasks", *self.eval_tasks, self.experiment.eval_tasks)
-        return f"every {evaluation.every_steps} steps; {num_tasks} of {tasks}; samples_per_task {evaluation.samples_per_task}"
+        samples = f"samples_per_task {evaluation.samples_per_task}"
+        return f"pass@1 every {evaluation.every_steps} steps; {num_tasks} of {tasks}; {samples}"
 
     @property
     def devices(self) -> str:
