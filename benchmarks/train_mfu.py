@@ -177,8 +177,9 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     peak = peak_flops(devices[0].device_kind)
     row: dict[str, object] = {
         "model": args.model,
+        "note": args.note,
         "num_params": model.num_params,
-        "settings": {name: value for name, value in vars(args).items() if name not in ("tiny", "model")},
+        "settings": {name: value for name, value in vars(args).items() if name not in ("tiny", "model", "note")},
         "mesh": dict(mesh.shape),
         "attention": learner.kernel,
         "compute_dtype": dtype.name,
@@ -213,6 +214,7 @@ def main() -> None:
     parser.add_argument("--offload", action="store_true", help="keep moments in the host's memory")
     parser.add_argument("--context", type=int, default=1)
     parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--note", default="", help="goes into the row: what else the machine did")
     parser.add_argument("--tiny", action="store_true", help="the tiny model, in rows of 2048 tokens")
     args = parser.parse_args()
     if args.tiny:
