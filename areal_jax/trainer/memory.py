@@ -55,26 +55,23 @@ def _activations(config: TrainerConfig, model: ModelConfig, mesh: Mesh, compute_
     itemsize, tensor = jnp.dtype(compute_dtype).itemsize, mesh.shape["tensor"]
     tokens = config.rows_per_micro_batch * row_tokens // mesh.shape["context"]
     heads, kv_heads, width = model.num_attention_heads, model.num_key_value_heads, model.hidden_size
+    # A token's places at experts, and about as many again left empty, for rows of an expert come in whole blocks.
+    moe = model.moe
+    inner = model.intermediate_size if moe is None else 2 * moe.num_experts_per_tok * moe.moe_intermediate_size
     attended = heads * (model.head_dim * itemsize + _FLOAT32) // tensor
     projected = (heads + 2 * kv_heads) * model.head_dim * itemsize // tensor
     scores = 0
     if choose_kernel(mesh.devices.flat[0].platform, row_tokens) == "dense":
         # A query's reach back to the start of its row: half of it on average. They are float32 whatever computes them.
         scores = KEPT_PER_SCORE * heads * (row_tokens + min(row_tokens, 128)) // 2 * _FLOAT32 // tensor
-    whole = (
-        KEPT_PER_WIDTH * width * itemsize
-        + KEPT_PER_MLP * model.intermediate_size * itemsize // tensor
-        + projected
-        + attended
-        + scores
-    )
+    whole = KEPT_PER_WIDTH * width * itemsize + KEPT_PER_MLP * inner * itemsize // tensor + projected + attended + scores
     if config.remat == "none":
         return model.num_hidden_layers * tokens * whole
     kept = width * itemsize
     if config.remat in ("attention", "dots"):
         kept += attended
     if config.remat == "dots":
-        kept += projected + (2 * width + 2 * model.intermediate_size // tensor) * itemsize
+        kept += projected + (2 * width + 2 * inner // tensor) * itemsize
     return tokens * (model.num_hidden_layers * kept + whole)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import jax
@@ -9,7 +10,7 @@ import jax.numpy as jnp
 import pytest
 from tiny_training import POLICY, train_mesh
 
-from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.architecture import ModelConfig, MoEConfig
 from areal_jax.models.config import Remat
 from areal_jax.models.decoder import Policy
 from areal_jax.rl.losses import sft_loss
@@ -59,6 +60,17 @@ def test_the_estimate_is_near_what_xla_reports(remat: Remat, rows: int, row_toke
     predicted = predicted_bytes(config, BIGGER, train_mesh(**mesh), jnp.float32, row_tokens=row_tokens)
     estimate = sum(predicted[name] for name in ("activations", "logits", "gathered weights"))
     assert 2 / 3 < estimate / accumulate_memory(config, BIGGER, mesh, row_tokens).temp_size_in_bytes < 3 / 2
+
+
+def test_the_estimate_for_experts_is_near_what_xla_reports() -> None:
+    config = TrainerConfig(rows_per_micro_batch=4, remat="none", logp_chunk_tokens=128)
+    moe = MoEConfig(
+        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, norm_topk_prob=True, router_aux_loss_coef=0.001
+    )
+    experts = Policy(replace(BIGGER.config, architecture="Qwen3MoeForCausalLM", attention_bias=False, qk_norm=True, moe=moe))
+    predicted = predicted_bytes(config, experts, train_mesh(), jnp.float32, row_tokens=128)
+    estimate = predicted["activations"] + predicted["logits"]
+    assert 1 / 2 < estimate / accumulate_memory(config, experts, {}, 128).temp_size_in_bytes < 2
 
 
 def test_accumulating_gradients_makes_no_second_copy_of_them() -> None:
