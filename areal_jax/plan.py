@@ -195,6 +195,7 @@ def make_plan(experiment: AnyExperiment) -> Plan:
         eval_tasks = _had(lambda: load_tasks(experiment.eval_tasks, experiment.prompt))
     plan = Plan(experiment, folder, policy, tokenizer, dtype, tasks, examples, eval_tasks, meshes, engine)
     _had(lambda: check_cut(policy, meshes.train, plan.row_tokens))
+    _had(plan.train_bytes)
     if problems := list(misfits(plan)):
         raise ConfigError("\n".join(problems))
     return plan
