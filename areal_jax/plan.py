@@ -258,6 +258,7 @@ def make_plan(experiment: AnyExperiment) -> Plan:
         row_tokens,
     )
     _had(lambda: check_cut(policy, meshes.train, plan.row_tokens))
+    _had(plan.train_bytes)
     if problems := list(misfits(plan)):
         raise ConfigError("\n".join(problems))
     return plan

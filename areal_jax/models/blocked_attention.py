@@ -95,7 +95,7 @@ def _backward(
     row_sums = _query_blocks(wide.sum(axis=-1, keepdims=True), K, block_tokens)
     n = len(q_blocks)
     # `first` never falls, so that the blocks of queries which see a block of keys are those from itself up to one.
-    end = jnp.searchsorted(reach.first, jnp.arange(n), side="right")
+    end = (reach.first <= jnp.arange(n)[:, None]).sum(axis=1)
 
     def of_keys(dq: Blocks, j: Array) -> tuple[Blocks, tuple[Array, Array]]:
         def add_queries(i: Array, sums: tuple[Blocks, Array, Array]) -> tuple[Blocks, Array, Array]:
@@ -150,15 +150,15 @@ def _padded(x: Array, block_tokens: int) -> Array:
 
 def _reach(segment_ids: Int[Array, "B T"], window: int | None, block_tokens: int) -> Reach:
     ids = _padded(segment_ids, block_tokens)
-    B, T = ids.shape
-    places = jnp.arange(T, dtype=ids.dtype)
-    ids = jnp.where(ids == 0, -1 - places, ids)
-    begins = jnp.pad(ids[:, 1:] != ids[:, :-1], ((0, 0), (1, 0)), constant_values=True)
-    earliest = jax.lax.cummax(jnp.where(begins, places, 0), axis=1)
+    ids = jnp.where(ids == 0, -1 - jnp.arange(ids.shape[1], dtype=ids.dtype), ids)
+    blocks = ids.reshape(len(ids), -1, block_tokens).swapaxes(0, 1)
+    # A segment lies together: one that reaches into a block from before is that of the last token of the blocks before.
+    n = jnp.arange(len(blocks))
+    goes_on = (blocks[:, None, :, 0] == blocks[None, :, :, -1]).any(axis=-1) & (n[:, None] > n)
+    first = jnp.where(goes_on.any(axis=1), goes_on.argmax(axis=1), n)
     if window is not None:
-        earliest = jnp.maximum(earliest, places - (window - 1))
-    first = earliest[:, ::block_tokens].min(axis=0) // block_tokens
-    return Reach(ids.reshape(B, -1, block_tokens).swapaxes(0, 1), first)
+        first = jnp.maximum(first, (n * block_tokens - (window - 1)) // block_tokens)
+    return Reach(blocks, first)
 
 
 def _sees(reach: Reach, i: Array, j: Array, window: int | None) -> Bool[Array, "B 1 1 C c"]:

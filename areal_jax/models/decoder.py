@@ -207,8 +207,9 @@ class Policy:
         return jax.tree.map(lambda leaf: leaf, self._axes, is_leaf=lambda node: isinstance(node, tuple))
 
 
-def _is_kernel(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name == "pallas_call"
+def _is_kernel(primitive: Any, *_: Any, **settings: Any) -> bool:
+    """Whether this is jax's kernel for GPUs, which gives what it keeps no name, and is hidden in a rule of its own."""
+    return primitive.name == "custom_vjp_call" and "pallas_call" in str(settings["call_jaxpr"])
 
 
 _ATTENTION = jax.checkpoint_policies.save_from_both_policies(

@@ -7,7 +7,8 @@ import pytest
 from jax.sharding import Sharding
 from tiny_policies import cached_hidden, random_params, tiny_policy
 
-from areal_jax.models.attention import packed_attention
+from areal_jax.models.attention import Kernel, packed_attention
+from areal_jax.models.config import Remat
 from areal_jax.models.decoder import Attend, Params, Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
@@ -93,6 +94,24 @@ def test_scan_equals_a_loop_over_layers():
     unstacked = policy.unstack(params)
     assert_close(scanned, forward(policy, unstacked, TOKENS, POSITIONS, ONE_SEGMENT, unroll=True))
     assert policy.unstack(unstacked) is unstacked
+
+
+def test_remat_computes_again_what_its_name_leaves_out():
+    policy = tiny_policy()
+    ids = jnp.ones((1, 8), jnp.int32)
+
+    def count(remat: Remat, kernel: Kernel, primitive: str) -> int:
+        def loss(params):
+            hidden, _ = policy.hidden(params, ids, ids, packed_attention(ids, kernel), compute_dtype=jnp.float32, remat=remat)
+            return hidden.sum()
+
+        return str(jax.make_jaxpr(jax.grad(loss))(policy.abstract())).count(f" {primitive}[")
+
+    # The kernel once forward and twice backward, and forward again where nothing is kept of it.
+    assert [count(remat, "gpu", "pallas_call") for remat in ("none", "dots", "attention", "full")] == [3, 3, 3, 4]
+    # 7 products with weights in a layer, each with two in its backward pass: the last of a layer is never needed again.
+    products = {remat: count(remat, "gpu", "dot_general") for remat in ("none", "dots", "full")}
+    assert products["none"] == products["dots"] == products["full"] - 6
 
 
 @pytest.mark.parametrize(("remat", "unroll"), [("full", True), ("full", False), ("attention", False), ("dots", False)])
