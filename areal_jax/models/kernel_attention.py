@@ -5,11 +5,11 @@ Axes: B rows, T tokens, N query heads, K key-value heads, H head size.
 
 from __future__ import annotations
 
+import warnings
 from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jax.experimental.pallas.ops.gpu import attention as gpu
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as splash
 from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
 from jaxtyping import Array, Float, Int
@@ -33,6 +33,10 @@ def gpu_attention(
 ) -> Float[Array, "B T N H"]:
     """The Pallas kernel for GPUs, causal within segments. jax's documented door to cuDNN knows no segments but by a mask of
     [T, T]. The kernel knows no grouped heads, so that keys and values are repeated for the heads that share them."""
+    with warnings.catch_warnings():
+        # Since 0.12 jax names another package as the place for it, but brings it still. Only who has a GPU needs it.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        from jax.experimental.pallas.ops.gpu import attention as gpu
     T, N, H = q.shape[1:]
     k, v = (jnp.repeat(x, N // k.shape[2], axis=2) for x in (k, v))
     q, k, v, segment_ids = (_padded(x) for x in (q, k, v, segment_ids))
