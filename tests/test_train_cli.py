@@ -59,7 +59,7 @@ def test_dry_run_prints_settings_and_plan_and_writes_nothing(tmp_path: Path) -> 
     assert "rollout.max_staleness=none\n" in done.stdout
     # Three quarters of four devices decode.
     assert re.search(r"devices +1 \+ 3 cpu\n", done.stdout)
-    assert re.search(r"train mesh +data 1 x fsdp 1 x tensor 1\n", done.stdout)
+    assert re.search(r"train mesh +data 1 x fsdp 1 x expert 1 x context 1 x tensor 1\n", done.stdout)
     assert re.search(r"rollout mesh +data 3 x tensor 1\n", done.stdout)
     assert "KV caches" in done.stdout
     assert list(tmp_path.iterdir()) == []
