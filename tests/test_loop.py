@@ -40,6 +40,8 @@ from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.ppo import Trainer
 from areal_jax.workflows.single_turn import SingleTurn
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 ONE, FOUR_AND_FOUR = PlacementConfig(), PlacementConfig(train_devices=4, train_fsdp=2, train_tensor=2, rollout_devices=4)
 PLACEMENTS = pytest.mark.parametrize("placement", [ONE, FOUR_AND_FOUR], ids=["one device", "4 + 4 devices"])
 
