@@ -33,6 +33,7 @@ ROLLOUT_RULES: Rules = {
     "embed": (),
     "heads": ("tensor",),
     "kv_heads": ("tensor",),
+    "attending_heads": ("tensor",),
     "head_dim": (),
     "mlp": ("tensor",),
     "experts": ("tensor",),

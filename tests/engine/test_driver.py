@@ -31,6 +31,7 @@ from areal_jax.engine.decode import DecodeEngine, Drawn
 from areal_jax.engine.driver import Driver
 from areal_jax.engine.sampling import uniforms
 from areal_jax.engine.slots import SlotTable, nothing_drawn
+from areal_jax.models.attention import choose_kernel
 from areal_jax.records import Completion, EngineStopped, Request, Unservable
 
 PROMPT = (5, 9, 33, 2, 17)
@@ -56,6 +57,16 @@ def test_stored_logp_is_the_trainers(temperature: float):
     assert len({tuple(completion.tokens) for completion in group}) == 5
     for completion in group:
         np.testing.assert_allclose(completion.logp, trainer_logp(PROMPT, completion, 0, temperature), atol=1e-4)
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_a_prompt_too_long_for_dense_attention_is_prefilled_in_blocks_with_the_same_outcome(devices: int):
+    config = CONFIG.__class__(num_slots=4, max_prompt_tokens=600, max_new_tokens=8, steps_per_dispatch=4)
+    long = engine(config, devices=devices, tensor=min(devices, 2))
+    prompt = [token % 64 for token in range(0, 600 * 7, 7)]
+    [[completion]] = answer(long, Shelf(long, (0, 0, 0)), request(prompt=prompt, max_new_tokens=8))
+    assert choose_kernel("cpu", 600) == "blocked"
+    np.testing.assert_allclose(completion.logp, trainer_logp(prompt, completion, 0), atol=1e-4)
 
 
 def test_with_filters_logp_is_renormalised_over_what_was_kept():

@@ -191,7 +191,7 @@ def trainer_logp(
 ) -> np.ndarray:
     """Log-probs of the drawn tokens from a full forward over the whole sequence with the parameters of `seed`, or negated."""
     tokens = whole(prompt, completion)
-    padded = np.zeros((1, 64 if len(tokens) <= 64 else 256), np.int32)
+    padded = np.zeros((1, next(length for length in (64, 256, 1024) if len(tokens) <= length)), np.int32)
     padded[0, : len(tokens)] = tokens
     params = jax.tree.map(lambda leaf: sign * leaf, params_of(seed))
     return np.asarray(_logprobs(params, padded, jnp.float32(temperature), compute_dtype))[0, len(prompt) : len(tokens)]
