@@ -151,7 +151,9 @@ def sharded_experts(mesh: Mesh, rules: Rules) -> Experts:
             y = jax.lax.psum(y, tuple(name for name in over if name not in shared))
             return jax.lax.psum_scatter(y, shared, tiled=True) if shared else y
 
-        return on_each(x, weights, chosen, gate, up, down)
+        # Times one, which the compiler drops: a gradient that is added to in place must not reach into an unchecked shard_map,
+        # which since jax 0.12 refuses to add to it.
+        return on_each(x, weights, chosen, gate * 1, up * 1, down * 1)
 
     return experts
 

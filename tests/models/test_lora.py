@@ -22,6 +22,8 @@ from areal_jax.models.attention import packed_attention
 from areal_jax.models.config import LoRA
 from areal_jax.models.decoder import Params, Policy
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
 FIXTURES = Path(__file__).parent / "parity_peft"
 BASES = Path(__file__).parent / "parity"
 ADAPTERS = ["qwen2", "llama", "qwen3"]
