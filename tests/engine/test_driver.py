@@ -34,8 +34,6 @@ from areal_jax.engine.slots import SlotTable, nothing_drawn
 from areal_jax.models.attention import choose_kernel
 from areal_jax.records import Completion, EngineStopped, Request, Unservable
 
-pytestmark = pytest.mark.usefixtures("quick_compilation")
-
 PROMPT = (5, 9, 33, 2, 17)
 
 
