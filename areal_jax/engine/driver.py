@@ -309,9 +309,13 @@ class Driver:
             self._obey(_NAP_S)
         self._count("wait_s", time.perf_counter() - start)
 
+    def _expired(self) -> _Job | None:
+        """The oldest job, where its deadline has passed."""
+        job = next(iter(self._jobs.values()), None)
+        return job if job is not None and job.deadline_s <= time.perf_counter() else None
+
     def _expire(self) -> None:
-        now = time.perf_counter()
-        while self._jobs and (job := next(iter(self._jobs.values()))).deadline_s <= now:
+        while (job := self._expired()) is not None:
             finished = sum(completion.stop_reason != "suspended" for completion in job.drawn)
             job.answer.fail(
                 TimeoutError(
@@ -448,9 +452,9 @@ class Driver:
     def _may_run_ahead(self) -> bool:
         """Whether the next dispatch may be enqueued before the last one's tokens are known.
 
-        Commands and weights must not wait for it, nor a sample for a slot that may become free: so with samples waiting only
-        where answers are long enough that no slot ended last and none will surely end."""
-        if self._closing or not self._commands.empty():
+        Commands, deadlines and weights must not wait for it, nor a sample for a slot that may become free: so with samples
+        waiting only where answers are long enough that no slot ended last and none will surely end."""
+        if self._closing or not self._commands.empty() or self._expired() is not None:
             return False
         num_lasting = self._table.num_lasting()
         if num_lasting == 0 or (self._queue and (self._num_ended or num_lasting < len(self._occupants))):

@@ -425,6 +425,23 @@ def test_waiting_for_a_version_has_a_deadline_that_names_request_and_version():
     assert len(with_driver(hasty, Shelf(engine(), (0, 0, 0)), act)) == 1
 
 
+def test_a_deadline_that_passes_while_the_device_runs_ahead_is_kept():
+    hasty = with_setting(engine(), request_timeout_s=0.3)
+    shelf = Shelf(engine(), (0, 0, 0))
+    shelf.pause_at(2)
+
+    async def act(driver: Driver):
+        driver.start()
+        future = driver.submit(request())
+        await shelf.paused()
+        await asyncio.sleep(0.4)
+        shelf.go_on()
+        with pytest.raises(TimeoutError, match=r"request 'a' .*engine.request_timeout_s=0.3.*0 of 1 samples are finished"):
+            await future
+
+    with_driver(hasty, shelf, act)
+
+
 # What is refused, and how it ends.
 
 
