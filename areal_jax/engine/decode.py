@@ -25,7 +25,7 @@ from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 from areal_jax.engine import sampling
 from areal_jax.engine.config import EngineConfig
 from areal_jax.models import lora
-from areal_jax.models.attention import choose_kernel, masked_attention, packed_attention, sharded_attention
+from areal_jax.models.attention import choose_kernel, masked_attention, sharded_attention
 from areal_jax.models.decoder import Attend, Params, Policy
 from areal_jax.models.moe import ROUTER, sharded_experts
 from areal_jax.parallel.sharding import ROLLOUT_RULES, sharding, shardings
@@ -294,7 +294,7 @@ class DecodeEngine:
         def step(i: Int32[Array, ""], carry: _Step) -> _Step:
             cache, token, active, remaining, _, tokens, logps = carry
             fresh = jnp.broadcast_to(steps <= i, (past.shape[0], num_steps))
-            hidden, cache = self.policy.hidden(
+            hidden, cache, _ = self.policy.hidden(
                 params,
                 token[:, None],
                 (position + i)[:, None],
@@ -347,12 +347,9 @@ class DecodeEngine:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         # Whole rows: the padding at the end of a row is seen by nothing before it.
         rows, kernel = jnp.ones_like(tokens), choose_kernel(self.mesh.devices.flat[0].platform, tokens.shape[1])
-        alone = self.mesh.size == 1
-        attend = packed_attention(rows, kernel) if alone else sharded_attention(rows, kernel, self.mesh, ROLLOUT_RULES)
+        attend = _attend_keeping(sharded_attention(rows, kernel, self.mesh, ROLLOUT_RULES))
         experts = sharded_experts(self.mesh, ROLLOUT_RULES)
-        _, kept = self.policy.hidden(
-            stacked, tokens, positions, _attend_keeping(attend), compute_dtype=self.compute_dtype, experts=experts
-        )
+        _, kept, _ = self.policy.hidden(stacked, tokens, positions, attend, compute_dtype=self.compute_dtype, experts=experts)
         return Prefix(*kept)
 
     def _insert(self, cache: Cache, prefix: Prefix, table: Int32[Array, "2 S"], count: Int32[Array, ""]) -> Cache:

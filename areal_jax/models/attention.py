@@ -89,6 +89,8 @@ def sharded_attention(segment_ids: Int[Array, "B T"], kernel: Kernel, mesh: Mesh
     arXiv:2309.14509): any kernel then sees whole rows, and causality leaves every device as much to do. Fewer key-value heads
     than devices are repeated. Activations are held to their cut on both sides: else the compiler may gather them over all
     shards and leave the weights, which are cut over the same devices, where they are."""
+    if mesh.size == 1:
+        return packed_attention(segment_ids, kernel)
 
     def cut(x: Array, *axes: str | None) -> Array:
         return jax.lax.with_sharding_constraint(x, sharding(mesh, axes, x.shape, rules))

@@ -95,8 +95,10 @@ class Policy:
         unroll: bool = False,
         remat: Remat = "none",
         experts: Experts = local_experts,
-    ) -> tuple[Float[Array, "B T D"], Any]:
-        """Final hidden states (after the last norm), and the cache that `attend` returned.
+        counted: Bool[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Any, Routing | None]:
+        """Final hidden states (after the last norm), the cache that `attend` returned, and where the tokens that are counted
+        went in each layer: None where none are, or there are no experts to go to.
 
         Args:
             params: with layers stacked, or with `unroll` also as `unstack` returns them; a matrix of a layer may be `Adapted`.
@@ -106,34 +108,8 @@ class Policy:
             unroll: a Python loop over layers instead of a scan: longer to compile, no slice or copy of the cache.
             remat: what of each layer's activations is computed again in the backward pass instead of being kept.
             experts: how a mixture of experts is computed; on several devices `sharded_experts`.
+            counted: tokens whose routing is summed; None sums none.
         """
-        return self.hidden_and_routing(
-            params,
-            tokens,
-            positions,
-            attend,
-            cache,
-            compute_dtype=compute_dtype,
-            unroll=unroll,
-            remat=remat,
-            experts=experts,
-        )[:2]
-
-    def hidden_and_routing(
-        self,
-        params: Params,
-        tokens: Int[Array, "B T"],
-        positions: Int[Array, "B T"],
-        attend: Attend,
-        cache: Any = None,
-        *,
-        compute_dtype: DTypeLike,
-        unroll: bool = False,
-        remat: Remat = "none",
-        experts: Experts = local_experts,
-        counted: Bool[Array, "B T"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Any, Routing | None]:
-        """As `hidden`, and where the tokens that are `counted` went in each layer; None where there are no experts to go to."""
         config = self.config
         angles = rope.angles(positions, config.head_dim, config.rope_theta, config.rope_scaling)
 

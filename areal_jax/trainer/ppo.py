@@ -99,9 +99,13 @@ class Trainer(Versions):
         )
         # The first mini-batch reads proximal log-probs off its own forward pass, but for M2PO, which looks at all of a
         # mini-batch's before any of it is trained on. PPO has no use for any.
-        self._first_to_read = (
-            config.num_mini_batches if isinstance(config.loss, PPO) else int(not isinstance(config.loss, M2PO))
-        )
+        match config.loss:
+            case PPO():
+                self._first_to_read = config.num_mini_batches
+            case M2PO():
+                self._first_to_read = 0
+            case _:
+                self._first_to_read = 1
         super().__init__(learner, reads_logprobs=self._first_to_read < config.num_mini_batches)
 
     def step(self, groups: Sequence[Group]) -> StepResult:

@@ -229,7 +229,7 @@ class Learner:
             params = lora.attach(self.policy, base, params)
         # Whole along the width before tokens are looked up in it: else what is found would have to be gathered over all rows.
         params = params | {"embed": self._constrain(params["embed"], ("vocab",))}
-        hidden, _, routing = self.policy.hidden_and_routing(
+        hidden, _, routing = self.policy.hidden(
             params,
             batch.tokens,
             batch.positions,

@@ -52,7 +52,7 @@ def logprobs(params: Params, tokens: jax.Array) -> jax.Array:
     """The trainer's, of every token of one sequence."""
     ones = jnp.ones_like(tokens)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _ = ADAPTED.hidden(params, tokens, positions, packed_attention(ones), compute_dtype=jnp.float32)
+    hidden, _, _ = ADAPTED.hidden(params, tokens, positions, packed_attention(ones), compute_dtype=jnp.float32)
     return token_logprobs(hidden, ADAPTED.head(params), tokens, ones, chunk_tokens=1024)[0]
 
 

@@ -104,7 +104,9 @@ def test_remat_computes_again_what_its_name_leaves_out():
 
     def count(remat: Remat, kernel: Kernel, primitive: str) -> int:
         def loss(params):
-            hidden, _ = policy.hidden(params, ids, ids, packed_attention(ids, kernel), compute_dtype=jnp.float32, remat=remat)
+            hidden, _, _ = policy.hidden(
+                params, ids, ids, packed_attention(ids, kernel), compute_dtype=jnp.float32, remat=remat
+            )
             return hidden.sum()
 
         return str(jax.make_jaxpr(jax.grad(loss))(policy.abstract())).count(f" {primitive}[")

@@ -51,7 +51,7 @@ def merged(policy: Policy, base: Params, adapter: Params) -> Params:
 def logits(policy: Policy, params: Params, tokens: jax.Array = TOKENS, **how: Any) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     attend = packed_attention(jnp.ones_like(tokens))
-    hidden, _ = policy.hidden(params, tokens, positions, attend, compute_dtype=jnp.float32, **how)
+    hidden, _, _ = policy.hidden(params, tokens, positions, attend, compute_dtype=jnp.float32, **how)
     return hidden @ policy.head(params)
 
 

@@ -113,9 +113,9 @@ def test_routing_counts_each_layer_and_no_padding(unroll):
     @jax.jit
     def routed(tokens):
         attend = packed_attention(segments)
-        return policy.hidden_and_routing(
-            params, tokens, positions, attend, compute_dtype=jnp.float32, unroll=unroll, counted=segments > 0
-        )[2]
+        return policy.hidden(params, tokens, positions, attend, compute_dtype=jnp.float32, unroll=unroll, counted=segments > 0)[
+            2
+        ]
 
     routing = routed(tokens)
     # Seven tokens with two choices each, whose probabilities sum to one, in each of three layers.

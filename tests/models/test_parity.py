@@ -52,7 +52,7 @@ def test_packed_logits_loss_and_gradient_are_those_of_transformers(family: str) 
     @jax.jit
     @partial(jax.value_and_grad, has_aux=True)
     def loss_of(params: Params) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        hidden, _, routing = policy.hidden_and_routing(
+        hidden, _, routing = policy.hidden(
             params, packed, positions, packed_attention(segments), compute_dtype=jnp.float32, counted=segments > 0
         )
         logits = (hidden @ policy.head(params))[0, : tokens.size].reshape(*tokens.shape, -1)

@@ -50,14 +50,14 @@ def cached_hidden(policy: Policy, params: Params, tokens: jax.Array, prompt: int
     segments = jnp.ones_like(tokens[:, :prompt])
     positions = jnp.broadcast_to(jnp.arange(prompt), segments.shape)
     prefill = jax.jit(lambda tokens: hidden(tokens, positions, _attend_keeping(packed_attention(segments))))
-    row, caches = prefill(tokens[:, :prompt])
+    row, caches, _ = prefill(tokens[:, :prompt])
     token_axis = 1 if unroll else 2  # behind B, or behind L and B
     room = [(0, 0)] * (4 if unroll else 5)
     room[token_axis] = (0, tokens.shape[1] - prompt)
     caches = jax.tree.map(lambda cache: jnp.pad(cache, room), caches)
     rows = [row]
     for step in range(prompt, tokens.shape[1]):
-        row, caches = step_of(tokens[:, step : step + 1], step, caches)
+        row, caches, _ = step_of(tokens[:, step : step + 1], step, caches)
         rows.append(row)
     return jnp.concatenate(rows, axis=1)
 

@@ -117,7 +117,7 @@ def plain_step(groups: Sequence[Group]) -> tuple[float, Any]:
     ) -> jax.Array:
         # Padded behind, which a causal model does not see.
         ones = jnp.ones((1, ROW_TOKENS), jnp.int32)
-        hidden, _ = POLICY.hidden(
+        hidden, _, _ = POLICY.hidden(
             weights, tokens[None], jnp.arange(ROW_TOKENS)[None], packed_attention(ones), compute_dtype=jnp.float32
         )
         logp = token_logprobs(hidden, POLICY.head(weights), tokens[None], ones, chunk_tokens=10**6)[0][0]
