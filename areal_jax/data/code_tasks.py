@@ -20,8 +20,8 @@ Row: TypeAlias = Mapping[str, Any]
 class Stdin:
     """A script that reads its input and writes its output."""
 
-    cases: Sequence[tuple[str, str]]
-    """Input and expected output."""
+    cases: Sequence[Sequence[str]]
+    """Input and expected output of each."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,8 +29,8 @@ class Calls:
     """A function, or a method of a class called Solution."""
 
     function: str
-    cases: Sequence[tuple[Sequence[Any], Any]]
-    """Arguments and expected result, as JSON has them."""
+    cases: Sequence[Sequence[Any]]
+    """Arguments, a sequence, and expected result of each, as JSON has them."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -200,6 +200,7 @@ class Sandbox:
             kill_tree(self._process.pid)
         self._process.wait()
         self._control.close()
+        self._errors.close()
         if self._folder is not None:
             shutil.rmtree(self._folder)
 
@@ -284,15 +285,13 @@ def _walls(config: SandboxConfig, filter_file: int | None) -> list[str]:
         # Only what making a job an unprivileged user's takes, and ending what that user runs.
         walls += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_KILL"]
     else:
-        walls += ["--unshare-user"]
-    for path in SYSTEM:
-        walls += ["--ro-bind-try", path, path]
-    bound = [path for path in dict.fromkeys((sys.base_prefix, *_packages(), str(HARNESS))) if not _is_below(path, SYSTEM)]
+        walls += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
+    own = [path for path in (sys.base_prefix, *_packages(), str(HARNESS)) if not _is_below(path, SYSTEM)]
     # The way there may be closed to all but its owner, as /root is; inside, others go it.
-    for folder in dict.fromkeys(str(parent) for path in bound for parent in reversed(Path(path).parents)):
+    for folder in dict.fromkeys(str(parent) for path in (*SYSTEM, *own) for parent in reversed(Path(path).parents)):
         walls += ["--perms", "0755", "--dir", folder]
-    for path in bound:
-        walls += ["--ro-bind", path, path]
+    for path in (*SYSTEM, *own):
+        walls += ["--ro-bind-try", path, path]
     walls += ["--proc", "/proc", "--dev", "/dev"]
     walls += ["--perms", "1777", "--size", str(config.tmp_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"]
     walls += ["--remount-ro", "/dev", "--remount-ro", "/"]
