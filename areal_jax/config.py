@@ -225,7 +225,7 @@ _FRACTION = (
     *("top_p", "warmup_fraction", "beta1", "beta2"),
 )
 _ABOVE_ONE = ("dual_clip",)
-_ANY_NUMBER = ("correct", "wrong", "bias", "scale")
+_ANY_NUMBER = ("correct", "wrong", "no_answer", "bias", "scale")
 
 
 def contradictions(experiment: AnyExperiment) -> Iterator[str]:
