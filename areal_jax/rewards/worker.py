@@ -221,6 +221,8 @@ def _own_judge(function: str) -> Judge:
         if spec is None or spec.loader is None:
             raise ValueError(f"{where} is no Python file")
         module = importlib.util.module_from_spec(spec)
+        # chz looks the module up when it reads the annotations of classes that the file defines.
+        sys.modules[spec.name] = module
         spec.loader.exec_module(module)
     else:
         module = importlib.import_module(where)

@@ -20,6 +20,8 @@ from areal_jax.records import Message, Task, Verdict
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.rewards.service import RewardService
 
+OWN_REWARD = Path(__file__).parents[2] / "experiments" / "own_reward.py"
+
 OWN_JUDGE = r'''
 import os, signal, subprocess, sys, time
 from pathlib import Path
@@ -218,6 +220,16 @@ def test_an_own_judge_may_be_async_and_know_degrees(own_judge: str) -> None:
 
     run(main())
     assert (Verdict("correct").worth(5.0, -5.0), Verdict("timeout").worth(5.0, -5.0)) == (5.0, -5.0)
+
+
+def test_the_reward_of_an_experiments_own_file_is_used() -> None:
+    async def main() -> None:
+        async with RewardService(RewardConfig(function=str(OWN_REWARD) + ":nearness")) as judge:
+            answers = ("\\boxed{2}", "\\boxed{7} \\boxed{102}", "\\boxed{1234}", "2")
+            # 002 itself; 102 has two of three digits right; the others are no numbers of three digits.
+            assert [(await judge(task(), answer)).score for answer in answers] == [1.0, pytest.approx(2 / 3), 0.0, 0.0]
+
+    run(main())
 
 
 def test_what_takes_long_makes_way_for_others(own_judge: str) -> None:
