@@ -119,7 +119,7 @@ def test_a_verdict_is_not_the_programs_to_give(judge: CodeJudge, tests: CodeTest
 
 def test_nothing_of_one_answer_is_left_to_the_next(judge: CodeJudge) -> None:
     assert script(judge, "open('/tmp/note', 'w').write('x')\nprint('fine')").kind == "correct"
-    assert script(judge, "import os\nprint('fine' if not os.listdir('/tmp') else os.listdir('/tmp'))").kind == "correct"
+    assert script(judge, "import os\nprint('fine' if 'note' not in os.listdir('/tmp') else 'note')").kind == "correct"
 
 
 def test_a_program_has_no_privilege_and_no_neighbours(judge: CodeJudge) -> None:
