@@ -208,6 +208,7 @@ def latency(data: Path, every: int) -> dict[str, object]:
     return found
 
 
+THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
 NUMBER = re.compile(r"-?[0-9]+(?:\.0+)?")
 
 
@@ -236,7 +237,7 @@ def notations(reference: str) -> set[str]:
     same = {reference, f"${reference}$", f"\\({reference}\\)", f" {reference} ", f"{reference}."}
     same |= {reference.replace("\\frac", "\\dfrac"), reference.replace("\\left", "").replace("\\right", "")}
     same |= {reference.replace(", ", ","), reference.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")}
-    plain = reference.replace(",", "")
+    plain = THOUSANDS.sub("", reference)
     if NUMBER.fullmatch(plain):
         number = int(float(plain))
         same |= {str(number), f"{number:,}", f"{number}.0", f"{number}.00", f"+{number}" if number >= 0 else str(number)}
@@ -247,7 +248,7 @@ def notations(reference: str) -> set[str]:
 
 def near_misses(reference: str) -> set[str]:
     """Answers that look like it and are others."""
-    plain = reference.replace(",", "")
+    plain = THOUSANDS.sub("", reference)
     if NUMBER.fullmatch(plain):
         number = int(float(plain))
         others = {number + 1, number - 1, -number, 10 * number, number + 10, number // 10, int(str(abs(number))[::-1])} - {
@@ -258,10 +259,12 @@ def near_misses(reference: str) -> set[str]:
             "\\frac{0}{7}",
         }
     others = {f"({reference}) + 1", f"{reference}, 77"}
-    for digit in list(re.finditer("[0-9]", reference))[:3]:
+    # Exponents of units are no part of the answer.
+    for digit in list(re.finditer(r"(?<!\}\^)[0-9]", reference))[:3]:
         others.add(f"{reference[: digit.start()]}{(int(digit.group()) + 1) % 10}{reference[digit.end() :]}")
     for bracket, other in ("[(", "([", "])", ")]"):
-        others |= {reference.replace(bracket, other)} if "\\infty" in reference or "," in reference else set()
+        # No interval holds infinity, whatever its bracket says.
+        others |= {reference.replace(bracket, other)} if "," in reference and "infty" not in reference else set()
     return others - {reference}
 
 
