@@ -109,7 +109,8 @@ def mutants(data: Path, every: int) -> dict[str, object]:
     judge, sandboxes = judging(config), Sandboxes(config, find_walls(config))
     counts = Counter[str]()
     for _, tests, program in solved(data, every):
-        for mutant in mutated(program):
+        # What the prompt gave is not the program's to get wrong.
+        for mutant in mutated(program, len(tests.prompt.splitlines())):
             script = f"{mutant}\n{tests.imports}\n{tests.tests}"
             sandbox = sandboxes.take()
             with sandbox.start({"kind": "run", "program": script}):
@@ -124,12 +125,13 @@ def mutants(data: Path, every: int) -> dict[str, object]:
     return {"mutants": dict(counts)}
 
 
-def mutated(program: str) -> list[str]:
-    """Some of the programs that differ in one comparison, operator, constant or return."""
+def mutated(program: str, after_line: int) -> list[str]:
+    """Some of the programs that differ in one comparison, operator, constant or return after that line."""
     found = list[str]()
     for place in range(sum(1 for _ in ast.walk(ast.parse(program)))):
         tree = ast.parse(program)
-        if mutate(list(ast.walk(tree))[place]):
+        node = list(ast.walk(tree))[place]
+        if getattr(node, "lineno", 0) > after_line and mutate(node):
             found.append(ast.unparse(tree))
     return random.Random(0).sample(found, min(MUTANTS_PER_SOLUTION, len(found)))
 
