@@ -25,6 +25,9 @@ from areal_jax.rewards.sandbox import Ended, Job, Sandbox, Sandboxes, SandboxUna
 
 MAX_PROGRAM_CHARS = 200_000
 
+LAST_WORDS_S = 1.0
+"""A program that failed gets so long to say why."""
+
 _FENCE = re.compile(r"^[ \t]*```[ \t]*([A-Za-z0-9_+-]*)[^\n`]*$", re.MULTILINE)
 _PYTHON = ("python", "python3", "py")
 
@@ -121,6 +124,7 @@ class CodeJudge:
                 case Ended("exit", code) if code == WRONG:
                     return Verdict("wrong", testing.last_error())
                 case Ended("exit", code) if code == CRASHED:
+                    sandbox.wait(LAST_WORDS_S)
                     return Verdict("crashed", serving.last_error() or testing.last_error())
                 case Ended("exit", code) if code == BROKEN:
                     return Verdict("infrastructure", f"the tests cannot be run: {testing.last_error()}")
