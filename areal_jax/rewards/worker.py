@@ -82,7 +82,8 @@ def main() -> None:
                 pid = os.fork()
                 if pid == 0:
                     control.close()
-                    os.setsid()
+                    # A group to be killed as one, but no session: priorities count among processes of one session.
+                    os.setpgrp()
                     _end_with(nursery_pid)
                     return _serve(socket.socket(fileno=files[0]), judge)
                 os.close(files[0])
