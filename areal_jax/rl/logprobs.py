@@ -90,7 +90,7 @@ def _predict_with_norm(
     logits = _logits(hidden, head, temperature)
     log_norm = jax.nn.logsumexp(logits, axis=-1)
     # Compare and sum, not gather: along a sharded vocabulary a gather would fetch all logits to every shard.
-    logp = jnp.sum(jnp.where(_is_target(targets, logits), logits, 0.0), axis=-1) - log_norm
+    logp = jnp.sum(_is_target(targets, logits) * logits, axis=-1) - log_norm
     log_softmax = logits - log_norm[..., None]
     entropy = -jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=-1)
     return logp, entropy, log_norm
@@ -132,4 +132,6 @@ def _logits(hidden: Float[Array, "B C D"], head: Float[Array, "D V"], temperatur
 
 
 def _is_target(targets: Int[Array, "B C"], logits: Float[Array, "B C V"]) -> Bool[Array, "B C V"]:
-    return jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
+    # An iota as large as the logits, or zeros to choose instead of them, would be computed once before the loop over chunks,
+    # since they are the same for all, and lie there while it runs.
+    return jax.lax.broadcasted_iota(targets.dtype, (1, 1, logits.shape[-1]), 2) == targets[..., None]
