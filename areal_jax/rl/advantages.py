@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from jaxtyping import Float, Float32, Float64, Int
+from jaxtyping import Bool, Float, Float32, Float64, Int
 
-from areal_jax.rl.config import Advantages, BatchNormalized, GroupNormalized, LeaveOneOut, Mean, Shaping, Unnormalized
+from areal_jax.rl.config import GAE, Advantages, BatchNormalized, GroupNormalized, LeaveOneOut, Mean, Shaping, Unnormalized
 
 
 def compute_advantages(
@@ -37,6 +37,42 @@ def compute_advantages(
         f"{type(config).__name__} says nothing of how rewards become advantages; set trainer.advantages to GroupNormalized, "
         "LeaveOneOut, BatchNormalized or Unnormalized"
     )
+
+
+def generalized_advantages(
+    config: GAE,
+    rewards: Float[np.ndarray, "T"],
+    values: Float[np.ndarray, "T"],
+    drawn: Bool[np.ndarray, "T"],
+    value_after: float,
+) -> Float64[np.ndarray, "T"]:
+    """Advantage of every token that the policy drew in one sequence, 0 of others (GAE, arXiv:1506.02438, equation 16).
+
+    delta_i = r_i + gamma V_{i+1} - V_i,  A_i = delta_i + gamma lam A_{i+1},  i counting drawn tokens alone: prompt, feedback
+    and what a tool said are no steps, and discount nothing. A + V is the return that the critic is to learn.
+
+    Args:
+        rewards: read where a token was drawn.
+        values: of the state in which each token was drawn, that is before it; read there too.
+        value_after: of the state behind the last drawn token: 0 where the answer ended, the critic's where it was cut off.
+    """
+    advantages = np.zeros(drawn.shape, np.float64)
+    before = values[drawn].astype(np.float64)
+    if len(before):
+        after = np.append(before[1:], value_after)
+        advantages[drawn] = _discounted(rewards[drawn] + config.gamma * after - before, config.gamma * config.lam)
+    return advantages
+
+
+def normalized(
+    advantages: Sequence[Float[np.ndarray, "_"]], counted: Sequence[Bool[np.ndarray, "_"]], eps: float
+) -> list[Float32[np.ndarray, "_"]]:
+    """(A - mean) / (std + eps), mean and std over the counted tokens of all sequences together; 0 where all are equal."""
+    together = np.concatenate([of_one[mask] for of_one, mask in zip(advantages, counted, strict=True)])
+    if len(together) == 0 or together.min() == together.max():
+        return [np.zeros(of_one.shape, np.float32) for of_one in advantages]
+    mean, divisor = together.mean(dtype=np.float64), together.std(ddof=1, dtype=np.float64) + eps
+    return [((of_one - mean) / divisor).astype(np.float32) for of_one in advantages]
 
 
 def shaped_rewards(
@@ -76,6 +112,15 @@ def mean_weights(mean: Mean, num_loss_tokens: Int[np.ndarray, "S"], constant_tok
     mean_length = num_loss_tokens.sum() / max((num_loss_tokens > 0).sum(), 1)
     lengths = np.maximum(num_loss_tokens, 1) if mean == "sequences" else np.full(num_loss_tokens.shape, constant_tokens)
     return (mean_length / lengths).astype(np.float32)
+
+
+def _discounted(x: Float64[np.ndarray, "T"], decay: float) -> Float64[np.ndarray, "T"]:
+    """y_t = x_t + decay y_{t+1}, by doubling: each turn sums twice as many terms, so that T tokens take log2(T) turns."""
+    y, span = x.copy(), 1
+    while span < len(y):
+        y[:-span] += decay**span * y[span:]
+        span *= 2
+    return y
 
 
 def _group_normalized(
