@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import jax
 import numpy as np
 import pytest
@@ -12,6 +15,10 @@ VALUES = np.array([1.0, 2.0, 0.2, 3.0])
 OLD = np.array([1.2, 1.0, 0.0, 2.9])
 RETURNS = np.array([2.0, 3.0, -1.0, 0.0])
 MASK = np.array([True, True, True, False])
+
+
+def value_loss_of(values: Any, old: Any, returns: Any, mask: Any, clip_eps: float | None = 0.5) -> jax.Array:
+    return value_loss(values, old, returns, mask, clip_eps=clip_eps).loss
 
 
 def textbook(values: np.ndarray, old: np.ndarray, returns: np.ndarray, mask: np.ndarray, clip_eps: float | None) -> float:
@@ -38,17 +45,17 @@ def test_it_equals_the_number_by_hand() -> None:
 
 
 def test_a_value_that_has_come_near_enough_learns_no_more() -> None:
-    gradient = jax.grad(lambda values: value_loss(values, OLD, RETURNS, MASK).loss)(VALUES)
+    gradient = jax.grad(value_loss_of)(VALUES, OLD, RETURNS, MASK)
     np.testing.assert_allclose(gradient, [-1 / 3, 0.0, 1.2 / 3, 0.0], atol=1e-6)
     # On the other side of the old value it does: 2 -> 0 from 1, (2 - 0) / 3.
-    gradient = jax.grad(lambda values: value_loss(values, OLD, np.zeros(4), MASK).loss)(VALUES)
+    gradient = jax.grad(value_loss_of)(VALUES, OLD, np.zeros(4), MASK)
     assert float(gradient[1]) == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("clip_eps", [0.5, 0.1, None])
 def test_a_thousand_random_inputs_equal_float64_numpy_and_gradients_finite_differences(clip_eps: float | None) -> None:
     rng = np.random.default_rng(0)
-    of = jax.jit(jax.value_and_grad(lambda *given: value_loss(*given, clip_eps=clip_eps).loss))
+    of = jax.jit(jax.value_and_grad(partial(value_loss_of, clip_eps=clip_eps)))
     for i in range(1000):
         values, old, returns = rng.normal(size=(3, 12)).astype(np.float32)
         mask = rng.random(12) < 0.7
@@ -64,11 +71,11 @@ def test_a_thousand_random_inputs_equal_float64_numpy_and_gradients_finite_diffe
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
 def test_what_lies_under_the_mask_poisons_nothing(poison: float) -> None:
     given = [np.where(MASK, x, poison) for x in (VALUES, OLD, RETURNS)]
-    loss, gradient = jax.value_and_grad(lambda *given: value_loss(*given, MASK).loss)(*given)
+    loss, gradient = jax.value_and_grad(partial(value_loss_of, mask=MASK))(*given)
     assert float(loss) == pytest.approx(4.69 / 6)
     assert float(gradient[3]) == 0.0 and np.isfinite(gradient).all()
 
 
 def test_only_the_values_of_today_learn() -> None:
-    _, old, returns = jax.grad(lambda *given: value_loss(*given, MASK).loss, argnums=(0, 1, 2))(VALUES, OLD, RETURNS)
+    _, old, returns = jax.grad(partial(value_loss_of, mask=MASK), argnums=(0, 1, 2))(VALUES, OLD, RETURNS)
     assert not old.any() and not returns.any()
