@@ -32,9 +32,9 @@ from areal_jax.parallel.mesh import Meshes, make_meshes
 from areal_jax.parallel.sharding import ROLLOUT_RULES, bytes_per_device, sharding
 from areal_jax.records import derive_seed
 from areal_jax.settings import ConfigError, as_text
+from areal_jax.trainer.forward import check_cut
 from areal_jax.trainer.memory import predicted_bytes
 from areal_jax.trainer.state import trained
-from areal_jax.trainer.step import check_cut
 
 T = TypeVar("T")
 
