@@ -282,11 +282,17 @@ def find_policy(config: PolicyConfig, folder: Path) -> Policy:
     """The policy in a folder, with the adapter that is to be trained beside it.
 
     Raises ValueError where the adapter does not belong to the policy."""
+    model = read_config(folder)
+    if model.is_scalar:
+        raise ValueError(
+            f"policy.path={config.path} reads out one number a token ({model.readout}), which draws no answers; expected a "
+            f"language model ({model.architecture})"
+        )
     if config.adapter is None:
-        policy = Policy(read_config(folder), config.lora)
+        policy = Policy(model, config.lora)
     else:
         adapter = Path(config.adapter).expanduser()
-        policy = Policy(read_config(folder), lora.read_config(adapter))
+        policy = Policy(model, lora.read_config(adapter))
         lora.require_base(adapter, config.path, str(folder))
         lora.require_tensors(adapter, policy)
     if policy.lora:

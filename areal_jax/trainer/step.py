@@ -48,7 +48,9 @@ class DeviceBatch(NamedTuple):
 
 
 Objective: TypeAlias = Callable[[Float[Array, "B T"], Float[Array, "B T"], DeviceBatch, Float[Array, ""]], PolicyLoss]
-"""objective(logp, proximal_logp, batch, num_tokens): the loss of a micro-batch, divided by the tokens of its mini-batch."""
+"""objective(logp, proximal_logp, batch, num_tokens): the loss of a micro-batch, divided by the tokens of its mini-batch.
+
+For a policy with a scalar head logp and proximal_logp are values: of what follows token t, in place t."""
 
 
 class Accumulated(NamedTuple):
@@ -121,7 +123,8 @@ class Learner:
         return DeviceBatch(*put_batch(self.mesh, tuple(batch), TRAIN_RULES))
 
     def logprobs(self, batch: DeviceBatch) -> Float[Array, "B T"]:
-        """Log-probability of every token under the parameters as they are now; on the device, not waited for."""
+        """What the parameters as they are now make of every token: its log-probability, or with a scalar head the value of what
+        follows it. On the device, not waited for."""
         return self._run("logprobs", self.params, self.base, batch)
 
     def update(self, batches: Sequence[DeviceBatch], num_tokens: int, *, proximal_is_current: bool) -> Metrics:
@@ -160,7 +163,7 @@ class Learner:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._abstract_accumulated)
 
     def _logprobs(self, params: Params, base: Params, batch: DeviceBatch) -> Float[Array, "B T"]:
-        return self._logprobs_and_entropy(params, base, batch)[0]
+        return self._read_out(params, base, batch)[0]
 
     def _accumulate(
         self,
@@ -205,12 +208,13 @@ class Learner:
         num_tokens: Float[Array, ""],
         proximal_is_current: Bool[Array, ""],
     ) -> tuple[Float[Array, ""], dict[str, Meter]]:
-        logp, entropy, routing = self._logprobs_and_entropy(params, base, batch)
+        logp, entropy, routing = self._read_out(params, base, batch)
         proximal_logp = jnp.where(proximal_is_current, jax.lax.stop_gradient(logp), batch.proximal_logp)
         loss, metrics = self.objective(logp, proximal_logp, batch, num_tokens)
         mask = batch.loss_mask
         num_masked = jnp.sum(mask, dtype=jnp.float32)
-        metrics = metrics | {"entropy": (jnp.sum(jnp.where(mask, entropy, 0.0)), num_masked)}
+        if entropy is not None:
+            metrics = metrics | {"entropy": (jnp.sum(jnp.where(mask, entropy, 0.0)), num_masked)}
         if routing is not None and self.policy.config.moe is not None:
             num_counted = jnp.sum(batch.segment_ids > 0, dtype=jnp.float32)
             balance, given = balance_loss(routing, num_counted), self.config.router_aux_loss_coef
@@ -222,9 +226,10 @@ class Learner:
             metrics |= {"router_balance_loss": (balance * num_masked, num_masked)}
         return loss, metrics
 
-    def _logprobs_and_entropy(
+    def _read_out(
         self, params: Params, base: Params, batch: DeviceBatch
-    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Routing | None]:
+    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"] | None, Routing | None]:
+        """Log-probabilities and entropies, or values; and routing."""
         if self.policy.lora:
             params = lora.attach(self.policy, base, params)
         # Whole along the width before tokens are looked up in it: else what is found would have to be gathered over all rows.
@@ -241,8 +246,11 @@ class Learner:
             experts=sharded_experts(self.mesh, TRAIN_RULES),
             counted=batch.segment_ids > 0,
         )
+        hidden = self._constrain(hidden, ("batch", "tokens"))
+        if self.policy.config.is_scalar:
+            return self.policy.values(params, hidden), None, routing
         logp, entropy = token_logprobs(
-            self._constrain(hidden, ("batch", "tokens")),
+            hidden,
             self.policy.head(params),
             batch.tokens,
             batch.segment_ids,
