@@ -63,18 +63,18 @@ class MadeOnDemand(Sequence[T]):
 
     def __init__(self, count: int, make: Callable[[int], T]) -> None:
         """Args: make: makes the thing at a place, from 0; the same one whenever it is asked."""
-        self.count, self.make = count, make
+        self._count, self._make = count, make
 
     def __len__(self) -> int:
-        return self.count
+        return self._count
 
     @overload
     def __getitem__(self, index: int) -> T: ...
     @overload
     def __getitem__(self, index: slice) -> list[T]: ...
     def __getitem__(self, index: int | slice) -> T | list[T]:
-        places = range(self.count)[index]
-        return self.make(places) if isinstance(places, int) else [self.make(place) for place in places]
+        places = range(self._count)[index]
+        return self._make(places) if isinstance(places, int) else [self._make(place) for place in places]
 
 
 def _generated(problem: Problem, prompt: PromptConfig) -> Task:

@@ -17,7 +17,7 @@ from areal_jax.rl.losses import Meter, PolicyLoss
 def preference_loss(
     config: Preference,
     values: Float[Array | np.ndarray, "B T"],
-    reference: Float[Array | np.ndarray, "B T"] | None,
+    reference: Float[Array | np.ndarray, "B T"],
     mask: Shaped[Array | np.ndarray, "B T"],
     segment_ids: Int[Array | np.ndarray, "B T"],
     *,
@@ -30,16 +30,16 @@ def preference_loss(
 
     Args:
         values: log-probabilities under the policy being trained (DPO, IPO), or a reward model's scores.
-        reference: log-probabilities under the policy that training began with; None: zeros. Nothing flows through it.
+        reference: log-probabilities under the policy that training began with; zeros for a reward model, which has none.
+            Nothing flows through it.
         mask: true (or 1) on the tokens of the answers; for BradleyTerry, on the one token of each at which its score stands.
             What lies outside may be nan.
         num_pairs: None counts them; give the whole mini-batch's count where this is one of its micro-batches.
     """
     mask = jnp.asarray(mask).astype(bool)
     values = jnp.where(mask, jnp.asarray(values).astype(jnp.promote_types(values.dtype, jnp.float32)), 0.0)
-    behind = values if reference is None else jnp.where(mask, values - jax.lax.stop_gradient(jnp.asarray(reference)), 0.0)
-    num_tokens = _of_answers(mask.astype(values.dtype), segment_ids)
-    sums = _of_answers(behind, segment_ids)
+    gained = jnp.where(mask, values - jax.lax.stop_gradient(jnp.asarray(reference)), 0.0)
+    num_tokens, sums = _of_answers(mask.astype(values.dtype), segment_ids), _of_answers(gained, segment_ids)
     match config:
         case DPO():
             rewards, smoothing = config.beta * sums, config.label_smoothing

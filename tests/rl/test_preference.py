@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -12,6 +13,9 @@ from areal_jax.rl.config import DPO, IPO, BradleyTerry, Preference
 from areal_jax.rl.losses import PolicyLoss
 from areal_jax.rl.preference import preference_loss
 
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+loss_of = jax.jit(preference_loss, static_argnums=0)
 EVERY = [DPO(), DPO(beta=0.5, label_smoothing=0.2), IPO(), IPO(beta=0.4), BradleyTerry()]
 NAMES = ["DPO", "smoothed DPO", "IPO", "IPO of another beta", "Bradley-Terry"]
 LOG_2 = 0.693147
@@ -21,7 +25,7 @@ class Rows(NamedTuple):
     """The arguments, in their order."""
 
     values: np.ndarray
-    reference: np.ndarray | None
+    reference: np.ndarray
     mask: np.ndarray
     segment_ids: np.ndarray
 
@@ -39,7 +43,7 @@ def rows_of(lengths: list[list[tuple[int, int]]], seed: int, config: Preference 
             mask[b, start + prompt + (answer - 1 if isinstance(config, BradleyTerry) else 0) : start + prompt + answer] = 1
             start += prompt + answer
     values, reference = rng.normal(-1.5, 0.7, (2, *mask.shape)).astype(np.float32)
-    return Rows(values, None if isinstance(config, BradleyTerry) else reference, mask.astype(bool), segments)
+    return Rows(values, reference * (not isinstance(config, BradleyTerry)), mask.astype(bool), segments)
 
 
 def random_rows(config: Preference, seed: int, num_rows: int, num_pairs: int = 2, longest: int = 4, width: int = 0) -> Rows:
@@ -51,13 +55,7 @@ def random_rows(config: Preference, seed: int, num_rows: int, num_pairs: int = 2
 def papers_losses(config: Preference, rows: Rows) -> list[float]:
     """Pair by pair as the papers write it, in float64."""
     losses = []
-    for values, reference, mask, segments in zip(
-        rows.values,
-        np.zeros_like(rows.values) if rows.reference is None else rows.reference,
-        rows.mask,
-        rows.segment_ids,
-        strict=True,
-    ):
+    for values, reference, mask, segments in zip(*rows, strict=True):
         for first in range(1, segments.max(), 2):
             won, lost = (
                 values[mask & (segments == s)].astype(np.float64) - reference[mask & (segments == s)]
@@ -74,6 +72,11 @@ def papers_losses(config: Preference, rows: Rows) -> list[float]:
                     (chosen,), (rejected,) = won, lost
                     losses.append(-np.log(1 / (1 + np.exp(-(chosen - rejected)))))
     return losses
+
+
+@partial(jax.jit, static_argnums=0)
+def gradient_of(config: Preference, rows: Rows, num_pairs: float | None = None) -> jax.Array:
+    return jax.grad(lambda values: preference_loss(config, values, *rows[1:], num_pairs=num_pairs).loss)(rows.values)
 
 
 def mean(out: PolicyLoss, name: str) -> float:
@@ -93,7 +96,7 @@ def one_pair(chosen: list[float], rejected: list[float], reference: float = -1.0
 @pytest.mark.parametrize("config", [DPO(), DPO(label_smoothing=0.3), BradleyTerry()])
 def test_of_equal_answers_none_is_preferred(config: Preference) -> None:
     # -log sigmoid(0) = log 2, whichever way round.
-    out = preference_loss(config, *one_pair([-1.5, -0.5], [-1.5, -0.5]))
+    out = loss_of(config, *one_pair([-1.5, -0.5], [-1.5, -0.5]))
     assert float(out.loss) == pytest.approx(LOG_2, abs=1e-6)
     assert mean(out, "accuracy") == 0.5
 
@@ -101,50 +104,52 @@ def test_of_equal_answers_none_is_preferred(config: Preference) -> None:
 def test_ipo_wants_a_margin_of_five_at_beta_a_tenth_and_no_more() -> None:
     # Nats per token above the reference of -6: chosen 5 and 5, rejected 0: a margin of 5 = 1 / (2 * 0.1).
     rows = one_pair([-1.0, -1.0], [-6.0, -6.0], reference=-6.0)
-    out, gradient = jax.value_and_grad(lambda values: preference_loss(IPO(), values, *rows[1:]).loss)(rows.values)
-    assert float(out) == pytest.approx(0.0, abs=1e-6) and not np.abs(gradient).max() > 1e-6
+    assert float(loss_of(IPO(), *rows).loss) == pytest.approx(0.0, abs=1e-6)
+    assert np.abs(gradient_of(IPO(), rows)).max() < 1e-6
     # Of 6: (6 - 5)²; of none: 5².
-    assert float(preference_loss(IPO(), *one_pair([0.0], [-6.0])).loss) == pytest.approx(1.0, abs=1e-5)
-    assert float(preference_loss(IPO(), *one_pair([-3.0], [-3.0, -3.0])).loss) == pytest.approx(25.0, abs=1e-5)
+    assert float(loss_of(IPO(), *one_pair([0.0], [-6.0])).loss) == pytest.approx(1.0, abs=1e-5)
+    assert float(loss_of(IPO(), *one_pair([-3.0], [-3.0, -3.0])).loss) == pytest.approx(25.0, abs=1e-5)
 
 
 def test_the_numbers_by_hand() -> None:
     # Above the reference of -1: chosen 0.5 + 0 = 0.5, rejected -1 - 1 - 1 = -3; beta 0.1: rewards 0.05 and -0.3, margin 0.35.
     rows = one_pair([-0.5, -1.0], [-2.0, -2.0, -2.0])
-    out = preference_loss(DPO(), *rows)
+    out = loss_of(DPO(), *rows)
     # log(1 + e^-0.35) = 0.533382 and log(1 + e^0.35) = 0.883382.
     assert float(out.loss) == pytest.approx(0.533382, abs=1e-6)
-    assert float(preference_loss(DPO(label_smoothing=0.1), *rows).loss) == pytest.approx(0.568382, abs=1e-6)
+    assert float(loss_of(DPO(label_smoothing=0.1), *rows).loss) == pytest.approx(0.568382, abs=1e-6)
     assert [mean(out, name) for name in ("margin", "chosen_reward", "rejected_reward")] == pytest.approx([0.35, 0.05, -0.3])
     assert mean(out, "accuracy") == 1.0
     # Means of the answers' tokens: -1.5 / 2 and -6 / 3.
     assert [mean(out, name) for name in ("chosen_logp", "rejected_logp")] == pytest.approx([-0.75, -2.0])
     # Per token 0.25 and -1: (1.25 - 5)² = 14.0625.
-    assert float(preference_loss(IPO(), *rows).loss) == pytest.approx(14.0625, abs=1e-5)
+    assert float(loss_of(IPO(), *rows).loss) == pytest.approx(14.0625, abs=1e-5)
     # Scores 1.5 and 0.2: log(1 + e^-1.3) = 0.241008.
     scores = one_pair([1.5], [0.2])
-    assert float(preference_loss(BradleyTerry(), *scores._replace(reference=None)).loss) == pytest.approx(0.241008, abs=1e-6)
+    assert float(loss_of(BradleyTerry(), *scores._replace(reference=np.zeros_like(scores.values))).loss) == pytest.approx(
+        0.241008, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize("config", EVERY, ids=NAMES)
 def test_a_thousand_random_pairs_equal_float64_numpy(config: Preference) -> None:
     rows = random_rows(config, 0, num_rows=500)
-    each = jax.jit(jax.vmap(lambda row: preference_loss(config, *(x if x is None else x[None] for x in row)).loss))(rows)
+    each = jax.jit(jax.vmap(lambda row: loss_of(config, *(x[None] for x in row)).loss))(rows)
     expected = np.array(papers_losses(config, rows))
     assert expected.shape == (1000,)
     np.testing.assert_allclose(each, expected.reshape(500, 2).mean(1), rtol=1e-6, atol=1e-6)
-    assert float(preference_loss(config, *rows).loss) == pytest.approx(expected.mean(), rel=1e-6)
+    assert float(loss_of(config, *rows).loss) == pytest.approx(expected.mean(), rel=1e-6)
 
 
 @pytest.mark.parametrize("config", EVERY, ids=NAMES)
 def test_the_gradient_equals_finite_differences(config: Preference) -> None:
     with jax.enable_x64(True):
         rows = random_rows(config, 1, num_rows=2)
-        values, rest = rows.values.astype(np.float64), rows[1:]
-        loss = jax.jit(jax.vmap(lambda values: preference_loss(config, values, *rest).loss))
-        nudges = 1e-6 * np.eye(values.size).reshape(-1, *values.shape)
-        slopes = (loss(values + nudges) - loss(values - nudges)) / 2e-6
-        gradient = jax.grad(lambda values: preference_loss(config, values, *rest).loss)(values)
+        rows = rows._replace(values=rows.values.astype(np.float64))
+        loss = jax.jit(jax.vmap(lambda values: preference_loss(config, values, *rows[1:]).loss))
+        nudges = 1e-6 * np.eye(rows.values.size).reshape(-1, *rows.values.shape)
+        slopes = (loss(rows.values + nudges) - loss(rows.values - nudges)) / 2e-6
+        gradient = gradient_of(config, rows)
     np.testing.assert_allclose(gradient.reshape(-1), slopes, atol=1e-7)
     assert not gradient[~rows.mask].any() and gradient[rows.mask].all()
 
@@ -152,26 +157,26 @@ def test_the_gradient_equals_finite_differences(config: Preference) -> None:
 @pytest.mark.parametrize("config", EVERY, ids=NAMES)
 def test_a_pair_learns_the_same_beside_others_and_alone(config: Preference) -> None:
     packed = rows_of([[(1, 3), (2, 2), (3, 1), (1, 4)], [(2, 2), (2, 3)]], 2, config, width=20)
-
-    def gradient(rows: Rows) -> np.ndarray:
-        return np.asarray(jax.grad(lambda values: preference_loss(config, values, *rows[1:], num_pairs=3.0).loss)(rows.values))
-
-    together = gradient(packed)
+    together = gradient_of(config, packed, 3.0)
     for row, first in ((0, 1), (0, 3), (1, 1)):
-        inside = (packed.segment_ids[row] == first) | (packed.segment_ids[row] == first + 1)
-        alone = Rows(*(None if x is None else x[row : row + 1, inside] for x in packed))
-        alone = alone._replace(segment_ids=alone.segment_ids - (first - 1))
-        np.testing.assert_allclose(together[row, inside], gradient(alone)[0], rtol=1e-6)
+        inside = (packed.segment_ids == first) | (packed.segment_ids == first + 1)
+        inside &= np.arange(2)[:, None] == row
+        alone = Rows(
+            np.where(inside, packed.values, np.float32(np.nan)),
+            np.where(inside, packed.reference, np.float32(np.nan)),
+            packed.mask & inside,
+            np.where(inside, packed.segment_ids - np.int32(first - 1), 0),
+        )
+        expected = gradient_of(config, alone, 3.0)
+        np.testing.assert_allclose(together[inside], expected[inside], rtol=1e-6)
+        assert not expected[~inside].any()
 
 
 @pytest.mark.parametrize("config", EVERY, ids=NAMES)
 def test_cutting_into_micro_batches_changes_nothing(config: Preference) -> None:
     rows = random_rows(config, 3, num_rows=8)
-    whole = preference_loss(config, *rows)
-    parts = [
-        preference_loss(config, *(None if x is None else x[start:end] for x in rows), num_pairs=16.0)
-        for start, end in ((0, 1), (1, 6), (6, 8))
-    ]
+    whole = loss_of(config, *rows)
+    parts = [loss_of(config, *(x[start:end] for x in rows), num_pairs=16.0) for start, end in ((0, 2), (2, 6), (6, 8))]
     assert sum(float(part.loss) for part in parts) == pytest.approx(float(whole.loss), rel=1e-6)
     for name, meter in whole.metrics.items():
         for k in range(2):
@@ -180,8 +185,8 @@ def test_cutting_into_micro_batches_changes_nothing(config: Preference) -> None:
 
 def test_longer_answers_are_the_same_to_ipo_and_not_to_dpo() -> None:
     short, long = one_pair([-0.5, -1.5], [-2.0]), one_pair([-0.5, -1.5] * 3, [-2.0] * 5)
-    assert float(preference_loss(IPO(), *short).loss) == pytest.approx(float(preference_loss(IPO(), *long).loss), rel=1e-6)
-    assert float(preference_loss(DPO(), *short).loss) != pytest.approx(float(preference_loss(DPO(), *long).loss), rel=1e-3)
+    assert float(loss_of(IPO(), *short).loss) == pytest.approx(float(loss_of(IPO(), *long).loss), rel=1e-6)
+    assert float(loss_of(DPO(), *short).loss) != pytest.approx(float(loss_of(DPO(), *long).loss), rel=1e-3)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
@@ -192,24 +197,19 @@ def test_what_lies_outside_the_mask_poisons_nothing(poison: float) -> None:
         reference=np.where(rows.mask, rows.reference, np.float32(poison)),
     )
 
-    def run(rows: Rows) -> tuple[PolicyLoss, jax.Array]:
-        gradient = jax.grad(lambda values: preference_loss(DPO(), values, *rows[1:]).loss)(rows.values)
-        return preference_loss(DPO(), *rows), gradient
-
-    for one, other in zip(jax.tree.leaves(run(rows)), jax.tree.leaves(run(dirty)), strict=True):
+    for one, other in zip(jax.tree.leaves(loss_of(DPO(), *rows)), jax.tree.leaves(loss_of(DPO(), *dirty)), strict=True):
         np.testing.assert_array_equal(one, other)
+    np.testing.assert_array_equal(gradient_of(DPO(), rows), gradient_of(DPO(), dirty))
 
 
 def test_nothing_flows_into_the_reference_and_padding_alone_costs_nothing() -> None:
     rows = random_rows(EVERY[0], 5, num_rows=2)
-    assert rows.reference is not None
-    into = jax.grad(lambda reference: preference_loss(DPO(), rows.values, reference, *rows[2:]).loss)(rows.reference)
+    into = jax.grad(lambda reference: loss_of(DPO(), rows.values, reference, *rows[2:]).loss)(rows.reference)
     assert not np.any(into)
     empty = rows._replace(mask=np.zeros_like(rows.mask), segment_ids=np.zeros_like(rows.segment_ids))
-    loss, gradient = jax.value_and_grad(lambda values: preference_loss(DPO(), values, *empty[1:]).loss)(rows.values)
-    assert float(loss) == 0.0 and not np.any(gradient)
+    assert float(loss_of(DPO(), *empty).loss) == 0.0 and not np.any(gradient_of(DPO(), empty))
 
 
 def test_what_is_no_objective_of_pairs_is_refused() -> None:
     with pytest.raises(TypeError, match="Preference is no objective of pairs; set loss to DPO"):
-        preference_loss(Preference(), *one_pair([0.0], [0.0]))
+        loss_of(Preference(), *one_pair([0.0], [0.0]))
