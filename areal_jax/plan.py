@@ -19,8 +19,9 @@ from jax.sharding import Mesh
 
 from areal_jax.config import AnyExperiment, Experiment
 from areal_jax.data.config import HeldOut, TaskSource
+from areal_jax.data.examples import ExampleSet
 from areal_jax.data.policy_files import resolve_policy_folder
-from areal_jax.data.sft import ExampleSet, load_examples
+from areal_jax.data.sft import load_examples
 from areal_jax.data.sources import Skipped, TaskSet, in_words, load_tasks
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.decode import DecodeEngine
@@ -32,9 +33,9 @@ from areal_jax.parallel.mesh import Meshes, make_meshes
 from areal_jax.parallel.sharding import ROLLOUT_RULES, bytes_per_device, sharding
 from areal_jax.records import derive_seed
 from areal_jax.settings import ConfigError, as_text
+from areal_jax.trainer.forward import check_cut
 from areal_jax.trainer.memory import predicted_bytes
 from areal_jax.trainer.state import trained
-from areal_jax.trainer.step import check_cut
 
 T = TypeVar("T")
 
@@ -135,7 +136,7 @@ class Plan:
     def _data(self) -> str:
         if isinstance(self.experiment, Experiment):
             return _count("tasks", *self.tasks, self.experiment.tasks)
-        return _count("examples", *self.examples, self.experiment.examples)
+        return _count("examples", self.examples.examples, self.examples.skipped, self.experiment.examples)
 
     def _training(self) -> str:
         experiment = self.experiment
@@ -159,7 +160,7 @@ class Plan:
         experiment = self.experiment
         if isinstance(experiment, Experiment) or not experiment.perplexity_every_steps:
             return ""
-        examples = _count("examples", *self.eval_examples, experiment.eval_examples)
+        examples = _count("examples", self.eval_examples.examples, self.eval_examples.skipped, experiment.eval_examples)
         return f"loss and perplexity every {experiment.perplexity_every_steps} steps of {examples}"
 
     def _pass_at_1(self) -> str:

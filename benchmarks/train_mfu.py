@@ -114,8 +114,6 @@ def draw_batch(model: ModelConfig, rows: int, row_tokens: int, segment_tokens: i
         positions=places % segment_tokens,
         loss_mask=places % segment_tokens != 0,
         behave_logp=logp,
-        proximal_logp=logp,
-        advantages=chance.normal(size=shape).astype(np.float32),
     )
 
 
@@ -159,13 +157,15 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         dtype,
         num_updates=1000,
         objective=lambda logp, proximal_logp, batch, num_tokens: policy_loss(
-            DecoupledPPO(), logp, proximal_logp, batch.behave_logp, batch.advantages, batch.loss_mask, num_tokens
+            DecoupledPPO(), logp, proximal_logp, batch.behave_logp, batch.advantages, batch.loss_mask, num_tokens=num_tokens
         ),
         temperature=1.0,
         row_tokens=args.row_tokens,
     )
     host_batch = draw_batch(model, learner.rows, args.row_tokens, args.segment_tokens)
+    (advantages,) = learner.put_column(np.random.default_rng(1).normal(size=(1, *host_batch.tokens.shape)).astype(np.float32))
     batch, micro_batches = learner.put(host_batch), args.micro_batches
+    batch = batch._replace(proximal_logp=batch.behave_logp, advantages=advantages)
     num_tokens = micro_batches * int(host_batch.loss_mask.sum())
     _, lengths = np.unique(host_batch.segment_ids[0], return_counts=True)
     update_flops, forward_flops = (learner.rows * flops for flops in work(model, lengths))
@@ -181,7 +181,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         "num_params": model.num_params,
         "settings": {name: value for name, value in vars(args).items() if name not in ("tiny", "model", "note")},
         "mesh": dict(mesh.shape),
-        "attention": learner.kernel,
+        "attention": learner.forward.kernel,
         "compute_dtype": dtype.name,
         "peak_flops_per_device": peak,
     }

@@ -55,7 +55,6 @@ class TrainingSequence(NamedTuple):
     tokens: Int[np.ndarray, "S"]
     loss_mask: Bool[np.ndarray, "S"]
     behave_logp: Float[np.ndarray, "S"]
-    advantages: Float[np.ndarray, "S"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -109,8 +108,7 @@ def lay_out(lengths: Sequence[int] | Int[np.ndarray, "N"], *, rows: int, row_tok
 def pack(
     sequences: Sequence[TrainingSequence], *, rows: int, row_tokens: int, num_together: int = 1
 ) -> tuple[list[PackedBatch], Layout]:
-    """Micro-batches that hold every sequence once, and where each lies in them, as `lay_out` says. Proximal log-probs start
-    as zeros."""
+    """Micro-batches that hold every sequence once, and where each lies in them, as `lay_out` says."""
     lengths = [len(sequence.tokens) for sequence in sequences]
     layout = lay_out(lengths, rows=rows, row_tokens=row_tokens, num_together=num_together)
     counting = np.arange(row_tokens, dtype=np.int32)
@@ -120,7 +118,5 @@ def pack(
         positions=layout.scatter((counting[:length] for length in layout.lengths), np.int32),
         loss_mask=layout.scatter((sequence.loss_mask for sequence in sequences), np.bool_),
         behave_logp=layout.scatter((sequence.behave_logp for sequence in sequences), np.float32),
-        proximal_logp=np.zeros(layout.shape, np.float32),
-        advantages=layout.scatter((sequence.advantages for sequence in sequences), np.float32),
     )
     return [PackedBatch(*(column[i] for column in columns)) for i in range(layout.shape[0])], layout

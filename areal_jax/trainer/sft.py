@@ -16,7 +16,8 @@ from areal_jax.models.decoder import Params, Policy
 from areal_jax.records import PackedBatch
 from areal_jax.rl.losses import PolicyLoss, sft_loss
 from areal_jax.trainer.config import TrainerConfig
-from areal_jax.trainer.step import DeviceBatch, Learner, Metrics
+from areal_jax.trainer.forward import DeviceBatch
+from areal_jax.trainer.step import Learner, Metrics
 from areal_jax.trainer.versions import Versions
 
 
@@ -98,7 +99,7 @@ class SupervisedTrainer(Versions):
 
     def _pack(self, examples: Sequence[SupervisedExample]) -> tuple[list[PackedBatch], Layout]:
         sequences = [
-            TrainingSequence(example.tokens, example.loss_mask, *[np.broadcast_to(np.float32(0), example.tokens.shape)] * 2)
+            TrainingSequence(example.tokens, example.loss_mask, np.broadcast_to(np.float32(0), example.tokens.shape))
             for example in examples
         ]
         return pack(sequences, rows=self._learner.rows, row_tokens=self._learner.row_tokens)
