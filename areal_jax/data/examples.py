@@ -76,7 +76,7 @@ def _set_apart(
     if len(apart) == len(drawn):
         raise ValueError(
             f"eval_examples=HeldOut leaves none of {len(drawn)} prompts to train on; lower eval_examples.share, take "
-            "eval_examples=Files, or set perplexity_every_steps=0"
+            "eval_examples=Files, or set heldout_every_steps=0"
         )
     parts: tuple[list[T], list[T]] = [], []
     for row, prompt in zip(rows, prompts, strict=True):
