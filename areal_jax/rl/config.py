@@ -206,3 +206,33 @@ class GAE(Advantages):
 Mean: TypeAlias = Literal["tokens", "sequences", "constant"]
 """What a mini-batch's loss is the mean of: all its tokens (DAPO, the paper), its sequences, each the mean of its tokens (GRPO,
 GSPO), or its sequences, each the sum of its tokens over a constant length (Dr.GRPO)."""
+
+
+@chz.chz
+class Preference:
+    """What is learnt from a chosen and a rejected answer to the same prompt."""
+
+
+@chz.chz
+class DPO(Preference):
+    """DPO (arXiv:2305.18290, equation 7): how much more likely than under the reference each whole answer has become."""
+
+    beta: float = chz.field(default=0.1, doc="reward of an answer for each nat; the lower, the further from the reference")
+    label_smoothing: float = chz.field(
+        default=0.0,
+        doc="share of the pairs, below a half, that are taken to be labelled the wrong way round (conservative DPO)",
+    )
+
+
+@chz.chz
+class IPO(Preference):
+    """IPO (arXiv:2310.12036, equation 17), of nats per token: a margin of 1 / (2 beta), and no more."""
+
+    beta: float = chz.field(
+        default=0.1, doc="the lower, the further from the reference: 1 / (2 beta) nats per token between answers"
+    )
+
+
+@chz.chz
+class BradleyTerry(Preference):
+    """A reward model instead of a policy: a score of each whole answer, the chosen one's above the other's."""
