@@ -23,7 +23,7 @@ from areal_jax.metrics.config import MetricsConfig
 from areal_jax.models.config import PolicyConfig
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.rewards.config import RewardConfig
-from areal_jax.rl.config import DPO, BradleyTerry, GroupNormalized, LeaveOneOut, Preference
+from areal_jax.rl.config import DPO, GAE, BradleyTerry, GroupNormalized, LeaveOneOut, Preference
 from areal_jax.rl.presets import PRESETS
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.settings import (
@@ -37,7 +37,7 @@ from areal_jax.settings import (
     settings,
     to_json,
 )
-from areal_jax.trainer.config import TrainerConfig
+from areal_jax.trainer.config import Critic, TrainerConfig
 
 CONFIG_FILE = "config.json"
 """Name under which a run folder keeps its resolved configuration."""
@@ -212,6 +212,7 @@ def _with_algorithm(experiment: AnyExperiment, name: str) -> Experiment:
         loss_mean=preset.loss_mean,
         advantages=preset.advantages,
         shaping=preset.shaping,
+        critic=experiment.trainer.critic if isinstance(preset.advantages, GAE) else Critic(),
     )
     rollout = chz.replace(
         experiment.rollout, success_rate_above=preset.success_rate_above, success_rate_below=preset.success_rate_below
@@ -232,18 +233,18 @@ _POSITIVE = (
     ),
     *("num_slots", "max_prompt_tokens", "max_new_tokens", "steps_per_dispatch", "num_mini_batches", "rows_per_micro_batch"),
     *("logp_chunk_tokens", "learning_rate", "eps", "max_grad_norm", "clip_eps", "clip_eps_high", "cap"),
-    *("clip", "max_second_moment", "temperature_positive", "temperature_negative", "clip_eps_low", "beta"),
+    *("clip", "max_second_moment", "temperature_positive", "temperature_negative", "clip_eps_low", "value_clip_eps", "beta"),
     *("num_workers", "samples_per_task", "keep", "batch_timeout_s", "request_timeout_s", "timeout_s"),
     *("rank", "alpha", "train_devices", "rollout_devices", "train_fsdp", "train_expert", "train_context", "train_tensor"),
     *("rollout_tensor", "simulated_devices"),
 )
 _NOT_NEGATIVE = (
-    *("seed", "num_steps", "max_staleness", "every_steps", "heldout_every_steps", "row_tokens"),
+    *("seed", "num_steps", "max_staleness", "every_steps", "heldout_every_steps", "row_tokens", "warmup_steps"),
     *("temperature", "top_k", "weight_decay", "overlong_penalty", "router_aux_loss_coef"),
 )
 _FRACTION = (
     *("share", "overlong_share", "success_rate_above", "success_rate_below"),
-    *("top_p", "warmup_fraction", "beta1", "beta2"),
+    *("top_p", "warmup_fraction", "beta1", "beta2", "gamma", "lam"),
 )
 _BELOW_HALF = ("label_smoothing",)
 _ABOVE_ONE = ("dual_clip",)
@@ -258,6 +259,7 @@ def contradictions(experiment: AnyExperiment) -> Iterator[str]:
         yield from row_too_short(experiment)
         yield from too_many_mini_batches(experiment)
         yield from no_signal(experiment)
+        yield from idle_critic(experiment)
         yield from nothing_in_bounds(experiment)
     else:
         yield from idle(experiment)
@@ -340,11 +342,23 @@ def no_signal(experiment: Experiment) -> Iterator[str]:
         yield f"rewards.correct={experiment.rewards.correct} is not above rewards.wrong={experiment.rewards.wrong}"
 
 
+def idle_critic(experiment: Experiment) -> Iterator[str]:
+    """Settings of a critic that nothing asks."""
+    advantages = type(experiment.trainer.advantages)
+    given, default = settings(experiment.trainer.critic), settings(Critic())
+    changed = {key.partition(".")[0] for key in given if key not in default or given[key].value != default[key].value}
+    if changed and advantages is not GAE:
+        yield (
+            f"{', '.join(f'trainer.critic.{key}' for key in sorted(changed))}: without meaning under "
+            f"trainer.advantages={advantages.__name__}, which asks no critic; leave it out, or set trainer.advantages=GAE"
+        )
+
+
 def idle(experiment: FineTuning) -> Iterator[str]:
     """Settings that learning from examples does not read, changed nevertheless."""
     given, default = settings(experiment.trainer), settings(TrainerConfig())
     for key in given:
-        is_idle = key.startswith(("loss", "advantages", "shaping", "num_mini_batches"))
+        is_idle = key.startswith(("loss", "advantages", "shaping", "critic", "num_mini_batches"))
         if is_idle and given[key].value != default.get(key, given[key]).value:
             yield f"trainer.{key}={given[key].text()} has no meaning in learning from examples; leave it out"
 

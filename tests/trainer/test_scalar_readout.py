@@ -15,7 +15,8 @@ from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Policy
 from areal_jax.rl.losses import PolicyLoss
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
-from areal_jax.trainer.step import DeviceBatch, Learner
+from areal_jax.trainer.forward import DeviceBatch
+from areal_jax.trainer.step import Learner
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
