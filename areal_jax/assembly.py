@@ -40,17 +40,15 @@ from areal_jax.plan import Plan
 from areal_jax.records import Group, Judge, Sampling, Task, Verdict, derive_seed
 from areal_jax.rewards.service import RewardService
 from areal_jax.settings import ConfigError, to_json
-from areal_jax.trainer.ppo import Trainer
-from areal_jax.trainer.preference import PreferenceTrainer
-from areal_jax.trainer.sft import SupervisedTrainer
 from areal_jax.trainer.step import Metrics
+from areal_jax.trainer.versions import Versions
 from areal_jax.weights.mailbox import Mailbox
 from areal_jax.workflows.single_turn import SingleTurn
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-AnyTrainer = TypeVar("AnyTrainer", Trainer, SupervisedTrainer, PreferenceTrainer)
+AnyTrainer = TypeVar("AnyTrainer", bound=Versions)
 
 CHECKPOINTS = "checkpoints"
 POLICY = "policy"
