@@ -217,7 +217,7 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     *("seed", "num_steps", "max_staleness", "every_steps", "perplexity_every_steps", "row_tokens"),
-    *("temperature", "top_k", "weight_decay", "overlong_penalty", "router_aux_loss_coef"),
+    *("temperature", "top_k", "weight_decay", "overlong_penalty", "router_aux_loss_coef", "entropy_coef"),
 )
 _FRACTION = (
     *("share", "overlong_share", "success_rate_above", "success_rate_below"),
@@ -317,6 +317,6 @@ def idle(experiment: SFTExperiment) -> Iterator[str]:
     """Settings that supervised fine-tuning does not read, changed nevertheless."""
     given, default = settings(experiment.trainer), settings(TrainerConfig())
     for key in given:
-        is_idle = key.startswith(("loss", "advantages", "num_mini_batches"))
+        is_idle = key.startswith(("loss", "entropy_coef", "shaping", "advantages", "num_mini_batches"))
         if is_idle and given[key].value != default.get(key, given[key]).value:
             yield f"trainer.{key}={given[key].text()} has no meaning in supervised fine-tuning; leave it out"

@@ -229,6 +229,8 @@ class PackedBatch(NamedTuple):
     behave_logp: Float32[np.ndarray, "B T"]
     proximal_logp: Float32[np.ndarray, "B T"]
     advantages: Float32[np.ndarray, "B T"]
+    age: Int32[np.ndarray, "B T"]
+    """Trainer steps since the token was drawn."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -158,6 +158,7 @@ def draw_batch(model: ModelConfig, rows: int, row_tokens: int, segment_tokens: i
         behave_logp=logp,
         proximal_logp=logp,
         advantages=chance.normal(size=shape).astype(np.float32),
+        age=np.zeros(shape, np.int32),
     )
 
 

@@ -97,8 +97,5 @@ class SupervisedTrainer(Versions):
         return -total, float(sum(batch.loss_mask.sum() for batch in batches))
 
     def _pack(self, examples: Sequence[SupervisedExample]) -> tuple[list[PackedBatch], Layout]:
-        sequences = [
-            TrainingSequence(example.tokens, example.loss_mask, *[np.broadcast_to(np.float32(0), example.tokens.shape)] * 2)
-            for example in examples
-        ]
+        sequences = [TrainingSequence(example.tokens, example.loss_mask) for example in examples]
         return pack(sequences, rows=self._learner.rows, row_tokens=self._learner.row_tokens)

@@ -45,6 +45,7 @@ class DeviceBatch(NamedTuple):
     behave_logp: Float[Array, "B T"]
     proximal_logp: Float[Array, "B T"]
     advantages: Float[Array, "B T"]
+    age: Int[Array, "B T"]
 
 
 Objective: TypeAlias = Callable[[Float[Array, "B T"], Float[Array, "B T"], DeviceBatch, Float[Array, ""]], PolicyLoss]
@@ -210,7 +211,10 @@ class Learner:
         loss, metrics = self.objective(logp, proximal_logp, batch, num_tokens)
         mask = batch.loss_mask
         num_masked = jnp.sum(mask, dtype=jnp.float32)
-        metrics = metrics | {"entropy": (jnp.sum(jnp.where(mask, entropy, 0.0)), num_masked)}
+        entropy = jnp.sum(jnp.where(mask, entropy, 0.0))
+        metrics = metrics | {"entropy": (jax.lax.stop_gradient(entropy), num_masked)}
+        if self.config.entropy_coef:
+            loss -= self.config.entropy_coef * entropy / jnp.maximum(num_tokens, 1.0)
         if routing is not None and self.policy.config.moe is not None:
             num_counted = jnp.sum(batch.segment_ids > 0, dtype=jnp.float32)
             balance, given = balance_loss(routing, num_counted), self.config.router_aux_loss_coef
@@ -248,6 +252,7 @@ class Learner:
             batch.segment_ids,
             temperature=self.temperature,
             chunk_tokens=self.chunk_tokens,
+            learns_entropy=self.config.entropy_coef != 0.0,
         )
         return logp, entropy, routing
 
@@ -288,7 +293,7 @@ class Learner:
     def _abstract_batch(self) -> Any:
         shape = (self.rows, self.row_tokens)
         how = batch_sharding(self.mesh, shape, TRAIN_RULES)
-        dtypes = (np.int32,) * 3 + (np.bool_,) + (np.float32,) * 3
+        dtypes = (np.int32,) * 3 + (np.bool_,) + (np.float32,) * 3 + (np.int32,)
         structs: list[Any] = [jax.ShapeDtypeStruct(shape, dtype, sharding=how) for dtype in dtypes]
         return DeviceBatch(*structs)
 

@@ -46,20 +46,31 @@ def test_they_are_what_the_definition_says(chunk_tokens: int, temperature: float
     np.testing.assert_allclose(entropy, expected_entropy, atol=2e-6)
 
 
+@pytest.mark.parametrize("learns_entropy", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [1000, 9])
-def test_gradients_equal_those_of_the_full_log_softmax(chunk_tokens: int) -> None:
+def test_gradients_equal_those_of_the_full_log_softmax(chunk_tokens: int, learns_entropy: bool) -> None:
     hidden, head, tokens = (jnp.asarray(x) for x in draw(1))
     weights = np.random.default_rng(2).normal(size=(B, T)).astype(np.float32)
 
     def chunked(hidden: jax.Array, head: jax.Array) -> jax.Array:
-        logp, entropy = token_logprobs(hidden, head, tokens, jnp.asarray(SEGMENTS), temperature=0.7, chunk_tokens=chunk_tokens)
-        return jnp.sum(weights * logp) + jnp.sum(entropy)  # the entropy must add nothing
+        logp, entropy = token_logprobs(
+            hidden,
+            head,
+            tokens,
+            jnp.asarray(SEGMENTS),
+            temperature=0.7,
+            chunk_tokens=chunk_tokens,
+            learns_entropy=learns_entropy,
+        )
+        return jnp.sum(weights * logp) + jnp.sum(weights**2 * entropy)
 
     def full(hidden: jax.Array, head: jax.Array) -> jax.Array:
         log_softmax = jax.nn.log_softmax(hidden[:, :-1] @ head / 0.7)
         logp = jnp.take_along_axis(log_softmax, tokens[:, 1:, None], axis=2)[..., 0]
         predicted = (SEGMENTS[:, 1:] == SEGMENTS[:, :-1]) & (SEGMENTS[:, 1:] != 0)
-        return jnp.sum(jnp.where(predicted, weights[:, 1:] * logp, 0.0))
+        entropy = -jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=-1)
+        entropy = weights[:, 1:] ** 2 * entropy if learns_entropy else 0.0  # where it is not to be learnt it must add nothing
+        return jnp.sum(jnp.where(predicted, weights[:, 1:] * logp + entropy, 0.0))
 
     for ours, theirs in zip(jax.grad(chunked, (0, 1))(hidden, head), jax.grad(full, (0, 1))(hidden, head), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
