@@ -26,6 +26,6 @@ def test_work_is_what_xla_counts(lora_rank: int, monkeypatch: pytest.MonkeyPatch
     for program, counted in {"logprobs": work.forward, "accumulate": work.update}.items():
         cost = learner._program(program).cost_analysis()
         assert cost is not None
-        # Norms, RoPE and softmaxes, which do not count, are 2 to 3 % at this width. Beside an adapter the gradient by the inputs
+        # Norms, RoPE and softmaxes, which do not count, are 2 to 3 % at this width. Beside an adapter the gradient by the input
         # of the first layer's q, k and v counts, though nothing asks for it: 2 · 32768 of 4 · 557056, 3 %.
         assert 1.0 < cost["flops"] / counted < 1.04
