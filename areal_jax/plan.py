@@ -32,9 +32,9 @@ from areal_jax.parallel.mesh import Meshes, make_meshes
 from areal_jax.parallel.sharding import ROLLOUT_RULES, bytes_per_device, sharding
 from areal_jax.records import derive_seed
 from areal_jax.settings import ConfigError, as_text
+from areal_jax.trainer.forward import check_cut
 from areal_jax.trainer.memory import predicted_bytes
 from areal_jax.trainer.state import trained
-from areal_jax.trainer.step import check_cut
 
 T = TypeVar("T")
 
@@ -282,11 +282,17 @@ def find_policy(config: PolicyConfig, folder: Path) -> Policy:
     """The policy in a folder, with the adapter that is to be trained beside it.
 
     Raises ValueError where the adapter does not belong to the policy."""
+    model = read_config(folder)
+    if model.is_scalar:
+        raise ValueError(
+            f"policy.path={config.path} reads out one number a token ({model.readout}), which draws no answers; expected a "
+            f"language model ({model.architecture})"
+        )
     if config.adapter is None:
-        policy = Policy(read_config(folder), config.lora)
+        policy = Policy(model, config.lora)
     else:
         adapter = Path(config.adapter).expanduser()
-        policy = Policy(read_config(folder), lora.read_config(adapter))
+        policy = Policy(model, lora.read_config(adapter))
         lora.require_base(adapter, config.path, str(folder))
         lora.require_tensors(adapter, policy)
     if policy.lora:

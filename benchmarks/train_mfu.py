@@ -156,8 +156,6 @@ def draw_batch(model: ModelConfig, rows: int, row_tokens: int, segment_tokens: i
         positions=places % segment_tokens,
         loss_mask=places % segment_tokens != 0,
         behave_logp=logp,
-        proximal_logp=logp,
-        advantages=chance.normal(size=shape).astype(np.float32),
         age=np.zeros(shape, np.int32),
     )
 
@@ -227,7 +225,9 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     learner = make_learner(args, jax.devices())
     model, device, num_devices = learner.policy.config, learner.mesh.devices.flat[0], learner.mesh.size
     host_batch = draw_batch(model, learner.rows, args.row_tokens, args.segment_tokens)
+    (advantages,) = learner.put_column(np.random.default_rng(1).normal(size=(1, *host_batch.tokens.shape)).astype(np.float32))
     batch, micro_batches = learner.put(host_batch), args.micro_batches
+    batch = batch._replace(proximal_logp=batch.behave_logp, advantages=advantages)
     num_tokens = micro_batches * int(host_batch.loss_mask.sum())
     _, lengths = np.unique(host_batch.segment_ids[0], return_counts=True)
     of_row, peak = work(learner.policy, lengths), peak_flops(device.device_kind)
@@ -242,7 +242,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         "num_params": model.num_params,
         "settings": {name: value for name, value in vars(args).items() if name not in ("tiny", "model", "note")},
         "mesh": dict(learner.mesh.shape),
-        "attention": learner.kernel,
+        "attention": learner.forward.kernel,
         "compute_dtype": jnp.dtype(learner.compute_dtype).name,
         "peak_flops_per_device": peak,
         "counted": COUNTED | {"trained": of_row.trained, "frozen": of_row.frozen, "attention": of_row.attention},

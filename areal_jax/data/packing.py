@@ -55,7 +55,6 @@ class TrainingSequence(NamedTuple):
     tokens: Int[np.ndarray, "S"]
     loss_mask: Bool[np.ndarray, "S"]
     behave_logp: Float[np.ndarray, "S"] | float = 0.0
-    advantages: Float[np.ndarray, "S"] | float = 0.0
     age: Int[np.ndarray, "S"] | int = 0
 
 
@@ -105,7 +104,7 @@ def lay_out(lengths: Sequence[int] | Int[np.ndarray, "N"], *, rows: int, row_tok
 
 
 def pack(sequences: Sequence[TrainingSequence], *, rows: int, row_tokens: int) -> tuple[list[PackedBatch], Layout]:
-    """Micro-batches that hold every sequence once, and where each lies in them. Proximal log-probs start as zeros."""
+    """Micro-batches that hold every sequence once, and where each lies in them."""
     layout = lay_out([len(sequence.tokens) for sequence in sequences], rows=rows, row_tokens=row_tokens)
     counting = np.arange(row_tokens, dtype=np.int32)
     columns = PackedBatch(
@@ -114,8 +113,6 @@ def pack(sequences: Sequence[TrainingSequence], *, rows: int, row_tokens: int) -
         positions=layout.scatter((counting[:length] for length in layout.lengths), np.int32),
         loss_mask=layout.scatter((sequence.loss_mask for sequence in sequences), np.bool_),
         behave_logp=layout.scatter((sequence.behave_logp for sequence in sequences), np.float32),
-        proximal_logp=np.zeros(layout.shape, np.float32),
-        advantages=layout.scatter((sequence.advantages for sequence in sequences), np.float32),
         age=layout.scatter((sequence.age for sequence in sequences), np.int32),
     )
     return [PackedBatch(*(column[i] for column in columns)) for i in range(layout.shape[0])], layout

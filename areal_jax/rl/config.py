@@ -187,6 +187,22 @@ class Unnormalized(Advantages):
     """The reward itself on every token."""
 
 
+@chz.chz
+class GAE(Advantages):
+    """Generalized advantage estimation (arXiv:1506.02438) by a critic, token by token, which trains beside the policy.
+
+    The value of a state replaces what other samples of the group say, so one sample a group is enough."""
+
+    gamma: float = chz.field(default=1.0, doc="what a reward is worth a token earlier, from 0 to 1")
+    lam: float = chz.field(
+        default=0.95, doc="how far the advantage looks beyond the critic's next value: 0 not at all, 1 to the end (lambda)"
+    )
+    normalize: bool = chz.field(
+        default=True, doc="then subtract the mean over the batch's loss tokens and divide by their deviation"
+    )
+    eps: float = chz.field(default=1e-5, doc="added to the standard deviation, in units of reward")
+
+
 Mean: TypeAlias = Literal["tokens", "sequences", "constant"]
 """What a mini-batch's loss is the mean of: all its tokens (DAPO, the paper), its sequences, each the mean of its tokens (GRPO,
 GSPO), or its sequences, each the sum of its tokens over a constant length (Dr.GRPO)."""

@@ -35,7 +35,8 @@ def predicted_bytes(
     params = bytes_per_device(abstract, placed.params)
     activations = _activations(config, policy.config, mesh, compute_dtype, row_tokens)
     chunk = min(config.rows_per_micro_batch * row_tokens // mesh.shape["context"], config.logp_chunk_tokens)
-    logits = KEPT_PER_LOGIT * chunk * policy.config.vocab_size * _FLOAT32 // mesh.shape["tensor"]
+    outputs = 1 if policy.config.is_scalar else policy.config.vocab_size // mesh.shape["tensor"]
+    logits = KEPT_PER_LOGIT * chunk * outputs * _FLOAT32
     moments = bytes_per_device(jax.eval_shape(optimizer.init, abstract), placed.opt_state)
     if offload:
         # They come to the device for an update, into the memory that activations and logits have left.

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
+from itertools import chain
 from typing import NamedTuple
 
 import jax
@@ -12,14 +14,15 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32
 
-from areal_jax.data.packing import TrainingSequence, pack
+from areal_jax.data.packing import Layout, TrainingSequence, pack
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.records import Group, Sample
-from areal_jax.rl.advantages import compute_advantages, mean_weights, shaped_rewards
+from areal_jax.rl.advantages import Trajectory, compute_advantages, mean_weights, shaped_rewards
 from areal_jax.rl.config import M2PO, PPO, Centred, Proximal
 from areal_jax.rl.losses import PolicyLoss, interpolated_proximal, policy_loss, second_moment_mask
 from areal_jax.trainer.config import TrainerConfig
-from areal_jax.trainer.step import DeviceBatch, Learner, Metrics
+from areal_jax.trainer.forward import DeviceBatch
+from areal_jax.trainer.step import Learner, Metrics
 from areal_jax.trainer.versions import Versions
 
 
@@ -27,8 +30,8 @@ class StepResult(NamedTuple):
     """What one step did, and to which tokens."""
 
     metrics: Metrics
-    advantages: list[Float32[np.ndarray, "_"]]
-    """By group, one per sample."""
+    advantages: list[list[Float32[np.ndarray, "_"]]]
+    """By group and sample, one per token."""
     stale: list[list[Bool[np.ndarray, "_"]]]
     """By group and sample: true where a token was too old to be trained on, and served as context."""
 
@@ -37,10 +40,12 @@ class MiniBatch(NamedTuple):
     """The share of a batch that one optimizer update sees, packed and on its way to the device."""
 
     batches: list[DeviceBatch]
+    layout: Layout
+    places: list[tuple[int, int]]
+    """Of every sequence of the layout, its group in the batch and its sample in the group."""
+    weights: Float32[np.ndarray, "_"]
+    """What the tokens of every sequence count in the mean that the loss is."""
     num_loss_tokens: int
-    num_tokens: int
-    num_places: int
-    """Tokens and padding."""
 
 
 class Trainer(Versions):
@@ -134,16 +139,10 @@ class Trainer(Versions):
             [sample.loss_mask & ~old for sample, old in zip(group.samples, olds, strict=True)]
             for group, olds in zip(groups, stale, strict=True)
         ]
-        advantages = compute_advantages(
-            self.config.advantages,
-            [self._shaped(group) for group in groups],
-            [np.array([mask.sum() for mask in masks]) for masks in trained],
-        )
         sizes = [sum(len(sample.tokens) for sample in group.samples) for group in groups]
-        mini_batches = [
-            self._pack([(groups[i].samples, trained[i], advantages[i]) for i in share])
-            for share in _deal(sizes, self.config.num_mini_batches)
-        ]
+        mini_batches = [self._pack(groups, trained, share) for share in _deal(sizes, self.config.num_mini_batches)]
+        advantages = compute_advantages(self.config.advantages, self._trajectories(groups, trained))
+        mini_batches = [self._with_advantages(mini_batch, advantages) for mini_batch in mini_batches]
         metrics = self._describe(groups, trained, advantages)
         packed = time.perf_counter()
         for i in range(self._first_to_read, len(mini_batches)):
@@ -160,10 +159,11 @@ class Trainer(Versions):
         done = time.perf_counter()
         self.version += 1
 
-        num_tokens = sum(mini_batch.num_tokens for mini_batch in mini_batches)
+        num_tokens = sum(int(mini_batch.layout.lengths.sum()) for mini_batch in mini_batches)
+        num_places = sum(math.prod(mini_batch.layout.shape) for mini_batch in mini_batches)
         metrics |= {
             "num_updates": float(num_updates),
-            "packing_efficiency": (float(num_tokens), float(sum(mini_batch.num_places for mini_batch in mini_batches))),
+            "packing_efficiency": (float(num_tokens), float(num_places)),
             "seconds_packing": packed - started,
             "seconds_proximal": forwarded - packed,
             "seconds_update": done - forwarded,
@@ -192,6 +192,17 @@ class Trainer(Versions):
                 if sample.loss_mask[:1].any():
                     raise ValueError(f"{where} begins with a token to be trained on, which nothing predicts; expected a prompt")
 
+    def _trajectories(
+        self, groups: Sequence[Group], trained: Sequence[Sequence[Bool[np.ndarray, "_"]]]
+    ) -> list[list[Trajectory]]:
+        return [
+            [
+                Trajectory(float(reward), sample.loss_mask, mask)
+                for reward, sample, mask in zip(self._shaped(group), group.samples, masks, strict=True)
+            ]
+            for group, masks in zip(groups, trained, strict=True)
+        ]
+
     def _shaped(self, group: Group) -> Float[np.ndarray, "G"]:
         rewards_G = np.array([sample.reward for sample in group.samples])
         num_drawn_G = np.array([sample.loss_mask.sum() for sample in group.samples])
@@ -203,37 +214,38 @@ class Trainer(Versions):
         return sample.loss_mask & (self.version - sample.versions > self.max_staleness)
 
     def _pack(
-        self, share: Sequence[tuple[Sequence[Sample], Sequence[Bool[np.ndarray, "_"]], Float32[np.ndarray, "G"]]]
+        self, groups: Sequence[Group], trained: Sequence[Sequence[Bool[np.ndarray, "_"]]], share: Sequence[int]
     ) -> MiniBatch:
         """What is needed of each sample to train on it: nothing after its last trained token, and nothing at all of a sample
-        without one."""
-        flat = [
-            (sample, mask, advantage)
-            for samples, masks, advantages_G in share
-            for sample, mask, advantage in zip(samples, masks, advantages_G, strict=True)
-            if mask.any()
-        ]
-        num_trained = np.array([mask.sum() for _, mask, _ in flat], np.int64)
-        weights = mean_weights(self.config.loss_mean, num_trained, self.max_new_tokens)
+        without one.
+
+        Args: share: the groups that are in it."""
+        places = [(i, j) for i in share for j, mask in enumerate(trained[i]) if mask.any()]
+        masks = [trained[i][j] for i, j in places]
+        num_trained = np.array([mask.sum() for mask in masks], np.int64)
         sequences = []
-        for (sample, mask, advantage), weight in zip(flat, weights, strict=True):
-            end = len(mask) - int(mask[::-1].argmax())
-            sequences.append(
-                TrainingSequence(
-                    sample.tokens[:end],
-                    mask[:end],
-                    sample.behave_logp[:end],
-                    float(weight * advantage),
-                    self.version - sample.versions[:end],
-                )
-            )
+        for (i, j), mask in zip(places, masks, strict=True):
+            sample, end = groups[i].samples[j], len(mask) - int(mask[::-1].argmax())
+            age = self.version - sample.versions[:end]
+            sequences.append(TrainingSequence(sample.tokens[:end], mask[:end], sample.behave_logp[:end], age))
         batches, layout = pack(sequences, rows=self._learner.rows, row_tokens=self._learner.row_tokens)
         return MiniBatch(
             [self._learner.put(batch) for batch in batches],
+            layout,
+            places,
+            mean_weights(self.config.loss_mean, num_trained, self.max_new_tokens),
             num_loss_tokens=int(num_trained.sum()),
-            num_tokens=int(layout.lengths.sum()),
-            num_places=int(np.prod(layout.shape)),
         )
+
+    def _with_advantages(self, mini_batch: MiniBatch, advantages: Sequence[Sequence[Float32[np.ndarray, "_"]]]) -> MiniBatch:
+        layout = mini_batch.layout
+        values = [
+            weight * advantages[i][j][:length]
+            for (i, j), weight, length in zip(mini_batch.places, mini_batch.weights, layout.lengths, strict=True)
+        ]
+        columns = self._learner.put_column(layout.scatter(values, np.float32))
+        batches = [batch._replace(advantages=of) for batch, of in zip(mini_batch.batches, columns, strict=True)]
+        return mini_batch._replace(batches=batches)
 
     def _with_proximal(self, mini_batch: MiniBatch) -> MiniBatch:
         batches = [batch._replace(proximal_logp=self._learner.logprobs(batch)) for batch in mini_batch.batches]
@@ -248,10 +260,8 @@ class Trainer(Versions):
             return mini_batch, (0.0, 0.0)
         proximal, behave, mask = (np.stack(arrays) for arrays in zip(*hosts, strict=True))
         kept = second_moment_mask((proximal - behave).reshape(-1), mask.reshape(-1), max_second_moment).reshape(mask.shape)
-        batches = [
-            batch._replace(loss_mask=jax.device_put(rows, batch.loss_mask.sharding))
-            for batch, rows in zip(mini_batch.batches, kept, strict=True)
-        ]
+        columns = self._learner.put_column(kept)
+        batches = [batch._replace(loss_mask=of) for batch, of in zip(mini_batch.batches, columns, strict=True)]
         return mini_batch._replace(batches=batches), (float(kept.sum()), float(mask.sum()))
 
     def _update(self, i: int, mini_batch: MiniBatch, *, proximal_is_current: bool) -> Metrics:
@@ -269,7 +279,7 @@ class Trainer(Versions):
         self,
         groups: Sequence[Group],
         trained: Sequence[Sequence[Bool[np.ndarray, "_"]]],
-        advantages: Sequence[Float32[np.ndarray, "_"]],
+        advantages: Sequence[Sequence[Float32[np.ndarray, "_"]]],
     ) -> Metrics:
         """What can be said of a batch before it is trained on."""
         samples = [sample for group in groups for sample in group.samples]
@@ -278,13 +288,18 @@ class Trainer(Versions):
         num_trained = np.array([mask.sum() for mask in masks])
         num_drawn = np.array([sample.loss_mask.sum() for sample in samples])
         ages = self.version - np.concatenate([sample.versions[mask] for sample, mask in zip(samples, masks, strict=True)])
-        per_sample = np.concatenate(advantages)
+        per_token = np.concatenate(
+            [values[mask] for values, mask in zip(chain(*advantages), masks, strict=True)], dtype=np.float64
+        )
         tokens, count = float(num_trained.sum()), float(len(samples))
         return {
             "reward": (float(rewards.sum()), count),
-            "advantage": (float(num_trained @ per_sample), tokens),
-            "advantage_squared": (float(num_trained @ per_sample**2), tokens),
-            "groups_without_signal": (float(sum(not values.any() for values in advantages)), float(len(groups))),
+            "advantage": (float(per_token.sum()), tokens),
+            "advantage_squared": (float((per_token**2).sum()), tokens),
+            "groups_without_signal": (
+                float(sum(not any(values.any() for values in of_group) for of_group in advantages)),
+                float(len(groups)),
+            ),
             "truncated_fraction": (float(sum(sample.stop_reason == "length" for sample in samples)), count),
             "answer_tokens": (float(num_drawn.sum()), count),
             "staleness": (float(ages.sum()), tokens),

@@ -16,7 +16,8 @@ from areal_jax.models.decoder import Params, Policy
 from areal_jax.records import PackedBatch
 from areal_jax.rl.losses import PolicyLoss, sft_loss
 from areal_jax.trainer.config import TrainerConfig
-from areal_jax.trainer.step import DeviceBatch, Learner, Metrics
+from areal_jax.trainer.forward import DeviceBatch
+from areal_jax.trainer.step import Learner, Metrics
 from areal_jax.trainer.versions import Versions
 
 

@@ -60,27 +60,34 @@ def frozen_shardings(policy: Policy, mesh: Mesh) -> Params:
     return shardings(mesh, policy.axes(), policy.abstract(), TRAIN_RULES) if policy.lora else {}
 
 
+def in_host_memory(placed: Any, mesh: Mesh, setting: str) -> Any:
+    """A tree of shardings on the mesh, each in the memory of the host.
+
+    Args: setting: what asks for it, named where the devices cannot reach such memory, which is a ValueError."""
+    device = mesh.devices.flat[0]
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if HOST_MEMORY not in kinds:
+        raise ValueError(
+            f"{setting}=true needs memory of kind {HOST_MEMORY}, and {device.device_kind} has only "
+            f"{', '.join(sorted(kinds))}; set it to false"
+        )
+    return jax.tree.map(lambda how: how.with_memory_kind(HOST_MEMORY), placed)
+
+
 def state_shardings(
     policy: Policy, mesh: Mesh, optimizer: optax.GradientTransformation, *, offload: bool = False
 ) -> StateShardings:
     """Moments lie as their parameters do, and with `offload` in the memory of the host; counts are on every device.
 
     Raises ValueError where the devices cannot reach such memory."""
-    device = mesh.devices.flat[0]
-    kinds = {memory.kind for memory in device.addressable_memories()}
-    if offload and HOST_MEMORY not in kinds:
-        raise ValueError(
-            f"trainer.optimizer.offload=true needs memory of kind {HOST_MEMORY}, and {device.device_kind} has only "
-            f"{', '.join(sorted(kinds))}; set it to false"
-        )
     abstract, axes = trained(policy)
     params = shardings(mesh, axes, abstract, TRAIN_RULES)
     everywhere = NamedSharding(mesh, PartitionSpec())
     opt_state = optax.tree.map_params(
         optimizer,
-        lambda _, how: how.with_memory_kind(HOST_MEMORY) if offload else how,
+        lambda _, how: how,
         jax.eval_shape(optimizer.init, abstract),
-        params,
+        in_host_memory(params, mesh, "trainer.optimizer.offload") if offload else params,
         transform_non_params=lambda _: everywhere,
     )
     return StateShardings(params, opt_state)

@@ -101,8 +101,7 @@ def test_rows_hold_whole_sequences_end_to_end(drawn: tuple[list[int], int], rows
         TrainingSequence(
             rng.integers(1, 99, n).astype(np.int32),
             rng.random(n) < 0.5,
-            rng.normal(size=n).astype(np.float32),
-            float(i),
+            (i + rng.random(n)).astype(np.float32),
             rng.integers(0, 9, n).astype(np.int32),
         )
         for i, n in enumerate(lengths)
@@ -124,7 +123,7 @@ def test_rows_hold_whole_sequences_end_to_end(drawn: tuple[list[int], int], rows
             for segment in range(1, segments.max(initial=0) + 1):
                 inside = segments == segment
                 np.testing.assert_array_equal(batch.positions[row, inside], np.arange(inside.sum()))
-                sequence = sequences[int(batch.advantages[row, inside][0])]
+                sequence = sequences[int(batch.behave_logp[row, inside][0])]
                 np.testing.assert_array_equal(batch.loss_mask[row, inside], sequence.loss_mask)
                 np.testing.assert_array_equal(batch.behave_logp[row, inside], sequence.behave_logp)
                 np.testing.assert_array_equal(batch.age[row, inside], sequence.age)

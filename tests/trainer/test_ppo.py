@@ -18,13 +18,13 @@ from tiny_training import POLICY, PROMPT_TOKENS, ROW_TOKENS, batch, group, param
 from areal_jax.data.packing import TrainingSequence, pack
 from areal_jax.models.attention import packed_attention
 from areal_jax.records import Group
-from areal_jax.rl.advantages import compute_advantages
+from areal_jax.rl.advantages import Trajectory, compute_advantages
 from areal_jax.rl.config import GSPO, M2PO, PPO, DecoupledPPO, GroupNormalized, Loss, Mean, NoCorrection, Reinforce
 from areal_jax.rl.logprobs import token_logprobs
 from areal_jax.rl.losses import decoupled_ppo_loss
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
+from areal_jax.trainer.forward import DeviceBatch
 from areal_jax.trainer.ppo import StepResult, Trainer
-from areal_jax.trainer.step import DeviceBatch
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -105,16 +105,15 @@ def assert_close(ours: Any, theirs: Any, atol: float = 1e-5) -> None:
 
 def plain_step(groups: Sequence[Group]) -> tuple[float, Any]:
     """Loss and new parameters without packing, micro-batches, shards or jit of ours: one sequence at a time, optax's AdamW."""
-    rewards = [np.array([s.reward for s in g.samples]) for g in groups]
     advantages = compute_advantages(
-        CONFIG.advantages, rewards, [np.array([s.loss_mask.sum() for s in g.samples]) for g in groups]
+        CONFIG.advantages, [[Trajectory(s.reward, s.loss_mask, s.loss_mask) for s in g.samples] for g in groups]
     )
     num_tokens = float(sum(s.loss_mask.sum() for g in groups for s in g.samples))
 
     @jax.jit
     @jax.value_and_grad
     def loss_and_gradient(
-        weights: Any, tokens: jax.Array, behave_logp: jax.Array, advantage: jax.Array, length: jax.Array
+        weights: Any, tokens: jax.Array, behave_logp: jax.Array, advantages: jax.Array, length: jax.Array
     ) -> jax.Array:
         # Padded behind, which a causal model does not see.
         ones = jnp.ones((1, ROW_TOKENS), jnp.int32)
@@ -124,14 +123,14 @@ def plain_step(groups: Sequence[Group]) -> tuple[float, Any]:
         logp = token_logprobs(hidden, POLICY.head(weights), tokens[None], ones, chunk_tokens=10**6)[0][0]
         mask = (jnp.arange(ROW_TOKENS) >= PROMPT_TOKENS) & (jnp.arange(ROW_TOKENS) < length)
         fixed = jax.lax.stop_gradient(logp)
-        return decoupled_ppo_loss(logp, fixed, behave_logp, advantage * jnp.ones(ROW_TOKENS), mask, num_tokens=num_tokens).loss
+        return decoupled_ppo_loss(logp, fixed, behave_logp, advantages, mask, num_tokens=num_tokens).loss
 
     weights = jax.tree.map(jnp.asarray, params())
     loss, gradients = 0.0, jax.tree.map(jnp.zeros_like, weights)
     for g, advantages_G in zip(groups, advantages, strict=True):
-        for s, advantage in zip(g.samples, advantages_G, strict=True):
+        for s, advantages_T in zip(g.samples, advantages_G, strict=True):
             pad = (0, ROW_TOKENS - len(s.tokens))
-            arguments = np.pad(s.tokens, pad), np.pad(s.behave_logp, pad), advantage, len(s.tokens)
+            arguments = np.pad(s.tokens, pad), np.pad(s.behave_logp, pad), np.pad(advantages_T, pad), len(s.tokens)
             value, gradient = loss_and_gradient(weights, *arguments)
             loss, gradients = loss + float(value), jax.tree.map(jnp.add, gradients, gradient)
     is_matrix = jax.tree_util.tree_map_with_path(
@@ -259,7 +258,7 @@ def test_proximal_is_the_policy_just_before_the_step(shared: Callable[[str], Tra
 def test_the_forward_pass_for_proximal_agrees_with_that_of_the_update(shared: Callable[[str], Trainer]) -> None:
     trainer, groups = shared("two mini-batches"), batch(seed=5)
     learner = trainer._learner
-    mini_batch = trainer._pack([(g.samples, [s.loss_mask for s in g.samples], np.ones(3, np.float32)) for g in groups])
+    mini_batch = trainer._pack(groups, [[s.loss_mask for s in g.samples] for g in groups], range(len(groups)))
     batches = trainer._with_proximal(mini_batch).batches
     metrics = learner.update(batches, mini_batch.num_loss_tokens, proximal_is_current=False)
     ratio, divergence = metrics["ratio"], metrics["kl_proximal_theta"]
@@ -274,9 +273,8 @@ def test_packed_is_alone(shared: Callable[[str], Trainer]) -> None:
 
     def logprobs(*of: Group) -> list[np.ndarray]:
         """Of every sample, found again among the packed rows by its tokens."""
-        ones = [(g.samples, [s.loss_mask for s in g.samples], np.ones(len(g.samples), np.float32)) for g in of]
         found = {}
-        for packed in trainer._pack(ones).batches:
+        for packed in trainer._pack(of, [[s.loss_mask for s in g.samples] for g in of], range(len(of))).batches:
             segments, tokens, logp = (np.asarray(x) for x in (packed.segment_ids, packed.tokens, learner.logprobs(packed)))
             for row in range(learner.rows):
                 for segment in range(1, segments[row].max() + 1):
@@ -407,7 +405,8 @@ def test_rewarded_tokens_become_more_likely(shared: Callable[[str], Trainer]) ->
         fresh = [replace(s, versions=np.where(s.loss_mask, version, -1).astype(np.int32)) for s in (good, bad)]
         last = trainer.step([group(version, *fresh)])
     # The advantages are 1/sqrt(2) and -1/sqrt(2) (mean 1/2, sample deviation 1/sqrt(2)), so the loss falls as they part.
-    np.testing.assert_allclose(first.advantages[0], [0.707107, -0.707107], atol=2e-6)
+    for advantages, expected in zip(first.advantages[0], [0.707107, -0.707107], strict=True):
+        np.testing.assert_allclose(advantages, np.full(12, expected), atol=2e-6)
     assert mean(last, "loss") < mean(first, "loss") - 0.01
 
 
