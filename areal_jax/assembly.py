@@ -247,7 +247,8 @@ async def assembled(
         stack.callback(trace.close)
         write_description(folder, plan.headline(), to_json(experiment), plan.devices)
 
-        service = await stack.enter_async_context(RewardService(experiment.rewards))
+        kinds = plan.tasks.kinds | plan.eval_tasks.kinds
+        service = await stack.enter_async_context(RewardService(experiment.rewards, kinds))
         mailbox = Mailbox(
             plan.engine.layout,
             plan.engine.param_shardings,
