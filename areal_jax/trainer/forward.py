@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from areal_jax.models import lora
 from areal_jax.models.attention import Kernel, choose_kernel, sharded_attention
+from areal_jax.models.config import Remat
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.models.moe import Routing, sharded_experts
 from areal_jax.parallel.sharding import TRAIN_RULES, batch_sharding, num_shards, sharding
@@ -86,7 +87,8 @@ class Forward:
     ):
         check_cut(policy, mesh, row_tokens)
         self.policy, self.mesh, self.compute_dtype = policy, mesh, compute_dtype
-        self.temperature, self.row_tokens, self.remat = temperature, row_tokens, config.remat
+        self.temperature, self.row_tokens = temperature, row_tokens
+        self.remat: Remat = config.remat
         self.kernel: Kernel = choose_kernel(mesh.devices.flat[0].platform, row_tokens)
         self.rows = config.rows_per_micro_batch * num_shards(mesh, "batch", TRAIN_RULES)
         self.chunk_tokens = config.logp_chunk_tokens * num_shards(mesh, "batch", TRAIN_RULES) * mesh.shape["context"]
