@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from areal_jax.models import lora
 from areal_jax.models.attention import Kernel, choose_kernel, sharded_attention
+from areal_jax.models.config import Remat
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.models.moe import Routing, sharded_experts
 from areal_jax.parallel.sharding import TRAIN_RULES, batch_sharding, num_shards, sharding
@@ -48,6 +49,10 @@ class DeviceBatch(NamedTuple):
     """Zeros until it is replaced."""
     advantages: Float[Array, "B T"]
     """Zeros until it is replaced."""
+    reference_logp: Float[Array, "B T"] | None = None
+    """Where the objective reads a reference."""
+    weights: Float[Array, "B T"] | None = None
+    """What each token counts in the mean that the loss is, where that is not the mean over tokens and the objective asks."""
 
     @property
     def read(self) -> Read:
@@ -86,7 +91,8 @@ class Forward:
     ):
         check_cut(policy, mesh, row_tokens)
         self.policy, self.mesh, self.compute_dtype = policy, mesh, compute_dtype
-        self.temperature, self.row_tokens, self.remat = temperature, row_tokens, config.remat
+        self.temperature, self.row_tokens = temperature, row_tokens
+        self.remat: Remat = config.remat
         self.kernel: Kernel = choose_kernel(mesh.devices.flat[0].platform, row_tokens)
         self.rows = config.rows_per_micro_batch * num_shards(mesh, "batch", TRAIN_RULES)
         self.chunk_tokens = config.logp_chunk_tokens * num_shards(mesh, "batch", TRAIN_RULES) * mesh.shape["context"]
@@ -162,21 +168,20 @@ class Forward:
 class FrozenPolicy:
     """A policy that is asked and never trained, such as a reference or a teacher, on the train mesh."""
 
-    def __init__(self, name: str, forward: Forward, params: Params, base: Params | None = None, *, offload: bool = False):
+    def __init__(self, forward: Forward, params: Params, base: Params | None = None, *, offload: bool = False):
         """
         Args:
-            name: of its settings, trainer.NAME.
             params: on the train mesh, laid out by TRAIN_RULES in the dtype of computation; not copied, so what they share with
                 others lies there once.
             base: with an adapter in `params`, the parameters beside it.
-            offload: `params` rest in the memory of the host, and come to the device for as long as they are asked.
-
-        Raises ValueError where the devices cannot reach such memory."""
+            offload: `params` rest in the memory of the host, which the devices must be able to reach, and come to them for as
+                long as they are asked.
+        """
         self._forward, self._base = forward, {} if base is None else base
         self._placed = jax.tree.map(lambda leaf: leaf.sharding, params)
         self._params: Params = params
         if offload:
-            self._params = jax.device_put(params, in_host_memory(self._placed, forward.mesh, f"trainer.{name}.offload"))
+            self._params = jax.device_put(params, in_host_memory(self._placed))
 
     def logprobs(self, batches: Sequence[DeviceBatch]) -> list[Float[Array, "B T"]]:
         """Log-probability of every token of micro-batches; on the device, not waited for."""

@@ -4,34 +4,45 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import chain
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Shaped
 
 from areal_jax.data.packing import Layout, TrainingSequence, pack
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.records import Group, Sample
 from areal_jax.rl.advantages import Trajectory, compute_advantages, mean_weights, shaped_rewards
-from areal_jax.rl.config import M2PO, PPO
+from areal_jax.rl.config import M2PO, PPO, KLInLoss, KLInReward
+from areal_jax.rl.kl import kl_estimate, kl_loss, kl_toll, taught_advantages
 from areal_jax.rl.losses import PolicyLoss, policy_loss, second_moment_mask
 from areal_jax.trainer.config import TrainerConfig
-from areal_jax.trainer.forward import DeviceBatch
+from areal_jax.trainer.forward import DeviceBatch, FrozenPolicy
 from areal_jax.trainer.step import Learner, Metrics
 from areal_jax.trainer.versions import Versions
+
+T = TypeVar("T")
+
+Trained: TypeAlias = Sequence[Sequence[Bool[np.ndarray, "_"]]]
+"""By group and sample, the tokens in the loss."""
+
+Place: TypeAlias = tuple[int, int]
+"""A group of the batch, and a sample of the group."""
+
+ByToken: TypeAlias = list[list[Float32[np.ndarray, "_"]]]
+"""By group and sample, one number per token."""
 
 
 class StepResult(NamedTuple):
     """What one step did, and to which tokens."""
 
     metrics: Metrics
-    advantages: list[list[Float32[np.ndarray, "_"]]]
-    """By group and sample, one per token."""
+    advantages: ByToken
     stale: list[list[Bool[np.ndarray, "_"]]]
     """By group and sample: true where a token was too old to be trained on, and served as context."""
 
@@ -41,8 +52,8 @@ class MiniBatch(NamedTuple):
 
     batches: list[DeviceBatch]
     layout: Layout
-    places: list[tuple[int, int]]
-    """Of every sequence of the layout, its group in the batch and its sample in the group."""
+    places: list[Place]
+    """Whose every sequence of the layout is."""
     weights: Float32[np.ndarray, "_"]
     """What the tokens of every sequence count in the mean that the loss is."""
     num_loss_tokens: int
@@ -65,6 +76,8 @@ class Trainer(Versions):
         row_tokens: int,
         max_new_tokens: int,
         base: Params | None = None,
+        reference: FrozenPolicy | None = None,
+        teacher: FrozenPolicy | None = None,
     ):
         """
         Args:
@@ -75,11 +88,16 @@ class Trainer(Versions):
             row_tokens: tokens of a packed row; no sample may be longer.
             max_new_tokens: the engine's limit to an answer.
             base: with an adapter in `params`, the frozen parameters beside it, on the train mesh.
+            reference, teacher: the policies that `config.reference` and `config.teacher` name; ValueError where one is given
+                and not named, or named and not given.
         """
         self.config, self.max_staleness, self.max_new_tokens = config, max_staleness, max_new_tokens
+        self._reference = _as_configured("reference", config.reference, reference)
+        self._teacher = _as_configured("teacher", config.teacher, teacher)
+        self._kl = None if config.reference is None else config.reference.kl
 
         def objective(logp: Array, proximal_logp: Array, batch: DeviceBatch, num_tokens: Float[Array, ""]) -> PolicyLoss:
-            return policy_loss(
+            loss = policy_loss(
                 config.loss,
                 logp,
                 proximal_logp,
@@ -89,6 +107,10 @@ class Trainer(Versions):
                 batch.segment_ids,
                 num_tokens=num_tokens,
             )
+            if isinstance(self._kl, KLInLoss) and batch.reference_logp is not None:
+                mask, weights = batch.loss_mask, batch.weights
+                loss = loss.plus(kl_loss(self._kl, logp, batch.reference_logp, mask, weights, num_tokens=num_tokens))
+            return loss
 
         learner = Learner(
             config,
@@ -101,6 +123,7 @@ class Trainer(Versions):
             temperature=temperature,
             row_tokens=row_tokens,
             base=base,
+            columns=self._columns(),
         )
         # The first mini-batch reads proximal log-probs off its own forward pass, but for M2PO, which looks at all of a
         # mini-batch's before any of it is trained on. PPO has no use for any.
@@ -112,6 +135,23 @@ class Trainer(Versions):
             case _:
                 self._first_to_read = 1
         super().__init__(learner, reads_logprobs=self._first_to_read < config.num_mini_batches)
+
+    def _columns(self) -> list[str]:
+        if not isinstance(self._kl, KLInLoss):
+            return []
+        return ["reference_logp", *(["weights"] if self.config.loss_mean != "tokens" else [])]
+
+    @property
+    def num_compilations(self) -> int:
+        return super().num_compilations + sum(frozen.num_compilations for frozen in self._beside())
+
+    def warm_up(self) -> None:
+        super().warm_up()
+        for frozen in self._beside():
+            frozen.warm_up()
+
+    def _beside(self) -> list[FrozenPolicy]:
+        return [frozen for frozen in (self._reference, self._teacher) if frozen is not None]
 
     def step(self, groups: Sequence[Group]) -> StepResult:
         """Train on a batch: `num_mini_batches` optimizer updates, after which `version` is one higher.
@@ -132,10 +172,18 @@ class Trainer(Versions):
         ]
         sizes = [sum(len(sample.tokens) for sample in group.samples) for group in groups]
         mini_batches = [self._pack(groups, trained, share) for share in _deal(sizes, self.config.num_mini_batches)]
-        advantages = compute_advantages(self.config.advantages, self._trajectories(groups, trained))
+        packed = time.perf_counter()
+        mini_batches = self._beside_reference(mini_batches)
+        reference_logp = self._heard(self._reference, groups, mini_batches) if isinstance(self._kl, KLInReward) else None
+        teacher_logp = self._heard(self._teacher, groups, mini_batches)
+        asked = time.perf_counter()
+        advantages = compute_advantages(self.config.advantages, self._trajectories(groups, trained, reference_logp))
+        advantages = self._taught(groups, advantages, teacher_logp)
         mini_batches = [self._with_advantages(mini_batch, advantages) for mini_batch in mini_batches]
         metrics = self._describe(groups, trained, advantages)
-        packed = time.perf_counter()
+        for name, logp in (("kl_reference", reference_logp), ("kl_teacher", teacher_logp)):
+            metrics |= {name: _divergence(groups, trained, logp)} if logp is not None else {}
+        ready = time.perf_counter()
         for i in range(self._first_to_read, len(mini_batches)):
             mini_batches[i] = self._with_proximal(mini_batches[i])
             if isinstance(self.config.loss, M2PO):
@@ -155,8 +203,9 @@ class Trainer(Versions):
         metrics |= {
             "num_updates": float(num_updates),
             "packing_efficiency": (float(num_tokens), float(num_places)),
-            "seconds_packing": packed - started,
-            "seconds_proximal": forwarded - packed,
+            "seconds_packing": packed - started + ready - asked,
+            "seconds_frozen": asked - packed,
+            "seconds_proximal": forwarded - ready,
             "seconds_update": done - forwarded,
             "seconds_step": done - started,
             "tokens_per_second": (float(num_tokens), done - started),
@@ -183,15 +232,58 @@ class Trainer(Versions):
                 if sample.loss_mask[:1].any():
                     raise ValueError(f"{where} begins with a token to be trained on, which nothing predicts; expected a prompt")
 
+    def _beside_reference(self, mini_batches: list[MiniBatch]) -> list[MiniBatch]:
+        """With what the loss reads of a reference, where it reads one."""
+        if self._reference is None or not isinstance(self._kl, KLInLoss):
+            return mini_batches
+        columns = _asked(self._reference, mini_batches)
+        # Waited for, so that the time is counted where it is spent.
+        jax.block_until_ready(columns)
+        mini_batches = [_with_column(each, "reference_logp", of) for each, of in zip(mini_batches, columns, strict=True)]
+        if "weights" in self._learner.columns:
+            mini_batches = [self._put(each, "weights", each.weights.tolist()) for each in mini_batches]
+        return mini_batches
+
+    def _heard(self, frozen: FrozenPolicy | None, groups: Sequence[Group], mini_batches: Sequence[MiniBatch]) -> ByToken | None:
+        """What a frozen policy says of every sample's packed tokens; of the rest, which is not trained on, what behave said.
+
+        In one transfer to the host."""
+        if frozen is None:
+            return None
+        heard = [[sample.behave_logp.copy() for sample in group.samples] for group in groups]
+        for mini_batch, columns in zip(mini_batches, jax.device_get(_asked(frozen, mini_batches)), strict=True):
+            if columns:
+                for (i, j), logp in zip(mini_batch.places, mini_batch.layout.gather(np.stack(columns)), strict=True):
+                    heard[i][j][: len(logp)] = logp
+        return heard
+
     def _trajectories(
-        self, groups: Sequence[Group], trained: Sequence[Sequence[Bool[np.ndarray, "_"]]]
+        self, groups: Sequence[Group], trained: Trained, reference_logp: ByToken | None
     ) -> list[list[Trajectory]]:
+        def earned(i: int, j: int, sample: Sample) -> Float[np.ndarray, "T"] | None:
+            if reference_logp is None or not isinstance(self._kl, KLInReward):
+                return None
+            return kl_toll(self._kl, sample.behave_logp, reference_logp[i][j], sample.loss_mask)
+
         return [
             [
-                Trajectory(float(reward), sample.loss_mask, mask)
-                for reward, sample, mask in zip(self._shaped(group), group.samples, masks, strict=True)
+                Trajectory(float(reward), sample.loss_mask, trained[i][j], earned(i, j, sample))
+                for j, (reward, sample) in enumerate(zip(self._shaped(group), group.samples, strict=True))
             ]
-            for group, masks in zip(groups, trained, strict=True)
+            for i, group in enumerate(groups)
+        ]
+
+    def _taught(self, groups: Sequence[Group], advantages: ByToken, teacher_logp: ByToken | None) -> ByToken:
+        """Advantages with what the teacher has to say of every token."""
+        config = self.config.teacher
+        if teacher_logp is None or config is None:
+            return advantages
+        return [
+            [
+                taught_advantages(config, advantages[i][j], sample.behave_logp, teacher_logp[i][j], sample.loss_mask)
+                for j, sample in enumerate(group.samples)
+            ]
+            for i, group in enumerate(groups)
         ]
 
     def _shaped(self, group: Group) -> Float[np.ndarray, "G"]:
@@ -204,9 +296,7 @@ class Trainer(Versions):
             return np.zeros(sample.loss_mask.shape, bool)
         return sample.loss_mask & (self.version - sample.versions > self.max_staleness)
 
-    def _pack(
-        self, groups: Sequence[Group], trained: Sequence[Sequence[Bool[np.ndarray, "_"]]], share: Sequence[int]
-    ) -> MiniBatch:
+    def _pack(self, groups: Sequence[Group], trained: Trained, share: Sequence[int]) -> MiniBatch:
         """What is needed of each sample to train on it: nothing after its last trained token, and nothing at all of a sample
         without one.
 
@@ -227,21 +317,19 @@ class Trainer(Versions):
             num_loss_tokens=int(num_trained.sum()),
         )
 
-    def _with_advantages(self, mini_batch: MiniBatch, advantages: Sequence[Sequence[Float32[np.ndarray, "_"]]]) -> MiniBatch:
-        layout = mini_batch.layout
-        values = [
-            weight * advantages[i][j][:length]
-            for (i, j), weight, length in zip(mini_batch.places, mini_batch.weights, layout.lengths, strict=True)
-        ]
-        columns = self._learner.put_column(layout.scatter(values, np.float32))
-        batches = [batch._replace(advantages=of) for batch, of in zip(mini_batch.batches, columns, strict=True)]
-        return mini_batch._replace(batches=batches)
+    def _with_advantages(self, mini_batch: MiniBatch, advantages: ByToken) -> MiniBatch:
+        of_sequences = zip(mini_batch.places, mini_batch.weights, mini_batch.layout.lengths, strict=True)
+        return self._put(mini_batch, "advantages", [weight * advantages[i][j][:n] for (i, j), weight, n in of_sequences])
+
+    def _put(self, mini_batch: MiniBatch, name: str, values: Iterable[Shaped[np.ndarray, "_"] | float]) -> MiniBatch:
+        """With a column of these values, of every sequence one a token or one for all, on their way to the device."""
+        return _with_column(mini_batch, name, self._learner.put_column(mini_batch.layout.scatter(values, np.float32)))
 
     def _with_proximal(self, mini_batch: MiniBatch) -> MiniBatch:
-        batches = [batch._replace(proximal_logp=self._learner.logprobs(batch)) for batch in mini_batch.batches]
+        columns = [self._learner.logprobs(batch) for batch in mini_batch.batches]
         # Waited for, so that the time is counted where it is spent.
-        jax.block_until_ready([batch.proximal_logp for batch in batches])
-        return mini_batch._replace(batches=batches)
+        jax.block_until_ready(columns)
+        return _with_column(mini_batch, "proximal_logp", columns)
 
     def _near(self, mini_batch: MiniBatch, max_second_moment: float) -> tuple[MiniBatch, tuple[float, float]]:
         """Without the tokens that M2PO leaves out, though they count in the loss's denominator; and the share that stays."""
@@ -250,9 +338,7 @@ class Trainer(Versions):
             return mini_batch, (0.0, 0.0)
         proximal, behave, mask = (np.stack(arrays) for arrays in zip(*hosts, strict=True))
         kept = second_moment_mask((proximal - behave).reshape(-1), mask.reshape(-1), max_second_moment).reshape(mask.shape)
-        columns = self._learner.put_column(kept)
-        batches = [batch._replace(loss_mask=of) for batch, of in zip(mini_batch.batches, columns, strict=True)]
-        return mini_batch._replace(batches=batches), (float(kept.sum()), float(mask.sum()))
+        return _with_column(mini_batch, "loss_mask", self._learner.put_column(kept)), (float(kept.sum()), float(mask.sum()))
 
     def _update(self, i: int, mini_batch: MiniBatch, *, proximal_is_current: bool) -> Metrics:
         try:
@@ -268,8 +354,8 @@ class Trainer(Versions):
     def _describe(
         self,
         groups: Sequence[Group],
-        trained: Sequence[Sequence[Bool[np.ndarray, "_"]]],
-        advantages: Sequence[Sequence[Float32[np.ndarray, "_"]]],
+        trained: Trained,
+        advantages: ByToken,
     ) -> Metrics:
         """What can be said of a batch before it is trained on."""
         samples = [sample for group in groups for sample in group.samples]
@@ -297,6 +383,36 @@ class Trainer(Versions):
             "tokens_stale": float((num_drawn - num_trained).sum()),
             "tokens_trained": tokens,
         }
+
+
+def _as_configured(name: str, wanted: object | None, given: T | None) -> T | None:
+    """What is given. ValueError where it is not what the configuration asks for: nothing is left out in silence."""
+    if (wanted is None) != (given is None):
+        there, missing = ("a policy", "the setting") if wanted is None else ("the setting", "a policy")
+        raise ValueError(f"trainer.{name}: there is {there} and not {missing}; give both or neither")
+    return given
+
+
+def _with_column(mini_batch: MiniBatch, name: str, columns: Sequence[Array]) -> MiniBatch:
+    return mini_batch._replace(
+        batches=[batch._replace(**{name: of}) for batch, of in zip(mini_batch.batches, columns, strict=True)]
+    )
+
+
+def _asked(frozen: FrozenPolicy, mini_batches: Sequence[MiniBatch]) -> list[list[Array]]:
+    """Its log-probabilities of all micro-batches, by mini-batch; on the device, not waited for."""
+    found = iter(frozen.logprobs([batch for mini_batch in mini_batches for batch in mini_batch.batches]))
+    return [[next(found) for _ in mini_batch.batches] for mini_batch in mini_batches]
+
+
+def _divergence(groups: Sequence[Group], trained: Trained, logp: ByToken) -> tuple[float, float]:
+    """KL of the policy that drew the tokens in the loss from one that gives them these log-probabilities: sum and number."""
+    samples, masks = [sample for group in groups for sample in group.samples], chain(*trained)
+    strayed = np.concatenate(
+        [(sample.behave_logp - of)[mask] for sample, of, mask in zip(samples, chain(*logp), masks, strict=True)]
+    )
+    # Of all estimates k3 tells most.
+    return float(np.sum(kl_estimate("k3", strayed))), float(len(strayed))
 
 
 def _deal(sizes: Sequence[int], num_shares: int) -> list[list[int]]:
