@@ -41,6 +41,7 @@ from areal_jax.records import Group, Judge, Sampling, Task, Verdict, derive_seed
 from areal_jax.rewards.service import RewardService
 from areal_jax.settings import ConfigError, to_json
 from areal_jax.trainer.critic import CriticWeights
+from areal_jax.trainer.forward import Forward, FrozenPolicy
 from areal_jax.trainer.ppo import Trainer
 from areal_jax.trainer.sft import SupervisedTrainer
 from areal_jax.trainer.step import Metrics
@@ -314,6 +315,27 @@ def initial_critic(plan: Plan) -> CriticWeights | None:
     else:
         params = hf.load(folder, critic, placed)
     return CriticWeights(critic, params)
+
+
+def frozen_policy(plan: Plan, name: str, params: Params, base: Params | None) -> FrozenPolicy | None:
+    """The frozen policy that trainer.NAME names, on the train mesh; None where it names none.
+
+    Args: params, base: what training starts from, on the train mesh. A policy that is the same shares their memory."""
+    found = next((found for found in plan.beside if found.name == name), None)
+    if found is None:
+        return None
+    experiment, mesh, dtype = plan.experiment, plan.meshes.train, plan.compute_dtype
+    forward = Forward(
+        experiment.trainer, found.policy, mesh, dtype, temperature=experiment.engine.temperature, row_tokens=plan.row_tokens
+    )
+    abstract = found.policy.abstract(dtype)
+    if found.folder is not None:
+        placed = shardings(mesh, found.policy.axes(), abstract, TRAIN_RULES)
+        return FrozenPolicy(forward, hf.load(found.folder, found.policy, placed, dtype=dtype), offload=found.offload)
+    if found.policy.lora:
+        return FrozenPolicy(forward, params, base, offload=found.offload)
+    initial = base or jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, abstract)
+    return FrozenPolicy(forward, initial, offload=found.offload)
 
 
 def _base_of_engine(plan: Plan, base: Params) -> EngineParams:

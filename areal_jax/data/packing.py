@@ -74,7 +74,7 @@ class Layout:
         """Share of the places that hold a token."""
         return float(self.lengths.sum()) / max(1, self.shape[0] * self.shape[1] * self.shape[2])
 
-    def scatter(self, values: Iterable[Shaped[np.ndarray, "_"] | int], dtype: DTypeLike) -> Shaped[np.ndarray, "M B T"]:
+    def scatter(self, values: Iterable[Shaped[np.ndarray, "_"] | float], dtype: DTypeLike) -> Shaped[np.ndarray, "M B T"]:
         """Per-token values, one array (or one number) for each sequence, to their places; zeros where no token lies."""
         packed = np.zeros(self.shape, dtype)
         flat = packed.reshape(-1)

@@ -70,6 +70,12 @@ def predicted_bytes(
     }
 
 
+def bytes_beside(policy: Policy, mesh: Mesh, compute_dtype: DTypeLike) -> int:
+    """Bytes on each device of a frozen policy that lies beside the one trained."""
+    abstract = policy.abstract(compute_dtype)
+    return bytes_per_device(abstract, shardings(mesh, policy.axes(), abstract, TRAIN_RULES))
+
+
 def _activations(config: TrainerConfig, model: ModelConfig, mesh: Mesh, compute_dtype: DTypeLike, row_tokens: int) -> int:
     """What all layers keep for the backward pass, and what one of them takes while it is computed again."""
     itemsize, tensor = jnp.dtype(compute_dtype).itemsize, mesh.shape["tensor"]
