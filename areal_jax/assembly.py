@@ -43,6 +43,7 @@ from areal_jax.settings import ConfigError, to_json
 from areal_jax.trainer.critic import CriticWeights
 from areal_jax.trainer.forward import Forward, FrozenPolicy
 from areal_jax.trainer.ppo import Trainer
+from areal_jax.trainer.preference import PreferenceTrainer
 from areal_jax.trainer.sft import SupervisedTrainer
 from areal_jax.trainer.step import Metrics
 from areal_jax.weights.mailbox import Mailbox
@@ -51,7 +52,7 @@ from areal_jax.workflows.single_turn import SingleTurn
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-AnyTrainer = TypeVar("AnyTrainer", Trainer, SupervisedTrainer)
+AnyTrainer = TypeVar("AnyTrainer", Trainer, SupervisedTrainer, PreferenceTrainer)
 
 CHECKPOINTS = "checkpoints"
 POLICY = "policy"

@@ -15,13 +15,14 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 from areal_jax.assembly import Run, assembled, frozen_policy, initial_critic, trained_samples
 from areal_jax.checkpoint.recovery import decode, encode
-from areal_jax.config import Experiment, SFTExperiment
+from areal_jax.config import Experiment, FineTuning, PreferenceExperiment, SFTExperiment
 from areal_jax.data.pipeline import TaskStream
 from areal_jax.metrics import names
 from areal_jax.models.decoder import Params
@@ -30,8 +31,12 @@ from areal_jax.records import Group, RolloutState, Sampling
 from areal_jax.rollout.buffer import TasksExhausted
 from areal_jax.rollout.controller import Rollouts, open_gate, rolling_out
 from areal_jax.trainer.ppo import Trainer
+from areal_jax.trainer.preference import PreferenceTrainer
 from areal_jax.trainer.sft import SupervisedTrainer
+from areal_jax.trainer.step import Metrics
 from areal_jax.workflows.single_turn import SingleTurn
+
+Tuner = TypeVar("Tuner", SupervisedTrainer, PreferenceTrainer)
 
 
 async def train(run: Run[Trainer], exp: Experiment) -> None:
@@ -97,20 +102,21 @@ async def checkpoint(run: Run[Trainer], rollouts: Rollouts, untrained: Sequence[
     await asyncio.to_thread(run.save, run.trainer.version, encode(state))
 
 
-async def fine_tune(run: Run[SupervisedTrainer], exp: SFTExperiment) -> None:
-    """Supervised fine-tuning, the same update with another loss, until the last step or a request to stop."""
+async def fine_tune(run: Run[Tuner], exp: FineTuning) -> None:
+    """Learning from examples, the same update with another loss, until the last step or a request to stop."""
     trainer = run.trainer
+    step: Callable[[Sequence[Any]], Metrics] = trainer.step  # examples of the kind it learns from
     examples = TaskStream(run.plan.examples.examples, exp.seed)
     if run.restored:
         examples.restore(decode(run.restored)[0].tasks)
     published = trainer.version
     for version in range(trainer.version, exp.num_steps):
         # Before the step, so that a run that goes on from this version measures it again.
-        if version == 0 or is_due(version, exp.perplexity_every_steps):
-            await measure_loss(run, exp)
+        if version == 0 or is_due(version, exp.heldout_every_steps):
+            await measure(run, exp)
         batch = [next(examples) for _ in range(exp.examples_per_batch)]
         with run.span("trainer", f"step {version}"):
-            metrics = await asyncio.to_thread(trainer.step, batch)
+            metrics = await asyncio.to_thread(step, batch)
         run.record(version, metrics)
         if run.stop.is_set():
             break
@@ -121,26 +127,28 @@ async def fine_tune(run: Run[SupervisedTrainer], exp: SFTExperiment) -> None:
             run.evaluate_meanwhile(version + 1)
     await asyncio.to_thread(run.save, trainer.version, encode(nothing_but(examples)))
     if not run.stop.is_set():
-        await measure_loss(run, exp)
+        await measure(run, exp)
     if run.plan.decodes and published < trainer.version:
         run.mailbox.publish(trainer.version, trainer.params)
     await run.finish()
 
 
-async def measure_loss(run: Run[SupervisedTrainer], exp: SFTExperiment) -> None:
-    """Write down loss and perplexity of the examples that are not trained on, with the parameters as they are."""
-    if not exp.perplexity_every_steps:
+async def measure(run: Run[Tuner], exp: FineTuning) -> None:
+    """Write down loss, and perplexity or accuracy, of the examples that are not trained on, with the parameters as they are."""
+    if not exp.heldout_every_steps:
         return
     version, examples = run.trainer.version, run.plan.eval_examples.examples
+    measured: Callable[[Sequence[Any]], dict[str, tuple[float, float]]] = run.trainer.measure
     with run.span("evaluation", f"loss of version {version}"):
-        total, num_tokens = await asyncio.to_thread(run.trainer.loss, examples)
-    loss = total / num_tokens
-    run.record_evaluation(
-        version,
-        {names.EVAL_LOSS: loss, names.PERPLEXITY: perplexity(loss), "evaluation/loss_tokens": num_tokens},
-        f"version {version}: loss {loss:.4f}, perplexity {perplexity(loss):.4g} on {num_tokens:.0f} tokens of {len(examples)} "
-        "examples that are not trained on",
-    )
+        found = await asyncio.to_thread(measured, examples)
+    metrics = {f"evaluation/{name}": total / weight for name, (total, weight) in found.items()}
+    loss, count = metrics[names.EVAL_LOSS], found["loss"][1]
+    if isinstance(exp, PreferenceExperiment):
+        score, of = f"accuracy {metrics[names.ACCURACY]:.1%}", f"{count:.0f} pairs"
+    else:
+        metrics |= {names.PERPLEXITY: perplexity(loss), "evaluation/loss_tokens": count}
+        score, of = f"perplexity {metrics[names.PERPLEXITY]:.4g}", f"{count:.0f} tokens of {len(examples)} examples"
+    run.record_evaluation(version, metrics, f"version {version}: loss {loss:.4f}, {score} on {of} that are not trained on")
 
 
 def perplexity(loss: float) -> float:
@@ -165,12 +173,16 @@ def run(plan: Plan, run_folder: Path, *, resume: bool) -> None:
 
 async def _run(plan: Plan, run_folder: Path, resume: bool) -> None:
     exp = plan.experiment
-    if isinstance(exp, Experiment):
-        async with assembled(plan, run_folder, resume=resume, make_trainer=rl_trainer) as parts:
-            await train(parts, exp)
-    else:
-        async with assembled(plan, run_folder, resume=resume, make_trainer=supervised_trainer) as parts:
-            await fine_tune(parts, exp)
+    match exp:
+        case Experiment():
+            async with assembled(plan, run_folder, resume=resume, make_trainer=rl_trainer) as parts:
+                await train(parts, exp)
+        case SFTExperiment():
+            async with assembled(plan, run_folder, resume=resume, make_trainer=supervised_trainer) as parts:
+                await fine_tune(parts, exp)
+        case PreferenceExperiment():
+            async with assembled(plan, run_folder, resume=resume, make_trainer=preference_trainer) as parts:
+                await fine_tune(parts, exp)
 
 
 def rl_trainer(plan: Plan, params: Params, base: Params | None) -> Trainer:
@@ -191,6 +203,7 @@ def rl_trainer(plan: Plan, params: Params, base: Params | None) -> Trainer:
         base=base,
         critic=initial_critic(plan),
         reference=frozen_policy(plan, "reference", params, base),
+        teacher=frozen_policy(plan, "teacher", params, base),
     )
 
 
@@ -206,6 +219,24 @@ def supervised_trainer(plan: Plan, params: Params, base: Params | None) -> Super
         plan.compute_dtype,
         num_updates=exp.num_steps,
         row_tokens=plan.row_tokens,
-        measures_loss=exp.perplexity_every_steps > 0,
+        measures=exp.heldout_every_steps > 0,
+        base=base,
+    )
+
+
+def preference_trainer(plan: Plan, params: Params, base: Params | None) -> PreferenceTrainer:
+    """The trainer of a plan for pairs of answers, with the weights it starts from, and those beside an adapter."""
+    exp = plan.experiment
+    assert isinstance(exp, PreferenceExperiment)
+    return PreferenceTrainer(
+        exp.trainer,
+        exp.loss,
+        plan.policy,
+        params,
+        plan.meshes.train,
+        plan.compute_dtype,
+        num_updates=exp.num_steps,
+        row_tokens=plan.row_tokens,
+        measures=exp.heldout_every_steps > 0,
         base=base,
     )

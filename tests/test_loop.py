@@ -100,7 +100,7 @@ def supervised(policy: Path, examples: Path, *, num_steps: int) -> SFTExperiment
         examples=Files(path=str(examples)),
         examples_per_batch=4,
         eval_examples=HeldOut(share=0.2),
-        perplexity_every_steps=2,
+        heldout_every_steps=2,
         trainer=TrainerConfig(
             optimizer=OptimizerConfig(learning_rate=1e-2, warmup_fraction=0.0),
             row_tokens=32,

@@ -135,7 +135,7 @@ def test_where_nothing_is_decoded_all_devices_train(policy: Path) -> None:
 
 
 def test_without_measuring_nothing_is_held_out(policy: Path) -> None:
-    off = [f"policy.path={policy}", "perplexity_every_steps=0"]
+    off = [f"policy.path={policy}", "heldout_every_steps=0"]
     found = make_plan(load_experiment("sft", off))
     assert len(found.eval_examples.examples) == 0
     assert "evaluation    none" in found.text()
