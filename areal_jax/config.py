@@ -213,6 +213,7 @@ def _with_algorithm(experiment: AnyExperiment, name: str) -> Experiment:
         advantages=preset.advantages,
         shaping=preset.shaping,
         critic=experiment.trainer.critic if isinstance(preset.advantages, GAE) else Critic(),
+        reference=preset.reference,
     )
     rollout = chz.replace(
         experiment.rollout, success_rate_above=preset.success_rate_above, success_rate_below=preset.success_rate_below
@@ -243,6 +244,7 @@ _POSITIVE = (
 _NOT_NEGATIVE = (
     *("seed", "num_steps", "max_staleness", "every_steps", "heldout_every_steps", "row_tokens", "warmup_steps"),
     *("temperature", "top_k", "weight_decay", "overlong_penalty", "router_aux_loss_coef", "entropy_coef"),
+    *("weight", "reward_weight", "coefficient"),
 )
 _FRACTION = (
     *("share", "overlong_share", "success_rate_above", "success_rate_below"),
@@ -257,6 +259,7 @@ def contradictions(experiment: AnyExperiment) -> Iterator[str]:
     """What cannot be in an experiment's settings, each in a sentence that names the knobs; nothing where all is well."""
     yield from out_of_range(experiment)
     yield from two_adapters(experiment)
+    yield from two_homes(experiment)
     if isinstance(experiment, Experiment):
         yield from row_too_short(experiment)
         yield from too_many_mini_batches(experiment)
@@ -320,6 +323,17 @@ def two_adapters(experiment: AnyExperiment) -> Iterator[str]:
         yield "policy.lora.targets is empty, which leaves nothing to train: name at least one, such as q_proj"
 
 
+def two_homes(experiment: AnyExperiment) -> Iterator[str]:
+    """Weights that an adapter is trained beside are needed on the device all the time, whoever else reads them."""
+    policy, reference = experiment.policy, experiment.trainer.reference
+    has_adapter = policy.lora is not None or policy.adapter is not None
+    if has_adapter and reference is not None and reference.path == "initial" and reference.offload:
+        yield (
+            "trainer.reference.offload=true would save nothing: beside an adapter, the initial policy is the frozen weights "
+            "themselves; leave it out"
+        )
+
+
 def too_many_mini_batches(experiment: Experiment) -> Iterator[str]:
     """A group is never split over two updates."""
     groups, mini_batches = experiment.rollout.groups_per_batch, experiment.trainer.num_mini_batches
@@ -332,8 +346,9 @@ def too_many_mini_batches(experiment: Experiment) -> Iterator[str]:
 
 def no_signal(experiment: Experiment) -> Iterator[str]:
     """Mixtures under which every advantage is zero."""
-    advantages = experiment.trainer.advantages
-    if isinstance(advantages, GroupNormalized | LeaveOneOut) and experiment.rollout.samples_per_group == 1:
+    advantages, is_taught = experiment.trainer.advantages, experiment.trainer.teacher is not None
+    alone = experiment.rollout.samples_per_group == 1 and not is_taught
+    if alone and isinstance(advantages, GroupNormalized | LeaveOneOut):
         yield (
             f"rollout.samples_per_group=1 leaves nothing to compare with under trainer.advantages={type(advantages).__name__}: "
             "draw at least 2, or set trainer.advantages=BatchNormalized"
@@ -360,7 +375,9 @@ def idle(experiment: FineTuning) -> Iterator[str]:
     """Settings that learning from examples does not read, changed nevertheless."""
     given, default = settings(experiment.trainer), settings(TrainerConfig())
     for key in given:
-        is_idle = key.startswith(("loss", "entropy_coef", "shaping", "advantages", "critic", "num_mini_batches"))
+        is_idle = key.startswith(
+            ("loss", "entropy_coef", "shaping", "advantages", "critic", "num_mini_batches", "reference", "teacher")
+        )
         if is_idle and given[key].value != default.get(key, given[key]).value:
             yield f"trainer.{key}={given[key].text()} has no meaning in learning from examples; leave it out"
 

@@ -66,7 +66,7 @@ class PreferenceTrainer(FromExamples[PreferencePair]):
             like = lora.abstract(policy) if policy.lora else policy.abstract(compute_dtype)
             initial = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, like)
             forward = Forward(config, policy, mesh, compute_dtype, temperature=1.0, row_tokens=row_tokens)
-            self._reference = FrozenPolicy("reference", forward, jax.device_put(initial, learner.shardings.params), base)
+            self._reference = FrozenPolicy(forward, jax.device_put(initial, learner.shardings.params), base)
 
     @property
     def num_compilations(self) -> int:

@@ -62,10 +62,15 @@ class Learner:
         temperature: float,
         row_tokens: int,
         base: Params | None = None,
+        columns: Sequence[str] = (),
     ):
-        """Args: base: with an adapter in `params`, the parameters beside it: on the train mesh, in the dtypes of `frozen`."""
+        """
+        Args:
+            base: with an adapter in `params`, the parameters beside it: on the train mesh, in the dtypes of `frozen`.
+            columns: those of a DeviceBatch's that may be None and that the objective reads.
+        """
         self.config, self.policy, self.mesh, self.compute_dtype = config, policy, mesh, compute_dtype
-        self.objective, self.num_updates = objective, num_updates
+        self.objective, self.num_updates, self.columns = objective, num_updates, columns
         self.forward = Forward(config, policy, mesh, compute_dtype, temperature=temperature, row_tokens=row_tokens)
         self.rows, self.row_tokens = self.forward.rows, self.forward.row_tokens
         self.trained = trained(policy)
@@ -248,7 +253,9 @@ class Learner:
 
     def _abstract_batch(self) -> DeviceBatch:
         dtypes = (np.int32,) * 3 + (np.bool_, np.float32, np.int32) + (np.float32,) * 2
-        return DeviceBatch(*map(self.forward.column, dtypes))
+        return DeviceBatch(
+            *map(self.forward.column, dtypes), **{name: self.forward.column(np.float32) for name in self.columns}
+        )
 
     @cached_property
     def _abstract_accumulated(self) -> Accumulated:
