@@ -191,7 +191,7 @@ def test_a_reference_comes_with_its_kl_and_only_with_one_that_has_a_gradient(tmp
     assert load_experiment("aime", ["algorithm=grpo", "trainer.reference=none"]).trainer.reference is None
     with pytest.raises(ConfigError, match=r"trainer\.reference\.offload=true would save nothing"):
         load_experiment("aime", ["policy.lora.rank=2", "trainer.reference.offload=true"])
-    with pytest.raises(ConfigError, match="no meaning in supervised fine-tuning"):
+    with pytest.raises(ConfigError, match="no meaning in learning from examples"):
         load_experiment("tiny_sft", ["trainer.reference.path=initial"])
 
 
