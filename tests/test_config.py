@@ -133,6 +133,9 @@ def test_config_json_is_flat_and_readable(tmp_path: Path) -> None:
     [
         ("rollout.max_staleness=8", 8),
         ("rollout.max_staleness=none", None),
+        ("rollout.max_staleness_of_code=same", "same"),
+        ("rollout.max_staleness_of_code=16", 16),
+        ("rollout.max_staleness_of_code=none", None),
         ("trainer.optimizer.learning_rate=1e-3", 1e-3),
         ("trainer.optimizer.learning_rate=1", 1.0),
         ("trainer.remat=none", "none"),

@@ -315,6 +315,23 @@ def test_stale_tokens_are_context_only(shared: Callable[[str], Trainer]) -> None
     assert_close(trainer.params, after, atol=0.0)
 
 
+def test_a_kind_of_tasks_may_be_older_than_the_others(
+    shared: Callable[[str], Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = shared("one mini-batch")
+    monkeypatch.setattr(trainer, "_staleness_of_kind", {"code": 3})
+    trainer.version = 3
+    groups = batch(seed=7)  # of version 0, a version more than max_staleness=2 allows
+    program = replace(groups[0], task=replace(groups[0].task, kind="code"))
+    result = trainer.step([program, *groups[1:]])
+    assert not any(mask.any() for mask in result.stale[0])
+    assert all(
+        np.array_equal(mask, sample.loss_mask)
+        for group, masks in zip(groups[1:], result.stale[1:], strict=True)
+        for sample, mask in zip(group.samples, masks, strict=True)
+    )
+
+
 def test_without_a_bound_nothing_is_stale(shared: Callable[[str], Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = shared("one mini-batch")
     monkeypatch.setattr(trainer, "max_staleness", None)
