@@ -40,6 +40,7 @@ from areal_jax.plan import Plan
 from areal_jax.records import Group, Judge, Sampling, Task, Verdict, derive_seed
 from areal_jax.rewards.service import RewardService
 from areal_jax.settings import ConfigError, to_json
+from areal_jax.trainer.critic import CriticWeights
 from areal_jax.trainer.forward import Forward, FrozenPolicy
 from areal_jax.trainer.ppo import Trainer
 from areal_jax.trainer.sft import SupervisedTrainer
@@ -54,6 +55,7 @@ AnyTrainer = TypeVar("AnyTrainer", Trainer, SupervisedTrainer)
 
 CHECKPOINTS = "checkpoints"
 POLICY = "policy"
+CRITIC = "critic"
 ADAPTER = "adapter"
 TRACE = "trace.json"
 
@@ -190,6 +192,11 @@ class Run(Generic[AnyTrainer]):
             whole = params if self.base is None else lora.merge(policy, self.base, params)
             hf.save(folder, policy, whole, self.plan.policy_folder)
             self.progress.say(f"policy of version {version}: {folder}")
+        critic = self.trainer.state.critic
+        if critic is not None and self.plan.critic is not None and self.experiment.checkpoint.export_hf:
+            folder = self.folder / CRITIC
+            hf.save(folder, self.plan.critic, critic.params, self.plan.critic_folder)
+            self.progress.say(f"critic of version {version}: {folder}")
         try:
             self.store.wait()
         except CheckpointError as error:
@@ -315,6 +322,20 @@ def frozen_policy(plan: Plan, name: str, params: Params, base: Params | None) ->
         return FrozenPolicy(forward, params, base, offload=found.offload)
     initial = base or jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, abstract)
     return FrozenPolicy(forward, initial, offload=found.offload)
+
+
+def initial_critic(plan: Plan) -> CriticWeights | None:
+    """What the critic begins with, if one is asked: its own weights, or a trunk, by default the policy's, and a fresh head."""
+    critic, folder, experiment = plan.critic, plan.critic_folder, plan.experiment
+    if critic is None or folder is None:
+        return None
+    placed = shardings(plan.meshes.train, critic.axes(), critic.abstract(), TRAIN_RULES)
+    if experiment.policy.random_init and experiment.trainer.critic.path is None:
+        # The same key draws the same trunk.
+        params = jax.jit(critic.init, out_shardings=placed)(jax.random.key(experiment.seed))
+    else:
+        params = hf.load(folder, critic, placed)
+    return CriticWeights(critic, params)
 
 
 def _base_of_engine(plan: Plan, base: Params) -> EngineParams:

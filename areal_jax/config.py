@@ -22,7 +22,7 @@ from areal_jax.metrics.config import MetricsConfig
 from areal_jax.models.config import PolicyConfig
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.rewards.config import RewardConfig
-from areal_jax.rl.config import GroupNormalized, LeaveOneOut
+from areal_jax.rl.config import GAE, GroupNormalized, LeaveOneOut
 from areal_jax.rl.presets import PRESETS
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.settings import (
@@ -36,7 +36,7 @@ from areal_jax.settings import (
     settings,
     to_json,
 )
-from areal_jax.trainer.config import TrainerConfig
+from areal_jax.trainer.config import Critic, TrainerConfig
 
 CONFIG_FILE = "config.json"
 """Name under which a run folder keeps its resolved configuration."""
@@ -191,6 +191,7 @@ def _with_algorithm(experiment: AnyExperiment, name: str) -> Experiment:
         advantages=preset.advantages,
         shaping=preset.shaping,
         reference=preset.reference,
+        critic=experiment.trainer.critic if isinstance(preset.advantages, GAE) else Critic(),
     )
     rollout = chz.replace(
         experiment.rollout, success_rate_above=preset.success_rate_above, success_rate_below=preset.success_rate_below
@@ -211,19 +212,20 @@ _POSITIVE = (
     ),
     *("num_slots", "max_prompt_tokens", "max_new_tokens", "steps_per_dispatch", "num_mini_batches", "rows_per_micro_batch"),
     *("logp_chunk_tokens", "learning_rate", "eps", "max_grad_norm", "clip_eps", "clip_eps_high", "cap"),
+    "value_clip_eps",
     *("clip", "max_second_moment", "temperature_positive", "temperature_negative", "clip_eps_low"),
     *("num_workers", "samples_per_task", "keep", "batch_timeout_s", "request_timeout_s", "timeout_s"),
     *("rank", "alpha", "train_devices", "rollout_devices", "train_fsdp", "train_expert", "train_context", "train_tensor"),
     *("rollout_tensor", "simulated_devices"),
 )
 _NOT_NEGATIVE = (
-    *("seed", "num_steps", "max_staleness", "every_steps", "perplexity_every_steps", "row_tokens"),
+    *("seed", "num_steps", "max_staleness", "every_steps", "perplexity_every_steps", "row_tokens", "warmup_steps"),
     *("temperature", "top_k", "weight_decay", "overlong_penalty", "router_aux_loss_coef", "coefficient"),
     *("weight", "reward_weight"),
 )
 _FRACTION = (
     *("share", "overlong_share", "success_rate_above", "success_rate_below"),
-    *("top_p", "warmup_fraction", "beta1", "beta2"),
+    *("top_p", "warmup_fraction", "beta1", "beta2", "gamma", "lam"),
 )
 _ABOVE_ONE = ("dual_clip",)
 _ANY_NUMBER = ("correct", "wrong", "bias", "scale")
@@ -238,6 +240,7 @@ def contradictions(experiment: AnyExperiment) -> Iterator[str]:
         yield from row_too_short(experiment)
         yield from too_many_mini_batches(experiment)
         yield from no_signal(experiment)
+        yield from idle_critic(experiment)
         yield from nothing_in_bounds(experiment)
     else:
         yield from idle(experiment)
@@ -328,10 +331,22 @@ def no_signal(experiment: Experiment) -> Iterator[str]:
         yield f"rewards.correct={experiment.rewards.correct} is not above rewards.wrong={experiment.rewards.wrong}"
 
 
+def idle_critic(experiment: Experiment) -> Iterator[str]:
+    """Settings of a critic that nothing asks."""
+    advantages = type(experiment.trainer.advantages)
+    given, default = settings(experiment.trainer.critic), settings(Critic())
+    changed = {key.partition(".")[0] for key in given if key not in default or given[key].value != default[key].value}
+    if changed and advantages is not GAE:
+        yield (
+            f"{', '.join(f'trainer.critic.{key}' for key in sorted(changed))}: without meaning under "
+            f"trainer.advantages={advantages.__name__}, which asks no critic; leave it out, or set trainer.advantages=GAE"
+        )
+
+
 def idle(experiment: SFTExperiment) -> Iterator[str]:
     """Settings that supervised fine-tuning does not read, changed nevertheless."""
     given, default = settings(experiment.trainer), settings(TrainerConfig())
     for key in given:
-        is_idle = key.startswith(("loss", "advantages", "num_mini_batches", "reference", "teacher"))
+        is_idle = key.startswith(("loss", "advantages", "critic", "num_mini_batches", "reference", "teacher"))
         if is_idle and given[key].value != default.get(key, given[key]).value:
             yield f"trainer.{key}={given[key].text()} has no meaning in supervised fine-tuning; leave it out"

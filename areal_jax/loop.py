@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from areal_jax.assembly import Run, assembled, frozen_policy, trained_samples
+from areal_jax.assembly import Run, assembled, frozen_policy, initial_critic, trained_samples
 from areal_jax.checkpoint.recovery import decode, encode
 from areal_jax.config import Experiment, SFTExperiment
 from areal_jax.data.pipeline import TaskStream
@@ -190,6 +190,7 @@ def rl_trainer(plan: Plan, params: Params, base: Params | None) -> Trainer:
         max_new_tokens=exp.engine.max_new_tokens,
         base=base,
         reference=frozen_policy(plan, "reference", params, base),
+        critic=initial_critic(plan),
     )
 
 

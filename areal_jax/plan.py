@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
@@ -31,7 +32,7 @@ from areal_jax.models.hf import read_config
 from areal_jax.parallel.mesh import Meshes, make_meshes
 from areal_jax.parallel.sharding import ROLLOUT_RULES, bytes_per_device, sharding
 from areal_jax.records import derive_seed
-from areal_jax.rl.config import Reference
+from areal_jax.rl.config import GAE, Reference
 from areal_jax.settings import ConfigError, as_text
 from areal_jax.trainer.forward import check_cut
 from areal_jax.trainer.memory import bytes_beside, predicted_bytes
@@ -83,6 +84,10 @@ class Plan:
     """Idle where the experiment does not decode."""
     row_tokens: int
     """Tokens of a packed row."""
+    critic: Policy | None = None
+    """What advantages=GAE asks."""
+    critic_folder: Path | None = None
+    """Where the critic's weights are: its own, or all of them but the head."""
 
     @property
     def decodes(self) -> bool:
@@ -99,6 +104,7 @@ class Plan:
             ("policy", self._policy()),
             ("trained", self._trained()),
             *((found.name, self._beside(found)) for found in self.beside),
+            *self._critic(),
             ("data", self._data()),
             ("training", self._training()),
             ("evaluation", self._evaluation()),
@@ -113,7 +119,9 @@ class Plan:
     def train_bytes(self) -> Memory:
         """What training takes of each device of its mesh."""
         config, mesh = self.experiment.trainer, self.meshes.train
-        parts = dict(predicted_bytes(config, self.policy, mesh, self.compute_dtype, row_tokens=self.row_tokens))
+        parts = dict(
+            predicted_bytes(config, self.policy, mesh, self.compute_dtype, row_tokens=self.row_tokens, critic=self.critic)
+        )
         # What is offloaded comes to the device when there are neither gradients nor activations.
         room = sum(parts[name] for name in ("gradients", "activations", "logits"))
         for found in self.beside:
@@ -162,6 +170,13 @@ class Plan:
         where = ", in the host's memory" if found.offload else ""
         what = "the weights that training starts from" if found.folder is None else found.path
         return f"{what} ({model.architecture}, {model.num_params / 1e6:,.1f} M parameters{where})"
+
+    def _critic(self) -> Iterator[tuple[str, str]]:
+        if self.critic is not None and self.critic_folder is not None:
+            model, path = self.critic.config, self.experiment.trainer.critic.path or self.experiment.policy.path
+            size = f"{model.num_params / 1e6:,.1f} M parameters"
+            head = "" if read_config(self.critic_folder).is_scalar else ", with a fresh head"
+            yield "critic", f"{path} ({model.architecture}, {size}{head})"
 
     def _data(self) -> str:
         if isinstance(self.experiment, Experiment):
@@ -256,6 +271,10 @@ def make_plan(experiment: AnyExperiment) -> Plan:
     """Find the policy and the data, cut the meshes. ConfigError where one of them cannot be had, or does not fit another."""
     folder = _had(lambda: resolve_policy_folder(experiment.policy.path))
     policy = _had(lambda: find_policy(experiment.policy, folder))
+    critic_folder, critic = None, None
+    if isinstance(experiment.trainer.advantages, GAE):
+        critic_folder = _had(lambda: resolve_policy_folder(experiment.trainer.critic.path or experiment.policy.path))
+        critic = _had(lambda: find_critic(critic_folder))
     meshes = _had(lambda: _meshes(experiment))
     auto = "float32" if meshes.train.devices.flat[0].platform == "cpu" else "bfloat16"
     dtype = jnp.dtype(experiment.policy.compute_dtype.replace("auto", auto))
@@ -292,8 +311,11 @@ def make_plan(experiment: AnyExperiment) -> Plan:
         meshes,
         engine,
         row_tokens,
+        critic,
+        critic_folder,
     )
-    _had(lambda: check_cut(policy, meshes.train, plan.row_tokens))
+    for which in filter(None, (policy, critic)):
+        _had(partial(check_cut, which, meshes.train, plan.row_tokens))
     _had(plan.train_bytes)
     if problems := list(misfits(plan)):
         raise ConfigError("\n".join(problems))
@@ -318,11 +340,17 @@ def find_policy(config: PolicyConfig, folder: Path) -> Policy:
     """The policy in a folder, with the adapter that is to be trained beside it.
 
     Raises ValueError where the adapter does not belong to the policy."""
+    model = read_config(folder)
+    if model.is_scalar:
+        raise ValueError(
+            f"policy.path={config.path} reads out one number a token ({model.readout}), which draws no answers; expected a "
+            f"language model ({model.architecture})"
+        )
     if config.adapter is None:
-        policy = Policy(read_config(folder), config.lora)
+        policy = Policy(model, config.lora)
     else:
         adapter = Path(config.adapter).expanduser()
-        policy = Policy(read_config(folder), lora.read_config(adapter))
+        policy = Policy(model, lora.read_config(adapter))
         lora.require_base(adapter, config.path, str(folder))
         lora.require_tensors(adapter, policy)
     if policy.lora:
@@ -370,6 +398,12 @@ def find_beside(
     return tuple(found)
 
 
+def find_critic(folder: Path) -> Policy:
+    """The critic in a folder; with the language model in it for a trunk, if it is one."""
+    model = read_config(folder)
+    return Policy(model if model.is_scalar else replace(model, readout="TokenClassification"))
+
+
 def misfits(plan: Plan) -> Iterator[str]:
     """What in a plan does not go together, each in a sentence that names the knobs; nothing where all is well."""
     engine, model, path = plan.engine, plan.policy.config, plan.experiment.policy.path
@@ -382,6 +416,17 @@ def misfits(plan: Plan) -> Iterator[str]:
         yield (
             f"policy.path={path} has a tokenizer.json of {plan.tokenizer.vocab_size} tokens, "
             f"but its config.json says vocab_size={model.vocab_size}, which is the number of rows of the embedding"
+        )
+    if plan.critic is not None and plan.critic.config.vocab_size < plan.tokenizer.vocab_size:
+        yield (
+            f"trainer.critic.path={plan.experiment.trainer.critic.path} knows {plan.critic.config.vocab_size} tokens, and "
+            f"policy.path={path} has a tokenizer.json of {plan.tokenizer.vocab_size}; expected a critic that reads the same"
+        )
+    if plan.critic is not None and engine.max_tokens > plan.critic.config.max_position_embeddings:
+        yield (
+            f"engine.max_prompt_tokens + engine.max_new_tokens = {engine.max_tokens} is longer than the "
+            f"{plan.critic.config.max_position_embeddings} positions that trainer.critic.path="
+            f"{plan.experiment.trainer.critic.path} was made for; lower either"
         )
     if not plan.tokenizer.has_template and not plan.experiment.prompt.plain_text:
         yield (

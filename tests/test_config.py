@@ -23,9 +23,10 @@ from areal_jax.config import (
 )
 from areal_jax.data.config import Files, Synthetic
 from areal_jax.models.config import LoRA
-from areal_jax.rl.config import PPO, BatchNormalized, DecoupledPPO, KLInReward, Masked, Reference, Teacher
+from areal_jax.rl.config import GAE, PPO, BatchNormalized, DecoupledPPO, KLInReward, Masked, Reference, Teacher
 from areal_jax.rl.presets import PRESETS
 from areal_jax.settings import ConfigError, assign, build, from_text, settings
+from areal_jax.trainer.config import Critic, OptimizerConfig
 
 SHIPPED = experiment_names()
 
@@ -210,6 +211,19 @@ def test_what_is_said_beside_an_algorithm_wins(tmp_path: Path) -> None:
     assert read_config(written(experiment, tmp_path)) == experiment
 
 
+def test_a_critic_belongs_to_gae_alone() -> None:
+    ppo = load_experiment("aime", ["algorithm=ppo", "trainer.critic.warmup_steps=5", "trainer.critic.optimizer.beta1=0.5"])
+    assert isinstance(ppo, Experiment)
+    assert isinstance(ppo.trainer.advantages, GAE)
+    assert ppo.trainer.critic == Critic(warmup_steps=5, optimizer=OptimizerConfig(beta1=0.5))
+    assert "trainer.critic.optimizer, trainer.critic.path: without meaning under trainer.advantages=GroupNormalized" in refusal(
+        "trainer.critic.path=x", "trainer.critic.optimizer.beta1=0.5"
+    )
+    # An experiment with a critic of its own, trained without one.
+    assert config._with_algorithm(ppo, "grpo").trainer.critic == Critic()
+    assert config._with_algorithm(ppo, "ppo") == ppo
+
+
 def test_an_unknown_algorithm_is_answered_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="no algorithm 'grppo'; known are areal, grpo"):
         load_experiment("aime", ["algorithm=grppo"])
@@ -277,6 +291,8 @@ def test_a_wrong_override_is_refused_with_what_would_be_right(override: str, sai
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
+        (["trainer.advantages=GAE", "trainer.advantages.lam=1.5"], ["trainer.advantages.lam=1.5", "from 0 to 1"]),
+        (["trainer.advantages=GAE", "trainer.critic.value_clip_eps=0"], ["trainer.critic.value_clip_eps=0", "above 0"]),
         (["rollout.groups_per_batch=0"], ["rollout.groups_per_batch=0", "above 0"]),
         (["rollout.max_staleness=-1"], ["rollout.max_staleness=-1", "0 or more"]),
         (["engine.top_p=1.5"], ["engine.top_p=1.5", "from 0 to 1"]),

@@ -17,7 +17,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from areal_jax import loop
-from areal_jax.assembly import Run, _initial_params, assembled
+from areal_jax.assembly import Run, _initial_params, assembled, initial_critic
 from areal_jax.config import Experiment, SFTExperiment
 from areal_jax.data.config import Files, HeldOut, Synthetic
 from areal_jax.data.pipeline import TaskStream
@@ -34,9 +34,10 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.plan import Plan, make_plan
 from areal_jax.records import Group, Sampling, Task, Verdict
+from areal_jax.rl.config import GAE, PPO, KLInLoss, Reference
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.rollout.controller import Calls
-from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
+from areal_jax.trainer.config import Critic, OptimizerConfig, TrainerConfig
 from areal_jax.trainer.ppo import Trainer
 from areal_jax.workflows.single_turn import SingleTurn
 
@@ -234,6 +235,22 @@ def test_a_resumed_run_goes_on_where_it_was(tiny_policy: Path, tmp_path: Path, p
     ]
 
 
+def test_a_resumed_run_stays_near_the_policy_that_it_began_with(tiny_policy: Path, tmp_path: Path) -> None:
+    exp = experiment(tiny_policy, ONE, num_steps=4, max_staleness=0)
+    exp = chz.replace(exp, trainer=chz.replace(exp.trainer, reference=Reference(kl=KLInLoss(coefficient=0.2))))
+    whole = run_loop(planned(exp), tmp_path / "whole")
+    run_loop(planned(chz.replace(exp, num_steps=2)), tmp_path / "parts")
+    resumed = run_loop(planned(exp), tmp_path / "parts", resume=True)
+    for name, leaf in whole.items():
+        np.testing.assert_array_equal(resumed[name], leaf, err_msg=name)
+    strayed = [
+        row["trainer/kl_reference"] for row in jsonl.read(tmp_path / "parts" / "metrics.jsonl") if "trainer/num_updates" in row
+    ]
+    # The first of a step's two updates is at the reference, the second is not; with the restored policy for a reference, the
+    # third step would be as near as the first.
+    assert 0 < strayed[0] < strayed[1] < strayed[2]
+
+
 def test_resumed_fine_tuning_goes_on_bit_for_bit_and_measures_again(tiny_policy: Path, tmp_path: Path) -> None:
     examples = tmp_path / "sums.jsonl"
     rows = [{"question": f"{i}+{j}?", "answer": f"{i + j}"} for i in range(5) for j in range(5)]
@@ -296,3 +313,27 @@ def test_a_resumed_run_of_an_adapter_goes_on_where_it_was_and_leaves_it_in_files
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         np.testing.assert_array_equal(leaf, whole[jax.tree_util.keystr(path)])
     jax.tree.map(np.testing.assert_array_equal, frozen, base)
+
+
+def test_a_run_with_a_critic_begins_with_the_policys_trunk_and_leaves_it_in_a_folder(tiny_policy: Path, tmp_path: Path) -> None:
+    exp = experiment(tiny_policy, ONE, num_steps=2, max_staleness=0)
+    exp = chz.replace(exp, trainer=chz.replace(exp.trainer, loss=PPO(), advantages=GAE()))
+    plan = planned(exp)
+    critic = Policy(replace(plan.policy.config, readout="TokenClassification"))
+    assert plan.critic == critic
+    assert ", with a fresh head" in plan.text() and plan.train_bytes()["critic"] > 3 * 4 * critic.config.num_params
+    weights = initial_critic(plan)
+    assert weights is not None and not weights.params["value"].any()
+    began = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(weights.params)}
+    for name, leaf in host_initial(exp).items():
+        # The same draws, which another program may round otherwise.
+        np.testing.assert_allclose(began.get(name, leaf), leaf, rtol=1e-6, err_msg=name)
+    run_loop(plan, tmp_path)
+    rows = [row for row in jsonl.read(tmp_path / "metrics.jsonl") if "trainer/value_loss" in row]
+    assert len(rows) == 2 and rows[0]["trainer/values"] == 0.0 and rows[1]["trainer/values"] != 0.0
+    # What it leaves is a critic to go on with.
+    gone_on = chz.replace(exp.trainer, critic=Critic(path=str(tmp_path / "critic")))
+    again = planned(chz.replace(exp, trainer=gone_on))
+    assert ", with a fresh head" not in again.text()
+    learnt = initial_critic(again)
+    assert learnt is not None and learnt.params["value"].all() and learnt.params["value_bias"].all()

@@ -64,6 +64,8 @@ _ENTRIES: dict[tuple[str, ...], _Entry] = {
     ("embed",): _Entry("model.embed_tokens.weight", 0),
     ("norm",): _Entry("model.norm.weight", 0),
     ("head",): _Entry("lm_head.weight", 1),
+    ("value",): _Entry("score.weight", 1),
+    ("value_bias",): _Entry("score.bias", 0),
     ("layers", "attn_norm"): _Entry("model.layers.{}.input_layernorm.weight", 0),
     ("layers", "mlp_norm"): _Entry("model.layers.{}.post_attention_layernorm.weight", 0),
     ("layers", "attn", "q"): _Entry("model.layers.{}.self_attn.q_proj.weight", 1),
@@ -87,6 +89,8 @@ _ENTRIES: dict[tuple[str, ...], _Entry] = {
     ("layers", "mlp", "up_bias"): _Entry("model.layers.{}.mlp.up_proj.bias", 0),
     ("layers", "mlp", "down_bias"): _Entry("model.layers.{}.mlp.down_proj.bias", 0),
 }
+
+_SCALAR_HEAD = {("value",), ("value_bias",)}
 
 
 class _Tensor(NamedTuple):
@@ -122,17 +126,22 @@ def load(folder: Path, policy: Policy, shardings: Any, *, dtype: DTypeLike = np.
     """Read a folder's weights as parameters like `policy.abstract(dtype)`, laid out by `shardings`, a tree like it.
 
     Reads tensor by tensor: the host never holds more than one stacked leaf besides what lies on the devices.
-    Takes one model.safetensors or several files with an index, in float32, float16 or bfloat16.
+    Takes one model.safetensors or several files with an index, in float32, float16 or bfloat16. Of a language model's folder a
+    policy with a scalar head takes all but the head, which is then fresh: zeros.
     Raises ValueError naming a file that is cut off, or listing every missing, unexpected, mis-shaped or non-float tensor with
     its file."""
     with ExitStack() as stack:
         files = {path.name: stack.enter_context(_opened(path)) for path in _weight_files(folder)}
         opened = {tensor: _Source(file, name) for name, file in files.items() for tensor in file.offset_keys()}
-        _check(folder, policy, opened)
-        layouts = _leaves(shardings)
+        abstract, layouts = _leaves(policy.abstract(dtype)), _leaves(shardings)
+        fresh = _SCALAR_HEAD if policy.config.is_scalar and not read_config(folder).is_scalar else set()
+        stored = {path: leaf for path, leaf in abstract.items() if path not in fresh}
+        _check(folder, policy, stored, opened)
         leaves = {
             path: _load_leaf(opened, _tensors(path, leaf), leaf, layouts[path])
-            for path, leaf in _leaves(policy.abstract(dtype)).items()
+            if path in stored
+            else jax.device_put(np.zeros(leaf.shape, leaf.dtype), layouts[path])
+            for path, leaf in abstract.items()
         }
     return traverse_util.unflatten_dict(leaves)
 
@@ -231,10 +240,12 @@ def _read_json(path: Path) -> dict[str, Any]:
         raise ValueError(f"{path}: expected JSON, came something else ({error})") from error
 
 
-def _check(folder: Path, policy: Policy, opened: Mapping[str, _Source]) -> None:
-    """One error for all that is wrong with a checkpoint, before anything is read."""
+def _check(
+    folder: Path, policy: Policy, stored: Mapping[tuple[str, ...], jax.ShapeDtypeStruct], opened: Mapping[str, _Source]
+) -> None:
+    """One error for all that is wrong with a checkpoint of the leaves `stored`, before anything is read."""
     wrong, expected = [], set()
-    for path, leaf in _leaves(policy.abstract()).items():
+    for path, leaf in stored.items():
         for tensor in _tensors(path, leaf):
             expected.add(tensor.name)
             if tensor.name not in opened:
@@ -246,8 +257,9 @@ def _check(folder: Path, policy: Policy, opened: Mapping[str, _Source]) -> None:
                 wrong.append(f"expected shape {tensor.shape}, came {tuple(found.get_shape())}: {where}")
             if found.get_dtype() not in _FLOATS:
                 wrong.append(f"expected one of {', '.join(sorted(_FLOATS))}, came {found.get_dtype()}: {where}")
-    # A tied head that a file repeats is not read, and old files hold RoPE's frequencies, which follow from config.json.
-    known = {"lm_head.weight"} if policy.config.tie_word_embeddings else set()
+    # A head in whose place there is another one, or the embedding, is not read; and old files hold RoPE's frequencies, which
+    # follow from config.json.
+    known = {"lm_head.weight"} if policy.config.tie_word_embeddings or policy.config.is_scalar else set()
     wrong += [
         f"unexpected: {name} in {source.name}"
         for name, source in opened.items()

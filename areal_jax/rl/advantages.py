@@ -13,7 +13,7 @@ from typing import NamedTuple
 import numpy as np
 from jaxtyping import Bool, Float, Float32, Float64, Int
 
-from areal_jax.rl.config import Advantages, BatchNormalized, GroupNormalized, LeaveOneOut, Mean, Shaping, Unnormalized
+from areal_jax.rl.config import GAE, Advantages, BatchNormalized, GroupNormalized, LeaveOneOut, Mean, Shaping, Unnormalized
 
 
 class Trajectory(NamedTuple):
@@ -27,13 +27,17 @@ class Trajectory(NamedTuple):
     """Of those, the ones in the loss."""
     token_rewards: Float[np.ndarray, "T"] | None = None
     """What each token earns besides, 0 where the policy drew none; None: nothing."""
+    values: Float[np.ndarray, "T"] | None = None
+    """By a critic, of the state in which each token was drawn, which is the one before it; read where the policy drew one."""
+    value_after: float = 0.0
+    """By a critic, of the state behind the last token that the policy drew; 0 where the answer had come to its end."""
 
 
 def compute_advantages(config: Advantages, groups: Sequence[Sequence[Trajectory]]) -> list[list[Float32[np.ndarray, "_"]]]:
     """One advantage per token, by group and sample, in the order given. Groups may differ in size.
 
-    A sample's reward makes the same advantage on all its tokens; to it is added what they earn besides, from each token on,
-    undiscounted."""
+    Without a critic a sample's reward makes the same advantage on all its tokens; to it is added what they earn besides, from
+    each token on, undiscounted."""
     match config:
         case GroupNormalized():
             return _spread(groups, _group_normalized(_rewards_by_group(groups), config))
@@ -41,17 +45,50 @@ def compute_advantages(config: Advantages, groups: Sequence[Sequence[Trajectory]
             return _spread(groups, [_leave_one_out(rewards_G) for rewards_G in _rewards_by_group(groups)])
         case BatchNormalized():
             return _batch_normalized(groups, config)
+        case GAE():
+            return _generalized(groups, config)
         case Unnormalized():
             return _spread(groups, _rewards_by_group(groups))
     raise TypeError(
         f"{type(config).__name__} says nothing of how rewards become advantages; set trainer.advantages to GroupNormalized, "
-        "LeaveOneOut, BatchNormalized or Unnormalized"
+        "LeaveOneOut, BatchNormalized, Unnormalized or GAE"
     )
 
 
 def reward_to_go(token_rewards: Float[np.ndarray, "T"]) -> Float64[np.ndarray, "T"]:
     """Of every token, the sum of its own reward and all later ones."""
     return np.cumsum(token_rewards[::-1], dtype=np.float64)[::-1]
+
+
+def value_targets(config: GAE, groups: Sequence[Sequence[Trajectory]]) -> list[list[Float32[np.ndarray, "_"]]]:
+    """What the critic is to say of every token that the policy drew: its advantage, not normalised, and the value that it is
+    an advantage over (the return of lambda). 0 of others."""
+    return [
+        [
+            (generalized_advantages(config, trajectory) + np.where(trajectory.acted, _values(trajectory), 0.0)).astype(
+                np.float32
+            )
+            for trajectory in group
+        ]
+        for group in groups
+    ]
+
+
+def generalized_advantages(config: GAE, trajectory: Trajectory) -> Float64[np.ndarray, "T"]:
+    """Advantage of every token that the policy drew, 0 of others (GAE, arXiv:1506.02438, equation 16), not normalised.
+
+    delta_i = r_i + gamma V_{i+1} - V_i,  A_i = delta_i + gamma lam A_{i+1},  i counting drawn tokens alone: prompt, feedback
+    and what a tool said are no steps, and discount nothing. The sample's reward comes with its last one."""
+    acted = trajectory.acted
+    advantages, values = np.zeros(acted.shape, np.float64), _values(trajectory)[acted].astype(np.float64)
+    if len(values):
+        rewards = (
+            np.zeros(values.shape) if trajectory.token_rewards is None else trajectory.token_rewards[acted].astype(np.float64)
+        )
+        rewards[-1] += trajectory.reward
+        after = np.append(values[1:], trajectory.value_after)
+        advantages[acted] = _discounted(rewards + config.gamma * after - values, config.gamma * config.lam)
+    return advantages
 
 
 def shaped_rewards(
@@ -91,6 +128,15 @@ def mean_weights(mean: Mean, num_loss_tokens: Int[np.ndarray, "S"], constant_tok
     mean_length = num_loss_tokens.sum() / max((num_loss_tokens > 0).sum(), 1)
     lengths = np.maximum(num_loss_tokens, 1) if mean == "sequences" else np.full(num_loss_tokens.shape, constant_tokens)
     return (mean_length / lengths).astype(np.float32)
+
+
+def _discounted(x: Float64[np.ndarray, "T"], decay: float) -> Float64[np.ndarray, "T"]:
+    """y_t = x_t + decay y_{t+1}, by doubling: each turn sums twice as many terms, so that T tokens take log2(T) turns."""
+    y, span = x.copy(), 1
+    while span < len(y):
+        y[:-span] += decay**span * y[span:]
+        span *= 2
+    return y
 
 
 def _group_normalized(
@@ -150,6 +196,24 @@ def _return_to_go(trajectory: Trajectory) -> Float64[np.ndarray, "T"]:
     if trajectory.token_rewards is None:
         return np.broadcast_to(np.float64(trajectory.reward), trajectory.acted.shape)
     return trajectory.reward + reward_to_go(trajectory.token_rewards)
+
+
+def _generalized(groups: Sequence[Sequence[Trajectory]], config: GAE) -> list[list[Float32[np.ndarray, "_"]]]:
+    """(A - mean) / (std + eps), mean and std over the loss tokens of the whole batch; or A as it is."""
+    advantages = [[generalized_advantages(config, trajectory) for trajectory in group] for group in groups]
+    mean, divisor = 0.0, 1.0
+    if config.normalize:
+        pairs = zip(chain.from_iterable(advantages), chain.from_iterable(groups), strict=True)
+        together = np.concatenate([np.zeros(0), *(values[trajectory.trained] for values, trajectory in pairs)])
+        if len(together) > 1:
+            mean, divisor = together.mean(), together.std(ddof=1) + config.eps
+    return [[((values - mean) / divisor).astype(np.float32) for values in group] for group in advantages]
+
+
+def _values(trajectory: Trajectory) -> Float[np.ndarray, "T"]:
+    if trajectory.values is None:
+        raise ValueError("GAE needs the values of a critic, came a trajectory without; choose other trainer.advantages")
+    return trajectory.values
 
 
 def _rewards_by_group(groups: Sequence[Sequence[Trajectory]]) -> list[Float64[np.ndarray, "_"]]:

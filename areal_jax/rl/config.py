@@ -172,6 +172,22 @@ class Unnormalized(Advantages):
     """The reward itself on every token."""
 
 
+@chz.chz
+class GAE(Advantages):
+    """Generalized advantage estimation (arXiv:1506.02438) by a critic, token by token, which trains beside the policy.
+
+    The value of a state replaces what other samples of the group say, so one sample a group is enough."""
+
+    gamma: float = chz.field(default=1.0, doc="what a reward is worth a token earlier, from 0 to 1")
+    lam: float = chz.field(
+        default=0.95, doc="how far the advantage looks beyond the critic's next value: 0 not at all, 1 to the end (lambda)"
+    )
+    normalize: bool = chz.field(
+        default=True, doc="then subtract the mean over the batch's loss tokens and divide by their deviation"
+    )
+    eps: float = chz.field(default=1e-5, doc="added to the standard deviation, in units of reward")
+
+
 Estimator: TypeAlias = Literal["k1", "k2", "k3"]
 """Of KL(policy || reference), from x = log(policy/reference) of a drawn token: x, x²/2, or exp(-x) - 1 + x."""
 

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens from hidden states: the one file that shifts by one.
+"""Log-probabilities of tokens from hidden states, and values before tokens: the one file that shifts by one.
 
 Axes: B rows, T tokens, C tokens of a chunk, D width, V vocabulary.
 """
@@ -60,6 +60,12 @@ def token_logprobs(
     predicted = _is_predicted(segment_ids)
     logp, entropy = (jnp.where(predicted, jnp.roll(x, 1, axis=1), 0.0) for x in (logp, jax.lax.stop_gradient(entropy)))
     return logp, entropy
+
+
+def values_before(values: Float[Array, "B T"], segment_ids: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """From the value of what follows each token, in its place, that of what follows the token before it: of the state in which
+    the token was drawn. Entry t then speaks of token t; the first token of a segment and padding get 0."""
+    return jnp.where(_is_predicted(segment_ids), jnp.roll(values, 1, axis=1), 0.0)
 
 
 def _is_predicted(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:

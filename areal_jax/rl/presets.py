@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from areal_jax.rl.config import (
     CISPO,
+    GAE,
     GSPO,
     M2PO,
     PPO,
@@ -64,7 +65,10 @@ PRESETS: dict[str, Preset] = {
         loss_mean="sequences",
         reference=Reference(kl=KLInLoss(coefficient=0.001, estimator="k2")),
     ),
-    "ppo": Preset("PPO without a critic, arXiv:1707.06347, centred on the policy that sampled", loss=PPO()),
+    "ppo": Preset(
+        "PPO, arXiv:1707.06347, undiscounted and with lambda 0.95 as in arXiv:2203.02155", loss=PPO(), advantages=GAE()
+    ),
+    "ppo_no_critic": Preset("PPO, arXiv:1707.06347, with the advantages of GRPO in place of a critic's", loss=PPO()),
     "gspo": Preset("GSPO, arXiv:2507.18071", loss=GSPO(), loss_mean="sequences"),
     "dapo": Preset(
         "DAPO, arXiv:2503.14476",

@@ -28,6 +28,23 @@ class OptimizerConfig:
 
 
 @chz.chz
+class Critic:
+    """What says, under advantages=GAE, how much reward is still to come: a policy with one number a token for a head."""
+
+    path: str | None = chz.field(
+        default=None,
+        doc="Hugging Face folder or hub name of a critic, a reward model or a language model; none: policy.path",
+    )
+    optimizer: OptimizerConfig | None = chz.field(
+        default=None, doc="of the critic's updates, as many as the policy's; none: as trainer.optimizer"
+    )
+    value_clip_eps: float | None = chz.field(
+        default=0.5, doc="how far an update may move a value that comes nearer to its return, in units of reward; none: any way"
+    )
+    warmup_steps: int = chz.field(default=0, doc="first steps of a run, in which only the critic learns")
+
+
+@chz.chz
 class TrainerConfig:
     loss: Loss = chz.field(
         default_factory=DecoupledPPO, doc="the objective: DecoupledPPO, PPO, GSPO, SAPO, CISPO, M2PO or Reinforce"
@@ -39,7 +56,8 @@ class TrainerConfig:
     )
     shaping: Shaping = chz.field(default_factory=Shaping, doc="what becomes of rewards before advantages are made of them")
     advantages: Advantages = chz.field(
-        default_factory=GroupNormalized, doc="GroupNormalized, LeaveOneOut, BatchNormalized or Unnormalized"
+        default_factory=GroupNormalized,
+        doc="GroupNormalized, LeaveOneOut, BatchNormalized, Unnormalized, or GAE, with a critic",
     )
     reference: Reference | None = chz.field(
         default=None, doc="a frozen policy not to stray from (trainer.reference=Reference, or any of its settings)"
@@ -47,6 +65,7 @@ class TrainerConfig:
     teacher: Teacher | None = chz.field(
         default=None, doc="a frozen policy to learn from on one's own samples (trainer.teacher.path=...)"
     )
+    critic: Critic = chz.field(default_factory=Critic, doc="what advantages=GAE asks, and trains beside the policy")
     optimizer: OptimizerConfig = chz.field(default_factory=OptimizerConfig)
     num_mini_batches: int = chz.field(default=4, doc="optimizer updates in one step; each sees its share of the batch's groups")
     row_tokens: int = chz.field(default=0, doc="tokens of a packed row; 0: the engine's longest sequence")

@@ -112,7 +112,7 @@ class Forward:
         return int(self._program is not None)
 
     def logprobs(self, params: Params, base: Params, batch: DeviceBatch) -> Float[Array, "B T"]:
-        """Log-probability of every token; on the device, not waited for."""
+        """Log-probability of every token, or with a scalar head the value of what follows it; on the device, not waited for."""
         return self.compiled(params, base)(params, base, batch.read)
 
     def compiled(self, params: Params, base: Params) -> jax.stages.Compiled:
@@ -125,10 +125,13 @@ class Forward:
 
     def predictions(
         self, params: Params, base: Params, read: Read
-    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Routing | None]:
-        """Log-probability of every token, the entropy of what it was drawn from, and where tokens went among experts."""
+    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"] | None, Routing | None]:
+        """Log-probability of every token and the entropy of what it was drawn from, or with a scalar head the value of what
+        follows it and None; and where tokens went among experts."""
         whole = self.whole(params, base)
         hidden, routing = self.hidden(whole, read)
+        if self.policy.config.is_scalar:
+            return self.policy.values(whole, hidden), None, routing
         logp, entropy = token_logprobs(
             hidden,
             self.policy.head(whole),

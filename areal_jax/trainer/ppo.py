@@ -17,11 +17,12 @@ from jaxtyping import Array, Bool, Float, Float32, Shaped
 from areal_jax.data.packing import Layout, TrainingSequence, pack
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.records import Group, Sample
-from areal_jax.rl.advantages import Trajectory, compute_advantages, mean_weights, shaped_rewards
-from areal_jax.rl.config import M2PO, PPO, KLInLoss, KLInReward
+from areal_jax.rl.advantages import Trajectory, compute_advantages, mean_weights, shaped_rewards, value_targets
+from areal_jax.rl.config import GAE, M2PO, PPO, KLInLoss, KLInReward
 from areal_jax.rl.kl import kl_estimate, kl_loss, kl_toll, taught_advantages
 from areal_jax.rl.losses import PolicyLoss, policy_loss, second_moment_mask
 from areal_jax.trainer.config import TrainerConfig
+from areal_jax.trainer.critic import CriticWeights, critic_learner, describe_values, with_values
 from areal_jax.trainer.forward import DeviceBatch, FrozenPolicy
 from areal_jax.trainer.step import Learner, Metrics
 from areal_jax.trainer.versions import Versions
@@ -78,6 +79,7 @@ class Trainer(Versions):
         base: Params | None = None,
         reference: FrozenPolicy | None = None,
         teacher: FrozenPolicy | None = None,
+        critic: CriticWeights | None = None,
     ):
         """
         Args:
@@ -90,7 +92,13 @@ class Trainer(Versions):
             base: with an adapter in `params`, the frozen parameters beside it, on the train mesh.
             reference, teacher: the policies that `config.reference` and `config.teacher` name; ValueError where one is given
                 and not named, or named and not given.
+            critic: what advantages=GAE begins with; copied too.
         """
+        if isinstance(config.advantages, GAE) != (critic is not None):
+            raise ValueError(
+                f"trainer.advantages={type(config.advantages).__name__} came with{'out' if critic is None else ''} a critic; "
+                "GAE asks one, and nothing else does"
+            )
         self.config, self.max_staleness, self.max_new_tokens = config, max_staleness, max_new_tokens
         self._reference = _as_configured("reference", config.reference, reference)
         self._teacher = _as_configured("teacher", config.teacher, teacher)
@@ -134,7 +142,13 @@ class Trainer(Versions):
                 self._first_to_read = 0
             case _:
                 self._first_to_read = 1
-        super().__init__(learner, reads_logprobs=self._first_to_read < config.num_mini_batches)
+        super().__init__(
+            learner,
+            reads_logprobs=self._first_to_read < config.num_mini_batches,
+            critic=None
+            if critic is None
+            else critic_learner(config, critic, mesh, compute_dtype, num_updates, row_tokens=row_tokens),
+        )
 
     def _columns(self) -> list[str]:
         if not isinstance(self._kl, KLInLoss):
@@ -143,14 +157,14 @@ class Trainer(Versions):
 
     @property
     def num_compilations(self) -> int:
-        return super().num_compilations + sum(frozen.num_compilations for frozen in self._beside())
+        return super().num_compilations + sum(frozen.num_compilations for frozen in self._frozen())
 
     def warm_up(self) -> None:
         super().warm_up()
-        for frozen in self._beside():
+        for frozen in self._frozen():
             frozen.warm_up()
 
-    def _beside(self) -> list[FrozenPolicy]:
+    def _frozen(self) -> list[FrozenPolicy]:
         return [frozen for frozen in (self._reference, self._teacher) if frozen is not None]
 
     def step(self, groups: Sequence[Group]) -> StepResult:
@@ -173,19 +187,29 @@ class Trainer(Versions):
         sizes = [sum(len(sample.tokens) for sample in group.samples) for group in groups]
         mini_batches = [self._pack(groups, trained, share) for share in _deal(sizes, self.config.num_mini_batches)]
         packed = time.perf_counter()
+        lessons = [] if self._critic is None else [_read(self._critic, mini_batch) for mini_batch in mini_batches]
+        valued = time.perf_counter()
         mini_batches = self._beside_reference(mini_batches)
         reference_logp = self._heard(self._reference, groups, mini_batches) if isinstance(self._kl, KLInReward) else None
         teacher_logp = self._heard(self._teacher, groups, mini_batches)
         asked = time.perf_counter()
-        advantages = compute_advantages(self.config.advantages, self._trajectories(groups, trained, reference_logp))
-        advantages = self._taught(groups, advantages, teacher_logp)
+        trajectories = self._trajectories(groups, trained, reference_logp)
+        if lessons:
+            trajectories = self._with_values(groups, trajectories, lessons)
+        advantages = self._taught(groups, compute_advantages(self.config.advantages, trajectories), teacher_logp)
         mini_batches = [self._with_advantages(mini_batch, advantages) for mini_batch in mini_batches]
         metrics = self._describe(groups, trained, advantages)
         for name, logp in (("kl_reference", reference_logp), ("kl_teacher", teacher_logp)):
             metrics |= {name: _divergence(groups, trained, logp)} if logp is not None else {}
+        if isinstance(self.config.advantages, GAE):
+            targets = value_targets(self.config.advantages, trajectories)
+            lessons = [
+                self._with_advantages(lesson._replace(weights=np.ones_like(lesson.weights)), targets) for lesson in lessons
+            ]
+            metrics |= describe_values(trajectories, targets)
         ready = time.perf_counter()
         for i in range(self._first_to_read, len(mini_batches)):
-            mini_batches[i] = self._with_proximal(mini_batches[i])
+            mini_batches[i] = _read(self._learner, mini_batches[i])
             if isinstance(self.config.loss, M2PO):
                 mini_batches[i], kept = self._near(mini_batches[i], self.config.loss.max_second_moment)
                 _merge(metrics, {"m2po_kept_fraction": kept})
@@ -193,7 +217,10 @@ class Trainer(Versions):
         num_updates = 0
         for i, mini_batch in enumerate(mini_batches):
             if mini_batch.num_loss_tokens:
-                _merge(metrics, self._update(i, mini_batch, proximal_is_current=num_updates == 0))
+                if not lessons or self.version >= self.config.critic.warmup_steps:
+                    _merge(metrics, self._update(i, mini_batch, proximal_is_current=num_updates == 0))
+                if lessons:
+                    _merge(metrics, self._teach(i, lessons[i]))
                 num_updates += 1
         done = time.perf_counter()
         self.version += 1
@@ -204,7 +231,8 @@ class Trainer(Versions):
             "num_updates": float(num_updates),
             "packing_efficiency": (float(num_tokens), float(num_places)),
             "seconds_packing": packed - started + ready - asked,
-            "seconds_frozen": asked - packed,
+            "seconds_values": valued - packed,
+            "seconds_frozen": asked - valued,
             "seconds_proximal": forwarded - ready,
             "seconds_update": done - forwarded,
             "seconds_step": done - started,
@@ -297,8 +325,8 @@ class Trainer(Versions):
         return sample.loss_mask & (self.version - sample.versions > self.max_staleness)
 
     def _pack(self, groups: Sequence[Group], trained: Trained, share: Sequence[int]) -> MiniBatch:
-        """What is needed of each sample to train on it: nothing after its last trained token, and nothing at all of a sample
-        without one.
+        """What is needed of each sample to train on it: nothing after the last token that the policy drew, and nothing at all
+        of a sample without one to train on.
 
         Args: share: the groups that are in it."""
         places = [(i, j) for i in share for j, mask in enumerate(trained[i]) if mask.any()]
@@ -306,7 +334,8 @@ class Trainer(Versions):
         num_trained = np.array([mask.sum() for mask in masks], np.int64)
         sequences = []
         for (i, j), mask in zip(places, masks, strict=True):
-            sample, end = groups[i].samples[j], len(mask) - int(mask[::-1].argmax())
+            sample = groups[i].samples[j]
+            end = len(mask) - int(sample.loss_mask[::-1].argmax())
             sequences.append(TrainingSequence(sample.tokens[:end], mask[:end], sample.behave_logp[:end]))
         batches, layout = pack(sequences, rows=self._learner.rows, row_tokens=self._learner.row_tokens)
         return MiniBatch(
@@ -325,11 +354,27 @@ class Trainer(Versions):
         """With a column of these values, of every sequence one a token or one for all, on their way to the device."""
         return _with_column(mini_batch, name, self._learner.put_column(mini_batch.layout.scatter(values, np.float32)))
 
-    def _with_proximal(self, mini_batch: MiniBatch) -> MiniBatch:
-        columns = [self._learner.logprobs(batch) for batch in mini_batch.batches]
-        # Waited for, so that the time is counted where it is spent.
-        jax.block_until_ready(columns)
-        return _with_column(mini_batch, "proximal_logp", columns)
+    def _with_values(
+        self, groups: Sequence[Group], trajectories: Sequence[Sequence[Trajectory]], lessons: Sequence[MiniBatch]
+    ) -> list[list[Trajectory]]:
+        """What the critic says of every sample that is trained on."""
+        following: dict[tuple[int, int], Float32[np.ndarray, "_"]] = {}
+        for lesson in lessons:
+            read = np.reshape(jax.device_get([batch.proximal_logp for batch in lesson.batches]), lesson.layout.shape)
+            following |= zip(lesson.places, lesson.layout.gather(read), strict=True)
+        if not all(np.isfinite(values).all() for values in following.values()):
+            raise FloatingPointError(
+                f"step {self.version}: the critic's values are not finite: it has diverged. Lower "
+                "trainer.critic.optimizer.learning_rate or trainer.critic.optimizer.max_grad_norm"
+            )
+        nothing = np.zeros(0, np.float32)
+        return [
+            [
+                with_values(trajectory, following.get((i, j), nothing), was_cut_off=sample.stop_reason == "length")
+                for j, (trajectory, sample) in enumerate(zip(of_group, group.samples, strict=True))
+            ]
+            for i, (of_group, group) in enumerate(zip(trajectories, groups, strict=True))
+        ]
 
     def _near(self, mini_batch: MiniBatch, max_second_moment: float) -> tuple[MiniBatch, tuple[float, float]]:
         """Without the tokens that M2PO leaves out, though they count in the loss's denominator; and the share that stays."""
@@ -344,12 +389,28 @@ class Trainer(Versions):
         try:
             return self._learner.update(mini_batch.batches, mini_batch.num_loss_tokens, proximal_is_current=proximal_is_current)
         except FloatingPointError as error:
-            done = f", with {i} of its {self.config.num_mini_batches} updates applied" if i else ""
-            raise FloatingPointError(
-                f"step {self.version}, update {i + 1} of {self.config.num_mini_batches}: {error}. The update was not applied; "
-                f"the last good version is {self.version}{done}. Lower trainer.optimizer.learning_rate or "
-                "trainer.optimizer.max_grad_norm, or set trainer.loss.correction=Masked with a trainer.loss.correction.cap"
-            ) from None
+            advice = (
+                "Lower trainer.optimizer.learning_rate or trainer.optimizer.max_grad_norm, or set "
+                "trainer.loss.correction=Masked with a trainer.loss.correction.cap"
+            )
+            raise self._not_applied(i, f"{error}", advice) from None
+
+    def _teach(self, i: int, lesson: MiniBatch) -> Metrics:
+        """The critic's update."""
+        assert self._critic is not None
+        try:
+            metrics = self._critic.update(lesson.batches, lesson.num_loss_tokens, proximal_is_current=False)
+        except FloatingPointError as error:
+            advice = "Lower trainer.critic.optimizer.learning_rate or trainer.critic.optimizer.max_grad_norm"
+            raise self._not_applied(i, f"the critic's {error}", advice) from None
+        return {f"value_{name}": value for name, value in metrics.items()}
+
+    def _not_applied(self, i: int, what: str, advice: str) -> FloatingPointError:
+        done = f", with {i} of its {self.config.num_mini_batches} updates applied" if i else ""
+        return FloatingPointError(
+            f"step {self.version}, update {i + 1} of {self.config.num_mini_batches}: {what}. The update was not applied; "
+            f"the last good version is {self.version}{done}. {advice}"
+        )
 
     def _describe(
         self,
@@ -422,6 +483,14 @@ def _deal(sizes: Sequence[int], num_shares: int) -> list[list[int]]:
         lap, seat = divmod(turn, num_shares)
         shares[num_shares - 1 - seat if lap % 2 else seat].append(int(i))
     return [sorted(share) for share in shares]
+
+
+def _read(learner: Learner, mini_batch: MiniBatch) -> MiniBatch:
+    """With what a learner reads out before its first update, as proximal log-probs; a critic's are values."""
+    columns = [learner.logprobs(batch) for batch in mini_batch.batches]
+    # Waited for, so that the time is counted where it is spent.
+    jax.block_until_ready(columns)
+    return _with_column(mini_batch, "proximal_logp", columns)
 
 
 def _merge(metrics: Metrics, more: Metrics) -> None:

@@ -16,6 +16,13 @@ from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 
 
+class CriticState(NamedTuple):
+    """What the critic goes on from, as a `TrainState` holds it of the policy."""
+
+    params: Params
+    opt_state: optax.OptState
+
+
 class TrainState(NamedTuple):
     """A pytree of arrays: all that training goes on from."""
 
@@ -25,6 +32,8 @@ class TrainState(NamedTuple):
     """float32, its moments sharded as the parameters; counts the updates made."""
     version: Int32[np.ndarray, ""]
     """Trainer steps that the parameters have seen."""
+    critic: CriticState | None = None
+    """None where none is asked; its leaves are then none either."""
 
 
 HOST_MEMORY = "pinned_host"

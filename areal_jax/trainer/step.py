@@ -30,7 +30,9 @@ Metrics: TypeAlias = dict[str, tuple[float, float] | float]
 
 
 Objective: TypeAlias = Callable[[Float[Array, "B T"], Float[Array, "B T"], DeviceBatch, Float[Array, ""]], PolicyLoss]
-"""objective(logp, proximal_logp, batch, num_tokens): the loss of a micro-batch, divided by the tokens of its mini-batch."""
+"""objective(logp, proximal_logp, batch, num_tokens): the loss of a micro-batch, divided by the tokens of its mini-batch.
+
+For a policy with a scalar head logp and proximal_logp are values: of what follows token t, in place t."""
 
 
 class Accumulated(NamedTuple):
@@ -106,7 +108,8 @@ class Learner:
         return jax.device_put(list(values), self.forward.placed)
 
     def logprobs(self, batch: DeviceBatch) -> Float[Array, "B T"]:
-        """Log-probability of every token under the parameters as they are now; on the device, not waited for."""
+        """What the parameters as they are now make of every token: its log-probability, or with a scalar head the value of what
+        follows it. On the device, not waited for."""
         return self.forward.logprobs(self.params, self.base, batch)
 
     def update(self, batches: Sequence[DeviceBatch], num_tokens: int, *, proximal_is_current: bool) -> Metrics:
@@ -192,7 +195,8 @@ class Learner:
         loss, metrics = self.objective(logp, proximal_logp, batch, num_tokens)
         mask = batch.loss_mask
         num_masked = jnp.sum(mask, dtype=jnp.float32)
-        metrics = metrics | {"entropy": (jnp.sum(jnp.where(mask, entropy, 0.0)), num_masked)}
+        if entropy is not None:
+            metrics = metrics | {"entropy": (jnp.sum(jnp.where(mask, entropy, 0.0)), num_masked)}
         if routing is not None and self.policy.config.moe is not None:
             num_counted = jnp.sum(batch.segment_ids > 0, dtype=jnp.float32)
             balance, given = balance_loss(routing, num_counted), self.config.router_aux_loss_coef

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from areal_jax.rl.logprobs import token_logprobs
+from areal_jax.rl.logprobs import token_logprobs, values_before
 
 B, T, D, V = 3, 10, 8, 13
 SEGMENTS = np.array([[1] * 4 + [2] * 6, [1] * 3 + [2] * 1 + [3] * 4 + [0] * 2, [0] * 10], np.int32)
@@ -124,3 +124,10 @@ def test_temperature_zero_is_an_error() -> None:
     hidden, head, tokens = map(jnp.asarray, draw())
     with pytest.raises(ValueError, match="temperature must be above 0"):
         token_logprobs(hidden, head, tokens, jnp.asarray(SEGMENTS), temperature=0.0, chunk_tokens=10)
+
+
+def test_the_value_before_a_token_is_what_follows_the_one_before_it() -> None:
+    values = np.arange(1.0, 31.0, dtype=np.float32).reshape(B, T)
+    before = values_before(jnp.asarray(values), jnp.asarray(SEGMENTS))
+    # Rows of 4 and 6 tokens; of 3, 1 and 4 tokens and padding; of padding. A segment's first token follows nothing.
+    np.testing.assert_array_equal(before, [[0, 1, 2, 3, 0, 5, 6, 7, 8, 9], [0, 11, 12, 0, 0, 15, 16, 17, 0, 0], [0] * 10])
