@@ -34,7 +34,7 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.plan import Plan, make_plan
 from areal_jax.records import Group, Sampling, Task, Verdict
-from areal_jax.rl.config import GAE, PPO
+from areal_jax.rl.config import GAE, PPO, KLInLoss, Reference
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.rollout.controller import Calls
 from areal_jax.trainer.config import Critic, OptimizerConfig, TrainerConfig
