@@ -235,6 +235,22 @@ def test_a_resumed_run_goes_on_where_it_was(tiny_policy: Path, tmp_path: Path, p
     ]
 
 
+def test_a_resumed_run_stays_near_the_policy_that_it_began_with(tiny_policy: Path, tmp_path: Path) -> None:
+    exp = experiment(tiny_policy, ONE, num_steps=4, max_staleness=0)
+    exp = chz.replace(exp, trainer=chz.replace(exp.trainer, reference=Reference(kl=KLInLoss(coefficient=0.2))))
+    whole = run_loop(planned(exp), tmp_path / "whole")
+    run_loop(planned(chz.replace(exp, num_steps=2)), tmp_path / "parts")
+    resumed = run_loop(planned(exp), tmp_path / "parts", resume=True)
+    for name, leaf in whole.items():
+        np.testing.assert_array_equal(resumed[name], leaf, err_msg=name)
+    strayed = [
+        row["trainer/kl_reference"] for row in jsonl.read(tmp_path / "parts" / "metrics.jsonl") if "trainer/num_updates" in row
+    ]
+    # The first of a step's two updates is at the reference, the second is not; with the restored policy for a reference, the
+    # third step would be as near as the first.
+    assert 0 < strayed[0] < strayed[1] < strayed[2]
+
+
 @pytest.mark.parametrize(("adapter", "falls_to"), [(None, 0.8), (LoRA(rank=4), 0.97)], ids=["all parameters", "an adapter"])
 def test_resumed_fine_tuning_goes_on_bit_for_bit_and_measures_again(
     tiny_policy: Path, tmp_path: Path, adapter: LoRA | None, falls_to: float

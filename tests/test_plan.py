@@ -118,9 +118,7 @@ def test_a_frozen_policy_of_other_tokens_or_none_is_refused_by_the_name_of_its_s
     first, second = sorted(vocab)[:2]
     vocab[first], vocab[second] = vocab[second], vocab[first]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(
-        ConfigError, match=r"trainer\.reference\.path=.* speaks other tokens than policy.*2 tokens differ"
-    ):
+    with pytest.raises(ConfigError, match=r"trainer\.reference\.path=.* speaks other tokens than policy.*2 tokens differ"):
         plan(policy, f"trainer.reference.path={tmp_path}")
     with pytest.raises(ConfigError, match=r"trainer\.teacher\.path=\./missing"):
         plan(policy, "trainer.teacher.path=./missing")

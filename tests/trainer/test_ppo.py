@@ -24,7 +24,7 @@ from areal_jax.rl.logprobs import token_logprobs
 from areal_jax.rl.losses import decoupled_ppo_loss
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch
-from areal_jax.trainer.ppo import StepResult, Trainer, _read
+from areal_jax.trainer.ppo import StepResult, Trainer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
