@@ -240,7 +240,7 @@ _POSITIVE = (
 )
 _NOT_NEGATIVE = (
     *("seed", "num_steps", "max_staleness", "every_steps", "heldout_every_steps", "row_tokens", "warmup_steps"),
-    *("temperature", "top_k", "weight_decay", "overlong_penalty", "router_aux_loss_coef"),
+    *("temperature", "top_k", "weight_decay", "overlong_penalty", "router_aux_loss_coef", "entropy_coef"),
 )
 _FRACTION = (
     *("share", "overlong_share", "success_rate_above", "success_rate_below"),
@@ -358,7 +358,7 @@ def idle(experiment: FineTuning) -> Iterator[str]:
     """Settings that learning from examples does not read, changed nevertheless."""
     given, default = settings(experiment.trainer), settings(TrainerConfig())
     for key in given:
-        is_idle = key.startswith(("loss", "advantages", "shaping", "critic", "num_mini_batches"))
+        is_idle = key.startswith(("loss", "entropy_coef", "shaping", "advantages", "critic", "num_mini_batches"))
         if is_idle and given[key].value != default.get(key, given[key]).value:
             yield f"trainer.{key}={given[key].text()} has no meaning in learning from examples; leave it out"
 

@@ -114,6 +114,7 @@ def draw_batch(model: ModelConfig, rows: int, row_tokens: int, segment_tokens: i
         positions=places % segment_tokens,
         loss_mask=places % segment_tokens != 0,
         behave_logp=logp,
+        age=np.zeros(shape, np.int32),
     )
 
 

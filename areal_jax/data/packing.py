@@ -54,7 +54,8 @@ class TrainingSequence(NamedTuple):
 
     tokens: Int[np.ndarray, "S"]
     loss_mask: Bool[np.ndarray, "S"]
-    behave_logp: Float[np.ndarray, "S"]
+    behave_logp: Float[np.ndarray, "S"] | float = 0.0
+    age: Int[np.ndarray, "S"] | int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -74,7 +75,7 @@ class Layout:
         """Share of the places that hold a token."""
         return float(self.lengths.sum()) / max(1, self.shape[0] * self.shape[1] * self.shape[2])
 
-    def scatter(self, values: Iterable[Shaped[np.ndarray, "_"] | int], dtype: DTypeLike) -> Shaped[np.ndarray, "M B T"]:
+    def scatter(self, values: Iterable[Shaped[np.ndarray, "_"] | float], dtype: DTypeLike) -> Shaped[np.ndarray, "M B T"]:
         """Per-token values, one array (or one number) for each sequence, to their places; zeros where no token lies."""
         packed = np.zeros(self.shape, dtype)
         flat = packed.reshape(-1)
@@ -118,5 +119,6 @@ def pack(
         positions=layout.scatter((counting[:length] for length in layout.lengths), np.int32),
         loss_mask=layout.scatter((sequence.loss_mask for sequence in sequences), np.bool_),
         behave_logp=layout.scatter((sequence.behave_logp for sequence in sequences), np.float32),
+        age=layout.scatter((sequence.age for sequence in sequences), np.int32),
     )
     return [PackedBatch(*(column[i] for column in columns)) for i in range(layout.shape[0])], layout

@@ -54,6 +54,9 @@ class TrainerConfig:
         doc="what a mini-batch's loss is the mean of: its tokens; its sequences, each the mean of its tokens; or constant: its "
         "sequences, each the sum of its tokens over engine.max_new_tokens (Dr.GRPO)",
     )
+    entropy_coef: float = chz.field(
+        default=0.0, doc="weight of the entropy bonus: the mean entropy of what the loss's tokens were drawn from"
+    )
     shaping: Shaping = chz.field(default_factory=Shaping, doc="what becomes of rewards before advantages are made of them")
     advantages: Advantages = chz.field(
         default_factory=GroupNormalized,

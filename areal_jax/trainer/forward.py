@@ -16,6 +16,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from areal_jax.models import lora
 from areal_jax.models.attention import Kernel, choose_kernel, sharded_attention
+from areal_jax.models.config import Remat
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.models.moe import Routing, sharded_experts
 from areal_jax.parallel.sharding import TRAIN_RULES, batch_sharding, num_shards, sharding
@@ -44,6 +45,7 @@ class DeviceBatch(NamedTuple):
     positions: Int[Array, "B T"]
     loss_mask: Bool[Array, "B T"]
     behave_logp: Float[Array, "B T"]
+    age: Int[Array, "B T"]
     proximal_logp: Float[Array, "B T"]
     """Zeros until it is replaced."""
     advantages: Float[Array, "B T"]
@@ -86,7 +88,9 @@ class Forward:
     ):
         check_cut(policy, mesh, row_tokens)
         self.policy, self.mesh, self.compute_dtype = policy, mesh, compute_dtype
-        self.temperature, self.row_tokens, self.remat = temperature, row_tokens, config.remat
+        self.temperature, self.row_tokens = temperature, row_tokens
+        self.remat: Remat = config.remat
+        self.learns_entropy = config.entropy_coef != 0.0
         self.kernel: Kernel = choose_kernel(mesh.devices.flat[0].platform, row_tokens)
         self.rows = config.rows_per_micro_batch * num_shards(mesh, "batch", TRAIN_RULES)
         self.chunk_tokens = config.logp_chunk_tokens * num_shards(mesh, "batch", TRAIN_RULES) * mesh.shape["context"]
@@ -133,6 +137,7 @@ class Forward:
             read.segment_ids,
             temperature=self.temperature,
             chunk_tokens=self.chunk_tokens,
+            learns_entropy=self.learns_entropy,
         )
         return logp, entropy, routing
 

@@ -18,8 +18,8 @@ from areal_jax.data.packing import Layout, TrainingSequence, pack
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.records import Group, Sample
 from areal_jax.rl.advantages import Trajectory, compute_advantages, mean_weights, shaped_rewards
-from areal_jax.rl.config import M2PO, PPO
-from areal_jax.rl.losses import PolicyLoss, policy_loss, second_moment_mask
+from areal_jax.rl.config import M2PO, PPO, Centred, Proximal
+from areal_jax.rl.losses import PolicyLoss, interpolated_proximal, policy_loss, second_moment_mask
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch
 from areal_jax.trainer.step import Learner, Metrics
@@ -77,8 +77,20 @@ class Trainer(Versions):
             base: with an adapter in `params`, the frozen parameters beside it, on the train mesh.
         """
         self.config, self.max_staleness, self.max_new_tokens = config, max_staleness, max_new_tokens
+        match config.loss:
+            case PPO():
+                proximal: Proximal = "behave"
+            case Centred():
+                proximal = config.loss.proximal
+            case _:
+                proximal = "recompute"
 
         def objective(logp: Array, proximal_logp: Array, batch: DeviceBatch, num_tokens: Float[Array, ""]) -> PolicyLoss:
+            match proximal:
+                case "interpolate":
+                    proximal_logp = interpolated_proximal(logp, batch.behave_logp, batch.age)
+                case "behave":
+                    proximal_logp = batch.behave_logp
             return policy_loss(
                 config.loss,
                 logp,
@@ -103,14 +115,11 @@ class Trainer(Versions):
             base=base,
         )
         # The first mini-batch reads proximal log-probs off its own forward pass, but for M2PO, which looks at all of a
-        # mini-batch's before any of it is trained on. PPO has no use for any.
-        match config.loss:
-            case PPO():
-                self._first_to_read = config.num_mini_batches
-            case M2PO():
-                self._first_to_read = 0
-            case _:
-                self._first_to_read = 1
+        # mini-batch's before any of it is trained on.
+        if proximal != "recompute":
+            self._first_to_read = config.num_mini_batches
+        else:
+            self._first_to_read = 0 if isinstance(config.loss, M2PO) else 1
         super().__init__(learner, reads_logprobs=self._first_to_read < config.num_mini_batches)
 
     def step(self, groups: Sequence[Group]) -> StepResult:
@@ -217,7 +226,8 @@ class Trainer(Versions):
         sequences = []
         for (i, j), mask in zip(places, masks, strict=True):
             sample, end = groups[i].samples[j], len(mask) - int(mask[::-1].argmax())
-            sequences.append(TrainingSequence(sample.tokens[:end], mask[:end], sample.behave_logp[:end]))
+            age = self.version - sample.versions[:end]
+            sequences.append(TrainingSequence(sample.tokens[:end], mask[:end], sample.behave_logp[:end], age))
         batches, layout = pack(sequences, rows=self._learner.rows, row_tokens=self._learner.row_tokens)
         return MiniBatch(
             [self._learner.put(batch) for batch in batches],

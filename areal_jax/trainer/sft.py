@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float
@@ -57,10 +56,7 @@ class SupervisedTrainer(FromExamples[SupervisedExample]):
         super().__init__(learner, measures=measures)
 
     def pack(self, examples: Sequence[SupervisedExample]) -> Packed:
-        sequences = [
-            TrainingSequence(example.tokens, example.loss_mask, np.broadcast_to(np.float32(0), example.tokens.shape))
-            for example in examples
-        ]
+        sequences = [TrainingSequence(example.tokens, example.loss_mask) for example in examples]
         batches, layout = pack(sequences, rows=self._learner.rows, row_tokens=self._learner.row_tokens)
         num_loss_tokens = sum(int(example.loss_mask.sum()) for example in examples)
         return Packed([self._learner.put(batch) for batch in batches], layout, num_loss_tokens, num_loss_tokens)

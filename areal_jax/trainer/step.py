@@ -201,8 +201,11 @@ class Learner:
         proximal_logp = jnp.where(proximal_is_current, jax.lax.stop_gradient(logp), batch.proximal_logp)
         loss, metrics = self.objective(logp, proximal_logp, batch, num_tokens)
         if entropy is not None:
-            mask = batch.loss_mask
-            metrics = metrics | {"entropy": (jnp.sum(jnp.where(mask, entropy, 0.0)), jnp.sum(mask, dtype=jnp.float32))}
+            entropy = jnp.sum(jnp.where(batch.loss_mask, entropy, 0.0))
+            num_masked = jnp.sum(batch.loss_mask, dtype=jnp.float32)
+            metrics = metrics | {"entropy": (jax.lax.stop_gradient(entropy), num_masked)}
+            if self.config.entropy_coef:
+                loss -= self.config.entropy_coef * entropy / jnp.maximum(num_tokens, 1.0)
         if routing is not None and self.policy.config.moe is not None:
             num_read = jnp.sum(batch.segment_ids > 0, dtype=jnp.float32)
             balance, given = balance_loss(routing, num_read), self.config.router_aux_loss_coef
@@ -244,7 +247,7 @@ class Learner:
         return self._programs[name]
 
     def _abstract_batch(self) -> DeviceBatch:
-        dtypes = (np.int32,) * 3 + (np.bool_,) + (np.float32,) * 3
+        dtypes = (np.int32,) * 3 + (np.bool_, np.float32, np.int32) + (np.float32,) * 2
         return DeviceBatch(*map(self.forward.column, dtypes))
 
     @cached_property

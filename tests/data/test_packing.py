@@ -102,6 +102,7 @@ def test_rows_hold_whole_sequences_end_to_end(drawn: tuple[list[int], int], rows
             rng.integers(1, 99, n).astype(np.int32),
             rng.random(n) < 0.5,
             (i + rng.random(n)).astype(np.float32),
+            rng.integers(0, 9, n).astype(np.int32),
         )
         for i, n in enumerate(lengths)
     ]
@@ -125,6 +126,7 @@ def test_rows_hold_whole_sequences_end_to_end(drawn: tuple[list[int], int], rows
                 sequence = sequences[int(batch.behave_logp[row, inside][0])]
                 np.testing.assert_array_equal(batch.loss_mask[row, inside], sequence.loss_mask)
                 np.testing.assert_array_equal(batch.behave_logp[row, inside], sequence.behave_logp)
+                np.testing.assert_array_equal(batch.age[row, inside], sequence.age)
                 found.append(batch.tokens[row, inside].tobytes())
     assert sorted(found) == sorted(sequence.tokens.tobytes() for sequence in sequences)
 

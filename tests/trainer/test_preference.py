@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 
@@ -19,7 +20,6 @@ from areal_jax.models.decoder import Params, Policy
 from areal_jax.rl.config import DPO, BradleyTerry, Preference
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.preference import PreferenceTrainer
-from areal_jax.trainer.step import Metrics
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -56,7 +56,7 @@ def trainer(loss: Preference, *, rows: int = 2, row_tokens: int = ROW_TOKENS, de
     )
 
 
-def mean(metrics: Metrics, name: str) -> float:
+def mean(metrics: Mapping[str, tuple[float, float] | float], name: str) -> float:
     value = metrics[name]
     assert isinstance(value, tuple)
     return value[0] / value[1]
