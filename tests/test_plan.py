@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -177,6 +178,29 @@ def test_where_nothing_is_decoded_all_devices_train(policy: Path) -> None:
     assert decoding.devices == "2 + 6 cpu"
     with pytest.raises(ConfigError, match="no more than the 8 there are"):
         make_plan(load_experiment("sft", [f"policy.path={policy}", "placement.train_devices=9"]))
+
+
+def test_preference_training_is_planned_from_its_pairs(policy: Path) -> None:
+    few = [f"policy.path={policy}", "examples.num_tasks=50", "eval_examples.max_examples=8"]
+    found = make_plan(load_experiment("dpo", [*few, "trainer.row_tokens=0"]))
+    text = found.text()
+    assert "50 pairs from Synthetic problems" in text and "updates of 32 pairs" in text
+    assert "loss and accuracy every 50 steps of 8 pairs from those held out" in text
+    # Both sides of a pair, each as long as the engine's longest sequence.
+    assert found.row_tokens == 2 * found.engine.max_tokens
+    scoring = make_plan(load_experiment("reward_model", few))
+    assert "read out as SequenceClassification" in scoring.text()
+    with pytest.raises(ConfigError, match=r"scalar head.*leave out policy\.lora"):
+        make_plan(load_experiment("reward_model", [*few, "policy.lora.rank=4"]))
+
+
+def test_a_reward_model_goes_on_as_one_and_is_no_policy(policy: Path, tmp_path: Path) -> None:
+    shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps(replace(MODEL, readout="SequenceClassification").to_hf()))
+    few = [f"policy.path={tmp_path}", "examples.num_tasks=50", "heldout_every_steps=0"]
+    assert make_plan(load_experiment("reward_model", few)).policy.config.readout == "SequenceClassification"
+    with pytest.raises(ConfigError, match="is read out as SequenceClassification; expected CausalLM"):
+        make_plan(load_experiment("dpo", few))
 
 
 def test_without_measuring_nothing_is_held_out(policy: Path) -> None:
