@@ -42,17 +42,15 @@ from areal_jax.rewards.service import RewardService
 from areal_jax.settings import ConfigError, to_json
 from areal_jax.trainer.critic import CriticWeights
 from areal_jax.trainer.forward import Forward, FrozenPolicy
-from areal_jax.trainer.ppo import Trainer
-from areal_jax.trainer.preference import PreferenceTrainer
-from areal_jax.trainer.sft import SupervisedTrainer
 from areal_jax.trainer.step import Metrics
+from areal_jax.trainer.versions import Versions
 from areal_jax.weights.mailbox import Mailbox
 from areal_jax.workflows.single_turn import SingleTurn
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-AnyTrainer = TypeVar("AnyTrainer", Trainer, SupervisedTrainer, PreferenceTrainer)
+AnyTrainer = TypeVar("AnyTrainer", bound=Versions)
 
 CHECKPOINTS = "checkpoints"
 POLICY = "policy"
@@ -257,7 +255,8 @@ async def assembled(
         stack.callback(trace.close)
         write_description(folder, plan.headline(), to_json(experiment), plan.devices)
 
-        service = await stack.enter_async_context(RewardService(experiment.rewards))
+        kinds = plan.tasks.kinds | plan.eval_tasks.kinds
+        service = await stack.enter_async_context(RewardService(experiment.rewards, kinds))
         mailbox = Mailbox(
             plan.engine.layout,
             plan.engine.param_shardings,

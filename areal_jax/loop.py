@@ -15,14 +15,15 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from areal_jax.assembly import Run, assembled, frozen_policy, initial_critic, trained_samples
 from areal_jax.checkpoint.recovery import decode, encode
-from areal_jax.config import Experiment, FineTuning, PreferenceExperiment, SFTExperiment
+from areal_jax.config import Experiment, FineTuning, PreferenceExperiment
 from areal_jax.data.pipeline import TaskStream
 from areal_jax.metrics import names
 from areal_jax.models.decoder import Params
@@ -33,10 +34,8 @@ from areal_jax.rollout.controller import Rollouts, open_gate, rolling_out
 from areal_jax.trainer.ppo import Trainer
 from areal_jax.trainer.preference import PreferenceTrainer
 from areal_jax.trainer.sft import SupervisedTrainer
-from areal_jax.trainer.step import Metrics
+from areal_jax.trainer.versions import FromExamples
 from areal_jax.workflows.single_turn import SingleTurn
-
-Tuner = TypeVar("Tuner", SupervisedTrainer, PreferenceTrainer)
 
 
 async def train(run: Run[Trainer], exp: Experiment) -> None:
@@ -102,10 +101,9 @@ async def checkpoint(run: Run[Trainer], rollouts: Rollouts, untrained: Sequence[
     await asyncio.to_thread(run.save, run.trainer.version, encode(state))
 
 
-async def fine_tune(run: Run[Tuner], exp: FineTuning) -> None:
+async def fine_tune(run: Run[FromExamples[Any]], exp: FineTuning) -> None:
     """Learning from examples, the same update with another loss, until the last step or a request to stop."""
     trainer = run.trainer
-    step: Callable[[Sequence[Any]], Metrics] = trainer.step  # examples of the kind it learns from
     examples = TaskStream(run.plan.examples.examples, exp.seed)
     if run.restored:
         examples.restore(decode(run.restored)[0].tasks)
@@ -116,7 +114,7 @@ async def fine_tune(run: Run[Tuner], exp: FineTuning) -> None:
             await measure(run, exp)
         batch = [next(examples) for _ in range(exp.examples_per_batch)]
         with run.span("trainer", f"step {version}"):
-            metrics = await asyncio.to_thread(step, batch)
+            metrics = await asyncio.to_thread(trainer.step, batch)
         run.record(version, metrics)
         if run.stop.is_set():
             break
@@ -133,14 +131,13 @@ async def fine_tune(run: Run[Tuner], exp: FineTuning) -> None:
     await run.finish()
 
 
-async def measure(run: Run[Tuner], exp: FineTuning) -> None:
+async def measure(run: Run[FromExamples[Any]], exp: FineTuning) -> None:
     """Write down loss, and perplexity or accuracy, of the examples that are not trained on, with the parameters as they are."""
     if not exp.heldout_every_steps:
         return
     version, examples = run.trainer.version, run.plan.eval_examples.examples
-    measured: Callable[[Sequence[Any]], dict[str, tuple[float, float]]] = run.trainer.measure
     with run.span("evaluation", f"loss of version {version}"):
-        found = await asyncio.to_thread(measured, examples)
+        found = await asyncio.to_thread(run.trainer.measure, examples)
     metrics = {f"evaluation/{name}": total / weight for name, (total, weight) in found.items()}
     loss, count = metrics[names.EVAL_LOSS], found["loss"][1]
     if isinstance(exp, PreferenceExperiment):
@@ -173,16 +170,12 @@ def run(plan: Plan, run_folder: Path, *, resume: bool) -> None:
 
 async def _run(plan: Plan, run_folder: Path, resume: bool) -> None:
     exp = plan.experiment
-    match exp:
-        case Experiment():
-            async with assembled(plan, run_folder, resume=resume, make_trainer=rl_trainer) as parts:
-                await train(parts, exp)
-        case SFTExperiment():
-            async with assembled(plan, run_folder, resume=resume, make_trainer=supervised_trainer) as parts:
-                await fine_tune(parts, exp)
-        case PreferenceExperiment():
-            async with assembled(plan, run_folder, resume=resume, make_trainer=preference_trainer) as parts:
-                await fine_tune(parts, exp)
+    if isinstance(exp, Experiment):
+        async with assembled(plan, run_folder, resume=resume, make_trainer=rl_trainer) as parts:
+            await train(parts, exp)
+    else:
+        async with assembled(plan, run_folder, resume=resume, make_trainer=trainer_from_examples) as parts:
+            await fine_tune(parts, exp)
 
 
 def rl_trainer(plan: Plan, params: Params, base: Params | None) -> Trainer:
@@ -207,30 +200,13 @@ def rl_trainer(plan: Plan, params: Params, base: Params | None) -> Trainer:
     )
 
 
-def supervised_trainer(plan: Plan, params: Params, base: Params | None) -> SupervisedTrainer:
-    """The trainer of a plan for supervised fine-tuning, with the weights it starts from, and those beside an adapter."""
+def trainer_from_examples(plan: Plan, params: Params, base: Params | None) -> FromExamples[Any]:
+    """The trainer of a plan for learning from examples, with the weights it starts from, and those beside an adapter."""
     exp = plan.experiment
-    assert isinstance(exp, SFTExperiment)
-    return SupervisedTrainer(
+    assert isinstance(exp, FineTuning)
+    make = partial(PreferenceTrainer, exp.loss) if isinstance(exp, PreferenceExperiment) else SupervisedTrainer
+    return make(
         exp.trainer,
-        plan.policy,
-        params,
-        plan.meshes.train,
-        plan.compute_dtype,
-        num_updates=exp.num_steps,
-        row_tokens=plan.row_tokens,
-        measures=exp.heldout_every_steps > 0,
-        base=base,
-    )
-
-
-def preference_trainer(plan: Plan, params: Params, base: Params | None) -> PreferenceTrainer:
-    """The trainer of a plan for pairs of answers, with the weights it starts from, and those beside an adapter."""
-    exp = plan.experiment
-    assert isinstance(exp, PreferenceExperiment)
-    return PreferenceTrainer(
-        exp.trainer,
-        exp.loss,
         plan.policy,
         params,
         plan.meshes.train,

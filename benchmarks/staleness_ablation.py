@@ -135,9 +135,8 @@ def show(found: Sequence[Mapping[str, Any]], speed: Mapping[str, float]) -> None
 def draw(found: Sequence[Mapping[str, Any]], speed: Mapping[str, float]) -> None:
     figure = Figure(figsize=(12, 7), layout="constrained")
     (first, second), (third, fourth) = figure.subplots(2, 2)
-    colours = dict(
-        zip(STALENESS, ("black", "tab:purple", "tab:blue", "tab:green", "tab:orange", "tab:red", "tab:brown"), strict=True)
-    )
+    shades = ("black", "tab:purple", "tab:blue", "tab:green", "tab:orange", "tab:red", "tab:brown")
+    colours = dict(zip(STALENESS, shades, strict=True))
     for axes, objective in zip((first, second), OBJECTIVES, strict=True):
         for eta in STALENESS:
             curves = [row["reward"] for row in found if row["objective"] == objective and row["max_staleness"] == eta]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
 
 import jax
@@ -11,7 +10,7 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
-from areal_jax.data.packing import Layout, TrainingSequence, pack
+from areal_jax.data.packing import TrainingSequence, pack
 from areal_jax.data.preferences import PreferencePair
 from areal_jax.data.sft import SupervisedExample
 from areal_jax.models import lora
@@ -21,19 +20,18 @@ from areal_jax.rl.losses import PolicyLoss
 from areal_jax.rl.preference import preference_loss
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch, Forward, FrozenPolicy
-from areal_jax.trainer.step import Learner, Metrics
-from areal_jax.trainer.versions import Versions
+from areal_jax.trainer.step import Learner
+from areal_jax.trainer.versions import FromExamples, Packed
 
 
-class PreferenceTrainer(Versions):
-    """Learning from pairs on the train mesh: `step` makes one optimizer update from a batch of them.
-
-    A policy is compared with the one that the run began with, which stays on the mesh beside it."""
+class PreferenceTrainer(FromExamples[PreferencePair]):
+    """Learning from pairs on the train mesh. A policy is compared with the one that the run began with, which stays on the mesh
+    beside it."""
 
     def __init__(
         self,
-        config: TrainerConfig,
         loss: Preference,
+        config: TrainerConfig,
         policy: Policy,
         params: Params,
         mesh: Mesh,
@@ -79,31 +77,19 @@ class PreferenceTrainer(Versions):
         if self._reference:
             self._reference.warm_up()
 
-    def step(self, pairs: Sequence[PreferencePair]) -> Metrics:
-        """One update; its loss is the mean over the pairs.
-
-        Raises FloatingPointError where loss or gradient is not finite; the update is then not applied."""
-        started_s = time.perf_counter()
-        batches, layout = self._pack(pairs)
-        return self._one_update(batches, len(pairs), layout, started_s, proximal_is_current=False)
-
-    def measure(self, pairs: Sequence[PreferencePair]) -> dict[str, tuple[float, float]]:
-        """What the pairs' loss is, the share of them ranked right (`accuracy`), and the rewards; nothing is learnt."""
-        return self._learner.measure(self._pack(pairs)[0])
-
-    def _pack(self, pairs: Sequence[PreferencePair]) -> tuple[list[DeviceBatch], Layout]:
-        """Micro-batches with the reference's log-probabilities in the place of the proximal policy's."""
-        sides = [side for pair in pairs for side in (pair.chosen, pair.rejected)]
+    def pack(self, examples: Sequence[PreferencePair]) -> Packed:
+        """With the reference's log-probabilities in the place of the proximal policy's."""
         sequences = [
-            TrainingSequence(side.tokens, self._read(side), np.broadcast_to(np.float32(0), side.tokens.shape)) for side in sides
+            TrainingSequence(side.tokens, self._read(side), np.broadcast_to(np.float32(0), side.tokens.shape))
+            for pair in examples
+            for side in (pair.chosen, pair.rejected)
         ]
         packed, layout = pack(sequences, rows=self._learner.rows, row_tokens=self._learner.row_tokens, num_together=2)
         batches = [self._learner.put(batch) for batch in packed]
-        if self._reference is None:
-            return batches, layout
-        return [
-            batch._replace(proximal_logp=logp) for batch, logp in zip(batches, self._reference.logprobs(batches), strict=True)
-        ], layout
+        if self._reference is not None:
+            of_reference = self._reference.logprobs(batches)
+            batches = [batch._replace(proximal_logp=logp) for batch, logp in zip(batches, of_reference, strict=True)]
+        return Packed(batches, layout, sum(int(sequence.loss_mask.sum()) for sequence in sequences), len(examples))
 
     def _read(self, side: SupervisedExample) -> Bool[np.ndarray, "T"]:
         """The tokens whose log-probabilities add up, or the last one, at which the score of the whole stands."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -12,6 +13,8 @@ from areal_jax.models.decoder import Params
 from areal_jax.trainer.forward import DeviceBatch
 from areal_jax.trainer.state import CriticState, TrainState
 from areal_jax.trainer.step import Learner, Metrics
+
+T = TypeVar("T")
 
 
 class Versions:
@@ -61,24 +64,49 @@ class Versions:
         if self._critic is not None:
             self._critic.warm_up(reads_logprobs=True)
 
-    def _one_update(
-        self, batches: Sequence[DeviceBatch], count: int, layout: Layout, started_s: float, *, proximal_is_current: bool
-    ) -> Metrics:
-        """A step that is one update. FloatingPointError, which says what to change, where it cannot be applied.
 
-        Args: count: tokens or pairs by which the objective divides. started_s: when the step began, by time.perf_counter."""
+class Packed(NamedTuple):
+    """Examples of one update as micro-batches."""
+
+    batches: list[DeviceBatch]
+    layout: Layout
+    num_loss_tokens: int
+    num_counted: int
+    """Loss tokens, or pairs: what the loss is the mean of."""
+
+
+class FromExamples(Versions, Generic[T]):
+    """A trainer that learns from examples which are there before the run begins. Below it: how they are packed."""
+
+    def pack(self, examples: Sequence[T]) -> Packed:
+        """Micro-batches of examples, on the train mesh."""
+        raise NotImplementedError
+
+    def step(self, examples: Sequence[T]) -> Metrics:
+        """One optimizer update; its loss is the mean over the examples' loss tokens, or over pairs.
+
+        Raises FloatingPointError, which says what to change, where loss or gradient is not finite; the update is then not
+        applied."""
+        started_s = time.perf_counter()
+        packed = self.pack(examples)
         try:
-            metrics = self._learner.update(batches, count, proximal_is_current=proximal_is_current)
+            metrics = self._learner.update(packed.batches, packed.num_counted, proximal_is_current=False)
         except FloatingPointError as error:
             raise FloatingPointError(
                 f"step {self.version}: {error}. The update was not applied; the last good version is {self.version}. Lower "
                 "trainer.optimizer.learning_rate or trainer.optimizer.max_grad_norm"
             ) from None
         self.version += 1
-        num_tokens, seconds = float(layout.lengths.sum()), time.perf_counter() - started_s
+        num_tokens, seconds = float(packed.layout.lengths.sum()), time.perf_counter() - started_s
         return metrics | {
-            "packing_efficiency": (num_tokens, float(np.prod(layout.shape))),
+            "tokens_trained": float(packed.num_loss_tokens),
+            "packing_efficiency": (num_tokens, float(np.prod(packed.layout.shape))),
             "tokens_per_second": (num_tokens, seconds),
             "seconds_step": seconds,
             "num_compilations": float(self.num_compilations),
         }
+
+    def measure(self, examples: Sequence[T]) -> dict[str, tuple[float, float]]:
+        """What a step would say of the examples, each as a sum and its weight, with the parameters as they are; nothing is
+        learnt."""
+        return self._learner.measure(self.pack(examples).batches)
