@@ -42,16 +42,15 @@ from areal_jax.rewards.service import RewardService
 from areal_jax.settings import ConfigError, to_json
 from areal_jax.trainer.critic import CriticWeights
 from areal_jax.trainer.forward import Forward, FrozenPolicy
-from areal_jax.trainer.ppo import Trainer
-from areal_jax.trainer.sft import SupervisedTrainer
 from areal_jax.trainer.step import Metrics
+from areal_jax.trainer.versions import Versions
 from areal_jax.weights.mailbox import Mailbox
 from areal_jax.workflows.single_turn import SingleTurn
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-AnyTrainer = TypeVar("AnyTrainer", Trainer, SupervisedTrainer)
+AnyTrainer = TypeVar("AnyTrainer", bound=Versions)
 
 CHECKPOINTS = "checkpoints"
 POLICY = "policy"
@@ -256,7 +255,8 @@ async def assembled(
         stack.callback(trace.close)
         write_description(folder, plan.headline(), to_json(experiment), plan.devices)
 
-        service = await stack.enter_async_context(RewardService(experiment.rewards))
+        kinds = plan.tasks.kinds | plan.eval_tasks.kinds
+        service = await stack.enter_async_context(RewardService(experiment.rewards, kinds))
         mailbox = Mailbox(
             plan.engine.layout,
             plan.engine.param_shardings,
@@ -303,6 +303,20 @@ def _initial_params(plan: Plan) -> tuple[Params, Params | None]:
     return init(jax.random.key(derive_seed(seed, "adapter"))), weights
 
 
+def initial_critic(plan: Plan) -> CriticWeights | None:
+    """What the critic begins with, if one is asked: its own weights, or a trunk, by default the policy's, and a fresh head."""
+    critic, folder, experiment = plan.critic, plan.critic_folder, plan.experiment
+    if critic is None or folder is None:
+        return None
+    placed = shardings(plan.meshes.train, critic.axes(), critic.abstract(), TRAIN_RULES)
+    if experiment.policy.random_init and experiment.trainer.critic.path is None:
+        # The same key draws the same trunk.
+        params = jax.jit(critic.init, out_shardings=placed)(jax.random.key(experiment.seed))
+    else:
+        params = hf.load(folder, critic, placed)
+    return CriticWeights(critic, params)
+
+
 def frozen_policy(plan: Plan, name: str, params: Params, base: Params | None) -> FrozenPolicy | None:
     """The frozen policy that trainer.NAME names, on the train mesh; None where it names none.
 
@@ -322,20 +336,6 @@ def frozen_policy(plan: Plan, name: str, params: Params, base: Params | None) ->
         return FrozenPolicy(forward, params, base, offload=found.offload)
     initial = base or jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, abstract)
     return FrozenPolicy(forward, initial, offload=found.offload)
-
-
-def initial_critic(plan: Plan) -> CriticWeights | None:
-    """What the critic begins with, if one is asked: its own weights, or a trunk, by default the policy's, and a fresh head."""
-    critic, folder, experiment = plan.critic, plan.critic_folder, plan.experiment
-    if critic is None or folder is None:
-        return None
-    placed = shardings(plan.meshes.train, critic.axes(), critic.abstract(), TRAIN_RULES)
-    if experiment.policy.random_init and experiment.trainer.critic.path is None:
-        # The same key draws the same trunk.
-        params = jax.jit(critic.init, out_shardings=placed)(jax.random.key(experiment.seed))
-    else:
-        params = hf.load(folder, critic, placed)
-    return CriticWeights(critic, params)
 
 
 def _base_of_engine(plan: Plan, base: Params) -> EngineParams:

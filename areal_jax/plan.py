@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import chz
 import jax
@@ -18,14 +18,17 @@ import jax.numpy as jnp
 import psutil
 from jax.sharding import Mesh
 
-from areal_jax.config import AnyExperiment, Experiment
+from areal_jax.config import AnyExperiment, Experiment, PreferenceExperiment
 from areal_jax.data.config import HeldOut, TaskSource
+from areal_jax.data.examples import ExampleSet
 from areal_jax.data.policy_files import resolve_policy_folder
-from areal_jax.data.sft import ExampleSet, load_examples
+from areal_jax.data.preferences import load_pairs
+from areal_jax.data.sft import load_examples
 from areal_jax.data.sources import Skipped, TaskSet, in_words, load_tasks
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.models import lora
+from areal_jax.models.architecture import Readout
 from areal_jax.models.config import PolicyConfig
 from areal_jax.models.decoder import Policy
 from areal_jax.models.hf import read_config
@@ -72,11 +75,11 @@ class Plan:
     tokenizer: HFTokenizer
     compute_dtype: jnp.dtype
     tasks: TaskSet
-    """What reinforcement learning trains on; empty in supervised fine-tuning."""
-    examples: ExampleSet
-    """What supervised fine-tuning trains on; empty in reinforcement learning."""
-    eval_examples: ExampleSet
-    """What supervised fine-tuning measures its loss on; empty where it does not."""
+    """What reinforcement learning trains on; empty in learning from examples."""
+    examples: ExampleSet[Any]
+    """What fine-tuning trains on, such as its trainer learns from; empty in reinforcement learning."""
+    eval_examples: ExampleSet[Any]
+    """What fine-tuning measures its loss on; empty where it does not."""
     eval_tasks: TaskSet
     """Empty where the experiment does not evaluate."""
     meshes: Meshes
@@ -91,7 +94,7 @@ class Plan:
 
     @property
     def decodes(self) -> bool:
-        """Whether anything is generated; supervised fine-tuning does so to evaluate only."""
+        """Whether anything is generated; learning from examples does so to evaluate only."""
         return _decodes(self.experiment)
 
     def headline(self) -> str:
@@ -103,8 +106,8 @@ class Plan:
         lines = (
             ("policy", self._policy()),
             ("trained", self._trained()),
-            *((found.name, self._beside(found)) for found in self.beside),
             *self._critic(),
+            *((found.name, self._beside(found)) for found in self.beside),
             ("data", self._data()),
             ("training", self._training()),
             ("evaluation", self._evaluation()),
@@ -158,18 +161,12 @@ class Plan:
     def _trained(self) -> str:
         policy, config = self.policy, self.experiment.policy
         if policy.lora is None:
-            return "all parameters"
+            return f"all parameters, read out as {policy.config.readout}"
         num_params = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(lora.abstract(policy)))
         return (
             f"{num_params / 1e6:,.3f} M parameters of an adapter of rank {policy.lora.rank} on {as_text(policy.lora.targets)}, "
             f"{config.adapter or 'fresh'}; {policy.config.num_params / 1e6:,.1f} M frozen"
         )
-
-    def _beside(self, found: Beside) -> str:
-        model = found.policy.config
-        where = ", in the host's memory" if found.offload else ""
-        what = "the weights that training starts from" if found.folder is None else found.path
-        return f"{what} ({model.architecture}, {model.num_params / 1e6:,.1f} M parameters{where})"
 
     def _critic(self) -> Iterator[tuple[str, str]]:
         if self.critic is not None and self.critic_folder is not None:
@@ -178,15 +175,24 @@ class Plan:
             head = "" if read_config(self.critic_folder).is_scalar else ", with a fresh head"
             yield "critic", f"{path} ({model.architecture}, {size}{head})"
 
+    def _beside(self, found: Beside) -> str:
+        model = found.policy.config
+        where = ", in the host's memory" if found.offload else ""
+        what = "the weights that training starts from" if found.folder is None else found.path
+        return f"{what} ({model.architecture}, {model.num_params / 1e6:,.1f} M parameters{where})"
+
     def _data(self) -> str:
         if isinstance(self.experiment, Experiment):
             return _count("tasks", *self.tasks, self.experiment.tasks)
-        return _count("examples", *self.examples, self.experiment.examples)
+        return _count(self._kind(), self.examples.examples, self.examples.skipped, self.experiment.examples)
+
+    def _kind(self) -> str:
+        return "pairs" if isinstance(self.experiment, PreferenceExperiment) else "examples"
 
     def _training(self) -> str:
         experiment = self.experiment
         if not isinstance(experiment, Experiment):
-            return f"{experiment.num_steps} updates of {experiment.examples_per_batch} examples"
+            return f"{experiment.num_steps} updates of {experiment.examples_per_batch} {self._kind()}"
         rollout = experiment.rollout
         return (
             f"{experiment.num_steps} steps of {rollout.groups_per_batch} groups x {rollout.samples_per_group} samples, "
@@ -199,14 +205,15 @@ class Plan:
             yield "  on each", _memory(self.rollout_bytes())
 
     def _evaluation(self) -> str:
-        return "; ".join(found for found in (self._perplexity(), self._pass_at_1()) if found) or "none"
+        return "; ".join(found for found in (self._heldout(), self._pass_at_1()) if found) or "none"
 
-    def _perplexity(self) -> str:
-        experiment = self.experiment
-        if isinstance(experiment, Experiment) or not experiment.perplexity_every_steps:
+    def _heldout(self) -> str:
+        experiment, found = self.experiment, self.eval_examples
+        if isinstance(experiment, Experiment) or not experiment.heldout_every_steps:
             return ""
-        examples = _count("examples", *self.eval_examples, experiment.eval_examples)
-        return f"loss and perplexity every {experiment.perplexity_every_steps} steps of {examples}"
+        measured = "accuracy" if isinstance(experiment, PreferenceExperiment) else "perplexity"
+        examples = _count(self._kind(), found.examples, found.skipped, experiment.eval_examples)
+        return f"loss and {measured} every {experiment.heldout_every_steps} steps of {examples}"
 
     def _pass_at_1(self) -> str:
         evaluation = self.experiment.evaluation
@@ -270,7 +277,10 @@ class Plan:
 def make_plan(experiment: AnyExperiment) -> Plan:
     """Find the policy and the data, cut the meshes. ConfigError where one of them cannot be had, or does not fit another."""
     folder = _had(lambda: resolve_policy_folder(experiment.policy.path))
-    policy = _had(lambda: find_policy(experiment.policy, folder))
+    readout: Readout = "CausalLM"
+    if isinstance(experiment, PreferenceExperiment) and experiment.trains_reward_model:
+        readout = "SequenceClassification"
+    policy = _had(lambda: find_policy(experiment.policy, folder, readout))
     critic_folder, critic = None, None
     if isinstance(experiment.trainer.advantages, GAE):
         critic_folder = _had(lambda: resolve_policy_folder(experiment.trainer.critic.path or experiment.policy.path))
@@ -280,15 +290,20 @@ def make_plan(experiment: AnyExperiment) -> Plan:
     dtype = jnp.dtype(experiment.policy.compute_dtype.replace("auto", auto))
     engine = _had(lambda: DecodeEngine(policy, meshes.rollout, experiment.engine, dtype))
     tokenizer = _had(lambda: HFTokenizer.from_folder(folder))
-    row_tokens = experiment.trainer.row_tokens or engine.max_tokens
+    # A pair lies in one row.
+    longest = engine.max_tokens * (2 if isinstance(experiment, PreferenceExperiment) else 1)
+    row_tokens = experiment.trainer.row_tokens or longest
     tasks, eval_tasks, examples, eval_examples = TaskSet((), {}), TaskSet((), {}), ExampleSet((), {}), ExampleSet((), {})
     if isinstance(experiment, Experiment):
         tasks = _had(lambda: load_tasks(experiment.tasks, experiment.prompt))
     else:
+        load = load_examples
+        if isinstance(experiment, PreferenceExperiment):
+            load = partial(load_pairs, max_pair_tokens=row_tokens)
         examples, eval_examples = _had(
-            lambda: load_examples(
+            lambda: load(
                 experiment.examples,
-                experiment.eval_examples if experiment.perplexity_every_steps else None,
+                experiment.eval_examples if experiment.heldout_every_steps else None,
                 experiment.prompt,
                 tokenizer,
                 seed=derive_seed(experiment.seed, "examples"),
@@ -336,16 +351,16 @@ def _meshes(experiment: AnyExperiment) -> Meshes:
     return make_meshes(alone, [*devices, devices[0]])
 
 
-def find_policy(config: PolicyConfig, folder: Path) -> Policy:
+def find_policy(config: PolicyConfig, folder: Path, readout: Readout = "CausalLM") -> Policy:
     """The policy in a folder, with the adapter that is to be trained beside it.
 
-    Raises ValueError where the adapter does not belong to the policy."""
+    Args: readout: another than a language model's has a fresh head where the folder holds a language model.
+    Raises ValueError where the folder is read out otherwise, or the adapter does not belong to the policy."""
     model = read_config(folder)
-    if model.is_scalar:
-        raise ValueError(
-            f"policy.path={config.path} reads out one number a token ({model.readout}), which draws no answers; expected a "
-            f"language model ({model.architecture})"
-        )
+    if model.readout not in ("CausalLM", readout):
+        expected = " or ".join(dict.fromkeys(("CausalLM", readout)))
+        raise ValueError(f"policy.path={config.path} is read out as {model.readout}; expected {expected}")
+    model = replace(model, readout=readout)
     if config.adapter is None:
         policy = Policy(model, config.lora)
     else:
@@ -356,6 +371,12 @@ def find_policy(config: PolicyConfig, folder: Path) -> Policy:
     if policy.lora:
         lora.abstract(policy)
     return policy
+
+
+def find_critic(folder: Path) -> Policy:
+    """The critic in a folder; with the language model in it for a trunk, if it is one."""
+    model = read_config(folder)
+    return Policy(model if model.is_scalar else replace(model, readout="TokenClassification"))
 
 
 def find_beside(
@@ -396,12 +417,6 @@ def find_beside(
         if config.offload:
             require_host_memory(mesh, f"trainer.{name}.offload")
     return tuple(found)
-
-
-def find_critic(folder: Path) -> Policy:
-    """The critic in a folder; with the language model in it for a trunk, if it is one."""
-    model = read_config(folder)
-    return Policy(model if model.is_scalar else replace(model, readout="TokenClassification"))
 
 
 def misfits(plan: Plan) -> Iterator[str]:

@@ -118,9 +118,7 @@ def test_a_frozen_policy_of_other_tokens_or_none_is_refused_by_the_name_of_its_s
     first, second = sorted(vocab)[:2]
     vocab[first], vocab[second] = vocab[second], vocab[first]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(
-        ConfigError, match=r"trainer\.reference\.path=.* speaks other tokens than policy.*2 tokens differ"
-    ):
+    with pytest.raises(ConfigError, match=r"trainer\.reference\.path=.* speaks other tokens than policy.*2 tokens differ"):
         plan(policy, f"trainer.reference.path={tmp_path}")
     with pytest.raises(ConfigError, match=r"trainer\.teacher\.path=\./missing"):
         plan(policy, "trainer.teacher.path=./missing")
@@ -182,7 +180,7 @@ def test_where_nothing_is_decoded_all_devices_train(policy: Path) -> None:
 
 
 def test_without_measuring_nothing_is_held_out(policy: Path) -> None:
-    off = [f"policy.path={policy}", "perplexity_every_steps=0"]
+    off = [f"policy.path={policy}", "heldout_every_steps=0"]
     found = make_plan(load_experiment("sft", off))
     assert len(found.eval_examples.examples) == 0
     assert "evaluation    none" in found.text()

@@ -151,6 +151,22 @@ def policy_loss(
     )
 
 
+def interpolated_proximal(
+    logp: Float[Array | np.ndarray, "*B T"],
+    behave_logp: Float[Array | np.ndarray, "*B T"],
+    age: Int[Array | np.ndarray, "*B T"],
+) -> Float[Array, "*B T"]:
+    """Log-probabilities of the policy just before this trainer step, on the line from behave to theta by version (A-3PO):
+    behave + a (theta - behave), a = age / (age + 1), without gradient. No forward pass is made for them.
+
+    Args:
+        age: trainer steps from the version that drew the token to the one before this step; theta is one version further.
+    """
+    behave_logp, logp = jnp.asarray(behave_logp), jax.lax.stop_gradient(jnp.asarray(logp))
+    age = jnp.maximum(jnp.asarray(age), 0).astype(logp.dtype)
+    return behave_logp + age / (age + 1.0) * (logp - behave_logp)
+
+
 def second_moment_mask(
     log_weight: Float[np.ndarray, "T"], mask: Bool[np.ndarray, "T"], max_second_moment: float
 ) -> Bool[np.ndarray, "T"]:

@@ -54,18 +54,21 @@ class TrainerConfig:
         doc="what a mini-batch's loss is the mean of: its tokens; its sequences, each the mean of its tokens; or constant: its "
         "sequences, each the sum of its tokens over engine.max_new_tokens (Dr.GRPO)",
     )
+    entropy_coef: float = chz.field(
+        default=0.0, doc="weight of the entropy bonus: the mean entropy of what the loss's tokens were drawn from"
+    )
     shaping: Shaping = chz.field(default_factory=Shaping, doc="what becomes of rewards before advantages are made of them")
     advantages: Advantages = chz.field(
         default_factory=GroupNormalized,
         doc="GroupNormalized, LeaveOneOut, BatchNormalized, Unnormalized, or GAE, with a critic",
     )
+    critic: Critic = chz.field(default_factory=Critic, doc="what advantages=GAE asks, and trains beside the policy")
     reference: Reference | None = chz.field(
         default=None, doc="a frozen policy not to stray from (trainer.reference=Reference, or any of its settings)"
     )
     teacher: Teacher | None = chz.field(
         default=None, doc="a frozen policy to learn from on one's own samples (trainer.teacher.path=...)"
     )
-    critic: Critic = chz.field(default_factory=Critic, doc="what advantages=GAE asks, and trains beside the policy")
     optimizer: OptimizerConfig = chz.field(default_factory=OptimizerConfig)
     num_mini_batches: int = chz.field(default=4, doc="optimizer updates in one step; each sees its share of the batch's groups")
     row_tokens: int = chz.field(default=0, doc="tokens of a packed row; 0: the engine's longest sequence")

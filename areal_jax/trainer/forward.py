@@ -45,6 +45,7 @@ class DeviceBatch(NamedTuple):
     positions: Int[Array, "B T"]
     loss_mask: Bool[Array, "B T"]
     behave_logp: Float[Array, "B T"]
+    age: Int[Array, "B T"]
     proximal_logp: Float[Array, "B T"]
     """Zeros until it is replaced."""
     advantages: Float[Array, "B T"]
@@ -93,6 +94,7 @@ class Forward:
         self.policy, self.mesh, self.compute_dtype = policy, mesh, compute_dtype
         self.temperature, self.row_tokens = temperature, row_tokens
         self.remat: Remat = config.remat
+        self.learns_entropy = config.entropy_coef != 0.0
         self.kernel: Kernel = choose_kernel(mesh.devices.flat[0].platform, row_tokens)
         self.rows = config.rows_per_micro_batch * num_shards(mesh, "batch", TRAIN_RULES)
         self.chunk_tokens = config.logp_chunk_tokens * num_shards(mesh, "batch", TRAIN_RULES) * mesh.shape["context"]
@@ -139,6 +141,7 @@ class Forward:
             read.segment_ids,
             temperature=self.temperature,
             chunk_tokens=self.chunk_tokens,
+            learns_entropy=self.learns_entropy,
         )
         return logp, entropy, routing
 

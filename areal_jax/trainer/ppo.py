@@ -18,9 +18,9 @@ from areal_jax.data.packing import Layout, TrainingSequence, pack
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.records import Group, Sample
 from areal_jax.rl.advantages import Trajectory, compute_advantages, mean_weights, shaped_rewards, value_targets
-from areal_jax.rl.config import GAE, M2PO, PPO, KLInLoss, KLInReward
+from areal_jax.rl.config import GAE, M2PO, PPO, Centred, KLInLoss, KLInReward, Proximal
 from areal_jax.rl.kl import kl_estimate, kl_loss, kl_toll, taught_advantages
-from areal_jax.rl.losses import PolicyLoss, policy_loss, second_moment_mask
+from areal_jax.rl.losses import PolicyLoss, interpolated_proximal, policy_loss, second_moment_mask
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.critic import CriticWeights, critic_learner, describe_values, with_values
 from areal_jax.trainer.forward import DeviceBatch, FrozenPolicy
@@ -77,9 +77,9 @@ class Trainer(Versions):
         row_tokens: int,
         max_new_tokens: int,
         base: Params | None = None,
+        critic: CriticWeights | None = None,
         reference: FrozenPolicy | None = None,
         teacher: FrozenPolicy | None = None,
-        critic: CriticWeights | None = None,
     ):
         """
         Args:
@@ -90,9 +90,9 @@ class Trainer(Versions):
             row_tokens: tokens of a packed row; no sample may be longer.
             max_new_tokens: the engine's limit to an answer.
             base: with an adapter in `params`, the frozen parameters beside it, on the train mesh.
+            critic: what advantages=GAE begins with; copied too.
             reference, teacher: the policies that `config.reference` and `config.teacher` name; ValueError where one is given
                 and not named, or named and not given.
-            critic: what advantages=GAE begins with; copied too.
         """
         if isinstance(config.advantages, GAE) != (critic is not None):
             raise ValueError(
@@ -103,8 +103,20 @@ class Trainer(Versions):
         self._reference = _as_configured("reference", config.reference, reference)
         self._teacher = _as_configured("teacher", config.teacher, teacher)
         self._kl = None if config.reference is None else config.reference.kl
+        match config.loss:
+            case PPO():
+                proximal: Proximal = "behave"
+            case Centred():
+                proximal = config.loss.proximal
+            case _:
+                proximal = "recompute"
 
         def objective(logp: Array, proximal_logp: Array, batch: DeviceBatch, num_tokens: Float[Array, ""]) -> PolicyLoss:
+            match proximal:
+                case "interpolate":
+                    proximal_logp = interpolated_proximal(logp, batch.behave_logp, batch.age)
+                case "behave":
+                    proximal_logp = batch.behave_logp
             loss = policy_loss(
                 config.loss,
                 logp,
@@ -134,14 +146,11 @@ class Trainer(Versions):
             columns=self._columns(),
         )
         # The first mini-batch reads proximal log-probs off its own forward pass, but for M2PO, which looks at all of a
-        # mini-batch's before any of it is trained on. PPO has no use for any.
-        match config.loss:
-            case PPO():
-                self._first_to_read = config.num_mini_batches
-            case M2PO():
-                self._first_to_read = 0
-            case _:
-                self._first_to_read = 1
+        # mini-batch's before any of it is trained on.
+        if proximal != "recompute":
+            self._first_to_read = config.num_mini_batches
+        else:
+            self._first_to_read = 0 if isinstance(config.loss, M2PO) else 1
         super().__init__(
             learner,
             reads_logprobs=self._first_to_read < config.num_mini_batches,
@@ -187,6 +196,7 @@ class Trainer(Versions):
         sizes = [sum(len(sample.tokens) for sample in group.samples) for group in groups]
         mini_batches = [self._pack(groups, trained, share) for share in _deal(sizes, self.config.num_mini_batches)]
         packed = time.perf_counter()
+        # First, because its lessons have none of the columns that follow.
         lessons = [] if self._critic is None else [_read(self._critic, mini_batch) for mini_batch in mini_batches]
         valued = time.perf_counter()
         mini_batches = self._beside_reference(mini_batches)
@@ -196,7 +206,8 @@ class Trainer(Versions):
         trajectories = self._trajectories(groups, trained, reference_logp)
         if lessons:
             trajectories = self._with_values(groups, trajectories, lessons)
-        advantages = self._taught(groups, compute_advantages(self.config.advantages, trajectories), teacher_logp)
+        advantages = compute_advantages(self.config.advantages, trajectories)
+        advantages = self._taught(groups, advantages, teacher_logp)
         mini_batches = [self._with_advantages(mini_batch, advantages) for mini_batch in mini_batches]
         metrics = self._describe(groups, trained, advantages)
         for name, logp in (("kl_reference", reference_logp), ("kl_teacher", teacher_logp)):
@@ -336,7 +347,8 @@ class Trainer(Versions):
         for (i, j), mask in zip(places, masks, strict=True):
             sample = groups[i].samples[j]
             end = len(mask) - int(sample.loss_mask[::-1].argmax())
-            sequences.append(TrainingSequence(sample.tokens[:end], mask[:end], sample.behave_logp[:end]))
+            age = self.version - sample.versions[:end]
+            sequences.append(TrainingSequence(sample.tokens[:end], mask[:end], sample.behave_logp[:end], age))
         batches, layout = pack(sequences, rows=self._learner.rows, row_tokens=self._learner.row_tokens)
         return MiniBatch(
             [self._learner.put(batch) for batch in batches],

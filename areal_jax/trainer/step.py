@@ -30,7 +30,8 @@ Metrics: TypeAlias = dict[str, tuple[float, float] | float]
 
 
 Objective: TypeAlias = Callable[[Float[Array, "B T"], Float[Array, "B T"], DeviceBatch, Float[Array, ""]], PolicyLoss]
-"""objective(logp, proximal_logp, batch, num_tokens): the loss of a micro-batch, divided by the tokens of its mini-batch.
+"""objective(logp, proximal_logp, batch, num_tokens): the loss of a micro-batch, divided by the tokens of its mini-batch (or the
+pairs, or whatever its metric `loss` is the mean of).
 
 For a policy with a scalar head logp and proximal_logp are values: of what follows token t, in place t."""
 
@@ -90,9 +91,9 @@ class Learner:
         """Programs compiled so far."""
         return len(self._programs) + self.forward.num_compilations
 
-    def warm_up(self, *, reads_logprobs: bool) -> None:
+    def warm_up(self, *, reads_logprobs: bool = False, measures: bool = False) -> None:
         """Compile all that training will run, so that no step has to. Changes nothing else."""
-        for name in ("zeros", "accumulate", "apply"):
+        for name in ("zeros", "accumulate", "apply", *(["measure"] if measures else [])):
             self._program(name)
         if reads_logprobs:
             self.forward.compiled(self.params, self.base)
@@ -113,9 +114,10 @@ class Learner:
         return self.forward.logprobs(self.params, self.base, batch)
 
     def update(self, batches: Sequence[DeviceBatch], num_tokens: int, *, proximal_is_current: bool) -> Metrics:
-        """One optimizer update from the micro-batches of a mini-batch that trains on `num_tokens` tokens.
+        """One optimizer update from the micro-batches of a mini-batch.
 
         Args:
+            num_tokens: tokens that the mini-batch trains on, by which the objective divides, or pairs.
             proximal_is_current: the parameters are still those of the proximal policy, so that its log-probabilities are read
                 off the same forward pass and not from the batches.
 
@@ -133,6 +135,13 @@ class Learner:
             if not math.isfinite(report[name][0]):
                 raise FloatingPointError(f"{name} is {report[name][0]}")
         return metrics
+
+    def measure(self, batches: Sequence[DeviceBatch]) -> dict[str, tuple[float, float]]:
+        """The objective's metrics of micro-batches, under the parameters as they are now; nothing is learnt."""
+        # All are under way before the first is waited for.
+        found = [self._run("measure", self.params, self.base, batch, np.float32(1), np.bool_(False)) for batch in batches]
+        sums = jax.tree.map(lambda *of_batches: sum(map(float, of_batches)), *jax.device_get(found))
+        return dict(sums)
 
     def restore(self, params: Params, opt_state: optax.OptState) -> None:
         """Go on from these instead; they may lie anywhere."""
@@ -166,6 +175,9 @@ class Learner:
         backward.with_refs(sums)(jnp.ones_like(loss))
         return Accumulated(jax.tree.map(jax.freeze, sums), jax.tree.map(jnp.add, accumulated.metrics, metrics))
 
+    def _measure(self, *arguments: Any) -> dict[str, Meter]:
+        return self._loss(*arguments)[1]
+
     def _apply(
         self, params: Params, opt_state: optax.OptState, accumulated: Accumulated
     ) -> tuple[Params, optax.OptState, dict[str, Meter]]:
@@ -193,19 +205,20 @@ class Learner:
         logp, entropy, routing = self.forward.predictions(params, base, batch.read)
         proximal_logp = jnp.where(proximal_is_current, jax.lax.stop_gradient(logp), batch.proximal_logp)
         loss, metrics = self.objective(logp, proximal_logp, batch, num_tokens)
-        mask = batch.loss_mask
-        num_masked = jnp.sum(mask, dtype=jnp.float32)
         if entropy is not None:
-            metrics = metrics | {"entropy": (jnp.sum(jnp.where(mask, entropy, 0.0)), num_masked)}
+            mask = batch.loss_mask
+            entropy, num_masked = jnp.sum(jnp.where(mask, entropy, 0.0)), jnp.sum(mask, dtype=jnp.float32)
+            metrics = metrics | {"entropy": (jax.lax.stop_gradient(entropy), num_masked)}
+            if self.config.entropy_coef:
+                loss -= self.config.entropy_coef * entropy / jnp.maximum(num_tokens, 1.0)
         if routing is not None and self.policy.config.moe is not None:
-            num_counted = jnp.sum(batch.segment_ids > 0, dtype=jnp.float32)
-            balance, given = balance_loss(routing, num_counted), self.config.router_aux_loss_coef
-            # A micro-batch is balanced on its own, and weighs as much as its share of the mini-batch's tokens.
-            loss += (
-                (self.policy.config.moe.router_aux_loss_coef if given is None else given) * balance * num_masked / num_tokens
-            )
-            metrics |= {name: (value * num_masked, num_masked) for name, value in router_metrics(routing).items()}
-            metrics |= {"router_balance_loss": (balance * num_masked, num_masked)}
+            num_read = jnp.sum(batch.segment_ids > 0, dtype=jnp.float32)
+            balance, given = balance_loss(routing, num_read), self.config.router_aux_loss_coef
+            # A micro-batch is balanced on its own, and weighs as much as its share of what the loss is the mean of.
+            counted = metrics["loss"][1]
+            loss += (self.policy.config.moe.router_aux_loss_coef if given is None else given) * balance * counted / num_tokens
+            metrics |= {name: (value * counted, counted) for name, value in router_metrics(routing).items()}
+            metrics |= {"router_balance_loss": (balance * counted, counted)}
         return loss, metrics
 
     def _run(self, name: str, *arguments: Any) -> Any:
@@ -226,6 +239,9 @@ class Learner:
                 accumulated = self._abstract_accumulated
                 jitted = jax.jit(self._accumulate, donate_argnums=2, out_shardings=_placed(accumulated))
                 program = jitted.lower(params, base, accumulated, self._abstract_batch(), *_SCALARS)
+            case "measure":
+                jitted = jax.jit(self._measure, out_shardings=self._everywhere())
+                program = jitted.lower(params, base, self._abstract_batch(), *_SCALARS)
             case "apply":
                 opt_state = _abstract(jax.eval_shape(self._init, params), self.shardings.opt_state)
                 jitted = jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=(*self.shardings, self._everywhere()))
@@ -236,7 +252,7 @@ class Learner:
         return self._programs[name]
 
     def _abstract_batch(self) -> DeviceBatch:
-        dtypes = (np.int32,) * 3 + (np.bool_,) + (np.float32,) * 3
+        dtypes = (np.int32,) * 3 + (np.bool_, np.float32, np.int32) + (np.float32,) * 2
         return DeviceBatch(
             *map(self.forward.column, dtypes), **{name: self.forward.column(np.float32) for name in self.columns}
         )

@@ -15,15 +15,16 @@ import optax
 import pytest
 from tiny_training import POLICY, PROMPT_TOKENS, ROW_TOKENS, batch, group, params, sample, train_mesh
 
+from areal_jax.data.packing import TrainingSequence, pack
 from areal_jax.models.attention import packed_attention
 from areal_jax.records import Group
 from areal_jax.rl.advantages import Trajectory, compute_advantages
-from areal_jax.rl.config import GSPO, M2PO, PPO, GroupNormalized, Loss, Mean, NoCorrection, Reinforce
+from areal_jax.rl.config import GSPO, M2PO, PPO, DecoupledPPO, GroupNormalized, Loss, Mean, NoCorrection, Reinforce
 from areal_jax.rl.logprobs import token_logprobs
 from areal_jax.rl.losses import decoupled_ppo_loss
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch
-from areal_jax.trainer.ppo import StepResult, Trainer, _read
+from areal_jax.trainer.ppo import StepResult, Trainer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -258,7 +259,7 @@ def test_the_forward_pass_for_proximal_agrees_with_that_of_the_update(shared: Ca
     trainer, groups = shared("two mini-batches"), batch(seed=5)
     learner = trainer._learner
     mini_batch = trainer._pack(groups, [[s.loss_mask for s in g.samples] for g in groups], range(len(groups)))
-    batches = _read(learner, mini_batch).batches
+    batches = [each._replace(proximal_logp=learner.logprobs(each)) for each in mini_batch.batches]
     metrics = learner.update(batches, mini_batch.num_loss_tokens, proximal_is_current=False)
     ratio, divergence = metrics["ratio"], metrics["kl_proximal_theta"]
     assert isinstance(ratio, tuple) and isinstance(divergence, tuple)
@@ -425,18 +426,55 @@ def test_metrics_describe_the_batch(shared: Callable[[str], Trainer]) -> None:
     assert result.metrics["packing_efficiency"] == (58.0, 96.0)
 
 
-def test_ppo_needs_no_forward_pass_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = make(loss=PPO(), num_mini_batches=2)
-    updates: list[bool] = []
+@pytest.mark.parametrize(
+    "loss", [PPO(), DecoupledPPO(proximal="behave"), DecoupledPPO(proximal="interpolate")], ids=["PPO", "behave", "interpolate"]
+)
+def test_a_proximal_policy_at_hand_needs_no_forward_pass(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(loss=loss, num_mini_batches=2)
+    monkeypatch.setattr(trainer._learner, "logprobs", lambda _: pytest.fail("a forward pass for the proximal policy"))
+    result = trainer.step(batch())
+    assert result.metrics["num_updates"] == 2.0
 
-    def update(batches: Sequence[DeviceBatch], num_tokens: int, *, proximal_is_current: bool) -> dict[str, Any]:
-        updates.append(proximal_is_current)
-        return {}
 
-    monkeypatch.setattr(trainer._learner, "logprobs", lambda _: pytest.fail("PPO does not read proximal log-probabilities"))
-    monkeypatch.setattr(trainer._learner, "update", update)
-    trainer.step(batch())
-    assert updates == [True, False]
+def test_with_behave_for_the_proximal_policy_nothing_is_decoupled() -> None:
+    plain, decoupled = make(loss=PPO(), num_mini_batches=2), make(loss=DecoupledPPO(proximal="behave"), num_mini_batches=2)
+    results = [trainer.step(batch()) for trainer in (plain, decoupled)]
+    assert mean(results[1], "behave_weight") == 1.0
+    assert mean(results[0], "loss") == pytest.approx(mean(results[1], "loss"), abs=1e-7)
+    assert_close(decoupled.params, plain.params, atol=1e-7)
+
+
+def test_interpolation_goes_by_the_age_of_every_token() -> None:
+    # Tokens of versions 1 and 3 in a step from version 3: ages 2 and 0, so that the proximal log-probability lies 2/3 of the
+    # way from behave to theta, and on behave. The first update's theta is the policy as it is: log(theta/proximal) is 1/3 of
+    # log(theta/behave) on the old tokens and all of it on the new ones.
+    trainer = make(loss=Reinforce(proximal="interpolate", correction=NoCorrection()), num_mini_batches=1)
+    trainer.restore(trainer.state._replace(version=np.asarray(3, np.int32)))
+    rng = np.random.default_rng(5)
+    versions = np.where(np.arange(12) % 2, 1, 3)
+    groups = [group(i, sample(rng, 12, versions, 1.0), sample(rng, 12, versions, 0.0)) for i in range(2)]
+    packed = [TrainingSequence(s.tokens, s.loss_mask) for g in groups for s in g.samples]
+    batches, layout = pack(packed, rows=trainer._learner.rows, row_tokens=trainer._learner.row_tokens)
+    logps = layout.gather(np.stack([trainer._learner.logprobs(trainer._learner.put(each)) for each in batches]))
+    ratios = [
+        np.exp((logp - s.behave_logp) * np.where(versions == 1, 1 / 3, 1.0))[s.loss_mask]
+        for logp, s in zip(logps, (s for g in groups for s in g.samples), strict=True)
+    ]
+    assert mean(trainer.step(groups), "ratio") == pytest.approx(np.concatenate(ratios).mean(), rel=1e-5)
+
+
+def test_an_entropy_bonus_keeps_the_policy_undecided() -> None:
+    # Without a reward, and hence without an advantage, there is nothing but the bonus.
+    rng = np.random.default_rng(6)
+    groups = [group(i, *(sample(rng, 12, reward=1.0) for _ in range(2))) for i in range(2)]
+    gained = []
+    for coef in (0.0, 0.1):
+        trainer = make(entropy_coef=coef, optimizer=OptimizerConfig(learning_rate=1e-2, weight_decay=0.0))
+        first = mean(trainer.step(groups), "entropy")
+        gained.append(mean(trainer.step(groups), "entropy") - first)
+    assert gained[0] == 0.0
+    # The entropy of 40 tokens is at most log(40) = 3.69 and nearly that to begin with.
+    assert gained[1] > 1e-3
 
 
 def test_what_cannot_be_trained_on_is_refused_with_the_knob(shared: Callable[[str], Trainer]) -> None:
