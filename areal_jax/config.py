@@ -242,7 +242,16 @@ _POSITIVE = (
     *("test_timeout_s", "memory_bytes", "max_processes", "max_file_bytes", "tmp_bytes"),
 )
 _NOT_NEGATIVE = (
-    *("seed", "num_steps", "max_staleness", "every_steps", "heldout_every_steps", "row_tokens", "warmup_steps"),
+    *(
+        "seed",
+        "num_steps",
+        "max_staleness",
+        "max_staleness_of_code",
+        "every_steps",
+        "heldout_every_steps",
+        "row_tokens",
+        "warmup_steps",
+    ),
     *("temperature", "top_k", "weight_decay", "overlong_penalty", "router_aux_loss_coef", "entropy_coef"),
     *("weight", "reward_weight", "coefficient"),
 )

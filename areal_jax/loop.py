@@ -190,6 +190,7 @@ def rl_trainer(plan: Plan, params: Params, base: Params | None) -> Trainer:
         plan.compute_dtype,
         num_updates=exp.num_steps * exp.trainer.num_mini_batches,
         max_staleness=exp.rollout.max_staleness,
+        staleness_of_kind=exp.rollout.staleness_of_kind(),
         temperature=exp.engine.temperature,
         row_tokens=plan.row_tokens,
         max_new_tokens=exp.engine.max_new_tokens,

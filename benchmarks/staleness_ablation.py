@@ -18,11 +18,7 @@ results/staleness_ablation.jsonl and draws results/staleness_ablation.png. About
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
-import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean, stdev
 from typing import Any, NamedTuple
@@ -31,6 +27,7 @@ from matplotlib.figure import Figure
 from results import FOLDER, append
 from rich.console import Console
 from rich.table import Table
+from runs import Rows, pass_at_1, run_all, steps
 
 from areal_jax.metrics import names
 
@@ -66,40 +63,18 @@ class Case(NamedTuple):
         return (*SETTINGS, *OBJECTIVES[self.objective], f"rollout.max_staleness={eta}", f"seed={self.seed}")
 
 
-def run(cases: Sequence[Case], folder: Path, num_steps: int, *settings: str) -> dict[Case, list[dict[str, float]]]:
-    """The rows of metrics.jsonl of every case, run now where it has not been."""
-    done, started = 0, time.perf_counter()
-    rows = {}
-    for i, case in enumerate(cases):
-        where = folder / case.name
-        if not is_finished(where, num_steps):
-            command = [sys.executable, "-m", "areal_jax.train", "--exp=aime", f"--run-folder={where}", f"num_steps={num_steps}"]
-            subprocess.run([*command, *case.settings, *settings], check=True, stdout=subprocess.DEVNULL)
-            done += 1
-            left_min = (time.perf_counter() - started) / done * (len(cases) - i - 1) / 60
-            print(f"{i + 1} of {len(cases)}: {case.name}; at most {left_min:.0f} min left", flush=True)
-        rows[case] = read(where)
-    return rows
+def run(cases: Sequence[Case], folder: Path, num_steps: int, *settings: str) -> dict[Case, Rows]:
+    """The rows of every case, run now where it has not been."""
+    by_name = run_all({case.name: ("--exp=aime", *case.settings, *settings) for case in cases}, folder, num_steps)
+    return {case: by_name[case.name] for case in cases}
 
 
-def read(run_folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-
-
-def is_finished(run_folder: Path, num_steps: int) -> bool:
-    return (run_folder / "report.html").exists() and read(run_folder)[-1]["version"] >= num_steps - 1
-
-
-def steps(rows: Iterable[Mapping[str, float]]) -> list[Mapping[str, float]]:
-    return [row for row in rows if names.REWARD in row]
-
-
-def learning(rows: Mapping[Case, Sequence[Mapping[str, float]]]) -> list[dict[str, Any]]:
+def learning(rows: Mapping[Case, Rows]) -> list[dict[str, Any]]:
     """Of every case, what the policy came to be and how."""
     return [
         {
             **case._asdict(),
-            "pass_at_1": [row[names.PASS_AT_1] for row in of_case if names.PASS_AT_1 in row][-1],
+            "pass_at_1": pass_at_1(of_case)[-1],
             "reward": [round(row[names.REWARD], 3) for row in steps(of_case)],
             "staleness": fmean(row[names.STALENESS_MEAN] for row in steps(of_case)[FIRST_TIMED_STEP:]),
             "clip_fraction": fmean(row["trainer/clip_fraction"] for row in steps(of_case)[FIRST_TIMED_STEP:]),
@@ -108,7 +83,7 @@ def learning(rows: Mapping[Case, Sequence[Mapping[str, float]]]) -> list[dict[st
     ]
 
 
-def throughput(rows: Sequence[Mapping[str, float]]) -> float:
+def throughput(rows: Rows) -> float:
     """Tokens trained per second of wall-clock time."""
     timed = steps(rows)[FIRST_TIMED_STEP:]
     return sum(row["trainer/tokens_trained"] for row in timed[1:]) / (timed[-1]["time_s"] - timed[0]["time_s"])

@@ -133,6 +133,9 @@ def test_config_json_is_flat_and_readable(tmp_path: Path) -> None:
     [
         ("rollout.max_staleness=8", 8),
         ("rollout.max_staleness=none", None),
+        ("rollout.max_staleness_of_code=same", "same"),
+        ("rollout.max_staleness_of_code=16", 16),
+        ("rollout.max_staleness_of_code=none", None),
         ("trainer.optimizer.learning_rate=1e-3", 1e-3),
         ("trainer.optimizer.learning_rate=1", 1.0),
         ("trainer.remat=none", "none"),
@@ -191,7 +194,7 @@ def test_a_reference_comes_with_its_kl_and_only_with_one_that_has_a_gradient(tmp
     assert load_experiment("aime", ["algorithm=grpo", "trainer.reference=none"]).trainer.reference is None
     with pytest.raises(ConfigError, match=r"trainer\.reference\.offload=true would save nothing"):
         load_experiment("aime", ["policy.lora.rank=2", "trainer.reference.offload=true"])
-    with pytest.raises(ConfigError, match="no meaning in supervised fine-tuning"):
+    with pytest.raises(ConfigError, match="no meaning in learning from examples"):
         load_experiment("tiny_sft", ["trainer.reference.path=initial"])
 
 

@@ -42,7 +42,7 @@ class TaskSet(NamedTuple):
     @property
     def kinds(self) -> set[str]:
         """Of the tasks: which judges they need."""
-        return {"math"} if isinstance(self.tasks, SyntheticTasks) else {task.kind for task in self.tasks}
+        return {"math"} if isinstance(self.tasks, MadeOnDemand) else {task.kind for task in self.tasks}
 
 
 class BadRow(Exception):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
 from typing import NamedTuple, TypeAlias, TypeVar
 
@@ -80,6 +80,7 @@ class Trainer(Versions):
         critic: CriticWeights | None = None,
         reference: FrozenPolicy | None = None,
         teacher: FrozenPolicy | None = None,
+        staleness_of_kind: Mapping[str, int | None] | None = None,
     ):
         """
         Args:
@@ -93,6 +94,7 @@ class Trainer(Versions):
             critic: what advantages=GAE begins with; copied too.
             reference, teacher: the policies that `config.reference` and `config.teacher` name; ValueError where one is given
                 and not named, or named and not given.
+            staleness_of_kind: `max_staleness` of kinds of tasks that have their own.
         """
         if isinstance(config.advantages, GAE) != (critic is not None):
             raise ValueError(
@@ -100,6 +102,7 @@ class Trainer(Versions):
                 "GAE asks one, and nothing else does"
             )
         self.config, self.max_staleness, self.max_new_tokens = config, max_staleness, max_new_tokens
+        self._staleness_of_kind = dict(staleness_of_kind or {})
         self._reference = _as_configured("reference", config.reference, reference)
         self._teacher = _as_configured("teacher", config.teacher, teacher)
         self._kl = None if config.reference is None else config.reference.kl
@@ -188,7 +191,7 @@ class Trainer(Versions):
         """
         started = time.perf_counter()
         self._check(groups)
-        stale = [[self._is_stale(sample) for sample in group.samples] for group in groups]
+        stale = [[self._is_stale(sample, group.task.kind) for sample in group.samples] for group in groups]
         trained = [
             [sample.loss_mask & ~old for sample, old in zip(group.samples, olds, strict=True)]
             for group, olds in zip(groups, stale, strict=True)
@@ -330,10 +333,11 @@ class Trainer(Versions):
         num_drawn_G = np.array([sample.loss_mask.sum() for sample in group.samples])
         return shaped_rewards(self.config.shaping, rewards_G, num_drawn_G, self.max_new_tokens)
 
-    def _is_stale(self, sample: Sample) -> Bool[np.ndarray, "T"]:
-        if self.max_staleness is None:
+    def _is_stale(self, sample: Sample, kind: str) -> Bool[np.ndarray, "T"]:
+        bound = self._staleness_of_kind.get(kind, self.max_staleness)
+        if bound is None:
             return np.zeros(sample.loss_mask.shape, bool)
-        return sample.loss_mask & (self.version - sample.versions > self.max_staleness)
+        return sample.loss_mask & (self.version - sample.versions > bound)
 
     def _pack(self, groups: Sequence[Group], trained: Trained, share: Sequence[int]) -> MiniBatch:
         """What is needed of each sample to train on it: nothing after the last token that the policy drew, and nothing at all

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import chz
@@ -18,10 +20,8 @@ from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Params
 from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 from areal_jax.records import Group
-from areal_jax.rl.advantages import Trajectory, compute_advantages
 from areal_jax.rl.config import (
     BatchNormalized,
-    GroupNormalized,
     KLInLoss,
     KLInReward,
     Reference,
@@ -49,14 +49,20 @@ def frozen(config: TrainerConfig, mesh: Mesh, given: Params, row_tokens: int, *,
 
 
 def make(
-    *, other: Params | None = None, mesh: dict[str, int] | None = None, row_tokens: int = ROW_TOKENS, **changes: Any
+    *,
+    other: Params | None = None,
+    offload: bool = False,
+    mesh: dict[str, int] | None = None,
+    row_tokens: int = ROW_TOKENS,
+    **changes: Any,
 ) -> Trainer:
-    """A trainer beside whom the frozen policies that its settings name all have the parameters `other`."""
+    """A trainer beside whom the frozen policies that its settings name all have the parameters `other`; None: its own first."""
     config, on = chz.replace(CONFIG, **changes), train_mesh(**mesh or {})
-    beside = {
-        name: frozen(config, on, params() if other is None else other, row_tokens, offload=named.offload)
-        for name, named in (("reference", config.reference), ("teacher", config.teacher))
-        if named is not None
+    given = params() if other is None else other
+    beside: dict[str, Any] = {
+        name: frozen(config, on, given, row_tokens, offload=offload)
+        for name in ("reference", "teacher")
+        if getattr(config, name) is not None
     }
     return Trainer(
         config,
@@ -79,6 +85,9 @@ def mean(result: StepResult, name: str) -> float:
     return value[0] / value[1]
 
 
+PLACED = shardings(train_mesh(), POLICY.axes(), POLICY.abstract(), TRAIN_RULES)
+
+
 @cache
 def plain_forward() -> Forward:
     return Forward(CONFIG, POLICY, train_mesh(), jnp.float32, temperature=1.0, row_tokens=ROW_TOKENS)
@@ -96,8 +105,7 @@ def said_by(given: Params, groups: list[Group]) -> list[list[np.ndarray]]:
         columns = [np.stack(column).astype(np.int32) for column in zip(*read[i : i + forward.rows], strict=True)]
         on = [jax.device_put(column, forward.placed) for column in columns]
         nothing: Any = [jnp.zeros(columns[0].shape)] * 4
-        placed = shardings(train_mesh(), POLICY.axes(), POLICY.abstract(), TRAIN_RULES)
-        rows += list(np.asarray(forward.logprobs(jax.device_put(given, placed), {}, DeviceBatch(*on, *nothing))))
+        rows += list(np.asarray(forward.logprobs(jax.device_put(given, PLACED), {}, DeviceBatch(*on, *nothing))))
     found = iter(rows)
     return [[next(found)[: len(drawn.tokens)] for drawn in each.samples] for each in groups]
 
@@ -116,73 +124,85 @@ def drawn_by(given: Params, groups: list[Group]) -> list[Group]:
     ]
 
 
-IN_LOSS = {"reference": Reference(kl=KLInLoss(coefficient=0.5)), "loss_mean": "sequences"}
-IN_REWARD = {"reference": Reference(kl=KLInReward(coefficient=0.5)), "advantages": BatchNormalized()}
+OTHER = params(seed=5)
+CHANGES: dict[str, dict[str, Any]] = {
+    "loss": {"reference": Reference(kl=KLInLoss(coefficient=0.5)), "loss_mean": "sequences"},
+    "reward": {"reference": Reference(kl=KLInReward(coefficient=0.5)), "advantages": BatchNormalized()},
+    "teacher": {"teacher": Teacher(path="", reward_weight=0.0)},
+}
 
 
-@pytest.mark.parametrize("changes", [IN_LOSS, IN_REWARD, {"teacher": Teacher(path="")}], ids=["loss", "reward", "teacher"])
-def test_micro_batches_packing_shards_and_the_host_s_memory_change_nothing(changes: dict[str, Any]) -> None:
-    groups, other = batch(seed=1), params(seed=5)
-    whole = make(other=other, **changes)
+@pytest.fixture(scope="module")
+def shared(quick_compilation: None) -> Callable[[str], Trainer]:
+    """Trainers beside `OTHER`, by what they ask it for. Each is made once, and brought back to its first state."""
+    made: dict[str, tuple[Trainer, Any]] = {}
+
+    def get(name: str) -> Trainer:
+        if name not in made:
+            trainer = make(other=OTHER, **CHANGES[name])
+            made[name] = trainer, jax.device_get(trainer.state)
+        trainer, first = made[name]
+        trainer.restore(first)
+        return trainer
+
+    return get
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_micro_batches_packing_shards_and_the_host_s_memory_change_nothing(name: str, shared: Callable[[str], Trainer]) -> None:
+    groups, whole = batch(seed=1), shared(name)
     expected = whole.step(groups)
-    offloaded = {
-        name: chz.replace(named, offload=True) if isinstance(named, Reference | Teacher) else named
-        for name, named in changes.items()
-    }
-    cut = make(other=other, rows_per_micro_batch=1, row_tokens=2 * ROW_TOKENS, mesh={"devices": 2, "fsdp": 2}, **offloaded)
+    cut = make(
+        other=OTHER,
+        offload=True,
+        rows_per_micro_batch=1,
+        row_tokens=2 * ROW_TOKENS,
+        mesh={"devices": 2, "fsdp": 2},
+        **CHANGES[name],
+    )
     result = cut.step(groups)
-    names = ("loss", "grad_norm", "advantage", "kl_reference" if "reference" in changes else "kl_teacher")
-    for name in names:
-        assert mean(result, name) == pytest.approx(mean(expected, name), abs=2e-5), name
+    for metric in ("loss", "grad_norm", "advantage", "kl_teacher" if name == "teacher" else "kl_reference"):
+        assert mean(result, metric) == pytest.approx(mean(expected, metric), abs=2e-5), metric
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), cut.params, whole.params)
 
 
-def test_kl_in_the_loss_equals_the_plain_computation() -> None:
-    groups, other = batch(seed=2), params(seed=5)
-    with_kl, without = (make(other=other, **changes) for changes in (IN_LOSS, IN_LOSS | {"reference": None}))
-    difference = mean(with_kl.step(groups), "loss") - mean(without.step(groups), "loss")
-    # GRPO's mean: of all samples, each the mean of its tokens.
+def test_kl_in_the_loss_equals_the_plain_computation(shared: Callable[[str], Trainer]) -> None:
+    # Everything on policy: the loss of a token is minus its advantage, whose mean by samples is 0. What is left is GRPO's
+    # mean of the KL: of all samples, each the mean of its tokens.
+    groups = drawn_by(params(), batch(seed=2))
+    loss = mean(shared("loss").step(groups), "loss")
     of_samples = [
-        np.asarray(kl_estimate("k3", (ours - theirs)[sample.loss_mask])).mean()
-        for each, ours_G, theirs_G in zip(groups, said_by(params(), groups), said_by(other, groups), strict=True)
-        for sample, ours, theirs in zip(each.samples, ours_G, theirs_G, strict=True)
+        np.asarray(kl_estimate("k3", (ours - theirs)[drawn.loss_mask])).mean()
+        for each, ours_G, theirs_G in zip(groups, said_by(params(), groups), said_by(OTHER, groups), strict=True)
+        for drawn, ours, theirs in zip(each.samples, ours_G, theirs_G, strict=True)
     ]
-    assert difference == pytest.approx(0.5 * np.mean(of_samples), rel=1e-4)
+    assert loss == pytest.approx(0.5 * np.mean(of_samples), rel=1e-4)
 
 
-def test_kl_in_the_reward_equals_the_plain_computation() -> None:
-    groups, other = batch(seed=3), params(seed=5)
-    changes = IN_REWARD | {"advantages": GroupNormalized(divide_by="nothing")}
-    result = make(other=other, **changes).step(groups)
-    plain = compute_advantages(
-        changes["advantages"], [[Trajectory(s.reward, s.loss_mask, s.loss_mask) for s in each.samples] for each in groups]
-    )
-    for each, found_G, plain_G, theirs_G in zip(groups, result.advantages, plain, said_by(other, groups), strict=True):
-        for drawn, found, advantage, theirs in zip(each.samples, found_G, plain_G, theirs_G, strict=True):
-            for t in np.flatnonzero(drawn.loss_mask):
-                to_go = -0.5 * (drawn.behave_logp - theirs)[t:].sum()
-                assert found[t] == pytest.approx(advantage[t] + to_go, abs=1e-4)
+def test_kl_in_the_reward_equals_the_plain_computation(shared: Callable[[str], Trainer]) -> None:
+    groups = batch(seed=3)
+    result = shared("reward").step(groups)
+    returns = []
+    for each, theirs_G in zip(groups, said_by(OTHER, groups), strict=True):
+        for drawn, theirs in zip(each.samples, theirs_G, strict=True):
+            strayed = drawn.behave_logp - theirs
+            returns += [drawn.reward - 0.5 * sum(strayed[t:]) for t in np.flatnonzero(drawn.loss_mask)]
+    expected = (np.array(returns) - np.mean(returns)) / (np.std(returns, ddof=1) + 1e-5)
+    masks = [drawn.loss_mask for each in groups for drawn in each.samples]
+    found = [of[mask] for of, mask in zip(chain(*result.advantages), masks, strict=True)]
+    np.testing.assert_allclose(np.concatenate(found), expected, atol=1e-4)
 
 
-def test_a_policy_is_where_it_began_at_first_and_strays_then_and_less_far_when_it_pays() -> None:
-    strayed = {}
-    for coefficient in (0.0, 2.0):
-        trainer = make(reference=Reference(kl=KLInLoss(coefficient=coefficient)))
-        path = [
-            mean(trainer.step(drawn_by(jax.device_get(trainer.params), batch(seed=4, version=step))), "kl_reference")
-            for step in range(3)
-        ]
-        assert path[0] == pytest.approx(0.0, abs=1e-9) and min(path[1:]) > 1e-5
-        strayed[coefficient] = path[-1]
-    assert strayed[2.0] < strayed[0.0] / 2
-
-
-def test_a_teacher_that_is_the_student_teaches_nothing() -> None:
-    trainer, groups = make(teacher=Teacher(path="", reward_weight=0.0)), drawn_by(params(), batch(seed=5))
-    result = trainer.step(groups)
-    assert max(np.abs(of).max() for each in result.advantages for of in each) < 1e-5
-    assert mean(result, "kl_teacher") == pytest.approx(0.0, abs=1e-8)
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-4), trainer.params, params())
+def test_a_policy_is_where_it_began_at_first_and_strays_then_and_nothing_compiles_after_warm_up() -> None:
+    trainer = make(reference=Reference(), teacher=Teacher(path="", weight=0.1))
+    trainer.warm_up()
+    compiled = trainer.num_compilations
+    path = [
+        mean(trainer.step(drawn_by(jax.device_get(trainer.params), batch(seed=4, version=step))), "kl_reference")
+        for step in range(3)
+    ]
+    assert path[0] == pytest.approx(0.0, abs=1e-9) and min(path[1:]) > 1e-5
+    assert trainer.num_compilations == compiled
 
 
 PROMPTS = np.random.default_rng(8).integers(0, POLICY.config.vocab_size, (4, PROMPT_TOKENS)).astype(np.int32)
@@ -214,24 +234,23 @@ def answered(rng: np.random.Generator, given: Params, version: int, samples_per_
     return groups
 
 
-def test_learning_from_a_teacher_alone_brings_the_student_nearer_to_it() -> None:
-    teacher = params(seed=6)
-    trainer = make(other=teacher, teacher=Teacher(path="", reward_weight=0.0))
-    rng, of_teacher = np.random.default_rng(7), np.asarray(next_token_logp(teacher))
+def test_learning_from_a_teacher_alone_brings_the_student_nearer_to_it(shared: Callable[[str], Trainer]) -> None:
+    trainer = shared("teacher")
+    rng, of_teacher = np.random.default_rng(7), np.asarray(next_token_logp(OTHER))
 
     def divergence() -> float:
         """KL(student || teacher), exact."""
         logp = np.asarray(next_token_logp(trainer.params))
         return float((np.exp(logp) * (logp - of_teacher)).sum(-1).mean())
 
-    before, estimates = divergence(), []
+    before, misses = divergence(), []
     for version in range(10):
         exact = divergence()
         result = trainer.step(answered(rng, trainer.params, version, samples_per_group=24))
-        estimates.append(mean(result, "kl_teacher") - exact)
+        misses.append(mean(result, "kl_teacher") - exact)
     assert divergence() < 0.7 * before
     # What the step reports estimates that.
-    assert abs(np.mean(estimates)) < 0.25 * before
+    assert abs(np.mean(misses)) < 0.25 * before
 
 
 def test_what_is_named_and_not_given_or_given_and_not_named_is_refused() -> None:
@@ -250,13 +269,6 @@ def test_what_is_named_and_not_given_or_given_and_not_named_is_refused() -> None
         Trainer(CONFIG, POLICY, params(), mesh, jnp.float32, **rest, teacher=given)
 
 
-def test_nothing_compiles_after_warm_up_and_what_is_given_is_not_copied() -> None:
-    trainer = make(reference=Reference(), teacher=Teacher(path=""))
-    trainer.warm_up()
-    compiled = trainer.num_compilations
-    trainer.step(batch())
-    assert trainer.num_compilations == compiled
-    mesh = train_mesh()
-    given = jax.device_put(params(), shardings(mesh, POLICY.axes(), POLICY.abstract(), TRAIN_RULES))
-    kept = FrozenPolicy(Forward(CONFIG, POLICY, mesh, jnp.float32, temperature=1.0, row_tokens=ROW_TOKENS), given)
-    assert kept._params["embed"] is given["embed"]
+def test_what_is_given_is_not_copied() -> None:
+    given = jax.device_put(params(), PLACED)
+    assert FrozenPolicy(plain_forward(), given)._params["embed"] is given["embed"]

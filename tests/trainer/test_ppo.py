@@ -24,7 +24,7 @@ from areal_jax.rl.logprobs import token_logprobs
 from areal_jax.rl.losses import decoupled_ppo_loss
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch
-from areal_jax.trainer.ppo import StepResult, Trainer, _read
+from areal_jax.trainer.ppo import StepResult, Trainer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -259,7 +259,7 @@ def test_the_forward_pass_for_proximal_agrees_with_that_of_the_update(shared: Ca
     trainer, groups = shared("two mini-batches"), batch(seed=5)
     learner = trainer._learner
     mini_batch = trainer._pack(groups, [[s.loss_mask for s in g.samples] for g in groups], range(len(groups)))
-    batches = _read(learner, mini_batch).batches
+    batches = [each._replace(proximal_logp=learner.logprobs(each)) for each in mini_batch.batches]
     metrics = learner.update(batches, mini_batch.num_loss_tokens, proximal_is_current=False)
     ratio, divergence = metrics["ratio"], metrics["kl_proximal_theta"]
     assert isinstance(ratio, tuple) and isinstance(divergence, tuple)
@@ -313,6 +313,23 @@ def test_stale_tokens_are_context_only(shared: Callable[[str], Trainer]) -> None
     again = trainer.step([group(0, masked, *groups[0].samples[1:]), *groups[1:]])
     assert again.metrics["tokens_stale"] == 0.0
     assert_close(trainer.params, after, atol=0.0)
+
+
+def test_a_kind_of_tasks_may_be_older_than_the_others(
+    shared: Callable[[str], Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = shared("one mini-batch")
+    monkeypatch.setattr(trainer, "_staleness_of_kind", {"code": 3})
+    trainer.version = 3
+    groups = batch(seed=7)  # of version 0, a version more than max_staleness=2 allows
+    program = replace(groups[0], task=replace(groups[0].task, kind="code"))
+    result = trainer.step([program, *groups[1:]])
+    assert not any(mask.any() for mask in result.stale[0])
+    assert all(
+        np.array_equal(mask, sample.loss_mask)
+        for group, masks in zip(groups[1:], result.stale[1:], strict=True)
+        for sample, mask in zip(group.samples, masks, strict=True)
+    )
 
 
 def test_without_a_bound_nothing_is_stale(shared: Callable[[str], Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
