@@ -239,7 +239,7 @@ _POSITIVE = (
     *("num_workers", "samples_per_task", "keep", "batch_timeout_s", "request_timeout_s", "timeout_s"),
     *("rank", "alpha", "train_devices", "rollout_devices", "train_fsdp", "train_expert", "train_context", "train_tensor"),
     *("rollout_tensor", "simulated_devices"),
-    *("test_timeout_s", "memory_bytes", "max_processes", "max_file_bytes", "tmp_bytes"),
+    *("patience_s", "test_timeout_s", "memory_bytes", "max_processes", "max_file_bytes", "tmp_bytes"),
 )
 _NOT_NEGATIVE = (
     *(

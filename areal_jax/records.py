@@ -134,6 +134,13 @@ class Verdict:
 
     kind: VerdictKind
     detail: str = ""
+    score: float | None = None
+    """From 0 (wrong) to 1 (correct), from a judge that knows degrees."""
+
+    def worth(self, correct: float, wrong: float) -> float:
+        """The reward, where a correct answer and a wrong one have these."""
+        score = float(self.kind == "correct") if self.score is None else self.score
+        return wrong + score * (correct - wrong)
 
 
 @runtime_checkable

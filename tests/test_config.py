@@ -87,7 +87,7 @@ def written(experiment: AnyExperiment, folder: Path) -> Path:
 
 
 def test_the_promised_experiments_are_shipped() -> None:
-    assert {"aime", "aime_1p5b", "gsm8k", "sft", "tiny_sft"} <= set(SHIPPED)
+    assert {"aime", "aime_1p5b", "dpo", "gsm8k", "reward_model", "sft", "tiny_sft"} <= set(SHIPPED)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -320,6 +320,26 @@ def test_settings_that_supervised_fine_tuning_does_not_read_are_refused() -> Non
     message = refusal("trainer.loss=PPO", "trainer.num_mini_batches=2", of="tiny_sft")
     assert "trainer.loss=PPO has no meaning" in message
     assert "trainer.num_mini_batches=2 has no meaning" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["loss.beta=0"], ["loss.beta=0", "above 0"]),
+        (["loss.label_smoothing=0.5"], ["loss.label_smoothing=0.5", "less than 0.5"]),
+        (["loss=IPO", "loss.label_smoothing=0.1"], ["loss.label_smoothing is no setting of loss=IPO; it needs loss=DPO"]),
+        (["loss=PPO"], ["loss=PPO", "one of DPO, IPO, BradleyTerry"]),
+        (["loss=BradleyTerry", "evaluation.every_steps=5"], ["evaluation.every_steps=5", "gives none"]),
+        (["trainer.loss=PPO", "trainer.shaping.scale=2"], ["trainer.loss=PPO has no", "trainer.shaping.scale=2.0 has no"]),
+    ],
+)
+def test_what_cannot_be_in_preference_training_is_refused(overrides: list[str], said: list[str]) -> None:
+    message = refusal(*overrides, of="dpo")
+    assert [part for part in said if part not in message] == []
+
+
+def test_an_objective_of_pairs_is_none_of_reinforcement_learning() -> None:
+    assert "trainer.loss=DPO: expected one of" in refusal("trainer.loss=DPO")
 
 
 def test_all_contradictions_are_said_at_once() -> None:

@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import chz
 import jax
@@ -18,7 +19,7 @@ from jax.sharding import SingleDeviceSharding
 
 from areal_jax import loop
 from areal_jax.assembly import Run, _initial_params, assembled, initial_critic
-from areal_jax.config import Experiment, SFTExperiment
+from areal_jax.config import Experiment, PreferenceExperiment, SFTExperiment
 from areal_jax.data.config import Files, HeldOut, Synthetic
 from areal_jax.data.pipeline import TaskStream
 from areal_jax.data.policy_files import EMBEDDED
@@ -34,7 +35,7 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.plan import Plan, make_plan
 from areal_jax.records import Group, Sampling, Task, Verdict
-from areal_jax.rl.config import GAE, PPO
+from areal_jax.rl.config import GAE, PPO, KLInLoss, Reference
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.rollout.controller import Calls
 from areal_jax.trainer.config import Critic, OptimizerConfig, TrainerConfig
@@ -90,8 +91,11 @@ def experiment(policy: Path, placement: PlacementConfig, *, num_steps: int, max_
     )
 
 
-def supervised(policy: Path, examples: Path, *, num_steps: int) -> SFTExperiment:
-    return SFTExperiment(
+E = TypeVar("E", SFTExperiment, PreferenceExperiment)
+
+
+def from_examples(kind: type[E], policy: Path, examples: Path, *, num_steps: int) -> E:
+    return kind(
         name="law",
         seed=3,
         num_steps=num_steps,
@@ -103,8 +107,8 @@ def supervised(policy: Path, examples: Path, *, num_steps: int) -> SFTExperiment
         heldout_every_steps=2,
         trainer=TrainerConfig(
             optimizer=OptimizerConfig(learning_rate=1e-2, warmup_fraction=0.0),
-            row_tokens=32,
-            rows_per_micro_batch=4,
+            row_tokens=64,
+            rows_per_micro_batch=2,
             remat="none",
         ),
         evaluation=EvaluationConfig(every_steps=0),
@@ -235,6 +239,22 @@ def test_a_resumed_run_goes_on_where_it_was(tiny_policy: Path, tmp_path: Path, p
     ]
 
 
+def test_a_resumed_run_stays_near_the_policy_that_it_began_with(tiny_policy: Path, tmp_path: Path) -> None:
+    exp = experiment(tiny_policy, ONE, num_steps=4, max_staleness=0)
+    exp = chz.replace(exp, trainer=chz.replace(exp.trainer, reference=Reference(kl=KLInLoss(coefficient=0.2))))
+    whole = run_loop(planned(exp), tmp_path / "whole")
+    run_loop(planned(chz.replace(exp, num_steps=2)), tmp_path / "parts")
+    resumed = run_loop(planned(exp), tmp_path / "parts", resume=True)
+    for name, leaf in whole.items():
+        np.testing.assert_array_equal(resumed[name], leaf, err_msg=name)
+    strayed = [
+        row["trainer/kl_reference"] for row in jsonl.read(tmp_path / "parts" / "metrics.jsonl") if "trainer/num_updates" in row
+    ]
+    # The first of a step's two updates is at the reference, the second is not; with the restored policy for a reference, the
+    # third step would be as near as the first.
+    assert 0 < strayed[0] < strayed[1] < strayed[2]
+
+
 @pytest.mark.parametrize(("adapter", "falls_to"), [(None, 0.8), (LoRA(rank=4), 0.97)], ids=["all parameters", "an adapter"])
 def test_resumed_fine_tuning_goes_on_bit_for_bit_and_measures_again(
     tiny_policy: Path, tmp_path: Path, adapter: LoRA | None, falls_to: float
@@ -242,7 +262,7 @@ def test_resumed_fine_tuning_goes_on_bit_for_bit_and_measures_again(
     examples = tmp_path / "sums.jsonl"
     rows = [{"question": f"{i}+{j}?", "answer": f"{i + j}"} for i in range(5) for j in range(5)]
     examples.write_text("\n".join(map(json.dumps, [*rows, {"question": "Unanswered?"}])))
-    exp = supervised(tiny_policy, examples, num_steps=8)
+    exp = from_examples(SFTExperiment, tiny_policy, examples, num_steps=8)
     exp = chz.replace(exp, policy=chz.replace(exp.policy, lora=adapter))
     plan = make_plan(exp)
     assert "20 examples" in plan.text() and "1 no answer of the assistant (sums.jsonl:26)" in plan.text()
@@ -267,6 +287,29 @@ def test_resumed_fine_tuning_goes_on_bit_for_bit_and_measures_again(
     files = ["policy/model.safetensors", *(["adapter/adapter_model.safetensors"] if adapter else [])]
     for file in files:
         assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "parts" / file).read_bytes()
+
+
+def test_resumed_preference_training_goes_on_bit_for_bit_against_the_same_reference(tiny_policy: Path, tmp_path: Path) -> None:
+    examples = tmp_path / "sums.jsonl"
+    rows = [{"prompt": f"{i}+{j}?", "chosen": f"{i + j}", "rejected": f"{i + j + 1}"} for i in range(5) for j in range(5)]
+    examples.write_text("\n".join(map(json.dumps, [*rows, {"prompt": "Alone?", "chosen": "1"}])))
+    plan = make_plan(from_examples(PreferenceExperiment, tiny_policy, examples, num_steps=4))
+    assert "20 pairs" in plan.text() and "1 no rejected answer (sums.jsonl:26)" in plan.text()
+    loop.run(plan, tmp_path / "whole", resume=False)
+    loop.run(
+        make_plan(from_examples(PreferenceExperiment, tiny_policy, examples, num_steps=1)), tmp_path / "parts", resume=False
+    )
+    loop.run(plan, tmp_path / "parts", resume=True)
+    rows = {folder: list(jsonl.read(tmp_path / folder / "metrics.jsonl")) for folder in ("whole", "parts")}
+    kept = ("version", "trainer/loss", "trainer/margin", "trainer/grad_norm", names.EVAL_LOSS, names.ACCURACY)
+    whole, parts = (
+        [{name: row[name] for name in kept if name in row} for row in rows[folder]] for folder in ("whole", "parts")
+    )
+    assert parts == whole
+    measured = {row["version"]: row[names.EVAL_LOSS] for row in whole if names.EVAL_LOSS in row}
+    # -log sigmoid(0): the reference is the policy itself.
+    assert list(measured) == [0, 2, 4] and measured[0] == pytest.approx(0.693147, abs=1e-5)
+    assert measured[4] < measured[0]
 
 
 ADAPTED = [f"['attn']['{name}']" for name in "qkvo"] + [f"['mlp']['{name}']" for name in ("gate", "up", "down")]

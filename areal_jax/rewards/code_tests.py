@@ -70,10 +70,10 @@ def goes_on(tests: Asserts, program: str) -> bool:
 class CodeJudge:
     """Judges programs one after another, a sandbox for each, and the next one started meanwhile."""
 
-    def __init__(self, config: SandboxConfig, timeout_s: float) -> None:
-        """SandboxUnavailable where the isolation that is asked for cannot be had. Args: timeout_s: for one answer."""
+    def __init__(self, config: SandboxConfig, bwrap: str | None, timeout_s: float) -> None:
+        """Args: bwrap: as `find_walls` found it. timeout_s: for one answer."""
         self._config, self._timeout_s = config, timeout_s
-        self._sandboxes = Sandboxes(config)
+        self._sandboxes = Sandboxes(config, bwrap)
         self._tester: Sandbox | None = None
         """Where tests run, which are no policy's: one for all of them."""
 

@@ -33,6 +33,11 @@ class RewardConfig:
     timeout_s: float = chz.field(
         default=10.0, doc="a verdict not reached by then is `timeout`, and the process is killed with its children"
     )
+    patience_s: float = chz.field(
+        default=1.0,
+        doc="an answer judged for longer makes way for another, and goes on with what the others leave of the processors; not "
+        "programs, which have sandbox.test_timeout_s",
+    )
     correct: float = chz.field(default=5.0, doc="reward of a correct answer")
     wrong: float = chz.field(default=-5.0, doc="reward of any other answer")
     accept_plain: bool = chz.field(
@@ -40,7 +45,7 @@ class RewardConfig:
     )
     function: str | None = chz.field(
         default=None,
-        doc="your own judge, FILE.py:NAME or PACKAGE.MODULE:NAME, called as NAME(task, answer) -> bool in the judging process; "
-        "none: mathematics",
+        doc="your own judge, FILE.py:NAME or PACKAGE.MODULE:NAME, called as NAME(task, answer) in a judging process, async or "
+        "not; it returns a bool, or a number from 0 to 1 for a reward between wrong and correct; none: mathematics, programs",
     )
     sandbox: SandboxConfig = chz.field(default_factory=SandboxConfig, doc="where programs are run")

@@ -1,4 +1,4 @@
-"""Ending processes with all that they started."""
+"""Processes with all that they started: how they are ended, and what they hold."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from contextlib import suppress
 
 import psutil
 
+LOWEST_PRIORITY = 19
 
-def kill_tree(pid: int) -> None:
-    """Kill a process, its group, and descendants that left the group. It is not yet reaped, so the id is still its own."""
-    root = psutil.Process(pid)
+
+def kill_tree(root: psutil.Process) -> None:
+    """Kill a process, its group, and descendants that left the group."""
     family, found = set[psutil.Process](), {root}
     # All are stopped before any is killed: what is stopped starts no more of them.
     while found - family:
@@ -21,19 +22,41 @@ def kill_tree(pid: int) -> None:
         family |= found
         with suppress(psutil.NoSuchProcess):
             found = set(root.children(recursive=True))
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
+    # Where another process has its id by now, the group of that id is another one too.
+    if root.is_running():
+        with suppress(ProcessLookupError):
+            os.killpg(root.pid, signal.SIGKILL)
     for process in family:
         with suppress(psutil.NoSuchProcess):
             process.kill()
 
 
-def memory_of_tree(pid: int) -> int:
+def has_ended(process: psutil.Process) -> bool:
+    """Whether a process has ended, reaped or not."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def lower_priority(root: psutil.Process) -> None:
+    """Leave a process and its descendants what others leave of the processors."""
+    with suppress(psutil.NoSuchProcess):
+        for process in (root, *root.children(recursive=True)):
+            with suppress(psutil.NoSuchProcess):
+                process.nice(LOWEST_PRIORITY)
+
+
+def memory_of_tree(root: psutil.Process) -> int:
     """Bytes of memory that a process and its descendants hold; what they share counts for each."""
     num_bytes = 0
     with suppress(psutil.NoSuchProcess):
-        root = psutil.Process(pid)
         for process in (root, *root.children(recursive=True)):
             with suppress(psutil.NoSuchProcess):
                 num_bytes += process.memory_info().rss
     return num_bytes
+
+
+def ending(returncode: int) -> str:
+    """How a process ended, in words."""
+    return f"signal {signal.Signals(-returncode).name}" if returncode < 0 else f"exit code {returncode}"

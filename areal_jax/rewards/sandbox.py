@@ -26,6 +26,8 @@ from contextlib import ExitStack, suppress
 from pathlib import Path
 from typing import IO, Any, Literal, NamedTuple
 
+import psutil
+
 from areal_jax.rewards.config import SandboxConfig
 from areal_jax.rewards.processes import kill_tree, memory_of_tree
 
@@ -168,7 +170,7 @@ class Sandbox:
         """Wait for the job's end, while its memory and that of the sandboxes that take part in it is watched."""
         deadline_s = time.monotonic() + timeout_s
         while (reply := self._reply(min(deadline_s, time.monotonic() + WATCH_S))) is None:
-            if any(memory_of_tree(each._process.pid) > self._config.memory_bytes for each in (self, *also)):
+            if any(memory_of_tree(psutil.Process(each._process.pid)) > self._config.memory_bytes for each in (self, *also)):
                 return Ended("memory")
             if time.monotonic() >= deadline_s:
                 return Ended("timeout")
@@ -197,7 +199,7 @@ class Sandbox:
             # With it dies the first process of its namespace, and with that all others.
             self._process.kill()
         elif self._process.poll() is None:
-            kill_tree(self._process.pid)
+            kill_tree(psutil.Process(self._process.pid))
         self._process.wait()
         self._control.close()
         self._errors.close()
@@ -208,10 +210,9 @@ class Sandbox:
 class Sandboxes:
     """Sandboxes of one kind, one ahead: `take` hands out the one that is ready and starts the next."""
 
-    def __init__(self, config: SandboxConfig) -> None:
-        """SandboxUnavailable, with what would help, where the isolation that is asked for cannot be had."""
-        self._config, self._number = config, 0
-        self._bwrap = find_bwrap(config) if config.isolation == "bubblewrap" else None
+    def __init__(self, config: SandboxConfig, bwrap: str | None) -> None:
+        """Args: bwrap: as `find_walls` found it."""
+        self._config, self._bwrap, self._number = config, bwrap, 0
         self._spare = self._new()
 
     def take(self) -> Sandbox:
@@ -231,10 +232,12 @@ def user_id(number: int) -> int:
     return 20_000 + (os.getpid() * 8 + number % 8) % 40_000
 
 
-def find_bwrap(config: SandboxConfig) -> str:
-    """A bubblewrap that works here: the system's own, or else the one of the Python package.
+def find_walls(config: SandboxConfig) -> str | None:
+    """A bubblewrap that works here: the system's own, or else the one of the Python package; None where none is asked for.
 
     SandboxUnavailable says what was tried and what would help."""
+    if config.isolation == "limits":
+        return None
     tried = list[str]()
     for bwrap in _bwraps():
         sandbox = Sandbox(bwrap, config, user_id(0))

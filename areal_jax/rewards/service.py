@@ -6,13 +6,12 @@ import asyncio
 import json
 import logging
 import os
-import signal
 import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable, Collection
-from contextlib import suppress
+from collections.abc import AsyncIterator, Callable, Collection
+from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
@@ -23,7 +22,7 @@ import psutil
 
 from areal_jax.records import Task, Verdict, VerdictKind
 from areal_jax.rewards.config import RewardConfig
-from areal_jax.rewards.processes import kill_tree
+from areal_jax.rewards.processes import ending, has_ended, kill_tree, lower_priority
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +32,12 @@ START_TIMEOUT_S = 60.0
 START_ATTEMPTS = 3
 ATTEMPTS = 2
 """An answer on which a process died is judged once more on a fresh one: the process may have died of something else."""
+
+ANSWERS_PER_PROCESS = 1000
+"""After so many answers a process is replaced, whatever it has kept of them."""
+
+ASIDE_PER_WORKER = 8
+"""Answers set aside at a time, for each of `rewards.num_workers`."""
 
 GRACE_S = 0.5
 """What broke off gets so long to end by itself, so that it is known how it ended."""
@@ -44,68 +49,148 @@ class CannotStart(RuntimeError):
     """No judging process could be started: the machine's fault, not the answer's."""
 
 
-class Worker:
-    """One judging process, started when it is needed and again after it was killed."""
+class Unprepared(Exception):
+    """The judging process would first have to import computer algebra."""
+
+
+class Nursery:
+    """The process that judging processes are forked from: what they need is loaded once, and starting one takes a moment.
+
+    One request at a time, each with its answer. It is started when it is needed, and again after it died."""
 
     def __init__(self, config: RewardConfig, kinds: Collection[str]) -> None:
         self._settings = json.dumps({**chz.asdict(config), "kinds": list(kinds)})
         self._process: subprocess.Popen[bytes] | None = None
+        self._control: socket.socket | None = None
+        self._lines: asyncio.StreamReader | None = None
+        self._requests: asyncio.StreamWriter | None = None
+        self._asking = asyncio.Lock()
+        self._closed = False
+        self.num_forks = 0
+
+    async def fork(self) -> tuple[int, socket.socket]:
+        """A new judging process: its id, and the socket to talk to it by. CannotStart after some attempts, ValueError where the
+        settings are at fault."""
+        failure = ""
+        for attempt in range(START_ATTEMPTS):
+            ours, theirs = socket.socketpair()
+            try:
+                with theirs:
+                    pid = (await self._ask({"do": "fork"}, theirs))["pid"]
+                self.num_forks += 1
+                return pid, ours
+            except (OSError, TimeoutError, EOFError) as error:
+                ours.close()
+                failure = f"{type(error).__name__}: {error} ({await self.kill(GRACE_S)})"
+                logger.warning("attempt %d of %d to start a judging process failed: %s", attempt + 1, START_ATTEMPTS, failure)
+            except BaseException:
+                ours.close()
+                raise
+        raise CannotStart(f"no judging process could be started in {START_ATTEMPTS} attempts: {failure}")
+
+    async def prepare(self) -> str:
+        """Import computer algebra for all that is forked from now on; why it failed, empty where it did not."""
+        try:
+            return (await self._ask({"do": "prepare"})).get("error", "")
+        except (OSError, TimeoutError, EOFError) as error:
+            return f"importing computer algebra: {type(error).__name__}: {error} ({await self.kill(GRACE_S)})"
+
+    async def reap(self, pid: int) -> int | None:
+        """The exit code of a forked process that has ended; None while it has not."""
+        return (await self._ask({"do": "reap", "pid": pid}))["returncode"]
+
+    async def _ask(self, request: dict[str, Any], file: socket.socket | None = None) -> dict[str, Any]:
+        # Cancelled, it goes on to the answer, lest the next request take that for its own.
+        return await asyncio.shield(asyncio.ensure_future(self._asked(request, file and file.dup())))
+
+    async def _asked(self, request: dict[str, Any], file: socket.socket | None) -> dict[str, Any]:
+        try:
+            async with self._asking:
+                if self._process is None:
+                    await self._spawn()
+                assert self._control is not None
+                socket.send_fds(self._control, [json.dumps(request).encode() + b"\n"], [file.fileno()] if file else [])
+                return await self._reply()
+        finally:
+            if file is not None:
+                file.close()
+
+    async def _spawn(self) -> None:
+        if self._closed:
+            raise RuntimeError("the reward service is closed")
+        ours, theirs = socket.socketpair()
+        package_folder = str(Path(__file__).parents[2])
+        path = os.pathsep.join(filter(None, (package_folder, os.environ.get("PYTHONPATH"))))
+        with theirs:
+            try:
+                self._process = subprocess.Popen(
+                    (sys.executable, "-m", "areal_jax.rewards.worker", str(os.getpid()), self._settings),
+                    stdin=theirs.fileno(),
+                    env={**os.environ, "PYTHONPATH": path},
+                    start_new_session=True,
+                )
+                self._lines, self._requests = await asyncio.open_connection(sock=ours)
+                self._control = ours
+            except BaseException:
+                ours.close()
+                raise
+        reply = await self._reply()
+        if "error" in reply:
+            await self.kill()
+            raise ValueError(reply["error"])
+
+    async def _reply(self) -> dict[str, Any]:
+        assert self._lines is not None
+        return await read_line(self._lines, START_TIMEOUT_S)
+
+    async def kill(self, grace_s: float = 0.0) -> str:
+        """Kill the process with all its descendants, if it does not end by itself within grace_s; how it ended, in words."""
+        process, requests = self._process, self._requests
+        self._process = self._lines = self._requests = self._control = None
+        if requests is not None:
+            requests.close()
+        if process is None:
+            return "it never ran"
+        found = psutil.Process(process.pid)
+        try:
+            await _until(lambda: has_ended(found), grace_s)
+        finally:
+            kill_tree(found)
+        if not await _until(lambda: process.poll() is not None, KILL_TIMEOUT_S):
+            logger.error("process %d has not ended %g s after it was killed", process.pid, KILL_TIMEOUT_S)
+            return "it does not end"
+        return ending(process.returncode)
+
+    async def close(self) -> None:
+        """Kill the process for good."""
+        self._closed = True
+        await self.kill()
+
+
+class Worker:
+    """One judging process, forked when it is needed and again after it was killed."""
+
+    def __init__(self, nursery: Nursery) -> None:
+        self._nursery = nursery
+        self._process: psutil.Process | None = None
         # One socket pair per process. This side puts a request and takes its answer before the next one; it ends when either
         # side closes it, which a dying process does.
         self._lines: asyncio.StreamReader | None = None
         self._requests: asyncio.StreamWriter | None = None
-        self._killed = list[subprocess.Popen[bytes]]()
-        """Killed and not yet reaped."""
-        self._retired = False
         self._number = 0
-        self.starts = 0
 
     async def start(self) -> None:
-        """Start the process where none runs. CannotStart after some attempts, ValueError where the settings are at fault."""
-        failure = ""
-        for attempt in range(START_ATTEMPTS):
-            if self._retired:
-                raise RuntimeError("the reward service is closed")
-            if self._process is not None:
-                return
-            try:
-                await self._spawn()
-                reply = await self._reply(START_TIMEOUT_S)
-                if "error" in reply:
-                    raise ValueError(reply["error"])
-            except (OSError, TimeoutError, EOFError) as error:
-                failure = f"{type(error).__name__}: {error} ({await self.kill(GRACE_S)})"
-                logger.warning("attempt %d of %d to start a judging process failed: %s", attempt + 1, START_ATTEMPTS, failure)
-            except BaseException:
-                await self.kill()
-                raise
+        """Fork the process where none runs. CannotStart, or ValueError where the settings are at fault."""
         if self._process is None:
-            raise CannotStart(f"no judging process could be started in {START_ATTEMPTS} attempts: {failure}")
-
-    async def _spawn(self) -> None:
-        ours, theirs = socket.socketpair()
-        package_folder = str(Path(__file__).parents[2])
-        path = os.pathsep.join(filter(None, (package_folder, os.environ.get("PYTHONPATH"))))
-        try:
-            self._process = subprocess.Popen(
-                (sys.executable, "-m", "areal_jax.rewards.worker", str(os.getpid()), self._settings),
-                stdin=theirs.fileno(),
-                stdout=theirs.fileno(),
-                env={**os.environ, "PYTHONPATH": path},
-                start_new_session=True,
-            )
-            self.starts += 1
+            pid, ours = await self._nursery.fork()
+            # What has this id can be told from what may have it later.
+            self._process, self._number = psutil.Process(pid), 0
             self._lines, self._requests = await asyncio.open_connection(sock=ours)
-        except BaseException:
-            ours.close()
-            raise
-        finally:
-            theirs.close()
 
     async def ask(self, task: Task, text: str, timeout_s: float) -> Verdict:
-        """Judge one answer. TimeoutError when it takes too long, EOFError when the process dies, CannotStart when its imports
-        take too long; the process must then be killed."""
-        assert self._requests is not None
+        """Judge one answer. TimeoutError when it takes too long, EOFError when the process dies, Unprepared when it lacks
+        computer algebra; the process must then be killed."""
+        assert self._requests is not None and self._lines is not None
         self._number += 1
         request = {"number": self._number, "task": asdict(task), "text": text}
         async with asyncio.timeout(timeout_s):
@@ -113,27 +198,22 @@ class Worker:
             with suppress(ConnectionError):
                 # If the process died reading, the end of its lines says so.
                 await self._requests.drain()
-            reply = await self._reply(timeout_s)
-        if reply.get("status") == "loading":
-            try:
-                await self._reply(START_TIMEOUT_S)
-            except TimeoutError as error:
-                raise CannotStart(f"importing computer algebra took more than {START_TIMEOUT_S:g} s") from error
-            reply = await self._reply(timeout_s)
+            reply = await read_line(self._lines, timeout_s)
         if reply["number"] != self._number:
             raise EOFError(f"the judging process answered request {reply['number']} instead of {self._number}")
-        return Verdict(reply["kind"], reply["detail"])
+        if "unprepared" in reply:
+            raise Unprepared
+        return Verdict(reply["kind"], reply["detail"], reply["score"])
 
-    async def _reply(self, timeout_s: float) -> dict[str, Any]:
-        assert self._lines is not None
-        try:
-            async with asyncio.timeout(timeout_s):
-                line = await self._lines.readline()
-        except ConnectionError as error:
-            raise EOFError(f"the judging process broke off ({error})") from error
-        if not line:
-            raise EOFError("the judging process ended")
-        return json.loads(line)
+    @property
+    def is_worn(self) -> bool:
+        """Whether it has judged so much that a fresh process is the safer one."""
+        return self._number >= ANSWERS_PER_PROCESS
+
+    def give_way(self) -> None:
+        """Lower the priority of the process, for good."""
+        if self._process is not None:
+            lower_priority(self._process)
 
     async def kill(self, grace_s: float = 0.0) -> str:
         """Kill the process with all its descendants, if it does not end by itself within grace_s; how it ended, in words."""
@@ -143,23 +223,30 @@ class Worker:
             requests.close()
         if process is None:
             return "it never ran"
-        # Reaped by the next kill if this one is cancelled.
-        self._killed.append(process)
         try:
-            await _until(lambda: _is_zombie(process.pid), grace_s)
+            await _until(lambda: has_ended(process), grace_s)
         finally:
-            kill_tree(process.pid)
-        if not await _until(lambda: all([killed.poll() is not None for killed in self._killed]), KILL_TIMEOUT_S):
-            logger.error("judging process %d has not ended %g s after it was killed", process.pid, KILL_TIMEOUT_S)
-            return "it does not end"
-        self._killed.clear()
-        code = process.returncode
-        return f"signal {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+            kill_tree(process)
+        try:
+            async with asyncio.timeout(KILL_TIMEOUT_S):
+                while (code := await self._nursery.reap(process.pid)) is None:
+                    await asyncio.sleep(0.005)
+        except (OSError, TimeoutError, EOFError, RuntimeError) as error:
+            logger.warning("judging process %d was killed, and nothing is known of its end: %s", process.pid, error)
+            return "nobody knows how"
+        return ending(code)
 
-    async def retire(self) -> None:
-        """Kill the process for good."""
-        self._retired = True
-        await self.kill()
+
+async def read_line(lines: asyncio.StreamReader, timeout_s: float) -> dict[str, Any]:
+    """The next line as JSON. TimeoutError, or EOFError at the end of lines."""
+    try:
+        async with asyncio.timeout(timeout_s):
+            line = await lines.readline()
+    except ConnectionError as error:
+        raise EOFError(f"the judging process broke off ({error})") from error
+    if not line:
+        raise EOFError("the judging process ended")
+    return json.loads(line)
 
 
 async def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
@@ -169,10 +256,6 @@ async def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
     while not (holds := condition()) and clock() < deadline_s:
         await asyncio.sleep(0.005)
     return holds
-
-
-def _is_zombie(pid: int) -> bool:
-    return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
 class RewardService:
@@ -193,26 +276,26 @@ class RewardService:
         self.config, self._kinds = config, kinds
         self.verdicts = Counter[VerdictKind]()
         self.judged_s = 0.0
-        """Time that answers spent being judged, waiting for a process not included."""
-        self._workers = [Worker(config, kinds) for _ in range(config.num_workers)]
-        # Workers that judge nothing now. Each call takes one and puts it back, in the asyncio thread; the last one put is the
-        # first taken, so that few processes stay warm. A call waits here at most for those before it, each of which has its
-        # deadline. It ends with `close`.
-        self._free: asyncio.LifoQueue[Worker] = asyncio.LifoQueue()
-        for worker in self._workers:
-            self._free.put_nowait(worker)
+        """Time that answers spent being judged, waiting for a place not included."""
+        self.num_set_aside = 0
+        """Answers that made way for others because they took long."""
+        self._nursery = Nursery(config, kinds)
+        # Workers that judge nothing now; the last one put is the first taken, so that few processes stay warm.
+        self._idle = list[Worker]()
+        # A place for each answer being judged, given in order of asking. An answer that takes long gives its place up for one
+        # of those aside. Where all are taken answers wait, at most for the deadlines of those before them.
+        self._places = asyncio.Semaphore(config.num_workers)
+        self._places_aside = asyncio.Semaphore(ASIDE_PER_WORKER * config.num_workers)
 
     async def start(self) -> None:
-        """Start all processes now rather than when they are needed. CannotStart or ValueError where that fails."""
-        workers = [self._free.get_nowait() for _ in range(self._free.qsize())]
+        """Start processes now rather than when they are needed. CannotStart or ValueError where that fails."""
+        starting, self._idle = self._idle, []
+        starting += [Worker(self._nursery) for _ in range(self.config.num_workers - len(starting))]
         try:
-            results = await asyncio.gather(*(worker.start() for worker in workers), return_exceptions=True)
+            for worker in starting:
+                await worker.start()
         finally:
-            for worker in workers:
-                self._free.put_nowait(worker)
-        for result in results:
-            if isinstance(result, BaseException):
-                raise result
+            self._idle += starting
 
     async def __call__(self, task: Task, answer: str) -> Verdict:
         """Judge one answer; cancelling the call kills the process that judges it."""
@@ -221,23 +304,56 @@ class RewardService:
                 f"task {task.id}: no judge for tasks of kind {task.kind!r}, this service judges {', '.join(self._kinds)}; "
                 "set rewards.function to one of yours"
             )
-        worker = await self._free.get()
+        await self._places.acquire()
+        holding = [self._places]
+        worker = self._idle.pop() if self._idle else Worker(self._nursery)
         clock = asyncio.get_running_loop().time
         began_s = clock()
         try:
-            verdict = await self._judge(worker, task, answer)
+            verdict = await self._judge(worker, holding, task, answer)
+            if worker.is_worn or holding != [self._places]:
+                await worker.kill()
         finally:
             self.judged_s += clock() - began_s
-            self._free.put_nowait(worker)
+            if len(self._idle) < self.config.num_workers:
+                self._idle.append(worker)
+            holding[0].release()
         self.verdicts[verdict.kind] += 1
         return verdict
 
-    async def _judge(self, worker: Worker, task: Task, answer: str) -> Verdict:
+    @asynccontextmanager
+    async def _making_way(self, worker: Worker, holding: list[asyncio.Semaphore]) -> AsyncIterator[None]:
+        """Set what is done inside aside when it takes long: its process goes on with what others leave of the processors."""
+
+        async def make_way() -> None:
+            await asyncio.sleep(self.config.patience_s)
+            await self._places_aside.acquire()
+            worker.give_way()
+            self.num_set_aside += 1
+            holding[0].release()
+            holding[0] = self._places_aside
+
+        making_way = asyncio.create_task(make_way()) if holding == [self._places] else None
+        try:
+            yield
+        finally:
+            if making_way is not None:
+                making_way.cancel()
+
+    async def _judge(self, worker: Worker, holding: list[asyncio.Semaphore], task: Task, answer: str) -> Verdict:
+        # Programs have limits of their own, and so much to do that more of them at a time would only make all late.
+        is_program = task.kind == "code" and self.config.function is None
         deaths = list[str]()
         while len(deaths) < ATTEMPTS:
             try:
                 await worker.start()
-                return await worker.ask(task, answer, self.config.timeout_s)
+                async with nullcontext() if is_program else self._making_way(worker, holding):
+                    return await worker.ask(task, answer, self.config.timeout_s)
+            except Unprepared:
+                await worker.kill()
+                failure = await self._nursery.prepare()
+                if failure:
+                    return Verdict("infrastructure", failure)
             except CannotStart as error:
                 await worker.kill()
                 return Verdict("infrastructure", str(error))
@@ -254,12 +370,18 @@ class RewardService:
 
     def counters(self) -> dict[str, float]:
         """Counts and seconds since the service began."""
-        verdicts = {f"verdict/{kind}": float(number) for kind, number in sorted(self.verdicts.items())}
-        return {**verdicts, "judged_s": self.judged_s, "worker_starts": float(sum(worker.starts for worker in self._workers))}
+        return {
+            **{f"verdict/{kind}": float(number) for kind, number in sorted(self.verdicts.items())},
+            "judged_s": self.judged_s,
+            "set_aside": float(self.num_set_aside),
+            "worker_starts": float(self._nursery.num_forks),
+        }
 
     async def close(self) -> None:
         """Kill all processes; answers still being judged raise."""
-        await asyncio.gather(*(worker.retire() for worker in self._workers))
+        await self._nursery.close()
+        for worker in self._idle:
+            await worker.kill()
 
     async def __aenter__(self) -> Self:
         return self

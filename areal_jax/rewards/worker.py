@@ -1,21 +1,30 @@
-"""A judging process: `python -m areal_jax.rewards.worker PARENT_PID SETTINGS`, started and killed by `rewards.service`.
+"""The process that judging processes are forked from, and those: `python -m areal_jax.rewards.worker PARENT_PID SETTINGS`.
 
-One JSON object a line. In: {"number", "task", "text"}. Out: {"status": "ready"} when it can judge, or {"error"} when it never
-will; then {"number", "kind", "detail"} for every request, before which {"status": "loading"} and {"status": "loaded"} say that
-time went into importing, not into the answer.
+`rewards.service` starts it, talks to it over a socket on its standard input, and kills it. One JSON object a line. In:
+{"do": "fork"} with a socket for the new process, {"do": "prepare"}, {"do": "reap", "pid"}. Out: {"status": "ready"} when it can
+fork, or {"error"} when it never will; then {"pid"}, {} or {"error"}, {"returncode"}.
+
+A judging process over its socket. In: {"number", "task", "text"}. Out: {"number", "kind", "detail", "score"}, or
+{"number", "unprepared"}: it needs computer algebra, which takes a second to import; `prepare` does so once, for all that is
+forked later.
 """
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
+import inspect
 import json
 import os
 import signal
+import socket
 import sys
 import traceback
-from collections.abc import Callable, Iterator
-from typing import IO, Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import psutil
 
 from areal_jax.rewards.math_answers import compare_plainly, compare_symbolically, extract_answer
 
@@ -27,32 +36,68 @@ PATIENCE = 0.9
 
 MAX_DETAIL_CHARS = 300
 
-Say = Callable[[dict[str, object]], None]
-Judge = Callable[[dict[str, Any], str], Iterator[dict[str, object]]]
-"""Task and text to messages: the last one is the verdict, without its number."""
+
+class Finding(NamedTuple):
+    """A verdict. The record of it lies in a module that takes long to load."""
+
+    kind: str
+    detail: str = ""
+    score: float | None = None
+
+
+class Unprepared(Exception):
+    """Computer algebra is needed and not imported."""
+
+
+Judge = Callable[[dict[str, Any], str], Finding]
 
 
 def main() -> None:
     parent_pid, settings = int(sys.argv[1]), json.loads(sys.argv[2])
     _end_with(parent_pid)
-    with _own(0, "r") as requests, _own(1, "w") as replies:
+    if sys.platform == "linux":
+        import resource
 
-        def say(message: dict[str, object]) -> None:
-            replies.write(json.dumps(message) + "\n")
-            replies.flush()
-
-        try:
-            judge = _own_judge(settings["function"]) if settings["function"] else _judge_by_kind(settings)
-        except Exception as error:
-            traceback.print_exc()
-            function = f"rewards.function={settings['function']}: " if settings["function"] else ""
-            say({"error": f"{function}{type(error).__name__}: {error}"})
+        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    control = socket.socket(fileno=os.dup(0))
+    _keep_to_oneself()
+    try:
+        judge = _own_judge(settings["function"]) if settings["function"] else _judge_by_kind(settings)
+    except Exception as error:
+        traceback.print_exc()
+        function = f"rewards.function={settings['function']}: " if settings["function"] else ""
+        _say(control, {"error": f"{function}{type(error).__name__}: {error}"})
+        return
+    _say(control, {"status": "ready"})
+    nursery_pid, own_children = os.getpid(), {process.pid for process in psutil.Process().children()}
+    while True:
+        line, files, _, _ = socket.recv_fds(control, 4096, 1)
+        if not line:
             return
-        say({"status": "ready"})
-        for line in requests:
-            request = json.loads(line)
-            for message in _guarded(judge, request["task"], request["text"]):
-                say({"number": request["number"], **message})
+        match json.loads(line):
+            case {"do": "fork"}:
+                pid = os.fork()
+                if pid == 0:
+                    control.close()
+                    os.setsid()
+                    _end_with(nursery_pid)
+                    return _serve(socket.socket(fileno=files[0]), judge)
+                os.close(files[0])
+                own_children.add(pid)
+                _say(control, {"pid": pid})
+            case {"do": "prepare"}:
+                _say(control, _prepare())
+            case {"do": "reap", "pid": pid}:
+                ended, status = os.waitpid(pid, os.WNOHANG)
+                if ended:
+                    own_children.remove(pid)
+                    _end_orphans(own_children)
+                _say(control, {"returncode": os.waitstatus_to_exitcode(status) if ended else None})
+
+
+def _say(to: socket.socket, message: dict[str, object]) -> None:
+    to.sendall(json.dumps(message).encode() + b"\n")
 
 
 def _end_with(parent_pid: int) -> None:
@@ -60,36 +105,83 @@ def _end_with(parent_pid: int) -> None:
     who kills this process finds them."""
     if sys.platform == "linux":
         import ctypes
-        import resource
 
         PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36  # linux/prctl.h
         libc = ctypes.CDLL(None)
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_BYTES, MEMORY_BYTES))
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     if os.getppid() != parent_pid:
         sys.exit(f"the process {parent_pid} that asked for judging is gone")
 
 
-def _own(standard: int, mode: str) -> IO[str]:
-    """Standard input or output for the protocol alone: not inherited by children, who would keep it open after the end of this
-    process, and out of reach of what the user's code reads and prints, which goes to nothing and to standard error."""
-    lines = os.fdopen(os.dup(standard), mode, encoding="utf-8")
-    if mode == "r":
-        with open(os.devnull) as nothing:
-            os.dup2(nothing.fileno(), standard)
-    else:
-        os.dup2(2, standard)
-    return lines
+def _end_orphans(own_children: set[int]) -> None:
+    """End what judging processes that died have left behind."""
+    while left := [process for process in psutil.Process().children() if process.pid not in own_children]:
+        for process in left:
+            process.kill()
+            process.wait()
+
+
+def _keep_to_oneself() -> None:
+    """What the user's code reads and prints comes from nothing and goes to standard error."""
+    with open(os.devnull) as nothing:
+        os.dup2(nothing.fileno(), 0)
+    os.dup2(2, 1)
+
+
+def _prepare() -> dict[str, object]:
+    try:
+        importlib.import_module("math_verify")
+    except ImportError as error:
+        return {"error": _named(error)}
+    return {}
+
+
+def _serve(connection: socket.socket, judge: Judge) -> None:
+    """Judge what is asked until the connection ends."""
+    with connection, connection.makefile("r", encoding="utf-8") as requests:
+        for line in requests:
+            request = json.loads(line)
+            _say(connection, {"number": request["number"], **_judged(judge, request["task"], request["text"])})
+
+
+def _judged(judge: Judge, task: dict[str, Any], text: str) -> dict[str, object]:
+    """An answer on which judging fails has a verdict too. The trace goes to standard error, the verdict is counted."""
+    try:
+        finding = judge(task, text)
+    except Unprepared:
+        return {"unprepared": True}
+    except OSError as error:
+        # The machine's fault, or that of another one that was asked: it says nothing of the answer.
+        traceback.print_exc()
+        finding = Finding("infrastructure", _named(error))
+    except Exception as error:
+        traceback.print_exc()
+        finding = Finding("crashed", _named(error))
+    return {"kind": finding.kind, "detail": finding.detail[:MAX_DETAIL_CHARS], "score": finding.score}
 
 
 def _judge_by_kind(settings: dict[str, Any]) -> Judge:
-    """The judges of the kinds of tasks there are; SandboxUnavailable where programs are among them and cannot be run."""
-    judges = {"math": _math_judge(settings["accept_plain"])}
+    """The judges of the kinds of tasks there are. SandboxUnavailable where programs are among them and cannot be run."""
+    judges: dict[str, Judge] = {"math": _math_judge(settings["accept_plain"])}
     if "code" in settings["kinds"]:
         judges["code"] = _code_judge(settings["sandbox"], settings["timeout_s"])
     return lambda task, text: judges[task["kind"]](task, text)
+
+
+def _math_judge(accept_plain: bool) -> Judge:
+    def judge(task: dict[str, Any], text: str) -> Finding:
+        answer, reference = extract_answer(text, accept_plain), task["answer"]
+        if answer is None:
+            return Finding("no_answer")
+        correct = compare_plainly(answer, reference)
+        if correct is None:
+            if "math_verify" not in sys.modules:
+                raise Unprepared
+            correct = compare_symbolically(answer, reference)
+        return Finding("correct" if correct else "wrong", answer)
+
+    return judge
 
 
 def _code_judge(sandbox: dict[str, Any], timeout_s: float) -> Judge:
@@ -97,35 +189,18 @@ def _code_judge(sandbox: dict[str, Any], timeout_s: float) -> Judge:
     from areal_jax.data.code_tasks import tests_of
     from areal_jax.rewards.code_tests import CodeJudge
     from areal_jax.rewards.config import SandboxConfig
+    from areal_jax.rewards.sandbox import find_walls
 
-    # A program that takes too long is to end here, which takes no new judging process.
-    programs = CodeJudge(SandboxConfig(**sandbox), PATIENCE * timeout_s)
+    config = SandboxConfig(**sandbox)
+    bwrap = find_walls(config)
+    programs = list[CodeJudge]()
 
-    def judge(task: dict[str, Any], text: str) -> Iterator[dict[str, object]]:
-        verdict = programs.judge(tests_of(task["answer"]), text)
-        yield {"kind": verdict.kind, "detail": verdict.detail}
-
-    return judge
-
-
-def _math_judge(accept_plain: bool) -> Judge:
-    def judge(task: dict[str, Any], text: str) -> Iterator[dict[str, object]]:
-        answer, reference = extract_answer(text, accept_plain), task["answer"]
-        if answer is None:
-            yield {"kind": "no_answer", "detail": ""}
-            return
-        correct = compare_plainly(answer, reference)
-        if correct is None:
-            if "math_verify" not in sys.modules:
-                yield {"status": "loading"}
-                try:
-                    importlib.import_module("math_verify")
-                except ImportError as error:
-                    yield {"kind": "infrastructure", "detail": _named(error)}
-                    return
-                yield {"status": "loaded"}
-            correct = compare_symbolically(answer, reference)
-        yield {"kind": "correct" if correct else "wrong", "detail": answer}
+    def judge(task: dict[str, Any], text: str) -> Finding:
+        if not programs:
+            # In each judging process its own. A program that takes too long is to end here, which takes no new process.
+            programs.append(CodeJudge(config, bwrap, PATIENCE * timeout_s))
+        verdict = programs[0].judge(tests_of(task["answer"]), text)
+        return Finding(verdict.kind, verdict.detail)
 
     return judge
 
@@ -143,26 +218,21 @@ def _own_judge(function: str) -> Judge:
         spec.loader.exec_module(module)
     else:
         module = importlib.import_module(where)
-    is_correct: Callable[[Task, str], object] = getattr(module, name)
+    own: Callable[[Task, str], object] = getattr(module, name)
+    loops = list[asyncio.Runner]()
 
-    def judge(task: dict[str, Any], text: str) -> Iterator[dict[str, object]]:
+    def judge(task: dict[str, Any], text: str) -> Finding:
         prompt = tuple(Message(**message) for message in task["prompt"])
-        correct = is_correct(Task(**{**task, "prompt": prompt}), text)
-        if not isinstance(correct, bool):
-            raise TypeError(f"{function}: expected a bool, came {type(correct).__name__}")
-        yield {"kind": "correct" if correct else "wrong", "detail": ""}
+        found = own(Task(**{**task, "prompt": prompt}), text)
+        if inspect.iscoroutine(found):
+            # One loop for all answers of a process: connections that the function keeps open belong to it.
+            loops[:] = loops or [asyncio.Runner()]
+            found = loops[0].run(found)
+        if not isinstance(found, bool | int | float) or not 0 <= found <= 1:
+            raise TypeError(f"{function}: expected a bool or a number from 0 to 1, came {found!r}"[:MAX_DETAIL_CHARS])
+        return Finding("correct" if found == 1 else "wrong", score=float(found))
 
     return judge
-
-
-def _guarded(judge: Judge, task: dict[str, Any], text: str) -> Iterator[dict[str, object]]:
-    """An answer on which judging fails has a verdict too. The trace goes to standard error, the verdict is counted."""
-    try:
-        for message in judge(task, text):
-            yield {**message, **({"detail": str(message["detail"])[:MAX_DETAIL_CHARS]} if "detail" in message else {})}
-    except Exception as error:
-        traceback.print_exc()
-        yield {"kind": "crashed", "detail": _named(error)}
 
 
 def _named(error: Exception) -> str:

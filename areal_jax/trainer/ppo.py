@@ -169,14 +169,14 @@ class Trainer(Versions):
 
     @property
     def num_compilations(self) -> int:
-        return super().num_compilations + sum(frozen.num_compilations for frozen in self._beside())
+        return super().num_compilations + sum(frozen.num_compilations for frozen in self._frozen())
 
     def warm_up(self) -> None:
         super().warm_up()
-        for frozen in self._beside():
+        for frozen in self._frozen():
             frozen.warm_up()
 
-    def _beside(self) -> list[FrozenPolicy]:
+    def _frozen(self) -> list[FrozenPolicy]:
         return [frozen for frozen in (self._reference, self._teacher) if frozen is not None]
 
     def step(self, groups: Sequence[Group]) -> StepResult:

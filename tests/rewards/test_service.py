@@ -35,6 +35,14 @@ def judge(task, answer):
     if word == "spin":
         Path(rest).touch()
         9 ** 9 ** 9
+    if word == "stray":
+        # A child in a session of its own, left behind by a process that dies.
+        pid = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(1000)"], start_new_session=True).pid
+        with open(rest, "a") as pids:
+            pids.write(f"{pid}\n")
+        os._exit(7)
+    if word == "slow":
+        time.sleep(float(rest))
     if word == "family":
         # Two children in sessions of their own, each with a child whose id it writes down; the second one then ends and
         # leaves its child an orphan.
@@ -67,12 +75,21 @@ time.sleep(float(seconds))
     if word == "raise":
         raise ArithmeticError("no verdict on " + rest)
     if word == "float":
+        return 1.5
+    if word == "half":
         return 0.5
+    if word == "offline":
+        raise ConnectionError("no answer from afar")
     if word == "memory":
         return len(bytearray(8 << 30)) > 0
     if word == "jax":
         return "jax" in sys.modules
     return answer == task.answer and task.prompt[0].content == "1+1?"
+
+async def judge_slowly(task, answer):
+    import asyncio
+    await asyncio.sleep(0.01)
+    return judge(task, answer)
 '''
 
 
@@ -90,11 +107,16 @@ def descendants() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
+def judges() -> list[psutil.Process]:
+    """Judging processes: children of the one that they are forked from."""
+    return [judge for nursery in psutil.Process().children() for judge in nursery.children()]
+
+
 def run(main: Coroutine[Any, Any, None]) -> None:
     before = set(descendants())
     asyncio.run(main)
     left = [process for process in descendants() if process not in before]
-    assert left == []
+    assert [(process, process.ppid()) for process in left] == []
 
 
 def test_verdicts_on_mathematics_and_their_counts() -> None:
@@ -106,7 +128,8 @@ def test_verdicts_on_mathematics_and_their_counts() -> None:
             assert (await judge(task(), "\\boxed{03}")) == Verdict("wrong", "03")
             assert judge.verdicts == {"correct": 3, "wrong": 3, "no_answer": 1}
             assert judge.counters()["verdict/correct"] == 3
-            assert judge.counters()["worker_starts"] == 1
+            # The first one was asked for computer algebra, which it had not.
+            assert judge.counters()["worker_starts"] == 2
 
     run(main())
 
@@ -169,13 +192,59 @@ def test_an_own_judge_judges_in_a_process_without_jax_and_may_print(own_judge: s
     run(main())
 
 
+def test_an_own_judge_may_be_async_and_know_degrees(own_judge: str) -> None:
+    async def main() -> None:
+        async with RewardService(RewardConfig(function=own_judge + "_slowly")) as judge:
+            assert [(await judge(task(), answer)).kind for answer in ("2", "3", "2")] == ["correct", "wrong", "correct"]
+            half = await judge(task(), "half")
+            assert half == Verdict("wrong", score=0.5)
+            # Half the way from -5 to 5, and from -1 to 2.
+            assert half.worth(5.0, -5.0) == 0.0 and half.worth(2.0, -1.0) == 0.5
+            assert judge.counters()["worker_starts"] == 1
+
+    run(main())
+    assert (Verdict("correct").worth(5.0, -5.0), Verdict("timeout").worth(5.0, -5.0)) == (5.0, -5.0)
+
+
+def test_what_takes_long_makes_way_for_others(own_judge: str) -> None:
+    async def main() -> None:
+        async with RewardService(RewardConfig(function=own_judge, num_workers=1, patience_s=0.1)) as judge:
+            await judge.start()
+            slow = [asyncio.create_task(judge(task(), answer)) for answer in ("slow 4", "hang")]
+            await asyncio.sleep(0)
+            began_s = time.monotonic()
+            assert (await judge(task(), "2")).kind == "correct"
+            assert time.monotonic() - began_s < 3.0
+            assert sorted(process.nice() for process in judges()) == [psutil.Process().nice(), 19, 19]
+            assert (await slow[0]).kind == "wrong"
+            assert judge.counters()["set_aside"] == 2
+            slow[1].cancel()
+            await asyncio.wait(slow)
+            # What was set aside judges no more: its priority stays low.
+            assert [process.nice() for process in judges()] == [psutil.Process().nice()]
+
+    run(main())
+
+
+def test_a_process_is_replaced_after_many_answers(own_judge: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def main() -> None:
+        async with RewardService(RewardConfig(function=own_judge)) as judge:
+            for _ in range(7):
+                assert (await judge(task(), "2")).kind == "correct"
+            assert judge.counters()["worker_starts"] == 3
+
+    monkeypatch.setattr("areal_jax.rewards.service.ANSWERS_PER_PROCESS", 3)
+    run(main())
+
+
 def test_what_goes_wrong_inside_a_judge_is_a_verdict_with_the_reason(own_judge: str, capfd: pytest.CaptureFixture[str]) -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(function=own_judge)) as judge:
             assert await judge(task(), "raise this") == Verdict("crashed", "ArithmeticError: no verdict on this")
             floated = await judge(task(), "float")
             assert floated.kind == "crashed"
-            assert "expected a bool, came float" in floated.detail
+            assert "expected a bool or a number from 0 to 1, came 1.5" in floated.detail
+            assert await judge(task(), "offline") == Verdict("infrastructure", "ConnectionError: no answer from afar")
             assert await judge(task(), "memory") == Verdict("crashed", "MemoryError: ")
             assert judge.counters()["worker_starts"] == 1
 
@@ -188,7 +257,8 @@ def test_what_hangs_is_killed_and_judging_goes_on(own_judge: str, tmp_path: Path
     async def main() -> None:
         async with RewardService(RewardConfig(function=own_judge, timeout_s=1.0)) as judge:
             await judge.start()
-            seen = descendants()
+            seen = judges()
+            assert len(seen) == 1
             verdict = await judge(task(), how.format(folder=tmp_path))
             assert verdict == Verdict("timeout", "no verdict within rewards.timeout_s=1 s")
             assert psutil.wait_procs(seen, timeout=5)[1] == []
@@ -206,10 +276,10 @@ def test_children_are_killed_in_whatever_session_they_are_and_orphans_too(own_ju
             while not all(file.exists() for file in files):
                 await asyncio.sleep(0.01)
             grandchild, orphan = (psutil.Process(int(file.read_text())) for file in files)
-            (worker,) = psutil.Process().children()
+            (worker,) = judges()
             while orphan.ppid() not in (1, worker.pid):
                 await asyncio.sleep(0.01)
-            seen = {worker, grandchild, orphan, *descendants()}
+            seen = {worker, grandchild, orphan, *worker.children(recursive=True)}
             hanging.cancel()
             await asyncio.wait([hanging])
             assert psutil.wait_procs(seen, timeout=5)[1] == []
@@ -229,10 +299,11 @@ def test_a_process_that_dies_twice_of_an_answer_makes_it_crashed(own_judge: str)
     run(main())
 
 
-def test_the_children_of_a_process_that_died_are_killed(own_judge: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["die-childful", "stray"])
+def test_the_children_of_a_process_that_died_are_killed(own_judge: str, tmp_path: Path, how: str) -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(function=own_judge)) as judge:
-            assert (await judge(task(), f"die-childful {tmp_path / 'pids'}")).kind == "crashed"
+            assert (await judge(task(), f"{how} {tmp_path / 'pids'}")).kind == "crashed"
             pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
             assert len(pids) == 2
             while any(psutil.pid_exists(pid) for pid in pids):
@@ -288,7 +359,7 @@ def test_at_most_num_workers_processes_judge_at_a_time(own_judge: str) -> None:
             asking = asyncio.gather(*(judge(task(), "2") for _ in range(20)))
             most = 0
             while not asking.done():
-                most = max(most, len(psutil.Process().children()))
+                most = max(most, len(judges()))
                 await asyncio.sleep(0.002)
             await asking
             assert most == 2
@@ -393,7 +464,7 @@ asyncio.run(service(Task("sum", (Message("user", "1+1?"),), "2"), "spin {spinnin
     with subprocess.Popen([sys.executable, "-c", trainer]) as process:
         while not spinning.exists():
             time.sleep(0.01)
-        children = psutil.Process(process.pid).children()
+        children = psutil.Process(process.pid).children(recursive=True)
         os.kill(process.pid, signal.SIGKILL)
-    assert len(children) == 1
+    assert len(children) == 2
     assert psutil.wait_procs(children, timeout=5)[1] == []

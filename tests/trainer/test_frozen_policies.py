@@ -104,7 +104,7 @@ def said_by(given: Params, groups: list[Group]) -> list[list[np.ndarray]]:
     for i in range(0, len(read), forward.rows):
         columns = [np.stack(column).astype(np.int32) for column in zip(*read[i : i + forward.rows], strict=True)]
         on = [jax.device_put(column, forward.placed) for column in columns]
-        nothing: Any = [jnp.zeros(columns[0].shape)] * 4
+        nothing: Any = [jnp.zeros(columns[0].shape)] * 5
         rows += list(np.asarray(forward.logprobs(jax.device_put(given, PLACED), {}, DeviceBatch(*on, *nothing))))
     found = iter(rows)
     return [[next(found)[: len(drawn.tokens)] for drawn in each.samples] for each in groups]
