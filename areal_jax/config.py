@@ -23,7 +23,7 @@ from areal_jax.metrics.config import MetricsConfig
 from areal_jax.models.config import PolicyConfig
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.rewards.config import RewardConfig
-from areal_jax.rl.config import DPO, GAE, BradleyTerry, GroupNormalized, LeaveOneOut, Preference
+from areal_jax.rl.config import DPO, GAE, BradleyTerry, GroupNormalized, LeaveOneOut, Preference, Reference
 from areal_jax.rl.presets import PRESETS
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.settings import (
@@ -108,6 +108,11 @@ class PreferenceExperiment(FineTuning):
     def trains_reward_model(self) -> bool:
         """Whether the outcome scores answers, instead of giving them."""
         return isinstance(self.loss, BradleyTerry)
+
+    @property
+    def reference(self) -> Reference | None:
+        """What the policy is compared with, by default the weights that training starts from; a reward model with nothing."""
+        return None if self.trains_reward_model else self.trainer.reference or Reference()
 
 
 AnyExperiment = Experiment | SFTExperiment | PreferenceExperiment
@@ -213,6 +218,7 @@ def _with_algorithm(experiment: AnyExperiment, name: str) -> Experiment:
         advantages=preset.advantages,
         shaping=preset.shaping,
         critic=experiment.trainer.critic if isinstance(preset.advantages, GAE) else Critic(),
+        reference=preset.reference,
     )
     rollout = chz.replace(
         experiment.rollout, success_rate_above=preset.success_rate_above, success_rate_below=preset.success_rate_below
@@ -233,14 +239,17 @@ _POSITIVE = (
     ),
     *("num_slots", "max_prompt_tokens", "max_new_tokens", "steps_per_dispatch", "num_mini_batches", "rows_per_micro_batch"),
     *("logp_chunk_tokens", "learning_rate", "eps", "max_grad_norm", "clip_eps", "clip_eps_high", "cap"),
-    *("clip", "max_second_moment", "temperature_positive", "temperature_negative", "clip_eps_low", "value_clip_eps", "beta"),
+    *("value_clip_eps", "beta"),
+    *("clip", "max_second_moment", "temperature_positive", "temperature_negative", "clip_eps_low"),
     *("num_workers", "samples_per_task", "keep", "batch_timeout_s", "request_timeout_s", "timeout_s"),
     *("rank", "alpha", "train_devices", "rollout_devices", "train_fsdp", "train_expert", "train_context", "train_tensor"),
     *("rollout_tensor", "simulated_devices"),
+    *("test_timeout_s", "memory_bytes", "max_processes", "max_file_bytes", "tmp_bytes"),
 )
 _NOT_NEGATIVE = (
     *("seed", "num_steps", "max_staleness", "every_steps", "heldout_every_steps", "row_tokens", "warmup_steps"),
     *("temperature", "top_k", "weight_decay", "overlong_penalty", "router_aux_loss_coef", "entropy_coef"),
+    *("weight", "reward_weight", "coefficient"),
 )
 _FRACTION = (
     *("share", "overlong_share", "success_rate_above", "success_rate_below"),
@@ -255,6 +264,7 @@ def contradictions(experiment: AnyExperiment) -> Iterator[str]:
     """What cannot be in an experiment's settings, each in a sentence that names the knobs; nothing where all is well."""
     yield from out_of_range(experiment)
     yield from two_adapters(experiment)
+    yield from two_homes(experiment)
     if isinstance(experiment, Experiment):
         yield from row_too_short(experiment)
         yield from too_many_mini_batches(experiment)
@@ -318,6 +328,17 @@ def two_adapters(experiment: AnyExperiment) -> Iterator[str]:
         yield "policy.lora.targets is empty, which leaves nothing to train: name at least one, such as q_proj"
 
 
+def two_homes(experiment: AnyExperiment) -> Iterator[str]:
+    """Weights that an adapter is trained beside are needed on the device all the time, whoever else reads them."""
+    policy, reference = experiment.policy, experiment.trainer.reference
+    has_adapter = policy.lora is not None or policy.adapter is not None
+    if has_adapter and reference is not None and reference.path == "initial" and reference.offload:
+        yield (
+            "trainer.reference.offload=true would save nothing: beside an adapter, the initial policy is the frozen weights "
+            "themselves; leave it out"
+        )
+
+
 def too_many_mini_batches(experiment: Experiment) -> Iterator[str]:
     """A group is never split over two updates."""
     groups, mini_batches = experiment.rollout.groups_per_batch, experiment.trainer.num_mini_batches
@@ -330,8 +351,9 @@ def too_many_mini_batches(experiment: Experiment) -> Iterator[str]:
 
 def no_signal(experiment: Experiment) -> Iterator[str]:
     """Mixtures under which every advantage is zero."""
-    advantages = experiment.trainer.advantages
-    if isinstance(advantages, GroupNormalized | LeaveOneOut) and experiment.rollout.samples_per_group == 1:
+    advantages, is_taught = experiment.trainer.advantages, experiment.trainer.teacher is not None
+    alone = experiment.rollout.samples_per_group == 1 and not is_taught
+    if alone and isinstance(advantages, GroupNormalized | LeaveOneOut):
         yield (
             f"rollout.samples_per_group=1 leaves nothing to compare with under trainer.advantages={type(advantages).__name__}: "
             "draw at least 2, or set trainer.advantages=BatchNormalized"
@@ -356,9 +378,13 @@ def idle_critic(experiment: Experiment) -> Iterator[str]:
 
 def idle(experiment: FineTuning) -> Iterator[str]:
     """Settings that learning from examples does not read, changed nevertheless."""
-    given, default = settings(experiment.trainer), settings(TrainerConfig())
+    given = settings(experiment.trainer)
+    unread = ["loss", "entropy_coef", "shaping", "advantages", "critic", "num_mini_batches", "teacher"]
+    compares = isinstance(experiment, PreferenceExperiment) and experiment.reference is not None
+    unread.append("reference.kl" if compares else "reference")
+    default = settings(TrainerConfig(reference=Reference() if compares else None))
     for key in given:
-        is_idle = key.startswith(("loss", "entropy_coef", "shaping", "advantages", "critic", "num_mini_batches"))
+        is_idle = key.startswith(tuple(unread))
         if is_idle and given[key].value != default.get(key, given[key]).value:
             yield f"trainer.{key}={given[key].text()} has no meaning in learning from examples; leave it out"
 

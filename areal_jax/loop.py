@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from areal_jax.assembly import Run, assembled, trained_samples
+from areal_jax.assembly import Run, assembled, frozen_policy, initial_critic, trained_samples
 from areal_jax.checkpoint.recovery import decode, encode
 from areal_jax.config import Experiment, FineTuning, PreferenceExperiment
 from areal_jax.data.pipeline import TaskStream
@@ -194,6 +194,9 @@ def rl_trainer(plan: Plan, params: Params, base: Params | None) -> Trainer:
         row_tokens=plan.row_tokens,
         max_new_tokens=exp.engine.max_new_tokens,
         base=base,
+        critic=initial_critic(plan),
+        reference=frozen_policy(plan, "reference", params, base),
+        teacher=frozen_policy(plan, "teacher", params, base),
     )
 
 
@@ -201,7 +204,9 @@ def trainer_from_examples(plan: Plan, params: Params, base: Params | None) -> Fr
     """The trainer of a plan for learning from examples, with the weights it starts from, and those beside an adapter."""
     exp = plan.experiment
     assert isinstance(exp, FineTuning)
-    make = partial(PreferenceTrainer, exp.loss) if isinstance(exp, PreferenceExperiment) else SupervisedTrainer
+    make = SupervisedTrainer
+    if isinstance(exp, PreferenceExperiment):
+        make = partial(PreferenceTrainer, exp.loss, reference=frozen_policy(plan, "reference", params, base))
     return make(
         exp.trainer,
         plan.policy,

@@ -35,10 +35,11 @@ from areal_jax.models.hf import read_config
 from areal_jax.parallel.mesh import Meshes, make_meshes
 from areal_jax.parallel.sharding import ROLLOUT_RULES, bytes_per_device, sharding
 from areal_jax.records import derive_seed
+from areal_jax.rl.config import GAE, Reference
 from areal_jax.settings import ConfigError, as_text
 from areal_jax.trainer.forward import check_cut
-from areal_jax.trainer.memory import predicted_bytes
-from areal_jax.trainer.state import trained
+from areal_jax.trainer.memory import bytes_beside, predicted_bytes
+from areal_jax.trainer.state import require_host_memory, trained
 
 T = TypeVar("T")
 
@@ -49,6 +50,19 @@ Memory = Mapping[str, int]
 """Bytes on each device, by what they are for."""
 
 
+@dataclass(frozen=True)
+class Beside:
+    """A frozen policy beside the one that is trained: a reference, a teacher."""
+
+    name: str
+    """Of its settings, trainer.NAME."""
+    path: str
+    policy: Policy
+    folder: Path | None
+    """None: the weights that training starts from."""
+    offload: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """An experiment with all that its settings name on this machine. Holds no weights."""
@@ -56,6 +70,8 @@ class Plan:
     experiment: AnyExperiment
     policy_folder: Path
     policy: Policy
+    beside: tuple[Beside, ...]
+    """What training asks and leaves as it is; a policy for each of the trainer's settings that name one."""
     tokenizer: HFTokenizer
     compute_dtype: jnp.dtype
     tasks: TaskSet
@@ -71,6 +87,10 @@ class Plan:
     """Idle where the experiment does not decode."""
     row_tokens: int
     """Tokens of a packed row."""
+    critic: Policy | None = None
+    """What advantages=GAE asks."""
+    critic_folder: Path | None = None
+    """Where the critic's weights are: its own, or all of them but the head."""
 
     @property
     def decodes(self) -> bool:
@@ -86,6 +106,8 @@ class Plan:
         lines = (
             ("policy", self._policy()),
             ("trained", self._trained()),
+            *self._critic(),
+            *((found.name, self._beside(found)) for found in self.beside),
             ("data", self._data()),
             ("training", self._training()),
             ("evaluation", self._evaluation()),
@@ -100,7 +122,17 @@ class Plan:
     def train_bytes(self) -> Memory:
         """What training takes of each device of its mesh."""
         config, mesh = self.experiment.trainer, self.meshes.train
-        return predicted_bytes(config, self.policy, mesh, self.compute_dtype, row_tokens=self.row_tokens)
+        parts = dict(
+            predicted_bytes(config, self.policy, mesh, self.compute_dtype, row_tokens=self.row_tokens, critic=self.critic)
+        )
+        # What is offloaded comes to the device when there are neither gradients nor activations.
+        room = sum(parts[name] for name in ("gradients", "activations", "logits"))
+        for found in self.beside:
+            if found.folder is None and self.policy.lora:
+                continue  # the frozen weights themselves
+            size = bytes_beside(found.policy, mesh, self.compute_dtype)
+            parts[found.name] = max(0, size - room) if found.offload else size
+        return parts
 
     def rollout_bytes(self) -> Memory:
         """The engine's weights, what is trained of them twice as it arrives; keys and values of every slot at its longest."""
@@ -135,6 +167,19 @@ class Plan:
             f"{num_params / 1e6:,.3f} M parameters of an adapter of rank {policy.lora.rank} on {as_text(policy.lora.targets)}, "
             f"{config.adapter or 'fresh'}; {policy.config.num_params / 1e6:,.1f} M frozen"
         )
+
+    def _critic(self) -> Iterator[tuple[str, str]]:
+        if self.critic is not None and self.critic_folder is not None:
+            model, path = self.critic.config, self.experiment.trainer.critic.path or self.experiment.policy.path
+            size = f"{model.num_params / 1e6:,.1f} M parameters"
+            head = "" if read_config(self.critic_folder).is_scalar else ", with a fresh head"
+            yield "critic", f"{path} ({model.architecture}, {size}{head})"
+
+    def _beside(self, found: Beside) -> str:
+        model = found.policy.config
+        where = ", in the host's memory" if found.offload else ""
+        what = "the weights that training starts from" if found.folder is None else found.path
+        return f"{what} ({model.architecture}, {model.num_params / 1e6:,.1f} M parameters{where})"
 
     def _data(self) -> str:
         if isinstance(self.experiment, Experiment):
@@ -219,6 +264,10 @@ class Plan:
                 + "lower trainer.rows_per_micro_batch or trainer.row_tokens, or cut rows with placement.train_context"
             ),
             "logits": "lower trainer.logp_chunk_tokens",
+            **{
+                found.name: more_devices if found.offload else f"set trainer.{found.name}.offload=true, or {more_devices}"
+                for found in self.beside
+            },
             "engine's weights": "cut over more devices with placement.rollout_tensor",
             "engine's KV caches": "lower engine.num_slots or engine.max_new_tokens",
         }
@@ -232,6 +281,10 @@ def make_plan(experiment: AnyExperiment) -> Plan:
     if isinstance(experiment, PreferenceExperiment) and experiment.trains_reward_model:
         readout = "SequenceClassification"
     policy = _had(lambda: find_policy(experiment.policy, folder, readout))
+    critic_folder, critic = None, None
+    if isinstance(experiment.trainer.advantages, GAE):
+        critic_folder = _had(lambda: resolve_policy_folder(experiment.trainer.critic.path or experiment.policy.path))
+        critic = _had(lambda: find_critic(critic_folder))
     meshes = _had(lambda: _meshes(experiment))
     auto = "float32" if meshes.train.devices.flat[0].platform == "cpu" else "bfloat16"
     dtype = jnp.dtype(experiment.policy.compute_dtype.replace("auto", auto))
@@ -263,6 +316,7 @@ def make_plan(experiment: AnyExperiment) -> Plan:
         experiment,
         folder,
         policy,
+        _had(lambda: find_beside(experiment, policy, tokenizer, meshes.train, row_tokens)),
         tokenizer,
         dtype,
         tasks,
@@ -272,8 +326,11 @@ def make_plan(experiment: AnyExperiment) -> Plan:
         meshes,
         engine,
         row_tokens,
+        critic,
+        critic_folder,
     )
-    _had(lambda: check_cut(policy, meshes.train, plan.row_tokens))
+    for which in filter(None, (policy, critic)):
+        _had(partial(check_cut, which, meshes.train, plan.row_tokens))
     _had(plan.train_bytes)
     if problems := list(misfits(plan)):
         raise ConfigError("\n".join(problems))
@@ -316,6 +373,53 @@ def find_policy(config: PolicyConfig, folder: Path, readout: Readout = "CausalLM
     return policy
 
 
+def find_critic(folder: Path) -> Policy:
+    """The critic in a folder; with the language model in it for a trunk, if it is one."""
+    model = read_config(folder)
+    return Policy(model if model.is_scalar else replace(model, readout="TokenClassification"))
+
+
+def find_beside(
+    experiment: AnyExperiment, policy: Policy, tokenizer: HFTokenizer, mesh: Mesh, row_tokens: int
+) -> tuple[Beside, ...]:
+    """The frozen policies that the trainer's settings name.
+
+    Raises ValueError where one is not found, speaks other tokens than `policy`, or cannot be kept as it is asked to."""
+    trainer, found = experiment.trainer, []
+    reference = experiment.reference if isinstance(experiment, PreferenceExperiment) else trainer.reference
+    for name, config in (("reference", reference), ("teacher", trainer.teacher)):
+        if config is None:
+            continue
+        setting = f"trainer.{name}.path"
+        if isinstance(config, Reference) and config.path == "initial":
+            # A fresh adapter adds nothing yet; one that was trained before is part of what training starts from.
+            alone = policy if experiment.policy.adapter is not None else Policy(policy.config)
+            found.append(Beside(name, config.path, alone, None, config.offload))
+        else:
+            folder = resolve_policy_folder(config.path, setting)
+            other = Policy(read_config(folder))
+            if difference := tokenizer.difference(HFTokenizer.from_folder(folder)):
+                raise ValueError(
+                    f"{setting}={config.path} speaks other tokens than policy.path={experiment.policy.path}: {difference}; "
+                    "name a policy with the same tokenizer"
+                )
+            if other.config.vocab_size < policy.config.vocab_size:
+                raise ValueError(
+                    f"{setting}={config.path} has vocab_size={other.config.vocab_size}, fewer than the "
+                    f"{policy.config.vocab_size} tokens that policy.path={experiment.policy.path} may draw"
+                )
+            if other.config.max_position_embeddings < min(row_tokens, policy.config.max_position_embeddings):
+                raise ValueError(
+                    f"{setting}={config.path} was made for {other.config.max_position_embeddings} positions, fewer than a "
+                    f"sequence may have; lower engine.max_prompt_tokens or engine.max_new_tokens"
+                )
+            check_cut(other, mesh, row_tokens)
+            found.append(Beside(name, config.path, other, folder, config.offload))
+        if config.offload:
+            require_host_memory(mesh, f"trainer.{name}.offload")
+    return tuple(found)
+
+
 def misfits(plan: Plan) -> Iterator[str]:
     """What in a plan does not go together, each in a sentence that names the knobs; nothing where all is well."""
     engine, model, path = plan.engine, plan.policy.config, plan.experiment.policy.path
@@ -328,6 +432,17 @@ def misfits(plan: Plan) -> Iterator[str]:
         yield (
             f"policy.path={path} has a tokenizer.json of {plan.tokenizer.vocab_size} tokens, "
             f"but its config.json says vocab_size={model.vocab_size}, which is the number of rows of the embedding"
+        )
+    if plan.critic is not None and plan.critic.config.vocab_size < plan.tokenizer.vocab_size:
+        yield (
+            f"trainer.critic.path={plan.experiment.trainer.critic.path} knows {plan.critic.config.vocab_size} tokens, and "
+            f"policy.path={path} has a tokenizer.json of {plan.tokenizer.vocab_size}; expected a critic that reads the same"
+        )
+    if plan.critic is not None and engine.max_tokens > plan.critic.config.max_position_embeddings:
+        yield (
+            f"engine.max_prompt_tokens + engine.max_new_tokens = {engine.max_tokens} is longer than the "
+            f"{plan.critic.config.max_position_embeddings} positions that trainer.critic.path="
+            f"{plan.experiment.trainer.critic.path} was made for; lower either"
         )
     if not plan.tokenizer.has_template and not plan.experiment.prompt.plain_text:
         yield (

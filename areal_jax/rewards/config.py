@@ -2,7 +2,29 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import chz
+
+
+@chz.chz
+class SandboxConfig:
+    """Where programs of a policy are run, and how much they may take."""
+
+    isolation: Literal["bubblewrap", "limits"] = chz.field(
+        default="bubblewrap",
+        doc="bubblewrap: namespaces of their own for processes, network and files, the system read-only; limits: limits of "
+        "memory, processes, files and time only, which keep no hostile program from your files and your network",
+    )
+    test_timeout_s: float = chz.field(
+        default=6.0, doc="one run of a program, or all calls of its functions, take at most so long"
+    )
+    memory_bytes: int = chz.field(
+        default=1 << 30, doc="address space of each process, and memory of all of one program together"
+    )
+    max_processes: int = chz.field(default=32, doc="processes and threads of one program")
+    max_file_bytes: int = chz.field(default=16 << 20, doc="largest file that a program may write, its output among them")
+    tmp_bytes: int = chz.field(default=64 << 20, doc="all that a program may write into /tmp (bubblewrap only)")
 
 
 @chz.chz
@@ -21,3 +43,4 @@ class RewardConfig:
         doc="your own judge, FILE.py:NAME or PACKAGE.MODULE:NAME, called as NAME(task, answer) -> bool in the judging process; "
         "none: mathematics",
     )
+    sandbox: SandboxConfig = chz.field(default_factory=SandboxConfig, doc="where programs are run")

@@ -11,17 +11,19 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+import chz
 import psutil
 
 from areal_jax.records import Task, Verdict, VerdictKind
 from areal_jax.rewards.config import RewardConfig
+from areal_jax.rewards.processes import kill_tree
 
 logger = logging.getLogger(__name__)
 
@@ -45,8 +47,8 @@ class CannotStart(RuntimeError):
 class Worker:
     """One judging process, started when it is needed and again after it was killed."""
 
-    def __init__(self, config: RewardConfig) -> None:
-        self._settings = json.dumps({"function": config.function, "accept_plain": config.accept_plain})
+    def __init__(self, config: RewardConfig, kinds: Collection[str]) -> None:
+        self._settings = json.dumps({**chz.asdict(config), "kinds": list(kinds)})
         self._process: subprocess.Popen[bytes] | None = None
         # One socket pair per process. This side puts a request and takes its answer before the next one; it ends when either
         # side closes it, which a dying process does.
@@ -146,7 +148,7 @@ class Worker:
         try:
             await _until(lambda: _is_zombie(process.pid), grace_s)
         finally:
-            _kill_tree(process.pid)
+            kill_tree(process.pid)
         if not await _until(lambda: all([killed.poll() is not None for killed in self._killed]), KILL_TIMEOUT_S):
             logger.error("judging process %d has not ended %g s after it was killed", process.pid, KILL_TIMEOUT_S)
             return "it does not end"
@@ -173,25 +175,6 @@ def _is_zombie(pid: int) -> bool:
     return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
 
 
-def _kill_tree(pid: int) -> None:
-    """Kill a process, its group, and descendants that left the group. It is not yet reaped, so the id is still its own."""
-    root = psutil.Process(pid)
-    family, found = set[psutil.Process](), {root}
-    # All are stopped before any is killed: what is stopped starts no more of them.
-    while found - family:
-        for process in found - family:
-            with suppress(psutil.NoSuchProcess):
-                process.suspend()
-        family |= found
-        with suppress(psutil.NoSuchProcess):
-            found = set(root.children(recursive=True))
-    with suppress(ProcessLookupError):
-        os.killpg(pid, signal.SIGKILL)
-    for process in family:
-        with suppress(psutil.NoSuchProcess):
-            process.kill()
-
-
 class RewardService:
     """Judges answers in `num_workers` processes: `async with RewardService(config) as judge: await judge(task, text)`.
 
@@ -199,16 +182,19 @@ class RewardService:
     started it is `infrastructure`, which says nothing of the answer.
     """
 
-    def __init__(self, config: RewardConfig) -> None:
+    def __init__(self, config: RewardConfig, kinds: Collection[str] = ("math",)) -> None:
+        """Args: kinds: of the tasks that will be judged; "math" and "code" are known, a function of one's own judges any."""
         if config.num_workers < 1 or config.timeout_s <= 0:
             raise ValueError(
                 f"expected rewards.num_workers >= 1 and rewards.timeout_s > 0, came {config.num_workers} and {config.timeout_s}"
             )
-        self.config = config
+        if config.function is None and (unknown := set(kinds) - {"math", "code"}):
+            raise ValueError(f"no judge for tasks of kind {', '.join(sorted(unknown))}; set rewards.function to one of yours")
+        self.config, self._kinds = config, kinds
         self.verdicts = Counter[VerdictKind]()
         self.judged_s = 0.0
         """Time that answers spent being judged, waiting for a process not included."""
-        self._workers = [Worker(config) for _ in range(config.num_workers)]
+        self._workers = [Worker(config, kinds) for _ in range(config.num_workers)]
         # Workers that judge nothing now. Each call takes one and puts it back, in the asyncio thread; the last one put is the
         # first taken, so that few processes stay warm. A call waits here at most for those before it, each of which has its
         # deadline. It ends with `close`.
@@ -230,8 +216,11 @@ class RewardService:
 
     async def __call__(self, task: Task, answer: str) -> Verdict:
         """Judge one answer; cancelling the call kills the process that judges it."""
-        if task.kind != "math" and self.config.function is None:
-            raise ValueError(f"task {task.id}: no judge for tasks of kind {task.kind!r}; set rewards.function to one of yours")
+        if task.kind not in self._kinds and self.config.function is None:
+            raise ValueError(
+                f"task {task.id}: no judge for tasks of kind {task.kind!r}, this service judges {', '.join(self._kinds)}; "
+                "set rewards.function to one of yours"
+            )
         worker = await self._free.get()
         clock = asyncio.get_running_loop().time
         began_s = clock()

@@ -22,6 +22,9 @@ from areal_jax.rewards.math_answers import compare_plainly, compare_symbolically
 MEMORY_BYTES = 4 << 30
 """Address space of the process: an answer that wants more is `crashed`, not the end of the machine."""
 
+PATIENCE = 0.9
+"""Share of the time for an answer after which a program has taken too long."""
+
 MAX_DETAIL_CHARS = 300
 
 Say = Callable[[dict[str, object]], None]
@@ -39,10 +42,11 @@ def main() -> None:
             replies.flush()
 
         try:
-            judge = _own_judge(settings["function"]) if settings["function"] else _math_judge(settings["accept_plain"])
+            judge = _own_judge(settings["function"]) if settings["function"] else _judge_by_kind(settings)
         except Exception as error:
             traceback.print_exc()
-            say({"error": f"rewards.function={settings['function']}: {_named(error)}"})
+            function = f"rewards.function={settings['function']}: " if settings["function"] else ""
+            say({"error": f"{function}{type(error).__name__}: {error}"})
             return
         say({"status": "ready"})
         for line in requests:
@@ -78,6 +82,30 @@ def _own(standard: int, mode: str) -> IO[str]:
     else:
         os.dup2(2, standard)
     return lines
+
+
+def _judge_by_kind(settings: dict[str, Any]) -> Judge:
+    """The judges of the kinds of tasks there are; SandboxUnavailable where programs are among them and cannot be run."""
+    judges = {"math": _math_judge(settings["accept_plain"])}
+    if "code" in settings["kinds"]:
+        judges["code"] = _code_judge(settings["sandbox"], settings["timeout_s"])
+    return lambda task, text: judges[task["kind"]](task, text)
+
+
+def _code_judge(sandbox: dict[str, Any], timeout_s: float) -> Judge:
+    # What judges mathematics is not to wait for these imports.
+    from areal_jax.data.code_tasks import tests_of
+    from areal_jax.rewards.code_tests import CodeJudge
+    from areal_jax.rewards.config import SandboxConfig
+
+    # A program that takes too long is to end here, which takes no new judging process.
+    programs = CodeJudge(SandboxConfig(**sandbox), PATIENCE * timeout_s)
+
+    def judge(task: dict[str, Any], text: str) -> Iterator[dict[str, object]]:
+        verdict = programs.judge(tests_of(task["answer"]), text)
+        yield {"kind": verdict.kind, "detail": verdict.detail}
+
+    return judge
 
 
 def _math_judge(accept_plain: bool) -> Judge:

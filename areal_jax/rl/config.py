@@ -203,6 +203,69 @@ class GAE(Advantages):
     eps: float = chz.field(default=1e-5, doc="added to the standard deviation, in units of reward")
 
 
+Estimator: TypeAlias = Literal["k1", "k2", "k3"]
+"""Of KL(policy || reference), from x = log(policy/reference) of a drawn token: x, x²/2, or exp(-x) - 1 + x."""
+
+
+@chz.chz
+class KL:
+    """How straying from a reference policy is paid for."""
+
+
+@chz.chz
+class KLInReward(KL):
+    """Every token pays coefficient · estimate, found where the policy that drew it strays, and the advantages of all tokens
+    before it bear that. What it is made of carries no gradient, so that every estimator is sound here."""
+
+    coefficient: float = chz.field(default=0.001, doc="what a nat of KL costs, in units of reward")
+    estimator: Estimator = chz.field(
+        default="k1", doc="k1: log-ratio, k2: half its square, k3: exp(-log-ratio) - 1 + log-ratio"
+    )
+
+
+@chz.chz
+class KLInLoss(KL):
+    """coefficient · estimate of the policy being trained joins every token's loss (GRPO, arXiv:2402.03300, equation 3).
+
+    On tokens of the policy itself k2's gradient is that of KL(policy || reference), k3's that of KL(reference || policy), and
+    k1's zero on average whatever the reference: noise alone, which is why k1 is no choice here."""
+
+    coefficient: float = chz.field(default=0.04, doc="what a nat of KL costs, in units of advantage (GRPO: 0.04)")
+    estimator: Literal["k2", "k3"] = chz.field(
+        default="k3", doc="k2: half the log-ratio squared; k3: exp(-log-ratio) - 1 + log-ratio"
+    )
+
+
+@chz.chz
+class Reference:
+    """A frozen policy that the trained one is not to stray from."""
+
+    path: str = chz.field(
+        default="initial",
+        doc="'initial' (the weights that training starts from), or as policy.path a policy with the same tokens",
+    )
+    offload: bool = chz.field(
+        default=False, doc="keep it in the host's memory while it is not asked; each step then waits for it"
+    )
+    kl: KL = chz.field(default_factory=KLInLoss, doc="how straying is paid for: KLInReward or KLInLoss")
+
+
+@chz.chz
+class Teacher:
+    """A frozen policy that says of every token the trained one draws how it would have liked it (on-policy distillation)."""
+
+    path: str = chz.field(doc="as policy.path, a policy with the same tokens, such as RUN/policy of a finished run")
+    weight: float = chz.field(
+        default=1.0, doc="every token's advantage gains this times log(teacher/behave): the reverse KL, token by token"
+    )
+    reward_weight: float = chz.field(
+        default=1.0, doc="multiplies the advantages made of rewards; 0: learn from the teacher alone"
+    )
+    offload: bool = chz.field(
+        default=False, doc="keep it in the host's memory while it is not asked; each step then waits for it"
+    )
+
+
 Mean: TypeAlias = Literal["tokens", "sequences", "constant"]
 """What a mini-batch's loss is the mean of: all its tokens (DAPO, the paper), its sequences, each the mean of its tokens (GRPO,
 GSPO), or its sequences, each the sum of its tokens over a constant length (Dr.GRPO)."""

@@ -41,6 +41,11 @@ class PolicyLoss(NamedTuple):
     """Differentiable with respect to the log-probabilities of the policy being trained, and nothing else."""
     metrics: dict[str, Meter]
 
+    def plus(self, other: PolicyLoss) -> PolicyLoss:
+        """Both as one loss, over the same tokens; the metric `loss` is of both."""
+        (ours, count), (theirs, _) = self.metrics["loss"], other.metrics["loss"]
+        return PolicyLoss(self.loss + other.loss, self.metrics | other.metrics | {"loss": (ours + theirs, count)})
+
 
 def decoupled_ppo_loss(
     logp: Float[Array | np.ndarray, "*B T"],

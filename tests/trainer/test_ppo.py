@@ -259,7 +259,7 @@ def test_the_forward_pass_for_proximal_agrees_with_that_of_the_update(shared: Ca
     trainer, groups = shared("two mini-batches"), batch(seed=5)
     learner = trainer._learner
     mini_batch = trainer._pack(groups, [[s.loss_mask for s in g.samples] for g in groups], range(len(groups)))
-    batches = trainer._with_proximal(mini_batch).batches
+    batches = [each._replace(proximal_logp=learner.logprobs(each)) for each in mini_batch.batches]
     metrics = learner.update(batches, mini_batch.num_loss_tokens, proximal_is_current=False)
     ratio, divergence = metrics["ratio"], metrics["kl_proximal_theta"]
     assert isinstance(ratio, tuple) and isinstance(divergence, tuple)

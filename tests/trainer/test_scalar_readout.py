@@ -45,7 +45,7 @@ def test_values_are_read_out_and_learnt() -> None:
     )
     tokens = np.random.default_rng(0).integers(0, 32, 15).astype(np.int32)
     zeros = np.zeros(15, np.float32)
-    batches, layout = pack([TrainingSequence(tokens, zeros == 0, zeros)] * 3, rows=learner.rows, row_tokens=ROW_TOKENS)
+    batches, layout = pack([TrainingSequence(tokens, zeros == 0)] * 3, rows=learner.rows, row_tokens=ROW_TOKENS)
     batch = learner.put(batches[0])
     found = layout.gather(np.asarray(learner.logprobs(batch))[None])
     hidden, _, _ = jax.jit(

@@ -1,0 +1,196 @@
+"""Programs: found in an answer, run in a sandbox, and judged by what they put out, outside of the sandbox they ran in.
+
+A program never sees what is expected of it. A script's output is compared here; a function's results go, as data, to tests that
+run in a sandbox of their own. Of what a program prints about itself, its exit code, and whatever it does to the Python that it
+runs in, nothing can make it correct. What a task's question or its tests' arguments give away, it may know.
+"""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+import signal
+import socket
+import time
+import warnings
+from textwrap import dedent
+from typing import Any
+
+from areal_jax.data.code_tasks import Asserts, Calls, CodeTests, Stdin
+from areal_jax.records import Verdict
+from areal_jax.rewards.config import SandboxConfig
+from areal_jax.rewards.harness import BROKEN, CRASHED, PASSED, PRELUDE, WRONG
+from areal_jax.rewards.sandbox import Ended, Job, Sandbox, Sandboxes, SandboxUnavailable
+
+MAX_PROGRAM_CHARS = 200_000
+
+_FENCE = re.compile(r"^[ \t]*```[ \t]*([A-Za-z0-9_+-]*)[^\n`]*$", re.MULTILINE)
+_PYTHON = ("python", "python3", "py")
+
+
+def extract_program(text: str, prompt: str = "") -> str | None:
+    """What the last closed ```python block holds, or else the last one without a language; else the whole text, if it is
+    Python alone or after the prompt. A block that was cut off is none."""
+    text = text[-MAX_PROGRAM_CHARS:]
+    found = dict[bool, str]()
+    opened: re.Match[str] | None = None
+    for fence in _FENCE.finditer(text):
+        language, is_closing = fence.group(1).lower(), opened is not None and not fence.group(1)
+        if opened is not None and is_closing:
+            language = opened.group(1).lower()
+            if language in (*_PYTHON, ""):
+                found[language != ""] = text[opened.end() + 1 : fence.start()]
+        opened = None if is_closing else fence
+    if "```" in text:
+        program = found.get(True, found.get(False, ""))
+        return program if program.strip() else None
+    return text if _is_code(text) or (prompt and _is_code(prompt + text, len(prompt))) else None
+
+
+def _is_code(text: str, after: int = 0) -> bool:
+    """Whether this is Python, more than a bare word or an expression that does nothing."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return False
+    return bool(text[after:].strip()) and any(
+        isinstance(node, ast.Call) or (isinstance(node, ast.stmt) and not isinstance(node, ast.Expr)) for node in ast.walk(tree)
+    )
+
+
+def goes_on(tests: Asserts, program: str) -> bool:
+    """Whether the program goes on with the function that the prompt began, rather than defining it anew."""
+    anew = (rf"^\s*(?:async\s+def|def|class)\s+{re.escape(name)}\b" for name in tests.names)
+    return tests.prompt != "" and not any(re.search(pattern, program, re.MULTILINE) for pattern in anew)
+
+
+class CodeJudge:
+    """Judges programs one after another, a sandbox for each, and the next one started meanwhile."""
+
+    def __init__(self, config: SandboxConfig, timeout_s: float) -> None:
+        """SandboxUnavailable where the isolation that is asked for cannot be had. Args: timeout_s: for one answer."""
+        self._config, self._timeout_s = config, timeout_s
+        self._sandboxes = Sandboxes(config)
+        self._tester: Sandbox | None = None
+        """Where tests run, which are no policy's: one for all of them."""
+
+    def judge(self, tests: CodeTests, text: str) -> Verdict:
+        """Judge one answer; `infrastructure` where a sandbox failed that should not have."""
+        program = extract_program(text, tests.prompt if isinstance(tests, Asserts) else "")
+        if program is None:
+            return Verdict("no_answer")
+        deadline_s = time.monotonic() + self._timeout_s
+        try:
+            sandbox = self._sandboxes.take()
+            try:
+                if isinstance(tests, Stdin):
+                    return self._judge_script(sandbox, tests, program, deadline_s)
+                return self._judge_functions(sandbox, tests, program, deadline_s)
+            finally:
+                sandbox.close()
+        except (SandboxUnavailable, OSError) as error:
+            return Verdict("infrastructure", f"sandbox: {error}")
+
+    def _judge_script(self, sandbox: Sandbox, tests: Stdin, program: str, deadline_s: float) -> Verdict:
+        for number, (given, expected) in enumerate(tests.cases):
+            with sandbox.start({"kind": "run", "program": dedent(program)}, given) as job:
+                ended = sandbox.wait(self._left_s(deadline_s))
+                if ended != Ended("exit", 0):
+                    return self._failed(ended, job, f"test {number}: ")
+                if not is_same_output(job.output(), expected):
+                    return Verdict("wrong", f"test {number}: another output than expected")
+        return Verdict("correct")
+
+    def _judge_functions(self, sandbox: Sandbox, tests: Calls | Asserts, program: str, deadline_s: float) -> Verdict:
+        self._tester = tester = self._tester or self._sandboxes.take()
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            serving = sandbox.start({"kind": "serve", **_program_job(tests, program)}, channel=ours)
+            testing = tester.start({"kind": "test", **_test_job(tests)}, channel=theirs)
+        with serving, testing:
+            ended = tester.wait(self._left_s(deadline_s), also=[sandbox])
+            if ended.how != "exit":
+                tester.close()
+                self._tester = None
+            match ended:
+                case Ended("exit", code) if code == PASSED:
+                    return Verdict("correct")
+                case Ended("exit", code) if code == WRONG:
+                    return Verdict("wrong", testing.last_error())
+                case Ended("exit", code) if code == CRASHED:
+                    return Verdict("crashed", serving.last_error() or testing.last_error())
+                case Ended("exit", code) if code == BROKEN:
+                    return Verdict("infrastructure", f"the tests cannot be run: {testing.last_error()}")
+                case Ended("gone"):
+                    return Verdict("infrastructure", "the sandbox of the tests has fallen")
+                case _:
+                    return self._failed(ended, testing)
+
+    def _left_s(self, deadline_s: float) -> float:
+        return min(self._config.test_timeout_s, deadline_s - time.monotonic())
+
+    def _failed(self, ended: Ended, job: Job, where: str = "") -> Verdict:
+        """The verdict on a program that did not come to a good end."""
+        match ended:
+            case Ended("timeout"):
+                return Verdict("timeout", where + "no end within rewards.sandbox.test_timeout_s or rewards.timeout_s")
+            case Ended("exit", code) if code == -signal.SIGXCPU:
+                return Verdict("timeout", where + "more processor time than rewards.sandbox.test_timeout_s")
+            case Ended("memory"):
+                return Verdict("crashed", where + f"more than rewards.sandbox.memory_bytes={self._config.memory_bytes}")
+            case Ended("gone"):
+                return Verdict("crashed", where + "it brought down its sandbox")
+            case Ended("exit", code) if code < 0:
+                return Verdict("crashed", where + f"signal {signal.Signals(-code).name}")
+            case _:
+                return Verdict("crashed", where + (job.last_error() or f"exit code {ended.returncode}"))
+
+    def close(self) -> None:
+        """End the sandboxes that are kept."""
+        self._sandboxes.close()
+        if self._tester is not None:
+            self._tester.close()
+
+
+def _program_job(tests: Calls | Asserts, program: str) -> dict[str, Any]:
+    if isinstance(tests, Calls):
+        return {"prelude": PRELUDE, "program": dedent(program)}
+    if goes_on(tests, program):
+        return {"prelude": "", "program": tests.prompt + program}
+    # What the prompt has besides, such as imports, may be needed; two pieces, so that each may begin with `from __future__`.
+    return {"prelude": tests.prompt, "program": dedent(program)}
+
+
+def _test_job(tests: Calls | Asserts) -> dict[str, Any]:
+    if isinstance(tests, Calls):
+        return {"names": [tests.function], "cases": tests.cases}
+    return {"names": tests.names, "setup": f"{tests.prompt}\n{tests.imports}", "tests": tests.tests}
+
+
+def is_same_output(came: str, expected: str) -> bool:
+    """Whether two outputs are the same but for spaces around lines, empty lines at the end, and how numbers are written:
+    1.50 is 1.5, and where a fraction is expected one within 1e-6 will do."""
+    ours, theirs = ([line.strip() for line in text.strip().splitlines()] for text in (came, expected))
+    return len(ours) == len(theirs) and all(map(_is_same_line, ours, theirs))
+
+
+def _is_same_line(came: str, expected: str) -> bool:
+    if came == expected:
+        return True
+    ours, theirs = came.split(), expected.split()
+    return len(ours) == len(theirs) and all(map(_is_same_word, ours, theirs))
+
+
+_DECIMAL = re.compile(r"[-+]?[0-9]{1,300}(\.[0-9]{0,300})?([eE][-+]?[0-9]{1,3})?")
+
+
+def _is_same_word(came: str, expected: str) -> bool:
+    if came == expected:
+        return True
+    numbers = _DECIMAL.fullmatch(came), _DECIMAL.fullmatch(expected)
+    if None in numbers or not (numbers[1] and (numbers[1].group(1) or numbers[1].group(2))):
+        return False
+    return math.isclose(float(came), float(expected), rel_tol=1e-6, abs_tol=1e-6)
