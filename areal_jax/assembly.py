@@ -21,7 +21,7 @@ from numpy import ndarray
 
 from areal_jax.checkpoint.recovery import Columns
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
-from areal_jax.config import AnyExperiment
+from areal_jax.config import AnyExperiment, Experiment
 from areal_jax.engine.decode import EngineParams
 from areal_jax.engine.driver import Driver
 from areal_jax.evaluation.evaluate import Evaluation, evaluate
@@ -325,9 +325,9 @@ def frozen_policy(plan: Plan, name: str, params: Params, base: Params | None) ->
     if found is None:
         return None
     experiment, mesh, dtype = plan.experiment, plan.meshes.train, plan.compute_dtype
-    forward = Forward(
-        experiment.trainer, found.policy, mesh, dtype, temperature=experiment.engine.temperature, row_tokens=plan.row_tokens
-    )
+    # Examples were drawn at no temperature of the engine's.
+    temperature = experiment.engine.temperature if isinstance(experiment, Experiment) else 1.0
+    forward = Forward(experiment.trainer, found.policy, mesh, dtype, temperature=temperature, row_tokens=plan.row_tokens)
     abstract = found.policy.abstract(dtype)
     if found.folder is not None:
         placed = shardings(mesh, found.policy.axes(), abstract, TRAIN_RULES)

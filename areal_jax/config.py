@@ -23,7 +23,7 @@ from areal_jax.metrics.config import MetricsConfig
 from areal_jax.models.config import PolicyConfig
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.rewards.config import RewardConfig
-from areal_jax.rl.config import DPO, GAE, BradleyTerry, GroupNormalized, LeaveOneOut, Preference
+from areal_jax.rl.config import DPO, GAE, BradleyTerry, GroupNormalized, LeaveOneOut, Preference, Reference
 from areal_jax.rl.presets import PRESETS
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.settings import (
@@ -108,6 +108,11 @@ class PreferenceExperiment(FineTuning):
     def trains_reward_model(self) -> bool:
         """Whether the outcome scores answers, instead of giving them."""
         return isinstance(self.loss, BradleyTerry)
+
+    @property
+    def reference(self) -> Reference | None:
+        """What the policy is compared with, by default the weights that training starts from; a reward model with nothing."""
+        return None if self.trains_reward_model else self.trainer.reference or Reference()
 
 
 AnyExperiment = Experiment | SFTExperiment | PreferenceExperiment
@@ -382,11 +387,13 @@ def idle_critic(experiment: Experiment) -> Iterator[str]:
 
 def idle(experiment: FineTuning) -> Iterator[str]:
     """Settings that learning from examples does not read, changed nevertheless."""
-    given, default = settings(experiment.trainer), settings(TrainerConfig())
+    given = settings(experiment.trainer)
+    unread = ["loss", "entropy_coef", "shaping", "advantages", "critic", "num_mini_batches", "teacher"]
+    compares = isinstance(experiment, PreferenceExperiment) and experiment.reference is not None
+    unread.append("reference.kl" if compares else "reference")
+    default = settings(TrainerConfig(reference=Reference() if compares else None))
     for key in given:
-        is_idle = key.startswith(
-            ("loss", "entropy_coef", "shaping", "advantages", "critic", "num_mini_batches", "reference", "teacher")
-        )
+        is_idle = key.startswith(tuple(unread))
         if is_idle and given[key].value != default.get(key, given[key]).value:
             yield f"trainer.{key}={given[key].text()} has no meaning in learning from examples; leave it out"
 

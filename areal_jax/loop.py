@@ -205,7 +205,9 @@ def trainer_from_examples(plan: Plan, params: Params, base: Params | None) -> Fr
     """The trainer of a plan for learning from examples, with the weights it starts from, and those beside an adapter."""
     exp = plan.experiment
     assert isinstance(exp, FineTuning)
-    make = partial(PreferenceTrainer, exp.loss) if isinstance(exp, PreferenceExperiment) else SupervisedTrainer
+    make = SupervisedTrainer
+    if isinstance(exp, PreferenceExperiment):
+        make = partial(PreferenceTrainer, exp.loss, reference=frozen_policy(plan, "reference", params, base))
     return make(
         exp.trainer,
         plan.policy,

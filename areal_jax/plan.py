@@ -386,7 +386,8 @@ def find_beside(
 
     Raises ValueError where one is not found, speaks other tokens than `policy`, or cannot be kept as it is asked to."""
     trainer, found = experiment.trainer, []
-    for name, config in (("reference", trainer.reference), ("teacher", trainer.teacher)):
+    reference = experiment.reference if isinstance(experiment, PreferenceExperiment) else trainer.reference
+    for name, config in (("reference", reference), ("teacher", trainer.teacher)):
         if config is None:
             continue
         setting = f"trainer.{name}.path"

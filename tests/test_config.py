@@ -330,6 +330,8 @@ def test_settings_that_supervised_fine_tuning_does_not_read_are_refused() -> Non
         (["loss=IPO", "loss.label_smoothing=0.1"], ["loss.label_smoothing is no setting of loss=IPO; it needs loss=DPO"]),
         (["loss=PPO"], ["loss=PPO", "one of DPO, IPO, BradleyTerry"]),
         (["loss=BradleyTerry", "evaluation.every_steps=5"], ["evaluation.every_steps=5", "gives none"]),
+        (["trainer.reference.kl=KLInReward"], ["trainer.reference.kl=KLInReward has no meaning"]),
+        (["loss=BradleyTerry", "trainer.reference.offload=true"], ["trainer.reference=Reference has no meaning"]),
         (["trainer.loss=PPO", "trainer.shaping.scale=2"], ["trainer.loss=PPO has no", "trainer.shaping.scale=2.0 has no"]),
     ],
 )

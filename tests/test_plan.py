@@ -188,8 +188,10 @@ def test_preference_training_is_planned_from_its_pairs(policy: Path) -> None:
     assert "loss and accuracy every 50 steps of 8 pairs from those held out" in text
     # Both sides of a pair, each as long as the engine's longest sequence.
     assert found.row_tokens == 2 * found.engine.max_tokens
+    assert "reference     the weights that training starts from" in text
+    assert found.train_bytes()["reference"] > 0
     scoring = make_plan(load_experiment("reward_model", few))
-    assert "read out as SequenceClassification" in scoring.text()
+    assert "read out as SequenceClassification" in scoring.text() and not scoring.beside
     with pytest.raises(ConfigError, match=r"scalar head.*leave out policy\.lora"):
         make_plan(load_experiment("reward_model", [*few, "policy.lora.rank=4"]))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import jax
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -13,20 +12,18 @@ from jaxtyping import Array, Bool, Float
 from areal_jax.data.packing import TrainingSequence, pack
 from areal_jax.data.preferences import PreferencePair
 from areal_jax.data.sft import SupervisedExample
-from areal_jax.models import lora
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.rl.config import Preference
 from areal_jax.rl.losses import PolicyLoss
 from areal_jax.rl.preference import preference_loss
 from areal_jax.trainer.config import TrainerConfig
-from areal_jax.trainer.forward import DeviceBatch, Forward, FrozenPolicy
+from areal_jax.trainer.forward import DeviceBatch, FrozenPolicy
 from areal_jax.trainer.step import Learner
 from areal_jax.trainer.versions import FromExamples, Packed
 
 
 class PreferenceTrainer(FromExamples[PreferencePair]):
-    """Learning from pairs on the train mesh. A policy is compared with the one that the run began with, which stays on the mesh
-    beside it."""
+    """Learning from pairs on the train mesh: of a policy, by comparison with one that stays as it is, or of a reward model."""
 
     def __init__(
         self,
@@ -41,8 +38,13 @@ class PreferenceTrainer(FromExamples[PreferencePair]):
         row_tokens: int,
         measures: bool = False,
         base: Params | None = None,
+        reference: FrozenPolicy | None = None,
     ):
-        """As `SupervisedTrainer`. Args: policy: with a scalar head for BradleyTerry. params: also those of the reference."""
+        """As `SupervisedTrainer`.
+
+        Args:
+            policy: with a scalar head for BradleyTerry.
+            reference: what it is compared with; None for a reward model alone."""
 
         def objective(values: Array, reference: Array, batch: DeviceBatch, num_pairs: Float[Array, ""]) -> PolicyLoss:
             return preference_loss(loss, values, reference, batch.loss_mask, batch.segment_ids, num_pairs=num_pairs)
@@ -60,13 +62,7 @@ class PreferenceTrainer(FromExamples[PreferencePair]):
             base=base,
         )
         super().__init__(learner, measures=measures)
-        self._reference: FrozenPolicy | None = None
-        if not policy.config.is_scalar:
-            # As they are computed with; an adapter, which is small, as it is trained.
-            like = lora.abstract(policy) if policy.lora else policy.abstract(compute_dtype)
-            initial = jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, like)
-            forward = Forward(config, policy, mesh, compute_dtype, temperature=1.0, row_tokens=row_tokens)
-            self._reference = FrozenPolicy(forward, jax.device_put(initial, learner.shardings.params), base)
+        self._reference = reference
 
     @property
     def num_compilations(self) -> int:

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import Mesh
 from tiny_training import POLICY, ROW_TOKENS, params, train_mesh
 
 from areal_jax.data.preferences import PreferencePair
@@ -17,8 +18,10 @@ from areal_jax.data.sft import SupervisedExample
 from areal_jax.models import lora
 from areal_jax.models.config import LoRA
 from areal_jax.models.decoder import Params, Policy
+from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 from areal_jax.rl.config import DPO, BradleyTerry, Preference
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
+from areal_jax.trainer.forward import Forward, FrozenPolicy
 from areal_jax.trainer.preference import PreferenceTrainer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -51,9 +54,25 @@ def trainer(loss: Preference, *, rows: int = 2, row_tokens: int = ROW_TOKENS, de
         optimizer=OptimizerConfig(learning_rate=1e-2, warmup_fraction=0.0), rows_per_micro_batch=rows, remat="none"
     )
     mesh = train_mesh(devices=devices)
+    reference = None if policy.config.is_scalar else frozen(config, mesh, row_tokens)
     return PreferenceTrainer(
-        loss, config, policy, weights, mesh, jnp.float32, num_updates=100, row_tokens=row_tokens, measures=True
+        loss,
+        config,
+        policy,
+        weights,
+        mesh,
+        jnp.float32,
+        num_updates=100,
+        row_tokens=row_tokens,
+        measures=True,
+        reference=reference,
     )
+
+
+def frozen(config: TrainerConfig, mesh: Mesh, row_tokens: int = ROW_TOKENS) -> FrozenPolicy:
+    placed = shardings(mesh, POLICY.axes(), POLICY.abstract(), TRAIN_RULES)
+    forward = Forward(config, POLICY, mesh, jnp.float32, temperature=1.0, row_tokens=row_tokens)
+    return FrozenPolicy(forward, jax.device_put(params(), placed))
 
 
 def mean(metrics: Mapping[str, tuple[float, float] | float], name: str) -> float:
@@ -102,7 +121,7 @@ def test_beside_an_adapter_the_reference_is_the_base_without_it() -> None:
     mesh, config = train_mesh(), TrainerConfig(optimizer=OptimizerConfig(learning_rate=5e-2, warmup_fraction=0.0))
     fresh = jax.device_get(lora.init(policy, jax.random.key(0)))
     made = partial(PreferenceTrainer, DPO(), config, policy, mesh=mesh, compute_dtype=jnp.float32, num_updates=9)
-    learning = made(fresh, row_tokens=ROW_TOKENS, measures=True, base=jax.device_put(params()))
+    learning = made(fresh, row_tokens=ROW_TOKENS, measures=True, base=jax.device_put(params()), reference=frozen(config, mesh))
     shown = pairs(6)
     rewards = [mean(learning.measure(shown), "margin")]
     for _ in range(3):
