@@ -116,7 +116,7 @@ def shaped_rewards(
 def mean_weights(mean: Mean, num_loss_tokens: Int[np.ndarray, "S"], constant_tokens: int) -> Float32[np.ndarray, "S"]:
     """Factors of the samples' advantages with which a mean over all tokens of a mini-batch becomes the mean that is asked for.
 
-    Every objective is proportional to the advantage, so no objective has to know of means.
+    Every objective is proportional to the advantage, so no objective has to know of means; only a KL that joins the loss does.
 
     Args:
         num_loss_tokens: of every sample of the mini-batch.
