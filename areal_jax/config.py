@@ -266,7 +266,7 @@ _FRACTION = (
 )
 _BELOW_HALF = ("label_smoothing",)
 _ABOVE_ONE = ("dual_clip",)
-_ANY_NUMBER = ("correct", "wrong", "bias", "scale")
+_ANY_NUMBER = ("correct", "wrong", "no_answer", "bias", "scale")
 
 
 def contradictions(experiment: AnyExperiment) -> Iterator[str]:

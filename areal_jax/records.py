@@ -137,8 +137,10 @@ class Verdict:
     score: float | None = None
     """From 0 (wrong) to 1 (correct), from a judge that knows degrees."""
 
-    def worth(self, correct: float, wrong: float) -> float:
-        """The reward, where a correct answer and a wrong one have these."""
+    def worth(self, correct: float, wrong: float, no_answer: float | None = None) -> float:
+        """The reward, where a correct answer, a wrong one and none have these; none at all is as a wrong one by default."""
+        if self.kind == "no_answer" and no_answer is not None:
+            return no_answer
         score = float(self.kind == "correct") if self.score is None else self.score
         return wrong + score * (correct - wrong)
 

@@ -6,23 +6,27 @@ DATA is a folder with humaneval/HumanEval.jsonl, mbpp/mbpp.jsonl, livecodebench/
 amc23/. `--every n` takes every n-th row. Appends to results/judging.jsonl.
 
     code      canonical solutions of HumanEval and MBPP: all are to be correct
-    mutants   solutions with one comparison, constant, operator or return changed; each is first run with its tests as one script,
-              and those that fail there are to be judged not correct
+    mutants   solutions with one comparison, constant, operator or return changed; each is first run with its tests as one
+              script, and those that fail there are to be judged not correct
     live      LiveCodeBench's public tests on programs that look the expected output up, and on ones with one output wrong
     latency   a trivial test of each form
     math      gold answers in every common notation, and near misses
     service   256 answers of which 16 hang and 4 crash; 10 000 answers to mathematics in turn
 
-Expected: 164 of 164, and 974 of 974 (two need their class before the tests' own set-up, which is how they are run here); no mutant
-and no altered program correct; a trivial test in less than 60 ms on an idle machine; every gold answer correct and no near miss.
+Expected: 164 of 164, and 974 of 974 (two need their class before the tests' own set-up, which is how they are run here); no
+mutant and no altered program correct; a trivial test in less than 60 ms on an idle machine; every gold answer correct and no
+near miss.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import asyncio
 import json
 import random
+import re
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
@@ -30,13 +34,17 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
+import psutil
 from results import append
 
 from areal_jax.data.code_tasks import Asserts, Calls, CodeTests, Stdin, code_problem
-from areal_jax.records import Verdict
+from areal_jax.records import Message, Task, Verdict
 from areal_jax.rewards.code_tests import CodeJudge
-from areal_jax.rewards.config import SandboxConfig
+from areal_jax.rewards.config import RewardConfig, SandboxConfig
+from areal_jax.rewards.math_answers import compare_plainly, compare_symbolically, extract_answer
+from areal_jax.rewards.processes import memory_of_tree
 from areal_jax.rewards.sandbox import Ended, Sandboxes, find_walls
+from areal_jax.rewards.service import RewardService
 
 FLIPPED = {
     ast.Lt: ast.GtE,
@@ -200,7 +208,139 @@ def latency(data: Path, every: int) -> dict[str, object]:
     return found
 
 
-PARTS = {"code": code, "mutants": mutants, "live": live, "latency": latency}
+THOUSANDS = re.compile(r"(?<=[0-9]),(?=[0-9]{3}(?![0-9]))")
+NUMBER = re.compile(r"-?[0-9]+(?:\.0+)?")
+
+
+def gold(data: Path, every: int) -> Iterator[tuple[str, str]]:
+    for name in ("gsm8k", "math500", "aime24", "aime25", "amc23"):
+        for row in rows(data / name / "test.jsonl", every):
+            yield name, str(row["answer"]).rpartition("####")[2].strip()
+
+
+def math(data: Path, every: int) -> dict[str, object]:
+    counts = Counter[str]()
+    for name, reference in gold(data, every):
+        for form, texts, is_correct in (("same", notations(reference), True), ("near miss", near_misses(reference), False)):
+            for text in texts:
+                answer = extract_answer(f"so it is \\boxed{{{text}}}.")
+                plainly = compare_plainly(answer or "", reference)
+                came = compare_symbolically(answer or "", reference) if plainly is None else plainly
+                counts[f"{name}, {form}: {'correct' if came else 'wrong'}"] += 1
+                if came is not is_correct:
+                    print(f"{name}: {reference} and {text}: {'correct' if came else 'wrong'}")
+    return {"answers": dict(counts)}
+
+
+def notations(reference: str) -> set[str]:
+    """The same answer as others would write it."""
+    same = {reference, f"${reference}$", f"\\({reference}\\)", f" {reference} ", f"{reference}."}
+    same |= {reference.replace("\\frac", "\\dfrac"), reference.replace("\\left", "").replace("\\right", "")}
+    same |= {reference.replace(", ", ","), reference.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")}
+    plain = THOUSANDS.sub("", reference)
+    if NUMBER.fullmatch(plain):
+        number = int(float(plain))
+        same |= {str(number), f"{number:,}", f"{number}.0", f"{number}.00", f"+{number}" if number >= 0 else str(number)}
+        same |= {f"\\text{{{number}}}", f"\\frac{{{2 * number}}}{{2}}", f"x = {number}", f"{number} \\text{{ units}}"}
+        same |= {f"{number:03d}"} if number >= 0 else set()
+    return same
+
+
+def near_misses(reference: str) -> set[str]:
+    """Answers that look like it and are others."""
+    plain = THOUSANDS.sub("", reference)
+    if NUMBER.fullmatch(plain):
+        number = int(float(plain))
+        others = {number + 1, number - 1, -number, 10 * number, number + 10, number // 10, int(str(abs(number))[::-1])} - {
+            number
+        }
+        return {*map(str, others), f"{number}.5", f"{number}, {number + 1}", f"{number} + 1", f"\\frac{{{number}}}{{7}}"} - {
+            "0, 0",
+            "\\frac{0}{7}",
+        }
+    others = {f"({reference}) + 1", f"{reference}, 77"}
+    # Exponents of units are no part of the answer.
+    for digit in list(re.finditer(r"(?<!\}\^)[0-9]", reference))[:3]:
+        others.add(f"{reference[: digit.start()]}{(int(digit.group()) + 1) % 10}{reference[digit.end() :]}")
+    for bracket, other in ("[(", "([", "])", ")]"):
+        # No interval holds infinity, whatever its bracket says.
+        others |= {reference.replace(bracket, other)} if "," in reference and "infty" not in reference else set()
+    return others - {reference}
+
+
+JUDGE = """
+import os, time
+
+def judge(task, answer):
+    if answer == "hang":
+        while True:
+            pass
+    if answer == "crash":
+        os._exit(1)
+    ended_s = time.process_time() + 0.02
+    while time.process_time() < ended_s:
+        pass
+    return answer == task.answer
+"""
+
+
+def service(data: Path, every: int) -> dict[str, object]:
+    return {**asyncio.run(hanging_and_crashing()), **asyncio.run(sustained(10_000 // every))}
+
+
+async def hanging_and_crashing() -> dict[str, object]:
+    """256 answers at once, each of 20 ms of work, without and with 16 that spin for ever and 4 that end their process."""
+    found = dict[str, object]()
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / "own.py").write_text(JUDGE)
+        config = RewardConfig(function=f"{folder}/own.py:judge", num_workers=2, timeout_s=10.0, patience_s=0.1)
+        healthy = ["2"] * 256
+        mixed = [*["hang"] * 16, *["crash"] * 4, *["2"] * 236]
+        random.Random(0).shuffle(mixed)
+        for name, answers in (("healthy", healthy), ("16 hang, 4 crash", mixed)):
+            found[name] = await all_at_once(config, answers)
+    return found
+
+
+async def all_at_once(config: RewardConfig, answers: list[str]) -> dict[str, object]:
+    took_s = list[float]()
+    async with RewardService(config) as judge:
+        await judge.start()
+        began_s = time.perf_counter()
+
+        async def ask(answer: str) -> None:
+            verdict = await judge(Task("sum", (Message("user", "1+1?"),), "2"), answer)
+            assert verdict.kind == {"hang": "timeout", "crash": "crashed", "2": "correct"}[answer], verdict
+            if answer == "2":
+                took_s.append(time.perf_counter() - began_s)
+
+        await asyncio.gather(*map(ask, answers))
+        # The one that they are forked from, and one for each place.
+        assert len(psutil.Process().children(recursive=True)) <= 1 + config.num_workers
+        return {"verdicts": dict(judge.verdicts), "median s": round(median(took_s), 2), "last s": round(max(took_s), 2)}
+
+
+async def sustained(number: int) -> dict[str, object]:
+    """Answers to mathematics, half of them to be compared by computer algebra, and the memory of all processes."""
+    pairs = [("\\frac{1}{2}", "0.5"), ("42", "042"), ("(3, \\frac{\\pi}{2})", "(3,\\pi/2)"), ("7", "8")]
+    pairs += [("x^3+3x-6", "-6+3x+x^3"), ("113", "113"), ("\\sqrt{117}", "3\\sqrt{13}"), ("1,234", "1234")]
+    held = list[int]()
+    async with RewardService(RewardConfig(num_workers=2, patience_s=60.0)) as judge:
+        await judge(Task("first", (), "\\frac{1}{2}"), "\\boxed{0.5}")
+        began_s = time.perf_counter()
+        for start in range(0, number, 500):
+            block = (pairs[place % len(pairs)] for place in range(start, start + 500))
+            await asyncio.gather(*(judge(Task("t", (), reference), f"\\boxed{{{answer}}}") for reference, answer in block))
+            held.append(sum(memory_of_tree(child) for child in psutil.Process().children()) >> 20)
+        took_s = time.perf_counter() - began_s
+        return {
+            "answers/s": round(number / took_s, 1),
+            "MiB after every 500": held,
+            "verdicts of mathematics": dict(judge.verdicts),
+        }
+
+
+PARTS = {"code": code, "mutants": mutants, "live": live, "latency": latency, "math": math, "service": service}
 
 if __name__ == "__main__":
     main()

@@ -92,6 +92,7 @@ class CodeJudge:
             finally:
                 sandbox.close()
         except (SandboxUnavailable, OSError) as error:
+            self._close_tester()
             return Verdict("infrastructure", f"sandbox: {error}")
 
     def _judge_script(self, sandbox: Sandbox, tests: Stdin, program: str, deadline_s: float) -> Verdict:
@@ -113,8 +114,7 @@ class CodeJudge:
         with serving, testing:
             ended = tester.wait(self._left_s(deadline_s), also=[sandbox])
             if ended.how != "exit":
-                tester.close()
-                self._tester = None
+                self._close_tester()
             match ended:
                 case Ended("exit", code) if code == PASSED:
                     return Verdict("correct")
@@ -151,8 +151,12 @@ class CodeJudge:
     def close(self) -> None:
         """End the sandboxes that are kept."""
         self._sandboxes.close()
+        self._close_tester()
+
+    def _close_tester(self) -> None:
         if self._tester is not None:
             self._tester.close()
+            self._tester = None
 
 
 def _program_job(tests: Calls | Asserts, program: str) -> dict[str, Any]:

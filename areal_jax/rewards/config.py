@@ -40,6 +40,12 @@ class RewardConfig:
     )
     correct: float = chz.field(default=5.0, doc="reward of a correct answer")
     wrong: float = chz.field(default=-5.0, doc="reward of any other answer")
+    no_answer: float | None = chz.field(
+        default=None, doc="reward of a text in which no answer is found, or that is not in `form`; none: as a wrong one"
+    )
+    form: str | None = chz.field(
+        default=None, doc="regular expression that a whole text must match, such as <think>.*</think>.*; none: any form will do"
+    )
     accept_plain: bool = chz.field(
         default=False, doc="the last number counts as the answer where nothing is boxed or after '####'"
     )

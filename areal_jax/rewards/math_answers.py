@@ -22,6 +22,18 @@ _BRACES = re.compile(r"\\boxed\s*\{|\\.|[{}]", re.DOTALL)
 _NUMBER = re.compile(r"[-+−]?[0-9]+(?:,[0-9]{3})*(?:\.[0-9]+|/[0-9]+)?")
 _DELIMITERS = (("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]"))
 _THOUSANDS = re.compile(r"(?<=[0-9])(?:,|\{,\}|,?\\[,!])(?=[0-9]{3}(?![0-9]))")
+_SIGNS = str.maketrans(
+    {"−": "-", "°": "^\\circ", "π": "\\pi ", "∞": "\\infty ", "×": "\\times ", "·": "\\cdot ", "∪": "\\cup ", "\u00a0": " "}
+)
+_UNIT = re.compile(r"([-+]?(?:\\?\$)?[0-9][0-9.,]*) *(?:(?:square|cubic) )?(?!(?:sqrt|pi|sin|cos|tan|log|exp)\b)[A-Za-z]{3,}")
+_FRACTION_OF_NAMES = re.compile(r"\\frac(\\[A-Za-z]+)([0-9])")
+_WRAPPED_NUMBER = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\{([-+]?[0-9][0-9.,]*)\}")
+_WORDS = re.compile(r"\\(?:text|textbf|textrm|mathrm|mathbf|mbox)\{([A-Za-z() ]+)\}")
+_IN_BASE = re.compile(r"([0-9A-Za-z]+)_\{?([0-9]+)\}?")
+_PERCENT = re.compile(r"\\?%")
+_TORN = re.compile(r"[0-9] +[0-9]+(?![0-9]* */)")
+"""Two numbers side by side, which is no mixed number either."""
+
 _INTEGER = re.compile(r"([-+−]?)0*([0-9]+)(?:\.0*)?")
 _TOKEN = re.compile(r"\\[A-Za-z]+|[0-9]+(?:\.[0-9]+)?|\*\*|[][{}()^!]|[A-Za-z]")
 _CALCULUS = re.compile(r"\\(?:sum|prod|i*int|oint|lim)(?![A-Za-z])")
@@ -65,13 +77,33 @@ def plain_integer(answer: str) -> str | None:
 
 
 def compare_plainly(answer: str, reference: str) -> bool | None:
-    """Whether the two are the same where text alone can tell: equal text, or two integers. None: mathematics must tell."""
-    if _bare(answer) == _bare(reference):
+    """Whether the two are the same where text alone can tell: equal text, integers, words, numbers in a base that is named.
+    None: mathematics must tell."""
+    ours, theirs = _bare(answer), _bare(reference)
+    if ours == theirs:
         return True
-    integers = plain_integer(answer), plain_integer(reference)
+    if _WORDS.fullmatch(theirs):
+        return _folded(ours) == _folded(theirs)
+    if ("%" in ours) != ("%" in theirs):
+        # Whether a percentage bears its sign is a matter of taste.
+        same = plain_integer(_PERCENT.sub("", ours)), plain_integer(_PERCENT.sub("", theirs))
+        if None not in same and same[0] == same[1]:
+            return True
+    in_base = _IN_BASE.fullmatch(ours), _IN_BASE.fullmatch(theirs)
+    if in_base[1]:
+        # The question says which base, so that an answer need not.
+        return in_base[0].groups() == in_base[1].groups() if in_base[0] else ours == in_base[1].group(1)
+    integers = plain_integer(ours), plain_integer(theirs)
     if None not in integers:
         return integers[0] == integers[1]
-    return None if is_bounded(answer, reference) else False
+    if _TORN.search(ours) and not _TORN.search(theirs):
+        return False
+    return None if is_bounded(ours, theirs) else False
+
+
+def _folded(text: str) -> str:
+    """Words as they are compared: without case, spaces and parentheses."""
+    return re.sub(r"[ ()]", "", _WORDS.sub(r"\1", text)).casefold()
 
 
 def compare_symbolically(answer: str, reference: str) -> bool:
@@ -144,10 +176,16 @@ def _nesting(expression: str) -> int:
 
 
 def _bare(answer: str) -> str:
-    """Without the delimiters of mathematics, spaces and a full stop around it."""
-    answer = answer.strip().removesuffix(".").strip()
+    """Without the delimiters of mathematics, spaces, a full stop, a currency and a unit in words around it; signs as LaTeX."""
+    answer = answer[:MAX_TEXT_CHARS].translate(_SIGNS).strip().removesuffix(".").strip()
     for left, right in _DELIMITERS:
         inside = answer.removeprefix(left).removesuffix(right)
         if len(answer) - len(inside) == len(left) + len(right) and left not in inside:
-            return inside.strip()
-    return answer
+            answer = inside.strip()
+            break
+    if wrapped := _WRAPPED_NUMBER.fullmatch(answer):
+        answer = wrapped.group(1)
+    if len(answer) <= MAX_ANSWER_CHARS:
+        measured = _UNIT.fullmatch(answer)
+        answer = _FRACTION_OF_NAMES.sub(r"\\frac{\1}{\2}", measured.group(1) if measured else answer)
+    return answer.removeprefix("\\$").strip()

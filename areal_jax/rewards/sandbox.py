@@ -289,14 +289,16 @@ def _walls(config: SandboxConfig, filter_file: int | None) -> list[str]:
         walls += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_KILL"]
     else:
         walls += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
+    # Before the others: what is bound may lie below /tmp.
+    walls += ["--perms", "1777", "--size", str(config.tmp_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"]
     own = [path for path in (sys.base_prefix, *_packages(), str(HARNESS)) if not _is_below(path, SYSTEM)]
     # The way there may be closed to all but its owner, as /root is; inside, others go it.
-    for folder in dict.fromkeys(str(parent) for path in (*SYSTEM, *own) for parent in reversed(Path(path).parents)):
+    ways = {str(parent) for path in (*SYSTEM, *own) for parent in Path(path).parents} - {"/", "/tmp"}
+    for folder in sorted(ways):
         walls += ["--perms", "0755", "--dir", folder]
     for path in (*SYSTEM, *own):
         walls += ["--ro-bind-try", path, path]
     walls += ["--proc", "/proc", "--dev", "/dev"]
-    walls += ["--perms", "1777", "--size", str(config.tmp_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"]
     walls += ["--remount-ro", "/dev", "--remount-ro", "/"]
     return [*walls, *(["--seccomp", str(filter_file)] if filter_file is not None else [])]
 

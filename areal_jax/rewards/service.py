@@ -206,6 +206,10 @@ class Worker:
         return Verdict(reply["kind"], reply["detail"], reply["score"])
 
     @property
+    def is_running(self) -> bool:
+        return self._process is not None
+
+    @property
     def is_worn(self) -> bool:
         """Whether it has judged so much that a fresh process is the safer one."""
         return self._number >= ANSWERS_PER_PROCESS
@@ -311,11 +315,11 @@ class RewardService:
         began_s = clock()
         try:
             verdict = await self._judge(worker, holding, task, answer)
-            if worker.is_worn or holding != [self._places]:
+            if worker.is_worn or holding != [self._places] or len(self._idle) >= self.config.num_workers:
                 await worker.kill()
         finally:
             self.judged_s += clock() - began_s
-            if len(self._idle) < self.config.num_workers:
+            if worker.is_running:
                 self._idle.append(worker)
             holding[0].release()
         self.verdicts[verdict.kind] += 1
@@ -379,9 +383,10 @@ class RewardService:
 
     async def close(self) -> None:
         """Kill all processes; answers still being judged raise."""
-        await self._nursery.close()
-        for worker in self._idle:
+        idle, self._idle = self._idle, []
+        for worker in idle:
             await worker.kill()
+        await self._nursery.close()
 
     async def __aenter__(self) -> Self:
         return self

@@ -17,6 +17,7 @@ import importlib.util
 import inspect
 import json
 import os
+import re
 import signal
 import socket
 import sys
@@ -64,10 +65,11 @@ def main() -> None:
     _keep_to_oneself()
     try:
         judge = _own_judge(settings["function"]) if settings["function"] else _judge_by_kind(settings)
+        judge = judge if settings["form"] is None else _in_form(re.compile(settings["form"], re.DOTALL), judge)
     except Exception as error:
         traceback.print_exc()
-        function = f"rewards.function={settings['function']}: " if settings["function"] else ""
-        _say(control, {"error": f"{function}{type(error).__name__}: {error}"})
+        given = " ".join(f"rewards.{name}={settings[name]}" for name in ("function", "form") if settings[name])
+        _say(control, {"error": f"{given}: {type(error).__name__}: {error}".removeprefix(": ")})
         return
     _say(control, {"status": "ready"})
     nursery_pid, own_children = os.getpid(), {process.pid for process in psutil.Process().children()}
@@ -169,6 +171,10 @@ def _judge_by_kind(settings: dict[str, Any]) -> Judge:
     return lambda task, text: judges[task["kind"]](task, text)
 
 
+def _in_form(form: re.Pattern[str], judge: Judge) -> Judge:
+    return lambda task, text: judge(task, text) if form.fullmatch(text) else Finding("no_answer", "not in rewards.form")
+
+
 def _math_judge(accept_plain: bool) -> Judge:
     def judge(task: dict[str, Any], text: str) -> Finding:
         answer, reference = extract_answer(text, accept_plain), task["answer"]
@@ -215,6 +221,8 @@ def _own_judge(function: str) -> Judge:
         if spec is None or spec.loader is None:
             raise ValueError(f"{where} is no Python file")
         module = importlib.util.module_from_spec(spec)
+        # chz looks the module up when it reads the annotations of classes that the file defines.
+        sys.modules[spec.name] = module
         spec.loader.exec_module(module)
     else:
         module = importlib.import_module(where)

@@ -51,7 +51,7 @@ class SingleTurn:
             loss_mask=np.arange(after_prompt + len(completion.tokens)) >= after_prompt,
             behave_logp=np.concatenate([np.zeros(after_prompt, np.float32), completion.logp]),
             versions=np.concatenate([np.full(after_prompt, NO_VERSION, np.int32), completion.versions]),
-            reward=verdict.worth(self.rewards.correct, self.rewards.wrong),
+            reward=verdict.worth(self.rewards.correct, self.rewards.wrong, self.rewards.no_answer),
             verdict=verdict.kind,
             stop_reason=completion.stop_reason,
         )

@@ -1,7 +1,9 @@
 from __future__ import annotations
 
+import json
 import math
 import time
+from pathlib import Path
 
 import pytest
 
@@ -110,6 +112,20 @@ def test_other_integers_are_wrong(answer: str, reference: str) -> None:
 )
 def test_mathematics_decides_what_text_cannot(answer: str, reference: str, correct: bool) -> None:
     assert is_correct(answer, reference) is correct
+
+
+def test_pairs_of_answers_in_many_notations_and_their_near_misses() -> None:
+    rows = [json.loads(line) for line in Path(__file__).with_name("math_pairs.jsonl").read_text("utf-8").splitlines()]
+    pairs = [(answer, row["reference"], kind == "same") for row in rows for kind in ("same", "other") for answer in row[kind]]
+    assert len(pairs) > 400
+    misjudged = [pair for pair in pairs if is_correct(*pair[:2]) is not pair[2]]
+    assert misjudged == []
+
+
+@pytest.mark.parametrize("text", ["\0", "\x1b[2J", "\u202e42", "\ud800", "\ufeff", "42\x00", "\t\n\r\x0b\x85\u2028"])
+def test_control_characters_are_no_answers_and_no_harm(text: str) -> None:
+    assert not is_correct(extract_answer(f"\\boxed{{{text}}}") or "", "42")
+    assert not is_correct(text, "\\frac{3}{7}")
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,8 @@ from areal_jax.records import Message, Task, Verdict
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.rewards.service import RewardService
 
+OWN_REWARD = Path(__file__).parents[2] / "experiments" / "own_reward.py"
+
 OWN_JUDGE = r'''
 import os, signal, subprocess, sys, time
 from pathlib import Path
@@ -121,7 +123,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 
 def test_verdicts_on_mathematics_and_their_counts() -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig(timeout_s=60.0)) as judge:
+        async with RewardService(RewardConfig(timeout_s=60.0, patience_s=60.0)) as judge:
             answers = ["\\boxed{2}", "\\boxed{02}", "\\boxed{\\frac{4}{2}}", "\\boxed{3}", "2", "\\boxed{9^{9^9}}"]
             kinds = [(await judge(task(), answer)).kind for answer in answers]
             assert kinds == ["correct", "correct", "correct", "wrong", "no_answer", "wrong"]
@@ -140,6 +142,20 @@ def test_a_plain_number_counts_if_the_settings_say_so() -> None:
             assert (await judge(task(), "it is 2")).kind == "correct"
 
     run(main())
+
+
+def test_a_text_not_in_the_form_asked_for_holds_no_answer() -> None:
+    async def main() -> None:
+        async with RewardService(RewardConfig(form="<think>.*</think>.*")) as judge:
+            assert (await judge(task(), "<think>\n1+1\n</think>\n\\boxed{2}")).kind == "correct"
+            assert await judge(task(), "\\boxed{2}") == Verdict("no_answer", "not in rewards.form")
+        async with RewardService(RewardConfig(form="(")) as judge:
+            with pytest.raises(ValueError, match=r"rewards\.form=\("):
+                await judge.start()
+
+    run(main())
+    # -5 as a wrong answer, or what the settings say.
+    assert (Verdict("no_answer").worth(5.0, -5.0), Verdict("no_answer").worth(5.0, -5.0, -7.0)) == (-5.0, -7.0)
 
 
 def test_programs_are_judged_beside_mathematics() -> None:
@@ -206,22 +222,31 @@ def test_an_own_judge_may_be_async_and_know_degrees(own_judge: str) -> None:
     assert (Verdict("correct").worth(5.0, -5.0), Verdict("timeout").worth(5.0, -5.0)) == (5.0, -5.0)
 
 
+def test_the_reward_of_an_experiments_own_file_is_used() -> None:
+    async def main() -> None:
+        async with RewardService(RewardConfig(function=str(OWN_REWARD) + ":nearness")) as judge:
+            answers = ("\\boxed{2}", "\\boxed{7} \\boxed{102}", "\\boxed{1234}", "2")
+            # 002 itself; 102 has two of three digits right; the others are no numbers of three digits.
+            assert [(await judge(task(), answer)).score for answer in answers] == [1.0, pytest.approx(2 / 3), 0.0, 0.0]
+
+    run(main())
+
+
 def test_what_takes_long_makes_way_for_others(own_judge: str) -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig(function=own_judge, num_workers=1, patience_s=0.1)) as judge:
+        async with RewardService(RewardConfig(function=own_judge, num_workers=1, timeout_s=60.0, patience_s=0.1)) as judge:
             await judge.start()
-            slow = [asyncio.create_task(judge(task(), answer)) for answer in ("slow 4", "hang")]
+            hanging = [asyncio.create_task(judge(task(), "hang")) for _ in range(2)]
             await asyncio.sleep(0)
-            began_s = time.monotonic()
             assert (await judge(task(), "2")).kind == "correct"
-            assert time.monotonic() - began_s < 3.0
             assert sorted(process.nice() for process in judges()) == [psutil.Process().nice(), 19, 19]
-            assert (await slow[0]).kind == "wrong"
-            assert judge.counters()["set_aside"] == 2
-            slow[1].cancel()
-            await asyncio.wait(slow)
+            for call in hanging:
+                call.cancel()
+            await asyncio.wait(hanging)
+            assert (await judge(task(), "slow 0.5")).kind == "wrong"
+            assert judge.counters()["set_aside"] == 3
             # What was set aside judges no more: its priority stays low.
-            assert [process.nice() for process in judges()] == [psutil.Process().nice()]
+            assert 19 not in [process.nice() for process in judges()]
 
     run(main())
 
