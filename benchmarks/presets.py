@@ -18,6 +18,7 @@ from collections import defaultdict
 from pathlib import Path
 from statistics import median
 
+import chz
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -30,9 +31,9 @@ from rl_step_cpu import (
     NUM_PROMPTS,
     NUM_SEQUENCES,
     PROMPT_TOKENS,
-    ROWS_PER_MICRO_BATCH,
     SAMPLES_PER_PROMPT,
     TRAIN_TOKENS,
+    TRAINER,
 )
 from runs import pass_at_1, run_all
 
@@ -42,7 +43,6 @@ from areal_jax.parallel.mesh import make_meshes
 from areal_jax.records import NO_VERSION, Group, Sample, Task
 from areal_jax.rl.config import GAE
 from areal_jax.rl.presets import PRESETS
-from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.ppo import Trainer
 
 NAME = "presets"
@@ -77,16 +77,12 @@ def train_tokens_per_s() -> dict[str, float]:
 def trainer_of(name: str) -> Trainer:
     preset, policy = PRESETS[name], Policy(MODEL)
     trainer = Trainer(
-        TrainerConfig(
+        chz.replace(
+            TRAINER,
             loss=preset.loss,
             loss_mean=preset.loss_mean,
             advantages=preset.advantages,
             shaping=preset.shaping,
-            optimizer=OptimizerConfig(learning_rate=1e-4),
-            num_mini_batches=1,
-            rows_per_micro_batch=ROWS_PER_MICRO_BATCH,
-            logp_chunk_tokens=TRAIN_TOKENS,
-            remat="none",
         ),
         policy,
         policy.init(jax.random.key(0)),
