@@ -21,7 +21,7 @@ from numpy import ndarray
 
 from areal_jax.checkpoint.recovery import Columns
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
-from areal_jax.config import AnyExperiment
+from areal_jax.config import AnyExperiment, Experiment
 from areal_jax.engine.decode import EngineParams
 from areal_jax.engine.driver import Driver
 from areal_jax.evaluation.evaluate import Evaluation, evaluate
@@ -40,19 +40,21 @@ from areal_jax.plan import Plan
 from areal_jax.records import Group, Judge, Sampling, Task, Verdict, derive_seed
 from areal_jax.rewards.service import RewardService
 from areal_jax.settings import ConfigError, to_json
-from areal_jax.trainer.ppo import Trainer
-from areal_jax.trainer.sft import SupervisedTrainer
+from areal_jax.trainer.critic import CriticWeights
+from areal_jax.trainer.forward import Forward, FrozenPolicy
 from areal_jax.trainer.step import Metrics
+from areal_jax.trainer.versions import Versions
 from areal_jax.weights.mailbox import Mailbox
 from areal_jax.workflows.single_turn import SingleTurn
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-AnyTrainer = TypeVar("AnyTrainer", Trainer, SupervisedTrainer)
+AnyTrainer = TypeVar("AnyTrainer", bound=Versions)
 
 CHECKPOINTS = "checkpoints"
 POLICY = "policy"
+CRITIC = "critic"
 ADAPTER = "adapter"
 TRACE = "trace.json"
 
@@ -189,6 +191,11 @@ class Run(Generic[AnyTrainer]):
             whole = params if self.base is None else lora.merge(policy, self.base, params)
             hf.save(folder, policy, whole, self.plan.policy_folder)
             self.progress.say(f"policy of version {version}: {folder}")
+        critic = self.trainer.state.critic
+        if critic is not None and self.plan.critic is not None and self.experiment.checkpoint.export_hf:
+            folder = self.folder / CRITIC
+            hf.save(folder, self.plan.critic, critic.params, self.plan.critic_folder)
+            self.progress.say(f"critic of version {version}: {folder}")
         try:
             self.store.wait()
         except CheckpointError as error:
@@ -294,6 +301,41 @@ def _initial_params(plan: Plan) -> tuple[Params, Params | None]:
         return lora.load(Path(config.adapter).expanduser(), policy, placed), weights
     init = jax.jit(partial(lora.init, policy), out_shardings=placed)
     return init(jax.random.key(derive_seed(seed, "adapter"))), weights
+
+
+def initial_critic(plan: Plan) -> CriticWeights | None:
+    """What the critic begins with, if one is asked: its own weights, or a trunk, by default the policy's, and a fresh head."""
+    critic, folder, experiment = plan.critic, plan.critic_folder, plan.experiment
+    if critic is None or folder is None:
+        return None
+    placed = shardings(plan.meshes.train, critic.axes(), critic.abstract(), TRAIN_RULES)
+    if experiment.policy.random_init and experiment.trainer.critic.path is None:
+        # The same key draws the same trunk.
+        params = jax.jit(critic.init, out_shardings=placed)(jax.random.key(experiment.seed))
+    else:
+        params = hf.load(folder, critic, placed)
+    return CriticWeights(critic, params)
+
+
+def frozen_policy(plan: Plan, name: str, params: Params, base: Params | None) -> FrozenPolicy | None:
+    """The frozen policy that trainer.NAME names, on the train mesh; None where it names none.
+
+    Args: params, base: what training starts from, on the train mesh. A policy that is the same shares their memory."""
+    found = next((found for found in plan.beside if found.name == name), None)
+    if found is None:
+        return None
+    experiment, mesh, dtype = plan.experiment, plan.meshes.train, plan.compute_dtype
+    # Examples were drawn at no temperature of the engine's.
+    temperature = experiment.engine.temperature if isinstance(experiment, Experiment) else 1.0
+    forward = Forward(experiment.trainer, found.policy, mesh, dtype, temperature=temperature, row_tokens=plan.row_tokens)
+    abstract = found.policy.abstract(dtype)
+    if found.folder is not None:
+        placed = shardings(mesh, found.policy.axes(), abstract, TRAIN_RULES)
+        return FrozenPolicy(forward, hf.load(found.folder, found.policy, placed, dtype=dtype), offload=found.offload)
+    if found.policy.lora:
+        return FrozenPolicy(forward, params, base, offload=found.offload)
+    initial = base or jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, abstract)
+    return FrozenPolicy(forward, initial, offload=found.offload)
 
 
 def _base_of_engine(plan: Plan, base: Params) -> EngineParams:

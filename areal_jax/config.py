@@ -10,6 +10,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import get_args
 
 import chz
 
@@ -22,7 +23,7 @@ from areal_jax.metrics.config import MetricsConfig
 from areal_jax.models.config import PolicyConfig
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.rewards.config import RewardConfig
-from areal_jax.rl.config import GroupNormalized, LeaveOneOut
+from areal_jax.rl.config import DPO, GAE, BradleyTerry, GroupNormalized, LeaveOneOut, Preference, Reference
 from areal_jax.rl.presets import PRESETS
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.settings import (
@@ -36,7 +37,7 @@ from areal_jax.settings import (
     settings,
     to_json,
 )
-from areal_jax.trainer.config import TrainerConfig
+from areal_jax.trainer.config import Critic, TrainerConfig
 
 CONFIG_FILE = "config.json"
 """Name under which a run folder keeps its resolved configuration."""
@@ -74,20 +75,47 @@ class Experiment(Setup):
 
 
 @chz.chz
-class SFTExperiment(Setup):
-    """Supervised fine-tuning: how a policy comes to be that reinforcement learning can start from."""
+class FineTuning(Setup):
+    """Learning from examples that are there before the run begins."""
 
     examples: TaskSource = chz.field(
-        default_factory=Synthetic, doc="what it is trained on: conversations, or prompts with their answers"
+        default_factory=Synthetic,
+        doc="what it is trained on: conversations, or prompts with their answers; for preferences, pairs of answers",
     )
-    examples_per_batch: int = chz.field(default=64, doc="examples in one update")
-    eval_examples: TaskSource = chz.field(default_factory=HeldOut, doc="what loss and perplexity are measured on")
-    perplexity_every_steps: int = chz.field(
-        default=50, doc="updates between two measurements, one before the first and one after the last; 0: none"
+    examples_per_batch: int = chz.field(default=64, doc="examples, or pairs, in one update")
+    eval_examples: TaskSource = chz.field(default_factory=HeldOut, doc="what is measured on examples is measured on these")
+    heldout_every_steps: int = chz.field(
+        default=50,
+        doc="updates between two measurements of loss and perplexity (for preferences, of accuracy) on eval_examples, one "
+        "before the first and one after the last; 0: none",
     )
 
 
-AnyExperiment = Experiment | SFTExperiment
+@chz.chz
+class SFTExperiment(FineTuning):
+    """Supervised fine-tuning: how a policy comes to be that reinforcement learning can start from."""
+
+
+@chz.chz
+class PreferenceExperiment(FineTuning):
+    """Training on pairs of a chosen and a rejected answer, of a policy or of a reward model."""
+
+    loss: Preference = chz.field(
+        default_factory=DPO, doc="what is learnt from a pair: by a policy DPO or IPO, by a reward model BradleyTerry"
+    )
+
+    @property
+    def trains_reward_model(self) -> bool:
+        """Whether the outcome scores answers, instead of giving them."""
+        return isinstance(self.loss, BradleyTerry)
+
+    @property
+    def reference(self) -> Reference | None:
+        """What the policy is compared with, by default the weights that training starts from; a reward model with nothing."""
+        return None if self.trains_reward_model else self.trainer.reference or Reference()
+
+
+AnyExperiment = Experiment | SFTExperiment | PreferenceExperiment
 
 
 def load_experiment(name_or_path: str, overrides: Sequence[str] = ()) -> AnyExperiment:
@@ -108,7 +136,7 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> AnyExperiment:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected the {CONFIG_FILE} of a run") from None
     except ValueError as error:
         raise ConfigError(f"{path}: expected the {CONFIG_FILE} of a run, came no JSON ({error})") from None
-    classes = {cls.__name__: cls for cls in (Experiment, SFTExperiment)}
+    classes = {cls.__name__: cls for cls in get_args(AnyExperiment)}
     cls = classes.get(str(given.pop(_CLASS_KEY, ""))) if isinstance(given, dict) else None
     if cls is None:
         raise ConfigError(f"{path}: expected the {CONFIG_FILE} of a run, with {_CLASS_KEY} one of {', '.join(classes)}")
@@ -160,10 +188,9 @@ def _experiment_in(path: Path) -> AnyExperiment:
     sys.modules[module_name] = module
     spec.loader.exec_module(module)
     experiment = getattr(module, "experiment", None)
-    if not isinstance(experiment, Experiment | SFTExperiment):
-        raise ConfigError(
-            f"{path}: expected `experiment` to be an Experiment or SFTExperiment, came {type(experiment).__name__}"
-        )
+    if not isinstance(experiment, AnyExperiment):
+        names = ", ".join(cls.__name__ for cls in get_args(AnyExperiment))
+        raise ConfigError(f"{path}: expected `experiment` to be one of {names}, came {type(experiment).__name__}")
     return experiment
 
 
@@ -182,7 +209,7 @@ def _with_algorithm(experiment: AnyExperiment, name: str) -> Experiment:
     if name not in PRESETS:
         raise ConfigError(f"no algorithm {name!r}; known are {', '.join(PRESETS)}")
     if not isinstance(experiment, Experiment):
-        raise ConfigError(f"algorithm={name} is for reinforcement learning; {experiment.name} is supervised fine-tuning")
+        raise ConfigError(f"algorithm={name} is for reinforcement learning, which {experiment.name} is not")
     preset = PRESETS[name]
     trainer = chz.replace(
         experiment.trainer,
@@ -190,6 +217,8 @@ def _with_algorithm(experiment: AnyExperiment, name: str) -> Experiment:
         loss_mean=preset.loss_mean,
         advantages=preset.advantages,
         shaping=preset.shaping,
+        critic=experiment.trainer.critic if isinstance(preset.advantages, GAE) else Critic(),
+        reference=preset.reference,
     )
     rollout = chz.replace(
         experiment.rollout, success_rate_above=preset.success_rate_above, success_rate_below=preset.success_rate_below
@@ -210,6 +239,7 @@ _POSITIVE = (
     ),
     *("num_slots", "max_prompt_tokens", "max_new_tokens", "steps_per_dispatch", "num_mini_batches", "rows_per_micro_batch"),
     *("logp_chunk_tokens", "learning_rate", "eps", "max_grad_norm", "clip_eps", "clip_eps_high", "cap"),
+    *("value_clip_eps", "beta"),
     *("clip", "max_second_moment", "temperature_positive", "temperature_negative", "clip_eps_low"),
     *("num_workers", "samples_per_task", "keep", "batch_timeout_s", "request_timeout_s", "timeout_s"),
     *("rank", "alpha", "train_devices", "rollout_devices", "train_fsdp", "train_expert", "train_context", "train_tensor"),
@@ -217,13 +247,24 @@ _POSITIVE = (
     *("patience_s", "test_timeout_s", "memory_bytes", "max_processes", "max_file_bytes", "tmp_bytes"),
 )
 _NOT_NEGATIVE = (
-    *("seed", "num_steps", "max_staleness", "every_steps", "perplexity_every_steps", "row_tokens"),
-    *("temperature", "top_k", "weight_decay", "overlong_penalty", "router_aux_loss_coef"),
+    *(
+        "seed",
+        "num_steps",
+        "max_staleness",
+        "max_staleness_of_code",
+        "every_steps",
+        "heldout_every_steps",
+        "row_tokens",
+        "warmup_steps",
+    ),
+    *("temperature", "top_k", "weight_decay", "overlong_penalty", "router_aux_loss_coef", "entropy_coef"),
+    *("weight", "reward_weight", "coefficient"),
 )
 _FRACTION = (
     *("share", "overlong_share", "success_rate_above", "success_rate_below"),
-    *("top_p", "warmup_fraction", "beta1", "beta2"),
+    *("top_p", "warmup_fraction", "beta1", "beta2", "gamma", "lam"),
 )
+_BELOW_HALF = ("label_smoothing",)
 _ABOVE_ONE = ("dual_clip",)
 _ANY_NUMBER = ("correct", "wrong", "no_answer", "bias", "scale")
 
@@ -232,13 +273,17 @@ def contradictions(experiment: AnyExperiment) -> Iterator[str]:
     """What cannot be in an experiment's settings, each in a sentence that names the knobs; nothing where all is well."""
     yield from out_of_range(experiment)
     yield from two_adapters(experiment)
+    yield from two_homes(experiment)
     if isinstance(experiment, Experiment):
         yield from row_too_short(experiment)
         yield from too_many_mini_batches(experiment)
         yield from no_signal(experiment)
+        yield from idle_critic(experiment)
         yield from nothing_in_bounds(experiment)
     else:
         yield from idle(experiment)
+    if isinstance(experiment, PreferenceExperiment):
+        yield from answers_of_a_reward_model(experiment)
 
 
 def nothing_in_bounds(experiment: Experiment) -> Iterator[str]:
@@ -264,6 +309,8 @@ def out_of_range(experiment: AnyExperiment) -> Iterator[str]:
             yield f"{setting.key}={value}: expected 0 or more ({setting.doc})"
         if name in _FRACTION and not 0 <= value <= 1:
             yield f"{setting.key}={value}: expected a number from 0 to 1 ({setting.doc})"
+        if name in _BELOW_HALF and not 0 <= value < 0.5:
+            yield f"{setting.key}={value}: expected a number from 0 to less than 0.5 ({setting.doc})"
         if name in _ABOVE_ONE and value <= 1:
             yield f"{setting.key}={value}: expected a number above 1 ({setting.doc})"
 
@@ -290,6 +337,17 @@ def two_adapters(experiment: AnyExperiment) -> Iterator[str]:
         yield "policy.lora.targets is empty, which leaves nothing to train: name at least one, such as q_proj"
 
 
+def two_homes(experiment: AnyExperiment) -> Iterator[str]:
+    """Weights that an adapter is trained beside are needed on the device all the time, whoever else reads them."""
+    policy, reference = experiment.policy, experiment.trainer.reference
+    has_adapter = policy.lora is not None or policy.adapter is not None
+    if has_adapter and reference is not None and reference.path == "initial" and reference.offload:
+        yield (
+            "trainer.reference.offload=true would save nothing: beside an adapter, the initial policy is the frozen weights "
+            "themselves; leave it out"
+        )
+
+
 def too_many_mini_batches(experiment: Experiment) -> Iterator[str]:
     """A group is never split over two updates."""
     groups, mini_batches = experiment.rollout.groups_per_batch, experiment.trainer.num_mini_batches
@@ -302,8 +360,9 @@ def too_many_mini_batches(experiment: Experiment) -> Iterator[str]:
 
 def no_signal(experiment: Experiment) -> Iterator[str]:
     """Mixtures under which every advantage is zero."""
-    advantages = experiment.trainer.advantages
-    if isinstance(advantages, GroupNormalized | LeaveOneOut) and experiment.rollout.samples_per_group == 1:
+    advantages, is_taught = experiment.trainer.advantages, experiment.trainer.teacher is not None
+    alone = experiment.rollout.samples_per_group == 1 and not is_taught
+    if alone and isinstance(advantages, GroupNormalized | LeaveOneOut):
         yield (
             f"rollout.samples_per_group=1 leaves nothing to compare with under trainer.advantages={type(advantages).__name__}: "
             "draw at least 2, or set trainer.advantages=BatchNormalized"
@@ -314,10 +373,35 @@ def no_signal(experiment: Experiment) -> Iterator[str]:
         yield f"rewards.correct={experiment.rewards.correct} is not above rewards.wrong={experiment.rewards.wrong}"
 
 
-def idle(experiment: SFTExperiment) -> Iterator[str]:
-    """Settings that supervised fine-tuning does not read, changed nevertheless."""
-    given, default = settings(experiment.trainer), settings(TrainerConfig())
+def idle_critic(experiment: Experiment) -> Iterator[str]:
+    """Settings of a critic that nothing asks."""
+    advantages = type(experiment.trainer.advantages)
+    given, default = settings(experiment.trainer.critic), settings(Critic())
+    changed = {key.partition(".")[0] for key in given if key not in default or given[key].value != default[key].value}
+    if changed and advantages is not GAE:
+        yield (
+            f"{', '.join(f'trainer.critic.{key}' for key in sorted(changed))}: without meaning under "
+            f"trainer.advantages={advantages.__name__}, which asks no critic; leave it out, or set trainer.advantages=GAE"
+        )
+
+
+def idle(experiment: FineTuning) -> Iterator[str]:
+    """Settings that learning from examples does not read, changed nevertheless."""
+    given = settings(experiment.trainer)
+    unread = ["loss", "entropy_coef", "shaping", "advantages", "critic", "num_mini_batches", "teacher"]
+    compares = isinstance(experiment, PreferenceExperiment) and experiment.reference is not None
+    unread.append("reference.kl" if compares else "reference")
+    default = settings(TrainerConfig(reference=Reference() if compares else None))
     for key in given:
-        is_idle = key.startswith(("loss", "advantages", "num_mini_batches"))
+        is_idle = key.startswith(tuple(unread))
         if is_idle and given[key].value != default.get(key, given[key]).value:
-            yield f"trainer.{key}={given[key].text()} has no meaning in supervised fine-tuning; leave it out"
+            yield f"trainer.{key}={given[key].text()} has no meaning in learning from examples; leave it out"
+
+
+def answers_of_a_reward_model(experiment: PreferenceExperiment) -> Iterator[str]:
+    """A reward model has given up the head that answers."""
+    if experiment.trains_reward_model and experiment.evaluation.every_steps:
+        yield (
+            f"evaluation.every_steps={experiment.evaluation.every_steps} asks a reward model (loss=BradleyTerry) for answers, "
+            "of which it gives none; set it to 0"
+        )

@@ -17,11 +17,13 @@ import math
 import sys
 from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
-from areal_jax.assembly import Run, assembled, trained_samples
+from areal_jax.assembly import Run, assembled, frozen_policy, initial_critic, trained_samples
 from areal_jax.checkpoint.recovery import decode, encode
-from areal_jax.config import Experiment, SFTExperiment
+from areal_jax.config import Experiment, FineTuning, PreferenceExperiment
 from areal_jax.data.pipeline import TaskStream
 from areal_jax.metrics import names
 from areal_jax.models.decoder import Params
@@ -30,7 +32,9 @@ from areal_jax.records import Group, RolloutState, Sampling
 from areal_jax.rollout.buffer import TasksExhausted
 from areal_jax.rollout.controller import Rollouts, open_gate, rolling_out
 from areal_jax.trainer.ppo import Trainer
+from areal_jax.trainer.preference import PreferenceTrainer
 from areal_jax.trainer.sft import SupervisedTrainer
+from areal_jax.trainer.versions import FromExamples
 from areal_jax.workflows.single_turn import SingleTurn
 
 
@@ -97,8 +101,8 @@ async def checkpoint(run: Run[Trainer], rollouts: Rollouts, untrained: Sequence[
     await asyncio.to_thread(run.save, run.trainer.version, encode(state))
 
 
-async def fine_tune(run: Run[SupervisedTrainer], exp: SFTExperiment) -> None:
-    """Supervised fine-tuning, the same update with another loss, until the last step or a request to stop."""
+async def fine_tune(run: Run[FromExamples[Any]], exp: FineTuning) -> None:
+    """Learning from examples, the same update with another loss, until the last step or a request to stop."""
     trainer = run.trainer
     examples = TaskStream(run.plan.examples.examples, exp.seed)
     if run.restored:
@@ -106,8 +110,8 @@ async def fine_tune(run: Run[SupervisedTrainer], exp: SFTExperiment) -> None:
     published = trainer.version
     for version in range(trainer.version, exp.num_steps):
         # Before the step, so that a run that goes on from this version measures it again.
-        if version == 0 or is_due(version, exp.perplexity_every_steps):
-            await measure_loss(run, exp)
+        if version == 0 or is_due(version, exp.heldout_every_steps):
+            await measure(run, exp)
         batch = [next(examples) for _ in range(exp.examples_per_batch)]
         with run.span("trainer", f"step {version}"):
             metrics = await asyncio.to_thread(trainer.step, batch)
@@ -121,26 +125,27 @@ async def fine_tune(run: Run[SupervisedTrainer], exp: SFTExperiment) -> None:
             run.evaluate_meanwhile(version + 1)
     await asyncio.to_thread(run.save, trainer.version, encode(nothing_but(examples)))
     if not run.stop.is_set():
-        await measure_loss(run, exp)
+        await measure(run, exp)
     if run.plan.decodes and published < trainer.version:
         run.mailbox.publish(trainer.version, trainer.params)
     await run.finish()
 
 
-async def measure_loss(run: Run[SupervisedTrainer], exp: SFTExperiment) -> None:
-    """Write down loss and perplexity of the examples that are not trained on, with the parameters as they are."""
-    if not exp.perplexity_every_steps:
+async def measure(run: Run[FromExamples[Any]], exp: FineTuning) -> None:
+    """Write down loss, and perplexity or accuracy, of the examples that are not trained on, with the parameters as they are."""
+    if not exp.heldout_every_steps:
         return
     version, examples = run.trainer.version, run.plan.eval_examples.examples
     with run.span("evaluation", f"loss of version {version}"):
-        total, num_tokens = await asyncio.to_thread(run.trainer.loss, examples)
-    loss = total / num_tokens
-    run.record_evaluation(
-        version,
-        {names.EVAL_LOSS: loss, names.PERPLEXITY: perplexity(loss), "evaluation/loss_tokens": num_tokens},
-        f"version {version}: loss {loss:.4f}, perplexity {perplexity(loss):.4g} on {num_tokens:.0f} tokens of {len(examples)} "
-        "examples that are not trained on",
-    )
+        found = await asyncio.to_thread(run.trainer.measure, examples)
+    metrics = {f"evaluation/{name}": total / weight for name, (total, weight) in found.items()}
+    loss, count = metrics[names.EVAL_LOSS], found["loss"][1]
+    if isinstance(exp, PreferenceExperiment):
+        score, of = f"accuracy {metrics[names.ACCURACY]:.1%}", f"{count:.0f} pairs"
+    else:
+        metrics |= {names.PERPLEXITY: perplexity(loss), "evaluation/loss_tokens": count}
+        score, of = f"perplexity {metrics[names.PERPLEXITY]:.4g}", f"{count:.0f} tokens of {len(examples)} examples"
+    run.record_evaluation(version, metrics, f"version {version}: loss {loss:.4f}, {score} on {of} that are not trained on")
 
 
 def perplexity(loss: float) -> float:
@@ -169,7 +174,7 @@ async def _run(plan: Plan, run_folder: Path, resume: bool) -> None:
         async with assembled(plan, run_folder, resume=resume, make_trainer=rl_trainer) as parts:
             await train(parts, exp)
     else:
-        async with assembled(plan, run_folder, resume=resume, make_trainer=supervised_trainer) as parts:
+        async with assembled(plan, run_folder, resume=resume, make_trainer=trainer_from_examples) as parts:
             await fine_tune(parts, exp)
 
 
@@ -185,18 +190,25 @@ def rl_trainer(plan: Plan, params: Params, base: Params | None) -> Trainer:
         plan.compute_dtype,
         num_updates=exp.num_steps * exp.trainer.num_mini_batches,
         max_staleness=exp.rollout.max_staleness,
+        staleness_of_kind=exp.rollout.staleness_of_kind(),
         temperature=exp.engine.temperature,
         row_tokens=plan.row_tokens,
         max_new_tokens=exp.engine.max_new_tokens,
         base=base,
+        critic=initial_critic(plan),
+        reference=frozen_policy(plan, "reference", params, base),
+        teacher=frozen_policy(plan, "teacher", params, base),
     )
 
 
-def supervised_trainer(plan: Plan, params: Params, base: Params | None) -> SupervisedTrainer:
-    """The trainer of a plan for supervised fine-tuning, with the weights it starts from, and those beside an adapter."""
+def trainer_from_examples(plan: Plan, params: Params, base: Params | None) -> FromExamples[Any]:
+    """The trainer of a plan for learning from examples, with the weights it starts from, and those beside an adapter."""
     exp = plan.experiment
-    assert isinstance(exp, SFTExperiment)
-    return SupervisedTrainer(
+    assert isinstance(exp, FineTuning)
+    make = SupervisedTrainer
+    if isinstance(exp, PreferenceExperiment):
+        make = partial(PreferenceTrainer, exp.loss, reference=frozen_policy(plan, "reference", params, base))
+    return make(
         exp.trainer,
         plan.policy,
         params,
@@ -204,6 +216,6 @@ def supervised_trainer(plan: Plan, params: Params, base: Params | None) -> Super
         plan.compute_dtype,
         num_updates=exp.num_steps,
         row_tokens=plan.row_tokens,
-        measures_loss=exp.perplexity_every_steps > 0,
+        measures=exp.heldout_every_steps > 0,
         base=base,
     )

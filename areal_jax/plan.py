@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import chz
 import jax
@@ -17,24 +18,28 @@ import jax.numpy as jnp
 import psutil
 from jax.sharding import Mesh
 
-from areal_jax.config import AnyExperiment, Experiment
+from areal_jax.config import AnyExperiment, Experiment, PreferenceExperiment
 from areal_jax.data.config import HeldOut, TaskSource
+from areal_jax.data.examples import ExampleSet
 from areal_jax.data.policy_files import resolve_policy_folder
-from areal_jax.data.sft import ExampleSet, load_examples
+from areal_jax.data.preferences import load_pairs
+from areal_jax.data.sft import load_examples
 from areal_jax.data.sources import Skipped, TaskSet, in_words, load_tasks
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.models import lora
+from areal_jax.models.architecture import Readout
 from areal_jax.models.config import PolicyConfig
 from areal_jax.models.decoder import Policy
 from areal_jax.models.hf import read_config
 from areal_jax.parallel.mesh import Meshes, make_meshes
 from areal_jax.parallel.sharding import ROLLOUT_RULES, bytes_per_device, sharding
 from areal_jax.records import derive_seed
+from areal_jax.rl.config import GAE, Reference
 from areal_jax.settings import ConfigError, as_text
-from areal_jax.trainer.memory import predicted_bytes
-from areal_jax.trainer.state import trained
-from areal_jax.trainer.step import check_cut
+from areal_jax.trainer.forward import check_cut
+from areal_jax.trainer.memory import bytes_beside, predicted_bytes
+from areal_jax.trainer.state import require_host_memory, trained
 
 T = TypeVar("T")
 
@@ -45,6 +50,19 @@ Memory = Mapping[str, int]
 """Bytes on each device, by what they are for."""
 
 
+@dataclass(frozen=True)
+class Beside:
+    """A frozen policy beside the one that is trained: a reference, a teacher."""
+
+    name: str
+    """Of its settings, trainer.NAME."""
+    path: str
+    policy: Policy
+    folder: Path | None
+    """None: the weights that training starts from."""
+    offload: bool
+
+
 @dataclass(frozen=True, eq=False)
 class Plan:
     """An experiment with all that its settings name on this machine. Holds no weights."""
@@ -52,14 +70,16 @@ class Plan:
     experiment: AnyExperiment
     policy_folder: Path
     policy: Policy
+    beside: tuple[Beside, ...]
+    """What training asks and leaves as it is; a policy for each of the trainer's settings that name one."""
     tokenizer: HFTokenizer
     compute_dtype: jnp.dtype
     tasks: TaskSet
-    """What reinforcement learning trains on; empty in supervised fine-tuning."""
-    examples: ExampleSet
-    """What supervised fine-tuning trains on; empty in reinforcement learning."""
-    eval_examples: ExampleSet
-    """What supervised fine-tuning measures its loss on; empty where it does not."""
+    """What reinforcement learning trains on; empty in learning from examples."""
+    examples: ExampleSet[Any]
+    """What fine-tuning trains on, such as its trainer learns from; empty in reinforcement learning."""
+    eval_examples: ExampleSet[Any]
+    """What fine-tuning measures its loss on; empty where it does not."""
     eval_tasks: TaskSet
     """Empty where the experiment does not evaluate."""
     meshes: Meshes
@@ -67,10 +87,14 @@ class Plan:
     """Idle where the experiment does not decode."""
     row_tokens: int
     """Tokens of a packed row."""
+    critic: Policy | None = None
+    """What advantages=GAE asks."""
+    critic_folder: Path | None = None
+    """Where the critic's weights are: its own, or all of them but the head."""
 
     @property
     def decodes(self) -> bool:
-        """Whether anything is generated; supervised fine-tuning does so to evaluate only."""
+        """Whether anything is generated; learning from examples does so to evaluate only."""
         return _decodes(self.experiment)
 
     def headline(self) -> str:
@@ -82,6 +106,8 @@ class Plan:
         lines = (
             ("policy", self._policy()),
             ("trained", self._trained()),
+            *self._critic(),
+            *((found.name, self._beside(found)) for found in self.beside),
             ("data", self._data()),
             ("training", self._training()),
             ("evaluation", self._evaluation()),
@@ -96,7 +122,17 @@ class Plan:
     def train_bytes(self) -> Memory:
         """What training takes of each device of its mesh."""
         config, mesh = self.experiment.trainer, self.meshes.train
-        return predicted_bytes(config, self.policy, mesh, self.compute_dtype, row_tokens=self.row_tokens)
+        parts = dict(
+            predicted_bytes(config, self.policy, mesh, self.compute_dtype, row_tokens=self.row_tokens, critic=self.critic)
+        )
+        # What is offloaded comes to the device when there are neither gradients nor activations.
+        room = sum(parts[name] for name in ("gradients", "activations", "logits"))
+        for found in self.beside:
+            if found.folder is None and self.policy.lora:
+                continue  # the frozen weights themselves
+            size = bytes_beside(found.policy, mesh, self.compute_dtype)
+            parts[found.name] = max(0, size - room) if found.offload else size
+        return parts
 
     def rollout_bytes(self) -> Memory:
         """The engine's weights, what is trained of them twice as it arrives; keys and values of every slot at its longest."""
@@ -125,22 +161,38 @@ class Plan:
     def _trained(self) -> str:
         policy, config = self.policy, self.experiment.policy
         if policy.lora is None:
-            return "all parameters"
+            return f"all parameters, read out as {policy.config.readout}"
         num_params = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(lora.abstract(policy)))
         return (
             f"{num_params / 1e6:,.3f} M parameters of an adapter of rank {policy.lora.rank} on {as_text(policy.lora.targets)}, "
             f"{config.adapter or 'fresh'}; {policy.config.num_params / 1e6:,.1f} M frozen"
         )
 
+    def _critic(self) -> Iterator[tuple[str, str]]:
+        if self.critic is not None and self.critic_folder is not None:
+            model, path = self.critic.config, self.experiment.trainer.critic.path or self.experiment.policy.path
+            size = f"{model.num_params / 1e6:,.1f} M parameters"
+            head = "" if read_config(self.critic_folder).is_scalar else ", with a fresh head"
+            yield "critic", f"{path} ({model.architecture}, {size}{head})"
+
+    def _beside(self, found: Beside) -> str:
+        model = found.policy.config
+        where = ", in the host's memory" if found.offload else ""
+        what = "the weights that training starts from" if found.folder is None else found.path
+        return f"{what} ({model.architecture}, {model.num_params / 1e6:,.1f} M parameters{where})"
+
     def _data(self) -> str:
         if isinstance(self.experiment, Experiment):
             return _count("tasks", *self.tasks, self.experiment.tasks)
-        return _count("examples", *self.examples, self.experiment.examples)
+        return _count(self._kind(), self.examples.examples, self.examples.skipped, self.experiment.examples)
+
+    def _kind(self) -> str:
+        return "pairs" if isinstance(self.experiment, PreferenceExperiment) else "examples"
 
     def _training(self) -> str:
         experiment = self.experiment
         if not isinstance(experiment, Experiment):
-            return f"{experiment.num_steps} updates of {experiment.examples_per_batch} examples"
+            return f"{experiment.num_steps} updates of {experiment.examples_per_batch} {self._kind()}"
         rollout = experiment.rollout
         return (
             f"{experiment.num_steps} steps of {rollout.groups_per_batch} groups x {rollout.samples_per_group} samples, "
@@ -153,14 +205,15 @@ class Plan:
             yield "  on each", _memory(self.rollout_bytes())
 
     def _evaluation(self) -> str:
-        return "; ".join(found for found in (self._perplexity(), self._pass_at_1()) if found) or "none"
+        return "; ".join(found for found in (self._heldout(), self._pass_at_1()) if found) or "none"
 
-    def _perplexity(self) -> str:
-        experiment = self.experiment
-        if isinstance(experiment, Experiment) or not experiment.perplexity_every_steps:
+    def _heldout(self) -> str:
+        experiment, found = self.experiment, self.eval_examples
+        if isinstance(experiment, Experiment) or not experiment.heldout_every_steps:
             return ""
-        examples = _count("examples", *self.eval_examples, experiment.eval_examples)
-        return f"loss and perplexity every {experiment.perplexity_every_steps} steps of {examples}"
+        measured = "accuracy" if isinstance(experiment, PreferenceExperiment) else "perplexity"
+        examples = _count(self._kind(), found.examples, found.skipped, experiment.eval_examples)
+        return f"loss and {measured} every {experiment.heldout_every_steps} steps of {examples}"
 
     def _pass_at_1(self) -> str:
         evaluation = self.experiment.evaluation
@@ -211,6 +264,10 @@ class Plan:
                 + "lower trainer.rows_per_micro_batch or trainer.row_tokens, or cut rows with placement.train_context"
             ),
             "logits": "lower trainer.logp_chunk_tokens",
+            **{
+                found.name: more_devices if found.offload else f"set trainer.{found.name}.offload=true, or {more_devices}"
+                for found in self.beside
+            },
             "engine's weights": "cut over more devices with placement.rollout_tensor",
             "engine's KV caches": "lower engine.num_slots or engine.max_new_tokens",
         }
@@ -220,21 +277,33 @@ class Plan:
 def make_plan(experiment: AnyExperiment) -> Plan:
     """Find the policy and the data, cut the meshes. ConfigError where one of them cannot be had, or does not fit another."""
     folder = _had(lambda: resolve_policy_folder(experiment.policy.path))
-    policy = _had(lambda: find_policy(experiment.policy, folder))
+    readout: Readout = "CausalLM"
+    if isinstance(experiment, PreferenceExperiment) and experiment.trains_reward_model:
+        readout = "SequenceClassification"
+    policy = _had(lambda: find_policy(experiment.policy, folder, readout))
+    critic_folder, critic = None, None
+    if isinstance(experiment.trainer.advantages, GAE):
+        critic_folder = _had(lambda: resolve_policy_folder(experiment.trainer.critic.path or experiment.policy.path))
+        critic = _had(lambda: find_critic(critic_folder))
     meshes = _had(lambda: _meshes(experiment))
     auto = "float32" if meshes.train.devices.flat[0].platform == "cpu" else "bfloat16"
     dtype = jnp.dtype(experiment.policy.compute_dtype.replace("auto", auto))
     engine = _had(lambda: DecodeEngine(policy, meshes.rollout, experiment.engine, dtype))
     tokenizer = _had(lambda: HFTokenizer.from_folder(folder))
-    row_tokens = experiment.trainer.row_tokens or engine.max_tokens
+    # A pair lies in one row.
+    longest = engine.max_tokens * (2 if isinstance(experiment, PreferenceExperiment) else 1)
+    row_tokens = experiment.trainer.row_tokens or longest
     tasks, eval_tasks, examples, eval_examples = TaskSet((), {}), TaskSet((), {}), ExampleSet((), {}), ExampleSet((), {})
     if isinstance(experiment, Experiment):
         tasks = _had(lambda: load_tasks(experiment.tasks, experiment.prompt))
     else:
+        load = load_examples
+        if isinstance(experiment, PreferenceExperiment):
+            load = partial(load_pairs, max_pair_tokens=row_tokens)
         examples, eval_examples = _had(
-            lambda: load_examples(
+            lambda: load(
                 experiment.examples,
-                experiment.eval_examples if experiment.perplexity_every_steps else None,
+                experiment.eval_examples if experiment.heldout_every_steps else None,
                 experiment.prompt,
                 tokenizer,
                 seed=derive_seed(experiment.seed, "examples"),
@@ -247,6 +316,7 @@ def make_plan(experiment: AnyExperiment) -> Plan:
         experiment,
         folder,
         policy,
+        _had(lambda: find_beside(experiment, policy, tokenizer, meshes.train, row_tokens)),
         tokenizer,
         dtype,
         tasks,
@@ -256,8 +326,11 @@ def make_plan(experiment: AnyExperiment) -> Plan:
         meshes,
         engine,
         row_tokens,
+        critic,
+        critic_folder,
     )
-    _had(lambda: check_cut(policy, meshes.train, plan.row_tokens))
+    for which in filter(None, (policy, critic)):
+        _had(partial(check_cut, which, meshes.train, plan.row_tokens))
     _had(plan.train_bytes)
     if problems := list(misfits(plan)):
         raise ConfigError("\n".join(problems))
@@ -278,20 +351,73 @@ def _meshes(experiment: AnyExperiment) -> Meshes:
     return make_meshes(alone, [*devices, devices[0]])
 
 
-def find_policy(config: PolicyConfig, folder: Path) -> Policy:
+def find_policy(config: PolicyConfig, folder: Path, readout: Readout = "CausalLM") -> Policy:
     """The policy in a folder, with the adapter that is to be trained beside it.
 
-    Raises ValueError where the adapter does not belong to the policy."""
+    Args: readout: another than a language model's has a fresh head where the folder holds a language model.
+    Raises ValueError where the folder is read out otherwise, or the adapter does not belong to the policy."""
+    model = read_config(folder)
+    if model.readout not in ("CausalLM", readout):
+        expected = " or ".join(dict.fromkeys(("CausalLM", readout)))
+        raise ValueError(f"policy.path={config.path} is read out as {model.readout}; expected {expected}")
+    model = replace(model, readout=readout)
     if config.adapter is None:
-        policy = Policy(read_config(folder), config.lora)
+        policy = Policy(model, config.lora)
     else:
         adapter = Path(config.adapter).expanduser()
-        policy = Policy(read_config(folder), lora.read_config(adapter))
+        policy = Policy(model, lora.read_config(adapter))
         lora.require_base(adapter, config.path, str(folder))
         lora.require_tensors(adapter, policy)
     if policy.lora:
         lora.abstract(policy)
     return policy
+
+
+def find_critic(folder: Path) -> Policy:
+    """The critic in a folder; with the language model in it for a trunk, if it is one."""
+    model = read_config(folder)
+    return Policy(model if model.is_scalar else replace(model, readout="TokenClassification"))
+
+
+def find_beside(
+    experiment: AnyExperiment, policy: Policy, tokenizer: HFTokenizer, mesh: Mesh, row_tokens: int
+) -> tuple[Beside, ...]:
+    """The frozen policies that the trainer's settings name.
+
+    Raises ValueError where one is not found, speaks other tokens than `policy`, or cannot be kept as it is asked to."""
+    trainer, found = experiment.trainer, []
+    reference = experiment.reference if isinstance(experiment, PreferenceExperiment) else trainer.reference
+    for name, config in (("reference", reference), ("teacher", trainer.teacher)):
+        if config is None:
+            continue
+        setting = f"trainer.{name}.path"
+        if isinstance(config, Reference) and config.path == "initial":
+            # A fresh adapter adds nothing yet; one that was trained before is part of what training starts from.
+            alone = policy if experiment.policy.adapter is not None else Policy(policy.config)
+            found.append(Beside(name, config.path, alone, None, config.offload))
+        else:
+            folder = resolve_policy_folder(config.path, setting)
+            other = Policy(read_config(folder))
+            if difference := tokenizer.difference(HFTokenizer.from_folder(folder)):
+                raise ValueError(
+                    f"{setting}={config.path} speaks other tokens than policy.path={experiment.policy.path}: {difference}; "
+                    "name a policy with the same tokenizer"
+                )
+            if other.config.vocab_size < policy.config.vocab_size:
+                raise ValueError(
+                    f"{setting}={config.path} has vocab_size={other.config.vocab_size}, fewer than the "
+                    f"{policy.config.vocab_size} tokens that policy.path={experiment.policy.path} may draw"
+                )
+            if other.config.max_position_embeddings < min(row_tokens, policy.config.max_position_embeddings):
+                raise ValueError(
+                    f"{setting}={config.path} was made for {other.config.max_position_embeddings} positions, fewer than a "
+                    f"sequence may have; lower engine.max_prompt_tokens or engine.max_new_tokens"
+                )
+            check_cut(other, mesh, row_tokens)
+            found.append(Beside(name, config.path, other, folder, config.offload))
+        if config.offload:
+            require_host_memory(mesh, f"trainer.{name}.offload")
+    return tuple(found)
 
 
 def misfits(plan: Plan) -> Iterator[str]:
@@ -306,6 +432,17 @@ def misfits(plan: Plan) -> Iterator[str]:
         yield (
             f"policy.path={path} has a tokenizer.json of {plan.tokenizer.vocab_size} tokens, "
             f"but its config.json says vocab_size={model.vocab_size}, which is the number of rows of the embedding"
+        )
+    if plan.critic is not None and plan.critic.config.vocab_size < plan.tokenizer.vocab_size:
+        yield (
+            f"trainer.critic.path={plan.experiment.trainer.critic.path} knows {plan.critic.config.vocab_size} tokens, and "
+            f"policy.path={path} has a tokenizer.json of {plan.tokenizer.vocab_size}; expected a critic that reads the same"
+        )
+    if plan.critic is not None and engine.max_tokens > plan.critic.config.max_position_embeddings:
+        yield (
+            f"engine.max_prompt_tokens + engine.max_new_tokens = {engine.max_tokens} is longer than the "
+            f"{plan.critic.config.max_position_embeddings} positions that trainer.critic.path="
+            f"{plan.experiment.trainer.critic.path} was made for; lower either"
         )
     if not plan.tokenizer.has_template and not plan.experiment.prompt.plain_text:
         yield (

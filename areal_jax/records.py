@@ -236,8 +236,8 @@ class PackedBatch(NamedTuple):
     """Place of the token in its own sequence."""
     loss_mask: Bool[np.ndarray, "B T"]
     behave_logp: Float32[np.ndarray, "B T"]
-    proximal_logp: Float32[np.ndarray, "B T"]
-    advantages: Float32[np.ndarray, "B T"]
+    age: Int32[np.ndarray, "B T"]
+    """Trainer steps since the token was drawn."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import isfinite
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
@@ -166,8 +167,12 @@ def from_text(text: str, kind: Any) -> Any:
     """Read a command-line value as `kind`; ValueError where it is none."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        (some,) = (arg for arg in args if arg is not types.NoneType)
-        return None if text.lower() == "none" else from_text(text, some)
+        if types.NoneType in args and text.lower() == "none":
+            return None
+        for arg in args:
+            with suppress(ValueError):
+                return from_text(text, arg)
+        raise ValueError(text)
     if origin is tuple:
         return tuple(from_text(item.strip(), args[0]) for item in text.split(",") if item.strip())
     if kind is bool and text.lower() in ("true", "false"):

@@ -10,8 +10,8 @@ their logits again in the backward pass, 8 T D V in all: their time can at best 
 
 Width 128, chunks of 1024 tokens, float32. Appends to results/logprobs_memory.jsonl and draws results/logprobs_memory.png.
 
-Expected: at 32 768 tokens a thirtieth of the memory, four arrays of a chunk's logits, in less time than the plain formula.
-Two CPU cores that other work shared: 2.3 GiB against 74 GiB with Qwen2.5's vocabulary, and 70 to 75 % of the time.
+Expected: at 32 768 tokens a sixtieth of the memory, two arrays of a chunk's logits, in less time than the plain formula.
+Two CPU cores that other work shared: 1.2 GiB against 74 GiB with Qwen2.5's vocabulary, and 70 to 75 % of the time.
 """
 
 from __future__ import annotations

@@ -62,7 +62,13 @@ NUM_PROMPTS, SAMPLES_PER_PROMPT, PROMPT_TOKENS, NEW_TOKENS = 8, 4, 16, 64
 NUM_SEQUENCES = NUM_PROMPTS * SAMPLES_PER_PROMPT
 ROLLOUT_TOKENS, TRAIN_TOKENS = NUM_SEQUENCES * NEW_TOKENS, NUM_SEQUENCES * (PROMPT_TOKENS + NEW_TOKENS)
 
-ROWS_PER_MICRO_BATCH = NUM_SEQUENCES
+TRAINER = TrainerConfig(
+    optimizer=OptimizerConfig(learning_rate=1e-4),
+    num_mini_batches=1,
+    rows_per_micro_batch=NUM_SEQUENCES,
+    logp_chunk_tokens=TRAIN_TOKENS,
+    remat="none",
+)
 RATES = ("rollout_tokens_per_s", "train_tokens_per_s", "steps_per_s")
 
 
@@ -72,13 +78,7 @@ async def measure(warmup_steps: int, num_steps: int) -> dict[str, object]:
     meshes = make_meshes(PlacementConfig(), jax.devices()[:1])
     dtype = jnp.dtype(jnp.float32)
     trainer = Trainer(
-        TrainerConfig(
-            optimizer=OptimizerConfig(learning_rate=1e-4),
-            num_mini_batches=1,
-            rows_per_micro_batch=ROWS_PER_MICRO_BATCH,
-            logp_chunk_tokens=TRAIN_TOKENS,
-            remat="none",
-        ),
+        TRAINER,
         policy,
         policy.init(jax.random.key(0)),
         meshes.train,

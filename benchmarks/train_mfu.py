@@ -1,40 +1,49 @@
 """Training speed: tokens/s, TFLOP/s and MFU of a decoupled-PPO update, and of the proximal forward pass, in packed rows.
 
-    python benchmarks/train_mfu.py --model=qwen2.5-1.5b            # one GPU or TPU, or all there are
-    python benchmarks/train_mfu.py --model=qwen2.5-7b --tensor=2
-    python benchmarks/train_mfu.py --tiny                          # a CPU: does it run, no more
+    python benchmarks/train_mfu.py --model=qwen2.5-1.5b                # one GPU or TPU, or all there are
+    python benchmarks/train_mfu.py --model=qwen2.5-7b --lora-rank=16   # an adapter on every matrix of every layer
+    python benchmarks/train_mfu.py --model=qwen2.5-1.5b --forward      # the proximal forward pass alone
+    python benchmarks/train_mfu.py --tiny                              # a CPU: does it run, no more
 
-Weights are random in the real shapes, float32 with AdamW, computing in bfloat16 (float32 on a CPU). Each row of --row-tokens
-holds segments of --segment-tokens; every token but a segment's first is trained on. An update is --micro-batches micro-batches
-and one optimizer step. The median of --updates updates counts, after one that is not timed.
+Weights are random in the real shapes: float32 with AdamW, computing in bfloat16 (float32 on a CPU); beside an adapter they are
+frozen, in the dtype of what is computed. Each row of --row-tokens holds segments of --segment-tokens; every token but the first
+of a segment is trained on. An update is --micro-batches micro-batches and one optimizer step. The median of --updates updates
+counts, after one that is not timed.
 
-What counts as work (PaLM, arXiv:2204.02311, appendix B), with N the parameters of matrix products, the head among them and the
-embedding not, and A = L layers x heads x head size:
+What counts as work, in floating-point operations (PaLM, arXiv:2204.02311, appendix B), with `trained` and `frozen` the number
+of parameters of matrix products, the head's among them and the embedding's not, and A = layers x heads x head size:
 
-    update   6 · N · tokens + 12 · A · sum(segment²) / 2
-    forward  2 · N · tokens +  4 · A · sum(segment²) / 2
+    forward   2 · (trained + frozen) · tokens      +  4 · A · sum(segment²) / 2
+    update   (6 · trained + 4 · frozen) · tokens   + 12 · A · sum(segment²) / 2
 
-Attention is halved, since a causal query sees half of its segment on average. What remat computes again does not count, nor do
-padding, the optimizer or the softmax over the vocabulary. MFU is work / seconds / devices / the peak of dense products in
-bfloat16 that the maker states; null for devices without one below. Appends one line to benchmarks/results/train_mfu.jsonl.
+A parameter takes 2 for a token forward and 2 for the gradient by its input, and 2 for its own gradient only if it is trained;
+beside an adapter the head is not. Attention is halved, since a causal query sees half of its segment on average. What remat
+computes again does not count, nor do padding, the optimizer, norms or the softmax over the vocabulary. MFU is work / seconds /
+devices / the peak of dense products in bfloat16 that the maker states; null for devices without one below. Appends one line to
+benchmarks/results/train_mfu.jsonl.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
-from typing import get_args
+from typing import NamedTuple, get_args
 
+import chz
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Int, PRNGKeyArray
 from results import append
 
+from areal_jax.models import lora
 from areal_jax.models.architecture import ModelConfig
-from areal_jax.models.config import Remat
-from areal_jax.models.decoder import Policy
+from areal_jax.models.config import LoRA, Remat
+from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.parallel.sharding import TRAIN_RULES, shardings
@@ -88,14 +97,47 @@ MODELS = {
 }
 
 
-def work(model: ModelConfig, segment_lengths: np.ndarray) -> tuple[float, float]:
-    """FLOPs of an update and of a forward pass over these segments, as the docstring counts them."""
+class Work(NamedTuple):
+    """What the docstring's formulas are made of, for some segments."""
+
+    trained: int
+    frozen: int
+    attention: int
+    """A."""
+    tokens: int
+    pairs: float
+    """sum(segment²) / 2."""
+
+    @property
+    def forward(self) -> float:
+        return 2.0 * (self.trained + self.frozen) * self.tokens + 4.0 * self.attention * self.pairs
+
+    @property
+    def update(self) -> float:
+        return (6.0 * self.trained + 4.0 * self.frozen) * self.tokens + 12.0 * self.attention * self.pairs
+
+
+COUNTED = {
+    "forward": "2 (trained + frozen) tokens + 4 attention sum(segment^2) / 2",
+    "update": "(6 trained + 4 frozen) tokens + 12 attention sum(segment^2) / 2",
+}
+"""The formulas, for the row."""
+
+
+def work(policy: Policy, segment_lengths: Int[np.ndarray, "N"]) -> Work:
+    """What is to be done for segments of these lengths."""
+    model = policy.config
     heads = (model.num_attention_heads, model.num_key_value_heads)
     of_layer = 2 * model.hidden_size * sum(heads) * model.head_dim + 3 * model.hidden_size * model.intermediate_size
-    products = model.num_hidden_layers * of_layer + model.vocab_size * model.hidden_size
-    width = model.num_hidden_layers * model.num_attention_heads * model.head_dim
-    forward = 2.0 * products * segment_lengths.sum() + 4.0 * width * (segment_lengths.astype(float) ** 2).sum() / 2
-    return 3 * forward, forward
+    whole = model.num_hidden_layers * of_layer + model.vocab_size * model.hidden_size
+    adapter = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(lora.abstract(policy))) if policy.lora else 0
+    return Work(
+        trained=adapter if policy.lora else whole,
+        frozen=whole if policy.lora else 0,
+        attention=model.num_hidden_layers * model.num_attention_heads * model.head_dim,
+        tokens=int(segment_lengths.sum()),
+        pairs=float((segment_lengths.astype(float) ** 2).sum() / 2),
+    )
 
 
 def peak_flops(device_kind: str) -> float | None:
@@ -114,8 +156,7 @@ def draw_batch(model: ModelConfig, rows: int, row_tokens: int, segment_tokens: i
         positions=places % segment_tokens,
         loss_mask=places % segment_tokens != 0,
         behave_logp=logp,
-        proximal_logp=logp,
-        advantages=chance.normal(size=shape).astype(np.float32),
+        age=np.zeros(shape, np.int32),
     )
 
 
@@ -129,81 +170,109 @@ def seconds(run: Callable[[], object], times: int) -> float:
     return median(taken[1:])
 
 
-def measure(args: argparse.Namespace) -> dict[str, object]:
-    """The row of one model on all devices."""
-    model = ModelConfig.from_hf(MODELS[args.model], source=args.model)
-    policy, devices = Policy(model), jax.devices()
+def make_learner(args: argparse.Namespace, devices: list[jax.Device]) -> Learner:
+    """The model with random weights, ready to train, or an adapter beside it."""
+    adapter = LoRA(rank=args.lora_rank, alpha=2.0 * args.lora_rank) if args.lora_rank else None
+    policy = Policy(ModelConfig.from_hf(MODELS[args.model], source=args.model), adapter)
     placement = PlacementConfig(train_context=args.context, train_tensor=args.tensor)
     if len(devices) > 1:
         # All train; the first stands for those that would decode.
-        placement = PlacementConfig(
-            train_devices=len(devices), rollout_devices=1, train_context=args.context, train_tensor=args.tensor
-        )
-        mesh = make_meshes(placement, [*devices, devices[0]]).train
-    else:
-        mesh = make_meshes(placement, devices).train
-    config = TrainerConfig(
-        optimizer=OptimizerConfig(learning_rate=1e-6, offload=args.offload),
-        row_tokens=args.row_tokens,
-        rows_per_micro_batch=args.rows,
-        logp_chunk_tokens=args.chunk_tokens,
-        remat=args.remat,
-    )
+        placement = chz.replace(placement, train_devices=len(devices), rollout_devices=1)
+        devices = [*devices, devices[0]]
+    mesh = make_meshes(placement, devices).train
     dtype = jnp.dtype(jnp.float32 if devices[0].platform == "cpu" else jnp.bfloat16)
-    placed = shardings(mesh, policy.axes(), policy.abstract(), TRAIN_RULES)
-    learner = Learner(
-        config,
+    weights = policy.abstract(dtype if adapter else jnp.float32)
+
+    def fresh(key: PRNGKeyArray) -> Params:
+        return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), policy.init(key), weights)
+
+    placed = shardings(mesh, policy.axes(), weights, TRAIN_RULES)
+    params, base = jax.jit(fresh, out_shardings=placed)(jax.random.key(0)), None
+    if adapter:
+        placed = shardings(mesh, lora.axes(policy), lora.abstract(policy), TRAIN_RULES)
+        params, base = jax.jit(partial(lora.init, policy), out_shardings=placed)(jax.random.key(1)), params
+    return Learner(
+        TrainerConfig(
+            optimizer=OptimizerConfig(learning_rate=1e-6, offload=args.offload),
+            row_tokens=args.row_tokens,
+            rows_per_micro_batch=args.rows,
+            logp_chunk_tokens=args.chunk_tokens,
+            remat=args.remat,
+        ),
         policy,
-        jax.jit(policy.init, out_shardings=placed)(jax.random.key(0)),
+        params,
         mesh,
         dtype,
         num_updates=1000,
         objective=lambda logp, proximal_logp, batch, num_tokens: policy_loss(
-            DecoupledPPO(), logp, proximal_logp, batch.behave_logp, batch.advantages, batch.loss_mask, num_tokens
+            DecoupledPPO(),
+            logp,
+            proximal_logp,
+            batch.behave_logp,
+            batch.advantages,
+            batch.loss_mask,
+            batch.segment_ids,
+            num_tokens=num_tokens,
         ),
         temperature=1.0,
         row_tokens=args.row_tokens,
+        base=base,
     )
+
+
+def measure(args: argparse.Namespace) -> dict[str, object]:
+    """The row of one model on all devices."""
+    learner = make_learner(args, jax.devices())
+    model, device, num_devices = learner.policy.config, learner.mesh.devices.flat[0], learner.mesh.size
     host_batch = draw_batch(model, learner.rows, args.row_tokens, args.segment_tokens)
+    (advantages,) = learner.put_column(np.random.default_rng(1).normal(size=(1, *host_batch.tokens.shape)).astype(np.float32))
     batch, micro_batches = learner.put(host_batch), args.micro_batches
+    batch = batch._replace(proximal_logp=batch.behave_logp, advantages=advantages)
     num_tokens = micro_batches * int(host_batch.loss_mask.sum())
     _, lengths = np.unique(host_batch.segment_ids[0], return_counts=True)
-    update_flops, forward_flops = (learner.rows * flops for flops in work(model, lengths))
+    of_row, peak = work(learner.policy, lengths), peak_flops(device.device_kind)
 
     def update() -> object:
         learner.update([batch] * micro_batches, num_tokens, proximal_is_current=False)
         return learner.params
 
-    peak = peak_flops(devices[0].device_kind)
     row: dict[str, object] = {
         "model": args.model,
         "note": args.note,
         "num_params": model.num_params,
         "settings": {name: value for name, value in vars(args).items() if name not in ("tiny", "model", "note")},
-        "mesh": dict(mesh.shape),
-        "attention": learner.kernel,
-        "compute_dtype": dtype.name,
+        "mesh": dict(learner.mesh.shape),
+        "attention": learner.forward.kernel,
+        "compute_dtype": jnp.dtype(learner.compute_dtype).name,
         "peak_flops_per_device": peak,
+        "counted": COUNTED | {"trained": of_row.trained, "frozen": of_row.frozen, "attention": of_row.attention},
     }
-    for name, run, times, flops in (
-        ("update", update, micro_batches, update_flops),
-        ("forward", lambda: learner.logprobs(batch), 1, forward_flops),
-    ):
+    runs: dict[str, tuple[Callable[[], object], float]] = {
+        "update": (update, micro_batches * learner.rows * of_row.update),
+        "forward": (lambda: learner.logprobs(batch), learner.rows * of_row.forward),
+    }
+    if args.forward:
+        del runs["update"]
+    for name, (run, flops) in runs.items():
         taken = seconds(run, args.updates)
-        per_second = times * flops / taken
+        per_second = flops / taken / num_devices
+        passes = micro_batches if name == "update" else 1
         row[name] = {
             "seconds": taken,
-            "tokens_per_s": times * learner.rows * args.row_tokens / taken,
-            "tflops_per_s_per_device": per_second / len(devices) / 1e12,
-            "mfu": peak and per_second / len(devices) / peak,
+            "tokens_per_s": passes * learner.rows * args.row_tokens / taken,
+            "tflops_per_s_per_device": per_second / 1e12,
+            "mfu": peak and per_second / peak,
         }
-    row["peak_bytes_in_use"] = (devices[0].memory_stats() or {}).get("peak_bytes_in_use")
+    row["peak_bytes_in_use"] = (device.memory_stats() or {}).get("peak_bytes_in_use")
     return row
 
 
-def main() -> None:
+def settings(arguments: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line's."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", choices=list(MODELS), default="qwen2.5-1.5b")
+    parser.add_argument("--lora-rank", type=int, default=0, help="of an adapter on every matrix of every layer; 0: train all")
+    parser.add_argument("--forward", action="store_true", help="measure the proximal forward pass alone")
     parser.add_argument("--row-tokens", type=int, default=32768)
     parser.add_argument("--segment-tokens", type=int, default=8192)
     parser.add_argument("--rows", type=int, default=1, help="rows of a micro-batch on each shard of the batch")
@@ -216,11 +285,15 @@ def main() -> None:
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--note", default="", help="goes into the row: what else the machine did")
     parser.add_argument("--tiny", action="store_true", help="the tiny model, in rows of 2048 tokens")
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     if args.tiny:
         tiny = {"model": "tiny", "row_tokens": 2048, "segment_tokens": 512, "micro_batches": 2, "updates": 3}
         vars(args).update(tiny)
-    append("train_mfu", measure(args))
+    return args
+
+
+def main() -> None:
+    append("train_mfu", measure(settings()))
 
 
 if __name__ == "__main__":

@@ -35,7 +35,7 @@ experiment = SFTExperiment(
     num_steps=100,
     examples=Synthetic(difficulty="medium", num_tasks=20_000),
     examples_per_batch=32,
-    perplexity_every_steps=50,
+    heldout_every_steps=50,
     engine=EngineConfig(max_prompt_tokens=256, max_new_tokens=256),
     trainer=TrainerConfig(
         optimizer=OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_fraction=0.03, beta2=0.98),

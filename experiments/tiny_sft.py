@@ -26,7 +26,7 @@ experiment = SFTExperiment(
     examples=Synthetic(num_tasks=400_000),
     eval_tasks=Synthetic(split="heldout", num_tasks=256),
     examples_per_batch=64,
-    perplexity_every_steps=500,
+    heldout_every_steps=500,
     engine=EngineConfig(num_slots=96, max_prompt_tokens=64, max_new_tokens=96),
     trainer=TrainerConfig(
         optimizer=OptimizerConfig(learning_rate=3e-3, schedule="cosine", warmup_fraction=0.02, beta2=0.98),

@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import get_args
 
 import chz
 import pytest
@@ -15,7 +16,6 @@ from areal_jax import config
 from areal_jax.config import (
     AnyExperiment,
     Experiment,
-    SFTExperiment,
     experiment_names,
     load_experiment,
     read_config,
@@ -23,9 +23,10 @@ from areal_jax.config import (
 )
 from areal_jax.data.config import Files, Synthetic
 from areal_jax.models.config import LoRA
-from areal_jax.rl.config import PPO, BatchNormalized, DecoupledPPO, Masked
+from areal_jax.rl.config import GAE, PPO, BatchNormalized, DecoupledPPO, KLInReward, Masked, Reference, Teacher
 from areal_jax.rl.presets import PRESETS
 from areal_jax.settings import ConfigError, assign, build, from_text, settings
+from areal_jax.trainer.config import Critic, OptimizerConfig
 
 SHIPPED = experiment_names()
 
@@ -86,7 +87,7 @@ def written(experiment: AnyExperiment, folder: Path) -> Path:
 
 
 def test_the_promised_experiments_are_shipped() -> None:
-    assert {"aime", "aime_1p5b", "gsm8k", "sft", "tiny_sft"} <= set(SHIPPED)
+    assert {"aime", "aime_1p5b", "dpo", "gsm8k", "reward_model", "sft", "tiny_sft"} <= set(SHIPPED)
 
 
 @pytest.mark.parametrize("name", SHIPPED)
@@ -132,6 +133,9 @@ def test_config_json_is_flat_and_readable(tmp_path: Path) -> None:
     [
         ("rollout.max_staleness=8", 8),
         ("rollout.max_staleness=none", None),
+        ("rollout.max_staleness_of_code=same", "same"),
+        ("rollout.max_staleness_of_code=16", 16),
+        ("rollout.max_staleness_of_code=none", None),
         ("trainer.optimizer.learning_rate=1e-3", 1e-3),
         ("trainer.optimizer.learning_rate=1", 1.0),
         ("trainer.remat=none", "none"),
@@ -164,14 +168,41 @@ def test_an_algorithm_sets_the_switches_of_its_preset_and_nothing_else(name: str
     experiment = load_experiment("gsm8k", [f"algorithm={name}"])
     assert isinstance(experiment, Experiment)
     trainer = experiment.trainer
-    assert (trainer.loss, trainer.loss_mean, trainer.advantages, trainer.shaping) == (
-        *(preset.loss, preset.loss_mean, preset.advantages, preset.shaping),
+    assert (trainer.loss, trainer.loss_mean, trainer.advantages, trainer.shaping, trainer.reference) == (
+        *(preset.loss, preset.loss_mean, preset.advantages, preset.shaping, preset.reference),
     )
     changed = {
         key for key, setting in settings(load_experiment("aime", [f"algorithm={name}"])).items() if plain.get(key) != setting
     }
-    others = {key for key in changed if not key.startswith(("trainer.loss", "trainer.advantages", "trainer.shaping"))}
+    rooms = tuple(f"trainer.{name}" for name in ("loss", "advantages", "shaping", "reference"))
+    others = {key for key in changed if not key.startswith(rooms)}
     assert others <= {"rollout.success_rate_above", "rollout.success_rate_below"}
+
+
+def test_a_reference_comes_with_its_kl_and_only_with_one_that_has_a_gradient(tmp_path: Path) -> None:
+    experiment = load_experiment("aime", ["trainer.reference.kl=KLInReward", "trainer.reference.kl.coefficient=0.01"])
+    assert experiment.trainer.reference == Reference(path="initial", kl=KLInReward(coefficient=0.01, estimator="k1"))
+    assert read_config(written(experiment, tmp_path)) == experiment
+    assert load_experiment("aime").trainer.reference is None
+    with pytest.raises(ConfigError, match=r"trainer\.reference\.kl\.estimator=k1: expected one of k2, k3"):
+        load_experiment("aime", ["trainer.reference.kl.estimator=k1"])
+    # There is no coefficient without a reference for it to be of.
+    with pytest.raises(ConfigError, match=r"unknown setting trainer\.kl"):
+        load_experiment("aime", ["trainer.kl=0.1"])
+    with pytest.raises(ConfigError, match="expected 0 or more"):
+        load_experiment("aime", ["trainer.reference.kl.coefficient=-1"])
+    assert load_experiment("aime", ["algorithm=grpo", "trainer.reference=none"]).trainer.reference is None
+    with pytest.raises(ConfigError, match=r"trainer\.reference\.offload=true would save nothing"):
+        load_experiment("aime", ["policy.lora.rank=2", "trainer.reference.offload=true"])
+    with pytest.raises(ConfigError, match="no meaning in learning from examples"):
+        load_experiment("tiny_sft", ["trainer.reference.path=initial"])
+
+
+def test_a_teacher_must_be_named_and_is_signal_enough() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.teacher\.path must be given"):
+        load_experiment("aime", ["trainer.teacher.weight=2"])
+    lone = ["rollout.samples_per_group=1", "trainer.teacher.path=embedded"]
+    assert load_experiment("aime", lone).trainer.teacher == Teacher(path="embedded")
 
 
 def test_what_is_said_beside_an_algorithm_wins(tmp_path: Path) -> None:
@@ -183,10 +214,23 @@ def test_what_is_said_beside_an_algorithm_wins(tmp_path: Path) -> None:
     assert read_config(written(experiment, tmp_path)) == experiment
 
 
+def test_a_critic_belongs_to_gae_alone() -> None:
+    ppo = load_experiment("aime", ["algorithm=ppo", "trainer.critic.warmup_steps=5", "trainer.critic.optimizer.beta1=0.5"])
+    assert isinstance(ppo, Experiment)
+    assert isinstance(ppo.trainer.advantages, GAE)
+    assert ppo.trainer.critic == Critic(warmup_steps=5, optimizer=OptimizerConfig(beta1=0.5))
+    assert "trainer.critic.optimizer, trainer.critic.path: without meaning under trainer.advantages=GroupNormalized" in refusal(
+        "trainer.critic.path=x", "trainer.critic.optimizer.beta1=0.5"
+    )
+    # An experiment with a critic of its own, trained without one.
+    assert config._with_algorithm(ppo, "grpo").trainer.critic == Critic()
+    assert config._with_algorithm(ppo, "ppo") == ppo
+
+
 def test_an_unknown_algorithm_is_answered_with_the_known_ones() -> None:
     with pytest.raises(ConfigError, match="no algorithm 'grppo'; known are areal, grpo"):
         load_experiment("aime", ["algorithm=grppo"])
-    with pytest.raises(ConfigError, match="supervised fine-tuning"):
+    with pytest.raises(ConfigError, match="which tiny_sft is not"):
         load_experiment("tiny_sft", ["algorithm=grpo"])
     with pytest.raises(ConfigError, match=r"rollout\.success_rate_above=0\.5 and rollout\.success_rate_below=0\.5"):
         load_experiment("aime", ["rollout.success_rate_above=0.5", "rollout.success_rate_below=0.5"])
@@ -250,6 +294,8 @@ def test_a_wrong_override_is_refused_with_what_would_be_right(override: str, sai
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
+        (["trainer.advantages=GAE", "trainer.advantages.lam=1.5"], ["trainer.advantages.lam=1.5", "from 0 to 1"]),
+        (["trainer.advantages=GAE", "trainer.critic.value_clip_eps=0"], ["trainer.critic.value_clip_eps=0", "above 0"]),
         (["rollout.groups_per_batch=0"], ["rollout.groups_per_batch=0", "above 0"]),
         (["rollout.max_staleness=-1"], ["rollout.max_staleness=-1", "0 or more"]),
         (["engine.top_p=1.5"], ["engine.top_p=1.5", "from 0 to 1"]),
@@ -276,6 +322,28 @@ def test_settings_that_supervised_fine_tuning_does_not_read_are_refused() -> Non
     assert "trainer.num_mini_batches=2 has no meaning" in message
 
 
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["loss.beta=0"], ["loss.beta=0", "above 0"]),
+        (["loss.label_smoothing=0.5"], ["loss.label_smoothing=0.5", "less than 0.5"]),
+        (["loss=IPO", "loss.label_smoothing=0.1"], ["loss.label_smoothing is no setting of loss=IPO; it needs loss=DPO"]),
+        (["loss=PPO"], ["loss=PPO", "one of DPO, IPO, BradleyTerry"]),
+        (["loss=BradleyTerry", "evaluation.every_steps=5"], ["evaluation.every_steps=5", "gives none"]),
+        (["trainer.reference.kl=KLInReward"], ["trainer.reference.kl=KLInReward has no meaning"]),
+        (["loss=BradleyTerry", "trainer.reference.offload=true"], ["trainer.reference=Reference has no meaning"]),
+        (["trainer.loss=PPO", "trainer.shaping.scale=2"], ["trainer.loss=PPO has no", "trainer.shaping.scale=2.0 has no"]),
+    ],
+)
+def test_what_cannot_be_in_preference_training_is_refused(overrides: list[str], said: list[str]) -> None:
+    message = refusal(*overrides, of="dpo")
+    assert [part for part in said if part not in message] == []
+
+
+def test_an_objective_of_pairs_is_none_of_reinforcement_learning() -> None:
+    assert "trainer.loss=DPO: expected one of" in refusal("trainer.loss=DPO")
+
+
 def test_all_contradictions_are_said_at_once() -> None:
     assert len(refusal("engine.num_slots=0", "engine.top_p=2", "trainer.num_mini_batches=99").splitlines()) == 3
 
@@ -286,9 +354,16 @@ def test_one_answer_per_problem_is_fine_where_the_batch_is_compared() -> None:
     assert experiment.trainer.advantages == BatchNormalized()
 
 
-@pytest.mark.parametrize("cls", [Experiment, SFTExperiment])
+@pytest.mark.parametrize("cls", get_args(AnyExperiment))
 def test_every_number_has_bounds_and_every_setting_a_meaning(cls: type[AnyExperiment]) -> None:
-    bounds = [config._POSITIVE, config._NOT_NEGATIVE, config._FRACTION, config._ABOVE_ONE, config._ANY_NUMBER]
+    bounds = [
+        config._POSITIVE,
+        config._NOT_NEGATIVE,
+        config._FRACTION,
+        config._BELOW_HALF,
+        config._ABOVE_ONE,
+        config._ANY_NUMBER,
+    ]
     listed = settings(cls)
     for setting in list(listed.values()):
         for choice in setting.choices:

@@ -9,6 +9,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import chz
 import jax
@@ -17,8 +18,8 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from areal_jax import loop
-from areal_jax.assembly import Run, _initial_params, assembled
-from areal_jax.config import Experiment, SFTExperiment
+from areal_jax.assembly import Run, _initial_params, assembled, initial_critic
+from areal_jax.config import Experiment, PreferenceExperiment, SFTExperiment
 from areal_jax.data.config import Files, HeldOut, Synthetic
 from areal_jax.data.pipeline import TaskStream
 from areal_jax.data.policy_files import EMBEDDED
@@ -34,9 +35,10 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.plan import Plan, make_plan
 from areal_jax.records import Group, Sampling, Task, Verdict
+from areal_jax.rl.config import GAE, PPO, Reference
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.rollout.controller import Calls
-from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
+from areal_jax.trainer.config import Critic, OptimizerConfig, TrainerConfig
 from areal_jax.trainer.ppo import Trainer
 from areal_jax.workflows.single_turn import SingleTurn
 
@@ -89,8 +91,11 @@ def experiment(policy: Path, placement: PlacementConfig, *, num_steps: int, max_
     )
 
 
-def supervised(policy: Path, examples: Path, *, num_steps: int) -> SFTExperiment:
-    return SFTExperiment(
+E = TypeVar("E", SFTExperiment, PreferenceExperiment)
+
+
+def from_examples(kind: type[E], policy: Path, examples: Path, *, num_steps: int) -> E:
+    return kind(
         name="law",
         seed=3,
         num_steps=num_steps,
@@ -99,11 +104,11 @@ def supervised(policy: Path, examples: Path, *, num_steps: int) -> SFTExperiment
         examples=Files(path=str(examples)),
         examples_per_batch=4,
         eval_examples=HeldOut(share=0.2),
-        perplexity_every_steps=2,
+        heldout_every_steps=2,
         trainer=TrainerConfig(
             optimizer=OptimizerConfig(learning_rate=1e-2, warmup_fraction=0.0),
-            row_tokens=32,
-            rows_per_micro_batch=4,
+            row_tokens=64,
+            rows_per_micro_batch=2,
             remat="none",
         ),
         evaluation=EvaluationConfig(every_steps=0),
@@ -234,16 +239,42 @@ def test_a_resumed_run_goes_on_where_it_was(tiny_policy: Path, tmp_path: Path, p
     ]
 
 
-def test_resumed_fine_tuning_goes_on_bit_for_bit_and_measures_again(tiny_policy: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("adapter", [None, LoRA(rank=2)], ids=["all parameters", "an adapter"])
+def test_the_reference_of_a_resumed_run_is_what_it_began_with(tiny_policy: Path, adapter: LoRA | None) -> None:
+    exp = experiment(tiny_policy, ONE, num_steps=4, max_staleness=0)
+    exp = chz.replace(
+        exp,
+        trainer=chz.replace(exp.trainer, reference=Reference()),
+        policy=chz.replace(exp.policy, lora=adapter),
+    )
+    plan = planned(exp)
+    params, base = _initial_params(plan)
+    trainer = loop.rl_trainer(plan, params, base)
+    later = jax.tree.map(lambda leaf: leaf + 1, jax.device_get(trainer.state))
+    trainer.restore(later)
+    reference = trainer._reference
+    assert reference is not None
+    jax.tree.map(np.testing.assert_array_equal, reference._params, base or params)
+    assert not np.array_equal(jax.tree.leaves(trainer.params)[0], jax.tree.leaves(params)[0])
+    # Beside an adapter it takes no memory of its own.
+    assert base is None or reference._params["embed"] is base["embed"]
+
+
+@pytest.mark.parametrize(("adapter", "falls_to"), [(None, 0.8), (LoRA(rank=4), 0.97)], ids=["all parameters", "an adapter"])
+def test_resumed_fine_tuning_goes_on_bit_for_bit_and_measures_again(
+    tiny_policy: Path, tmp_path: Path, adapter: LoRA | None, falls_to: float
+) -> None:
     examples = tmp_path / "sums.jsonl"
     rows = [{"question": f"{i}+{j}?", "answer": f"{i + j}"} for i in range(5) for j in range(5)]
     examples.write_text("\n".join(map(json.dumps, [*rows, {"question": "Unanswered?"}])))
-    plan = make_plan(supervised(tiny_policy, examples, num_steps=8))
+    exp = from_examples(SFTExperiment, tiny_policy, examples, num_steps=8)
+    exp = chz.replace(exp, policy=chz.replace(exp.policy, lora=adapter))
+    plan = make_plan(exp)
     assert "20 examples" in plan.text() and "1 no answer of the assistant (sums.jsonl:26)" in plan.text()
     assert "5 examples from those held out" in plan.text()
     loop.run(plan, tmp_path / "whole", resume=False)
     # A constant schedule lets a shorter run be the beginning of a longer one. 20 examples are 5 steps: a second epoch begins.
-    loop.run(make_plan(supervised(tiny_policy, examples, num_steps=3)), tmp_path / "parts", resume=False)
+    loop.run(make_plan(chz.replace(exp, num_steps=3)), tmp_path / "parts", resume=False)
     loop.run(plan, tmp_path / "parts", resume=True)
 
     rows = {folder: list(jsonl.read(tmp_path / folder / "metrics.jsonl")) for folder in ("whole", "parts")}
@@ -255,12 +286,36 @@ def test_resumed_fine_tuning_goes_on_bit_for_bit_and_measures_again(tiny_policy:
     assert parts == whole
     measured = {row["version"]: row[names.EVAL_LOSS] for row in whole if names.EVAL_LOSS in row}
     assert list(measured) == [0, 2, 4, 6, 8]
-    assert measured[8] < 0.8 * measured[0]
+    assert measured[8] < falls_to * measured[0]
     # Nothing is decoded, and nothing is said of decoding.
     assert not [name for row in rows["whole"] for name in row if name.startswith(("rollout/", "weights/", "rewards/"))]
-    assert (tmp_path / "whole" / "policy" / "model.safetensors").read_bytes() == (
-        tmp_path / "parts" / "policy" / "model.safetensors"
-    ).read_bytes()
+    files = ["policy/model.safetensors", *(["adapter/adapter_model.safetensors"] if adapter else [])]
+    for file in files:
+        assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "parts" / file).read_bytes()
+
+
+def test_resumed_preference_training_goes_on_bit_for_bit_against_the_same_reference(tiny_policy: Path, tmp_path: Path) -> None:
+    examples = tmp_path / "sums.jsonl"
+    rows = [{"prompt": f"{i}+{j}?", "chosen": f"{i + j}", "rejected": f"{i + j + 1}"} for i in range(5) for j in range(5)]
+    examples.write_text("\n".join(map(json.dumps, [*rows, {"prompt": "Alone?", "chosen": "1"}])))
+    plan = make_plan(from_examples(PreferenceExperiment, tiny_policy, examples, num_steps=4))
+    assert "20 pairs" in plan.text() and "1 no rejected answer (sums.jsonl:26)" in plan.text()
+    loop.run(plan, tmp_path / "whole", resume=False)
+    loop.run(
+        make_plan(from_examples(PreferenceExperiment, tiny_policy, examples, num_steps=1)), tmp_path / "parts", resume=False
+    )
+    loop.run(plan, tmp_path / "parts", resume=True)
+    rows = {folder: list(jsonl.read(tmp_path / folder / "metrics.jsonl")) for folder in ("whole", "parts")}
+    kept = ("version", "trainer/loss", "trainer/margin", "trainer/grad_norm", names.EVAL_LOSS, names.ACCURACY)
+    whole, parts = (
+        [{name: row[name] for name in kept if name in row} for row in rows[folder]] for folder in ("whole", "parts")
+    )
+    assert parts == whole
+    measured = {row["version"]: row[names.EVAL_LOSS] for row in whole if names.EVAL_LOSS in row}
+    # -log sigmoid(0): the reference is the policy itself.
+    assert list(measured) == [0, 2, 4] and measured[0] == pytest.approx(0.693147, abs=1e-5)
+    # No rule of sums is learnt in four updates; that the policy moves away from the reference is enough here.
+    assert len(set(measured.values())) == 3
 
 
 ADAPTED = [f"['attn']['{name}']" for name in "qkvo"] + [f"['mlp']['{name}']" for name in ("gate", "up", "down")]
@@ -296,3 +351,27 @@ def test_a_resumed_run_of_an_adapter_goes_on_where_it_was_and_leaves_it_in_files
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         np.testing.assert_array_equal(leaf, whole[jax.tree_util.keystr(path)])
     jax.tree.map(np.testing.assert_array_equal, frozen, base)
+
+
+def test_a_run_with_a_critic_begins_with_the_policys_trunk_and_leaves_it_in_a_folder(tiny_policy: Path, tmp_path: Path) -> None:
+    exp = experiment(tiny_policy, ONE, num_steps=2, max_staleness=0)
+    exp = chz.replace(exp, trainer=chz.replace(exp.trainer, loss=PPO(), advantages=GAE()))
+    plan = planned(exp)
+    critic = Policy(replace(plan.policy.config, readout="TokenClassification"))
+    assert plan.critic == critic
+    assert ", with a fresh head" in plan.text() and plan.train_bytes()["critic"] > 3 * 4 * critic.config.num_params
+    weights = initial_critic(plan)
+    assert weights is not None and not weights.params["value"].any()
+    began = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(weights.params)}
+    for name, leaf in host_initial(exp).items():
+        # The same draws, which another program may round otherwise.
+        np.testing.assert_allclose(began.get(name, leaf), leaf, rtol=1e-6, err_msg=name)
+    run_loop(plan, tmp_path)
+    rows = [row for row in jsonl.read(tmp_path / "metrics.jsonl") if "trainer/value_loss" in row]
+    assert len(rows) == 2 and rows[0]["trainer/values"] == 0.0 and rows[1]["trainer/values"] != 0.0
+    # What it leaves is a critic to go on with.
+    gone_on = chz.replace(exp.trainer, critic=Critic(path=str(tmp_path / "critic")))
+    again = planned(chz.replace(exp, trainer=gone_on))
+    assert ", with a fresh head" not in again.text()
+    learnt = initial_critic(again)
+    assert learnt is not None and learnt.params["value"].all() and learnt.params["value_bias"].all()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import jax
@@ -79,6 +80,51 @@ def test_an_adapter_is_counted_apart_from_what_stays(policy: Path) -> None:
     assert "trained       all parameters" in plan(policy).text()
 
 
+def test_a_frozen_policy_beside_the_trained_one_is_found_and_counted_once(policy: Path, tmp_path: Path) -> None:
+    found = plan(policy, "trainer.reference.path=initial")
+    assert found.train_bytes()["reference"] == 4 * 6760
+    assert "reference     the weights that training starts from (Qwen2ForCausalLM, 0.0 M parameters)" in found.text()
+    # Gradients, activations and logits leave more room than it takes.
+    assert plan(policy, "trainer.reference.path=initial", "trainer.reference.offload=true").train_bytes()["reference"] == 0
+    # Beside an adapter it is the frozen weights themselves.
+    assert "reference" not in plan(policy, "trainer.reference.path=initial", "policy.lora.rank=2").train_bytes()
+    # A teacher may be of another size: two layers have 6152 + 2 * 608 parameters (embedding and last norm; each of the layers).
+    shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps(MODEL.to_hf() | {"num_hidden_layers": 2}))
+    taught = plan(policy, f"trainer.teacher.path={tmp_path}")
+    assert taught.train_bytes()["teacher"] == 4 * (6152 + 2 * 608)
+    assert f"teacher       {tmp_path} (Qwen2ForCausalLM" in taught.text()
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"vocab_size": 767}, "has vocab_size=767, fewer than the 768 tokens"),
+        ({"max_position_embeddings": 100}, "made for 100 positions"),
+    ],
+)
+def test_a_frozen_policy_that_cannot_judge_every_sample_is_refused(
+    policy: Path, tmp_path: Path, changes: dict[str, int], said: str
+) -> None:
+    shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps(MODEL.to_hf() | changes))
+    with pytest.raises(ConfigError, match=rf"trainer\.teacher\.path=.*{said}"):
+        plan(policy, f"trainer.teacher.path={tmp_path}")
+
+
+def test_a_frozen_policy_of_other_tokens_or_none_is_refused_by_the_name_of_its_setting(policy: Path, tmp_path: Path) -> None:
+    shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
+    tokenizer = json.loads((policy / "tokenizer.json").read_text())
+    vocab = tokenizer["model"]["vocab"]
+    first, second = sorted(vocab)[:2]
+    vocab[first], vocab[second] = vocab[second], vocab[first]
+    (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
+    with pytest.raises(ConfigError, match=r"trainer\.reference\.path=.* speaks other tokens than policy.*2 tokens differ"):
+        plan(policy, f"trainer.reference.path={tmp_path}")
+    with pytest.raises(ConfigError, match=r"trainer\.teacher\.path=\./missing"):
+        plan(policy, "trainer.teacher.path=./missing")
+
+
 @pytest.mark.parametrize(
     ("base", "rank", "said"),
     [
@@ -134,8 +180,33 @@ def test_where_nothing_is_decoded_all_devices_train(policy: Path) -> None:
         make_plan(load_experiment("sft", [f"policy.path={policy}", "placement.train_devices=9"]))
 
 
+def test_preference_training_is_planned_from_its_pairs(policy: Path) -> None:
+    few = [f"policy.path={policy}", "examples.num_tasks=50", "eval_examples.max_examples=8"]
+    found = make_plan(load_experiment("dpo", [*few, "trainer.row_tokens=0"]))
+    text = found.text()
+    assert "50 pairs from Synthetic problems" in text and "updates of 32 pairs" in text
+    assert "loss and accuracy every 50 steps of 8 pairs from those held out" in text
+    # Both sides of a pair, each as long as the engine's longest sequence.
+    assert found.row_tokens == 2 * found.engine.max_tokens
+    assert "reference     the weights that training starts from" in text
+    assert found.train_bytes()["reference"] > 0
+    scoring = make_plan(load_experiment("reward_model", few))
+    assert "read out as SequenceClassification" in scoring.text() and not scoring.beside
+    with pytest.raises(ConfigError, match=r"scalar head.*leave out policy\.lora"):
+        make_plan(load_experiment("reward_model", [*few, "policy.lora.rank=4"]))
+
+
+def test_a_reward_model_goes_on_as_one_and_is_no_policy(policy: Path, tmp_path: Path) -> None:
+    shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps(replace(MODEL, readout="SequenceClassification").to_hf()))
+    few = [f"policy.path={tmp_path}", "examples.num_tasks=50", "heldout_every_steps=0"]
+    assert make_plan(load_experiment("reward_model", few)).policy.config.readout == "SequenceClassification"
+    with pytest.raises(ConfigError, match="is read out as SequenceClassification; expected CausalLM"):
+        make_plan(load_experiment("dpo", few))
+
+
 def test_without_measuring_nothing_is_held_out(policy: Path) -> None:
-    off = [f"policy.path={policy}", "perplexity_every_steps=0"]
+    off = [f"policy.path={policy}", "heldout_every_steps=0"]
     found = make_plan(load_experiment("sft", off))
     assert len(found.eval_examples.examples) == 0
     assert "evaluation    none" in found.text()

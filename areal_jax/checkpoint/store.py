@@ -240,8 +240,8 @@ def _require_same(checkpoint: Path, expected: Mapping[str, Leaf], found: Mapping
         raise CheckpointError(
             f"checkpoint {checkpoint} holds another policy or optimizer than this run; leaves "
             + ", ".join(f"{what}: {listing(texts)}" for what, texts in told.items() if texts)
-            + ". Set policy.path, policy.lora and trainer.optimizer to what the run was started with, or set run_folder to "
-            "a new folder"
+            + ". Set policy.path, policy.lora, trainer.optimizer, trainer.advantages and trainer.critic to what the run was "
+            "started with, or set run_folder to a new folder"
         )
 
 

@@ -54,8 +54,8 @@ class TrainingSequence(NamedTuple):
 
     tokens: Int[np.ndarray, "S"]
     loss_mask: Bool[np.ndarray, "S"]
-    behave_logp: Float[np.ndarray, "S"]
-    advantages: Float[np.ndarray, "S"]
+    behave_logp: Float[np.ndarray, "S"] | float = 0.0
+    age: Int[np.ndarray, "S"] | int = 0
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,7 +75,7 @@ class Layout:
         """Share of the places that hold a token."""
         return float(self.lengths.sum()) / max(1, self.shape[0] * self.shape[1] * self.shape[2])
 
-    def scatter(self, values: Iterable[Shaped[np.ndarray, "_"] | int], dtype: DTypeLike) -> Shaped[np.ndarray, "M B T"]:
+    def scatter(self, values: Iterable[Shaped[np.ndarray, "_"] | float], dtype: DTypeLike) -> Shaped[np.ndarray, "M B T"]:
         """Per-token values, one array (or one number) for each sequence, to their places; zeros where no token lies."""
         packed = np.zeros(self.shape, dtype)
         flat = packed.reshape(-1)
@@ -89,23 +89,29 @@ class Layout:
         return [flat[start : start + length] for start, length in zip(self.starts, self.lengths, strict=True)]
 
 
-def lay_out(lengths: Sequence[int] | Int[np.ndarray, "N"], *, rows: int, row_tokens: int) -> Layout:
+def lay_out(lengths: Sequence[int] | Int[np.ndarray, "N"], *, rows: int, row_tokens: int, num_together: int = 1) -> Layout:
     """Lay sequences end to end in rows by Algorithm 1, and rows into as few micro-batches as hold them.
 
-    Raises ValueError where a sequence is longer than `row_tokens`."""
-    lengths = np.asarray(lengths, np.int64)
-    starts, segments = np.zeros_like(lengths), np.zeros_like(lengths)
-    bins = allocate(lengths, row_tokens)
+    Each `num_together` sequences that follow one another are neighbours in one row, in their order.
+    Raises ValueError where such sequences together are longer than `row_tokens`."""
+    units = np.asarray(lengths, np.int64).reshape(-1, num_together)
+    starts, segments = np.zeros_like(units), np.zeros_like(units)
+    bins = allocate(units.sum(1), row_tokens)
     for row, members in enumerate(bins):
-        of_row = lengths[members]
-        starts[members] = row * row_tokens + np.cumsum(of_row) - of_row
-        segments[members] = np.arange(1, len(members) + 1)
-    return Layout((-(-len(bins) // rows), rows, row_tokens), lengths, starts, segments)
+        of_row = units[members]
+        ends = np.cumsum(of_row).reshape(of_row.shape)
+        starts[members] = row * row_tokens + ends - of_row
+        segments[members] = np.arange(1, of_row.size + 1).reshape(of_row.shape)
+    shape = (-(-len(bins) // rows), rows, row_tokens)
+    return Layout(shape, units.reshape(-1), starts.reshape(-1), segments.reshape(-1))
 
 
-def pack(sequences: Sequence[TrainingSequence], *, rows: int, row_tokens: int) -> tuple[list[PackedBatch], Layout]:
-    """Micro-batches that hold every sequence once, and where each lies in them. Proximal log-probs start as zeros."""
-    layout = lay_out([len(sequence.tokens) for sequence in sequences], rows=rows, row_tokens=row_tokens)
+def pack(
+    sequences: Sequence[TrainingSequence], *, rows: int, row_tokens: int, num_together: int = 1
+) -> tuple[list[PackedBatch], Layout]:
+    """Micro-batches that hold every sequence once, and where each lies in them, as `lay_out` says."""
+    lengths = [len(sequence.tokens) for sequence in sequences]
+    layout = lay_out(lengths, rows=rows, row_tokens=row_tokens, num_together=num_together)
     counting = np.arange(row_tokens, dtype=np.int32)
     columns = PackedBatch(
         tokens=layout.scatter((sequence.tokens for sequence in sequences), np.int32),
@@ -113,7 +119,6 @@ def pack(sequences: Sequence[TrainingSequence], *, rows: int, row_tokens: int) -
         positions=layout.scatter((counting[:length] for length in layout.lengths), np.int32),
         loss_mask=layout.scatter((sequence.loss_mask for sequence in sequences), np.bool_),
         behave_logp=layout.scatter((sequence.behave_logp for sequence in sequences), np.float32),
-        proximal_logp=np.zeros(layout.shape, np.float32),
-        advantages=layout.scatter((sequence.advantages for sequence in sequences), np.float32),
+        age=layout.scatter((sequence.age for sequence in sequences), np.int32),
     )
     return [PackedBatch(*(column[i] for column in columns)) for i in range(layout.shape[0])], layout

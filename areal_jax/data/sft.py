@@ -13,16 +13,15 @@ import random
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, overload
 
-import chz
 import numpy as np
 from jaxtyping import Bool, Int32
 
-from areal_jax.data.config import Files, HeldOut, Hub, PromptConfig, Synthetic, TaskSource
-from areal_jax.data.problems import Problem, SyntheticProblems
-from areal_jax.data.sources import PROMPT_FIELDS, BadRow, Row, Skipped, dress, first_field, messages_of, read_rows
-from areal_jax.records import Message, Tokenizer, derive_seed
+from areal_jax.data.config import Files, Hub, PromptConfig, TaskSource
+from areal_jax.data.examples import ExampleSet, load_both
+from areal_jax.data.problems import Problem
+from areal_jax.data.sources import PROMPT_FIELDS, BadRow, MadeOnDemand, Row, Skipped, dress, first_field, messages_of, read_rows
+from areal_jax.records import Message, Tokenizer
 
 DRILL_SHARE = 0.3
 """Of all examples: no answer to a problem but steps of many, so that steps are learnt sooner than from answers alone."""
@@ -69,12 +68,10 @@ class SupervisedExample:
     loss_mask: Bool[np.ndarray, "T"]
     """True on answers and on the tokens that end them; in a drill, on the results of the steps."""
 
-
-class ExampleSet(NamedTuple):
-    """Examples, and the rows of which none could be made."""
-
-    examples: Sequence[SupervisedExample]
-    skipped: Skipped
+    @property
+    def prompt(self) -> Int32[np.ndarray, "P"]:
+        """All before the first token that is learnt."""
+        return self.tokens[: self.loss_mask.argmax()]
 
 
 def load_examples(
@@ -85,39 +82,28 @@ def load_examples(
     *,
     seed: int,
     max_tokens: int,
-) -> tuple[ExampleSet, ExampleSet]:
-    """The examples to train on and those to evaluate on, each in the order of its source.
+) -> tuple[ExampleSet[SupervisedExample], ExampleSet[SupervisedExample]]:
+    """The examples to train on and those to evaluate on, as `load_both` says; a row may give several.
 
-    FileNotFoundError says what was looked for; ValueError where nothing is left. Args: eval_source: None for no evaluation.
-    seed: of the answers to generated problems, and of what is held out. max_tokens: rows with a longer example are skipped."""
-    read = partial(_read, prompt=prompt, tokenizer=tokenizer, max_tokens=max_tokens)
+    Args: seed: also of the answers to generated problems. max_tokens: rows with a longer example are skipped."""
 
-    def whole(source: TaskSource) -> ExampleSet:
-        if isinstance(source, Synthetic):
-            problems = SyntheticProblems(source.num_tasks, source.split, source.families, source.difficulty, source.seed)
-            return ExampleSet(ProblemExamples(problems, tokenizer, prompt, seed), {})
-        rows, skipped = read(source)
-        return ExampleSet([example for row in rows for example in row], skipped)
+    def generate(problems: Sequence[Problem]) -> Sequence[SupervisedExample]:
+        return MadeOnDemand(len(problems), lambda index: _generated(problems, index, tokenizer, prompt, seed))
 
-    match source, eval_source:
-        case _, None:
-            return whole(source), ExampleSet((), {})
-        case Synthetic(), HeldOut():
-            return whole(source), whole(chz.replace(source, split="heldout", num_tasks=eval_source.max_examples))
-        case _, HeldOut():
-            rows, skipped = read(source)
-            train, apart = _set_apart(rows, eval_source, seed)
-            return ExampleSet(train, skipped), ExampleSet(apart, {})
-        case _:
-            return whole(source), whole(eval_source)
+    return load_both(
+        source,
+        eval_source,
+        generate=generate,
+        read=partial(_read, prompt=prompt, tokenizer=tokenizer, max_tokens=max_tokens),
+        prompt_of=lambda example: example.prompt,
+        seed=seed,
+    )
 
 
 def _read(
-    source: TaskSource, *, prompt: PromptConfig, tokenizer: Tokenizer, max_tokens: int
+    source: Files | Hub, *, prompt: PromptConfig, tokenizer: Tokenizer, max_tokens: int
 ) -> tuple[list[list[SupervisedExample]], Skipped]:
     """The examples of each row."""
-    if not isinstance(source, Files | Hub):
-        raise ValueError(f"examples: expected Synthetic, Files or Hub, came {type(source).__name__}")
     conversation, asked = source.prompt_field or "messages", source.prompt_field or ", ".join(PROMPT_FIELDS)
     answered = ", ".join((source.answer_field, *ANSWER_FIELDS))
     looked_for = f"a conversation in {conversation}, or a prompt in {asked} and its answer in {answered}"
@@ -135,47 +121,15 @@ def _read(
     return read_rows(source, read, "an example", looked_for)
 
 
-def _set_apart(
-    rows: Sequence[Sequence[SupervisedExample]], held_out: HeldOut, seed: int
-) -> tuple[list[SupervisedExample], list[SupervisedExample]]:
-    """Examples to train on, and the others. What decides is what a row asks first, not its place: copies of a row and other
-    answers to its question stay together."""
-    prompts = [derive_seed(seed, row[0].tokens[: row[0].loss_mask.argmax()].tobytes().hex()) for row in rows]
-    drawn = sorted(set(prompts))
-    apart = set(drawn[: min(held_out.max_examples, max(1, round(held_out.share * len(drawn))))])
-    if len(apart) == len(drawn):
-        raise ValueError(
-            f"eval_examples=HeldOut leaves none of {len(drawn)} prompts to train on; lower eval_examples.share, take "
-            "eval_examples=Files, or set perplexity_every_steps=0"
-        )
-    parts: tuple[list[SupervisedExample], list[SupervisedExample]] = [], []
-    for row, prompt in zip(rows, prompts, strict=True):
-        parts[prompt in apart].extend(row)
-    return parts
-
-
-class ProblemExamples(Sequence[SupervisedExample]):
-    """An example for every problem, made when asked for. A problem that comes again gets another answer."""
-
-    def __init__(self, problems: Sequence[Problem], tokenizer: Tokenizer, prompt: PromptConfig, seed: int) -> None:
-        self.problems, self.tokenizer, self.prompt, self.seed = problems, tokenizer, prompt, seed
-
-    def __len__(self) -> int:
-        return len(self.problems)
-
-    @overload
-    def __getitem__(self, index: int) -> SupervisedExample: ...
-    @overload
-    def __getitem__(self, index: slice) -> list[SupervisedExample]: ...
-    def __getitem__(self, index: int | slice) -> SupervisedExample | list[SupervisedExample]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        problem = self.problems[index]
-        chance = random.Random(f"{self.seed}/{index % len(self)}")
-        if chance.random() < DRILL_SHARE:
-            return encode_drill(self.tokenizer, draw_steps(self.problems, chance), self.prompt)
-        turns = [Message("user", problem.question), Message("assistant", draw_answer(problem, chance))]
-        return encode_conversation(self.tokenizer, turns, self.prompt)[0]
+def _generated(
+    problems: Sequence[Problem], index: int, tokenizer: Tokenizer, prompt: PromptConfig, seed: int
+) -> SupervisedExample:
+    """An example for a problem. A problem that comes again gets another answer."""
+    problem = problems[index]
+    chance = random.Random(f"{seed}/{index}")
+    if chance.random() < DRILL_SHARE:
+        return encode_drill(tokenizer, draw_steps(problems, chance), prompt)
+    return encode_answer(tokenizer, [Message("user", problem.question)], draw_answer(problem, chance), prompt)
 
 
 def draw_steps(problems: Sequence[Problem], chance: random.Random) -> list[str]:
@@ -218,14 +172,20 @@ def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Message], promp
     examples = list[SupervisedExample]()
     for i, message in enumerate(messages):
         if message.role == "assistant":
-            asked = dress(messages[:i], prompt)
-            before, answer = tokenizer.render(asked), tokenizer.render_answer(asked, message.content)
-            mask = np.arange(len(before) + len(answer)) >= len(before)
-            if examples and np.array_equal(before[: len(examples[-1].tokens)], examples[-1].tokens):
+            example = encode_answer(tokenizer, messages[:i], message.content, prompt)
+            if examples and np.array_equal(example.prompt[: len(examples[-1].tokens)], examples[-1].tokens):
                 earlier = examples.pop().loss_mask
-                mask[: len(earlier)] = earlier
-            examples.append(SupervisedExample(np.concatenate([before, answer]), mask))
+                example.loss_mask[: len(earlier)] = earlier
+            examples.append(example)
     return examples
+
+
+def encode_answer(tokenizer: Tokenizer, messages: Sequence[Message], answer: str, prompt: PromptConfig) -> SupervisedExample:
+    """An example that teaches one answer to a conversation. ValueError where the chat template refuses it."""
+    asked = dress(messages, prompt)
+    before, said = tokenizer.render(asked), tokenizer.render_answer(asked, answer)
+    tokens = np.concatenate([before, said])
+    return SupervisedExample(tokens, np.arange(len(tokens)) >= len(before))
 
 
 def _conversation(row: Row, source: Files | Hub) -> list[Message]:
@@ -233,6 +193,11 @@ def _conversation(row: Row, source: Files | Hub) -> list[Message]:
     if not any(message.role == "assistant" for message in messages):
         answer = first_field(row, (source.answer_field, *ANSWER_FIELDS))
         messages += [Message("assistant", answer)] if isinstance(answer, str) else messages_of(answer) if answer else []
+    return checked(messages)
+
+
+def checked(messages: list[Message]) -> list[Message]:
+    """A conversation with answers to learn from; BadRow says why another one is none."""
     roles = [message.role for message in messages]
     if unknown := [role for role in roles if role not in ROLES]:
         raise BadRow(f"role {unknown[0]}, expected {', '.join(ROLES)}")

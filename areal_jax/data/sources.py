@@ -42,7 +42,7 @@ class TaskSet(NamedTuple):
     @property
     def kinds(self) -> set[str]:
         """Of the tasks: which judges they need."""
-        return {"math"} if isinstance(self.tasks, SyntheticTasks) else {task.kind for task in self.tasks}
+        return {"math"} if isinstance(self.tasks, MadeOnDemand) else {task.kind for task in self.tasks}
 
 
 class BadRow(Exception):
@@ -56,7 +56,7 @@ def load_tasks(source: TaskSource, prompt: PromptConfig) -> TaskSet:
     match source:
         case Synthetic():
             problems = SyntheticProblems(source.num_tasks, source.split, source.families, source.difficulty, source.seed)
-            return TaskSet(SyntheticTasks(problems, prompt), {})
+            return TaskSet(MadeOnDemand(len(problems), lambda index: _generated(problems[index], prompt)), {})
         case Files() | Hub():
             looked_for = f"the prompt in {source.prompt_field or ', '.join(PROMPT_FIELDS)}, the answer in {source.answer_field}"
             return TaskSet(*read_rows(source, lambda place, row: _task(place, row, source, prompt), "a task", looked_for))
@@ -64,25 +64,28 @@ def load_tasks(source: TaskSource, prompt: PromptConfig) -> TaskSet:
             raise ValueError(f"expected Synthetic, Files or Hub, came {type(source).__name__}")
 
 
-class SyntheticTasks(Sequence[Task]):
-    """Generated problems as tasks, each made when asked for."""
+class MadeOnDemand(Sequence[T]):
+    """So many things, each made when asked for."""
 
-    def __init__(self, problems: Sequence[Problem], prompt: PromptConfig) -> None:
-        self.problems, self.prompt = problems, prompt
+    def __init__(self, count: int, make: Callable[[int], T]) -> None:
+        """Args: make: makes the thing at a place, from 0; the same one whenever it is asked."""
+        self._count, self._make = count, make
 
     def __len__(self) -> int:
-        return len(self.problems)
+        return self._count
 
     @overload
-    def __getitem__(self, index: int) -> Task: ...
+    def __getitem__(self, index: int) -> T: ...
     @overload
-    def __getitem__(self, index: slice) -> list[Task]: ...
-    def __getitem__(self, index: int | slice) -> Task | list[Task]:
-        if isinstance(index, slice):
-            return [self[i] for i in range(*index.indices(len(self)))]
-        problem = self.problems[index]
-        messages = dress([Message("user", problem.question)], self.prompt)
-        return Task(problem.id, messages, str(problem.answer), family=problem.family)
+    def __getitem__(self, index: slice) -> list[T]: ...
+    def __getitem__(self, index: int | slice) -> T | list[T]:
+        places = range(self._count)[index]
+        return self._make(places) if isinstance(places, int) else [self._make(place) for place in places]
+
+
+def _generated(problem: Problem, prompt: PromptConfig) -> Task:
+    messages = dress([Message("user", problem.question)], prompt)
+    return Task(problem.id, messages, str(problem.answer), family=problem.family)
 
 
 def dress(messages: Sequence[Message], prompt: PromptConfig) -> tuple[Message, ...]:
@@ -124,11 +127,16 @@ def _files_of_hub(source: Hub) -> list[Path]:
 
 
 def read_rows(
-    source: Files | Hub, read: Callable[[str, Row], T], what: str, looked_for: str
+    source: Files | Hub,
+    read: Callable[[str, Row], T],
+    what: str,
+    looked_for: str,
+    knobs: str = "prompt_field and answer_field",
 ) -> tuple[list[T], dict[str, list[str]]]:
     """What `read(place, row)` makes of each row of a source, and the places of those it calls BadRow, by reason.
 
-    ValueError where nothing is left. Args: what: is made. looked_for: what, in which fields; both for that error."""
+    ValueError where nothing is left. Args: what: is made. looked_for: what, in which fields. knobs: settings that name other
+    fields; all three for that error."""
     files = find_files(Path(source.path).expanduser(), source.split) if isinstance(source, Files) else _files_of_hub(source)
     made, skipped, fields = list[T](), dict[str, list[str]](), dict[str, None]()
     numbered = ((f"{file.name}:{number}", row) for file in files for number, row in enumerate(_rows(file), 1))
@@ -143,7 +151,7 @@ def read_rows(
     if not made:
         raise ValueError(
             f"{', '.join(map(str, files))}: no row can be {what} ({in_words(skipped) or 'no rows'}); looked for {looked_for}; "
-            f"fields seen: {', '.join(fields) or 'none'}. Set prompt_field and answer_field"
+            f"fields seen: {', '.join(fields) or 'none'}. Set {knobs}"
         )
     return made, skipped
 
@@ -217,17 +225,17 @@ def _field(row: Row, name: str) -> object:
     return _field(inner, rest) if isinstance(inner, dict) else None
 
 
-def messages_of(value: object) -> list[Message]:
-    """A prompt that is text, or a conversation of {role, content}."""
+def messages_of(value: object, name: str = "prompt") -> list[Message]:
+    """A prompt that is text, or a conversation of {role, content}. BadRow calls it by `name`."""
     if isinstance(value, str) and value.strip():
         return [Message("user", value)]
     if not isinstance(value, list):
-        raise BadRow("no prompt")
+        raise BadRow(f"no {name}")
     messages = list[Message]()
     for turn in value:
         role, content = (turn.get("role"), turn.get("content")) if isinstance(turn, dict) else (None, None)
         if not (isinstance(role, str) and isinstance(content, str)):
-            raise BadRow("prompt is neither text nor messages")
+            raise BadRow(f"{name} is neither text nor messages")
         messages.append(Message(role, content))
     return messages
 

@@ -105,6 +105,17 @@ class HFTokenizer:
         """Tokens of a text, without any around it; special tokens written in it are recognised."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
 
+    def difference(self, other: HFTokenizer) -> str:
+        """Which tokens have another id there, or none, in words; empty where all are the same."""
+        ours, theirs = (each._tokenizer.get_vocab(with_added_tokens=True) for each in (self, other))
+        differing = sorted(token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token))
+        if not differing:
+            return ""
+        first = differing[0]
+        return (
+            f"{len(differing)} tokens differ, such as {first!r}, which is {ours.get(first)} here and {theirs.get(first)} there"
+        )
+
     def decode(self, tokens: Int32[np.ndarray, "T"]) -> str:
         """Text of the tokens without special tokens."""
         return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)

@@ -60,7 +60,7 @@ class Progress:
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Remember the scores of an evaluation, to be shown with the steps from now on."""
-        self._scores |= {name: metrics[name] for name in (names.PASS_AT_1, names.PERPLEXITY) if name in metrics}
+        self._scores |= {name: metrics[name] for name in _SCORES if name in metrics}
 
     def close(self) -> None:
         """Leave the last state of the live line standing."""
@@ -78,7 +78,7 @@ class Progress:
     def _facts(self, step: int, metrics: Mapping[str, float], elapsed_s: float) -> str:
         done = step - self._first_step
         left_s = elapsed_s / done * (self._num_steps - step) if done > 0 else None
-        facts = self._of_supervised(metrics) if _is_supervised(metrics) else self._of_reinforcement(metrics)
+        facts = self._of_examples(metrics) if _is_of_examples(metrics) else self._of_reinforcement(metrics)
         return "  ".join((*facts, f"{_duration(elapsed_s)} elapsed", f"{_duration(left_s)} left"))
 
     def _of_reinforcement(self, metrics: Mapping[str, float]) -> Iterator[str]:
@@ -89,15 +89,21 @@ class Progress:
         yield f"rollout {_rate(metrics.get(names.ROLLOUT_TOKENS_PER_S))} tok/s"
         yield f"train {_rate(metrics.get(names.TRAIN_TOKENS_PER_S))} tok/s"
 
-    def _of_supervised(self, metrics: Mapping[str, float]) -> Iterator[str]:
+    def _of_examples(self, metrics: Mapping[str, float]) -> Iterator[str]:
         yield f"loss {metrics[names.LOSS]:.4f}"
-        yield f"perplexity {_number(self._scores.get(names.PERPLEXITY), '.4g')}"
+        if names.ACCURACY in self._scores:
+            yield f"accuracy {self._scores[names.ACCURACY]:.1%}"
+        else:
+            yield f"perplexity {_number(self._scores.get(names.PERPLEXITY), '.4g')}"
         if names.PASS_AT_1 in self._scores:
             yield f"pass@1 {self._scores[names.PASS_AT_1]:.1%}"
         yield f"train {_rate(metrics.get(names.TRAIN_TOKENS_PER_S))} tok/s"
 
 
-def _is_supervised(metrics: Mapping[str, float]) -> bool:
+_SCORES = (names.PASS_AT_1, names.PERPLEXITY, names.ACCURACY)
+
+
+def _is_of_examples(metrics: Mapping[str, float]) -> bool:
     return names.REWARD not in metrics and names.LOSS in metrics
 
 

@@ -29,6 +29,7 @@ from areal_jax.metrics.sinks import METRICS, SAMPLES
 REPORT = "report.html"
 LEARNING_CURVE = "learning_curve.png"
 SHOWN_PER_VERDICT = 2
+PASS_AT_1_TITLE = "pass@1 on the evaluation set (± standard error)"
 
 BLUE, ORANGE, GREY = "#2563a8", "#d9721f", "#8a8f98"
 
@@ -99,8 +100,9 @@ def summarize(series: dict[str, Series]) -> list[tuple[str, str]]:
             break
     if perplexity := series.get(names.PERPLEXITY):
         facts.append(("perplexity, first and last", f"{perplexity.values[0]:.4g} → {perplexity.values[-1]:.4g}"))
-    if pass_at_1 := series.get(names.PASS_AT_1):
-        facts.append(("pass@1, first and last", f"{pass_at_1.values[0]:.1%} → {pass_at_1.values[-1]:.1%}"))
+    for label, name in (("accuracy", names.ACCURACY), ("pass@1", names.PASS_AT_1)):
+        if line := series.get(name):
+            facts.append((f"{label}, first and last", f"{line.values[0]:.1%} → {line.values[-1]:.1%}"))
     if staleness := series.get(names.STALENESS_MAX):
         facts.append(("largest staleness", f"{max(staleness.values):g}"))
     return facts
@@ -128,22 +130,26 @@ def survey(path: Path) -> Samples:
 
 
 def draw(series: dict[str, Series]) -> bytes:
-    """The learning curve as a PNG, by trainer step: reward, pass@1, staleness and speed; of supervised fine-tuning loss,
-    perplexity, pass@1 (or, where that is not measured, the gradient's norm) and speed."""
+    """The learning curve as a PNG, by trainer step: reward, pass@1, staleness and speed; of learning from examples loss,
+    perplexity (or accuracy), pass@1 (or, where that is not measured, the gradient's norm) and speed."""
     figure = Figure(figsize=(11, 6.4), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
     FigureCanvasAgg(figure)
     (objective, score), (third, speed) = figure.subplots(2, 2)
     pass_at_1 = series.get(names.PASS_AT_1), series.get(names.PASS_AT_1_ERROR)
     if names.REWARD not in series and names.LOSS in series:
-        _draw_each_step(objective, "loss of the trained tokens", series[names.LOSS])
-        _draw_perplexity(score, series.get(names.PERPLEXITY))
+        if names.ACCURACY in series:
+            _draw_each_step(objective, "loss of the trained pairs", series[names.LOSS])
+            _draw_share(score, "accuracy on pairs that are not trained on", series[names.ACCURACY])
+        else:
+            _draw_each_step(objective, "loss of the trained tokens", series[names.LOSS])
+            _draw_perplexity(score, series.get(names.PERPLEXITY))
         if names.PASS_AT_1 in series:
-            _draw_pass_at_1(third, *pass_at_1)
+            _draw_share(third, PASS_AT_1_TITLE, *pass_at_1)
         else:
             _draw_each_step(third, "norm of the gradient", series.get(names.GRAD_NORM))
     else:
         _draw_each_step(objective, "reward of the trained samples", series.get(names.REWARD))
-        _draw_pass_at_1(score, *pass_at_1)
+        _draw_share(score, PASS_AT_1_TITLE, *pass_at_1)
         _draw_lines(
             third,
             "staleness of trained tokens (versions)",
@@ -187,18 +193,18 @@ def _draw_each_step(axes: Axes, title: str, line: Series | None) -> None:
         axes.legend(frameon=False, fontsize=9, loc="best")
 
 
-def _draw_pass_at_1(axes: Axes, pass_at_1: Series | None, error: Series | None) -> None:
-    _title(axes, "pass@1 on the evaluation set (± standard error)")
-    if pass_at_1 is None:
+def _draw_share(axes: Axes, title: str, share: Series | None, error: Series | None = None) -> None:
+    _title(axes, title)
+    if share is None:
         return _say_nothing(axes)
     errors = dict(zip(*error, strict=True)) if error else {}
-    bars = [errors.get(version, 0.0) for version in pass_at_1.versions]
+    bars = [errors.get(version, 0.0) for version in share.versions]
     axes.errorbar(
-        *pass_at_1, yerr=bars, color=ORANGE, marker="o", markersize=4, linewidth=1.6, capsize=3, elinewidth=1, clip_on=False
+        *share, yerr=bars, color=ORANGE, marker="o", markersize=4, linewidth=1.6, capsize=3, elinewidth=1, clip_on=False
     )
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_ylim(0, 1.2 * max(value + bar for value, bar in zip(pass_at_1.values, bars, strict=True)) or 1.0)
-    _name_ends(axes, pass_at_1, bars, ".1%")
+    axes.set_ylim(0, 1.2 * max(value + bar for value, bar in zip(share.values, bars, strict=True)) or 1.0)
+    _name_ends(axes, share, bars, ".1%")
 
 
 def _draw_perplexity(axes: Axes, perplexity: Series | None) -> None:

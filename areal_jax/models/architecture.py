@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple, get_args
@@ -9,6 +10,10 @@ from typing import Any, Literal, NamedTuple, get_args
 from areal_jax.models import rope
 
 Family = Literal["Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM"]
+
+Readout = Literal["CausalLM", "TokenClassification", "SequenceClassification"]
+"""What is made of hidden states, in transformers' words: logits of the vocabulary; one number a token, with a bias (critics);
+or one number without a bias, of which that of the last token counts (reward models)."""
 
 
 class _Traits(NamedTuple):
@@ -40,6 +45,7 @@ _ONLY: dict[str, Any] = {
     "partial_rotary_factor": 1.0,
     "decoder_sparse_step": 1,
     "mlp_only_layers": [],
+    "token_classification_bias": True,
 }
 
 
@@ -87,13 +93,14 @@ class ModelConfig:
     """Experts in the place of every layer's MLP."""
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
+    readout: Readout = "CausalLM"
 
     @classmethod
     def from_hf(cls, config: Mapping[str, Any], source: str) -> ModelConfig:
         """Read a Hugging Face config.json; `source` names it in errors.
 
         Raises ValueError naming the setting where the architecture or a setting is not supported or is missing."""
-        architecture = _architecture(config, source)
+        architecture, readout = _architecture(config, source)
         family = _FAMILIES[architecture]
         only = _ONLY | ({"attention_bias": True} if family.qkv_bias else {}) | ({} if family.mlp_bias else {"mlp_bias": False})
         for name, supported in only.items():
@@ -135,12 +142,13 @@ class ModelConfig:
             moe=_moe(config, source) if family.is_moe else None,
             bos_token_id=config.get("bos_token_id"),
             eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
+            readout=readout,
         )
 
     def to_hf(self) -> dict[str, Any]:
         """The content of a config.json that `from_hf` and transformers both read back as this policy."""
         written = {
-            "architectures": [self.architecture],
+            "architectures": [_with_readout(self.architecture, self.readout)],
             "model_type": _FAMILIES[self.architecture].model_type,
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
@@ -166,7 +174,15 @@ class ModelConfig:
             written |= {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
         if self.moe is not None:
             written |= asdict(self.moe) | {"decoder_sparse_step": 1, "mlp_only_layers": []}
+        if self.is_scalar:
+            # What transformers counts labels by.
+            written |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         return written
+
+    @property
+    def is_scalar(self) -> bool:
+        """Whether it reads out one number a token, instead of a vocabulary."""
+        return self.readout != "CausalLM"
 
     @property
     def num_params(self) -> int:
@@ -182,15 +198,26 @@ class ModelConfig:
         else:
             mlp = moe.num_experts * (width + 3 * width * moe.moe_intermediate_size)
         layer = attention + biases + norms + mlp
-        tables = 1 if self.tie_word_embeddings else 2
-        return tables * self.vocab_size * width + self.num_hidden_layers * layer + width
+        if self.is_scalar:
+            head = width + (self.readout == "TokenClassification")
+        else:
+            head = 0 if self.tie_word_embeddings else self.vocab_size * width
+        return self.vocab_size * width + self.num_hidden_layers * layer + width + head
 
 
-def _architecture(config: Mapping[str, Any], source: str) -> Family:
+def _with_readout(architecture: Family, readout: Readout) -> str:
+    return architecture.replace("CausalLM", readout)
+
+
+def _architecture(config: Mapping[str, Any], source: str) -> tuple[Family, Readout]:
     named = config.get("architectures") or ["none"]
-    for architecture in get_args(Family):
-        if named == [architecture]:
-            return architecture
+    for architecture, readout in itertools.product(get_args(Family), get_args(Readout)):
+        if named == [_with_readout(architecture, readout)]:
+            # Labels are 2 where transformers finds none.
+            num_labels = len(config.get("id2label") or "01")
+            if readout != "CausalLM" and num_labels != 1:
+                raise ValueError(f"{source}: {named[0]} of {num_labels} labels is not supported; expected id2label to name one")
+            return architecture, readout
     raise ValueError(f"{source}: architectures={named} is not supported; expected one of {', '.join(_FAMILIES)}")
 
 

@@ -24,7 +24,7 @@ from areal_jax.models.config import LoRA, Remat
 from areal_jax.models.moe import ROUTER, Experts, MoE, Routing, local_experts
 
 Params: TypeAlias = dict[str, Any]
-"""Nested dict of arrays: embed, layers.attn.q, ..., norm, head. Leaves under `layers` are stacked: [L, ...]."""
+"""Nested dict of arrays: embed, layers.attn.q, ..., norm, head (or value). Leaves under `layers` are stacked: [L, ...]."""
 
 LayerCache: TypeAlias = Any
 """What the attention of one layer keeps between calls: any pytree, or None. Only `attend` looks inside."""
@@ -63,7 +63,14 @@ class Policy:
     """A decoder without its parameters: hashable, so that jit takes it as a static argument."""
 
     def __init__(self, config: ModelConfig, lora: LoRA | None = None):
-        """Args: lora: the adapter to train, beside parameters that then stay as they are; None trains the parameters."""
+        """Args: lora: the adapter to train, beside parameters that then stay as they are; None trains the parameters.
+
+        Raises ValueError for an adapter beside a scalar head, which would stay as it is."""
+        if lora is not None and config.is_scalar:
+            raise ValueError(
+                f"an adapter cannot train the scalar head of {config.architecture} read out as {config.readout}; "
+                "leave out policy.lora and policy.adapter"
+            )
         self.config, self.lora = config, lora
         decoder = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0)))
         self._layer = nnx.graphdef(decoder.layers)
@@ -165,15 +172,19 @@ class Policy:
         """The matrix from hidden states to logits. Tied: the embedding's transpose, the same leaf."""
         return params["embed"].T if self.config.tie_word_embeddings else params["head"]
 
+    def values(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
+        """The number that a scalar head makes of every hidden state, in float32: it speaks of what follows token t."""
+        return (hidden.astype(jnp.float32) @ params["value"])[..., 0] + params.get("value_bias", 0.0)
+
     def init(self, key: PRNGKeyArray) -> Params:
         """Fresh float32 parameters; jit it with out_shardings to draw them in place."""
         return nnx.to_pure_dict(nnx.state(Decoder(self.config, key)))
 
     def abstract(self, dtype: DTypeLike = jnp.float32) -> Params:
-        """ShapeDtypeStruct of every parameter: matrices in `dtype`, scales of norms and routers in float32."""
+        """ShapeDtypeStruct of every parameter: matrices in `dtype`; scales of norms, routers and a scalar head in float32."""
 
         def struct(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, names: tuple[str, ...]) -> jax.ShapeDtypeStruct:
-            is_wide = len(set(names) - {"layers"}) == 1 or path[-1] == jax.tree_util.DictKey(ROUTER)
+            is_wide = len(set(names) - {"layers"}) <= 1 or path[-1] == jax.tree_util.DictKey(ROUTER)
             return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype if is_wide else dtype)
 
         return jax.tree_util.tree_map_with_path(struct, self._abstract, self._axes)
@@ -202,7 +213,8 @@ _KEPT = {
 
 
 class Decoder(nnx.Module):
-    """Declares the parameters: embedding, stacked layers, last norm, and a head where it is not tied."""
+    """Declares the parameters: embedding, stacked layers, last norm, and a head where it is not tied. A scalar head is zeros at
+    first, and says nothing before it has learnt."""
 
     def __init__(self, config: ModelConfig, key: PRNGKeyArray):
         embed_key, head_key, layers_key = jax.random.split(key, 3)
@@ -212,7 +224,11 @@ class Decoder(nnx.Module):
             jax.random.split(layers_key, config.num_hidden_layers)
         )
         self.norm = _norm(config.hidden_size, "embed")
-        if not config.tie_word_embeddings:
+        if config.is_scalar:
+            self.value = nnx.Param(jnp.zeros((config.hidden_size, 1)), axes=("embed",))
+            if config.readout == "TokenClassification":
+                self.value_bias = nnx.Param(jnp.zeros(1), axes=())
+        elif not config.tie_word_embeddings:
             self.head = nnx.Param(_normal(head_key, table[::-1], 0.02), axes=("embed", "vocab"))
 
 

@@ -64,6 +64,8 @@ _ENTRIES: dict[tuple[str, ...], _Entry] = {
     ("embed",): _Entry("model.embed_tokens.weight", 0),
     ("norm",): _Entry("model.norm.weight", 0),
     ("head",): _Entry("lm_head.weight", 1),
+    ("value",): _Entry("score.weight", 1),
+    ("value_bias",): _Entry("score.bias", 0),
     ("layers", "attn_norm"): _Entry("model.layers.{}.input_layernorm.weight", 0),
     ("layers", "mlp_norm"): _Entry("model.layers.{}.post_attention_layernorm.weight", 0),
     ("layers", "attn", "q"): _Entry("model.layers.{}.self_attn.q_proj.weight", 1),
@@ -87,6 +89,8 @@ _ENTRIES: dict[tuple[str, ...], _Entry] = {
     ("layers", "mlp", "up_bias"): _Entry("model.layers.{}.mlp.up_proj.bias", 0),
     ("layers", "mlp", "down_bias"): _Entry("model.layers.{}.mlp.down_proj.bias", 0),
 }
+
+_SCALAR_HEAD = {("value",), ("value_bias",)}
 
 
 class _Tensor(NamedTuple):
@@ -115,24 +119,29 @@ def read_config(folder: Path) -> ModelConfig:
     path = folder / _CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"expected a Hugging Face folder with {_CONFIG} at {folder}; set policy.path to one")
-    return ModelConfig.from_hf(_read_json(path), source=str(path))
+    return ModelConfig.from_hf(read_json(path), source=str(path))
 
 
 def load(folder: Path, policy: Policy, shardings: Any, *, dtype: DTypeLike = np.float32) -> Params:
     """Read a folder's weights as parameters like `policy.abstract(dtype)`, laid out by `shardings`, a tree like it.
 
     Reads tensor by tensor: the host never holds more than one stacked leaf besides what lies on the devices.
-    Takes one model.safetensors or several files with an index, in float32, float16 or bfloat16.
+    Takes one model.safetensors or several files with an index, in float32, float16 or bfloat16. Of a language model's folder a
+    policy with a scalar head takes all but the head, which is then fresh: zeros.
     Raises ValueError naming a file that is cut off, or listing every missing, unexpected, mis-shaped or non-float tensor with
     its file."""
     with ExitStack() as stack:
-        files = {path.name: stack.enter_context(_opened(path)) for path in _weight_files(folder)}
-        opened = {tensor: _Source(file, name) for name, file in files.items() for tensor in file.offset_keys()}
-        _check(folder, policy, opened)
-        layouts = _leaves(shardings)
+        files = {path.name: stack.enter_context(open_weights(path)) for path in _weight_files(folder)}
+        opened = {tensor: Source(file, name) for name, file in files.items() for tensor in file.offset_keys()}
+        abstract, layouts = _leaves(policy.abstract(dtype)), _leaves(shardings)
+        fresh = _SCALAR_HEAD if policy.config.is_scalar and not read_config(folder).is_scalar else set()
+        stored = {path: leaf for path, leaf in abstract.items() if path not in fresh}
+        _check(folder, policy, stored, opened)
         leaves = {
             path: _load_leaf(opened, _tensors(path, leaf), leaf, layouts[path])
-            for path, leaf in _leaves(policy.abstract(dtype)).items()
+            if path in stored
+            else jax.device_put(np.zeros(leaf.shape, leaf.dtype), layouts[path])
+            for path, leaf in abstract.items()
         }
     return traverse_util.unflatten_dict(leaves)
 
@@ -182,7 +191,7 @@ def _weight_files(folder: Path) -> list[Path]:
     if (folder / _WEIGHTS).is_file():
         names = [_WEIGHTS]
     elif (folder / _INDEX).is_file():
-        index = _read_json(folder / _INDEX)
+        index = read_json(folder / _INDEX)
         if not isinstance(index.get("weight_map"), dict):
             raise ValueError(f"{folder / _INDEX}: expected weight_map, the file of each tensor; found {', '.join(index)}")
         names = sorted(set(index["weight_map"].values()))
@@ -207,14 +216,15 @@ def _tensors(path: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> Iterator[_Ten
         yield _Tensor(entry.name.format(*place), shape, place, cut, leaf_shape)
 
 
-class _Source(NamedTuple):
+class Source(NamedTuple):
     """Where a tensor is read from."""
 
     file: Any
     name: str
 
 
-def _opened(path: Path) -> Any:
+def open_weights(path: Path) -> Any:
+    """A safetensors file of which nothing but the header is read yet. ValueError where it is cut off, or none."""
     try:
         return safe_open(path, framework="np")
     except SafetensorError as error:
@@ -224,42 +234,55 @@ def _opened(path: Path) -> Any:
         ) from error
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """What a file holds. ValueError where that is no JSON."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise ValueError(f"{path}: expected JSON, came something else ({error})") from error
 
 
-def _check(folder: Path, policy: Policy, opened: Mapping[str, _Source]) -> None:
-    """One error for all that is wrong with a checkpoint, before anything is read."""
-    wrong, expected = [], set()
-    for path, leaf in _leaves(policy.abstract()).items():
-        for tensor in _tensors(path, leaf):
-            expected.add(tensor.name)
-            if tensor.name not in opened:
-                wrong.append(f"missing: {tensor.name}")
-                continue
-            file, name = opened[tensor.name]
-            found, where = file.get_slice(tensor.name), f"{tensor.name} in {name}"
-            if tuple(found.get_shape()) != tensor.shape:
-                wrong.append(f"expected shape {tensor.shape}, came {tuple(found.get_shape())}: {where}")
-            if found.get_dtype() not in _FLOATS:
-                wrong.append(f"expected one of {', '.join(sorted(_FLOATS))}, came {found.get_dtype()}: {where}")
-    # A tied head that a file repeats is not read, and old files hold RoPE's frequencies, which follow from config.json.
-    known = {"lm_head.weight"} if policy.config.tie_word_embeddings else set()
+def _check(
+    folder: Path, policy: Policy, stored: Mapping[tuple[str, ...], jax.ShapeDtypeStruct], opened: Mapping[str, Source]
+) -> None:
+    shapes = {tensor.name: tensor.shape for path, leaf in stored.items() for tensor in _tensors(path, leaf)}
+    # A head in whose place there is another one, or the embedding, is not read; and old files hold RoPE's frequencies, which
+    # follow from config.json.
+    known = {"lm_head.weight"} if policy.config.tie_word_embeddings or policy.config.is_scalar else set()
+    found = {name: source for name, source in opened.items() if name not in known and not name.endswith("rotary_emb.inv_freq")}
+    require_shapes(f"the weights in {folder} do not fit its {_CONFIG}", shapes, found)
+
+
+def require_shapes(complaint: str, expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Source]) -> None:
+    """One ValueError for all tensors that are missing, unexpected, mis-shaped or no floats; reads headers only."""
+    files = sorted({source.name for source in found.values()})
+    searched = files[0] if len(files) == 1 else f"any of {len(files)} files"
+    wrong = []
+    for name, shape in expected.items():
+        if name not in found:
+            wrong.append(f"missing: {name} of shape {shape} in {searched}")
+            continue
+        header, where = found[name].file.get_slice(name), f"{name} in {found[name].name}"
+        if _shape(header) != shape:
+            wrong.append(f"expected shape {shape}, came {_shape(header)}: {where}")
+        if header.get_dtype() not in _FLOATS:
+            wrong.append(f"expected one of {', '.join(sorted(_FLOATS))}, came {header.get_dtype()}: {where}")
     wrong += [
-        f"unexpected: {name} in {source.name}"
-        for name, source in opened.items()
-        if name not in expected | known and not name.endswith("rotary_emb.inv_freq")
+        f"unexpected: {name} of shape {_shape(source.file.get_slice(name))} in {source.name}"
+        for name, source in found.items()
+        if name not in expected
     ]
     if wrong:
         rest = f"\n  and {len(wrong) - 20} more" if len(wrong) > 20 else ""
-        raise ValueError(f"the weights in {folder} do not fit its {_CONFIG}:\n  " + "\n  ".join(wrong[:20]) + rest)
+        raise ValueError(f"{complaint}:\n  " + "\n  ".join(wrong[:20]) + rest)
+
+
+def _shape(header: Any) -> tuple[int, ...]:
+    return tuple(header.get_shape())
 
 
 def _load_leaf(
-    opened: Mapping[str, _Source], tensors: Iterator[_Tensor], leaf: jax.ShapeDtypeStruct, layout: Sharding
+    opened: Mapping[str, Source], tensors: Iterator[_Tensor], leaf: jax.ShapeDtypeStruct, layout: Sharding
 ) -> jax.Array:
     """Read every tensor of a leaf once, and keep of it what this process's devices hold."""
     held = layout.addressable_devices_indices_map(leaf.shape).values()

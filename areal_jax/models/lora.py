@@ -19,9 +19,9 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 from jaxtyping import Array, Float, PRNGKeyArray
-from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from areal_jax.models import hf
 from areal_jax.models.config import LoRA, Target
 from areal_jax.models.decoder import Adapted, Params, Policy
 
@@ -73,8 +73,6 @@ _ONLY: dict[str, Any] = {
     "monteclora_config": None,
     "velora_config": None,
 }
-
-_FLOATS = {"F32", "F16", "BF16"}
 
 
 def abstract(policy: Policy) -> Params:
@@ -161,22 +159,12 @@ def require_base(folder: Path, *names: str) -> None:
 
 def require_tensors(folder: Path, policy: Policy) -> None:
     """ValueError listing every missing, unexpected, mis-shaped or non-float tensor of a PEFT folder; reads headers only."""
-    wrong, expected = [], {tensor.name: tensor for tensor in _tensors(policy)}
     with _opened(folder) as file:
-        found = list(file.offset_keys())
-        for name, tensor in expected.items():
-            if name not in found:
-                wrong.append(f"missing: {name}")
-                continue
-            header = file.get_slice(name)
-            if tuple(header.get_shape()) != tensor.shape:
-                wrong.append(f"expected shape {tensor.shape}, came {tuple(header.get_shape())}: {name}")
-            if header.get_dtype() not in _FLOATS:
-                wrong.append(f"expected one of {', '.join(sorted(_FLOATS))}, came {header.get_dtype()}: {name}")
-    wrong += [f"unexpected: {name}" for name in found if name not in expected]
-    if wrong:
-        rest = f"\n  and {len(wrong) - 20} more" if len(wrong) > 20 else ""
-        raise ValueError(f"{folder / WEIGHTS} does not fit the policy and {CONFIG}:\n  " + "\n  ".join(wrong[:20]) + rest)
+        hf.require_shapes(
+            f"{folder / WEIGHTS} does not fit the policy and {CONFIG}",
+            {tensor.name: tensor.shape for tensor in _tensors(policy)},
+            dict.fromkeys(file.offset_keys(), hf.Source(file, WEIGHTS)),
+        )
 
 
 def load(folder: Path, policy: Policy, shardings: Any) -> Params:
@@ -296,17 +284,11 @@ def _read_json(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"expected a PEFT folder with {CONFIG} at {folder}; set policy.adapter to one")
-    try:
-        return json.loads(path.read_text())
-    except ValueError as error:
-        raise ValueError(f"{path} cannot be read as JSON: {error}") from error
+    return hf.read_json(path)
 
 
 def _opened(folder: Path) -> Any:
     path = folder / WEIGHTS
     if not path.is_file():
         raise FileNotFoundError(f"expected {WEIGHTS} beside {CONFIG} in {folder}, found none")
-    try:
-        return safe_open(path, framework="np")
-    except SafetensorError as error:
-        raise ValueError(f"{path} cannot be read as safetensors: {error}") from error
+    return hf.open_weights(path)

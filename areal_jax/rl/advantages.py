@@ -1,42 +1,94 @@
-"""How the rewards of a batch become one advantage per sample, the same on all its tokens. numpy only.
+"""How the rewards of a batch become an advantage for every token. numpy only.
 
 Standard deviations are those of a sample (divided by n - 1), as in AReaL. Where all rewards are equal a centred advantage is 0.
-Axes: G samples of a group.
+Axes: G samples of a group, T tokens of a sample.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Float32, Float64, Int
+from jaxtyping import Bool, Float, Float32, Float64, Int
 
-from areal_jax.rl.config import Advantages, BatchNormalized, GroupNormalized, LeaveOneOut, Mean, Shaping, Unnormalized
+from areal_jax.rl.config import GAE, Advantages, BatchNormalized, GroupNormalized, LeaveOneOut, Mean, Shaping, Unnormalized
 
 
-def compute_advantages(
-    config: Advantages,
-    rewards_by_group: Sequence[Float[np.ndarray, "_"]],
-    num_loss_tokens_by_group: Sequence[Int[np.ndarray, "_"]],
-) -> list[Float32[np.ndarray, "_"]]:
-    """One advantage per sample, group by group, in the order given. Groups may differ in size.
+class Trajectory(NamedTuple):
+    """A sample as advantages see it."""
 
-    Args:
-        num_loss_tokens_by_group: tokens of each sample that are in the loss; BatchNormalized weights the sample by them.
-    """
+    reward: float
+    """Of the whole sample, shaped."""
+    acted: Bool[np.ndarray, "T"]
+    """The tokens that the policy drew; all others only stand between them."""
+    trained: Bool[np.ndarray, "T"]
+    """Of those, the ones in the loss."""
+    token_rewards: Float[np.ndarray, "T"] | None = None
+    """What each token earns besides, 0 where the policy drew none; None: nothing."""
+    values: Float[np.ndarray, "T"] | None = None
+    """By a critic, of the state in which each token was drawn, which is the one before it; read where the policy drew one."""
+    value_after: float = 0.0
+    """By a critic, of the state behind the last token that the policy drew; 0 where the answer had come to its end."""
+
+
+def compute_advantages(config: Advantages, groups: Sequence[Sequence[Trajectory]]) -> list[list[Float32[np.ndarray, "_"]]]:
+    """One advantage per token, by group and sample, in the order given. Groups may differ in size.
+
+    Without a critic a sample's reward makes the same advantage on all its tokens; to it is added what they earn besides, from
+    each token on, undiscounted."""
     match config:
         case GroupNormalized():
-            return _group_normalized(rewards_by_group, config)
+            return _spread(groups, _group_normalized(_rewards_by_group(groups), config))
         case LeaveOneOut():
-            return [_leave_one_out(rewards) for rewards in rewards_by_group]
+            return _spread(groups, [_leave_one_out(rewards_G) for rewards_G in _rewards_by_group(groups)])
         case BatchNormalized():
-            return _batch_normalized(rewards_by_group, num_loss_tokens_by_group, config)
+            return _batch_normalized(groups, config)
+        case GAE():
+            return _generalized(groups, config)
         case Unnormalized():
-            return [rewards.astype(np.float32) for rewards in rewards_by_group]
+            return _spread(groups, _rewards_by_group(groups))
     raise TypeError(
         f"{type(config).__name__} says nothing of how rewards become advantages; set trainer.advantages to GroupNormalized, "
-        "LeaveOneOut, BatchNormalized or Unnormalized"
+        "LeaveOneOut, BatchNormalized, Unnormalized or GAE"
     )
+
+
+def reward_to_go(token_rewards: Float[np.ndarray, "T"]) -> Float64[np.ndarray, "T"]:
+    """Of every token, the sum of its own reward and all later ones."""
+    return np.cumsum(token_rewards[::-1], dtype=np.float64)[::-1]
+
+
+def value_targets(config: GAE, groups: Sequence[Sequence[Trajectory]]) -> list[list[Float32[np.ndarray, "_"]]]:
+    """What the critic is to say of every token that the policy drew: its advantage, not normalised, and the value that it is
+    an advantage over (the return of lambda). 0 of others."""
+    return [
+        [
+            (generalized_advantages(config, trajectory) + np.where(trajectory.acted, _values(trajectory), 0.0)).astype(
+                np.float32
+            )
+            for trajectory in group
+        ]
+        for group in groups
+    ]
+
+
+def generalized_advantages(config: GAE, trajectory: Trajectory) -> Float64[np.ndarray, "T"]:
+    """Advantage of every token that the policy drew, 0 of others (GAE, arXiv:1506.02438, equation 16), not normalised.
+
+    delta_i = r_i + gamma V_{i+1} - V_i,  A_i = delta_i + gamma lam A_{i+1},  i counting drawn tokens alone: prompt, feedback
+    and what a tool said are no steps, and discount nothing. The sample's reward comes with its last one."""
+    acted = trajectory.acted
+    advantages, values = np.zeros(acted.shape, np.float64), _values(trajectory)[acted].astype(np.float64)
+    if len(values):
+        rewards = (
+            np.zeros(values.shape) if trajectory.token_rewards is None else trajectory.token_rewards[acted].astype(np.float64)
+        )
+        rewards[-1] += trajectory.reward
+        after = np.append(values[1:], trajectory.value_after)
+        advantages[acted] = _discounted(rewards + config.gamma * after - values, config.gamma * config.lam)
+    return advantages
 
 
 def shaped_rewards(
@@ -64,7 +116,7 @@ def shaped_rewards(
 def mean_weights(mean: Mean, num_loss_tokens: Int[np.ndarray, "S"], constant_tokens: int) -> Float32[np.ndarray, "S"]:
     """Factors of the samples' advantages with which a mean over all tokens of a mini-batch becomes the mean that is asked for.
 
-    Every objective is proportional to the advantage, so no objective has to know of means.
+    Every objective is proportional to the advantage, so no objective has to know of means; only a KL that joins the loss does.
 
     Args:
         num_loss_tokens: of every sample of the mini-batch.
@@ -76,6 +128,15 @@ def mean_weights(mean: Mean, num_loss_tokens: Int[np.ndarray, "S"], constant_tok
     mean_length = num_loss_tokens.sum() / max((num_loss_tokens > 0).sum(), 1)
     lengths = np.maximum(num_loss_tokens, 1) if mean == "sequences" else np.full(num_loss_tokens.shape, constant_tokens)
     return (mean_length / lengths).astype(np.float32)
+
+
+def _discounted(x: Float64[np.ndarray, "T"], decay: float) -> Float64[np.ndarray, "T"]:
+    """y_t = x_t + decay y_{t+1}, by doubling: each turn sums twice as many terms, so that T tokens take log2(T) turns."""
+    y, span = x.copy(), 1
+    while span < len(y):
+        y[:-span] += decay**span * y[span:]
+        span *= 2
+    return y
 
 
 def _group_normalized(
@@ -109,19 +170,67 @@ def _centred(rewards_G: Float[np.ndarray, "G"]) -> Float64[np.ndarray, "G"]:
     return rewards_G.astype(np.float64) - rewards_G.mean(dtype=np.float64)
 
 
-def _batch_normalized(
-    rewards_by_group: Sequence[Float[np.ndarray, "_"]],
-    num_loss_tokens_by_group: Sequence[Int[np.ndarray, "_"]],
-    config: BatchNormalized,
-) -> list[Float32[np.ndarray, "_"]]:
-    """(r - mean) / (std + eps), mean and std over the loss tokens of the whole batch (AReaL, arXiv:2505.24298, section 5.1)."""
-    rewards = np.concatenate(rewards_by_group).astype(np.float64)
-    counts = np.concatenate(num_loss_tokens_by_group).astype(np.float64)
-    num_tokens = counts.sum()
-    counted = rewards[counts > 0]
+def _batch_normalized(groups: Sequence[Sequence[Trajectory]], config: BatchNormalized) -> list[list[Float32[np.ndarray, "_"]]]:
+    """(R - mean) / (std + eps) of the return R from each token on, mean and std over the loss tokens of the whole batch
+    (AReaL, arXiv:2505.24298, section 5.1)."""
+    # A sample whose tokens all return the same is one value of their number.
+    values, counts = [np.zeros(0)], [np.zeros(0)]
+    for trajectory in chain.from_iterable(groups):
+        if trajectory.token_rewards is None:
+            values.append(np.array([trajectory.reward]))
+            counts.append(np.array([trajectory.trained.sum()]))
+        else:
+            values.append(_return_to_go(trajectory)[trajectory.trained])
+            counts.append(np.ones(len(values[-1])))
+    returns, weights = np.concatenate(values).astype(np.float64), np.concatenate(counts).astype(np.float64)
+    counted = returns[weights > 0]
     if len(counted) == 0 or counted.min() == counted.max():
-        return [np.zeros(rewards_G.shape, np.float32) for rewards_G in rewards_by_group]
-    centred = rewards - (counts * rewards).sum() / num_tokens
-    std = np.sqrt((counts * centred**2).sum() / (num_tokens - 1))
-    advantages = (centred / (std + config.eps)).astype(np.float32)
-    return np.split(advantages, np.cumsum([len(rewards_G) for rewards_G in rewards_by_group])[:-1])
+        return [[np.zeros(trajectory.acted.shape, np.float32) for trajectory in group] for group in groups]
+    num_tokens = weights.sum()
+    mean = (weights * returns).sum() / num_tokens
+    divisor = np.sqrt((weights * (returns - mean) ** 2).sum() / (num_tokens - 1)) + config.eps
+    return [[((_return_to_go(trajectory) - mean) / divisor).astype(np.float32) for trajectory in group] for group in groups]
+
+
+def _return_to_go(trajectory: Trajectory) -> Float64[np.ndarray, "T"]:
+    if trajectory.token_rewards is None:
+        return np.broadcast_to(np.float64(trajectory.reward), trajectory.acted.shape)
+    return trajectory.reward + reward_to_go(trajectory.token_rewards)
+
+
+def _generalized(groups: Sequence[Sequence[Trajectory]], config: GAE) -> list[list[Float32[np.ndarray, "_"]]]:
+    """(A - mean) / (std + eps), mean and std over the loss tokens of the whole batch; or A as it is."""
+    advantages = [[generalized_advantages(config, trajectory) for trajectory in group] for group in groups]
+    mean, divisor = 0.0, 1.0
+    if config.normalize:
+        pairs = zip(chain.from_iterable(advantages), chain.from_iterable(groups), strict=True)
+        together = np.concatenate([np.zeros(0), *(values[trajectory.trained] for values, trajectory in pairs)])
+        if len(together) > 1:
+            mean, divisor = together.mean(), together.std(ddof=1) + config.eps
+    return [[((values - mean) / divisor).astype(np.float32) for values in group] for group in advantages]
+
+
+def _values(trajectory: Trajectory) -> Float[np.ndarray, "T"]:
+    if trajectory.values is None:
+        raise ValueError("GAE needs the values of a critic, came a trajectory without; choose other trainer.advantages")
+    return trajectory.values
+
+
+def _rewards_by_group(groups: Sequence[Sequence[Trajectory]]) -> list[Float64[np.ndarray, "_"]]:
+    return [np.array([trajectory.reward for trajectory in group], np.float64) for group in groups]
+
+
+def _spread(
+    groups: Sequence[Sequence[Trajectory]], by_group: Sequence[Float[np.ndarray, "_"]]
+) -> list[list[Float32[np.ndarray, "_"]]]:
+    """One number per sample to all its tokens, with what they earn besides."""
+
+    def on_tokens(trajectory: Trajectory, advantage: float) -> Float32[np.ndarray, "T"]:
+        if trajectory.token_rewards is None:
+            return np.broadcast_to(np.float32(advantage), trajectory.acted.shape)
+        return (advantage + reward_to_go(trajectory.token_rewards)).astype(np.float32)
+
+    return [
+        [on_tokens(trajectory, float(advantage)) for trajectory, advantage in zip(group, advantages_G, strict=True)]
+        for group, advantages_G in zip(groups, by_group, strict=True)
+    ]

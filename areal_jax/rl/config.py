@@ -6,6 +6,10 @@ from typing import Any, Literal, TypeAlias
 
 import chz
 
+Proximal: TypeAlias = Literal["recompute", "interpolate", "behave"]
+"""Whence the log-probabilities of the proximal policy come: a forward pass over the batch before its first update; a line from
+behave's to theta's, by how old the token is, which saves that pass (A-3PO); behave itself, so that nothing is decoupled."""
+
 Level: TypeAlias = Literal["token", "sequence", "geometric"]
 """Of an importance weight proximal/behave: each token's own, the product over its sequence, or the geometric mean of that."""
 
@@ -56,7 +60,18 @@ class Corrected(Loss):
 
 
 @chz.chz
-class DecoupledPPO(Corrected):
+class Centred(Corrected):
+    """A corrected objective that takes its proximal policy from anywhere."""
+
+    proximal: Proximal = chz.field(
+        default="recompute",
+        doc="log-probs of the proximal policy: recompute (a forward pass over the batch), interpolate (between behave and "
+        "theta, by the token's age) or behave",
+    )
+
+
+@chz.chz
+class DecoupledPPO(Centred):
     """Decoupled PPO (AReaL, arXiv:2505.24298, equation 5): the clip is centred on the policy just before the step."""
 
     clip_eps: float = chz.field(default=0.2, doc="lower clip range of theta/proximal, a ratio")
@@ -74,7 +89,7 @@ class PPO(Loss):
 
 
 @chz.chz
-class GSPO(Corrected):
+class GSPO(Centred):
     """GSPO (arXiv:2507.18071, equation 5): ratio and clip are those of the sequence, the geometric mean of its tokens'."""
 
     clip_eps: float = chz.field(default=3e-4, doc="lower clip range of the sequence's theta/proximal, a ratio")
@@ -82,7 +97,7 @@ class GSPO(Corrected):
 
 
 @chz.chz
-class SAPO(Corrected):
+class SAPO(Centred):
     """SAPO (arXiv:2511.20347): a sigmoid around ratio 1 in place of the clip."""
 
     temperature_positive: float = chz.field(default=1.0, doc="steepness of the gate where the advantage is positive")
@@ -90,7 +105,7 @@ class SAPO(Corrected):
 
 
 @chz.chz
-class CISPO(Corrected):
+class CISPO(Centred):
     """CISPO (arXiv:2506.13585, equation 4): the policy gradient of every token, its ratio clipped as a mere weight."""
 
     clip_eps_low: float | None = chz.field(default=None, doc="lower clip range of the weight; none: no lower bound")
@@ -106,12 +121,12 @@ class M2PO(Corrected):
 
 
 @chz.chz
-class Reinforce(Corrected):
+class Reinforce(Centred):
     """The policy gradient (REINFORCE), each token weighted by how likely the policy still is to draw it. No clip."""
 
 
 @chz.chz
-class Own(Corrected):
+class Own(Centred):
     """An objective of your own: a subclass in the experiment's file that defines `gain` (see experiments/own_objective.py)."""
 
     def gain(self, ratio: Any, advantages: Any, logp: Any) -> Any:
@@ -172,6 +187,115 @@ class Unnormalized(Advantages):
     """The reward itself on every token."""
 
 
+@chz.chz
+class GAE(Advantages):
+    """Generalized advantage estimation (arXiv:1506.02438) by a critic, token by token, which trains beside the policy.
+
+    The value of a state replaces what other samples of the group say, so one sample a group is enough."""
+
+    gamma: float = chz.field(default=1.0, doc="what a reward is worth a token earlier, from 0 to 1")
+    lam: float = chz.field(
+        default=0.95, doc="how far the advantage looks beyond the critic's next value: 0 not at all, 1 to the end (lambda)"
+    )
+    normalize: bool = chz.field(
+        default=True, doc="then subtract the mean over the batch's loss tokens and divide by their deviation"
+    )
+    eps: float = chz.field(default=1e-5, doc="added to the standard deviation, in units of reward")
+
+
+Estimator: TypeAlias = Literal["k1", "k2", "k3"]
+"""Of KL(policy || reference), from x = log(policy/reference) of a drawn token: x, x²/2, or exp(-x) - 1 + x."""
+
+
+@chz.chz
+class KL:
+    """How straying from a reference policy is paid for."""
+
+
+@chz.chz
+class KLInReward(KL):
+    """Every token pays coefficient · estimate, found where the policy that drew it strays, and the advantages of all tokens
+    before it bear that. What it is made of carries no gradient, so that every estimator is sound here."""
+
+    coefficient: float = chz.field(default=0.001, doc="what a nat of KL costs, in units of reward")
+    estimator: Estimator = chz.field(
+        default="k1", doc="k1: log-ratio, k2: half its square, k3: exp(-log-ratio) - 1 + log-ratio"
+    )
+
+
+@chz.chz
+class KLInLoss(KL):
+    """coefficient · estimate of the policy being trained joins every token's loss (GRPO, arXiv:2402.03300, equation 3).
+
+    On tokens of the policy itself k2's gradient is that of KL(policy || reference), k3's that of KL(reference || policy), and
+    k1's zero on average whatever the reference: noise alone, which is why k1 is no choice here."""
+
+    coefficient: float = chz.field(default=0.04, doc="what a nat of KL costs, in units of advantage (GRPO: 0.04)")
+    estimator: Literal["k2", "k3"] = chz.field(
+        default="k3", doc="k2: half the log-ratio squared; k3: exp(-log-ratio) - 1 + log-ratio"
+    )
+
+
+@chz.chz
+class Reference:
+    """A frozen policy that the trained one is not to stray from."""
+
+    path: str = chz.field(
+        default="initial",
+        doc="'initial' (the weights that training starts from), or as policy.path a policy with the same tokens",
+    )
+    offload: bool = chz.field(
+        default=False, doc="keep it in the host's memory while it is not asked; each step then waits for it"
+    )
+    kl: KL = chz.field(default_factory=KLInLoss, doc="how straying is paid for: KLInReward or KLInLoss")
+
+
+@chz.chz
+class Teacher:
+    """A frozen policy that says of every token the trained one draws how it would have liked it (on-policy distillation)."""
+
+    path: str = chz.field(doc="as policy.path, a policy with the same tokens, such as RUN/policy of a finished run")
+    weight: float = chz.field(
+        default=1.0, doc="every token's advantage gains this times log(teacher/behave): the reverse KL, token by token"
+    )
+    reward_weight: float = chz.field(
+        default=1.0, doc="multiplies the advantages made of rewards; 0: learn from the teacher alone"
+    )
+    offload: bool = chz.field(
+        default=False, doc="keep it in the host's memory while it is not asked; each step then waits for it"
+    )
+
+
 Mean: TypeAlias = Literal["tokens", "sequences", "constant"]
 """What a mini-batch's loss is the mean of: all its tokens (DAPO, the paper), its sequences, each the mean of its tokens (GRPO,
 GSPO), or its sequences, each the sum of its tokens over a constant length (Dr.GRPO)."""
+
+
+@chz.chz
+class Preference:
+    """What is learnt from a chosen and a rejected answer to the same prompt."""
+
+
+@chz.chz
+class DPO(Preference):
+    """DPO (arXiv:2305.18290, equation 7): how much more likely than under the reference each whole answer has become."""
+
+    beta: float = chz.field(default=0.1, doc="reward of an answer for each nat; the lower, the further from the reference")
+    label_smoothing: float = chz.field(
+        default=0.0,
+        doc="share of the pairs, below a half, that are taken to be labelled the wrong way round (conservative DPO)",
+    )
+
+
+@chz.chz
+class IPO(Preference):
+    """IPO (arXiv:2310.12036, equation 17), of nats per token: a margin of 1 / (2 beta), and no more."""
+
+    beta: float = chz.field(
+        default=0.1, doc="the lower, the further from the reference: 1 / (2 beta) nats per token between answers"
+    )
+
+
+@chz.chz
+class BradleyTerry(Preference):
+    """A reward model instead of a policy: a score of each whole answer, the chosen one's above the other's."""

@@ -1,4 +1,4 @@
-"""Log-probabilities of tokens from hidden states: the one file that shifts by one.
+"""Log-probabilities of tokens from hidden states, and values before tokens: the one file that shifts by one.
 
 Axes: B rows, T tokens, C tokens of a chunk, D width, V vocabulary.
 """
@@ -20,17 +20,19 @@ def token_logprobs(
     *,
     temperature: float = 1.0,
     chunk_tokens: int,
+    learns_entropy: bool = False,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
     """Log-probability of every token given those before it in its segment, and the entropy of what it was drawn from.
 
     Entry t speaks of token t, predicted from hidden[t-1]. The first token of a segment, which nothing predicts, and padding
-    (segment 0) get 0. Softmax and logarithm are in float32. Entropy carries no gradient.
+    (segment 0) get 0. Softmax and logarithm are in float32.
 
     Args:
         head: cast to the dtype of `hidden` for the product.
         temperature: divides the logits, as it did when the token was drawn.
         chunk_tokens: tokens of all rows together whose logits exist at the same time; the backward pass computes them again,
             so that [tokens, vocabulary] never exists, in either direction.
+        learns_entropy: entropy carries a gradient too; else only the log-probability does.
     """
     if temperature <= 0.0:
         raise ValueError(f"temperature must be above 0 for log-probabilities to exist, came {temperature}")
@@ -42,7 +44,7 @@ def token_logprobs(
     targets = jnp.roll(tokens, -1, axis=1)
 
     def predict(hidden_chunk: Float[Array, "B C D"], targets_chunk: Int[Array, "B C"]) -> tuple[Array, Array]:
-        return _predict(hidden_chunk, head, targets_chunk, temperature)
+        return _predict(hidden_chunk, head, targets_chunk, temperature, learns_entropy)
 
     if num_chunks == 1:
         logp, entropy = predict(hidden, targets)
@@ -58,8 +60,14 @@ def token_logprobs(
         _, outs = jax.lax.scan(lambda _, chunk: (None, predict(*chunk)), None, (cut(hidden), cut(targets)))
         logp, entropy = (jnp.moveaxis(x, 0, 2).reshape(num_rows, -1)[:, :num_columns] for x in outs)
     predicted = _is_predicted(segment_ids)
-    logp, entropy = (jnp.where(predicted, jnp.roll(x, 1, axis=1), 0.0) for x in (logp, jax.lax.stop_gradient(entropy)))
-    return logp, entropy
+    logp, entropy = (jnp.where(predicted, jnp.roll(x, 1, axis=1), 0.0) for x in (logp, entropy))
+    return logp, entropy if learns_entropy else jax.lax.stop_gradient(entropy)
+
+
+def values_before(values: Float[Array, "B T"], segment_ids: Int[Array, "B T"]) -> Float[Array, "B T"]:
+    """From the value of what follows each token, in its place, that of what follows the token before it: of the state in which
+    the token was drawn. Entry t then speaks of token t; the first token of a segment and padding get 0."""
+    return jnp.where(_is_predicted(segment_ids), jnp.roll(values, 1, axis=1), 0.0)
 
 
 def _is_predicted(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
@@ -68,11 +76,16 @@ def _is_predicted(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
     return jnp.pad(same, ((0, 0), (1, 0)))
 
 
-@partial(jax.custom_vjp, nondiff_argnums=(3,))
+@partial(jax.custom_vjp, nondiff_argnums=(3, 4))
 def _predict(
-    hidden: Float[Array, "B C D"], head: Float[Array, "D V"], targets: Int[Array, "B C"], temperature: float
+    hidden: Float[Array, "B C D"],
+    head: Float[Array, "D V"],
+    targets: Int[Array, "B C"],
+    temperature: float,
+    learns_entropy: bool,
 ) -> tuple[Float[Array, "B C"], Float[Array, "B C"]]:
     """Log-probability of `targets` and entropy, each from the hidden state in its own place."""
+    del learns_entropy  # it changes the gradient alone
     logp, entropy, _ = _predict_with_norm(hidden, head, targets, temperature)
     return logp, entropy
 
@@ -83,23 +96,32 @@ def _predict_with_norm(
     logits = _logits(hidden, head, temperature)
     log_norm = jax.nn.logsumexp(logits, axis=-1)
     # Compare and sum, not gather: along a sharded vocabulary a gather would fetch all logits to every shard.
-    logp = jnp.sum(jnp.where(_is_target(targets, logits), logits, 0.0), axis=-1) - log_norm
+    logp = jnp.sum(_is_target(targets, logits) * logits, axis=-1) - log_norm
     log_softmax = logits - log_norm[..., None]
     entropy = -jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=-1)
     return logp, entropy, log_norm
 
 
-def _predict_forward(hidden: Array, head: Array, targets: Array, temperature: float) -> tuple[tuple[Array, Array], tuple]:
+def _predict_forward(
+    hidden: Array, head: Array, targets: Array, temperature: float, learns_entropy: bool
+) -> tuple[tuple[Array, Array], tuple]:
     logp, entropy, log_norm = _predict_with_norm(hidden, head, targets, temperature)
-    return (logp, entropy), (hidden, head, targets, log_norm)
+    return (logp, entropy), (hidden, head, targets, log_norm, entropy if learns_entropy else None)
 
 
-def _predict_backward(temperature: float, saved: tuple, cotangents: tuple[Array, Array]) -> tuple[Array, Array, None]:
-    """d logp / d logits = [is target] - softmax, from logits computed again: what is saved is [tokens], not [tokens, V]."""
-    hidden, head, targets, log_norm = saved
+def _predict_backward(
+    temperature: float, learns_entropy: bool, saved: tuple, cotangents: tuple[Array, Array]
+) -> tuple[Array, Array, None]:
+    """d logp / d logits = [is target] - softmax and d entropy / d logits = -softmax (log softmax + entropy), from logits
+    computed again: what is saved is [tokens], not [tokens, V]."""
+    hidden, head, targets, log_norm, entropy = saved
+    d_logp, d_entropy = cotangents
     logits = _logits(hidden, head, temperature)
-    softmax = jnp.exp(logits - log_norm[..., None])
-    d_logits = (jnp.where(_is_target(targets, logits), 1.0, 0.0) - softmax) * (cotangents[0] / temperature)[..., None]
+    log_softmax = logits - log_norm[..., None]
+    softmax = jnp.exp(log_softmax)
+    d_logits = (jnp.where(_is_target(targets, logits), 1.0, 0.0) - softmax) * (d_logp / temperature)[..., None]
+    if learns_entropy:
+        d_logits -= softmax * (log_softmax + entropy[..., None]) * (d_entropy / temperature)[..., None]
     d_hidden = jnp.einsum("bcv,dv->bcd", d_logits.astype(hidden.dtype), head.astype(hidden.dtype))
     # The narrower factor first: XLA on CPU transposes the first one, with all that computes it, in a slow strided loop.
     # In float32, so that what the chunks give adds up in float32.
@@ -116,4 +138,6 @@ def _logits(hidden: Float[Array, "B C D"], head: Float[Array, "D V"], temperatur
 
 
 def _is_target(targets: Int[Array, "B C"], logits: Float[Array, "B C V"]) -> Bool[Array, "B C V"]:
-    return jax.lax.broadcasted_iota(targets.dtype, logits.shape, 2) == targets[..., None]
+    # An iota as large as the logits, or zeros to choose instead of them, would be computed once before the loop over chunks,
+    # since they are the same for all, and lie there while it runs.
+    return jax.lax.broadcasted_iota(targets.dtype, (1, 1, logits.shape[-1]), 2) == targets[..., None]

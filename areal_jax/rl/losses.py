@@ -41,6 +41,11 @@ class PolicyLoss(NamedTuple):
     """Differentiable with respect to the log-probabilities of the policy being trained, and nothing else."""
     metrics: dict[str, Meter]
 
+    def plus(self, other: PolicyLoss) -> PolicyLoss:
+        """Both as one loss, over the same tokens; the metric `loss` is of both."""
+        (ours, count), (theirs, _) = self.metrics["loss"], other.metrics["loss"]
+        return PolicyLoss(self.loss + other.loss, self.metrics | other.metrics | {"loss": (ours + theirs, count)})
+
 
 def decoupled_ppo_loss(
     logp: Float[Array | np.ndarray, "*B T"],
@@ -144,6 +149,22 @@ def policy_loss(
     return PolicyLoss(
         jnp.sum(token_loss) / divisor, {name: (jax.lax.stop_gradient(total), count) for name, total in metrics.items()}
     )
+
+
+def interpolated_proximal(
+    logp: Float[Array | np.ndarray, "*B T"],
+    behave_logp: Float[Array | np.ndarray, "*B T"],
+    age: Int[Array | np.ndarray, "*B T"],
+) -> Float[Array, "*B T"]:
+    """Log-probabilities of the policy just before this trainer step, on the line from behave to theta by version (A-3PO):
+    behave + a (theta - behave), a = age / (age + 1), without gradient. No forward pass is made for them.
+
+    Args:
+        age: trainer steps from the version that drew the token to the one before this step; theta is one version further.
+    """
+    behave_logp, logp = jnp.asarray(behave_logp), jax.lax.stop_gradient(jnp.asarray(logp))
+    age = jnp.maximum(jnp.asarray(age), 0).astype(logp.dtype)
+    return behave_logp + age / (age + 1.0) * (logp - behave_logp)
 
 
 def second_moment_mask(
@@ -274,6 +295,40 @@ def sft_loss(
     count = jnp.sum(mask, dtype=logp.dtype)
     divisor = jnp.maximum(count if num_tokens is None else jnp.asarray(num_tokens, logp.dtype), 1.0)
     return PolicyLoss(-jnp.sum(logp) / divisor, {"loss": (jax.lax.stop_gradient(-jnp.sum(logp)), count)})
+
+
+def value_loss(
+    values: Float[Array | np.ndarray, "*B T"],
+    old_values: Float[Array | np.ndarray, "*B T"],
+    returns: Float[Array | np.ndarray, "*B T"],
+    mask: Shaped[Array | np.ndarray, "*B T"],
+    *,
+    clip_eps: float | None = 0.5,
+    num_tokens: Float[Array | np.ndarray, ""] | float | None = None,
+) -> PolicyLoss:
+    """What a critic is to make small: 1/2N sum_t max((V_t - R_t)², (clip(V_t, V_old,t - clip_eps, V_old,t + clip_eps) - R_t)²).
+
+    A value that has come nearer to the return by more than clip_eps since the old one learns no more (the original code of PPO;
+    arXiv:2006.05990, choice C13; AReaL).
+
+    Args:
+        values: differentiable; nothing else is.
+        mask: true (or 1) where the token counts.
+        clip_eps: in units of reward; None clips nothing.
+        num_tokens: N. None counts the mask; give the whole mini-batch's count where this is one of its micro-batches.
+    """
+    mask = jnp.asarray(mask).astype(bool)
+    values = _zero_outside(mask, values)
+    old_values, returns = (jax.lax.stop_gradient(_zero_outside(mask, given)) for given in (old_values, returns))
+    squared = (values - returns) ** 2
+    held = jnp.zeros_like(mask)
+    if clip_eps is not None:
+        clipped = (jnp.clip(values, old_values - clip_eps, old_values + clip_eps) - returns) ** 2
+        held, squared = clipped > squared, jnp.maximum(squared, clipped)
+    total, count = 0.5 * jnp.sum(squared), jnp.sum(mask, dtype=values.dtype)
+    divisor = jnp.maximum(count if num_tokens is None else jnp.asarray(num_tokens, values.dtype), 1.0)
+    metrics = {"loss": (jax.lax.stop_gradient(total), count), "clip_fraction": (_sum(mask, held), count)}
+    return PolicyLoss(total / divisor, metrics)
 
 
 def _zero_outside(mask: Bool[Array, "*B T"], values: Float[Array | np.ndarray, "*B T"]) -> Float[Array, "*B T"]:

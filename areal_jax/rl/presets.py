@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 
 from areal_jax.rl.config import (
     CISPO,
+    GAE,
     GSPO,
     M2PO,
     PPO,
@@ -17,9 +18,12 @@ from areal_jax.rl.config import (
     BatchNormalized,
     DecoupledPPO,
     GroupNormalized,
+    KLInLoss,
+    KLInReward,
     LeaveOneOut,
     Loss,
     Mean,
+    Reference,
     Reinforce,
     Shaping,
 )
@@ -34,21 +38,37 @@ class Preset:
     advantages: Advantages = field(default_factory=GroupNormalized)
     loss_mean: Mean = "tokens"
     shaping: Shaping = field(default_factory=Shaping)
+    reference: Reference | None = None
+    """A reference takes the memory of one more copy of the weights, and one more forward pass."""
     success_rate_above: float | None = None
     success_rate_below: float | None = None
 
 
 PRESETS: dict[str, Preset] = {
     "areal": Preset("AReaL, arXiv:2505.24298, table 3", advantages=BatchNormalized()),
-    "grpo": Preset("GRPO, arXiv:2402.03300, equation 3", loss_mean="sequences"),
+    "grpo": Preset(
+        "GRPO, arXiv:2402.03300, equation 3; trainer.reference=none spares its KL to the initial policy, as most do today",
+        loss_mean="sequences",
+        reference=Reference(kl=KLInLoss(coefficient=0.04, estimator="k3")),
+    ),
     "dr_grpo": Preset("Dr.GRPO, arXiv:2503.20783", advantages=GroupNormalized(divide_by="nothing"), loss_mean="constant"),
     "lite_ppo": Preset("LitePPO, arXiv:2508.08221", advantages=GroupNormalized(divide_by="batch_std")),
     "rloo": Preset("RLOO, arXiv:2402.14740", loss=Reinforce(), advantages=LeaveOneOut(), loss_mean="sequences"),
-    "reinforce_pp": Preset("REINFORCE++, arXiv:2501.03262", advantages=BatchNormalized()),
-    "reinforce_pp_baseline": Preset(
-        "REINFORCE++ with baseline, arXiv:2501.03262", advantages=GroupNormalized(divide_by="batch_std"), loss_mean="sequences"
+    "reinforce_pp": Preset(
+        "REINFORCE++, arXiv:2501.03262, with its coefficient for mathematics",
+        advantages=BatchNormalized(),
+        reference=Reference(kl=KLInReward(coefficient=0.001, estimator="k1")),
     ),
-    "ppo": Preset("PPO without a critic, arXiv:1707.06347, centred on the policy that sampled", loss=PPO()),
+    "reinforce_pp_baseline": Preset(
+        "REINFORCE++ with baseline, arXiv:2501.03262, with the coefficient of its authors' scripts (OpenRLHF)",
+        advantages=GroupNormalized(divide_by="batch_std"),
+        loss_mean="sequences",
+        reference=Reference(kl=KLInLoss(coefficient=0.001, estimator="k2")),
+    ),
+    "ppo": Preset(
+        "PPO, arXiv:1707.06347, undiscounted and with lambda 0.95 as in arXiv:2203.02155", loss=PPO(), advantages=GAE()
+    ),
+    "ppo_no_critic": Preset("PPO, arXiv:1707.06347, with the advantages of GRPO in place of a critic's", loss=PPO()),
     "gspo": Preset("GSPO, arXiv:2507.18071", loss=GSPO(), loss_mean="sequences"),
     "dapo": Preset(
         "DAPO, arXiv:2503.14476",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import chz
 
 
@@ -11,6 +13,10 @@ class RolloutConfig:
     samples_per_group: int = chz.field(default=8, doc="answers drawn for each prompt")
     max_staleness: int | None = chz.field(
         default=4, doc="eta: versions a trained token may lag behind; 0: synchronous; none: unbounded"
+    )
+    max_staleness_of_code: int | Literal["same"] | None = chz.field(
+        default="same",
+        doc="eta of tasks whose answers are programs, which the paper's authors allow to lag further; same: max_staleness",
     )
     max_running_groups: int = chz.field(default=64, doc="groups under way at the same time")
     success_rate_above: float | None = chz.field(
@@ -24,3 +30,7 @@ class RolloutConfig:
     batch_timeout_s: float = chz.field(
         default=1800.0, doc="the trainer waits at most this long for a batch, then says what it waited for"
     )
+
+    def staleness_of_kind(self) -> dict[str, int | None]:
+        """Max_staleness of the kinds of tasks that have their own."""
+        return {} if self.max_staleness_of_code == "same" else {"code": self.max_staleness_of_code}

@@ -67,7 +67,14 @@ def open_gate(config: RolloutConfig, version: int, restored: RolloutState | None
     """The gate and the buffer of a run that trains `version` next, as they were when `restored` was taken."""
     buffered = restored.buffered if restored else ()
     accepted = version * config.groups_per_batch + len(buffered)
-    gate = Gate(config.max_staleness, config.groups_per_batch, config.max_running_groups, version, accepted)
+    gate = Gate(
+        config.max_staleness,
+        config.groups_per_batch,
+        config.max_running_groups,
+        version,
+        accepted,
+        config.staleness_of_kind(),
+    )
     return gate, Buffer(config.batch_timeout_s, gate.__repr__, buffered)
 
 
@@ -149,7 +156,8 @@ class Rollouts:
         self.waited_s = 0.0
         """Time that the next task has waited for the gate so far, by the event loop's clock."""
         self._rejected_ids: set[int] = set()
-        # Restored groups that the gate has not yet let through, oldest first; the feeder empties it before it draws a task.
+        # Groups that the gate has not yet let through, oldest first: restored ones, or one whose kind must wait longer than
+        # others. The feeder empties it before it draws a task.
         self._waiting = list(restored.suspended) if restored else []
         # Every group under way as it was started, and what its calls have drawn. Its asyncio task takes it out when it ends, in
         # the same breath as it changes the gate's count and the buffer, so that a snapshot finds each group in one place.
@@ -211,28 +219,29 @@ class Rollouts:
 
     async def _feed(self) -> None:
         """Start groups as the gate allows, the restored ones first, until the tasks run out."""
-        while self._waiting:
-            await self._gate_opened()
-            self._start(self._waiting.pop(0))
         while True:
-            await self._gate_opened()
-            task = next(self._tasks, None)
-            if task is None:
-                break
-            self._start(Suspended(self.next_group_id, task, self.gate.version))
-            self.next_group_id += 1
+            if not self._waiting:
+                # Not drawn before some task may start, so that as few as can be are under way.
+                await self._gate_opened()
+                task = next(self._tasks, None)
+                if task is None:
+                    break
+                self._waiting.append(Suspended(self.next_group_id, task, self.gate.version))
+                self.next_group_id += 1
+            await self._gate_opened(self._waiting[0].task.kind)
+            self._start(self._waiting.pop(0))
         while self._group_tasks:
             await asyncio.wait(self._group_tasks)
         self.buffer.end()
 
-    async def _gate_opened(self) -> None:
+    async def _gate_opened(self, kind: str | None = None) -> None:
         clock = asyncio.get_running_loop().time
         began_s = clock()
-        await self.gate.wait_open()
+        await self.gate.wait_open(kind)
         self.waited_s += clock() - began_s
 
     def _start(self, record: Suspended) -> None:
-        min_version = self.gate.start()
+        min_version = self.gate.start(record.task.kind)
         calls = Calls(self._engine, min_version, self._sampling, self._seed, record.id, dict(record.calls))
         self._running[record.id] = (record, calls)
         task = asyncio.create_task(self._run(record, calls), name=f"group {record.id} (task {record.task.id})")

@@ -7,7 +7,7 @@ from typing import Literal
 import chz
 
 from areal_jax.models.config import Remat
-from areal_jax.rl.config import Advantages, DecoupledPPO, GroupNormalized, Loss, Mean, Shaping
+from areal_jax.rl.config import Advantages, DecoupledPPO, GroupNormalized, Loss, Mean, Reference, Shaping, Teacher
 
 
 @chz.chz
@@ -28,6 +28,23 @@ class OptimizerConfig:
 
 
 @chz.chz
+class Critic:
+    """What says, under advantages=GAE, how much reward is still to come: a policy with one number a token for a head."""
+
+    path: str | None = chz.field(
+        default=None,
+        doc="Hugging Face folder or hub name of a critic, a reward model or a language model; none: policy.path",
+    )
+    optimizer: OptimizerConfig | None = chz.field(
+        default=None, doc="of the critic's updates, as many as the policy's; none: as trainer.optimizer"
+    )
+    value_clip_eps: float | None = chz.field(
+        default=0.5, doc="how far an update may move a value that comes nearer to its return, in units of reward; none: any way"
+    )
+    warmup_steps: int = chz.field(default=0, doc="first steps of a run, in which only the critic learns")
+
+
+@chz.chz
 class TrainerConfig:
     loss: Loss = chz.field(
         default_factory=DecoupledPPO, doc="the objective: DecoupledPPO, PPO, GSPO, SAPO, CISPO, M2PO or Reinforce"
@@ -37,9 +54,20 @@ class TrainerConfig:
         doc="what a mini-batch's loss is the mean of: its tokens; its sequences, each the mean of its tokens; or constant: its "
         "sequences, each the sum of its tokens over engine.max_new_tokens (Dr.GRPO)",
     )
+    entropy_coef: float = chz.field(
+        default=0.0, doc="weight of the entropy bonus: the mean entropy of what the loss's tokens were drawn from"
+    )
     shaping: Shaping = chz.field(default_factory=Shaping, doc="what becomes of rewards before advantages are made of them")
     advantages: Advantages = chz.field(
-        default_factory=GroupNormalized, doc="GroupNormalized, LeaveOneOut, BatchNormalized or Unnormalized"
+        default_factory=GroupNormalized,
+        doc="GroupNormalized, LeaveOneOut, BatchNormalized, Unnormalized, or GAE, with a critic",
+    )
+    critic: Critic = chz.field(default_factory=Critic, doc="what advantages=GAE asks, and trains beside the policy")
+    reference: Reference | None = chz.field(
+        default=None, doc="a frozen policy not to stray from (trainer.reference=Reference, or any of its settings)"
+    )
+    teacher: Teacher | None = chz.field(
+        default=None, doc="a frozen policy to learn from on one's own samples (trainer.teacher.path=...)"
     )
     optimizer: OptimizerConfig = chz.field(default_factory=OptimizerConfig)
     num_mini_batches: int = chz.field(default=4, doc="optimizer updates in one step; each sees its share of the batch's groups")

@@ -14,6 +14,7 @@ from areal_jax.models.attention import choose_kernel
 from areal_jax.models.decoder import Policy
 from areal_jax.parallel.sharding import TRAIN_RULES, bytes_per_device, num_shards, shardings
 from areal_jax.trainer.config import TrainerConfig
+from areal_jax.trainer.critic import critic_config
 from areal_jax.trainer.optimizer import make_optimizer
 from areal_jax.trainer.state import frozen, frozen_shardings, state_shardings, trained
 
@@ -25,17 +26,36 @@ KEPT_PER_LOGIT = 2
 
 
 def predicted_bytes(
-    config: TrainerConfig, policy: Policy, mesh: Mesh, compute_dtype: DTypeLike, *, row_tokens: int
+    config: TrainerConfig,
+    policy: Policy,
+    mesh: Mesh,
+    compute_dtype: DTypeLike,
+    *,
+    row_tokens: int,
+    critic: Policy | None = None,
 ) -> Mapping[str, int]:
     """Bytes on each device of the train mesh, by what they are for. Parameters, gradients and optimizer are exact; activations
-    and logits are estimates that hold within about a third."""
+    and logits are estimates that hold within about a third.
+
+    A critic's parameters and optimizer lie beside the policy's; what its updates take, more than those of the policy take at
+    other times, is counted with them."""
+    if critic is not None:
+        of_policy, of_critic = (
+            predicted_bytes(of, which, mesh, compute_dtype, row_tokens=row_tokens)
+            for of, which in ((config, policy), (critic_config(config), critic))
+        )
+        resting = ("frozen", "parameters", "optimizer")
+        passing = [sum(size for name, size in of.items() if name not in resting) for of in (of_policy, of_critic)]
+        rests = of_critic["parameters"] + of_critic["optimizer"]
+        return {**of_policy, "critic": rests + max(0, passing[1] - passing[0])}
     abstract, axes = trained(policy)
     optimizer, offload = make_optimizer(config.optimizer, axes), config.optimizer.offload
     placed, base = state_shardings(policy, mesh, optimizer, offload=offload), frozen(policy, compute_dtype)
     params = bytes_per_device(abstract, placed.params)
     activations = _activations(config, policy.config, mesh, compute_dtype, row_tokens)
     chunk = min(config.rows_per_micro_batch * row_tokens // mesh.shape["context"], config.logp_chunk_tokens)
-    logits = KEPT_PER_LOGIT * chunk * policy.config.vocab_size * _FLOAT32 // mesh.shape["tensor"]
+    outputs = 1 if policy.config.is_scalar else policy.config.vocab_size // mesh.shape["tensor"]
+    logits = KEPT_PER_LOGIT * chunk * outputs * _FLOAT32
     moments = bytes_per_device(jax.eval_shape(optimizer.init, abstract), placed.opt_state)
     if offload:
         # They come to the device for an update, into the memory that activations and logits have left.
@@ -48,6 +68,12 @@ def predicted_bytes(
         "activations": activations,
         "logits": logits,
     }
+
+
+def bytes_beside(policy: Policy, mesh: Mesh, compute_dtype: DTypeLike) -> int:
+    """Bytes on each device of a frozen policy that lies beside the one trained."""
+    abstract = policy.abstract(compute_dtype)
+    return bytes_per_device(abstract, shardings(mesh, policy.axes(), abstract, TRAIN_RULES))
 
 
 def _activations(config: TrainerConfig, model: ModelConfig, mesh: Mesh, compute_dtype: DTypeLike, row_tokens: int) -> int:

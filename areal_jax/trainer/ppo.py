@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
+import math
 import time
-from collections.abc import Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from itertools import chain
+from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Float32
+from jaxtyping import Array, Bool, Float, Float32, Shaped
 
-from areal_jax.data.packing import TrainingSequence, pack
+from areal_jax.data.packing import Layout, TrainingSequence, pack
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.records import Group, Sample
-from areal_jax.rl.advantages import compute_advantages, mean_weights, shaped_rewards
-from areal_jax.rl.config import M2PO, PPO
-from areal_jax.rl.losses import PolicyLoss, policy_loss, second_moment_mask
+from areal_jax.rl.advantages import Trajectory, compute_advantages, mean_weights, shaped_rewards, value_targets
+from areal_jax.rl.config import GAE, M2PO, PPO, Centred, KLInLoss, KLInReward, Proximal
+from areal_jax.rl.kl import kl_estimate, kl_loss, kl_toll, taught_advantages
+from areal_jax.rl.losses import PolicyLoss, interpolated_proximal, policy_loss, second_moment_mask
 from areal_jax.trainer.config import TrainerConfig
-from areal_jax.trainer.step import DeviceBatch, Learner, Metrics
+from areal_jax.trainer.critic import CriticWeights, critic_learner, describe_values, with_values
+from areal_jax.trainer.forward import DeviceBatch, FrozenPolicy
+from areal_jax.trainer.step import Learner, Metrics
 from areal_jax.trainer.versions import Versions
+
+T = TypeVar("T")
+
+Trained: TypeAlias = Sequence[Sequence[Bool[np.ndarray, "_"]]]
+"""By group and sample, the tokens in the loss."""
+
+Place: TypeAlias = tuple[int, int]
+"""A group of the batch, and a sample of the group."""
+
+ByToken: TypeAlias = list[list[Float32[np.ndarray, "_"]]]
+"""By group and sample, one number per token."""
 
 
 class StepResult(NamedTuple):
     """What one step did, and to which tokens."""
 
     metrics: Metrics
-    advantages: list[Float32[np.ndarray, "_"]]
-    """By group, one per sample."""
+    advantages: ByToken
     stale: list[list[Bool[np.ndarray, "_"]]]
     """By group and sample: true where a token was too old to be trained on, and served as context."""
 
@@ -37,10 +52,12 @@ class MiniBatch(NamedTuple):
     """The share of a batch that one optimizer update sees, packed and on its way to the device."""
 
     batches: list[DeviceBatch]
+    layout: Layout
+    places: list[Place]
+    """Whose every sequence of the layout is."""
+    weights: Float32[np.ndarray, "_"]
+    """What the tokens of every sequence count in the mean that the loss is."""
     num_loss_tokens: int
-    num_tokens: int
-    num_places: int
-    """Tokens and padding."""
 
 
 class Trainer(Versions):
@@ -60,6 +77,10 @@ class Trainer(Versions):
         row_tokens: int,
         max_new_tokens: int,
         base: Params | None = None,
+        critic: CriticWeights | None = None,
+        reference: FrozenPolicy | None = None,
+        teacher: FrozenPolicy | None = None,
+        staleness_of_kind: Mapping[str, int | None] | None = None,
     ):
         """
         Args:
@@ -70,11 +91,36 @@ class Trainer(Versions):
             row_tokens: tokens of a packed row; no sample may be longer.
             max_new_tokens: the engine's limit to an answer.
             base: with an adapter in `params`, the frozen parameters beside it, on the train mesh.
+            critic: what advantages=GAE begins with; copied too.
+            reference, teacher: the policies that `config.reference` and `config.teacher` name; ValueError where one is given
+                and not named, or named and not given.
+            staleness_of_kind: `max_staleness` of kinds of tasks that have their own.
         """
+        if isinstance(config.advantages, GAE) != (critic is not None):
+            raise ValueError(
+                f"trainer.advantages={type(config.advantages).__name__} came with{'out' if critic is None else ''} a critic; "
+                "GAE asks one, and nothing else does"
+            )
         self.config, self.max_staleness, self.max_new_tokens = config, max_staleness, max_new_tokens
+        self._staleness_of_kind = dict(staleness_of_kind or {})
+        self._reference = _as_configured("reference", config.reference, reference)
+        self._teacher = _as_configured("teacher", config.teacher, teacher)
+        self._kl = None if config.reference is None else config.reference.kl
+        match config.loss:
+            case PPO():
+                proximal: Proximal = "behave"
+            case Centred():
+                proximal = config.loss.proximal
+            case _:
+                proximal = "recompute"
 
         def objective(logp: Array, proximal_logp: Array, batch: DeviceBatch, num_tokens: Float[Array, ""]) -> PolicyLoss:
-            return policy_loss(
+            match proximal:
+                case "interpolate":
+                    proximal_logp = interpolated_proximal(logp, batch.behave_logp, batch.age)
+                case "behave":
+                    proximal_logp = batch.behave_logp
+            loss = policy_loss(
                 config.loss,
                 logp,
                 proximal_logp,
@@ -84,6 +130,10 @@ class Trainer(Versions):
                 batch.segment_ids,
                 num_tokens=num_tokens,
             )
+            if isinstance(self._kl, KLInLoss) and batch.reference_logp is not None:
+                mask, weights = batch.loss_mask, batch.weights
+                loss = loss.plus(kl_loss(self._kl, logp, batch.reference_logp, mask, weights, num_tokens=num_tokens))
+            return loss
 
         learner = Learner(
             config,
@@ -96,17 +146,38 @@ class Trainer(Versions):
             temperature=temperature,
             row_tokens=row_tokens,
             base=base,
+            columns=self._columns(),
         )
         # The first mini-batch reads proximal log-probs off its own forward pass, but for M2PO, which looks at all of a
-        # mini-batch's before any of it is trained on. PPO has no use for any.
-        match config.loss:
-            case PPO():
-                self._first_to_read = config.num_mini_batches
-            case M2PO():
-                self._first_to_read = 0
-            case _:
-                self._first_to_read = 1
-        super().__init__(learner, reads_logprobs=self._first_to_read < config.num_mini_batches)
+        # mini-batch's before any of it is trained on.
+        if proximal != "recompute":
+            self._first_to_read = config.num_mini_batches
+        else:
+            self._first_to_read = 0 if isinstance(config.loss, M2PO) else 1
+        super().__init__(
+            learner,
+            reads_logprobs=self._first_to_read < config.num_mini_batches,
+            critic=None
+            if critic is None
+            else critic_learner(config, critic, mesh, compute_dtype, num_updates, row_tokens=row_tokens),
+        )
+
+    def _columns(self) -> list[str]:
+        if not isinstance(self._kl, KLInLoss):
+            return []
+        return ["reference_logp", *(["weights"] if self.config.loss_mean != "tokens" else [])]
+
+    @property
+    def num_compilations(self) -> int:
+        return super().num_compilations + sum(frozen.num_compilations for frozen in self._frozen())
+
+    def warm_up(self) -> None:
+        super().warm_up()
+        for frozen in self._frozen():
+            frozen.warm_up()
+
+    def _frozen(self) -> list[FrozenPolicy]:
+        return [frozen for frozen in (self._reference, self._teacher) if frozen is not None]
 
     def step(self, groups: Sequence[Group]) -> StepResult:
         """Train on a batch: `num_mini_batches` optimizer updates, after which `version` is one higher.
@@ -120,25 +191,39 @@ class Trainer(Versions):
         """
         started = time.perf_counter()
         self._check(groups)
-        stale = [[self._is_stale(sample) for sample in group.samples] for group in groups]
+        stale = [[self._is_stale(sample, group.task.kind) for sample in group.samples] for group in groups]
         trained = [
             [sample.loss_mask & ~old for sample, old in zip(group.samples, olds, strict=True)]
             for group, olds in zip(groups, stale, strict=True)
         ]
-        advantages = compute_advantages(
-            self.config.advantages,
-            [self._shaped(group) for group in groups],
-            [np.array([mask.sum() for mask in masks]) for masks in trained],
-        )
         sizes = [sum(len(sample.tokens) for sample in group.samples) for group in groups]
-        mini_batches = [
-            self._pack([(groups[i].samples, trained[i], advantages[i]) for i in share])
-            for share in _deal(sizes, self.config.num_mini_batches)
-        ]
-        metrics = self._describe(groups, trained, advantages)
+        mini_batches = [self._pack(groups, trained, share) for share in _deal(sizes, self.config.num_mini_batches)]
         packed = time.perf_counter()
+        # First, because its lessons have none of the columns that follow.
+        lessons = [] if self._critic is None else [_read(self._critic, mini_batch) for mini_batch in mini_batches]
+        valued = time.perf_counter()
+        mini_batches = self._beside_reference(mini_batches)
+        reference_logp = self._heard(self._reference, groups, mini_batches) if isinstance(self._kl, KLInReward) else None
+        teacher_logp = self._heard(self._teacher, groups, mini_batches)
+        asked = time.perf_counter()
+        trajectories = self._trajectories(groups, trained, reference_logp)
+        if lessons:
+            trajectories = self._with_values(groups, trajectories, lessons)
+        advantages = compute_advantages(self.config.advantages, trajectories)
+        advantages = self._taught(groups, advantages, teacher_logp)
+        mini_batches = [self._with_advantages(mini_batch, advantages) for mini_batch in mini_batches]
+        metrics = self._describe(groups, trained, advantages)
+        for name, logp in (("kl_reference", reference_logp), ("kl_teacher", teacher_logp)):
+            metrics |= {name: _divergence(groups, trained, logp)} if logp is not None else {}
+        if isinstance(self.config.advantages, GAE):
+            targets = value_targets(self.config.advantages, trajectories)
+            lessons = [
+                self._with_advantages(lesson._replace(weights=np.ones_like(lesson.weights)), targets) for lesson in lessons
+            ]
+            metrics |= describe_values(trajectories, targets)
+        ready = time.perf_counter()
         for i in range(self._first_to_read, len(mini_batches)):
-            mini_batches[i] = self._with_proximal(mini_batches[i])
+            mini_batches[i] = _read(self._learner, mini_batches[i])
             if isinstance(self.config.loss, M2PO):
                 mini_batches[i], kept = self._near(mini_batches[i], self.config.loss.max_second_moment)
                 _merge(metrics, {"m2po_kept_fraction": kept})
@@ -146,17 +231,23 @@ class Trainer(Versions):
         num_updates = 0
         for i, mini_batch in enumerate(mini_batches):
             if mini_batch.num_loss_tokens:
-                _merge(metrics, self._update(i, mini_batch, proximal_is_current=num_updates == 0))
+                if not lessons or self.version >= self.config.critic.warmup_steps:
+                    _merge(metrics, self._update(i, mini_batch, proximal_is_current=num_updates == 0))
+                if lessons:
+                    _merge(metrics, self._teach(i, lessons[i]))
                 num_updates += 1
         done = time.perf_counter()
         self.version += 1
 
-        num_tokens = sum(mini_batch.num_tokens for mini_batch in mini_batches)
+        num_tokens = sum(int(mini_batch.layout.lengths.sum()) for mini_batch in mini_batches)
+        num_places = sum(math.prod(mini_batch.layout.shape) for mini_batch in mini_batches)
         metrics |= {
             "num_updates": float(num_updates),
-            "packing_efficiency": (float(num_tokens), float(sum(mini_batch.num_places for mini_batch in mini_batches))),
-            "seconds_packing": packed - started,
-            "seconds_proximal": forwarded - packed,
+            "packing_efficiency": (float(num_tokens), float(num_places)),
+            "seconds_packing": packed - started + ready - asked,
+            "seconds_values": valued - packed,
+            "seconds_frozen": asked - valued,
+            "seconds_proximal": forwarded - ready,
             "seconds_update": done - forwarded,
             "seconds_step": done - started,
             "tokens_per_second": (float(num_tokens), done - started),
@@ -183,50 +274,123 @@ class Trainer(Versions):
                 if sample.loss_mask[:1].any():
                     raise ValueError(f"{where} begins with a token to be trained on, which nothing predicts; expected a prompt")
 
+    def _beside_reference(self, mini_batches: list[MiniBatch]) -> list[MiniBatch]:
+        """With what the loss reads of a reference, where it reads one."""
+        if self._reference is None or not isinstance(self._kl, KLInLoss):
+            return mini_batches
+        columns = _asked(self._reference, mini_batches)
+        # Waited for, so that the time is counted where it is spent.
+        jax.block_until_ready(columns)
+        mini_batches = [_with_column(each, "reference_logp", of) for each, of in zip(mini_batches, columns, strict=True)]
+        if "weights" in self._learner.columns:
+            mini_batches = [self._put(each, "weights", each.weights.tolist()) for each in mini_batches]
+        return mini_batches
+
+    def _heard(self, frozen: FrozenPolicy | None, groups: Sequence[Group], mini_batches: Sequence[MiniBatch]) -> ByToken | None:
+        """What a frozen policy says of every sample's packed tokens; of the rest, which is not trained on, what behave said.
+
+        In one transfer to the host."""
+        if frozen is None:
+            return None
+        heard = [[sample.behave_logp.copy() for sample in group.samples] for group in groups]
+        for mini_batch, columns in zip(mini_batches, jax.device_get(_asked(frozen, mini_batches)), strict=True):
+            if columns:
+                for (i, j), logp in zip(mini_batch.places, mini_batch.layout.gather(np.stack(columns)), strict=True):
+                    heard[i][j][: len(logp)] = logp
+        return heard
+
+    def _trajectories(
+        self, groups: Sequence[Group], trained: Trained, reference_logp: ByToken | None
+    ) -> list[list[Trajectory]]:
+        def earned(i: int, j: int, sample: Sample) -> Float[np.ndarray, "T"] | None:
+            if reference_logp is None or not isinstance(self._kl, KLInReward):
+                return None
+            return kl_toll(self._kl, sample.behave_logp, reference_logp[i][j], sample.loss_mask)
+
+        return [
+            [
+                Trajectory(float(reward), sample.loss_mask, trained[i][j], earned(i, j, sample))
+                for j, (reward, sample) in enumerate(zip(self._shaped(group), group.samples, strict=True))
+            ]
+            for i, group in enumerate(groups)
+        ]
+
+    def _taught(self, groups: Sequence[Group], advantages: ByToken, teacher_logp: ByToken | None) -> ByToken:
+        """Advantages with what the teacher has to say of every token."""
+        config = self.config.teacher
+        if teacher_logp is None or config is None:
+            return advantages
+        return [
+            [
+                taught_advantages(config, advantages[i][j], sample.behave_logp, teacher_logp[i][j], sample.loss_mask)
+                for j, sample in enumerate(group.samples)
+            ]
+            for i, group in enumerate(groups)
+        ]
+
     def _shaped(self, group: Group) -> Float[np.ndarray, "G"]:
         rewards_G = np.array([sample.reward for sample in group.samples])
         num_drawn_G = np.array([sample.loss_mask.sum() for sample in group.samples])
         return shaped_rewards(self.config.shaping, rewards_G, num_drawn_G, self.max_new_tokens)
 
-    def _is_stale(self, sample: Sample) -> Bool[np.ndarray, "T"]:
-        if self.max_staleness is None:
+    def _is_stale(self, sample: Sample, kind: str) -> Bool[np.ndarray, "T"]:
+        bound = self._staleness_of_kind.get(kind, self.max_staleness)
+        if bound is None:
             return np.zeros(sample.loss_mask.shape, bool)
-        return sample.loss_mask & (self.version - sample.versions > self.max_staleness)
+        return sample.loss_mask & (self.version - sample.versions > bound)
 
-    def _pack(
-        self, share: Sequence[tuple[Sequence[Sample], Sequence[Bool[np.ndarray, "_"]], Float32[np.ndarray, "G"]]]
-    ) -> MiniBatch:
-        """What is needed of each sample to train on it: nothing after its last trained token, and nothing at all of a sample
-        without one."""
-        flat = [
-            (sample, mask, advantage)
-            for samples, masks, advantages_G in share
-            for sample, mask, advantage in zip(samples, masks, advantages_G, strict=True)
-            if mask.any()
-        ]
-        num_trained = np.array([mask.sum() for _, mask, _ in flat], np.int64)
-        weights = mean_weights(self.config.loss_mean, num_trained, self.max_new_tokens)
+    def _pack(self, groups: Sequence[Group], trained: Trained, share: Sequence[int]) -> MiniBatch:
+        """What is needed of each sample to train on it: nothing after the last token that the policy drew, and nothing at all
+        of a sample without one to train on.
+
+        Args: share: the groups that are in it."""
+        places = [(i, j) for i in share for j, mask in enumerate(trained[i]) if mask.any()]
+        masks = [trained[i][j] for i, j in places]
+        num_trained = np.array([mask.sum() for mask in masks], np.int64)
         sequences = []
-        for (sample, mask, advantage), weight in zip(flat, weights, strict=True):
-            end = len(mask) - int(mask[::-1].argmax())
-            sequences.append(
-                TrainingSequence(
-                    sample.tokens[:end], mask[:end], sample.behave_logp[:end], np.broadcast_to(weight * advantage, end)
-                )
-            )
+        for (i, j), mask in zip(places, masks, strict=True):
+            sample = groups[i].samples[j]
+            end = len(mask) - int(sample.loss_mask[::-1].argmax())
+            age = self.version - sample.versions[:end]
+            sequences.append(TrainingSequence(sample.tokens[:end], mask[:end], sample.behave_logp[:end], age))
         batches, layout = pack(sequences, rows=self._learner.rows, row_tokens=self._learner.row_tokens)
         return MiniBatch(
             [self._learner.put(batch) for batch in batches],
+            layout,
+            places,
+            mean_weights(self.config.loss_mean, num_trained, self.max_new_tokens),
             num_loss_tokens=int(num_trained.sum()),
-            num_tokens=int(layout.lengths.sum()),
-            num_places=int(np.prod(layout.shape)),
         )
 
-    def _with_proximal(self, mini_batch: MiniBatch) -> MiniBatch:
-        batches = [batch._replace(proximal_logp=self._learner.logprobs(batch)) for batch in mini_batch.batches]
-        # Waited for, so that the time is counted where it is spent.
-        jax.block_until_ready([batch.proximal_logp for batch in batches])
-        return mini_batch._replace(batches=batches)
+    def _with_advantages(self, mini_batch: MiniBatch, advantages: ByToken) -> MiniBatch:
+        of_sequences = zip(mini_batch.places, mini_batch.weights, mini_batch.layout.lengths, strict=True)
+        return self._put(mini_batch, "advantages", [weight * advantages[i][j][:n] for (i, j), weight, n in of_sequences])
+
+    def _put(self, mini_batch: MiniBatch, name: str, values: Iterable[Shaped[np.ndarray, "_"] | float]) -> MiniBatch:
+        """With a column of these values, of every sequence one a token or one for all, on their way to the device."""
+        return _with_column(mini_batch, name, self._learner.put_column(mini_batch.layout.scatter(values, np.float32)))
+
+    def _with_values(
+        self, groups: Sequence[Group], trajectories: Sequence[Sequence[Trajectory]], lessons: Sequence[MiniBatch]
+    ) -> list[list[Trajectory]]:
+        """What the critic says of every sample that is trained on."""
+        following: dict[tuple[int, int], Float32[np.ndarray, "_"]] = {}
+        for lesson in lessons:
+            read = np.reshape(jax.device_get([batch.proximal_logp for batch in lesson.batches]), lesson.layout.shape)
+            following |= zip(lesson.places, lesson.layout.gather(read), strict=True)
+        if not all(np.isfinite(values).all() for values in following.values()):
+            raise FloatingPointError(
+                f"step {self.version}: the critic's values are not finite: it has diverged. Lower "
+                "trainer.critic.optimizer.learning_rate or trainer.critic.optimizer.max_grad_norm"
+            )
+        nothing = np.zeros(0, np.float32)
+        return [
+            [
+                with_values(trajectory, following.get((i, j), nothing), was_cut_off=sample.stop_reason == "length")
+                for j, (trajectory, sample) in enumerate(zip(of_group, group.samples, strict=True))
+            ]
+            for i, (of_group, group) in enumerate(zip(trajectories, groups, strict=True))
+        ]
 
     def _near(self, mini_batch: MiniBatch, max_second_moment: float) -> tuple[MiniBatch, tuple[float, float]]:
         """Without the tokens that M2PO leaves out, though they count in the loss's denominator; and the share that stays."""
@@ -235,28 +399,40 @@ class Trainer(Versions):
             return mini_batch, (0.0, 0.0)
         proximal, behave, mask = (np.stack(arrays) for arrays in zip(*hosts, strict=True))
         kept = second_moment_mask((proximal - behave).reshape(-1), mask.reshape(-1), max_second_moment).reshape(mask.shape)
-        batches = [
-            batch._replace(loss_mask=jax.device_put(rows, batch.loss_mask.sharding))
-            for batch, rows in zip(mini_batch.batches, kept, strict=True)
-        ]
-        return mini_batch._replace(batches=batches), (float(kept.sum()), float(mask.sum()))
+        return _with_column(mini_batch, "loss_mask", self._learner.put_column(kept)), (float(kept.sum()), float(mask.sum()))
 
     def _update(self, i: int, mini_batch: MiniBatch, *, proximal_is_current: bool) -> Metrics:
         try:
             return self._learner.update(mini_batch.batches, mini_batch.num_loss_tokens, proximal_is_current=proximal_is_current)
         except FloatingPointError as error:
-            done = f", with {i} of its {self.config.num_mini_batches} updates applied" if i else ""
-            raise FloatingPointError(
-                f"step {self.version}, update {i + 1} of {self.config.num_mini_batches}: {error}. The update was not applied; "
-                f"the last good version is {self.version}{done}. Lower trainer.optimizer.learning_rate or "
-                "trainer.optimizer.max_grad_norm, or set trainer.loss.correction=Masked with a trainer.loss.correction.cap"
-            ) from None
+            advice = (
+                "Lower trainer.optimizer.learning_rate or trainer.optimizer.max_grad_norm, or set "
+                "trainer.loss.correction=Masked with a trainer.loss.correction.cap"
+            )
+            raise self._not_applied(i, f"{error}", advice) from None
+
+    def _teach(self, i: int, lesson: MiniBatch) -> Metrics:
+        """The critic's update."""
+        assert self._critic is not None
+        try:
+            metrics = self._critic.update(lesson.batches, lesson.num_loss_tokens, proximal_is_current=False)
+        except FloatingPointError as error:
+            advice = "Lower trainer.critic.optimizer.learning_rate or trainer.critic.optimizer.max_grad_norm"
+            raise self._not_applied(i, f"the critic's {error}", advice) from None
+        return {f"value_{name}": value for name, value in metrics.items()}
+
+    def _not_applied(self, i: int, what: str, advice: str) -> FloatingPointError:
+        done = f", with {i} of its {self.config.num_mini_batches} updates applied" if i else ""
+        return FloatingPointError(
+            f"step {self.version}, update {i + 1} of {self.config.num_mini_batches}: {what}. The update was not applied; "
+            f"the last good version is {self.version}{done}. {advice}"
+        )
 
     def _describe(
         self,
         groups: Sequence[Group],
-        trained: Sequence[Sequence[Bool[np.ndarray, "_"]]],
-        advantages: Sequence[Float32[np.ndarray, "_"]],
+        trained: Trained,
+        advantages: ByToken,
     ) -> Metrics:
         """What can be said of a batch before it is trained on."""
         samples = [sample for group in groups for sample in group.samples]
@@ -265,13 +441,18 @@ class Trainer(Versions):
         num_trained = np.array([mask.sum() for mask in masks])
         num_drawn = np.array([sample.loss_mask.sum() for sample in samples])
         ages = self.version - np.concatenate([sample.versions[mask] for sample, mask in zip(samples, masks, strict=True)])
-        per_sample = np.concatenate(advantages)
+        per_token = np.concatenate(
+            [values[mask] for values, mask in zip(chain(*advantages), masks, strict=True)], dtype=np.float64
+        )
         tokens, count = float(num_trained.sum()), float(len(samples))
         return {
             "reward": (float(rewards.sum()), count),
-            "advantage": (float(num_trained @ per_sample), tokens),
-            "advantage_squared": (float(num_trained @ per_sample**2), tokens),
-            "groups_without_signal": (float(sum(not values.any() for values in advantages)), float(len(groups))),
+            "advantage": (float(per_token.sum()), tokens),
+            "advantage_squared": (float((per_token**2).sum()), tokens),
+            "groups_without_signal": (
+                float(sum(not any(values.any() for values in of_group) for of_group in advantages)),
+                float(len(groups)),
+            ),
             "truncated_fraction": (float(sum(sample.stop_reason == "length" for sample in samples)), count),
             "answer_tokens": (float(num_drawn.sum()), count),
             "staleness": (float(ages.sum()), tokens),
@@ -281,6 +462,36 @@ class Trainer(Versions):
         }
 
 
+def _as_configured(name: str, wanted: object | None, given: T | None) -> T | None:
+    """What is given. ValueError where it is not what the configuration asks for: nothing is left out in silence."""
+    if (wanted is None) != (given is None):
+        there, missing = ("a policy", "the setting") if wanted is None else ("the setting", "a policy")
+        raise ValueError(f"trainer.{name}: there is {there} and not {missing}; give both or neither")
+    return given
+
+
+def _with_column(mini_batch: MiniBatch, name: str, columns: Sequence[Array]) -> MiniBatch:
+    return mini_batch._replace(
+        batches=[batch._replace(**{name: of}) for batch, of in zip(mini_batch.batches, columns, strict=True)]
+    )
+
+
+def _asked(frozen: FrozenPolicy, mini_batches: Sequence[MiniBatch]) -> list[list[Array]]:
+    """Its log-probabilities of all micro-batches, by mini-batch; on the device, not waited for."""
+    found = iter(frozen.logprobs([batch for mini_batch in mini_batches for batch in mini_batch.batches]))
+    return [[next(found) for _ in mini_batch.batches] for mini_batch in mini_batches]
+
+
+def _divergence(groups: Sequence[Group], trained: Trained, logp: ByToken) -> tuple[float, float]:
+    """KL of the policy that drew the tokens in the loss from one that gives them these log-probabilities: sum and number."""
+    samples, masks = [sample for group in groups for sample in group.samples], chain(*trained)
+    strayed = np.concatenate(
+        [(sample.behave_logp - of)[mask] for sample, of, mask in zip(samples, chain(*logp), masks, strict=True)]
+    )
+    # Of all estimates k3 tells most.
+    return float(np.sum(kl_estimate("k3", strayed))), float(len(strayed))
+
+
 def _deal(sizes: Sequence[int], num_shares: int) -> list[list[int]]:
     """Places of `sizes` dealt to shares of like number and like total: largest first, in turn, and back."""
     shares: list[list[int]] = [[] for _ in range(num_shares)]
@@ -288,6 +499,14 @@ def _deal(sizes: Sequence[int], num_shares: int) -> list[list[int]]:
         lap, seat = divmod(turn, num_shares)
         shares[num_shares - 1 - seat if lap % 2 else seat].append(int(i))
     return [sorted(share) for share in shares]
+
+
+def _read(learner: Learner, mini_batch: MiniBatch) -> MiniBatch:
+    """With what a learner reads out before its first update, as proximal log-probs; a critic's are values."""
+    columns = [learner.logprobs(batch) for batch in mini_batch.batches]
+    # Waited for, so that the time is counted where it is spent.
+    jax.block_until_ready(columns)
+    return _with_column(mini_batch, "proximal_logp", columns)
 
 
 def _merge(metrics: Metrics, more: Metrics) -> None:

@@ -16,6 +16,13 @@ from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 
 
+class CriticState(NamedTuple):
+    """What the critic goes on from, as a `TrainState` holds it of the policy."""
+
+    params: Params
+    opt_state: optax.OptState
+
+
 class TrainState(NamedTuple):
     """A pytree of arrays: all that training goes on from."""
 
@@ -25,6 +32,8 @@ class TrainState(NamedTuple):
     """float32, its moments sharded as the parameters; counts the updates made."""
     version: Int32[np.ndarray, ""]
     """Trainer steps that the parameters have seen."""
+    critic: CriticState | None = None
+    """None where none is asked; its leaves are then none either."""
 
 
 HOST_MEMORY = "pinned_host"
@@ -60,27 +69,38 @@ def frozen_shardings(policy: Policy, mesh: Mesh) -> Params:
     return shardings(mesh, policy.axes(), policy.abstract(), TRAIN_RULES) if policy.lora else {}
 
 
+def require_host_memory(mesh: Mesh, setting: str) -> None:
+    """ValueError, naming the setting that asks for it, where the devices cannot reach the memory of the host."""
+    device = mesh.devices.flat[0]
+    kinds = {memory.kind for memory in device.addressable_memories()}
+    if HOST_MEMORY not in kinds:
+        raise ValueError(
+            f"{setting}=true needs memory of kind {HOST_MEMORY}, and {device.device_kind} has only "
+            f"{', '.join(sorted(kinds))}; set it to false"
+        )
+
+
+def in_host_memory(placed: Any) -> Any:
+    """A tree of shardings, each in the memory of the host."""
+    return jax.tree.map(lambda how: how.with_memory_kind(HOST_MEMORY), placed)
+
+
 def state_shardings(
     policy: Policy, mesh: Mesh, optimizer: optax.GradientTransformation, *, offload: bool = False
 ) -> StateShardings:
     """Moments lie as their parameters do, and with `offload` in the memory of the host; counts are on every device.
 
     Raises ValueError where the devices cannot reach such memory."""
-    device = mesh.devices.flat[0]
-    kinds = {memory.kind for memory in device.addressable_memories()}
-    if offload and HOST_MEMORY not in kinds:
-        raise ValueError(
-            f"trainer.optimizer.offload=true needs memory of kind {HOST_MEMORY}, and {device.device_kind} has only "
-            f"{', '.join(sorted(kinds))}; set it to false"
-        )
+    if offload:
+        require_host_memory(mesh, "trainer.optimizer.offload")
     abstract, axes = trained(policy)
     params = shardings(mesh, axes, abstract, TRAIN_RULES)
     everywhere = NamedSharding(mesh, PartitionSpec())
     opt_state = optax.tree.map_params(
         optimizer,
-        lambda _, how: how.with_memory_kind(HOST_MEMORY) if offload else how,
+        lambda _, how: how,
         jax.eval_shape(optimizer.init, abstract),
-        params,
+        in_host_memory(params) if offload else params,
         transform_non_params=lambda _: everywhere,
     )
     return StateShardings(params, opt_state)

@@ -13,42 +13,27 @@ import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Shaped
 
-from areal_jax.models import lora
-from areal_jax.models.attention import Kernel, choose_kernel, sharded_attention
 from areal_jax.models.decoder import Params, Policy
-from areal_jax.models.moe import Routing, balance_loss, router_metrics, sharded_experts
-from areal_jax.parallel.sharding import TRAIN_RULES, batch_sharding, num_shards, put_batch, sharding
+from areal_jax.models.moe import balance_loss, router_metrics
+from areal_jax.parallel.sharding import TRAIN_RULES, put_batch
 from areal_jax.records import PackedBatch
-from areal_jax.rl.logprobs import token_logprobs
 from areal_jax.rl.losses import Meter, PolicyLoss
 from areal_jax.trainer.config import TrainerConfig
+from areal_jax.trainer.forward import DeviceBatch, Forward
 from areal_jax.trainer.optimizer import learning_rate, make_optimizer, num_updates_done
 from areal_jax.trainer.state import StateShardings, frozen, frozen_shardings, state_shardings, trained
-
-MOST_UNROLLED_LAYERS = 8
-"""Up to here the layers are compiled one after the other: for 4 layers on a CPU that takes a quarter less time and memory than
-a scan, which stacks what it keeps for the backward pass, and compiles as fast. Beyond, compile time grows too long."""
 
 Metrics: TypeAlias = dict[str, tuple[float, float] | float]
 """By name, a sum and its weight (divide last), or a plain number."""
 
 
-class DeviceBatch(NamedTuple):
-    """A PackedBatch on the train mesh."""
-
-    tokens: Int[Array, "B T"]
-    segment_ids: Int[Array, "B T"]
-    positions: Int[Array, "B T"]
-    loss_mask: Bool[Array, "B T"]
-    behave_logp: Float[Array, "B T"]
-    proximal_logp: Float[Array, "B T"]
-    advantages: Float[Array, "B T"]
-
-
 Objective: TypeAlias = Callable[[Float[Array, "B T"], Float[Array, "B T"], DeviceBatch, Float[Array, ""]], PolicyLoss]
-"""objective(logp, proximal_logp, batch, num_tokens): the loss of a micro-batch, divided by the tokens of its mini-batch."""
+"""objective(logp, proximal_logp, batch, num_tokens): the loss of a micro-batch, divided by the tokens of its mini-batch (or the
+pairs, or whatever its metric `loss` is the mean of).
+
+For a policy with a scalar head logp and proximal_logp are values: of what follows token t, in place t."""
 
 
 class Accumulated(NamedTuple):
@@ -57,21 +42,6 @@ class Accumulated(NamedTuple):
     gradients: Params
     """float32."""
     metrics: dict[str, Meter]
-
-
-def check_cut(policy: Policy, mesh: Mesh, row_tokens: int) -> None:
-    """ValueError where rows of this length cannot be cut as the mesh's context axis asks, or heads not be dealt to it."""
-    context, heads = mesh.shape["context"], policy.config.num_attention_heads
-    if row_tokens % context:
-        raise ValueError(
-            f"rows of {row_tokens} tokens do not divide by placement.train_context={context}; "
-            "set trainer.row_tokens to a multiple"
-        )
-    if context > 1 and heads % num_shards(mesh, "attending_heads", TRAIN_RULES):
-        raise ValueError(
-            f"{heads} attention heads do not divide by placement.train_context={context} times "
-            f"placement.train_tensor={mesh.shape['tensor']}, to which attention deals them; lower either"
-        )
 
 
 class Learner:
@@ -92,42 +62,62 @@ class Learner:
         temperature: float,
         row_tokens: int,
         base: Params | None = None,
+        columns: Sequence[str] = (),
     ):
-        """Args: base: with an adapter in `params`, the parameters beside it: on the train mesh, in the dtypes of `frozen`."""
+        """
+        Args:
+            base: with an adapter in `params`, the parameters beside it: on the train mesh, in the dtypes of `frozen`.
+            columns: those of a DeviceBatch's that may be None and that the objective reads.
+        """
         self.config, self.policy, self.mesh, self.compute_dtype = config, policy, mesh, compute_dtype
-        self.objective, self.temperature, self.num_updates = objective, temperature, num_updates
-        self.row_tokens = row_tokens
-        check_cut(policy, mesh, row_tokens)
-        self.kernel: Kernel = choose_kernel(mesh.devices.flat[0].platform, row_tokens)
-        self.rows = config.rows_per_micro_batch * num_shards(mesh, "batch", TRAIN_RULES)
-        self.chunk_tokens = config.logp_chunk_tokens * num_shards(mesh, "batch", TRAIN_RULES) * mesh.shape["context"]
+        self.objective, self.num_updates, self.columns = objective, num_updates, columns
+        self.forward = Forward(config, policy, mesh, compute_dtype, temperature=temperature, row_tokens=row_tokens)
+        self.rows, self.row_tokens = self.forward.rows, self.forward.row_tokens
         self.trained = trained(policy)
         self.optimizer = make_optimizer(config.optimizer, self.trained.axes)
         self.shardings: StateShardings = state_shardings(policy, mesh, self.optimizer, offload=config.optimizer.offload)
-        self.num_compilations = 0
         self._programs: dict[str, jax.stages.Compiled] = {}
         # A copy, because the first update gives the memory of what it is called with to its results.
         self.params: Params = jax.device_put(params, self.shardings.params, may_alias=False)
         self.base: Params = {} if base is None else base
         self.opt_state: optax.OptState = self._run("init", self.params)
+        # What no micro-batch has yet, and all share.
+        self._nothing: Float[Array, "B T"] = jax.device_put(
+            np.zeros((self.rows, self.row_tokens), np.float32), self.forward.placed
+        )
 
-    def warm_up(self, *, reads_logprobs: bool) -> None:
+    @property
+    def num_compilations(self) -> int:
+        """Programs compiled so far."""
+        return len(self._programs) + self.forward.num_compilations
+
+    def warm_up(self, *, reads_logprobs: bool = False, measures: bool = False) -> None:
         """Compile all that training will run, so that no step has to. Changes nothing else."""
-        for name in ("zeros", "accumulate", "apply", *(["logprobs"] if reads_logprobs else [])):
+        for name in ("zeros", "accumulate", "apply", *(["measure"] if measures else [])):
             self._program(name)
+        if reads_logprobs:
+            self.forward.compiled(self.params, self.base)
 
     def put(self, batch: PackedBatch) -> DeviceBatch:
-        """Start moving a micro-batch to the train mesh."""
-        return DeviceBatch(*put_batch(self.mesh, tuple(batch), TRAIN_RULES))
+        """Start moving a micro-batch to the train mesh. What is found out about it there starts as zeros."""
+        return DeviceBatch(
+            *put_batch(self.mesh, tuple(batch), TRAIN_RULES), proximal_logp=self._nothing, advantages=self._nothing
+        )
+
+    def put_column(self, values: Shaped[np.ndarray, "M B T"]) -> list[Shaped[Array, "B T"]]:
+        """Start moving one value per token of all micro-batches to the train mesh, to be a column of each."""
+        return jax.device_put(list(values), self.forward.placed)
 
     def logprobs(self, batch: DeviceBatch) -> Float[Array, "B T"]:
-        """Log-probability of every token under the parameters as they are now; on the device, not waited for."""
-        return self._run("logprobs", self.params, self.base, batch)
+        """What the parameters as they are now make of every token: its log-probability, or with a scalar head the value of what
+        follows it. On the device, not waited for."""
+        return self.forward.logprobs(self.params, self.base, batch)
 
     def update(self, batches: Sequence[DeviceBatch], num_tokens: int, *, proximal_is_current: bool) -> Metrics:
-        """One optimizer update from the micro-batches of a mini-batch that trains on `num_tokens` tokens.
+        """One optimizer update from the micro-batches of a mini-batch.
 
         Args:
+            num_tokens: tokens that the mini-batch trains on, by which the objective divides, or pairs.
             proximal_is_current: the parameters are still those of the proximal policy, so that its log-probabilities are read
                 off the same forward pass and not from the batches.
 
@@ -146,6 +136,13 @@ class Learner:
                 raise FloatingPointError(f"{name} is {report[name][0]}")
         return metrics
 
+    def measure(self, batches: Sequence[DeviceBatch]) -> dict[str, tuple[float, float]]:
+        """The objective's metrics of micro-batches, under the parameters as they are now; nothing is learnt."""
+        # All are under way before the first is waited for.
+        found = [self._run("measure", self.params, self.base, batch, np.float32(1), np.bool_(False)) for batch in batches]
+        sums = jax.tree.map(lambda *of_batches: sum(map(float, of_batches)), *jax.device_get(found))
+        return dict(sums)
+
     def restore(self, params: Params, opt_state: optax.OptState) -> None:
         """Go on from these instead; they may lie anywhere."""
         self.params = jax.device_put(params, self.shardings.params, may_alias=False)
@@ -158,9 +155,6 @@ class Learner:
 
     def _zeros(self) -> Accumulated:
         return jax.tree.map(lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._abstract_accumulated)
-
-    def _logprobs(self, params: Params, base: Params, batch: DeviceBatch) -> Float[Array, "B T"]:
-        return self._logprobs_and_entropy(params, base, batch)[0]
 
     def _accumulate(
         self,
@@ -180,6 +174,9 @@ class Learner:
         loss, backward, metrics = pulled
         backward.with_refs(sums)(jnp.ones_like(loss))
         return Accumulated(jax.tree.map(jax.freeze, sums), jax.tree.map(jnp.add, accumulated.metrics, metrics))
+
+    def _measure(self, *arguments: Any) -> dict[str, Meter]:
+        return self._loss(*arguments)[1]
 
     def _apply(
         self, params: Params, opt_state: optax.OptState, accumulated: Accumulated
@@ -205,54 +202,24 @@ class Learner:
         num_tokens: Float[Array, ""],
         proximal_is_current: Bool[Array, ""],
     ) -> tuple[Float[Array, ""], dict[str, Meter]]:
-        logp, entropy, routing = self._logprobs_and_entropy(params, base, batch)
+        logp, entropy, routing = self.forward.predictions(params, base, batch.read)
         proximal_logp = jnp.where(proximal_is_current, jax.lax.stop_gradient(logp), batch.proximal_logp)
         loss, metrics = self.objective(logp, proximal_logp, batch, num_tokens)
-        mask = batch.loss_mask
-        num_masked = jnp.sum(mask, dtype=jnp.float32)
-        metrics = metrics | {"entropy": (jnp.sum(jnp.where(mask, entropy, 0.0)), num_masked)}
+        if entropy is not None:
+            entropy = jnp.sum(jnp.where(batch.loss_mask, entropy, 0.0))
+            num_masked = jnp.sum(batch.loss_mask, dtype=jnp.float32)
+            metrics = metrics | {"entropy": (jax.lax.stop_gradient(entropy), num_masked)}
+            if self.config.entropy_coef:
+                loss -= self.config.entropy_coef * entropy / jnp.maximum(num_tokens, 1.0)
         if routing is not None and self.policy.config.moe is not None:
-            num_counted = jnp.sum(batch.segment_ids > 0, dtype=jnp.float32)
-            balance, given = balance_loss(routing, num_counted), self.config.router_aux_loss_coef
-            # A micro-batch is balanced on its own, and weighs as much as its share of the mini-batch's tokens.
-            loss += (
-                (self.policy.config.moe.router_aux_loss_coef if given is None else given) * balance * num_masked / num_tokens
-            )
-            metrics |= {name: (value * num_masked, num_masked) for name, value in router_metrics(routing).items()}
-            metrics |= {"router_balance_loss": (balance * num_masked, num_masked)}
+            num_read = jnp.sum(batch.segment_ids > 0, dtype=jnp.float32)
+            balance, given = balance_loss(routing, num_read), self.config.router_aux_loss_coef
+            # A micro-batch is balanced on its own, and weighs as much as its share of what the loss is the mean of.
+            counted = metrics["loss"][1]
+            loss += (self.policy.config.moe.router_aux_loss_coef if given is None else given) * balance * counted / num_tokens
+            metrics |= {name: (value * counted, counted) for name, value in router_metrics(routing).items()}
+            metrics |= {"router_balance_loss": (balance * counted, counted)}
         return loss, metrics
-
-    def _logprobs_and_entropy(
-        self, params: Params, base: Params, batch: DeviceBatch
-    ) -> tuple[Float[Array, "B T"], Float[Array, "B T"], Routing | None]:
-        if self.policy.lora:
-            params = lora.attach(self.policy, base, params)
-        # Whole along the width before tokens are looked up in it: else what is found would have to be gathered over all rows.
-        params = params | {"embed": self._constrain(params["embed"], ("vocab",))}
-        hidden, _, routing = self.policy.hidden(
-            params,
-            batch.tokens,
-            batch.positions,
-            sharded_attention(batch.segment_ids, self.kernel, self.mesh, TRAIN_RULES),
-            compute_dtype=self.compute_dtype,
-            # Without a scan around it XLA on CPU merges what remat computes again with what was there before: nothing is saved.
-            unroll=self.config.remat == "none" and self.policy.config.num_hidden_layers <= MOST_UNROLLED_LAYERS,
-            remat=self.config.remat,
-            experts=sharded_experts(self.mesh, TRAIN_RULES),
-            counted=batch.segment_ids > 0,
-        )
-        logp, entropy = token_logprobs(
-            self._constrain(hidden, ("batch", "tokens")),
-            self.policy.head(params),
-            batch.tokens,
-            batch.segment_ids,
-            temperature=self.temperature,
-            chunk_tokens=self.chunk_tokens,
-        )
-        return logp, entropy, routing
-
-    def _constrain(self, x: Array, axes: tuple[str, ...]) -> Array:
-        return jax.lax.with_sharding_constraint(x, sharding(self.mesh, axes, x.shape, TRAIN_RULES))
 
     def _run(self, name: str, *arguments: Any) -> Any:
         return self._program(name)(*arguments)
@@ -268,13 +235,13 @@ class Learner:
                 program = jax.jit(self._init, out_shardings=self.shardings.opt_state).lower(params)
             case "zeros":
                 program = jax.jit(self._zeros, out_shardings=_placed(self._abstract_accumulated)).lower()
-            case "logprobs":
-                placed = batch_sharding(self.mesh, (self.rows, self.row_tokens), TRAIN_RULES)
-                program = jax.jit(self._logprobs, out_shardings=placed).lower(params, base, self._abstract_batch())
             case "accumulate":
                 accumulated = self._abstract_accumulated
                 jitted = jax.jit(self._accumulate, donate_argnums=2, out_shardings=_placed(accumulated))
                 program = jitted.lower(params, base, accumulated, self._abstract_batch(), *_SCALARS)
+            case "measure":
+                jitted = jax.jit(self._measure, out_shardings=self._everywhere())
+                program = jitted.lower(params, base, self._abstract_batch(), *_SCALARS)
             case "apply":
                 opt_state = _abstract(jax.eval_shape(self._init, params), self.shardings.opt_state)
                 jitted = jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=(*self.shardings, self._everywhere()))
@@ -282,15 +249,13 @@ class Learner:
             case _:
                 raise KeyError(name)
         self._programs[name] = program.compile()
-        self.num_compilations += 1
         return self._programs[name]
 
-    def _abstract_batch(self) -> Any:
-        shape = (self.rows, self.row_tokens)
-        how = batch_sharding(self.mesh, shape, TRAIN_RULES)
-        dtypes = (np.int32,) * 3 + (np.bool_,) + (np.float32,) * 3
-        structs: list[Any] = [jax.ShapeDtypeStruct(shape, dtype, sharding=how) for dtype in dtypes]
-        return DeviceBatch(*structs)
+    def _abstract_batch(self) -> DeviceBatch:
+        dtypes = (np.int32,) * 3 + (np.bool_, np.float32, np.int32) + (np.float32,) * 2
+        return DeviceBatch(
+            *map(self.forward.column, dtypes), **{name: self.forward.column(np.float32) for name in self.columns}
+        )
 
     @cached_property
     def _abstract_accumulated(self) -> Accumulated:

@@ -101,8 +101,8 @@ def test_rows_hold_whole_sequences_end_to_end(drawn: tuple[list[int], int], rows
         TrainingSequence(
             rng.integers(1, 99, n).astype(np.int32),
             rng.random(n) < 0.5,
-            rng.normal(size=n).astype(np.float32),
-            np.broadcast_to(np.float32(i), n),
+            (i + rng.random(n)).astype(np.float32),
+            rng.integers(0, 9, n).astype(np.int32),
         )
         for i, n in enumerate(lengths)
     ]
@@ -123,11 +123,26 @@ def test_rows_hold_whole_sequences_end_to_end(drawn: tuple[list[int], int], rows
             for segment in range(1, segments.max(initial=0) + 1):
                 inside = segments == segment
                 np.testing.assert_array_equal(batch.positions[row, inside], np.arange(inside.sum()))
-                sequence = sequences[int(batch.advantages[row, inside][0])]
+                sequence = sequences[int(batch.behave_logp[row, inside][0])]
                 np.testing.assert_array_equal(batch.loss_mask[row, inside], sequence.loss_mask)
                 np.testing.assert_array_equal(batch.behave_logp[row, inside], sequence.behave_logp)
+                np.testing.assert_array_equal(batch.age[row, inside], sequence.age)
                 found.append(batch.tokens[row, inside].tobytes())
     assert sorted(found) == sorted(sequence.tokens.tobytes() for sequence in sequences)
+
+
+@given(st.lists(st.tuples(*[st.integers(1, 20)] * 3), max_size=20), st.integers(1, 5))
+@settings(deadline=None)
+def test_what_belongs_together_lies_side_by_side_in_one_row(lengths: list[tuple[int, ...]], rows: int) -> None:
+    layout = lay_out([length for unit in lengths for length in unit], rows=rows, row_tokens=64, num_together=3)
+    starts, segments = layout.starts.reshape(-1, 3), layout.segments.reshape(-1, 3)
+    for i, unit in enumerate(lengths):
+        assert list(starts[i] - starts[i, 0]) == [0, unit[0], unit[0] + unit[1]]
+        assert starts[i, 0] // 64 == (starts[i, 2] + unit[2] - 1) // 64
+        assert segments[i, 0] % 3 == 1 and list(segments[i] - segments[i, 0]) == [0, 1, 2]
+    # As Algorithm 1 lays out one sequence of their length each.
+    whole = lay_out([sum(unit) for unit in lengths], rows=rows, row_tokens=64)
+    np.testing.assert_array_equal(starts[:, 0], whole.starts)
 
 
 def test_an_empty_batch_packs_to_nothing() -> None:

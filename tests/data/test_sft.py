@@ -19,12 +19,12 @@ from hypothesis import strategies as st
 
 import areal_jax.models
 from areal_jax.data.config import Files, HeldOut, PromptConfig, Synthetic, TaskSource
+from areal_jax.data.examples import ExampleSet
 from areal_jax.data.problems import FAMILIES, SyntheticProblems
 from areal_jax.data.sft import (
     DRILL_SHARE,
     GUESS_SHARE,
     RIGHT_SHARE,
-    ExampleSet,
     SupervisedExample,
     draw_answer,
     encode_drill,
@@ -45,11 +45,11 @@ def load_both(
     seed: int = 0,
     prompt: PromptConfig = PromptConfig(),  # noqa: B008
     tokenizer: HFTokenizer = TOKENIZER,
-) -> tuple[ExampleSet, ExampleSet]:
+) -> tuple[ExampleSet[SupervisedExample], ExampleSet[SupervisedExample]]:
     return load_examples(source, eval_source, prompt, tokenizer, seed=seed, max_tokens=128)
 
 
-def load(source: TaskSource, **changes: Any) -> ExampleSet:
+def load(source: TaskSource, **changes: Any) -> ExampleSet[SupervisedExample]:
     return load_both(source, None, **changes)[0]
 
 
@@ -229,9 +229,9 @@ def test_bad_rows_are_skipped_and_named_with_file_and_line(tmp_path: Path) -> No
         chat(("user", "Long?"), ("assistant", "7 " * 100)),
         chat(("user", "Last?"), ("assistant", "9")),
     )
-    examples, skipped = load(source)
-    assert [said(example) for example in examples] == ["12", "9"]
-    assert skipped == {
+    found = load(source)
+    assert [said(example) for example in found.examples] == ["12", "9"]
+    assert found.skipped == {
         "not a JSON object": ["chat.jsonl:2"],
         "no prompt": ["chat.jsonl:3"],
         "no answer of the assistant": ["chat.jsonl:4", "chat.jsonl:5"],

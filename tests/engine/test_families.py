@@ -68,7 +68,7 @@ def test_tokens_are_drawn_with_the_logp_of_a_full_forward(family: dict[str, obje
     for sequence, of_engine in zip(sequences, np.concatenate(logp).T, strict=True):
         tokens = jnp.asarray(sequence)[None]
         positions, ones = jnp.arange(tokens.shape[1])[None], jnp.ones_like(tokens)
-        hidden, _ = jax.jit(policy.hidden, static_argnames=("attend", "compute_dtype"))(
+        hidden, _, _ = jax.jit(policy.hidden, static_argnames=("attend", "compute_dtype"))(
             params, tokens, positions, attend=packed_attention(ones), compute_dtype=jnp.float32
         )
         of_trainer, _ = token_logprobs(hidden, policy.head(params), tokens, ones, chunk_tokens=64)

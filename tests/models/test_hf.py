@@ -98,7 +98,7 @@ def test_a_config_that_contradicts_the_weights_is_told_by_file_and_tensor(tmp_pa
     with pytest.raises(ValueError, match=r"do not fit its config\.json") as error:
         hf.load(tmp_path / "policy", other, on_one_device(other))
     assert "expected shape (41, 16), came (40, 16): model.embed_tokens.weight in model.safetensors" in str(error.value)
-    assert "unexpected: model.layers.2.input_layernorm.weight in model.safetensors" in str(error.value)
+    assert "unexpected: model.layers.2.input_layernorm.weight of shape (16,) in model.safetensors" in str(error.value)
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
@@ -129,6 +129,9 @@ def test_several_files_are_one_checkpoint(tmp_path):
     index = {"weight_map": {name: file for file, held in files.items() for name in held}}
     (tmp_path / "policy" / "model.safetensors.index.json").write_text(json.dumps(index))
     assert_equal(hf.load(tmp_path / "policy", policy, on_one_device(policy)), params)
+    deeper = tiny_policy(num_hidden_layers=4)
+    with pytest.raises(ValueError, match=r"missing: model\.layers\.3\.input_layernorm\.weight of shape \(16,\) in any of 2"):
+        hf.load(tmp_path / "policy", deeper, on_one_device(deeper))
     (tmp_path / "policy" / "b.safetensors").unlink()
     with pytest.raises(FileNotFoundError, match=r"lists b\.safetensors, which the folder does not hold"):
         hf.load(tmp_path / "policy", policy, on_one_device(policy))
@@ -168,8 +171,8 @@ def test_all_that_is_wrong_with_a_checkpoint_is_said_at_once(tmp_path):
     with pytest.raises(ValueError, match=r"do not fit its config\.json") as error:
         hf.load(tmp_path / "policy", policy, on_one_device(policy))
     for line in (
-        "missing: model.norm.weight",
-        "unexpected: model.layers.1.mlp.gate_proj.bias in model.safetensors",
+        "missing: model.norm.weight of shape (16,) in model.safetensors",
+        "unexpected: model.layers.1.mlp.gate_proj.bias of shape (24,) in model.safetensors",
         "expected shape (8, 16), came (16, 16): model.layers.0.self_attn.k_proj.weight in model.safetensors",
         "expected one of BF16, F16, F32, came I8: lm_head.weight in model.safetensors",
     ):

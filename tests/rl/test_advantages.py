@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
+from itertools import chain
+
 import numpy as np
 import pytest
 
-from areal_jax.rl.advantages import compute_advantages, mean_weights, shaped_rewards
+from areal_jax.rl.advantages import Trajectory, compute_advantages, mean_weights, reward_to_go, shaped_rewards
 from areal_jax.rl.config import Advantages, BatchNormalized, GroupNormalized, LeaveOneOut, Mean, Shaping, Unnormalized
 
 
 def compute(config: Advantages, *rewards_and_tokens: tuple[list[float], list[int]]) -> list[np.ndarray]:
-    rewards, tokens = zip(*rewards_and_tokens, strict=True)
-    return compute_advantages(config, [np.array(r) for r in rewards], [np.array(n) for n in tokens])
+    """By group, one of each sample, whose tokens have all the same."""
+    groups = [[trajectory(r, n) for r, n in zip(*group, strict=True)] for group in rewards_and_tokens]
+    by_token = compute_advantages(config, groups)
+    assert all((advantages == advantages[0]).all() for group in by_token for advantages in group)
+    return [np.array([advantages[0] for advantages in group]) for group in by_token]
+
+
+def trajectory(reward: float, num_trained: int, token_rewards: list[float] | None = None) -> Trajectory:
+    """A prompt of two tokens, then those trained on with what each earns."""
+    acted = np.arange(2 + num_trained) >= 2
+    return Trajectory(reward, acted, acted, None if token_rewards is None else np.array([0.0, 0.0, *token_rewards]))
 
 
 def test_group_normalization_equals_the_numbers_by_hand() -> None:
@@ -109,12 +120,18 @@ def test_batch_normalization_equals_areals_numbers() -> None:
 
 def test_normalized_tokens_have_mean_zero_and_variance_one() -> None:
     rng = np.random.default_rng(0)
-    rewards = [rng.normal(size=size) for size in (4, 1, 7)]
-    tokens = [rng.integers(1, 50, size) for size in (4, 1, 7)]
-    advantages = np.concatenate(compute_advantages(BatchNormalized(eps=0.0), rewards, tokens))
-    per_token = np.repeat(advantages, np.concatenate(tokens))
-    assert per_token.mean() == pytest.approx(0.0, abs=1e-6)
-    assert per_token.std(ddof=1) == pytest.approx(1.0, abs=1e-6)
+    for earns in (False, True):
+        groups = [
+            [
+                trajectory(rng.normal(), n, list(rng.normal(size=n)) if earns else None)
+                for n in rng.integers(1, 50, size).tolist()
+            ]
+            for size in (4, 1, 7)
+        ]
+        advantages = compute_advantages(BatchNormalized(eps=0.0), groups)
+        per_token = np.concatenate([of[2:] for of in chain(*advantages)])
+        assert per_token.mean() == pytest.approx(0.0, abs=1e-6)
+        assert per_token.std(ddof=1) == pytest.approx(1.0, abs=1e-6)
 
 
 def test_a_batch_without_loss_tokens_gives_zeros() -> None:
@@ -125,3 +142,29 @@ def test_a_batch_without_loss_tokens_gives_zeros() -> None:
 def test_unknown_advantages_are_an_error_that_names_the_knob() -> None:
     with pytest.raises(TypeError, match=r"trainer\.advantages"):
         compute(Advantages(), ([1.0], [1]))
+
+
+def test_what_tokens_earn_is_summed_from_each_token_on() -> None:
+    rng = np.random.default_rng(1)
+    for num_tokens in (1, 2, 17):
+        rewards = rng.normal(size=num_tokens)
+        naive = [sum(rewards[later] for later in range(t, num_tokens)) for t in range(num_tokens)]
+        np.testing.assert_allclose(reward_to_go(rewards), naive, atol=1e-12)
+
+
+def test_what_tokens_earn_is_added_to_the_advantage_of_their_sample() -> None:
+    # Rewards 1 and 0 have centred advantages 1/2 and -1/2; the first sample's tokens earn 1, -2 and 3: 2, 1 and 3 to go.
+    groups = [[trajectory(1.0, 3, [1.0, -2.0, 3.0]), trajectory(0.0, 2)]]
+    ((first, second),) = compute_advantages(GroupNormalized(divide_by="nothing"), groups)
+    np.testing.assert_allclose(first[2:], [2.5, 1.5, 3.5])
+    np.testing.assert_allclose(second[2:], [-0.5, -0.5])
+    ((first, _),) = compute_advantages(Unnormalized(), groups)
+    np.testing.assert_allclose(first[2:], [3.0, 2.0, 4.0])
+
+
+def test_batch_normalization_is_of_what_each_token_returns() -> None:
+    # Returns 3, 2, 4 and twice 0: mean 9/5, squares 1.44 + .04 + 4.84 + 2 * 3.24 = 12.8, variance 3.2.
+    groups = [[trajectory(1.0, 3, [1.0, -2.0, 3.0])], [trajectory(0.0, 2)]]
+    (first,), (second,) = compute_advantages(BatchNormalized(eps=0.0), groups)
+    np.testing.assert_allclose(first[2:], np.array([1.2, 0.2, 2.2]) / 3.2**0.5, rtol=1e-6)
+    np.testing.assert_allclose(second[2:], np.array([-1.8, -1.8]) / 3.2**0.5, rtol=1e-6)

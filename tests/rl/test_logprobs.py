@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from areal_jax.rl.logprobs import token_logprobs
+from areal_jax.rl.logprobs import token_logprobs, values_before
 
 B, T, D, V = 3, 10, 8, 13
 SEGMENTS = np.array([[1] * 4 + [2] * 6, [1] * 3 + [2] * 1 + [3] * 4 + [0] * 2, [0] * 10], np.int32)
@@ -46,20 +46,31 @@ def test_they_are_what_the_definition_says(chunk_tokens: int, temperature: float
     np.testing.assert_allclose(entropy, expected_entropy, atol=2e-6)
 
 
+@pytest.mark.parametrize("learns_entropy", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [1000, 9])
-def test_gradients_equal_those_of_the_full_log_softmax(chunk_tokens: int) -> None:
+def test_gradients_equal_those_of_the_full_log_softmax(chunk_tokens: int, learns_entropy: bool) -> None:
     hidden, head, tokens = (jnp.asarray(x) for x in draw(1))
     weights = np.random.default_rng(2).normal(size=(B, T)).astype(np.float32)
 
     def chunked(hidden: jax.Array, head: jax.Array) -> jax.Array:
-        logp, entropy = token_logprobs(hidden, head, tokens, jnp.asarray(SEGMENTS), temperature=0.7, chunk_tokens=chunk_tokens)
-        return jnp.sum(weights * logp) + jnp.sum(entropy)  # the entropy must add nothing
+        logp, entropy = token_logprobs(
+            hidden,
+            head,
+            tokens,
+            jnp.asarray(SEGMENTS),
+            temperature=0.7,
+            chunk_tokens=chunk_tokens,
+            learns_entropy=learns_entropy,
+        )
+        return jnp.sum(weights * logp) + jnp.sum(weights**2 * entropy)
 
     def full(hidden: jax.Array, head: jax.Array) -> jax.Array:
         log_softmax = jax.nn.log_softmax(hidden[:, :-1] @ head / 0.7)
         logp = jnp.take_along_axis(log_softmax, tokens[:, 1:, None], axis=2)[..., 0]
         predicted = (SEGMENTS[:, 1:] == SEGMENTS[:, :-1]) & (SEGMENTS[:, 1:] != 0)
-        return jnp.sum(jnp.where(predicted, weights[:, 1:] * logp, 0.0))
+        entropy = -jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=-1)
+        entropy = weights[:, 1:] ** 2 * entropy if learns_entropy else 0.0  # where it is not to be learnt it must add nothing
+        return jnp.sum(jnp.where(predicted, weights[:, 1:] * logp + entropy, 0.0))
 
     for ours, theirs in zip(jax.grad(chunked, (0, 1))(hidden, head), jax.grad(full, (0, 1))(hidden, head), strict=True):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
@@ -86,16 +97,17 @@ def test_softmax_is_in_float32_whatever_the_hidden_states_are() -> None:
 
 
 def test_logits_of_all_tokens_never_exist() -> None:
-    # 2048 tokens times 4096 words are 32 MiB in float32; chunks of 128 tokens are 2 MiB, of which a few exist at a time.
+    # 2048 tokens times 4096 words are 32 MiB in float32; chunks of 128 tokens are 2 MiB, of which two exist at a time.
     shapes = [(2, 1024, 16), (16, 4096), (2, 1024), (2, 1024)]
     arguments = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, [jnp.float32] * 2 + [jnp.int32] * 2, strict=True)]
 
-    def loss(hidden: jax.Array, head: jax.Array, tokens: jax.Array, segment_ids: jax.Array) -> jax.Array:
-        return jnp.sum(token_logprobs(hidden, head, tokens, segment_ids, chunk_tokens=128)[0])
+    def loss(hidden: jax.Array, head: jax.Array, tokens: jax.Array, segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+        logp, entropy = token_logprobs(hidden, head, tokens, segment_ids, chunk_tokens=128)
+        return jnp.sum(logp), jnp.sum(entropy)
 
-    memory = jax.jit(jax.grad(loss, (0, 1))).lower(*arguments).compile().memory_analysis()
+    memory = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True)).lower(*arguments).compile().memory_analysis()
     assert memory is not None
-    assert memory.temp_size_in_bytes < 12 * 2**20
+    assert memory.temp_size_in_bytes < 5 * 2**20
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
@@ -124,3 +136,10 @@ def test_temperature_zero_is_an_error() -> None:
     hidden, head, tokens = map(jnp.asarray, draw())
     with pytest.raises(ValueError, match="temperature must be above 0"):
         token_logprobs(hidden, head, tokens, jnp.asarray(SEGMENTS), temperature=0.0, chunk_tokens=10)
+
+
+def test_the_value_before_a_token_is_what_follows_the_one_before_it() -> None:
+    values = np.arange(1.0, 31.0, dtype=np.float32).reshape(B, T)
+    before = values_before(jnp.asarray(values), jnp.asarray(SEGMENTS))
+    # Rows of 4 and 6 tokens; of 3, 1 and 4 tokens and padding; of padding. A segment's first token follows nothing.
+    np.testing.assert_array_equal(before, [[0, 1, 2, 3, 0, 5, 6, 7, 8, 9], [0, 11, 12, 0, 0, 15, 16, 17, 0, 0], [0] * 10])

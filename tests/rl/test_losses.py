@@ -28,7 +28,7 @@ from areal_jax.rl.config import (
     Truncated,
     Weighted,
 )
-from areal_jax.rl.losses import PolicyLoss, policy_loss, second_moment_mask, sft_loss
+from areal_jax.rl.losses import PolicyLoss, interpolated_proximal, policy_loss, second_moment_mask, sft_loss
 
 SETTINGS = ("clip_eps", "clip_eps_high", "dual_clip", "behave_weight_cap", "behave_weight_mode")
 decoupled_ppo_loss = jax.jit(losses.decoupled_ppo_loss, static_argnames=SETTINGS)
@@ -482,3 +482,29 @@ def textbook_gain(config: Loss, theta: np.ndarray, proximal: np.ndarray, advanta
         case CISPO():
             return float(np.clip(u, 0.7, 1.2)) * advantage * theta[t]
     return u * advantage
+
+
+@pytest.mark.parametrize(
+    ("age", "behave", "theta", "expected"),
+    [
+        # Drawn by version 0, version 1 is about to be trained into 2: halfway.
+        (1, -1.0, -1.5, -1.25),
+        # Versions 0 and 2 of a step from 3 to 4: three quarters of the way, and half of it.
+        (3, -1.0, -1.5, -1.375),
+        (1, -2.0, -2.2, -2.1),
+        # Drawn by the very policy that is about to be trained: it is the proximal one.
+        (0, -1.0, -1.5, -1.0),
+        # A prompt's version is -1; what is newer than the trainer, if that could be, would not be extrapolated.
+        (-2, -1.0, -1.5, -1.0),
+    ],
+)
+def test_the_interpolated_proximal_policy_lies_between_behave_and_theta(
+    age: int, behave: float, theta: float, expected: float
+) -> None:
+    found = interpolated_proximal(np.full(1, theta, np.float32), np.full(1, behave, np.float32), np.full(1, age, np.int32))
+    np.testing.assert_allclose(found, [expected], rtol=1e-6)
+
+
+def test_the_interpolated_proximal_policy_carries_no_gradient() -> None:
+    gradient = jax.grad(lambda logp: interpolated_proximal(logp, BEHAVE, np.full(4, 3)).sum())(jnp.asarray(LOGP))
+    np.testing.assert_array_equal(gradient, 0.0)

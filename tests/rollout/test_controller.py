@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import AsyncIterator, Container, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -39,12 +39,15 @@ class Numbers:
 
     num: int
     place: int = 0
+    programs: Container[int] = ()
+    """Which of them are of kind code."""
 
     def __next__(self) -> Task:
         if self.place == self.num:
             raise StopIteration
         self.place += 1
-        return Task(f"task-{self.place - 1}", (Message("user", "?"),), "1")
+        kind = "code" if self.place - 1 in self.programs else "math"
+        return Task(f"task-{self.place - 1}", (Message("user", "?"),), "1", kind=kind)
 
     def state(self) -> Mapping[str, int]:
         return {"place": self.place}
@@ -114,8 +117,9 @@ async def run(
     config: RolloutConfig = CONFIG,
     version: int = 0,
     restored: RolloutState | None = None,
+    programs: Container[int] = (),
 ) -> AsyncIterator[tuple[Rollouts, TinyEngine]]:
-    tasks = Numbers(num_tasks, restored.tasks["place"] if restored else 0)
+    tasks = Numbers(num_tasks, restored.tasks["place"] if restored else 0, programs)
     gate, buffer = open_gate(config, version, restored)
     async with (
         running(engine or TinyEngine(version=version)) as engine,
@@ -177,6 +181,30 @@ def test_with_no_staleness_every_token_is_of_the_version_that_trains() -> None:
                 for _ in range(20):
                     await asyncio.sleep(0)
                 engine.version = version + 1
+
+    asyncio.run(main())
+
+
+def test_a_kind_that_must_wait_longer_is_not_overtaken_and_not_lost() -> None:
+    # Batches of 4. Programs may be 2 versions old, all else must be fresh: tasks 0 to 3 fill the first batch, the programs 4 to
+    # 6 start ahead of theirs, and task 7 waits for version 1, with all that comes after it.
+    config = chz.replace(CONFIG, max_staleness=0, max_staleness_of_code=2, max_running_groups=40)
+
+    async def main() -> None:
+        async with run(one_call, 20, config=config, programs=(4, 5, 6, 12, 13)) as (rollouts, engine):
+            first = await rollouts.buffer.take(4, 0)
+            assert [group.id for group in first] == [0, 1, 2, 3]
+            while rollouts.gate.accepted < 7:
+                await asyncio.sleep(0)
+            state = await rollouts.snapshot()
+            assert [group.task.id for group in state.buffered] == ["task-4", "task-5", "task-6"]
+            assert [record.task.id for record in state.suspended] == ["task-7"] and state.tasks == {"place": 8}
+            rollouts.gate.version = engine.version = 1
+            later = await train_all(rollouts, engine, 1)
+            assert sorted(group.id for group in later) == list(range(4, 20))
+            oldest = {group.id: min(sample.versions.min() for sample in group.samples) for group in later}
+            # Group 7 trains version 1 and is of it; the programs of that batch are of version 0.
+            assert [oldest[i] for i in range(4, 8)] == [0, 0, 0, 1]
 
     asyncio.run(main())
 

@@ -80,6 +80,19 @@ def test_a_group_starts_on_weights_that_will_not_be_too_old_when_its_turn_comes(
     assert Gate(2, 4, 8, version=1).start() == 0
 
 
+def test_a_kind_of_tasks_may_lag_further_than_the_others() -> None:
+    # Batches of 2 at version 3, 6 of them trained. Mathematics, eta 1: 2 * (1 + 3 + 1) = 10 in all; code, eta 4: 16.
+    gate = Gate(1, 2, 100, version=3, of_kind={"code": 4})
+    assert (gate.capacity("math"), gate.capacity("code"), gate.capacity()) == (4, 10, 10)
+    # Groups 7 to 10 train versions 3, 3, 4, 4, where programs may be 4 versions old and all else 1.
+    assert [gate.start(kind) for kind in ("math", "code", "math", "code")] == [2, 0, 3, 0]
+    assert (gate.capacity("math"), gate.capacity("code")) == (0, 6)
+    with pytest.raises(RuntimeError, match="max_staleness 1, 4 of kind code"):
+        gate.start("math")
+    unbounded = Gate(0, 2, 7, of_kind={"code": None})
+    assert (unbounded.capacity("math"), unbounded.capacity("code"), unbounded.capacity()) == (2, 7, 7)
+
+
 @settings(deadline=None)
 @given(
     st.sampled_from([None, 0, 1, 3]),

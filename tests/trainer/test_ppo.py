@@ -15,15 +15,16 @@ import optax
 import pytest
 from tiny_training import POLICY, PROMPT_TOKENS, ROW_TOKENS, batch, group, params, sample, train_mesh
 
+from areal_jax.data.packing import TrainingSequence, pack
 from areal_jax.models.attention import packed_attention
 from areal_jax.records import Group
-from areal_jax.rl.advantages import compute_advantages
-from areal_jax.rl.config import GSPO, M2PO, PPO, GroupNormalized, Loss, Mean, NoCorrection, Reinforce
+from areal_jax.rl.advantages import Trajectory, compute_advantages
+from areal_jax.rl.config import GSPO, M2PO, PPO, DecoupledPPO, GroupNormalized, Loss, Mean, NoCorrection, Reinforce
 from areal_jax.rl.logprobs import token_logprobs
 from areal_jax.rl.losses import decoupled_ppo_loss
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
+from areal_jax.trainer.forward import DeviceBatch
 from areal_jax.trainer.ppo import StepResult, Trainer
-from areal_jax.trainer.step import DeviceBatch
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -104,16 +105,15 @@ def assert_close(ours: Any, theirs: Any, atol: float = 1e-5) -> None:
 
 def plain_step(groups: Sequence[Group]) -> tuple[float, Any]:
     """Loss and new parameters without packing, micro-batches, shards or jit of ours: one sequence at a time, optax's AdamW."""
-    rewards = [np.array([s.reward for s in g.samples]) for g in groups]
     advantages = compute_advantages(
-        CONFIG.advantages, rewards, [np.array([s.loss_mask.sum() for s in g.samples]) for g in groups]
+        CONFIG.advantages, [[Trajectory(s.reward, s.loss_mask, s.loss_mask) for s in g.samples] for g in groups]
     )
     num_tokens = float(sum(s.loss_mask.sum() for g in groups for s in g.samples))
 
     @jax.jit
     @jax.value_and_grad
     def loss_and_gradient(
-        weights: Any, tokens: jax.Array, behave_logp: jax.Array, advantage: jax.Array, length: jax.Array
+        weights: Any, tokens: jax.Array, behave_logp: jax.Array, advantages: jax.Array, length: jax.Array
     ) -> jax.Array:
         # Padded behind, which a causal model does not see.
         ones = jnp.ones((1, ROW_TOKENS), jnp.int32)
@@ -123,14 +123,14 @@ def plain_step(groups: Sequence[Group]) -> tuple[float, Any]:
         logp = token_logprobs(hidden, POLICY.head(weights), tokens[None], ones, chunk_tokens=10**6)[0][0]
         mask = (jnp.arange(ROW_TOKENS) >= PROMPT_TOKENS) & (jnp.arange(ROW_TOKENS) < length)
         fixed = jax.lax.stop_gradient(logp)
-        return decoupled_ppo_loss(logp, fixed, behave_logp, advantage * jnp.ones(ROW_TOKENS), mask, num_tokens=num_tokens).loss
+        return decoupled_ppo_loss(logp, fixed, behave_logp, advantages, mask, num_tokens=num_tokens).loss
 
     weights = jax.tree.map(jnp.asarray, params())
     loss, gradients = 0.0, jax.tree.map(jnp.zeros_like, weights)
     for g, advantages_G in zip(groups, advantages, strict=True):
-        for s, advantage in zip(g.samples, advantages_G, strict=True):
+        for s, advantages_T in zip(g.samples, advantages_G, strict=True):
             pad = (0, ROW_TOKENS - len(s.tokens))
-            arguments = np.pad(s.tokens, pad), np.pad(s.behave_logp, pad), advantage, len(s.tokens)
+            arguments = np.pad(s.tokens, pad), np.pad(s.behave_logp, pad), np.pad(advantages_T, pad), len(s.tokens)
             value, gradient = loss_and_gradient(weights, *arguments)
             loss, gradients = loss + float(value), jax.tree.map(jnp.add, gradients, gradient)
     is_matrix = jax.tree_util.tree_map_with_path(
@@ -258,8 +258,8 @@ def test_proximal_is_the_policy_just_before_the_step(shared: Callable[[str], Tra
 def test_the_forward_pass_for_proximal_agrees_with_that_of_the_update(shared: Callable[[str], Trainer]) -> None:
     trainer, groups = shared("two mini-batches"), batch(seed=5)
     learner = trainer._learner
-    mini_batch = trainer._pack([(g.samples, [s.loss_mask for s in g.samples], np.ones(3, np.float32)) for g in groups])
-    batches = trainer._with_proximal(mini_batch).batches
+    mini_batch = trainer._pack(groups, [[s.loss_mask for s in g.samples] for g in groups], range(len(groups)))
+    batches = [each._replace(proximal_logp=learner.logprobs(each)) for each in mini_batch.batches]
     metrics = learner.update(batches, mini_batch.num_loss_tokens, proximal_is_current=False)
     ratio, divergence = metrics["ratio"], metrics["kl_proximal_theta"]
     assert isinstance(ratio, tuple) and isinstance(divergence, tuple)
@@ -273,9 +273,8 @@ def test_packed_is_alone(shared: Callable[[str], Trainer]) -> None:
 
     def logprobs(*of: Group) -> list[np.ndarray]:
         """Of every sample, found again among the packed rows by its tokens."""
-        ones = [(g.samples, [s.loss_mask for s in g.samples], np.ones(len(g.samples), np.float32)) for g in of]
         found = {}
-        for packed in trainer._pack(ones).batches:
+        for packed in trainer._pack(of, [[s.loss_mask for s in g.samples] for g in of], range(len(of))).batches:
             segments, tokens, logp = (np.asarray(x) for x in (packed.segment_ids, packed.tokens, learner.logprobs(packed)))
             for row in range(learner.rows):
                 for segment in range(1, segments[row].max() + 1):
@@ -314,6 +313,23 @@ def test_stale_tokens_are_context_only(shared: Callable[[str], Trainer]) -> None
     again = trainer.step([group(0, masked, *groups[0].samples[1:]), *groups[1:]])
     assert again.metrics["tokens_stale"] == 0.0
     assert_close(trainer.params, after, atol=0.0)
+
+
+def test_a_kind_of_tasks_may_be_older_than_the_others(
+    shared: Callable[[str], Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer = shared("one mini-batch")
+    monkeypatch.setattr(trainer, "_staleness_of_kind", {"code": 3})
+    trainer.version = 3
+    groups = batch(seed=7)  # of version 0, a version more than max_staleness=2 allows
+    program = replace(groups[0], task=replace(groups[0].task, kind="code"))
+    result = trainer.step([program, *groups[1:]])
+    assert not any(mask.any() for mask in result.stale[0])
+    assert all(
+        np.array_equal(mask, sample.loss_mask)
+        for group, masks in zip(groups[1:], result.stale[1:], strict=True)
+        for sample, mask in zip(group.samples, masks, strict=True)
+    )
 
 
 def test_without_a_bound_nothing_is_stale(shared: Callable[[str], Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -406,7 +422,8 @@ def test_rewarded_tokens_become_more_likely(shared: Callable[[str], Trainer]) ->
         fresh = [replace(s, versions=np.where(s.loss_mask, version, -1).astype(np.int32)) for s in (good, bad)]
         last = trainer.step([group(version, *fresh)])
     # The advantages are 1/sqrt(2) and -1/sqrt(2) (mean 1/2, sample deviation 1/sqrt(2)), so the loss falls as they part.
-    np.testing.assert_allclose(first.advantages[0], [0.707107, -0.707107], atol=2e-6)
+    for advantages, expected in zip(first.advantages[0], [0.707107, -0.707107], strict=True):
+        np.testing.assert_allclose(advantages, np.full(12, expected), atol=2e-6)
     assert mean(last, "loss") < mean(first, "loss") - 0.01
 
 
@@ -426,18 +443,55 @@ def test_metrics_describe_the_batch(shared: Callable[[str], Trainer]) -> None:
     assert result.metrics["packing_efficiency"] == (58.0, 96.0)
 
 
-def test_ppo_needs_no_forward_pass_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    trainer = make(loss=PPO(), num_mini_batches=2)
-    updates: list[bool] = []
+@pytest.mark.parametrize(
+    "loss", [PPO(), DecoupledPPO(proximal="behave"), DecoupledPPO(proximal="interpolate")], ids=["PPO", "behave", "interpolate"]
+)
+def test_a_proximal_policy_at_hand_needs_no_forward_pass(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
+    trainer = make(loss=loss, num_mini_batches=2)
+    monkeypatch.setattr(trainer._learner, "logprobs", lambda _: pytest.fail("a forward pass for the proximal policy"))
+    result = trainer.step(batch())
+    assert result.metrics["num_updates"] == 2.0
 
-    def update(batches: Sequence[DeviceBatch], num_tokens: int, *, proximal_is_current: bool) -> dict[str, Any]:
-        updates.append(proximal_is_current)
-        return {}
 
-    monkeypatch.setattr(trainer._learner, "logprobs", lambda _: pytest.fail("PPO does not read proximal log-probabilities"))
-    monkeypatch.setattr(trainer._learner, "update", update)
-    trainer.step(batch())
-    assert updates == [True, False]
+def test_with_behave_for_the_proximal_policy_nothing_is_decoupled() -> None:
+    plain, decoupled = make(loss=PPO(), num_mini_batches=2), make(loss=DecoupledPPO(proximal="behave"), num_mini_batches=2)
+    results = [trainer.step(batch()) for trainer in (plain, decoupled)]
+    assert mean(results[1], "behave_weight") == 1.0
+    assert mean(results[0], "loss") == pytest.approx(mean(results[1], "loss"), abs=1e-7)
+    assert_close(decoupled.params, plain.params, atol=1e-7)
+
+
+def test_interpolation_goes_by_the_age_of_every_token() -> None:
+    # Tokens of versions 1 and 3 in a step from version 3: ages 2 and 0, so that the proximal log-probability lies 2/3 of the
+    # way from behave to theta, and on behave. The first update's theta is the policy as it is: log(theta/proximal) is 1/3 of
+    # log(theta/behave) on the old tokens and all of it on the new ones.
+    trainer = make(loss=Reinforce(proximal="interpolate", correction=NoCorrection()), num_mini_batches=1)
+    trainer.restore(trainer.state._replace(version=np.asarray(3, np.int32)))
+    rng = np.random.default_rng(5)
+    versions = np.where(np.arange(12) % 2, 1, 3)
+    groups = [group(i, sample(rng, 12, versions, 1.0), sample(rng, 12, versions, 0.0)) for i in range(2)]
+    packed = [TrainingSequence(s.tokens, s.loss_mask) for g in groups for s in g.samples]
+    batches, layout = pack(packed, rows=trainer._learner.rows, row_tokens=trainer._learner.row_tokens)
+    logps = layout.gather(np.stack([trainer._learner.logprobs(trainer._learner.put(each)) for each in batches]))
+    ratios = [
+        np.exp((logp - s.behave_logp) * np.where(versions == 1, 1 / 3, 1.0))[s.loss_mask]
+        for logp, s in zip(logps, (s for g in groups for s in g.samples), strict=True)
+    ]
+    assert mean(trainer.step(groups), "ratio") == pytest.approx(np.concatenate(ratios).mean(), rel=1e-5)
+
+
+def test_an_entropy_bonus_keeps_the_policy_undecided() -> None:
+    # Without a reward, and hence without an advantage, there is nothing but the bonus.
+    rng = np.random.default_rng(6)
+    groups = [group(i, *(sample(rng, 12, reward=1.0) for _ in range(2))) for i in range(2)]
+    gained = []
+    for coef in (0.0, 0.1):
+        trainer = make(entropy_coef=coef, optimizer=OptimizerConfig(learning_rate=1e-2, weight_decay=0.0))
+        first = mean(trainer.step(groups), "entropy")
+        gained.append(mean(trainer.step(groups), "entropy") - first)
+    assert gained[0] == 0.0
+    # The entropy of 40 tokens is at most log(40) = 3.69 and nearly that to begin with.
+    assert gained[1] > 1e-3
 
 
 def test_what_cannot_be_trained_on_is_refused_with_the_knob(shared: Callable[[str], Trainer]) -> None:

@@ -64,7 +64,7 @@ def test_perplexity_of_a_policy_that_can_be_worked_out() -> None:
         given[name] = np.ones_like(given[name])
     given["head"][:, 0] = np.log(31) / 16
     made = SupervisedTrainer(
-        TrainerConfig(), POLICY, given, train_mesh(), jnp.float32, num_updates=1, row_tokens=8, measures_loss=True
+        TrainerConfig(), POLICY, given, train_mesh(), jnp.float32, num_updates=1, row_tokens=8, measures=True
     )
     made.warm_up()
     compiled = made.num_compilations
@@ -72,17 +72,17 @@ def test_perplexity_of_a_policy_that_can_be_worked_out() -> None:
         SupervisedExample(np.array([5, 0, 0, 3], np.int32), np.array([False, True, True, True])),
         SupervisedExample(np.array([0, 4, 0], np.int32), np.array([False, False, True])),
     ]
-    total, num_tokens = made.loss(shown)
+    total, num_tokens = made.measure(shown)["loss"]
     # 1/2 * 1/2 * 1/62 in the first and 1/2 in the second: (8 * 62) ** (1/4) = 4.7193 a token. Packed together or apart.
     assert num_tokens == 4
     assert np.exp(total / num_tokens) == pytest.approx(4.7193, abs=1e-4)
-    assert sum(made.loss([example])[0] for example in shown) == pytest.approx(total, rel=1e-6)
+    assert sum(made.measure([example])["loss"][0] for example in shown) == pytest.approx(total, rel=1e-6)
     assert made.num_compilations == compiled and made.version == 0
 
 
 def test_measuring_the_loss_learns_nothing_and_agrees_with_the_next_step(trainer: SupervisedTrainer) -> None:
     saved = jax.device_get(trainer.state)
-    total, num_tokens = trainer.loss(examples(3))
+    total, num_tokens = trainer.measure(examples(3))["loss"]
     jax.tree.map(np.testing.assert_array_equal, trainer.params, saved.params)
     loss = trainer.step(examples(3))["loss"]
     assert isinstance(loss, tuple)

@@ -1,0 +1,147 @@
+"""Every algorithm by name: what 30 steps of it teach the embedded policy, and what a step costs against GRPO's.
+
+    python benchmarks/presets.py
+
+Learning: `python -m areal_jax.train --exp=aime algorithm=NAME num_steps=30`, with pass@1 on 512 held-out problems before and
+after. Cost: one optimizer update on the batch of rl_step_cpu.py (32 sequences of 80 tokens, 4 layers), the presets in turns;
+references and critics are left out, for they are policies of their own. M2PO needs the log-probabilities of a whole mini-batch
+before the first of its tokens is trained on: a forward pass more than the others where there is one update to a step.
+
+Appends to results/presets.jsonl. About 15 minutes on two idle CPU cores. A run that is finished is not run again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections import defaultdict
+from pathlib import Path
+from statistics import median
+
+import chz
+import jax
+import jax.numpy as jnp
+import numpy as np
+from results import append
+from rich.console import Console
+from rich.table import Table
+from rl_step_cpu import (
+    MODEL,
+    NEW_TOKENS,
+    NUM_PROMPTS,
+    NUM_SEQUENCES,
+    PROMPT_TOKENS,
+    SAMPLES_PER_PROMPT,
+    TRAIN_TOKENS,
+    TRAINER,
+)
+from runs import pass_at_1, run_all
+
+from areal_jax.models.decoder import Policy
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.parallel.mesh import make_meshes
+from areal_jax.records import NO_VERSION, Group, Sample, Task
+from areal_jax.rl.config import GAE
+from areal_jax.rl.presets import PRESETS
+from areal_jax.trainer.ppo import Trainer
+
+NAME = "presets"
+NUM_STEPS = 30
+NUM_TURNS = 30
+
+
+def learnt(folder: Path) -> dict[str, tuple[float, float]]:
+    """Pass@1 before and after, by preset."""
+    runs = {
+        name: ("--exp=aime", f"algorithm={name}", f"evaluation.every_steps={NUM_STEPS}", "checkpoint.export_hf=false")
+        for name in PRESETS
+    }
+    return {name: (pass_at_1(rows)[0], pass_at_1(rows)[-1]) for name, rows in run_all(runs, folder, NUM_STEPS).items()}
+
+
+def train_tokens_per_s() -> dict[str, float]:
+    """Of a trainer's step, by the median of turns."""
+    trainers = {name: trainer_of(name) for name, preset in PRESETS.items() if not isinstance(preset.advantages, GAE)}
+    seconds = defaultdict[str, list[float]](list)
+    for turn in range(NUM_TURNS + 3):
+        for name, trainer in trainers.items():
+            groups = batch(turn)
+            started = time.perf_counter()
+            trainer.step(groups)
+            jax.block_until_ready(trainer.params)
+            if turn >= 3:
+                seconds[name].append(time.perf_counter() - started)
+    return {name: TRAIN_TOKENS / median(taken) for name, taken in seconds.items()}
+
+
+def trainer_of(name: str) -> Trainer:
+    preset, policy = PRESETS[name], Policy(MODEL)
+    trainer = Trainer(
+        chz.replace(
+            TRAINER,
+            loss=preset.loss,
+            loss_mean=preset.loss_mean,
+            advantages=preset.advantages,
+            shaping=preset.shaping,
+        ),
+        policy,
+        policy.init(jax.random.key(0)),
+        make_meshes(PlacementConfig(), jax.devices()[:1]).train,
+        jnp.float32,
+        num_updates=NUM_TURNS,
+        max_staleness=None,
+        temperature=1.0,
+        row_tokens=PROMPT_TOKENS + NEW_TOKENS,
+        max_new_tokens=NEW_TOKENS,
+    )
+    trainer.warm_up()
+    return trainer
+
+
+def batch(seed: int) -> list[Group]:
+    """Answers as a fresh policy draws them, nearly evenly from the vocabulary."""
+    chance, num_tokens = np.random.default_rng(seed), PROMPT_TOKENS + NEW_TOKENS
+    mask = np.arange(num_tokens) >= PROMPT_TOKENS
+
+    def sample() -> Sample:
+        logp = np.where(mask, chance.normal(-np.log(MODEL.vocab_size), 0.05, num_tokens), 0.0)
+        return Sample(
+            tokens=chance.integers(0, MODEL.vocab_size, num_tokens).astype(np.int32),
+            loss_mask=mask,
+            behave_logp=logp.astype(np.float32),
+            versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
+            reward=float(chance.integers(0, 2)),
+            verdict="correct",
+            stop_reason="stop",
+        )
+
+    return [
+        Group(i, Task(f"{seed}.{i}", (), ""), tuple(sample() for _ in range(SAMPLES_PER_PROMPT))) for i in range(NUM_PROMPTS)
+    ]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("runs") / NAME, help="of the runs")
+    folder = parser.parse_args().folder
+    speed = train_tokens_per_s()
+    scores = learnt(folder)
+    cost = {name: speed["grpo"] / of - 1.0 for name, of in speed.items()}
+    append(
+        NAME,
+        {
+            "sequences": NUM_SEQUENCES,
+            "pass_at_1": {name: {"before": before, "after": after} for name, (before, after) in scores.items()},
+            "train_tokens_per_s": speed,
+            "cost_over_grpo": cost,
+        },
+    )
+    table = Table("algorithm", "pass@1 before", f"after {NUM_STEPS} steps", "train tokens/s", "time over GRPO's", title=NAME)
+    for name, (before, after) in scores.items():
+        figures = (f"{speed[name]:,.0f}", f"{cost[name]:+.1%}") if name in speed else ("", "with a critic")
+        table.add_row(name, f"{before:.1%}", f"{after:.1%}", *figures)
+    Console().print(table)
+
+
+if __name__ == "__main__":
+    main()
