@@ -260,6 +260,9 @@ def test_the_prelude_and_arguments_changed_in_place(judge: CodeJudge) -> None:
     assert verdict(judge, "def f(x):\n    pass", tests).kind == "wrong"
     heap = "class Solution:\n    def f(self, x: List[int]) -> Optional[int]:\n        return heapq.nsmallest(1, x)[0]"
     assert verdict(judge, heap, Calls("f", [(([3, 1],), 1)])).kind == "correct"
+    # A method by the name of something that is imported: itertools.count.
+    count = "class Solution:\n    def count(self, x, y, z):\n        return x + y + z"
+    assert verdict(judge, count, Calls("count", [((1, 2, 3), 6)])).kind == "correct"
 
 
 def test_objects_of_the_program_can_be_used_by_tests(judge: CodeJudge) -> None:
