@@ -1,12 +1,13 @@
 # make train    train the embedded policy on AIME-style problems (TRAIN_ARGS="num_steps=10" changes settings)
-# make test     run all tests (TEST_ARGS="tests/rl -q" passes arguments to pytest)
+# make test     run all tests (TEST_ARGS="tests/rl -q" passes other arguments to pytest)
 # make lint     check style, format and types
 # Each sets up what it needs in .venv; a second time that costs nothing.
 
 PYTHON ?= python3
 VENV ?= .venv
 TRAIN_ARGS ?=
-TEST_ARGS ?=
+# Two processes, each with the tests of whole files: most of the time goes into compiling, which uses one core.
+TEST_ARGS ?= -n 2 --dist loadfile
 
 BIN := $(VENV)/bin
 
