@@ -11,7 +11,7 @@ import numpy as np
 from jaxtyping import Array, Bool, Float, Float32, Float64, Shaped
 
 from areal_jax.rl.config import Estimator, KLInLoss, KLInReward, Teacher
-from areal_jax.rl.losses import PolicyLoss
+from areal_jax.rl.losses import PolicyLoss, mean_loss, zero_outside
 
 
 def kl_estimate(estimator: Estimator, log_ratio: Float[Array | np.ndarray, "*B T"]) -> Float[Array | np.ndarray, "*B T"]:
@@ -73,15 +73,11 @@ def kl_loss(
         weights: of every token in the mean that the loss is; None: 1.
         num_tokens: N. None counts the mask; give the whole mini-batch's count where this is one of its micro-batches.
     """
-    mask, logp = jnp.asarray(mask).astype(bool), jnp.asarray(logp)
-    log_ratio = jnp.where(mask, logp - jax.lax.stop_gradient(jnp.asarray(reference_logp)), 0.0)
+    mask = jnp.asarray(mask).astype(bool)
+    log_ratio = zero_outside(mask, logp) - jax.lax.stop_gradient(zero_outside(mask, reference_logp))
     token_loss = config.coefficient * jnp.asarray(kl_estimate(config.estimator, log_ratio))
     if weights is not None:
-        token_loss *= jnp.where(mask, jnp.asarray(weights), 0.0)
-    count = jnp.sum(mask, dtype=token_loss.dtype)
-    divisor = jnp.maximum(count if num_tokens is None else jnp.asarray(num_tokens, token_loss.dtype), 1.0)
+        token_loss *= zero_outside(mask, weights)
     # Of all estimates k3 tells most, whichever the loss is made of.
-    metrics = {"loss": jnp.sum(token_loss), "kl_reference": jnp.sum(jnp.asarray(kl_estimate("k3", log_ratio)))}
-    return PolicyLoss(
-        jnp.sum(token_loss) / divisor, {name: (jax.lax.stop_gradient(total), count) for name, total in metrics.items()}
-    )
+    sums = {"loss": jnp.sum(token_loss), "kl_reference": jnp.sum(jnp.asarray(kl_estimate("k3", log_ratio)))}
+    return mean_loss(sums, jnp.sum(mask, dtype=token_loss.dtype), num_tokens)

@@ -104,9 +104,9 @@ def policy_loss(
         num_tokens: N. None counts the mask; give the whole mini-batch's count where this is one of its micro-batches.
     """
     mask = jnp.asarray(mask).astype(bool)
-    logp, advantages = _zero_outside(mask, logp), _zero_outside(mask, advantages)
-    behave_logp = jax.lax.stop_gradient(_zero_outside(mask, behave_logp))
-    proximal_logp = behave_logp if isinstance(config, PPO) else jax.lax.stop_gradient(_zero_outside(mask, proximal_logp))
+    logp, advantages = zero_outside(mask, logp), zero_outside(mask, advantages)
+    behave_logp = jax.lax.stop_gradient(zero_outside(mask, behave_logp))
+    proximal_logp = behave_logp if isinstance(config, PPO) else jax.lax.stop_gradient(zero_outside(mask, proximal_logp))
 
     weight, capped = _behave_weight(config, proximal_logp - behave_logp, mask, segment_ids)
     # A token that has left the loss must not reach exp: in the backward pass the zero that takes it out would meet inf.
@@ -135,20 +135,17 @@ def policy_loss(
     log_ratio_to_behave = jax.lax.stop_gradient(logp) - behave_logp
     metrics = {
         "loss": jnp.sum(token_loss),
-        "ratio": _sum(mask, jnp.exp(log_ratio)),
-        "behave_weight": _sum(mask, weight),
+        "ratio": masked_sum(mask, jnp.exp(log_ratio)),
+        "behave_weight": masked_sum(mask, weight),
         # Mean of squares: with the mean it gives the effective sample size, and it shows outliers as a maximum would.
-        "behave_weight_squared": _sum(mask, weight**2),
-        "behave_weight_capped_fraction": _sum(mask, capped),
+        "behave_weight_squared": masked_sum(mask, weight**2),
+        "behave_weight_capped_fraction": masked_sum(mask, capped),
         # exp(x) - 1 - x with x = log(theta/behave): never negative, and low in variance (http://joschu.net/blog/kl-approx.html).
-        "kl_behave_theta": _sum(mask, jnp.expm1(log_ratio_to_behave) - log_ratio_to_behave),
-        "kl_proximal_theta": _sum(mask, jnp.expm1(log_ratio) - log_ratio),
-        **{name: _sum(mask, values) for name, values in extra.items()},
+        "kl_behave_theta": masked_sum(mask, jnp.expm1(log_ratio_to_behave) - log_ratio_to_behave),
+        "kl_proximal_theta": masked_sum(mask, jnp.expm1(log_ratio) - log_ratio),
+        **{name: masked_sum(mask, values) for name, values in extra.items()},
     }
-    divisor = jnp.maximum(count if num_tokens is None else jnp.asarray(num_tokens, token_loss.dtype), 1.0)
-    return PolicyLoss(
-        jnp.sum(token_loss) / divisor, {name: (jax.lax.stop_gradient(total), count) for name, total in metrics.items()}
-    )
+    return mean_loss(metrics, count, num_tokens)
 
 
 def interpolated_proximal(
@@ -291,10 +288,9 @@ def sft_loss(
 ) -> PolicyLoss:
     """Mean negative log-likelihood of the tokens under the mask: -1/N sum_t logp_t."""
     mask = jnp.asarray(mask).astype(bool)
-    logp = _zero_outside(mask, logp)
+    logp = zero_outside(mask, logp)
     count = jnp.sum(mask, dtype=logp.dtype)
-    divisor = jnp.maximum(count if num_tokens is None else jnp.asarray(num_tokens, logp.dtype), 1.0)
-    return PolicyLoss(-jnp.sum(logp) / divisor, {"loss": (jax.lax.stop_gradient(-jnp.sum(logp)), count)})
+    return mean_loss({"loss": -jnp.sum(logp)}, count, num_tokens)
 
 
 def value_loss(
@@ -318,24 +314,31 @@ def value_loss(
         num_tokens: N. None counts the mask; give the whole mini-batch's count where this is one of its micro-batches.
     """
     mask = jnp.asarray(mask).astype(bool)
-    values = _zero_outside(mask, values)
-    old_values, returns = (jax.lax.stop_gradient(_zero_outside(mask, given)) for given in (old_values, returns))
+    values = zero_outside(mask, values)
+    old_values, returns = (jax.lax.stop_gradient(zero_outside(mask, given)) for given in (old_values, returns))
     squared = (values - returns) ** 2
     held = jnp.zeros_like(mask)
     if clip_eps is not None:
         clipped = (jnp.clip(values, old_values - clip_eps, old_values + clip_eps) - returns) ** 2
         held, squared = clipped > squared, jnp.maximum(squared, clipped)
-    total, count = 0.5 * jnp.sum(squared), jnp.sum(mask, dtype=values.dtype)
-    divisor = jnp.maximum(count if num_tokens is None else jnp.asarray(num_tokens, values.dtype), 1.0)
-    metrics = {"loss": (jax.lax.stop_gradient(total), count), "clip_fraction": (_sum(mask, held), count)}
-    return PolicyLoss(total / divisor, metrics)
+    count = jnp.sum(mask, dtype=values.dtype)
+    return mean_loss({"loss": 0.5 * jnp.sum(squared), "clip_fraction": masked_sum(mask, held)}, count, num_tokens)
 
 
-def _zero_outside(mask: Bool[Array, "*B T"], values: Float[Array | np.ndarray, "*B T"]) -> Float[Array, "*B T"]:
+def mean_loss(
+    sums: dict[str, Float[Array, ""]], count: Float[Array, ""], num: Float[Array | np.ndarray, ""] | float | None
+) -> PolicyLoss:
+    """The sum `loss` over `num` (None: over `count`), and all of them as metrics, whose weight is `count`."""
+    divisor = jnp.maximum(count if num is None else jnp.asarray(num, count.dtype), 1.0)
+    return PolicyLoss(sums["loss"] / divisor, {name: (jax.lax.stop_gradient(total), count) for name, total in sums.items()})
+
+
+def zero_outside(mask: Bool[Array, "*B T"], values: Float[Array | np.ndarray, "*B T"]) -> Float[Array, "*B T"]:
     """`values` in float32 or wider, with zeros where the mask is false."""
     values = jnp.asarray(values)
     return jnp.where(mask, values.astype(jnp.promote_types(values.dtype, jnp.float32)), 0.0)
 
 
-def _sum(mask: Bool[Array, "*B T"], values: Shaped[Array, "*B T"]) -> Float[Array, ""]:
+def masked_sum(mask: Bool[Array, "*B T"], values: Shaped[Array, "*B T"]) -> Float[Array, ""]:
+    """The sum of `values`, in float32 or wider, where the mask is true."""
     return jnp.sum(jnp.where(mask, values, 0).astype(jnp.promote_types(values.dtype, jnp.float32)))

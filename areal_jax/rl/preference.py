@@ -8,10 +8,10 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Bool, Float, Int, Shaped
+from jaxtyping import Array, Float, Int, Shaped
 
 from areal_jax.rl.config import DPO, IPO, BradleyTerry, Preference
-from areal_jax.rl.losses import Meter, PolicyLoss
+from areal_jax.rl.losses import PolicyLoss, masked_sum, mean_loss, zero_outside
 
 
 def preference_loss(
@@ -37,8 +37,8 @@ def preference_loss(
         num_pairs: None counts them; give the whole mini-batch's count where this is one of its micro-batches.
     """
     mask = jnp.asarray(mask).astype(bool)
-    values = jnp.where(mask, jnp.asarray(values).astype(jnp.promote_types(values.dtype, jnp.float32)), 0.0)
-    gained = jnp.where(mask, values - jax.lax.stop_gradient(jnp.asarray(reference)), 0.0)
+    values = zero_outside(mask, values)
+    gained = values - jax.lax.stop_gradient(zero_outside(mask, reference))
     num_tokens, sums = _of_answers(mask.astype(values.dtype), segment_ids), _of_answers(gained, segment_ids)
     match config:
         case DPO():
@@ -57,23 +57,23 @@ def preference_loss(
         each = (1.0 - smoothing) * jax.nn.softplus(-margin) + smoothing * jax.nn.softplus(margin)
 
     is_pair = num_tokens[..., 0] > 0.0
-    count = jnp.sum(is_pair, dtype=values.dtype)
-    loss = _sum(is_pair, each)
-    metrics: dict[str, Meter] = {
-        "loss": (loss, count),
+    metrics = {
+        "loss": masked_sum(is_pair, each),
         # A tie is neither right nor wrong.
-        "accuracy": (_sum(is_pair, 0.5 * (jnp.sign(margin) + 1.0)), count),
-        "margin": (_sum(is_pair, margin), count),
-        "chosen_reward": (_sum(is_pair, chosen), count),
-        "rejected_reward": (_sum(is_pair, rejected), count),
+        "accuracy": masked_sum(is_pair, 0.5 * (jnp.sign(margin) + 1.0)),
+        "margin": masked_sum(is_pair, margin),
+        "chosen_reward": masked_sum(is_pair, chosen),
+        "rejected_reward": masked_sum(is_pair, rejected),
     }
-    if not isinstance(config, BradleyTerry):
-        logp = _of_answers(values, segment_ids)
-        # Preferred is what is likelier than before by comparison: both answers may lose.
-        for i, name in enumerate(("chosen_logp", "rejected_logp")):
-            metrics[name] = (jnp.sum(logp[..., i]), jnp.sum(num_tokens[..., i]))
-    divisor = jnp.maximum(count if num_pairs is None else jnp.asarray(num_pairs, values.dtype), 1.0)
-    return PolicyLoss(loss / divisor, jax.lax.stop_gradient(metrics))
+    found = mean_loss(metrics, jnp.sum(is_pair, dtype=values.dtype), num_pairs)
+    if isinstance(config, BradleyTerry):
+        return found
+    logp = jax.lax.stop_gradient(_of_answers(values, segment_ids))
+    # Preferred is what is likelier than before by comparison: both answers may lose.
+    of_answers = {
+        name: (jnp.sum(logp[..., i]), jnp.sum(num_tokens[..., i])) for i, name in enumerate(("chosen_logp", "rejected_logp"))
+    }
+    return found._replace(metrics=found.metrics | of_answers)
 
 
 def _of_answers(values: Float[Array, "B T"], segment_ids: Int[Array | np.ndarray, "B T"]) -> Float[Array, "B P 2"]:
@@ -84,7 +84,3 @@ def _of_answers(values: Float[Array, "B T"], segment_ids: Int[Array | np.ndarray
         return jax.ops.segment_sum(values, segments, num_segments=2 * num_pairs + 1)[1:].reshape(num_pairs, 2)
 
     return jax.vmap(of_row)(values, jnp.asarray(segment_ids))
-
-
-def _sum(mask: Bool[Array, "B P"], values: Float[Array, "B P"]) -> Float[Array, ""]:
-    return jnp.sum(jnp.where(mask, values, 0.0))

@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_training import POLICY, PROMPT_TOKENS, ROW_TOKENS, batch, group, params, sample, train_mesh
+from tiny_training import POLICY, PROMPT_TOKENS, ROW_TOKENS, batch, group, made_once, mean, params, sample, train_mesh
 
 from areal_jax.checkpoint.recovery import Columns
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
@@ -25,7 +25,7 @@ from areal_jax.rl.config import GAE, PPO, Advantages, GroupNormalized
 from areal_jax.trainer.config import Critic, OptimizerConfig, TrainerConfig
 from areal_jax.trainer.critic import CriticWeights
 from areal_jax.trainer.memory import predicted_bytes
-from areal_jax.trainer.ppo import StepResult, Trainer
+from areal_jax.trainer.ppo import Trainer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -76,24 +76,7 @@ def make(mesh: dict[str, int] | None = None, row_tokens: int = ROW_TOKENS, has_c
 
 @pytest.fixture(scope="module")
 def shared(quick_compilation: None) -> Callable[[str], Trainer]:
-    """Trainers by variant, each compiled once and brought back to its first state when it is asked for again."""
-    made: dict[str, tuple[Trainer, Any]] = {}
-
-    def get(variant: str) -> Trainer:
-        if variant not in made:
-            trainer = make(**VARIANTS[variant])
-            made[variant] = trainer, jax.device_get(trainer.state)
-        trainer, first = made[variant]
-        trainer.restore(first)
-        return trainer
-
-    return get
-
-
-def mean(result: StepResult, name: str) -> float:
-    value = result.metrics[name]
-    assert isinstance(value, tuple)
-    return value[0] / value[1]
+    return made_once(make, VARIANTS)
 
 
 def plain_trajectories(groups: Sequence[Group]) -> list[list[Trajectory]]:

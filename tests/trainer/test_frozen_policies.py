@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from tiny_training import POLICY, PROMPT_TOKENS, ROW_TOKENS, batch, group, params, sample, train_mesh
+from tiny_training import POLICY, PROMPT_TOKENS, ROW_TOKENS, batch, group, mean, params, sample, train_mesh
 
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Params
@@ -30,7 +30,7 @@ from areal_jax.rl.config import (
 from areal_jax.rl.kl import kl_estimate
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch, Forward, FrozenPolicy
-from areal_jax.trainer.ppo import StepResult, Trainer
+from areal_jax.trainer.ppo import Trainer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -77,12 +77,6 @@ def make(
         max_new_tokens=ROW_TOKENS,
         **beside,
     )
-
-
-def mean(result: StepResult, name: str) -> float:
-    value = result.metrics[name]
-    assert isinstance(value, tuple)
-    return value[0] / value[1]
 
 
 PLACED = shardings(train_mesh(), POLICY.axes(), POLICY.abstract(), TRAIN_RULES)

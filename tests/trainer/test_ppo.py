@@ -13,7 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny_training import POLICY, PROMPT_TOKENS, ROW_TOKENS, batch, group, params, sample, train_mesh
+from tiny_training import POLICY, PROMPT_TOKENS, ROW_TOKENS, batch, group, made_once, mean, params, sample, train_mesh
 
 from areal_jax.data.packing import TrainingSequence, pack
 from areal_jax.models.attention import packed_attention
@@ -24,7 +24,7 @@ from areal_jax.rl.logprobs import token_logprobs
 from areal_jax.rl.losses import decoupled_ppo_loss
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch
-from areal_jax.trainer.ppo import StepResult, Trainer
+from areal_jax.trainer.ppo import Trainer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -76,25 +76,7 @@ def make(
 
 @pytest.fixture(scope="module")
 def shared(quick_compilation: None) -> Callable[[str], Trainer]:
-    """Trainers by variant. Compiling takes longer than all else here, so each is made once and brought back to its first state
-    when it is asked for again."""
-    made: dict[str, tuple[Trainer, Any]] = {}
-
-    def get(variant: str) -> Trainer:
-        if variant not in made:
-            trainer = make(**VARIANTS[variant])
-            made[variant] = trainer, jax.device_get(trainer.state)
-        trainer, first = made[variant]
-        trainer.restore(first)
-        return trainer
-
-    return get
-
-
-def mean(result: StepResult, name: str) -> float:
-    value = result.metrics[name]
-    assert isinstance(value, tuple)
-    return value[0] / value[1]
+    return made_once(make, VARIANTS)
 
 
 def assert_close(ours: Any, theirs: Any, atol: float = 1e-5) -> None:

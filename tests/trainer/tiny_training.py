@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from typing import Any
+
 import jax
 import numpy as np
 from jax.sharding import Mesh
@@ -11,6 +14,7 @@ from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.records import NO_VERSION, Group, Sample, Task
+from areal_jax.trainer.ppo import StepResult, Trainer
 
 ROW_TOKENS = 24
 PROMPT_TOKENS = 4
@@ -76,3 +80,26 @@ def batch(seed: int = 0, num_groups: int = 4, samples_per_group: int = 3, versio
         group(i, *(sample(rng, int(rng.integers(6, ROW_TOKENS + 1)), version) for _ in range(samples_per_group)))
         for i in range(num_groups)
     ]
+
+
+def made_once(make: Callable[..., Trainer], variants: Mapping[str, Mapping[str, Any]]) -> Callable[[str], Trainer]:
+    """Trainers by variant. Compiling takes longer than all else here, so each is made once and brought back to its first state
+    when it is asked for again."""
+    made: dict[str, tuple[Trainer, Any]] = {}
+
+    def get(variant: str) -> Trainer:
+        if variant not in made:
+            trainer = make(**variants[variant])
+            made[variant] = trainer, jax.device_get(trainer.state)
+        trainer, first = made[variant]
+        trainer.restore(first)
+        return trainer
+
+    return get
+
+
+def mean(result: StepResult, name: str) -> float:
+    """A metric of a step that is a sum with a weight."""
+    value = result.metrics[name]
+    assert isinstance(value, tuple)
+    return value[0] / value[1]
