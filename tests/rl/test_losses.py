@@ -356,6 +356,22 @@ def test_m2po_keeps_the_tokens_nearest_to_who_drew_them() -> None:
     ]
 
 
+def test_m2po_keeps_the_same_tokens_on_host_and_device() -> None:
+    rng = np.random.default_rng(0)
+    shares = []
+    for _ in range(50):
+        log_weight, mask = rng.normal(0.0, 0.3, 200), rng.random(200) < 0.8
+        kept = np.asarray(second_moment_mask(log_weight, mask, 0.04))
+        on_device = second_moment_mask(jnp.asarray(log_weight, jnp.float32), jnp.asarray(mask), 0.04)
+        np.testing.assert_array_equal(kept, np.asarray(on_device))
+        # By its definition: kept are the nearest, as many as can be.
+        nearest = np.sort(log_weight[mask] ** 2)
+        most = max(n for n in range(len(nearest) + 1) if nearest[:n].sum() <= 0.04 * n)
+        np.testing.assert_allclose(np.sort(log_weight[kept] ** 2), nearest[:most])
+        shares.append(most / mask.sum())
+    assert 0.2 < np.mean(shares) < 0.9
+
+
 def test_corrections_equal_the_numbers_by_hand() -> None:
     # log(proximal/behave) of two sequences: (2, 0) and (.1, .3). Products e^2 and e^.4, geometric means e^1 and e^.2.
     behave, zero = np.array([-2.0, 0.0, -0.1, -0.3], np.float32), np.zeros(4, np.float32)
