@@ -204,10 +204,10 @@ def make_learner(args: argparse.Namespace, devices: list[jax.Device]) -> Learner
         mesh,
         dtype,
         num_updates=1000,
-        objective=lambda logp, proximal_logp, batch, num_tokens: policy_loss(
+        objective=lambda logp, batch, num_tokens, _: policy_loss(
             DecoupledPPO(),
             logp,
-            proximal_logp,
+            batch.proximal_logp,
             batch.behave_logp,
             batch.advantages,
             batch.loss_mask,
