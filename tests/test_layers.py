@@ -20,8 +20,8 @@ FLOORS = (
     ("workflows", "rollout", "evaluation", "serve"),
     ("sim", "launch"),
     ("config",),
-    ("loop",),
-    ("train",),
+    ("loop", "command"),
+    ("train", "evaluate"),
 )
 """From the ground up. A room imports from lower floors only: not from above, and not from its neighbours."""
 
