@@ -48,7 +48,7 @@ DOORS = {
 }
 """Rooms in which a library may be imported."""
 
-JAX_FREE = ("records", "metrics", "settings", "rewards", "workflows", "rollout", "sim", "launch", "config")
+JAX_FREE = ("records", "metrics", "settings", "rewards", "workflows", "rollout", "evaluation", "sim", "launch", "config")
 """So are all config.py and the package itself: unit tests take milliseconds, and launch sets flags before jax loads."""
 
 JAX = ("jax", "jaxlib", "flax", "optax", "orbax")
