@@ -203,6 +203,11 @@ class Tokenizer(Protocol):
         """Tokens that a policy asked `render(prompt)` says to give this answer, up to the one that ends its turn."""
         ...
 
+    def render_next(self, messages: Sequence[Message]) -> Int32[np.ndarray, "T"]:
+        """Tokens that follow an answer and the token that ended it, up to the assistant's next words: these messages, with all
+        that the chat template puts around them. They depend on nothing that was said before."""
+        ...
+
     def encode(self, text: str) -> Int32[np.ndarray, "T"]: ...
     def decode(self, tokens: Int32[np.ndarray, "T"]) -> str:
         """Text of the tokens without special tokens."""
