@@ -22,6 +22,9 @@ from areal_jax.records import Message
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Names under which a template finds the special tokens of tokenizer_config.json."""
 
+_STAND_IN = "areal_jax"
+"""An answer that no template changes and that stands nowhere else in a conversation."""
+
 
 class HFTokenizer:
     """Renders conversations as `transformers` does, through the template of the folder.
@@ -89,6 +92,26 @@ class HFTokenizer:
         tokens = self.encode(said)
         ends = np.flatnonzero(np.isin(tokens, self.stop_token_ids))
         return tokens[: ends[0] + 1] if len(ends) else np.append(tokens, np.int32(self.stop_token_ids[0]))
+
+    def render_next(self, messages: Sequence[Message]) -> Int32[np.ndarray, "T"]:
+        """Tokens that follow an answer and the token that ended it, up to the assistant's next words.
+
+        They are read off a conversation in which another answer stands for the one that was given: that is not rendered again,
+        whatever the template would make of it. ValueError where the template refuses the conversation or leaves answers out.
+        """
+        if self._template is None:
+            return self.encode("\n\n" + "\n\n".join(message.content for message in messages) + "\n")
+        answered = [Message("user", "?"), Message("assistant", _STAND_IN)]
+        _, found, after = self._text([*answered, *messages], is_asked=True).partition(_STAND_IN)
+        if not found:
+            raise ValueError("the chat template leaves out what the assistant has said: it is for one turn only")
+        # A turn that nothing ends in the template ends in the token that the policy drew.
+        _, _, end = self._text(answered, is_asked=False).partition(_STAND_IN)
+        stops = np.flatnonzero(np.isin(self.encode(end), self.stop_token_ids))
+        tokens = self.encode(after)
+        if len(stops):
+            tokens = tokens[np.flatnonzero(np.isin(tokens, self.stop_token_ids))[0] + 1 :]
+        return tokens
 
     def _text(self, messages: Sequence[Message], *, is_asked: bool) -> str:
         """A conversation through the template, to be answered or as it is."""
