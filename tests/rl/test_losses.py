@@ -175,6 +175,18 @@ def test_what_lies_under_the_mask_poisons_nothing(where: str, poison: float) -> 
         np.testing.assert_array_equal(clean, dirty)
 
 
+def test_a_token_that_the_cap_takes_out_may_overflow() -> None:
+    # proximal/behave = e^110 is above any cap; theta/proximal = e^190 is inf in float32, and 0 * inf would be nan.
+    logp, proximal, behave = (jnp.array([x, -1.0]) for x in (-10.0, -200.0, -310.0))
+    config = Reinforce(correction=Masked(cap=2.0))
+    loss, slope = jax.value_and_grad(
+        lambda logp: policy_loss(config, logp, proximal, behave, jnp.ones(2), np.ones(2, bool)).loss
+    )(logp)
+    # The other token: ratio and weight 1, advantage 1, over two tokens.
+    assert float(loss) == pytest.approx(-0.5)
+    assert slope.tolist() == pytest.approx([0.0, -0.5])
+
+
 def test_an_overflowing_ratio_that_is_clipped_has_gradient_zero() -> None:
     # exp(200) is inf in float32. A > 0: the clip holds it at 1.2.
     zero, one = np.zeros(1, np.float32), np.ones(1, np.float32)
