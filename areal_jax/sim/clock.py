@@ -26,8 +26,12 @@ class _Leap(selectors.SelectSelector):
     def __init__(self) -> None:
         super().__init__()
         self.now_s = 0.0
+        self.failure: BaseException | None = None
 
     def select(self, timeout: int | float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        if self.failure is not None:
+            failure, self.failure = self.failure, None
+            raise failure
         if timeout is None:
             raise NothingWillHappen("all tasks wait for each other: no timer is set, and nothing comes from outside")
         self.now_s += timeout
@@ -44,6 +48,13 @@ class VirtualLoop(asyncio.SelectorEventLoop):
     def time(self) -> float:
         """Simulated seconds since the loop was made."""
         return self._leap.now_s
+
+    def call_exception_handler(self, context: dict[str, Any]) -> None:
+        """An error in a callback ends the run, where a real loop would log it and go on."""
+        if "handle" in context and isinstance(error := context.get("exception"), BaseException):
+            self._leap.failure = error
+        else:
+            super().call_exception_handler(context)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:

@@ -65,3 +65,12 @@ def test_what_would_wait_for_ever_is_an_error() -> None:
 
     with pytest.raises(NothingWillHappen, match="no timer is set"):
         run(main())
+
+
+def test_an_error_in_a_callback_ends_the_run() -> None:
+    async def main() -> None:
+        asyncio.get_running_loop().call_later(5, lambda: 1 // 0)
+        await asyncio.sleep(10)
+
+    with pytest.raises(ZeroDivisionError):
+        run(main())
