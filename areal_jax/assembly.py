@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,6 +24,7 @@ from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config import AnyExperiment, Experiment
 from areal_jax.engine.decode import EngineParams
 from areal_jax.engine.driver import Driver
+from areal_jax.engine.fleet import Fleet
 from areal_jax.evaluation.evaluate import Evaluation, evaluate
 from areal_jax.metrics import names
 from areal_jax.metrics.description import write_description
@@ -45,6 +46,7 @@ from areal_jax.trainer.forward import Forward, FrozenPolicy
 from areal_jax.trainer.step import Metrics
 from areal_jax.trainer.versions import Versions
 from areal_jax.weights.mailbox import Mailbox
+from areal_jax.weights.rolling import Rolling
 from areal_jax.workflows.single_turn import SingleTurn
 
 logger = logging.getLogger(__name__)
@@ -72,7 +74,7 @@ class Run(Generic[AnyTrainer]):
     base: Params | None
     """The frozen weights, where the trainer trains an adapter beside them."""
     mailbox: Mailbox
-    engine: Driver
+    engine: Fleet
     judge: Judge
     store: CheckpointStore
     sinks: Sinks
@@ -259,18 +261,26 @@ async def assembled(
         service = await stack.enter_async_context(RewardService(experiment.rewards, kinds))
         mailbox = Mailbox(
             plan.engine.layout,
-            plan.engine.param_shardings,
+            [engine.param_shardings for engine in plan.engines],
             plan.meshes.train,
-            complete=None if base is None else partial(lora.attach, plan.policy, _base_of_engine(plan, base)),
+            complete=None if base is None else [partial(lora.attach, plan.policy, there) for there in _bases(plan, base)],
             on_event=partial(trace.span, "mailbox"),
         )
         stack.callback(mailbox.close)
-        engine = Driver(plan.engine, mailbox, on_event=partial(trace.span, "rollout driver"))
+        rolling = Rolling([mailbox.of(number) for number in range(len(plan.engines))])
+        engine = Fleet(
+            [
+                Driver(each, rolling.of(number), on_event=partial(_driven, trace, rolling, number))
+                for number, each in enumerate(plan.engines)
+            ]
+        )
         stack.callback(engine.close)
         # Everything is compiled before anything waits for it: deadlines are for work, not for the compiler.
         if plan.decodes:
             mailbox.publish(trainer.version, trainer.params)
-            await asyncio.gather(asyncio.to_thread(trainer.warm_up), asyncio.to_thread(plan.engine.warm_up), service.start())
+            await asyncio.gather(
+                asyncio.to_thread(trainer.warm_up), *(asyncio.to_thread(each.warm_up) for each in plan.engines), service.start()
+            )
             engine.start()
         else:
             await asyncio.to_thread(trainer.warm_up)
@@ -338,11 +348,21 @@ def frozen_policy(plan: Plan, name: str, params: Params, base: Params | None) ->
     return FrozenPolicy(forward, initial, offload=found.offload)
 
 
-def _base_of_engine(plan: Plan, base: Params) -> EngineParams:
-    """The frozen weights on the rollout mesh: they go there once, the way that versions go."""
-    with closing(Mailbox(plan.engine.layout, plan.engine.base_shardings, plan.meshes.train)) as mailbox:
+def _driven(
+    trace: Trace, rolling: Rolling, number: int, name: str, start_s: float, end_s: float, args: Mapping[str, int | float]
+) -> None:
+    """What a driver tells: drawn on its lane of the trace, and where it has swapped, the next engine may."""
+    trace.span("rollout driver" + (f" {number + 1}" if number else ""), name, start_s, end_s, args)
+    if name == "swap":
+        rolling.swapped(number)
+
+
+def _bases(plan: Plan, base: Params) -> list[EngineParams]:
+    """The frozen weights on the mesh of every engine: they go there once, the way that versions go."""
+    targets = [engine.base_shardings for engine in plan.engines]
+    with closing(Mailbox(plan.engine.layout, targets, plan.meshes.train)) as mailbox:
         mailbox.publish(0, base)
-        return mailbox.wait(0, BASE_TIMEOUT_S).params
+        return [mailbox.wait(0, BASE_TIMEOUT_S, number).params for number in range(len(targets))]
 
 
 @contextmanager

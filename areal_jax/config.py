@@ -243,7 +243,7 @@ _POSITIVE = (
     *("clip", "max_second_moment", "temperature_positive", "temperature_negative", "clip_eps_low"),
     *("num_workers", "samples_per_task", "keep", "batch_timeout_s", "request_timeout_s", "timeout_s"),
     *("rank", "alpha", "train_devices", "rollout_devices", "train_fsdp", "train_expert", "train_context", "train_tensor"),
-    *("rollout_tensor", "simulated_devices"),
+    *("rollout_tensor", "engines", "simulated_devices"),
     *("patience_s", "test_timeout_s", "memory_bytes", "max_processes", "max_file_bytes", "tmp_bytes"),
 )
 _NOT_NEGATIVE = (

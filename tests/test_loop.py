@@ -44,7 +44,9 @@ from areal_jax.workflows.single_turn import SingleTurn
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-ONE, FOUR_AND_FOUR = PlacementConfig(), PlacementConfig(train_devices=4, train_fsdp=2, train_tensor=2, rollout_devices=4)
+ONE = PlacementConfig()
+# Two engines of two devices each.
+FOUR_AND_FOUR = PlacementConfig(train_devices=4, train_fsdp=2, train_tensor=2, rollout_devices=4, engines=2)
 PLACEMENTS = pytest.mark.parametrize("placement", [ONE, FOUR_AND_FOUR], ids=["one device", "4 + 4 devices"])
 
 
@@ -123,7 +125,10 @@ def planned(exp: Experiment) -> Plan:
     plan = make_plan(chz.replace(exp, placement=PlacementConfig(train_devices=1, rollout_devices=1)))
     meshes = make_meshes(ONE, jax.devices()[:1])
     return replace(
-        plan, experiment=exp, meshes=meshes, engine=DecodeEngine(plan.policy, meshes.rollout, exp.engine, plan.compute_dtype)
+        plan,
+        experiment=exp,
+        meshes=meshes,
+        engines=(DecodeEngine(plan.policy, meshes.rollout, exp.engine, plan.compute_dtype),),
     )
 
 

@@ -36,6 +36,12 @@ Event: TypeAlias = Callable[[str, float, float, Mapping[str, int | float]], None
 _GLANCE_S, _NAP_S = 0.01, 1.0
 _CLOSE_TIMEOUT_S = 60.0
 
+TOTALS = (
+    *("tokens", "dispatches", "swaps", "requests", "prefill_tokens", "recompute_tokens", "wait_s"),
+    *("tokens_per_s", "compilations"),
+)
+"""Measures of which those of several drivers add up to one of all; the others are means."""
+
 T = TypeVar("T")
 
 
@@ -150,6 +156,11 @@ class Driver:
         # request. A daemon, so that an error elsewhere can end the process.
         self._thread = threading.Thread(target=self._run, name="decode-driver", daemon=True)
 
+    @property
+    def num_slots(self) -> int:
+        """Sequences that it decodes at the same time."""
+        return self._config.num_slots
+
     def start(self) -> None:
         """Start answering."""
         self._thread.start()
@@ -235,8 +246,7 @@ class Driver:
             programs = self._engine.num_programs
             compiled, self._programs_before = programs - self._programs_before, programs
         totals = {name: (total, weight) for name, (total, weight) in sums.items()}
-        counts = ("tokens", "dispatches", "swaps", "requests", "prefill_tokens", "recompute_tokens", "wait_s")
-        totals |= {name: (totals.get(name, (0.0, 0.0))[0], 1.0) for name in counts}
+        totals |= {name: (totals.get(name, (0.0, 0.0))[0], 1.0) for name in TOTALS}
         return totals | {"tokens_per_s": (totals["tokens"][0], elapsed_s), "compilations": (float(compiled), 1.0)}
 
     # The asyncio thread's side.
