@@ -36,9 +36,9 @@ from areal_jax.metrics.trace import Trace
 from areal_jax.models import hf, lora
 from areal_jax.models.decoder import Params
 from areal_jax.parallel.sharding import TRAIN_RULES, shardings
-from areal_jax.plan import Plan
 from areal_jax.records import Group, Judge, Sampling, Task, ToolResult, Tools, Verdict, Workflow, derive_seed
 from areal_jax.rewards.service import RewardService
+from areal_jax.run_plan import Plan
 from areal_jax.settings import ConfigError, to_json
 from areal_jax.trainer.critic import CriticWeights
 from areal_jax.trainer.forward import Forward, FrozenPolicy

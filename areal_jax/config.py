@@ -16,7 +16,7 @@ import chz
 
 from areal_jax import __version__
 from areal_jax.checkpoint.config import CheckpointConfig
-from areal_jax.data.config import HeldOut, PromptConfig, Synthetic, TaskSource
+from areal_jax.data.config import Files, HeldOut, Hub, PromptConfig, Synthetic, TaskSource
 from areal_jax.engine.config import EngineConfig
 from areal_jax.evaluation.config import EvaluationConfig
 from areal_jax.metrics.config import MetricsConfig
@@ -296,13 +296,15 @@ def contradictions(experiment: AnyExperiment) -> Iterator[str]:
 
 def nothing_in_bounds(experiment: Experiment) -> Iterator[str]:
     """Success rates between which there is no room."""
-    rollout = experiment.rollout
-    above, below = rollout.success_rate_above or 0.0, 1.0 if rollout.success_rate_below is None else rollout.success_rate_below
-    if rollout.success_rate_above is not None and above >= below:
-        yield (
-            f"rollout.success_rate_above={above} and rollout.success_rate_below={below}: no group lies between them; "
-            "lower the first or raise the second"
-        )
+    for name, bounds in (("rollout", experiment.rollout), ("tasks", experiment.tasks), ("eval_tasks", experiment.eval_tasks)):
+        if not isinstance(bounds, RolloutConfig | Files | Hub) or bounds.success_rate_above is None:
+            continue
+        above, below = bounds.success_rate_above, 1.0 if bounds.success_rate_below is None else bounds.success_rate_below
+        if above >= below:
+            yield (
+                f"{name}.success_rate_above={above} and {name}.success_rate_below={below}: nothing lies between them; "
+                "lower the first or raise the second"
+            )
 
 
 def out_of_range(experiment: AnyExperiment) -> Iterator[str]:

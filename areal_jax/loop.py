@@ -27,10 +27,10 @@ from areal_jax.config import Experiment, FineTuning, PreferenceExperiment
 from areal_jax.data.pipeline import TaskStream
 from areal_jax.metrics import names
 from areal_jax.models.decoder import Params
-from areal_jax.plan import Plan
 from areal_jax.records import Group, RolloutState, Sampling
 from areal_jax.rollout.buffer import TasksExhausted
 from areal_jax.rollout.controller import Rollouts, open_gate, rolling_out
+from areal_jax.run_plan import Plan
 from areal_jax.trainer.ppo import Trainer
 from areal_jax.trainer.preference import PreferenceTrainer
 from areal_jax.trainer.sft import SupervisedTrainer

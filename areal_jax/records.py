@@ -6,9 +6,9 @@ Per-token arrays are aligned with `tokens`: entry t speaks of token t. Axes: B r
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol, runtime_checkable
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
@@ -56,6 +56,26 @@ class Sampling:
     """0 keeps the whole vocabulary."""
     top_p: float = 1.0
     stop_token_ids: tuple[int, ...] = ()
+    min_p: float = 0.0
+    """Leaves out tokens below this share of the most likely one's probability."""
+    min_new_tokens: int = 0
+    """Before so many tokens no stop token is drawn."""
+    presence_penalty: float = 0.0
+    """Taken from the logit of every token that the answer holds."""
+    frequency_penalty: float = 0.0
+    """Taken from the logit of a token as often as the answer holds it."""
+    repetition_penalty: float = 1.0
+    """Divides the logit of every token that prompt or answer hold, and multiplies it where it is below 0."""
+    num_alternatives: int = 0
+    """Most likely tokens to report at every place of the answer."""
+
+
+class Alternatives(NamedTuple):
+    """The most likely tokens at every place of an answer, most likely first; log-prob -inf where fewer could be drawn."""
+
+    tokens: Int32[np.ndarray, "T K"]
+    logp: Float32[np.ndarray, "T K"]
+    """Under the distribution that the token was drawn from."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -68,6 +88,21 @@ class Completion:
     versions: Int32[np.ndarray, "T"]
     """Version of the weights that drew each token."""
     stop_reason: StopReason
+    alternatives: Alternatives | None = None
+    """Where the request asked for them; a crash does not keep them."""
+
+
+class Progress(NamedTuple):
+    """What one sample has drawn since the last time."""
+
+    sample: int
+    drawn: Completion
+    """The new tokens alone; its stop_reason is `suspended` while the sample goes on."""
+
+
+OnProgress: TypeAlias = Callable[[Sequence[Progress]], Iterable[int]]
+"""Called in the asyncio thread while a request is drawn. Returns samples that shall end here with `stop`; a few tokens more may
+have been drawn meanwhile, which whoever asked cuts off. An engine may tell little or nothing: the completions hold all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -84,6 +119,8 @@ class Request:
     """Oldest weights that may start it: what makes max_staleness=0 exactly synchronous."""
     resume: tuple[Completion, ...] = ()
     """One per sample: what was drawn before a suspension or crash. Finished ones come back as they are."""
+    on_progress: OnProgress | None = None
+    """Who wants to know before the answer is whole."""
 
 
 class Unservable(ValueError):

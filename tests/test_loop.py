@@ -33,11 +33,11 @@ from areal_jax.models.config import LoRA, PolicyConfig
 from areal_jax.models.decoder import Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
-from areal_jax.plan import Plan, make_plan
 from areal_jax.records import Group, Sampling, Task, Verdict
 from areal_jax.rl.config import GAE, PPO, Reference
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.rollout.controller import Calls
+from areal_jax.run_plan import Plan, make_plan
 from areal_jax.trainer.config import Critic, OptimizerConfig, TrainerConfig
 from areal_jax.trainer.ppo import Trainer
 from areal_jax.workflows.single_turn import SingleTurn

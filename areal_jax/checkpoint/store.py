@@ -13,8 +13,9 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -104,7 +105,7 @@ class CheckpointStore:
         checkpoint = self._find(version)
         _verify(checkpoint)
         expected = _by_name(abstract)
-        try:
+        with _read(checkpoint):
             found = ocp.metadata(str(checkpoint)).metadata
             _require_same(checkpoint, expected, found["train_state"])
             target = {
@@ -113,12 +114,25 @@ class CheckpointStore:
             }
             tree = ocp.load(str(checkpoint), target)
             rollout = unpack(tree["rollout"])
-        except CheckpointError:
-            raise
-        except Exception as error:  # Orbax and tensorstore promise no types of error, Exception itself is among them.
-            raise CheckpointError(_damaged(checkpoint, str(error))) from error
         leaves = [tree["train_state"][name] for name in expected]
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves), rollout
+
+    def restore_field(self, version: int | None, field: str, abstract: Any) -> Any:
+        """One field of the train state, such as `params`, of `version`, None being the newest; nothing else is read.
+
+        Args: abstract: pytree like the field, as for `restore`. CheckpointError where `restore` raises one."""
+        checkpoint = self._find(version)
+        _verify(checkpoint)
+        expected = _by_name({field: abstract})
+        with _read(checkpoint):
+            found = ocp.metadata(str(checkpoint)).metadata["train_state"]
+            _require_same(checkpoint, expected, {name: leaf for name, leaf in found.items() if name.startswith(f"{field}.")})
+            context = ocp.Context()
+            context.pytree_options.loading.partial_load = True
+            with context:
+                target = {"train_state": {name: _target(leaf) for name, leaf in expected.items()}}
+                leaves = ocp.load(str(checkpoint), target)["train_state"]
+        return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in expected])
 
     def _checkpoints(self) -> dict[tuple[int, int], Path]:
         """Whole checkpoints by version and take. A version saved again (a run stopped right after it resumed) becomes a further
@@ -201,6 +215,17 @@ class CheckpointStore:
         if jax.process_index() == 0:
             for path in itertools.chain(self.folder.glob("*.orbax-checkpoint-tmp*"), self.folder.glob("*.deleting")):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _read(checkpoint: Path) -> Iterator[None]:
+    """What fails inside is a CheckpointError that tells of a damaged checkpoint."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # Orbax and tensorstore promise no types of error, Exception itself is among them.
+        raise CheckpointError(_damaged(checkpoint, str(error))) from error
 
 
 def _by_name(tree: Any) -> dict[str, Any]:
