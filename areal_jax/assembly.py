@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 import jax
-import jax.numpy as jnp
 import psutil
-from jaxtyping import Bool, PRNGKeyArray
+from jaxtyping import Bool
 from numpy import ndarray
 
+from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.recovery import Columns
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config import AnyExperiment, Experiment
@@ -37,7 +37,8 @@ from areal_jax.metrics.trace import Trace
 from areal_jax.models import hf, lora
 from areal_jax.models.decoder import Params
 from areal_jax.parallel.sharding import TRAIN_RULES, shardings
-from areal_jax.records import Group, Judge, Sampling, Task, ToolResult, Tools, Verdict, Workflow, derive_seed
+from areal_jax.policies import initial_params
+from areal_jax.records import Group, Judge, Sampling, Task, ToolResult, Tools, Verdict, Workflow
 from areal_jax.rewards.service import RewardService
 from areal_jax.run_plan import Plan
 from areal_jax.settings import ConfigError, to_json
@@ -54,7 +55,6 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 AnyTrainer = TypeVar("AnyTrainer", bound=Versions)
 
-CHECKPOINTS = "checkpoints"
 POLICY = "policy"
 CRITIC = "critic"
 ADAPTER = "adapter"
@@ -310,27 +310,11 @@ async def assembled(
 
 
 def _initial_params(plan: Plan) -> tuple[Params, Params | None]:
-    """What is trained, and the frozen weights if that is an adapter: from their folders, or fresh, on the train mesh."""
-    policy, config, seed = plan.policy, plan.experiment.policy, plan.experiment.seed
-    # Frozen weights are kept as they are computed with; what is trained in float32.
-    dtype = plan.compute_dtype if policy.lora else jnp.dtype(jnp.float32)
-    abstract = policy.abstract(dtype)
-    placed = shardings(plan.meshes.train, policy.axes(), abstract, TRAIN_RULES)
-
-    def fresh(key: PRNGKeyArray) -> Params:
-        return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), policy.init(key), abstract)
-
-    if config.random_init:
-        weights = jax.jit(fresh, out_shardings=placed)(jax.random.key(seed))
-    else:
-        weights = hf.load(plan.policy_folder, policy, placed, dtype=dtype)
-    if not policy.lora:
-        return weights, None
-    placed = shardings(plan.meshes.train, lora.axes(policy), lora.abstract(policy), TRAIN_RULES)
-    if config.adapter is not None:
-        return lora.load(Path(config.adapter).expanduser(), policy, placed), weights
-    init = jax.jit(partial(lora.init, policy), out_shardings=placed)
-    return init(jax.random.key(derive_seed(seed, "adapter"))), weights
+    """What is trained, and the frozen weights if that is an adapter, on the train mesh."""
+    experiment = plan.experiment
+    return initial_params(
+        experiment.policy, plan.policy, plan.policy_folder, plan.meshes.train, TRAIN_RULES, plan.compute_dtype, experiment.seed
+    )
 
 
 def initial_critic(plan: Plan) -> CriticWeights | None:

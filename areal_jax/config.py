@@ -153,6 +153,14 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> AnyExperiment:
         raise ConfigError(f"{path} (written by areal_jax {version}, this is {__version__}): {error}") from None
 
 
+def holds_run(folder: Path) -> bool:
+    """Whether a folder has the config.json of a run; that of a policy is another."""
+    try:
+        return _CLASS_KEY in json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
 def write_config(experiment: AnyExperiment, path: Path) -> None:
     """Write every setting, flat and readable; `--config=PATH` runs it again."""
     header = {_VERSION_KEY: __version__, _CLASS_KEY: type(experiment).__name__}
