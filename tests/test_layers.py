@@ -73,7 +73,8 @@ MODULES = modules()
 
 def room(module: str) -> str:
     """The room of a dotted name; empty for the package itself."""
-    name = module.split(".")[1] if "." in module else ""
+    # What is started as a command lies on top, wherever its file is.
+    name = "train" if module.endswith(".__main__") else module.split(".")[1] if "." in module else ""
     return next((room for room, files in FILES_OF_ROOM.items() if name in files), name)
 
 

@@ -8,7 +8,7 @@ import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from statistics import fmean
 
 import numpy as np
@@ -19,6 +19,7 @@ from areal_jax.records import (
     Engine,
     EngineStopped,
     Judge,
+    OnProgress,
     Request,
     Sample,
     Sampling,
@@ -129,16 +130,24 @@ class EvaluationCalls:
     place: int
     num_calls: int = 0
 
-    async def __call__(self, prompt_tokens: Int32[np.ndarray, "P"], num_samples: int) -> list[Completion]:
+    async def __call__(
+        self,
+        prompt_tokens: Int32[np.ndarray, "P"],
+        num_samples: int,
+        *,
+        max_new_tokens: int | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> list[Completion]:
         call = f"{self.place}.{self.num_calls}"
         self.num_calls += 1
         request = Request(
             id=f"eval-{self.version}-{call}",
             prompt_tokens=prompt_tokens,
             num_samples=num_samples,
-            sampling=self.sampling,
+            sampling=self.sampling if max_new_tokens is None else replace(self.sampling, max_new_tokens=max_new_tokens),
             seed=derive_seed(self.seed, f"eval-{call}"),
             min_version=self.version,
+            on_progress=on_progress,
         )
         return await self.engine.submit(request)
 
