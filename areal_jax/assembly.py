@@ -37,15 +37,18 @@ from areal_jax.models import hf, lora
 from areal_jax.models.decoder import Params
 from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 from areal_jax.plan import Plan
-from areal_jax.records import Group, Judge, Sampling, Task, Verdict, derive_seed
+from areal_jax.records import Group, Judge, Sampling, Task, ToolResult, Tools, Verdict, Workflow, derive_seed
 from areal_jax.rewards.service import RewardService
+from areal_jax.serve.sessions import AgentServer
 from areal_jax.settings import ConfigError, to_json
 from areal_jax.trainer.critic import CriticWeights
 from areal_jax.trainer.forward import Forward, FrozenPolicy
 from areal_jax.trainer.step import Metrics
 from areal_jax.trainer.versions import Versions
 from areal_jax.weights.mailbox import Mailbox
-from areal_jax.workflows.single_turn import SingleTurn
+from areal_jax.workflows.agent import AgentHost
+from areal_jax.workflows.config import Agent
+from areal_jax.workflows.from_config import make_workflow, tools_of
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +77,9 @@ class Run(Generic[AnyTrainer]):
     mailbox: Mailbox
     engine: Driver
     judge: Judge
+    tools: Tools
+    agents: AgentHost | None
+    """Where agents run, if the workflow is one of them."""
     store: CheckpointStore
     sinks: Sinks
     trace: Trace
@@ -134,6 +140,19 @@ class Run(Generic[AnyTrainer]):
         except CheckpointError as error:
             self.progress.say(f"warning: {error}")
 
+    def workflow(self, num_samples: int) -> Workflow:
+        """How a task becomes so many samples, in training and in evaluation."""
+        experiment = self.experiment
+        return make_workflow(
+            experiment.workflow,
+            self.plan.tokenizer,
+            num_samples,
+            experiment.rewards,
+            max_prompt_tokens=experiment.engine.max_prompt_tokens,
+            tools=self.tools,
+            agents=self.agents,
+        )
+
     async def evaluate(self, version: int) -> None:
         """Answer the held-out problems with weights of at least `version`, and write down the score."""
         experiment, config = self.experiment, self.experiment.evaluation
@@ -143,7 +162,7 @@ class Run(Generic[AnyTrainer]):
         with self.span("evaluation", f"version {version}"):
             found = await evaluate(
                 self.plan.eval_tasks.tasks[: config.num_tasks],
-                SingleTurn(tokenizer, config.samples_per_task, experiment.rewards),
+                self.workflow(config.samples_per_task),
                 self.engine,
                 self.judge,
                 version=version,
@@ -216,6 +235,13 @@ class TracedJudge:
         self._trace.span("rewards", verdict.kind, start_s, time.perf_counter(), {"task": task.id})
         return verdict
 
+    async def use(self, tool: str, argument: str) -> ToolResult:
+        """Use a tool, and draw that too."""
+        start_s = time.perf_counter()
+        result = await self._service.use(tool, argument)
+        self._trace.span("rewards", f"{tool}: {result.kind}", start_s, time.perf_counter())
+        return result
+
     def counters(self) -> dict[str, float]:
         """The service's own counts."""
         return self._service.counters()
@@ -256,7 +282,7 @@ async def assembled(
         write_description(folder, plan.headline(), to_json(experiment), plan.devices)
 
         kinds = plan.tasks.kinds | plan.eval_tasks.kinds
-        service = await stack.enter_async_context(RewardService(experiment.rewards, kinds))
+        service = await stack.enter_async_context(RewardService(experiment.rewards, kinds, tools_of(experiment.workflow)))
         mailbox = Mailbox(
             plan.engine.layout,
             plan.engine.param_shardings,
@@ -276,7 +302,25 @@ async def assembled(
             await asyncio.to_thread(trainer.warm_up)
         stop = stack.enter_context(stopping_on_signals())
         judge = TracedJudge(service, trace)
-        yield Run(plan, folder, trainer, base, mailbox, engine, judge, store, sinks, trace, progress, stop, restored)
+        agents = await _agents(stack, plan)
+        yield Run(
+            *(plan, folder, trainer, base, mailbox, engine, judge, judge.use, agents),
+            *(store, sinks, trace, progress, stop, restored),
+        )
+
+
+async def _agents(stack: AsyncExitStack, plan: Plan) -> AgentHost | None:
+    """Where agents run, and the server that they call; None where the workflow has none."""
+    chosen, tokenizer = plan.experiment.workflow, plan.tokenizer
+    if not isinstance(chosen, Agent):
+        return None
+    sessions = await stack.enter_async_context(AgentServer(tokenizer, plan.engine.config.max_new_tokens).listening())
+    try:
+        host = AgentHost(chosen, sessions)
+    except (ValueError, OSError, ImportError, AttributeError, SyntaxError) as error:
+        raise ConfigError(f"workflow.function={chosen.function}: {type(error).__name__}: {error}") from error
+    stack.callback(host.close)
+    return host
 
 
 def _initial_params(plan: Plan) -> tuple[Params, Params | None]:

@@ -35,7 +35,6 @@ from areal_jax.trainer.ppo import Trainer
 from areal_jax.trainer.preference import PreferenceTrainer
 from areal_jax.trainer.sft import SupervisedTrainer
 from areal_jax.trainer.versions import FromExamples
-from areal_jax.workflows.single_turn import SingleTurn
 
 
 async def train(run: Run[Trainer], exp: Experiment) -> None:
@@ -45,7 +44,7 @@ async def train(run: Run[Trainer], exp: Experiment) -> None:
     tasks = TaskStream(run.plan.tasks.tasks, exp.seed)
     if restored:
         tasks.restore(restored.tasks)
-    workflow = SingleTurn(tokenizer, exp.rollout.samples_per_group, exp.rewards)
+    workflow = run.workflow(exp.rollout.samples_per_group)
     sampling = Sampling(
         exp.engine.max_new_tokens, exp.engine.temperature, exp.engine.top_k, exp.engine.top_p, tokenizer.stop_token_ids
     )

@@ -225,6 +225,25 @@ class Judge(Protocol):
     async def __call__(self, task: Task, answer: str) -> Verdict: ...
 
 
+ToolOutcome = Literal["done", "error", "timeout", "crashed", "infrastructure"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What came of calling a tool. `infrastructure` means that the tool failed, not the call."""
+
+    kind: ToolOutcome
+    text: str
+    """For the policy to read: the result, or what was wrong with the call."""
+
+
+@runtime_checkable
+class Tools(Protocol):
+    """Whoever does what a policy calls tools for."""
+
+    async def __call__(self, tool: str, argument: str) -> ToolResult: ...
+
+
 @runtime_checkable
 class Tokenizer(Protocol):
     """What rooms above `data` need of a tokenizer."""

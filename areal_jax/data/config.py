@@ -24,6 +24,16 @@ class Synthetic(TaskSource):
 
 
 @chz.chz
+class Exercises(TaskSource):
+    """Generated exercises for tools and programs: countdown, facts (to search for), calculations, programs."""
+
+    num_tasks: int = chz.field(default=4096, doc="how many exercises")
+    split: Literal["train", "heldout"] = chz.field(default="train", doc="the two never share an exercise")
+    families: tuple[str, ...] = chz.field(default=(), doc="names of exercise families, comma-separated; empty: all")
+    seed: int = chz.field(default=0, doc="another seed, other exercises")
+
+
+@chz.chz
 class Files(TaskSource):
     """Rows of a jsonl, json or parquet file, or of a folder with train/test files."""
 

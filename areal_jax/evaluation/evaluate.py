@@ -8,7 +8,8 @@ import logging
 import math
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import blake2b
 from statistics import fmean
 
 import numpy as np
@@ -121,14 +122,16 @@ async def evaluate(
 
 @dataclass(slots=True)
 class EvaluationCalls:
-    """The `generate` of one task. Its requests are told apart from training's by their ids."""
+    """The `generate` of one task. Its requests are told apart from training's by their ids.
+
+    A call is named after its prompt, so that turns which go on side by side are drawn the same whichever comes first."""
 
     engine: Engine
     version: int
     sampling: Sampling
     seed: int
     place: int
-    num_calls: int = 0
+    asked: Counter[str] = field(default_factory=Counter)
 
     async def __call__(
         self,
@@ -138,8 +141,9 @@ class EvaluationCalls:
         max_new_tokens: int | None = None,
         on_progress: OnProgress | None = None,
     ) -> list[Completion]:
-        call = f"{self.place}.{self.num_calls}"
-        self.num_calls += 1
+        prompt = blake2b(prompt_tokens.tobytes(), digest_size=6).hexdigest()
+        call = f"{self.place}.{prompt}.{self.asked[prompt]}"
+        self.asked[prompt] += 1
         request = Request(
             id=f"eval-{self.version}-{call}",
             prompt_tokens=prompt_tokens,
