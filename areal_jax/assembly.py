@@ -41,6 +41,7 @@ from areal_jax.policies import initial_params
 from areal_jax.records import Group, Judge, Sampling, Task, ToolResult, Tools, Verdict, Workflow
 from areal_jax.rewards.service import RewardService
 from areal_jax.run_plan import Plan
+from areal_jax.serve.sessions import AgentServer
 from areal_jax.settings import ConfigError, to_json
 from areal_jax.trainer.critic import CriticWeights
 from areal_jax.trainer.forward import Forward, FrozenPolicy
@@ -48,6 +49,8 @@ from areal_jax.trainer.step import Metrics
 from areal_jax.trainer.versions import Versions
 from areal_jax.weights.mailbox import Mailbox
 from areal_jax.weights.rolling import Rolling
+from areal_jax.workflows.agent import AgentHost
+from areal_jax.workflows.config import Agent
 from areal_jax.workflows.from_config import make_workflow, tools_of
 
 logger = logging.getLogger(__name__)
@@ -77,6 +80,8 @@ class Run(Generic[AnyTrainer]):
     engine: Fleet
     judge: Judge
     tools: Tools
+    agents: AgentHost | None
+    """Where agents run, if the workflow is one of them."""
     store: CheckpointStore
     sinks: Sinks
     trace: Trace
@@ -147,6 +152,7 @@ class Run(Generic[AnyTrainer]):
             experiment.rewards,
             max_prompt_tokens=experiment.engine.max_prompt_tokens,
             tools=self.tools,
+            agents=self.agents,
         )
 
     async def evaluate(self, version: int) -> None:
@@ -306,7 +312,25 @@ async def assembled(
             await asyncio.to_thread(trainer.warm_up)
         stop = stack.enter_context(stopping_on_signals())
         judge = TracedJudge(service, trace)
-        yield Run(plan, folder, trainer, base, mailbox, engine, judge, judge.use, store, sinks, trace, progress, stop, restored)
+        agents = await _agents(stack, plan)
+        yield Run(
+            *(plan, folder, trainer, base, mailbox, engine, judge, judge.use, agents),
+            *(store, sinks, trace, progress, stop, restored),
+        )
+
+
+async def _agents(stack: AsyncExitStack, plan: Plan) -> AgentHost | None:
+    """Where agents run, and the server that they call; None where the workflow has none."""
+    chosen, tokenizer = plan.experiment.workflow, plan.tokenizer
+    if not isinstance(chosen, Agent):
+        return None
+    sessions = await stack.enter_async_context(AgentServer(tokenizer, plan.engine.config.max_new_tokens).listening())
+    try:
+        host = AgentHost(chosen, sessions)
+    except (ValueError, OSError, ImportError, AttributeError, SyntaxError) as error:
+        raise ConfigError(f"workflow.function={chosen.function}: {type(error).__name__}: {error}") from error
+    stack.callback(host.close)
+    return host
 
 
 def _initial_params(plan: Plan) -> tuple[Params, Params | None]:

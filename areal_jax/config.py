@@ -30,6 +30,7 @@ from areal_jax.rollout.config import RolloutConfig
 from areal_jax.settings import (
     ConfigError,
     Settings,
+    as_text,
     assign,
     build,
     from_json,
@@ -39,7 +40,7 @@ from areal_jax.settings import (
     to_json,
 )
 from areal_jax.trainer.config import Critic, TrainerConfig
-from areal_jax.workflows.config import SingleTurn, ToolUse, WorkflowConfig
+from areal_jax.workflows.config import Agent, SingleTurn, ToolUse, WorkflowConfig
 
 CONFIG_FILE = "config.json"
 """Name under which a run folder keeps its resolved configuration."""
@@ -250,6 +251,7 @@ _POSITIVE = (
         "groups_per_batch",
         "samples_per_group",
         "max_running_groups",
+        "max_running",
     ),
     *("num_slots", "max_prompt_tokens", "max_new_tokens", "steps_per_dispatch", "num_mini_batches", "rows_per_micro_batch"),
     *("logp_chunk_tokens", "learning_rate", "eps", "max_grad_norm", "clip_eps", "clip_eps_high", "cap"),
@@ -290,6 +292,7 @@ def contradictions(experiment: AnyExperiment) -> Iterator[str]:
     yield from two_adapters(experiment)
     yield from two_homes(experiment)
     yield from tools_in_vain(experiment)
+    yield from agent_without_program(experiment)
     if isinstance(experiment, Experiment):
         yield from row_too_short(experiment)
         yield from too_many_mini_batches(experiment)
@@ -406,6 +409,14 @@ def tools_in_vain(experiment: AnyExperiment) -> Iterator[str]:
             f"workflow.tools.names={','.join(names)} with workflow.tools.documents={chosen.tools.documents}: search and "
             "documents go together; name a file or folder of yours, or leave both out"
         )
+
+
+def agent_without_program(experiment: AnyExperiment) -> Iterator[str]:
+    """An agent is a function or a command."""
+    chosen = experiment.workflow
+    if isinstance(chosen, Agent) and (chosen.function is None) == (chosen.command is None):
+        given = f"workflow.function={as_text(chosen.function)} and workflow.command={as_text(chosen.command)}"
+        yield f"{given}: an agent is a function of yours, or a command; set one of them"
 
 
 def idle_critic(experiment: Experiment) -> Iterator[str]:

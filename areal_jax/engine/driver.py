@@ -16,7 +16,7 @@ import jax
 import numpy as np
 
 from areal_jax.engine.decode import MAX_ALTERNATIVES, MAX_STOP_TOKENS, DecodeEngine, Drawing, Drawn, Prefix
-from areal_jax.engine.slots import SlotTable, nothing_drawn, since
+from areal_jax.engine.slots import SlotTable, nothing_drawn
 from areal_jax.records import (
     NO_VERSION,
     Completion,
@@ -558,7 +558,7 @@ class Driver:
             reason = "suspended" if drawn.active[slot] else _reason(drawn, slot)
             completion, told = self._table.completion(slot, reason), job.num_told.get(sample, 0)
             if len(completion.tokens) > told:
-                news.append(Progress(sample, since(completion, told)))
+                news.append(Progress(sample, completion.between(told)))
                 job.num_told[sample] = len(completion.tokens)
 
         def tell() -> None:
