@@ -146,7 +146,7 @@ def test_an_experiment_is_settings_only(path: Path) -> None:
     names = {name for name in imports(ast.parse(path.read_text(encoding="utf-8"))) if name != "__future__"}
     # Beside settings, what an agent in an experiment's file is written against.
     others = {name for name in names if not (name == "areal_jax.config" or name.endswith(".config") or name == "chz")}
-    assert others - {"openai", "functools"} == set()
+    assert others - {"openai", "functools", "typing"} == set()
 
 
 def test_rooms_are_entered_through_their_files() -> None:
