@@ -34,12 +34,13 @@ from areal_jax.models.decoder import Policy
 from areal_jax.models.hf import read_config
 from areal_jax.parallel.mesh import Meshes, engine_meshes, make_meshes
 from areal_jax.parallel.sharding import ROLLOUT_RULES, bytes_per_device, sharding
-from areal_jax.records import Task, derive_seed
+from areal_jax.records import Message, Task, derive_seed
 from areal_jax.rl.config import GAE, Reference
 from areal_jax.settings import ConfigError, as_text
 from areal_jax.trainer.forward import check_cut
 from areal_jax.trainer.memory import bytes_beside, predicted_bytes
 from areal_jax.trainer.state import require_host_memory, trained
+from areal_jax.workflows.config import MultiTurn, ToolUse
 
 T = TypeVar("T")
 
@@ -441,6 +442,7 @@ def misfits(plan: Plan) -> Iterator[str]:
     engine, path = plan.engine, plan.experiment.policy.path
     if plan.decodes:
         yield from too_long(engine, path)
+        yield from _one_turn_only(plan)
     yield from unreadable(plan.experiment, engine, plan.tokenizer, plan.tasks.tasks or plan.eval_tasks.tasks)
     if plan.critic is not None and plan.critic.config.vocab_size < plan.tokenizer.vocab_size:
         yield (
@@ -490,6 +492,24 @@ def unreadable(experiment: AnyExperiment, engine: DecodeEngine, tokenizer: HFTok
         yield (
             f"engine.max_prompt_tokens={engine.config.max_prompt_tokens} leaves out each of the first {len(first)} prompts, "
             f"the shortest of which has {shortest} tokens; raise it"
+        )
+
+
+def _one_turn_only(plan: Plan) -> Iterator[str]:
+    """Messages that a chat template cannot put behind an answer."""
+    match workflow := plan.experiment.workflow:
+        case MultiTurn():
+            role, knob = "user", "set workflow=SingleTurn"
+        case ToolUse():
+            role, knob = workflow.call_format.result_role, "set workflow.call_format.result_role=user, or workflow=SingleTurn"
+        case _:
+            return
+    try:
+        plan.tokenizer.render_next([Message(role, "?")])
+    except ValueError as refusal:
+        yield (
+            f"workflow={type(workflow).__name__} answers policy.path={plan.experiment.policy.path} with a message of role "
+            f"{role}, and {refusal}; {knob}"
         )
 
 

@@ -265,3 +265,22 @@ def test_a_tokenizer_without_a_chat_template_is_refused_until_plain_text_is_aske
     ):
         plan(tmp_path)
     assert not plan(tmp_path, "prompt.plain_text=true").tokenizer.has_template
+
+
+def test_a_chat_template_that_cannot_go_on_after_an_answer_is_refused_for_several_turns(policy: Path, tmp_path: Path) -> None:
+    refusal = "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    refusing = "{% for m in messages %}" + refusal + "{{ m.content }}{% endfor %}"
+    for template, overrides, said in (
+        ("{{ messages[0].content }}=", ["workflow=MultiTurn"], "for one turn only; set workflow=SingleTurn"),
+        (refusing, ["workflow=ToolUse"], "no tools; set workflow.call_format.result_role=user"),
+        (refusing, ["workflow=ToolUse", "workflow.call_format.result_role=user"], ""),
+        (refusing, ["workflow=MultiTurn"], ""),
+    ):
+        folder = tmp_path / f"policy-{len(list(tmp_path.iterdir()))}"
+        shutil.copytree(policy, folder)
+        (folder / "chat_template.jinja").write_text(template)
+        if said:
+            with pytest.raises(ConfigError, match=said):
+                plan(folder, *SHORT, *overrides)
+        else:
+            plan(folder, *SHORT, *overrides)
