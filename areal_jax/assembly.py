@@ -7,7 +7,7 @@ import logging
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -58,8 +58,8 @@ CRITIC = "critic"
 ADAPTER = "adapter"
 TRACE = "trace.json"
 
-BASE_TIMEOUT_S = 1800.0
-"""For the weights that an adapter belongs to, of any size, to reach the engine."""
+WEIGHTS_TIMEOUT_S = 1800.0
+"""For weights of any size to reach the engine."""
 
 
 @dataclass
@@ -135,12 +135,30 @@ class Run(Generic[AnyTrainer]):
             self.progress.say(f"warning: {error}")
 
     async def evaluate(self, version: int) -> None:
-        """Answer the held-out problems with weights of at least `version`, and write down the score."""
+        """Answer the held-out problems with weights of `version`, or of at least it, and write down the score."""
+        if self.experiment.evaluation.every_steps:
+            await self._pin(version)
+            await self._evaluate(version)
+
+    async def evaluate_meanwhile(self, version: int) -> None:
+        """Evaluate while training goes on, unless the last such evaluation is still under way."""
+        if not self.evaluations:
+            await self._pin(version)
+            task = asyncio.create_task(self._evaluate(version), name=f"evaluation of version {version}")
+            self.evaluations.add(task)
+            task.add_done_callback(self.evaluations.discard)
+            task.add_done_callback(_tell_failure)
+
+    async def _pin(self, version: int) -> None:
+        """See to it that an evaluation that begins now finds this version: wait for it, before a newer one is published."""
+        if self.experiment.evaluation.pinned:
+            await asyncio.to_thread(self.mailbox.wait, version, WEIGHTS_TIMEOUT_S)
+
+    async def _evaluate(self, version: int) -> None:
         experiment, config = self.experiment, self.experiment.evaluation
-        if not config.every_steps:
-            return
         tokenizer = self.plan.tokenizer
-        with self.span("evaluation", f"version {version}"):
+        held = self.mailbox.holding() if config.pinned else nullcontext()
+        with held, self.span("evaluation", f"version {version}"):
             found = await evaluate(
                 self.plan.eval_tasks.tasks[: config.num_tasks],
                 SingleTurn(tokenizer, config.samples_per_task, experiment.rewards),
@@ -159,14 +177,6 @@ class Run(Generic[AnyTrainer]):
         self.sinks.write(version, metrics)
         self.progress.evaluated(metrics)
         self.progress.say(line)
-
-    def evaluate_meanwhile(self, version: int) -> None:
-        """Evaluate while training goes on, unless the last such evaluation is still under way."""
-        if not self.evaluations:
-            task = asyncio.create_task(self.evaluate(version), name=f"evaluation of version {version}")
-            self.evaluations.add(task)
-            task.add_done_callback(self.evaluations.discard)
-            task.add_done_callback(_tell_failure)
 
     async def finish(self) -> None:
         """Evaluate what came out, unless stopping is asked for; write the policy and the report."""
@@ -326,7 +336,7 @@ def _base_of_engine(plan: Plan, base: Params) -> EngineParams:
     """The frozen weights on the rollout mesh: they go there once, the way that versions go."""
     with closing(Mailbox(plan.engine.layout, plan.engine.base_shardings, plan.meshes.train)) as mailbox:
         mailbox.publish(0, base)
-        return mailbox.wait(0, BASE_TIMEOUT_S).params
+        return mailbox.wait(0, WEIGHTS_TIMEOUT_S).params
 
 
 @contextmanager
