@@ -7,7 +7,7 @@ import logging
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -63,8 +63,8 @@ CRITIC = "critic"
 ADAPTER = "adapter"
 TRACE = "trace.json"
 
-BASE_TIMEOUT_S = 1800.0
-"""For the weights that an adapter belongs to, of any size, to reach the engine."""
+WEIGHTS_TIMEOUT_S = 1800.0
+"""For weights of any size to reach the engine."""
 
 
 @dataclass
@@ -156,12 +156,31 @@ class Run(Generic[AnyTrainer]):
         )
 
     async def evaluate(self, version: int) -> None:
-        """Answer the held-out problems with weights of at least `version`, and write down the score."""
+        """Answer the held-out problems with weights of `version`, or of at least it, and write down the score."""
+        if self.experiment.evaluation.every_steps:
+            await self._pin(version)
+            await self._evaluate(version)
+
+    async def evaluate_meanwhile(self, version: int) -> None:
+        """Evaluate while training goes on, unless the last such evaluation is still under way."""
+        if not self.evaluations:
+            await self._pin(version)
+            task = asyncio.create_task(self._evaluate(version), name=f"evaluation of version {version}")
+            self.evaluations.add(task)
+            task.add_done_callback(self.evaluations.discard)
+            task.add_done_callback(_tell_failure)
+
+    async def _pin(self, version: int) -> None:
+        """See to it that an evaluation that begins now finds this version: wait for it, before a newer one is published."""
+        if self.experiment.evaluation.pinned:
+            # The last engine is the last to get it.
+            await asyncio.to_thread(self.mailbox.wait, version, WEIGHTS_TIMEOUT_S, len(self.plan.engines) - 1)
+
+    async def _evaluate(self, version: int) -> None:
         experiment, config = self.experiment, self.experiment.evaluation
-        if not config.every_steps:
-            return
         tokenizer = self.plan.tokenizer
-        with self.span("evaluation", f"version {version}"):
+        held = self.mailbox.holding() if config.pinned else nullcontext()
+        with held, self.span("evaluation", f"version {version}"):
             found = await evaluate(
                 self.plan.eval_tasks.tasks[: config.num_tasks],
                 self.workflow(config.samples_per_task),
@@ -180,14 +199,6 @@ class Run(Generic[AnyTrainer]):
         self.sinks.write(version, metrics)
         self.progress.evaluated(metrics)
         self.progress.say(line)
-
-    def evaluate_meanwhile(self, version: int) -> None:
-        """Evaluate while training goes on, unless the last such evaluation is still under way."""
-        if not self.evaluations:
-            task = asyncio.create_task(self.evaluate(version), name=f"evaluation of version {version}")
-            self.evaluations.add(task)
-            task.add_done_callback(self.evaluations.discard)
-            task.add_done_callback(_tell_failure)
 
     async def finish(self) -> None:
         """Evaluate what came out, unless stopping is asked for; write the policy and the report."""
@@ -390,7 +401,7 @@ def _bases(plan: Plan, base: Params) -> list[EngineParams]:
     targets = [engine.base_shardings for engine in plan.engines]
     with closing(Mailbox(plan.engine.layout, targets, plan.meshes.train)) as mailbox:
         mailbox.publish(0, base)
-        return [mailbox.wait(0, BASE_TIMEOUT_S, number).params for number in range(len(targets))]
+        return [mailbox.wait(0, WEIGHTS_TIMEOUT_S, number).params for number in range(len(targets))]
 
 
 @contextmanager

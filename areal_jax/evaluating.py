@@ -32,7 +32,7 @@ from areal_jax.records import Engine, EngineStopped, Judge, Sampling, Task, Toke
 from areal_jax.rewards.service import RewardService
 from areal_jax.run_plan import counted, described, had
 from areal_jax.settings import JSON, to_json
-from areal_jax.weights.held import Fixed
+from areal_jax.weights.fixed import Fixed
 from areal_jax.workflows.single_turn import SingleTurn
 
 EVALUATIONS_FOLDER = Path("evaluations")

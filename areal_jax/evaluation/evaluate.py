@@ -44,7 +44,7 @@ class Evaluation:
     """What one version is worth, as JSON can hold it."""
 
     version: int
-    """Asked for; the tokens may be of later versions, for training goes on."""
+    """Asked for; where newer weights may come, tokens may be of later versions."""
     pass_at_1: float
     """Share of correct answers: the mean over tasks of the mean over a task's samples."""
     standard_error: float

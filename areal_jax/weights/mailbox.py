@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, TypeAlias
 
@@ -73,6 +74,7 @@ class Mailbox:
         self._changed = threading.Condition()
         self._waiting: _Parcel | None = None
         self._newest: list[Weights | None] = [None] * len(targets)
+        self._is_held = False
         self._last_version: int | None = None
         self._error: Exception | None = None
         self._closed = False
@@ -124,6 +126,22 @@ class Mailbox:
                 )
             return newest
 
+    @contextmanager
+    def holding(self) -> Iterator[None]:
+        """Deliver nothing while inside: the newest version stays what it is. What was published last meanwhile follows.
+
+        Raises RuntimeError where it is held already."""
+        with self._changed:
+            if self._is_held:
+                raise RuntimeError("the mailbox is held already: one evaluation at a time")
+            self._is_held = True
+        try:
+            yield
+        finally:
+            with self._changed:
+                self._is_held = False
+                self._changed.notify_all()
+
     def metrics(self) -> dict[str, tuple[float, float]]:
         """Sum and weight of each measure since the last call.
 
@@ -158,7 +176,7 @@ class Mailbox:
         """The version to move next; None at the end."""
         with self._changed:
             while not self._closed:
-                if self._waiting is not None:
+                if self._waiting is not None and not self._is_held:
                     parcel, self._waiting = self._waiting, None
                     return parcel
                 self._changed.wait(_NAP_S)
