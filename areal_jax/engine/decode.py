@@ -578,7 +578,7 @@ class DecodeEngine:
         shards = self.mesh.shape["data"]
         most = shards * min(max(_PREFILL_TOKENS // length, 1), max(_PREFILL_ROWS // shards, 1))
         # Prompts often come one by one; what is longer than any prompt is rebuilt, and that happens to all slots at once.
-        is_prompt = length <= _at_least(self._lengths, self.config.max_prompt_tokens - 1)
+        is_prompt = length <= _at_least(self._lengths, min(self.config.max_prompt_tokens - 1, self._lengths[-1]))
         return sorted({1, most}) if is_prompt and shards == 1 else [most]
 
     def _view_length(self, state: DecodeState) -> int:
