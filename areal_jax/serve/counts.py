@@ -18,7 +18,7 @@ class Counts:
         self._totals = Counter[str]()
         self._seconds = Counter[float]()
 
-    def add(self, name: str, amount: float = 1, **labels: str) -> None:
+    def add(self, name: str, amount: int | float = 1, **labels: str) -> None:
         """Add to a counter; labels are names of our own, never a client's text."""
         told = ",".join(f'{label}="{value}"' for label, value in labels.items())
         self._totals[f"areal_jax_{name}_total" + (f"{{{told}}}" if told else "")] += amount  # type: ignore[reportArgumentType]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple
@@ -43,12 +42,13 @@ async def engine_source(config: ServeConfig, api_key: str) -> AsyncIterator[Engi
         raise ConfigError(str(error)) from error
     # Clients ask for top_p often; what else takes a program of its own is compiled when it is first asked for.
     await asyncio.to_thread(engine.warm_up, Drawing.FILTERED)
-    driver, totals = Driver(engine, Pinned(Weights(0, params))), Counter[str]()
+    driver = Driver(engine, Pinned(Weights(0, params)))
+    totals = dict.fromkeys(("tokens", "dispatches", "requests", "prefill_tokens"), 0.0)
 
-    def measure() -> Counter[str]:
+    def measure() -> dict[str, float]:
         # What the driver tells is since the last time.
         told = driver.metrics()
-        totals.update({name: int(told[name][0]) for name in ("tokens", "dispatches", "requests", "prefill_tokens")})
+        totals.update({name: total + told[name][0] for name, total in totals.items()})
         return totals
 
     try:

@@ -77,7 +77,7 @@ class Agents:
         return samples_of(calls, [reward] * len(calls), verdict.kind, export=self.export)
 
 
-Drawn = tuple[tuple[Int32[np.ndarray, "P"], Completion], ...]
+Drawn = tuple[tuple[Int32[np.ndarray, "_"], Completion], ...]
 
 
 class AgentHost:
