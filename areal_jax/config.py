@@ -16,7 +16,7 @@ import chz
 
 from areal_jax import __version__
 from areal_jax.checkpoint.config import CheckpointConfig
-from areal_jax.data.config import HeldOut, PromptConfig, Synthetic, TaskSource
+from areal_jax.data.config import Files, HeldOut, Hub, PromptConfig, Synthetic, TaskSource
 from areal_jax.engine.config import EngineConfig
 from areal_jax.evaluation.config import EvaluationConfig
 from areal_jax.metrics.config import MetricsConfig
@@ -154,6 +154,14 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> AnyExperiment:
         raise ConfigError(f"{path} (written by areal_jax {version}, this is {__version__}): {error}") from None
 
 
+def holds_run(folder: Path) -> bool:
+    """Whether a folder has the config.json of a run; that of a policy is another."""
+    try:
+        return _CLASS_KEY in json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
 def write_config(experiment: AnyExperiment, path: Path) -> None:
     """Write every setting, flat and readable; `--config=PATH` runs it again."""
     header = {_VERSION_KEY: __version__, _CLASS_KEY: type(experiment).__name__}
@@ -246,12 +254,13 @@ _POSITIVE = (
         "max_running",
     ),
     *("num_slots", "max_prompt_tokens", "max_new_tokens", "steps_per_dispatch", "num_mini_batches", "rows_per_micro_batch"),
+    *("page_tokens", "prefill_chunk_tokens"),
     *("logp_chunk_tokens", "learning_rate", "eps", "max_grad_norm", "clip_eps", "clip_eps_high", "cap"),
     *("value_clip_eps", "beta"),
     *("clip", "max_second_moment", "temperature_positive", "temperature_negative", "clip_eps_low"),
     *("num_workers", "samples_per_task", "keep", "batch_timeout_s", "request_timeout_s", "timeout_s"),
     *("rank", "alpha", "train_devices", "rollout_devices", "train_fsdp", "train_expert", "train_context", "train_tensor"),
-    *("rollout_tensor", "simulated_devices"),
+    *("rollout_tensor", "engines", "simulated_devices"),
     *("patience_s", "test_timeout_s", "memory_bytes", "max_processes", "max_file_bytes", "tmp_bytes"),
     *("max_turns", "max_output_chars", "num_results"),
 )
@@ -267,7 +276,7 @@ _NOT_NEGATIVE = (
         "warmup_steps",
     ),
     *("temperature", "top_k", "weight_decay", "overlong_penalty", "router_aux_loss_coef", "entropy_coef"),
-    *("weight", "reward_weight", "coefficient"),
+    *("weight", "reward_weight", "coefficient", "kv_tokens"),
 )
 _FRACTION = (
     *("share", "overlong_share", "success_rate_above", "success_rate_below"),
@@ -299,13 +308,15 @@ def contradictions(experiment: AnyExperiment) -> Iterator[str]:
 
 def nothing_in_bounds(experiment: Experiment) -> Iterator[str]:
     """Success rates between which there is no room."""
-    rollout = experiment.rollout
-    above, below = rollout.success_rate_above or 0.0, 1.0 if rollout.success_rate_below is None else rollout.success_rate_below
-    if rollout.success_rate_above is not None and above >= below:
-        yield (
-            f"rollout.success_rate_above={above} and rollout.success_rate_below={below}: no group lies between them; "
-            "lower the first or raise the second"
-        )
+    for name, bounds in (("rollout", experiment.rollout), ("tasks", experiment.tasks), ("eval_tasks", experiment.eval_tasks)):
+        if not isinstance(bounds, RolloutConfig | Files | Hub) or bounds.success_rate_above is None:
+            continue
+        above, below = bounds.success_rate_above, 1.0 if bounds.success_rate_below is None else bounds.success_rate_below
+        if above >= below:
+            yield (
+                f"{name}.success_rate_above={above} and {name}.success_rate_below={below}: nothing lies between them; "
+                "lower the first or raise the second"
+            )
 
 
 def out_of_range(experiment: AnyExperiment) -> Iterator[str]:

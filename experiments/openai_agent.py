@@ -11,6 +11,7 @@ run with workflow.command instead of workflow.function; it finds OPENAI_BASE_URL
 """
 
 from functools import cache
+from typing import Any
 
 import chz
 
@@ -29,10 +30,10 @@ def client():
 async def agent(task, base_url, api_key):
     """Whether the number in the box is the answer."""
     policy = client().with_options(base_url=base_url, api_key=api_key)
-    messages = [{"role": message.role, "content": message.content} for message in task.prompt]
+    messages: list[Any] = [{"role": message.role, "content": message.content} for message in task.prompt]
     for _ in range(2):
         reply = await policy.chat.completions.create(model="policy", messages=messages)
-        said = reply.choices[0].message.content
+        said = reply.choices[0].message.content or ""
         _, box, rest = said.rpartition("\\boxed{")
         answer = rest.partition("}")[0]
         if box and answer.isdecimal():

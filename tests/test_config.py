@@ -234,6 +234,8 @@ def test_an_unknown_algorithm_is_answered_with_the_known_ones() -> None:
         load_experiment("tiny_sft", ["algorithm=grpo"])
     with pytest.raises(ConfigError, match=r"rollout\.success_rate_above=0\.5 and rollout\.success_rate_below=0\.5"):
         load_experiment("aime", ["rollout.success_rate_above=0.5", "rollout.success_rate_below=0.5"])
+    with pytest.raises(ConfigError, match=r"tasks\.success_rate_above=0\.9 and tasks\.success_rate_below=0\.2"):
+        load_experiment("gsm8k", ["tasks.success_rate_above=0.9", "tasks.success_rate_below=0.2"])
 
 
 def test_a_choice_inside_a_choice_may_be_given_in_any_order() -> None:

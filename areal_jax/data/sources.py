@@ -209,6 +209,7 @@ def _rows_of_lines(lines: Iterable[str]) -> Iterator[object]:
 
 
 def _task(id: str, row: Row, source: Files | Hub, prompt: PromptConfig) -> Task:
+    _check_success_rate(row, source)
     try:
         problem = code_problem(row)
     except ValueError as error:
@@ -219,6 +220,20 @@ def _task(id: str, row: Row, source: Files | Hub, prompt: PromptConfig) -> Task:
     messages = messages_of(first_field(row, (source.prompt_field,) if source.prompt_field else PROMPT_FIELDS))
     answer = _answer(_field(row, source.answer_field))
     return Task(id, dress(messages, prompt), answer, family=_family(row))
+
+
+def _check_success_rate(row: Row, source: Files | Hub) -> None:
+    """BadRow where the source has bounds and the row is not known to lie between them."""
+    above, below = source.success_rate_above, source.success_rate_below
+    if above is None and below is None:
+        return
+    rate = _field(row, source.success_rate_field)
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
+        raise BadRow(f"no {source.success_rate_field} from 0 to 1")
+    if above is not None and rate <= above:
+        raise BadRow(f"solved as seldom as {above:g} or less")
+    if below is not None and rate >= below:
+        raise BadRow(f"solved as often as {below:g} or more")
 
 
 def _family(row: Row) -> str:

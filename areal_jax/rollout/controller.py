@@ -246,6 +246,8 @@ class Rollouts:
         self.buffer.end()
 
     async def _gate_opened(self, kind: str | None = None) -> None:
+        if self.gate.capacity(kind):
+            return
         clock = asyncio.get_running_loop().time
         began_s = clock()
         await self.gate.wait_open(kind)

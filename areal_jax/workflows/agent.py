@@ -111,9 +111,10 @@ class AgentHost:
                 raise
 
         timeout_s = self._config.timeout_s
+        deadline = asyncio.timeout(timeout_s)
         async with self._places, self._sessions.open(watched) as session:
             try:
-                async with asyncio.timeout(timeout_s) as deadline:
+                async with deadline:
                     found = await self._found(task, session)
             except TimeoutError as error:
                 if deadline.expired():
