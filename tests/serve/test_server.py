@@ -122,7 +122,6 @@ def test_a_stream_says_what_an_answer_in_one_says(client: openai.OpenAI):
     assert drawn == [choice.model_extra["token_ids"] for choice in whole.choices]
     assert finish == [choice.finish_reason for choice in whole.choices]
     for choice, told in zip(whole.choices, logp, strict=True):
-        assert choice.logprobs is not None
         assert [each.token for each in told] == [each.token for each in choice.logprobs.content or []]
     assert usage == whole.usage
 
@@ -133,7 +132,7 @@ def test_completions_take_text_or_tokens_one_or_several(server: Server, client: 
     assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
     as_tokens = client.completions.create(model=MODEL, prompt=tokens, n=2, seed=1, max_tokens=8, extra_body=TOKENS)
     assert [choice.text for choice in as_tokens.choices] == [choice.text for choice in several.choices[:2]]
-    assert as_tokens.model_extra["prompt_token_ids"] == tokens
+    assert (as_tokens.model_extra or {})["prompt_token_ids"] == tokens
     streamed = ["", ""]
     for chunk in client.completions.create(model=MODEL, prompt=tokens, n=2, seed=1, max_tokens=8, stream=True):
         for choice in chunk.choices:

@@ -132,7 +132,7 @@ def test_of_several_answers_the_one_that_is_gone_on_from_is_found():
 def test_an_answer_ends_with_the_token_of_its_stop_string_and_the_rest_is_never_trained_on():
     text = "one two END three"
 
-    async def generate(prompt: Any, num_samples: int, **how: Any) -> list[Completion]:
+    async def generate(prompt_tokens: Any, num_samples: int, **how: Any) -> list[Completion]:
         return [completion([*TOKENIZER.encode(text).tolist(), STOP])]
 
     async def converse(session: Session, client: openai.AsyncOpenAI) -> None:
@@ -153,7 +153,8 @@ def test_the_budget_is_the_agents_where_it_is_smaller_and_wishes_that_training_c
         await say(client, asked, max_tokens=7, temperature=0.3)
         await say(client, asked, max_tokens=500)
         await say(client, asked)
-        for wish in ({"logprobs": True, "top_logprobs": 2}, {"extra_body": {"stop_token_ids": [5]}}):
+        wishes: list[dict[str, Any]] = [{"logprobs": True, "top_logprobs": 2}, {"extra_body": {"stop_token_ids": [5]}}]
+        for wish in wishes:
             with pytest.raises(openai.BadRequestError, match="not supported in training"):
                 await say(client, asked, **wish)
         assert len(session.calls()) == 3
@@ -183,7 +184,7 @@ def test_a_session_is_open_to_its_own_token_only_and_only_while_it_lasts():
 def test_calls_under_way_when_a_session_ends_are_broken_off():
     cancelled = asyncio.Event()
 
-    async def generate(prompt: Any, num_samples: int, **how: Any) -> list[Completion]:
+    async def generate(prompt_tokens: Any, num_samples: int, **how: Any) -> list[Completion]:
         try:
             await asyncio.sleep(60)
         except asyncio.CancelledError:

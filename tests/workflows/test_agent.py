@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -103,7 +102,6 @@ def work(
     *,
     num_samples: int = 3,
     task: Task = TASK,
-    judge: Callable[..., Awaitable[Verdict]] = judge,
 ) -> tuple[Sample, ...]:
     async def main() -> tuple[Sample, ...]:
         async with AsyncExitStack() as stack:
