@@ -25,15 +25,19 @@ REWARDS = RewardConfig(correct=2.0, wrong=-1.0)
 TASK = Task(id="t", prompt=(Message("user", "What is 1+1?"),), answer="2")
 
 AGENTS = """
-import asyncio, json, os, sys, urllib.request
+import asyncio, json, os, sys, urllib.error, urllib.request
 
 def ask(base_url, api_key, messages):
     body = json.dumps({"model": "any", "messages": messages}).encode()
     request = urllib.request.Request(
         base_url + "/chat/completions", body, {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
     )
-    with urllib.request.urlopen(request, timeout=20) as answer:
-        return json.load(answer)["choices"][0]["message"]["content"]
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return json.load(answer)["choices"][0]["message"]["content"]
+    except urllib.error.HTTPError as error:
+        with error:
+            raise RuntimeError(error.read().decode()) from None
 
 def two_calls(task, base_url, api_key):
     messages = [{"role": m.role, "content": m.content} for m in task.prompt]
