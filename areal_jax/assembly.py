@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,8 +22,10 @@ from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.recovery import Columns
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config import AnyExperiment, Experiment
+from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.decode import EngineParams
 from areal_jax.engine.driver import Driver
+from areal_jax.engine.fleet import Fleet
 from areal_jax.evaluation.evaluate import Evaluation, evaluate
 from areal_jax.metrics import names
 from areal_jax.metrics.description import write_description
@@ -36,17 +38,21 @@ from areal_jax.metrics.trace import Trace
 from areal_jax.models import hf, lora
 from areal_jax.models.decoder import Params
 from areal_jax.parallel.sharding import TRAIN_RULES, shardings
-from areal_jax.plan import Plan
 from areal_jax.policies import initial_params
-from areal_jax.records import Group, Judge, Sampling, Task, Verdict
+from areal_jax.records import Group, Judge, Sampling, Task, Tokenizer, ToolResult, Tools, Verdict, Workflow
 from areal_jax.rewards.service import RewardService
+from areal_jax.run_plan import Plan
+from areal_jax.serve.sessions import AgentServer
 from areal_jax.settings import ConfigError, to_json
 from areal_jax.trainer.critic import CriticWeights
 from areal_jax.trainer.forward import Forward, FrozenPolicy
 from areal_jax.trainer.step import Metrics
 from areal_jax.trainer.versions import Versions
 from areal_jax.weights.mailbox import Mailbox
-from areal_jax.workflows.single_turn import SingleTurn
+from areal_jax.weights.rolling import Rolling
+from areal_jax.workflows.agent import AgentHost
+from areal_jax.workflows.config import Agent
+from areal_jax.workflows.from_config import make_workflow, tools_of
 
 logger = logging.getLogger(__name__)
 
@@ -72,8 +78,11 @@ class Run(Generic[AnyTrainer]):
     base: Params | None
     """The frozen weights, where the trainer trains an adapter beside them."""
     mailbox: Mailbox
-    engine: Driver
+    engine: Fleet
     judge: Judge
+    tools: Tools
+    agents: AgentHost | None
+    """Where agents run, if the workflow is one of them."""
     store: CheckpointStore
     sinks: Sinks
     trace: Trace
@@ -134,6 +143,10 @@ class Run(Generic[AnyTrainer]):
         except CheckpointError as error:
             self.progress.say(f"warning: {error}")
 
+    def workflow(self, num_samples: int) -> Workflow:
+        """How a task becomes so many samples, in training and in evaluation."""
+        return workflow_of(self.experiment, self.plan.tokenizer, num_samples, self.tools, self.agents)
+
     async def evaluate(self, version: int) -> None:
         """Answer the held-out problems with weights of `version`, or of at least it, and write down the score."""
         if self.experiment.evaluation.every_steps:
@@ -152,7 +165,8 @@ class Run(Generic[AnyTrainer]):
     async def _pin(self, version: int) -> None:
         """See to it that an evaluation that begins now finds this version: wait for it, before a newer one is published."""
         if self.experiment.evaluation.pinned:
-            await asyncio.to_thread(self.mailbox.wait, version, WEIGHTS_TIMEOUT_S)
+            for number in range(len(self.plan.engines)):
+                await asyncio.to_thread(self.mailbox.wait, version, WEIGHTS_TIMEOUT_S, number)
 
     async def _evaluate(self, version: int) -> None:
         experiment, config = self.experiment, self.experiment.evaluation
@@ -161,7 +175,7 @@ class Run(Generic[AnyTrainer]):
         with held, self.span("evaluation", f"version {version}"):
             found = await evaluate(
                 self.plan.eval_tasks.tasks[: config.num_tasks],
-                SingleTurn(tokenizer, config.samples_per_task, experiment.rewards),
+                self.workflow(config.samples_per_task),
                 self.engine,
                 self.judge,
                 version=version,
@@ -226,6 +240,13 @@ class TracedJudge:
         self._trace.span("rewards", verdict.kind, start_s, time.perf_counter(), {"task": task.id})
         return verdict
 
+    async def use(self, tool: str, argument: str) -> ToolResult:
+        """Use a tool, and draw that too."""
+        start_s = time.perf_counter()
+        result = await self._service.use(tool, argument)
+        self._trace.span("rewards", f"{tool}: {result.kind}", start_s, time.perf_counter())
+        return result
+
     def counters(self) -> dict[str, float]:
         """The service's own counts."""
         return self._service.counters()
@@ -266,27 +287,68 @@ async def assembled(
         write_description(folder, plan.headline(), to_json(experiment), plan.devices)
 
         kinds = plan.tasks.kinds | plan.eval_tasks.kinds
-        service = await stack.enter_async_context(RewardService(experiment.rewards, kinds))
+        service = await stack.enter_async_context(RewardService(experiment.rewards, kinds, tools_of(experiment.workflow)))
         mailbox = Mailbox(
             plan.engine.layout,
-            plan.engine.param_shardings,
+            [engine.param_shardings for engine in plan.engines],
             plan.meshes.train,
-            complete=None if base is None else partial(lora.attach, plan.policy, _base_of_engine(plan, base)),
+            complete=None if base is None else [partial(lora.attach, plan.policy, there) for there in _bases(plan, base)],
             on_event=partial(trace.span, "mailbox"),
         )
         stack.callback(mailbox.close)
-        engine = Driver(plan.engine, mailbox, on_event=partial(trace.span, "rollout driver"))
+        rolling = Rolling([mailbox.of(number) for number in range(len(plan.engines))])
+        engine = Fleet(
+            [
+                Driver(each, rolling.of(number), on_event=partial(_driven, trace, rolling, number))
+                for number, each in enumerate(plan.engines)
+            ]
+        )
         stack.callback(engine.close)
         # Everything is compiled before anything waits for it: deadlines are for work, not for the compiler.
         if plan.decodes:
             mailbox.publish(trainer.version, trainer.params)
-            await asyncio.gather(asyncio.to_thread(trainer.warm_up), asyncio.to_thread(plan.engine.warm_up), service.start())
+            await asyncio.gather(
+                asyncio.to_thread(trainer.warm_up), *(asyncio.to_thread(each.warm_up) for each in plan.engines), service.start()
+            )
             engine.start()
         else:
             await asyncio.to_thread(trainer.warm_up)
         stop = stack.enter_context(stopping_on_signals())
         judge = TracedJudge(service, trace)
-        yield Run(plan, folder, trainer, base, mailbox, engine, judge, store, sinks, trace, progress, stop, restored)
+        agents = await agents_of(stack, experiment, plan.tokenizer)
+        yield Run(
+            *(plan, folder, trainer, base, mailbox, engine, judge, judge.use, agents),
+            *(store, sinks, trace, progress, stop, restored),
+        )
+
+
+def workflow_of(
+    experiment: AnyExperiment, tokenizer: Tokenizer, num_samples: int, tools: Tools, agents: AgentHost | None
+) -> Workflow:
+    """The experiment's workflow, for so many samples of a task."""
+    return make_workflow(
+        experiment.workflow,
+        tokenizer,
+        num_samples,
+        experiment.rewards,
+        max_prompt_tokens=experiment.engine.max_prompt_tokens,
+        tools=tools,
+        agents=agents,
+    )
+
+
+async def agents_of(stack: AsyncExitStack, experiment: AnyExperiment, tokenizer: HFTokenizer) -> AgentHost | None:
+    """Where agents run, and the server that they call, until the stack ends; None where the workflow has none."""
+    chosen = experiment.workflow
+    if not isinstance(chosen, Agent):
+        return None
+    sessions = await stack.enter_async_context(AgentServer(tokenizer, experiment.engine.max_new_tokens).listening())
+    try:
+        host = AgentHost(chosen, sessions)
+    except (ValueError, OSError, ImportError, AttributeError, SyntaxError) as error:
+        raise ConfigError(f"workflow.function={chosen.function}: {type(error).__name__}: {error}") from error
+    stack.callback(host.close)
+    return host
 
 
 def _initial_params(plan: Plan) -> tuple[Params, Params | None]:
@@ -332,11 +394,21 @@ def frozen_policy(plan: Plan, name: str, params: Params, base: Params | None) ->
     return FrozenPolicy(forward, initial, offload=found.offload)
 
 
-def _base_of_engine(plan: Plan, base: Params) -> EngineParams:
-    """The frozen weights on the rollout mesh: they go there once, the way that versions go."""
-    with closing(Mailbox(plan.engine.layout, plan.engine.base_shardings, plan.meshes.train)) as mailbox:
+def _driven(
+    trace: Trace, rolling: Rolling, number: int, name: str, start_s: float, end_s: float, args: Mapping[str, int | float]
+) -> None:
+    """What a driver tells: drawn on its lane of the trace, and where it has swapped, the next engine may."""
+    trace.span("rollout driver" + (f" {number + 1}" if number else ""), name, start_s, end_s, args)
+    if name == "swap":
+        rolling.swapped(number)
+
+
+def _bases(plan: Plan, base: Params) -> list[EngineParams]:
+    """The frozen weights on the mesh of every engine: they go there once, the way that versions go."""
+    targets = [engine.base_shardings for engine in plan.engines]
+    with closing(Mailbox(plan.engine.layout, targets, plan.meshes.train)) as mailbox:
         mailbox.publish(0, base)
-        return mailbox.wait(0, WEIGHTS_TIMEOUT_S).params
+        return [mailbox.wait(0, WEIGHTS_TIMEOUT_S, number).params for number in range(len(targets))]
 
 
 @contextmanager

@@ -9,11 +9,12 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from areal_jax.assembly import agents_of, workflow_of
 from areal_jax.config import AnyExperiment
 from areal_jax.data.policy_files import resolve_policy_folder
 from areal_jax.data.sources import load_tasks
@@ -27,13 +28,13 @@ from areal_jax.evaluation.server import TOKEN_VARIABLE, ChatServer, Server, Toke
 from areal_jax.metrics import names
 from areal_jax.metrics.description import write_description
 from areal_jax.metrics.progress import Progress, facts_of_evaluation
-from areal_jax.plan import counted, described, had
 from areal_jax.policies import DecodingPolicy, RunCheckpoint, find_decoding_policy
-from areal_jax.records import Engine, EngineStopped, Judge, Sampling, Task, Tokenizer
+from areal_jax.records import Engine, EngineStopped, Sampling, Task
 from areal_jax.rewards.service import RewardService
+from areal_jax.run_plan import counted, described, had
 from areal_jax.settings import JSON, to_json
-from areal_jax.weights.fixed import Fixed
-from areal_jax.workflows.single_turn import SingleTurn
+from areal_jax.weights.pinned import Pinned
+from areal_jax.workflows.from_config import tools_of
 
 EVALUATIONS_FOLDER = Path("evaluations")
 
@@ -88,12 +89,14 @@ class Local:
         return {"version": self.version, "weights": self.decoding.fingerprint()}
 
     @asynccontextmanager
-    async def answering(self, judge: Judge) -> AsyncIterator[Ask]:
+    async def answering(self, judge: RewardService) -> AsyncIterator[Ask]:
         """The engine at work, with the weights."""
         decoding = self.decoding
-        with closing(Driver(decoding.engine, Fixed(await asyncio.to_thread(decoding.load)))) as engine:
+        weights = await asyncio.to_thread(decoding.load)
+        with closing(Driver(decoding.engine, Pinned(weights))) as engine:
             engine.start()
-            yield through_workflow(decoding.experiment, decoding.tokenizer, engine, judge, self.version)
+            async with through_workflow(decoding.experiment, decoding.tokenizer, engine, judge, self.version) as ask:
+                yield ask
 
 
 @dataclass(frozen=True, eq=False)
@@ -103,7 +106,7 @@ class Remote:
     experiment: AnyExperiment
     server: Server
     model: str
-    tokenizer: Tokenizer | None
+    tokenizer: HFTokenizer | None
     """Where the server speaks its tokens; None: it is asked in words."""
 
     version: int = 0
@@ -125,13 +128,14 @@ class Remote:
         return {"server": self.server.url, "model": self.model, "asked in": "words" if self.tokenizer is None else "tokens"}
 
     @asynccontextmanager
-    async def answering(self, judge: Judge) -> AsyncIterator[Ask]:
+    async def answering(self, judge: RewardService) -> AsyncIterator[Ask]:
         """The server, asked through the experiment's workflow where it speaks tokens."""
         experiment = self.experiment
         with closing(self.server):
             if self.tokenizer is not None:
                 engine = TokenServer(self.server, self.model, self.tokenizer)
-                yield through_workflow(experiment, self.tokenizer, engine, judge, self.version)
+                async with through_workflow(experiment, self.tokenizer, engine, judge, self.version) as ask:
+                    yield ask
             else:
                 num_samples, accept_plain = experiment.evaluation.samples_per_task, experiment.rewards.accept_plain
                 yield ChatServer(
@@ -156,16 +160,21 @@ def sampling_of(experiment: AnyExperiment, stop_token_ids: tuple[int, ...]) -> S
     return Sampling(experiment.engine.max_new_tokens, experiment.evaluation.temperature, stop_token_ids=stop_token_ids)
 
 
-def through_workflow(experiment: AnyExperiment, tokenizer: Tokenizer, engine: Engine, judge: Judge, version: int) -> Ask:
+@asynccontextmanager
+async def through_workflow(
+    experiment: AnyExperiment, tokenizer: HFTokenizer, engine: Engine, judge: RewardService, version: int
+) -> AsyncIterator[Ask]:
     """Ask an engine the way that training asks it."""
-    workflow = SingleTurn(tokenizer, experiment.evaluation.samples_per_task, experiment.rewards)
     sampling = sampling_of(experiment, tokenizer.stop_token_ids)
+    async with AsyncExitStack() as stack:
+        agents = await agents_of(stack, experiment, tokenizer)
+        workflow = workflow_of(experiment, tokenizer, experiment.evaluation.samples_per_task, judge.use, agents)
 
-    async def ask(place: int, task: Task) -> Sequence[Answer]:
-        samples = await workflow(task, EvaluationCalls(engine, version, sampling, experiment.seed, place), judge)
-        return [answer_of(sample, tokenizer, experiment.rewards.accept_plain) for sample in samples]
+        async def ask(place: int, task: Task) -> Sequence[Answer]:
+            samples = await workflow(task, EvaluationCalls(engine, version, sampling, experiment.seed, place), judge)
+            return [answer_of(sample, tokenizer, experiment.rewards.accept_plain) for sample in samples]
 
-    return ask
+        yield ask
 
 
 def run(experiment: AnyExperiment, *, checkpoint: RunCheckpoint | None, server: str | None, folder: Path | None) -> None:
@@ -240,7 +249,7 @@ async def _answer(
             },
         )
 
-    async with RewardService(experiment.rewards, kinds) as judge:
+    async with RewardService(experiment.rewards, kinds, tools_of(experiment.workflow)) as judge:
         await judge.start()
         async with answerer.answering(judge) as ask:
             failures = await answer_all(left, ask, keep, name="evaluation")

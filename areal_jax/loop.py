@@ -27,15 +27,14 @@ from areal_jax.config import Experiment, FineTuning, PreferenceExperiment
 from areal_jax.data.pipeline import TaskStream
 from areal_jax.metrics import names
 from areal_jax.models.decoder import Params
-from areal_jax.plan import Plan
 from areal_jax.records import Group, RolloutState, Sampling
 from areal_jax.rollout.buffer import TasksExhausted
 from areal_jax.rollout.controller import Rollouts, open_gate, rolling_out
+from areal_jax.run_plan import Plan
 from areal_jax.trainer.ppo import Trainer
 from areal_jax.trainer.preference import PreferenceTrainer
 from areal_jax.trainer.sft import SupervisedTrainer
 from areal_jax.trainer.versions import FromExamples
-from areal_jax.workflows.single_turn import SingleTurn
 
 
 async def train(run: Run[Trainer], exp: Experiment) -> None:
@@ -45,7 +44,7 @@ async def train(run: Run[Trainer], exp: Experiment) -> None:
     tasks = TaskStream(run.plan.tasks.tasks, exp.seed)
     if restored:
         tasks.restore(restored.tasks)
-    workflow = SingleTurn(tokenizer, exp.rollout.samples_per_group, exp.rewards)
+    workflow = run.workflow(exp.rollout.samples_per_group)
     sampling = Sampling(
         exp.engine.max_new_tokens, exp.engine.temperature, exp.engine.top_k, exp.engine.top_p, tokenizer.stop_token_ids
     )

@@ -26,8 +26,8 @@ from areal_jax.models.config import PolicyConfig
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.mesh import make_rollout_mesh
 from areal_jax.parallel.sharding import ROLLOUT_RULES, Rules, shardings
-from areal_jax.plan import compute_dtype, find_policy, had, too_long, unreadable
 from areal_jax.records import Task, Weights, derive_seed
+from areal_jax.run_plan import compute_dtype, find_policy, had, too_long, unreadable
 from areal_jax.settings import ConfigError
 from areal_jax.trainer.state import trained
 

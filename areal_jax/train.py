@@ -59,7 +59,7 @@ def _run(command: argparse.Namespace) -> int:
     run_folder = run_folder or _new_folder(command, experiment.name)
     # jax reads its flags when it is first imported, so that everything that imports it comes after this.
     prepare(experiment.placement)
-    from areal_jax.plan import make_plan
+    from areal_jax.run_plan import make_plan
 
     plan = make_plan(experiment)
     if command.dry_run:

@@ -33,18 +33,20 @@ from areal_jax.models.config import LoRA, PolicyConfig
 from areal_jax.models.decoder import Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
-from areal_jax.plan import Plan, make_plan
 from areal_jax.records import Group, Sampling, Task, Verdict
 from areal_jax.rl.config import GAE, PPO, Reference
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.rollout.controller import Calls
+from areal_jax.run_plan import Plan, make_plan
 from areal_jax.trainer.config import Critic, OptimizerConfig, TrainerConfig
 from areal_jax.trainer.ppo import Trainer
 from areal_jax.workflows.single_turn import SingleTurn
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-ONE, FOUR_AND_FOUR = PlacementConfig(), PlacementConfig(train_devices=4, train_fsdp=2, train_tensor=2, rollout_devices=4)
+ONE = PlacementConfig()
+# Two engines of two devices each.
+FOUR_AND_FOUR = PlacementConfig(train_devices=4, train_fsdp=2, train_tensor=2, rollout_devices=4, engines=2)
 PLACEMENTS = pytest.mark.parametrize("placement", [ONE, FOUR_AND_FOUR], ids=["one device", "4 + 4 devices"])
 
 
@@ -123,7 +125,10 @@ def planned(exp: Experiment) -> Plan:
     plan = make_plan(chz.replace(exp, placement=PlacementConfig(train_devices=1, rollout_devices=1)))
     meshes = make_meshes(ONE, jax.devices()[:1])
     return replace(
-        plan, experiment=exp, meshes=meshes, engine=DecodeEngine(plan.policy, meshes.rollout, exp.engine, plan.compute_dtype)
+        plan,
+        experiment=exp,
+        meshes=meshes,
+        engines=(DecodeEngine(plan.policy, meshes.rollout, exp.engine, plan.compute_dtype),),
     )
 
 

@@ -4,7 +4,7 @@ A prefill fills the KV cache of all tokens of a sequence but the last, which the
 drawn in `generate`, and rebuilding the cache of a half-written answer with new weights is the same prefill.
 
 Axes: B rows, T tokens, S slots, F fields of a slot, C cache columns, D width, N query heads, K key-value heads, H head size,
-V vocabulary, L layers, n decode steps of one dispatch.
+V vocabulary, L layers, n decode steps of one dispatch, A alternatives.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
@@ -41,6 +42,20 @@ the dispatch under way, then one column per position."""
 MAX_STOP_TOKENS = 8
 """Stop tokens that one request may name; they are compared on the device."""
 
+MAX_ALTERNATIVES = 20
+"""Most likely tokens that one request may ask to be told at every place: OpenAI's limit."""
+
+
+class Drawing(IntEnum):
+    """What has to be done with logits before a token is drawn. Each does what those before it do, and takes longer."""
+
+    PLAIN = 0
+    FILTERED = 1
+    """top-k, top-p and min-p, which sort the vocabulary."""
+    SHAPED = 2
+    """Penalties, which count every slot's tokens; forbidden stop tokens; alternatives."""
+
+
 SLOT = np.dtype(
     [
         ("token", np.int32),  # last of the sequence, which the next step feeds
@@ -52,6 +67,12 @@ SLOT = np.dtype(
         ("temperature", np.float32),
         ("top_k", np.int32),
         ("top_p", np.float32),
+        ("min_p", np.float32),
+        ("presence_penalty", np.float32),
+        ("frequency_penalty", np.float32),
+        ("repetition_penalty", np.float32),
+        ("num_prompt_tokens", np.int32),
+        ("stops_from", np.int32),  # position from which on a stop token may be drawn
         ("stop_tokens", np.int32, MAX_STOP_TOKENS),  # filled up with -1
     ]
 )
@@ -96,6 +117,10 @@ class _Step(NamedTuple):
     """Whether the last token is one of the slot's stop tokens."""
     tokens: Int32[Array, "n S"]
     logp: Float32[Array, "n S"]
+    times_drawn: Int32[Array, "S V"]
+    """How often each slot's answer holds each token; without a column where nobody asks."""
+    alternatives: tuple[Int32[Array, "n A S"], Float32[Array, "n A S"]]
+    """Most likely tokens and their log-probs; none where nobody asks."""
 
 
 class Drawn(NamedTuple):
@@ -112,6 +137,8 @@ class Drawn(NamedTuple):
     """Slots that ended with one of their stop tokens."""
     last: Int32[np.ndarray, "S"]
     """The last token of each slot's sequence."""
+    alternatives: tuple[Int32[np.ndarray, "n A S"], Float32[np.ndarray, "n A S"]] | None = None
+    """The most likely tokens and their log-probs, from a shaped dispatch."""
 
 
 class DecodeEngine:
@@ -160,20 +187,21 @@ class DecodeEngine:
         """Programs compiled so far; stands still once warm."""
         return len(self._programs)
 
-    def warm_up(self) -> float:
+    def warm_up(self, most: Drawing = Drawing.PLAIN) -> float:
         """Compile every program that requests within the configured limits can need; returns the seconds it took.
 
-        Without it each is compiled when it is first needed."""
+        Without it each is compiled when it is first needed, as are ways of drawing beyond `most` and the settings."""
         before = self.compile_s
+        filters = self.config.top_k > 0 or self.config.top_p < 1
+        drawings = range(max(most, Drawing.FILTERED if filters else Drawing.PLAIN) + 1)
         self._program("init")
         self._program("same_weights")
         for length in self._cache_lengths:
             for wanted in self._cache_lengths:
                 if wanted != length:
                     self._program("resize", length, wanted)
-            self._program("generate", length, False)
-            if self.config.top_k > 0 or self.config.top_p < 1:
-                self._program("generate", length, True)
+            for drawing in drawings:
+                self._program("generate", length, drawing)
             for tokens in self._lengths:
                 for rows in self._row_counts(tokens):
                     self._program("prefill", rows, tokens)
@@ -220,21 +248,31 @@ class DecodeEngine:
         return DecodeState(program(state.cache, prefix, table, np.int32(len(rows))), state.slots)
 
     def generate(
-        self, params: EngineParams, state: DecodeState, *, filtered: bool = False
+        self,
+        params: EngineParams,
+        state: DecodeState,
+        *,
+        drawing: Drawing = Drawing.PLAIN,
+        sequences: Int32[np.ndarray, "S T"] | None = None,
     ) -> tuple[DecodeState, Int32[Array, "m S"]]:
         """Draw up to `steps_per_dispatch` tokens in every active slot; `state` is consumed. Read the result with `fetch`.
 
         Args:
-            filtered: whether some slot asks for top-k or top-p, which takes a program that sorts the vocabulary.
-        """
-        return self._program("generate", self._cache_length(state), filtered)(params, state)
+            drawing: the most that some slot asks for.
+            sequences: for shaped drawing, the tokens so far of slots with penalties, up to `max_tokens`; -1 elsewhere."""
+        shaping = () if sequences is None else (sequences,)
+        return self._program("generate", self._cache_length(state), drawing)(params, state, *shaping)
 
     def fetch(self, packed: Int32[Array, "m S"]) -> Drawn:
         """Wait for what a dispatch drew: one transfer from device to host."""
         host = np.asarray(packed)
         steps = self.config.steps_per_dispatch
-        tokens, logp, (counts, status, last) = host[:steps], host[steps : 2 * steps], host[2 * steps :]
-        return Drawn(tokens, logp.view(np.float32), counts, status == _GOES_ON, status == _STOPPED, last)
+        tokens, logp, (counts, status, last) = host[:steps], host[steps : 2 * steps], host[2 * steps : 2 * steps + 3]
+        alternatives = None
+        if len(host) > 2 * steps + 3:
+            others, others_logp = host[2 * steps + 3 :].reshape(2, steps, MAX_ALTERNATIVES, -1)
+            alternatives = others, others_logp.view(np.float32)
+        return Drawn(tokens, logp.view(np.float32), counts, status == _GOES_ON, status == _STOPPED, last, alternatives)
 
     def same_weights(self, old: EngineParams, new: EngineParams) -> bool:
         """Whether two sets of weights are equal bit for bit, compared on the devices."""
@@ -258,11 +296,13 @@ class DecodeEngine:
             case ("init",):
                 shapes = self._cache_shapes(self._cache_lengths[0])
                 return _lower(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), (), shapes)
-            case "generate", length, filtered:
+            case "generate", length, drawing:
                 state = DecodeState(self._cache_shapes(length), self._slot_shapes())
                 packed = self._shape((1, num_slots), jnp.int32, None, "slots")
-                generate = partial(self._generate, filtered=bool(filtered))
-                return _lower(generate, (self._params, state), (state, packed), donate=1)
+                is_shaped = drawing == Drawing.SHAPED
+                sequences = (self._shape((num_slots, self.max_tokens), jnp.int32, "slots"),) if is_shaped else ()
+                generate = partial(self._generate, Drawing(drawing))
+                return _lower(generate, (self._params, state, *sequences), (state, packed), donate=1)
             case "prefill", rows, length:
                 tokens = self._shape((rows, length), jnp.int32, "batch")
                 return _lower(self._prefill, (self._params, tokens), self._prefix_shapes(rows, length))
@@ -280,19 +320,28 @@ class DecodeEngine:
 
     # What the programs compute.
 
-    def _generate(self, params: EngineParams, state: DecodeState, *, filtered: bool) -> tuple[DecodeState, Int32[Array, "m S"]]:
+    def _generate(
+        self, drawing: Drawing, params: EngineParams, state: DecodeState, sequences: Int32[Array, "S T"] | None = None
+    ) -> tuple[DecodeState, Int32[Array, "m S"]]:
         num_steps = self.config.steps_per_dispatch
-        position, temperature, stop_tokens = (_field(state.slots, name) for name in ("position", "temperature", "stop_tokens"))
+        field = partial(_field, state.slots)
+        position, temperature, stop_tokens = field("position"), field("temperature"), field("stop_tokens")
+        in_prompt, times_drawn, num_alternatives = None, jnp.zeros((len(position), 0), jnp.int32), 0
+        if sequences is not None:
+            is_prompt = jnp.arange(sequences.shape[1]) < field("num_prompt_tokens")[:, None]
+            size, num_alternatives = self.policy.config.vocab_size, MAX_ALTERNATIVES
+            in_prompt = sampling.count_tokens(jnp.where(is_prompt, sequences, -1), size) > 0
+            times_drawn = sampling.count_tokens(jnp.where(is_prompt, -1, sequences), size)
         head = self.policy.head(params)
         steps = jnp.arange(num_steps, dtype=jnp.int32)
         columns = jnp.arange(self._cache_length(state), dtype=jnp.int32)
         past = columns < position[:, None]
         # Where in its sequence the token of each column lies.
         places = jnp.concatenate([position[:, None] + steps, jnp.broadcast_to(columns, past.shape)], axis=1)
-        uniforms = sampling.uniforms(_field(state.slots, "seed"), _field(state.slots, "sample"), position[:, None] + 1 + steps)
+        uniforms = sampling.uniforms(field("seed"), field("sample"), position[:, None] + 1 + steps)
 
         def step(i: Int32[Array, ""], carry: _Step) -> _Step:
-            cache, token, active, remaining, _, tokens, logps = carry
+            cache, token, active, remaining, _, tokens, logps, times_drawn, alternatives = carry
             fresh = jnp.broadcast_to(steps <= i, (past.shape[0], num_steps))
             hidden, cache, _ = self.policy.hidden(
                 params,
@@ -309,10 +358,17 @@ class DecodeEngine:
             for axes in (("slots", "vocab"), ("slots", None)):
                 how = sharding(self.mesh, axes, logits.shape, ROLLOUT_RULES)
                 logits = jax.lax.with_sharding_constraint(logits, how)
-            if filtered:
-                top_k, top_p = _field(state.slots, "top_k"), _field(state.slots, "top_p")
-                logits = sampling.keep_most_likely(logits, temperature, top_k, top_p)
+            if in_prompt is not None:
+                penalties = (field(f"{name}_penalty") for name in ("presence", "frequency", "repetition"))
+                logits = sampling.penalize(logits, in_prompt, times_drawn, *penalties)
+                logits = sampling.forbid(logits, stop_tokens, position + 1 + i < field("stops_from"))
+            if drawing >= Drawing.FILTERED:
+                logits = sampling.keep_most_likely(logits, temperature, field("top_k"), field("top_p"), field("min_p"))
             drawn, logp = sampling.draw(logits, uniforms[:, i], temperature)
+            if in_prompt is not None:
+                times_drawn = times_drawn.at[jnp.arange(len(drawn)), drawn].add(active)
+                likely, likely_logp = sampling.most_likely(logits, temperature, num_alternatives)
+                alternatives = alternatives[0].at[i].set(likely.T), alternatives[1].at[i].set(likely_logp.T)
             # A slot that has ended goes on being fed its last token, and draws nothing.
             token = jnp.where(active, drawn, token)
             remaining = remaining - active
@@ -320,18 +376,21 @@ class DecodeEngine:
             goes_on = active & ~stopped & (remaining > 0)
             tokens = tokens.at[i].set(jnp.where(active, drawn, -1))
             logps = logps.at[i].set(jnp.where(active, logp, 0))
-            return _Step(cache, token, goes_on, remaining, stopped, tokens, logps)
+            return _Step(cache, token, goes_on, remaining, stopped, tokens, logps, times_drawn, alternatives)
 
-        started = _field(state.slots, "active") > 0
-        remaining = _field(state.slots, "remaining")
+        started, remaining = field("active") > 0, field("remaining")
         nothing = jnp.full((num_steps, len(started)), -1, jnp.int32), jnp.zeros((num_steps, len(started)), jnp.float32)
-        first = _Step(state.cache, _field(state.slots, "token"), started, remaining, jnp.zeros_like(started), *nothing)
+        shape = num_steps, num_alternatives, len(started)
+        others = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
+        first = _Step(state.cache, field("token"), started, remaining, jnp.zeros_like(started), *nothing, times_drawn, others)
         # No step without a slot that may draw in it: a dispatch in which all have ended costs next to nothing.
         most = jnp.minimum(num_steps, jnp.max(remaining * started))
-        cache, token, active, remaining, stopped, tokens, logp = jax.lax.fori_loop(0, most, step, first)
+        cache, token, active, remaining, stopped, tokens, logp, _, others = jax.lax.fori_loop(0, most, step, first)
         status = jnp.where(active, _GOES_ON, jnp.where(started & stopped, _STOPPED, 0)).astype(jnp.int32)
         counts = (tokens >= 0).sum(0, dtype=jnp.int32)
-        packed = jnp.concatenate([tokens, jax.lax.bitcast_convert_type(logp, jnp.int32), jnp.stack([counts, status, token])])
+        packed = [tokens, _bits(logp), jnp.stack([counts, status, token])]
+        if sequences is not None:
+            packed += [x.reshape(-1, len(started)) for x in (others[0], _bits(others[1]))]
         now = {
             "token": token,
             "position": position + counts,
@@ -339,7 +398,7 @@ class DecodeEngine:
             "active": active.astype(jnp.int32),
         }
         slots = state.slots.at[:, [_PLACES[name][1].start for name in now]].set(jnp.stack([*now.values()], axis=1))
-        return DecodeState(_settle(cache, position, num_steps), slots), packed
+        return DecodeState(_settle(cache, position, num_steps), slots), jnp.concatenate(packed)
 
     def _prefill(self, params: EngineParams, tokens: Int32[Array, "B T"]) -> Prefix:
         # Stacked again: a scan over layers compiles faster, and the copy is small beside a prefill.
@@ -412,7 +471,7 @@ class DecodeEngine:
 def empty_slots(num_slots: int) -> Shaped[np.ndarray, "S"]:
     """`SLOT` records that draw nothing."""
     slots = np.zeros(num_slots, SLOT)
-    slots["temperature"] = slots["top_p"] = 1
+    slots["temperature"] = slots["top_p"] = slots["repetition_penalty"] = 1
     slots["stop_tokens"] = -1
     return slots
 
@@ -427,6 +486,10 @@ def _field(slots: Int32[Array, "S F"], name: str) -> Shaped[Array, "S ..."]:
     dtype, columns = _PLACES[name]
     values = jax.lax.bitcast_convert_type(slots[:, columns], dtype.base)
     return values if dtype.shape else values[:, 0]
+
+
+def _bits(x: Float32[Array, "..."]) -> Int32[Array, "..."]:
+    return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
 def _attend_cached(step: Int32[Array, ""], seen: Bool[Array, "S C"], ages: Int32[Array, "S C"]) -> Attend:

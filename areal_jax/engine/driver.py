@@ -9,15 +9,25 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 
 import jax
 import numpy as np
 
-from areal_jax.engine.decode import MAX_STOP_TOKENS, DecodeEngine, Prefix
+from areal_jax.engine.decode import MAX_ALTERNATIVES, MAX_STOP_TOKENS, DecodeEngine, Drawing, Drawn, Prefix
 from areal_jax.engine.slots import SlotTable, nothing_drawn
-from areal_jax.records import NO_VERSION, Completion, EngineStopped, Request, StopReason, Unservable, Weights, WeightSource
+from areal_jax.records import (
+    NO_VERSION,
+    Completion,
+    EngineStopped,
+    Progress,
+    Request,
+    StopReason,
+    Unservable,
+    Weights,
+    WeightSource,
+)
 
 Event: TypeAlias = Callable[[str, float, float, Mapping[str, int | float]], None]
 """on_event(name, start_s, end_s, args), times of time.perf_counter; called in the driver's thread."""
@@ -25,6 +35,12 @@ Event: TypeAlias = Callable[[str, float, float, Mapping[str, int | float]], None
 # How long the idle thread sleeps before it looks again at its queue (while it waits for weights), and at its deadlines.
 _GLANCE_S, _NAP_S = 0.01, 1.0
 _CLOSE_TIMEOUT_S = 60.0
+
+TOTALS = (
+    *("tokens", "dispatches", "swaps", "requests", "prefill_tokens", "recompute_tokens", "wait_s"),
+    *("tokens_per_s", "compilations"),
+)
+"""Measures of which those of several drivers add up to one of all; the others are means."""
 
 T = TypeVar("T")
 
@@ -45,9 +61,13 @@ class _Answer(Generic[T]):
     def cancel(self) -> None:
         self._resolve(self.future.cancel)
 
-    def _resolve(self, set_outcome: Callable[[], Any]) -> None:
+    def meanwhile(self, tell: Callable[[], None]) -> None:
+        """Call in the asyncio thread, unless the future is done by then."""
+        self._resolve(tell)
+
+    def _resolve(self, act: Callable[[], Any]) -> None:
         try:
-            self._loop.call_soon_threadsafe(lambda: None if self.future.done() else set_outcome())
+            self._loop.call_soon_threadsafe(lambda: None if self.future.done() else act())
         except RuntimeError:
             # A loop that has ended has nobody left to tell.
             if not self._loop.is_closed():
@@ -69,6 +89,8 @@ class _Job:
     """Slot of each sample that has one."""
     prefix: tuple[Prefix, int] | None = None
     """The prefilled prompt and its row, while samples wait that will start from it."""
+    num_told: dict[int, int] = field(default_factory=dict)
+    """Tokens of each sample that whoever asked has been told of."""
 
 
 @dataclass(frozen=True)
@@ -113,6 +135,8 @@ class Driver:
         # Owned by the driver's thread, in order of arrival: all unfinished jobs, and those with samples that wait for a slot.
         self._jobs: dict[str, _Job] = {}
         self._queue: dict[str, _Job] = {}
+        # Those of whose progress someone wants to know.
+        self._watched: dict[str, _Job] = {}
         self._current = Weights(NO_VERSION, None)
         self._arrived: Weights | None = None
         """Newer weights that kept a dispatch from being enqueued ahead."""
@@ -131,6 +155,11 @@ class Driver:
         # Owned by this object, started by `start`. Ends when `close` says so, or with the first error, which then fails every
         # request. A daemon, so that an error elsewhere can end the process.
         self._thread = threading.Thread(target=self._run, name="decode-driver", daemon=True)
+
+    @property
+    def num_slots(self) -> int:
+        """Sequences that it decodes at the same time."""
+        return self._config.num_slots
 
     def start(self) -> None:
         """Start answering."""
@@ -198,6 +227,10 @@ class Driver:
 
         self._put(act)
 
+    def end_sample(self, request_id: str, sample: int) -> None:
+        """Let one sample of a request end with what it has drawn, as if by a stop token; one that is finished is left alone."""
+        self._put(lambda: self._end_sample(request_id, sample))
+
     def metrics(self) -> dict[str, tuple[float, float]]:
         """Sum and weight of each measure since the last call: their quotient is the mean, or the rate.
 
@@ -213,8 +246,7 @@ class Driver:
             programs = self._engine.num_programs
             compiled, self._programs_before = programs - self._programs_before, programs
         totals = {name: (total, weight) for name, (total, weight) in sums.items()}
-        counts = ("tokens", "dispatches", "swaps", "requests", "prefill_tokens", "recompute_tokens", "wait_s")
-        totals |= {name: (totals.get(name, (0.0, 0.0))[0], 1.0) for name in counts}
+        totals |= {name: (totals.get(name, (0.0, 0.0))[0], 1.0) for name in TOTALS}
         return totals | {"tokens_per_s": (totals["tokens"][0], elapsed_s), "compilations": (float(compiled), 1.0)}
 
     # The asyncio thread's side.
@@ -237,11 +269,19 @@ class Driver:
                 f"{name}: num_samples={request.num_samples} with {len(request.resume)} completions to resume; "
                 "expected at least 1 sample, and one completion for each or none at all"
             )
-        if sampling.temperature < 0 or sampling.top_k < 0 or not 0 < sampling.top_p <= 1:
-            raise Unservable(
-                f"{name}: temperature={sampling.temperature}, top_k={sampling.top_k}, top_p={sampling.top_p}; "
-                "expected temperature >= 0, top_k >= 0 and 0 < top_p <= 1"
-            )
+        for value, is_right, expected in (
+            ("temperature", sampling.temperature >= 0, "0 or more"),
+            ("top_k", sampling.top_k >= 0, "0 or more"),
+            ("top_p", 0 < sampling.top_p <= 1, "above 0 and at most 1"),
+            ("min_p", 0 <= sampling.min_p <= 1, "0 to 1"),
+            ("min_new_tokens", 0 <= sampling.min_new_tokens <= sampling.max_new_tokens, "0 to max_new_tokens"),
+            ("presence_penalty", abs(sampling.presence_penalty) < float("inf"), "a number"),
+            ("frequency_penalty", abs(sampling.frequency_penalty) < float("inf"), "a number"),
+            ("repetition_penalty", 0 < sampling.repetition_penalty < float("inf"), "above 0"),
+            ("num_alternatives", 0 <= sampling.num_alternatives <= MAX_ALTERNATIVES, f"0 to {MAX_ALTERNATIVES}"),
+        ):
+            if not is_right:
+                raise Unservable(f"{name}: sampling.{value}={getattr(sampling, value)}, expected {expected}")
         if len(sampling.stop_token_ids) > MAX_STOP_TOKENS:
             raise Unservable(f"{name}: {len(sampling.stop_token_ids)} stop_token_ids, expected at most {MAX_STOP_TOKENS}")
 
@@ -282,6 +322,7 @@ class Driver:
                 commands.append(self._commands.get_nowait())
         self._jobs.clear()
         self._queue.clear()
+        self._watched.clear()
         for answer in [*answers, *(command.answer for command in commands)]:
             if answer is not None:
                 answer.fail(self._ended)
@@ -340,6 +381,8 @@ class Driver:
                 else:
                     job.drawn[sample] = Completion(drawn.tokens, drawn.logp, drawn.versions, "length")
         self._jobs[request.id] = job
+        if request.on_progress is not None:
+            self._watched[request.id] = job
         if job.waiting:
             self._queue[request.id] = job
         self._deliver_if_finished(job)
@@ -350,6 +393,7 @@ class Driver:
             return
         del self._jobs[job.request.id]
         self._queue.pop(job.request.id, None)
+        self._watched.pop(job.request.id, None)
         for slot in job.seats.values():
             self._vacate(slot)
 
@@ -365,6 +409,7 @@ class Driver:
     def _deliver_if_finished(self, job: _Job) -> None:
         if not job.seats and not job.waiting:
             del self._jobs[job.request.id]
+            self._watched.pop(job.request.id, None)
             job.answer.give(job.drawn)
 
     def _take_newest_weights(self) -> None:
@@ -457,6 +502,9 @@ class Driver:
         if self._closing or not self._commands.empty() or self._expired() is not None:
             return False
         num_lasting = self._table.num_lasting()
+        if self._table.drawing() == Drawing.SHAPED:
+            # Its program is given the tokens so far.
+            return False
         if num_lasting == 0 or (self._queue and (self._num_ended or num_lasting < len(self._occupants))):
             return False
         self._arrived = self._weights.newest(self._current.version)
@@ -469,7 +517,9 @@ class Driver:
         self._state = engine.fit(self._state, table.num_columns(num_ahead))
         if table.changed:
             self._state, table.changed = engine.seat(self._state, table.records()), False
-        self._state, packed = engine.generate(self._current.params, self._state, filtered=table.filtered())
+        drawing = table.drawing()
+        sequences = table.sequences(engine.max_tokens) if drawing == Drawing.SHAPED else None
+        self._state, packed = engine.generate(self._current.params, self._state, drawing=drawing, sequences=sequences)
         if self._device_idle_since is not None:
             self._count("host_gap_us", 1e6 * (time.perf_counter() - self._device_idle_since))
         return _UnderWay(packed, start)
@@ -489,8 +539,10 @@ class Driver:
         self._count("occupancy", num_tokens, drawn.tokens.size)
         self._tell("dispatch", under_way.start_s, end, version=version, tokens=num_tokens)
         self._num_ended = len(ended)
-        for slot in ended:
-            self._finish(int(slot), "stop" if drawn.stopped[slot] else "length")
+        for job in self._watched.values():
+            self._tell_progress(job, drawn)
+        for slot in ended.tolist():
+            self._finish(slot, _reason(drawn, slot))
 
     def _finish(self, slot: int, stop_reason: StopReason) -> None:
         job, sample = self._occupants[slot]
@@ -498,6 +550,36 @@ class Driver:
         del job.seats[sample]
         self._vacate(slot)
         self._deliver_if_finished(job)
+
+    def _tell_progress(self, job: _Job, drawn: Drawn) -> None:
+        """Tell who watches a job what its samples drew since the last time."""
+        news, on_progress = list[Progress](), job.request.on_progress
+        for sample, slot in job.seats.items():
+            reason = "suspended" if drawn.active[slot] else _reason(drawn, slot)
+            completion, told = self._table.completion(slot, reason), job.num_told.get(sample, 0)
+            if len(completion.tokens) > told:
+                news.append(Progress(sample, completion.between(told)))
+                job.num_told[sample] = len(completion.tokens)
+
+        def tell() -> None:
+            assert on_progress is not None
+            for sample in on_progress(news):
+                self.end_sample(job.request.id, sample)
+
+        if news:
+            job.answer.meanwhile(tell)
+
+    def _end_sample(self, request_id: str, sample: int) -> None:
+        if (job := self._jobs.get(request_id)) is None:
+            return
+        if sample in job.seats:
+            self._finish(job.seats[sample], "stop")
+        elif sample in job.waiting:
+            job.waiting.remove(sample)
+            job.drawn[sample] = replace(job.drawn[sample], stop_reason="stop")
+            if not job.waiting:
+                del self._queue[request_id]
+            self._deliver_if_finished(job)
 
     def _count(self, name: str, amount: int | float, weight: int = 1) -> None:
         with self._lock:
@@ -508,3 +590,8 @@ class Driver:
     def _tell(self, name: str, start_s: float, end_s: float, **args: int | float) -> None:
         if self._on_event is not None:
             self._on_event(name, start_s, end_s, args)
+
+
+def _reason(drawn: Drawn, slot: int) -> StopReason:
+    """Why a slot ended that did."""
+    return "stop" if drawn.stopped[slot] else "length"

@@ -1,7 +1,7 @@
 """One token per slot from its logits: one uniform number, looked up in the cumulative distribution.
 
 A draw depends on (seed, sample index, position) and the logits alone. Axes: S slots, V vocabulary, N draws ahead,
-W tokens of a block of the vocabulary, M blocks.
+W tokens of a block of the vocabulary, M blocks or stop tokens, K alternatives, T tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -46,12 +46,17 @@ def draw(
 
 
 def keep_most_likely(
-    logits: Float32[Array, "S V"], temperature: Float32[Array, "S"], top_k: Int32[Array, "S"], top_p: Float32[Array, "S"]
+    logits: Float32[Array, "S V"],
+    temperature: Float32[Array, "S"],
+    top_k: Int32[Array, "S"],
+    top_p: Float32[Array, "S"],
+    min_p: Float32[Array, "S"],
 ) -> Float32[Array, "S V"]:
-    """Logits with -inf wherever top-k or, among what that leaves, top-p excludes a token.
+    """Logits with -inf wherever top-k, min-p or, among what they leave, top-p excludes a token.
 
-    top-p keeps the most likely tokens until they hold `top_p` of the probability, the one that crosses included.
-    Of equal logits the lower token goes first. top_k 0 and top_p 1 exclude nothing, nor does anything at temperature 0."""
+    min-p (arXiv:2407.01082) keeps tokens with at least `min_p` of the most likely one's probability, top-p the most likely
+    until they hold `top_p` of the probability, the one that crosses included. Of equal logits the lower token goes first.
+    top_k 0, top_p 1 and min_p 0 exclude nothing, nor does anything at temperature 0."""
     size = logits.shape[1]
     filtered = temperature > 0
     limit = jnp.where(filtered & (top_k > 0), top_k, size)[:, None]
@@ -59,12 +64,56 @@ def keep_most_likely(
     places = jnp.broadcast_to(jnp.arange(size, dtype=jnp.int32), logits.shape)
     negative, order = jax.lax.sort((-logits, places), dimension=1, num_keys=1, is_stable=True)
     scaled = -negative / jnp.where(filtered, temperature, 1.0)[:, None]
-    share = jax.nn.softmax(jnp.where(places < limit, scaled, -jnp.inf), axis=-1)
-    kept = (places < limit) & ((jnp.cumsum(share, axis=-1) - share < mass) | (mass >= 1))
+    lowest = scaled[:, :1] + jnp.log(jnp.where(filtered, min_p, 0.0))[:, None]
+    possible = (places < limit) & (scaled >= lowest)
+    share = jax.nn.softmax(jnp.where(possible, scaled, -jnp.inf), axis=-1)
+    kept = possible & ((jnp.cumsum(share, axis=-1) - share < mass) | (mass >= 1))
     # Back in the order of the vocabulary, so that a request without filters draws the same beside one with them.
     last = kept.sum(-1, keepdims=True) - 1
     threshold, last_token = -jnp.take_along_axis(negative, last, 1), jnp.take_along_axis(order, last, 1)
     return jnp.where((logits > threshold) | ((logits == threshold) & (places <= last_token)), logits, -jnp.inf)
+
+
+def count_tokens(sequences: Int32[Array, "S T"], size: int) -> Int32[Array, "S V"]:
+    """How often each token of the vocabulary occurs in each sequence; -1 is none."""
+    rows = jnp.arange(len(sequences))[:, None]
+    # A negative index would count from the end; one beyond it is dropped.
+    places = jnp.where(sequences < 0, size, sequences)
+    return jnp.zeros((len(sequences), size), jnp.int32).at[rows, places].add(1, mode="drop")
+
+
+def penalize(
+    logits: Float32[Array, "S V"],
+    in_prompt: Bool[Array, "S V"],
+    drawn: Int32[Array, "S V"],
+    presence: Float32[Array, "S"],
+    frequency: Float32[Array, "S"],
+    repetition: Float32[Array, "S"],
+) -> Float32[Array, "S V"]:
+    """r(l) - presence · [drawn > 0] - frequency · drawn, OpenAI's penalties of tokens in the answer.
+
+    r(l) is l / repetition for l > 0 and l · repetition for others, of tokens in prompt or answer (CTRL, arXiv:1909.05858).
+
+    Penalties of 0, 0 and 1 change no bit."""
+    factor = repetition[:, None]
+    repeated = jnp.where(logits > 0, logits / factor, logits * factor)
+    logits = jnp.where(in_prompt | (drawn > 0), repeated, logits)
+    return logits - presence[:, None] * (drawn > 0) - frequency[:, None] * drawn
+
+
+def forbid(logits: Float32[Array, "S V"], tokens: Int32[Array, "S M"], forbidden: Bool[Array, "S"]) -> Float32[Array, "S V"]:
+    """Logits with -inf at these tokens (-1 is none) of the slots to which they are forbidden."""
+    places = jnp.where(forbidden[:, None] & (tokens >= 0), tokens, logits.shape[1])
+    return logits.at[jnp.arange(len(logits))[:, None], places].set(-jnp.inf, mode="drop")
+
+
+def most_likely(
+    logits: Float32[Array, "S V"], temperature: Float32[Array, "S"], count: int
+) -> tuple[Int32[Array, "S K"], Float32[Array, "S K"]]:
+    """The `count` most likely tokens under softmax(logits / temperature), and their log-probs; at temperature 0 those of 1."""
+    scaled = logits / jnp.where(temperature == 0, 1.0, temperature)[:, None]
+    values, tokens = jax.lax.top_k(scaled, count)
+    return tokens, values - jax.nn.logsumexp(scaled, axis=-1, keepdims=True)
 
 
 def _invert(weights: Float32[Array, "S V"], uniform: Float32[Array, "S"]) -> tuple[Int32[Array, "S"], Float32[Array, "S"]]:

@@ -9,10 +9,24 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Int, Int32, Shaped
 
-from areal_jax.engine.decode import MAX_STOP_TOKENS, Drawn, empty_slots
-from areal_jax.records import Completion, Request, StopReason
+from areal_jax.engine.decode import MAX_ALTERNATIVES, MAX_STOP_TOKENS, Drawing, Drawn, empty_slots
+from areal_jax.records import Alternatives, Completion, Request, Sampling, StopReason
 
 _WORD = 0xFFFFFFFF
+
+
+def drawing_of(sampling: Sampling) -> Drawing:
+    """The cheapest way of drawing that does what a request asks for."""
+    if sampling.min_new_tokens > 0 or sampling.num_alternatives > 0 or is_penalized(sampling):
+        return Drawing.SHAPED
+    # The most likely token is the same with filters and without.
+    filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    return Drawing.FILTERED if filters and sampling.temperature > 0 else Drawing.PLAIN
+
+
+def is_penalized(sampling: Sampling) -> bool:
+    """Whether a draw depends on which tokens there are already."""
+    return (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0, 0, 1)
 
 
 def nothing_drawn() -> Completion:
@@ -37,7 +51,7 @@ class SlotTable:
         self._budget = np.zeros(num_slots, np.int32)
         self._count = np.zeros(num_slots, np.int32)
         self._first = np.zeros(num_slots, np.int64)
-        self._filtered: set[int] = set()
+        self._drawings = np.full(num_slots, Drawing.PLAIN)
         self._origin: dict[int, tuple[Request, Completion]] = {}
         # The log: one block of rows per dispatch, around and around. It holds the longest answer.
         self._steps = steps_per_dispatch
@@ -45,35 +59,40 @@ class SlotTable:
         self._tokens = np.zeros((num_rows, num_slots), np.int32)
         self._logp = np.zeros((num_rows, num_slots), np.float32)
         self._versions = np.zeros(num_rows, np.int32)
+        # Of the log too, made for the first request that asks.
+        self._alternatives: Alternatives | None = None
         self._end = 0
 
     def seat(self, slot: int, request: Request, sample: int, drawn: Completion) -> None:
         """Let a slot go on with one sample of a request, after the tokens it has drawn before."""
         sampling = request.sampling
-        # The most likely token is the same with filters and without; the program without them is cheaper.
-        filtered = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1)
         stop_tokens = np.full(MAX_STOP_TOKENS, -1, np.int32)
         stop_tokens[: len(sampling.stop_token_ids)] = sampling.stop_token_ids
         record = self._settings[slot]
         record["seed"] = request.seed >> 32 & _WORD, request.seed & _WORD
         record["sample"] = sample
         record["temperature"] = sampling.temperature
-        record["top_k"], record["top_p"] = (sampling.top_k, sampling.top_p) if filtered else (0, 1)
+        for name in ("top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+            record[name] = getattr(sampling, name)
+        record["num_prompt_tokens"] = len(request.prompt_tokens)
+        record["stops_from"] = len(request.prompt_tokens) + sampling.min_new_tokens
         record["stop_tokens"] = stop_tokens
+        self._drawings[slot] = drawing_of(sampling)
+        if sampling.num_alternatives and self._alternatives is None:
+            shape = len(self._tokens), MAX_ALTERNATIVES, self._tokens.shape[1]
+            self._alternatives = Alternatives(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
         self._origin[slot] = request, drawn
         self._token[slot] = drawn.tokens[-1] if len(drawn.tokens) else request.prompt_tokens[-1]
         self._seated_at[slot] = len(request.prompt_tokens) + len(drawn.tokens) - 1
         self._budget[slot] = sampling.max_new_tokens - len(drawn.tokens)
         self._count[slot], self._first[slot] = 0, self._end
-        if filtered:
-            self._filtered.add(slot)
         self.active[slot] = self.changed = True
 
     def release(self, slot: int) -> None:
         """Empty a slot."""
         self.changed |= bool(self.active[slot])
         self.active[slot] = False
-        self._filtered.discard(slot)
+        self._drawings[slot] = Drawing.PLAIN
         del self._origin[slot]
 
     def harvest(self, drawn: Drawn, version: int) -> Int[np.ndarray, "_"]:
@@ -81,6 +100,9 @@ class SlotTable:
         start = self._end % len(self._tokens)
         rows = slice(start, start + self._steps)
         self._tokens[rows], self._logp[rows], self._versions[rows] = drawn.tokens, drawn.logp, version
+        if drawn.alternatives is not None and self._alternatives is not None:
+            for log, new in zip(self._alternatives, drawn.alternatives, strict=True):
+                log[rows] = new
         self._end += self._steps
         self._token[:] = drawn.last
         self._count += drawn.counts
@@ -90,13 +112,23 @@ class SlotTable:
 
     def completion(self, slot: int, stop_reason: StopReason) -> Completion:
         """What a slot has drawn so far."""
-        before, rows = self._origin[slot][1], self._rows(slot)
+        (request, before), rows = self._origin[slot], self._rows(slot)
         return Completion(
             np.concatenate([before.tokens, self._tokens[rows, slot]]),
             np.concatenate([before.logp, self._logp[rows, slot]]),
             np.concatenate([before.versions, self._versions[rows]]),
             stop_reason,
+            self._told(rows, slot, request.sampling.num_alternatives, before),
         )
+
+    def _told(self, rows: Int[np.ndarray, "_"], slot: int, count: int, before: Completion) -> Alternatives | None:
+        """The alternatives of a slot's answer, in the rows of the log and those before; none of tokens that came without."""
+        if self._alternatives is None or not count:
+            return None
+        num_before = len(before.tokens)
+        unknown = Alternatives(np.zeros((num_before, count), np.int32), np.full((num_before, count), -np.inf, np.float32))
+        earlier, log = before.alternatives or unknown, self._alternatives
+        return Alternatives(*(np.concatenate([old, new[rows, :count, slot]]) for old, new in zip(earlier, log, strict=True)))
 
     def cached_tokens(self, slot: int) -> Int32[np.ndarray, "_"]:
         """Tokens whose keys and values the slot's cache holds: all but the last, which the next step feeds."""
@@ -116,9 +148,18 @@ class SlotTable:
         """Live slots whose budget outlasts the next dispatch."""
         return int((self.active & (self._count + self._steps < self._budget)).sum())
 
-    def filtered(self) -> bool:
-        """Whether a live slot asks for top-k or top-p."""
-        return bool(self._filtered)
+    def drawing(self) -> Drawing:
+        """The most that a live slot asks for."""
+        return Drawing(self._drawings.max())
+
+    def sequences(self, max_tokens: int) -> Int32[np.ndarray, "S T"]:
+        """Tokens of every live slot whose draws depend on them; -1 elsewhere."""
+        sequences = np.full((len(self.active), max_tokens), -1, np.int32)
+        for slot in self.live():
+            if is_penalized(self._origin[slot][0].sampling):
+                tokens = self.cached_tokens(slot)
+                sequences[slot, : len(tokens)], sequences[slot, len(tokens)] = tokens, self._token[slot]
+        return sequences
 
     def records(self) -> Shaped[np.ndarray, "S"]:
         """`SLOT` records of all slots, for the device."""

@@ -7,7 +7,8 @@ import json
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import blake2b
 from statistics import fmean
 from typing import TypeVar
 
@@ -20,6 +21,7 @@ from areal_jax.records import (
     Engine,
     EngineStopped,
     Judge,
+    OnProgress,
     Request,
     Sample,
     Sampling,
@@ -143,25 +145,36 @@ async def answer_all(
 
 @dataclass(slots=True)
 class EvaluationCalls:
-    """The `generate` of one task. Its requests are told apart from training's by their ids."""
+    """The `generate` of one task. Its requests are told apart from training's by their ids.
+
+    A call is named after its prompt, so that turns which go on side by side are drawn the same whichever comes first."""
 
     engine: Engine
     version: int
     sampling: Sampling
     seed: int
     place: int
-    num_calls: int = 0
+    asked: Counter[str] = field(default_factory=Counter)
 
-    async def __call__(self, prompt_tokens: Int32[np.ndarray, "P"], num_samples: int) -> list[Completion]:
-        call = f"{self.place}.{self.num_calls}"
-        self.num_calls += 1
+    async def __call__(
+        self,
+        prompt_tokens: Int32[np.ndarray, "P"],
+        num_samples: int,
+        *,
+        max_new_tokens: int | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> list[Completion]:
+        prompt = blake2b(prompt_tokens.tobytes(), digest_size=6).hexdigest()
+        call = f"{self.place}.{prompt}.{self.asked[prompt]}"
+        self.asked[prompt] += 1
         request = Request(
             id=f"eval-{self.version}-{call}",
             prompt_tokens=prompt_tokens,
             num_samples=num_samples,
-            sampling=self.sampling,
+            sampling=self.sampling if max_new_tokens is None else replace(self.sampling, max_new_tokens=max_new_tokens),
             seed=derive_seed(self.seed, f"eval-{call}"),
             min_version=self.version,
+            on_progress=on_progress,
         )
         return await self.engine.submit(request)
 

@@ -49,6 +49,19 @@ def make_rollout_mesh(placement: PlacementConfig, devices: Sequence[jax.Device])
     return _mesh({"data": left, "tensor": placement.rollout_tensor}, devices)
 
 
+def engine_meshes(rollout: Mesh, num_engines: int) -> list[Mesh]:
+    """The rollout mesh cut along its data axis into meshes of like size, for engines of their own.
+
+    Raises ValueError with the counts where it does not divide."""
+    if rollout.shape["data"] % num_engines:
+        raise ValueError(
+            f"the rollout mesh has {rollout.shape['data']} shards of slots, which placement.engines={num_engines} does not "
+            "divide; change it, placement.rollout_devices or placement.rollout_tensor"
+        )
+    parts = rollout.devices.reshape(num_engines, -1, rollout.shape["tensor"])
+    return [Mesh(part, rollout.axis_names, axis_types=rollout.axis_types) for part in parts]
+
+
 def _split(placement: PlacementConfig, num_devices: int) -> tuple[int, int]:
     """How many devices train, and how many decode."""
     rollout, train = placement.rollout_devices, placement.train_devices

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -27,12 +28,12 @@ from tiny_decode import (
     with_setting,
 )
 
-from areal_jax.engine.decode import DecodeEngine, Drawn
+from areal_jax.engine.decode import DecodeEngine, Drawing, Drawn
 from areal_jax.engine.driver import Driver
 from areal_jax.engine.sampling import uniforms
 from areal_jax.engine.slots import SlotTable, nothing_drawn
 from areal_jax.models.attention import choose_kernel
-from areal_jax.records import Completion, EngineStopped, Request, Unservable
+from areal_jax.records import Completion, EngineStopped, Request, Sampling, Unservable
 
 PROMPT = (5, 9, 33, 2, 17)
 
@@ -557,15 +558,19 @@ def test_nothing_is_compiled_after_warm_up():
     assert warm.num_programs == before
 
 
-def test_the_program_that_sorts_is_asked_for_only_while_a_live_slot_needs_it():
+def test_costlier_programs_are_asked_for_only_while_a_live_slot_needs_them():
     table = SlotTable(num_slots=3, max_new_tokens=20, steps_per_dispatch=4)
     table.seat(0, request(), 0, nothing_drawn())
     table.seat(1, request(temperature=0.0, top_k=3, top_p=0.5), 0, nothing_drawn())
-    assert not table.filtered()
+    assert table.drawing() == Drawing.PLAIN
     table.seat(2, request(top_p=0.5), 0, nothing_drawn())
-    assert table.filtered()
+    assert table.drawing() == Drawing.FILTERED
     table.release(2)
-    assert not table.filtered()
+    penalized = replace(request(), sampling=Sampling(20, presence_penalty=0.1))
+    table.seat(2, penalized, 0, nothing_drawn())
+    assert table.drawing() == Drawing.SHAPED
+    table.release(2)
+    assert table.drawing() == Drawing.PLAIN
 
 
 def test_bookkeeping_between_two_dispatches_is_quick():
@@ -580,7 +585,7 @@ def test_bookkeeping_between_two_dispatches_is_quick():
         start = time.perf_counter()
         table.harvest(drawn, version=1)
         table.num_columns()
-        table.filtered()
+        table.drawing()
         return time.perf_counter() - start
 
     # 20 us on a quiet core; the best of many, since others may load this machine. 200 us is what a dispatch may cost the host.

@@ -11,6 +11,7 @@ from areal_jax.engine import sampling
 jitted_draw = jax.jit(sampling.draw)
 keep_most_likely = jax.jit(sampling.keep_most_likely)
 uniforms = jax.jit(sampling.uniforms)
+NONE = np.zeros(1, np.float32)
 
 
 def log(*probabilities: float) -> np.ndarray:
@@ -94,21 +95,82 @@ def test_a_vocabulary_of_150k_is_drawn_from_exactly():
 )
 def test_top_k_then_top_p_keep(temperature: float, top_k: int, top_p: float, kept: list[int]):
     filtered = keep_most_likely(
-        log(0.1, 0.4, 0.3, 0.2), np.array([temperature], np.float32), np.array([top_k], np.int32), np.array([top_p], np.float32)
+        log(0.1, 0.4, 0.3, 0.2),
+        *(np.array([value]) for value in (np.float32(temperature), np.int32(top_k), np.float32(top_p))),
+        NONE,
     )
     assert np.flatnonzero(np.isfinite(filtered[0])).tolist() == kept
 
 
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p", "min_p", "kept"),
+    [
+        # A share of 0.4, the most likely: 0.3 / 0.4 = 0.75, 0.2 / 0.4 = 0.5, 0.1 / 0.4 = 0.25.
+        (1.0, 0, 1.0, 0.26, [1, 2, 3]),
+        (1.0, 0, 1.0, 0.6, [1, 2]),
+        (1.0, 0, 1.0, 1.0, [1]),
+        # Temperature 1/2 squares the shares: 0.56, 0.25, 0.06.
+        (0.5, 0, 1.0, 0.5, [1, 2]),
+        # Of 0.4 and 0.3, which min-p leaves, the first holds 0.57.
+        (1.0, 0, 0.55, 0.6, [1]),
+        (1.0, 3, 1.0, 0.26, [1, 2, 3]),
+        (0.0, 0, 1.0, 0.6, [0, 1, 2, 3]),
+    ],
+)
+def test_min_p_keeps_what_has_a_share_of_the_most_likely(
+    temperature: float, top_k: int, top_p: float, min_p: float, kept: list[int]
+):
+    filtered = keep_most_likely(
+        log(0.1, 0.4, 0.3, 0.2),
+        *(np.array([value]) for value in (np.float32(temperature), np.int32(top_k), np.float32(top_p), np.float32(min_p))),
+    )
+    assert np.flatnonzero(np.isfinite(filtered[0])).tolist() == kept
+
+
+def test_tokens_are_counted_in_each_sequence():
+    counts = jax.jit(sampling.count_tokens, static_argnums=1)(np.array([[2, 0, 2, -1], [-1, -1, -1, 3]], np.int32), 4)
+    assert counts.tolist() == [[1, 0, 2, 0], [0, 0, 0, 1]]
+
+
+def test_penalties_are_those_of_their_formulas():
+    # Tokens 1 and 2 were drawn once and three times, token 3 is in the prompt alone.
+    logits = np.array([[2.0, 2.0, -1.0, 4.0, -3.0]], np.float32)
+    in_prompt, drawn = np.array([[False, False, False, True, False]]), np.array([[0, 1, 3, 0, 0]], np.int32)
+    presence, frequency, repetition = (np.array([x], np.float32) for x in (0.5, 0.25, 2.0))
+    found = jax.jit(sampling.penalize)(logits, in_prompt, drawn, presence, frequency, repetition)
+    # 2/2 - 0.5 - 0.25 = 0.25; -1*2 - 0.5 - 0.75 = -3.25; 4/2 = 2.
+    np.testing.assert_allclose(found, [[2.0, 0.25, -3.25, 2.0, -3.0]])
+    assert (np.asarray(jax.jit(sampling.penalize)(logits, in_prompt, drawn, NONE, NONE, NONE + 1)) == logits).all()
+
+
+def test_forbidden_tokens_cannot_be_drawn():
+    found = jax.jit(sampling.forbid)(
+        np.zeros((2, 4), np.float32), np.array([[1, -1], [1, 3]], np.int32), np.array([True, False])
+    )
+    assert found.tolist() == [[0, -np.inf, 0, 0], [0, 0, 0, 0]]
+
+
+def test_the_most_likely_tokens_come_with_their_logp():
+    most_likely = jax.jit(sampling.most_likely, static_argnums=2)
+    tokens, logp = most_likely(log(0.1, 0.4, 0.3, 0.2), np.array([0.5], np.float32), 2)
+    assert tokens.tolist() == [[1, 2]]
+    # Temperature 1/2 squares: 0.16 and 0.09 of 0.30.
+    np.testing.assert_allclose(logp, np.log([[0.16 / 0.3, 0.09 / 0.3]]), rtol=1e-5)
+    greedy = most_likely(log(0.1, 0.4, 0.3, 0.2), NONE, 1)[1]
+    np.testing.assert_allclose(greedy, np.log([[0.4]]), rtol=1e-5)
+
+
 def test_of_equal_logits_the_lower_tokens_are_kept():
     filtered = keep_most_likely(
-        np.zeros((1, 6), np.float32), np.ones(1, np.float32), np.array([2], np.int32), np.ones(1, np.float32)
+        np.zeros((1, 6), np.float32), np.ones(1, np.float32), np.array([2], np.int32), np.ones(1, np.float32), NONE
     )
     assert np.flatnonzero(np.isfinite(filtered[0])).tolist() == [0, 1]
 
 
 def test_a_request_without_filters_sees_its_logits_unchanged_beside_one_with_them():
     logits = np.random.default_rng(1).normal(size=(2, 300)).astype(np.float32)
-    filtered = np.asarray(keep_most_likely(logits, np.ones(2, np.float32), np.array([0, 5], np.int32), np.ones(2, np.float32)))
+    ones = np.ones(2, np.float32)
+    filtered = np.asarray(keep_most_likely(logits, ones, np.array([0, 5], np.int32), ones, np.zeros(2, np.float32)))
     assert (filtered[0] == logits[0]).all()
     assert int(np.isfinite(filtered[1]).sum()) == 5
 
@@ -118,7 +180,7 @@ def test_frequencies_follow_the_probabilities(temperature: float, top_k: int, to
     count = 20_000
     logits = np.random.default_rng(2).normal(size=(1, 12)).astype(np.float32)
     filtered = keep_most_likely(
-        logits, np.array([temperature], np.float32), np.array([top_k], np.int32), np.array([top_p], np.float32)
+        logits, np.array([temperature], np.float32), np.array([top_k], np.int32), np.array([top_p], np.float32), NONE
     )
     token, logp = draw(filtered, numbers(count), temperature)
     expected = np.exp(np.asarray(filtered[0], np.float64) / temperature)

@@ -49,7 +49,7 @@ def layout(params: Params) -> dict[str, Any]:
 def mailbox_between(meshes: Meshes, path: Literal["device", "host"] | None = None, on_event: Any = None) -> Mailbox:
     matrix = NamedSharding(meshes.rollout, PartitionSpec(None, "tensor"))
     target = {"matrix": (matrix, matrix), "scale": NamedSharding(meshes.rollout, PartitionSpec())}
-    return Mailbox(layout, target, meshes.train, path=path, on_event=on_event)
+    return Mailbox(layout, [target], meshes.train, path=path, on_event=on_event)
 
 
 def versions_in(params: dict[str, Any]) -> set[float]:
@@ -209,7 +209,7 @@ def test_an_error_of_the_copier_reaches_trainer_and_engine():
     meshes = meshes_of("4 + 4 devices")
     # 7 columns do not divide over 4 devices.
     target = {"odd": NamedSharding(meshes.rollout, PartitionSpec(None, "data"))}
-    mailbox = Mailbox(lambda params: {"odd": jnp.ones((24, 7))}, target, meshes.train, path="host")
+    mailbox = Mailbox(lambda params: {"odd": jnp.ones((24, 7))}, [target], meshes.train, path="host")
     mailbox.publish(0, params_of(meshes, 0))
     with pytest.raises(RuntimeError, match=r"the mailbox ended with .*axis 1 is partitioned 4 times") as caught:
         mailbox.wait(0, timeout_s=60.0)

@@ -17,7 +17,7 @@ from areal_jax.models import lora
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.config import LoRA
 from areal_jax.models.decoder import Policy
-from areal_jax.plan import Plan, make_plan
+from areal_jax.run_plan import Plan, make_plan
 from areal_jax.settings import ConfigError
 
 # Parameters: embedding 768*8 = 6144; q 8*2*4, k and v 8*1*4 each, o 2*4*8: 192; their biases 8+4+4 = 16; two norms of 8;

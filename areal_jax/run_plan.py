@@ -32,7 +32,7 @@ from areal_jax.models.architecture import Readout
 from areal_jax.models.config import PolicyConfig
 from areal_jax.models.decoder import Policy
 from areal_jax.models.hf import read_config
-from areal_jax.parallel.mesh import Meshes, make_meshes
+from areal_jax.parallel.mesh import Meshes, engine_meshes, make_meshes
 from areal_jax.parallel.sharding import ROLLOUT_RULES, bytes_per_device, sharding
 from areal_jax.records import Task, derive_seed
 from areal_jax.rl.config import GAE, Reference
@@ -83,14 +83,19 @@ class Plan:
     eval_tasks: TaskSet
     """Empty where the experiment does not evaluate."""
     meshes: Meshes
-    engine: DecodeEngine
-    """Idle where the experiment does not decode."""
+    engines: tuple[DecodeEngine, ...]
+    """Alike, on meshes of their own; idle where the experiment does not decode."""
     row_tokens: int
     """Tokens of a packed row."""
     critic: Policy | None = None
     """What advantages=GAE asks."""
     critic_folder: Path | None = None
     """Where the critic's weights are: its own, or all of them but the head."""
+
+    @property
+    def engine(self) -> DecodeEngine:
+        """One of them."""
+        return self.engines[0]
 
     @property
     def decodes(self) -> bool:
@@ -285,10 +290,10 @@ def make_plan(experiment: AnyExperiment) -> Plan:
         critic = had(lambda: find_critic(critic_folder))
     meshes = had(lambda: _meshes(experiment))
     dtype = compute_dtype(experiment.policy, meshes.train)
-    engine = had(lambda: DecodeEngine(policy, meshes.rollout, experiment.engine, dtype))
+    engines = had(lambda: _engines(experiment, policy, meshes, dtype))
     tokenizer = had(lambda: HFTokenizer.from_folder(folder))
     # A pair lies in one row.
-    longest = engine.max_tokens * (2 if isinstance(experiment, PreferenceExperiment) else 1)
+    longest = engines[0].max_tokens * (2 if isinstance(experiment, PreferenceExperiment) else 1)
     row_tokens = experiment.trainer.row_tokens or longest
     tasks, eval_tasks, examples, eval_examples = TaskSet((), {}), TaskSet((), {}), ExampleSet((), {}), ExampleSet((), {})
     if isinstance(experiment, Experiment):
@@ -321,7 +326,7 @@ def make_plan(experiment: AnyExperiment) -> Plan:
         eval_examples,
         eval_tasks,
         meshes,
-        engine,
+        engines,
         row_tokens,
         critic,
         critic_folder,
@@ -342,6 +347,14 @@ def compute_dtype(config: PolicyConfig, mesh: Mesh) -> jnp.dtype:
 
 def _decodes(experiment: AnyExperiment) -> bool:
     return isinstance(experiment, Experiment) or experiment.evaluation.every_steps > 0
+
+
+def _engines(experiment: AnyExperiment, policy: Policy, meshes: Meshes, dtype: jnp.dtype) -> tuple[DecodeEngine, ...]:
+    count, num_slots = experiment.placement.engines if _decodes(experiment) else 1, experiment.engine.num_slots
+    if num_slots % count:
+        raise ValueError(f"engine.num_slots={num_slots} does not divide by placement.engines={count}, which share the slots")
+    config = chz.replace(experiment.engine, num_slots=num_slots // count)
+    return tuple(DecodeEngine(policy, mesh, config, dtype) for mesh in engine_meshes(meshes.rollout, count))
 
 
 def _meshes(experiment: AnyExperiment) -> Meshes:
