@@ -179,9 +179,7 @@ class Run(Generic[AnyTrainer]):
                 self.engine,
                 self.judge,
                 version=version,
-                sampling=Sampling(
-                    experiment.engine.max_new_tokens, config.temperature, stop_token_ids=tokenizer.stop_token_ids
-                ),
+                sampling=evaluation_sampling(experiment, tokenizer.stop_token_ids),
                 seed=experiment.seed,
             )
         self.record_evaluation(version, evaluation_metrics(found), evaluation_line(found))
@@ -335,6 +333,11 @@ def workflow_of(
         tools=tools,
         agents=agents,
     )
+
+
+def evaluation_sampling(experiment: AnyExperiment, stop_token_ids: tuple[int, ...]) -> Sampling:
+    """How an evaluation draws."""
+    return Sampling(experiment.engine.max_new_tokens, experiment.evaluation.temperature, stop_token_ids=stop_token_ids)
 
 
 async def agents_of(stack: AsyncExitStack, experiment: AnyExperiment, tokenizer: HFTokenizer) -> AgentHost | None:
