@@ -16,19 +16,21 @@ import chz
 
 from areal_jax import __version__
 from areal_jax.checkpoint.config import CheckpointConfig
-from areal_jax.data.config import HeldOut, PromptConfig, Synthetic, TaskSource
+from areal_jax.data.config import Files, HeldOut, Hub, PromptConfig, Synthetic, TaskSource
 from areal_jax.engine.config import EngineConfig
 from areal_jax.evaluation.config import EvaluationConfig
 from areal_jax.metrics.config import MetricsConfig
 from areal_jax.models.config import PolicyConfig
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.rewards.config import RewardConfig
+from areal_jax.rewards.tools import TOOLS
 from areal_jax.rl.config import DPO, GAE, BradleyTerry, GroupNormalized, LeaveOneOut, Preference, Reference
 from areal_jax.rl.presets import PRESETS
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.settings import (
     ConfigError,
     Settings,
+    as_text,
     assign,
     build,
     from_json,
@@ -38,6 +40,7 @@ from areal_jax.settings import (
     to_json,
 )
 from areal_jax.trainer.config import Critic, TrainerConfig
+from areal_jax.workflows.config import Agent, SingleTurn, ToolUse, WorkflowConfig
 
 CONFIG_FILE = "config.json"
 """Name under which a run folder keeps its resolved configuration."""
@@ -60,6 +63,10 @@ class Setup:
     placement: PlacementConfig = chz.field(default_factory=PlacementConfig, doc="which devices train and which decode")
     engine: EngineConfig = chz.field(default_factory=EngineConfig, doc="decoding")
     trainer: TrainerConfig = chz.field(default_factory=TrainerConfig, doc="how a batch becomes a version")
+    workflow: WorkflowConfig = chz.field(
+        default_factory=SingleTurn,
+        doc="how a task becomes samples, in training and evaluation: SingleTurn, MultiTurn or ToolUse",
+    )
     rewards: RewardConfig = chz.field(default_factory=RewardConfig, doc="judging")
     evaluation: EvaluationConfig = chz.field(default_factory=EvaluationConfig, doc="evaluation while training goes on")
     checkpoint: CheckpointConfig = chz.field(default_factory=CheckpointConfig, doc="what survives")
@@ -145,6 +152,14 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> AnyExperiment:
         return _resolved(cls, assign(given, settings(cls), from_json), overrides)
     except ConfigError as error:
         raise ConfigError(f"{path} (written by areal_jax {version}, this is {__version__}): {error}") from None
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a folder has the config.json of a run; that of a policy is another."""
+    try:
+        return _CLASS_KEY in json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
 
 
 def write_config(experiment: AnyExperiment, path: Path) -> None:
@@ -236,6 +251,7 @@ _POSITIVE = (
         "groups_per_batch",
         "samples_per_group",
         "max_running_groups",
+        "max_running",
     ),
     *("num_slots", "max_prompt_tokens", "max_new_tokens", "steps_per_dispatch", "num_mini_batches", "rows_per_micro_batch"),
     *("page_tokens", "prefill_chunk_tokens"),
@@ -244,8 +260,9 @@ _POSITIVE = (
     *("clip", "max_second_moment", "temperature_positive", "temperature_negative", "clip_eps_low"),
     *("num_workers", "samples_per_task", "keep", "batch_timeout_s", "request_timeout_s", "timeout_s"),
     *("rank", "alpha", "train_devices", "rollout_devices", "train_fsdp", "train_expert", "train_context", "train_tensor"),
-    *("rollout_tensor", "simulated_devices"),
+    *("rollout_tensor", "engines", "simulated_devices"),
     *("patience_s", "test_timeout_s", "memory_bytes", "max_processes", "max_file_bytes", "tmp_bytes"),
+    *("max_turns", "max_output_chars", "num_results"),
 )
 _NOT_NEGATIVE = (
     *(
@@ -263,7 +280,7 @@ _NOT_NEGATIVE = (
 )
 _FRACTION = (
     *("share", "overlong_share", "success_rate_above", "success_rate_below"),
-    *("top_p", "warmup_fraction", "beta1", "beta2", "gamma", "lam"),
+    *("top_p", "warmup_fraction", "beta1", "beta2", "gamma", "lam", "turn_discount"),
 )
 _BELOW_HALF = ("label_smoothing",)
 _ABOVE_ONE = ("dual_clip",)
@@ -275,6 +292,8 @@ def contradictions(experiment: AnyExperiment) -> Iterator[str]:
     yield from out_of_range(experiment)
     yield from two_adapters(experiment)
     yield from two_homes(experiment)
+    yield from tools_in_vain(experiment)
+    yield from agent_without_program(experiment)
     if isinstance(experiment, Experiment):
         yield from row_too_short(experiment)
         yield from too_many_mini_batches(experiment)
@@ -289,13 +308,15 @@ def contradictions(experiment: AnyExperiment) -> Iterator[str]:
 
 def nothing_in_bounds(experiment: Experiment) -> Iterator[str]:
     """Success rates between which there is no room."""
-    rollout = experiment.rollout
-    above, below = rollout.success_rate_above or 0.0, 1.0 if rollout.success_rate_below is None else rollout.success_rate_below
-    if rollout.success_rate_above is not None and above >= below:
-        yield (
-            f"rollout.success_rate_above={above} and rollout.success_rate_below={below}: no group lies between them; "
-            "lower the first or raise the second"
-        )
+    for name, bounds in (("rollout", experiment.rollout), ("tasks", experiment.tasks), ("eval_tasks", experiment.eval_tasks)):
+        if not isinstance(bounds, RolloutConfig | Files | Hub) or bounds.success_rate_above is None:
+            continue
+        above, below = bounds.success_rate_above, 1.0 if bounds.success_rate_below is None else bounds.success_rate_below
+        if above >= below:
+            yield (
+                f"{name}.success_rate_above={above} and {name}.success_rate_below={below}: nothing lies between them; "
+                "lower the first or raise the second"
+            )
 
 
 def out_of_range(experiment: AnyExperiment) -> Iterator[str]:
@@ -372,6 +393,31 @@ def no_signal(experiment: Experiment) -> Iterator[str]:
         yield "engine.temperature=0 draws the same answer again and again: training needs a temperature above 0"
     if experiment.rewards.correct <= experiment.rewards.wrong:
         yield f"rewards.correct={experiment.rewards.correct} is not above rewards.wrong={experiment.rewards.wrong}"
+
+
+def tools_in_vain(experiment: AnyExperiment) -> Iterator[str]:
+    """Tools that there are not, or that are never called."""
+    chosen = experiment.workflow
+    if not isinstance(chosen, ToolUse):
+        return
+    names = chosen.tools.names
+    if not names or set(names) - TOOLS.keys():
+        yield f"workflow.tools.names={','.join(names)}: expected some of {', '.join(TOOLS)}"
+    if chosen.max_turns == 1:
+        yield "workflow.max_turns=1 leaves no turn in which a tool is called: raise it, or set workflow=SingleTurn"
+    if ("search" in names) != (chosen.tools.documents is not None):
+        yield (
+            f"workflow.tools.names={','.join(names)} with workflow.tools.documents={chosen.tools.documents}: search and "
+            "documents go together; name a file or folder of yours, or leave both out"
+        )
+
+
+def agent_without_program(experiment: AnyExperiment) -> Iterator[str]:
+    """An agent is a function or a command."""
+    chosen = experiment.workflow
+    if isinstance(chosen, Agent) and (chosen.function is None) == (chosen.command is None):
+        given = f"workflow.function={as_text(chosen.function)} and workflow.command={as_text(chosen.command)}"
+        yield f"{given}: an agent is a function of yours, or a command; set one of them"
 
 
 def idle_critic(experiment: Experiment) -> Iterator[str]:

@@ -27,15 +27,14 @@ from areal_jax.config import Experiment, FineTuning, PreferenceExperiment
 from areal_jax.data.pipeline import TaskStream
 from areal_jax.metrics import names
 from areal_jax.models.decoder import Params
-from areal_jax.plan import Plan
 from areal_jax.records import Group, RolloutState, Sampling
 from areal_jax.rollout.buffer import TasksExhausted
 from areal_jax.rollout.controller import Rollouts, open_gate, rolling_out
+from areal_jax.run_plan import Plan
 from areal_jax.trainer.ppo import Trainer
 from areal_jax.trainer.preference import PreferenceTrainer
 from areal_jax.trainer.sft import SupervisedTrainer
 from areal_jax.trainer.versions import FromExamples
-from areal_jax.workflows.single_turn import SingleTurn
 
 
 async def train(run: Run[Trainer], exp: Experiment) -> None:
@@ -45,7 +44,7 @@ async def train(run: Run[Trainer], exp: Experiment) -> None:
     tasks = TaskStream(run.plan.tasks.tasks, exp.seed)
     if restored:
         tasks.restore(restored.tasks)
-    workflow = SingleTurn(tokenizer, exp.rollout.samples_per_group, exp.rewards)
+    workflow = run.workflow(exp.rollout.samples_per_group)
     sampling = Sampling(
         exp.engine.max_new_tokens, exp.engine.temperature, exp.engine.top_k, exp.engine.top_p, tokenizer.stop_token_ids
     )
@@ -91,7 +90,7 @@ async def housekeeping(run: Run[Trainer], version: int, rollouts: Rollouts) -> N
         if is_due(version, exp.checkpoint.every_steps):
             await checkpoint(run, rollouts)
         if is_due(version, exp.evaluation.every_steps):
-            run.evaluate_meanwhile(version)
+            await run.evaluate_meanwhile(version)
 
 
 async def checkpoint(run: Run[Trainer], rollouts: Rollouts, untrained: Sequence[Group] = ()) -> None:
@@ -122,7 +121,7 @@ async def fine_tune(run: Run[FromExamples[Any]], exp: FineTuning) -> None:
             await asyncio.to_thread(run.save, version + 1, encode(nothing_but(examples)))
         if is_due(version + 1, exp.evaluation.every_steps) and version + 1 < exp.num_steps:
             run.mailbox.publish(published := version + 1, trainer.params)
-            run.evaluate_meanwhile(version + 1)
+            await run.evaluate_meanwhile(version + 1)
     await asyncio.to_thread(run.save, trainer.version, encode(nothing_but(examples)))
     if not run.stop.is_set():
         await measure(run, exp)

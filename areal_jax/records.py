@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -91,6 +92,12 @@ class Completion:
     alternatives: Alternatives | None = None
     """Where the request asked for them; a crash does not keep them."""
 
+    def between(self, start: int, end: int | None = None) -> Completion:
+        """The tokens from `start` up to, not with, `end`."""
+        part, told = slice(start, end), self.alternatives
+        told = told and Alternatives(told.tokens[part], told.logp[part])
+        return Completion(self.tokens[part], self.logp[part], self.versions[part], self.stop_reason, told)
+
 
 class Progress(NamedTuple):
     """What one sample has drawn since the last time."""
@@ -162,7 +169,38 @@ class Engine(Protocol):
 class Generate(Protocol):
     """A workflow's view of the engine; ids, seeds, versions and journals are the controller's business."""
 
-    async def __call__(self, prompt_tokens: Int32[np.ndarray, "P"], num_samples: int) -> list[Completion]: ...
+    async def __call__(
+        self,
+        prompt_tokens: Int32[np.ndarray, "P"],
+        num_samples: int,
+        *,
+        max_new_tokens: int | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> list[Completion]:
+        """Args: max_new_tokens: fewer than the run's, for this call. on_progress: as that of a `Request`."""
+        ...
+
+
+@runtime_checkable
+class Session(Protocol):
+    """One agent's access to the policy, and what came of it."""
+
+    base_url: str
+    """Where the policy answers in OpenAI's protocol."""
+    api_key: str
+
+    def calls(self) -> tuple[tuple[Int32[np.ndarray, "P"], Completion], ...]:
+        """Prompt and answer of every call that was answered, in the order of their ends; exactly the tokens drawn."""
+        ...
+
+
+@runtime_checkable
+class Sessions(Protocol):
+    """Whoever answers agents over HTTP."""
+
+    def open(self, generate: Generate) -> AbstractAsyncContextManager[Session]:
+        """A session whose calls are drawn by `generate`; at the end it answers nothing more."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,6 +225,25 @@ class Judge(Protocol):
     async def __call__(self, task: Task, answer: str) -> Verdict: ...
 
 
+ToolOutcome = Literal["done", "error", "timeout", "crashed", "infrastructure"]
+
+
+@dataclass(frozen=True, slots=True)
+class ToolResult:
+    """What came of calling a tool. `infrastructure` means that the tool failed, not the call."""
+
+    kind: ToolOutcome
+    text: str
+    """For the policy to read: the result, or what was wrong with the call."""
+
+
+@runtime_checkable
+class Tools(Protocol):
+    """Whoever does what a policy calls tools for."""
+
+    async def __call__(self, tool: str, argument: str) -> ToolResult: ...
+
+
 @runtime_checkable
 class Tokenizer(Protocol):
     """What rooms above `data` need of a tokenizer."""
@@ -201,6 +258,11 @@ class Tokenizer(Protocol):
 
     def render_answer(self, prompt: Sequence[Message], answer: str) -> Int32[np.ndarray, "T"]:
         """Tokens that a policy asked `render(prompt)` says to give this answer, up to the one that ends its turn."""
+        ...
+
+    def render_next(self, messages: Sequence[Message]) -> Int32[np.ndarray, "T"]:
+        """Tokens that follow an answer and the token that ended it, up to the assistant's next words: these messages, with all
+        that the chat template puts around them. They depend on nothing that was said before."""
         ...
 
     def encode(self, text: str) -> Int32[np.ndarray, "T"]: ...

@@ -3,29 +3,17 @@
 from __future__ import annotations
 
 import argparse
-import ast
-import os
-import shutil
 import sys
 import textwrap
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import NoReturn
 
-from areal_jax.config import (
-    CONFIG_FILE,
-    AnyExperiment,
-    Experiment,
-    experiment_names,
-    find_experiment,
-    load_experiment,
-    read_config,
-    write_config,
-)
+from areal_jax.command import Parser, help_text, named_experiment, show
+from areal_jax.config import CONFIG_FILE, Experiment, experiment_names, load_experiment, read_config, write_config
 from areal_jax.launch.local import prepare
 from areal_jax.rl.presets import PRESETS
-from areal_jax.settings import ConfigError, Settings, groups, kind_name, settings
+from areal_jax.settings import ConfigError, settings
 
 RUNS_FOLDER = Path("runs")
 
@@ -64,14 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(command: argparse.Namespace) -> int:
     if command.help:
-        _show(help_text(_experiment(command) if command.exp or command.config else Experiment))
+        show(help_text(_usage(), named_experiment(command) if command.exp or command.config else Experiment))
         return 0
     run_folder = _resumed_folder(command) if command.resume is not None else None
-    experiment = _experiment(command) if run_folder is None else read_config(run_folder / CONFIG_FILE, command.overrides)
+    experiment = named_experiment(command) if run_folder is None else read_config(run_folder / CONFIG_FILE, command.overrides)
     run_folder = run_folder or _new_folder(command, experiment.name)
     # jax reads its flags when it is first imported, so that everything that imports it comes after this.
     prepare(experiment.placement)
-    from areal_jax.plan import make_plan
+    from areal_jax.run_plan import make_plan
 
     plan = make_plan(experiment)
     if command.dry_run:
@@ -88,37 +76,18 @@ def _run(command: argparse.Namespace) -> int:
     return 0
 
 
-class _Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; settings are given without dashes, as a.b=c, and --help lists them")
-
-
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = _Parser(add_help=False, allow_abbrev=False)
-    parser.add_argument("--exp")
-    parser.add_argument("--config", type=Path)
+    parser = Parser()
     parser.add_argument("--run-folder", type=Path)
     parser.add_argument("--resume")
     parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("-h", "--help", action="store_true")
-    parser.add_argument("overrides", nargs="*")
     # A bare --resume must not take the override that follows it for its folder.
     command = parser.parse_intermixed_args(["--resume=" if arg == "--resume" else arg for arg in argv])
-    if command.exp and command.config:
-        raise ConfigError("--exp and --config both name an experiment; give one")
     if command.resume is not None and command.config:
         raise ConfigError("--resume takes the settings from the run's own config.json; leave out --config")
     if command.resume and command.run_folder:
         raise ConfigError("--resume=DIR and --run-folder both name the run's folder; give one")
     return command
-
-
-def _experiment(command: argparse.Namespace) -> AnyExperiment:
-    if command.config:
-        return read_config(command.config, command.overrides)
-    if not command.exp:
-        raise ConfigError(f"which experiment? give --exp=NAME, one of {', '.join(experiment_names())}; --help says more")
-    return load_experiment(command.exp, command.overrides)
 
 
 def _new_folder(command: argparse.Namespace, name: str) -> Path:
@@ -140,54 +109,9 @@ def _resumed_folder(command: argparse.Namespace) -> Path:
     return runs[-1]
 
 
-def _show(text: str) -> None:
-    """Print to a reader who may stop early, as `less` and `head` do; that is no error."""
-    try:
-        print(text, flush=True)
-    except BrokenPipeError:
-        # What is left in the buffer must go somewhere when the interpreter ends.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
-def help_text(config: AnyExperiment | type[Experiment]) -> str:
-    """Every setting with its value, type and meaning; for a choice among classes, the settings of each class."""
-    width = min(shutil.get_terminal_size().columns, 128)
-    values = "defaults" if isinstance(config, type) else f"values of {config.name}"
-    lines = [_usage(), "experiments:"]
-    lines += [f"  {name:<12}  {_first_line(name)}" for name in experiment_names()]
-    lines += ["", f"settings, with the {values}:", *_described(settings(config), groups(config), width)]
-    return "\n".join(lines)
-
-
 def _usage() -> str:
     names = textwrap.fill(", ".join(PRESETS), 100, subsequent_indent=" " * 24)
     return USAGE.format(names=", ".join(experiment_names()), algorithms=names)
-
-
-def _described(listed: Settings, headings: Mapping[str, str], width: int, indent: str = "  ") -> Iterator[str]:
-    group = chosen = ""
-    for setting in listed.values():
-        if chosen and setting.key.startswith(chosen):
-            continue
-        parent = setting.key.rpartition(".")[0]
-        if parent != group and parent in headings:
-            yield f"\n{indent}{parent}: {headings[parent]}"
-        group = parent
-        yield f"{indent}{setting.key}={setting.text()}"
-        yield textwrap.indent(
-            textwrap.fill(f"{kind_name(setting.kind)}; {setting.doc}", width - len(indent) - 4), indent + "    "
-        )
-        chosen = f"{setting.key}." if setting.choices else ""
-        for choice in setting.choices:
-            yield f"{indent}  with {setting.key}={choice.__name__}: {(choice.__doc__ or '').partition(chr(10))[0]}"
-            present = {key: inner for key, inner in listed.items() if key.startswith(chosen)}
-            inside = present if choice is setting.value else settings(choice, chosen)
-            yield from _described(inside, {}, width, indent + "    ")
-
-
-def _first_line(name: str) -> str:
-    docstring = ast.get_docstring(ast.parse(find_experiment(name).read_text(encoding="utf-8"))) or ""
-    return docstring.partition("\n")[0]
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ from areal_jax.models import lora
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.config import LoRA, Remat
 from areal_jax.models.decoder import Params, Policy
+from areal_jax.models.known import KNOWN
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.parallel.sharding import TRAIN_RULES, shardings
@@ -64,37 +65,16 @@ PEAK_FLOPS = {
 }
 """Dense bfloat16 FLOP/s by the beginning of a device's kind; the longest that fits."""
 
-QWEN = {"architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6, "max_position_embeddings": 32768}
-MODELS = {
-    "tiny": QWEN
-    | {
-        "vocab_size": 512,
-        "hidden_size": 128,
-        "intermediate_size": 512,
-        "num_hidden_layers": 4,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-    },
-    "qwen2.5-1.5b": QWEN
-    | {
-        "vocab_size": 151936,
-        "hidden_size": 1536,
-        "intermediate_size": 8960,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 12,
-        "num_key_value_heads": 2,
-        "tie_word_embeddings": True,
-    },
-    "qwen2.5-7b": QWEN
-    | {
-        "vocab_size": 152064,
-        "hidden_size": 3584,
-        "intermediate_size": 18944,
-        "num_hidden_layers": 28,
-        "num_attention_heads": 28,
-        "num_key_value_heads": 4,
-    },
+TINY = KNOWN["qwen2.5-1.5b"] | {
+    "vocab_size": 512,
+    "hidden_size": 128,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "tie_word_embeddings": False,
 }
+MODELS = {"tiny": TINY, **KNOWN}
 
 
 class Work(NamedTuple):
@@ -126,15 +106,12 @@ COUNTED = {
 
 def work(policy: Policy, segment_lengths: Int[np.ndarray, "N"]) -> Work:
     """What is to be done for segments of these lengths."""
-    model = policy.config
-    heads = (model.num_attention_heads, model.num_key_value_heads)
-    of_layer = 2 * model.hidden_size * sum(heads) * model.head_dim + 3 * model.hidden_size * model.intermediate_size
-    whole = model.num_hidden_layers * of_layer + model.vocab_size * model.hidden_size
+    whole = policy.config.multiplied_params
     adapter = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(lora.abstract(policy))) if policy.lora else 0
     return Work(
         trained=adapter if policy.lora else whole,
         frozen=whole if policy.lora else 0,
-        attention=model.num_hidden_layers * model.num_attention_heads * model.head_dim,
+        attention=policy.config.attention_width,
         tokens=int(segment_lengths.sum()),
         pairs=float((segment_lengths.astype(float) ** 2).sum() / 2),
     )
@@ -204,10 +181,10 @@ def make_learner(args: argparse.Namespace, devices: list[jax.Device]) -> Learner
         mesh,
         dtype,
         num_updates=1000,
-        objective=lambda logp, proximal_logp, batch, num_tokens: policy_loss(
+        objective=lambda logp, batch, num_tokens, _: policy_loss(
             DecoupledPPO(),
             logp,
-            proximal_logp,
+            batch.proximal_logp,
             batch.behave_logp,
             batch.advantages,
             batch.loss_mask,

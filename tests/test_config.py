@@ -234,6 +234,8 @@ def test_an_unknown_algorithm_is_answered_with_the_known_ones() -> None:
         load_experiment("tiny_sft", ["algorithm=grpo"])
     with pytest.raises(ConfigError, match=r"rollout\.success_rate_above=0\.5 and rollout\.success_rate_below=0\.5"):
         load_experiment("aime", ["rollout.success_rate_above=0.5", "rollout.success_rate_below=0.5"])
+    with pytest.raises(ConfigError, match=r"tasks\.success_rate_above=0\.9 and tasks\.success_rate_below=0\.2"):
+        load_experiment("gsm8k", ["tasks.success_rate_above=0.9", "tasks.success_rate_below=0.2"])
 
 
 def test_a_choice_inside_a_choice_may_be_given_in_any_order() -> None:
@@ -269,8 +271,8 @@ def test_the_same_class_again_keeps_what_the_experiment_set() -> None:
         ("qqq=3", ["unknown setting qqq", "--help"]),
         ("tasks.path=x", ["no setting of tasks=Synthetic", "tasks=Files"]),
         ("engine=3", ["group of settings", "engine.num_slots"]),
-        ("tasks=File", ["tasks=File", "one of Synthetic, Files, Hub"]),
-        ("tasks=TaskSource", ["one of Synthetic, Files, Hub"]),
+        ("tasks=File", ["tasks=File", "one of Synthetic, Exercises, Files, Hub"]),
+        ("tasks=TaskSource", ["one of Synthetic, Exercises, Files, Hub"]),
         ("tasks=Files", ["tasks.path must be given", "str"]),
         ("seed=ten", ["seed=ten", "expected int", "'ten'"]),
         ("seed=1.5", ["seed=1.5", "expected int"]),
@@ -309,6 +311,15 @@ def test_a_wrong_override_is_refused_with_what_would_be_right(override: str, sai
         (["policy.lora.targets="], ["policy.lora.targets", "such as q_proj"]),
         (["policy.lora.alpha=0"], ["policy.lora.alpha=0", "above 0"]),
         (["rewards.correct=-5"], ["rewards.correct=-5", "rewards.wrong=-5"]),
+        (["workflow=MultiTurn", "workflow.max_turns=0"], ["workflow.max_turns=0", "above 0"]),
+        (["workflow=MultiTurn", "workflow.turn_discount=1.5"], ["workflow.turn_discount=1.5", "from 0 to 1"]),
+        (["workflow=ToolUse", "workflow.max_turns=1"], ["workflow.max_turns=1", "workflow=SingleTurn"]),
+        (["workflow=ToolUse", "workflow.tools.names="], ["workflow.tools.names=", "calculator, python, search"]),
+        (["workflow=ToolUse", "workflow.tools.names=calculater"], ["names=calculater", "calculator, python, search"]),
+        (["workflow=ToolUse", "workflow.tools.names=search"], ["workflow.tools.documents=None", "go together"]),
+        (["workflow=ToolUse", "workflow.tools.documents=DIR"], ["workflow.tools.documents=DIR", "go together"]),
+        (["workflow=ToolUse", "workflow.tools.timeout_s=0"], ["workflow.tools.timeout_s=0", "above 0"]),
+        (["workflow.max_turns=2"], ["workflow.max_turns is no setting of workflow=SingleTurn", "workflow=MultiTurn"]),
     ],
 )
 def test_impossible_combinations_name_their_knobs(overrides: list[str], said: list[str]) -> None:

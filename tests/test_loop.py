@@ -33,18 +33,21 @@ from areal_jax.models.config import LoRA, PolicyConfig
 from areal_jax.models.decoder import Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
-from areal_jax.plan import Plan, make_plan
 from areal_jax.records import Group, Sampling, Task, Verdict
 from areal_jax.rl.config import GAE, PPO, Reference
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.rollout.controller import Calls
+from areal_jax.run_plan import Plan, make_plan
 from areal_jax.trainer.config import Critic, OptimizerConfig, TrainerConfig
 from areal_jax.trainer.ppo import Trainer
+from areal_jax.workflows.config import MultiTurn
 from areal_jax.workflows.single_turn import SingleTurn
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-ONE, FOUR_AND_FOUR = PlacementConfig(), PlacementConfig(train_devices=4, train_fsdp=2, train_tensor=2, rollout_devices=4)
+ONE = PlacementConfig()
+# Two engines of two devices each.
+FOUR_AND_FOUR = PlacementConfig(train_devices=4, train_fsdp=2, train_tensor=2, rollout_devices=4, engines=2)
 PLACEMENTS = pytest.mark.parametrize("placement", [ONE, FOUR_AND_FOUR], ids=["one device", "4 + 4 devices"])
 
 
@@ -123,7 +126,10 @@ def planned(exp: Experiment) -> Plan:
     plan = make_plan(chz.replace(exp, placement=PlacementConfig(train_devices=1, rollout_devices=1)))
     meshes = make_meshes(ONE, jax.devices()[:1])
     return replace(
-        plan, experiment=exp, meshes=meshes, engine=DecodeEngine(plan.policy, meshes.rollout, exp.engine, plan.compute_dtype)
+        plan,
+        experiment=exp,
+        meshes=meshes,
+        engines=(DecodeEngine(plan.policy, meshes.rollout, exp.engine, plan.compute_dtype),),
     )
 
 
@@ -237,6 +243,34 @@ def test_a_resumed_run_goes_on_where_it_was(tiny_policy: Path, tmp_path: Path, p
     assert [[row[name] for name in kept] for row in samples(tmp_path / "parts")] == [
         [row[name] for name in kept] for row in samples(tmp_path / "whole")
     ]
+
+
+def test_conversations_of_several_turns_are_trained_on_and_go_on_after_an_interruption(
+    tiny_policy: Path, tmp_path: Path
+) -> None:
+    exp = experiment(tiny_policy, ONE, num_steps=4, max_staleness=0)
+    exp = chz.replace(
+        exp,
+        workflow=MultiTurn(max_turns=3, turn_discount=0.5, feedback="No."),
+        engine=chz.replace(exp.engine, max_prompt_tokens=160),
+    )
+    whole = run_loop(planned(exp), tmp_path / "whole")
+    run_loop(planned(chz.replace(exp, num_steps=2)), tmp_path / "parts")
+    resumed = run_loop(planned(exp), tmp_path / "parts", resume=True)
+    # Turns are prefilled together with whatever else comes then, and round accordingly.
+    for name, leaf in whole.items():
+        np.testing.assert_allclose(resumed[name], leaf, atol=1e-4, err_msg=name)
+    rows = samples(tmp_path / "whole")
+    kept = ("version", "group", "number", "tokens", "versions", "reward", "verdict")
+    assert [[row[name] for name in kept] for row in samples(tmp_path / "parts")] == [
+        [row[name] for name in kept] for row in rows
+    ]
+    # A turn begins where a token that was drawn follows one that was not.
+    turns = [int((np.diff(np.array(row["versions"]) >= 0) & (np.array(row["versions"])[1:] >= 0)).sum()) for row in rows]
+    assert set(turns) == {1, 2, 3}
+    # Right at once 5, then 0, then -2.5; all that are wrong have had three turns.
+    worth = {(1, "correct"): 5.0, (2, "correct"): 0.0, (3, "correct"): -2.5, (3, "wrong"): -5.0}
+    assert [row["reward"] for row in rows] == [worth[count, row["verdict"]] for count, row in zip(turns, rows, strict=True)]
 
 
 @pytest.mark.parametrize("adapter", [None, LoRA(rank=2)], ids=["all parameters", "an adapter"])
@@ -375,3 +409,19 @@ def test_a_run_with_a_critic_begins_with_the_policys_trunk_and_leaves_it_in_a_fo
     assert ", with a fresh head" not in again.text()
     learnt = initial_critic(again)
     assert learnt is not None and learnt.params["value"].all() and learnt.params["value_bias"].all()
+
+
+def test_an_evaluation_is_of_one_version_while_training_goes_on(tiny_policy: Path, tmp_path: Path) -> None:
+    exp = chz.replace(
+        experiment(tiny_policy, ONE, num_steps=12, max_staleness=4),
+        eval_tasks=Synthetic(split="heldout", num_tasks=48),
+        evaluation=EvaluationConfig(every_steps=2, samples_per_task=2),
+    )
+    run_loop(planned(exp), tmp_path)
+    rows = list(jsonl.read(tmp_path / "metrics.jsonl"))
+    evaluations = [row for row in rows if "evaluation/newest_version" in row]
+    assert [row["evaluation/newest_version"] for row in evaluations] == [row["version"] for row in evaluations]
+    assert evaluations[0]["version"] == 0 and evaluations[-1]["version"] == 12
+    # Training went on: an evaluation was written after a step from a later version.
+    at = [rows.index(row) for row in evaluations[1:-1]]
+    assert any(row["version"] >= rows[place]["version"] for place in at for row in rows[:place] if row not in evaluations)

@@ -105,7 +105,7 @@ def decode(columns: Columns) -> tuple[RolloutState, dict[str, Json]]:
             task=_task_from_json(entry["task"]),
             started_version=entry["started_version"],
             calls={
-                call: tuple(Completion(**next(completions), stop_reason=reason) for reason in stop_reasons)
+                call: tuple(Completion(**next(completions), stop_reason=reason, alternatives=None) for reason in stop_reasons)
                 for call, stop_reasons in entry["calls"].items()
             },
         )

@@ -13,8 +13,9 @@ import re
 import shutil
 import tempfile
 import zlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -95,40 +96,8 @@ class CheckpointStore:
         """The newest version with a whole checkpoint; None where there is none."""
         return max(self.versions(), default=None)
 
-    def restore(self, version: int | None, abstract: Any) -> tuple[Any, Columns]:
-        """Train state and rollout state of `version`, None being the newest.
-
-        Args: abstract: pytree like the train state, of ShapeDtypeStructs (or arrays) that say where each leaf shall lie: any
-        mesh, not only the one it was saved from. A leaf without sharding becomes a numpy array.
-        CheckpointError where there is no such checkpoint, where it is damaged, or where it holds other leaves than asked."""
-        checkpoint = self._find(version)
-        _verify(checkpoint)
-        expected = _by_name(abstract)
-        try:
-            found = ocp.metadata(str(checkpoint)).metadata
-            _require_same(checkpoint, expected, found["train_state"])
-            target = {
-                "train_state": {name: _target(leaf) for name, leaf in expected.items()},
-                "rollout": np.empty(found["rollout"].shape, np.uint8),
-            }
-            tree = ocp.load(str(checkpoint), target)
-            rollout = unpack(tree["rollout"])
-        except CheckpointError:
-            raise
-        except Exception as error:  # Orbax and tensorstore promise no types of error, Exception itself is among them.
-            raise CheckpointError(_damaged(checkpoint, str(error))) from error
-        leaves = [tree["train_state"][name] for name in expected]
-        return jax.tree.unflatten(jax.tree.structure(abstract), leaves), rollout
-
-    def _checkpoints(self) -> dict[tuple[int, int], Path]:
-        """Whole checkpoints by version and take. A version saved again (a run stopped right after it resumed) becomes a further
-        take beside the first: replacing a folder could not be atomic."""
-        if not self.folder.is_dir():
-            return {}
-        names = ((re.fullmatch(r"(\d+)(?:\.(\d+))?", path.name), path) for path in self.folder.iterdir())
-        return {(int(match[1]), int(match[2] or 0)): path for match, path in names if match}
-
-    def _find(self, version: int | None) -> Path:
+    def folder_of(self, version: int | None) -> Path:
+        """Where the checkpoint of `version` lies, None being the newest. CheckpointError where there is none."""
         checkpoints = self._checkpoints()
         wanted = [key for key in checkpoints if version in (None, key[0])]
         if not wanted:
@@ -138,6 +107,52 @@ class CheckpointStore:
                 f"{name} was expected in {self.folder}, found {found}; set run_folder to that of the run to go on with"
             )
         return checkpoints[max(wanted)]
+
+    def restore(self, version: int | None, abstract: Any) -> tuple[Any, Columns]:
+        """Train state and rollout state of `version`, None being the newest.
+
+        Args: abstract: pytree like the train state, of ShapeDtypeStructs (or arrays) that say where each leaf shall lie: any
+        mesh, not only the one it was saved from. A leaf without sharding becomes a numpy array.
+        CheckpointError where there is no such checkpoint, where it is damaged, or where it holds other leaves than asked."""
+        checkpoint = self.folder_of(version)
+        _verify(checkpoint)
+        expected = _by_name(abstract)
+        with _read(checkpoint):
+            found = ocp.metadata(str(checkpoint)).metadata
+            _require_same(checkpoint, expected, found["train_state"])
+            target = {
+                "train_state": {name: _target(leaf) for name, leaf in expected.items()},
+                "rollout": np.empty(found["rollout"].shape, np.uint8),
+            }
+            tree = ocp.load(str(checkpoint), target)
+            rollout = unpack(tree["rollout"])
+        leaves = [tree["train_state"][name] for name in expected]
+        return jax.tree.unflatten(jax.tree.structure(abstract), leaves), rollout
+
+    def restore_field(self, version: int | None, field: str, abstract: Any) -> Any:
+        """One field of the train state, such as `params`, of `version`, None being the newest; nothing else is read.
+
+        Args: abstract: pytree like the field, as for `restore`. CheckpointError where `restore` raises one."""
+        checkpoint = self.folder_of(version)
+        _verify(checkpoint)
+        expected = _by_name({field: abstract})
+        with _read(checkpoint):
+            found = ocp.metadata(str(checkpoint)).metadata["train_state"]
+            _require_same(checkpoint, expected, {name: leaf for name, leaf in found.items() if name.startswith(f"{field}.")})
+            context = ocp.Context()
+            context.pytree_options.loading.partial_load = True
+            with context:
+                target = {"train_state": {name: _target(leaf) for name, leaf in expected.items()}}
+                leaves = ocp.load(str(checkpoint), target)["train_state"]
+        return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in expected])
+
+    def _checkpoints(self) -> dict[tuple[int, int], Path]:
+        """Whole checkpoints by version and take. A version saved again (a run stopped right after it resumed) becomes a further
+        take beside the first: replacing a folder could not be atomic."""
+        if not self.folder.is_dir():
+            return {}
+        names = ((re.fullmatch(r"(\d+)(?:\.(\d+))?", path.name), path) for path in self.folder.iterdir())
+        return {(int(match[1]), int(match[2] or 0)): path for match, path in names if match}
 
     def _begin(self, version: int, tree: Mapping[str, Any], num_bytes: int) -> None:
         takes = [take for other, take in self._checkpoints() if other == version]
@@ -201,6 +216,17 @@ class CheckpointStore:
         if jax.process_index() == 0:
             for path in itertools.chain(self.folder.glob("*.orbax-checkpoint-tmp*"), self.folder.glob("*.deleting")):
                 shutil.rmtree(path, ignore_errors=True)
+
+
+@contextmanager
+def _read(checkpoint: Path) -> Iterator[None]:
+    """What fails inside is a CheckpointError that tells of a damaged checkpoint."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except Exception as error:  # Orbax and tensorstore promise no types of error, Exception itself is among them.
+        raise CheckpointError(_damaged(checkpoint, str(error))) from error
 
 
 def _by_name(tree: Any) -> dict[str, Any]:

@@ -24,6 +24,16 @@ class Synthetic(TaskSource):
 
 
 @chz.chz
+class Exercises(TaskSource):
+    """Generated exercises for tools and programs: countdown, facts (to search for), calculations, programs."""
+
+    num_tasks: int = chz.field(default=4096, doc="how many exercises")
+    split: Literal["train", "heldout"] = chz.field(default="train", doc="the two never share an exercise")
+    families: tuple[str, ...] = chz.field(default=(), doc="names of exercise families, comma-separated; empty: all")
+    seed: int = chz.field(default=0, doc="another seed, other exercises")
+
+
+@chz.chz
 class Files(TaskSource):
     """Rows of a jsonl, json or parquet file, or of a folder with train/test files."""
 
@@ -36,6 +46,15 @@ class Files(TaskSource):
         default="answer", doc="field of the answer; what follows a last '####' counts where there is one"
     )
     max_tasks: int | None = chz.field(default=None, doc="read at most this many rows; none: all")
+    success_rate_field: str = chz.field(
+        default="success_rate", doc="field of how often a policy has solved the problem, from 0 to 1"
+    )
+    success_rate_above: float | None = chz.field(
+        default=None, doc="leave out problems solved as seldom as this or less, such as 0.05; none: keep the hardest"
+    )
+    success_rate_below: float | None = chz.field(
+        default=None, doc="leave out problems solved as often as this or more, such as 0.95; none: keep the easiest"
+    )
 
 
 @chz.chz
@@ -47,6 +66,9 @@ class Hub(TaskSource):
     prompt_field: str | None = chz.field(default=None, doc="as for files")
     answer_field: str = chz.field(default="answer", doc="as for files")
     max_tasks: int | None = chz.field(default=None, doc="read at most this many rows; none: all")
+    success_rate_field: str = chz.field(default="success_rate", doc="as for files")
+    success_rate_above: float | None = chz.field(default=None, doc="as for files")
+    success_rate_below: float | None = chz.field(default=None, doc="as for files")
 
 
 @chz.chz

@@ -10,9 +10,10 @@ import chz
 import numpy as np
 from jaxtyping import Int32
 
-from areal_jax.data.config import Files, HeldOut, Hub, Synthetic, TaskSource
+from areal_jax.data.config import Exercises, Files, HeldOut, Hub, Synthetic, TaskSource
+from areal_jax.data.exercises import GeneratedExercises
 from areal_jax.data.problems import Problem, SyntheticProblems
-from areal_jax.data.sources import Skipped
+from areal_jax.data.sources import Skipped, generated_exercises
 from areal_jax.records import derive_seed
 
 T = TypeVar("T")
@@ -30,7 +31,7 @@ def load_both(
     source: TaskSource,
     eval_source: TaskSource | None,
     *,
-    generate: Callable[[Sequence[Problem]], Sequence[T]],
+    generate: Callable[[Sequence[Problem] | GeneratedExercises], Sequence[T]],
     read: Callable[[Files | Hub], tuple[list[list[T]], Skipped]],
     prompt_of: Callable[[T], Int32[np.ndarray, "_"]],
     seed: int,
@@ -38,24 +39,26 @@ def load_both(
     """What to train on and what to evaluate on, each in the order of its source.
 
     FileNotFoundError says what was looked for; ValueError where nothing is left. Args: eval_source: None for no evaluation.
-    generate: examples of problems. read: the examples of each row. prompt_of: the tokens that an example begins with, of which
-    no two sets of examples share any. seed: of what is held out."""
+    generate: examples of problems or exercises. read: the examples of each row. prompt_of: the tokens that an example begins
+    with, of which no two sets of examples share any. seed: of what is held out."""
 
     def whole(source: TaskSource) -> ExampleSet[T]:
         match source:
             case Synthetic():
                 problems = SyntheticProblems(source.num_tasks, source.split, source.families, source.difficulty, source.seed)
                 return ExampleSet(generate(problems), {})
+            case Exercises():
+                return ExampleSet(generate(generated_exercises(source)), {})
             case Files() | Hub():
                 rows, skipped = read(source)
                 return ExampleSet([example for row in rows for example in row], skipped)
             case _:
-                raise ValueError(f"examples: expected Synthetic, Files or Hub, came {type(source).__name__}")
+                raise ValueError(f"examples: expected Synthetic, Exercises, Files or Hub, came {type(source).__name__}")
 
     match source, eval_source:
         case _, None:
             return whole(source), ExampleSet((), {})
-        case Synthetic(), HeldOut():
+        case ((Synthetic() | Exercises()), HeldOut()):
             return whole(source), whole(chz.replace(source, split="heldout", num_tasks=eval_source.max_examples))
         case ((Files() | Hub()), HeldOut()):
             rows, skipped = read(source)

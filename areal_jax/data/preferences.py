@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 from areal_jax.data.config import Files, Hub, PromptConfig, TaskSource
 from areal_jax.data.examples import ExampleSet, load_both
+from areal_jax.data.exercises import GeneratedExercises
 from areal_jax.data.problems import Problem
 from areal_jax.data.sft import SupervisedExample, checked, encode_answer
 from areal_jax.data.sources import PROMPT_FIELDS, BadRow, MadeOnDemand, Row, Skipped, first_field, messages_of, read_rows
@@ -56,7 +57,10 @@ def load_pairs(
     def pair_of(asked: Sequence[Message], chosen: str, rejected: str) -> PreferencePair:
         return PreferencePair(*(encode_answer(tokenizer, asked, answer, prompt) for answer in (chosen, rejected)))
 
-    def generate(problems: Sequence[Problem]) -> Sequence[PreferencePair]:
+    def generate(problems: Sequence[Problem] | GeneratedExercises) -> Sequence[PreferencePair]:
+        if isinstance(problems, GeneratedExercises):
+            raise ValueError("examples=Exercises has conversations with tools, no pairs of answers; set examples=Synthetic")
+
         def make(index: int) -> PreferencePair:
             problem, chance = problems[index], random.Random(f"{seed}/{index}")
             return pair_of([Message("user", problem.question)], problem.solution, chance.choice(problem.wrong_solutions))

@@ -19,6 +19,7 @@ from jaxtyping import Bool, Int32
 
 from areal_jax.data.config import Files, Hub, PromptConfig, TaskSource
 from areal_jax.data.examples import ExampleSet, load_both
+from areal_jax.data.exercises import Exercise, GeneratedExercises, draw_way
 from areal_jax.data.problems import Problem
 from areal_jax.data.sources import PROMPT_FIELDS, BadRow, MadeOnDemand, Row, Skipped, dress, first_field, messages_of, read_rows
 from areal_jax.records import Message, Tokenizer
@@ -87,7 +88,9 @@ def load_examples(
 
     Args: seed: also of the answers to generated problems. max_tokens: rows with a longer example are skipped."""
 
-    def generate(problems: Sequence[Problem]) -> Sequence[SupervisedExample]:
+    def generate(problems: Sequence[Problem] | GeneratedExercises) -> Sequence[SupervisedExample]:
+        if isinstance(problems, GeneratedExercises):
+            return MadeOnDemand(len(problems), lambda index: _exercised(problems[index], index, tokenizer, prompt, seed))
         return MadeOnDemand(len(problems), lambda index: _generated(problems, index, tokenizer, prompt, seed))
 
     return load_both(
@@ -130,6 +133,14 @@ def _generated(
     if chance.random() < DRILL_SHARE:
         return encode_drill(tokenizer, draw_steps(problems, chance), prompt)
     return encode_answer(tokenizer, [Message("user", problem.question)], draw_answer(problem, chance), prompt)
+
+
+def _exercised(exercise: Exercise, index: int, tokenizer: Tokenizer, prompt: PromptConfig, seed: int) -> SupervisedExample:
+    """An example of an exercise, solved in one of its ways."""
+    way = draw_way(exercise, random.Random(f"{seed}/{index}"))
+    # What the policy says alone is learnt; what it is told is context, as in training.
+    messages = [*dress([Message("user", exercise.question)], prompt), *way]
+    return encode_conversation(tokenizer, messages, PromptConfig())[-1]
 
 
 def draw_steps(problems: Sequence[Problem], chance: random.Random) -> list[str]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
@@ -11,7 +11,8 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 import pyarrow.parquet as pq
 
 from areal_jax.data.code_tasks import as_answer, code_problem
-from areal_jax.data.config import Files, Hub, PromptConfig, Synthetic, TaskSource
+from areal_jax.data.config import Exercises, Files, Hub, PromptConfig, Synthetic, TaskSource
+from areal_jax.data.exercises import Exercise, GeneratedExercises
 from areal_jax.data.hub import NAME, fetch
 from areal_jax.data.problems import Problem, SyntheticProblems
 from areal_jax.records import Message, Task
@@ -42,7 +43,7 @@ class TaskSet(NamedTuple):
     @property
     def kinds(self) -> set[str]:
         """Of the tasks: which judges they need."""
-        return {"math"} if isinstance(self.tasks, MadeOnDemand) else {task.kind for task in self.tasks}
+        return set(self.tasks.kinds) if isinstance(self.tasks, MadeOnDemand) else {task.kind for task in self.tasks}
 
 
 class BadRow(Exception):
@@ -57,19 +58,22 @@ def load_tasks(source: TaskSource, prompt: PromptConfig) -> TaskSet:
         case Synthetic():
             problems = SyntheticProblems(source.num_tasks, source.split, source.families, source.difficulty, source.seed)
             return TaskSet(MadeOnDemand(len(problems), lambda index: _generated(problems[index], prompt)), {})
+        case Exercises():
+            exercises = generated_exercises(source)
+            return TaskSet(MadeOnDemand(len(exercises), lambda index: _exercise(exercises[index], prompt), exercises.kinds), {})
         case Files() | Hub():
             looked_for = f"the prompt in {source.prompt_field or ', '.join(PROMPT_FIELDS)}, the answer in {source.answer_field}"
             return TaskSet(*read_rows(source, lambda place, row: _task(place, row, source, prompt), "a task", looked_for))
         case _:
-            raise ValueError(f"expected Synthetic, Files or Hub, came {type(source).__name__}")
+            raise ValueError(f"expected Synthetic, Exercises, Files or Hub, came {type(source).__name__}")
 
 
 class MadeOnDemand(Sequence[T]):
     """So many things, each made when asked for."""
 
-    def __init__(self, count: int, make: Callable[[int], T]) -> None:
-        """Args: make: makes the thing at a place, from 0; the same one whenever it is asked."""
-        self._count, self._make = count, make
+    def __init__(self, count: int, make: Callable[[int], T], kinds: Collection[str] = ("math",)) -> None:
+        """Args: make: makes the thing at a place, from 0; the same one whenever it is asked. kinds: of tasks."""
+        self._count, self._make, self.kinds = count, make, kinds
 
     def __len__(self) -> int:
         return self._count
@@ -81,6 +85,16 @@ class MadeOnDemand(Sequence[T]):
     def __getitem__(self, index: int | slice) -> T | list[T]:
         places = range(self._count)[index]
         return self._make(places) if isinstance(places, int) else [self._make(place) for place in places]
+
+
+def generated_exercises(source: Exercises) -> GeneratedExercises:
+    """The exercises that the settings describe."""
+    return GeneratedExercises(source.num_tasks, source.split, source.families, source.seed)
+
+
+def _exercise(exercise: Exercise, prompt: PromptConfig) -> Task:
+    messages = dress([Message("user", exercise.question)], prompt)
+    return Task(exercise.id, messages, exercise.answer, exercise.kind, exercise.family)
 
 
 def _generated(problem: Problem, prompt: PromptConfig) -> Task:
@@ -195,6 +209,7 @@ def _rows_of_lines(lines: Iterable[str]) -> Iterator[object]:
 
 
 def _task(id: str, row: Row, source: Files | Hub, prompt: PromptConfig) -> Task:
+    _check_success_rate(row, source)
     try:
         problem = code_problem(row)
     except ValueError as error:
@@ -205,6 +220,20 @@ def _task(id: str, row: Row, source: Files | Hub, prompt: PromptConfig) -> Task:
     messages = messages_of(first_field(row, (source.prompt_field,) if source.prompt_field else PROMPT_FIELDS))
     answer = _answer(_field(row, source.answer_field))
     return Task(id, dress(messages, prompt), answer, family=_family(row))
+
+
+def _check_success_rate(row: Row, source: Files | Hub) -> None:
+    """BadRow where the source has bounds and the row is not known to lie between them."""
+    above, below = source.success_rate_above, source.success_rate_below
+    if above is None and below is None:
+        return
+    rate = _field(row, source.success_rate_field)
+    if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
+        raise BadRow(f"no {source.success_rate_field} from 0 to 1")
+    if above is not None and rate <= above:
+        raise BadRow(f"solved as seldom as {above:g} or less")
+    if below is not None and rate >= below:
+        raise BadRow(f"solved as often as {below:g} or more")
 
 
 def _family(row: Row) -> str:

@@ -17,7 +17,7 @@ import numpy as np
 
 from areal_jax.engine.decode import MAX_ALTERNATIVES, MAX_STOP_TOKENS, DecodeEngine, Drawing, Drawn
 from areal_jax.engine.memory import Filling, Memory
-from areal_jax.engine.slots import SlotTable, nothing_drawn, since
+from areal_jax.engine.slots import SlotTable, nothing_drawn
 from areal_jax.records import (
     NO_VERSION,
     Completion,
@@ -36,6 +36,12 @@ Event: TypeAlias = Callable[[str, float, float, Mapping[str, int | float]], None
 # How long the idle thread sleeps before it looks again at its queue (while it waits for weights), and at its deadlines.
 _GLANCE_S, _NAP_S = 0.01, 1.0
 _CLOSE_TIMEOUT_S = 60.0
+
+TOTALS = (
+    *("tokens", "dispatches", "swaps", "requests", "prefill_tokens", "recompute_tokens", "preemptions", "wait_s"),
+    *("tokens_per_s", "compilations"),
+)
+"""Measures of which those of several drivers add up to one of all; the others are means."""
 
 T = TypeVar("T")
 
@@ -147,6 +153,11 @@ class Driver:
         # request. A daemon, so that an error elsewhere can end the process.
         self._thread = threading.Thread(target=self._run, name="decode-driver", daemon=True)
 
+    @property
+    def num_slots(self) -> int:
+        """Sequences that it decodes at the same time."""
+        return self._config.num_slots
+
     def start(self) -> None:
         """Start answering."""
         self._thread.start()
@@ -233,8 +244,7 @@ class Driver:
             programs = self._engine.num_programs
             compiled, self._programs_before = programs - self._programs_before, programs
         totals = {name: (total, weight) for name, (total, weight) in sums.items()}
-        counts = ("tokens", "dispatches", "swaps", "requests", "prefill_tokens", "recompute_tokens", "preemptions", "wait_s")
-        totals |= {name: (totals.get(name, (0.0, 0.0))[0], 1.0) for name in counts}
+        totals |= {name: (totals.get(name, (0.0, 0.0))[0], 1.0) for name in TOTALS}
         return totals | {"tokens_per_s": (totals["tokens"][0], elapsed_s), "compilations": (float(compiled), 1.0)}
 
     # The asyncio thread's side.
@@ -585,7 +595,7 @@ class Driver:
             reason = "suspended" if drawn.active[slot] else _reason(drawn, slot)
             completion, told = self._table.completion(slot, reason), job.num_told.get(sample, 0)
             if len(completion.tokens) > told:
-                news.append(Progress(sample, since(completion, told)))
+                news.append(Progress(sample, completion.between(told)))
                 job.num_told[sample] = len(completion.tokens)
 
         def tell() -> None:

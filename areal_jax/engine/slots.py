@@ -34,18 +34,6 @@ def nothing_drawn() -> Completion:
     return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "suspended")
 
 
-def since(completion: Completion, start: int) -> Completion:
-    """The tokens of a completion from `start` on."""
-    told = completion.alternatives
-    return Completion(
-        completion.tokens[start:],
-        completion.logp[start:],
-        completion.versions[start:],
-        completion.stop_reason,
-        told and Alternatives(told.tokens[start:], told.logp[start:]),
-    )
-
-
 class SlotTable:
     """Who sits in which slot, how far each is, and the log of all dispatches, from which completions are read.
 

@@ -5,20 +5,23 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from hashlib import blake2b
 from statistics import fmean
+from typing import TypeVar
 
 import numpy as np
 from jaxtyping import Int32
 
+from areal_jax.evaluation.figures import standard_error, wilson_interval
 from areal_jax.records import (
     Completion,
     Engine,
     EngineStopped,
     Judge,
+    OnProgress,
     Request,
     Sample,
     Sampling,
@@ -30,11 +33,10 @@ from areal_jax.records import (
 
 logger = logging.getLogger(__name__)
 
+T = TypeVar("T")
+
 MAX_RUNNING_TASKS = 64
 """Tasks evaluated at the same time: enough to fill an engine, few enough to leave it to training between them."""
-
-Z_95 = 1.959964
-"""A normal variable lies within so many standard deviations of its mean 95 % of the time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +44,7 @@ class Evaluation:
     """What one version is worth, as JSON can hold it."""
 
     version: int
-    """Asked for; the tokens may be of later versions, for training goes on."""
+    """Asked for; where newer weights may come, tokens may be of later versions."""
     pass_at_1: float
     """Share of correct answers: the mean over tasks of the mean over a task's samples."""
     standard_error: float
@@ -89,56 +91,90 @@ async def evaluate(
         raise ValueError("expected tasks to evaluate on, came none")
     clock = asyncio.get_running_loop().time
     began_s = clock()
+    found = dict[int, tuple[Sample, ...]]()
+    failures = await answer_all(
+        enumerate(tasks),
+        lambda place, task: workflow(task, EvaluationCalls(engine, version, sampling, seed, place), judge),
+        lambda place, task, samples: found.update({place: samples}),
+        name=f"evaluation of version {version}",
+        max_running=max_running,
+    )
+    sampled = [(task, found[place]) for place, task in enumerate(tasks) if found.get(place)]
+    if not sampled:
+        last = list(failures.values())[-1]
+        raise RuntimeError(f"evaluation of version {version}: all {len(tasks)} tasks failed, the last: {last}") from last
+    return summarize(version, sampled, Counter(type(error).__name__ for error in failures.values()), clock() - began_s)
+
+
+async def answer_all(
+    tasks: Iterable[tuple[int, Task]],
+    answer: Callable[[int, Task], Awaitable[T]],
+    told: Callable[[int, Task, T], None],
+    *,
+    name: str,
+    max_running: int = MAX_RUNNING_TASKS,
+) -> dict[int, Exception]:
+    """Have every task answered, each with its place, and `told` as soon as it is; what others failed with, by place.
+
+    A failure is logged under `name`. EngineStopped ends all at once, and so does what `told` raises."""
     # Bounds what is asked of the engine at a time; each answer has the engine's and the judge's deadline.
     places = asyncio.Semaphore(max_running)
-    failures = list[Exception]()
+    failures = dict[int, Exception]()
 
-    async def answer(place: int, task: Task) -> tuple[Sample, ...]:
+    async def one(place: int, task: Task) -> None:
         async with places:
             try:
-                return await workflow(task, EvaluationCalls(engine, version, sampling, seed, place), judge)
+                found = await answer(place, task)
             except Exception as error:
                 cause = first_error(error)
                 if isinstance(cause, EngineStopped):
                     raise cause from None
-                logger.warning("evaluation of version %d, task %s: %s", version, task.id, cause, exc_info=cause)
-                failures.append(cause)
-                return ()
+                logger.warning("%s, task %s: %s", name, task.id, cause, exc_info=cause)
+                failures[place] = cause
+                return
+        told(place, task, found)
 
     try:
         async with asyncio.TaskGroup() as answering:
-            answers = [answering.create_task(answer(place, task)) for place, task in enumerate(tasks)]
+            for place, task in tasks:
+                answering.create_task(one(place, task))
     except ExceptionGroup as errors:
         raise first_error(errors) from None
-    sampled = [(task, samples.result()) for task, samples in zip(tasks, answers, strict=True) if samples.result()]
-    if not sampled:
-        raise RuntimeError(
-            f"evaluation of version {version}: all {len(tasks)} tasks failed, the last: {failures[-1]}"
-        ) from failures[-1]
-    return summarize(version, sampled, Counter(type(error).__name__ for error in failures), clock() - began_s)
+    return failures
 
 
 @dataclass(slots=True)
 class EvaluationCalls:
-    """The `generate` of one task. Its requests are told apart from training's by their ids."""
+    """The `generate` of one task. Its requests are told apart from training's by their ids.
+
+    A call is named after its prompt, so that turns which go on side by side are drawn the same whichever comes first."""
 
     engine: Engine
     version: int
     sampling: Sampling
     seed: int
     place: int
-    num_calls: int = 0
+    asked: Counter[str] = field(default_factory=Counter)
 
-    async def __call__(self, prompt_tokens: Int32[np.ndarray, "P"], num_samples: int) -> list[Completion]:
-        call = f"{self.place}.{self.num_calls}"
-        self.num_calls += 1
+    async def __call__(
+        self,
+        prompt_tokens: Int32[np.ndarray, "P"],
+        num_samples: int,
+        *,
+        max_new_tokens: int | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> list[Completion]:
+        prompt = blake2b(prompt_tokens.tobytes(), digest_size=6).hexdigest()
+        call = f"{self.place}.{prompt}.{self.asked[prompt]}"
+        self.asked[prompt] += 1
         request = Request(
             id=f"eval-{self.version}-{call}",
             prompt_tokens=prompt_tokens,
             num_samples=num_samples,
-            sampling=self.sampling,
+            sampling=self.sampling if max_new_tokens is None else replace(self.sampling, max_new_tokens=max_new_tokens),
             seed=derive_seed(self.seed, f"eval-{call}"),
             min_version=self.version,
+            on_progress=on_progress,
         )
         return await self.engine.submit(request)
 
@@ -169,17 +205,3 @@ def summarize(
         versions=(int(drawn.min()), int(drawn.max())),
         seconds=seconds,
     )
-
-
-def standard_error(scores: Sequence[float]) -> float:
-    """Standard deviation of the scores' mean, sqrt(sum (x - mean)^2 / (n (n - 1))); 0 for a single one."""
-    mean, n = fmean(scores), len(scores)
-    return math.sqrt(sum((score - mean) ** 2 for score in scores) / (n * (n - 1))) if n > 1 else 0.0
-
-
-def wilson_interval(share: float, error: float, num_tasks: int) -> tuple[float, float]:
-    """Wilson's 95 % interval of a share, for as many yes-or-no tasks as would have this standard error."""
-    n = share * (1 - share) / error**2 if error else num_tasks
-    centre = (share + Z_95**2 / (2 * n)) / (1 + Z_95**2 / n)
-    half = Z_95 / (1 + Z_95**2 / n) * math.sqrt(share * (1 - share) / n + Z_95**2 / (4 * n**2))
-    return max(0.0, centre - half), min(1.0, centre + half)

@@ -204,6 +204,27 @@ class ModelConfig:
             head = 0 if self.tie_word_embeddings else self.vocab_size * width
         return self.vocab_size * width + self.num_hidden_layers * layer + width + head
 
+    @property
+    def multiplied_params(self) -> int:
+        """Parameters that one token is multiplied by: its experts' alone, the head's among them, and of the embedding none."""
+        heads, width, moe = self.num_attention_heads + self.num_key_value_heads, self.hidden_size, self.moe
+        if moe is None:
+            mlp = 3 * width * self.intermediate_size
+        else:
+            mlp = width * moe.num_experts + 3 * width * moe.moe_intermediate_size * moe.num_experts_per_tok
+        head = width if self.is_scalar else self.vocab_size * width
+        return self.num_hidden_layers * (2 * width * heads * self.head_dim + mlp) + head
+
+    @property
+    def attention_width(self) -> int:
+        """Layers x heads x head size: a query with a key that it sees takes 4 times as many operations, in an update 12."""
+        return self.num_hidden_layers * self.num_attention_heads * self.head_dim
+
+    @property
+    def cached_per_token(self) -> int:
+        """Numbers that one token leaves in the KV caches."""
+        return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
+
 
 def _with_readout(architecture: Family, readout: Readout) -> str:
     return architecture.replace("CausalLM", readout)

@@ -13,6 +13,7 @@ from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx, traverse_util
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Int, PRNGKeyArray
@@ -118,7 +119,7 @@ class Policy:
             counted: tokens whose routing is summed; None sums none.
         """
         config = self.config
-        angles = rope.angles(positions, config.head_dim, config.rope_theta, config.rope_scaling)
+        angles = _angles(config, positions)
 
         def run_layer(
             x: Array, layer_and_cache: tuple[Params, LayerCache], window: int | None = None
@@ -376,6 +377,15 @@ def _rms_norm(x: Float[Array, "*B D"], scale: Float[Array, "D"], eps: float) -> 
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * scale.astype(jnp.float32)).astype(x.dtype)
+
+
+def _angles(config: ModelConfig, positions: Int[Array, "B T"]) -> tuple[Float[Array, "B T 1 h"], Float[Array, "B T 1 h"]]:
+    """cos and sin of position · frequency, times yarn's attention factor."""
+    frequencies = rope.frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
+    # Angles stay in float32: bfloat16 rounds position 257 to 256.
+    turned = positions[:, :, None, None].astype(jnp.float32) * frequencies.astype(np.float32)
+    cos, sin, growth = jnp.cos(turned), jnp.sin(turned), rope.growth(config.rope_scaling)
+    return (cos, sin) if growth == 1 else (cos * growth, sin * growth)
 
 
 def _rotate(x: Float[Array, "B T N H"], angles: tuple[Array, Array]) -> Float[Array, "B T N H"]:

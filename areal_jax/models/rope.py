@@ -11,9 +11,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, TypeAlias
 
-import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float, Float64, Int
+from jaxtyping import Float64
 
 
 @dataclass(frozen=True)
@@ -95,17 +94,14 @@ def to_hf(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": written}
 
 
-def angles(
-    positions: Int[Array, "B T"], head_dim: int, theta: float, scaling: RopeScaling | None
-) -> tuple[Float[Array, "B T 1 h"], Float[Array, "B T 1 h"]]:
-    """cos and sin of position · frequency, times yarn's attention factor."""
-    frequencies = _scaled(theta ** (-np.arange(0, head_dim, 2) / head_dim), theta, scaling)
-    # Angles stay in float32: bfloat16 rounds position 257 to 256.
-    turned = positions[:, :, None, None].astype(jnp.float32) * frequencies.astype(np.float32)
-    cos, sin = jnp.cos(turned), jnp.sin(turned)
-    if isinstance(scaling, Yarn):
-        cos, sin = cos * scaling.attention_factor, sin * scaling.attention_factor
-    return cos, sin
+def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Float64[np.ndarray, "_"]:
+    """By which a position turns every pair of a head's dimensions."""
+    return _scaled(theta ** (-np.arange(0, head_dim, 2) / head_dim), theta, scaling)
+
+
+def growth(scaling: RopeScaling | None) -> float:
+    """What cos and sin are multiplied by: yarn's attention factor."""
+    return scaling.attention_factor if isinstance(scaling, Yarn) else 1.0
 
 
 def _scaled(frequencies: Float64[np.ndarray, "_"], theta: float, scaling: RopeScaling | None) -> Float64[np.ndarray, "_"]:
@@ -133,7 +129,7 @@ def _scaled(frequencies: Float64[np.ndarray, "_"], theta: float, scaling: RopeSc
 def _attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
     """What q and k grow by where a file does not say (YaRN, equation 22, as transformers applies it)."""
 
-    def growth(scale: float) -> float:
+    def of(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0
 
-    return growth(mscale) / growth(mscale_all_dim) if mscale and mscale_all_dim else growth(1.0)
+    return of(mscale) / of(mscale_all_dim) if mscale and mscale_all_dim else of(1.0)

@@ -55,3 +55,20 @@ class RewardConfig:
         "not; it returns a bool, or a number from 0 to 1 for a reward between wrong and correct; none: mathematics, programs",
     )
     sandbox: SandboxConfig = chz.field(default_factory=SandboxConfig, doc="where programs are run")
+
+
+@chz.chz
+class ToolsConfig:
+    """Tools that a policy may call. They work in judging processes, with the limits of rewards.sandbox for programs."""
+
+    names: tuple[str, ...] = chz.field(
+        default=("calculator",), doc="comma-separated: calculator, python (a program, sandboxed), search (in your documents)"
+    )
+    timeout_s: float = chz.field(default=10.0, doc="a call without result by then is killed, and the policy is told so")
+    max_output_chars: int = chz.field(default=2000, doc="what a tool puts out is cut after so many characters")
+    documents: str | None = chz.field(
+        default=None,
+        doc="what search looks in: a file or a folder of .txt, .md and .jsonl (field text, and title where there is one), or "
+        "facts, the made-up ones that tasks=Facts asks for",
+    )
+    num_results: int = chz.field(default=3, doc="passages that a search finds")

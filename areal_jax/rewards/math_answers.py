@@ -76,6 +76,12 @@ def plain_integer(answer: str) -> str | None:
     return f"-{digits}" if sign in ("-", "−") and digits != "0" else digits
 
 
+def canonical(answer: str) -> str:
+    """A form that spellings of one answer share, as far as text alone can tell: what votes for an answer are counted by."""
+    bare = _bare(answer)
+    return plain_integer(answer) or (_folded(bare) if _WORDS.fullmatch(bare) else "".join(bare.split()))
+
+
 def compare_plainly(answer: str, reference: str) -> bool | None:
     """Whether the two are the same where text alone can tell: equal text, integers, words, numbers in a base that is named.
     None: mathematics must tell."""

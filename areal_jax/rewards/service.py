@@ -1,4 +1,6 @@
-"""The reward service: judging processes with a deadline for each answer, killed with all their children when it passes."""
+"""The reward service: judging processes with a deadline for each answer, killed with all their children when it passes.
+
+What a policy calls tools for is done there too: it is as little to be trusted."""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ import socket
 import subprocess
 import sys
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from contextlib import asynccontextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -20,8 +22,8 @@ from typing import Any, Self
 import chz
 import psutil
 
-from areal_jax.records import Task, Verdict, VerdictKind
-from areal_jax.rewards.config import RewardConfig
+from areal_jax.records import Task, ToolResult, Verdict, VerdictKind
+from areal_jax.rewards.config import RewardConfig, ToolsConfig
 from areal_jax.rewards.processes import ending, has_ended, kill_tree, lower_priority
 
 logger = logging.getLogger(__name__)
@@ -44,6 +46,12 @@ GRACE_S = 0.5
 
 KILL_TIMEOUT_S = 10.0
 
+MAX_LINE_BYTES = 16 << 20
+"""No answer of a judging process may be longer."""
+
+KINDS = ("math", "code", "countdown")
+"""Of tasks for which there are judges."""
+
 
 class CannotStart(RuntimeError):
     """No judging process could be started: the machine's fault, not the answer's."""
@@ -58,8 +66,8 @@ class Nursery:
 
     One request at a time, each with its answer. It is started when it is needed, and again after it died."""
 
-    def __init__(self, config: RewardConfig, kinds: Collection[str]) -> None:
-        self._settings = json.dumps({**chz.asdict(config), "kinds": list(kinds)})
+    def __init__(self, config: RewardConfig, kinds: Collection[str], tools: ToolsConfig | None) -> None:
+        self._settings = json.dumps({**chz.asdict(config), "kinds": list(kinds), "tools": tools and chz.asdict(tools)})
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._lines: asyncio.StreamReader | None = None
@@ -185,16 +193,15 @@ class Worker:
             pid, ours = await self._nursery.fork()
             # What has this id can be told from what may have it later.
             self._process, self._number = psutil.Process(pid), 0
-            self._lines, self._requests = await asyncio.open_connection(sock=ours)
+            self._lines, self._requests = await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES)
 
-    async def ask(self, task: Task, text: str, timeout_s: float) -> Verdict:
-        """Judge one answer. TimeoutError when it takes too long, EOFError when the process dies, Unprepared when it lacks
-        computer algebra; the process must then be killed."""
+    async def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
+        """Judge one answer, or use a tool. TimeoutError when it takes too long, EOFError when the process dies, Unprepared when
+        it lacks computer algebra; the process must then be killed."""
         assert self._requests is not None and self._lines is not None
         self._number += 1
-        request = {"number": self._number, "task": asdict(task), "text": text}
         async with asyncio.timeout(timeout_s):
-            self._requests.write(json.dumps(request).encode() + b"\n")
+            self._requests.write(json.dumps({"number": self._number, **request}).encode() + b"\n")
             with suppress(ConnectionError):
                 # If the process died reading, the end of its lines says so.
                 await self._requests.drain()
@@ -203,7 +210,7 @@ class Worker:
             raise EOFError(f"the judging process answered request {reply['number']} instead of {self._number}")
         if "unprepared" in reply:
             raise Unprepared
-        return Verdict(reply["kind"], reply["detail"], reply["score"])
+        return reply
 
     @property
     def is_running(self) -> bool:
@@ -269,21 +276,27 @@ class RewardService:
     started it is `infrastructure`, which says nothing of the answer.
     """
 
-    def __init__(self, config: RewardConfig, kinds: Collection[str] = ("math",)) -> None:
-        """Args: kinds: of the tasks that will be judged; "math" and "code" are known, a function of one's own judges any."""
+    def __init__(self, config: RewardConfig, kinds: Collection[str] = ("math",), tools: ToolsConfig | None = None) -> None:
+        """
+        Args:
+            kinds: of the tasks that will be judged; those of KINDS are known, a function of one's own judges any.
+            tools: what can be used besides.
+        """
         if config.num_workers < 1 or config.timeout_s <= 0:
             raise ValueError(
                 f"expected rewards.num_workers >= 1 and rewards.timeout_s > 0, came {config.num_workers} and {config.timeout_s}"
             )
-        if config.function is None and (unknown := set(kinds) - {"math", "code"}):
+        if config.function is None and (unknown := set(kinds) - set(KINDS)):
             raise ValueError(f"no judge for tasks of kind {', '.join(sorted(unknown))}; set rewards.function to one of yours")
-        self.config, self._kinds = config, kinds
+        self.config, self.tools, self._kinds = config, tools, kinds
         self.verdicts = Counter[VerdictKind]()
+        self.tool_results = Counter[str]()
+        """By tool and outcome, TOOL/OUTCOME."""
         self.judged_s = 0.0
         """Time that answers spent being judged, waiting for a place not included."""
         self.num_set_aside = 0
         """Answers that made way for others because they took long."""
-        self._nursery = Nursery(config, kinds)
+        self._nursery = Nursery(config, kinds, tools)
         # Workers that judge nothing now; the last one put is the first taken, so that few processes stay warm.
         self._idle = list[Worker]()
         # A place for each answer being judged, given in order of asking. An answer that takes long gives its place up for one
@@ -308,13 +321,31 @@ class RewardService:
                 f"task {task.id}: no judge for tasks of kind {task.kind!r}, this service judges {', '.join(self._kinds)}; "
                 "set rewards.function to one of yours"
             )
+        # Programs have limits of their own, and so much to do that more of them at a time would only make all late.
+        makes_way = task.kind != "code" or self.config.function is not None
+        found = await self._done({"task": asdict(task), "text": answer}, self.config.timeout_s, makes_way)
+        verdict = Verdict(found["kind"], found["detail"], found.get("score"))
+        self.verdicts[verdict.kind] += 1
+        return verdict
+
+    async def use(self, tool: str, argument: str) -> ToolResult:
+        """Use a tool; cancelling the call kills the process that does. What hangs or kills its process is told the policy."""
+        if self.tools is None or tool not in self.tools.names:
+            raise ValueError(f"no tool {tool!r}; this service has {', '.join(self.tools.names) if self.tools else 'none'}")
+        found = await self._done({"tool": tool, "text": argument}, self.tools.timeout_s, tool != "python")
+        result = ToolResult(found["kind"], found["text"] if "text" in found else f"Error: {found['detail']}")
+        self.tool_results[f"{tool}/{result.kind}"] += 1
+        return result
+
+    async def _done(self, request: Mapping[str, Any], timeout_s: float, makes_way: bool) -> dict[str, Any]:
+        """What a process answers a request, or why there is no answer: {"kind", "detail"}."""
         await self._places.acquire()
         holding = [self._places]
         worker = self._idle.pop() if self._idle else Worker(self._nursery)
         clock = asyncio.get_running_loop().time
         began_s = clock()
         try:
-            verdict = await self._judge(worker, holding, task, answer)
+            found = await self._asked(worker, holding, request, timeout_s, makes_way)
             if worker.is_worn or holding != [self._places] or len(self._idle) >= self.config.num_workers:
                 await worker.kill()
         finally:
@@ -322,8 +353,7 @@ class RewardService:
             if worker.is_running:
                 self._idle.append(worker)
             holding[0].release()
-        self.verdicts[verdict.kind] += 1
-        return verdict
+        return found
 
     @asynccontextmanager
     async def _making_way(self, worker: Worker, holding: list[asyncio.Semaphore]) -> AsyncIterator[None]:
@@ -344,38 +374,48 @@ class RewardService:
             if making_way is not None:
                 making_way.cancel()
 
-    async def _judge(self, worker: Worker, holding: list[asyncio.Semaphore], task: Task, answer: str) -> Verdict:
-        # Programs have limits of their own, and so much to do that more of them at a time would only make all late.
-        is_program = task.kind == "code" and self.config.function is None
+    async def _asked(
+        self,
+        worker: Worker,
+        holding: list[asyncio.Semaphore],
+        request: Mapping[str, Any],
+        timeout_s: float,
+        makes_way: bool,
+    ) -> dict[str, Any]:
         deaths = list[str]()
         while len(deaths) < ATTEMPTS:
             try:
                 await worker.start()
-                async with nullcontext() if is_program else self._making_way(worker, holding):
-                    return await worker.ask(task, answer, self.config.timeout_s)
+                async with self._making_way(worker, holding) if makes_way else nullcontext():
+                    return await worker.ask(request, timeout_s)
             except Unprepared:
                 await worker.kill()
                 failure = await self._nursery.prepare()
                 if failure:
-                    return Verdict("infrastructure", failure)
+                    return {"kind": "infrastructure", "detail": failure}
             except CannotStart as error:
                 await worker.kill()
-                return Verdict("infrastructure", str(error))
+                return {"kind": "infrastructure", "detail": str(error)}
             except TimeoutError:
                 await worker.kill()
-                return Verdict("timeout", f"no verdict within rewards.timeout_s={self.config.timeout_s:g} s")
+                late = f"no result within {timeout_s:g} s"
+                if "task" in request:
+                    late = f"no verdict within rewards.timeout_s={timeout_s:g} s"
+                return {"kind": "timeout", "detail": late}
             except EOFError as error:
                 deaths.append(f"{error} ({await worker.kill(GRACE_S)})")
             except BaseException:
                 await worker.kill()
                 raise
-        logger.warning("judging an answer to task %s: the process died %d times: %s", task.id, ATTEMPTS, deaths[-1])
-        return Verdict("crashed", deaths[-1])
+        what = f"using {request['tool']}" if "tool" in request else f"judging an answer to task {request['task']['id']}"
+        logger.warning("%s: the process died %d times: %s", what, ATTEMPTS, deaths[-1])
+        return {"kind": "crashed", "detail": deaths[-1]}
 
     def counters(self) -> dict[str, float]:
         """Counts and seconds since the service began."""
         return {
             **{f"verdict/{kind}": float(number) for kind, number in sorted(self.verdicts.items())},
+            **{f"tool/{name}": float(number) for name, number in sorted(self.tool_results.items())},
             "judged_s": self.judged_s,
             "set_aside": float(self.num_set_aside),
             "worker_starts": float(self._nursery.num_forks),

@@ -6,14 +6,13 @@ fork, or {"error"} when it never will; then {"pid"}, {} or {"error"}, {"returnco
 
 A judging process over its socket. In: {"number", "task", "text"}. Out: {"number", "kind", "detail", "score"}, or
 {"number", "unprepared"}: it needs computer algebra, which takes a second to import; `prepare` does so once, for all that is
-forked later.
+forked later. Or in: {"number", "tool", "text"}, to use a tool. Out: {"number", "kind", "text"}.
 """
 
 from __future__ import annotations
 
 import asyncio
 import importlib
-import importlib.util
 import inspect
 import json
 import os
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from areal_jax.rewards.functions import load_function
 from areal_jax.rewards.math_answers import compare_plainly, compare_symbolically, extract_answer
 
 MEMORY_BYTES = 4 << 30
@@ -51,6 +51,7 @@ class Unprepared(Exception):
 
 
 Judge = Callable[[dict[str, Any], str], Finding]
+Tools = dict[str, Callable[[str], tuple[str, str]]]
 
 
 def main() -> None:
@@ -66,10 +67,12 @@ def main() -> None:
     try:
         judge = _own_judge(settings["function"]) if settings["function"] else _judge_by_kind(settings)
         judge = judge if settings["form"] is None else _in_form(re.compile(settings["form"], re.DOTALL), judge)
+        tools = _tools(settings) if settings["tools"] else {}
     except Exception as error:
         traceback.print_exc()
         given = " ".join(f"rewards.{name}={settings[name]}" for name in ("function", "form") if settings[name])
-        _say(control, {"error": f"{given}: {type(error).__name__}: {error}".removeprefix(": ")})
+        given += f" workflow.tools.names={','.join(settings['tools']['names'])}" if settings["tools"] else ""
+        _say(control, {"error": f"{given.strip()}: {type(error).__name__}: {error}".removeprefix(": ")})
         return
     _say(control, {"status": "ready"})
     nursery_pid, own_children = os.getpid(), {process.pid for process in psutil.Process().children()}
@@ -85,7 +88,7 @@ def main() -> None:
                     # A group to be killed as one, but no session: priorities count among processes of one session.
                     os.setpgrp()
                     _end_with(nursery_pid)
-                    return _serve(socket.socket(fileno=files[0]), judge)
+                    return _serve(socket.socket(fileno=files[0]), judge, tools, settings)
                 os.close(files[0])
                 own_children.add(pid)
                 _say(control, {"pid": pid})
@@ -140,12 +143,26 @@ def _prepare() -> dict[str, object]:
     return {}
 
 
-def _serve(connection: socket.socket, judge: Judge) -> None:
-    """Judge what is asked until the connection ends."""
+def _serve(connection: socket.socket, judge: Judge, tools: Tools, settings: dict[str, Any]) -> None:
+    """Judge what is asked, and use the tools that are called for, until the connection ends."""
     with connection, connection.makefile("r", encoding="utf-8") as requests:
         for line in requests:
             request = json.loads(line)
-            _say(connection, {"number": request["number"], **_judged(judge, request["task"], request["text"])})
+            if "tool" in request:
+                found = _used(tools[request["tool"]], request["text"], settings["tools"]["max_output_chars"])
+            else:
+                found = _judged(judge, request["task"], request["text"])
+            _say(connection, {"number": request["number"], **found})
+
+
+def _used(use: Callable[[str], tuple[str, str]], argument: str, max_output_chars: int) -> dict[str, object]:
+    """What a tool puts out, cut to its length. One that fails is the machine's fault: what calls do wrong, tools say."""
+    try:
+        kind, text = use(argument)
+    except Exception as error:
+        traceback.print_exc()
+        kind, text = "infrastructure", _named(error)
+    return {"kind": kind, "text": text if len(text) <= max_output_chars else text[:max_output_chars] + " ..."}
 
 
 def _judged(judge: Judge, task: dict[str, Any], text: str) -> dict[str, object]:
@@ -166,7 +183,7 @@ def _judged(judge: Judge, task: dict[str, Any], text: str) -> dict[str, object]:
 
 def _judge_by_kind(settings: dict[str, Any]) -> Judge:
     """The judges of the kinds of tasks there are. SandboxUnavailable where programs are among them and cannot be run."""
-    judges: dict[str, Judge] = {"math": _math_judge(settings["accept_plain"])}
+    judges: dict[str, Judge] = {"math": _math_judge(settings["accept_plain"]), "countdown": _countdown_judge}
     if "code" in settings["kinds"]:
         judges["code"] = _code_judge(settings["sandbox"], settings["timeout_s"])
     return lambda task, text: judges[task["kind"]](task, text)
@@ -191,6 +208,12 @@ def _math_judge(accept_plain: bool) -> Judge:
     return judge
 
 
+def _countdown_judge(task: dict[str, Any], text: str) -> Finding:
+    from areal_jax.rewards.countdown import judge
+
+    return Finding(*judge(task["answer"], text))
+
+
 def _code_judge(sandbox: dict[str, Any], timeout_s: float) -> Judge:
     # What judges mathematics is not to wait for these imports.
     from areal_jax.data.code_tasks import tests_of
@@ -212,22 +235,26 @@ def _code_judge(sandbox: dict[str, Any], timeout_s: float) -> Judge:
     return judge
 
 
+def _tools(settings: dict[str, Any]) -> Tools:
+    """The tools that a policy may call. What they search in is read once, for all processes that are forked."""
+    from areal_jax.rewards.config import SandboxConfig
+    from areal_jax.rewards.tools import make_tools
+
+    given = settings["tools"]
+    return make_tools(
+        given["names"],
+        given["documents"],
+        given["num_results"],
+        SandboxConfig(**settings["sandbox"]),
+        PATIENCE * given["timeout_s"],
+    )
+
+
 def _own_judge(function: str) -> Judge:
     """The function called FILE.py:NAME or MODULE:NAME."""
     from areal_jax.records import Message, Task
 
-    where, _, name = function.rpartition(":")
-    if where.endswith(".py"):
-        spec = importlib.util.spec_from_file_location("own_judge", where)
-        if spec is None or spec.loader is None:
-            raise ValueError(f"{where} is no Python file")
-        module = importlib.util.module_from_spec(spec)
-        # chz looks the module up when it reads the annotations of classes that the file defines.
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(where)
-    own: Callable[[Task, str], object] = getattr(module, name)
+    own: Callable[[Task, str], object] = load_function(function)
     loops = list[asyncio.Runner]()
 
     def judge(task: dict[str, Any], text: str) -> Finding:

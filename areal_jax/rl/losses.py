@@ -165,8 +165,8 @@ def interpolated_proximal(
 
 
 def second_moment_mask(
-    log_weight: Float[np.ndarray, "T"], mask: Bool[np.ndarray, "T"], max_second_moment: float
-) -> Bool[np.ndarray, "T"]:
+    log_weight: Float[Array | np.ndarray, "T"], mask: Bool[Array | np.ndarray, "T"], max_second_moment: float
+) -> Bool[Array | np.ndarray, "T"]:
     """The tokens that M2PO keeps (arXiv:2510.01161, section 4): without those furthest from the policy that drew them, the mean
     of log_weight² over the rest is at most `max_second_moment`.
 
@@ -175,13 +175,13 @@ def second_moment_mask(
     Args:
         log_weight: log(proximal/behave) of every token.
     """
-    squares = np.where(mask, log_weight.astype(np.float64), np.inf) ** 2
-    order = np.argsort(squares, kind="stable")[: int(mask.sum())]
-    means = np.cumsum(squares[order]) / np.arange(1, len(order) + 1)
-    # Sorted, the means only grow.
-    kept = np.zeros(mask.shape, bool)
-    kept[order[means <= max_second_moment]] = True
-    return kept
+    # On the host or, inside of a program, on the device.
+    xp = log_weight.__array_namespace__()
+    squares = xp.where(mask, log_weight, xp.inf) ** 2
+    order = xp.argsort(squares, stable=True)
+    means = xp.cumsum(squares[order]) / xp.arange(1, len(order) + 1)
+    # Sorted, the means only grow; those with a token outside the mask are infinite.
+    return (means <= max_second_moment)[xp.argsort(order)]
 
 
 def _behave_weight(

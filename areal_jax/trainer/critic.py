@@ -42,10 +42,10 @@ def critic_learner(
 ) -> Learner:
     """A learner of returns; `params` are copied."""
 
-    def objective(values: Array, old_values: Array, batch: DeviceBatch, num_tokens: Float[Array, ""]) -> PolicyLoss:
+    def objective(values: Array, batch: DeviceBatch, num_tokens: Float[Array, ""], _: Array) -> PolicyLoss:
         return value_loss(
             values_before(values, batch.segment_ids),
-            values_before(old_values, batch.segment_ids),
+            values_before(batch.proximal_logp, batch.segment_ids),
             batch.advantages,
             batch.loss_mask,
             clip_eps=config.critic.value_clip_eps,

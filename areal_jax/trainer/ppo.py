@@ -9,6 +9,7 @@ from itertools import chain
 from typing import NamedTuple, TypeAlias, TypeVar
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 from jax.typing import DTypeLike
@@ -114,25 +115,35 @@ class Trainer(Versions):
             case _:
                 proximal = "recompute"
 
-        def objective(logp: Array, proximal_logp: Array, batch: DeviceBatch, num_tokens: Float[Array, ""]) -> PolicyLoss:
+        def objective(
+            logp: Array, batch: DeviceBatch, num_tokens: Float[Array, ""], proximal_is_current: Bool[Array, ""]
+        ) -> PolicyLoss:
             match proximal:
+                case "recompute":
+                    proximal_logp = jnp.where(proximal_is_current, jax.lax.stop_gradient(logp), batch.proximal_logp)
                 case "interpolate":
                     proximal_logp = interpolated_proximal(logp, batch.behave_logp, batch.age)
                 case "behave":
                     proximal_logp = batch.behave_logp
+            mask, metrics = batch.loss_mask, {}
+            if isinstance(config.loss, M2PO):
+                near = _near(config.loss, proximal_logp, batch.behave_logp, mask)
+                mask = jnp.where(proximal_is_current, near, mask)
+                counts = jnp.stack([near.sum(), batch.loss_mask.sum()]).astype(jnp.float32) * proximal_is_current
+                metrics = {"m2po_kept_fraction": (counts[0], counts[1])}
             loss = policy_loss(
                 config.loss,
                 logp,
                 proximal_logp,
                 batch.behave_logp,
                 batch.advantages,
-                batch.loss_mask,
+                mask,
                 batch.segment_ids,
                 num_tokens=num_tokens,
             )
+            loss = loss._replace(metrics=loss.metrics | metrics)
             if isinstance(self._kl, KLInLoss) and batch.reference_logp is not None:
-                mask, weights = batch.loss_mask, batch.weights
-                loss = loss.plus(kl_loss(self._kl, logp, batch.reference_logp, mask, weights, num_tokens=num_tokens))
+                loss = loss.plus(kl_loss(self._kl, logp, batch.reference_logp, mask, batch.weights, num_tokens=num_tokens))
             return loss
 
         learner = Learner(
@@ -148,15 +159,10 @@ class Trainer(Versions):
             base=base,
             columns=self._columns(),
         )
-        # The first mini-batch reads proximal log-probs off its own forward pass, but for M2PO, which looks at all of a
-        # mini-batch's before any of it is trained on.
-        if proximal != "recompute":
-            self._first_to_read = config.num_mini_batches
-        else:
-            self._first_to_read = 0 if isinstance(config.loss, M2PO) else 1
+        self._recomputes = proximal == "recompute"
         super().__init__(
             learner,
-            reads_logprobs=self._first_to_read < config.num_mini_batches,
+            reads_logprobs=self._recomputes and (config.num_mini_batches > 1 or isinstance(config.loss, M2PO)),
             critic=None
             if critic is None
             else critic_learner(config, critic, mesh, compute_dtype, num_updates, row_tokens=row_tokens),
@@ -222,17 +228,18 @@ class Trainer(Versions):
             ]
             metrics |= describe_values(trajectories, targets)
         ready = time.perf_counter()
-        for i in range(self._first_to_read, len(mini_batches)):
+        read = [self._must_read(i, mini_batch) for i, mini_batch in enumerate(mini_batches)]
+        for i in np.flatnonzero(read):
             mini_batches[i] = _read(self._learner, mini_batches[i])
             if isinstance(self.config.loss, M2PO):
-                mini_batches[i], kept = self._near(mini_batches[i], self.config.loss.max_second_moment)
+                mini_batches[i], kept = self._without_far(mini_batches[i], self.config.loss)
                 _merge(metrics, {"m2po_kept_fraction": kept})
         forwarded = time.perf_counter()
         num_updates = 0
         for i, mini_batch in enumerate(mini_batches):
             if mini_batch.num_loss_tokens:
                 if not lessons or self.version >= self.config.critic.warmup_steps:
-                    _merge(metrics, self._update(i, mini_batch, proximal_is_current=num_updates == 0))
+                    _merge(metrics, self._update(i, mini_batch, proximal_is_current=not read[i]))
                 if lessons:
                     _merge(metrics, self._teach(i, lessons[i]))
                 num_updates += 1
@@ -392,13 +399,18 @@ class Trainer(Versions):
             for i, (of_group, group) in enumerate(zip(trajectories, groups, strict=True))
         ]
 
-    def _near(self, mini_batch: MiniBatch, max_second_moment: float) -> tuple[MiniBatch, tuple[float, float]]:
+    def _must_read(self, i: int, mini_batch: MiniBatch) -> bool:
+        """Whether proximal log-probs are needed before the mini-batch's own forward pass: after the first update, and for M2PO,
+        which looks at those of a whole mini-batch before any of it is trained on, where that is more than one micro-batch."""
+        return self._recomputes and (i > 0 or (isinstance(self.config.loss, M2PO) and len(mini_batch.batches) > 1))
+
+    def _without_far(self, mini_batch: MiniBatch, loss: M2PO) -> tuple[MiniBatch, tuple[float, float]]:
         """Without the tokens that M2PO leaves out, though they count in the loss's denominator; and the share that stays."""
         hosts = [jax.device_get((batch.proximal_logp, batch.behave_logp, batch.loss_mask)) for batch in mini_batch.batches]
         if not hosts:
             return mini_batch, (0.0, 0.0)
         proximal, behave, mask = (np.stack(arrays) for arrays in zip(*hosts, strict=True))
-        kept = second_moment_mask((proximal - behave).reshape(-1), mask.reshape(-1), max_second_moment).reshape(mask.shape)
+        kept = np.asarray(_near(loss, proximal.astype(np.float64), behave, mask))
         return _with_column(mini_batch, "loss_mask", self._learner.put_column(kept)), (float(kept.sum()), float(mask.sum()))
 
     def _update(self, i: int, mini_batch: MiniBatch, *, proximal_is_current: bool) -> Metrics:
@@ -468,6 +480,17 @@ def _as_configured(name: str, wanted: object | None, given: T | None) -> T | Non
         there, missing = ("a policy", "the setting") if wanted is None else ("the setting", "a policy")
         raise ValueError(f"trainer.{name}: there is {there} and not {missing}; give both or neither")
     return given
+
+
+def _near(
+    loss: M2PO,
+    proximal_logp: Float[Array | np.ndarray, "*B T"],
+    behave_logp: Float[Array | np.ndarray, "*B T"],
+    mask: Bool[Array | np.ndarray, "*B T"],
+) -> Bool[Array | np.ndarray, "*B T"]:
+    """The loss tokens that M2PO keeps, of all those of a mini-batch."""
+    log_weight = (proximal_logp - behave_logp).reshape(-1)
+    return second_moment_mask(log_weight, mask.reshape(-1), loss.max_second_moment).reshape(mask.shape)
 
 
 def _with_column(mini_batch: MiniBatch, name: str, columns: Sequence[Array]) -> MiniBatch:

@@ -46,8 +46,9 @@ class PreferenceTrainer(FromExamples[PreferencePair]):
             policy: with a scalar head for BradleyTerry.
             reference: what it is compared with; None for a reward model alone."""
 
-        def objective(values: Array, reference: Array, batch: DeviceBatch, num_pairs: Float[Array, ""]) -> PolicyLoss:
-            return preference_loss(loss, values, reference, batch.loss_mask, batch.segment_ids, num_pairs=num_pairs)
+        def objective(values: Array, batch: DeviceBatch, num_pairs: Float[Array, ""], _: Array) -> PolicyLoss:
+            of_reference = batch.proximal_logp
+            return preference_loss(loss, values, of_reference, batch.loss_mask, batch.segment_ids, num_pairs=num_pairs)
 
         learner = Learner(
             config,

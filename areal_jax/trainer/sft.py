@@ -38,7 +38,7 @@ class SupervisedTrainer(FromExamples[SupervisedExample]):
 
         Args: measures: `measure` will be called, so that `warm_up` compiles it."""
 
-        def objective(logp: Array, _: Array, batch: DeviceBatch, num_tokens: Float[Array, ""]) -> PolicyLoss:
+        def objective(logp: Array, batch: DeviceBatch, num_tokens: Float[Array, ""], _: Array) -> PolicyLoss:
             return sft_loss(logp, batch.loss_mask, num_tokens)
 
         learner = Learner(

@@ -29,11 +29,11 @@ Metrics: TypeAlias = dict[str, tuple[float, float] | float]
 """By name, a sum and its weight (divide last), or a plain number."""
 
 
-Objective: TypeAlias = Callable[[Float[Array, "B T"], Float[Array, "B T"], DeviceBatch, Float[Array, ""]], PolicyLoss]
-"""objective(logp, proximal_logp, batch, num_tokens): the loss of a micro-batch, divided by the tokens of its mini-batch (or the
-pairs, or whatever its metric `loss` is the mean of).
+Objective: TypeAlias = Callable[[Float[Array, "B T"], DeviceBatch, Float[Array, ""], Bool[Array, ""]], PolicyLoss]
+"""objective(logp, batch, num_tokens, proximal_is_current): the loss of a micro-batch, divided by the tokens of its mini-batch
+(or the pairs, or whatever its metric `loss` is the mean of).
 
-For a policy with a scalar head logp and proximal_logp are values: of what follows token t, in place t."""
+For a policy with a scalar head logp and batch.proximal_logp are values: of what follows token t, in place t."""
 
 
 class Accumulated(NamedTuple):
@@ -118,8 +118,8 @@ class Learner:
 
         Args:
             num_tokens: tokens that the mini-batch trains on, by which the objective divides, or pairs.
-            proximal_is_current: the parameters are still those of the proximal policy, so that its log-probabilities are read
-                off the same forward pass and not from the batches.
+            proximal_is_current: the parameters are still those of the proximal policy and its log-probabilities are not in the
+                batches: the objective reads them off the same forward pass.
 
         Raises FloatingPointError where loss or gradient is not finite; parameters and optimizer state are then as before.
         """
@@ -203,8 +203,7 @@ class Learner:
         proximal_is_current: Bool[Array, ""],
     ) -> tuple[Float[Array, ""], dict[str, Meter]]:
         logp, entropy, routing = self.forward.predictions(params, base, batch.read)
-        proximal_logp = jnp.where(proximal_is_current, jax.lax.stop_gradient(logp), batch.proximal_logp)
-        loss, metrics = self.objective(logp, proximal_logp, batch, num_tokens)
+        loss, metrics = self.objective(logp, batch, num_tokens, proximal_is_current)
         if entropy is not None:
             entropy = jnp.sum(jnp.where(batch.loss_mask, entropy, 0.0))
             num_masked = jnp.sum(batch.loss_mask, dtype=jnp.float32)

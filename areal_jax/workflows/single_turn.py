@@ -5,15 +5,21 @@ from __future__ import annotations
 import asyncio
 from dataclasses import dataclass
 
-import numpy as np
-from jaxtyping import Int32
-
-from areal_jax.records import NO_VERSION, Completion, Generate, Judge, Sample, Task, Tokenizer, Verdict
+from areal_jax.records import Generate, Judge, Sample, Task, Tokenizer, Verdict
 from areal_jax.rewards.config import RewardConfig
+from areal_jax.workflows.conversation import Call, samples_of
 
 
 class JudgeFailed(RuntimeError):
     """No verdict on an answer through no fault of its own: the group must not be trained on."""
+
+
+async def judged(task: Task, judge: Judge, answer: str) -> Verdict:
+    """The verdict on an answer. JudgeFailed where there is none."""
+    verdict = await judge(task, answer)
+    if verdict.kind == "infrastructure":
+        raise JudgeFailed(verdict.detail)
+    return verdict
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,30 +34,14 @@ class SingleTurn:
 
     async def __call__(self, task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
         prompt = self.tokenizer.render(task.prompt)
-        completions = await generate(prompt, self.samples_per_group)
+        calls = [Call(prompt, completion) for completion in await generate(prompt, self.samples_per_group)]
         # A judge that fails cancels the others.
         async with asyncio.TaskGroup() as judging:
-            verdicts = [judging.create_task(self._judged(task, judge, completion)) for completion in completions]
-        return tuple(
-            self._sample(prompt, completion, verdict.result())
-            for completion, verdict in zip(completions, verdicts, strict=True)
-        )
+            samples = [judging.create_task(self._sample(task, judge, call)) for call in calls]
+        return tuple(sample.result() for sample in samples)
 
-    async def _judged(self, task: Task, judge: Judge, completion: Completion) -> Verdict:
-        verdict = await judge(task, self.tokenizer.decode(completion.tokens))
-        if verdict.kind == "infrastructure":
-            raise JudgeFailed(verdict.detail)
-        return verdict
-
-    def _sample(self, prompt: Int32[np.ndarray, "P"], completion: Completion, verdict: Verdict) -> Sample:
-        """Prompt and answer in one, the answer's tokens trained on, its stop token among them."""
-        after_prompt = len(prompt)
-        return Sample(
-            tokens=np.concatenate([prompt, completion.tokens]),
-            loss_mask=np.arange(after_prompt + len(completion.tokens)) >= after_prompt,
-            behave_logp=np.concatenate([np.zeros(after_prompt, np.float32), completion.logp]),
-            versions=np.concatenate([np.full(after_prompt, NO_VERSION, np.int32), completion.versions]),
-            reward=verdict.worth(self.rewards.correct, self.rewards.wrong, self.rewards.no_answer),
-            verdict=verdict.kind,
-            stop_reason=completion.stop_reason,
-        )
+    async def _sample(self, task: Task, judge: Judge, call: Call) -> Sample:
+        verdict = await judged(task, judge, self.tokenizer.decode(call.completion.tokens))
+        reward = verdict.worth(self.rewards.correct, self.rewards.wrong, self.rewards.no_answer)
+        (sample,) = samples_of([call], [reward], verdict.kind)
+        return sample

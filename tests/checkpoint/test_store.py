@@ -90,6 +90,19 @@ def test_state_comes_back_bit_for_bit_on_any_number_of_devices(store, saved_on, 
     assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, elsewhere)
 
 
+@pytest.mark.parametrize("restored_on", [8, 1])
+def test_one_field_comes_back_without_the_others(store, restored_on):
+    state = state_on(mesh_of(8), seed=5)
+    store.save(7, state, ROLLOUT)
+    store.wait()
+    elsewhere = abstract_of(state_on(mesh_of(restored_on))).params
+    restored = store.restore_field(None, "params", elsewhere)
+    assert_same_bits(restored, state.params)
+    assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, elsewhere)
+    with pytest.raises(CheckpointError, match=r"expected but not found: 1 \(params\.head float64"):
+        store.restore_field(7, "params", {**elsewhere, "head": np.zeros(2)})
+
+
 def test_arrays_may_be_donated_as_soon_as_save_returns(store):
     # 8 leaves of 8 MiB take far longer to write than a step takes to overwrite them.
     mesh = mesh_of(8)

@@ -293,5 +293,5 @@ def test_examples_to_evaluate_on_may_come_from_elsewhere(tmp_path: Path) -> None
 def test_a_source_without_examples_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"empty\.jsonl: no row can be an example \(1 no prompt \(empty\.jsonl:1\)\)"):
         load(write(tmp_path / "empty.jsonl", {}))
-    with pytest.raises(ValueError, match="expected Synthetic, Files or Hub, came HeldOut"):
+    with pytest.raises(ValueError, match="expected Synthetic, Exercises, Files or Hub, came HeldOut"):
         load(HeldOut())

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -145,6 +146,22 @@ def test_where_no_row_can_be_a_task_the_error_lists_the_fields_there_are(tmp_pat
 def test_max_tasks_reads_so_many_rows(tmp_path: Path) -> None:
     path = write_lines(tmp_path / "a.jsonl", *({"problem": str(i), "answer": "1"} for i in range(9)))
     assert [prompt for prompt, _ in texts(load(path, max_tasks=3))] == ["0", "1", "2"]
+
+
+def test_problems_that_are_always_or_never_solved_are_left_out_where_asked(tmp_path: Path) -> None:
+    rates = [0, 0.05, 0.5, 0.95, 1.0, None, "often", True, 2]
+    path = write_lines(tmp_path / "p.jsonl", *({"problem": f"{rate}?", "answer": "1", "rate": rate} for rate in rates))
+
+    def kept(**bounds: Any) -> tuple[list[str], dict[str, int]]:
+        loaded = load(path, success_rate_field="rate", **bounds)
+        return [text for text, _ in texts(loaded)], {reason: len(places) for reason, places in loaded.skipped.items()}
+
+    assert len(load(path).tasks) == len(rates)
+    unknown = {"no rate from 0 to 1": 4}
+    both = {"solved as seldom as 0.05 or less": 2, "solved as often as 0.95 or more": 2}
+    assert kept(success_rate_above=0.05, success_rate_below=0.95) == (["0.5?"], unknown | both)
+    assert kept(success_rate_above=0.0) == (["0.05?", "0.5?", "0.95?", "1.0?"], unknown | {"solved as seldom as 0 or less": 1})
+    assert kept(success_rate_below=1.0)[0] == ["0?", "0.05?", "0.5?", "0.95?"]
 
 
 def test_a_folder_gives_the_files_of_the_split_in_order(tmp_path: Path) -> None:

@@ -194,3 +194,47 @@ def test_a_tokenizer_that_cannot_be_used_says_what_it_lacks(folder: Path) -> Non
     (folder / "tokenizer.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"has no tokenizer.json"):
         HFTokenizer.from_folder(folder)
+
+
+REASONING = (
+    "{% for message in messages %}"
+    "{% if message['role'] == 'assistant' %}{{ '<A>' + message['content'].split('</think>')[-1].strip() + '<|im_end|>' }}"
+    "{% else %}{{ '<U>' + message['content'] }}{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<A><think>\n' }}{% endif %}"
+)
+"""As DeepSeek's: reasoning is begun in the prompt, and cut out of earlier turns."""
+
+
+def next_text(folder: Path, template: str | None, *messages: Message) -> str:
+    write(folder, eos_token="<|im_end|>", chat_template=template)
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    tokens = HFTokenizer.from_folder(folder).render_next(messages)
+    assert tokens.dtype == np.int32
+    return inner.decode(tokens.tolist(), skip_special_tokens=False)
+
+
+def test_what_follows_an_answer_is_what_the_template_puts_there_after_the_token_that_ends_it(folder: Path) -> None:
+    said = next_text(folder, CHATML, Message("user", "Sure?"), Message("tool", "2"))
+    assert said == "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
+
+
+def test_reasoning_that_a_template_cuts_out_of_earlier_turns_makes_no_difference_to_what_follows(folder: Path) -> None:
+    assert next_text(folder, REASONING, Message("user", "Sure?")) == "<U>Sure?<A><think>\n"
+
+
+def test_what_follows_an_answer_that_the_template_does_not_end_is_all_after_it(folder: Path) -> None:
+    # The first token of this template that could end an answer ends the question.
+    template = (
+        "{% for m in messages %}{{ m['role'] + ':' + m['content'] + ('' if m['role'] == 'assistant' else '<|im_end|>') }}"
+    )
+    assert next_text(folder, template + "{% endfor %}", Message("user", "Sure?")) == "user:Sure?<|im_end|>"
+
+
+def test_without_a_template_messages_follow_with_an_empty_line_between(folder: Path) -> None:
+    assert next_text(folder, None, Message("user", "Sure?"), Message("user", "Yes?")) == "\n\nSure?\n\nYes?\n"
+
+
+def test_a_template_for_one_turn_is_refused_for_a_second(folder: Path) -> None:
+    with pytest.raises(ValueError, match="leaves out what the assistant has said"):
+        next_text(folder, "{{ messages[0].content }}=", Message("user", "Sure?"))

@@ -168,3 +168,10 @@ def test_a_teacher_that_agrees_says_nothing_and_rewards_count_as_much_as_they_ar
         Teacher(path="", weight=2.0, reward_weight=0.5), advantages, behave, behave + np.log(0.5, dtype=np.float32), acted
     )
     np.testing.assert_allclose(both, advantages / 2 + np.where(acted, 2 * np.log(0.5), 0.0), atol=1e-6)
+
+
+def test_nothing_flows_into_the_reference() -> None:
+    logp, reference = jnp.array([-1.0, -0.5]), jnp.array([-0.7, -2.0])
+    for config in (KLInLoss(coefficient=1.0, estimator="k2"), KLInLoss(coefficient=1.0, estimator="k3")):
+        slopes = jax.grad(lambda a, b, c=config: kl_loss(c, a, b, np.ones(2, bool)).loss, argnums=(0, 1))(logp, reference)
+        assert slopes[0].all() and not slopes[1].any()

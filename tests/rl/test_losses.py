@@ -175,6 +175,18 @@ def test_what_lies_under_the_mask_poisons_nothing(where: str, poison: float) -> 
         np.testing.assert_array_equal(clean, dirty)
 
 
+def test_a_token_that_the_cap_takes_out_may_overflow() -> None:
+    # proximal/behave = e^110 is above any cap; theta/proximal = e^190 is inf in float32, and 0 * inf would be nan.
+    logp, proximal, behave = (jnp.array([x, -1.0]) for x in (-10.0, -200.0, -310.0))
+    config = Reinforce(correction=Masked(cap=2.0))
+    loss, slope = jax.value_and_grad(
+        lambda logp: policy_loss(config, logp, proximal, behave, jnp.ones(2), np.ones(2, bool)).loss
+    )(logp)
+    # The other token: ratio and weight 1, advantage 1, over two tokens.
+    assert float(loss) == pytest.approx(-0.5)
+    assert slope.tolist() == pytest.approx([0.0, -0.5])
+
+
 def test_an_overflowing_ratio_that_is_clipped_has_gradient_zero() -> None:
     # exp(200) is inf in float32. A > 0: the clip holds it at 1.2.
     zero, one = np.zeros(1, np.float32), np.ones(1, np.float32)
@@ -354,6 +366,22 @@ def test_m2po_keeps_the_tokens_nearest_to_who_drew_them() -> None:
         True,
         False,
     ]
+
+
+def test_m2po_keeps_the_same_tokens_on_host_and_device() -> None:
+    rng = np.random.default_rng(0)
+    shares = []
+    for _ in range(50):
+        log_weight, mask = rng.normal(0.0, 0.3, 200), rng.random(200) < 0.8
+        kept = np.asarray(second_moment_mask(log_weight, mask, 0.04))
+        on_device = second_moment_mask(jnp.asarray(log_weight, jnp.float32), jnp.asarray(mask), 0.04)
+        np.testing.assert_array_equal(kept, np.asarray(on_device))
+        # By its definition: kept are the nearest, as many as can be.
+        nearest = np.sort(log_weight[mask] ** 2)
+        most = max(n for n in range(len(nearest) + 1) if nearest[:n].sum() <= 0.04 * n)
+        np.testing.assert_allclose(np.sort(log_weight[kept] ** 2), nearest[:most])
+        shares.append(most / mask.sum())
+    assert 0.2 < np.mean(shares) < 0.9
 
 
 def test_corrections_equal_the_numbers_by_hand() -> None:

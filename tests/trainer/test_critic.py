@@ -42,6 +42,7 @@ CONFIG = TrainerConfig(
 )
 VARIANTS: dict[str, dict[str, Any]] = {
     "one device": {},
+    "the policy's loss a mean over sequences": {"loss_mean": "sequences"},
     "longer rows, remat, two mini-batches": {
         "rows_per_micro_batch": 1,
         "remat": "full",
@@ -109,6 +110,19 @@ def test_advantages_are_those_of_one_sequence_at_a_time_on_any_devices(shared: C
     for ours, theirs in zip(result.advantages, trajectories, strict=True):
         for values, trajectory in zip(ours, theirs, strict=True):
             np.testing.assert_allclose(values, generalized_advantages(GAE_RAW, trajectory), atol=1e-5)
+
+
+def test_the_mean_of_the_policys_loss_is_no_concern_of_the_critics(shared: Callable[[str], Trainer]) -> None:
+    learnt = []
+    for variant in ("one device", "the policy's loss a mean over sequences"):
+        trainer = shared(variant)
+        result = trainer.step(batch())
+        critic = trainer.state.critic
+        assert critic is not None
+        learnt.append((mean(result, "value_loss"), mean(result, "loss"), np.asarray(critic.params["value"])))
+    (value_loss, loss, head), (other_value_loss, other_loss, other_head) = learnt
+    assert other_value_loss == pytest.approx(value_loss, rel=1e-6) and abs(other_loss - loss) > 1e-3
+    np.testing.assert_allclose(other_head, head, atol=1e-6)
 
 
 def test_the_critics_loss_is_that_of_one_sequence_at_a_time_and_its_foresight_is_told(

@@ -113,7 +113,7 @@ def accumulate_memory(config: TrainerConfig, policy: Policy, mesh: dict[str, int
         train_mesh(**mesh),
         jnp.float32,
         1,
-        objective=lambda logp, _, batch, num_tokens: sft_loss(logp, batch.loss_mask, num_tokens),
+        objective=lambda logp, batch, num_tokens, _: sft_loss(logp, batch.loss_mask, num_tokens),
         temperature=1.0,
         row_tokens=row_tokens,
     )

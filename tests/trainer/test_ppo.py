@@ -152,7 +152,8 @@ def test_micro_batches_padding_and_shards_change_nothing(variant: str, shared: C
 )
 def test_micro_batches_change_nothing_where_sequences_or_the_whole_mini_batch_count(loss: Loss, loss_mean: Mean) -> None:
     groups = batch(seed=1)
-    whole, cut = (make(loss=loss, loss_mean=loss_mean, rows_per_micro_batch=rows) for rows in (4, 1))
+    # All of the batch in one micro-batch, and in several.
+    whole, cut = (make(loss=loss, loss_mean=loss_mean, rows_per_micro_batch=rows) for rows in (16, 1))
     expected, result = whole.step(groups), cut.step(groups)
     assert mean(result, "loss") == pytest.approx(mean(expected, "loss"), abs=1e-6)
     assert_close(whole.params, cut.params)

@@ -23,7 +23,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 SCALAR = Policy(dataclasses.replace(POLICY.config, readout="TokenClassification"))
 
 
-def squared_error(values: jax.Array, _: jax.Array, batch: DeviceBatch, num_tokens: jax.Array) -> PolicyLoss:
+def squared_error(values: jax.Array, batch: DeviceBatch, num_tokens: jax.Array, _: jax.Array) -> PolicyLoss:
     loss = jnp.sum(jnp.where(batch.loss_mask, (values - 2.0) ** 2, 0.0))
     return PolicyLoss(loss / num_tokens, {"loss": (jax.lax.stop_gradient(loss), jnp.sum(batch.loss_mask, dtype=jnp.float32))})
 

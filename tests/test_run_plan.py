@@ -17,7 +17,7 @@ from areal_jax.models import lora
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.config import LoRA
 from areal_jax.models.decoder import Policy
-from areal_jax.plan import Plan, make_plan
+from areal_jax.run_plan import Plan, make_plan
 from areal_jax.settings import ConfigError
 
 # Parameters: embedding 768*8 = 6144; q 8*2*4, k and v 8*1*4 each, o 2*4*8: 192; their biases 8+4+4 = 16; two norms of 8;
@@ -63,7 +63,7 @@ def test_memory_is_what_the_arrays_take(policy: Path) -> None:
     assert exact == {"parameters": 4 * 6760, "gradients": 4 * 6760}
     assert found.rollout_bytes() == {
         "weights": 2 * 4 * 6760,
-        # Keys and values, 1 head of 4, float32: 10 pages of 16 for each of 12 / 6 slots and one more; and their view.
+        # Keys and values, 1 head of 4, float32: for 12 / 6 slots 10 pages of 16 each, and one; their view, 8 columns wider.
         "KV caches": 2 * 4 * 4 * ((2 * 10 + 1) * 16 + 2 * (160 + 8)),
     }
     # Simulated devices share the machine: two that train and six that decode.
@@ -266,3 +266,22 @@ def test_a_tokenizer_without_a_chat_template_is_refused_until_plain_text_is_aske
     ):
         plan(tmp_path)
     assert not plan(tmp_path, "prompt.plain_text=true").tokenizer.has_template
+
+
+def test_a_chat_template_that_cannot_go_on_after_an_answer_is_refused_for_several_turns(policy: Path, tmp_path: Path) -> None:
+    refusal = "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    refusing = "{% for m in messages %}" + refusal + "{{ m.content }}{% endfor %}"
+    for template, overrides, said in (
+        ("{{ messages[0].content }}=", ["workflow=MultiTurn"], "for one turn only; set workflow=SingleTurn"),
+        (refusing, ["workflow=ToolUse"], "no tools; set workflow.call_format.result_role=user"),
+        (refusing, ["workflow=ToolUse", "workflow.call_format.result_role=user"], ""),
+        (refusing, ["workflow=MultiTurn"], ""),
+    ):
+        folder = tmp_path / f"policy-{len(list(tmp_path.iterdir()))}"
+        shutil.copytree(policy, folder)
+        (folder / "chat_template.jinja").write_text(template)
+        if said:
+            with pytest.raises(ConfigError, match=said):
+                plan(folder, *SHORT, *overrides)
+        else:
+            plan(folder, *SHORT, *overrides)

@@ -1,0 +1,86 @@
+"""What the commands of the package have in common: how arguments are read, and how --help lists settings."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from areal_jax.config import AnyExperiment, Experiment, experiment_names, find_experiment, load_experiment, read_config
+from areal_jax.settings import ConfigError, Settings, groups, kind_name, settings
+
+
+class Parser(argparse.ArgumentParser):
+    """Options with two dashes, overrides without any, wherever they stand. Bad ones are a ConfigError."""
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        self.add_argument("--exp")
+        self.add_argument("--config", type=Path)
+        self.add_argument("-h", "--help", action="store_true")
+        self.add_argument("overrides", nargs="*")
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; settings are given without dashes, as a.b=c, and --help lists them")
+
+
+def named_experiment(command: argparse.Namespace) -> AnyExperiment:
+    """The experiment that --exp or --config names, with the overrides. ConfigError where none is named, or both are."""
+    if command.exp and command.config:
+        raise ConfigError("--exp and --config both name an experiment; give one")
+    if command.config:
+        return read_config(command.config, command.overrides)
+    if not command.exp:
+        raise ConfigError(f"which experiment? give --exp=NAME, one of {', '.join(experiment_names())}; --help says more")
+    return load_experiment(command.exp, command.overrides)
+
+
+def show(text: str) -> None:
+    """Print to a reader who may stop early, as `less` and `head` do; that is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # What is left in the buffer must go somewhere when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def help_text(usage: str, config: AnyExperiment | type[Experiment]) -> str:
+    """The usage, and every setting with its value, type and meaning; for a choice among classes, the settings of each class."""
+    width = min(shutil.get_terminal_size().columns, 128)
+    values = "defaults" if isinstance(config, type) else f"values of {config.name}"
+    lines = [usage, "experiments:"]
+    lines += [f"  {name:<12}  {_first_line(name)}" for name in experiment_names()]
+    lines += ["", f"settings, with the {values}:", *_described(settings(config), groups(config), width)]
+    return "\n".join(lines)
+
+
+def _described(listed: Settings, headings: Mapping[str, str], width: int, indent: str = "  ") -> Iterator[str]:
+    group = chosen = ""
+    for setting in listed.values():
+        if chosen and setting.key.startswith(chosen):
+            continue
+        parent = setting.key.rpartition(".")[0]
+        if parent != group and parent in headings:
+            yield f"\n{indent}{parent}: {headings[parent]}"
+        group = parent
+        yield f"{indent}{setting.key}={setting.text()}"
+        yield textwrap.indent(
+            textwrap.fill(f"{kind_name(setting.kind)}; {setting.doc}", width - len(indent) - 4), indent + "    "
+        )
+        chosen = f"{setting.key}." if setting.choices else ""
+        for choice in setting.choices:
+            yield f"{indent}  with {setting.key}={choice.__name__}: {(choice.__doc__ or '').partition(chr(10))[0]}"
+            present = {key: inner for key, inner in listed.items() if key.startswith(chosen)}
+            inside = present if choice is setting.value else settings(choice, chosen)
+            yield from _described(inside, {}, width, indent + "    ")
+
+
+def _first_line(name: str) -> str:
+    docstring = ast.get_docstring(ast.parse(find_experiment(name).read_text(encoding="utf-8"))) or ""
+    return docstring.partition("\n")[0]

@@ -1,0 +1,67 @@
+"""Policies known by name: of the config.json of each what fixes its shape. From their repositories on the Hugging Face hub."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from areal_jax.models.architecture import ModelConfig
+
+_COLUMNS = (
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "vocab_size",
+    "max_position_embeddings",
+    "tie_word_embeddings",
+)
+_QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6}
+_QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "rope_theta": 1e6, "head_dim": 128}
+_QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "rope_theta": 1e6, "head_dim": 128, "norm_topk_prob": True}
+_LLAMA = {"architectures": ["LlamaForCausalLM"], "rope_theta": 5e5}
+
+
+def _shape(family: Mapping[str, Any], *columns: int) -> dict[str, Any]:
+    return dict(family) | dict(zip(_COLUMNS, columns, strict=True)) | {"tie_word_embeddings": bool(columns[-1])}
+
+
+def _experts(num_experts: int, num_experts_per_tok: int, width: int) -> dict[str, Any]:
+    return {
+        **_QWEN3_MOE,
+        "num_experts": num_experts,
+        "num_experts_per_tok": num_experts_per_tok,
+        "moe_intermediate_size": width,
+        "router_aux_loss_coef": 0.001,
+    }
+
+
+KNOWN: dict[str, dict[str, Any]] = {
+    "qwen2.5-0.5b": _shape(_QWEN2, 896, 4864, 24, 14, 2, 151936, 32768, True),
+    "qwen2.5-1.5b": _shape(_QWEN2, 1536, 8960, 28, 12, 2, 151936, 32768, True),
+    "qwen2.5-7b": _shape(_QWEN2, 3584, 18944, 28, 28, 4, 152064, 32768, False),
+    "qwen2.5-14b": _shape(_QWEN2, 5120, 13824, 48, 40, 8, 152064, 32768, False),
+    "qwen2.5-32b": _shape(_QWEN2, 5120, 27648, 64, 40, 8, 152064, 32768, False),
+    "r1-distill-qwen-1.5b": _shape(_QWEN2, 1536, 8960, 28, 12, 2, 151936, 131072, False),
+    "r1-distill-qwen-7b": _shape(_QWEN2, 3584, 18944, 28, 28, 4, 152064, 131072, False),
+    "r1-distill-qwen-14b": _shape(_QWEN2, 5120, 13824, 48, 40, 8, 152064, 131072, False),
+    "r1-distill-qwen-32b": _shape(_QWEN2, 5120, 27648, 64, 40, 8, 152064, 131072, False),
+    "r1-distill-llama-8b": _shape(_LLAMA, 4096, 14336, 32, 32, 8, 128256, 131072, False),
+    "llama-3.1-8b": _shape(_LLAMA, 4096, 14336, 32, 32, 8, 128256, 131072, False),
+    "qwen3-0.6b": _shape(_QWEN3, 1024, 3072, 28, 16, 8, 151936, 40960, True),
+    "qwen3-1.7b": _shape(_QWEN3, 2048, 6144, 28, 16, 8, 151936, 40960, True),
+    "qwen3-4b": _shape(_QWEN3, 2560, 9728, 36, 32, 8, 151936, 40960, True),
+    "qwen3-8b": _shape(_QWEN3, 4096, 12288, 36, 32, 8, 151936, 40960, False),
+    "qwen3-14b": _shape(_QWEN3, 5120, 17408, 40, 40, 8, 151936, 40960, False),
+    "qwen3-32b": _shape(_QWEN3, 5120, 25600, 64, 64, 8, 151936, 40960, False),
+    "qwen3-30b-a3b": _shape(_experts(128, 8, 768), 2048, 6144, 48, 32, 4, 151936, 40960, False),
+}
+"""Name to config.json."""
+
+
+def known_shape(name: str) -> ModelConfig:
+    """The shape of the policy called `name`. ValueError lists the names where it is none of them."""
+    if name not in KNOWN:
+        raise ValueError(f"no policy called {name!r} is known by name; known are {', '.join(KNOWN)}")
+    return ModelConfig.from_hf(KNOWN[name], name)

@@ -1,0 +1,293 @@
+"""A run of the real gate, buffer and controller with simulated devices: what a cluster would give.
+
+The body of `loop.train` under the leaping clock: engines answer, answers are judged, and steps are trained in the time that
+`costs` says, while every group is counted, started, stamped and handed over by the code that does so in a real run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from heapq import heapify, heapreplace
+
+import numpy as np
+from jaxtyping import Int32
+
+from areal_jax.models.architecture import ModelConfig
+from areal_jax.records import NO_VERSION, Generate, Group, Judge, Message, Sample, Sampling, Task, Verdict
+from areal_jax.rollout.config import RolloutConfig
+from areal_jax.rollout.controller import Rollouts, open_gate, rolling_out
+from areal_jax.sim.clock import run
+from areal_jax.sim.costs import EngineCosts, Reached, Rewards, TrainerCosts
+from areal_jax.sim.engine import EngineHabits, Fleet
+from areal_jax.sim.hardware import Device
+from areal_jax.sim.lengths import Lengths
+
+
+@dataclass(frozen=True)
+class Staged:
+    """Weights reach engines while these decode, one engine after another, over the network: nobody waits for anybody."""
+
+    latency_s: float = 0.5
+
+
+@dataclass(frozen=True)
+class Barrier:
+    """All engines stand still until all have the weights, and the trainer waits with them, as through a shared file system."""
+
+    bytes_per_s: float = 5e9
+    latency_s: float = 2.0
+
+
+@dataclass(frozen=True)
+class Failures:
+    """Engines are lost, each on its own, at exponentially distributed times."""
+
+    mean_time_between_s: float
+    repair_s: float = 120.0
+
+
+@dataclass(frozen=True)
+class Workload:
+    """What is generated and trained on, and how far ahead. Defaults are the paper's recipe (AReaL, table 3)."""
+
+    lengths: Lengths
+    max_new_tokens: int
+    prompt_tokens: int = 200
+    groups_per_batch: int = 512
+    samples_per_group: int = 16
+    max_staleness: int | None = 4
+    max_running_groups: int = 512
+    num_mini_batches: int = 4
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Which devices do what. A synchronous system may use the same for both, in turns."""
+
+    model: ModelConfig
+    device: Device
+    rollout_devices: int
+    train_devices: int
+    devices_per_engine: int = 1
+    reached: Reached = field(default_factory=Reached)
+    habits: EngineHabits = field(default_factory=EngineHabits)
+    transfer: Staged | Barrier = field(default_factory=Staged)
+    rewards: Rewards = field(default_factory=Rewards)
+    failures: Failures | None = None
+
+    @property
+    def engine(self) -> EngineCosts:
+        return EngineCosts(self.model, self.device, self.devices_per_engine, self.reached)
+
+    @property
+    def num_engines(self) -> int:
+        return self.rollout_devices // self.devices_per_engine
+
+    def trainer(self, num_mini_batches: int) -> TrainerCosts:
+        return TrainerCosts(self.model, self.device, self.train_devices, self.reached, num_mini_batches=num_mini_batches)
+
+    def arrivals_s(self) -> list[float]:
+        """When weights that are published now reach each engine."""
+        if isinstance(self.transfer, Barrier):
+            return [self.stand_still_s] * self.num_engines
+        network = self.device.network_bytes_per_s * self.reached.network
+        own_s = self.engine.weight_bytes / (self.devices_per_engine * network)
+        # All that trainers send, or as much as an engine can take.
+        sent_s = self.engine.weight_bytes / (self.train_devices * network)
+        return [self.transfer.latency_s + max(own_s, (index + 1) * sent_s) for index in range(self.num_engines)]
+
+    @property
+    def stand_still_s(self) -> float:
+        """How long nothing is decoded or trained while weights travel."""
+        if isinstance(self.transfer, Barrier):
+            return self.transfer.latency_s + self.engine.weight_bytes / self.transfer.bytes_per_s
+        return 0.0
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a simulated run gave, after its first steps."""
+
+    tokens_per_s: float
+    """Tokens trained on, prompts left out: the paper's effective throughput."""
+    step_s: float
+    """From one batch to the next, on average."""
+    train_s: float
+    """Of that, the trainer at work."""
+    shares: Mapping[str, float]
+    """Of the engines' time: decode, prefill, recompute, swap, transfer, idle, down."""
+    staleness: float
+    """Versions that a trained token lags behind, on average."""
+    masked: float
+    """Share of tokens that are older than max_staleness, which are not trained on."""
+    mean_length: float
+    seconds: float
+    """Simulated, all of it."""
+    counts: Mapping[str, float]
+    """What fleet and controller counted."""
+
+    @property
+    def trainer_waits(self) -> float:
+        """Share of its time."""
+        return 1 - self.train_s / self.step_s
+
+
+def simulate(cluster: Cluster, workload: Workload, num_steps: int = 8, first_counted: int = 2, seed: int = 0) -> Outcome:
+    """Train so many steps, and say how fast those from `first_counted` on were. The same seed gives the same outcome."""
+    return run(_simulate(cluster, workload, num_steps, first_counted, seed))
+
+
+async def _simulate(cluster: Cluster, workload: Workload, num_steps: int, first_counted: int, seed: int) -> Outcome:
+    fleet = Fleet(cluster.engine, workload.lengths, cluster.num_engines, cluster.habits)
+    trainer = cluster.trainer(workload.num_mini_batches)
+    config = RolloutConfig(
+        groups_per_batch=workload.groups_per_batch,
+        samples_per_group=workload.samples_per_group,
+        max_staleness=workload.max_staleness,
+        max_running_groups=workload.max_running_groups,
+        batch_timeout_s=1e9,
+    )
+    gate, buffer = open_gate(config, 0)
+    judge = JudgeQueue(cluster.rewards)
+    turn = OneTurn(workload.prompt_tokens, workload.samples_per_group, judge)
+    sampling = Sampling(workload.max_new_tokens)
+    clock, taken = asyncio.get_running_loop().time, list[_Batch]()
+    breaking = _break(fleet, cluster.failures, seed) if cluster.failures else None
+    breakage = asyncio.create_task(breaking) if breaking else None
+    begin_s, spent = 0.0, dict[str, float]()
+    async with rolling_out(Numbered(), fleet, turn, judge, gate, buffer, config, sampling=sampling, seed=seed) as rollouts:
+        for version in range(num_steps):
+            if version == first_counted:
+                begin_s, spent = clock(), fleet.seconds()
+            groups = await buffer.take(config.groups_per_batch, version)
+            batch = _count(groups, version, workload, cluster.habits.tokens_per_entry)
+            batch.train_s = trainer.train_tokens_s(batch.tokens + batch.prompt_tokens, batch.pairs)
+            taken.append(batch)
+            await asyncio.sleep(batch.train_s)
+            fleet.publish(version + 1, cluster.arrivals_s(), cluster.stand_still_s)
+            await asyncio.sleep(cluster.stand_still_s)
+            gate.version = version + 1
+        outcome = _outcome(taken[first_counted:], begin_s, fleet, spent, rollouts)
+    if breakage:
+        breakage.cancel()
+    return outcome
+
+
+@dataclass
+class _Batch:
+    tokens: float
+    """Drawn by the policy."""
+    prompt_tokens: float
+    pairs: float
+    num_samples: int
+    staleness: float
+    """Summed over tokens."""
+    masked: float
+    """Tokens."""
+    train_s: float = 0.0
+
+
+def _count(groups: Sequence[Group], version: int, workload: Workload, tokens_per_entry: int) -> _Batch:
+    samples = [sample for group in groups for sample in group.samples]
+    lengths = np.array([len(sample.versions) for sample in samples], np.float64) * tokens_per_entry
+    ages = version - np.concatenate([sample.versions for sample in samples])
+    eta = np.inf if workload.max_staleness is None else workload.max_staleness
+    return _Batch(
+        tokens=float(lengths.sum()),
+        prompt_tokens=float(len(samples) * workload.prompt_tokens),
+        pairs=float(((lengths + workload.prompt_tokens) ** 2).sum() / 2),
+        num_samples=len(samples),
+        staleness=float(ages.sum() * tokens_per_entry),
+        masked=float((ages > eta).sum() * tokens_per_entry),
+    )
+
+
+def _outcome(
+    taken: Sequence[_Batch], begin_s: float, fleet: Fleet, spent_before: Mapping[str, float], rollouts: Rollouts
+) -> Outcome:
+    end_s, tokens = fleet.loop.time(), sum(batch.tokens for batch in taken)
+    spent = {cause: seconds - spent_before.get(cause, 0.0) for cause, seconds in fleet.seconds().items()}
+    total = sum(spent.values())
+    return Outcome(
+        tokens_per_s=tokens / (end_s - begin_s),
+        step_s=(end_s - begin_s) / len(taken),
+        train_s=sum(batch.train_s for batch in taken) / len(taken),
+        shares={cause: seconds / total for cause, seconds in sorted(spent.items())},
+        staleness=sum(batch.staleness for batch in taken) / tokens,
+        masked=sum(batch.masked for batch in taken) / tokens,
+        mean_length=tokens / sum(batch.num_samples for batch in taken),
+        seconds=end_s,
+        counts={name: float(number) for name, number in {**fleet.counts, **rollouts.counters()}.items()},
+    )
+
+
+async def _break(fleet: Fleet, failures: Failures, seed: int) -> None:
+    """Lose engines for ever. The first of many clocks of the same mean runs as many times as fast."""
+    chance = random.Random(f"{seed}/failures")
+    while True:
+        await asyncio.sleep(chance.expovariate(len(fleet.engines) / failures.mean_time_between_s))
+        fleet.fail(chance.randrange(len(fleet.engines)), failures.repair_s)
+
+
+class Numbered:
+    """Tasks 0, 1, 2 and so on, without end."""
+
+    def __init__(self) -> None:
+        self._place = 0
+
+    def __next__(self) -> Task:
+        self._place += 1
+        return Task(str(self._place - 1), (Message("user", ""),), "")
+
+    def state(self) -> Mapping[str, int]:
+        return {"place": self._place}
+
+
+class JudgeQueue:
+    """Workers that judge answers in the order in which they come."""
+
+    def __init__(self, rewards: Rewards) -> None:
+        self._judge_s = rewards.judge_s
+        self._free_at_s = [0.0] * rewards.num_workers
+        heapify(self._free_at_s)
+
+    async def judged(self, num: int) -> None:
+        """Wait until so many answers are judged: a wait for all of them, since each costs as much as another task's step."""
+        now_s = done_s = asyncio.get_running_loop().time()
+        for _ in range(num):
+            done_s = max(now_s, self._free_at_s[0]) + self._judge_s
+            heapreplace(self._free_at_s, done_s)
+        await asyncio.sleep(done_s - now_s)
+
+    async def __call__(self, task: Task, answer: str) -> Verdict:
+        await self.judged(1)
+        return Verdict("correct")
+
+
+@dataclass(frozen=True, eq=False)
+class OneTurn:
+    """A workflow of one question with several answers, whose samples hold what the policy drew and no prompt."""
+
+    prompt_tokens: int
+    samples_per_group: int
+    queue: JudgeQueue
+
+    async def __call__(self, task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+        prompt: Int32[np.ndarray, "P"] = np.zeros(self.prompt_tokens, np.int32)
+        completions = await generate(prompt, self.samples_per_group)
+        await self.queue.judged(len(completions))
+        return tuple(
+            Sample(
+                completion.tokens,
+                completion.versions != NO_VERSION,
+                completion.logp,
+                completion.versions,
+                0.0,
+                "correct",
+                completion.stop_reason,
+            )
+            for completion in completions
+        )

@@ -1,0 +1,46 @@
+"""Questions that only a search answers: the policy learns what to search for.
+
+    python -m areal_jax.train --exp=tiny_tools_sft --run-folder=runs/tiny_tools
+    python -m areal_jax.train --exp=search_agent
+
+Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account, no accelerator.
+
+The questions are about 1800 made-up facts, "Ann has 361 pens in hall 27." The policy of the first command writes
+`<search>QUERY</search>`, is told the best passage, and answers with the number in it; its queries leave out now this, now that.
+Training teaches it to search with all that the question says, on facts that it was never asked for.
+
+For documents, questions and a policy of your own (files of .txt, .md, or .jsonl with the field text):
+
+    python -m areal_jax.train --exp=search_agent policy.path=Qwen/Qwen3-1.7B tasks=Files tasks.path=questions.jsonl \\
+        eval_tasks=Files eval_tasks.path=test.jsonl workflow.tools.documents=DIR workflow.tools.num_results=3 \\
+        workflow.call_format=Hermes workflow.announce=true workflow.max_turns=6 \\
+        engine.max_prompt_tokens=8192 engine.max_new_tokens=1024
+"""
+
+import chz
+
+from areal_jax.config import load_experiment
+from areal_jax.data.config import Exercises
+from areal_jax.models.config import PolicyConfig
+from areal_jax.rewards.config import ToolsConfig
+from areal_jax.workflows.config import Tags, ToolUse
+
+aime = load_experiment("aime")
+exercises = Exercises(families=("facts",))
+experiment = chz.replace(
+    aime,
+    name="search_agent",
+    description="what to search for",
+    num_steps=40,
+    policy=PolicyConfig(path="runs/tiny_tools/policy"),
+    tasks=exercises,
+    eval_tasks=chz.replace(exercises, split="heldout", num_tasks=256),
+    workflow=ToolUse(
+        max_turns=2,
+        call_format=Tags(),
+        announce=False,
+        tools=ToolsConfig(names=("search",), documents="facts", num_results=1),
+    ),
+    engine=chz.replace(aime.engine, max_prompt_tokens=96, max_new_tokens=48),
+    evaluation=chz.replace(aime.evaluation, every_steps=20, num_tasks=256),
+)

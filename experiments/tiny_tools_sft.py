@@ -1,0 +1,35 @@
+"""Supervised fine-tuning that teaches the embedded policy to call tools and to write programs: where the next examples start.
+
+    python -m areal_jax.train --exp=tiny_tools_sft --run-folder=runs/tiny_tools
+
+Hardware: CPU.
+
+The embedded policy learns a mixture of good and bad ways through four families of generated exercises: countdown, facts that
+only a search finds, calculations too large for the head, and programs (areal_jax/data/exercises.py). It is then able to go each
+of these ways and undecided between them: `--exp=countdown`, `search_agent`, `tool_math` and `code` go on from
+runs/tiny_tools/policy.
+"""
+
+from areal_jax.checkpoint.config import CheckpointConfig
+from areal_jax.config import SFTExperiment
+from areal_jax.data.config import Exercises
+from areal_jax.engine.config import EngineConfig
+from areal_jax.evaluation.config import EvaluationConfig
+from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
+
+experiment = SFTExperiment(
+    name="tiny_tools_sft",
+    description="teaches the embedded policy to call tools and to write programs",
+    num_steps=400,
+    examples=Exercises(num_tasks=100_000),
+    examples_per_batch=64,
+    heldout_every_steps=100,
+    engine=EngineConfig(num_slots=48, max_prompt_tokens=160, max_new_tokens=96),
+    trainer=TrainerConfig(
+        optimizer=OptimizerConfig(learning_rate=2e-3, schedule="cosine", warmup_fraction=0.05, beta2=0.98),
+        rows_per_micro_batch=8,
+        remat="none",
+    ),
+    evaluation=EvaluationConfig(every_steps=0),
+    checkpoint=CheckpointConfig(every_steps=0),
+)

@@ -1,0 +1,39 @@
+"""Problems with numbers too large for the head, and a calculator.
+
+    python -m areal_jax.train --exp=tiny_tools_sft --run-folder=runs/tiny_tools
+    python -m areal_jax.train --exp=tool_math
+
+Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account, no accelerator.
+
+The policy of the first command writes `<calculator>EXPRESSION</calculator>`, is told the value, and answers; it knows several
+expressions for every problem, and guesses too. Training teaches it which expression is right.
+
+A policy that has learnt tool calls as Qwen's have calls a Python sandbox as well:
+
+    python -m areal_jax.train --exp=tool_math policy.path=Qwen/Qwen3-1.7B tasks=Files tasks.path=train.jsonl \\
+        eval_tasks=Files eval_tasks.path=test.jsonl workflow.call_format=Hermes workflow.announce=true \\
+        workflow.tools.names=calculator,python workflow.max_turns=6 engine.max_prompt_tokens=4096 engine.max_new_tokens=1024
+"""
+
+import chz
+
+from areal_jax.config import load_experiment
+from areal_jax.data.config import Exercises
+from areal_jax.models.config import PolicyConfig
+from areal_jax.rewards.config import ToolsConfig
+from areal_jax.workflows.config import Tags, ToolUse
+
+aime = load_experiment("aime")
+exercises = Exercises(families=("calculations",))
+experiment = chz.replace(
+    aime,
+    name="tool_math",
+    description="large numbers and a calculator",
+    num_steps=60,
+    policy=PolicyConfig(path="runs/tiny_tools/policy"),
+    tasks=exercises,
+    eval_tasks=chz.replace(exercises, split="heldout", num_tasks=256),
+    workflow=ToolUse(max_turns=2, call_format=Tags(), announce=False, tools=ToolsConfig(names=("calculator",))),
+    engine=chz.replace(aime.engine, max_prompt_tokens=128, max_new_tokens=64),
+    evaluation=chz.replace(aime.evaluation, every_steps=20, num_tasks=256),
+)

@@ -1,0 +1,93 @@
+from __future__ import annotations
+
+import time
+from contextlib import suppress
+
+import pytest
+
+from areal_jax.rewards.calculator import NotArithmetic, calculate
+
+
+@pytest.mark.parametrize(
+    ("expression", "value"),
+    [
+        ("1+1", "2"),
+        (" (14*21+5) * 3 ", "897"),
+        ("2**10", "1024"),
+        ("2^10", "1024"),
+        ("-3**2", "-9"),
+        ("7//2", "3"),
+        ("-7//2", "-4"),
+        ("-7%3", "2"),
+        ("6/4", "1.5"),
+        ("1/3*3", "1"),  # exact: floats would do here too, but not in the next
+        ("0.1+0.2-0.3", "0"),
+        ("1/3", "0.333333333333"),
+        ("10**20/3*3", "100000000000000000000"),
+        ("1e3", "1000"),
+        ("0**0", "1"),
+        ("(-1)**99999999999", "-1"),
+        ("1**(10**30)", "1"),
+        ("0**(10**30)", "0"),
+        ("2**-2", "0.25"),
+        ("1_000", "1000"),
+    ],
+)
+def test_arithmetic_is_exact(expression: str, value: str) -> None:
+    assert calculate(expression) == value
+
+
+@pytest.mark.parametrize(
+    ("expression", "reason"),
+    [
+        ("9**9**9", "bits"),
+        ("9**(9**9)", "bits"),
+        ("(10**400)**400", "bits"),
+        ("2**99999999999999999999", "bits"),
+        ("10**1000", "digits"),
+        ("*".join(["99999"] * 160), "digits"),
+        ("1e999999999", "finite"),
+        ("1e400", "finite"),
+        ("(" * 400 + "1" + ")" * 400, "deep"),
+        ("[" * 400, "deep"),
+        ("-" * 900 + "1", ""),
+        ("1" + "+1" * 400, ""),
+        ("9" * 5000, "characters"),
+        ("x" * (1 << 20), "characters"),
+        ("1/0", "zero"),
+        ("1%0", "zero"),
+        ("1//0", "zero"),
+        ("0**-1", "zero"),
+        ("2**0.5", "whole"),
+        ("", "no arithmetic"),
+        ("1+", "no arithmetic"),
+        ("1\x00", "no arithmetic"),
+        ("\ud800", "no arithmetic"),
+        ("two", "Name"),
+        ("__import__('os').system('true')", "Call"),
+        ("(1).__class__", "Attribute"),
+        ("'a'*9", "Constant"),
+        ("1 if 1 else 2", "IfExp"),
+        ("1<2", "Compare"),
+        ("1 and 2", "BoolOp"),
+        ("True", "Constant"),
+        ("1j", "Constant"),
+        ("~1", "UnaryOp"),
+        ("1<<99999999", "LShift"),
+        ("[1 for x in y]", "ListComp"),
+        ("(lambda: 1)()", "Call"),
+        ("f'{1}'", "JoinedStr"),
+        ("a:=1", "no arithmetic"),
+    ],
+)
+def test_all_else_is_refused_at_once(expression: str, reason: str) -> None:
+    began_s = time.perf_counter()
+    if reason:
+        with pytest.raises(NotArithmetic, match=reason) as raised:
+            calculate(expression)
+        assert len(str(raised.value)) < 200
+    else:
+        # Deep or long, and either is right: a number, or a refusal.
+        with suppress(NotArithmetic):
+            assert int(calculate(expression)) in (1, 401)
+    assert time.perf_counter() - began_s < 0.5

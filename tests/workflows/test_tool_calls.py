@@ -1,0 +1,91 @@
+from __future__ import annotations
+
+import json
+import time
+
+import pytest
+
+from areal_jax.workflows.config import Hermes, Tags
+from areal_jax.workflows.tool_calls import MAX_CALLS, BadCall, ToolCall, announcement, parse_calls
+
+NAMES = ("calculator", "python", "search")
+
+
+def hermes(said: str) -> list[ToolCall | BadCall]:
+    return parse_calls(Hermes(), said, NAMES)
+
+
+def call(name: str = "calculator", **arguments: object) -> str:
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"
+
+
+def test_calls_are_read_in_order_with_any_text_around_them() -> None:
+    said = f"Let me see. {call(expression='1+1')} and {call('search', query='two')} done"
+    assert hermes(said) == [ToolCall("calculator", "1+1"), ToolCall("search", "two")]
+    assert hermes("no call at all") == []
+    tags = "first <search>a <b></search> then <calculator>1<2</calculator> and <search>c</search>"
+    assert parse_calls(Tags(), tags, NAMES) == [
+        ToolCall("search", "a <b>"),
+        ToolCall("calculator", "1<2"),
+        ToolCall("search", "c"),
+    ]
+
+
+def test_what_is_thought_is_not_called() -> None:
+    assert hermes(f"<think>maybe {call(expression='1')}</think> no") == []
+    assert hermes(f"<think>maybe</think> {call(expression='1')}") == [ToolCall("calculator", "1")]
+
+
+@pytest.mark.parametrize(
+    ("said", "reason"),
+    [
+        ('<tool_call>{"name": "calculator"', "<tool_call> without </tool_call>"),
+        ("<tool_call>calculator(1)</tool_call>", "no JSON"),
+        ("<tool_call></tool_call>", "no JSON"),
+        ("<tool_call>[1]</tool_call>", "expected a JSON object"),
+        ('<tool_call>{"name": "calculator"}</tool_call>', "expected a JSON object"),
+        ('<tool_call>{"name": "calculator", "arguments": {}, "id": 1}</tool_call>', "expected a JSON object"),
+        (call("browser", url="x"), "no tool 'browser'; there are calculator, python, search"),
+        ('<tool_call>{"name": ["calculator"], "arguments": {}}</tool_call>', "no tool"),
+        (call(code="1"), 'expected the arguments of calculator to be {"expression": a text}'),
+        (call(expression="1", more="2"), "expected the arguments"),
+        (call(expression=1), "expected the arguments"),
+        ('<tool_call>{"name": "calculator", "arguments": "1+1"}</tool_call>', "expected the arguments"),
+        ("<tool_call>" + "[" * 200_000 + "</tool_call>", "no JSON"),
+        ('<tool_call>{"name": "calculator", "arguments": {"expression": ' + "9" * 10_000 + "}}</tool_call>", "no JSON"),
+    ],
+)
+def test_what_is_no_call_in_full_is_an_error_that_says_why(said: str, reason: str) -> None:
+    (bad,) = hermes(said)
+    assert isinstance(bad, BadCall)
+    assert reason in bad.reason
+    assert len(bad.reason) < 300
+
+
+def test_a_tag_that_is_never_closed_is_an_error() -> None:
+    assert parse_calls(Tags(), "<search>a</search> <search>b", NAMES)[1] == BadCall("<search> without </search>")
+    # Tools that there are not are words like others.
+    assert parse_calls(Tags(), "<python>1</python>", ("search",)) == []
+
+
+def test_there_is_an_end_to_the_calls_of_a_turn() -> None:
+    calls = hermes(call(expression="1") * (MAX_CALLS + 3))
+    assert calls[:MAX_CALLS] == [ToolCall("calculator", "1")] * MAX_CALLS
+    assert calls[MAX_CALLS:] == [BadCall(f"at most {MAX_CALLS} calls a turn, came {MAX_CALLS + 3}")]
+
+
+def test_a_megabyte_of_openings_is_read_at_once() -> None:
+    began_s = time.perf_counter()
+    parse_calls(Tags(), "<search>" * 130_000, NAMES)
+    hermes("<tool_call>" * 90_000)
+    assert time.perf_counter() - began_s < 2.0
+
+
+def test_an_announcement_tells_of_every_tool_and_of_no_other() -> None:
+    said = announcement(Hermes(), ("calculator", "search"))
+    signatures = [json.loads(line) for line in said.split("\n") if line.startswith('{"type"')]
+    assert [signature["function"]["name"] for signature in signatures] == ["calculator", "search"]
+    assert signatures[1]["function"]["parameters"]["required"] == ["query"]
+    # What it shows is what is read.
+    assert "<search>query</search>" in announcement(Tags(), ("search",))
+    assert parse_calls(Tags(), "<search>query</search>", ("search",)) == [ToolCall("search", "query")]

@@ -1,0 +1,244 @@
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import chz
+import numpy as np
+import pytest
+
+import areal_jax
+from areal_jax.data.tokenizer import HFTokenizer
+from areal_jax.records import (
+    NO_VERSION,
+    Completion,
+    Message,
+    Request,
+    Sample,
+    Sampling,
+    StopReason,
+    Task,
+    ToolResult,
+    Verdict,
+    VerdictKind,
+    first_error,
+)
+from areal_jax.rewards.config import RewardConfig, ToolsConfig
+from areal_jax.rollout.controller import Calls
+from areal_jax.workflows.config import MultiTurn, Tags, ToolUse, WorkflowConfig
+from areal_jax.workflows.from_config import make_workflow
+from areal_jax.workflows.single_turn import JudgeFailed
+from areal_jax.workflows.turns import ToolFailed
+
+TOKENIZER = HFTokenizer.from_folder(Path(areal_jax.__file__).parent / "models" / "embedded")
+STOP = TOKENIZER.stop_token_ids[0]
+TASK = Task("sum", (Message("user", "1+1?"),), "2")
+AGAIN = "No. Again."
+MULTI_TURN = MultiTurn(max_turns=3, turn_discount=0.5, feedback=AGAIN)
+TOOL_USE = ToolUse(max_turns=3, call_format=Tags(), announce=False, tools=ToolsConfig(names=("calculator", "search")))
+PROMPT = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
+
+
+def completion(text: str, stop: StopReason = "stop", version: int = 3) -> Completion:
+    tokens = TOKENIZER.encode(text)
+    if stop == "stop":
+        tokens = np.append(tokens, np.int32(STOP))
+    return Completion(tokens, -np.ones(len(tokens), np.float32), np.full(len(tokens), version, np.int32), stop)
+
+
+class Policy:
+    """Says what it was told to say in answer to each prompt, one after another, and keeps the prompts."""
+
+    def __init__(self, **says: str | list[str]) -> None:
+        """Args: says: by the text of the last message it was given."""
+        self._says = {text: [said] if isinstance(said, str) else list(said) for text, said in says.items()}
+        self.prompts: list[str] = []
+        self.stops: dict[str, StopReason] = {}
+
+    async def __call__(self, prompt_tokens: np.ndarray, num_samples: int) -> list[Completion]:
+        prompt = text_of(prompt_tokens)
+        self.prompts.append(prompt)
+        last = prompt.split("<|im_end|>")[-2].partition("\n<|im_start|>")[2] or prompt.split("<|im_end|>")[-2]
+        message = last.partition("\n")[2]
+        drawn = [self._says[message].pop(0) for _ in range(num_samples)]
+        return [completion(said, self.stops.get(said, "stop")) for said in drawn]
+
+
+def text_of(tokens: np.ndarray) -> str:
+    return TOKENIZER._tokenizer.decode(tokens.tolist(), skip_special_tokens=False)
+
+
+def trained_text(sample: Sample) -> str:
+    return text_of(sample.tokens[sample.loss_mask])
+
+
+async def judge(task: Task, answer: str) -> Verdict:
+    if answer == "broken":
+        return Verdict("infrastructure", "no process")
+    kind: VerdictKind = "correct" if answer == task.answer else "no_answer" if answer == "" else "wrong"
+    return Verdict(kind)
+
+
+async def tools(tool: str, argument: str) -> ToolResult:
+    if argument == "broken":
+        return ToolResult("infrastructure", "no process")
+    return ToolResult("done", f"{tool} of {argument}")
+
+
+def run(
+    chosen: WorkflowConfig,
+    policy: Callable,
+    num_samples: int = 1,
+    max_prompt_tokens: int = 1000,
+    rewards: RewardConfig | None = None,
+) -> tuple[Sample, ...]:
+    workflow = make_workflow(
+        chosen, TOKENIZER, num_samples, rewards or RewardConfig(), max_prompt_tokens=max_prompt_tokens, tools=tools
+    )
+    return asyncio.run(workflow(TASK, policy, judge))  # type: ignore[arg-type]
+
+
+def test_a_wrong_answer_is_told_so_and_the_next_one_is_judged() -> None:
+    policy = Policy(**{"1+1?": ["3", "2"], AGAIN: ["4", "2"]})
+    wrong_twice, right = run(MULTI_TURN, policy, 2)
+    # The first sample: 3, no, 4, no, 2.
+    again = f"\n<|im_start|>user\n{AGAIN}<|im_end|>\n<|im_start|>assistant\n"
+    assert text_of(wrong_twice.tokens) == f"{PROMPT}3<|im_end|>{again}4<|im_end|>{again}2<|im_end|>"
+    assert trained_text(wrong_twice) == "3<|im_end|>4<|im_end|>2<|im_end|>"
+    assert text_of(right.tokens) == f"{PROMPT}2<|im_end|>"
+    assert (wrong_twice.verdict, right.verdict) == ("correct", "correct")
+    for sample in (wrong_twice, right):
+        assert (sample.versions[~sample.loss_mask] == NO_VERSION).all()
+        assert (sample.versions[sample.loss_mask] == 3).all()
+
+
+def test_a_right_answer_is_worth_less_with_every_turn_and_a_wrong_one_no_more() -> None:
+    # Between -5 and 5, half of the way is left with every turn: 5, 0, -2.5; wrong stays -5.
+    policy = Policy(**{"1+1?": ["2", "3", "3", "3"], AGAIN: ["2", "3", "2", "3", "3"]})
+    samples = run(MULTI_TURN, policy, 4)
+    assert sorted(sample.reward for sample in samples) == [-5.0, -2.5, 0.0, 5.0]
+    assert [sample.reward == -5.0 for sample in samples] == [sample.verdict == "wrong" for sample in samples]
+
+
+def test_a_conversation_ends_before_a_prompt_beyond_the_budget_and_counts_as_truncated() -> None:
+    prompt = len(TOKENIZER.render([*TASK.prompt, Message("assistant", "3"), Message("user", AGAIN)]))
+    for room, num_turns, stop_reason in ((prompt, 2, "stop"), (prompt - 1, 1, "length")):
+        policy = Policy(**{"1+1?": "3", AGAIN: "4"})
+        (sample,) = run(chz.replace(MULTI_TURN, max_turns=2), policy, max_prompt_tokens=room)
+        assert len(policy.prompts) == num_turns
+        assert (sample.stop_reason, sample.verdict, sample.reward) == (stop_reason, "wrong", -5.0)
+
+
+def test_an_answer_that_was_cut_is_ended_as_context_and_told_that_it_is_wrong() -> None:
+    policy = Policy(**{"1+1?": "33", AGAIN: "2"})
+    policy.stops["33"] = "length"
+    (sample,) = run(MULTI_TURN, policy)
+    assert text_of(sample.tokens).startswith(f"{PROMPT}33<|im_end|>\n<|im_start|>user\n")
+    assert trained_text(sample) == "332<|im_end|>"
+    assert sample.stop_reason == "stop"
+
+
+def test_what_tools_answer_is_context_and_only_the_last_turn_is_judged() -> None:
+    policy = Policy(
+        **{
+            "1+1?": "<calculator>1+1</calculator><search>two</search>",
+            "search of two": "2",
+        }
+    )
+    (sample,) = run(TOOL_USE, policy)
+    result = (
+        "\n<|im_start|>tool\ncalculator of 1+1<|im_end|>\n<|im_start|>tool\nsearch of two<|im_end|>\n<|im_start|>assistant\n"
+    )
+    first = "<calculator>1+1</calculator><search>two</search><|im_end|>"
+    assert text_of(sample.tokens) == f"{PROMPT}{first}{result}2<|im_end|>"
+    assert trained_text(sample) == f"{first}2<|im_end|>"
+    assert (sample.verdict, sample.reward) == ("correct", 5.0)
+
+
+def test_tools_are_called_in_no_turn_but_those_before_the_last() -> None:
+    says = "<search>x</search>"
+    policy = Policy(**{"1+1?": says, "search of x": [says, says]})
+    (sample,) = run(TOOL_USE, policy)
+    assert len(policy.prompts) == 3
+    assert sample.verdict == "wrong"
+
+
+def test_a_bad_call_is_answered_with_what_is_wrong_with_it() -> None:
+    policy = Policy(**{"1+1?": "<search>two", "Error: <search> without </search>": "2"})
+    (sample,) = run(TOOL_USE, policy)
+    assert sample.verdict == "correct"
+
+
+@pytest.mark.parametrize("chosen", [MULTI_TURN, TOOL_USE], ids=["judge", "tool"])
+def test_a_machine_that_fails_is_no_wrong_answer(chosen: WorkflowConfig) -> None:
+    policy = Policy(**{"1+1?": "broken" if chosen is MULTI_TURN else "<search>broken</search>"})
+    with pytest.raises(ExceptionGroup) as raised:
+        run(chosen, policy)
+    error = first_error(raised.value)
+    assert isinstance(error, JudgeFailed if chosen is MULTI_TURN else ToolFailed)
+    assert "no process" in str(error)
+
+
+def test_tools_are_announced_in_the_systems_message_where_that_is_asked() -> None:
+    announcing = ToolUse(max_turns=3, call_format=Tags(), tools=ToolsConfig(names=("calculator",)))
+    policy = Policy(**{"1+1?": "2"})
+    run(announcing, policy)
+    (prompt,) = policy.prompts
+    assert prompt.startswith("<|im_start|>system\nYou may call a tool")
+    assert "<calculator>expression</calculator>" in prompt
+
+
+class SlowEngine:
+    """Answers after a while, in an order of its own, and stops for good after so many answers."""
+
+    def __init__(self, answers: int) -> None:
+        self.left, self.drawn = answers, Counter[str]()
+        self.has_stopped = asyncio.Event()
+
+    async def submit(self, request: Request) -> list[Completion]:
+        # What is drawn depends on the request alone, as an engine's draws do.
+        rng = np.random.default_rng(request.seed)
+        await asyncio.sleep(float(rng.random()) / 200)
+        if self.left == 0:
+            self.has_stopped.set()
+            await asyncio.sleep(3600)
+        self.left -= 1
+        self.drawn[request.id] += request.num_samples
+        return [completion(str(rng.integers(0, 3)) * rng.integers(1, 3)) for _ in range(request.num_samples)]
+
+    async def snapshot(self) -> dict:
+        return {}
+
+
+def test_a_conversation_that_a_crash_interrupts_goes_on_as_it_would_have() -> None:
+    chosen = MultiTurn(max_turns=4, turn_discount=0.5, feedback=AGAIN)
+    workflow = make_workflow(chosen, TOKENIZER, 6, RewardConfig(), max_prompt_tokens=1000, tools=tools)
+    sampling = Sampling(16, stop_token_ids=TOKENIZER.stop_token_ids)
+
+    async def rolled_out(engine: SlowEngine, journal: dict) -> tuple[list[tuple], dict]:
+        calls = Calls(engine, 0, sampling, 7, 0, dict(journal))
+        working = asyncio.ensure_future(workflow(TASK, calls, judge))
+        stopped = asyncio.ensure_future(engine.has_stopped.wait())
+        await asyncio.wait((working, stopped), timeout=60, return_when=asyncio.FIRST_COMPLETED)
+        stopped.cancel()
+        if not working.done():
+            working.cancel()
+            await asyncio.wait((working,))
+            return [], calls.journal
+        return [(text_of(each.tokens), each.reward, each.versions.tolist()) for each in working.result()], calls.journal
+
+    async def main() -> None:
+        whole, journal = await rolled_out(SlowEngine(1000), {})
+        assert len(journal) > 6
+        for answers in range(1, len(journal)):
+            crashed = SlowEngine(answers)
+            nothing, kept = await rolled_out(crashed, {})
+            assert nothing == [] and len(kept) == answers
+            resumed = SlowEngine(1000)
+            assert (await rolled_out(resumed, kept))[0] == whole
+            # Nothing that was drawn before is drawn again.
+            assert not crashed.drawn.keys() & resumed.drawn.keys()
+
+    asyncio.run(main())
