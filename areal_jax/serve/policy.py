@@ -24,7 +24,7 @@ from areal_jax.records import Sampling, Weights
 from areal_jax.serve.config import ServeConfig
 from areal_jax.serve.engine_source import EngineSource
 from areal_jax.settings import ConfigError
-from areal_jax.weights.fixed import Fixed
+from areal_jax.weights.pinned import Pinned
 
 
 class Loaded(NamedTuple):
@@ -42,7 +42,7 @@ async def engine_source(config: ServeConfig, api_key: str) -> AsyncIterator[Engi
         raise ConfigError(str(error)) from error
     # Clients ask for top_p often; what else takes a program of its own is compiled when it is first asked for.
     await asyncio.to_thread(engine.warm_up, Drawing.FILTERED)
-    driver = Driver(engine, Fixed(Weights(0, params)))
+    driver = Driver(engine, Pinned(Weights(0, params)))
     totals: dict[str, float] = {"tokens": 0.0, "dispatches": 0.0, "requests": 0.0, "prefill_tokens": 0.0}
 
     def measure() -> dict[str, float]:
