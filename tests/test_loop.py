@@ -9,7 +9,7 @@ from collections import Counter
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import chz
 import jax
@@ -122,15 +122,27 @@ def from_examples(kind: type[E], policy: Path, examples: Path, *, num_steps: int
 def planned(exp: Experiment) -> Plan:
     """The plan; with nothing said of devices, on one of the eight that tests see."""
     if exp.placement != ONE:
-        return make_plan(exp)
+        return with_known_engines(make_plan(exp))
     plan = make_plan(chz.replace(exp, placement=PlacementConfig(train_devices=1, rollout_devices=1)))
     meshes = make_meshes(ONE, jax.devices()[:1])
-    return replace(
-        plan,
-        experiment=exp,
-        meshes=meshes,
-        engines=(DecodeEngine(plan.policy, meshes.rollout, exp.engine, plan.compute_dtype),),
+    return with_known_engines(
+        replace(
+            plan,
+            experiment=exp,
+            meshes=meshes,
+            engines=(DecodeEngine(plan.policy, meshes.rollout, exp.engine, plan.compute_dtype),),
+        )
     )
+
+
+KNOWN_ENGINES: dict[Any, tuple[DecodeEngine, ...]] = {}
+
+
+def with_known_engines(plan: Plan) -> Plan:
+    """With engines that have compiled their programs, where there were such before: they keep nothing else."""
+    engines = plan.engines
+    key = plan.policy, plan.compute_dtype, tuple(each.mesh for each in engines), repr(engines[0].config)
+    return replace(plan, engines=KNOWN_ENGINES.setdefault(key, plan.engines))
 
 
 def run_loop(plan: Plan, folder: Path, *, resume: bool = False) -> dict[str, np.ndarray]:
