@@ -2,8 +2,9 @@
 
     python benchmarks/interruption.py
 
-24 GPUs decode answers of up to 27 648 tokens, and trainers enough that they bound nothing take batches of 128 x 16. Without interruption an engine takes weights when all that it has
-under way has ended, and begins nothing before; with it, weights come between two tokens, and caches are rebuilt, or kept.
+24 GPUs decode answers of up to 27 648 tokens, and trainers enough that they bound nothing take batches of 128 x 16. Without
+interruption an engine takes weights when all that it has under way has ended, and begins nothing before; with it, weights come
+between two tokens, and caches are rebuilt, or kept.
 Constants as fitted in `papers_cluster.py`, not on this figure. Appends to results/interruption.jsonl and draws
 results/interruption.png; nothing depends on the machine.
 
