@@ -4,7 +4,7 @@
 
 AReaL, arXiv:2505.24298, figure 4: 1.5B, 7B and 32B, with contexts of 16k and 32k. The synchronous system generates on all
 devices, then trains on all, as verl does. This project's lets weights travel while engines decode, keeps caches, starts what
-the gate lets through, and takes the best of six splits. Constants were fitted on none of these panels (`papers_cluster.py`). Each
+the gate lets through, and takes the best of six splits. Constants were fitted on none of these panels. Each
 point is simulated with a part of devices and batch, an eighth at the least. Appends to results/scaling_curves.jsonl and draws
 results/scaling_curves.png; nothing depends on the machine.
 
