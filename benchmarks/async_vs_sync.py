@@ -5,12 +5,12 @@
 Runs `python -m areal_jax.train --exp=aime` with one simulated device that decodes and one that trains. The policy is drawn at
 random, so that an answer ends with any token by the same chance: lengths are geometric, about 350 tokens on average and 768 at
 most, and since no answer is right no update changes them. A step is 128 answers. Tokens per second are those trained on, from
-the fifth step on. The two devices share the machine's cores: what is gained tells of the system only where each has a core of its
-own and nothing else runs, and nothing here is worth keeping from a busy machine.
+the fifth step on. The two devices share the machine's cores: what is gained tells of the system only where each has a core of
+its own and nothing else runs.
 
-The run at max_staleness 0 also tells the stages' times: of a decode step (by the trace's dispatches), of prefill and of training
-on a token; and its samples tell the lengths. The simulator is given these, and no other measurement, and foretells all three.
-A run that is finished is not run again. Appends to results/async_vs_sync.jsonl and draws results/async_vs_sync.png.
+The run at max_staleness 0 also tells the stages' times: of a decode step (by the trace's dispatches), of prefill and of
+training on a token; and its samples tell the lengths. The simulator is given these, and no other measurement, and foretells all
+three. A run that is finished is not run again. Appends to results/async_vs_sync.jsonl and draws results/async_vs_sync.png.
 
 Expected with a device each: at least 1.5 times at 1 and 2 times at 4, and the simulator within 15 %.
 """
