@@ -83,7 +83,7 @@ DEVICES_PER_ENGINE = {"1.5b": 1, "7b": 1, "14b": 2, "32b": 4}
 System = Literal["areal", "areal without staleness", "colocated"]
 """The paper's; the same at max_staleness 0; all devices generate, then all train, as verl does."""
 
-SHARES = (0.5, 0.625, 0.6875, 0.75)
+SHARES = (0.5, 0.625, 0.75)
 """Of the devices, that may decode where the split is free."""
 
 
@@ -152,11 +152,12 @@ def shrink_of(model: str, num_devices: int) -> int:
     return max(1, min(16, num_devices // 16 // DEVICES_PER_ENGINE[model]))
 
 
-def measure(cluster: Cluster, workload: Workload, num_steps: int = 6) -> Outcome:
-    """As long as it takes for the numbers to settle: what runs ahead must first have done so."""
+def measure(cluster: Cluster, workload: Workload) -> Outcome:
+    """As long as it takes for the numbers to settle: short answers come first, until as much has ended as may be under way."""
     if workload.max_staleness == 0:
         return simulate(cluster, workload, num_steps=3, first_counted=1)
-    return simulate(cluster, workload, num_steps=num_steps, first_counted=num_steps // 2)
+    settled = 1 + workload.max_running_groups // workload.groups_per_batch
+    return simulate(cluster, workload, num_steps=settled + 3, first_counted=settled)
 
 
 def gains(model: str, num_devices: int, max_new_tokens: int, max_staleness: int, shrink: int) -> dict[str, Outcome]:

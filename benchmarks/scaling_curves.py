@@ -4,7 +4,7 @@
 
 AReaL, arXiv:2505.24298, figure 4: 1.5B, 7B and 32B, with contexts of 16k and 32k. The synchronous system generates on all
 devices, then trains on all, as verl does. This project's lets weights travel while engines decode, keeps caches, starts what
-the gate lets through, and takes the best of four splits. Constants were fitted on none of these panels. Each
+the gate lets through, and takes the best of three splits. Constants were fitted on none of these panels. Each
 point is simulated with a part of devices and batch, a sixteenth at the least. Appends to results/scaling_curves.jsonl and draws
 results/scaling_curves.png; nothing depends on the machine.
 
@@ -18,7 +18,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from matplotlib.figure import Figure
-from papers_cluster import ETA, FIGURE_4, FITTED, build, measure, ours, shrink_of
+from papers_cluster import FIGURE_4, FITTED, build, measure, ours, shrink_of
 from results import FOLDER, append
 from rich.console import Console
 from rich.table import Table
@@ -33,8 +33,8 @@ def point(model: str, context: int, num_devices: int) -> Point:
     shrink, max_new_tokens = shrink_of(model, num_devices), 1024 * context - 1024
     paper, papers_verl = FIGURE_4[model, context][num_devices]
     turns = measure(*build("colocated", model, num_devices, max_new_tokens, shrink=shrink))
-    papers = measure(*build("areal", model, num_devices, max_new_tokens, max_staleness=ETA[model], shrink=shrink))
-    best = ours(model, num_devices, max_new_tokens, ETA[model], shrink)
+    papers = measure(*build("areal", model, num_devices, max_new_tokens, max_staleness=4, shrink=shrink))
+    best = ours(model, num_devices, max_new_tokens, 4, shrink)
     synchronous, areal, this_project = (shrink * outcome.tokens_per_s / 1e3 for outcome in (turns, papers, best))
     papers_ratio = None if papers_verl is None else paper / papers_verl
     return {
