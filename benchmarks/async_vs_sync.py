@@ -57,7 +57,7 @@ def throughput(rows: Rows) -> float:
     return sum(row["trainer/tokens_trained"] for row in timed[1:]) / (timed[-1]["time_s"] - timed[0]["time_s"])
 
 
-def measured_cluster(run_folder: Path) -> tuple[Cluster, dict[str, float]]:
+def measured_cluster(run_folder: Path, samples: Sequence[dict[str, int]]) -> tuple[Cluster, dict[str, float]]:
     """A cluster whose stages take what they took in a synchronous run, and these times."""
     spans = [event for event in trace.read(run_folder / "trace.json") if event.get("ph") == "X"]
 
@@ -66,26 +66,34 @@ def measured_cluster(run_folder: Path) -> tuple[Cluster, dict[str, float]]:
         return found[len(found) // 4 :]  # without the beginning
 
     dispatches, prefills, trained = seconds("dispatch"), seconds("prefill"), seconds("step ")
-    rows = steps(json.loads(line) for line in (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    tokens = fmean(row["trainer/tokens_trained"] for row in rows)
+    whole = [sample["num_tokens"] for sample in samples]
+    per_step = GROUPS * SAMPLES / len(whole)
+    tokens, pairs = sum(whole) * per_step, sum(length**2 for length in whole) / 2 * per_step
     step_s = fmean(duration for duration, _ in dispatches) / STEPS_PER_DISPATCH
     prefill_s = sum(duration for duration, _ in prefills) / sum(number for _, number in prefills)
-    train_s = fmean(duration for duration, _ in trained) / tokens
+    train_s = fmean(duration for duration, _ in trained)
     model = ModelConfig.from_hf(json.loads((EMBEDDED / "config.json").read_text(encoding="utf-8")), "embedded")
     # A device that takes as long; where the roofline has no say its rates are beyond reach.
     training = TrainerCosts(model, Device(1e15, 1e18, 1.0, 1e18, 1e18, 1), 1, Reached(train_flops=1.0, update_s=0.0))
-    flops = training.train_tokens_s(1.0, 0.0) / train_s
+    flops = training.train_tokens_s(tokens, pairs) / train_s
     reached = Reached(1.0, 1e9, 2 * model.multiplied_params / prefill_s / flops, 1.0, 1.0, step_s, 0.0, 0.0)
     device = replace(training.device, flops_per_s=flops)
     habits = EngineHabits(num_slots=SLOTS)
     cluster = Cluster(model, device, 1, 1, 1, reached, habits, Staged(0.05), Rewards(num_workers=1, judge_s=0.001))
-    return cluster, {"decode_step_s": step_s, "prefill_token_s": prefill_s, "train_token_s": train_s}
+    return cluster, {"decode_step_s": step_s, "prefill_token_s": prefill_s, "train_step_s": train_s}
 
 
-def foretold(cluster: Cluster, lengths: Sequence[int], max_staleness: int, num_steps: int) -> float:
+def foretold(cluster: Cluster, samples: Sequence[dict[str, int]], max_staleness: int, num_steps: int) -> float:
     """Tokens per second, as simulated."""
+    prompt_tokens = round(fmean(sample["num_tokens"] - sample["num_drawn"] for sample in samples))
     workload = Workload(
-        Recorded(tuple(lengths)), MAX_NEW, 30, GROUPS, SAMPLES, max_staleness, max_running_groups=2 * GROUPS, num_mini_batches=2
+        Recorded(tuple(sample["num_drawn"] for sample in samples)),
+        MAX_NEW,
+        prompt_tokens,
+        GROUPS,
+        SAMPLES,
+        max_staleness,
+        max_running_groups=2 * GROUPS,
     )
     return simulate(cluster, workload, num_steps, FIRST_COUNTED).tokens_per_s
 
@@ -100,11 +108,10 @@ def main() -> None:
     runs = {name: (*SETTINGS, f"rollout.max_staleness={eta}") for eta, name in names.items()}
     rows = run_all(runs, options.folder, options.steps)
     synchronous = options.folder / names[0]
-    cluster, stages = measured_cluster(synchronous)
-    samples = (synchronous / "samples.jsonl").read_text(encoding="utf-8").splitlines()
-    lengths = [json.loads(sample)["num_drawn"] for sample in samples]
+    samples = [json.loads(line) for line in (synchronous / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
+    cluster, stages = measured_cluster(synchronous, samples)
     measured = {eta: throughput(rows[name]) for eta, name in names.items()}
-    simulated = {eta: foretold(cluster, lengths, eta, options.steps) for eta in STALENESS}
+    simulated = {eta: foretold(cluster, samples, eta, options.steps) for eta in STALENESS}
     table = Table("max_staleness", "tokens/s", "over that at 0", "simulated", "off by", title=NAME)
     for eta in STALENESS:
         off_by = simulated[eta] / measured[eta] - 1
@@ -112,7 +119,15 @@ def main() -> None:
             str(eta), f"{measured[eta]:,.0f}", f"{measured[eta] / measured[0]:.2f}", f"{simulated[eta]:,.0f}", f"{off_by:+.0%}"
         )
     result = {"note": options.note, "steps": options.steps, "settings": SETTINGS, "stages": stages}
-    append(NAME, {**result, "mean_length": fmean(lengths), "tokens_per_s": measured, "simulated_tokens_per_s": simulated})
+    append(
+        NAME,
+        {
+            **result,
+            "mean_length": fmean(sample["num_drawn"] for sample in samples),
+            "tokens_per_s": measured,
+            "simulated_tokens_per_s": simulated,
+        },
+    )
     Console().print(table)
     figure = Figure(figsize=(6, 3.6), dpi=120, layout="constrained")
     axes = figure.subplots()
