@@ -21,7 +21,7 @@ FLOORS = (
     ("sim", "launch"),
     ("config",),
     ("loop", "command"),
-    ("train", "evaluate"),
+    ("train", "evaluate", "plan"),
 )
 """From the ground up. A room imports from lower floors only: not from above, and not from its neighbours."""
 
@@ -50,7 +50,19 @@ DOORS = {
 }
 """Rooms in which a library may be imported."""
 
-JAX_FREE = ("records", "metrics", "settings", "rewards", "workflows", "rollout", "evaluation", "sim", "launch", "config")
+JAX_FREE = (
+    "records",
+    "metrics",
+    "settings",
+    "rewards",
+    "workflows",
+    "rollout",
+    "evaluation",
+    "sim",
+    "launch",
+    "config",
+    "plan",
+)
 """So are all config.py and the package itself: unit tests take milliseconds, and launch sets flags before jax loads."""
 
 JAX = ("jax", "jaxlib", "flax", "optax", "orbax")

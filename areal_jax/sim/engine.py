@@ -38,7 +38,8 @@ class EngineHabits:
     """What engines do, beside what it costs."""
 
     num_slots: int = 256
-    on_update: Literal["recompute", "keep"] = "recompute"
+    on_update: Literal["recompute", "keep", "drain"] = "recompute"
+    """Drain: weights wait until all that is under way has ended, and nothing begins before them, as without interruption."""
     shares_prompts: bool = True
     """Whether the samples of a request share the prefill of its prompt."""
     tokens_per_entry: int = 1
@@ -77,6 +78,8 @@ class _Engine:
     def __init__(self, fleet: Fleet, index: int, version: int) -> None:
         self.fleet, self.index, self.version = fleet, index, version
         self.up = True
+        self.held_back: int | None = None
+        """Version that waits for the live sequences to end."""
         self.load = 0
         """Sequences seated and waiting."""
         self.waiting: deque[_Sequence] = deque()
@@ -123,6 +126,10 @@ class _Engine:
         """Go on with these weights, if they are newer."""
         if not self.up or version <= self.version:
             return
+        if self.live and self.fleet.habits.on_update == "drain":
+            self.held_back = version
+            return
+        self.held_back = None
         self.version = version
         self.history.append((self.steps, version))
         self.stop_for(self.fleet.costs.copy_s, "swap")
@@ -133,7 +140,7 @@ class _Engine:
 
     def seat_waiting(self) -> None:
         habits, room = self.fleet.habits, SEATED_UP_TO * self.fleet.kv_tokens
-        while self.up and self.waiting and len(self.live) < habits.num_slots:
+        while self.up and self.held_back is None and self.waiting and len(self.live) < habits.num_slots:
             sequence = self.waiting[0]
             request = sequence.job.request
             tokens = float(len(request.prompt_tokens) + sequence.drawn)
@@ -169,6 +176,7 @@ class _Engine:
     def leave(self) -> list[_Sequence]:
         """All sequences, with what they have drawn; the engine is then empty."""
         left = [self._unseat(number) for number in list(self.live)] + list(self.waiting)
+        self.held_back = None
         self.waiting.clear()
         self.load = 0
         return left
@@ -211,6 +219,8 @@ class _Engine:
             while len(self.live) > 1 and self.context > SEATED_UP_TO * self.fleet.kv_tokens:
                 self.waiting.appendleft(self._unseat(next(reversed(self.live))))
                 self.fleet.counts["preempted"] += 1
+        if self.held_back is not None:
+            self.swap(self.held_back)
         self.seat_waiting()
         self.set_timer()
 

@@ -118,6 +118,22 @@ def test_tokens_are_stamped_with_the_version_that_drew_them() -> None:
     assert recomputed_s - kept_s == pytest.approx(COSTS.prefill_s(PROMPT + 100.0, (PROMPT + 100) ** 2 / 2), rel=1e-3)
 
 
+def test_a_drained_engine_takes_weights_when_all_has_ended_and_begins_nothing_before() -> None:
+    async def main() -> tuple[list[int], list[int], float]:
+        fleet = Fleet(COSTS, InTurn((200,)), 1, EngineHabits(on_update="drain"))
+        first = fleet.submit(request("a", 1))
+        await asyncio.sleep(0.1)
+        fleet.publish(7, [0.0])
+        await asyncio.sleep(0.001)
+        later = fleet.submit(request("b", 1))
+        (before,), (after,) = await first, await later
+        return before.versions.tolist(), after.versions.tolist(), asyncio.get_running_loop().time()
+
+    before, after, seconds = run(main())
+    assert (before, after) == ([0] * 200, [7] * 200)
+    assert seconds == pytest.approx(2 * (PREFILL_S + decode_s(1, 200, PROMPT)) + COSTS.copy_s, rel=1e-6)
+
+
 def test_a_request_waits_for_the_weights_that_may_start_it() -> None:
     async def main() -> list[int]:
         fleet = Fleet(COSTS, InTurn((10,)), 2)
