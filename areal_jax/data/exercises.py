@@ -165,11 +165,12 @@ def facts(chance: random.Random, split: Split) -> Draft:
     def finding(query: str, found: tuple[str, int]) -> Way:
         return _says(f"<search>{query}</search>", found[0], f"\\boxed{{{found[1]}}}")
 
-    good = [finding(f"{name} {thing} {hall}", (found, count))]
+    # In this order every word stands as in the question, with a space before it: to a policy without one it is another word.
+    good = [finding(f"{hall} {thing} {name}", (found, count))]
     bad = [
-        finding(f"{name} {thing}", fact(name, thing, HALLS[0])),
-        finding(f"{thing} {hall}", fact(NAMES[0], thing, hall)),
-        finding(f"{name} {hall}", fact(name, THINGS[0], hall)),
+        finding(f"{HALLS[0]} {thing} {name}", fact(name, thing, HALLS[0])),
+        finding(f"{hall} {thing}", fact(NAMES[0], thing, hall)),
+        finding(f"{hall} {name}", fact(name, THINGS[0], hall)),
         _says(f"\\boxed{{{chance.randint(100, 999)}}}"),
     ]
     bad = [way for way in bad if way[-1] != good[0][-1]]
@@ -178,15 +179,15 @@ def facts(chance: random.Random, split: Split) -> Draft:
 
 # Calculations: problems with numbers too large for the head. The good way has the right expression calculated.
 
-CALCULATED = ("sequence", "linear", "system", "composition", "counting", "ages", "percentage", "average", "rectangle")
-"""Families of `problems` whose methods are arithmetic throughout."""
+CALCULATED = ("linear", "counting", "ages", "average")
+"""Families of `problems` whose methods are arithmetic throughout, and short."""
 
 _STEP = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)")
 
 
-@_family("math", good_share=0.3)
+@_family("math", good_share=0.35)
 def calculations(chance: random.Random, split: Split) -> Draft:
-    problems = SyntheticProblems(1 << 20, split, CALCULATED, "hard")
+    problems = SyntheticProblems(1 << 20, split, CALCULATED, "medium")
     problem = problems[chance.randrange(len(problems))]
     good, bad = (
         [_calculating(*expression) for expression in map(expression_of, solutions) if expression is not None]
