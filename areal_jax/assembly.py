@@ -6,24 +6,25 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Generic, TypeVar
 
 import jax
-import jax.numpy as jnp
 import psutil
-from jaxtyping import Bool, PRNGKeyArray
+from jaxtyping import Bool
 from numpy import ndarray
 
+from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.recovery import Columns
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config import AnyExperiment, Experiment
 from areal_jax.engine.decode import EngineParams
 from areal_jax.engine.driver import Driver
+from areal_jax.engine.fleet import Fleet
 from areal_jax.evaluation.evaluate import Evaluation, evaluate
 from areal_jax.metrics import names
 from areal_jax.metrics.description import write_description
@@ -36,15 +37,20 @@ from areal_jax.metrics.trace import Trace
 from areal_jax.models import hf, lora
 from areal_jax.models.decoder import Params
 from areal_jax.parallel.sharding import TRAIN_RULES, shardings
-from areal_jax.records import Group, Judge, Sampling, Task, ToolResult, Tools, Verdict, Workflow, derive_seed
+from areal_jax.policies import initial_params
+from areal_jax.records import Group, Judge, Sampling, Task, ToolResult, Tools, Verdict, Workflow
 from areal_jax.rewards.service import RewardService
 from areal_jax.run_plan import Plan
+from areal_jax.serve.sessions import AgentServer
 from areal_jax.settings import ConfigError, to_json
 from areal_jax.trainer.critic import CriticWeights
 from areal_jax.trainer.forward import Forward, FrozenPolicy
 from areal_jax.trainer.step import Metrics
 from areal_jax.trainer.versions import Versions
 from areal_jax.weights.mailbox import Mailbox
+from areal_jax.weights.rolling import Rolling
+from areal_jax.workflows.agent import AgentHost
+from areal_jax.workflows.config import Agent
 from areal_jax.workflows.from_config import make_workflow, tools_of
 
 logger = logging.getLogger(__name__)
@@ -52,14 +58,13 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 AnyTrainer = TypeVar("AnyTrainer", bound=Versions)
 
-CHECKPOINTS = "checkpoints"
 POLICY = "policy"
 CRITIC = "critic"
 ADAPTER = "adapter"
 TRACE = "trace.json"
 
-BASE_TIMEOUT_S = 1800.0
-"""For the weights that an adapter belongs to, of any size, to reach the engine."""
+WEIGHTS_TIMEOUT_S = 1800.0
+"""For weights of any size to reach the engine."""
 
 
 @dataclass
@@ -72,9 +77,11 @@ class Run(Generic[AnyTrainer]):
     base: Params | None
     """The frozen weights, where the trainer trains an adapter beside them."""
     mailbox: Mailbox
-    engine: Driver
+    engine: Fleet
     judge: Judge
     tools: Tools
+    agents: AgentHost | None
+    """Where agents run, if the workflow is one of them."""
     store: CheckpointStore
     sinks: Sinks
     trace: Trace
@@ -145,15 +152,35 @@ class Run(Generic[AnyTrainer]):
             experiment.rewards,
             max_prompt_tokens=experiment.engine.max_prompt_tokens,
             tools=self.tools,
+            agents=self.agents,
         )
 
     async def evaluate(self, version: int) -> None:
-        """Answer the held-out problems with weights of at least `version`, and write down the score."""
+        """Answer the held-out problems with weights of `version`, or of at least it, and write down the score."""
+        if self.experiment.evaluation.every_steps:
+            await self._pin(version)
+            await self._evaluate(version)
+
+    async def evaluate_meanwhile(self, version: int) -> None:
+        """Evaluate while training goes on, unless the last such evaluation is still under way."""
+        if not self.evaluations:
+            await self._pin(version)
+            task = asyncio.create_task(self._evaluate(version), name=f"evaluation of version {version}")
+            self.evaluations.add(task)
+            task.add_done_callback(self.evaluations.discard)
+            task.add_done_callback(_tell_failure)
+
+    async def _pin(self, version: int) -> None:
+        """See to it that an evaluation that begins now finds this version: wait for it, before a newer one is published."""
+        if self.experiment.evaluation.pinned:
+            # The last engine is the last to get it.
+            await asyncio.to_thread(self.mailbox.wait, version, WEIGHTS_TIMEOUT_S, len(self.plan.engines) - 1)
+
+    async def _evaluate(self, version: int) -> None:
         experiment, config = self.experiment, self.experiment.evaluation
-        if not config.every_steps:
-            return
         tokenizer = self.plan.tokenizer
-        with self.span("evaluation", f"version {version}"):
+        held = self.mailbox.holding() if config.pinned else nullcontext()
+        with held, self.span("evaluation", f"version {version}"):
             found = await evaluate(
                 self.plan.eval_tasks.tasks[: config.num_tasks],
                 self.workflow(config.samples_per_task),
@@ -172,14 +199,6 @@ class Run(Generic[AnyTrainer]):
         self.sinks.write(version, metrics)
         self.progress.evaluated(metrics)
         self.progress.say(line)
-
-    def evaluate_meanwhile(self, version: int) -> None:
-        """Evaluate while training goes on, unless the last such evaluation is still under way."""
-        if not self.evaluations:
-            task = asyncio.create_task(self.evaluate(version), name=f"evaluation of version {version}")
-            self.evaluations.add(task)
-            task.add_done_callback(self.evaluations.discard)
-            task.add_done_callback(_tell_failure)
 
     async def finish(self) -> None:
         """Evaluate what came out, unless stopping is asked for; write the policy and the report."""
@@ -279,48 +298,58 @@ async def assembled(
         service = await stack.enter_async_context(RewardService(experiment.rewards, kinds, tools_of(experiment.workflow)))
         mailbox = Mailbox(
             plan.engine.layout,
-            plan.engine.param_shardings,
+            [engine.param_shardings for engine in plan.engines],
             plan.meshes.train,
-            complete=None if base is None else partial(lora.attach, plan.policy, _base_of_engine(plan, base)),
+            complete=None if base is None else [partial(lora.attach, plan.policy, there) for there in _bases(plan, base)],
             on_event=partial(trace.span, "mailbox"),
         )
         stack.callback(mailbox.close)
-        engine = Driver(plan.engine, mailbox, on_event=partial(trace.span, "rollout driver"))
+        rolling = Rolling([mailbox.of(number) for number in range(len(plan.engines))])
+        engine = Fleet(
+            [
+                Driver(each, rolling.of(number), on_event=partial(_driven, trace, rolling, number))
+                for number, each in enumerate(plan.engines)
+            ]
+        )
         stack.callback(engine.close)
         # Everything is compiled before anything waits for it: deadlines are for work, not for the compiler.
         if plan.decodes:
             mailbox.publish(trainer.version, trainer.params)
-            await asyncio.gather(asyncio.to_thread(trainer.warm_up), asyncio.to_thread(plan.engine.warm_up), service.start())
+            await asyncio.gather(
+                asyncio.to_thread(trainer.warm_up), *(asyncio.to_thread(each.warm_up) for each in plan.engines), service.start()
+            )
             engine.start()
         else:
             await asyncio.to_thread(trainer.warm_up)
         stop = stack.enter_context(stopping_on_signals())
         judge = TracedJudge(service, trace)
-        yield Run(plan, folder, trainer, base, mailbox, engine, judge, judge.use, store, sinks, trace, progress, stop, restored)
+        agents = await _agents(stack, plan)
+        yield Run(
+            *(plan, folder, trainer, base, mailbox, engine, judge, judge.use, agents),
+            *(store, sinks, trace, progress, stop, restored),
+        )
+
+
+async def _agents(stack: AsyncExitStack, plan: Plan) -> AgentHost | None:
+    """Where agents run, and the server that they call; None where the workflow has none."""
+    chosen, tokenizer = plan.experiment.workflow, plan.tokenizer
+    if not isinstance(chosen, Agent):
+        return None
+    sessions = await stack.enter_async_context(AgentServer(tokenizer, plan.engine.config.max_new_tokens).listening())
+    try:
+        host = AgentHost(chosen, sessions)
+    except (ValueError, OSError, ImportError, AttributeError, SyntaxError) as error:
+        raise ConfigError(f"workflow.function={chosen.function}: {type(error).__name__}: {error}") from error
+    stack.callback(host.close)
+    return host
 
 
 def _initial_params(plan: Plan) -> tuple[Params, Params | None]:
-    """What is trained, and the frozen weights if that is an adapter: from their folders, or fresh, on the train mesh."""
-    policy, config, seed = plan.policy, plan.experiment.policy, plan.experiment.seed
-    # Frozen weights are kept as they are computed with; what is trained in float32.
-    dtype = plan.compute_dtype if policy.lora else jnp.dtype(jnp.float32)
-    abstract = policy.abstract(dtype)
-    placed = shardings(plan.meshes.train, policy.axes(), abstract, TRAIN_RULES)
-
-    def fresh(key: PRNGKeyArray) -> Params:
-        return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), policy.init(key), abstract)
-
-    if config.random_init:
-        weights = jax.jit(fresh, out_shardings=placed)(jax.random.key(seed))
-    else:
-        weights = hf.load(plan.policy_folder, policy, placed, dtype=dtype)
-    if not policy.lora:
-        return weights, None
-    placed = shardings(plan.meshes.train, lora.axes(policy), lora.abstract(policy), TRAIN_RULES)
-    if config.adapter is not None:
-        return lora.load(Path(config.adapter).expanduser(), policy, placed), weights
-    init = jax.jit(partial(lora.init, policy), out_shardings=placed)
-    return init(jax.random.key(derive_seed(seed, "adapter"))), weights
+    """What is trained, and the frozen weights if that is an adapter, on the train mesh."""
+    experiment = plan.experiment
+    return initial_params(
+        experiment.policy, plan.policy, plan.policy_folder, plan.meshes.train, TRAIN_RULES, plan.compute_dtype, experiment.seed
+    )
 
 
 def initial_critic(plan: Plan) -> CriticWeights | None:
@@ -358,11 +387,21 @@ def frozen_policy(plan: Plan, name: str, params: Params, base: Params | None) ->
     return FrozenPolicy(forward, initial, offload=found.offload)
 
 
-def _base_of_engine(plan: Plan, base: Params) -> EngineParams:
-    """The frozen weights on the rollout mesh: they go there once, the way that versions go."""
-    with closing(Mailbox(plan.engine.layout, plan.engine.base_shardings, plan.meshes.train)) as mailbox:
+def _driven(
+    trace: Trace, rolling: Rolling, number: int, name: str, start_s: float, end_s: float, args: Mapping[str, int | float]
+) -> None:
+    """What a driver tells: drawn on its lane of the trace, and where it has swapped, the next engine may."""
+    trace.span("rollout driver" + (f" {number + 1}" if number else ""), name, start_s, end_s, args)
+    if name == "swap":
+        rolling.swapped(number)
+
+
+def _bases(plan: Plan, base: Params) -> list[EngineParams]:
+    """The frozen weights on the mesh of every engine: they go there once, the way that versions go."""
+    targets = [engine.base_shardings for engine in plan.engines]
+    with closing(Mailbox(plan.engine.layout, targets, plan.meshes.train)) as mailbox:
         mailbox.publish(0, base)
-        return mailbox.wait(0, BASE_TIMEOUT_S).params
+        return [mailbox.wait(0, WEIGHTS_TIMEOUT_S, number).params for number in range(len(targets))]
 
 
 @contextmanager

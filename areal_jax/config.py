@@ -30,6 +30,7 @@ from areal_jax.rollout.config import RolloutConfig
 from areal_jax.settings import (
     ConfigError,
     Settings,
+    as_text,
     assign,
     build,
     from_json,
@@ -39,7 +40,7 @@ from areal_jax.settings import (
     to_json,
 )
 from areal_jax.trainer.config import Critic, TrainerConfig
-from areal_jax.workflows.config import SingleTurn, ToolUse, WorkflowConfig
+from areal_jax.workflows.config import Agent, SingleTurn, ToolUse, WorkflowConfig
 
 CONFIG_FILE = "config.json"
 """Name under which a run folder keeps its resolved configuration."""
@@ -153,6 +154,14 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> AnyExperiment:
         raise ConfigError(f"{path} (written by areal_jax {version}, this is {__version__}): {error}") from None
 
 
+def holds_run(folder: Path) -> bool:
+    """Whether a folder has the config.json of a run; that of a policy is another."""
+    try:
+        return _CLASS_KEY in json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
 def write_config(experiment: AnyExperiment, path: Path) -> None:
     """Write every setting, flat and readable; `--config=PATH` runs it again."""
     header = {_VERSION_KEY: __version__, _CLASS_KEY: type(experiment).__name__}
@@ -242,14 +251,16 @@ _POSITIVE = (
         "groups_per_batch",
         "samples_per_group",
         "max_running_groups",
+        "max_running",
     ),
     *("num_slots", "max_prompt_tokens", "max_new_tokens", "steps_per_dispatch", "num_mini_batches", "rows_per_micro_batch"),
+    *("page_tokens", "prefill_chunk_tokens"),
     *("logp_chunk_tokens", "learning_rate", "eps", "max_grad_norm", "clip_eps", "clip_eps_high", "cap"),
     *("value_clip_eps", "beta"),
     *("clip", "max_second_moment", "temperature_positive", "temperature_negative", "clip_eps_low"),
     *("num_workers", "samples_per_task", "keep", "batch_timeout_s", "request_timeout_s", "timeout_s"),
     *("rank", "alpha", "train_devices", "rollout_devices", "train_fsdp", "train_expert", "train_context", "train_tensor"),
-    *("rollout_tensor", "simulated_devices"),
+    *("rollout_tensor", "engines", "simulated_devices"),
     *("patience_s", "test_timeout_s", "memory_bytes", "max_processes", "max_file_bytes", "tmp_bytes"),
     *("max_turns", "max_output_chars", "num_results"),
 )
@@ -265,7 +276,7 @@ _NOT_NEGATIVE = (
         "warmup_steps",
     ),
     *("temperature", "top_k", "weight_decay", "overlong_penalty", "router_aux_loss_coef", "entropy_coef"),
-    *("weight", "reward_weight", "coefficient"),
+    *("weight", "reward_weight", "coefficient", "kv_tokens"),
 )
 _FRACTION = (
     *("share", "overlong_share", "success_rate_above", "success_rate_below"),
@@ -282,6 +293,7 @@ def contradictions(experiment: AnyExperiment) -> Iterator[str]:
     yield from two_adapters(experiment)
     yield from two_homes(experiment)
     yield from tools_in_vain(experiment)
+    yield from agent_without_program(experiment)
     if isinstance(experiment, Experiment):
         yield from row_too_short(experiment)
         yield from too_many_mini_batches(experiment)
@@ -398,6 +410,14 @@ def tools_in_vain(experiment: AnyExperiment) -> Iterator[str]:
             f"workflow.tools.names={','.join(names)} with workflow.tools.documents={chosen.tools.documents}: search and "
             "documents go together; name a file or folder of yours, or leave both out"
         )
+
+
+def agent_without_program(experiment: AnyExperiment) -> Iterator[str]:
+    """An agent is a function or a command."""
+    chosen = experiment.workflow
+    if isinstance(chosen, Agent) and (chosen.function is None) == (chosen.command is None):
+        given = f"workflow.function={as_text(chosen.function)} and workflow.command={as_text(chosen.command)}"
+        yield f"{given}: an agent is a function of yours, or a command; set one of them"
 
 
 def idle_critic(experiment: Experiment) -> Iterator[str]:

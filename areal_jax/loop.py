@@ -90,7 +90,7 @@ async def housekeeping(run: Run[Trainer], version: int, rollouts: Rollouts) -> N
         if is_due(version, exp.checkpoint.every_steps):
             await checkpoint(run, rollouts)
         if is_due(version, exp.evaluation.every_steps):
-            run.evaluate_meanwhile(version)
+            await run.evaluate_meanwhile(version)
 
 
 async def checkpoint(run: Run[Trainer], rollouts: Rollouts, untrained: Sequence[Group] = ()) -> None:
@@ -121,7 +121,7 @@ async def fine_tune(run: Run[FromExamples[Any]], exp: FineTuning) -> None:
             await asyncio.to_thread(run.save, version + 1, encode(nothing_but(examples)))
         if is_due(version + 1, exp.evaluation.every_steps) and version + 1 < exp.num_steps:
             run.mailbox.publish(published := version + 1, trainer.params)
-            run.evaluate_meanwhile(version + 1)
+            await run.evaluate_meanwhile(version + 1)
     await asyncio.to_thread(run.save, trainer.version, encode(nothing_but(examples)))
     if not run.stop.is_set():
         await measure(run, exp)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
@@ -91,6 +92,12 @@ class Completion:
     alternatives: Alternatives | None = None
     """Where the request asked for them; a crash does not keep them."""
 
+    def between(self, start: int, end: int | None = None) -> Completion:
+        """The tokens from `start` up to, not with, `end`."""
+        part, told = slice(start, end), self.alternatives
+        told = told and Alternatives(told.tokens[part], told.logp[part])
+        return Completion(self.tokens[part], self.logp[part], self.versions[part], self.stop_reason, told)
+
 
 class Progress(NamedTuple):
     """What one sample has drawn since the last time."""
@@ -162,7 +169,38 @@ class Engine(Protocol):
 class Generate(Protocol):
     """A workflow's view of the engine; ids, seeds, versions and journals are the controller's business."""
 
-    async def __call__(self, prompt_tokens: Int32[np.ndarray, "P"], num_samples: int) -> list[Completion]: ...
+    async def __call__(
+        self,
+        prompt_tokens: Int32[np.ndarray, "P"],
+        num_samples: int,
+        *,
+        max_new_tokens: int | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> list[Completion]:
+        """Args: max_new_tokens: fewer than the run's, for this call. on_progress: as that of a `Request`."""
+        ...
+
+
+@runtime_checkable
+class Session(Protocol):
+    """One agent's access to the policy, and what came of it."""
+
+    base_url: str
+    """Where the policy answers in OpenAI's protocol."""
+    api_key: str
+
+    def calls(self) -> tuple[tuple[Int32[np.ndarray, "P"], Completion], ...]:
+        """Prompt and answer of every call that was answered, in the order of their ends; exactly the tokens drawn."""
+        ...
+
+
+@runtime_checkable
+class Sessions(Protocol):
+    """Whoever answers agents over HTTP."""
+
+    def open(self, generate: Generate) -> AbstractAsyncContextManager[Session]:
+        """A session whose calls are drawn by `generate`; at the end it answers nothing more."""
+        ...
 
 
 @dataclass(frozen=True, slots=True)

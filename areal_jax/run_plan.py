@@ -32,9 +32,9 @@ from areal_jax.models.architecture import Readout
 from areal_jax.models.config import PolicyConfig
 from areal_jax.models.decoder import Policy
 from areal_jax.models.hf import read_config
-from areal_jax.parallel.mesh import Meshes, make_meshes
-from areal_jax.parallel.sharding import ROLLOUT_RULES, bytes_per_device, sharding
-from areal_jax.records import Message, derive_seed
+from areal_jax.parallel.mesh import Meshes, engine_meshes, make_meshes
+from areal_jax.parallel.sharding import bytes_per_device
+from areal_jax.records import Message, Task, derive_seed
 from areal_jax.rl.config import GAE, Reference
 from areal_jax.settings import ConfigError, as_text
 from areal_jax.trainer.forward import check_cut
@@ -84,14 +84,19 @@ class Plan:
     eval_tasks: TaskSet
     """Empty where the experiment does not evaluate."""
     meshes: Meshes
-    engine: DecodeEngine
-    """Idle where the experiment does not decode."""
+    engines: tuple[DecodeEngine, ...]
+    """Alike, on meshes of their own; idle where the experiment does not decode."""
     row_tokens: int
     """Tokens of a packed row."""
     critic: Policy | None = None
     """What advantages=GAE asks."""
     critic_folder: Path | None = None
     """Where the critic's weights are: its own, or all of them but the head."""
+
+    @property
+    def engine(self) -> DecodeEngine:
+        """One of them."""
+        return self.engines[0]
 
     @property
     def decodes(self) -> bool:
@@ -136,28 +141,18 @@ class Plan:
         return parts
 
     def rollout_bytes(self) -> Memory:
-        """The engine's weights, what is trained of them twice as it arrives; keys and values of every slot at its longest."""
+        """The engine's weights, what is trained of them twice as it arrives; keys and values."""
         if not self.decodes:
             return {}
-        engine, model = self.engine, self.policy.config
+        engine = self.engine
         arriving = jax.eval_shape(engine.layout, trained(self.policy).abstract)
         weights = 2 * bytes_per_device(arriving, engine.param_shardings)
         if self.policy.lora:
             weights += bytes_per_device(jax.eval_shape(engine.layout, self.policy.abstract()), engine.base_shardings)
-        half = jax.ShapeDtypeStruct(
-            (model.num_hidden_layers, engine.config.num_slots, model.num_key_value_heads, model.head_dim, engine.max_tokens),
-            engine.compute_dtype,
-        )
-        half_sharding = sharding(engine.mesh, ("layers", "slots", "kv_heads"), half.shape, ROLLOUT_RULES)
-        return {
-            "weights": weights,
-            "KV caches": 2 * bytes_per_device(half, half_sharding),
-        }
+        return {"weights": weights, "KV caches": engine.kv_bytes()}
 
     def _policy(self) -> str:
-        model = self.policy.config
-        size = f"{model.num_params / 1e6:,.1f} M parameters"
-        return f"{self.experiment.policy.path} ({model.architecture}, {size}, {self.compute_dtype.name})"
+        return described(self.experiment.policy, self.policy, self.compute_dtype)
 
     def _trained(self) -> str:
         policy, config = self.policy, self.experiment.policy
@@ -184,8 +179,8 @@ class Plan:
 
     def _data(self) -> str:
         if isinstance(self.experiment, Experiment):
-            return _count("tasks", *self.tasks, self.experiment.tasks)
-        return _count(self._kind(), self.examples.examples, self.examples.skipped, self.experiment.examples)
+            return counted("tasks", *self.tasks, self.experiment.tasks)
+        return counted(self._kind(), self.examples.examples, self.examples.skipped, self.experiment.examples)
 
     def _kind(self) -> str:
         return "pairs" if isinstance(self.experiment, PreferenceExperiment) else "examples"
@@ -213,7 +208,7 @@ class Plan:
         if isinstance(experiment, Experiment) or not experiment.heldout_every_steps:
             return ""
         measured = "accuracy" if isinstance(experiment, PreferenceExperiment) else "perplexity"
-        examples = _count(self._kind(), found.examples, found.skipped, experiment.eval_examples)
+        examples = counted(self._kind(), found.examples, found.skipped, experiment.eval_examples)
         return f"loss and {measured} every {experiment.heldout_every_steps} steps of {examples}"
 
     def _pass_at_1(self) -> str:
@@ -221,7 +216,7 @@ class Plan:
         if not evaluation.every_steps:
             return ""
         num_tasks = "all" if evaluation.num_tasks is None else f"at most {evaluation.num_tasks}"
-        tasks = _count("tasks", *self.eval_tasks, self.experiment.eval_tasks)
+        tasks = counted("tasks", *self.eval_tasks, self.experiment.eval_tasks)
         samples = f"samples_per_task {evaluation.samples_per_task}"
         return f"pass@1 every {evaluation.every_steps} steps; {num_tasks} of {tasks}; {samples}"
 
@@ -270,38 +265,37 @@ class Plan:
                 for found in self.beside
             },
             "engine's weights": "cut over more devices with placement.rollout_tensor",
-            "engine's KV caches": "lower engine.num_slots or engine.max_new_tokens",
+            "engine's KV caches": "set engine.kv_tokens, or lower engine.num_slots or engine.max_new_tokens",
         }
         return f"most for {largest}; {reliefs.get(largest, more_devices)}"
 
 
 def make_plan(experiment: AnyExperiment) -> Plan:
     """Find the policy and the data, cut the meshes. ConfigError where one of them cannot be had, or does not fit another."""
-    folder = _had(lambda: resolve_policy_folder(experiment.policy.path))
+    folder = had(lambda: resolve_policy_folder(experiment.policy.path))
     readout: Readout = "CausalLM"
     if isinstance(experiment, PreferenceExperiment) and experiment.trains_reward_model:
         readout = "SequenceClassification"
-    policy = _had(lambda: find_policy(experiment.policy, folder, readout))
+    policy = had(lambda: find_policy(experiment.policy, folder, readout))
     critic_folder, critic = None, None
     if isinstance(experiment.trainer.advantages, GAE):
-        critic_folder = _had(lambda: resolve_policy_folder(experiment.trainer.critic.path or experiment.policy.path))
-        critic = _had(lambda: find_critic(critic_folder))
-    meshes = _had(lambda: _meshes(experiment))
-    auto = "float32" if meshes.train.devices.flat[0].platform == "cpu" else "bfloat16"
-    dtype = jnp.dtype(experiment.policy.compute_dtype.replace("auto", auto))
-    engine = _had(lambda: DecodeEngine(policy, meshes.rollout, experiment.engine, dtype))
-    tokenizer = _had(lambda: HFTokenizer.from_folder(folder))
+        critic_folder = had(lambda: resolve_policy_folder(experiment.trainer.critic.path or experiment.policy.path))
+        critic = had(lambda: find_critic(critic_folder))
+    meshes = had(lambda: _meshes(experiment))
+    dtype = compute_dtype(experiment.policy, meshes.train)
+    engines = had(lambda: _engines(experiment, policy, meshes, dtype))
+    tokenizer = had(lambda: HFTokenizer.from_folder(folder))
     # A pair lies in one row.
-    longest = engine.max_tokens * (2 if isinstance(experiment, PreferenceExperiment) else 1)
+    longest = engines[0].max_tokens * (2 if isinstance(experiment, PreferenceExperiment) else 1)
     row_tokens = experiment.trainer.row_tokens or longest
     tasks, eval_tasks, examples, eval_examples = TaskSet((), {}), TaskSet((), {}), ExampleSet((), {}), ExampleSet((), {})
     if isinstance(experiment, Experiment):
-        tasks = _had(lambda: load_tasks(experiment.tasks, experiment.prompt))
+        tasks = had(lambda: load_tasks(experiment.tasks, experiment.prompt))
     else:
         load = load_examples
         if isinstance(experiment, PreferenceExperiment):
             load = partial(load_pairs, max_pair_tokens=row_tokens)
-        examples, eval_examples = _had(
+        examples, eval_examples = had(
             lambda: load(
                 experiment.examples,
                 experiment.eval_examples if experiment.heldout_every_steps else None,
@@ -312,12 +306,12 @@ def make_plan(experiment: AnyExperiment) -> Plan:
             )
         )
     if experiment.evaluation.every_steps:
-        eval_tasks = _had(lambda: load_tasks(experiment.eval_tasks, experiment.prompt))
+        eval_tasks = had(lambda: load_tasks(experiment.eval_tasks, experiment.prompt))
     plan = Plan(
         experiment,
         folder,
         policy,
-        _had(lambda: find_beside(experiment, policy, tokenizer, meshes.train, row_tokens)),
+        had(lambda: find_beside(experiment, policy, tokenizer, meshes.train, row_tokens)),
         tokenizer,
         dtype,
         tasks,
@@ -325,21 +319,35 @@ def make_plan(experiment: AnyExperiment) -> Plan:
         eval_examples,
         eval_tasks,
         meshes,
-        engine,
+        engines,
         row_tokens,
         critic,
         critic_folder,
     )
     for which in filter(None, (policy, critic)):
-        _had(partial(check_cut, which, meshes.train, plan.row_tokens))
-    _had(plan.train_bytes)
+        had(partial(check_cut, which, meshes.train, plan.row_tokens))
+    had(plan.train_bytes)
     if problems := list(misfits(plan)):
         raise ConfigError("\n".join(problems))
     return plan
 
 
+def compute_dtype(config: PolicyConfig, mesh: Mesh) -> jnp.dtype:
+    """In which precision a policy is computed on a mesh."""
+    auto = "float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16"
+    return jnp.dtype(config.compute_dtype.replace("auto", auto))
+
+
 def _decodes(experiment: AnyExperiment) -> bool:
     return isinstance(experiment, Experiment) or experiment.evaluation.every_steps > 0
+
+
+def _engines(experiment: AnyExperiment, policy: Policy, meshes: Meshes, dtype: jnp.dtype) -> tuple[DecodeEngine, ...]:
+    count, num_slots = experiment.placement.engines if _decodes(experiment) else 1, experiment.engine.num_slots
+    if num_slots % count:
+        raise ValueError(f"engine.num_slots={num_slots} does not divide by placement.engines={count}, which share the slots")
+    config = chz.replace(experiment.engine, num_slots=num_slots // count)
+    return tuple(DecodeEngine(policy, mesh, config, dtype) for mesh in engine_meshes(meshes.rollout, count))
 
 
 def _meshes(experiment: AnyExperiment) -> Meshes:
@@ -423,17 +431,11 @@ def find_beside(
 
 def misfits(plan: Plan) -> Iterator[str]:
     """What in a plan does not go together, each in a sentence that names the knobs; nothing where all is well."""
-    engine, model, path = plan.engine, plan.policy.config, plan.experiment.policy.path
-    if plan.decodes and engine.max_tokens > model.max_position_embeddings:
-        yield (
-            f"engine.max_prompt_tokens + engine.max_new_tokens = {engine.max_tokens} is longer than the "
-            f"{model.max_position_embeddings} positions that policy.path={path} was made for; lower either"
-        )
-    if plan.tokenizer.vocab_size > model.vocab_size:
-        yield (
-            f"policy.path={path} has a tokenizer.json of {plan.tokenizer.vocab_size} tokens, "
-            f"but its config.json says vocab_size={model.vocab_size}, which is the number of rows of the embedding"
-        )
+    engine, path = plan.engine, plan.experiment.policy.path
+    if plan.decodes:
+        yield from too_long(engine, path)
+        yield from _one_turn_only(plan)
+    yield from unreadable(plan.experiment, engine, plan.tokenizer, plan.tasks.tasks or plan.eval_tasks.tasks)
     if plan.critic is not None and plan.critic.config.vocab_size < plan.tokenizer.vocab_size:
         yield (
             f"trainer.critic.path={plan.experiment.trainer.critic.path} knows {plan.critic.config.vocab_size} tokens, and "
@@ -445,15 +447,39 @@ def misfits(plan: Plan) -> Iterator[str]:
             f"{plan.critic.config.max_position_embeddings} positions that trainer.critic.path="
             f"{plan.experiment.trainer.critic.path} was made for; lower either"
         )
-    if not plan.tokenizer.has_template and not plan.experiment.prompt.plain_text:
+
+
+def described(config: PolicyConfig, policy: Policy, dtype: jnp.dtype) -> str:
+    """Name, architecture, size and precision of a policy."""
+    model = policy.config
+    return f"{config.path} ({model.architecture}, {model.num_params / 1e6:,.1f} M parameters, {dtype.name})"
+
+
+def too_long(engine: DecodeEngine, path: str) -> Iterator[str]:
+    """An engine that decodes further than the policy called `path` was made for."""
+    positions = engine.policy.config.max_position_embeddings
+    if engine.max_tokens > positions:
+        yield (
+            f"engine.max_prompt_tokens + engine.max_new_tokens = {engine.max_tokens} is longer than the "
+            f"{positions} positions that policy.path={path} was made for; lower either"
+        )
+
+
+def unreadable(experiment: AnyExperiment, engine: DecodeEngine, tokenizer: HFTokenizer, tasks: Sequence[Task]) -> Iterator[str]:
+    """Why the policy cannot read what the tokenizer makes of these tasks."""
+    model, path = engine.policy.config, experiment.policy.path
+    if tokenizer.vocab_size > model.vocab_size:
+        yield (
+            f"policy.path={path} has a tokenizer.json of {tokenizer.vocab_size} tokens, "
+            f"but its config.json says vocab_size={model.vocab_size}, which is the number of rows of the embedding"
+        )
+    if not tokenizer.has_template and not experiment.prompt.plain_text:
         yield (
             f"policy.path={path} has a tokenizer without a chat template: expected chat_template.jinja, or chat_template in "
             "tokenizer_config.json; found neither. Add one, or set prompt.plain_text=true"
         )
-    if plan.decodes:
-        yield from _one_turn_only(plan)
-    first = (plan.tasks.tasks or plan.eval_tasks.tasks)[:NUM_PROMPTS_TRIED]
-    shortest = min((len(plan.tokenizer.render(task.prompt)) for task in first), default=0)
+    first = tasks[:NUM_PROMPTS_TRIED]
+    shortest = min((len(tokenizer.render(task.prompt)) for task in first), default=0)
     if shortest > engine.config.max_prompt_tokens:
         yield (
             f"engine.max_prompt_tokens={engine.config.max_prompt_tokens} leaves out each of the first {len(first)} prompts, "
@@ -479,7 +505,7 @@ def _one_turn_only(plan: Plan) -> Iterator[str]:
         )
 
 
-def _had(find: Callable[[], T]) -> T:
+def had(find: Callable[[], T]) -> T:
     """What `find` returns. Doors say what cannot be had as ValueError or OSError: bad input, not a bug."""
     try:
         return find()
@@ -487,7 +513,8 @@ def _had(find: Callable[[], T]) -> T:
         raise ConfigError(str(error)) from error
 
 
-def _count(what: str, found: Sequence[object], skipped: Skipped, source: TaskSource) -> str:
+def counted(what: str, found: Sequence[object], skipped: Skipped, source: TaskSource) -> str:
+    """How many there are, from where, and what was skipped; in words."""
     where = f"{type(source).__name__} {getattr(source, 'path', None) or getattr(source, 'name', None) or 'problems'}"
     origin = "those held out" if isinstance(source, HeldOut) else where
     return f"{len(found)} {what} from {origin}" + (f" (skipped: {in_words(skipped)})" if skipped else "")

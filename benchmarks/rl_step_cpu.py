@@ -97,7 +97,7 @@ async def measure(warmup_steps: int, num_steps: int) -> dict[str, object]:
         ),
         dtype,
     )
-    mailbox = Mailbox(engine.layout, engine.param_shardings, meshes.train)
+    mailbox = Mailbox(engine.layout, [engine.param_shardings], meshes.train)
     driver = Driver(engine, mailbox)
     trainer.warm_up()
     engine.warm_up()

@@ -45,7 +45,9 @@ from areal_jax.workflows.single_turn import SingleTurn
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-ONE, FOUR_AND_FOUR = PlacementConfig(), PlacementConfig(train_devices=4, train_fsdp=2, train_tensor=2, rollout_devices=4)
+ONE = PlacementConfig()
+# Two engines of two devices each.
+FOUR_AND_FOUR = PlacementConfig(train_devices=4, train_fsdp=2, train_tensor=2, rollout_devices=4, engines=2)
 PLACEMENTS = pytest.mark.parametrize("placement", [ONE, FOUR_AND_FOUR], ids=["one device", "4 + 4 devices"])
 
 
@@ -124,7 +126,10 @@ def planned(exp: Experiment) -> Plan:
     plan = make_plan(chz.replace(exp, placement=PlacementConfig(train_devices=1, rollout_devices=1)))
     meshes = make_meshes(ONE, jax.devices()[:1])
     return replace(
-        plan, experiment=exp, meshes=meshes, engine=DecodeEngine(plan.policy, meshes.rollout, exp.engine, plan.compute_dtype)
+        plan,
+        experiment=exp,
+        meshes=meshes,
+        engines=(DecodeEngine(plan.policy, meshes.rollout, exp.engine, plan.compute_dtype),),
     )
 
 
@@ -404,3 +409,19 @@ def test_a_run_with_a_critic_begins_with_the_policys_trunk_and_leaves_it_in_a_fo
     assert ", with a fresh head" not in again.text()
     learnt = initial_critic(again)
     assert learnt is not None and learnt.params["value"].all() and learnt.params["value_bias"].all()
+
+
+def test_an_evaluation_is_of_one_version_while_training_goes_on(tiny_policy: Path, tmp_path: Path) -> None:
+    exp = chz.replace(
+        experiment(tiny_policy, ONE, num_steps=12, max_staleness=4),
+        eval_tasks=Synthetic(split="heldout", num_tasks=48),
+        evaluation=EvaluationConfig(every_steps=2, samples_per_task=2),
+    )
+    run_loop(planned(exp), tmp_path)
+    rows = list(jsonl.read(tmp_path / "metrics.jsonl"))
+    evaluations = [row for row in rows if "evaluation/newest_version" in row]
+    assert [row["evaluation/newest_version"] for row in evaluations] == [row["version"] for row in evaluations]
+    assert evaluations[0]["version"] == 0 and evaluations[-1]["version"] == 12
+    # Training went on: an evaluation was written after a step from a later version.
+    at = [rows.index(row) for row in evaluations[1:-1]]
+    assert any(row["version"] >= rows[place]["version"] for place in at for row in rows[:place] if row not in evaluations)

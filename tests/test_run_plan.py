@@ -63,7 +63,8 @@ def test_memory_is_what_the_arrays_take(policy: Path) -> None:
     assert exact == {"parameters": 4 * 6760, "gradients": 4 * 6760}
     assert found.rollout_bytes() == {
         "weights": 2 * 4 * 6760,
-        "KV caches": 2 * 2 * 1 * 4 * (64 + 96) * 4,  # keys and values, 12 / 6 slots, 1 head of 4, 160 tokens, float32
+        # Keys and values, 1 head of 4, float32: for 12 / 6 slots 10 pages of 16 each, and one; their view, 8 columns wider.
+        "KV caches": 2 * 4 * 4 * ((2 * 10 + 1) * 16 + 2 * (160 + 8)),
     }
     # Simulated devices share the machine: two that train and six that decode.
     assert found.shortage() == ""

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import chz
 
+CHECKPOINTS = "checkpoints"
+"""Name under which a run folder keeps them."""
+
 
 @chz.chz
 class CheckpointConfig:

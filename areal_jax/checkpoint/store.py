@@ -96,13 +96,25 @@ class CheckpointStore:
         """The newest version with a whole checkpoint; None where there is none."""
         return max(self.versions(), default=None)
 
+    def folder_of(self, version: int | None) -> Path:
+        """Where the checkpoint of `version` lies, None being the newest. CheckpointError where there is none."""
+        checkpoints = self._checkpoints()
+        wanted = [key for key in checkpoints if version in (None, key[0])]
+        if not wanted:
+            found = ", ".join(map(str, self.versions())) or "none"
+            name = "a checkpoint" if version is None else f"checkpoint {version}"
+            raise CheckpointError(
+                f"{name} was expected in {self.folder}, found {found}; set run_folder to that of the run to go on with"
+            )
+        return checkpoints[max(wanted)]
+
     def restore(self, version: int | None, abstract: Any) -> tuple[Any, Columns]:
         """Train state and rollout state of `version`, None being the newest.
 
         Args: abstract: pytree like the train state, of ShapeDtypeStructs (or arrays) that say where each leaf shall lie: any
         mesh, not only the one it was saved from. A leaf without sharding becomes a numpy array.
         CheckpointError where there is no such checkpoint, where it is damaged, or where it holds other leaves than asked."""
-        checkpoint = self._find(version)
+        checkpoint = self.folder_of(version)
         _verify(checkpoint)
         expected = _by_name(abstract)
         with _read(checkpoint):
@@ -121,7 +133,7 @@ class CheckpointStore:
         """One field of the train state, such as `params`, of `version`, None being the newest; nothing else is read.
 
         Args: abstract: pytree like the field, as for `restore`. CheckpointError where `restore` raises one."""
-        checkpoint = self._find(version)
+        checkpoint = self.folder_of(version)
         _verify(checkpoint)
         expected = _by_name({field: abstract})
         with _read(checkpoint):
@@ -141,17 +153,6 @@ class CheckpointStore:
             return {}
         names = ((re.fullmatch(r"(\d+)(?:\.(\d+))?", path.name), path) for path in self.folder.iterdir())
         return {(int(match[1]), int(match[2] or 0)): path for match, path in names if match}
-
-    def _find(self, version: int | None) -> Path:
-        checkpoints = self._checkpoints()
-        wanted = [key for key in checkpoints if version in (None, key[0])]
-        if not wanted:
-            found = ", ".join(map(str, self.versions())) or "none"
-            name = "a checkpoint" if version is None else f"checkpoint {version}"
-            raise CheckpointError(
-                f"{name} was expected in {self.folder}, found {found}; set run_folder to that of the run to go on with"
-            )
-        return checkpoints[max(wanted)]
 
     def _begin(self, version: int, tree: Mapping[str, Any], num_bytes: int) -> None:
         takes = [take for other, take in self._checkpoints() if other == version]

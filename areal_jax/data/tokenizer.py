@@ -6,7 +6,7 @@ import json
 from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jinja2
 import numpy as np
@@ -21,6 +21,9 @@ from areal_jax.records import Message
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Names under which a template finds the special tokens of tokenizer_config.json."""
+
+Turn: TypeAlias = Message | Mapping[str, Any]
+"""A message, or one as chat templates and OpenAI's protocol write it, with calls of tools and all else."""
 
 _STAND_IN = "areal_jax"
 """An answer that no template changes and that stands nowhere else in a conversation."""
@@ -64,14 +67,23 @@ class HFTokenizer:
         settings = _read(folder / "tokenizer_config.json")
         return cls(tokenizer, _template(folder, settings), settings, _stops(folder, tokenizer, settings))
 
-    def render(self, messages: Sequence[Message]) -> Int32[np.ndarray, "T"]:
+    def render(self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> Int32[np.ndarray, "T"]:
         """Tokens of a conversation through the chat template, ready for the assistant's next words.
 
+        Args: tools: descriptions of functions that the assistant may call, in OpenAI's form, for templates that know them.
         ValueError where the template refuses the conversation."""
         if self._template is None:
-            text = "\n\n".join(message.content for message in messages) + "\n"
+            text = _plain(messages) + "\n"
             return np.array(self._tokenizer.encode(text, add_special_tokens=True).ids, np.int32)
-        return self.encode(self._text(messages, is_asked=True))
+        return self.encode(self._text(messages, is_asked=True, tools=tools))
+
+    @property
+    def knows_tools(self) -> bool:
+        """Whether the chat template tells the policy of tools."""
+        if self._template is None:
+            return False
+        asks, named = [Message("user", "?")], [{"type": "function", "function": {"name": _STAND_IN, "parameters": {}}}]
+        return self._text(asks, is_asked=True, tools=named) != self._text(asks, is_asked=True)
 
     def render_answer(self, prompt: Sequence[Message], answer: str) -> Int32[np.ndarray, "T"]:
         """Tokens that a policy which is asked `render(prompt)` says to give this answer, up to the one that ends its turn.
@@ -93,14 +105,14 @@ class HFTokenizer:
         ends = np.flatnonzero(np.isin(tokens, self.stop_token_ids))
         return tokens[: ends[0] + 1] if len(ends) else np.append(tokens, np.int32(self.stop_token_ids[0]))
 
-    def render_next(self, messages: Sequence[Message]) -> Int32[np.ndarray, "T"]:
+    def render_next(self, messages: Sequence[Turn]) -> Int32[np.ndarray, "T"]:
         """Tokens that follow an answer and the token that ended it, up to the assistant's next words.
 
         They are read off a conversation in which another answer stands for the one that was given: that is not rendered again,
         whatever the template would make of it. ValueError where the template refuses the conversation or leaves answers out.
         """
         if self._template is None:
-            return self.encode("\n\n" + "\n\n".join(message.content for message in messages) + "\n")
+            return self.encode("\n\n" + _plain(messages) + "\n")
         answered = [Message("user", "?"), Message("assistant", _STAND_IN)]
         _, found, after = self._text([*answered, *messages], is_asked=True).partition(_STAND_IN)
         if not found:
@@ -113,13 +125,13 @@ class HFTokenizer:
             tokens = tokens[np.flatnonzero(np.isin(tokens, self.stop_token_ids))[0] + 1 :]
         return tokens
 
-    def _text(self, messages: Sequence[Message], *, is_asked: bool) -> str:
+    def _text(self, messages: Sequence[Turn], *, is_asked: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """A conversation through the template, to be answered or as it is."""
         assert self._template is not None
-        turns = [{"role": message.role, "content": message.content} for message in messages]
+        turns = [{"role": turn.role, "content": turn.content} if isinstance(turn, Message) else turn for turn in messages]
         try:
             return self._template.render(
-                messages=turns, tools=None, documents=None, add_generation_prompt=is_asked, **self._special
+                messages=turns, tools=list(tools) or None, documents=None, add_generation_prompt=is_asked, **self._special
             )
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses the conversation: {error}") from error
@@ -142,6 +154,15 @@ class HFTokenizer:
     def decode(self, tokens: Int32[np.ndarray, "T"]) -> str:
         """Text of the tokens without special tokens."""
         return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
+
+    def token_text(self, token: int) -> str:
+        """Text of one token, special ones too; what is part of a character only is \ufffd."""
+        return self._tokenizer.decode([token], skip_special_tokens=False)
+
+
+def _plain(messages: Sequence[Turn]) -> str:
+    """What is said, an empty line between two."""
+    return "\n\n".join(turn.content if isinstance(turn, Message) else turn.get("content") or "" for turn in messages)
 
 
 class GenerationBlocks(Extension):

@@ -7,7 +7,7 @@ import json
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from hashlib import blake2b
 from statistics import fmean
 from typing import TypeVar
@@ -21,6 +21,7 @@ from areal_jax.records import (
     Engine,
     EngineStopped,
     Judge,
+    OnProgress,
     Request,
     Sample,
     Sampling,
@@ -43,7 +44,7 @@ class Evaluation:
     """What one version is worth, as JSON can hold it."""
 
     version: int
-    """Asked for; the tokens may be of later versions, for training goes on."""
+    """Asked for; where newer weights may come, tokens may be of later versions."""
     pass_at_1: float
     """Share of correct answers: the mean over tasks of the mean over a task's samples."""
     standard_error: float
@@ -155,7 +156,14 @@ class EvaluationCalls:
     place: int
     asked: Counter[str] = field(default_factory=Counter)
 
-    async def __call__(self, prompt_tokens: Int32[np.ndarray, "P"], num_samples: int) -> list[Completion]:
+    async def __call__(
+        self,
+        prompt_tokens: Int32[np.ndarray, "P"],
+        num_samples: int,
+        *,
+        max_new_tokens: int | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> list[Completion]:
         prompt = blake2b(prompt_tokens.tobytes(), digest_size=6).hexdigest()
         call = f"{self.place}.{prompt}.{self.asked[prompt]}"
         self.asked[prompt] += 1
@@ -163,9 +171,10 @@ class EvaluationCalls:
             id=f"eval-{self.version}-{call}",
             prompt_tokens=prompt_tokens,
             num_samples=num_samples,
-            sampling=self.sampling,
+            sampling=self.sampling if max_new_tokens is None else replace(self.sampling, max_new_tokens=max_new_tokens),
             seed=derive_seed(self.seed, f"eval-{call}"),
             min_version=self.version,
+            on_progress=on_progress,
         )
         return await self.engine.submit(request)
 

@@ -1,10 +1,10 @@
-"""How far training has come, on one line: live on a terminal, a plain line now and then anywhere else."""
+"""How far training or an evaluation has come, on one line: live on a terminal, a plain line now and then anywhere else."""
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
@@ -17,9 +17,22 @@ from areal_jax.metrics import names
 PLAIN_INTERVAL_S = 5.0
 """Elsewhere than on a terminal, steps that follow sooner than this are not printed, except the first and the last."""
 
+_SCORES = (names.PASS_AT_1, names.PERPLEXITY, names.ACCURACY)
+
+
+def facts_of_training(metrics: Mapping[str, float], scores: Mapping[str, float]) -> Iterator[str]:
+    """What is shown of a step with these metrics, after evaluations that gave these scores."""
+    return (_of_examples if names.REWARD not in metrics and names.LOSS in metrics else _of_reinforcement)(metrics, scores)
+
+
+def facts_of_evaluation(metrics: Mapping[str, float], scores: Mapping[str, float]) -> Iterator[str]:
+    """What is shown while tasks are being answered: the score so far, and the speed."""
+    yield f"pass@1 {_number(scores.get(names.PASS_AT_1), '.1%')}"
+    yield f"rollout {_rate(metrics.get(names.ROLLOUT_TOKENS_PER_S))} tok/s"
+
 
 class Progress:
-    """Shows a run's steps. One thread calls it."""
+    """Shows a run's steps, or the tasks of an evaluation. One thread calls it."""
 
     def __init__(
         self,
@@ -28,15 +41,19 @@ class Progress:
         first_step: int = 0,
         *,
         show_steps: bool = True,
+        unit: str = "step",
+        facts: Callable[[Mapping[str, float], Mapping[str, float]], Iterable[str]] = facts_of_training,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Print `headline`: which policy, data and devices.
 
         Args: num_steps: of the whole run. first_step: steps that were done before this process began. show_steps: false:
-        only what `say` is given is shown."""
+        only what `say` is given is shown. unit: what a step is called. facts: what to show of one, from its metrics and the
+        last scores."""
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._num_steps, self._first_step, self._show_steps, self._clock = num_steps, first_step, show_steps, clock
+        self._unit, self._facts_of = unit, facts
         self._start_s = clock()
         self._printed_s = float("-inf")
         self._scores: dict[str, float] = {}
@@ -56,7 +73,7 @@ class Progress:
             self._bar.update(self._bar.task_ids[0], completed=step, facts=facts)
         elif self._show_steps and (step == self._num_steps or now_s - self._printed_s >= PLAIN_INTERVAL_S):
             self._printed_s = now_s
-            self.say(f"step {step}/{self._num_steps}  {facts}")
+            self.say(f"{self._unit} {step}/{self._num_steps}  {facts}")
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
         """Remember the scores of an evaluation, to be shown with the steps from now on."""
@@ -68,43 +85,38 @@ class Progress:
             self._bar.stop()
 
     def _make_bar(self, first_step: int) -> Bar:
-        step = TextColumn("step {task.completed}/{task.total}", table_column=Column(no_wrap=True))
+        step = TextColumn(f"{self._unit} {{task.completed}}/{{task.total}}", table_column=Column(no_wrap=True))
         facts = TextColumn("{task.fields[facts]}", table_column=Column(overflow="fold"))  # two lines where one is too short
         bar = Bar(BarColumn(bar_width=16), step, facts, console=self._console)
-        bar.add_task("", total=self._num_steps, completed=first_step, facts="waiting for the first batch")
+        bar.add_task("", total=self._num_steps, completed=first_step, facts=f"waiting for the first {self._unit}")
         bar.start()
         return bar
 
     def _facts(self, step: int, metrics: Mapping[str, float], elapsed_s: float) -> str:
         done = step - self._first_step
         left_s = elapsed_s / done * (self._num_steps - step) if done > 0 else None
-        facts = self._of_examples(metrics) if _is_of_examples(metrics) else self._of_reinforcement(metrics)
+        facts = self._facts_of(metrics, self._scores)
         return "  ".join((*facts, f"{_duration(elapsed_s)} elapsed", f"{_duration(left_s)} left"))
 
-    def _of_reinforcement(self, metrics: Mapping[str, float]) -> Iterator[str]:
-        yield f"reward {_number(metrics.get(names.REWARD), '.2f')}"
-        yield f"pass@1 {_number(self._scores.get(names.PASS_AT_1), '.1%')}"
-        mean, largest = metrics.get(names.STALENESS_MEAN), metrics.get(names.STALENESS_MAX)
-        yield f"staleness {_number(mean, '.1f')}/{_number(largest, '.0f')}"
-        yield f"rollout {_rate(metrics.get(names.ROLLOUT_TOKENS_PER_S))} tok/s"
-        yield f"train {_rate(metrics.get(names.TRAIN_TOKENS_PER_S))} tok/s"
 
-    def _of_examples(self, metrics: Mapping[str, float]) -> Iterator[str]:
-        yield f"loss {metrics[names.LOSS]:.4f}"
-        if names.ACCURACY in self._scores:
-            yield f"accuracy {self._scores[names.ACCURACY]:.1%}"
-        else:
-            yield f"perplexity {_number(self._scores.get(names.PERPLEXITY), '.4g')}"
-        if names.PASS_AT_1 in self._scores:
-            yield f"pass@1 {self._scores[names.PASS_AT_1]:.1%}"
-        yield f"train {_rate(metrics.get(names.TRAIN_TOKENS_PER_S))} tok/s"
+def _of_reinforcement(metrics: Mapping[str, float], scores: Mapping[str, float]) -> Iterator[str]:
+    yield f"reward {_number(metrics.get(names.REWARD), '.2f')}"
+    yield f"pass@1 {_number(scores.get(names.PASS_AT_1), '.1%')}"
+    mean, largest = metrics.get(names.STALENESS_MEAN), metrics.get(names.STALENESS_MAX)
+    yield f"staleness {_number(mean, '.1f')}/{_number(largest, '.0f')}"
+    yield f"rollout {_rate(metrics.get(names.ROLLOUT_TOKENS_PER_S))} tok/s"
+    yield f"train {_rate(metrics.get(names.TRAIN_TOKENS_PER_S))} tok/s"
 
 
-_SCORES = (names.PASS_AT_1, names.PERPLEXITY, names.ACCURACY)
-
-
-def _is_of_examples(metrics: Mapping[str, float]) -> bool:
-    return names.REWARD not in metrics and names.LOSS in metrics
+def _of_examples(metrics: Mapping[str, float], scores: Mapping[str, float]) -> Iterator[str]:
+    yield f"loss {metrics[names.LOSS]:.4f}"
+    if names.ACCURACY in scores:
+        yield f"accuracy {scores[names.ACCURACY]:.1%}"
+    else:
+        yield f"perplexity {_number(scores.get(names.PERPLEXITY), '.4g')}"
+    if names.PASS_AT_1 in scores:
+        yield f"pass@1 {scores[names.PASS_AT_1]:.1%}"
+    yield f"train {_rate(metrics.get(names.TRAIN_TOKENS_PER_S))} tok/s"
 
 
 def _number(value: float | None, form: str) -> str:

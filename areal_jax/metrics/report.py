@@ -5,8 +5,6 @@ Both are made from the files in the run's folder alone, at any time, also while 
 
 from __future__ import annotations
 
-import base64
-import io
 import json
 import re
 from collections import Counter
@@ -15,23 +13,18 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-from jinja2 import Environment, FileSystemLoader
 from matplotlib.axes import Axes
-from matplotlib.backends.backend_agg import FigureCanvasAgg
-from matplotlib.figure import Figure
-from matplotlib.layout_engine import ConstrainedLayoutEngine
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
 from areal_jax.metrics import description, names
 from areal_jax.metrics.jsonl import read
+from areal_jax.metrics.pages import BLUE, GREY, ORANGE, as_png, new_figure, plain, title, write_page
 from areal_jax.metrics.sinks import METRICS, SAMPLES
 
 REPORT = "report.html"
 LEARNING_CURVE = "learning_curve.png"
 SHOWN_PER_VERDICT = 2
 PASS_AT_1_TITLE = "pass@1 on the evaluation set (± standard error)"
-
-BLUE, ORANGE, GREY = "#2563a8", "#d9721f", "#8a8f98"
 
 _SAMPLE_HEAD = re.compile(rb'\{"version":(\d+),"verdict":"(\w+)","stop_reason":"(\w+)","num_versions":(\d+),')
 
@@ -62,20 +55,19 @@ def write_report(run_folder: Path) -> Path:
     picture = draw(series)
     (run_folder / LEARNING_CURVE).write_bytes(picture)
     facts = run_folder / description.FILE
-    environment = Environment(loader=FileSystemLoader(Path(__file__).parent), autoescape=True)
-    page = environment.get_template("report.html.jinja").render(
-        run=json.loads(facts.read_text()) if facts.exists() else {},
-        picture=base64.b64encode(picture).decode(),
+    run = json.loads(facts.read_text()) if facts.exists() else {}
+    return write_page(
+        run_folder / REPORT,
+        Path(__file__).with_name("report.html.jinja"),
+        headline=run.get("headline", "areal_jax run"),
         summary=summarize(series),
+        picture=picture,
+        picture_of="The learning curve by trainer step",
+        run=run,
         series=dict(sorted(series.items())),
         samples=survey(run_folder / SAMPLES),
         hue=lambda version: round(version * 137.508) % 360,  # the golden angle: neighbours differ, and none is used twice soon
     )
-    report = run_folder / REPORT
-    unfinished = run_folder / f"{REPORT}.writing"
-    unfinished.write_text(page, encoding="utf-8", errors="replace")
-    unfinished.replace(report)
-    return report
 
 
 def collect(rows: Iterable[dict[str, Any]]) -> dict[str, Series]:
@@ -132,8 +124,7 @@ def survey(path: Path) -> Samples:
 def draw(series: dict[str, Series]) -> bytes:
     """The learning curve as a PNG, by trainer step: reward, pass@1, staleness and speed; of learning from examples loss,
     perplexity (or accuracy), pass@1 (or, where that is not measured, the gradient's norm) and speed."""
-    figure = Figure(figsize=(11, 6.4), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
-    FigureCanvasAgg(figure)
+    figure = new_figure(11.0, 6.4)
     (objective, score), (third, speed) = figure.subplots(2, 2)
     pass_at_1 = series.get(names.PASS_AT_1), series.get(names.PASS_AT_1_ERROR)
     if names.REWARD not in series and names.LOSS in series:
@@ -165,23 +156,14 @@ def draw(series: dict[str, Series]) -> bytes:
     for axes in (objective, score, third, speed):
         axes.set_xlim(-0.03 * max(1, last), 1.03 * max(1, last))
         axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-        axes.grid(color="#e4e6ea", linewidth=0.8)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.tick_params(labelsize=9, color=GREY)
+        plain(axes)
     for axes in (third, speed):
         axes.set_xlabel("trainer step", fontsize=9)
-    buffer = io.BytesIO()
-    figure.savefig(buffer, format="png")
-    return buffer.getvalue()
+    return as_png(figure)
 
 
-def _title(axes: Axes, text: str) -> None:
-    axes.set_title(text, loc="left", fontsize=10.5, fontweight="bold")
-
-
-def _draw_each_step(axes: Axes, title: str, line: Series | None) -> None:
-    _title(axes, title)
+def _draw_each_step(axes: Axes, text: str, line: Series | None) -> None:
+    title(axes, text)
     if line is None:
         return _say_nothing(axes)
     window = max(1, len(line.values) // 20)
@@ -193,8 +175,8 @@ def _draw_each_step(axes: Axes, title: str, line: Series | None) -> None:
         axes.legend(frameon=False, fontsize=9, loc="best")
 
 
-def _draw_share(axes: Axes, title: str, share: Series | None, error: Series | None = None) -> None:
-    _title(axes, title)
+def _draw_share(axes: Axes, text: str, share: Series | None, error: Series | None = None) -> None:
+    title(axes, text)
     if share is None:
         return _say_nothing(axes)
     errors = dict(zip(*error, strict=True)) if error else {}
@@ -208,7 +190,7 @@ def _draw_share(axes: Axes, title: str, share: Series | None, error: Series | No
 
 
 def _draw_perplexity(axes: Axes, perplexity: Series | None) -> None:
-    _title(axes, "perplexity of examples that are not trained on")
+    title(axes, "perplexity of examples that are not trained on")
     if perplexity is None:
         return _say_nothing(axes)
     axes.plot(*perplexity, color=ORANGE, marker="o", markersize=4, linewidth=1.6)
@@ -229,8 +211,8 @@ def _name_ends(axes: Axes, line: Series, bars: Sequence[float], form: str) -> No
                       ha=side, fontsize=9, fontweight="bold", color=ORANGE)  # fmt: skip
 
 
-def _draw_lines(axes: Axes, title: str, lines: Sequence[tuple[str, Series | None, str]]) -> None:
-    _title(axes, title)
+def _draw_lines(axes: Axes, text: str, lines: Sequence[tuple[str, Series | None, str]]) -> None:
+    title(axes, text)
     found = [(label, line, color) for label, line, color in lines if line is not None]
     for label, line, color in found:
         axes.plot(*line, color=color, linewidth=1.3, label=label)

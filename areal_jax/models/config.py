@@ -6,6 +6,9 @@ from typing import Literal
 
 import chz
 
+ADAPTER_CONFIG = "adapter_config.json"
+"""What tells a folder with an adapter, as PEFT writes it, from others."""
+
 Remat = Literal["none", "dots", "attention", "full"]
 """What the forward pass of a layer keeps for the backward pass, from all to nothing but its input. dots: products with weights,
 and what attention gave. attention: what attention gave, so that long rows are not attended to twice."""

@@ -22,10 +22,11 @@ from jaxtyping import Array, Float, PRNGKeyArray
 from safetensors.numpy import save_file
 
 from areal_jax.models import hf
+from areal_jax.models.config import ADAPTER_CONFIG as CONFIG
 from areal_jax.models.config import LoRA, Target
 from areal_jax.models.decoder import Adapted, Params, Policy
 
-CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+WEIGHTS = "adapter_model.safetensors"
 
 
 class _Place(NamedTuple):

@@ -23,4 +23,8 @@ class PlacementConfig:
     )
     train_tensor: int = chz.field(default=1, doc="train mesh: shards of heads, MLP and vocabulary")
     rollout_tensor: int = chz.field(default=1, doc="rollout mesh: shards of heads, MLP and vocabulary; the rest shards slots")
+    engines: int = chz.field(
+        default=1,
+        doc="decode engines, each with an equal share of rollout devices and slots; they take new weights one after another",
+    )
     simulated_devices: int | None = chz.field(default=None, doc="CPU only: pretend to have this many devices")

@@ -38,14 +38,28 @@ def make_meshes(placement: PlacementConfig, devices: Sequence[jax.Device] | None
         knobs = " times ".join(f"placement.train_{axis}={size}" for axis, size in given.items() if size > 1)
         raise ValueError(f"{num_train} train devices do not divide by {knobs}")
     axes = {"data": left} | given if placement.train_fsdp else {"data": 1} | given | {"fsdp": left}
-    if num_rollout % placement.rollout_tensor:
-        raise ValueError(f"{num_rollout} rollout devices do not divide by placement.rollout_tensor={placement.rollout_tensor}")
-    return Meshes(
-        train=_mesh(axes, devices[:num_train]),
-        rollout=_mesh(
-            {"data": num_rollout // placement.rollout_tensor, "tensor": placement.rollout_tensor}, devices[-num_rollout:]
-        ),
-    )
+    return Meshes(train=_mesh(axes, devices[:num_train]), rollout=make_rollout_mesh(placement, devices[-num_rollout:]))
+
+
+def make_rollout_mesh(placement: PlacementConfig, devices: Sequence[jax.Device]) -> Mesh:
+    """Cut the devices for decoding, all of them. ValueError with the counts where they do not divide."""
+    left, rest = divmod(len(devices), placement.rollout_tensor)
+    if rest:
+        raise ValueError(f"{len(devices)} rollout devices do not divide by placement.rollout_tensor={placement.rollout_tensor}")
+    return _mesh({"data": left, "tensor": placement.rollout_tensor}, devices)
+
+
+def engine_meshes(rollout: Mesh, num_engines: int) -> list[Mesh]:
+    """The rollout mesh cut along its data axis into meshes of like size, for engines of their own.
+
+    Raises ValueError with the counts where it does not divide."""
+    if rollout.shape["data"] % num_engines:
+        raise ValueError(
+            f"the rollout mesh has {rollout.shape['data']} shards of slots, which placement.engines={num_engines} does not "
+            "divide; change it, placement.rollout_devices or placement.rollout_tensor"
+        )
+    parts = rollout.devices.reshape(num_engines, -1, rollout.shape["tensor"])
+    return [Mesh(part, rollout.axis_names, axis_types=rollout.axis_types) for part in parts]
 
 
 def _split(placement: PlacementConfig, num_devices: int) -> tuple[int, int]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import importlib
-import importlib.util
 import inspect
 import json
 import os
@@ -27,6 +26,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
+from areal_jax.rewards.functions import load_function
 from areal_jax.rewards.math_answers import compare_plainly, compare_symbolically, extract_answer
 
 MEMORY_BYTES = 4 << 30
@@ -254,18 +254,7 @@ def _own_judge(function: str) -> Judge:
     """The function called FILE.py:NAME or MODULE:NAME."""
     from areal_jax.records import Message, Task
 
-    where, _, name = function.rpartition(":")
-    if where.endswith(".py"):
-        spec = importlib.util.spec_from_file_location("own_judge", where)
-        if spec is None or spec.loader is None:
-            raise ValueError(f"{where} is no Python file")
-        module = importlib.util.module_from_spec(spec)
-        # chz looks the module up when it reads the annotations of classes that the file defines.
-        sys.modules[spec.name] = module
-        spec.loader.exec_module(module)
-    else:
-        module = importlib.import_module(where)
-    own: Callable[[Task, str], object] = getattr(module, name)
+    own: Callable[[Task, str], object] = load_function(function)
     loops = list[asyncio.Runner]()
 
     def judge(task: dict[str, Any], text: str) -> Finding:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import heapq
+import sys
 from collections.abc import Callable, Iterable
 
 from areal_jax.records import Group
@@ -29,8 +30,10 @@ class Buffer:
         self._ids: set[int] = set()
         self._failure: BaseException | None = None
         self._ended = False
-        # Set at whatever may end a wait: a put, a failure, the end of the tasks. Each waiter clears it before it waits.
+        # Set at whatever may end a wait: enough groups, a failure, the end of the tasks. Each waiter clears it before it waits.
         self._changed = asyncio.Event()
+        self._wanted = sys.maxsize
+        """Groups that who waits for the fewest waits for: thousands are put for every take, and need not wake it each."""
         for group in groups:
             self.put(group)
 
@@ -43,7 +46,9 @@ class Buffer:
             raise ValueError(f"group {group.id} was put into the buffer before")
         self._ids.add(group.id)
         heapq.heappush(self._groups, (group.id, group))
-        self._changed.set()
+        if len(self) >= self._wanted:
+            self._wanted = sys.maxsize  # whoever waits on says again for how many
+            self._changed.set()
 
     async def take(self, n: int, version: int) -> list[Group]:
         """Wait for `n` groups to train version `version` on; those started first come first, each is handed out once.
@@ -55,6 +60,7 @@ class Buffer:
         try:
             async with deadline:
                 while not self._has(n):
+                    self._wanted = min(self._wanted, n)
                     self._changed.clear()
                     await self._changed.wait()
         except TimeoutError:

@@ -25,6 +25,7 @@ from areal_jax.records import (
     EngineStopped,
     Group,
     Judge,
+    OnProgress,
     Request,
     RolloutState,
     Sample,
@@ -98,8 +99,17 @@ class Calls:
     """Ids of the requests that the engine has not answered."""
     _asked: Counter[str] = field(default_factory=Counter)
 
-    async def __call__(self, prompt_tokens: Int32[np.ndarray, "P"], num_samples: int) -> list[Completion]:
-        prompt = blake2b(prompt_tokens.tobytes(), digest_size=6).hexdigest()
+    async def __call__(
+        self,
+        prompt_tokens: Int32[np.ndarray, "P"],
+        num_samples: int,
+        *,
+        max_new_tokens: int | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> list[Completion]:
+        # A call with a budget of its own is named after that too: another one finds no answer of another length.
+        budget = b"" if max_new_tokens is None else f"/{num_samples}/{max_new_tokens}".encode()
+        prompt = blake2b(prompt_tokens.tobytes() + budget, digest_size=6).hexdigest()
         call_id = f"{self.group_id}.{prompt}.{self._asked[prompt]}"
         self._asked[prompt] += 1
         drawn = self.journal.get(call_id, ())
@@ -111,10 +121,11 @@ class Calls:
             id=call_id,
             prompt_tokens=prompt_tokens,
             num_samples=num_samples,
-            sampling=self.sampling,
+            sampling=self.sampling if max_new_tokens is None else replace(self.sampling, max_new_tokens=max_new_tokens),
             seed=derive_seed(self.seed, call_id),
             min_version=self.min_version,
             resume=drawn,
+            on_progress=on_progress,
         )
         self.pending.add(call_id)
         try:
@@ -235,6 +246,8 @@ class Rollouts:
         self.buffer.end()
 
     async def _gate_opened(self, kind: str | None = None) -> None:
+        if self.gate.capacity(kind):
+            return
         clock = asyncio.get_running_loop().time
         began_s = clock()
         await self.gate.wait_open(kind)

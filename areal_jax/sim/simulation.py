@@ -151,7 +151,8 @@ async def _simulate(cluster: Cluster, workload: Workload, num_steps: int, first_
         batch_timeout_s=1e9,
     )
     gate, buffer = open_gate(config, 0)
-    turn, judge = OneTurn(workload.prompt_tokens, workload.samples_per_group), JudgeQueue(cluster.rewards)
+    judge = JudgeQueue(cluster.rewards)
+    turn = OneTurn(workload.prompt_tokens, workload.samples_per_group, judge)
     sampling = Sampling(workload.max_new_tokens)
     clock, taken = asyncio.get_running_loop().time, list[_Batch]()
     breaking = _break(fleet, cluster.failures, seed) if cluster.failures else None
@@ -245,31 +246,6 @@ class Numbered:
         return {"place": self._place}
 
 
-@dataclass(frozen=True)
-class OneTurn:
-    """A workflow of one question with several answers, whose samples hold what the policy drew and no prompt."""
-
-    prompt_tokens: int
-    samples_per_group: int
-
-    async def __call__(self, task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
-        prompt: Int32[np.ndarray, "P"] = np.zeros(self.prompt_tokens, np.int32)
-        completions = await generate(prompt, self.samples_per_group)
-        verdicts = await asyncio.gather(*(judge(task, "") for _ in completions))
-        return tuple(
-            Sample(
-                completion.tokens,
-                completion.versions != NO_VERSION,
-                completion.logp,
-                completion.versions,
-                0.0,
-                verdict.kind,
-                completion.stop_reason,
-            )
-            for completion, verdict in zip(completions, verdicts, strict=True)
-        )
-
-
 class JudgeQueue:
     """Workers that judge answers in the order in which they come."""
 
@@ -278,12 +254,40 @@ class JudgeQueue:
         self._free_at_s = [0.0] * rewards.num_workers
         heapify(self._free_at_s)
 
+    async def judged(self, num: int) -> None:
+        """Wait until so many answers are judged: a wait for all of them, since each costs as much as another task's step."""
+        now_s = done_s = asyncio.get_running_loop().time()
+        for _ in range(num):
+            done_s = max(now_s, self._free_at_s[0]) + self._judge_s
+            heapreplace(self._free_at_s, done_s)
+        await asyncio.sleep(done_s - now_s)
+
     async def __call__(self, task: Task, answer: str) -> Verdict:
-        loop = asyncio.get_running_loop()
-        done_s = max(loop.time(), self._free_at_s[0]) + self._judge_s
-        heapreplace(self._free_at_s, done_s)
-        await asyncio.sleep(done_s - loop.time())
-        return _CORRECT
+        await self.judged(1)
+        return Verdict("correct")
 
 
-_CORRECT = Verdict("correct")
+@dataclass(frozen=True, eq=False)
+class OneTurn:
+    """A workflow of one question with several answers, whose samples hold what the policy drew and no prompt."""
+
+    prompt_tokens: int
+    samples_per_group: int
+    queue: JudgeQueue
+
+    async def __call__(self, task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+        prompt: Int32[np.ndarray, "P"] = np.zeros(self.prompt_tokens, np.int32)
+        completions = await generate(prompt, self.samples_per_group)
+        await self.queue.judged(len(completions))
+        return tuple(
+            Sample(
+                completion.tokens,
+                completion.versions != NO_VERSION,
+                completion.logp,
+                completion.versions,
+                0.0,
+                "correct",
+                completion.stop_reason,
+            )
+            for completion in completions
+        )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import chz
 
 from areal_jax.rewards.config import ToolsConfig
@@ -60,3 +62,27 @@ class ToolUse(WorkflowConfig):
     call_format: CallFormat = chz.field(default_factory=Hermes, doc="how calls are written: Hermes or Tags")
     announce: bool = chz.field(default=True, doc="tell the policy of its tools in a system message")
     tools: ToolsConfig = chz.field(default_factory=ToolsConfig, doc="which tools, and how much they may take")
+
+
+@chz.chz
+class Agent(WorkflowConfig):
+    """A program of yours that calls the policy as OpenAI's API is called: all that the policy says in it is trained on.
+
+    What it asks for is drawn as the run draws everything: a temperature, top_p, penalty or seed of its own changes nothing."""
+
+    function: str | None = chz.field(
+        default=None,
+        doc="FILE.py:NAME or PACKAGE.MODULE:NAME, called as NAME(task, base_url, api_key), async or not, for every sample; it "
+        "returns a bool, or a number from 0 to 1 for a reward between wrong and correct; None: its last answer is judged",
+    )
+    command: str | None = chz.field(
+        default=None,
+        doc="instead of a function, a program that is run for every sample, with OPENAI_BASE_URL and OPENAI_API_KEY in its "
+        "environment and the task as JSON on its standard input; its last line of output says what a function would return",
+    )
+    timeout_s: float = chz.field(default=600.0, doc="an agent that has not ended by then is broken off, and its group given up")
+    max_running: int = chz.field(default=256, doc="agents at work at the same time")
+    export: Literal["concatenated", "per_call"] = chz.field(
+        default="concatenated",
+        doc="concatenated: calls that go on from one another, token for token, are one sample; per_call: each call is one",
+    )

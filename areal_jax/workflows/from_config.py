@@ -5,6 +5,7 @@ from __future__ import annotations
 from areal_jax.records import Tokenizer, Tools, Workflow
 from areal_jax.rewards.config import RewardConfig, ToolsConfig
 from areal_jax.workflows import config, single_turn
+from areal_jax.workflows.agent import AgentHost, Agents
 from areal_jax.workflows.turns import Feedback, ToolReply, Turns
 
 
@@ -16,10 +17,12 @@ def make_workflow(
     *,
     max_prompt_tokens: int,
     tools: Tools,
+    agents: AgentHost | None = None,
 ) -> Workflow:
     """The workflow of an experiment, for training or evaluation.
 
-    Args: num_samples: of each task. max_prompt_tokens: the engine's limit. tools: who does what tools are called for."""
+    Args: num_samples: of each task. max_prompt_tokens: the engine's limit. tools: who does what tools are called for.
+    agents: where agents run; needed for `Agent` alone."""
     match chosen:
         case config.SingleTurn():
             return single_turn.SingleTurn(tokenizer, num_samples, rewards)
@@ -31,8 +34,10 @@ def make_workflow(
             reply = ToolReply(tools, chosen.tools.names, chosen.call_format)
             announcement = reply.announcement if chosen.announce else ""
             return Turns(tokenizer, num_samples, rewards, reply, max_turns, max_prompt_tokens, announcement=announcement)
+        case config.Agent() if agents is not None:
+            return Agents(tokenizer, num_samples, rewards, agents, chosen.export)
         case _:
-            raise ValueError(f"expected SingleTurn, MultiTurn or ToolUse, came {type(chosen).__name__}")
+            raise ValueError(f"expected SingleTurn, MultiTurn, ToolUse, or Agent with agents=, came {type(chosen).__name__}")
 
 
 def tools_of(chosen: config.WorkflowConfig) -> ToolsConfig | None:

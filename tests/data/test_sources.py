@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -151,7 +152,7 @@ def test_problems_that_are_always_or_never_solved_are_left_out_where_asked(tmp_p
     rates = [0, 0.05, 0.5, 0.95, 1.0, None, "often", True, 2]
     path = write_lines(tmp_path / "p.jsonl", *({"problem": f"{rate}?", "answer": "1", "rate": rate} for rate in rates))
 
-    def kept(**bounds: float) -> tuple[list[str], dict[str, int]]:
+    def kept(**bounds: Any) -> tuple[list[str], dict[str, int]]:
         loaded = load(path, success_rate_field="rate", **bounds)
         return [text for text, _ in texts(loaded)], {reason: len(places) for reason, places in loaded.skipped.items()}
 

@@ -40,11 +40,11 @@ def adapter_of(seed: int) -> Params:
 def mailboxes(meshes: Meshes, engine: DecodeEngine) -> tuple[Mailbox, Mailbox]:
     """One that has delivered the base, and one for adapters beside it."""
     placed = shardings(meshes.train, ADAPTED.axes(), ADAPTED.abstract(), TRAIN_RULES)
-    once = Mailbox(engine.layout, engine.base_shardings, meshes.train)
+    once = Mailbox(engine.layout, [engine.base_shardings], meshes.train)
     once.publish(0, jax.device_put(params_of(0), placed))
     base = once.wait(0, 60.0).params
     complete = partial(lora.attach, ADAPTED, base)
-    return once, Mailbox(engine.layout, engine.param_shardings, meshes.train, complete=complete)
+    return once, Mailbox(engine.layout, [engine.param_shardings], meshes.train, complete=[complete])
 
 
 @jax.jit

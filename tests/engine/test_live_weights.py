@@ -25,7 +25,7 @@ def test_every_token_keeps_the_logp_of_its_version_while_a_trainer_publishes():
     placed = shardings(train, POLICY.axes(), POLICY.abstract(), TRAIN_RULES)
     # A trainer's step that is easy to follow: in the same memory, every parameter changes its sign.
     step = jax.jit(lambda params: jax.tree.map(lambda leaf: -leaf, params), donate_argnums=0, out_shardings=placed)
-    mailbox = Mailbox(four.layout, four.param_shardings, train)
+    mailbox = Mailbox(four.layout, [four.param_shardings], train)
     params = jax.device_put(jax.tree.map(np.array, params_of(0)), placed)
     mailbox.publish(0, params)
 

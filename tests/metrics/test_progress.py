@@ -5,7 +5,7 @@ import io
 from rich.console import Console
 
 from areal_jax.metrics import names
-from areal_jax.metrics.progress import Progress
+from areal_jax.metrics.progress import Progress, facts_of_evaluation
 
 METRICS = {
     names.REWARD: -1.234,
@@ -81,6 +81,16 @@ def test_score_of_an_evaluation_is_shown_from_then_on():
     progress.evaluated({names.PASS_AT_1: 0.25})
     progress.update(2, METRICS)
     assert "pass@1 25.0%" in file.getvalue()
+
+
+def test_tasks_of_an_evaluation_show_the_score_so_far():
+    file, clock = io.StringIO(), Clock()
+    console = Console(file=file, width=200, soft_wrap=True)
+    progress = Progress("policy", 64, 32, unit="task", facts=facts_of_evaluation, console=console, clock=clock)
+    clock.now_s += 16.0
+    progress.update(40, {names.PASS_AT_1: 0.25, names.ROLLOUT_TOKENS_PER_S: 1234.0})
+    # 8 tasks took 16 s, so 24 more take 48 s.
+    assert file.getvalue().splitlines()[1] == "task 40/64  pass@1 25.0%  rollout 1234 tok/s  0:16 elapsed  0:48 left"
 
 
 def test_terminal_shows_the_same_facts_on_a_live_line():

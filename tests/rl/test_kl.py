@@ -172,7 +172,6 @@ def test_a_teacher_that_agrees_says_nothing_and_rewards_count_as_much_as_they_ar
 
 def test_nothing_flows_into_the_reference() -> None:
     logp, reference = jnp.array([-1.0, -0.5]), jnp.array([-0.7, -2.0])
-    for estimator in ("k1", "k2", "k3"):
-        config = KLInLoss(coefficient=1.0, estimator=estimator)
-        slopes = jax.grad(lambda *both, c=config: kl_loss(c, *both, np.ones(2, bool)).loss, argnums=(0, 1))(logp, reference)
+    for config in (KLInLoss(coefficient=1.0, estimator="k2"), KLInLoss(coefficient=1.0, estimator="k3")):
+        slopes = jax.grad(lambda a, b, c=config: kl_loss(c, a, b, np.ones(2, bool)).loss, argnums=(0, 1))(logp, reference)
         assert slopes[0].all() and not slopes[1].any()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from contextlib import closing
 from typing import Any, Literal
 
 import jax
@@ -48,7 +49,7 @@ def layout(params: Params) -> dict[str, Any]:
 def mailbox_between(meshes: Meshes, path: Literal["device", "host"] | None = None, on_event: Any = None) -> Mailbox:
     matrix = NamedSharding(meshes.rollout, PartitionSpec(None, "tensor"))
     target = {"matrix": (matrix, matrix), "scale": NamedSharding(meshes.rollout, PartitionSpec())}
-    return Mailbox(layout, target, meshes.train, path=path, on_event=on_event)
+    return Mailbox(layout, [target], meshes.train, path=path, on_event=on_event)
 
 
 def versions_in(params: dict[str, Any]) -> set[float]:
@@ -115,6 +116,24 @@ def test_the_newest_version_wins_and_those_it_overtook_are_counted():
     mailbox.close()
     assert (measured["published"], measured["delivered"]) == ((5.0, 1.0), (2.0, 1.0))
     assert measured["dropped"] == (3.0, 1.0)
+
+
+def test_held_it_keeps_the_newest_version_and_delivers_the_last_one_afterwards():
+    meshes = meshes_of("one device")
+    with closing(mailbox_between(meshes)) as mailbox:
+        mailbox.publish(1, params_of(meshes, 1))
+        held = mailbox.wait(1, 10.0)
+        with mailbox.holding():
+            for version in (2, 3, 4):
+                mailbox.publish(version, params_of(meshes, version))
+            with pytest.raises(TimeoutError, match="has version 1, the last one published is 4"):
+                mailbox.wait(2, 0.2)
+            assert mailbox.newest(0) is held
+            assert mailbox.newest(1) is None
+            with pytest.raises(RuntimeError, match="one evaluation at a time"), mailbox.holding():
+                pass
+        assert mailbox.wait(2, 10.0).version == 4
+        assert mailbox.metrics()["dropped"] == (2.0, 1.0)
 
 
 def test_a_version_is_never_seen_in_part():
@@ -190,7 +209,7 @@ def test_an_error_of_the_copier_reaches_trainer_and_engine():
     meshes = meshes_of("4 + 4 devices")
     # 7 columns do not divide over 4 devices.
     target = {"odd": NamedSharding(meshes.rollout, PartitionSpec(None, "data"))}
-    mailbox = Mailbox(lambda params: {"odd": jnp.ones((24, 7))}, target, meshes.train, path="host")
+    mailbox = Mailbox(lambda params: {"odd": jnp.ones((24, 7))}, [target], meshes.train, path="host")
     mailbox.publish(0, params_of(meshes, 0))
     with pytest.raises(RuntimeError, match=r"the mailbox ended with .*axis 1 is partitioned 4 times") as caught:
         mailbox.wait(0, timeout_s=60.0)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -122,7 +123,7 @@ def test_boxed_answers_are_judged_by_the_reward_service(tokenizer: HFTokenizer, 
         drawn = [completion(tokenizer, text, "stop", 0) for text in ("so \\boxed{02}", "\\boxed{3}", "two", "\\boxed{2} and")]
         drawn[3] = completion(tokenizer, "\\boxed{2} and", "length", 0)
 
-        async def generate(prompt_tokens: np.ndarray, num_samples: int) -> list[Completion]:
+        async def generate(prompt_tokens: np.ndarray, num_samples: int, **_: Any) -> list[Completion]:
             return drawn
 
         async with RewardService(RewardConfig()) as judge:

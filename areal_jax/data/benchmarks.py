@@ -1,0 +1,54 @@
+"""Benchmarks by name, and whatever else `data=` may name: a file, a folder, a data set of the hub.
+
+Which format rows have is told by their columns (`data/sources.py`, `data/code_tasks.py`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from areal_jax.data.config import Files, Hub
+from areal_jax.data.hub import NAME
+from areal_jax.data.sources import SUFFIXES
+
+BENCHMARKS: Mapping[str, Hub] = {
+    "aime24": Hub(name="HuggingFaceH4/aime_2024", split="train"),
+    "aime25": Hub(name="math-ai/aime25", split="test"),
+    "amc23": Hub(name="math-ai/amc23", split="test"),
+    "math500": Hub(name="HuggingFaceH4/MATH-500", split="test"),
+    "gsm8k": Hub(name="openai/gsm8k/main", split="test"),
+    "humaneval": Hub(name="openai/openai_humaneval/openai_humaneval", split="test"),
+    "mbpp": Hub(name="google-research-datasets/mbpp/full", split="test"),
+    "livecodebench": Hub(name="livecodebench/code_generation_lite", split="test"),
+}
+"""The rows that papers report on, where the hub has them."""
+
+
+def find_benchmark(data: str) -> Files | Hub:
+    """The tasks that `data=` names: a file, a folder with a test file or a single file, a benchmark, a data set of the hub.
+
+    FileNotFoundError or ValueError says what was looked for."""
+    path = Path(data).expanduser()
+    if path.is_dir():
+        return Files(path=data, split=_split(path))
+    if path.is_file():
+        return Files(path=data)
+    if data in BENCHMARKS:
+        return BENCHMARKS[data]
+    if NAME.fullmatch("/".join(data.split("/")[:2])) and not data.startswith(".") and path.suffix not in SUFFIXES:
+        return Hub(name=data, split="test")
+    raise FileNotFoundError(
+        f"data={data}: expected an existing file or folder, a benchmark ({', '.join(BENCHMARKS)}), or a data set of the hub "
+        f"such as openai/gsm8k/main (working directory: {Path.cwd()})"
+    )
+
+
+def _split(folder: Path) -> str:
+    """With what the names of the test files in a folder begin: test, where there are such; else the name of its only file."""
+    held = sorted({file.name for file in folder.rglob("*") if file.suffix in SUFFIXES})
+    if any(name.startswith("test") for name in held):
+        return "test"
+    if len(held) == 1:
+        return held[0]
+    raise ValueError(f"data={folder}: expected test*.jsonl, .json or .parquet, or a single such file; found {held or 'none'}")

@@ -1,0 +1,131 @@
+"""python -m areal_jax.evaluate --exp=NAME [checkpoint=...] [data=...] [a.b=c ...]: what a policy is worth."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from areal_jax.checkpoint.config import CHECKPOINTS
+from areal_jax.command import Parser, help_text, named_experiment, show
+from areal_jax.config import CONFIG_FILE, Experiment, experiment_names, holds_run, read_config
+from areal_jax.data.benchmarks import BENCHMARKS, find_benchmark
+from areal_jax.data.policy_files import resolve_policy_folder
+from areal_jax.launch.local import prepare
+from areal_jax.models.config import ADAPTER_CONFIG
+from areal_jax.settings import ConfigError, parse_overrides, settings
+
+USAGE = f"""\
+usage: python -m areal_jax.evaluate --exp=NAME [checkpoint=WHERE] [data=WHAT] [a.b=c ...] [options]
+
+Have a policy answer problems, judge the answers, and report the figures. The same command goes on where it was stopped.
+
+  --exp=NAME            an experiment ({{names}}), or the path of a .py file that defines `experiment`;
+                        where checkpoint= names a run, that run's own settings are taken if it is left out
+  --config=FILE         instead of --exp: the {CONFIG_FILE} of an earlier run
+  checkpoint=WHERE      a run folder (its newest checkpoint), RUN/{CHECKPOINTS}/VERSION, a Hugging Face folder or hub name, a
+                        PEFT folder, or the URL of a server that speaks OpenAI's protocol, such as http://127.0.0.1:8000/v1
+                        (with the token in OPENAI_API_KEY); the experiment's own policy where not given
+  data=WHAT             {{benchmarks}},
+                        or a file or folder in any of their formats; the experiment's eval_tasks where not given
+  a.b=c                 change a setting, such as evaluation.samples_per_task=32 or engine.max_new_tokens=2048
+  --folder=DIR          where to write, and to go on; evaluations/NAME-CHECKPOINT-DIGEST where not given
+  --help                this text, with every setting; with --exp or --config, their values
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns 0 when done, 2 where the input cannot be and 1 where nothing could be answered (one message
+    on stderr each), 130 on Ctrl-C."""
+    try:
+        return _run(_parse(sys.argv[1:] if argv is None else argv))
+    except ConfigError as error:
+        print(f"areal_jax: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("areal_jax: interrupted; the same command goes on where it was", file=sys.stderr)
+        return 130
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser()
+    parser.add_argument("--folder", type=Path)
+    return parser.parse_intermixed_args(list(argv))
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    if arguments.help:
+        usage = USAGE.format(names=", ".join(experiment_names()), benchmarks=", ".join(BENCHMARKS))
+        show(help_text(usage, named_experiment(arguments) if arguments.exp or arguments.config else Experiment))
+        return 0
+    given = parse_overrides(arguments.overrides)
+    where, data = given.pop("checkpoint", ""), given.pop("data", "")
+    run, server = _run_of(where), where if where.startswith(("http://", "https://")) else None
+    if run is not None and not (arguments.exp or arguments.config):
+        arguments.config = run[0] / CONFIG_FILE
+    implied = [] if server else _policy_of(where, run)
+    if data:
+        implied += _tasks_of(data)
+    arguments.overrides = [*implied, *(f"{key}={value}" for key, value in given.items())]
+    experiment = named_experiment(arguments)
+    # jax reads its flags when it is first imported, so that everything that imports it comes after this.
+    prepare(experiment.placement)
+    from areal_jax import evaluating
+    from areal_jax.policies import RunCheckpoint
+
+    checkpoint = None if run is None else RunCheckpoint(*run, seed=read_config(run[0] / CONFIG_FILE).seed)
+    try:
+        evaluating.run(experiment, checkpoint=checkpoint, server=server, folder=arguments.folder)
+    except evaluating.Unanswered as error:
+        print(f"areal_jax: {error}", file=sys.stderr)
+        return 1
+    return 0
+
+
+def _run_of(where: str) -> tuple[Path, int | None] | None:
+    """Folder and version of the run that `checkpoint=` names, None for the newest version; None where it names none."""
+    folder = Path(where).expanduser()
+    if not where or holds_run(folder):
+        return (folder, None) if where else None
+    if folder.name == CHECKPOINTS and holds_run(folder.parent):
+        return folder.parent, None
+    if folder.parent.name == CHECKPOINTS and holds_run(folder.parent.parent):
+        if not folder.name.isdigit():
+            raise ConfigError(f"checkpoint={where}: expected RUN/{CHECKPOINTS}/VERSION with a number, came {folder.name!r}")
+        return folder.parent.parent, int(folder.name)
+    return None
+
+
+def _policy_of(where: str, run: tuple[Path, int | None] | None) -> list[str]:
+    """The settings of the policy that `checkpoint=` names, as overrides."""
+    if run is not None:
+        listed = settings(read_config(run[0] / CONFIG_FILE).policy, "policy.").values()
+        return [f"{setting.key}={setting.text()}" for setting in listed]
+    if not where:
+        return []
+    if (Path(where).expanduser() / ADAPTER_CONFIG).is_file():
+        return ["policy.lora=none", f"policy.adapter={where}"]
+    try:
+        resolve_policy_folder(where, "checkpoint")
+    except FileNotFoundError as error:
+        raise ConfigError(f"{error}; or a run folder, RUN/{CHECKPOINTS}/VERSION, or the URL of a server") from error
+    return [f"policy.path={where}", "policy.random_init=false", "policy.lora=none", "policy.adapter=none"]
+
+
+def _tasks_of(data: str) -> list[str]:
+    """The settings of the tasks that `data=` names, all of them, as overrides."""
+    try:
+        source = find_benchmark(data)
+    except (OSError, ValueError) as error:
+        raise ConfigError(str(error)) from error
+    listed = settings(source, "eval_tasks.").values()
+    return [
+        f"eval_tasks={type(source).__name__}",
+        *(f"{setting.key}={setting.text()}" for setting in listed),
+        "evaluation.num_tasks=none",
+    ]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

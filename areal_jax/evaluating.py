@@ -1,0 +1,267 @@
+"""An evaluation from the first problem to the report: who answers, what is kept, and where it goes on after a stop."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import os
+import re
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager, closing
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+from areal_jax.config import AnyExperiment
+from areal_jax.data.policy_files import resolve_policy_folder
+from areal_jax.data.sources import load_tasks
+from areal_jax.data.tokenizer import HFTokenizer
+from areal_jax.engine.driver import Driver
+from areal_jax.evaluation.answers import Answer, AnswerFolder, answer_of
+from areal_jax.evaluation.evaluate import EvaluationCalls, answer_all
+from areal_jax.evaluation.report import TIMES, summary, write_report
+from areal_jax.evaluation.results import results_of
+from areal_jax.evaluation.server import TOKEN_VARIABLE, ChatServer, Server, TokenServer
+from areal_jax.metrics import names
+from areal_jax.metrics.description import write_description
+from areal_jax.metrics.progress import Progress, facts_of_evaluation
+from areal_jax.policies import DecodingPolicy, RunCheckpoint, find_decoding_policy
+from areal_jax.records import Engine, EngineStopped, Judge, Sampling, Task, Tokenizer
+from areal_jax.rewards.service import RewardService
+from areal_jax.run_plan import counted, described, had
+from areal_jax.settings import JSON, to_json
+from areal_jax.weights.fixed import Fixed
+from areal_jax.workflows.single_turn import SingleTurn
+
+EVALUATIONS_FOLDER = Path("evaluations")
+
+DECIDING = (
+    *("seed", "policy.", "prompt.", "eval_tasks", "rewards.", "workflow"),
+    *("engine.max_prompt_tokens", "engine.max_new_tokens"),
+    *("evaluation.num_tasks", "evaluation.samples_per_task", "evaluation.temperature"),
+)
+"""What the keys of settings begin with that decide the answers, or how they are judged."""
+
+NOT_DECIDING = ("rewards.num_workers",)
+
+Ask: TypeAlias = Callable[[int, Task], Awaitable[Sequence[Answer]]]
+"""Judged answers to the task at a place."""
+
+
+class Unanswered(RuntimeError):
+    """Nobody answers any more, or no task could be answered."""
+
+
+@dataclass(frozen=True, eq=False)
+class Local:
+    """A policy that answers on this machine."""
+
+    decoding: DecodingPolicy
+
+    @property
+    def name(self) -> str:
+        """For the folder."""
+        checkpoint, config = self.decoding.checkpoint, self.decoding.experiment.policy
+        return Path(config.adapter or config.path).name if checkpoint is None else f"{checkpoint.folder.name}-v{self.version}"
+
+    @property
+    def version(self) -> int:
+        return self.decoding.version
+
+    @property
+    def headline(self) -> str:
+        """Which policy, on which devices."""
+        decoding, engine = self.decoding, self.decoding.engine
+        policy = described(decoding.experiment.policy, decoding.policy, engine.compute_dtype)
+        trained = decoding.checkpoint and f", as {decoding.checkpoint.folder} has trained it to version {self.version}"
+        return f"policy: {policy}{trained or ''}; devices: {self.devices}"
+
+    @property
+    def devices(self) -> str:
+        mesh = self.decoding.engine.mesh
+        return f"{mesh.size} {mesh.devices.flat[0].device_kind}"
+
+    def identity(self) -> dict[str, JSON]:
+        """What tells the policy from others."""
+        return {"version": self.version, "weights": self.decoding.fingerprint()}
+
+    @asynccontextmanager
+    async def answering(self, judge: Judge) -> AsyncIterator[Ask]:
+        """The engine at work, with the weights."""
+        decoding = self.decoding
+        with closing(Driver(decoding.engine, Fixed(await asyncio.to_thread(decoding.load)))) as engine:
+            engine.start()
+            yield through_workflow(decoding.experiment, decoding.tokenizer, engine, judge, self.version)
+
+
+@dataclass(frozen=True, eq=False)
+class Remote:
+    """A server that answers."""
+
+    experiment: AnyExperiment
+    server: Server
+    model: str
+    tokenizer: Tokenizer | None
+    """Where the server speaks its tokens; None: it is asked in words."""
+
+    version: int = 0
+    devices: str = "the server's"
+
+    @property
+    def name(self) -> str:
+        """For the folder."""
+        return self.model
+
+    @property
+    def headline(self) -> str:
+        """Which model, where, and how it is asked."""
+        how = "words" if self.tokenizer is None else "tokens"
+        return f"policy: {self.model} at {self.server.url}, asked in {how}"
+
+    def identity(self) -> dict[str, JSON]:
+        """What tells the server from others."""
+        return {"server": self.server.url, "model": self.model, "asked in": "words" if self.tokenizer is None else "tokens"}
+
+    @asynccontextmanager
+    async def answering(self, judge: Judge) -> AsyncIterator[Ask]:
+        """The server, asked through the experiment's workflow where it speaks tokens."""
+        experiment = self.experiment
+        with closing(self.server):
+            if self.tokenizer is not None:
+                engine = TokenServer(self.server, self.model, self.tokenizer)
+                yield through_workflow(experiment, self.tokenizer, engine, judge, self.version)
+            else:
+                num_samples, accept_plain = experiment.evaluation.samples_per_task, experiment.rewards.accept_plain
+                yield ChatServer(
+                    self.server, self.model, judge, num_samples, sampling_of(experiment, ()), experiment.seed, accept_plain
+                ).answers
+
+
+def find_server(experiment: AnyExperiment, url: str, tasks: Sequence[Task]) -> Remote:
+    """The server at a URL. ValueError where it does not answer, refuses, or has several models."""
+    server = Server(url, os.environ.get(TOKEN_VARIABLE), experiment.engine.request_timeout_s)
+    model = server.model()
+    try:
+        tokenizer = HFTokenizer.from_folder(resolve_policy_folder(experiment.policy.path))
+    except FileNotFoundError:
+        return Remote(experiment, server, model, None)  # then nobody here knows its tokens
+    speaks = asyncio.run(TokenServer(server, model, tokenizer).speaks_our_tokens(tasks[0].prompt))
+    return Remote(experiment, server, model, tokenizer if speaks else None)
+
+
+def sampling_of(experiment: AnyExperiment, stop_token_ids: tuple[int, ...]) -> Sampling:
+    """How an evaluation draws."""
+    return Sampling(experiment.engine.max_new_tokens, experiment.evaluation.temperature, stop_token_ids=stop_token_ids)
+
+
+def through_workflow(experiment: AnyExperiment, tokenizer: Tokenizer, engine: Engine, judge: Judge, version: int) -> Ask:
+    """Ask an engine the way that training asks it."""
+    workflow = SingleTurn(tokenizer, experiment.evaluation.samples_per_task, experiment.rewards)
+    sampling = sampling_of(experiment, tokenizer.stop_token_ids)
+
+    async def ask(place: int, task: Task) -> Sequence[Answer]:
+        samples = await workflow(task, EvaluationCalls(engine, version, sampling, experiment.seed, place), judge)
+        return [answer_of(sample, tokenizer, experiment.rewards.accept_plain) for sample in samples]
+
+    return ask
+
+
+def run(experiment: AnyExperiment, *, checkpoint: RunCheckpoint | None, server: str | None, folder: Path | None) -> None:
+    """Answer what the folder lacks, judge it, and write the figures.
+
+    Args: checkpoint: of a run, instead of the experiment's policy. server: URL of who answers, instead of either. folder: None
+    for one named after the settings. ConfigError where something cannot be had; Unanswered where no task could be answered."""
+    config = experiment.evaluation
+    found = had(lambda: load_tasks(experiment.eval_tasks, experiment.prompt))
+    tasks = found.tasks[: config.num_tasks]
+    answerer = (
+        had(lambda: find_server(experiment, server, tasks))
+        if server
+        else Local(find_decoding_policy(experiment, checkpoint, tasks))
+    )
+    settings = identity(experiment, tasks) | answerer.identity()
+    folder = folder or EVALUATIONS_FOLDER / folder_name(experiment.name, answerer.name, settings)
+    data = counted("tasks", *found, experiment.eval_tasks)
+    some = "" if len(tasks) == len(found.tasks) else f"the first {len(tasks)} of "
+    headline = (
+        f"{answerer.headline}; data: {some}{data}; samples_per_task {config.samples_per_task}, temperature "
+        f"{config.temperature:g}; folder: {folder}"
+    )
+    with closing(had(lambda: AnswerFolder(folder, settings, answerer.version))) as answers:
+        progress = Progress(
+            headline,
+            len(tasks),
+            len(answers.found),
+            show_steps=experiment.metrics.progress,
+            unit="task",
+            facts=facts_of_evaluation,
+        )
+        with closing(progress):
+            write_description(folder, headline, to_json(experiment), answerer.devices)
+            try:
+                failures = asyncio.run(_answer(experiment, tasks, found.kinds, answerer, answers, progress))
+            except EngineStopped as error:
+                raise Unanswered(f"{error}; the same command goes on with what is left") from error
+            if not answers.found:
+                last = list(failures.values())[-1]
+                raise Unanswered(f"none of the {len(tasks)} tasks could be answered, the last: {last}") from last
+            results = results_of(tasks, answers.found, failures, experiment.seed)
+            report = write_report(folder, headline, settings, results, tasks, answers.found)
+            progress.say("; ".join(f"{name} {figure}" for name, figure in summary(results)))
+            progress.say(f"report: {report}")
+
+
+async def _answer(
+    experiment: AnyExperiment,
+    tasks: Sequence[Task],
+    kinds: set[str],
+    answerer: Local | Remote,
+    answers: AnswerFolder,
+    progress: Progress,
+) -> dict[int, Exception]:
+    """Have the tasks answered that are not yet, and each kept at once; what those failed with that cannot be."""
+    left = [(place, task) for place, task in enumerate(tasks) if place not in answers.found]
+    if not left:
+        return {}
+    began_s, num_tokens = time.monotonic(), 0
+
+    def keep(place: int, task: Task, found: Sequence[Answer]) -> None:
+        nonlocal num_tokens
+        answers.add(place, task, found)
+        num_tokens += sum(answer.num_tokens for answer in found)
+        judged = [answer for of_task in answers.found.values() for answer in of_task]
+        progress.update(
+            len(answers.found),
+            {
+                names.PASS_AT_1: sum(answer.verdict == "correct" for answer in judged) / len(judged),
+                names.ROLLOUT_TOKENS_PER_S: num_tokens / (time.monotonic() - began_s),
+            },
+        )
+
+    async with RewardService(experiment.rewards, kinds) as judge:
+        await judge.start()
+        async with answerer.answering(judge) as ask:
+            failures = await answer_all(left, ask, keep, name="evaluation")
+    seconds = time.monotonic() - began_s
+    with (answers.path / TIMES).open("a", encoding="utf-8") as file:
+        row = {"ended": time.strftime("%Y-%m-%d %H:%M:%S"), "num_tasks": len(left) - len(failures), "num_tokens": num_tokens}
+        file.write(json.dumps(row | {"seconds": seconds, "tokens_per_s": num_tokens / seconds}) + "\n")
+    return failures
+
+
+def identity(experiment: AnyExperiment, tasks: Sequence[Task]) -> dict[str, JSON]:
+    """All settings that decide the answers or the verdicts, and a digest of the tasks as they were read."""
+    listed = to_json(experiment)
+    deciding = {key: listed[key] for key in listed if key.startswith(DECIDING) and key not in NOT_DECIDING}
+    return deciding | {"tasks": _digest([asdict(task) for task in tasks])}
+
+
+def folder_name(experiment: str, answerer: str, settings: Mapping[str, JSON]) -> str:
+    """A name that another evaluation would not have."""
+    return re.sub(r"[^\w.-]+", "_", f"{experiment}-{answerer}-{_digest(settings)}")
+
+
+def _digest(value: object) -> str:
+    return hashlib.blake2b(json.dumps(value, sort_keys=True).encode(), digest_size=4).hexdigest()

@@ -1,0 +1,181 @@
+"""What an evaluation leaves: results.json and problems.csv for tools, report.html and a picture for readers.
+
+results.json holds no time and no place, so that the same answers give the same file, byte for byte.
+"""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
+from pathlib import Path
+from typing import Any
+
+from matplotlib.axes import Axes
+from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter, ScalarFormatter
+
+from areal_jax.evaluation.answers import Answer
+from areal_jax.evaluation.results import Estimate, Problem, Results
+from areal_jax.metrics import description
+from areal_jax.metrics.pages import BLUE, GREY, ORANGE, as_png, new_figure, plain, title, write_page
+from areal_jax.records import Task
+
+RESULTS, PROBLEMS, TIMES, REPORT, PICTURE = "results.json", "problems.csv", "times.jsonl", "report.html", "results.png"
+SHOWN_PER_VERDICT = 3
+MAX_SHOWN_CHARS = 20_000
+MAX_FAMILIES = 24
+"""In the picture, those with most problems; the table has all."""
+
+
+def write_report(
+    folder: Path,
+    headline: str,
+    settings: Mapping[str, Any],
+    results: Results,
+    tasks: Sequence[Task],
+    answers: Mapping[int, Sequence[Answer]],
+) -> Path:
+    """Write all files of an evaluation into its folder; the page's path.
+
+    Args: headline: who answered what. settings: all that decides the answers. tasks, answers: of which some are shown."""
+    _write(folder / RESULTS, json.dumps({"settings": settings, **asdict(results)}, indent=2, allow_nan=False) + "\n")
+    _write(folder / PROBLEMS, _as_csv(results.problems))
+    picture = draw(results)
+    (folder / PICTURE).write_bytes(picture)
+    times = folder / TIMES
+    return write_page(
+        folder / REPORT,
+        Path(__file__).with_name("evaluation.html.jinja"),
+        headline=headline,
+        summary=list(summary(results)),
+        picture=picture,
+        picture_of="Scores by number of samples, lengths of answers, scores by family",
+        results=results,
+        stop_reasons=_stop_reasons(answers),
+        samples=list(shown(tasks, answers)),
+        times=[json.loads(line) for line in times.read_text().splitlines()] if times.exists() else [],
+        run=json.loads((folder / description.FILE).read_text()),
+        settings=settings,
+    )
+
+
+def summary(results: Results) -> Iterator[tuple[str, str]]:
+    """The main figures, each with what it is."""
+    yield "pass@1 (95 %)", in_words(results.pass_at[1])
+    most = max(results.pass_at)
+    if most > 1:
+        yield f"pass@{most} (95 %)", in_words(results.pass_at[most])
+        if results.majority_at is not None:
+            yield f"maj@{most} (95 %)", in_words(results.majority_at[most])
+    yield "problems x samples", f"{results.num_tasks:,} x {results.samples_per_task:,}"
+    yield "tokens of an answer", f"{results.tokens.mean:,.0f}"
+    yield "cut at the budget", f"{results.truncated:.1%}"
+    if results.failed:
+        yield "problems that failed", f"{sum(results.failed.values()):,}"
+
+
+def in_words(estimate: Estimate) -> str:
+    """A share with its interval."""
+    low, high = estimate.interval_95
+    return f"{estimate.value:.1%} ({low:.1%} to {high:.1%})"
+
+
+def shown(tasks: Sequence[Task], answers: Mapping[int, Sequence[Answer]]) -> Iterator[dict[str, Any]]:
+    """The first answers of each verdict, of different problems, for the page."""
+    left = dict[str, int]()
+    for place in sorted(answers):
+        for answer in {answer.verdict: answer for answer in reversed(answers[place])}.values():
+            if left.setdefault(answer.verdict, SHOWN_PER_VERDICT):
+                left[answer.verdict] -= 1
+                question = tasks[place].prompt[-1].content[:MAX_SHOWN_CHARS]
+                yield {"task": tasks[place], "question": question, "answer": answer, "text": answer.text[:MAX_SHOWN_CHARS]}
+
+
+def draw(results: Results) -> bytes:
+    """The figures as a PNG: scores by number of samples, lengths, problems by their share of right answers, families."""
+    figure = new_figure(11.0, 6.4)
+    (by_k, lengths), (shares, families) = figure.subplots(2, 2)
+    _draw_by_k(by_k, results)
+    _draw_lengths(lengths, results)
+    _draw_shares(shares, results)
+    _draw_families(families, results)
+    for axes in (by_k, lengths, shares, families):
+        plain(axes)
+    return as_png(figure)
+
+
+def _draw_by_k(axes: Axes, results: Results) -> None:
+    title(axes, "score of k samples (95 %)")
+    lines = [("pass@k", results.pass_at, BLUE), ("maj@k", results.majority_at or {}, ORANGE)]
+    for label, estimates, color in lines:
+        if not estimates:
+            continue
+        values = [estimate.value for estimate in estimates.values()]
+        low, high = zip(*(estimate.interval_95 for estimate in estimates.values()), strict=True)
+        axes.plot(list(estimates), values, color=color, marker="o", markersize=4, linewidth=1.6, label=label)
+        axes.fill_between(list(estimates), low, high, color=color, alpha=0.15, linewidth=0)
+    axes.set_xscale("log", base=2)
+    axes.xaxis.set_major_locator(FixedLocator(list(results.pass_at)))
+    axes.xaxis.set_major_formatter(ScalarFormatter())
+    axes.xaxis.set_minor_locator(NullLocator())
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_ylim(0, 1.02)
+    axes.set_xlabel("k", fontsize=9)
+    axes.legend(frameon=False, fontsize=9, loc="best")
+
+
+def _draw_lengths(axes: Axes, results: Results) -> None:
+    title(axes, "tokens of an answer")
+    found = results.tokens
+    widths = [right - left for left, right in zip(found.edges, found.edges[1:], strict=False)]
+    axes.bar(found.edges[:-1], found.counts, widths, align="edge", color=BLUE, edgecolor="white", linewidth=0.6)
+    axes.axvline(found.mean, color=ORANGE, linewidth=1.6, label=f"mean {found.mean:,.0f}")
+    axes.legend(frameon=False, fontsize=9, loc="upper right")
+    axes.set_ylabel("answers", fontsize=9)
+
+
+def _draw_shares(axes: Axes, results: Results) -> None:
+    title(axes, "problems by their share of right answers")
+    shares = sorted(problem.num_correct / problem.num_samples for problem in results.problems if problem.num_samples)
+    axes.step(range(1, len(shares) + 1), shares[::-1], where="mid", color=BLUE, linewidth=1.6)
+    axes.fill_between(range(1, len(shares) + 1), shares[::-1], step="mid", color=BLUE, alpha=0.15, linewidth=0)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_ylim(0, 1.02)
+    axes.set_xlabel("problems, easiest first", fontsize=9)
+
+
+def _draw_families(axes: Axes, results: Results) -> None:
+    title(axes, "pass@1 by family (95 %)")
+    largest = sorted(results.families.items(), key=lambda item: -item[1].num_tasks)[:MAX_FAMILIES]
+    found = sorted(largest, key=lambda item: item[1].pass_at_1.value)
+    for row, (_, family) in enumerate(found):
+        value, (low, high) = family.pass_at_1.value, family.pass_at_1.interval_95
+        axes.plot([low, high], [row, row], color=GREY, linewidth=1.4)
+        axes.plot([value], [row], color=ORANGE, marker="o", markersize=4)
+    axes.set_yticks(range(len(found)), [name or "all" for name, _ in found])
+    axes.xaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.set_xlim(-0.02, 1.02)
+
+
+def _stop_reasons(answers: Mapping[int, Sequence[Answer]]) -> dict[str, int]:
+    counts = dict[str, int]()
+    for of_task in answers.values():
+        for answer in of_task:
+            counts[answer.stop_reason] = counts.get(answer.stop_reason, 0) + 1
+    return counts
+
+
+def _as_csv(problems: Sequence[Problem]) -> str:
+    text = io.StringIO()
+    rows = csv.DictWriter(text, [field.name for field in fields(Problem)], lineterminator="\n")
+    rows.writeheader()
+    rows.writerows(asdict(problem) for problem in problems)
+    return text.getvalue()
+
+
+def _write(path: Path, text: str) -> None:
+    unfinished = path.with_name(f"{path.name}.writing")
+    unfinished.write_text(text, encoding="utf-8", errors="replace")
+    unfinished.replace(path)

@@ -1,0 +1,211 @@
+"""Answers from a running server that speaks OpenAI's protocol, ours or another.
+
+Where it takes a prompt as tokens and tells which it drew (`/completions` with `return_token_ids`, as vLLM has it), it is an
+engine like the local one, and any workflow runs on it. Else it is asked in words, by `/chat/completions`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from areal_jax.evaluation.answers import Answer, vote_of
+from areal_jax.records import (
+    Completion,
+    EngineStopped,
+    Judge,
+    Message,
+    Request,
+    Sampling,
+    StopReason,
+    Task,
+    Tokenizer,
+    Unservable,
+    Verdict,
+    derive_seed,
+)
+
+TOKEN_VARIABLE = "OPENAI_API_KEY"
+"""Environment variable that holds the server's token."""
+
+MAX_CONNECTIONS = 64
+RETRIES_S = (0.5, 2.0, 8.0)
+"""Pauses before what a busy or restarting server did not answer is asked again."""
+
+PROBE_TOKENS = 16
+_STOPS: dict[str, StopReason] = {"length": "length"}
+
+
+class Server:
+    """A server at a URL that ends in /v1. Its calls block threads of their own, so that many can be under way."""
+
+    def __init__(self, url: str, token: str | None, timeout_s: float) -> None:
+        """Args: timeout_s: for one call."""
+        self.url, self._timeout_s = url.rstrip("/"), timeout_s
+        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
+        # Owned by this object: each call takes one thread until its answer is there. `close` ends them.
+        self._threads = ThreadPoolExecutor(MAX_CONNECTIONS, thread_name_prefix="server")
+
+    def model(self) -> str:
+        """The model that the server serves. ValueError, with what to do, where it has several, refuses, or is not there."""
+        try:
+            names = [str(model["id"]) for model in self._call("models")["data"]]
+        except urllib.error.HTTPError as error:
+            told = f"set {TOKEN_VARIABLE} to its token" if error.code in (401, 403) else "expected a URL that ends in /v1"
+            raise ValueError(f"checkpoint={self.url}: the server refuses ({_said(error)}); {told}") from error
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ValueError(
+                f"checkpoint={self.url}: no server that speaks OpenAI's protocol answers there ({error}); expected a URL such "
+                "as http://127.0.0.1:8000/v1"
+            ) from error
+        if len(names) != 1:
+            raise ValueError(f"checkpoint={self.url}: expected a server with one model, it has {', '.join(names) or 'none'}")
+        return names[0]
+
+    async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Post a request. Unservable where the server calls it wrong, EngineStopped where it refuses or is gone; what it is too
+        busy for is asked again a few times."""
+        return await asyncio.get_running_loop().run_in_executor(self._threads, self._insist, path, body)
+
+    def close(self) -> None:
+        """End the threads after the calls under way."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    def _insist(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        for pause_s in (*RETRIES_S, None):
+            try:
+                return self._call(path, body)
+            except urllib.error.HTTPError as error:
+                if error.code in (401, 403):
+                    raise EngineStopped(f"{self.url} refuses: {_said(error)}; set {TOKEN_VARIABLE}") from error
+                if error.code != 429 and error.code < 500:
+                    raise Unservable(f"{self.url}/{path}: {_said(error)}") from error
+                if pause_s is None:
+                    raise RuntimeError(f"{self.url}/{path}: {_said(error)}, {len(RETRIES_S) + 1} times") from error
+            except TimeoutError as error:
+                raise TimeoutError(
+                    f"{self.url}/{path}: no answer within engine.request_timeout_s={self._timeout_s:g}"
+                ) from error
+            except OSError as error:
+                if pause_s is None:
+                    raise EngineStopped(f"{self.url} does not answer any more: {error}") from error
+            time.sleep(pause_s)
+        raise AssertionError("the last attempt returns or raises")
+
+    def _call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
+        data = None if body is None else json.dumps(body).encode()
+        request = urllib.request.Request(f"{self.url}/{path}", data, self._headers)
+        with urllib.request.urlopen(request, timeout=self._timeout_s) as response:
+            return json.load(response)
+
+
+def _said(error: urllib.error.HTTPError) -> str:
+    """Status and message of a refusal."""
+    text = error.read().decode(errors="replace")
+    try:
+        text = json.loads(text)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        text = text.partition("\n")[0]
+    return f"{error.code} {error.reason}: {text[:300]}"
+
+
+@dataclass(frozen=True)
+class TokenServer:
+    """An engine whose tokens a server draws."""
+
+    server: Server
+    model: str
+    tokenizer: Tokenizer
+
+    async def submit(self, request: Request) -> list[Completion]:
+        """Answer with one completion per sample, in order."""
+        choices = await self._draw(request)
+        return [self._completion(choice) for choice in choices]
+
+    async def snapshot(self) -> dict[str, tuple[Completion, ...]]:
+        """Nothing: what a server has drawn of an unfinished request, only the server knows."""
+        return {}
+
+    async def speaks_our_tokens(self, prompt: Sequence[Message]) -> bool:
+        """Whether the server takes this prompt as tokens, and tells tokens that say what it says."""
+        tokens = self.tokenizer.render(prompt)
+        try:
+            choices = await self._draw(Request("probe", tokens, 1, Sampling(PROBE_TOKENS), seed=0))
+        except Unservable:
+            return False
+        drawn = choices[0].get("token_ids")
+        if not drawn or choices[0].get("prompt_token_ids", tokens.tolist()) != tokens.tolist():
+            return False
+        return self.tokenizer.decode(np.array(drawn, np.int32)).strip() == choices[0]["text"].strip()
+
+    async def _draw(self, request: Request) -> list[dict[str, Any]]:
+        body = {
+            "model": self.model,
+            "prompt": request.prompt_tokens.tolist(),
+            "n": request.num_samples,
+            "max_tokens": request.sampling.max_new_tokens,
+            "temperature": request.sampling.temperature,
+            "seed": request.seed,
+            "return_token_ids": True,
+        }
+        answer = await self.server.ask("completions", body)
+        choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+        if len(choices) != request.num_samples:
+            raise Unservable(f"{self.server.url}: asked for n={request.num_samples} answers, got {len(choices)}")
+        return choices
+
+    def _completion(self, choice: dict[str, Any]) -> Completion:
+        tokens = np.array(choice["token_ids"], np.int32)
+        unknown = np.full(len(tokens), np.nan, np.float32)
+        stop_reason = _STOPS.get(choice["finish_reason"], "stop")
+        return Completion(tokens, unknown, np.zeros(len(tokens), np.int32), stop_reason)
+
+
+@dataclass(frozen=True)
+class ChatServer:
+    """A server that is asked in words, and says how many tokens it drew."""
+
+    server: Server
+    model: str
+    judge: Judge
+    num_samples: int
+    sampling: Sampling
+    seed: int
+    accept_plain: bool
+
+    async def answers(self, place: int, task: Task) -> list[Answer]:
+        """Judged answers to a task: one request for each, so that the length of each is told."""
+        async with asyncio.TaskGroup() as asking:
+            asked = [asking.create_task(self._answer(place, task, number)) for number in range(self.num_samples)]
+        return [answer.result() for answer in asked]
+
+    async def _answer(self, place: int, task: Task, number: int) -> Answer:
+        body = {
+            "model": self.model,
+            "messages": [{"role": message.role, "content": message.content} for message in task.prompt],
+            "max_tokens": self.sampling.max_new_tokens,
+            "temperature": self.sampling.temperature,
+            "seed": derive_seed(self.seed, f"eval-{place}.{number}"),
+        }
+        answer = await self.server.ask("chat/completions", body)
+        choice = answer["choices"][0]
+        text = choice["message"].get("content") or ""
+        verdict: Verdict = await self.judge(task, text)
+        if verdict.kind == "infrastructure":
+            raise RuntimeError(f"no verdict: {verdict.detail}")
+        return Answer(
+            verdict.kind,
+            _STOPS.get(choice["finish_reason"], "stop"),
+            int(answer["usage"]["completion_tokens"]),
+            vote_of(text, self.accept_plain),
+            text,
+        )

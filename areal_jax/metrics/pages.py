@@ -1,0 +1,56 @@
+"""How pages and pictures of measurements look: one HTML file that needs nothing but itself, with a picture inside."""
+
+from __future__ import annotations
+
+import base64
+import io
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, FileSystemLoader
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+BLUE, ORANGE, GREY = "#2563a8", "#d9721f", "#8a8f98"
+
+
+def write_page(path: Path, template: Path, *, picture: bytes, **values: Any) -> Path:
+    """Fill a template that extends page.html.jinja and put the page in place whole.
+
+    Args: picture: a PNG. values: what the template names; page.html.jinja wants headline, summary and picture_of."""
+    folders = [template.parent, Path(__file__).parent]
+    environment = Environment(loader=FileSystemLoader(folders), autoescape=True)
+    page = environment.get_template(template.name).render(picture=base64.b64encode(picture).decode(), **values)
+    unfinished = path.with_name(f"{path.name}.writing")
+    unfinished.write_text(page, encoding="utf-8", errors="replace")
+    unfinished.replace(path)
+    return path
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """A figure of so many inches that touches no display."""
+    figure = Figure(figsize=(width, height), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def as_png(figure: Figure) -> bytes:
+    """The figure as a PNG."""
+    buffer = io.BytesIO()
+    figure.savefig(buffer, format="png")
+    return buffer.getvalue()
+
+
+def plain(axes: Axes) -> None:
+    """A light grid, and no box around it."""
+    axes.grid(color="#e4e6ea", linewidth=0.8)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.tick_params(labelsize=9, color=GREY)
+
+
+def title(axes: Axes, text: str) -> None:
+    """What is drawn, above it."""
+    axes.set_title(text, loc="left", fontsize=10.5, fontweight="bold")

@@ -1,0 +1,174 @@
+"""Policies as they are found: their weights brought onto a mesh, and those that only decode, with nothing that trains."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.typing import DTypeLike
+from jaxtyping import PRNGKeyArray
+
+from areal_jax.checkpoint.config import CHECKPOINTS
+from areal_jax.checkpoint.store import FILES, CheckpointError, CheckpointStore
+from areal_jax.config import AnyExperiment
+from areal_jax.data.policy_files import resolve_policy_folder
+from areal_jax.data.tokenizer import HFTokenizer
+from areal_jax.engine.decode import DecodeEngine, EngineParams
+from areal_jax.models import hf, lora
+from areal_jax.models.config import PolicyConfig
+from areal_jax.models.decoder import Params, Policy
+from areal_jax.parallel.mesh import make_rollout_mesh
+from areal_jax.parallel.sharding import ROLLOUT_RULES, Rules, shardings
+from areal_jax.records import Task, Weights, derive_seed
+from areal_jax.run_plan import compute_dtype, find_policy, had, too_long, unreadable
+from areal_jax.settings import ConfigError
+from areal_jax.trainer.state import trained
+
+FINGERPRINT_BYTES = 1 << 20
+"""Of the head of a file, and of its end: after training, every tensor has changed."""
+
+
+def initial_params(
+    config: PolicyConfig, policy: Policy, folder: Path, mesh: Mesh, rules: Rules, frozen_dtype: DTypeLike, seed: int
+) -> tuple[Params, Params | None]:
+    """What is trained, and the frozen weights if that is an adapter: from their folders, or fresh, on a mesh.
+
+    Args: frozen_dtype: of weights beside an adapter, which are kept as they are computed with; what is trained is float32.
+    seed: of fresh weights."""
+    dtype = jnp.dtype(frozen_dtype if policy.lora else jnp.float32)
+    abstract = policy.abstract(dtype)
+    placed = shardings(mesh, policy.axes(), abstract, rules)
+
+    def fresh(key: PRNGKeyArray) -> Params:
+        return jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), policy.init(key), abstract)
+
+    if config.random_init:
+        weights = jax.jit(fresh, out_shardings=placed)(jax.random.key(seed))
+    else:
+        weights = hf.load(folder, policy, placed, dtype=dtype)
+    if not policy.lora:
+        return weights, None
+    placed = shardings(mesh, lora.axes(policy), lora.abstract(policy), rules)
+    if config.adapter is not None:
+        return lora.load(Path(config.adapter).expanduser(), policy, placed), weights
+    init = jax.jit(partial(lora.init, policy), out_shardings=placed)
+    return init(jax.random.key(derive_seed(seed, "adapter"))), weights
+
+
+@dataclass(frozen=True)
+class RunCheckpoint:
+    """What a run had trained at a version."""
+
+    folder: Path
+    """Of the run."""
+    version: int | None
+    """None: the newest there is."""
+    seed: int
+    """Of the run, from which weights that lie in no folder were drawn."""
+
+
+@dataclass(frozen=True, eq=False)
+class DecodingPolicy:
+    """A policy with an engine on all devices, or on as many as `placement.rollout_devices` says. Holds no weights."""
+
+    experiment: AnyExperiment
+    folder: Path
+    policy: Policy
+    tokenizer: HFTokenizer
+    engine: DecodeEngine
+    checkpoint: RunCheckpoint | None
+    """Where what was trained comes from, instead of the folder; with a version."""
+
+    @property
+    def version(self) -> int:
+        """Of a run's checkpoint; 0 for a folder."""
+        return 0 if self.checkpoint is None or self.checkpoint.version is None else self.checkpoint.version
+
+    def load(self) -> Weights:
+        """The weights in the engine's layout. ConfigError where they cannot be had, or are another policy's."""
+        engine, checkpoint = self.engine, self.checkpoint
+        try:
+            weights, base = had(
+                lambda: self._initial(self.experiment.seed) if checkpoint is None else self._restored(checkpoint)
+            )
+        except CheckpointError as error:
+            raise ConfigError(str(error)) from error
+        arrived = _laid_out(engine, weights, engine.param_shardings)
+        if base is not None:
+            arrived = lora.attach(self.policy, _laid_out(engine, base, engine.base_shardings), arrived)
+        return Weights(self.version, arrived)
+
+    def fingerprint(self) -> str:
+        """A few letters that other weights would not have; tells copies of a folder for the same, and reads little of it."""
+        trained_files = []
+        if self.checkpoint is not None:
+            store = CheckpointStore(self.checkpoint.folder / CHECKPOINTS, keep=1)
+            trained_files = sorted(store.folder_of(self.version).glob(FILES))
+        return _fingerprint([*self._files(), *trained_files])
+
+    def _files(self) -> list[Path]:
+        """Of the policy and, where one is named, of its adapter."""
+        adapter = self.experiment.policy.adapter
+        folders = [self.folder, *([] if adapter is None else [Path(adapter).expanduser()])]
+        return [file for folder in folders for file in sorted(folder.iterdir()) if file.suffix in (".json", ".safetensors")]
+
+    def _restored(self, checkpoint: RunCheckpoint) -> tuple[Params, Params | None]:
+        abstract, axes = trained(self.policy)
+        placed = shardings(self.engine.mesh, axes, abstract, ROLLOUT_RULES)
+        target = jax.tree.map(lambda leaf, how: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=how), abstract, placed)
+        store = CheckpointStore(checkpoint.folder / CHECKPOINTS, keep=1)
+        weights = store.restore_field(checkpoint.version, "params", target)
+        if not self.policy.lora:
+            return weights, None
+        return weights, self._initial(checkpoint.seed)[1]
+
+    def _initial(self, seed: int) -> tuple[Params, Params | None]:
+        return initial_params(
+            self.experiment.policy, self.policy, self.folder, self.engine.mesh, ROLLOUT_RULES, self.engine.compute_dtype, seed
+        )
+
+
+def find_decoding_policy(experiment: AnyExperiment, checkpoint: RunCheckpoint | None, tasks: Sequence[Task]) -> DecodingPolicy:
+    """The policy of an experiment, with what a run has trained of it, ready to be loaded.
+
+    Args: tasks: that it will be asked. ConfigError where something is missing, or does not fit the others."""
+    folder = had(lambda: resolve_policy_folder(experiment.policy.path))
+    policy = had(lambda: find_policy(experiment.policy, folder))
+    devices = jax.devices()
+    wanted = experiment.placement.rollout_devices or len(devices)
+    if wanted > len(devices):
+        raise ConfigError(f"placement.rollout_devices={wanted}, and there are {len(devices)} devices")
+    mesh = had(lambda: make_rollout_mesh(experiment.placement, devices[:wanted]))
+    engine = had(lambda: DecodeEngine(policy, mesh, experiment.engine, compute_dtype(experiment.policy, mesh)))
+    tokenizer = had(lambda: HFTokenizer.from_folder(folder))
+    if checkpoint is not None and checkpoint.version is None:
+        versions = CheckpointStore(checkpoint.folder / CHECKPOINTS, keep=1).versions()
+        if not versions:
+            raise ConfigError(f"checkpoint={checkpoint.folder}: this run has no checkpoint yet")
+        checkpoint = RunCheckpoint(checkpoint.folder, versions[-1], checkpoint.seed)
+    if problems := [*too_long(engine, experiment.policy.path), *unreadable(experiment, engine, tokenizer, tasks)]:
+        raise ConfigError("\n".join(problems))
+    return DecodingPolicy(experiment, folder, policy, tokenizer, engine, checkpoint)
+
+
+def _laid_out(engine: DecodeEngine, params: Params, placed: Any) -> EngineParams:
+    return jax.jit(engine.layout, out_shardings=placed)(params)
+
+
+def _fingerprint(files: Iterable[Path]) -> str:
+    digest = hashlib.blake2b(digest_size=8)
+    for path in files:
+        size = path.stat().st_size
+        digest.update(f"{path.name} {size} ".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(FINGERPRINT_BYTES))
+            file.seek(max(0, size - FINGERPRINT_BYTES))
+            digest.update(file.read())
+    return digest.hexdigest()

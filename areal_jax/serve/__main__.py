@@ -1,0 +1,95 @@
+"""python -m areal_jax.serve [a.b=c ...]: answer requests in OpenAI's protocol with a policy."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import secrets
+import signal
+import sys
+from collections.abc import Iterable, Sequence
+
+from areal_jax.launch.local import prepare
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.serve.config import ServeConfig
+from areal_jax.settings import ConfigError, assign, build, from_text, kind_name, parse_overrides, settings
+
+USAGE = """\
+usage: python -m areal_jax.serve [a.b=c ...]
+
+Answer requests in OpenAI's protocol (/v1/chat/completions, /v1/completions, /v1/models) until Ctrl-C or SIGTERM.
+
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line. Returns 0 when told to end, 1 where the engine stops, 2 where the input cannot be."""
+    given = sys.argv[1:] if argv is None else argv
+    if {"--help", "-h"} & set(given):
+        print(USAGE + "\n".join(help_lines()))
+        return 0
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    try:
+        config = read_config(given)
+        # jax reads its flags when it is first imported, so that everything that imports it comes after this.
+        prepare(PlacementConfig(simulated_devices=config.simulated_devices))
+        return asyncio.run(serve(config))
+    except ConfigError as error:
+        print(f"areal_jax: {error}", file=sys.stderr)
+        return 2
+
+
+def help_lines() -> Iterable[str]:
+    """Every setting with its kind, default and meaning."""
+    for setting in settings(ServeConfig).values():
+        yield f"  {setting.key}={setting.text()}  ({kind_name(setting.kind)})\n      {setting.doc}"
+
+
+def read_config(overrides: Sequence[str]) -> ServeConfig:
+    """The settings with `a.b=c` overrides. ConfigError names what is unknown, of another kind, or cannot be."""
+    config = build(ServeConfig, assign(parse_overrides(overrides), settings(ServeConfig), from_text))
+    may_be_zero = ("port", "seed", "temperature", "top_k")
+    for setting in settings(config).values():
+        value, name = setting.value, setting.key.rpartition(".")[2]
+        if (
+            isinstance(value, int | float)
+            and not isinstance(value, bool)
+            and (value < 0 or (value == 0 and name not in may_be_zero))
+        ):
+            raise ConfigError(f"{setting.key}={value}: expected a number above 0 ({setting.doc})")
+    if config.port > 65535:
+        raise ConfigError(f"port={config.port}: expected 0 to 65535")
+    if config.api_key == "":
+        raise ConfigError("api_key= is empty: give one, or leave it out to have one made up")
+    return config
+
+
+async def serve(config: ServeConfig) -> int:
+    """Serve until a signal, or until the engine stops."""
+    from areal_jax.serve.app import App, listening
+    from areal_jax.serve.policy import engine_source
+
+    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, stop.set)
+    api_key = config.api_key or secrets.token_urlsafe(24)
+    async with engine_source(config, api_key) as source:
+        app = App(source, config.limits)
+        try:
+            async with listening(app, config.host, config.port, config.limits.shutdown_timeout_s) as port:
+                print(f"{source.model} answers at http://{config.host}:{port}/v1", flush=True)
+                if config.api_key is None:
+                    print(f"bearer token: {api_key}", flush=True)
+                ends = [loop.create_task(event.wait()) for event in (stop, app.stopped)]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                for end in ends:
+                    end.cancel()
+        except OSError as error:
+            raise ConfigError(
+                f"host={config.host} port={config.port}: cannot listen there ({error.strerror or error})"
+            ) from error
+        return 1 if app.stopped.is_set() else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,160 @@
+"""How answers are told: JSON objects of OpenAI's protocol, whole or in parts.
+
+Beside OpenAI's fields, with return_token_ids: `prompt_token_ids` of the answer (a list of lists for several prompts), and
+`token_ids`, `versions` and `token_logprobs` of each choice, one entry for each token, stop tokens too.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+from jaxtyping import Int32
+
+from areal_jax.records import Completion, StopReason
+from areal_jax.serve.bodies import Wishes
+from areal_jax.serve.tool_calls import ToolCall
+
+TokenText = Callable[[int], str]
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """What is told of one choice at once: all of it, or what is new."""
+
+    index: int
+    text: str
+    drawn: Completion
+    """The tokens that are told of."""
+    finish: StopReason | None = None
+    calls: tuple[ToolCall, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The answers to one request."""
+
+    kind: Literal["chat", "text"]
+    number: str
+    """Names the request."""
+    wishes: Wishes
+    prompts: Sequence[Int32[np.ndarray, "P"]]
+    token_text: TokenText
+    created: int
+
+    def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
+        """The answer in one."""
+        choices = [self._choice(part, "message") for part in parts]
+        kind = "chat.completion" if self.kind == "chat" else "text_completion"
+        return self._frame(kind) | self._prompts() | {"choices": choices, "usage": self.usage(parts)}
+
+    def opening(self) -> list[dict[str, Any]]:
+        """What a stream begins with: who speaks."""
+        if self.kind == "text":
+            return [self._chunk([]) | self._prompts()] if self.wishes.tells_tokens else []
+        choices = [_delta(index, {"role": "assistant", "content": ""}) for index in range(self.wishes.num_samples)]
+        return [self._chunk(choices) | self._prompts()]
+
+    def chunk(self, part: Part) -> dict[str, Any]:
+        """A part of a stream."""
+        return self._chunk([self._choice(part, "delta")])
+
+    def closing(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
+        """What a stream ends with, where it is asked for: the count of tokens."""
+        return [self._chunk([]) | {"usage": self.usage(parts)}] if self.wishes.tells_usage else []
+
+    def usage(self, parts: Sequence[Part]) -> dict[str, int]:
+        """Tokens of prompts and answers."""
+        prompt, drawn = sum(map(len, self.prompts)), sum(len(part.drawn.tokens) for part in parts)
+        return {"prompt_tokens": prompt, "completion_tokens": drawn, "total_tokens": prompt + drawn}
+
+    def _frame(self, kind: str) -> dict[str, Any]:
+        prefix = "chatcmpl" if self.kind == "chat" else "cmpl"
+        return {"id": f"{prefix}-{self.number}", "object": kind, "created": self.created, "model": self.wishes.model}
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
+        return self._frame("chat.completion.chunk" if self.kind == "chat" else "text_completion") | {"choices": choices}
+
+    def _prompts(self) -> dict[str, Any]:
+        if not self.wishes.tells_tokens:
+            return {}
+        prompts = [prompt.tolist() for prompt in self.prompts]
+        return {"prompt_token_ids": prompts[0] if len(prompts) == 1 else prompts}
+
+    def _choice(self, part: Part, name: str) -> dict[str, Any]:
+        choice = {"index": part.index, "finish_reason": part.finish, "logprobs": None}
+        if self.kind == "text":
+            choice["text"] = part.text
+        else:
+            choice[name] = self._message(part, is_delta=name == "delta")
+            if part.calls and part.finish == "stop":
+                choice["finish_reason"] = "tool_calls"
+        drawn = part.drawn
+        if self.wishes.tells_logp:
+            choice["logprobs"] = self._chat_logp(drawn) if self.kind == "chat" else self._text_logp(drawn)
+        if self.wishes.tells_tokens:
+            choice["token_ids"], choice["versions"] = drawn.tokens.tolist(), drawn.versions.tolist()
+            choice["token_logprobs"] = drawn.logp.tolist()
+        return choice
+
+    def _message(self, part: Part, *, is_delta: bool) -> dict[str, Any]:
+        message: dict[str, Any] = {} if is_delta else {"role": "assistant", "refusal": None}
+        if not is_delta or part.text:
+            message["content"] = None if part.calls and not part.text.strip() else part.text
+        if part.calls:
+            message["tool_calls"] = [
+                {
+                    **({"index": place} if is_delta else {}),
+                    "id": f"call_{self.number}_{part.index}_{place}",
+                    "type": "function",
+                    "function": {"name": call.name, "arguments": call.arguments},
+                }
+                for place, call in enumerate(part.calls)
+            ]
+        return message
+
+    def _chat_logp(self, drawn: Completion) -> dict[str, Any]:
+        return {
+            "content": [
+                self._token(token, logp) | {"top_logprobs": [self._token(*other) for other in others]}
+                for token, logp, others in _with_alternatives(drawn)
+            ],
+            "refusal": None,
+        }
+
+    def _token(self, token: int, logp: float) -> dict[str, Any]:
+        text = self.token_text(token)
+        # Part of a character has a place in no text; which bytes it stands for, only the tokenizer knows.
+        return {"token": text, "logprob": logp, "bytes": None if "\ufffd" in text else list(text.encode())}
+
+    def _text_logp(self, drawn: Completion) -> dict[str, Any]:
+        told = [(self.token_text(token), logp, others) for token, logp, others in _with_alternatives(drawn)]
+        ends = np.cumsum([0, *(len(text) for text, _, _ in told)]).tolist()
+        return {
+            "tokens": [text for text, _, _ in told],
+            "token_logprobs": [logp for _, logp, _ in told],
+            "top_logprobs": [{self.token_text(token): logp for token, logp in others} for _, _, others in told],
+            "text_offset": ends[:-1],
+        }
+
+
+def _with_alternatives(drawn: Completion) -> list[tuple[int, float, list[tuple[int, float]]]]:
+    """Token, log-prob, and the most likely tokens with theirs, as far as they could be drawn."""
+    if drawn.alternatives is None:
+        others = [[]] * len(drawn.tokens)
+    else:
+        rows = zip(drawn.alternatives.tokens.tolist(), drawn.alternatives.logp.tolist(), strict=True)
+        others = [[each for each in zip(*row, strict=True) if each[1] > -np.inf] for row in rows]
+    return list(zip(drawn.tokens.tolist(), drawn.logp.tolist(), others, strict=True))
+
+
+def _delta(index: int, message: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": message, "finish_reason": None, "logprobs": None}
+
+
+def now() -> int:
+    """Seconds since 1970, which answers are stamped with."""
+    return int(time.time())

@@ -1,0 +1,376 @@
+"""The HTTP side: routes, tokens, limits, and answers that stop when the client leaves.
+
+Nothing here knows an engine: who draws is a `Source`, which a `Door` finds for those who may enter.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import AbstractContextManager, aclosing, asynccontextmanager
+from typing import Any, Protocol, runtime_checkable
+
+import numpy as np
+from aiohttp import web
+from jaxtyping import Int32
+
+from areal_jax.data.tokenizer import HFTokenizer
+from areal_jax.records import Completion, EngineStopped, OnProgress, Progress, Unservable, first_error
+from areal_jax.serve.answers import Form, Part, now
+from areal_jax.serve.bodies import Chat, Refused, Wishes, read_chat, read_json, read_texts
+from areal_jax.serve.config import LimitsConfig
+from areal_jax.serve.counts import Counts
+from areal_jax.serve.speech import Speech
+from areal_jax.serve.tool_calls import BEGIN, ToolCall, parse_tool_calls
+
+logger = logging.getLogger(__name__)
+
+RETRY_AFTER_S = 1
+
+Prompt = Int32[np.ndarray, "P"]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Who answers one client."""
+
+    @property
+    def model(self) -> str:
+        """The name under which the client knows the policy."""
+        ...
+
+    @property
+    def tokenizer(self) -> HFTokenizer: ...
+    def serves(self, model: str) -> bool:
+        """Whether this is a name of the policy."""
+        ...
+
+    def busy(self) -> AbstractContextManager[None]:
+        """Holds while a request of the client is answered."""
+        ...
+
+    def prompt_of(self, chat: Chat) -> Prompt:
+        """The tokens of a conversation. ValueError where the chat template refuses it."""
+        ...
+
+    async def draw(self, prompt: Prompt, wishes: Wishes, on_progress: OnProgress | None) -> list[Completion]:
+        """As many answers as are wished for. Unservable where they can never be drawn."""
+        ...
+
+    def told(self, prompt: Prompt, chat: Chat | None, parts: Sequence[Part]) -> None:
+        """What the client has been answered in the end."""
+        ...
+
+
+@runtime_checkable
+class Door(Protocol):
+    def enter(self, session: str, key: str) -> Source:
+        """Who answers a client with this bearer token, in this session (empty for none). Refused where nobody does."""
+        ...
+
+    def counts(self) -> dict[str, float]:
+        """What the engine has counted so far."""
+        ...
+
+
+class App:
+    """OpenAI's protocol over whoever a door leads to."""
+
+    def __init__(self, door: Door, limits: LimitsConfig) -> None:
+        self._door, self._limits, self._counts, self._num_requests = door, limits, Counts(), 0
+        self.stopped = asyncio.Event()
+        """Set when the engine answers nothing more."""
+        self.http = web.Application(middlewares=[self._door_of_strangers], client_max_size=limits.max_body_bytes)
+        for prefix in ("", "/sessions/{session}"):
+            self.http.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
+            self.http.router.add_post(f"{prefix}/v1/completions", self._texts)
+            self.http.router.add_get(f"{prefix}/v1/models", self._models)
+            self.http.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._models)
+        self.http.router.add_get("/health", self._health)
+        self.http.router.add_get("/metrics", self._metrics)
+
+    # Around every request.
+
+    @web.middleware
+    async def _door_of_strangers(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Whatever a request does ends here: it is counted, and a failure is told as OpenAI's API would."""
+        clock, endpoint, status = asyncio.get_running_loop().time, _endpoint(request), 499
+        began_s = clock()
+        self._counts.running += 1
+        try:
+            if self._counts.running > self._limits.max_requests and request.method == "POST":
+                busy = f"limits.max_requests={self._limits.max_requests} requests are being answered; try again"
+                raise Refused(429, busy, code="rate_limit_exceeded")
+            response = await handler(request)
+            status = response.status
+            return response
+        except Refused as refused:
+            status = refused.status
+            return _error(refused)
+        except ConnectionError:
+            raise  # the client has left
+        except Exception as error:
+            refused = self._refusal(first_error(error))
+            status = refused.status
+            if status == 500:
+                logger.exception("%s %s failed", request.method, endpoint)
+            return _error(refused)
+        finally:
+            # A client that left is not answered, and counted as 499, as web servers do.
+            self._counts.running -= 1
+            self._counts.add("requests", endpoint=endpoint, status=str(status))
+            self._counts.time(clock() - began_s)
+
+    def _refusal(self, error: Exception) -> Refused:
+        """What the client is told of an error."""
+        match error:
+            case Refused():
+                return error
+            case Unservable():
+                return Refused(400, str(error), code="context_length_exceeded" if "max_prompt_tokens" in str(error) else None)
+            case EngineStopped():
+                self.stopped.set()
+                return Refused(503, str(error), code="engine_stopped")
+            case TimeoutError():
+                return Refused(504, str(error), code="timeout")
+            case web.HTTPRequestEntityTooLarge():
+                return Refused(413, f"expected at most limits.max_body_bytes={self._limits.max_body_bytes} bytes")
+            case web.HTTPException():
+                return Refused(error.status, f"{error.reason}: see /v1/models, /v1/chat/completions and /v1/completions")
+            case _:
+                return Refused(500, f"the server failed: {type(error).__name__}")
+
+    def _source(self, request: web.Request) -> Source:
+        kind, _, key = request.headers.get("Authorization", "").partition(" ")
+        return self._door.enter(request.match_info.get("session", ""), key.strip() if kind.lower() == "bearer" else "")
+
+    async def _body(self, request: web.Request) -> dict[str, Any]:
+        try:
+            async with asyncio.timeout(self._limits.body_timeout_s):
+                return read_json(await request.read())
+        except TimeoutError:
+            limit = f"limits.body_timeout_s={self._limits.body_timeout_s:g}"
+            raise Refused(408, f"the request did not arrive within {limit} s") from None
+
+    # What can be asked.
+
+    async def _health(self, request: web.Request) -> web.Response:
+        stopped = self.stopped.is_set()
+        return web.json_response({"status": "engine stopped" if stopped else "ok"}, status=503 if stopped else 200)
+
+    async def _metrics(self, request: web.Request) -> web.Response:
+        self._source(request)
+        return web.Response(text=self._counts.text(self._door.counts()), content_type="text/plain")
+
+    async def _models(self, request: web.Request) -> web.Response:
+        source, wanted = self._source(request), request.match_info.get("model")
+        model = {"id": source.model, "object": "model", "created": 0, "owned_by": "areal_jax"}
+        if wanted is None:
+            return web.json_response({"object": "list", "data": [model]})
+        _require_model(source, wanted)
+        return web.json_response(model)
+
+    async def _chat(self, request: web.Request) -> web.StreamResponse:
+        source = self._source(request)
+        chat = read_chat(await self._body(request))
+        _require_model(source, chat.wishes.model)
+        if chat.tools and not source.tokenizer.knows_tools:
+            raise Refused(400, f"the chat template of {source.model} tells the policy of no tools", param="tools")
+        try:
+            prompt = source.prompt_of(chat)
+        except ValueError as error:
+            raise Refused(400, str(error), param="messages") from error
+        return await self._answer(request, source, [prompt], chat.wishes, chat)
+
+    async def _texts(self, request: web.Request) -> web.StreamResponse:
+        source = self._source(request)
+        asked = read_texts(await self._body(request))
+        _require_model(source, asked.wishes.model)
+        encode = source.tokenizer.encode
+        prompts = [encode(each) if isinstance(each, str) else np.array(each, np.int32) for each in asked.prompts]
+        return await self._answer(request, source, prompts, asked.wishes, None)
+
+    # Answering.
+
+    async def _answer(
+        self, request: web.Request, source: Source, prompts: Sequence[Prompt], wishes: Wishes, chat: Chat | None
+    ) -> web.StreamResponse:
+        total = wishes.num_samples * len(prompts)
+        if total > self._limits.max_samples:
+            raise Refused(
+                400, f"{total} answers asked for, expected at most limits.max_samples={self._limits.max_samples}", param="n"
+            )
+        self._num_requests += 1
+        kind = "text" if chat is None else "chat"
+        form = Form(kind, str(self._num_requests), wishes, prompts, source.tokenizer.token_text, now())
+        answering = Answering(source, prompts, wishes, chat)
+        deadline_s = asyncio.get_running_loop().time() + self._limits.request_timeout_s
+        with source.busy():
+            if wishes.stream:
+                response = await self._stream(request, answering, form, deadline_s)
+            else:
+                async with self._until(deadline_s):
+                    response = web.json_response(form.whole(await answering.whole()))
+        usage = form.usage(answering.told)
+        self._counts.add("prompt_tokens", usage["prompt_tokens"])
+        self._counts.add("completion_tokens", usage["completion_tokens"])
+        return response
+
+    async def _stream(self, request: web.Request, answering: Answering, form: Form, deadline_s: float) -> web.StreamResponse:
+        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+        async with aclosing(answering.parts()) as parts:
+            # Nothing is sent before there is a token, so that what cannot be answered is refused with its status.
+            async with self._until(deadline_s):
+                first = await anext(parts)
+            await response.prepare(request)
+            try:
+                async with self._until(deadline_s):
+                    for chunk in (*form.opening(), form.chunk(first)):
+                        await _send(response, chunk)
+                    async for part in parts:
+                        await _send(response, form.chunk(part))
+                    for chunk in form.closing(answering.told):
+                        await _send(response, chunk)
+            except ConnectionError:
+                raise  # the client has left
+            except Exception as error:
+                # The status is sent; what is left is to tell of the failure in the stream, and to end it.
+                refused = self._refusal(first_error(error))
+                logger.warning("a stream broke off: %s", error, exc_info=refused.status == 500)
+                await _send(response, refused.body())
+        await response.write(b"data: [DONE]\n\n")
+        await response.write_eof()
+        return response
+
+    @asynccontextmanager
+    async def _until(self, deadline_s: float) -> AsyncIterator[None]:
+        try:
+            async with asyncio.timeout_at(deadline_s):
+                yield
+        except TimeoutError as error:
+            limit = f"limits.request_timeout_s={self._limits.request_timeout_s:g}"
+            raise Refused(504, str(error) or f"not answered within {limit} s", code="timeout") from error
+
+
+class Answering:
+    """The answers to one request as they come into being."""
+
+    def __init__(self, source: Source, prompts: Sequence[Prompt], wishes: Wishes, chat: Chat | None) -> None:
+        self._source, self._prompts, self._wishes, self._chat = source, prompts, wishes, chat
+        tokenizer = source.tokenizer
+        silent = frozenset((*tokenizer.stop_token_ids, *wishes.stop_tokens))
+        hold = BEGIN if chat is not None and chat.tools else ""
+        self._speeches = [
+            Speech(lambda tokens: tokenizer.decode(np.array(tokens, np.int32)), wishes.stops, silent, hold)
+            for _ in range(wishes.num_samples * len(prompts))
+        ]
+        # What is new of each choice, put as the engine tells of it and taken by `parts`; None ends it, put when all is drawn.
+        self._news = asyncio.Queue[Part | None]()
+        self.told: Sequence[Part] = ()
+        """The whole answers, once they are."""
+
+    async def whole(self) -> Sequence[Part]:
+        """All answers, each in one part."""
+        self._end(await self._drawn(follows=bool(self._wishes.stops)))
+        return self.told
+
+    async def parts(self) -> AsyncGenerator[Part, None]:
+        """The answers in parts, as they are drawn."""
+        drawing = asyncio.create_task(self._drawn(follows=True))
+        drawing.add_done_callback(lambda _: self._news.put_nowait(None))
+        try:
+            while (part := await self._news.get()) is not None:
+                yield part
+            for part in self._end(await drawing):
+                yield part
+        finally:
+            drawing.cancel()
+
+    async def _drawn(self, *, follows: bool) -> list[Completion]:
+        n = self._wishes.num_samples
+        async with asyncio.TaskGroup() as group:
+            drawing = [
+                group.create_task(self._source.draw(prompt, self._wishes, self._follower(n * place) if follows else None))
+                for place, prompt in enumerate(self._prompts)
+            ]
+        return [completion for each in drawing for completion in each.result()]
+
+    def _follower(self, first: int) -> OnProgress:
+        """Hears the choices from `first` on while they are drawn, and ends those that have said a stop string."""
+
+        def follow(progress: Sequence[Progress]) -> list[int]:
+            for sample, drawn in progress:
+                speech, index = self._speeches[first + sample], first + sample
+                before = speech.num_tokens
+                text = speech.push(drawn.tokens.tolist())
+                if speech.num_tokens > before:
+                    self._news.put_nowait(Part(index, text, drawn.between(0, speech.num_tokens - before)))
+            return [sample for sample, _ in progress if self._speeches[first + sample].is_stopped]
+
+        return follow
+
+    def _end(self, completions: Sequence[Completion]) -> list[Part]:
+        """Tell the source of the whole answers; returns what is left to be told of each choice."""
+        whole, rest = list[Part](), list[Part]()
+        for index, (speech, completion) in enumerate(zip(self._speeches, completions, strict=True)):
+            before = speech.num_tokens
+            text = speech.finish(completion.tokens.tolist())
+            beside, calls = parse_tool_calls(speech.held) if speech.held else ("", ())
+            said = speech.text + beside
+            kept = completion.between(0, speech.num_tokens)
+            finish = "stop" if speech.is_stopped else completion.stop_reason
+            whole.append(Part(index, said, kept, finish, calls))
+            rest.append(Part(index, text + beside, kept.between(before, speech.num_tokens), finish, calls))
+        n = self._wishes.num_samples
+        for place, prompt in enumerate(self._prompts):
+            self._source.told(prompt, self._chat, whole[n * place : n * (place + 1)])
+        self.told = whole
+        return rest
+
+
+def message_of(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
+    """What the assistant said, as a turn of a conversation."""
+    turn: dict[str, Any] = {"role": "assistant", "content": text}
+    if calls:
+        functions = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in calls]
+        turn["tool_calls"] = [{"type": "function", "function": function} for function in functions]
+    return turn
+
+
+@asynccontextmanager
+async def listening(app: App, host: str, port: int, shutdown_timeout_s: float) -> AsyncIterator[int]:
+    """Answer at an address while the body runs; yields the port. At the end answers under way have a while to be finished."""
+    # A handler is cancelled when its client leaves, and with it what it waits for: that is what frees slots.
+    runner = web.AppRunner(app.http, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, host, port).start()
+        yield runner.addresses[0][1]
+    finally:
+        await runner.cleanup()
+
+
+async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
+    await response.write(b"data: " + json.dumps(event, ensure_ascii=False, allow_nan=False).encode() + b"\n\n")
+
+
+def _error(refused: Refused) -> web.Response:
+    headers = {"Retry-After": str(RETRY_AFTER_S)} if refused.status == 429 else {}
+    if refused.status == 401:
+        headers["WWW-Authenticate"] = "Bearer"
+    return web.json_response(refused.body(), status=refused.status, headers=headers)
+
+
+def _require_model(source: Source, wanted: str) -> None:
+    if not source.serves(wanted):
+        message = f"The model {wanted[:200]!r} does not exist; there is {source.model!r}"
+        raise Refused(404, message, code="model_not_found", param="model")
+
+
+def _endpoint(request: web.Request) -> str:
+    """The route, less what differs from client to client."""
+    resource = request.match_info.route.resource
+    return "unknown" if resource is None else resource.canonical.replace("{", "").replace("}", "")

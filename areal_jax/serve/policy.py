@@ -1,0 +1,86 @@
+"""A policy with an engine at work, from the server's settings."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from areal_jax.data.policy_files import resolve_policy_folder
+from areal_jax.data.tokenizer import HFTokenizer
+from areal_jax.engine.decode import DecodeEngine, Drawing, EngineParams
+from areal_jax.engine.driver import Driver
+from areal_jax.models import hf
+from areal_jax.models.decoder import Policy
+from areal_jax.models.hf import read_config
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.parallel.mesh import make_meshes
+from areal_jax.parallel.sharding import ROLLOUT_RULES, shardings
+from areal_jax.records import Sampling, Weights
+from areal_jax.serve.config import ServeConfig
+from areal_jax.serve.engine_source import EngineSource
+from areal_jax.settings import ConfigError
+from areal_jax.weights.pinned import Pinned
+
+
+class Loaded(NamedTuple):
+    engine: DecodeEngine
+    params: EngineParams
+    tokenizer: HFTokenizer
+
+
+@asynccontextmanager
+async def engine_source(config: ServeConfig, api_key: str) -> AsyncIterator[EngineSource]:
+    """The policy of the settings, warm. ConfigError where it cannot be had, or does not fit."""
+    try:
+        engine, params, tokenizer = await asyncio.to_thread(load, config)
+    except (ValueError, OSError) as error:
+        raise ConfigError(str(error)) from error
+    # Clients ask for top_p often; what else takes a program of its own is compiled when it is first asked for.
+    await asyncio.to_thread(engine.warm_up, Drawing.FILTERED)
+    driver, totals = Driver(engine, Pinned(Weights(0, params))), Counter[str]()
+
+    def measure() -> Counter[str]:
+        # What the driver tells is since the last time.
+        told = driver.metrics()
+        totals.update({name: int(told[name][0]) for name in ("tokens", "dispatches", "requests", "prefill_tokens")})
+        return totals
+
+    try:
+        driver.start()
+        settings, name = config.engine, config.served_name or config.model
+        sampling = Sampling(
+            settings.max_new_tokens, settings.temperature, settings.top_k, settings.top_p, tokenizer.stop_token_ids
+        )
+        yield EngineSource(driver, name, tokenizer, sampling, config.seed, api_key, measure)
+    finally:
+        driver.close()
+
+
+def load(config: ServeConfig) -> Loaded:
+    """Weights on the devices, an engine for them, and the tokenizer. ValueError or OSError where there are none."""
+    folder = resolve_policy_folder(config.model, "model")
+    policy, tokenizer = Policy(read_config(folder)), HFTokenizer.from_folder(folder)
+    settings, model = config.engine, policy.config
+    if model.is_scalar:
+        raise ValueError(f"model={config.model} is read out as {model.readout}; expected a language model, which answers")
+    if (longest := settings.max_prompt_tokens + settings.max_new_tokens) > model.max_position_embeddings:
+        raise ValueError(
+            f"engine.max_prompt_tokens + engine.max_new_tokens = {longest} is longer than the "
+            f"{model.max_position_embeddings} positions that model={config.model} was made for; lower either"
+        )
+    devices = jax.devices()
+    count = config.devices or len(devices)
+    # All decode. The mesh for training lies on the first of them, where nothing will use it.
+    placement = PlacementConfig(train_devices=1, rollout_devices=count, rollout_tensor=config.tensor)
+    mesh = make_meshes(placement, [devices[0], *devices]).rollout
+    auto = "float32" if devices[0].platform == "cpu" else "bfloat16"
+    dtype = jnp.dtype(config.compute_dtype.replace("auto", auto))
+    engine = DecodeEngine(policy, mesh, settings, dtype)
+    weights = hf.load(folder, policy, shardings(mesh, policy.axes(), policy.abstract(dtype), ROLLOUT_RULES), dtype=dtype)
+    return Loaded(engine, jax.jit(engine.layout, out_shardings=engine.param_shardings)(weights), tokenizer)

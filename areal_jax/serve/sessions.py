@@ -1,0 +1,160 @@
+"""Sessions of agents: the same protocol over a workflow's `generate`, with all that was drawn kept token for token.
+
+An agent sends the whole conversation with every call, as text. What the policy said in it earlier is found again by that text,
+and goes into the next prompt as the tokens that were drawn, whatever the tokenizer or the chat template would make of the text.
+
+What is trained is drawn as the run draws everything: an agent's own temperature, top_p, penalties and seed change nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import logging
+import secrets
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Int32
+
+from areal_jax.data.tokenizer import HFTokenizer
+from areal_jax.records import Completion, Generate, OnProgress
+from areal_jax.serve.answers import Part
+from areal_jax.serve.app import App, listening, message_of
+from areal_jax.serve.bodies import Chat, Refused, Wishes
+from areal_jax.serve.config import LimitsConfig
+
+logger = logging.getLogger(__name__)
+
+MODEL = "policy"
+"""What agents call the policy that is trained."""
+
+HOST = "127.0.0.1"
+
+# Asked for, it could not be had: what is trained is drawn as the run draws everything.
+_REFUSED = {"num_alternatives": "top_logprobs", "min_new_tokens": "min_tokens"}
+
+
+class Said(NamedTuple):
+    """A call that was answered: the conversation up to the answer, and the tokens of both."""
+
+    turns: tuple[Any, ...]
+    prompt: Int32[np.ndarray, "P"]
+    completion: Completion
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One agent's calls of the policy: the `Source` of its requests, and their record."""
+
+    base_url: str
+    api_key: str
+    tokenizer: HFTokenizer
+    _generate: Generate
+    _max_new_tokens: int
+    _said: list[Said] = field(default_factory=list)
+    _calls: list[tuple[Int32[np.ndarray, "P"], Completion]] = field(default_factory=list)
+    # Requests being answered, which `close` cancels.
+    _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
+
+    @property
+    def model(self) -> str:
+        return MODEL
+
+    def calls(self) -> tuple[tuple[Int32[np.ndarray, "P"], Completion], ...]:
+        """Prompt and answer of every call that was answered, in the order of their ends; exactly the tokens drawn."""
+        return tuple(self._calls)
+
+    def serves(self, model: str) -> bool:
+        return True  # agents were written for others
+
+    @contextmanager
+    def busy(self) -> Iterator[None]:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)
+        try:
+            yield
+        finally:
+            self._tasks.discard(task)
+
+    def prompt_of(self, chat: Chat) -> Int32[np.ndarray, "P"]:
+        turns = tuple(_normal(turn) for turn in chat.turns)
+        before = [said for said in self._said if turns[: len(said.turns)] == said.turns and len(said.turns) < len(turns)]
+        if not before:
+            return self.tokenizer.render(chat.turns, chat.tools)
+        said = max(before, key=lambda said: len(said.turns))
+        drawn, stops = said.completion.tokens, self.tokenizer.stop_token_ids
+        # A turn that was cut, or ended by a stop string, lacks the token that ends it.
+        end = stops[:1] if len(drawn) == 0 or drawn[-1] not in stops else ()
+        rest = self.tokenizer.render_next(chat.turns[len(said.turns) :])
+        return np.concatenate([said.prompt, drawn, np.array(end, np.int32), rest])
+
+    async def draw(self, prompt: Int32[np.ndarray, "P"], wishes: Wishes, on_progress: OnProgress | None) -> list[Completion]:
+        refused = [name for field, name in _REFUSED.items() if wishes.sampling.get(field)]
+        refused += ["stop_token_ids"] * bool(wishes.stop_tokens)
+        if refused:
+            raise Refused(400, f"{refused[0]} is not supported in training", param=refused[0])
+        budget = min(wishes.max_new_tokens or self._max_new_tokens, self._max_new_tokens)
+        return await self._generate(prompt, wishes.num_samples, max_new_tokens=budget, on_progress=on_progress)
+
+    def told(self, prompt: Int32[np.ndarray, "P"], chat: Chat | None, parts: Sequence[Part]) -> None:
+        for part in parts:
+            self._calls.append((prompt, part.drawn))
+            if chat is not None:
+                turns = (*chat.turns, message_of(part.text, part.calls))
+                self._said.append(Said(tuple(_normal(turn) for turn in turns), prompt, part.drawn))
+
+    def close(self) -> None:
+        """Break off what is being answered."""
+        for task in self._tasks:
+            task.cancel()
+
+
+def _normal(turn: Mapping[str, Any]) -> tuple[Any, ...]:
+    """A turn as it is compared: clients trim what was said, and write null for an empty text."""
+    calls = [call["function"] for call in turn.get("tool_calls", ())]
+    return turn["role"], turn["content"].strip(), [(call["name"], call["arguments"]) for call in calls]
+
+
+class AgentServer:
+    """The sessions of a run: one for every agent at work, each under a URL and a token of its own."""
+
+    def __init__(self, tokenizer: HFTokenizer, max_new_tokens: int) -> None:
+        self._tokenizer, self._max_new_tokens = tokenizer, max_new_tokens
+        self._sessions = dict[str, Session]()
+        self._port = 0
+
+    @asynccontextmanager
+    async def listening(self) -> AsyncIterator[AgentServer]:
+        """Answer agents while the body runs, on this machine only."""
+        limits = LimitsConfig(max_requests=1 << 16)
+        async with listening(App(self, limits), HOST, 0, limits.shutdown_timeout_s) as self._port:
+            yield self
+
+    @asynccontextmanager
+    async def open(self, generate: Generate) -> AsyncIterator[Session]:
+        """A session whose calls are drawn by `generate`; at the end it answers nothing more."""
+        name = secrets.token_hex(8)
+        base_url = f"http://{HOST}:{self._port}/sessions/{name}/v1"
+        session = Session(base_url, secrets.token_urlsafe(32), self._tokenizer, generate, self._max_new_tokens)
+        self._sessions[name] = session
+        try:
+            yield session
+        finally:
+            del self._sessions[name]
+            session.close()
+
+    def enter(self, session: str, key: str) -> Session:
+        found = self._sessions.get(session)
+        if found is None:
+            raise Refused(404, "there is no such session, or it has ended")
+        if not hmac.compare_digest(key.encode(), found.api_key.encode()):
+            raise Refused(401, "Incorrect API key provided: expected the session's", code="invalid_api_key")
+        return found
+
+    def counts(self) -> dict[str, float]:
+        return {"sessions": len(self._sessions)}

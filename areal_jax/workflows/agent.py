@@ -1,0 +1,217 @@
+"""Agents: programs of the user's that call the policy as OpenAI's API is called, and the samples that come of their calls.
+
+Where they run is a host's business: async functions in the event loop of a thread of their own, other functions in a thread
+each, commands as processes. None of them can hold up the thread that counts.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import json
+import os
+import shlex
+import threading
+from collections.abc import Callable, Coroutine
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import numpy as np
+import psutil
+from jaxtyping import Int32
+
+from areal_jax.records import (
+    Completion,
+    EngineStopped,
+    Generate,
+    Judge,
+    Sample,
+    Session,
+    Sessions,
+    Task,
+    Tokenizer,
+    Verdict,
+)
+from areal_jax.rewards.config import RewardConfig
+from areal_jax.rewards.functions import load_function
+from areal_jax.rewards.processes import kill_tree
+from areal_jax.workflows.config import Agent
+from areal_jax.workflows.conversation import Call, Export, samples_of
+from areal_jax.workflows.single_turn import judged
+
+CLOSE_TIMEOUT_S = 10.0
+
+
+class AgentFailed(RuntimeError):
+    """An agent that ended otherwise than by returning: its group is not trained on."""
+
+
+@dataclass(frozen=True, slots=True)
+class Agents:
+    """Let `num_samples` agents work on a task, each in a session of its own; what the policy said in them becomes samples.
+
+    A reward belongs to all of an agent's calls. One that returns none has its last answer judged."""
+
+    tokenizer: Tokenizer
+    num_samples: int
+    rewards: RewardConfig
+    host: AgentHost
+    export: Export = "concatenated"
+
+    async def __call__(self, task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+        # An agent that fails cancels the others.
+        async with asyncio.TaskGroup() as working:
+            agents = [working.create_task(self._episode(task, generate, judge)) for _ in range(self.num_samples)]
+        return tuple(sample for agent in agents for sample in agent.result())
+
+    async def _episode(self, task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+        found, drawn = await self.host.run(task, generate)
+        calls = [Call(prompt, completion) for prompt, completion in drawn]
+        if not calls:
+            raise AgentFailed(f"the agent on task {task.id} has ended without a call of the policy")
+        if found is None:
+            verdict = await judged(task, judge, self.tokenizer.decode(calls[-1].completion.tokens))
+        else:
+            verdict = Verdict("correct" if found == 1 else "wrong", score=float(found))
+        reward = verdict.worth(self.rewards.correct, self.rewards.wrong, self.rewards.no_answer)
+        return samples_of(calls, [reward] * len(calls), verdict.kind, export=self.export)
+
+
+Drawn = tuple[tuple[Int32[np.ndarray, "P"], Completion], ...]
+
+
+class AgentHost:
+    """Runs agents, at most `max_running` at the same time."""
+
+    def __init__(self, config: Agent, sessions: Sessions) -> None:
+        """Whatever is wrong with the function's file is raised. ValueError unless there is one of function and command."""
+        if (config.function is None) == (config.command is None):
+            raise ValueError(f"workflow.function={config.function} and workflow.command={config.command}: expected one of them")
+        self._config, self._sessions = config, sessions
+        self._function = None if config.function is None else load_function(config.function)
+        # A place for each agent at work, given in order of asking; each has a deadline once it has one.
+        self._places = asyncio.Semaphore(config.max_running)
+        # The loop of async functions: started with the first of them, ended by `close`. A daemon, for a function that blocks
+        # it cannot be ended.
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._thread: threading.Thread | None = None
+
+    async def run(self, task: Task, generate: Generate) -> tuple[float | None, Drawn]:
+        """Let an agent work on a task; what it says it is worth, and the calls that it made.
+
+        TimeoutError after workflow.timeout_s. AgentFailed, with the agent's own error as cause, where it fails; EngineStopped
+        where that is why."""
+        stopped = list[EngineStopped]()
+
+        async def watched(prompt_tokens: Int32[np.ndarray, "P"], num_samples: int, **how: Any) -> list[Completion]:
+            try:
+                return await generate(prompt_tokens, num_samples, **how)
+            except EngineStopped as error:
+                stopped.append(error)
+                raise
+
+        timeout_s = self._config.timeout_s
+        deadline = asyncio.timeout(timeout_s)
+        async with self._places, self._sessions.open(watched) as session:
+            try:
+                async with deadline:
+                    found = await self._found(task, session)
+            except TimeoutError as error:
+                if deadline.expired():
+                    raise TimeoutError(f"the agent on task {task.id} has not ended within {timeout_s:g} s") from error
+                raise AgentFailed(f"the agent on task {task.id} failed: TimeoutError: {error}") from error
+            except Exception as error:
+                if stopped:
+                    raise stopped[0] from error
+                raise AgentFailed(f"the agent on task {task.id} failed: {type(error).__name__}: {error}") from error
+            if found is not None and not (isinstance(found, bool | int | float) and 0 <= found <= 1):
+                raise AgentFailed(f"the agent on task {task.id} returned {found!r}; expected a bool, 0 to 1, or None")
+            return found, session.calls()
+
+    async def _found(self, task: Task, session: Session) -> Any:
+        given = task, session.base_url, session.api_key
+        if self._function is None:
+            return await self._command(*given)
+        if inspect.iscoroutinefunction(self._function):
+            return await self._in_loop(self._function(*given))
+        return await _in_thread(lambda: self._function(*given))  # type: ignore[reportOptionalCall]
+
+    async def _in_loop(self, agent: Coroutine[Any, Any, Any]) -> Any:
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            self._thread = threading.Thread(target=self._loop.run_forever, name="agents", daemon=True)
+            self._thread.start()
+        # Cancelling the wrapped future cancels the agent.
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(agent, self._loop))
+
+    async def _command(self, task: Task, base_url: str, api_key: str) -> Any:
+        assert self._config.command is not None
+        process = await asyncio.create_subprocess_exec(
+            *shlex.split(self._config.command),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key},
+            start_new_session=True,
+        )
+        try:
+            output, _ = await process.communicate(json.dumps(asdict(task)).encode())
+        finally:
+            if process.returncode is None:
+                kill_tree(psutil.Process(process.pid))
+                await asyncio.wait_for(process.wait(), CLOSE_TIMEOUT_S)
+        if process.returncode:
+            raise RuntimeError(f"workflow.command ended with exit status {process.returncode}")
+        lines = output.decode(errors="replace").split("\n")
+        last = next((line.strip() for line in reversed(lines) if line.strip()), "null")
+        try:
+            return json.loads(last)
+        except ValueError:
+            raise ValueError(
+                f"expected the last line of output to be a number from 0 to 1, or null, came {last[:100]!r}"
+            ) from None
+
+    def close(self) -> None:
+        """End the loop of async functions; agents in it are cancelled."""
+        if self._loop is None or self._thread is None:
+            return
+        ending = asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop)
+        ending.result(CLOSE_TIMEOUT_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(CLOSE_TIMEOUT_S)
+        if not self._thread.is_alive():
+            self._loop.close()
+
+
+async def _cancel_others() -> None:
+    loop = asyncio.get_running_loop()
+    others = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in others:
+        task.cancel()
+    await asyncio.gather(*others, return_exceptions=True)
+    await loop.shutdown_asyncgens()
+
+
+async def _in_thread(function: Callable[[], Any]) -> Any:
+    """Call a function in a thread of its own. Cancelled, it is left behind: its session answers nothing more.
+
+    Not in the loop's own pool, whose few threads train."""
+    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
+
+    def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
+        if not done.done():
+            set_outcome(outcome)
+
+    def work() -> None:
+        try:
+            settled = done.set_result, function()
+        except Exception as error:  # whoever awaits it gets it
+            settled = done.set_exception, error
+        try:
+            loop.call_soon_threadsafe(settle, *settled)
+        except RuntimeError:
+            # A loop that has ended has nobody left to tell.
+            if not loop.is_closed():
+                raise
+
+    threading.Thread(target=work, name="agent", daemon=True).start()
+    return await done

@@ -1,0 +1,55 @@
+"""An agent written against OpenAI's client, trained through it: what the policy says in its calls is what is trained on.
+
+    pip install openai
+    python -m areal_jax.train --exp=openai_agent
+
+Hardware: any, as --exp=aime, whose problems it takes. The agent asks the policy, reads the number in the box, asks once more
+where it finds none, and tells what its answer is worth. Nothing in it knows of training but for where it sends its calls.
+
+To train an agent of your own, copy this file anywhere, change `agent`, and give its path as --exp. A program in any language is
+run with workflow.command instead of workflow.function; it finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment.
+"""
+
+from functools import cache
+from typing import Any
+
+import chz
+
+from areal_jax.config import load_experiment
+from areal_jax.workflows.config import Agent
+
+
+@cache
+def client():
+    """One for all agents, so that they share its connections."""
+    from openai import AsyncOpenAI
+
+    return AsyncOpenAI(base_url="http://127.0.0.1", api_key="of a session", max_retries=0)
+
+
+async def agent(task, base_url, api_key):
+    """Whether the number in the box is the answer."""
+    policy = client().with_options(base_url=base_url, api_key=api_key)
+    messages: list[Any] = [{"role": message.role, "content": message.content} for message in task.prompt]
+    for _ in range(2):
+        reply = await policy.chat.completions.create(model="policy", messages=messages)
+        said = reply.choices[0].message.content or ""
+        _, box, rest = said.rpartition("\\boxed{")
+        answer = rest.partition("}")[0]
+        if box and answer.isdecimal():
+            return int(answer) == int(task.answer)
+        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Put the answer into a box."}]
+    return False
+
+
+aime = load_experiment("aime")
+experiment = chz.replace(
+    aime,
+    name="openai_agent",
+    description="an agent written against OpenAI's client",
+    num_steps=60,
+    workflow=Agent(function=f"{__file__}:agent"),
+    # The second question comes after the first one and its answer.
+    engine=chz.replace(aime.engine, max_prompt_tokens=192),
+    evaluation=chz.replace(aime.evaluation, every_steps=20, num_tasks=256),
+)

@@ -1,0 +1,161 @@
+"""Laws of several engines that answer as one."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from functools import lru_cache
+from typing import Any
+
+import chz
+import jax
+import numpy as np
+import pytest
+from tiny_decode import CONFIG, POLICY, Shelf, engine, request
+
+from areal_jax.engine.decode import DecodeEngine
+from areal_jax.engine.driver import TOTALS, Driver
+from areal_jax.engine.fleet import BLOCK_TOKENS, Fleet, digests
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.parallel.mesh import engine_meshes, make_meshes
+from areal_jax.records import Completion
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+LONG = chz.replace(CONFIG, num_slots=4, max_prompt_tokens=3 * BLOCK_TOKENS)
+
+
+@lru_cache
+def two_engines() -> tuple[DecodeEngine, ...]:
+    rollout = make_meshes(PlacementConfig(rollout_devices=2), jax.devices()[:3]).rollout
+    meshes = engine_meshes(rollout, 2)
+    assert [list(mesh.devices.flat) for mesh in meshes] == [[device] for device in rollout.devices.flat]
+    return tuple(DecodeEngine(POLICY, mesh, LONG, np.float32) for mesh in meshes)
+
+
+@asynccontextmanager
+async def fleet() -> AsyncIterator[tuple[Fleet, list[Driver]]]:
+    drivers = [Driver(each, Shelf(each, (0, 0, 0))) for each in two_engines()]
+    together = Fleet(drivers)
+    together.start()
+    try:
+        yield together, drivers
+    finally:
+        together.close()
+
+
+def run(main: Callable[[Fleet, list[Driver]], Any]) -> Any:
+    async def go() -> Any:
+        async with fleet() as (together, drivers):
+            return await main(together, drivers)
+
+    return asyncio.run(go())
+
+
+def assert_same(ours: Sequence[Completion], theirs: Sequence[Completion]) -> None:
+    for mine, other in zip(ours, theirs, strict=True):
+        np.testing.assert_array_equal(mine.tokens, other.tokens)
+        np.testing.assert_allclose(mine.logp, other.logp, atol=1e-5)
+        assert mine.stop_reason == other.stop_reason
+
+
+def test_two_engines_draw_what_one_draws_and_share_the_work() -> None:
+    requests = [request(f"r{i}", (3 + i, 7, 1), num_samples=2, seed=i) for i in range(8)]
+
+    async def main(together: Fleet, drivers: list[Driver]) -> tuple[list[list[Completion]], list[Any]]:
+        answers = await asyncio.gather(*map(together.submit, requests))
+        return answers, [driver.metrics() for driver in drivers]
+
+    answers, each = run(main)
+
+    async def alone() -> list[list[Completion]]:
+        one = engine()
+        driver = Driver(one, Shelf(one, (0, 0, 0)))
+        driver.start()
+        found = await asyncio.gather(*map(driver.submit, requests))
+        driver.close()
+        return found
+
+    for ours, theirs in zip(answers, asyncio.run(alone()), strict=True):
+        assert_same(ours, theirs)
+    # 8 requests of 2 samples of 20 tokens: half of them each.
+    assert [measures["tokens"] for measures in each] == [(160.0, 1.0)] * 2
+
+
+def test_measures_of_all_are_sums_of_counts_and_means_of_means() -> None:
+    async def main(together: Fleet, drivers: list[Driver]) -> dict[str, Any]:
+        await asyncio.gather(*(together.submit(request(f"r{i}", (3, 7 + i), num_samples=2, seed=i)) for i in range(4)))
+        return together.metrics()
+
+    found = run(main)
+    assert found["tokens"] == (160.0, 1.0) and found["requests"][0] == 4.0
+    tokens, seconds = found["tokens_per_s"]
+    assert tokens == 160.0 and 0.0 < seconds < 60.0
+    assert found["occupancy"][0] == 160.0 and set(TOTALS) <= found.keys()
+
+
+def test_a_conversation_goes_on_where_it_began_unless_that_engine_is_busy() -> None:
+    rng = np.random.default_rng(0)
+    beginnings = [rng.integers(0, 64, 2 * BLOCK_TOKENS) for _ in range(4)]
+
+    async def main(together: Fleet, drivers: list[Driver]) -> tuple[list[int], list[int], int]:
+        first, again = [], []
+        for i, beginning in enumerate(beginnings):
+            future = together.submit(request(f"a{i}", beginning.tolist(), seed=i))
+            first.append(together._home[f"a{i}"])
+            if i % 2:
+                await future
+        await asyncio.sleep(0)
+        while any(together._load):
+            await asyncio.sleep(0.01)
+        for i in (3, 1, 2, 0):
+            # What was said and 30 tokens more.
+            future = together.submit(request(f"b{i}", [*beginnings[i].tolist(), *rng.integers(0, 64, 30).tolist()], seed=i))
+            again.append(together._home[f"b{i}"])
+            await future
+        # Eight samples of its 4 slots: above a quarter of them, the other one is nearer.
+        held = together.submit(request("held", beginnings[0].tolist(), num_samples=8, seed=9))
+        other = together.submit(request("other", beginnings[0].tolist(), seed=9))
+        homes = together._home["held"], together._home["other"]
+        await asyncio.gather(held, other)
+        assert not together._home and together._load == [0, 0]
+        return first, again, len(set(homes))
+
+    first, again, num_homes = run(main)
+    assert set(first) == {0, 1}
+    assert again == [first[3], first[1], first[2], first[0]]
+    assert num_homes == 2
+
+
+def test_what_is_under_way_anywhere_is_in_the_snapshot_and_can_be_taken_out() -> None:
+    async def main(together: Fleet, drivers: list[Driver]) -> None:
+        futures = {f"r{i}": together.submit(request(f"r{i}", (5, i + 1), num_samples=4, seed=i)) for i in range(4)}
+        homes = dict(together._home)
+        found = await together.snapshot()
+        assert found.keys() == futures.keys() and set(homes.values()) == {0, 1}
+        taken = await together.suspend("r3")
+        assert_same(taken, await futures["r3"])
+        together.cancel("r2")
+        await asyncio.wait(futures.values())
+        assert futures["r2"].cancelled() and not futures["r0"].cancelled()
+        resumed = await together.submit(request("r3", (5, 4), num_samples=4, seed=3, resume=taken))
+        assert [len(completion.tokens) for completion in resumed] == [20] * 4
+
+    run(main)
+
+
+def test_beginnings_are_told_apart_by_all_their_blocks() -> None:
+    tokens = np.arange(3 * BLOCK_TOKENS, dtype=np.int32)
+    other = tokens.copy()
+    other[0] = 7
+    assert len(digests(tokens)) == 3 and digests(tokens)[:2] == digests(tokens[: 2 * BLOCK_TOKENS + 5])
+    assert not set(digests(tokens)) & set(digests(other))
+    assert digests(tokens[: BLOCK_TOKENS - 1]) == []
+
+
+def test_engines_must_divide_the_rollout_mesh() -> None:
+    rollout = make_meshes(PlacementConfig(rollout_devices=4, rollout_tensor=2), jax.devices()).rollout
+    assert [mesh.shape for mesh in engine_meshes(rollout, 2)] == [{"data": 1, "tensor": 2}] * 2
+    with pytest.raises(ValueError, match=r"2 shards of slots, which placement\.engines=4 does not divide"):
+        engine_meshes(rollout, 4)

@@ -1,0 +1,156 @@
+"""What is kept of an evaluation: answers as soon as they are judged, whenever it is killed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from contextlib import closing
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from areal_jax.evaluation.answers import Answer, AnswerFolder, answer_of, vote_of
+from areal_jax.evaluation.results import results_of
+from areal_jax.records import NO_VERSION, Message, Sample, Task
+
+SETTINGS = {"seed": 1, "evaluation.samples_per_task": 4, "policy.lora.targets": ("q_proj", "v_proj")}
+
+
+def task(place: int) -> Task:
+    return Task(f"rows.jsonl:{place}", (Message("user", "?"),), "7", family="odd" if place % 2 else "even")
+
+
+def answers(place: int) -> list[Answer]:
+    """Four answers, with words that a file of lines must bear."""
+    kinds = [("correct", "7"), ("wrong", "8"), ("wrong", "8"), ("no_answer", None)]
+    return [
+        Answer(*(kind, "stop" if number else "length", place + number, vote, f"é\n{{}}\ud83d {number}"))  # type: ignore[arg-type]
+        for number, (kind, vote) in enumerate(kinds[: 4 - place % 2])
+    ]
+
+
+class Words:
+    """A tokenizer whose tokens are letters."""
+
+    stop_token_ids = (0,)
+    vocab_size = 128
+
+    def render(self, messages: Sequence[Message]) -> np.ndarray:
+        return self.encode(messages[-1].content)
+
+    def render_answer(self, prompt: Sequence[Message], answer: str) -> np.ndarray:
+        return self.encode(answer)
+
+    def render_next(self, messages: Sequence[Message]) -> np.ndarray:
+        return self.encode(messages[-1].content)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.array([ord(letter) for letter in text], np.int32)
+
+    def decode(self, tokens: np.ndarray) -> str:
+        return "".join(chr(token) for token in tokens)
+
+
+def add_missing(path: Path) -> dict[int, tuple[Answer, ...]]:
+    """Answer what a folder lacks of three tasks, the last first; what it then holds."""
+    with closing(AnswerFolder(path, SETTINGS, 3)) as folder:
+        for place in sorted({0, 1, 2} - folder.found.keys(), reverse=True):
+            folder.add(place, task(place), answers(place))
+        return folder.found
+
+
+def test_killed_at_any_byte_it_goes_on_with_what_was_whole(tmp_path: Path) -> None:
+    whole = add_missing(tmp_path / "whole")
+    data = (tmp_path / "whole" / "samples.jsonl").read_bytes()
+    ends = [i + 1 for i, byte in enumerate(data) if byte == ord("\n")]
+    near_ends = {end + by for end in (0, *ends) for by in (-2, -1, 0, 1)}
+    cut = tmp_path / "cut"
+    add_missing(cut)
+    for num_bytes in sorted({*range(0, len(data), 97), *near_ends} & set(range(len(data) + 1))):
+        (cut / "samples.jsonl").write_bytes(data[:num_bytes])
+        with closing(AnswerFolder(cut, SETTINGS, 3)) as folder:
+            assert sorted(folder.found) == sorted([2, 1, 0][: sum(end <= num_bytes for end in ends)])
+        assert add_missing(cut) == add_missing(cut) == whole
+    tasks = [task(place) for place in range(3)]
+    assert results_of(tasks, add_missing(cut), {}, 1) == results_of(tasks, dict(sorted(whole.items())), {}, 1)
+
+
+def test_other_settings_are_refused_by_name_and_nothing_is_lost(tmp_path: Path) -> None:
+    AnswerFolder(tmp_path, SETTINGS, 0).close()
+    before = (tmp_path / "settings.json").read_text()
+    other = {**SETTINGS, "evaluation.samples_per_task": 8, "policy.path": "DIR"}
+    with pytest.raises(ValueError, match=r"samples_per_task is 4 there and 8 here; policy.path is None there and 'DIR' here"):
+        AnswerFolder(tmp_path, other, 0)
+    assert (tmp_path / "settings.json").read_text() == before
+    (tmp_path / "settings.json").unlink()
+    with pytest.raises(ValueError, match=r"samples.jsonl without settings.json"):
+        AnswerFolder(tmp_path, SETTINGS, 0)
+
+
+def test_the_vote_is_for_what_is_said_last_and_spellings_of_it_are_one() -> None:
+    def said(*pieces: tuple[str, bool]) -> Answer:
+        """Pieces of text, drawn by the policy or not."""
+        tokens = Words().encode("".join(text for text, _ in pieces))
+        mask = np.array([drawn for text, drawn in pieces for _ in text], np.bool_)
+        versions = np.where(mask, 0, NO_VERSION).astype(np.int32)
+        sample = Sample(tokens, mask, np.zeros(len(tokens), np.float32), versions, 0.0, "wrong", "stop")
+        return answer_of(sample, Words(), accept_plain=False)
+
+    turns = said(("Q?", False), ("\\boxed{1}", True), (" no \\boxed{9} ", False), ("\\boxed{042}", True))
+    assert (turns.vote, turns.num_tokens) == ("42", 9 + 11)
+    assert turns.text == "\\boxed{1} no \\boxed{9} \\boxed{042}"
+    assert said(("Q?", False)).text == ""
+    assert vote_of("no answer", accept_plain=False) is None
+    assert {vote_of(f"\\boxed{{{text}}}", False) for text in ("1,234", "$1234$", "1234.0", "01234")} == {"1234"}
+    assert vote_of("\\boxed{\\frac{1}{2} }", False) == vote_of("\\boxed{\\frac{1}{2}.}", False)
+    assert vote_of("\\boxed{\\text{Monday}}", False) == vote_of("\\boxed{monday}", False) == "monday"
+    assert vote_of("\\boxed{(1,2)}", False) != vote_of("\\boxed{(2,1)}", False)
+
+
+def test_the_results_worked_out_by_hand() -> None:
+    # Task 0: one right of four, two for 8, one silent. Task 1: one right of three, two for 8. Task 2 failed.
+    found = {place: answers(place) for place in range(2)}
+    results = results_of([task(place) for place in range(3)], found, {2: TimeoutError("late")}, seed=1)
+    assert (results.num_tasks, results.num_samples, results.samples_per_task) == (2, 7, 3)
+    assert {k: estimate.value for k, estimate in results.pass_at.items()} == pytest.approx(
+        # k = 2: 1 - C(3, 2) / C(4, 2) = 1/2, and 1 - C(2, 2) / C(3, 2) = 2/3.
+        {1: (1 / 4 + 1 / 3) / 2, 2: (1 / 2 + 2 / 3) / 2}
+    )
+    assert results.majority_at is not None
+    # k = 2 of task 0, 6 pairs: right and silent 1, right and 8 half, twice. Of task 1, 3 pairs: right and 8 half, twice.
+    assert results.majority_at[2].value == pytest.approx(((1 + 2 / 2) / 6 + 2 / 2 / 3) / 2)
+    assert results.majority_at[1].value == results.pass_at[1].value
+    assert results.truncated == 2 / 7
+    # 0 1 2 3 and 1 2 3.
+    assert results.tokens.mean == 12 / 7
+    assert results.tokens.percentiles[50] == 2
+    assert (results.tokens.edges, results.tokens.counts) == ([0, 1, 2, 3, 4], [1, 2, 2, 2])
+    assert results.verdicts == {"correct": 2, "no_answer": 1, "wrong": 4}
+    assert results.failed == {"TimeoutError": 1}
+    assert {name: family.pass_at_1.value for name, family in results.families.items()} == {"even": 1 / 4, "odd": 1 / 3}
+    first, second, third = results.problems
+    assert (first.num_correct, first.num_samples, first.majority, first.expected) == (1, 4, "8", "7")
+    assert (second.place, second.mean_tokens, third.failed) == (1, 2.0, "TimeoutError: late")
+
+
+def test_programs_and_answers_that_cannot_be_counted_have_no_majority() -> None:
+    right = Answer("correct", "stop", 1, None, "def f(): ...")
+    code = Task("t", (), "{}", kind="code")
+    assert results_of([code], {0: [right]}, {}, 1).majority_at is None
+    assert results_of([code], {0: [right]}, {}, 1).problems[0].expected == ""
+    assert results_of([task(0)], {0: [right]}, {}, 1).majority_at is None
+
+
+def test_rows_of_the_file_are_json_for_any_tool(tmp_path: Path) -> None:
+    with closing(AnswerFolder(tmp_path, SETTINGS, 3)) as folder:
+        folder.add(5, task(5), answers(5))
+    row = json.loads((tmp_path / "samples.jsonl").read_text())
+    assert (row["version"], row["place"], row["task"], len(row["answers"])) == (3, 5, "rows.jsonl:5", 3)
+    assert row["answers"][0] == {
+        "verdict": "correct",
+        "stop_reason": "length",
+        "num_tokens": 5,
+        "vote": "7",
+        "text": answers(5)[0].text,
+    }
