@@ -28,12 +28,13 @@ from areal_jax.metrics import names
 from areal_jax.metrics.description import write_description
 from areal_jax.metrics.progress import Progress, facts_of_evaluation
 from areal_jax.policies import DecodingPolicy, RunCheckpoint, find_decoding_policy
-from areal_jax.records import Engine, EngineStopped, Judge, Sampling, Task, Tokenizer
+from areal_jax.records import Engine, EngineStopped, Sampling, Task, Tokenizer
 from areal_jax.rewards.service import RewardService
 from areal_jax.run_plan import counted, described, had
 from areal_jax.settings import JSON, to_json
 from areal_jax.weights.fixed import Fixed
-from areal_jax.workflows.single_turn import SingleTurn
+from areal_jax.workflows.config import SingleTurn
+from areal_jax.workflows.from_config import make_workflow, tools_of
 
 EVALUATIONS_FOLDER = Path("evaluations")
 
@@ -88,7 +89,7 @@ class Local:
         return {"version": self.version, "weights": self.decoding.fingerprint()}
 
     @asynccontextmanager
-    async def answering(self, judge: Judge) -> AsyncIterator[Ask]:
+    async def answering(self, judge: RewardService) -> AsyncIterator[Ask]:
         """The engine at work, with the weights."""
         decoding = self.decoding
         with closing(Driver(decoding.engine, Fixed(await asyncio.to_thread(decoding.load)))) as engine:
@@ -125,7 +126,7 @@ class Remote:
         return {"server": self.server.url, "model": self.model, "asked in": "words" if self.tokenizer is None else "tokens"}
 
     @asynccontextmanager
-    async def answering(self, judge: Judge) -> AsyncIterator[Ask]:
+    async def answering(self, judge: RewardService) -> AsyncIterator[Ask]:
         """The server, asked through the experiment's workflow where it speaks tokens."""
         experiment = self.experiment
         with closing(self.server):
@@ -143,12 +144,22 @@ def find_server(experiment: AnyExperiment, url: str, tasks: Sequence[Task]) -> R
     """The server at a URL. ValueError where it does not answer, refuses, or has several models."""
     server = Server(url, os.environ.get(TOKEN_VARIABLE), experiment.engine.request_timeout_s)
     model = server.model()
+    tokenizer = _shared_tokenizer(experiment, server, model, tasks[0])
+    if tokenizer is None and not isinstance(experiment.workflow, SingleTurn):
+        raise ValueError(
+            f"{url} is asked in words, for its tokens are not known to be those of policy.path={experiment.policy.path}, and "
+            "in words there is one turn only: name the policy that it serves, or set workflow=SingleTurn"
+        )
+    return Remote(experiment, server, model, tokenizer)
+
+
+def _shared_tokenizer(experiment: AnyExperiment, server: Server, model: str, task: Task) -> Tokenizer | None:
+    """The tokenizer of the experiment's policy, where it can be had and the server speaks its tokens."""
     try:
         tokenizer = HFTokenizer.from_folder(resolve_policy_folder(experiment.policy.path))
     except FileNotFoundError:
-        return Remote(experiment, server, model, None)  # then nobody here knows its tokens
-    speaks = asyncio.run(TokenServer(server, model, tokenizer).speaks_our_tokens(tasks[0].prompt))
-    return Remote(experiment, server, model, tokenizer if speaks else None)
+        return None
+    return tokenizer if asyncio.run(TokenServer(server, model, tokenizer).speaks_our_tokens(task.prompt)) else None
 
 
 def sampling_of(experiment: AnyExperiment, stop_token_ids: tuple[int, ...]) -> Sampling:
@@ -156,9 +167,18 @@ def sampling_of(experiment: AnyExperiment, stop_token_ids: tuple[int, ...]) -> S
     return Sampling(experiment.engine.max_new_tokens, experiment.evaluation.temperature, stop_token_ids=stop_token_ids)
 
 
-def through_workflow(experiment: AnyExperiment, tokenizer: Tokenizer, engine: Engine, judge: Judge, version: int) -> Ask:
+def through_workflow(
+    experiment: AnyExperiment, tokenizer: Tokenizer, engine: Engine, judge: RewardService, version: int
+) -> Ask:
     """Ask an engine the way that training asks it."""
-    workflow = SingleTurn(tokenizer, experiment.evaluation.samples_per_task, experiment.rewards)
+    workflow = make_workflow(
+        experiment.workflow,
+        tokenizer,
+        experiment.evaluation.samples_per_task,
+        experiment.rewards,
+        max_prompt_tokens=experiment.engine.max_prompt_tokens,
+        tools=judge.use,
+    )
     sampling = sampling_of(experiment, tokenizer.stop_token_ids)
 
     async def ask(place: int, task: Task) -> Sequence[Answer]:
@@ -240,7 +260,7 @@ async def _answer(
             },
         )
 
-    async with RewardService(experiment.rewards, kinds) as judge:
+    async with RewardService(experiment.rewards, kinds, tools_of(experiment.workflow)) as judge:
         await judge.start()
         async with answerer.answering(judge) as ask:
             failures = await answer_all(left, ask, keep, name="evaluation")
