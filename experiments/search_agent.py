@@ -1,6 +1,6 @@
 """Questions that only a search answers: the policy learns what to search for.
 
-    python -m areal_jax.train --exp=tiny_tools_sft --run-folder=runs/tiny_tools
+    python -m areal_jax.train --exp=tiny_tools_sft examples.families=facts --run-folder=runs/tiny_tools
     python -m areal_jax.train --exp=search_agent
 
 Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account, no accelerator.
