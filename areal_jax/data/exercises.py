@@ -15,7 +15,7 @@ from hashlib import blake2b
 from typing import Literal, NamedTuple, TypeAlias, overload
 
 from areal_jax.data.code_tasks import Stdin, as_answer
-from areal_jax.data.facts import HALLS, NAMES, THINGS, fact
+from areal_jax.data.facts import BOXES, HALLS, fact
 from areal_jax.data.problems import Problem, SyntheticProblems
 from areal_jax.records import Message
 
@@ -147,28 +147,27 @@ def _attempts(numbers: Sequence[int]) -> Iterator[tuple[tuple[str, str], int]]:
             yield (whole, f"{whole}={first + second}{operation}{third}={value}"), value
 
 
-# Facts: the good way searches with all that the question says, bad ones with too little, or guess.
+# Facts: the good way searches with both numbers of the question, bad ones with one, or they guess.
 
 
 @_family("math", good_share=0.35)
 def facts(chance: random.Random, split: Split) -> Draft:
-    name, thing, hall = chance.choice(NAMES), chance.choice(THINGS), chance.choice(HALLS)
-    found, count = fact(name, thing, hall)
-    question = chance.choice((f"How many {thing} has {name} in hall {hall}?", f"In hall {hall}, how many {thing} has {name}?"))
+    hall, box = chance.choice(HALLS), chance.choice(BOXES)
+    found, count = fact(hall, box)
+    question = chance.choice(
+        (f"How many pens has box {box} in hall {hall}?", f"In hall {hall}, how many pens are in box {box}?")
+    )
 
     def finding(query: str, found: tuple[str, int]) -> Way:
         return _says(f"<search>{query}</search>", found[0], f"\\boxed{{{found[1]}}}")
 
-    # In this order every word stands as in the question, with a space before it: to a policy without one it is another word.
-    good = [finding(f"{hall} {thing} {name}", (found, count))]
+    good = [finding(f"{hall} {box}", (found, count))]
     bad = [
-        finding(f"{HALLS[0]} {thing} {name}", fact(name, thing, HALLS[0])),
-        finding(f"{hall} {thing}", fact(NAMES[0], thing, hall)),
-        finding(f"{hall} {name}", fact(name, THINGS[0], hall)),
+        finding(f"{hall}", fact(hall, BOXES[0])),
+        finding(f"{box}", fact(HALLS[0], box)),
         _says(f"\\boxed{{{chance.randint(100, 999)}}}"),
     ]
-    bad = [way for way in bad if way[-1] != good[0][-1]]
-    return Draft(question, str(count), good, bad)
+    return Draft(question, str(count), good, [way for way in bad if way[-1] != good[0][-1]])
 
 
 # Calculations: problems with numbers too large for the head. The good way has the right expression calculated.
