@@ -22,6 +22,7 @@ from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.recovery import Columns
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config import AnyExperiment, Experiment
+from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.decode import EngineParams
 from areal_jax.engine.driver import Driver
 from areal_jax.engine.fleet import Fleet
@@ -38,7 +39,7 @@ from areal_jax.models import hf, lora
 from areal_jax.models.decoder import Params
 from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 from areal_jax.policies import initial_params
-from areal_jax.records import Group, Judge, Sampling, Task, ToolResult, Tools, Verdict, Workflow
+from areal_jax.records import Group, Judge, Sampling, Task, Tokenizer, ToolResult, Tools, Verdict, Workflow
 from areal_jax.rewards.service import RewardService
 from areal_jax.run_plan import Plan
 from areal_jax.serve.sessions import AgentServer
@@ -144,16 +145,7 @@ class Run(Generic[AnyTrainer]):
 
     def workflow(self, num_samples: int) -> Workflow:
         """How a task becomes so many samples, in training and in evaluation."""
-        experiment = self.experiment
-        return make_workflow(
-            experiment.workflow,
-            self.plan.tokenizer,
-            num_samples,
-            experiment.rewards,
-            max_prompt_tokens=experiment.engine.max_prompt_tokens,
-            tools=self.tools,
-            agents=self.agents,
-        )
+        return workflow_of(self.experiment, self.plan.tokenizer, num_samples, self.tools, self.agents)
 
     async def evaluate(self, version: int) -> None:
         """Answer the held-out problems with weights of `version`, or of at least it, and write down the score."""
@@ -187,9 +179,7 @@ class Run(Generic[AnyTrainer]):
                 self.engine,
                 self.judge,
                 version=version,
-                sampling=Sampling(
-                    experiment.engine.max_new_tokens, config.temperature, stop_token_ids=tokenizer.stop_token_ids
-                ),
+                sampling=evaluation_sampling(experiment, tokenizer.stop_token_ids),
                 seed=experiment.seed,
             )
         self.record_evaluation(version, evaluation_metrics(found), evaluation_line(found))
@@ -323,19 +313,39 @@ async def assembled(
             await asyncio.to_thread(trainer.warm_up)
         stop = stack.enter_context(stopping_on_signals())
         judge = TracedJudge(service, trace)
-        agents = await _agents(stack, plan)
+        agents = await agents_of(stack, experiment, plan.tokenizer)
         yield Run(
             *(plan, folder, trainer, base, mailbox, engine, judge, judge.use, agents),
             *(store, sinks, trace, progress, stop, restored),
         )
 
 
-async def _agents(stack: AsyncExitStack, plan: Plan) -> AgentHost | None:
-    """Where agents run, and the server that they call; None where the workflow has none."""
-    chosen, tokenizer = plan.experiment.workflow, plan.tokenizer
+def workflow_of(
+    experiment: AnyExperiment, tokenizer: Tokenizer, num_samples: int, tools: Tools, agents: AgentHost | None
+) -> Workflow:
+    """The experiment's workflow, for so many samples of a task."""
+    return make_workflow(
+        experiment.workflow,
+        tokenizer,
+        num_samples,
+        experiment.rewards,
+        max_prompt_tokens=experiment.engine.max_prompt_tokens,
+        tools=tools,
+        agents=agents,
+    )
+
+
+def evaluation_sampling(experiment: AnyExperiment, stop_token_ids: tuple[int, ...]) -> Sampling:
+    """How an evaluation draws."""
+    return Sampling(experiment.engine.max_new_tokens, experiment.evaluation.temperature, stop_token_ids=stop_token_ids)
+
+
+async def agents_of(stack: AsyncExitStack, experiment: AnyExperiment, tokenizer: HFTokenizer) -> AgentHost | None:
+    """Where agents run, and the server that they call, until the stack ends; None where the workflow has none."""
+    chosen = experiment.workflow
     if not isinstance(chosen, Agent):
         return None
-    sessions = await stack.enter_async_context(AgentServer(tokenizer, plan.engine.config.max_new_tokens).listening())
+    sessions = await stack.enter_async_context(AgentServer(tokenizer, experiment.engine.max_new_tokens).listening())
     try:
         host = AgentHost(chosen, sessions)
     except (ValueError, OSError, ImportError, AttributeError, SyntaxError) as error:

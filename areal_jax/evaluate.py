@@ -55,19 +55,20 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    given = parse_overrides(arguments.overrides)
+    where, data = given.pop("checkpoint", ""), given.pop("data", "")
+    arguments.overrides = [f"{key}={value}" for key, value in given.items()]
     if arguments.help:
         usage = USAGE.format(names=", ".join(experiment_names()), benchmarks=", ".join(BENCHMARKS))
         show(help_text(usage, named_experiment(arguments) if arguments.exp or arguments.config else Experiment))
         return 0
-    given = parse_overrides(arguments.overrides)
-    where, data = given.pop("checkpoint", ""), given.pop("data", "")
     run, server = _run_of(where), where if where.startswith(("http://", "https://")) else None
     if run is not None and not (arguments.exp or arguments.config):
         arguments.config = run[0] / CONFIG_FILE
     implied = [] if server else _policy_of(where, run)
     if data:
         implied += _tasks_of(data)
-    arguments.overrides = [*implied, *(f"{key}={value}" for key, value in given.items())]
+    arguments.overrides = [*implied, *arguments.overrides]
     experiment = named_experiment(arguments)
     # jax reads its flags when it is first imported, so that everything that imports it comes after this.
     prepare(experiment.placement)

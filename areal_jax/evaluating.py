@@ -9,11 +9,12 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager, closing
+from contextlib import AsyncExitStack, asynccontextmanager, closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeAlias
 
+from areal_jax.assembly import agents_of, evaluation_sampling, workflow_of
 from areal_jax.config import AnyExperiment
 from areal_jax.data.policy_files import resolve_policy_folder
 from areal_jax.data.sources import load_tasks
@@ -28,13 +29,13 @@ from areal_jax.metrics import names
 from areal_jax.metrics.description import write_description
 from areal_jax.metrics.progress import Progress, facts_of_evaluation
 from areal_jax.policies import DecodingPolicy, RunCheckpoint, find_decoding_policy
-from areal_jax.records import Engine, EngineStopped, Sampling, Task, Tokenizer
+from areal_jax.records import Engine, EngineStopped, Task
 from areal_jax.rewards.service import RewardService
 from areal_jax.run_plan import counted, described, had
-from areal_jax.settings import JSON, to_json
-from areal_jax.weights.fixed import Fixed
+from areal_jax.settings import JSON, ConfigError, to_json
+from areal_jax.weights.pinned import Pinned
 from areal_jax.workflows.config import SingleTurn
-from areal_jax.workflows.from_config import make_workflow, tools_of
+from areal_jax.workflows.from_config import tools_of
 
 EVALUATIONS_FOLDER = Path("evaluations")
 
@@ -65,7 +66,9 @@ class Local:
     def name(self) -> str:
         """For the folder."""
         checkpoint, config = self.decoding.checkpoint, self.decoding.experiment.policy
-        return Path(config.adapter or config.path).name if checkpoint is None else f"{checkpoint.folder.name}-v{self.version}"
+        if checkpoint is not None:
+            return f"{checkpoint.folder.resolve().name}-v{self.version}"
+        return Path(config.adapter or config.path).resolve().name
 
     @property
     def version(self) -> int:
@@ -92,9 +95,11 @@ class Local:
     async def answering(self, judge: RewardService) -> AsyncIterator[Ask]:
         """The engine at work, with the weights."""
         decoding = self.decoding
-        with closing(Driver(decoding.engine, Fixed(await asyncio.to_thread(decoding.load)))) as engine:
+        weights = await asyncio.to_thread(decoding.load)
+        with closing(Driver(decoding.engine, Pinned(weights))) as engine:
             engine.start()
-            yield through_workflow(decoding.experiment, decoding.tokenizer, engine, judge, self.version)
+            async with through_workflow(decoding.experiment, decoding.tokenizer, engine, judge, self.version) as ask:
+                yield ask
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +109,7 @@ class Remote:
     experiment: AnyExperiment
     server: Server
     model: str
-    tokenizer: Tokenizer | None
+    tokenizer: HFTokenizer | None
     """Where the server speaks its tokens; None: it is asked in words."""
 
     version: int = 0
@@ -132,60 +137,55 @@ class Remote:
         with closing(self.server):
             if self.tokenizer is not None:
                 engine = TokenServer(self.server, self.model, self.tokenizer)
-                yield through_workflow(experiment, self.tokenizer, engine, judge, self.version)
+                async with through_workflow(experiment, self.tokenizer, engine, judge, self.version) as ask:
+                    yield ask
             else:
-                num_samples, accept_plain = experiment.evaluation.samples_per_task, experiment.rewards.accept_plain
                 yield ChatServer(
-                    self.server, self.model, judge, num_samples, sampling_of(experiment, ()), experiment.seed, accept_plain
+                    self.server,
+                    self.model,
+                    judge,
+                    num_samples=experiment.evaluation.samples_per_task,
+                    sampling=evaluation_sampling(experiment, ()),
+                    seed=experiment.seed,
+                    accept_plain=experiment.rewards.accept_plain,
                 ).answers
 
 
 def find_server(experiment: AnyExperiment, url: str, tasks: Sequence[Task]) -> Remote:
-    """The server at a URL. ValueError where it does not answer, refuses, or has several models."""
+    """The server at a URL. ValueError where it does not answer, refuses, has several models, or cannot do what the workflow
+    needs."""
     server = Server(url, os.environ.get(TOKEN_VARIABLE), experiment.engine.request_timeout_s)
     model = server.model()
-    tokenizer = _shared_tokenizer(experiment, server, model, tasks[0])
+    try:
+        tokenizer = HFTokenizer.from_folder(resolve_policy_folder(experiment.policy.path))
+        if not asyncio.run(TokenServer(server, model, tokenizer).speaks_our_tokens(tasks[0].prompt)):
+            tokenizer = None
+    except FileNotFoundError:
+        tokenizer = None  # then nobody here knows which tokens the server speaks
     if tokenizer is None and not isinstance(experiment.workflow, SingleTurn):
         raise ValueError(
-            f"{url} is asked in words, for its tokens are not known to be those of policy.path={experiment.policy.path}, and "
-            "in words there is one turn only: name the policy that it serves, or set workflow=SingleTurn"
+            f"checkpoint={url} does not speak the tokens of policy.path={experiment.policy.path}, which "
+            f"workflow={type(experiment.workflow).__name__} needs; set policy.path to the policy that is served, or "
+            "workflow=SingleTurn"
         )
     return Remote(experiment, server, model, tokenizer)
 
 
-def _shared_tokenizer(experiment: AnyExperiment, server: Server, model: str, task: Task) -> Tokenizer | None:
-    """The tokenizer of the experiment's policy, where it can be had and the server speaks its tokens."""
-    try:
-        tokenizer = HFTokenizer.from_folder(resolve_policy_folder(experiment.policy.path))
-    except FileNotFoundError:
-        return None
-    return tokenizer if asyncio.run(TokenServer(server, model, tokenizer).speaks_our_tokens(task.prompt)) else None
-
-
-def sampling_of(experiment: AnyExperiment, stop_token_ids: tuple[int, ...]) -> Sampling:
-    """How an evaluation draws."""
-    return Sampling(experiment.engine.max_new_tokens, experiment.evaluation.temperature, stop_token_ids=stop_token_ids)
-
-
-def through_workflow(
-    experiment: AnyExperiment, tokenizer: Tokenizer, engine: Engine, judge: RewardService, version: int
-) -> Ask:
+@asynccontextmanager
+async def through_workflow(
+    experiment: AnyExperiment, tokenizer: HFTokenizer, engine: Engine, judge: RewardService, version: int
+) -> AsyncIterator[Ask]:
     """Ask an engine the way that training asks it."""
-    workflow = make_workflow(
-        experiment.workflow,
-        tokenizer,
-        experiment.evaluation.samples_per_task,
-        experiment.rewards,
-        max_prompt_tokens=experiment.engine.max_prompt_tokens,
-        tools=judge.use,
-    )
-    sampling = sampling_of(experiment, tokenizer.stop_token_ids)
+    sampling = evaluation_sampling(experiment, tokenizer.stop_token_ids)
+    async with AsyncExitStack() as stack:
+        agents = await agents_of(stack, experiment, tokenizer)
+        workflow = workflow_of(experiment, tokenizer, experiment.evaluation.samples_per_task, judge.use, agents)
 
-    async def ask(place: int, task: Task) -> Sequence[Answer]:
-        samples = await workflow(task, EvaluationCalls(engine, version, sampling, experiment.seed, place), judge)
-        return [answer_of(sample, tokenizer, experiment.rewards.accept_plain) for sample in samples]
+        async def ask(place: int, task: Task) -> Sequence[Answer]:
+            samples = await workflow(task, EvaluationCalls(engine, version, sampling, experiment.seed, place), judge)
+            return [answer_of(sample, tokenizer, experiment.rewards.accept_plain) for sample in samples]
 
-    return ask
+        yield ask
 
 
 def run(experiment: AnyExperiment, *, checkpoint: RunCheckpoint | None, server: str | None, folder: Path | None) -> None:
@@ -260,8 +260,11 @@ async def _answer(
             },
         )
 
-    async with RewardService(experiment.rewards, kinds, tools_of(experiment.workflow)) as judge:
-        await judge.start()
+    async with had(lambda: RewardService(experiment.rewards, kinds, tools_of(experiment.workflow))) as judge:
+        try:
+            await judge.start()
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
         async with answerer.answering(judge) as ask:
             failures = await answer_all(left, ask, keep, name="evaluation")
     seconds = time.monotonic() - began_s

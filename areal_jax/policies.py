@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -148,14 +148,21 @@ def find_decoding_policy(experiment: AnyExperiment, checkpoint: RunCheckpoint | 
     mesh = had(lambda: make_rollout_mesh(experiment.placement, devices[:wanted]))
     engine = had(lambda: DecodeEngine(policy, mesh, experiment.engine, compute_dtype(experiment.policy, mesh)))
     tokenizer = had(lambda: HFTokenizer.from_folder(folder))
-    if checkpoint is not None and checkpoint.version is None:
-        versions = CheckpointStore(checkpoint.folder / CHECKPOINTS, keep=1).versions()
-        if not versions:
-            raise ConfigError(f"checkpoint={checkpoint.folder}: this run has no checkpoint yet")
-        checkpoint = RunCheckpoint(checkpoint.folder, versions[-1], checkpoint.seed)
+    if checkpoint is not None:
+        checkpoint = _with_version(checkpoint)
     if problems := [*too_long(engine, experiment.policy.path), *unreadable(experiment, engine, tokenizer, tasks)]:
         raise ConfigError("\n".join(problems))
     return DecodingPolicy(experiment, folder, policy, tokenizer, engine, checkpoint)
+
+
+def _with_version(checkpoint: RunCheckpoint) -> RunCheckpoint:
+    """The newest where none is named. ConfigError where there is no such checkpoint."""
+    versions = CheckpointStore(checkpoint.folder / CHECKPOINTS, keep=1).versions()
+    if not versions or checkpoint.version not in (None, *versions):
+        wanted = "yet" if checkpoint.version is None else f"of version {checkpoint.version}"
+        found = ", ".join(map(str, versions)) or "none"
+        raise ConfigError(f"checkpoint={checkpoint.folder}: this run has no checkpoint {wanted}; found {found}")
+    return replace(checkpoint, version=versions[-1] if checkpoint.version is None else checkpoint.version)
 
 
 def _laid_out(engine: DecodeEngine, params: Params, placed: Any) -> EngineParams:

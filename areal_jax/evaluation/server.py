@@ -87,7 +87,7 @@ class Server:
             except urllib.error.HTTPError as error:
                 if error.code in (401, 403):
                     raise EngineStopped(f"{self.url} refuses: {_said(error)}; set {TOKEN_VARIABLE}") from error
-                if error.code != 429 and error.code < 500:
+                if error.code != 429 and (error.code < 500 or error.code == 501):  # 501: it has no such thing
                     raise Unservable(f"{self.url}/{path}: {_said(error)}") from error
                 if pause_s is None:
                     raise RuntimeError(f"{self.url}/{path}: {_said(error)}, {len(RETRIES_S) + 1} times") from error
@@ -140,7 +140,7 @@ class TokenServer:
         tokens = self.tokenizer.render(prompt)
         try:
             choices = await self._draw(Request("probe", tokens, 1, Sampling(PROBE_TOKENS), seed=0))
-        except Unservable:
+        except (Unservable, KeyError, TypeError):
             return False
         drawn = choices[0].get("token_ids")
         if not drawn or choices[0].get("prompt_token_ids", tokens.tolist()) != tokens.tolist():

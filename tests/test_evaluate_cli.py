@@ -1,0 +1,366 @@
+"""The evaluate command: from whatever holds a policy, twice the same, resumed after a kill, and what it refuses."""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import json
+import os
+import random
+import re
+import shlex
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from areal_jax.weights.pinned import Pinned
+
+from areal_jax.checkpoint.config import CHECKPOINTS
+from areal_jax.checkpoint.recovery import Columns
+from areal_jax.checkpoint.store import CheckpointStore
+from areal_jax.config import experiment_names, find_experiment, load_experiment, write_config
+from areal_jax.data.policy_files import EMBEDDED
+from areal_jax.data.tokenizer import HFTokenizer
+from areal_jax.engine.driver import Driver
+from areal_jax.evaluate import main
+from areal_jax.models import hf, lora
+from areal_jax.models.config import LoRA
+from areal_jax.models.decoder import Policy
+from areal_jax.policies import find_decoding_policy
+from areal_jax.records import Message, Request, Sampling
+from areal_jax.trainer.state import TrainState
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
+
+ROOT = Path(__file__).parent.parent
+
+SMALL = (
+    *("--exp=aime", "evaluation.num_tasks=6", "evaluation.samples_per_task=3", "engine.num_slots=8"),
+    *("engine.max_new_tokens=40", "placement.rollout_devices=1", "metrics.progress=false"),
+)
+
+
+def evaluate(folder: Path, *arguments: str) -> dict[str, Any]:
+    """What the command writes into results.json."""
+    assert main([*SMALL, f"--folder={folder}", *arguments]) == 0
+    return json.loads((folder / "results.json").read_text())
+
+
+def figures(results: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in results.items() if name != "settings"}
+
+
+def texts(folder: Path) -> dict[int, list[str]]:
+    rows = map(json.loads, (folder / "samples.jsonl").read_text().splitlines())
+    return {row["place"]: [answer["text"] for answer in row["answers"]] for row in rows}
+
+
+@pytest.fixture(scope="module")
+def embedded(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The embedded policy's evaluation."""
+    folder = tmp_path_factory.mktemp("embedded") / "evaluation"
+    evaluate(folder)
+    return folder
+
+
+def test_the_files_of_an_evaluation_agree_with_each_other(embedded: Path) -> None:
+    results = json.loads((embedded / "results.json").read_text())
+    rows = [json.loads(line) for line in (embedded / "samples.jsonl").read_text().splitlines()]
+    assert sorted(row["place"] for row in rows) == list(range(6))
+    right = sum(answer["verdict"] == "correct" for row in rows for answer in row["answers"])
+    assert results["pass_at"]["1"]["value"] == pytest.approx(right / 18)
+    assert results["pass_at"].keys() == results["majority_at"].keys() == {"1", "2"}
+    assert results["verdicts"]["correct"] == right > 0, "this policy solves some of its problems"
+    assert len((embedded / "problems.csv").read_text().splitlines()) == 1 + 6
+    page = (embedded / "report.html").read_text()
+    for text in ("pass@1", "maj@2", rows[0]["task"], "tokens/s", "data:image/png;base64,"):
+        assert text in page
+    assert not re.search(r'(src|href)="(?!data:)', page), "the page needs nothing but itself"
+    assert not any(name in json.dumps(results) for name in ("seconds", "time_s", str(embedded)))
+
+
+def test_twice_is_the_same_and_so_is_what_goes_on_after_a_kill(embedded: Path, tmp_path: Path) -> None:
+    evaluate(tmp_path / "again")
+    again = tmp_path / "again" / "samples.jsonl"
+    assert (tmp_path / "again" / "results.json").read_bytes() == (embedded / "results.json").read_bytes()
+    place = random.Random(0).randrange(again.stat().st_size // 4, again.stat().st_size)
+    again.write_bytes(again.read_bytes()[:place])
+    evaluate(tmp_path / "again")
+    for name in ("results.json", "problems.csv"):
+        assert (tmp_path / "again" / name).read_bytes() == (embedded / name).read_bytes()
+
+
+@pytest.mark.slow
+def test_a_killed_process_leaves_what_the_next_one_goes_on_from(embedded: Path, tmp_path: Path) -> None:
+    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
+    command = [sys.executable, "-m", "areal_jax.evaluate", *SMALL, f"--folder={tmp_path}"]
+    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    samples, deadline_s = tmp_path / "samples.jsonl", time.monotonic() + 240.0
+    while not samples.exists() or not samples.stat().st_size:
+        assert process.poll() is None and time.monotonic() < deadline_s, process.communicate()[0]
+        time.sleep(0.005)
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    evaluate(tmp_path)
+    assert (tmp_path / "results.json").read_bytes() == (embedded / "results.json").read_bytes()
+
+
+def test_other_settings_and_other_tasks_are_refused_by_name(embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = (embedded / "samples.jsonl").read_bytes()
+    for change, said in {
+        "evaluation.samples_per_task=4": "evaluation.samples_per_task is 3 there and 4 here",
+        "eval_tasks.seed=5": "tasks is ",
+        "seed=9": "seed is 1 there and 9 here",
+    }.items():
+        assert main([*SMALL, f"--folder={embedded}", change]) == 2
+        assert said in capsys.readouterr().err
+    assert (embedded / "samples.jsonl").read_bytes() == before
+
+
+@pytest.fixture(scope="module")
+def drifted(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run folder whose checkpoints hold the embedded policy, a little moved, as full parameters and as an export."""
+    folder = tmp_path_factory.mktemp("run")
+    policy = Policy(hf.read_config(EMBEDDED))
+    on_one = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), policy.abstract())
+    params = hf.load(EMBEDDED, policy, on_one)
+    noise = np.random.default_rng(1)
+    moved = jax.tree.map(lambda leaf: leaf + 0.02 * noise.normal(size=leaf.shape).astype(np.float32) * leaf.std(), params)
+    save_run(folder, moved)
+    hf.save(folder / "policy", policy, moved, EMBEDDED)
+    return folder
+
+
+def save_run(folder: Path, params: Any, *settings: str) -> None:
+    """What a run leaves after version 3: its settings, and a checkpoint of what it trains."""
+    folder.mkdir(exist_ok=True)
+    write_config(load_experiment("aime", ["name=drift", "seed=7", *settings]), folder / "config.json")
+    store = CheckpointStore(folder / CHECKPOINTS, keep=2)
+    for version in (2, 3):
+        told = jax.tree.map(lambda leaf, version=version: leaf * (version == 3), params)
+        store.save(version, TrainState(told, (), np.asarray(version, np.int32)), Columns({}, {}))
+    store.wait()
+    store.close()
+
+
+def test_a_run_and_its_export_score_the_same(drifted: Path, embedded: Path, tmp_path: Path) -> None:
+    run = evaluate(tmp_path / "run", f"checkpoint={drifted}")
+    export = evaluate(tmp_path / "export", f"checkpoint={drifted / 'policy'}")
+    assert figures(run) == figures(export)
+    assert texts(tmp_path / "run") == texts(tmp_path / "export") != texts(embedded)
+    assert (run["settings"]["version"], export["settings"]["version"]) == (3, 0)
+    # An older version is another policy: here one that has forgotten everything.
+    older = evaluate(tmp_path / "older", f"checkpoint={drifted / CHECKPOINTS / '2'}")
+    assert older["settings"]["version"] == 2
+    assert older["pass_at"]["1"]["value"] == 0.0
+
+
+def test_an_adapters_run_scores_as_what_it_is_merged_to(tmp_path: Path) -> None:
+    policy = Policy(hf.read_config(EMBEDDED), LoRA(rank=2))
+    on_one = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), policy.abstract())
+    base, noise = hf.load(EMBEDDED, policy, on_one), np.random.default_rng(2)
+    adapter = jax.tree.map(lambda leaf: jnp.asarray(0.05 * noise.normal(size=leaf.shape), jnp.float32), lora.abstract(policy))
+    save_run(tmp_path / "run", adapter, "policy.lora.rank=2")
+    hf.save(tmp_path / "run" / "policy", policy, lora.merge(policy, base, adapter), EMBEDDED)
+    # Merged matrices round otherwise than two products: the likeliest tokens are the same all the same.
+    run = evaluate(tmp_path / "of run", f"checkpoint={tmp_path / 'run'}", "evaluation.temperature=0")
+    merged = evaluate(tmp_path / "of merged", f"checkpoint={tmp_path / 'run' / 'policy'}", "evaluation.temperature=0")
+    assert texts(tmp_path / "of run") == texts(tmp_path / "of merged")
+    assert figures(run) == figures(merged)
+
+
+def test_without_an_experiment_a_run_brings_its_own_settings(
+    drifted: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([f"checkpoint={drifted}", *SMALL[1:], "evaluation.num_tasks=2"]) == 0
+    (folder,) = (tmp_path / "evaluations").iterdir()
+    assert folder.name.startswith(f"drift-{drifted.name}-v3-")
+    assert json.loads((folder / "results.json").read_text())["settings"]["seed"] == 7
+
+
+def test_a_benchmarks_file_is_asked_whole(tmp_path: Path) -> None:
+    rows = [{"question": f"Ann has {n} eggs and buys 2. How many?", "answer": f"{n} + 2\n#### {n + 2}"} for n in range(3)]
+    data = tmp_path / "gsm8k.jsonl"
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = [argument for argument in SMALL if not argument.startswith("evaluation.")]
+    assert main([*arguments, f"data={data}", "prompt.suffix= Box it.", f"--folder={tmp_path / 'found'}"]) == 0
+    results = json.loads((tmp_path / "found" / "results.json").read_text())
+    assert [problem["task"] for problem in results["problems"]] == [f"gsm8k.jsonl:{n}" for n in (1, 2, 3)]
+    assert [problem["expected"] for problem in results["problems"]] == ["2", "3", "4"]
+    assert results["settings"]["evaluation.num_tasks"] is None
+
+
+class Speaking:
+    """The real engine behind a real HTTP server: what of OpenAI's protocol an evaluation needs, with a token."""
+
+    token = "secret"
+
+    def __init__(self, *, offers_tokens: bool) -> None:
+        experiment = load_experiment("aime", [argument for argument in SMALL if not argument.startswith("--")])
+        self.decoding = find_decoding_policy(experiment, None, ())
+        self.offers_tokens = offers_tokens
+        self.asked: list[str] = []
+        self.driver = Driver(self.decoding.engine, Pinned(self.decoding.load()))
+        self.loop = asyncio.new_event_loop()
+
+    @contextmanager
+    def listening(self) -> Iterator[str]:
+        """Its URL, while it listens."""
+        outer = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_GET(self) -> None:
+                outer.reply(self, lambda: {"data": [{"id": "tiny"}]})
+
+            def do_POST(self) -> None:
+                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+                outer.reply(self, lambda: outer.answer(self.path.rpartition("/v1/")[2], body))
+
+            def log_message(self, format: str, *args: object) -> None:
+                outer.asked.append(self.path)
+
+        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        threads = [threading.Thread(target=server.serve_forever), threading.Thread(target=self.loop.run_forever)]
+        self.driver.start()
+        for thread in threads:
+            thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}/v1"
+        finally:
+            server.shutdown()
+            server.server_close()
+            self.driver.close()
+            self.loop.call_soon_threadsafe(self.loop.stop)
+            for thread in threads:
+                thread.join()
+            self.loop.close()
+
+    def reply(self, handler: BaseHTTPRequestHandler, make: Callable[[], dict[str, Any] | None]) -> None:
+        allowed = handler.headers.get("Authorization") == f"Bearer {self.token}"
+        answer = make() if allowed else {"error": {"message": "no such token"}}
+        handler.send_response((404 if answer is None else 200) if allowed else 401)
+        handler.end_headers()
+        handler.wfile.write(json.dumps(answer or {"error": {"message": "not served"}}).encode())
+
+    def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
+        tokenizer = self.decoding.tokenizer
+        if path == "completions" and self.offers_tokens:
+            prompt = np.array(body["prompt"], np.int32)
+        elif path == "chat/completions":
+            prompt = tokenizer.render([Message(**message) for message in body["messages"]])
+        else:
+            return None
+        sampling = Sampling(body["max_tokens"], body["temperature"], stop_token_ids=tokenizer.stop_token_ids)
+        request = Request(f"{time.monotonic_ns()}", prompt, body.get("n", 1), sampling, body["seed"])
+
+        async def submit() -> Any:
+            return await self.driver.submit(request)
+
+        drawn = asyncio.run_coroutine_threadsafe(submit(), self.loop).result(120)
+        choices = [
+            {
+                "index": index,
+                "text": tokenizer.decode(completion.tokens),
+                "message": {"role": "assistant", "content": tokenizer.decode(completion.tokens)},
+                "token_ids": completion.tokens.tolist(),
+                "finish_reason": completion.stop_reason,
+            }
+            for index, completion in enumerate(drawn)
+        ]
+        return {"choices": choices, "usage": {"completion_tokens": sum(len(completion.tokens) for completion in drawn)}}
+
+
+def test_a_server_that_speaks_tokens_answers_as_the_policy_itself(
+    embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OPENAI_API_KEY", Speaking.token)
+    with Speaking(offers_tokens=True).listening() as url:
+        results = evaluate(tmp_path, f"checkpoint={url}")
+    assert figures(results) == figures(json.loads((embedded / "results.json").read_text()))
+    assert (results["settings"]["asked in"], results["settings"]["model"]) == ("tokens", "tiny")
+
+
+def test_any_other_server_is_asked_in_words_and_its_token_is_needed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    server = Speaking(offers_tokens=False)
+    with server.listening() as url:
+        for token in ("wrong", ""):
+            monkeypatch.setenv("OPENAI_API_KEY", token)
+            assert main([*SMALL, f"checkpoint={url}", f"--folder={tmp_path}"]) == 2
+            assert "401 Unauthorized: no such token); set OPENAI_API_KEY" in capsys.readouterr().err
+        monkeypatch.setenv("OPENAI_API_KEY", Speaking.token)
+        results = evaluate(tmp_path, f"checkpoint={url}", "evaluation.num_tasks=4")
+        assert "asked in words" in capsys.readouterr().out
+    assert server.asked.count("/v1/chat/completions") == 4 * 3
+    assert (results["num_tasks"], results["samples_per_task"], results["settings"]["asked in"]) == (4, 3, "words")
+    assert results["tokens"]["mean"] > 1
+    # Nobody listens there any more.
+    assert main([*SMALL, f"checkpoint={url}"]) == 2
+    assert "no server that speaks OpenAI's protocol answers there" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--exp=aime", "checkpoint=./missing"], "checkpoint=./missing: expected 'embedded', an existing folder"),
+        (["--exp=aime", "checkpoint=./empty"], "has no config.json; or a run folder"),
+        (["--exp=aime", "checkpoint=./run"], "this run has no checkpoint yet"),
+        (["--exp=aime", "checkpoint=./run/checkpoints/newest"], "with a number, came 'newest'"),
+        (["--exp=aime", "checkpoint=./run/checkpoints/5"], "no checkpoint of version 5; found none"),
+        (["--exp=aime", "data=aime26"], "a benchmark (aime24, aime25"),
+        (["--exp=aime", "data=./other.jsonl"], "fields seen: riddle"),
+        (["--exp=aime", "data=./empty.jsonl"], "no rows"),
+        (["--exp=aime", "engine.max_new_tokens=1000000"], "engine.max_new_tokens"),
+        (["--exp=aime", "placement.rollout_devices=99"], "placement.rollout_devices=99"),
+        (["--exp=aime", "evaluation.sample_per_task=3"], "evaluation.samples_per_task"),
+        (["data=aime24"], "--exp=NAME"),
+        (["--exp=aime", "--seed=3"], "without dashes"),
+    ],
+)
+def test_bad_input_is_one_message_and_exit_code_2(
+    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for folder in ("empty", "run"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "run" / CHECKPOINTS).mkdir()
+    write_config(load_experiment("aime"), tmp_path / "run" / "config.json")
+    (tmp_path / "other.jsonl").write_text('{"riddle": "?"}\n')
+    (tmp_path / "empty.jsonl").write_text("")
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.err.startswith("areal_jax: ")
+    assert said in printed.err
+    assert not (tmp_path / "evaluations").exists() or not list(tmp_path.glob("evaluations/*/samples.jsonl"))
+
+
+def commands(text: str) -> list[list[str]]:
+    """Arguments of every `areal_jax.evaluate` command in a text; a backslash continues a line."""
+    joined = re.sub(r"\\\n\s*", "", text)
+    return [shlex.split(line, comments=True) for line in re.findall(r"python -m areal_jax\.evaluate (.*)", joined)]
+
+
+def test_the_commands_in_readme_and_experiments_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
+    docstrings = [ast.get_docstring(ast.parse(find_experiment(name).read_text())) or "" for name in experiment_names()]
+    found = [arguments for text in (*docstrings, (ROOT / "README.md").read_text()) for arguments in commands(text)]
+    assert len(found) >= 4
+    for arguments in found:
+        assert main([*arguments, "--help"]) == 0, capsys.readouterr().err
+
+
+def test_what_the_embedded_policy_says_can_be_read(embedded: Path) -> None:
+    tokenizer = HFTokenizer.from_folder(EMBEDDED)
+    assert all("\\boxed" in text and tokenizer.encode(text).size for of_task in texts(embedded).values() for text in of_task)
