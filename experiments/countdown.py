@@ -1,12 +1,18 @@
 """Countdown: make a number from three others, each used once.
 
-    python -m areal_jax.train --exp=tiny_tools_sft --run-folder=runs/tiny_tools
+    python -m areal_jax.train --exp=tiny_tools_sft examples.families=countdown num_steps=60 --run-folder=runs/tiny_tools
     python -m areal_jax.train --exp=countdown
 
 Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account, no accelerator.
 
-The policy of the first command writes down attempts, such as 3*8-5=24-5=19, and boxes one of them, whether or not it came out.
-Training teaches it to try what may come out, and to go on until something does. Answers are parsed, never evaluated.
+The policy of the first command writes down attempts, such as 3+8-5=11-5=6, and boxes one of them, whether or not it came out.
+Training teaches it to go on until one does. Answers are parsed, never evaluated.
+
+Rows with `nums` and `target` (as Jiayi-Pan/Countdown-Tasks-3to4 has them) are tasks with all four operations:
+
+    python -m areal_jax.train --exp=countdown policy.path=Qwen/Qwen2.5-3B tasks=Hub tasks.name=Jiayi-Pan/Countdown-Tasks-3to4 \\
+        eval_tasks=Files eval_tasks.path=test.jsonl engine.max_prompt_tokens=256 engine.max_new_tokens=1024 \\
+        trainer.optimizer.learning_rate=1e-6
 """
 
 import chz

@@ -1,11 +1,11 @@
 """Questions that only a search answers: the policy learns what to search for.
 
-    python -m areal_jax.train --exp=tiny_tools_sft --run-folder=runs/tiny_tools
+    python -m areal_jax.train --exp=tiny_tools_sft examples.families=facts num_steps=50 --run-folder=runs/tiny_tools
     python -m areal_jax.train --exp=search_agent
 
 Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account, no accelerator.
 
-The questions are about 1800 made-up facts, "Ann has 361 pens in hall 27." The policy of the first command writes
+The questions are about 1800 made-up facts, "In hall 27, box 72 has 361 pens." The policy of the first command writes
 `<search>QUERY</search>`, is told the best passage, and answers with the number in it; its queries leave out now this, now that.
 Training teaches it to search with all that the question says, on facts that it was never asked for.
 

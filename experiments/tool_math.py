@@ -1,6 +1,6 @@
 """Problems with numbers too large for the head, and a calculator.
 
-    python -m areal_jax.train --exp=tiny_tools_sft --run-folder=runs/tiny_tools
+    python -m areal_jax.train --exp=tiny_tools_sft examples.families=calculations num_steps=80 --run-folder=runs/tiny_tools
     python -m areal_jax.train --exp=tool_math
 
 Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account, no accelerator.

@@ -217,6 +217,9 @@ def _task(id: str, row: Row, source: Files | Hub, prompt: PromptConfig) -> Task:
     if problem is not None:
         question, tests = problem
         return Task(id, dress([Message("user", question)], prompt), as_answer(tests), "code", _family(row))
+    if {"nums", "target"} <= row.keys():
+        question, answer = _countdown(row["nums"], row["target"])
+        return Task(id, dress([Message("user", question)], prompt), answer, "countdown", _family(row))
     messages = messages_of(first_field(row, (source.prompt_field,) if source.prompt_field else PROMPT_FIELDS))
     answer = _answer(_field(row, source.answer_field))
     return Task(id, dress(messages, prompt), answer, family=_family(row))
@@ -234,6 +237,17 @@ def _check_success_rate(row: Row, source: Files | Hub) -> None:
         raise BadRow(f"solved as seldom as {above:g} or less")
     if below is not None and rate >= below:
         raise BadRow(f"solved as often as {below:g} or more")
+
+
+def _countdown(numbers: object, target: object) -> tuple[str, str]:
+    """Question and answer of a row as Countdown-Tasks-3to4 has it."""
+    if not isinstance(numbers, list) or not numbers or any(type(number) is not int for number in [*numbers, target]):
+        raise BadRow("nums and target that are no whole numbers")
+    question = (
+        f"Make {target} from the numbers {', '.join(map(str, numbers))}, with + - * / and brackets, each used exactly once. "
+        "Give the expression in \\boxed{}."
+    )
+    return question, json.dumps({"numbers": numbers, "target": target})
 
 
 def _family(row: Row) -> str:

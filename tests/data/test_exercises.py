@@ -103,7 +103,7 @@ def test_exercises_are_tasks_for_their_judges_and_examples_whose_tool_output_is_
     for example, task in zip(examples.examples, load_tasks(source, prompt).tasks, strict=True):
         assert example.prompt.tolist() == TOKENIZER.render(task.prompt).tolist()
         learnt = TOKENIZER.decode(example.tokens[example.loss_mask])
-        assert learnt.endswith("}") and "hall" not in learnt
+        assert learnt.endswith("}") and "pens" not in learnt
         if "<search>" in learnt:
             searching += 1
             # What stands between two turns is what a workflow puts there.

@@ -127,6 +127,16 @@ def test_rows_that_cannot_be_tasks_are_skipped_and_named_by_reason(tmp_path: Pat
     }
 
 
+def test_rows_of_countdown_are_tasks_of_their_kind(tmp_path: Path) -> None:
+    bad = [{"target": 24, "nums": ["3", 8]}, {"target": None, "nums": [1]}, {"target": 1, "nums": []}]
+    loaded = load(write_lines(tmp_path / "train.jsonl", {"target": 24, "nums": [3, 8, 5]}, *bad))
+    (task,) = loaded.tasks
+    assert (task.kind, json.loads(task.answer)) == ("countdown", {"numbers": [3, 8, 5], "target": 24})
+    assert task.prompt[0].content.startswith("Make 24 from the numbers 3, 8, 5,")
+    assert loaded.kinds == {"countdown"}
+    assert [len(places) for places in loaded.skipped.values()] == [3]
+
+
 def test_of_many_bad_rows_the_first_are_named_and_all_are_counted() -> None:
     assert in_words({"no prompt": ["a:1", "a:2"], "no answer": ["b:1", "b:2", "b:3", "b:4"]}) == (
         "2 no prompt (a:1, a:2), 4 no answer (b:1, b:2, b:3, ...)"
