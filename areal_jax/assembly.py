@@ -165,8 +165,8 @@ class Run(Generic[AnyTrainer]):
     async def _pin(self, version: int) -> None:
         """See to it that an evaluation that begins now finds this version: wait for it, before a newer one is published."""
         if self.experiment.evaluation.pinned:
-            for number in range(len(self.plan.engines)):
-                await asyncio.to_thread(self.mailbox.wait, version, WEIGHTS_TIMEOUT_S, number)
+            # The last engine is the last to get it.
+            await asyncio.to_thread(self.mailbox.wait, version, WEIGHTS_TIMEOUT_S, len(self.plan.engines) - 1)
 
     async def _evaluate(self, version: int) -> None:
         experiment, config = self.experiment, self.experiment.evaluation

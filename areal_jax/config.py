@@ -254,6 +254,7 @@ _POSITIVE = (
         "max_running",
     ),
     *("num_slots", "max_prompt_tokens", "max_new_tokens", "steps_per_dispatch", "num_mini_batches", "rows_per_micro_batch"),
+    *("page_tokens", "prefill_chunk_tokens"),
     *("logp_chunk_tokens", "learning_rate", "eps", "max_grad_norm", "clip_eps", "clip_eps_high", "cap"),
     *("value_clip_eps", "beta"),
     *("clip", "max_second_moment", "temperature_positive", "temperature_negative", "clip_eps_low"),
@@ -275,7 +276,7 @@ _NOT_NEGATIVE = (
         "warmup_steps",
     ),
     *("temperature", "top_k", "weight_decay", "overlong_penalty", "router_aux_loss_coef", "entropy_coef"),
-    *("weight", "reward_weight", "coefficient"),
+    *("weight", "reward_weight", "coefficient", "kv_tokens"),
 )
 _FRACTION = (
     *("share", "overlong_share", "success_rate_above", "success_rate_below"),

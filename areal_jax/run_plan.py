@@ -33,13 +33,14 @@ from areal_jax.models.config import PolicyConfig
 from areal_jax.models.decoder import Policy
 from areal_jax.models.hf import read_config
 from areal_jax.parallel.mesh import Meshes, engine_meshes, make_meshes
-from areal_jax.parallel.sharding import ROLLOUT_RULES, bytes_per_device, sharding
-from areal_jax.records import Task, derive_seed
+from areal_jax.parallel.sharding import bytes_per_device
+from areal_jax.records import Message, Task, derive_seed
 from areal_jax.rl.config import GAE, Reference
 from areal_jax.settings import ConfigError, as_text
 from areal_jax.trainer.forward import check_cut
 from areal_jax.trainer.memory import bytes_beside, predicted_bytes
 from areal_jax.trainer.state import require_host_memory, trained
+from areal_jax.workflows.config import MultiTurn, ToolUse
 
 T = TypeVar("T")
 
@@ -140,23 +141,15 @@ class Plan:
         return parts
 
     def rollout_bytes(self) -> Memory:
-        """The engine's weights, what is trained of them twice as it arrives; keys and values of every slot at its longest."""
+        """The engine's weights, what is trained of them twice as it arrives; keys and values."""
         if not self.decodes:
             return {}
-        engine, model = self.engine, self.policy.config
+        engine = self.engine
         arriving = jax.eval_shape(engine.layout, trained(self.policy).abstract)
         weights = 2 * bytes_per_device(arriving, engine.param_shardings)
         if self.policy.lora:
             weights += bytes_per_device(jax.eval_shape(engine.layout, self.policy.abstract()), engine.base_shardings)
-        half = jax.ShapeDtypeStruct(
-            (model.num_hidden_layers, engine.config.num_slots, model.num_key_value_heads, model.head_dim, engine.max_tokens),
-            engine.compute_dtype,
-        )
-        half_sharding = sharding(engine.mesh, ("layers", "slots", "kv_heads"), half.shape, ROLLOUT_RULES)
-        return {
-            "weights": weights,
-            "KV caches": 2 * bytes_per_device(half, half_sharding),
-        }
+        return {"weights": weights, "KV caches": engine.kv_bytes()}
 
     def _policy(self) -> str:
         return described(self.experiment.policy, self.policy, self.compute_dtype)
@@ -272,7 +265,7 @@ class Plan:
                 for found in self.beside
             },
             "engine's weights": "cut over more devices with placement.rollout_tensor",
-            "engine's KV caches": "lower engine.num_slots or engine.max_new_tokens",
+            "engine's KV caches": "set engine.kv_tokens, or lower engine.num_slots or engine.max_new_tokens",
         }
         return f"most for {largest}; {reliefs.get(largest, more_devices)}"
 
@@ -441,6 +434,7 @@ def misfits(plan: Plan) -> Iterator[str]:
     engine, path = plan.engine, plan.experiment.policy.path
     if plan.decodes:
         yield from too_long(engine, path)
+        yield from _one_turn_only(plan)
     yield from unreadable(plan.experiment, engine, plan.tokenizer, plan.tasks.tasks or plan.eval_tasks.tasks)
     if plan.critic is not None and plan.critic.config.vocab_size < plan.tokenizer.vocab_size:
         yield (
@@ -490,6 +484,24 @@ def unreadable(experiment: AnyExperiment, engine: DecodeEngine, tokenizer: HFTok
         yield (
             f"engine.max_prompt_tokens={engine.config.max_prompt_tokens} leaves out each of the first {len(first)} prompts, "
             f"the shortest of which has {shortest} tokens; raise it"
+        )
+
+
+def _one_turn_only(plan: Plan) -> Iterator[str]:
+    """Messages that a chat template cannot put behind an answer."""
+    match workflow := plan.experiment.workflow:
+        case MultiTurn():
+            role, knob = "user", "set workflow=SingleTurn"
+        case ToolUse():
+            role, knob = workflow.call_format.result_role, "set workflow.call_format.result_role=user, or workflow=SingleTurn"
+        case _:
+            return
+    try:
+        plan.tokenizer.render_next([Message(role, "?")])
+    except ValueError as refusal:
+        yield (
+            f"workflow={type(workflow).__name__} answers policy.path={plan.experiment.policy.path} with a message of role "
+            f"{role}, and {refusal}; {knob}"
         )
 
 

@@ -40,6 +40,7 @@ from areal_jax.rollout.controller import Calls
 from areal_jax.run_plan import Plan, make_plan
 from areal_jax.trainer.config import Critic, OptimizerConfig, TrainerConfig
 from areal_jax.trainer.ppo import Trainer
+from areal_jax.workflows.config import MultiTurn
 from areal_jax.workflows.single_turn import SingleTurn
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -242,6 +243,34 @@ def test_a_resumed_run_goes_on_where_it_was(tiny_policy: Path, tmp_path: Path, p
     assert [[row[name] for name in kept] for row in samples(tmp_path / "parts")] == [
         [row[name] for name in kept] for row in samples(tmp_path / "whole")
     ]
+
+
+def test_conversations_of_several_turns_are_trained_on_and_go_on_after_an_interruption(
+    tiny_policy: Path, tmp_path: Path
+) -> None:
+    exp = experiment(tiny_policy, ONE, num_steps=4, max_staleness=0)
+    exp = chz.replace(
+        exp,
+        workflow=MultiTurn(max_turns=3, turn_discount=0.5, feedback="No."),
+        engine=chz.replace(exp.engine, max_prompt_tokens=160),
+    )
+    whole = run_loop(planned(exp), tmp_path / "whole")
+    run_loop(planned(chz.replace(exp, num_steps=2)), tmp_path / "parts")
+    resumed = run_loop(planned(exp), tmp_path / "parts", resume=True)
+    # Turns are prefilled together with whatever else comes then, and round accordingly.
+    for name, leaf in whole.items():
+        np.testing.assert_allclose(resumed[name], leaf, atol=1e-4, err_msg=name)
+    rows = samples(tmp_path / "whole")
+    kept = ("version", "group", "number", "tokens", "versions", "reward", "verdict")
+    assert [[row[name] for name in kept] for row in samples(tmp_path / "parts")] == [
+        [row[name] for name in kept] for row in rows
+    ]
+    # A turn begins where a token that was drawn follows one that was not.
+    turns = [int((np.diff(np.array(row["versions"]) >= 0) & (np.array(row["versions"])[1:] >= 0)).sum()) for row in rows]
+    assert set(turns) == {1, 2, 3}
+    # Right at once 5, then 0, then -2.5; all that are wrong have had three turns.
+    worth = {(1, "correct"): 5.0, (2, "correct"): 0.0, (3, "correct"): -2.5, (3, "wrong"): -5.0}
+    assert [row["reward"] for row in rows] == [worth[count, row["verdict"]] for count, row in zip(turns, rows, strict=True)]
 
 
 @pytest.mark.parametrize("adapter", [None, LoRA(rank=2)], ids=["all parameters", "an adapter"])

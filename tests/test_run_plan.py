@@ -63,7 +63,8 @@ def test_memory_is_what_the_arrays_take(policy: Path) -> None:
     assert exact == {"parameters": 4 * 6760, "gradients": 4 * 6760}
     assert found.rollout_bytes() == {
         "weights": 2 * 4 * 6760,
-        "KV caches": 2 * 2 * 1 * 4 * (64 + 96) * 4,  # keys and values, 12 / 6 slots, 1 head of 4, 160 tokens, float32
+        # Keys and values, 1 head of 4, float32: for 12 / 6 slots 10 pages of 16 each, and one; their view, 8 columns wider.
+        "KV caches": 2 * 4 * 4 * ((2 * 10 + 1) * 16 + 2 * (160 + 8)),
     }
     # Simulated devices share the machine: two that train and six that decode.
     assert found.shortage() == ""
@@ -265,3 +266,22 @@ def test_a_tokenizer_without_a_chat_template_is_refused_until_plain_text_is_aske
     ):
         plan(tmp_path)
     assert not plan(tmp_path, "prompt.plain_text=true").tokenizer.has_template
+
+
+def test_a_chat_template_that_cannot_go_on_after_an_answer_is_refused_for_several_turns(policy: Path, tmp_path: Path) -> None:
+    refusal = "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
+    refusing = "{% for m in messages %}" + refusal + "{{ m.content }}{% endfor %}"
+    for template, overrides, said in (
+        ("{{ messages[0].content }}=", ["workflow=MultiTurn"], "for one turn only; set workflow=SingleTurn"),
+        (refusing, ["workflow=ToolUse"], "no tools; set workflow.call_format.result_role=user"),
+        (refusing, ["workflow=ToolUse", "workflow.call_format.result_role=user"], ""),
+        (refusing, ["workflow=MultiTurn"], ""),
+    ):
+        folder = tmp_path / f"policy-{len(list(tmp_path.iterdir()))}"
+        shutil.copytree(policy, folder)
+        (folder / "chat_template.jinja").write_text(template)
+        if said:
+            with pytest.raises(ConfigError, match=said):
+                plan(folder, *SHORT, *overrides)
+        else:
+            plan(folder, *SHORT, *overrides)

@@ -13,6 +13,16 @@ class EngineConfig:
     max_prompt_tokens: int = chz.field(default=1024, doc="a longer prompt is refused (and its task counted and skipped)")
     max_new_tokens: int = chz.field(default=1024, doc="tokens after which an answer is cut and counted as truncated")
     steps_per_dispatch: int = chz.field(default=8, doc="decode steps between two looks at the queue and at newer weights")
+    page_tokens: int = chz.field(
+        default=16, doc="tokens of one page of KV memory: what samples share and what they take at a time"
+    )
+    kv_tokens: int = chz.field(
+        default=0,
+        doc="tokens whose keys and values there is memory for, over all rollout devices; 0: every slot at its longest",
+    )
+    prefill_chunk_tokens: int = chz.field(
+        default=2048, doc="of a longer prompt so many tokens are prefilled between two dispatches, so that the others decode on"
+    )
     on_update: Literal["recompute", "keep"] = chz.field(
         default="recompute",
         doc="KV caches of live sequences when weights arrive: rebuilt (the paper), or kept (cheaper, drifts)",

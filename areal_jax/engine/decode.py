@@ -1,20 +1,27 @@
 """The decode engine: prefill, insert and generate (the JetStream verbs), with weights and state as arguments.
 
-A prefill fills the KV cache of all tokens of a sequence but the last, which the first decode step feeds. So every token is
-drawn in `generate`, and rebuilding the cache of a half-written answer with new weights is the same prefill.
+Keys and values lie in pages, which samples of one prompt share; the host says in tables whose they are (`engine/pages.py`). A
+prefill fills the pages of all tokens of a sequence but the last, which the first decode step feeds. So every token is drawn in
+`generate`, and rebuilding the pages of a half-written answer with new weights is the same prefill.
 
-Axes: B rows, T tokens, S slots, F fields of a slot, C cache columns, D width, N query heads, K key-value heads, H head size,
-V vocabulary, L layers, n decode steps of one dispatch, A alternatives.
+Where a kernel attends to pages, `generate` writes and reads them. On CPUs it reads a view: a copy of every live slot's keys and
+values laid end to end, which `insert` makes of its pages, and writes what it drew to both. Measured on two busy CPU cores, 4
+layers of 2 heads of 32, 64 slots: the attention of a step takes 1.1 ms from a view of 128 columns, 2.5 ms of 256, 32 ms of
+1024; laying pages end to end before every dispatch would add 3.5, 7 and 80 ms to it.
+
+Axes: B rows, T tokens, S slots, F fields of a slot, C columns of the view, D width, N query heads, K key-value heads, H head
+size, V vocabulary, L layers, M pages of a slot's table, n decode steps of one dispatch,
+A alternatives.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
@@ -29,15 +36,19 @@ from areal_jax.models import lora
 from areal_jax.models.attention import choose_kernel, masked_attention, sharded_attention
 from areal_jax.models.decoder import Attend, Params, Policy
 from areal_jax.models.moe import ROUTER, sharded_experts
-from areal_jax.parallel.sharding import ROLLOUT_RULES, sharding, shardings
+from areal_jax.models.paged_attention import PAGE_AXES, PagedKernel, Pages, paged_attention, read_pages, sharded_write
+from areal_jax.parallel.sharding import ROLLOUT_RULES, bytes_per_device, on_shards, sharding, shardings
 
 EngineParams: TypeAlias = dict[str, Any]
 """What `DecodeEngine.layout` makes of parameters: `layers` is a tuple of L trees instead of one stacked tree. With an adapter,
 matrices are `Adapted` and never merged: an update smaller than half a step of bfloat16 would be lost."""
 
-Cache: TypeAlias = tuple[tuple[Array, Array], ...]
+View: TypeAlias = tuple[tuple[Array, Array], ...]
 """Keys [S, K, H, n + C] and values [S, K, n + C, H] of each layer, as attention reads them: first n columns for the tokens of
-the dispatch under way, then one column per position."""
+the dispatch under way, then one column per position. Empty where attention reads pages."""
+
+Reader: TypeAlias = Literal["view"] | PagedKernel
+"""What attention reads while tokens are drawn: a view of the pages, or the pages themselves through a kernel."""
 
 MAX_STOP_TOKENS = 8
 """Stop tokens that one request may name; they are compared on the device."""
@@ -86,7 +97,7 @@ _PLACES: dict[str, tuple[np.dtype, slice]] = {
 
 # How a dispatch leaves a slot; 0: not drawing, or ended for want of budget.
 _GOES_ON, _STOPPED = 1, 2
-_SHORTEST_PREFILL, _SHORTEST_CACHE = 32, 128
+_SHORTEST_PREFILL, _SHORTEST_VIEW = 32, 128
 # One prefill call holds up to 8 rows and this many tokens per device: enough to fill a device, little enough for its memory.
 _PREFILL_ROWS, _PREFILL_TOKENS = 8, 8192
 
@@ -94,22 +105,33 @@ _PREFILL_ROWS, _PREFILL_TOKENS = 8, 8192
 class DecodeState(NamedTuple):
     """All that a dispatch reads and writes; given to `generate`, which returns the next one in its place."""
 
-    cache: Cache
+    pages: tuple[Pages, ...]
+    """Of each layer."""
+    view: View
     slots: Int32[Any, "S F"]
-    """`SLOT` records as integers; on the host where they were just seated."""
+    """`SLOT` records as integers; on the host where they were just seated, as is the table."""
+    table: Int32[Any, "S M"]
+    """Pages of each slot's sequence, numbered within its data shard."""
 
 
-class Prefix(NamedTuple):
-    """Keys [L, B, K, H, T] and values [L, B, K, T, H] of prefilled rows."""
+class Fill(NamedTuple):
+    """Tokens of a sequence whose keys and values are to be computed."""
 
-    keys: Array
-    values: Array
+    tokens: Int32[np.ndarray, "_"]
+    """At most `engine.prefill_chunk_tokens`."""
+    start: int
+    """Tokens before them, whose pages are filled."""
+    pages: Sequence[int]
+    """Of the sequence up to the last of these tokens."""
+    shard: int = 0
+    """Data shard in which the pages lie."""
 
 
 class _Step(NamedTuple):
     """What one decode step of a dispatch hands to the next."""
 
-    cache: Cache
+    cache: Any
+    """The view, or the pages: what attention reads."""
     token: Int32[Array, "S"]
     active: Bool[Array, "S"]
     remaining: Int32[Array, "S"]
@@ -144,11 +166,15 @@ class Drawn(NamedTuple):
 class DecodeEngine:
     """Compiled programs for one policy on one mesh; holds no weights and no state.
 
-    Slots are cut over the mesh's data axis, heads over its tensor axis. The cache is as long as the longest live sequence
-    needs, in powers of two, so that short sequences stay cheap and few programs are compiled."""
+    Slots and pages are cut over the mesh's data axis, heads over its tensor axis. A view is as long as the longest live
+    sequence needs, in powers of two, so that short sequences stay cheap and few programs are compiled."""
 
-    def __init__(self, policy: Policy, mesh: Mesh, config: EngineConfig, compute_dtype: DTypeLike):
-        """Raises ValueError naming the knob where the slots do not divide over the mesh."""
+    def __init__(
+        self, policy: Policy, mesh: Mesh, config: EngineConfig, compute_dtype: DTypeLike, reader: Reader | None = None
+    ):
+        """Args: reader: None takes what is fastest on the mesh's devices.
+
+        Raises ValueError naming the knob where the slots do not divide over the mesh, or no sequence fits in the KV memory."""
         if config.num_slots % mesh.shape["data"]:
             raise ValueError(
                 f"engine.num_slots={config.num_slots} does not divide by the {mesh.shape['data']} rollout devices that share "
@@ -157,9 +183,27 @@ class DecodeEngine:
         self.policy, self.mesh, self.config = policy, mesh, config
         self.compute_dtype = jnp.dtype(compute_dtype)
         self.max_tokens = config.max_prompt_tokens + config.max_new_tokens
+        self.reader: Reader = "view" if reader is None else reader
         # The last token is never fed, so it needs no column.
-        self._lengths = _doublings(_SHORTEST_PREFILL, self.max_tokens - 1)
-        self._cache_lengths = [n for n in self._lengths if n >= _SHORTEST_CACHE] or self._lengths[-1:]
+        most = self.max_tokens - 1
+        self.num_shards = mesh.shape["data"]
+        """Data shards; each has pages of its own."""
+        self.pages_per_slot = math.ceil(most / config.page_tokens)
+        # One more than the longest sequence: the page of its prompt that is not full, while others wait to copy it.
+        of_shard = config.kv_tokens // (self.num_shards * config.page_tokens)
+        self.pages_per_shard = of_shard if config.kv_tokens else config.num_slots // self.num_shards * self.pages_per_slot + 1
+        if self.pages_per_shard <= self.pages_per_slot:
+            least = self.num_shards * (self.pages_per_slot + 1) * config.page_tokens
+            raise ValueError(
+                f"engine.kv_tokens={config.kv_tokens} holds no sequence of engine.max_prompt_tokens + engine.max_new_tokens = "
+                f"{self.max_tokens}; set engine.kv_tokens to at least {least}, or to 0"
+            )
+        self._insert_lengths = _doublings(_SHORTEST_PREFILL, most)
+        longer = [n for n in self._insert_lengths if n >= _SHORTEST_VIEW] or self._insert_lengths[-1:]
+        self._view_lengths = longer if self.reader == "view" else []
+        self._lengths = _doublings(_SHORTEST_PREFILL, min(most, config.prefill_chunk_tokens))
+        # Longer to compile and seldom long: every second length does.
+        self._extend_lengths = self._lengths[::-2][::-1]
         whole = self._laid_out(policy.abstract(), policy.axes())
         arriving = self._laid_out(lora.abstract(policy), lora.axes(policy)) if policy.lora else whole
         self._params = lora.attach(policy, whole, arriving) if policy.lora else whole
@@ -194,58 +238,97 @@ class DecodeEngine:
         before = self.compile_s
         filters = self.config.top_k > 0 or self.config.top_p < 1
         drawings = range(max(most, Drawing.FILTERED if filters else Drawing.PLAIN) + 1)
-        self._program("init")
-        self._program("same_weights")
-        for length in self._cache_lengths:
-            for wanted in self._cache_lengths:
+        for verb in ("init", "same_weights", "copy"):
+            self._program(verb)
+        for length in self._view_lengths:
+            for wanted in self._view_lengths:
                 if wanted != length:
                     self._program("resize", length, wanted)
+            for tokens in self._insert_lengths:
+                if tokens <= length:
+                    self._program("insert", tokens, length)
+        for length in self._view_lengths or [0]:
             for drawing in drawings:
                 self._program("generate", length, drawing)
-            for tokens in self._lengths:
-                for rows in self._row_counts(tokens):
-                    self._program("prefill", rows, tokens)
-                    if tokens <= length:
-                        self._program("insert", rows, tokens, length)
+        for tokens in self._lengths:
+            for rows in self._row_counts(tokens):
+                self._program("prefill", rows, tokens)
+        for tokens in self._extend_lengths:
+            self._program("extend", self._row_counts(tokens)[-1], tokens)
         return self.compile_s - before
 
     def init_state(self) -> DecodeState:
-        """Empty slots and the shortest cache."""
-        return DecodeState(self._program("init")(), _as_integers(empty_slots(self.config.num_slots)))
+        """Empty slots and pages, and the shortest view."""
+        table = np.zeros((self.config.num_slots, self.pages_per_slot), np.int32)
+        pages, view = self._program("init")()
+        return DecodeState(pages, view, _as_integers(empty_slots(self.config.num_slots)), table)
+
+    def kv_bytes(self) -> int:
+        """Bytes of keys and values on every device: the pages, and the longest view where attention reads one."""
+        shapes = self._page_shapes(), self._view_shapes(self._view_lengths[-1] if self._view_lengths else 0)
+        return bytes_per_device(shapes, _placed(shapes))
 
     def seat(self, state: DecodeState, slots: Shaped[np.ndarray, "S"]) -> DecodeState:
         """Let the slots draw what these `SLOT` records say."""
-        return DecodeState(state.cache, _as_integers(slots))
+        return state._replace(slots=_as_integers(slots))
+
+    def point(self, state: DecodeState, table: Int32[np.ndarray, "S M"]) -> DecodeState:
+        """Let the slots read and write the pages of this table."""
+        # A copy: an array on a CPU device may share the memory of the host's.
+        return state._replace(table=table.copy())
 
     def fit(self, state: DecodeState, num_columns: int) -> DecodeState:
-        """Lengthen or shorten the cache to the smallest length that holds `num_columns` positions."""
-        length, wanted = self._cache_length(state), _at_least(self._cache_lengths, num_columns)
+        """Lengthen or shorten the view to the smallest length that holds `num_columns` positions."""
+        if self.reader != "view":
+            return state
+        length, wanted = self._view_length(state), _at_least(self._view_lengths, num_columns)
         if length == wanted:
             return state
-        return DecodeState(self._program("resize", length, wanted)(state.cache), state.slots)
+        return state._replace(view=self._program("resize", length, wanted)(state.view))
 
-    def prefill(self, params: EngineParams, sequences: Sequence[Int32[np.ndarray, "_"]]) -> Iterator[tuple[Prefix, list[int]]]:
-        """Keys and values of every sequence's tokens. Yields prefixes, each with which sequence lies in which of its rows."""
-        by_length: dict[int, list[int]] = {}
-        for i, sequence in enumerate(sequences):
-            by_length.setdefault(_at_least(self._lengths, len(sequence)), []).append(i)
-        for length, waiting in by_length.items():
-            counts = self._row_counts(length)
-            while waiting:
+    def prefill(self, params: EngineParams, state: DecodeState, fills: Sequence[Fill]) -> DecodeState:
+        """Compute keys and values of the tokens of all fills, which must not need one another; `state` is consumed."""
+        waiting: dict[tuple[str, int], list[list[Fill]]] = {}
+        for fill in fills:
+            verb, lengths = ("extend", self._extend_lengths) if fill.start else ("prefill", self._lengths)
+            by_shard = waiting.setdefault((verb, _at_least(lengths, len(fill.tokens))), [[] for _ in range(self.num_shards)])
+            by_shard[fill.shard].append(fill)
+        pages = state.pages
+        for (verb, length), by_shard in waiting.items():
+            while (most := max(map(len, by_shard))) > 0:
+                counts = self._row_counts(length)
                 # A few are cheaper one by one than in a batch that is mostly padding.
-                rows = counts[-1] if 2 * len(waiting) > counts[-1] else counts[0]
-                members, waiting = waiting[:rows], waiting[rows:]
-                tokens = np.zeros((rows, length), np.int32)
-                for row, i in enumerate(members):
-                    tokens[row, : len(sequences[i])] = sequences[i]
-                yield self._program("prefill", rows, length)(params, tokens), members
+                rows = counts[0] if verb == "prefill" and 2 * most * self.num_shards <= counts[-1] else counts[-1]
+                each = rows // self.num_shards
+                members = {row: by for d, by in enumerate(by_shard) for row, by in enumerate(by[:each], d * each)}
+                tokens, table = np.zeros((rows, length), np.int32), np.zeros((rows, self.pages_per_slot), np.int32)
+                spans = np.zeros((2, rows), np.int32)
+                for row, fill in members.items():
+                    tokens[row, : len(fill.tokens)] = fill.tokens
+                    table[row, : len(fill.pages)] = fill.pages
+                    spans[:, row] = fill.start, len(fill.tokens)
+                pages = self._program(verb, rows, length)(params, pages, tokens, table, spans[0], spans[1])
+                by_shard = [queue[each:] for queue in by_shard]
+        return state._replace(pages=pages)
 
-    def insert(self, prefix: Prefix, state: DecodeState, rows: Sequence[int], slots: Sequence[int]) -> DecodeState:
-        """Copy rows of a prefix into the cache of slots, one row per slot; `state` is consumed."""
-        table = np.zeros((2, self.config.num_slots), np.int32)
-        table[:, : len(rows)] = rows, slots
-        program = self._program("insert", prefix.values.shape[1], prefix.values.shape[3], self._cache_length(state))
-        return DecodeState(program(state.cache, prefix, table, np.int32(len(rows))), state.slots)
+    def copy(self, state: DecodeState, pairs: Sequence[Sequence[tuple[int, int]]]) -> DecodeState:
+        """Copy pages, given as (from, to) of every data shard; `state` is consumed."""
+        table, counts = self._by_shard(pairs, 2)
+        return state._replace(pages=self._program("copy")(state.pages, table, counts)) if counts.any() else state
+
+    def insert(self, state: DecodeState, columns: Mapping[int, int]) -> DecodeState:
+        """Let slots go on from so many tokens in the pages that the table names: lay them out in the view."""
+        if self.reader != "view":
+            return state
+        length, by_length = self._view_length(state), dict[int, list[int]]()
+        for slot, count in columns.items():
+            if count:
+                by_length.setdefault(min(_at_least(self._insert_lengths, count), length), []).append(slot)
+        view, per_shard = state.view, self.config.num_slots // self.num_shards
+        for tokens, slots in by_length.items():
+            lists = [[(slot % per_shard,) for slot in slots if slot // per_shard == d] for d in range(self.num_shards)]
+            view = self._program("insert", tokens, length)(view, state.pages, state.table, *self._by_shard(lists, 1))
+        return state._replace(view=view)
 
     def generate(
         self,
@@ -261,7 +344,7 @@ class DecodeEngine:
             drawing: the most that some slot asks for.
             sequences: for shaped drawing, the tokens so far of slots with penalties, up to `max_tokens`; -1 elsewhere."""
         shaping = () if sequences is None else (sequences,)
-        return self._program("generate", self._cache_length(state), drawing)(params, state, *shaping)
+        return self._program("generate", self._view_length(state), drawing)(params, state, *shaping)
 
     def fetch(self, packed: Int32[Array, "m S"]) -> Drawn:
         """Wait for what a dispatch drew: one transfer from device to host."""
@@ -290,33 +373,50 @@ class DecodeEngine:
         return self._programs[key]
 
     def _lowered(self, verb: str, *shape: int) -> jax.stages.Lowered:
-        num_slots = self.config.num_slots
+        num_slots, pages = self.config.num_slots, self._page_shapes()
         scalar = self._shape((), jnp.int32)
         match verb, *shape:
             case ("init",):
-                shapes = self._cache_shapes(self._cache_lengths[0])
+                shapes = self._page_shapes(), self._view_shapes(self._view_lengths[0] if self._view_lengths else 0)
                 return _lower(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), (), shapes)
             case "generate", length, drawing:
-                state = DecodeState(self._cache_shapes(length), self._slot_shapes())
+                table = self._shape((num_slots, self.pages_per_slot), jnp.int32, "slots")
+                state = DecodeState(pages, self._view_shapes(length), self._slot_shapes(), table)
                 packed = self._shape((1, num_slots), jnp.int32, None, "slots")
                 is_shaped = drawing == Drawing.SHAPED
                 sequences = (self._shape((num_slots, self.max_tokens), jnp.int32, "slots"),) if is_shaped else ()
                 generate = partial(self._generate, Drawing(drawing))
                 return _lower(generate, (self._params, state, *sequences), (state, packed), donate=1)
-            case "prefill", rows, length:
+            case ("prefill" | "extend") as verb, rows, length:
                 tokens = self._shape((rows, length), jnp.int32, "batch")
-                return _lower(self._prefill, (self._params, tokens), self._prefix_shapes(rows, length))
-            case "insert", rows, tokens, length:
-                cache, prefix = self._cache_shapes(length), self._prefix_shapes(rows, tokens)
-                table = self._shape((2, num_slots), jnp.int32)
-                return _lower(self._insert, (cache, prefix, table, scalar), cache, donate=0)
+                table, span = (
+                    self._shape((rows, self.pages_per_slot), jnp.int32, "batch"),
+                    self._shape((rows,), jnp.int32, "batch"),
+                )
+                run = self._prefill if verb == "prefill" else self._extend
+                return _lower(run, (self._params, pages, tokens, table, span, span), pages, donate=1)
+            case ("copy",):
+                return self._lowered_on_shards(_copy_pages, (pages, *self._lists(2)), pages, donate=0)
+            case "insert", tokens, length:
+                view, table = self._view_shapes(length), self._shape((num_slots, self.pages_per_slot), jnp.int32, "slots")
+                insert = partial(
+                    _insert, num_pages=math.ceil(tokens / self.config.page_tokens), first=self.config.steps_per_dispatch
+                )
+                return self._lowered_on_shards(insert, (view, pages, table, *self._lists(1)), view, donate=0)
             case "resize", length, wanted:
-                after = self._cache_shapes(wanted)
-                return _lower(lambda cache: jax.tree.map(_resize, cache, after), (self._cache_shapes(length),), after)
+                after = self._view_shapes(wanted)
+                return _lower(lambda view: jax.tree.map(_resize, view, after), (self._view_shapes(length),), after)
             case ("same_weights",):
                 return _lower(_equal_bits, (self._params, self._params), scalar)
             case _:
                 raise ValueError(f"the engine has no program for {verb!r}")
+
+    def _lowered_on_shards(
+        self, function: Callable[..., Any], arguments: tuple[Any, ...], result: Any, *, donate: int
+    ) -> jax.stages.Lowered:
+        """`_lower` of what each device does with its own part."""
+        ins, out = (jax.tree.map(lambda leaf: leaf.sharding.spec, shapes) for shapes in (arguments, result))
+        return _lower(on_shards(function, self.mesh, ins, out), arguments, result, donate=donate)
 
     # What the programs compute.
 
@@ -334,7 +434,7 @@ class DecodeEngine:
             times_drawn = sampling.count_tokens(jnp.where(is_prompt, -1, sequences), size)
         head = self.policy.head(params)
         steps = jnp.arange(num_steps, dtype=jnp.int32)
-        columns = jnp.arange(self._cache_length(state), dtype=jnp.int32)
+        columns = jnp.arange(self._view_length(state), dtype=jnp.int32)
         past = columns < position[:, None]
         # Where in its sequence the token of each column lies.
         places = jnp.concatenate([position[:, None] + steps, jnp.broadcast_to(columns, past.shape)], axis=1)
@@ -342,12 +442,18 @@ class DecodeEngine:
 
         def step(i: Int32[Array, ""], carry: _Step) -> _Step:
             cache, token, active, remaining, _, tokens, logps, times_drawn, alternatives = carry
-            fresh = jnp.broadcast_to(steps <= i, (past.shape[0], num_steps))
+            if self.reader == "view":
+                fresh = jnp.broadcast_to(steps <= i, (past.shape[0], num_steps))
+                attend = _attend_to_view(i, jnp.concatenate([fresh, past], axis=1), (position + i)[:, None] - places)
+            else:
+                # A slot that draws nothing writes nothing, and reads next to nothing.
+                starts = jnp.where(active, position + i, 0)
+                attend = paged_attention(state.table, starts, active.astype(jnp.int32), self.reader, self.mesh, ROLLOUT_RULES)
             hidden, cache, _ = self.policy.hidden(
                 params,
                 token[:, None],
                 (position + i)[:, None],
-                _attend_cached(i, jnp.concatenate([fresh, past], axis=1), (position + i)[:, None] - places),
+                attend,
                 cache,
                 compute_dtype=self.compute_dtype,
                 unroll=True,
@@ -382,7 +488,8 @@ class DecodeEngine:
         nothing = jnp.full((num_steps, len(started)), -1, jnp.int32), jnp.zeros((num_steps, len(started)), jnp.float32)
         shape = num_steps, num_alternatives, len(started)
         others = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
-        first = _Step(state.cache, field("token"), started, remaining, jnp.zeros_like(started), *nothing, times_drawn, others)
+        read = state.view if self.reader == "view" else state.pages
+        first = _Step(read, field("token"), started, remaining, jnp.zeros_like(started), *nothing, times_drawn, others)
         # No step without a slot that may draw in it: a dispatch in which all have ended costs next to nothing.
         most = jnp.minimum(num_steps, jnp.max(remaining * started))
         cache, token, active, remaining, stopped, tokens, logp, _, others = jax.lax.fori_loop(0, most, step, first)
@@ -398,9 +505,23 @@ class DecodeEngine:
             "active": active.astype(jnp.int32),
         }
         slots = state.slots.at[:, [_PLACES[name][1].start for name in now]].set(jnp.stack([*now.values()], axis=1))
-        return DecodeState(_settle(cache, position, num_steps), slots), jnp.concatenate(packed)
+        if self.reader != "view":
+            return DecodeState(cache, state.view, slots, state.table), jnp.concatenate(packed)
+        drew = [
+            (keys[..., :num_steps].transpose(0, 3, 1, 2), values[:, :, :num_steps].swapaxes(1, 2)) for keys, values in cache
+        ]
+        pages = self._write(state.pages, drew, state.table, position, counts)
+        return DecodeState(pages, _settle(cache, position, num_steps), slots, state.table), jnp.concatenate(packed)
 
-    def _prefill(self, params: EngineParams, tokens: Int32[Array, "B T"]) -> Prefix:
+    def _prefill(
+        self,
+        params: EngineParams,
+        pages: tuple[Pages, ...],
+        tokens: Int32[Array, "B T"],
+        table: Int32[Array, "B M"],
+        starts: Int32[Array, "B"],
+        counts: Int32[Array, "B"],
+    ) -> tuple[Pages, ...]:
         # Stacked again: a scan over layers compiles faster, and the copy is small beside a prefill.
         stacked = params | {"layers": jax.tree.map(lambda *leaves: jnp.stack(leaves), *params["layers"])}
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
@@ -409,23 +530,39 @@ class DecodeEngine:
         attend = _attend_keeping(sharded_attention(rows, kernel, self.mesh, ROLLOUT_RULES))
         experts = sharded_experts(self.mesh, ROLLOUT_RULES)
         _, kept, _ = self.policy.hidden(stacked, tokens, positions, attend, compute_dtype=self.compute_dtype, experts=experts)
-        return Prefix(*kept)
+        return self._write(pages, zip(*kept, strict=True), table, starts, counts)
 
-    def _insert(self, cache: Cache, prefix: Prefix, table: Int32[Array, "2 S"], count: Int32[Array, ""]) -> Cache:
-        first = self.config.steps_per_dispatch
+    def _extend(
+        self,
+        params: EngineParams,
+        pages: tuple[Pages, ...],
+        tokens: Int32[Array, "B T"],
+        table: Int32[Array, "B M"],
+        starts: Int32[Array, "B"],
+        counts: Int32[Array, "B"],
+    ) -> tuple[Pages, ...]:
+        """Prefill behind tokens whose pages are filled."""
+        positions = starts[:, None] + jnp.arange(tokens.shape[1], dtype=jnp.int32)
+        attend = paged_attention(table, starts, counts, "plain", self.mesh, ROLLOUT_RULES)
+        experts = sharded_experts(self.mesh, ROLLOUT_RULES)
+        _, pages, _ = self.policy.hidden(
+            params, tokens, positions, attend, pages, compute_dtype=self.compute_dtype, unroll=True, experts=experts
+        )
+        return pages
 
-        def copy_row(i: Array, cache: Cache) -> Cache:
-            row, slot = table[0, i], table[1, i]
-            rows = (jax.lax.dynamic_slice_in_dim(x, row, 1, 1) for x in prefix)
-            return tuple(
-                (
-                    jax.lax.dynamic_update_slice(keys, new_keys, (slot, 0, 0, first)),
-                    jax.lax.dynamic_update_slice(values, new_values, (slot, 0, first, 0)),
-                )
-                for (keys, values), new_keys, new_values in zip(cache, *rows, strict=True)
-            )
-
-        return jax.lax.fori_loop(0, count, copy_row, cache)
+    def _write(
+        self,
+        pages: tuple[Pages, ...],
+        drew: Iterable[tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]],
+        table: Int32[Array, "B M"],
+        starts: Int32[Array, "B"],
+        counts: Int32[Array, "B"],
+    ) -> tuple[Pages, ...]:
+        """Put keys and values of every layer into its pages."""
+        return tuple(
+            sharded_write(layer, k, v, table, starts, counts, self.mesh, ROLLOUT_RULES)
+            for layer, (k, v) in zip(pages, drew, strict=True)
+        )
 
     # Shapes and where they lie.
 
@@ -444,22 +581,43 @@ class DecodeEngine:
         is_prompt = length <= _at_least(self._lengths, self.config.max_prompt_tokens - 1)
         return sorted({1, most}) if is_prompt and shards == 1 else [most]
 
-    def _cache_length(self, state: DecodeState) -> int:
-        return state.cache[0][0].shape[3] - self.config.steps_per_dispatch
+    def _view_length(self, state: DecodeState) -> int:
+        return state.view[0][0].shape[3] - self.config.steps_per_dispatch if state.view else 0
 
-    def _cache_shapes(self, length: int) -> Any:
+    def _page_shapes(self) -> Any:
+        model = self.policy.config
+        shape = (
+            model.num_key_value_heads,
+            self.num_shards * self.pages_per_shard,
+            self.config.page_tokens,
+            model.head_dim,
+        )
+        half = self._shape(shape, self.compute_dtype, *PAGE_AXES)
+        return (Pages(half, half),) * model.num_hidden_layers
+
+    def _view_shapes(self, length: int) -> Any:
+        if self.reader != "view":
+            return ()
         model, columns = self.policy.config, self.config.steps_per_dispatch + length
         shape = (self.config.num_slots, model.num_key_value_heads)
         keys = self._shape((*shape, model.head_dim, columns), self.compute_dtype, "slots", "kv_heads")
         values = self._shape((*shape, columns, model.head_dim), self.compute_dtype, "slots", "kv_heads")
         return ((keys, values),) * model.num_hidden_layers
 
-    def _prefix_shapes(self, rows: int, length: int) -> Any:
-        model = self.policy.config
-        shape = (model.num_hidden_layers, rows, model.num_key_value_heads)
-        keys = self._shape((*shape, model.head_dim, length), self.compute_dtype, None, None, "kv_heads")
-        values = self._shape((*shape, length, model.head_dim), self.compute_dtype, None, None, "kv_heads")
-        return Prefix(keys, values)
+    def _lists(self, width: int) -> tuple[Any, Any]:
+        """Shapes of what `_by_shard` makes."""
+        return self._shape((self.config.num_slots, width), jnp.int32, "slots"), self._shape(
+            (self.num_shards,), jnp.int32, "slots"
+        )
+
+    def _by_shard(
+        self, lists: Sequence[Sequence[tuple[int, ...]]], width: int
+    ) -> tuple[Int32[np.ndarray, "S W"], Int32[np.ndarray, "_"]]:
+        """A list of every data shard, of at most as many tuples as it has slots, as one array and their lengths."""
+        array = np.zeros((self.num_shards, self.config.num_slots // self.num_shards, width), np.int32)
+        for rows, entries in zip(array, lists, strict=True):
+            rows[: len(entries)] = entries or 0
+        return array.reshape(-1, width), np.array([len(entries) for entries in lists], np.int32)
 
     def _slot_shapes(self) -> Any:
         return self._shape((self.config.num_slots, SLOT.itemsize // 4), jnp.int32, "slots")
@@ -492,7 +650,7 @@ def _bits(x: Float32[Array, "..."]) -> Int32[Array, "..."]:
     return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
-def _attend_cached(step: Int32[Array, ""], seen: Bool[Array, "S C"], ages: Int32[Array, "S C"]) -> Attend:
+def _attend_to_view(step: Int32[Array, ""], seen: Bool[Array, "S C"], ages: Int32[Array, "S C"]) -> Attend:
     """Attend from one new token per slot to the columns `seen`, the token's own among them: column `step` of every slot.
 
     All slots write the same column, so that the write is one slice; `_settle` copies it to its place after the dispatch.
@@ -513,29 +671,68 @@ def _attend_cached(step: Int32[Array, ""], seen: Bool[Array, "S C"], ages: Int32
     return attend
 
 
-def _settle(cache: Cache, position: Int32[Array, "S"], num_steps: int) -> Cache:
-    """Copy the tokens of a dispatch from the first columns to those of their positions."""
+def _settle(view: View, position: Int32[Array, "S"], num_steps: int) -> View:
+    """Copy the tokens of a dispatch from the first columns to those of their positions.
+
+    A slot that ended may have columns of others' tokens then: nobody reads them any more."""
 
     def one_slot(
         keys: Float[Array, "K H C"], values: Float[Array, "K C H"], position: Int32[Array, ""]
     ) -> tuple[Float[Array, "K H C"], Float[Array, "K C H"]]:
-        # What a slot that ended would write beyond the end is dropped.
-        places = num_steps + position + jnp.arange(num_steps, dtype=jnp.int32)
         return (
-            keys.at[:, :, places].set(keys[:, :, :num_steps], mode="drop", unique_indices=True),
-            values.at[:, places].set(values[:, :num_steps], mode="drop", unique_indices=True),
+            jax.lax.dynamic_update_slice_in_dim(keys, keys[:, :, :num_steps], num_steps + position, 2),
+            jax.lax.dynamic_update_slice_in_dim(values, values[:, :num_steps], num_steps + position, 1),
         )
 
-    return tuple(jax.vmap(one_slot)(keys, values, position) for keys, values in cache)
+    return tuple(jax.vmap(one_slot)(keys, values, position) for keys, values in view)
+
+
+def _insert(
+    view: View,
+    pages: tuple[Pages, ...],
+    table: Int32[Array, "S M"],
+    slots: Int32[Array, "S 1"],
+    count: Int32[Array, "1"],
+    *,
+    num_pages: int,
+    first: int,
+) -> View:
+    """Lay the first pages of some slots end to end in their rows of the view, from column `first` on."""
+
+    def one_slot(i: Array, view: View) -> View:
+        slot = slots[i, 0]
+        ids = jax.lax.dynamic_slice_in_dim(table, slot, 1)[:, :num_pages]
+
+        def put(keys: Array, values: Array, layer: Pages) -> tuple[Array, Array]:
+            k, v = (x.swapaxes(0, 1)[:, :, : values.shape[2] - first] for x in read_pages(layer, ids))
+            return (
+                jax.lax.dynamic_update_slice(keys, k.swapaxes(2, 3), (slot, 0, 0, first)),
+                jax.lax.dynamic_update_slice(values, v, (slot, 0, first, 0)),
+            )
+
+        return tuple(put(*layer_view, layer) for layer_view, layer in zip(view, pages, strict=True))
+
+    return jax.lax.fori_loop(0, count[0], one_slot, view)
+
+
+def _copy_pages(pages: tuple[Pages, ...], pairs: Int32[Array, "S 2"], count: Int32[Array, "1"]) -> tuple[Pages, ...]:
+    def one_pair(i: Array, pages: tuple[Pages, ...]) -> tuple[Pages, ...]:
+        def put(x: Array) -> Array:
+            page = jax.lax.dynamic_slice_in_dim(x, pairs[i, 0], 1, 1)
+            return jax.lax.dynamic_update_slice_in_dim(x, page, pairs[i, 1], 1)
+
+        return jax.tree.map(put, pages)
+
+    return jax.lax.fori_loop(0, count[0], one_pair, pages)
 
 
 def _attend_keeping(attend: Attend) -> Attend:
-    """`attend`, which also returns the keys and values in the layouts of the cache."""
+    """`attend`, which also returns the keys and values."""
 
     def attend_and_keep(
         q: Array, k: Array, v: Array, cache: None, window: int | None = None
     ) -> tuple[Array, tuple[Array, Array]]:
-        return attend(q, k, v, cache, window)[0], (k.transpose(0, 2, 3, 1), v.swapaxes(1, 2))
+        return attend(q, k, v, cache, window)[0], (k, v)
 
     return attend_and_keep
 

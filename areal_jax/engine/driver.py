@@ -15,7 +15,8 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 import jax
 import numpy as np
 
-from areal_jax.engine.decode import MAX_ALTERNATIVES, MAX_STOP_TOKENS, DecodeEngine, Drawing, Drawn, Prefix
+from areal_jax.engine.decode import MAX_ALTERNATIVES, MAX_STOP_TOKENS, DecodeEngine, Drawing, Drawn
+from areal_jax.engine.memory import Filling, Memory
 from areal_jax.engine.slots import SlotTable, nothing_drawn
 from areal_jax.records import (
     NO_VERSION,
@@ -37,7 +38,7 @@ _GLANCE_S, _NAP_S = 0.01, 1.0
 _CLOSE_TIMEOUT_S = 60.0
 
 TOTALS = (
-    *("tokens", "dispatches", "swaps", "requests", "prefill_tokens", "recompute_tokens", "wait_s"),
+    *("tokens", "dispatches", "swaps", "requests", "prefill_tokens", "recompute_tokens", "preemptions", "wait_s"),
     *("tokens_per_s", "compilations"),
 )
 """Measures of which those of several drivers add up to one of all; the others are means."""
@@ -87,20 +88,10 @@ class _Job:
     """Samples without a slot."""
     seats: dict[int, int] = field(default_factory=dict)
     """Slot of each sample that has one."""
-    prefix: tuple[Prefix, int] | None = None
-    """The prefilled prompt and its row, while samples wait that will start from it."""
+    prompts: dict[int, Filling] = field(default_factory=dict)
+    """By data shard: the prompt's pages, while samples wait that will start from it."""
     num_told: dict[int, int] = field(default_factory=dict)
     """Tokens of each sample that whoever asked has been told of."""
-
-
-@dataclass(frozen=True)
-class _Start:
-    """A sequence to prefill, and the slots that go on from it."""
-
-    tokens: np.ndarray
-    slots: list[int]
-    job: _Job | None = None
-    """Whose bare prompt it is: its prefix is kept while more samples wait for it."""
 
 
 class _UnderWay(NamedTuple):
@@ -120,16 +111,22 @@ class _Command:
 class Driver:
     """Answers requests with one thread that owns the engine's state: the local `records.Engine`.
 
-    Between two dispatches the thread obeys commands, takes newer weights, seats waiting samples in free slots, and then
-    draws `steps_per_dispatch` tokens in every slot. Where none of these waits, the next dispatch is enqueued before the last
-    one's tokens are read, so that the device never waits for the host."""
+    Between two dispatches the thread obeys commands, takes newer weights, seats waiting samples in free slots, computes the
+    next part of their prompts, and then draws `steps_per_dispatch` tokens in every slot. Where none of these waits, the next
+    dispatch is enqueued before the last one's tokens are read, so that the device never waits for the host.
+
+    A sample is seated where there are pages for it. Where a slot needs one and none is left, the sample that was seated last
+    makes room: it waits with what it has drawn, and goes on later as if nothing had been."""
 
     def __init__(self, engine: DecodeEngine, weights: WeightSource, *, on_event: Event | None = None):
         config = engine.config
         self._engine, self._config, self._weights, self._on_event = engine, config, weights, on_event
         self._table = SlotTable(config.num_slots, config.max_new_tokens, config.steps_per_dispatch)
+        self._memory = Memory(engine)
+        # Slot to job and sample, the one seated last at the end; those that wait for their prompt are not yet in the table.
         self._occupants: dict[int, tuple[_Job, int]] = {}
-        self._free = list(range(config.num_slots))[::-1]
+        # Free slots of each data shard.
+        self._free = [self._memory.table.slots(shard)[::-1] for shard in range(engine.num_shards)]
         self._num_ended = 0
         """Slots that ended with the last dispatch."""
         # Owned by the driver's thread, in order of arrival: all unfinished jobs, and those with samples that wait for a slot.
@@ -234,7 +231,8 @@ class Driver:
     def metrics(self) -> dict[str, tuple[float, float]]:
         """Sum and weight of each measure since the last call: their quotient is the mean, or the rate.
 
-        tokens, dispatches, swaps, requests, prefill_tokens, recompute_tokens, compilations: counts (weight 1).
+        tokens, dispatches, swaps, requests, prefill_tokens, recompute_tokens, preemptions, compilations: counts (weight 1).
+        kv_used: share of the KV memory's pages in use, by dispatch.
         tokens_per_s: over the time since the last call. occupancy: share of slot-steps that drew a token.
         host_gap_us: host time between two dispatches, in which the device waits; 0 where the next one was enqueued before.
         swap_stall_s: by swap.
@@ -303,9 +301,10 @@ class Driver:
                 self._take_newest_weights()
                 self._expire()
                 self._seat_waiting()
-                if self._occupants:
+                self._fill()
+                if self._table.active.any():
                     self._dispatch()
-                else:
+                elif not self._occupants:
                     self._rest()
             self._end(EngineStopped("the decode engine was closed"))
         except Exception as error:
@@ -396,14 +395,16 @@ class Driver:
         self._watched.pop(job.request.id, None)
         for slot in job.seats.values():
             self._vacate(slot)
+        self._memory.give_up(job.prompts)
 
     def _vacate(self, slot: int) -> None:
+        self._memory.release(slot, self._table.cached_tokens(slot) if slot in self._table else None)
         self._table.release(slot)
         del self._occupants[slot]
-        self._free.append(slot)
+        self._free[self._memory.table.shard(slot)].append(slot)
 
     def _progress(self, job: _Job) -> tuple[Completion, ...]:
-        live = {sample: self._table.completion(slot, "suspended") for sample, slot in job.seats.items()}
+        live = {sample: self._table.completion(slot, "suspended") for sample, slot in job.seats.items() if slot in self._table}
         return tuple(live.get(sample, drawn) for sample, drawn in enumerate(job.drawn))
 
     def _deliver_if_finished(self, job: _Job) -> None:
@@ -419,16 +420,16 @@ class Driver:
             return
         start = time.perf_counter()
         old, self._current, self._arrived = self._current, newest, None
-        live = self._table.live()
-        prefilled = [job for job in self._queue.values() if job.prefix is not None]
         recomputed = 0
-        # Equal weights leave every cache as it is, so that such a swap changes no output in any bit.
-        if (live or prefilled) and not self._engine.same_weights(old.params, newest.params):
-            for job in prefilled:
-                job.prefix = None
+        # Equal weights leave every page as it is, so that such a swap changes no output in any bit.
+        if self._memory.holds_any and not self._engine.same_weights(old.params, newest.params):
+            for job in self._queue.values():
+                self._memory.give_up(job.prompts)
             if self._config.on_update == "recompute":
-                recomputed = self._fill([_Start(self._table.cached_tokens(slot), [slot]) for slot in live])
-                jax.block_until_ready(self._state.cache)
+                self._memory.forget()
+                live = {slot: self._table.cached_tokens(slot) for slot in self._table.live()}
+                self._state, recomputed = self._memory.rebuild(newest.params, self._state, live)
+                jax.block_until_ready(self._state.pages)
         end = time.perf_counter()
         self._device_idle_since = None
         self._count("swaps", 1)
@@ -437,55 +438,85 @@ class Driver:
         self._tell("swap", start, end, version=newest.version, recompute_tokens=recomputed)
 
     def _seat_waiting(self) -> None:
-        """Give free slots to waiting samples, oldest request first, and fill their caches."""
-        starts: list[_Start] = []
-        for job in list(self._queue.values()) if self._free else []:
-            if job.request.min_version <= self._current.version and self._free:
-                starts += self._seat(job)
-        if starts:
-            start = time.perf_counter()
-            self._state = self._engine.fit(self._state, self._table.num_columns())
-            num_tokens = self._fill(starts)
-            self._count("prefill_tokens", num_tokens)
-            self._tell("prefill", start, time.perf_counter(), tokens=num_tokens)
+        """Give free slots to waiting samples, oldest request first, for as long as there are pages for them."""
+        for job in list(self._queue.values()) if any(self._free) else []:
+            if job.request.min_version <= self._current.version and not self._seat(job):
+                break
 
-    def _seat(self, job: _Job) -> list[_Start]:
-        """Seat as many of a job's samples as there are slots; those that start from the bare prompt share its prefill."""
-        starts: list[_Start] = []
-        from_prompt = _Start(job.request.prompt_tokens[:-1], [], job)
-        while job.waiting and self._free:
-            sample, slot = job.waiting.popleft(), self._free.pop()
-            self._table.seat(slot, job.request, sample, job.drawn[sample])
+    def _seat(self, job: _Job) -> bool:
+        """Seat the samples of a job, of which those that start from the bare prompt share it; False where some must wait."""
+        request, memory = job.request, self._memory
+        while job.waiting:
+            if not any(self._free):
+                return False
+            shard = max((shard for shard, free in enumerate(self._free) if free), key=lambda d: memory.table.stores[d].num_free)
+            sample, slot = job.waiting[0], self._free[shard][-1]
+            drawn = job.drawn[sample]
+            tokens = np.concatenate([request.prompt_tokens, drawn.tokens])[:-1]
+            num_new = min(request.sampling.max_new_tokens - len(drawn.tokens), self._config.steps_per_dispatch)
+            num_others = len(memory.table.slots(shard)) - len(self._free[shard])
+            is_shared = not len(drawn.tokens) and (len(job.waiting) > 1 or shard in job.prompts)
+            # A page for each of the others where there may be too few, or one just seated would soon have to make room.
+            spare_pages = num_others if self._config.kv_tokens else 0
+            if not memory.start(slot, tokens, num_new, job.prompts if is_shared else None, spare_pages):
+                if num_others:
+                    return False
+                # Nothing but prompts that wait for slots can be in the way, this one's too.
+                self._give_up_prompts()
+                if not memory.start(slot, tokens, num_new):
+                    raise RuntimeError(f"{memory.table.num_used} pages are in use in an engine without a sequence")
+            job.waiting.popleft()
+            self._free[shard].pop()
             self._occupants[slot] = (job, sample)
             job.seats[sample] = slot
-            if len(job.drawn[sample].tokens):
-                starts.append(_Start(self._table.cached_tokens(slot), [slot]))
-            else:
-                from_prompt.slots.append(slot)
-        if not job.waiting:
-            del self._queue[job.request.id]
-        return [*starts, from_prompt] if from_prompt.slots else starts
+        memory.give_up(job.prompts)
+        del self._queue[request.id]
+        return True
 
-    def _fill(self, starts: list[_Start]) -> int:
-        """Compute the caches of the slots of these starts; returns the number of tokens that were prefilled."""
-        for start in starts:
-            if start.job is not None and start.job.prefix is not None:
-                prefix, row = start.job.prefix
-                self._state = self._engine.insert(prefix, self._state, [row] * len(start.slots), start.slots)
-        missing = [start for start in starts if len(start.tokens) and (start.job is None or start.job.prefix is None)]
-        for prefix, members in self._engine.prefill(self._current.params, [start.tokens for start in missing]):
-            rows = [row for row, i in enumerate(members) for _ in missing[i].slots]
-            self._state = self._engine.insert(prefix, self._state, rows, [slot for i in members for slot in missing[i].slots])
-            for row, i in enumerate(members):
-                if (job := missing[i].job) is not None:
-                    job.prefix = (prefix, row)
-        for start in starts:
-            if start.job is not None and not start.job.waiting:
-                start.job.prefix = None
-        return sum(len(start.tokens) for start in missing)
+    def _give_up_prompts(self) -> None:
+        for job in self._queue.values():
+            self._memory.give_up(job.prompts)
+
+    def _fill(self) -> None:
+        """Compute the next part of what seated samples wait for, and let those go on that have all of it."""
+        if not self._memory.fillings:
+            return
+        start = time.perf_counter()
+        others_wait = bool(self._table.active.any())
+        params, state = self._current.params, self._state
+        state, complete, num_tokens = self._memory.advance(params, state, others_wait=others_wait)
+        for slot in (slot for filling in complete for slot in filling.slots):
+            job, sample = self._occupants[slot]
+            self._table.seat(slot, job.request, sample, job.drawn[sample])
+        state = self._engine.fit(state, self._table.num_columns())
+        self._state = self._memory.finish(state, complete)
+        self._count("prefill_tokens", num_tokens)
+        self._tell("prefill", start, time.perf_counter(), tokens=num_tokens)
+
+    def _make_room(self) -> None:
+        """See to it that every live slot has pages for the next dispatch."""
+        while lacking := self._memory.reserve(self._table.ends()):
+            if any(job.prompts for job in self._queue.values()):
+                self._give_up_prompts()
+            else:
+                shard = self._memory.table.shard(lacking[0])
+                youngest = [slot for slot in self._occupants if self._memory.table.shard(slot) == shard][-1]
+                self._preempt(youngest)
+
+    def _preempt(self, slot: int) -> None:
+        """Let the sample in a slot wait, before all others, with what it has drawn."""
+        job, sample = self._occupants[slot]
+        if slot in self._table:
+            job.drawn[sample] = self._table.completion(slot, "suspended")
+        del job.seats[sample]
+        job.waiting.appendleft(sample)
+        self._queue = {job.request.id: job} | self._queue
+        self._vacate(slot)
+        self._count("preemptions", 1)
 
     def _dispatch(self) -> None:
         """Draw tokens in every live slot, and hand out what is finished, until something else is to be done."""
+        self._make_room()
         under_way = self._enqueue(0)
         while self._may_run_ahead():
             # The device goes on with this one while the host reads and books the one before.
@@ -505,16 +536,18 @@ class Driver:
         if self._table.drawing() == Drawing.SHAPED:
             # Its program is given the tokens so far.
             return False
+        if self._memory.fillings:
+            return False
         if num_lasting == 0 or (self._queue and (self._num_ended or num_lasting < len(self._occupants))):
             return False
         self._arrived = self._weights.newest(self._current.version)
-        return self._arrived is None
+        return self._arrived is None and not self._memory.reserve(self._table.ends(1))
 
     def _enqueue(self, num_ahead: int) -> _UnderWay:
         """Let the device draw the next tokens, of which the host has yet to see those of `num_ahead` dispatches before."""
         engine, table = self._engine, self._table
         start = time.perf_counter()
-        self._state = engine.fit(self._state, table.num_columns(num_ahead))
+        self._state = self._memory.show(engine.fit(self._state, table.num_columns(num_ahead)))
         if table.changed:
             self._state, table.changed = engine.seat(self._state, table.records()), False
         drawing = table.drawing()
@@ -536,6 +569,7 @@ class Driver:
         # Counted before anyone is told, so that whoever awaits a request finds its tokens in the metrics.
         self._count("tokens", num_tokens)
         self._count("dispatches", 1)
+        self._count("kv_used", self._memory.table.num_used, self._memory.table.size)
         self._count("occupancy", num_tokens, drawn.tokens.size)
         self._tell("dispatch", under_way.start_s, end, version=version, tokens=num_tokens)
         self._num_ended = len(ended)
@@ -546,7 +580,8 @@ class Driver:
 
     def _finish(self, slot: int, stop_reason: StopReason) -> None:
         job, sample = self._occupants[slot]
-        job.drawn[sample] = self._table.completion(slot, stop_reason)
+        drawn = self._table.completion(slot, stop_reason) if slot in self._table else job.drawn[sample]
+        job.drawn[sample] = replace(drawn, stop_reason=stop_reason)
         del job.seats[sample]
         self._vacate(slot)
         self._deliver_if_finished(job)
@@ -555,6 +590,8 @@ class Driver:
         """Tell who watches a job what its samples drew since the last time."""
         news, on_progress = list[Progress](), job.request.on_progress
         for sample, slot in job.seats.items():
+            if slot not in self._table:
+                continue
             reason = "suspended" if drawn.active[slot] else _reason(drawn, slot)
             completion, told = self._table.completion(slot, reason), job.num_told.get(sample, 0)
             if len(completion.tokens) > told:
@@ -578,6 +615,7 @@ class Driver:
             job.waiting.remove(sample)
             job.drawn[sample] = replace(job.drawn[sample], stop_reason="stop")
             if not job.waiting:
+                self._memory.give_up(job.prompts)
                 del self._queue[request_id]
             self._deliver_if_finished(job)
 

@@ -93,7 +93,10 @@ class SlotTable:
         self.changed |= bool(self.active[slot])
         self.active[slot] = False
         self._drawings[slot] = Drawing.PLAIN
-        del self._origin[slot]
+        self._origin.pop(slot, None)
+
+    def __contains__(self, slot: int) -> bool:
+        return slot in self._origin
 
     def harvest(self, drawn: Drawn, version: int) -> Int[np.ndarray, "_"]:
         """Take in what a dispatch drew with the weights of `version`; returns the slots that ended."""
@@ -131,7 +134,7 @@ class SlotTable:
         return Alternatives(*(np.concatenate([old, new[rows, :count, slot]]) for old, new in zip(earlier, log, strict=True)))
 
     def cached_tokens(self, slot: int) -> Int32[np.ndarray, "_"]:
-        """Tokens whose keys and values the slot's cache holds: all but the last, which the next step feeds."""
+        """Tokens whose keys and values the slot's pages hold: all but the last, which the next step feeds."""
         request, before = self._origin[slot]
         return np.concatenate([request.prompt_tokens, before.tokens, self._tokens[self._rows(slot), slot]])[:-1]
 
@@ -139,10 +142,14 @@ class SlotTable:
         """Slots that are drawing."""
         return np.flatnonzero(self.active).tolist()
 
+    def ends(self, num_ahead: int = 0) -> Int[np.ndarray, "S"]:
+        """Tokens whose keys and values each slot may have after the next dispatch, after `num_ahead` of which nothing is known
+        but that they will be; 0 where none is drawn."""
+        return self.active * (self._seated_at + np.minimum(self._budget, self._count + self._steps * (num_ahead + 1)))
+
     def num_columns(self, num_ahead: int = 0) -> int:
-        """Cache columns that the next dispatch needs, after `num_ahead` of which nothing is known but that they will be."""
-        ends = self._seated_at + np.minimum(self._budget, self._count + self._steps * (num_ahead + 1))
-        return max(int((ends * self.active).max()), 1)
+        """The most of `ends`, and at least one."""
+        return max(int(self.ends(num_ahead).max()), 1)
 
     def num_lasting(self) -> int:
         """Live slots whose budget outlasts the next dispatch."""

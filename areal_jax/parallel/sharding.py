@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Set
+from collections.abc import Callable, Mapping, Set
 from typing import Any, TypeAlias
 
 import jax
@@ -40,6 +40,7 @@ ROLLOUT_RULES: Rules = {
     "rank": (),
     "batch": ("data",),
     "slots": ("data",),
+    "pages": ("data",),
     "tokens": (),
 }
 
@@ -62,6 +63,19 @@ def sharding(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...], r
 def shardings(mesh: Mesh, axes: Any, shapes: Any, rules: Rules) -> Any:
     """`sharding` for every leaf: `axes` is a tree of tuples of names, `shapes` a like tree of arrays or ShapeDtypeStructs."""
     return jax.tree.map(lambda names, leaf: sharding(mesh, names, leaf.shape, rules), axes, shapes, is_leaf=_is_axes)
+
+
+def specs(mesh: Mesh, axes: tuple[str | None, ...], tree: Any, rules: Rules) -> Any:
+    """How every leaf of a tree lies whose leaves all have these leading axes, for `on_shards`."""
+    return jax.tree.map(lambda leaf: sharding(mesh, axes, leaf.shape, rules).spec, tree)
+
+
+def on_shards(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`function` of what each device holds; on one device the function itself."""
+    if mesh.size == 1:
+        return function
+    # Kernels do not say over which axes their results vary.
+    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
 def put_batch(mesh: Mesh, batch: Any, rules: Rules) -> Any:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any
+
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -9,7 +12,7 @@ from tiny_decode import CONFIG, POLICY, engine, laid_out
 
 from areal_jax.engine import decode
 from areal_jax.engine.config import EngineConfig
-from areal_jax.engine.decode import SLOT, DecodeEngine, empty_slots
+from areal_jax.engine.decode import SLOT, DecodeEngine, Fill, empty_slots
 
 
 @pytest.mark.parametrize(
@@ -31,28 +34,42 @@ def test_lengths_double_up_to_the_longest_sequence(most: int, lengths: list[int]
 
 def test_slot_records_survive_the_way_to_the_device_as_integers():
     slots = empty_slots(3)
-    slots[1] = (5, 6, 7, 1, (2**32 - 1, 3), 8, 0.7, 9, 0.25, range(8))
+    slots[1] = (5, 6, 7, 1, (2**32 - 1, 3), 8, 0.7, 9, 0.25, 0.1, 0.5, -0.5, 1.5, 10, 11, range(8))
     integers = jnp.asarray(decode._as_integers(slots))
     assert integers.shape == (3, SLOT.itemsize // 4)
     for name in SLOT.names or ():
         np.testing.assert_array_equal(decode._field(integers, name), slots[name])
 
 
-def test_prefixes_hold_every_sequence_once_in_rows_long_enough():
+def test_every_sequence_is_prefilled_once_in_a_row_long_enough(monkeypatch: pytest.MonkeyPatch):
     rng = np.random.default_rng(0)
     wide = DecodeEngine(POLICY, engine().mesh, EngineConfig(num_slots=8, max_prompt_tokens=40, max_new_tokens=60), jnp.float32)
-    sequences = [rng.integers(0, 64, length).astype(np.int32) for length in (1, 32, 33, 64, 65, 99, *[20] * 11)]
+    lengths = [1, 32, 33, 64, 65, 99, *[20] * 11]
+    fills = [Fill(rng.integers(0, 64, length).astype(np.int32), 16 * (i == 2), [i]) for i, length in enumerate(lengths)]
     seen: list[int] = []
-    shapes: list[tuple[int, int]] = []
-    for prefix, members in wide.prefill(laid_out(wide, 0), sequences):
-        _, rows, _, _, length = prefix.keys.shape
-        assert len(members) <= rows
-        assert all(len(sequences[i]) <= length for i in members)
-        seen += members
-        shapes.append((rows, length))
+    shapes: list[tuple[str, int, int]] = []
+
+    def program(verb: str, rows: int, length: int) -> Callable[..., Any]:
+        def run(params: Any, pages: Any, tokens: np.ndarray, table: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> Any:
+            assert tokens.shape == (rows, length)
+            for row in np.flatnonzero(counts).tolist():
+                i = int(table[row, 0])
+                assert tokens[row, : counts[row]].tolist() == fills[i].tokens.tolist()
+                assert starts[row] == fills[i].start
+                seen.append(i)
+            shapes.append((verb, rows, length))
+            return pages
+
+        return run
+
+    state = wide.init_state()
+    monkeypatch.setattr(wide, "_program", program)
+    wide.prefill(laid_out(wide, 0), state, fills)
     assert sorted(seen) == list(range(17))
-    # Lengths 32, 64, 128. 13 short ones go as 8 and 5; two as long as a prompt may be one by one; longer ones only by eights.
-    assert shapes == [(8, 32), (8, 32), (1, 64), (1, 64), (8, 128)]
+    # Lengths 32, 64, 128. 13 short ones go as 8 and 5; one as long as a prompt may be goes alone; longer ones only by eights.
+    # What goes on behind other tokens goes by eights too, in 32 or 128.
+    prefills = [("prefill", 8, 32), ("prefill", 8, 32), ("prefill", 1, 64), ("prefill", 8, 128)]
+    assert shapes == [*prefills[:2], ("extend", 8, 128), *prefills[2:]]
 
 
 def test_a_program_for_other_shapes_is_an_error_and_not_a_compilation():

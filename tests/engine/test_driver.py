@@ -669,11 +669,11 @@ def test_a_dispatch_in_which_every_slot_has_ended_draws_nothing():
     state = warm.seat(warm.init_state(), table.records())
     state, packed = warm.generate(laid_out(warm, 0), state)
     assert warm.fetch(packed).counts.tolist() == [4] + [0] * 7
-    fed = np.array(state.cache[0][0])
+    fed = np.array(state.view[0][0])
     state, packed = warm.generate(laid_out(warm, 0), state)
     assert warm.fetch(packed).counts.tolist() == [0] * 8
     # Nor is any token fed: the columns that every step writes are as they were.
-    np.testing.assert_array_equal(np.asarray(state.cache[0][0])[..., :4], fed[..., :4])
+    np.testing.assert_array_equal(np.asarray(state.view[0][0])[..., :4], fed[..., :4])
 
 
 def test_events_tell_what_the_thread_did():

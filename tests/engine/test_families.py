@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_decode import CONFIG
 
-from areal_jax.engine.decode import SLOT, DecodeEngine, empty_slots
+from areal_jax.engine.decode import SLOT, DecodeEngine, Fill, empty_slots
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Policy
@@ -50,8 +50,11 @@ def test_tokens_are_drawn_with_the_logp_of_a_full_forward(family: dict[str, obje
     # One prompt shorter than the window, and one longer.
     sequences = [rng.integers(0, 64, length).astype(np.int32) for length in (3, 11)]
     state, slots = engine.init_state(), empty_slots(CONFIG.num_slots)
-    for prefix, members in engine.prefill(weights, [sequence[:-1] for sequence in sequences]):
-        state = engine.insert(prefix, state, range(len(members)), members)
+    # Two pages for each: of the prompt, and for the 12 tokens to be drawn.
+    table = np.arange(2 * CONFIG.num_slots, dtype=np.int32).reshape(-1, 2)
+    state = engine.point(state, table)
+    state = engine.prefill(weights, state, [Fill(sequence[:-1], 0, table[i]) for i, sequence in enumerate(sequences)])
+    state = engine.insert(state, {i: len(sequence) - 1 for i, sequence in enumerate(sequences)})
     for slot, sequence in enumerate(sequences):
         record = np.zeros((), SLOT)
         record["token"], record["position"], record["remaining"] = sequence[-1], len(sequence) - 1, 12

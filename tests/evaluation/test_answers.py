@@ -39,11 +39,11 @@ class Words:
     def render(self, messages: Sequence[Message]) -> np.ndarray:
         return self.encode(messages[-1].content)
 
-    def render_next(self, messages: Sequence[Message]) -> np.ndarray:
-        return self.render(messages)
-
     def render_answer(self, prompt: Sequence[Message], answer: str) -> np.ndarray:
         return self.encode(answer)
+
+    def render_next(self, messages: Sequence[Message]) -> np.ndarray:
+        return self.encode(messages[-1].content)
 
     def encode(self, text: str) -> np.ndarray:
         return np.array([ord(letter) for letter in text], np.int32)

@@ -1,0 +1,154 @@
+"""Keys and values in pages, and attention over them.
+
+A page holds the same number of tokens of one sequence; a table says which pages hold a row's sequence, in order. Several tables
+may name a page: what sequences have in common is stored once.
+
+Axes: B rows, T new tokens of a row, N query heads, K key-value heads, G = N / K, H head size, P pages, p tokens of a page,
+M pages of a table, W tokens of a block of pages.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Literal, NamedTuple, TypeAlias
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jaxtyping import Array, Float, Int
+
+from areal_jax.models.decoder import Attend
+from areal_jax.parallel.sharding import Rules, on_shards, specs
+
+PagedKernel: TypeAlias = Literal["plain"]
+"""plain: blocks of pages one after the other, in plain XLA, for any number of new tokens."""
+
+BLOCK_TOKENS = 128
+"""Columns that the plain path looks at together."""
+
+_LOWEST = float(jnp.finfo(jnp.float32).min)
+
+
+class Pages(NamedTuple):
+    """Keys and values of one layer."""
+
+    keys: Float[Array, "K P p H"]
+    values: Float[Array, "K P p H"]
+
+
+PAGE_AXES = ("kv_heads", "pages")
+"""Logical axes of a page array."""
+
+
+def write_pages(
+    pages: Pages,
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    table: Int[Array, "B M"],
+    starts: Int[Array, "B"],
+    counts: Int[Array, "B"],
+) -> Pages:
+    """Put the first `counts` tokens of every row into its pages: token t is number starts + t of its sequence."""
+    K, P, p = pages.keys.shape[:3]
+    new = jnp.arange(k.shape[1], dtype=jnp.int32)
+    places = starts[:, None] + new
+    page = jnp.take_along_axis(table, jnp.minimum(places // p, table.shape[1] - 1), axis=1)
+    # What is no token of the row lies beyond the pages, and is dropped.
+    rows = jnp.where(new < counts[:, None], page * p + places % p, P * p).reshape(-1)
+
+    def put(into: Array, tokens: Array) -> Array:
+        flat = into.reshape(K, P * p, *into.shape[3:])
+        tokens = jnp.moveaxis(tokens.reshape(-1, *tokens.shape[2:]), 1, 0).astype(into.dtype)
+        return flat.at[:, rows].set(tokens, mode="drop", unique_indices=True).reshape(into.shape)
+
+    return Pages(put(pages.keys, k), put(pages.values, v))
+
+
+def read_pages(pages: Pages, ids: Int[Array, "*B M"]) -> tuple[Float[Array, "K *B S H"], Float[Array, "K *B S H"]]:
+    """Keys and values of pages laid end to end."""
+
+    def read(x: Array) -> Array:
+        return x[:, ids].reshape(x.shape[0], *ids.shape[:-1], -1, x.shape[-1])
+
+    return read(pages.keys), read(pages.values)
+
+
+def attend_to_pages(
+    q: Float[Array, "B T N H"],
+    pages: Pages,
+    table: Int[Array, "B M"],
+    starts: Int[Array, "B"],
+    window: int | None = None,
+) -> Float[Array, "B T N H"]:
+    """softmax(q·k / sqrt(H)) · v over the tokens of each row's sequence up to the query's own, number starts + t.
+
+    In blocks of pages with a running softmax (arXiv:2205.14135): what is held beside the pages grows with the new tokens alone,
+    and no block is read that lies behind every row's last token, or before every row's window."""
+    B, T, N, H = q.shape
+    K, p = pages.keys.shape[0], pages.keys.shape[2]
+    width = max(BLOCK_TOKENS // p, 1)
+    table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % width)))
+    positions = starts[:, None] + jnp.arange(T, dtype=jnp.int32)
+    q = (q * jnp.asarray(H**-0.5, q.dtype)).reshape(B, T, K, N // K, H)
+
+    def add_block(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
+        highest, weight, weighted = sums
+        k, v = read_pages(pages, jax.lax.dynamic_slice_in_dim(table, j * width, width, 1))
+        scores = jnp.einsum("btkgh,kbsh->bkgts", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
+        ages = positions[:, :, None] - j * width * p - jnp.arange(width * p, dtype=jnp.int32)
+        sees = ages >= 0 if window is None else (ages >= 0) & (ages < window)
+        scores = jnp.where(sees[:, None, None], scores, _LOWEST)
+        new_highest = jnp.maximum(highest, scores.max(axis=-1))
+        exp = jnp.exp(scores - new_highest[..., None])
+        # What a query adds up before it meets its first key is multiplied by 0 when it does: it sees itself.
+        shrink = jnp.exp(highest - new_highest)
+        values = jnp.einsum("bkgts,kbsh->bkgth", exp.astype(q.dtype), v.astype(q.dtype), preferred_element_type=jnp.float32)
+        return new_highest, shrink * weight + exp.sum(axis=-1), shrink[..., None] * weighted + values
+
+    shape = (B, K, N // K, T)
+    none = jnp.full(shape, _LOWEST), jnp.zeros(shape), jnp.zeros((*shape, H))
+    first = 0 if window is None else jnp.maximum(starts.min() - window + 1, 0) // (width * p)
+    last = (starts.max() + T - 1) // (width * p)
+    _, weight, weighted = jax.lax.fori_loop(first, jnp.minimum(last + 1, table.shape[1] // width), add_block, none)
+    return (weighted / weight[..., None]).astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+def sharded_write(
+    pages: Pages,
+    k: Float[Array, "B T K H"],
+    v: Float[Array, "B T K H"],
+    table: Int[Array, "B M"],
+    starts: Int[Array, "B"],
+    counts: Int[Array, "B"],
+    mesh: Mesh,
+    rules: Rules,
+) -> Pages:
+    """`write_pages` on a mesh, where every device has pages, rows and heads of its own; tables count its own pages."""
+    of_pages = specs(mesh, PAGE_AXES, pages, rules)
+    of_tokens = specs(mesh, ("batch", None, "kv_heads"), k, rules)
+    rows = specs(mesh, ("batch",), (table, starts, counts), rules)
+    return on_shards(write_pages, mesh, (of_pages, of_tokens, of_tokens, *rows), of_pages)(pages, k, v, table, starts, counts)
+
+
+def paged_attention(
+    table: Int[Array, "B M"],
+    starts: Int[Array, "B"],
+    counts: Int[Array, "B"],
+    kernel: PagedKernel,
+    mesh: Mesh,
+    rules: Rules,
+) -> Attend:
+    """Write the first `counts` new tokens of every row into its pages, then attend to the row's pages; the cache is `Pages`.
+
+    On a mesh as `sharded_write`."""
+
+    def attend(q: Array, k: Array, v: Array, pages: Pages, window: int | None = None) -> tuple[Array, Pages]:
+        pages = sharded_write(pages, k, v, table, starts, counts, mesh, rules)
+        of_pages = specs(mesh, PAGE_AXES, pages, rules)
+        # A query head lies where its key-value head does.
+        of_queries = specs(mesh, ("batch", None, "heads" if of_pages.keys[0] else None), q, rules)
+        ins = (of_queries, of_pages, *specs(mesh, ("batch",), (table, starts), rules))
+        run = on_shards(partial(attend_to_pages, window=window), mesh, ins, of_queries)
+        return run(q, pages, table, starts), pages
+
+    return attend
