@@ -263,6 +263,7 @@ _POSITIVE = (
     *("rollout_tensor", "engines", "simulated_devices"),
     *("patience_s", "test_timeout_s", "memory_bytes", "max_processes", "max_file_bytes", "tmp_bytes"),
     *("max_turns", "max_output_chars", "num_results"),
+    *("max_body_bytes", "max_requests", "max_samples", "body_timeout_s", "shutdown_timeout_s", "devices", "tensor"),
 )
 _NOT_NEGATIVE = (
     *(
@@ -276,7 +277,7 @@ _NOT_NEGATIVE = (
         "warmup_steps",
     ),
     *("temperature", "top_k", "weight_decay", "overlong_penalty", "router_aux_loss_coef", "entropy_coef"),
-    *("weight", "reward_weight", "coefficient", "kv_tokens"),
+    *("weight", "reward_weight", "coefficient", "kv_tokens", "port"),
 )
 _FRACTION = (
     *("share", "overlong_share", "success_rate_above", "success_rate_below"),
@@ -319,9 +320,9 @@ def nothing_in_bounds(experiment: Experiment) -> Iterator[str]:
             )
 
 
-def out_of_range(experiment: AnyExperiment) -> Iterator[str]:
+def out_of_range(config: object) -> Iterator[str]:
     """Numbers that count, time or divide nothing."""
-    for setting in settings(experiment).values():
+    for setting in settings(config).values():
         value, name = setting.value, setting.key.rpartition(".")[2]
         if isinstance(value, bool) or not isinstance(value, int | float):
             continue

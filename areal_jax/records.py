@@ -189,7 +189,7 @@ class Session(Protocol):
     """Where the policy answers in OpenAI's protocol."""
     api_key: str
 
-    def calls(self) -> tuple[tuple[Int32[np.ndarray, "P"], Completion], ...]:
+    def calls(self) -> tuple[tuple[Int32[np.ndarray, "_"], Completion], ...]:
         """Prompt and answer of every call that was answered, in the order of their ends; exactly the tokens drawn."""
         ...
 

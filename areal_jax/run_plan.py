@@ -346,7 +346,7 @@ def _engines(experiment: AnyExperiment, policy: Policy, meshes: Meshes, dtype: j
     count, num_slots = experiment.placement.engines if _decodes(experiment) else 1, experiment.engine.num_slots
     if num_slots % count:
         raise ValueError(f"engine.num_slots={num_slots} does not divide by placement.engines={count}, which share the slots")
-    config = chz.replace(experiment.engine, num_slots=num_slots // count)
+    config = chz.replace(experiment.engine, num_slots=num_slots // count, kv_tokens=experiment.engine.kv_tokens // count)
     return tuple(DecodeEngine(policy, mesh, config, dtype) for mesh in engine_meshes(meshes.rollout, count))
 
 

@@ -24,7 +24,7 @@ def client():
     """One for all agents, so that they share its connections."""
     from openai import AsyncOpenAI
 
-    return AsyncOpenAI(base_url="http://127.0.0.1", api_key="of a session", max_retries=0)
+    return AsyncOpenAI(base_url="http://127.0.0.1", api_key="of a session", timeout=600, max_retries=0)
 
 
 async def agent(task, base_url, api_key):

@@ -1,5 +1,6 @@
 """Every test sees eight simulated CPU devices, and a thread pool large enough that two meshes of them run at once."""
 
+import importlib.util
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +15,10 @@ os.environ["NPROC"] = "16"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "xla"))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(1 << 30)
+
+
+# It drags in TensorFlow, and is tried in an environment of its own.
+collect_ignore = [] if importlib.util.find_spec("jetstream") else ["orchestrator"]
 
 
 @pytest.fixture(scope="module")

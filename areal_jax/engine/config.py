@@ -20,6 +20,10 @@ class EngineConfig:
         default=0,
         doc="tokens whose keys and values there is memory for, over all rollout devices; 0: every slot at its longest",
     )
+    kv_dtype: Literal["compute", "int8", "float8_e4m3fn"] = chz.field(
+        default="compute",
+        doc="type of keys and values in KV memory; a narrow one takes half of it or less, and log-probs drift",
+    )
     prefill_chunk_tokens: int = chz.field(
         default=2048, doc="of a longer prompt so many tokens are prefilled between two dispatches, so that the others decode on"
     )

@@ -36,7 +36,16 @@ from areal_jax.models import lora
 from areal_jax.models.attention import choose_kernel, masked_attention, sharded_attention
 from areal_jax.models.decoder import Attend, Params, Policy
 from areal_jax.models.moe import ROUTER, sharded_experts
-from areal_jax.models.paged_attention import PAGE_AXES, PagedKernel, Pages, paged_attention, read_pages, sharded_write
+from areal_jax.models.paged_attention import (
+    PAGE_AXES,
+    PagedKernel,
+    Pages,
+    as_stored,
+    choose_paged_kernel,
+    paged_attention,
+    read_pages,
+    sharded_write,
+)
 from areal_jax.parallel.sharding import ROLLOUT_RULES, bytes_per_device, on_shards, sharding, shardings
 
 EngineParams: TypeAlias = dict[str, Any]
@@ -183,7 +192,8 @@ class DecodeEngine:
         self.policy, self.mesh, self.config = policy, mesh, config
         self.compute_dtype = jnp.dtype(compute_dtype)
         self.max_tokens = config.max_prompt_tokens + config.max_new_tokens
-        self.reader: Reader = "view" if reader is None else reader
+        self.kv_dtype = self.compute_dtype if config.kv_dtype == "compute" else jnp.dtype(config.kv_dtype)
+        self.reader: Reader = reader or self._fastest_reader()
         # The last token is never fed, so it needs no column.
         most = self.max_tokens - 1
         self.num_shards = mesh.shape["data"]
@@ -444,7 +454,9 @@ class DecodeEngine:
             cache, token, active, remaining, _, tokens, logps, times_drawn, alternatives = carry
             if self.reader == "view":
                 fresh = jnp.broadcast_to(steps <= i, (past.shape[0], num_steps))
-                attend = _attend_to_view(i, jnp.concatenate([fresh, past], axis=1), (position + i)[:, None] - places)
+                attend = _attend_to_view(
+                    i, jnp.concatenate([fresh, past], axis=1), (position + i)[:, None] - places, self.kv_dtype
+                )
             else:
                 # A slot that draws nothing writes nothing, and reads next to nothing.
                 starts = jnp.where(active, position + i, 0)
@@ -578,7 +590,7 @@ class DecodeEngine:
         shards = self.mesh.shape["data"]
         most = shards * min(max(_PREFILL_TOKENS // length, 1), max(_PREFILL_ROWS // shards, 1))
         # Prompts often come one by one; what is longer than any prompt is rebuilt, and that happens to all slots at once.
-        is_prompt = length <= _at_least(self._lengths, self.config.max_prompt_tokens - 1)
+        is_prompt = length <= _at_least(self._lengths, min(self.config.max_prompt_tokens - 1, self._lengths[-1]))
         return sorted({1, most}) if is_prompt and shards == 1 else [most]
 
     def _view_length(self, state: DecodeState) -> int:
@@ -592,8 +604,16 @@ class DecodeEngine:
             self.config.page_tokens,
             model.head_dim,
         )
-        half = self._shape(shape, self.compute_dtype, *PAGE_AXES)
-        return (Pages(half, half),) * model.num_hidden_layers
+        half = self._shape(shape, self.kv_dtype, *PAGE_AXES)
+        scales = None if self.kv_dtype == self.compute_dtype else self._shape(shape[:-1], jnp.float32, *PAGE_AXES)
+        return (Pages(half, half, scales, scales),) * model.num_hidden_layers
+
+    def _fastest_reader(self) -> Reader:
+        platform = self.mesh.devices.flat[0].platform
+        if platform == "cpu":
+            return "view"
+        is_narrow = self.kv_dtype != self.compute_dtype
+        return choose_paged_kernel(platform, self.policy.config.head_dim, self.config.page_tokens, is_narrow=is_narrow)
 
     def _view_shapes(self, length: int) -> Any:
         if self.reader != "view":
@@ -650,7 +670,7 @@ def _bits(x: Float32[Array, "..."]) -> Int32[Array, "..."]:
     return jax.lax.bitcast_convert_type(x, jnp.int32)
 
 
-def _attend_to_view(step: Int32[Array, ""], seen: Bool[Array, "S C"], ages: Int32[Array, "S C"]) -> Attend:
+def _attend_to_view(step: Int32[Array, ""], seen: Bool[Array, "S C"], ages: Int32[Array, "S C"], kv_dtype: DTypeLike) -> Attend:
     """Attend from one new token per slot to the columns `seen`, the token's own among them: column `step` of every slot.
 
     All slots write the same column, so that the write is one slice; `_settle` copies it to its place after the dispatch.
@@ -663,6 +683,8 @@ def _attend_to_view(step: Int32[Array, ""], seen: Bool[Array, "S C"], ages: Int3
         cache: tuple[Array, Array],
         window: int | None = None,
     ) -> tuple[Float[Array, "S 1 N H"], tuple[Array, Array]]:
+        # The view holds what is read of the pages, also before it is written to them.
+        k, v = as_stored(k, kv_dtype), as_stored(v, kv_dtype)
         keys = jax.lax.dynamic_update_slice_in_dim(cache[0], k.transpose(0, 2, 3, 1), step, 3)
         values = jax.lax.dynamic_update_slice_in_dim(cache[1], v.swapaxes(1, 2), step, 2)
         near = seen if window is None else seen & (ages < window)
@@ -704,7 +726,7 @@ def _insert(
         ids = jax.lax.dynamic_slice_in_dim(table, slot, 1)[:, :num_pages]
 
         def put(keys: Array, values: Array, layer: Pages) -> tuple[Array, Array]:
-            k, v = (x.swapaxes(0, 1)[:, :, : values.shape[2] - first] for x in read_pages(layer, ids))
+            k, v = (x.swapaxes(0, 1)[:, :, : values.shape[2] - first] for x in read_pages(layer, ids, keys.dtype))
             return (
                 jax.lax.dynamic_update_slice(keys, k.swapaxes(2, 3), (slot, 0, 0, first)),
                 jax.lax.dynamic_update_slice(values, v, (slot, 0, first, 0)),

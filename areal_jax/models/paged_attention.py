@@ -10,18 +10,20 @@ M pages of a table, W tokens of a block of pages.
 from __future__ import annotations
 
 from functools import partial
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
-from jaxtyping import Array, Float, Int
+from jax.typing import DTypeLike
+from jaxtyping import Array, Float, Float32, Int, Shaped
 
 from areal_jax.models.decoder import Attend
+from areal_jax.models.paged_kernels import gpu_paged_attention, tpu_paged_attention
 from areal_jax.parallel.sharding import Rules, on_shards, specs
 
-PagedKernel: TypeAlias = Literal["plain"]
-"""plain: blocks of pages one after the other, in plain XLA, for any number of new tokens."""
+PagedKernel: TypeAlias = Literal["plain", "gpu", "tpu"]
+"""plain: blocks of pages one after the other, in plain XLA. gpu, tpu: a kernel, for one new token per row."""
 
 BLOCK_TOKENS = 128
 """Columns that the plain path looks at together."""
@@ -32,8 +34,28 @@ _LOWEST = float(jnp.finfo(jnp.float32).min)
 class Pages(NamedTuple):
     """Keys and values of one layer."""
 
-    keys: Float[Array, "K P p H"]
-    values: Float[Array, "K P p H"]
+    keys: Shaped[Any, "K P p H"]
+    values: Shaped[Any, "K P p H"]
+    key_scales: Float32[Any, "K P p"] | None = None
+    """What the keys are multiplied by, where they lie in a narrow type: one number per token and head."""
+    value_scales: Float32[Any, "K P p"] | None = None
+
+
+def narrowed(x: Float[Array, "... H"], dtype: DTypeLike) -> tuple[Shaped[Array, "... H"], Float32[Array, "..."]]:
+    """x in a narrow type, and what to multiply it by: the largest number of each token and head is the type's largest."""
+    is_integer = jnp.issubdtype(dtype, jnp.integer)
+    most = float(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)
+    scale = jnp.maximum(jnp.abs(x.astype(jnp.float32)).max(axis=-1), 1e-30) / most
+    scaled = x.astype(jnp.float32) / scale[..., None]
+    return (jnp.round(scaled) if is_integer else scaled).astype(dtype), scale
+
+
+def as_stored(x: Float[Array, "... H"], dtype: DTypeLike) -> Float[Array, "... H"]:
+    """What is read of x when it was written to pages of this type."""
+    if jnp.dtype(dtype) == x.dtype:
+        return x
+    narrow, scale = narrowed(x, dtype)
+    return (narrow.astype(jnp.float32) * scale[..., None]).astype(x.dtype)
 
 
 PAGE_AXES = ("kv_heads", "pages")
@@ -58,19 +80,27 @@ def write_pages(
 
     def put(into: Array, tokens: Array) -> Array:
         flat = into.reshape(K, P * p, *into.shape[3:])
-        tokens = jnp.moveaxis(tokens.reshape(-1, *tokens.shape[2:]), 1, 0).astype(into.dtype)
+        tokens = jnp.moveaxis(tokens.reshape(-1, *tokens.shape[2:]), 1, 0)
         return flat.at[:, rows].set(tokens, mode="drop", unique_indices=True).reshape(into.shape)
 
-    return Pages(put(pages.keys, k), put(pages.values, v))
+    if pages.key_scales is None or pages.value_scales is None:
+        return Pages(put(pages.keys, k.astype(pages.keys.dtype)), put(pages.values, v.astype(pages.values.dtype)))
+    (k, k_scales), (v, v_scales) = narrowed(k, pages.keys.dtype), narrowed(v, pages.values.dtype)
+    return Pages(put(pages.keys, k), put(pages.values, v), put(pages.key_scales, k_scales), put(pages.value_scales, v_scales))
 
 
-def read_pages(pages: Pages, ids: Int[Array, "*B M"]) -> tuple[Float[Array, "K *B S H"], Float[Array, "K *B S H"]]:
+def read_pages(
+    pages: Pages, ids: Int[Array, "*B M"], dtype: DTypeLike
+) -> tuple[Float[Array, "K *B S H"], Float[Array, "K *B S H"]]:
     """Keys and values of pages laid end to end."""
 
-    def read(x: Array) -> Array:
-        return x[:, ids].reshape(x.shape[0], *ids.shape[:-1], -1, x.shape[-1])
+    def read(x: Array, scales: Array | None) -> Array:
+        found = x[:, ids].reshape(x.shape[0], *ids.shape[:-1], -1, x.shape[-1])
+        if scales is not None:
+            found = found.astype(jnp.float32) * scales[:, ids].reshape(*found.shape[:-1], 1)
+        return found.astype(dtype)
 
-    return read(pages.keys), read(pages.values)
+    return read(pages.keys, pages.key_scales), read(pages.values, pages.value_scales)
 
 
 def attend_to_pages(
@@ -93,8 +123,8 @@ def attend_to_pages(
 
     def add_block(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
         highest, weight, weighted = sums
-        k, v = read_pages(pages, jax.lax.dynamic_slice_in_dim(table, j * width, width, 1))
-        scores = jnp.einsum("btkgh,kbsh->bkgts", q, k.astype(q.dtype), preferred_element_type=jnp.float32)
+        k, v = read_pages(pages, jax.lax.dynamic_slice_in_dim(table, j * width, width, 1), q.dtype)
+        scores = jnp.einsum("btkgh,kbsh->bkgts", q, k, preferred_element_type=jnp.float32)
         ages = positions[:, :, None] - j * width * p - jnp.arange(width * p, dtype=jnp.int32)
         sees = ages >= 0 if window is None else (ages >= 0) & (ages < window)
         scores = jnp.where(sees[:, None, None], scores, _LOWEST)
@@ -102,7 +132,7 @@ def attend_to_pages(
         exp = jnp.exp(scores - new_highest[..., None])
         # What a query adds up before it meets its first key is multiplied by 0 when it does: it sees itself.
         shrink = jnp.exp(highest - new_highest)
-        values = jnp.einsum("bkgts,kbsh->bkgth", exp.astype(q.dtype), v.astype(q.dtype), preferred_element_type=jnp.float32)
+        values = jnp.einsum("bkgts,kbsh->bkgth", exp.astype(q.dtype), v, preferred_element_type=jnp.float32)
         return new_highest, shrink * weight + exp.sum(axis=-1), shrink[..., None] * weighted + values
 
     shape = (B, K, N // K, T)
@@ -111,6 +141,17 @@ def attend_to_pages(
     last = (starts.max() + T - 1) // (width * p)
     _, weight, weighted = jax.lax.fori_loop(first, jnp.minimum(last + 1, table.shape[1] // width), add_block, none)
     return (weighted / weight[..., None]).astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+
+
+def choose_paged_kernel(platform: str, head_dim: int, page_tokens: int, *, is_narrow: bool) -> PagedKernel:
+    """What attends to pages fastest on devices of `platform`, as jax names it, among what can."""
+    match platform:
+        case "gpu" | "cuda" if all(size >= 16 and size.bit_count() == 1 for size in (head_dim, page_tokens)):
+            return "gpu"
+        case "tpu" if head_dim % 128 == 0 and page_tokens % 16 == 0 and not is_narrow:
+            return "tpu"
+        case _:
+            return "plain"
 
 
 def sharded_write(
@@ -142,13 +183,22 @@ def paged_attention(
 
     On a mesh as `sharded_write`."""
 
+    def read(q: Array, pages: Pages, table: Array, starts: Array, *, window: int | None) -> Array:
+        match kernel:
+            case "gpu":
+                return gpu_paged_attention(q[:, 0], *pages, table, starts + 1, window=window)[:, None]
+            case "tpu" if window is None:
+                return tpu_paged_attention(q[:, 0], pages.keys, pages.values, table, starts + 1)[:, None]
+            case _:
+                return attend_to_pages(q, pages, table, starts, window)
+
     def attend(q: Array, k: Array, v: Array, pages: Pages, window: int | None = None) -> tuple[Array, Pages]:
         pages = sharded_write(pages, k, v, table, starts, counts, mesh, rules)
         of_pages = specs(mesh, PAGE_AXES, pages, rules)
         # A query head lies where its key-value head does.
         of_queries = specs(mesh, ("batch", None, "heads" if of_pages.keys[0] else None), q, rules)
         ins = (of_queries, of_pages, *specs(mesh, ("batch",), (table, starts), rules))
-        run = on_shards(partial(attend_to_pages, window=window), mesh, ins, of_queries)
+        run = on_shards(partial(read, window=window), mesh, ins, of_queries)
         return run(q, pages, table, starts), pages
 
     return attend

@@ -9,6 +9,7 @@ import signal
 import sys
 from collections.abc import Iterable, Sequence
 
+from areal_jax.config import out_of_range
 from areal_jax.launch.local import prepare
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.serve.config import ServeConfig
@@ -48,15 +49,8 @@ def help_lines() -> Iterable[str]:
 def read_config(overrides: Sequence[str]) -> ServeConfig:
     """The settings with `a.b=c` overrides. ConfigError names what is unknown, of another kind, or cannot be."""
     config = build(ServeConfig, assign(parse_overrides(overrides), settings(ServeConfig), from_text))
-    may_be_zero = ("port", "seed", "temperature", "top_k")
-    for setting in settings(config).values():
-        value, name = setting.value, setting.key.rpartition(".")[2]
-        if (
-            isinstance(value, int | float)
-            and not isinstance(value, bool)
-            and (value < 0 or (value == 0 and name not in may_be_zero))
-        ):
-            raise ConfigError(f"{setting.key}={value}: expected a number above 0 ({setting.doc})")
+    if problems := list(out_of_range(config)):
+        raise ConfigError("\n".join(problems))
     if config.port > 65535:
         raise ConfigError(f"port={config.port}: expected 0 to 65535")
     if config.api_key == "":

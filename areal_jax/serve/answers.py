@@ -41,7 +41,7 @@ class Form:
     number: str
     """Names the request."""
     wishes: Wishes
-    prompts: Sequence[Int32[np.ndarray, "P"]]
+    prompts: Sequence[Int32[np.ndarray, "_"]]
     token_text: TokenText
     created: int
 

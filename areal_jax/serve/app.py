@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
 
-Prompt = Int32[np.ndarray, "P"]
+Prompt = Int32[np.ndarray, "_"]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 

@@ -7,7 +7,7 @@ ids of prompt and answer and the version of the weights that drew each token.
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -170,7 +170,12 @@ class Body:
         self._left = {name: value for name, value in given.items() if value is not None and name not in IGNORED}
 
     def take(
-        self, name: str, kind: type | tuple[type, ...], *default: Any, low: float | None = None, high: float | None = None
+        self,
+        name: str,
+        kind: type | tuple[type, ...],
+        *default: Any,
+        low: int | float | None = None,
+        high: int | float | None = None,
     ) -> Any:
         """A field of a kind, within bounds; the default where it is not given, Refused where there is none."""
         if name not in self._left:
@@ -201,8 +206,10 @@ def _kind(value: object) -> str:
     return _NAMES.get(type(value), "null")
 
 
-def _are_tokens(tokens: Sequence[Any]) -> bool:
-    return len(tokens) > 0 and all(type(token) is int and 0 <= token < 2**31 for token in tokens)
+def _are_tokens(given: Any) -> bool:
+    """Whether these are token ids, at least one."""
+    are_several = isinstance(given, list | tuple) and len(given) > 0
+    return are_several and all(type(token) is int and 0 <= token < 2**31 for token in given)
 
 
 def _turn(message: Any, where: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 
 BUCKETS_S = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0)
@@ -15,13 +15,13 @@ class Counts:
     def __init__(self) -> None:
         self.running = 0
         """Requests that are being answered."""
-        self._totals = Counter[str]()
+        self._totals = defaultdict[str, float](float)
         self._seconds = Counter[float]()
 
-    def add(self, name: str, amount: float = 1, **labels: str) -> None:
+    def add(self, name: str, amount: int | float = 1, **labels: str) -> None:
         """Add to a counter; labels are names of our own, never a client's text."""
         told = ",".join(f'{label}="{value}"' for label, value in labels.items())
-        self._totals[f"areal_jax_{name}_total" + (f"{{{told}}}" if told else "")] += amount  # type: ignore[reportArgumentType]
+        self._totals[f"areal_jax_{name}_total" + (f"{{{told}}}" if told else "")] += amount
 
     def time(self, seconds: float) -> None:
         """Add to the histogram of the time that requests take."""
@@ -31,7 +31,7 @@ class Counts:
     def text(self, engine: Mapping[str, float]) -> str:
         """All of it. Args: engine: what it has counted since it began."""
         for name, total in engine.items():
-            self._totals[f"areal_jax_engine_{name}_total"] = total  # type: ignore[reportArgumentType]
+            self._totals[f"areal_jax_engine_{name}_total"] = total
         return "\n".join(self._lines()) + "\n"
 
     def _lines(self) -> Iterable[str]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections import Counter
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from typing import NamedTuple
@@ -19,7 +18,7 @@ from areal_jax.models import hf
 from areal_jax.models.decoder import Policy
 from areal_jax.models.hf import read_config
 from areal_jax.parallel.config import PlacementConfig
-from areal_jax.parallel.mesh import make_meshes
+from areal_jax.parallel.mesh import make_rollout_mesh
 from areal_jax.parallel.sharding import ROLLOUT_RULES, shardings
 from areal_jax.records import Sampling, Weights
 from areal_jax.serve.config import ServeConfig
@@ -43,12 +42,13 @@ async def engine_source(config: ServeConfig, api_key: str) -> AsyncIterator[Engi
         raise ConfigError(str(error)) from error
     # Clients ask for top_p often; what else takes a program of its own is compiled when it is first asked for.
     await asyncio.to_thread(engine.warm_up, Drawing.FILTERED)
-    driver, totals = Driver(engine, Pinned(Weights(0, params))), Counter[str]()
+    driver = Driver(engine, Pinned(Weights(0, params)))
+    totals: dict[str, float] = {"tokens": 0.0, "dispatches": 0.0, "requests": 0.0, "prefill_tokens": 0.0}
 
-    def measure() -> Counter[str]:
+    def measure() -> dict[str, float]:
         # What the driver tells is since the last time.
         told = driver.metrics()
-        totals.update({name: int(told[name][0]) for name in ("tokens", "dispatches", "requests", "prefill_tokens")})
+        totals.update({name: total + told[name][0] for name, total in totals.items()})
         return totals
 
     try:
@@ -75,10 +75,9 @@ def load(config: ServeConfig) -> Loaded:
             f"{model.max_position_embeddings} positions that model={config.model} was made for; lower either"
         )
     devices = jax.devices()
-    count = config.devices or len(devices)
-    # All decode. The mesh for training lies on the first of them, where nothing will use it.
-    placement = PlacementConfig(train_devices=1, rollout_devices=count, rollout_tensor=config.tensor)
-    mesh = make_meshes(placement, [devices[0], *devices]).rollout
+    if (wanted := config.devices or len(devices)) > len(devices):
+        raise ValueError(f"devices={wanted}, and there are {len(devices)}")
+    mesh = make_rollout_mesh(PlacementConfig(rollout_tensor=config.tensor), devices[:wanted])
     auto = "float32" if devices[0].platform == "cpu" else "bfloat16"
     dtype = jnp.dtype(config.compute_dtype.replace("auto", auto))
     engine = DecodeEngine(policy, mesh, settings, dtype)

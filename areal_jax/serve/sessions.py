@@ -56,7 +56,7 @@ class Session:
     _generate: Generate
     _max_new_tokens: int
     _said: list[Said] = field(default_factory=list)
-    _calls: list[tuple[Int32[np.ndarray, "P"], Completion]] = field(default_factory=list)
+    _calls: list[tuple[Int32[np.ndarray, "_"], Completion]] = field(default_factory=list)
     # Requests being answered, which `close` cancels.
     _tasks: set[asyncio.Task[Any]] = field(default_factory=set)
 
@@ -64,7 +64,7 @@ class Session:
     def model(self) -> str:
         return MODEL
 
-    def calls(self) -> tuple[tuple[Int32[np.ndarray, "P"], Completion], ...]:
+    def calls(self) -> tuple[tuple[Int32[np.ndarray, "_"], Completion], ...]:
         """Prompt and answer of every call that was answered, in the order of their ends; exactly the tokens drawn."""
         return tuple(self._calls)
 
@@ -157,4 +157,4 @@ class AgentServer:
         return found
 
     def counts(self) -> dict[str, float]:
-        return {"sessions": len(self._sessions)}
+        return {"sessions": float(len(self._sessions))}

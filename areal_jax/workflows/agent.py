@@ -14,6 +14,7 @@ import shlex
 import threading
 from collections.abc import Callable, Coroutine
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -77,7 +78,7 @@ class Agents:
         return samples_of(calls, [reward] * len(calls), verdict.kind, export=self.export)
 
 
-Drawn = tuple[tuple[Int32[np.ndarray, "P"], Completion], ...]
+Drawn = tuple[tuple[Int32[np.ndarray, "_"], Completion], ...]
 
 
 class AgentHost:
@@ -129,12 +130,12 @@ class AgentHost:
             return found, session.calls()
 
     async def _found(self, task: Task, session: Session) -> Any:
-        given = task, session.base_url, session.api_key
-        if self._function is None:
+        given, function = (task, session.base_url, session.api_key), self._function
+        if function is None:
             return await self._command(*given)
-        if inspect.iscoroutinefunction(self._function):
-            return await self._in_loop(self._function(*given))
-        return await _in_thread(lambda: self._function(*given))  # type: ignore[reportOptionalCall]
+        if inspect.iscoroutinefunction(function):
+            return await self._in_loop(function(*given))
+        return await _in_thread(partial(function, *given))
 
     async def _in_loop(self, agent: Coroutine[Any, Any, Any]) -> Any:
         if self._loop is None:

@@ -103,7 +103,8 @@ def a_state(*samples):
 
 def test_every_field_of_the_records_has_its_place():
     assert {field.name for field in fields(Sample)} == {*SAMPLE_COLUMNS, "reward", "verdict", "stop_reason"}
-    assert {field.name for field in fields(Completion)} == {*COMPLETION_COLUMNS, "stop_reason"}
+    # Alternatives are for whoever asked, and for no trainer.
+    assert {field.name for field in fields(Completion)} == {*COMPLETION_COLUMNS, "stop_reason", "alternatives"}
     assert {field.name for field in fields(Group)} == {"id", "task", "samples", "started_version"}
     assert {field.name for field in fields(Suspended)} == {"id", "task", "started_version", "calls"}
 

@@ -57,7 +57,7 @@ class Policy:
         self.prompts: list[str] = []
         self.stops: dict[str, StopReason] = {}
 
-    async def __call__(self, prompt_tokens: np.ndarray, num_samples: int) -> list[Completion]:
+    async def __call__(self, prompt_tokens: np.ndarray, num_samples: int, **how: object) -> list[Completion]:
         prompt = text_of(prompt_tokens)
         self.prompts.append(prompt)
         last = prompt.split("<|im_end|>")[-2].partition("\n<|im_start|>")[2] or prompt.split("<|im_end|>")[-2]

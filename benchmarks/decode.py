@@ -1,0 +1,201 @@
+"""Decoding speed: tokens/s of the engine against what the memory's bandwidth would allow, host bubble, compiling, swaps.
+
+    python benchmarks/decode.py --shape=qwen2.5-1.5b --slots=256 --mean-tokens=1536      # one GPU or TPU
+    python benchmarks/decode.py --shape=qwen2.5-7b --slots=128 --mean-tokens=4096
+    python benchmarks/decode.py --shape=tiny --slots=64 --mean-tokens=160                # a CPU
+
+Weights are random in the real shapes, computing in bfloat16 (float32 on a CPU). Every slot holds a sequence of its own, with a
+prompt of between half and one and a half times the mean, so that the mean is --mean-tokens when half of --new-tokens are drawn.
+Tokens and seconds are those of the dispatches after the first two, in which all slots draw; prefill comes before them.
+
+The roofline: a step reads every weight but the embedding's rows of absent tokens, and the keys and values of all live tokens;
+
+    tokens/s = slots · bandwidth / (bytes of weights + mean tokens · slots · bytes of one token's keys and values)
+
+with the bandwidth that a copy of 2 GiB reaches (256 MiB on a CPU), read and write counted. `share` is what was drawn of that.
+`host_bubble` is the share of the time in which the device waited for the host between two dispatches. Compiling is timed twice:
+with an empty cache on disk, and with what that left in it, all programs that such requests can need. A swap is timed by the
+driver while all slots draw, with equal shapes and other numbers: kept caches, and rebuilt ones. Appends one line to
+benchmarks/results/decode.jsonl. Needs an idle machine.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import math
+import tempfile
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from statistics import median
+
+import chz
+import jax
+import jax.numpy as jnp
+import numpy as np
+from results import append
+from train_mfu import MODELS
+
+from areal_jax.engine.config import EngineConfig
+from areal_jax.engine.decode import DecodeEngine
+from areal_jax.engine.driver import Driver
+from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.decoder import Policy
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.parallel.mesh import make_meshes
+from areal_jax.records import Request, Sampling, Weights
+
+
+@dataclass
+class Shelf:
+    """Weights that come when they are laid here: the engine's `WeightSource`."""
+
+    newest_weights: Weights
+
+    def newest(self, after: int) -> Weights | None:
+        return self.newest_weights if self.newest_weights.version > after else None
+
+    def wait(self, at_least: int, timeout_s: float) -> Weights:
+        time.sleep(timeout_s)
+        raise TimeoutError(f"no version {at_least}")
+
+
+@dataclass
+class Events:
+    """What the driver did: (name, start, end, tokens)."""
+
+    seen: list[tuple[str, float, float, float]] = field(default_factory=list)
+
+    def __call__(self, name: str, start_s: float, end_s: float, args: Mapping[str, int | float]) -> None:
+        self.seen.append((name, start_s, end_s, args.get("tokens", 0)))
+
+    def of(self, name: str) -> list[tuple[float, float, float]]:
+        return [(start, end, tokens) for seen, start, end, tokens in self.seen if seen == name]
+
+
+def bandwidth() -> float:
+    """Bytes per second of a copy, read and write counted; the best of several."""
+    size = (256 if jax.devices()[0].platform == "cpu" else 2048) * 2**20
+    source = jnp.zeros(size // 4, jnp.float32)
+    copy = jax.jit(lambda x: x + 1)
+    jax.block_until_ready(copy(source))
+    times = []
+    for _ in range(10):
+        start = time.perf_counter()
+        jax.block_until_ready(copy(source))
+        times.append(time.perf_counter() - start)
+    return 2 * size / min(times)
+
+
+def bytes_per_step(policy: Policy, engine: DecodeEngine, slots: int, mean_tokens: float) -> tuple[int, float]:
+    """What a step must read: weights, and keys and values."""
+    shapes = jax.eval_shape(engine.layout, policy.abstract())
+    weights = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
+    if not policy.config.tie_word_embeddings:
+        weights -= math.prod(shapes["embed"].shape) * shapes["embed"].dtype.itemsize
+    model = policy.config
+    numbers = 2 * model.num_hidden_layers * model.num_key_value_heads
+    of_token = numbers * (model.head_dim * engine.kv_dtype.itemsize + 4 * (engine.kv_dtype != engine.compute_dtype))
+    return weights, slots * mean_tokens * of_token
+
+
+async def decode(engine: DecodeEngine, weights: list[Weights], requests: list[Request], num_swaps: int) -> tuple[Events, float]:
+    """Answer all requests at once; other weights come `num_swaps` times. Returns what happened, and the host's gaps (s)."""
+    events, shelf = Events(), Shelf(weights[0])
+    driver = Driver(engine, shelf, on_event=events)
+    driver.start()
+    try:
+        futures = [driver.submit(request) for request in requests]
+        while not all(future.done() for future in futures):
+            await asyncio.sleep(0.01)
+            swaps, dispatches = len(events.of("swap")), len(events.of("dispatch"))
+            if swaps <= num_swaps and dispatches > 3 * swaps:
+                shelf.newest_weights = weights[swaps % 2]._replace(version=swaps)
+        await asyncio.gather(*futures)
+        gap_us, _ = driver.metrics().get("host_gap_us", (0.0, 0.0))
+    finally:
+        driver.close()
+    return events, gap_us / 1e6
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--shape", choices=list(MODELS), default="qwen2.5-1.5b")
+    parser.add_argument("--slots", type=int, default=256)
+    parser.add_argument("--mean-tokens", type=int, default=1536)
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--steps-per-dispatch", type=int, default=8)
+    parser.add_argument("--page-tokens", type=int, default=16)
+    parser.add_argument("--kv-dtype", choices=["compute", "int8", "float8_e4m3fn"], default="compute")
+    parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--no-compile-times", action="store_true", help="compile what is needed when it is, and do not time it")
+    parser.add_argument("--note", default="", help="goes into the row: what else the machine did")
+    args = parser.parse_args()
+
+    policy = Policy(ModelConfig.from_hf(MODELS[args.shape], source=args.shape))
+    on_cpu = jax.devices()[0].platform == "cpu"
+    dtype = jnp.dtype(jnp.float32 if on_cpu else jnp.bfloat16)
+    devices = jax.devices()
+    placement = PlacementConfig() if len(devices) == 1 else PlacementConfig(rollout_tensor=args.tensor)
+    mesh = make_meshes(placement, devices).rollout
+    rng = np.random.default_rng(0)
+    middle = args.mean_tokens - args.new_tokens // 2
+    lengths = rng.integers(max(middle // 2, 1), max(3 * middle // 2, 2), args.slots)
+    config = EngineConfig(
+        num_slots=args.slots,
+        max_prompt_tokens=int(lengths.max()),
+        max_new_tokens=args.new_tokens,
+        steps_per_dispatch=args.steps_per_dispatch,
+        page_tokens=args.page_tokens,
+        kv_dtype=args.kv_dtype,
+        prefill_chunk_tokens=int(lengths.max()),
+        on_update="keep",
+    )
+    compile_s: list[float] = []
+    with tempfile.TemporaryDirectory() as cache:
+        if not args.no_compile_times:
+            jax.config.update("jax_compilation_cache_dir", cache)
+            jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
+            for _ in range(2):
+                jax.clear_caches()
+                compile_s.append(DecodeEngine(policy, mesh, config, dtype).warm_up())
+        engine = DecodeEngine(policy, mesh, config, dtype)
+        if not args.no_compile_times:
+            engine.warm_up()
+    lay_out = jax.jit(lambda key: engine.layout(policy.init(key)), out_shardings=engine.param_shardings)
+    weights = [Weights(0, jax.block_until_ready(lay_out(jax.random.key(seed)))) for seed in (0, 1)]
+    vocab_size = policy.config.vocab_size
+    requests = [
+        Request(str(i), rng.integers(0, vocab_size, int(length), dtype=np.int32), 1, Sampling(args.new_tokens), seed=i)
+        for i, length in enumerate(lengths)
+    ]
+    events, gap_s = asyncio.run(decode(engine, weights, requests, num_swaps=0))
+    dispatches = events.of("dispatch")[2:]
+    seconds, tokens = dispatches[-1][1] - dispatches[0][0], sum(drawn for _, _, drawn in dispatches)
+    swap_ms: dict[str, float] = {}
+    for on_update in ("keep", "recompute"):
+        engine.config = chz.replace(config, on_update=on_update)
+        swaps = asyncio.run(decode(engine, weights, requests, num_swaps=3))[0].of("swap")[1:]
+        swap_ms[on_update] = median(1e3 * (end - start) for start, end, _ in swaps)
+    weight_bytes, kv_bytes = bytes_per_step(policy, engine, args.slots, float(lengths.mean()) + args.new_tokens / 2)
+    bytes_per_s = bandwidth()
+    roofline = args.slots * bytes_per_s / (weight_bytes + kv_bytes)
+    row = {
+        **{name: value for name, value in vars(args).items() if name != "no_compile_times"},
+        "reader": engine.reader,
+        "tokens_per_s": tokens / seconds,
+        "roofline_tokens_per_s": roofline,
+        "share": tokens / seconds / roofline,
+        "weight_bytes": weight_bytes,
+        "kv_bytes": kv_bytes,
+        "bandwidth_bytes_per_s": bytes_per_s,
+        "host_bubble": gap_s / (dispatches[-1][1] - events.of("dispatch")[0][0]),
+        "compile_s": dict(zip(("cold", "cached"), compile_s, strict=False)),
+        "swap_ms": swap_ms,
+    }
+    append("decode", row)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""After a crash an agent runs again: what it asks as before is not drawn again, what it asks otherwise is."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import AsyncExitStack
+from pathlib import Path
+
+import pytest
+from tiny_engine import TinyEngine
+
+from areal_jax.data.policy_files import EMBEDDED
+from areal_jax.data.tokenizer import HFTokenizer
+from areal_jax.records import Completion, Message, Sample, Sampling, Task, Verdict
+from areal_jax.rewards.config import RewardConfig
+from areal_jax.rollout.controller import Calls
+from areal_jax.serve.sessions import AgentServer
+from areal_jax.workflows.agent import AgentHost, Agents
+from areal_jax.workflows.config import Agent
+
+TOKENIZER = HFTokenizer.from_folder(EMBEDDED)
+TASK = Task(id="t", prompt=(Message("user", "hi"),), answer="")
+
+AGENTS = """
+import itertools, openai
+
+times = itertools.count()
+
+async def ask(base_url, api_key, contents):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        messages = []
+        for content in contents:
+            messages.append({"role": "user", "content": content})
+            answer = await client.chat.completions.create(model="policy", messages=messages)
+            messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+    return 1
+
+async def same(task, base_url, api_key):
+    return await ask(base_url, api_key, ["a", "b"])
+
+async def other(task, base_url, api_key):
+    return await ask(base_url, api_key, ["a", f"time {next(times)}"])
+"""
+
+
+async def judge(task: Task, answer: str) -> Verdict:
+    return Verdict("correct")
+
+
+def run_twice(function: str) -> tuple[list[tuple[Sample, ...]], list[int]]:
+    """The samples of a group and of its replay from the journal, and how many requests the engine had seen after each."""
+
+    async def main() -> tuple[list[tuple[Sample, ...]], list[int]]:
+        async with AsyncExitStack() as stack:
+            engine, journal = TinyEngine(max_prompt_tokens=200), dict[str, tuple[Completion, ...]]()
+            ticking = asyncio.create_task(engine.run())
+            sessions = await stack.enter_async_context(AgentServer(TOKENIZER, 6).listening())
+            host = AgentHost(Agent(function=function), sessions)
+            stack.callback(host.close)
+            samples, asked = list[tuple[Sample, ...]](), list[int]()
+            for _ in range(2):
+                calls = Calls(engine, 0, Sampling(6, stop_token_ids=(0,)), 3, 0, journal)
+                samples.append(await Agents(TOKENIZER, 2, RewardConfig(), host)(TASK, calls, judge))
+                asked.append(len(engine.submitted))
+            ticking.cancel()
+            return samples, asked
+
+    return asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = Path(tmp_path_factory.mktemp("agents")) / "replayed.py"
+    path.write_text(AGENTS)
+    return path
+
+
+def test_an_agent_that_asks_the_same_gets_the_same_without_drawing(program: Path):
+    [first, second], asked = run_twice(f"{program}:same")
+    assert asked == [4, 4]
+    tokens = [sorted(sample.tokens.tolist() for sample in samples) for samples in (first, second)]
+    assert tokens[0] == tokens[1]
+
+
+def test_an_agent_that_asks_otherwise_simply_draws_again(program: Path):
+    [first, second], asked = run_twice(f"{program}:other")
+    # The first turns are as before; the second ones are not.
+    assert asked == [4, 6]
+    assert len(first) == len(second) == 2

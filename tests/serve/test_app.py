@@ -1,0 +1,199 @@
+"""The HTTP side over an engine that says what it is told to: tools, limits, deadlines, failures."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import openai
+import pytest
+from scripted_engine import TOKENIZER, Scripted, served
+
+from areal_jax.data.policy_files import EMBEDDED
+from areal_jax.data.tokenizer import HFTokenizer
+from areal_jax.records import EngineStopped
+from areal_jax.serve.config import LimitsConfig
+
+ASKED: Any = [{"role": "user", "content": "hi"}]
+TOOLS: Any = [{"type": "function", "function": {"name": "find", "description": "finds", "parameters": {"type": "object"}}}]
+
+TEMPLATE = """\
+{% if tools %}<|im_start|>system
+{% for tool in tools %}{{ tool.function.name }}{% endfor %}<|im_end|>
+{% endif %}{% for message in messages %}<|im_start|>{{ message.role }}
+{{ message.content }}{% for call in message.tool_calls %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}
+<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+@pytest.fixture(scope="module")
+def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HFTokenizer:
+    """The embedded policy's, with a template that knows tools."""
+    folder = Path(tmp_path_factory.mktemp("policy"))
+    for name in ("tokenizer.json", "config.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED / name, folder)
+    (folder / "chat_template.jinja").write_text(TEMPLATE)
+    return HFTokenizer.from_folder(folder)
+
+
+def test_a_template_knows_tools_or_not(tokenizer: HFTokenizer):
+    assert tokenizer.knows_tools
+    assert not TOKENIZER.knows_tools
+
+
+def test_tools_are_told_to_the_policy_and_its_calls_to_the_client(tokenizer: HFTokenizer):
+    said = 'I look.\n<tool_call>\n{"name": "find", "arguments": {"what": "é"}}\n</tool_call>'
+    engine = Scripted([said] * 2 + ["done"])
+
+    async def main() -> None:
+        async with served(engine, tokenizer=tokenizer) as (_, client):
+            create = client.chat.completions.create
+            answer = await create(model="m", messages=ASKED, tools=TOOLS)
+            [choice] = answer.choices
+            assert choice.finish_reason == "tool_calls"
+            assert choice.message.content == "I look.\n"
+            [call] = choice.message.tool_calls or []
+            assert call.type == "function" and call.function.name == "find"
+            assert json.loads(call.function.arguments) == {"what": "é"}
+
+            text, called, finish = "", [], None
+            async for chunk in await create(model="m", messages=ASKED, tools=TOOLS, stream=True):
+                [part] = chunk.choices
+                text += part.delta.content or ""
+                called += part.delta.tool_calls or []
+                finish = part.finish_reason or finish
+            assert (text, finish) == ("I look.\n", "tool_calls")
+            assert [each.function.arguments for each in called if each.function] == [call.function.arguments]
+
+            # The conversation goes on as clients write it.
+            history: Any = [
+                *ASKED,
+                choice.message.model_dump(exclude_none=True),
+                {"role": "tool", "content": "7", "tool_call_id": call.id},
+            ]
+            last = await create(model="m", messages=history, tools=TOOLS)
+            assert last.choices[0].message.content == "done"
+
+    asyncio.run(main())
+    prompts = [tokenizer.decode(request.prompt_tokens) for request in engine.requests]
+    assert "find" in prompts[0]
+    assert 'I look.\n<tool_call>{"name": "find", "arguments": {"what": "é"}}</tool_call>' in prompts[2]
+    assert prompts[2].endswith("tool\n7\nassistant\n")
+
+
+def test_without_tools_a_call_is_text(tokenizer: HFTokenizer):
+    said = '<tool_call>{"name": "find"}</tool_call>'
+
+    async def main() -> list[Any]:
+        async with served(Scripted([said] * 2), tokenizer=tokenizer) as (_, client):
+            plain = await client.chat.completions.create(model="m", messages=ASKED)
+            none = await client.chat.completions.create(model="m", messages=ASKED, tools=TOOLS, tool_choice="none")
+            return [plain.choices[0].message, none.choices[0].message]
+
+    for message in asyncio.run(main()):
+        assert (message.content, message.tool_calls) == (said, None)
+
+
+def test_one_request_too_many_is_told_to_come_again():
+    engine = Scripted(hangs=True)
+
+    async def main() -> None:
+        async with served(engine, LimitsConfig(max_requests=2)) as (_, client):
+            create = client.chat.completions.create
+            held = [asyncio.create_task(create(model="m", messages=ASKED)) for _ in range(2)]
+            while len(engine.requests) < 2:
+                await asyncio.sleep(0.01)
+            with pytest.raises(openai.RateLimitError) as refused:
+                await create(model="m", messages=ASKED)
+            assert refused.value.response.headers["Retry-After"] == "1"
+            assert [model.id async for model in client.models.list()] == ["m"]
+            for each in held:
+                each.cancel()
+            await asyncio.gather(*held, return_exceptions=True)
+            while engine.num_cancelled < 2:
+                await asyncio.sleep(0.01)
+            engine.hangs = False
+            await create(model="m", messages=ASKED)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_answer_that_takes_too_long_is_broken_off(stream: bool):
+    engine = Scripted(["hello there"], hangs=True)
+
+    async def main() -> None:
+        async with served(engine, LimitsConfig(request_timeout_s=0.3)) as (_, client):
+            create = client.chat.completions.create
+            if stream:
+                with pytest.raises(openai.APIError, match="request_timeout_s"):
+                    async for _ in await create(model="m", messages=ASKED, stream=True):
+                        pass
+            else:
+                with pytest.raises(openai.InternalServerError, match="request_timeout_s") as broken:
+                    await create(model="m", messages=ASKED)
+                assert broken.value.status_code == 504
+            while not engine.num_cancelled:
+                await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_an_engine_that_stopped_is_told_and_health_says_so():
+    async def main() -> None:
+        async with served(Scripted(error=EngineStopped("the engine has died"))) as (app, client):
+            with pytest.raises(openai.InternalServerError, match="the engine has died") as failed:
+                await client.chat.completions.create(model="m", messages=ASKED)
+            assert failed.value.status_code == 503
+            assert app.stopped.is_set()
+            health = await client.with_options(base_url=str(client.base_url).removesuffix("v1/")).get("/health", cast_to=object)
+            assert health
+
+    with pytest.raises(openai.InternalServerError) as unhealthy:
+        asyncio.run(asyncio.wait_for(main(), 60))
+    assert unhealthy.value.status_code == 503
+
+
+def test_a_failure_of_our_own_tells_nothing_but_its_kind(caplog: pytest.LogCaptureFixture):
+    async def main() -> None:
+        async with served(Scripted(error=KeyError("a secret"))) as (_, client):
+            with pytest.raises(openai.InternalServerError, match="the server failed: KeyError") as failed:
+                await client.chat.completions.create(model="m", messages=ASKED)
+            assert "secret" not in failed.value.message
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    assert "a secret" in caplog.text
+
+
+def test_a_request_that_never_arrives_is_not_waited_for():
+    async def main() -> bytes:
+        async with served(Scripted(), LimitsConfig(body_timeout_s=0.2)) as (_, client):
+            port = client.base_url.port
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\nContent-Length: 50\r\n\r\n{"
+            )
+            answer = await reader.readline()
+            writer.close()
+            await writer.wait_closed()
+            return answer
+
+    assert b"408" in asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_requests_without_a_seed_draw_differently_and_with_one_alike():
+    engine = Scripted()
+
+    async def main() -> None:
+        async with served(engine) as (_, client):
+            for seed in (None, None, 7, 7):
+                await client.chat.completions.create(model="m", messages=ASKED, seed=seed)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+    seeds = [request.seed for request in engine.requests]
+    assert len(set(seeds)) == 3
+    assert seeds[2:] == [7, 7]

@@ -1,0 +1,333 @@
+"""The real server with the embedded policy, asked by OpenAI's own client."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Coroutine, Iterator
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import numpy as np
+import openai
+import pytest
+from openai.types.chat import ChatCompletion
+
+from areal_jax.engine.config import EngineConfig
+from areal_jax.records import Completion, Message, Request
+from areal_jax.serve.app import App, listening
+from areal_jax.serve.config import LimitsConfig, ServeConfig
+from areal_jax.serve.engine_source import EngineSource
+from areal_jax.serve.policy import engine_source
+
+T = TypeVar("T")
+
+CONFIG = ServeConfig(
+    engine=EngineConfig(num_slots=8, max_prompt_tokens=64, max_new_tokens=64, steps_per_dispatch=4),
+    limits=LimitsConfig(max_body_bytes=20_000, max_requests=80, max_samples=16),
+    devices=1,
+)
+KEY = "the right one"
+MODEL = "embedded"
+ASKED: Any = [{"role": "user", "content": "What is 12 + 30?"}]
+TOKENS = {"return_token_ids": True}
+
+
+@dataclass
+class Server:
+    loop: asyncio.AbstractEventLoop
+    source: EngineSource
+    url: str
+
+    def run(self, awaitable: Coroutine[Any, Any, T]) -> T:
+        """Run something in the server's thread."""
+        return asyncio.run_coroutine_threadsafe(awaitable, self.loop).result(60)
+
+
+@pytest.fixture(scope="module")
+def server(quick_compilation: None) -> Iterator[Server]:
+    started, ready = threading.Event(), list[Server]()
+
+    async def serve() -> None:
+        stop = asyncio.Event()
+        async with engine_source(CONFIG, KEY) as source, listening(App(source, CONFIG.limits), "127.0.0.1", 0, 1.0) as port:
+            ready.append(Server(asyncio.get_running_loop(), source, f"http://127.0.0.1:{port}"))
+            stops.append(stop)
+            started.set()
+            await stop.wait()
+
+    stops = list[asyncio.Event]()
+    thread = threading.Thread(target=lambda: asyncio.run(serve()))
+    thread.start()
+    assert started.wait(250)
+    yield ready[0]
+    ready[0].loop.call_soon_threadsafe(stops[0].set)
+    thread.join(60)
+    assert not thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def client(server: Server) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as client:
+        yield client
+
+
+def chat(client: openai.OpenAI, **how: Any) -> Any:
+    return client.chat.completions.create(model=MODEL, messages=how.pop("messages", ASKED), **how)
+
+
+def texts(answer: ChatCompletion) -> list[str | None]:
+    return [choice.message.content for choice in answer.choices]
+
+
+def test_the_tokens_are_those_that_the_driver_gives_the_same_request(server: Server, client: openai.OpenAI):
+    answer = chat(client, n=2, seed=7, temperature=0.9, max_completion_tokens=20, extra_body=TOKENS)
+    tokenizer, sampling = server.source.tokenizer, server.source.sampling
+    prompt = tokenizer.render([Message("user", ASKED[0]["content"])])
+    assert answer.prompt_token_ids == prompt.tolist()
+
+    async def draw() -> list[Completion]:
+        own = replace(sampling, temperature=0.9, max_new_tokens=20)
+        return await server.source.engine.submit(Request("own", prompt, 2, own, seed=7))
+
+    for choice, completion in zip(answer.choices, server.run(draw()), strict=True):
+        assert choice.model_extra["token_ids"] == completion.tokens.tolist()
+        assert choice.model_extra["versions"] == [0] * len(completion.tokens)
+        np.testing.assert_allclose(choice.model_extra["token_logprobs"], completion.logp, atol=1e-5)
+        assert choice.message.content == tokenizer.decode(completion.tokens)
+        assert choice.finish_reason == completion.stop_reason
+    assert answer.usage is not None
+    drawn = sum(len(choice.model_extra["token_ids"]) for choice in answer.choices)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), drawn)
+
+
+def test_a_stream_says_what_an_answer_in_one_says(client: openai.OpenAI):
+    whole = chat(client, n=3, seed=5, logprobs=True, extra_body=TOKENS)
+    said, drawn, finish, logp = ([""] * 3, [[], [], []], [None] * 3, [[], [], []])
+    usage, num_chunks = None, 0
+    stream = chat(client, n=3, seed=5, logprobs=True, extra_body=TOKENS, stream=True, stream_options={"include_usage": True})
+    for chunk in stream:
+        num_chunks, usage = num_chunks + 1, chunk.usage or usage
+        for choice in chunk.choices:
+            said[choice.index] += choice.delta.content or ""
+            drawn[choice.index] += choice.model_extra.get("token_ids", [])
+            logp[choice.index] += choice.logprobs.content if choice.logprobs else []
+            finish[choice.index] = choice.finish_reason or finish[choice.index]
+    assert num_chunks > 6
+    assert said == texts(whole)
+    assert drawn == [choice.model_extra["token_ids"] for choice in whole.choices]
+    assert finish == [choice.finish_reason for choice in whole.choices]
+    for choice, told in zip(whole.choices, logp, strict=True):
+        assert [each.token for each in told] == [each.token for each in choice.logprobs.content or []]
+    assert usage == whole.usage
+
+
+def test_completions_take_text_or_tokens_one_or_several(server: Server, client: openai.OpenAI):
+    tokens = server.source.tokenizer.encode("12+30=").tolist()
+    several = client.completions.create(model=MODEL, prompt=["12+30=", "7*8="], n=2, seed=1, max_tokens=8)
+    assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
+    as_tokens = client.completions.create(model=MODEL, prompt=tokens, n=2, seed=1, max_tokens=8, extra_body=TOKENS)
+    assert [choice.text for choice in as_tokens.choices] == [choice.text for choice in several.choices[:2]]
+    assert (as_tokens.model_extra or {})["prompt_token_ids"] == tokens
+    streamed = ["", ""]
+    for chunk in client.completions.create(model=MODEL, prompt=tokens, n=2, seed=1, max_tokens=8, stream=True):
+        for choice in chunk.choices:
+            streamed[choice.index] += choice.text
+    assert streamed == [choice.text for choice in as_tokens.choices]
+
+
+def test_logprobs_are_told_with_the_most_likely_tokens(client: openai.OpenAI):
+    answer = chat(client, temperature=0, logprobs=True, top_logprobs=3, max_tokens=6, extra_body=TOKENS)
+    [choice] = answer.choices
+    told = choice.logprobs.content
+    assert len(told) == len(choice.model_extra["token_ids"]) == 6
+    for each in told:
+        # The most likely token was drawn, and those beside it are less likely.
+        assert each.top_logprobs[0].token == each.token
+        assert each.top_logprobs[0].logprob == pytest.approx(each.logprob, abs=1e-5)
+        logp = [other.logprob for other in each.top_logprobs]
+        assert logp == sorted(logp, reverse=True)
+        assert sum(np.exp(logp)) <= 1 + 1e-5
+        assert bytes(each.bytes).decode() == each.token
+    completion = client.completions.create(model=MODEL, prompt="12+30=", logprobs=2, max_tokens=4)
+    told = completion.choices[0].logprobs
+    assert told is not None and len(told.tokens or []) == len(told.top_logprobs or []) == 4
+    assert all(len(others) == 2 for others in told.top_logprobs or [])
+
+
+def test_a_stop_string_ends_an_answer_wherever_its_tokens_begin(client: openai.OpenAI):
+    free = chat(client, seed=3, extra_body=TOKENS)
+    text, tokens = free.choices[0].message.content, free.choices[0].model_extra["token_ids"]
+    assert len(text) > 12
+    for begin in range(1, 9):
+        stop = text[begin : begin + 4]
+        answer = chat(client, seed=3, stop=[stop, "never said"], extra_body=TOKENS)
+        assert answer.choices[0].message.content == text.partition(stop)[0]
+        assert answer.choices[0].finish_reason == "stop"
+        drawn = answer.choices[0].model_extra["token_ids"]
+        assert drawn == tokens[: len(drawn)] and len(drawn) < len(tokens)
+        streamed = chat(client, seed=3, stop=[stop], stream=True)
+        assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == text.partition(stop)[0]
+
+
+def test_penalties_and_early_stops_are_heeded(client: openai.OpenAI):
+    plain = chat(client, seed=2, temperature=0, max_tokens=24, extra_body=TOKENS)
+    other = chat(
+        client,
+        seed=2,
+        temperature=0,
+        max_tokens=24,
+        presence_penalty=2,
+        frequency_penalty=2,
+        extra_body=TOKENS | {"min_tokens": 24},
+    )
+    few, many = (set(answer.choices[0].model_extra["token_ids"]) for answer in (plain, other))
+    assert len(other.choices[0].model_extra["token_ids"]) == 24
+    assert len(many) > len(few)
+
+
+def test_64_clients_at_once_are_answered_as_each_alone(server: Server, client: openai.OpenAI):
+    alone = {seed: texts(chat(client, seed=seed, max_tokens=16)) for seed in range(4)}
+
+    async def all_at_once() -> list[list[str | None]]:
+        # One object of the package is as many connections as it has requests under way.
+        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as own:
+            create = own.chat.completions.create
+            asked = [create(model=MODEL, messages=ASKED, seed=seed % 4, max_tokens=16) for seed in range(64)]
+            return [texts(answer) for answer in await asyncio.gather(*asked)]
+
+    assert asyncio.run(all_at_once()) == [alone[seed % 4] for seed in range(64)]
+
+
+@pytest.mark.parametrize("streams", [True, False])
+def test_a_client_that_leaves_frees_its_slots(server: Server, client: openai.OpenAI, streams: bool):
+    # As raw sockets: what leaves here is the connection itself.
+    async def leave() -> None:
+        body = json.dumps(
+            {"model": MODEL, "messages": ASKED, "n": 16, "stream": streams, "min_tokens": 64, "max_tokens": 64}
+        ).encode()
+        host, port = server.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        head = ["POST /v1/chat/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {KEY}", f"Content-Length: {len(body)}"]
+        writer.write("".join(f"{line}\r\n" for line in [*head, ""]).encode() + body)
+        await writer.drain()
+        if streams:
+            assert b"200" in await asyncio.wait_for(reader.readline(), 60)
+        else:
+            await asyncio.sleep(0.05)
+        writer.close()
+        await writer.wait_closed()
+
+    before = metric(server, client, 'requests_total{endpoint="/v1/chat/completions",status="499"}')
+    asyncio.run(leave())
+    deadline_s = time.monotonic() + 60
+    while metric(server, client, 'requests_total{endpoint="/v1/chat/completions",status="499"}') == before:
+        assert time.monotonic() < deadline_s
+    while server.run(_unfinished(server)):
+        assert time.monotonic() < deadline_s
+    # The metrics' own request is the only one.
+    assert metric(server, client, "requests_running") == 1
+    assert texts(chat(client, seed=0, max_tokens=4, n=8))
+
+
+async def _unfinished(server: Server) -> dict[str, Any]:
+    return await server.source.engine.snapshot()
+
+
+def metric(server: Server, client: openai.OpenAI, name: str) -> float:
+    request = urllib.request.Request(f"{server.url}/metrics", headers={"Authorization": f"Bearer {KEY}"})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        lines = answer.read().decode().splitlines()
+    return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"areal_jax_{name} ")), 0.0)
+
+
+def test_what_is_counted_grows_by_what_was_answered(server: Server, client: openai.OpenAI):
+    names = ("completion_tokens_total", "prompt_tokens_total", "engine_requests_total")
+    before = [metric(server, client, name) for name in names]
+    usage = chat(client, seed=1, max_tokens=5).usage
+    after = [metric(server, client, name) for name in names]
+    assert np.subtract(after, before).tolist() == [usage.completion_tokens, usage.prompt_tokens, 1]
+
+
+def test_the_wrong_token_opens_nothing(server: Server):
+    for key in ("wrong", KEY + "x", "ключ"):
+        shown = f"Bearer {key}".encode().decode("latin-1")  # as bytes travel in headers
+        request = urllib.request.Request(f"{server.url}/metrics", headers={"Authorization": shown})
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=30)
+        assert refused.value.code == 401
+        refused.value.close()
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as stranger:
+        with pytest.raises(openai.AuthenticationError, match="Incorrect API key"):
+            chat(stranger)
+        with pytest.raises(openai.AuthenticationError):
+            stranger.models.list()
+
+
+def test_health_is_told_to_everyone(server: Server):
+    with urllib.request.urlopen(f"{server.url}/health", timeout=30) as answer:
+        assert json.load(answer) == {"status": "ok"}
+
+
+def test_models_are_named(client: openai.OpenAI):
+    assert [model.id for model in client.models.list()] == [MODEL]
+    assert client.models.retrieve(MODEL).owned_by == "areal_jax"
+    with pytest.raises(openai.NotFoundError, match="does not exist"):
+        client.models.retrieve("gpt-9")
+    with pytest.raises(openai.NotFoundError, match="'gpt-9' does not exist; there is 'embedded'"):
+        client.chat.completions.create(model="gpt-9", messages=ASKED)
+
+
+@pytest.mark.parametrize(
+    ("how", "words"),
+    [
+        ({"messages": [{"role": "user", "content": "1+" * 200}]}, "engine.max_prompt_tokens=64"),
+        ({"max_tokens": 65}, "engine.max_new_tokens=64"),
+        ({"n": 17}, "limits.max_samples=16"),
+        ({"temperature": 3.0}, "from 0 to 2"),
+        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, "no tools"),
+        ({"extra_body": {"banana": 1}}, "Unrecognized request argument supplied: banana"),
+        ({"messages": []}, "at least one message"),
+    ],
+)
+def test_what_cannot_be_answered_is_refused_with_the_knob(client: openai.OpenAI, how: dict[str, Any], words: str):
+    with pytest.raises(openai.BadRequestError) as refused:
+        chat(client, **how)
+    assert words in refused.value.message
+    with pytest.raises(openai.BadRequestError):
+        chat(client, **how, stream=True)
+
+
+def test_a_prompt_of_tokens_that_there_are_not_is_refused(client: openai.OpenAI):
+    with pytest.raises(openai.BadRequestError, match="expected 0 to 767"):
+        client.completions.create(model=MODEL, prompt=[1, 768])
+
+
+@pytest.mark.parametrize(
+    ("body", "status"), [(b"{", 400), (b"[]", 400), (b"\xff\x00", 400), (b'"' + b"x" * 30_000 + b'"', 413)]
+)
+def test_a_malformed_body_is_answered_with_an_error_in_openais_form(server: Server, body: bytes, status: int):
+    request = urllib.request.Request(
+        f"{server.url}/v1/chat/completions", data=body, headers={"Authorization": f"Bearer {KEY}"}, method="POST"
+    )
+    with pytest.raises(urllib.error.HTTPError) as refused:
+        urllib.request.urlopen(request, timeout=30)
+    with refused.value as answer:
+        error = json.load(answer)["error"]
+    assert refused.value.code == status
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+
+
+def test_what_there_is_not_is_not_found(server: Server):
+    for path in ("/v1/embeddings", "/sessions/x/v1/models", "/"):
+        request = urllib.request.Request(server.url + path, headers={"Authorization": f"Bearer {KEY}"})
+        with pytest.raises(urllib.error.HTTPError) as refused:
+            urllib.request.urlopen(request, timeout=30)
+        with refused.value as answer:
+            assert "message" in json.load(answer)["error"]
+        assert refused.value.code == 404

@@ -1,0 +1,206 @@
+"""Sessions of agents: the tokens that are kept are the tokens that were drawn, whatever text the agent sends back."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from contextlib import AsyncExitStack
+from typing import Any, TypeVar
+
+import numpy as np
+import openai
+import pytest
+from jaxtyping import Int32
+from scripted_engine import TOKENIZER, completion
+
+from areal_jax.records import Completion, Generate, OnProgress, Progress, StopReason
+from areal_jax.serve.sessions import AgentServer, Session
+from areal_jax.workflows.conversation import Call, samples_of
+
+T = TypeVar("T")
+
+STOP = TOKENIZER.stop_token_ids[0]
+
+
+class Odd:
+    """Draws odd tokens: such as no tokenizer makes of any text, cut characters and special ones among them."""
+
+    def __init__(self, seed: int) -> None:
+        self.rng = np.random.default_rng(seed)
+        self.drawn = list[tuple[list[int], list[int]]]()
+        self.budgets = list[int | None]()
+
+    async def __call__(
+        self,
+        prompt_tokens: Int32[np.ndarray, "P"],
+        num_samples: int,
+        *,
+        max_new_tokens: int | None = None,
+        on_progress: OnProgress | None = None,
+    ) -> list[Completion]:
+        self.budgets.append(max_new_tokens)
+        answers = list[Completion]()
+        for sample in range(num_samples):
+            tokens = self.rng.integers(3, TOKENIZER.vocab_size, self.rng.integers(1, 12)).tolist()
+            reason: StopReason = "length" if self.rng.random() < 0.3 else "stop"
+            answers.append(completion([*tokens, STOP] if reason == "stop" else tokens, reason))
+            self.drawn.append((prompt_tokens.tolist(), answers[-1].tokens.tolist()))
+            if on_progress is not None:
+                on_progress([Progress(sample, answers[-1].between(0, 2))])
+        return answers
+
+
+def in_session(generate: Generate, act: Callable[[Session, openai.AsyncOpenAI], Awaitable[T]]) -> T:
+    async def main() -> T:
+        async with AsyncExitStack() as stack:
+            server = await stack.enter_async_context(AgentServer(TOKENIZER, 50).listening())
+            session = await stack.enter_async_context(server.open(generate))
+            client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
+            return await act(session, await stack.enter_async_context(client))
+
+    return asyncio.run(asyncio.wait_for(main(), 120))
+
+
+async def say(client: openai.AsyncOpenAI, messages: Sequence[Any], *, stream: bool = False, **how: Any) -> str:
+    """What the policy says, as text."""
+    asked: Any = {"model": "gpt-4o", "messages": list(messages), **how}
+    if not stream:
+        answer = await client.chat.completions.create(**asked)
+        return answer.choices[0].message.content or ""
+    parts = [chunk async for chunk in await client.chat.completions.create(**asked, stream=True)]
+    return "".join(part.choices[0].delta.content or "" for part in parts)
+
+
+def test_in_100_conversations_with_odd_tokens_what_is_trained_is_what_was_drawn():
+    rng = np.random.default_rng(0)
+
+    async def converse(session: Session, client: openai.AsyncOpenAI) -> None:
+        for number in range(100):
+            # Every conversation is another one, in one session: they share no more than an agent's calls do.
+            messages = [{"role": "user", "content": f"question {number}"}]
+            for turn in range(int(rng.integers(1, 5))):
+                said = await say(client, messages, stream=bool(rng.random() < 0.3))
+                # Clients trim, or do not.
+                messages.append({"role": "assistant", "content": said.strip() if rng.random() < 0.5 else said})
+                messages.append({"role": "user", "content": f"and {turn}, é€?"})
+
+        calls = [Call(prompt, drawn) for prompt, drawn in session.calls()]
+        assert [(call.prompt.tolist(), call.completion.tokens.tolist()) for call in calls] == odd.drawn
+        samples = samples_of(calls, [1.0] * len(calls), "correct")
+        # A conversation is one sample, for each of its calls goes on from the tokens of the last.
+        assert len(samples) == 100
+        trained = [token for sample in samples for token in sample.tokens[sample.loss_mask].tolist()]
+        assert trained == [token for _, drawn in odd.drawn for token in drawn]
+        logp = [each for sample in samples for each in sample.behave_logp[sample.loss_mask].tolist()]
+        assert logp == [-0.5] * len(trained)
+        alone = samples_of(calls, [1.0] * len(calls), "correct", export="per_call")
+        assert [token for sample in alone for token in sample.tokens[sample.loss_mask].tolist()] == trained
+
+    odd = Odd(1)
+    in_session(odd, converse)
+    retold = [TOKENIZER.encode(TOKENIZER.decode(np.array(drawn[:-1], np.int32))).tolist() for _, drawn in odd.drawn]
+    # Were the text encoded again, other tokens would come of most answers.
+    assert sum(again == drawn[:-1] for again, (_, drawn) in zip(retold, odd.drawn, strict=True)) < len(retold) / 2
+
+
+def test_a_history_that_the_agent_has_changed_is_taken_as_it_is():
+    async def converse(session: Session, client: openai.AsyncOpenAI) -> None:
+        asked = {"role": "user", "content": "q"}
+        await say(client, [asked])
+        changed = [asked, {"role": "assistant", "content": "my own words"}, {"role": "user", "content": "go on"}]
+        await say(client, changed)
+        [(_, _), (prompt, _)] = session.calls()
+        assert prompt.tolist() == TOKENIZER.render(changed).tolist()
+
+    in_session(Odd(2), converse)
+
+
+def test_of_several_answers_the_one_that_is_gone_on_from_is_found():
+    async def converse(session: Session, client: openai.AsyncOpenAI) -> None:
+        asked: Any = [{"role": "user", "content": "q"}]
+        answer = await client.chat.completions.create(model="policy", messages=asked, n=3)
+        said = answer.choices[2].message.content
+        await say(client, [*asked, {"role": "assistant", "content": said}, {"role": "user", "content": "go on"}])
+        calls = [Call(prompt, drawn) for prompt, drawn in session.calls()]
+        assert len(calls) == 4
+        assert calls[3].follows(calls[2]) and not calls[3].follows(calls[1])
+        assert len(samples_of(calls, [0.0] * 4, "wrong")) == 3
+
+    in_session(Odd(3), converse)
+
+
+def test_an_answer_ends_with_the_token_of_its_stop_string_and_the_rest_is_never_trained_on():
+    text = "one two END three"
+
+    async def generate(prompt_tokens: Any, num_samples: int, **how: Any) -> list[Completion]:
+        return [completion([*TOKENIZER.encode(text).tolist(), STOP])]
+
+    async def converse(session: Session, client: openai.AsyncOpenAI) -> None:
+        assert await say(client, [{"role": "user", "content": "q"}], stop=["END"]) == "one two "
+        [(_, drawn)] = session.calls()
+        assert TOKENIZER.decode(drawn.tokens).startswith("one two END")
+        assert "three" not in TOKENIZER.decode(drawn.tokens)
+        assert drawn.stop_reason == "stop"
+
+    in_session(generate, converse)
+
+
+def test_the_budget_is_the_agents_where_it_is_smaller_and_wishes_that_training_cannot_grant_are_refused():
+    odd = Odd(4)
+
+    async def converse(session: Session, client: openai.AsyncOpenAI) -> None:
+        asked = [{"role": "user", "content": "q"}]
+        await say(client, asked, max_tokens=7, temperature=0.3)
+        await say(client, asked, max_tokens=500)
+        await say(client, asked)
+        wishes: list[dict[str, Any]] = [{"logprobs": True, "top_logprobs": 2}, {"extra_body": {"stop_token_ids": [5]}}]
+        for wish in wishes:
+            with pytest.raises(openai.BadRequestError, match="not supported in training"):
+                await say(client, asked, **wish)
+        assert len(session.calls()) == 3
+
+    in_session(odd, converse)
+    assert odd.budgets == [7, 50, 50]
+
+
+def test_a_session_is_open_to_its_own_token_only_and_only_while_it_lasts():
+    async def main() -> None:
+        async with AgentServer(TOKENIZER, 50).listening() as server:
+            async with server.open(Odd(5)) as one, server.open(Odd(6)) as two:
+                assert one.base_url != two.base_url and one.api_key != two.api_key
+                async with openai.AsyncOpenAI(base_url=one.base_url, api_key=two.api_key, max_retries=0) as stranger:
+                    with pytest.raises(openai.AuthenticationError):
+                        await say(stranger, [{"role": "user", "content": "q"}])
+                client = openai.AsyncOpenAI(base_url=one.base_url, api_key=one.api_key, max_retries=0)
+                await say(client, [{"role": "user", "content": "q"}])
+                assert (len(one.calls()), len(two.calls())) == (1, 0)
+            async with client:
+                with pytest.raises(openai.NotFoundError, match="no such session"):
+                    await say(client, [{"role": "user", "content": "q"}])
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_calls_under_way_when_a_session_ends_are_broken_off():
+    cancelled = asyncio.Event()
+
+    async def generate(prompt_tokens: Any, num_samples: int, **how: Any) -> list[Completion]:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            cancelled.set()
+            raise
+        return []
+
+    async def main() -> None:
+        async with AgentServer(TOKENIZER, 50).listening() as server:
+            async with server.open(generate) as session:
+                client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
+                calling = asyncio.create_task(say(client, [{"role": "user", "content": "q"}]))
+                await asyncio.sleep(0.3)
+            async with client:
+                with pytest.raises(openai.APIError):
+                    await calling
+            await cancelled.wait()
+
+    asyncio.run(asyncio.wait_for(main(), 60))

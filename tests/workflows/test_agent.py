@@ -1,0 +1,194 @@
+"""Agents: a user's own program over HTTP, its calls as samples, and all the ways in which it can fail."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import threading
+from contextlib import AsyncExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from areal_jax.data.policy_files import EMBEDDED
+from areal_jax.data.tokenizer import HFTokenizer
+from areal_jax.records import Completion, EngineStopped, Message, Sample, Task, Verdict, first_error
+from areal_jax.rewards.config import RewardConfig
+from areal_jax.serve.sessions import AgentServer
+from areal_jax.workflows.agent import AgentFailed, AgentHost, Agents
+from areal_jax.workflows.config import Agent
+
+TOKENIZER = HFTokenizer.from_folder(EMBEDDED)
+REWARDS = RewardConfig(correct=2.0, wrong=-1.0)
+TASK = Task(id="t", prompt=(Message("user", "What is 1+1?"),), answer="2")
+
+AGENTS = """
+import asyncio, json, os, sys, urllib.error, urllib.request
+
+def ask(base_url, api_key, messages):
+    body = json.dumps({"model": "any", "messages": messages}).encode()
+    request = urllib.request.Request(
+        base_url + "/chat/completions", body, {"Authorization": f"Bearer {api_key}", "Content-Type": "application/json"}
+    )
+    try:
+        with urllib.request.urlopen(request, timeout=20) as answer:
+            return json.load(answer)["choices"][0]["message"]["content"]
+    except urllib.error.HTTPError as error:
+        with error:
+            raise RuntimeError(error.read().decode()) from None
+
+def two_calls(task, base_url, api_key):
+    messages = [{"role": m.role, "content": m.content} for m in task.prompt]
+    said = ask(base_url, api_key, messages)
+    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Sure?"}]
+    return 0.5 if ask(base_url, api_key, messages) else 0
+
+async def in_a_loop(task, base_url, api_key):
+    return await asyncio.to_thread(ask, base_url, api_key, [{"role": "user", "content": task.answer}]) != ""
+
+def unjudged(task, base_url, api_key):
+    ask(base_url, api_key, [{"role": "user", "content": "q"}])
+
+def silent(task, base_url, api_key):
+    return 1
+
+def fails(task, base_url, api_key):
+    raise KeyError("mine")
+
+def too_much(task, base_url, api_key):
+    ask(base_url, api_key, [{"role": "user", "content": "q"}])
+    return 7
+
+async def hangs(task, base_url, api_key):
+    await asyncio.sleep(60)
+
+if __name__ == "__main__":
+    task = json.load(sys.stdin)
+    said = ask(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], [{"role": "user", "content": task["answer"]}])
+    print("thinking aloud")
+    print(json.dumps(bool(said)))
+    sys.exit(3 if task["id"] == "bad" else 0)
+"""
+
+
+@pytest.fixture(scope="module")
+def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = Path(tmp_path_factory.mktemp("agents")) / "agents.py"
+    path.write_text(AGENTS)
+    return path
+
+
+class Saying:
+    """Draws the tokens of one text, and counts the threads that it is called in."""
+
+    def __init__(self, text: str = "2", error: Exception | None = None) -> None:
+        self.text, self.error = text, error
+        self.threads = set[int]()
+
+    async def __call__(self, prompt_tokens: Any, num_samples: int, **how: Any) -> list[Completion]:
+        self.threads.add(threading.get_ident())
+        if self.error is not None:
+            raise self.error
+        drawn = np.append(TOKENIZER.encode(self.text), np.int32(TOKENIZER.stop_token_ids[0])).astype(np.int32)
+        zeros = np.zeros(len(drawn), np.int32)
+        return [Completion(drawn, zeros.astype(np.float32) - 1, zeros, "stop") for _ in range(num_samples)]
+
+
+async def judge(task: Task, answer: str) -> Verdict:
+    return Verdict("correct" if answer == task.answer else "wrong")
+
+
+def work(
+    config: Agent,
+    generate: Saying,
+    *,
+    num_samples: int = 3,
+    task: Task = TASK,
+) -> tuple[Sample, ...]:
+    async def main() -> tuple[Sample, ...]:
+        async with AsyncExitStack() as stack:
+            sessions = await stack.enter_async_context(AgentServer(TOKENIZER, 50).listening())
+            host = AgentHost(config, sessions)
+            stack.callback(host.close)
+            return await Agents(TOKENIZER, num_samples, REWARDS, host, config.export)(task, generate, judge)
+
+    return asyncio.run(asyncio.wait_for(main(), 100))
+
+
+def failure(config: Agent, generate: Saying, **how: Any) -> Exception:
+    with pytest.raises(Exception) as failed:
+        work(config, generate, **how)
+    return first_error(failed.value)
+
+
+def test_calls_that_go_on_from_one_another_are_one_sample_with_the_agents_reward(program: Path):
+    samples = work(Agent(function=f"{program}:two_calls"), Saying())
+    assert len(samples) == 3
+    said = len(TOKENIZER.encode("2")) + 1
+    for sample in samples:
+        assert sample.loss_mask.sum() == 2 * said
+        # Half of the way from -1 to 2.
+        assert (sample.reward, sample.verdict) == (0.5, "wrong")
+        assert TOKENIZER.decode(sample.tokens).count("Sure?") == 1
+
+
+def test_each_call_can_be_a_sample_of_its_own(program: Path):
+    samples = work(Agent(function=f"{program}:two_calls", export="per_call"), Saying(), num_samples=2)
+    assert [sample.reward for sample in samples] == [0.5] * 4
+    assert {int(sample.loss_mask.sum()) for sample in samples} == {len(TOKENIZER.encode("2")) + 1}
+
+
+def test_an_async_agent_runs_beside_the_thread_that_counts(program: Path):
+    generate = Saying()
+    samples = work(Agent(function=f"{program}:in_a_loop"), generate, num_samples=4)
+    assert [(sample.reward, sample.verdict) for sample in samples] == [(2.0, "correct")] * 4
+    assert generate.threads == {threading.get_ident()}
+
+
+@pytest.mark.parametrize(("said", "reward"), [("2", 2.0), ("3", -1.0)])
+def test_an_agent_that_returns_nothing_has_its_last_answer_judged(program: Path, said: str, reward: float):
+    [sample] = work(Agent(function=f"{program}:unjudged"), Saying(said), num_samples=1)
+    assert sample.reward == reward
+
+
+def test_a_command_is_an_agent_too(program: Path):
+    samples = work(Agent(command=f"{sys.executable} {program}"), Saying(), num_samples=2)
+    assert [(sample.reward, sample.verdict) for sample in samples] == [(2.0, "correct")] * 2
+
+
+def test_a_command_that_fails_fails_its_group(program: Path):
+    bad = Task(id="bad", prompt=(), answer="2")
+    error = failure(Agent(command=f"{sys.executable} {program}"), Saying(), num_samples=1, task=bad)
+    assert isinstance(error, AgentFailed)
+    assert "exit status 3" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [("silent", "without a call"), ("fails", "KeyError: 'mine'"), ("too_much", "returned 7; expected a bool")],
+)
+def test_an_agent_that_does_not_do_its_work_fails_its_group_and_says_why(program: Path, name: str, words: str):
+    error = failure(Agent(function=f"{program}:{name}"), Saying())
+    assert isinstance(error, AgentFailed)
+    assert words in str(error)
+
+
+def test_an_agent_that_hangs_is_broken_off(program: Path):
+    error = failure(Agent(function=f"{program}:hangs", timeout_s=0.3), Saying())
+    assert isinstance(error, TimeoutError)
+    assert "has not ended within 0.3 s" in str(error)
+    error = failure(Agent(command=f"{sys.executable} -c 'import time; time.sleep(60)'", timeout_s=0.5), Saying(), num_samples=1)
+    assert "has not ended within 0.5 s" in str(error)
+
+
+def test_an_engine_that_stopped_is_no_fault_of_the_agent(program: Path):
+    error = failure(Agent(function=f"{program}:two_calls"), Saying(error=EngineStopped("died")))
+    assert isinstance(error, EngineStopped)
+
+
+@pytest.mark.parametrize("config", [Agent(), Agent(function="a.py:f", command="true")])
+def test_an_agent_is_a_function_or_a_command(config: Agent):
+    with pytest.raises(ValueError, match="expected one of them"):
+        AgentHost(config, AgentServer(TOKENIZER, 50))
