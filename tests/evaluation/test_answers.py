@@ -39,9 +39,6 @@ class Words:
     def render(self, messages: Sequence[Message]) -> np.ndarray:
         return self.encode(messages[-1].content)
 
-    def render_next(self, messages: Sequence[Message]) -> np.ndarray:
-        return self.render(messages)
-
     def render_answer(self, prompt: Sequence[Message], answer: str) -> np.ndarray:
         return self.encode(answer)
 
