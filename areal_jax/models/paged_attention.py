@@ -75,13 +75,15 @@ def write_pages(
     new = jnp.arange(k.shape[1], dtype=jnp.int32)
     places = starts[:, None] + new
     page = jnp.take_along_axis(table, jnp.minimum(places // p, table.shape[1] - 1), axis=1)
+    rows = (jnp.arange(K, dtype=jnp.int32)[:, None, None] * P + page) * p + places % p
     # What is no token of the row lies beyond the pages, and is dropped.
-    rows = jnp.where(new < counts[:, None], page * p + places % p, P * p).reshape(-1)
+    rows = jnp.where(new < counts[:, None], rows, K * P * p).reshape(-1)
 
     def put(into: Array, tokens: Array) -> Array:
-        flat = into.reshape(K, P * p, *into.shape[3:])
-        tokens = jnp.moveaxis(tokens.reshape(-1, *tokens.shape[2:]), 1, 0)
-        return flat.at[:, rows].set(tokens, mode="drop", unique_indices=True).reshape(into.shape)
+        # Along the first dimension: for any other one, XLA on GPUs would turn all pages around, and back after it.
+        flat = into.reshape(K * P * p, *into.shape[3:])
+        tokens = jnp.moveaxis(tokens, 2, 0).reshape(-1, *tokens.shape[3:])
+        return flat.at[rows].set(tokens, mode="drop", unique_indices=True).reshape(into.shape)
 
     if pages.key_scales is None or pages.value_scales is None:
         return Pages(put(pages.keys, k.astype(pages.keys.dtype)), put(pages.values, v.astype(pages.values.dtype)))
@@ -94,11 +96,17 @@ def read_pages(
 ) -> tuple[Float[Array, "K *B S H"], Float[Array, "K *B S H"]]:
     """Keys and values of pages laid end to end."""
 
+    K, P = pages.keys.shape[:2]
+    rows = jnp.arange(K, dtype=jnp.int32).reshape(K, *(1,) * ids.ndim) * P + ids
+
+    def found(x: Array) -> Array:
+        return x.reshape(K * P, *x.shape[2:])[rows]
+
     def read(x: Array, scales: Array | None) -> Array:
-        found = x[:, ids].reshape(x.shape[0], *ids.shape[:-1], -1, x.shape[-1])
+        numbers = found(x)
         if scales is not None:
-            found = found.astype(jnp.float32) * scales[:, ids].reshape(*found.shape[:-1], 1)
-        return found.astype(dtype)
+            numbers = numbers.astype(jnp.float32) * found(scales)[..., None]
+        return numbers.astype(dtype).reshape(K, *ids.shape[:-1], -1, x.shape[-1])
 
     return read(pages.keys, pages.key_scales), read(pages.values, pages.value_scales)
 
