@@ -6,6 +6,7 @@ import ast
 import asyncio
 import json
 import os
+import queue
 import random
 import re
 import shlex
@@ -14,17 +15,16 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import chz
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from areal_jax.weights.pinned import Pinned
 
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.recovery import Columns
@@ -32,17 +32,18 @@ from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config import experiment_names, find_experiment, load_experiment, write_config
 from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.data.tokenizer import HFTokenizer
-from areal_jax.engine.driver import Driver
 from areal_jax.evaluate import main
 from areal_jax.models import hf, lora
 from areal_jax.models.config import LoRA
 from areal_jax.models.decoder import Policy
-from areal_jax.policies import find_decoding_policy
-from areal_jax.records import Message, Request, Sampling
+from areal_jax.serve.app import App, listening
+from areal_jax.serve.config import ServeConfig
+from areal_jax.serve.policy import engine_source
 from areal_jax.trainer.state import TrainState
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
+TOKEN = "secret"
 ROOT = Path(__file__).parent.parent
 
 SMALL = (
@@ -202,111 +203,55 @@ def test_a_benchmarks_file_is_asked_whole(tmp_path: Path) -> None:
     assert results["settings"]["evaluation.num_tasks"] is None
 
 
-class Speaking:
-    """The real engine behind a real HTTP server: what of OpenAI's protocol an evaluation needs, with a token."""
+@contextmanager
+def serving() -> Iterator[str]:
+    """The URL of the package's own server, with the embedded policy and a token, while it listens in a thread."""
+    engine = chz.replace(load_experiment("aime").engine, num_slots=8, max_new_tokens=40)
+    config = ServeConfig(engine=engine, devices=1)
+    loop, urls, stop = asyncio.new_event_loop(), queue.SimpleQueue[str | None](), asyncio.Event()
 
-    token = "secret"
+    async def serve() -> None:
+        async with engine_source(config, TOKEN) as source, listening(App(source, config.limits), "127.0.0.1", 0, 10.0) as port:
+            urls.put(f"http://127.0.0.1:{port}/v1")
+            await stop.wait()
 
-    def __init__(self, *, offers_tokens: bool) -> None:
-        experiment = load_experiment("aime", [argument for argument in SMALL if not argument.startswith("--")])
-        self.decoding = find_decoding_policy(experiment, None, ())
-        self.offers_tokens = offers_tokens
-        self.asked: list[str] = []
-        self.driver = Driver(self.decoding.engine, Pinned(self.decoding.load()))
-        self.loop = asyncio.new_event_loop()
-
-    @contextmanager
-    def listening(self) -> Iterator[str]:
-        """Its URL, while it listens."""
-        outer = self
-
-        class Handler(BaseHTTPRequestHandler):
-            def do_GET(self) -> None:
-                outer.reply(self, lambda: {"data": [{"id": "tiny"}]})
-
-            def do_POST(self) -> None:
-                body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-                outer.reply(self, lambda: outer.answer(self.path.rpartition("/v1/")[2], body))
-
-            def log_message(self, format: str, *args: object) -> None:
-                outer.asked.append(self.path)
-
-        server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threads = [threading.Thread(target=server.serve_forever), threading.Thread(target=self.loop.run_forever)]
-        self.driver.start()
-        for thread in threads:
-            thread.start()
+    def run() -> None:
         try:
-            yield f"http://127.0.0.1:{server.server_port}/v1"
+            loop.run_until_complete(serve())
         finally:
-            server.shutdown()
-            server.server_close()
-            self.driver.close()
-            self.loop.call_soon_threadsafe(self.loop.stop)
-            for thread in threads:
-                thread.join()
-            self.loop.close()
+            loop.close()
+            urls.put(None)
 
-    def reply(self, handler: BaseHTTPRequestHandler, make: Callable[[], dict[str, Any] | None]) -> None:
-        allowed = handler.headers.get("Authorization") == f"Bearer {self.token}"
-        answer = make() if allowed else {"error": {"message": "no such token"}}
-        handler.send_response((404 if answer is None else 200) if allowed else 401)
-        handler.end_headers()
-        handler.wfile.write(json.dumps(answer or {"error": {"message": "not served"}}).encode())
-
-    def answer(self, path: str, body: dict[str, Any]) -> dict[str, Any] | None:
-        tokenizer = self.decoding.tokenizer
-        if path == "completions" and self.offers_tokens:
-            prompt = np.array(body["prompt"], np.int32)
-        elif path == "chat/completions":
-            prompt = tokenizer.render([Message(**message) for message in body["messages"]])
-        else:
-            return None
-        sampling = Sampling(body["max_tokens"], body["temperature"], stop_token_ids=tokenizer.stop_token_ids)
-        request = Request(f"{time.monotonic_ns()}", prompt, body.get("n", 1), sampling, body["seed"])
-
-        async def submit() -> Any:
-            return await self.driver.submit(request)
-
-        drawn = asyncio.run_coroutine_threadsafe(submit(), self.loop).result(120)
-        choices = [
-            {
-                "index": index,
-                "text": tokenizer.decode(completion.tokens),
-                "message": {"role": "assistant", "content": tokenizer.decode(completion.tokens)},
-                "token_ids": completion.tokens.tolist(),
-                "finish_reason": completion.stop_reason,
-            }
-            for index, completion in enumerate(drawn)
-        ]
-        return {"choices": choices, "usage": {"completion_tokens": sum(len(completion.tokens) for completion in drawn)}}
+    thread = threading.Thread(target=run)
+    thread.start()
+    try:
+        url = urls.get(timeout=240)
+        assert url is not None, "the server did not start"
+        yield url
+    finally:
+        loop.call_soon_threadsafe(stop.set)
+        thread.join(60)
 
 
-def test_a_server_that_speaks_tokens_answers_as_the_policy_itself(
-    embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+def test_a_server_answers_as_the_policy_itself_or_in_words_and_wants_its_token(
+    embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setenv("OPENAI_API_KEY", Speaking.token)
-    with Speaking(offers_tokens=True).listening() as url:
-        results = evaluate(tmp_path, f"checkpoint={url}")
-    assert figures(results) == figures(json.loads((embedded / "results.json").read_text()))
-    assert (results["settings"]["asked in"], results["settings"]["model"]) == ("tokens", "tiny")
-
-
-def test_any_other_server_is_asked_in_words_and_its_token_is_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    server = Speaking(offers_tokens=False)
-    with server.listening() as url:
+    # A policy that is not here: nobody knows the server's tokens, so that it is asked in words.
+    strange = "policy.path=./missing"
+    with serving() as url:
         for token in ("wrong", ""):
             monkeypatch.setenv("OPENAI_API_KEY", token)
-            assert main([*SMALL, f"checkpoint={url}", f"--folder={tmp_path}"]) == 2
-            assert "401 Unauthorized: no such token); set OPENAI_API_KEY" in capsys.readouterr().err
-        monkeypatch.setenv("OPENAI_API_KEY", Speaking.token)
-        results = evaluate(tmp_path, f"checkpoint={url}", "evaluation.num_tasks=4")
-        assert "asked in words" in capsys.readouterr().out
-    assert server.asked.count("/v1/chat/completions") == 4 * 3
-    assert (results["num_tasks"], results["samples_per_task"], results["settings"]["asked in"]) == (4, 3, "words")
-    assert results["tokens"]["mean"] > 1
+            assert main([*SMALL, f"checkpoint={url}"]) == 2
+            assert "the server refuses (401" in (said := capsys.readouterr().err) and "set OPENAI_API_KEY" in said
+        monkeypatch.setenv("OPENAI_API_KEY", TOKEN)
+        tokens = evaluate(tmp_path / "tokens", f"checkpoint={url}")
+        words = evaluate(tmp_path / "words", f"checkpoint={url}", strange, "evaluation.num_tasks=3")
+        assert main([*SMALL, f"checkpoint={url}", strange, "workflow=MultiTurn"]) == 2
+        assert "which workflow=MultiTurn needs" in capsys.readouterr().err
+    assert figures(tokens) == figures(json.loads((embedded / "results.json").read_text()))
+    assert (tokens["settings"]["asked in"], tokens["settings"]["model"]) == ("tokens", "embedded")
+    assert (words["num_tasks"], words["samples_per_task"], words["settings"]["asked in"]) == (3, 3, "words")
+    assert words["tokens"]["mean"] > 1
     # Nobody listens there any more.
     assert main([*SMALL, f"checkpoint={url}"]) == 2
     assert "no server that speaks OpenAI's protocol answers there" in capsys.readouterr().err
