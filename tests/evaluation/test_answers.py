@@ -42,6 +42,9 @@ class Words:
     def render_answer(self, prompt: Sequence[Message], answer: str) -> np.ndarray:
         return self.encode(answer)
 
+    def render_next(self, messages: Sequence[Message]) -> np.ndarray:
+        return self.render(messages)
+
     def encode(self, text: str) -> np.ndarray:
         return np.array([ord(letter) for letter in text], np.int32)
 
