@@ -43,7 +43,7 @@ class Words:
         return self.encode(answer)
 
     def render_next(self, messages: Sequence[Message]) -> np.ndarray:
-        return self.encode(messages[-1].content)
+        return self.render(messages)
 
     def encode(self, text: str) -> np.ndarray:
         return np.array([ord(letter) for letter in text], np.int32)
