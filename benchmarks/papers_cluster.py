@@ -156,8 +156,8 @@ def measure(cluster: Cluster, workload: Workload) -> Outcome:
     """As long as it takes for the numbers to settle: short answers come first, until as much has ended as may be under way."""
     if workload.max_staleness == 0:
         return simulate(cluster, workload, num_steps=3, first_counted=1)
-    settled = 1 + workload.max_running_groups // workload.groups_per_batch
-    return simulate(cluster, workload, num_steps=settled + 3, first_counted=settled)
+    batches = workload.max_running_groups // workload.groups_per_batch
+    return simulate(cluster, workload, num_steps=1 + batches + 3 * (batches - 1), first_counted=1 + batches)
 
 
 def gains(model: str, num_devices: int, max_new_tokens: int, max_staleness: int, shrink: int) -> dict[str, Outcome]:
