@@ -24,7 +24,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from areal_jax.weights.pinned import Pinned
 
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.recovery import Columns
@@ -40,6 +39,7 @@ from areal_jax.models.decoder import Policy
 from areal_jax.policies import find_decoding_policy
 from areal_jax.records import Message, Request, Sampling
 from areal_jax.trainer.state import TrainState
+from areal_jax.weights.pinned import Pinned
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
