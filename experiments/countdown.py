@@ -1,12 +1,13 @@
 """Countdown: make a number from three others, each used once.
 
-    python -m areal_jax.train --exp=tiny_tools_sft examples.families=countdown num_steps=60 --run-folder=runs/tiny_tools
+    python -m areal_jax.train --exp=tiny_tools_sft examples.families=countdown --run-folder=runs/tiny_tools
     python -m areal_jax.train --exp=countdown
 
 Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account, no accelerator.
 
 The policy of the first command writes down attempts, such as 3+8-5=11-5=6, and boxes one of them, whether or not it came out.
-Training teaches it to go on until one does. Answers are parsed, never evaluated.
+Training is to teach it to go on until one does; after only 60 updates of the first command it did not within 20 steps.
+Answers are parsed, never evaluated.
 
 Rows with `nums` and `target` (as Jiayi-Pan/Countdown-Tasks-3to4 has them) are tasks with all four operations:
 
