@@ -6,8 +6,9 @@
 PYTHON ?= python3
 VENV ?= .venv
 TRAIN_ARGS ?=
-# Two processes, each with the tests of whole files: most of the time goes into compiling, which uses one core.
-TEST_ARGS ?= -n 2 --dist loadfile
+# Two processes, each with the tests of whole files: most of the time goes into compiling, which uses one core. In the order of
+# the tree, so that the longest file does not come last.
+TEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 BIN := $(VENV)/bin
 
