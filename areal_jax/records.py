@@ -6,9 +6,10 @@ Per-token arrays are aligned with `tokens`: entry t speaks of token t. Axes: B r
 from __future__ import annotations
 
 import hashlib
+from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
 
 import numpy as np
@@ -69,6 +70,10 @@ class Sampling:
     """Divides the logit of every token that prompt or answer hold, and multiplies it where it is below 0."""
     num_alternatives: int = 0
     """Most likely tokens to report at every place of the answer."""
+
+    def within(self, max_new_tokens: int | None) -> Sampling:
+        """The same with another budget; None: as it is."""
+        return self if max_new_tokens is None else replace(self, max_new_tokens=max_new_tokens)
 
 
 class Alternatives(NamedTuple):
@@ -201,6 +206,23 @@ class Sessions(Protocol):
     def open(self, generate: Generate) -> AbstractAsyncContextManager[Session]:
         """A session whose calls are drawn by `generate`; at the end it answers nothing more."""
         ...
+
+
+class CallNames:
+    """Names of the calls by which one task is worked on: after their prompts, and after how often the task had asked so before.
+    So turns that go on side by side bear the same names whichever comes first."""
+
+    def __init__(self, task: int) -> None:
+        """Args: task: a number that no other task has."""
+        self._task, self._asked = task, Counter[str]()
+
+    def next(self, prompt_tokens: Int32[np.ndarray, "P"], num_samples: int, max_new_tokens: int | None) -> str:
+        """The name of the next call of this kind."""
+        # A call with a budget of its own is named after that too: another one finds no answer of another length.
+        budget = b"" if max_new_tokens is None else f"/{num_samples}/{max_new_tokens}".encode()
+        kind = hashlib.blake2b(prompt_tokens.tobytes() + budget, digest_size=6).hexdigest()
+        self._asked[kind] += 1
+        return f"{self._task}.{kind}.{self._asked[kind] - 1}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,8 +7,7 @@ import json
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
-from hashlib import blake2b
+from dataclasses import asdict, dataclass, field
 from statistics import fmean
 from typing import TypeVar
 
@@ -17,6 +16,7 @@ from jaxtyping import Int32
 
 from areal_jax.evaluation.figures import standard_error, wilson_interval
 from areal_jax.records import (
+    CallNames,
     Completion,
     Engine,
     EngineStopped,
@@ -145,16 +145,17 @@ async def answer_all(
 
 @dataclass(slots=True)
 class EvaluationCalls:
-    """The `generate` of one task. Its requests are told apart from training's by their ids.
-
-    A call is named after its prompt, so that turns which go on side by side are drawn the same whichever comes first."""
+    """The `generate` of one task. Its requests are told apart from training's by their ids."""
 
     engine: Engine
     version: int
     sampling: Sampling
     seed: int
     place: int
-    asked: Counter[str] = field(default_factory=Counter)
+    _names: CallNames = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._names = CallNames(self.place)
 
     async def __call__(
         self,
@@ -164,14 +165,12 @@ class EvaluationCalls:
         max_new_tokens: int | None = None,
         on_progress: OnProgress | None = None,
     ) -> list[Completion]:
-        prompt = blake2b(prompt_tokens.tobytes(), digest_size=6).hexdigest()
-        call = f"{self.place}.{prompt}.{self.asked[prompt]}"
-        self.asked[prompt] += 1
+        call = self._names.next(prompt_tokens, num_samples, max_new_tokens)
         request = Request(
             id=f"eval-{self.version}-{call}",
             prompt_tokens=prompt_tokens,
             num_samples=num_samples,
-            sampling=self.sampling if max_new_tokens is None else replace(self.sampling, max_new_tokens=max_new_tokens),
+            sampling=self.sampling.within(max_new_tokens),
             seed=derive_seed(self.seed, f"eval-{call}"),
             min_version=self.version,
             on_progress=on_progress,

@@ -12,7 +12,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from hashlib import blake2b
 from itertools import count, takewhile
 from typing import Protocol, runtime_checkable
 
@@ -20,6 +19,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from areal_jax.records import (
+    CallNames,
     Completion,
     Engine,
     EngineStopped,
@@ -83,8 +83,7 @@ def open_gate(config: RolloutConfig, version: int, restored: RolloutState | None
 class Calls:
     """One group's `generate`, and the journal of what it was answered.
 
-    A call is named after its prompt, and after how often the group had asked for it before: turns that run side by side find
-    their own answers in the journal whichever comes first.
+    Calls bear the names of `CallNames`, by which turns that run side by side find their own answers in the journal.
     """
 
     engine: Engine
@@ -97,7 +96,10 @@ class Calls:
     """Request id to completions: of finished calls, and of those that a restored group had under way."""
     pending: set[str] = field(default_factory=set)
     """Ids of the requests that the engine has not answered."""
-    _asked: Counter[str] = field(default_factory=Counter)
+    _names: CallNames = field(init=False)
+
+    def __post_init__(self) -> None:
+        self._names = CallNames(self.group_id)
 
     async def __call__(
         self,
@@ -107,11 +109,7 @@ class Calls:
         max_new_tokens: int | None = None,
         on_progress: OnProgress | None = None,
     ) -> list[Completion]:
-        # A call with a budget of its own is named after that too: another one finds no answer of another length.
-        budget = b"" if max_new_tokens is None else f"/{num_samples}/{max_new_tokens}".encode()
-        prompt = blake2b(prompt_tokens.tobytes() + budget, digest_size=6).hexdigest()
-        call_id = f"{self.group_id}.{prompt}.{self._asked[prompt]}"
-        self._asked[prompt] += 1
+        call_id = self._names.next(prompt_tokens, num_samples, max_new_tokens)
         drawn = self.journal.get(call_id, ())
         if drawn and len(drawn) != num_samples:
             raise ValueError(f"request {call_id}: {num_samples} samples asked for, the journal holds {len(drawn)}")
@@ -121,7 +119,7 @@ class Calls:
             id=call_id,
             prompt_tokens=prompt_tokens,
             num_samples=num_samples,
-            sampling=self.sampling if max_new_tokens is None else replace(self.sampling, max_new_tokens=max_new_tokens),
+            sampling=self.sampling.within(max_new_tokens),
             seed=derive_seed(self.seed, call_id),
             min_version=self.min_version,
             resume=drawn,

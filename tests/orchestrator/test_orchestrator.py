@@ -28,6 +28,7 @@ from areal_jax.models.decoder import Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.records import Message, Request, Sampling, Weights, derive_seed
+from areal_jax.weights.pinned import Pinned
 
 # The orchestrator of 0.2.2 asks for a name that JAX has given up.
 jax.tree_map = jax.tree.map  # pyright: ignore[reportAttributeAccessIssue]
@@ -60,22 +61,9 @@ def decoding(request: pytest.FixtureRequest) -> tuple[DecodeEngine, EngineParams
     return engine, jax.device_put(jax.jit(engine.layout)(params), engine.param_shardings)
 
 
-class Fixed:
-    """One version of weights."""
-
-    def __init__(self, params: EngineParams):
-        self._weights = Weights(0, params)
-
-    def newest(self, after: int) -> Weights | None:
-        return self._weights if after < 0 else None
-
-    def wait(self, at_least: int, timeout_s: float) -> Weights:
-        return self._weights
-
-
 def by_driver(engine: DecodeEngine, params: EngineParams, prompts: Sequence[np.ndarray], sampling: Sampling) -> list[list[int]]:
     async def main() -> list[list[int]]:
-        driver = Driver(engine, Fixed(params))
+        driver = Driver(engine, Pinned(Weights(0, params)))
         driver.start()
         requests = [Request(f"r{i}", prompt, 1, sampling, derive_seed(7, str(i))) for i, prompt in enumerate(prompts)]
         found = await asyncio.gather(*map(driver.submit, requests))
