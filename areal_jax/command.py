@@ -52,12 +52,16 @@ def show(text: str) -> None:
 
 def help_text(usage: str, config: AnyExperiment | type[Experiment]) -> str:
     """The usage, and every setting with its value, type and meaning; for a choice among classes, the settings of each class."""
-    width = min(shutil.get_terminal_size().columns, 128)
     values = "defaults" if isinstance(config, type) else f"values of {config.name}"
     lines = [usage, "experiments:"]
     lines += [f"  {name:<12}  {_first_line(name)}" for name in experiment_names()]
-    lines += ["", f"settings, with the {values}:", *_described(settings(config), groups(config), width)]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", f"settings, with the {values}:", settings_text(config)])
+
+
+def settings_text(config: object) -> str:
+    """Every setting of an object, or of a class with its defaults, as --help lists them."""
+    width = min(shutil.get_terminal_size().columns, 128)
+    return "\n".join(_described(settings(config), groups(config), width))
 
 
 def _described(listed: Settings, headings: Mapping[str, str], width: int, indent: str = "  ") -> Iterator[str]:

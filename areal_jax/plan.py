@@ -8,9 +8,10 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
+from areal_jax.command import settings_text, show
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.known import KNOWN, known_shape
-from areal_jax.settings import ConfigError, assign, build, from_text, kind_name, parse_overrides, settings
+from areal_jax.settings import ConfigError, assign, build, from_text, parse_overrides, settings
 from areal_jax.sim.config import ClusterQuestion
 from areal_jax.sim.hardware import DEVICES
 from areal_jax.sim.planner import ClusterPlan, plan_cluster
@@ -30,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns 0 when done, 2 where the input cannot be (one message on stderr)."""
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or set(arguments) & {"-h", "--help"}:
-        print(help_text())
+        show(f"{USAGE}\nsettings:\n{settings_text(ClusterQuestion)}")
         return 0
     try:
         question = build(ClusterQuestion, assign(parse_overrides(arguments), settings(ClusterQuestion), from_text))
@@ -43,14 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         draw(found, Path(question.figure))
         print(f"{'figure':<12}  {question.figure}")
     return 0
-
-
-def help_text() -> str:
-    """Every setting with its default, type and meaning."""
-    lines = (
-        f"  {each.key}={each.text()}\n      {kind_name(each.kind)}; {each.doc}" for each in settings(ClusterQuestion).values()
-    )
-    return "\n".join([USAGE, "settings:", *lines])
 
 
 def find_model(name: str) -> ModelConfig:

@@ -24,10 +24,10 @@ from areal_jax.engine.decode import DecodeEngine, EngineParams
 from areal_jax.models import hf, lora
 from areal_jax.models.config import PolicyConfig
 from areal_jax.models.decoder import Params, Policy
-from areal_jax.parallel.mesh import make_rollout_mesh
+from areal_jax.parallel.mesh import compute_dtype, make_rollout_mesh
 from areal_jax.parallel.sharding import ROLLOUT_RULES, Rules, shardings
 from areal_jax.records import Task, Weights, derive_seed
-from areal_jax.run_plan import compute_dtype, find_policy, had, too_long, unreadable
+from areal_jax.run_plan import find_policy, had, too_long, unreadable
 from areal_jax.settings import ConfigError
 from areal_jax.trainer.state import trained
 
@@ -146,7 +146,7 @@ def find_decoding_policy(experiment: AnyExperiment, checkpoint: RunCheckpoint | 
     if wanted > len(devices):
         raise ConfigError(f"placement.rollout_devices={wanted}, and there are {len(devices)} devices")
     mesh = had(lambda: make_rollout_mesh(experiment.placement, devices[:wanted]))
-    engine = had(lambda: DecodeEngine(policy, mesh, experiment.engine, compute_dtype(experiment.policy, mesh)))
+    engine = had(lambda: DecodeEngine(policy, mesh, experiment.engine, compute_dtype(experiment.policy.compute_dtype, mesh)))
     tokenizer = had(lambda: HFTokenizer.from_folder(folder))
     if checkpoint is not None:
         checkpoint = _with_version(checkpoint)

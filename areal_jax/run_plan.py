@@ -32,7 +32,7 @@ from areal_jax.models.architecture import Readout
 from areal_jax.models.config import PolicyConfig
 from areal_jax.models.decoder import Policy
 from areal_jax.models.hf import read_config
-from areal_jax.parallel.mesh import Meshes, engine_meshes, make_meshes
+from areal_jax.parallel.mesh import Meshes, compute_dtype, engine_meshes, make_meshes
 from areal_jax.parallel.sharding import bytes_per_device
 from areal_jax.records import Message, Task, derive_seed
 from areal_jax.rl.config import GAE, Reference
@@ -282,7 +282,7 @@ def make_plan(experiment: AnyExperiment) -> Plan:
         critic_folder = had(lambda: resolve_policy_folder(experiment.trainer.critic.path or experiment.policy.path))
         critic = had(lambda: find_critic(critic_folder))
     meshes = had(lambda: _meshes(experiment))
-    dtype = compute_dtype(experiment.policy, meshes.train)
+    dtype = compute_dtype(experiment.policy.compute_dtype, meshes.train)
     engines = had(lambda: _engines(experiment, policy, meshes, dtype))
     tokenizer = had(lambda: HFTokenizer.from_folder(folder))
     # A pair lies in one row.
@@ -330,12 +330,6 @@ def make_plan(experiment: AnyExperiment) -> Plan:
     if problems := list(misfits(plan)):
         raise ConfigError("\n".join(problems))
     return plan
-
-
-def compute_dtype(config: PolicyConfig, mesh: Mesh) -> jnp.dtype:
-    """In which precision a policy is computed on a mesh."""
-    auto = "float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16"
-    return jnp.dtype(config.compute_dtype.replace("auto", auto))
 
 
 def _decodes(experiment: AnyExperiment) -> bool:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
+import jax.numpy as jnp
 from jax.sharding import AxisType, Mesh
 
 from areal_jax.parallel.config import PlacementConfig
@@ -60,6 +61,12 @@ def engine_meshes(rollout: Mesh, num_engines: int) -> list[Mesh]:
         )
     parts = rollout.devices.reshape(num_engines, -1, rollout.shape["tensor"])
     return [Mesh(part, rollout.axis_names, axis_types=rollout.axis_types) for part in parts]
+
+
+def compute_dtype(name: Literal["auto", "float32", "bfloat16"], mesh: Mesh) -> jnp.dtype:
+    """In which precision a policy is computed on a mesh; auto: float32 on CPUs, bfloat16 elsewhere."""
+    auto = "float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16"
+    return jnp.dtype(name.replace("auto", auto))
 
 
 def _split(placement: PlacementConfig, num_devices: int) -> tuple[int, int]:

@@ -7,13 +7,14 @@ import logging
 import secrets
 import signal
 import sys
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
+from areal_jax.command import settings_text, show
 from areal_jax.config import out_of_range
 from areal_jax.launch.local import prepare
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.serve.config import ServeConfig
-from areal_jax.settings import ConfigError, assign, build, from_text, kind_name, parse_overrides, settings
+from areal_jax.settings import ConfigError, assign, build, from_text, parse_overrides, settings
 
 USAGE = """\
 usage: python -m areal_jax.serve [a.b=c ...]
@@ -27,7 +28,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line. Returns 0 when told to end, 1 where the engine stops, 2 where the input cannot be."""
     given = sys.argv[1:] if argv is None else argv
     if {"--help", "-h"} & set(given):
-        print(USAGE + "\n".join(help_lines()))
+        show(USAGE + settings_text(ServeConfig))
         return 0
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:
@@ -38,12 +39,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         print(f"areal_jax: {error}", file=sys.stderr)
         return 2
-
-
-def help_lines() -> Iterable[str]:
-    """Every setting with its kind, default and meaning."""
-    for setting in settings(ServeConfig).values():
-        yield f"  {setting.key}={setting.text()}  ({kind_name(setting.kind)})\n      {setting.doc}"
 
 
 def read_config(overrides: Sequence[str]) -> ServeConfig:

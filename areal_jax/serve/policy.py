@@ -8,7 +8,6 @@ from contextlib import asynccontextmanager
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 
 from areal_jax.data.policy_files import resolve_policy_folder
 from areal_jax.data.tokenizer import HFTokenizer
@@ -18,7 +17,7 @@ from areal_jax.models import hf
 from areal_jax.models.decoder import Policy
 from areal_jax.models.hf import read_config
 from areal_jax.parallel.config import PlacementConfig
-from areal_jax.parallel.mesh import make_rollout_mesh
+from areal_jax.parallel.mesh import compute_dtype, make_rollout_mesh
 from areal_jax.parallel.sharding import ROLLOUT_RULES, shardings
 from areal_jax.records import Sampling, Weights
 from areal_jax.serve.config import ServeConfig
@@ -78,8 +77,7 @@ def load(config: ServeConfig) -> Loaded:
     if (wanted := config.devices or len(devices)) > len(devices):
         raise ValueError(f"devices={wanted}, and there are {len(devices)}")
     mesh = make_rollout_mesh(PlacementConfig(rollout_tensor=config.tensor), devices[:wanted])
-    auto = "float32" if devices[0].platform == "cpu" else "bfloat16"
-    dtype = jnp.dtype(config.compute_dtype.replace("auto", auto))
+    dtype = compute_dtype(config.compute_dtype, mesh)
     engine = DecodeEngine(policy, mesh, settings, dtype)
     weights = hf.load(folder, policy, shardings(mesh, policy.axes(), policy.abstract(dtype), ROLLOUT_RULES), dtype=dtype)
     return Loaded(engine, jax.jit(engine.layout, out_shardings=engine.param_shardings)(weights), tokenizer)
