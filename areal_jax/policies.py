@@ -20,14 +20,14 @@ from areal_jax.checkpoint.store import FILES, CheckpointError, CheckpointStore
 from areal_jax.config import AnyExperiment
 from areal_jax.data.policy_files import resolve_policy_folder
 from areal_jax.data.tokenizer import HFTokenizer
-from areal_jax.engine.decode import DecodeEngine, EngineParams
+from areal_jax.engine.decode import DecodeEngine, EngineParams, too_long
 from areal_jax.models import hf, lora
 from areal_jax.models.config import PolicyConfig
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.mesh import compute_dtype, make_rollout_mesh
 from areal_jax.parallel.sharding import ROLLOUT_RULES, Rules, shardings
 from areal_jax.records import Task, Weights, derive_seed
-from areal_jax.run_plan import find_policy, had, too_long, unreadable
+from areal_jax.run_plan import find_policy, had, unreadable
 from areal_jax.settings import ConfigError
 from areal_jax.trainer.state import trained
 
@@ -150,7 +150,10 @@ def find_decoding_policy(experiment: AnyExperiment, checkpoint: RunCheckpoint | 
     tokenizer = had(lambda: HFTokenizer.from_folder(folder))
     if checkpoint is not None:
         checkpoint = _with_version(checkpoint)
-    if problems := [*too_long(engine, experiment.policy.path), *unreadable(experiment, engine, tokenizer, tasks)]:
+    if problems := [
+        *too_long(engine, f"policy.path={experiment.policy.path}"),
+        *unreadable(experiment, engine, tokenizer, tasks),
+    ]:
         raise ConfigError("\n".join(problems))
     return DecodingPolicy(experiment, folder, policy, tokenizer, engine, checkpoint)
 

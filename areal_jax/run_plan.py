@@ -26,7 +26,7 @@ from areal_jax.data.preferences import load_pairs
 from areal_jax.data.sft import load_examples
 from areal_jax.data.sources import Skipped, TaskSet, in_words, load_tasks
 from areal_jax.data.tokenizer import HFTokenizer
-from areal_jax.engine.decode import DecodeEngine
+from areal_jax.engine.decode import DecodeEngine, too_long
 from areal_jax.models import lora
 from areal_jax.models.architecture import Readout
 from areal_jax.models.config import PolicyConfig
@@ -427,7 +427,7 @@ def misfits(plan: Plan) -> Iterator[str]:
     """What in a plan does not go together, each in a sentence that names the knobs; nothing where all is well."""
     engine, path = plan.engine, plan.experiment.policy.path
     if plan.decodes:
-        yield from too_long(engine, path)
+        yield from too_long(engine, f"policy.path={path}")
         yield from _one_turn_only(plan)
     yield from unreadable(plan.experiment, engine, plan.tokenizer, plan.tasks.tasks or plan.eval_tasks.tasks)
     if plan.critic is not None and plan.critic.config.vocab_size < plan.tokenizer.vocab_size:
@@ -447,16 +447,6 @@ def described(config: PolicyConfig, policy: Policy, dtype: jnp.dtype) -> str:
     """Name, architecture, size and precision of a policy."""
     model = policy.config
     return f"{config.path} ({model.architecture}, {model.num_params / 1e6:,.1f} M parameters, {dtype.name})"
-
-
-def too_long(engine: DecodeEngine, path: str) -> Iterator[str]:
-    """An engine that decodes further than the policy called `path` was made for."""
-    positions = engine.policy.config.max_position_embeddings
-    if engine.max_tokens > positions:
-        yield (
-            f"engine.max_prompt_tokens + engine.max_new_tokens = {engine.max_tokens} is longer than the "
-            f"{positions} positions that policy.path={path} was made for; lower either"
-        )
 
 
 def unreadable(experiment: AnyExperiment, engine: DecodeEngine, tokenizer: HFTokenizer, tasks: Sequence[Task]) -> Iterator[str]:

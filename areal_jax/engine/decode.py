@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -644,6 +644,16 @@ class DecodeEngine:
 
     def _shape(self, shape: tuple[int, ...], dtype: DTypeLike, *axes: str | None) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(self.mesh, axes, shape, ROLLOUT_RULES))
+
+
+def too_long(engine: DecodeEngine, setting: str) -> Iterator[str]:
+    """An engine that decodes further than its policy was made for. Args: setting: which names the policy."""
+    positions = engine.policy.config.max_position_embeddings
+    if engine.max_tokens > positions:
+        yield (
+            f"engine.max_prompt_tokens + engine.max_new_tokens = {engine.max_tokens} is longer than the "
+            f"{positions} positions that {setting} was made for; lower either"
+        )
 
 
 def empty_slots(num_slots: int) -> Shaped[np.ndarray, "S"]:

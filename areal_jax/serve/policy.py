@@ -11,7 +11,7 @@ import jax
 
 from areal_jax.data.policy_files import resolve_policy_folder
 from areal_jax.data.tokenizer import HFTokenizer
-from areal_jax.engine.decode import DecodeEngine, Drawing, EngineParams
+from areal_jax.engine.decode import DecodeEngine, Drawing, EngineParams, too_long
 from areal_jax.engine.driver import Driver
 from areal_jax.models import hf
 from areal_jax.models.decoder import Policy
@@ -68,16 +68,13 @@ def load(config: ServeConfig) -> Loaded:
     settings, model = config.engine, policy.config
     if model.is_scalar:
         raise ValueError(f"model={config.model} is read out as {model.readout}; expected a language model, which answers")
-    if (longest := settings.max_prompt_tokens + settings.max_new_tokens) > model.max_position_embeddings:
-        raise ValueError(
-            f"engine.max_prompt_tokens + engine.max_new_tokens = {longest} is longer than the "
-            f"{model.max_position_embeddings} positions that model={config.model} was made for; lower either"
-        )
     devices = jax.devices()
     if (wanted := config.devices or len(devices)) > len(devices):
         raise ValueError(f"devices={wanted}, and there are {len(devices)}")
     mesh = make_rollout_mesh(PlacementConfig(rollout_tensor=config.tensor), devices[:wanted])
     dtype = compute_dtype(config.compute_dtype, mesh)
     engine = DecodeEngine(policy, mesh, settings, dtype)
+    for problem in too_long(engine, f"model={config.model}"):
+        raise ValueError(problem)
     weights = hf.load(folder, policy, shardings(mesh, policy.axes(), policy.abstract(dtype), ROLLOUT_RULES), dtype=dtype)
     return Loaded(engine, jax.jit(engine.layout, out_shardings=engine.param_shardings)(weights), tokenizer)
