@@ -289,7 +289,7 @@ async def assembled(
         mailbox = Mailbox(
             plan.engine.layout,
             [engine.param_shardings for engine in plan.engines],
-            plan.meshes.train,
+            plan.train_mesh,
             complete=None if base is None else [partial(lora.attach, plan.policy, there) for there in _bases(plan, base)],
             on_event=partial(trace.span, "mailbox"),
         )
@@ -358,7 +358,7 @@ def _initial_params(plan: Plan) -> tuple[Params, Params | None]:
     """What is trained, and the frozen weights if that is an adapter, on the train mesh."""
     experiment = plan.experiment
     return initial_params(
-        experiment.policy, plan.policy, plan.policy_folder, plan.meshes.train, TRAIN_RULES, plan.compute_dtype, experiment.seed
+        experiment.policy, plan.policy, plan.policy_folder, plan.train_mesh, TRAIN_RULES, plan.compute_dtype, experiment.seed
     )
 
 
@@ -367,7 +367,7 @@ def initial_critic(plan: Plan) -> CriticWeights | None:
     critic, folder, experiment = plan.critic, plan.critic_folder, plan.experiment
     if critic is None or folder is None:
         return None
-    placed = shardings(plan.meshes.train, critic.axes(), critic.abstract(), TRAIN_RULES)
+    placed = shardings(plan.train_mesh, critic.axes(), critic.abstract(), TRAIN_RULES)
     if experiment.policy.random_init and experiment.trainer.critic.path is None:
         # The same key draws the same trunk.
         params = jax.jit(critic.init, out_shardings=placed)(jax.random.key(experiment.seed))
@@ -383,7 +383,7 @@ def frozen_policy(plan: Plan, name: str, params: Params, base: Params | None) ->
     found = next((found for found in plan.beside if found.name == name), None)
     if found is None:
         return None
-    experiment, mesh, dtype = plan.experiment, plan.meshes.train, plan.compute_dtype
+    experiment, mesh, dtype = plan.experiment, plan.train_mesh, plan.compute_dtype
     # Examples were drawn at no temperature of the engine's.
     temperature = experiment.engine.temperature if isinstance(experiment, Experiment) else 1.0
     forward = Forward(experiment.trainer, found.policy, mesh, dtype, temperature=temperature, row_tokens=plan.row_tokens)
@@ -409,7 +409,7 @@ def _driven(
 def _bases(plan: Plan, base: Params) -> list[EngineParams]:
     """The frozen weights on the mesh of every engine: they go there once, the way that versions go."""
     targets = [engine.base_shardings for engine in plan.engines]
-    with closing(Mailbox(plan.engine.layout, targets, plan.meshes.train)) as mailbox:
+    with closing(Mailbox(plan.engine.layout, targets, plan.train_mesh)) as mailbox:
         mailbox.publish(0, base)
         return [mailbox.wait(0, WEIGHTS_TIMEOUT_S, number).params for number in range(len(targets))]
 

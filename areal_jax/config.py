@@ -340,8 +340,7 @@ def out_of_range(config: object) -> Iterator[str]:
 
 def row_too_short(experiment: Experiment) -> Iterator[str]:
     """A sequence is never cut to fit a row, so the longest one must fit."""
-    engine, row_tokens = experiment.engine, experiment.trainer.row_tokens
-    longest = engine.max_prompt_tokens + engine.max_new_tokens
+    longest, row_tokens = experiment.engine.max_tokens, experiment.trainer.row_tokens
     if 0 < row_tokens < longest:
         yield (
             f"trainer.row_tokens={row_tokens} is shorter than the longest sequence, engine.max_prompt_tokens + "

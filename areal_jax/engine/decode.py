@@ -191,7 +191,7 @@ class DecodeEngine:
             )
         self.policy, self.mesh, self.config = policy, mesh, config
         self.compute_dtype = jnp.dtype(compute_dtype)
-        self.max_tokens = config.max_prompt_tokens + config.max_new_tokens
+        self.max_tokens = config.max_tokens
         self.kv_dtype = self.compute_dtype if config.kv_dtype == "compute" else jnp.dtype(config.kv_dtype)
         self.reader: Reader = reader or self._fastest_reader()
         # The last token is never fed, so it needs no column.
