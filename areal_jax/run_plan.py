@@ -361,7 +361,7 @@ def _engines(experiment: AnyExperiment, policy: Policy, meshes: Meshes, dtype: j
 
 
 def _meshes(experiment: AnyExperiment) -> Meshes:
-    placement, devices = experiment.placement, jax.devices()
+    placement, devices = experiment.launch.placement(experiment.placement), jax.devices()
     num_train = placement.train_devices or len(devices)
     if _decodes(experiment) or num_train > len(devices):
         return make_meshes(placement)

@@ -21,8 +21,8 @@ from jaxtyping import Array, Int32
 from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_pb2  # pyright: ignore[reportMissingImports]
 
 from areal_jax.engine.decode import SLOT, DecodeEngine, DecodeState, Drawing, EngineParams, Fill
-from areal_jax.engine.slots import SlotTable, nothing_drawn
-from areal_jax.records import Request, Sampling, Tokenizer, derive_seed
+from areal_jax.engine.slots import SlotTable
+from areal_jax.records import Request, Sampling, Tokenizer, derive_seed, nothing_drawn
 
 NO_TOKEN = -1
 """What stands for the token that begins a text where the policy has none; `prefill` takes it out again."""
