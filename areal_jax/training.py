@@ -130,7 +130,7 @@ class Keeper:
     store: CheckpointStore
 
     def restore(self, version: int) -> Columns:
-        """Let the trainer go on from a checkpoint; what that holds beside the trainer's state. ConfigError where it cannot be."""
+        """Let the trainer go on from a checkpoint; what that holds beside it. ConfigError where that cannot be."""
         try:
             state, beside = self.store.restore(version, self.trainer.state)
         except CheckpointError as error:
@@ -143,7 +143,7 @@ class Keeper:
         self.store.save(version, self.trainer.state, beside)
 
     def write_results(self, version: int) -> list[str]:
-        """Write what was trained where other tools find it, and wait for the checkpoint under way; what to tell of it, in lines."""
+        """Write what was trained where other tools find it, and wait for the checkpoint under way; what to tell of that."""
         return list(self._written(version))
 
     def _written(self, version: int) -> Iterator[str]:

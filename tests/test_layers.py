@@ -32,6 +32,7 @@ FILES_OF_ROOM = {"loop": ("loop", "assembly", "training", "clustered", "hosts", 
 
 DOORS = {
     "ray": ("launch", "weights"),
+    "xxhash": ("weights",),
     "tokenizers": ("data",),
     "transformers": ("data",),
     "grain": ("data",),
