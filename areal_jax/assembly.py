@@ -241,25 +241,25 @@ class Run(Generic[AnyTrainer]):
 class TracedJudge:
     """Whoever judges, with every judgement drawn on the trace."""
 
-    def __init__(self, service: CountedJudge, trace: Trace) -> None:
-        self._service, self._trace = service, trace
+    def __init__(self, judge: CountedJudge, trace: Trace) -> None:
+        self.counted, self._trace = judge, trace
 
     async def __call__(self, task: Task, answer: str) -> Verdict:
         start_s = time.perf_counter()
-        verdict = await self._service(task, answer)
+        verdict = await self.counted(task, answer)
         self._trace.span("rewards", verdict.kind, start_s, time.perf_counter(), {"task": task.id})
         return verdict
 
     async def use(self, tool: str, argument: str) -> ToolResult:
         """Use a tool, and draw that too."""
         start_s = time.perf_counter()
-        result = await self._service.use(tool, argument)
+        result = await self.counted.use(tool, argument)
         self._trace.span("rewards", f"{tool}: {result.kind}", start_s, time.perf_counter())
         return result
 
     def counters(self) -> Mapping[str, float]:
         """The judge's own counts."""
-        return self._service.counters()
+        return self.counted.counters()
 
 
 @asynccontextmanager

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import secrets
+from collections.abc import Mapping
 from typing import Literal
 
 import chz
@@ -16,6 +18,10 @@ class LaunchConfig:
     def placement(self, given: PlacementConfig) -> PlacementConfig:
         """The devices that this process plans for, where the experiment asks for `given`."""
         return given
+
+    def variables(self, current: Mapping[str, str]) -> dict[str, str]:
+        """Of the environment, to be set before anything else is imported, given the current ones."""
+        return {}
 
 
 @chz.chz
@@ -60,3 +66,10 @@ class Ray(LaunchConfig):
             rollout_devices=self.engine_devices,
             simulated_devices=num_train + self.engine_devices,
         )
+
+    def variables(self, current: Mapping[str, str]) -> dict[str, str]:
+        """Tells nobody, and lets in only who knows the token: whoever can reach a Ray can run code in it."""
+        variables = {"RAY_USAGE_STATS_ENABLED": "0"}
+        if self.address is None and "RAY_ADDRESS" not in current:
+            variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        return {name: value for name, value in variables.items() if name not in current}
