@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Set before jax loads: simulated devices deadlock in XLA's collectives when the pool has fewer threads than they need.
 os.environ["JAX_PLATFORMS"] = "cpu"
@@ -16,6 +17,9 @@ os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1]
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(1 << 30)
 
+# No clocks: how long an example takes says how busy the machine is.
+settings.register_profile("without clocks", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("without clocks")
 
 # It drags in TensorFlow, and is tried in an environment of its own.
 collect_ignore = [] if importlib.util.find_spec("jetstream") else ["orchestrator"]
