@@ -73,7 +73,7 @@ def test_killed_at_any_byte_it_goes_on_with_what_was_whole(tmp_path: Path) -> No
             assert sorted(folder.found) == sorted([2, 1, 0][: sum(end <= num_bytes for end in ends)])
         assert add_missing(cut) == add_missing(cut) == whole
     tasks = [task(place) for place in range(3)]
-    assert results_of(tasks, add_missing(cut), {}, 1) == results_of(tasks, dict(sorted(whole.items())), {}, 1)
+    assert results_of(tasks, add_missing(cut), {}) == results_of(tasks, dict(sorted(whole.items())), {})
 
 
 def test_other_settings_are_refused_by_name_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -111,7 +111,7 @@ def test_the_vote_is_for_what_is_said_last_and_spellings_of_it_are_one() -> None
 def test_the_results_worked_out_by_hand() -> None:
     # Task 0: one right of four, two for 8, one silent. Task 1: one right of three, two for 8. Task 2 failed.
     found = {place: answers(place) for place in range(2)}
-    results = results_of([task(place) for place in range(3)], found, {2: TimeoutError("late")}, seed=1)
+    results = results_of([task(place) for place in range(3)], found, {2: TimeoutError("late")})
     assert (results.num_tasks, results.num_samples, results.samples_per_task) == (2, 7, 3)
     assert {k: estimate.value for k, estimate in results.pass_at.items()} == pytest.approx(
         # k = 2: 1 - C(3, 2) / C(4, 2) = 1/2, and 1 - C(2, 2) / C(3, 2) = 2/3.
@@ -121,6 +121,9 @@ def test_the_results_worked_out_by_hand() -> None:
     # k = 2 of task 0, 6 pairs: right and silent 1, right and 8 half, twice. Of task 1, 3 pairs: right and 8 half, twice.
     assert results.majority_at[2].value == pytest.approx(((1 + 2 / 2) / 6 + 2 / 2 / 3) / 2)
     assert results.majority_at[1].value == results.pass_at[1].value
+    # 1/2 and 2/3 have the mean 7/12 and the standard error 1/12: as many tasks as 7/12 * 5/12 / (1/12)^2 = 35 of yes or no.
+    # Wilson's interval of 35 is -+ 0.1555 around 0.5751.
+    assert results.pass_at[2].interval_95 == pytest.approx((0.419829, 0.730354), abs=1e-6)
     assert results.truncated == 2 / 7
     # 0 1 2 3 and 1 2 3.
     assert results.tokens.mean == 12 / 7
@@ -137,9 +140,9 @@ def test_the_results_worked_out_by_hand() -> None:
 def test_programs_and_answers_that_cannot_be_counted_have_no_majority() -> None:
     right = Answer("correct", "stop", 1, None, "def f(): ...")
     code = Task("t", (), "{}", kind="code")
-    assert results_of([code], {0: [right]}, {}, 1).majority_at is None
-    assert results_of([code], {0: [right]}, {}, 1).problems[0].expected == ""
-    assert results_of([task(0)], {0: [right]}, {}, 1).majority_at is None
+    assert results_of([code], {0: [right]}, {}).majority_at is None
+    assert results_of([code], {0: [right]}, {}).problems[0].expected == ""
+    assert results_of([task(0)], {0: [right]}, {}).majority_at is None
 
 
 def test_rows_of_the_file_are_json_for_any_tool(tmp_path: Path) -> None:
