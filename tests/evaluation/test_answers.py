@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
+from letters import Letters
 
 from areal_jax.evaluation.answers import Answer, AnswerFolder, answer_of, vote_of
 from areal_jax.evaluation.results import results_of
@@ -28,28 +28,6 @@ def answers(place: int) -> list[Answer]:
         Answer(*(kind, "stop" if number else "length", place + number, vote, f"é\n{{}}\ud83d {number}"))  # type: ignore[arg-type]
         for number, (kind, vote) in enumerate(kinds[: 4 - place % 2])
     ]
-
-
-class Words:
-    """A tokenizer whose tokens are letters."""
-
-    stop_token_ids = (0,)
-    vocab_size = 128
-
-    def render(self, messages: Sequence[Message]) -> np.ndarray:
-        return self.encode(messages[-1].content)
-
-    def render_answer(self, prompt: Sequence[Message], answer: str) -> np.ndarray:
-        return self.encode(answer)
-
-    def render_next(self, messages: Sequence[Message]) -> np.ndarray:
-        return self.render(messages)
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.array([ord(letter) for letter in text], np.int32)
-
-    def decode(self, tokens: np.ndarray) -> str:
-        return "".join(chr(token) for token in tokens)
 
 
 def add_missing(path: Path) -> dict[int, tuple[Answer, ...]]:
@@ -91,11 +69,11 @@ def test_other_settings_are_refused_by_name_and_nothing_is_lost(tmp_path: Path) 
 def test_the_vote_is_for_what_is_said_last_and_spellings_of_it_are_one() -> None:
     def said(*pieces: tuple[str, bool]) -> Answer:
         """Pieces of text, drawn by the policy or not."""
-        tokens = Words().encode("".join(text for text, _ in pieces))
+        tokens = Letters().encode("".join(text for text, _ in pieces))
         mask = np.array([drawn for text, drawn in pieces for _ in text], np.bool_)
         versions = np.where(mask, 0, NO_VERSION).astype(np.int32)
         sample = Sample(tokens, mask, np.zeros(len(tokens), np.float32), versions, 0.0, "wrong", "stop")
-        return answer_of(sample, Words(), accept_plain=False)
+        return answer_of(sample, Letters(), accept_plain=False)
 
     turns = said(("Q?", False), ("\\boxed{1}", True), (" no \\boxed{9} ", False), ("\\boxed{042}", True))
     assert (turns.vote, turns.num_tokens) == ("42", 9 + 11)
