@@ -84,10 +84,9 @@ def _split(placement: PlacementConfig, num_devices: int) -> tuple[int, int]:
         return 1, 1
     if isinstance(share, int | float):
         rollout = round(num_devices * share)
-    elif rollout is None and train is None:
-        rollout = min(max(round(num_devices * PAPERS_SHARE), 1), num_devices - 1)
     elif rollout is None:
-        rollout = num_devices - train
+        papers = min(max(round(num_devices * PAPERS_SHARE), 1), num_devices - 1)
+        rollout = papers if train is None else num_devices - train
     if train is None:
         train = num_devices - rollout
     if train < 1 or rollout < 1 or train + rollout > num_devices:

@@ -29,6 +29,8 @@ class StageTimes(NamedTuple):
     """A token of a live sequence, when weights arrive."""
     train_token_s: float
     """A token of a batch, prompts included."""
+    train_step_s: float
+    """A batch."""
     judge_s: float
     """An answer, from its end to its verdict."""
     travel_s: float
@@ -44,7 +46,7 @@ def stage_times(run_folder: Path, steps_per_dispatch: int) -> StageTimes:
         if "engine" in span["args"]:
             by_engine[span["args"]["engine"]].append(span)
         else:
-            by_name["judge" if "task" in span["args"] else span["name"]].append(span["dur"] / 1e6)
+            by_name["judge" if "task" in span["args"] else span["name"].split()[0]].append(span["dur"] / 1e6)
     speeds = [
         row[names.TRAIN_TOKENS_PER_S] for row in jsonl.read(run_folder / "metrics.jsonl") if names.TRAIN_TOKENS_PER_S in row
     ]
@@ -57,6 +59,7 @@ def stage_times(run_folder: Path, steps_per_dispatch: int) -> StageTimes:
         prefill_token_s=prefill_s,
         recompute_token_s=recompute_s,
         train_token_s=fmean(1 / speed for speed in speeds),
+        train_step_s=_mean(by_name["step"]),
         judge_s=_mean(by_name["judge"]),
         travel_s=_mean(by_name["weights"]),
     )

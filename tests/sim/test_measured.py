@@ -12,7 +12,13 @@ from areal_jax.sim.measured import MeasuredStages, StageTimes, stage_times
 from areal_jax.sim.simulation import Workload, simulate
 
 TIMES = StageTimes(
-    decode_step_s=0.01, prefill_token_s=3e-4, recompute_token_s=1e-4, train_token_s=0.0015, judge_s=0.005, travel_s=0.05
+    decode_step_s=0.01,
+    prefill_token_s=3e-4,
+    recompute_token_s=1e-4,
+    train_token_s=0.0015,
+    train_step_s=0.3,
+    judge_s=0.005,
+    travel_s=0.05,
 )
 
 
@@ -30,6 +36,8 @@ def write_run(folder: Path, engines: int = 1) -> Path:
         driven("dispatch", 0.112, 0.192, tokens=32)
         driven("dispatch", 0.15, 0.272, tokens=32)
         driven("swap", 0.272, 0.292, recompute_tokens=200)
+    trace.span("trainer", "step 0", 0.3, 0.5)
+    trace.span("trainer", "step 1", 0.6, 1.0)
     trace.span("rewards", "correct", 0.1, 0.104, {"task": "a"})
     trace.span("rewards", "wrong", 0.1, 0.106, {"task": "b"})
     trace.span("mailbox", "weights", 0.3, 0.35, {"version": 1, "bytes": 8})
