@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -65,8 +65,8 @@ class Beside:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """An experiment with all that its settings name on this machine. Holds no weights."""
+class TrainingPlan:
+    """What a trainer is made of. Holds no weights."""
 
     experiment: AnyExperiment
     policy_folder: Path
@@ -75,6 +75,34 @@ class Plan:
     """What training asks and leaves as it is; a policy for each of the trainer's settings that name one."""
     tokenizer: HFTokenizer
     compute_dtype: jnp.dtype
+    train_mesh: Mesh
+    row_tokens: int
+    """Tokens of a packed row."""
+    critic: Policy | None
+    """What advantages=GAE asks."""
+    critic_folder: Path | None
+    """Where the critic's weights are: its own, or all of them but the head."""
+
+    def train_bytes(self) -> Memory:
+        """What training takes of each device of its mesh."""
+        config, mesh = self.experiment.trainer, self.train_mesh
+        parts = dict(
+            predicted_bytes(config, self.policy, mesh, self.compute_dtype, row_tokens=self.row_tokens, critic=self.critic)
+        )
+        # What is offloaded comes to the device when there are neither gradients nor activations.
+        room = sum(parts[name] for name in ("gradients", "activations", "logits"))
+        for found in self.beside:
+            if found.folder is None and self.policy.lora:
+                continue  # the frozen weights themselves
+            size = bytes_beside(found.policy, mesh, self.compute_dtype)
+            parts[found.name] = max(0, size - room) if found.offload else size
+        return parts
+
+
+@dataclass(frozen=True, eq=False)
+class Plan(TrainingPlan):
+    """An experiment with all that its settings name on this machine. Holds no weights."""
+
     tasks: TaskSet
     """What reinforcement learning trains on; empty in learning from examples."""
     examples: ExampleSet[Any]
@@ -83,15 +111,9 @@ class Plan:
     """What fine-tuning measures its loss on; empty where it does not."""
     eval_tasks: TaskSet
     """Empty where the experiment does not evaluate."""
-    meshes: Meshes
+    rollout_mesh: Mesh
     engines: tuple[DecodeEngine, ...]
     """Alike, on meshes of their own; idle where the experiment does not decode."""
-    row_tokens: int
-    """Tokens of a packed row."""
-    critic: Policy | None = None
-    """What advantages=GAE asks."""
-    critic_folder: Path | None = None
-    """Where the critic's weights are: its own, or all of them but the head."""
 
     @property
     def engine(self) -> DecodeEngine:
@@ -118,27 +140,12 @@ class Plan:
             ("training", self._training()),
             ("evaluation", self._evaluation()),
             ("devices", self.devices),
-            ("train mesh", _shape(self.meshes.train)),
+            ("train mesh", _shape(self.train_mesh)),
             ("  on each", _memory(self.train_bytes())),
             *self._rollout(),
             ("memory", self.shortage() or "will do"),
         )
         return "\n".join(f"{name:<12}  {line}" for name, line in lines)
-
-    def train_bytes(self) -> Memory:
-        """What training takes of each device of its mesh."""
-        config, mesh = self.experiment.trainer, self.meshes.train
-        parts = dict(
-            predicted_bytes(config, self.policy, mesh, self.compute_dtype, row_tokens=self.row_tokens, critic=self.critic)
-        )
-        # What is offloaded comes to the device when there are neither gradients nor activations.
-        room = sum(parts[name] for name in ("gradients", "activations", "logits"))
-        for found in self.beside:
-            if found.folder is None and self.policy.lora:
-                continue  # the frozen weights themselves
-            size = bytes_beside(found.policy, mesh, self.compute_dtype)
-            parts[found.name] = max(0, size - room) if found.offload else size
-        return parts
 
     def rollout_bytes(self) -> Memory:
         """The engine's weights, what is trained of them twice as it arrives; keys and values."""
@@ -197,7 +204,7 @@ class Plan:
 
     def _rollout(self) -> Iterator[tuple[str, str]]:
         if self.decodes:
-            yield "rollout mesh", _shape(self.meshes.rollout)
+            yield "rollout mesh", _shape(self.rollout_mesh)
             yield "  on each", _memory(self.rollout_bytes())
 
     def _evaluation(self) -> str:
@@ -223,24 +230,24 @@ class Plan:
     @property
     def devices(self) -> str:
         """How many, of which kind; those that train before those that decode."""
-        train, rollout = (mesh.devices.flat[0] for mesh in self.meshes)
+        train, rollout = (mesh.devices.flat[0] for mesh in (self.train_mesh, self.rollout_mesh))
         if not self.decodes:
-            return f"{self.meshes.train.size} {train.device_kind}"
+            return f"{self.train_mesh.size} {train.device_kind}"
         if train == rollout:
             return f"1 {train.device_kind}, shared by both meshes"
-        return f"{self.meshes.train.size} + {self.meshes.rollout.size} {train.device_kind}"
+        return f"{self.train_mesh.size} + {self.rollout_mesh.size} {train.device_kind}"
 
     def shortage(self) -> str:
         """What to do where memory will not do by these estimates; empty where it will, or where nobody knows."""
-        device = self.meshes.train.devices.flat[0]
+        device = self.train_mesh.devices.flat[0]
         on_train, on_rollout = sum(self.train_bytes().values()), sum(self.rollout_bytes().values())
         if device.platform == "cpu":
             # Simulated devices share the machine's memory.
             has = psutil.virtual_memory().total
-            needs = on_train * self.meshes.train.size + on_rollout * self.meshes.rollout.size
+            needs = on_train * self.train_mesh.size + on_rollout * self.rollout_mesh.size
         else:
             has = (device.memory_stats() or {}).get("bytes_limit", 0)
-            needs = on_train + on_rollout if device == self.meshes.rollout.devices.flat[0] else max(on_train, on_rollout)
+            needs = on_train + on_rollout if device == self.rollout_mesh.devices.flat[0] else max(on_train, on_rollout)
         if not has or needs <= has:
             return ""
         return f"about {_size(needs)} are needed where there are {_size(has)}: {self._relief()}"
@@ -272,22 +279,9 @@ class Plan:
 
 def make_plan(experiment: AnyExperiment) -> Plan:
     """Find the policy and the data, cut the meshes. ConfigError where one of them cannot be had, or does not fit another."""
-    folder = had(lambda: resolve_policy_folder(experiment.policy.path))
-    readout: Readout = "CausalLM"
-    if isinstance(experiment, PreferenceExperiment) and experiment.trains_reward_model:
-        readout = "SequenceClassification"
-    policy = had(lambda: find_policy(experiment.policy, folder, readout))
-    critic_folder, critic = None, None
-    if isinstance(experiment.trainer.advantages, GAE):
-        critic_folder = had(lambda: resolve_policy_folder(experiment.trainer.critic.path or experiment.policy.path))
-        critic = had(lambda: find_critic(critic_folder))
     meshes = had(lambda: _meshes(experiment))
-    dtype = compute_dtype(experiment.policy.compute_dtype, meshes.train)
-    engines = had(lambda: _engines(experiment, policy, meshes, dtype))
-    tokenizer = had(lambda: HFTokenizer.from_folder(folder))
-    # A pair lies in one row.
-    longest = engines[0].max_tokens * (2 if isinstance(experiment, PreferenceExperiment) else 1)
-    row_tokens = experiment.trainer.row_tokens or longest
+    training = make_training_plan(experiment, meshes.train)
+    policy, tokenizer, row_tokens = training.policy, training.tokenizer, training.row_tokens
     tasks, eval_tasks, examples, eval_examples = TaskSet((), {}), TaskSet((), {}), ExampleSet((), {}), ExampleSet((), {})
     if isinstance(experiment, Experiment):
         tasks = had(lambda: load_tasks(experiment.tasks, experiment.prompt))
@@ -308,27 +302,49 @@ def make_plan(experiment: AnyExperiment) -> Plan:
     if experiment.evaluation.every_steps:
         eval_tasks = had(lambda: load_tasks(experiment.eval_tasks, experiment.prompt))
     plan = Plan(
+        **{each.name: getattr(training, each.name) for each in fields(training)},
+        tasks=tasks,
+        examples=examples,
+        eval_examples=eval_examples,
+        eval_tasks=eval_tasks,
+        rollout_mesh=meshes.rollout,
+        engines=had(lambda: _engines(experiment, policy, meshes, training.compute_dtype)),
+    )
+    if problems := list(misfits(plan)):
+        raise ConfigError("\n".join(problems))
+    return plan
+
+
+def make_training_plan(experiment: AnyExperiment, mesh: Mesh) -> TrainingPlan:
+    """Find what the trainer needs, to train on a mesh. ConfigError where something cannot be had, or does not fit another."""
+    folder = had(lambda: resolve_policy_folder(experiment.policy.path))
+    readout: Readout = "CausalLM"
+    if isinstance(experiment, PreferenceExperiment) and experiment.trains_reward_model:
+        readout = "SequenceClassification"
+    policy = had(lambda: find_policy(experiment.policy, folder, readout))
+    critic_folder, critic = None, None
+    if isinstance(experiment.trainer.advantages, GAE):
+        critic_folder = had(lambda: resolve_policy_folder(experiment.trainer.critic.path or experiment.policy.path))
+        critic = had(lambda: find_critic(critic_folder))
+    tokenizer = had(lambda: HFTokenizer.from_folder(folder))
+    # A pair lies in one row.
+    longest = experiment.engine.max_tokens * (2 if isinstance(experiment, PreferenceExperiment) else 1)
+    row_tokens = experiment.trainer.row_tokens or longest
+    plan = TrainingPlan(
         experiment,
         folder,
         policy,
-        had(lambda: find_beside(experiment, policy, tokenizer, meshes.train, row_tokens)),
+        had(lambda: find_beside(experiment, policy, tokenizer, mesh, row_tokens)),
         tokenizer,
-        dtype,
-        tasks,
-        examples,
-        eval_examples,
-        eval_tasks,
-        meshes,
-        engines,
+        compute_dtype(experiment.policy.compute_dtype, mesh),
+        mesh,
         row_tokens,
         critic,
         critic_folder,
     )
     for which in filter(None, (policy, critic)):
-        had(partial(check_cut, which, meshes.train, plan.row_tokens))
+        had(partial(check_cut, which, mesh, row_tokens))
     had(plan.train_bytes)
-    if problems := list(misfits(plan)):
-        raise ConfigError("\n".join(problems))
     return plan
 
 
@@ -345,7 +361,7 @@ def _engines(experiment: AnyExperiment, policy: Policy, meshes: Meshes, dtype: j
 
 
 def _meshes(experiment: AnyExperiment) -> Meshes:
-    placement, devices = experiment.placement, jax.devices()
+    placement, devices = experiment.launch.placement(experiment.placement), jax.devices()
     num_train = placement.train_devices or len(devices)
     if _decodes(experiment) or num_train > len(devices):
         return make_meshes(placement)

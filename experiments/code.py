@@ -34,5 +34,5 @@ experiment = chz.replace(
     tasks=exercises,
     eval_tasks=chz.replace(exercises, split="heldout", num_tasks=128),
     rewards=chz.replace(aime.rewards, num_workers=2),
-    evaluation=chz.replace(aime.evaluation, every_steps=10, num_tasks=128),
+    evaluation=chz.replace(aime.evaluation, every_steps=5, num_tasks=128),
 )

@@ -28,9 +28,10 @@ experiment = chz.replace(
     aime,
     name="countdown",
     description="a number from three others, each used once",
+    num_steps=100,
     policy=PolicyConfig(path="runs/tiny_tools/policy"),
     tasks=exercises,
     eval_tasks=chz.replace(exercises, split="heldout", num_tasks=256),
     engine=chz.replace(aime.engine, max_new_tokens=128),
-    evaluation=chz.replace(aime.evaluation, every_steps=50, num_tasks=256),
+    evaluation=chz.replace(aime.evaluation, every_steps=20, num_tasks=256),
 )

@@ -75,6 +75,11 @@ class Mailbox:
         """Wait for a version of at least `at_least`. TimeoutError names the version waited for."""
         return self._line.wait(at_least, timeout_s, number)
 
+    def wait_everywhere(self, at_least: int, timeout_s: float) -> None:
+        """Wait until every engine finds a version of at least `at_least`. TimeoutError names the version waited for."""
+        # The last engine is the last to get it.
+        self.wait(at_least, timeout_s, len(self._targets) - 1)
+
     def holding(self) -> AbstractContextManager[None]:
         """Deliver nothing while inside: the newest version stays what it is. What was published last meanwhile follows.
 
