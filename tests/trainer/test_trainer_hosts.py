@@ -14,6 +14,7 @@ import jax
 import numpy as np
 import pytest
 import trainer_host
+from safetensors.numpy import load_file
 from tiny_training import POLICY
 
 from areal_jax.models import hf
@@ -42,7 +43,9 @@ def ran(tmp_path_factory: pytest.TempPathFactory, quick_compilation: None) -> Ra
     folder = tmp_path_factory.mktemp("hosts")
     for name in ("alone", "together"):
         (folder / name).mkdir()
-    trainer = trainer_host.make(make_train_mesh(trainer_host.PLACEMENT, jax.devices()[: NUM_PROCESSES * DEVICES_EACH]))
+    mesh = make_train_mesh(trainer_host.PLACEMENT, jax.devices()[: NUM_PROCESSES * DEVICES_EACH])
+    trainer_host.write_adapted(mesh, folder / "alone")
+    trainer = trainer_host.make(mesh)
     alone = trainer_host.train(trainer, folder / "alone")
     together = in_processes(folder / "together", folder / "alone" / "checkpoints")
     return Ran(folder, alone, together, trainer_host.go_on(trainer, folder / "together" / "checkpoints"))
@@ -103,3 +106,12 @@ def test_what_several_processes_write_is_read_back(ran: Ran):
         # A state begins with the parameters.
         for i, leaf in enumerate(jax.tree.leaves(read)):
             np.testing.assert_array_equal(np.asarray(leaf), state[f"arr_{i}"])
+
+
+@pytest.mark.parametrize("name", ["adapter/adapter_model.safetensors", "merged/model.safetensors"])
+def test_an_adapter_is_drawn_merged_and_written_by_several_as_by_one(ran: Ran, name: str):
+    alone, together = (load_file(ran.folder / which / name) for which in ("alone", "together"))
+    assert alone.keys() == together.keys()
+    for tensor in alone:
+        # A product of two ranks; whoever sums them, one rounding of float32.
+        np.testing.assert_allclose(together[tensor], alone[tensor], rtol=1e-6, atol=1e-6)

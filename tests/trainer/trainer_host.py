@@ -18,11 +18,14 @@ from tiny_training import POLICY, PROMPT_TOKENS, ROW_TOKENS, SCALAR, batch, crit
 
 from areal_jax.checkpoint.recovery import Columns
 from areal_jax.checkpoint.store import CheckpointStore
-from areal_jax.models import hf
+from areal_jax.models import hf, lora
+from areal_jax.models.config import LoRA, PolicyConfig
+from areal_jax.models.decoder import Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.hosts import join
 from areal_jax.parallel.mesh import make_train_mesh
 from areal_jax.parallel.sharding import TRAIN_RULES, fetch, put, shardings
+from areal_jax.policies import initial_params
 from areal_jax.rl.config import GAE, KLInReward, Reference
 from areal_jax.trainer.config import Critic, OptimizerConfig, TrainerConfig
 from areal_jax.trainer.critic import CriticWeights
@@ -84,6 +87,17 @@ def train(trainer: Trainer, folder: Path) -> list[dict[str, float]]:
     return found
 
 
+def write_adapted(mesh: Mesh, folder: Path) -> None:
+    """Write a drawn policy's adapter, which has been moved a little, and both merged."""
+    policy = Policy(POLICY.config, LoRA(rank=2))
+    config = PolicyConfig(random_init=True, lora=policy.lora)
+    adapter, base = initial_params(config, policy, Path(), mesh, TRAIN_RULES, jnp.bfloat16, seed=3)
+    assert base is not None
+    adapter = jax.tree.map(lambda leaf: leaf + 0.5, adapter)
+    lora.save(folder / "adapter", policy, adapter, "drawn")
+    hf.save(folder / "merged", policy, lora.merge(policy, base, adapter))
+
+
 def go_on(trainer: Trainer, checkpoints: Path) -> dict[str, float]:
     """What the second step finds, from a checkpoint of the first."""
     state, columns = CheckpointStore(checkpoints, keep=1).restore(1, trainer.state)
@@ -95,7 +109,9 @@ def go_on(trainer: Trainer, checkpoints: Path) -> dict[str, float]:
 def main(coordinator: str, num_processes: str, process_id: str, folder: str, checkpoints: str) -> None:
     join(coordinator, int(num_processes), int(process_id), timeout_s=60)
     jax.config.update("jax_disable_most_optimizations", True)
-    trainer = make(make_train_mesh(PLACEMENT, jax.devices()))
+    mesh = make_train_mesh(PLACEMENT, jax.devices())
+    write_adapted(mesh, Path(folder))
+    trainer = make(mesh)
     found: dict[str, Any] = {"steps": train(trainer, Path(folder)), "again": go_on(trainer, Path(checkpoints))}
     (Path(folder) / f"found-{process_id}.json").write_text(json.dumps(found))
 
