@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 import jax
+import numpy as np
 import psutil
 from jaxtyping import Bool
-from numpy import ndarray
 
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.recovery import Columns
@@ -356,10 +356,10 @@ async def agents_of(stack: AsyncExitStack, experiment: AnyExperiment, tokenizer:
 
 def _initial_params(plan: Plan) -> tuple[Params, Params | None]:
     """What is trained, and the frozen weights if that is an adapter, on the train mesh."""
-    experiment = plan.experiment
-    return initial_params(
-        experiment.policy, plan.policy, plan.policy_folder, plan.meshes.train, TRAIN_RULES, plan.compute_dtype, experiment.seed
-    )
+    experiment, policy = plan.experiment, plan.policy
+    # What is frozen is kept as it is computed with.
+    dtype = plan.compute_dtype if policy.lora else np.float32
+    return initial_params(experiment.policy, policy, plan.policy_folder, plan.meshes.train, TRAIN_RULES, dtype, experiment.seed)
 
 
 def initial_critic(plan: Plan) -> CriticWeights | None:
@@ -436,7 +436,7 @@ def stopping_on_signals() -> Iterator[asyncio.Event]:
         let_go()
 
 
-def trained_samples(groups: Sequence[Group], stale: Sequence[Sequence[Bool[ndarray, "_"]]]) -> list[TrainedSample]:
+def trained_samples(groups: Sequence[Group], stale: Sequence[Sequence[Bool[np.ndarray, "_"]]]) -> list[TrainedSample]:
     """What samples.jsonl tells of a batch. Args: stale: by group and sample, the tokens left out of the loss for their age."""
     return [
         TrainedSample(

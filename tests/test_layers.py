@@ -27,7 +27,10 @@ FLOORS = (
 
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
-FILES_OF_ROOM = {"loop": ("loop", "assembly", "run_plan", "policies", "evaluating")}
+FILES_OF_ROOM = {
+    "config": ("config", "named_policy"),
+    "loop": ("loop", "assembly", "run_plan", "policies", "evaluating", "serving"),
+}
 """Rooms that are several files at the top of the package."""
 
 DOORS = {
