@@ -15,7 +15,6 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import psutil
 from jaxtyping import Bool
-from numpy import ndarray
 
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.recovery import Columns

@@ -28,7 +28,7 @@ from areal_jax.launch.part import Emit
 from areal_jax.models import lora
 from areal_jax.parallel.hosts import join
 from areal_jax.parallel.mesh import make_train_mesh
-from areal_jax.policies import find_decoding_policy
+from areal_jax.policies import decoding_mesh, find_decoding_policy
 from areal_jax.records import Completion
 from areal_jax.rewards.service import RewardService
 from areal_jax.run_plan import RESTING, TrainingPlan, make_training_plan, memory_text, sized
@@ -134,8 +134,10 @@ class EngineHost:
     def __init__(self, emit: Emit, settings: str, source: str | None) -> None:
         """Args: as those of TrainerHost."""
         self._emit, self._experiment = emit, read_settings(settings, source)
-        found = find_decoding_policy(self._experiment, None, ())
-        launch, engine = self._experiment.launch, found.engine
+        exp = self._experiment
+        mesh = decoding_mesh(exp.placement, "placement.rollout_devices")
+        found = find_decoding_policy(exp.policy, exp.engine, mesh, None, seed=exp.seed)
+        launch, engine = exp.launch, found.engine
         assert isinstance(launch, Ray)
         if engine.mesh.size != launch.engine_devices:
             raise ConfigError(
