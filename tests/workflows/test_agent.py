@@ -14,11 +14,12 @@ import pytest
 
 from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.data.tokenizer import HFTokenizer
-from areal_jax.records import Completion, EngineStopped, Message, Sample, Task, Verdict, first_error
+from areal_jax.records import Completion, EngineStopped, Message, Sample, Task, ToolResult, Verdict, Workflow, first_error
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.serve.sessions import AgentServer
-from areal_jax.workflows.agent import AgentFailed, AgentHost, Agents
+from areal_jax.workflows.agent import AgentFailed, AgentHost
 from areal_jax.workflows.config import Agent
+from areal_jax.workflows.from_config import make_workflow
 
 TOKENIZER = HFTokenizer.from_folder(EMBEDDED)
 REWARDS = RewardConfig(correct=2.0, wrong=-1.0)
@@ -100,6 +101,14 @@ async def judge(task: Task, answer: str) -> Verdict:
     return Verdict("correct" if answer == task.answer else "wrong")
 
 
+def workflow(config: Agent, host: AgentHost, num_samples: int) -> Workflow:
+    return make_workflow(config, TOKENIZER, num_samples, REWARDS, max_prompt_tokens=200, tools=no_tools, agents=host)
+
+
+async def no_tools(tool: str, argument: str) -> ToolResult:
+    raise AssertionError("agents call none")
+
+
 def work(
     config: Agent,
     generate: Saying,
@@ -112,7 +121,7 @@ def work(
             sessions = await stack.enter_async_context(AgentServer(TOKENIZER, 50).listening())
             host = AgentHost(config, sessions)
             stack.callback(host.close)
-            return await Agents(TOKENIZER, num_samples, REWARDS, host, config.export)(task, generate, judge)
+            return await workflow(config, host, num_samples)(task, generate, judge)
 
     return asyncio.run(asyncio.wait_for(main(), 100))
 
@@ -181,6 +190,39 @@ def test_an_agent_that_hangs_is_broken_off(program: Path):
     assert "has not ended within 0.3 s" in str(error)
     error = failure(Agent(command=f"{sys.executable} -c 'import time; time.sleep(60)'", timeout_s=0.5), Saying(), num_samples=1)
     assert "has not ended within 0.5 s" in str(error)
+
+
+class Held(Saying):
+    """Says nothing until it is let, and counts who waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let, self.waiting = asyncio.Event(), 0
+
+    async def __call__(self, prompt_tokens: Any, num_samples: int, **how: Any) -> list[Completion]:
+        self.waiting += 1
+        await self.let.wait()
+        return await super().__call__(prompt_tokens, num_samples, **how)
+
+
+def test_agents_have_places_and_those_of_an_evaluation_do_not_wait_for_those_of_training(program: Path):
+    config = Agent(function=f"{program}:in_a_loop", max_running=2)
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            host = AgentHost(config, await stack.enter_async_context(AgentServer(TOKENIZER, 50).listening()))
+            stack.callback(host.close)
+            # Weights that training waits for come after the evaluation.
+            held = Held()
+            training = asyncio.ensure_future(workflow(config, host, 5)(TASK, held, judge))
+            while held.waiting < 2:
+                await asyncio.sleep(0.01)
+            assert len(await workflow(config, host, 3)(TASK, Saying(), judge)) == 3
+            assert held.waiting == 2
+            held.let.set()
+            assert len(await training) == 5
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_an_engine_that_stopped_is_no_fault_of_the_agent(program: Path):
