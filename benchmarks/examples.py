@@ -31,8 +31,8 @@ PREPARED_BY: Mapping[str, tuple[int, tuple[str, ...]] | None] = {
     "multi_turn_math": None,
     "tool_math": (80, ("examples.families=calculations",)),
     "search_agent": (50, ("examples.families=facts",)),
-    "countdown": (300, ("examples.families=countdown",)),
-    "code": (300, ()),
+    "countdown": (100, ("examples.families=countdown",)),
+    "code": (100, ("examples.families=programs",)),
     "openai_agent": None,
 }
 """Steps and settings of the fine-tuning before; None: the embedded policy is where it starts."""
