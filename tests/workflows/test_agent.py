@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from areal_jax.data.policy_files import EMBEDDED
@@ -52,6 +53,10 @@ async def in_a_loop(task, base_url, api_key):
 def unjudged(task, base_url, api_key):
     ask(base_url, api_key, [{"role": "user", "content": "q"}])
 
+def unjudged_twice(task, base_url, api_key):
+    for question in "qr":
+        ask(base_url, api_key, [{"role": "user", "content": question}])
+
 def silent(task, base_url, api_key):
     return 1
 
@@ -82,17 +87,18 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Saying:
-    """Draws the tokens of one text, and counts the threads that it is called in."""
+    """Draws the tokens of one text after another, the last for ever, and counts the threads that it is called in."""
 
-    def __init__(self, text: str = "2", error: Exception | None = None) -> None:
-        self.text, self.error = text, error
+    def __init__(self, *texts: str, error: Exception | None = None) -> None:
+        self.texts, self.error = list(texts or ["2"]), error
         self.threads = set[int]()
 
     async def __call__(self, prompt_tokens: Any, num_samples: int, **how: Any) -> list[Completion]:
         self.threads.add(threading.get_ident())
         if self.error is not None:
             raise self.error
-        drawn = np.append(TOKENIZER.encode(self.text), np.int32(TOKENIZER.stop_token_ids[0])).astype(np.int32)
+        text = self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
+        drawn = np.append(TOKENIZER.encode(text), np.int32(TOKENIZER.stop_token_ids[0])).astype(np.int32)
         zeros = np.zeros(len(drawn), np.int32)
         return [Completion(drawn, zeros.astype(np.float32) - 1, zeros, "stop") for _ in range(num_samples)]
 
@@ -160,6 +166,8 @@ def test_an_async_agent_runs_beside_the_thread_that_counts(program: Path):
 def test_an_agent_that_returns_nothing_has_its_last_answer_judged(program: Path, said: str, reward: float):
     [sample] = work(Agent(function=f"{program}:unjudged"), Saying(said), num_samples=1)
     assert sample.reward == reward
+    samples = work(Agent(function=f"{program}:unjudged_twice"), Saying("7", said), num_samples=1)
+    assert [sample.reward for sample in samples] == [reward, reward]
 
 
 def test_a_command_is_an_agent_too(program: Path):
@@ -188,8 +196,16 @@ def test_an_agent_that_hangs_is_broken_off(program: Path):
     error = failure(Agent(function=f"{program}:hangs", timeout_s=0.3), Saying())
     assert isinstance(error, TimeoutError)
     assert "has not ended within 0.3 s" in str(error)
-    error = failure(Agent(command=f"{sys.executable} -c 'import time; time.sleep(60)'", timeout_s=0.5), Saying(), num_samples=1)
-    assert "has not ended within 0.5 s" in str(error)
+
+
+def test_a_command_that_hangs_is_killed_with_all_it_started(tmp_path: Path):
+    (tmp_path / "hangs.sh").write_text("sleep 600 &\necho $$ $! > pids.writing; mv pids.writing pids\nwait")
+    error = failure(Agent(command=f"sh -c 'cd {tmp_path}; . ./hangs.sh'", timeout_s=3.0), Saying(), num_samples=1)
+    assert isinstance(error, TimeoutError)
+    assert "has not ended within 3 s" in str(error)
+    started = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    _, alive = psutil.wait_procs([psutil.Process(pid) for pid in started if psutil.pid_exists(pid)], timeout=20)
+    assert len(started) == 2 and not alive
 
 
 class Held(Saying):

@@ -115,6 +115,12 @@ def test_a_wrong_answer_is_told_so_and_the_next_one_is_judged() -> None:
         assert (sample.versions[sample.loss_mask] == 3).all()
 
 
+def test_what_has_no_answer_is_told_so_like_what_is_wrong() -> None:
+    (sample,) = run(MULTI_TURN, Policy(**{"1+1?": "", AGAIN: "2"}))
+    # Half of the way from -5 to 5.
+    assert (sample.verdict, sample.reward) == ("correct", 0.0)
+
+
 def test_every_turn_is_judged_once() -> None:
     said = list[str]()
 
