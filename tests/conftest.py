@@ -1,7 +1,11 @@
 """Every test sees eight simulated CPU devices, and a thread pool large enough that two meshes of them run at once."""
 
+import gc
 import importlib.util
+import logging
 import os
+import secrets
+import warnings
 from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
@@ -19,6 +23,10 @@ os.environ["NPROC"] = "16"
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "xla"))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(1 << 30)
+# Whoever can reach a Ray can run code in it: only who knows this token. Read when ray is imported.
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 # No clocks: how long an example takes says how busy the machine is.
 settings.register_profile("without clocks", deadline=None, suppress_health_check=[HealthCheck.too_slow])
@@ -41,6 +49,33 @@ def quick_compilation() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def of_a_command() -> dict[str, str]:
-    """The environment of a command in a process of its own: it sees one device, and compiles quickly."""
+    """The environment of a command in a process of its own: the package as it is here, one device, and quick compilation."""
     kept = {name: value for name, value in os.environ.items() if name != "NPROC"}
-    return kept | {"XLA_FLAGS": QUICK_FLAGS, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+    here = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    return kept | here | {"XLA_FLAGS": QUICK_FLAGS, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+
+@pytest.fixture(scope="module")
+def ray_here() -> Iterator[None]:
+    """A Ray of the module's own on this machine. Its store is small, and nothing leaves it for the disk."""
+    import ray
+
+    with warnings.catch_warnings():
+        # It starts processes that it does not keep in view.
+        warnings.simplefilter("ignore", ResourceWarning)
+        ray.init(
+            address="local",
+            num_cpus=2,
+            object_store_memory=100 * 2**20,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _system_config={
+                "automatic_object_spilling_enabled": False,
+                "local_fs_capacity_threshold": 0.0,
+                "oom_grace_period_s": 0,
+            },
+        )
+        gc.collect()
+    yield
+    ray.shutdown()

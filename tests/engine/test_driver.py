@@ -31,9 +31,9 @@ from tiny_decode import (
 from areal_jax.engine.decode import DecodeEngine, Drawing, Drawn
 from areal_jax.engine.driver import Driver
 from areal_jax.engine.sampling import uniforms
-from areal_jax.engine.slots import SlotTable, nothing_drawn
+from areal_jax.engine.slots import SlotTable
 from areal_jax.models.attention import choose_kernel
-from areal_jax.records import Completion, EngineStopped, Request, Sampling, Unservable
+from areal_jax.records import Completion, EngineStopped, Request, Sampling, Unservable, nothing_drawn
 
 PROMPT = (5, 9, 33, 2, 17)
 
