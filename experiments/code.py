@@ -1,6 +1,6 @@
 """Programs that read input and write output, run on tests in a sandbox (the form of LiveCodeBench).
 
-    python -m areal_jax.train --exp=tiny_tools_sft --run-folder=runs/tiny_tools
+    python -m areal_jax.train --exp=tiny_tools_sft examples.families=programs num_steps=100 --run-folder=runs/tiny_tools
     python -m areal_jax.train --exp=code num_steps=15
 
 Hardware: any; two CPU cores and 2 GB of memory suffice, and Linux with user namespaces for the sandbox. No network, no account,

@@ -1,6 +1,6 @@
 """Countdown: make a number from three others, each used once.
 
-    python -m areal_jax.train --exp=tiny_tools_sft examples.families=countdown --run-folder=runs/tiny_tools
+    python -m areal_jax.train --exp=tiny_tools_sft examples.families=countdown num_steps=100 --run-folder=runs/tiny_tools
     python -m areal_jax.train --exp=countdown
 
 Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account, no accelerator.
@@ -28,7 +28,7 @@ experiment = chz.replace(
     aime,
     name="countdown",
     description="a number from three others, each used once",
-    num_steps=100,
+    num_steps=60,
     policy=PolicyConfig(path="runs/tiny_tools/policy"),
     tasks=exercises,
     eval_tasks=chz.replace(exercises, split="heldout", num_tasks=256),

@@ -15,11 +15,9 @@ from hypothesis import HealthCheck, settings
 
 # Set before jax loads: simulated devices deadlock in XLA's collectives when the pool has fewer threads than they need.
 os.environ["JAX_PLATFORMS"] = "cpu"
-FLAGS = ["--xla_force_host_platform_device_count=8"]
-if version("jaxlib").startswith("0.10."):
-    # Half the time to compile. Later versions have no such choice, so that the emitters of fusions are tried with those.
-    FLAGS.append("--xla_cpu_use_fusion_emitters=false")
-os.environ["XLA_FLAGS"] = " ".join((os.environ.get("XLA_FLAGS", ""), *FLAGS)).strip()
+# Half the time to compile. Later versions have no such choice, so that the emitters of fusions are tried with those.
+QUICK_FLAGS = "--xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {QUICK_FLAGS}".strip()
 os.environ["NPROC"] = "16"
 # Many tests compile the same small programs, in processes of their own too: each is compiled once, and not again by later runs.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "xla"))
@@ -47,6 +45,14 @@ def quick_compilation() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="session")
+def of_a_command() -> dict[str, str]:
+    """The environment of a command in a process of its own: the package as it is here, one device, and quick compilation."""
+    kept = {name: value for name, value in os.environ.items() if name != "NPROC"}
+    here = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    return kept | here | {"XLA_FLAGS": QUICK_FLAGS, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
 
 
 @pytest.fixture(scope="module")

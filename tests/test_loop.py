@@ -50,6 +50,9 @@ ONE = PlacementConfig()
 # Two engines of two devices each.
 FOUR_AND_FOUR = PlacementConfig(train_devices=4, train_fsdp=2, train_tensor=2, rollout_devices=4, engines=2)
 PLACEMENTS = pytest.mark.parametrize("placement", [ONE, FOUR_AND_FOUR], ids=["one device", "4 + 4 devices"])
+SLOW_ON_MANY = pytest.mark.parametrize(
+    "placement", [ONE, pytest.param(FOUR_AND_FOUR, marks=pytest.mark.slow)], ids=["one device", "4 + 4 devices"]
+)
 
 
 async def judge_by_parity(task: Task, answer: str) -> Verdict:
@@ -187,7 +190,7 @@ async def plain_synchronous_loop(run: Run[Trainer], exp: Experiment) -> None:
         run.mailbox.publish(version + 1, run.trainer.params)
 
 
-@PLACEMENTS
+@SLOW_ON_MANY
 def test_without_staleness_the_loop_is_a_plain_synchronous_loop_bit_for_bit(
     tiny_policy: Path, tmp_path: Path, placement: PlacementConfig
 ) -> None:
@@ -213,7 +216,7 @@ def host_initial(exp: Experiment) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
 
-@PLACEMENTS
+@SLOW_ON_MANY
 def test_over_100_asynchronous_steps_nothing_is_too_old_trained_twice_or_lost(
     tiny_policy: Path, tmp_path: Path, placement: PlacementConfig
 ) -> None:
@@ -259,6 +262,7 @@ def test_a_resumed_run_goes_on_where_it_was(tiny_policy: Path, tmp_path: Path, p
     ]
 
 
+@pytest.mark.slow
 def test_conversations_of_several_turns_are_trained_on_and_go_on_after_an_interruption(
     tiny_policy: Path, tmp_path: Path
 ) -> None:
@@ -342,6 +346,7 @@ def test_resumed_fine_tuning_goes_on_bit_for_bit_and_measures_again(
         assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "parts" / file).read_bytes()
 
 
+@pytest.mark.slow
 def test_resumed_preference_training_goes_on_bit_for_bit_against_the_same_reference(tiny_policy: Path, tmp_path: Path) -> None:
     examples = tmp_path / "sums.jsonl"
     rows = [{"prompt": f"{i}+{j}?", "chosen": f"{i + j}", "rejected": f"{i + j + 1}"} for i in range(5) for j in range(5)]
@@ -373,6 +378,7 @@ def with_adapter(exp: Experiment, **changes: object) -> Experiment:
     return chz.replace(exp, policy=chz.replace(exp.policy, **({"lora": LoRA(rank=4)} | changes)))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_of_an_adapter_goes_on_where_it_was_and_leaves_it_in_files(tiny_policy: Path, tmp_path: Path) -> None:
     policy = Policy(hf.read_config(tiny_policy), LoRA(rank=4))
     base = policy.init(jax.random.key(5))

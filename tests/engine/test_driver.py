@@ -253,6 +253,7 @@ def test_samples_that_start_after_a_swap_are_drawn_by_the_new_weights():
         np.testing.assert_allclose(completion.logp, trainer_logp(PROMPT, completion, 1), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_sequence_longer_than_the_cache_makes_it_grow_and_a_short_one_shrink():
     config = CONFIG.__class__(num_slots=2, max_prompt_tokens=20, max_new_tokens=200, steps_per_dispatch=8)
     long = engine(config)

@@ -78,6 +78,8 @@ def test_the_vote_is_for_what_is_said_last_and_spellings_of_it_are_one() -> None
     turns = said(("Q?", False), ("\\boxed{1}", True), (" no \\boxed{9} ", False), ("\\boxed{042}", True))
     assert (turns.vote, turns.num_tokens) == ("42", 9 + 11)
     assert turns.text == "\\boxed{1} no \\boxed{9} \\boxed{042}"
+    # What was said before is not answered for by words without an answer.
+    assert said(("Q?", False), ("\\boxed{1}", True), (" no ", False), ("then I give up", True)).vote is None
     assert said(("Q?", False)).text == ""
     assert vote_of("no answer", accept_plain=False) is None
     assert {vote_of(f"\\boxed{{{text}}}", False) for text in ("1,234", "$1234$", "1234.0", "01234")} == {"1234"}
