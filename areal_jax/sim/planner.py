@@ -33,7 +33,7 @@ class Candidate:
     train_devices: int
     outcome: Outcome
     tokens_per_s: float
-    """Of the whole cluster."""
+    """Trained on by the whole cluster."""
 
 
 @dataclass(frozen=True)
@@ -244,7 +244,7 @@ def _simulated(
         outcome = simulate(cluster, workload, num_steps=3, first_counted=1)
     else:
         outcome = simulate(cluster, workload, num_steps=8, first_counted=4)
-    return Candidate(rollout, train, outcome, shrink * outcome.tokens_per_s)
+    return Candidate(rollout, train, outcome, shrink * outcome.trained_per_s)
 
 
 def _lengths(question: ClusterQuestion) -> LogNormal:
