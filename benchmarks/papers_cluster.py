@@ -149,8 +149,8 @@ def build(
 
 
 def shrink_of(model: str, num_devices: int) -> int:
-    """By how much devices and batch may be divided: sixteenths of the cluster are to be whole engines, and 32 groups stay."""
-    return max(1, min(16, num_devices // 16 // DEVICES_PER_ENGINE[model]))
+    """By how much devices and batch may be divided: eighths of the cluster are to be whole engines, and 32 groups stay."""
+    return max(1, min(16, num_devices // 8 // DEVICES_PER_ENGINE[model]))
 
 
 def measure(cluster: Cluster, workload: Workload) -> Outcome:
@@ -158,7 +158,7 @@ def measure(cluster: Cluster, workload: Workload) -> Outcome:
     if workload.max_staleness == 0:
         return simulate(cluster, workload, num_steps=3, first_counted=1)
     batches = workload.max_running_groups // workload.groups_per_batch
-    return simulate(cluster, workload, num_steps=1 + batches + 3 * (batches - 1), first_counted=1 + batches)
+    return simulate(cluster, workload, num_steps=1 + batches + max(3, batches - 1), first_counted=1 + batches)
 
 
 CAUSES = (
