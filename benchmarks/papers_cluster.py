@@ -202,6 +202,8 @@ def gains(model: str, num_devices: int, max_new_tokens: int, shrink: int) -> dic
     for place, options in ((1, [eta - 1]), (2, wide), (0, [0.5, 0.625])):
         for option in options:
             tried = (*chosen[:place], option, *chosen[place + 1 :])
+            if num_devices * tried[0] % (tried[2] * shrink):
+                continue  # no whole engines
             if (speed := measure(*project(*tried)).trained_per_s) > best:
                 chosen, best = tried, speed
         found.append(best)
