@@ -383,7 +383,7 @@ def _driven(
     trace: Trace, rolling: Rolling, number: int, name: str, start_s: float, end_s: float, args: Mapping[str, int | float]
 ) -> None:
     """What a driver tells: drawn on its lane of the trace, and where it has swapped, the next engine may."""
-    trace.span("rollout driver" + (f" {number + 1}" if number else ""), name, start_s, end_s, args)
+    trace.span("rollout driver" + (f" {number + 1}" if number else ""), name, start_s, end_s, {"engine": number, **args})
     if name == "swap":
         rolling.swapped(number)
 

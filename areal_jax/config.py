@@ -308,7 +308,7 @@ _NOT_NEGATIVE = (
     *("weight", "reward_weight", "coefficient", "kv_tokens", "port", "attempts"),
 )
 _FRACTION = (
-    *("share", "overlong_share", "success_rate_above", "success_rate_below"),
+    *("share", "overlong_share", "rollout_share", "success_rate_above", "success_rate_below"),
     *("top_p", "warmup_fraction", "beta1", "beta2", "gamma", "lam", "turn_discount"),
 )
 _BELOW_HALF = ("label_smoothing",)
@@ -324,6 +324,7 @@ def contradictions(experiment: AnyExperiment) -> Iterator[str]:
     yield from tools_in_vain(experiment)
     yield from agent_without_program(experiment)
     yield from two_placements(experiment)
+    yield from split_twice(experiment)
     if isinstance(experiment, Experiment):
         yield from row_too_short(experiment)
         yield from too_many_mini_batches(experiment)
@@ -334,6 +335,19 @@ def contradictions(experiment: AnyExperiment) -> Iterator[str]:
         yield from idle(experiment)
     if isinstance(experiment, PreferenceExperiment):
         yield from answers_of_a_reward_model(experiment)
+
+
+def split_twice(experiment: AnyExperiment) -> Iterator[str]:
+    """Devices are counted or shared out, and only what decodes while it trains can be balanced."""
+    placement = experiment.placement
+    share, rollout, train = placement.rollout_share, placement.rollout_devices, placement.train_devices
+    if share is not None and (rollout is not None or (share == "auto" and train is not None)):
+        yield (
+            f"placement.rollout_share={share} with placement.rollout_devices={as_text(rollout)} and placement.train_devices="
+            f"{as_text(train)}: each says how devices are split; set one of them"
+        )
+    if share == "auto" and not isinstance(experiment, Experiment):
+        yield "placement.rollout_share=auto balances decoding with training, and learning from examples only trains"
 
 
 def nothing_in_bounds(experiment: Experiment) -> Iterator[str]:
@@ -459,6 +473,7 @@ def two_placements(experiment: AnyExperiment) -> Iterator[str]:
     for name, used in (
         ("train_devices", "launch.trainer_hosts and launch.trainer_devices"),
         ("rollout_devices", "launch.rollout_engines and launch.engine_devices"),
+        ("rollout_share", "launch.rollout_engines and launch.engine_devices"),
         ("simulated_devices", "launch.accelerator=none"),
     ):
         if getattr(placement, name) is not None:

@@ -31,7 +31,7 @@ from areal_jax.parallel.mesh import make_train_mesh
 from areal_jax.policies import find_decoding_policy
 from areal_jax.records import Completion
 from areal_jax.rewards.service import RewardService
-from areal_jax.run_plan import make_training_plan
+from areal_jax.run_plan import RESTING, TrainingPlan, make_training_plan, memory_text, sized
 from areal_jax.settings import ConfigError
 from areal_jax.trainer.state import trained
 from areal_jax.training import Keeper, initial_weights, rl_trainer
@@ -108,6 +108,7 @@ class TrainerHost:
                 f"{launch.trainer_devices} each"
             )
         plan = make_training_plan(self._experiment, make_train_mesh(self._experiment.placement, devices))
+        require_memory(plan, devices)
         params, base = initial_weights(plan)
         self._trainer = rl_trainer(plan, params, base)
         store = CheckpointStore(self._folder / CHECKPOINTS, self._experiment.checkpoint.keep)
@@ -249,6 +250,17 @@ class RewardWorker:
         while True:
             await asyncio.sleep(self._report_every_s)
             self._emit("counts", self._service.counters())
+
+
+def require_memory(plan: TrainingPlan, devices: Sequence[jax.Device]) -> None:
+    """ConfigError, with the numbers, where these devices cannot hold what rests on each; on CPUs nobody knows."""
+    has = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
+    parts = {name: size for name, size in plan.train_bytes().items() if name in RESTING}
+    if sum(parts.values()) > has > 0:
+        raise ConfigError(
+            f"{described(devices)} cannot hold the policy: {memory_text(parts)} are needed on each, which has "
+            f"{sized(has)}; raise launch.trainer_hosts or launch.trainer_devices, or set placement.train_fsdp"
+        )
 
 
 def described(devices: Sequence[jax.Device]) -> str:

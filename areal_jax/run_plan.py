@@ -27,6 +27,7 @@ from areal_jax.data.sft import load_examples
 from areal_jax.data.sources import Skipped, TaskSet, in_words, load_tasks
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.decode import DecodeEngine, too_long
+from areal_jax.launch.config import Ray
 from areal_jax.models import lora
 from areal_jax.models.architecture import Readout
 from areal_jax.models.config import PolicyConfig
@@ -49,6 +50,9 @@ NUM_PROMPTS_TRIED = 64
 
 Memory = Mapping[str, int]
 """Bytes on each device, by what they are for."""
+
+RESTING = ("frozen", "parameters", "optimizer", "weights")
+"""Of these, what lies there all the time and is known exactly."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +145,7 @@ class Plan(TrainingPlan):
             ("evaluation", self._evaluation()),
             ("devices", self.devices),
             ("train mesh", _shape(self.train_mesh)),
-            ("  on each", _memory(self.train_bytes())),
+            ("  on each", memory_text(self.train_bytes())),
             *self._rollout(),
             ("memory", self.shortage() or "will do"),
         )
@@ -205,7 +209,7 @@ class Plan(TrainingPlan):
     def _rollout(self) -> Iterator[tuple[str, str]]:
         if self.decodes:
             yield "rollout mesh", _shape(self.rollout_mesh)
-            yield "  on each", _memory(self.rollout_bytes())
+            yield "  on each", memory_text(self.rollout_bytes())
 
     def _evaluation(self) -> str:
         return "; ".join(found for found in (self._heldout(), self._pass_at_1()) if found) or "none"
@@ -235,22 +239,41 @@ class Plan(TrainingPlan):
             return f"{self.train_mesh.size} {train.device_kind}"
         if train == rollout:
             return f"1 {train.device_kind}, shared by both meshes"
-        return f"{self.train_mesh.size} + {self.rollout_mesh.size} {train.device_kind}"
+        until = ", until a trial has shown what is balanced" if self.experiment.placement.rollout_share == "auto" else ""
+        return f"{self.train_mesh.size} + {self.rollout_mesh.size} {train.device_kind}{until}"
 
     def shortage(self) -> str:
         """What to do where memory will not do by these estimates; empty where it will, or where nobody knows."""
-        device = self.train_mesh.devices.flat[0]
-        on_train, on_rollout = sum(self.train_bytes().values()), sum(self.rollout_bytes().values())
+        needs, has = self._needs_and_has(self.train_bytes(), self.rollout_bytes())
+        if not needs > has > 0:
+            return ""
+        return f"about {sized(needs)} are needed where there are {sized(has)}: {self._relief()}"
+
+    def overflow(self) -> str:
+        """Why these devices cannot hold the policy, split as they are; empty where they can, or where nobody knows."""
+        train = {name: size for name, size in self.train_bytes().items() if name in RESTING}
+        rollout = {name: size for name, size in self.rollout_bytes().items() if name in RESTING}
+        needs, has = self._needs_and_has(train, rollout)
+        if not needs > has > 0:
+            return ""
+        return (
+            f"{self.devices} cannot hold the policy: {sized(needs)} are needed where there are {sized(has)} (on each that "
+            f"trains {memory_text(train)}; on each that decodes {memory_text(rollout)}); take more devices, split them "
+            "otherwise by placement.rollout_share, or cut the policy over more of them by placement.train_fsdp or "
+            "placement.rollout_tensor"
+        )
+
+    def _needs_and_has(self, train: Memory, rollout: Memory) -> tuple[int, int]:
+        """Bytes needed by one memory for these parts, and bytes it has; 0 where nobody knows."""
+        if isinstance(self.experiment.launch, Ray):
+            return 0, 0  # The devices are elsewhere.
+        device, on_train, on_rollout = self.train_mesh.devices.flat[0], sum(train.values()), sum(rollout.values())
         if device.platform == "cpu":
             # Simulated devices share the machine's memory.
-            has = psutil.virtual_memory().total
-            needs = on_train * self.train_mesh.size + on_rollout * self.rollout_mesh.size
-        else:
-            has = (device.memory_stats() or {}).get("bytes_limit", 0)
-            needs = on_train + on_rollout if device == self.rollout_mesh.devices.flat[0] else max(on_train, on_rollout)
-        if not has or needs <= has:
-            return ""
-        return f"about {_size(needs)} are needed where there are {_size(has)}: {self._relief()}"
+            return on_train * self.train_mesh.size + on_rollout * self.rollout_mesh.size, psutil.virtual_memory().total
+        shared = device == self.rollout_mesh.devices.flat[0]
+        has = (device.memory_stats() or {}).get("bytes_limit", 0)
+        return on_train + on_rollout if shared else max(on_train, on_rollout), has
 
     def _relief(self) -> str:
         """The settings that lower the largest part of what memory goes to."""
@@ -442,6 +465,8 @@ def find_beside(
 def misfits(plan: Plan) -> Iterator[str]:
     """What in a plan does not go together, each in a sentence that names the knobs; nothing where all is well."""
     engine, path = plan.engine, plan.experiment.policy.path
+    if overflow := plan.overflow():
+        yield overflow
     if plan.decodes:
         yield from too_long(engine, f"policy.path={path}")
         yield from _one_turn_only(plan)
@@ -524,9 +549,11 @@ def _shape(mesh: Mesh) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
 
 
-def _memory(parts: Memory) -> str:
-    return f"about {_size(sum(parts.values()))}: {', '.join(f'{name} {_size(size)}' for name, size in parts.items())}"
+def memory_text(parts: Memory) -> str:
+    """The sum and its parts, in words."""
+    return f"about {sized(sum(parts.values()))}: {', '.join(f'{name} {sized(size)}' for name, size in parts.items())}"
 
 
-def _size(num_bytes: int) -> str:
+def sized(num_bytes: int) -> str:
+    """Bytes in words."""
     return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"

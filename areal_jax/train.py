@@ -18,6 +18,9 @@ from areal_jax.settings import ConfigError, settings
 
 RUNS_FOLDER = Path("runs")
 
+TRIAL = "trial"
+"""Name under which a run folder keeps the steps that told how to split the devices."""
+
 USAGE = f"""\
 usage: python -m areal_jax.train --exp=NAME [a.b=c ...] [options]
 
@@ -71,9 +74,12 @@ def _run(command: argparse.Namespace) -> int:
     if shortage := plan.shortage():
         print(f"areal_jax: warning: {shortage}", file=sys.stderr)
     from areal_jax import loop
+    from areal_jax.balance import balanced
 
     run_folder.mkdir(parents=True, exist_ok=True)
-    write_config(experiment, run_folder / CONFIG_FILE)
+    if experiment.placement.rollout_share == "auto":
+        plan = balanced(plan, run_folder / TRIAL)
+    write_config(plan.experiment, run_folder / CONFIG_FILE)
     loop.run(plan, run_folder, resume=command.resume is not None, source=command.exp)
     return 0
 

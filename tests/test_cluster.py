@@ -27,6 +27,7 @@ from areal_jax.run_plan import make_plan
 STEPS, GROUPS, SAMPLES, STALENESS = 12, 4, 2, 2
 SMALL = (
     "launch=ray",
+    "launch.trainer_hosts=2",
     "launch.rollout_engines=2",
     "launch.reward_workers=2",
     "launch.report_every_s=0.1",

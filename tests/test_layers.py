@@ -27,7 +27,9 @@ FLOORS = (
 
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
-FILES_OF_ROOM = {"loop": ("loop", "assembly", "training", "clustered", "hosts", "run_plan", "policies", "evaluating")}
+FILES_OF_ROOM = {
+    "loop": ("loop", "assembly", "training", "clustered", "hosts", "run_plan", "policies", "evaluating", "balance")
+}
 """Rooms that are several files at the top of the package."""
 
 DOORS = {

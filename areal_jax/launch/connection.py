@@ -67,11 +67,11 @@ class Connection:
         PartLost where it dies before, or is not ready in time; what is wrong with the settings, as ConfigError."""
         # Reached by its name on the other side, where the package is installed too.
         actor_class: Any = ray.remote(Part)
-        actor = actor_class.options(max_concurrency=1000, max_restarts=0, **options).remote(simulated_devices)
+        actor = actor_class.options(max_concurrency=1000, max_restarts=0, **options).remote(name, simulated_devices)
         connection = cls(name, actor, silence_timeout_s=silence_timeout_s)
         try:
             async with asyncio.timeout(start_timeout_s):
-                connection.process_id, facts = await actor.begin.remote(name, role, *arguments)
+                connection.process_id, facts = await actor.begin.remote(role, *arguments)
         except TimeoutError:
             connection._kill()
             raise PartLost(f"{name} was not ready within launch.start_timeout_s={start_timeout_s:g}") from None
@@ -113,10 +113,10 @@ class Connection:
         """Where a server of the part can listen, HOST:PORT."""
         return await self._actor.address.remote()
 
-    def give_up(self, why: str) -> None:
-        """Take the part for lost, and kill it."""
+    def give_up(self, why: str, *, tell: bool = True) -> None:
+        """Take the part for lost, and kill it. Args: tell: whoever listens for its loss."""
         if self._loss is None:
-            self._lose(PartLost(f"{self.name} is of no more use: {why}"))
+            self._lose(PartLost(f"{self.name} is given up: {why}"), tell=tell)
 
     async def close(self) -> None:
         """End the part: what it has begun it may close, but not for long."""

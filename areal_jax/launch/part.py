@@ -48,13 +48,13 @@ class Part:
     Questions are begun in the order in which they were asked, and answers leave in the order in which they were found, so that
     whatever was true before an answer was told before it."""
 
-    def __init__(self, simulated_devices: int | None) -> None:
+    def __init__(self, name: str, simulated_devices: int | None) -> None:
         """Args: simulated_devices: on CPUs; None where Ray has given it an accelerator, or none."""
+        self._name = name
         forget_pretended_devices()
         prepare(PlacementConfig(simulated_devices=simulated_devices))
         logging.getLogger("ray").addFilter(_not_of_threads)
         logging.getLogger("ray._private.worker").addFilter(_not_of_threads)
-        self._name = "part"
         self._role: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
         # Owned by the event loop: put by `_say`, taken by `hear`.
@@ -64,11 +64,10 @@ class Part:
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._numbers = itertools.count(1)
 
-    async def begin(self, name: str, role: str, *arguments: Any) -> tuple[int, Any]:
+    async def begin(self, role: str, *arguments: Any) -> tuple[int, Any]:
         """Become what `role`, PACKAGE.MODULE:CLASS, is: the process's number, and what the role's `begin` returns.
 
         May take long: programs are compiled."""
-        self._name = name
         self._loop = asyncio.get_running_loop()
         where, _, name = role.partition(":")
 

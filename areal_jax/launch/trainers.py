@@ -13,7 +13,7 @@ import ray
 from jaxtyping import Bool
 
 from areal_jax.checkpoint.recovery import Columns, encode, pack
-from areal_jax.launch.connection import Connection
+from areal_jax.launch.connection import Connection, PartLost
 from areal_jax.records import Group, RolloutState
 
 logger = logging.getLogger(__name__)
@@ -46,7 +46,7 @@ class Trainers:
         self._step_ended: Callable[[], None] = lambda: None
         self._measures: dict[str, tuple[float, float]] = {}
         for connection in connections:
-            connection.listen(lambda _topic, _what: None, lambda loss: logger.error("%s", loss))
+            connection.listen(lambda _topic, _what: None, self._lost)
 
     @property
     def params(self) -> None:
@@ -100,6 +100,12 @@ class Trainers:
     async def close(self) -> None:
         """End all hosts."""
         await asyncio.gather(*(connection.close() for connection in self.connections))
+
+    def _lost(self, loss: PartLost) -> None:
+        logger.error("%s", loss)
+        # What the others are at they cannot end without it.
+        for connection in self.connections:
+            connection.give_up(f"{loss}", tell=False)
 
     def _asked(self, verb: str, *arguments: Any) -> list[Any]:
         async def all_of_them() -> list[Any]:

@@ -12,6 +12,9 @@ from jax.sharding import AxisType, Mesh
 
 from areal_jax.parallel.config import PlacementConfig
 
+PAPERS_SHARE = 3 / 4
+"""Of the devices, that decode (AReaL, arXiv:2505.24298, section 7.1)."""
+
 
 class Meshes(NamedTuple):
     """Disjoint where there are several devices; with one device both lie on it."""
@@ -77,24 +80,26 @@ def compute_dtype(name: Literal["auto", "float32", "bfloat16"], mesh: Mesh) -> j
 
 def _split(placement: PlacementConfig, num_devices: int) -> tuple[int, int]:
     """How many devices train, and how many decode."""
-    rollout, train = placement.rollout_devices, placement.train_devices
+    rollout, share, train = placement.rollout_devices, placement.rollout_share, placement.train_devices
     if num_devices == 1:
-        if (rollout or 1) != 1 or (train or 1) != 1:
+        if (rollout or 1) != 1 or (train or 1) != 1 or share is not None:
             raise ValueError(
                 f"there is 1 device, which trains and decodes; came placement.train_devices={train}, "
-                f"placement.rollout_devices={rollout}: leave both unset"
+                f"placement.rollout_devices={rollout}, placement.rollout_share={share}: leave all unset"
             )
         return 1, 1
-    if rollout is None:
-        # Three quarters is the paper's split of its GPUs (AReaL, arXiv:2505.24298, section 7.1).
-        wanted = round(num_devices * 3 / 4) if train is None else num_devices - train
-        rollout = min(max(wanted, 1), num_devices - 1) if train is None else wanted
+    if isinstance(share, int | float):
+        rollout = round(num_devices * share)
+    elif rollout is None:
+        papers = min(max(round(num_devices * PAPERS_SHARE), 1), num_devices - 1)
+        rollout = papers if train is None else num_devices - train
     if train is None:
         train = num_devices - rollout
     if train < 1 or rollout < 1 or train + rollout > num_devices:
         raise ValueError(
             f"expected at least one device each for training and decoding, and no more than the {num_devices} there are; "
-            f"came {train} to train and {rollout} to decode: change placement.train_devices or placement.rollout_devices"
+            f"came {train} to train and {rollout} to decode: change placement.train_devices, placement.rollout_devices or "
+            "placement.rollout_share"
         )
     return train, rollout
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.sim.hardware import Device
@@ -57,9 +57,36 @@ class Step(NamedTuple):
     context_s: float
 
 
+@runtime_checkable
+class DecodeCosts(Protocol):
+    """What one engine takes for what it does."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose keys and values there is room for."""
+        ...
+
+    @property
+    def copy_s(self) -> float:
+        """Of putting weights that have arrived in the place of others."""
+        ...
+
+    def step(self, num_sequences: int) -> Step:
+        """Of a decode step of so many sequences."""
+        ...
+
+    def prefill_s(self, tokens: float, pairs: float) -> float:
+        """Of filling the caches of a prompt of so many tokens."""
+        ...
+
+    def recompute_s(self, tokens: float, pairs: float) -> float:
+        """Of filling the caches of all live sequences anew, of so many tokens together."""
+        ...
+
+
 @dataclass(frozen=True)
 class EngineCosts:
-    """One engine of `num_devices` devices."""
+    """One engine of `num_devices` devices, by the roofline."""
 
     model: ModelConfig
     device: Device
@@ -94,6 +121,10 @@ class EngineCosts:
         """Of filling the caches of so many tokens."""
         flops = 2 * self.model.multiplied_params * tokens + 4 * self.model.attention_width * pairs
         return flops / (self.num_devices * self.device.flops_per_s * self.reached.prefill_flops)
+
+    def recompute_s(self, tokens: float, pairs: float) -> float:
+        """As prefill."""
+        return self.prefill_s(tokens, pairs)
 
     @property
     def copy_s(self) -> float:

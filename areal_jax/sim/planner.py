@@ -175,12 +175,10 @@ def trainer_size(model: ModelConfig, device: Device) -> int:
     return size
 
 
-def balanced_rollout(devices: int, generate_s: float, train_s: float, *, engine_devices: int, min_train_devices: int) -> int:
-    """How many devices should decode so that neither side waits for the other, given the device-seconds that generating and
-    training a batch take: `devices * generate_s / (generate_s + train_s)`, in whole engines."""
-    wanted = devices * generate_s / (generate_s + train_s)
-    most = (devices - min_train_devices) // engine_devices
-    return engine_devices * min(max(1, round(wanted / engine_devices)), most)
+def by_balance(devices: int, generate_s: float, train_s: float) -> list[int]:
+    """How many of the devices decode, of every split, best first: by what the slower side takes for a batch, given the
+    device-seconds of generating it and of training on it. Best is about `devices * generate_s / (generate_s + train_s)`."""
+    return sorted(range(1, devices), key=lambda rollout: max(generate_s / rollout, train_s / (devices - rollout)))
 
 
 def stage_seconds(question: ClusterQuestion, model: ModelConfig, tensor: int) -> tuple[float, float]:
@@ -204,11 +202,13 @@ def _splits(question: ClusterQuestion, model: ModelConfig, tensor: int) -> list[
     need = trainer_size(model, known_device(question.device))
     unit = max(tensor, question.devices // NUM_UNITS // tensor * tensor)
     generate_s, train_s = stage_seconds(question, model, tensor)
-    middle = balanced_rollout(question.devices, generate_s, train_s, engine_devices=unit, min_train_devices=max(need, 1))
-    around = (middle + shift * unit for shift in range(-3, 4))
     most = question.devices - need
-    found = [rollout for rollout in around if unit <= rollout <= most]
-    return found or [most // tensor * tensor]
+    whole = (
+        rollout for rollout in by_balance(question.devices, generate_s, train_s) if rollout % unit == 0 and rollout <= most
+    )
+    middle = next(whole, most // tensor * tensor)
+    around = (middle + shift * unit for shift in range(-3, 4))
+    return [rollout for rollout in around if tensor <= rollout <= most]
 
 
 def _simulated(
