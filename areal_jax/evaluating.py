@@ -234,7 +234,7 @@ def run(experiment: AnyExperiment, *, checkpoint: RunCheckpoint | None, server: 
             if not answers.found:
                 last = list(failures.values())[-1]
                 raise Unanswered(f"none of the {len(tasks)} tasks could be answered, the last: {last}") from last
-            results = results_of(tasks, answers.found, failures, experiment.seed)
+            results = results_of(tasks, answers.found, failures)
             report = write_report(folder, headline, settings, results, tasks, answers.found)
             progress.say("; ".join(f"{name} {figure}" for name, figure in summary(results)))
             progress.say(f"report: {report}")

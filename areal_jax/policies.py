@@ -94,6 +94,14 @@ class DecodingPolicy:
             arrived = lora.attach(self.policy, _laid_out(engine, base, engine.base_shardings), arrived)
         return Weights(self.version, arrived)
 
+    def load_base(self) -> EngineParams | None:
+        """The frozen weights that an adapter belongs to, in the engine's layout; None where all weights are trained."""
+        if not self.policy.lora:
+            return None
+        _, base = had(lambda: self._initial(self.seed))
+        assert base is not None
+        return _laid_out(self.engine, base, self.engine.base_shardings)
+
     def fingerprint(self) -> str:
         """A few letters that other weights would not have; tells copies of a folder for the same, and reads little of it."""
         trained_files = []

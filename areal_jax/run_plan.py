@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,6 +27,7 @@ from areal_jax.data.sft import load_examples
 from areal_jax.data.sources import Skipped, TaskSet, in_words, load_tasks
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.decode import DecodeEngine, too_long
+from areal_jax.launch.config import Ray
 from areal_jax.models import lora
 from areal_jax.models.architecture import Readout
 from areal_jax.models.config import PolicyConfig
@@ -50,6 +51,9 @@ NUM_PROMPTS_TRIED = 64
 Memory = Mapping[str, int]
 """Bytes on each device, by what they are for."""
 
+RESTING = ("frozen", "parameters", "optimizer", "weights")
+"""Of these, what lies there all the time and is known exactly."""
+
 
 @dataclass(frozen=True)
 class Beside:
@@ -65,8 +69,8 @@ class Beside:
 
 
 @dataclass(frozen=True, eq=False)
-class Plan:
-    """An experiment with all that its settings name on this machine. Holds no weights."""
+class TrainingPlan:
+    """What a trainer is made of. Holds no weights."""
 
     experiment: AnyExperiment
     policy_folder: Path
@@ -75,6 +79,34 @@ class Plan:
     """What training asks and leaves as it is; a policy for each of the trainer's settings that name one."""
     tokenizer: HFTokenizer
     compute_dtype: jnp.dtype
+    train_mesh: Mesh
+    row_tokens: int
+    """Tokens of a packed row."""
+    critic: Policy | None
+    """What advantages=GAE asks."""
+    critic_folder: Path | None
+    """Where the critic's weights are: its own, or all of them but the head."""
+
+    def train_bytes(self) -> Memory:
+        """What training takes of each device of its mesh."""
+        config, mesh = self.experiment.trainer, self.train_mesh
+        parts = dict(
+            predicted_bytes(config, self.policy, mesh, self.compute_dtype, row_tokens=self.row_tokens, critic=self.critic)
+        )
+        # What is offloaded comes to the device when there are neither gradients nor activations.
+        room = sum(parts[name] for name in ("gradients", "activations", "logits"))
+        for found in self.beside:
+            if found.folder is None and self.policy.lora:
+                continue  # the frozen weights themselves
+            size = bytes_beside(found.policy, mesh, self.compute_dtype)
+            parts[found.name] = max(0, size - room) if found.offload else size
+        return parts
+
+
+@dataclass(frozen=True, eq=False)
+class Plan(TrainingPlan):
+    """An experiment with all that its settings name on this machine. Holds no weights."""
+
     tasks: TaskSet
     """What reinforcement learning trains on; empty in learning from examples."""
     examples: ExampleSet[Any]
@@ -83,15 +115,9 @@ class Plan:
     """What fine-tuning measures its loss on; empty where it does not."""
     eval_tasks: TaskSet
     """Empty where the experiment does not evaluate."""
-    meshes: Meshes
+    rollout_mesh: Mesh
     engines: tuple[DecodeEngine, ...]
     """Alike, on meshes of their own; idle where the experiment does not decode."""
-    row_tokens: int
-    """Tokens of a packed row."""
-    critic: Policy | None = None
-    """What advantages=GAE asks."""
-    critic_folder: Path | None = None
-    """Where the critic's weights are: its own, or all of them but the head."""
 
     @property
     def engine(self) -> DecodeEngine:
@@ -118,27 +144,12 @@ class Plan:
             ("training", self._training()),
             ("evaluation", self._evaluation()),
             ("devices", self.devices),
-            ("train mesh", _shape(self.meshes.train)),
-            ("  on each", _memory(self.train_bytes())),
+            ("train mesh", _shape(self.train_mesh)),
+            ("  on each", memory_text(self.train_bytes())),
             *self._rollout(),
             ("memory", self.shortage() or "will do"),
         )
         return "\n".join(f"{name:<12}  {line}" for name, line in lines)
-
-    def train_bytes(self) -> Memory:
-        """What training takes of each device of its mesh."""
-        config, mesh = self.experiment.trainer, self.meshes.train
-        parts = dict(
-            predicted_bytes(config, self.policy, mesh, self.compute_dtype, row_tokens=self.row_tokens, critic=self.critic)
-        )
-        # What is offloaded comes to the device when there are neither gradients nor activations.
-        room = sum(parts[name] for name in ("gradients", "activations", "logits"))
-        for found in self.beside:
-            if found.folder is None and self.policy.lora:
-                continue  # the frozen weights themselves
-            size = bytes_beside(found.policy, mesh, self.compute_dtype)
-            parts[found.name] = max(0, size - room) if found.offload else size
-        return parts
 
     def rollout_bytes(self) -> Memory:
         """The engine's weights, what is trained of them twice as it arrives; keys and values."""
@@ -197,8 +208,8 @@ class Plan:
 
     def _rollout(self) -> Iterator[tuple[str, str]]:
         if self.decodes:
-            yield "rollout mesh", _shape(self.meshes.rollout)
-            yield "  on each", _memory(self.rollout_bytes())
+            yield "rollout mesh", _shape(self.rollout_mesh)
+            yield "  on each", memory_text(self.rollout_bytes())
 
     def _evaluation(self) -> str:
         return "; ".join(found for found in (self._heldout(), self._pass_at_1()) if found) or "none"
@@ -223,27 +234,46 @@ class Plan:
     @property
     def devices(self) -> str:
         """How many, of which kind; those that train before those that decode."""
-        train, rollout = (mesh.devices.flat[0] for mesh in self.meshes)
+        train, rollout = (mesh.devices.flat[0] for mesh in (self.train_mesh, self.rollout_mesh))
         if not self.decodes:
-            return f"{self.meshes.train.size} {train.device_kind}"
+            return f"{self.train_mesh.size} {train.device_kind}"
         if train == rollout:
             return f"1 {train.device_kind}, shared by both meshes"
-        return f"{self.meshes.train.size} + {self.meshes.rollout.size} {train.device_kind}"
+        until = ", until a trial has shown what is balanced" if self.experiment.placement.rollout_share == "auto" else ""
+        return f"{self.train_mesh.size} + {self.rollout_mesh.size} {train.device_kind}{until}"
 
     def shortage(self) -> str:
         """What to do where memory will not do by these estimates; empty where it will, or where nobody knows."""
-        device = self.meshes.train.devices.flat[0]
-        on_train, on_rollout = sum(self.train_bytes().values()), sum(self.rollout_bytes().values())
+        needs, has = self._needs_and_has(self.train_bytes(), self.rollout_bytes())
+        if not needs > has > 0:
+            return ""
+        return f"about {sized(needs)} are needed where there are {sized(has)}: {self._relief()}"
+
+    def overflow(self) -> str:
+        """Why these devices cannot hold the policy, split as they are; empty where they can, or where nobody knows."""
+        train = {name: size for name, size in self.train_bytes().items() if name in RESTING}
+        rollout = {name: size for name, size in self.rollout_bytes().items() if name in RESTING}
+        needs, has = self._needs_and_has(train, rollout)
+        if not needs > has > 0:
+            return ""
+        return (
+            f"{self.devices} cannot hold the policy: {sized(needs)} are needed where there are {sized(has)} (on each that "
+            f"trains {memory_text(train)}; on each that decodes {memory_text(rollout)}); take more devices, split them "
+            "otherwise by placement.rollout_share, or cut the policy over more of them by placement.train_fsdp or "
+            "placement.rollout_tensor"
+        )
+
+    def _needs_and_has(self, train: Memory, rollout: Memory) -> tuple[int, int]:
+        """Bytes needed by one memory for these parts, and bytes it has; 0 where nobody knows."""
+        if isinstance(self.experiment.launch, Ray):
+            return 0, 0  # The devices are elsewhere.
+        device, on_train, on_rollout = self.train_mesh.devices.flat[0], sum(train.values()), sum(rollout.values())
         if device.platform == "cpu":
             # Simulated devices share the machine's memory.
-            has = psutil.virtual_memory().total
-            needs = on_train * self.meshes.train.size + on_rollout * self.meshes.rollout.size
-        else:
-            has = (device.memory_stats() or {}).get("bytes_limit", 0)
-            needs = on_train + on_rollout if device == self.meshes.rollout.devices.flat[0] else max(on_train, on_rollout)
-        if not has or needs <= has:
-            return ""
-        return f"about {_size(needs)} are needed where there are {_size(has)}: {self._relief()}"
+            return on_train * self.train_mesh.size + on_rollout * self.rollout_mesh.size, psutil.virtual_memory().total
+        shared = device == self.rollout_mesh.devices.flat[0]
+        has = (device.memory_stats() or {}).get("bytes_limit", 0)
+        return on_train + on_rollout if shared else max(on_train, on_rollout), has
 
     def _relief(self) -> str:
         """The settings that lower the largest part of what memory goes to."""
@@ -272,22 +302,9 @@ class Plan:
 
 def make_plan(experiment: AnyExperiment) -> Plan:
     """Find the policy and the data, cut the meshes. ConfigError where one of them cannot be had, or does not fit another."""
-    folder = had(lambda: resolve_policy_folder(experiment.policy.path))
-    readout: Readout = "CausalLM"
-    if isinstance(experiment, PreferenceExperiment) and experiment.trains_reward_model:
-        readout = "SequenceClassification"
-    policy = had(lambda: find_policy(experiment.policy, folder, readout))
-    critic_folder, critic = None, None
-    if isinstance(experiment.trainer.advantages, GAE):
-        critic_folder = had(lambda: resolve_policy_folder(experiment.trainer.critic.path or experiment.policy.path))
-        critic = had(lambda: find_critic(critic_folder))
     meshes = had(lambda: _meshes(experiment))
-    dtype = compute_dtype(experiment.policy.compute_dtype, meshes.train)
-    engines = had(lambda: _engines(experiment, policy, meshes, dtype))
-    tokenizer = had(lambda: HFTokenizer.from_folder(folder))
-    # A pair lies in one row.
-    longest = engines[0].max_tokens * (2 if isinstance(experiment, PreferenceExperiment) else 1)
-    row_tokens = experiment.trainer.row_tokens or longest
+    training = make_training_plan(experiment, meshes.train)
+    policy, tokenizer, row_tokens = training.policy, training.tokenizer, training.row_tokens
     tasks, eval_tasks, examples, eval_examples = TaskSet((), {}), TaskSet((), {}), ExampleSet((), {}), ExampleSet((), {})
     if isinstance(experiment, Experiment):
         tasks = had(lambda: load_tasks(experiment.tasks, experiment.prompt))
@@ -308,27 +325,49 @@ def make_plan(experiment: AnyExperiment) -> Plan:
     if experiment.evaluation.every_steps:
         eval_tasks = had(lambda: load_tasks(experiment.eval_tasks, experiment.prompt))
     plan = Plan(
+        **{each.name: getattr(training, each.name) for each in fields(training)},
+        tasks=tasks,
+        examples=examples,
+        eval_examples=eval_examples,
+        eval_tasks=eval_tasks,
+        rollout_mesh=meshes.rollout,
+        engines=had(lambda: _engines(experiment, policy, meshes, training.compute_dtype)),
+    )
+    if problems := list(misfits(plan)):
+        raise ConfigError("\n".join(problems))
+    return plan
+
+
+def make_training_plan(experiment: AnyExperiment, mesh: Mesh) -> TrainingPlan:
+    """Find what the trainer needs, to train on a mesh. ConfigError where something cannot be had, or does not fit another."""
+    folder = had(lambda: resolve_policy_folder(experiment.policy.path))
+    readout: Readout = "CausalLM"
+    if isinstance(experiment, PreferenceExperiment) and experiment.trains_reward_model:
+        readout = "SequenceClassification"
+    policy = had(lambda: find_policy(experiment.policy, folder, readout))
+    critic_folder, critic = None, None
+    if isinstance(experiment.trainer.advantages, GAE):
+        critic_folder = had(lambda: resolve_policy_folder(experiment.trainer.critic.path or experiment.policy.path))
+        critic = had(lambda: find_critic(critic_folder))
+    tokenizer = had(lambda: HFTokenizer.from_folder(folder))
+    # A pair lies in one row.
+    longest = experiment.engine.max_tokens * (2 if isinstance(experiment, PreferenceExperiment) else 1)
+    row_tokens = experiment.trainer.row_tokens or longest
+    plan = TrainingPlan(
         experiment,
         folder,
         policy,
-        had(lambda: find_beside(experiment, policy, tokenizer, meshes.train, row_tokens)),
+        had(lambda: find_beside(experiment, policy, tokenizer, mesh, row_tokens)),
         tokenizer,
-        dtype,
-        tasks,
-        examples,
-        eval_examples,
-        eval_tasks,
-        meshes,
-        engines,
+        compute_dtype(experiment.policy.compute_dtype, mesh),
+        mesh,
         row_tokens,
         critic,
         critic_folder,
     )
     for which in filter(None, (policy, critic)):
-        had(partial(check_cut, which, meshes.train, plan.row_tokens))
+        had(partial(check_cut, which, mesh, row_tokens))
     had(plan.train_bytes)
-    if problems := list(misfits(plan)):
-        raise ConfigError("\n".join(problems))
     return plan
 
 
@@ -345,7 +384,7 @@ def _engines(experiment: AnyExperiment, policy: Policy, meshes: Meshes, dtype: j
 
 
 def _meshes(experiment: AnyExperiment) -> Meshes:
-    placement, devices = experiment.placement, jax.devices()
+    placement, devices = experiment.launch.placement(experiment.placement), jax.devices()
     num_train = placement.train_devices or len(devices)
     if _decodes(experiment) or num_train > len(devices):
         return make_meshes(placement)
@@ -427,6 +466,8 @@ def find_beside(
 def misfits(plan: Plan) -> Iterator[str]:
     """What in a plan does not go together, each in a sentence that names the knobs; nothing where all is well."""
     engine, path = plan.engine, plan.experiment.policy.path
+    if overflow := plan.overflow():
+        yield overflow
     if plan.decodes:
         yield from too_long(engine, f"policy.path={path}")
         yield from _one_turn_only(plan)
@@ -509,9 +550,11 @@ def _shape(mesh: Mesh) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
 
 
-def _memory(parts: Memory) -> str:
-    return f"about {_size(sum(parts.values()))}: {', '.join(f'{name} {_size(size)}' for name, size in parts.items())}"
+def memory_text(parts: Memory) -> str:
+    """The sum and its parts, in words."""
+    return f"about {sized(sum(parts.values()))}: {', '.join(f'{name} {sized(size)}' for name, size in parts.items())}"
 
 
-def _size(num_bytes: int) -> str:
+def sized(num_bytes: int) -> str:
+    """Bytes in words."""
     return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"

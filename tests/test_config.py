@@ -343,6 +343,7 @@ def test_settings_that_supervised_fine_tuning_does_not_read_are_refused() -> Non
         (["loss=BradleyTerry", "evaluation.every_steps=5"], ["evaluation.every_steps=5", "gives none"]),
         (["trainer.reference.kl=KLInReward"], ["trainer.reference.kl=KLInReward has no meaning"]),
         (["loss=BradleyTerry", "trainer.reference.offload=true"], ["trainer.reference=Reference has no meaning"]),
+        (["placement.rollout_share=auto"], ["placement.rollout_share=auto balances", "learning from examples only trains"]),
         (["trainer.loss=PPO", "trainer.shaping.scale=2"], ["trainer.loss=PPO has no", "trainer.shaping.scale=2.0 has no"]),
     ],
 )

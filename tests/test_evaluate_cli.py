@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import asyncio
 import json
-import os
 import queue
 import random
 import re
@@ -97,10 +96,11 @@ def test_twice_is_the_same_and_so_is_what_goes_on_after_a_kill(embedded: Path, t
 
 
 @pytest.mark.slow
-def test_a_killed_process_leaves_what_the_next_one_goes_on_from(embedded: Path, tmp_path: Path) -> None:
-    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
+def test_a_killed_process_leaves_what_the_next_one_goes_on_from(
+    embedded: Path, tmp_path: Path, of_a_command: dict[str, str]
+) -> None:
     command = [sys.executable, "-m", "areal_jax.evaluate", *SMALL, f"--folder={tmp_path}"]
-    process = subprocess.Popen(command, cwd=ROOT, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(command, cwd=ROOT, env=of_a_command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     samples, deadline_s = tmp_path / "samples.jsonl", time.monotonic() + 240.0
     while not samples.exists() or not samples.stat().st_size:
         assert process.poll() is None and time.monotonic() < deadline_s, process.communicate()[0]

@@ -29,12 +29,13 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 FILES_OF_ROOM = {
     "config": ("config", "named_policy"),
-    "loop": ("loop", "assembly", "run_plan", "policies", "evaluating", "serving"),
+    "loop": ("loop", "assembly", "training", "clustered", "hosts", "run_plan", "policies", "evaluating", "balance", "serving"),
 }
 """Rooms that are several files at the top of the package."""
 
 DOORS = {
     "ray": ("launch", "weights"),
+    "xxhash": ("weights",),
     "tokenizers": ("data",),
     "transformers": ("data",),
     "grain": ("data",),

@@ -6,9 +6,11 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import numpy as np
+import psutil
 import pytest
 
 from areal_jax.config import load_experiment
@@ -224,6 +226,20 @@ def test_what_will_not_fit_into_memory_is_said_before_it_fails(policy: Path) -> 
         "trainer.logp_chunk_tokens=1000000000 trainer.rows_per_micro_batch=10000000": "trainer.logp_chunk_tokens",
     }.items():
         assert setting in plan(policy, "trainer.remat=full", *name.split()).shortage()
+
+
+def test_a_split_that_cannot_hold_the_policy_is_refused_with_the_numbers(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Parameters and two moments in float32 on the one that trains, weights twice on each of those that decode: 3 + 2·2 times
+    # the policy, or 3 + 2·3.
+    size = 4 * plan(policy).policy.config.num_params
+
+    def has(num_bytes: int) -> None:
+        monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=num_bytes))
+
+    has(int(size * 7.1))
+    assert plan(policy, "placement.train_devices=1", "placement.rollout_devices=2").shortage()
+    with pytest.raises(ConfigError, match=r"1 \+ 3 cpu cannot hold the policy: .* needed where there are .* weights .* MiB"):
+        plan(policy, "placement.train_devices=1", "placement.rollout_devices=3")
 
 
 def test_without_evaluation_its_tasks_need_not_exist(policy: Path) -> None:

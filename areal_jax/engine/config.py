@@ -35,3 +35,8 @@ class EngineConfig:
     top_k: int = chz.field(default=0, doc="draw among the k most likely tokens; 0: all")
     top_p: float = chz.field(default=1.0, doc="draw among the most likely tokens that hold this much probability")
     request_timeout_s: float = chz.field(default=3600.0, doc="a request not answered by then is an error that names it")
+
+    @property
+    def max_tokens(self) -> int:
+        """Of the longest sequence."""
+        return self.max_prompt_tokens + self.max_new_tokens

@@ -192,7 +192,7 @@ class DecodeEngine:
             )
         self.policy, self.mesh, self.config = policy, mesh, config
         self.compute_dtype = jnp.dtype(compute_dtype)
-        self.max_tokens = config.max_prompt_tokens + config.max_new_tokens
+        self.max_tokens = config.max_tokens
         self.kv_dtype = self.compute_dtype if config.kv_dtype == "compute" else jnp.dtype(config.kv_dtype)
         self.reader: Reader = reader or self._fastest_reader()
         # The last token is never fed, so it needs no column.
@@ -227,15 +227,8 @@ class DecodeEngine:
         """Seconds spent on compiling so far."""
 
     def layout(self, params: Params) -> EngineParams:
-        """The policy's parameters, or its adapter, as the decoder reads them: one tree per layer, in the compute dtype.
-
-        Pure, so that a mailbox runs it on the train mesh. Norms and routers stay in float32, as they do in training."""
-
-        def narrowed(path: tuple[Any, ...], leaf: Array) -> Array:
-            is_wide = leaf.ndim == 1 or path[-1] == jax.tree_util.DictKey(ROUTER)
-            return leaf if is_wide else leaf.astype(self.compute_dtype)
-
-        return jax.tree.map_with_path(narrowed, self.policy.unstack(params))
+        """`laid_out` for this engine."""
+        return laid_out(self.policy, params, self.compute_dtype)
 
     @property
     def num_programs(self) -> int:
@@ -648,6 +641,18 @@ class DecodeEngine:
 
     def _shape(self, shape: tuple[int, ...], dtype: DTypeLike, *axes: str | None) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(self.mesh, axes, shape, ROLLOUT_RULES))
+
+
+def laid_out(policy: Policy, params: Params, compute_dtype: DTypeLike) -> EngineParams:
+    """The policy's parameters, or its adapter, as the decoder reads them: one tree per layer, in the compute dtype.
+
+    Pure, so that a mailbox runs it on the train mesh. Norms and routers stay in float32, as they do in training."""
+
+    def narrowed(path: tuple[Any, ...], leaf: Array) -> Array:
+        is_wide = leaf.ndim == 1 or path[-1] == jax.tree_util.DictKey(ROUTER)
+        return leaf if is_wide else leaf.astype(compute_dtype)
+
+    return jax.tree.map_with_path(narrowed, policy.unstack(params))
 
 
 def too_long(engine: DecodeEngine, setting: str) -> Iterator[str]:

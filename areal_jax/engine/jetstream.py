@@ -28,9 +28,9 @@ from jaxtyping import Array, Float32, Int32
 from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_pb2  # pyright: ignore[reportMissingImports]
 
 from areal_jax.engine.decode import SLOT, DecodeEngine, DecodeState, Drawing, EngineParams, Fill, empty_slots
-from areal_jax.engine.slots import SlotTable, nothing_drawn
+from areal_jax.engine.slots import SlotTable
 from areal_jax.models.paged_attention import Pages
-from areal_jax.records import Completion, Request, Sampling, Tokenizer, derive_seed
+from areal_jax.records import Completion, Request, Sampling, Tokenizer, derive_seed, nothing_drawn
 
 NO_TOKEN = -1
 """What stands for the token that begins a text where the policy has none; `prefill` takes it out again."""

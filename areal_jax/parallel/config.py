@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 import chz
 
 
 @chz.chz
 class PlacementConfig:
-    rollout_devices: int | None = chz.field(
-        default=None, doc="devices that decode; none: three quarters of several (the paper's split), or the only one, shared"
+    rollout_devices: int | None = chz.field(default=None, doc="devices that decode; none: their share, or the only one, shared")
+    rollout_share: float | Literal["auto"] | None = chz.field(
+        default=None,
+        doc="share of several devices that decode, such as 0.5; auto: what a few trial steps show to be balanced, each device "
+        "keeping its number of slots; none: all that do not train, or 0.75 (the paper's split)",
     )
     train_devices: int | None = chz.field(default=None, doc="devices that train; none: the rest, or the only one, shared")
     train_fsdp: int | None = chz.field(

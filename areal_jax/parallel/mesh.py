@@ -12,6 +12,9 @@ from jax.sharding import AxisType, Mesh
 
 from areal_jax.parallel.config import PlacementConfig
 
+PAPERS_SHARE = 3 / 4
+"""Of the devices, that decode (AReaL, arXiv:2505.24298, section 7.1)."""
+
 
 class Meshes(NamedTuple):
     """Disjoint where there are several devices; with one device both lie on it."""
@@ -28,18 +31,24 @@ def make_meshes(placement: PlacementConfig, devices: Sequence[jax.Device] | None
     Raises ValueError with the counts where the devices do not suffice or do not divide."""
     devices = jax.devices() if devices is None else devices
     num_train, num_rollout = _split(placement, len(devices))
+    train = make_train_mesh(placement, devices[:num_train])
+    return Meshes(train, make_rollout_mesh(placement, devices[-num_rollout:]))
+
+
+def make_train_mesh(placement: PlacementConfig, devices: Sequence[jax.Device]) -> Mesh:
+    """Cut the devices for training, all of them. ValueError with the counts where they do not divide."""
     given = {
         "fsdp": placement.train_fsdp or 1,
         "expert": placement.train_expert,
         "context": placement.train_context,
         "tensor": placement.train_tensor,
     }
-    left, rest = divmod(num_train, math.prod(given.values()))
+    left, rest = divmod(len(devices), math.prod(given.values()))
     if rest:
         knobs = " times ".join(f"placement.train_{axis}={size}" for axis, size in given.items() if size > 1)
-        raise ValueError(f"{num_train} train devices do not divide by {knobs}")
+        raise ValueError(f"{len(devices)} train devices do not divide by {knobs}")
     axes = {"data": left} | given if placement.train_fsdp else {"data": 1} | given | {"fsdp": left}
-    return Meshes(train=_mesh(axes, devices[:num_train]), rollout=make_rollout_mesh(placement, devices[-num_rollout:]))
+    return _mesh(axes, devices)
 
 
 def make_rollout_mesh(placement: PlacementConfig, devices: Sequence[jax.Device]) -> Mesh:
@@ -71,24 +80,26 @@ def compute_dtype(name: Literal["auto", "float32", "bfloat16"], mesh: Mesh) -> j
 
 def _split(placement: PlacementConfig, num_devices: int) -> tuple[int, int]:
     """How many devices train, and how many decode."""
-    rollout, train = placement.rollout_devices, placement.train_devices
+    rollout, share, train = placement.rollout_devices, placement.rollout_share, placement.train_devices
     if num_devices == 1:
-        if (rollout or 1) != 1 or (train or 1) != 1:
+        if (rollout or 1) != 1 or (train or 1) != 1 or share is not None:
             raise ValueError(
                 f"there is 1 device, which trains and decodes; came placement.train_devices={train}, "
-                f"placement.rollout_devices={rollout}: leave both unset"
+                f"placement.rollout_devices={rollout}, placement.rollout_share={share}: leave all unset"
             )
         return 1, 1
-    if rollout is None:
-        # Three quarters is the paper's split of its GPUs (AReaL, arXiv:2505.24298, section 7.1).
-        wanted = round(num_devices * 3 / 4) if train is None else num_devices - train
-        rollout = min(max(wanted, 1), num_devices - 1) if train is None else wanted
+    if isinstance(share, int | float):
+        rollout = round(num_devices * share)
+    elif rollout is None:
+        papers = min(max(round(num_devices * PAPERS_SHARE), 1), num_devices - 1)
+        rollout = papers if train is None else num_devices - train
     if train is None:
         train = num_devices - rollout
     if train < 1 or rollout < 1 or train + rollout > num_devices:
         raise ValueError(
             f"expected at least one device each for training and decoding, and no more than the {num_devices} there are; "
-            f"came {train} to train and {rollout} to decode: change placement.train_devices or placement.rollout_devices"
+            f"came {train} to train and {rollout} to decode: change placement.train_devices, placement.rollout_devices or "
+            "placement.rollout_share"
         )
     return train, rollout
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
-from typing import NamedTuple
+from typing import NamedTuple, Protocol, runtime_checkable
 
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.sim.hardware import Device
@@ -24,8 +24,6 @@ from areal_jax.sim.hardware import Device
 BYTES_PER_WEIGHT = 2
 BYTES_PER_TRAINED_WEIGHT = 16
 """Parameters, gradients and two moments, in float32."""
-KEPT_OF_MEMORY = 0.9
-"""Share of a device's memory that weights and caches may fill: the rest is the program's and the runtime's."""
 LEFT_TO_ACTIVATIONS = 0.35
 """Share of a train device's memory that activations of a micro-batch need."""
 
@@ -41,6 +39,8 @@ class Reached:
     prefill_flops: float = 0.45
     train_flops: float = 0.43
     """AReaL, figure 6a: 427, 455 and 388 of 989 TFLOP/s at 1.5B, 7B and 32B."""
+    memory: float = 0.9
+    """Of an engine's memory, filled by weights and caches: the rest is the program's and the runtime's."""
     network: float = 0.7
     step_s: float = 0.003
     """By decode step: the host's part and launching kernels."""
@@ -57,9 +57,36 @@ class Step(NamedTuple):
     context_s: float
 
 
+@runtime_checkable
+class DecodeCosts(Protocol):
+    """What one engine takes for what it does."""
+
+    @property
+    def kv_tokens(self) -> int:
+        """Tokens whose keys and values there is room for."""
+        ...
+
+    @property
+    def copy_s(self) -> float:
+        """Of putting weights that have arrived in the place of others."""
+        ...
+
+    def step(self, num_sequences: int) -> Step:
+        """Of a decode step of so many sequences."""
+        ...
+
+    def prefill_s(self, tokens: float, pairs: float) -> float:
+        """Of filling the caches of a prompt of so many tokens."""
+        ...
+
+    def recompute_s(self, tokens: float, pairs: float) -> float:
+        """Of filling the caches of all live sequences anew, of so many tokens together."""
+        ...
+
+
 @dataclass(frozen=True)
 class EngineCosts:
-    """One engine of `num_devices` devices."""
+    """One engine of `num_devices` devices, by the roofline."""
 
     model: ModelConfig
     device: Device
@@ -73,7 +100,7 @@ class EngineCosts:
     @property
     def kv_tokens(self) -> int:
         """Tokens whose keys and values fit beside the weights; negative where not even those fit."""
-        room = KEPT_OF_MEMORY * self.num_devices * self.device.memory_bytes - self.weight_bytes
+        room = self.reached.memory * self.num_devices * self.device.memory_bytes - self.weight_bytes
         return int(room / (BYTES_PER_WEIGHT * self.model.cached_per_token))
 
     def step(self, num_sequences: int) -> Step:
@@ -94,6 +121,10 @@ class EngineCosts:
         """Of filling the caches of so many tokens."""
         flops = 2 * self.model.multiplied_params * tokens + 4 * self.model.attention_width * pairs
         return flops / (self.num_devices * self.device.flops_per_s * self.reached.prefill_flops)
+
+    def recompute_s(self, tokens: float, pairs: float) -> float:
+        """As prefill."""
+        return self.prefill_s(tokens, pairs)
 
     @property
     def copy_s(self) -> float:

@@ -23,7 +23,7 @@ from typing import Literal
 import numpy as np
 
 from areal_jax.records import Completion, EngineStopped, Request, StopReason
-from areal_jax.sim.costs import EngineCosts, Step
+from areal_jax.sim.costs import DecodeCosts, Step
 from areal_jax.sim.lengths import Lengths
 
 SEATED_UP_TO = 0.9
@@ -42,6 +42,8 @@ class EngineHabits:
     """Drain: weights wait until all that is under way has ended, and nothing begins before them, as without interruption."""
     shares_prompts: bool = True
     """Whether the samples of a request share the prefill of its prompt."""
+    steps_per_dispatch: int = 1
+    """A sequence that has ended keeps its place until so many steps, counted from its first, are full."""
     tokens_per_entry: int = 1
     """Completions have an entry for so many tokens: what counts them need not hold them."""
 
@@ -136,7 +138,7 @@ class _Engine:
         if self.live and self.fleet.habits.on_update == "recompute":
             lengths = (len(each.job.request.prompt_tokens) + self._length(each) for each in self.live.values())
             pairs = sum(length**2 for length in lengths) / 2
-            self.stop_for(self.fleet.costs.prefill_s(self.context, pairs), "recompute")
+            self.stop_for(self.fleet.costs.recompute_s(self.context, pairs), "recompute")
 
     def seat_waiting(self) -> None:
         habits, room = self.fleet.habits, SEATED_UP_TO * self.fleet.kv_tokens
@@ -155,7 +157,8 @@ class _Engine:
             self.context += tokens
             self._seated += 1
             self.live[self._seated] = sequence
-            heappush(self._ends, (self.steps + sequence.length - sequence.drawn, self._seated))
+            dispatches = ceil((sequence.length - sequence.drawn) / habits.steps_per_dispatch)
+            heappush(self._ends, (self.steps + dispatches * habits.steps_per_dispatch, self._seated))
 
     def set_timer(self) -> None:
         """Wake up when the next sequence ends, or the caches are full."""
@@ -188,6 +191,10 @@ class _Engine:
     def _step(self) -> Step:
         return self.fleet.step(len(self.live))
 
+    def _cached(self, sequence: _Sequence) -> float:
+        """Tokens of a sequence in the caches."""
+        return len(sequence.job.request.prompt_tokens) + sequence.drawn + self.steps - sequence.seated_at
+
     def _length(self, sequence: _Sequence) -> int:
         """Tokens that a live sequence has drawn."""
         return min(sequence.length, sequence.drawn + int(self.steps - sequence.seated_at + _TINY))
@@ -213,7 +220,7 @@ class _Engine:
             number = heappop(self._ends)[1]
             if number in self.live:
                 sequence = self.live.pop(number)
-                self.context -= len(sequence.job.request.prompt_tokens) + sequence.length
+                self.context -= self._cached(sequence)
                 self.fleet.finish(self, sequence, [*sequence.stamps, *self._new_stamps(sequence, sequence.length)])
         if self.context >= self.fleet.kv_tokens - 1:
             while len(self.live) > 1 and self.context > SEATED_UP_TO * self.fleet.kv_tokens:
@@ -227,7 +234,7 @@ class _Engine:
     def _unseat(self, number: int) -> _Sequence:
         sequence = self.live.pop(number)
         drawn = self._length(sequence)
-        self.context -= len(sequence.job.request.prompt_tokens) + sequence.drawn + self.steps - sequence.seated_at
+        self.context -= self._cached(sequence)
         sequence.stamps += self._new_stamps(sequence, drawn)
         sequence.drawn = drawn
         return sequence
@@ -240,13 +247,13 @@ class Fleet:
     thread, whose clock is the only one."""
 
     def __init__(
-        self, costs: EngineCosts, lengths: Lengths, num_engines: int, habits: EngineHabits | None = None, version: int = 0
+        self, costs: DecodeCosts, lengths: Lengths, num_engines: int, habits: EngineHabits | None = None, version: int = 0
     ) -> None:
         self.costs, self.lengths, self.habits = costs, lengths, habits or EngineHabits()
         self.loop = asyncio.get_running_loop()
         self.kv_tokens = costs.kv_tokens
         if self.kv_tokens < 1:
-            raise ValueError(f"weights of {costs.weight_bytes / 1e9:.0f} GB do not fit on {costs.num_devices} devices")
+            raise ValueError(f"expected room for KV caches beside the weights, came {self.kv_tokens:,} tokens")
         self.engines = [_Engine(self, index, version) for index in range(num_engines)]
         self.counts = Counter[str]()
         """tokens, sequences, preempted, failures."""

@@ -11,6 +11,7 @@ import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from heapq import heapify, heapreplace
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
@@ -20,7 +21,7 @@ from areal_jax.records import NO_VERSION, Generate, Group, Judge, Message, Sampl
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.rollout.controller import Rollouts, open_gate, rolling_out
 from areal_jax.sim.clock import run
-from areal_jax.sim.costs import EngineCosts, Reached, Rewards, TrainerCosts
+from areal_jax.sim.costs import DecodeCosts, EngineCosts, Reached, Rewards, TrainerCosts
 from areal_jax.sim.engine import EngineHabits, Fleet
 from areal_jax.sim.hardware import Device
 from areal_jax.sim.lengths import Lengths
@@ -63,9 +64,37 @@ class Workload:
     num_mini_batches: int = 4
 
 
+@runtime_checkable
+class Stages(Protocol):
+    """What a run goes through, and how long that takes: of a data sheet, or measured."""
+
+    @property
+    def engine(self) -> DecodeCosts: ...
+    @property
+    def num_engines(self) -> int: ...
+    @property
+    def habits(self) -> EngineHabits: ...
+    @property
+    def rewards(self) -> Rewards: ...
+    @property
+    def failures(self) -> Failures | None: ...
+    @property
+    def stand_still_s(self) -> float:
+        """How long nothing is decoded or trained while weights travel."""
+        ...
+
+    def arrivals_s(self) -> list[float]:
+        """When weights that are published now reach each engine."""
+        ...
+
+    def train_s(self, tokens: float, pairs: float, num_mini_batches: int) -> float:
+        """Of a trainer step on so many tokens that see so many keys."""
+        ...
+
+
 @dataclass(frozen=True)
 class Cluster:
-    """Which devices do what. A synchronous system may use the same for both, in turns."""
+    """Which devices do what, by their data sheets. A synchronous system may use the same for both, in turns."""
 
     model: ModelConfig
     device: Device
@@ -86,11 +115,13 @@ class Cluster:
     def num_engines(self) -> int:
         return self.rollout_devices // self.devices_per_engine
 
-    def trainer(self, num_mini_batches: int) -> TrainerCosts:
-        return TrainerCosts(self.model, self.device, self.train_devices, self.reached, num_mini_batches=num_mini_batches)
+    def train_s(self, tokens: float, pairs: float, num_mini_batches: int) -> float:
+        """As `TrainerCosts.train_tokens_s`."""
+        trainer = TrainerCosts(self.model, self.device, self.train_devices, self.reached, num_mini_batches=num_mini_batches)
+        return trainer.train_tokens_s(tokens, pairs)
 
     def arrivals_s(self) -> list[float]:
-        """When weights that are published now reach each engine."""
+        """As they come over the network, or all after the barrier."""
         if isinstance(self.transfer, Barrier):
             return [self.stand_still_s] * self.num_engines
         network = self.device.network_bytes_per_s * self.reached.network
@@ -101,7 +132,7 @@ class Cluster:
 
     @property
     def stand_still_s(self) -> float:
-        """How long nothing is decoded or trained while weights travel."""
+        """The barrier's time."""
         if isinstance(self.transfer, Barrier):
             return self.transfer.latency_s + self.engine.weight_bytes / self.transfer.bytes_per_s
         return 0.0
@@ -112,7 +143,7 @@ class Outcome:
     """What a simulated run gave, after its first steps."""
 
     tokens_per_s: float
-    """Tokens trained on, prompts left out: the paper's effective throughput."""
+    """Tokens of the batches, prompts left out: the paper's effective throughput."""
     step_s: float
     """From one batch to the next, on average."""
     train_s: float
@@ -130,19 +161,23 @@ class Outcome:
     """What fleet and controller counted."""
 
     @property
+    def trained_per_s(self) -> float:
+        """Tokens trained on: those that are not too old."""
+        return self.tokens_per_s * (1 - self.masked)
+
+    @property
     def trainer_waits(self) -> float:
         """Share of its time."""
         return 1 - self.train_s / self.step_s
 
 
-def simulate(cluster: Cluster, workload: Workload, num_steps: int = 8, first_counted: int = 2, seed: int = 0) -> Outcome:
+def simulate(stages: Stages, workload: Workload, num_steps: int = 8, first_counted: int = 2, seed: int = 0) -> Outcome:
     """Train so many steps, and say how fast those from `first_counted` on were. The same seed gives the same outcome."""
-    return run(_simulate(cluster, workload, num_steps, first_counted, seed))
+    return run(_simulate(stages, workload, num_steps, first_counted, seed))
 
 
-async def _simulate(cluster: Cluster, workload: Workload, num_steps: int, first_counted: int, seed: int) -> Outcome:
-    fleet = Fleet(cluster.engine, workload.lengths, cluster.num_engines, cluster.habits)
-    trainer = cluster.trainer(workload.num_mini_batches)
+async def _simulate(stages: Stages, workload: Workload, num_steps: int, first_counted: int, seed: int) -> Outcome:
+    fleet = Fleet(stages.engine, workload.lengths, stages.num_engines, stages.habits)
     config = RolloutConfig(
         groups_per_batch=workload.groups_per_batch,
         samples_per_group=workload.samples_per_group,
@@ -151,11 +186,11 @@ async def _simulate(cluster: Cluster, workload: Workload, num_steps: int, first_
         batch_timeout_s=1e9,
     )
     gate, buffer = open_gate(config, 0)
-    judge = JudgeQueue(cluster.rewards)
+    judge = JudgeQueue(stages.rewards)
     turn = OneTurn(workload.prompt_tokens, workload.samples_per_group, judge)
     sampling = Sampling(workload.max_new_tokens)
     clock, taken = asyncio.get_running_loop().time, list[_Batch]()
-    breaking = _break(fleet, cluster.failures, seed) if cluster.failures else None
+    breaking = _break(fleet, stages.failures, seed) if stages.failures else None
     breakage = asyncio.create_task(breaking) if breaking else None
     begin_s, spent = 0.0, dict[str, float]()
     async with rolling_out(Numbered(), fleet, turn, judge, gate, buffer, config, sampling=sampling, seed=seed) as rollouts:
@@ -163,12 +198,12 @@ async def _simulate(cluster: Cluster, workload: Workload, num_steps: int, first_
             if version == first_counted:
                 begin_s, spent = clock(), fleet.seconds()
             groups = await buffer.take(config.groups_per_batch, version)
-            batch = _count(groups, version, workload, cluster.habits.tokens_per_entry)
-            batch.train_s = trainer.train_tokens_s(batch.tokens + batch.prompt_tokens, batch.pairs)
+            batch = _count(groups, version, workload, stages.habits.tokens_per_entry)
+            batch.train_s = stages.train_s(batch.tokens + batch.prompt_tokens, batch.pairs, workload.num_mini_batches)
             taken.append(batch)
             await asyncio.sleep(batch.train_s)
-            fleet.publish(version + 1, cluster.arrivals_s(), cluster.stand_still_s)
-            await asyncio.sleep(cluster.stand_still_s)
+            fleet.publish(version + 1, stages.arrivals_s(), stages.stand_still_s)
+            await asyncio.sleep(stages.stand_still_s)
             gate.version = version + 1
         outcome = _outcome(taken[first_counted:], begin_s, fleet, spent, rollouts)
     if breakage:

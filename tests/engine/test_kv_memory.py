@@ -70,6 +70,7 @@ def is_all_free(driver: Driver) -> bool:
     )
 
 
+@pytest.mark.slow
 def test_many_requests_of_all_lengths_leak_nothing_compile_nothing_and_do_not_depend_on_order():
     requests = workload(60)
     roomy, tight = paged(), paged(kv_tokens=8 * 30)

@@ -19,6 +19,13 @@ def test_three_quarters_decode(num_devices, train, rollout):
     assert not set(meshes.train.devices.flat) & set(meshes.rollout.devices.flat)
 
 
+@pytest.mark.parametrize(("share", "rollout"), [(0.25, 2), (0.5, 4), (0.6, 5), ("auto", 6)])
+def test_a_share_of_the_devices_decodes(share, rollout):
+    # 0.6 of 8 is 4.8. What is yet to be balanced begins with the paper's share.
+    meshes = make_meshes(PlacementConfig(rollout_share=share), DEVICES)
+    assert (meshes.train.size, meshes.rollout.size) == (8 - rollout, rollout)
+
+
 def test_one_device_trains_and_decodes():
     meshes = make_meshes(PlacementConfig(rollout_devices=1), DEVICES[3:4])
     assert list(meshes.train.devices.flat) == list(meshes.rollout.devices.flat) == [DEVICES[3]]
@@ -65,7 +72,9 @@ def test_one_count_leaves_the_rest_and_devices_may_lie_idle():
         (PlacementConfig(train_devices=6, rollout_devices=4), 8, "the 8 there are; came 6 to train and 4 to decode"),
         (PlacementConfig(train_devices=8), 8, "came 8 to train and 0 to decode"),
         (PlacementConfig(rollout_devices=0), 8, "came 8 to train and 0 to decode"),
+        (PlacementConfig(rollout_share=0.05), 8, "came 8 to train and 0 to decode"),
         (PlacementConfig(rollout_devices=2), 1, "there is 1 device"),
+        (PlacementConfig(rollout_share="auto"), 1, "there is 1 device"),
         (PlacementConfig(train_tensor=3), 8, "2 train devices do not divide by placement.train_tensor=3"),
         (PlacementConfig(train_devices=4, train_fsdp=3), 8, "4 train devices do not divide by placement.train_fsdp=3"),
         (PlacementConfig(train_devices=4, train_expert=3, train_tensor=2), 8, "train_expert=3 times placement.train_tensor=2"),

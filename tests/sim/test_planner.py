@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import chz
 import pytest
 
 from areal_jax.models.known import known_shape
@@ -7,7 +8,7 @@ from areal_jax.settings import ConfigError
 from areal_jax.sim.config import ClusterQuestion
 from areal_jax.sim.costs import EngineCosts
 from areal_jax.sim.hardware import DEVICES
-from areal_jax.sim.planner import balanced_rollout, engine_size, plan_cluster, trainer_size
+from areal_jax.sim.planner import by_balance, engine_size, plan_cluster, trainer_size
 
 
 def ask(**settings: object) -> ClusterQuestion:
@@ -51,14 +52,22 @@ def test_an_engine_is_as_small_as_holds_eight_longest_sequences() -> None:
     assert trainer_size(large, DEVICES["H100"]) == 11  # 524 GB in 52 GB each
 
 
-def test_the_split_follows_the_stages_times_in_whole_engines() -> None:
-    # Twice as much to generate as to train: two thirds.
-    assert balanced_rollout(96, 200.0, 100.0, engine_devices=1, min_train_devices=1) == 64
-    assert balanced_rollout(96, 200.0, 100.0, engine_devices=8, min_train_devices=1) == 64
-    assert balanced_rollout(100, 200.0, 100.0, engine_devices=8, min_train_devices=1) == 64
-    # Training does not fit on what would be left, or generation would get nothing.
-    assert balanced_rollout(16, 1000.0, 1.0, engine_devices=2, min_train_devices=5) == 10
-    assert balanced_rollout(16, 1.0, 1000.0, engine_devices=4, min_train_devices=5) == 4
+def test_the_split_follows_the_stages_times() -> None:
+    # Twice as much to generate as to train: two thirds. The slower side then takes 200 / 64 s; a device less makes 200 / 63,
+    # a device more 100 / 31.
+    assert by_balance(96, 200.0, 100.0)[:2] == [64, 63]
+    assert by_balance(4, 1000.0, 1.0) == [3, 2, 1]
+    assert by_balance(4, 1.0, 1000.0) == [1, 2, 3]
+    assert by_balance(1, 1.0, 1.0) == []
+
+
+@pytest.mark.parametrize(("decode_step_s", "devices_per_engine"), [(0.5, 2), (0.0, 1)])
+def test_engines_are_wide_where_steps_cost_much_beside_reading(decode_step_s: float, devices_per_engine: int) -> None:
+    # Half a second of a step is shared by twice the sequences where an engine has two devices. Without it, two small engines
+    # read as fast as one of twice the size, and wait for no link.
+    question = ask(model="qwen2.5-1.5b", devices=4, context=2048, groups_per_batch=8, samples_per_group=4, slots=8, figure="")
+    question = chz.replace(question, rollout_devices=2, decode_step_s=decode_step_s)
+    assert plan_cluster(question, known_shape(question.model)).best.devices_per_engine == devices_per_engine
 
 
 def test_the_best_split_of_a_small_cluster_is_found_and_told() -> None:

@@ -255,7 +255,8 @@ def test_engines_that_stop_fail_their_requests() -> None:
 
 def test_weights_that_do_not_fit_are_refused() -> None:
     async def main() -> None:
+        # 65.5 GB in 0.9 · 32 GB: short of 140 000 tokens of 262 kB.
         Fleet(EngineCosts(known_shape("qwen2.5-32b"), DEVICES["TPU v5e"], 2, Reached()), InTurn((1,)), 1)
 
-    with pytest.raises(ValueError, match="66 GB do not fit on 2 devices"):
+    with pytest.raises(ValueError, match=r"room for KV caches beside the weights, came -1\d\d,\d{3} tokens"):
         run(main())
