@@ -11,11 +11,11 @@ version to the next each matrix moves by 0.3 % of its size. Variants, in turns, 
     keep        take them between two dispatches, and keep the caches
     two engines of 16 slots each on a device of its own, recompute: both at once, and rolling, one after the other
 
-tokens/s is what was drawn in --seconds; stall_ms how long a swap takes, in which that engine draws nothing; delay_ms how long
-weights wait from their arrival until the last engine has them; drift, of tokens behind a swap, the mean |difference| between
-the log-prob with which they were drawn and that of a fresh forward pass with the same weights. Medians over rounds, ratios
-taken round by round. Two simulated devices share the same cores. Appends to results/interruption.jsonl and draws
-results/interruption_measured.png.
+tokens/s is what was drawn between the first arrival of weights and the last; stall_ms how long a swap takes, in which that
+engine draws nothing; delay_ms how long weights wait from their arrival until the last engine has them; drift, of tokens
+behind a swap, the mean |difference| between the log-prob with which they were drawn and that of a fresh forward pass with the
+same weights. Medians over rounds, ratios taken round by round. Two simulated devices share the same cores. Appends to
+results/interruption.jsonl and draws results/interruption_measured.png.
 
 Expected: interruption brings more than 12 % over waiting. On a CPU, where cores and not memory bound decoding, caches are as
 dear to rebuild as they can be.
@@ -148,7 +148,7 @@ def walk(params: Params) -> list[Params]:
 
 
 def requests(seed: int, vocab_size: int) -> list[Request]:
-    """More than can be answered in the time, all of other lengths."""
+    """More than can be answered in the time."""
     rng = np.random.default_rng(seed)
     lengths = np.clip(rng.lognormal(np.log(MEDIAN_TOKENS), SIGMA, 20_000), 1, MOST_TOKENS).astype(int)
     prompts = rng.integers(0, vocab_size, (len(lengths), PROMPT_TOKENS), dtype=np.int32)
@@ -156,9 +156,9 @@ def requests(seed: int, vocab_size: int) -> list[Request]:
 
 
 async def decode(
-    variant: Variant, engines: Sequence[DecodeEngine], versions: Any, asked: Sequence[Request], seconds: float
+    variant: Variant, engines: Sequence[DecodeEngine], versions: Any, asked: Sequence[Request], num_versions: int
 ) -> tuple[dict[str, float], dict[int, Completion]]:
-    """Decode for so long. Returns what was measured, and the finished answers by request."""
+    """Decode until so many versions have come. Returns what was measured, and the finished answers by request."""
     arrivals = Arrivals(versions)
     sources: list[Any] = [Shelf(arrivals, number) for number in range(len(engines))]
     if variant.rolls:
@@ -177,11 +177,10 @@ async def decode(
             (finished[place],) = await fleet.submit(asked[place])
 
     fleet.start()
-    start = time.perf_counter()
     # Twice as many clients as slots: whenever one is free, someone waits for it.
     clients = [asyncio.create_task(client()) for _ in range(2 * NUM_SLOTS)]
-    await asyncio.sleep(seconds)
-    tokens, elapsed_s = arrivals.tokens, time.perf_counter() - start
+    while len(arrivals.arrived_s) <= num_versions and not any(each.done() for each in clients):
+        await asyncio.sleep(0.01)
     fleet.close()
     for ended in await asyncio.gather(*clients, return_exceptions=True):
         if not isinstance(ended, EngineStopped):
@@ -190,7 +189,7 @@ async def decode(
     last = {version: end for version, _, end in swaps}
     delays = [last[version] - arrived for version, arrived in enumerate(arrivals.arrived_s) if version in last and version > 0]
     return {
-        "tokens_per_s": tokens / elapsed_s,
+        "tokens_per_s": TOKENS_PER_VERSION * (num_versions - 1) / (arrivals.arrived_s[num_versions] - arrivals.arrived_s[1]),
         "swaps": len(swaps) / len(engines),
         "stall_ms": 1e3 * mean(end - begin for _, begin, end in swaps),
         "delay_ms": 1e3 * mean(delays),
@@ -233,7 +232,7 @@ class Fresh:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=8.0, help="of every variant in every round")
+    parser.add_argument("--versions", type=int, default=8, help="that come in every variant of every round, two at least")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--note", default="", help="goes into the row: what else the machine did")
     args = parser.parse_args()
@@ -261,7 +260,7 @@ def main() -> None:
             engines, laid_out = made[variant.num_engines]
             for engine in engines:
                 engine.config = chz.replace(engine.config, on_update=variant.on_update)
-            measured, answers = asyncio.run(decode(variant, engines, laid_out, asked, args.seconds))
+            measured, answers = asyncio.run(decode(variant, engines, laid_out, asked, args.versions))
             # The last ones to end: by then weights have come while they were drawn.
             checked = dict(list(answers.items())[-NUM_CHECKED:])
             found[name] = measured | {"drift": fresh.drift(asked, checked)}
