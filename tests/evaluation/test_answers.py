@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import closing
 from pathlib import Path
 
@@ -60,6 +61,9 @@ def test_other_settings_are_refused_by_name_and_nothing_is_lost(tmp_path: Path) 
     other = {**SETTINGS, "evaluation.samples_per_task": 8, "policy.path": "DIR"}
     with pytest.raises(ValueError, match=r"samples_per_task is 4 there and 8 here; policy.path is None there and 'DIR' here"):
         AnswerFolder(tmp_path, other, 0)
+    fewer = {name: value for name, value in SETTINGS.items() if name != "seed"}
+    with pytest.raises(ValueError, match=r"other settings: seed is 1 there and None here\."):
+        AnswerFolder(tmp_path, fewer, 0)
     assert (tmp_path / "settings.json").read_text() == before
     (tmp_path / "settings.json").unlink()
     with pytest.raises(ValueError, match=r"samples.jsonl without settings.json"):
@@ -123,6 +127,15 @@ def test_programs_and_answers_that_cannot_be_counted_have_no_majority() -> None:
     assert results_of([code], {0: [right]}, {}).majority_at is None
     assert results_of([code], {0: [right]}, {}).problems[0].expected == ""
     assert results_of([task(0)], {0: [right]}, {}).majority_at is None
+
+
+def test_answers_are_on_the_disk_when_they_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = list[int]()
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
+    with closing(AnswerFolder(tmp_path, SETTINGS, 3)) as folder:
+        for place in range(3):
+            folder.add(place, task(place), answers(place))
+            assert synced[-1] == (tmp_path / "samples.jsonl").stat().st_size and len(synced) == place + 1
 
 
 def test_rows_of_the_file_are_json_for_any_tool(tmp_path: Path) -> None:
