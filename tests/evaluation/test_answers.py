@@ -95,7 +95,9 @@ def test_the_vote_is_for_what_is_said_last_and_spellings_of_it_are_one() -> None
 def test_the_results_worked_out_by_hand() -> None:
     # Task 0: one right of four, two for 8, one silent. Task 1: one right of three, two for 8. Task 2 failed.
     found = {place: answers(place) for place in range(2)}
-    results = results_of([task(place) for place in range(3)], found, {2: TimeoutError("late")})
+    tasks, failures = [task(place) for place in range(3)], {2: TimeoutError("late")}
+    results = results_of(tasks, found, failures)
+    assert results_of(tasks, {2: (), **found}, failures) == results
     assert (results.num_tasks, results.num_samples, results.samples_per_task) == (2, 7, 3)
     assert {k: estimate.value for k, estimate in results.pass_at.items()} == pytest.approx(
         # k = 2: 1 - C(3, 2) / C(4, 2) = 1/2, and 1 - C(2, 2) / C(3, 2) = 2/3.
