@@ -121,6 +121,7 @@ def test_the_results_worked_out_by_hand() -> None:
     first, second, third = results.problems
     assert (first.num_correct, first.num_samples, first.majority, first.expected) == (1, 4, "8", "7")
     assert (second.place, second.mean_tokens, third.failed) == (1, 2.0, "TimeoutError: late")
+    assert (first.num_truncated, second.num_truncated, third.num_truncated) == (1, 1, 0)
 
 
 def test_programs_and_answers_that_cannot_be_counted_have_no_majority() -> None:
