@@ -6,8 +6,8 @@ Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account,
 
 The embedded policy answers; if that is wrong it is told so, and answers again. A conversation is one sample, in which what the
 policy said is trained on and what it was told is context. One that is right at the second attempt is worth nine tenths of the
-way from `rewards.wrong` to `rewards.correct`. pass@1 counts the conversations that end well:
-with num_steps=40 it rises from 27 % to 49 % on 128 held-out problems.
+way from `rewards.wrong` to `rewards.correct`. pass@1 counts the conversations that end well: on 256 held-out problems it rises
+from 30 % to 49 %, in 150 seconds of processor time.
 
 For a policy and problems of your own:
 

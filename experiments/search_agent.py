@@ -7,8 +7,9 @@ Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account,
 
 The questions are about 1800 made-up facts, "In hall 27, box 72 has 361 pens." The policy of the first command writes
 `<search>QUERY</search>`, is told the best passage, and answers with the number in it; its queries leave out now this, now that.
-Training teaches it to search with all that the question says, on facts that it was never asked for: pass@1 on
-128 of these rises from 16 % to 50 % within 5 steps.
+Training teaches it to search with all that the question says, on facts that it was never asked for: pass@1 on 256 of these
+rises from 13 % to 54 % within 5 steps and to 71 % after all 20. Processor time: 60 seconds for the first command, 110 for the
+second.
 
 For documents, questions and a policy of your own (files of .txt, .md, or .jsonl with the field text):
 

@@ -6,8 +6,8 @@
 Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account, no accelerator.
 
 The policy of the first command writes `<calculator>EXPRESSION</calculator>`, is told the value, and answers; it knows several
-expressions for every problem, and guesses too. Training teaches it which expression is right: pass@1 on 128 held-out
-problems rises from 9 % to 23 % with num_steps=20.
+expressions for every problem, and guesses too. Training teaches it which expression is right: pass@1 on 256 held-out problems
+rises from 10 % to 28 %. Processor time: 80 seconds for the first command, 110 for the second.
 
 A policy that has learnt tool calls as Qwen's have calls a Python sandbox as well:
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from contextlib import closing
 from pathlib import Path
 
@@ -60,6 +61,9 @@ def test_other_settings_are_refused_by_name_and_nothing_is_lost(tmp_path: Path) 
     other = {**SETTINGS, "evaluation.samples_per_task": 8, "policy.path": "DIR"}
     with pytest.raises(ValueError, match=r"samples_per_task is 4 there and 8 here; policy.path is None there and 'DIR' here"):
         AnswerFolder(tmp_path, other, 0)
+    fewer = {name: value for name, value in SETTINGS.items() if name != "seed"}
+    with pytest.raises(ValueError, match=r"other settings: seed is 1 there and None here\."):
+        AnswerFolder(tmp_path, fewer, 0)
     assert (tmp_path / "settings.json").read_text() == before
     (tmp_path / "settings.json").unlink()
     with pytest.raises(ValueError, match=r"samples.jsonl without settings.json"):
@@ -91,7 +95,9 @@ def test_the_vote_is_for_what_is_said_last_and_spellings_of_it_are_one() -> None
 def test_the_results_worked_out_by_hand() -> None:
     # Task 0: one right of four, two for 8, one silent. Task 1: one right of three, two for 8. Task 2 failed.
     found = {place: answers(place) for place in range(2)}
-    results = results_of([task(place) for place in range(3)], found, {2: TimeoutError("late")})
+    tasks, failures = [task(place) for place in range(3)], {2: TimeoutError("late")}
+    results = results_of(tasks, found, failures)
+    assert results_of(tasks, {2: (), **found}, failures) == results
     assert (results.num_tasks, results.num_samples, results.samples_per_task) == (2, 7, 3)
     assert {k: estimate.value for k, estimate in results.pass_at.items()} == pytest.approx(
         # k = 2: 1 - C(3, 2) / C(4, 2) = 1/2, and 1 - C(2, 2) / C(3, 2) = 2/3.
@@ -115,6 +121,7 @@ def test_the_results_worked_out_by_hand() -> None:
     first, second, third = results.problems
     assert (first.num_correct, first.num_samples, first.majority, first.expected) == (1, 4, "8", "7")
     assert (second.place, second.mean_tokens, third.failed) == (1, 2.0, "TimeoutError: late")
+    assert (first.num_truncated, second.num_truncated, third.num_truncated) == (1, 1, 0)
 
 
 def test_programs_and_answers_that_cannot_be_counted_have_no_majority() -> None:
@@ -123,6 +130,15 @@ def test_programs_and_answers_that_cannot_be_counted_have_no_majority() -> None:
     assert results_of([code], {0: [right]}, {}).majority_at is None
     assert results_of([code], {0: [right]}, {}).problems[0].expected == ""
     assert results_of([task(0)], {0: [right]}, {}).majority_at is None
+
+
+def test_answers_are_on_the_disk_when_they_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    synced = list[int]()
+    monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
+    with closing(AnswerFolder(tmp_path, SETTINGS, 3)) as folder:
+        for place in range(3):
+            folder.add(place, task(place), answers(place))
+            assert synced[-1] == (tmp_path / "samples.jsonl").stat().st_size and len(synced) == place + 1
 
 
 def test_rows_of_the_file_are_json_for_any_tool(tmp_path: Path) -> None:

@@ -166,6 +166,16 @@ def test_the_same_seed_draws_the_same_whatever_the_version_and_the_order_of_answ
     assert len(set(seeds(4, 5, 1).values())) == 20
 
 
+def test_a_call_may_have_a_budget_of_its_own() -> None:
+    async def short(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+        await generate(np.array([1], np.int32), 1, max_new_tokens=1)
+        return await workflow(task, generate, judge)
+
+    engine = Oracle()
+    run([task(0)], engine, workflow=short)
+    assert [request.sampling.max_new_tokens for request in engine.requests] == [1, 2]
+
+
 def test_a_task_that_fails_is_counted_and_in_no_figure(caplog: pytest.LogCaptureFixture) -> None:
     told = run([task(0), task(99), task(1)], Oracle())
     assert (told.num_tasks, told.failed) == (2, {"Unservable": 1})

@@ -39,7 +39,7 @@ class Ran(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory, quick_compilation: None) -> Ran:
+def ran(tmp_path_factory: pytest.TempPathFactory, quick_compilation: None, of_a_command: dict[str, str]) -> Ran:
     folder = tmp_path_factory.mktemp("hosts")
     for name in ("alone", "together"):
         (folder / name).mkdir()
@@ -47,21 +47,23 @@ def ran(tmp_path_factory: pytest.TempPathFactory, quick_compilation: None) -> Ra
     trainer_host.write_adapted(mesh, folder / "alone")
     trainer = trainer_host.make(mesh)
     alone = trainer_host.train(trainer, folder / "alone")
-    together = in_processes(folder / "together", folder / "alone" / "checkpoints")
+    together = in_processes(of_a_command, folder / "together", folder / "alone" / "checkpoints")
     return Ran(folder, alone, together, trainer_host.go_on(trainer, folder / "together" / "checkpoints"))
 
 
-def in_processes(folder: Path, checkpoints: Path) -> list[dict[str, Any]]:
+def in_processes(environment: dict[str, str], folder: Path, checkpoints: Path) -> list[dict[str, Any]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         coordinator = f"127.0.0.1:{server.getsockname()[1]}"
     flags = {
-        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES_EACH}",
+        "XLA_FLAGS": f"{environment['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES_EACH}",
         "NPROC": str(4 * DEVICES_EACH),
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     command = [sys.executable, trainer_host.__file__, coordinator, str(NUM_PROCESSES)]
     processes = [
-        subprocess.Popen([*command, str(number), str(folder), str(checkpoints)], env=os.environ | flags, stderr=subprocess.PIPE)
+        subprocess.Popen(
+            [*command, str(number), str(folder), str(checkpoints)], env=environment | flags, stderr=subprocess.PIPE
+        )
         for number in range(NUM_PROCESSES)
     ]
     try:

@@ -95,8 +95,8 @@ def test_calls_that_do_not_go_on_from_one_another_are_samples_of_their_own() -> 
     # Goes on from the first too, so that what the first drew is its context; and one of which nothing was before.
     branch = Call(np.array([3, 4, 5, STOP, 8], np.int32), answer([9, STOP], "stop"))
     other = Call(np.array([3, 10], np.int32), answer([11, STOP], "stop"))
-    # Was told that the first had said something else: what the first drew is no context of it.
-    rewritten = Call(np.array([3, 4, 6, STOP, 12], np.int32), answer([13, STOP], "stop"))
+    # Was told that the one before had said something else: what that drew is no context of it.
+    rewritten = Call(np.array([3, 10, 6, STOP, 12], np.int32), answer([13, STOP], "stop"))
     samples = samples_of([first, second, branch, other, rewritten], [0.1, 0.2, 0.3, 0.4, 0.5], "correct")
     trained = [sample.tokens[sample.loss_mask].tolist() for sample in samples]
     assert trained == [[5, STOP, 7], [9, STOP], [11, STOP], [13, STOP]]
