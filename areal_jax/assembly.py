@@ -7,21 +7,19 @@ import logging
 import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
-import jax
 import psutil
 from jaxtyping import Bool
-from numpy import ndarray
 
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.recovery import Columns
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
-from areal_jax.config import AnyExperiment, Experiment
+from areal_jax.config import AnyExperiment
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.decode import EngineParams
 from areal_jax.engine.driver import Driver
@@ -35,19 +33,16 @@ from areal_jax.metrics.report import write_report
 from areal_jax.metrics.samples import TrainedSample
 from areal_jax.metrics.sinks import Sinks
 from areal_jax.metrics.trace import Trace
-from areal_jax.models import hf, lora
+from areal_jax.models import lora
 from areal_jax.models.decoder import Params
-from areal_jax.parallel.sharding import TRAIN_RULES, shardings
-from areal_jax.policies import initial_params
-from areal_jax.records import Group, Judge, Sampling, Task, Tokenizer, ToolResult, Tools, Verdict, Workflow
+from areal_jax.records import Engine, Group, Judge, Sampling, Task, Tokenizer, ToolResult, Tools, Verdict, Workflow
 from areal_jax.rewards.service import RewardService
-from areal_jax.run_plan import Plan
+from areal_jax.run_plan import Plan, TrainingPlan
 from areal_jax.serve.sessions import AgentServer
 from areal_jax.settings import ConfigError, to_json
-from areal_jax.trainer.critic import CriticWeights
-from areal_jax.trainer.forward import Forward, FrozenPolicy
 from areal_jax.trainer.step import Metrics
 from areal_jax.trainer.versions import Versions
+from areal_jax.training import Keeper, initial_weights
 from areal_jax.weights.mailbox import Mailbox
 from areal_jax.weights.rolling import Rolling
 from areal_jax.workflows.agent import AgentHost
@@ -57,15 +52,56 @@ from areal_jax.workflows.from_config import make_workflow, tools_of
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
-AnyTrainer = TypeVar("AnyTrainer", bound=Versions)
+AnyTrainer = TypeVar("AnyTrainer", bound="Trains", covariant=True)
+AnyVersions = TypeVar("AnyVersions", bound=Versions)
 
-POLICY = "policy"
-CRITIC = "critic"
-ADAPTER = "adapter"
 TRACE = "trace.json"
 
 WEIGHTS_TIMEOUT_S = 1800.0
 """For weights of any size to reach the engine."""
+
+
+@runtime_checkable
+class Publisher(Protocol):
+    """Whoever brings new versions to the engines."""
+
+    def publish(self, version: int, params: Any) -> None: ...
+    def wait_everywhere(self, at_least: int, timeout_s: float) -> None: ...
+    def holding(self) -> AbstractContextManager[None]: ...
+    def metrics(self) -> Mapping[str, tuple[float, float]]: ...
+
+
+@runtime_checkable
+class MeasuredEngine(Engine, Protocol):
+    """An engine that tells what it did."""
+
+    def metrics(self) -> Mapping[str, tuple[float, float]]: ...
+
+
+@runtime_checkable
+class CountedJudge(Judge, Protocol):
+    """A judge that tells what it did, and uses tools."""
+
+    async def use(self, tool: str, argument: str) -> ToolResult: ...
+    def counters(self) -> Mapping[str, float]: ...
+
+
+@runtime_checkable
+class Scribe(Protocol):
+    """Whoever can write down what was trained: `training.Keeper`, or those who ask keepers elsewhere."""
+
+    def save(self, version: int, beside: Columns) -> None: ...
+    def write_results(self, version: int) -> Sequence[str]: ...
+
+
+@runtime_checkable
+class Trains(Protocol):
+    """What all trainers have."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def params(self) -> Any: ...
 
 
 @dataclass
@@ -75,15 +111,13 @@ class Run(Generic[AnyTrainer]):
     plan: Plan
     folder: Path
     trainer: AnyTrainer
-    base: Params | None
-    """The frozen weights, where the trainer trains an adapter beside them."""
-    mailbox: Mailbox
-    engine: Fleet
+    keeper: Scribe
+    mailbox: Publisher
+    engine: MeasuredEngine
     judge: Judge
     tools: Tools
     agents: AgentHost | None
     """Where agents run, if the workflow is one of them."""
-    store: CheckpointStore
     sinks: Sinks
     trace: Trace
     progress: Progress
@@ -139,7 +173,7 @@ class Run(Generic[AnyTrainer]):
         try:
             with self.span("checkpoint", f"version {version}"):
                 self.sinks.flush()
-                self.store.save(version, self.trainer.state, rollout)
+                self.keeper.save(version, rollout)
         except CheckpointError as error:
             self.progress.say(f"warning: {error}")
 
@@ -165,8 +199,7 @@ class Run(Generic[AnyTrainer]):
     async def _pin(self, version: int) -> None:
         """See to it that an evaluation that begins now finds this version: wait for it, before a newer one is published."""
         if self.experiment.evaluation.pinned:
-            # The last engine is the last to get it.
-            await asyncio.to_thread(self.mailbox.wait, version, WEIGHTS_TIMEOUT_S, len(self.plan.engines) - 1)
+            await asyncio.to_thread(self.mailbox.wait_everywhere, version, WEIGHTS_TIMEOUT_S)
 
     async def _evaluate(self, version: int) -> None:
         experiment, config = self.experiment, self.experiment.evaluation
@@ -198,94 +231,58 @@ class Run(Generic[AnyTrainer]):
                 task.cancel()
         await asyncio.gather(*self.evaluations, return_exceptions=True)
         await self.unless_stopped(self.evaluate(version))
-        await asyncio.to_thread(self._write_results, version)
-
-    def _write_results(self, version: int) -> None:
-        policy, params = self.plan.policy, self.trainer.params
-        if self.base is not None:
-            config, folder = self.experiment.policy, self.folder / ADAPTER
-            # Others know nothing of the name 'embedded'.
-            base = str(self.plan.policy_folder) if config.path == "embedded" else config.path
-            lora.save(folder, policy, params, base)
-            self.progress.say(f"adapter of version {version}: {folder}")
-        if self.experiment.checkpoint.export_hf:
-            folder = self.folder / POLICY
-            whole = params if self.base is None else lora.merge(policy, self.base, params)
-            hf.save(folder, policy, whole, self.plan.policy_folder)
-            self.progress.say(f"policy of version {version}: {folder}")
-        critic = self.trainer.state.critic
-        if critic is not None and self.plan.critic is not None and self.experiment.checkpoint.export_hf:
-            folder = self.folder / CRITIC
-            hf.save(folder, self.plan.critic, critic.params, self.plan.critic_folder)
-            self.progress.say(f"critic of version {version}: {folder}")
-        try:
-            self.store.wait()
-        except CheckpointError as error:
-            self.progress.say(f"warning: {error}")
+        for line in await asyncio.to_thread(self.keeper.write_results, version):
+            self.progress.say(line)
         self.sinks.flush()
         self.progress.say(f"report: {write_report(self.folder)}")
 
 
 class TracedJudge:
-    """The reward service, with every judgement drawn on the trace."""
+    """Whoever judges, with every judgement drawn on the trace."""
 
-    def __init__(self, service: RewardService, trace: Trace) -> None:
-        self._service, self._trace = service, trace
+    def __init__(self, judge: CountedJudge, trace: Trace) -> None:
+        self.counted, self._trace = judge, trace
 
     async def __call__(self, task: Task, answer: str) -> Verdict:
         start_s = time.perf_counter()
-        verdict = await self._service(task, answer)
+        verdict = await self.counted(task, answer)
         self._trace.span("rewards", verdict.kind, start_s, time.perf_counter(), {"task": task.id})
         return verdict
 
     async def use(self, tool: str, argument: str) -> ToolResult:
         """Use a tool, and draw that too."""
         start_s = time.perf_counter()
-        result = await self._service.use(tool, argument)
+        result = await self.counted.use(tool, argument)
         self._trace.span("rewards", f"{tool}: {result.kind}", start_s, time.perf_counter())
         return result
 
-    def counters(self) -> dict[str, float]:
-        """The service's own counts."""
-        return self._service.counters()
+    def counters(self) -> Mapping[str, float]:
+        """The judge's own counts."""
+        return self.counted.counters()
 
 
 @asynccontextmanager
 async def assembled(
-    plan: Plan, folder: Path, *, resume: bool, make_trainer: Callable[[Plan, Params, Params | None], AnyTrainer]
-) -> AsyncIterator[Run[AnyTrainer]]:
-    """A run with its engine and judges at work; on leaving all of it is ended and closed."""
+    plan: Plan, folder: Path, *, resume: bool, make_trainer: Callable[[TrainingPlan, Params, Params | None], AnyVersions]
+) -> AsyncIterator[Run[AnyVersions]]:
+    """A run in this process, with its engine and judges at work; on leaving all of it is ended and closed."""
     experiment = plan.experiment
     # What is entered first is left last: the files outlive those who write to them.
     async with AsyncExitStack() as stack:
         store = CheckpointStore(folder / CHECKPOINTS, experiment.checkpoint.keep)
         stack.callback(store.close)
         saved_version = store.latest_version() if resume else None
-        progress = Progress(
-            f"{plan.headline()}; run folder: {folder}",
-            experiment.num_steps,
-            saved_version or 0,
-            show_steps=experiment.metrics.progress,
-        )
-        stack.callback(progress.close)
-        params, base = _initial_params(plan)
+        progress = shown_progress(stack, plan, folder, saved_version)
+        params, base = initial_weights(plan)
         trainer, restored = make_trainer(plan, params, base), None
         del params  # the trainer has its own copy
+        keeper = Keeper(plan, folder, trainer, base, store)
         if saved_version is not None:
-            try:
-                state, restored = store.restore(saved_version, trainer.state)
-            except CheckpointError as error:
-                raise ConfigError(str(error)) from error
-            trainer.restore(state)
-            progress.say(f"going on from the checkpoint of version {saved_version}")
-        sinks = Sinks(folder, experiment.metrics, trainer.version if resume else None, plan.tokenizer.decode)
-        stack.callback(sinks.close)
-        trace = Trace(folder / TRACE if experiment.metrics.trace else None)
-        stack.callback(trace.close)
-        write_description(folder, plan.headline(), to_json(experiment), plan.devices)
-
-        kinds = plan.tasks.kinds | plan.eval_tasks.kinds
-        service = await stack.enter_async_context(RewardService(experiment.rewards, kinds, tools_of(experiment.workflow)))
+            restored = keeper.restore(saved_version)
+        sinks, trace = written_files(stack, plan, folder, trainer.version if resume else None)
+        service = await stack.enter_async_context(
+            RewardService(experiment.rewards, kinds_of_tasks(plan), tools_of(experiment.workflow))
+        )
         mailbox = Mailbox(
             plan.engine.layout,
             [engine.param_shardings for engine in plan.engines],
@@ -312,12 +309,39 @@ async def assembled(
         else:
             await asyncio.to_thread(trainer.warm_up)
         stop = stack.enter_context(stopping_on_signals())
-        judge = TracedJudge(service, trace)
         agents = await agents_of(stack, experiment, plan.tokenizer)
+        judge = TracedJudge(service, trace)
         yield Run(
-            *(plan, folder, trainer, base, mailbox, engine, judge, judge.use, agents),
-            *(store, sinks, trace, progress, stop, restored),
+            *(plan, folder, trainer, keeper, mailbox, engine, judge, judge.use, agents),
+            *(sinks, trace, progress, stop, restored),
         )
+
+
+def shown_progress(stack: AsyncExitStack, plan: Plan, folder: Path, saved_version: int | None) -> Progress:
+    """What the run shows, until the stack ends. Args: saved_version: of the checkpoint it goes on from."""
+    experiment = plan.experiment
+    headline = f"{plan.headline()}; run folder: {folder}"
+    progress = Progress(headline, experiment.num_steps, saved_version or 0, show_steps=experiment.metrics.progress)
+    stack.callback(progress.close)
+    if saved_version is not None:
+        progress.say(f"going on from the checkpoint of version {saved_version}")
+    return progress
+
+
+def written_files(stack: AsyncExitStack, plan: Plan, folder: Path, version: int | None) -> tuple[Sinks, Trace]:
+    """What the run writes down, until the stack ends. Args: version: that it goes on from; None: from the start."""
+    experiment = plan.experiment
+    sinks = Sinks(folder, experiment.metrics, version, plan.tokenizer.decode)
+    stack.callback(sinks.close)
+    trace = Trace(folder / TRACE if experiment.metrics.trace else None)
+    stack.callback(trace.close)
+    write_description(folder, plan.headline(), to_json(experiment), plan.devices)
+    return sinks, trace
+
+
+def kinds_of_tasks(plan: Plan) -> frozenset[str]:
+    """Of tasks that will be judged."""
+    return frozenset(plan.tasks.kinds | plan.eval_tasks.kinds)
 
 
 def workflow_of(
@@ -352,49 +376,6 @@ async def agents_of(stack: AsyncExitStack, experiment: AnyExperiment, tokenizer:
         raise ConfigError(f"workflow.function={chosen.function}: {type(error).__name__}: {error}") from error
     stack.callback(host.close)
     return host
-
-
-def _initial_params(plan: Plan) -> tuple[Params, Params | None]:
-    """What is trained, and the frozen weights if that is an adapter, on the train mesh."""
-    experiment = plan.experiment
-    return initial_params(
-        experiment.policy, plan.policy, plan.policy_folder, plan.train_mesh, TRAIN_RULES, plan.compute_dtype, experiment.seed
-    )
-
-
-def initial_critic(plan: Plan) -> CriticWeights | None:
-    """What the critic begins with, if one is asked: its own weights, or a trunk, by default the policy's, and a fresh head."""
-    critic, folder, experiment = plan.critic, plan.critic_folder, plan.experiment
-    if critic is None or folder is None:
-        return None
-    placed = shardings(plan.train_mesh, critic.axes(), critic.abstract(), TRAIN_RULES)
-    if experiment.policy.random_init and experiment.trainer.critic.path is None:
-        # The same key draws the same trunk.
-        params = jax.jit(critic.init, out_shardings=placed)(jax.random.key(experiment.seed))
-    else:
-        params = hf.load(folder, critic, placed)
-    return CriticWeights(critic, params)
-
-
-def frozen_policy(plan: Plan, name: str, params: Params, base: Params | None) -> FrozenPolicy | None:
-    """The frozen policy that trainer.NAME names, on the train mesh; None where it names none.
-
-    Args: params, base: what training starts from, on the train mesh. A policy that is the same shares their memory."""
-    found = next((found for found in plan.beside if found.name == name), None)
-    if found is None:
-        return None
-    experiment, mesh, dtype = plan.experiment, plan.train_mesh, plan.compute_dtype
-    # Examples were drawn at no temperature of the engine's.
-    temperature = experiment.engine.temperature if isinstance(experiment, Experiment) else 1.0
-    forward = Forward(experiment.trainer, found.policy, mesh, dtype, temperature=temperature, row_tokens=plan.row_tokens)
-    abstract = found.policy.abstract(dtype)
-    if found.folder is not None:
-        placed = shardings(mesh, found.policy.axes(), abstract, TRAIN_RULES)
-        return FrozenPolicy(forward, hf.load(found.folder, found.policy, placed, dtype=dtype), offload=found.offload)
-    if found.policy.lora:
-        return FrozenPolicy(forward, params, base, offload=found.offload)
-    initial = base or jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, abstract)
-    return FrozenPolicy(forward, initial, offload=found.offload)
 
 
 def _driven(

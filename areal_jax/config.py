@@ -19,6 +19,7 @@ from areal_jax.checkpoint.config import CheckpointConfig
 from areal_jax.data.config import Files, HeldOut, Hub, PromptConfig, Synthetic, TaskSource
 from areal_jax.engine.config import EngineConfig
 from areal_jax.evaluation.config import EvaluationConfig
+from areal_jax.launch.config import LaunchConfig, Local, Ray
 from areal_jax.metrics.config import MetricsConfig
 from areal_jax.models.config import PolicyConfig
 from areal_jax.parallel.config import PlacementConfig
@@ -61,6 +62,9 @@ class Setup:
     eval_tasks: TaskSource = chz.field(default_factory=lambda: Synthetic(split="heldout"), doc="what it is evaluated on")
     prompt: PromptConfig = chz.field(default_factory=PromptConfig, doc="what is put around every problem")
     placement: PlacementConfig = chz.field(default_factory=PlacementConfig, doc="which devices train and which decode")
+    launch: LaunchConfig = chz.field(
+        default_factory=Local, doc="in which processes: Local, all in this one; Ray, on this machine or on many"
+    )
     engine: EngineConfig = chz.field(default_factory=EngineConfig, doc="decoding")
     trainer: TrainerConfig = chz.field(default_factory=TrainerConfig, doc="how a batch becomes a version")
     workflow: WorkflowConfig = chz.field(
@@ -138,9 +142,32 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> AnyExperiment:
 
     Raises ConfigError where the file is none, or names a setting that this version does not know."""
     try:
-        given = json.loads(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected the {CONFIG_FILE} of a run") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: expected the {CONFIG_FILE} of a run, came no text ({error})") from None
+    return _read(text, str(path), overrides)
+
+
+def read_settings(text: str, source: str | None) -> AnyExperiment:
+    """The experiment that another process of this run wrote down with `written_settings`.
+
+    Args: source: name or file of the experiment, which may define classes that the settings name. Raises as `read_config`."""
+    if source is not None:
+        load_experiment(source)
+    return _read(text, "the settings of the run", ())
+
+
+def written_settings(experiment: AnyExperiment) -> str:
+    """Every setting, flat and readable, as config.json holds them."""
+    header = {_VERSION_KEY: __version__, _CLASS_KEY: type(experiment).__name__}
+    return json.dumps(header | to_json(experiment), indent=2, allow_nan=False) + "\n"
+
+
+def _read(text: str, path: str, overrides: Sequence[str]) -> AnyExperiment:
+    try:
+        given = json.loads(text)
     except ValueError as error:
         raise ConfigError(f"{path}: expected the {CONFIG_FILE} of a run, came no JSON ({error})") from None
     classes = {cls.__name__: cls for cls in get_args(AnyExperiment)}
@@ -164,8 +191,7 @@ def holds_run(folder: Path) -> bool:
 
 def write_config(experiment: AnyExperiment, path: Path) -> None:
     """Write every setting, flat and readable; `--config=PATH` runs it again."""
-    header = {_VERSION_KEY: __version__, _CLASS_KEY: type(experiment).__name__}
-    path.write_text(json.dumps(header | to_json(experiment), indent=2, allow_nan=False) + "\n", encoding="utf-8")
+    path.write_text(written_settings(experiment), encoding="utf-8")
 
 
 def experiment_names() -> list[str]:
@@ -264,6 +290,8 @@ _POSITIVE = (
     *("patience_s", "test_timeout_s", "memory_bytes", "max_processes", "max_file_bytes", "tmp_bytes"),
     *("max_turns", "max_output_chars", "num_results"),
     *("max_body_bytes", "max_requests", "max_samples", "body_timeout_s", "shutdown_timeout_s", "devices", "tensor"),
+    *("trainer_hosts", "trainer_devices", "rollout_engines", "engine_devices", "reward_workers", "cpus_per_process"),
+    *("silence_timeout_s", "start_timeout_s", "report_every_s"),
 )
 _NOT_NEGATIVE = (
     *(
@@ -277,7 +305,7 @@ _NOT_NEGATIVE = (
         "warmup_steps",
     ),
     *("temperature", "top_k", "weight_decay", "overlong_penalty", "router_aux_loss_coef", "entropy_coef"),
-    *("weight", "reward_weight", "coefficient", "kv_tokens", "port"),
+    *("weight", "reward_weight", "coefficient", "kv_tokens", "port", "attempts"),
 )
 _FRACTION = (
     *("share", "overlong_share", "rollout_share", "success_rate_above", "success_rate_below"),
@@ -295,6 +323,7 @@ def contradictions(experiment: AnyExperiment) -> Iterator[str]:
     yield from two_homes(experiment)
     yield from tools_in_vain(experiment)
     yield from agent_without_program(experiment)
+    yield from two_placements(experiment)
     yield from split_twice(experiment)
     if isinstance(experiment, Experiment):
         yield from row_too_short(experiment)
@@ -432,6 +461,26 @@ def agent_without_program(experiment: AnyExperiment) -> Iterator[str]:
     if isinstance(chosen, Agent) and (chosen.function is None) == (chosen.command is None):
         given = f"workflow.function={as_text(chosen.function)} and workflow.command={as_text(chosen.command)}"
         yield f"{given}: an agent is a function of yours, or a command; set one of them"
+
+
+def two_placements(experiment: AnyExperiment) -> Iterator[str]:
+    """With Ray, how many devices train and decode is said once, by process."""
+    if not isinstance(experiment.launch, Ray):
+        return
+    if not isinstance(experiment, Experiment):
+        yield f"launch=Ray is for reinforcement learning, which {experiment.name} is not; leave it out"
+    placement = experiment.placement
+    for name, used in (
+        ("train_devices", "launch.trainer_hosts and launch.trainer_devices"),
+        ("rollout_devices", "launch.rollout_engines and launch.engine_devices"),
+        ("rollout_share", "launch.rollout_engines and launch.engine_devices"),
+        ("simulated_devices", "launch.accelerator=none"),
+    ):
+        if getattr(placement, name) is not None:
+            yield f"placement.{name}={getattr(placement, name)} says nothing under launch=Ray; leave it out, and set {used}"
+    if placement.engines != 1:
+        used = "launch.rollout_engines"
+        yield f"placement.engines={placement.engines} says nothing under launch=Ray; leave it out, and set {used}"
 
 
 def idle_critic(experiment: Experiment) -> Iterator[str]:

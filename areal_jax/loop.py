@@ -19,25 +19,44 @@ from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from areal_jax.assembly import Run, assembled, frozen_policy, initial_critic, trained_samples
+import numpy as np
+from jaxtyping import Bool
+
+from areal_jax.assembly import Run, Trains, assembled, trained_samples
 from areal_jax.checkpoint.recovery import decode, encode
 from areal_jax.config import Experiment, FineTuning, PreferenceExperiment
 from areal_jax.data.pipeline import TaskStream
+from areal_jax.launch.config import Ray
 from areal_jax.metrics import names
-from areal_jax.models.decoder import Params
 from areal_jax.records import Group, RolloutState, Sampling
 from areal_jax.rollout.buffer import TasksExhausted
 from areal_jax.rollout.controller import Rollouts, open_gate, rolling_out
 from areal_jax.run_plan import Plan
-from areal_jax.trainer.ppo import Trainer
-from areal_jax.trainer.preference import PreferenceTrainer
-from areal_jax.trainer.sft import SupervisedTrainer
+from areal_jax.trainer.step import Metrics
 from areal_jax.trainer.versions import FromExamples
+from areal_jax.training import rl_trainer, trainer_from_examples
 
 
-async def train(run: Run[Trainer], exp: Experiment) -> None:
+@runtime_checkable
+class LearnsFromGroups(Trains, Protocol):
+    """A trainer of reinforcement learning, here or elsewhere."""
+
+    def step(self, groups: Sequence[Group]) -> Stepped: ...
+
+
+@runtime_checkable
+class Stepped(Protocol):
+    """What one step did."""
+
+    @property
+    def metrics(self) -> Metrics: ...
+    @property
+    def stale(self) -> Sequence[Sequence[Bool[np.ndarray, "_"]]]: ...
+
+
+async def train(run: Run[LearnsFromGroups], exp: Experiment) -> None:
     """Reinforcement learning until the last step, the end of the tasks, or a request to stop; ends with a checkpoint."""
     trainer, mailbox, tokenizer = run.trainer, run.mailbox, run.plan.tokenizer
     restored = decode(run.restored)[0] if run.restored else None
@@ -74,7 +93,7 @@ async def train(run: Run[Trainer], exp: Experiment) -> None:
     await run.finish()
 
 
-async def next_batch(run: Run[Trainer], rollouts: Rollouts, num_groups: int, version: int) -> list[Group] | None:
+async def next_batch(run: Run[LearnsFromGroups], rollouts: Rollouts, num_groups: int, version: int) -> list[Group] | None:
     """The batch to train `version` on; None at the end of the tasks, or where stopping is asked for."""
     try:
         return await run.unless_stopped(rollouts.buffer.take(num_groups, version))
@@ -83,7 +102,7 @@ async def next_batch(run: Run[Trainer], rollouts: Rollouts, num_groups: int, ver
         return None
 
 
-async def housekeeping(run: Run[Trainer], version: int, rollouts: Rollouts) -> None:
+async def housekeeping(run: Run[LearnsFromGroups], version: int, rollouts: Rollouts) -> None:
     """Checkpoint and evaluate on schedule; after the last step both are done anyway."""
     exp = run.experiment
     if version < exp.num_steps:
@@ -93,7 +112,7 @@ async def housekeeping(run: Run[Trainer], version: int, rollouts: Rollouts) -> N
             await run.evaluate_meanwhile(version)
 
 
-async def checkpoint(run: Run[Trainer], rollouts: Rollouts, untrained: Sequence[Group] = ()) -> None:
+async def checkpoint(run: Run[LearnsFromGroups], rollouts: Rollouts, untrained: Sequence[Group] = ()) -> None:
     """Save all that the run consists of as of this moment, between two steps; `untrained` is a batch that was taken in vain."""
     state = await rollouts.snapshot()
     state = replace(state, buffered=(*untrained, *state.buffered))
@@ -162,59 +181,23 @@ def is_due(version: int, every_steps: int) -> bool:
     return every_steps > 0 and version % every_steps == 0
 
 
-def run(plan: Plan, run_folder: Path, *, resume: bool) -> None:
-    """Train what the plan describes, from the start or from the newest checkpoint in `run_folder`."""
-    asyncio.run(_run(plan, run_folder, resume))
+def run(plan: Plan, run_folder: Path, *, resume: bool, source: str | None = None) -> None:
+    """Train what the plan describes, from the start or from the newest checkpoint in `run_folder`.
+
+    Args: source: name or file of the experiment, for processes elsewhere."""
+    asyncio.run(_run(plan, run_folder, resume, source))
 
 
-async def _run(plan: Plan, run_folder: Path, resume: bool) -> None:
+async def _run(plan: Plan, run_folder: Path, resume: bool, source: str | None) -> None:
     exp = plan.experiment
-    if isinstance(exp, Experiment):
-        async with assembled(plan, run_folder, resume=resume, make_trainer=rl_trainer) as parts:
-            await train(parts, exp)
-    else:
+    if not isinstance(exp, Experiment):
         async with assembled(plan, run_folder, resume=resume, make_trainer=trainer_from_examples) as parts:
             await fine_tune(parts, exp)
+    elif isinstance(exp.launch, Ray):
+        # Ray is needed nowhere else, and need not be installed.
+        from areal_jax.clustered import train_on_cluster
 
-
-def rl_trainer(plan: Plan, params: Params, base: Params | None) -> Trainer:
-    """The trainer of a plan for reinforcement learning, with the weights it starts from, and those beside an adapter."""
-    exp = plan.experiment
-    assert isinstance(exp, Experiment)
-    return Trainer(
-        exp.trainer,
-        plan.policy,
-        params,
-        plan.train_mesh,
-        plan.compute_dtype,
-        num_updates=exp.num_steps * exp.trainer.num_mini_batches,
-        max_staleness=exp.rollout.max_staleness,
-        staleness_of_kind=exp.rollout.staleness_of_kind(),
-        temperature=exp.engine.temperature,
-        row_tokens=plan.row_tokens,
-        max_new_tokens=exp.engine.max_new_tokens,
-        base=base,
-        critic=initial_critic(plan),
-        reference=frozen_policy(plan, "reference", params, base),
-        teacher=frozen_policy(plan, "teacher", params, base),
-    )
-
-
-def trainer_from_examples(plan: Plan, params: Params, base: Params | None) -> FromExamples[Any]:
-    """The trainer of a plan for learning from examples, with the weights it starts from, and those beside an adapter."""
-    exp = plan.experiment
-    assert isinstance(exp, FineTuning)
-    make = SupervisedTrainer
-    if isinstance(exp, PreferenceExperiment):
-        make = partial(PreferenceTrainer, exp.loss, reference=frozen_policy(plan, "reference", params, base))
-    return make(
-        exp.trainer,
-        plan.policy,
-        params,
-        plan.train_mesh,
-        plan.compute_dtype,
-        num_updates=exp.num_steps,
-        row_tokens=plan.row_tokens,
-        measures=exp.heldout_every_steps > 0,
-        base=base,
-    )
+        await train_on_cluster(plan, run_folder, partial(train, exp=exp), resume=resume, source=source)
+    else:
+        async with assembled(plan, run_folder, resume=resume, make_trainer=rl_trainer) as parts:
+            await train(parts, exp)

@@ -103,6 +103,23 @@ class Completion:
         told = told and Alternatives(told.tokens[part], told.logp[part])
         return Completion(self.tokens[part], self.logp[part], self.versions[part], self.stop_reason, told)
 
+    def followed_by(self, more: Completion) -> Completion:
+        """These tokens and those; ended as those have."""
+        told, also_told = self.alternatives, more.alternatives
+        if told is not None and also_told is not None:
+            also_told = Alternatives(_joined(told.tokens, also_told.tokens), _joined(told.logp, also_told.logp))
+        tokens, logp, versions = (_joined(getattr(self, name), getattr(more, name)) for name in ("tokens", "logp", "versions"))
+        return Completion(tokens, logp, versions, more.stop_reason, also_told)
+
+
+def _joined(first: np.ndarray, second: np.ndarray) -> np.ndarray:
+    return np.concatenate([first, second])
+
+
+def nothing_drawn() -> Completion:
+    """The completion of a sample that has not been started."""
+    return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "suspended")
+
 
 class Progress(NamedTuple):
     """What one sample has drawn since the last time."""

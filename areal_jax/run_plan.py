@@ -27,6 +27,7 @@ from areal_jax.data.sft import load_examples
 from areal_jax.data.sources import Skipped, TaskSet, in_words, load_tasks
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.decode import DecodeEngine, too_long
+from areal_jax.launch.config import Ray
 from areal_jax.models import lora
 from areal_jax.models.architecture import Readout
 from areal_jax.models.config import PolicyConfig
@@ -144,7 +145,7 @@ class Plan(TrainingPlan):
             ("evaluation", self._evaluation()),
             ("devices", self.devices),
             ("train mesh", _shape(self.train_mesh)),
-            ("  on each", _memory(self.train_bytes())),
+            ("  on each", memory_text(self.train_bytes())),
             *self._rollout(),
             ("memory", self.shortage() or "will do"),
         )
@@ -208,7 +209,7 @@ class Plan(TrainingPlan):
     def _rollout(self) -> Iterator[tuple[str, str]]:
         if self.decodes:
             yield "rollout mesh", _shape(self.rollout_mesh)
-            yield "  on each", _memory(self.rollout_bytes())
+            yield "  on each", memory_text(self.rollout_bytes())
 
     def _evaluation(self) -> str:
         return "; ".join(found for found in (self._heldout(), self._pass_at_1()) if found) or "none"
@@ -244,23 +245,28 @@ class Plan(TrainingPlan):
     def shortage(self) -> str:
         """What to do where memory will not do by these estimates; empty where it will, or where nobody knows."""
         needs, has = self._needs_and_has(self.train_bytes(), self.rollout_bytes())
-        return f"about {_size(needs)} are needed where there are {_size(has)}: {self._relief()}" if needs > has > 0 else ""
+        if not needs > has > 0:
+            return ""
+        return f"about {sized(needs)} are needed where there are {sized(has)}: {self._relief()}"
 
     def overflow(self) -> str:
         """Why these devices cannot hold the policy, split as they are; empty where they can, or where nobody knows."""
         train = {name: size for name, size in self.train_bytes().items() if name in RESTING}
         rollout = {name: size for name, size in self.rollout_bytes().items() if name in RESTING}
         needs, has = self._needs_and_has(train, rollout)
+        if not needs > has > 0:
+            return ""
         return (
-            f"{self.devices} cannot hold the policy: {_size(needs)} are needed where there are {_size(has)} (on each that "
-            f"trains {_memory(train)}; on each that decodes {_memory(rollout)}); take more devices, split them otherwise by "
-            "placement.rollout_share, or cut the policy over more of them by placement.train_fsdp or placement.rollout_tensor"
-            if needs > has > 0
-            else ""
+            f"{self.devices} cannot hold the policy: {sized(needs)} are needed where there are {sized(has)} (on each that "
+            f"trains {memory_text(train)}; on each that decodes {memory_text(rollout)}); take more devices, split them "
+            "otherwise by placement.rollout_share, or cut the policy over more of them by placement.train_fsdp or "
+            "placement.rollout_tensor"
         )
 
     def _needs_and_has(self, train: Memory, rollout: Memory) -> tuple[int, int]:
         """Bytes needed by one memory for these parts, and bytes it has; 0 where nobody knows."""
+        if isinstance(self.experiment.launch, Ray):
+            return 0, 0  # The devices are elsewhere.
         device, on_train, on_rollout = self.train_mesh.devices.flat[0], sum(train.values()), sum(rollout.values())
         if device.platform == "cpu":
             # Simulated devices share the machine's memory.
@@ -378,7 +384,7 @@ def _engines(experiment: AnyExperiment, policy: Policy, meshes: Meshes, dtype: j
 
 
 def _meshes(experiment: AnyExperiment) -> Meshes:
-    placement, devices = experiment.placement, jax.devices()
+    placement, devices = experiment.launch.placement(experiment.placement), jax.devices()
     num_train = placement.train_devices or len(devices)
     if _decodes(experiment) or num_train > len(devices):
         return make_meshes(placement)
@@ -387,15 +393,16 @@ def _meshes(experiment: AnyExperiment) -> Meshes:
     return make_meshes(alone, [*devices, devices[0]])
 
 
-def find_policy(config: PolicyConfig, folder: Path, readout: Readout = "CausalLM") -> Policy:
+def find_policy(config: PolicyConfig, folder: Path, readout: Readout = "CausalLM", *, setting: str = "policy.path") -> Policy:
     """The policy in a folder, with the adapter that is to be trained beside it.
 
-    Args: readout: another than a language model's has a fresh head where the folder holds a language model.
+    Args: readout: another than a language model's has a fresh head where the folder holds a language model. setting: which
+    names the policy, for messages.
     Raises ValueError where the folder is read out otherwise, or the adapter does not belong to the policy."""
     model = read_config(folder)
     if model.readout not in ("CausalLM", readout):
         expected = " or ".join(dict.fromkeys(("CausalLM", readout)))
-        raise ValueError(f"policy.path={config.path} is read out as {model.readout}; expected {expected}")
+        raise ValueError(f"{setting}={config.path} is read out as {model.readout}; expected {expected}")
     model = replace(model, readout=readout)
     if config.adapter is None:
         policy = Policy(model, config.lora)
@@ -543,9 +550,11 @@ def _shape(mesh: Mesh) -> str:
     return " x ".join(f"{axis} {size}" for axis, size in mesh.shape.items())
 
 
-def _memory(parts: Memory) -> str:
-    return f"about {_size(sum(parts.values()))}: {', '.join(f'{name} {_size(size)}' for name, size in parts.items())}"
+def memory_text(parts: Memory) -> str:
+    """The sum and its parts, in words."""
+    return f"about {sized(sum(parts.values()))}: {', '.join(f'{name} {sized(size)}' for name, size in parts.items())}"
 
 
-def _size(num_bytes: int) -> str:
+def sized(num_bytes: int) -> str:
+    """Bytes in words."""
     return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"

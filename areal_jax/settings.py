@@ -119,9 +119,11 @@ def assign(given: Mapping[str, Any], to: Settings, read: Callable[[Any, Any], An
         if key in changed and (choices := changed[key].choices):
             named = {as_text(choice): choice for choice in (changed[key].value, *choices)}
             named |= {"none": None} if _may_be_none(changed[key].kind) else {}
-            if as_text(given[key]) not in named:
+            wanted = as_text(given[key])
+            alike = [name for name in named if name.lower() == wanted.lower()]
+            if wanted not in named and len(alike) != 1:
                 raise ConfigError(_mismatch(changed[key], given[key]))
-            chosen = named[as_text(given[key])]
+            chosen = named[wanted if wanted in named else alike[0]]
             if chosen is not changed[key].value:
                 changed = {other: setting for other, setting in changed.items() if not other.startswith(key + ".")}
                 changed |= {key: replace(changed[key], value=chosen)} | (settings(chosen, key + ".") if chosen else {})

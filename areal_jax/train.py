@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -61,7 +62,8 @@ def _run(command: argparse.Namespace) -> int:
     experiment = named_experiment(command) if run_folder is None else read_config(run_folder / CONFIG_FILE, command.overrides)
     run_folder = run_folder or _new_folder(command, experiment.name)
     # jax reads its flags when it is first imported, so that everything that imports it comes after this.
-    prepare(experiment.placement)
+    os.environ.update(experiment.launch.variables(os.environ))
+    prepare(experiment.launch.placement(experiment.placement))
     from areal_jax.run_plan import make_plan
 
     plan = make_plan(experiment)
@@ -78,7 +80,7 @@ def _run(command: argparse.Namespace) -> int:
     if experiment.placement.rollout_share == "auto":
         plan = balanced(plan, run_folder / TRIAL)
     write_config(plan.experiment, run_folder / CONFIG_FILE)
-    loop.run(plan, run_folder, resume=command.resume is not None)
+    loop.run(plan, run_folder, resume=command.resume is not None, source=command.exp)
     return 0
 
 

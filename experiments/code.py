@@ -1,6 +1,6 @@
 """Programs that read input and write output, run on tests in a sandbox (the form of LiveCodeBench).
 
-    python -m areal_jax.train --exp=tiny_tools_sft --run-folder=runs/tiny_tools
+    python -m areal_jax.train --exp=tiny_tools_sft examples.families=programs num_steps=100 --run-folder=runs/tiny_tools
     python -m areal_jax.train --exp=code num_steps=15
 
 Hardware: any; two CPU cores and 2 GB of memory suffice, and Linux with user namespaces for the sandbox. No network, no account,
@@ -34,5 +34,5 @@ experiment = chz.replace(
     tasks=exercises,
     eval_tasks=chz.replace(exercises, split="heldout", num_tasks=128),
     rewards=chz.replace(aime.rewards, num_workers=2),
-    evaluation=chz.replace(aime.evaluation, every_steps=10, num_tasks=128),
+    evaluation=chz.replace(aime.evaluation, every_steps=5, num_tasks=128),
 )

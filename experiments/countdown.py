@@ -1,6 +1,6 @@
 """Countdown: make a number from three others, each used once.
 
-    python -m areal_jax.train --exp=tiny_tools_sft examples.families=countdown --run-folder=runs/tiny_tools
+    python -m areal_jax.train --exp=tiny_tools_sft examples.families=countdown num_steps=100 --run-folder=runs/tiny_tools
     python -m areal_jax.train --exp=countdown
 
 Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account, no accelerator.
@@ -28,9 +28,10 @@ experiment = chz.replace(
     aime,
     name="countdown",
     description="a number from three others, each used once",
+    num_steps=60,
     policy=PolicyConfig(path="runs/tiny_tools/policy"),
     tasks=exercises,
     eval_tasks=chz.replace(exercises, split="heldout", num_tasks=256),
     engine=chz.replace(aime.engine, max_new_tokens=128),
-    evaluation=chz.replace(aime.evaluation, every_steps=50, num_tasks=256),
+    evaluation=chz.replace(aime.evaluation, every_steps=20, num_tasks=256),
 )

@@ -26,11 +26,11 @@ experiment = chz.replace(
     aime,
     name="multi_turn_math",
     description="a second attempt after a wrong answer",
-    num_steps=60,
+    num_steps=40,
     workflow=MultiTurn(max_turns=2, turn_discount=0.9, feedback="That is not the answer. Find another."),
     # The longest first turn with its problem has 119 tokens, what it is told 20.
     engine=chz.replace(aime.engine, max_prompt_tokens=160),
     # What a conversation's second turn is like is new to the policy: smaller steps keep it from straying there.
     trainer=chz.replace(aime.trainer, optimizer=chz.replace(aime.trainer.optimizer, learning_rate=2e-4)),
-    evaluation=chz.replace(aime.evaluation, every_steps=20, num_tasks=256),
+    evaluation=chz.replace(aime.evaluation, every_steps=10, num_tasks=256),
 )

@@ -51,9 +51,9 @@ experiment = chz.replace(
     aime,
     name="openai_agent",
     description="an agent written against OpenAI's client",
-    num_steps=60,
+    num_steps=20,
     workflow=Agent(function=f"{__file__}:agent"),
     # The second question comes after the first one and its answer.
     engine=chz.replace(aime.engine, max_prompt_tokens=192),
-    evaluation=chz.replace(aime.evaluation, every_steps=20, num_tasks=256),
+    evaluation=chz.replace(aime.evaluation, every_steps=5, num_tasks=256),
 )

@@ -32,7 +32,7 @@ experiment = chz.replace(
     aime,
     name="search_agent",
     description="what to search for",
-    num_steps=40,
+    num_steps=20,
     policy=PolicyConfig(path="runs/tiny_tools/policy"),
     tasks=exercises,
     eval_tasks=chz.replace(exercises, split="heldout", num_tasks=256),
@@ -43,5 +43,5 @@ experiment = chz.replace(
         tools=ToolsConfig(names=("search",), documents="facts", num_results=1),
     ),
     engine=chz.replace(aime.engine, max_prompt_tokens=96, max_new_tokens=48),
-    evaluation=chz.replace(aime.evaluation, every_steps=20, num_tasks=256),
+    evaluation=chz.replace(aime.evaluation, every_steps=5, num_tasks=256),
 )

@@ -30,11 +30,11 @@ experiment = chz.replace(
     aime,
     name="tool_math",
     description="large numbers and a calculator",
-    num_steps=60,
+    num_steps=20,
     policy=PolicyConfig(path="runs/tiny_tools/policy"),
     tasks=exercises,
     eval_tasks=chz.replace(exercises, split="heldout", num_tasks=256),
     workflow=ToolUse(max_turns=2, call_format=Tags(), announce=False, tools=ToolsConfig(names=("calculator",))),
     engine=chz.replace(aime.engine, max_prompt_tokens=128, max_new_tokens=64),
-    evaluation=chz.replace(aime.evaluation, every_steps=20, num_tasks=256),
+    evaluation=chz.replace(aime.evaluation, every_steps=5, num_tasks=256),
 )

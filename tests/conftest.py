@@ -1,21 +1,36 @@
 """Every test sees eight simulated CPU devices, and a thread pool large enough that two meshes of them run at once."""
 
+import gc
 import importlib.util
+import logging
 import os
+import secrets
+import warnings
 from collections.abc import Iterator
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 # Set before jax loads: simulated devices deadlock in XLA's collectives when the pool has fewer threads than they need.
 os.environ["JAX_PLATFORMS"] = "cpu"
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8".strip()
+# Half the time to compile. Later versions have no such choice, so that the emitters of fusions are tried with those.
+QUICK_FLAGS = "--xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""
+os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {QUICK_FLAGS}".strip()
 os.environ["NPROC"] = "16"
 # Many tests compile the same small programs, in processes of their own too: each is compiled once, and not again by later runs.
 os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "xla"))
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(1 << 30)
+# Whoever can reach a Ray can run code in it: only who knows this token. Read when ray is imported.
+os.environ["RAY_AUTH_MODE"] = "token"
+os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
+os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
+# No clocks: how long an example takes says how busy the machine is.
+settings.register_profile("without clocks", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("without clocks")
 
 # It drags in TensorFlow, and is tried in an environment of its own.
 collect_ignore = [] if importlib.util.find_spec("jetstream") else ["orchestrator"]
@@ -30,3 +45,37 @@ def quick_compilation() -> Iterator[None]:
     jax.config.update("jax_disable_most_optimizations", True)
     yield
     jax.config.update("jax_disable_most_optimizations", False)
+
+
+@pytest.fixture(scope="session")
+def of_a_command() -> dict[str, str]:
+    """The environment of a command in a process of its own: the package as it is here, one device, and quick compilation."""
+    kept = {name: value for name, value in os.environ.items() if name != "NPROC"}
+    here = {"PYTHONPATH": str(Path(__file__).parents[1])}
+    return kept | here | {"XLA_FLAGS": QUICK_FLAGS, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
+
+
+@pytest.fixture(scope="module")
+def ray_here() -> Iterator[None]:
+    """A Ray of the module's own on this machine. Its store is small, and nothing leaves it for the disk."""
+    import ray
+
+    with warnings.catch_warnings():
+        # It starts processes that it does not keep in view.
+        warnings.simplefilter("ignore", ResourceWarning)
+        ray.init(
+            address="local",
+            num_cpus=2,
+            object_store_memory=100 * 2**20,
+            include_dashboard=False,
+            log_to_driver=False,
+            logging_level=logging.ERROR,
+            _system_config={
+                "automatic_object_spilling_enabled": False,
+                "local_fs_capacity_threshold": 0.0,
+                "oom_grace_period_s": 0,
+            },
+        )
+        gc.collect()
+    yield
+    ray.shutdown()

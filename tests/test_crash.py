@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
+from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
@@ -35,12 +35,11 @@ SMALL = (  # a random policy, and steps that take milliseconds
 TIMEOUT_S = 240.0
 
 
-def start(folder: Path, *arguments: str) -> subprocess.Popen[str]:
-    environment = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC")}
+def start(folder: Path, environment: Mapping[str, str], *arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, "-m", "areal_jax.train", *arguments],
         cwd=folder,
-        env={**environment, "JAX_PLATFORMS": "cpu"},
+        env=environment,
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -67,14 +66,14 @@ def finished(process: subprocess.Popen[str]) -> str:
 
 
 @pytest.mark.slow
-def test_a_run_killed_twice_loses_and_repeats_no_task(tmp_path: Path) -> None:
+def test_a_run_killed_twice_loses_and_repeats_no_task(tmp_path: Path, of_a_command: dict[str, str]) -> None:
     run = tmp_path / "run"
-    process = start(tmp_path, "--exp=aime", f"--run-folder={run}", *SMALL)
+    process = start(tmp_path, of_a_command, "--exp=aime", f"--run-folder={run}", *SMALL)
     for num_steps in (5, 9):
         wait_for_steps(process, run, num_steps)
         process.kill()
         process.communicate()
-        process = start(tmp_path, f"--resume={run}")
+        process = start(tmp_path, of_a_command, f"--resume={run}")
     output = finished(process)
     assert "going on from the checkpoint of version" in output
 
@@ -99,9 +98,11 @@ def test_a_run_killed_twice_loses_and_repeats_no_task(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_with_a_checkpoint_and_a_report(tmp_path: Path) -> None:
+def test_ctrl_c_ends_with_a_checkpoint_and_a_report(tmp_path: Path, of_a_command: dict[str, str]) -> None:
     run = tmp_path / "run"
-    process = start(tmp_path, "--exp=aime", f"--run-folder={run}", *SMALL, "num_steps=100000", "checkpoint.every_steps=0")
+    process = start(
+        tmp_path, of_a_command, "--exp=aime", f"--run-folder={run}", *SMALL, "num_steps=100000", "checkpoint.every_steps=0"
+    )
     wait_for_steps(process, run, 3)
     process.send_signal(signal.SIGINT)
     finished(process)
@@ -111,11 +112,14 @@ def test_ctrl_c_ends_with_a_checkpoint_and_a_report(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_ends_the_run_and_loses_no_finished_sample(tmp_path: Path) -> None:
+def test_a_loss_that_is_not_finite_ends_the_run_and_loses_no_finished_sample(
+    tmp_path: Path, of_a_command: dict[str, str]
+) -> None:
     run = tmp_path / "run"
     # A learning rate beyond all bounds: within a few steps no logit is finite any more.
     process = start(
         tmp_path,
+        of_a_command,
         "--exp=aime",
         f"--run-folder={run}",
         *SMALL,

@@ -27,11 +27,15 @@ FLOORS = (
 
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
-FILES_OF_ROOM = {"loop": ("loop", "assembly", "run_plan", "policies", "evaluating", "balance")}
+FILES_OF_ROOM = {
+    "config": ("config", "named_policy"),
+    "loop": ("loop", "assembly", "training", "clustered", "hosts", "run_plan", "policies", "evaluating", "balance", "serving"),
+}
 """Rooms that are several files at the top of the package."""
 
 DOORS = {
     "ray": ("launch", "weights"),
+    "xxhash": ("weights",),
     "tokenizers": ("data",),
     "transformers": ("data",),
     "grain": ("data",),

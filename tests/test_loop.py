@@ -18,7 +18,7 @@ import pytest
 from jax.sharding import SingleDeviceSharding
 
 from areal_jax import loop
-from areal_jax.assembly import Run, _initial_params, assembled, initial_critic
+from areal_jax.assembly import Run, assembled
 from areal_jax.config import Experiment, PreferenceExperiment, SFTExperiment
 from areal_jax.data.config import Files, HeldOut, Synthetic
 from areal_jax.data.pipeline import TaskStream
@@ -40,6 +40,7 @@ from areal_jax.rollout.controller import Calls
 from areal_jax.run_plan import Plan, make_plan
 from areal_jax.trainer.config import Critic, OptimizerConfig, TrainerConfig
 from areal_jax.trainer.ppo import Trainer
+from areal_jax.training import initial_critic, initial_weights, rl_trainer
 from areal_jax.workflows.config import MultiTurn
 from areal_jax.workflows.single_turn import SingleTurn
 
@@ -49,6 +50,9 @@ ONE = PlacementConfig()
 # Two engines of two devices each.
 FOUR_AND_FOUR = PlacementConfig(train_devices=4, train_fsdp=2, train_tensor=2, rollout_devices=4, engines=2)
 PLACEMENTS = pytest.mark.parametrize("placement", [ONE, FOUR_AND_FOUR], ids=["one device", "4 + 4 devices"])
+SLOW_ON_MANY = pytest.mark.parametrize(
+    "placement", [ONE, pytest.param(FOUR_AND_FOUR, marks=pytest.mark.slow)], ids=["one device", "4 + 4 devices"]
+)
 
 
 async def judge_by_parity(task: Task, answer: str) -> Verdict:
@@ -129,7 +133,8 @@ def planned(exp: Experiment) -> Plan:
         replace(
             plan,
             experiment=exp,
-            meshes=meshes,
+            train_mesh=meshes.train,
+            rollout_mesh=meshes.rollout,
             engines=(DecodeEngine(plan.policy, meshes.rollout, exp.engine, plan.compute_dtype),),
         )
     )
@@ -149,7 +154,7 @@ def run_loop(plan: Plan, folder: Path, *, resume: bool = False) -> dict[str, np.
     """Train with the loop; the parameters it ends with."""
 
     async def go() -> dict[str, np.ndarray]:
-        async with assembled(plan, folder, resume=resume, make_trainer=loop.rl_trainer) as run:
+        async with assembled(plan, folder, resume=resume, make_trainer=rl_trainer) as run:
             run.judge = judge_by_parity
             exp = plan.experiment
             assert isinstance(exp, Experiment)
@@ -185,7 +190,7 @@ async def plain_synchronous_loop(run: Run[Trainer], exp: Experiment) -> None:
         run.mailbox.publish(version + 1, run.trainer.params)
 
 
-@PLACEMENTS
+@SLOW_ON_MANY
 def test_without_staleness_the_loop_is_a_plain_synchronous_loop_bit_for_bit(
     tiny_policy: Path, tmp_path: Path, placement: PlacementConfig
 ) -> None:
@@ -193,7 +198,7 @@ def test_without_staleness_the_loop_is_a_plain_synchronous_loop_bit_for_bit(
 
     async def plain() -> dict[str, np.ndarray]:
         plan = planned(exp)
-        async with assembled(plan, tmp_path / "plain", resume=False, make_trainer=loop.rl_trainer) as run:
+        async with assembled(plan, tmp_path / "plain", resume=False, make_trainer=rl_trainer) as run:
             run.judge = judge_by_parity
             await plain_synchronous_loop(run, exp)
             return host(run.trainer)
@@ -211,7 +216,7 @@ def host_initial(exp: Experiment) -> dict[str, np.ndarray]:
     return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
 
 
-@PLACEMENTS
+@SLOW_ON_MANY
 def test_over_100_asynchronous_steps_nothing_is_too_old_trained_twice_or_lost(
     tiny_policy: Path, tmp_path: Path, placement: PlacementConfig
 ) -> None:
@@ -257,6 +262,7 @@ def test_a_resumed_run_goes_on_where_it_was(tiny_policy: Path, tmp_path: Path, p
     ]
 
 
+@pytest.mark.slow
 def test_conversations_of_several_turns_are_trained_on_and_go_on_after_an_interruption(
     tiny_policy: Path, tmp_path: Path
 ) -> None:
@@ -294,8 +300,8 @@ def test_the_reference_of_a_resumed_run_is_what_it_began_with(tiny_policy: Path,
         policy=chz.replace(exp.policy, lora=adapter),
     )
     plan = planned(exp)
-    params, base = _initial_params(plan)
-    trainer = loop.rl_trainer(plan, params, base)
+    params, base = initial_weights(plan)
+    trainer = rl_trainer(plan, params, base)
     later = jax.tree.map(lambda leaf: leaf + 1, jax.device_get(trainer.state))
     trainer.restore(later)
     reference = trainer._reference
@@ -340,6 +346,7 @@ def test_resumed_fine_tuning_goes_on_bit_for_bit_and_measures_again(
         assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "parts" / file).read_bytes()
 
 
+@pytest.mark.slow
 def test_resumed_preference_training_goes_on_bit_for_bit_against_the_same_reference(tiny_policy: Path, tmp_path: Path) -> None:
     examples = tmp_path / "sums.jsonl"
     rows = [{"prompt": f"{i}+{j}?", "chosen": f"{i + j}", "rejected": f"{i + j + 1}"} for i in range(5) for j in range(5)]
@@ -371,6 +378,7 @@ def with_adapter(exp: Experiment, **changes: object) -> Experiment:
     return chz.replace(exp, policy=chz.replace(exp.policy, **({"lora": LoRA(rank=4)} | changes)))
 
 
+@pytest.mark.slow
 def test_a_resumed_run_of_an_adapter_goes_on_where_it_was_and_leaves_it_in_files(tiny_policy: Path, tmp_path: Path) -> None:
     policy = Policy(hf.read_config(tiny_policy), LoRA(rank=4))
     base = policy.init(jax.random.key(5))
@@ -393,7 +401,7 @@ def test_a_resumed_run_of_an_adapter_goes_on_where_it_was_and_leaves_it_in_files
     # On four devices the sums over the rank may round otherwise than on one.
     jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), merged, lora.merge(policy, base, adapter))
     again = with_adapter(exp, lora=None, adapter=str(tmp_path / "whole" / "adapter"))
-    params, frozen = _initial_params(planned(again))
+    params, frozen = initial_weights(planned(again))
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         np.testing.assert_array_equal(leaf, whole[jax.tree_util.keystr(path)])
     jax.tree.map(np.testing.assert_array_equal, frozen, base)

@@ -90,7 +90,7 @@ def decode(columns: Columns) -> tuple[RolloutState, dict[str, Json]]:
     buffered = tuple(
         Group(
             id=entry["id"],
-            task=_task_from_json(entry["task"]),
+            task=task_from_json(entry["task"]),
             samples=tuple(
                 Sample(**next(samples), reward=next(rewards), verdict=verdict, stop_reason=stop_reason)
                 for verdict, stop_reason in zip(entry["verdicts"], entry["stop_reasons"], strict=True)
@@ -102,7 +102,7 @@ def decode(columns: Columns) -> tuple[RolloutState, dict[str, Json]]:
     suspended = tuple(
         Suspended(
             id=entry["id"],
-            task=_task_from_json(entry["task"]),
+            task=task_from_json(entry["task"]),
             started_version=entry["started_version"],
             calls={
                 call: tuple(Completion(**next(completions), stop_reason=reason, alternatives=None) for reason in stop_reasons)
@@ -167,7 +167,8 @@ def _task_to_json(task: Task) -> dict[str, Json]:
     return {**asdict(task), "prompt": [asdict(message) for message in task.prompt]}
 
 
-def _task_from_json(fields: Mapping[str, Json]) -> Task:
+def task_from_json(fields: Mapping[str, Json]) -> Task:
+    """The task of which these are the fields."""
     return Task(**{**fields, "prompt": tuple(Message(**message) for message in fields["prompt"])})
 
 

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -226,15 +227,8 @@ class DecodeEngine:
         """Seconds spent on compiling so far."""
 
     def layout(self, params: Params) -> EngineParams:
-        """The policy's parameters, or its adapter, as the decoder reads them: one tree per layer, in the compute dtype.
-
-        Pure, so that a mailbox runs it on the train mesh. Norms and routers stay in float32, as they do in training."""
-
-        def narrowed(path: tuple[Any, ...], leaf: Array) -> Array:
-            is_wide = leaf.ndim == 1 or path[-1] == jax.tree_util.DictKey(ROUTER)
-            return leaf if is_wide else leaf.astype(self.compute_dtype)
-
-        return jax.tree.map_with_path(narrowed, self.policy.unstack(params))
+        """`laid_out` for this engine."""
+        return laid_out(self.policy, params, self.compute_dtype)
 
     @property
     def num_programs(self) -> int:
@@ -250,10 +244,10 @@ class DecodeEngine:
         drawings = range(max(most, Drawing.FILTERED if filters else Drawing.PLAIN) + 1)
         for verb in ("init", "same_weights", "copy"):
             self._program(verb)
+        for length, following in pairwise(self._view_lengths):
+            self._program("resize", length, following)
+            self._program("resize", following, length)
         for length in self._view_lengths:
-            for wanted in self._view_lengths:
-                if wanted != length:
-                    self._program("resize", length, wanted)
             for tokens in self._insert_lengths:
                 if tokens <= length:
                     self._program("insert", tokens, length)
@@ -292,9 +286,12 @@ class DecodeEngine:
         if self.reader != "view":
             return state
         length, wanted = self._view_length(state), _at_least(self._view_lengths, num_columns)
-        if length == wanted:
-            return state
-        return state._replace(view=self._program("resize", length, wanted)(state.view))
+        view, lengths = state.view, self._view_lengths
+        while length != wanted:
+            # From each length to the next, so that there are few programs.
+            following = lengths[lengths.index(length) + (1 if length < wanted else -1)]
+            view, length = self._program("resize", length, following)(view), following
+        return state._replace(view=view)
 
     def prefill(self, params: EngineParams, state: DecodeState, fills: Sequence[Fill]) -> DecodeState:
         """Compute keys and values of the tokens of all fills, which must not need one another; `state` is consumed."""
@@ -644,6 +641,18 @@ class DecodeEngine:
 
     def _shape(self, shape: tuple[int, ...], dtype: DTypeLike, *axes: str | None) -> Any:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding(self.mesh, axes, shape, ROLLOUT_RULES))
+
+
+def laid_out(policy: Policy, params: Params, compute_dtype: DTypeLike) -> EngineParams:
+    """The policy's parameters, or its adapter, as the decoder reads them: one tree per layer, in the compute dtype.
+
+    Pure, so that a mailbox runs it on the train mesh. Norms and routers stay in float32, as they do in training."""
+
+    def narrowed(path: tuple[Any, ...], leaf: Array) -> Array:
+        is_wide = leaf.ndim == 1 or path[-1] == jax.tree_util.DictKey(ROUTER)
+        return leaf if is_wide else leaf.astype(compute_dtype)
+
+    return jax.tree.map_with_path(narrowed, policy.unstack(params))
 
 
 def too_long(engine: DecodeEngine, setting: str) -> Iterator[str]:

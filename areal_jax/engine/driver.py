@@ -17,7 +17,8 @@ import numpy as np
 
 from areal_jax.engine.decode import MAX_ALTERNATIVES, MAX_STOP_TOKENS, DecodeEngine, Drawing, Drawn
 from areal_jax.engine.memory import Filling, Memory
-from areal_jax.engine.slots import SlotTable, nothing_drawn
+from areal_jax.engine.routing import TOTALS
+from areal_jax.engine.slots import SlotTable
 from areal_jax.records import (
     NO_VERSION,
     Completion,
@@ -28,6 +29,7 @@ from areal_jax.records import (
     Unservable,
     Weights,
     WeightSource,
+    nothing_drawn,
 )
 
 Event: TypeAlias = Callable[[str, float, float, Mapping[str, int | float]], None]
@@ -36,12 +38,6 @@ Event: TypeAlias = Callable[[str, float, float, Mapping[str, int | float]], None
 # How long the idle thread sleeps before it looks again at its queue (while it waits for weights), and at its deadlines.
 _GLANCE_S, _NAP_S = 0.01, 1.0
 _CLOSE_TIMEOUT_S = 60.0
-
-TOTALS = (
-    *("tokens", "dispatches", "swaps", "requests", "prefill_tokens", "recompute_tokens", "preemptions", "wait_s"),
-    *("tokens_per_s", "compilations"),
-)
-"""Measures of which those of several drivers add up to one of all; the others are means."""
 
 T = TypeVar("T")
 

@@ -6,23 +6,31 @@ JetStream 0.2.2 is the last release, and drags in TensorFlow; nothing else impor
 `jax.tree_map`, which went with JAX 0.4.26: set `jax.tree_map = jax.tree.map` before importing `jetstream.core.orchestrator`. It
 reads the weights once, so that nothing here is interrupted, and knows no settings of single requests: all are drawn alike.
 
-Axes: S slots, F fields of a slot, n decode steps of one dispatch, P tokens of a prompt.
+Later JetStream, which was never released, draws the first token of an answer in `prefill`, tells log-probs, and inserts one
+prompt into several slots. What the installed package declares decides which of the two is spoken.
+
+Axes: S slots, F fields of a slot, n decode steps of one dispatch, P tokens of a prompt, N answers to it.
 """
 
 from __future__ import annotations
 
+import dataclasses
+import threading
+from collections.abc import Callable, Sequence
 from itertools import count
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, get_type_hints
 
+import chz
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Int32
+from jaxtyping import Array, Float32, Int32
 from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_pb2  # pyright: ignore[reportMissingImports]
 
-from areal_jax.engine.decode import SLOT, DecodeEngine, DecodeState, Drawing, EngineParams, Fill
-from areal_jax.engine.slots import SlotTable, nothing_drawn
-from areal_jax.records import Request, Sampling, Tokenizer, derive_seed
+from areal_jax.engine.decode import SLOT, DecodeEngine, DecodeState, Drawing, EngineParams, Fill, empty_slots
+from areal_jax.engine.slots import SlotTable
+from areal_jax.models.paged_attention import Pages
+from areal_jax.records import Completion, Request, Sampling, Tokenizer, derive_seed, nothing_drawn
 
 NO_TOKEN = -1
 """What stands for the token that begins a text where the policy has none; `prefill` takes it out again."""
@@ -30,19 +38,31 @@ NO_TOKEN = -1
 SHORTEST_PREFILL = 16
 """JetStream pads prompts to this many tokens, or twice, four times, ... as many."""
 
+DRAWS_IN_PREFILL = get_type_hints(engine_api.Engine.prefill)["return"] is not Any
+"""Whether JetStream expects a first token of `prefill`. In 0.2.2 it returns a prefix alone, which may be anything."""
+
+RESULT_FIELDS = {each.name for each in dataclasses.fields(engine_api.ResultTokens)}
+"""What JetStream's results hold; log-probs in its later interface only."""
 
 # Where each field lies among the integers of a slot.
 _PLACES = {name: offset // 4 for name, (_, offset, *_) in (SLOT.fields or {}).items()}
 
 
 class Prompt(NamedTuple):
-    """A prompt on its way to a slot, in whose pages its keys and values are computed."""
+    """A prompt on its way to slots. The first fields have the names of JetStream's `ExistingPrefix`, as which it is read."""
 
-    tokens: Int32[Array, "P"]
+    cache: tuple[Pages, ...]
+    """Keys and values of its tokens, of every layer."""
+    common_prefix_tokens: Int32[Array | np.ndarray, "P"]
+    number: int | Int32[Array, ""]
+    """Prompts that were prefilled before it."""
+    first: Int32[Array | np.ndarray, "N"]
+    """The first token of each answer; none where they are drawn in slots."""
+    first_logp: Float32[Array | np.ndarray, "N"]
 
 
 class JetStreamEngine(engine_api.Engine):
-    """JetStream's verbs over the engine's: slots keep their pages, and a prompt is prefilled where it is inserted."""
+    """JetStream's verbs over the engine's. Prompts are prefilled in pages of their own, and copied to those of their slots."""
 
     def __init__(self, engine: DecodeEngine, params: EngineParams, tokenizer: Tokenizer, sampling: Sampling, *, seed: int = 0):
         """
@@ -50,7 +70,7 @@ class JetStreamEngine(engine_api.Engine):
             engine: of one step per dispatch, and with memory for every slot at its longest.
             params: in the engine's layout, on its mesh.
             sampling: of every request. JetStream may end an answer earlier.
-            seed: the n-th prompt inserted, from 0, is drawn with `derive_seed(seed, str(n))`.
+            seed: answers to the n-th prompt, from 0, are drawn with `derive_seed(seed, str(n))`.
 
         ValueError names the setting that does not fit."""
         config = engine.config
@@ -64,12 +84,28 @@ class JetStreamEngine(engine_api.Engine):
                 "pads every prompt to so many"
             )
         self._engine, self._params, self._tokenizer, self._sampling, self._seed = engine, params, tokenizer, sampling, seed
-        self._places, self._result = count(), jax.jit(_result)
-        # Makes the records of slots out of requests.
-        self._table = SlotTable(config.num_slots, config.max_new_tokens, config.steps_per_dispatch)
-        per_shard = config.num_slots // engine.num_shards
-        first = np.arange(config.num_slots) % per_shard * engine.pages_per_slot
+        is_filtered = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+        self._drawing = Drawing.FILTERED if is_filtered else Drawing.PLAIN
+        self._numbers, self._result = count(), jax.jit(_result)
+        # Makes the record of a slot out of a request.
+        self._table = SlotTable(1, config.max_new_tokens, 1)
+        slots, per_shard = np.arange(config.num_slots), config.num_slots // engine.num_shards
+        first = slots % per_shard * engine.pages_per_slot
+        # Of every slot, numbered within its shard, and among those of all shards.
         self._pages = (first[:, None] + np.arange(engine.pages_per_slot)).astype(np.int32)
+        self._all_pages = self._pages + (slots // per_shard * engine.pages_per_shard)[:, None].astype(np.int32)
+        # Prefills, in the first slot of the first shard.
+        small = chz.replace(config, num_slots=engine.num_shards, max_new_tokens=1)
+        self._prefiller = DecodeEngine(engine.policy, engine.mesh, small, engine.compute_dtype, engine.reader)
+        self._own_pages = np.arange(self._prefiller.pages_per_slot, dtype=np.int32)
+        table = np.tile(self._own_pages, (engine.num_shards, 1))
+        self._prefilling = self._prefiller.point(self._prefiller.init_state(), table)
+        self._take = jax.jit(_take)
+        placed = jax.tree.map(lambda leaf: leaf.sharding, self._prefilling.pages)
+        self._put = jax.jit(_put, out_shardings=placed, donate_argnums=0)
+        # JetStream prefills in one thread and decodes in another: whoever holds this hands work to the devices, which must all
+        # be given it in the same order.
+        self._lock = threading.Lock()
 
     def load_params(self, *_: Any, **__: Any) -> EngineParams:
         """The weights that it was made with."""
@@ -84,52 +120,109 @@ class JetStreamEngine(engine_api.Engine):
         self,
         *,
         params: EngineParams,
-        existing_prefix: Prompt | None = None,
+        existing_prefix: Any = None,
         padded_tokens: Int32[Array | np.ndarray, "_"],
         true_length: int,
-    ) -> Prompt:
-        """The prompt, behind one that there is already; `insert` computes its keys and values."""
+        sampler: Callable[..., Any] | None = None,
+        request_id: Any = None,
+    ) -> Any:
+        """A `Prompt`, and where JetStream expects it the first token of its answer.
+
+        Args: existing_prefix: what stands before it: a prompt, or an `ExistingPrefix` of a prompt's cache and tokens."""
+        prompt, first = self.prefill_multisampling(
+            params=params,
+            existing_prefix=existing_prefix,
+            padded_tokens=padded_tokens,
+            true_length=true_length,
+            sampler=sampler,
+            num_samples=int(DRAWS_IN_PREFILL),
+        )
+        return (prompt, first) if DRAWS_IN_PREFILL else prompt
+
+    def prefill_multisampling(
+        self,
+        *,
+        params: EngineParams,
+        existing_prefix: Any = None,
+        padded_tokens: Int32[Array | np.ndarray, "_"],
+        true_length: int,
+        sampler: Callable[..., Any] | None = None,
+        rng: Any = None,
+        num_samples: int = 1,
+    ) -> tuple[Prompt, engine_api.ResultTokens]:
+        """As `prefill`, with first tokens of several answers, for `bulk_insert`. The engine's seed draws them, not `rng`."""
+        _refuse(sampler)
+        engine, chunk = self._prefiller, self._prefiller.config.prefill_chunk_tokens
         tokens = np.asarray(padded_tokens, np.int32)[:true_length]
-        before = [] if existing_prefix is None else [np.asarray(existing_prefix.tokens)]
-        return Prompt(jnp.asarray(np.concatenate([*before, tokens[tokens != NO_TOKEN]])))
+        tokens, start = tokens[tokens != NO_TOKEN], 0
+        with self._lock:
+            state = self._prefilling
+            if existing_prefix is not None:
+                before = np.asarray(existing_prefix.common_prefix_tokens, np.int32)
+                tokens, start = np.concatenate([before, tokens]), len(before)
+                state = state._replace(pages=self._put(state.pages, existing_prefix.cache, self._own_pages))
+            for begin in range(start, len(tokens), chunk):
+                fill = Fill(tokens[begin : begin + chunk], begin, self._own_pages.tolist())
+                state = engine.prefill(params, state, [fill])
+            cache, number = self._take(state.pages, self._own_pages), next(self._numbers)
+            prompt = Prompt(cache, tokens, number, np.zeros(num_samples, np.int32), np.zeros(num_samples, np.float32))
+            state = engine.fit(state, len(tokens))
+            for sample in range(num_samples):
+                slots = empty_slots(engine.config.num_slots)
+                slots[0] = self._record(prompt, sample, nothing_drawn())
+                # The last token is fed again.
+                state = engine.seat(engine.insert(state, {0: len(tokens) - 1}), slots)
+                state, packed = engine.generate(params, state, drawing=self._drawing)
+                drawn = engine.fetch(packed)
+                prompt.first[sample], prompt.first_logp[sample] = drawn.tokens[0, 0], drawn.logp[0, 0]
+            self._prefilling = state
+        ones = np.ones_like(prompt.first)
+        return prompt, _results(np.stack([prompt.first, ones, ones], 1), prompt.first_logp[:, None], max(num_samples, 1))
 
-    def insert(self, prefix: Prompt, decode_state: DecodeState, slot: int) -> DecodeState:
+    def insert(self, prefix: Prompt, decode_state: DecodeState, slot: int, request_id: Any = None) -> DecodeState:
         """Let a slot answer a prompt; `decode_state` is consumed."""
-        engine, tokens = self._engine, np.asarray(prefix.tokens)
-        number = next(self._places)
-        self._table.seat(
-            slot,
-            Request(str(number), tokens, 1, self._sampling, derive_seed(self._seed, str(number))),
-            0,
-            nothing_drawn(),
-        )
-        records = np.array(decode_state.slots).view(SLOT)[:, 0]
-        records[slot] = self._table.records()[slot]
-        self._table.release(slot)
-        # The last token is fed by the first step.
-        cached, chunk = len(tokens) - 1, engine.config.prefill_chunk_tokens
-        shard = slot * engine.num_shards // engine.config.num_slots
-        for start in range(0, cached, chunk):
-            fill = Fill(tokens[start : min(start + chunk, cached)], start, self._pages[slot].tolist(), shard)
-            decode_state = engine.prefill(self._params, decode_state, [fill])
-        return engine.seat(engine.insert(decode_state, {slot: cached}), records)
+        return self.bulk_insert(prefix, decode_state, [slot])
 
-    def generate(self, params: EngineParams, decode_state: DecodeState) -> tuple[DecodeState, engine_api.ResultTokens]:
+    def bulk_insert(self, prefix: Prompt, decode_state: DecodeState, slots: Sequence[int]) -> DecodeState:
+        """Let slots go on, each with one of a prompt's answers; `decode_state` is consumed."""
+        engine, first = self._engine, np.asarray(prefix.first)
+        if len(slots) != max(len(first), 1):
+            raise ValueError(f"expected a slot for each of {max(len(first), 1)} answers, came {len(slots)}")
+        # The last token is fed by the first step.
+        cached = len(prefix.common_prefix_tokens) + (len(first) > 0) - 1
+        with self._lock:
+            records, pages = np.array(decode_state.slots).view(SLOT)[:, 0], decode_state.pages
+            for sample, slot in enumerate(slots):
+                token, logp = (np.asarray(x)[sample : sample + 1] for x in (first, prefix.first_logp))
+                drawn = Completion(token, logp, np.zeros_like(token), "suspended")
+                records[slot] = self._record(prefix, sample, drawn)
+                pages = self._put(pages, prefix.cache, self._all_pages[slot, : len(self._own_pages)])
+            decode_state = engine.insert(decode_state._replace(pages=pages), dict.fromkeys(slots, cached))
+        return engine.seat(decode_state, records)
+
+    def generate(
+        self, params: EngineParams, decode_state: DecodeState, sampler: Callable[..., Any] | None = None
+    ) -> tuple[DecodeState, engine_api.ResultTokens]:
         """One token for every slot that has not ended; `decode_state` is consumed."""
-        sampling = self._sampling
-        is_filtered = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
-        drawing = Drawing.FILTERED if is_filtered else Drawing.PLAIN
-        decode_state, packed = self._engine.generate(params, decode_state, drawing=drawing)
-        return decode_state, engine_api.ResultTokens(
-            data=self._result(packed, decode_state.slots),
-            tokens_idx=(0, 1),
-            valid_idx=(1, 2),
-            length_idx=(2, 3),
-            samples_per_slot=self.samples_per_slot,
-        )
+        _refuse(sampler)
+        with self._lock:
+            decode_state, packed = self._engine.generate(params, decode_state, drawing=self._drawing)
+            data, logp = self._result(packed, decode_state.slots)
+        return decode_state, _results(data, logp, self.samples_per_slot)
+
+    def _record(self, prompt: Prompt, sample: int, drawn: Completion) -> np.void:
+        """The `SLOT` record that lets a slot go on with an answer."""
+        number, sampling = str(int(prompt.number)), self._sampling
+        tokens = np.asarray(prompt.common_prefix_tokens)
+        self._table.seat(0, Request(number, tokens, 1, sampling, derive_seed(self._seed, number)), sample, drawn)
+        record = self._table.records()[0]
+        self._table.release(0)
+        has_ended = bool(np.isin(drawn.tokens, sampling.stop_token_ids).any()) or record["remaining"] == 0
+        record["active"] = not has_ended
+        return record
 
     def get_prefix_destination_sharding(self) -> jax.sharding.Sharding:
-        """Everywhere: a prompt is a few tokens."""
+        """Everywhere, so that any data shard may read it."""
         return jax.sharding.NamedSharding(self.mesh, jax.sharding.PartitionSpec())
 
     def get_tokenizer(self) -> tokenizer_pb2.TokenizerParameters:
@@ -148,6 +241,16 @@ class JetStreamEngine(engine_api.Engine):
     @property
     def samples_per_slot(self) -> int:
         return 1
+
+    @property
+    def use_chunked_prefill(self) -> bool:
+        """Whether JetStream must cut long prompts: the engine does."""
+        return False
+
+    @property
+    def prefill_chunk_size(self) -> int:
+        """Tokens that the engine prefills at a time."""
+        return self._engine.config.prefill_chunk_tokens
 
     @property
     def max_prefill_length(self) -> int:
@@ -194,8 +297,29 @@ class Vocabulary(tokenizer_api.Tokenizer):
         return set(self._tokenizer.stop_token_ids)
 
 
-def _result(packed: Int32[Array, "m S"], slots: Int32[Array, "S F"]) -> Int32[Array, "S 3"]:
-    """By slot: the token that it drew, whether it drew one, and how many it has drawn so far."""
+def _refuse(sampler: object) -> None:
+    if sampler is not None:
+        raise ValueError("expected sampler=None: every request is drawn as the engine's `sampling` says")
+
+
+def _take(pages: tuple[Pages, ...], ids: Int32[Array, "_"]) -> tuple[Pages, ...]:
+    return jax.tree.map(lambda leaf: leaf[:, ids], pages)
+
+
+def _put(pages: tuple[Pages, ...], prefix: tuple[Pages, ...], ids: Int32[Array, "_"]) -> tuple[Pages, ...]:
+    return jax.tree.map(lambda into, leaf: into.at[:, ids].set(leaf), pages, prefix)
+
+
+def _results(data: Any, logp: Any, samples_per_slot: int) -> engine_api.ResultTokens:
+    """What JetStream's results hold of columns of tokens, validity and lengths, and of log-probs."""
+    known = {"tokens_idx": (0, 1), "valid_idx": (1, 2), "length_idx": (2, 3), "samples_per_slot": samples_per_slot}
+    known |= {"data": data, "log_prob": logp}
+    return engine_api.ResultTokens(**{name: value for name, value in known.items() if name in RESULT_FIELDS})
+
+
+def _result(packed: Int32[Array, "m S"], slots: Int32[Array, "S F"]) -> tuple[Int32[Array, "S 3"], Float32[Array, "S 1"]]:
+    """By slot: the token that it drew, whether it drew one, and how many it has drawn so far; and the token's log-prob."""
     position, num_prompt_tokens = (slots[:, _PLACES[name]] for name in ("position", "num_prompt_tokens"))
-    drew = packed[0] >= 0
-    return jnp.stack([jnp.where(drew, packed[0], 0), drew.astype(jnp.int32), position + 1 - num_prompt_tokens], axis=1)
+    drew, logp = packed[0] >= 0, jax.lax.bitcast_convert_type(packed[1], jnp.float32)
+    data = jnp.stack([jnp.where(drew, packed[0], 0), drew.astype(jnp.int32), position + 1 - num_prompt_tokens], axis=1)
+    return data, logp[:, None]

@@ -29,11 +29,6 @@ def is_penalized(sampling: Sampling) -> bool:
     return (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0, 0, 1)
 
 
-def nothing_drawn() -> Completion:
-    """The completion of a sample that has not been started."""
-    return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "suspended")
-
-
 class SlotTable:
     """Who sits in which slot, how far each is, and the log of all dispatches, from which completions are read.
 

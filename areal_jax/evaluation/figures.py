@@ -1,7 +1,4 @@
-"""The figures of an evaluation: what samples of tasks tell of a policy, and how sure that is. Numbers in, numbers out.
-
-Axes: N tasks, F figures.
-"""
+"""The figures of an evaluation: what samples of tasks tell of a policy, and how sure that is. Numbers in, numbers out."""
 
 from __future__ import annotations
 
@@ -9,22 +6,18 @@ import math
 from collections.abc import Collection, Sequence
 from statistics import fmean
 
-import numpy as np
-from jaxtyping import Float64
-
 Interval = tuple[float, float]
 
 Z_95 = 1.959964
 """A normal variable lies within so many standard deviations of its mean 95 % of the time."""
-
-NUM_RESAMPLES = 10_000
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
     """Chance that at least one of k samples is correct, without bias: 1 - C(n - c, k) / C(n, k) (Chen et al.,
     arXiv:2107.03374, equation 1). k = 1 gives the share of correct ones."""
     _require(1 <= k <= num_samples and 0 <= num_correct <= num_samples, f"{num_correct} of {num_samples} samples, k={k}")
-    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
+    chosen = math.comb(num_samples, k)
+    return (chosen - math.comb(num_samples - num_correct, k)) / chosen
 
 
 def majority_at_k(num_samples: int, num_correct: int, wrong_votes: Collection[int], k: int) -> float:
@@ -69,21 +62,12 @@ def standard_error(scores: Sequence[float]) -> float:
 
 
 def wilson_interval(share: float, error: float, num_tasks: int) -> Interval:
-    """Wilson's 95 % interval of a share, for as many yes-or-no tasks as would have this standard error."""
+    """Wilson's 95 % interval of a mean of numbers from 0 to 1, for as many yes-or-no tasks as would have this standard error:
+    honest at 0 and 1 too, where tasks drawn anew would all be the same."""
     n = share * (1 - share) / error**2 if error else num_tasks
     centre = (share + Z_95**2 / (2 * n)) / (1 + Z_95**2 / n)
     half = Z_95 / (1 + Z_95**2 / n) * math.sqrt(share * (1 - share) / n + Z_95**2 / (4 * n**2))
     return max(0.0, centre - half), min(1.0, centre + half)
-
-
-def bootstrap_intervals(values: Float64[np.ndarray, "N F"], seed: int) -> list[Interval]:
-    """95 % intervals of the mean over tasks of each figure: the percentile bootstrap (Efron 1979), tasks drawn anew together.
-
-    The same values and seed give the same intervals."""
-    num_tasks = len(values)
-    counts = np.random.default_rng(seed).multinomial(num_tasks, np.full(num_tasks, 1 / num_tasks), NUM_RESAMPLES)
-    low, high = np.percentile(counts @ values / num_tasks, [2.5, 97.5], axis=0)
-    return list(zip(low.tolist(), high.tolist(), strict=True))
 
 
 def _require(holds: bool, came: str) -> None:

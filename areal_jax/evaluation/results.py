@@ -12,7 +12,6 @@ import numpy as np
 from areal_jax.evaluation.answers import Answer
 from areal_jax.evaluation.figures import (
     Interval,
-    bootstrap_intervals,
     majority_at_k,
     pass_at_k,
     powers_of_two,
@@ -27,10 +26,11 @@ NUM_BINS = 24
 
 @dataclass(frozen=True, slots=True)
 class Estimate:
-    """A mean over tasks."""
+    """A mean over tasks of numbers from 0 to 1."""
 
     value: float
     interval_95: Interval
+    """Wilson's."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,7 +82,7 @@ class Results:
     samples_per_task: int
     """Of the task that has fewest: how far k goes."""
     pass_at: Mapping[int, Estimate]
-    """By k. Wilson's interval for k = 1, bootstrap over tasks for the others."""
+    """By k."""
     pass_at_1_standard_error: float
     majority_at: Mapping[int, Estimate] | None
     """By k; None where answers are programs, or right answers were found that cannot be counted as votes."""
@@ -96,13 +96,10 @@ class Results:
     problems: Sequence[Problem]
 
 
-def results_of(
-    tasks: Sequence[Task], answers: Mapping[int, Sequence[Answer]], failures: Mapping[int, Exception], seed: int
-) -> Results:
-    """The figures. The same answers and seed give the same ones, whatever the order in which answers came.
+def results_of(tasks: Sequence[Task], answers: Mapping[int, Sequence[Answer]], failures: Mapping[int, Exception]) -> Results:
+    """The figures. The same answers give the same ones, whatever the order in which they came.
 
-    Args: tasks: all that were asked. answers: by place in `tasks`; at least one task has some. failures: why others have none.
-    seed: of the bootstrap."""
+    Args: tasks: all that were asked. answers: by place in `tasks`, of at least one. failures: why others have none."""
     places = [place for place in range(len(tasks)) if answers.get(place)]
     by_task = [answers[place] for place in places]
     every = [answer for of_task in by_task for answer in of_task]
@@ -111,19 +108,14 @@ def results_of(
     most = min(map(len, by_task))
     ks = powers_of_two(most)
     votes = _can_vote([tasks[place] for place in places], every)
-    columns = [[pass_at_k(len(of_task), _num_correct(of_task), k) for of_task in by_task] for k in ks]
-    if votes:
-        columns += [[_majority_at(of_task, k) for of_task in by_task] for k in ks]
-    intervals = bootstrap_intervals(np.array(columns).T, seed)
-    estimates = [Estimate(fmean(column), interval) for column, interval in zip(columns, intervals, strict=True)]
     families = sorted({tasks[place].family for place in places})
     return Results(
         num_tasks=len(places),
         num_samples=len(every),
         samples_per_task=most,
-        pass_at=dict(zip(ks, [_pass_at_1(by_task), *estimates[1 : len(ks)]], strict=True)),
-        pass_at_1_standard_error=standard_error(columns[0]),
-        majority_at=dict(zip(ks, estimates[len(ks) :], strict=True)) if votes else None,
+        pass_at={k: _estimate([_pass_at(of_task, k) for of_task in by_task]) for k in ks},
+        pass_at_1_standard_error=standard_error([_pass_at(of_task, 1) for of_task in by_task]),
+        majority_at={k: _estimate([_majority_at(of_task, k) for of_task in by_task]) for k in ks} if votes else None,
         truncated=_truncated(every),
         tokens=Lengths(
             float(lengths.mean()),
@@ -156,22 +148,26 @@ def _can_vote(tasks: Sequence[Task], answers: Sequence[Answer]) -> bool:
     )
 
 
+def _estimate(scores: Sequence[float]) -> Estimate:
+    mean = fmean(scores)
+    return Estimate(mean, wilson_interval(mean, standard_error(scores), len(scores)))
+
+
+def _pass_at(answers: Sequence[Answer], k: int) -> float:
+    return pass_at_k(len(answers), _num_correct(answers), k)
+
+
 def _majority_at(answers: Sequence[Answer], k: int) -> float:
     # What the judge calls correct is equal to the reference, however it is written: one answer.
     wrong = Counter(answer.vote for answer in answers if answer.vote is not None and answer.verdict != "correct")
     return majority_at_k(len(answers), _num_correct(answers), sorted(wrong.values()), k)
 
 
-def _pass_at_1(by_task: Sequence[Sequence[Answer]]) -> Estimate:
-    scores = [_num_correct(answers) / len(answers) for answers in by_task]
-    share = fmean(scores)
-    return Estimate(share, wilson_interval(share, standard_error(scores), len(scores)))
-
-
 def _family(by_task: Sequence[Sequence[Answer]]) -> Family:
     every = [answer for answers in by_task for answer in answers]
     mean_tokens = fmean([answer.num_tokens for answer in every])
-    return Family(len(by_task), _pass_at_1(by_task), _truncated(every), mean_tokens)
+    pass_at_1 = _estimate([_pass_at(answers, 1) for answers in by_task])
+    return Family(len(by_task), pass_at_1, _truncated(every), mean_tokens)
 
 
 def _problem(place: int, task: Task, answers: Sequence[Answer], failure: Exception | None) -> Problem:

@@ -31,6 +31,16 @@ def prepare(placement: PlacementConfig) -> None:
     os.environ.update(environment(placement, os.environ))
 
 
+def forget_pretended_devices() -> None:
+    """Undo what `prepare` set for simulated devices where this process was started, which has others of its own."""
+    flags = os.environ.get("XLA_FLAGS", "")
+    if _DEVICE_COUNT not in flags:
+        return
+    os.environ["XLA_FLAGS"] = " ".join(re.sub(rf"{_DEVICE_COUNT}=\d+", "", flags).split())
+    for name in ("NPROC", "JAX_PLATFORMS"):
+        os.environ.pop(name, None)
+
+
 def environment(placement: PlacementConfig, current: Mapping[str, str]) -> dict[str, str]:
     """Variables to set, given the current ones. What is already chosen there stays, but for the number of threads that
     simulated devices cannot do without."""

@@ -27,6 +27,7 @@ from safetensors.numpy import save_file
 
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.decoder import Params, Policy
+from areal_jax.parallel.sharding import fetch, put
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
@@ -140,7 +141,7 @@ def load(folder: Path, policy: Policy, shardings: Any, *, dtype: DTypeLike = np.
         leaves = {
             path: _load_leaf(opened, _tensors(path, leaf), leaf, layouts[path])
             if path in stored
-            else jax.device_put(np.zeros(leaf.shape, leaf.dtype), layouts[path])
+            else put(np.zeros(leaf.shape, leaf.dtype), layouts[path])
             for path, leaf in abstract.items()
         }
     return traverse_util.unflatten_dict(leaves)
@@ -159,7 +160,13 @@ def save(
 
     Weights of more than `shard_bytes` go into several files with an index; the host holds one of them at a time. The files are
     written aside and moved into place whole: a new folder appears at once; in an existing one they replace its weights and
-    their namesakes, and whatever else lies there stays. float32 is exact."""
+    their namesakes, and whatever else lies there stays. float32 is exact.
+
+    Where the parameters lie on the devices of several processes, all of them call it, and the first one writes."""
+    if jax.process_index() != 0:
+        for _ in _to_files(policy, params):
+            pass
+        return
     folder.parent.mkdir(parents=True, exist_ok=True)
     aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
@@ -309,7 +316,7 @@ def _to_files(policy: Policy, params: Params) -> Iterator[tuple[str, np.ndarray]
     for path, abstract in _leaves(policy.abstract()).items():
         leaf = leaves[path]
         for layer, tensors in itertools.groupby(_tensors(path, abstract), lambda tensor: tensor.place[:1]):
-            part = np.asarray(leaf[layer])
+            part = fetch(leaf[layer])
             for tensor in tensors:
                 yield tensor.name, tensor.to_file(part[tensor.place[1:]])
 

@@ -25,6 +25,7 @@ from areal_jax.models import hf
 from areal_jax.models.config import ADAPTER_CONFIG as CONFIG
 from areal_jax.models.config import LoRA, Target
 from areal_jax.models.decoder import Adapted, Params, Policy
+from areal_jax.parallel.sharding import fetch, put
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -121,11 +122,12 @@ def merge(policy: Policy, base: Params, adapter: Params) -> Params:
     Matrix by matrix, on the host: the devices never hold the merged policy beside the base."""
     scale = _lora(policy).scale
     pairs = _pairs(adapter)
-    leaves = _leaves(base)
-    merged = {
-        path: np.asarray(_merged(w, pairs[path]["a"], pairs[path]["b"], scale) if path in pairs else w, np.float32)
-        for path, w in leaves.items()
-    }
+
+    def whole(path: tuple[str, ...], w: Array) -> np.ndarray:
+        found = fetch(_merged(w, pairs[path]["a"], pairs[path]["b"], scale) if path in pairs else w)
+        return np.asarray(found, np.float32)
+
+    merged = {path: whole(path, w) for path, w in _leaves(base).items()}
     return traverse_util.unflatten_dict(merged)
 
 
@@ -146,11 +148,16 @@ def read_config(folder: Path) -> LoRA:
     return LoRA(rank=rank, alpha=float(alpha), targets=named, rslora=bool(config.get("use_rslora")))
 
 
+def base_of(folder: Path) -> str | None:
+    """The policy beside which a PEFT folder's adapter was trained, where it names one."""
+    return _read_json(folder).get("base_model_name_or_path")
+
+
 def require_base(folder: Path, *names: str) -> None:
     """ValueError where a PEFT folder's adapter says that it was trained beside another policy than the one with these names.
 
     A hub name and a folder are the same policy where their last parts agree; an adapter that names none fits any."""
-    came = _read_json(folder).get("base_model_name_or_path")
+    came = base_of(folder)
     if came and Path(came).name not in {Path(name).name for name in names}:
         raise ValueError(
             f"{folder / CONFIG}: expected an adapter of {names[0]!r}, came base_model_name_or_path={came!r}; set policy.path "
@@ -180,13 +187,17 @@ def load(folder: Path, policy: Policy, shardings: Any) -> Params:
         for tensor in _tensors(policy):
             stacked = leaves[tensor.path]
             stacked[tensor.layer] = file.get_tensor(tensor.name).T.reshape(stacked.shape[1:])
-    return jax.device_put(traverse_util.unflatten_dict(leaves), shardings)
+    return put(traverse_util.unflatten_dict(leaves), shardings)
 
 
 def save(folder: Path, policy: Policy, adapter: Params, base: str) -> None:
-    """Write a folder that PEFT, and `load`, read back. Args: base: name of the policy that the adapter was trained beside."""
+    """Write a folder that PEFT, and `load`, read back. Of several processes all call it, and the first one writes.
+
+    Args: base: name of the policy that the adapter was trained beside."""
+    leaves = fetch(_leaves(adapter))
+    if jax.process_index() != 0:
+        return
     folder.mkdir(parents=True, exist_ok=True)
-    leaves = {path: np.asarray(leaf) for path, leaf in _leaves(adapter).items()}
     tensors = {
         tensor.name: np.ascontiguousarray(leaves[tensor.path][tensor.layer].reshape(tensor.shape[::-1]).T)
         for tensor in _tensors(policy)

@@ -31,18 +31,24 @@ def make_meshes(placement: PlacementConfig, devices: Sequence[jax.Device] | None
     Raises ValueError with the counts where the devices do not suffice or do not divide."""
     devices = jax.devices() if devices is None else devices
     num_train, num_rollout = _split(placement, len(devices))
+    train = make_train_mesh(placement, devices[:num_train])
+    return Meshes(train, make_rollout_mesh(placement, devices[-num_rollout:]))
+
+
+def make_train_mesh(placement: PlacementConfig, devices: Sequence[jax.Device]) -> Mesh:
+    """Cut the devices for training, all of them. ValueError with the counts where they do not divide."""
     given = {
         "fsdp": placement.train_fsdp or 1,
         "expert": placement.train_expert,
         "context": placement.train_context,
         "tensor": placement.train_tensor,
     }
-    left, rest = divmod(num_train, math.prod(given.values()))
+    left, rest = divmod(len(devices), math.prod(given.values()))
     if rest:
         knobs = " times ".join(f"placement.train_{axis}={size}" for axis, size in given.items() if size > 1)
-        raise ValueError(f"{num_train} train devices do not divide by {knobs}")
+        raise ValueError(f"{len(devices)} train devices do not divide by {knobs}")
     axes = {"data": left} | given if placement.train_fsdp else {"data": 1} | given | {"fsdp": left}
-    return Meshes(train=_mesh(axes, devices[:num_train]), rollout=make_rollout_mesh(placement, devices[-num_rollout:]))
+    return _mesh(axes, devices)
 
 
 def make_rollout_mesh(placement: PlacementConfig, devices: Sequence[jax.Device]) -> Mesh:

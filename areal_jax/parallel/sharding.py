@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Set
+from functools import cache
 from typing import Any, TypeAlias
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Rules: TypeAlias = Mapping[str, tuple[str, ...]]
@@ -78,9 +81,38 @@ def on_shards(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs
     return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
 
 
+def put(tree: Any, placed: Any) -> Any:
+    """Move a tree of host arrays, the same in every process, to where a like tree of shardings says."""
+    if jax.process_count() == 1:
+        return jax.device_put(tree, placed)
+    # Of several processes each moves what its devices hold; device_put would first let all of them compare what they have.
+    return jax.tree.map(lambda leaf, how: jax.make_array_from_callback(leaf.shape, how, leaf.__getitem__), tree, placed)
+
+
+def put_copy(tree: Any, placed: Any) -> Any:
+    """A tree of arrays from wherever they lie, copied, so that the memory of the copy may be given away."""
+    if jax.process_count() == 1:
+        return jax.device_put(tree, placed, may_alias=False)
+
+    def copied(leaf: Any, how: NamedSharding) -> jax.Array:
+        if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
+            return jax.jit(jnp.copy, out_shardings=how)(leaf)
+        whole = np.asarray(leaf)
+        return jax.make_array_from_callback(whole.shape, how, lambda index: np.array(whole[index]))
+
+    return jax.tree.map(copied, tree, placed)
+
+
+def fetch(tree: Any) -> Any:
+    """A tree of arrays as numpy, whole in every process; all that share the arrays call it alike."""
+    if jax.process_count() > 1:
+        tree = jax.tree.map(_everywhere, tree)
+    return jax.device_get(tree)
+
+
 def put_batch(mesh: Mesh, batch: Any, rules: Rules) -> Any:
     """Move a tree of host arrays to the mesh, each cut along its first two dimensions as `batch` and `tokens` are."""
-    return jax.device_put(batch, jax.tree.map(lambda leaf: batch_sharding(mesh, leaf.shape, rules), batch))
+    return put(batch, jax.tree.map(lambda leaf: batch_sharding(mesh, leaf.shape, rules), batch))
 
 
 def batch_sharding(mesh: Mesh, shape: tuple[int, ...], rules: Rules) -> NamedSharding:
@@ -107,6 +139,20 @@ def _cut(mesh: Mesh, axis: str | None, size: int, rules: Rules, taken: Set[str])
     # An axis of one device cuts nothing.
     names = tuple(name for name in rules[axis] if name not in taken and mesh.shape[name] > 1)
     return names if names and size % math.prod(mesh.shape[name] for name in names) == 0 else None
+
+
+def _everywhere(leaf: Any) -> Any:
+    """Copied to every device, where this process does not reach all of it."""
+    if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
+        return leaf
+    if not isinstance(leaf.sharding, NamedSharding):
+        raise TypeError(f"expected an array that lies on a mesh, came one with {leaf.sharding}")
+    return _whole_on(leaf.sharding.mesh)(leaf)
+
+
+@cache
+def _whole_on(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+    return jax.jit(lambda leaf: leaf, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 
 def _is_axes(node: object) -> bool:

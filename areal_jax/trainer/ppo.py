@@ -17,6 +17,7 @@ from jaxtyping import Array, Bool, Float, Float32, Shaped
 
 from areal_jax.data.packing import Layout, TrainingSequence, pack
 from areal_jax.models.decoder import Params, Policy
+from areal_jax.parallel.sharding import fetch
 from areal_jax.records import Group, Sample
 from areal_jax.rl.advantages import Trajectory, compute_advantages, mean_weights, shaped_rewards, value_targets
 from areal_jax.rl.config import GAE, M2PO, PPO, Centred, KLInLoss, KLInReward, Proximal
@@ -300,7 +301,7 @@ class Trainer(Versions):
         if frozen is None:
             return None
         heard = [[sample.behave_logp.copy() for sample in group.samples] for group in groups]
-        for mini_batch, columns in zip(mini_batches, jax.device_get(_asked(frozen, mini_batches)), strict=True):
+        for mini_batch, columns in zip(mini_batches, fetch(_asked(frozen, mini_batches)), strict=True):
             if columns:
                 for (i, j), logp in zip(mini_batch.places, mini_batch.layout.gather(np.stack(columns)), strict=True):
                     heard[i][j][: len(logp)] = logp
@@ -383,7 +384,7 @@ class Trainer(Versions):
         """What the critic says of every sample that is trained on."""
         following: dict[tuple[int, int], Float32[np.ndarray, "_"]] = {}
         for lesson in lessons:
-            read = np.reshape(jax.device_get([batch.proximal_logp for batch in lesson.batches]), lesson.layout.shape)
+            read = np.reshape(fetch([batch.proximal_logp for batch in lesson.batches]), lesson.layout.shape)
             following |= zip(lesson.places, lesson.layout.gather(read), strict=True)
         if not all(np.isfinite(values).all() for values in following.values()):
             raise FloatingPointError(
@@ -406,7 +407,7 @@ class Trainer(Versions):
 
     def _without_far(self, mini_batch: MiniBatch, loss: M2PO) -> tuple[MiniBatch, tuple[float, float]]:
         """Without the tokens that M2PO leaves out, though they count in the loss's denominator; and the share that stays."""
-        hosts = [jax.device_get((batch.proximal_logp, batch.behave_logp, batch.loss_mask)) for batch in mini_batch.batches]
+        hosts = [fetch((batch.proximal_logp, batch.behave_logp, batch.loss_mask)) for batch in mini_batch.batches]
         if not hosts:
             return mini_batch, (0.0, 0.0)
         proximal, behave, mask = (np.stack(arrays) for arrays in zip(*hosts, strict=True))

@@ -71,7 +71,7 @@ def frozen_shardings(policy: Policy, mesh: Mesh) -> Params:
 
 def require_host_memory(mesh: Mesh, setting: str) -> None:
     """ValueError, naming the setting that asks for it, where the devices cannot reach the memory of the host."""
-    device = mesh.devices.flat[0]
+    device = mesh.local_devices[0]
     kinds = {memory.kind for memory in device.addressable_memories()}
     if HOST_MEMORY not in kinds:
         raise ValueError(

@@ -17,7 +17,7 @@ from jaxtyping import Array, Bool, Float, Shaped
 
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.models.moe import balance_loss, router_metrics
-from areal_jax.parallel.sharding import TRAIN_RULES, put_batch
+from areal_jax.parallel.sharding import TRAIN_RULES, put, put_batch, put_copy
 from areal_jax.records import PackedBatch
 from areal_jax.rl.losses import Meter, PolicyLoss
 from areal_jax.trainer.config import TrainerConfig
@@ -78,13 +78,11 @@ class Learner:
         self.shardings: StateShardings = state_shardings(policy, mesh, self.optimizer, offload=config.optimizer.offload)
         self._programs: dict[str, jax.stages.Compiled] = {}
         # A copy, because the first update gives the memory of what it is called with to its results.
-        self.params: Params = jax.device_put(params, self.shardings.params, may_alias=False)
+        self.params: Params = put_copy(params, self.shardings.params)
         self.base: Params = {} if base is None else base
         self.opt_state: optax.OptState = self._run("init", self.params)
         # What no micro-batch has yet, and all share.
-        self._nothing: Float[Array, "B T"] = jax.device_put(
-            np.zeros((self.rows, self.row_tokens), np.float32), self.forward.placed
-        )
+        self._nothing: Float[Array, "B T"] = put(np.zeros((self.rows, self.row_tokens), np.float32), self.forward.placed)
 
     @property
     def num_compilations(self) -> int:
@@ -106,7 +104,7 @@ class Learner:
 
     def put_column(self, values: Shaped[np.ndarray, "M B T"]) -> list[Shaped[Array, "B T"]]:
         """Start moving one value per token of all micro-batches to the train mesh, to be a column of each."""
-        return jax.device_put(list(values), self.forward.placed)
+        return put(list(values), [self.forward.placed] * len(values))
 
     def logprobs(self, batch: DeviceBatch) -> Float[Array, "B T"]:
         """What the parameters as they are now make of every token: its log-probability, or with a scalar head the value of what
@@ -145,8 +143,8 @@ class Learner:
 
     def restore(self, params: Params, opt_state: optax.OptState) -> None:
         """Go on from these instead; they may lie anywhere."""
-        self.params = jax.device_put(params, self.shardings.params, may_alias=False)
-        self.opt_state = jax.device_put(opt_state, self.shardings.opt_state, may_alias=False)
+        self.params = put_copy(params, self.shardings.params)
+        self.opt_state = put_copy(opt_state, self.shardings.opt_state)
 
     # Programs. Each is a pure function of its arguments; `_program` compiles it for the shapes and shardings of this learner.
 

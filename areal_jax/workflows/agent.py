@@ -57,6 +57,9 @@ class Agents:
     num_samples: int
     rewards: RewardConfig
     host: AgentHost
+    # A place for each agent at work, given in order of asking; each has a deadline once it has one. Those of an evaluation are
+    # not those of training, whose agents may hold theirs until the evaluation lets newer weights come.
+    places: asyncio.Semaphore
     export: Export = "concatenated"
 
     async def __call__(self, task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
@@ -66,7 +69,8 @@ class Agents:
         return tuple(sample for agent in agents for sample in agent.result())
 
     async def _episode(self, task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
-        found, drawn = await self.host.run(task, generate)
+        async with self.places:
+            found, drawn = await self.host.run(task, generate)
         calls = [Call(prompt, completion) for prompt, completion in drawn]
         if not calls:
             raise AgentFailed(f"the agent on task {task.id} has ended without a call of the policy")
@@ -82,7 +86,7 @@ Drawn = tuple[tuple[Int32[np.ndarray, "_"], Completion], ...]
 
 
 class AgentHost:
-    """Runs agents, at most `max_running` at the same time."""
+    """Runs agents."""
 
     def __init__(self, config: Agent, sessions: Sessions) -> None:
         """Whatever is wrong with the function's file is raised. ValueError unless there is one of function and command."""
@@ -90,8 +94,6 @@ class AgentHost:
             raise ValueError(f"workflow.function={config.function} and workflow.command={config.command}: expected one of them")
         self._config, self._sessions = config, sessions
         self._function = None if config.function is None else load_function(config.function)
-        # A place for each agent at work, given in order of asking; each has a deadline once it has one.
-        self._places = asyncio.Semaphore(config.max_running)
         # The loop of async functions: started with the first of them, ended by `close`. A daemon, for a function that blocks
         # it cannot be ended.
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -113,7 +115,7 @@ class AgentHost:
 
         timeout_s = self._config.timeout_s
         deadline = asyncio.timeout(timeout_s)
-        async with self._places, self._sessions.open(watched) as session:
+        async with self._sessions.open(watched) as session:
             try:
                 async with deadline:
                     found = await self._found(task, session)

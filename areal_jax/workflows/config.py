@@ -81,7 +81,7 @@ class Agent(WorkflowConfig):
         "environment and the task as JSON on its standard input; its last line of output says what a function would return",
     )
     timeout_s: float = chz.field(default=600.0, doc="an agent that has not ended by then is broken off, and its group given up")
-    max_running: int = chz.field(default=256, doc="agents at work at the same time")
+    max_running: int = chz.field(default=256, doc="agents at work at the same time; those of an evaluation are counted apart")
     export: Literal["concatenated", "per_call"] = chz.field(
         default="concatenated",
         doc="concatenated: calls that go on from one another, token for token, are one sample; per_call: each call is one",

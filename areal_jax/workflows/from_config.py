@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from areal_jax.records import Tokenizer, Tools, Workflow
 from areal_jax.rewards.config import RewardConfig, ToolsConfig
 from areal_jax.workflows import config, single_turn
@@ -35,7 +37,7 @@ def make_workflow(
             announcement = reply.announcement if chosen.announce else ""
             return Turns(tokenizer, num_samples, rewards, reply, max_turns, max_prompt_tokens, announcement=announcement)
         case config.Agent() if agents is not None:
-            return Agents(tokenizer, num_samples, rewards, agents, chosen.export)
+            return Agents(tokenizer, num_samples, rewards, agents, asyncio.Semaphore(chosen.max_running), chosen.export)
         case _:
             raise ValueError(f"expected SingleTurn, MultiTurn, ToolUse, or Agent with agents=, came {type(chosen).__name__}")
 

@@ -51,7 +51,7 @@ def plain(value):
     return value
 
 
-@settings(max_examples=50, deadline=None)
+@settings(max_examples=50)
 @given(
     seed=st.integers(0, 2**32 - 1),
     groups=st.lists(lengths, max_size=3),

@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_jax.data.packing import TrainingSequence, allocate, lay_out, pack
@@ -79,7 +79,6 @@ def test_a_mini_batch_of_the_papers_lengths_is_padded_by_one_part_in_twenty_at_m
 
 
 @given(lengths_and_capacity, st.integers(1, 5))
-@settings(deadline=None)
 def test_scattered_tokens_come_back_in_order(drawn: tuple[list[int], int], rows: int) -> None:
     lengths, row_tokens = drawn
     layout = lay_out(lengths, rows=rows, row_tokens=row_tokens)
@@ -93,7 +92,6 @@ def test_scattered_tokens_come_back_in_order(drawn: tuple[list[int], int], rows:
 
 
 @given(lengths_and_capacity, st.integers(1, 5))
-@settings(deadline=None)
 def test_rows_hold_whole_sequences_end_to_end(drawn: tuple[list[int], int], rows: int) -> None:
     lengths, row_tokens = drawn
     rng = np.random.default_rng(0)
@@ -132,7 +130,6 @@ def test_rows_hold_whole_sequences_end_to_end(drawn: tuple[list[int], int], rows
 
 
 @given(st.lists(st.tuples(*[st.integers(1, 20)] * 3), max_size=20), st.integers(1, 5))
-@settings(deadline=None)
 def test_what_belongs_together_lies_side_by_side_in_one_row(lengths: list[tuple[int, ...]], rows: int) -> None:
     layout = lay_out([length for unit in lengths for length in unit], rows=rows, row_tokens=64, num_together=3)
     starts, segments = layout.starts.reshape(-1, 3), layout.segments.reshape(-1, 3)

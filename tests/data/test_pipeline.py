@@ -21,7 +21,7 @@ def ids(stream: TaskStream, num: int) -> list[str]:
     return [next(stream).id for _ in range(num)]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.integers(1, 200), st.integers(0, 2**31 - 1))
 def test_every_task_comes_once_per_epoch(num: int, seed: int) -> None:
     stream = TaskStream(tasks(num), seed)
@@ -39,7 +39,7 @@ def test_each_epoch_and_each_seed_has_its_own_order() -> None:
     assert first != [task.id for task in tasks(50)]
 
 
-@settings(deadline=None, max_examples=20)
+@settings(max_examples=20)
 @given(st.integers(0, 600), st.integers(0, 600))
 def test_a_restored_stream_goes_on_as_if_nothing_had_happened(before: int, after: int) -> None:
     stream = TaskStream(tasks(230), 5)

@@ -31,9 +31,9 @@ from tiny_decode import (
 from areal_jax.engine.decode import DecodeEngine, Drawing, Drawn
 from areal_jax.engine.driver import Driver
 from areal_jax.engine.sampling import uniforms
-from areal_jax.engine.slots import SlotTable, nothing_drawn
+from areal_jax.engine.slots import SlotTable
 from areal_jax.models.attention import choose_kernel
-from areal_jax.records import Completion, EngineStopped, Request, Sampling, Unservable
+from areal_jax.records import Completion, EngineStopped, Request, Sampling, Unservable, nothing_drawn
 
 PROMPT = (5, 9, 33, 2, 17)
 
@@ -253,6 +253,7 @@ def test_samples_that_start_after_a_swap_are_drawn_by_the_new_weights():
         np.testing.assert_allclose(completion.logp, trainer_logp(PROMPT, completion, 1), atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_sequence_longer_than_the_cache_makes_it_grow_and_a_short_one_shrink():
     config = CONFIG.__class__(num_slots=2, max_prompt_tokens=20, max_new_tokens=200, steps_per_dispatch=8)
     long = engine(config)

@@ -15,8 +15,9 @@ import pytest
 from tiny_decode import CONFIG, POLICY, Shelf, engine, request
 
 from areal_jax.engine.decode import DecodeEngine
-from areal_jax.engine.driver import TOTALS, Driver
-from areal_jax.engine.fleet import BLOCK_TOKENS, Fleet, digests
+from areal_jax.engine.driver import Driver
+from areal_jax.engine.fleet import Fleet
+from areal_jax.engine.routing import BLOCK_TOKENS, TOTALS, digests
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import engine_meshes, make_meshes
 from areal_jax.records import Completion
@@ -107,7 +108,7 @@ def test_a_conversation_goes_on_where_it_began_unless_that_engine_is_busy() -> N
             if i % 2:
                 await future
         await asyncio.sleep(0)
-        while any(together._load):
+        while any(together._router._load.values()):
             await asyncio.sleep(0.01)
         for i in (3, 1, 2, 0):
             # What was said and 30 tokens more.
@@ -119,7 +120,7 @@ def test_a_conversation_goes_on_where_it_began_unless_that_engine_is_busy() -> N
         other = together.submit(request("other", beginnings[0].tolist(), seed=9))
         homes = together._home["held"], together._home["other"]
         await asyncio.gather(held, other)
-        assert not together._home and together._load == [0, 0]
+        assert not together._home and together._router._load == {0: 0, 1: 0}
         return first, again, len(set(homes))
 
     first, again, num_homes = run(main)

@@ -56,6 +56,7 @@ def logprobs(params: Params, tokens: jax.Array) -> jax.Array:
     return token_logprobs(hidden, ADAPTED.head(params), tokens, ones, chunk_tokens=1024)[0]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("placement", PLACEMENTS)
 def test_only_the_adapter_travels_and_every_token_is_drawn_beside_the_base(placement: str) -> None:
     config, num_devices = PLACEMENTS[placement]

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
 import numpy as np
 import pytest
+from letters import Letters
 
 from areal_jax.evaluation.answers import Answer, AnswerFolder, answer_of, vote_of
 from areal_jax.evaluation.results import results_of
@@ -28,28 +28,6 @@ def answers(place: int) -> list[Answer]:
         Answer(*(kind, "stop" if number else "length", place + number, vote, f"é\n{{}}\ud83d {number}"))  # type: ignore[arg-type]
         for number, (kind, vote) in enumerate(kinds[: 4 - place % 2])
     ]
-
-
-class Words:
-    """A tokenizer whose tokens are letters."""
-
-    stop_token_ids = (0,)
-    vocab_size = 128
-
-    def render(self, messages: Sequence[Message]) -> np.ndarray:
-        return self.encode(messages[-1].content)
-
-    def render_answer(self, prompt: Sequence[Message], answer: str) -> np.ndarray:
-        return self.encode(answer)
-
-    def render_next(self, messages: Sequence[Message]) -> np.ndarray:
-        return self.render(messages)
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.array([ord(letter) for letter in text], np.int32)
-
-    def decode(self, tokens: np.ndarray) -> str:
-        return "".join(chr(token) for token in tokens)
 
 
 def add_missing(path: Path) -> dict[int, tuple[Answer, ...]]:
@@ -73,7 +51,7 @@ def test_killed_at_any_byte_it_goes_on_with_what_was_whole(tmp_path: Path) -> No
             assert sorted(folder.found) == sorted([2, 1, 0][: sum(end <= num_bytes for end in ends)])
         assert add_missing(cut) == add_missing(cut) == whole
     tasks = [task(place) for place in range(3)]
-    assert results_of(tasks, add_missing(cut), {}, 1) == results_of(tasks, dict(sorted(whole.items())), {}, 1)
+    assert results_of(tasks, add_missing(cut), {}) == results_of(tasks, dict(sorted(whole.items())), {})
 
 
 def test_other_settings_are_refused_by_name_and_nothing_is_lost(tmp_path: Path) -> None:
@@ -91,15 +69,17 @@ def test_other_settings_are_refused_by_name_and_nothing_is_lost(tmp_path: Path) 
 def test_the_vote_is_for_what_is_said_last_and_spellings_of_it_are_one() -> None:
     def said(*pieces: tuple[str, bool]) -> Answer:
         """Pieces of text, drawn by the policy or not."""
-        tokens = Words().encode("".join(text for text, _ in pieces))
+        tokens = Letters().encode("".join(text for text, _ in pieces))
         mask = np.array([drawn for text, drawn in pieces for _ in text], np.bool_)
         versions = np.where(mask, 0, NO_VERSION).astype(np.int32)
         sample = Sample(tokens, mask, np.zeros(len(tokens), np.float32), versions, 0.0, "wrong", "stop")
-        return answer_of(sample, Words(), accept_plain=False)
+        return answer_of(sample, Letters(), accept_plain=False)
 
     turns = said(("Q?", False), ("\\boxed{1}", True), (" no \\boxed{9} ", False), ("\\boxed{042}", True))
     assert (turns.vote, turns.num_tokens) == ("42", 9 + 11)
     assert turns.text == "\\boxed{1} no \\boxed{9} \\boxed{042}"
+    # What was said before is not answered for by words without an answer.
+    assert said(("Q?", False), ("\\boxed{1}", True), (" no ", False), ("then I give up", True)).vote is None
     assert said(("Q?", False)).text == ""
     assert vote_of("no answer", accept_plain=False) is None
     assert {vote_of(f"\\boxed{{{text}}}", False) for text in ("1,234", "$1234$", "1234.0", "01234")} == {"1234"}
@@ -111,7 +91,7 @@ def test_the_vote_is_for_what_is_said_last_and_spellings_of_it_are_one() -> None
 def test_the_results_worked_out_by_hand() -> None:
     # Task 0: one right of four, two for 8, one silent. Task 1: one right of three, two for 8. Task 2 failed.
     found = {place: answers(place) for place in range(2)}
-    results = results_of([task(place) for place in range(3)], found, {2: TimeoutError("late")}, seed=1)
+    results = results_of([task(place) for place in range(3)], found, {2: TimeoutError("late")})
     assert (results.num_tasks, results.num_samples, results.samples_per_task) == (2, 7, 3)
     assert {k: estimate.value for k, estimate in results.pass_at.items()} == pytest.approx(
         # k = 2: 1 - C(3, 2) / C(4, 2) = 1/2, and 1 - C(2, 2) / C(3, 2) = 2/3.
@@ -121,6 +101,9 @@ def test_the_results_worked_out_by_hand() -> None:
     # k = 2 of task 0, 6 pairs: right and silent 1, right and 8 half, twice. Of task 1, 3 pairs: right and 8 half, twice.
     assert results.majority_at[2].value == pytest.approx(((1 + 2 / 2) / 6 + 2 / 2 / 3) / 2)
     assert results.majority_at[1].value == results.pass_at[1].value
+    # 1/2 and 2/3 have the mean 7/12 and the standard error 1/12: as many tasks as 7/12 * 5/12 / (1/12)^2 = 35 of yes or no.
+    # Wilson's interval of 35 is -+ 0.1555 around 0.5751.
+    assert results.pass_at[2].interval_95 == pytest.approx((0.419829, 0.730354), abs=1e-6)
     assert results.truncated == 2 / 7
     # 0 1 2 3 and 1 2 3.
     assert results.tokens.mean == 12 / 7
@@ -137,9 +120,9 @@ def test_the_results_worked_out_by_hand() -> None:
 def test_programs_and_answers_that_cannot_be_counted_have_no_majority() -> None:
     right = Answer("correct", "stop", 1, None, "def f(): ...")
     code = Task("t", (), "{}", kind="code")
-    assert results_of([code], {0: [right]}, {}, 1).majority_at is None
-    assert results_of([code], {0: [right]}, {}, 1).problems[0].expected == ""
-    assert results_of([task(0)], {0: [right]}, {}, 1).majority_at is None
+    assert results_of([code], {0: [right]}, {}).majority_at is None
+    assert results_of([code], {0: [right]}, {}).problems[0].expected == ""
+    assert results_of([task(0)], {0: [right]}, {}).majority_at is None
 
 
 def test_rows_of_the_file_are_json_for_any_tool(tmp_path: Path) -> None:

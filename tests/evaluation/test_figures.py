@@ -5,11 +5,9 @@ from collections import Counter
 from fractions import Fraction
 from itertools import combinations
 
-import numpy as np
 import pytest
 
 from areal_jax.evaluation.figures import (
-    bootstrap_intervals,
     majority_at_k,
     pass_at_k,
     powers_of_two,
@@ -86,16 +84,6 @@ def test_the_interval_is_wilsons() -> None:
     # None of 30 does not mean never: z^2 / (n + z^2) = 0.113513.
     assert wilson_interval(0.0, 0.0, 30) == pytest.approx((0.0, 0.113513), abs=1e-6)
     assert wilson_interval(1.0, 0.0, 30) == pytest.approx((0.886487, 1.0), abs=1e-6)
-
-
-def test_bootstrap_intervals_are_as_wide_as_theory_says_and_the_same_for_a_seed() -> None:
-    # 400 tasks, half of them solved: the mean's standard deviation is sqrt(1/4 / 400) = 0.025, so 1/2 -+ 1.96 * 0.025.
-    half = np.repeat([0.0, 1.0], 200)
-    ((low, high), sure) = bootstrap_intervals(np.stack([half, np.ones(400)], axis=1), seed=1)
-    assert (low, high) == pytest.approx((0.451, 0.549), abs=0.003)
-    assert sure == (1.0, 1.0)
-    assert bootstrap_intervals(half[:, None], seed=1) == bootstrap_intervals(half[:, None], seed=1)
-    assert bootstrap_intervals(np.zeros((37, 1)), 1) == [(0.0, 0.0)]
 
 
 def test_the_standard_error_is_of_the_mean() -> None:

@@ -99,7 +99,7 @@ def test_trace_of_a_killed_run_is_a_json_array_that_lacks_its_end(tmp_path):
     assert len(spans(json.loads(path.read_text() + "]"))) == 1000
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 30).map(float), st.integers(0, 10).map(float)), max_size=40))
 def test_spans_of_one_row_never_lie_across_each_other(tmp_path_factory, drawn):
     path = tmp_path_factory.mktemp("trace") / "trace.json"

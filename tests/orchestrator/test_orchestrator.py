@@ -9,26 +9,20 @@ import asyncio
 import logging
 import threading
 from collections.abc import Sequence
-from pathlib import Path
 
 import chz
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
+from embedded_engine import CONFIG, DEVICES, FOLDER, QUESTIONS, by_driver, decoding, tokenizer
 
-import areal_jax
-from areal_jax.data.tokenizer import HFTokenizer
-from areal_jax.engine.config import EngineConfig
-from areal_jax.engine.decode import DecodeEngine, EngineParams
-from areal_jax.engine.driver import Driver
+from areal_jax.engine.decode import DecodeEngine
 from areal_jax.engine.jetstream import JetStreamEngine
 from areal_jax.models import hf
 from areal_jax.models.decoder import Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
-from areal_jax.records import Message, Request, Sampling, Weights, derive_seed
-from areal_jax.weights.pinned import Pinned
+from areal_jax.records import Message, Sampling
 
 # The orchestrator of 0.2.2 asks for a name that JAX has given up.
 jax.tree_map = jax.tree.map  # pyright: ignore[reportAttributeAccessIssue]
@@ -39,38 +33,6 @@ from jetstream.core.utils import async_multifuture  # noqa: E402  # pyright: ign
 # Importing it makes all of this process tell everything.
 logging.getLogger().setLevel(logging.WARNING)
 logging.getLogger().handlers.clear()
-
-FOLDER = Path(areal_jax.__file__).parent / "models" / "embedded"
-CONFIG = EngineConfig(num_slots=4, max_prompt_tokens=64, max_new_tokens=40, steps_per_dispatch=1, prefill_chunk_tokens=16)
-QUESTIONS = [f"What is {a} + {101 - a} * {a}?" for a in (2, 17, 4, 31, 8, 12, 5, 70, 9)]
-
-
-@pytest.fixture(scope="module")
-def tokenizer() -> HFTokenizer:
-    return HFTokenizer.from_folder(FOLDER)
-
-
-@pytest.fixture(scope="module", params=[1, 4], ids=["one device", "four devices"])
-def decoding(request: pytest.FixtureRequest) -> tuple[DecodeEngine, EngineParams]:
-    placement = PlacementConfig() if request.param == 1 else PlacementConfig(rollout_devices=4, rollout_tensor=2)
-    mesh = make_meshes(placement, jax.devices()[:1] if request.param == 1 else None).rollout
-    policy = Policy(hf.read_config(FOLDER))
-    engine = DecodeEngine(policy, mesh, CONFIG, jnp.float32)
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
-    params = hf.load(FOLDER, policy, jax.tree.map(lambda _: here, policy.abstract()))
-    return engine, jax.device_put(jax.jit(engine.layout)(params), engine.param_shardings)
-
-
-def by_driver(engine: DecodeEngine, params: EngineParams, prompts: Sequence[np.ndarray], sampling: Sampling) -> list[list[int]]:
-    async def main() -> list[list[int]]:
-        driver = Driver(engine, Pinned(Weights(0, params)))
-        driver.start()
-        requests = [Request(f"r{i}", prompt, 1, sampling, derive_seed(7, str(i))) for i, prompt in enumerate(prompts)]
-        found = await asyncio.gather(*map(driver.submit, requests))
-        driver.close()
-        return [completion.tokens.tolist() for (completion,) in found]
-
-    return asyncio.run(main())
 
 
 class Orchestrator(orchestrator.Driver):
@@ -111,31 +73,30 @@ def by_jetstream(engine: JetStreamEngine, contents: Sequence[str | list[int]], m
     return asyncio.run(main())
 
 
+@pytest.mark.parametrize("num_devices", DEVICES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
-def test_the_orchestrator_gives_what_the_driver_gives(
-    decoding: tuple[DecodeEngine, EngineParams], tokenizer: HFTokenizer, temperature: float
-) -> None:
+def test_the_orchestrator_gives_what_the_driver_gives(num_devices: int, temperature: float) -> None:
     # More requests than slots, of one to three chunks, some of which stop and some of which are cut.
-    prompts = [tokenizer.render((Message("user", question),)) for question in QUESTIONS]
-    sampling = Sampling(CONFIG.max_new_tokens, temperature, stop_token_ids=tokenizer.stop_token_ids)
-    expected = by_driver(*decoding, prompts, sampling)
+    prompts = [tokenizer().render((Message("user", question),)) for question in QUESTIONS]
+    sampling = Sampling(CONFIG.max_new_tokens, temperature, stop_token_ids=tokenizer().stop_token_ids)
+    expected = [completion.tokens.tolist() for (completion,) in by_driver(num_devices, prompts, sampling)]
     found = by_jetstream(
-        JetStreamEngine(*decoding, tokenizer, sampling, seed=7), [prompt.tolist() for prompt in prompts], CONFIG.max_new_tokens
+        JetStreamEngine(*decoding(num_devices), tokenizer(), sampling, seed=7),
+        [prompt.tolist() for prompt in prompts],
+        CONFIG.max_new_tokens,
     )
     # JetStream keeps the stop token to itself.
-    stops = set(tokenizer.stop_token_ids)
+    stops = set(tokenizer().stop_token_ids)
     assert found == [tokens[:-1] if tokens[-1] in stops else tokens for tokens in expected]
     assert {len(tokens) for tokens in found} != {CONFIG.max_new_tokens}
     assert threading.active_count() < 60
 
 
-def test_text_goes_in_and_an_answer_may_be_cut_earlier(
-    decoding: tuple[DecodeEngine, EngineParams], tokenizer: HFTokenizer
-) -> None:
-    sampling = Sampling(CONFIG.max_new_tokens, 0.0, stop_token_ids=tokenizer.stop_token_ids)
-    (expected,) = by_driver(*decoding, [tokenizer.encode(QUESTIONS[0])], sampling)
-    (found,) = by_jetstream(JetStreamEngine(*decoding, tokenizer, sampling, seed=7), [QUESTIONS[0]], 5)
-    assert found == expected[:5]
+def test_text_goes_in_and_an_answer_may_be_cut_earlier() -> None:
+    sampling = Sampling(CONFIG.max_new_tokens, 0.0, stop_token_ids=tokenizer().stop_token_ids)
+    ((expected,),) = by_driver(1, [tokenizer().encode(QUESTIONS[0])], sampling)
+    (found,) = by_jetstream(JetStreamEngine(*decoding(1), tokenizer(), sampling, seed=7), [QUESTIONS[0]], 5)
+    assert found == expected.tokens[:5].tolist()
 
 
 @pytest.mark.parametrize(
@@ -146,8 +107,8 @@ def test_text_goes_in_and_an_answer_may_be_cut_earlier(
         ({"max_prompt_tokens": 8}, r"engine\.max_prompt_tokens of at least 16, came 8"),
     ],
 )
-def test_what_jetstream_cannot_do_is_refused(tokenizer: HFTokenizer, settings: dict[str, int], named: str) -> None:
+def test_what_jetstream_cannot_do_is_refused(settings: dict[str, int], named: str) -> None:
     mesh = make_meshes(PlacementConfig(), jax.devices()[:1]).rollout
     engine = DecodeEngine(Policy(hf.read_config(FOLDER)), mesh, chz.replace(CONFIG, **settings), jnp.float32)
     with pytest.raises(ValueError, match=named):
-        JetStreamEngine(engine, {}, tokenizer, Sampling(8))
+        JetStreamEngine(engine, {}, tokenizer(), Sampling(8))

@@ -60,7 +60,7 @@ def run_twice(function: str) -> tuple[list[tuple[Sample, ...]], list[int]]:
             samples, asked = list[tuple[Sample, ...]](), list[int]()
             for _ in range(2):
                 calls = Calls(engine, 0, Sampling(6, stop_token_ids=(0,)), 3, 0, journal)
-                samples.append(await Agents(TOKENIZER, 2, RewardConfig(), host)(TASK, calls, judge))
+                samples.append(await Agents(TOKENIZER, 2, RewardConfig(), host, asyncio.Semaphore(2))(TASK, calls, judge))
                 asked.append(len(engine.submitted))
             ticking.cancel()
             return samples, asked

@@ -3,7 +3,7 @@ from __future__ import annotations
 import asyncio
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from areal_jax.rollout.gate import Gate
@@ -93,7 +93,6 @@ def test_a_kind_of_tasks_may_lag_further_than_the_others() -> None:
     assert (unbounded.capacity("math"), unbounded.capacity("code"), unbounded.capacity()) == (2, 7, 7)
 
 
-@settings(deadline=None)
 @given(
     st.sampled_from([None, 0, 1, 3]),
     st.integers(1, 5),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -46,11 +45,10 @@ def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]):
     assert "engine.num_slots=16" in listed and "limits.max_body_bytes=" in listed and "api_key=none" in listed
 
 
-def test_it_answers_until_it_is_told_to_end():
+def test_it_answers_until_it_is_told_to_end(of_a_command: dict[str, str]):
     given = ["port=0", "engine.num_slots=1", "engine.max_prompt_tokens=16", "engine.max_new_tokens=16"]
-    environment = {**os.environ, "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
     process = subprocess.Popen(
-        [sys.executable, "-m", "areal_jax.serve", *given], stdout=subprocess.PIPE, text=True, env=environment
+        [sys.executable, "-m", "areal_jax.serve", *given], stdout=subprocess.PIPE, text=True, env=of_a_command
     )
     try:
         assert process.stdout is not None

@@ -13,7 +13,20 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_training import POLICY, PROMPT_TOKENS, ROW_TOKENS, batch, group, made_once, mean, params, sample, train_mesh
+from tiny_training import (
+    POLICY,
+    PROMPT_TOKENS,
+    ROW_TOKENS,
+    SCALAR,
+    batch,
+    critic_params,
+    group,
+    made_once,
+    mean,
+    params,
+    sample,
+    train_mesh,
+)
 
 from areal_jax.checkpoint.recovery import Columns
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
@@ -29,7 +42,6 @@ from areal_jax.trainer.ppo import Trainer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-SCALAR = Policy(dataclasses.replace(POLICY.config, readout="TokenClassification"))
 GAE_RAW = GAE(gamma=0.9, lam=0.8, normalize=False)
 CONFIG = TrainerConfig(
     loss=PPO(),
@@ -51,12 +63,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     },
     "data 2 x fsdp 2 x tensor 2": {"rows_per_micro_batch": 2, "mesh": {"devices": 8, "tensor": 2, "fsdp": 2}},
 }
-
-
-def critic_params() -> Any:
-    """The policy's trunk, and a head of equal numbers."""
-    trunk = {name: leaf for name, leaf in params(7).items() if name != "head"}
-    return trunk | {"value": np.full((16, 1), 0.3, np.float32), "value_bias": np.full(1, 0.3, np.float32)}
 
 
 def make(mesh: dict[str, int] | None = None, row_tokens: int = ROW_TOKENS, has_critic: bool = True, **changes: Any) -> Trainer:

@@ -84,6 +84,7 @@ def test_accumulating_gradients_makes_no_second_copy_of_them() -> None:
     assert memory.temp_size_in_bytes < 0.6 * gradients
 
 
+@pytest.mark.slow
 def test_an_update_takes_memory_that_grows_linearly_with_the_row() -> None:
     config = TrainerConfig(rows_per_micro_batch=1, remat="full", logp_chunk_tokens=128)
     short, long = (accumulate_memory(config, POLICY, {}, tokens).temp_size_in_bytes for tokens in (4096, 16384))

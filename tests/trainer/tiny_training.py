@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -36,11 +37,19 @@ POLICY = Policy(
     )
 )
 
+SCALAR = Policy(dataclasses.replace(POLICY.config, readout="TokenClassification"))
+
 
 def params(seed: int = 0) -> Params:
     """Host arrays; large enough that no two tokens are equally likely."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) / leaf.shape[-1] ** 0.5, POLICY.abstract())
+
+
+def critic_params() -> Any:
+    """The policy's trunk, and a head of equal numbers."""
+    trunk = {name: leaf for name, leaf in params(7).items() if name != "head"}
+    return trunk | {"value": np.full((16, 1), 0.3, np.float32), "value_bias": np.full(1, 0.3, np.float32)}
 
 
 def train_mesh(devices: int = 1, tensor: int = 1, fsdp: int | None = None, expert: int = 1, context: int = 1) -> Mesh:

@@ -5,20 +5,24 @@ from __future__ import annotations
 import asyncio
 import sys
 import threading
-from contextlib import AsyncExitStack
+import time
+from contextlib import AsyncExitStack, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import psutil
 import pytest
 
 from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.data.tokenizer import HFTokenizer
-from areal_jax.records import Completion, EngineStopped, Message, Sample, Task, Verdict, first_error
+from areal_jax.records import Completion, EngineStopped, Message, Sample, Task, ToolResult, Verdict, Workflow, first_error
 from areal_jax.rewards.config import RewardConfig
+from areal_jax.rewards.processes import has_ended
 from areal_jax.serve.sessions import AgentServer
-from areal_jax.workflows.agent import AgentFailed, AgentHost, Agents
+from areal_jax.workflows.agent import AgentFailed, AgentHost
 from areal_jax.workflows.config import Agent
+from areal_jax.workflows.from_config import make_workflow
 
 TOKENIZER = HFTokenizer.from_folder(EMBEDDED)
 REWARDS = RewardConfig(correct=2.0, wrong=-1.0)
@@ -51,6 +55,10 @@ async def in_a_loop(task, base_url, api_key):
 def unjudged(task, base_url, api_key):
     ask(base_url, api_key, [{"role": "user", "content": "q"}])
 
+def unjudged_twice(task, base_url, api_key):
+    for question in "qr":
+        ask(base_url, api_key, [{"role": "user", "content": question}])
+
 def silent(task, base_url, api_key):
     return 1
 
@@ -81,23 +89,32 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Saying:
-    """Draws the tokens of one text, and counts the threads that it is called in."""
+    """Draws the tokens of one text after another, the last for ever, and counts the threads that it is called in."""
 
-    def __init__(self, text: str = "2", error: Exception | None = None) -> None:
-        self.text, self.error = text, error
+    def __init__(self, *texts: str, error: Exception | None = None) -> None:
+        self.texts, self.error = list(texts or ["2"]), error
         self.threads = set[int]()
 
     async def __call__(self, prompt_tokens: Any, num_samples: int, **how: Any) -> list[Completion]:
         self.threads.add(threading.get_ident())
         if self.error is not None:
             raise self.error
-        drawn = np.append(TOKENIZER.encode(self.text), np.int32(TOKENIZER.stop_token_ids[0])).astype(np.int32)
+        text = self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
+        drawn = np.append(TOKENIZER.encode(text), np.int32(TOKENIZER.stop_token_ids[0])).astype(np.int32)
         zeros = np.zeros(len(drawn), np.int32)
         return [Completion(drawn, zeros.astype(np.float32) - 1, zeros, "stop") for _ in range(num_samples)]
 
 
 async def judge(task: Task, answer: str) -> Verdict:
     return Verdict("correct" if answer == task.answer else "wrong")
+
+
+def workflow(config: Agent, host: AgentHost, num_samples: int) -> Workflow:
+    return make_workflow(config, TOKENIZER, num_samples, REWARDS, max_prompt_tokens=200, tools=no_tools, agents=host)
+
+
+async def no_tools(tool: str, argument: str) -> ToolResult:
+    raise AssertionError("agents call none")
 
 
 def work(
@@ -112,7 +129,7 @@ def work(
             sessions = await stack.enter_async_context(AgentServer(TOKENIZER, 50).listening())
             host = AgentHost(config, sessions)
             stack.callback(host.close)
-            return await Agents(TOKENIZER, num_samples, REWARDS, host, config.export)(task, generate, judge)
+            return await workflow(config, host, num_samples)(task, generate, judge)
 
     return asyncio.run(asyncio.wait_for(main(), 100))
 
@@ -151,6 +168,8 @@ def test_an_async_agent_runs_beside_the_thread_that_counts(program: Path):
 def test_an_agent_that_returns_nothing_has_its_last_answer_judged(program: Path, said: str, reward: float):
     [sample] = work(Agent(function=f"{program}:unjudged"), Saying(said), num_samples=1)
     assert sample.reward == reward
+    samples = work(Agent(function=f"{program}:unjudged_twice"), Saying("7", said), num_samples=1)
+    assert [sample.reward for sample in samples] == [reward, reward]
 
 
 def test_a_command_is_an_agent_too(program: Path):
@@ -179,8 +198,53 @@ def test_an_agent_that_hangs_is_broken_off(program: Path):
     error = failure(Agent(function=f"{program}:hangs", timeout_s=0.3), Saying())
     assert isinstance(error, TimeoutError)
     assert "has not ended within 0.3 s" in str(error)
-    error = failure(Agent(command=f"{sys.executable} -c 'import time; time.sleep(60)'", timeout_s=0.5), Saying(), num_samples=1)
-    assert "has not ended within 0.5 s" in str(error)
+
+
+@pytest.mark.timeout(60)
+def test_a_command_that_hangs_is_killed_with_all_it_started(tmp_path: Path):
+    (tmp_path / "hangs.sh").write_text("sleep 600 &\necho $$ $! > pids.writing; mv pids.writing pids\nwait")
+    error = failure(Agent(command=f"sh -c 'cd {tmp_path}; . ./hangs.sh'", timeout_s=3.0), Saying(), num_samples=1)
+    assert isinstance(error, TimeoutError)
+    assert "has not ended within 3 s" in str(error)
+    started = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+    assert len(started) == 2
+    for pid in started:
+        with suppress(psutil.NoSuchProcess):
+            while not has_ended(psutil.Process(pid)):
+                time.sleep(0.01)
+
+
+class Held(Saying):
+    """Says nothing until it is let, and counts who waits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.let, self.waiting = asyncio.Event(), 0
+
+    async def __call__(self, prompt_tokens: Any, num_samples: int, **how: Any) -> list[Completion]:
+        self.waiting += 1
+        await self.let.wait()
+        return await super().__call__(prompt_tokens, num_samples, **how)
+
+
+def test_agents_have_places_and_those_of_an_evaluation_do_not_wait_for_those_of_training(program: Path):
+    config = Agent(function=f"{program}:in_a_loop", max_running=2)
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            host = AgentHost(config, await stack.enter_async_context(AgentServer(TOKENIZER, 50).listening()))
+            stack.callback(host.close)
+            # Weights that training waits for come after the evaluation.
+            held = Held()
+            training = asyncio.ensure_future(workflow(config, host, 5)(TASK, held, judge))
+            while held.waiting < 2:
+                await asyncio.sleep(0.01)
+            assert len(await workflow(config, host, 3)(TASK, Saying(), judge)) == 3
+            assert held.waiting == 2
+            held.let.set()
+            assert len(await training) == 5
+
+    asyncio.run(asyncio.wait_for(main(), 60))
 
 
 def test_an_engine_that_stopped_is_no_fault_of_the_agent(program: Path):

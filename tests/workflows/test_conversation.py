@@ -78,6 +78,9 @@ def test_between_two_turns_stands_what_the_template_puts_there() -> None:
     # One that was cut is ended for it; the token that ends it is context.
     cut = Call(ended.prompt, answer(said.tolist(), "length"))
     assert next_prompt(EMBEDDED, cut, [Message("user", "Sure?")]).tolist() == whole.tolist()
+    # So is one in which nothing was drawn.
+    nothing = next_prompt(EMBEDDED, Call(ended.prompt, answer([], "length")), [Message("user", "Sure?")])
+    assert nothing[: len(ended.prompt) + 1].tolist() == [*ended.prompt.tolist(), STOP]
     (sample,) = samples_of([cut, Call(whole, answer([5], "length"))], [0.0, 1.0], "correct")
     assert sample.tokens[sample.loss_mask].tolist() == [*said.tolist(), 5]
 
@@ -92,11 +95,13 @@ def test_calls_that_do_not_go_on_from_one_another_are_samples_of_their_own() -> 
     # Goes on from the first too, so that what the first drew is its context; and one of which nothing was before.
     branch = Call(np.array([3, 4, 5, STOP, 8], np.int32), answer([9, STOP], "stop"))
     other = Call(np.array([3, 10], np.int32), answer([11, STOP], "stop"))
-    samples = samples_of([first, second, branch, other], [0.1, 0.2, 0.3, 0.4], "correct")
+    # Was told that the first had said something else: what the first drew is no context of it.
+    rewritten = Call(np.array([3, 4, 6, STOP, 12], np.int32), answer([13, STOP], "stop"))
+    samples = samples_of([first, second, branch, other, rewritten], [0.1, 0.2, 0.3, 0.4, 0.5], "correct")
     trained = [sample.tokens[sample.loss_mask].tolist() for sample in samples]
-    assert trained == [[5, STOP, 7], [9, STOP], [11, STOP]]
-    assert [sample.reward for sample in samples] == [0.2, 0.3, 0.4]
-    assert [sample.stop_reason for sample in samples] == ["length", "stop", "stop"]
+    assert trained == [[5, STOP, 7], [9, STOP], [11, STOP], [13, STOP]]
+    assert [sample.reward for sample in samples] == [0.2, 0.3, 0.4, 0.5]
+    assert [sample.stop_reason for sample in samples] == ["length", "stop", "stop", "stop"]
     # One call each: the reward of each, its own prompt for context.
     alone = samples_of([first, second, branch, other], [0.1, 0.2, 0.3, 0.4], "correct", export="per_call")
     assert [sample.reward for sample in alone] == [0.1, 0.2, 0.3, 0.4]

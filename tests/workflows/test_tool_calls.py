@@ -33,6 +33,8 @@ def test_calls_are_read_in_order_with_any_text_around_them() -> None:
 def test_what_is_thought_is_not_called() -> None:
     assert hermes(f"<think>maybe {call(expression='1')}</think> no") == []
     assert hermes(f"<think>maybe</think> {call(expression='1')}") == [ToolCall("calculator", "1")]
+    twice = f"<think>a</think> {call(expression='1')} <think>b</think> {call(expression='2')}"
+    assert hermes(twice) == [ToolCall("calculator", "2")]
 
 
 @pytest.mark.parametrize(
@@ -68,6 +70,7 @@ def test_a_tag_that_is_never_closed_is_an_error() -> None:
 
 
 def test_there_is_an_end_to_the_calls_of_a_turn() -> None:
+    assert hermes(call(expression="1") * MAX_CALLS) == [ToolCall("calculator", "1")] * MAX_CALLS
     calls = hermes(call(expression="1") * (MAX_CALLS + 3))
     assert calls[:MAX_CALLS] == [ToolCall("calculator", "1")] * MAX_CALLS
     assert calls[MAX_CALLS:] == [BadCall(f"at most {MAX_CALLS} calls a turn, came {MAX_CALLS + 3}")]

@@ -93,6 +93,7 @@ def run(
     num_samples: int = 1,
     max_prompt_tokens: int = 1000,
     rewards: RewardConfig | None = None,
+    judge: Callable = judge,
 ) -> tuple[Sample, ...]:
     workflow = make_workflow(
         chosen, TOKENIZER, num_samples, rewards or RewardConfig(), max_prompt_tokens=max_prompt_tokens, tools=tools
@@ -112,6 +113,23 @@ def test_a_wrong_answer_is_told_so_and_the_next_one_is_judged() -> None:
     for sample in (wrong_twice, right):
         assert (sample.versions[~sample.loss_mask] == NO_VERSION).all()
         assert (sample.versions[sample.loss_mask] == 3).all()
+
+
+def test_what_has_no_answer_is_told_so_like_what_is_wrong() -> None:
+    (sample,) = run(MULTI_TURN, Policy(**{"1+1?": "", AGAIN: "2"}))
+    # Half of the way from -5 to 5.
+    assert (sample.verdict, sample.reward) == ("correct", 0.0)
+
+
+def test_every_turn_is_judged_once() -> None:
+    said = list[str]()
+
+    async def noting(task: Task, answer: str) -> Verdict:
+        said.append(answer)
+        return await judge(task, answer)
+
+    run(chz.replace(MULTI_TURN, max_turns=2), Policy(**{"1+1?": ["2", "3"], AGAIN: "4"}), 2, judge=noting)
+    assert sorted(said) == ["2", "3", "4"]
 
 
 def test_a_right_answer_is_worth_less_with_every_turn_and_a_wrong_one_no_more() -> None:

@@ -1,0 +1,193 @@
+"""A run on a cluster: this process counts and decides, others train, decode and judge."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from areal_jax.assembly import Run, TracedJudge, agents_of, kinds_of_tasks, shown_progress, stopping_on_signals, written_files
+from areal_jax.checkpoint.config import CHECKPOINTS
+from areal_jax.checkpoint.recovery import unpack
+from areal_jax.checkpoint.store import CheckpointStore
+from areal_jax.config import written_settings
+from areal_jax.hosts import releases
+from areal_jax.launch.cluster import Cluster, connected
+from areal_jax.launch.config import Ray
+from areal_jax.launch.connection import Connection, PartLost
+from areal_jax.launch.engines import Engines
+from areal_jax.launch.judges import Judges
+from areal_jax.launch.relay import Relay
+from areal_jax.launch.trainers import Trainers
+from areal_jax.run_plan import Plan
+from areal_jax.settings import ConfigError
+
+logger = logging.getLogger(__name__)
+
+TRAINER, ENGINE, REWARDS = (f"areal_jax.hosts:{name}" for name in ("TrainerHost", "EngineHost", "RewardWorker"))
+
+REPLACEMENT_ATTEMPTS = 3
+"""A process that cannot be started so often is not asked for any more."""
+
+OFFER_TIMEOUT_S = 600.0
+"""For trainer hosts to give a version of any size to the object store."""
+
+
+async def train_on_cluster(
+    plan: Plan, folder: Path, train: Callable[[Run[Trainers]], Awaitable[None]], *, resume: bool, source: str | None
+) -> None:
+    """Train; where a trainer host is lost, go on from the last checkpoint, launch.attempts times."""
+    launch = plan.experiment.launch
+    assert isinstance(launch, Ray)
+    for left in range(launch.attempts, -1, -1):
+        try:
+            async with assembled_on_cluster(plan, folder, resume=resume, source=source) as run:
+                await train(run)
+            return
+        except PartLost as loss:
+            if not left:
+                raise
+            logger.error("%s; the run goes on from its last checkpoint, and bears %d more such losses", loss, left - 1)
+            resume = True
+
+
+class Crew:
+    """Engines and reward workers: as many as are wanted, and another one for each that is lost."""
+
+    def __init__(self, cluster: Cluster, arguments: tuple[Any, ...], kinds: list[str]) -> None:
+        """Args: arguments: settings and source, as roles get them. kinds: of tasks to judge."""
+        self._cluster, self._arguments, self._kinds = cluster, arguments, kinds
+        wait_s = cluster.config.start_timeout_s
+        self.engines, self.judges = Engines(wait_s=wait_s), Judges(wait_s=wait_s)
+        self.relay: Relay | None = None
+        self._numbers = {"engine": itertools.count(), "reward worker": itertools.count()}
+        self._policy: str | None = None
+        # Replacements being started; owned by this object, cancelled by `close`.
+        self._starting: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    async def start(self) -> None:
+        """Start all of them, side by side."""
+        config = self._cluster.config
+        await asyncio.gather(
+            *(self._start_engine() for _ in range(config.rollout_engines)),
+            *(self._start_judge() for _ in range(config.reward_workers)),
+        )
+
+    async def close(self) -> None:
+        """End all of them."""
+        self._closing = True
+        for task in self._starting:
+            task.cancel()
+        await asyncio.gather(*self._starting, return_exceptions=True)
+        await asyncio.gather(self.engines.close(), self.judges.close())
+
+    async def _start_engine(self) -> None:
+        number = next(self._numbers["engine"])
+        connection, facts = await self._cluster.start("engine", number, ENGINE, *self._arguments)
+        require_same(connection, facts)
+        self._policy = self._policy or facts["policy"]
+        if facts["policy"] != self._policy:
+            await connection.close()
+            raise ConfigError(
+                f"{connection.name} ({facts['devices']}) found another policy than the others: fingerprint {facts['policy']}, "
+                f"expected {self._policy}; policy.path must name the same files on every host"
+            )
+        await self.engines.join(number, connection, facts["num_slots"], self._lost(self._start_engine))
+        if self.relay is not None:
+            self.relay.offer()
+
+    async def _start_judge(self) -> None:
+        number = next(self._numbers["reward worker"])
+        connection, facts = await self._cluster.start("reward worker", number, REWARDS, *self._arguments, self._kinds)
+        require_same(connection, facts)
+        await self.judges.join(number, connection, self._lost(self._start_judge))
+
+    def _lost(self, start: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[int, PartLost], None]:
+        def replace(_number: int, _loss: PartLost) -> None:
+            if not self._closing:
+                task = asyncio.create_task(self._replaced(start), name="replacement")
+                self._starting.add(task)
+                task.add_done_callback(self._starting.discard)
+
+        return replace
+
+    async def _replaced(self, start: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        for attempt in range(1, REPLACEMENT_ATTEMPTS + 1):
+            try:
+                await start()
+                return
+            except (PartLost, ConfigError) as error:
+                logger.error("attempt %d of %d to replace what was lost: %s", attempt, REPLACEMENT_ATTEMPTS, error)
+
+
+@asynccontextmanager
+async def assembled_on_cluster(plan: Plan, folder: Path, *, resume: bool, source: str | None) -> AsyncIterator[Run[Trainers]]:
+    """A run whose parts are processes of a Ray cluster; on leaving all of them are ended.
+
+    Args: source: name or file of the experiment. PartLost where a trainer host is lost, then or later."""
+    experiment = plan.experiment
+    launch = experiment.launch
+    assert isinstance(launch, Ray)
+    async with AsyncExitStack() as stack:
+        store = CheckpointStore(folder / CHECKPOINTS, experiment.checkpoint.keep)
+        stack.callback(store.close)
+        saved_version = store.latest_version() if resume else None
+        progress = shown_progress(stack, plan, folder, saved_version)
+        cluster = stack.enter_context(connected(launch))
+        arguments, kinds = (written_settings(experiment), source), sorted(kinds_of_tasks(plan))
+        crew = Crew(cluster, arguments, kinds)
+        stack.push_async_callback(crew.close)
+        progress.say(
+            f"trainer hosts: {launch.trainer_hosts}, engines: {launch.rollout_engines}, reward workers: "
+            f"{launch.reward_workers}, as processes of Ray ({cluster.accelerator if cluster.accelerator != 'none' else 'CPUs'})"
+        )
+        (trainers, beside), _ = await asyncio.gather(
+            start_trainers(stack, cluster, *arguments, str(folder.absolute()), saved_version), crew.start()
+        )
+        sinks, trace = written_files(stack, plan, folder, trainers.version if resume else None)
+        relay = crew.relay = Relay(trainers, crew.engines, offer_timeout_s=OFFER_TIMEOUT_S)
+        stack.push_async_callback(relay.close)
+        trainers.when_step_ends(relay.step_ended)
+        relay.publish(trainers.version, trainers.params)
+        stop = stack.enter_context(stopping_on_signals())
+        agents = await agents_of(stack, experiment, plan.tokenizer)
+        judge = TracedJudge(crew.judges, trace)
+        restored = None if beside is None else unpack(beside)
+        yield Run(
+            *(plan, folder, trainers, trainers, relay, crew.engines, judge, judge.use, agents),
+            *(sinks, trace, progress, stop, restored),
+        )
+
+
+async def start_trainers(
+    stack: AsyncExitStack, cluster: Cluster, settings: str, source: str | None, folder: str, saved_version: int | None
+) -> tuple[Trainers, Any]:
+    """All trainer hosts, joined and ready, until the stack ends; and what their checkpoint holds beside their state, packed."""
+    config = cluster.config
+
+    async def started(number: int) -> Connection:
+        connection, facts = await cluster.start("trainer host", number, TRAINER, settings, source, folder, saved_version)
+        stack.push_async_callback(connection.close)
+        require_same(connection, facts)
+        return connection
+
+    hosts = await asyncio.gather(*(started(number) for number in range(config.trainer_hosts)))
+    coordinator = await hosts[0].address()
+    joined = await asyncio.gather(
+        *(
+            host.ask("join", coordinator, number, config.trainer_hosts, config.start_timeout_s)
+            for number, host in enumerate(hosts)
+        )
+    )
+    return Trainers(hosts, joined[0]["version"]), joined[0]["beside"]
+
+
+def require_same(connection: Connection, facts: dict[str, Any]) -> None:
+    """ConfigError where a process runs other releases than this one."""
+    if different := [f"{name} {facts[name]}, expected {here}" for name, here in releases().items() if facts[name] != here]:
+        raise ConfigError(f"{connection.name} has {' and '.join(different)}: install the same on every host")

@@ -1,0 +1,270 @@
+"""What the processes of a run on a cluster are: trainer hosts, engines, reward workers. Each is the role of a `launch.part`.
+
+A role gets its settings as a run writes them down, makes of them what the same run in one process would, and says what it
+found, so that whoever asked can compare."""
+
+from __future__ import annotations
+
+import asyncio
+import platform
+import socket
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from areal_jax import __version__
+from areal_jax.checkpoint.config import CHECKPOINTS
+from areal_jax.checkpoint.recovery import decode, pack, task_from_json, unpack
+from areal_jax.checkpoint.store import CheckpointStore
+from areal_jax.config import Experiment, read_settings
+from areal_jax.engine.decode import laid_out
+from areal_jax.engine.driver import Driver
+from areal_jax.launch import wire
+from areal_jax.launch.config import Ray
+from areal_jax.launch.part import Emit
+from areal_jax.models import lora
+from areal_jax.parallel.hosts import join
+from areal_jax.parallel.mesh import make_train_mesh
+from areal_jax.policies import decoding_mesh, find_decoding_policy
+from areal_jax.records import Completion
+from areal_jax.rewards.service import RewardService
+from areal_jax.run_plan import RESTING, TrainingPlan, make_training_plan, memory_text, sized
+from areal_jax.settings import ConfigError
+from areal_jax.trainer.state import trained
+from areal_jax.training import Keeper, initial_weights, rl_trainer
+from areal_jax.weights.object_store import ShardPublisher, ShardReader
+from areal_jax.workflows.from_config import tools_of
+
+Facts = dict[str, Any]
+
+
+def releases() -> Facts:
+    """What must be the same in every process of a run."""
+    return {"areal_jax": __version__, "jax": jax.__version__, "Python": ".".join(platform.python_version_tuple()[:2])}
+
+
+class TrainerHost:
+    """One of the processes that train together."""
+
+    def __init__(self, emit: Emit, settings: str, source: str | None, run_folder: str, saved_version: int | None) -> None:
+        """
+        Args:
+            settings: of the experiment, as config.json holds them.
+            source: the experiment's name or file, whose classes the settings may name.
+            run_folder: the same for all hosts.
+            saved_version: of the checkpoint to go on from.
+        """
+        self._experiment = read_settings(settings, source)
+        self._folder, self._saved_version = Path(run_folder), saved_version
+
+    async def begin(self) -> Facts:
+        """Nothing is made before all hosts are there."""
+        return releases()
+
+    async def join(self, coordinator: str, host: int, num_hosts: int, timeout_s: float) -> Facts:
+        """Meet the other hosts, make the trainer, load its weights and compile."""
+        return await asyncio.to_thread(self._join, coordinator, host, num_hosts, timeout_s)
+
+    async def step(self, packed: Sequence[Any]) -> tuple[dict[str, Any], list[list[Any]], Mapping[str, tuple[float, float]]]:
+        """One trainer step: metrics, stale tokens, and what the publishing of weights took since the last one.
+
+        Args: packed: groups, a reference to the object store."""
+        return await asyncio.to_thread(self._step, await packed[0])
+
+    def publish(self, version: int) -> None:
+        """Send a version on its way; never waits."""
+        self._publisher.publish(version, self._trainer.params)
+
+    async def contribution(self, after: int, timeout_s: float) -> Any:
+        """Where this host's shards of its newest version above `after` are; None where there is none in time."""
+        return await asyncio.to_thread(self._publisher.next, after, timeout_s)
+
+    async def save(self, version: int, packed: Sequence[Any]) -> None:
+        """Begin a checkpoint. Args: packed: what it holds beside the trainer's state, a reference to the object store."""
+        beside = unpack(await packed[0])
+        await asyncio.to_thread(self._keeper.save, version, beside)
+
+    async def write_results(self, version: int) -> list[str]:
+        """As `Keeper.write_results`, in which all hosts must take part."""
+        return await asyncio.to_thread(self._keeper.write_results, version)
+
+    async def end(self) -> None:
+        """Finish the checkpoint under way."""
+        if hasattr(self, "_keeper"):
+            await asyncio.to_thread(self._publisher.close)
+            await asyncio.to_thread(self._keeper.store.close)
+
+    def _join(self, coordinator: str, host: int, num_hosts: int, timeout_s: float) -> Facts:
+        if num_hosts > 1:
+            join(coordinator, num_hosts, host, timeout_s)
+        devices, launch = jax.devices(), self._experiment.launch
+        assert isinstance(launch, Ray) and isinstance(self._experiment, Experiment)
+        if len(devices) != num_hosts * launch.trainer_devices:
+            raise ConfigError(
+                f"{num_hosts} trainer hosts have {len(devices)} devices together, expected launch.trainer_devices="
+                f"{launch.trainer_devices} each"
+            )
+        plan = make_training_plan(self._experiment, make_train_mesh(self._experiment.placement, devices))
+        require_memory(plan, devices)
+        params, base = initial_weights(plan)
+        self._trainer = rl_trainer(plan, params, base)
+        store = CheckpointStore(self._folder / CHECKPOINTS, self._experiment.checkpoint.keep)
+        self._keeper = Keeper(plan, self._folder, self._trainer, base, store)
+        beside = None if self._saved_version is None else pack(self._keeper.restore(self._saved_version))
+        self._trainer.warm_up()
+        self._publisher = ShardPublisher(lambda params: laid_out(plan.policy, params, plan.compute_dtype))
+        return {"version": self._trainer.version, "beside": beside, "devices": described(devices)}
+
+    def _step(self, packed: Any) -> tuple[dict[str, Any], list[list[Any]], Mapping[str, tuple[float, float]]]:
+        groups = decode(unpack(packed))[0].buffered
+        found = self._trainer.step(groups)
+        metrics = {
+            name: tuple(float(part) for part in value) if isinstance(value, tuple) else float(value)
+            for name, value in found.metrics.items()
+        }
+        return metrics, found.stale, self._publisher.metrics()
+
+
+class EngineHost:
+    """One engine on all devices of its process."""
+
+    def __init__(self, emit: Emit, settings: str, source: str | None) -> None:
+        """Args: as those of TrainerHost."""
+        self._emit, self._experiment = emit, read_settings(settings, source)
+        exp = self._experiment
+        mesh = decoding_mesh(exp.placement, "placement.rollout_devices")
+        found = find_decoding_policy(exp.policy, exp.engine, mesh, None, seed=exp.seed)
+        launch, engine = exp.launch, found.engine
+        assert isinstance(launch, Ray)
+        if engine.mesh.size != launch.engine_devices:
+            raise ConfigError(
+                f"an engine has {engine.mesh.size} devices, expected launch.engine_devices={launch.engine_devices}"
+            )
+        self._found, self._report_every_s = found, launch.report_every_s
+        base = found.load_base()
+        self._reader = ShardReader(
+            engine.param_shardings,
+            jax.eval_shape(engine.layout, trained(found.policy).abstract),
+            complete=None if base is None else lambda arrived: lora.attach(found.policy, base, arrived),
+            on_event=lambda name, _start_s, _end_s, args: emit(name, args["version"]),
+        )
+        self._driver = Driver(engine, self._reader)
+        engine.warm_up()
+        self._driver.start()
+        # Tokens of each sample of each request that were reported, and whoever wants to know sooner.
+        self._told: dict[str, list[int]] = {}
+        self._reporter: asyncio.Task[None] | None = None
+
+    async def begin(self) -> Facts:
+        """Begin to report."""
+        self._reporter = asyncio.create_task(self._report(), name="reporter")
+        engine = self._found.engine
+        facts = {"num_slots": engine.config.num_slots, "policy": self._found.fingerprint()}
+        return releases() | facts | {"devices": described(list(engine.mesh.devices.flat))}
+
+    async def submit(self, plain: Any) -> Any:
+        """Answer a request. Cancelling frees its slots."""
+        request = wire.request_from(plain)
+        self._told[request.id] = [len(drawn.tokens) for drawn in request.resume] or [0] * request.num_samples
+        try:
+            return wire.completions_to(await self._driver.submit(request))
+        finally:
+            del self._told[request.id]
+
+    async def snapshot(self) -> dict[str, Any]:
+        """What every unfinished request has drawn so far."""
+        return {name: wire.completions_to(drawn) for name, drawn in (await self._driver.snapshot()).items()}
+
+    def end_sample(self, request_id: str, sample: int) -> None:
+        """As `Driver.end_sample`."""
+        self._driver.end_sample(request_id, sample)
+
+    def offer(self, version: int, contributions: Sequence[Any]) -> None:
+        """Weights of a version can be had."""
+        self._reader.offer(version, contributions)
+
+    async def end(self) -> None:
+        """End the driver."""
+        if self._reporter is not None:
+            self._reporter.cancel()
+        await asyncio.to_thread(self._driver.close)
+        await asyncio.to_thread(self._reader.close)
+
+    async def _report(self) -> None:
+        """Tell what was drawn and measured, every so often."""
+        while True:
+            await asyncio.sleep(self._report_every_s)
+            drawn = await self._driver.snapshot()
+            news = {name: found for name, completions in drawn.items() if (found := self._news(name, completions))}
+            if news:
+                self._emit("progress", news)
+            self._emit("measures", self._driver.metrics())
+
+    def _news(self, name: str, completions: Sequence[Completion]) -> dict[int, Any]:
+        """By sample, from which token on something is new, and that."""
+        if (told := self._told.get(name)) is None:
+            return {}
+        new = {
+            sample: (told[sample], wire.completion_to(drawn.between(told[sample])))
+            for sample, drawn in enumerate(completions)
+            if len(drawn.tokens) > told[sample] or (drawn.stop_reason != "suspended" and told[sample] >= 0)
+        }
+        for sample in new:
+            told[sample] = len(completions[sample].tokens)
+        return new
+
+
+class RewardWorker:
+    """A reward service, with its own judging processes."""
+
+    def __init__(self, emit: Emit, settings: str, source: str | None, kinds: Sequence[str]) -> None:
+        """Args: as those of TrainerHost; kinds: of tasks that will be judged."""
+        experiment = read_settings(settings, source)
+        assert isinstance(experiment.launch, Ray)
+        self._emit, self._report_every_s = emit, experiment.launch.report_every_s
+        self._service = RewardService(experiment.rewards, kinds, tools_of(experiment.workflow))
+        self._reporter: asyncio.Task[None] | None = None
+
+    async def begin(self) -> Facts:
+        """Start the judging processes."""
+        await self._service.start()
+        self._reporter = asyncio.create_task(self._report(), name="reporter")
+        return releases()
+
+    async def judge(self, task: Mapping[str, Any], answer: str) -> dict[str, Any]:
+        """As RewardService: judge an answer."""
+        return asdict(await self._service(task_from_json(task), answer))
+
+    async def use(self, tool: str, argument: str) -> dict[str, Any]:
+        """As RewardService: use a tool."""
+        return asdict(await self._service.use(tool, argument))
+
+    async def end(self) -> None:
+        """Kill all judging processes."""
+        if self._reporter is not None:
+            self._reporter.cancel()
+        await self._service.close()
+
+    async def _report(self) -> None:
+        while True:
+            await asyncio.sleep(self._report_every_s)
+            self._emit("counts", self._service.counters())
+
+
+def require_memory(plan: TrainingPlan, devices: Sequence[jax.Device]) -> None:
+    """ConfigError, with the numbers, where these devices cannot hold what rests on each; on CPUs nobody knows."""
+    has = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
+    parts = {name: size for name, size in plan.train_bytes().items() if name in RESTING}
+    if sum(parts.values()) > has > 0:
+        raise ConfigError(
+            f"{described(devices)} cannot hold the policy: {memory_text(parts)} are needed on each, which has "
+            f"{sized(has)}; raise launch.trainer_hosts or launch.trainer_devices, or set placement.train_fsdp"
+        )
+
+
+def described(devices: Sequence[jax.Device]) -> str:
+    """How many, of which kind, where."""
+    return f"{len(devices)} {devices[0].device_kind} at {socket.gethostname()}"

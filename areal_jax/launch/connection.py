@@ -1,0 +1,206 @@
+"""The controller's end of a part: questions out, answers in, and the moment at which it is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import builtins
+import contextlib
+import itertools
+import logging
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+
+from areal_jax.launch.part import Event, Message, Part
+from areal_jax.records import EngineStopped, Unservable
+from areal_jax.settings import ConfigError
+
+logger = logging.getLogger(__name__)
+
+LISTEN_S = 2.0
+"""A part answers a listener after so long even where it has nothing to say: it lives."""
+
+END_TIMEOUT_S = 20.0
+
+ERRORS: Mapping[str, type[Exception]] = {error.__name__: error for error in (Unservable, EngineStopped, ConfigError)}
+"""That keep their class on the way, beside Python's own."""
+
+
+class PartLost(RuntimeError):
+    """A process of the run is gone, or does not answer any more; the message names it and says how that is known."""
+
+
+class Connection:
+    """Use it from the asyncio thread. What is asked within one turn of the event loop travels together."""
+
+    def __init__(self, name: str, actor: Any, *, silence_timeout_s: float) -> None:
+        """Args: actor: of class `Part`; killed when it is silent too long, and on `close`."""
+        self.name, self._actor, self._silence_timeout_s = name, actor, silence_timeout_s
+        self.process_id = 0
+        """On its host."""
+        self._told: Callable[[str, Any], None] = lambda _topic, _what: None
+        self._tickets = itertools.count(1)
+        self._asked: dict[int, asyncio.Future[Any]] = {}
+        # Put by `ask` and `tell`, taken whole by `_send` at the end of the event loop's turn.
+        self._outbox: list[Message] = []
+        self._loss: PartLost | None = None
+        self._on_loss: Callable[[PartLost], None] = lambda _loss: None
+        # Owned by this object; ends with the part, or with `close`.
+        self._listener: asyncio.Task[None] | None = None
+
+    @classmethod
+    async def opened(
+        cls,
+        name: str,
+        role: str,
+        arguments: tuple[Any, ...],
+        *,
+        options: Mapping[str, Any],
+        simulated_devices: int | None,
+        start_timeout_s: float,
+        silence_timeout_s: float,
+    ) -> tuple[Connection, Any]:
+        """Start a part, and wait until it is ready to work; the connection, and what its role's `begin` says.
+
+        PartLost where it dies before, or is not ready in time; what is wrong with the settings, as ConfigError."""
+        # Reached by its name on the other side, where the package is installed too.
+        actor_class: Any = ray.remote(Part)
+        actor = actor_class.options(max_concurrency=1000, max_restarts=0, **options).remote(name, simulated_devices)
+        connection = cls(name, actor, silence_timeout_s=silence_timeout_s)
+        try:
+            async with asyncio.timeout(start_timeout_s):
+                connection.process_id, facts = await actor.begin.remote(role, *arguments)
+        except TimeoutError:
+            connection._kill()
+            raise PartLost(f"{name} was not ready within launch.start_timeout_s={start_timeout_s:g}") from None
+        except RayActorError as error:
+            raise PartLost(f"{name} ended before it was ready: {_reason(error)}") from error
+        except RayError as error:
+            connection._kill()
+            raise _cause(error, name) from error
+        except BaseException:
+            connection._kill()
+            raise
+        connection._listener = asyncio.create_task(connection._listen(), name=f"listening to {name}")
+        return connection, facts
+
+    def listen(self, told: Callable[[str, Any], None], on_loss: Callable[[PartLost], None]) -> None:
+        """Whom to tell what the part tells unasked, and that it is lost."""
+        self._told, self._on_loss = told, on_loss
+        if self._loss is not None:
+            on_loss(self._loss)
+
+    def ask(self, verb: str, *arguments: Any) -> asyncio.Future[Any]:
+        """What the part's role answers; cancelled here, it is cancelled there. PartLost where the part is lost before."""
+        future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
+        if self._loss is not None:
+            future.set_exception(self._loss)
+            return future
+        ticket = next(self._tickets)
+        self._asked[ticket] = future
+        future.add_done_callback(lambda _: self._cancel(ticket) if future.cancelled() else None)
+        self._put((ticket, verb, arguments))
+        return future
+
+    def tell(self, verb: str, *arguments: Any) -> None:
+        """Ask for no answer."""
+        if self._loss is None:
+            self._put((0, verb, arguments))
+
+    async def address(self) -> str:
+        """Where a server of the part can listen, HOST:PORT."""
+        return await self._actor.address.remote()
+
+    def give_up(self, why: str, *, tell: bool = True) -> None:
+        """Take the part for lost, and kill it. Args: tell: whoever listens for its loss."""
+        if self._loss is None:
+            self._lose(PartLost(f"{self.name} is given up: {why}"), tell=tell)
+
+    async def close(self) -> None:
+        """End the part: what it has begun it may close, but not for long."""
+        if self._listener is not None:
+            self._listener.cancel()
+            await asyncio.gather(self._listener, return_exceptions=True)
+        if self._loss is None:
+            self._lose(PartLost(f"{self.name} is closed"), tell=False)
+            with contextlib.suppress(RayError, TimeoutError):
+                async with asyncio.timeout(END_TIMEOUT_S):
+                    await self._actor.end.remote()
+        self._kill()
+
+    def _cancel(self, ticket: int) -> None:
+        if self._asked.pop(ticket, None) is not None and self._loss is None:
+            self._put((ticket, "", ()))
+
+    def _put(self, message: Message) -> None:
+        if not self._outbox:
+            asyncio.get_running_loop().call_soon(self._send)
+        self._outbox.append(message)
+
+    def _send(self) -> None:
+        messages, self._outbox = self._outbox, []
+        if messages and self._loss is None:
+            self._actor.tell.remote(messages)
+
+    async def _listen(self) -> None:
+        try:
+            while True:
+                async with asyncio.timeout(self._silence_timeout_s):
+                    events = await self._actor.hear.remote(LISTEN_S)
+                for event in events:
+                    self._heard(Event(*event))
+        except TimeoutError:
+            self._lose(PartLost(f"{self.name} said nothing for launch.silence_timeout_s={self._silence_timeout_s:g}"))
+        except RayError as error:
+            self._lose(PartLost(f"{self.name} was lost: {_reason(error)}"))
+
+    def _heard(self, event: Event) -> None:
+        if event.kind == "told":
+            self._told(event.name, event.what)
+        elif (future := self._asked.pop(event.ticket, None)) is None:
+            if event.kind == "failed":
+                logger.warning("%s: %s: %s", self.name, event.name, event.what)
+        elif not future.done():
+            if event.kind == "done":
+                future.set_result(event.what)
+            else:
+                future.set_exception(_error(self.name, event.name, event.what))
+
+    def _lose(self, loss: PartLost, *, tell: bool = True) -> None:
+        self._loss = loss
+        self._kill()
+        asked, self._asked = self._asked, {}
+        for future in asked.values():
+            if not future.done():
+                future.set_exception(loss)
+        if tell:
+            self._on_loss(loss)
+
+    def _kill(self) -> None:
+        ray.kill(self._actor, no_restart=True)
+
+
+def _error(name: str, kind: str, text: str) -> Exception:
+    """What a part failed with, as the class that it was where that says something here."""
+    own = ERRORS.get(kind) or getattr(builtins, kind, None)
+    if isinstance(own, type) and issubclass(own, Exception):
+        return own(text if own in (Unservable, ConfigError, FloatingPointError) else f"{name}: {text}")
+    return RuntimeError(f"{name}: {kind}: {text}")
+
+
+def _cause(error: RayError, name: str) -> Exception:
+    """What a role failed with while it began."""
+    cause = getattr(error, "cause", None) or error
+    return _error(name, type(cause).__name__, str(cause))
+
+
+def _reason(error: RayError) -> str:
+    """What Ray knows, without its advice."""
+    told = " ".join(str(error).split())
+    for start in ("Worker exit detail: ", "The actor is dead because "):
+        if start in told:
+            told = told.partition(start)[2]
+            break
+    return told.partition(" Some common causes")[0][:300]

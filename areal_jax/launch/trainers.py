@@ -1,0 +1,118 @@
+"""Trainer hosts in processes of their own, joined into one train mesh: asked together, they are one trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import threading
+from collections.abc import Callable, Coroutine, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+import numpy as np
+import ray
+from jaxtyping import Bool
+
+from areal_jax.checkpoint.recovery import Columns, encode, pack
+from areal_jax.launch.connection import Connection, PartLost
+from areal_jax.records import Group, RolloutState
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LOOK_S = 5.0
+"""A host answers after so long even where it has no newer weights to tell of."""
+
+
+class Stepped(NamedTuple):
+    """What one step did."""
+
+    metrics: dict[str, Any]
+    stale: list[list[Bool[np.ndarray, "_"]]]
+    """By group and sample, the tokens left out of the loss for their age."""
+
+
+class Trainers:
+    """All trainer hosts. `step`, `save` and `write_results` block: call them from a worker thread, all else from the loop's.
+
+    What one of them is asked all are asked, in the same order: their devices work on one program. When one is lost, so is the
+    work of all, and everything raises PartLost."""
+
+    def __init__(self, connections: Sequence[Connection], version: int) -> None:
+        self.connections, self._loop = connections, asyncio.get_running_loop()
+        self.version = version
+        """Trainer steps that the parameters have seen."""
+        self.is_stepping = False
+        self._step_ended: Callable[[], None] = lambda: None
+        self._measures: dict[str, tuple[float, float]] = {}
+        for connection in connections:
+            connection.listen(lambda _topic, _what: None, self._lost)
+
+    @property
+    def params(self) -> None:
+        """They stay where they are."""
+        return None
+
+    def step(self, groups: Sequence[Group]) -> Stepped:
+        """One trainer step, after which `version` is one higher."""
+        # Written to the object store once, for all hosts.
+        state = RolloutState({}, next_group_id=0, rejected={}, buffered=tuple(groups), suspended=())
+        packed = ray.put(pack(encode(state)))
+        self.is_stepping = True
+        try:
+            (metrics, stale, self._measures), *_ = self._asked("step", [packed])
+        finally:
+            self.is_stepping = False
+            self._loop.call_soon_threadsafe(self._step_ended)
+        self.version += 1
+        return Stepped(metrics, stale)
+
+    def when_step_ends(self, act: Callable[[], None]) -> None:
+        """What to do, in the asyncio thread, after every step."""
+        self._step_ended = act
+
+    def save(self, version: int, beside: Columns) -> None:
+        """As `CheckpointStore.save`; every host writes its part into the run's folder, which all must see."""
+        self._asked("save", version, [ray.put(pack(beside))])
+
+    def write_results(self, version: int) -> list[str]:
+        """Write the policy to the run's folder, and wait for the checkpoint under way; what to tell of it, a line each."""
+        return self._asked("write_results", version)[0]
+
+    def publish(self, version: int) -> None:
+        """Send a version on its way; never waits."""
+        for connection in self.connections:
+            connection.tell("publish", version)
+
+    def metrics(self) -> dict[str, tuple[float, float]]:
+        """As `Mailbox.metrics`, of the first host."""
+        measures, self._measures = self._measures, {}
+        return measures
+
+    async def contribution(self, host: int, after: int) -> Any:
+        """Where a host's shards of its newest version above `after` are; None where there is none yet."""
+        return await self.connections[host].ask("contribution", after, LOOK_S)
+
+    @property
+    def num_hosts(self) -> int:
+        return len(self.connections)
+
+    async def close(self) -> None:
+        """End all hosts."""
+        await asyncio.gather(*(connection.close() for connection in self.connections))
+
+    def _lost(self, loss: PartLost) -> None:
+        logger.error("%s", loss)
+        # What the others are at they cannot end without it.
+        for connection in self.connections:
+            connection.give_up(f"{loss}", tell=False)
+
+    def _asked(self, verb: str, *arguments: Any) -> list[Any]:
+        async def all_of_them() -> list[Any]:
+            return await asyncio.gather(*(connection.ask(verb, *arguments) for connection in self.connections))
+
+        return self._waited_for(all_of_them())
+
+    def _waited_for(self, asked: Coroutine[Any, Any, T]) -> T:
+        assert threading.current_thread() is not threading.main_thread(), "would wait for itself"
+        return asyncio.run_coroutine_threadsafe(asked, self._loop).result()

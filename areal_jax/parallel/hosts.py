@@ -1,0 +1,100 @@
+"""Trainer hosts: processes joined by jax.distributed, whose devices are one mesh."""
+
+from __future__ import annotations
+
+import math
+import socket
+import time
+from contextlib import ExitStack
+
+import jax
+
+LEAVE_TIMEOUT_S = 60
+"""So long a process that ends waits for the others to end too."""
+
+_NOBODY = "nobody"
+_NAP_S = 0.2
+_LEAST_S = 30.0
+"""What jax gets to connect processes that are all there."""
+
+
+def join(coordinator: str, num_processes: int, process_id: int, timeout_s: float) -> None:
+    """Make this process one of several; afterwards `jax.devices()` are those of all. Before anything uses a device.
+
+    Every process calls it, and from then on runs the same programs in the same order.
+
+    Args:
+        coordinator: host:port at which process 0 answers the others.
+        process_id: from 0; devices are numbered in its order.
+
+    Raises TimeoutError, in all that came, which names the processes that did not come in time."""
+    deadline_s = time.monotonic() + timeout_s
+    # jax itself would not raise where one is missing, but end the process.
+    if process_id == 0:
+        missing = _await_others(coordinator, num_processes, deadline_s)
+    else:
+        missing = _report(coordinator, process_id, deadline_s, timeout_s)
+    if missing:
+        raise TimeoutError(
+            f"waited {timeout_s:g} s at {coordinator} for {num_processes} trainer processes; missing: {missing}. Start them "
+            "with the same coordinator and number of processes, and see whether they can reach it"
+        )
+    # CPUs have no way of their own to talk to each other; other platforms do not read this.
+    jax.config.update("jax_cpu_collectives_implementation", "gloo")
+    jax.distributed.initialize(
+        coordinator,
+        num_processes,
+        process_id,
+        initialization_timeout=math.ceil(max(_LEAST_S, deadline_s - time.monotonic())),
+        shutdown_timeout_seconds=LEAVE_TIMEOUT_S,
+        cluster_detection_method="deactivate",
+    )
+
+
+def _await_others(coordinator: str, num_processes: int, deadline_s: float) -> str:
+    """Process 0: let all others come and tell each of them who is missing; nobody, if all goes well."""
+    host, port = _address(coordinator)
+    with ExitStack() as stack:
+        family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+        server = stack.enter_context(socket.create_server(("", port), family=family))
+        arrived: dict[int, socket.socket] = {}
+        while len(arrived) < num_processes - 1 and (left_s := deadline_s - time.monotonic()) > 0:
+            server.settimeout(left_s)
+            try:
+                connection, _peer = server.accept()
+                stack.enter_context(connection).settimeout(left_s)
+                arrived[int(_line(connection))] = connection
+            except TimeoutError:
+                break
+        missing = ", ".join(f"process {number}" for number in range(1, num_processes) if number not in arrived)
+        for connection in arrived.values():
+            connection.sendall(f"{missing or _NOBODY}\n".encode())
+    return missing
+
+
+def _report(coordinator: str, process_id: int, deadline_s: float, timeout_s: float) -> str:
+    """Any other process: come to process 0 and be told who is missing."""
+    while (left_s := deadline_s - time.monotonic()) > 0:
+        try:
+            with socket.create_connection(_address(coordinator), timeout=left_s) as connection:
+                connection.sendall(f"{process_id}\n".encode())
+                # Process 0 may have begun to wait only now, and waits as long.
+                connection.settimeout(timeout_s)
+                if told := _line(connection):
+                    return "" if told == _NOBODY else told
+        except OSError:
+            # It does not listen yet, or has gone.
+            time.sleep(_NAP_S)
+    return "process 0"
+
+
+def _line(connection: socket.socket) -> str:
+    with connection.makefile() as file:
+        return file.readline().strip()
+
+
+def _address(coordinator: str) -> tuple[str, int]:
+    host, separator, port = coordinator.rpartition(":")
+    if not separator or not port.isdigit():
+        raise ValueError(f"coordinator={coordinator!r}: expected host:port")
+    return host, int(port)

@@ -1,0 +1,192 @@
+"""A run on a cluster whose parts are killed at random, beside one that is left alone and one in a single process.
+
+    python benchmarks/losing_parts.py
+
+Needs the extra `ray`. Trains the embedded policy on this machine three times with one seed: in this process's own way
+(launch=Local), with 2 trainer hosts, 2 engines and 2 reward workers (launch=Ray), and so again while engines and reward workers
+are killed (SIGKILL) at random moments. Checks that no task is lost or trained on twice, that no token is too old, and that the
+log names every kill. Appends to results/losing_parts.jsonl and draws results/losing_parts.png.
+
+Expected: the three learning curves agree within the noise of an evaluation, and the two clusters' answers per second but for
+the time that engines are missing.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import logging
+import os
+import random
+import signal
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+# Before jax is imported, which the run's own modules do.
+from areal_jax.config import CONFIG_FILE, Experiment, load_experiment, write_config
+from areal_jax.launch.local import prepare
+
+NAME = "losing_parts"
+CLUSTER = (
+    *("launch=ray", "launch.trainer_hosts=2", "launch.rollout_engines=2", "launch.reward_workers=2"),
+    *("rewards.num_workers=1", "launch.report_every_s=0.5"),
+)
+RUNS: Mapping[str, tuple[str, ...]] = {"one process": (), "cluster": CLUSTER, "cluster, parts killed": CLUSTER}
+
+
+class Kills(logging.Handler):
+    """Kills a part now and then, and listens for whether that is told."""
+
+    def __init__(self, most: int, seed: int, every_s: tuple[float, float]) -> None:
+        super().__init__(logging.WARNING)
+        self._random, self._most, self._every_s = random.Random(seed), most, every_s
+        self.killed: list[str] = []
+        self.told: list[str] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.told.append(record.getMessage())
+
+    @property
+    def untold(self) -> list[str]:
+        """Kills of which the log says nothing."""
+        return [name for name in self.killed if not any(message.startswith(f"{name} was lost") for message in self.told)]
+
+    async def kill(self, run: Any) -> None:
+        """Engines and reward workers of a run, one after another, each at a random moment."""
+        while len(self.killed) < self._most:
+            await asyncio.sleep(self._random.uniform(*self._every_s))
+            parts = [*run.engine.connections, *run.judge.counted.connections]
+            # Nobody knows yet of one that is just killed.
+            living = [part for part in parts if part.name not in self.killed]
+            if living:
+                victim = self._random.choice(living)
+                self.killed.append(victim.name)
+                os.kill(victim.process_id, signal.SIGKILL)
+
+
+def train(name: str, experiment: Experiment, folder: Path, kills: Kills | None) -> None:
+    """A whole run in this process, on a cluster or not."""
+    from areal_jax import loop
+    from areal_jax.clustered import train_on_cluster
+    from areal_jax.run_plan import make_plan
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_config(experiment, folder / CONFIG_FILE)
+    plan = make_plan(experiment)
+    if kills is None:
+        loop.run(plan, folder, resume=False, source=experiment.name)
+        return
+    logging.getLogger("areal_jax").addHandler(kills)
+
+    async def with_kills(run: Any) -> None:
+        killer = asyncio.create_task(kills.kill(run))
+        try:
+            await loop.train(run, experiment)
+        finally:
+            killer.cancel()
+
+    asyncio.run(train_on_cluster(plan, folder, with_kills, resume=False, source=experiment.name))
+    if kills.untold:
+        raise SystemExit(f"{name}: the log does not name {', '.join(kills.untold)}")
+
+
+def checked(folder: Path, experiment: Experiment) -> dict[str, Any]:
+    """What a finished run has to show. SystemExit where a task was lost or repeated, or a token was too old."""
+    from areal_jax.metrics import jsonl, names
+
+    rows, samples = list(jsonl.read(folder / "metrics.jsonl")), list(jsonl.read(folder / "samples.jsonl"))
+    steps = [row for row in rows if names.REWARD in row]
+    of_groups = {row["group"]: row["task"] for row in samples}
+    rollout, last = experiment.rollout, steps[-1]
+    complaints = {
+        "steps are missing": [row["version"] for row in steps] != list(range(experiment.num_steps)),
+        "a task came twice": len(set(of_groups.values())) != len(of_groups),
+        "a group was trained on twice": len(of_groups) != experiment.num_steps * rollout.groups_per_batch,
+        "a group is missing": last["gate/started"] != last["gate/accepted"] + last["gate/running"] + last["gate/rejected"],
+        "a token is too old": any(
+            row["version"] - version > (rollout.max_staleness or 0)
+            for row in samples
+            for place, version in enumerate(row["versions"])
+            if version >= 0 and place not in row["stale"]
+        ),
+    }
+    if found := [name for name, is_so in complaints.items() if is_so]:
+        raise SystemExit(f"{folder}: {', '.join(found)}")
+    curve = [(row["version"], row[names.PASS_AT_1]) for row in rows if names.PASS_AT_1 in row]
+    seconds = steps[-1]["time_s"] - steps[0]["time_s"]
+    return {
+        "pass_at_1": curve,
+        "samples_per_s": (len(steps) - 1) * rollout.groups_per_batch * rollout.samples_per_group / seconds,
+        "rejected": last["gate/rejected"],
+        "engines_lost": last.get("rollout/engines_lost", 0.0),
+        "requests_moved": last.get("rollout/requests_moved", 0.0),
+        "workers_lost": last.get("rewards/workers_lost", 0.0),
+    }
+
+
+def reinforcement(name: str, settings: Sequence[str]) -> Experiment:
+    """An experiment of reinforcement learning, by its name."""
+    experiment = load_experiment(name, settings)
+    assert isinstance(experiment, Experiment)
+    return experiment
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--folder", type=Path, default=Path("runs") / NAME, help="of the runs")
+    parser.add_argument("--steps", type=int, default=50, help="trainer steps of each run")
+    parser.add_argument("--kills", type=int, default=20, help="of engines and reward workers, in the last run")
+    parser.add_argument("--every-s", type=float, nargs=2, default=(4.0, 12.0), help="between two kills, at random")
+    parser.add_argument("--seed", type=int, default=1, help="of the runs and of the kills")
+    parser.add_argument("--run", choices=list(RUNS), help="one of the runs alone, for the process that does it")
+    parser.add_argument("--note", default="", help="goes into the row: what else the machine did")
+    options = parser.parse_args(argv)
+    common = (f"num_steps={options.steps}", f"seed={options.seed}", f"evaluation.every_steps={max(1, options.steps // 2)}")
+    experiments = {name: reinforcement("aime", (*common, *settings)) for name, settings in RUNS.items()}
+    folders = {name: options.folder / name.replace(", ", "-").replace(" ", "-") for name in RUNS}
+    if options.run is not None:
+        experiment = experiments[options.run]
+        os.environ.update(experiment.launch.variables(os.environ))
+        prepare(experiment.launch.placement(experiment.placement))
+        kills = None
+        if options.run == "cluster, parts killed":
+            kills = Kills(options.kills, options.seed, tuple(options.every_s))
+        train(options.run, experiment, folders[options.run], kills)
+        return
+    import subprocess
+
+    for name, folder in folders.items():
+        if not (folder / "report.html").exists():
+            # Each in a process of its own, because each has other devices.
+            given = sys.argv[1:] if argv is None else list(argv)
+            subprocess.run([sys.executable, __file__, *given, f"--run={name}"], check=True)
+    show(options, {name: checked(folders[name], experiment) for name, experiment in experiments.items()})
+
+
+def show(options: argparse.Namespace, found: Mapping[str, Mapping[str, Any]]) -> None:
+    """The table, the row and the figure."""
+    from matplotlib.figure import Figure
+    from results import FOLDER, append
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("run", "pass@1", "answers/s", "engines lost", "requests moved", "workers lost", title=NAME)
+    for name, each in found.items():
+        curve = " -> ".join(f"{score:.1%}" for _, score in each["pass_at_1"])
+        lost = (f"{each[key]:.0f}" for key in ("engines_lost", "requests_moved", "workers_lost"))
+        table.add_row(name, curve, f"{each['samples_per_s']:.1f}", *lost)
+    append(NAME, {"note": options.note, "steps": options.steps, "kills": options.kills, "seed": options.seed, "runs": found})
+    Console().print(table)
+    figure = Figure(figsize=(6, 3.6), dpi=120, layout="constrained")
+    axes = figure.subplots()
+    for name, each in found.items():
+        axes.plot(*zip(*each["pass_at_1"], strict=True), marker="o", label=name)
+    axes.set(xlabel="trainer step", ylabel="pass@1 of 512 held-out problems", title=f"{options.kills} parts killed in one run")
+    axes.legend(frameon=False)
+    figure.savefig(FOLDER / f"{NAME}.png")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,64 @@
+"""What readers and tools are told of an evaluation."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+from areal_jax.evaluation.answers import Answer
+from areal_jax.evaluation.report import SHOWN_PER_VERDICT, shown, summary, write_report
+from areal_jax.evaluation.results import Results, results_of
+from areal_jax.metrics.description import write_description
+from areal_jax.records import Message, Task, VerdictKind
+
+
+def task(place: int) -> Task:
+    return Task(f"t{place}", (Message("user", f"question {place}"),), "7", family="f")
+
+
+def answer(verdict: VerdictKind, text: str = "a <b> & c") -> Answer:
+    return Answer(verdict, "length" if verdict == "wrong" else "stop", 4, "7" if verdict == "correct" else "8", text)
+
+
+TASKS = [task(place) for place in range(6)]
+# One right and one wrong answer each, but for the last, which has two wrong ones.
+ANSWERS = {place: (answer("correct", f"right {place}"), answer("wrong", f"wrong {place}")) for place in range(5)}
+ANSWERS[5] = (answer("wrong", "wrong 5"), answer("wrong", "wrong again"))
+
+
+def results() -> Results:
+    return results_of([*TASKS, task(6)], ANSWERS, {6: TimeoutError("late, <very>")})
+
+
+def test_the_main_figures_are_those_of_all_samples_and_of_the_largest_k() -> None:
+    # 5 of 12 are right; of 6 problems 5 have one among their two; of one right and one wrong vote each wins half of the time.
+    found = dict(summary(results()))
+    assert found["pass@1 (95 %)"].startswith("41.7% (")
+    assert found["pass@2 (95 %)"].startswith("83.3% (")
+    assert found["maj@2 (95 %)"].startswith("41.7% (")
+    assert found["problems x samples"] == "6 x 2"
+    assert (found["tokens of an answer"], found["cut at the budget"], found["problems that failed"]) == ("4", "58.3%", "1")
+
+
+def test_some_answers_of_each_verdict_are_shown_of_different_problems() -> None:
+    of = list(shown(TASKS, ANSWERS))
+    for verdict in ("correct", "wrong"):
+        found = [each for each in of if each["answer"].verdict == verdict]
+        assert [each["task"].id for each in found] == [f"t{place}" for place in range(SHOWN_PER_VERDICT)]
+    # Of a problem with two of a kind, the first.
+    assert [each["text"] for each in shown(TASKS[5:], {0: ANSWERS[5]})] == ["wrong 5"]
+
+
+def test_every_file_tells_of_every_problem_and_text_stays_text(tmp_path: Path) -> None:
+    write_description(tmp_path, "headline", {}, "1 cpu")
+    found = results()
+    page = write_report(tmp_path, "headline", {"seed": 1}, found, TASKS, ANSWERS | {0: (answer("correct"), answer("wrong"))})
+    written = json.loads((tmp_path / "results.json").read_text())
+    assert written["settings"] == {"seed": 1} and written["pass_at"]["2"]["value"] == found.pass_at[2].value
+    rows = list(csv.DictReader((tmp_path / "problems.csv").read_text().splitlines()))
+    assert [row["task"] for row in rows] == [problem["task"] for problem in written["problems"]] == [f"t{i}" for i in range(7)]
+    assert [row["num_correct"] for row in rows] == ["1"] * 5 + ["0", "0"]
+    assert rows[6]["failed"] == "TimeoutError: late, <very>"
+    text = page.read_text()
+    assert "a &lt;b&gt; &amp; c" in text and "<very>" not in text

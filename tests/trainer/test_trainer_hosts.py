@@ -1,0 +1,117 @@
+"""Laws of training in several processes: they find what one process finds, and go on from each other's checkpoints."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import pytest
+import trainer_host
+from safetensors.numpy import load_file
+from tiny_training import POLICY
+
+from areal_jax.models import hf
+from areal_jax.parallel.mesh import make_train_mesh
+from areal_jax.parallel.sharding import TRAIN_RULES, shardings
+
+pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
+
+TIMEOUT_S = 240
+NUM_PROCESSES, DEVICES_EACH = 2, 2
+
+
+class Ran(NamedTuple):
+    """What one process with four devices found, and what two with two each found."""
+
+    folder: Path
+    alone: list[dict[str, float]]
+    together: list[dict[str, Any]]
+    """Of each process."""
+    again: dict[str, float]
+    """What one process found that went on from a checkpoint of two."""
+
+
+@pytest.fixture(scope="module")
+def ran(tmp_path_factory: pytest.TempPathFactory, quick_compilation: None) -> Ran:
+    folder = tmp_path_factory.mktemp("hosts")
+    for name in ("alone", "together"):
+        (folder / name).mkdir()
+    mesh = make_train_mesh(trainer_host.PLACEMENT, jax.devices()[: NUM_PROCESSES * DEVICES_EACH])
+    trainer_host.write_adapted(mesh, folder / "alone")
+    trainer = trainer_host.make(mesh)
+    alone = trainer_host.train(trainer, folder / "alone")
+    together = in_processes(folder / "together", folder / "alone" / "checkpoints")
+    return Ran(folder, alone, together, trainer_host.go_on(trainer, folder / "together" / "checkpoints"))
+
+
+def in_processes(folder: Path, checkpoints: Path) -> list[dict[str, Any]]:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        coordinator = f"127.0.0.1:{server.getsockname()[1]}"
+    flags = {
+        "XLA_FLAGS": f"--xla_force_host_platform_device_count={DEVICES_EACH}",
+        "NPROC": str(4 * DEVICES_EACH),
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
+    command = [sys.executable, trainer_host.__file__, coordinator, str(NUM_PROCESSES)]
+    processes = [
+        subprocess.Popen([*command, str(number), str(folder), str(checkpoints)], env=os.environ | flags, stderr=subprocess.PIPE)
+        for number in range(NUM_PROCESSES)
+    ]
+    try:
+        for process in processes:
+            _, errors = process.communicate(timeout=TIMEOUT_S)
+            assert process.returncode == 0, errors.decode()[-3000:]
+    finally:
+        for process in processes:
+            process.kill()
+            process.communicate()
+    return [json.loads((folder / f"found-{number}.json").read_text()) for number in range(NUM_PROCESSES)]
+
+
+def test_several_processes_find_what_one_finds(ran: Ran):
+    first, second = (found["steps"] for found in ran.together)
+    assert first == second
+    for alone, together in zip(ran.alone, first, strict=True):
+        # Sums over four devices in another order: a few roundings of float32 (6e-8), which Adam's first steps, of the size of
+        # the learning rate wherever a gradient is not zero, carry into all that follows.
+        assert together == pytest.approx(alone, rel=2e-4, abs=1e-6)
+        assert together["loss"] != 0.0 and together["kl_reference"] > 0.0
+
+
+def test_several_processes_end_with_the_parameters_of_one(ran: Ran):
+    with np.load(ran.folder / "alone" / "state.npz") as alone, np.load(ran.folder / "together" / "state.npz") as together:
+        assert len(alone) == len(together) > 50
+        for name in alone:
+            np.testing.assert_allclose(together[name], alone[name], rtol=1e-3, atol=2e-5)
+
+
+def test_one_goes_on_from_a_checkpoint_of_several_and_several_from_one(ran: Ran):
+    again, other = (found["again"] for found in ran.together)
+    assert again == other
+    assert again == pytest.approx(ran.alone[1], rel=2e-4, abs=1e-6)
+    assert ran.again == pytest.approx(ran.together[0]["steps"][1], rel=2e-4, abs=1e-6)
+
+
+def test_what_several_processes_write_is_read_back(ran: Ran):
+    mesh = make_train_mesh(trainer_host.PLACEMENT, jax.devices()[:2])
+    read = hf.load(ran.folder / "together" / "policy", POLICY, shardings(mesh, POLICY.axes(), POLICY.abstract(), TRAIN_RULES))
+    with np.load(ran.folder / "together" / "state.npz") as state:
+        # A state begins with the parameters.
+        for i, leaf in enumerate(jax.tree.leaves(read)):
+            np.testing.assert_array_equal(np.asarray(leaf), state[f"arr_{i}"])
+
+
+@pytest.mark.parametrize("name", ["adapter/adapter_model.safetensors", "merged/model.safetensors"])
+def test_an_adapter_is_drawn_merged_and_written_by_several_as_by_one(ran: Ran, name: str):
+    alone, together = (load_file(ran.folder / which / name) for which in ("alone", "together"))
+    assert alone.keys() == together.keys()
+    for tensor in alone:
+        # A product of two ranks; whoever sums them, one rounding of float32.
+        np.testing.assert_allclose(together[tensor], alone[tensor], rtol=1e-6, atol=1e-6)
