@@ -15,6 +15,7 @@ from typing import Any, Generic, Protocol, TypeVar, runtime_checkable
 
 import psutil
 from jaxtyping import Bool
+from numpy import ndarray
 
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.recovery import Columns

@@ -35,7 +35,6 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
 from statistics import median
-from typing import cast
 
 import chz
 from matplotlib.figure import Figure
@@ -44,11 +43,10 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_jax import loop
-from areal_jax.assembly import Run, assembled
+from areal_jax.assembly import MeasuredEngine, Run, assembled
 from areal_jax.checkpoint.config import CheckpointConfig
 from areal_jax.config import Experiment, load_experiment
 from areal_jax.engine.config import EngineConfig
-from areal_jax.engine.fleet import Fleet
 from areal_jax.evaluation.config import EvaluationConfig
 from areal_jax.launch.local import environment
 from areal_jax.metrics import jsonl
@@ -105,7 +103,7 @@ def experiment(max_staleness: int) -> Experiment:
 class LongTailed:
     """An engine whose answers have the lengths that the simulator's would have: no token ends one, and each has a budget."""
 
-    def __init__(self, engine: Fleet) -> None:
+    def __init__(self, engine: MeasuredEngine) -> None:
         self._engine = engine
         self.metrics = engine.metrics
 
@@ -140,7 +138,7 @@ async def train_in_turns(folder: Path, num_rounds: int, steps_per_round: int) ->
             plan, where = make_plan(experiment(eta)), folder / str(eta)
             where.mkdir()
             run = await stack.enter_async_context(assembled(plan, where, resume=False, make_trainer=loop.rl_trainer))
-            runs[eta] = replace(run, engine=cast(Fleet, LongTailed(run.engine)))
+            runs[eta] = replace(run, engine=LongTailed(run.engine))
         for number in range(1, num_rounds + 1):
             for eta, run in runs.items():
                 await loop.train(run, chz.replace(experiment(eta), num_steps=number * steps_per_round))
