@@ -40,6 +40,9 @@ from areal_jax.workflows.from_config import tools_of
 
 Facts = dict[str, Any]
 
+_ALL = -1
+"""Tokens that were reported of a sample which is finished."""
+
 
 def releases() -> Facts:
     """What must be the same in every process of a run."""
@@ -205,16 +208,13 @@ class EngineHost:
 
     def _news(self, name: str, completions: Sequence[Completion]) -> dict[int, Any]:
         """By sample, from which token on something is new, and that."""
-        if (told := self._told.get(name)) is None:
-            return {}
-        new = {
-            sample: (told[sample], wire.completion_to(drawn.between(told[sample])))
-            for sample, drawn in enumerate(completions)
-            if len(drawn.tokens) > told[sample] or (drawn.stop_reason != "suspended" and told[sample] >= 0)
-        }
-        for sample in new:
-            told[sample] = len(completions[sample].tokens)
-        return new
+        told, news = self._told.get(name, []), dict[int, Any]()
+        for sample, (start, drawn) in enumerate(zip(told, completions, strict=False)):
+            is_finished = drawn.stop_reason != "suspended"
+            if start != _ALL and (is_finished or len(drawn.tokens) > start):
+                news[sample] = start, wire.completion_to(drawn.between(start))
+                told[sample] = _ALL if is_finished else len(drawn.tokens)
+        return news
 
 
 class RewardWorker:
