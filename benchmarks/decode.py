@@ -36,6 +36,7 @@ import chz
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from results import append
 from train_mfu import MODELS
 
@@ -185,6 +186,9 @@ def main() -> None:
         engine = DecodeEngine(policy, mesh, config, dtype)
         if not args.no_compile_times:
             engine.warm_up()
+            # Later compilations would look for the folder, and it is gone.
+            jax.config.update("jax_compilation_cache_dir", None)
+            compilation_cache.reset_cache()
     lay_out = jax.jit(lambda key: engine.layout(policy.init(key)), out_shardings=engine.param_shardings)
     weights = [Weights(0, jax.block_until_ready(lay_out(jax.random.key(seed)))) for seed in (0, 1)]
     vocab_size = policy.config.vocab_size

@@ -60,7 +60,7 @@ from areal_jax.weights.rolling import Rolling
 NUM_SLOTS, PROMPT_TOKENS, MOST_TOKENS = 32, 16, 240
 MEDIAN_TOKENS, SIGMA = 50, 1.0
 TOKENS_PER_VERSION, NUM_VERSIONS, MOVE = 6400, 24, 0.003
-NUM_CHECKED = 48
+NUM_CHECKED = 32
 """Answers whose log-probs are compared with fresh ones, a round."""
 
 
@@ -264,6 +264,7 @@ def main() -> None:
             # The last ones to end: by then weights have come while they were drawn.
             checked = dict(list(answers.items())[-NUM_CHECKED:])
             found[name] = measured | {"drift": fresh.drift(asked, checked)}
+            print(f"round {seed}, {name}: {found[name]}", flush=True)
         rounds.append(found)
     result = {
         name: {measure: median(each[name][measure] for each in rounds) for measure in rounds[0][name]} for name in VARIANTS
