@@ -159,7 +159,8 @@ def measure(cluster: Cluster, workload: Workload) -> Outcome:
     if workload.max_staleness == 0:
         return simulate(cluster, workload, num_steps=3, first_counted=1)
     batches = workload.max_running_groups // workload.groups_per_batch
-    return simulate(cluster, workload, num_steps=1 + batches + max(3, batches - 1), first_counted=1 + batches)
+    first = 1 + batches if batches == RUNNING_BATCHES else 2 * batches
+    return simulate(cluster, workload, num_steps=first + 3 * (batches - 1), first_counted=first)
 
 
 CAUSES = (
