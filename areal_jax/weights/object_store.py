@@ -271,6 +271,7 @@ class _Copy:
         self._over = jax.jit(lambda params, _, zero: copied(params, zero), donate_argnums=1, keep_unused=True)
         # At most one copy that is not needed any more: put by the thread that carries versions, taken by the trainer's.
         self._spare: deque[Tree] = deque(maxlen=1)
+        self._is_compiled = False
 
     def start(self, params: Tree) -> Tree:
         """The copy, under way."""
@@ -278,13 +279,17 @@ class _Copy:
         try:
             spare = self._spare.popleft()
         except IndexError:
-            return self._anew(params, zero)[0]
+            spare = self._anew(params, zero)[0]
+            if self._is_compiled or not _lies_on_cpus(spare):
+                return spare
+            # The other program too, so that no later version waits for the compiler.
+            self._is_compiled = True
         return self._over(params, spare, zero)[0]
 
     def take_back(self, copy: Tree) -> None:
         """A copy is not needed any more. On CPUs its memory is kept for the next: to be given memory by the system takes longer
         than to copy. Accelerators give it at once, and have none to spare."""
-        if all(device.platform == "cpu" for device in jax.tree.leaves(copy)[0].devices()):
+        if _lies_on_cpus(copy):
             self._spare.append(copy)
 
 
@@ -313,6 +318,10 @@ class _Wanted(NamedTuple):
         """The leaf on the engine's mesh."""
         arrays = {box: _cut_out(name, box, self.dtype, parts) for box in self.boxes}
         return jax.make_array_from_callback(self.shape, self.placed, lambda index: arrays[_box(index, self.shape)])
+
+
+def _lies_on_cpus(params: Tree) -> bool:
+    return all(device.platform == "cpu" for device in jax.tree.leaves(params)[0].devices())
 
 
 def _own_shards(params: Tree) -> Iterator[tuple[Piece, jax.Array]]:
