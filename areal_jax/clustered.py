@@ -89,14 +89,13 @@ class Crew:
     async def _start_engine(self) -> None:
         number = next(self._numbers["engine"])
         connection, facts = await self._cluster.start("engine", number, ENGINE, *self._arguments)
-        require_same(connection, facts)
         self._policy = self._policy or facts["policy"]
-        if facts["policy"] != self._policy:
+        try:
+            require_same(connection.name, facts)
+            require_same_policy(connection.name, facts, self._policy)
+        except ConfigError:
             await connection.close()
-            raise ConfigError(
-                f"{connection.name} ({facts['devices']}) found another policy than the others: fingerprint {facts['policy']}, "
-                f"expected {self._policy}; policy.path must name the same files on every host"
-            )
+            raise
         await self.engines.join(number, connection, facts["num_slots"], self._lost(self._start_engine))
         if self.relay is not None:
             self.relay.offer()
@@ -104,7 +103,7 @@ class Crew:
     async def _start_judge(self) -> None:
         number = next(self._numbers["reward worker"])
         connection, facts = await self._cluster.start("reward worker", number, REWARDS, *self._arguments, self._kinds)
-        require_same(connection, facts)
+        require_same(connection.name, facts)
         await self.judges.join(number, connection, self._lost(self._start_judge))
 
     def _lost(self, start: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[int, PartLost], None]:
@@ -173,7 +172,7 @@ async def start_trainers(
     async def started(number: int) -> Connection:
         connection, facts = await cluster.start("trainer host", number, TRAINER, settings, source, folder, saved_version)
         stack.push_async_callback(connection.close)
-        require_same(connection, facts)
+        require_same(connection.name, facts)
         return connection
 
     hosts = await asyncio.gather(*(started(number) for number in range(config.trainer_hosts)))
@@ -187,7 +186,16 @@ async def start_trainers(
     return Trainers(hosts, joined[0]["version"]), joined[0]["beside"]
 
 
-def require_same(connection: Connection, facts: dict[str, Any]) -> None:
+def require_same_policy(name: str, facts: dict[str, Any], expected: str) -> None:
+    """ConfigError where an engine has found other files than the first one."""
+    if facts["policy"] != expected:
+        raise ConfigError(
+            f"{name} ({facts['devices']}) found another policy than the other engines: fingerprint {facts['policy']}, expected "
+            f"{expected}; policy.path must name the same files on every host"
+        )
+
+
+def require_same(name: str, facts: dict[str, Any]) -> None:
     """ConfigError where a process runs other releases than this one."""
-    if different := [f"{name} {facts[name]}, expected {here}" for name, here in releases().items() if facts[name] != here]:
-        raise ConfigError(f"{connection.name} has {' and '.join(different)}: install the same on every host")
+    if different := [f"{what} {facts[what]}, expected {here}" for what, here in releases().items() if facts[what] != here]:
+        raise ConfigError(f"{name} has {' and '.join(different)}: install the same on every host")

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.command import Parser, help_text, named_experiment, show
-from areal_jax.config import CONFIG_FILE, Experiment, experiment_names, holds_run, read_config
+from areal_jax.config import CONFIG_FILE, Experiment, experiment_names
 from areal_jax.data.benchmarks import BENCHMARKS, find_benchmark
-from areal_jax.data.policy_files import resolve_policy_folder
 from areal_jax.launch.local import prepare
-from areal_jax.models.config import ADAPTER_CONFIG
+from areal_jax.named_policy import NamedPolicy, named_policy
 from areal_jax.settings import ConfigError, parse_overrides, settings
 
 USAGE = f"""\
@@ -62,10 +61,11 @@ def _run(arguments: argparse.Namespace) -> int:
         usage = USAGE.format(names=", ".join(experiment_names()), benchmarks=", ".join(BENCHMARKS))
         show(help_text(usage, named_experiment(arguments) if arguments.exp or arguments.config else Experiment))
         return 0
-    run, server = _run_of(where), where if where.startswith(("http://", "https://")) else None
-    if run is not None and not (arguments.exp or arguments.config):
-        arguments.config = run[0] / CONFIG_FILE
-    implied = [] if server else _policy_of(where, run)
+    server = where if where.startswith(("http://", "https://")) else None
+    named = named_policy(where, "checkpoint") if where and not server else NamedPolicy({})
+    if named.checkpoint is not None and not (arguments.exp or arguments.config):
+        arguments.config = named.checkpoint.folder / CONFIG_FILE
+    implied = [f"policy.{key}={text}" for key, text in named.settings.items()]
     if data:
         implied += _tasks_of(data)
     arguments.overrides = [*implied, *arguments.overrides]
@@ -73,45 +73,13 @@ def _run(arguments: argparse.Namespace) -> int:
     # jax reads its flags when it is first imported, so that everything that imports it comes after this.
     prepare(experiment.placement)
     from areal_jax import evaluating
-    from areal_jax.policies import RunCheckpoint
 
-    checkpoint = None if run is None else RunCheckpoint(*run, seed=read_config(run[0] / CONFIG_FILE).seed)
     try:
-        evaluating.run(experiment, checkpoint=checkpoint, server=server, folder=arguments.folder)
+        evaluating.run(experiment, checkpoint=named.checkpoint, server=server, folder=arguments.folder)
     except evaluating.Unanswered as error:
         print(f"areal_jax: {error}", file=sys.stderr)
         return 1
     return 0
-
-
-def _run_of(where: str) -> tuple[Path, int | None] | None:
-    """Folder and version of the run that `checkpoint=` names, None for the newest version; None where it names none."""
-    folder = Path(where).expanduser()
-    if not where or holds_run(folder):
-        return (folder, None) if where else None
-    if folder.name == CHECKPOINTS and holds_run(folder.parent):
-        return folder.parent, None
-    if folder.parent.name == CHECKPOINTS and holds_run(folder.parent.parent):
-        if not folder.name.isdigit():
-            raise ConfigError(f"checkpoint={where}: expected RUN/{CHECKPOINTS}/VERSION with a number, came {folder.name!r}")
-        return folder.parent.parent, int(folder.name)
-    return None
-
-
-def _policy_of(where: str, run: tuple[Path, int | None] | None) -> list[str]:
-    """The settings of the policy that `checkpoint=` names, as overrides."""
-    if run is not None:
-        listed = settings(read_config(run[0] / CONFIG_FILE).policy, "policy.").values()
-        return [f"{setting.key}={setting.text()}" for setting in listed]
-    if not where:
-        return []
-    if (Path(where).expanduser() / ADAPTER_CONFIG).is_file():
-        return ["policy.lora=none", f"policy.adapter={where}"]
-    try:
-        resolve_policy_folder(where, "checkpoint")
-    except FileNotFoundError as error:
-        raise ConfigError(f"{error}; or a run folder, RUN/{CHECKPOINTS}/VERSION, or the URL of a server") from error
-    return [f"policy.path={where}", "policy.random_init=false", "policy.lora=none", "policy.adapter=none"]
 
 
 def _tasks_of(data: str) -> list[str]:

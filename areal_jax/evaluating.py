@@ -28,10 +28,11 @@ from areal_jax.evaluation.server import TOKEN_VARIABLE, ChatServer, Server, Toke
 from areal_jax.metrics import names
 from areal_jax.metrics.description import write_description
 from areal_jax.metrics.progress import Progress, facts_of_evaluation
-from areal_jax.policies import DecodingPolicy, RunCheckpoint, find_decoding_policy
+from areal_jax.named_policy import RunCheckpoint
+from areal_jax.policies import DecodingPolicy, decoding_mesh, find_decoding_policy
 from areal_jax.records import Engine, EngineStopped, Task
 from areal_jax.rewards.service import RewardService
-from areal_jax.run_plan import counted, described, had
+from areal_jax.run_plan import counted, described, had, unreadable
 from areal_jax.settings import JSON, ConfigError, to_json
 from areal_jax.weights.pinned import Pinned
 from areal_jax.workflows.config import SingleTurn
@@ -60,12 +61,13 @@ class Unanswered(RuntimeError):
 class Local:
     """A policy that answers on this machine."""
 
+    experiment: AnyExperiment
     decoding: DecodingPolicy
 
     @property
     def name(self) -> str:
         """For the folder."""
-        checkpoint, config = self.decoding.checkpoint, self.decoding.experiment.policy
+        checkpoint, config = self.decoding.checkpoint, self.decoding.config
         if checkpoint is not None:
             return f"{checkpoint.folder.resolve().name}-v{self.version}"
         return Path(config.adapter or config.path).resolve().name
@@ -78,7 +80,7 @@ class Local:
     def headline(self) -> str:
         """Which policy, on which devices."""
         decoding, engine = self.decoding, self.decoding.engine
-        policy = described(decoding.experiment.policy, decoding.policy, engine.compute_dtype)
+        policy = described(decoding.config, decoding.policy, engine.compute_dtype)
         trained = decoding.checkpoint and f", as {decoding.checkpoint.folder} has trained it to version {self.version}"
         return f"policy: {policy}{trained or ''}; devices: {self.devices}"
 
@@ -98,8 +100,17 @@ class Local:
         weights = await asyncio.to_thread(decoding.load)
         with closing(Driver(decoding.engine, Pinned(weights))) as engine:
             engine.start()
-            async with through_workflow(decoding.experiment, decoding.tokenizer, engine, judge, self.version) as ask:
+            async with through_workflow(self.experiment, decoding.tokenizer, engine, judge, self.version) as ask:
                 yield ask
+
+
+def find_local(experiment: AnyExperiment, checkpoint: RunCheckpoint | None, tasks: Sequence[Task]) -> Local:
+    """The experiment's policy, or what a run has trained. ConfigError where it cannot be had, or cannot read the tasks."""
+    mesh = decoding_mesh(experiment.placement, "placement.rollout_devices")
+    decoding = find_decoding_policy(experiment.policy, experiment.engine, mesh, checkpoint, seed=experiment.seed)
+    if problems := list(unreadable(experiment, decoding.engine, decoding.tokenizer, tasks)):
+        raise ConfigError("\n".join(problems))
+    return Local(experiment, decoding)
 
 
 @dataclass(frozen=True, eq=False)
@@ -196,11 +207,7 @@ def run(experiment: AnyExperiment, *, checkpoint: RunCheckpoint | None, server: 
     config = experiment.evaluation
     found = had(lambda: load_tasks(experiment.eval_tasks, experiment.prompt))
     tasks = found.tasks[: config.num_tasks]
-    answerer = (
-        had(lambda: find_server(experiment, server, tasks))
-        if server
-        else Local(find_decoding_policy(experiment, checkpoint, tasks))
-    )
+    answerer = had(lambda: find_server(experiment, server, tasks)) if server else find_local(experiment, checkpoint, tasks)
     settings = identity(experiment, tasks) | answerer.identity()
     folder = folder or EVALUATIONS_FOLDER / folder_name(experiment.name, answerer.name, settings)
     data = counted("tasks", *found, experiment.eval_tasks)

@@ -28,7 +28,7 @@ from areal_jax.launch.part import Emit
 from areal_jax.models import lora
 from areal_jax.parallel.hosts import join
 from areal_jax.parallel.mesh import make_train_mesh
-from areal_jax.policies import find_decoding_policy
+from areal_jax.policies import decoding_mesh, find_decoding_policy
 from areal_jax.records import Completion
 from areal_jax.rewards.service import RewardService
 from areal_jax.run_plan import RESTING, TrainingPlan, make_training_plan, memory_text, sized
@@ -39,6 +39,9 @@ from areal_jax.weights.object_store import ShardPublisher, ShardReader
 from areal_jax.workflows.from_config import tools_of
 
 Facts = dict[str, Any]
+
+_ALL = -1
+"""Tokens that were reported of a sample which is finished."""
 
 
 def releases() -> Facts:
@@ -134,8 +137,10 @@ class EngineHost:
     def __init__(self, emit: Emit, settings: str, source: str | None) -> None:
         """Args: as those of TrainerHost."""
         self._emit, self._experiment = emit, read_settings(settings, source)
-        found = find_decoding_policy(self._experiment, None, ())
-        launch, engine = self._experiment.launch, found.engine
+        exp = self._experiment
+        mesh = decoding_mesh(exp.placement, "placement.rollout_devices")
+        found = find_decoding_policy(exp.policy, exp.engine, mesh, None, seed=exp.seed)
+        launch, engine = exp.launch, found.engine
         assert isinstance(launch, Ray)
         if engine.mesh.size != launch.engine_devices:
             raise ConfigError(
@@ -203,16 +208,13 @@ class EngineHost:
 
     def _news(self, name: str, completions: Sequence[Completion]) -> dict[int, Any]:
         """By sample, from which token on something is new, and that."""
-        if (told := self._told.get(name)) is None:
-            return {}
-        new = {
-            sample: (told[sample], wire.completion_to(drawn.between(told[sample])))
-            for sample, drawn in enumerate(completions)
-            if len(drawn.tokens) > told[sample] or (drawn.stop_reason != "suspended" and told[sample] >= 0)
-        }
-        for sample in new:
-            told[sample] = len(completions[sample].tokens)
-        return new
+        told, news = self._told.get(name, []), dict[int, Any]()
+        for sample, (start, drawn) in enumerate(zip(told, completions, strict=False)):
+            is_finished = drawn.stop_reason != "suspended"
+            if start != _ALL and (is_finished or len(drawn.tokens) > start):
+                news[sample] = start, wire.completion_to(drawn.between(start))
+                told[sample] = _ALL if is_finished else len(drawn.tokens)
+        return news
 
 
 class RewardWorker:

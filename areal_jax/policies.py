@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -17,17 +17,19 @@ from jaxtyping import PRNGKeyArray
 
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.store import FILES, CheckpointError, CheckpointStore
-from areal_jax.config import AnyExperiment
 from areal_jax.data.policy_files import resolve_policy_folder
 from areal_jax.data.tokenizer import HFTokenizer
+from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine, EngineParams, too_long
 from areal_jax.models import hf, lora
 from areal_jax.models.config import PolicyConfig
 from areal_jax.models.decoder import Params, Policy
+from areal_jax.named_policy import RunCheckpoint
+from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import compute_dtype, make_rollout_mesh
 from areal_jax.parallel.sharding import ROLLOUT_RULES, Rules, shardings
-from areal_jax.records import Task, Weights, derive_seed
-from areal_jax.run_plan import find_policy, had, unreadable
+from areal_jax.records import Weights, derive_seed
+from areal_jax.run_plan import find_policy, had
 from areal_jax.settings import ConfigError
 from areal_jax.trainer.state import trained
 
@@ -36,13 +38,12 @@ FINGERPRINT_BYTES = 1 << 20
 
 
 def initial_params(
-    config: PolicyConfig, policy: Policy, folder: Path, mesh: Mesh, rules: Rules, frozen_dtype: DTypeLike, seed: int
+    config: PolicyConfig, policy: Policy, folder: Path, mesh: Mesh, rules: Rules, dtype: DTypeLike, seed: int
 ) -> tuple[Params, Params | None]:
-    """What is trained, and the frozen weights if that is an adapter: from their folders, or fresh, on a mesh.
+    """The policy's weights; or an adapter, and the weights beside it: from their folders, or fresh, on a mesh.
 
-    Args: frozen_dtype: of weights beside an adapter, which are kept as they are computed with; what is trained is float32.
-    seed: of fresh weights."""
-    dtype = jnp.dtype(frozen_dtype if policy.lora else jnp.float32)
+    Args: dtype: of the weights' matrices; an adapter is float32. seed: of fresh weights."""
+    dtype = jnp.dtype(dtype)
     abstract = policy.abstract(dtype)
     placed = shardings(mesh, policy.axes(), abstract, rules)
 
@@ -62,29 +63,19 @@ def initial_params(
     return init(jax.random.key(derive_seed(seed, "adapter"))), weights
 
 
-@dataclass(frozen=True)
-class RunCheckpoint:
-    """What a run had trained at a version."""
-
-    folder: Path
-    """Of the run."""
-    version: int | None
-    """None: the newest there is."""
-    seed: int
-    """Of the run, from which weights that lie in no folder were drawn."""
-
-
 @dataclass(frozen=True, eq=False)
 class DecodingPolicy:
-    """A policy with an engine on all devices, or on as many as `placement.rollout_devices` says. Holds no weights."""
+    """A policy with an engine. Holds no weights."""
 
-    experiment: AnyExperiment
+    config: PolicyConfig
     folder: Path
     policy: Policy
     tokenizer: HFTokenizer
     engine: DecodeEngine
     checkpoint: RunCheckpoint | None
     """Where what was trained comes from, instead of the folder; with a version."""
+    seed: int
+    """Of weights that lie nowhere."""
 
     @property
     def version(self) -> int:
@@ -95,9 +86,7 @@ class DecodingPolicy:
         """The weights in the engine's layout. ConfigError where they cannot be had, or are another policy's."""
         engine, checkpoint = self.engine, self.checkpoint
         try:
-            weights, base = had(
-                lambda: self._initial(self.experiment.seed) if checkpoint is None else self._restored(checkpoint)
-            )
+            weights, base = had(lambda: self._initial(self.seed) if checkpoint is None else self._restored(checkpoint))
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
         arrived = _laid_out(engine, weights, engine.param_shardings)
@@ -109,7 +98,7 @@ class DecodingPolicy:
         """The frozen weights that an adapter belongs to, in the engine's layout; None where all weights are trained."""
         if not self.policy.lora:
             return None
-        _, base = had(lambda: self._initial(self.experiment.seed))
+        _, base = had(lambda: self._initial(self.seed))
         assert base is not None
         return _laid_out(self.engine, base, self.engine.base_shardings)
 
@@ -123,7 +112,7 @@ class DecodingPolicy:
 
     def _files(self) -> list[Path]:
         """Of the policy and, where one is named, of its adapter."""
-        adapter = self.experiment.policy.adapter
+        adapter = self.config.adapter
         folders = [self.folder, *([] if adapter is None else [Path(adapter).expanduser()])]
         return [file for folder in folders for file in sorted(folder.iterdir()) if file.suffix in (".json", ".safetensors")]
 
@@ -138,32 +127,41 @@ class DecodingPolicy:
         return weights, self._initial(checkpoint.seed)[1]
 
     def _initial(self, seed: int) -> tuple[Params, Params | None]:
-        return initial_params(
-            self.experiment.policy, self.policy, self.folder, self.engine.mesh, ROLLOUT_RULES, self.engine.compute_dtype, seed
-        )
+        engine = self.engine
+        return initial_params(self.config, self.policy, self.folder, engine.mesh, ROLLOUT_RULES, engine.compute_dtype, seed)
 
 
-def find_decoding_policy(experiment: AnyExperiment, checkpoint: RunCheckpoint | None, tasks: Sequence[Task]) -> DecodingPolicy:
-    """The policy of an experiment, with what a run has trained of it, ready to be loaded.
-
-    Args: tasks: that it will be asked. ConfigError where something is missing, or does not fit the others."""
-    folder = had(lambda: resolve_policy_folder(experiment.policy.path))
-    policy = had(lambda: find_policy(experiment.policy, folder))
+def decoding_mesh(placement: PlacementConfig, setting: str) -> Mesh:
+    """All devices, or as many as `placement.rollout_devices`, which `setting` names. ConfigError where there are fewer."""
     devices = jax.devices()
-    wanted = experiment.placement.rollout_devices or len(devices)
+    wanted = placement.rollout_devices or len(devices)
     if wanted > len(devices):
-        raise ConfigError(f"placement.rollout_devices={wanted}, and there are {len(devices)} devices")
-    mesh = had(lambda: make_rollout_mesh(experiment.placement, devices[:wanted]))
-    engine = had(lambda: DecodeEngine(policy, mesh, experiment.engine, compute_dtype(experiment.policy.compute_dtype, mesh)))
+        raise ConfigError(f"{setting}={wanted}, and there are {len(devices)} devices")
+    return had(lambda: make_rollout_mesh(placement, devices[:wanted]))
+
+
+def find_decoding_policy(
+    config: PolicyConfig,
+    engine_config: EngineConfig,
+    mesh: Mesh,
+    checkpoint: RunCheckpoint | None,
+    *,
+    seed: int,
+    setting: str = "policy.path",
+) -> DecodingPolicy:
+    """A policy, with what a run has trained of it, ready to be loaded.
+
+    Args: seed: of weights that lie nowhere. setting: which names the policy, for messages.
+    ConfigError where something is missing, or does not fit the others."""
+    folder = had(lambda: resolve_policy_folder(config.path, setting))
+    policy = had(lambda: find_policy(config, folder, setting=setting))
+    engine = had(lambda: DecodeEngine(policy, mesh, engine_config, compute_dtype(config.compute_dtype, mesh)))
     tokenizer = had(lambda: HFTokenizer.from_folder(folder))
     if checkpoint is not None:
         checkpoint = _with_version(checkpoint)
-    if problems := [
-        *too_long(engine, f"policy.path={experiment.policy.path}"),
-        *unreadable(experiment, engine, tokenizer, tasks),
-    ]:
+    if problems := list(too_long(engine, f"{setting}={config.path}")):
         raise ConfigError("\n".join(problems))
-    return DecodingPolicy(experiment, folder, policy, tokenizer, engine, checkpoint)
+    return DecodingPolicy(config, folder, policy, tokenizer, engine, checkpoint, seed)
 
 
 def _with_version(checkpoint: RunCheckpoint) -> RunCheckpoint:
@@ -172,7 +170,7 @@ def _with_version(checkpoint: RunCheckpoint) -> RunCheckpoint:
     if not versions or checkpoint.version not in (None, *versions):
         wanted = "yet" if checkpoint.version is None else f"of version {checkpoint.version}"
         found = ", ".join(map(str, versions)) or "none"
-        raise ConfigError(f"checkpoint={checkpoint.folder}: this run has no checkpoint {wanted}; found {found}")
+        raise ConfigError(f"{checkpoint.folder}: this run has no checkpoint {wanted}; found {found}")
     return replace(checkpoint, version=versions[-1] if checkpoint.version is None else checkpoint.version)
 
 

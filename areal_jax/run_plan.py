@@ -393,15 +393,16 @@ def _meshes(experiment: AnyExperiment) -> Meshes:
     return make_meshes(alone, [*devices, devices[0]])
 
 
-def find_policy(config: PolicyConfig, folder: Path, readout: Readout = "CausalLM") -> Policy:
+def find_policy(config: PolicyConfig, folder: Path, readout: Readout = "CausalLM", *, setting: str = "policy.path") -> Policy:
     """The policy in a folder, with the adapter that is to be trained beside it.
 
-    Args: readout: another than a language model's has a fresh head where the folder holds a language model.
+    Args: readout: another than a language model's has a fresh head where the folder holds a language model. setting: which
+    names the policy, for messages.
     Raises ValueError where the folder is read out otherwise, or the adapter does not belong to the policy."""
     model = read_config(folder)
     if model.readout not in ("CausalLM", readout):
         expected = " or ".join(dict.fromkeys(("CausalLM", readout)))
-        raise ValueError(f"policy.path={config.path} is read out as {model.readout}; expected {expected}")
+        raise ValueError(f"{setting}={config.path} is read out as {model.readout}; expected {expected}")
     model = replace(model, readout=readout)
     if config.adapter is None:
         policy = Policy(model, config.lora)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 
 from areal_jax.checkpoint.recovery import Columns
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
@@ -76,10 +77,10 @@ def trainer_from_examples(plan: TrainingPlan, params: Params, base: Params | Non
 
 def initial_weights(plan: TrainingPlan) -> tuple[Params, Params | None]:
     """What is trained, and the frozen weights if that is an adapter, on the train mesh."""
-    experiment = plan.experiment
-    return initial_params(
-        experiment.policy, plan.policy, plan.policy_folder, plan.train_mesh, TRAIN_RULES, plan.compute_dtype, experiment.seed
-    )
+    experiment, policy = plan.experiment, plan.policy
+    # What is frozen is kept as it is computed with.
+    dtype = plan.compute_dtype if policy.lora else np.float32
+    return initial_params(experiment.policy, policy, plan.policy_folder, plan.train_mesh, TRAIN_RULES, dtype, experiment.seed)
 
 
 def initial_critic(plan: TrainingPlan) -> CriticWeights | None:

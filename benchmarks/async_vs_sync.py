@@ -2,142 +2,253 @@
 
     python benchmarks/async_vs_sync.py
 
-Runs `python -m areal_jax.train --exp=aime` with one simulated device that decodes and one that trains. The policy is drawn at
-random, so that an answer ends with any token by the same chance: lengths are geometric, about 350 tokens on average and 768 at
-most, and since no answer is right no update changes them. A step is 128 answers. Tokens per second are those trained on, from
-the fifth step on. The two devices share the machine's cores: what is gained tells of the system only where each has a core of
-its own and nothing else runs.
+Three runs of the loop live in one process and train in turns, round by round: of each, one simulated device decodes and one
+trains. The policy is the embedded one with random weights; every answer is as long as a log-normal variate with sigma = 1 says,
+cut at MAX_NEW tokens, by the same seeds in every run, and no weights change that. A coin judges, so that every update changes
+the weights, and caches are rebuilt. A step trains on GROUPS x SAMPLES answers, and the engine has a slot for each of them, so
+that without staleness the longest answer keeps the batch waiting.
 
-The run at max_staleness 0 also tells the stages' times: of a decode step (by the trace's dispatches), of prefill and of
-training on a token; and its samples tell the lengths. The simulator is given these, and no other measurement, and foretells all
-three. A run that is finished is not run again. Appends to results/async_vs_sync.jsonl and draws results/async_vs_sync.png.
+XLA computes for both devices with a pool of two threads, and a stage that is alone uses 1.3 of them: each has about a core of
+its own. The machine must have two idle ones: where other work takes part of them, both stages divide what is left, and the
+ratios fall towards 1 or below. Tokens per second are those trained on, from step FIRST_COUNTED of a round on, the median of
+all rounds.
 
-Expected with a device each: at least 1.5 times at 1 and 2 times at 4, and the simulator within 15 %.
+The trace of each run tells what its stages took (`sim/measured.py`); the simulator is given these times, the same lengths and
+the same gate, and no other measurement. With the times of the synchronous run alone it foretells the others.
+Appends to results/async_vs_sync.jsonl and draws results/async_vs_sync.png.
+
+Expected with two idle cores: at least 1.5 times at 1 and 2 times at 4, and the simulator within 15 %.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-from collections.abc import Sequence
+import asyncio
+import os
+import random
+import subprocess
+import sys
+import tempfile
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import AsyncExitStack
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
+from statistics import median
 
+import chz
 from matplotlib.figure import Figure
 from results import FOLDER, append
 from rich.console import Console
 from rich.table import Table
-from runs import Rows, run_all, steps
 
-from areal_jax.data.policy_files import EMBEDDED
-from areal_jax.metrics import trace
-from areal_jax.models.architecture import ModelConfig
-from areal_jax.sim.costs import Reached, Rewards, TrainerCosts
+from areal_jax import loop
+from areal_jax.assembly import MeasuredEngine, Run, assembled
+from areal_jax.checkpoint.config import CheckpointConfig
+from areal_jax.config import Experiment, load_experiment
+from areal_jax.engine.config import EngineConfig
+from areal_jax.evaluation.config import EvaluationConfig
+from areal_jax.launch.local import environment
+from areal_jax.metrics import jsonl
+from areal_jax.metrics.config import MetricsConfig
+from areal_jax.models.config import PolicyConfig
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.records import Completion, Request, derive_seed
+from areal_jax.rollout.config import RolloutConfig
+from areal_jax.run_plan import make_plan
 from areal_jax.sim.engine import EngineHabits
-from areal_jax.sim.hardware import Device
-from areal_jax.sim.lengths import Recorded
-from areal_jax.sim.simulation import Cluster, Staged, Workload, simulate
+from areal_jax.sim.lengths import LogNormal
+from areal_jax.sim.measured import MeasuredStages, StageTimes, stage_times
+from areal_jax.sim.simulation import Workload, simulate
+from areal_jax.trainer.ppo import Trainer
 
 NAME = "async_vs_sync"
 STALENESS = (0, 1, 4)
-GROUPS, SAMPLES, SLOTS, MAX_PROMPT, MAX_NEW, STEPS_PER_DISPATCH = 16, 8, 64, 64, 768, 8
-FIRST_COUNTED = 4
-SETTINGS = (
-    *("--exp=aime", "policy.random_init=true", "placement.simulated_devices=2", "placement.rollout_devices=1"),
-    *(f"rollout.groups_per_batch={GROUPS}", f"rollout.samples_per_group={SAMPLES}", f"rollout.max_running_groups={2 * GROUPS}"),
-    *(f"engine.num_slots={SLOTS}", f"engine.max_prompt_tokens={MAX_PROMPT}", f"engine.max_new_tokens={MAX_NEW}"),
-    *(f"engine.steps_per_dispatch={STEPS_PER_DISPATCH}", "evaluation.every_steps=0", "checkpoint.export_hf=false"),
-)
+GROUPS, SAMPLES, MAX_PROMPT, MAX_NEW, STEPS_PER_DISPATCH = 8, 4, 64, 768, 8
+LENGTHS = LogNormal(96.0, 1.0)
+FIRST_COUNTED = 3
+PLACEMENT = PlacementConfig(simulated_devices=2, rollout_devices=1)
+POOL = {"NPROC": "2"}
+"""Threads that XLA computes with. Fewer than meshes of several devices need, whose collectives would wait for each other."""
 
 
-def throughput(rows: Rows) -> float:
-    """Tokens trained per second of wall-clock time."""
-    timed = steps(rows)[FIRST_COUNTED:]
-    return sum(row["trainer/tokens_trained"] for row in timed[1:]) / (timed[-1]["time_s"] - timed[0]["time_s"])
-
-
-def measured_cluster(run_folder: Path, samples: Sequence[dict[str, int]]) -> tuple[Cluster, dict[str, float]]:
-    """A cluster whose stages take what they took in a synchronous run, and these times."""
-    spans = [event for event in trace.read(run_folder / "trace.json") if event.get("ph") == "X"]
-
-    def seconds(name: str) -> list[tuple[float, int]]:
-        found = [(event["dur"] / 1e6, event["args"].get("tokens", 0)) for event in spans if event["name"].startswith(name)]
-        return found[len(found) // 4 :]  # without the beginning
-
-    dispatches, prefills, trained = seconds("dispatch"), seconds("prefill"), seconds("step ")
-    whole = [sample["num_tokens"] for sample in samples]
-    per_step = GROUPS * SAMPLES / len(whole)
-    tokens, pairs = sum(whole) * per_step, sum(length**2 for length in whole) / 2 * per_step
-    step_s = fmean(duration for duration, _ in dispatches) / STEPS_PER_DISPATCH
-    prefill_s = sum(duration for duration, _ in prefills) / sum(number for _, number in prefills)
-    train_s = fmean(duration for duration, _ in trained)
-    model = ModelConfig.from_hf(json.loads((EMBEDDED / "config.json").read_text(encoding="utf-8")), "embedded")
-    # A device that takes as long; where the roofline has no say its rates are beyond reach.
-    training = TrainerCosts(model, Device(1e15, 1e18, 1.0, 1e18, 1e18, 1), 1, Reached(train_flops=1.0, update_s=0.0))
-    flops = training.train_tokens_s(tokens, pairs) / train_s
-    reached = Reached(1.0, 1e9, 2 * model.multiplied_params / prefill_s / flops, 1.0, 1.0, step_s, 0.0, 0.0)
-    device = replace(training.device, flops_per_s=flops)
-    habits = EngineHabits(num_slots=SLOTS)
-    cluster = Cluster(model, device, 1, 1, 1, reached, habits, Staged(0.05), Rewards(num_workers=1, judge_s=0.001))
-    return cluster, {"decode_step_s": step_s, "prefill_token_s": prefill_s, "train_step_s": train_s}
-
-
-def foretold(cluster: Cluster, samples: Sequence[dict[str, int]], max_staleness: int, num_steps: int) -> float:
-    """Tokens per second, as simulated."""
-    prompt_tokens = round(fmean(sample["num_tokens"] - sample["num_drawn"] for sample in samples))
-    workload = Workload(
-        Recorded(tuple(sample["num_drawn"] for sample in samples)),
-        MAX_NEW,
-        prompt_tokens,
-        GROUPS,
-        SAMPLES,
-        max_staleness,
-        max_running_groups=2 * GROUPS,
+def experiment(max_staleness: int) -> Experiment:
+    """The run at `max_staleness`, without an end."""
+    aime = load_experiment("aime")
+    assert isinstance(aime, Experiment)
+    return chz.replace(
+        aime,
+        num_steps=1 << 20,
+        policy=PolicyConfig(random_init=True),
+        placement=PLACEMENT,
+        rollout=RolloutConfig(
+            groups_per_batch=GROUPS,
+            samples_per_group=SAMPLES,
+            max_staleness=max_staleness,
+            max_running_groups=(max_staleness + 1) * GROUPS,
+        ),
+        engine=EngineConfig(
+            num_slots=GROUPS * SAMPLES,
+            max_prompt_tokens=MAX_PROMPT,
+            max_new_tokens=MAX_NEW,
+            steps_per_dispatch=STEPS_PER_DISPATCH,
+        ),
+        rewards=chz.replace(aime.rewards, function=f"{Path(__file__).with_name('coin.py')}:coin"),
+        evaluation=EvaluationConfig(every_steps=0),
+        checkpoint=CheckpointConfig(export_hf=False),
+        metrics=MetricsConfig(samples=False, progress=False),
     )
-    return simulate(cluster, workload, num_steps, FIRST_COUNTED).tokens_per_s
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--folder", type=Path, default=Path("runs") / NAME, help="of the runs")
-    parser.add_argument("--steps", type=int, default=25, help="trainer steps of each run")
-    parser.add_argument("--note", default="", help="goes into the row: what else the machine did")
-    options = parser.parse_args()
-    names = {eta: f"staleness-{eta}" for eta in STALENESS}
-    runs = {name: (*SETTINGS, f"rollout.max_staleness={eta}") for eta, name in names.items()}
-    rows = run_all(runs, options.folder, options.steps)
-    synchronous = options.folder / names[0]
-    samples = [json.loads(line) for line in (synchronous / "samples.jsonl").read_text(encoding="utf-8").splitlines()]
-    cluster, stages = measured_cluster(synchronous, samples)
-    measured = {eta: throughput(rows[name]) for eta, name in names.items()}
-    simulated = {eta: foretold(cluster, samples, eta, options.steps) for eta in STALENESS}
-    table = Table("max_staleness", "tokens/s", "over that at 0", "simulated", "off by", title=NAME)
-    for eta in STALENESS:
-        off_by = simulated[eta] / measured[eta] - 1
-        table.add_row(
-            str(eta), f"{measured[eta]:,.0f}", f"{measured[eta] / measured[0]:.2f}", f"{simulated[eta]:,.0f}", f"{off_by:+.0%}"
-        )
-    result = {"note": options.note, "steps": options.steps, "settings": SETTINGS, "stages": stages}
+class LongTailed:
+    """An engine whose answers have the lengths that the simulator's would have: no token ends one, and each has a budget."""
+
+    def __init__(self, engine: MeasuredEngine) -> None:
+        self._engine = engine
+        self.metrics = engine.metrics
+
+    def submit(self, request: Request) -> asyncio.Future[list[Completion]]:
+        """Each sample as a request of its own."""
+        return asyncio.ensure_future(self._answer(request))
+
+    async def snapshot(self) -> dict[str, tuple[Completion, ...]]:
+        """Of the requests that were split nothing is known; they are drawn again."""
+        return {}
+
+    async def _answer(self, request: Request) -> list[Completion]:
+        lengths = LENGTHS.draw(random.Random(request.seed), request.num_samples)
+        parts = [
+            replace(
+                request,
+                id=f"{request.id}/{number}",
+                num_samples=1,
+                sampling=replace(request.sampling, max_new_tokens=min(length, MAX_NEW), stop_token_ids=()),
+                seed=derive_seed(request.seed, str(number)),
+            )
+            for number, length in enumerate(lengths)
+        ]
+        return [completion for (completion,) in await asyncio.gather(*(self._engine.submit(part) for part in parts))]
+
+
+async def train_in_turns(folder: Path, num_rounds: int, steps_per_round: int) -> None:
+    """Rounds of so many steps of every run, each to its own folder."""
+    async with AsyncExitStack() as stack:
+        runs: dict[int, Run[Trainer]] = {}
+        for eta in STALENESS:
+            plan, where = make_plan(experiment(eta)), folder / str(eta)
+            where.mkdir()
+            run = await stack.enter_async_context(assembled(plan, where, resume=False, make_trainer=loop.rl_trainer))
+            runs[eta] = replace(run, engine=LongTailed(run.engine))
+        for number in range(1, num_rounds + 1):
+            for eta, run in runs.items():
+                await loop.train(run, chz.replace(experiment(eta), num_steps=number * steps_per_round))
+                print(
+                    f"round {number}/{num_rounds}  max_staleness {eta}: {rounds(run.folder, steps_per_round)[-1]}", flush=True
+                )
+
+
+def rounds(run_folder: Path, steps_per_round: int) -> list[dict[str, float]]:
+    """Tokens trained and trainer steps per second of each round, from step FIRST_COUNTED on."""
+    by_round = defaultdict[int, list[dict[str, float]]](list)
+    for row in jsonl.read(run_folder / "metrics.jsonl"):
+        by_round[int(row["version"]) // steps_per_round].append(row)
+    found: list[dict[str, float]] = []
+    for rows in by_round.values():
+        before, *timed = rows[FIRST_COUNTED - 1 :]
+        seconds = timed[-1]["time_s"] - before["time_s"]
+        tokens = sum(row["trainer/tokens_trained"] for row in timed)
+        found.append({"tokens_per_s": tokens / seconds, "steps_per_s": len(timed) / seconds})
+    return found
+
+
+def simulated(times: StageTimes, max_staleness: int, num_steps: int, prompt_tokens: int) -> dict[str, float]:
+    """What a round of the run is foretold to give, with these times."""
+    workload = Workload(
+        LENGTHS, MAX_NEW, prompt_tokens, GROUPS, SAMPLES, max_staleness, max_running_groups=(max_staleness + 1) * GROUPS
+    )
+    habits = EngineHabits(num_slots=GROUPS * SAMPLES, shares_prompts=False, steps_per_dispatch=STEPS_PER_DISPATCH)
+    seed = experiment(max_staleness).seed  # of the lengths too
+    outcome = simulate(MeasuredStages(times, habits), workload, num_steps, FIRST_COUNTED, seed)
+    return {"tokens_per_s": outcome.trained_per_s, "steps_per_s": 1 / outcome.step_s}
+
+
+def measure(options: argparse.Namespace) -> None:
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        asyncio.run(train_in_turns(folder, options.rounds, options.steps))
+        found = {eta: rounds(folder / str(eta), options.steps) for eta in STALENESS}
+        times = {eta: stage_times(folder / str(eta), STEPS_PER_DISPATCH) for eta in STALENESS}
+        rows = [row for row in jsonl.read(folder / "0" / "metrics.jsonl")]
+    # A token of a batch is trained in this time, so that what is not drawn of a step's tokens are prompts.
+    prefilled = sum(row["rollout/prefill_tokens"] for row in rows)
+    prompt_tokens = round(prefilled / len(rows) / GROUPS / SAMPLES)
+    medians = {eta: {name: median(each[name] for each in of) for name in of[0]} for eta, of in found.items()}
+    own = {eta: simulated(times[eta], eta, options.steps, prompt_tokens) for eta in STALENESS}
+    foretold = {eta: simulated(times[0], eta, options.steps, prompt_tokens) for eta in STALENESS}
     append(
         NAME,
         {
-            **result,
-            "mean_length": fmean(sample["num_drawn"] for sample in samples),
-            "tokens_per_s": measured,
-            "simulated_tokens_per_s": simulated,
+            "note": options.note,
+            "rounds": options.rounds,
+            "steps_per_round": options.steps,
+            "batch": [GROUPS, SAMPLES],
+            "lengths": {"median": LENGTHS.median, "sigma": LENGTHS.sigma, "longest": MAX_NEW},
+            "stage_times": {eta: of._asdict() for eta, of in times.items()},
+            "by_round": found,
+            "measured": medians,
+            "ratio": {eta: medians[eta]["tokens_per_s"] / medians[0]["tokens_per_s"] for eta in STALENESS},
+            "simulated": own,
+            "simulated_off_by": {eta: own[eta]["tokens_per_s"] / medians[eta]["tokens_per_s"] - 1 for eta in STALENESS},
+            "foretold_from_synchronous_times": foretold,
         },
     )
-    Console().print(table)
-    figure = Figure(figsize=(6, 3.6), dpi=120, layout="constrained")
+    show(medians, own, foretold)
+    draw(medians, own, foretold)
+
+
+Speeds = Mapping[int, Mapping[str, float]]
+
+
+def show(measured: Speeds, own: Speeds, foretold: Speeds) -> None:
+    table = Table("max_staleness", "tokens/s", "over that at 0", "simulated", "off by", "by times at 0", "off by", title=NAME)
+    for eta in STALENESS:
+        speed, *said = (of[eta]["tokens_per_s"] for of in (measured, own, foretold))
+        compared = (text for each in said for text in (f"{each:,.0f}", f"{each / speed - 1:+.0%}"))
+        table.add_row(str(eta), f"{speed:,.0f}", f"{speed / measured[0]['tokens_per_s']:.2f}", *compared)
+    Console(width=120).print(table)
+
+
+def draw(*speeds: Speeds) -> None:
+    figure = Figure(figsize=(6.5, 3.6), dpi=120, layout="constrained")
     axes = figure.subplots()
-    for shift, (name, speeds) in zip((-0.2, 0.2), {"measured": measured, "simulated": simulated}.items(), strict=True):
-        axes.bar([x + shift for x in range(len(STALENESS))], list(speeds.values()), 0.4, label=name)
+    names: Sequence[tuple[str, str]] = (
+        ("measured", "#c2410c"),
+        ("simulated, its own stage times", "#2563a8"),
+        ("simulated, stage times at 0", "#9db8d9"),
+    )
+    for number, ((name, colour), of) in enumerate(zip(names, speeds, strict=True)):
+        places = [x + 0.27 * (number - 1) for x in range(len(STALENESS))]
+        axes.bar(places, [each["tokens_per_s"] for each in of.values()], 0.27, label=name, color=colour)
     axes.set_xticks(range(len(STALENESS)), [str(eta) for eta in STALENESS])
     axes.set(xlabel="max_staleness", ylabel="tokens trained per second")
     axes.legend(frameon=False)
+    axes.spines[["top", "right"]].set_visible(False)
     figure.savefig(FOLDER / f"{NAME}.png")
 
 
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--steps", type=int, default=12, help="trainer steps of a round")
+    parser.add_argument("--note", default="", help="goes into the row: what else the machine did")
+    options = parser.parse_args()
+    if os.environ.get("NPROC") != POOL["NPROC"]:
+        # XLA reads it when jax is imported, which has happened here.
+        env = os.environ | environment(PLACEMENT, os.environ) | POOL
+        return subprocess.run([sys.executable, *sys.argv], env=env).returncode
+    measure(options)
+    return 0
+
+
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

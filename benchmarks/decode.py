@@ -13,10 +13,11 @@ The roofline: a step reads every weight but the embedding's rows of absent token
     tokens/s = slots · bandwidth / (bytes of weights + mean tokens · slots · bytes of one token's keys and values)
 
 with the bandwidth that a copy of 2 GiB reaches (256 MiB on a CPU), read and write counted. `share` is what was drawn of that.
-`host_bubble` is the share of the time in which the device waited for the host between two dispatches. Compiling is timed twice:
-with an empty cache on disk, and with what that left in it, all programs that such requests can need. A swap is timed by the
-driver while all slots draw, with equal shapes and other numbers: kept caches, and rebuilt ones. Appends one line to
-benchmarks/results/decode.jsonl. Needs an idle machine.
+`host_bubble` is the share of the time in which the device waited for the host between two dispatches. Compiling is timed
+twice: with an empty cache on disk, and with what that left in it, all programs that such requests can need. A swap is timed
+by the driver while all slots draw, with equal shapes and other numbers: kept caches, and rebuilt ones. With --requests=N so
+many answers of log-normal length, at most --new-tokens, go through the slots: `stream` is how full these were, and how fast,
+until no request waited any more. Appends one line to benchmarks/results/decode.jsonl. Needs an idle machine.
 """
 
 from __future__ import annotations
@@ -29,11 +30,13 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from statistics import median
+from typing import NamedTuple
 
 import chz
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental.compilation_cache import compilation_cache
 from results import append
 from train_mfu import MODELS
 
@@ -100,13 +103,23 @@ def bytes_per_step(policy: Policy, engine: DecodeEngine, slots: int, mean_tokens
     return weights, slots * mean_tokens * of_token
 
 
-async def decode(engine: DecodeEngine, weights: list[Weights], requests: list[Request], num_swaps: int) -> tuple[Events, float]:
-    """Answer all requests at once; other weights come `num_swaps` times. Returns what happened, and the host's gaps (s)."""
-    events, shelf = Events(), Shelf(weights[0])
+class Decoded(NamedTuple):
+    events: Events
+    gap_s: float
+    """In which the device waited for the host."""
+    finished_s: list[float]
+    """When each request was, in order."""
+
+
+async def decode(engine: DecodeEngine, weights: list[Weights], requests: list[Request], num_swaps: int) -> Decoded:
+    """Answer all requests at once; other weights come `num_swaps` times."""
+    events, shelf, finished_s = Events(), Shelf(weights[0]), list[float]()
     driver = Driver(engine, shelf, on_event=events)
     driver.start()
     try:
         futures = [driver.submit(request) for request in requests]
+        for future in futures:
+            future.add_done_callback(lambda _: finished_s.append(time.perf_counter()))
         while not all(future.done() for future in futures):
             await asyncio.sleep(0.01)
             swaps, dispatches = len(events.of("swap")), len(events.of("dispatch"))
@@ -116,7 +129,16 @@ async def decode(engine: DecodeEngine, weights: list[Weights], requests: list[Re
         gap_us, _ = driver.metrics().get("host_gap_us", (0.0, 0.0))
     finally:
         driver.close()
-    return events, gap_us / 1e6
+    return Decoded(events, gap_us / 1e6, finished_s)
+
+
+def stream(decoded: Decoded, slots: int, steps: int) -> dict[str, float]:
+    """Share of slot-steps that drew a token, and tokens/s, as long as more requests were unfinished than there are slots."""
+    tail_s = decoded.finished_s[-slots]
+    dispatches = [each for each in decoded.events.of("dispatch") if each[1] <= tail_s]
+    tokens = sum(drawn for _, _, drawn in dispatches)
+    seconds = dispatches[-1][1] - dispatches[0][0]
+    return {"occupancy": tokens / (len(dispatches) * slots * steps), "tokens_per_s": tokens / seconds}
 
 
 def main() -> None:
@@ -129,6 +151,7 @@ def main() -> None:
     parser.add_argument("--page-tokens", type=int, default=16)
     parser.add_argument("--kv-dtype", choices=["compute", "int8", "float8_e4m3fn"], default="compute")
     parser.add_argument("--tensor", type=int, default=1)
+    parser.add_argument("--requests", type=int, default=0, help="more than slots: measure a stream of so many, too")
     parser.add_argument("--no-compile-times", action="store_true", help="compile what is needed when it is, and do not time it")
     parser.add_argument("--note", default="", help="goes into the row: what else the machine did")
     args = parser.parse_args()
@@ -163,6 +186,9 @@ def main() -> None:
         engine = DecodeEngine(policy, mesh, config, dtype)
         if not args.no_compile_times:
             engine.warm_up()
+            # Later compilations would look for the folder, and it is gone.
+            jax.config.update("jax_compilation_cache_dir", None)
+            compilation_cache.reset_cache()
     lay_out = jax.jit(lambda key: engine.layout(policy.init(key)), out_shardings=engine.param_shardings)
     weights = [Weights(0, jax.block_until_ready(lay_out(jax.random.key(seed)))) for seed in (0, 1)]
     vocab_size = policy.config.vocab_size
@@ -170,14 +196,24 @@ def main() -> None:
         Request(str(i), rng.integers(0, vocab_size, int(length), dtype=np.int32), 1, Sampling(args.new_tokens), seed=i)
         for i, length in enumerate(lengths)
     ]
-    events, gap_s = asyncio.run(decode(engine, weights, requests, num_swaps=0))
+    events, gap_s, _ = asyncio.run(decode(engine, weights, requests, num_swaps=0))
     dispatches = events.of("dispatch")[2:]
     seconds, tokens = dispatches[-1][1] - dispatches[0][0], sum(drawn for _, _, drawn in dispatches)
     swap_ms: dict[str, float] = {}
     for on_update in ("keep", "recompute"):
         engine.config = chz.replace(config, on_update=on_update)
-        swaps = asyncio.run(decode(engine, weights, requests, num_swaps=3))[0].of("swap")[1:]
+        swaps = asyncio.run(decode(engine, weights, requests, num_swaps=3)).events.of("swap")[1:]
         swap_ms[on_update] = median(1e3 * (end - start) for start, end, _ in swaps)
+    streamed: dict[str, float] = {}
+    if args.requests:
+        budgets = np.clip(rng.lognormal(math.log(args.new_tokens / 4), 1, args.requests), 1, args.new_tokens).astype(int)
+        requests = [
+            Request(
+                str(i), rng.integers(0, vocab_size, int(rng.choice(lengths)), dtype=np.int32), 1, Sampling(int(most)), seed=i
+            )
+            for i, most in enumerate(budgets)
+        ]
+        streamed = stream(asyncio.run(decode(engine, weights, requests, num_swaps=0)), args.slots, args.steps_per_dispatch)
     weight_bytes, kv_bytes = bytes_per_step(policy, engine, args.slots, float(lengths.mean()) + args.new_tokens / 2)
     bytes_per_s = bandwidth()
     roofline = args.slots * bytes_per_s / (weight_bytes + kv_bytes)
@@ -193,6 +229,7 @@ def main() -> None:
         "host_bubble": gap_s / (dispatches[-1][1] - events.of("dispatch")[0][0]),
         "compile_s": dict(zip(("cold", "cached"), compile_s, strict=False)),
         "swap_ms": swap_ms,
+        "stream": streamed,
     }
     append("decode", row)
 

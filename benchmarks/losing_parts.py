@@ -7,8 +7,8 @@ Needs the extra `ray`. Trains the embedded policy on this machine three times wi
 are killed (SIGKILL) at random moments. Checks that no task is lost or trained on twice, that no token is too old, and that the
 log names every kill. Appends to results/losing_parts.jsonl and draws results/losing_parts.png.
 
-Expected: the three learning curves agree within the noise of an evaluation, and the two clusters' answers per second but for the
-time that engines are missing.
+Expected: the three learning curves agree within the noise of an evaluation, and the two clusters' answers per second but for
+the time that engines are missing.
 """
 
 from __future__ import annotations

@@ -63,6 +63,8 @@ def ray_here() -> Iterator[None]:
     with warnings.catch_warnings():
         # It starts processes that it does not keep in view.
         warnings.simplefilter("ignore", ResourceWarning)
+        # What is forked here becomes another program at once.
+        warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
         ray.init(
             address="local",
             num_cpus=2,

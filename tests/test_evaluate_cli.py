@@ -20,25 +20,19 @@ from pathlib import Path
 from typing import Any
 
 import chz
-import jax
-import jax.numpy as jnp
-import numpy as np
 import pytest
+from saved_runs import adapter, embedded_params, moved, save_run
 
 from areal_jax.checkpoint.config import CHECKPOINTS
-from areal_jax.checkpoint.recovery import Columns
-from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config import experiment_names, find_experiment, load_experiment, write_config
 from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.evaluate import main
 from areal_jax.models import hf, lora
-from areal_jax.models.config import LoRA
 from areal_jax.models.decoder import Policy
 from areal_jax.serve.app import App, listening
 from areal_jax.serve.config import ServeConfig
-from areal_jax.serve.policy import engine_source
-from areal_jax.trainer.state import TrainState
+from areal_jax.serving import engine_source
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -133,26 +127,9 @@ def test_other_settings_and_other_tasks_are_refused_by_name(embedded: Path, caps
 def drifted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder whose checkpoints hold the embedded policy, a little moved, as full parameters and as an export."""
     folder = tmp_path_factory.mktemp("run")
-    policy = Policy(hf.read_config(EMBEDDED))
-    on_one = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), policy.abstract())
-    params = hf.load(EMBEDDED, policy, on_one)
-    noise = np.random.default_rng(1)
-    moved = jax.tree.map(lambda leaf: leaf + 0.02 * noise.normal(size=leaf.shape).astype(np.float32) * leaf.std(), params)
-    save_run(folder, moved)
-    hf.save(folder / "policy", policy, moved, EMBEDDED)
+    save_run(folder, moved())
+    hf.save(folder / "policy", Policy(hf.read_config(EMBEDDED)), moved(), EMBEDDED)
     return folder
-
-
-def save_run(folder: Path, params: Any, *settings: str) -> None:
-    """What a run leaves after version 3: its settings, and a checkpoint of what it trains."""
-    folder.mkdir(exist_ok=True)
-    write_config(load_experiment("aime", ["name=drift", "seed=7", *settings]), folder / "config.json")
-    store = CheckpointStore(folder / CHECKPOINTS, keep=2)
-    for version in (2, 3):
-        told = jax.tree.map(lambda leaf, version=version: leaf * (version == 3), params)
-        store.save(version, TrainState(told, (), np.asarray(version, np.int32)), Columns({}, {}))
-    store.wait()
-    store.close()
 
 
 def test_a_run_and_its_export_score_the_same(drifted: Path, embedded: Path, tmp_path: Path) -> None:
@@ -168,12 +145,9 @@ def test_a_run_and_its_export_score_the_same(drifted: Path, embedded: Path, tmp_
 
 
 def test_an_adapters_run_scores_as_what_it_is_merged_to(tmp_path: Path) -> None:
-    policy = Policy(hf.read_config(EMBEDDED), LoRA(rank=2))
-    on_one = jax.tree.map(lambda _: jax.sharding.SingleDeviceSharding(jax.devices()[0]), policy.abstract())
-    base, noise = hf.load(EMBEDDED, policy, on_one), np.random.default_rng(2)
-    adapter = jax.tree.map(lambda leaf: jnp.asarray(0.05 * noise.normal(size=leaf.shape), jnp.float32), lora.abstract(policy))
-    save_run(tmp_path / "run", adapter, "policy.lora.rank=2")
-    hf.save(tmp_path / "run" / "policy", policy, lora.merge(policy, base, adapter), EMBEDDED)
+    policy, found = adapter()
+    save_run(tmp_path / "run", found, "policy.lora.rank=2")
+    hf.save(tmp_path / "run" / "policy", policy, lora.merge(policy, embedded_params(), found), EMBEDDED)
     # Merged matrices round otherwise than two products: the likeliest tokens are the same all the same.
     run = evaluate(tmp_path / "of run", f"checkpoint={tmp_path / 'run'}", "evaluation.temperature=0")
     merged = evaluate(tmp_path / "of merged", f"checkpoint={tmp_path / 'run' / 'policy'}", "evaluation.temperature=0")

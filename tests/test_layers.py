@@ -28,7 +28,8 @@ FLOORS = (
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 FILES_OF_ROOM = {
-    "loop": ("loop", "assembly", "training", "clustered", "hosts", "run_plan", "policies", "evaluating", "balance")
+    "config": ("config", "named_policy"),
+    "loop": ("loop", "assembly", "training", "clustered", "hosts", "run_plan", "policies", "evaluating", "balance", "serving"),
 }
 """Rooms that are several files at the top of the package."""
 

@@ -21,6 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
+from itertools import pairwise
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -243,10 +244,10 @@ class DecodeEngine:
         drawings = range(max(most, Drawing.FILTERED if filters else Drawing.PLAIN) + 1)
         for verb in ("init", "same_weights", "copy"):
             self._program(verb)
+        for length, following in pairwise(self._view_lengths):
+            self._program("resize", length, following)
+            self._program("resize", following, length)
         for length in self._view_lengths:
-            for wanted in self._view_lengths:
-                if wanted != length:
-                    self._program("resize", length, wanted)
             for tokens in self._insert_lengths:
                 if tokens <= length:
                     self._program("insert", tokens, length)
@@ -285,9 +286,12 @@ class DecodeEngine:
         if self.reader != "view":
             return state
         length, wanted = self._view_length(state), _at_least(self._view_lengths, num_columns)
-        if length == wanted:
-            return state
-        return state._replace(view=self._program("resize", length, wanted)(state.view))
+        view, lengths = state.view, self._view_lengths
+        while length != wanted:
+            # From each length to the next, so that there are few programs.
+            following = lengths[lengths.index(length) + (1 if length < wanted else -1)]
+            view, length = self._program("resize", length, following)(view), following
+        return state._replace(view=view)
 
     def prefill(self, params: EngineParams, state: DecodeState, fills: Sequence[Fill]) -> DecodeState:
         """Compute keys and values of the tokens of all fills, which must not need one another; `state` is consumed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import socket
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,6 +15,8 @@ import ray
 from areal_jax.launch.config import Ray
 from areal_jax.launch.connection import Connection
 from areal_jax.settings import ConfigError
+
+REACH_TIMEOUT_S = 30.0
 
 Kind = Literal["trainer host", "engine", "reward worker"]
 
@@ -61,6 +64,8 @@ def connected(config: Ray) -> Iterator[Cluster]:
     if address is None:
         # CPUs are places here, not cores: whoever starts all on a small machine wants all of it to run.
         own = {"num_cpus": max(int(num_cpus + 0.999), os.cpu_count() or 1), "include_dashboard": False}
+    else:
+        require_reachable(address)
     try:
         with warnings.catch_warnings():
             # What is forked here becomes another program at once.
@@ -88,6 +93,20 @@ def connected(config: Ray) -> Iterator[Cluster]:
         yield Cluster(config, accelerator)
     finally:
         ray.shutdown()
+
+
+def require_reachable(address: str) -> None:
+    """ConfigError where nobody listens at HOST:PORT: Ray itself would try for many minutes."""
+    host, _, port = address.rpartition(":")
+    if not port.isdigit():
+        return  # such as auto
+    try:
+        socket.create_connection((host, int(port)), timeout=REACH_TIMEOUT_S).close()
+    except OSError as error:
+        raise ConfigError(
+            f"launch.address={address}: no Ray cluster answers there ({error}); leave it out, and RAY_ADDRESS unset, to start "
+            "one on this machine"
+        ) from error
 
 
 def devices_of(config: Ray, kind: Kind | str) -> int:

@@ -6,13 +6,32 @@ import asyncio
 import logging
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from areal_jax.launch.connection import PartLost
-from areal_jax.launch.engines import Engines
-from areal_jax.launch.trainers import Trainers
 
 logger = logging.getLogger(__name__)
+
+
+@runtime_checkable
+class Gives(Protocol):
+    """Trainer hosts."""
+
+    @property
+    def num_hosts(self) -> int: ...
+    @property
+    def is_stepping(self) -> bool: ...
+    def publish(self, version: int) -> None: ...
+    async def contribution(self, host: int, after: int) -> Any: ...
+    def metrics(self) -> Mapping[str, tuple[float, float]]: ...
+
+
+@runtime_checkable
+class Takes(Protocol):
+    """Engines."""
+
+    def offer(self, version: int, contributions: Any) -> None: ...
+    async def arrived(self, version: int, timeout_s: float) -> None: ...
 
 
 class Relay:
@@ -21,7 +40,7 @@ class Relay:
     One version is under way at a time, so that all hosts give the same ones. What is published meanwhile follows, the newest of
     it, as soon as the trainer is not at work on the next."""
 
-    def __init__(self, trainers: Trainers, engines: Engines, *, offer_timeout_s: float) -> None:
+    def __init__(self, trainers: Gives, engines: Takes, *, offer_timeout_s: float) -> None:
         self._trainers, self._engines, self._offer_timeout_s = trainers, engines, offer_timeout_s
         self._loop = asyncio.get_running_loop()
         # The newest version that all hosts have given, and where: for engines that join.

@@ -123,7 +123,7 @@ def merge(policy: Policy, base: Params, adapter: Params) -> Params:
     scale = _lora(policy).scale
     pairs = _pairs(adapter)
 
-    def whole(path: tuple[str, ...], w: Array) -> np.ndarray:
+    def whole(path: tuple[str, ...], w: Array | np.ndarray) -> np.ndarray:
         found = fetch(_merged(w, pairs[path]["a"], pairs[path]["b"], scale) if path in pairs else w)
         return np.asarray(found, np.float32)
 
@@ -148,11 +148,16 @@ def read_config(folder: Path) -> LoRA:
     return LoRA(rank=rank, alpha=float(alpha), targets=named, rslora=bool(config.get("use_rslora")))
 
 
+def base_of(folder: Path) -> str | None:
+    """The policy beside which a PEFT folder's adapter was trained, where it names one."""
+    return _read_json(folder).get("base_model_name_or_path")
+
+
 def require_base(folder: Path, *names: str) -> None:
     """ValueError where a PEFT folder's adapter says that it was trained beside another policy than the one with these names.
 
     A hub name and a folder are the same policy where their last parts agree; an adapter that names none fits any."""
-    came = _read_json(folder).get("base_model_name_or_path")
+    came = base_of(folder)
     if came and Path(came).name not in {Path(name).name for name in names}:
         raise ValueError(
             f"{folder / CONFIG}: expected an adapter of {names[0]!r}, came base_model_name_or_path={came!r}; set policy.path "

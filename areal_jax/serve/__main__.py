@@ -56,7 +56,7 @@ def read_config(overrides: Sequence[str]) -> ServeConfig:
 async def serve(config: ServeConfig) -> int:
     """Serve until a signal, or until the engine stops."""
     from areal_jax.serve.app import App, listening
-    from areal_jax.serve.policy import engine_source
+    from areal_jax.serving import engine_source
 
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):

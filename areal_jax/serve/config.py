@@ -24,7 +24,12 @@ class LimitsConfig:
 @chz.chz
 class ServeConfig:
     model: str = chz.field(
-        default="embedded", doc="'embedded' (the tiny policy inside the package), a Hugging Face folder, or a hub name"
+        default="embedded",
+        doc="'embedded' (the tiny policy inside the package), a Hugging Face folder, a hub name, a run folder (its newest "
+        "checkpoint), RUN/checkpoints/VERSION, or a PEFT folder",
+    )
+    base: str | None = chz.field(
+        default=None, doc="where `model` is a PEFT folder, the policy that its adapter belongs to; none: the one it names"
     )
     served_name: str | None = chz.field(default=None, doc="what clients call the model; none: the same as `model`")
     host: str = chz.field(default="127.0.0.1", doc="address to listen at; 0.0.0.0: every one of this machine's")

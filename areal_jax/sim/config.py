@@ -15,7 +15,8 @@ class ClusterQuestion:
     device: str = chz.field(default="H100", doc="what they are, such as H200 or TPU v5p")
     rollout_devices: int | None = chz.field(default=None, doc="how many decode; none: the best split")
     devices_per_engine: int | None = chz.field(
-        default=None, doc="over how many an engine is cut; none: the fewest that hold weights and 8 longest sequences"
+        default=None,
+        doc="over how many an engine is cut; none: the fewest that hold weights and 8 longest sequences, or more if faster",
     )
     steps: int = chz.field(default=250, doc="trainer steps to tell the hours of")
     groups_per_batch: int = chz.field(default=512, doc="groups (prompts) in one trainer step")
@@ -27,7 +28,9 @@ class ClusterQuestion:
     on_update: Literal["recompute", "keep"] = chz.field(
         default="recompute", doc="KV caches of live sequences when weights arrive: rebuilt, or kept"
     )
-    slots: int = chz.field(default=256, doc="sequences that an engine decodes at the same time, if its memory holds them")
+    slots: int = chz.field(
+        default=256, doc="sequences that the smallest engine decodes at the same time, if its memory holds them"
+    )
     train_share: float = chz.field(
         default=0.43, doc="of the peak, reached by training (MFU); benchmarks/train_mfu.py measures it"
     )

@@ -24,8 +24,6 @@ from areal_jax.sim.hardware import Device
 BYTES_PER_WEIGHT = 2
 BYTES_PER_TRAINED_WEIGHT = 16
 """Parameters, gradients and two moments, in float32."""
-KEPT_OF_MEMORY = 0.9
-"""Share of a device's memory that weights and caches may fill: the rest is the program's and the runtime's."""
 LEFT_TO_ACTIVATIONS = 0.35
 """Share of a train device's memory that activations of a micro-batch need."""
 
@@ -41,6 +39,8 @@ class Reached:
     prefill_flops: float = 0.45
     train_flops: float = 0.43
     """AReaL, figure 6a: 427, 455 and 388 of 989 TFLOP/s at 1.5B, 7B and 32B."""
+    memory: float = 0.9
+    """Of an engine's memory, filled by weights and caches: the rest is the program's and the runtime's."""
     network: float = 0.7
     step_s: float = 0.003
     """By decode step: the host's part and launching kernels."""
@@ -100,7 +100,7 @@ class EngineCosts:
     @property
     def kv_tokens(self) -> int:
         """Tokens whose keys and values fit beside the weights; negative where not even those fit."""
-        room = KEPT_OF_MEMORY * self.num_devices * self.device.memory_bytes - self.weight_bytes
+        room = self.reached.memory * self.num_devices * self.device.memory_bytes - self.weight_bytes
         return int(room / (BYTES_PER_WEIGHT * self.model.cached_per_token))
 
     def step(self, num_sequences: int) -> Step:

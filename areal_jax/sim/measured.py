@@ -26,7 +26,7 @@ class StageTimes(NamedTuple):
     prefill_token_s: float
     """A token of a prompt."""
     recompute_token_s: float
-    """A token of a live sequence, when weights arrive."""
+    """A token of a live sequence, when weights arrive; as in prefill, where none was rebuilt."""
     train_token_s: float
     """A token of a batch, prompts included."""
     train_step_s: float
@@ -98,13 +98,10 @@ def _engine_times(spans: Iterable[Mapping[str, Any]]) -> tuple[float, float, flo
         raise ValueError("an engine has decoded nothing")
     dispatch_s = fmean(alone)
     prefill_s = sum(seconds["prefill"]) + sum(seconds["behind prefill"]) - dispatch_s * len(seconds["behind prefill"])
+    prefill_token_s = max(0.0, prefill_s) / max(1.0, tokens["prefill"])
+    recompute_token_s = sum(seconds["recompute"]) / tokens["recompute"] if tokens["recompute"] else prefill_token_s
     # Most gaps are the host's; the long ones are an engine's that has nothing to do.
-    gap_s = median(gaps) if gaps else 0.0
-    return (
-        dispatch_s + gap_s,
-        max(0.0, prefill_s) / max(1.0, tokens["prefill"]),
-        sum(seconds["recompute"]) / max(1.0, tokens["recompute"]),
-    )
+    return dispatch_s + (median(gaps) if gaps else 0.0), prefill_token_s, recompute_token_s
 
 
 @dataclass(frozen=True)

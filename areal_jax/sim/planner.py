@@ -18,6 +18,9 @@ from areal_jax.sim.simulation import Cluster, Outcome, Workload, simulate
 MIN_SEQUENCES = 8
 """An engine that holds fewer of the longest sequences reads its weights for too few of them."""
 
+WORTH_WIDENING = 1.02
+"""An engine over twice the devices has fewer engines beside it, and waits for its own links: it must be faster by so much."""
+
 NUM_UNITS = 16
 """A cluster is split in sixteenths."""
 
@@ -31,9 +34,10 @@ class Candidate:
 
     rollout_devices: int
     train_devices: int
+    devices_per_engine: int
     outcome: Outcome
     tokens_per_s: float
-    """Of the whole cluster."""
+    """Trained on by the whole cluster."""
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,6 @@ class ClusterPlan:
     question: ClusterQuestion
     model: ModelConfig
     device: Device
-    devices_per_engine: int
     candidates: tuple[Candidate, ...]
     best: Candidate
     synchronous: Candidate
@@ -69,7 +72,8 @@ class ClusterPlan:
 
     def text(self) -> str:
         """All of it, a line each."""
-        question, best, engine = self.question, self.best, EngineCosts(self.model, self.device, self.devices_per_engine)
+        question, best = self.question, self.best
+        tensor, engine = best.devices_per_engine, EngineCosts(self.model, self.device, best.devices_per_engine)
         trainer = BYTES_PER_TRAINED_WEIGHT * self.model.num_params / best.train_devices
         gain = best.tokens_per_s / self.synchronous.tokens_per_s
         lines = (
@@ -77,8 +81,8 @@ class ClusterPlan:
             ("cluster", f"{question.devices} x {question.device}"),
             (
                 "split",
-                f"{best.rollout_devices} decode in {best.rollout_devices // self.devices_per_engine} engines of "
-                f"{self.devices_per_engine}, {best.train_devices} train",
+                f"{best.rollout_devices} decode in {best.rollout_devices // tensor} engines of {tensor}, "
+                f"{best.train_devices} train",
             ),
             ("memory", f"{engine.kv_tokens:,} tokens of KV caches an engine; {trainer / 1e9:,.1f} GB of state a train device"),
             ("speed", f"{best.tokens_per_s:,.0f} tokens trained per second, {best.outcome.step_s:,.0f} s a step"),
@@ -102,11 +106,15 @@ def plan_cluster(question: ClusterQuestion, model: ModelConfig) -> ClusterPlan:
     splits = _splits(question, model, tensor)
     candidates = tuple(_simulated(question, model, rollout, tensor, question.max_staleness) for rollout in splits)
     best = max(candidates, key=lambda candidate: candidate.tokens_per_s)
+    for wider in _wider(question, best):
+        found = _simulated(question, model, best.rollout_devices, wider, question.max_staleness)
+        if found.tokens_per_s > WORTH_WIDENING * best.tokens_per_s:
+            best = found
     turns = (
         [_simulated(question, model, rollout, tensor, 0) for rollout in splits] if question.max_staleness != 0 else candidates
     )
     synchronous = max(turns, key=lambda candidate: candidate.tokens_per_s)
-    return ClusterPlan(question, model, device, tensor, candidates, best, synchronous)
+    return ClusterPlan(question, model, device, candidates, best, synchronous)
 
 
 def impossible(question: ClusterQuestion, model: ModelConfig) -> Iterator[str]:
@@ -211,6 +219,13 @@ def _splits(question: ClusterQuestion, model: ModelConfig, tensor: int) -> list[
     return [rollout for rollout in around if tensor <= rollout <= most]
 
 
+def _wider(question: ClusterQuestion, best: Candidate) -> list[int]:
+    """Numbers of devices that an engine may be cut over beside the fewest, unless one was asked for."""
+    most = 0 if question.devices_per_engine else min(known_device(question.device).per_host, best.rollout_devices)
+    tensor = best.devices_per_engine
+    return [wider for wider in (2 * tensor, 4 * tensor) if wider <= most and best.rollout_devices % wider == 0]
+
+
 def _simulated(
     question: ClusterQuestion, model: ModelConfig, rollout: int, tensor: int, max_staleness: int | None
 ) -> Candidate:
@@ -220,6 +235,7 @@ def _simulated(
     while math.gcd(rollout // tensor, train) % shrink or question.groups_per_batch % shrink:
         shrink -= 1
     groups = question.groups_per_batch // shrink
+    slots = question.slots * tensor // engine_size(question, model)
     cluster = Cluster(
         model,
         known_device(question.device),
@@ -227,10 +243,11 @@ def _simulated(
         train // shrink,
         tensor,
         reached=_reached(question),
-        habits=EngineHabits(question.slots, question.on_update, tokens_per_entry=max(1, question.context // 256)),
+        # As many slots a device, over however many an engine is cut.
+        habits=EngineHabits(slots, question.on_update, tokens_per_entry=max(1, question.context // 256)),
     )
     # As many as fill the slots, and a batch at least: engines must not run dry for want of groups.
-    seats = question.slots * cluster.num_engines // question.samples_per_group
+    seats = slots * cluster.num_engines // question.samples_per_group
     workload = Workload(
         _lengths(question),
         question.context - question.prompt_tokens,
@@ -244,7 +261,7 @@ def _simulated(
         outcome = simulate(cluster, workload, num_steps=3, first_counted=1)
     else:
         outcome = simulate(cluster, workload, num_steps=8, first_counted=4)
-    return Candidate(rollout, train, outcome, shrink * outcome.tokens_per_s)
+    return Candidate(rollout, train, tensor, outcome, shrink * outcome.trained_per_s)
 
 
 def _lengths(question: ClusterQuestion) -> LogNormal:

@@ -143,7 +143,7 @@ class Outcome:
     """What a simulated run gave, after its first steps."""
 
     tokens_per_s: float
-    """Tokens trained on, prompts left out: the paper's effective throughput."""
+    """Tokens of the batches, prompts left out: the paper's effective throughput."""
     step_s: float
     """From one batch to the next, on average."""
     train_s: float
@@ -159,6 +159,11 @@ class Outcome:
     """Simulated, all of it."""
     counts: Mapping[str, float]
     """What fleet and controller counted."""
+
+    @property
+    def trained_per_s(self) -> float:
+        """Tokens trained on: those that are not too old."""
+        return self.tokens_per_s * (1 - self.masked)
 
     @property
     def trainer_waits(self) -> float:

@@ -11,16 +11,18 @@ from __future__ import annotations
 import logging
 import math
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import ray
 import xxhash
 from jax.sharding import NamedSharding
-from jaxtyping import Shaped, UInt8
+from jaxtyping import Array, Float, Shaped, UInt8
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError
 
 from areal_jax.records import Weights
@@ -35,6 +37,7 @@ PULL_TIMEOUT_S = 120.0
 """A chunk that has not come by then is not waited for: a newer version is on its way."""
 
 _NUM_THREADS = 4
+_FEW_FLOPS = 2048
 
 Tree: TypeAlias = Any
 Box: TypeAlias = tuple[tuple[int, int], ...]
@@ -83,8 +86,7 @@ class ShardPublisher:
             layout: what the engines want of the trainer's parameters; pure, compiled for their mesh, whose cut it keeps.
         """
         self.host, self.num_hosts, self._on_event = jax.process_index(), jax.process_count(), on_event
-        # What jit returns shares no memory with what it was given, so that the trainer may donate its own to its next step.
-        self._copy = jax.jit(layout)
+        self._copy = _Copy(layout)
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="hashing")
         self._line: NewestWins[Tree, Contribution] = NewestWins("the publisher of shards", self._put)
 
@@ -92,7 +94,7 @@ class ShardPublisher:
         """Offer a version without waiting; afterwards `params` may be donated or overwritten.
 
         Raises ValueError where the version is not newer than the last one, and the error of the thread where it has died."""
-        self._line.publish(version, lambda: self._copy(params))
+        self._line.publish(version, lambda: self._copy.start(params))
 
     def next(self, after: int, timeout_s: float) -> Contribution | None:
         """Wait for a contribution to a version above `after`, the newest there is; None where none comes in time.
@@ -121,6 +123,7 @@ class ShardPublisher:
         params, version = jax.block_until_ready(parcel.content), parcel.version
         copied = time.perf_counter()
         shards = list(_own_shards(params))
+        num_bytes = sum(data.nbytes for _, data in shards)
         for _, data in shards:
             data.copy_to_host_async()
         try:
@@ -129,9 +132,11 @@ class ShardPublisher:
             logger.warning("version %d is not published by host %d, the object store is full: %s", version, self.host, error)
             self._line.count(failed=1)
             return
+        del shards
+        self._copy.take_back(params)
         contribution = Contribution(version=version, host=self.host, num_hosts=self.num_hosts, chunks=chunks)
         self._line.lay_down(version, contribution)
-        end, num_bytes = time.perf_counter(), sum(data.nbytes for _, data in shards)
+        end = time.perf_counter()
         self._line.count(offered=1, copy_s=copied - start, put_s=end - copied, put_bytes=num_bytes, delay_s=end - parcel.sent_s)
         if self._on_event is not None:
             self._on_event("put", parcel.sent_s, end, {"version": version, "bytes": num_bytes})
@@ -252,6 +257,42 @@ class ShardReader:
         return wanted
 
 
+class _Copy:
+    """A program that copies parameters in the layout of engines, cut as they are. What it returns shares no memory with what it
+    was given, so that the trainer may give its own to its next step."""
+
+    def __init__(self, layout: Callable[[Tree], Tree]) -> None:
+        def copied(params: Tree, zero: Float[Array, ""]) -> tuple[Tree, Float[Array, ""]]:
+            # XLA on CPUs runs a program with next to no arithmetic in the thread of whoever asks for it, who would wait.
+            return layout(params), jnp.sum(jnp.sin(zero + jnp.arange(_FEW_FLOPS, dtype=jnp.float32)))
+
+        self._anew = jax.jit(copied)
+        # The memory of an earlier copy becomes that of the next one.
+        self._over = jax.jit(lambda params, _, zero: copied(params, zero), donate_argnums=1, keep_unused=True)
+        # At most one copy that is not needed any more: put by the thread that carries versions, taken by the trainer's.
+        self._spare: deque[Tree] = deque(maxlen=1)
+        self._is_compiled = False
+
+    def start(self, params: Tree) -> Tree:
+        """The copy, under way."""
+        zero = np.float32(0)
+        try:
+            spare = self._spare.popleft()
+        except IndexError:
+            spare = self._anew(params, zero)[0]
+            if self._is_compiled or not _lies_on_cpus(spare):
+                return spare
+            # The other program too, so that no later version waits for the compiler.
+            self._is_compiled = True
+        return self._over(params, spare, zero)[0]
+
+    def take_back(self, copy: Tree) -> None:
+        """A copy is not needed any more. On CPUs its memory is kept for the next: to be given memory by the system takes longer
+        than to copy. Accelerators give it at once, and have none to spare."""
+        if _lies_on_cpus(copy):
+            self._spare.append(copy)
+
+
 class _Broken(Exception):
     """Why a version cannot be had."""
 
@@ -277,6 +318,10 @@ class _Wanted(NamedTuple):
         """The leaf on the engine's mesh."""
         arrays = {box: _cut_out(name, box, self.dtype, parts) for box in self.boxes}
         return jax.make_array_from_callback(self.shape, self.placed, lambda index: arrays[_box(index, self.shape)])
+
+
+def _lies_on_cpus(params: Tree) -> bool:
+    return all(device.platform == "cpu" for device in jax.tree.leaves(params)[0].devices())
 
 
 def _own_shards(params: Tree) -> Iterator[tuple[Piece, jax.Array]]:

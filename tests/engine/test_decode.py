@@ -76,3 +76,14 @@ def test_a_program_for_other_shapes_is_an_error_and_not_a_compilation():
     other = engine(CONFIG.__class__(num_slots=4, max_prompt_tokens=12, max_new_tokens=20, steps_per_dispatch=4))
     with pytest.raises(TypeError, match="compiled"):
         engine().generate(laid_out(engine(), 0), other.init_state())
+
+
+def test_a_view_comes_to_any_length_by_way_of_those_between():
+    long = engine(CONFIG.__class__(num_slots=2, max_prompt_tokens=600, max_new_tokens=8, steps_per_dispatch=4))
+    # 607 columns at most: views of 128, 256 and 640.
+    state, lengths = long.init_state(), list[int]()
+    for num_columns in (600, 10, 200):
+        state = long.fit(state, num_columns)
+        lengths.append(state.view[0][0].shape[3] - 4)
+    assert lengths == [640, 128, 256]
+    assert {key[1:] for key in long._programs if key[0] == "resize"} == {(128, 256), (256, 640), (640, 256), (256, 128)}

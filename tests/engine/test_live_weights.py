@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 
 import jax
+import jax.numpy as jnp
 import numpy as np
-from tiny_decode import CONFIG, POLICY, engine, params_of, request, trainer_logp
+import pytest
+from tiny_decode import CONFIG, POLICY, Shelf, answer, engine, params_of, request, trainer_logp
 
+from areal_jax.engine.decode import DecodeEngine
 from areal_jax.engine.driver import Driver
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 from areal_jax.records import Completion
 from areal_jax.weights.mailbox import Mailbox
+
+pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 PROMPT = (5, 9, 33, 2, 17)
 
@@ -55,3 +60,19 @@ def test_every_token_keeps_the_logp_of_its_version_while_a_trainer_publishes():
         logp = np.stack([trainer_logp(PROMPT, completion, 0, sign=sign) for sign in (1, -1)])
         np.testing.assert_allclose(completion.logp, logp[completion.versions % 2, np.arange(20)], atol=1e-4)
         assert (np.diff(completion.versions) >= 0).all()
+
+
+@pytest.mark.parametrize(("dtype", "most"), [(jnp.float32, 1e-4), (jnp.bfloat16, 0.01)])
+def test_engine_and_trainer_agree_and_go_on_agreeing_over_thirty_swaps(dtype: type, most: float):
+    # Eight answers of 31 tokens, all under way when each of 30 versions comes: their caches are rebuilt 30 times.
+    config = CONFIG.__class__(num_slots=8, max_prompt_tokens=12, max_new_tokens=31, steps_per_dispatch=1)
+    one = DecodeEngine(POLICY, engine().mesh, config, dtype)
+    [group] = answer(one, Shelf(one, *((look, look, look) for look in range(31))), request(num_samples=8, max_new_tokens=31))
+    errors = np.zeros((8, 31))
+    for sample, completion in enumerate(group):
+        assert completion.versions.tolist() == list(range(31))
+        for version in range(31):
+            logp = trainer_logp(PROMPT, completion, version, compute_dtype=dtype)
+            errors[sample, version] = abs(completion.logp[version] - logp[version])
+    assert errors.mean() < most
+    assert errors[:, 16:].mean() < 2 * errors[:, :15].mean()

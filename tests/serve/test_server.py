@@ -22,7 +22,7 @@ from areal_jax.records import Completion, Message, Request
 from areal_jax.serve.app import App, listening
 from areal_jax.serve.config import LimitsConfig, ServeConfig
 from areal_jax.serve.engine_source import EngineSource
-from areal_jax.serve.policy import engine_source
+from areal_jax.serving import engine_source
 
 T = TypeVar("T")
 

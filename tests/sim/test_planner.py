@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import chz
 import pytest
 
 from areal_jax.models.known import known_shape
@@ -58,6 +59,15 @@ def test_the_split_follows_the_stages_times() -> None:
     assert by_balance(4, 1000.0, 1.0) == [3, 2, 1]
     assert by_balance(4, 1.0, 1000.0) == [1, 2, 3]
     assert by_balance(1, 1.0, 1.0) == []
+
+
+@pytest.mark.parametrize(("decode_step_s", "devices_per_engine"), [(0.5, 2), (0.0, 1)])
+def test_engines_are_wide_where_steps_cost_much_beside_reading(decode_step_s: float, devices_per_engine: int) -> None:
+    # Half a second of a step is shared by twice the sequences where an engine has two devices. Without it, two small engines
+    # read as fast as one of twice the size, and wait for no link.
+    question = ask(model="qwen2.5-1.5b", devices=4, context=2048, groups_per_batch=8, samples_per_group=4, slots=8, figure="")
+    question = chz.replace(question, rollout_devices=2, decode_step_s=decode_step_s)
+    assert plan_cluster(question, known_shape(question.model)).best.devices_per_engine == devices_per_engine
 
 
 def test_the_best_split_of_a_small_cluster_is_found_and_told() -> None:

@@ -21,9 +21,9 @@ from areal_jax.models import hf
 from areal_jax.parallel.mesh import make_train_mesh
 from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 
-pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow]
+pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow, pytest.mark.timeout(600)]
 
-TIMEOUT_S = 240
+TIMEOUT_S = 500
 NUM_PROCESSES, DEVICES_EACH = 2, 2
 
 
@@ -84,7 +84,7 @@ def test_several_processes_find_what_one_finds(ran: Ran):
         # Sums over four devices in another order: a few roundings of float32 (6e-8), which Adam's first steps, of the size of
         # the learning rate wherever a gradient is not zero, carry into all that follows.
         assert together == pytest.approx(alone, rel=2e-4, abs=1e-6)
-        assert together["loss"] != 0.0 and together["kl_reference"] > 0.0
+        assert together["loss"] != 0.0 and together["value_loss"] > 0.0
 
 
 def test_several_processes_end_with_the_parameters_of_one(ran: Ran):

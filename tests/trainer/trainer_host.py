@@ -1,4 +1,4 @@
-"""A trainer with all that can lie beside a policy, and the program of a process that is one of several which train it.
+"""A trainer of a policy and a critic, and the program of a process that is one of several which train it.
 
 python trainer_host.py COORDINATOR NUM_PROCESSES PROCESS_ID FOLDER OTHER_CHECKPOINTS
 """
@@ -24,19 +24,17 @@ from areal_jax.models.decoder import Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.hosts import join
 from areal_jax.parallel.mesh import make_train_mesh
-from areal_jax.parallel.sharding import TRAIN_RULES, fetch, put, shardings
+from areal_jax.parallel.sharding import TRAIN_RULES, fetch
 from areal_jax.policies import initial_params
-from areal_jax.rl.config import GAE, KLInReward, Reference
+from areal_jax.rl.config import GAE
 from areal_jax.trainer.config import Critic, OptimizerConfig, TrainerConfig
 from areal_jax.trainer.critic import CriticWeights
-from areal_jax.trainer.forward import Forward, FrozenPolicy
 from areal_jax.trainer.ppo import StepResult, Trainer
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2)
 CONFIG = TrainerConfig(
     advantages=GAE(gamma=0.9, lam=0.8, normalize=False),
     critic=Critic(optimizer=OPTIMIZER),
-    reference=Reference(kl=KLInReward(coefficient=0.5)),
     optimizer=OPTIMIZER,
     num_mini_batches=2,
     rows_per_micro_batch=2,
@@ -47,8 +45,6 @@ NUM_STEPS = 3
 
 
 def make(mesh: Mesh) -> Trainer:
-    forward = Forward(CONFIG, POLICY, mesh, jnp.float32, temperature=1.0, row_tokens=ROW_TOKENS)
-    reference = put(params(5), shardings(mesh, POLICY.axes(), POLICY.abstract(), TRAIN_RULES))
     return Trainer(
         CONFIG,
         POLICY,
@@ -61,7 +57,6 @@ def make(mesh: Mesh) -> Trainer:
         row_tokens=ROW_TOKENS,
         max_new_tokens=ROW_TOKENS - PROMPT_TOKENS,
         critic=CriticWeights(SCALAR, critic_params()),
-        reference=FrozenPolicy(forward, reference),
     )
 
 

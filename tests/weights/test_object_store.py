@@ -156,6 +156,27 @@ def test_the_trainer_may_donate_its_parameters_right_after_publishing(pair: tupl
         assert_equal_bits(arrived, expected)
 
 
+def test_the_memory_of_a_copy_that_is_not_needed_becomes_that_of_the_next():
+    train = mesh_of({"fsdp": 2, "tensor": 2})
+    copy = object_store._Copy(layout)
+
+    def places(params: Any) -> list[int]:
+        return [shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards]
+
+    first = copy.start(params_of(train, 1))
+    where = places(jax.block_until_ready(first))
+    copy.take_back(first)
+    params = params_of(train, 2)
+    second = copy.start(params)
+    assert places(jax.block_until_ready(second)) == where
+    third = copy.start(params)
+    assert not set(places(jax.block_until_ready(third))) & {*where, *places(params)}
+    for arrived in (second, third):
+        assert_equal_bits(arrived, layout(params))
+        # As the train mesh cuts it: nothing was gathered.
+        assert arrived["layers"][0].sharding.is_equivalent_to(NamedSharding(train, P("fsdp", "tensor")), 2)
+
+
 def test_the_newest_offer_wins_and_an_old_one_is_left_alone(pair: tuple[ShardPublisher, ShardReader, Mesh]):
     publisher, reader, train = pair
     first = contribution_of(publisher, 1, params_of(train, 1))

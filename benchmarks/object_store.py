@@ -1,0 +1,167 @@
+"""Weights through Ray's object store: how long a version takes from trainer to engine, and what training loses by it.
+
+    python benchmarks/object_store.py                      # 1 GiB, CPU; needs the extra `ray` and about 6 GiB of memory
+    python benchmarks/object_store.py --megabytes=64       # does it run, no more
+
+The way of a version: a copy on the train mesh (the trainer may overwrite its own at once), a copy into the store while it is
+hashed, hashed again by the reader, and laid out on the engine's device, which on a CPU reads the store's memory itself. Counted
+is from `publish` until the engine's `wait` returns, beside a plain copy of as many bytes by one core into memory that it has
+touched before, and one into memory that the system gives anew; in turns, after rounds that are not timed. The share is the
+time of the copy over that of the version: 1 would be as fast as one copy. No byte is copied fewer than two times: one
+core reaches less than 0.5, and only copies that share their work among cores get beyond it.
+
+A step is one of supervised training on a random policy, whose version is published after every second step, in turns with steps
+after which nothing is; what carries the version works beside the next step. Appends one line to
+benchmarks/results/object_store.jsonl, with the machine's load, since others at work make all of it slower.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import secrets
+import time
+from statistics import median
+
+# Read when ray is imported. Whoever can reach a Ray can run code in it: only who knows this token.
+os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import ray
+from jax.sharding import NamedSharding, PartitionSpec
+from results import append
+
+from areal_jax.data.sft import SupervisedExample
+from areal_jax.engine.decode import laid_out
+from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.decoder import Policy
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.parallel.mesh import make_meshes
+from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
+from areal_jax.trainer.sft import SupervisedTrainer
+from areal_jax.weights.object_store import ShardPublisher, ShardReader
+
+TIMEOUT_S = 120.0
+NUM_LAYERS = 32
+WARM_ROUNDS = 3
+ROW_TOKENS = 512
+
+TRAINED = {
+    "architectures": ["Qwen2ForCausalLM"],
+    "vocab_size": 2048,
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": ROW_TOKENS,
+    "tie_word_embeddings": False,
+}
+
+
+def from_trainer_to_engine(megabytes: int, rounds: int) -> dict[str, object]:
+    """Versions and plain copies of as many bytes, in turns."""
+    meshes = make_meshes(PlacementConfig(), jax.devices())
+    rows = megabytes * 2**20 // NUM_LAYERS // 4096 // 4
+    params = {"layers": jnp.ones((NUM_LAYERS, rows, 4096), jnp.float32)}
+    source, target = np.ones(megabytes * 2**18, np.float32), np.ones(megabytes * 2**18, np.float32)
+    whole = NamedSharding(meshes.rollout, PartitionSpec())
+    abstract = {"layers": (jax.ShapeDtypeStruct((rows, 4096), jnp.float32),) * NUM_LAYERS}
+    publisher = ShardPublisher(lambda params: {"layers": tuple(params["layers"])})
+    reader = ShardReader(jax.tree.map(lambda _: whole, abstract), abstract)
+    arrived_s: list[float] = []
+    copied_s: list[float] = []
+    copied_anew_s: list[float] = []
+    stages: list[dict[str, float]] = []
+    for version in range(WARM_ROUNDS + rounds):
+        start = time.perf_counter()
+        np.copyto(target, source)
+        copied = time.perf_counter()
+        anew = source.copy()
+        copied_anew = time.perf_counter()
+        del anew
+        freed = time.perf_counter()
+        publisher.publish(version, params)
+        contribution = publisher.next(version - 1, TIMEOUT_S)
+        assert contribution is not None
+        reader.offer(version, [contribution])
+        del contribution
+        assert reader.wait(version, TIMEOUT_S).version == version
+        arrived_s.append(time.perf_counter() - freed)
+        copied_s.append(copied - start)
+        copied_anew_s.append(copied_anew - copied)
+        measured = reader.metrics() | publisher.metrics()
+        stages.append({name: measured[name][0] for name in ("publish_s", "copy_s", "put_s", "transfer_s")})
+    publisher.close()
+    reader.close()
+    copied, copied_anew, arrived = (median(of[WARM_ROUNDS:]) for of in (copied_s, copied_anew_s, arrived_s))
+    return {
+        "megabytes": megabytes,
+        "rounds": rounds,
+        "copy_gb_per_s": megabytes * 2**20 / copied / 1e9,
+        "copy_into_new_memory_gb_per_s": megabytes * 2**20 / copied_anew / 1e9,
+        "version_gb_per_s": megabytes * 2**20 / arrived / 1e9,
+        "share_of_copy_rate": copied / arrived,
+        "share_of_copy_rate_into_new_memory": copied_anew / arrived,
+        "share_in_each_round": [a / b for a, b in zip(copied_s, arrived_s, strict=True)][WARM_ROUNDS:],
+        "seconds_by_stage": {name: median(stage[name] for stage in stages[WARM_ROUNDS:]) for name in stages[0]},
+    }
+
+
+def beside_training(steps: int) -> dict[str, object]:
+    """Steps after which a version is published, and steps after which none is, in turns."""
+    policy = Policy(ModelConfig.from_hf(TRAINED, source="this benchmark"))
+    mesh = make_meshes(PlacementConfig(), jax.devices()).train
+    params = jax.jit(policy.init)(jax.random.key(0))
+    config = TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-4), rows_per_micro_batch=2)
+    trainer = SupervisedTrainer(config, policy, params, mesh, jnp.float32, num_updates=10**6, row_tokens=ROW_TOKENS)
+    trainer.warm_up()
+    publisher = ShardPublisher(lambda params: laid_out(policy, params, jnp.float32))
+    rng = np.random.default_rng(0)
+    examples = [
+        SupervisedExample(rng.integers(0, 2048, ROW_TOKENS).astype(np.int32), np.arange(ROW_TOKENS) > 0) for _ in range(4)
+    ]
+    seconds: dict[bool, list[float]] = {True: [], False: []}
+    for step in range(2 * (steps + 1)):
+        publishes = step % 2 == 0
+        start = time.perf_counter()
+        if publishes:
+            publisher.publish(step, trainer.params)
+        trainer.step(examples)
+        seconds[publishes].append(time.perf_counter() - start)
+        if publishes:
+            assert publisher.next(step - 1, TIMEOUT_S) is not None
+    publisher.close()
+    with_version, without = (median(seconds[publishes][1:]) for publishes in (True, False))
+    return {
+        "policy_megabytes": 4 * policy.config.num_params / 2**20,
+        "steps_each": steps,
+        "step_s": without,
+        "step_with_version_s": with_version,
+        "change": with_version / without - 1,
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--megabytes", type=int, default=1024, help="of the policy that travels")
+    parser.add_argument("--rounds", type=int, default=9, help="versions that are timed")
+    parser.add_argument("--steps", type=int, default=15, help="trainer steps of each kind that are timed")
+    args = parser.parse_args()
+    load = os.getloadavg()
+    ray.init(
+        address="local",
+        num_cpus=1,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=4 * args.megabytes * 2**20 + 2**29,
+    )
+    row = {"load_1_5_15_min": load, "versions": from_trainer_to_engine(args.megabytes, args.rounds)}
+    append("object_store", row | {"training": beside_training(args.steps)})
+    ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,67 @@
+"""A role for tests: an engine that draws 0, 1, 2, ... in every sample, tells every token, and dies where it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from typing import Any
+
+import numpy as np
+
+from areal_jax.launch import wire
+from areal_jax.launch.part import Emit
+from areal_jax.records import Completion, Request, nothing_drawn
+
+
+class Counting:
+    def __init__(self, emit: Emit, version: int, dies_at: int) -> None:
+        """Args: version: stamped on every token. dies_at: after so many tokens of its own; -1: never."""
+        self._emit, self._version, self._dies_at = emit, version, dies_at
+        self._drawn: dict[str, list[Completion]] = {}
+        self._ended: set[tuple[str, int]] = set()
+
+    async def begin(self) -> dict[str, Any]:
+        return {}
+
+    async def submit(self, plain: Any) -> Any:
+        request = wire.request_from(plain)
+        drawn = self._drawn[request.id] = list(request.resume) or [nothing_drawn()] * request.num_samples
+        for step in range(request.sampling.max_new_tokens):
+            if step == self._dies_at:
+                os._exit(9)
+            self._emit("progress", {request.id: self._draw(request, drawn)})
+            self._emit("measures", {"tokens": (1.0, 1.0), "occupancy": (1.0, 2.0)})
+            # Told before the process may die.
+            await asyncio.sleep(0.1)
+            if all(self._is_done(request, sample, each) for sample, each in enumerate(drawn)):
+                break
+        del self._drawn[request.id]
+        done = [Completion(each.tokens, each.logp, each.versions, "stop") for each in drawn]
+        return wire.completions_to(done)
+
+    async def snapshot(self) -> Any:
+        return {name: wire.completions_to(drawn) for name, drawn in self._drawn.items()}
+
+    def end_sample(self, request_id: str, sample: int) -> None:
+        self._ended.add((request_id, sample))
+
+    def offer(self, version: int, contributions: Any) -> None:
+        self._emit("weights", version)
+
+    async def end(self) -> None:
+        pass
+
+    def _draw(self, request: Request, drawn: list[Completion]) -> dict[int, Any]:
+        """One more token in every sample that goes on."""
+        news = {}
+        for sample, each in enumerate(drawn):
+            if not self._is_done(request, sample, each):
+                start = len(each.tokens)
+                more = np.array([start], np.int32), np.array([-0.5], np.float32), np.array([self._version], np.int32)
+                one = Completion(*more, "suspended")
+                drawn[sample] = each.followed_by(one)
+                news[sample] = (start, wire.completion_to(one))
+        return news
+
+    def _is_done(self, request: Request, sample: int, drawn: Completion) -> bool:
+        return len(drawn.tokens) >= request.sampling.max_new_tokens or (request.id, sample) in self._ended

@@ -1,0 +1,56 @@
+"""A role for tests: it answers, fails, sleeps and falls silent as it is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+from areal_jax.launch.part import Emit
+from areal_jax.records import Unservable
+from areal_jax.settings import ConfigError
+
+
+class Echo:
+    def __init__(self, emit: Emit, fault: str = "") -> None:
+        if fault == "settings":
+            raise ConfigError("no.such.setting=1 is nothing")
+        if fault == "death":
+            os._exit(3)
+        if fault == "slow":
+            time.sleep(60)
+        self._emit, self.cancelled = emit, list[str]()
+
+    async def begin(self) -> dict[str, Any]:
+        return {"pid": os.getpid(), "devices": os.environ.get("XLA_FLAGS", "")}
+
+    def say(self, what: Any) -> Any:
+        return what
+
+    def tell_and_say(self, number: int) -> int:
+        self._emit("told", number)
+        return number
+
+    async def say_late(self, what: str, after_s: float) -> str:
+        try:
+            await asyncio.sleep(after_s)
+        except asyncio.CancelledError:
+            self.cancelled.append(what)
+            raise
+        return what
+
+    def fail(self, kind: str) -> None:
+        raise {"Unservable": Unservable, "ConfigError": ConfigError, "ValueError": ValueError, "KeyError": KeyError}[kind]("so")
+
+    def were_cancelled(self) -> list[str]:
+        return self.cancelled
+
+    def fall_silent(self) -> None:
+        time.sleep(60)
+
+    def die(self) -> None:
+        os._exit(9)
+
+    async def end(self) -> None:
+        pass

@@ -1,0 +1,70 @@
+"""A cluster as it is found: what is asked of it and what it has; and settings that go together."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from areal_jax.config import load_experiment
+from areal_jax.launch.config import Ray
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.settings import ConfigError
+
+
+def test_launch_is_chosen_in_any_case_and_plans_for_all_trainer_devices_beside_one_engine() -> None:
+    experiment = load_experiment("aime", ["launch=ray", "launch.trainer_hosts=2", "launch.trainer_devices=4"])
+    assert isinstance(experiment.launch, Ray)
+    planned = experiment.launch.placement(PlacementConfig(train_tensor=2))
+    assert (planned.train_devices, planned.rollout_devices, planned.simulated_devices, planned.train_tensor) == (8, 1, 9, 2)
+
+
+@pytest.mark.parametrize(
+    ("setting", "told"),
+    [
+        ("placement.train_devices=2", "launch.trainer_hosts and launch.trainer_devices"),
+        ("placement.rollout_devices=2", "launch.rollout_engines and launch.engine_devices"),
+        ("placement.rollout_share=0.5", "launch.rollout_engines and launch.engine_devices"),
+        ("placement.simulated_devices=2", "launch.accelerator=none"),
+        ("placement.engines=2", "launch.rollout_engines"),
+    ],
+)
+def test_devices_are_counted_in_one_place(setting: str, told: str) -> None:
+    with pytest.raises(ConfigError, match=f"{re.escape(setting)} says nothing under launch=Ray.*{told}"):
+        load_experiment("aime", ["launch=ray", setting])
+
+
+def test_learning_from_examples_is_not_for_a_cluster() -> None:
+    with pytest.raises(ConfigError, match="launch=Ray is for reinforcement learning"):
+        load_experiment("sft", ["launch=ray"])
+
+
+def test_a_cluster_of_ones_own_lets_in_who_knows_the_token_and_another_keeps_its_own() -> None:
+    mine = Ray().variables({})
+    assert mine["RAY_AUTH_MODE"] == "token" and len(mine["RAY_AUTH_TOKEN"]) == 64
+    assert Ray().variables({})["RAY_AUTH_TOKEN"] != mine["RAY_AUTH_TOKEN"]
+    assert "RAY_AUTH_TOKEN" not in Ray(address="there:6379").variables({})
+    assert "RAY_AUTH_TOKEN" not in Ray().variables({"RAY_ADDRESS": "there:6379"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "told"),
+    [
+        (
+            ["launch.trainer_hosts=2", "launch.accelerator=GPU", "launch.trainer_devices=4"],
+            r"too small for 2 trainer hosts, 2 engines, 1 reward worker: they need 10 GPU where there are 0; lower",
+        ),
+        (["launch.address=127.0.0.1:1"], r"launch.address=127.0.0.1:1: no Ray cluster answers there"),
+    ],
+)
+def test_what_a_cluster_does_not_have_is_refused_with_the_numbers(settings: list[str], told: str, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "areal_jax.train", "--exp=aime", f"--run-folder={tmp_path / 'run'}", "launch=ray"]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name != "XLA_FLAGS"}
+    done = subprocess.run([*command, *settings], capture_output=True, text=True, timeout=120, env=environment)
+    assert done.returncode == 2, done.stderr
+    assert re.search(told, done.stderr), done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,132 @@
+"""Versions on their way from several trainer hosts to engines: the same of all hosts, the newest, whole or not at all."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from areal_jax.launch.relay import Relay
+
+
+class Hosts:
+    """What a relay asks of trainer hosts: each gives a published version when the test says so."""
+
+    num_hosts = 2
+
+    def __init__(self) -> None:
+        self.published: list[int] = []
+        self.given: list[dict[int, asyncio.Event]] = [{}, {}]
+        self.is_stepping = False
+
+    def publish(self, version: int) -> None:
+        self.published.append(version)
+        for given in self.given:
+            given[version] = asyncio.Event()
+
+    async def contribution(self, host: int, after: int) -> Any:
+        version = self.published[-1]
+        assert version > after
+        await self.given[host][version].wait()
+        return f"host {host} of version {version}"
+
+    def give(self, version: int, *hosts: int) -> None:
+        for host in hosts or (0, 1):
+            self.given[host][version].set()
+
+    def metrics(self) -> dict[str, tuple[float, float]]:
+        return {}
+
+
+class Offers:
+    """What a relay tells engines."""
+
+    def __init__(self) -> None:
+        self.made: list[tuple[int, Any]] = []
+
+    def offer(self, version: int, contributions: Any) -> None:
+        self.made.append((version, contributions))
+
+    async def arrived(self, version: int, timeout_s: float) -> None:
+        assert self.made and self.made[-1][0] >= version
+
+
+def relayed(act: Callable[[Relay, Hosts, Offers], Awaitable[None]], offer_timeout_s: float = 30.0) -> Offers:
+    async def run() -> Offers:
+        hosts, offers = Hosts(), Offers()
+        relay = Relay(hosts, offers, offer_timeout_s=offer_timeout_s)
+        await act(relay, hosts, offers)
+        await relay.close()
+        return offers
+
+    return asyncio.run(run())
+
+
+async def turns() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_a_version_is_offered_when_every_host_has_given_it() -> None:
+    async def act(relay: Relay, hosts: Hosts, offers: Offers) -> None:
+        relay.publish(1, None)
+        await turns()
+        hosts.give(1, 1)
+        await turns()
+        assert offers.made == []
+        hosts.give(1, 0)
+        await turns()
+
+    assert relayed(act).made == [(1, ["host 0 of version 1", "host 1 of version 1"])]
+
+
+def test_of_what_is_published_meanwhile_the_newest_follows_when_the_trainer_is_idle() -> None:
+    async def act(relay: Relay, hosts: Hosts, offers: Offers) -> None:
+        relay.publish(1, None)
+        relay.publish(2, None)
+        relay.publish(3, None)
+        hosts.is_stepping = True
+        hosts.give(1)
+        await turns()
+        # The trainer is about to give the memory of version 3 away.
+        assert hosts.published == [1]
+        hosts.is_stepping = False
+        relay.step_ended()
+        await turns()
+        hosts.give(3)
+        await turns()
+        assert hosts.published == [1, 3]
+
+    assert [version for version, _ in relayed(act).made] == [1, 3]
+
+
+def test_a_version_that_a_host_does_not_give_in_time_is_skipped_for_the_next(caplog: pytest.LogCaptureFixture) -> None:
+    async def act(relay: Relay, hosts: Hosts, offers: Offers) -> None:
+        relay.publish(1, None)
+        await asyncio.sleep(0.2)
+        relay.publish(2, None)
+        hosts.give(2)
+        await turns()
+        assert relay.metrics()["skipped"] == (1.0, 1.0)
+
+    with caplog.at_level(logging.WARNING):
+        assert [version for version, _ in relayed(act, offer_timeout_s=0.1).made] == [2]
+    assert "version 1 is skipped: not every host gave it within 0.1 s" in caplog.messages
+
+
+def test_while_it_is_held_nothing_is_offered_and_the_newest_follows() -> None:
+    async def act(relay: Relay, hosts: Hosts, offers: Offers) -> None:
+        with relay.holding():
+            for version in (1, 2):
+                relay.publish(version, None)
+                await turns()
+                hosts.give(version)
+                await turns()
+            assert offers.made == []
+            with pytest.raises(RuntimeError, match="held already"), relay.holding():
+                pass
+
+    assert [version for version, _ in relayed(act).made] == [2]
