@@ -6,7 +6,8 @@
 Hardware: any, as --exp=aime, whose problems it takes. The agent asks the policy, reads the number in the box, asks once more
 where it finds none, and tells what its answer is worth. Nothing in it knows of training but for where it sends its calls.
 
-pass@1 on 256 held-out problems rises from 25 % to 43 % within 5 steps and to 49 % after all 20, in 90 seconds of processor time.
+pass@1 on 256 held-out problems rises from 25 % to 43 % within 5 steps and to 49 % after all 20, in 90 seconds of processor
+time.
 
 To train an agent of your own, copy this file anywhere, change `agent`, and give its path as --exp. A program in any language is
 run with workflow.command instead of workflow.function; it finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment.

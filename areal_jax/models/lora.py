@@ -123,7 +123,7 @@ def merge(policy: Policy, base: Params, adapter: Params) -> Params:
     scale = _lora(policy).scale
     pairs = _pairs(adapter)
 
-    def whole(path: tuple[str, ...], w: Array) -> np.ndarray:
+    def whole(path: tuple[str, ...], w: Array | np.ndarray) -> np.ndarray:
         found = fetch(_merged(w, pairs[path]["a"], pairs[path]["b"], scale) if path in pairs else w)
         return np.asarray(found, np.float32)
 
