@@ -201,12 +201,15 @@ def gains(model: str, num_devices: int, max_new_tokens: int, shrink: int) -> dic
         habits = replace(cluster.habits, shares_prompts=True, on_update="keep")
         return measure(replace(cluster, habits=habits, transfer=Staged()), workload)
 
+    def falls_short(outcome: Outcome) -> bool:
+        return outcome.trainer_waits > 0.02 or outcome.masked > 0.02
+
     tried: list[tuple[float, int, int]] = []
     for share in SHARES:
-        # Where the trainer never waits, more of what engines do brings nothing.
+        # Where the trainer never waits, and for nothing that is too old, more of what engines do brings nothing.
         for batches, tensor in ((RUNNING_BATCHES, narrow), *((eta - 1, times * narrow) for times in (1, 2, 4))):
             whole = num_devices * share % (tensor * shrink) == 0 and tensor <= 8
-            if whole and (not tried or tried[-1][0] != share or project(*tried[-1]).trainer_waits > 0.02):
+            if whole and (not tried or tried[-1][0] != share or falls_short(project(*tried[-1]))):
                 tried.append((share, batches, tensor))
     share, batches, tensor = max(tried, key=lambda choice: project(*choice).trained_per_s)
     cluster, workload = built(0.75, RUNNING_BATCHES, narrow)

@@ -13,9 +13,9 @@ results/scaling_curves.png; nothing depends on the machine.
 Expected: ratios to the synchronous system within 20 % of the paper's on 12 of 18 points. Not foretold is that verl is slow at
 32B (58 and 51 % off; 41 and 44 % with 40 % of memory, which in turn puts 7B at 64 GPUs and 32k 27 % off), nor where the
 paper's own curves jump: its ratios at 1.5B and 32k are 1.15, 1.40, 2.32 and 2.56. Efficiency at 7B and 32k from 64 to 512
-devices is 53 % for the paper's system (the paper: 57 %) and 71 % for this project: with two batches under way, engines on 512
-devices have too few sequences to share the fixed part of their steps; with seven, which max_staleness 8 allows, both stages are
-busy. More than 100 % at 1.5B means that eighths of the smallest cluster leave no split as good.
+devices is 53 % for the paper's system (the paper: 57 %) and 76 % for this project: with two batches under way, engines on
+512 devices have too few sequences to share the fixed part of their steps; with seven, which max_staleness 8 allows, both stages
+are busy, and what is lost are tokens of the longest answers that are too old when they are trained on.
 """
 
 from __future__ import annotations
