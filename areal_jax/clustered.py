@@ -13,7 +13,7 @@ from typing import Any
 from areal_jax.assembly import Run, TracedJudge, agents_of, kinds_of_tasks, shown_progress, stopping_on_signals, written_files
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.recovery import unpack
-from areal_jax.checkpoint.store import CheckpointStore
+from areal_jax.checkpoint.store import SAVE_TIMEOUT_S, CheckpointStore
 from areal_jax.config import written_settings
 from areal_jax.hosts import releases
 from areal_jax.launch.cluster import Cluster, connected
@@ -89,10 +89,10 @@ class Crew:
     async def _start_engine(self) -> None:
         number = next(self._numbers["engine"])
         connection, facts = await self._cluster.start("engine", number, ENGINE, *self._arguments)
-        self._policy = self._policy or facts["policy"]
+        self._policy = expected = self._policy or facts["policy"]
         try:
             require_same(connection.name, facts)
-            require_same_policy(connection.name, facts, self._policy)
+            require_same_policy(connection.name, facts, expected)
         except ConfigError:
             await connection.close()
             raise
@@ -171,7 +171,8 @@ async def start_trainers(
 
     async def started(number: int) -> Connection:
         connection, facts = await cluster.start("trainer host", number, TRAINER, settings, source, folder, saved_version)
-        stack.push_async_callback(connection.close)
+        # A checkpoint may be under way.
+        stack.push_async_callback(connection.close, SAVE_TIMEOUT_S)
         require_same(connection.name, facts)
         return connection
 

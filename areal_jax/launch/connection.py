@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import builtins
-import contextlib
 import itertools
 import logging
 from collections.abc import Callable, Mapping
@@ -118,16 +117,20 @@ class Connection:
         if self._loss is None:
             self._lose(PartLost(f"{self.name} is given up: {why}"), tell=tell)
 
-    async def close(self) -> None:
-        """End the part: what it has begun it may close, but not for long."""
+    async def close(self, timeout_s: float = END_TIMEOUT_S) -> None:
+        """End the part: it may finish what it has begun, but not for ever."""
         if self._listener is not None:
             self._listener.cancel()
             await asyncio.gather(self._listener, return_exceptions=True)
         if self._loss is None:
-            self._lose(PartLost(f"{self.name} is closed"), tell=False)
-            with contextlib.suppress(RayError, TimeoutError):
-                async with asyncio.timeout(END_TIMEOUT_S):
+            self._fail(PartLost(f"{self.name} is closed"))
+            try:
+                async with asyncio.timeout(timeout_s):
                     await self._actor.end.remote()
+            except TimeoutError:
+                logger.warning("%s did not end within %g s, and is killed", self.name, timeout_s)
+            except RayError as error:
+                logger.warning("%s did not end well: %s", self.name, _reason(error))
         self._kill()
 
     def _cancel(self, ticket: int) -> None:
@@ -169,14 +172,18 @@ class Connection:
                 future.set_exception(_error(self.name, event.name, event.what))
 
     def _lose(self, loss: PartLost, *, tell: bool = True) -> None:
-        self._loss = loss
         self._kill()
+        self._fail(loss)
+        if tell:
+            self._on_loss(loss)
+
+    def _fail(self, loss: PartLost) -> None:
+        """From now on there are no answers any more."""
+        self._loss = loss
         asked, self._asked = self._asked, {}
         for future in asked.values():
             if not future.done():
                 future.set_exception(loss)
-        if tell:
-            self._on_loss(loss)
 
     def _kill(self) -> None:
         ray.kill(self._actor, no_restart=True)

@@ -97,10 +97,6 @@ class Trainers:
     def num_hosts(self) -> int:
         return len(self.connections)
 
-    async def close(self) -> None:
-        """End all hosts."""
-        await asyncio.gather(*(connection.close() for connection in self.connections))
-
     def _lost(self, loss: PartLost) -> None:
         logger.error("%s", loss)
         # What the others are at they cannot end without it.

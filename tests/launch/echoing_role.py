@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import time
+from pathlib import Path
 from typing import Any
 
 from areal_jax.launch.part import Emit
@@ -20,7 +21,7 @@ class Echo:
             os._exit(3)
         if fault == "slow":
             time.sleep(60)
-        self._emit, self.cancelled = emit, list[str]()
+        self._emit, self._end_into, self.cancelled = emit, "", list[str]()
 
     async def begin(self) -> dict[str, Any]:
         return {"pid": os.getpid(), "devices": os.environ.get("XLA_FLAGS", "")}
@@ -52,5 +53,10 @@ class Echo:
     def die(self) -> None:
         os._exit(9)
 
+    def end_into(self, path: str) -> None:
+        self._end_into = path
+
     async def end(self) -> None:
-        pass
+        if self._end_into:
+            await asyncio.sleep(0.5)
+            Path(self._end_into).write_text("ended", encoding="utf-8")

@@ -121,6 +121,14 @@ def test_errors_keep_their_class(kind: str, expected: type[Exception], text: str
     talking(talk)
 
 
+def test_a_part_that_is_closed_may_finish_what_it_has_begun(tmp_path: Path) -> None:
+    async def talk(connection: Connection) -> None:
+        await connection.ask("end_into", str(tmp_path / "ended"))
+
+    talking(talk)
+    assert (tmp_path / "ended").read_text(encoding="utf-8") == "ended"
+
+
 def test_a_part_that_dies_fails_what_it_was_asked_and_whoever_listens_is_told_once() -> None:
     async def talk(connection: Connection) -> list[PartLost]:
         losses: list[PartLost] = []
