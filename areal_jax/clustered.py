@@ -151,7 +151,6 @@ async def assembled_on_cluster(plan: Plan, folder: Path, *, resume: bool, source
         sinks, trace = written_files(stack, plan, folder, trainers.version if resume else None)
         relay = crew.relay = Relay(trainers, crew.engines, offer_timeout_s=OFFER_TIMEOUT_S)
         stack.push_async_callback(relay.close)
-        trainers.when_step_ends(relay.step_ended)
         relay.publish(trainers.version, trainers.params)
         stop = stack.enter_context(stopping_on_signals())
         agents = await agents_of(stack, experiment, plan.tokenizer)

@@ -37,8 +37,8 @@ class Takes(Protocol):
 class Relay:
     """The weights themselves do not come by here, only where they are. Use it from the asyncio thread.
 
-    One version is under way at a time, so that all hosts give the same ones. What is published meanwhile follows, the newest of
-    it, as soon as the trainer is not at work on the next."""
+    One version is under way at a time, so that all hosts give the same one. The newest of what is published meanwhile follows,
+    unless the trainer is at work on the next one by then."""
 
     def __init__(self, trainers: Gives, engines: Takes, *, offer_timeout_s: float) -> None:
         self._trainers, self._engines, self._offer_timeout_s = trainers, engines, offer_timeout_s
@@ -90,12 +90,6 @@ class Relay:
             self._carrier.cancel()
             await asyncio.gather(self._carrier, return_exceptions=True)
 
-    def step_ended(self) -> None:
-        """The trainer is not at work any more: what could not be sent before may follow."""
-        if self._carrier is None and self._wanted is not None:
-            wanted, self._wanted = self._wanted, None
-            self._carry(wanted)
-
     def _carry(self, version: int) -> None:
         self._wanted = None
         self._trainers.publish(version)
@@ -125,5 +119,6 @@ class Relay:
             return
         if (error := task.exception()) is not None and not isinstance(error, PartLost):
             logger.error("%s failed", task.get_name(), exc_info=error)
-        if not self._trainers.is_stepping:
-            self.step_ended()
+        # Later the hosts have other parameters, which will be published under their own version.
+        if self._wanted is not None and not self._trainers.is_stepping:
+            self._carry(self._wanted)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Coroutine, Sequence
 from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
@@ -43,7 +43,7 @@ class Trainers:
         self.version = version
         """Trainer steps that the parameters have seen."""
         self.is_stepping = False
-        self._step_ended: Callable[[], None] = lambda: None
+        """Whether the parameters are neither those of `version` nor yet those of the next one."""
         self._measures: dict[str, tuple[float, float]] = {}
         for connection in connections:
             connection.listen(lambda _topic, _what: None, self._lost)
@@ -63,13 +63,8 @@ class Trainers:
             (metrics, stale, self._measures), *_ = self._asked("step", [packed])
         finally:
             self.is_stepping = False
-            self._loop.call_soon_threadsafe(self._step_ended)
         self.version += 1
         return Stepped(metrics, stale)
-
-    def when_step_ends(self, act: Callable[[], None]) -> None:
-        """What to do, in the asyncio thread, after every step."""
-        self._step_ended = act
 
     def save(self, version: int, beside: Columns) -> None:
         """As `CheckpointStore.save`; every host writes its part into the run's folder, which all must see."""

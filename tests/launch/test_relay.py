@@ -83,19 +83,31 @@ def test_a_version_is_offered_when_every_host_has_given_it() -> None:
     assert relayed(act).made == [(1, ["host 0 of version 1", "host 1 of version 1"])]
 
 
-def test_of_what_is_published_meanwhile_the_newest_follows_when_the_trainer_is_idle() -> None:
+def test_of_what_is_published_meanwhile_the_newest_follows() -> None:
+    async def act(relay: Relay, hosts: Hosts, offers: Offers) -> None:
+        for version in (1, 2, 3):
+            relay.publish(version, None)
+        hosts.give(1)
+        await turns()
+        hosts.give(3)
+        await turns()
+        assert hosts.published == [1, 3]
+
+    assert [version for version, _ in relayed(act).made] == [1, 3]
+
+
+def test_what_could_not_be_sent_before_the_next_step_began_is_never_sent_under_another_name() -> None:
     async def act(relay: Relay, hosts: Hosts, offers: Offers) -> None:
         relay.publish(1, None)
         relay.publish(2, None)
-        relay.publish(3, None)
         hosts.is_stepping = True
         hosts.give(1)
         await turns()
-        # The trainer is about to give the memory of version 3 away.
-        assert hosts.published == [1]
+        # From here on the hosts' parameters are on the way to version 3.
         hosts.is_stepping = False
-        relay.step_ended()
         await turns()
+        assert hosts.published == [1]
+        relay.publish(3, None)
         hosts.give(3)
         await turns()
         assert hosts.published == [1, 3]
