@@ -9,6 +9,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -44,6 +45,8 @@ from areal_jax.trainer.state import require_host_memory, trained
 from areal_jax.workflows.config import MultiTurn, ToolUse
 
 T = TypeVar("T")
+
+NEEDED_BY_RAY = ("ray", "xxhash")
 
 NUM_PROMPTS_TRIED = 64
 """So many prompts are measured: enough to tell that none will fit, few enough not to be waited for."""
@@ -468,6 +471,8 @@ def misfits(plan: Plan) -> Iterator[str]:
     engine, path = plan.engine, plan.experiment.policy.path
     if overflow := plan.overflow():
         yield overflow
+    if isinstance(plan.experiment.launch, Ray) and (missing := [name for name in NEEDED_BY_RAY if find_spec(name) is None]):
+        yield f"launch=Ray needs {' and '.join(missing)}, which are not installed: pip install 'areal-jax[ray]'"
     if plan.decodes:
         yield from too_long(engine, f"policy.path={path}")
         yield from _one_turn_only(plan)

@@ -13,6 +13,7 @@ import numpy as np
 import psutil
 import pytest
 
+from areal_jax import run_plan
 from areal_jax.config import load_experiment
 from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.models import lora
@@ -240,6 +241,20 @@ def test_a_split_that_cannot_hold_the_policy_is_refused_with_the_numbers(policy:
     assert plan(policy, "placement.train_devices=1", "placement.rollout_devices=2").shortage()
     with pytest.raises(ConfigError, match=r"1 \+ 3 cpu cannot hold the policy: .* needed where there are .* weights .* MiB"):
         plan(policy, "placement.train_devices=1", "placement.rollout_devices=3")
+
+
+def test_a_cluster_is_planned_on_devices_of_the_size_asked_for_and_needs_its_library(
+    policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = [f"policy.path={policy}", *SHORT, "launch=ray", "launch.trainer_hosts=2", "launch.trainer_devices=2"]
+    experiment = load_experiment("aime", [*asked, "launch.engine_devices=2", "launch.rollout_engines=30"])
+    found = make_plan(experiment)
+    # Of 30 engines, which are alike, one is planned; each has all the slots.
+    assert (found.train_mesh.size, found.rollout_mesh.size, len(found.engines)) == (4, 2, 1)
+    assert found.engine.config.num_slots == 12
+    monkeypatch.setattr(run_plan, "find_spec", lambda name: None if name == "ray" else object())
+    with pytest.raises(ConfigError, match=r"launch=Ray needs ray, which .* pip install 'areal-jax\[ray\]'"):
+        make_plan(experiment)
 
 
 def test_without_evaluation_its_tasks_need_not_exist(policy: Path) -> None:
