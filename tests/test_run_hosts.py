@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from areal_jax.clustered import require_same, require_same_policy
-from areal_jax.config import load_experiment, read_settings, written_settings
+from areal_jax.config import Experiment, load_experiment, read_settings, written_settings
 from areal_jax.hosts import EngineHost, releases
 from areal_jax.launch import wire
 from areal_jax.records import Alternatives, Completion, Request, Sampling
@@ -49,7 +49,7 @@ def test_settings_cross_as_text_with_the_classes_that_an_experiment_of_ones_own_
     experiment = load_experiment(str(own), ["launch=ray", "seed=5"])
     again = read_settings(written_settings(experiment), str(own))
     assert written_settings(again) == written_settings(experiment)
-    assert type(again.tasks).__name__ == "Mine" and again.seed == 5
+    assert isinstance(again, Experiment) and type(again.tasks).__name__ == "Mine" and again.seed == 5
     with pytest.raises(ConfigError, match="the settings of the run"):
         read_settings('{"areal_jax.experiment": "Nonsense"}', None)
 
