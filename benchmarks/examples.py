@@ -31,7 +31,7 @@ PREPARED_BY: Mapping[str, tuple[int, tuple[str, ...]] | None] = {
     "multi_turn_math": None,
     "tool_math": (80, ("examples.families=calculations",)),
     "search_agent": (50, ("examples.families=facts",)),
-    "countdown": (100, ("examples.families=countdown",)),
+    "countdown": (300, ("examples.families=countdown",)),
     "code": (100, ("examples.families=programs",)),
     "openai_agent": None,
 }

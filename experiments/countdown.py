@@ -1,14 +1,14 @@
 """Countdown: make a number from three others, each used once.
 
-    python -m areal_jax.train --exp=tiny_tools_sft examples.families=countdown num_steps=100 --run-folder=runs/tiny_tools
+    python -m areal_jax.train --exp=tiny_tools_sft examples.families=countdown --run-folder=runs/tiny_tools
     python -m areal_jax.train --exp=countdown
 
 Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account, no accelerator.
 
 The policy of the first command writes down attempts, such as 3+8-5=11-5=6, and boxes one of them, whether or not it came out.
-Training teaches it to go on until one does: held-out pass@1 on 256 of them rises from 19 % to 25 %, and from 27 % to 34 % where
-the first command has all its 300 steps. Answers are parsed, never evaluated. Processor time: 90 seconds for the first command,
-125 for the second.
+Training teaches it to go on until one does: held-out pass@1 on 256 of them goes from 26.6 % to 30.5 % after 60 steps and 32.8 %
+after 100, where it stays. Answers are parsed, never evaluated. Two idle cores need 3 and a half minutes for the first command, and
+2 and a half for the second.
 
 Rows with `nums` and `target` (as Jiayi-Pan/Countdown-Tasks-3to4 has them) are tasks with all four operations:
 
@@ -29,7 +29,7 @@ experiment = chz.replace(
     aime,
     name="countdown",
     description="a number from three others, each used once",
-    num_steps=60,
+    num_steps=100,
     policy=PolicyConfig(path="runs/tiny_tools/policy"),
     tasks=exercises,
     eval_tasks=chz.replace(exercises, split="heldout", num_tasks=256),
