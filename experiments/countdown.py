@@ -7,8 +7,8 @@ Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account,
 
 The policy of the first command writes down attempts, such as 3+8-5=11-5=6, and boxes one of them, whether or not it came out.
 Training teaches it to go on until one does: held-out pass@1 on 256 of them goes from 26.6 % to 30.5 % after 60 steps and 32.8 %
-after 100, where it stays. Answers are parsed, never evaluated. Two idle cores need 3 and a half minutes for the first command, and
-2 and a half for the second.
+after 100, where it stays. Answers are parsed, never evaluated. Two idle cores need three and a half minutes for the first
+command, and two and a half for the second.
 
 Rows with `nums` and `target` (as Jiayi-Pan/Countdown-Tasks-3to4 has them) are tasks with all four operations:
 
