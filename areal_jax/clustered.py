@@ -16,7 +16,7 @@ from areal_jax.checkpoint.recovery import unpack
 from areal_jax.checkpoint.store import SAVE_TIMEOUT_S, CheckpointStore
 from areal_jax.config import written_settings
 from areal_jax.hosts import releases
-from areal_jax.launch.cluster import Cluster, connected
+from areal_jax.launch.cluster import Cluster, Kind, connected
 from areal_jax.launch.config import Ray
 from areal_jax.launch.connection import Connection, PartLost
 from areal_jax.launch.engines import Engines
@@ -88,26 +88,24 @@ class Crew:
 
     async def _start_engine(self) -> None:
         number = next(self._numbers["engine"])
-        connection, facts = await self._cluster.start("engine", number, ENGINE, *self._arguments)
+        connection, facts = await started(self._cluster, "engine", number, ENGINE, *self._arguments)
         self._policy = expected = self._policy or facts["policy"]
         try:
-            require_same(connection.name, facts)
             require_same_policy(connection.name, facts, expected)
         except ConfigError:
             await connection.close()
             raise
-        await self.engines.join(number, connection, facts["num_slots"], self._lost(self._start_engine))
+        self.engines.join(number, connection, facts["num_slots"], self._lost(self._start_engine))
         if self.relay is not None:
             self.relay.offer()
 
     async def _start_judge(self) -> None:
         number = next(self._numbers["reward worker"])
-        connection, facts = await self._cluster.start("reward worker", number, REWARDS, *self._arguments, self._kinds)
-        require_same(connection.name, facts)
-        await self.judges.join(number, connection, self._lost(self._start_judge))
+        connection, _ = await started(self._cluster, "reward worker", number, REWARDS, *self._arguments, self._kinds)
+        self.judges.join(number, connection, self._lost(self._start_judge))
 
-    def _lost(self, start: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[int, PartLost], None]:
-        def replace(_number: int, _loss: PartLost) -> None:
+    def _lost(self, start: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+        def replace() -> None:
             if not self._closing:
                 task = asyncio.create_task(self._replaced(start), name="replacement")
                 self._starting.add(task)
@@ -168,22 +166,32 @@ async def start_trainers(
     """All trainer hosts, joined and ready, until the stack ends; and what their checkpoint holds beside their state, packed."""
     config = cluster.config
 
-    async def started(number: int) -> Connection:
-        connection, facts = await cluster.start("trainer host", number, TRAINER, settings, source, folder, saved_version)
+    async def host(number: int) -> Connection:
+        connection, _ = await started(cluster, "trainer host", number, TRAINER, settings, source, folder, saved_version)
         # A checkpoint may be under way.
         stack.push_async_callback(connection.close, SAVE_TIMEOUT_S)
-        require_same(connection.name, facts)
         return connection
 
-    hosts = await asyncio.gather(*(started(number) for number in range(config.trainer_hosts)))
+    hosts = await asyncio.gather(*(host(number) for number in range(config.trainer_hosts)))
     coordinator = await hosts[0].address()
     joined = await asyncio.gather(
         *(
-            host.ask("join", coordinator, number, config.trainer_hosts, config.start_timeout_s)
-            for number, host in enumerate(hosts)
+            each.ask("join", coordinator, number, config.trainer_hosts, config.start_timeout_s)
+            for number, each in enumerate(hosts)
         )
     )
     return Trainers(hosts, joined[0]["version"]), joined[0]["beside"]
+
+
+async def started(cluster: Cluster, kind: Kind, number: int, role: str, *arguments: Any) -> tuple[Connection, dict[str, Any]]:
+    """A process that runs the same releases as this one, and what its role found. Raises as Cluster.start and require_same."""
+    connection, facts = await cluster.start(kind, number, role, *arguments)
+    try:
+        require_same(connection.name, facts)
+    except ConfigError:
+        await connection.close()
+        raise
+    return connection, facts
 
 
 def require_same_policy(name: str, facts: dict[str, Any], expected: str) -> None:

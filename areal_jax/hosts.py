@@ -119,7 +119,7 @@ class TrainerHost:
         beside = None if self._saved_version is None else pack(self._keeper.restore(self._saved_version))
         self._trainer.warm_up()
         self._publisher = ShardPublisher(lambda params: laid_out(plan.policy, params, plan.compute_dtype))
-        return {"version": self._trainer.version, "beside": beside, "devices": described(devices)}
+        return {"version": self._trainer.version, "beside": beside}
 
     def _step(self, packed: Any) -> tuple[dict[str, Any], list[list[Any]], Mapping[str, tuple[float, float]]]:
         groups = decode(unpack(packed))[0].buffered
@@ -157,7 +157,7 @@ class EngineHost:
         self._driver = Driver(engine, self._reader)
         engine.warm_up()
         self._driver.start()
-        # Tokens of each sample of each request that were reported, and whoever wants to know sooner.
+        # Tokens of each sample of each request that were reported.
         self._told: dict[str, list[int]] = {}
         self._reporter: asyncio.Task[None] | None = None
 

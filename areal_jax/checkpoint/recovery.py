@@ -50,7 +50,7 @@ def encode(state: RolloutState, notes: Mapping[str, Json] | None = None) -> Colu
         "buffered": [
             {
                 "id": group.id,
-                "task": _task_to_json(group.task),
+                "task": task_to_json(group.task),
                 "started_version": group.started_version,
                 "verdicts": [sample.verdict for sample in group.samples],
                 "stop_reasons": [sample.stop_reason for sample in group.samples],
@@ -60,7 +60,7 @@ def encode(state: RolloutState, notes: Mapping[str, Json] | None = None) -> Colu
         "suspended": [
             {
                 "id": record.id,
-                "task": _task_to_json(record.task),
+                "task": task_to_json(record.task),
                 "started_version": record.started_version,
                 "calls": {call: [one.stop_reason for one in drawn] for call, drawn in record.calls.items()},
             }
@@ -163,7 +163,8 @@ def _split(name: str, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, typ
     return ({field: pieces[field][i] for field in dtypes} for i in range(len(arrays[f"{name}.length"])))
 
 
-def _task_to_json(task: Task) -> dict[str, Json]:
+def task_to_json(task: Task) -> dict[str, Json]:
+    """The fields of a task."""
     return {**asdict(task), "prompt": [asdict(message) for message in task.prompt]}
 
 

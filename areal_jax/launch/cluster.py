@@ -29,14 +29,10 @@ class Cluster:
     accelerator: str
     """GPU, TPU, or none."""
 
-    def devices(self, kind: Kind) -> int:
-        """That a process of this kind has."""
-        return devices_of(self.config, kind)
-
     async def start(self, kind: Kind, number: int, role: str, *arguments: Any) -> tuple[Connection, Any]:
         """As Connection.opened: the connection, and what the role says in `begin`."""
         options: dict[str, Any] = {"num_cpus": self.config.cpus_per_process}
-        num_devices = self.devices(kind)
+        num_devices = devices_of(self.config, kind)
         if self.accelerator == "GPU":
             options["num_gpus"] = num_devices
         elif self.accelerator == "TPU" and num_devices:
@@ -57,7 +53,11 @@ def connected(config: Ray) -> Iterator[Cluster]:
     """The cluster that the settings or RAY_ADDRESS name, or one on this machine, which ends with the block.
 
     Raises ConfigError, with the numbers, where it has less than is asked for, or cannot be reached."""
-    counts = {"trainer host": config.trainer_hosts, "engine": config.rollout_engines, "reward worker": config.reward_workers}
+    counts: dict[Kind, int] = {
+        "trainer host": config.trainer_hosts,
+        "engine": config.rollout_engines,
+        "reward worker": config.reward_workers,
+    }
     num_cpus = config.cpus_per_process * sum(counts.values())
     address = config.address or os.environ.get("RAY_ADDRESS")
     own: dict[str, Any] = {}
@@ -109,6 +109,6 @@ def require_reachable(address: str) -> None:
         ) from error
 
 
-def devices_of(config: Ray, kind: Kind | str) -> int:
+def devices_of(config: Ray, kind: Kind) -> int:
     """That a process of this kind has."""
     return {"trainer host": config.trainer_devices, "engine": config.engine_devices}.get(kind, 0)

@@ -9,17 +9,16 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from areal_jax.engine.routing import Router, in_turn, together
+from areal_jax.engine.routing import Router, Sums, in_turn, together
 from areal_jax.launch import wire
 from areal_jax.launch.connection import Connection, PartLost
-from areal_jax.records import Completion, EngineStopped, Progress, Request, nothing_drawn
+from areal_jax.launch.members import Members
+from areal_jax.records import NO_VERSION, Completion, EngineStopped, Progress, Request, nothing_drawn
 
 logger = logging.getLogger(__name__)
 
 MOST_ENGINES_LOST = 10
 """A request by which so many engines were lost may be what they were lost by."""
-
-Sums = dict[str, tuple[float, float]]
 
 
 @dataclass(slots=True, eq=False)
@@ -37,15 +36,6 @@ class _Job:
     """What answers it."""
 
 
-@dataclass(eq=False)
-class _Member:
-    connection: Connection
-    version: int
-    """Of its weights, those that have arrived whole."""
-    measures: Sums = field(default_factory=dict)
-    """What it has reported since the last time that someone asked."""
-
-
 class Engines:
     """A `records.Engine` made of any number of parts. Use it from the asyncio thread.
 
@@ -55,34 +45,38 @@ class Engines:
     def __init__(self, *, wait_s: float) -> None:
         self._wait_s = wait_s
         self._router = Router()
-        self._members: dict[int, _Member] = {}
-        # Engines join, and arrive at versions.
-        self._changed = asyncio.Condition()
+        self._members = Members()
+        # Of each: the version of its weights, those that have arrived whole; and what it has reported since someone asked.
+        self._versions: dict[int, int] = {}
+        self._measures: dict[int, Sums] = {}
         # By request id: put by `submit`, taken out by the task that answers it.
         self._jobs: dict[str, _Job] = {}
         self._ended: EngineStopped | None = None
-        self._left: Sums = {}
+        self._left: list[Sums] = []
         """Measures of engines that are lost, which nobody has asked for yet."""
-        self.num_lost = 0
         self.num_moved = 0
         """Requests that went on at another engine."""
 
     @property
     def connections(self) -> list[Connection]:
         """To the engines that there are."""
-        return [member.connection for member in self._members.values()]
+        return list(self._members.values())
 
-    async def join(self, number: int, connection: Connection, num_slots: int, on_loss: Callable[[int, PartLost], None]) -> None:
+    @property
+    def num_lost(self) -> int:
+        return self._members.num_lost
+
+    def join(self, number: int, connection: Connection, num_slots: int, on_loss: Callable[[], None]) -> None:
         """Let an engine answer from now on."""
-        member = self._members[number] = _Member(connection, version=-1)
+        self._versions[number], self._measures[number] = NO_VERSION, {}
         self._router.join(number, num_slots)
-
-        def lost(loss: PartLost) -> None:
-            self._leave(number, loss)
-            on_loss(number, loss)
-
-        connection.listen(lambda topic, what: self._told(number, member, topic, what), lost)
-        await self._notify()
+        self._members.join(
+            number,
+            connection,
+            told=lambda topic, what: self._told(number, topic, what),
+            left=lambda loss: self._leave(number, loss),
+            on_loss=on_loss,
+        )
 
     def submit(self, request: Request) -> asyncio.Future[list[Completion]]:
         """As `Driver.submit`, by one of the engines after another."""
@@ -96,8 +90,8 @@ class Engines:
         """As `Driver.snapshot`, of every engine between two dispatches of its own.
 
         Of one that is lost meanwhile, and of requests that wait for an engine, what is known of them."""
-        members = list(self._members.values())
-        found = await asyncio.gather(*(member.connection.ask("snapshot") for member in members), return_exceptions=True)
+        asked = [connection.ask("snapshot") for connection in self._members.values()]
+        found = await asyncio.gather(*asked, return_exceptions=True)
         for answer in found:
             if isinstance(answer, BaseException) and not isinstance(answer, PartLost):
                 raise answer
@@ -116,53 +110,45 @@ class Engines:
     def end_sample(self, request_id: str, sample: int) -> None:
         """As `Driver.end_sample`."""
         job = self._jobs.get(request_id)
-        if job is not None and job.number in self._members:
-            self._members[job.number].connection.tell("end_sample", request_id, sample)
+        if job is not None and job.number is not None and job.number in self._members:
+            self._members[job.number].tell("end_sample", request_id, sample)
 
     def offer(self, version: int, contributions: Any) -> None:
         """Tell every engine where the weights of a version are."""
-        for member in self._members.values():
-            member.connection.tell("offer", version, contributions)
+        for connection in self._members.values():
+            connection.tell("offer", version, contributions)
 
     async def arrived(self, version: int, timeout_s: float) -> None:
         """Wait until every engine has weights of at least `version`. TimeoutError names those that have not."""
         try:
-            async with asyncio.timeout(timeout_s), self._changed:
-                await self._changed.wait_for(lambda: all(member.version >= version for member in self._members.values()))
+            await self._members.until(lambda: all(has >= version for has in self._versions.values()), timeout_s)
         except TimeoutError:
-            have = ", ".join(f"{member.connection.name} version {member.version}" for member in self._members.values())
+            have = ", ".join(f"{self._members[number].name} version {has}" for number, has in self._versions.items())
             raise TimeoutError(
                 f"waited {timeout_s:g} s for weights of version {version} to reach every engine; {have or 'there is none'}"
             ) from None
 
     def metrics(self) -> Sums:
         """As `Driver.metrics`, of all engines together, by their last reports."""
-        measures = [member.measures for member in self._members.values()] + ([self._left] if self._left else [])
-        for member in self._members.values():
-            member.measures = {}
-        self._left = {}
+        reported = [each for each in (*self._measures.values(), *self._left) if each]
+        self._measures, self._left = {number: {} for number in self._measures}, []
         counts = {"engines": len(self._members), "engines_lost": self.num_lost, "requests_moved": self.num_moved}
-        return together([each for each in measures if each]) | {name: (float(count), 1.0) for name, count in counts.items()}
-
-    def end(self, reason: EngineStopped) -> None:
-        """Answer nothing more; whoever waits gets the reason."""
-        self._ended = self._ended or reason
-        for request_id in list(self._jobs):
-            self.cancel(request_id)
+        return together(reported) | {name: (float(count), 1.0) for name, count in counts.items()}
 
     async def close(self) -> None:
-        """End all engines."""
-        self.end(EngineStopped("the decode engines are closed"))
-        members, self._members = list(self._members.values()), {}
+        """End all engines; whoever waits for an answer gets EngineStopped."""
+        self._ended = EngineStopped("the decode engines are closed")
         tasks = [job.task for job in self._jobs.values() if job.task is not None]
-        await asyncio.gather(*(member.connection.close() for member in members), *tasks, return_exceptions=True)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(self._members.close(), *tasks, return_exceptions=True)
 
     async def _answered(self, job: _Job) -> list[Completion]:
         request = job.request
         try:
             for _ in range(MOST_ENGINES_LOST):
                 number = job.number = await self._given(request)
-                connection = self._members[number].connection
+                connection = self._members[number]
                 try:
                     answer = await connection.ask("submit", wire.request_to(replace(request, resume=job.drawn)))
                     return wire.completions_from(answer)
@@ -184,39 +170,34 @@ class Engines:
 
     async def _given(self, request: Request) -> int:
         """The engine that is to answer; waited for, where there is none."""
-        if not self._members:
-            try:
-                async with asyncio.timeout(self._wait_s), self._changed:
-                    await self._changed.wait_for(lambda: bool(self._members) or self._ended is not None)
-            except TimeoutError:
-                raise EngineStopped(f"all engines are lost, and none has joined within {self._wait_s:g} s") from None
+        try:
+            await self._members.until(lambda: bool(self._members) or self._ended is not None, self._wait_s)
+        except TimeoutError:
+            raise EngineStopped(f"all engines are lost, and none has joined within {self._wait_s:g} s") from None
         if self._ended is not None:
             raise self._ended
         return self._router.give(request.prompt_tokens, request.num_samples)
 
     def _leave(self, number: int, loss: PartLost) -> None:
-        member = self._members.pop(number, None)
-        if member is None:
-            return
         self._router.leave(number)
-        self._left = together([each for each in (self._left, member.measures) if each])
-        self.num_lost += 1
+        del self._versions[number]
+        self._left.append(self._measures.pop(number))
         moving = sum(job.number == number for job in self._jobs.values())
         logger.warning("%s; %d requests under way there go on elsewhere", loss, moving)
 
-    def _told(self, number: int, member: _Member, topic: str, what: Any) -> None:
+    def _told(self, number: int, topic: str, what: Any) -> None:
         match topic:
             case "progress":
                 for name, of_samples in what.items():
                     if (job := self._jobs.get(name)) is not None and job.number == number:
                         self._report(job, of_samples)
             case "weights":
-                member.version = what
-                self._notifying = asyncio.ensure_future(self._notify())
+                self._versions[number] = what
+                self._members.notify()
             case "measures":
-                member.measures = in_turn(member.measures, what)
+                self._measures[number] = in_turn(self._measures[number], what)
             case _:
-                raise ValueError(f"{member.connection.name} tells {topic!r}, which nobody here knows")
+                raise ValueError(f"{self._members[number].name} tells {topic!r}, which nobody here knows")
 
     def _report(self, job: _Job, of_samples: Mapping[int, Any]) -> None:
         """Take over what samples have drawn since the last report, and tell whoever watches."""
@@ -233,7 +214,3 @@ class Engines:
         if job.request.on_progress is not None and news:
             for sample in job.request.on_progress(news):
                 self.end_sample(job.request.id, sample)
-
-    async def _notify(self) -> None:
-        async with self._changed:
-            self._changed.notify_all()

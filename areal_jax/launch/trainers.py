@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Coroutine, Sequence
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 import ray
@@ -17,8 +17,6 @@ from areal_jax.launch.connection import Connection, PartLost
 from areal_jax.records import Group, RolloutState
 
 logger = logging.getLogger(__name__)
-
-T = TypeVar("T")
 
 LOOK_S = 5.0
 """A host answers after so long even where it has no newer weights to tell of."""
@@ -102,8 +100,5 @@ class Trainers:
         async def all_of_them() -> list[Any]:
             return await asyncio.gather(*(connection.ask(verb, *arguments) for connection in self.connections))
 
-        return self._waited_for(all_of_them())
-
-    def _waited_for(self, asked: Coroutine[Any, Any, T]) -> T:
         assert threading.current_thread() is not threading.main_thread(), "would wait for itself"
-        return asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+        return asyncio.run_coroutine_threadsafe(all_of_them(), self._loop).result()

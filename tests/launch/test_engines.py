@@ -37,7 +37,7 @@ async def join(engines: Engines, number: int, dies_at: int = -1) -> Connection:
         start_timeout_s=60.0,
         silence_timeout_s=60.0,
     )
-    await engines.join(number, connection, 4, lambda _number, _loss: None)
+    engines.join(number, connection, 4, lambda: None)
     return connection
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import re
 import subprocess
 import sys
@@ -61,10 +60,11 @@ def test_a_cluster_of_ones_own_lets_in_who_knows_the_token_and_another_keeps_its
         (["launch.address=127.0.0.1:1"], r"launch.address=127.0.0.1:1: no Ray cluster answers there"),
     ],
 )
-def test_what_a_cluster_does_not_have_is_refused_with_the_numbers(settings: list[str], told: str, tmp_path: Path) -> None:
+def test_what_a_cluster_does_not_have_is_refused_with_the_numbers(
+    settings: list[str], told: str, tmp_path: Path, of_a_command: dict[str, str]
+) -> None:
     command = [sys.executable, "-m", "areal_jax.train", "--exp=aime", f"--run-folder={tmp_path / 'run'}", "launch=ray"]
-    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_") and name != "XLA_FLAGS"}
-    done = subprocess.run([*command, *settings], capture_output=True, text=True, timeout=120, env=environment)
+    done = subprocess.run([*command, *settings], capture_output=True, text=True, timeout=120, env=of_a_command)
     assert done.returncode == 2, done.stderr
     assert re.search(told, done.stderr), done.stderr
     assert "Traceback" not in done.stderr

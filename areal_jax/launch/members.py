@@ -1,0 +1,57 @@
+"""Parts that do the same work, by number: they join, are lost, and are waited for."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable
+from typing import Any
+
+from areal_jax.launch.connection import Connection, PartLost
+
+
+class Members(dict[int, Connection]):
+    """Those that there are. Use it from the asyncio thread."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_lost = 0
+        # Set, and replaced, at every change that someone may wait for.
+        self._changed = asyncio.Event()
+
+    def join(
+        self,
+        number: int,
+        connection: Connection,
+        *,
+        told: Callable[[str, Any], None],
+        left: Callable[[PartLost], None],
+        on_loss: Callable[[], None],
+    ) -> None:
+        """There is another one. Args: told: what it tells. left: to be done when it is lost, and then on_loss."""
+
+        def lost(loss: PartLost) -> None:
+            if self.pop(number, None) is not None:
+                self.num_lost += 1
+                left(loss)
+            on_loss()
+
+        self[number] = connection
+        connection.listen(told, lost)
+        self.notify()
+
+    def notify(self) -> None:
+        """Let whoever waits look again."""
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def until(self, holds: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until something holds. TimeoutError where it does not in time."""
+        async with asyncio.timeout(timeout_s):
+            while not holds():
+                await self._changed.wait()
+
+    async def close(self) -> None:
+        """End all of them."""
+        connections = list(self.values())
+        self.clear()
+        await asyncio.gather(*(connection.close() for connection in connections))
