@@ -469,18 +469,16 @@ def two_placements(experiment: AnyExperiment) -> Iterator[str]:
         return
     if not isinstance(experiment, Experiment):
         yield f"launch=Ray is for reinforcement learning, which {experiment.name} is not; leave it out"
-    placement = experiment.placement
+    placement, default = experiment.placement, PlacementConfig()
     for name, used in (
         ("train_devices", "launch.trainer_hosts and launch.trainer_devices"),
         ("rollout_devices", "launch.rollout_engines and launch.engine_devices"),
         ("rollout_share", "launch.rollout_engines and launch.engine_devices"),
         ("simulated_devices", "launch.accelerator=none"),
+        ("engines", "launch.rollout_engines"),
     ):
-        if getattr(placement, name) is not None:
-            yield f"placement.{name}={getattr(placement, name)} says nothing under launch=Ray; leave it out, and set {used}"
-    if placement.engines != 1:
-        used = "launch.rollout_engines"
-        yield f"placement.engines={placement.engines} says nothing under launch=Ray; leave it out, and set {used}"
+        if (value := getattr(placement, name)) != getattr(default, name):
+            yield f"placement.{name}={value} says nothing under launch=Ray; leave it out, and set {used}"
 
 
 def idle_critic(experiment: Experiment) -> Iterator[str]:

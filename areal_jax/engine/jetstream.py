@@ -28,7 +28,7 @@ from jaxtyping import Array, Float32, Int32
 from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_pb2  # pyright: ignore[reportMissingImports]
 
 from areal_jax.engine.decode import SLOT, DecodeEngine, DecodeState, Drawing, EngineParams, Fill, empty_slots
-from areal_jax.engine.slots import SlotTable
+from areal_jax.engine.slots import SlotTable, is_filtered
 from areal_jax.models.paged_attention import Pages
 from areal_jax.records import Completion, Request, Sampling, Tokenizer, derive_seed, nothing_drawn
 
@@ -84,8 +84,7 @@ class JetStreamEngine(engine_api.Engine):
                 "pads every prompt to so many"
             )
         self._engine, self._params, self._tokenizer, self._sampling, self._seed = engine, params, tokenizer, sampling, seed
-        is_filtered = sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
-        self._drawing = Drawing.FILTERED if is_filtered else Drawing.PLAIN
+        self._drawing = Drawing.FILTERED if is_filtered(sampling) else Drawing.PLAIN
         self._numbers, self._result = count(), jax.jit(_result)
         # Makes the record of a slot out of a request.
         self._table = SlotTable(1, config.max_new_tokens, 1)
