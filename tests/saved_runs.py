@@ -42,6 +42,13 @@ def adapter() -> tuple[Policy, Params]:
     )
 
 
+def save_run_and_export(folder: Path) -> Path:
+    """A run whose checkpoints hold the embedded policy, a little moved, as full parameters; and its export, in `policy`."""
+    save_run(folder, moved())
+    hf.save(folder / "policy", Policy(hf.read_config(EMBEDDED)), moved(), EMBEDDED)
+    return folder
+
+
 def save_run(folder: Path, params: Any, *settings: str) -> None:
     """What a run leaves after version 3: its settings, and checkpoints of what it trains. Of version 2 all are zeros."""
     folder.mkdir(exist_ok=True)

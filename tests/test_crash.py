@@ -6,11 +6,11 @@ import signal
 import subprocess
 import sys
 import time
-from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
+from run_laws import each_task_was_trained_on_once
 
 from areal_jax.metrics import jsonl
 
@@ -77,24 +77,7 @@ def test_a_run_killed_twice_loses_and_repeats_no_task(tmp_path: Path, of_a_comma
     output = finished(process)
     assert "going on from the checkpoint of version" in output
 
-    rows = [row for row in jsonl.read(run / "metrics.jsonl") if "trainer/loss" in row]
-    assert [row["version"] for row in rows] == list(range(STEPS))
-    samples = list(jsonl.read(run / "samples.jsonl"))
-    assert Counter(row["version"] for row in samples) == dict.fromkeys(range(STEPS), GROUPS * SAMPLES)
-    of_groups = {row["group"]: row["task"] for row in samples}
-    assert len(of_groups) == STEPS * GROUPS, "a group was trained on twice"
-    assert len(set(of_groups.values())) == len(of_groups), "within one epoch a task came twice"
-    # Groups are numbered as their tasks are drawn: what is missing below the last one is still under way, not lost.
-    last = rows[-1]
-    under_way = last["gate/running"] + last["gate/buffered"]
-    assert last["gate/started"] == last["gate/accepted"] + last["gate/running"] + last["gate/rejected"]
-    assert last["gate/started"] == len(of_groups) + under_way + last["gate/rejected"]
-    assert all(
-        0 <= row["version"] - version <= 2
-        for row in samples
-        for place, version in enumerate(row["versions"])
-        if version >= 0 and place not in row["stale"]
-    )
+    each_task_was_trained_on_once(run, num_steps=STEPS, groups=GROUPS, samples=SAMPLES, max_staleness=2)
 
 
 @pytest.mark.slow

@@ -11,14 +11,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from saved_runs import adapter, embedded_params, moved, save_run
+from saved_runs import adapter, embedded_params, moved, save_run, save_run_and_export
 
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.config import load_experiment, write_config
 from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.engine.config import EngineConfig
-from areal_jax.models import hf, lora
-from areal_jax.models.decoder import Params, Policy
+from areal_jax.models import lora
+from areal_jax.models.decoder import Params
 from areal_jax.records import Request, Sampling
 from areal_jax.serve.config import ServeConfig
 from areal_jax.serving import engine_source, find_served
@@ -42,10 +42,7 @@ def is_loaded(config: ServeConfig, expected: Params, version: int) -> None:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("run")
-    save_run(folder, moved())
-    hf.save(folder / "policy", Policy(hf.read_config(EMBEDDED)), moved(), EMBEDDED)
-    return folder
+    return save_run_and_export(tmp_path_factory.mktemp("run"))
 
 
 def test_a_folder_a_run_and_one_of_its_versions_are_served(run: Path) -> None:
