@@ -14,6 +14,8 @@ LEAVE_TIMEOUT_S = 60
 
 _NOBODY = "nobody"
 _NAP_S = 0.2
+_TELL_S = 10.0
+"""What process 0 gets to tell the others, once its wait is over."""
 _LEAST_S = 30.0
 """What jax gets to connect processes that are all there."""
 
@@ -78,8 +80,8 @@ def _report(coordinator: str, process_id: int, deadline_s: float, timeout_s: flo
         try:
             with socket.create_connection(_address(coordinator), timeout=left_s) as connection:
                 connection.sendall(f"{process_id}\n".encode())
-                # Process 0 may have begun to wait only now, and waits as long.
-                connection.settimeout(timeout_s)
+                # Process 0 may have begun to wait only now; it waits as long, and tells all only then.
+                connection.settimeout(timeout_s + _TELL_S)
                 if told := _line(connection):
                     return "" if told == _NOBODY else told
         except OSError:

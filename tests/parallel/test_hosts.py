@@ -21,7 +21,7 @@ def coordinator() -> str:
 )
 def test_all_that_came_are_told_who_is_missing(coordinator: str, came: tuple[int, ...], missing: str):
     with ThreadPoolExecutor() as pool:
-        for error in [future.exception(30) for future in [pool.submit(join, coordinator, 4, number, 1.5) for number in came]]:
+        for error in [future.exception(30) for future in [pool.submit(join, coordinator, 4, number, 3.0) for number in came]]:
             assert isinstance(error, TimeoutError)
             assert f"for 4 trainer processes; missing: {missing}. Start" in str(error)
 
