@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -31,7 +32,7 @@ def balanced(plan: Plan, folder: Path) -> Plan:
     experiment, began_s = plan.experiment, time.perf_counter()
     assert isinstance(experiment, Experiment)
     folder.mkdir(parents=True, exist_ok=True)
-    loop.run(make_plan(on_trial(experiment)), folder, resume=False)
+    loop.run(replace(plan, experiment=on_trial(experiment)), folder, resume=False)
     shutil.rmtree(folder / CHECKPOINTS)
     rows = [row for row in jsonl.read(folder / "metrics.jsonl") if names.REWARD in row]
     if len(rows) < NUM_STEPS:
