@@ -21,7 +21,7 @@ from typing import Any
 
 import chz
 import pytest
-from saved_runs import adapter, embedded_params, moved, save_run
+from saved_runs import adapter, embedded_params, save_run, save_run_and_export
 
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.config import experiment_names, find_experiment, load_experiment, write_config
@@ -29,7 +29,6 @@ from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.evaluate import main
 from areal_jax.models import hf, lora
-from areal_jax.models.decoder import Policy
 from areal_jax.serve.app import App, listening
 from areal_jax.serve.config import ServeConfig
 from areal_jax.serving import engine_source
@@ -126,10 +125,7 @@ def test_other_settings_and_other_tasks_are_refused_by_name(embedded: Path, caps
 @pytest.fixture(scope="module")
 def drifted(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run folder whose checkpoints hold the embedded policy, a little moved, as full parameters and as an export."""
-    folder = tmp_path_factory.mktemp("run")
-    save_run(folder, moved())
-    hf.save(folder / "policy", Policy(hf.read_config(EMBEDDED)), moved(), EMBEDDED)
-    return folder
+    return save_run_and_export(tmp_path_factory.mktemp("run"))
 
 
 def test_a_run_and_its_export_score_the_same(drifted: Path, embedded: Path, tmp_path: Path) -> None:

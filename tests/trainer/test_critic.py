@@ -15,15 +15,14 @@ import numpy as np
 import pytest
 from tiny_training import (
     POLICY,
-    PROMPT_TOKENS,
     ROW_TOKENS,
     SCALAR,
     batch,
     critic_params,
     group,
     made_once,
+    make_trainer,
     mean,
-    params,
     sample,
     train_mesh,
 )
@@ -66,19 +65,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
 
 
 def make(mesh: dict[str, int] | None = None, row_tokens: int = ROW_TOKENS, has_critic: bool = True, **changes: Any) -> Trainer:
-    return Trainer(
-        chz.replace(CONFIG, **changes),
-        POLICY,
-        params(),
-        train_mesh(**mesh or {}),
-        jnp.float32,
-        num_updates=100,
-        max_staleness=2,
-        temperature=1.0,
-        row_tokens=row_tokens,
-        max_new_tokens=ROW_TOKENS - PROMPT_TOKENS,
-        critic=CriticWeights(SCALAR, critic_params()) if has_critic else None,
-    )
+    critic = CriticWeights(SCALAR, critic_params()) if has_critic else None
+    return make_trainer(chz.replace(CONFIG, **changes), train_mesh(**mesh or {}), row_tokens=row_tokens, critic=critic)
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import Mesh
-from tiny_training import POLICY, PROMPT_TOKENS, ROW_TOKENS, batch, group, mean, params, sample, train_mesh
+from tiny_training import POLICY, PROMPT_TOKENS, ROW_TOKENS, batch, group, make_trainer, mean, params, sample, train_mesh
 
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Params
@@ -64,19 +64,7 @@ def make(
         for name in ("reference", "teacher")
         if getattr(config, name) is not None
     }
-    return Trainer(
-        config,
-        POLICY,
-        params(),
-        on,
-        jnp.float32,
-        num_updates=100,
-        max_staleness=2,
-        temperature=1.0,
-        row_tokens=row_tokens,
-        max_new_tokens=ROW_TOKENS,
-        **beside,
-    )
+    return make_trainer(config, on, row_tokens=row_tokens, max_new_tokens=ROW_TOKENS, **beside)
 
 
 PLACED = shardings(train_mesh(), POLICY.axes(), POLICY.abstract(), TRAIN_RULES)

@@ -13,7 +13,19 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
-from tiny_training import POLICY, PROMPT_TOKENS, ROW_TOKENS, batch, group, made_once, mean, params, sample, train_mesh
+from tiny_training import (
+    POLICY,
+    PROMPT_TOKENS,
+    ROW_TOKENS,
+    batch,
+    group,
+    made_once,
+    make_trainer,
+    mean,
+    params,
+    sample,
+    train_mesh,
+)
 
 from areal_jax.data.packing import TrainingSequence, pack
 from areal_jax.models.attention import packed_attention
@@ -60,18 +72,8 @@ def make(
     compute_dtype: Any = jnp.float32,
     **changes: Any,
 ) -> Trainer:
-    return Trainer(
-        chz.replace(CONFIG, **changes),
-        POLICY,
-        params() if given is None else given,
-        train_mesh(**mesh or {}),
-        compute_dtype,
-        num_updates=100,
-        max_staleness=2,
-        temperature=1.0,
-        row_tokens=row_tokens,
-        max_new_tokens=ROW_TOKENS - PROMPT_TOKENS,
-    )
+    config = chz.replace(CONFIG, **changes)
+    return make_trainer(config, train_mesh(**mesh or {}), given=given, compute_dtype=compute_dtype, row_tokens=row_tokens)
 
 
 @pytest.fixture(scope="module")

@@ -9,12 +9,14 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jax.typing import DTypeLike
 
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.records import NO_VERSION, Group, Sample, Task
+from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.ppo import StepResult, Trainer
 
 ROW_TOKENS = 24
@@ -62,6 +64,32 @@ def train_mesh(devices: int = 1, tensor: int = 1, fsdp: int | None = None, exper
         train_context=context,
     )
     return make_meshes(placement, jax.devices() + jax.devices()[:1]).train
+
+
+def make_trainer(
+    config: TrainerConfig,
+    mesh: Mesh,
+    *,
+    given: Params | None = None,
+    compute_dtype: DTypeLike = np.float32,
+    row_tokens: int = ROW_TOKENS,
+    max_new_tokens: int = ROW_TOKENS - PROMPT_TOKENS,
+    **beside: Any,
+) -> Trainer:
+    """Of the tiny policy. Args: given: its parameters, drawn otherwise. beside: critic, reference or teacher."""
+    return Trainer(
+        config,
+        POLICY,
+        params() if given is None else given,
+        mesh,
+        compute_dtype,
+        num_updates=100,
+        max_staleness=2,
+        temperature=1.0,
+        row_tokens=row_tokens,
+        max_new_tokens=max_new_tokens,
+        **beside,
+    )
 
 
 def sample(rng: np.random.Generator, num_tokens: int, versions: int | np.ndarray = 0, reward: float | None = None) -> Sample:

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from tiny_training import POLICY, PROMPT_TOKENS, ROW_TOKENS, SCALAR, batch, critic_params, params
+from tiny_training import POLICY, SCALAR, batch, critic_params, make_trainer
 
 from areal_jax.checkpoint.recovery import Columns
 from areal_jax.checkpoint.store import CheckpointStore
@@ -45,19 +45,7 @@ NUM_STEPS = 3
 
 
 def make(mesh: Mesh) -> Trainer:
-    return Trainer(
-        CONFIG,
-        POLICY,
-        params(),
-        mesh,
-        jnp.float32,
-        num_updates=100,
-        max_staleness=2,
-        temperature=1.0,
-        row_tokens=ROW_TOKENS,
-        max_new_tokens=ROW_TOKENS - PROMPT_TOKENS,
-        critic=CriticWeights(SCALAR, critic_params()),
-    )
+    return make_trainer(CONFIG, mesh, critic=CriticWeights(SCALAR, critic_params()))
 
 
 def said(result: StepResult) -> dict[str, float]:
