@@ -5,10 +5,10 @@
 
 Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account, no accelerator.
 
-The policy of the first command writes down attempts, such as 3+8-5=11-5=6, and boxes one of them, whether or not it came out.
-Training teaches it to go on until one does: held-out pass@1 on 256 of them goes from 26.6 % to 30.5 % after 60 steps and 32.8 %
-after 100, where it stays. Answers are parsed, never evaluated. Two idle cores need three and a half minutes for the first
-command, and two and a half for the second.
+The policy of the first command either guesses or tries: it writes down attempts and how far off each is, such as
+3+8-5=11-5=6 9-6=3, until one hits. Training teaches it to try: held-out pass@1 on 256 of them rises from 46 % to 66 %. Larger
+steps than these make it forget how to add. Answers are parsed, never evaluated. Two idle cores need three and a half minutes
+for the first command, and one and a half for the second.
 
 Rows with `nums` and `target` (as Jiayi-Pan/Countdown-Tasks-3to4 has them) are tasks with all four operations:
 
@@ -29,10 +29,11 @@ experiment = chz.replace(
     aime,
     name="countdown",
     description="a number from three others, each used once",
-    num_steps=100,
+    num_steps=40,
     policy=PolicyConfig(path="runs/tiny_tools/policy"),
     tasks=exercises,
     eval_tasks=chz.replace(exercises, split="heldout", num_tasks=256),
     engine=chz.replace(aime.engine, max_new_tokens=128),
-    evaluation=chz.replace(aime.evaluation, every_steps=20, num_tasks=256),
+    trainer=chz.replace(aime.trainer, optimizer=chz.replace(aime.trainer.optimizer, learning_rate=5e-5)),
+    evaluation=chz.replace(aime.evaluation, every_steps=10, num_tasks=256),
 )

@@ -7,7 +7,7 @@ Hardware: CPU.
 The embedded policy learns a mixture of good and bad ways through four families of generated exercises: countdown, facts that
 only a search finds, calculations too large for the head, and programs (areal_jax/data/exercises.py). It is then able to go each
 of these ways and undecided between them: `--exp=countdown`, `search_agent`, `tool_math` and `code` go on from
-runs/tiny_tools/policy. One family is learnt sooner alone: examples.families=countdown num_steps=100.
+runs/tiny_tools/policy. One family is learnt sooner alone: examples.families=facts num_steps=50.
 """
 
 from areal_jax.checkpoint.config import CheckpointConfig

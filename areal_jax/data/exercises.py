@@ -117,10 +117,10 @@ def _says(*turns: str) -> Way:
     return tuple(Message(("assistant", "tool")[place % 2], text) for place, text in enumerate(turns))
 
 
-# Countdown: the good way tries until an attempt has the target for its value, the bad one stops before.
+# Countdown: the good way tries, and says of every attempt how far off it is, until one hits; the bad one guesses.
 
 
-@_family("countdown", good_share=0.4)
+@_family("countdown", good_share=0.6)
 def countdown(chance: random.Random, split: Split) -> Draft:
     numbers = [chance.randint(1, 9) for _ in range(3)]
     attempts = dict(_attempts(numbers))
@@ -129,12 +129,21 @@ def countdown(chance: random.Random, split: Split) -> Draft:
     misses = [attempt for attempt, value in attempts.items() if value != target]
     question = f"Make {target} from {numbers[0]}, {numbers[1]} and {numbers[2]}, each used once."
 
+    def boxed(whole: str) -> str:
+        return f"\\boxed{{{whole}}}"
+
     def trying(*tried: tuple[str, str]) -> Way:
-        return _says("\n".join((*(line for _, line in tried), f"\\boxed{{{tried[-1][0]}}}")))
+        lines = (f"{line} {_difference(attempts[whole, line], target)}" for whole, line in tried)
+        return _says("\n".join((*lines, boxed(tried[-1][0]))))
 
     good = [trying(*chance.sample(misses, count), chance.choice(hits)) for count in range(len(misses) + 1)]
-    bad = [trying(*chance.sample(misses, count)) for count in range(1, min(2, len(misses)) + 1)]
+    bad = [_says(boxed(whole)) for whole, _ in misses]
     return Draft(question, json.dumps({"numbers": numbers, "target": target}), good, bad)
+
+
+def _difference(value: int, target: int) -> str:
+    low, high = sorted((value, target))
+    return f"{high}-{low}={high - low}"
 
 
 def _attempts(numbers: Sequence[int]) -> Iterator[tuple[tuple[str, str], int]]:

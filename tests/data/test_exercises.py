@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 import sys
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -58,6 +59,19 @@ def test_good_ways_end_in_a_right_answer_and_bad_ones_do_not(family: str) -> Non
         assert not any(is_right(exercise.kind, exercise.answer, way) for way in exercise.bad), exercise
         for way in (*exercise.good, *exercise.bad):
             assert [message.role for message in way] == ["assistant", "tool"] * (len(way) // 2) + ["assistant"]
+
+
+def test_who_makes_a_number_tries_until_it_is_off_by_nothing_or_guesses_wrong() -> None:
+    for exercise in GeneratedExercises(200, "train", ("countdown",)):
+        target = json.loads(exercise.answer)["target"]
+        for (said,) in exercise.good:
+            *lines, boxed = said.content.split("\n")
+            tried = [re.fullmatch(r"(.+?)=.+=(\d+) (\d+)-(\d+)=(\d+)", line) for line in lines]
+            off = [abs(int(found[2]) - target) for found in tried if found]
+            assert [int(found[5]) for found in tried if found] == off and len(off) == len(lines)
+            assert [each == 0 for each in off] == [False] * (len(off) - 1) + [True]
+            assert tried[-1] and boxed == f"\\boxed{{{tried[-1][1]}}}"
+        assert all("\n" not in said.content for (said,) in exercise.bad)
 
 
 def test_what_the_calculator_says_in_a_way_is_what_it_calculates() -> None:
