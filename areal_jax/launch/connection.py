@@ -34,9 +34,9 @@ class PartLost(RuntimeError):
 class Connection:
     """Use it from the asyncio thread. What is asked within one turn of the event loop travels together."""
 
-    def __init__(self, name: str, actor: Any, *, silence_timeout_s: float) -> None:
-        """Args: actor: of class `Part`; killed when it is silent too long, and on `close`."""
-        self.name, self._actor, self._silence_timeout_s = name, actor, silence_timeout_s
+    def __init__(self, name: str, actor: Any, *, silence_timeout_s: float, on_end: Callable[[], None]) -> None:
+        """Args: actor: of class `Part`; killed when it is silent too long, and on `close`. on_end: done after that."""
+        self.name, self._actor, self._silence_timeout_s, self._on_end = name, actor, silence_timeout_s, on_end
         self.process_id = 0
         """On its host."""
         self._told: Callable[[str, Any], None] = lambda _topic, _what: None
@@ -60,6 +60,7 @@ class Connection:
         simulated_devices: int | None,
         start_timeout_s: float,
         silence_timeout_s: float,
+        on_end: Callable[[], None] = lambda: None,
     ) -> tuple[Connection, Any]:
         """Start a part, and wait until it is ready to work; the connection, and what its role's `begin` says.
 
@@ -67,7 +68,7 @@ class Connection:
         # Reached by its name on the other side, where the package is installed too.
         actor_class: Any = ray.remote(Part)
         actor = actor_class.options(max_concurrency=1000, max_restarts=0, **options).remote(name, simulated_devices)
-        connection = cls(name, actor, silence_timeout_s=silence_timeout_s)
+        connection = cls(name, actor, silence_timeout_s=silence_timeout_s, on_end=on_end)
         try:
             async with asyncio.timeout(start_timeout_s):
                 connection.process_id, facts = await actor.begin.remote(role, *arguments)
@@ -187,6 +188,7 @@ class Connection:
 
     def _kill(self) -> None:
         ray.kill(self._actor, no_restart=True)
+        self._on_end()
 
 
 def _error(name: str, kind: str, text: str) -> Exception:
