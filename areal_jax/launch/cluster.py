@@ -193,12 +193,12 @@ def nodes() -> list[dict[str, float]]:
 
 
 def nodes_text(has: Sequence[Amounts]) -> str:
-    texts = Counter(text_of(node) for node in has)
-    return ", ".join(f"{text} ({count} times)" if count > 1 else text for text, count in texts.items())
+    texts = Counter(text for node in has if (text := text_of(node)))
+    return ", ".join(f"{text} ({count} times)" if count > 1 else text for text, count in texts.items()) or "nothing"
 
 
 def text_of(amounts: Amounts) -> str:
-    return " and ".join(f"{amounts[name]:g} {name}" for name in ("CPU", "GPU", "TPU") if amounts.get(name)) or "nothing"
+    return " and ".join(f"{amounts[name]:g} {name}" for name in ("CPU", "GPU", "TPU") if amounts.get(name))
 
 
 def plural(count: int, kind: Kind) -> str:
@@ -214,7 +214,7 @@ def needs_of(config: Ray, accelerator: str, kind: Kind) -> dict[str, float]:
     """What a process of a kind takes of its node."""
     num_devices = devices_of(config, kind)
     devices = {accelerator: float(num_devices)} if accelerator != "none" and num_devices else {}
-    return {"CPU": config.cpus_per_process} | devices
+    return {"CPU": float(config.cpus_per_process)} | devices
 
 
 def require_reachable(address: str) -> None:
