@@ -22,7 +22,7 @@ from areal_jax.launch.connection import Connection, PartLost
 from areal_jax.launch.engines import Engines
 from areal_jax.launch.judges import Judges
 from areal_jax.launch.relay import Relay
-from areal_jax.launch.trainers import Trainers
+from areal_jax.launch.trainers import Trainers, answers_of
 from areal_jax.run_plan import Plan
 from areal_jax.settings import ConfigError
 
@@ -181,11 +181,8 @@ async def start_trainers(
 
     hosts = await all_or_none(*(host(number) for number in range(config.trainer_hosts)))
     coordinator = await hosts[0].address()
-    joined = await asyncio.gather(
-        *(
-            each.ask("join", coordinator, number, config.trainer_hosts, config.start_timeout_s)
-            for number, each in enumerate(hosts)
-        )
+    joined = await answers_of(
+        (each, "join", (coordinator, number, config.trainer_hosts, config.start_timeout_s)) for number, each in enumerate(hosts)
     )
     return Trainers(hosts, joined[0]["version"]), joined[0]["beside"]
 

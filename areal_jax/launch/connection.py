@@ -36,7 +36,7 @@ class Connection:
 
     def __init__(self, name: str, actor: Any, *, silence_timeout_s: float, on_end: Callable[[], None]) -> None:
         """Args: actor: of class `Part`; killed when it is silent too long, and on `close`. on_end: done after that."""
-        self.name, self._actor, self._silence_timeout_s, self._on_end = name, actor, silence_timeout_s, on_end
+        self.name, self._actor, self.silence_timeout_s, self._on_end = name, actor, silence_timeout_s, on_end
         self.process_id = 0
         """On its host."""
         self._told: Callable[[str, Any], None] = lambda _topic, _what: None
@@ -115,8 +115,7 @@ class Connection:
 
     def give_up(self, why: str, *, tell: bool = True) -> None:
         """Take the part for lost, and kill it. Args: tell: whoever listens for its loss."""
-        if self._loss is None:
-            self._lose(PartLost(f"{self.name} is given up: {why}"), tell=tell)
+        self._lose(PartLost(f"{self.name} is given up: {why}"), tell=tell)
 
     async def close(self, timeout_s: float = END_TIMEOUT_S) -> None:
         """End the part: it may finish what it has begun, but not for ever."""
@@ -151,12 +150,12 @@ class Connection:
     async def _listen(self) -> None:
         try:
             while True:
-                async with asyncio.timeout(self._silence_timeout_s):
+                async with asyncio.timeout(self.silence_timeout_s):
                     events = await self._actor.hear.remote(LISTEN_S)
                 for event in events:
                     self._heard(Event(*event))
         except TimeoutError:
-            self._lose(PartLost(f"{self.name} said nothing for launch.silence_timeout_s={self._silence_timeout_s:g}"))
+            self._lose(PartLost(f"{self.name} said nothing for launch.silence_timeout_s={self.silence_timeout_s:g}"))
         except RayError as error:
             self._lose(PartLost(f"{self.name} was lost: {_reason(error)}"))
 
@@ -173,6 +172,8 @@ class Connection:
                 future.set_exception(_error(self.name, event.name, event.what))
 
     def _lose(self, loss: PartLost, *, tell: bool = True) -> None:
+        if self._loss is not None:
+            return  # What was given up is heard to have ended a little later.
         self._kill()
         self._fail(loss)
         if tell:
@@ -208,7 +209,7 @@ def _cause(error: RayError, name: str) -> Exception:
 def _reason(error: RayError) -> str:
     """What Ray knows, without its advice."""
     told = " ".join(str(error).split())
-    for start in ("Worker exit detail: ", "The actor is dead because "):
+    for start in ("Worker exit detail: ", "The actor is dead because ", "The actor died because "):
         if start in told:
             told = told.partition(start)[2]
             break

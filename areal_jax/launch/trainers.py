@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -97,8 +97,21 @@ class Trainers:
             connection.give_up(f"{loss}", tell=False)
 
     def _asked(self, verb: str, *arguments: Any) -> list[Any]:
-        async def all_of_them() -> list[Any]:
-            return await asyncio.gather(*(connection.ask(verb, *arguments) for connection in self.connections))
-
         assert threading.current_thread() is not threading.main_thread(), "would wait for itself"
-        return asyncio.run_coroutine_threadsafe(all_of_them(), self._loop).result()
+        asked = answers_of((connection, verb, arguments) for connection in self.connections)
+        return asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+
+
+async def answers_of(questions: Iterable[tuple[Connection, str, tuple[Any, ...]]]) -> list[Any]:
+    """What trainer hosts answer that work together. PartLost where one is lost, whatever the others fail with for that reason.
+
+    They notice first: their collectives break before anybody knows why."""
+    asked = [(connection, connection.ask(verb, *arguments)) for connection, verb, arguments in questions]
+    answers = [answer for _, answer in asked]
+    await asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
+    # Where none is lost, those that did not fail may wait for ever for the one that did.
+    await asyncio.wait(answers, timeout=max(connection.silence_timeout_s for connection, _ in asked))
+    failures = [error for answer in answers if answer.done() and (error := answer.exception()) is not None]
+    for error in sorted(failures, key=lambda error: not isinstance(error, PartLost)):
+        raise error
+    return [answer.result() for answer in answers]
