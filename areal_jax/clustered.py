@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -38,7 +38,7 @@ OFFER_TIMEOUT_S = 600.0
 
 
 async def train_on_cluster(
-    plan: Plan, folder: Path, train: Callable[[Run[Trainers]], Awaitable[None]], *, resume: bool, source: str | None
+    plan: Plan, folder: Path, train: Callable[[Run[Trainers]], Coroutine[Any, Any, None]], *, resume: bool, source: str | None
 ) -> None:
     """Train; where a trainer host is lost, go on from the last checkpoint, launch.attempts times."""
     launch = plan.experiment.launch
@@ -47,7 +47,7 @@ async def train_on_cluster(
         for left in range(launch.attempts, -1, -1):
             try:
                 async with assembled_on_cluster(plan, folder, cluster, resume=resume, source=source) as run:
-                    await train(run)
+                    await run.trainer.while_whole(train(run))
                 return
             except PartLost as loss:
                 if not left:

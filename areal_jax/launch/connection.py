@@ -149,11 +149,12 @@ class Connection:
 
     async def _listen(self) -> None:
         try:
-            while True:
+            while self._loss is None:
                 async with asyncio.timeout(self.silence_timeout_s):
                     events = await self._actor.hear.remote(LISTEN_S)
                 for event in events:
-                    self._heard(Event(*event))
+                    if self._loss is None:  # It was not given up meanwhile.
+                        self._heard(Event(*event))
         except TimeoutError:
             self._lose(PartLost(f"{self.name} said nothing for launch.silence_timeout_s={self.silence_timeout_s:g}"))
         except RayError as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,6 +43,7 @@ class Trainers:
         self.is_stepping = False
         """Whether the parameters are neither those of `version` nor yet those of the next one."""
         self._measures: dict[str, tuple[float, float]] = {}
+        self._loss: asyncio.Future[PartLost] = self._loop.create_future()
         for connection in connections:
             connection.listen(lambda _topic, _what: None, self._lost)
 
@@ -86,12 +87,26 @@ class Trainers:
         """Where a host's shards of its newest version above `after` are; None where there is none yet."""
         return await self.connections[host].ask("contribution", after, LOOK_S)
 
+    async def while_whole(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something that needs all hosts. PartLost when one is lost: who waits for weights of its, would wait for ever."""
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.wait((task, self._loss), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise self._loss.result()
+            await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
     @property
     def num_hosts(self) -> int:
         return len(self.connections)
 
     def _lost(self, loss: PartLost) -> None:
         logger.error("%s", loss)
+        if not self._loss.done():
+            self._loss.set_result(loss)
         # What the others are at they cannot end without it.
         for connection in self.connections:
             connection.give_up(f"{loss}", tell=False)
