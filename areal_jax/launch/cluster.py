@@ -180,7 +180,7 @@ def unplaced(wanted: Mapping[Kind, tuple[int, Amounts]], has: Sequence[Amounts])
         for _ in range(count):
             room = [node for node in free if all(amount - node[name] < LEAST for name, amount in needs.items())]
             if room:
-                # Where little is left, so that as much as possible stays whole; those without devices where there are none.
+                # Where least is left: what needs no device goes where there are none, and large rooms stay whole.
                 min(room, key=lambda node: (node["GPU"] + node["TPU"], node["CPU"])).subtract(needs)
             else:
                 homeless[kind] += 1

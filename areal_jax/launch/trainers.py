@@ -123,10 +123,14 @@ async def answers_of(questions: Iterable[tuple[Connection, str, tuple[Any, ...]]
     They notice first: their collectives break before anybody knows why."""
     asked = [(connection, connection.ask(verb, *arguments)) for connection, verb, arguments in questions]
     answers = [answer for _, answer in asked]
-    await asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
-    # Where none is lost, those that did not fail may wait for ever for the one that did.
-    await asyncio.wait(answers, timeout=max(connection.silence_timeout_s for connection, _ in asked))
-    failures = [error for answer in answers if answer.done() and (error := answer.exception()) is not None]
+    try:
+        await asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
+        # Where none is lost, those that did not fail may wait for ever for the one that did.
+        await asyncio.wait(answers, timeout=max(connection.silence_timeout_s for connection, _ in asked))
+    finally:
+        for answer in answers:
+            answer.cancel()
+    failures = [error for answer in answers if not answer.cancelled() and (error := answer.exception()) is not None]
     for error in sorted(failures, key=lambda error: not isinstance(error, PartLost)):
         raise error
     return [answer.result() for answer in answers]
