@@ -11,10 +11,11 @@ import tempfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
 
+import chz
 import jax
 import numpy as np
 import psutil
@@ -30,7 +31,7 @@ from areal_jax import loop
 from areal_jax.assembly import Run, TracedJudge
 from areal_jax.clustered import train_on_cluster
 from areal_jax.launch import cluster
-from areal_jax.launch.cluster import Kind, connected
+from areal_jax.launch.cluster import Cluster, Kind, NoRoom, connected
 from areal_jax.launch.config import Ray
 from areal_jax.launch.connection import Connection
 from areal_jax.launch.engines import Engines
@@ -50,6 +51,16 @@ SIZES = {"a": (3, 2), "b": (3, 2), "c": (3, 1), "d": (3, 2)}
 
 TIMEOUT_S = 120.0
 STORE_BYTES = 80 * 2**20
+
+
+@contextmanager
+def starting_processes() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # Ray does not keep them in view.
+        warnings.simplefilter("ignore", ResourceWarning)
+        # What is forked here becomes another program at once.
+        warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
+        yield
 
 
 class Nodes:
@@ -91,7 +102,7 @@ class Nodes:
         self._cluster.shutdown()
 
     def _start(self, name: str, **how: Any) -> None:
-        with pytest.MonkeyPatch.context() as patch:
+        with pytest.MonkeyPatch.context() as patch, starting_processes():
             for variable in os.environ.keys() - self._environment.keys():
                 patch.delenv(variable)
             for variable, value in self._environment.items():
@@ -103,21 +114,17 @@ class Nodes:
 def nodes(of_a_command: dict[str, str]) -> Iterator[Nodes]:
     with (
         pytest.MonkeyPatch.context() as patch,
-        warnings.catch_warnings(),
         tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder,
     ):
-        # It starts processes that it does not keep in view.
-        warnings.simplefilter("ignore", ResourceWarning)
-        # What is forked here becomes another program at once.
-        warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
         # Ray notes there which cluster was started last on a machine: not where others look.
         patch.setenv("RAY_TMPDIR", folder)
         roles = os.pathsep.join((of_a_command["PYTHONPATH"], str(Path(__file__).parent / "launch")))
         found = Nodes(of_a_command | {"PYTHONPATH": roles, "RAY_TMPDIR": folder})
         patch.setenv("RAY_ADDRESS", found.address)
         yield found
-        found.end()
-        gc.collect()
+        with starting_processes():
+            found.end()
+            gc.collect()
 
 
 @pytest.mark.parametrize(
@@ -164,6 +171,34 @@ def test_large_processes_find_room_beside_small_ones_and_all_have_devices_of_the
     assert of_large == "0,1" and {of_first, of_second} == {"0", "1"}
     assert first == second != large
     assert devices["reward worker 2"][1] == ""
+
+
+def test_what_finds_no_room_is_named_with_the_numbers_and_gets_that_of_a_process_that_has_ended(nodes: Nodes) -> None:
+    nodes.have("c")
+    config = Ray(rollout_engines=1, accelerator="none", start_timeout_s=60.0)
+
+    async def talk() -> list[str]:
+        with connected(config) as found:
+
+            async def started(*numbers: int) -> list[Connection]:
+                parts = await asyncio.gather(*(found.start("engine", number, "echoing_role:Echo") for number in numbers))
+                return [connection for connection, _ in parts]
+
+            given_up, closed, other = await started(0, 1, 2)
+            with pytest.raises(NoRoom) as caught:
+                await Cluster(chz.replace(config, start_timeout_s=1.0), "none").start("engine", 3, "echoing_role:Echo")
+            given_up.give_up("it is of no use")
+            await closed.close()
+            others = await started(4, 5)
+            await asyncio.gather(*(each.close() for each in (other, *others)))
+            return [str(caught.value), *(each.name for each in others)]
+
+    told, *names = asyncio.run(talk())
+    assert told == (
+        "engine 3 found no room within launch.start_timeout_s=1: it needs 1 CPU on one node, and nodes have 3 CPU and 1 GPU, "
+        "for all that runs there"
+    )
+    assert names == ["engine 4", "engine 5"]
 
 
 def test_weights_that_are_lost_with_their_node_are_skipped_and_named_and_the_next_ones_arrive(
