@@ -125,6 +125,10 @@ class Crew:
             except (PartLost, ConfigError) as error:
                 logger.error("attempt %d of %d to replace what was lost: %s", attempt, REPLACEMENT_ATTEMPTS, error)
                 attempt += 1
+        logger.error(
+            "what was lost is not replaced any more: the run goes on with %d engines and %d reward workers",
+            *(len(self.engines.connections), len(self.judges.connections)),
+        )
 
 
 @asynccontextmanager
