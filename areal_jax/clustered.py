@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -16,13 +16,13 @@ from areal_jax.checkpoint.recovery import unpack
 from areal_jax.checkpoint.store import SAVE_TIMEOUT_S, CheckpointStore
 from areal_jax.config import written_settings
 from areal_jax.hosts import releases
-from areal_jax.launch.cluster import Cluster, Kind, connected
+from areal_jax.launch.cluster import Cluster, Kind, NoRoom, connected
 from areal_jax.launch.config import Ray
 from areal_jax.launch.connection import Connection, PartLost
 from areal_jax.launch.engines import Engines
 from areal_jax.launch.judges import Judges
 from areal_jax.launch.relay import Relay
-from areal_jax.launch.trainers import Trainers
+from areal_jax.launch.trainers import Trainers, answers_of
 from areal_jax.run_plan import Plan
 from areal_jax.settings import ConfigError
 
@@ -38,21 +38,22 @@ OFFER_TIMEOUT_S = 600.0
 
 
 async def train_on_cluster(
-    plan: Plan, folder: Path, train: Callable[[Run[Trainers]], Awaitable[None]], *, resume: bool, source: str | None
+    plan: Plan, folder: Path, train: Callable[[Run[Trainers]], Coroutine[Any, Any, None]], *, resume: bool, source: str | None
 ) -> None:
     """Train; where a trainer host is lost, go on from the last checkpoint, launch.attempts times."""
     launch = plan.experiment.launch
     assert isinstance(launch, Ray)
-    for left in range(launch.attempts, -1, -1):
-        try:
-            async with assembled_on_cluster(plan, folder, resume=resume, source=source) as run:
-                await train(run)
-            return
-        except PartLost as loss:
-            if not left:
-                raise
-            logger.error("%s; the run goes on from its last checkpoint, and bears %d more such losses", loss, left - 1)
-            resume = True
+    with connected(launch) as cluster:
+        for left in range(launch.attempts, -1, -1):
+            try:
+                async with assembled_on_cluster(plan, folder, cluster, resume=resume, source=source) as run:
+                    await run.trainer.while_whole(train(run))
+                return
+            except PartLost as loss:
+                if not left:
+                    raise
+                logger.error("%s; the run goes on from its last checkpoint, and bears %d more such losses", loss, left - 1)
+                resume = True
 
 
 class Crew:
@@ -73,7 +74,7 @@ class Crew:
     async def start(self) -> None:
         """Start all of them, side by side."""
         config = self._cluster.config
-        await asyncio.gather(
+        await all_or_none(
             *(self._start_engine() for _ in range(config.rollout_engines)),
             *(self._start_judge() for _ in range(config.reward_workers)),
         )
@@ -114,19 +115,29 @@ class Crew:
         return replace
 
     async def _replaced(self, start: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        for attempt in range(1, REPLACEMENT_ATTEMPTS + 1):
+        attempt = 1
+        while attempt <= REPLACEMENT_ATTEMPTS:
             try:
                 await start()
                 return
+            except NoRoom as error:
+                logger.error("%s; the run goes on without it, and it is waited for", error)
             except (PartLost, ConfigError) as error:
                 logger.error("attempt %d of %d to replace what was lost: %s", attempt, REPLACEMENT_ATTEMPTS, error)
+                attempt += 1
+        logger.error(
+            "what was lost is not replaced any more: the run goes on with %d engines and %d reward workers",
+            *(len(self.engines.connections), len(self.judges.connections)),
+        )
 
 
 @asynccontextmanager
-async def assembled_on_cluster(plan: Plan, folder: Path, *, resume: bool, source: str | None) -> AsyncIterator[Run[Trainers]]:
+async def assembled_on_cluster(
+    plan: Plan, folder: Path, cluster: Cluster, *, resume: bool, source: str | None
+) -> AsyncIterator[Run[Trainers]]:
     """A run whose parts are processes of a Ray cluster; on leaving all of them are ended.
 
-    Args: source: name or file of the experiment. PartLost where a trainer host is lost, then or later."""
+    Args: source: name or file of the experiment. PartLost where a trainer host is lost, then or later; NoRoom."""
     experiment = plan.experiment
     launch = experiment.launch
     assert isinstance(launch, Ray)
@@ -135,7 +146,6 @@ async def assembled_on_cluster(plan: Plan, folder: Path, *, resume: bool, source
         stack.callback(store.close)
         saved_version = store.latest_version() if resume else None
         progress = shown_progress(stack, plan, folder, saved_version)
-        cluster = stack.enter_context(connected(launch))
         arguments, kinds = (written_settings(experiment), source), sorted(kinds_of_tasks(plan))
         crew = Crew(cluster, arguments, kinds)
         stack.push_async_callback(crew.close)
@@ -143,9 +153,10 @@ async def assembled_on_cluster(plan: Plan, folder: Path, *, resume: bool, source
             f"trainer hosts: {launch.trainer_hosts}, engines: {launch.rollout_engines}, reward workers: "
             f"{launch.reward_workers}, as processes of Ray ({cluster.accelerator if cluster.accelerator != 'none' else 'CPUs'})"
         )
-        (trainers, beside), _ = await asyncio.gather(
-            start_trainers(stack, cluster, *arguments, str(folder.absolute()), saved_version), crew.start()
-        )
+        async with cluster.reserved():
+            (trainers, beside), _ = await all_or_none(
+                start_trainers(stack, cluster, *arguments, str(folder.absolute()), saved_version), crew.start()
+            )
         sinks, trace = written_files(stack, plan, folder, trainers.version if resume else None)
         relay = crew.relay = Relay(trainers, crew.engines, offer_timeout_s=OFFER_TIMEOUT_S)
         stack.push_async_callback(relay.close)
@@ -172,15 +183,23 @@ async def start_trainers(
         stack.push_async_callback(connection.close, SAVE_TIMEOUT_S)
         return connection
 
-    hosts = await asyncio.gather(*(host(number) for number in range(config.trainer_hosts)))
+    hosts = await all_or_none(*(host(number) for number in range(config.trainer_hosts)))
     coordinator = await hosts[0].address()
-    joined = await asyncio.gather(
-        *(
-            each.ask("join", coordinator, number, config.trainer_hosts, config.start_timeout_s)
-            for number, each in enumerate(hosts)
-        )
+    joined = await answers_of(
+        (each, "join", (coordinator, number, config.trainer_hosts, config.start_timeout_s)) for number, each in enumerate(hosts)
     )
     return Trainers(hosts, joined[0]["version"]), joined[0]["beside"]
+
+
+async def all_or_none(*work: Coroutine[Any, Any, Any]) -> list[Any]:
+    """What each returns, side by side. Where one fails, the others are cancelled, and have ended when its error is raised."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
 
 
 async def started(cluster: Cluster, kind: Kind, number: int, role: str, *arguments: Any) -> tuple[Connection, dict[str, Any]]:

@@ -11,12 +11,12 @@ from pathlib import Path
 
 import psutil
 import pytest
+from cluster_runs import GROUPS, SAMPLES, STALENESS, STEPS, family, small_run
 from run_laws import each_task_was_trained_on_once
 
 from areal_jax import loop
 from areal_jax.assembly import Run, TracedJudge
 from areal_jax.clustered import train_on_cluster
-from areal_jax.config import Experiment, load_experiment
 from areal_jax.launch.connection import Connection
 from areal_jax.launch.engines import Engines
 from areal_jax.launch.judges import Judges
@@ -24,40 +24,10 @@ from areal_jax.launch.trainers import Trainers
 from areal_jax.metrics import jsonl
 from areal_jax.run_plan import make_plan
 
-STEPS, GROUPS, SAMPLES, STALENESS = 12, 4, 2, 2
-SMALL = (
-    "launch=ray",
-    "launch.trainer_hosts=2",
-    "launch.rollout_engines=2",
-    "launch.reward_workers=2",
-    "launch.report_every_s=0.1",
-    "launch.attempts=1",
-    f"num_steps={STEPS}",
-    "tasks.num_tasks=600",
-    f"rollout.groups_per_batch={GROUPS}",
-    f"rollout.samples_per_group={SAMPLES}",
-    f"rollout.max_staleness={STALENESS}",
-    "engine.num_slots=8",
-    "engine.max_new_tokens=64",
-    "engine.steps_per_dispatch=4",
-    "trainer.num_mini_batches=1",
-    "trainer.rows_per_micro_batch=4",
-    "rewards.num_workers=1",
-    "evaluation.every_steps=0",
-    "checkpoint.every_steps=2",
-    "checkpoint.export_hf=false",
-)
-
 
 def kill(connection: Connection) -> str:
     os.kill(connection.process_id, signal.SIGKILL)
     return connection.name
-
-
-def family(connection: Connection) -> list[psutil.Process]:
-    """The process of a part with all that it has started, such as judging processes."""
-    process = psutil.Process(connection.process_id)
-    return [process, *process.children(recursive=True)]
 
 
 @pytest.mark.slow
@@ -65,8 +35,7 @@ def family(connection: Connection) -> list[psutil.Process]:
 def test_a_run_loses_no_task_with_an_engine_a_reward_worker_and_a_trainer_host(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    experiment = load_experiment("aime", SMALL)
-    assert isinstance(experiment, Experiment)
+    experiment = small_run()
     killed: list[str] = []
     processes: list[psutil.Process] = []
 

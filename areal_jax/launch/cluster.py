@@ -2,50 +2,117 @@
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import os
 import socket
+import time
 import warnings
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
 from typing import Any, Literal
 
 import ray
+from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from areal_jax.launch.config import Ray
 from areal_jax.launch.connection import Connection
 from areal_jax.settings import ConfigError
 
+logger = logging.getLogger(__name__)
+
 REACH_TIMEOUT_S = 30.0
+
+NOTICE_S = 10.0
+"""So long room is waited for without a word."""
+
+LOOK_S = 0.2
+
+LEAST = 1e-4
+"""Of anything, that Ray counts."""
 
 Kind = Literal["trainer host", "engine", "reward worker"]
 
+Amounts = Mapping[str, float]
+"""By what Ray counts: CPU, GPU, TPU."""
 
-@dataclass(frozen=True)
+
+class NoRoom(ConfigError):
+    """A process was not started: no node had room for it in time."""
+
+
 class Cluster:
-    """A Ray cluster that has what the run asks for."""
+    """A Ray cluster. Every process has a place in it, which is room on one node that Ray keeps for it."""
 
-    config: Ray
-    accelerator: str
-    """GPU, TPU, or none."""
+    def __init__(self, config: Ray, accelerator: str) -> None:
+        """Args: accelerator: GPU, TPU, or none."""
+        self.config, self.accelerator = config, accelerator
+        # For the first process of each kind: put by `reserved`, taken by `start`.
+        self._places: dict[Kind, list[PlacementGroup]] = {}
+
+    @asynccontextmanager
+    async def reserved(self) -> AsyncIterator[None]:
+        """Room for all processes of the run, until they are started. Raises NoRoom.
+
+        The larger come first: those that fit everywhere would take the last node that has room for a whole large one."""
+        counts = counts_of(self.config)
+        try:
+            for kind in sorted(counts, key=lambda kind: -devices_of(self.config, kind)):
+                self._places[kind] = [self._place(kind) for _ in range(counts[kind])]
+                for number, place in enumerate(self._places[kind]):
+                    await self._room(f"{kind} {number}", kind, place)
+            yield
+        finally:
+            for place in (place for places in self._places.values() for place in places):
+                remove_placement_group(place)
+            self._places.clear()
 
     async def start(self, kind: Kind, number: int, role: str, *arguments: Any) -> tuple[Connection, Any]:
-        """As Connection.opened: the connection, and what the role says in `begin`."""
-        options: dict[str, Any] = {"num_cpus": self.config.cpus_per_process}
+        """As Connection.opened: the connection, and what the role says in `begin`. Raises NoRoom too."""
+        name, places = f"{kind} {number}", self._places.get(kind)
+        place = places.pop() if places else self._place(kind)
+        needs = needs_of(self.config, self.accelerator, kind)
+        options: dict[str, Any] = {
+            "num_cpus": needs["CPU"],
+            "num_gpus": needs.get("GPU", 0),
+            "resources": {"TPU": needs["TPU"]} if "TPU" in needs else None,
+            "scheduling_strategy": PlacementGroupSchedulingStrategy(place),
+        }
         num_devices = devices_of(self.config, kind)
-        if self.accelerator == "GPU":
-            options["num_gpus"] = num_devices
-        elif self.accelerator == "TPU" and num_devices:
-            options["resources"] = {"TPU": num_devices}
-        return await Connection.opened(
-            f"{kind} {number}",
-            role,
-            arguments,
-            options=options,
-            simulated_devices=num_devices if self.accelerator == "none" and num_devices else None,
-            start_timeout_s=self.config.start_timeout_s,
-            silence_timeout_s=self.config.silence_timeout_s,
-        )
+        try:
+            await self._room(name, kind, place)
+            return await Connection.opened(
+                name,
+                role,
+                arguments,
+                options=options,
+                simulated_devices=num_devices if self.accelerator == "none" and num_devices else None,
+                start_timeout_s=self.config.start_timeout_s,
+                silence_timeout_s=self.config.silence_timeout_s,
+                on_end=lambda: remove_placement_group(place),
+            )
+        except BaseException:
+            remove_placement_group(place)
+            raise
+
+    def _place(self, kind: Kind) -> PlacementGroup:
+        return placement_group([dict(needs_of(self.config, self.accelerator, kind))])
+
+    async def _room(self, name: str, kind: Kind, place: PlacementGroup) -> None:
+        """Wait for the place of a process."""
+        start_s, notice_s = time.monotonic(), NOTICE_S
+        while placement_group_table(place)["state"] != "CREATED":
+            waited_s = time.monotonic() - start_s
+            needs = text_of(needs_of(self.config, self.accelerator, kind))
+            lacks = f"it needs {needs} on one node, and nodes have {nodes_text(nodes())}, for all that runs there"
+            if waited_s > self.config.start_timeout_s:
+                raise NoRoom(f"{name} found no room within launch.start_timeout_s={self.config.start_timeout_s:g}: {lacks}")
+            if waited_s > notice_s:
+                logger.warning("%s waits for room: %s", name, lacks)
+                notice_s = float("inf")
+            await asyncio.sleep(LOOK_S)
 
 
 @contextmanager
@@ -53,16 +120,11 @@ def connected(config: Ray) -> Iterator[Cluster]:
     """The cluster that the settings or RAY_ADDRESS name, or one on this machine, which ends with the block.
 
     Raises ConfigError, with the numbers, where it has less than is asked for, or cannot be reached."""
-    counts: dict[Kind, int] = {
-        "trainer host": config.trainer_hosts,
-        "engine": config.rollout_engines,
-        "reward worker": config.reward_workers,
-    }
-    num_cpus = config.cpus_per_process * sum(counts.values())
     address = config.address or os.environ.get("RAY_ADDRESS")
     own: dict[str, Any] = {}
     if address is None:
         # CPUs are places here, not cores: whoever starts all on a small machine wants all of it to run.
+        num_cpus = config.cpus_per_process * sum(counts_of(config).values())
         own = {"num_cpus": max(int(num_cpus + 0.999), os.cpu_count() or 1), "include_dashboard": False}
     else:
         require_reachable(address)
@@ -74,25 +136,85 @@ def connected(config: Ray) -> Iterator[Cluster]:
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise ConfigError(f"launch.address={address}: no Ray cluster answers there ({error})") from error
     try:
-        has = ray.cluster_resources()
-        accelerator = config.accelerator
+        has, accelerator = nodes(), config.accelerator
         if accelerator == "auto":
-            accelerator = next((kind for kind in ("GPU", "TPU") if has.get(kind)), "none")
-        needs = {"CPU": num_cpus}
-        if accelerator != "none":
-            needs[accelerator] = sum(count * devices_of(config, kind) for kind, count in counts.items())
-        if lacking := [
-            f"{need:g} {name} where there are {has.get(name, 0):g}" for name, need in needs.items() if need > has.get(name, 0)
-        ]:
-            processes = ", ".join(f"{count} {kind}{'s' * (count != 1)}" for kind, count in counts.items())
-            raise ConfigError(
-                f"the Ray cluster is too small for {processes}: they need {' and '.join(lacking)}; lower launch.trainer_hosts, "
-                "launch.trainer_devices, launch.rollout_engines, launch.engine_devices, launch.reward_workers or "
-                "launch.cpus_per_process"
-            )
+            accelerator = next((kind for kind in ("GPU", "TPU") if any(node.get(kind) for node in has)), "none")
+        require_fit(config, accelerator, has)
         yield Cluster(config, accelerator)
     finally:
         ray.shutdown()
+
+
+def require_fit(config: Ray, accelerator: str, has: Sequence[Amounts]) -> None:
+    """ConfigError, with the numbers, where the nodes cannot hold all processes, each of which has to lie on one of them."""
+    counts = counts_of(config)
+    needs = {kind: needs_of(config, accelerator, kind) for kind in counts}
+    total = Counter[str]()
+    for kind, count in counts.items():
+        total.update({name: count * amount for name, amount in needs[kind].items()})
+    there_are = {name: sum(node.get(name, 0.0) for node in has) for name in total}
+    lacking = [
+        f"{need:g} {name} where there are {there_are[name]:g}" for name, need in total.items() if need - there_are[name] > LEAST
+    ]
+    if lacking:
+        lacks = f"they need {' and '.join(lacking)}"
+    elif homeless := unplaced({kind: (count, needs[kind]) for kind, count in counts.items()}, has):
+        kinds = " and ".join(f"{count} of {plural(counts[kind], kind)}" for kind, count in homeless.items())
+        each = ", ".join(f"{kind} {text_of(needs[kind])}" for kind in counts)
+        lacks = f"each has to lie on one node ({each}), and nodes of {nodes_text(has)} have no room for {kinds}"
+    else:
+        return
+    raise ConfigError(
+        f"the Ray cluster is too small for {', '.join(plural(count, kind) for kind, count in counts.items())}: {lacks}; lower "
+        "launch.trainer_hosts, launch.trainer_devices, launch.rollout_engines, launch.engine_devices, launch.reward_workers or "
+        "launch.cpus_per_process"
+    )
+
+
+def unplaced(wanted: Mapping[Kind, tuple[int, Amounts]], has: Sequence[Amounts]) -> Counter[Kind]:
+    """How many processes of each kind find no room on any node, where the larger choose first.
+
+    Args: wanted: how many, and what each needs. Where each size divides the next, no other order finds room for more."""
+    free, homeless = [Counter(node) for node in has], Counter[Kind]()
+    for kind, (count, needs) in sorted(wanted.items(), key=lambda item: -sum(item[1][1].values())):
+        for _ in range(count):
+            room = [node for node in free if all(amount - node[name] < LEAST for name, amount in needs.items())]
+            if room:
+                # Where least is left: what needs no device goes where there are none, and large rooms stay whole.
+                min(room, key=lambda node: (node["GPU"] + node["TPU"], node["CPU"])).subtract(needs)
+            else:
+                homeless[kind] += 1
+    return homeless
+
+
+def nodes() -> list[dict[str, float]]:
+    """What each node that lives has."""
+    return [node["Resources"] for node in ray.nodes() if node["Alive"]]
+
+
+def nodes_text(has: Sequence[Amounts]) -> str:
+    texts = Counter(text for node in has if (text := text_of(node)))
+    return ", ".join(f"{text} ({count} times)" if count > 1 else text for text, count in texts.items()) or "nothing"
+
+
+def text_of(amounts: Amounts) -> str:
+    return " and ".join(f"{amounts[name]:g} {name}" for name in ("CPU", "GPU", "TPU") if amounts.get(name))
+
+
+def plural(count: int, kind: Kind) -> str:
+    return f"{count} {kind}{'s' * (count != 1)}"
+
+
+def counts_of(config: Ray) -> dict[Kind, int]:
+    """How many processes of each kind the run has."""
+    return {"trainer host": config.trainer_hosts, "engine": config.rollout_engines, "reward worker": config.reward_workers}
+
+
+def needs_of(config: Ray, accelerator: str, kind: Kind) -> dict[str, float]:
+    """What a process of a kind takes of its node."""
+    num_devices = devices_of(config, kind)
+    devices = {accelerator: float(num_devices)} if accelerator != "none" and num_devices else {}
+    return {"CPU": float(config.cpus_per_process)} | devices
 
 
 def require_reachable(address: str) -> None:

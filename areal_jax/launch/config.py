@@ -51,7 +51,10 @@ class Ray(LaunchConfig):
         default=3, doc="so often the run goes on from its last checkpoint after a trainer host was lost, without being asked to"
     )
     silence_timeout_s: float = chz.field(default=120.0, doc="a process that says nothing for so long is taken for lost")
-    start_timeout_s: float = chz.field(default=900.0, doc="a process that is not ready to work by then is taken for lost")
+    start_timeout_s: float = chz.field(
+        default=900.0,
+        doc="so long a run that starts or goes on waits for room on nodes, and then for processes to be ready to work",
+    )
     report_every_s: float = chz.field(
         default=1.0, doc="how often engines tell what they have drawn: what is known when one is lost is not drawn again"
     )

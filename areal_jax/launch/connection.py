@@ -34,9 +34,9 @@ class PartLost(RuntimeError):
 class Connection:
     """Use it from the asyncio thread. What is asked within one turn of the event loop travels together."""
 
-    def __init__(self, name: str, actor: Any, *, silence_timeout_s: float) -> None:
-        """Args: actor: of class `Part`; killed when it is silent too long, and on `close`."""
-        self.name, self._actor, self._silence_timeout_s = name, actor, silence_timeout_s
+    def __init__(self, name: str, actor: Any, *, silence_timeout_s: float, on_end: Callable[[], None]) -> None:
+        """Args: actor: of class `Part`; killed when it is silent too long, and on `close`. on_end: done after that."""
+        self.name, self._actor, self.silence_timeout_s, self._on_end = name, actor, silence_timeout_s, on_end
         self.process_id = 0
         """On its host."""
         self._told: Callable[[str, Any], None] = lambda _topic, _what: None
@@ -60,6 +60,7 @@ class Connection:
         simulated_devices: int | None,
         start_timeout_s: float,
         silence_timeout_s: float,
+        on_end: Callable[[], None] = lambda: None,
     ) -> tuple[Connection, Any]:
         """Start a part, and wait until it is ready to work; the connection, and what its role's `begin` says.
 
@@ -67,7 +68,7 @@ class Connection:
         # Reached by its name on the other side, where the package is installed too.
         actor_class: Any = ray.remote(Part)
         actor = actor_class.options(max_concurrency=1000, max_restarts=0, **options).remote(name, simulated_devices)
-        connection = cls(name, actor, silence_timeout_s=silence_timeout_s)
+        connection = cls(name, actor, silence_timeout_s=silence_timeout_s, on_end=on_end)
         try:
             async with asyncio.timeout(start_timeout_s):
                 connection.process_id, facts = await actor.begin.remote(role, *arguments)
@@ -114,8 +115,7 @@ class Connection:
 
     def give_up(self, why: str, *, tell: bool = True) -> None:
         """Take the part for lost, and kill it. Args: tell: whoever listens for its loss."""
-        if self._loss is None:
-            self._lose(PartLost(f"{self.name} is given up: {why}"), tell=tell)
+        self._lose(PartLost(f"{self.name} is given up: {why}"), tell=tell)
 
     async def close(self, timeout_s: float = END_TIMEOUT_S) -> None:
         """End the part: it may finish what it has begun, but not for ever."""
@@ -149,13 +149,14 @@ class Connection:
 
     async def _listen(self) -> None:
         try:
-            while True:
-                async with asyncio.timeout(self._silence_timeout_s):
+            while self._loss is None:
+                async with asyncio.timeout(self.silence_timeout_s):
                     events = await self._actor.hear.remote(LISTEN_S)
                 for event in events:
-                    self._heard(Event(*event))
+                    if self._loss is None:  # It was not given up meanwhile.
+                        self._heard(Event(*event))
         except TimeoutError:
-            self._lose(PartLost(f"{self.name} said nothing for launch.silence_timeout_s={self._silence_timeout_s:g}"))
+            self._lose(PartLost(f"{self.name} said nothing for launch.silence_timeout_s={self.silence_timeout_s:g}"))
         except RayError as error:
             self._lose(PartLost(f"{self.name} was lost: {_reason(error)}"))
 
@@ -172,6 +173,8 @@ class Connection:
                 future.set_exception(_error(self.name, event.name, event.what))
 
     def _lose(self, loss: PartLost, *, tell: bool = True) -> None:
+        if self._loss is not None:
+            return  # What was given up is heard to have ended a little later.
         self._kill()
         self._fail(loss)
         if tell:
@@ -187,6 +190,7 @@ class Connection:
 
     def _kill(self) -> None:
         ray.kill(self._actor, no_restart=True)
+        self._on_end()
 
 
 def _error(name: str, kind: str, text: str) -> Exception:
@@ -206,7 +210,7 @@ def _cause(error: RayError, name: str) -> Exception:
 def _reason(error: RayError) -> str:
     """What Ray knows, without its advice."""
     told = " ".join(str(error).split())
-    for start in ("Worker exit detail: ", "The actor is dead because "):
+    for start in ("Worker exit detail: ", "The actor is dead because ", "The actor died because "):
         if start in told:
             told = told.partition(start)[2]
             break

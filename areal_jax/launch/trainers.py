@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Coroutine, Iterable, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -43,6 +43,7 @@ class Trainers:
         self.is_stepping = False
         """Whether the parameters are neither those of `version` nor yet those of the next one."""
         self._measures: dict[str, tuple[float, float]] = {}
+        self._loss: asyncio.Future[PartLost] = self._loop.create_future()
         for connection in connections:
             connection.listen(lambda _topic, _what: None, self._lost)
 
@@ -86,19 +87,50 @@ class Trainers:
         """Where a host's shards of its newest version above `after` are; None where there is none yet."""
         return await self.connections[host].ask("contribution", after, LOOK_S)
 
+    async def while_whole(self, work: Coroutine[Any, Any, None]) -> None:
+        """Do something that needs all hosts. PartLost when one is lost: who waits for weights of its, would wait for ever."""
+        task = asyncio.create_task(work)
+        try:
+            await asyncio.wait((task, self._loss), return_when=asyncio.FIRST_COMPLETED)
+            if not task.done():
+                raise self._loss.result()
+            await task
+        finally:
+            task.cancel()
+            await asyncio.gather(task, return_exceptions=True)
+
     @property
     def num_hosts(self) -> int:
         return len(self.connections)
 
     def _lost(self, loss: PartLost) -> None:
         logger.error("%s", loss)
+        if not self._loss.done():
+            self._loss.set_result(loss)
         # What the others are at they cannot end without it.
         for connection in self.connections:
             connection.give_up(f"{loss}", tell=False)
 
     def _asked(self, verb: str, *arguments: Any) -> list[Any]:
-        async def all_of_them() -> list[Any]:
-            return await asyncio.gather(*(connection.ask(verb, *arguments) for connection in self.connections))
-
         assert threading.current_thread() is not threading.main_thread(), "would wait for itself"
-        return asyncio.run_coroutine_threadsafe(all_of_them(), self._loop).result()
+        asked = answers_of((connection, verb, arguments) for connection in self.connections)
+        return asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+
+
+async def answers_of(questions: Iterable[tuple[Connection, str, tuple[Any, ...]]]) -> list[Any]:
+    """What trainer hosts answer that work together. PartLost where one is lost, whatever the others fail with for that reason.
+
+    They notice first: their collectives break before anybody knows why."""
+    asked = [(connection, connection.ask(verb, *arguments)) for connection, verb, arguments in questions]
+    answers = [answer for _, answer in asked]
+    try:
+        await asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
+        # Where none is lost, those that did not fail may wait for ever for the one that did.
+        await asyncio.wait(answers, timeout=max(connection.silence_timeout_s for connection, _ in asked))
+    finally:
+        for answer in answers:
+            answer.cancel()
+    failures = [error for answer in answers if not answer.cancelled() and (error := answer.exception()) is not None]
+    for error in sorted(failures, key=lambda error: not isinstance(error, PartLost)):
+        raise error
+    return [answer.result() for answer in answers]

@@ -47,6 +47,9 @@ class Echo:
     def were_cancelled(self) -> list[str]:
         return self.cancelled
 
+    def variable(self, name: str) -> str:
+        return os.environ.get(name, "")
+
     def fall_silent(self) -> None:
         time.sleep(60)
 

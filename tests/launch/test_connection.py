@@ -144,6 +144,25 @@ def test_a_part_that_dies_fails_what_it_was_asked_and_whoever_listens_is_told_on
     assert len(talking(talk)) == 1
 
 
+def test_what_is_given_up_is_told_of_once_and_heard_no_more() -> None:
+    async def talk(connection: Connection) -> tuple[list[PartLost], list[int]]:
+        losses: list[PartLost] = []
+        heard: list[int] = []
+        connection.listen(lambda _topic, number: heard.append(number), losses.append)
+        waiting = connection.ask("tell_and_say", 1)
+        connection.give_up("it is of no use")
+        with pytest.raises(PartLost, match="echo 7 is given up: it is of no use"):
+            await waiting
+        connection.give_up("again")
+        # The listener finds out that the process has ended.
+        await asyncio.wait([task for task in asyncio.all_tasks() if task.get_name() == "listening to echo 7"], timeout=30.0)
+        return losses, heard
+
+    losses, heard = talking(talk)
+    assert [str(loss) for loss in losses] == ["echo 7 is given up: it is of no use"]
+    assert heard == []
+
+
 def test_a_part_that_says_nothing_is_taken_for_lost() -> None:
     async def talk(connection: Connection) -> float:
         began_s = time.monotonic()

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from areal_jax.config import load_experiment
+from areal_jax.launch.cluster import Kind, require_fit, unplaced
 from areal_jax.launch.config import Ray
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.settings import ConfigError
@@ -68,3 +69,36 @@ def test_what_a_cluster_does_not_have_is_refused_with_the_numbers(
     assert done.returncode == 2, done.stderr
     assert re.search(told, done.stderr), done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_every_process_has_to_find_room_on_one_node() -> None:
+    nodes = [{"CPU": 8.0, "memory": 1.0}, {"CPU": 8.0, "GPU": 8.0}, {"CPU": 8.0, "GPU": 8.0}]
+    # 4 GPUs each, thrice, leave 4 of one node to as many engines; reward workers need none.
+    engines = {"CPU": 1.0, "GPU": 1.0}
+    wanted: dict[Kind, tuple[int, dict[str, float]]] = {
+        "reward worker": (8, {"CPU": 1.0}),
+        "engine": (4, engines),
+        "trainer host": (3, {"CPU": 1.0, "GPU": 4.0}),
+    }
+    assert unplaced(wanted, nodes) == {}
+    wanted["engine"] = (6, engines)
+    assert unplaced(wanted, nodes) == {"engine": 2}
+    # 16 GPUs in all, yet no node has 9.
+    assert unplaced({"trainer host": (1, {"CPU": 1.0, "GPU": 9.0})}, nodes) == {"trainer host": 1}
+    # 24 CPUs are 8 times 3, but each node has room for two.
+    assert unplaced({"engine": (8, {"CPU": 3.0})}, nodes) == {"engine": 2}
+    # Ten times a tenth is one.
+    assert unplaced({"reward worker": (10, {"CPU": 0.1})}, [{"CPU": 1.0}]) == {}
+
+
+def test_a_cluster_whose_nodes_are_too_small_is_refused_with_what_they_have() -> None:
+    nodes = [{"CPU": 2.0, "GPU": 2.0}] * 3 + [{"CPU": 4.0}]
+    config = Ray(trainer_devices=4, rollout_engines=2)
+    with pytest.raises(ConfigError) as caught:
+        require_fit(config, "GPU", nodes)
+    assert (
+        "too small for 1 trainer host, 2 engines, 1 reward worker: each has to lie on one node (trainer host 1 CPU and 4 GPU, "
+        "engine 1 CPU and 1 GPU, reward worker 1 CPU), and nodes of 2 CPU and 2 GPU (3 times), 4 CPU have no room for 1 of 1 "
+        "trainer host; lower launch.trainer_hosts"
+    ) in str(caught.value)
+    require_fit(config, "none", nodes)

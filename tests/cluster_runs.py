@@ -1,0 +1,45 @@
+"""A small run on a cluster, and what its parts are to whoever kills them."""
+
+from __future__ import annotations
+
+import psutil
+
+from areal_jax.config import Experiment, load_experiment
+from areal_jax.launch.connection import Connection
+
+STEPS, GROUPS, SAMPLES, STALENESS = 12, 4, 2, 2
+SMALL = (
+    "launch=ray",
+    "launch.trainer_hosts=2",
+    "launch.rollout_engines=2",
+    "launch.reward_workers=2",
+    "launch.report_every_s=0.1",
+    "launch.attempts=1",
+    f"num_steps={STEPS}",
+    "tasks.num_tasks=600",
+    f"rollout.groups_per_batch={GROUPS}",
+    f"rollout.samples_per_group={SAMPLES}",
+    f"rollout.max_staleness={STALENESS}",
+    "engine.num_slots=8",
+    "engine.max_new_tokens=64",
+    "engine.steps_per_dispatch=4",
+    "trainer.num_mini_batches=1",
+    "trainer.rows_per_micro_batch=4",
+    "rewards.num_workers=1",
+    "evaluation.every_steps=0",
+    "checkpoint.every_steps=2",
+    "checkpoint.export_hf=false",
+)
+
+
+def small_run(*settings: str) -> Experiment:
+    """The experiment, with settings that are said again."""
+    experiment = load_experiment("aime", [*SMALL, *settings])
+    assert isinstance(experiment, Experiment)
+    return experiment
+
+
+def family(connection: Connection) -> list[psutil.Process]:
+    """The process of a part with all that it has started, such as judging processes."""
+    process = psutil.Process(connection.process_id)
+    return [process, *process.children(recursive=True)]
