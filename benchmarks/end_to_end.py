@@ -3,8 +3,8 @@
     python benchmarks/end_to_end.py
 
 The real gate, buffer and controller run under a clock that leaps; `papers_cluster.py` says what is fitted, on none of these
-numbers. The second table changes the paper's system into this project's, step by step. Devices and batch are a quarter of the
-paper's. Appends to results/end_to_end.jsonl and draws results/end_to_end.png; nothing depends on the machine.
+numbers. The second table changes the paper's system into this project's, step by step, with a quarter of devices and batch.
+Appends to results/end_to_end.jsonl and draws results/end_to_end.png; nothing depends on the machine.
 
 Expected: all four ratios within 15 % of the paper's. Hours of the two rows of mathematics within 25 %; those of 14B and 32B,
 which learned to program, are half of the paper's and less, with answers as long as those of mathematics.
@@ -29,7 +29,7 @@ SHRINK = 4
 def main() -> None:
     rows, causes = {}, {}
     for model, paper in TABLE_1.items():
-        synchronous, areal = table_1(model, shrink=SHRINK)
+        synchronous, areal = table_1(model)
         speeds = gains(model, paper.num_devices, 27_648, SHRINK)
         # By tokens: batches of different systems differ in length by chance.
         tokens = paper.num_steps * 512 * 16 * capped_mean(LogNormal(MEDIAN_LENGTH, SIGMA), 27_648)
