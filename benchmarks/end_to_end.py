@@ -84,7 +84,7 @@ def draw(rows: dict[str, dict[str, float]], causes: dict[str, dict[str, float]])
     for number, name in enumerate(names):
         first = [hours[names[0]] for hours in causes.values()]
         speed = [before / hours[name] for before, hours in zip(first, causes.values(), strict=True)]
-        right.bar([x + (number - 3) * 0.13 for x in places], speed, 0.13, label=name)
+        right.bar([x + (number - 2.5) * 0.15 for x in places], speed, 0.15, label=name)
     right.set_xticks(list(places), list(causes))
     right.set(title="speed over the paper's system, changes added up", ylim=(0, 3.2))
     right.legend(frameon=False, fontsize=7, loc="upper center", ncols=2)

@@ -51,9 +51,7 @@ class Reached:
     all_reduce_s: float = 8e-6
     """Of a small message among the devices of a host; a layer of a cut engine has two."""
     update_s: float = 2.0
-    """By trainer step: what does not shrink with more devices."""
-    token_s: float = 0.0
-    """By token of a batch: the same, where one process collects, packs or sends all of it."""
+    """By trainer step: what does not shrink with more devices, such as packing and sending the batch."""
 
 
 class Step(NamedTuple):
@@ -191,7 +189,7 @@ class TrainerCosts:
         hosts = ceil(self.num_devices / self.device.per_host)
         reduce_bytes = 2 * BYTES_PER_WEIGHT * self.model.num_params / min(self.num_devices, self.device.per_host)
         reduce_s = self.num_mini_batches * reduce_bytes / (self.device.network_bytes_per_s * self.reached.network)
-        return work_s + (reduce_s if hosts > 1 else 0.0) + self.reached.update_s + self.reached.token_s * tokens
+        return work_s + (reduce_s if hosts > 1 else 0.0) + self.reached.update_s
 
     def _forward_s(self, tokens: float, pairs: float, num_devices: int) -> float:
         flops = 2 * self.model.multiplied_params * tokens + 4 * self.model.attention_width * pairs
