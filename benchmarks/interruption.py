@@ -10,8 +10,8 @@ between two tokens, and caches are rebuilt, or kept.
 Constants as fitted in `papers_cluster.py`, not on this figure. Devices and batch are a quarter of the paper's. Appends to
 results/interruption.jsonl and draws results/interruption.png; nothing depends on the machine.
 
-Expected: interruption brings 10 % (1.5B) and 5 % (7B), with caches kept 15 % and 10 %; the paper's 12 % and 17 %. With 32k, whose
-answers take longer to end, it would be 24 % and 18 %, with caches rebuilt.
+Expected: interruption brings 10 % (1.5B) and 5 % (7B), with caches kept 15 % and 10 %; the paper's 12 % and 17 %. With 32k,
+whose answers take longer to end, it would be 24 % and 18 %, with caches rebuilt.
 """
 
 from __future__ import annotations
