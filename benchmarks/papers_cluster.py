@@ -5,7 +5,9 @@
 Fitted, on the eight speeds of one panel of figure 4, 1.5B with a context of 32k: which share of their peak train devices reach,
 what a decode step takes beside reading memory, and what a turn takes from the end of one stage to the beginning of the next,
 which running ahead hides. In that panel the smallest clusters of AReaL are bound by training and the largest by decoding, and
-verl by its turns. All other panels and tables are foretold.
+verl by its turns. All other panels and tables are foretold. Tried and left out: a fourth constant, for what one process does with
+every token of a batch (0.5 us brings the largest clusters nearer to the paper's by a tenth, and figure 6b further away), and
+figure 6a's shares of the peak by model, with which 32B comes out slower.
 
 From the files that the paper's authors published with it, and not fitted: the trainer's pipeline (2, 4 and 8 stages, which
 hold equally many parameters), devices of an engine, memory given to engines, micro-batches of 30 720 tokens; and lengths.
