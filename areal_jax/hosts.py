@@ -36,6 +36,7 @@ from areal_jax.settings import ConfigError
 from areal_jax.trainer.state import trained
 from areal_jax.training import Keeper, initial_weights, rl_trainer
 from areal_jax.weights.object_store import ShardPublisher, ShardReader
+from areal_jax.weights.rolling import InTurn
 from areal_jax.workflows.from_config import tools_of
 
 Facts = dict[str, Any]
@@ -154,7 +155,8 @@ class EngineHost:
             complete=None if base is None else lambda arrived: lora.attach(found.policy, base, arrived),
             on_event=lambda name, _start_s, _end_s, args: emit(name, args["version"]),
         )
-        self._driver = Driver(engine, self._reader)
+        self._in_turn = InTurn(self._reader, lambda: emit("wants_turn", None))
+        self._driver = Driver(engine, self._in_turn, on_event=self._driven)
         engine.warm_up()
         self._driver.start()
         # Tokens of each sample of each request that were reported.
@@ -189,12 +191,21 @@ class EngineHost:
         """Weights of a version can be had."""
         self._reader.offer(version, contributions)
 
+    def turn(self) -> None:
+        """It may take the newest weights that it has."""
+        self._in_turn.give()
+
     async def end(self) -> None:
         """End the driver."""
         if self._reporter is not None:
             self._reporter.cancel()
         await asyncio.to_thread(self._driver.close)
         await asyncio.to_thread(self._reader.close)
+
+    def _driven(self, name: str, start_s: float, end_s: float, args: Mapping[str, int | float]) -> None:
+        if name == "swap":
+            self._in_turn.swapped()
+            self._emit("swapped", args["version"])
 
     async def _report(self) -> None:
         """Tell what was drawn and measured, every so often."""

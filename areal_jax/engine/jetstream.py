@@ -28,7 +28,7 @@ from jaxtyping import Array, Float32, Int32
 from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_pb2  # pyright: ignore[reportMissingImports]
 
 from areal_jax.engine.decode import SLOT, DecodeEngine, DecodeState, Drawing, EngineParams, Fill, empty_slots
-from areal_jax.engine.slots import SlotTable, is_filtered
+from areal_jax.engine.slots import SlotTable, drawing_of
 from areal_jax.models.paged_attention import Pages
 from areal_jax.records import Completion, Request, Sampling, Tokenizer, derive_seed, nothing_drawn
 
@@ -83,8 +83,13 @@ class JetStreamEngine(engine_api.Engine):
                 f"expected engine.max_prompt_tokens of at least {SHORTEST_PREFILL}, came {config.max_prompt_tokens}: JetStream "
                 "pads every prompt to so many"
             )
+        self._drawing = drawing_of(sampling)
+        if self._drawing == Drawing.SHAPED:
+            raise ValueError(
+                "expected a sampling without penalties, min_new_tokens and num_alternatives, which look at the tokens drawn "
+                f"before; JetStream's state holds none. Came {sampling}"
+            )
         self._engine, self._params, self._tokenizer, self._sampling, self._seed = engine, params, tokenizer, sampling, seed
-        self._drawing = Drawing.FILTERED if is_filtered(sampling) else Drawing.PLAIN
         self._numbers, self._result = count(), jax.jit(_result)
         # Makes the record of a slot out of a request.
         self._table = SlotTable(1, config.max_new_tokens, 1)

@@ -14,6 +14,7 @@ from areal_jax.launch import wire
 from areal_jax.launch.connection import Connection, PartLost
 from areal_jax.launch.members import Members
 from areal_jax.records import NO_VERSION, Completion, EngineStopped, Progress, Request, nothing_drawn
+from areal_jax.weights.rolling import Turns
 
 logger = logging.getLogger(__name__)
 
@@ -40,12 +41,13 @@ class Engines:
     """A `records.Engine` made of any number of parts. Use it from the asyncio thread.
 
     When an engine is lost, its requests go on elsewhere, from what they were last reported to have drawn; where no engine is
-    left they wait for one, `wait_s` at most."""
+    left they wait for one, `wait_s` at most. New weights they take in turns."""
 
     def __init__(self, *, wait_s: float) -> None:
         self._wait_s = wait_s
         self._router = Router()
         self._members = Members()
+        self._turns = Turns()
         # Of each: the version of its weights, those that have arrived whole; and what it has reported since someone asked.
         self._versions: dict[int, int] = {}
         self._measures: dict[int, Sums] = {}
@@ -180,6 +182,7 @@ class Engines:
 
     def _leave(self, number: int, loss: PartLost) -> None:
         self._router.leave(number)
+        self._turns.over(number)
         del self._versions[number]
         self._left.append(self._measures.pop(number))
         moving = sum(job.number == number for job in self._jobs.values())
@@ -194,6 +197,11 @@ class Engines:
             case "weights":
                 self._versions[number] = what
                 self._members.notify()
+            case "wants_turn":
+                if self._turns.take(number, len(self._members)):
+                    self._members[number].tell("turn")
+            case "swapped":
+                self._turns.over(number)
             case "measures":
                 self._measures[number] = in_turn(self._measures[number], what)
             case _:

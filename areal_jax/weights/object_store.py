@@ -13,7 +13,7 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, NamedTuple, TypeAlias, TypedDict
 
 import jax
@@ -30,7 +30,7 @@ from areal_jax.weights.newest_wins import Event, NewestWins, Parcel
 
 logger = logging.getLogger(__name__)
 
-CHUNK_BYTES = 64 * 2**20
+CHUNK_BYTES = 256 * 2**20
 """Shards travel together up to this size; a larger one travels alone."""
 
 PULL_TIMEOUT_S = 120.0
@@ -127,7 +127,7 @@ class ShardPublisher:
         for _, data in shards:
             data.copy_to_host_async()
         try:
-            chunks = [self._put_chunk(together) for together in _chunks(shards)]
+            chunks = self._put_chunks(shards)
         except (ObjectStoreFullError, OutOfDiskError) as error:
             logger.warning("version %d is not published by host %d, the object store is full: %s", version, self.host, error)
             self._line.count(failed=1)
@@ -141,12 +141,14 @@ class ShardPublisher:
         if self._on_event is not None:
             self._on_event("put", parcel.sent_s, end, {"version": version, "bytes": num_bytes})
 
-    def _put_chunk(self, shards: Sequence[tuple[Piece, jax.Array]]) -> Chunk:
-        """A list of arrays goes into the store without being joined first; it is hashed meanwhile."""
-        arrays = [_as_bytes(np.asarray(data)) for _, data in shards]
-        digest = self._hashing.submit(_digest, arrays)
-        ref = ray.put(arrays)
-        return Chunk(ref=ref, digest=digest.result(), pieces=[piece for piece, _ in shards])
+    def _put_chunks(self, shards: Sequence[tuple[Piece, jax.Array]]) -> list[Chunk]:
+        """Lists of arrays go into the store without being joined first; they are hashed meanwhile."""
+        put: list[tuple[Any, Future[int], list[Piece]]] = []
+        for together in _chunks(shards):
+            arrays = [_as_bytes(np.asarray(data)) for _, data in together]
+            digest = self._hashing.submit(_digest, arrays)
+            put.append((ray.put(arrays), digest, [piece for piece, _ in together]))
+        return [Chunk(ref=ref, digest=digest.result(), pieces=pieces) for ref, digest, pieces in put]
 
 
 class ShardReader:

@@ -4,48 +4,69 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from areal_jax.records import Weights, WeightSource
 
+ENGINES_PER_TURN = 8
+"""Of so many engines one may swap at a time: with hundreds, the last should not wait for all others."""
+
 _TURN_S = 10.0
 """An engine that has not come back by then has lost its turn: it may have died."""
 
+_ASK_AGAIN_S = 0.2
+
+
+class Turns:
+    """Whose turn it is. From any thread."""
+
+    def __init__(self) -> None:
+        # Engines that swap, and since when (time.monotonic). Guarded by the lock.
+        self._swapping: dict[int, float] = {}
+        self._lock = threading.Lock()
+
+    def take(self, number: int, num_engines: int) -> bool:
+        """Begin an engine's turn, unless others have theirs."""
+        with self._lock:
+            now = time.monotonic()
+            self._swapping = {each: since_s for each, since_s in self._swapping.items() if now - since_s < _TURN_S}
+            if number not in self._swapping and len(self._swapping) >= max(1, num_engines // ENGINES_PER_TURN):
+                return False
+            self._swapping[number] = now
+            return True
+
+    def over(self, number: int) -> None:
+        """End an engine's turn, if it has one."""
+        with self._lock:
+            self._swapping.pop(number, None)
+
 
 class Rolling:
-    """Lets one engine at a time take newer weights from its source.
+    """Lets engines of one process take newer weights from their sources in turns.
 
-    An engine's turn begins when `newest` gives it weights, and ends when `swapped` says so, or when it asks again. An engine
-    that can do nothing without a version waits for it with `wait`, whoever swaps."""
+    An engine's turn begins when `newest` gives it weights, and ends when `swapped` says so, or when it finds nothing newer. An
+    engine that can do nothing without a version waits for it with `wait`, whoever swaps."""
 
     def __init__(self, sources: Sequence[WeightSource]):
         """Args: sources: of each engine."""
-        self._sources = sources
-        # The engine that swaps, and since when (time.monotonic). Guarded by the lock: engines ask in their own threads.
-        self._swapping: tuple[int, float] | None = None
-        self._lock = threading.Lock()
+        self._sources, self._turns = sources, Turns()
 
     def of(self, number: int) -> WeightSource:
         """What the engine of that number, from 0, asks instead of its source."""
         return _Turn(self, number)
 
     def newest(self, number: int, after: int) -> Weights | None:
-        """What the engine's source has, or None while another engine swaps."""
-        with self._lock:
-            if self._swapping is not None:
-                swapping, since_s = self._swapping
-                if swapping != number and time.monotonic() - since_s < _TURN_S:
-                    return None
-            weights = self._sources[number].newest(after)
-            self._swapping = None if weights is None else (number, time.monotonic())
-            return weights
+        """What the engine's source has, or None while others swap."""
+        weights = self._sources[number].newest(after)
+        if weights is None:
+            self._turns.over(number)
+            return None
+        return weights if self._turns.take(number, len(self._sources)) else None
 
     def swapped(self, number: int) -> None:
         """The engine's turn is over."""
-        with self._lock:
-            if self._swapping is not None and self._swapping[0] == number:
-                self._swapping = None
+        self._turns.over(number)
 
     def wait(self, number: int, at_least: int, timeout_s: float) -> Weights:
         """What the engine's source has, as soon as it has it."""
@@ -64,3 +85,36 @@ class _Turn:
 
     def wait(self, at_least: int, timeout_s: float) -> Weights:
         return self.rolling.wait(self.number, at_least, timeout_s)
+
+
+class InTurn:
+    """The same for an engine whose turn is given by another process: the source of its driver."""
+
+    def __init__(self, source: WeightSource, ask: Callable[[], None]):
+        """Args: ask: asks for a turn; where it is granted, `give` is called."""
+        self._source, self._ask = source, ask
+        self._has_turn = threading.Event()
+        # time.monotonic; the driver's thread alone uses it.
+        self._asked_s = float("-inf")
+
+    def give(self) -> None:
+        """It is the engine's turn."""
+        self._has_turn.set()
+
+    def swapped(self) -> None:
+        """The engine's turn is over."""
+        self._has_turn.clear()
+
+    def newest(self, after: int) -> Weights | None:
+        """What the source has, once it is the engine's turn."""
+        weights = self._source.newest(after)
+        if weights is None or self._has_turn.is_set():
+            return weights
+        if time.monotonic() - self._asked_s >= _ASK_AGAIN_S:
+            self._asked_s = time.monotonic()
+            self._ask()
+        return None
+
+    def wait(self, at_least: int, timeout_s: float) -> Weights:
+        """What the source has, as soon as it has it."""
+        return self._source.wait(at_least, timeout_s)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import time
 from typing import Any
 
 import numpy as np
@@ -12,13 +13,17 @@ from areal_jax.launch import wire
 from areal_jax.launch.part import Emit
 from areal_jax.records import Completion, Request, nothing_drawn
 
+IN_ITS_TURN = -2
+
 
 class Counting:
     def __init__(self, emit: Emit, version: int, dies_at: int) -> None:
-        """Args: version: stamped on every token. dies_at: after so many tokens of its own; -1: never."""
+        """Args: version: stamped on every token. dies_at: after so many tokens of its own; -1: never; or IN_ITS_TURN."""
         self._emit, self._version, self._dies_at = emit, version, dies_at
         self._drawn: dict[str, list[Completion]] = {}
         self._ended: set[tuple[str, int]] = set()
+        self._swap: tuple[float, float] | None = None
+        """When it began and ended, time.time."""
 
     async def begin(self) -> dict[str, Any]:
         return {}
@@ -45,8 +50,24 @@ class Counting:
     def end_sample(self, request_id: str, sample: int) -> None:
         self._ended.add((request_id, sample))
 
-    def offer(self, version: int, contributions: Any) -> None:
+    async def offer(self, version: int, contributions: Any) -> None:
         self._emit("weights", version)
+        while self._swap is None:
+            self._emit("wants_turn", None)
+            await asyncio.sleep(0.1)
+
+    async def turn(self) -> None:
+        """Swap, which takes a while, or the process's life."""
+        begin_s = time.time()
+        self._swap = begin_s, begin_s
+        if self._dies_at == IN_ITS_TURN:
+            os._exit(9)
+        await asyncio.sleep(0.3)
+        self._swap = begin_s, time.time()
+        self._emit("swapped", None)
+
+    def swap(self) -> tuple[float, float] | None:
+        return self._swap
 
     async def end(self) -> None:
         pass

@@ -10,10 +10,12 @@ from typing import TypeVar
 
 import numpy as np
 import pytest
+from counting_engine_role import IN_ITS_TURN
 
 from areal_jax.launch.connection import Connection
 from areal_jax.launch.engines import Engines
 from areal_jax.records import Completion, EngineStopped, OnProgress, Progress, Request, Sampling
+from areal_jax.weights import rolling
 
 pytestmark = pytest.mark.usefixtures("ray_here")
 
@@ -124,6 +126,28 @@ def test_requests_are_dealt_by_load_and_weights_are_waited_for_everywhere() -> N
         await engines.arrived(3, timeout_s=10.0)
         with pytest.raises(TimeoutError, match=r"version 4 to reach every engine; engine 0 version 3, engine 1 version 3"):
             await engines.arrived(4, timeout_s=0.1)
+
+    with_engines(talk)
+
+
+def test_new_weights_are_taken_in_turns_and_an_engine_that_is_lost_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(rolling, "_TURN_S", float("inf"))
+
+    async def talk(engines: Engines) -> None:
+        connections = [await join(engines, 0, dies_at=IN_ITS_TURN)] + [await join(engines, number) for number in (1, 2)]
+        # The first one alone has its turn, and dies in it.
+        connections[0].tell("offer", 1, [])
+        while engines.num_lost == 0:
+            await asyncio.sleep(0.05)
+        engines.offer(1, [])
+        swaps = list[tuple[float, float]]()
+        while len(swaps) < 2:
+            await asyncio.sleep(0.1)
+            found = [await connection.ask("swap") for connection in connections[1:]]
+            swaps = sorted((begin_s, end_s) for begin_s, end_s in filter(None, found) if begin_s < end_s)
+        (first_began, first_ended), (second_began, _) = swaps
+        assert first_ended - first_began >= 0.3
+        assert second_began >= first_ended
 
     with_engines(talk)
 

@@ -112,3 +112,13 @@ def test_what_jetstream_cannot_do_is_refused(settings: dict[str, int], named: st
     engine = DecodeEngine(Policy(hf.read_config(FOLDER)), mesh, chz.replace(CONFIG, **settings), jnp.float32)
     with pytest.raises(ValueError, match=named):
         JetStreamEngine(engine, {}, tokenizer(), Sampling(8))
+
+
+@pytest.mark.parametrize(
+    "sampling", [Sampling(8, presence_penalty=0.5), Sampling(8, min_new_tokens=2), Sampling(8, num_alternatives=1)]
+)
+def test_what_depends_on_earlier_tokens_is_refused(sampling: Sampling) -> None:
+    mesh = make_meshes(PlacementConfig(), jax.devices()[:1]).rollout
+    engine = DecodeEngine(Policy(hf.read_config(FOLDER)), mesh, CONFIG, jnp.float32)
+    with pytest.raises(ValueError, match="expected a sampling without penalties"):
+        JetStreamEngine(engine, {}, tokenizer(), sampling)

@@ -8,7 +8,7 @@ import pytest
 
 from areal_jax.records import Weights
 from areal_jax.weights import rolling
-from areal_jax.weights.rolling import Rolling
+from areal_jax.weights.rolling import InTurn, Rolling, Turns
 
 
 @dataclass
@@ -55,3 +55,36 @@ def test_an_engine_that_never_comes_back_loses_its_turn(monkeypatch: pytest.Monk
     assert turns.of(0).newest(0) is not None and turns.of(1).newest(0) is None
     monkeypatch.setattr(rolling, "_TURN_S", 0.0)
     assert turns.of(1).newest(0) == Weights(1, None)
+
+
+def test_an_eighth_of_many_engines_swaps_at_a_time() -> None:
+    turns = Turns()
+    assert [turns.take(number, 16) for number in range(16)] == [True] * 2 + [False] * 14
+    turns.over(1)
+    # Who has its turn keeps it; one more may begin.
+    assert [turns.take(number, 16) for number in (0, 7, 9)] == [True, True, False]
+    # Of up to fifteen, one.
+    assert [Turns().take(0, 15), Turns().take(0, 1)] == [True, True]
+    few = Turns()
+    assert [few.take(number, 15) for number in range(15)] == [True] + [False] * 14
+
+
+def test_a_turn_that_is_given_from_elsewhere_is_asked_for_once_and_ends_with_the_swap(monkeypatch: pytest.MonkeyPatch) -> None:
+    versions, asked = Versions(0), list[int]()
+    monkeypatch.setattr(rolling, "_ASK_AGAIN_S", 1000.0)
+    engine = InTurn(versions, lambda: asked.append(versions.newest_version))
+    # Nothing newer: nothing to ask for.
+    assert engine.newest(0) is None and asked == []
+    versions.newest_version = 1
+    assert engine.newest(0) is None and engine.newest(0) is None and asked == [1]
+    # While it waits, a newer one comes: that is the one it takes, for as long as its turn lasts.
+    versions.newest_version = 2
+    engine.give()
+    assert engine.newest(0) == Weights(2, None) and engine.newest(0) == Weights(2, None)
+    engine.swapped()
+    versions.newest_version = 3
+    monkeypatch.setattr(rolling, "_ASK_AGAIN_S", 0.0)
+    assert engine.newest(2) is None and asked == [1, 3]
+    # Not answered: it asks again. Who can do nothing without the version does not wait for its turn.
+    assert engine.newest(2) is None and asked == [1, 3, 3]
+    assert engine.wait(3, 1.0) == Weights(3, None)
