@@ -3,15 +3,15 @@
     python benchmarks/interruption.py
 
 24 GPUs decode the paper's batches of 512 x 16 answers, and trainers enough that they bound nothing take them. The figure does
-not say which of figure 4's contexts was used: 16k is taken, whose tokens per second are the figure's within a quarter, where
-those of 32k are little more than half. Without interruption an engine takes weights when all that it has under way has ended,
-and begins nothing before; with it, weights come between two tokens, and caches are rebuilt, or kept. What waiting costs depends
-on how much is drawn between two updates: with a quarter of the batch, and 32k, it would be 50 to 60 %.
+not say which of figure 4's contexts was used: 16k is taken, whose tokens per second are within a fifth of the figure's. Without
+interruption an engine takes weights when all that it has under way has ended, and begins nothing before; with it, weights come
+between two tokens, and caches are rebuilt, or kept.
 
 Constants as fitted in `papers_cluster.py`, not on this figure. Devices and batch are a quarter of the paper's. Appends to
 results/interruption.jsonl and draws results/interruption.png; nothing depends on the machine.
 
-Expected: interruption brings 20 % (1.5B) and 10 % (7B), with caches kept 25 % and 16 %; the paper's 12 % and 17 %.
+Expected: interruption brings 10 % (1.5B) and 5 % (7B), with caches kept 15 % and 10 %; the paper's 12 % and 17 %. With 32k,
+whose answers take longer to end, it would be 24 % and 18 %, with caches rebuilt.
 """
 
 from __future__ import annotations

@@ -7,13 +7,13 @@ these numbers was fitted on (`papers_cluster.py`). How many GPUs figure 5c used 
 its own value at 0, is what is compared. Figure 5c is simulated with a sixteenth of devices and batch. Appends to
 results/staleness_throughput.jsonl and draws results/staleness_throughput.png; nothing depends on the machine.
 
-Expected: figure 5c's shape within 15 %.
+Expected: figure 5c's shape within 10 %, table 7's within 20 %.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 from matplotlib.figure import Figure
 from papers_cluster import FIGURE_5C, FITTED, MEDIAN_OF_8K, TABLE_7, build, measure
@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.table import Table
 
 NAME = "staleness_throughput"
-CASES = {"figure 5c": (FIGURE_5C, 128, 512, 16), "table 7": (TABLE_7, 8, 64, 1)}
+CASES = {"figure 5c": (FIGURE_5C, 128, 512, 4), "table 7": (TABLE_7, 8, 64, 1)}
 """The paper's numbers, GPUs, groups in a batch, and by what both are divided."""
 
 
@@ -32,11 +32,17 @@ def label(max_staleness: int | None) -> str:
 
 def curve(papers: Mapping[int | None, float], num_devices: int, groups: int, shrink: int) -> dict[str, dict[str, float]]:
     """By max_staleness, thousands of tokens per second, and the same over that without staleness."""
-    fitted, found = replace(FITTED, median_length=MEDIAN_OF_8K), dict[str, dict[str, float]]()
-    first = 0.0
+    found, first = dict[str, dict[str, float]](), 0.0
     for eta, paper in papers.items():
         cluster, workload = build(
-            "areal", "1.5b", num_devices, 8192, max_staleness=eta, groups_per_batch=groups, fitted=fitted, shrink=shrink
+            "areal",
+            "1.5b",
+            num_devices,
+            8192,
+            max_staleness=eta,
+            groups_per_batch=groups,
+            median_length=MEDIAN_OF_8K,
+            shrink=shrink,
         )
         outcome = measure(cluster, workload)
         speed = shrink * outcome.tokens_per_s / 1e3

@@ -5,18 +5,22 @@ engine or trainer of D devices:
 
     decode step   max(W / (D · bandwidth), 2 P N / (D · flops)) + k · context / (D · bandwidth) + host and all-reduces
     prefill       (2 P · tokens + 4 A · pairs) / (D · flops)
-    train         ((6 + 2 · passes) P · tokens + (12 + 4 · passes) A · pairs) / (D · flops) + gradients over the network
+    train         (3 + passes) (2 P · tokens + 4 A · pairs) / (D · flops) + waiting + gradients over the network + host
 
 where N sequences of `context` tokens in all take a step, a query and a key that it sees are a pair, and `passes` are forward
-passes beside the update: one for the proximal policy.
+passes beside the update, which is worth three: one for the proximal policy. How long devices wait for each other is what
+`Packed` and `Dealt` say.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from math import ceil
+from statistics import fmean
 from typing import NamedTuple, Protocol, runtime_checkable
+
+import numpy as np
+from jaxtyping import Float
 
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.sim.hardware import Device
@@ -133,6 +137,28 @@ class EngineCosts:
 
 
 @dataclass(frozen=True)
+class Packed:
+    """Micro-batches hold as many tokens each, so that devices wait for none but the stages of their pipeline.
+
+    Stages hold equally many parameters. The first has the embedding, which multiplies nothing, so that all others have more
+    than their share to do; and a pipeline of p stages fills and drains once for every update and pass: for p - 1 micro-batches
+    a stage has nothing to do, however many devices there are beside it."""
+
+    pipeline: int = 1
+    """Over how many devices layers are dealt out."""
+    tensor: int = 1
+    """Over how many each layer is cut."""
+    micro_batch_tokens: int = 32_768
+
+
+@dataclass(frozen=True)
+class Dealt:
+    """Every device gets as many whole sequences of a mini-batch as the others, and all wait for the one whose are longest.
+
+    The passes beside the update are dealt out for the batch as a whole, by length, so that they end together."""
+
+
+@dataclass(frozen=True)
 class TrainerCosts:
     """All devices that train."""
 
@@ -143,6 +169,7 @@ class TrainerCosts:
     passes: int = 1
     """Forward passes beside the update."""
     num_mini_batches: int = 4
+    layout: Packed | Dealt = field(default_factory=Packed)
 
     @property
     def fits(self) -> bool:
@@ -150,21 +177,40 @@ class TrainerCosts:
         each = BYTES_PER_TRAINED_WEIGHT * self.model.num_params / self.num_devices
         return each <= (1 - LEFT_TO_ACTIVATIONS) * self.device.memory_bytes
 
-    def train_s(self, lengths: Sequence[int]) -> float:
+    def train_s(self, lengths: Float[np.ndarray, "N"]) -> float:
         """Of a trainer step on sequences of these lengths."""
-        tokens, pairs = float(sum(lengths)), sum(float(length) ** 2 for length in lengths) / 2
-        return self.train_tokens_s(tokens, pairs)
+        tokens, pairs = float(lengths.sum()), float((lengths**2).sum() / 2)
+        return self.train_tokens_s(tokens, pairs) + self._waiting_s(lengths)
 
     def train_tokens_s(self, tokens: float, pairs: float) -> float:
-        """Of a trainer step on so many tokens that see so many keys."""
-        flops = (6 + 2 * self.passes) * self.model.multiplied_params * tokens
-        flops += (12 + 4 * self.passes) * self.model.attention_width * pairs
-        work_s = flops / (self.num_devices * self.device.flops_per_s * self.reached.train_flops)
+        """Of a trainer step on so many tokens that see so many keys, where no device waits for another."""
+        work_s = (3 + self.passes) * self._forward_s(tokens, pairs, self.num_devices)
         # A ring passes gradients on, and parameters back, once for each update.
         hosts = ceil(self.num_devices / self.device.per_host)
         reduce_bytes = 2 * BYTES_PER_WEIGHT * self.model.num_params / min(self.num_devices, self.device.per_host)
         reduce_s = self.num_mini_batches * reduce_bytes / (self.device.network_bytes_per_s * self.reached.network)
         return work_s + (reduce_s if hosts > 1 else 0.0) + self.reached.update_s
+
+    def _forward_s(self, tokens: float, pairs: float, num_devices: int) -> float:
+        flops = 2 * self.model.multiplied_params * tokens + 4 * self.model.attention_width * pairs
+        if isinstance(self.layout, Packed) and self.layout.pipeline > 1:
+            embedding = self.model.vocab_size * self.model.hidden_size
+            flops *= 1 + embedding / (self.model.num_params - (0 if self.model.tie_word_embeddings else embedding))
+        return flops / (num_devices * self.device.flops_per_s * self.reached.train_flops)
+
+    def _waiting_s(self, lengths: Float[np.ndarray, "N"]) -> float:
+        match self.layout:
+            case Packed(pipeline, tensor, size):
+                pairs = size * float((lengths**2).sum() / 2 / lengths.sum())
+                stage_s = self._forward_s(float(size), pairs, pipeline * tensor)
+                return (pipeline - 1) * (3 * self.num_mini_batches + self.passes) * stage_s
+            case Dealt():
+                share = -(-len(lengths) // (self.num_mini_batches * self.num_devices))
+                dealt = np.zeros(self.num_mini_batches * self.num_devices * share)
+                dealt[: len(lengths)] = lengths
+                hands = dealt.reshape(self.num_mini_batches, self.num_devices, share)
+                took = [[self._forward_s(float(hand.sum()), float((hand**2).sum() / 2), 1) for hand in all_] for all_ in hands]
+                return 3 * sum(max(each) - fmean(each) for each in took)
 
 
 @dataclass(frozen=True)

@@ -302,14 +302,12 @@ class Fleet:
         return {name: tuple(partial) for name, partial in partials.items()}
 
     def publish(self, version: int, arrives_after_s: Sequence[float], stops_for_s: float = 0.0) -> None:
-        """Send weights to every engine. Args: arrives_after_s: by engine. stops_for_s: so long all stand still from now on."""
+        """Send weights to every engine. Args: arrives_after_s: by engine. stops_for_s: so long it stands still before that."""
         self._version = version
         now_s = self.loop.time()
         for engine, after_s in zip(self.engines, arrives_after_s, strict=True):
             if stops_for_s:
-                engine.advance(now_s)
-                engine.stop_for(stops_for_s, "transfer")
-                engine.set_timer()
+                self.loop.call_at(now_s + after_s - stops_for_s, self._stand_still, engine, stops_for_s)
             self.loop.call_at(now_s + after_s, self._arrive, engine, version)
 
     def fail(self, index: int, repaired_after_s: float) -> None:
@@ -394,6 +392,11 @@ class Fleet:
             engine.seat_waiting()
             engine.set_timer()
         self._changed.clear()
+
+    def _stand_still(self, engine: _Engine, seconds: float) -> None:
+        engine.advance(self.loop.time())
+        engine.stop_for(seconds, "transfer")
+        engine.set_timer()
 
     def _arrive(self, engine: _Engine, version: int) -> None:
         engine.advance(self.loop.time())

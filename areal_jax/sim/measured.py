@@ -12,6 +12,9 @@ from pathlib import Path
 from statistics import fmean, median
 from typing import Any, NamedTuple
 
+import numpy as np
+from jaxtyping import Float
+
 from areal_jax.metrics import jsonl, names, trace
 from areal_jax.sim.costs import Rewards, Step
 from areal_jax.sim.engine import EngineHabits
@@ -151,7 +154,7 @@ class MeasuredStages:
         """All at once."""
         return [self.times.travel_s] * self.num_engines
 
-    def train_s(self, tokens: float, pairs: float, num_mini_batches: int) -> float:
+    def train_s(self, lengths: Float[np.ndarray, "N"], num_mini_batches: int) -> float:
         """By tokens."""
-        del pairs, num_mini_batches
-        return tokens * self.times.train_token_s
+        del num_mini_batches
+        return float(lengths.sum()) * self.times.train_token_s

@@ -14,14 +14,14 @@ from heapq import heapify, heapreplace
 from typing import Protocol, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Float, Int32
 
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.records import NO_VERSION, Generate, Group, Judge, Message, Sample, Sampling, Task, Verdict
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.rollout.controller import Rollouts, open_gate, rolling_out
 from areal_jax.sim.clock import run
-from areal_jax.sim.costs import DecodeCosts, EngineCosts, Reached, Rewards, TrainerCosts
+from areal_jax.sim.costs import Dealt, DecodeCosts, EngineCosts, Packed, Reached, Rewards, TrainerCosts
 from areal_jax.sim.engine import EngineHabits, Fleet
 from areal_jax.sim.hardware import Device
 from areal_jax.sim.lengths import Lengths
@@ -36,10 +36,13 @@ class Staged:
 
 @dataclass(frozen=True)
 class Barrier:
-    """All engines stand still until all have the weights, and the trainer waits with them, as through a shared file system."""
+    """The trainer stands still until all weights are written, and all engines until all have them, as through a shared file
+    system."""
 
     bytes_per_s: float = 5e9
     latency_s: float = 2.0
+    notice_s: float = 0.0
+    """Until engines begin to take them. They decode what they may meanwhile: without staleness, nothing."""
 
 
 @dataclass(frozen=True)
@@ -80,15 +83,15 @@ class Stages(Protocol):
     def failures(self) -> Failures | None: ...
     @property
     def stand_still_s(self) -> float:
-        """How long nothing is decoded or trained while weights travel."""
+        """How long the trainer does nothing else while it sends weights, and engines decode nothing while they take them."""
         ...
 
     def arrivals_s(self) -> list[float]:
         """When weights that are published now reach each engine."""
         ...
 
-    def train_s(self, tokens: float, pairs: float, num_mini_batches: int) -> float:
-        """Of a trainer step on so many tokens that see so many keys."""
+    def train_s(self, lengths: Float[np.ndarray, "N"], num_mini_batches: int) -> float:
+        """Of a trainer step on sequences of these lengths, prompts included."""
         ...
 
 
@@ -101,6 +104,7 @@ class Cluster:
     rollout_devices: int
     train_devices: int
     devices_per_engine: int = 1
+    train_layout: Packed | Dealt = field(default_factory=Packed)
     reached: Reached = field(default_factory=Reached)
     habits: EngineHabits = field(default_factory=EngineHabits)
     transfer: Staged | Barrier = field(default_factory=Staged)
@@ -115,15 +119,22 @@ class Cluster:
     def num_engines(self) -> int:
         return self.rollout_devices // self.devices_per_engine
 
-    def train_s(self, tokens: float, pairs: float, num_mini_batches: int) -> float:
-        """As `TrainerCosts.train_tokens_s`."""
-        trainer = TrainerCosts(self.model, self.device, self.train_devices, self.reached, num_mini_batches=num_mini_batches)
-        return trainer.train_tokens_s(tokens, pairs)
+    def train_s(self, lengths: Float[np.ndarray, "N"], num_mini_batches: int) -> float:
+        """As `TrainerCosts.train_s`."""
+        trainer = TrainerCosts(
+            self.model,
+            self.device,
+            self.train_devices,
+            self.reached,
+            num_mini_batches=num_mini_batches,
+            layout=self.train_layout,
+        )
+        return trainer.train_s(lengths)
 
     def arrivals_s(self) -> list[float]:
         """As they come over the network, or all after the barrier."""
         if isinstance(self.transfer, Barrier):
-            return [self.stand_still_s] * self.num_engines
+            return [self.transfer.notice_s + self.stand_still_s] * self.num_engines
         network = self.device.network_bytes_per_s * self.reached.network
         own_s = self.engine.weight_bytes / (self.devices_per_engine * network)
         # All that trainers send, or as much as an engine can take.
@@ -132,7 +143,7 @@ class Cluster:
 
     @property
     def stand_still_s(self) -> float:
-        """The barrier's time."""
+        """Of the trainer while it writes, and of engines while they read."""
         if isinstance(self.transfer, Barrier):
             return self.transfer.latency_s + self.engine.weight_bytes / self.transfer.bytes_per_s
         return 0.0
@@ -199,7 +210,7 @@ async def _simulate(stages: Stages, workload: Workload, num_steps: int, first_co
                 begin_s, spent = clock(), fleet.seconds()
             groups = await buffer.take(config.groups_per_batch, version)
             batch = _count(groups, version, workload, stages.habits.tokens_per_entry)
-            batch.train_s = stages.train_s(batch.tokens + batch.prompt_tokens, batch.pairs, workload.num_mini_batches)
+            batch.train_s = stages.train_s(batch.lengths, workload.num_mini_batches)
             taken.append(batch)
             await asyncio.sleep(batch.train_s)
             fleet.publish(version + 1, stages.arrivals_s(), stages.stand_still_s)
@@ -215,9 +226,8 @@ async def _simulate(stages: Stages, workload: Workload, num_steps: int, first_co
 class _Batch:
     tokens: float
     """Drawn by the policy."""
-    prompt_tokens: float
-    pairs: float
-    num_samples: int
+    lengths: Float[np.ndarray, "N"]
+    """Of its samples with their prompts."""
     staleness: float
     """Summed over tokens."""
     masked: float
@@ -232,9 +242,7 @@ def _count(groups: Sequence[Group], version: int, workload: Workload, tokens_per
     eta = np.inf if workload.max_staleness is None else workload.max_staleness
     return _Batch(
         tokens=float(lengths.sum()),
-        prompt_tokens=float(len(samples) * workload.prompt_tokens),
-        pairs=float(((lengths + workload.prompt_tokens) ** 2).sum() / 2),
-        num_samples=len(samples),
+        lengths=lengths + workload.prompt_tokens,
         staleness=float(ages.sum() * tokens_per_entry),
         masked=float((ages > eta).sum() * tokens_per_entry),
     )
@@ -253,7 +261,7 @@ def _outcome(
         shares={cause: seconds / total for cause, seconds in sorted(spent.items())},
         staleness=sum(batch.staleness for batch in taken) / tokens,
         masked=sum(batch.masked for batch in taken) / tokens,
-        mean_length=tokens / sum(batch.num_samples for batch in taken),
+        mean_length=tokens / sum(len(batch.lengths) for batch in taken),
         seconds=end_s,
         counts={name: float(number) for name, number in {**fleet.counts, **rollouts.counters()}.items()},
     )

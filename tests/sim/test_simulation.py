@@ -2,11 +2,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from areal_jax.models.known import known_shape
 from areal_jax.rollout.gate import Gate
-from areal_jax.sim.costs import EngineCosts, Rewards, TrainerCosts
+from areal_jax.sim.costs import Dealt, EngineCosts, Packed, Reached, Rewards, TrainerCosts
 from areal_jax.sim.engine import EngineHabits
 from areal_jax.sim.hardware import DEVICES
 from areal_jax.sim.lengths import LogNormal, Recorded, capped_mean
@@ -28,7 +29,7 @@ def test_without_staleness_a_step_is_the_sum_of_its_stages() -> None:
     engine, trainer = EngineCosts(MODEL, DEVICE), TrainerCosts(MODEL, DEVICE, 2, num_mini_batches=1)
     step = engine.step(8)
     decode_s = 500 * (step.fixed_s + step.context_s * 8 * 100) + step.context_s * 8 * 500**2 / 2
-    train_s = trainer.train_s([600] * 8)
+    train_s = trainer.train_s(np.full(8, 600.0))
     (travel_s,) = cluster.arrivals_s()
     assert travel_s == pytest.approx(0.5 + engine.weight_bytes / (0.7 * 50e9))
     expected = travel_s + engine.copy_s + 2 * engine.prefill_s(100.0, 5000.0) + decode_s + 0.25 + train_s
@@ -96,11 +97,55 @@ def test_keeping_caches_and_not_standing_still_both_save_time() -> None:
 
 
 def test_more_train_devices_shorten_the_step_until_its_fixed_part() -> None:
-    lengths = [2000] * 8192
+    lengths = np.full(8192, 2000.0)
     few, more, many = (TrainerCosts(MODEL, DEVICE, num).train_s(lengths) - 2.0 for num in (8, 16, 80_000))
     assert few == pytest.approx(2 * more, rel=0.01)
     assert 0 < many < 0.1
     assert TrainerCosts(MODEL, DEVICE, 8).fits and not TrainerCosts(known_shape("qwen2.5-32b"), DEVICE, 8).fits
+
+
+def test_a_pipeline_costs_its_filling_and_its_fullest_stage_whatever_the_devices() -> None:
+    # Equal sequences of 1024: what a micro-batch of 4096 takes on a stage is known. An untied embedding is in the first of 4
+    # stages and multiplies nothing: the others do (N / (N - embedding)) times their share.
+    model, lengths = known_shape("r1-distill-qwen-7b"), np.full(4096, 1024.0)
+    reached = Reached(update_s=0.0)
+    fuller = model.num_params / (model.num_params - model.vocab_size * model.hidden_size)
+    assert fuller == pytest.approx(1.077, abs=0.001)
+    micro_batch = 2 * model.multiplied_params * 4096 + 2 * model.attention_width * 4096 * 1024
+    stage_s = fuller * micro_batch / (4 * DEVICE.flops_per_s * reached.train_flops)
+    found = []
+    for num_devices in (8, 64):
+        flat = TrainerCosts(model, DEVICE, num_devices, reached).train_s(lengths)
+        cut = TrainerCosts(model, DEVICE, num_devices, reached, layout=Packed(4, 1, 4096)).train_s(lengths)
+        reduce_s = 0.0 if num_devices == 8 else 4 * 4 * model.num_params / 8 / (0.7 * 50e9)
+        found.append(cut - reduce_s - fuller * (flat - reduce_s))
+    # Three micro-batches of waiting for each of 4 updates, worth three forward passes, and for the one pass beside them.
+    assert found == pytest.approx([3 * (3 * 4 + 1) * stage_s] * 2)
+
+
+def test_devices_with_whole_sequences_wait_for_the_longest_hand() -> None:
+    # Two mini-batches for two devices with a sequence each: of 3000 and 1000 tokens, then of 2000 and 2000.
+    reached = Reached(update_s=0.0)
+    lengths = np.array([3000.0, 1000.0, 2000.0, 2000.0])
+
+    def alone_s(tokens: float) -> float:
+        flops = 2 * MODEL.multiplied_params * tokens + 2 * MODEL.attention_width * tokens**2
+        return flops / (DEVICE.flops_per_s * reached.train_flops)
+
+    passes_s = sum(map(alone_s, lengths)) / 2
+    dealt = TrainerCosts(MODEL, DEVICE, 2, reached, num_mini_batches=2, layout=Dealt())
+    assert dealt.train_s(lengths) == pytest.approx(3 * (alone_s(3000.0) + alone_s(2000.0)) + passes_s)
+
+
+def test_running_ahead_hides_how_late_engines_notice_weights() -> None:
+    quick = replace(CLUSTER, transfer=Barrier())
+    late = replace(CLUSTER, transfer=Barrier(notice_s=10.0))
+    turns, ahead = (
+        [simulate(cluster, replace(WORKLOAD, max_staleness=eta), num_steps=6).step_s for cluster in (quick, late)]
+        for eta in (0, 4)
+    )
+    assert turns[1] == pytest.approx(turns[0] + 10.0, abs=0.1)
+    assert ahead[1] < ahead[0] + 1.0
 
 
 def test_the_mean_of_capped_lengths_is_that_of_draws() -> None:
