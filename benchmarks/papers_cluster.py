@@ -13,11 +13,11 @@ From the files that the paper's authors published with it, and not fitted: the t
 hold equally many parameters), devices of an engine, memory given to engines, micro-batches of 30 720 tokens (of 14B those of a
 later run); and lengths. Their log of 7B on mathematics has a mean of 7834 tokens with 12.4 % of answers cut at 16 384, which a
 log-normal with a median of 6600 and sigma 0.784 has; of those 3.4 % exceed 27 648, for the "below 5 %" that they tell. From
-the objections of verl's authors: it had 40 % of memory, and no sequence was cut over devices; engines of 4 at 32B are of
-verl's own recipe. Taken: figure 5c ran on 128 GPUs; weights go through storage at 2 GB/s and 5 s; two batches are under way at
-most (their default is one, with which nothing comes near figure 4: slots then wait for the longest of 16 answers). Answers of
-at most 8192 tokens have a median of 2800, which makes a mean of 3500: what the same policy's answers to the same problems came
-to at that budget (DeepScaleR). Of answers to programming problems nothing is known; they are given the same lengths.
+the objections of verl's authors: it had 40 % of memory, and no sequence was cut over devices. Taken: verl's engines at 32B have
+4 devices; figure 5c ran on 128 GPUs; weights go through storage at 2 GB/s and 5 s; two batches are under way at most (their
+default is one, with which nothing comes near figure 4: slots then wait for the longest of 16 answers). Answers of at most 8192
+tokens have a median of 2800, which makes a mean of 3500: what the same policy's answers to the same problems came to at that
+budget (DeepScaleR). Of answers to programming problems nothing is known; they are given the same lengths.
 
 Figure 4's tokens per second are a quarter of what table 1, figure 5c and both parts of figure 6 imply, for all models, sizes
 and systems alike. They are read as those of one of a step's four mini-batches.
