@@ -93,7 +93,7 @@ async def measure(warmup_steps: int, num_steps: int) -> dict[str, object]:
         policy,
         meshes.rollout,
         EngineConfig(
-            num_slots=NUM_SEQUENCES, max_prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS, steps_per_dispatch=16
+            num_slots=NUM_SEQUENCES, max_prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS, steps_per_dispatch=32
         ),
         dtype,
     )
