@@ -198,7 +198,7 @@ class Engines:
                 self._versions[number] = what
                 self._members.notify()
             case "wants_turn":
-                if self._turns.take(number, len(self._members)):
+                if number in self._members and self._turns.take(number, len(self._members)):
                     self._members[number].tell("turn")
             case "swapped":
                 self._turns.over(number)
