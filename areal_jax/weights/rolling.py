@@ -27,11 +27,11 @@ class Turns:
         self._lock = threading.Lock()
 
     def take(self, number: int, num_engines: int) -> bool:
-        """Begin an engine's turn, unless others have theirs."""
+        """Begin an engine's turn, unless others have theirs, or it has its own."""
         with self._lock:
             now = time.monotonic()
             self._swapping = {each: since_s for each, since_s in self._swapping.items() if now - since_s < _TURN_S}
-            if number not in self._swapping and len(self._swapping) >= max(1, num_engines // ENGINES_PER_TURN):
+            if number in self._swapping or len(self._swapping) >= max(1, num_engines // ENGINES_PER_TURN):
                 return False
             self._swapping[number] = now
             return True
@@ -45,8 +45,8 @@ class Turns:
 class Rolling:
     """Lets engines of one process take newer weights from their sources in turns.
 
-    An engine's turn begins when `newest` gives it weights, and ends when `swapped` says so, or when it finds nothing newer. An
-    engine that can do nothing without a version waits for it with `wait`, whoever swaps."""
+    An engine's turn begins when `newest` gives it weights, and ends when `swapped` says so, or when it asks again. An engine
+    that can do nothing without a version waits for it with `wait`, whoever swaps."""
 
     def __init__(self, sources: Sequence[WeightSource]):
         """Args: sources: of each engine."""
@@ -58,11 +58,9 @@ class Rolling:
 
     def newest(self, number: int, after: int) -> Weights | None:
         """What the engine's source has, or None while others swap."""
+        self._turns.over(number)
         weights = self._sources[number].newest(after)
-        if weights is None:
-            self._turns.over(number)
-            return None
-        return weights if self._turns.take(number, len(self._sources)) else None
+        return weights if weights is not None and self._turns.take(number, len(self._sources)) else None
 
     def swapped(self, number: int) -> None:
         """The engine's turn is over."""
@@ -94,15 +92,17 @@ class InTurn:
         """Args: ask: asks for a turn; where it is granted, `give` is called."""
         self._source, self._ask = source, ask
         self._has_turn = threading.Event()
-        # time.monotonic; the driver's thread alone uses it.
-        self._asked_s = float("-inf")
+        # When it has asked for the next turn (time.monotonic). The driver's thread writes it.
+        self._asked_s: float | None = None
 
     def give(self) -> None:
-        """It is the engine's turn."""
-        self._has_turn.set()
+        """It is the engine's turn, if it still wants one."""
+        if self._asked_s is not None:
+            self._has_turn.set()
 
     def swapped(self) -> None:
         """The engine's turn is over."""
+        self._asked_s = None
         self._has_turn.clear()
 
     def newest(self, after: int) -> Weights | None:
@@ -110,8 +110,9 @@ class InTurn:
         weights = self._source.newest(after)
         if weights is None or self._has_turn.is_set():
             return weights
-        if time.monotonic() - self._asked_s >= _ASK_AGAIN_S:
-            self._asked_s = time.monotonic()
+        now_s = time.monotonic()
+        if self._asked_s is None or now_s - self._asked_s >= _ASK_AGAIN_S:
+            self._asked_s = now_s
             self._ask()
         return None
 
