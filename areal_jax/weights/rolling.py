@@ -22,31 +22,40 @@ class Turns:
     """Whose turn it is. From any thread."""
 
     def __init__(self) -> None:
-        # Engines that swap, and since when (time.monotonic). Guarded by the lock.
+        # Engines that swap, and since when (time.monotonic). Guarded by the condition, which is told of every turn that ends.
         self._swapping: dict[int, float] = {}
-        self._lock = threading.Lock()
+        self._ended = threading.Condition()
 
     def take(self, number: int, num_engines: int) -> bool:
         """Begin an engine's turn, unless others have theirs, or it has its own."""
-        with self._lock:
-            now = time.monotonic()
-            self._swapping = {each: since_s for each, since_s in self._swapping.items() if now - since_s < _TURN_S}
-            if number in self._swapping or len(self._swapping) >= max(1, num_engines // ENGINES_PER_TURN):
+        with self._ended:
+            if not self._has_room(num_engines) or number in self._swapping:
                 return False
-            self._swapping[number] = now
+            self._swapping[number] = time.monotonic()
             return True
+
+    def wait(self, num_engines: int, timeout_s: float) -> None:
+        """Sleep until an engine's turn may begin, or the time is over."""
+        with self._ended:
+            self._ended.wait_for(lambda: self._has_room(num_engines), timeout_s)
 
     def over(self, number: int) -> None:
         """End an engine's turn, if it has one."""
-        with self._lock:
-            self._swapping.pop(number, None)
+        with self._ended:
+            if self._swapping.pop(number, None) is not None:
+                self._ended.notify_all()
+
+    def _has_room(self, num_engines: int) -> bool:
+        now_s = time.monotonic()
+        self._swapping = {each: since_s for each, since_s in self._swapping.items() if now_s - since_s < _TURN_S}
+        return len(self._swapping) < max(1, num_engines // ENGINES_PER_TURN)
 
 
 class Rolling:
     """Lets engines of one process take newer weights from their sources in turns.
 
     An engine's turn begins when `newest` gives it weights, and ends when `swapped` says so, or when it asks again. An engine
-    that can do nothing without a version waits for it with `wait`, whoever swaps."""
+    that can do nothing without a version sleeps in `wait` until it has come, and its turn may begin."""
 
     def __init__(self, sources: Sequence[WeightSource]):
         """Args: sources: of each engine."""
@@ -67,8 +76,11 @@ class Rolling:
         self._turns.over(number)
 
     def wait(self, number: int, at_least: int, timeout_s: float) -> Weights:
-        """What the engine's source has, as soon as it has it."""
-        return self._sources[number].wait(at_least, timeout_s)
+        """What the engine's source has. It returns when others have swapped, too, but after `timeout_s` at the latest."""
+        deadline_s = time.monotonic() + timeout_s
+        weights = self._sources[number].wait(at_least, timeout_s)
+        self._turns.wait(len(self._sources), deadline_s - time.monotonic())
+        return weights
 
 
 @dataclass(frozen=True)
@@ -117,5 +129,9 @@ class InTurn:
         return None
 
     def wait(self, at_least: int, timeout_s: float) -> Weights:
-        """What the source has, as soon as it has it."""
-        return self._source.wait(at_least, timeout_s)
+        """What the source has. It returns when it is the engine's turn, too, but after `timeout_s` at the latest."""
+        deadline_s = time.monotonic() + timeout_s
+        weights = self._source.wait(at_least, timeout_s)
+        if self.newest(weights.version - 1) is None:
+            self._has_turn.wait(deadline_s - time.monotonic())
+        return weights

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
 import pytest
@@ -44,10 +45,17 @@ def test_another_engines_word_ends_no_turn() -> None:
     assert turns.of(1).newest(0) is None
 
 
-def test_who_waits_for_a_version_waits_for_no_turn() -> None:
+def test_who_waits_for_a_version_sleeps_until_others_have_swapped() -> None:
     turns = Rolling([Versions(1)] * 2)
     assert turns.of(0).newest(0) is not None
-    assert turns.of(1).wait(1, 1.0) == Weights(1, None)
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(turns.of(1).wait, 1, 60.0)
+        assert wait([waiting], 0.2).not_done
+        turns.swapped(0)
+        assert waiting.result(10.0) == Weights(1, None)
+    # It takes none from the others by that, and gives up waiting in time.
+    assert turns.of(0).newest(0) == Weights(1, None)
+    assert turns.of(1).wait(1, 0.1) == Weights(1, None)
 
 
 def test_an_engine_that_never_comes_back_loses_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -87,6 +95,13 @@ def test_a_turn_that_is_given_from_elsewhere_is_asked_for_once_and_ends_with_the
     versions.newest_version = 3
     monkeypatch.setattr(rolling, "_ASK_AGAIN_S", 0.0)
     assert engine.newest(2) is None and asked == [1, 3]
-    # Not answered: it asks again. Who can do nothing without the version does not wait for its turn.
+    # Not answered: it asks again.
     assert engine.newest(2) is None and asked == [1, 3, 3]
-    assert engine.wait(3, 1.0) == Weights(3, None)
+    # Who can do nothing without the version sleeps until it is its turn.
+    with ThreadPoolExecutor() as pool:
+        waiting = pool.submit(engine.wait, 3, 60.0)
+        assert wait([waiting], 0.2).not_done
+        engine.give()
+        assert waiting.result(10.0) == Weights(3, None) == engine.newest(2)
+    engine.swapped()
+    assert engine.wait(3, 0.1) == Weights(3, None) and engine.newest(2) is None
