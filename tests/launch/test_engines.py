@@ -145,8 +145,7 @@ def test_new_weights_are_taken_in_turns_and_an_engine_that_is_lost_holds_nobody_
             await asyncio.sleep(0.1)
             found = [await connection.ask("swap") for connection in connections[1:]]
             swaps = sorted((begin_s, end_s) for begin_s, end_s in filter(None, found) if begin_s < end_s)
-        (first_began, first_ended), (second_began, _) = swaps
-        assert first_ended - first_began >= 0.3
+        (_, first_ended), (second_began, _) = swaps
         assert second_began >= first_ended
 
     with_engines(talk)
