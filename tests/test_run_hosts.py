@@ -80,8 +80,16 @@ def test_an_engine_host_reports_every_token_once_and_of_what_is_finished_nothing
     experiment = load_experiment("aime", settings)
     heard: list[tuple[str, Any]] = []
 
+    def hear(topic: str, what: Any) -> None:
+        heard.append((topic, what))
+        if topic == "wants_turn":
+            hosts[0].turn()
+
+    hosts: list[EngineHost] = []
+
     async def run() -> tuple[list[Completion], dict[int, list[Completion]]]:
-        host = EngineHost(lambda topic, what: heard.append((topic, what)), written_settings(experiment), "aime")
+        host = EngineHost(hear, written_settings(experiment), "aime")
+        hosts.append(host)
         facts = await host.begin()
         assert facts["num_slots"] == 4 and facts["jax"] == jax.__version__
         weights = host._found.load()
@@ -103,4 +111,5 @@ def test_an_engine_host_reports_every_token_once_and_of_what_is_finished_nothing
         known = np.concatenate([each.tokens for each in reported[sample]])
         assert known.tolist() == completion.tokens[: len(known)].tolist()
         assert sum(each.stop_reason != "suspended" for each in reported[sample]) <= 1
+    assert [topic for topic, _ in heard if topic in ("wants_turn", "swapped")] == ["wants_turn", "swapped"]
     assert any(topic == "measures" and what["tokens"][0] > 0 for topic, what in heard)
