@@ -19,12 +19,9 @@ def drawing_of(sampling: Sampling) -> Drawing:
     """The cheapest way of drawing that does what a request asks for."""
     if sampling.min_new_tokens > 0 or sampling.num_alternatives > 0 or is_penalized(sampling):
         return Drawing.SHAPED
-    return Drawing.FILTERED if is_filtered(sampling) else Drawing.PLAIN
-
-
-def is_filtered(sampling: Sampling) -> bool:
-    """Whether some tokens are never drawn. The most likely one is the same with filters and without."""
-    return sampling.temperature > 0 and (sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0)
+    # The most likely token is the same with filters and without.
+    filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
+    return Drawing.FILTERED if filters and sampling.temperature > 0 else Drawing.PLAIN
 
 
 def is_penalized(sampling: Sampling) -> bool:

@@ -102,15 +102,18 @@ class Cluster:
 
     async def _room(self, name: str, kind: Kind, place: PlacementGroup) -> None:
         """Wait for the place of a process."""
+        needs = text_of(needs_of(self.config, self.accelerator, kind))
+
+        def lacks() -> str:
+            return f"it needs {needs} on one node, and nodes have {nodes_text(nodes())}, for all that runs there"
+
         start_s, notice_s = time.monotonic(), NOTICE_S
         while placement_group_table(place)["state"] != "CREATED":
             waited_s = time.monotonic() - start_s
-            needs = text_of(needs_of(self.config, self.accelerator, kind))
-            lacks = f"it needs {needs} on one node, and nodes have {nodes_text(nodes())}, for all that runs there"
             if waited_s > self.config.start_timeout_s:
-                raise NoRoom(f"{name} found no room within launch.start_timeout_s={self.config.start_timeout_s:g}: {lacks}")
+                raise NoRoom(f"{name} found no room within launch.start_timeout_s={self.config.start_timeout_s:g}: {lacks()}")
             if waited_s > notice_s:
-                logger.warning("%s waits for room: %s", name, lacks)
+                logger.warning("%s waits for room: %s", name, lacks())
                 notice_s = float("inf")
             await asyncio.sleep(LOOK_S)
 
