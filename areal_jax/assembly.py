@@ -45,7 +45,7 @@ from areal_jax.trainer.step import Metrics
 from areal_jax.trainer.versions import Versions
 from areal_jax.training import Keeper, initial_weights
 from areal_jax.weights.mailbox import Mailbox
-from areal_jax.weights.rolling import Rolling
+from areal_jax.weights.rolling import InTurn, in_turns
 from areal_jax.workflows.agent import AgentHost
 from areal_jax.workflows.config import Agent
 from areal_jax.workflows.from_config import make_workflow, tools_of
@@ -292,11 +292,11 @@ async def assembled(
             on_event=partial(trace.span, "mailbox"),
         )
         stack.callback(mailbox.close)
-        rolling = Rolling([mailbox.of(number) for number in range(len(plan.engines))])
+        sources = in_turns([mailbox.of(number) for number in range(len(plan.engines))])
         engine = Fleet(
             [
-                Driver(each, rolling.of(number), on_event=partial(_driven, trace, rolling, number))
-                for number, each in enumerate(plan.engines)
+                Driver(each, source, on_event=partial(_driven, trace, source, number))
+                for number, (each, source) in enumerate(zip(plan.engines, sources, strict=True))
             ]
         )
         stack.callback(engine.close)
@@ -380,12 +380,12 @@ async def agents_of(stack: AsyncExitStack, experiment: AnyExperiment, tokenizer:
 
 
 def _driven(
-    trace: Trace, rolling: Rolling, number: int, name: str, start_s: float, end_s: float, args: Mapping[str, int | float]
+    trace: Trace, source: InTurn, number: int, name: str, start_s: float, end_s: float, args: Mapping[str, int | float]
 ) -> None:
     """What a driver tells: drawn on its lane of the trace, and where it has swapped, the next engine may."""
     trace.span("rollout driver" + (f" {number + 1}" if number else ""), name, start_s, end_s, {"engine": number, **args})
     if name == "swap":
-        rolling.swapped(number)
+        source.swapped()
 
 
 def _bases(plan: Plan, base: Params) -> list[EngineParams]:

@@ -155,7 +155,7 @@ class EngineHost:
             complete=None if base is None else lambda arrived: lora.attach(found.policy, base, arrived),
             on_event=lambda name, _start_s, _end_s, args: emit(name, args["version"]),
         )
-        self._in_turn = InTurn(self._reader, lambda: emit("wants_turn", None))
+        self._in_turn = InTurn(self._reader, ask=lambda _: emit("wants_turn", None), over=lambda: emit("swapped", None))
         self._driver = Driver(engine, self._in_turn, on_event=self._driven)
         engine.warm_up()
         self._driver.start()
@@ -205,7 +205,6 @@ class EngineHost:
     def _driven(self, name: str, start_s: float, end_s: float, args: Mapping[str, int | float]) -> None:
         if name == "swap":
             self._in_turn.swapped()
-            self._emit("swapped", args["version"])
 
     async def _report(self) -> None:
         """Tell what was drawn and measured, every so often."""

@@ -55,7 +55,7 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_rollout_mesh
 from areal_jax.records import Completion, EngineStopped, Request, Sampling, Weights
 from areal_jax.rl.logprobs import token_logprobs
-from areal_jax.weights.rolling import Rolling
+from areal_jax.weights.rolling import InTurn, in_turns
 
 NUM_SLOTS, PROMPT_TOKENS, MOST_TOKENS = 32, 16, 240
 MEDIAN_TOKENS, SIGMA = 50, 1.0
@@ -162,9 +162,8 @@ async def decode(
     arrivals = Arrivals(versions)
     sources: list[Any] = [Shelf(arrivals, number) for number in range(len(engines))]
     if variant.rolls:
-        rolling = Rolling(sources)
-        sources = [rolling.of(number) for number in range(len(engines))]
-        told = [partial(told_rolling, arrivals, rolling, number) for number in range(len(engines))]
+        sources = in_turns(sources)
+        told = [partial(told_rolling, arrivals, source) for source in sources]
     else:
         told = [arrivals.tell for _ in engines]
     kind = Waiting if variant.waits else Driver
@@ -196,10 +195,10 @@ async def decode(
     }, finished
 
 
-def told_rolling(arrivals: Arrivals, rolling: Rolling, number: int, name: str, start_s: float, end_s: float, args: Any) -> None:
+def told_rolling(arrivals: Arrivals, source: InTurn, name: str, start_s: float, end_s: float, args: Any) -> None:
     """The next engine's turn begins as soon as one has swapped."""
     if name == "swap":
-        rolling.swapped(number)
+        source.swapped()
     arrivals.tell(name, start_s, end_s, args)
 
 

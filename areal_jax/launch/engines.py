@@ -47,7 +47,7 @@ class Engines:
         self._wait_s = wait_s
         self._router = Router()
         self._members = Members()
-        self._turns = Turns()
+        self._turns = Turns(lambda: len(self._members))
         # Of each: the version of its weights, those that have arrived whole; and what it has reported since someone asked.
         self._versions: dict[int, int] = {}
         self._measures: dict[int, Sums] = {}
@@ -198,8 +198,8 @@ class Engines:
                 self._versions[number] = what
                 self._members.notify()
             case "wants_turn":
-                if number in self._members and self._turns.take(number, len(self._members)):
-                    self._members[number].tell("turn")
+                if (connection := self._members.get(number)) is not None:
+                    self._turns.ask(number, lambda: connection.tell("turn"))
             case "swapped":
                 self._turns.over(number)
             case "measures":

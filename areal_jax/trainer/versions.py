@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Generic, NamedTuple, TypeVar
 
@@ -75,12 +76,12 @@ class Packed(NamedTuple):
     """Loss tokens, or pairs: what the loss is the mean of."""
 
 
-class FromExamples(Versions, Generic[T]):
+class FromExamples(Versions, ABC, Generic[T]):
     """A trainer that learns from examples which are there before the run begins. Below it: how they are packed."""
 
+    @abstractmethod
     def pack(self, examples: Sequence[T]) -> Packed:
         """Micro-batches of examples, on the train mesh."""
-        raise NotImplementedError
 
     def step(self, examples: Sequence[T]) -> Metrics:
         """One optimizer update; its loss is the mean over the examples' loss tokens, or over pairs.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import dataclass
 
@@ -9,7 +10,7 @@ import pytest
 
 from areal_jax.records import Weights
 from areal_jax.weights import rolling
-from areal_jax.weights.rolling import InTurn, Rolling, Turns
+from areal_jax.weights.rolling import InTurn, Turns, in_turns
 
 
 @dataclass
@@ -26,67 +27,80 @@ class Versions:
 
 
 def test_while_one_engine_swaps_the_others_go_on_with_what_they_have() -> None:
-    turns = Rolling([Versions(5)] * 3)
-    first, second, third = (turns.of(number) for number in range(3))
-    assert first.newest(4) == Weights(5, None)
-    assert second.newest(4) is None and third.newest(4) is None
-    # It has swapped: the next may.
-    turns.swapped(0)
-    assert second.newest(4) == Weights(5, None) and third.newest(4) is None
-    # Who asks again has swapped too, whether or not there is more to take.
-    assert second.newest(5) is None
-    assert third.newest(4) == Weights(5, None) and third.newest(4) == Weights(5, None)
-
-
-def test_another_engines_word_ends_no_turn() -> None:
-    turns = Rolling([Versions(1)] * 2)
-    assert turns.of(0).newest(0) is not None
-    turns.swapped(1)
-    assert turns.of(1).newest(0) is None
+    first, second, third = in_turns([Versions(5)] * 3)
+    assert first.newest(4) == Weights(5, None) == first.newest(4)
+    assert third.newest(4) is None and second.newest(4) is None
+    # It has swapped: the next may, which is who has asked first.
+    first.swapped()
+    assert second.newest(4) is None and third.newest(4) == Weights(5, None)
+    third.swapped()
+    assert second.newest(4) == Weights(5, None)
+    # Who has the newest already asks for nothing, and holds nobody up.
+    assert third.newest(5) is None and first.newest(5) is None
+    second.swapped()
+    assert [each.newest(4) is not None for each in (first, second, third)] == [True, False, False]
 
 
 def test_who_waits_for_a_version_sleeps_until_others_have_swapped() -> None:
-    turns = Rolling([Versions(1)] * 2)
-    assert turns.of(0).newest(0) is not None
+    first, second = in_turns([Versions(1)] * 2)
+    assert first.newest(0) is not None
     with ThreadPoolExecutor() as pool:
-        waiting = pool.submit(turns.of(1).wait, 1, 60.0)
+        waiting = pool.submit(second.wait, 1, 60.0)
         assert wait([waiting], 0.2).not_done
-        turns.swapped(0)
-        assert waiting.result(10.0) == Weights(1, None)
-    # It takes none from the others by that, and gives up waiting in time.
-    assert turns.of(0).newest(0) == Weights(1, None)
-    assert turns.of(1).wait(1, 0.1) == Weights(1, None)
+        first.swapped()
+        assert waiting.result(10.0) == Weights(1, None) == second.newest(0)
+    # It gives up waiting in time.
+    assert first.wait(1, 0.1) == Weights(1, None) and first.newest(0) is None
 
 
 def test_an_engine_that_never_comes_back_loses_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = Rolling([Versions(1)] * 2)
-    assert turns.of(0).newest(0) is not None and turns.of(1).newest(0) is None
+    monkeypatch.setattr(rolling, "_ASK_AGAIN_S", 0.0)
+    first, second = in_turns([Versions(1)] * 2)
+    assert first.newest(0) is not None and second.newest(0) is None
     monkeypatch.setattr(rolling, "_TURN_S", 0.0)
-    assert turns.of(1).newest(0) == Weights(1, None)
+    assert second.newest(0) == Weights(1, None)
 
 
-def test_an_eighth_of_many_engines_swaps_at_a_time() -> None:
-    turns = Turns()
-    assert [turns.take(number, 16) for number in range(16)] == [True] * 2 + [False] * 14
+def test_an_eighth_of_many_engines_swaps_at_a_time_in_the_order_of_asking() -> None:
+    num_engines, begun = 16, list[int]()
+
+    def may_begin(number: int) -> Callable[[], None]:
+        return lambda: begun.append(number)
+
+    turns = Turns(lambda: num_engines)
+    for number in range(16):
+        turns.ask(number, may_begin(number))
+    assert begun == [0, 1]
+    # Who asks again, or has its turn, is given no second one.
+    turns.ask(5, may_begin(5))
+    turns.ask(0, may_begin(0))
     turns.over(1)
-    # Who has its turn is given no second one; one more may begin.
-    assert [turns.take(number, 16) for number in (0, 7, 9)] == [False, True, False]
-    # Of up to fifteen, one.
-    assert [Turns().take(0, 15), Turns().take(0, 1)] == [True, True]
-    few = Turns()
-    assert [few.take(number, 15) for number in range(15)] == [True] + [False] * 14
+    assert begun == [0, 1, 2]
+    # One that is lost before its turn is passed over; one that is lost when it has no wish ends nobody's turn.
+    turns.over(3)
+    turns.over(1)
+    assert begun == [0, 1, 2]
+    turns.over(0)
+    assert begun == [0, 1, 2, 4]
+    # Of up to fifteen, one: two swap, so that two must have ended before another begins.
+    num_engines = 15
+    turns.over(2)
+    assert begun == [0, 1, 2, 4]
+    turns.over(4)
+    assert begun == [0, 1, 2, 4, 5]
 
 
 def test_a_turn_that_is_given_from_elsewhere_is_asked_for_once_and_ends_with_the_swap(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions, asked = Versions(0), list[int]()
+    versions, said = Versions(0), list[str]()
     monkeypatch.setattr(rolling, "_ASK_AGAIN_S", 1000.0)
-    engine = InTurn(versions, lambda: asked.append(versions.newest_version))
-    # A turn that comes too late, when it has swapped already, is not kept for the next version.
+    engine = InTurn(versions, ask=lambda _: said.append(f"wants {versions.newest_version}"), over=lambda: said.append("over"))
+    # A turn that comes when it has swapped already is given back, and not kept for the next version.
     engine.give()
+    assert said == ["over"]
     # Nothing newer: nothing to ask for.
-    assert engine.newest(0) is None and asked == []
+    assert engine.newest(0) is None and said == ["over"]
     versions.newest_version = 1
-    assert engine.newest(0) is None and engine.newest(0) is None and asked == [1]
+    assert engine.newest(0) is None and engine.newest(0) is None and said == ["over", "wants 1"]
     # While it waits, a newer one comes: that is the one it takes, for as long as its turn lasts.
     versions.newest_version = 2
     engine.give()
@@ -94,9 +108,9 @@ def test_a_turn_that_is_given_from_elsewhere_is_asked_for_once_and_ends_with_the
     engine.swapped()
     versions.newest_version = 3
     monkeypatch.setattr(rolling, "_ASK_AGAIN_S", 0.0)
-    assert engine.newest(2) is None and asked == [1, 3]
+    assert engine.newest(2) is None and said == ["over", "wants 1", "over", "wants 3"]
     # Not answered: it asks again.
-    assert engine.newest(2) is None and asked == [1, 3, 3]
+    assert engine.newest(2) is None and said[-2:] == ["wants 3", "wants 3"]
     # Who can do nothing without the version sleeps until it is its turn.
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(engine.wait, 3, 60.0)
