@@ -12,10 +12,10 @@ what `deploy/slurm.sh` starts on each node of a job. The embedded policy trains,
     cut         as fast, but the network is cut in mid-run until the second node is taken for lost; then it comes back, and
                 joins again
 
-Counted are answers per second from the first step on, bytes that crossed the network, and for `cut` the seconds from the cut
-until the loss was told, with the steps made meanwhile, and those from the node's return until the next step. Checks what
-`losing_parts.py` checks: no task is lost or trained on twice, no token is too old. Appends to results/two_nodes.jsonl, in about
-9 minutes.
+Counted are answers per second from the first step on and bytes that crossed the network; for `cut` the seconds from the cut
+until a loss was told, with the steps made meanwhile, and those from the node's return until the next step, and what was lost,
+which is what happened to lie on the second node. Checks what `losing_parts.py` checks: no task is lost or trained on twice,
+no token is too old. Appends to results/two_nodes.jsonl, in about 9 minutes.
 
 Expected: a slow network costs little, for nobody waits for weights; what is cut is noticed by Ray's heartbeats, in about 75 s.
 """
@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import re
 import secrets
 import subprocess
 import sys
@@ -118,9 +119,9 @@ def node(number: int, settings: Sequence[str], token: str, log: TextIO) -> Itera
         process.wait()
 
 
-def train(variant: Variant, settings: Sequence[str], folder: Path) -> dict[str, float]:
+def train(variant: Variant, settings: Sequence[str], folder: Path) -> dict[str, Any]:
     """A whole run; what went over the network, and what a cut cost. SystemExit where it fails."""
-    token, found = secrets.token_hex(32), dict[str, float]()
+    token, found = secrets.token_hex(32), dict[str, Any]()
     folder.parent.mkdir(parents=True, exist_ok=True)
     log = folder.with_suffix(".log")
     with (
@@ -148,6 +149,7 @@ def train(variant: Variant, settings: Sequence[str], folder: Path) -> dict[str, 
         found["network_bytes"] = sum(
             int(Path(f"/sys/class/net/areal-v1/statistics/{way}_bytes").read_text()) for way in ("rx", "tx")
         )
+    found["lost"] = re.findall(r"^\w+:areal_jax\.launch\.\w+:(.+?) was lost", log.read_text(), re.MULTILINE)
     if first.returncode:
         raise SystemExit(f"the run ended with {first.returncode}; see {log}")
     return found
@@ -178,17 +180,19 @@ def main() -> None:
         settings = (
             *("launch=ray", "launch.accelerator=none", f"launch.trainer_hosts={variant.trainer_hosts}"),
             *(f"launch.rollout_engines={variant.rollout_engines}", "launch.reward_workers=1", f"num_steps={options.steps}"),
-            *("evaluation.every_steps=20", "evaluation.num_tasks=256"),
+            *("evaluation.every_steps=20", "evaluation.num_tasks=256", "checkpoint.every_steps=5"),
         )
         folder = options.folder / name.replace(" ", "-")
         network_cost = train(variant, ("--exp=aime", f"--run-folder={folder.absolute()}", *settings[1:]), folder)
         found[name] = checked(folder, reinforcement("aime", settings)) | network_cost
         print(f"{name}: {found[name]}", flush=True)
     append(NAME, {"note": options.note, "steps": options.steps, "runs": found})
-    table = Table("network", "pass@1", "answers/s", "engines lost", "requests moved", title=NAME)
+    table = Table("network", "pass@1", "answers/s", "MB over it", "lost", title=NAME)
     for name, each in found.items():
         curve = " -> ".join(f"{score:.1%}" for _, score in each["pass_at_1"])
-        table.add_row(name, curve, *(f"{each[key]:.0f}" for key in ("samples_per_s", "engines_lost", "requests_moved")))
+        table.add_row(
+            name, curve, f"{each['samples_per_s']:.0f}", f"{each['network_bytes'] / 1e6:.0f}", ", ".join(each["lost"])
+        )
     Console().print(table)
 
 
