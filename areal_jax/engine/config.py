@@ -6,6 +6,9 @@ from typing import Literal
 
 import chz
 
+MAX_TOP_K = 2**31 - 1
+"""It travels to the device as a 32-bit integer; beyond the vocabulary it keeps all of it."""
+
 
 @chz.chz
 class EngineConfig:

@@ -28,6 +28,7 @@ from tiny_decode import (
     with_setting,
 )
 
+from areal_jax.engine.config import MAX_TOP_K
 from areal_jax.engine.decode import DecodeEngine, Drawing, Drawn
 from areal_jax.engine.driver import Driver
 from areal_jax.engine.sampling import uniforms
@@ -467,6 +468,47 @@ def test_a_request_beyond_the_limits_is_refused_with_the_knob(refused: Request, 
             driver.submit(refused)
 
     with_driver(engine(), Shelf(engine(), (0, 0, 0)), act)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("top_k", value) for value in (-1, 2**31, 10**30)),
+        *(("temperature", value) for value in (-1.0, 1e-40, 1e300, np.inf, np.nan)),
+        *(("top_p", value) for value in (1e-60, 1.1, np.nan)),
+        *(("min_p", value) for value in (-0.1, 1.1, np.nan)),
+        *((name, value) for name in ("presence_penalty", "frequency_penalty") for value in (1e300, -np.inf, np.nan)),
+        *(("repetition_penalty", value) for value in (0.0, 1e-300, 1e300, np.nan)),
+        *(("min_new_tokens", value) for value in (-1, 21, 2**31)),
+        *(("num_alternatives", value) for value in (-1, 21, 2**31)),
+        *(("max_new_tokens", value) for value in (0, 2**31)),
+        *(("stop_token_ids", value) for value in ((2**31,), (-1,))),
+    ],
+)
+def test_what_the_device_could_not_hold_is_refused_where_it_is_asked(field: str, value: Any):
+    bad = request()
+    bad = replace(bad, sampling=replace(bad.sampling, **{field: value}))
+
+    async def act(driver: Driver):
+        with pytest.raises(Unservable, match=field):
+            driver.submit(bad)
+
+    with_driver(engine(), Shelf(engine(), (0, 0, 0)), act)
+
+
+def test_what_the_device_can_just_hold_is_drawn_in_numbers():
+    extremes: list[dict[str, Any]] = [
+        {"top_k": MAX_TOP_K},
+        *({"temperature": value} for value in (1e-6, 1e6)),
+        {"top_p": 1e-6},
+        {"presence_penalty": 1e6, "frequency_penalty": -1e6},
+        *({"repetition_penalty": value} for value in (1e-6, 1e6)),
+        {"stop_token_ids": (2**31 - 1,), "min_new_tokens": 20},
+    ]
+    asked = [replace(request(str(i)), sampling=Sampling(20, **each)) for i, each in enumerate(extremes)]
+    asked.append(request("seed", seed=10**30))
+    for [completion] in uninterrupted(*asked):
+        assert len(completion.tokens) == 20 and np.isfinite(completion.logp).all()
 
 
 def test_an_id_in_use_is_refused():
