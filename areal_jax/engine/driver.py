@@ -416,7 +416,8 @@ class Driver:
             job.answer.give(job.drawn)
 
     def _take_newest_weights(self) -> None:
-        """Swap to the newest weights, if there are newer ones, and rebuild what was computed with the old."""
+        """Swap to the newest weights, if there are newer ones. What the old ones computed, no other sequence finds from now on;
+        that of live ones is rebuilt, or kept."""
         newest = self._arrived or self._weights.newest(self._current.version)
         if newest is None:
             return
@@ -425,9 +426,10 @@ class Driver:
         recomputed = 0
         # Equal weights leave every page as it is, so that such a swap changes no output in any bit.
         if self._memory.holds_any and not self._engine.same_weights(old.params, newest.params):
-            for job in self._queue.values():
-                self._memory.give_up(job.prompts)
-            if self._config.on_update == "recompute":
+            self._give_up_prompts()
+            if self._config.on_update == "keep":
+                self._memory.forget(kept=self._table.live())
+            else:
                 self._memory.forget()
                 live = {slot: self._table.cached_tokens(slot) for slot in self._table.live()}
                 self._state, recomputed = self._memory.rebuild(newest.params, self._state, live)
