@@ -597,10 +597,11 @@ class Driver:
             if slot not in self._table:
                 continue
             reason = "suspended" if drawn.active[slot] else _reason(drawn, slot)
-            completion, told = self._table.completion(slot, reason), job.num_told.get(sample, 0)
-            if len(completion.tokens) > told:
-                news.append(Progress(sample, completion.between(told)))
-                job.num_told[sample] = len(completion.tokens)
+            told = job.num_told.get(sample, 0)
+            new = self._table.completion(slot, reason, told)
+            if len(new.tokens):
+                news.append(Progress(sample, new))
+                job.num_told[sample] = told + len(new.tokens)
 
         def tell() -> None:
             assert on_progress is not None

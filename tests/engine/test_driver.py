@@ -34,7 +34,7 @@ from areal_jax.engine.driver import Driver
 from areal_jax.engine.sampling import uniforms
 from areal_jax.engine.slots import SlotTable
 from areal_jax.models.attention import choose_kernel
-from areal_jax.records import Completion, EngineStopped, Request, Sampling, Unservable, nothing_drawn
+from areal_jax.records import Alternatives, Completion, EngineStopped, Request, Sampling, Unservable, nothing_drawn
 
 PROMPT = (5, 9, 33, 2, 17)
 
@@ -635,6 +635,32 @@ def test_bookkeeping_between_two_dispatches_is_quick():
 
     # 20 us on a quiet core; the best of many, since others may load this machine. 200 us is what a dispatch may cost the host.
     assert min(seconds() for _ in range(200)) < 200e-6
+
+
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_the_end_of_an_answer_is_read_alone(num_before: int):
+    table = SlotTable(num_slots=2, max_new_tokens=20, steps_per_dispatch=4)
+    before = np.arange(num_before, dtype=np.int32)
+    told = Alternatives(np.tile(before[:, None], 2), np.zeros((num_before, 2), np.float32))
+    asked = replace(request(), sampling=Sampling(20, num_alternatives=2))
+    table.seat(1, asked, 0, Completion(before, -before.astype(np.float32), before, "suspended", told))
+    for version in range(3):
+        tokens = np.arange(8, dtype=np.int32).reshape(4, 2) + 100 * (version + 1)
+        likely = np.arange(4 * 20 * 2, dtype=np.int32).reshape(4, 20, 2)
+        counts, active = np.full(2, 4, np.int32), np.array([False, True])
+        drawn = Drawn(
+            tokens, -tokens.astype(np.float32), counts, active, ~active, tokens[-1], (likely, -likely.astype(np.float32))
+        )
+        table.harvest(drawn, version)
+    whole_answer = table.completion(1, "suspended")
+    assert len(whole_answer.tokens) == num_before + 12
+    for start in range(num_before + 13):
+        end, expected = table.completion(1, "length", start), whole_answer.between(start)
+        for name in ("tokens", "logp", "versions"):
+            np.testing.assert_array_equal(getattr(end, name), getattr(expected, name))
+        assert end.alternatives is not None and expected.alternatives is not None
+        for mine, theirs in zip(end.alternatives, expected.alternatives, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
 
 
 def test_metrics_count_what_happened_and_start_anew():
