@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from areal_jax.engine.config import MAX_TOP_K
 from areal_jax.engine.decode import MAX_ALTERNATIVES, MAX_STOP_TOKENS
 
 MAX_STOPS = 16
@@ -137,7 +138,7 @@ def _wishes(body: Body, max_new_tokens: int | None, tells_logp: bool, num_altern
     given = {
         "temperature": body.take("temperature", float, None, low=0, high=2),
         "top_p": body.take("top_p", float, None, low=1e-6, high=1),
-        "top_k": body.take("top_k", int, None, low=0),
+        "top_k": body.take("top_k", int, None, low=0, high=MAX_TOP_K),
         "min_p": body.take("min_p", float, None, low=0, high=1),
         "min_new_tokens": body.take("min_tokens", int, None, low=0),
         "presence_penalty": body.take("presence_penalty", float, None, low=-2, high=2),
@@ -189,7 +190,7 @@ class Body:
             names = " or ".join(_NAMES[each] for each in kinds)
             raise Refused(400, f"expected {name} to be {names}, came {_kind(value)}", param=name)
         if (low is not None and not value >= low) or (high is not None and not value <= high):
-            bounds = f"{low:g} or more" if high is None else f"from {low:g} to {high:g}"
+            bounds = f"{low} or more" if high is None else f"from {low} to {high}"
             raise Refused(400, f"expected {name} to be {bounds}, came {value}", param=name)
         return value
 

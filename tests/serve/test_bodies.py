@@ -40,6 +40,7 @@ def texts(**body: Any) -> Any:
         ({"temperature": float("nan")}, "came nan"),
         ({"temperature": 10**400}, "came inf"),
         ({"top_p": 0}, "expected top_p to be from 1e-06 to 1, came 0"),
+        ({"top_k": 2**31}, "expected top_k to be from 0 to 2147483647, came 2147483648"),
         ({"max_tokens": 0}, "expected max_tokens to be 1 or more"),
         ({"stop": ["a", ""]}, "none of them empty"),
         ({"stop": ["a"] * 17}, "at most 16 texts"),
