@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -134,12 +134,18 @@ class Run(Generic[AnyTrainer]):
     def experiment(self) -> AnyExperiment:
         return self.plan.experiment
 
-    async def unless_stopped(self, awaitable: Awaitable[T]) -> T | None:
-        """What is awaited, or None if stopping is asked for first."""
-        wanted, stopped = asyncio.ensure_future(awaitable), asyncio.ensure_future(self.stop.wait())
+    async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """What the work returns, or None if stopping is asked for first.
+
+        It is never begun where stopping was asked for before, and what it has done is never thrown away: a batch that was taken
+        is in no buffer any more."""
+        if self.stop.is_set():
+            work.close()
+            return None
+        wanted, stopped = asyncio.ensure_future(work), asyncio.ensure_future(self.stop.wait())
         try:
             await asyncio.wait((wanted, stopped), return_when=asyncio.FIRST_COMPLETED)
-            return await wanted if wanted.done() and not self.stop.is_set() else None
+            return await wanted if wanted.done() else None
         finally:
             wanted.cancel()
             stopped.cancel()
