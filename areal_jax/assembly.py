@@ -231,17 +231,20 @@ class Run(Generic[AnyTrainer]):
         self.progress.say(line)
 
     async def finish(self) -> None:
-        """Evaluate what came out, unless stopping is asked for; write the policy and the report."""
+        """Write the policy, evaluate what came out unless stopping is asked for, and in any case write the report."""
         version = self.trainer.version
         if self.stop.is_set():
             for task in self.evaluations:
                 task.cancel()
         await asyncio.gather(*self.evaluations, return_exceptions=True)
-        await self.unless_stopped(self.evaluate(version))
-        for line in await asyncio.to_thread(self.keeper.write_results, version):
-            self.progress.say(line)
-        self.sinks.flush()
-        self.progress.say(f"report: {write_report(self.folder)}")
+        try:
+            # What was trained goes first: an evaluation can be made up for.
+            for line in await asyncio.to_thread(self.keeper.write_results, version):
+                self.progress.say(line)
+            await self.unless_stopped(self.evaluate(version))
+        finally:
+            self.sinks.flush()
+            self.progress.say(f"report: {write_report(self.folder)}")
 
 
 class TracedJudge:

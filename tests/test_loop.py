@@ -492,3 +492,27 @@ def test_an_evaluation_is_of_one_version_while_training_goes_on(tiny_policy: Pat
     # Training went on: an evaluation was written after a step from a later version.
     at = [rows.index(row) for row in evaluations[1:-1]]
     assert any(row["version"] >= rows[place]["version"] for place in at for row in rows[:place] if row not in evaluations)
+
+
+def test_a_last_evaluation_that_fails_costs_neither_policy_nor_report(tiny_policy: Path, tmp_path: Path) -> None:
+    exp = chz.replace(
+        experiment(tiny_policy, ONE, num_steps=2, max_staleness=0),
+        eval_tasks=Synthetic(split="heldout", num_tasks=4),
+        evaluation=EvaluationConfig(every_steps=100),
+    )
+
+    async def go() -> None:
+        async with assembled(planned(exp), tmp_path, resume=False, make_trainer=rl_trainer) as run:
+
+            async def judge(task: Task, answer: str) -> Verdict:
+                if run.trainer.version == exp.num_steps:
+                    raise OSError("no judge is left")
+                return await judge_by_parity(task, answer)
+
+            run.judge = judge
+            await loop.train(run, exp)
+
+    with pytest.raises(RuntimeError, match="all 4 tasks failed, the last: no judge is left"):
+        asyncio.run(go())
+    assert (tmp_path / "policy" / "model.safetensors").is_file()
+    assert (tmp_path / "report.html").is_file() and (tmp_path / "learning_curve.png").is_file()
