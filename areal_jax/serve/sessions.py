@@ -21,7 +21,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from areal_jax.data.tokenizer import HFTokenizer
-from areal_jax.records import Completion, Generate, OnProgress
+from areal_jax.records import Completion, Generate, OnProgress, ended
 from areal_jax.serve.answers import Part
 from areal_jax.serve.app import App, listening, message_of
 from areal_jax.serve.bodies import Chat, Refused, Wishes
@@ -87,11 +87,8 @@ class Session:
         if not before:
             return self.tokenizer.render(chat.turns, chat.tools)
         said = max(before, key=lambda said: len(said.turns))
-        drawn, stops = said.completion.tokens, self.tokenizer.stop_token_ids
-        # A turn that was cut, or ended by a stop string, lacks the token that ends it.
-        end = stops[:1] if len(drawn) == 0 or drawn[-1] not in stops else ()
-        rest = self.tokenizer.render_next(chat.turns[len(said.turns) :])
-        return np.concatenate([said.prompt, drawn, np.array(end, np.int32), rest])
+        answer = ended(said.completion.tokens, self.tokenizer.stop_token_ids)
+        return np.concatenate([said.prompt, answer, self.tokenizer.render_next(chat.turns[len(said.turns) :])])
 
     async def draw(self, prompt: Int32[np.ndarray, "P"], wishes: Wishes, on_progress: OnProgress | None) -> list[Completion]:
         refused = [name for field, name in _REFUSED.items() if wishes.sampling.get(field)]
