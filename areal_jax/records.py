@@ -341,8 +341,6 @@ class Group:
     """Place in the order in which groups were started; never used twice in a run."""
     task: Task
     samples: tuple[Sample, ...]
-    started_version: int = 0
-    """Version that trained when the gate let the group start."""
 
 
 @runtime_checkable
@@ -391,7 +389,6 @@ class Suspended:
 
     id: int
     task: Task
-    started_version: int
     calls: Mapping[str, tuple[Completion, ...]] = field(default_factory=dict)
     """Request id to completions, finished or `suspended`; the workflow is run again and these are not drawn again."""
 

@@ -189,7 +189,7 @@ async def plain_synchronous_loop(run: Run[Trainer], exp: Experiment) -> None:
         for i in range(size):
             task, number = next(tasks), version * size + i
             calls = Calls(run.engine, version, sampling, exp.seed, number, {})
-            groups.append(Group(number, task, await workflow(task, calls, run.judge), version))
+            groups.append(Group(number, task, await workflow(task, calls, run.judge)))
         run.trainer.step(groups)
         run.mailbox.publish(version + 1, run.trainer.params)
 
