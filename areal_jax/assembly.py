@@ -379,7 +379,8 @@ async def agents_of(stack: AsyncExitStack, experiment: AnyExperiment, tokenizer:
     chosen = experiment.workflow
     if not isinstance(chosen, Agent):
         return None
-    sessions = await stack.enter_async_context(AgentServer(tokenizer, experiment.engine.max_new_tokens).listening())
+    server = AgentServer(tokenizer, experiment.engine.max_new_tokens, chosen.timeout_s)
+    sessions = await stack.enter_async_context(server.listening())
     try:
         host = AgentHost(chosen, sessions)
     except (ValueError, OSError, ImportError, AttributeError, SyntaxError) as error:

@@ -120,15 +120,16 @@ def _normal(turn: Mapping[str, Any]) -> tuple[Any, ...]:
 class AgentServer:
     """The sessions of a run: one for every agent at work, each under a URL and a token of its own."""
 
-    def __init__(self, tokenizer: HFTokenizer, max_new_tokens: int) -> None:
-        self._tokenizer, self._max_new_tokens = tokenizer, max_new_tokens
+    def __init__(self, tokenizer: HFTokenizer, max_new_tokens: int, timeout_s: float) -> None:
+        """Args: timeout_s: that an agent has. A call of its may take as long."""
+        self._tokenizer, self._max_new_tokens, self._timeout_s = tokenizer, max_new_tokens, timeout_s
         self._sessions = dict[str, Session]()
         self._port = 0
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[AgentServer]:
         """Answer agents while the body runs, on this machine only."""
-        limits = LimitsConfig(max_requests=1 << 16)
+        limits = LimitsConfig(max_requests=1 << 16, request_timeout_s=self._timeout_s)
         async with listening(App(self, limits), HOST, 0, limits.shutdown_timeout_s) as self._port:
             yield self
 

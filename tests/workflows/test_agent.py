@@ -157,7 +157,7 @@ def work(
 ) -> tuple[Sample, ...]:
     async def main() -> tuple[Sample, ...]:
         async with AsyncExitStack() as stack:
-            sessions = await stack.enter_async_context(AgentServer(TOKENIZER, 50).listening())
+            sessions = await stack.enter_async_context(AgentServer(TOKENIZER, 50, 100.0).listening())
             host = AgentHost(config, sessions)
             stack.callback(host.close)
             return await workflow(config, host, num_samples)(task, generate, judge)
@@ -231,7 +231,7 @@ def test_an_agent_that_would_end_the_process_fails_its_own_task_alone(program: P
 
     async def main() -> None:
         async with AsyncExitStack() as stack:
-            host = AgentHost(config, await stack.enter_async_context(AgentServer(TOKENIZER, 50).listening()))
+            host = AgentHost(config, await stack.enter_async_context(AgentServer(TOKENIZER, 50, 100.0).listening()))
             stack.callback(host.close)
             bad = Task(id="bad", prompt=(), answer="2")
             with pytest.raises(ExceptionGroup) as failed:
@@ -301,7 +301,7 @@ def test_agents_have_places_and_those_of_an_evaluation_do_not_wait_for_those_of_
 
     async def main() -> None:
         async with AsyncExitStack() as stack:
-            host = AgentHost(config, await stack.enter_async_context(AgentServer(TOKENIZER, 50).listening()))
+            host = AgentHost(config, await stack.enter_async_context(AgentServer(TOKENIZER, 50, 100.0).listening()))
             stack.callback(host.close)
             # Weights that training waits for come after the evaluation.
             held = Held()
@@ -324,4 +324,4 @@ def test_an_engine_that_stopped_is_no_fault_of_the_agent(program: Path):
 @pytest.mark.parametrize("config", [Agent(), Agent(function="a.py:f", command="true")])
 def test_an_agent_is_a_function_or_a_command(config: Agent):
     with pytest.raises(ValueError, match="expected one of them"):
-        AgentHost(config, AgentServer(TOKENIZER, 50))
+        AgentHost(config, AgentServer(TOKENIZER, 50, 100.0))
