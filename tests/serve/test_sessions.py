@@ -213,8 +213,9 @@ def test_a_call_may_take_as_long_as_its_agent_and_no_longer():
 
     async def main() -> None:
         async with AgentServer(TOKENIZER, 50, 0.2).listening() as server, server.open(generate) as session:
-            async with openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0) as client:
-                with pytest.raises(openai.InternalServerError, match=r"not answered within .*=0\.2 s"):
-                    await say(client, [{"role": "user", "content": "q"}])
+            client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
+            with pytest.raises(openai.InternalServerError, match=r"not answered within .*=0\.2 s"):
+                await say(client, [{"role": "user", "content": "q"}])
+            await client.close()
 
     asyncio.run(asyncio.wait_for(main(), 30))
