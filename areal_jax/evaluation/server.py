@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -33,6 +33,7 @@ from areal_jax.records import (
     Verdict,
     derive_seed,
 )
+from areal_jax.threads import in_thread
 
 TOKEN_VARIABLE = "OPENAI_API_KEY"
 """Environment variable that holds the server's token."""
@@ -52,8 +53,8 @@ class Server:
         """Args: timeout_s: for one call."""
         self.url, self._timeout_s = url.rstrip("/"), timeout_s
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-        # Owned by this object: each call takes one thread until its answer is there. `close` ends them.
-        self._threads = ThreadPoolExecutor(MAX_CONNECTIONS, thread_name_prefix="server")
+        # Each call has a thread until its answer is there. One that nobody waits for any more ends with its attempt under way.
+        self._places, self._closed = asyncio.Semaphore(MAX_CONNECTIONS), threading.Event()
 
     def model(self) -> str:
         """The model that the server serves. ValueError, with what to do, where it has several, refuses, or is not there."""
@@ -74,11 +75,12 @@ class Server:
     async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Post a request. Unservable where the server calls it wrong, EngineStopped where it refuses or is gone; what it is too
         busy for is asked again a few times."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._insist, path, body)
+        async with self._places:
+            return await in_thread(partial(self._insist, path, body), "server")
 
     def close(self) -> None:
-        """End the threads after the calls under way."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Ask nothing again."""
+        self._closed.set()
 
     def _insist(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         for pause_s in (*RETRIES_S, None):
@@ -98,7 +100,8 @@ class Server:
             except OSError as error:
                 if pause_s is None:
                     raise EngineStopped(f"{self.url} does not answer any more: {error}") from error
-            time.sleep(pause_s)
+            if self._closed.wait(pause_s):
+                raise EngineStopped(f"{self.url} is not asked again: this evaluation has ended")
         raise AssertionError("the last attempt returns or raises")
 
     def _call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
 from letters import Letters
+from scripted_server import Said, serving
 
 from areal_jax.evaluation import server as asked
 from areal_jax.evaluation.answers import Answer
@@ -20,40 +18,6 @@ from areal_jax.evaluation.server import ChatServer, Server, TokenServer
 from areal_jax.records import Completion, EngineStopped, Message, Request, Sampling, Task, Unservable, Verdict
 
 TASK = Task("sum", (Message("user", "1+1?"),), "2")
-
-Said = tuple[int, Any]
-"""Status and body."""
-
-
-@contextmanager
-def serving(answer: Callable[[str, dict[str, Any]], Said]) -> Iterator[Server]:
-    """A server that gives these answers to path and body, and who asks it."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.do_POST()
-
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            status, said = answer(self.path, json.loads(body or "{}"))
-            data = json.dumps(said).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            with closing(Server(f"http://127.0.0.1:{http.server_port}/v1/", None, 20.0)) as server:
-                yield server
-        finally:
-            http.shutdown()
-            thread.join(20)
 
 
 def choice(index: int, text: str, **more: Any) -> dict[str, Any]:
@@ -134,6 +98,32 @@ def test_a_server_that_is_gone_stops_all(monkeypatch: pytest.MonkeyPatch) -> Non
         pass
     with closing(Server(server.url, None, 5.0)) as again, pytest.raises(EngineStopped, match="does not answer any more"):
         submitted(again, 1)
+
+
+def test_a_server_that_is_closed_is_not_asked_again_and_no_end_of_the_process_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(asked, "RETRIES_S", (600.0,))
+    was_asked = threading.Event()
+
+    def busy(path: str, body: dict[str, Any]) -> Said:
+        was_asked.set()
+        return 503, {}
+
+    async def given_up(server: Server) -> list[threading.Thread]:
+        before = set(threading.enumerate())
+        asking = asyncio.create_task(server.ask("completions", {}))
+        while not was_asked.is_set():
+            await asyncio.sleep(0.01)
+        asking.cancel()
+        return [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("server")]
+
+    with serving(busy) as server:
+        (thread,) = asyncio.run(given_up(server))
+        assert thread.daemon
+        server.close()
+        thread.join(20)
+        assert not thread.is_alive()
 
 
 PROMPT = [ord(letter) for letter in "1+1?"]
