@@ -55,7 +55,7 @@ FROM_ALL_TOKENS: tuple[Drawing, ...] = (
     {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},  # SGLang's, and older vLLM's
     {"top_p": 1.0},  # OpenAI's own protocol has no more
 )
-"""How to say that tokens are drawn from all that there are, as a local evaluation draws them. A server that is told nothing takes
+"""How to say that tokens are drawn from all that there are, as a local evaluation does. A server that is told nothing takes
 defaults of its own, such as those of the policy's generation_config.json."""
 
 _STOPS: dict[str, StopReason] = {"length": "length"}
