@@ -118,6 +118,7 @@ class TrainerHost:
         require_memory(plan, devices)
         params, base = initial_weights(plan)
         self._trainer = rl_trainer(plan, params, base)
+        del params  # the trainer has its own copy
         store = CheckpointStore(self._folder / CHECKPOINTS, self._experiment.checkpoint.keep)
         self._keeper = Keeper(plan, self._folder, self._trainer, base, store)
         beside = None if self._saved_version is None else pack(self._keeper.restore(self._saved_version))

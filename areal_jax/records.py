@@ -160,6 +160,11 @@ class EngineStopped(RuntimeError):
     """The engine has died or was closed and will answer nothing more; `__cause__` says why."""
 
 
+class Spoilt(FloatingPointError):
+    """Training has diverged, and what is in memory is nothing to go on from: a step is done in part, or the parameters or the
+    batch are not finite themselves."""
+
+
 def first_error(error: Exception) -> Exception:
     """The error inside a TaskGroup's, however often it was wrapped; any other error itself."""
     return first_error(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error

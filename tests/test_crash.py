@@ -109,7 +109,7 @@ def test_ctrl_c_ends_with_a_checkpoint_and_a_report(tmp_path: Path, of_a_command
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_ends_the_run_and_loses_no_finished_sample(
+def test_a_loss_that_is_not_finite_ends_the_run_and_loses_no_trained_sample_and_no_checkpoint(
     tmp_path: Path, of_a_command: dict[str, str]
 ) -> None:
     run = tmp_path / "run"
@@ -121,11 +121,16 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_loses_no_finished_sample(
         f"--run-folder={run}",
         *SMALL,
         "num_steps=1000",
-        "checkpoint.every_steps=0",
+        "checkpoint.every_steps=1",
+        "checkpoint.keep=1000",
         "trainer.optimizer.learning_rate=1e30",
     )
     output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1, output
     assert "training diverged" in output and "learning_rate" in output and "Traceback" not in output
-    (checkpoint,) = (run / "checkpoints").iterdir()
-    assert int(checkpoint.name) == steps_done(run)
+    done = steps_done(run)
+    # No take beside that of the last version: the batch that met it is nothing to go on with.
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {f"{version}" for version in range(1, done + 1)}
+    assert f"--resume goes on from the checkpoint of version {done}" in output
+    rows = list(jsonl.read(run / "samples.jsonl"))
+    assert len(rows) == done * GROUPS * SAMPLES

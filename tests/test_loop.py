@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import chz
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
@@ -22,6 +23,9 @@ from run_laws import each_task_was_trained_on_once
 
 from areal_jax import loop
 from areal_jax.assembly import Run, assembled
+from areal_jax.checkpoint.config import CHECKPOINTS, CheckpointConfig
+from areal_jax.checkpoint.recovery import decode
+from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config import Experiment, PreferenceExperiment, SFTExperiment
 from areal_jax.data.config import Files, HeldOut, Synthetic
 from areal_jax.data.pipeline import TaskStream
@@ -36,8 +40,8 @@ from areal_jax.models.config import LoRA, PolicyConfig
 from areal_jax.models.decoder import Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
-from areal_jax.records import Group, Sampling, Task, Verdict
-from areal_jax.rl.config import GAE, PPO, Reference
+from areal_jax.records import Group, Sampling, Spoilt, Task, Verdict
+from areal_jax.rl.config import GAE, PPO, Own, Reference
 from areal_jax.rollout import controller
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.rollout.controller import Calls
@@ -416,6 +420,59 @@ def test_resumed_preference_training_goes_on_bit_for_bit_against_the_same_refere
     assert list(measured) == [0, 2, 4] and measured[0] == pytest.approx(0.693147, abs=1e-5)
     # No rule of sums is learnt in four updates; that the policy moves away from the reference is enough here.
     assert len(set(measured.values())) == 3
+
+
+@chz.chz
+class Diverging(Own):
+    """Infinite in the first update of a step, or in those after it, whose theta/proximal is no longer 1."""
+
+    at_first: bool = False
+
+    def gain(self, ratio: Any, advantages: Any, logp: Any) -> Any:
+        return jnp.where((ratio == 1) == self.at_first, jnp.inf, ratio * advantages)
+
+
+@pytest.mark.parametrize("at_first", [True, False])
+def test_a_divergence_leaves_a_checkpoint_to_go_on_from_and_never_one_of_half_a_step(
+    tiny_policy: Path, tmp_path: Path, at_first: bool
+) -> None:
+    exp = experiment(tiny_policy, ONE, num_steps=1, max_staleness=0)
+    exp = chz.replace(exp, checkpoint=CheckpointConfig(keep=1, export_hf=False))
+    good = run_loop(planned(exp), tmp_path)
+    diverging = chz.replace(exp, num_steps=3, trainer=chz.replace(exp.trainer, loss=Diverging(at_first=at_first)))
+    expected, sentence = (FloatingPointError, "last good version is 1") if at_first else (Spoilt, "1 before it were")
+    with pytest.raises(expected, match=sentence) as divergence:
+        run_loop(planned(diverging), tmp_path, resume=True)
+    assert type(divergence.value) is expected
+
+    plan = planned(chz.replace(exp, num_steps=2))
+    params, base = initial_weights(plan)
+    trainer, store = rl_trainer(plan, params, base), CheckpointStore(tmp_path / CHECKPOINTS, keep=1)
+    state, beside = store.restore(None, trainer.state)
+    store.close()
+    trainer.restore(state)
+    assert trainer.version == 1
+    for name, leaf in good.items():
+        np.testing.assert_array_equal(host(trainer)[name], leaf, err_msg=name)
+    # A batch that was taken in vain is kept where another objective can train it.
+    assert len(decode(beside)[0].buffered) == (exp.rollout.groups_per_batch if at_first else 0)
+    run_loop(plan, tmp_path, resume=True)
+    assert len({row["task"] for row in samples(tmp_path)}) == 2 * exp.rollout.groups_per_batch
+
+
+@pytest.mark.parametrize(("every_steps", "left"), [(0, "there is no checkpoint$"), (1, r"--resume .* version 1$")])
+def test_a_divergence_says_from_which_checkpoint_the_run_goes_on(
+    tiny_policy: Path, tmp_path: Path, every_steps: int, left: str
+) -> None:
+    examples = tmp_path / "sums.jsonl"
+    examples.write_text("\n".join(json.dumps({"question": f"{i}+1?", "answer": f"{i + 1}"}) for i in range(10)))
+    exp = from_examples(SFTExperiment, tiny_policy, examples, num_steps=4)
+    optimizer = OptimizerConfig(learning_rate=1e30, warmup_fraction=0.0)
+    exp = chz.replace(
+        exp, trainer=chz.replace(exp.trainer, optimizer=optimizer), checkpoint=CheckpointConfig(every_steps=every_steps)
+    )
+    with pytest.raises(FloatingPointError, match=rf"step 1: .*{left}"):
+        loop.run(make_plan(exp), tmp_path / "run", resume=False)
 
 
 ADAPTED = [f"['attn']['{name}']" for name in "qkvo"] + [f"['mlp']['{name}']" for name in ("gate", "up", "down")]
