@@ -63,7 +63,7 @@ async def serve(config: ServeConfig) -> int:
         loop.add_signal_handler(number, stop.set)
     api_key = config.api_key or secrets.token_urlsafe(24)
     async with engine_source(config, api_key) as source:
-        app = App(source, config.limits)
+        app = App(source, config.limits, source.measure)
         try:
             async with listening(app, config.host, config.port, config.limits.shutdown_timeout_s) as port:
                 print(f"{source.model} answers at http://{config.host}:{port}/v1", flush=True)
