@@ -38,7 +38,7 @@ def _parse(text: str) -> ToolCall | None:
         name, arguments = call.get("name"), call.get("arguments", {})
         if not isinstance(name, str) or not isinstance(arguments, dict):
             return None
-        found = ToolCall(name, json.dumps(arguments, ensure_ascii=False))
+        found = ToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
         # Half a character (a lone surrogate) can be told to nobody.
         "".join(found).encode()
     except (ValueError, RecursionError):
