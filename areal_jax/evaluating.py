@@ -24,13 +24,13 @@ from areal_jax.evaluation.answers import Answer, AnswerFolder, answer_of
 from areal_jax.evaluation.evaluate import EvaluationCalls, answer_all
 from areal_jax.evaluation.report import TIMES, summary, write_report
 from areal_jax.evaluation.results import results_of
-from areal_jax.evaluation.server import TOKEN_VARIABLE, ChatServer, Server, TokenServer
+from areal_jax.evaluation.server import TOKEN_VARIABLE, ChatServer, Drawing, Server, TokenServer, drawing_of_chats
 from areal_jax.metrics import names
 from areal_jax.metrics.description import write_description
 from areal_jax.metrics.progress import Progress, facts_of_evaluation
 from areal_jax.named_policy import RunCheckpoint
 from areal_jax.policies import DecodingPolicy, decoding_mesh, find_decoding_policy
-from areal_jax.records import Engine, EngineStopped, Task
+from areal_jax.records import Engine, EngineStopped, Task, Unservable
 from areal_jax.rewards.service import RewardService
 from areal_jax.run_plan import counted, described, had, unreadable
 from areal_jax.settings import JSON, ConfigError, to_json
@@ -122,6 +122,7 @@ class Remote:
     model: str
     tokenizer: HFTokenizer | None
     """Where the server speaks its tokens; None: it is asked in words."""
+    drawing: Drawing
 
     version: int = 0
     devices: str = "the server's"
@@ -139,7 +140,9 @@ class Remote:
 
     def identity(self) -> dict[str, JSON]:
         """What tells the server from others."""
-        return {"server": self.server.url, "model": self.model, "asked in": "words" if self.tokenizer is None else "tokens"}
+        drawn = ", ".join(f"{name}={value:g}" for name, value in self.drawing.items())
+        asked_in = "words" if self.tokenizer is None else "tokens"
+        return {"server": self.server.url, "model": self.model, "asked in": asked_in, "drawn with": drawn}
 
     @asynccontextmanager
     async def answering(self, judge: RewardService) -> AsyncIterator[Ask]:
@@ -147,13 +150,14 @@ class Remote:
         experiment = self.experiment
         with closing(self.server):
             if self.tokenizer is not None:
-                engine = TokenServer(self.server, self.model, self.tokenizer)
+                engine = TokenServer(self.server, self.model, self.tokenizer, self.drawing)
                 async with through_workflow(experiment, self.tokenizer, engine, judge, self.version) as ask:
                     yield ask
             else:
                 yield ChatServer(
                     self.server,
                     self.model,
+                    self.drawing,
                     judge,
                     num_samples=experiment.evaluation.samples_per_task,
                     sampling=evaluation_sampling(experiment, ()),
@@ -169,17 +173,20 @@ def find_server(experiment: AnyExperiment, url: str, tasks: Sequence[Task]) -> R
     model = server.model()
     try:
         tokenizer = HFTokenizer.from_folder(resolve_policy_folder(experiment.policy.path))
-        if not asyncio.run(TokenServer(server, model, tokenizer).speaks_our_tokens(tasks[0].prompt)):
-            tokenizer = None
     except FileNotFoundError:
         tokenizer = None  # then nobody here knows which tokens the server speaks
-    if tokenizer is None and not isinstance(experiment.workflow, SingleTurn):
-        raise ValueError(
-            f"checkpoint={url} does not speak the tokens of policy.path={experiment.policy.path}, which "
-            f"workflow={type(experiment.workflow).__name__} needs; set policy.path to the policy that is served, or "
-            "workflow=SingleTurn"
-        )
-    return Remote(experiment, server, model, tokenizer)
+    try:
+        if tokenizer and (found := asyncio.run(TokenServer.probed(server, model, tokenizer, tasks[0].prompt))):
+            return Remote(experiment, server, model, tokenizer, found.drawing)
+        if isinstance(experiment.workflow, SingleTurn):
+            return Remote(experiment, server, model, None, asyncio.run(drawing_of_chats(server, model)))
+    except (Unservable, RuntimeError) as error:
+        raise ValueError(f"checkpoint={url}: {error}") from error
+    raise ValueError(
+        f"checkpoint={url} does not speak the tokens of policy.path={experiment.policy.path}, which "
+        f"workflow={type(experiment.workflow).__name__} needs; set policy.path to the policy that is served, or "
+        "workflow=SingleTurn"
+    )
 
 
 @asynccontextmanager

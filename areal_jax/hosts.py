@@ -103,7 +103,10 @@ class TrainerHost:
 
     def _join(self, coordinator: str, host: int, num_hosts: int, timeout_s: float) -> Facts:
         if num_hosts > 1:
-            join(coordinator, num_hosts, host, timeout_s)
+            try:
+                join(coordinator, num_hosts, host, timeout_s)
+            except OSError as error:
+                raise ConfigError(f"trainer host {host} cannot meet the others: {error}") from error
         devices, launch = jax.devices(), self._experiment.launch
         assert isinstance(launch, Ray) and isinstance(self._experiment, Experiment)
         if len(devices) != num_hosts * launch.trainer_devices:
@@ -115,6 +118,7 @@ class TrainerHost:
         require_memory(plan, devices)
         params, base = initial_weights(plan)
         self._trainer = rl_trainer(plan, params, base)
+        del params  # the trainer has its own copy
         store = CheckpointStore(self._folder / CHECKPOINTS, self._experiment.checkpoint.keep)
         self._keeper = Keeper(plan, self._folder, self._trainer, base, store)
         beside = None if self._saved_version is None else pack(self._keeper.restore(self._saved_version))

@@ -25,12 +25,14 @@ import numpy as np
 from jaxtyping import Bool
 
 from areal_jax.assembly import Run, Trains, assembled, trained_samples
+from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.recovery import decode, encode
+from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config import Experiment, FineTuning, PreferenceExperiment
 from areal_jax.data.pipeline import TaskStream
 from areal_jax.launch.config import Ray
 from areal_jax.metrics import names
-from areal_jax.records import Group, RolloutState, Sampling
+from areal_jax.records import Group, RolloutState, Sampling, Spoilt
 from areal_jax.rollout.buffer import TasksExhausted
 from areal_jax.rollout.controller import Rollouts, open_gate, rolling_out
 from areal_jax.run_plan import Plan
@@ -81,6 +83,8 @@ async def train(run: Run[LearnsFromGroups], exp: Experiment) -> None:
             try:
                 with run.span("trainer", f"step {version}"):
                     step = await asyncio.to_thread(trainer.step, groups)  # proximal log-probs, advantages, mini-batches
+            except Spoilt:
+                raise  # a checkpoint of this would take the place of one to go on from
             except FloatingPointError:
                 await checkpoint(run, rollouts, untrained=groups)  # nothing finished is lost, whatever is changed next
                 raise
@@ -184,8 +188,16 @@ def is_due(version: int, every_steps: int) -> bool:
 def run(plan: Plan, run_folder: Path, *, resume: bool, source: str | None = None) -> None:
     """Train what the plan describes, from the start or from the newest checkpoint in `run_folder`.
 
-    Args: source: name or file of the experiment, for processes elsewhere."""
-    asyncio.run(_run(plan, run_folder, resume, source))
+    Args: source: name or file of the experiment, for processes elsewhere.
+    FloatingPointError, which names the checkpoint that is left, where training diverges."""
+    try:
+        asyncio.run(_run(plan, run_folder, resume, source))
+    except FloatingPointError as error:
+        store = CheckpointStore(run_folder / CHECKPOINTS, plan.experiment.checkpoint.keep)
+        newest = store.latest_version()
+        store.close()
+        left = "there is no checkpoint" if newest is None else f"--resume goes on from the checkpoint of version {newest}"
+        raise type(error)(f"{error}; {left}") from None
 
 
 async def _run(plan: Plan, run_folder: Path, resume: bool, source: str | None) -> None:

@@ -47,7 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"areal_jax: {error}", file=sys.stderr)
         return 2
     except FloatingPointError as error:
-        print(f"areal_jax: training diverged: {error}; --resume goes on from the newest checkpoint", file=sys.stderr)
+        print(f"areal_jax: training diverged: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         print("areal_jax: interrupted; --resume goes on from the newest checkpoint", file=sys.stderr)

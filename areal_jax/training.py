@@ -133,7 +133,7 @@ class Keeper:
     def restore(self, version: int) -> Columns:
         """Let the trainer go on from a checkpoint; what that holds beside it. ConfigError where that cannot be."""
         try:
-            state, beside = self.store.restore(version, self.trainer.state)
+            state, beside = self.store.restore(version, self.trainer.let_go())  # two states would not fit
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
         self.trainer.restore(state)

@@ -81,6 +81,20 @@ def test_a_run_killed_twice_loses_and_repeats_no_task(tmp_path: Path, of_a_comma
 
 
 @pytest.mark.slow
+def test_a_run_stopped_twice_by_ctrl_c_loses_and_repeats_no_task(tmp_path: Path, of_a_command: dict[str, str]) -> None:
+    run = tmp_path / "run"
+    process = start(tmp_path, of_a_command, "--exp=aime", f"--run-folder={run}", *SMALL, "checkpoint.every_steps=0")
+    for num_steps in (4, 8):
+        wait_for_steps(process, run, num_steps)
+        process.send_signal(signal.SIGINT)
+        finished(process)
+        process = start(tmp_path, of_a_command, f"--resume={run}")
+    finished(process)
+
+    each_task_was_trained_on_once(run, num_steps=STEPS, groups=GROUPS, samples=SAMPLES, max_staleness=2)
+
+
+@pytest.mark.slow
 def test_ctrl_c_ends_with_a_checkpoint_and_a_report(tmp_path: Path, of_a_command: dict[str, str]) -> None:
     run = tmp_path / "run"
     process = start(
@@ -95,7 +109,7 @@ def test_ctrl_c_ends_with_a_checkpoint_and_a_report(tmp_path: Path, of_a_command
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_ends_the_run_and_loses_no_finished_sample(
+def test_a_loss_that_is_not_finite_ends_the_run_and_loses_no_trained_sample_and_no_checkpoint(
     tmp_path: Path, of_a_command: dict[str, str]
 ) -> None:
     run = tmp_path / "run"
@@ -107,11 +121,16 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_loses_no_finished_sample(
         f"--run-folder={run}",
         *SMALL,
         "num_steps=1000",
-        "checkpoint.every_steps=0",
+        "checkpoint.every_steps=1",
+        "checkpoint.keep=1000",
         "trainer.optimizer.learning_rate=1e30",
     )
     output, _ = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1, output
     assert "training diverged" in output and "learning_rate" in output and "Traceback" not in output
-    (checkpoint,) = (run / "checkpoints").iterdir()
-    assert int(checkpoint.name) == steps_done(run)
+    done = steps_done(run)
+    # No take beside that of the last version: the batch that met it is nothing to go on with.
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {f"{version}" for version in range(1, done + 1)}
+    assert f"--resume goes on from the checkpoint of version {done}" in output
+    rows = list(jsonl.read(run / "samples.jsonl"))
+    assert len(rows) == done * GROUPS * SAMPLES

@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import json
 import logging
+import os
 import re
 import shutil
 import tempfile
@@ -113,9 +114,9 @@ class CheckpointStore:
 
         Args: abstract: pytree like the train state, of ShapeDtypeStructs (or arrays) that say where each leaf shall lie: any
         mesh, not only the one it was saved from. A leaf without sharding becomes a numpy array.
-        CheckpointError where there is no such checkpoint, where it is damaged, or where it holds other leaves than asked."""
+        CheckpointError where there is no such checkpoint, where it is damaged or cannot be brought there, or where it holds
+        other leaves than asked."""
         checkpoint = self.folder_of(version)
-        _verify(checkpoint)
         expected = _by_name(abstract)
         with _read(checkpoint):
             found = ocp.metadata(str(checkpoint)).metadata
@@ -134,7 +135,6 @@ class CheckpointStore:
 
         Args: abstract: pytree like the field, as for `restore`. CheckpointError where `restore` raises one."""
         checkpoint = self.folder_of(version)
-        _verify(checkpoint)
         expected = _by_name({field: abstract})
         with _read(checkpoint):
             found = ocp.metadata(str(checkpoint)).metadata["train_state"]
@@ -220,12 +220,20 @@ class CheckpointStore:
 
 @contextmanager
 def _read(checkpoint: Path) -> Iterator[None]:
-    """What fails inside is a CheckpointError that tells of a damaged checkpoint."""
+    """What fails inside is a CheckpointError, which calls the checkpoint damaged only where nothing else explains it."""
+    is_whole = False
     try:
+        is_whole = _verify(checkpoint)
         yield
     except CheckpointError:
         raise
     except Exception as error:  # Orbax and tensorstore promise no types of error, Exception itself is among them.
+        of_this_machine = isinstance(error, OSError | MemoryError | jax.errors.JaxRuntimeError)
+        if is_whole or (of_this_machine and not isinstance(error, FileNotFoundError)):
+            raise CheckpointError(
+                f"checkpoint {checkpoint} could not be restored: {type(error).__name__}: {_first_line(error)}. Nothing "
+                "says that it is damaged, so keep it; see whether this process may read it and its devices have the memory"
+            ) from error
         raise CheckpointError(_damaged(checkpoint, str(error))) from error
 
 
@@ -284,19 +292,29 @@ def _sums(checkpoint: Path) -> dict[str, list[int]]:
 
 
 def _write_sums(checkpoint: Path) -> None:
-    unfinished = checkpoint / f"{FILES}.writing"
-    unfinished.write_text(json.dumps(_sums(checkpoint), indent=1))
+    text, unfinished = json.dumps(_sums(checkpoint), indent=1), checkpoint / f"{FILES}.writing"
+    with unfinished.open("w") as file:
+        file.write(text)
+        file.flush()
+        # A machine that fails could else leave the new name to an empty file.
+        os.fsync(file.fileno())
     unfinished.replace(checkpoint / FILES)
 
 
-def _verify(checkpoint: Path) -> None:
-    """Raise CheckpointError where a file is missing or not as it was written. Damaged weights would train on without a word.
+def _verify(checkpoint: Path) -> bool:
+    """Whether all files are as they were written. Damaged weights would train on without a word: CheckpointError.
 
     A run killed between the commit of a checkpoint and the writing of its files.json leaves none: then there is nothing to
-    compare with."""
+    compare with, and nobody knows."""
     if not (checkpoint / FILES).is_file():
-        return
-    expected: dict[str, list[int]] = json.loads((checkpoint / FILES).read_text())
+        return False
+    try:
+        expected: dict[str, list[int]] = json.loads((checkpoint / FILES).read_bytes())
+    except ValueError as error:
+        raise CheckpointError(
+            f"{checkpoint / FILES} cannot be read ({error}), so that nothing tells whether the checkpoint is as it was "
+            "written. Delete this file alone to go on from the checkpoint nevertheless"
+        ) from error
     found = _sums(checkpoint)
     for name, (num_bytes, crc) in expected.items():
         if name not in found:
@@ -306,6 +324,7 @@ def _verify(checkpoint: Path) -> None:
             raise CheckpointError(
                 _damaged(checkpoint, f"{name}: {num_bytes:,} bytes with CRC-32 {crc:08x} expected, found {came}")
             )
+    return True
 
 
 def _damaged(checkpoint: Path, what: str) -> str:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TypeVar
 
@@ -41,7 +40,7 @@ MAX_RUNNING_TASKS = 64
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What one version is worth, as JSON can hold it."""
+    """What one version is worth."""
 
     version: int
     """Asked for; where newer weights may come, tokens may be of later versions."""
@@ -65,9 +64,6 @@ class Evaluation:
     versions: tuple[int, int]
     """Oldest and newest version that drew a token."""
     seconds: float
-
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), allow_nan=False)
 
 
 async def evaluate(

@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from areal_jax.launch.part import Event, Message, Part
-from areal_jax.records import EngineStopped, Unservable
+from areal_jax.records import EngineStopped, Spoilt, Unservable
 from areal_jax.settings import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -23,7 +23,7 @@ LISTEN_S = 2.0
 
 END_TIMEOUT_S = 20.0
 
-ERRORS: Mapping[str, type[Exception]] = {error.__name__: error for error in (Unservable, EngineStopped, ConfigError)}
+ERRORS: Mapping[str, type[Exception]] = {error.__name__: error for error in (Unservable, EngineStopped, ConfigError, Spoilt)}
 """That keep their class on the way, beside Python's own."""
 
 
@@ -197,7 +197,7 @@ def _error(name: str, kind: str, text: str) -> Exception:
     """What a part failed with, as the class that it was where that says something here."""
     own = ERRORS.get(kind) or getattr(builtins, kind, None)
     if isinstance(own, type) and issubclass(own, Exception):
-        return own(text if own in (Unservable, ConfigError, FloatingPointError) else f"{name}: {text}")
+        return own(text if own in (Unservable, ConfigError, FloatingPointError, Spoilt) else f"{name}: {text}")
     return RuntimeError(f"{name}: {kind}: {text}")
 
 

@@ -18,7 +18,7 @@ from jaxtyping import Array, Bool, Float, Float32, Shaped
 from areal_jax.data.packing import Layout, TrainingSequence, pack
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.sharding import fetch
-from areal_jax.records import Group, Sample
+from areal_jax.records import Group, Sample, Spoilt
 from areal_jax.rl.advantages import Trajectory, compute_advantages, mean_weights, shaped_rewards, value_targets
 from areal_jax.rl.config import GAE, M2PO, PPO, Centred, KLInLoss, KLInReward, Proximal
 from areal_jax.rl.kl import kl_estimate, kl_loss, kl_toll, taught_advantages
@@ -194,7 +194,8 @@ class Trainer(Versions):
 
         Raises ValueError where the batch cannot be trained on, before anything changes, and FloatingPointError where loss,
         gradient or the log-probability of a drawn token is not finite: the update that met it is not applied, and the version
-        stays.
+        stays. That is Spoilt unless all is as it was before the step and the policy is not to blame: only then other settings
+        can train the same batch.
         """
         started = time.perf_counter()
         self._check(groups)
@@ -236,13 +237,15 @@ class Trainer(Versions):
                 mini_batches[i], kept = self._without_far(mini_batches[i], self.config.loss)
                 _merge(metrics, {"m2po_kept_fraction": kept})
         forwarded = time.perf_counter()
-        num_updates = 0
+        num_updates = applied = 0
         for i, mini_batch in enumerate(mini_batches):
             if mini_batch.num_loss_tokens:
                 if not lessons or self.version >= self.config.critic.warmup_steps:
-                    _merge(metrics, self._update(i, mini_batch, proximal_is_current=not read[i]))
+                    _merge(metrics, self._update(i, applied, mini_batch, proximal_is_current=not read[i]))
+                    applied += 1
                 if lessons:
-                    _merge(metrics, self._teach(i, lessons[i]))
+                    _merge(metrics, self._teach(i, applied, lessons[i]))
+                    applied += 1
                 num_updates += 1
         done = time.perf_counter()
         self.version += 1
@@ -275,7 +278,7 @@ class Trainer(Versions):
                 if not np.isfinite(sample.reward):
                     raise ValueError(f"{where} has a reward that is not finite: {sample.reward}")
                 if not np.isfinite(sample.behave_logp[sample.loss_mask]).all():
-                    raise FloatingPointError(
+                    raise Spoilt(
                         f"step {self.version}: {where} has a behaviour log-probability that is not finite: the policy that "
                         "drew it has diverged. Lower trainer.optimizer.learning_rate or trainer.optimizer.max_grad_norm"
                     )
@@ -387,7 +390,7 @@ class Trainer(Versions):
             read = np.reshape(fetch([batch.proximal_logp for batch in lesson.batches]), lesson.layout.shape)
             following |= zip(lesson.places, lesson.layout.gather(read), strict=True)
         if not all(np.isfinite(values).all() for values in following.values()):
-            raise FloatingPointError(
+            raise Spoilt(
                 f"step {self.version}: the critic's values are not finite: it has diverged. Lower "
                 "trainer.critic.optimizer.learning_rate or trainer.critic.optimizer.max_grad_norm"
             )
@@ -414,7 +417,8 @@ class Trainer(Versions):
         kept = np.asarray(_near(loss, proximal.astype(np.float64), behave, mask))
         return _with_column(mini_batch, "loss_mask", self._learner.put_column(kept)), (float(kept.sum()), float(mask.sum()))
 
-    def _update(self, i: int, mini_batch: MiniBatch, *, proximal_is_current: bool) -> Metrics:
+    def _update(self, i: int, applied: int, mini_batch: MiniBatch, *, proximal_is_current: bool) -> Metrics:
+        """The policy's update. Args: applied: updates of this step before it, policy's and critic's."""
         try:
             return self._learner.update(mini_batch.batches, mini_batch.num_loss_tokens, proximal_is_current=proximal_is_current)
         except FloatingPointError as error:
@@ -422,23 +426,36 @@ class Trainer(Versions):
                 "Lower trainer.optimizer.learning_rate or trainer.optimizer.max_grad_norm, or set "
                 "trainer.loss.correction=Masked with a trainer.loss.correction.cap"
             )
-            raise self._not_applied(i, f"{error}", advice) from None
+            is_spoilt = applied > 0 or not self._is_finite(mini_batch)
+            raise self._not_applied(i, applied, f"{error}", advice, is_spoilt=is_spoilt) from None
 
-    def _teach(self, i: int, lesson: MiniBatch) -> Metrics:
-        """The critic's update."""
+    def _teach(self, i: int, applied: int, lesson: MiniBatch) -> Metrics:
+        """The critic's update. Args: as those of `_update`."""
         assert self._critic is not None
         try:
             metrics = self._critic.update(lesson.batches, lesson.num_loss_tokens, proximal_is_current=False)
         except FloatingPointError as error:
             advice = "Lower trainer.critic.optimizer.learning_rate or trainer.critic.optimizer.max_grad_norm"
-            raise self._not_applied(i, f"the critic's {error}", advice) from None
+            # Its values of the batch are finite, or it would have been told before.
+            raise self._not_applied(i, applied, f"the critic's {error}", advice, is_spoilt=applied > 0) from None
         return {f"value_{name}": value for name, value in metrics.items()}
 
-    def _not_applied(self, i: int, what: str, advice: str) -> FloatingPointError:
-        done = f", with {i} of its {self.config.num_mini_batches} updates applied" if i else ""
-        return FloatingPointError(
+    def _is_finite(self, mini_batch: MiniBatch) -> bool:
+        """Whether the policy as it is gives every loss token a probability: then a loss that is not finite has other causes."""
+        return all(
+            bool(np.isfinite(logp[mask]).all())
+            for logp, mask in (fetch((self._learner.logprobs(batch), batch.loss_mask)) for batch in mini_batch.batches)
+        )
+
+    def _not_applied(self, i: int, applied: int, what: str, advice: str, *, is_spoilt: bool) -> FloatingPointError:
+        left = f"the last good version is {self.version}"
+        if applied:
+            left = f"{applied} before it were, so that version {self.version} is gone and {self.version + 1} not there yet"
+        elif is_spoilt:
+            left = f"version {self.version} itself predicts no finite probabilities"
+        return (Spoilt if is_spoilt else FloatingPointError)(
             f"step {self.version}, update {i + 1} of {self.config.num_mini_batches}: {what}. The update was not applied; "
-            f"the last good version is {self.version}{done}. {advice}"
+            f"{left}. {advice}"
         )
 
     def _describe(

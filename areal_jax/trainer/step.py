@@ -142,9 +142,15 @@ class Learner:
         return dict(sums)
 
     def restore(self, params: Params, opt_state: optax.OptState) -> None:
-        """Go on from these instead; they may lie anywhere."""
-        self.params = put_copy(params, self.shardings.params)
-        self.opt_state = put_copy(opt_state, self.shardings.opt_state)
+        """Go on from these instead; they may lie anywhere. Arrays that lie as the learner's own do are taken over."""
+        self.params = jax.tree.map(_taken, params, self.shardings.params)
+        self.opt_state = jax.tree.map(_taken, opt_state, self.shardings.opt_state)
+
+    def let_go(self) -> None:
+        """Free the memory of parameters and optimizer state, of which only the shapes are left, until `restore`."""
+        self.params, self.opt_state = (
+            _abstract(tree, placed) for tree, placed in zip((self.params, self.opt_state), self.shardings, strict=True)
+        )
 
     # Programs. Each is a pure function of its arguments; `_program` compiles it for the shapes and shardings of this learner.
 
@@ -273,6 +279,13 @@ _SCALARS = (jax.ShapeDtypeStruct((), np.float32), jax.ShapeDtypeStruct((), np.bo
 def _abstract(shapes: Any, placed: Any) -> Any:
     """ShapeDtypeStructs that know where their arrays will lie."""
     return jax.tree.map(lambda leaf, how: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=how), shapes, placed)
+
+
+def _taken(leaf: Any, how: NamedSharding) -> jax.Array:
+    """The array itself where it lies like that, or a copy that does."""
+    if isinstance(leaf, jax.Array) and leaf.sharding == how:
+        return leaf
+    return put_copy(leaf, how)
 
 
 def _on_device(how: NamedSharding) -> NamedSharding:

@@ -46,13 +46,20 @@ class Versions:
         return TrainState(self._learner.params, self._learner.opt_state, np.asarray(self.version, np.int32), critic)
 
     def restore(self, state: TrainState) -> None:
-        """Go on from `state` instead, which may lie on another mesh or on the host."""
+        """Go on from `state` instead, which may lie on another mesh or on the host. Arrays that lie as the trainer's own are
+        taken over: the next step takes their memory."""
         self._learner.restore(state.params, state.opt_state)
         if self._critic is not None:
             if state.critic is None:
                 raise ValueError("the trainer has a critic and the state to go on from has none")
             self._critic.restore(*state.critic)
         self.version = int(state.version)
+
+    def let_go(self) -> TrainState:
+        """Free the memory of `state`, until `restore`; what it was, as shapes that say where each leaf shall lie."""
+        for learner in filter(None, (self._learner, self._critic)):
+            learner.let_go()
+        return self.state
 
     @property
     def num_compilations(self) -> int:

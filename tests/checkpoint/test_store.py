@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from areal_jax.checkpoint.recovery import Columns
-from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
+from areal_jax.checkpoint.store import CheckpointError, CheckpointStore, _write_sums
 
 
 class Moments(NamedTuple):
@@ -197,6 +197,33 @@ def test_checkpoint_that_orbax_cannot_read_is_told_as_one(store):
     (store.folder / "1" / "_CHECKPOINT_METADATA").unlink()
     with pytest.raises(CheckpointError, match=r"/1 cannot be read: .* Delete this folder and begin anew"):
         store.restore(1, abstract_of(state_on(mesh_of(1))))
+
+
+def test_what_is_no_damage_is_never_told_to_be_deleted(store):
+    store.save(1, state_on(mesh_of(8)), ROLLOUT)
+    store.wait()
+    # All is as files.json says, so that what orbax misses was never there: another release may know it.
+    (store.folder / "1" / "_CHECKPOINT_METADATA").unlink()
+    _write_sums(store.folder / "1")
+    with pytest.raises(CheckpointError, match=r"/1 could not be restored: .*keep it") as told:
+        store.restore(1, abstract_of(state_on(mesh_of(8))))
+    assert "Delete" not in str(told.value)
+    # A disk that does not answer: reading this file is an error of input and output.
+    (store.folder / "1" / "manifest.ocdbt").unlink(missing_ok=True)
+    (store.folder / "1" / "manifest.ocdbt").symlink_to("/proc/self/mem")
+    with pytest.raises(CheckpointError, match=r"/1 could not be restored: OSError: .*keep it"):
+        store.restore(1, abstract_of(state_on(mesh_of(8))))
+
+
+@pytest.mark.parametrize("left", ["", '{"_CHECKPOINT_METADATA": ['])
+def test_sums_that_are_cut_are_told_and_lose_no_checkpoint(store, left):
+    store.save(1, state_on(mesh_of(1)), ROLLOUT)
+    store.wait()
+    (store.folder / "1" / "files.json").write_text(left)
+    with pytest.raises(CheckpointError, match=r"/1/files\.json cannot be read .*Delete this file alone"):
+        store.restore(1, abstract_of(state_on(mesh_of(1))))
+    (store.folder / "1" / "files.json").unlink()
+    assert_same_bits(store.restore(1, abstract_of(state_on(mesh_of(1))))[0], state_on(mesh_of(1)))
 
 
 def test_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path):

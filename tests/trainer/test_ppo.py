@@ -29,7 +29,7 @@ from tiny_training import (
 
 from areal_jax.data.packing import TrainingSequence, pack
 from areal_jax.models.attention import packed_attention
-from areal_jax.records import Group
+from areal_jax.records import Group, Spoilt
 from areal_jax.rl.advantages import Trajectory, compute_advantages
 from areal_jax.rl.config import GSPO, M2PO, PPO, DecoupledPPO, GroupNormalized, Loss, Mean, NoCorrection, Reinforce
 from areal_jax.rl.logprobs import token_logprobs
@@ -358,6 +358,23 @@ def test_a_loss_that_is_not_finite_is_refused_and_harms_nothing(shared: Callable
     assert trainer.version == 2
 
 
+def test_what_is_no_more_a_version_is_told_as_spoilt(shared: Callable[[str], Trainer]) -> None:
+    trainer, rng = shared("two mini-batches"), np.random.default_rng(12)
+    # The longest group is dealt to the first mini-batch, the other to the second.
+    groups = [group(i, *(sample(rng, size, reward=float(j)) for j in range(2))) for i, size in enumerate((20, 12))]
+    first = groups[1].samples[0]
+    broken = group(
+        1, replace(first, behave_logp=np.where(first.loss_mask, -1000.0, 0.0).astype(np.float32)), groups[1].samples[1]
+    )
+    with pytest.raises(Spoilt, match=r"step 0, update 2 of 2: loss is .* 1 before it were, .* version 0 is gone"):
+        trainer.step([groups[0], broken])
+    trainer = shared("one mini-batch")
+    params = jax.tree.map(lambda leaf: np.full(leaf.shape, np.nan, leaf.dtype), trainer.params)
+    trainer.restore(trainer.state._replace(params=params))
+    with pytest.raises(Spoilt, match=r"update 1 of 1: loss is nan.* version 0 itself predicts no finite"):
+        trainer.step(groups)
+
+
 def test_nothing_compiles_after_warm_up() -> None:
     given = jax.tree.map(lambda leaf: jax.device_put(leaf, jax.devices()[0]), params())
     trainer = make(given=given, num_mini_batches=2)
@@ -486,7 +503,7 @@ def test_what_cannot_be_trained_on_is_refused_with_the_knob(shared: Callable[[st
         trainer.step(groups[:1])
     with pytest.raises(ValueError, match=r"sample 0 of group 7 \(task task-7\).*not finite"):
         trainer.step([group(7, replace(good, reward=float("nan"))), *groups])
-    with pytest.raises(FloatingPointError, match=r"sample 0 of group 7.*behaviour log-probability.*learning_rate"):
+    with pytest.raises(Spoilt, match=r"sample 0 of group 7.*behaviour log-probability.*learning_rate"):
         trainer.step([group(7, replace(good, behave_logp=np.full_like(good.behave_logp, np.nan))), *groups])
     with pytest.raises(ValueError, match="begins with a token"):
         trainer.step([group(7, replace(good, loss_mask=np.ones_like(good.loss_mask))), *groups])
