@@ -6,6 +6,7 @@ ids of prompt and answer and the version of the weights that drew each token.
 
 from __future__ import annotations
 
+import hmac
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -70,15 +71,31 @@ class Texts:
     """Texts, or tokens."""
 
 
+def require_key(shown: str, right: str, owner: str) -> None:
+    """Refuse a bearer token that is not the right one."""
+    # In constant time: how long it takes tells nothing of the right one. Bytes of a header that are no text come as surrogates.
+    shown_bytes, right_bytes = (key.encode(errors="surrogateescape") for key in (shown, right))
+    if not hmac.compare_digest(shown_bytes, right_bytes):
+        raise Refused(401, f"Incorrect API key provided: expected {owner}", code="invalid_api_key")
+
+
 def read_json(body: bytes) -> dict[str, Any]:
     """The object that a body holds."""
     try:
-        given = json.loads(body)
+        given = _parsed(body)
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"We could not parse the JSON body of your request: {error}") from None
     if not isinstance(given, dict):
         raise Refused(400, f"expected a JSON object as body, came {_kind(given)}")
     return given
+
+
+def _parsed(text: str | bytes) -> Any:
+    """What JSON says. ValueError or RecursionError where it is none, or holds what cannot be written again: half a character
+    (a lone surrogate), or more brackets in one another than there is room for."""
+    value = json.loads(text)
+    json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 def read_chat(given: Mapping[str, Any]) -> Chat:
@@ -240,9 +257,11 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Refused(400, "expected a function with a name", param=where)
     try:
-        arguments = json.loads(function.get("arguments") or "{}")
+        arguments = _parsed(function.get("arguments") or "{}")
     except (ValueError, TypeError, RecursionError):
-        raise Refused(400, "expected the arguments of a function to be JSON in a text", param=where) from None
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise Refused(400, "expected the arguments of a function to be a JSON object in a text", param=where)
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 

@@ -9,7 +9,6 @@ What is trained is drawn as the run draws everything: an agent's own temperature
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -24,7 +23,7 @@ from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.records import Completion, Generate, OnProgress, ended
 from areal_jax.serve.answers import Part
 from areal_jax.serve.app import App, listening, message_of
-from areal_jax.serve.bodies import Chat, Refused, Wishes
+from areal_jax.serve.bodies import Chat, Refused, Wishes, require_key
 from areal_jax.serve.config import LimitsConfig
 
 logger = logging.getLogger(__name__)
@@ -150,9 +149,5 @@ class AgentServer:
         found = self._sessions.get(session)
         if found is None:
             raise Refused(404, "there is no such session, or it has ended")
-        if not hmac.compare_digest(key.encode(), found.api_key.encode()):
-            raise Refused(401, "Incorrect API key provided: expected the session's", code="invalid_api_key")
+        require_key(key, found.api_key, "the session's")
         return found
-
-    def counts(self) -> dict[str, float]:
-        return {"sessions": float(len(self._sessions))}
