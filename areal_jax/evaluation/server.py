@@ -51,8 +51,8 @@ Drawing: TypeAlias = Mapping[str, int | float]
 """Fields of a request beside its temperature that decide how tokens are drawn."""
 
 FROM_ALL_TOKENS: tuple[Drawing, ...] = (
-    {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},  # ours, and vLLM's
-    {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},  # SGLang's, and older vLLM's
+    {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},  # vLLM and SGLang
+    {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},  # our own server
     {"top_p": 1.0},  # OpenAI's own protocol has no more
 )
 """How to say that tokens are drawn from all that there are, as a local evaluation does. A server that is told nothing takes
