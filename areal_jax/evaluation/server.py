@@ -42,6 +42,8 @@ TOKEN_VARIABLE = "OPENAI_API_KEY"
 """Environment variable that holds the server's token."""
 
 MAX_CONNECTIONS = 64
+"""Requests under way at a server at the same time."""
+
 RETRIES_S = (0.5, 2.0, 8.0)
 """Pauses before what a busy or restarting server did not answer is asked again."""
 
