@@ -25,7 +25,7 @@ from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.decode import EngineParams
 from areal_jax.engine.driver import Driver
 from areal_jax.engine.fleet import Fleet
-from areal_jax.evaluation.evaluate import Evaluation, evaluate
+from areal_jax.evaluation.evaluate import Evaluation, evaluate, tasks_that_fill
 from areal_jax.metrics import names
 from areal_jax.metrics.description import write_description
 from areal_jax.metrics.meters import Meters
@@ -221,6 +221,7 @@ class Run(Generic[AnyTrainer]):
                 version=version,
                 sampling=evaluation_sampling(experiment, tokenizer.stop_token_ids),
                 seed=experiment.seed,
+                max_running=tasks_that_fill(self.plan.num_slots, config.samples_per_task),
             )
         self.record_evaluation(version, evaluation_metrics(found), evaluation_line(found))
 

@@ -21,10 +21,18 @@ from areal_jax.data.sources import load_tasks
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.driver import Driver
 from areal_jax.evaluation.answers import Answer, AnswerFolder, answer_of
-from areal_jax.evaluation.evaluate import EvaluationCalls, answer_all
+from areal_jax.evaluation.evaluate import EvaluationCalls, answer_all, tasks_that_fill
 from areal_jax.evaluation.report import TIMES, summary, write_report
 from areal_jax.evaluation.results import results_of
-from areal_jax.evaluation.server import TOKEN_VARIABLE, ChatServer, Drawing, Server, TokenServer, drawing_of_chats
+from areal_jax.evaluation.server import (
+    MAX_CONNECTIONS,
+    TOKEN_VARIABLE,
+    ChatServer,
+    Drawing,
+    Server,
+    TokenServer,
+    drawing_of_chats,
+)
 from areal_jax.metrics import names
 from areal_jax.metrics.description import write_description
 from areal_jax.metrics.progress import Progress, facts_of_evaluation
@@ -85,6 +93,11 @@ class Local:
         return f"policy: {policy}{trained or ''}; devices: {self.devices}"
 
     @property
+    def max_running(self) -> int:
+        """Tasks at the same time."""
+        return tasks_that_fill(self.experiment.engine.num_slots, self.experiment.evaluation.samples_per_task)
+
+    @property
     def devices(self) -> str:
         mesh = self.decoding.engine.mesh
         return f"{mesh.size} {mesh.devices.flat[0].device_kind}"
@@ -126,6 +139,8 @@ class Remote:
 
     version: int = 0
     devices: str = "the server's"
+    max_running: int = MAX_CONNECTIONS
+    """Tasks at the same time."""
 
     @property
     def name(self) -> str:
@@ -280,7 +295,7 @@ async def _answer(
         except ValueError as error:
             raise ConfigError(str(error)) from error
         async with answerer.answering(judge) as ask:
-            failures = await answer_all(left, ask, keep, name="evaluation")
+            failures = await answer_all(left, ask, keep, name="evaluation", max_running=answerer.max_running)
     seconds = time.monotonic() - began_s
     with (answers.path / TIMES).open("a", encoding="utf-8") as file:
         row = {"ended": time.strftime("%Y-%m-%d %H:%M:%S"), "num_tasks": len(left) - len(failures), "num_tokens": num_tokens}

@@ -42,6 +42,8 @@ TOKEN_VARIABLE = "OPENAI_API_KEY"
 """Environment variable that holds the server's token."""
 
 MAX_CONNECTIONS = 64
+"""Requests under way at a server at the same time."""
+
 RETRIES_S = (0.5, 2.0, 8.0)
 """Pauses before what a busy or restarting server did not answer is asked again."""
 
@@ -51,8 +53,8 @@ Drawing: TypeAlias = Mapping[str, int | float]
 """Fields of a request beside its temperature that decide how tokens are drawn."""
 
 FROM_ALL_TOKENS: tuple[Drawing, ...] = (
-    {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},  # ours, and vLLM's
-    {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},  # SGLang's, and older vLLM's
+    {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},  # vLLM and SGLang
+    {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},  # our own server
     {"top_p": 1.0},  # OpenAI's own protocol has no more
 )
 """How to say that tokens are drawn from all that there are, as a local evaluation does. A server that is told nothing takes

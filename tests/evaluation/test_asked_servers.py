@@ -220,8 +220,8 @@ def test_a_judge_that_fails_is_no_wrong_answer() -> None:
 @pytest.mark.parametrize(
     ("takes", "drawing"),
     [
-        ({"top_p", "top_k", "min_p", "repetition_penalty"}, FROM_ALL_TOKENS[0]),
-        ({"top_p", "top_k", "min_p", "repetition_penalty", "-1"}, FROM_ALL_TOKENS[1]),
+        ({"top_p", "top_k", "min_p", "repetition_penalty"}, FROM_ALL_TOKENS[1]),
+        ({"top_p", "top_k", "min_p", "repetition_penalty", "-1"}, FROM_ALL_TOKENS[0]),
         ({"top_p"}, {"top_p": 1.0}),
     ],
     ids=["0 is all", "-1 is all", "OpenAI's own fields"],

@@ -9,7 +9,7 @@ from dataclasses import asdict
 import numpy as np
 import pytest
 
-from areal_jax.evaluation.evaluate import Evaluation, evaluate, summarize
+from areal_jax.evaluation.evaluate import Evaluation, evaluate, summarize, tasks_that_fill
 from areal_jax.records import (
     NO_VERSION,
     Completion,
@@ -202,3 +202,12 @@ def test_a_stopped_engine_ends_the_evaluation_at_once() -> None:
 
     with pytest.raises(EngineStopped, match="device lost"):
         run([task(i) for i in range(4)], Oracle(), workflow=stopped)
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "samples_per_task", "tasks"),
+    # A quarter more than there are slots; a task alone fills them where it has more samples than they are.
+    [(256, 1, 320), (256, 4, 80), (8, 8, 2), (4, 64, 1)],
+)
+def test_as_many_tasks_are_evaluated_at_a_time_as_fill_the_slots(num_slots: int, samples_per_task: int, tasks: int) -> None:
+    assert tasks_that_fill(num_slots, samples_per_task) == tasks
