@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import socket
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 
 import jax
 
@@ -14,6 +14,9 @@ LEAVE_TIMEOUT_S = 60
 
 _NOBODY = "nobody"
 _NAP_S = 0.2
+_MAX_CHARS = 10_000
+_HEAR_S = 2.0
+"""What a process gets to say its number, once it is connected."""
 _TELL_S = 10.0
 """What process 0 gets to tell the others, once its wait is over."""
 _LEAST_S = 30.0
@@ -62,37 +65,40 @@ def _await_others(coordinator: str, num_processes: int, deadline_s: float) -> st
         arrived: dict[int, socket.socket] = {}
         while len(arrived) < num_processes - 1 and (left_s := deadline_s - time.monotonic()) > 0:
             server.settimeout(left_s)
-            try:
+            # Anybody may come to a port. Who goes at once, or says nothing or something else, is sent away.
+            with suppress(OSError, ValueError):
                 connection, _peer = server.accept()
-                stack.enter_context(connection).settimeout(left_s)
-                arrived[int(_line(connection))] = connection
-            except TimeoutError:
-                break
+                connection.settimeout(min(left_s, _HEAR_S))
+                with ExitStack() as until_known:
+                    until_known.callback(connection.close)
+                    number = int(_line(connection))
+                    if 0 < number < num_processes:
+                        arrived[number] = stack.enter_context(connection)
+                        until_known.pop_all()
         missing = ", ".join(f"process {number}" for number in range(1, num_processes) if number not in arrived)
         for connection in arrived.values():
-            connection.sendall(f"{missing or _NOBODY}\n".encode())
+            with suppress(OSError):  # it has gone meanwhile
+                connection.sendall(f"{missing or _NOBODY}\n".encode())
     return missing
 
 
 def _report(coordinator: str, process_id: int, deadline_s: float, timeout_s: float) -> str:
     """Any other process: come to process 0 and be told who is missing."""
     while (left_s := deadline_s - time.monotonic()) > 0:
-        try:
-            with socket.create_connection(_address(coordinator), timeout=left_s) as connection:
-                connection.sendall(f"{process_id}\n".encode())
-                # Process 0 may have begun to wait only now; it waits as long, and tells all only then.
-                connection.settimeout(timeout_s + _TELL_S)
-                if told := _line(connection):
-                    return "" if told == _NOBODY else told
-        except OSError:
-            # It does not listen yet, or has gone.
-            time.sleep(_NAP_S)
+        # Where that fails, it does not listen yet, or has gone.
+        with suppress(OSError), socket.create_connection(_address(coordinator), timeout=left_s) as connection:
+            connection.sendall(f"{process_id}\n".encode())
+            # Process 0 may have begun to wait only now; it waits as long, and tells all only then.
+            connection.settimeout(timeout_s + _TELL_S)
+            if told := _line(connection):
+                return "" if told == _NOBODY else told
+        time.sleep(_NAP_S)
     return "process 0"
 
 
 def _line(connection: socket.socket) -> str:
     with connection.makefile() as file:
-        return file.readline().strip()
+        return file.readline(_MAX_CHARS).strip()
 
 
 def _address(coordinator: str) -> tuple[str, int]:
