@@ -26,6 +26,7 @@ from areal_jax.engine.decode import EngineParams
 from areal_jax.engine.driver import Driver
 from areal_jax.engine.fleet import Fleet
 from areal_jax.evaluation.evaluate import Evaluation, evaluate, tasks_that_fill
+from areal_jax.launch.config import Ray
 from areal_jax.metrics import names
 from areal_jax.metrics.description import write_description
 from areal_jax.metrics.meters import Meters
@@ -291,9 +292,9 @@ async def assembled(
         if saved_version is not None:
             restored = keeper.restore(saved_version)
         sinks, trace = written_files(stack, plan, folder, trainer.version if resume else None)
-        service = await stack.enter_async_context(
-            RewardService(experiment.rewards, kinds_of_tasks(plan), tools_of(experiment.workflow))
-        )
+        service = await stack.enter_async_context(_reward_service(plan))
+        if plan.decodes:
+            await service.start()
         mailbox = Mailbox(
             plan.engine.layout,
             [engine.param_shardings for engine in plan.engines],
@@ -314,7 +315,7 @@ async def assembled(
         if plan.decodes:
             mailbox.publish(trainer.version, trainer.params)
             await asyncio.gather(
-                asyncio.to_thread(trainer.warm_up), *(asyncio.to_thread(each.warm_up) for each in plan.engines), service.start()
+                asyncio.to_thread(trainer.warm_up), *(asyncio.to_thread(each.warm_up) for each in plan.engines)
             )
             engine.start()
         else:
@@ -326,6 +327,18 @@ async def assembled(
             *(plan, folder, trainer, keeper, mailbox, engine, judge, judge.use, agents),
             *(sinks, trace, progress, stop, restored),
         )
+
+
+async def try_judging(plan: Plan) -> None:
+    """Start whoever would judge here, and end it again. ConfigError where the settings ask for what cannot be had."""
+    # A cluster's judges are elsewhere, with other files and another system.
+    if plan.decodes and not isinstance(plan.experiment.launch, Ray):
+        async with _reward_service(plan) as service:
+            await service.start()
+
+
+def _reward_service(plan: Plan) -> RewardService:
+    return RewardService(plan.experiment.rewards, kinds_of_tasks(plan), tools_of(plan.experiment.workflow))
 
 
 def shown_progress(stack: AsyncExitStack, plan: Plan, folder: Path, saved_version: int | None) -> Progress:

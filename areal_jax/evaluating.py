@@ -289,11 +289,8 @@ async def _answer(
             },
         )
 
-    async with had(lambda: RewardService(experiment.rewards, kinds, tools_of(experiment.workflow))) as judge:
-        try:
-            await judge.start()
-        except ValueError as error:
-            raise ConfigError(str(error)) from error
+    async with RewardService(experiment.rewards, kinds, tools_of(experiment.workflow)) as judge:
+        await judge.start()
         async with answerer.answering(judge) as ask:
             failures = await answer_all(left, ask, keep, name="evaluation", max_running=answerer.max_running)
     seconds = time.monotonic() - began_s

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -11,7 +10,7 @@ from pathlib import Path
 from areal_jax.command import settings_text, show
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.known import KNOWN, known_shape
-from areal_jax.settings import ConfigError, assign, build, from_text, parse_overrides, settings
+from areal_jax.settings import ConfigError, assign, build, from_text, parse_overrides, read_json, settings
 from areal_jax.sim.config import ClusterQuestion
 from areal_jax.sim.hardware import DEVICES
 from areal_jax.sim.planner import ClusterPlan, plan_cluster
@@ -50,11 +49,7 @@ def find_model(name: str) -> ModelConfig:
     """The shape of a policy known by name, or of a folder's config.json. ConfigError lists the names."""
     path = Path(name).expanduser() / "config.json"
     try:
-        return (
-            ModelConfig.from_hf(json.loads(path.read_text(encoding="utf-8")), str(path))
-            if path.is_file()
-            else known_shape(name)
-        )
+        return ModelConfig.from_hf(read_json(path), str(path)) if path.is_file() else known_shape(name)
     except ValueError as error:
         raise ConfigError(f"model={name}: {error}; a folder with a config.json will do too") from None
 

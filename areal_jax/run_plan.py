@@ -398,7 +398,7 @@ def _meshes(experiment: AnyExperiment) -> Meshes:
     if _decodes(experiment) or num_train > len(devices):
         return make_meshes(placement)
     # All devices train. The other mesh lies on the first of them, where nothing will use it.
-    alone = chz.replace(placement, train_devices=num_train, rollout_devices=1, rollout_tensor=1)
+    alone = chz.replace(placement, rollout_share=None, train_devices=num_train, rollout_devices=1, rollout_tensor=1)
     return make_meshes(alone, [*devices, devices[0]])
 
 

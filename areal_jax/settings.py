@@ -7,11 +7,13 @@ what the settings mean.
 from __future__ import annotations
 
 import difflib
+import json
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from math import isfinite
+from pathlib import Path
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 import chz
@@ -196,6 +198,17 @@ def from_json(value: JSON, kind: Any) -> Any:
 def to_json(config: object) -> dict[str, JSON]:
     """Every setting of a record by dotted key; a choice is the name of its class."""
     return {key: _jsonable(setting.value) for key, setting in settings(config).items()}
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """The object that a JSON file of others holds. ValueError, which names the file, where it holds something else."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise ValueError(f"{path}: expected JSON, came something else ({error})") from error
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: expected a JSON object, came {type(found).__name__}")
+    return found
 
 
 def _jsonable(value: Any) -> JSON:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import asyncio
 import os
 import sys
 import textwrap
@@ -68,6 +69,9 @@ def _run(command: argparse.Namespace) -> int:
 
     plan = make_plan(experiment)
     if command.dry_run:
+        from areal_jax.assembly import try_judging
+
+        asyncio.run(try_judging(plan))
         print("\n".join(f"{setting.key}={setting.text()}" for setting in settings(experiment).values()))
         print(f"\n{plan.text()}\n\nrun folder: {run_folder} (not written: --dry-run)")
         return 0

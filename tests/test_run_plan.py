@@ -176,6 +176,8 @@ def test_where_nothing_is_decoded_all_devices_train(policy: Path) -> None:
     assert found.rollout_bytes() == {}
     assert "loss and perplexity every 50 steps of 512 examples from those held out" in text
     assert len(found.eval_examples.examples) == 512
+    shared = make_plan(load_experiment("sft", [f"policy.path={policy}", "placement.rollout_share=0.5"]))
+    assert shared.train_mesh.size == found.train_mesh.size
     fewer = make_plan(load_experiment("sft", [f"policy.path={policy}", "placement.train_devices=2"]))
     assert fewer.devices == "2 cpu"
     decoding = make_plan(load_experiment("sft", [f"policy.path={policy}", "evaluation.every_steps=5", *SHORT]))

@@ -83,6 +83,15 @@ def test_dry_run_prints_settings_and_plan_and_writes_nothing(tmp_path: Path) -> 
         (["--exp=aime", "--dry-run", "tasks=Files", "tasks.path=missing.jsonl"], "missing.jsonl"),
         (["--exp=aime", "--dry-run", "placement.train_devices=99"], "placement.train_devices"),
         (["--exp=aime", "--dry-run", "engine.max_new_tokens=1000000"], "engine.max_new_tokens"),
+        (["--exp=aime", "--dry-run", "rewards.form=("], "rewards.form=(: error"),
+        (
+            ["--exp=aime", "--dry-run", "rewards.function=missing.py:judge"],
+            "rewards.function=missing.py:judge: FileNotFoundError",
+        ),
+        (
+            ["--exp=aime", "--dry-run", "workflow=ToolUse", "workflow.tools.names=search", "workflow.tools.documents=missing"],
+            "workflow.tools.documents=missing: ",
+        ),
     ],
 )
 def test_bad_input_is_one_message_and_exit_code_2(

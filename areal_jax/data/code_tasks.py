@@ -75,10 +75,12 @@ def code_problem(row: Row) -> tuple[str, CodeTests] | None:
         if all(field in row for field in fields):
             try:
                 question, tests = read(row)
-            except (KeyError, TypeError, SyntaxError, zlib.error, json.JSONDecodeError) as error:
+            except (KeyError, TypeError, AttributeError, SyntaxError, zlib.error, json.JSONDecodeError) as error:
                 raise ValueError(f"tests that cannot be read ({type(error).__name__})") from error
             if not isinstance(tests, Asserts) and not tests.cases:
                 raise ValueError("no tests")
+            if isinstance(tests, Stdin) and not all(isinstance(side, str) for case in tests.cases for side in case):
+                raise ValueError("tests whose input or output is no text")
             return question, tests
     return None
 

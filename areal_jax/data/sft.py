@@ -130,8 +130,8 @@ def _generated(
     """An example for a problem. A problem that comes again gets another answer."""
     problem = problems[index]
     chance = random.Random(f"{seed}/{index}")
-    if chance.random() < DRILL_SHARE:
-        return encode_drill(tokenizer, draw_steps(problems, chance), prompt)
+    if chance.random() < DRILL_SHARE and (steps := draw_steps(problems, chance)):
+        return encode_drill(tokenizer, steps, prompt)
     return encode_answer(tokenizer, [Message("user", problem.question)], draw_answer(problem, chance), prompt)
 
 
@@ -144,13 +144,16 @@ def _exercised(exercise: Exercise, index: int, tokenizer: Tokenizer, prompt: Pro
 
 
 def draw_steps(problems: Sequence[Problem], chance: random.Random) -> list[str]:
-    """Steps of all methods of some problems, in any order; sums and products of two digits are easy enough without."""
+    """Steps of all methods of some problems, in any order; sums and products of two digits are easy enough without. Fewer than
+    DRILL_STEPS where as many draws as there are problems find no more."""
     steps = set[str]()
-    while len(steps) < 2 * DRILL_STEPS:
+    for _ in range(len(problems)):
+        if len(steps) >= 2 * DRILL_STEPS:
+            break
         problem = problems[chance.randrange(len(problems))]
         for text in (problem.solution, *problem.wrong_solutions):
             steps.update(step for step in text.split("\n") if len(step) > 6 and "=" in step)
-    return chance.sample(sorted(steps), DRILL_STEPS)
+    return chance.sample(sorted(steps), min(DRILL_STEPS, len(steps)))
 
 
 def encode_drill(tokenizer: Tokenizer, steps: Sequence[str], prompt: PromptConfig) -> SupervisedExample:

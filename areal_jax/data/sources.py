@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 
+import pyarrow as pa
 import pyarrow.parquet as pq
 
 from areal_jax.data.code_tasks import as_answer, code_problem
@@ -153,7 +155,7 @@ def read_rows(
     fields; all three for that error."""
     files = find_files(Path(source.path).expanduser(), source.split) if isinstance(source, Files) else _files_of_hub(source)
     made, skipped, fields = list[T](), dict[str, list[str]](), dict[str, None]()
-    numbered = ((f"{file.name}:{number}", row) for file in files for number, row in enumerate(_rows(file), 1))
+    numbered = ((f"{file.name}:{number}", row) for file in files for number, row in _rows(file))
     for place, row in islice(numbered, source.max_tasks):
         try:
             if not isinstance(row, dict):
@@ -178,34 +180,40 @@ def in_words(skipped: Skipped) -> str:
     )
 
 
-def _rows(file: Path) -> Iterator[object]:
-    """Rows of a file, one at a time; those that are no JSON come as their text."""
+def _rows(file: Path) -> Iterator[tuple[int, object]]:
+    """Rows of a file with their numbers, from 1, or those of their lines; lines that are no JSON come as their text.
+
+    ValueError, which names the file, where it is none of its format."""
     if file.suffix == ".parquet":
-        with pq.ParquetFile(file) as table:
-            for batch in table.iter_batches():
-                yield from batch.to_pylist()
+        try:
+            with pq.ParquetFile(file) as table:
+                yield from enumerate(chain.from_iterable(batch.to_pylist() for batch in table.iter_batches()), 1)
+        except pa.ArrowException as error:
+            raise ValueError(f"{file}: expected a parquet file ({error})") from error
         return
-    with file.open(encoding="utf-8-sig") as lines:
-        start = lines.read(1)
-        while start.isspace():
-            start = lines.read(1)
-        lines.seek(0)
+    with file.open("rb") as lines:
         # Many a file called .json holds a row in each line.
-        if file.suffix == ".json" and start == "[":
+        if file.suffix == ".json" and lines.read(4096).removeprefix(BOM_UTF8).lstrip()[:1] == b"[":
             try:
-                yield from json.load(lines)
-            except json.JSONDecodeError as error:
+                yield from enumerate(json.loads(file.read_text(encoding="utf-8-sig")), 1)
+            except ValueError as error:
                 raise ValueError(f"{file}: expected a JSON array of rows ({error})") from error
             return
-        yield from _rows_of_lines(lines)
+        lines.seek(0)
+        yield from _rows_of_lines(file, lines)
 
 
-def _rows_of_lines(lines: Iterable[str]) -> Iterator[object]:
-    for line in lines:
+def _rows_of_lines(file: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, object]]:
+    for number, line in enumerate(lines, 1):
         try:
-            yield json.loads(line)
-        except json.JSONDecodeError:
-            yield line
+            text = line.decode("utf-8-sig" if number == 1 else "utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file}:{number}: expected UTF-8 ({error})") from error
+        if text.strip():
+            try:
+                yield number, json.loads(text)
+            except json.JSONDecodeError:
+                yield number, text
 
 
 def _task(id: str, row: Row, source: Files | Hub, prompt: PromptConfig) -> Task:

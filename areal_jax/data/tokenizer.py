@@ -18,12 +18,15 @@ from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from areal_jax.records import Message
+from areal_jax.settings import read_json
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Names under which a template finds the special tokens of tokenizer_config.json."""
 
 Turn: TypeAlias = Message | Mapping[str, Any]
 """A message, or one as chat templates and OpenAI's protocol write it, with calls of tools and all else."""
+
+_SETTINGS = "tokenizer_config.json"
 
 _STAND_IN = "areal_jax"
 """An answer that no template changes and that stands nowhere else in a conversation."""
@@ -60,12 +63,22 @@ class HFTokenizer:
             raise FileNotFoundError(
                 f"{folder} has no tokenizer.json; a tokenizer in another format must be converted to it first"
             )
-        tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        try:
+            tokenizer = tokenizers.Tokenizer.from_file(str(file))
+        except Exception as error:  # the library raises Exception itself
+            raise ValueError(
+                f"{file}: expected a tokenizer as Hugging Face's tokenizers write it, came none ({error})"
+            ) from error
         # Some files carry the truncation and padding of whoever saved them.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        settings = _read(folder / "tokenizer_config.json")
-        return cls(tokenizer, _template(folder, settings), settings, _stops(folder, tokenizer, settings))
+        settings = _read(folder / _SETTINGS)
+        written_in, template = _template(folder, settings)
+        stops = _stops(folder, tokenizer, settings)
+        try:
+            return cls(tokenizer, template, settings, stops)
+        except jinja2.TemplateSyntaxError as error:
+            raise ValueError(f"{written_in}: line {error.lineno} of the chat template cannot be read: {error}") from error
 
     def render(self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> Int32[np.ndarray, "T"]:
         """Tokens of a conversation through the chat template, ready for the assistant's next words.
@@ -201,15 +214,22 @@ def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _template(folder: Path, settings: Mapping[str, Any]) -> str | None:
-    """chat_template.jinja goes before tokenizer_config.json, whose template may be one of several by name."""
+def _template(folder: Path, settings: Mapping[str, Any]) -> tuple[Path, str | None]:
+    """Where the template is written, and it: chat_template.jinja goes before tokenizer_config.json, whose template may be one
+    of several by name."""
     file = folder / "chat_template.jinja"
     if file.is_file():
-        return file.read_text(encoding="utf-8")
-    template = settings.get("chat_template")
+        try:
+            return file, file.read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file}: expected UTF-8, came something else ({error})") from error
+    file, template = folder / _SETTINGS, settings.get("chat_template")
     if isinstance(template, list):
-        return next((named["template"] for named in template if named["name"] == "default"), None)
-    return template
+        by_name = {named.get("name"): named.get("template") for named in template if isinstance(named, Mapping)}
+        template = by_name.get("default")
+    if not isinstance(template, str | None):
+        raise ValueError(f"{file}: expected chat_template to be text, or a list of templates by name; came {template!r}")
+    return file, template
 
 
 def _stops(folder: Path, tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> list[int]:
@@ -217,8 +237,11 @@ def _stops(folder: Path, tokenizer: tokenizers.Tokenizer, settings: Mapping[str,
     eos = _text(settings.get("eos_token"))
     stops = [] if eos is None else [tokenizer.token_to_id(eos)]
     for name in ("generation_config.json", "config.json"):
-        ids = _read(folder / name).get("eos_token_id")
-        stops += ids if isinstance(ids, list) else [ids]
+        found = _read(folder / name).get("eos_token_id")
+        ids = found if isinstance(found, list) else [found]
+        if any(not isinstance(id, int | None) for id in ids):
+            raise ValueError(f"{folder / name}: expected eos_token_id to be a whole number or some; came {found!r}")
+        stops += ids
     return list(dict.fromkeys(id for id in stops if id is not None))
 
 
@@ -229,4 +252,4 @@ def _text(token: object) -> str | None:
 
 
 def _read(file: Path) -> dict[str, Any]:
-    return json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
+    return read_json(file) if file.is_file() else {}

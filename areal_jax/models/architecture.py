@@ -109,9 +109,9 @@ class ModelConfig:
                     f"{source}: {name}={config[name]!r} is not supported for {architecture}; only {name}={supported!r} is"
                 )
         num_heads = _required(config, "num_attention_heads", source)
-        num_kv_heads = config.get("num_key_value_heads") or num_heads
+        num_kv_heads = _required(config, "num_key_value_heads", source, num_heads)
         hidden_size = _required(config, "hidden_size", source)
-        head_dim = config.get("head_dim") or hidden_size // num_heads
+        head_dim = _required(config, "head_dim", source, hidden_size // num_heads)
         if num_heads % num_kv_heads or head_dim % 2:
             raise ValueError(
                 f"{source}: expected num_attention_heads to be a multiple of num_key_value_heads and head_dim to be even; "
@@ -130,13 +130,13 @@ class ModelConfig:
             num_key_value_heads=num_kv_heads,
             head_dim=head_dim,
             rope_theta=rope_theta,
-            rms_norm_eps=config.get("rms_norm_eps", 1e-6),
+            rms_norm_eps=_number(config, "rms_norm_eps", source, 1e-6),
             max_position_embeddings=max_position_embeddings,
-            tie_word_embeddings=config.get("tie_word_embeddings", False),
-            attention_bias=config.get("attention_bias") or family.qkv_bias,
+            tie_word_embeddings=_flag(config, "tie_word_embeddings", source),
+            attention_bias=_flag(config, "attention_bias", source) or family.qkv_bias,
             qk_norm=family.qk_norm,
-            output_bias=bool(config.get("attention_bias")) and not family.qkv_bias,
-            mlp_bias=config.get("mlp_bias") or False,
+            output_bias=_flag(config, "attention_bias", source) and not family.qkv_bias,
+            mlp_bias=_flag(config, "mlp_bias", source),
             rope_scaling=rope_scaling,
             sliding_windows=_sliding_windows(config, family, source),
             moe=_moe(config, source) if family.is_moe else None,
@@ -242,11 +242,26 @@ def _architecture(config: Mapping[str, Any], source: str) -> tuple[Family, Reado
     raise ValueError(f"{source}: architectures={named} is not supported; expected one of {', '.join(_FAMILIES)}")
 
 
-def _required(config: Mapping[str, Any], name: str, source: str) -> int:
-    value = config.get(name)
-    if not isinstance(value, int) or value < 1:
+def _required(config: Mapping[str, Any], name: str, source: str, default: int | None = None) -> int:
+    value = default if config.get(name) is None else config[name]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{source}: expected {name} to be a positive integer; came {value!r}")
     return value
+
+
+def _number(config: Mapping[str, Any], name: str, source: str, default: float) -> float:
+    value = default if config.get(name) is None else config[name]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise ValueError(f"{source}: expected {name} to be a number; came {value!r}")
+    return float(value)
+
+
+def _flag(config: Mapping[str, Any], name: str, source: str) -> bool:
+    """False where the file does not say."""
+    value = config.get(name)
+    if not isinstance(value, bool | None):
+        raise ValueError(f"{source}: expected {name} to be true or false; came {value!r}")
+    return bool(value)
 
 
 def _sliding_windows(config: Mapping[str, Any], family: _Traits, source: str) -> tuple[int | None, ...]:
@@ -254,11 +269,11 @@ def _sliding_windows(config: Mapping[str, Any], family: _Traits, source: str) ->
     num_layers, asked = _required(config, "num_hidden_layers", source), bool(config.get("use_sliding_window"))
     if asked and family.windows == "none":
         raise ValueError(f"{source}: use_sliding_window=True is not supported for {config['architectures'][0]}")
-    first = config.get("max_window_layers", 28) if family.windows == "upper" else 0
+    first = _number(config, "max_window_layers", source, 28.0) if family.windows == "upper" else 0
     kinds = config.get("layer_types") if family.windows != "all" else None
     if kinds is None:
         kinds = ["sliding_attention" if asked and i >= first else "full_attention" for i in range(num_layers)]
-    if len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
+    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise ValueError(
             f"{source}: expected layer_types to be 'full_attention' or 'sliding_attention' for each of {num_layers} layers; "
             f"came {kinds}"
@@ -281,6 +296,6 @@ def _moe(config: Mapping[str, Any], source: str) -> MoEConfig:
         num_experts=num_experts,
         num_experts_per_tok=per_token,
         moe_intermediate_size=_required(config, "moe_intermediate_size", source),
-        norm_topk_prob=config.get("norm_topk_prob", False),
-        router_aux_loss_coef=config.get("router_aux_loss_coef", 0.001),
+        norm_topk_prob=_flag(config, "norm_topk_prob", source),
+        router_aux_loss_coef=_number(config, "router_aux_loss_coef", source, 0.001),
     )

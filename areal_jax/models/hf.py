@@ -28,6 +28,7 @@ from safetensors.numpy import save_file
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.sharding import fetch, put
+from areal_jax.settings import read_json
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
@@ -239,14 +240,6 @@ def open_weights(path: Path) -> Any:
         raise ValueError(
             f"{path}: expected a whole safetensors file, came {size} that are none ({error}); get it anew"
         ) from error
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """What a file holds. ValueError where that is no JSON."""
-    try:
-        return json.loads(path.read_text(encoding="utf-8"))
-    except ValueError as error:
-        raise ValueError(f"{path}: expected JSON, came something else ({error})") from error
 
 
 def _check(

@@ -26,6 +26,7 @@ from areal_jax.models.config import ADAPTER_CONFIG as CONFIG
 from areal_jax.models.config import LoRA, Target
 from areal_jax.models.decoder import Adapted, Params, Policy
 from areal_jax.parallel.sharding import fetch, put
+from areal_jax.settings import read_json
 
 WEIGHTS = "adapter_model.safetensors"
 
@@ -75,6 +76,11 @@ _ONLY: dict[str, Any] = {
     "monteclora_config": None,
     "velora_config": None,
 }
+
+
+_BEGUN_BESIDE_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights under which PEFT leaves the base as it is. Others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) take what
+the adapter begins with out of the base, and MiCA trains one factor alone."""
 
 
 def abstract(policy: Policy) -> Params:
@@ -138,6 +144,11 @@ def read_config(folder: Path) -> LoRA:
         # PEFT writes nothing as null, {} or [], whichever the release prefers.
         if (config.get(name, supported) or None) != (supported or None):
             raise ValueError(f"{path}: {name}={config[name]!r} is not supported; only {name}={supported!r} is")
+    if (begun := config.get("init_lora_weights", True)) not in _BEGUN_BESIDE_THE_BASE:
+        raise ValueError(
+            f"{path}: init_lora_weights={begun!r} is not supported: it does not belong to the base as that is, but to one that "
+            "PEFT has changed. Save it as a plain one, by save_pretrained(path_initial_model_for_weight_conversion=...)"
+        )
     rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
         raise ValueError(f"{path}: expected r to be a positive integer and lora_alpha a number; came {rank!r} and {alpha!r}")
@@ -296,7 +307,7 @@ def _read_json(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"expected a PEFT folder with {CONFIG} at {folder}; set policy.adapter to one")
-    return hf.read_json(path)
+    return read_json(path)
 
 
 def _opened(folder: Path) -> Any:

@@ -56,8 +56,15 @@ def from_hf(config: Mapping[str, Any], source: str) -> tuple[float, RopeScaling 
     """Base of the angles, and the scaling, of a config.json: in rope_parameters, or in files of transformers before
     version 5 in rope_theta and rope_scaling. ValueError names what is not supported or missing."""
     spelling = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    given = dict(config.get("rope_parameters") or {}) | dict(config.get("rope_scaling") or {})
-    theta = float(given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0)
+    given = dict[str, Any]()
+    for name in ("rope_parameters", "rope_scaling"):
+        if not isinstance(of_name := config.get(name) or {}, dict):
+            raise ValueError(f"{source}: expected {name} to be an object; came {of_name!r}")
+        given |= of_name
+    theta = given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
+    if isinstance(theta, bool) or not isinstance(theta, int | float):
+        raise ValueError(f"{source}: expected rope_theta to be a number; came {theta!r}")
+    theta = float(theta)
     kinds = [given.pop(name, None) for name in ("rope_type", "type")]
     kind = kinds[0] or kinds[1] or "default"
     if kind == "default" and not given:

@@ -6,7 +6,7 @@ import math
 import os
 import socket
 import time
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from ipaddress import ip_address
 
 import jax
@@ -16,6 +16,9 @@ LEAVE_TIMEOUT_S = 60
 
 _NOBODY = "nobody"
 _NAP_S = 0.2
+_MAX_CHARS = 10_000
+_HEAR_S = 2.0
+"""What a process gets to say its number, once it is connected."""
 _TELL_S = 10.0
 """What process 0 gets to tell the others, once its wait is over."""
 _LEAST_S = 30.0
@@ -66,33 +69,38 @@ def _await_others(coordinator: str, num_processes: int, deadline_s: float) -> tu
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         server = stack.enter_context(socket.create_server(("", port), family=family))
         arrived: dict[int, socket.socket] = {}
+        are_apart = False
         while len(arrived) < num_processes - 1 and (left_s := deadline_s - time.monotonic()) > 0:
             server.settimeout(left_s)
-            try:
+            # Anybody may come to a port. Who goes at once, or says nothing or something else, is sent away.
+            with suppress(OSError, ValueError):
                 connection, _peer = server.accept()
-                stack.enter_context(connection).settimeout(left_s)
-                arrived[int(_line(connection))] = connection
-            except TimeoutError:
-                break
+                connection.settimeout(min(left_s, _HEAR_S))
+                with ExitStack() as until_known:
+                    until_known.callback(connection.close)
+                    number = int(_line(connection))
+                    if 0 < number < num_processes:
+                        are_apart |= _are_apart(connection)
+                        arrived[number] = stack.enter_context(connection)
+                        until_known.pop_all()
         missing = ", ".join(f"process {number}" for number in range(1, num_processes) if number not in arrived)
         for connection in arrived.values():
-            connection.sendall(f"{missing or _NOBODY}\n".encode())
-        return missing, any(map(_are_apart, arrived.values()))
+            with suppress(OSError):  # it has gone meanwhile
+                connection.sendall(f"{missing or _NOBODY}\n".encode())
+    return missing, are_apart
 
 
 def _report(coordinator: str, process_id: int, deadline_s: float, timeout_s: float) -> tuple[str, bool]:
     """Any other process: come to process 0 and be told who is missing. And whether that is on another host."""
     while (left_s := deadline_s - time.monotonic()) > 0:
-        try:
-            with socket.create_connection(_address(coordinator), timeout=left_s) as connection:
-                connection.sendall(f"{process_id}\n".encode())
-                # Process 0 may have begun to wait only now; it waits as long, and tells all only then.
-                connection.settimeout(timeout_s + _TELL_S)
-                if told := _line(connection):
-                    return "" if told == _NOBODY else told, _are_apart(connection)
-        except OSError:
-            # It does not listen yet, or has gone.
-            time.sleep(_NAP_S)
+        # Where that fails, it does not listen yet, or has gone.
+        with suppress(OSError), socket.create_connection(_address(coordinator), timeout=left_s) as connection:
+            connection.sendall(f"{process_id}\n".encode())
+            # Process 0 may have begun to wait only now; it waits as long, and tells all only then.
+            connection.settimeout(timeout_s + _TELL_S)
+            if told := _line(connection):
+                return "" if told == _NOBODY else told, _are_apart(connection)
+        time.sleep(_NAP_S)
     return "process 0", False
 
 
@@ -119,7 +127,7 @@ def _require_name(name: str, *, are_apart: bool) -> None:
 
 def _line(connection: socket.socket) -> str:
     with connection.makefile() as file:
-        return file.readline().strip()
+        return file.readline(_MAX_CHARS).strip()
 
 
 def _address(coordinator: str) -> tuple[str, int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ast
 import warnings
 from collections.abc import Iterator
+from decimal import Context, Decimal
 from fractions import Fraction
 from typing import TypeAlias
 
@@ -47,10 +48,18 @@ def parse(text: str) -> ast.expr:
 def calculate(text: str) -> str:
     """The value of an expression, exact, or with 12 digits where it is no whole number. NotArithmetic says what is wrong."""
     value = evaluate(parse(text))
-    shown = str(value.numerator) if value.denominator == 1 else f"{float(value):.12g}"
+    shown = str(value.numerator) if value.denominator == 1 else _rounded(value)
     if len(shown) > MAX_DIGITS_SHOWN:
         raise NotArithmetic(f"a number of {len(shown)} digits, expected at most {MAX_DIGITS_SHOWN}")
     return shown
+
+
+def _rounded(value: Fraction) -> str:
+    """With 12 digits; floats hold them within these bounds alone."""
+    if Fraction(10) ** -300 < abs(value) < Fraction(10) ** 300:
+        return f"{float(value):.12g}"
+    context = Context(prec=12)
+    return f"{context.divide(Decimal(value.numerator), Decimal(value.denominator)).normalize(context):g}"
 
 
 def evaluate(node: ast.expr, depth: int = 0) -> Number:

@@ -204,7 +204,17 @@ class Sandbox:
         self._control.close()
         self._errors.close()
         if self._folder is not None:
-            shutil.rmtree(self._folder)
+            remove(self._folder)
+
+
+def remove(folder: str) -> None:
+    """Delete what a program has left, folders that it has closed to all too; what cannot be deleted stays."""
+    for path, folders, _ in os.walk(folder):
+        for inner in folders:
+            # A link may lead anywhere, and is not followed.
+            if not os.path.islink(name := os.path.join(path, inner)):
+                os.chmod(name, 0o700)
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 class Sandboxes:

@@ -25,6 +25,7 @@ import psutil
 from areal_jax.records import Task, ToolResult, Verdict, VerdictKind
 from areal_jax.rewards.config import RewardConfig, ToolsConfig
 from areal_jax.rewards.processes import ending, has_ended, kill_tree, lower_priority
+from areal_jax.settings import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -77,8 +78,8 @@ class Nursery:
         self.num_forks = 0
 
     async def fork(self) -> tuple[int, socket.socket]:
-        """A new judging process: its id, and the socket to talk to it by. CannotStart after some attempts, ValueError where the
-        settings are at fault."""
+        """A new judging process: its id, and the socket to talk to it by. CannotStart after some attempts, ConfigError where
+        the settings are at fault."""
         failure = ""
         for attempt in range(START_ATTEMPTS):
             ours, theirs = socket.socketpair()
@@ -145,7 +146,7 @@ class Nursery:
         reply = await self._reply()
         if "error" in reply:
             await self.kill()
-            raise ValueError(reply["error"])
+            raise ConfigError(reply["error"])
 
     async def _reply(self) -> dict[str, Any]:
         assert self._lines is not None
@@ -188,7 +189,7 @@ class Worker:
         self._number = 0
 
     async def start(self) -> None:
-        """Fork the process where none runs. CannotStart, or ValueError where the settings are at fault."""
+        """Fork the process where none runs. CannotStart, or ConfigError where the settings are at fault."""
         if self._process is None:
             pid, ours = await self._nursery.fork()
             # What has this id can be told from what may have it later.
@@ -281,13 +282,14 @@ class RewardService:
         Args:
             kinds: of the tasks that will be judged; those of KINDS are known, a function of one's own judges any.
             tools: what can be used besides.
+        ConfigError where nobody can judge these.
         """
         if config.num_workers < 1 or config.timeout_s <= 0:
-            raise ValueError(
+            raise ConfigError(
                 f"expected rewards.num_workers >= 1 and rewards.timeout_s > 0, came {config.num_workers} and {config.timeout_s}"
             )
         if config.function is None and (unknown := set(kinds) - set(KINDS)):
-            raise ValueError(f"no judge for tasks of kind {', '.join(sorted(unknown))}; set rewards.function to one of yours")
+            raise ConfigError(f"no judge for tasks of kind {', '.join(sorted(unknown))}; set rewards.function to one of yours")
         self.config, self.tools, self._kinds = config, tools, kinds
         self.verdicts = Counter[VerdictKind]()
         self.tool_results = Counter[str]()
@@ -305,7 +307,8 @@ class RewardService:
         self._places_aside = asyncio.Semaphore(ASIDE_PER_WORKER * config.num_workers)
 
     async def start(self) -> None:
-        """Start processes now rather than when they are needed. CannotStart or ValueError where that fails."""
+        """Start processes now rather than when they are needed. CannotStart where that fails, ConfigError
+        where the settings are at fault: a function, form, tool or sandbox that cannot be had."""
         starting, self._idle = self._idle, []
         starting += [Worker(self._nursery) for _ in range(self.config.num_workers - len(starting))]
         try:

@@ -71,7 +71,9 @@ def main() -> None:
     except Exception as error:
         traceback.print_exc()
         given = " ".join(f"rewards.{name}={settings[name]}" for name in ("function", "form") if settings[name])
-        given += f" workflow.tools.names={','.join(settings['tools']['names'])}" if settings["tools"] else ""
+        if settings["tools"]:
+            given += f" workflow.tools.names={','.join(settings['tools']['names'])}"
+            given += f" workflow.tools.documents={settings['tools']['documents']}" if settings["tools"]["documents"] else ""
         _say(control, {"error": f"{given.strip()}: {type(error).__name__}: {error}".removeprefix(": ")})
         return
     _say(control, {"status": "ready"})

@@ -53,7 +53,8 @@ PRESETS: dict[str, Preset] = {
     ),
     "dr_grpo": Preset("Dr.GRPO, arXiv:2503.20783", advantages=GroupNormalized(divide_by="nothing"), loss_mean="constant"),
     "lite_ppo": Preset("LitePPO, arXiv:2508.08221", advantages=GroupNormalized(divide_by="batch_std")),
-    "rloo": Preset("RLOO, arXiv:2402.14740", loss=Reinforce(), advantages=LeaveOneOut(), loss_mean="sequences"),
+    # A completion is one action: the gradient of its log-prob sums over its tokens.
+    "rloo": Preset("RLOO, arXiv:2402.14740", loss=Reinforce(), advantages=LeaveOneOut(), loss_mean="constant"),
     "reinforce_pp": Preset(
         "REINFORCE++, arXiv:2501.03262, with its coefficient for mathematics",
         advantages=BatchNormalized(),

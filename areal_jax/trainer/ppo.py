@@ -87,7 +87,8 @@ class Trainer(Versions):
         """
         Args:
             params: copied to the train mesh; the caller's stay as they are.
-            num_updates: of the whole run, which the learning rate's schedule spans: steps times `num_mini_batches`.
+            num_updates: of the whole run, which the learning rate's schedule spans: steps times `num_mini_batches`. That of
+                the policy spans those after the critic's warm-up.
             max_staleness: a token drawn more versions ago than this is not trained on; None trains on all.
             temperature: at which the engine draws.
             row_tokens: tokens of a packed row; no sample may be longer.
@@ -147,13 +148,14 @@ class Trainer(Versions):
                 loss = loss.plus(kl_loss(self._kl, logp, batch.reference_logp, mask, batch.weights, num_tokens=num_tokens))
             return loss
 
+        num_awaited = config.critic.warmup_steps * config.num_mini_batches if critic is not None else 0
         learner = Learner(
             config,
             policy,
             params,
             mesh,
             compute_dtype,
-            num_updates,
+            max(0, num_updates - num_awaited),
             objective=objective,
             temperature=temperature,
             row_tokens=row_tokens,
@@ -230,7 +232,8 @@ class Trainer(Versions):
             ]
             metrics |= describe_values(trajectories, targets)
         ready = time.perf_counter()
-        read = [self._must_read(i, mini_batch) for i, mini_batch in enumerate(mini_batches)]
+        trains_policy = not lessons or self.version >= self.config.critic.warmup_steps
+        read = [trains_policy and self._must_read(i, mini_batch) for i, mini_batch in enumerate(mini_batches)]
         for i in np.flatnonzero(read):
             mini_batches[i] = _read(self._learner, mini_batches[i])
             if isinstance(self.config.loss, M2PO):
@@ -240,7 +243,7 @@ class Trainer(Versions):
         num_updates = applied = 0
         for i, mini_batch in enumerate(mini_batches):
             if mini_batch.num_loss_tokens:
-                if not lessons or self.version >= self.config.critic.warmup_steps:
+                if trains_policy:
                     _merge(metrics, self._update(i, applied, mini_batch, proximal_is_current=not read[i]))
                     applied += 1
                 if lessons:

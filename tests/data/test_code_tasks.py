@@ -75,6 +75,10 @@ def test_formats_are_known_by_their_fields(row: dict[str, object], tests: CodeTe
     [
         {"question": "Q", "input_output": ""},
         {"question": "Q", "input_output": "nonsense"},
+        {"question": "Q", "input_output": "[1,2]"},
+        {"question": "Q", "input_output": '{"inputs": [1], "outputs": [2]}'},
+        {**LIVE, "public_test_cases": '[{"input": 1, "output": "2"}]'},
+        {**LIVE_CALLS, "public_test_cases": '[{"input": 1, "output": "2"}]'},
         {**MBPP, "test_list": ["assert ("]},
         {**LIVE, "public_test_cases": "[]"},
         {**LIVE, "private_test_cases": "nonsense"},

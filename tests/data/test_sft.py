@@ -114,6 +114,16 @@ def test_examples_are_as_many_as_the_problems() -> None:
         assert len(list(examples)) == len(examples) == 4
 
 
+def test_few_problems_make_shorter_drills_and_nothing_is_waited_for() -> None:
+    # One problem has at most a handful of distinct steps, or none: then its answer is the example.
+    drilled = set[bool]()
+    for seed in range(40):
+        (example,) = load(Synthetic(num_tasks=1, seed=seed % 8), seed=seed).examples
+        assert example.loss_mask.any()
+        drilled.add("Practice." in TOKENIZER.decode(example.tokens))
+    assert drilled == {True, False}
+
+
 def test_a_drill_asks_and_learns_the_results_alone() -> None:
     example = encode_drill(TOKENIZER, ["12*3=36", "83=7*11+6"], PromptConfig())
     before = TOKENIZER.render([Message("user", "Practice.")])

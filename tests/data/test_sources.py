@@ -204,6 +204,26 @@ def test_a_broken_json_array_is_an_error_that_names_the_file(tmp_path: Path) -> 
         load(tmp_path / "a.json")
 
 
+def test_files_that_are_none_of_their_format_are_named(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"problem": "?", "answer": "1"}\n{"problem": "caf\xe9", "answer": "1"}\n')
+    with pytest.raises(ValueError, match=r"a\.jsonl:2: expected UTF-8"):
+        load(tmp_path / "a.jsonl")
+    (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
+    with pytest.raises(ValueError, match=r"a\.parquet: expected a parquet file"):
+        load(tmp_path / "a.parquet")
+    (tmp_path / "a.json").write_bytes(b'[{"problem": "caf\xe9"}]')
+    with pytest.raises(ValueError, match=r"a\.json: expected a JSON array"):
+        load(tmp_path / "a.json")
+
+
+def test_empty_lines_are_no_rows_and_are_counted_in_the_numbers_of_lines(tmp_path: Path) -> None:
+    rows = [json.dumps({"problem": text, "answer": "1"}) for text in ("first", "second")]
+    (tmp_path / "a.jsonl").write_text("\ufeff\n" + "\n \n".join(rows) + "\n\n")
+    loaded = load(tmp_path / "a.jsonl")
+    assert [task.id for task in loaded.tasks] == ["a.jsonl:2", "a.jsonl:4"]
+    assert loaded.skipped == {}
+
+
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An empty cache, and no network."""

@@ -225,6 +225,26 @@ def test_a_tokenizer_that_cannot_be_used_says_what_it_lacks(folder: Path) -> Non
         HFTokenizer.from_folder(folder)
 
 
+@pytest.mark.parametrize(
+    ("name", "text", "wrong"),
+    [
+        ("tokenizer.json", "{}", "expected a tokenizer"),
+        ("tokenizer_config.json", "[]", "expected a JSON object, came list"),
+        ("tokenizer_config.json", "{", "expected JSON"),
+        ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "line 1 of the chat template"),
+        ("tokenizer_config.json", '{"chat_template": 3}', "expected chat_template to be text"),
+        ("chat_template.jinja", "\n{% for %}", "line 2 of the chat template"),
+        ("config.json", "[]", "expected a JSON object"),
+        ("generation_config.json", '{"eos_token_id": "2"}', "expected eos_token_id"),
+    ],
+)
+def test_a_file_that_cannot_be_read_is_named(folder: Path, name: str, text: str, wrong: str) -> None:
+    (folder / "config.json").write_text('{"eos_token_id": 2}')
+    (folder / name).write_text(text)
+    with pytest.raises(ValueError, match=rf"{folder}/{name}: {wrong}"):
+        HFTokenizer.from_folder(folder)
+
+
 REASONING = (
     "{% for message in messages %}"
     "{% if message['role'] == 'assistant' %}{{ '<A>' + message['content'].split('</think>')[-1].strip() + '<|im_end|>' }}"

@@ -74,6 +74,15 @@ def test_what_a_file_leaves_out_has_the_value_of_its_family():
         ("attention_dropout", 0.1),
         ("hidden_size", None),
         ("num_key_value_heads", 3),
+        ("num_key_value_heads", "2"),
+        ("head_dim", "32"),
+        ("rms_norm_eps", "1e-6"),
+        ("rope_theta", "1e6"),
+        ("rope_scaling", "yarn"),
+        ("tie_word_embeddings", "false"),
+        ("max_window_layers", "28"),
+        ("layer_types", 3),
+        ("num_hidden_layers", True),
     ],
 )
 def test_what_is_not_supported_is_named_with_its_file(setting, value):

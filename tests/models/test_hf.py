@@ -102,11 +102,12 @@ def test_a_config_that_contradicts_the_weights_is_told_by_file_and_tensor(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
-def test_a_file_that_is_no_json_is_named(tmp_path, name):
+@pytest.mark.parametrize(("text", "came"), [("<html>", "JSON"), ("[]", "a JSON object, came list")])
+def test_a_file_that_is_no_json_is_named(tmp_path, name, text, came):
     policy, _ = saved(tmp_path / "policy")
     (tmp_path / "policy" / "model.safetensors").unlink()
-    (tmp_path / "policy" / name).write_text("<html>")
-    with pytest.raises(ValueError, match=rf"policy/{name}: expected JSON"):
+    (tmp_path / "policy" / name).write_text(text)
+    with pytest.raises(ValueError, match=rf"policy/{name}: expected {came}"):
         hf.load(tmp_path / "policy", Policy(hf.read_config(tmp_path / "policy")), on_one_device(policy))
 
 

@@ -213,6 +213,10 @@ def test_an_adapter_of_another_shape_of_policy_is_refused() -> None:
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern={'q_proj': 2}"),
         ({"target_modules": "all-linear"}, "came 'all-linear'"),
         ({"target_modules": ["q_proj", "lm_head"]}, "came ['q_proj', 'lm_head']"),
+        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights='pissa_niter_16' is not supported"),
+        ({"init_lora_weights": "olora"}, "init_lora_weights='olora'"),
+        ({"init_lora_weights": "corda"}, "init_lora_weights='corda'"),
+        ({"init_lora_weights": "loftq"}, "init_lora_weights='loftq'"),
         ({"r": 0}, "expected r to be a positive integer"),
     ],
 )
@@ -222,6 +226,11 @@ def test_unsupported_settings_are_named(tmp_path: Path, setting: dict[str, Any],
         lora.read_config(folder)
     assert str(raised.value).startswith(f"{folder / lora.CONFIG}: ")
     assert said in str(raised.value)
+
+
+@pytest.mark.parametrize("begun", [True, False, "gaussian", "eva"])
+def test_how_an_adapter_began_makes_no_difference_where_the_base_stayed(tmp_path: Path, begun: bool | str) -> None:
+    assert lora.read_config(broken(tmp_path, init_lora_weights=begun)) == lora.read_config(FIXTURES / "qwen2")
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import socket
+import struct
+import time
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import pytest
 
@@ -24,6 +27,33 @@ def test_all_that_came_are_told_who_is_missing(coordinator: str, came: tuple[int
         for error in [future.exception(30) for future in [pool.submit(join, coordinator, 4, number, 3.0) for number in came]]:
             assert isinstance(error, TimeoutError)
             assert f"for 4 trainer processes; missing: {missing}. Start" in str(error)
+
+
+def test_who_else_comes_to_the_port_is_sent_away_and_who_dies_is_not_waited_for(coordinator: str):
+    host, port = coordinator.split(":")
+    at_once = struct.pack("ii", 1, 0)  # closing is a reset, which whoever answers then meets
+
+    def visit(said: bytes) -> socket.socket:
+        for _ in range(100):
+            with suppress(ConnectionRefusedError):
+                visitor = socket.create_connection((host, int(port)))
+                visitor.sendall(said)
+                return visitor
+            time.sleep(0.05)
+        raise AssertionError("nobody listens")
+
+    with ThreadPoolExecutor() as pool:
+        coming = [pool.submit(join, coordinator, 4, 0, 6.0)]
+        visit(b"").close()
+        with visit(b""), visit(b"GET / HTTP/1.1\r\n\r\n"), visit(b"4\n"), visit(b"-1\n"), visit(b"\xff\n"):
+            dying = visit(b"1\n")
+            coming.append(pool.submit(join, coordinator, 4, 2, 6.0))
+            time.sleep(3.0)
+            dying.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+            dying.close()
+            for error in [future.exception(30) for future in coming]:
+                assert isinstance(error, TimeoutError)
+                assert "missing: process 3. Start" in str(error)
 
 
 def test_where_the_coordinator_answers_must_be_said_whole():

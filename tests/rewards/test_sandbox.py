@@ -6,6 +6,8 @@ import os
 import shutil
 import socket
 import subprocess
+import sys
+import textwrap
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -351,3 +353,33 @@ def test_closing_leaves_no_process() -> None:
     judge.close()
     left = set(psutil.Process().children(recursive=True)) - before
     assert psutil.wait_procs(left, timeout=2)[1] == []
+
+
+def test_folders_that_a_program_has_closed_are_deleted_and_links_are_not_followed(tmp_path: Path) -> None:
+    # As a user who owns the folders and is not root, to whom nothing is closed.
+    script = """
+        import os, sys
+        from pathlib import Path
+        from areal_jax.rewards.sandbox import remove
+
+        if os.geteuid() == 0:
+            os.setgid(65534)
+            os.setuid(65534)
+        left, outside = Path(sys.argv[1], "left"), Path(sys.argv[1], "outside")
+        (left / "a" / "b").mkdir(parents=True)
+        (left / "a" / "b" / "file").touch()
+        outside.mkdir(mode=0o500)
+        (left / "link").symlink_to(outside)
+        (left / "a" / "b").chmod(0)
+        (left / "a").chmod(0)
+        remove(str(left))
+        print(left.exists(), oct(outside.stat().st_mode & 0o777))
+        """
+    tmp_path.chmod(0o777)
+    for parent in tmp_path.parents:
+        if parent.stat().st_uid == os.geteuid() and parent.name.startswith("pytest"):
+            parent.chmod(0o755)
+    path = {"PYTHONPATH": str(Path(__file__).parents[2])}
+    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, **path}, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("False 0o500\n", "")

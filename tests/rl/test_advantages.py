@@ -9,6 +9,7 @@ import pytest
 
 from areal_jax.rl.advantages import Trajectory, compute_advantages, mean_weights, reward_to_go, shaped_rewards
 from areal_jax.rl.config import Advantages, BatchNormalized, GroupNormalized, LeaveOneOut, Mean, Shaping, Unnormalized
+from areal_jax.rl.presets import PRESETS
 
 
 def compute(config: Advantages, *rewards_and_tokens: tuple[list[float], list[int]]) -> list[np.ndarray]:
@@ -168,3 +169,9 @@ def test_batch_normalization_is_of_what_each_token_returns() -> None:
     (first,), (second,) = compute_advantages(BatchNormalized(eps=0.0), groups)
     np.testing.assert_allclose(first[2:], np.array([1.2, 0.2, 2.2]) / 3.2**0.5, rtol=1e-6)
     np.testing.assert_allclose(second[2:], np.array([-1.8, -1.8]) / 3.2**0.5, rtol=1e-6)
+
+
+def test_rloo_adds_up_the_tokens_of_a_completion_which_is_one_action() -> None:
+    # arXiv:2402.14740, section 3.1: grad log pi(y|x) is the sum over the tokens of y, whatever their number.
+    short, long = mean_weights(PRESETS["rloo"].loss_mean, np.array([1, 8]), constant_tokens=10)
+    assert short == long

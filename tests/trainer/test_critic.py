@@ -33,7 +33,7 @@ from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Policy
 from areal_jax.records import Group, Spoilt
 from areal_jax.rl.advantages import Trajectory, generalized_advantages, value_targets
-from areal_jax.rl.config import GAE, PPO, Advantages, GroupNormalized
+from areal_jax.rl.config import GAE, PPO, Advantages, DecoupledPPO, GroupNormalized
 from areal_jax.trainer.config import Critic, OptimizerConfig, TrainerConfig
 from areal_jax.trainer.critic import CriticWeights
 from areal_jax.trainer.memory import predicted_bytes
@@ -64,9 +64,16 @@ VARIANTS: dict[str, dict[str, Any]] = {
 }
 
 
-def make(mesh: dict[str, int] | None = None, row_tokens: int = ROW_TOKENS, has_critic: bool = True, **changes: Any) -> Trainer:
+def make(
+    mesh: dict[str, int] | None = None,
+    row_tokens: int = ROW_TOKENS,
+    has_critic: bool = True,
+    num_updates: int = 100,
+    **changes: Any,
+) -> Trainer:
     critic = CriticWeights(SCALAR, critic_params()) if has_critic else None
-    return make_trainer(chz.replace(CONFIG, **changes), train_mesh(**mesh or {}), row_tokens=row_tokens, critic=critic)
+    config, beside = chz.replace(CONFIG, **changes), {"critic": critic, "num_updates": num_updates}
+    return make_trainer(config, train_mesh(**mesh or {}), row_tokens=row_tokens, **beside)
 
 
 @pytest.fixture(scope="module")
@@ -173,6 +180,23 @@ def test_in_the_first_steps_only_the_critic_learns(shared: Callable[[str], Train
     assert (before[1].params["value"] != warm[1].params["value"]).all()
     trainer.step(batch())
     assert (warm[0]["embed"] != jax.device_get(trainer.params)["embed"]).any()
+
+
+def test_the_policys_learning_rate_spans_its_own_updates_and_until_then_nothing_of_it_is_read() -> None:
+    optimizer = OptimizerConfig(learning_rate=1.0, warmup_fraction=0.0, schedule="linear")
+    trainer = make(
+        loss=DecoupledPPO(),
+        optimizer=chz.replace(optimizer, learning_rate=1e-3),
+        critic=Critic(optimizer=chz.replace(optimizer, learning_rate=1e-3), warmup_steps=1),
+        num_mini_batches=2,
+        num_updates=2 * 2,
+    )
+    first = trainer.step(batch(num_groups=2))
+    assert "learning_rate" not in first.metrics and trainer._learner.forward.num_compilations == 0
+    second = trainer.step(batch(num_groups=2))
+    # Of the step's two updates the mean: the policy's are the whole of its line, the critic's the latter half of four.
+    assert mean(second, "learning_rate") == pytest.approx(1e-3 * (1 + 1 / 2) / 2)
+    assert mean(second, "value_learning_rate") == pytest.approx(1e-3 * (2 / 4 + 1 / 4) / 2)
 
 
 def live_bytes() -> int:

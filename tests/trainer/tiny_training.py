@@ -74,6 +74,7 @@ def make_trainer(
     compute_dtype: DTypeLike = np.float32,
     row_tokens: int = ROW_TOKENS,
     max_new_tokens: int = ROW_TOKENS - PROMPT_TOKENS,
+    num_updates: int = 100,
     **beside: Any,
 ) -> Trainer:
     """Of the tiny policy. Args: given: its parameters, drawn otherwise. beside: critic, reference or teacher."""
@@ -83,7 +84,7 @@ def make_trainer(
         params() if given is None else given,
         mesh,
         compute_dtype,
-        num_updates=100,
+        num_updates=num_updates,
         max_staleness=2,
         temperature=1.0,
         row_tokens=row_tokens,
