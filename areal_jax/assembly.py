@@ -6,7 +6,7 @@ import asyncio
 import logging
 import signal
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, closing, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -25,7 +25,7 @@ from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.decode import EngineParams
 from areal_jax.engine.driver import Driver
 from areal_jax.engine.fleet import Fleet
-from areal_jax.evaluation.evaluate import Evaluation, evaluate
+from areal_jax.evaluation.evaluate import Evaluation, evaluate, tasks_that_fill
 from areal_jax.launch.config import Ray
 from areal_jax.metrics import names
 from areal_jax.metrics.description import write_description
@@ -135,12 +135,18 @@ class Run(Generic[AnyTrainer]):
     def experiment(self) -> AnyExperiment:
         return self.plan.experiment
 
-    async def unless_stopped(self, awaitable: Awaitable[T]) -> T | None:
-        """What is awaited, or None if stopping is asked for first."""
-        wanted, stopped = asyncio.ensure_future(awaitable), asyncio.ensure_future(self.stop.wait())
+    async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """What the work returns, or None if stopping is asked for first.
+
+        It is never begun where stopping was asked for before, and what it has done is never thrown away: a batch that was taken
+        is in no buffer any more."""
+        if self.stop.is_set():
+            work.close()
+            return None
+        wanted, stopped = asyncio.ensure_future(work), asyncio.ensure_future(self.stop.wait())
         try:
             await asyncio.wait((wanted, stopped), return_when=asyncio.FIRST_COMPLETED)
-            return await wanted if wanted.done() and not self.stop.is_set() else None
+            return await wanted if wanted.done() else None
         finally:
             wanted.cancel()
             stopped.cancel()
@@ -216,6 +222,7 @@ class Run(Generic[AnyTrainer]):
                 version=version,
                 sampling=evaluation_sampling(experiment, tokenizer.stop_token_ids),
                 seed=experiment.seed,
+                max_running=tasks_that_fill(self.plan.num_slots, config.samples_per_task),
             )
         self.record_evaluation(version, evaluation_metrics(found), evaluation_line(found))
 
@@ -226,17 +233,20 @@ class Run(Generic[AnyTrainer]):
         self.progress.say(line)
 
     async def finish(self) -> None:
-        """Evaluate what came out, unless stopping is asked for; write the policy and the report."""
+        """Write the policy, evaluate what came out unless stopping is asked for, and in any case write the report."""
         version = self.trainer.version
         if self.stop.is_set():
             for task in self.evaluations:
                 task.cancel()
         await asyncio.gather(*self.evaluations, return_exceptions=True)
-        await self.unless_stopped(self.evaluate(version))
-        for line in await asyncio.to_thread(self.keeper.write_results, version):
-            self.progress.say(line)
-        self.sinks.flush()
-        self.progress.say(f"report: {write_report(self.folder)}")
+        try:
+            # What was trained goes first: an evaluation can be made up for.
+            for line in await asyncio.to_thread(self.keeper.write_results, version):
+                self.progress.say(line)
+            await self.unless_stopped(self.evaluate(version))
+        finally:
+            self.sinks.flush()
+            self.progress.say(f"report: {write_report(self.folder)}")
 
 
 class TracedJudge:
@@ -383,7 +393,8 @@ async def agents_of(stack: AsyncExitStack, experiment: AnyExperiment, tokenizer:
     chosen = experiment.workflow
     if not isinstance(chosen, Agent):
         return None
-    sessions = await stack.enter_async_context(AgentServer(tokenizer, experiment.engine.max_new_tokens).listening())
+    server = AgentServer(tokenizer, experiment.engine.max_new_tokens, chosen.timeout_s)
+    sessions = await stack.enter_async_context(server.listening())
     try:
         host = AgentHost(chosen, sessions)
     except (ValueError, OSError, ImportError, AttributeError, SyntaxError) as error:

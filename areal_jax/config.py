@@ -17,7 +17,7 @@ import chz
 from areal_jax import __version__
 from areal_jax.checkpoint.config import CheckpointConfig
 from areal_jax.data.config import Files, HeldOut, Hub, PromptConfig, Synthetic, TaskSource
-from areal_jax.engine.config import EngineConfig
+from areal_jax.engine.config import MAX_TOP_K, EngineConfig
 from areal_jax.evaluation.config import EvaluationConfig
 from areal_jax.launch.config import LaunchConfig, Local, Ray
 from areal_jax.metrics.config import MetricsConfig
@@ -377,6 +377,8 @@ def out_of_range(config: object) -> Iterator[str]:
             yield f"{setting.key}={value}: expected a number from 0 to 1 ({setting.doc})"
         if name in _BELOW_HALF and not 0 <= value < 0.5:
             yield f"{setting.key}={value}: expected a number from 0 to less than 0.5 ({setting.doc})"
+        if name == "top_k" and value > MAX_TOP_K:
+            yield f"{setting.key}={value}: expected at most {MAX_TOP_K} ({setting.doc})"
         if name in _ABOVE_ONE and value <= 1:
             yield f"{setting.key}={value}: expected a number above 1 ({setting.doc})"
 

@@ -21,16 +21,24 @@ from areal_jax.data.sources import load_tasks
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.driver import Driver
 from areal_jax.evaluation.answers import Answer, AnswerFolder, answer_of
-from areal_jax.evaluation.evaluate import EvaluationCalls, answer_all
+from areal_jax.evaluation.evaluate import EvaluationCalls, answer_all, tasks_that_fill
 from areal_jax.evaluation.report import TIMES, summary, write_report
 from areal_jax.evaluation.results import results_of
-from areal_jax.evaluation.server import TOKEN_VARIABLE, ChatServer, Server, TokenServer
+from areal_jax.evaluation.server import (
+    MAX_CONNECTIONS,
+    TOKEN_VARIABLE,
+    ChatServer,
+    Drawing,
+    Server,
+    TokenServer,
+    drawing_of_chats,
+)
 from areal_jax.metrics import names
 from areal_jax.metrics.description import write_description
 from areal_jax.metrics.progress import Progress, facts_of_evaluation
 from areal_jax.named_policy import RunCheckpoint
 from areal_jax.policies import DecodingPolicy, decoding_mesh, find_decoding_policy
-from areal_jax.records import Engine, EngineStopped, Task
+from areal_jax.records import Engine, EngineStopped, Task, Unservable
 from areal_jax.rewards.service import RewardService
 from areal_jax.run_plan import counted, described, had, unreadable
 from areal_jax.settings import JSON, ConfigError, to_json
@@ -85,6 +93,11 @@ class Local:
         return f"policy: {policy}{trained or ''}; devices: {self.devices}"
 
     @property
+    def max_running(self) -> int:
+        """Tasks at the same time."""
+        return tasks_that_fill(self.experiment.engine.num_slots, self.experiment.evaluation.samples_per_task)
+
+    @property
     def devices(self) -> str:
         mesh = self.decoding.engine.mesh
         return f"{mesh.size} {mesh.devices.flat[0].device_kind}"
@@ -122,9 +135,12 @@ class Remote:
     model: str
     tokenizer: HFTokenizer | None
     """Where the server speaks its tokens; None: it is asked in words."""
+    drawing: Drawing
 
     version: int = 0
     devices: str = "the server's"
+    max_running: int = MAX_CONNECTIONS
+    """Tasks at the same time."""
 
     @property
     def name(self) -> str:
@@ -139,7 +155,9 @@ class Remote:
 
     def identity(self) -> dict[str, JSON]:
         """What tells the server from others."""
-        return {"server": self.server.url, "model": self.model, "asked in": "words" if self.tokenizer is None else "tokens"}
+        drawn = ", ".join(f"{name}={value:g}" for name, value in self.drawing.items())
+        asked_in = "words" if self.tokenizer is None else "tokens"
+        return {"server": self.server.url, "model": self.model, "asked in": asked_in, "drawn with": drawn}
 
     @asynccontextmanager
     async def answering(self, judge: RewardService) -> AsyncIterator[Ask]:
@@ -147,13 +165,14 @@ class Remote:
         experiment = self.experiment
         with closing(self.server):
             if self.tokenizer is not None:
-                engine = TokenServer(self.server, self.model, self.tokenizer)
+                engine = TokenServer(self.server, self.model, self.tokenizer, self.drawing)
                 async with through_workflow(experiment, self.tokenizer, engine, judge, self.version) as ask:
                     yield ask
             else:
                 yield ChatServer(
                     self.server,
                     self.model,
+                    self.drawing,
                     judge,
                     num_samples=experiment.evaluation.samples_per_task,
                     sampling=evaluation_sampling(experiment, ()),
@@ -169,17 +188,20 @@ def find_server(experiment: AnyExperiment, url: str, tasks: Sequence[Task]) -> R
     model = server.model()
     try:
         tokenizer = HFTokenizer.from_folder(resolve_policy_folder(experiment.policy.path))
-        if not asyncio.run(TokenServer(server, model, tokenizer).speaks_our_tokens(tasks[0].prompt)):
-            tokenizer = None
     except FileNotFoundError:
         tokenizer = None  # then nobody here knows which tokens the server speaks
-    if tokenizer is None and not isinstance(experiment.workflow, SingleTurn):
-        raise ValueError(
-            f"checkpoint={url} does not speak the tokens of policy.path={experiment.policy.path}, which "
-            f"workflow={type(experiment.workflow).__name__} needs; set policy.path to the policy that is served, or "
-            "workflow=SingleTurn"
-        )
-    return Remote(experiment, server, model, tokenizer)
+    try:
+        if tokenizer and (found := asyncio.run(TokenServer.probed(server, model, tokenizer, tasks[0].prompt))):
+            return Remote(experiment, server, model, tokenizer, found.drawing)
+        if isinstance(experiment.workflow, SingleTurn):
+            return Remote(experiment, server, model, None, asyncio.run(drawing_of_chats(server, model)))
+    except (Unservable, RuntimeError) as error:
+        raise ValueError(f"checkpoint={url}: {error}") from error
+    raise ValueError(
+        f"checkpoint={url} does not speak the tokens of policy.path={experiment.policy.path}, which "
+        f"workflow={type(experiment.workflow).__name__} needs; set policy.path to the policy that is served, or "
+        "workflow=SingleTurn"
+    )
 
 
 @asynccontextmanager
@@ -270,7 +292,7 @@ async def _answer(
     async with RewardService(experiment.rewards, kinds, tools_of(experiment.workflow)) as judge:
         await judge.start()
         async with answerer.answering(judge) as ask:
-            failures = await answer_all(left, ask, keep, name="evaluation")
+            failures = await answer_all(left, ask, keep, name="evaluation", max_running=answerer.max_running)
     seconds = time.monotonic() - began_s
     with (answers.path / TIMES).open("a", encoding="utf-8") as file:
         row = {"ended": time.strftime("%Y-%m-%d %H:%M:%S"), "num_tasks": len(left) - len(failures), "num_tokens": num_tokens}

@@ -103,7 +103,10 @@ class TrainerHost:
 
     def _join(self, coordinator: str, host: int, num_hosts: int, timeout_s: float) -> Facts:
         if num_hosts > 1:
-            join(coordinator, num_hosts, host, timeout_s)
+            try:
+                join(coordinator, num_hosts, host, timeout_s)
+            except OSError as error:
+                raise ConfigError(f"trainer host {host} cannot meet the others: {error}") from error
         devices, launch = jax.devices(), self._experiment.launch
         assert isinstance(launch, Ray) and isinstance(self._experiment, Experiment)
         if len(devices) != num_hosts * launch.trainer_devices:

@@ -315,6 +315,13 @@ class Tokenizer(Protocol):
         ...
 
 
+def ended(drawn: Int32[np.ndarray, "T"], stop_token_ids: Sequence[int]) -> Int32[np.ndarray, "_"]:
+    """An answer as it stands in a longer conversation: one that was cut, or ended by a stop string, lacks the token that ends a
+    turn, and gets it."""
+    lacks_its_end = len(drawn) == 0 or drawn[-1] not in stop_token_ids
+    return np.concatenate([drawn, np.array(stop_token_ids[:1] if lacks_its_end else (), np.int32)])
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Sample:
     """One generated trajectory with all that training on it needs."""
@@ -339,8 +346,6 @@ class Group:
     """Place in the order in which groups were started; never used twice in a run."""
     task: Task
     samples: tuple[Sample, ...]
-    started_version: int = 0
-    """Version that trained when the gate let the group start."""
 
 
 @runtime_checkable
@@ -389,7 +394,6 @@ class Suspended:
 
     id: int
     task: Task
-    started_version: int
     calls: Mapping[str, tuple[Completion, ...]] = field(default_factory=dict)
     """Request id to completions, finished or `suspended`; the workflow is run again and these are not drawn again."""
 

@@ -128,6 +128,12 @@ class Plan(TrainingPlan):
         return self.engines[0]
 
     @property
+    def num_slots(self) -> int:
+        """Of all engines together, wherever they are."""
+        launch, num_slots = self.experiment.launch, self.experiment.engine.num_slots
+        return num_slots * launch.rollout_engines if isinstance(launch, Ray) else num_slots
+
+    @property
     def decodes(self) -> bool:
         """Whether anything is generated; learning from examples does so to evaluate only."""
         return _decodes(self.experiment)

@@ -175,7 +175,7 @@ def _group(version: int, place: int, prompt: np.ndarray, answer: list[Completion
         for drawn in answer
     )
     assert all(len(sample.tokens) == PROMPT_TOKENS + NEW_TOKENS for sample in samples)
-    return Group(version * NUM_PROMPTS + place, Task(f"{version}.{place}", (), ""), samples, version)
+    return Group(version * NUM_PROMPTS + place, Task(f"{version}.{place}", (), ""), samples)
 
 
 def _cpu_seconds() -> float:

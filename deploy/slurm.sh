@@ -21,6 +21,9 @@ export RAY_AUTH_TOKEN
 head=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 address=$(srun --nodes=1 --ntasks=1 --nodelist="$head" hostname --ip-address | awk '{print $1}'):6379
 
-srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" \
+# The job's log holds what the first node says; each other node, which ends a minute after the run, writes a log of its own.
+srun --nodes="$SLURM_JOB_NUM_NODES" --ntasks="$SLURM_JOB_NUM_NODES" bash -c '
+    [ "$SLURM_NODEID" = 0 ] || exec >"$SLURM_JOB_NAME-$SLURM_JOB_ID-$SLURMD_NODENAME.log" 2>&1
+    exec "$@"' - \
     ray symmetric-run --address "$address" --min-nodes "$SLURM_JOB_NUM_NODES" -- \
     python -m areal_jax.train launch=ray launch.address="$address" "$@"

@@ -298,6 +298,7 @@ def test_a_wrong_override_is_refused_with_what_would_be_right(override: str, sai
     [
         (["trainer.advantages=GAE", "trainer.advantages.lam=1.5"], ["trainer.advantages.lam=1.5", "from 0 to 1"]),
         (["trainer.advantages=GAE", "trainer.critic.value_clip_eps=0"], ["trainer.critic.value_clip_eps=0", "above 0"]),
+        (["engine.top_k=2147483648"], ["engine.top_k=2147483648", "at most 2147483647"]),
         (["rollout.groups_per_batch=0"], ["rollout.groups_per_batch=0", "above 0"]),
         (["rollout.max_staleness=-1"], ["rollout.max_staleness=-1", "0 or more"]),
         (["engine.top_p=1.5"], ["engine.top_p=1.5", "from 0 to 1"]),

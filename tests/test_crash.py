@@ -81,6 +81,20 @@ def test_a_run_killed_twice_loses_and_repeats_no_task(tmp_path: Path, of_a_comma
 
 
 @pytest.mark.slow
+def test_a_run_stopped_twice_by_ctrl_c_loses_and_repeats_no_task(tmp_path: Path, of_a_command: dict[str, str]) -> None:
+    run = tmp_path / "run"
+    process = start(tmp_path, of_a_command, "--exp=aime", f"--run-folder={run}", *SMALL, "checkpoint.every_steps=0")
+    for num_steps in (4, 8):
+        wait_for_steps(process, run, num_steps)
+        process.send_signal(signal.SIGINT)
+        finished(process)
+        process = start(tmp_path, of_a_command, f"--resume={run}")
+    finished(process)
+
+    each_task_was_trained_on_once(run, num_steps=STEPS, groups=GROUPS, samples=SAMPLES, max_staleness=2)
+
+
+@pytest.mark.slow
 def test_ctrl_c_ends_with_a_checkpoint_and_a_report(tmp_path: Path, of_a_command: dict[str, str]) -> None:
     run = tmp_path / "run"
     process = start(

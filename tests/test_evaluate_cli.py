@@ -21,13 +21,16 @@ from typing import Any
 
 import chz
 import pytest
+import scripted_server
 from saved_runs import adapter, embedded_params, save_run, save_run_and_export
+from scripted_server import Said
 
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.config import experiment_names, find_experiment, load_experiment, write_config
 from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.evaluate import main
+from areal_jax.evaluation import server as asked
 from areal_jax.models import hf, lora
 from areal_jax.serve.app import App, listening
 from areal_jax.serve.config import ServeConfig
@@ -220,11 +223,40 @@ def test_a_server_answers_as_the_policy_itself_or_in_words_and_wants_its_token(
         assert "which workflow=MultiTurn needs" in capsys.readouterr().err
     assert figures(tokens) == figures(json.loads((embedded / "results.json").read_text()))
     assert (tokens["settings"]["asked in"], tokens["settings"]["model"]) == ("tokens", "embedded")
+    drawn_with = "top_p=1, top_k=0, min_p=0, repetition_penalty=1"
+    assert {found["settings"]["drawn with"] for found in (tokens, words)} == {drawn_with}
     assert (words["num_tasks"], words["samples_per_task"], words["settings"]["asked in"]) == (3, 3, "words")
     assert words["tokens"]["mean"] > 1
     # Nobody listens there any more.
     assert main([*SMALL, f"checkpoint={url}"]) == 2
     assert "no server that speaks OpenAI's protocol answers there" in capsys.readouterr().err
+
+
+def test_a_server_that_fails_at_tokens_is_asked_in_words_and_one_that_fails_at_all_is_one_message(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(asked, "RETRIES_S", (0.0,))
+    status = {"/v1/completions": 500, "/v1/chat/completions": 200}
+    said = {"message": {"content": "It is \\boxed{5}."}, "finish_reason": "stop"}
+
+    def answer(path: str, body: dict[str, Any]) -> Said:
+        if path == "/v1/models":
+            return 200, {"data": [{"id": "other"}]}
+        found = {"choices": [said], "usage": {"completion_tokens": 5}}
+        return status[path], found if status[path] == 200 else {"error": {"message": "no"}}
+
+    with scripted_server.serving(answer) as server:
+        found = evaluate(tmp_path / "words", f"checkpoint={server.url}")
+        assert (found["num_tasks"], found["settings"]["asked in"]) == (6, "words")
+        for path, wrong, told in (
+            ("/v1/chat/completions", 500, "500 Internal Server Error"),
+            ("/v1/chat/completions", 404, "404 Not Found"),
+            ("/v1/completions", 401, "refuses: 401 Unauthorized: no; set OPENAI_API_KEY"),
+        ):
+            status[path] = wrong
+            assert main([*SMALL, f"checkpoint={server.url}"]) == 2
+            printed = capsys.readouterr().err
+            assert printed.startswith(f"areal_jax: checkpoint={server.url}: ") and told in printed, printed
 
 
 @pytest.mark.parametrize(

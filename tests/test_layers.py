@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "areal_jax"
 
 FLOORS = (
-    ("records", "metrics", "parallel", "settings"),
+    ("records", "metrics", "parallel", "settings", "threads"),
     ("rl", "models", "data"),
     ("engine", "trainer", "weights", "rewards", "checkpoint"),
     ("workflows", "rollout", "evaluation", "serve"),
@@ -58,6 +58,7 @@ JAX_FREE = (
     "records",
     "metrics",
     "settings",
+    "threads",
     "rewards",
     "workflows",
     "rollout",

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import shutil
+import time
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -17,6 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import SingleDeviceSharding
+from run_laws import each_task_was_trained_on_once
 
 from areal_jax import loop
 from areal_jax.assembly import Run, assembled
@@ -39,11 +42,12 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.records import Group, Sampling, Spoilt, Task, Verdict
 from areal_jax.rl.config import GAE, PPO, Own, Reference
+from areal_jax.rollout import controller
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.rollout.controller import Calls
 from areal_jax.run_plan import Plan, make_plan
 from areal_jax.trainer.config import Critic, OptimizerConfig, TrainerConfig
-from areal_jax.trainer.ppo import Trainer
+from areal_jax.trainer.ppo import StepResult, Trainer
 from areal_jax.training import initial_critic, initial_weights, rl_trainer
 from areal_jax.workflows.config import MultiTurn
 from areal_jax.workflows.single_turn import SingleTurn
@@ -189,7 +193,7 @@ async def plain_synchronous_loop(run: Run[Trainer], exp: Experiment) -> None:
         for i in range(size):
             task, number = next(tasks), version * size + i
             calls = Calls(run.engine, version, sampling, exp.seed, number, {})
-            groups.append(Group(number, task, await workflow(task, calls, run.judge), version))
+            groups.append(Group(number, task, await workflow(task, calls, run.judge)))
         run.trainer.step(groups)
         run.mailbox.publish(version + 1, run.trainer.params)
 
@@ -264,6 +268,49 @@ def test_a_resumed_run_goes_on_where_it_was(tiny_policy: Path, tmp_path: Path, p
     assert [[row[name] for name in kept] for row in samples(tmp_path / "parts")] == [
         [row[name] for name in kept] for row in samples(tmp_path / "whole")
     ]
+
+
+@pytest.mark.parametrize(
+    ("max_staleness", "ends_at"), [(2, 3), (0, 4)], ids=["while a step is trained", "as a batch is finished"]
+)
+def test_a_run_stopped_at_any_moment_and_resumed_loses_and_repeats_no_task(
+    tiny_policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_staleness: int, ends_at: int
+) -> None:
+    exp = experiment(tiny_policy, ONE, num_steps=6, max_staleness=max_staleness)
+    size, plan = exp.rollout.groups_per_batch, planned(exp)
+
+    async def stopped() -> int:
+        async with assembled(plan, tmp_path, resume=False, make_trainer=rl_trainer) as run:
+            run.judge = judge_by_parity
+            train_step, event_loop = run.trainer.step, asyncio.get_running_loop()
+            gate, buffer = controller.open_gate(exp.rollout, 0)
+            put = buffer.put
+
+            def step(groups: Sequence[Group]) -> StepResult:
+                if run.trainer.version == 2 and max_staleness:
+                    # The next batch is there when the loop looks for it, and so is the wish to stop.
+                    until_s = time.monotonic() + 60
+                    while len(buffer) < size and time.monotonic() < until_s:
+                        time.sleep(0.01)
+                    event_loop.call_soon_threadsafe(run.stop.set)
+                return train_step(groups)
+
+            def stopping_put(group: Group) -> None:
+                put(group)
+                # Synchronous, the loop waits for this batch: it has it in the turn in which it is to stop.
+                if run.trainer.version == 3 and len(buffer) == size and not max_staleness:
+                    run.stop.set()
+
+            monkeypatch.setattr(run.trainer, "step", step)
+            monkeypatch.setattr(buffer, "put", stopping_put)
+            with monkeypatch.context() as patch:
+                patch.setattr(loop, "open_gate", lambda *_: (gate, buffer))
+                await loop.train(run, exp)
+            return run.trainer.version
+
+    assert asyncio.run(stopped()) == ends_at
+    run_loop(plan, tmp_path, resume=True)
+    each_task_was_trained_on_once(tmp_path, num_steps=6, groups=4, samples=4, max_staleness=max_staleness)
 
 
 @pytest.mark.slow
@@ -502,3 +549,27 @@ def test_an_evaluation_is_of_one_version_while_training_goes_on(tiny_policy: Pat
     # Training went on: an evaluation was written after a step from a later version.
     at = [rows.index(row) for row in evaluations[1:-1]]
     assert any(row["version"] >= rows[place]["version"] for place in at for row in rows[:place] if row not in evaluations)
+
+
+def test_a_last_evaluation_that_fails_costs_neither_policy_nor_report(tiny_policy: Path, tmp_path: Path) -> None:
+    exp = chz.replace(
+        experiment(tiny_policy, ONE, num_steps=2, max_staleness=0),
+        eval_tasks=Synthetic(split="heldout", num_tasks=4),
+        evaluation=EvaluationConfig(every_steps=100),
+    )
+
+    async def go() -> None:
+        async with assembled(planned(exp), tmp_path, resume=False, make_trainer=rl_trainer) as run:
+
+            async def judge(task: Task, answer: str) -> Verdict:
+                if run.trainer.version == exp.num_steps:
+                    raise OSError("no judge is left")
+                return await judge_by_parity(task, answer)
+
+            run.judge = judge
+            await loop.train(run, exp)
+
+    with pytest.raises(RuntimeError, match="all 4 tasks failed, the last: no judge is left"):
+        asyncio.run(go())
+    assert (tmp_path / "policy" / "model.safetensors").is_file()
+    assert (tmp_path / "report.html").is_file() and (tmp_path / "learning_curve.png").is_file()

@@ -253,7 +253,7 @@ def test_a_cluster_is_planned_on_devices_of_the_size_asked_for_and_needs_its_lib
     found = make_plan(experiment)
     # Of 30 engines, which are alike, one is planned; each has all the slots.
     assert (found.train_mesh.size, found.rollout_mesh.size, len(found.engines)) == (4, 2, 1)
-    assert found.engine.config.num_slots == 12
+    assert (found.engine.config.num_slots, found.num_slots) == (12, 30 * 12)
     monkeypatch.setattr(run_plan, "find_spec", lambda name: None if name == "ray" else object())
     with pytest.raises(ConfigError, match=r"launch=Ray needs ray, which .* pip install 'areal-jax\[ray\]'"):
         make_plan(experiment)

@@ -51,7 +51,6 @@ def encode(state: RolloutState, notes: Mapping[str, Json] | None = None) -> Colu
             {
                 "id": group.id,
                 "task": task_to_json(group.task),
-                "started_version": group.started_version,
                 "verdicts": [sample.verdict for sample in group.samples],
                 "stop_reasons": [sample.stop_reason for sample in group.samples],
             }
@@ -61,7 +60,6 @@ def encode(state: RolloutState, notes: Mapping[str, Json] | None = None) -> Colu
             {
                 "id": record.id,
                 "task": task_to_json(record.task),
-                "started_version": record.started_version,
                 "calls": {call: [one.stop_reason for one in drawn] for call, drawn in record.calls.items()},
             }
             for record in state.suspended
@@ -95,7 +93,6 @@ def decode(columns: Columns) -> tuple[RolloutState, dict[str, Json]]:
                 Sample(**next(samples), reward=next(rewards), verdict=verdict, stop_reason=stop_reason)
                 for verdict, stop_reason in zip(entry["verdicts"], entry["stop_reasons"], strict=True)
             ),
-            started_version=entry["started_version"],
         )
         for entry in facts["buffered"]
     )
@@ -103,7 +100,6 @@ def decode(columns: Columns) -> tuple[RolloutState, dict[str, Json]]:
         Suspended(
             id=entry["id"],
             task=task_from_json(entry["task"]),
-            started_version=entry["started_version"],
             calls={
                 call: tuple(Completion(**next(completions), stop_reason=reason, alternatives=None) for reason in stop_reasons)
                 for call, stop_reasons in entry["calls"].items()

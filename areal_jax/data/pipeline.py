@@ -25,11 +25,6 @@ class TaskStream(Iterator[T]):
     def __next__(self) -> T:
         return next(self._iterator)
 
-    @property
-    def epoch(self) -> int:
-        """How often every task has come."""
-        return self.state()["next_index"] // self._identity["num_tasks"]
-
     def state(self) -> dict[str, int]:
         """The place in the stream, as JSON can hold it."""
         return {"next_index": self._iterator.get_state()["next_index"], **self._identity}

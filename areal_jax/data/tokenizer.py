@@ -86,8 +86,7 @@ class HFTokenizer:
         Args: tools: descriptions of functions that the assistant may call, in OpenAI's form, for templates that know them.
         ValueError where the template refuses the conversation."""
         if self._template is None:
-            text = _plain(messages) + "\n"
-            return np.array(self._tokenizer.encode(text, add_special_tokens=True).ids, np.int32)
+            return self.encode_prompt(_plain(messages) + "\n")
         return self.encode(self._text(messages, is_asked=True, tools=tools))
 
     @property
@@ -148,10 +147,18 @@ class HFTokenizer:
             )
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses the conversation: {error}") from error
+        except Exception as error:
+            # A template is a stranger's program, and what it makes of a stranger's words may be anything.
+            raise ValueError(f"the chat template fails over the conversation: {type(error).__name__}: {error}") from error
 
     def encode(self, text: str) -> Int32[np.ndarray, "T"]:
         """Tokens of a text, without any around it; special tokens written in it are recognised."""
         return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+
+    def encode_prompt(self, text: str) -> Int32[np.ndarray, "T"]:
+        """Tokens of a text that a policy is to go on from, with those that tokenizer.json puts around it: in some families one
+        begins every text."""
+        return np.array(self._tokenizer.encode(text, add_special_tokens=True).ids, np.int32)
 
     def difference(self, other: HFTokenizer) -> str:
         """Which tokens have another id there, or none, in words; empty where all are the same."""

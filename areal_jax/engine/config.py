@@ -6,6 +6,9 @@ from typing import Literal
 
 import chz
 
+MAX_TOP_K = 2**31 - 1
+"""It travels to the device as a 32-bit integer; beyond the vocabulary it keeps all of it."""
+
 
 @chz.chz
 class EngineConfig:
@@ -29,7 +32,8 @@ class EngineConfig:
     )
     on_update: Literal["recompute", "keep"] = chz.field(
         default="recompute",
-        doc="KV caches of live sequences when weights arrive: rebuilt (the paper), or kept (cheaper, drifts)",
+        doc="KV caches of live sequences when weights arrive: rebuilt (the paper), or kept (cheaper, drifts); sequences that "
+        "begin later find nothing of older weights",
     )
     temperature: float = chz.field(default=1.0, doc="1: the policy itself; 0: the most likely token")
     top_k: int = chz.field(default=0, doc="draw among the k most likely tokens; 0: all")

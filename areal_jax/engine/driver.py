@@ -15,6 +15,7 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 import jax
 import numpy as np
 
+from areal_jax.engine.config import MAX_TOP_K
 from areal_jax.engine.decode import MAX_ALTERNATIVES, MAX_STOP_TOKENS, DecodeEngine, Drawing, Drawn
 from areal_jax.engine.memory import Filling, Memory
 from areal_jax.engine.routing import TOTALS
@@ -38,6 +39,8 @@ Event: TypeAlias = Callable[[str, float, float, Mapping[str, int | float]], None
 # How long the idle thread sleeps before it looks again at its queue (while it waits for weights), and at its deadlines.
 _GLANCE_S, _NAP_S = 0.01, 1.0
 _CLOSE_TIMEOUT_S = 60.0
+# Numbers by which logits may be divided and multiplied, and what may be taken from them: float32 holds what comes of it.
+_LEAST, _MOST = 1e-6, 1e6
 
 T = TypeVar("T")
 
@@ -263,21 +266,24 @@ class Driver:
                 f"{name}: num_samples={request.num_samples} with {len(request.resume)} completions to resume; "
                 "expected at least 1 sample, and one completion for each or none at all"
             )
+        within = f"{_LEAST:g} to {_MOST:g}"
         for value, is_right, expected in (
-            ("temperature", sampling.temperature >= 0, "0 or more"),
-            ("top_k", sampling.top_k >= 0, "0 or more"),
-            ("top_p", 0 < sampling.top_p <= 1, "above 0 and at most 1"),
+            ("temperature", sampling.temperature == 0 or _LEAST <= sampling.temperature <= _MOST, f"0, or {within}"),
+            ("top_k", 0 <= sampling.top_k <= MAX_TOP_K, f"0 to {MAX_TOP_K}"),
+            ("top_p", _LEAST <= sampling.top_p <= 1, f"{_LEAST:g} to 1"),
             ("min_p", 0 <= sampling.min_p <= 1, "0 to 1"),
             ("min_new_tokens", 0 <= sampling.min_new_tokens <= sampling.max_new_tokens, "0 to max_new_tokens"),
-            ("presence_penalty", abs(sampling.presence_penalty) < float("inf"), "a number"),
-            ("frequency_penalty", abs(sampling.frequency_penalty) < float("inf"), "a number"),
-            ("repetition_penalty", 0 < sampling.repetition_penalty < float("inf"), "above 0"),
+            ("presence_penalty", abs(sampling.presence_penalty) <= _MOST, f"-{_MOST:g} to {_MOST:g}"),
+            ("frequency_penalty", abs(sampling.frequency_penalty) <= _MOST, f"-{_MOST:g} to {_MOST:g}"),
+            ("repetition_penalty", _LEAST <= sampling.repetition_penalty <= _MOST, within),
             ("num_alternatives", 0 <= sampling.num_alternatives <= MAX_ALTERNATIVES, f"0 to {MAX_ALTERNATIVES}"),
         ):
             if not is_right:
                 raise Unservable(f"{name}: sampling.{value}={getattr(sampling, value)}, expected {expected}")
         if len(sampling.stop_token_ids) > MAX_STOP_TOKENS:
             raise Unservable(f"{name}: {len(sampling.stop_token_ids)} stop_token_ids, expected at most {MAX_STOP_TOKENS}")
+        if not all(0 <= token < 2**31 for token in sampling.stop_token_ids):
+            raise Unservable(f"{name}: sampling.stop_token_ids={sampling.stop_token_ids}, expected 0 to {2**31 - 1}")
 
     def _put(self, act: Callable[[], None], answer: _Answer[Any] | None = None) -> None:
         with self._lock:
@@ -410,7 +416,8 @@ class Driver:
             job.answer.give(job.drawn)
 
     def _take_newest_weights(self) -> None:
-        """Swap to the newest weights, if there are newer ones, and rebuild what was computed with the old."""
+        """Swap to the newest weights, if there are newer ones. What the old ones computed, no other sequence finds from now on;
+        that of live ones is rebuilt, or kept."""
         newest = self._arrived or self._weights.newest(self._current.version)
         if newest is None:
             return
@@ -419,9 +426,10 @@ class Driver:
         recomputed = 0
         # Equal weights leave every page as it is, so that such a swap changes no output in any bit.
         if self._memory.holds_any and not self._engine.same_weights(old.params, newest.params):
-            for job in self._queue.values():
-                self._memory.give_up(job.prompts)
-            if self._config.on_update == "recompute":
+            self._give_up_prompts()
+            if self._config.on_update == "keep":
+                self._memory.forget(kept=self._table.live())
+            else:
                 self._memory.forget()
                 live = {slot: self._table.cached_tokens(slot) for slot in self._table.live()}
                 self._state, recomputed = self._memory.rebuild(newest.params, self._state, live)
@@ -589,10 +597,11 @@ class Driver:
             if slot not in self._table:
                 continue
             reason = "suspended" if drawn.active[slot] else _reason(drawn, slot)
-            completion, told = self._table.completion(slot, reason), job.num_told.get(sample, 0)
-            if len(completion.tokens) > told:
-                news.append(Progress(sample, completion.between(told)))
-                job.num_told[sample] = len(completion.tokens)
+            told = job.num_told.get(sample, 0)
+            new = self._table.completion(slot, reason, told)
+            if len(new.tokens):
+                news.append(Progress(sample, new))
+                job.num_told[sample] = told + len(new.tokens)
 
         def tell() -> None:
             assert on_progress is not None

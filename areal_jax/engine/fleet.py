@@ -17,8 +17,6 @@ class Fleet:
         self._drivers, self._router = drivers, Router()
         for number, driver in enumerate(drivers):
             self._router.join(number, driver.num_slots)
-        # Which driver has each unfinished request.
-        self._home: dict[str, int] = {}
 
     def start(self) -> None:
         """Start answering."""
@@ -38,8 +36,7 @@ class Fleet:
         except Exception:
             self._router.done(number, request.num_samples)
             raise
-        self._home[request.id] = number
-        future.add_done_callback(lambda _: self._finished(request, number))
+        future.add_done_callback(lambda _: self._router.done(number, request.num_samples))
         return future
 
     async def snapshot(self) -> dict[str, tuple[Completion, ...]]:
@@ -49,26 +46,6 @@ class Fleet:
             partials |= found
         return partials
 
-    def suspend(self, request_id: str) -> asyncio.Future[tuple[Completion, ...]]:
-        """As `Driver.suspend`."""
-        return self._driver(request_id).suspend(request_id)
-
-    def cancel(self, request_id: str) -> None:
-        """As `Driver.cancel`."""
-        self._driver(request_id).cancel(request_id)
-
-    def end_sample(self, request_id: str, sample: int) -> None:
-        """As `Driver.end_sample`."""
-        self._driver(request_id).end_sample(request_id, sample)
-
     def metrics(self) -> dict[str, tuple[float, float]]:
         """As `Driver.metrics`, of all drivers together: what is counted in one time adds up, what is a mean stays one."""
         return together([driver.metrics() for driver in self._drivers])
-
-    def _driver(self, request_id: str) -> Driver:
-        # What no driver has, any of them answers for.
-        return self._drivers[self._home.get(request_id, 0)]
-
-    def _finished(self, request: Request, number: int) -> None:
-        self._router.done(number, request.num_samples)
-        self._home.pop(request.id, None)

@@ -5,7 +5,7 @@ Axes: S slots.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -42,6 +42,8 @@ class Memory:
         )
         self.fillings: list[Filling] = []
         """Not finished, or just begun."""
+        # Slots that go on with what other weights than the newest have computed.
+        self._outdated: set[int] = set()
 
     def start(
         self,
@@ -82,11 +84,14 @@ class Memory:
         return True
 
     def release(self, slot: int, cached: Int32[np.ndarray, "_"] | None) -> None:
-        """Take a slot's pages. Args: cached: the tokens in them; None: they are not all computed."""
+        """Take a slot's pages, which others may find where the newest weights have computed them.
+
+        Args: cached: the tokens in them; None: they are not all computed."""
         for filling in [each for each in self.fillings if slot in each.slots]:
             filling.slots.remove(slot)
             self._drop_unwanted(filling)
-        self.table.clear(slot, cached)
+        self.table.clear(slot, None if slot in self._outdated else cached)
+        self._outdated.discard(slot)
 
     def give_up(self, prompts: dict[int, Filling]) -> None:
         """Let go of prompts for which no more slots will come."""
@@ -151,8 +156,11 @@ class Memory:
         """Whether any page is in use, or kept."""
         return any(store.holds_any for store in self.table.stores)
 
-    def forget(self) -> None:
-        """Other weights have come: nothing computed so far may be found, and what is being computed is begun again."""
+    def forget(self, kept: Iterable[int] = ()) -> None:
+        """Other weights have come: nothing computed so far may be found, and what is being computed is begun again.
+
+        Args: kept: slots that go on with what they have; others find it neither now nor once they have ended."""
+        self._outdated.update(kept)
         for store in self.table.stores:
             store.forget()
         for filling in self.fillings:

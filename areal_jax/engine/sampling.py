@@ -110,10 +110,13 @@ def forbid(logits: Float32[Array, "S V"], tokens: Int32[Array, "S M"], forbidden
 def most_likely(
     logits: Float32[Array, "S V"], temperature: Float32[Array, "S"], count: int
 ) -> tuple[Int32[Array, "S K"], Float32[Array, "S K"]]:
-    """The `count` most likely tokens under softmax(logits / temperature), and their log-probs; at temperature 0 those of 1."""
+    """The `count` most likely tokens under softmax(logits / temperature), and their log-probs; at temperature 0 those of 1.
+
+    Log-prob -inf fills up a vocabulary that has fewer."""
     scaled = logits / jnp.where(temperature == 0, 1.0, temperature)[:, None]
-    values, tokens = jax.lax.top_k(scaled, count)
-    return tokens, values - jax.nn.logsumexp(scaled, axis=-1, keepdims=True)
+    values, tokens = jax.lax.top_k(scaled, min(count, logits.shape[1]))
+    logp, lacking = values - jax.nn.logsumexp(scaled, axis=-1, keepdims=True), ((0, 0), (0, count - values.shape[1]))
+    return jnp.pad(tokens, lacking), jnp.pad(logp, lacking, constant_values=-jnp.inf)
 
 
 def _invert(weights: Float32[Array, "S V"], uniform: Float32[Array, "S"]) -> tuple[Int32[Array, "S"], Float32[Array, "S"]]:

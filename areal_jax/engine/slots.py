@@ -108,9 +108,10 @@ class SlotTable:
         self.active[:] = drawn.active
         return ended
 
-    def completion(self, slot: int, stop_reason: StopReason) -> Completion:
-        """What a slot has drawn so far."""
-        (request, before), rows = self._origin[slot], self._rows(slot)
+    def completion(self, slot: int, stop_reason: StopReason, start: int = 0) -> Completion:
+        """What a slot has drawn so far, from token `start` of the answer on; it costs as much as that holds."""
+        request, before = self._origin[slot]
+        before, rows = before.between(start), self._rows(slot, max(start - len(before.tokens), 0))
         return Completion(
             np.concatenate([before.tokens, self._tokens[rows, slot]]),
             np.concatenate([before.logp, self._logp[rows, slot]]),
@@ -171,6 +172,6 @@ class SlotTable:
         records["remaining"] = self._budget - self._count
         return records
 
-    def _rows(self, slot: int) -> Int[np.ndarray, "_"]:
-        """Rows of the log that a slot has drawn."""
-        return np.arange(self._first[slot], self._first[slot] + self._count[slot]) % len(self._tokens)
+    def _rows(self, slot: int, start: int = 0) -> Int[np.ndarray, "_"]:
+        """Rows of the log that a slot has drawn, but for the first `start`."""
+        return np.arange(self._first[slot] + start, self._first[slot] + self._count[slot]) % len(self._tokens)

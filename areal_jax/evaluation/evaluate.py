@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
+import math
 from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TypeVar
 
@@ -35,13 +35,13 @@ logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
-MAX_RUNNING_TASKS = 64
-"""Tasks evaluated at the same time: enough to fill an engine, few enough to leave it to training between them."""
+WAITING = 0.25
+"""Share of the slots for which answers wait: a task that has some of its answers, or has them judged, leaves slots empty."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What one version is worth, as JSON can hold it."""
+    """What one version is worth."""
 
     version: int
     """Asked for; where newer weights may come, tokens may be of later versions."""
@@ -66,8 +66,10 @@ class Evaluation:
     """Oldest and newest version that drew a token."""
     seconds: float
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), allow_nan=False)
+
+def tasks_that_fill(num_slots: int, samples_per_task: int) -> int:
+    """How many tasks at a time keep so many slots of engines busy, and leave them to training between."""
+    return math.ceil((1 + WAITING) * num_slots / samples_per_task)
 
 
 async def evaluate(
@@ -79,9 +81,9 @@ async def evaluate(
     version: int,
     sampling: Sampling,
     seed: int,
-    max_running: int = MAX_RUNNING_TASKS,
+    max_running: int,
 ) -> Evaluation:
-    """Answer every task with weights of at least `version`, and judge.
+    """Answer every task with weights of at least `version`, so many at a time, and judge.
 
     The same seed draws the same numbers for the same place in `tasks`, whatever the version, so that two evaluations differ by
     the policy alone. A task that fails is logged and counted; if all fail, so does the evaluation, with the last error.
@@ -112,9 +114,10 @@ async def answer_all(
     told: Callable[[int, Task, T], None],
     *,
     name: str,
-    max_running: int = MAX_RUNNING_TASKS,
+    max_running: int,
 ) -> dict[int, Exception]:
-    """Have every task answered, each with its place, and `told` as soon as it is; what others failed with, by place.
+    """Have every task answered, so many at a time, each with its place, and `told` as soon as it is; what others failed with,
+    by place.
 
     A failure is logged under `name`. EngineStopped ends all at once, and so does what `told` raises."""
     # Bounds what is asked of the engine at a time; each answer has the engine's and the judge's deadline.

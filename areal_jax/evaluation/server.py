@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import json
-import time
+import threading
 import urllib.error
 import urllib.request
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -33,15 +34,32 @@ from areal_jax.records import (
     Verdict,
     derive_seed,
 )
+from areal_jax.threads import in_thread
+
+T = TypeVar("T")
 
 TOKEN_VARIABLE = "OPENAI_API_KEY"
 """Environment variable that holds the server's token."""
 
 MAX_CONNECTIONS = 64
+"""Requests under way at a server at the same time."""
+
 RETRIES_S = (0.5, 2.0, 8.0)
 """Pauses before what a busy or restarting server did not answer is asked again."""
 
 PROBE_TOKENS = 16
+
+Drawing: TypeAlias = Mapping[str, int | float]
+"""Fields of a request beside its temperature that decide how tokens are drawn."""
+
+FROM_ALL_TOKENS: tuple[Drawing, ...] = (
+    {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},  # vLLM and SGLang
+    {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},  # our own server
+    {"top_p": 1.0},  # OpenAI's own protocol has no more
+)
+"""How to say that tokens are drawn from all that there are, as a local evaluation does. A server that is told nothing takes
+defaults of its own, such as those of the policy's generation_config.json."""
+
 _STOPS: dict[str, StopReason] = {"length": "length"}
 
 
@@ -52,8 +70,8 @@ class Server:
         """Args: timeout_s: for one call."""
         self.url, self._timeout_s = url.rstrip("/"), timeout_s
         self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-        # Owned by this object: each call takes one thread until its answer is there. `close` ends them.
-        self._threads = ThreadPoolExecutor(MAX_CONNECTIONS, thread_name_prefix="server")
+        # Each call has a thread until its answer is there. One that nobody waits for any more ends with its attempt under way.
+        self._places, self._closed = asyncio.Semaphore(MAX_CONNECTIONS), threading.Event()
 
     def model(self) -> str:
         """The model that the server serves. ValueError, with what to do, where it has several, refuses, or is not there."""
@@ -74,11 +92,12 @@ class Server:
     async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         """Post a request. Unservable where the server calls it wrong, EngineStopped where it refuses or is gone; what it is too
         busy for is asked again a few times."""
-        return await asyncio.get_running_loop().run_in_executor(self._threads, self._insist, path, body)
+        async with self._places:
+            return await in_thread(partial(self._insist, path, body), "server")
 
     def close(self) -> None:
-        """End the threads after the calls under way."""
-        self._threads.shutdown(wait=False, cancel_futures=True)
+        """Ask nothing again."""
+        self._closed.set()
 
     def _insist(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         for pause_s in (*RETRIES_S, None):
@@ -98,7 +117,8 @@ class Server:
             except OSError as error:
                 if pause_s is None:
                     raise EngineStopped(f"{self.url} does not answer any more: {error}") from error
-            time.sleep(pause_s)
+            if self._closed.wait(pause_s):
+                raise EngineStopped(f"{self.url} is not asked again: this evaluation has ended")
         raise AssertionError("the last attempt returns or raises")
 
     def _call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -118,6 +138,14 @@ def _said(error: urllib.error.HTTPError) -> str:
     return f"{error.code} {error.reason}: {text[:300]}"
 
 
+async def first_served(ask: Callable[[Drawing], Awaitable[T]]) -> tuple[Drawing, T]:
+    """The first way to draw from all tokens that is not called wrong, and what it was answered. Unservable where all are."""
+    for drawing in FROM_ALL_TOKENS[:-1]:
+        with suppress(Unservable):
+            return drawing, await ask(drawing)
+    return FROM_ALL_TOKENS[-1], await ask(FROM_ALL_TOKENS[-1])
+
+
 @dataclass(frozen=True)
 class TokenServer:
     """An engine whose tokens a server draws."""
@@ -125,6 +153,7 @@ class TokenServer:
     server: Server
     model: str
     tokenizer: Tokenizer
+    drawing: Drawing
 
     async def submit(self, request: Request) -> list[Completion]:
         """Answer with one completion per sample, in order."""
@@ -135,17 +164,22 @@ class TokenServer:
         """Nothing: what a server has drawn of an unfinished request, only the server knows."""
         return {}
 
-    async def speaks_our_tokens(self, prompt: Sequence[Message]) -> bool:
-        """Whether the server takes this prompt as tokens, and tells tokens that say what it says."""
-        tokens = self.tokenizer.render(prompt)
+    @classmethod
+    async def probed(cls, server: Server, model: str, tokenizer: Tokenizer, prompt: Sequence[Message]) -> TokenServer | None:
+        """Whoever asks this server in tokens; None where it does not take this prompt as tokens, or tells none that say what it
+        says. EngineStopped where it refuses or is gone."""
+        tokens = tokenizer.render(prompt)
+        probe = Request("probe", tokens, 1, Sampling(PROBE_TOKENS), seed=0)
         try:
-            choices = await self._draw(Request("probe", tokens, 1, Sampling(PROBE_TOKENS), seed=0))
-        except (Unservable, KeyError, TypeError):
-            return False
-        drawn = choices[0].get("token_ids")
-        if not drawn or choices[0].get("prompt_token_ids", tokens.tolist()) != tokens.tolist():
-            return False
-        return self.tokenizer.decode(np.array(drawn, np.int32)).strip() == choices[0]["text"].strip()
+            drawing, choices = await first_served(lambda drawing: cls(server, model, tokenizer, drawing)._draw(probe))
+            drawn, given = choices[0].get("token_ids"), choices[0].get("prompt_token_ids", tokens.tolist())
+            speaks = drawn and given == tokens.tolist()
+            speaks = speaks and tokenizer.decode(np.array(drawn, np.int32)).strip() == choices[0]["text"].strip()
+        except EngineStopped:
+            raise
+        except (RuntimeError, ValueError, KeyError, TypeError):  # whatever else is answered to tokens, words may be answered
+            return None
+        return cls(server, model, tokenizer, drawing) if speaks else None
 
     async def _draw(self, request: Request) -> list[dict[str, Any]]:
         body = {
@@ -156,6 +190,7 @@ class TokenServer:
             "temperature": request.sampling.temperature,
             "seed": request.seed,
             "return_token_ids": True,
+            **self.drawing,
         }
         answer = await self.server.ask("completions", body)
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
@@ -170,12 +205,20 @@ class TokenServer:
         return Completion(tokens, unknown, np.zeros(len(tokens), np.int32), stop_reason)
 
 
+async def drawing_of_chats(server: Server, model: str) -> Drawing:
+    """How to ask this server in words. Unservable where it answers none at all, EngineStopped where it refuses or is gone."""
+    body = {"model": model, "messages": [{"role": "user", "content": "1+1?"}], "max_tokens": 1}
+    drawing, _ = await first_served(lambda drawing: server.ask("chat/completions", {**body, **drawing}))
+    return drawing
+
+
 @dataclass(frozen=True)
 class ChatServer:
     """A server that is asked in words, and says how many tokens it drew."""
 
     server: Server
     model: str
+    drawing: Drawing
     judge: Judge
     num_samples: int
     sampling: Sampling
@@ -195,6 +238,7 @@ class ChatServer:
             "max_tokens": self.sampling.max_new_tokens,
             "temperature": self.sampling.temperature,
             "seed": derive_seed(self.seed, f"eval-{place}.{number}"),
+            **self.drawing,
         }
         answer = await self.server.ask("chat/completions", body)
         choice = answer["choices"][0]

@@ -235,7 +235,7 @@ class Rollouts:
                 task = next(self._tasks, None)
                 if task is None:
                     break
-                self._waiting.append(Suspended(self.next_group_id, task, self.gate.version))
+                self._waiting.append(Suspended(self.next_group_id, task))
                 self.next_group_id += 1
             await self._gate_opened(self._waiting[0].task.kind)
             self._start(self._waiting.pop(0))
@@ -277,7 +277,7 @@ class Rollouts:
             del self._running[record.id]
             if self._is_within_bounds(samples):
                 self.gate.accept()
-                self.buffer.put(Group(record.id, record.task, samples, record.started_version))
+                self.buffer.put(Group(record.id, record.task, samples))
             else:
                 self.gate.reject()
                 self.rejected[NO_SIGNAL] += 1

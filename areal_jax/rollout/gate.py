@@ -47,11 +47,6 @@ class Gate:
         self._changed = asyncio.Event()
 
     @property
-    def started(self) -> int:
-        """All groups ever let through: every one of them is running, accepted or rejected."""
-        return self.running + self.accepted + self.rejected
-
-    @property
     def version(self) -> int:
         """The version that trains. Raising it by one opens groups_per_batch places."""
         return self._version

@@ -7,7 +7,8 @@ import logging
 import secrets
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from areal_jax.command import settings_text, show
 from areal_jax.config import out_of_range
@@ -23,9 +24,13 @@ Answer requests in OpenAI's protocol (/v1/chat/completions, /v1/completions, /v1
 
 """
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns 0 when told to end, 1 where the engine stops, 2 where the input cannot be."""
+    """Run the command line. Returns 0 when told to end, 1 where the engine stops, 2 where the input cannot be.
+
+    Before it answers, a signal ends the process at once."""
     given = sys.argv[1:] if argv is None else argv
     if {"--help", "-h"} & set(given):
         show(USAGE + settings_text(ServeConfig))
@@ -33,9 +38,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     try:
         config = read_config(given)
-        # jax reads its flags when it is first imported, so that everything that imports it comes after this.
-        prepare(PlacementConfig(simulated_devices=config.simulated_devices))
-        return asyncio.run(serve(config))
+        with ending_at_once():
+            # jax reads its flags when it is first imported, so that everything that imports it comes after this.
+            prepare(PlacementConfig(simulated_devices=config.simulated_devices))
+            return asyncio.run(serve(config))
     except ConfigError as error:
         print(f"areal_jax: {error}", file=sys.stderr)
         return 2
@@ -53,17 +59,29 @@ def read_config(overrides: Sequence[str]) -> ServeConfig:
     return config
 
 
+@contextmanager
+def ending_at_once() -> Iterator[None]:
+    """Ctrl-C and SIGTERM do what they do to a program that has no handlers, until the body installs some: of threads that load
+    and compile, Python would wait for the end."""
+    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
 async def serve(config: ServeConfig) -> int:
     """Serve until a signal, or until the engine stops."""
     from areal_jax.serve.app import App, listening
     from areal_jax.serving import engine_source
 
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, stop.set)
     api_key = config.api_key or secrets.token_urlsafe(24)
     async with engine_source(config, api_key) as source:
-        app = App(source, config.limits)
+        for number in SIGNALS:
+            loop.add_signal_handler(number, stop.set)
+        app = App(source, config.limits, source.measure)
         try:
             async with listening(app, config.host, config.port, config.limits.shutdown_timeout_s) as port:
                 print(f"{source.model} answers at http://{config.host}:{port}/v1", flush=True)

@@ -7,8 +7,9 @@ Beside OpenAI's fields, with return_token_ids: `prompt_token_ids` of the answer 
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import numpy as np
@@ -44,6 +45,8 @@ class Form:
     prompts: Sequence[Int32[np.ndarray, "_"]]
     token_text: TokenText
     created: int
+    _told: Counter[int] = field(default_factory=Counter)
+    """Characters of the tokens that were told of each choice with their log-probs."""
 
     def whole(self, parts: Sequence[Part]) -> dict[str, Any]:
         """The answer in one."""
@@ -94,7 +97,7 @@ class Form:
                 choice["finish_reason"] = "tool_calls"
         drawn = part.drawn
         if self.wishes.tells_logp:
-            choice["logprobs"] = self._chat_logp(drawn) if self.kind == "chat" else self._text_logp(drawn)
+            choice["logprobs"] = self._chat_logp(drawn) if self.kind == "chat" else self._text_logp(part)
         if self.wishes.tells_tokens:
             choice["token_ids"], choice["versions"] = drawn.tokens.tolist(), drawn.versions.tolist()
             choice["token_logprobs"] = drawn.logp.tolist()
@@ -130,9 +133,10 @@ class Form:
         # Part of a character has a place in no text; which bytes it stands for, only the tokenizer knows.
         return {"token": text, "logprob": logp, "bytes": None if "\ufffd" in text else list(text.encode())}
 
-    def _text_logp(self, drawn: Completion) -> dict[str, Any]:
-        told = [(self.token_text(token), logp, others) for token, logp, others in _with_alternatives(drawn)]
-        ends = np.cumsum([0, *(len(text) for text, _, _ in told)]).tolist()
+    def _text_logp(self, part: Part) -> dict[str, Any]:
+        told = [(self.token_text(token), logp, others) for token, logp, others in _with_alternatives(part.drawn)]
+        ends = np.cumsum([self._told[part.index], *(len(text) for text, _, _ in told)]).tolist()
+        self._told[part.index] = ends[-1]
         return {
             "tokens": [text for text, _, _ in told],
             "token_logprobs": [logp for _, logp, _ in told],

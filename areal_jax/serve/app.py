@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -71,19 +71,16 @@ class Door(Protocol):
         """Who answers a client with this bearer token, in this session (empty for none). Refused where nobody does."""
         ...
 
-    def counts(self) -> dict[str, float]:
-        """What the engine has counted so far."""
-        ...
-
 
 class App:
     """OpenAI's protocol over whoever a door leads to."""
 
-    def __init__(self, door: Door, limits: LimitsConfig) -> None:
-        self._door, self._limits, self._counts, self._num_requests = door, limits, Counts(), 0
+    def __init__(self, door: Door, limits: LimitsConfig, measure: Callable[[], Mapping[str, float]] = dict) -> None:
+        """Args: measure: tells what the engine has counted so far."""
+        self._door, self._limits, self._measure, self._counts, self._num_requests = door, limits, measure, Counts(), 0
         self.stopped = asyncio.Event()
         """Set when the engine answers nothing more."""
-        self.http = web.Application(middlewares=[self._door_of_strangers], client_max_size=limits.max_body_bytes)
+        self.http = web.Application(middlewares=[self._counted, self._door_of_strangers], client_max_size=limits.max_body_bytes)
         for prefix in ("", "/sessions/{session}"):
             self.http.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
             self.http.router.add_post(f"{prefix}/v1/completions", self._texts)
@@ -95,34 +92,38 @@ class App:
     # Around every request.
 
     @web.middleware
-    async def _door_of_strangers(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Whatever a request does ends here: it is counted, and a failure is told as OpenAI's API would."""
-        clock, endpoint, status = asyncio.get_running_loop().time, _endpoint(request), 499
+    async def _counted(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Whoever wants an answer is counted and timed; who only looks is not."""
+        if request.method != "POST":
+            return await handler(request)
+        # A client that left is not answered, and counted as 499, as web servers do.
+        clock, status = asyncio.get_running_loop().time, 499
         began_s = clock()
         self._counts.running += 1
+        try:
+            response = await handler(request)
+            status = response.status
+            return response
+        finally:
+            self._counts.running -= 1
+            self._counts.add("requests", endpoint=_endpoint(request), status=str(status))
+            self._counts.time(clock() - began_s)
+
+    @web.middleware
+    async def _door_of_strangers(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Whatever fails in a request ends here, and is told as OpenAI's API would."""
         try:
             if self._counts.running > self._limits.max_requests and request.method == "POST":
                 busy = f"limits.max_requests={self._limits.max_requests} requests are being answered; try again"
                 raise Refused(429, busy, code="rate_limit_exceeded")
-            response = await handler(request)
-            status = response.status
-            return response
-        except Refused as refused:
-            status = refused.status
-            return _error(refused)
+            return await handler(request)
         except ConnectionError:
             raise  # the client has left
         except Exception as error:
             refused = self._refusal(first_error(error))
-            status = refused.status
-            if status == 500:
-                logger.exception("%s %s failed", request.method, endpoint)
+            if refused.status == 500:
+                logger.exception("%s %s failed", request.method, _endpoint(request))
             return _error(refused)
-        finally:
-            # A client that left is not answered, and counted as 499, as web servers do.
-            self._counts.running -= 1
-            self._counts.add("requests", endpoint=endpoint, status=str(status))
-            self._counts.time(clock() - began_s)
 
     def _refusal(self, error: Exception) -> Refused:
         """What the client is told of an error."""
@@ -138,6 +139,8 @@ class App:
                 return Refused(504, str(error), code="timeout")
             case web.HTTPRequestEntityTooLarge():
                 return Refused(413, f"expected at most limits.max_body_bytes={self._limits.max_body_bytes} bytes")
+            case web.RequestPayloadError():
+                return Refused(400, f"the body of the request cannot be read: {error}")
             case web.HTTPException():
                 return Refused(error.status, f"{error.reason}: see /v1/models, /v1/chat/completions and /v1/completions")
             case _:
@@ -163,7 +166,7 @@ class App:
 
     async def _metrics(self, request: web.Request) -> web.Response:
         self._source(request)
-        return web.Response(text=self._counts.text(self._door.counts()), content_type="text/plain")
+        return web.Response(text=self._counts.text(self._measure()), content_type="text/plain")
 
     async def _models(self, request: web.Request) -> web.Response:
         source, wanted = self._source(request), request.match_info.get("model")
@@ -177,9 +180,9 @@ class App:
         source = self._source(request)
         chat = read_chat(await self._body(request))
         _require_model(source, chat.wishes.model)
-        if chat.tools and not source.tokenizer.knows_tools:
-            raise Refused(400, f"the chat template of {source.model} tells the policy of no tools", param="tools")
         try:
+            if chat.tools and not source.tokenizer.knows_tools:
+                raise Refused(400, f"the chat template of {source.model} tells the policy of no tools", param="tools")
             prompt = source.prompt_of(chat)
         except ValueError as error:
             raise Refused(400, str(error), param="messages") from error
@@ -189,7 +192,7 @@ class App:
         source = self._source(request)
         asked = read_texts(await self._body(request))
         _require_model(source, asked.wishes.model)
-        encode = source.tokenizer.encode
+        encode = source.tokenizer.encode_prompt
         prompts = [encode(each) if isinstance(each, str) else np.array(each, np.int32) for each in asked.prompts]
         return await self._answer(request, source, prompts, asked.wishes, None)
 

@@ -6,11 +6,13 @@ ids of prompt and answer and the version of the weights that drew each token.
 
 from __future__ import annotations
 
+import hmac
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from areal_jax.engine.config import MAX_TOP_K
 from areal_jax.engine.decode import MAX_ALTERNATIVES, MAX_STOP_TOKENS
 
 MAX_STOPS = 16
@@ -69,15 +71,31 @@ class Texts:
     """Texts, or tokens."""
 
 
+def require_key(shown: str, right: str, owner: str) -> None:
+    """Refuse a bearer token that is not the right one."""
+    # In constant time: how long it takes tells nothing of the right one. Bytes of a header that are no text come as surrogates.
+    shown_bytes, right_bytes = (key.encode(errors="surrogateescape") for key in (shown, right))
+    if not hmac.compare_digest(shown_bytes, right_bytes):
+        raise Refused(401, f"Incorrect API key provided: expected {owner}", code="invalid_api_key")
+
+
 def read_json(body: bytes) -> dict[str, Any]:
     """The object that a body holds."""
     try:
-        given = json.loads(body)
+        given = _parsed(body)
     except (ValueError, RecursionError) as error:
         raise Refused(400, f"We could not parse the JSON body of your request: {error}") from None
     if not isinstance(given, dict):
         raise Refused(400, f"expected a JSON object as body, came {_kind(given)}")
     return given
+
+
+def _parsed(text: str | bytes) -> Any:
+    """What JSON says. ValueError or RecursionError where it is none, or holds what cannot be written again: half a character
+    (a lone surrogate), or more brackets in one another than there is room for."""
+    value = json.loads(text)
+    json.dumps(value, ensure_ascii=False).encode()
+    return value
 
 
 def read_chat(given: Mapping[str, Any]) -> Chat:
@@ -137,7 +155,7 @@ def _wishes(body: Body, max_new_tokens: int | None, tells_logp: bool, num_altern
     given = {
         "temperature": body.take("temperature", float, None, low=0, high=2),
         "top_p": body.take("top_p", float, None, low=1e-6, high=1),
-        "top_k": body.take("top_k", int, None, low=0),
+        "top_k": body.take("top_k", int, None, low=0, high=MAX_TOP_K),
         "min_p": body.take("min_p", float, None, low=0, high=1),
         "min_new_tokens": body.take("min_tokens", int, None, low=0),
         "presence_penalty": body.take("presence_penalty", float, None, low=-2, high=2),
@@ -189,7 +207,7 @@ class Body:
             names = " or ".join(_NAMES[each] for each in kinds)
             raise Refused(400, f"expected {name} to be {names}, came {_kind(value)}", param=name)
         if (low is not None and not value >= low) or (high is not None and not value <= high):
-            bounds = f"{low:g} or more" if high is None else f"from {low:g} to {high:g}"
+            bounds = f"{low} or more" if high is None else f"from {low} to {high}"
             raise Refused(400, f"expected {name} to be {bounds}, came {value}", param=name)
         return value
 
@@ -239,9 +257,11 @@ def _tool_call(call: Any, where: str) -> dict[str, Any]:
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
         raise Refused(400, "expected a function with a name", param=where)
     try:
-        arguments = json.loads(function.get("arguments") or "{}")
+        arguments = _parsed(function.get("arguments") or "{}")
     except (ValueError, TypeError, RecursionError):
-        raise Refused(400, "expected the arguments of a function to be JSON in a text", param=where) from None
+        arguments = None
+    if not isinstance(arguments, dict):
+        raise Refused(400, "expected the arguments of a function to be a JSON object in a text", param=where)
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -14,7 +13,7 @@ from jaxtyping import Int32
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.records import Completion, Engine, OnProgress, Request, Sampling, derive_seed
 from areal_jax.serve.answers import Part
-from areal_jax.serve.bodies import Chat, Refused, Wishes
+from areal_jax.serve.bodies import Chat, Refused, Wishes, require_key
 
 
 @dataclass(slots=True)
@@ -35,13 +34,8 @@ class EngineSource:
     def enter(self, session: str, key: str) -> EngineSource:
         if session:
             raise Refused(404, "this server has no sessions")
-        # In constant time: how long it takes tells nothing of the right one.
-        if not hmac.compare_digest(key.encode(), self.api_key.encode()):
-            raise Refused(401, "Incorrect API key provided: expected the server's bearer token", code="invalid_api_key")
+        require_key(key, self.api_key, "the server's bearer token")
         return self
-
-    def counts(self) -> dict[str, float]:
-        return dict(self.measure())
 
     def serves(self, model: str) -> bool:
         return model == self.model

@@ -9,7 +9,6 @@ What is trained is drawn as the run draws everything: an agent's own temperature
 from __future__ import annotations
 
 import asyncio
-import hmac
 import logging
 import secrets
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
@@ -21,10 +20,10 @@ import numpy as np
 from jaxtyping import Int32
 
 from areal_jax.data.tokenizer import HFTokenizer
-from areal_jax.records import Completion, Generate, OnProgress
+from areal_jax.records import Completion, Generate, OnProgress, ended
 from areal_jax.serve.answers import Part
 from areal_jax.serve.app import App, listening, message_of
-from areal_jax.serve.bodies import Chat, Refused, Wishes
+from areal_jax.serve.bodies import Chat, Refused, Wishes, require_key
 from areal_jax.serve.config import LimitsConfig
 
 logger = logging.getLogger(__name__)
@@ -87,11 +86,8 @@ class Session:
         if not before:
             return self.tokenizer.render(chat.turns, chat.tools)
         said = max(before, key=lambda said: len(said.turns))
-        drawn, stops = said.completion.tokens, self.tokenizer.stop_token_ids
-        # A turn that was cut, or ended by a stop string, lacks the token that ends it.
-        end = stops[:1] if len(drawn) == 0 or drawn[-1] not in stops else ()
-        rest = self.tokenizer.render_next(chat.turns[len(said.turns) :])
-        return np.concatenate([said.prompt, drawn, np.array(end, np.int32), rest])
+        answer = ended(said.completion.tokens, self.tokenizer.stop_token_ids)
+        return np.concatenate([said.prompt, answer, self.tokenizer.render_next(chat.turns[len(said.turns) :])])
 
     async def draw(self, prompt: Int32[np.ndarray, "P"], wishes: Wishes, on_progress: OnProgress | None) -> list[Completion]:
         refused = [name for field, name in _REFUSED.items() if wishes.sampling.get(field)]
@@ -123,15 +119,16 @@ def _normal(turn: Mapping[str, Any]) -> tuple[Any, ...]:
 class AgentServer:
     """The sessions of a run: one for every agent at work, each under a URL and a token of its own."""
 
-    def __init__(self, tokenizer: HFTokenizer, max_new_tokens: int) -> None:
-        self._tokenizer, self._max_new_tokens = tokenizer, max_new_tokens
+    def __init__(self, tokenizer: HFTokenizer, max_new_tokens: int, timeout_s: float) -> None:
+        """Args: timeout_s: that an agent has. A call of its may take as long."""
+        self._tokenizer, self._max_new_tokens, self._timeout_s = tokenizer, max_new_tokens, timeout_s
         self._sessions = dict[str, Session]()
         self._port = 0
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[AgentServer]:
         """Answer agents while the body runs, on this machine only."""
-        limits = LimitsConfig(max_requests=1 << 16)
+        limits = LimitsConfig(max_requests=1 << 16, request_timeout_s=self._timeout_s)
         async with listening(App(self, limits), HOST, 0, limits.shutdown_timeout_s) as self._port:
             yield self
 
@@ -152,9 +149,5 @@ class AgentServer:
         found = self._sessions.get(session)
         if found is None:
             raise Refused(404, "there is no such session, or it has ended")
-        if not hmac.compare_digest(key.encode(), found.api_key.encode()):
-            raise Refused(401, "Incorrect API key provided: expected the session's", code="invalid_api_key")
+        require_key(key, found.api_key, "the session's")
         return found
-
-    def counts(self) -> dict[str, float]:
-        return {"sessions": float(len(self._sessions))}

@@ -35,8 +35,12 @@ def parse_tool_calls(said: str) -> tuple[str, tuple[ToolCall, ...]]:
 def _parse(text: str) -> ToolCall | None:
     try:
         call = json.loads(text)
+        name, arguments = call.get("name"), call.get("arguments", {})
+        if not isinstance(name, str) or not isinstance(arguments, dict):
+            return None
+        found = ToolCall(name, json.dumps(arguments, ensure_ascii=False, allow_nan=False))
+        # Half a character (a lone surrogate) can be told to nobody.
+        "".join(found).encode()
     except (ValueError, RecursionError):
         return None
-    if not isinstance(call.get("name"), str) or not isinstance(call.get("arguments", {}), dict):
-        return None
-    return ToolCall(call["name"], json.dumps(call.get("arguments", {}), ensure_ascii=False))
+    return found

@@ -9,10 +9,12 @@ from __future__ import annotations
 import asyncio
 import inspect
 import json
+import logging
 import os
 import shlex
 import threading
 from collections.abc import Callable, Coroutine
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from functools import partial
 from typing import Any
@@ -35,10 +37,13 @@ from areal_jax.records import (
 )
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.rewards.functions import load_function
-from areal_jax.rewards.processes import kill_tree
+from areal_jax.rewards.processes import ending, kill_tree
+from areal_jax.threads import in_thread
 from areal_jax.workflows.config import Agent
 from areal_jax.workflows.conversation import Call, Export, samples_of
 from areal_jax.workflows.single_turn import judged
+
+logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S = 10.0
 
@@ -98,6 +103,9 @@ class AgentHost:
         # it cannot be ended.
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
+        self._closing = False
+        self._at_work: list[str] = []
+        """Tasks that async functions work on; the loop's own thread adds and removes them."""
 
     async def run(self, task: Task, generate: Generate) -> tuple[float | None, Drawn]:
         """Let an agent work on a task; what it says it is worth, and the calls that it made.
@@ -136,16 +144,36 @@ class AgentHost:
         if function is None:
             return await self._command(*given)
         if inspect.iscoroutinefunction(function):
-            return await self._in_loop(function(*given))
-        return await _in_thread(partial(function, *given))
+            return await self._in_loop(self._worked(task, function(*given)))
+        return await in_thread(partial(_called, partial(function, *given)), "agent")
 
     async def _in_loop(self, agent: Coroutine[Any, Any, Any]) -> Any:
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._loop.run_forever, name="agents", daemon=True)
+            self._thread = threading.Thread(target=self._run, args=(self._loop,), name="agents", daemon=True)
             self._thread.start()
         # Cancelling the wrapped future cancels the agent.
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(agent, self._loop))
+
+    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
+        # A task of an agent's own that raises one of these has it as its outcome too; the others go on.
+        while not self._closing:
+            with suppress(SystemExit, KeyboardInterrupt):
+                loop.run_forever()
+
+    async def _worked(self, task: Task, agent: Coroutine[Any, Any, Any]) -> Any:
+        """What an async function returns."""
+        here = asyncio.current_task()
+        assert here is not None
+        self._at_work.append(task.id)
+        try:
+            return await agent
+        except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+            if here.cancelling():
+                raise
+            raise _not_returned(error) from error
+        finally:
+            self._at_work.remove(task.id)
 
     async def _command(self, task: Task, base_url: str, api_key: str) -> Any:
         assert self._config.command is not None
@@ -163,7 +191,7 @@ class AgentHost:
                 kill_tree(psutil.Process(process.pid))
                 await asyncio.wait_for(process.wait(), CLOSE_TIMEOUT_S)
         if process.returncode:
-            raise RuntimeError(f"workflow.command ended with exit status {process.returncode}")
+            raise RuntimeError(f"workflow.command ended with {ending(process.returncode)}")
         lines = output.decode(errors="replace").split("\n")
         last = next((line.strip() for line in reversed(lines) if line.strip()), "null")
         try:
@@ -174,15 +202,32 @@ class AgentHost:
             ) from None
 
     def close(self) -> None:
-        """End the loop of async functions; agents in it are cancelled."""
+        """End the loop of async functions; agents in it are cancelled, and those that do not end are named and left behind."""
         if self._loop is None or self._thread is None:
             return
-        ending = asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop)
-        ending.result(CLOSE_TIMEOUT_S)
+        self._closing = True
+        try:
+            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(CLOSE_TIMEOUT_S)
+        except TimeoutError:
+            left = ", ".join(sorted(self._at_work))
+            logger.error("agents still not ended %g s after being cancelled, left behind: on %s", CLOSE_TIMEOUT_S, left)
         self._loop.call_soon_threadsafe(self._loop.stop)
         self._thread.join(CLOSE_TIMEOUT_S)
         if not self._thread.is_alive():
             self._loop.close()
+
+
+def _called(agent: Callable[[], Any]) -> Any:
+    """What a function that is not async returns."""
+    try:
+        return agent()
+    except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
+        raise _not_returned(error) from error
+
+
+def _not_returned(error: BaseException) -> RuntimeError:
+    """What else would end more than the agent, said as the agent's failure."""
+    return RuntimeError(f"expected it to return, it raised {type(error).__name__}({error})")
 
 
 async def _cancel_others() -> None:
@@ -192,29 +237,3 @@ async def _cancel_others() -> None:
         task.cancel()
     await asyncio.gather(*others, return_exceptions=True)
     await loop.shutdown_asyncgens()
-
-
-async def _in_thread(function: Callable[[], Any]) -> Any:
-    """Call a function in a thread of its own. Cancelled, it is left behind: its session answers nothing more.
-
-    Not in the loop's own pool, whose few threads train."""
-    loop, done = asyncio.get_running_loop(), asyncio.get_running_loop().create_future()
-
-    def settle(set_outcome: Callable[[Any], None], outcome: Any) -> None:
-        if not done.done():
-            set_outcome(outcome)
-
-    def work() -> None:
-        try:
-            settled = done.set_result, function()
-        except Exception as error:  # whoever awaits it gets it
-            settled = done.set_exception, error
-        try:
-            loop.call_soon_threadsafe(settle, *settled)
-        except RuntimeError:
-            # A loop that has ended has nobody left to tell.
-            if not loop.is_closed():
-                raise
-
-    threading.Thread(target=work, name="agent", daemon=True).start()
-    return await done

@@ -14,7 +14,7 @@ from typing import Literal, TypeAlias
 import numpy as np
 from jaxtyping import Int32
 
-from areal_jax.records import NO_VERSION, Completion, Message, Sample, StopReason, Tokenizer, VerdictKind
+from areal_jax.records import NO_VERSION, Completion, Message, Sample, StopReason, Tokenizer, VerdictKind, ended
 
 Export: TypeAlias = Literal["concatenated", "per_call"]
 """What becomes a sample: calls that go on from one another together, or every call alone. Each drawn token is trained on once
@@ -42,11 +42,9 @@ class Call:
 def next_prompt(tokenizer: Tokenizer, call: Call, messages: Sequence[Message]) -> Int32[np.ndarray, "P"]:
     """What the policy is given after a call: all that was, and the messages that answer it.
 
-    A turn that was cut lacks the token that ends it, which then stands behind it as context."""
-    stops, drawn = tokenizer.stop_token_ids, call.completion.tokens
-    is_cut = len(drawn) == 0 or drawn[-1] not in stops
-    end = np.array(stops[:1] if is_cut else (), np.int32)
-    return np.concatenate([call.tokens, end, tokenizer.render_next(messages)])
+    The token that ends a turn that was cut is context."""
+    answer = ended(call.completion.tokens, tokenizer.stop_token_ids)
+    return np.concatenate([call.prompt, answer, tokenizer.render_next(messages)])
 
 
 def samples_of(

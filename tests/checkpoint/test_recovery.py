@@ -2,7 +2,7 @@
 
 import json
 import struct
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import numpy as np
 import pytest
@@ -79,11 +79,11 @@ def test_state_and_notes_come_back_bit_for_bit(seed, groups, calls, rewards, tex
         next_group_id=seed,
         rejected=counts,
         buffered=tuple(
-            Group(seed + i, task, tuple(sample(k, length) for k, length in enumerate(lengths)), i)
+            Group(seed + i, task, tuple(sample(k, length) for k, length in enumerate(lengths)))
             for i, lengths in enumerate(groups)
         ),
         suspended=tuple(
-            Suspended(i, task, seed, {call: tuple(map(completion, lengths)) for call, lengths in record.items()})
+            Suspended(i, task, {call: tuple(map(completion, lengths)) for call, lengths in record.items()})
             for i, record in enumerate(calls)
         ),
     )
@@ -105,8 +105,16 @@ def test_every_field_of_the_records_has_its_place():
     assert {field.name for field in fields(Sample)} == {*SAMPLE_COLUMNS, "reward", "verdict", "stop_reason"}
     # Alternatives are for whoever asked, and for no trainer.
     assert {field.name for field in fields(Completion)} == {*COMPLETION_COLUMNS, "stop_reason", "alternatives"}
-    assert {field.name for field in fields(Group)} == {"id", "task", "samples", "started_version"}
-    assert {field.name for field in fields(Suspended)} == {"id", "task", "started_version", "calls"}
+    assert {field.name for field in fields(Group)} == {"id", "task", "samples"}
+    assert {field.name for field in fields(Suspended)} == {"id", "task", "calls"}
+
+
+def test_what_an_earlier_release_wrote_of_a_record_beside_these_fields_is_passed_over():
+    state = replace(a_state(a_sample()), suspended=(Suspended(1, Task("s", (), "1")),))
+    columns = encode(state)
+    for entry in (*columns.facts["buffered"], *columns.facts["suspended"]):
+        entry["started_version"] = 3
+    assert plain(decode(columns)[0]) == plain(state)
 
 
 def test_restored_arrays_are_writable_and_each_its_own():

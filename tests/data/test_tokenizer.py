@@ -66,6 +66,16 @@ def test_special_tokens_are_one_token_each_and_are_not_decoded(folder: Path) -> 
     assert tokenizer.vocab_size == max(tokens) + 1
 
 
+def test_only_the_text_of_a_prompt_is_begun_as_the_tokenizer_begins_texts(folder: Path) -> None:
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+    begin = id_of(folder, "<|end|>")
+    inner.post_processor = processors.TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", begin)])
+    inner.save(str(folder / "tokenizer.json"))
+    tokenizer = HFTokenizer.from_folder(folder)
+    assert tokenizer.encode_prompt("one").tolist() == [begin, *tokenizer.encode("one").tolist()]
+    assert begin not in tokenizer.encode("one")
+
+
 def test_a_conversation_goes_through_the_template_and_ends_where_the_assistant_begins(folder: Path) -> None:
     write(folder, eos_token="<|im_end|>", chat_template=CHATML)
     assert rendered(folder) == (
@@ -103,6 +113,25 @@ def test_a_conversation_that_the_template_refuses_is_an_error_in_its_words(folde
     refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
     write(folder, eos_token="<|im_end|>", chat_template=refusing)
     with pytest.raises(ValueError, match="refuses the conversation: System role not supported"):
+        HFTokenizer.from_folder(folder).render(CONVERSATION)
+
+
+@pytest.mark.parametrize(
+    ("failing", "words"),
+    [
+        (
+            "{% for name, value in messages[0]['content'] | items %}{% endfor %}",
+            "TypeError: Can only get item pairs from a mapping",
+        ),
+        ("{{ 'no' + messages[0]['content'] | length }}", "TypeError: can only concatenate str"),
+        ("{{ strftime_now(1) }}", "TypeError"),
+        ("{{ 1 // (messages | length - 2) }}", "ZeroDivisionError"),
+        ("{{ messages[0]['content'].index('@') }}", "ValueError: substring not found"),
+    ],
+)
+def test_a_template_that_fails_over_a_conversation_is_an_error_in_its_words(folder: Path, failing: str, words: str) -> None:
+    write(folder, eos_token="<|im_end|>", chat_template=failing)
+    with pytest.raises(ValueError, match=f"the chat template fails over the conversation: {words}"):
         HFTokenizer.from_folder(folder).render(CONVERSATION)
 
 

@@ -28,12 +28,13 @@ from tiny_decode import (
     with_setting,
 )
 
+from areal_jax.engine.config import MAX_TOP_K
 from areal_jax.engine.decode import DecodeEngine, Drawing, Drawn
 from areal_jax.engine.driver import Driver
 from areal_jax.engine.sampling import uniforms
 from areal_jax.engine.slots import SlotTable
 from areal_jax.models.attention import choose_kernel
-from areal_jax.records import Completion, EngineStopped, Request, Sampling, Unservable, nothing_drawn
+from areal_jax.records import Alternatives, Completion, EngineStopped, Request, Sampling, Unservable, nothing_drawn
 
 PROMPT = (5, 9, 33, 2, 17)
 
@@ -469,6 +470,47 @@ def test_a_request_beyond_the_limits_is_refused_with_the_knob(refused: Request, 
     with_driver(engine(), Shelf(engine(), (0, 0, 0)), act)
 
 
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        *(("top_k", value) for value in (-1, 2**31, 10**30)),
+        *(("temperature", value) for value in (-1.0, 1e-40, 1e300, np.inf, np.nan)),
+        *(("top_p", value) for value in (1e-60, 1.1, np.nan)),
+        *(("min_p", value) for value in (-0.1, 1.1, np.nan)),
+        *((name, value) for name in ("presence_penalty", "frequency_penalty") for value in (1e300, -np.inf, np.nan)),
+        *(("repetition_penalty", value) for value in (0.0, 1e-300, 1e300, np.nan)),
+        *(("min_new_tokens", value) for value in (-1, 21, 2**31)),
+        *(("num_alternatives", value) for value in (-1, 21, 2**31)),
+        *(("max_new_tokens", value) for value in (0, 2**31)),
+        *(("stop_token_ids", value) for value in ((2**31,), (-1,))),
+    ],
+)
+def test_what_the_device_could_not_hold_is_refused_where_it_is_asked(field: str, value: Any):
+    bad = request()
+    bad = replace(bad, sampling=replace(bad.sampling, **{field: value}))
+
+    async def act(driver: Driver):
+        with pytest.raises(Unservable, match=field):
+            driver.submit(bad)
+
+    with_driver(engine(), Shelf(engine(), (0, 0, 0)), act)
+
+
+def test_what_the_device_can_just_hold_is_drawn_in_numbers():
+    extremes: list[dict[str, Any]] = [
+        {"top_k": MAX_TOP_K},
+        *({"temperature": value} for value in (1e-6, 1e6)),
+        {"top_p": 1e-6},
+        {"presence_penalty": 1e6, "frequency_penalty": -1e6},
+        *({"repetition_penalty": value} for value in (1e-6, 1e6)),
+        {"stop_token_ids": (2**31 - 1,), "min_new_tokens": 20},
+    ]
+    asked = [replace(request(str(i)), sampling=Sampling(20, **each)) for i, each in enumerate(extremes)]
+    asked.append(request("seed", seed=10**30))
+    for [completion] in uninterrupted(*asked):
+        assert len(completion.tokens) == 20 and np.isfinite(completion.logp).all()
+
+
 def test_an_id_in_use_is_refused():
     async def act(driver: Driver):
         first, second = driver.submit(request()), driver.submit(request())
@@ -593,6 +635,32 @@ def test_bookkeeping_between_two_dispatches_is_quick():
 
     # 20 us on a quiet core; the best of many, since others may load this machine. 200 us is what a dispatch may cost the host.
     assert min(seconds() for _ in range(200)) < 200e-6
+
+
+@pytest.mark.parametrize("num_before", [0, 3])
+def test_the_end_of_an_answer_is_read_alone(num_before: int):
+    table = SlotTable(num_slots=2, max_new_tokens=20, steps_per_dispatch=4)
+    before = np.arange(num_before, dtype=np.int32)
+    told = Alternatives(np.tile(before[:, None], 2), np.zeros((num_before, 2), np.float32))
+    asked = replace(request(), sampling=Sampling(20, num_alternatives=2))
+    table.seat(1, asked, 0, Completion(before, -before.astype(np.float32), before, "suspended", told))
+    for version in range(3):
+        tokens = np.arange(8, dtype=np.int32).reshape(4, 2) + 100 * (version + 1)
+        likely = np.arange(4 * 20 * 2, dtype=np.int32).reshape(4, 20, 2)
+        counts, active = np.full(2, 4, np.int32), np.array([False, True])
+        drawn = Drawn(
+            tokens, -tokens.astype(np.float32), counts, active, ~active, tokens[-1], (likely, -likely.astype(np.float32))
+        )
+        table.harvest(drawn, version)
+    whole_answer = table.completion(1, "suspended")
+    assert len(whole_answer.tokens) == num_before + 12
+    for start in range(num_before + 13):
+        end, expected = table.completion(1, "length", start), whole_answer.between(start)
+        for name in ("tokens", "logp", "versions"):
+            np.testing.assert_array_equal(getattr(end, name), getattr(expected, name))
+        assert end.alternatives is not None and expected.alternatives is not None
+        for mine, theirs in zip(end.alternatives, expected.alternatives, strict=True):
+            np.testing.assert_array_equal(mine, theirs)
 
 
 def test_metrics_count_what_happened_and_start_anew():

@@ -166,10 +166,9 @@ def test_a_second_turn_prefills_only_what_is_new():
     np.testing.assert_allclose(second.logp, trainer_logp(turn, second, 0), atol=1e-4)
 
 
-@pytest.mark.parametrize(("on_update", "found"), [("recompute", 0), ("keep", 4)])
-def test_other_weights_find_no_pages_unless_caches_are_kept(on_update: str, found: int):
-    roomy = paged()
-    kept = with_setting(roomy, on_update=on_update)
+@pytest.mark.parametrize("on_update", ["recompute", "keep"])
+def test_other_weights_find_no_pages(on_update: str):
+    kept = with_setting(paged(), on_update=on_update)
     shelf = Shelf(kept, (0, 0, 0), (4, 1, 1))
 
     async def act(driver: Driver):
@@ -179,8 +178,33 @@ def test_other_weights_find_no_pages_unless_caches_are_kept(on_update: str, foun
         await driver.submit(request("second", range(40), max_new_tokens=4, min_version=1))
         return driver.metrics()["prefill_tokens"][0]
 
-    # Of 39 tokens 4 pages of 8 are full.
-    assert with_driver(kept, shelf, act) == 39 - 8 * found
+    assert with_driver(kept, shelf, act) == 39
+
+
+@pytest.mark.parametrize(("kv_tokens", "num_live"), [(0, 8), (8 * 20, 5)])
+def test_kept_caches_are_for_live_sequences_only(kv_tokens: int, num_live: int):
+    # Version 1 comes when 8 of 12 samples have drawn 4 tokens, or those for which 20 pages are enough: the prompt's 5, of each
+    # sample 2 more, and one to spare for each of the others. These go on with their caches. Nobody else reads them: not those
+    # that wait, nor a second turn, nor who asks the same again.
+    kept = with_setting(paged(kv_tokens=kv_tokens), on_update="keep")
+    prompt = [(7 * i) % 64 for i in range(40)]
+
+    async def act(driver: Driver) -> tuple[list[Completion], Completion, np.ndarray, Completion]:
+        group = driver.submit(request("group", prompt, 12, max_new_tokens=12))
+        driver.start()
+        completions = await group
+        [again] = await driver.submit(request("again", prompt, max_new_tokens=12, seed=1, min_version=1))
+        turn = np.concatenate([prompt, completions[0].tokens, np.arange(3, dtype=np.int32)])
+        [second] = await driver.submit(request("second", turn.tolist(), max_new_tokens=12, seed=2))
+        assert is_all_free(driver)
+        return completions, again, turn, second
+
+    group, again, turn, second = with_driver(kept, Shelf(kept, (0, 0, 0), (1, 1, 1)), act)
+    late = [completion for completion in group if completion.versions[0] == 1]
+    for asked, completion in [*((prompt, each) for each in (*late, again)), (turn, second)]:
+        np.testing.assert_allclose(completion.logp, trainer_logp(asked, completion, 1), atol=1e-4)
+    drifts = [np.abs(each.logp - trainer_logp(prompt, each, 1))[4:].max() for each in group if each.versions[0] == 0]
+    assert len(drifts) == num_live and min(drifts) > 1e-2
 
 
 def test_a_long_prompt_comes_in_chunks_between_which_the_others_draw():

@@ -12,6 +12,7 @@ import pytest
 from tiny_decode import Shelf, answer, engine, request, same_draws, trainer_distribution, with_driver
 
 from areal_jax.engine.driver import Driver
+from areal_jax.engine.slots import SlotTable
 from areal_jax.records import Completion, Progress, Request, Unservable
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -148,6 +149,20 @@ def test_progress_adds_up_to_the_answer_and_comes_before_it():
         assert np.concatenate([part.tokens for part in parts]).tolist() == completion.tokens.tolist()
         assert np.concatenate([part.logp for part in parts]).tolist() == completion.logp.tolist()
         assert np.concatenate([part.versions for part in parts]).tolist() == completion.versions.tolist()
+
+
+def test_following_an_answer_reads_each_token_once_more(monkeypatch: pytest.MonkeyPatch):
+    read, completion = list[int](), SlotTable.completion
+
+    def counted(table: SlotTable, *asked: Any) -> Completion:
+        found = completion(table, *asked)
+        read.append(len(found.tokens))
+        return found
+
+    monkeypatch.setattr(SlotTable, "completion", counted)
+    drawn(replace(request("watched", num_samples=3), on_progress=Follower()))
+    # 5 dispatches of 4 tokens, and the whole of the 20 at the end.
+    assert sorted(read) == [4] * 15 + [20] * 3
 
 
 def test_a_sample_that_is_told_to_end_ends_and_the_others_do_not():

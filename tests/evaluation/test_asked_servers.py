@@ -3,57 +3,28 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import closing
 from typing import Any
 
 import numpy as np
 import pytest
 from letters import Letters
+from scripted_server import Said, serving
 
 from areal_jax.evaluation import server as asked
 from areal_jax.evaluation.answers import Answer
-from areal_jax.evaluation.server import ChatServer, Server, TokenServer
+from areal_jax.evaluation.server import (
+    FROM_ALL_TOKENS,
+    ChatServer,
+    Drawing,
+    Server,
+    TokenServer,
+    drawing_of_chats,
+)
 from areal_jax.records import Completion, EngineStopped, Message, Request, Sampling, Task, Unservable, Verdict
 
 TASK = Task("sum", (Message("user", "1+1?"),), "2")
-
-Said = tuple[int, Any]
-"""Status and body."""
-
-
-@contextmanager
-def serving(answer: Callable[[str, dict[str, Any]], Said]) -> Iterator[Server]:
-    """A server that gives these answers to path and body, and who asks it."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
-            self.do_POST()
-
-        def do_POST(self) -> None:
-            body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
-            status, said = answer(self.path, json.loads(body or "{}"))
-            data = json.dumps(said).encode()
-            self.send_response(status)
-            self.send_header("Content-Length", str(len(data)))
-            self.end_headers()
-            self.wfile.write(data)
-
-        def log_message(self, format: str, *args: Any) -> None:
-            pass
-
-    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as http:
-        thread = threading.Thread(target=http.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            with closing(Server(f"http://127.0.0.1:{http.server_port}/v1/", None, 20.0)) as server:
-                yield server
-        finally:
-            http.shutdown()
-            thread.join(20)
 
 
 def choice(index: int, text: str, **more: Any) -> dict[str, Any]:
@@ -62,7 +33,7 @@ def choice(index: int, text: str, **more: Any) -> dict[str, Any]:
 
 def submitted(server: Server, num_samples: int) -> list[Completion]:
     request = Request("r", np.array([7, 8], np.int32), num_samples, Sampling(5, 0.5), seed=11)
-    return asyncio.run(TokenServer(server, "m", Letters()).submit(request))
+    return asyncio.run(TokenServer(server, "m", Letters(), {"top_p": 1.0, "top_k": 3}).submit(request))
 
 
 def test_a_request_is_asked_as_it_is_and_its_samples_come_in_their_order() -> None:
@@ -83,6 +54,8 @@ def test_a_request_is_asked_as_it_is_and_its_samples_come_in_their_order() -> No
         "temperature": 0.5,
         "seed": 11,
         "return_token_ids": True,
+        "top_p": 1.0,
+        "top_k": 3,
     }
     assert bodies == [("/v1/completions", asked_for)]
     assert (Letters().decode(first.tokens), first.stop_reason) == ("yes", "stop")
@@ -136,6 +109,32 @@ def test_a_server_that_is_gone_stops_all(monkeypatch: pytest.MonkeyPatch) -> Non
         submitted(again, 1)
 
 
+def test_a_server_that_is_closed_is_not_asked_again_and_no_end_of_the_process_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(asked, "RETRIES_S", (600.0,))
+    was_asked = threading.Event()
+
+    def busy(path: str, body: dict[str, Any]) -> Said:
+        was_asked.set()
+        return 503, {}
+
+    async def given_up(server: Server) -> list[threading.Thread]:
+        before = set(threading.enumerate())
+        asking = asyncio.create_task(server.ask("completions", {}))
+        while not was_asked.is_set():
+            await asyncio.sleep(0.01)
+        asking.cancel()
+        return [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("server")]
+
+    with serving(busy) as server:
+        (thread,) = asyncio.run(given_up(server))
+        assert thread.daemon
+        server.close()
+        thread.join(20)
+        assert not thread.is_alive()
+
+
 PROMPT = [ord(letter) for letter in "1+1?"]
 
 
@@ -149,11 +148,17 @@ PROMPT = [ord(letter) for letter in "1+1?"]
         ((200, {"choices": [choice(0, "", token_ids=[])]}), False),
         ((200, {"choices": [{"index": 0, "text": "2", "finish_reason": "stop"}]}), False),
         ((400, {"error": {"message": "a prompt is a text"}}), False),
+        ((500, {}), False),
+        ((200, [1]), False),
     ],
 )
-def test_a_server_speaks_our_tokens_where_they_say_what_it_says(said: Said, speaks: bool) -> None:
+def test_a_server_speaks_our_tokens_where_they_say_what_it_says(
+    said: Said, speaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asked, "RETRIES_S", (0.0,))
     with serving(lambda *_: said) as server:
-        assert asyncio.run(TokenServer(server, "m", Letters()).speaks_our_tokens(TASK.prompt)) is speaks
+        found = asyncio.run(TokenServer.probed(server, "m", Letters(), TASK.prompt))
+    assert (found is not None) is speaks
 
 
 @pytest.mark.parametrize(
@@ -177,7 +182,7 @@ def in_words(server: Server, verdict: Verdict | None = None) -> list[Answer]:
     async def judge(task: Task, answer: str) -> Verdict:
         return verdict or Verdict("correct" if answer.endswith("{2}") else "wrong")
 
-    chat = ChatServer(server, "m", judge, num_samples=3, sampling=Sampling(9, 0.7), seed=1, accept_plain=False)
+    chat = ChatServer(server, "m", {"top_k": -1}, judge, num_samples=3, sampling=Sampling(9, 0.7), seed=1, accept_plain=False)
     return asyncio.run(chat.answers(4, TASK))
 
 
@@ -198,7 +203,7 @@ def test_asked_in_words_every_answer_has_a_seed_its_length_and_its_vote() -> Non
     assert {body["seed"] for body in bodies} == known and len(known) == 3
     same = [{name: value for name, value in body.items() if name != "seed"} for body in bodies]
     messages = [{"role": "user", "content": "1+1?"}]
-    assert same == [{"model": "m", "messages": messages, "max_tokens": 9, "temperature": 0.7}] * 3
+    assert same == [{"model": "m", "messages": messages, "max_tokens": 9, "temperature": 0.7, "top_k": -1}] * 3
     right, wrong = Answer("correct", "length", 6, "2", "\\boxed{2}"), Answer("wrong", "stop", 5, "3", "\\boxed{03}")
     assert sorted(answers, key=lambda found: found.num_tokens) == [wrong, wrong, right]
 
@@ -210,3 +215,26 @@ def test_a_judge_that_fails_is_no_wrong_answer() -> None:
         with pytest.raises(ExceptionGroup) as raised:
             in_words(server, Verdict("infrastructure", "no process"))
     assert "no verdict: no process" in str(raised.value.exceptions[0])
+
+
+@pytest.mark.parametrize(
+    ("takes", "drawing"),
+    [
+        ({"top_p", "top_k", "min_p", "repetition_penalty"}, FROM_ALL_TOKENS[1]),
+        ({"top_p", "top_k", "min_p", "repetition_penalty", "-1"}, FROM_ALL_TOKENS[0]),
+        ({"top_p"}, {"top_p": 1.0}),
+    ],
+    ids=["0 is all", "-1 is all", "OpenAI's own fields"],
+)
+def test_a_server_is_told_to_draw_from_all_tokens_in_the_words_that_it_takes(takes: set[str], drawing: Drawing) -> None:
+    def answer(path: str, body: dict[str, Any]) -> Said:
+        of_all_servers = {"model", "prompt", "messages", "n", "max_tokens", "temperature", "seed", "return_token_ids"}
+        expected = {"top_k": -1 if "-1" in takes else 0} if "top_k" in takes else {}
+        if body.keys() - of_all_servers - takes or any(body.get(name) != value for name, value in expected.items()):
+            return 400, {"error": {"message": "no such field"}}
+        return 200, {"choices": [choice(0, "2")]}
+
+    with serving(answer) as server:
+        in_tokens = asyncio.run(TokenServer.probed(server, "m", Letters(), TASK.prompt))
+        assert in_tokens is not None and in_tokens.drawing == drawing
+        assert asyncio.run(drawing_of_chats(server, "m")) == drawing

@@ -1,15 +1,15 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import math
 import re
 from collections.abc import Callable
+from dataclasses import asdict
 
 import numpy as np
 import pytest
 
-from areal_jax.evaluation.evaluate import Evaluation, evaluate, summarize
+from areal_jax.evaluation.evaluate import Evaluation, evaluate, summarize, tasks_that_fill
 from areal_jax.records import (
     NO_VERSION,
     Completion,
@@ -117,15 +117,15 @@ def test_the_figures_worked_out_by_hand() -> None:
     assert told.mean_tokens == (6 * 2 + 4 + 6) / 8
     assert told.verdicts == {"correct": 4, "wrong": 4}
     assert told.versions == (2, 5)
-    assert json.loads(told.to_json()) == {
+    assert asdict(told) == {
         **{name: getattr(told, name) for name in ("version", "pass_at_1", "standard_error", "num_tasks", "num_samples")},
         "by_family": {"gcd": 0.75, "lcm": 0.25},
-        "interval_95": list(told.interval_95),
+        "interval_95": told.interval_95,
         "truncated": 0.125,
         "mean_tokens": 2.75,
         "verdicts": {"correct": 4, "wrong": 4},
         "failed": {"Unservable": 1},
-        "versions": [2, 5],
+        "versions": (2, 5),
         "seconds": 2.5,
     }
 
@@ -202,3 +202,12 @@ def test_a_stopped_engine_ends_the_evaluation_at_once() -> None:
 
     with pytest.raises(EngineStopped, match="device lost"):
         run([task(i) for i in range(4)], Oracle(), workflow=stopped)
+
+
+@pytest.mark.parametrize(
+    ("num_slots", "samples_per_task", "tasks"),
+    # A quarter more than there are slots; a task alone fills them where it has more samples than they are.
+    [(256, 1, 320), (256, 4, 80), (8, 8, 2), (4, 64, 1)],
+)
+def test_as_many_tasks_are_evaluated_at_a_time_as_fill_the_slots(num_slots: int, samples_per_task: int, tasks: int) -> None:
+    assert tasks_that_fill(num_slots, samples_per_task) == tasks

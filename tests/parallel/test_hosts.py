@@ -10,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from areal_jax.parallel.hosts import join
+from areal_jax.parallel.hosts import _require_name, join
 
 
 @pytest.fixture
@@ -59,3 +59,15 @@ def test_who_else_comes_to_the_port_is_sent_away_and_who_dies_is_not_waited_for(
 def test_where_the_coordinator_answers_must_be_said_whole():
     with pytest.raises(ValueError, match="expected host:port"):
         join("localhost", 2, 1, 1.0)
+
+
+@pytest.mark.parametrize(
+    ("name", "leads"), [("localhost", r"leads to (127\.0\.0\.1|::1), where only this host comes"), ("no host", "leads nowhere")]
+)
+def test_a_host_that_others_cannot_find_by_its_name_is_told_what_to_do(name: str, leads: str):
+    with pytest.raises(ConnectionError, match=f"this host's name, {name}, {leads}.* write name and address"):
+        _require_name(name, are_apart=True)
+
+
+def test_on_one_machine_no_other_has_to_find_it():
+    _require_name("localhost", are_apart=False)

@@ -54,7 +54,7 @@ def run_twice(function: str) -> tuple[list[tuple[Sample, ...]], list[int]]:
         async with AsyncExitStack() as stack:
             engine, journal = TinyEngine(max_prompt_tokens=200), dict[str, tuple[Completion, ...]]()
             ticking = asyncio.create_task(engine.run())
-            sessions = await stack.enter_async_context(AgentServer(TOKENIZER, 6).listening())
+            sessions = await stack.enter_async_context(AgentServer(TOKENIZER, 6, 60.0).listening())
             host = AgentHost(Agent(function=function), sessions)
             stack.callback(host.close)
             samples, asked = list[tuple[Sample, ...]](), list[int]()

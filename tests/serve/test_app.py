@@ -10,7 +10,9 @@ from typing import Any
 
 import openai
 import pytest
+import tokenizers
 from scripted_engine import TOKENIZER, Scripted, served
+from tokenizers import processors
 
 from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.data.tokenizer import HFTokenizer
@@ -83,6 +85,67 @@ def test_tools_are_told_to_the_policy_and_its_calls_to_the_client(tokenizer: HFT
     assert "find" in prompts[0]
     assert 'I look.\n<tool_call>{"name": "find", "arguments": {"what": "é"}}</tool_call>' in prompts[2]
     assert prompts[2].endswith("tool\n7\nassistant\n")
+
+
+@pytest.mark.parametrize(
+    ("template", "words"),
+    [
+        (
+            "{% for tool in tools or [] %}{% for name, of in tool.function.parameters | items %}{{ name }}{% endfor %}"
+            "{{ tool }}{% endfor %}",
+            "fails over the conversation: TypeError: Can only get item pairs",
+        ),
+        ("{% if tools %}{{ raise_exception('tools? no') }}{% endif %}", "refuses the conversation: tools[?] no"),
+    ],
+)
+def test_a_conversation_over_which_the_template_fails_is_refused_in_its_words(tmp_path: Path, template: str, words: str):
+    for name in ("tokenizer.json", "config.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED / name, tmp_path)
+    (tmp_path / "chat_template.jinja").write_text(template)
+    given: Any = [{"type": "function", "function": {"name": "find", "parameters": ["what"]}}]
+
+    async def main() -> None:
+        async with served(Scripted(["done"]), tokenizer=HFTokenizer.from_folder(tmp_path)) as (_, client):
+            with pytest.raises(openai.BadRequestError, match=words):
+                await client.chat.completions.create(model="m", messages=ASKED, tools=given)
+
+    asyncio.run(main())
+
+
+def test_a_text_to_go_on_from_is_begun_as_the_tokenizer_begins_texts(tmp_path: Path):
+    for name in ("config.json", "tokenizer_config.json"):
+        shutil.copy(EMBEDDED / name, tmp_path)
+    inner = tokenizers.Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
+    begin = TOKENIZER.stop_token_ids[0]
+    name = inner.id_to_token(begin)
+    inner.post_processor = processors.TemplateProcessing(single=f"{name} $A", special_tokens=[(name, begin)])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    engine, words = Scripted(), TOKENIZER.encode("1+1=").tolist()
+
+    async def main() -> None:
+        async with served(engine, tokenizer=HFTokenizer.from_folder(tmp_path)) as (_, client):
+            for prompt in ("1+1=", words):
+                await client.completions.create(model="m", prompt=prompt)
+
+    asyncio.run(main())
+    # Tokens are taken as they are.
+    assert [request.prompt_tokens.tolist() for request in engine.requests] == [[begin, *words], words]
+
+
+def test_in_a_stream_too_the_place_of_a_token_is_counted_from_the_beginning_of_its_answer():
+    async def main() -> tuple[list[int], list[int]]:
+        async with served(Scripted(["what was to be shown"] * 3)) as (_, client):
+            [choice] = (await client.completions.create(model="m", prompt="a", logprobs=0)).choices
+            parts: dict[int, list[int]] = {0: [], 1: []}
+            async for chunk in await client.completions.create(model="m", prompt="a", n=2, logprobs=0, stream=True):
+                for part in chunk.choices:
+                    parts[part.index] += (part.logprobs and part.logprobs.text_offset) or []
+            assert parts[0] == parts[1]
+            return (choice.logprobs and choice.logprobs.text_offset) or [], parts[0]
+
+    whole, streamed = asyncio.run(main())
+    assert whole[0] == 0 and len(set(whole)) == len(whole) > 6
+    assert streamed == whole
 
 
 def test_without_tools_a_call_is_text(tokenizer: HFTokenizer):

@@ -32,6 +32,17 @@ def texts(**body: Any) -> Any:
             {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
             "JSON",
         ),
+        *(
+            (
+                {
+                    "messages": [
+                        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": given}}]}
+                    ]
+                },
+                "expected the arguments of a function to be a JSON object in a text",
+            )
+            for given in ("[1]", "1", "null", {"x": 1}, '{"x": "\\ud800"}', '{"x":' * 100_000)
+        ),
         ({"model": None}, "you must provide model"),
         ({"n": 0}, "expected n to be 1 or more, came 0"),
         ({"n": 1.5}, "expected n to be an integer, came a number"),
@@ -40,6 +51,7 @@ def texts(**body: Any) -> Any:
         ({"temperature": float("nan")}, "came nan"),
         ({"temperature": 10**400}, "came inf"),
         ({"top_p": 0}, "expected top_p to be from 1e-06 to 1, came 0"),
+        ({"top_k": 2**31}, "expected top_k to be from 0 to 2147483647, came 2147483648"),
         ({"max_tokens": 0}, "expected max_tokens to be 1 or more"),
         ({"stop": ["a", ""]}, "none of them empty"),
         ({"stop": ["a"] * 17}, "at most 16 texts"),
@@ -74,7 +86,7 @@ def test_prompts_are_read(prompt: Any, read: Any):
     assert texts(prompt=prompt).prompts == read
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"a"', b"\xff", b"[" * 100_000])
+@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"a"', b"\xff", b"[" * 100_000, b'{"a": "\\ud800"}', b'{"\\udfff": 1}'])
 def test_a_body_that_is_no_object_is_refused(body: bytes):
     with pytest.raises(Refused):
         read_json(body)

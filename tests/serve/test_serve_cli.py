@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import subprocess
 import sys
+import time
 import urllib.request
+from pathlib import Path
 
 import pytest
 
@@ -43,6 +46,29 @@ def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]):
     assert main(["--help"]) == 0
     listed = capsys.readouterr().out
     assert "engine.num_slots=16" in listed and "limits.max_body_bytes=" in listed and "api_key=none" in listed
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_it_while_it_loads(number: signal.Signals, tmp_path: Path, of_a_command: dict[str, str]):
+    # A file of the policy that never ends: loading it takes for ever, in a thread that hears of nothing.
+    endless = tmp_path / "config.json"
+    os.mkfifo(endless)
+    process = subprocess.Popen([sys.executable, "-m", "areal_jax.serve", f"model={tmp_path}", "port=0"], env=of_a_command)
+    try:
+        deadline_s, pipe = time.monotonic() + 60, None
+        while pipe is None:
+            try:
+                pipe = os.open(endless, os.O_WRONLY | os.O_NONBLOCK)
+            except OSError:
+                # Nobody reads yet.
+                assert process.poll() is None and time.monotonic() < deadline_s
+                time.sleep(0.05)
+        process.send_signal(number)
+        assert process.wait(10) == -number
+        os.close(pipe)
+    finally:
+        process.kill()
+        process.wait(60)
 
 
 def test_it_answers_until_it_is_told_to_end(of_a_command: dict[str, str]):

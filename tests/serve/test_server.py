@@ -54,7 +54,10 @@ def server(quick_compilation: None) -> Iterator[Server]:
 
     async def serve() -> None:
         stop = asyncio.Event()
-        async with engine_source(CONFIG, KEY) as source, listening(App(source, CONFIG.limits), "127.0.0.1", 0, 1.0) as port:
+        async with (
+            engine_source(CONFIG, KEY) as source,
+            listening(App(source, CONFIG.limits, source.measure), "127.0.0.1", 0, 1.0) as port,
+        ):
             ready.append(Server(asyncio.get_running_loop(), source, f"http://127.0.0.1:{port}"))
             stops.append(stop)
             started.set()
@@ -229,8 +232,8 @@ def test_a_client_that_leaves_frees_its_slots(server: Server, client: openai.Ope
         assert time.monotonic() < deadline_s
     while server.run(_unfinished(server)):
         assert time.monotonic() < deadline_s
-    # The metrics' own request is the only one.
-    assert metric(server, client, "requests_running") == 1
+    # The metrics' own request is not one.
+    assert metric(server, client, "requests_running") == 0
     assert texts(chat(client, seed=0, max_tokens=4, n=8))
 
 
@@ -251,6 +254,47 @@ def test_what_is_counted_grows_by_what_was_answered(server: Server, client: open
     usage = chat(client, seed=1, max_tokens=5).usage
     after = [metric(server, client, name) for name in names]
     assert np.subtract(after, before).tolist() == [usage.completion_tokens, usage.prompt_tokens, 1]
+
+
+def test_who_only_looks_at_the_server_is_neither_counted_nor_timed(server: Server, client: openai.OpenAI):
+    def counted() -> list[float]:
+        return [metric(server, client, name) for name in ("requests_running", "request_seconds_count")]
+
+    assert counted() == counted()
+    before = counted()[1]
+    client.models.list()
+    with pytest.raises(openai.BadRequestError):
+        chat(client, n=0)
+    assert counted() == [0, before + 1]
+
+
+@pytest.mark.parametrize(
+    ("header", "body", "status"),
+    [
+        (b"Authorization: Bearer \xff", b"{}", 401),
+        (b"Content-Encoding: gzip", b"{}", 400),
+        (b"", b'{"model": "embedded", "messages": [{"role": "user", "content": "\\ud800"}]}', 400),
+        (b"", b'{"model": "embedded", "messages": ' + b"[" * 900 + b"]" * 900 + b"}", 400),
+        (b"", b'{"model": "embedded", "messages": [{"role": "user", "content": "1"}], "top_k": 2147483648}', 400),
+        (b"", b'{"model": "embedded", "messages": [{"role": "user", "content": "1"}], "temperature": 1e-40}', 400),
+    ],
+)
+def test_what_no_client_of_good_will_sends_is_refused_and_ends_nothing(
+    server: Server, client: openai.OpenAI, header: bytes, body: bytes, status: int
+):
+    async def answered() -> bytes:
+        host, port = server.url.removeprefix("http://").split(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        key = b"" if header.startswith(b"Authorization") else f"Authorization: Bearer {KEY}".encode()
+        lines = [b"POST /v1/chat/completions HTTP/1.1", b"Host: x", header, key, b"Content-Length: %d" % len(body)]
+        writer.write(b"".join(line + b"\r\n" for line in lines if line) + b"\r\n" + body)
+        found = await asyncio.wait_for(reader.readline(), 60)
+        writer.close()
+        await writer.wait_closed()
+        return found
+
+    assert str(status).encode() in asyncio.run(answered())
+    assert texts(chat(client, seed=0, max_tokens=2))
 
 
 def test_the_wrong_token_opens_nothing(server: Server):

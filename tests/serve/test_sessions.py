@@ -53,7 +53,7 @@ class Odd:
 def in_session(generate: Generate, act: Callable[[Session, openai.AsyncOpenAI], Awaitable[T]]) -> T:
     async def main() -> T:
         async with AsyncExitStack() as stack:
-            server = await stack.enter_async_context(AgentServer(TOKENIZER, 50).listening())
+            server = await stack.enter_async_context(AgentServer(TOKENIZER, 50, 100.0).listening())
             session = await stack.enter_async_context(server.open(generate))
             client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
             return await act(session, await stack.enter_async_context(client))
@@ -165,7 +165,7 @@ def test_the_budget_is_the_agents_where_it_is_smaller_and_wishes_that_training_c
 
 def test_a_session_is_open_to_its_own_token_only_and_only_while_it_lasts():
     async def main() -> None:
-        async with AgentServer(TOKENIZER, 50).listening() as server:
+        async with AgentServer(TOKENIZER, 50, 100.0).listening() as server:
             async with server.open(Odd(5)) as one, server.open(Odd(6)) as two:
                 assert one.base_url != two.base_url and one.api_key != two.api_key
                 async with openai.AsyncOpenAI(base_url=one.base_url, api_key=two.api_key, max_retries=0) as stranger:
@@ -193,7 +193,7 @@ def test_calls_under_way_when_a_session_ends_are_broken_off():
         return []
 
     async def main() -> None:
-        async with AgentServer(TOKENIZER, 50).listening() as server:
+        async with AgentServer(TOKENIZER, 50, 100.0).listening() as server:
             async with server.open(generate) as session:
                 client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
                 calling = asyncio.create_task(say(client, [{"role": "user", "content": "q"}]))
@@ -204,3 +204,18 @@ def test_calls_under_way_when_a_session_ends_are_broken_off():
             await cancelled.wait()
 
     asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_a_call_may_take_as_long_as_its_agent_and_no_longer():
+    async def generate(prompt_tokens: Any, num_samples: int, **how: Any) -> list[Completion]:
+        await asyncio.sleep(60)
+        return []
+
+    async def main() -> None:
+        async with AgentServer(TOKENIZER, 50, 0.2).listening() as server, server.open(generate) as session:
+            client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
+            with pytest.raises(openai.InternalServerError, match=r"not answered within .*=0\.2 s"):
+                await say(client, [{"role": "user", "content": "q"}])
+            await client.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))

@@ -19,6 +19,16 @@ def test_a_call_may_lack_its_end():
     assert parse_tool_calls('<tool_call>{"name": "f", "arguments": {"x": {"y": 1}}}')[1] == (ToolCall("f", '{"x": {"y": 1}}'),)
 
 
+def test_half_a_character_or_no_number_makes_no_call():
+    for call in (
+        '{"name": "\\ud800", "arguments": {}}',
+        '{"name": "f", "arguments": {"x": "\\ud800"}}',
+        '{"name": "f", "arguments": {"x": NaN}}',
+    ):
+        said = f"<tool_call>{call}</tool_call>"
+        assert parse_tool_calls(said) == (said, ())
+
+
 @pytest.mark.parametrize(
     "said",
     [

@@ -20,6 +20,7 @@ from areal_jax.records import Completion, EngineStopped, Message, Sample, Task, 
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.rewards.processes import has_ended
 from areal_jax.serve.sessions import AgentServer
+from areal_jax.workflows import agent
 from areal_jax.workflows.agent import AgentFailed, AgentHost
 from areal_jax.workflows.config import Agent
 from areal_jax.workflows.from_config import make_workflow
@@ -71,6 +72,36 @@ def too_much(task, base_url, api_key):
 
 async def hangs(task, base_url, api_key):
     await asyncio.sleep(60)
+
+async def stays(task, base_url, api_key):
+    while True:
+        try:
+            await asyncio.sleep(60)
+        except asyncio.CancelledError:
+            pass
+
+def leaves(task, base_url, api_key):
+    return unjudged(task, base_url, api_key) if task.id == "t" else sys.exit(3)
+
+def is_interrupted(task, base_url, api_key):
+    if task.id != "t":
+        raise KeyboardInterrupt
+    return unjudged(task, base_url, api_key)
+
+async def leaves_the_loop(task, base_url, api_key):
+    return leaves(task, base_url, api_key)
+
+async def leaves_in_a_task(task, base_url, api_key):
+    async with asyncio.TaskGroup() as tasks:
+        return await tasks.create_task(leaves_the_loop(task, base_url, api_key))
+
+async def leaves_in_a_thread(task, base_url, api_key):
+    return await asyncio.to_thread(leaves, task, base_url, api_key)
+
+async def gives_up(task, base_url, api_key):
+    if task.id != "t":
+        raise asyncio.CancelledError
+    return await in_a_loop(task, base_url, api_key)
 
 if __name__ == "__main__":
     task = json.load(sys.stdin)
@@ -126,7 +157,7 @@ def work(
 ) -> tuple[Sample, ...]:
     async def main() -> tuple[Sample, ...]:
         async with AsyncExitStack() as stack:
-            sessions = await stack.enter_async_context(AgentServer(TOKENIZER, 50).listening())
+            sessions = await stack.enter_async_context(AgentServer(TOKENIZER, 50, 100.0).listening())
             host = AgentHost(config, sessions)
             stack.callback(host.close)
             return await workflow(config, host, num_samples)(task, generate, judge)
@@ -181,7 +212,45 @@ def test_a_command_that_fails_fails_its_group(program: Path):
     bad = Task(id="bad", prompt=(), answer="2")
     error = failure(Agent(command=f"{sys.executable} {program}"), Saying(), num_samples=1, task=bad)
     assert isinstance(error, AgentFailed)
-    assert "exit status 3" in str(error)
+    assert "exit code 3" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("name", "raised"),
+    [
+        ("leaves", "SystemExit(3)"),
+        ("is_interrupted", "KeyboardInterrupt()"),
+        ("leaves_the_loop", "SystemExit(3)"),
+        ("leaves_in_a_task", "SystemExit(3)"),
+        ("leaves_in_a_thread", "SystemExit(3)"),
+        ("gives_up", "CancelledError()"),
+    ],
+)
+def test_an_agent_that_would_end_the_process_fails_its_own_task_alone(program: Path, name: str, raised: str):
+    config = Agent(function=f"{program}:{name}", timeout_s=20.0)
+
+    async def main() -> None:
+        async with AsyncExitStack() as stack:
+            host = AgentHost(config, await stack.enter_async_context(AgentServer(TOKENIZER, 50, 100.0).listening()))
+            stack.callback(host.close)
+            bad = Task(id="bad", prompt=(), answer="2")
+            with pytest.raises(ExceptionGroup) as failed:
+                await workflow(config, host, 1)(bad, Saying(), judge)
+            error = first_error(failed.value)
+            assert isinstance(error, AgentFailed)
+            assert f"the agent on task bad failed: RuntimeError: expected it to return, it raised {raised}" in str(error)
+            assert len(await workflow(config, host, 2)(TASK, Saying(), judge)) == 2
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
+def test_agents_that_do_not_end_are_named_and_left_behind(
+    program: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    monkeypatch.setattr(agent, "CLOSE_TIMEOUT_S", 0.3)
+    config = Agent(function=f"{program}:stays", timeout_s=0.2)
+    assert isinstance(failure(config, Saying(), num_samples=1), TimeoutError)
+    assert "agents still not ended 0.3 s after being cancelled, left behind: on t" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -232,7 +301,7 @@ def test_agents_have_places_and_those_of_an_evaluation_do_not_wait_for_those_of_
 
     async def main() -> None:
         async with AsyncExitStack() as stack:
-            host = AgentHost(config, await stack.enter_async_context(AgentServer(TOKENIZER, 50).listening()))
+            host = AgentHost(config, await stack.enter_async_context(AgentServer(TOKENIZER, 50, 100.0).listening()))
             stack.callback(host.close)
             # Weights that training waits for come after the evaluation.
             held = Held()
@@ -255,4 +324,4 @@ def test_an_engine_that_stopped_is_no_fault_of_the_agent(program: Path):
 @pytest.mark.parametrize("config", [Agent(), Agent(function="a.py:f", command="true")])
 def test_an_agent_is_a_function_or_a_command(config: Agent):
     with pytest.raises(ValueError, match="expected one of them"):
-        AgentHost(config, AgentServer(TOKENIZER, 50))
+        AgentHost(config, AgentServer(TOKENIZER, 50, 100.0))
