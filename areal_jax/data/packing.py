@@ -5,6 +5,7 @@ Axes: M micro-batches, B rows of a micro-batch, T tokens of a row, N sequences, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from heapq import heappop, heappush
@@ -17,11 +18,11 @@ from numpy.typing import DTypeLike
 from areal_jax.records import PackedBatch
 
 
-def allocate(lengths: Sequence[int] | Int[np.ndarray, "N"], capacity: int, min_count: int = 1) -> list[list[int]]:
-    """Partition sequences into bins of at most `capacity` tokens (AReaL, arXiv:2505.24298, algorithm 1).
+def allocate(lengths: Sequence[int] | Int[np.ndarray, "N"], capacity: int) -> list[list[int]]:
+    """Partition sequences into bins of at most `capacity` tokens (AReaL, arXiv:2505.24298, algorithm 1, of one batch or more).
 
     Longest first, each into the bin with room that has the fewest sequences, of those the one with the fewest tokens; into a
-    new bin where none has room or there are fewer than `min_count`. Returns places in `lengths`, bin by bin.
+    new bin where none has room. Returns places in `lengths`, bin by bin.
     Raises ValueError where a sequence is longer than `capacity`.
     """
     lengths = np.asarray(lengths, np.int64)
@@ -36,7 +37,7 @@ def allocate(lengths: Sequence[int] | Int[np.ndarray, "N"], capacity: int, min_c
     for i in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[i])
         with_room = (heap for heap in by_count if heap and heap[0][0] + length <= capacity)
-        heap = next(with_room, None) if len(bins) >= min_count else None
+        heap = next(with_room, None)
         if heap is None:
             tokens, chosen = 0, len(bins)
             bins.append([])
@@ -71,9 +72,15 @@ class Layout:
     """Each sequence's segment in its row, from 1."""
 
     @property
+    def filled(self) -> tuple[float, float]:
+        """Tokens, and the places that there are for them: a sum and its weight."""
+        return float(self.lengths.sum()), float(math.prod(self.shape))
+
+    @property
     def efficiency(self) -> float:
         """Share of the places that hold a token."""
-        return float(self.lengths.sum()) / max(1, self.shape[0] * self.shape[1] * self.shape[2])
+        num_tokens, num_places = self.filled
+        return num_tokens / max(1.0, num_places)
 
     def scatter(self, values: Iterable[Shaped[np.ndarray, "_"] | float], dtype: DTypeLike) -> Shaped[np.ndarray, "M B T"]:
         """Per-token values, one array (or one number) for each sequence, to their places; zeros where no token lies."""

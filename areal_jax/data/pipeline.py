@@ -11,14 +11,13 @@ T = TypeVar("T")
 
 
 class TaskStream(Iterator[T]):
-    """Every task (or example) once per epoch, in an order that `seed` and the epoch decide."""
+    """Every task (or example) once per epoch, in an order that `seed` and the epoch decide; without end."""
 
-    def __init__(self, tasks: Sequence[T], seed: int, num_epochs: int | None = None) -> None:
-        """Args: num_epochs: epochs after which the stream ends; None: never."""
+    def __init__(self, tasks: Sequence[T], seed: int) -> None:
         if not tasks:
             raise ValueError("expected tasks, came none")
         self._identity = {"num_tasks": len(tasks), "seed": seed}
-        order = grain.MapDataset.source(tasks).seed(seed).shuffle().repeat(num_epochs)
+        order = grain.MapDataset.source(tasks).seed(seed).shuffle().repeat()
         # Tasks lie in memory: reading ahead in other threads would only blur the place.
         reading = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         self._iterator: grain.DatasetIterator[T] = iter(order.to_iter_dataset(reading))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import chain
@@ -253,18 +252,17 @@ class Trainer(Versions):
         done = time.perf_counter()
         self.version += 1
 
-        num_tokens = sum(int(mini_batch.layout.lengths.sum()) for mini_batch in mini_batches)
-        num_places = sum(math.prod(mini_batch.layout.shape) for mini_batch in mini_batches)
+        num_tokens, num_places = map(sum, zip(*(mini_batch.layout.filled for mini_batch in mini_batches), strict=True))
         metrics |= {
             "num_updates": float(num_updates),
-            "packing_efficiency": (float(num_tokens), float(num_places)),
+            "packing_efficiency": (num_tokens, num_places),
             "seconds_packing": packed - started + ready - asked,
             "seconds_values": valued - packed,
             "seconds_frozen": asked - valued,
             "seconds_proximal": forwarded - ready,
             "seconds_update": done - forwarded,
             "seconds_step": done - started,
-            "tokens_per_second": (float(num_tokens), done - started),
+            "tokens_per_second": (num_tokens, done - started),
             "num_compilations": float(self.num_compilations),
         }
         return StepResult(metrics, advantages, stale)

@@ -105,11 +105,11 @@ class FromExamples(Versions, ABC, Generic[T]):
                 "trainer.optimizer.learning_rate or trainer.optimizer.max_grad_norm"
             ) from None
         self.version += 1
-        num_tokens, seconds = float(packed.layout.lengths.sum()), time.perf_counter() - started_s
+        filled, seconds = packed.layout.filled, time.perf_counter() - started_s
         return metrics | {
             "tokens_trained": float(packed.num_loss_tokens),
-            "packing_efficiency": (num_tokens, float(np.prod(packed.layout.shape))),
-            "tokens_per_second": (num_tokens, seconds),
+            "packing_efficiency": filled,
+            "tokens_per_second": (filled[0], seconds),
             "seconds_step": seconds,
             "num_compilations": float(self.num_compilations),
         }

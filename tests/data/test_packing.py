@@ -19,35 +19,30 @@ lengths_and_capacity = st.lists(st.integers(1, 50), min_size=0, max_size=60).fla
 def test_the_worked_example() -> None:
     # 300 and 250 open two bins; 200 goes to the one of fewer tokens (250); 150 fits only beside 300; 100 fits nowhere.
     lengths = [100, 200, 300, 150, 250]
-    bins = allocate(lengths, 500, min_count=2)
+    bins = allocate(lengths, 500)
     assert [{lengths[i] for i in members} for members in bins] == [{300, 150}, {250, 200}, {100}]
 
 
-def test_equal_lengths_spread_evenly() -> None:
-    assert [len(members) for members in allocate([50] * 10, 1000, min_count=4)] == [3, 3, 2, 2]
-
-
-@given(lengths_and_capacity, st.integers(1, 6))
-def test_every_sequence_is_in_one_bin_that_holds_it(drawn: tuple[list[int], int], min_count: int) -> None:
+@given(lengths_and_capacity)
+def test_every_sequence_is_in_one_bin_that_holds_it(drawn: tuple[list[int], int]) -> None:
     lengths, capacity = drawn
-    bins = allocate(lengths, capacity, min_count)
+    bins = allocate(lengths, capacity)
     assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
     assert all(sum(lengths[i] for i in members) <= capacity for members in bins)
     assert all(bins)
-    assert len(bins) >= min(min_count, len(lengths))
 
 
-@given(lengths_and_capacity, st.integers(1, 6))
-def test_it_is_algorithm_1_as_the_paper_writes_it(drawn: tuple[list[int], int], min_count: int) -> None:
+@given(lengths_and_capacity)
+def test_it_is_algorithm_1_as_the_paper_writes_it(drawn: tuple[list[int], int]) -> None:
     lengths, capacity = drawn
     expected: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         room = [members for members in expected if sum(lengths[j] for j in members) + lengths[i] <= capacity]
-        if len(expected) < min_count or not room:
+        if not room:
             expected.append([i])
         else:
             min(room, key=lambda members: (len(members), sum(lengths[j] for j in members))).append(i)
-    assert allocate(lengths, capacity, min_count) == expected
+    assert allocate(lengths, capacity) == expected
 
 
 def test_a_sequence_longer_than_a_row_is_an_error_with_the_knob() -> None:
@@ -105,7 +100,7 @@ def test_rows_hold_whole_sequences_end_to_end(drawn: tuple[list[int], int], rows
         for i, n in enumerate(lengths)
     ]
     batches, layout = pack(sequences, rows=rows, row_tokens=row_tokens)
-    assert layout.efficiency == pytest.approx(sum(lengths) / max(1, len(batches) * rows * row_tokens))
+    assert layout.filled == (sum(lengths), len(batches) * rows * row_tokens)
     # No more micro-batches than needed.
     assert len(batches) == -(-len(allocate(lengths, row_tokens)) // rows)
     found: list[bytes] = []

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_jax.launch.part import Emit
-from areal_jax.records import Unservable
+from areal_jax.records import Spoilt, Unservable
 from areal_jax.settings import ConfigError
 
 
@@ -42,7 +42,7 @@ class Echo:
         return what
 
     def fail(self, kind: str) -> None:
-        raise {"Unservable": Unservable, "ConfigError": ConfigError, "ValueError": ValueError, "KeyError": KeyError}[kind]("so")
+        raise {error.__name__: error for error in (Unservable, ConfigError, Spoilt, ValueError, KeyError)}[kind]("so")
 
     def were_cancelled(self) -> list[str]:
         return self.cancelled

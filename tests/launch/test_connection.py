@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from areal_jax.launch.connection import Connection, PartLost
-from areal_jax.records import Unservable
+from areal_jax.records import Spoilt, Unservable
 from areal_jax.settings import ConfigError
 
 pytestmark = pytest.mark.usefixtures("ray_here")
@@ -107,6 +107,7 @@ def test_what_is_cancelled_here_is_cancelled_there() -> None:
     ("kind", "expected", "text"),
     [
         ("Unservable", Unservable, "so"),
+        ("Spoilt", Spoilt, "^so$"),
         ("ConfigError", ConfigError, "so"),
         ("ValueError", ValueError, "echo 7: so"),
         ("KeyError", KeyError, "echo 7: "),
