@@ -244,8 +244,6 @@ class Run(Generic[AnyTrainer]):
             for line in await asyncio.to_thread(self.keeper.write_results, version):
                 self.progress.say(line)
             await self.unless_stopped(self.evaluate(version))
-            if self.stop.is_set() and version < (num_steps := self.experiment.num_steps):
-                self.progress.say(f"stopped after {version} of {num_steps} steps; --resume={self.folder} goes on")
         finally:
             self.sinks.flush()
             self.progress.say(f"report: {write_report(self.folder)}")

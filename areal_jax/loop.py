@@ -16,7 +16,6 @@ import asyncio
 import math
 import sys
 from collections.abc import Sequence
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -190,21 +189,15 @@ def run(plan: Plan, run_folder: Path, *, resume: bool, source: str | None = None
     """Train what the plan describes, from the start or from the newest checkpoint in `run_folder`.
 
     Args: source: name or file of the experiment, for processes elsewhere.
-    FloatingPointError where training diverges, and KeyboardInterrupt: both name the checkpoint that is left."""
+    FloatingPointError, which names the checkpoint that is left, where training diverges."""
     try:
         asyncio.run(_run(plan, run_folder, resume, source))
     except FloatingPointError as error:
-        raise type(error)(f"{error}; {_what_is_left(plan, run_folder)}") from None
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(_what_is_left(plan, run_folder)) from None
-
-
-def _what_is_left(plan: Plan, run_folder: Path) -> str:
-    with closing(CheckpointStore(run_folder / CHECKPOINTS, plan.experiment.checkpoint.keep)) as store:
+        store = CheckpointStore(run_folder / CHECKPOINTS, plan.experiment.checkpoint.keep)
         newest = store.latest_version()
-    if newest is None:
-        return "there is no checkpoint"
-    return f"--resume={run_folder} goes on from the checkpoint of version {newest}"
+        store.close()
+        left = "there is no checkpoint" if newest is None else f"--resume goes on from the checkpoint of version {newest}"
+        raise type(error)(f"{error}; {left}") from None
 
 
 async def _run(plan: Plan, run_folder: Path, resume: bool, source: str | None) -> None:

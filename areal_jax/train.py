@@ -7,8 +7,7 @@ import asyncio
 import os
 import sys
 import textwrap
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
@@ -51,8 +50,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except FloatingPointError as error:
         print(f"areal_jax: training diverged: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt as interrupt:
-        print("; ".join(("areal_jax: interrupted", *map(str, interrupt.args))), file=sys.stderr)
+    except KeyboardInterrupt:
+        print("areal_jax: interrupted; --resume goes on from the newest checkpoint", file=sys.stderr)
         return 130
 
 
@@ -81,30 +80,12 @@ def _run(command: argparse.Namespace) -> int:
     from areal_jax import loop
     from areal_jax.balance import balanced
 
-    try:
-        run_folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"the run's folder cannot be made ({error}); give another --run-folder") from error
+    run_folder.mkdir(parents=True, exist_ok=True)
     if experiment.placement.rollout_share == "auto":
         plan = balanced(plan, run_folder / TRIAL)
-    with _unless_refused(run_folder / CONFIG_FILE):
-        write_config(plan.experiment, run_folder / CONFIG_FILE)
-        loop.run(plan, run_folder, resume=command.resume is not None, source=command.exp)
+    write_config(plan.experiment, run_folder / CONFIG_FILE)
+    loop.run(plan, run_folder, resume=command.resume is not None, source=command.exp)
     return 0
-
-
-@contextmanager
-def _unless_refused(path: Path) -> Iterator[None]:
-    """What a file held comes back where settings turn out not to do: with it the run can still go on, or without it begin."""
-    before = path.read_bytes() if path.exists() else None
-    try:
-        yield
-    except ConfigError:
-        if before is None:
-            path.unlink(missing_ok=True)
-        else:
-            path.write_bytes(before)
-        raise
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -18,7 +18,7 @@ from areal_jax.models import hf, lora
 from areal_jax.models.decoder import Params
 from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 from areal_jax.policies import initial_params
-from areal_jax.run_plan import TrainingPlan, had
+from areal_jax.run_plan import TrainingPlan
 from areal_jax.settings import ConfigError
 from areal_jax.trainer.critic import CriticWeights
 from areal_jax.trainer.forward import Forward, FrozenPolicy
@@ -76,12 +76,11 @@ def trainer_from_examples(plan: TrainingPlan, params: Params, base: Params | Non
 
 
 def initial_weights(plan: TrainingPlan) -> tuple[Params, Params | None]:
-    """What is trained, and the frozen weights if that is an adapter, on the train mesh. ConfigError where there are none."""
+    """What is trained, and the frozen weights if that is an adapter, on the train mesh."""
     experiment, policy = plan.experiment, plan.policy
     # What is frozen is kept as it is computed with.
     dtype = plan.compute_dtype if policy.lora else np.float32
-    where = plan.policy_folder, plan.train_mesh, TRAIN_RULES
-    return had(lambda: initial_params(experiment.policy, policy, *where, dtype, experiment.seed))
+    return initial_params(experiment.policy, policy, plan.policy_folder, plan.train_mesh, TRAIN_RULES, dtype, experiment.seed)
 
 
 def initial_critic(plan: TrainingPlan) -> CriticWeights | None:
@@ -94,7 +93,7 @@ def initial_critic(plan: TrainingPlan) -> CriticWeights | None:
         # The same key draws the same trunk.
         params = jax.jit(critic.init, out_shardings=placed)(jax.random.key(experiment.seed))
     else:
-        params = had(lambda: hf.load(folder, critic, placed))
+        params = hf.load(folder, critic, placed)
     return CriticWeights(critic, params)
 
 
@@ -110,9 +109,9 @@ def frozen_policy(plan: TrainingPlan, name: str, params: Params, base: Params | 
     temperature = experiment.engine.temperature if isinstance(experiment, Experiment) else 1.0
     forward = Forward(experiment.trainer, found.policy, mesh, dtype, temperature=temperature, row_tokens=plan.row_tokens)
     abstract = found.policy.abstract(dtype)
-    if (folder := found.folder) is not None:
+    if found.folder is not None:
         placed = shardings(mesh, found.policy.axes(), abstract, TRAIN_RULES)
-        return FrozenPolicy(forward, had(lambda: hf.load(folder, found.policy, placed, dtype=dtype)), offload=found.offload)
+        return FrozenPolicy(forward, hf.load(found.folder, found.policy, placed, dtype=dtype), offload=found.offload)
     if found.policy.lora:
         return FrozenPolicy(forward, params, base, offload=found.offload)
     initial = base or jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, abstract)

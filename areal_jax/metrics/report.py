@@ -50,7 +50,7 @@ def write_report(run_folder: Path) -> Path:
     samples.jsonl and run.json. FileNotFoundError where the folder holds no run."""
     path = run_folder / METRICS
     if not path.exists():
-        raise FileNotFoundError(f"{path} expected, found none; name the folder of a run")
+        raise FileNotFoundError(f"{path} expected, found none; set run_folder to the folder of a run")
     series = collect(read(path))
     picture = draw(series)
     (run_folder / LEARNING_CURVE).write_bytes(picture)

@@ -39,7 +39,7 @@ class Sinks:
             for path in (metrics, samples):
                 if path.exists() and path.stat().st_size:
                     raise FileExistsError(
-                        f"{path} holds the rows of another run; give another --run-folder, or go on with that run by --resume"
+                        f"{path} holds the rows of another run; set run_folder to a new folder, or resume that run"
                     )
         else:
             cut(metrics, resume_version)

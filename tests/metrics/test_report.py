@@ -119,7 +119,7 @@ def test_picture_is_a_png_beside_the_page_and_in_it(tmp_path):
 
 
 def test_bare_run_is_reported_too(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"metrics.jsonl expected, found none; name the folder of a run"):
+    with pytest.raises(FileNotFoundError, match=r"metrics.jsonl expected, found none; set run_folder"):
         write_report(tmp_path)
     (tmp_path / METRICS).write_text("")
     assert "not measured" not in write_report(tmp_path).read_text()

@@ -160,7 +160,7 @@ def test_new_run_does_not_touch_the_rows_of_another(tmp_path):
     sinks = Sinks(tmp_path, PLAIN)
     sinks.write(0, {"x": 1.0})
     sinks.close()
-    with pytest.raises(FileExistsError, match=r"metrics.jsonl holds the rows of another run; give another --run-folder"):
+    with pytest.raises(FileExistsError, match=r"metrics.jsonl holds the rows of another run; set run_folder"):
         Sinks(tmp_path, PLAIN)
     Sinks(tmp_path, PLAIN, resume_version=0).close()
     assert strict(tmp_path / METRICS) == []
