@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import shlex
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
@@ -20,7 +21,7 @@ from numpy import ndarray
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.recovery import Columns
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
-from areal_jax.config import AnyExperiment
+from areal_jax.config import CONFIG_FILE, AnyExperiment, write_config
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.decode import EngineParams
 from areal_jax.engine.driver import Driver
@@ -244,9 +245,19 @@ class Run(Generic[AnyTrainer]):
             for line in await asyncio.to_thread(self.keeper.write_results, version):
                 self.progress.say(line)
             await self.unless_stopped(self.evaluate(version))
+            if self.stop.is_set() and version < self.experiment.num_steps:
+                self.progress.say(f"stopped after {version} of {self.experiment.num_steps} steps; {what_is_left(self.folder)}")
         finally:
             self.sinks.flush()
             self.progress.say(f"report: {write_report(self.folder)}")
+
+
+def what_is_left(folder: Path) -> str:
+    """The command by which a run that ended early goes on, and from where, in words."""
+    newest = CheckpointStore(folder / CHECKPOINTS, keep=1).latest_version()
+    if newest is None:
+        return "there is no checkpoint to go on from"
+    return f"python -m areal_jax.train --resume={shlex.quote(str(folder))} goes on from the checkpoint of version {newest}"
 
 
 class TracedJudge:
@@ -356,6 +367,8 @@ def written_files(stack: AsyncExitStack, plan: Plan, folder: Path, version: int 
     """What the run writes down, until the stack ends. Args: version: that it goes on from; None: from the start."""
     experiment = plan.experiment
     sinks = Sinks(folder, experiment.metrics, version, plan.tokenizer.decode)
+    # Not before what was trained is restored: settings under which that cannot be must not take the place of its own.
+    write_config(experiment, folder / CONFIG_FILE)
     stack.callback(sinks.close)
     trace = Trace(folder / TRACE if experiment.metrics.trace else None)
     stack.callback(trace.close)
@@ -398,7 +411,8 @@ async def agents_of(stack: AsyncExitStack, experiment: AnyExperiment, tokenizer:
     try:
         host = AgentHost(chosen, sessions)
     except (ValueError, OSError, ImportError, AttributeError, SyntaxError) as error:
-        raise ConfigError(f"workflow.function={chosen.function}: {type(error).__name__}: {error}") from error
+        named = "" if chosen.function is None else f"workflow.function={chosen.function}: {type(error).__name__}: "
+        raise ConfigError(f"{named}{error}") from error
     stack.callback(host.close)
     return host
 

@@ -31,7 +31,9 @@ def balanced(plan: Plan, folder: Path) -> Plan:
     the policy does not fit, or whose devices do not divide, gives way to the next best."""
     experiment, began_s = plan.experiment, time.perf_counter()
     assert isinstance(experiment, Experiment)
-    folder.mkdir(parents=True, exist_ok=True)
+    if folder.exists():
+        shutil.rmtree(folder)  # of a start that failed
+    folder.mkdir(parents=True)
     loop.run(replace(plan, experiment=on_trial(experiment)), folder, resume=False)
     shutil.rmtree(folder / CHECKPOINTS)
     rows = [row for row in jsonl.read(folder / "metrics.jsonl") if names.REWARD in row]

@@ -24,10 +24,8 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool
 
-from areal_jax.assembly import Run, Trains, assembled, trained_samples
-from areal_jax.checkpoint.config import CHECKPOINTS
+from areal_jax.assembly import Run, Trains, assembled, trained_samples, what_is_left
 from areal_jax.checkpoint.recovery import decode, encode
-from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config import Experiment, FineTuning, PreferenceExperiment
 from areal_jax.data.pipeline import TaskStream
 from areal_jax.launch.config import Ray
@@ -193,11 +191,7 @@ def run(plan: Plan, run_folder: Path, *, resume: bool, source: str | None = None
     try:
         asyncio.run(_run(plan, run_folder, resume, source))
     except FloatingPointError as error:
-        store = CheckpointStore(run_folder / CHECKPOINTS, plan.experiment.checkpoint.keep)
-        newest = store.latest_version()
-        store.close()
-        left = "there is no checkpoint" if newest is None else f"--resume goes on from the checkpoint of version {newest}"
-        raise type(error)(f"{error}; {left}") from None
+        raise type(error)(f"{error}; {what_is_left(run_folder)}") from None
 
 
 async def _run(plan: Plan, run_folder: Path, resume: bool, source: str | None) -> None:

@@ -160,6 +160,10 @@ class EngineStopped(RuntimeError):
     """The engine has died or was closed and will answer nothing more; `__cause__` says why."""
 
 
+class AllRejected(RuntimeError):
+    """Every group is rejected, which is a fault of the run, not of its tasks; `__cause__` is the last one's error."""
+
+
 class Spoilt(FloatingPointError):
     """Training has diverged, and what is in memory is nothing to go on from: a step is done in part, or the parameters or the
     batch are not finite themselves."""

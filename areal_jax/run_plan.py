@@ -42,7 +42,8 @@ from areal_jax.settings import ConfigError, as_text
 from areal_jax.trainer.forward import check_cut
 from areal_jax.trainer.memory import bytes_beside, predicted_bytes
 from areal_jax.trainer.state import require_host_memory, trained
-from areal_jax.workflows.config import MultiTurn, ToolUse
+from areal_jax.workflows.agent import argv_of
+from areal_jax.workflows.config import Agent, MultiTurn, ToolUse
 
 T = TypeVar("T")
 
@@ -482,6 +483,7 @@ def misfits(plan: Plan) -> Iterator[str]:
     if plan.decodes:
         yield from too_long(engine, f"policy.path={path}")
         yield from _one_turn_only(plan)
+        yield from _missing_program(plan)
     yield from unreadable(plan.experiment, engine, plan.tokenizer, plan.tasks.tasks or plan.eval_tasks.tasks)
     if plan.critic is not None and plan.critic.config.vocab_size < plan.tokenizer.vocab_size:
         yield (
@@ -540,6 +542,16 @@ def _one_turn_only(plan: Plan) -> Iterator[str]:
             f"workflow={type(workflow).__name__} answers policy.path={plan.experiment.policy.path} with a message of role "
             f"{role}, and {refusal}; {knob}"
         )
+
+
+def _missing_program(plan: Plan) -> Iterator[str]:
+    """An agent's command without its program; agents run where the plan is made."""
+    match plan.experiment.workflow:
+        case Agent(command=str(command)):
+            try:
+                argv_of(command)
+            except ValueError as refusal:
+                yield str(refusal)
 
 
 def had(find: Callable[[], T]) -> T:

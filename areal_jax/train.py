@@ -6,14 +6,18 @@ import argparse
 import asyncio
 import os
 import sys
+import tempfile
 import textwrap
 from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
 
+from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.command import Parser, help_text, named_experiment, show
-from areal_jax.config import CONFIG_FILE, Experiment, experiment_names, load_experiment, read_config, write_config
+from areal_jax.config import CONFIG_FILE, Experiment, experiment_names, load_experiment, read_config
 from areal_jax.launch.local import prepare
+from areal_jax.metrics.config import METRICS
+from areal_jax.records import AllRejected
 from areal_jax.rl.presets import PRESETS
 from areal_jax.settings import ConfigError, settings
 
@@ -40,18 +44,21 @@ Train the policy of an experiment. What the run finds out goes to its run folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns 0 when done, 2 where the input cannot be and 1 where training diverges (one message on
-    stderr each), 130 on a second Ctrl-C."""
+    """Run the command line. Returns 0 when done, 2 where the input cannot be and 1 where training diverges, or every group is
+    rejected (one message on stderr each), 130 on a second Ctrl-C."""
     try:
         return _run(_parse(sys.argv[1:] if argv is None else argv))
     except ConfigError as error:
         print(f"areal_jax: {error}", file=sys.stderr)
         return 2
+    except AllRejected as error:
+        print(f"areal_jax: {error}", file=sys.stderr)
+        return 1
     except FloatingPointError as error:
         print(f"areal_jax: training diverged: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print("areal_jax: interrupted; --resume goes on from the newest checkpoint", file=sys.stderr)
+    except KeyboardInterrupt as interrupt:
+        print("areal_jax: " + "; ".join(("interrupted", *map(str, interrupt.args))), file=sys.stderr)
         return 130
 
 
@@ -78,13 +85,20 @@ def _run(command: argparse.Namespace) -> int:
     if shortage := plan.shortage():
         print(f"areal_jax: warning: {shortage}", file=sys.stderr)
     from areal_jax import loop
+    from areal_jax.assembly import what_is_left
     from areal_jax.balance import balanced
 
-    run_folder.mkdir(parents=True, exist_ok=True)
+    try:
+        run_folder.mkdir(parents=True, exist_ok=True)
+        tempfile.TemporaryFile(dir=run_folder).close()
+    except OSError as error:
+        raise ConfigError(f"--run-folder={run_folder}: cannot be written to ({error.strerror}); give another") from error
     if experiment.placement.rollout_share == "auto":
         plan = balanced(plan, run_folder / TRIAL)
-    write_config(plan.experiment, run_folder / CONFIG_FILE)
-    loop.run(plan, run_folder, resume=command.resume is not None, source=command.exp)
+    try:
+        loop.run(plan, run_folder, resume=command.resume is not None, source=command.exp)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt(what_is_left(run_folder)) from None
     return 0
 
 
@@ -104,7 +118,7 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _new_folder(command: argparse.Namespace, name: str) -> Path:
     folder = command.run_folder or RUNS_FOLDER / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
-    if (folder / CONFIG_FILE).exists():
+    if _has_begun(folder):
         raise ConfigError(f"{folder} already holds a run; go on with it by --resume={folder}, or give another --run-folder")
     return folder
 
@@ -114,11 +128,19 @@ def _resumed_folder(command: argparse.Namespace) -> Path:
     # Loaded even where the folder is named: config.json may name classes that the experiment's file defines.
     name = load_experiment(command.exp).name if command.exp else "*"
     named = Path(command.resume) if command.resume else command.run_folder
-    runs = [named] if named else sorted(RUNS_FOLDER.glob(f"{name}-*"), key=lambda folder: folder.stat().st_mtime)
+    begun = filter(_has_begun, RUNS_FOLDER.glob(f"{name}-*"))
+    runs = [named] if named else sorted(begun, key=lambda folder: folder.stat().st_mtime)
     runs = [folder for folder in runs if (folder / CONFIG_FILE).is_file()]
     if not runs:
-        raise ConfigError(f"nothing to resume: no {named or RUNS_FOLDER / f'{name}-*'} holds a {CONFIG_FILE}")
+        raise ConfigError(f"nothing to resume: no {named or RUNS_FOLDER / f'{name}-*'} holds a {CONFIG_FILE} of a run")
     return runs[-1]
+
+
+def _has_begun(folder: Path) -> bool:
+    """Whether anything was found out or trained in a folder: a start that failed leaves its settings at most."""
+    metrics = folder / METRICS
+    checkpoints = (path.name.replace(".", "") for path in (folder / CHECKPOINTS).glob("*"))
+    return (metrics.is_file() and metrics.stat().st_size > 0) or any(name.isdigit() for name in checkpoints)
 
 
 def _usage() -> str:

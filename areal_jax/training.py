@@ -18,7 +18,7 @@ from areal_jax.models import hf, lora
 from areal_jax.models.decoder import Params
 from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 from areal_jax.policies import initial_params
-from areal_jax.run_plan import TrainingPlan
+from areal_jax.run_plan import TrainingPlan, had
 from areal_jax.settings import ConfigError
 from areal_jax.trainer.critic import CriticWeights
 from areal_jax.trainer.forward import Forward, FrozenPolicy
@@ -76,11 +76,12 @@ def trainer_from_examples(plan: TrainingPlan, params: Params, base: Params | Non
 
 
 def initial_weights(plan: TrainingPlan) -> tuple[Params, Params | None]:
-    """What is trained, and the frozen weights if that is an adapter, on the train mesh."""
+    """What is trained, and the frozen weights if that is an adapter, on the train mesh. ConfigError where those cannot be."""
     experiment, policy = plan.experiment, plan.policy
     # What is frozen is kept as it is computed with.
     dtype = plan.compute_dtype if policy.lora else np.float32
-    return initial_params(experiment.policy, policy, plan.policy_folder, plan.train_mesh, TRAIN_RULES, dtype, experiment.seed)
+    mesh, seed = plan.train_mesh, experiment.seed
+    return had(lambda: initial_params(experiment.policy, policy, plan.policy_folder, mesh, TRAIN_RULES, dtype, seed))
 
 
 def initial_critic(plan: TrainingPlan) -> CriticWeights | None:
@@ -93,7 +94,7 @@ def initial_critic(plan: TrainingPlan) -> CriticWeights | None:
         # The same key draws the same trunk.
         params = jax.jit(critic.init, out_shardings=placed)(jax.random.key(experiment.seed))
     else:
-        params = hf.load(folder, critic, placed)
+        params = had(lambda: hf.load(folder, critic, placed))
     return CriticWeights(critic, params)
 
 
@@ -109,9 +110,10 @@ def frozen_policy(plan: TrainingPlan, name: str, params: Params, base: Params | 
     temperature = experiment.engine.temperature if isinstance(experiment, Experiment) else 1.0
     forward = Forward(experiment.trainer, found.policy, mesh, dtype, temperature=temperature, row_tokens=plan.row_tokens)
     abstract = found.policy.abstract(dtype)
-    if found.folder is not None:
+    if (folder := found.folder) is not None:
         placed = shardings(mesh, found.policy.axes(), abstract, TRAIN_RULES)
-        return FrozenPolicy(forward, hf.load(found.folder, found.policy, placed, dtype=dtype), offload=found.offload)
+        weights = had(lambda: hf.load(folder, found.policy, placed, dtype=dtype))
+        return FrozenPolicy(forward, weights, offload=found.offload)
     if found.policy.lora:
         return FrozenPolicy(forward, params, base, offload=found.offload)
     initial = base or jax.tree.map(lambda leaf, like: leaf.astype(like.dtype), params, abstract)

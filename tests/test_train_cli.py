@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 import ast
+import json
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
+from areal_jax.checkpoint.recovery import Columns
+from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config import experiment_names, find_experiment, load_experiment, write_config
+from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.settings import settings
 from areal_jax.train import main
 
@@ -85,6 +91,11 @@ def test_dry_run_prints_settings_and_plan_and_writes_nothing(tmp_path: Path) -> 
         (["--exp=aime", "--dry-run", "engine.max_new_tokens=1000000"], "engine.max_new_tokens"),
         (["--exp=aime", "--dry-run", "rewards.form=("], "rewards.form=(: error"),
         (
+            ["--exp=aime", "--dry-run", "workflow=Agent", "workflow.command=/no/such -x"],
+            "workflow.command=/no/such -x: expected",
+        ),
+        (["--exp=aime", "--dry-run", "workflow=Agent", "workflow.command='"], "workflow.command=': No closing quotation"),
+        (
             ["--exp=aime", "--dry-run", "rewards.function=missing.py:judge"],
             "rewards.function=missing.py:judge: FileNotFoundError",
         ),
@@ -119,8 +130,15 @@ def test_a_bug_in_an_experiment_keeps_its_traceback(tmp_path: Path) -> None:
         main([f"--exp={path}"])
 
 
+def started(folder: Path, *overrides: str) -> None:
+    """A run of which one row was written."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_config(load_experiment("aime", overrides), folder / "config.json")
+    (folder / "metrics.jsonl").write_text('{"version":0}\n')
+
+
 def test_a_folder_that_holds_a_run_is_not_written_over(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
-    write_config(load_experiment("aime"), tmp_path / "config.json")
+    started(tmp_path)
     assert main(["--exp=aime", f"--run-folder={tmp_path}"]) == 2
     assert f"--resume={tmp_path}" in capsys.readouterr().err
 
@@ -131,8 +149,7 @@ def test_resume_takes_the_newest_run_of_the_experiment(
     monkeypatch.chdir(tmp_path)
     for age_s, (run, seed) in enumerate({"aime-b": 11, "aime-a": 22, "gsm8k-z": 33, "aime-c": 44}.items()):
         folder = tmp_path / "runs" / run
-        folder.mkdir(parents=True)
-        write_config(load_experiment("aime", [f"seed={seed}"]), folder / "config.json")
+        started(folder, f"seed={seed}")
         os.utime(folder, (1000 - age_s, 1000 - age_s))
     assert main(["--exp=aime", "--resume", "--dry-run", "num_steps=7"]) == 0
     shown = capsys.readouterr().out
@@ -141,6 +158,71 @@ def test_resume_takes_the_newest_run_of_the_experiment(
     assert f"run folder: {Path('runs/aime-b')} " in shown
     assert main(["--resume=runs/aime-c", "--dry-run"]) == 0
     assert "seed=44\n" in capsys.readouterr().out
+
+
+def test_a_start_that_failed_is_no_run(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    failed = tmp_path / "runs" / "aime-failed"
+    started(tmp_path / "runs" / "aime-begun", "seed=11")
+    started(failed, "seed=22")
+    (failed / "metrics.jsonl").write_text("")
+    (failed / "checkpoints" / "1.orbax-checkpoint-tmp-0").mkdir(parents=True)
+    os.utime(failed.parent / "aime-begun", (1000, 1000))
+    assert main(["--exp=aime", "--resume", "--dry-run"]) == 0
+    assert "seed=11\n" in capsys.readouterr().out
+    assert main(["--exp=aime", f"--run-folder={failed}", "--dry-run"]) == 0
+    (failed / "checkpoints" / "1").mkdir()
+    assert main(["--exp=aime", f"--run-folder={failed}", "--dry-run"]) == 2
+
+
+def test_a_refused_resume_leaves_the_runs_settings_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    started(folder)
+    store = CheckpointStore(folder / "checkpoints", keep=1)
+    store.save(1, {"params": {"embedding": np.zeros((2, 3), np.float32)}}, Columns({}, {}))
+    store.close()
+    before = (folder / "config.json").read_text()
+    assert main([f"--resume={folder}", "policy.lora.rank=4"]) == 2
+    assert "holds another policy" in capsys.readouterr().err
+    assert (folder / "config.json").read_text() == before
+
+
+@pytest.mark.parametrize(
+    "broken", ["none", "half", "noise", "size", "index"], ids=["none", "half a file", "noise", "another size", "a file too few"]
+)
+def test_broken_weights_are_one_message_and_exit_code_2(
+    broken: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    policy = tmp_path / "policy"
+    shutil.copytree(EMBEDDED, policy)
+    weights = policy / "model.safetensors"
+    data = weights.read_bytes()
+    if broken == "half":
+        weights.write_bytes(data[: len(data) // 2])
+    elif broken == "noise":
+        weights.write_bytes(np.random.default_rng(1).bytes(10_000))
+    elif broken == "size":
+        config = json.loads((policy / "config.json").read_text())
+        (policy / "config.json").write_text(json.dumps(config | {"hidden_size": 2 * config["hidden_size"]}))
+    else:
+        weights.unlink()
+        if broken == "index":
+            index = {"weight_map": {"model.norm.weight": "model-00001-of-00002.safetensors"}}
+            (policy / "model.safetensors.index.json").write_text(json.dumps(index))
+    run = tmp_path / "run"
+    assert main(["--exp=aime", f"policy.path={policy}", f"--run-folder={run}"]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("areal_jax: ")
+    assert "policy" in error
+    assert list(run.iterdir()) == []
+
+
+@pytest.mark.parametrize("folder", ["/etc/passwd", "/proc/x"])
+def test_a_run_folder_that_cannot_be_is_refused_by_its_option(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--exp=aime", f"--run-folder={folder}"]) == 2
+    assert capsys.readouterr().err.startswith(f"areal_jax: --run-folder={folder}: cannot be written to (")
 
 
 @pytest.mark.parametrize("name", experiment_names())

@@ -105,7 +105,7 @@ class CheckpointStore:
             found = ", ".join(map(str, self.versions())) or "none"
             name = "a checkpoint" if version is None else f"checkpoint {version}"
             raise CheckpointError(
-                f"{name} was expected in {self.folder}, found {found}; set run_folder to that of the run to go on with"
+                f"{name} was expected in {self.folder}, found {found}; name the folder of the run to go on with"
             )
         return checkpoints[max(wanted)]
 
@@ -208,7 +208,7 @@ class CheckpointStore:
         return (
             f"checkpoint {name} could not be written to {self.folder}, which needs {num_bytes:,} bytes: {_first_line(error)}. "
             + ("There is no earlier checkpoint. " if intact is None else f"Checkpoint {intact} is intact. ")
-            + "Free space or set run_folder to another disk; training can go on meanwhile"
+            + "Free space or set --run-folder to another disk; training can go on meanwhile"
         )
 
     def _sweep(self) -> None:
@@ -275,7 +275,7 @@ def _require_same(checkpoint: Path, expected: Mapping[str, Leaf], found: Mapping
             f"checkpoint {checkpoint} holds another policy or optimizer than this run; leaves "
             + ", ".join(f"{what}: {listing(texts)}" for what, texts in told.items() if texts)
             + ". Set policy.path, policy.lora, trainer.optimizer, trainer.advantages and trainer.critic to what the run was "
-            "started with, or set run_folder to a new folder"
+            "started with, or set --run-folder to a new folder"
         )
 
 

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import chz
 
+METRICS = "metrics.jsonl"
+"""Name under which a run folder keeps a row of numbers for every step and evaluation."""
+
 
 @chz.chz
 class MetricsConfig:

@@ -17,9 +17,10 @@ from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
 from areal_jax.metrics import description, names
+from areal_jax.metrics.config import METRICS
 from areal_jax.metrics.jsonl import read
 from areal_jax.metrics.pages import BLUE, GREY, ORANGE, as_png, new_figure, plain, title, write_page
-from areal_jax.metrics.sinks import METRICS, SAMPLES
+from areal_jax.metrics.sinks import SAMPLES
 
 REPORT = "report.html"
 LEARNING_CURVE = "learning_curve.png"
@@ -50,7 +51,7 @@ def write_report(run_folder: Path) -> Path:
     samples.jsonl and run.json. FileNotFoundError where the folder holds no run."""
     path = run_folder / METRICS
     if not path.exists():
-        raise FileNotFoundError(f"{path} expected, found none; set run_folder to the folder of a run")
+        raise FileNotFoundError(f"{path} expected, found none; name the folder of a run")
     series = collect(read(path))
     picture = draw(series)
     (run_folder / LEARNING_CURVE).write_bytes(picture)

@@ -88,7 +88,7 @@ class SampleWriter:
         except queue.Full:
             waited = f"{MAX_WAITING_BATCHES} batches have waited {self._timeout_s:g} s to be written"
             raise TimeoutError(
-                f"{self.path} takes no more samples: {waited}; set metrics.samples=false or another run_folder"
+                f"{self.path} takes no more samples: {waited}; set metrics.samples=false or another --run-folder"
             ) from None
 
     def _raise_error(self) -> None:

@@ -9,11 +9,10 @@ from pathlib import Path
 
 from tensorboardX import SummaryWriter
 
-from areal_jax.metrics.config import MetricsConfig
+from areal_jax.metrics.config import METRICS, MetricsConfig
 from areal_jax.metrics.jsonl import JsonLines, cut
 from areal_jax.metrics.samples import Decode, SampleWriter, TrainedSample
 
-METRICS = "metrics.jsonl"
 SAMPLES = "samples.jsonl"
 TENSORBOARD = "tensorboard"
 
@@ -39,7 +38,7 @@ class Sinks:
             for path in (metrics, samples):
                 if path.exists() and path.stat().st_size:
                     raise FileExistsError(
-                        f"{path} holds the rows of another run; set run_folder to a new folder, or resume that run"
+                        f"{path} holds the rows of another run; set --run-folder to a new folder, or resume that run"
                     )
         else:
             cut(metrics, resume_version)

@@ -19,6 +19,7 @@ import numpy as np
 from jaxtyping import Int32
 
 from areal_jax.records import (
+    AllRejected,
     CallNames,
     Completion,
     Engine,
@@ -165,6 +166,8 @@ class Rollouts:
         self.waited_s = 0.0
         """Time that the next task has waited for the gate so far, by the event loop's clock."""
         self._rejected_ids: set[int] = set()
+        self._traced: set[str] = set()
+        """Kinds of errors whose trace was shown: one is enough to find the fault."""
         # Groups that the gate has not yet let through, oldest first: restored ones, or one whose kind must wait longer than
         # others. The feeder empties it before it draws a task.
         self._waiting = list(restored.suspended) if restored else []
@@ -289,9 +292,11 @@ class Rollouts:
         return (above is None or rate > above) and (below is None or rate < below)
 
     def _rejected(self, record: Suspended, error: Exception) -> None:
-        self.rejected[type(error).__name__] += 1
+        kind = type(error).__name__
+        self.rejected[kind] += 1
         self._rejected_ids.add(record.id)
-        trace = None if isinstance(error, Unservable) else error
+        trace = error if kind not in self._traced and not isinstance(error, Unservable) else None
+        self._traced.add(kind)
         logger.warning("group %d rejected (task %s): %s", record.id, record.task.id, error, exc_info=trace)
         # In a row by their ids, not by their ends: what fails, fails at once, and overtakes all that will yet be accepted.
         neighbours = (
@@ -300,7 +305,7 @@ class Rollouts:
         in_a_row = 1 + sum(1 for ids in neighbours for _ in ids)
         if in_a_row >= MAX_REJECTED_IN_A_ROW:
             last = f"{type(error).__name__}: {error}"
-            failure = RuntimeError(f"{in_a_row} groups in a row were rejected, the last (task {record.task.id}): {last}")
+            failure = AllRejected(f"{in_a_row} groups in a row were rejected, the last (task {record.task.id}): {last}")
             failure.__cause__ = error
             self._fail(failure)
 

@@ -12,6 +12,7 @@ import json
 import logging
 import os
 import shlex
+import shutil
 import threading
 from collections.abc import Callable, Coroutine
 from contextlib import suppress
@@ -94,11 +95,13 @@ class AgentHost:
     """Runs agents."""
 
     def __init__(self, config: Agent, sessions: Sessions) -> None:
-        """Whatever is wrong with the function's file is raised. ValueError unless there is one of function and command."""
+        """Whatever is wrong with the function's file is raised. ValueError unless there is one of function and command, and
+        where no program is what the command names."""
         if (config.function is None) == (config.command is None):
             raise ValueError(f"workflow.function={config.function} and workflow.command={config.command}: expected one of them")
         self._config, self._sessions = config, sessions
         self._function = None if config.function is None else load_function(config.function)
+        self._argv = [] if config.command is None else argv_of(config.command)
         # The loop of async functions: started with the first of them, ended by `close`. A daemon, for a function that blocks
         # it cannot be ended.
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -176,9 +179,8 @@ class AgentHost:
             self._at_work.remove(task.id)
 
     async def _command(self, task: Task, base_url: str, api_key: str) -> Any:
-        assert self._config.command is not None
         process = await asyncio.create_subprocess_exec(
-            *shlex.split(self._config.command),
+            *self._argv,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             env={**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key},
@@ -215,6 +217,18 @@ class AgentHost:
         self._thread.join(CLOSE_TIMEOUT_S)
         if not self._thread.is_alive():
             self._loop.close()
+
+
+def argv_of(command: str) -> list[str]:
+    """The words of workflow.command. ValueError where the first of them is no program that can be run here."""
+    try:
+        argv = shlex.split(command)
+    except ValueError as error:
+        raise ValueError(f"workflow.command={command}: {error}") from None
+    if not argv or shutil.which(argv[0]) is None:
+        program = argv[0] if argv else "nothing"
+        raise ValueError(f"workflow.command={command}: expected a program that can be run, came {program}")
+    return argv
 
 
 def _called(agent: Callable[[], Any]) -> Any:

@@ -144,11 +144,11 @@ def test_newest_are_kept_and_a_version_can_be_saved_again(store):
 
 def test_absent_checkpoint_is_told_with_those_that_exist(store):
     abstract = abstract_of(state_on(mesh_of(1)))
-    with pytest.raises(CheckpointError, match=r"a checkpoint was expected in .*/checkpoints, found none; set run_folder"):
+    with pytest.raises(CheckpointError, match=r"a checkpoint was expected in .*/checkpoints, found none; name the folder"):
         store.restore(None, abstract)
     store.save(4, state_on(mesh_of(1)), ROLLOUT)
     store.wait()
-    with pytest.raises(CheckpointError, match=r"checkpoint 5 was expected in .*/checkpoints, found 4; set run_folder"):
+    with pytest.raises(CheckpointError, match=r"checkpoint 5 was expected in .*/checkpoints, found 4; name the folder"):
         store.restore(5, abstract)
 
 

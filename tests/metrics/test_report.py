@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from areal_jax.metrics import names
-from areal_jax.metrics.config import MetricsConfig
+from areal_jax.metrics.config import METRICS, MetricsConfig
 from areal_jax.metrics.description import FILE, write_description
 from areal_jax.metrics.report import LEARNING_CURVE, Series, collect, draw, summarize, survey, write_report
 from areal_jax.metrics.samples import TrainedSample
-from areal_jax.metrics.sinks import METRICS, SAMPLES, Sinks
+from areal_jax.metrics.sinks import SAMPLES, Sinks
 
 EVIL = "</pre><script>alert('https://evil.example/x')</script><img src=http://evil.example/y onerror=alert(1)>&amp;"
 
@@ -119,7 +119,7 @@ def test_picture_is_a_png_beside_the_page_and_in_it(tmp_path):
 
 
 def test_bare_run_is_reported_too(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"metrics.jsonl expected, found none; set run_folder"):
+    with pytest.raises(FileNotFoundError, match=r"metrics.jsonl expected, found none; name the folder"):
         write_report(tmp_path)
     (tmp_path / METRICS).write_text("")
     assert "not measured" not in write_report(tmp_path).read_text()

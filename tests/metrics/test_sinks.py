@@ -17,10 +17,10 @@ import numpy as np
 import pytest
 from tensorboardX.proto import event_pb2
 
-from areal_jax.metrics.config import MetricsConfig
+from areal_jax.metrics.config import METRICS, MetricsConfig
 from areal_jax.metrics.jsonl import cut, read
 from areal_jax.metrics.samples import SampleWriter, TrainedSample, row
-from areal_jax.metrics.sinks import METRICS, SAMPLES, TENSORBOARD, Sinks
+from areal_jax.metrics.sinks import SAMPLES, TENSORBOARD, Sinks
 
 PLAIN = MetricsConfig(tensorboard=False)
 
@@ -160,7 +160,7 @@ def test_new_run_does_not_touch_the_rows_of_another(tmp_path):
     sinks = Sinks(tmp_path, PLAIN)
     sinks.write(0, {"x": 1.0})
     sinks.close()
-    with pytest.raises(FileExistsError, match=r"metrics.jsonl holds the rows of another run; set run_folder"):
+    with pytest.raises(FileExistsError, match=r"metrics.jsonl holds the rows of another run; set --run-folder"):
         Sinks(tmp_path, PLAIN)
     Sinks(tmp_path, PLAIN, resume_version=0).close()
     assert strict(tmp_path / METRICS) == []
@@ -177,7 +177,7 @@ def run_child(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     imports = """
         import errno, os, resource, signal, sys
         from pathlib import Path
-        from areal_jax.metrics.config import MetricsConfig
+        from areal_jax.metrics.config import METRICS, MetricsConfig
         from areal_jax.metrics.sinks import Sinks
         from tests.metrics.test_sinks import a_sample
         folder = Path(sys.argv[1])
