@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 from tiny_engine import TinyEngine
 
-from areal_jax.records import AllRejected, (
+from areal_jax.records import (
+    AllRejected,
     Completion,
     EngineStopped,
     Generate,
