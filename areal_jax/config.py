@@ -8,6 +8,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import get_args
@@ -69,7 +70,7 @@ class Setup:
     trainer: TrainerConfig = chz.field(default_factory=TrainerConfig, doc="how a batch becomes a version")
     workflow: WorkflowConfig = chz.field(
         default_factory=SingleTurn,
-        doc="how a task becomes samples, in training and evaluation: SingleTurn, MultiTurn or ToolUse",
+        doc="how a task becomes samples, in training and evaluation: SingleTurn, MultiTurn, ToolUse or Agent",
     )
     rewards: RewardConfig = chz.field(default_factory=RewardConfig, doc="judging")
     evaluation: EvaluationConfig = chz.field(default_factory=EvaluationConfig, doc="evaluation while training goes on")
@@ -227,7 +228,14 @@ def _experiment_in(path: Path) -> AnyExperiment:
     module = importlib.util.module_from_spec(spec)
     # chz looks the module up when it reads the annotations of classes that the file defines.
     sys.modules[module_name] = module
-    spec.loader.exec_module(module)
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # a stranger's code, who needs the trace from where it begins
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename != spec.origin:
+            trace = trace.tb_next
+        told = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+        raise ConfigError(f"{path}: {type(error).__name__}: {error}\n{told}") from error
     experiment = getattr(module, "experiment", None)
     if not isinstance(experiment, AnyExperiment):
         names = ", ".join(cls.__name__ for cls in get_args(AnyExperiment))
@@ -247,11 +255,11 @@ def _resolved(cls: type[AnyExperiment], flat: Settings, overrides: Sequence[str]
 
 def _with_algorithm(experiment: AnyExperiment, name: str) -> Experiment:
     """The experiment with the switches of a preset. ConfigError names the presets where there is none of this name."""
-    if name not in PRESETS:
+    preset = PRESETS.get(name.lower())
+    if preset is None:
         raise ConfigError(f"no algorithm {name!r}; known are {', '.join(PRESETS)}")
     if not isinstance(experiment, Experiment):
         raise ConfigError(f"algorithm={name} is for reinforcement learning, which {experiment.name} is not")
-    preset = PRESETS[name]
     trainer = chz.replace(
         experiment.trainer,
         loss=preset.loss,

@@ -228,6 +228,7 @@ def test_a_critic_belongs_to_gae_alone() -> None:
 
 
 def test_an_unknown_algorithm_is_answered_with_the_known_ones() -> None:
+    assert load_experiment("aime", ["algorithm=GRPO"]) == load_experiment("aime", ["algorithm=grpo"])
     with pytest.raises(ConfigError, match="no algorithm 'grppo'; known are areal, grpo"):
         load_experiment("aime", ["algorithm=grppo"])
     with pytest.raises(ConfigError, match="which tiny_sft is not"):

@@ -16,7 +16,7 @@ SMALL = ("devices=3", "context=1024", "groups_per_batch=4", "samples_per_group=2
 
 def test_a_plan_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     figure = tmp_path / "plan.png"
-    assert main(["model=qwen2.5-0.5b", *SMALL, f"figure={figure}"]) == 0
+    assert main(["model=qwen2.5-0.5b", *SMALL, "device=h800", f"figure={figure}"]) == 0
     shown = capsys.readouterr().out
     assert "0.49 B parameters" in shown and "hours for 10 steps" in shown
     assert figure.read_bytes().startswith(b"\x89PNG")
@@ -27,6 +27,7 @@ def test_a_plan_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         (["model=gpt-5", *SMALL], "model=gpt-5: no policy called 'gpt-5' is known by name; known are qwen2.5-0.5b"),
         (["model=qwen2.5-32b", *SMALL], "devices=3 are too few for model=qwen2.5-32b"),
+        (["model=qwen2.5-0.5b", *SMALL, "median_length=-5"], "came median_length=-5"),
         (["model=qwen2.5-0.5b", "devices=many"], "devices=many: expected int"),
         (["model=qwen2.5-0.5b", *SMALL, "gpus=3"], "unknown setting gpus"),
     ],

@@ -123,11 +123,23 @@ def test_bad_input_shows_no_traceback(tmp_path: Path) -> None:
     assert done.stderr == "areal_jax: unknown setting sede; did you mean seed?\n"
 
 
-def test_a_bug_in_an_experiment_keeps_its_traceback(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("code", "error"),
+    [
+        ("experiment = 1 / 0", "ZeroDivisionError: division by zero"),
+        ("experiment = (", "SyntaxError: '(' was never closed"),
+        ("import no_such_module", "ModuleNotFoundError: No module named 'no_such_module'"),
+    ],
+)
+def test_a_bug_in_an_experiment_is_named_with_its_file_and_keeps_its_trace(
+    code: str, error: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     path = tmp_path / "broken.py"
-    path.write_text("experiment = 1 / 0")
-    with pytest.raises(ZeroDivisionError):
-        main([f"--exp={path}"])
+    path.write_text(code)
+    assert main([f"--exp={path}"]) == 2
+    first, *trace = capsys.readouterr().err.splitlines()
+    assert first.startswith(f"areal_jax: {path}: {error}")
+    assert f'File "{path}", line 1' in trace[0] + trace[1]  # nothing of this package before it
 
 
 def started(folder: Path, *overrides: str) -> None:

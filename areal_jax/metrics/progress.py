@@ -52,10 +52,12 @@ class Progress:
         only what `say` is given is shown. unit: what a step is called. facts: what to show of one, from its metrics and the
         last scores."""
         self._console = console or Console(highlight=False, soft_wrap=True)
-        self._num_steps, self._first_step, self._show_steps, self._clock = num_steps, first_step, show_steps, clock
+        self._num_steps, self._show_steps, self._clock = num_steps, show_steps, clock
         self._unit, self._facts_of = unit, facts
         self._start_s = clock()
         self._printed_s = float("-inf")
+        # The first step that this process ended, and when: before it, programs were compiled and weights loaded.
+        self._first_ended: tuple[int, float] | None = None
         self._scores: dict[str, float] = {}
         self.say(headline)
         self._bar = self._make_bar(first_step) if show_steps and self._console.is_terminal else None
@@ -93,8 +95,9 @@ class Progress:
         return bar
 
     def _facts(self, step: int, metrics: Mapping[str, float], elapsed_s: float) -> str:
-        done = step - self._first_step
-        left_s = elapsed_s / done * (self._num_steps - step) if done > 0 else None
+        first_step, first_s = self._first_ended = self._first_ended or (step, elapsed_s)
+        done = step - first_step
+        left_s = (elapsed_s - first_s) / done * (self._num_steps - step) if done > 0 else None
         facts = self._facts_of(metrics, self._scores)
         return "  ".join((*facts, f"{_duration(elapsed_s)} elapsed", f"{_duration(left_s)} left"))
 

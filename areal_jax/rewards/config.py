@@ -69,6 +69,6 @@ class ToolsConfig:
     documents: str | None = chz.field(
         default=None,
         doc="what search looks in: a file or a folder of .txt, .md and .jsonl (field text, and title where there is one), or "
-        "facts, the made-up ones that tasks=Facts asks for",
+        "facts, the made-up ones that tasks=Exercises asks for with tasks.families=facts",
     )
     num_results: int = chz.field(default=3, doc="passages that a search finds")

@@ -36,7 +36,8 @@ DEVICES: dict[str, Device] = {
 
 
 def known_device(name: str) -> Device:
-    """The device called `name`. ValueError lists the names where it is none of them."""
-    if name not in DEVICES:
-        raise ValueError(f"no device called {name!r} is known; known are {', '.join(DEVICES)}")
-    return DEVICES[name]
+    """The device called `name`, in any case. ValueError lists the names where it is none of them."""
+    for known, device in DEVICES.items():
+        if known.lower() == name.lower():
+            return device
+    raise ValueError(f"no device called {name!r} is known; known are {', '.join(DEVICES)}")

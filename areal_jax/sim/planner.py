@@ -123,6 +123,8 @@ def impossible(question: ClusterQuestion, model: ModelConfig) -> Iterator[str]:
     shares = ("train_share", "decode_share")
     wrong = [name for name in counts if getattr(question, name) < 1]
     wrong += [name for name in shares if not 0 < getattr(question, name) <= 1]
+    given = [name for name in ("median_length", "devices_per_engine") if getattr(question, name) is not None]
+    wrong += [name for name in given if getattr(question, name) < 1]
     wrong += [name for name in ("sigma", "decode_step_s", "max_staleness") if (getattr(question, name) or 0) < 0]
     if wrong:
         came = ", ".join(f"{name}={getattr(question, name)}" for name in wrong)

@@ -43,14 +43,15 @@ def test_first_line_says_what_is_trained_and_each_line_how_far(tmp_path):
     steps = [(10.0, 1, METRICS | {names.PASS_AT_1: 0.125}), (20.0, 2, METRICS), (3600.0, 3, {})]
     headline, first, second, third, last = shown(200, steps)
     assert headline == "policy tiny, 4 tasks, 1 cpu"
-    # 10 s for one step: 199 more take 1990 s = 33 min 10 s.
+    # The first step is told from compiling by nothing. 10 s for the second: 198 more take 1980 s = 33 min.
     facts = "reward -1.23  pass@1 12.5%  staleness 1.3/4  rollout 12k tok/s  train 2.3M tok/s"
-    assert first == f"step 1/200  {facts}  0:10 elapsed  33:10 left"
+    assert first == f"step 1/200  {facts}  0:10 elapsed  - left"
     assert second == f"step 2/200  {facts}  0:20 elapsed  33:00 left"
-    # The last evaluation stays; what was not measured is a dash. 1200 s a step: 197 more take 236400 s = 65 h 40 min.
+    # The last evaluation stays; what was not measured is a dash. 3590 s for two steps: 197 more
+    # take 353615 s = 98 h 13 min 35 s.
     assert (
         third
-        == "step 3/200  reward -  pass@1 12.5%  staleness -/-  rollout - tok/s  train - tok/s  1:00:00 elapsed  65:40:00 left"
+        == "step 3/200  reward -  pass@1 12.5%  staleness -/-  rollout - tok/s  train - tok/s  1:00:00 elapsed  98:13:35 left"
     )
     assert last == "done [not markup]"
 
@@ -62,16 +63,17 @@ def test_quick_steps_print_every_few_seconds_and_the_last_one_always():
 
 
 def test_time_left_counts_only_what_this_process_did():
-    # 90 of 100 steps were done before; one more took 7 s, so 9 take 63 s.
-    _, line, _ = shown(100, [(7.0, 91, METRICS)], first_step=90)
-    assert line.endswith("0:07 elapsed  1:03 left")
+    # 90 of 100 steps were done before; after the first one, which waited for the compiler, one took 7 s, so 8 take 56 s.
+    _, first, second, _ = shown(100, [(600.0, 91, METRICS), (607.0, 92, METRICS)], first_step=90)
+    assert first.endswith("10:00 elapsed  - left")
+    assert second.endswith("10:07 elapsed  0:56 left")
 
 
 def test_supervised_step_shows_loss_and_scores():
     metrics = {names.LOSS: 1.25, names.TRAIN_TOKENS_PER_S: float("nan")}
     scores = {names.PERPLEXITY: 7.25, names.PASS_AT_1: 0.5}
     _, first, last, _ = shown(2, [(1.0, 1, metrics), (2.0, 2, metrics | scores)])
-    assert first == "step 1/2  loss 1.2500  perplexity -  train - tok/s  0:01 elapsed  0:01 left"
+    assert first == "step 1/2  loss 1.2500  perplexity -  train - tok/s  0:01 elapsed  - left"
     assert last == "step 2/2  loss 1.2500  perplexity 7.25  pass@1 50.0%  train - tok/s  0:02 elapsed  0:00 left"
 
 
@@ -87,10 +89,11 @@ def test_tasks_of_an_evaluation_show_the_score_so_far():
     file, clock = io.StringIO(), Clock()
     console = Console(file=file, width=200, soft_wrap=True)
     progress = Progress("policy", 64, 32, unit="task", facts=facts_of_evaluation, console=console, clock=clock)
+    progress.update(32, {})
     clock.now_s += 16.0
     progress.update(40, {names.PASS_AT_1: 0.25, names.ROLLOUT_TOKENS_PER_S: 1234.0})
     # 8 tasks took 16 s, so 24 more take 48 s.
-    assert file.getvalue().splitlines()[1] == "task 40/64  pass@1 25.0%  rollout 1234 tok/s  0:16 elapsed  0:48 left"
+    assert file.getvalue().splitlines()[2] == "task 40/64  pass@1 25.0%  rollout 1234 tok/s  0:16 elapsed  0:48 left"
 
 
 def test_terminal_shows_the_same_facts_on_a_live_line():
