@@ -29,10 +29,12 @@ from areal_jax.engine.fleet import Fleet
 from areal_jax.evaluation.evaluate import Evaluation, evaluate, tasks_that_fill
 from areal_jax.launch.config import Ray
 from areal_jax.metrics import names
+from areal_jax.metrics.config import METRICS
 from areal_jax.metrics.description import write_description
+from areal_jax.metrics.jsonl import read
 from areal_jax.metrics.meters import Meters
 from areal_jax.metrics.progress import Progress
-from areal_jax.metrics.report import write_report
+from areal_jax.metrics.report import collect, write_report
 from areal_jax.metrics.samples import TrainedSample
 from areal_jax.metrics.sinks import Sinks
 from areal_jax.metrics.trace import Trace
@@ -250,6 +252,23 @@ class Run(Generic[AnyTrainer]):
         finally:
             self.sinks.flush()
             self.progress.say(f"report: {write_report(self.folder)}")
+        if self.experiment.metrics.progress:
+            for line in what_came_out(self.folder, answers=self.plan.policy.config.readout == "CausalLM"):
+                self.progress.say(line)
+
+
+def what_came_out(folder: Path, *, answers: bool) -> Iterator[str]:
+    """How the score of a run in `folder` has changed, and the commands that ask its newest checkpoint.
+
+    Args: answers: whether the policy gives any; a reward model does not."""
+    versions, scores = collect(read(folder / METRICS)).get(names.PASS_AT_1, ([], []))
+    if len(versions) > 1:
+        yield f"pass@1 {scores[0]:.1%} of version {versions[0]}, {scores[-1]:.1%} of version {versions[-1]}"
+    if not answers or CheckpointStore(folder / CHECKPOINTS, keep=1).latest_version() is None:
+        return
+    where = shlex.quote(str(folder))
+    yield f"evaluate it: python -m areal_jax.evaluate checkpoint={where}"
+    yield f"serve it: python -m areal_jax.serve model={where}"
 
 
 def what_is_left(folder: Path) -> str:

@@ -17,6 +17,8 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.serve.config import ServeConfig
 from areal_jax.settings import ConfigError, assign, build, from_text, parse_overrides, settings
 
+logger = logging.getLogger("areal_jax.serve")
+
 USAGE = """\
 usage: python -m areal_jax.serve [a.b=c ...]
 
@@ -36,10 +38,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         show(USAGE + settings_text(ServeConfig))
         return 0
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it tells of every kind of device that is not there
     try:
         config = read_config(given)
         with ending_at_once():
             # jax reads its flags when it is first imported, so that everything that imports it comes after this.
+            logger.info("loading %s", config.model)
             prepare(PlacementConfig(simulated_devices=config.simulated_devices))
             return asyncio.run(serve(config))
     except ConfigError as error:
