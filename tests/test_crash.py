@@ -102,7 +102,8 @@ def test_ctrl_c_ends_with_a_checkpoint_and_a_report(tmp_path: Path, of_a_command
     )
     wait_for_steps(process, run, 3)
     process.send_signal(signal.SIGINT)
-    finished(process)
+    output = finished(process)
+    assert f"stopped after {steps_done(run)} of 100000 steps; python -m areal_jax.train --resume={run} goes on from" in output
     (checkpoint,) = (run / "checkpoints").iterdir()
     assert int(checkpoint.name) == steps_done(run) >= 3
     assert (run / "report.html").is_file() and (run / "learning_curve.png").is_file()
@@ -131,6 +132,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_loses_no_trained_sample_and_
     done = steps_done(run)
     # No take beside that of the last version: the batch that met it is nothing to go on with.
     assert {path.name for path in (run / "checkpoints").iterdir()} == {f"{version}" for version in range(1, done + 1)}
-    assert f"--resume goes on from the checkpoint of version {done}" in output
+    assert f"--resume={run} goes on from the checkpoint of version {done}" in output
     rows = list(jsonl.read(run / "samples.jsonl"))
     assert len(rows) == done * GROUPS * SAMPLES
