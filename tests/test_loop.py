@@ -426,7 +426,7 @@ def test_resumed_preference_training_goes_on_bit_for_bit_against_the_same_refere
 class Diverging(Own):
     """Infinite in the first update of a step, or in those after it, whose theta/proximal is no longer 1."""
 
-    at_first: bool = False
+    at_first: bool = chz.field(default=False, doc="which of them")
 
     def gain(self, ratio: Any, advantages: Any, logp: Any) -> Any:
         return jnp.where((ratio == 1) == self.at_first, jnp.inf, ratio * advantages)
@@ -460,7 +460,9 @@ def test_a_divergence_leaves_a_checkpoint_to_go_on_from_and_never_one_of_half_a_
     assert len({row["task"] for row in samples(tmp_path)}) == 2 * exp.rollout.groups_per_batch
 
 
-@pytest.mark.parametrize(("every_steps", "left"), [(0, "there is no checkpoint$"), (1, r"--resume .* version 1$")])
+@pytest.mark.parametrize(
+    ("every_steps", "left"), [(0, "there is no checkpoint to go on from$"), (1, r"--resume=.* version 1$")]
+)
 def test_a_divergence_says_from_which_checkpoint_the_run_goes_on(
     tiny_policy: Path, tmp_path: Path, every_steps: int, left: str
 ) -> None:

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
 import time
 from collections.abc import Iterator
@@ -355,7 +356,7 @@ def test_closing_leaves_no_process() -> None:
     assert psutil.wait_procs(left, timeout=2)[1] == []
 
 
-def test_folders_that_a_program_has_closed_are_deleted_and_links_are_not_followed(tmp_path: Path) -> None:
+def test_folders_that_a_program_has_closed_are_deleted_and_links_are_not_followed() -> None:
     # As a user who owns the folders and is not root, to whom nothing is closed.
     script = """
         import os, sys
@@ -375,11 +376,10 @@ def test_folders_that_a_program_has_closed_are_deleted_and_links_are_not_followe
         remove(str(left))
         print(left.exists(), oct(outside.stat().st_mode & 0o777))
         """
-    tmp_path.chmod(0o777)
-    for parent in tmp_path.parents:
-        if parent.stat().st_uid == os.geteuid() and parent.name.startswith("pytest"):
-            parent.chmod(0o755)
     path = {"PYTHONPATH": str(Path(__file__).parents[2])}
-    command = [sys.executable, "-c", textwrap.dedent(script), str(tmp_path)]
-    done = subprocess.run(command, env={**os.environ, **path}, capture_output=True, text=True, timeout=60)
+    # Not below tmp_path, whose parents are closed to others.
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder).chmod(0o777)
+        command = [sys.executable, "-c", textwrap.dedent(script), folder]
+        done = subprocess.run(command, env={**os.environ, **path}, capture_output=True, text=True, timeout=60)
     assert (done.stdout, done.stderr) == ("False 0o500\n", "")
