@@ -19,6 +19,7 @@ from jaxtyping import Bool
 from numpy import ndarray
 
 from areal_jax.checkpoint.config import CHECKPOINTS
+from areal_jax.checkpoint.folders import saved_versions
 from areal_jax.checkpoint.recovery import Columns
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
 from areal_jax.config import CONFIG_FILE, AnyExperiment, write_config
@@ -264,7 +265,7 @@ def what_came_out(folder: Path, *, answers: bool) -> Iterator[str]:
     versions, scores = collect(read(folder / METRICS)).get(names.PASS_AT_1, ([], []))
     if len(versions) > 1:
         yield f"pass@1 {scores[0]:.1%} of version {versions[0]}, {scores[-1]:.1%} of version {versions[-1]}"
-    if not answers or CheckpointStore(folder / CHECKPOINTS, keep=1).latest_version() is None:
+    if not answers or not saved_versions(folder / CHECKPOINTS):
         return
     where = shlex.quote(str(folder))
     yield f"evaluate it: python -m areal_jax.evaluate checkpoint={where}"
@@ -273,10 +274,10 @@ def what_came_out(folder: Path, *, answers: bool) -> Iterator[str]:
 
 def what_is_left(folder: Path) -> str:
     """The command by which a run that ended early goes on, and from where, in words."""
-    newest = CheckpointStore(folder / CHECKPOINTS, keep=1).latest_version()
-    if newest is None:
+    if not (versions := saved_versions(folder / CHECKPOINTS)):
         return "there is no checkpoint to go on from"
-    return f"python -m areal_jax.train --resume={shlex.quote(str(folder))} goes on from the checkpoint of version {newest}"
+    command = f"python -m areal_jax.train --resume={shlex.quote(str(folder))}"
+    return f"{command} goes on from the checkpoint of version {versions[-1]}"
 
 
 class TracedJudge:

@@ -24,7 +24,7 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool
 
-from areal_jax.assembly import Run, Trains, assembled, trained_samples, what_is_left
+from areal_jax.assembly import Run, Trains, assembled, trained_samples
 from areal_jax.checkpoint.recovery import decode, encode
 from areal_jax.config import Experiment, FineTuning, PreferenceExperiment
 from areal_jax.data.pipeline import TaskStream
@@ -186,12 +186,8 @@ def is_due(version: int, every_steps: int) -> bool:
 def run(plan: Plan, run_folder: Path, *, resume: bool, source: str | None = None) -> None:
     """Train what the plan describes, from the start or from the newest checkpoint in `run_folder`.
 
-    Args: source: name or file of the experiment, for processes elsewhere.
-    FloatingPointError, which names the checkpoint that is left, where training diverges."""
-    try:
-        asyncio.run(_run(plan, run_folder, resume, source))
-    except FloatingPointError as error:
-        raise type(error)(f"{error}; {what_is_left(run_folder)}") from None
+    Args: source: name or file of the experiment, for processes elsewhere. FloatingPointError where training diverges."""
+    asyncio.run(_run(plan, run_folder, resume, source))
 
 
 async def _run(plan: Plan, run_folder: Path, resume: bool, source: str | None) -> None:

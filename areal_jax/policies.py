@@ -16,6 +16,7 @@ from jax.typing import DTypeLike
 from jaxtyping import PRNGKeyArray
 
 from areal_jax.checkpoint.config import CHECKPOINTS
+from areal_jax.checkpoint.folders import saved_versions
 from areal_jax.checkpoint.store import FILES, CheckpointError, CheckpointStore
 from areal_jax.data.policy_files import resolve_policy_folder
 from areal_jax.data.tokenizer import HFTokenizer
@@ -166,7 +167,7 @@ def find_decoding_policy(
 
 def _with_version(checkpoint: RunCheckpoint) -> RunCheckpoint:
     """The newest where none is named. ConfigError where there is no such checkpoint."""
-    versions = CheckpointStore(checkpoint.folder / CHECKPOINTS, keep=1).versions()
+    versions = saved_versions(checkpoint.folder / CHECKPOINTS)
     if not versions or checkpoint.version not in (None, *versions):
         wanted = "yet" if checkpoint.version is None else f"of version {checkpoint.version}"
         found = ", ".join(map(str, versions)) or "none"

@@ -13,6 +13,7 @@ from datetime import datetime
 from pathlib import Path
 
 from areal_jax.checkpoint.config import CHECKPOINTS
+from areal_jax.checkpoint.folders import saved_versions
 from areal_jax.command import Parser, help_text, named_experiment, show
 from areal_jax.config import CONFIG_FILE, Experiment, experiment_names, load_experiment, read_config
 from areal_jax.launch.local import prepare
@@ -55,10 +56,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"areal_jax: {error}", file=sys.stderr)
         return 1
     except FloatingPointError as error:
-        print(f"areal_jax: training diverged: {error}", file=sys.stderr)
+        print(f"areal_jax: training diverged: {error}{_notes(error)}", file=sys.stderr)
         return 1
     except KeyboardInterrupt as interrupt:
-        print("areal_jax: " + "; ".join(("interrupted", *map(str, interrupt.args))), file=sys.stderr)
+        print(f"areal_jax: interrupted{_notes(interrupt)}", file=sys.stderr)
         return 130
 
 
@@ -97,9 +98,14 @@ def _run(command: argparse.Namespace) -> int:
         plan = balanced(plan, run_folder / TRIAL)
     try:
         loop.run(plan, run_folder, resume=command.resume is not None, source=command.exp)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt(what_is_left(run_folder)) from None
+    except (FloatingPointError, KeyboardInterrupt) as error:
+        error.add_note(what_is_left(run_folder))
+        raise
     return 0
+
+
+def _notes(error: BaseException) -> str:
+    return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -139,8 +145,7 @@ def _resumed_folder(command: argparse.Namespace) -> Path:
 def _has_begun(folder: Path) -> bool:
     """Whether anything was found out or trained in a folder: a start that failed leaves its settings at most."""
     metrics = folder / METRICS
-    checkpoints = (path.name.replace(".", "") for path in (folder / CHECKPOINTS).glob("*"))
-    return (metrics.is_file() and metrics.stat().st_size > 0) or any(name.isdigit() for name in checkpoints)
+    return (metrics.is_file() and metrics.stat().st_size > 0) or bool(saved_versions(folder / CHECKPOINTS))
 
 
 def _usage() -> str:

@@ -10,7 +10,6 @@ import itertools
 import json
 import logging
 import os
-import re
 import shutil
 import tempfile
 import zlib
@@ -24,6 +23,7 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
+from areal_jax.checkpoint.folders import saved_versions, whole_checkpoints
 from areal_jax.checkpoint.recovery import Columns, pack, unpack
 
 SAVE_TIMEOUT_S = 1200.0
@@ -91,7 +91,7 @@ class CheckpointStore:
 
     def versions(self) -> list[int]:
         """Versions with a whole checkpoint, oldest first."""
-        return sorted({version for version, _ in self._checkpoints()})
+        return saved_versions(self.folder)
 
     def latest_version(self) -> int | None:
         """The newest version with a whole checkpoint; None where there is none."""
@@ -99,7 +99,7 @@ class CheckpointStore:
 
     def folder_of(self, version: int | None) -> Path:
         """Where the checkpoint of `version` lies, None being the newest. CheckpointError where there is none."""
-        checkpoints = self._checkpoints()
+        checkpoints = whole_checkpoints(self.folder)
         wanted = [key for key in checkpoints if version in (None, key[0])]
         if not wanted:
             found = ", ".join(map(str, self.versions())) or "none"
@@ -146,16 +146,8 @@ class CheckpointStore:
                 leaves = ocp.load(str(checkpoint), target)["train_state"]
         return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in expected])
 
-    def _checkpoints(self) -> dict[tuple[int, int], Path]:
-        """Whole checkpoints by version and take. A version saved again (a run stopped right after it resumed) becomes a further
-        take beside the first: replacing a folder could not be atomic."""
-        if not self.folder.is_dir():
-            return {}
-        names = ((re.fullmatch(r"(\d+)(?:\.(\d+))?", path.name), path) for path in self.folder.iterdir())
-        return {(int(match[1]), int(match[2] or 0)): path for match, path in names if match}
-
     def _begin(self, version: int, tree: Mapping[str, Any], num_bytes: int) -> None:
-        takes = [take for other, take in self._checkpoints() if other == version]
+        takes = [take for other, take in whole_checkpoints(self.folder) if other == version]
         name = f"{version}.{max(takes) + 1}" if takes else str(version)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -180,7 +172,7 @@ class CheckpointStore:
         wait_for_orbax(SAVE_TIMEOUT_S)
         if jax.process_index() == 0:
             _write_sums(self.folder / name)
-            checkpoints = self._checkpoints()
+            checkpoints = whole_checkpoints(self.folder)
             newest_takes = {version: (version, take) for version, take in sorted(checkpoints)}
             kept = {newest_takes[version] for version in sorted(newest_takes)[-self.keep :]}
             for key in checkpoints.keys() - kept:
