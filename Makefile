@@ -5,6 +5,7 @@
 
 PYTHON ?= python3
 VENV ?= .venv
+EXTRAS ?= dev
 TRAIN_ARGS ?=
 # Two processes, each with the tests of whole files: most of the time goes into compiling, which uses one core. In the order of
 # the tree, so that the longest file does not come last.
@@ -31,7 +32,7 @@ $(VENV)/.installed: pyproject.toml | $(BIN)/python
 	@touch $@
 
 $(VENV)/.installed-dev: pyproject.toml | $(BIN)/python
-	$(BIN)/python -m pip install --quiet --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --editable ".[$(EXTRAS)]"
 	@touch $@ $(VENV)/.installed
 
 $(BIN)/python:
