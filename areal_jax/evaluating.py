@@ -227,7 +227,7 @@ def run(experiment: AnyExperiment, *, checkpoint: RunCheckpoint | None, server: 
     Args: checkpoint: of a run, instead of the experiment's policy. server: URL of who answers, instead of either. folder: None
     for one named after the settings. ConfigError where something cannot be had; Unanswered where no task could be answered."""
     config = experiment.evaluation
-    found = had(lambda: load_tasks(experiment.eval_tasks, experiment.prompt))
+    found = had(lambda: load_tasks(experiment.eval_tasks, experiment.prompt), "eval_tasks")
     tasks = found.tasks[: config.num_tasks]
     answerer = had(lambda: find_server(experiment, server, tasks)) if server else find_local(experiment, checkpoint, tasks)
     settings = identity(experiment, tasks) | answerer.identity()

@@ -317,7 +317,7 @@ def make_plan(experiment: AnyExperiment) -> Plan:
     policy, tokenizer, row_tokens = training.policy, training.tokenizer, training.row_tokens
     tasks, eval_tasks, examples, eval_examples = TaskSet((), {}), TaskSet((), {}), ExampleSet((), {}), ExampleSet((), {})
     if isinstance(experiment, Experiment):
-        tasks = had(lambda: load_tasks(experiment.tasks, experiment.prompt))
+        tasks = had(lambda: load_tasks(experiment.tasks, experiment.prompt), "tasks")
     else:
         load = load_examples
         if isinstance(experiment, PreferenceExperiment):
@@ -333,7 +333,7 @@ def make_plan(experiment: AnyExperiment) -> Plan:
             )
         )
     if experiment.evaluation.every_steps:
-        eval_tasks = had(lambda: load_tasks(experiment.eval_tasks, experiment.prompt))
+        eval_tasks = had(lambda: load_tasks(experiment.eval_tasks, experiment.prompt), "eval_tasks")
     plan = Plan(
         **{each.name: getattr(training, each.name) for each in fields(training)},
         tasks=tasks,
@@ -554,12 +554,14 @@ def _missing_program(plan: Plan) -> Iterator[str]:
                 yield str(refusal)
 
 
-def had(find: Callable[[], T]) -> T:
-    """What `find` returns. Doors say what cannot be had as ValueError or OSError: bad input, not a bug."""
+def had(find: Callable[[], T], setting: str = "") -> T:
+    """What `find` returns. Doors say what cannot be had as ValueError or OSError: bad input, not a bug.
+
+    Args: setting: that asks for it, where the door does not know."""
     try:
         return find()
     except (ValueError, OSError) as error:
-        raise ConfigError(str(error)) from error
+        raise ConfigError(f"{setting}: {error}" if setting else str(error)) from error
 
 
 def counted(what: str, found: Sequence[object], skipped: Skipped, source: TaskSource) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import difflib
 import json
 import types
+from abc import ABC
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -56,10 +57,11 @@ Settings = dict[str, Setting]
 
 
 def subclasses(kind: type) -> Iterator[type]:
-    """All chz classes below `kind`, in the order in which they were written."""
+    """All chz classes below `kind` that can be chosen, in the order in which they were written. An ABC cannot."""
     for below in kind.__subclasses__():
         if chz.is_chz(below):
-            yield below
+            if ABC not in below.__bases__:
+                yield below
             yield from subclasses(below)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -356,6 +357,12 @@ def test_what_cannot_be_in_preference_training_is_refused(overrides: list[str], 
 
 def test_an_objective_of_pairs_is_none_of_reinforcement_learning() -> None:
     assert "trainer.loss=DPO: expected one of" in refusal("trainer.loss=DPO")
+
+
+@pytest.mark.parametrize("base", ["Corrected", "Centred", "Own"])
+def test_what_objectives_have_in_common_is_none_itself(base: str) -> None:
+    told = re.search(r"trainer\.loss=\w+: expected one of (.*), came", refusal(f"trainer.loss={base}"))
+    assert told and base not in told[1].split(", ") and {"DecoupledPPO", "M2PO", "PPO"} <= set(told[1].split(", "))
 
 
 def test_all_contradictions_are_said_at_once() -> None:

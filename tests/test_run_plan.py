@@ -301,6 +301,12 @@ def test_a_tokenizer_without_a_chat_template_is_refused_until_plain_text_is_aske
     assert not plan(tmp_path, "prompt.plain_text=true").tokenizer.has_template
 
 
+@pytest.mark.parametrize("setting", ["tasks", "eval_tasks"])
+def test_what_is_wrong_with_tasks_names_their_setting(policy: Path, setting: str) -> None:
+    with pytest.raises(ConfigError, match=f"^{setting}: families: no family 'chess'; there are "):
+        plan(policy, f"{setting}=Synthetic", f"{setting}.families=chess")
+
+
 def test_a_chat_template_that_cannot_go_on_after_an_answer_is_refused_for_several_turns(policy: Path, tmp_path: Path) -> None:
     refusal = "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     refusing = "{% for m in messages %}" + refusal + "{{ m.content }}{% endfor %}"

@@ -75,7 +75,7 @@ class GeneratedExercises(Sequence[Exercise]):
     def __init__(self, num_exercises: int, split: Split, families: Sequence[str] = (), seed: int = 0) -> None:
         """Args: families: names; none: all. ValueError names them where one is unknown."""
         if unknown := set(families) - FAMILIES.keys():
-            raise ValueError(f"no family {', '.join(sorted(unknown))} of exercises; known are {', '.join(FAMILIES)}")
+            raise ValueError(f"families: no family {', '.join(sorted(unknown))} of exercises; known are {', '.join(FAMILIES)}")
         self._count, self._seed = num_exercises, seed
         self._split: Split = split
         self._families = tuple(families) or tuple(FAMILIES)

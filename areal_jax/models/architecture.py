@@ -108,24 +108,24 @@ class ModelConfig:
                 raise ValueError(
                     f"{source}: {name}={config[name]!r} is not supported for {architecture}; only {name}={supported!r} is"
                 )
-        num_heads = _required(config, "num_attention_heads", source)
-        num_kv_heads = _required(config, "num_key_value_heads", source, num_heads)
-        hidden_size = _required(config, "hidden_size", source)
-        head_dim = _required(config, "head_dim", source, hidden_size // num_heads)
+        num_heads = _count(config, "num_attention_heads", source)
+        num_kv_heads = _count(config, "num_key_value_heads", source, num_heads)
+        hidden_size = _count(config, "hidden_size", source)
+        head_dim = _count(config, "head_dim", source, hidden_size // num_heads)
         if num_heads % num_kv_heads or head_dim % 2:
             raise ValueError(
                 f"{source}: expected num_attention_heads to be a multiple of num_key_value_heads and head_dim to be even; "
                 f"came num_attention_heads={num_heads}, num_key_value_heads={num_kv_heads}, head_dim={head_dim}"
             )
         eos = config.get("eos_token_id")
-        max_position_embeddings = _required(config, "max_position_embeddings", source)
+        max_position_embeddings = _count(config, "max_position_embeddings", source)
         rope_theta, rope_scaling = rope.from_hf(config, source)
         return cls(
             architecture=architecture,
-            vocab_size=_required(config, "vocab_size", source),
+            vocab_size=_count(config, "vocab_size", source),
             hidden_size=hidden_size,
-            intermediate_size=_required(config, "intermediate_size", source),
-            num_hidden_layers=_required(config, "num_hidden_layers", source),
+            intermediate_size=_count(config, "intermediate_size", source),
+            num_hidden_layers=_count(config, "num_hidden_layers", source),
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
             head_dim=head_dim,
@@ -242,7 +242,7 @@ def _architecture(config: Mapping[str, Any], source: str) -> tuple[Family, Reado
     raise ValueError(f"{source}: architectures={named} is not supported; expected one of {', '.join(_FAMILIES)}")
 
 
-def _required(config: Mapping[str, Any], name: str, source: str, default: int | None = None) -> int:
+def _count(config: Mapping[str, Any], name: str, source: str, default: int | None = None) -> int:
     value = default if config.get(name) is None else config[name]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{source}: expected {name} to be a positive integer; came {value!r}")
@@ -266,7 +266,7 @@ def _flag(config: Mapping[str, Any], name: str, source: str) -> bool:
 
 def _sliding_windows(config: Mapping[str, Any], family: _Traits, source: str) -> tuple[int | None, ...]:
     """Windows by layer, as transformers reads them; empty where no layer has one."""
-    num_layers, asked = _required(config, "num_hidden_layers", source), bool(config.get("use_sliding_window"))
+    num_layers, asked = _count(config, "num_hidden_layers", source), bool(config.get("use_sliding_window"))
     if asked and family.windows == "none":
         raise ValueError(f"{source}: use_sliding_window=True is not supported for {config['architectures'][0]}")
     first = _number(config, "max_window_layers", source, 28.0) if family.windows == "upper" else 0
@@ -282,20 +282,20 @@ def _sliding_windows(config: Mapping[str, Any], family: _Traits, source: str) ->
         return ()
     if not asked:
         raise ValueError(f"{source}: layer_types names 'sliding_attention', but use_sliding_window is not true")
-    window = _required(config, "sliding_window", source)
+    window = _count(config, "sliding_window", source)
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _moe(config: Mapping[str, Any], source: str) -> MoEConfig:
     # Files of transformers from version 5 on may call them local.
     spelling = "num_experts" if "num_experts" in config else "num_local_experts"
-    num_experts, per_token = (_required(config, name, source) for name in (spelling, "num_experts_per_tok"))
+    num_experts, per_token = (_count(config, name, source) for name in (spelling, "num_experts_per_tok"))
     if per_token > num_experts:
         raise ValueError(f"{source}: num_experts_per_tok={per_token} is more than {spelling}={num_experts}")
     return MoEConfig(
         num_experts=num_experts,
         num_experts_per_tok=per_token,
-        moe_intermediate_size=_required(config, "moe_intermediate_size", source),
+        moe_intermediate_size=_count(config, "moe_intermediate_size", source),
         norm_topk_prob=_flag(config, "norm_topk_prob", source),
         router_aux_loss_coef=_number(config, "router_aux_loss_coef", source, 0.001),
     )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Literal, TypeAlias
 
 import chz
@@ -53,14 +54,14 @@ class Loss:
 
 
 @chz.chz
-class Corrected(Loss):
+class Corrected(Loss, ABC):
     """An objective centred on the proximal policy, for tokens that an older one may have drawn."""
 
     correction: Correction = chz.field(default_factory=Weighted, doc="importance weight of tokens that an older policy drew")
 
 
 @chz.chz
-class Centred(Corrected):
+class Centred(Corrected, ABC):
     """A corrected objective that takes its proximal policy from anywhere."""
 
     proximal: Proximal = chz.field(
@@ -126,9 +127,10 @@ class Reinforce(Centred):
 
 
 @chz.chz
-class Own(Centred):
+class Own(Centred, ABC):
     """An objective of your own: a subclass in the experiment's file that defines `gain` (see experiments/own_objective.py)."""
 
+    @abstractmethod
     def gain(self, ratio: Any, advantages: Any, logp: Any) -> Any:
         """What each token adds to the objective, which is maximised: an array like the arguments, proportional to `advantages`.
 
@@ -136,7 +138,6 @@ class Own(Centred):
             ratio: theta/proximal of every token.
             logp: log theta of every token.
         """
-        raise NotImplementedError(f"{type(self).__name__} defines no gain(ratio, advantages, logp)")
 
 
 @chz.chz
