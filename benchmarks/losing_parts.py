@@ -24,9 +24,13 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from run_laws import broken_laws
+from runs import read, steps
+
 # Before jax is imported, which the run's own modules do.
 from areal_jax.config import CONFIG_FILE, Experiment, load_experiment, write_config
 from areal_jax.launch.local import prepare
+from areal_jax.metrics import names
 
 NAME = "losing_parts"
 CLUSTER = (
@@ -94,31 +98,21 @@ def train(name: str, experiment: Experiment, folder: Path, kills: Kills | None) 
 
 def checked(folder: Path, experiment: Experiment) -> dict[str, Any]:
     """What a finished run has to show. SystemExit where a task was lost or repeated, or a token was too old."""
-    from areal_jax.metrics import jsonl, names
-
-    rows, samples = list(jsonl.read(folder / "metrics.jsonl")), list(jsonl.read(folder / "samples.jsonl"))
-    steps = [row for row in rows if names.REWARD in row]
-    of_groups = {row["group"]: row["task"] for row in samples}
-    rollout, last = experiment.rollout, steps[-1]
-    complaints = {
-        "steps are missing": [row["version"] for row in steps] != list(range(experiment.num_steps)),
-        "a task came twice": len(set(of_groups.values())) != len(of_groups),
-        "a group was trained on twice": len(of_groups) != experiment.num_steps * rollout.groups_per_batch,
-        "a group is missing": last["gate/started"] != last["gate/accepted"] + last["gate/running"] + last["gate/rejected"],
-        "a token is too old": any(
-            row["version"] - version > (rollout.max_staleness or 0)
-            for row in samples
-            for place, version in enumerate(row["versions"])
-            if version >= 0 and place not in row["stale"]
-        ),
-    }
-    if found := [name for name, is_so in complaints.items() if is_so]:
-        raise SystemExit(f"{folder}: {', '.join(found)}")
-    curve = [(row["version"], row[names.PASS_AT_1]) for row in rows if names.PASS_AT_1 in row]
-    seconds = steps[-1]["time_s"] - steps[0]["time_s"]
+    rollout = experiment.rollout
+    if broken := broken_laws(
+        folder,
+        num_steps=experiment.num_steps,
+        groups=rollout.groups_per_batch,
+        samples=rollout.samples_per_group,
+        max_staleness=rollout.max_staleness or 0,
+    ):
+        raise SystemExit(f"{folder}: it does not hold that {', that '.join(broken)}")
+    rows = read(folder)
+    trained, curve = steps(rows), [(row["version"], row[names.PASS_AT_1]) for row in rows if names.PASS_AT_1 in row]
+    seconds, last = trained[-1]["time_s"] - trained[0]["time_s"], trained[-1]
     return {
         "pass_at_1": curve,
-        "samples_per_s": (len(steps) - 1) * rollout.groups_per_batch * rollout.samples_per_group / seconds,
+        "samples_per_s": (len(trained) - 1) * rollout.groups_per_batch * rollout.samples_per_group / seconds,
         "rejected": last["gate/rejected"],
         "engines_lost": last.get("rollout/engines_lost", 0.0),
         "requests_moved": last.get("rollout/requests_moved", 0.0),
