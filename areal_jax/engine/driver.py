@@ -58,9 +58,6 @@ class _Answer(Generic[T]):
     def fail(self, error: Exception) -> None:
         self._resolve(lambda: self.future.set_exception(error))
 
-    def cancel(self) -> None:
-        self._resolve(self.future.cancel)
-
     def meanwhile(self, tell: Callable[[], None]) -> None:
         """Call in the asyncio thread, unless the future is done by then."""
         self._resolve(tell)
@@ -212,16 +209,6 @@ class Driver:
 
         self._put(act, answer)
         return answer.future
-
-    def cancel(self, request_id: str) -> None:
-        """Drop a request and cancel its future; one that is unknown or finished is left alone."""
-
-        def act() -> None:
-            if job := self._jobs.get(request_id):
-                self._forget(job)
-                job.answer.cancel()
-
-        self._put(act)
 
     def end_sample(self, request_id: str, sample: int) -> None:
         """Let one sample of a request end with what it has drawn, as if by a stop token; one that is finished is left alone."""

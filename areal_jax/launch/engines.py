@@ -103,12 +103,6 @@ class Engines:
                         self._jobs[name].drawn = drawn
         return {name: job.drawn for name, job in self._jobs.items() if job.drawn}
 
-    def cancel(self, request_id: str) -> None:
-        """As `Driver.cancel`."""
-        job = self._jobs.get(request_id)
-        if job is not None and job.task is not None:
-            job.task.cancel()
-
     def end_sample(self, request_id: str, sample: int) -> None:
         """As `Driver.end_sample`."""
         job = self._jobs.get(request_id)
