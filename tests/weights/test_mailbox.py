@@ -174,13 +174,11 @@ def test_publishing_does_not_wait_for_the_parameters_to_be_computed():
 
     step = jax.jit(slow, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, params))
     jax.block_until_ready(step(params))
-    start = time.perf_counter()
     computed = step(params)
     mailbox.publish(1, computed)
-    published_s = time.perf_counter() - start
+    assert not any(leaf.is_ready() for leaf in jax.tree.leaves(computed))
     assert mailbox.newest(after=0) is None
     assert mailbox.wait(1, timeout_s=60.0).version == 1
-    assert published_s < 0.5 * (time.perf_counter() - start)
     mailbox.close()
 
 
