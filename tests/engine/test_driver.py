@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from itertools import pairwise
 from typing import Any
@@ -559,17 +560,21 @@ def test_a_driver_that_dies_of_a_request_fails_that_one_too(monkeypatch: pytest.
     with_driver(engine(), Shelf(engine(), (0, 0, 0)), act)
 
 
-def test_closing_fails_what_is_unfinished():
+def test_closing_fails_what_is_unfinished(monkeypatch: pytest.MonkeyPatch):
     shelf = stopped_after(1)
 
     async def act(driver: Driver):
         future = driver.submit(request())
         driver.start()
         await shelf.paused()
-        closing = asyncio.create_task(asyncio.to_thread(driver.close))
-        await asyncio.sleep(0)
-        shelf.go_on()
-        await closing
+        put = driver._put
+
+        def put_and_go_on(closing: Callable[[], None]) -> None:
+            put(closing)
+            shelf.go_on()
+
+        monkeypatch.setattr(driver, "_put", put_and_go_on)
+        await asyncio.to_thread(driver.close)
         with pytest.raises(EngineStopped, match="closed"):
             await future
 
