@@ -166,9 +166,17 @@ def test_following_an_answer_reads_each_token_once_more(monkeypatch: pytest.Monk
 
 
 def test_a_sample_that_is_told_to_end_ends_and_the_others_do_not():
-    follower = Follower({1: 6})
+    follower, shelf = Follower({1: 6}), Shelf(engine(), (0, 0, 0))
+    # Before the fifth dispatch, when at least 8 tokens have been told of; whoever hears late is not overtaken by the end.
+    shelf.pause_at(4)
+
+    def hear(news: Sequence[Progress]) -> list[int]:
+        if ended := follower(news):
+            asyncio.get_running_loop().call_soon(shelf.go_on)
+        return ended
+
     [plain] = drawn(request("a", num_samples=3))
-    [group] = drawn(replace(request("a", num_samples=3), on_progress=follower))
+    [group] = answer(engine(), shelf, replace(request("a", num_samples=3), on_progress=hear))
     assert 6 <= len(group[1].tokens) < 20
     assert group[1].tokens.tolist() == plain[1].tokens[: len(group[1].tokens)].tolist()
     assert [each.stop_reason for each in group] == ["length", "stop", "length"]
