@@ -167,8 +167,8 @@ def test_following_an_answer_reads_each_token_once_more(monkeypatch: pytest.Monk
 
 def test_a_sample_that_is_told_to_end_ends_and_the_others_do_not():
     follower, shelf = Follower({1: 6}), Shelf(engine(), (0, 0, 0))
-    # Before the fifth dispatch, when at least 8 tokens have been told of; whoever hears late is not overtaken by the end.
-    shelf.pause_at(4)
+    # Before the fourth dispatch, when 8 tokens have been told of: whoever hears late is not overtaken by the end.
+    shelf.pause_at(3)
 
     def hear(news: Sequence[Progress]) -> list[int]:
         if ended := follower(news):
