@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from pathlib import Path
 
-from runs import steps
+from runs import read, steps
 
 from areal_jax.metrics import jsonl
 
@@ -15,7 +15,7 @@ def broken_laws(run: Path, *, num_steps: int, groups: int, samples: int, max_sta
     token is older than it may be.
 
     Args: groups: of a batch. samples: of a group."""
-    rows, drawn = steps(list(jsonl.read(run / "metrics.jsonl"))), list(jsonl.read(run / "samples.jsonl"))
+    rows, drawn = steps(read(run)), list(jsonl.read(run / "samples.jsonl"))
     of_groups = {row["group"]: row["task"] for row in drawn}
     # Groups are numbered as their tasks are drawn: what is missing below the last one is still under way, not lost.
     gate = {name: rows[-1][f"gate/{name}"] for name in ("started", "accepted", "rejected", "running", "buffered")}

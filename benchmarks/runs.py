@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import subprocess
 import sys
 import time
@@ -10,7 +9,8 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from statistics import fmean
 
-from areal_jax.metrics import names
+from areal_jax.metrics import jsonl, names
+from areal_jax.metrics.config import METRICS
 
 Rows = list[dict[str, float]]
 """What a run wrote to metrics.jsonl."""
@@ -40,7 +40,7 @@ def is_finished(run_folder: Path, num_steps: int) -> bool:
 
 
 def read(run_folder: Path) -> Rows:
-    return [json.loads(line) for line in (run_folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    return list(jsonl.read(run_folder / METRICS))
 
 
 def steps(rows: Iterable[dict[str, float]]) -> Rows:

@@ -47,5 +47,5 @@ def broken(folder: Path, spoil: Callable[[Rows, Rows], object]) -> list[str]:
     ],
 )
 def test_a_law_that_is_broken_is_told(tmp_path: Path, spoil: Callable[[Rows, Rows], object], laws: list[str]) -> None:
-    assert [law for law in laws if law not in broken(tmp_path, spoil)] == []
-    assert bool(laws) == bool(broken(tmp_path, spoil))
+    found = broken(tmp_path, spoil)
+    assert set(laws) <= set(found) and bool(laws) == bool(found)
