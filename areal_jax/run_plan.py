@@ -6,7 +6,7 @@ Everything that can be missing or contradict is looked for here, before any devi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib.util import find_spec
@@ -189,7 +189,8 @@ class Plan(TrainingPlan):
         if self.critic is not None and self.critic_folder is not None:
             model, path = self.critic.config, self.experiment.trainer.critic.path or self.experiment.policy.path
             size = f"{model.num_params / 1e6:,.1f} M parameters"
-            head = "" if read_config(self.critic_folder).is_scalar else ", with a fresh head"
+            is_scalar = read_config(self.critic_folder, self.experiment.policy.ignore_config_keys).is_scalar
+            head = "" if is_scalar else ", with a fresh head"
             yield "critic", f"{path} ({model.architecture}, {size}{head})"
 
     def _beside(self, found: Beside) -> str:
@@ -358,8 +359,10 @@ def make_training_plan(experiment: AnyExperiment, mesh: Mesh) -> TrainingPlan:
     critic_folder, critic = None, None
     if isinstance(experiment.trainer.advantages, GAE):
         critic_folder = had(lambda: resolve_policy_folder(experiment.trainer.critic.path or experiment.policy.path))
-        critic = had(lambda: find_critic(critic_folder))
+        critic = had(lambda: find_critic(critic_folder, experiment.policy.ignore_config_keys))
     tokenizer = had(lambda: HFTokenizer.from_folder(folder))
+    policy, critic = (_with_pad_token(each, tokenizer.pad_token_id) for each in (policy, critic))
+    assert policy is not None
     # A pair lies in one row.
     longest = experiment.engine.max_tokens * (2 if isinstance(experiment, PreferenceExperiment) else 1)
     row_tokens = experiment.trainer.row_tokens or longest
@@ -409,7 +412,7 @@ def find_policy(config: PolicyConfig, folder: Path, readout: Readout = "CausalLM
     Args: readout: another than a language model's has a fresh head where the folder holds a language model. setting: which
     names the policy, for messages.
     Raises ValueError where the folder is read out otherwise, or the adapter does not belong to the policy."""
-    model = read_config(folder)
+    model = read_config(folder, config.ignore_config_keys)
     if model.readout not in ("CausalLM", readout):
         expected = " or ".join(dict.fromkeys(("CausalLM", readout)))
         raise ValueError(f"{setting}={config.path} is read out as {model.readout}; expected {expected}")
@@ -418,7 +421,7 @@ def find_policy(config: PolicyConfig, folder: Path, readout: Readout = "CausalLM
         policy = Policy(model, config.lora)
     else:
         adapter = Path(config.adapter).expanduser()
-        policy = Policy(model, lora.read_config(adapter))
+        policy = Policy(model, lora.read_config(adapter, config.ignore_config_keys))
         lora.require_base(adapter, config.path, str(folder))
         lora.require_tensors(adapter, policy)
     if policy.lora:
@@ -426,9 +429,16 @@ def find_policy(config: PolicyConfig, folder: Path, readout: Readout = "CausalLM
     return policy
 
 
-def find_critic(folder: Path) -> Policy:
+def _with_pad_token(policy: Policy | None, pad_token_id: int | None) -> Policy | None:
+    """A scalar head with a padding token: without one, transformers reads no batch of several texts."""
+    if policy is None or not policy.config.is_scalar or policy.config.pad_token_id is not None:
+        return policy
+    return Policy(replace(policy.config, pad_token_id=pad_token_id), policy.lora)
+
+
+def find_critic(folder: Path, ignored_keys: Collection[str]) -> Policy:
     """The critic in a folder; with the language model in it for a trunk, if it is one."""
-    model = read_config(folder)
+    model = read_config(folder, ignored_keys)
     return Policy(model if model.is_scalar else replace(model, readout="TokenClassification"))
 
 
@@ -450,7 +460,7 @@ def find_beside(
             found.append(Beside(name, config.path, alone, None, config.offload))
         else:
             folder = resolve_policy_folder(config.path, setting)
-            other = Policy(read_config(folder))
+            other = Policy(read_config(folder, experiment.policy.ignore_config_keys))
             if difference := tokenizer.difference(HFTokenizer.from_folder(folder)):
                 raise ValueError(
                     f"{setting}={config.path} speaks other tokens than policy.path={experiment.policy.path}: {difference}; "
@@ -501,7 +511,8 @@ def misfits(plan: Plan) -> Iterator[str]:
 def described(config: PolicyConfig, policy: Policy, dtype: jnp.dtype) -> str:
     """Name, architecture, size and precision of a policy."""
     model = policy.config
-    return f"{config.path} ({model.architecture}, {model.num_params / 1e6:,.1f} M parameters, {dtype.name})"
+    ignored = f"; ignoring {', '.join(model.ignored_keys)}" if model.ignored_keys else ""
+    return f"{config.path} ({model.architecture}, {model.num_params / 1e6:,.1f} M parameters, {dtype.name}{ignored})"
 
 
 def unreadable(experiment: AnyExperiment, engine: DecodeEngine, tokenizer: HFTokenizer, tasks: Sequence[Task]) -> Iterator[str]:

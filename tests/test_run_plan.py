@@ -211,6 +211,24 @@ def test_a_reward_model_goes_on_as_one_and_is_no_policy(policy: Path, tmp_path: 
         make_plan(load_experiment("dpo", few))
 
 
+def test_a_new_reward_model_has_the_padding_token_of_its_tokenizer(policy: Path) -> None:
+    few = [f"policy.path={policy}", "examples.num_tasks=50", "heldout_every_steps=0"]
+    plan = make_plan(load_experiment("reward_model", few))
+    assert plan.policy.config.pad_token_id == plan.tokenizer.pad_token_id is not None
+    assert make_plan(load_experiment("dpo", few)).policy.config.pad_token_id is None
+
+
+def test_keys_that_the_user_names_are_ignored(policy: Path, tmp_path: Path) -> None:
+    shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps(MODEL.to_hf() | {"frobnicate": 2}))
+    few = [f"policy.path={tmp_path}", "examples.num_tasks=50", "heldout_every_steps=0"]
+    with pytest.raises(ConfigError, match=r"frobnicate=2 is not a known key.*policy\.ignore_config_keys=frobnicate"):
+        make_plan(load_experiment("dpo", few))
+    plan = make_plan(load_experiment("dpo", [*few, "policy.ignore_config_keys=frobnicate"]))
+    assert plan.policy.config.ignored_keys == ("frobnicate",)
+    assert "ignoring frobnicate" in plan.text()
+
+
 def test_without_measuring_nothing_is_held_out(policy: Path) -> None:
     off = [f"policy.path={policy}", "heldout_every_steps=0"]
     found = make_plan(load_experiment("sft", off))

@@ -51,6 +51,9 @@ class HFTokenizer:
         self._template = _compile(template) if template else None
         self._special = {name: text for name in SPECIAL_TOKENS if (text := _text(settings.get(name))) is not None}
         self.stop_token_ids: tuple[int, ...] = tuple(stops)
+        self.pad_token_id: int | None = (
+            tokenizer.token_to_id(self._special["pad_token"]) if "pad_token" in self._special else None
+        )
         self.has_template = template is not None
         # Ids may leave gaps, so that they reach further than there are tokens.
         self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
@@ -74,6 +77,7 @@ class HFTokenizer:
         tokenizer.no_padding()
         settings = _read(folder / _SETTINGS)
         written_in, template = _template(folder, settings)
+        _check_added(folder / _SETTINGS, tokenizer, settings)
         stops = _stops(folder, tokenizer, settings)
         try:
             return cls(tokenizer, template, settings, stops)
@@ -232,14 +236,31 @@ def _template(folder: Path, settings: Mapping[str, Any]) -> tuple[Path, str | No
     return file, template
 
 
+def _check_added(file: Path, tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> None:
+    """ValueError where tokenizer_config.json adds a token that tokenizer.json lacks, which transformers would give an id."""
+    added = settings.get("added_tokens_decoder") or {}
+    named = {_text(token): int(id) for id, token in added.items()} if isinstance(added, dict) else {}
+    extra = [settings.get(name) for name in ("additional_special_tokens", "extra_special_tokens")]
+    listed = [token for tokens in extra if isinstance(tokens, list) for token in map(_text, tokens)]
+    expected = {**{token: tokenizer.token_to_id(token) for token in listed if token}, **named}
+    wrong = [token for token, id in expected.items() if token and (id is None or tokenizer.token_to_id(token) != id)]
+    if wrong:
+        raise ValueError(
+            f"{file}: expected the tokens of tokenizer.json, came {', '.join(map(repr, wrong[:5]))}, which it lacks or gives "
+            "another id; save the tokenizer again with transformers"
+        )
+
+
 def _stops(folder: Path, tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> list[int]:
     """The tokenizer's eos, which ends a turn, then those of generation_config.json and config.json."""
     eos = _text(settings.get("eos_token"))
+    if eos is not None and tokenizer.token_to_id(eos) is None:
+        raise ValueError(f"{folder / _SETTINGS}: eos_token={eos!r} is not a token of tokenizer.json")
     stops = [] if eos is None else [tokenizer.token_to_id(eos)]
     for name in ("generation_config.json", "config.json"):
         found = _read(folder / name).get("eos_token_id")
         ids = found if isinstance(found, list) else [found]
-        if any(not isinstance(id, int | None) for id in ids):
+        if any(isinstance(id, bool) or not isinstance(id, int | None) for id in ids):
             raise ValueError(f"{folder / name}: expected eos_token_id to be a whole number or some; came {found!r}")
         stops += ids
     return list(dict.fromkeys(id for id in stops if id is not None))

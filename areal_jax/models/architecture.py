@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple, get_args
 
 from areal_jax.models import rope
-
-Family = Literal["Qwen2ForCausalLM", "Qwen3ForCausalLM", "Qwen3MoeForCausalLM", "LlamaForCausalLM"]
+from areal_jax.models.config_keys import Family, check_keys, rules
 
 Readout = Literal["CausalLM", "TokenClassification", "SequenceClassification"]
 """What is made of hidden states, in transformers' words: logits of the vocabulary; one number a token, with a bias (critics);
@@ -23,29 +22,29 @@ class _Traits(NamedTuple):
     qkv_bias: bool = False
     """Biases on q, k and v whatever the file says, and none on the output."""
     qk_norm: bool = False
-    mlp_bias: bool = False
-    """Whether `mlp_bias` is a setting of the family."""
+    num_key_value_heads: int | None = None
+    """Where the file has no such key. None: as many as there are attention heads."""
+    head_dim: int | None = None
+    """Where the file has no such key. None: hidden_size / num_attention_heads."""
     windows: Literal["none", "all", "upper"] = "none"
     """Layers that use_sliding_window speaks of; upper: those from max_window_layers on, unless layer_types says otherwise."""
     is_moe: bool = False
+    not_null: tuple[str, ...] = ("head_dim",)
+    """Keys that mean something else in transformers, or nothing, where they are null instead of absent."""
 
 
 _FAMILIES: dict[str, _Traits] = {
-    "Qwen2ForCausalLM": _Traits("qwen2", qkv_bias=True, windows="upper"),
-    "Qwen3ForCausalLM": _Traits("qwen3", qk_norm=True, windows="upper"),
-    "Qwen3MoeForCausalLM": _Traits("qwen3_moe", qk_norm=True, windows="all", is_moe=True),
-    "LlamaForCausalLM": _Traits("llama", mlp_bias=True),
-}
-
-# Settings that change the mathematics, with the only value the decoder computes; an absent one has that value.
-_ONLY: dict[str, Any] = {
-    "hidden_act": "silu",
-    "attention_dropout": 0.0,
-    "quantization_config": None,
-    "partial_rotary_factor": 1.0,
-    "decoder_sparse_step": 1,
-    "mlp_only_layers": [],
-    "token_classification_bias": True,
+    "Qwen2ForCausalLM": _Traits("qwen2", qkv_bias=True, num_key_value_heads=32, windows="upper"),
+    "Qwen3ForCausalLM": _Traits("qwen3", qk_norm=True, num_key_value_heads=32, head_dim=128, windows="upper"),
+    "Qwen3MoeForCausalLM": _Traits(
+        "qwen3_moe",
+        qk_norm=True,
+        num_key_value_heads=4,
+        windows="all",
+        is_moe=True,
+        not_null=("head_dim", "num_key_value_heads"),
+    ),
+    "LlamaForCausalLM": _Traits("llama", not_null=()),
 }
 
 
@@ -93,31 +92,44 @@ class ModelConfig:
     """Experts in the place of every layer's MLP."""
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
+    pad_token_id: int | None = None
     readout: Readout = "CausalLM"
+    ignored_keys: tuple[str, ...] = ()
+    """Keys of the file that are passed over, because the user said so."""
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], source: str) -> ModelConfig:
-        """Read a Hugging Face config.json; `source` names it in errors.
+    def from_hf(cls, config: Mapping[str, Any], source: str, ignored_keys: Collection[str] = ()) -> ModelConfig:
+        """Read a Hugging Face config.json.
 
-        Raises ValueError naming the setting where the architecture or a setting is not supported or is missing."""
+        Args:
+            config: content of the file.
+            source: names the file in errors.
+            ignored_keys: keys that are passed over instead of refused.
+
+        Raises:
+            ValueError: naming the key where the architecture, a key or a value is not supported, or a key is missing."""
         architecture, readout = _architecture(config, source)
         family = _FAMILIES[architecture]
-        only = _ONLY | ({"attention_bias": True} if family.qkv_bias else {}) | ({} if family.mlp_bias else {"mlp_bias": False})
-        for name, supported in only.items():
-            if config.get(name, supported) not in (supported, None):
-                raise ValueError(
-                    f"{source}: {name}={config[name]!r} is not supported for {architecture}; only {name}={supported!r} is"
-                )
+        what = _with_readout(architecture, readout)
+        check_keys(config, rules(architecture, is_scalar=readout != "CausalLM"), ignored_keys, source, what)
+        if config.get("model_type") not in (family.model_type, None):
+            raise ValueError(
+                f"{source}: model_type={config['model_type']!r} contradicts architectures={config['architectures']}; "
+                f"expected model_type={family.model_type!r}"
+            )
+        if null := [name for name in family.not_null if config.get(name, 1) is None]:
+            raise ValueError(f"{source}: expected {', '.join(null)} to be a positive integer; came None")
         num_heads = _count(config, "num_attention_heads", source)
-        num_kv_heads = _count(config, "num_key_value_heads", source, num_heads)
+        # null means the same in every family, and an absent key does not.
+        num_kv_heads = num_heads if "num_key_value_heads" in config else family.num_key_value_heads or num_heads
+        num_kv_heads = _count(config, "num_key_value_heads", source, num_kv_heads)
         hidden_size = _count(config, "hidden_size", source)
-        head_dim = _count(config, "head_dim", source, hidden_size // num_heads)
+        head_dim = _count(config, "head_dim", source, family.head_dim or hidden_size // num_heads)
         if num_heads % num_kv_heads or head_dim % 2:
             raise ValueError(
                 f"{source}: expected num_attention_heads to be a multiple of num_key_value_heads and head_dim to be even; "
                 f"came num_attention_heads={num_heads}, num_key_value_heads={num_kv_heads}, head_dim={head_dim}"
             )
-        eos = config.get("eos_token_id")
         max_position_embeddings = _count(config, "max_position_embeddings", source)
         rope_theta, rope_scaling = rope.from_hf(config, source)
         return cls(
@@ -138,15 +150,36 @@ class ModelConfig:
             output_bias=_flag(config, "attention_bias", source) and not family.qkv_bias,
             mlp_bias=_flag(config, "mlp_bias", source),
             rope_scaling=rope_scaling,
-            sliding_windows=_sliding_windows(config, family, source),
+            sliding_windows=_sliding_windows(config, architecture, source),
             moe=_moe(config, source) if family.is_moe else None,
-            bos_token_id=config.get("bos_token_id"),
-            eos_token_id=tuple(eos) if isinstance(eos, list) else eos,
+            bos_token_id=_token(config, "bos_token_id", source),
+            eos_token_id=_tokens(config, "eos_token_id", source),
+            pad_token_id=_token(config, "pad_token_id", source),
             readout=readout,
+            ignored_keys=tuple(sorted(set(ignored_keys) & config.keys())),
         )
 
-    def to_hf(self) -> dict[str, Any]:
-        """The content of a config.json that `from_hf` and transformers both read back as this policy."""
+    def to_hf(self, original: Mapping[str, Any] | None = None) -> dict[str, Any]:
+        """The content of a config.json that `from_hf` and transformers both read back as this policy.
+
+        Args:
+            original: content of the config.json that the policy was read from. All of it is kept but what has changed since."""
+        written = self._to_hf()
+        if original is None:
+            return written
+        before = ModelConfig.from_hf(original, "config.json", self.ignored_keys)
+        if replace(before, ignored_keys=self.ignored_keys) == self:
+            return dict(original)
+        unchanged = before._to_hf()
+        changed = {name: value for name, value in written.items() if name not in unchanged or unchanged[name] != value}
+        if self.readout != before.readout:
+            # Of the head that was there before.
+            changed |= {name: None for name in ("problem_type",) if name in original}
+            changed |= {name: 1 for name in ("num_labels",) if name in original}
+        kept = {name: value for name, value in original.items() if name in written or name not in unchanged}
+        return kept | changed
+
+    def _to_hf(self) -> dict[str, Any]:
         written = {
             "architectures": [_with_readout(self.architecture, self.readout)],
             "model_type": _FAMILIES[self.architecture].model_type,
@@ -165,6 +198,7 @@ class ModelConfig:
             "attention_bias": self.attention_bias,
             "bos_token_id": self.bos_token_id,
             "eos_token_id": list(self.eos_token_id) if isinstance(self.eos_token_id, tuple) else self.eos_token_id,
+            "pad_token_id": self.pad_token_id,
         }
         if self.mlp_bias:
             written["mlp_bias"] = True
@@ -172,6 +206,10 @@ class ModelConfig:
             window = max(size or 0 for size in self.sliding_windows)
             kinds = ["full_attention" if size is None else "sliding_attention" for size in self.sliding_windows]
             written |= {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
+            first = kinds.index("sliding_attention")
+            if "full_attention" not in kinds[first:]:
+                # What readers look at that do not know layer_types.
+                written["max_window_layers"] = first
         if self.moe is not None:
             written |= asdict(self.moe) | {"decoder_sparse_step": 1, "mlp_only_layers": []}
         if self.is_scalar:
@@ -234,12 +272,21 @@ def _architecture(config: Mapping[str, Any], source: str) -> tuple[Family, Reado
     named = config.get("architectures") or ["none"]
     for architecture, readout in itertools.product(get_args(Family), get_args(Readout)):
         if named == [_with_readout(architecture, readout)]:
-            # Labels are 2 where transformers finds none.
-            num_labels = len(config.get("id2label") or "01")
-            if readout != "CausalLM" and num_labels != 1:
+            if readout != "CausalLM" and (num_labels := _num_labels(config, source)) != 1:
                 raise ValueError(f"{source}: {named[0]} of {num_labels} labels is not supported; expected id2label to name one")
             return architecture, readout
     raise ValueError(f"{source}: architectures={named} is not supported; expected one of {', '.join(_FAMILIES)}")
+
+
+def _num_labels(config: Mapping[str, Any], source: str) -> int:
+    labels, num_labels = config.get("id2label"), config.get("num_labels")
+    if not isinstance(labels, dict | None):
+        raise ValueError(f"{source}: expected id2label to be an object; came {labels!r}")
+    if num_labels is None:
+        return 2 if labels is None else len(labels)
+    if labels is not None and num_labels != len(labels):
+        raise ValueError(f"{source}: num_labels={num_labels!r} contradicts id2label={labels!r}")
+    return _count(config, "num_labels", source)
 
 
 def _count(config: Mapping[str, Any], name: str, source: str, default: int | None = None) -> int:
@@ -250,7 +297,7 @@ def _count(config: Mapping[str, Any], name: str, source: str, default: int | Non
 
 
 def _number(config: Mapping[str, Any], name: str, source: str, default: float) -> float:
-    value = default if config.get(name) is None else config[name]
+    value = config.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{source}: expected {name} to be a number; came {value!r}")
     return float(value)
@@ -258,36 +305,59 @@ def _number(config: Mapping[str, Any], name: str, source: str, default: float) -
 
 def _flag(config: Mapping[str, Any], name: str, source: str) -> bool:
     """False where the file does not say."""
-    value = config.get(name)
-    if not isinstance(value, bool | None):
+    value = config.get(name, False)
+    if not isinstance(value, bool):
         raise ValueError(f"{source}: expected {name} to be true or false; came {value!r}")
-    return bool(value)
+    return value
 
 
-def _sliding_windows(config: Mapping[str, Any], family: _Traits, source: str) -> tuple[int | None, ...]:
+def _tokens(config: Mapping[str, Any], name: str, source: str) -> int | tuple[int, ...] | None:
+    value: Any = config.get(name)
+    ids = value if isinstance(value, list) else [value]
+    if any(isinstance(id, bool) or not isinstance(id, int | None) for id in ids):
+        raise ValueError(f"{source}: expected {name} to be the id of a token, or a list of them; came {value!r}")
+    return tuple(ids) if isinstance(value, list) else value
+
+
+def _token(config: Mapping[str, Any], name: str, source: str) -> int | None:
+    value = _tokens(config, name, source)
+    if isinstance(value, tuple):
+        raise ValueError(f"{source}: expected {name} to be the id of a token; came {list(value)}")
+    return value
+
+
+def _sliding_windows(config: Mapping[str, Any], architecture: Family, source: str) -> tuple[int | None, ...]:
     """Windows by layer, as transformers reads them; empty where no layer has one."""
-    num_layers, asked = _count(config, "num_hidden_layers", source), bool(config.get("use_sliding_window"))
-    if asked and family.windows == "none":
-        raise ValueError(f"{source}: use_sliding_window=True is not supported for {config['architectures'][0]}")
+    num_layers, family = _count(config, "num_hidden_layers", source), _FAMILIES[architecture]
+    asked = family.windows != "none" and _flag(config, "use_sliding_window", source)
+    window = _count(config, "sliding_window", source, 4096) if asked and config.get("sliding_window", 0) is not None else None
     first = _number(config, "max_window_layers", source, 28.0) if family.windows == "upper" else 0
-    kinds = config.get("layer_types") if family.windows != "all" else None
-    if kinds is None:
-        kinds = ["sliding_attention" if asked and i >= first else "full_attention" for i in range(num_layers)]
+    computed = ["sliding_attention" if window and i >= first else "full_attention" for i in range(num_layers)]
+    kinds = computed if config.get("layer_types") is None else config["layer_types"]
     if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
         raise ValueError(
             f"{source}: expected layer_types to be 'full_attention' or 'sliding_attention' for each of {num_layers} layers; "
             f"came {kinds}"
         )
+    if kinds != computed and family.windows != "upper":
+        # transformers reads them of no layer there, and of the caches.
+        raise ValueError(f"{source}: layer_types={kinds} is not supported for {architecture} here; expected {computed}")
     if "sliding_attention" not in kinds:
         return ()
-    if not asked:
-        raise ValueError(f"{source}: layer_types names 'sliding_attention', but use_sliding_window is not true")
-    window = _count(config, "sliding_window", source)
+    if window is None:
+        raise ValueError(
+            f"{source}: layer_types names 'sliding_attention', but there is no sliding_window with use_sliding_window"
+        )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _moe(config: Mapping[str, Any], source: str) -> MoEConfig:
     # Files of transformers from version 5 on may call them local.
+    spellings = [name for name in ("num_experts", "num_local_experts") if name in config]
+    if len({config[name] for name in spellings}) > 1:
+        raise ValueError(
+            f"{source}: num_experts={config['num_experts']!r} contradicts num_local_experts={config['num_local_experts']!r}"
+        )
     spelling = "num_experts" if "num_experts" in config else "num_local_experts"
     num_experts, per_token = (_count(config, name, source) for name in (spelling, "num_experts_per_tok"))
     if per_token > num_experts:

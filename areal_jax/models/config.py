@@ -43,6 +43,11 @@ class PolicyConfig:
         "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
     )
     random_init: bool = chz.field(default=False, doc="take only config.json from `path` and draw fresh weights")
+    ignore_config_keys: tuple[str, ...] = chz.field(
+        default=(),
+        doc="keys of config.json and adapter_config.json that are ignored instead of refused, by name: those of a checkpoint "
+        "that change nothing although they are unknown here",
+    )
     lora: LoRA | None = chz.field(
         default=None, doc="train an adapter (policy.lora=LoRA, or any of its settings) instead of all parameters"
     )

@@ -12,7 +12,7 @@ import os
 import re
 import shutil
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -48,6 +48,11 @@ TOKENIZER_FILES = (
 )
 """What `save` takes along of a folder, so that other tools can talk to the policy at once."""
 
+_EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
+
+_UNREAD = "rotary_emb.inv_freq"
+"""Ending of the names of tensors in old files that follow from config.json."""
+
 SavedDtype = Literal["float32", "float16", "bfloat16"]
 
 _FLOATS = {"F32", "F16", "BF16"}
@@ -63,9 +68,9 @@ class _Entry(NamedTuple):
 
 
 _ENTRIES: dict[tuple[str, ...], _Entry] = {
-    ("embed",): _Entry("model.embed_tokens.weight", 0),
+    ("embed",): _Entry(_EMBED, 0),
     ("norm",): _Entry("model.norm.weight", 0),
-    ("head",): _Entry("lm_head.weight", 1),
+    ("head",): _Entry(_HEAD, 1),
     ("value",): _Entry("score.weight", 1),
     ("value_bias",): _Entry("score.bias", 0),
     ("layers", "attn_norm"): _Entry("model.layers.{}.input_layernorm.weight", 0),
@@ -116,12 +121,18 @@ class _Tensor(NamedTuple):
         return np.ascontiguousarray(array.reshape(self.shape))
 
 
-def read_config(folder: Path) -> ModelConfig:
-    """Read a folder's config.json. ValueError names the setting that is not supported."""
+def read_config(folder: Path, ignored_keys: Collection[str] = ()) -> ModelConfig:
+    """Read a folder's config.json.
+
+    Args:
+        ignored_keys: keys that are passed over instead of refused.
+
+    Raises:
+        ValueError: naming the keys that are not supported."""
     path = folder / _CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"expected a Hugging Face folder with {_CONFIG} at {folder}; set policy.path to one")
-    return ModelConfig.from_hf(read_json(path), source=str(path))
+    return ModelConfig.from_hf(read_json(path), str(path), ignored_keys)
 
 
 def load(folder: Path, policy: Policy, shardings: Any, *, dtype: DTypeLike = np.float32) -> Params:
@@ -135,8 +146,9 @@ def load(folder: Path, policy: Policy, shardings: Any, *, dtype: DTypeLike = np.
     with ExitStack() as stack:
         files = {path.name: stack.enter_context(open_weights(path)) for path in _weight_files(folder)}
         opened = {tensor: Source(file, name) for name, file in files.items() for tensor in file.offset_keys()}
+        _check_places(folder, files, opened)
         abstract, layouts = _leaves(policy.abstract(dtype)), _leaves(shardings)
-        fresh = _SCALAR_HEAD if policy.config.is_scalar and not read_config(folder).is_scalar else set()
+        fresh = _SCALAR_HEAD if policy.config.is_scalar and not _is_scalar(folder, policy) else set()
         stored = {path: leaf for path, leaf in abstract.items() if path not in fresh}
         _check(folder, policy, stored, opened)
         leaves = {
@@ -159,6 +171,8 @@ def save(
 ) -> None:
     """Write a folder that transformers, and `load`, read back: config.json, the weights, and the tokenizer's files.
 
+    config.json keeps every key of the one in `tokenizer_folder` but those that differ for this policy.
+
     Weights of more than `shard_bytes` go into several files with an index; the host holds one of them at a time. The files are
     written aside and moved into place whole: a new folder appears at once; in an existing one they replace its weights and
     their namesakes, and whatever else lies there stays. float32 is exact.
@@ -175,7 +189,7 @@ def save(
             if tokenizer_folder is not None and (tokenizer_folder / name).is_file():
                 shutil.copyfile(tokenizer_folder / name, aside / name)
         _write_weights(aside, _to_files(policy, params), _shards(policy, np.dtype(dtype).itemsize, shard_bytes), dtype)
-        (aside / _CONFIG).write_text(json.dumps(policy.config.to_hf() | {"torch_dtype": dtype}, indent=2) + "\n")
+        (aside / _CONFIG).write_text(_written_config(policy, dtype, tokenizer_folder), encoding="utf-8")
         if folder.exists():
             stale = {file.name for file in folder.iterdir() if _OURS.fullmatch(file.name)}
             for file in aside.iterdir():
@@ -190,20 +204,37 @@ def save(
         shutil.rmtree(aside, ignore_errors=True)
 
 
+def _is_scalar(folder: Path, policy: Policy) -> bool:
+    return read_config(folder, policy.config.ignored_keys).is_scalar
+
+
+def _written_config(policy: Policy, dtype: SavedDtype, original: Path | None) -> str:
+    """The text of config.json: as it was in the folder `original`, but for what has changed since."""
+    text, given = None, None
+    if original is not None and (original / _CONFIG).is_file():
+        text, given = (original / _CONFIG).read_text(encoding="utf-8"), read_json(original / _CONFIG)
+    written = policy.config.to_hf(given)
+    spellings = [name for name in ("dtype", "torch_dtype") if name in written] or ["torch_dtype"]
+    written |= dict.fromkeys(spellings, dtype)
+    return text if text is not None and written == given else json.dumps(written, indent=2, ensure_ascii=False) + "\n"
+
+
 def _leaves(tree: Params) -> dict[tuple[str, ...], Any]:
     return dict(traverse_util.flatten_dict(tree))
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: the only one, or those that the index lists."""
-    if (folder / _WEIGHTS).is_file():
-        names = [_WEIGHTS]
-    elif (folder / _INDEX).is_file():
-        index = read_json(folder / _INDEX)
-        if not isinstance(index.get("weight_map"), dict):
-            raise ValueError(f"{folder / _INDEX}: expected weight_map, the file of each tensor; found {', '.join(index)}")
-        names = sorted(set(index["weight_map"].values()))
-    else:
+    """The safetensors files of a folder: the only one, or those that the index lists. ValueError where it has both."""
+    is_whole = (folder / _WEIGHTS).is_file()
+    names = [_WEIGHTS]
+    if (folder / _INDEX).is_file():
+        names = sorted(set(_weight_map(folder).values()))
+        if is_whole and names != [_WEIGHTS]:
+            raise ValueError(
+                f"{folder} holds {_WEIGHTS} and {_INDEX} with {len(names)} other files, of which some tools read the one and "
+                "some the others; remove the older weights"
+            )
+    elif not is_whole:
         found = sorted(file.name for file in folder.iterdir())
         raise FileNotFoundError(f"expected {_WEIGHTS} or {_INDEX} in {folder}; found {', '.join(found) or 'nothing'}")
     if missing := [name for name in names if not (folder / name).is_file()]:
@@ -222,6 +253,32 @@ def _tensors(path: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> Iterator[_Ten
         shape = (math.prod(leaf_shape),)
     for place in np.ndindex(leaf.shape[:num_places]):
         yield _Tensor(entry.name.format(*place), shape, place, cut, leaf_shape)
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """The file of each tensor, as the index says."""
+    index = read_json(folder / _INDEX)
+    if not isinstance(weight_map := index.get("weight_map"), dict) or not all(isinstance(f, str) for f in weight_map.values()):
+        raise ValueError(f"{folder / _INDEX}: expected weight_map, the file of each tensor; found {', '.join(index)}")
+    return weight_map
+
+
+def _check_places(folder: Path, files: Mapping[str, Any], opened: Mapping[str, Source]) -> None:
+    """ValueError where two files hold the same tensor, or the index places a tensor where it is not."""
+    for name, file in files.items():
+        if twice := [
+            f"{tensor} in {name} and {opened[tensor].name}" for tensor in file.offset_keys() if opened[tensor].name != name
+        ]:
+            raise ValueError(f"{folder}: expected each tensor in one file; came {', '.join(twice[:5])}")
+    if (folder / _INDEX).is_file():
+        placed = _weight_map(folder)
+        elsewhere = [tensor for tensor, file in placed.items() if tensor not in opened or opened[tensor].name != file]
+        unlisted = [tensor for tensor in opened if tensor not in placed and not tensor.endswith(_UNREAD)]
+        if wrong := elsewhere + unlisted:
+            places = ", ".join(f"{tensor} in {placed.get(tensor, 'no file')}" for tensor in wrong[:5])
+            raise ValueError(
+                f"{folder / _INDEX} names another file than the one that holds it for {len(wrong)} tensors: {places}"
+            )
 
 
 class Source(NamedTuple):
@@ -248,9 +305,22 @@ def _check(
     shapes = {tensor.name: tensor.shape for path, leaf in stored.items() for tensor in _tensors(path, leaf)}
     # A head in whose place there is another one, or the embedding, is not read; and old files hold RoPE's frequencies, which
     # follow from config.json.
-    known = {"lm_head.weight"} if policy.config.tie_word_embeddings or policy.config.is_scalar else set()
-    found = {name: source for name, source in opened.items() if name not in known and not name.endswith("rotary_emb.inv_freq")}
+    known = {_HEAD} if policy.config.tie_word_embeddings or policy.config.is_scalar else set()
+    found = {name: source for name, source in opened.items() if name not in known and not name.endswith(_UNREAD)}
     require_shapes(f"the weights in {folder} do not fit its {_CONFIG}", shapes, found)
+    if policy.config.tie_word_embeddings and not policy.config.is_scalar and _HEAD in opened:
+        _check_tied(folder, opened[_EMBED], opened[_HEAD])
+
+
+def _check_tied(folder: Path, embed: Source, head: Source) -> None:
+    """ValueError where the head differs from the embedding that it is tied to."""
+    ours, theirs = embed.file.get_slice(_EMBED), head.file.get_slice(_HEAD)
+    spans = [slice(i, min(i + 4096, _shape(ours)[0])) for i in range(0, _shape(ours)[0], 4096)]
+    if _shape(ours) != _shape(theirs) or any(ours[span].tobytes() != theirs[span].tobytes() for span in spans):
+        raise ValueError(
+            f"{folder / _CONFIG}: tie_word_embeddings=true, but {_HEAD} in {head.name} differs from {_EMBED} in {embed.name}; "
+            "set tie_word_embeddings to false to read the head, or remove the tensor"
+        )
 
 
 def require_shapes(complaint: str, expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Source]) -> None:

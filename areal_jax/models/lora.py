@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, get_args
@@ -24,6 +24,7 @@ from safetensors.numpy import save_file
 from areal_jax.models import hf
 from areal_jax.models.config import ADAPTER_CONFIG as CONFIG
 from areal_jax.models.config import LoRA, Target
+from areal_jax.models.config_keys import Only, Rule, check_keys
 from areal_jax.models.decoder import Adapted, Params, Policy
 from areal_jax.parallel.sharding import fetch, put
 from areal_jax.settings import read_json
@@ -52,31 +53,27 @@ _PLACES: Mapping[Target, _Place] = {
     "down_proj": _Place(("layers", "mlp", "down"), "mlp.down_proj", 1),
 }
 
-# Settings of PEFT that change the mathematics, with the only value that is computed here; an absent one has that value.
-_ONLY: dict[str, Any] = {
-    "peft_type": "LORA",
-    "bias": "none",
-    "lora_dropout": 0.0,
-    "modules_to_save": None,
-    "fan_in_fan_out": False,
-    "lora_bias": False,
-    "use_dora": False,
-    "use_qalora": False,
-    "use_bdlora": None,
-    "exclude_modules": None,
-    "layers_to_transform": None,
-    "layer_replication": None,
-    "rank_pattern": {},
-    "alpha_pattern": {},
-    "target_parameters": None,
-    "trainable_token_indices": None,
-    "alora_invocation_tokens": None,
-    "arrow_config": None,
-    "kasa_config": None,
-    "monteclora_config": None,
-    "velora_config": None,
-}
+_NOTHING = Only((None, {}, [], False))
+"""PEFT writes nothing in any of these ways, whichever the release prefers."""
 
+# What each key of PEFT's file does in PEFT 0.21.
+_RULES: dict[str, Rule] = {
+    **dict.fromkeys(
+        ("r", "lora_alpha", "target_modules", "use_rslora", "init_lora_weights", "base_model_name_or_path"), "read"
+    ),
+    # What a file says of itself, and how PEFT begins, which the weights have behind them.
+    **dict.fromkeys(("task_type", "peft_version", "auto_mapping", "revision", "inference_mode", "runtime_config"), "harmless"),
+    **dict.fromkeys(("loftq_config", "corda_config", "eva_config", "lora_ga_config"), "harmless"),
+    # Read by PEFT beside others alone, which are refused.
+    **dict.fromkeys(("layers_pattern", "qalora_group_size", "megatron_core", "ensure_weight_tying"), "harmless"),
+    "peft_type": Only(("LORA",)),
+    "bias": Only(("none", None)),
+    "lora_dropout": Only((0.0, None)),
+    **dict.fromkeys(("modules_to_save", "fan_in_fan_out", "lora_bias", "use_dora", "use_qalora", "use_bdlora"), _NOTHING),
+    **dict.fromkeys(("exclude_modules", "layers_to_transform", "layer_replication", "rank_pattern", "alpha_pattern"), _NOTHING),
+    **dict.fromkeys(("target_parameters", "trainable_token_indices", "alora_invocation_tokens", "megatron_config"), _NOTHING),
+    **dict.fromkeys(("arrow_config", "kasa_config", "monteclora_config", "velora_config"), _NOTHING),
+}
 
 _BEGUN_BESIDE_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
 """Values of init_lora_weights under which PEFT leaves the base as it is. Others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) take what
@@ -137,13 +134,17 @@ def merge(policy: Policy, base: Params, adapter: Params) -> Params:
     return traverse_util.unflatten_dict(merged)
 
 
-def read_config(folder: Path) -> LoRA:
-    """Read a PEFT folder's adapter_config.json. ValueError names the setting that is not supported."""
+def read_config(folder: Path, ignored_keys: Collection[str] = ()) -> LoRA:
+    """Read a PEFT folder's adapter_config.json.
+
+    Args:
+        ignored_keys: keys that are passed over instead of refused.
+
+    Raises:
+        ValueError: naming the keys that are not supported."""
     config, path = _read_json(folder), folder / CONFIG
-    for name, supported in _ONLY.items():
-        # PEFT writes nothing as null, {} or [], whichever the release prefers.
-        if (config.get(name, supported) or None) != (supported or None):
-            raise ValueError(f"{path}: {name}={config[name]!r} is not supported; only {name}={supported!r} is")
+    # The same setting names keys of config.json.
+    check_keys(config, _RULES, {name for name in ignored_keys if _RULES.get(name) != "read"}, str(path), "a LoRA adapter")
     if (begun := config.get("init_lora_weights", True)) not in _BEGUN_BESIDE_THE_BASE:
         raise ValueError(
             f"{path}: init_lora_weights={begun!r} is not supported: it does not belong to the base as that is, but to one that "
@@ -156,7 +157,9 @@ def read_config(folder: Path) -> LoRA:
     if not isinstance(targets, list) or not targets or not set(targets) <= set(known):
         raise ValueError(f"{path}: expected target_modules to be a list of some of {', '.join(known)}; came {targets!r}")
     named = tuple(target for target in known if target in targets)
-    return LoRA(rank=rank, alpha=float(alpha), targets=named, rslora=bool(config.get("use_rslora")))
+    if not isinstance(rslora := config.get("use_rslora", False), bool | None):
+        raise ValueError(f"{path}: expected use_rslora to be true or false; came {rslora!r}")
+    return LoRA(rank=rank, alpha=float(alpha), targets=named, rslora=bool(rslora))
 
 
 def base_of(folder: Path) -> str | None:

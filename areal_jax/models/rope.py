@@ -54,44 +54,76 @@ _KINDS: dict[str, type[RopeScaling]] = {"linear": Linear, "llama3": Llama3, "yar
 
 def from_hf(config: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
     """Base of the angles, and the scaling, of a config.json: in rope_parameters, or in files of transformers before
-    version 5 in rope_theta and rope_scaling. ValueError names what is not supported or missing."""
+    version 5 in rope_theta and rope_scaling.
+
+    Raises:
+        ValueError: naming what is not supported, contradictory or missing."""
     spelling = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
-    given = dict[str, Any]()
-    for name in ("rope_parameters", "rope_scaling"):
-        if not isinstance(of_name := config.get(name) or {}, dict):
-            raise ValueError(f"{source}: expected {name} to be an object; came {of_name!r}")
-        given |= of_name
-    theta = given.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
-    if isinstance(theta, bool) or not isinstance(theta, int | float):
-        raise ValueError(f"{source}: expected rope_theta to be a number; came {theta!r}")
-    theta = float(theta)
-    kinds = [given.pop(name, None) for name in ("rope_type", "type")]
-    kind = kinds[0] or kinds[1] or "default"
-    if kind == "default" and not given:
-        return theta, None
-    if kind not in _KINDS:
-        known = ", ".join(map(repr, ["default", *_KINDS]))
-        raise ValueError(f"{source}: {spelling}={config[spelling]!r} is not supported; only rope_type {known} are")
-    try:
-        return theta, _KINDS[kind](**_completed(kind, given, config["max_position_embeddings"]))
-    except (TypeError, ValueError) as error:
-        fields = ", ".join(_KINDS[kind].__dataclass_fields__)
+    written = config.get(spelling) or {}
+    if not isinstance(written, dict):
+        raise ValueError(f"{source}: expected {spelling} to be an object; came {written!r}")
+    if spelling == "rope_scaling" and (config.get("rope_parameters") or written) != written:
         raise ValueError(
-            f"{source}: {spelling}={config[spelling]!r} is not supported; rope_type={kind!r} takes numbers for {fields}"
+            f"{source}: rope_scaling={written!r} contradicts rope_parameters={config['rope_parameters']!r}; leave one out"
+        )
+    given = dict(written)
+    theta = given.pop("rope_theta", config.get("rope_theta", 10000.0))
+    if not _is_number(theta) or theta <= 1:
+        raise ValueError(f"{source}: expected rope_theta to be a number above 1; came {theta!r}")
+    kinds = [given.pop(name) for name in ("rope_type", "type") if name in given]
+    kind = kinds[0] if kinds else "default"
+    known = ", ".join(map(repr, ["default", *_KINDS]))
+    if kind not in ("default", *_KINDS) or set(kinds) - {kind}:
+        raise ValueError(f"{source}: {spelling}={written!r} is not supported; only rope_type {known} are")
+    if given.pop("partial_rotary_factor", 1.0) != 1.0:
+        raise ValueError(f"{source}: {spelling}={written!r} is not supported; only partial_rotary_factor=1.0 is")
+    try:
+        return float(theta), _scaling(kind, given, config)
+    except (TypeError, ValueError) as error:
+        fields = ", ".join(_KINDS[kind].__dataclass_fields__) if kind in _KINDS else "nothing"
+        raise ValueError(
+            f"{source}: {spelling}={written!r} is not supported; rope_type={kind!r} takes numbers for {fields} ({error})"
         ) from error
 
 
-def _completed(kind: str, given: Mapping[str, Any], max_position_embeddings: int) -> dict[str, Any]:
-    """With what a file leaves out or writes as null."""
-    whole = ("original_max_position_embeddings", "truncate")
-    values = {name: value if name in whole else float(value) for name, value in given.items() if value is not None}
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _scaling(kind: str, given: Mapping[str, Any], config: Mapping[str, Any]) -> RopeScaling | None:
+    """The scaling, with what a file leaves out or writes as null."""
+    values: dict[str, Any] = dict(given)
+    max_position_embeddings: Any = config["max_position_embeddings"]
+    if kind == "default":
+        if values:
+            raise ValueError(f"unexpected {', '.join(values)}")
+        return None
     if kind != "linear":
-        values.setdefault("original_max_position_embeddings", max_position_embeddings)
+        # In transformers the one beside the object goes before the one inside it.
+        inside = values.get("original_max_position_embeddings", max_position_embeddings)
+        values["original_max_position_embeddings"] = config.get("original_max_position_embeddings", inside)
     if kind == "yarn":
-        values.setdefault("factor", max_position_embeddings / values["original_max_position_embeddings"])
+        values = {name: value for name, value in values.items() if value is not None or name not in _MAY_BE_NULL}
+        if values.get("truncate", True) is None:
+            values["truncate"] = False
+        if "factor" in given and given["factor"] is None:
+            values["factor"] = max_position_embeddings / values["original_max_position_embeddings"]
         scales = values.pop("mscale", None), values.pop("mscale_all_dim", None)
-        values.setdefault("attention_factor", _attention_factor(values["factor"], *scales))
-    return values
+        if "factor" in values and "attention_factor" not in values:
+            values["attention_factor"] = _attention_factor(values["factor"], *scales)
+    if not isinstance(values.get("truncate", True), bool):
+        raise ValueError(f"expected truncate to be true or false; came {values['truncate']!r}")
+    if wrong := [name for name, value in values.items() if name != "truncate" and (not _is_number(value) or value <= 0)]:
+        raise ValueError(f"expected numbers above 0 for {', '.join(wrong)}")
+    if kind == "llama3" and "high_freq_factor" in values and values["high_freq_factor"] <= values.get("low_freq_factor", 0):
+        raise ValueError("expected high_freq_factor to be above low_freq_factor")
+    whole = ("original_max_position_embeddings", "truncate")
+    fields: dict[str, Any] = {name: value if name in whole else float(value) for name, value in values.items()}
+    return _KINDS[kind](**fields)
+
+
+_MAY_BE_NULL = ("factor", "attention_factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
+"""Settings of yarn that null leaves to what transformers computes."""
 
 
 def to_hf(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import re
 from datetime import datetime
 from pathlib import Path
 
@@ -214,6 +215,30 @@ def test_answers_end_at_the_end_of_a_turn_and_at_whatever_the_configs_call_eos(f
     assert HFTokenizer.from_folder(folder).stop_token_ids == (turn, end, 5)
     (folder / "tokenizer_config.json").unlink()
     assert HFTokenizer.from_folder(folder).stop_token_ids == (end, turn, 5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "named"),
+    [
+        ({"eos_token": "<|new|>"}, "eos_token='<|new|>' is not a token of tokenizer.json"),
+        ({"added_tokens_decoder": {"900": {"content": "<|new|>"}}}, "'<|new|>', which it lacks"),
+        ({"added_tokens_decoder": {"900": {"content": "<|im_end|>"}}}, "'<|im_end|>', which it lacks or gives another id"),
+        ({"additional_special_tokens": ["<|new|>"]}, "'<|new|>', which it lacks"),
+        ({"extra_special_tokens": [{"content": "<|new|>"}]}, "'<|new|>', which it lacks"),
+    ],
+)
+def test_tokens_that_tokenizer_json_lacks_are_refused(folder: Path, settings: dict[str, object], named: str) -> None:
+    write(folder, **({"eos_token": "<|im_end|>"} | settings))
+    with pytest.raises(ValueError, match=re.escape(named)):
+        HFTokenizer.from_folder(folder)
+
+
+def test_tokens_that_tokenizer_json_has_are_accepted(folder: Path) -> None:
+    end = id_of(folder, "<|im_end|>")
+    named = {"added_tokens_decoder": {str(end): {"content": "<|im_end|>"}}, "additional_special_tokens": ["<|im_end|>"]}
+    write(folder, eos_token="<|im_end|>", pad_token="<|im_end|>", extra_special_tokens={}, **named)
+    tokenizer = HFTokenizer.from_folder(folder)
+    assert tokenizer.stop_token_ids == (end,) and tokenizer.pad_token_id == end
 
 
 def test_a_tokenizer_that_cannot_be_used_says_what_it_lacks(folder: Path) -> None:

@@ -4,7 +4,7 @@ from typing import get_args
 
 import jax
 import pytest
-from tiny_policies import SIZES, tiny_policy
+from tiny_policies import EXPERTS, SIZES, tiny_policy
 
 from areal_jax.models.architecture import Family, ModelConfig
 from areal_jax.models.rope import Yarn
@@ -45,14 +45,28 @@ def test_old_and_new_files_name_the_rope_base_differently():
     assert read(rope_theta=7.0) == read(rope_parameters={"rope_type": "default", "rope_theta": 7.0})
 
 
-def test_what_a_file_leaves_out_has_the_value_of_its_family():
+def test_absent_keys_have_the_defaults_of_the_family():
+    absent = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"} | {"num_attention_heads": 32}
+    # hidden_size / num_attention_heads would be 2.
     config = ModelConfig.from_hf(
-        {name: value for name, value in QWEN2.items() if name != "num_key_value_heads"}, source="some/config.json"
+        {**absent, "architectures": ["Qwen2ForCausalLM"], "hidden_size": 64}, source="some/config.json"
     )
-    assert (config.num_key_value_heads, config.head_dim, config.rope_theta, config.rms_norm_eps) == (4, 4, 10000.0, 1e-6)
+    assert (config.num_key_value_heads, config.head_dim, config.rope_theta, config.rms_norm_eps) == (32, 2, 10000.0, 1e-6)
     assert config.attention_bias and not config.qk_norm and not config.tie_word_embeddings
-    qwen3 = tiny_policy("Qwen3ForCausalLM").config
-    assert qwen3.qk_norm and not qwen3.attention_bias
+    config = ModelConfig.from_hf(
+        {**absent, "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64}, source="some/config.json"
+    )
+    assert (config.num_key_value_heads, config.head_dim) == (32, 128)
+    assert config.qk_norm and not config.attention_bias
+    experts = {**absent, **EXPERTS, "architectures": ["Qwen3MoeForCausalLM"], "hidden_size": 64}
+    assert ModelConfig.from_hf(experts, source="some/config.json").num_key_value_heads == 4
+    llama = {**absent, "architectures": ["LlamaForCausalLM"], "num_attention_heads": 8}
+    assert ModelConfig.from_hf(llama, source="some/config.json").num_key_value_heads == 8
+
+
+@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"])
+def test_null_key_value_heads_are_as_many_as_attention_heads(architecture):
+    assert tiny_policy(architecture, num_key_value_heads=None).config.num_key_value_heads == 4
 
 
 @pytest.mark.parametrize(
@@ -94,7 +108,7 @@ def test_what_is_not_supported_is_named_with_its_file(setting, value):
     ("architecture", "settings", "named"),
     [
         ("LlamaForCausalLM", {"use_sliding_window": True, "sliding_window": 4}, "use_sliding_window"),
-        ("Qwen3ForCausalLM", {"use_sliding_window": True, "max_window_layers": 0}, "sliding_window"),
+        ("Qwen3ForCausalLM", {"use_sliding_window": True, "sliding_window": 0}, "sliding_window"),
         ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
         ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0]}, "mlp_only_layers"),
         ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than num_experts=4"),
@@ -171,3 +185,116 @@ def test_experts_survive_the_trip_too():
 
 def test_a_config_is_a_key():
     assert len({read(), read(), dataclasses.replace(read(), rope_theta=2.0)}) == 2
+
+
+def test_every_unknown_key_is_named_with_its_value():
+    with pytest.raises(ValueError, match=r"frob=1 is not a known key.*mlp_bias=True is not.*ignore_config_keys=frob,mlp_bias"):
+        read(frob=1, mlp_bias=True)
+    read_anyway = ModelConfig.from_hf(QWEN2 | {"frob": 1, "attention_dropout": 0.1}, "a test", ["frob", "attention_dropout"])
+    assert read_anyway.ignored_keys == ("attention_dropout", "frob")
+
+
+def test_a_key_that_is_read_cannot_be_ignored():
+    with pytest.raises(ValueError, match="ignore_config_keys names rope_scaling, which are read"):
+        ModelConfig.from_hf(QWEN2, "a test", ["rope_scaling"])
+
+
+@pytest.mark.parametrize("architecture", get_args(Family))
+def test_keys_that_change_nothing_are_accepted_with_those_values_only(architecture):
+    plain = tiny_policy(architecture).config
+    harmless = {
+        "use_cache": False,
+        "torch_dtype": "float16",
+        "temperature": 0.6,
+        "_attn_implementation": "eager",
+        "label2id": {},
+    }
+    assert (
+        tiny_policy(architecture, **harmless, partial_rotary_factor=1.0, pretraining_tp=1, hidden_act="swish").config == plain
+    )
+    for name, value in {
+        "auto_map": {},
+        "per_layer_config": {"0": {}},
+        "pretraining_tp": True,
+        "is_encoder_decoder": True,
+    }.items():
+        with pytest.raises(ValueError, match=rf"{name}=.* is not supported for {architecture}"):
+            tiny_policy(architecture, **{name: value})
+
+
+@pytest.mark.parametrize("architecture", get_args(Family))
+def test_a_model_type_that_contradicts_the_architecture_is_refused(architecture):
+    with pytest.raises(ValueError, match="model_type='mistral' contradicts architectures"):
+        tiny_policy(architecture, model_type="mistral")
+
+
+def test_a_window_that_llama_would_not_read_is_refused():
+    with pytest.raises(ValueError, match="sliding_window=4096 is not supported for LlamaForCausalLM"):
+        tiny_policy("LlamaForCausalLM", sliding_window=4096)
+    with pytest.raises(ValueError, match="layer_types"):
+        tiny_policy("LlamaForCausalLM", layer_types=["sliding_attention"] * 3)
+
+
+@pytest.mark.parametrize("kind", ["yarn", "llama3"])
+def test_original_positions_beside_the_object_go_before_those_inside(kind):
+    bands = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
+    scaling = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 16, **bands}
+    beside = read(rope_scaling=scaling, original_max_position_embeddings=32)
+    assert beside == read(rope_scaling=scaling | {"original_max_position_embeddings": 32})
+    assert beside != read(rope_scaling=scaling)
+    # transformers cannot compute with null; without a scaling that reads it, it is not read.
+    with pytest.raises(ValueError, match="original_max_position_embeddings"):
+        read(rope_scaling=scaling, original_max_position_embeddings=None)
+    assert read(original_max_position_embeddings=32) == read()
+
+
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"rope_theta": None},
+        {"rope_theta": 1.0},
+        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": None, "type": "linear", "factor": 2.0}},
+        {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "beta_fast": 0}},
+        {"rope_scaling": {"rope_type": "yarn", "factor": 2.0, "truncate": 1}},
+        {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 16}},
+        {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
+        {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
+        {"rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}},
+    ],
+)
+def test_contradictory_or_unknown_rope_settings_are_refused(settings):
+    with pytest.raises(ValueError, match=r"some/config\.json: .*rope_"):
+        read(**settings)
+
+
+def test_null_truncate_is_false_as_in_transformers():
+    scaling = {"rope_type": "yarn", "factor": 4.0}
+    assert read(rope_scaling=scaling | {"truncate": None}) == read(rope_scaling=scaling | {"truncate": False})
+    assert read(rope_scaling=scaling | {"truncate": None}) != read(rope_scaling=scaling)
+
+
+@pytest.mark.parametrize(
+    ("architecture", "settings"),
+    [
+        ("Qwen2ForCausalLM", {"tie_word_embeddings": None}),
+        ("Qwen2ForCausalLM", {"use_sliding_window": None}),
+        ("Qwen2ForCausalLM", {"rms_norm_eps": None}),
+        ("Qwen3ForCausalLM", {"head_dim": None}),
+        ("Qwen3MoeForCausalLM", {"num_key_value_heads": None}),
+        ("Qwen3MoeForCausalLM", {"norm_topk_prob": None}),
+        ("Qwen3MoeForCausalLM", {"num_local_experts": 3}),
+    ],
+)
+def test_values_that_transformers_refuses_are_refused(architecture, settings):
+    with pytest.raises(ValueError, match=next(iter(settings))):
+        tiny_policy(architecture, **settings)
+
+
+def test_export_says_from_which_layer_on_there_are_windows():
+    settings = {"use_sliding_window": True, "sliding_window": 4}
+    assert read(**settings, max_window_layers=1).to_hf()["max_window_layers"] == 1
+    mixed = read(**settings, layer_types=["sliding_attention", "full_attention", "full_attention"])
+    assert "max_window_layers" not in mixed.to_hf()

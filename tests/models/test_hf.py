@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import json
 from pathlib import Path
@@ -184,7 +185,7 @@ def test_what_other_tools_repeat_is_passed_over(tmp_path):
     policy, params = saved(tmp_path / "policy", tie_word_embeddings=True)
     file = tmp_path / "policy" / "model.safetensors"
     repeated = {
-        "lm_head.weight": np.ones((40, 16), np.float32),
+        "lm_head.weight": load_file(file)["model.embed_tokens.weight"],
         "model.layers.0.self_attn.rotary_emb.inv_freq": np.ones(2, np.float32),
     }
     save_file(load_file(file) | repeated, file)
@@ -224,3 +225,109 @@ def test_a_save_that_fails_leaves_nothing_behind(tmp_path):
     with pytest.raises(TypeError, match="NoneType"):
         hf.save(tmp_path / "policy", policy, params)
     assert list(tmp_path.iterdir()) == []
+
+
+def edit_config(folder: Path, **changes: object) -> dict[str, object]:
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps(config))
+    return config
+
+
+def test_a_head_that_contradicts_tied_embeddings_is_refused(tmp_path):
+    saved(tmp_path, tie_word_embeddings=False)
+    edit_config(tmp_path, tie_word_embeddings=True)
+    policy = Policy(hf.read_config(tmp_path))
+    with pytest.raises(ValueError, match=r"tie_word_embeddings=true, but lm_head\.weight in model\.safetensors differs"):
+        hf.load(tmp_path, policy, on_one_device(policy))
+
+
+def test_whole_and_sharded_weights_together_are_refused(tmp_path):
+    policy, params = saved(tmp_path)
+    hf.save(tmp_path / "sharded", policy, params, shard_bytes=4000)
+    for file in (tmp_path / "sharded").iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    with pytest.raises(ValueError, match=r"holds model\.safetensors and model\.safetensors\.index\.json"):
+        hf.load(tmp_path, policy, on_one_device(policy))
+
+
+def test_an_index_of_the_only_file_is_accepted(tmp_path):
+    policy, params = saved(tmp_path)
+    placed = dict.fromkeys(load_file(tmp_path / "model.safetensors"), "model.safetensors")
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
+    assert_equal(hf.load(tmp_path, policy, on_one_device(policy)), params)
+
+
+def test_a_tensor_in_two_shards_is_refused(tmp_path):
+    policy, params = saved(tmp_path)
+    hf.save(tmp_path, policy, params, shard_bytes=4000)
+    first, *_, last = sorted(tmp_path.glob("*.safetensors"))
+    twice = {"model.embed_tokens.weight": load_file(first)["model.embed_tokens.weight"]}
+    save_file(load_file(last) | twice, last)
+    with pytest.raises(ValueError, match=r"expected each tensor in one file; came model\.embed_tokens\.weight in model-00001"):
+        hf.load(tmp_path, policy, on_one_device(policy))
+
+
+def test_an_index_that_names_another_file_is_refused(tmp_path):
+    policy, params = saved(tmp_path / "policy")
+    hf.save(tmp_path / "policy", policy, params, shard_bytes=4000)
+    path = tmp_path / "policy" / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    index["weight_map"]["model.norm.weight"] = index["weight_map"]["model.embed_tokens.weight"]
+    path.write_text(json.dumps(index))
+    with pytest.raises(ValueError, match=r"names another file than the one that holds it for 1 tensors: model\.norm\.weight"):
+        hf.load(tmp_path / "policy", policy, on_one_device(policy))
+
+
+def test_export_keeps_config_json_byte_for_byte(tmp_path):
+    policy, params = saved(tmp_path / "original")
+    config = edit_config(
+        tmp_path / "original",
+        transformers_version="4.51.0",
+        torch_dtype="bfloat16",
+        max_window_layers=21,
+        sliding_window=4096,
+        rope_parameters={"rope_theta": 10000.0, "rope_type": "default"},
+        pad_token_id=3,
+        use_cache=False,
+        initializer_range=0.02,
+        model_name="größer",
+    )
+    (tmp_path / "original" / "generation_config.json").write_text('{"eos_token_id":  [1, 2], "temperature": 0.6}')
+    policy = Policy(hf.read_config(tmp_path / "original"))
+    hf.save(tmp_path / "same", policy, params, tmp_path / "original", dtype="bfloat16")
+    for name in ("config.json", "generation_config.json"):
+        assert (tmp_path / "same" / name).read_bytes() == (tmp_path / "original" / name).read_bytes()
+    hf.save(tmp_path / "wide", policy, params, tmp_path / "original")
+    assert json.loads((tmp_path / "wide" / "config.json").read_text()) == config | {"torch_dtype": "float32"}
+
+
+def test_export_of_a_scalar_head_replaces_only_what_describes_it(tmp_path):
+    saved(tmp_path / "original")
+    config = edit_config(
+        tmp_path / "original", max_window_layers=21, problem_type="single_label_classification", dtype="bfloat16"
+    )
+    reward = Policy(
+        dataclasses.replace(hf.read_config(tmp_path / "original"), readout="SequenceClassification", pad_token_id=5)
+    )
+    hf.save(tmp_path / "reward", reward, random_params(reward), tmp_path / "original")
+    written = json.loads((tmp_path / "reward" / "config.json").read_text())
+    assert written == config | {
+        "architectures": ["Qwen2ForSequenceClassification"],
+        "id2label": {"0": "LABEL_0"},
+        "label2id": {"LABEL_0": 0},
+        "pad_token_id": 5,
+        "problem_type": None,
+        "dtype": "float32",
+        "torch_dtype": "float32",
+    }
+    assert hf.read_config(tmp_path / "reward") == reward.config
+
+
+def test_ignored_keys_survive_the_export(tmp_path):
+    _, params = saved(tmp_path / "original")
+    edit_config(tmp_path / "original", frobnicate=2)
+    with pytest.raises(ValueError, match=r"frobnicate=2 is not a known key of Qwen2ForCausalLM.*ignore_config_keys=frobnicate"):
+        hf.read_config(tmp_path / "original")
+    policy = Policy(hf.read_config(tmp_path / "original", ["frobnicate", "elsewhere"]))
+    hf.save(tmp_path / "copy", policy, params, tmp_path / "original")
+    assert json.loads((tmp_path / "copy" / "config.json").read_text())["frobnicate"] == 2

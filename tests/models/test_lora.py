@@ -202,13 +202,20 @@ def test_an_adapter_of_another_shape_of_policy_is_refused() -> None:
         lora.load(FIXTURES / "qwen2", policy, placed(policy))
 
 
+def test_keys_of_an_adapter_may_be_ignored_by_name(tmp_path: Path) -> None:
+    folder = broken(tmp_path, lora_dropout=0.05, frobnicate=2)
+    # The setting also names keys of config.json.
+    ignored = ["lora_dropout", "frobnicate", "attention_dropout", "r"]
+    assert lora.read_config(folder, ignored) == lora.read_config(FIXTURES / "qwen2")
+
+
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ({"peft_type": "IA3"}, "peft_type='IA3' is not supported; only peft_type='LORA'"),
+        ({"peft_type": "IA3"}, "peft_type='IA3' is not supported for a LoRA adapter; only peft_type='LORA'"),
         ({"bias": "all"}, "bias='all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head']"),
-        ({"lora_dropout": 0.05}, "lora_dropout=0.05 is not supported; only lora_dropout=0.0"),
+        ({"lora_dropout": 0.05}, "lora_dropout=0.05 is not supported for a LoRA adapter; only lora_dropout=0.0"),
         ({"use_dora": True}, "use_dora=True"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern={'q_proj': 2}"),
         ({"target_modules": "all-linear"}, "came 'all-linear'"),
@@ -217,6 +224,8 @@ def test_an_adapter_of_another_shape_of_policy_is_refused() -> None:
         ({"init_lora_weights": "olora"}, "init_lora_weights='olora'"),
         ({"init_lora_weights": "corda"}, "init_lora_weights='corda'"),
         ({"init_lora_weights": "loftq"}, "init_lora_weights='loftq'"),
+        ({"frobnicate": 2}, "frobnicate=2 is not a known key of a LoRA adapter"),
+        ({"use_rslora": "yes"}, "expected use_rslora to be true or false"),
         ({"r": 0}, "expected r to be a positive integer"),
     ],
 )

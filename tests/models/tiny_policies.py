@@ -26,8 +26,8 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def tiny_policy(architecture: str = "Qwen2ForCausalLM", **settings: object) -> Policy:
-    experts = EXPERTS if architecture == "Qwen3MoeForCausalLM" else {}
-    return Policy(ModelConfig.from_hf({"architectures": [architecture], **SIZES, **experts, **settings}, source="a test"))
+    family = {"Qwen3MoeForCausalLM": EXPERTS, "Qwen3ForCausalLM": {"head_dim": 4}}.get(architecture, {})
+    return Policy(ModelConfig.from_hf({"architectures": [architecture], **SIZES, **family, **settings}, source="a test"))
 
 
 def random_params(policy: Policy, seed: int = 0) -> Params:
