@@ -32,6 +32,7 @@ from areal_jax.launch.config import Ray
 from areal_jax.metrics import names
 from areal_jax.metrics.config import METRICS
 from areal_jax.metrics.description import write_description
+from areal_jax.metrics.health import HealthMonitor
 from areal_jax.metrics.jsonl import read
 from areal_jax.metrics.meters import Meters
 from areal_jax.metrics.progress import Progress
@@ -41,7 +42,19 @@ from areal_jax.metrics.sinks import Sinks
 from areal_jax.metrics.trace import Trace
 from areal_jax.models import lora
 from areal_jax.models.decoder import Params
-from areal_jax.records import Engine, Group, Judge, Sampling, Task, Tokenizer, ToolResult, Tools, Verdict, Workflow
+from areal_jax.records import (
+    Engine,
+    Group,
+    Judge,
+    NotLearning,
+    Sampling,
+    Task,
+    Tokenizer,
+    ToolResult,
+    Tools,
+    Verdict,
+    Workflow,
+)
 from areal_jax.rewards.service import RewardService
 from areal_jax.run_plan import Plan, TrainingPlan
 from areal_jax.serve.sessions import AgentServer
@@ -135,6 +148,13 @@ class Run(Generic[AnyTrainer]):
     # cancelled by `finish`.
     evaluations: set[asyncio.Task[None]] = field(default_factory=set)
 
+    health: HealthMonitor = field(init=False)
+
+    def __post_init__(self) -> None:
+        experiment = self.experiment
+        self.health = HealthMonitor(experiment.health, type(experiment.workflow).__name__, experiment.num_steps)
+        self._first_version = self.trainer.version
+
     @property
     def experiment(self) -> AnyExperiment:
         return self.plan.experiment
@@ -177,8 +197,14 @@ class Run(Generic[AnyTrainer]):
             meters.update(self.judge.counters(), "rewards/")
         meters.gauge("process/resident_gib", psutil.Process().memory_info().rss / 2**30)
         row = meters.flatten()
+        before = self.health.active
+        row |= self.health.update(version, row)
         self.sinks.write(version, row)
         self.progress.update(version + 1, row)
+        for line in self.health.changes(before, version):
+            self.progress.say(line)
+        if self.health.active and self.experiment.health.stop:
+            self.stop.set()
 
     def save(self, version: int, rollout: Columns) -> None:
         """Begin a checkpoint. One that cannot be written is told, and training goes on: its samples are worth more."""
@@ -251,11 +277,28 @@ class Run(Generic[AnyTrainer]):
             if self.stop.is_set() and version < self.experiment.num_steps:
                 self.progress.say(f"stopped after {version} of {self.experiment.num_steps} steps; {what_is_left(self.folder)}")
         finally:
-            self.sinks.flush()
-            self.progress.say(f"report: {write_report(self.folder)}")
+            self.report()
         if self.experiment.metrics.progress:
             for line in what_came_out(self.folder, answers=self.plan.policy.config.readout == "CausalLM"):
                 self.progress.say(line)
+        self.require_learning()
+
+    def report(self) -> None:
+        """Write the report, and say where it is."""
+        self.sinks.flush()
+        self.progress.say(f"report: {write_report(self.folder)}")
+
+    def require_learning(self) -> None:
+        """NotLearning where the run ends for its health, or after steps of which none has changed the policy."""
+        version, found = self.trainer.version, ", ".join(sorted(self.health.active))
+        num_steps = version - self._first_version
+        if found and self.experiment.health.stop:
+            raise NotLearning(f"health.stop=true ends the run after {version} steps: {found}")
+        if num_steps and not self.health.has_learnt and not self.stop.is_set():
+            why = found or "no gradient"
+            raise NotLearning(f"nothing was learnt: none of {num_steps} steps has changed the policy ({why})")
+        if found:
+            self.progress.say(f"health: at the end of the run there is still {found}; the report says what to change")
 
 
 def what_came_out(folder: Path, *, answers: bool) -> Iterator[str]:
@@ -515,9 +558,10 @@ def evaluation_metrics(found: Evaluation) -> dict[str, float]:
 
 def evaluation_line(found: Evaluation) -> str:
     low, high = found.interval_95
+    failed = f", {sum(found.failed.values())} of them failed and counted as wrong" if found.failed else ""
     return (
         f"evaluation of version {found.version}: pass@1 {found.pass_at_1:.1%} (95 %: {low:.1%} to {high:.1%}) on "
-        f"{found.num_tasks} problems, {found.truncated:.1%} truncated, {found.seconds:.1f} s"
+        f"{found.num_tasks} problems{failed}, {found.truncated:.1%} truncated, {found.seconds:.1f} s"
     )
 
 

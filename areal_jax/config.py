@@ -21,7 +21,7 @@ from areal_jax.data.config import Files, HeldOut, Hub, PromptConfig, Synthetic, 
 from areal_jax.engine.config import MAX_TOP_K, EngineConfig
 from areal_jax.evaluation.config import EvaluationConfig
 from areal_jax.launch.config import LaunchConfig, Local, Ray
-from areal_jax.metrics.config import MetricsConfig
+from areal_jax.metrics.config import HealthConfig, MetricsConfig
 from areal_jax.models.config import PolicyConfig
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.rewards.config import RewardConfig
@@ -76,6 +76,7 @@ class Setup:
     evaluation: EvaluationConfig = chz.field(default_factory=EvaluationConfig, doc="evaluation while training goes on")
     checkpoint: CheckpointConfig = chz.field(default_factory=CheckpointConfig, doc="what survives")
     metrics: MetricsConfig = chz.field(default_factory=MetricsConfig, doc="what is written beside metrics.jsonl")
+    health: HealthConfig = chz.field(default_factory=HealthConfig, doc="checks for a run that cannot learn")
 
 
 @chz.chz
@@ -299,7 +300,7 @@ _POSITIVE = (
     *("max_turns", "max_output_chars", "num_results"),
     *("max_body_bytes", "max_requests", "max_samples", "body_timeout_s", "shutdown_timeout_s", "devices", "tensor"),
     *("trainer_hosts", "trainer_devices", "rollout_engines", "engine_devices", "reward_workers", "cpus_per_process"),
-    *("silence_timeout_s", "start_timeout_s", "report_every_s"),
+    *("silence_timeout_s", "start_timeout_s", "report_every_s", "window_steps"),
 )
 _NOT_NEGATIVE = (
     *(
@@ -313,14 +314,14 @@ _NOT_NEGATIVE = (
         "warmup_steps",
     ),
     *("temperature", "top_k", "weight_decay", "overlong_penalty", "router_aux_loss_coef", "entropy_coef"),
-    *("weight", "reward_weight", "coefficient", "kv_tokens", "port", "attempts"),
+    *("weight", "reward_weight", "coefficient", "kv_tokens", "port", "attempts", "min_entropy"),
 )
 _FRACTION = (
-    *("share", "overlong_share", "rollout_share", "success_rate_above", "success_rate_below"),
+    *("share", "overlong_share", "max_lost_share", "rollout_share", "success_rate_above", "success_rate_below"),
     *("top_p", "warmup_fraction", "beta1", "beta2", "gamma", "lam", "turn_discount"),
 )
 _BELOW_HALF = ("label_smoothing",)
-_ABOVE_ONE = ("dual_clip",)
+_ABOVE_ONE = ("dual_clip", "max_ratio")
 _ANY_NUMBER = ("correct", "wrong", "no_answer", "bias", "scale")
 
 

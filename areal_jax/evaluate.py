@@ -35,8 +35,8 @@ Have a policy answer problems, judge the answers, and report the figures. The sa
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns 0 when done, 2 where the input cannot be and 1 where nothing could be answered (one message
-    on stderr each), 130 on Ctrl-C."""
+    """Run the command line. Returns 0 when done, 2 where the input cannot be and 1 where problems failed that may be answered
+    when they are asked again (one message on stderr each), 130 on Ctrl-C."""
     try:
         return _run(_parse(sys.argv[1:] if argv is None else argv))
     except ConfigError as error:

@@ -62,7 +62,7 @@ Ask: TypeAlias = Callable[[int, Task], Awaitable[Sequence[Answer]]]
 
 
 class Unanswered(RuntimeError):
-    """Nobody answers any more, or no task could be answered."""
+    """Nobody answers any more, or not every task that can be answered was."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,7 +225,8 @@ def run(experiment: AnyExperiment, *, checkpoint: RunCheckpoint | None, server: 
     """Answer what the folder lacks, judge it, and write the figures.
 
     Args: checkpoint: of a run, instead of the experiment's policy. server: URL of who answers, instead of either. folder: None
-    for one named after the settings. ConfigError where something cannot be had; Unanswered where no task could be answered."""
+    for one named after the settings. ConfigError where something cannot be had; Unanswered where no task
+    could be answered, or one has failed that may be answered when it is asked again."""
     config = experiment.evaluation
     found = had(lambda: load_tasks(experiment.eval_tasks, experiment.prompt), "eval_tasks")
     tasks = found.tasks[: config.num_tasks]
@@ -260,6 +261,12 @@ def run(experiment: AnyExperiment, *, checkpoint: RunCheckpoint | None, server: 
             report = write_report(folder, headline, settings, results, tasks, answers.found)
             progress.say("; ".join(f"{name} {figure}" for name, figure in summary(results)))
             progress.say(f"report: {report}")
+            # What does not fit never will; what failed otherwise may be answered when it is asked again.
+            if again := [error for error in failures.values() if not isinstance(error, Unservable)]:
+                raise Unanswered(
+                    f"{len(again)} of {len(tasks)} problems failed and count as wrong, the last: {again[-1]}; "
+                    "the same command asks them again"
+                )
 
 
 async def _answer(

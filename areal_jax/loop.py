@@ -30,7 +30,7 @@ from areal_jax.config import Experiment, FineTuning, PreferenceExperiment
 from areal_jax.data.pipeline import TaskStream
 from areal_jax.launch.config import Ray
 from areal_jax.metrics import names
-from areal_jax.records import Group, RolloutState, Sampling, Spoilt
+from areal_jax.records import AllRejected, Group, RolloutState, Sampling, Spoilt
 from areal_jax.rollout.buffer import TasksExhausted
 from areal_jax.rollout.controller import Rollouts, open_gate, rolling_out
 from areal_jax.run_plan import Plan
@@ -75,7 +75,12 @@ async def train(run: Run[LearnsFromGroups], exp: Experiment) -> None:
         tasks, run.engine, workflow, run.judge, gate, buffer, exp.rollout, sampling=sampling, seed=exp.seed, restored=restored
     ) as rollouts:
         for version in range(trainer.version, exp.num_steps):
-            groups = await next_batch(run, rollouts, exp.rollout.groups_per_batch, version)  # oldest first, each once
+            try:
+                groups = await next_batch(run, rollouts, exp.rollout.groups_per_batch, version)  # oldest first, each once
+            except AllRejected:
+                await checkpoint(run, rollouts)
+                run.report()
+                raise
             if groups is None:
                 break
             try:

@@ -164,6 +164,10 @@ class AllRejected(RuntimeError):
     """Every group is rejected, which is a fault of the run, not of its tasks; `__cause__` is the last one's error."""
 
 
+class NotLearning(RuntimeError):
+    """A run that ends because its health checks say that it cannot learn, or that ends without having learnt."""
+
+
 class Spoilt(FloatingPointError):
     """Training has diverged, and what is in memory is nothing to go on from: a step is done in part, or the parameters or the
     batch are not finite themselves."""

@@ -18,7 +18,7 @@ from areal_jax.command import Parser, help_text, named_experiment, show
 from areal_jax.config import CONFIG_FILE, Experiment, experiment_names, load_experiment, read_config
 from areal_jax.launch.local import prepare
 from areal_jax.metrics.config import METRICS
-from areal_jax.records import AllRejected
+from areal_jax.records import AllRejected, NotLearning
 from areal_jax.rl.presets import PRESETS
 from areal_jax.settings import ConfigError, settings
 
@@ -45,15 +45,15 @@ Train the policy of an experiment. What the run finds out goes to its run folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns 0 when done, 2 where the input cannot be and 1 where training diverges, or every group is
-    rejected (one message on stderr each), 130 on a second Ctrl-C."""
+    """Run the command line. Returns 0 when done, 2 where the input cannot be and 1 where training diverges, learns
+    nothing, or every group is rejected (one message on stderr each), 130 on a second Ctrl-C."""
     try:
         return _run(_parse(sys.argv[1:] if argv is None else argv))
     except ConfigError as error:
         print(f"areal_jax: {error}", file=sys.stderr)
         return 2
-    except AllRejected as error:
-        print(f"areal_jax: {error}", file=sys.stderr)
+    except (AllRejected, NotLearning) as error:
+        print(f"areal_jax: {error}{_notes(error)}", file=sys.stderr)
         return 1
     except FloatingPointError as error:
         print(f"areal_jax: training diverged: {error}{_notes(error)}", file=sys.stderr)
@@ -98,7 +98,7 @@ def _run(command: argparse.Namespace) -> int:
         plan = balanced(plan, run_folder / TRIAL)
     try:
         loop.run(plan, run_folder, resume=command.resume is not None, source=command.exp)
-    except (FloatingPointError, KeyboardInterrupt) as error:
+    except (FloatingPointError, KeyboardInterrupt, AllRejected, NotLearning) as error:
         error.add_note(what_is_left(run_folder))
         raise
     return 0

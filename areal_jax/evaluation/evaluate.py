@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections import Counter, defaultdict
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
 from statistics import fmean
 from typing import TypeVar
@@ -16,6 +16,7 @@ from jaxtyping import Int32
 
 from areal_jax.evaluation.figures import standard_error, wilson_interval
 from areal_jax.records import (
+    AllRejected,
     CallNames,
     Completion,
     Engine,
@@ -33,7 +34,7 @@ from areal_jax.records import (
 
 logger = logging.getLogger(__name__)
 
-T = TypeVar("T")
+T = TypeVar("T", bound=Sized)
 
 WAITING = 0.25
 """Share of the slots for which answers wait: a task that has some of its answers, or has them judged, leaves slots empty."""
@@ -46,12 +47,13 @@ class Evaluation:
     version: int
     """Asked for; where newer weights may come, tokens may be of later versions."""
     pass_at_1: float
-    """Share of correct answers: the mean over tasks of the mean over a task's samples."""
+    """Share of correct answers: the mean over all tasks of the mean over a task's samples; 0 for a task that failed."""
     standard_error: float
     """Of pass_at_1, from the spread between tasks: a task's samples are not independent."""
     interval_95: tuple[float, float]
     """Wilson's interval, which is honest at 0 and 1 too."""
     num_tasks: int
+    """All that were asked, those that failed among them."""
     num_samples: int
     by_family: Mapping[str, float]
     """pass_at_1 of each family of tasks."""
@@ -61,7 +63,7 @@ class Evaluation:
     """Of an answer, what the policy drew only."""
     verdicts: Mapping[str, int]
     failed: Mapping[str, int]
-    """Tasks without samples, by the class of the error; they are in no other figure."""
+    """Tasks without samples, by the class of the error. They count as wrong, and have no share in figures of samples."""
     versions: tuple[int, int]
     """Oldest and newest version that drew a token."""
     seconds: float
@@ -86,9 +88,9 @@ async def evaluate(
     """Answer every task with weights of at least `version`, so many at a time, and judge.
 
     The same seed draws the same numbers for the same place in `tasks`, whatever the version, so that two evaluations differ by
-    the policy alone. A task that fails is logged and counted; if all fail, so does the evaluation, with the last error.
+    the policy alone. A task that fails is logged and counts as wrong.
 
-    Raises EngineStopped at once when no more answers can come."""
+    Raises AllRejected, with the last error, where every task fails; EngineStopped at once when no more answers can come."""
     if not tasks:
         raise ValueError("expected tasks to evaluate on, came none")
     clock = asyncio.get_running_loop().time
@@ -101,11 +103,12 @@ async def evaluate(
         name=f"evaluation of version {version}",
         max_running=max_running,
     )
-    sampled = [(task, found[place]) for place, task in enumerate(tasks) if found.get(place)]
-    if not sampled:
+    if not found:
         last = list(failures.values())[-1]
-        raise RuntimeError(f"evaluation of version {version}: all {len(tasks)} tasks failed, the last: {last}") from last
-    return summarize(version, sampled, Counter(type(error).__name__ for error in failures.values()), clock() - began_s)
+        raise AllRejected(f"evaluation of version {version}: all {len(tasks)} tasks failed, the last: {last}") from last
+    sampled = [(tasks[place], found[place]) for place in sorted(found)]
+    failed = [(tasks[place], failures[place]) for place in sorted(failures)]
+    return summarize(version, sampled, failed, clock() - began_s)
 
 
 async def answer_all(
@@ -119,7 +122,8 @@ async def answer_all(
     """Have every task answered, so many at a time, each with its place, and `told` as soon as it is; what others failed with,
     by place.
 
-    A failure is logged under `name`. EngineStopped ends all at once, and so does what `told` raises."""
+    A failure is logged under `name`; an answer without samples is one. EngineStopped ends all at once, and so does what `told`
+    raises."""
     # Bounds what is asked of the engine at a time; each answer has the engine's and the judge's deadline.
     places = asyncio.Semaphore(max_running)
     failures = dict[int, Exception]()
@@ -127,7 +131,8 @@ async def answer_all(
     async def one(place: int, task: Task) -> None:
         async with places:
             try:
-                found = await answer(place, task)
+                if not (found := await answer(place, task)):
+                    raise ValueError("the workflow returned no samples")
             except Exception as error:
                 cause = first_error(error)
                 if isinstance(cause, EngineStopped):
@@ -182,12 +187,19 @@ class EvaluationCalls:
 
 
 def summarize(
-    version: int, sampled: Sequence[tuple[Task, Sequence[Sample]]], failed: Mapping[str, int], seconds: float
+    version: int,
+    sampled: Sequence[tuple[Task, Sequence[Sample]]],
+    failed: Sequence[tuple[Task, Exception]],
+    seconds: float,
 ) -> Evaluation:
-    """The figures of an evaluation, from the samples of every task that has some."""
-    scores = [fmean([sample.verdict == "correct" for sample in samples]) for _, samples in sampled]
+    """The figures of an evaluation.
+
+    Args:
+        sampled: the samples of every task that has some; at least one.
+        failed: the other tasks, each with its error. They count as wrong."""
+    scores = [fmean([sample.verdict == "correct" for sample in samples]) for _, samples in sampled] + [0.0] * len(failed)
     by_family = defaultdict[str, list[float]](list)
-    for (task, _), score in zip(sampled, scores, strict=True):
+    for (task, _), score in zip((*sampled, *failed), scores, strict=True):
         by_family[task.family].append(score)
     samples = [sample for _, of_task in sampled for sample in of_task]
     drawn = np.concatenate([sample.versions[sample.loss_mask] for sample in samples])
@@ -203,7 +215,7 @@ def summarize(
         truncated=fmean([sample.stop_reason == "length" for sample in samples]),
         mean_tokens=fmean([int(sample.loss_mask.sum()) for sample in samples]),
         verdicts=dict(sorted(Counter(sample.verdict for sample in samples).items())),
-        failed=dict(sorted(failed.items())),
+        failed=dict(sorted(Counter(type(error).__name__ for _, error in failed).items())),
         versions=(int(drawn.min()), int(drawn.max())),
         seconds=seconds,
     )

@@ -73,7 +73,7 @@ def summary(results: Results) -> Iterator[tuple[str, str]]:
     yield "tokens of an answer", f"{results.tokens.mean:,.0f}"
     yield "cut at the budget", f"{results.truncated:.1%}"
     if results.failed:
-        yield "problems that failed", f"{sum(results.failed.values()):,}"
+        yield "problems that failed, counted as wrong", f"{sum(results.failed.values()):,}"
 
 
 def in_words(estimate: Estimate) -> str:

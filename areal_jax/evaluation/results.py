@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from statistics import fmean
@@ -75,7 +75,7 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The figures of an evaluation. A failed task is in none of them but `failed`."""
+    """The figures of an evaluation. A failed task counts as wrong, and has no share in figures of samples and lengths."""
 
     num_tasks: int
     num_samples: int
@@ -100,17 +100,18 @@ def results_of(tasks: Sequence[Task], answers: Mapping[int, Sequence[Answer]], f
     """The figures. The same answers give the same ones, whatever the order in which they came.
 
     Args: tasks: all that were asked. answers: by place in `tasks`, of at least one. failures: why others have none."""
-    places = [place for place in range(len(tasks)) if answers.get(place)]
-    by_task = [answers[place] for place in places]
+    by_task = [answers.get(place, ()) for place in range(len(tasks))]
     every = [answer for of_task in by_task for answer in of_task]
     lengths = np.array([answer.num_tokens for answer in every])
     counts, edges = np.histogram(lengths, bins=min(NUM_BINS, int(lengths.max()) + 1), range=(0, int(lengths.max()) + 1))
-    most = min(map(len, by_task))
+    most = min(len(of_task) for of_task in by_task if of_task)
     ks = powers_of_two(most)
-    votes = _can_vote([tasks[place] for place in places], every)
-    families = sorted({tasks[place].family for place in places})
+    votes = _can_vote(tasks, every)
+    families = defaultdict[str, list[Sequence[Answer]]](list)
+    for task, of_task in zip(tasks, by_task, strict=True):
+        families[task.family].append(of_task)
     return Results(
-        num_tasks=len(places),
+        num_tasks=len(tasks),
         num_samples=len(every),
         samples_per_task=most,
         pass_at={k: _estimate([_pass_at(of_task, k) for of_task in by_task]) for k in ks},
@@ -125,12 +126,8 @@ def results_of(tasks: Sequence[Task], answers: Mapping[int, Sequence[Answer]], f
         ),
         verdicts=dict(sorted(Counter(answer.verdict for answer in every).items())),
         failed=dict(sorted(Counter(type(error).__name__ for error in failures.values()).items())),
-        families={name: _family([answers[place] for place in places if tasks[place].family == name]) for name in families},
-        problems=[
-            _problem(place, task, answers.get(place, ()), failures.get(place))
-            for place, task in enumerate(tasks)
-            if answers.get(place) or place in failures
-        ],
+        families={name: _family(families[name]) for name in sorted(families)},
+        problems=[_problem(place, task, by_task[place], failures.get(place)) for place, task in enumerate(tasks)],
     )
 
 
@@ -139,7 +136,7 @@ def _num_correct(answers: Sequence[Answer]) -> int:
 
 
 def _truncated(answers: Sequence[Answer]) -> float:
-    return fmean([answer.stop_reason == "length" for answer in answers])
+    return fmean([answer.stop_reason == "length" for answer in answers]) if answers else 0.0
 
 
 def _can_vote(tasks: Sequence[Task], answers: Sequence[Answer]) -> bool:
@@ -154,10 +151,12 @@ def _estimate(scores: Sequence[float]) -> Estimate:
 
 
 def _pass_at(answers: Sequence[Answer], k: int) -> float:
-    return pass_at_k(len(answers), _num_correct(answers), k)
+    return pass_at_k(len(answers), _num_correct(answers), k) if answers else 0.0
 
 
 def _majority_at(answers: Sequence[Answer], k: int) -> float:
+    if not answers:
+        return 0.0
     # What the judge calls correct is equal to the reference, however it is written: one answer.
     wrong = Counter(answer.vote for answer in answers if answer.vote is not None and answer.verdict != "correct")
     return majority_at_k(len(answers), _num_correct(answers), sorted(wrong.values()), k)
@@ -165,7 +164,7 @@ def _majority_at(answers: Sequence[Answer], k: int) -> float:
 
 def _family(by_task: Sequence[Sequence[Answer]]) -> Family:
     every = [answer for answers in by_task for answer in answers]
-    mean_tokens = fmean([answer.num_tokens for answer in every])
+    mean_tokens = fmean([answer.num_tokens for answer in every]) if every else 0.0
     pass_at_1 = _estimate([_pass_at(answers, 1) for answers in by_task])
     return Family(len(by_task), pass_at_1, _truncated(every), mean_tokens)
 

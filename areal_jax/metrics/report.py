@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,7 @@ import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
 
-from areal_jax.metrics import description, names
+from areal_jax.metrics import description, health, names
 from areal_jax.metrics.config import METRICS
 from areal_jax.metrics.jsonl import read
 from areal_jax.metrics.pages import BLUE, GREY, ORANGE, as_png, new_figure, plain, title, write_page
@@ -62,6 +62,7 @@ def write_report(run_folder: Path) -> Path:
         Path(__file__).with_name("report.html.jinja"),
         headline=run.get("headline", "areal_jax run"),
         summary=summarize(series),
+        findings=list(findings(series)),
         picture=picture,
         picture_of="The learning curve by trainer step",
         run=run,
@@ -99,6 +100,26 @@ def summarize(series: dict[str, Series]) -> list[tuple[str, str]]:
     if staleness := series.get(names.STALENESS_MAX):
         facts.append(("largest staleness", f"{max(staleness.values):g}"))
     return facts
+
+
+class Finding(NamedTuple):
+    """What a health check has found."""
+
+    check: health.Check
+    first: int
+    """Step at which it first held."""
+    num_steps: int
+    is_active: bool
+    """Whether it held at the last step."""
+
+
+def findings(series: dict[str, Series]) -> Iterator[Finding]:
+    """All that health checks found at any step, those that still hold first."""
+    found = [(name.removeprefix(health.PREFIX), line) for name, line in series.items() if name.startswith(health.PREFIX)]
+    held = [(name, line) for name, line in found if any(line.values)]
+    for name, line in sorted(held, key=lambda each: not each[1].values[-1]):
+        first = next(version for version, value in zip(*line, strict=True) if value)
+        yield Finding(health.check_named(name), first, sum(map(bool, line.values)), bool(line.values[-1]))
 
 
 def survey(path: Path) -> Samples:

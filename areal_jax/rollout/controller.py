@@ -57,6 +57,13 @@ MAX_REJECTED_IN_A_ROW = 32
 """So many groups, started one after another and all rejected, are a fault of the run, not of the tasks."""
 
 
+MAX_BATCHES_WITHOUT_SIGNAL = 10
+"""So many batches' worth of groups in a row, all without signal, end the run (DAPO's max_num_gen_batches in verl)."""
+
+MIN_GROUPS_WITHOUT_SIGNAL = 256
+"""Fewer groups than this, in runs with small batches, may be bad luck."""
+
+
 @runtime_checkable
 class Tasks(Protocol):
     """The stream of tasks. Drawing one must not block: it happens in the asyncio thread."""
@@ -165,6 +172,8 @@ class Rollouts:
         """Groups given up, by the class of the error; those whose success rate is out of bounds as NoSignal."""
         self.waited_s = 0.0
         """Time that the next task has waited for the gate so far, by the event loop's clock."""
+        self._num_without_signal = 0
+        """Groups rejected as NoSignal since the last one that was accepted."""
         self._rejected_ids: set[int] = set()
         self._traced: set[str] = set()
         """Kinds of errors whose trace was shown: one is enough to find the fault."""
@@ -279,11 +288,27 @@ class Rollouts:
         else:
             del self._running[record.id]
             if self._is_within_bounds(samples):
+                self._num_without_signal = 0
                 self.gate.accept()
                 self.buffer.put(Group(record.id, record.task, samples))
             else:
                 self.gate.reject()
                 self.rejected[NO_SIGNAL] += 1
+                self._require_signal(record.task)
+
+    def _require_signal(self, task: Task) -> None:
+        """Fail the buffer where no group is ever accepted: others are sampled in place of rejected ones without end."""
+        self._num_without_signal += 1
+        num_groups = max(MAX_BATCHES_WITHOUT_SIGNAL * self._config.groups_per_batch, MIN_GROUPS_WITHOUT_SIGNAL)
+        if self._num_without_signal >= num_groups:
+            above, below = self._config.success_rate_above, self._config.success_rate_below
+            bounds = f"rollout.success_rate_above={above} and rollout.success_rate_below={below}"
+            self._fail(
+                AllRejected(
+                    f"{num_groups} groups in a row were rejected, the last (task {task.id}): their share of correct answers "
+                    f"is not within {bounds}; take tasks that the policy solves sometimes, or widen the bounds"
+                )
+            )
 
     def _is_within_bounds(self, samples: Sequence[Sample]) -> bool:
         """Whether a group's share of correct answers is one to train on (DAPO's dynamic sampling, arXiv:2503.14476)."""

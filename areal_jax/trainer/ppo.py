@@ -484,6 +484,9 @@ class Trainer(Versions):
                 float(sum(not any(values.any() for values in of_group) for of_group in advantages)),
                 float(len(groups)),
             ),
+            "correct_fraction": (float(sum(sample.verdict == "correct" for sample in samples)), count),
+            "no_answer_fraction": (float(sum(sample.verdict == "no_answer" for sample in samples)), count),
+            "turns": (float(sum(_num_turns(sample) for sample in samples)), count),
             "truncated_fraction": (float(sum(sample.stop_reason == "length" for sample in samples)), count),
             "answer_tokens": (float(num_drawn.sum()), count),
             "staleness": (float(ages.sum()), tokens),
@@ -491,6 +494,11 @@ class Trainer(Versions):
             "tokens_stale": float((num_drawn - num_trained).sum()),
             "tokens_trained": tokens,
         }
+
+
+def _num_turns(sample: Sample) -> int:
+    """Stretches of tokens that the policy drew, between others: turns of a conversation."""
+    return int(np.count_nonzero(np.diff(sample.loss_mask, prepend=False) & sample.loss_mask))
 
 
 def _as_configured(name: str, wanted: object | None, given: T | None) -> T | None:

@@ -98,18 +98,18 @@ def test_the_results_worked_out_by_hand() -> None:
     tasks, failures = [task(place) for place in range(3)], {2: TimeoutError("late")}
     results = results_of(tasks, found, failures)
     assert results_of(tasks, {2: (), **found}, failures) == results
-    assert (results.num_tasks, results.num_samples, results.samples_per_task) == (2, 7, 3)
+    assert (results.num_tasks, results.num_samples, results.samples_per_task) == (3, 7, 3)
     assert {k: estimate.value for k, estimate in results.pass_at.items()} == pytest.approx(
         # k = 2: 1 - C(3, 2) / C(4, 2) = 1/2, and 1 - C(2, 2) / C(3, 2) = 2/3.
-        {1: (1 / 4 + 1 / 3) / 2, 2: (1 / 2 + 2 / 3) / 2}
+        {1: (1 / 4 + 1 / 3) / 3, 2: (1 / 2 + 2 / 3) / 3}
     )
     assert results.majority_at is not None
     # k = 2 of task 0, 6 pairs: right and silent 1, right and 8 half, twice. Of task 1, 3 pairs: right and 8 half, twice.
-    assert results.majority_at[2].value == pytest.approx(((1 + 2 / 2) / 6 + 2 / 2 / 3) / 2)
+    assert results.majority_at[2].value == pytest.approx(((1 + 2 / 2) / 6 + 2 / 2 / 3) / 3)
     assert results.majority_at[1].value == results.pass_at[1].value
-    # 1/2 and 2/3 have the mean 7/12 and the standard error 1/12: as many tasks as 7/12 * 5/12 / (1/12)^2 = 35 of yes or no.
-    # Wilson's interval of 35 is -+ 0.1555 around 0.5751.
-    assert results.pass_at[2].interval_95 == pytest.approx((0.419829, 0.730354), abs=1e-6)
+    # 1/2, 2/3 and 0 have the mean 7/18, squared deviations of 78/324 and so the variance 13/324: as many tasks as
+    # 7/18 * 11/18 / (13/324) = 77/13 of yes or no, of which Wilson's interval is -+ 0.3089 around 0.4326.
+    assert results.pass_at[2].interval_95 == pytest.approx((0.123722, 0.741480), abs=1e-6)
     assert results.truncated == 2 / 7
     # 0 1 2 3 and 1 2 3.
     assert results.tokens.mean == 12 / 7
@@ -117,7 +117,7 @@ def test_the_results_worked_out_by_hand() -> None:
     assert (results.tokens.edges, results.tokens.counts) == ([0, 1, 2, 3, 4], [1, 2, 2, 2])
     assert results.verdicts == {"correct": 2, "no_answer": 1, "wrong": 4}
     assert results.failed == {"TimeoutError": 1}
-    assert {name: family.pass_at_1.value for name, family in results.families.items()} == {"even": 1 / 4, "odd": 1 / 3}
+    assert {name: family.pass_at_1.value for name, family in results.families.items()} == {"even": 1 / 8, "odd": 1 / 3}
     first, second, third = results.problems
     assert (first.num_correct, first.num_samples, first.majority, first.expected) == (1, 4, "8", "7")
     assert (second.place, second.mean_tokens, third.failed) == (1, 2.0, "TimeoutError: late")

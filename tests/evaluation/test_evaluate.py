@@ -10,8 +10,10 @@ import numpy as np
 import pytest
 
 from areal_jax.evaluation.evaluate import Evaluation, evaluate, summarize, tasks_that_fill
+from areal_jax.evaluation.figures import wilson_interval
 from areal_jax.records import (
     NO_VERSION,
+    AllRejected,
     Completion,
     EngineStopped,
     Generate,
@@ -106,7 +108,7 @@ def test_the_figures_worked_out_by_hand() -> None:
         (task(2, "lcm"), [sample(False), sample(False, 6)]),
         (task(3, "lcm"), [sample(False), sample(True, version=2)]),
     ]
-    told = summarize(3, sampled, {"Unservable": 1}, 2.5)
+    told = summarize(3, sampled, [], 2.5)
     # Scores by task: 1, 1/2, 0, 1/2; their mean is 1/2, deviations squared sum to 1/2, over 4 * 3.
     assert told.pass_at_1 == 0.5
     assert told.standard_error == pytest.approx(math.sqrt(0.5 / 12))
@@ -124,7 +126,7 @@ def test_the_figures_worked_out_by_hand() -> None:
         "truncated": 0.125,
         "mean_tokens": 2.75,
         "verdicts": {"correct": 4, "wrong": 4},
-        "failed": {"Unservable": 1},
+        "failed": {},
         "versions": (2, 5),
         "seconds": 2.5,
     }
@@ -132,8 +134,8 @@ def test_the_figures_worked_out_by_hand() -> None:
 
 def test_the_error_counts_tasks_not_samples() -> None:
     # Eight answers to one task are one draw of a task: drawing each answer eight times over adds nothing.
-    few = summarize(0, [(task(i), [sample(i < 3)]) for i in range(8)], {}, 0.0)
-    many = summarize(0, [(task(i), [sample(i < 3)] * 8) for i in range(8)], {}, 0.0)
+    few = summarize(0, [(task(i), [sample(i < 3)]) for i in range(8)], [], 0.0)
+    many = summarize(0, [(task(i), [sample(i < 3)] * 8) for i in range(8)], [], 0.0)
     assert few.standard_error == many.standard_error == pytest.approx(math.sqrt(3 / 8 * 5 / 8 / 7))
     assert few.interval_95 == many.interval_95
 
@@ -176,14 +178,26 @@ def test_a_call_may_have_a_budget_of_its_own() -> None:
     assert [request.sampling.max_new_tokens for request in engine.requests] == [1, 2]
 
 
-def test_a_task_that_fails_is_counted_and_in_no_figure(caplog: pytest.LogCaptureFixture) -> None:
-    told = run([task(0), task(99), task(1)], Oracle())
-    assert (told.num_tasks, told.failed) == (2, {"Unservable": 1})
+def test_a_task_that_fails_counts_as_wrong(caplog: pytest.LogCaptureFixture) -> None:
+    told = run([task(0), task(99, "long"), task(1), task(99)], Oracle())
+    # Of the two samples of each answered task one is right: (1/2 + 0 + 1/2 + 0) / 4, squared deviations 4 / 16, over 4 * 3.
+    assert (told.num_tasks, told.num_samples, told.failed) == (4, 4, {"Unservable": 2})
+    assert (told.pass_at_1, told.standard_error) == (0.25, pytest.approx(math.sqrt(0.25 / 12)))
+    assert told.by_family == {"long": 0.0, "sums": pytest.approx(1 / 3)}
+    assert told.interval_95 == wilson_interval(0.25, told.standard_error, 4)
     assert "task task-99: prompt of 99" in caplog.text
 
 
+def test_a_task_without_samples_counts_as_wrong() -> None:
+    async def silent(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+        return () if task.id == "task-1" else await workflow(task, generate, judge)
+
+    told = run([task(0), task(1)], Oracle(), workflow=silent)
+    assert (told.num_tasks, told.pass_at_1, told.failed) == (2, 0.25, {"ValueError": 1})
+
+
 def test_when_all_tasks_fail_so_does_the_evaluation() -> None:
-    with pytest.raises(RuntimeError, match="all 2 tasks failed, the last: prompt of 99"):
+    with pytest.raises(AllRejected, match="all 2 tasks failed, the last: prompt of 99"):
         run([task(99), task(99)], Oracle())
     with pytest.raises(ValueError, match="came none"):
         run([], Oracle())

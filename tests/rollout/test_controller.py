@@ -29,7 +29,14 @@ from areal_jax.records import (
 )
 from areal_jax.rollout.buffer import TasksExhausted
 from areal_jax.rollout.config import RolloutConfig
-from areal_jax.rollout.controller import MAX_REJECTED_IN_A_ROW, Rollouts, open_gate, rolling_out
+from areal_jax.rollout.controller import (
+    MAX_BATCHES_WITHOUT_SIGNAL,
+    MAX_REJECTED_IN_A_ROW,
+    MIN_GROUPS_WITHOUT_SIGNAL,
+    Rollouts,
+    open_gate,
+    rolling_out,
+)
 
 SAMPLING = Sampling(max_new_tokens=6, stop_token_ids=(0,))
 
@@ -450,6 +457,27 @@ def test_groups_out_of_bounds_are_replaced_and_counted_and_free_their_place() ->
     assert kept(success_rate_above=0.0, success_rate_below=1.0) == ({1}, 10, 20)
     assert kept(success_rate_above=0.05) == ({1, 2}, 20, 10)
     assert kept(success_rate_below=0.95) == ({0, 1}, 20, 10)
+
+
+@pytest.mark.parametrize("num_accepted", [0, 1])
+def test_a_run_whose_groups_all_lack_signal_ends(num_accepted: int) -> None:
+    config = chz.replace(CONFIG, success_rate_below=0.5)
+    num_groups = max(MAX_BATCHES_WITHOUT_SIGNAL * config.groups_per_batch, MIN_GROUPS_WITHOUT_SIGNAL)
+
+    async def solved_but_for_some(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+        samples = await one_call(task, generate, judge)
+        # In a row by the order in which they end: no accepted one is far from the middle.
+        is_wrong = num_accepted and task.id == f"task-{num_groups // 2}"
+        return tuple(replace(sample, verdict="wrong") for sample in samples) if is_wrong else samples
+
+    async def main() -> None:
+        async with run(solved_but_for_some, num_tasks=num_groups + 10, config=config) as (rollouts, _):
+            said = f"{num_groups} groups in a row .* rollout.success_rate_below=0.5"
+            with pytest.raises(TasksExhausted if num_accepted else AllRejected, match=None if num_accepted else said):
+                await rollouts.buffer.take(4, 0)
+            assert rollouts.counters()["accepted"] == num_accepted
+
+    asyncio.run(main())
 
 
 def test_a_dead_engine_fails_the_take_with_the_cause() -> None:

@@ -1,0 +1,147 @@
+"""Health checks: what rows of metrics say of a run that cannot learn."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import chz
+import pytest
+
+from areal_jax.metrics import names
+from areal_jax.metrics.config import HealthConfig
+from areal_jax.metrics.health import CHECKS, PREFIX, HealthMonitor, Row
+from areal_jax.metrics.report import collect, findings
+
+CONFIG = HealthConfig(window_steps=3)
+
+
+def healthy(step: int) -> dict[str, float]:
+    """A step of a run that learns; counters are those after it."""
+    return {
+        names.REWARD: 0.5,
+        names.LOSS: 0.1,
+        names.GRAD_NORM: 0.3,
+        "trainer/groups_without_signal": 0.9,
+        "trainer/truncated_fraction": 0.9,
+        "trainer/no_answer_fraction": 0.9,
+        "trainer/correct_fraction": 0.1,
+        "trainer/turns": 1.1,
+        "trainer/entropy": 0.02,
+        "trainer/ratio": 1.9,
+        "trainer/behave_weight": 0.6,
+        "trainer/tokens_stale": 50.0,
+        "trainer/tokens_trained": 60.0,
+        "gate/accepted": 4.0 * (step + 1),
+        # Half of the groups that end are rejected, for all reasons together.
+        "gate/rejected": 4.0 * (step + 1),
+        **{f"gate/rejected/{reason}": 1.0 * (step + 1) for reason in ("JudgeFailed", "AgentFailed", "Unservable", "NoSignal")},
+    }
+
+
+def rejected(reason: str, share: float) -> Callable[[int], Row]:
+    """Of 20 groups that end in each step, this share is rejected for one reason."""
+    return lambda step: {
+        "gate/accepted": 20 * (1 - share) * (step + 1),
+        "gate/rejected": 20 * share * (step + 1),
+        f"gate/rejected/{reason}": 20 * share * (step + 1),
+    }
+
+
+def found(changes: Callable[[int], Row], workflow: str = "SingleTurn", first: int = 0, steps: int = 3) -> set[str]:
+    """Which checks find something after so many steps."""
+    monitor, row = HealthMonitor(CONFIG, workflow, 100), dict[str, float]()
+    for step in range(first, first + steps):
+        row = monitor.update(step, {**healthy(step), **changes(step)})
+    assert set(monitor.active) == {name.removeprefix(PREFIX) for name, value in row.items() if value}
+    return set(monitor.active)
+
+
+CASES = [
+    ({"trainer/groups_without_signal": 1.0}, "SingleTurn", {"no_signal"}),
+    ({"trainer/truncated_fraction": 0.96}, "SingleTurn", {"all_truncated"}),
+    ({"trainer/no_answer_fraction": 0.96}, "SingleTurn", {"no_answers"}),
+    ({"trainer/entropy": 0.009}, "SingleTurn", {"entropy_collapsed"}),
+    ({"trainer/ratio": 2.1}, "SingleTurn", {"ratios_out_of_range"}),
+    ({"trainer/ratio": 0.4}, "SingleTurn", {"ratios_out_of_range"}),
+    ({"trainer/behave_weight": math.inf}, "SingleTurn", {"ratios_out_of_range"}),
+    ({"trainer/tokens_stale": 61.0}, "SingleTurn", {"stale_tokens"}),
+    ({names.GRAD_NORM: 0.0}, "SingleTurn", {"no_gradient"}),
+    ({names.GRAD_NORM: math.nan}, "SingleTurn", {"no_gradient"}),
+    # A critic that learns before its policy does.
+    ({names.GRAD_NORM: math.nan, "trainer/value_grad_norm": 0.1}, "SingleTurn", set()),
+    ({"trainer/turns": 1.0}, "SingleTurn", set()),
+    ({"trainer/turns": 1.0}, "ToolUse", {"tools_never_called"}),
+    ({"trainer/turns": 1.0}, "MultiTurn", {"second_turns_never_taken"}),
+    # Nothing was wrong, so nothing was tried again.
+    ({"trainer/turns": 1.0, "trainer/correct_fraction": 1.0}, "MultiTurn", set()),
+    (rejected("JudgeFailed", 0.6), "SingleTurn", {"reward_failures"}),
+    (rejected("ToolFailed", 0.6), "ToolUse", {"reward_failures"}),
+    (rejected("AgentFailed", 0.6), "Agent", {"agents_failing"}),
+    (rejected("TimeoutError", 0.6), "Agent", {"agents_failing"}),
+    (rejected("Unservable", 0.6), "SingleTurn", {"groups_rejected"}),
+    (rejected("NoSignal", 0.6), "SingleTurn", set()),
+    (rejected("NoSignal", 0.96), "SingleTurn", {"no_signal"}),
+]
+
+
+@pytest.mark.parametrize(("changes", "workflow", "expected"), CASES)
+def test_each_check_finds_its_own_fault_and_no_other(
+    changes: Row | Callable[[int], Row], workflow: str, expected: set[str]
+) -> None:
+    changed = changes if callable(changes) else lambda _: changes
+    assert found(lambda _: {}, workflow) == set()
+    assert found(changed, workflow) == expected
+    # Counters of a resumed run go on from where they were.
+    assert found(changed, workflow, first=50, steps=4) == expected
+    # One good step in the window, and for means a very good one, is health.
+    good = {name: 0.0 for name in ("trainer/truncated_fraction", "trainer/no_answer_fraction", "trainer/tokens_stale")}
+    if not callable(changes):
+        assert found(lambda step: good | {"trainer/correct_fraction": 0.1} if step == 1 else changed(step), workflow) == set()
+
+
+def test_every_check_is_tried() -> None:
+    assert set().union(*(expected for *_, expected in CASES)) == {check.name for check in CHECKS}
+
+
+def test_a_finding_needs_a_whole_window_and_says_when_it_begins_and_ends() -> None:
+    monitor, said, metrics = HealthMonitor(CONFIG, "SingleTurn", 100), list[str](), list[float]()
+    for step, entropy in enumerate((0.001, 0.001, 0.001, 0.001, 0.5)):
+        before = monitor.active
+        metrics.append(monitor.update(step, healthy(step) | {"trainer/entropy": entropy})["health/entropy_collapsed"])
+        said += monitor.changes(before, step)
+    assert metrics == [0.0, 0.0, 1.0, 1.0, 0.0]
+    begun, ended = said
+    assert begun.startswith("health: entropy_collapsed at step 2: the policy's entropy") and "trainer.entropy_coef" in begun
+    assert ended == "health: entropy_collapsed has ended at step 4; it began at step 2"
+
+
+def test_a_short_run_has_a_window_of_its_own_length() -> None:
+    monitor = HealthMonitor(chz.replace(CONFIG, window_steps=10), "SingleTurn", 2)
+    rows = [monitor.update(step, healthy(step) | {"trainer/entropy": 0.0})["health/entropy_collapsed"] for step in range(2)]
+    assert rows == [0.0, 1.0]
+
+
+def test_checks_without_their_metrics_say_nothing() -> None:
+    monitor = HealthMonitor(CONFIG, "SingleTurn", 10)
+    assert monitor.update(0, {names.LOSS: 1.0, names.GRAD_NORM: 0.5}) == {"health/no_gradient": 0.0}
+    assert monitor.has_learnt
+
+
+def test_a_step_that_trains_on_no_token_has_no_gradient() -> None:
+    monitor = HealthMonitor(chz.replace(CONFIG, window_steps=1), "SingleTurn", 10)
+    assert monitor.update(0, {names.REWARD: 1.0, "trainer/tokens_trained": 0.0}) == {"health/no_gradient": 1.0}
+    assert not monitor.has_learnt
+
+
+def test_the_report_lists_what_was_found_and_what_still_holds_first() -> None:
+    def row(step: int, **held: float) -> dict[str, float]:
+        return {"version": step, **{PREFIX + name: value for name, value in held.items()}}
+
+    rows = [
+        row(0, no_signal=0.0, no_answers=0.0, no_gradient=0.0),
+        row(1, no_signal=1.0, no_answers=1.0, no_gradient=0.0),
+        row(2, no_signal=0.0, no_answers=1.0, no_gradient=0.0),
+    ]
+    listed = [(each.check.name, each.first, each.num_steps, each.is_active) for each in findings(collect(rows))]
+    assert listed == [("no_answers", 1, 2, True), ("no_signal", 1, 1, False)]
