@@ -7,6 +7,7 @@ import hashlib
 import json
 import os
 import re
+import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager, closing
@@ -40,7 +41,7 @@ from areal_jax.named_policy import RunCheckpoint
 from areal_jax.policies import DecodingPolicy, decoding_mesh, find_decoding_policy
 from areal_jax.records import Engine, EngineStopped, Task, Unservable
 from areal_jax.rewards.service import RewardService
-from areal_jax.run_plan import counted, described, had, unreadable
+from areal_jax.run_plan import budgeted, counted, described, had, unreadable
 from areal_jax.settings import JSON, ConfigError, to_json
 from areal_jax.weights.pinned import Pinned
 from areal_jax.workflows.config import SingleTurn
@@ -119,11 +120,20 @@ class Local:
 
 def find_local(experiment: AnyExperiment, checkpoint: RunCheckpoint | None, tasks: Sequence[Task]) -> Local:
     """The experiment's policy, or what a run has trained. ConfigError where it cannot be had, or cannot read the tasks."""
+    experiment = with_limits(experiment, tasks)
     mesh = decoding_mesh(experiment.placement, "placement.rollout_devices")
     decoding = find_decoding_policy(experiment.policy, experiment.engine, mesh, checkpoint, seed=experiment.seed)
-    if problems := list(unreadable(experiment, decoding.engine, decoding.tokenizer, tasks)):
+    if problems := list(unreadable(experiment, decoding.engine, decoding.tokenizer)):
         raise ConfigError("\n".join(problems))
     return Local(experiment, decoding)
+
+
+def with_limits(experiment: AnyExperiment, tasks: Sequence[Task]) -> AnyExperiment:
+    """The experiment with a limit on prompts that these tasks need, if it has none; says what will not fit."""
+    budget = budgeted(experiment, eval_tasks=tasks)
+    for warning in budget.warnings:
+        print(f"areal_jax: warning: {warning}", file=sys.stderr)
+    return budget.experiment
 
 
 @dataclass(frozen=True, eq=False)
@@ -192,7 +202,7 @@ def find_server(experiment: AnyExperiment, url: str, tasks: Sequence[Task]) -> R
         tokenizer = None  # then nobody here knows which tokens the server speaks
     try:
         if tokenizer and (found := asyncio.run(TokenServer.probed(server, model, tokenizer, tasks[0].prompt))):
-            return Remote(experiment, server, model, tokenizer, found.drawing)
+            return Remote(with_limits(experiment, tasks), server, model, tokenizer, found.drawing)
         if isinstance(experiment.workflow, SingleTurn):
             return Remote(experiment, server, model, None, asyncio.run(drawing_of_chats(server, model)))
     except (Unservable, RuntimeError) as error:
@@ -231,6 +241,7 @@ def run(experiment: AnyExperiment, *, checkpoint: RunCheckpoint | None, server: 
     found = had(lambda: load_tasks(experiment.eval_tasks, experiment.prompt), "eval_tasks")
     tasks = found.tasks[: config.num_tasks]
     answerer = had(lambda: find_server(experiment, server, tasks)) if server else find_local(experiment, checkpoint, tasks)
+    experiment = answerer.experiment
     settings = identity(experiment, tasks) | answerer.identity()
     folder = folder or EVALUATIONS_FOLDER / folder_name(experiment.name, answerer.name, settings)
     data = counted("tasks", *found, experiment.eval_tasks)

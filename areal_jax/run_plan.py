@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import chz
 import jax
@@ -19,7 +19,7 @@ import jax.numpy as jnp
 import psutil
 from jax.sharding import Mesh
 
-from areal_jax.config import AnyExperiment, Experiment, PreferenceExperiment
+from areal_jax.config import AnyExperiment, Experiment, PreferenceExperiment, contradictions
 from areal_jax.data.config import HeldOut, TaskSource
 from areal_jax.data.examples import ExampleSet
 from areal_jax.data.policy_files import resolve_policy_folder
@@ -44,13 +44,23 @@ from areal_jax.trainer.memory import bytes_beside, predicted_bytes
 from areal_jax.trainer.state import require_host_memory, trained
 from areal_jax.workflows.agent import argv_of
 from areal_jax.workflows.config import Agent, MultiTurn, ToolUse
+from areal_jax.workflows.prompt_budget import (
+    Limits,
+    Prompts,
+    doubtful_prompts,
+    later_turns,
+    measure_prompts,
+    refused_prompts,
+    required_prompt_tokens,
+    too_few_tasks,
+)
 
 T = TypeVar("T")
 
 NEEDED_BY_RAY = ("ray", "xxhash")
 
-NUM_PROMPTS_TRIED = 64
-"""So many prompts are measured: enough to tell that none will fit, few enough not to be waited for."""
+EXAMPLES_PROMPT_TOKENS = 1024
+"""engine.max_prompt_tokens of learning from examples where it is not set, unless an evaluation needs more."""
 
 Memory = Mapping[str, int]
 """Bytes on each device, by what they are for."""
@@ -119,6 +129,10 @@ class Plan(TrainingPlan):
     """What fine-tuning measures its loss on; empty where it does not."""
     eval_tasks: TaskSet
     """Empty where the experiment does not evaluate."""
+    prompts: tuple[Prompts, ...]
+    """Of tasks to train on and to evaluate on, as they were measured."""
+    warnings: tuple[str, ...]
+    """What will fail in part."""
     rollout_mesh: Mesh
     engines: tuple[DecodeEngine, ...]
     """Alike, on meshes of their own; idle where the experiment does not decode."""
@@ -153,6 +167,7 @@ class Plan(TrainingPlan):
             ("data", self._data()),
             ("training", self._training()),
             ("evaluation", self._evaluation()),
+            *(("prompts", self._prompts(found)) for found in self.prompts),
             ("devices", self.devices),
             ("train mesh", _shape(self.train_mesh)),
             ("  on each", memory_text(self.train_bytes())),
@@ -216,6 +231,11 @@ class Plan(TrainingPlan):
             f"{experiment.num_steps} steps of {rollout.groups_per_batch} groups x {rollout.samples_per_group} samples, "
             f"{experiment.trainer.num_mini_batches} updates each; max_staleness {as_text(rollout.max_staleness)}"
         )
+
+    def _prompts(self, found: Prompts) -> str:
+        of = "all" if len(found.lengths) == found.num_tasks else f"{len(found.lengths):,} of {found.num_tasks:,}"
+        limit = f"engine.max_prompt_tokens={self.experiment.engine.max_prompt_tokens}"
+        return f"{found.source}: {min(found.lengths)} to {max(found.lengths)} tokens ({of} measured); {limit}"
 
     def _rollout(self) -> Iterator[tuple[str, str]]:
         if self.decodes:
@@ -314,12 +334,13 @@ class Plan(TrainingPlan):
 def make_plan(experiment: AnyExperiment) -> Plan:
     """Find the policy and the data, cut the meshes. ConfigError where one of them cannot be had, or does not fit another."""
     meshes = had(lambda: _meshes(experiment))
+    tasks, eval_tasks = had(partial(_tasks, experiment))
+    num_tasks = experiment.evaluation.num_tasks
+    budget = budgeted(experiment, tasks=tasks.tasks, eval_tasks=eval_tasks.tasks[:num_tasks] if eval_tasks.tasks else ())
+    experiment, examples, eval_examples = budget.experiment, ExampleSet((), {}), ExampleSet((), {})
     training = make_training_plan(experiment, meshes.train)
     policy, tokenizer, row_tokens = training.policy, training.tokenizer, training.row_tokens
-    tasks, eval_tasks, examples, eval_examples = TaskSet((), {}), TaskSet((), {}), ExampleSet((), {}), ExampleSet((), {})
-    if isinstance(experiment, Experiment):
-        tasks = had(lambda: load_tasks(experiment.tasks, experiment.prompt), "tasks")
-    else:
+    if not isinstance(experiment, Experiment):
         load = load_examples
         if isinstance(experiment, PreferenceExperiment):
             load = partial(load_pairs, max_pair_tokens=row_tokens)
@@ -333,20 +354,30 @@ def make_plan(experiment: AnyExperiment) -> Plan:
                 max_tokens=min(row_tokens, policy.config.max_position_embeddings),
             )
         )
-    if experiment.evaluation.every_steps:
-        eval_tasks = had(lambda: load_tasks(experiment.eval_tasks, experiment.prompt), "eval_tasks")
     plan = Plan(
         **{each.name: getattr(training, each.name) for each in fields(training)},
         tasks=tasks,
         examples=examples,
         eval_examples=eval_examples,
         eval_tasks=eval_tasks,
+        prompts=budget.prompts,
+        warnings=budget.warnings,
         rollout_mesh=meshes.rollout,
         engines=had(lambda: _engines(experiment, policy, meshes, training.compute_dtype)),
     )
     if problems := list(misfits(plan)):
         raise ConfigError("\n".join(problems))
     return plan
+
+
+def _tasks(experiment: AnyExperiment) -> tuple[TaskSet, TaskSet]:
+    """Tasks to train on and to evaluate on; none where the experiment does not."""
+    tasks, eval_tasks = TaskSet((), {}), TaskSet((), {})
+    if isinstance(experiment, Experiment):
+        tasks = had(lambda: load_tasks(experiment.tasks, experiment.prompt), "tasks")
+    if experiment.evaluation.every_steps:
+        eval_tasks = had(lambda: load_tasks(experiment.eval_tasks, experiment.prompt), "eval_tasks")
+    return tasks, eval_tasks
 
 
 def make_training_plan(experiment: AnyExperiment, mesh: Mesh) -> TrainingPlan:
@@ -492,9 +523,8 @@ def misfits(plan: Plan) -> Iterator[str]:
         yield f"launch=Ray needs {' and '.join(missing)}, which are not installed: pip install 'areal-jax[ray]'"
     if plan.decodes:
         yield from too_long(engine, f"policy.path={path}")
-        yield from _one_turn_only(plan)
         yield from _missing_program(plan)
-    yield from unreadable(plan.experiment, engine, plan.tokenizer, plan.tasks.tasks or plan.eval_tasks.tasks)
+    yield from unreadable(plan.experiment, engine, plan.tokenizer)
     if plan.critic is not None and plan.critic.config.vocab_size < plan.tokenizer.vocab_size:
         yield (
             f"trainer.critic.path={plan.experiment.trainer.critic.path} knows {plan.critic.config.vocab_size} tokens, and "
@@ -515,8 +545,57 @@ def described(config: PolicyConfig, policy: Policy, dtype: jnp.dtype) -> str:
     return f"{config.path} ({model.architecture}, {model.num_params / 1e6:,.1f} M parameters, {dtype.name}{ignored})"
 
 
-def unreadable(experiment: AnyExperiment, engine: DecodeEngine, tokenizer: HFTokenizer, tasks: Sequence[Task]) -> Iterator[str]:
-    """Why the policy cannot read what the tokenizer makes of these tasks."""
+class Budget(NamedTuple):
+    """What prompts take."""
+
+    experiment: AnyExperiment
+    """With a limit on prompts."""
+    prompts: tuple[Prompts, ...]
+    """By the setting that names their tasks."""
+    warnings: tuple[str, ...]
+    """What will not fit, with the setting to change."""
+
+
+def budgeted(experiment: AnyExperiment, **tasks: Sequence[Task]) -> Budget:
+    """Measure prompts, and find a limit on them where engine.max_prompt_tokens is 0.
+
+    Args:
+        tasks: by the setting that names them.
+
+    Raises:
+        ConfigError: prompts, or the workflow's later turns, can never fit.
+    """
+    folder = had(lambda: resolve_policy_folder(experiment.policy.path))
+    positions, tokenizer = had(lambda: (read_config(folder).max_position_embeddings, HFTokenizer.from_folder(folder)))
+    engine, workflow, rewards = experiment.engine, experiment.workflow, experiment.rewards
+    is_decoded = any(len(of_source) for of_source in tasks.values())
+    if is_decoded and (problems := list(_one_turn_only(experiment, tokenizer))):
+        raise ConfigError("\n".join(problems))
+    is_boxed = not (rewards.accept_plain or rewards.function or isinstance(workflow, Agent))
+    measure = partial(measure_prompts, tokenizer, workflow=workflow, max_new_tokens=engine.max_new_tokens, is_boxed=is_boxed)
+    prompts = had(lambda: tuple(measure(source, of_source) for source, of_source in tasks.items() if len(of_source)))
+    turns, longest = later_turns(tokenizer, workflow), max((found.longest for found in prompts), default=0)
+    limit, most = engine.max_prompt_tokens, engine.max_new_tokens
+    if not limit:
+        # Where the policy has fewer positions than all turns may take, the last ones may not come.
+        limit = max(1, min(required_prompt_tokens(longest, turns, most), positions - most))
+        if not isinstance(experiment, Experiment):
+            limit = max(limit, EXAMPLES_PROMPT_TOKENS)
+        experiment = chz.replace(experiment, engine=chz.replace(engine, max_prompt_tokens=limit))
+        if problems := list(contradictions(experiment)):
+            raise ConfigError("\n".join(problems))
+    limits = Limits(limit, most, positions)
+    if problems := [each for found in prompts for each in refused_prompts(found, turns, limits)]:
+        raise ConfigError("\n".join(problems))
+    warnings = [each for found in prompts for each in doubtful_prompts(found, turns, limits)]
+    trained = next((found for found in prompts if found.source == "tasks"), None)
+    if isinstance(experiment, Experiment) and trained is not None:
+        warnings += too_few_tasks(trained, experiment.rollout.groups_per_batch, experiment.num_steps)
+    return Budget(experiment, prompts, tuple(warnings))
+
+
+def unreadable(experiment: AnyExperiment, engine: DecodeEngine, tokenizer: HFTokenizer) -> Iterator[str]:
+    """Why the policy cannot read what the tokenizer makes of a text."""
     model, path = engine.policy.config, experiment.policy.path
     if tokenizer.vocab_size > model.vocab_size:
         yield (
@@ -528,18 +607,11 @@ def unreadable(experiment: AnyExperiment, engine: DecodeEngine, tokenizer: HFTok
             f"policy.path={path} has a tokenizer without a chat template: expected chat_template.jinja, or chat_template in "
             "tokenizer_config.json; found neither. Add one, or set prompt.plain_text=true"
         )
-    first = tasks[:NUM_PROMPTS_TRIED]
-    shortest = min((len(tokenizer.render(task.prompt)) for task in first), default=0)
-    if shortest > engine.config.max_prompt_tokens:
-        yield (
-            f"engine.max_prompt_tokens={engine.config.max_prompt_tokens} leaves out each of the first {len(first)} prompts, "
-            f"the shortest of which has {shortest} tokens; raise it"
-        )
 
 
-def _one_turn_only(plan: Plan) -> Iterator[str]:
+def _one_turn_only(experiment: AnyExperiment, tokenizer: HFTokenizer) -> Iterator[str]:
     """Messages that a chat template cannot put behind an answer."""
-    match workflow := plan.experiment.workflow:
+    match workflow := experiment.workflow:
         case MultiTurn():
             role, knob = "user", "set workflow=SingleTurn"
         case ToolUse():
@@ -547,10 +619,10 @@ def _one_turn_only(plan: Plan) -> Iterator[str]:
         case _:
             return
     try:
-        plan.tokenizer.render_next([Message(role, "?")])
+        tokenizer.render_next([Message(role, "?")])
     except ValueError as refusal:
         yield (
-            f"workflow={type(workflow).__name__} answers policy.path={plan.experiment.policy.path} with a message of role "
+            f"workflow={type(workflow).__name__} answers policy.path={experiment.policy.path} with a message of role "
             f"{role}, and {refusal}; {knob}"
         )
 

@@ -76,6 +76,9 @@ def _run(command: argparse.Namespace) -> int:
     from areal_jax.run_plan import make_plan
 
     plan = make_plan(experiment)
+    experiment = plan.experiment
+    for warning in plan.warnings:
+        print(f"areal_jax: warning: {warning}", file=sys.stderr)
     if command.dry_run:
         from areal_jax.assembly import try_judging
 

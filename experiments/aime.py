@@ -10,8 +10,7 @@ on 512 of them rises from 26-28 % to 67-69 % (seeds 0, 1 and 2), in about 3 minu
 
 Real problems are longer, and mostly beyond this policy:
 
-    python -m areal_jax.train --exp=aime tasks=Files tasks.path=aime.json eval_tasks=Files eval_tasks.path=aime24.jsonl \\
-        engine.max_prompt_tokens=768
+    python -m areal_jax.train --exp=aime tasks=Files tasks.path=aime.json eval_tasks=Files eval_tasks.path=aime24.jsonl
 """
 
 from areal_jax.config import Experiment
@@ -29,7 +28,7 @@ experiment = Experiment(
     eval_tasks=Synthetic(split="heldout", num_tasks=512),
     rollout=RolloutConfig(groups_per_batch=16, samples_per_group=8, max_staleness=2),
     # The longest generated problem has 42 tokens, the longest worked solution 77.
-    engine=EngineConfig(num_slots=48, max_prompt_tokens=64, max_new_tokens=96),
+    engine=EngineConfig(num_slots=48, max_new_tokens=96),
     trainer=TrainerConfig(
         # The paper's 2e-5 is for 1.5 B parameters and batches of 8192 samples; a tiny policy takes larger steps.
         optimizer=OptimizerConfig(learning_rate=4e-4, schedule="linear", warmup_fraction=0.05),

@@ -27,7 +27,7 @@ experiment = Experiment(
     eval_tasks=Files(path="data/gsm8k/main", split="test"),
     prompt=PromptConfig(suffix="\nPlease reason step by step, and put your final answer within \\boxed{}."),
     rollout=RolloutConfig(groups_per_batch=32, samples_per_group=8, max_staleness=4),
-    engine=EngineConfig(num_slots=192, max_prompt_tokens=512, max_new_tokens=512),
+    engine=EngineConfig(num_slots=192, max_new_tokens=512),
     trainer=TrainerConfig(rows_per_micro_batch=4),
     rewards=RewardConfig(num_workers=4),
     evaluation=EvaluationConfig(every_steps=25),

@@ -51,8 +51,6 @@ experiment = chz.replace(
     name="openai_agent",
     description="an agent written against OpenAI's client",
     num_steps=20,
-    workflow=Agent(function=f"{__file__}:agent"),
-    # The second question comes after the first one and its answer.
-    engine=chz.replace(aime.engine, max_prompt_tokens=192),
+    workflow=Agent(function=f"{__file__}:agent", expected_calls=2),
     evaluation=chz.replace(aime.evaluation, every_steps=5, num_tasks=256),
 )

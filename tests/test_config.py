@@ -305,7 +305,10 @@ def test_a_wrong_override_is_refused_with_what_would_be_right(override: str, sai
         (["rollout.max_staleness=-1"], ["rollout.max_staleness=-1", "0 or more"]),
         (["engine.top_p=1.5"], ["engine.top_p=1.5", "from 0 to 1"]),
         (["trainer.loss.dual_clip=0.5"], ["trainer.loss.dual_clip=0.5", "above 1"]),
-        (["trainer.row_tokens=100"], ["trainer.row_tokens=100", "engine.max_prompt_tokens + engine.max_new_tokens = 160"]),
+        (
+            ["trainer.row_tokens=100", "engine.max_prompt_tokens=64"],
+            ["trainer.row_tokens=100", "engine.max_prompt_tokens + engine.max_new_tokens = 160"],
+        ),
         (["trainer.num_mini_batches=17"], ["trainer.num_mini_batches=17", "rollout.groups_per_batch=16"]),
         (["rollout.samples_per_group=1"], ["rollout.samples_per_group=1", "BatchNormalized"]),
         (["engine.temperature=0"], ["engine.temperature=0"]),

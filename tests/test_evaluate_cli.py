@@ -97,6 +97,28 @@ def test_twice_is_the_same_and_so_is_what_goes_on_after_a_kill(embedded: Path, t
         assert (tmp_path / "again" / name).read_bytes() == (embedded / name).read_bytes()
 
 
+def test_a_problem_that_does_not_fit_counts_as_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    rows = [{"problem": f"Find {number} + 1.", "answer": str(number + 1)} for number in range(7)]
+    rows.append({"problem": "1 + 1 + " * 60, "answer": "61"})
+    (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    command = (f"data={tmp_path / 'data.jsonl'}", "evaluation.num_tasks=8", "engine.max_prompt_tokens=64")
+    found = evaluate(tmp_path / "first", *command)
+    assert "1 of 8 prompts of eval_tasks are longer than engine.max_prompt_tokens=64" in capsys.readouterr().err
+    assert (found["num_tasks"], found["num_samples"], found["failed"]) == (8, 21, {"Unservable": 1})
+    right = sum(problem["num_correct"] for problem in found["problems"])
+    assert found["pass_at"]["1"]["value"] == pytest.approx(right / 3 / 8)
+    assert sum(family["num_tasks"] for family in found["families"].values()) == 8
+    last = (tmp_path / "first" / "problems.csv").read_text().splitlines()[-1]
+    assert "engine.max_prompt_tokens=64" in last
+    assert "Unservable" in (tmp_path / "first" / "report.html").read_text()
+    # What goes on with an evaluation asks it again, and counts it the same.
+    before = (tmp_path / "first" / "results.json").read_bytes()
+    evaluate(tmp_path / "first", *command)
+    assert (tmp_path / "first" / "results.json").read_bytes() == before
+    # With nothing set, there is room for it.
+    assert evaluate(tmp_path / "second", *command[:2])["failed"] == {}
+
+
 @pytest.mark.slow
 def test_a_killed_process_leaves_what_the_next_one_goes_on_from(
     embedded: Path, tmp_path: Path, of_a_command: dict[str, str]
@@ -179,7 +201,7 @@ def test_a_benchmarks_file_is_asked_whole(tmp_path: Path) -> None:
 @contextmanager
 def serving() -> Iterator[str]:
     """The URL of the package's own server, with the embedded policy and a token, while it listens in a thread."""
-    engine = chz.replace(load_experiment("aime").engine, num_slots=8, max_new_tokens=40)
+    engine = chz.replace(load_experiment("aime").engine, num_slots=8, max_prompt_tokens=64, max_new_tokens=40)
     config = ServeConfig(engine=engine, devices=1)
     loop, urls, stop = asyncio.new_event_loop(), queue.SimpleQueue[str | None](), asyncio.Event()
 

@@ -285,8 +285,22 @@ def test_without_evaluation_its_tasks_need_not_exist(policy: Path) -> None:
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["engine.max_new_tokens=193"], ["= 257", "256 positions", "engine.max_prompt_tokens + engine.max_new_tokens"]),
-        (["engine.max_prompt_tokens=8"], ["engine.max_prompt_tokens=8", "first 64 prompts", "raise it"]),
+        (
+            ["engine.max_prompt_tokens=64", "engine.max_new_tokens=193"],
+            ["= 257", "256 positions", "engine.max_prompt_tokens + engine.max_new_tokens"],
+        ),
+        (["engine.max_prompt_tokens=8"], ["longer than engine.max_prompt_tokens=8", "set engine.max_prompt_tokens=64"]),
+        (["engine.max_new_tokens=2"], ["engine.max_new_tokens=2 is shorter than every answer", "raise engine.max_new_tokens"]),
+        (
+            ["workflow=MultiTurn", "engine.max_prompt_tokens=64"],
+            [
+                "leaves no room for a second turn",
+                "prompt of tasks",
+                "prompt of eval_tasks",
+                "all of it needs 192",
+                "256 positions",
+            ],
+        ),
         (["engine.num_slots=13"], ["engine.num_slots=13", "6 rollout devices"]),
         (["placement.train_devices=9"], ["placement.train_devices", "8"]),
         (["placement.train_context=2", "trainer.row_tokens=257"], ["257 tokens", "placement.train_context=2"]),
@@ -331,7 +345,7 @@ def test_a_chat_template_that_cannot_go_on_after_an_answer_is_refused_for_severa
     for template, overrides, said in (
         ("{{ messages[0].content }}=", ["workflow=MultiTurn"], "for one turn only; set workflow=SingleTurn"),
         (refusing, ["workflow=ToolUse"], "no tools; set workflow.call_format.result_role=user"),
-        (refusing, ["workflow=ToolUse", "workflow.call_format.result_role=user"], ""),
+        (refusing, ["workflow=ToolUse", "workflow.call_format.result_role=user", "workflow.announce=false"], ""),
         (refusing, ["workflow=MultiTurn"], ""),
     ):
         folder = tmp_path / f"policy-{len(list(tmp_path.iterdir()))}"
@@ -339,6 +353,6 @@ def test_a_chat_template_that_cannot_go_on_after_an_answer_is_refused_for_severa
         (folder / "chat_template.jinja").write_text(template)
         if said:
             with pytest.raises(ConfigError, match=said):
-                plan(folder, *SHORT, *overrides)
+                plan(folder, *SHORT[1:], *overrides)
         else:
-            plan(folder, *SHORT, *overrides)
+            plan(folder, *SHORT[1:], *overrides)

@@ -13,7 +13,11 @@ MAX_TOP_K = 2**31 - 1
 @chz.chz
 class EngineConfig:
     num_slots: int = chz.field(default=64, doc="sequences decoded at the same time, over all rollout devices")
-    max_prompt_tokens: int = chz.field(default=1024, doc="a longer prompt is refused (and its task counted and skipped)")
+    max_prompt_tokens: int = chz.field(
+        default=0,
+        doc="longest prompt, in tokens, later turns of a conversation included; a task with a longer one is skipped and "
+        "counted. 0: what tasks and workflow need, found when the run is planned and written to config.json",
+    )
     max_new_tokens: int = chz.field(default=1024, doc="tokens after which an answer is cut and counted as truncated")
     steps_per_dispatch: int = chz.field(default=8, doc="decode steps between two looks at the queue and at newer weights")
     page_tokens: int = chz.field(

@@ -190,6 +190,8 @@ class DecodeEngine:
                 f"engine.num_slots={config.num_slots} does not divide by the {mesh.shape['data']} rollout devices that share "
                 f"the slots; set engine.num_slots to a multiple of {mesh.shape['data']}"
             )
+        if config.max_prompt_tokens < 1:
+            raise ValueError(f"expected engine.max_prompt_tokens of at least 1, came {config.max_prompt_tokens}; set it")
         self.policy, self.mesh, self.config = policy, mesh, config
         self.compute_dtype = jnp.dtype(compute_dtype)
         self.max_tokens = config.max_tokens

@@ -56,7 +56,7 @@ def mean(window: Window, name: str) -> float:
 
 def growth(window: Window, *counters: str) -> float:
     """By how much counters, which only grow, grew together within the window."""
-    return sum(window[-1].get(name, 0.0) - window[0].get(name, 0.0) for name in counters)
+    return math.fsum(window[-1].get(name, 0.0) - window[0].get(name, 0.0) for name in counters)
 
 
 def rejected_share(window: Window, *reasons: str) -> float:

@@ -81,6 +81,9 @@ class Agent(WorkflowConfig):
         "environment and the task as JSON on its standard input; its last line of output says what a function would return",
     )
     timeout_s: float = chz.field(default=600.0, doc="an agent that has not ended by then is broken off, and its group given up")
+    expected_calls: int = chz.field(
+        default=4, doc="consecutive calls for which engine.max_prompt_tokens=0 leaves room, each with all that was said before"
+    )
     max_running: int = chz.field(default=256, doc="agents at work at the same time; those of an evaluation are counted apart")
     export: Literal["concatenated", "per_call"] = chz.field(
         default="concatenated",
