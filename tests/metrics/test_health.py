@@ -92,12 +92,17 @@ def test_each_check_finds_its_own_fault_and_no_other(
     changed = changes if callable(changes) else lambda _: changes
     assert found(lambda _: {}, workflow) == set()
     assert found(changed, workflow) == expected
-    # Counters of a resumed run go on from where they were.
-    assert found(changed, workflow, first=50, steps=4) == expected
     # One good step in the window, and for means a very good one, is health.
     good = {name: 0.0 for name in ("trainer/truncated_fraction", "trainer/no_answer_fraction", "trainer/tokens_stale")}
     if not callable(changes):
         assert found(lambda step: good | {"trainer/correct_fraction": 0.1} if step == 1 else changed(step), workflow) == set()
+
+
+def test_counters_of_a_resumed_run_count_from_where_it_resumed() -> None:
+    def only_rejected(step: int) -> Row:
+        return {"gate/accepted": 5000.0, "gate/rejected": 20.0 * step, "gate/rejected/Unservable": 20.0 * step}
+
+    assert found(only_rejected, first=50) == {"groups_rejected"}
 
 
 def test_every_check_is_tried() -> None:
