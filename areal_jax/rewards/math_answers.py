@@ -425,8 +425,11 @@ def _stated(sides: list[str], algebra: Algebra | None) -> tuple[str, str] | None
     return None
 
 
+@lru_cache(1024)
 def _equal_expressions(ours: str, theirs: str) -> bool:
-    """Whether computer algebra finds two expressions equal, and their values at a point do not say otherwise."""
+    """Whether computer algebra finds two expressions equal, and their values at a point do not say otherwise.
+
+    Cached, for the samples of a group often agree."""
     from math_verify import verify
 
     for library in ("math_verify", "latex2sympy2_extended"):

@@ -85,6 +85,7 @@ def _symbol(character: str) -> str:
     return character
 
 
+@lru_cache(1024)
 def to_latex(text: str) -> str:
     """Return the text as LaTeX in one spelling: without Unicode symbols, delimiters, sizes and spacing; fractions braced."""
     text = text.strip().removesuffix(".").strip()
