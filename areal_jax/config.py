@@ -296,7 +296,7 @@ _POSITIVE = (
     *("num_workers", "samples_per_task", "keep", "batch_timeout_s", "request_timeout_s", "timeout_s"),
     *("rank", "alpha", "train_devices", "rollout_devices", "train_fsdp", "train_expert", "train_context", "train_tensor"),
     *("rollout_tensor", "engines", "simulated_devices"),
-    *("patience_s", "test_timeout_s", "memory_bytes", "max_processes", "max_file_bytes", "tmp_bytes"),
+    *("patience_s", "test_timeout_s", "total_timeout_s", "memory_bytes", "max_processes", "max_file_bytes", "tmp_bytes"),
     *("max_turns", "expected_calls", "max_output_chars", "num_results"),
     *("max_body_bytes", "max_requests", "max_samples", "body_timeout_s", "shutdown_timeout_s", "devices", "tensor"),
     *("trainer_hosts", "trainer_devices", "rollout_engines", "engine_devices", "reward_workers", "cpus_per_process"),

@@ -22,6 +22,8 @@ class Stdin:
 
     cases: Sequence[Sequence[str]]
     """Input and expected output of each."""
+    is_exact: bool = False
+    """Whether fractions must come to the last digit, as for LiveCodeBench's checker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +33,8 @@ class Calls:
     function: str
     cases: Sequence[Sequence[Any]]
     """Arguments, a sequence, and expected result of each, as JSON has them."""
+    is_exact: bool = False
+    """Whether results must be equal, but for a tuple in place of a list, as for LiveCodeBench's checker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +114,11 @@ def _live_code_bench(row: Row) -> tuple[str, CodeTests]:
     given = [*json.loads(row["public_test_cases"]), *_private(row.get("private_test_cases") or "[]")]
     question, starter = row["question_content"], row.get("starter_code") or ""
     if function := json.loads(row.get("metadata") or "{}").get("func_name"):
-        cases = [(tuple(map(json.loads, case["input"].splitlines())), json.loads(case["output"])) for case in given]
-        return _ask(question, starter), Calls(function, cases)
-    return _ask(question, starter), Stdin([(case["input"], case["output"]) for case in given])
+        # Lines as that checker has them: JSON may hold other separators.
+        lines = [filter(str.strip, case["input"].split("\n")) for case in given]
+        cases = [(tuple(map(json.loads, each)), json.loads(case["output"])) for each, case in zip(lines, given, strict=True)]
+        return _ask(question, starter), Calls(function, cases, is_exact=True)
+    return _ask(question, starter), Stdin([(case["input"], case["output"]) for case in given], is_exact=True)
 
 
 def _private(tests: str) -> list[Any]:

@@ -8,19 +8,23 @@ runs in, nothing can make it correct. What a task's question or its tests' argum
 from __future__ import annotations
 
 import ast
+import builtins
 import math
 import re
 import signal
 import socket
+import symtable
 import time
 import warnings
+from decimal import Decimal, DecimalException
 from textwrap import dedent
 from typing import Any
 
 from areal_jax.data.code_tasks import Asserts, Calls, CodeTests, Stdin
 from areal_jax.records import Verdict
 from areal_jax.rewards.config import SandboxConfig
-from areal_jax.rewards.harness import BROKEN, CRASHED, PASSED, PRELUDE, WRONG
+from areal_jax.rewards.harness import BROKEN, CRASHED, LATE, PASSED, PRELUDE, RECURSION_LIMIT, WRONG
+from areal_jax.rewards.processes import ending
 from areal_jax.rewards.sandbox import Ended, Job, Sandbox, Sandboxes, SandboxUnavailable
 
 MAX_PROGRAM_CHARS = 200_000
@@ -99,23 +103,27 @@ class CodeJudge:
             return Verdict("infrastructure", f"sandbox: {error}")
 
     def _judge_script(self, sandbox: Sandbox, tests: Stdin, program: str, deadline_s: float) -> Verdict:
+        # An exit code says nothing: LiveCodeBench's checker and that of APPS take any SystemExit for the end.
+        job = {"kind": "run", **_program_job(tests, program), "ignores_exit_code": True}
         for number, (given, expected) in enumerate(tests.cases):
-            with sandbox.start({"kind": "run", "program": dedent(program)}, given) as job:
+            with sandbox.start(job, given) as running:
                 ended = sandbox.wait(self._left_s(deadline_s))
                 if ended != Ended("exit", 0):
-                    return self._failed(ended, job, f"test {number}: ")
-                if not is_same_output(job.output(), expected):
+                    return self._failed(ended, running, f"test {number}: ")
+                if not is_same_output(running.output(), expected, tests.is_exact):
                     return Verdict("wrong", f"test {number}: another output than expected")
         return Verdict("correct")
 
     def _judge_functions(self, sandbox: Sandbox, tests: Calls | Asserts, program: str, deadline_s: float) -> Verdict:
         self._tester = tester = self._tester or self._sandboxes.take()
+        # Each case is a test, and timed where it is made; asserts are one.
+        left_s = self._left_s(deadline_s) if isinstance(tests, Asserts) else deadline_s - time.monotonic()
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            serving = sandbox.start({"kind": "serve", **_program_job(tests, program)}, channel=ours)
-            testing = tester.start({"kind": "test", **_test_job(tests)}, channel=theirs)
+            serving = sandbox.start({"kind": "serve", **_program_job(tests, program)}, channel=ours, cpu_s=left_s)
+            testing = tester.start({"kind": "test", **self._test_job(tests)}, channel=theirs, cpu_s=left_s)
         with serving, testing:
-            ended = tester.wait(self._left_s(deadline_s), also=[sandbox])
+            ended = tester.wait(left_s, also=[sandbox])
             if ended.how != "exit":
                 self._close_tester()
             match ended:
@@ -126,12 +134,20 @@ class CodeJudge:
                 case Ended("exit", code) if code == CRASHED:
                     sandbox.wait(LAST_WORDS_S)
                     return Verdict("crashed", serving.last_error() or testing.last_error())
+                case Ended("exit", code) if code == LATE:
+                    return self._failed(Ended("timeout"), testing)
                 case Ended("exit", code) if code == BROKEN:
                     return Verdict("infrastructure", f"the tests cannot be run: {testing.last_error()}")
                 case Ended("gone"):
                     return Verdict("infrastructure", "the sandbox of the tests has fallen")
                 case _:
                     return self._failed(ended, testing)
+
+    def _test_job(self, tests: Calls | Asserts) -> dict[str, Any]:
+        if isinstance(tests, Asserts):
+            return {"names": tests.names, "setup": f"{tests.prompt}\n{tests.imports}", "tests": tests.tests}
+        timeout_s = self._config.test_timeout_s
+        return {"names": [tests.function], "cases": tests.cases, "is_exact": tests.is_exact, "timeout_s": timeout_s}
 
     def _left_s(self, deadline_s: float) -> float:
         return min(self._config.test_timeout_s, deadline_s - time.monotonic())
@@ -140,15 +156,18 @@ class CodeJudge:
         """The verdict on a program that did not come to a good end."""
         match ended:
             case Ended("timeout"):
-                return Verdict("timeout", where + "no end within rewards.sandbox.test_timeout_s or rewards.timeout_s")
+                return Verdict("timeout", where + "no end within rewards.sandbox.test_timeout_s or total_timeout_s")
             case Ended("exit", code) if code == -signal.SIGXCPU:
                 return Verdict("timeout", where + "more processor time than rewards.sandbox.test_timeout_s")
             case Ended("memory"):
                 return Verdict("crashed", where + f"more than rewards.sandbox.memory_bytes={self._config.memory_bytes}")
+            case Ended("output"):
+                limit = f"rewards.sandbox.max_file_bytes={self._config.max_file_bytes}"
+                return Verdict("crashed", f"{where}more output than {limit}")
             case Ended("gone"):
                 return Verdict("crashed", where + "it brought down its sandbox")
             case Ended("exit", code) if code < 0:
-                return Verdict("crashed", where + f"signal {signal.Signals(-code).name}")
+                return Verdict("crashed", where + ending(code))
             case _:
                 return Verdict("crashed", where + (job.last_error() or f"exit code {ended.returncode}"))
 
@@ -163,26 +182,59 @@ class CodeJudge:
             self._tester = None
 
 
-def _program_job(tests: Calls | Asserts, program: str) -> dict[str, Any]:
-    if isinstance(tests, Calls):
-        return {"prelude": PRELUDE, "program": dedent(program)}
+def _program_job(tests: CodeTests, program: str) -> dict[str, Any]:
+    if not isinstance(tests, Asserts):
+        program = dedent(program)
+        # Importing takes longer than most programs do.
+        prelude = PRELUDE if uses_undefined_names(program) else ""
+        return {"prelude": prelude, "program": program, "recursion_limit": RECURSION_LIMIT}
     if goes_on(tests, program):
         return {"prelude": "", "program": tests.prompt + program}
     # What the prompt has besides, such as imports, may be needed; two pieces, so that each may begin with `from __future__`.
     return {"prelude": tests.prompt, "program": dedent(program)}
 
 
-def _test_job(tests: Calls | Asserts) -> dict[str, Any]:
-    if isinstance(tests, Calls):
-        return {"names": [tests.function], "cases": tests.cases}
-    return {"names": tests.names, "setup": f"{tests.prompt}\n{tests.imports}", "tests": tests.tests}
+_DEFINED = {*dir(builtins), "__file__"}
+_LOOKS_UP = {"eval", "exec", "globals", "locals", "vars"}
 
 
-def is_same_output(came: str, expected: str) -> bool:
+def uses_undefined_names(program: str) -> bool:
+    """Whether a program uses names that it does not define at module level and Python does not have, or might."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module = symtable.symtable(program, "program.py", "exec")
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return False
+    scopes, used, defined = [module], set[str](), set[str]()
+    while scopes:
+        scope = scopes.pop()
+        scopes += scope.get_children()
+        for symbol in scope.get_symbols():
+            is_given = symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+            if is_given and (scope is module or symbol.is_declared_global()):
+                defined.add(symbol.get_name())
+            if symbol.is_referenced() and (scope is module or symbol.is_global()):
+                used.add(symbol.get_name())
+    return bool(used - defined - _DEFINED or used & _LOOKS_UP)
+
+
+def is_same_output(came: str, expected: str, is_exact: bool = False) -> bool:
     """Whether two outputs are the same but for spaces around lines, empty lines at the end, and how numbers are written:
-    1.50 is 1.5, and where a fraction is expected one within 1e-6 will do."""
-    ours, theirs = ([line.strip() for line in text.strip().splitlines()] for text in (came, expected))
-    return len(ours) == len(theirs) and all(map(_is_same_line, ours, theirs))
+    1.50 is 1.5, and where a fraction is expected one within 1e-6 will do. Exactly, as LiveCodeBench's checker compares: lines
+    are the same, or the same decimals."""
+    ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (came, expected))
+    return len(ours) == len(theirs) and all(map(_is_same_decimals if is_exact else _is_same_line, ours, theirs))
+
+
+def _is_same_decimals(came: str, expected: str) -> bool:
+    if came == expected:
+        return True
+    try:
+        ours, theirs = (list(map(Decimal, line.split())) for line in (came, expected))
+        return ours == theirs
+    except (DecimalException, ValueError):
+        return False
 
 
 def _is_same_line(came: str, expected: str) -> bool:

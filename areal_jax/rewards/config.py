@@ -17,21 +17,34 @@ class SandboxConfig:
         "memory, processes, files and time only, which keep no hostile program from your files and your network",
     )
     test_timeout_s: float = chz.field(
-        default=6.0, doc="one run of a program, or all calls of its functions, take at most so long"
+        default=6.0,
+        doc="time limit of one test, in seconds: a run of the program on one input, a call of its function with one set of "
+        "arguments, or a block of asserts",
+    )
+    total_timeout_s: float = chz.field(
+        default=60.0, doc="time limit of all tests of one program, in seconds; for programs in place of rewards.timeout_s"
     )
     memory_bytes: int = chz.field(
-        default=1 << 30, doc="address space of each process, and memory of all of one program together"
+        default=1 << 30,
+        doc="address space of each process, and memory of all of one program together with its files in /tmp and /dev/shm and "
+        "its socket buffers, in bytes",
     )
     max_processes: int = chz.field(default=32, doc="processes and threads of one program")
-    max_file_bytes: int = chz.field(default=16 << 20, doc="largest file that a program may write, its output among them")
-    tmp_bytes: int = chz.field(default=64 << 20, doc="all that a program may write into /tmp (bubblewrap only)")
+    max_file_bytes: int = chz.field(
+        default=16 << 20, doc="size limit of each file that a program writes, and of its output, in bytes"
+    )
+    tmp_bytes: int = chz.field(
+        default=64 << 20, doc="size of each of /tmp and /dev/shm, all that a program may write to, in bytes (bubblewrap only)"
+    )
 
 
 @chz.chz
 class RewardConfig:
     num_workers: int = chz.field(default=1, doc="judging processes")
     timeout_s: float = chz.field(
-        default=10.0, doc="a verdict not reached by then is `timeout`, and the process is killed with its children"
+        default=10.0,
+        doc="a verdict not reached by then is `timeout`, and the process is killed with its children; for programs see "
+        "sandbox.total_timeout_s",
     )
     patience_s: float = chz.field(
         default=1.0,

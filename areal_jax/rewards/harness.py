@@ -2,7 +2,10 @@
 
 Standard library only: the package is not to be seen from inside. On standard input is a socket. In: the JSON of `rlimits`,
 `user_id` and `is_alone`, with the files job, input, output, errors and, for two jobs that talk to each other, a channel. Out:
-{"ready"}, then {"returncode"} for each job.
+{"ready"}, then for each job {"kernel_bytes"} whenever it changes, and {"returncode"} at its end.
+
+No program reads or writes the memory of this process, which is not dumpable. In a sandbox of its own it is the first process of
+its namespace, so that no signal from inside reaches it either.
 
     run     a program as a script, on its input
     serve   a program whose functions are called over the channel
@@ -29,25 +32,46 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:  # `typing` takes long to load
     from typing import Any
 
-PASSED, WRONG, CRASHED, BROKEN = 100, 101, 102, 103
-"""Exit codes of tests: satisfied; not satisfied; the program failed; the tests themselves cannot be run."""
+PASSED, WRONG, CRASHED, BROKEN, LATE = 100, 101, 102, 103, 104
+"""Exit codes of tests: satisfied; not satisfied; the program failed; the tests cannot be run; a call took too long."""
 
 MAX_FRAME_BYTES = 8 << 20
 """No call and no result may be longer."""
 
 PRELUDE = """
-import bisect, collections, copy, functools, heapq, itertools, math, operator, random, re, string, sys
-from typing import *; from collections import *; from itertools import *; from functools import *
-from heapq import *; from bisect import *; from math import *; from builtins import *
+from string import *; from re import *; from datetime import *; from collections import *; from heapq import *
+from bisect import *; from copy import *; from math import *; from random import *; from statistics import *
+from itertools import *; from functools import *; from operator import *; from io import *; from sys import *
+from json import *; from builtins import *; from typing import *
+import string, re, datetime, collections, heapq, bisect, copy, math, random, statistics, itertools, functools, operator, io, sys
+import json
 """
-"""What LeetCode's and LiveCodeBench's solutions find imported."""
+"""What LiveCodeBench's checker imports before a program, in its order."""
 
+RECURSION_LIMIT = 50_000
+"""What that checker sets."""
+
+SETUP, TESTS = "setup.py", "tests.py"
+"""Files that tests are taken for, in traces."""
+
+PROGRAM = "program.py"
+"""The program as a file, in its working directory."""
+
+WATCH_S = 0.1
+"""How often the memory that no process shows is measured."""
+
+INODE_BYTES = 1536
+"""What the kernel holds for a file in memory besides its contents."""
 
 WARM = ("collections", "itertools", "functools", "heapq", "bisect", "operator", "copy", "string", "typing", "random")
+WARM += ("datetime", "statistics")
 """Imported ahead of use: programs need them more often than not."""
 
 
 def main() -> None:
+    make_undumpable()
+    # A first process ignores what it does not handle.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     control = socket.socket(fileno=os.dup(0))
     sys.path += sys.argv[1:]
     control.send(b'{"ready": true}\n')
@@ -61,23 +85,69 @@ def main() -> None:
         if not message:
             return
         limits = json.loads(message)
+        if limits["is_alone"]:
+            signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
         child = os.fork()
         if child == 0:
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             control.close()
             # The interpreter ends as after any script: threads joined, buffers flushed, exit handlers run.
             return become(limits, files)
         for file in files:
             os.close(file)
-        _, status = os.waitpid(child, 0)
         if limits["is_alone"]:
+            status = watch(child, control)
             end_all_others()
+        else:
+            _, status = os.waitpid(child, 0)
         control.send(json.dumps({"returncode": os.waitstatus_to_exitcode(status)}).encode() + b"\n")
+
+
+def make_undumpable() -> None:
+    """Close this process's memory (/proc/PID/mem, ptrace) to other processes of its user."""
+    if sys.platform == "linux":
+        import ctypes
+
+        PR_SET_DUMPABLE = 4  # linux/prctl.h
+        if ctypes.CDLL(None).prctl(PR_SET_DUMPABLE, 0, 0, 0, 0):
+            raise OSError("prctl(PR_SET_DUMPABLE, 0) failed")
+
+
+def watch(child: int, control: socket.socket) -> int:
+    """Wait for the job's end, reap what it has orphaned, and report what memory the kernel holds for it; its wait status."""
+    socket_bytes = 2 * control.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
+    reported = 0
+    while True:
+        signal.sigtimedwait([signal.SIGCHLD], WATCH_S)
+        pid = child
+        while pid:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid == child:
+                return status
+        if (num_bytes := kernel_bytes(socket_bytes)) != reported:
+            reported = num_bytes
+            control.send(json.dumps({"kernel_bytes": num_bytes}).encode() + b"\n")
+
+
+def kernel_bytes(socket_bytes: int) -> int:
+    """Memory that no process's size shows: files in memory, and full buffers of all sockets that there are."""
+    num_bytes = 0
+    for folder in ("/tmp", "/dev/shm"):
+        found = os.statvfs(folder)
+        num_bytes += (found.f_blocks - found.f_bfree) * found.f_frsize + (found.f_files - found.f_ffree) * INODE_BYTES
+    with open("/proc/net/sockstat", encoding="ascii") as lines:
+        # "sockets: used N", of this network namespace.
+        return num_bytes + socket_bytes * int(lines.readline().split()[2])
 
 
 def end_all_others() -> None:
     """Kill what the job left behind, lest it disturb the next. For a process namespace of one's own."""
     with suppress(ProcessLookupError):  # it left nothing
         os.kill(-1, signal.SIGKILL)
+    with suppress(ChildProcessError):
+        while True:
+            os.waitpid(-1, 0)
 
 
 def become(limits: dict, files: list[int]) -> None:
@@ -94,12 +164,22 @@ def become(limits: dict, files: list[int]) -> None:
         os.setgroups([])
         os.setresgid(user_id, user_id, user_id)
         os.setresuid(user_id, user_id, user_id)
-    sys.argv = ["program.py"]
+    # The ones of the harness remember what was there before.
+    sys.stdin = sys.__stdin__ = open(0, encoding="utf-8", errors="surrogateescape", closefd=False)  # noqa: SIM115
+    sys.argv = [PROGRAM]
+    num_cpus = max(1, min(os.cpu_count() or 1, limits["rlimits"]["RLIMIT_NPROC"] // 4))
+    # By which pools of processes and threads choose their size.
+    os.cpu_count = lambda: num_cpus
     # As `site` has them, which takes too long to load.
     builtins.exit = builtins.quit = sys.exit
+    sys.setrecursionlimit(job.get("recursion_limit", sys.getrecursionlimit()))
     match job["kind"]:
         case "run":
-            execute(job["program"], "__main__")
+            try:
+                execute(job["program"], "__main__", job.get("prelude", ""))
+            except SystemExit:
+                if not job.get("ignores_exit_code"):
+                    raise
         case "serve":
             serve(Wire(files[4]), execute(job["program"], "program", job["prelude"]))
         case "test":
@@ -112,9 +192,12 @@ def become(limits: dict, files: list[int]) -> None:
 def execute(program: str, name: str, prelude: str = "") -> dict:
     """Run a program as a module of this name; what it defines."""
     module = type(sys)(name)
+    module.__file__ = os.path.abspath(PROGRAM)
+    with open(PROGRAM, "w", encoding="utf-8", errors="replace") as file:
+        file.write(program)
     sys.modules[name] = module
     exec(compile(prelude, "prelude.py", "exec"), module.__dict__)
-    exec(compile(program, "program.py", "exec"), module.__dict__)
+    exec(compile(program, module.__file__, "exec"), module.__dict__)
     return module.__dict__
 
 
@@ -219,7 +302,7 @@ OPERATIONS = {
 
 def serve(wire: Wire, defined: dict) -> None:
     """Do what is asked over the wire until it ends. What ends this process ends the tests."""
-    kept = dict[int, object]()
+    kept, solutions = dict[int, object](), list[object]()
 
     def keep(value: object) -> dict:
         kept[id(value)] = value
@@ -231,7 +314,9 @@ def serve(wire: Wire, defined: dict) -> None:
         name = target["name"]
         # Before what the prelude may have by the same name, such as `count`.
         if hasattr(defined.get("Solution"), name):
-            return getattr(defined["Solution"](), name)
+            if not solutions:
+                solutions.append(defined["Solution"]())
+            return getattr(solutions[0], name)
         if name not in defined:
             raise NameError(f"the program defines no {name}")
         return defined[name]
@@ -291,17 +376,22 @@ class Remote:
             except StopIteration:
                 return
 
+    def __next__(self):
+        return self._ask("next", self)
+
 
 class Asking:
     """Ask the program to do one operation: its result, its changes to the arguments, or its exception."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
+        self.num_asked = 0
         self._remotes = dict[int, Remote]()
         self.failures = list[BaseException]()
         """Exceptions of the program, and of the wire to it."""
 
     def __call__(self, operation: str, *arguments):
+        self.num_asked += 1
         try:
             self._wire.send({"operation": operation, "arguments": encode(list(arguments))})
             frame = self._wire.receive()
@@ -313,7 +403,9 @@ class Asking:
                     take_over(list(arguments), decode(changed, self._find))
                 return value
             kind = getattr(builtins, frame["error"], None)
-            if isinstance(kind, type) and issubclass(kind, Exception):
+            # Raised here, an end of iteration would end that of the tests: `all(map(f, ...))` would be true.
+            is_end = kind in (StopIteration, StopAsyncIteration) and operation != "next"
+            if isinstance(kind, type) and issubclass(kind, Exception) and not is_end:
                 failure = kind(frame["text"])
             else:
                 failure = ProgramFailed(f"{frame['error']}: {frame['text']}")
@@ -350,24 +442,72 @@ def test(job: dict, wire: Wire) -> int:
     """Make the tests; the exit code."""
     asking = Asking(wire)
     names = {name: Remote(asking, {"name": name}) for name in job["names"]}
+    tests = {"__name__": "tests"}
     try:
         if "cases" in job:
             (called,) = names.values()
+            signal.signal(signal.SIGALRM, end_late)
             for arguments, expected in job["cases"]:
+                signal.setitimer(signal.ITIMER_REAL, job["timeout_s"])
                 came = called(*arguments)
-                if not equal(came, expected):
+                signal.setitimer(signal.ITIMER_REAL, 0.0)
+                if not (equal_exactly if job["is_exact"] else equal)(came, expected):
                     raise AssertionError(f"expected {short(expected)}, came {short(came)}")
         else:
-            tests = {"__name__": "tests"}
-            exec(compile(job["setup"], "setup.py", "exec"), tests)
+            exec(compile(job["setup"], SETUP, "exec"), tests)
             tests.update(names)
-            exec(compile(job["tests"], "tests.py", "exec"), tests)
+            exec(compile(job["tests"], TESTS, "exec"), tests)
     except BaseException as error:
         print(f"{type(error).__name__}: {error}"[:300], file=sys.stderr)
         if error in asking.failures:
             return CRASHED
-        return BROKEN if isinstance(error, SyntaxError | ImportError | NameError) else WRONG
+        return BROKEN if not asking.num_asked or is_tests_fault(error, job) else WRONG
+    # What the tests have caught is theirs to judge, but for a program that is no more.
+    failed = next((failure for failure in asking.failures if isinstance(failure, ProgramFailed)), None)
+    if failed is not None:
+        print(failed, file=sys.stderr)
+        return CRASHED
     return PASSED
+
+
+def end_late(*_: object) -> None:
+    print("a call took too long", file=sys.stderr, flush=True)
+    os._exit(LATE)
+
+
+def is_tests_fault(error: BaseException, job: dict) -> bool:
+    """Whether tests failed of their own: they do not compile, import what is not there, or use a name that nothing in them
+    defines. A name that is defined somewhere and has no value is missing because of what the program returned."""
+    trace = error.__traceback__
+    while trace is not None and trace.tb_next is not None:
+        trace = trace.tb_next
+    where = trace.tb_frame.f_code if trace is not None else None
+    if isinstance(error, SyntaxError) and where is test.__code__:
+        return True
+    if where is None or where.co_filename not in (SETUP, TESTS):
+        return False
+    if isinstance(error, ImportError):
+        return True
+    if not isinstance(error, NameError) or isinstance(error, UnboundLocalError) or error.name is None:
+        return False
+    return error.name not in names_bound(job["setup"], job["tests"])
+
+
+def names_bound(*sources: str) -> set:
+    """Names that code gives values to, anywhere in it."""
+    import symtable
+
+    found, scopes = set(), [symtable.symtable(source, TESTS, "exec") for source in sources]
+    while scopes:
+        scope = scopes.pop()
+        scopes += scope.get_children()
+        found |= {symbol.get_name() for symbol in scope.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+    return found
+
+
+def equal_exactly(came, expected) -> bool:
+    """Whether a result is what was expected, as LiveCodeBench compares them: a tuple is taken for a list."""
+    return (list(came) if isinstance(came, tuple) else came) == expected
 
 
 def equal(came, expected) -> bool:

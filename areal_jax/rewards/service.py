@@ -326,7 +326,8 @@ class RewardService:
             )
         # Programs have limits of their own, and so much to do that more of them at a time would only make all late.
         makes_way = task.kind != "code" or self.config.function is not None
-        found = await self._done({"task": asdict(task), "text": answer}, self.config.timeout_s, makes_way)
+        timeout_s = self.config.timeout_s if makes_way else self.config.sandbox.total_timeout_s
+        found = await self._done({"task": asdict(task), "text": answer}, timeout_s, makes_way)
         verdict = Verdict(found["kind"], found["detail"], found.get("score"))
         self.verdicts[verdict.kind] += 1
         return verdict
@@ -403,7 +404,8 @@ class RewardService:
                 await worker.kill()
                 late = f"no result within {timeout_s:g} s"
                 if "task" in request:
-                    late = f"no verdict within rewards.timeout_s={timeout_s:g} s"
+                    setting = "rewards.timeout_s" if makes_way else "rewards.sandbox.total_timeout_s"
+                    late = f"no verdict within {setting}={timeout_s:g} s"
                 return {"kind": "timeout", "detail": late}
             except EOFError as error:
                 deaths.append(f"{error} ({await worker.kill(GRACE_S)})")

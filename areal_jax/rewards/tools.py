@@ -78,8 +78,8 @@ def _python(config: SandboxConfig, timeout_s: float) -> Use:
                 return "done", output
             case Ended("timeout"):
                 return "timeout", f"{output}\nError: no end in time"
-            case Ended("memory"):
-                return "crashed", f"{output}\nError: too much memory"
+            case Ended("memory" | "output" as what):
+                return "crashed", f"{output}\nError: too much {what}"
             case _:
                 return "crashed", f"{output}\nError: {error or 'the program was killed'}"
 

@@ -187,7 +187,7 @@ def _judge_by_kind(settings: dict[str, Any]) -> Judge:
     """The judges of the kinds of tasks there are. SandboxUnavailable where programs are among them and cannot be run."""
     judges: dict[str, Judge] = {"math": _math_judge(settings["accept_plain"]), "countdown": _countdown_judge}
     if "code" in settings["kinds"]:
-        judges["code"] = _code_judge(settings["sandbox"], settings["timeout_s"])
+        judges["code"] = _code_judge(settings["sandbox"])
     return lambda task, text: judges[task["kind"]](task, text)
 
 
@@ -216,7 +216,7 @@ def _countdown_judge(task: dict[str, Any], text: str) -> Finding:
     return Finding(*judge(task["answer"], text))
 
 
-def _code_judge(sandbox: dict[str, Any], timeout_s: float) -> Judge:
+def _code_judge(sandbox: dict[str, Any]) -> Judge:
     # What judges mathematics is not to wait for these imports.
     from areal_jax.data.code_tasks import tests_of
     from areal_jax.rewards.code_tests import CodeJudge
@@ -230,7 +230,7 @@ def _code_judge(sandbox: dict[str, Any], timeout_s: float) -> Judge:
     def judge(task: dict[str, Any], text: str) -> Finding:
         if not programs:
             # In each judging process its own. A program that takes too long is to end here, which takes no new process.
-            programs.append(CodeJudge(config, bwrap, PATIENCE * timeout_s))
+            programs.append(CodeJudge(config, bwrap, PATIENCE * config.total_timeout_s))
         verdict = programs[0].judge(tests_of(task["answer"]), text)
         return Finding(verdict.kind, verdict.detail)
 

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from areal_jax.data.code_tasks import Asserts
-from areal_jax.rewards.code_tests import extract_program, goes_on, is_same_output
+from areal_jax.rewards.code_tests import extract_program, goes_on, is_same_output, uses_undefined_names
 
 PROMPT = 'def f(x):\n    """Doubles."""\n'
 
@@ -89,3 +89,53 @@ def test_programs_are_searched_in_linear_time(text: str) -> None:
 )
 def test_outputs_are_the_same_but_for_spaces_and_how_fractions_are_written(came: str, expected: str, same: bool) -> None:
     assert is_same_output(came, expected) is same
+
+
+@pytest.mark.parametrize(
+    ("came", "expected", "same"),
+    [
+        ("1.50 2", "1.5 2.0", True),
+        ("2.0", "2", True),
+        ("1e3", "1000", True),
+        ("0.3333333", "0.333333333", False),
+        ("50000000000000001", "50000000000000000", False),
+        ("YES", "yes", False),
+        ("1 a", "1.0 a", False),
+        ("1\u20282", "1\n2", False),
+        ("1\n\n2", "1\n2", False),
+        (" 1 \n 2\n\n", "1\n2", True),
+        ("nan", "NaN", False),
+        ("sNaN", "1", False),
+        ("1 2", "1 2 3", False),
+        ("1e999999999", "1e-999999999", False),
+        ("9" * 100_000, "9" * 99_999 + "8", False),
+    ],
+)
+def test_exact_outputs_are_lines_or_decimals(came: str, expected: str, same: bool) -> None:
+    assert is_same_output(came, expected, is_exact=True) is same
+
+
+@pytest.mark.parametrize(
+    ("program", "uses"),
+    [
+        ("print(int(input()))", False),
+        (
+            "import sys\nfrom math import sqrt as root\ndef f(x):\n    return root(x) + sys.maxsize\nprint(f(4), __file__)",
+            False,
+        ),
+        ("print(sqrt(4))", True),
+        ("def f(x):\n    return sqrt(x)", True),
+        ("def f(sqrt):\n    return sqrt", False),
+        # Another function's local variable is no definition.
+        ("def g():\n    sqrt = 1\ndef f(x):\n    return sqrt(x)", True),
+        ("class A:\n    def f(self, x: List[int]): pass", True),
+        ("def g():\n    global n\n    n = 1\ndef f():\n    return n", False),
+        ("from math import *\nprint(sqrt(4))", True),
+        ("eval('sqrt(4)')", True),
+        ("[x for x in range(3)]\nlambda y: y", False),
+        ("def f(", False),
+        ("(" * 5000 + ")" * 5000, False),
+    ],
+)
+def test_names_that_a_program_lacks_are_found(program: str, uses: bool) -> None:
+    assert uses_undefined_names(program) is uses
