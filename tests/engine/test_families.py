@@ -27,7 +27,13 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 512,
 }
-WINDOW = {"architectures": ["Qwen3ForCausalLM"], "use_sliding_window": True, "sliding_window": 5, "max_window_layers": 1}
+WINDOW = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "head_dim": 8,
+    "use_sliding_window": True,
+    "sliding_window": 5,
+    "max_window_layers": 1,
+}
 EXPERTS = {
     "architectures": ["Qwen3MoeForCausalLM"],
     "num_experts": 4,

@@ -110,6 +110,11 @@ def test_what_is_not_supported_is_named_with_its_file(setting, value):
         ("LlamaForCausalLM", {"use_sliding_window": True, "sliding_window": 4}, "use_sliding_window"),
         ("Qwen3ForCausalLM", {"use_sliding_window": True, "sliding_window": 0}, "sliding_window"),
         ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
+        (
+            "Qwen3MoeForCausalLM",
+            {"layer_types": ["full_attention"] * 3, "use_sliding_window": True, "sliding_window": 4},
+            "layer_types",
+        ),
         ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0]}, "mlp_only_layers"),
         ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than num_experts=4"),
         ("Qwen3MoeForCausalLM", {"moe_intermediate_size": None}, "moe_intermediate_size"),
