@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 import shlex
 import signal
 import time
@@ -55,7 +56,8 @@ from areal_jax.records import (
     Verdict,
     Workflow,
 )
-from areal_jax.rewards.service import RewardService
+from areal_jax.rewards.probe import probe
+from areal_jax.rewards.service import CannotStart, RewardService
 from areal_jax.run_plan import Plan, TrainingPlan
 from areal_jax.serve.sessions import AgentServer
 from areal_jax.settings import ConfigError, to_json
@@ -308,6 +310,9 @@ def what_came_out(folder: Path, *, answers: bool) -> Iterator[str]:
     versions, scores = collect(read(folder / METRICS)).get(names.PASS_AT_1, ([], []))
     if len(versions) > 1:
         yield f"pass@1 {scores[0]:.1%} of version {versions[0]}, {scores[-1]:.1%} of version {versions[-1]}"
+    versions, rewards = collect(read(folder / METRICS)).get(names.EVAL_REWARD, ([], []))
+    if len(versions) > 1:
+        yield f"mean reward {rewards[0]:.4g} of version {versions[0]}, {rewards[-1]:.4g} of version {versions[-1]}"
     if not answers or not saved_versions(folder / CHECKPOINTS):
         return
     where = shlex.quote(str(folder))
@@ -368,7 +373,7 @@ async def assembled(
         sinks, trace = written_files(stack, plan, folder, trainer.version if resume else None)
         service = await stack.enter_async_context(_reward_service(plan))
         if plan.decodes:
-            await service.start()
+            await start_rewards(service, plan.experiment, plan.tasks.tasks, plan.eval_tasks.tasks, say=progress.say)
         mailbox = Mailbox(
             plan.engine.layout,
             [engine.param_shardings for engine in plan.engines],
@@ -408,7 +413,28 @@ async def try_judging(plan: Plan) -> None:
     # A cluster's judges are elsewhere, with other files and another system.
     if plan.decodes and not isinstance(plan.experiment.launch, Ray):
         async with _reward_service(plan) as service:
-            await service.start()
+            experiment = plan.experiment
+            await start_rewards(service, experiment, plan.tasks.tasks, plan.eval_tasks.tasks, say=logger.warning)
+
+
+async def start_rewards(
+    service: RewardService, experiment: AnyExperiment, *tasks: Sequence[Task], say: Callable[[str], None]
+) -> None:
+    """Start reward workers, and grade answers to the first rows of each source. ConfigError where that does not work."""
+    try:
+        await service.start()
+    except CannotStart as error:
+        raise ConfigError(str(error)) from error
+    await probe_rewards(service.grade, experiment, *tasks, say=say)
+
+
+async def probe_rewards(judge: Judge, experiment: AnyExperiment, *tasks: Sequence[Task], say: Callable[[str], None]) -> None:
+    """Grade answers to the first rows of each source, and say what looks wrong. ConfigError where the reward does not work."""
+    # An agent may grade itself, and tasks of its own need no answer that a verifier can read.
+    must_grade = not isinstance(experiment.workflow, Agent)
+    for of_source in tasks:
+        for warning in await probe(judge, of_source, experiment.rewards, must_grade=must_grade):
+            say(f"warning: {warning}")
 
 
 def _reward_service(plan: Plan) -> RewardService:
@@ -542,9 +568,12 @@ def trained_samples(groups: Sequence[Group], stale: Sequence[Sequence[Bool[ndarr
 
 def evaluation_metrics(found: Evaluation) -> dict[str, float]:
     """What metrics.jsonl tells of an evaluation."""
+    if math.isnan(found.pass_at_1):  # raw rewards: nothing is correct or wrong
+        score = {names.EVAL_REWARD: found.mean_reward, names.EVAL_REWARD_ERROR: found.standard_error}
+    else:
+        score = {names.PASS_AT_1: found.pass_at_1, names.PASS_AT_1_ERROR: found.standard_error}
     return {
-        names.PASS_AT_1: found.pass_at_1,
-        names.PASS_AT_1_ERROR: found.standard_error,
+        **score,
         "evaluation/truncated_fraction": found.truncated,
         "evaluation/answer_tokens": found.mean_tokens,
         "evaluation/num_tasks": found.num_tasks,
@@ -558,9 +587,13 @@ def evaluation_metrics(found: Evaluation) -> dict[str, float]:
 
 def evaluation_line(found: Evaluation) -> str:
     low, high = found.interval_95
-    failed = f", {sum(found.failed.values())} of them failed and counted as wrong" if found.failed else ""
+    score = f"pass@1 {found.pass_at_1:.1%} (95 %: {low:.1%} to {high:.1%})"
+    treated = "counted as wrong"
+    if math.isnan(found.pass_at_1):
+        score, treated = f"mean reward {found.mean_reward:.4g} (95 %: {low:.4g} to {high:.4g})", "left out"
+    failed = f", {sum(found.failed.values())} of them failed and {treated}" if found.failed else ""
     return (
-        f"evaluation of version {found.version}: pass@1 {found.pass_at_1:.1%} (95 %: {low:.1%} to {high:.1%}) on "
+        f"evaluation of version {found.version}: {score} on "
         f"{found.num_tasks} problems{failed}, {found.truncated:.1%} truncated, {found.seconds:.1f} s"
     )
 

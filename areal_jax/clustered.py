@@ -10,9 +10,18 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
 from typing import Any
 
-from areal_jax.assembly import Run, TracedJudge, agents_of, kinds_of_tasks, shown_progress, stopping_on_signals, written_files
+from areal_jax.assembly import (
+    Run,
+    TracedJudge,
+    agents_of,
+    kinds_of_tasks,
+    probe_rewards,
+    shown_progress,
+    stopping_on_signals,
+    written_files,
+)
 from areal_jax.checkpoint.config import CHECKPOINTS
-from areal_jax.checkpoint.recovery import unpack
+from areal_jax.checkpoint.recovery import task_to_json, unpack
 from areal_jax.checkpoint.store import SAVE_TIMEOUT_S, CheckpointStore
 from areal_jax.config import written_settings
 from areal_jax.hosts import releases
@@ -23,6 +32,7 @@ from areal_jax.launch.engines import Engines
 from areal_jax.launch.judges import Judges
 from areal_jax.launch.relay import Relay
 from areal_jax.launch.trainers import Trainers, answers_of
+from areal_jax.records import Judge, Task, Verdict
 from areal_jax.run_plan import Plan
 from areal_jax.settings import ConfigError
 
@@ -59,8 +69,16 @@ async def train_on_cluster(
 class Crew:
     """Engines and reward workers: as many as are wanted, and another one for each that is lost."""
 
-    def __init__(self, cluster: Cluster, arguments: tuple[Any, ...], kinds: list[str]) -> None:
-        """Args: arguments: settings and source, as roles get them. kinds: of tasks to judge."""
+    def __init__(
+        self,
+        cluster: Cluster,
+        arguments: tuple[Any, ...],
+        kinds: list[str],
+        probe: Callable[[Judge], Coroutine[Any, Any, None]],
+    ) -> None:
+        """Args: arguments: settings and source, as roles get them. kinds: of tasks to judge. probe: raises ConfigError where a
+        reward worker cannot grade."""
+        self._probe = probe
         self._cluster, self._arguments, self._kinds = cluster, arguments, kinds
         wait_s = cluster.config.start_timeout_s
         self.engines, self.judges = Engines(wait_s=wait_s), Judges(wait_s=wait_s)
@@ -103,6 +121,15 @@ class Crew:
     async def _start_judge(self) -> None:
         number = next(self._numbers["reward worker"])
         connection, _ = await started(self._cluster, "reward worker", number, REWARDS, *self._arguments, self._kinds)
+
+        async def grade(task: Task, answer: str) -> Verdict:
+            return Verdict(**await connection.ask("grade", task_to_json(task), answer))
+
+        try:
+            await self._probe(grade)
+        except ConfigError:
+            await connection.close()
+            raise
         self.judges.join(number, connection, self._lost(self._start_judge))
 
     def _lost(self, start: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -147,7 +174,8 @@ async def assembled_on_cluster(
         saved_version = store.latest_version() if resume else None
         progress = shown_progress(stack, plan, folder, saved_version)
         arguments, kinds = (written_settings(experiment), source), sorted(kinds_of_tasks(plan))
-        crew = Crew(cluster, arguments, kinds)
+        sources = (plan.tasks.tasks, plan.eval_tasks.tasks)
+        crew = Crew(cluster, arguments, kinds, lambda judge: probe_rewards(judge, experiment, *sources, say=progress.say))
         stack.push_async_callback(crew.close)
         progress.say(
             f"trainer hosts: {launch.trainer_hosts}, engines: {launch.rollout_engines}, reward workers: "

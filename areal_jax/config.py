@@ -42,7 +42,7 @@ from areal_jax.settings import (
     to_json,
 )
 from areal_jax.trainer.config import Critic, TrainerConfig
-from areal_jax.workflows.config import Agent, SingleTurn, ToolUse, WorkflowConfig
+from areal_jax.workflows.config import Agent, MultiTurn, SingleTurn, ToolUse, WorkflowConfig
 
 CONFIG_FILE = "config.json"
 """Name under which a run folder keeps its resolved configuration."""
@@ -294,6 +294,7 @@ _POSITIVE = (
     *("value_clip_eps", "beta"),
     *("clip", "max_second_moment", "temperature_positive", "temperature_negative", "clip_eps_low"),
     *("num_workers", "samples_per_task", "keep", "batch_timeout_s", "request_timeout_s", "timeout_s"),
+    *("max_consecutive_failures",),
     *("rank", "alpha", "train_devices", "rollout_devices", "train_fsdp", "train_expert", "train_context", "train_tensor"),
     *("rollout_tensor", "engines", "simulated_devices"),
     *("patience_s", "test_timeout_s", "total_timeout_s", "memory_bytes", "max_processes", "max_file_bytes", "tmp_bytes"),
@@ -331,6 +332,7 @@ def contradictions(experiment: AnyExperiment) -> Iterator[str]:
     yield from out_of_range(experiment)
     yield from two_adapters(experiment)
     yield from two_homes(experiment)
+    yield from raw_without_meaning(experiment)
     yield from tools_in_vain(experiment)
     yield from agent_without_program(experiment)
     yield from two_placements(experiment)
@@ -448,6 +450,23 @@ def no_signal(experiment: Experiment) -> Iterator[str]:
         yield "engine.temperature=0 draws the same answer again and again: training needs a temperature above 0"
     if experiment.rewards.correct <= experiment.rewards.wrong:
         yield f"rewards.correct={experiment.rewards.correct} is not above rewards.wrong={experiment.rewards.wrong}"
+
+
+def raw_without_meaning(experiment: AnyExperiment) -> Iterator[str]:
+    """Settings that need a right and a wrong answer, where rewards are plain numbers."""
+    rewards, chosen = experiment.rewards, experiment.workflow
+    if rewards.scale != "raw":
+        return
+    if rewards.function is None and not isinstance(chosen, Agent):
+        yield "rewards.scale=raw needs a reward function of yours: set rewards.function, or leave it out"
+    if rewards.form is not None and rewards.no_answer is None:
+        yield f"rewards.scale=raw with rewards.form={rewards.form}: set rewards.no_answer, the reward of a text in no such form"
+    if isinstance(chosen, MultiTurn):
+        yield "rewards.scale=raw has no wrong answer that workflow=MultiTurn could ask to correct; set rewards.scale=unit"
+    if isinstance(experiment, Experiment):
+        for name in ("success_rate_above", "success_rate_below"):
+            if (bound := getattr(experiment.rollout, name)) is not None:
+                yield f"rollout.{name}={bound} counts correct answers, and rewards.scale=raw has none; set rollout.{name}=none"
 
 
 def tools_in_vain(experiment: AnyExperiment) -> Iterator[str]:

@@ -15,7 +15,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeAlias
 
-from areal_jax.assembly import agents_of, evaluation_sampling, workflow_of
+from areal_jax.assembly import agents_of, evaluation_sampling, start_rewards, workflow_of
 from areal_jax.config import AnyExperiment
 from areal_jax.data.policy_files import resolve_policy_folder
 from areal_jax.data.sources import load_tasks
@@ -238,6 +238,11 @@ def run(experiment: AnyExperiment, *, checkpoint: RunCheckpoint | None, server: 
     for one named after the settings. ConfigError where something cannot be had; Unanswered where no task
     could be answered, or one has failed that may be answered when it is asked again."""
     config = experiment.evaluation
+    if experiment.rewards.scale == "raw":
+        raise ConfigError(
+            "rewards.scale=raw has no correct answers, of which pass@k and majority votes are made; set rewards.scale=unit and "
+            "a rewards.function that returns 0 to 1, or rewards.function=none"
+        )
     found = had(lambda: load_tasks(experiment.eval_tasks, experiment.prompt), "eval_tasks")
     tasks = found.tasks[: config.num_tasks]
     answerer = had(lambda: find_server(experiment, server, tasks)) if server else find_local(experiment, checkpoint, tasks)
@@ -308,7 +313,7 @@ async def _answer(
         )
 
     async with RewardService(experiment.rewards, kinds, tools_of(experiment.workflow)) as judge:
-        await judge.start()
+        await start_rewards(judge, experiment, tasks, say=progress.say)
         async with answerer.answering(judge) as ask:
             failures = await answer_all(left, ask, keep, name="evaluation", max_running=answerer.max_running)
     seconds = time.monotonic() - began_s

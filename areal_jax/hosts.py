@@ -239,7 +239,7 @@ class RewardWorker:
         experiment = read_settings(settings, source)
         assert isinstance(experiment.launch, Ray)
         self._emit, self._report_every_s = emit, experiment.launch.report_every_s
-        self._service = RewardService(experiment.rewards, kinds, tools_of(experiment.workflow))
+        self._service = RewardService(experiment.rewards, kinds, tools_of(experiment.workflow), logs_failures=False)
         self._reporter: asyncio.Task[None] | None = None
 
     async def begin(self) -> Facts:
@@ -251,6 +251,10 @@ class RewardWorker:
     async def judge(self, task: Mapping[str, Any], answer: str) -> dict[str, Any]:
         """As RewardService: judge an answer."""
         return asdict(await self._service(task_from_json(task), answer))
+
+    async def grade(self, task: Mapping[str, Any], answer: str) -> dict[str, Any]:
+        """As RewardService: judge an answer, uncounted."""
+        return asdict(await self._service.grade(task_from_json(task), answer))
 
     async def use(self, tool: str, argument: str) -> dict[str, Any]:
         """As RewardService: use a tool."""

@@ -72,13 +72,17 @@ async def train(run: Run[LearnsFromGroups], exp: Experiment) -> None:
         await run.unless_stopped(run.evaluate(0))
 
     async with rolling_out(
-        tasks, run.engine, workflow, run.judge, gate, buffer, exp.rollout, sampling=sampling, seed=exp.seed, restored=restored
+        *(tasks, run.engine, workflow, run.judge, gate, buffer, exp.rollout),
+        sampling=sampling,
+        seed=exp.seed,
+        restored=restored,
+        max_consecutive_failures=exp.rewards.max_consecutive_failures,
     ) as rollouts:
         for version in range(trainer.version, exp.num_steps):
             try:
                 groups = await next_batch(run, rollouts, exp.rollout.groups_per_batch, version)  # oldest first, each once
             except AllRejected:
-                await checkpoint(run, rollouts)
+                await checkpoint(run, rollouts)  # nothing finished is lost: the fault may be mended, and the run resumed
                 run.report()
                 raise
             if groups is None:

@@ -18,7 +18,8 @@ from jaxtyping import Bool, Float32, Int32
 StopReason = Literal["stop", "length", "suspended"]
 """`stop`: a stop token was drawn. `length`: the budget ran out, so the answer is truncated. `suspended`: to be resumed."""
 
-VerdictKind = Literal["correct", "wrong", "no_answer", "timeout", "crashed", "infrastructure"]
+VerdictKind = Literal["correct", "wrong", "no_answer", "timeout", "crashed", "infrastructure", "scored"]
+"""`scored`: a reward by itself (`rewards.scale=raw`), neither right nor wrong."""
 
 NO_VERSION = -1
 """Version of a token that no policy drew: prompts, feedback, tool output."""
@@ -164,6 +165,10 @@ class AllRejected(RuntimeError):
     """Every group is rejected, which is a fault of the run, not of its tasks; `__cause__` is the last one's error."""
 
 
+class RewardsFailing(AllRejected):
+    """Every reward call of several groups in a row failed."""
+
+
 class NotLearning(RuntimeError):
     """A run that ends because its health checks say that it cannot learn, or that ends without having learnt."""
 
@@ -262,13 +267,24 @@ class Verdict:
     kind: VerdictKind
     detail: str = ""
     score: float | None = None
-    """From 0 (wrong) to 1 (correct), from a judge that knows degrees."""
+    """From 0 (wrong) to 1 (correct), from a judge that knows degrees; the reward itself where the kind is `scored`."""
+    failed: bool = False
+    """Whether the reward call failed: it raised, returned no reward, did not end, or never ran. It says nothing of the answer,
+    and its group must not be trained on."""
+    trace: str = ""
+    """Traceback of a reward function that raised, from its own first frame on."""
+
+    def __post_init__(self) -> None:
+        if self.kind == "infrastructure":
+            object.__setattr__(self, "failed", True)
 
     def worth(self, correct: float, wrong: float, no_answer: float | None = None) -> float:
         """The reward, where a correct answer, a wrong one and none have these; none at all is as a wrong one by default."""
         if self.kind == "no_answer" and no_answer is not None:
             return no_answer
         score = float(self.kind == "correct") if self.score is None else self.score
+        if self.kind == "scored":
+            return score
         return wrong + score * (correct - wrong)
 
 

@@ -6,8 +6,10 @@
 Hardware: any, as --exp=aime, whose other settings it takes. To try your own, copy this file anywhere, change `nearness`, and
 give its path as --exp. It is called in judging processes, which are killed with all they started when an answer takes longer
 than `rewards.timeout_s`, and it may be `async`. It returns True, False, or a number from 0 to 1: the share of the way from
-`rewards.wrong` to `rewards.correct`. OSError (a server that does not answer) says that the answer is not at fault: its group is
-not trained on.
+`rewards.wrong` to `rewards.correct`; with `rewards.scale=raw` any finite number, the reward itself. Functions with TRL's or
+verl's parameters work as they are. The function is called before training, which `--dry-run` does too, and refused if it fails.
+Later a call that fails costs its group: it is not trained on, and after `rewards.max_consecutive_failures` groups without any
+reward the run stops with a checkpoint.
 """
 
 import chz

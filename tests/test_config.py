@@ -325,6 +325,11 @@ def test_a_wrong_override_is_refused_with_what_would_be_right(override: str, sai
         (["workflow=ToolUse", "workflow.tools.names=search"], ["workflow.tools.documents=None", "go together"]),
         (["workflow=ToolUse", "workflow.tools.documents=DIR"], ["workflow.tools.documents=DIR", "go together"]),
         (["workflow=ToolUse", "workflow.tools.timeout_s=0"], ["workflow.tools.timeout_s=0", "above 0"]),
+        (["rewards.scale=raw"], ["rewards.scale=raw needs a reward function", "rewards.function"]),
+        (["rewards.scale=raw", "rewards.function=a:b", "workflow=MultiTurn"], ["workflow=MultiTurn", "rewards.scale=unit"]),
+        (["rewards.scale=raw", "rewards.function=a:b", "algorithm=dapo"], ["rollout.success_rate_above", "=none"]),
+        (["rewards.scale=raw", "rewards.function=a:b", "rewards.form=x"], ["rewards.form=x", "rewards.no_answer"]),
+        (["rewards.max_consecutive_failures=0"], ["rewards.max_consecutive_failures=0", "above 0"]),
         (["workflow.max_turns=2"], ["workflow.max_turns is no setting of workflow=SingleTurn", "workflow=MultiTurn"]),
     ],
 )

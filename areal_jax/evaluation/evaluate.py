@@ -47,16 +47,20 @@ class Evaluation:
     version: int
     """Asked for; where newer weights may come, tokens may be of later versions."""
     pass_at_1: float
-    """Share of correct answers: the mean over all tasks of the mean over a task's samples; 0 for a task that failed."""
+    """Share of correct answers: the mean over all tasks of the mean over a task's samples; 0 for a task that failed. nan where
+    rewards are raw."""
     standard_error: float
-    """Of pass_at_1, from the spread between tasks: a task's samples are not independent."""
+    """Of pass_at_1, or of mean_reward where there is none, from the spread between tasks: a task's samples are not
+    independent."""
     interval_95: tuple[float, float]
-    """Wilson's interval, which is honest at 0 and 1 too."""
+    """Wilson's interval, which is honest at 0 and 1 too; two standard errors where rewards are raw."""
+    mean_reward: float
+    """The mean over the tasks that did not fail of the mean over a task's samples."""
     num_tasks: int
     """All that were asked, those that failed among them."""
     num_samples: int
     by_family: Mapping[str, float]
-    """pass_at_1 of each family of tasks."""
+    """pass_at_1, or mean_reward where there is none, of each family of tasks."""
     truncated: float
     """Share of answers that were cut at the token budget."""
     mean_tokens: float
@@ -127,6 +131,7 @@ async def answer_all(
     # Bounds what is asked of the engine at a time; each answer has the engine's and the judge's deadline.
     places = asyncio.Semaphore(max_running)
     failures = dict[int, Exception]()
+    traced = set[type[Exception]]()
 
     async def one(place: int, task: Task) -> None:
         async with places:
@@ -137,7 +142,10 @@ async def answer_all(
                 cause = first_error(error)
                 if isinstance(cause, EngineStopped):
                     raise cause from None
-                logger.warning("%s, task %s: %s", name, task.id, cause, exc_info=cause)
+                # One trace of a kind is enough to find the fault.
+                trace = None if type(cause) in traced else cause
+                traced.add(type(cause))
+                logger.warning("%s, task %s: %s", name, task.id, cause, exc_info=trace)
                 failures[place] = cause
                 return
         told(place, task, found)
@@ -197,19 +205,26 @@ def summarize(
     Args:
         sampled: the samples of every task that has some; at least one.
         failed: the other tasks, each with its error. They count as wrong."""
-    scores = [fmean([sample.verdict == "correct" for sample in samples]) for _, samples in sampled] + [0.0] * len(failed)
+    is_raw = any(sample.verdict == "scored" for _, samples in sampled for sample in samples)
+    rewards = [fmean([sample.reward for sample in samples]) for _, samples in sampled]
+    if is_raw:  # a failed task has no reward, and no number would be an honest one
+        scored, scores = [task for task, _ in sampled], rewards
+    else:
+        scored = [task for task, _ in (*sampled, *failed)]
+        scores = [fmean([sample.verdict == "correct" for sample in samples]) for _, samples in sampled] + [0.0] * len(failed)
     by_family = defaultdict[str, list[float]](list)
-    for (task, _), score in zip((*sampled, *failed), scores, strict=True):
+    for task, score in zip(scored, scores, strict=True):
         by_family[task.family].append(score)
     samples = [sample for _, of_task in sampled for sample in of_task]
     drawn = np.concatenate([sample.versions[sample.loss_mask] for sample in samples])
-    pass_at_1, error = fmean(scores), standard_error(scores)
+    mean, error = fmean(scores), standard_error(scores)
     return Evaluation(
         version=version,
-        pass_at_1=pass_at_1,
+        pass_at_1=math.nan if is_raw else mean,
         standard_error=error,
-        interval_95=wilson_interval(pass_at_1, error, len(scores)),
-        num_tasks=len(scores),
+        interval_95=(mean - 2 * error, mean + 2 * error) if is_raw else wilson_interval(mean, error, len(scores)),
+        mean_reward=fmean(rewards),
+        num_tasks=len(sampled) + len(failed),
         num_samples=len(samples),
         by_family={family: fmean(of_family) for family, of_family in sorted(by_family.items())},
         truncated=fmean([sample.stop_reason == "length" for sample in samples]),

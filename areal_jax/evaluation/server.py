@@ -244,7 +244,7 @@ class ChatServer:
         choice = answer["choices"][0]
         text = choice["message"].get("content") or ""
         verdict: Verdict = await self.judge(task, text)
-        if verdict.kind == "infrastructure":
+        if verdict.failed:
             raise RuntimeError(f"no verdict: {verdict.detail}")
         return Answer(
             verdict.kind,

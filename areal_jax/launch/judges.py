@@ -11,6 +11,8 @@ from areal_jax.checkpoint.recovery import task_to_json
 from areal_jax.launch.connection import Connection, PartLost
 from areal_jax.launch.members import Members
 from areal_jax.records import Task, ToolResult, Verdict
+from areal_jax.rewards.failures import FailureLog
+from areal_jax.rewards.service import failure_counts
 
 logger = logging.getLogger(__name__)
 
@@ -30,6 +32,9 @@ class Judges:
         self._load = Counter[int]()
         self._counts: dict[int, dict[str, float]] = {}
         """What each worker has counted, by its last report; also those that are lost."""
+        self._num_ungraded = 0
+        """Calls that no worker has answered."""
+        self._failures = FailureLog()
 
     def join(self, number: int, connection: Connection, on_loss: Callable[[], None]) -> None:
         """Let a worker judge from now on."""
@@ -50,9 +55,13 @@ class Judges:
     async def __call__(self, task: Task, answer: str) -> Verdict:
         """As RewardService: every answer gets a verdict."""
         try:
-            return Verdict(**await self._asked("judge", task_to_json(task), answer))
+            verdict = Verdict(**await self._asked("judge", task_to_json(task), answer))
         except _Unjudged as failure:
-            return Verdict("infrastructure", str(failure))
+            self._num_ungraded += 1
+            verdict = Verdict("infrastructure", str(failure), failed=True)
+        if verdict.failed:
+            self._failures.add(task.id, verdict)
+        return verdict
 
     async def use(self, tool: str, argument: str) -> ToolResult:
         """As RewardService: use a tool."""
@@ -66,11 +75,13 @@ class Judges:
         total = Counter[str]()
         for counts in self._counts.values():
             total.update(counts)
-        return {**total, "workers": float(len(self._members)), "workers_lost": float(self._members.num_lost)}
+        failed = failure_counts(total["failed"] + self._num_ungraded, total["calls"] + self._num_ungraded)
+        return {**total, **failed, "workers": float(len(self._members)), "workers_lost": float(self._members.num_lost)}
 
     async def close(self) -> None:
         """End all workers."""
         await self._members.close()
+        self._failures.close()
 
     async def _asked(self, verb: str, *arguments: Any) -> dict[str, Any]:
         """What a worker answers. _Unjudged where none does: nothing is known, a worker may have been lost by anything."""

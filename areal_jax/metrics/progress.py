@@ -17,7 +17,7 @@ from areal_jax.metrics import names
 PLAIN_INTERVAL_S = 5.0
 """Elsewhere than on a terminal, steps that follow sooner than this are not printed, except the first and the last."""
 
-_SCORES = (names.PASS_AT_1, names.PERPLEXITY, names.ACCURACY)
+_SCORES = (names.PASS_AT_1, names.EVAL_REWARD, names.PERPLEXITY, names.ACCURACY)
 
 
 def facts_of_training(metrics: Mapping[str, float], scores: Mapping[str, float]) -> Iterator[str]:
@@ -104,7 +104,10 @@ class Progress:
 
 def _of_reinforcement(metrics: Mapping[str, float], scores: Mapping[str, float]) -> Iterator[str]:
     yield f"reward {_number(metrics.get(names.REWARD), '.2f')}"
-    yield f"pass@1 {_number(scores.get(names.PASS_AT_1), '.1%')}"
+    if names.EVAL_REWARD in scores:
+        yield f"evaluation reward {scores[names.EVAL_REWARD]:.4g}"
+    else:
+        yield f"pass@1 {_number(scores.get(names.PASS_AT_1), '.1%')}"
     mean, largest = metrics.get(names.STALENESS_MEAN), metrics.get(names.STALENESS_MAX)
     yield f"staleness {_number(mean, '.1f')}/{_number(largest, '.0f')}"
     yield f"rollout {_rate(metrics.get(names.ROLLOUT_TOKENS_PER_S))} tok/s"

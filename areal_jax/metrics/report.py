@@ -97,6 +97,8 @@ def summarize(series: dict[str, Series]) -> list[tuple[str, str]]:
     for label, name in (("accuracy", names.ACCURACY), ("pass@1", names.PASS_AT_1)):
         if line := series.get(name):
             facts.append((f"{label}, first and last", f"{line.values[0]:.1%} → {line.values[-1]:.1%}"))
+    if rewards := series.get(names.EVAL_REWARD):
+        facts.append(("evaluation reward, first and last", f"{rewards.values[0]:.4g} → {rewards.values[-1]:.4g}"))
     if staleness := series.get(names.STALENESS_MAX):
         facts.append(("largest staleness", f"{max(staleness.values):g}"))
     return facts
@@ -162,7 +164,10 @@ def draw(series: dict[str, Series]) -> bytes:
             _draw_each_step(third, "norm of the gradient", series.get(names.GRAD_NORM))
     else:
         _draw_each_step(objective, "reward of the trained samples", series.get(names.REWARD))
-        _draw_share(score, PASS_AT_1_TITLE, *pass_at_1)
+        if names.EVAL_REWARD in series:
+            _draw_each_step(score, "mean reward on the evaluation set", series[names.EVAL_REWARD])
+        else:
+            _draw_share(score, PASS_AT_1_TITLE, *pass_at_1)
         _draw_lines(
             third,
             "staleness of trained tokens (versions)",

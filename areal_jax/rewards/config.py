@@ -40,6 +40,8 @@ class SandboxConfig:
 
 @chz.chz
 class RewardConfig:
+    """How answers are graded."""
+
     num_workers: int = chz.field(default=1, doc="judging processes")
     timeout_s: float = chz.field(
         default=10.0,
@@ -64,8 +66,16 @@ class RewardConfig:
     )
     function: str | None = chz.field(
         default=None,
-        doc="your own judge, FILE.py:NAME or PACKAGE.MODULE:NAME, called as NAME(task, answer) in a judging process, async or "
-        "not; it returns a bool, or a number from 0 to 1 for a reward between wrong and correct; none: mathematics, programs",
+        doc="reward function, FILE.py:NAME or PACKAGE.MODULE:NAME, called as NAME(task, answer), or as TRL or verl call "
+        "theirs, in a reward worker process, async or not; returns a bool or a number, see scale; none: mathematics, programs",
+    )
+    scale: Literal["unit", "raw"] = chz.field(
+        default="unit",
+        doc="what rewards.function (or an agent) returns; unit: a bool, or a number from 0 to 1 that is mapped to wrong ... "
+        "correct; raw: the reward itself, any finite number, for which there is no pass@1 but a mean reward",
+    )
+    max_consecutive_failures: int = chz.field(
+        default=3, doc="groups in a row in which every reward call failed, after which the run saves a checkpoint and stops"
     )
     sandbox: SandboxConfig = chz.field(default_factory=SandboxConfig, doc="where programs are run")
 

@@ -1,12 +1,28 @@
-"""Functions of the user's own, named in settings."""
+"""Functions of the user's own, named in settings: how they are loaded, and what their results and errors mean."""
 
 from __future__ import annotations
 
+import asyncio
 import importlib
 import importlib.util
+import inspect
+import math
+import numbers
 import sys
+import traceback
 from collections.abc import Callable
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal
+
+MAX_TRACE_CHARS = 4000
+
+_CALLERS = (
+    str(Path(__file__).parent),
+    str(Path(asyncio.__file__).parent),
+    str(Path(importlib.__file__).parent),
+    "<frozen importlib",
+)
+"""What the files of frames between this project and the user's code begin with."""
 
 
 def load_function(function: str) -> Callable[..., Any]:
@@ -23,3 +39,49 @@ def load_function(function: str) -> Callable[..., Any]:
     else:
         module = importlib.import_module(where)
     return getattr(module, name)
+
+
+def graded(found: object, scale: Literal["unit", "raw"]) -> tuple[Literal["correct", "wrong", "scored"], float]:
+    """The verdict and the score that a reward function (or an agent) has returned.
+
+    Raises: TypeError or ValueError, which say what was expected, where it is no reward."""
+    value = found
+    if getattr(value, "shape", None) == () and hasattr(value, "item"):
+        value = value.item()  # pyright: ignore[reportAttributeAccessIssue] # a number of numpy, torch or jax
+    if not isinstance(value, numbers.Real):
+        hint = ""
+        if inspect.isawaitable(value) or inspect.isgenerator(value) or inspect.isasyncgen(value):
+            hint = "; return a number instead of something that is yet to be run"
+        elif isinstance(value, list | tuple) or getattr(value, "shape", ()):
+            hint = "; it is called for one answer at a time"
+        expected = "a bool or a number from 0 to 1" if scale == "unit" else "a finite number"
+        raise TypeError(f"expected {expected}, found {shown(found)} of type {type(found).__name__}{hint}")
+    score = float(value)
+    if not math.isfinite(score):
+        raise ValueError(f"expected a finite number, found {score}")
+    if scale == "raw":
+        return "scored", score
+    if not 0 <= score <= 1:
+        raise ValueError(
+            f"expected a bool or a number from 0 to 1, found {shown(found)}; set rewards.scale=raw if it is the reward itself"
+        )
+    return "correct" if score == 1 else "wrong", score
+
+
+def traceback_of(error: BaseException) -> str:
+    """The traceback of an error from its first frame of the user's code on; empty where there is no such frame."""
+    frame = error.__traceback__
+    while frame is not None and frame.tb_frame.f_code.co_filename.startswith(_CALLERS):
+        frame = frame.tb_next
+    if frame is None:
+        return ""
+    text = "".join(traceback.format_exception(type(error), error, frame)).rstrip()
+    if len(text) > MAX_TRACE_CHARS:
+        text = f"{text[: MAX_TRACE_CHARS // 4]}\n  ...\n{text[-3 * MAX_TRACE_CHARS // 4 :]}"
+    return text
+
+
+def shown(found: object) -> str:
+    """A value for an error message, shortened."""
+    text = repr(found)
+    return text if len(text) <= 100 else f"{text[:100]} ..."

@@ -24,6 +24,7 @@ import psutil
 
 from areal_jax.records import Task, ToolResult, Verdict, VerdictKind
 from areal_jax.rewards.config import RewardConfig, ToolsConfig
+from areal_jax.rewards.failures import FailureLog
 from areal_jax.rewards.processes import ending, has_ended, kill_tree, lower_priority
 from areal_jax.settings import ConfigError
 
@@ -52,6 +53,11 @@ MAX_LINE_BYTES = 16 << 20
 
 KINDS = ("math", "code", "countdown")
 """Of tasks for which there are judges."""
+
+
+def failure_counts(num_failed: int | float, num_calls: int | float) -> dict[str, float]:
+    """Metrics of reward calls: how many there were, and how many failed."""
+    return {"calls": float(num_calls), "failed": float(num_failed), "failed_fraction": num_failed / max(1, num_calls)}
 
 
 class CannotStart(RuntimeError):
@@ -273,15 +279,23 @@ async def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
 class RewardService:
     """Judges answers in `num_workers` processes: `async with RewardService(config) as judge: await judge(task, text)`.
 
-    Every answer gets a verdict: what hangs is `timeout`, what kills its process twice is `crashed`, and where no process can be
-    started it is `infrastructure`, which says nothing of the answer.
+    Every answer gets a verdict. That of a call that failed says so: what hangs is `timeout`, what raises or kills its process
+    twice is `crashed`, and where no process can be started it is `infrastructure`.
     """
 
-    def __init__(self, config: RewardConfig, kinds: Collection[str] = ("math",), tools: ToolsConfig | None = None) -> None:
+    def __init__(
+        self,
+        config: RewardConfig,
+        kinds: Collection[str] = ("math",),
+        tools: ToolsConfig | None = None,
+        *,
+        logs_failures: bool = True,
+    ) -> None:
         """
         Args:
             kinds: of the tasks that will be judged; those of KINDS are known, a function of one's own judges any.
             tools: what can be used besides.
+            logs_failures: false where whoever asks logs them.
         ConfigError where nobody can judge these.
         """
         if config.num_workers < 1 or config.timeout_s <= 0:
@@ -292,6 +306,9 @@ class RewardService:
             raise ConfigError(f"no judge for tasks of kind {', '.join(sorted(unknown))}; set rewards.function to one of yours")
         self.config, self.tools, self._kinds = config, tools, kinds
         self.verdicts = Counter[VerdictKind]()
+        self.num_failed = 0
+        """Calls that failed."""
+        self._failures = FailureLog() if logs_failures else None
         self.tool_results = Counter[str]()
         """By tool and outcome, TOOL/OUTCOME."""
         self.judged_s = 0.0
@@ -318,7 +335,16 @@ class RewardService:
             self._idle += starting
 
     async def __call__(self, task: Task, answer: str) -> Verdict:
-        """Judge one answer; cancelling the call kills the process that judges it."""
+        """Judge one answer, and count how it went; cancelling the call kills the process that judges it."""
+        verdict = await self.grade(task, answer)
+        self.verdicts[verdict.kind] += 1
+        self.num_failed += verdict.failed
+        if verdict.failed and self._failures is not None:
+            self._failures.add(task.id, verdict)
+        return verdict
+
+    async def grade(self, task: Task, answer: str) -> Verdict:
+        """The same, without a trace in counts and log."""
         if task.kind not in self._kinds and self.config.function is None:
             raise ValueError(
                 f"task {task.id}: no judge for tasks of kind {task.kind!r}, this service judges {', '.join(self._kinds)}; "
@@ -328,9 +354,9 @@ class RewardService:
         makes_way = task.kind != "code" or self.config.function is not None
         timeout_s = self.config.timeout_s if makes_way else self.config.sandbox.total_timeout_s
         found = await self._done({"task": asdict(task), "text": answer}, timeout_s, makes_way)
-        verdict = Verdict(found["kind"], found["detail"], found.get("score"))
-        self.verdicts[verdict.kind] += 1
-        return verdict
+        # What did not come from the process itself says that it gave no verdict.
+        score, failed, trace = found.get("score"), found.get("failed", True), found.get("trace", "")
+        return Verdict(found["kind"], found["detail"], score, failed, trace)
 
     async def use(self, tool: str, argument: str) -> ToolResult:
         """Use a tool; cancelling the call kills the process that does. What hangs or kills its process is told the policy."""
@@ -419,6 +445,7 @@ class RewardService:
     def counters(self) -> dict[str, float]:
         """Counts and seconds since the service began."""
         return {
+            **failure_counts(self.num_failed, self.verdicts.total()),
             **{f"verdict/{kind}": float(number) for kind, number in sorted(self.verdicts.items())},
             **{f"tool/{name}": float(number) for name, number in sorted(self.tool_results.items())},
             "judged_s": self.judged_s,
@@ -432,6 +459,8 @@ class RewardService:
         for worker in idle:
             await worker.kill()
         await self._nursery.close()
+        if self._failures is not None:
+            self._failures.close()
 
     async def __aenter__(self) -> Self:
         return self

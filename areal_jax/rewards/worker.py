@@ -4,8 +4,8 @@
 {"do": "fork"} with a socket for the new process, {"do": "prepare"}, {"do": "reap", "pid"}. Out: {"status": "ready"} when it can
 fork, or {"error"} when it never will; then {"pid"}, {} or {"error"}, {"returncode"}.
 
-A judging process over its socket. In: {"number", "task", "text"}. Out: {"number", "kind", "detail", "score"}, or
-{"number", "unprepared"}: it needs computer algebra, which takes a second to import; `prepare` does so once, for all that is
+A judging process over its socket. In: {"number", "task", "text"}. Out: {"number", "kind", "detail", "score", "failed", "trace"}
+or {"number", "unprepared"}: it needs computer algebra, which takes a second to import; `prepare` does so once, for all that is
 forked later. Or in: {"number", "tool", "text"}, to use a tool. Out: {"number", "kind", "text"}.
 """
 
@@ -21,12 +21,12 @@ import signal
 import socket
 import sys
 import traceback
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from collections.abc import Awaitable, Callable
+from typing import Any, Literal, NamedTuple
 
 import psutil
 
-from areal_jax.rewards.functions import load_function
+from areal_jax.rewards.functions import graded, load_function, traceback_of
 from areal_jax.rewards.math_answers import compare_plainly, compare_symbolically, extract_answer
 
 MEMORY_BYTES = 4 << 30
@@ -44,6 +44,8 @@ class Finding(NamedTuple):
     kind: str
     detail: str = ""
     score: float | None = None
+    failed: bool = False
+    trace: str = ""
 
 
 class Unprepared(Exception):
@@ -65,16 +67,16 @@ def main() -> None:
     control = socket.socket(fileno=os.dup(0))
     _keep_to_oneself()
     try:
-        judge = _own_judge(settings["function"]) if settings["function"] else _judge_by_kind(settings)
+        judge = _own_judge(settings["function"], settings["scale"]) if settings["function"] else _judge_by_kind(settings)
         judge = judge if settings["form"] is None else _in_form(re.compile(settings["form"], re.DOTALL), judge)
         tools = _tools(settings) if settings["tools"] else {}
-    except Exception as error:
-        traceback.print_exc()
+    except (Exception, SystemExit) as error:
         given = " ".join(f"rewards.{name}={settings[name]}" for name in ("function", "form") if settings[name])
         if settings["tools"]:
             given += f" workflow.tools.names={','.join(settings['tools']['names'])}"
             given += f" workflow.tools.documents={settings['tools']['documents']}" if settings["tools"]["documents"] else ""
-        _say(control, {"error": f"{given.strip()}: {type(error).__name__}: {error}".removeprefix(": ")})
+        reason = f"{given.strip()}: {type(error).__name__}: {error}".removeprefix(": ")
+        _say(control, {"error": "\n".join(filter(None, (reason, traceback_of(error))))})
         return
     _say(control, {"status": "ready"})
     nursery_pid, own_children = os.getpid(), {process.pid for process in psutil.Process().children()}
@@ -168,19 +170,22 @@ def _used(use: Callable[[str], tuple[str, str]], argument: str, max_output_chars
 
 
 def _judged(judge: Judge, task: dict[str, Any], text: str) -> dict[str, object]:
-    """An answer on which judging fails has a verdict too. The trace goes to standard error, the verdict is counted."""
+    """An answer on which judging fails has a verdict too, which says so."""
     try:
         finding = judge(task, text)
     except Unprepared:
         return {"unprepared": True}
-    except OSError as error:
-        # The machine's fault, or that of another one that was asked: it says nothing of the answer.
-        traceback.print_exc()
-        finding = Finding("infrastructure", _named(error))
-    except Exception as error:
-        traceback.print_exc()
-        finding = Finding("crashed", _named(error))
-    return {"kind": finding.kind, "detail": finding.detail[:MAX_DETAIL_CHARS], "score": finding.score}
+    except (Exception, SystemExit, asyncio.CancelledError) as error:
+        # OSError is the machine's fault, or that of another one that was asked.
+        kind = "infrastructure" if isinstance(error, OSError) else "crashed"
+        finding = Finding(kind, _named(error), failed=True, trace=traceback_of(error))
+    return {
+        "kind": finding.kind,
+        "detail": finding.detail[:MAX_DETAIL_CHARS],
+        "score": finding.score,
+        "failed": finding.failed,
+        "trace": finding.trace,
+    }
 
 
 def _judge_by_kind(settings: dict[str, Any]) -> Judge:
@@ -252,28 +257,35 @@ def _tools(settings: dict[str, Any]) -> Tools:
     )
 
 
-def _own_judge(function: str) -> Judge:
+def _own_judge(function: str, scale: Literal["unit", "raw"]) -> Judge:
     """The function called FILE.py:NAME or MODULE:NAME."""
     from areal_jax.records import Message, Task
+    from areal_jax.rewards.adapters import adapt
 
-    own: Callable[[Task, str], object] = load_function(function)
     loops = list[asyncio.Runner]()
+
+    def finished(found: object) -> object:
+        if not inspect.isawaitable(found):
+            return found
+        # One loop for all answers of a process: connections that the function keeps open belong to it.
+        loops[:] = loops or [asyncio.Runner()]
+        return loops[0].run(_awaited(found))
+
+    own = adapt(load_function(function), finished)
 
     def judge(task: dict[str, Any], text: str) -> Finding:
         prompt = tuple(Message(**message) for message in task["prompt"])
-        found = own(Task(**{**task, "prompt": prompt}), text)
-        if inspect.iscoroutine(found):
-            # One loop for all answers of a process: connections that the function keeps open belong to it.
-            loops[:] = loops or [asyncio.Runner()]
-            found = loops[0].run(found)
-        if not isinstance(found, bool | int | float) or not 0 <= found <= 1:
-            raise TypeError(f"{function}: expected a bool or a number from 0 to 1, came {found!r}"[:MAX_DETAIL_CHARS])
-        return Finding("correct" if found == 1 else "wrong", score=float(found))
+        kind, score = graded(own(Task(**{**task, "prompt": prompt}), text), scale)
+        return Finding(kind, score=score)
 
     return judge
 
 
-def _named(error: Exception) -> str:
+async def _awaited(found: Awaitable[object]) -> object:
+    return await found
+
+
+def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}"[:MAX_DETAIL_CHARS]
 
 

@@ -28,12 +28,14 @@ from areal_jax.records import (
     Judge,
     OnProgress,
     Request,
+    RewardsFailing,
     RolloutState,
     Sample,
     Sampling,
     Suspended,
     Task,
     Unservable,
+    Verdict,
     Workflow,
     derive_seed,
     first_error,
@@ -148,6 +150,24 @@ class Calls:
         return self.journal | {call_id: partials[call_id] for call_id in self.pending if call_id in partials}
 
 
+@dataclass(slots=True, eq=False)
+class RewardCalls:
+    """One group's `judge`, and how its calls went."""
+
+    judge: Judge
+    num_graded: int = 0
+    failure: Verdict | None = None
+    """The last call that failed."""
+
+    async def __call__(self, task: Task, answer: str) -> Verdict:
+        verdict = await self.judge(task, answer)
+        if verdict.failed:
+            self.failure = verdict
+        else:
+            self.num_graded += 1
+        return verdict
+
+
 class Rollouts:
     """What `rolling_out` yields: the groups under way, and a snapshot of all that lies between tasks and trainer."""
 
@@ -163,7 +183,9 @@ class Rollouts:
         sampling: Sampling,
         seed: int,
         restored: RolloutState | None = None,
+        max_consecutive_failures: int = 3,
     ) -> None:
+        self._max_consecutive_failures = max_consecutive_failures
         self.gate, self.buffer, self._config = gate, buffer, config
         self._tasks, self._engine, self._workflow, self._judge = tasks, engine, workflow, judge
         self._sampling, self._seed = sampling, seed
@@ -177,6 +199,10 @@ class Rollouts:
         self._rejected_ids: set[int] = set()
         self._traced: set[str] = set()
         """Kinds of errors whose trace was shown: one is enough to find the fault."""
+        # The last groups to end, as long as every reward call of theirs failed, and why they were rejected. Where the run stops
+        # for it they are suspended after all, and graded again on resuming.
+        self._ungraded: dict[int, tuple[Suspended, Calls, str]] = {}
+        self._stopped_grading = False
         # Groups that the gate has not yet let through, oldest first: restored ones, or one whose kind must wait longer than
         # others. The feeder empties it before it draws a task.
         self._waiting = list(restored.suspended) if restored else []
@@ -273,8 +299,9 @@ class Rollouts:
         task.add_done_callback(self._ended)
 
     async def _run(self, record: Suspended, calls: Calls) -> None:
+        grading = RewardCalls(self._judge)
         try:
-            samples = await self._workflow(record.task, calls, self._judge)
+            samples = await self._workflow(record.task, calls, grading)
             if not samples:
                 raise ValueError("the workflow returned no samples")
         except Exception as error:
@@ -282,9 +309,14 @@ class Rollouts:
                 # The group stays among the running: nothing is wrong with it, and another engine may finish it.
                 self._fail(cause)
                 return
+            failure = None if grading.num_graded else grading.failure
+            if failure is not None and self._stopped_grading:
+                return  # it stays among the running, and is graded again on resuming
             del self._running[record.id]
             self.gate.reject()
-            self._rejected(record, cause)
+            self._rejected(record, cause, is_logged=grading.failure is not None)
+            if failure is not None:
+                self._not_graded(record, calls, type(cause).__name__, failure)
         else:
             del self._running[record.id]
             if self._is_within_bounds(samples):
@@ -295,6 +327,8 @@ class Rollouts:
                 self.gate.reject()
                 self.rejected[NO_SIGNAL] += 1
                 self._require_signal(record.task)
+        if grading.num_graded:
+            self._ungraded.clear()
 
     def _require_signal(self, task: Task) -> None:
         """Fail the buffer where no group is ever accepted: others are sampled in place of rejected ones without end."""
@@ -310,17 +344,35 @@ class Rollouts:
                 )
             )
 
+    def _not_graded(self, record: Suspended, calls: Calls, reason: str, failure: Verdict) -> None:
+        """Count a group of which every reward call failed; the last of too many in a row ends the run."""
+        self._ungraded[record.id] = record, calls, reason
+        if len(self._ungraded) < self._max_consecutive_failures:
+            return
+        self._stopped_grading = True
+        for number, (suspended, its_calls, rejected_for) in self._ungraded.items():
+            self._running[number] = suspended, its_calls
+            self.rejected[rejected_for] -= 1
+        trace = f"{failure.trace}\n" if failure.trace else ""
+        self._fail(
+            RewardsFailing(
+                f"{trace}every reward call of {len(self._ungraded)} groups in a row failed "
+                f"(rewards.max_consecutive_failures), the last (task {record.task.id}): {failure.detail}"
+            )
+        )
+
     def _is_within_bounds(self, samples: Sequence[Sample]) -> bool:
         """Whether a group's share of correct answers is one to train on (DAPO's dynamic sampling, arXiv:2503.14476)."""
         above, below = self._config.success_rate_above, self._config.success_rate_below
         rate = sum(sample.verdict == "correct" for sample in samples) / len(samples)
         return (above is None or rate > above) and (below is None or rate < below)
 
-    def _rejected(self, record: Suspended, error: Exception) -> None:
+    def _rejected(self, record: Suspended, error: Exception, *, is_logged: bool) -> None:
+        """Args: is_logged: whether the trace is in the log already."""
         kind = type(error).__name__
         self.rejected[kind] += 1
         self._rejected_ids.add(record.id)
-        trace = error if kind not in self._traced and not isinstance(error, Unservable) else None
+        trace = error if kind not in self._traced and not isinstance(error, Unservable) and not is_logged else None
         self._traced.add(kind)
         logger.warning("group %d rejected (task %s): %s", record.id, record.task.id, error, exc_info=trace)
         # In a row by their ids, not by their ends: what fails, fails at once, and overtakes all that will yet be accepted.
@@ -360,16 +412,19 @@ async def rolling_out(
     sampling: Sampling,
     seed: int,
     restored: RolloutState | None = None,
+    max_consecutive_failures: int = 3,
 ) -> AsyncIterator[Rollouts]:
     """Generate groups into `buffer`, as far ahead as `gate` allows, while the body runs; on leaving, what is under way is
     cancelled (take a snapshot first to go on from it).
 
     A workflow that raises costs its group: logged, counted by the error's class, its place freed. MAX_REJECTED_IN_A_ROW of
-    them, or an engine that stopped, fail the buffer.
+    them, or max_consecutive_failures of which every reward call failed, or an engine that stopped, fail the buffer.
 
     Args: seed: of every draw, together with the group and its call. restored: groups to start first, under their old ids;
     `tasks`, `gate` and `buffer` are as the same snapshot left them (`open_gate`, TaskStream.restore)."""
-    rollouts = Rollouts(tasks, engine, workflow, judge, gate, buffer, config, sampling, seed, restored)
+    rollouts = Rollouts(
+        tasks, engine, workflow, judge, gate, buffer, config, sampling, seed, restored, max_consecutive_failures
+    )
     rollouts.begin()
     try:
         yield rollouts

@@ -478,6 +478,9 @@ class Trainer(Versions):
         tokens, count = float(num_trained.sum()), float(len(samples))
         return {
             "reward": (float(rewards.sum()), count),
+            "reward_min": float(rewards.min()),
+            "reward_max": float(rewards.max()),
+            "reward_std": float(rewards.std()),
             "advantage": (float(per_token.sum()), tokens),
             "advantage_squared": (float((per_token**2).sum()), tokens),
             "groups_without_signal": (

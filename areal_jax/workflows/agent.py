@@ -37,12 +37,12 @@ from areal_jax.records import (
     Verdict,
 )
 from areal_jax.rewards.config import RewardConfig
-from areal_jax.rewards.functions import load_function
+from areal_jax.rewards.functions import graded, load_function
 from areal_jax.rewards.processes import ending, kill_tree
 from areal_jax.threads import in_thread
 from areal_jax.workflows.config import Agent
 from areal_jax.workflows.conversation import Call, Export, samples_of
-from areal_jax.workflows.single_turn import judged
+from areal_jax.workflows.single_turn import judged, side_by_side
 
 logger = logging.getLogger(__name__)
 
@@ -69,10 +69,8 @@ class Agents:
     export: Export = "concatenated"
 
     async def __call__(self, task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
-        # An agent that fails cancels the others.
-        async with asyncio.TaskGroup() as working:
-            agents = [working.create_task(self._episode(task, generate, judge)) for _ in range(self.num_samples)]
-        return tuple(sample for agent in agents for sample in agent.result())
+        episodes = (self._episode(task, generate, judge) for _ in range(self.num_samples))
+        return tuple(sample for episode in await side_by_side(episodes) for sample in episode)
 
     async def _episode(self, task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
         async with self.places:
@@ -83,7 +81,11 @@ class Agents:
         if found is None:
             verdict = await judged(task, judge, self.tokenizer.decode(calls[-1].completion.tokens))
         else:
-            verdict = Verdict("correct" if found == 1 else "wrong", score=float(found))
+            try:
+                kind, score = graded(found, self.rewards.scale)
+            except (TypeError, ValueError) as error:
+                raise AgentFailed(f"what the agent on task {task.id} returned: {error}") from None
+            verdict = Verdict(kind, score=score)
         reward = verdict.worth(self.rewards.correct, self.rewards.wrong, self.rewards.no_answer)
         return samples_of(calls, [reward] * len(calls), verdict.kind, export=self.export)
 
@@ -110,7 +112,7 @@ class AgentHost:
         self._at_work: list[str] = []
         """Tasks that async functions work on; the loop's own thread adds and removes them."""
 
-    async def run(self, task: Task, generate: Generate) -> tuple[float | None, Drawn]:
+    async def run(self, task: Task, generate: Generate) -> tuple[object, Drawn]:
         """Let an agent work on a task; what it says it is worth, and the calls that it made.
 
         TimeoutError after workflow.timeout_s. AgentFailed, with the agent's own error as cause, where it fails; EngineStopped
@@ -138,8 +140,6 @@ class AgentHost:
                 if stopped:
                     raise stopped[0] from error
                 raise AgentFailed(f"the agent on task {task.id} failed: {type(error).__name__}: {error}") from error
-            if found is not None and not (isinstance(found, bool | int | float) and 0 <= found <= 1):
-                raise AgentFailed(f"the agent on task {task.id} returned {found!r}; expected a bool, 0 to 1, or None")
             return found, session.calls()
 
     async def _found(self, task: Task, session: Session) -> Any:

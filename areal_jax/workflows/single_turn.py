@@ -3,23 +3,46 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
+from typing import Any, TypeVar
 
 from areal_jax.records import Generate, Judge, Sample, Task, Tokenizer, Verdict
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.workflows.conversation import Call, samples_of
 
+T = TypeVar("T")
+
 
 class JudgeFailed(RuntimeError):
-    """No verdict on an answer through no fault of its own: the group must not be trained on."""
+    """A reward call failed, which says nothing of the answer: the group must not be trained on."""
 
 
 async def judged(task: Task, judge: Judge, answer: str) -> Verdict:
     """The verdict on an answer. JudgeFailed where there is none."""
     verdict = await judge(task, answer)
-    if verdict.kind == "infrastructure":
+    if verdict.failed:
         raise JudgeFailed(verdict.detail)
     return verdict
+
+
+async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """What each returns. An error cancels the others, except JudgeFailed: how their reward calls go is still to be known."""
+
+    async def kept(each: Coroutine[Any, Any, T]) -> T | JudgeFailed:
+        try:
+            return await each
+        except JudgeFailed as failure:
+            return failure
+
+    async with asyncio.TaskGroup() as group:
+        tasks = [group.create_task(kept(each)) for each in work]
+    found = list[T]()
+    for task in tasks:
+        if isinstance(result := task.result(), JudgeFailed):
+            raise result
+        found.append(result)
+    return found
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,10 +58,7 @@ class SingleTurn:
     async def __call__(self, task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
         prompt = self.tokenizer.render(task.prompt)
         calls = [Call(prompt, completion) for completion in await generate(prompt, self.samples_per_group)]
-        # A judge that fails cancels the others.
-        async with asyncio.TaskGroup() as judging:
-            samples = [judging.create_task(self._sample(task, judge, call)) for call in calls]
-        return tuple(sample.result() for sample in samples)
+        return tuple(await side_by_side(self._sample(task, judge, call) for call in calls))
 
     async def _sample(self, task: Task, judge: Judge, call: Call) -> Sample:
         verdict = await judged(task, judge, self.tokenizer.decode(call.completion.tokens))

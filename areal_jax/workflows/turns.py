@@ -13,7 +13,7 @@ from areal_jax.records import Completion, Generate, Judge, Message, Sample, Stop
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.workflows.config import CallFormat
 from areal_jax.workflows.conversation import Call, next_prompt, samples_of
-from areal_jax.workflows.single_turn import judged
+from areal_jax.workflows.single_turn import judged, side_by_side
 from areal_jax.workflows.tool_calls import BadCall, ToolCall, announcement, parse_calls
 
 
@@ -58,10 +58,7 @@ class Turns:
     async def __call__(self, task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
         prompt = self.tokenizer.render(announced(task.prompt, self.announcement))
         first = await generate(prompt, self.num_samples)
-        # What fails in one conversation cancels the others.
-        async with asyncio.TaskGroup() as conversing:
-            samples = [conversing.create_task(self._converse(task, Call(prompt, each), generate, judge)) for each in first]
-        return tuple(sample.result() for sample in samples)
+        return tuple(await side_by_side(self._converse(task, Call(prompt, each), generate, judge) for each in first))
 
     async def _converse(self, task: Task, call: Call, generate: Generate, judge: Judge) -> Sample:
         calls, answered, stop_reason = [call], Answered(), None
@@ -87,6 +84,8 @@ class Turns:
         """wrong + turn_discount^(turns - 1) (reward - wrong): no wrong answer gains by more turns, whatever it is worth."""
         wrong = self.rewards.wrong
         reward = verdict.worth(self.rewards.correct, wrong, self.rewards.no_answer)
+        if self.turn_discount == 1:
+            return reward
         return wrong + self.turn_discount ** (num_turns - 1) * (reward - wrong)
 
 

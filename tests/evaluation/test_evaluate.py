@@ -4,7 +4,7 @@ import asyncio
 import math
 import re
 from collections.abc import Callable
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import numpy as np
 import pytest
@@ -129,7 +129,25 @@ def test_the_figures_worked_out_by_hand() -> None:
         "failed": {},
         "versions": (2, 5),
         "seconds": 2.5,
+        "mean_reward": 0.5,
     }
+
+
+def test_raw_rewards_have_a_mean_and_no_pass_at_1() -> None:
+    def scored(reward: float) -> Sample:
+        return replace(sample(False), reward=reward, verdict="scored")
+
+    found = summarize(
+        3,
+        [(task(0, "a"), [scored(-2.0), scored(4.0)]), (task(1, "b"), [scored(7.0), scored(7.0)])],
+        [(task(2, "a"), KeyError())],
+        1.0,
+    )
+    # Means by task: 1 and 7; their mean is 4, deviations squared sum to 18, over 2 * 1.
+    assert math.isnan(found.pass_at_1) and (found.mean_reward, found.standard_error) == (4.0, 3.0)
+    assert (found.by_family, found.interval_95) == ({"a": 1.0, "b": 7.0}, (-2.0, 10.0))
+    # A failed task has no reward: it is listed, and in no mean.
+    assert (found.num_tasks, found.failed) == (3, {"KeyError": 1})
 
 
 def test_the_error_counts_tasks_not_samples() -> None:

@@ -262,19 +262,22 @@ def test_a_process_is_replaced_after_many_answers(own_judge: str, monkeypatch: p
     run(main())
 
 
-def test_what_goes_wrong_inside_a_judge_is_a_verdict_with_the_reason(own_judge: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_errors_of_a_reward_function_are_failed_calls(own_judge: str, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(function=own_judge)) as judge:
-            assert await judge(task(), "raise this") == Verdict("crashed", "ArithmeticError: no verdict on this")
+            raised = await judge(task(), "raise this")
+            assert (raised.kind, raised.detail) == ("crashed", "ArithmeticError: no verdict on this")
+            assert raised.failed and raised.trace.startswith("Traceback")
             floated = await judge(task(), "float")
             assert floated.kind == "crashed"
-            assert "expected a bool or a number from 0 to 1, came 1.5" in floated.detail
-            assert await judge(task(), "offline") == Verdict("infrastructure", "ConnectionError: no answer from afar")
-            assert await judge(task(), "memory") == Verdict("crashed", "MemoryError: ")
+            assert "expected a bool or a number from 0 to 1, found 1.5" in floated.detail
+            offline, memory = await judge(task(), "offline"), await judge(task(), "memory")
+            assert (offline.kind, offline.detail) == ("infrastructure", "ConnectionError: no answer from afar")
+            assert (memory.kind, memory.detail) == ("crashed", "MemoryError: ")
             assert judge.counters()["worker_starts"] == 1
 
     run(main())
-    assert "Traceback" in capfd.readouterr().err
+    assert "Traceback" in caplog.text
 
 
 @pytest.mark.parametrize("how", ["hang", "spin {folder}/spinning"])
@@ -285,7 +288,7 @@ def test_what_hangs_is_killed_and_judging_goes_on(own_judge: str, tmp_path: Path
             seen = judges()
             assert len(seen) == 1
             verdict = await judge(task(), how.format(folder=tmp_path))
-            assert verdict == Verdict("timeout", "no verdict within rewards.timeout_s=1 s")
+            assert verdict == Verdict("timeout", "no verdict within rewards.timeout_s=1 s", failed=True)
             assert psutil.wait_procs(seen, timeout=5)[1] == []
             assert (await judge(task(), "2")).kind == "correct"
             assert judge.counters()["worker_starts"] == 2
@@ -315,9 +318,11 @@ def test_children_are_killed_in_whatever_session_they_are_and_orphans_too(own_ju
 def test_a_process_that_dies_twice_of_an_answer_makes_it_crashed(own_judge: str) -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(function=own_judge)) as judge:
-            assert await judge(task(), "die") == Verdict("crashed", "the judging process ended (exit code 7)")
+            assert await judge(task(), "die") == Verdict("crashed", "the judging process ended (exit code 7)", failed=True)
             assert judge.counters()["worker_starts"] == 2
-            assert await judge(task(), "killed") == Verdict("crashed", "the judging process ended (signal SIGKILL)")
+            assert await judge(task(), "killed") == Verdict(
+                "crashed", "the judging process ended (signal SIGKILL)", failed=True
+            )
             assert (await judge(task(), "2")).kind == "correct"
             assert judge.verdicts == {"crashed": 2, "correct": 1}
 

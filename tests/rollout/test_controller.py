@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import AsyncIterator, Container, Mapping
+from collections.abc import AsyncIterator, Callable, Container, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 
@@ -19,6 +19,7 @@ from areal_jax.records import (
     Group,
     Judge,
     Message,
+    RewardsFailing,
     RolloutState,
     Sample,
     Sampling,
@@ -126,6 +127,7 @@ async def run(
     version: int = 0,
     restored: RolloutState | None = None,
     programs: Container[int] = (),
+    judge: Judge = judge,
 ) -> AsyncIterator[tuple[Rollouts, TinyEngine]]:
     tasks = Numbers(num_tasks, restored.tasks["place"] if restored else 0, programs)
     gate, buffer = open_gate(config, version, restored)
@@ -418,6 +420,62 @@ def test_many_rejections_in_a_row_end_the_run_and_say_why() -> None:
             # Those already started end too; no new one is started.
             await asyncio.sleep(0.01)
             assert rollouts.next_group_id <= MAX_REJECTED_IN_A_ROW + CONFIG.max_running_groups
+
+    asyncio.run(main())
+
+
+def graded() -> Workflow:
+    """A workflow that has two answers of every task graded."""
+
+    async def workflow(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+        samples = await one_call(task, generate, judge)
+        verdicts = [await judge(task, answer) for answer in ("a", "b")]
+        if any(verdict.failed for verdict in verdicts):
+            raise RuntimeError("no reward")
+        return samples
+
+    return workflow
+
+
+def test_groups_without_any_reward_stop_the_run_and_are_kept() -> None:
+    async def judge(task: Task, answer: str) -> Verdict:
+        return Verdict("crashed", "ValueError: boom", failed=int(task.id.removeprefix("task-")) >= 6, trace="in own.py")
+
+    async def main() -> RolloutState:
+        async with run(graded(), 100, judge=judge) as (rollouts, engine):
+            trained = await rollouts.buffer.take(4, 0)
+            rollouts.gate.version = engine.version = 1
+            with pytest.raises(RewardsFailing, match=r"^in own\.py\nevery reward call of 3 groups .*ValueError: boom$"):
+                await rollouts.buffer.take(4, 1)
+            await asyncio.sleep(0.05)  # groups under way end after it
+            state = await rollouts.snapshot()
+            kept = {group.id for group in (*trained, *state.buffered)} | {record.id for record in state.suspended}
+            # Group 6 may have ended before a group that was graded; what failed in a row is no loss.
+            assert len(kept) + sum(state.rejected.values()) == state.next_group_id
+            assert kept >= set(range(state.next_group_id)) - {6}
+            assert all(record.calls for record in state.suspended if record.id < 9), "with what was drawn for it"
+            return state
+
+    state = asyncio.run(main())
+
+    async def resumed() -> None:
+        async with run(graded(), 20, version=1, restored=state) as (rollouts, engine):
+            groups = await train_all(rollouts, engine, 1)
+            assert {group.id for group in groups} >= {record.id for record in state.suspended}
+
+    asyncio.run(resumed())
+
+
+@pytest.mark.parametrize("failing", [lambda number, answer: answer == "a", lambda number, answer: number % 3 > 0])
+def test_some_failed_rewards_cost_their_groups_alone(failing: Callable[[int, str], bool]) -> None:
+    async def judge(task: Task, answer: str) -> Verdict:
+        return Verdict("wrong", failed=failing(int(task.id.removeprefix("task-")), answer))
+
+    async def main() -> None:
+        async with run(graded(), 12, config=chz.replace(CONFIG, max_running_groups=1), judge=judge) as (rollouts, engine):
+            groups = await train_all(rollouts, engine)
+            assert len(groups) + rollouts.rejected["RuntimeError"] == 12
+            assert rollouts.rejected["RuntimeError"] in (12, 8)
 
     asyncio.run(main())
 

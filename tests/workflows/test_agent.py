@@ -255,7 +255,11 @@ def test_agents_that_do_not_end_are_named_and_left_behind(
 
 @pytest.mark.parametrize(
     ("name", "words"),
-    [("silent", "without a call"), ("fails", "KeyError: 'mine'"), ("too_much", "returned 7; expected a bool")],
+    [
+        ("silent", "without a call"),
+        ("fails", "KeyError: 'mine'"),
+        ("too_much", "expected a bool or a number from 0 to 1, found 7"),
+    ],
 )
 def test_an_agent_that_does_not_do_its_work_fails_its_group_and_says_why(program: Path, name: str, words: str):
     error = failure(Agent(function=f"{program}:{name}"), Saying())

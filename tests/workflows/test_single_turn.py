@@ -90,14 +90,31 @@ def test_a_failing_judge_is_no_wrong_answer(tokenizer: HFTokenizer) -> None:
     async def judge(task: Task, answer: str) -> Verdict:
         if answer == "2":
             return Verdict("infrastructure", "no process")
-        await asyncio.sleep(1000)
+        await asyncio.sleep(0.01)
+        graded.append(answer)
         return Verdict("correct")
 
-    with pytest.raises(ExceptionGroup) as raised:
-        run(tokenizer, [completion(tokenizer, "1", "stop", 0), completion(tokenizer, "2", "stop", 0)], judge)
-    (error,) = raised.value.exceptions
-    assert isinstance(error, JudgeFailed)
-    assert str(error) == "no process"
+    graded = list[str]()
+    with pytest.raises(JudgeFailed, match="no process"):
+        run(tokenizer, [completion(tokenizer, text, "stop", 0) for text in ("1", "2", "3")], judge)
+    # Whether every call fails is known only when the others have ended.
+    assert graded == ["1", "3"]
+
+
+def test_a_call_that_failed_is_no_wrong_answer_whatever_its_kind(tokenizer: HFTokenizer) -> None:
+    async def judge(task: Task, answer: str) -> Verdict:
+        return Verdict("crashed", "ValueError: boom", failed=True)
+
+    with pytest.raises(JudgeFailed, match="boom"):
+        run(tokenizer, [completion(tokenizer, "2", "stop", 0)], judge)
+
+
+def test_a_raw_reward_is_the_reward_itself(tokenizer: HFTokenizer) -> None:
+    async def judge(task: Task, answer: str) -> Verdict:
+        return Verdict("scored", score=-12.5)
+
+    (sample,) = run(tokenizer, [completion(tokenizer, "2", "stop", 0)], judge)
+    assert (sample.reward, sample.verdict) == (-12.5, "scored")
 
 
 def test_answers_are_judged_at_the_same_time_each_with_its_own_verdict(tokenizer: HFTokenizer) -> None:

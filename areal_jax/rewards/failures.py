@@ -1,0 +1,45 @@
+"""Failed reward calls in the log: each distinct error once, then how often it came again."""
+
+from __future__ import annotations
+
+import logging
+
+from areal_jax.records import Verdict
+
+logger = logging.getLogger(__name__)
+
+MAX_DISTINCT = 64
+"""Errors that are remembered; of more, the one that was seen longest ago is forgotten."""
+
+
+class FailureLog:
+    """Logs failed reward calls. Errors with the same frames are the same, whatever their messages say."""
+
+    def __init__(self) -> None:
+        # By the lines of code and the type of the error, the latest last: how often it came, and how it was told first.
+        self._seen: dict[str, tuple[int, str]] = {}
+
+    def add(self, task: str, verdict: Verdict) -> None:
+        """Log a failed call for the task of this id, at its 1st, 11th, 101st, 1001st ... time."""
+        frames = [line for line in verdict.trace.splitlines() if line.startswith('  File "')]
+        # Without frames: what was expected, whatever was found.
+        same = verdict.detail.partition(":" if frames else ", found ")[0]
+        key = "\n".join((verdict.kind, same, *frames))
+        count, told = self._seen.pop(key, (0, verdict.detail))
+        self._seen[key] = count + 1, told
+        if count == 0:
+            logger.warning("reward call failed (task %s): %s", task, verdict.trace or verdict.detail)
+            if len(self._seen) > MAX_DISTINCT:
+                del self._seen[next(iter(self._seen))]
+        elif str(count).strip("0") == "1" and count > 1:
+            self._repeat(count, told)
+
+    def close(self) -> None:
+        """Log how often each error came again."""
+        for count, told in self._seen.values():
+            if count > 1:
+                self._repeat(count - 1, told)
+        self._seen.clear()
+
+    def _repeat(self, count: int, told: str) -> None:
+        logger.warning("reward call failed: same error %d times since: %s", count, told)

@@ -1,0 +1,80 @@
+"""Reward calls before training: what does not work then is refused, instead of training on it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from itertools import islice
+
+from areal_jax.records import Judge, Task, Verdict
+from areal_jax.rewards.config import RewardConfig
+from areal_jax.settings import ConfigError
+
+NUM_ROWS = 8
+"""Rows of which the reference answers are graded."""
+
+NUM_SEARCHED = 64
+"""Rows among which some of every kind are looked for."""
+
+
+async def probe(grade: Judge, tasks: Sequence[Task], config: RewardConfig, *, must_grade: bool = True) -> list[str]:
+    """Grade an empty answer and reference answers to the first rows; warnings about what came of it.
+
+    A function is asked about one row of each kind. Verifiers of mathematics must give reference answers of several rows credit.
+
+    Args: must_grade: whether the run depends on the verifier. Raises: ConfigError where a call fails, or where no reference
+    answer is correct."""
+    rows = list(islice(tasks, NUM_SEARCHED))
+    first = list({task.kind: task for task in reversed(rows)}.values())
+    graded = first if config.function is not None else [task for task in rows if task.kind == "math"][:NUM_ROWS]
+    asked = [(task, "empty", "") for task in first]
+    asked += [(task, "reference", text) for task in graded for text in _reference_texts(task, config)]
+    verdicts = await asyncio.gather(*(grade(task, text) for task, _, text in asked))
+    for (task, which, text), verdict in zip(asked, verdicts, strict=True):
+        if verdict.failed:
+            raise ConfigError(_failure(task, which, text, verdict, config))
+    found = [(task, which, verdict) for (task, which, _), verdict in zip(asked, verdicts, strict=True)]
+    return _warnings_of_function(found, config) if config.function else _warnings_of_verifier(found, config, must_grade)
+
+
+def _reference_texts(task: Task, config: RewardConfig) -> list[str]:
+    """The row's reference answer, as a policy might write it; tests of a program are none that can be given."""
+    if task.kind != "math":
+        return []
+    boxed = f"\\boxed{{{task.answer}}}"
+    return [boxed] if config.function is None else [task.answer, boxed]
+
+
+def _failure(task: Task, which: str, text: str, verdict: Verdict, config: RewardConfig) -> str:
+    who = f"rewards.function={config.function}" if config.function else f"the verifier of kind {task.kind}"
+    answer = "an empty answer" if which == "empty" else f"the reference answer {text[:100]!r}"
+    hint = "; raise rewards.timeout_s if it needs longer" if verdict.kind == "timeout" else ""
+    told = f"{who} failed on {answer} to task {task.id}: {verdict.detail}{hint}"
+    return f"{told}\n{verdict.trace}" if verdict.trace else told
+
+
+def _warnings_of_function(found: Sequence[tuple[Task, str, Verdict]], config: RewardConfig) -> list[str]:
+    empty = {task.kind: verdict for task, which, verdict in found if which == "empty"}
+    references = [(task, verdict) for task, which, verdict in found if which == "reference"]
+    if not references or any(verdict.score != empty[task.kind].score for task, verdict in references):
+        return []
+    task, verdict = references[0]
+    return [
+        f"rewards.function={config.function} returns {verdict.score} for an empty answer to task {task.id} and the same for "
+        f"its reference answer {task.answer[:100]!r}, plain and in \\boxed{{}}; if it compares answers, check what form it "
+        "expects"
+    ]
+
+
+def _warnings_of_verifier(found: Sequence[tuple[Task, str, Verdict]], config: RewardConfig, must_grade: bool) -> list[str]:
+    references = [(task, verdict) for task, which, verdict in found if which == "reference"]
+    if config.form is not None:  # in which nobody here can write a reference answer
+        return []
+    bad = [(task, verdict) for task, verdict in references if verdict.kind != "correct"]
+    told = "; ".join(f"task {task.id}: {task.answer[:100]!r} is {verdict.kind}" for task, verdict in bad)
+    if bad and len(bad) == len(references) and must_grade:
+        raise ConfigError(
+            f"none of the reference answers of {len(bad)} rows is graded correct in \\boxed{{}} ({told}); expected answers "
+            "that the verifier can read: set the source's answer_field, or rewards.function to a function of yours"
+        )
+    return [f"{len(bad)} of {len(references)} reference answers are not graded correct in \\boxed{{}}: {told}"] if bad else []
