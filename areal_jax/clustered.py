@@ -82,7 +82,6 @@ class Crew:
         self._cluster, self._arguments, self._kinds = cluster, arguments, kinds
         wait_s = cluster.config.start_timeout_s
         self.engines, self.judges = Engines(wait_s=wait_s), Judges(wait_s=wait_s)
-        self.relay: Relay | None = None
         self._numbers = {"engine": itertools.count(), "reward worker": itertools.count()}
         self._policy: str | None = None
         # Replacements being started; owned by this object, cancelled by `close`.
@@ -115,8 +114,6 @@ class Crew:
             await connection.close()
             raise
         self.engines.join(number, connection, facts["num_slots"], self._lost(self._start_engine))
-        if self.relay is not None:
-            self.relay.offer()
 
     async def _start_judge(self) -> None:
         number = next(self._numbers["reward worker"])
@@ -186,7 +183,7 @@ async def assembled_on_cluster(
                 start_trainers(stack, cluster, *arguments, str(folder.absolute()), saved_version), crew.start()
             )
         sinks, trace = written_files(stack, plan, folder, trainers.version if resume else None)
-        relay = crew.relay = Relay(trainers, crew.engines, offer_timeout_s=OFFER_TIMEOUT_S)
+        relay = Relay(trainers, crew.engines, offer_timeout_s=OFFER_TIMEOUT_S)
         stack.push_async_callback(relay.close)
         relay.publish(trainers.version, trainers.params)
         stop = stack.enter_context(stopping_on_signals())

@@ -21,7 +21,7 @@ from areal_jax.checkpoint.recovery import decode, pack, task_from_json, unpack
 from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config import Experiment, read_settings
 from areal_jax.engine.decode import laid_out
-from areal_jax.engine.driver import Driver
+from areal_jax.engine.driver import Driver, DriverStatus
 from areal_jax.launch import wire
 from areal_jax.launch.config import Ray
 from areal_jax.launch.part import Emit
@@ -29,7 +29,7 @@ from areal_jax.models import lora
 from areal_jax.parallel.hosts import join
 from areal_jax.parallel.mesh import make_train_mesh
 from areal_jax.policies import decoding_mesh, find_decoding_policy
-from areal_jax.records import Completion
+from areal_jax.records import NO_VERSION, Completion
 from areal_jax.rewards.service import RewardService
 from areal_jax.run_plan import RESTING, TrainingPlan, make_training_plan, memory_text, sized
 from areal_jax.settings import ConfigError
@@ -40,6 +40,9 @@ from areal_jax.weights.rolling import InTurn
 from areal_jax.workflows.from_config import tools_of
 
 Facts = dict[str, Any]
+
+STATE_EVERY_S = 1.0
+"""The least interval at which an engine reports its weights and the requests that it has."""
 
 _ALL = -1
 """Tokens that were reported of a sample which is finished."""
@@ -63,6 +66,7 @@ class TrainerHost:
         """
         self._experiment = read_settings(settings, source)
         self._folder, self._saved_version = Path(run_folder), saved_version
+        self._num_steps_under_way = 0
 
     async def begin(self) -> Facts:
         """Nothing is made before all hosts are there."""
@@ -76,15 +80,27 @@ class TrainerHost:
         """One trainer step: metrics, stale tokens, and what the publishing of weights took since the last one.
 
         Args: packed: groups, a reference to the object store."""
-        return await asyncio.to_thread(self._step, await packed[0])
+        groups = await packed[0]
+        # From here on the parameters are those of no version: `publish` runs in this thread too.
+        self._num_steps_under_way += 1
+        try:
+            return await asyncio.to_thread(self._step, groups)
+        finally:
+            self._num_steps_under_way -= 1
 
-    def publish(self, version: int) -> None:
-        """Send a version on its way; never waits."""
-        self._publisher.publish(version, self._trainer.params)
+    def publish(self, version: int, again: bool = False) -> None:
+        """Send a version on its way, unless it is already or the trainer has left it; never waits.
+
+        Args: again: put it into the object store anew."""
+        if self._num_steps_under_way == 0 and self._trainer.version == version:
+            self._publisher.publish(version, self._trainer.params, again=again)
 
     async def contribution(self, after: int, timeout_s: float) -> Any:
-        """Where this host's shards of its newest version above `after` are; None where there is none in time."""
-        return await asyncio.to_thread(self._publisher.next, after, timeout_s)
+        """Where this host's shards of its newest version above `after` are; None where there is none in time, and a text
+        that says why where none is on its way."""
+        if (found := await asyncio.to_thread(self._publisher.next, after, timeout_s)) is not None:
+            return found
+        return None if self._publisher.is_busy else self._publisher.last_failure or "nothing newer was published"
 
     async def save(self, version: int, packed: Sequence[Any]) -> None:
         """Begin a checkpoint. Args: packed: what it holds beside the trainer's state, a reference to the object store."""
@@ -158,18 +174,22 @@ class EngineHost:
             jax.eval_shape(engine.layout, trained(found.policy).abstract),
             complete=None if base is None else lambda arrived: lora.attach(found.policy, base, arrived),
             on_event=lambda name, _start_s, _end_s, args: emit(name, args["version"]),
+            on_skip=lambda version, why: emit("skipped", (version, why)),
         )
-        self._in_turn = InTurn(self._reader, ask=lambda _: emit("wants_turn", None), over=lambda: emit("swapped", None))
+        self._in_turn = InTurn(
+            self._reader, ask=lambda ticket, _: emit("wants_turn", ticket), over=lambda ticket: emit("swapped", ticket)
+        )
         self._driver = Driver(engine, self._in_turn, on_event=self._driven)
         engine.warm_up()
         self._driver.start()
         # Tokens of each sample of each request that were reported.
         self._told: dict[str, list[int]] = {}
-        self._reporter: asyncio.Task[None] | None = None
+        self._status = DriverStatus(NO_VERSION, (), 0)
+        self._reporters: list[asyncio.Task[None]] = []
 
     async def begin(self) -> Facts:
         """Begin to report."""
-        self._reporter = asyncio.create_task(self._report(), name="reporter")
+        self._reporters = [asyncio.create_task(report(), name="reporter") for report in (self._report, self._report_state)]
         engine = self._found.engine
         facts = {"num_slots": engine.config.num_slots, "policy": self._found.fingerprint()}
         return releases() | facts | {"devices": described(list(engine.mesh.devices.flat))}
@@ -177,11 +197,12 @@ class EngineHost:
     async def submit(self, plain: Any) -> Any:
         """Answer a request. Cancelling frees its slots."""
         request = wire.request_from(plain)
-        self._told[request.id] = [len(drawn.tokens) for drawn in request.resume] or [0] * request.num_samples
+        told = self._told[request.id] = [len(drawn.tokens) for drawn in request.resume] or [0] * request.num_samples
         try:
             return wire.completions_to(await self._driver.submit(request))
         finally:
-            del self._told[request.id]
+            if self._told.get(request.id) is told:
+                del self._told[request.id]
 
     async def snapshot(self) -> dict[str, Any]:
         """What every unfinished request has drawn so far."""
@@ -195,14 +216,14 @@ class EngineHost:
         """Weights of a version can be had."""
         self._reader.offer(version, contributions)
 
-    def turn(self) -> None:
+    def turn(self, ticket: float) -> None:
         """It may take the newest weights that it has."""
-        self._in_turn.give()
+        self._in_turn.give(ticket)
 
     async def end(self) -> None:
         """End the driver."""
-        if self._reporter is not None:
-            self._reporter.cancel()
+        for reporter in self._reporters:
+            reporter.cancel()
         await asyncio.to_thread(self._driver.close)
         await asyncio.to_thread(self._reader.close)
 
@@ -219,6 +240,22 @@ class EngineHost:
             if news:
                 self._emit("progress", news)
             self._emit("measures", self._driver.metrics())
+            self._status = await self._driver.status()
+
+    async def _report_state(self) -> None:
+        """Report what it has, every so often, also while the driver is busy for long."""
+        while True:
+            self._emit(
+                "state",
+                {
+                    "version": self._reader.arrived,
+                    "pulling": self._reader.under_way,
+                    "decoding": self._status.version,
+                    "requests": list(self._told),
+                    "running": list(self._status.running),
+                },
+            )
+            await asyncio.sleep(max(self._report_every_s, STATE_EVERY_S))
 
     def _news(self, name: str, completions: Sequence[Completion]) -> dict[int, Any]:
         """By sample, from which token on something is new, and that."""

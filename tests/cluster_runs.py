@@ -5,7 +5,7 @@ from __future__ import annotations
 import psutil
 
 from areal_jax.config import Experiment, load_experiment
-from areal_jax.launch.connection import Connection
+from areal_jax.launch.members import Channel
 
 STEPS, GROUPS, SAMPLES, STALENESS = 12, 4, 2, 2
 SMALL = (
@@ -39,7 +39,7 @@ def small_run(*settings: str) -> Experiment:
     return experiment
 
 
-def family(connection: Connection) -> list[psutil.Process]:
+def family(connection: Channel) -> list[psutil.Process]:
     """The process of a part with all that it has started, such as judging processes."""
     process = psutil.Process(connection.process_id)
     return [process, *process.children(recursive=True)]

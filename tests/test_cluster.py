@@ -17,15 +17,15 @@ from run_laws import broken_laws
 from areal_jax import loop
 from areal_jax.assembly import Run, TracedJudge
 from areal_jax.clustered import train_on_cluster
-from areal_jax.launch.connection import Connection
 from areal_jax.launch.engines import Engines
 from areal_jax.launch.judges import Judges
+from areal_jax.launch.members import Channel
 from areal_jax.launch.trainers import Trainers
 from areal_jax.metrics import jsonl
 from areal_jax.run_plan import make_plan
 
 
-def kill(connection: Connection) -> str:
+def kill(connection: Channel) -> str:
     os.kill(connection.process_id, signal.SIGKILL)
     return connection.name
 
@@ -44,7 +44,7 @@ def test_a_run_loses_no_task_with_an_engine_a_reward_worker_and_a_trainer_host(
         assert isinstance(run.engine, Engines) and isinstance(run.judge, TracedJudge)
         judges = run.judge.counted
         assert isinstance(judges, Judges)
-        victims: list[tuple[int, Sequence[Connection]]] = [(2, run.engine.connections), (5, judges.connections)]
+        victims: list[tuple[int, Sequence[Channel]]] = [(2, run.engine.connections), (5, judges.connections)]
         if len(killed) < 3:
             for version, connections in [*victims, (8, run.trainer.connections)]:
                 while run.trainer.version < version:

@@ -33,9 +33,9 @@ from areal_jax.clustered import train_on_cluster
 from areal_jax.launch import cluster
 from areal_jax.launch.cluster import Cluster, Kind, NoRoom, connected
 from areal_jax.launch.config import Ray
-from areal_jax.launch.connection import Connection
 from areal_jax.launch.engines import Engines
 from areal_jax.launch.judges import Judges
+from areal_jax.launch.members import Channel
 from areal_jax.launch.relay import Relay
 from areal_jax.launch.trainers import Stepped, Trainers
 from areal_jax.metrics import jsonl
@@ -89,7 +89,7 @@ class Nodes:
         """Kill all that runs there, at once."""
         self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
 
-    def of(self, connection: Connection) -> str:
+    def of(self, connection: Channel) -> str:
         """Where a part runs."""
         raylet = psutil.Process(connection.process_id).ppid()
         return next(name for name, node in self._nodes.items() if node.all_processes["raylet"][0].process.pid == raylet)
@@ -153,7 +153,7 @@ def test_large_processes_find_room_beside_small_ones_and_all_have_devices_of_the
 
     async def talk() -> dict[str, tuple[str, str]]:
         with connected(Ray(trainer_devices=2, start_timeout_s=60.0)) as found:
-            connections: list[Connection] = []
+            connections: list[Channel] = []
             async with found.reserved():
                 # The small ones are asked for first: on a node each, they would leave no room for two devices.
                 kinds: list[Kind] = ["engine", "engine", "reward worker", "trainer host"]
@@ -180,7 +180,7 @@ def test_what_finds_no_room_is_named_with_the_numbers_and_gets_that_of_a_process
     async def talk() -> list[str]:
         with connected(config) as found:
 
-            async def started(*numbers: int) -> list[Connection]:
+            async def started(*numbers: int) -> list[Channel]:
                 parts = await asyncio.gather(*(found.start("engine", number, "echoing_role:Echo") for number in numbers))
                 return [connection for connection, _ in parts]
 

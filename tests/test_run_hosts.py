@@ -83,7 +83,7 @@ def test_an_engine_host_reports_every_token_once_and_of_what_is_finished_nothing
     def hear(topic: str, what: Any) -> None:
         heard.append((topic, what))
         if topic == "wants_turn":
-            hosts[0].turn()
+            hosts[0].turn(what)
 
     hosts: list[EngineHost] = []
 

@@ -90,6 +90,17 @@ class _Job:
     """Tokens of each sample that whoever asked has been told of."""
 
 
+class DriverStatus(NamedTuple):
+    """What an engine works on."""
+
+    version: int
+    """Of the weights that it decodes with."""
+    running: tuple[str, ...]
+    """Requests that have slots."""
+    num_queued: int
+    """Requests with samples that wait for slots or weights."""
+
+
 class _UnderWay(NamedTuple):
     """A dispatch whose tokens are not read."""
 
@@ -189,6 +200,17 @@ class Driver:
         """What every unfinished request has drawn so far, by id, between two dispatches; after all earlier deliveries."""
         answer = _Answer[dict[str, tuple[Completion, ...]]]()
         self._put(lambda: answer.give({name: self._progress(job) for name, job in self._jobs.items()}), answer)
+        return answer.future
+
+    def status(self) -> asyncio.Future[DriverStatus]:
+        """What the engine works on, between two dispatches."""
+        answer = _Answer[DriverStatus]()
+
+        def act() -> None:
+            running = tuple(name for name, job in self._jobs.items() if job.seats)
+            answer.give(DriverStatus(self._current.version, running, len(self._queue)))
+
+        self._put(act, answer)
         return answer.future
 
     def suspend(self, request_id: str) -> asyncio.Future[tuple[Completion, ...]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from hashlib import blake2b
 
 import numpy as np
@@ -46,10 +46,15 @@ class Router:
         """There is no such engine any more."""
         del self._patience[number], self._load[number]
 
-    def give(self, prompt_tokens: Int32[np.ndarray, "P"], num_samples: int) -> int:
-        """The engine that is to answer, which from now on has so much more to do."""
+    def load(self, number: int) -> int:
+        """Samples that an engine was asked for and has not answered."""
+        return self._load[number]
+
+    def give(self, prompt_tokens: Int32[np.ndarray, "P"], num_samples: int, able: Collection[int] = ()) -> int:
+        """The engine that is to answer, which from now on has so much more to do. Args: able: engines to choose from; empty:
+        all."""
         beginnings = digests(prompt_tokens) if len(self._load) > 1 else []
-        number = self._choose(beginnings)
+        number = self._choose(beginnings, able or self._load)
         for beginning in beginnings:
             self._seen[beginning] = number
             self._seen.move_to_end(beginning)
@@ -63,9 +68,9 @@ class Router:
         if number in self._load:
             self._load[number] -= num_samples
 
-    def _choose(self, beginnings: Sequence[bytes]) -> int:
-        least = min(self._load, key=self._load.__getitem__)
-        known = next((self._seen[each] for each in reversed(beginnings) if self._seen.get(each) in self._load), None)
+    def _choose(self, beginnings: Sequence[bytes], able: Collection[int]) -> int:
+        least = min(able, key=self._load.__getitem__)
+        known = next((self._seen[each] for each in reversed(beginnings) if self._seen.get(each) in able), None)
         if known is not None and self._load[known] - self._load[least] <= self._patience[known]:
             return known
         return least

@@ -42,8 +42,10 @@ class Connection:
         self._told: Callable[[str, Any], None] = lambda _topic, _what: None
         self._tickets = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Any]] = {}
-        # Put by `ask` and `tell`, taken whole by `_send` at the end of the event loop's turn.
+        # Put by `ask` and `tell`, taken whole by `_send`: one task, owned by this object, which ends when nothing is left.
+        # One batch is under way at a time, because Ray begins concurrent calls of an actor in any order.
         self._outbox: list[Message] = []
+        self._sender: asyncio.Task[None] | None = None
         self._loss: PartLost | None = None
         self._on_loss: Callable[[PartLost], None] = lambda _loss: None
         # Owned by this object; ends with the part, or with `close`.
@@ -119,9 +121,10 @@ class Connection:
 
     async def close(self, timeout_s: float = END_TIMEOUT_S) -> None:
         """End the part: it may finish what it has begun, but not for ever."""
-        if self._listener is not None:
-            self._listener.cancel()
-            await asyncio.gather(self._listener, return_exceptions=True)
+        own = [task for task in (self._listener, self._sender) if task is not None]
+        for task in own:
+            task.cancel()
+        await asyncio.gather(*own, return_exceptions=True)
         if self._loss is None:
             self._fail(PartLost(f"{self.name} is closed"))
             try:
@@ -138,14 +141,23 @@ class Connection:
             self._put((ticket, "", ()))
 
     def _put(self, message: Message) -> None:
-        if not self._outbox:
-            asyncio.get_running_loop().call_soon(self._send)
         self._outbox.append(message)
+        if self._sender is None:
+            self._sender = asyncio.create_task(self._send(), name=f"sending to {self.name}")
 
-    def _send(self) -> None:
-        messages, self._outbox = self._outbox, []
-        if messages and self._loss is None:
-            self._actor.tell.remote(messages)
+    async def _send(self) -> None:
+        """Send all there is, in order; what is not taken is a loss of the part, never of a message."""
+        try:
+            while self._outbox and self._loss is None:
+                messages, self._outbox = self._outbox, []
+                async with asyncio.timeout(self.silence_timeout_s):
+                    await self._actor.tell.remote(messages)
+        except TimeoutError:
+            self._lose(PartLost(f"{self.name} took no message for launch.silence_timeout_s={self.silence_timeout_s:g}"))
+        except RayError as error:
+            self._lose(PartLost(f"{self.name} was lost: {_reason(error)}"))
+        finally:
+            self._sender = None
 
     async def _listen(self) -> None:
         try:

@@ -8,8 +8,8 @@ from collections.abc import Callable
 from typing import Any
 
 from areal_jax.checkpoint.recovery import task_to_json
-from areal_jax.launch.connection import Connection, PartLost
-from areal_jax.launch.members import Members
+from areal_jax.launch.connection import PartLost
+from areal_jax.launch.members import Channel, Members
 from areal_jax.records import Task, ToolResult, Verdict
 from areal_jax.rewards.failures import FailureLog
 from areal_jax.rewards.service import failure_counts
@@ -36,7 +36,7 @@ class Judges:
         """Calls that no worker has answered."""
         self._failures = FailureLog()
 
-    def join(self, number: int, connection: Connection, on_loss: Callable[[], None]) -> None:
+    def join(self, number: int, connection: Channel, on_loss: Callable[[], None]) -> None:
         """Let a worker judge from now on."""
 
         def left(loss: PartLost) -> None:
@@ -48,7 +48,7 @@ class Judges:
         self._members.join(number, connection, told=told, left=left, on_loss=on_loss)
 
     @property
-    def connections(self) -> list[Connection]:
+    def connections(self) -> list[Channel]:
         """To the workers that there are."""
         return list(self._members.values())
 

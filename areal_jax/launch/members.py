@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
-from areal_jax.launch.connection import Connection, PartLost
+from areal_jax.launch.connection import END_TIMEOUT_S, PartLost
 
 
-class Members(dict[int, Connection]):
+@runtime_checkable
+class Channel(Protocol):
+    """The way to a worker: `launch.connection.Connection`, or one under simulated time."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def process_id(self) -> int: ...
+    def listen(self, told: Callable[[str, Any], None], on_loss: Callable[[PartLost], None]) -> None: ...
+    def ask(self, verb: str, *arguments: Any) -> asyncio.Future[Any]: ...
+    def tell(self, verb: str, *arguments: Any) -> None: ...
+    def give_up(self, why: str, *, tell: bool = True) -> None: ...
+    async def close(self, timeout_s: float = END_TIMEOUT_S) -> None: ...
+
+
+class Members(dict[int, Channel]):
     """Those that there are. Use it from the asyncio thread."""
 
     def __init__(self) -> None:
@@ -21,7 +36,7 @@ class Members(dict[int, Connection]):
     def join(
         self,
         number: int,
-        connection: Connection,
+        connection: Channel,
         *,
         told: Callable[[str, Any], None],
         left: Callable[[PartLost], None],

@@ -73,10 +73,10 @@ class Trainers:
         """Write the policy to the run's folder, and wait for the checkpoint under way; what to tell of it, a line each."""
         return self._asked("write_results", version)[0]
 
-    def publish(self, version: int) -> None:
-        """Send a version on its way; never waits."""
+    def publish(self, version: int, *, again: bool = False) -> None:
+        """Send a version on its way, unless it is already; never waits. Args: again: put it into the object store anew."""
         for connection in self.connections:
-            connection.tell("publish", version)
+            connection.tell("publish", version, again)
 
     def metrics(self) -> dict[str, tuple[float, float]]:
         """As `Mailbox.metrics`, of the first host."""
@@ -84,7 +84,8 @@ class Trainers:
         return measures
 
     async def contribution(self, host: int, after: int) -> Any:
-        """Where a host's shards of its newest version above `after` are; None where there is none yet."""
+        """Where a host's shards of its newest version above `after` are; None where there is none yet, and a text that says
+        why where none are on their way."""
         return await self.connections[host].ask("contribution", after, LOOK_S)
 
     async def while_whole(self, work: Coroutine[Any, Any, None]) -> None:
@@ -102,6 +103,10 @@ class Trainers:
     @property
     def num_hosts(self) -> int:
         return len(self.connections)
+
+    def give_up(self, why: str) -> None:
+        """Take all hosts for lost."""
+        self.connections[0].give_up(why)
 
     def _lost(self, loss: PartLost) -> None:
         logger.error("%s", loss)

@@ -83,13 +83,36 @@ class NewestWins(Generic[Sent, Arrived]):
     def lay_down(self, version: int, arrived: Arrived, place: int = 0) -> None:
         """This is now the newest at the place; for the carrier."""
         with self._changed:
-            self._newest[place] = version, arrived
+            self._newest[place], self._last_trouble = (version, arrived), ""
             self._changed.notify_all()
 
-    def trouble(self, what: str) -> None:
-        """Why a version did not arrive, for whoever waits for it in vain."""
+    def fail(self, version: int, why: str) -> None:
+        """A version did not arrive: whoever waits for it in vain learns why, and it may be sent again; for the carrier."""
         with self._changed:
-            self._last_trouble = what
+            self._last_trouble = why
+            if self._last_version == version:
+                arrived = [-1 if newest is None else newest[0] for newest in self._newest]
+                self._last_version = min(arrived) if min(arrived) >= 0 else None
+
+    def withdraw(self, version: int) -> None:
+        """A version that has arrived is of no use: it may be sent again, and is waited for."""
+        with self._changed:
+            if self._last_version == version and self._waiting is None:
+                self._last_version = None
+                self._newest = [None if newest is not None and newest[0] >= version else newest for newest in self._newest]
+
+    @property
+    def under_way(self) -> int | None:
+        """The newest version that was sent and has neither arrived everywhere nor failed."""
+        with self._changed:
+            last = self._last_version
+            return None if last is None or all(self._has(last, place) for place in range(len(self._newest))) else last
+
+    @property
+    def last_failure(self) -> str:
+        """Why the newest version did not arrive; empty where it did, or is under way again."""
+        with self._changed:
+            return "" if self.under_way is not None else self._last_trouble
 
     def newest(self, after: int, place: int = 0) -> Arrived | None:
         """The newest that has arrived, if its version is above `after`; never waits."""

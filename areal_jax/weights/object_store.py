@@ -25,7 +25,7 @@ from jax.sharding import NamedSharding
 from jaxtyping import Array, Float, Shaped, UInt8
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError
 
-from areal_jax.records import Weights
+from areal_jax.records import NO_VERSION, Weights
 from areal_jax.weights.newest_wins import Event, NewestWins, Parcel
 
 logger = logging.getLogger(__name__)
@@ -34,7 +34,7 @@ CHUNK_BYTES = 256 * 2**20
 """Shards travel together up to this size; a larger one travels alone."""
 
 PULL_TIMEOUT_S = 120.0
-"""A chunk that has not come by then is not waited for: a newer version is on its way."""
+"""A chunk that has not come by then is not waited for: the version is offered again, or a newer one."""
 
 _NUM_THREADS = 4
 _FEW_FLOPS = 2048
@@ -90,11 +90,26 @@ class ShardPublisher:
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="hashing")
         self._line: NewestWins[Tree, Contribution] = NewestWins("the publisher of shards", self._put)
 
-    def publish(self, version: int, params: Tree) -> None:
+    def publish(self, version: int, params: Tree, *, again: bool = False) -> None:
         """Offer a version without waiting; afterwards `params` may be donated or overwritten.
 
-        Raises ValueError where the version is not newer than the last one, and the error of the thread where it has died."""
-        self._line.publish(version, lambda: self._copy.start(params))
+        A version that is under way or offered already is left alone.
+
+        Args: again: put it into the store anew, for what was put there before is lost or did not fit.
+        Raises: the error of the thread where it has died."""
+        if again:
+            self._line.withdraw(version)
+        self._line.send(version, lambda: self._copy.start(params))
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a version is on its way into the store."""
+        return self._line.under_way is not None
+
+    @property
+    def last_failure(self) -> str:
+        """Why a version could not be put into the store, the last time; empty where all could."""
+        return self._line.last_failure
 
     def next(self, after: int, timeout_s: float) -> Contribution | None:
         """Wait for a contribution to a version above `after`, the newest there is; None where none comes in time.
@@ -130,6 +145,7 @@ class ShardPublisher:
             chunks = self._put_chunks(shards)
         except (ObjectStoreFullError, OutOfDiskError) as error:
             logger.warning("version %d is not published by host %d, the object store is full: %s", version, self.host, error)
+            self._line.fail(version, f"the object store of host {self.host} is full: {error}")
             self._line.count(failed=1)
             return
         del shards
@@ -154,7 +170,7 @@ class ShardPublisher:
 class ShardReader:
     """Puts versions together from what trainer hosts gave to the store, and shows the newest whole one to an engine.
 
-    A version that cannot be had, or is not right, is skipped with a warning: the next one is on its way."""
+    A version that cannot be had, or is not right, is skipped with a warning, and taken when it is offered again."""
 
     def __init__(
         self,
@@ -163,12 +179,14 @@ class ShardReader:
         *,
         complete: Callable[[Tree], Tree] | None = None,
         on_event: Event | None = None,
+        on_skip: Callable[[int, str], None] = lambda _version, _why: None,
     ):
         """
         Args:
             targets: the sharding of every leaf, on the engine's mesh.
             abstract: a like tree of ShapeDtypeStructs.
             complete: what puts to what arrives what lies on the mesh already, such as the weights an adapter belongs to.
+            on_skip: called with a version that could not be had, and why; in the carrying thread.
         """
         leaves = jax.tree_util.tree_leaves_with_path(abstract)
         self._structure = jax.tree.structure(abstract)
@@ -177,14 +195,26 @@ class ShardReader:
             _name(path): _Wanted(leaf.shape, np.dtype(leaf.dtype), how, frozenset(_boxes(how, leaf.shape)))
             for (path, leaf), how in zip(leaves, placed, strict=True)
         }
-        self._complete, self._on_event = complete, on_event
+        self._complete, self._on_event, self._on_skip = complete, on_event, on_skip
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="pulling")
         self._line: NewestWins[Sequence[Contribution], Weights] = NewestWins("the reader of shards", self._read)
 
     def offer(self, version: int, contributions: Sequence[Contribution]) -> None:
-        """A version can be had, with the contributions of all hosts; never waits. What is not newer than the last offer is left
-        alone. From any thread."""
+        """A version can be had, with the contributions of all hosts; never waits. From any thread.
+
+        What is not newer than what arrived or is under way is left alone: an offer may be repeated until it was taken."""
         self._line.send(version, lambda: contributions)
+
+    @property
+    def arrived(self) -> int:
+        """The newest complete version; NO_VERSION before the first."""
+        newest = self._line.newest(NO_VERSION)
+        return NO_VERSION if newest is None else newest.version
+
+    @property
+    def under_way(self) -> int | None:
+        """The version that is being pulled or will be next; None where no newer one than the complete one was offered."""
+        return self._line.under_way
 
     def newest(self, after: int) -> Weights | None:
         """The newest complete version above `after`, or None; never waits."""
@@ -213,9 +243,10 @@ class ShardReader:
             params, num_bytes = self._assemble(version, parcel.content)
         except _Broken as broken:
             skipped = f"version {version} is skipped: {broken}"
-            logger.warning("%s; the next one is waited for", skipped)
-            self._line.trouble(skipped)
+            logger.warning("%s; waiting for the next offer of it or of a newer one", skipped)
+            self._line.fail(version, skipped)
             self._line.count(skipped=1)
+            self._on_skip(version, str(broken))
             return
         self._line.lay_down(version, Weights(version, self._complete(params) if self._complete else params))
         end = time.perf_counter()

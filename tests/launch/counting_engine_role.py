@@ -53,10 +53,10 @@ class Counting:
     async def offer(self, version: int, contributions: Any) -> None:
         self._emit("weights", version)
         while self._swap is None:
-            self._emit("wants_turn", None)
+            self._emit("wants_turn", time.monotonic())
             await asyncio.sleep(0.1)
 
-    async def turn(self) -> None:
+    async def turn(self, ticket: float) -> None:
         """Swap, which takes a while, or the process's life."""
         begin_s = time.time()
         self._swap = begin_s, begin_s
@@ -64,7 +64,7 @@ class Counting:
             os._exit(9)
         await asyncio.sleep(0.3)
         self._swap = begin_s, time.time()
-        self._emit("swapped", None)
+        self._emit("swapped", ticket)
 
     def swap(self) -> tuple[float, float] | None:
         return self._swap

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from areal_jax.launch import relay as relay_module
 from areal_jax.launch.relay import Relay
 
 
@@ -21,8 +22,15 @@ class Hosts:
         self.published: list[int] = []
         self.given: list[dict[int, asyncio.Event]] = [{}, {}]
         self.is_stepping = False
+        self.failures: list[str] = []
 
-    def publish(self, version: int) -> None:
+    @property
+    def version(self) -> int:
+        return self.published[-1] if self.published else 0
+
+    def publish(self, version: int, *, again: bool = False) -> None:
+        if self.published[-1:] == [version] and not again:
+            return
         self.published.append(version)
         for given in self.given:
             given[version] = asyncio.Event()
@@ -31,11 +39,16 @@ class Hosts:
         version = self.published[-1]
         assert version > after
         await self.given[host][version].wait()
-        return f"host {host} of version {version}"
+        if host == 0 and self.failures:
+            return self.failures.pop()
+        return {"host": host, "version": version}
 
     def give(self, version: int, *hosts: int) -> None:
         for host in hosts or (0, 1):
             self.given[host][version].set()
+
+    def give_up(self, why: str) -> None:
+        raise AssertionError(why)
 
     def metrics(self) -> dict[str, tuple[float, float]]:
         return {}
@@ -49,6 +62,9 @@ class Offers:
 
     def offer(self, version: int, contributions: Any) -> None:
         self.made.append((version, contributions))
+
+    def on_skip(self, skipped: Callable[[int], None]) -> None:
+        self.skip = skipped
 
     async def arrived(self, version: int, timeout_s: float) -> None:
         assert self.made and self.made[-1][0] >= version
@@ -80,7 +96,7 @@ def test_a_version_is_offered_when_every_host_has_given_it() -> None:
         hosts.give(1, 0)
         await turns()
 
-    assert relayed(act).made == [(1, ["host 0 of version 1", "host 1 of version 1"])]
+    assert relayed(act).made == [(1, [{"host": 0, "version": 1}, {"host": 1, "version": 1}])]
 
 
 def test_of_what_is_published_meanwhile_the_newest_follows() -> None:
@@ -118,8 +134,8 @@ def test_what_could_not_be_sent_before_the_next_step_began_is_never_sent_under_a
 def test_a_version_that_a_host_does_not_give_in_time_is_skipped_for_the_next(caplog: pytest.LogCaptureFixture) -> None:
     async def act(relay: Relay, hosts: Hosts, offers: Offers) -> None:
         relay.publish(1, None)
-        await asyncio.sleep(0.2)
         relay.publish(2, None)
+        await asyncio.sleep(0.15)
         hosts.give(2)
         await turns()
         assert relay.metrics()["skipped"] == (1.0, 1.0)
@@ -142,3 +158,66 @@ def test_while_it_is_held_nothing_is_offered_and_the_newest_follows() -> None:
                 pass
 
     assert [version for version, _ in relayed(act).made] == [2]
+
+
+def test_a_version_that_nobody_gave_in_time_is_asked_for_again() -> None:
+    async def act(relay: Relay, hosts: Hosts, offers: Offers) -> None:
+        relay.publish(1, None)
+        await asyncio.sleep(0.15)
+        # Nothing newer is published: the trainer waits for a batch.
+        hosts.give(1)
+        await turns()
+
+    assert [version for version, _ in relayed(act, offer_timeout_s=0.1).made] == [1]
+
+
+def test_a_version_that_engines_cannot_take_is_given_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def act(relay: Relay, hosts: Hosts, offers: Offers) -> None:
+        relay.publish(1, None)
+        hosts.give(1)
+        await turns()
+        hosts.is_stepping = True
+        offers.skip(1)
+        await turns()
+        # The next version is on its way, and this one cannot be had any more.
+        assert hosts.published == [1]
+        hosts.is_stepping = False
+        offers.skip(1)
+        await turns()
+        assert hosts.published == [1, 1]
+        hosts.give(1)
+        await turns()
+
+    assert [version for version, _ in relayed(act).made] == [1, 1]
+
+
+def test_a_version_that_did_not_fit_into_the_store_is_put_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(relay_module, "RETRY_S", 0.01)
+
+    async def act(relay: Relay, hosts: Hosts, offers: Offers) -> None:
+        hosts.failures = ["the object store is full"]
+        relay.publish(1, None)
+        hosts.give(1)
+        await asyncio.sleep(0.05)
+        assert hosts.published == [1, 1]
+        hosts.give(1)
+        await turns()
+
+    assert [version for version, _ in relayed(act).made] == [1]
+
+
+def test_when_the_held_version_is_lost_a_newer_one_is_offered() -> None:
+    async def act(relay: Relay, hosts: Hosts, offers: Offers) -> None:
+        relay.publish(1, None)
+        hosts.give(1)
+        await turns()
+        with relay.holding():
+            relay.publish(2, None)
+            hosts.give(2)
+            await turns()
+            assert [version for version, _ in offers.made] == [1]
+            # An engine that joined cannot have the version that the evaluation asks for, and nobody has its parameters.
+            offers.skip(1)
+            assert [version for version, _ in offers.made] == [1, 2]
+
+    relayed(act)

@@ -64,58 +64,120 @@ def test_an_engine_that_never_comes_back_loses_its_turn(monkeypatch: pytest.Monk
 def test_an_eighth_of_many_engines_swaps_at_a_time_in_the_order_of_asking() -> None:
     num_engines, begun = 16, list[int]()
 
-    def may_begin(number: int) -> Callable[[], None]:
-        return lambda: begun.append(number)
+    def may_begin(number: int) -> Callable[[float], None]:
+        return lambda _ticket: begun.append(number)
 
     turns = Turns(lambda: num_engines)
     for number in range(16):
-        turns.ask(number, may_begin(number))
+        turns.ask(number, 1.0, may_begin(number))
     assert begun == [0, 1]
-    # Who asks again, or has its turn, is given no second one.
-    turns.ask(5, may_begin(5))
-    turns.ask(0, may_begin(0))
-    turns.over(1)
+    # Who asks again keeps its place; who has its turn is told of it again, and is given no second one.
+    turns.ask(5, 2.0, may_begin(5))
+    turns.ask(0, 2.0, may_begin(0))
+    assert begun == [0, 1, 0] and turns.swapping == {0, 1}
+    del begun[-1]
+    turns.over(1, 1.0)
     assert begun == [0, 1, 2]
     # One that is lost before its turn is passed over; one that is lost when it has no wish ends nobody's turn.
-    turns.over(3)
-    turns.over(1)
+    turns.over(3, 2.0)
+    turns.over(1, 2.0)
     assert begun == [0, 1, 2]
-    turns.over(0)
+    turns.over(0, 2.0)
     assert begun == [0, 1, 2, 4]
     # Of up to fifteen, one: two swap, so that two must have ended before another begins.
     num_engines = 15
-    turns.over(2)
+    turns.over(2, 2.0)
     assert begun == [0, 1, 2, 4]
-    turns.over(4)
+    turns.over(4, 2.0)
     assert begun == [0, 1, 2, 4, 5]
 
 
-def test_a_turn_that_is_given_from_elsewhere_is_asked_for_once_and_ends_with_the_swap(monkeypatch: pytest.MonkeyPatch) -> None:
-    versions, said = Versions(0), list[str]()
-    monkeypatch.setattr(rolling, "_ASK_AGAIN_S", 1000.0)
-    engine = InTurn(versions, ask=lambda _: said.append(f"wants {versions.newest_version}"), over=lambda: said.append("over"))
+class Clock:
+    """Seconds that pass when the test says so."""
+
+    def __init__(self) -> None:
+        self.now_s = 100.0
+
+    def __call__(self) -> float:
+        return self.now_s
+
+
+def test_a_turn_given_from_elsewhere_is_asked_for_once_and_ends_with_the_swap() -> None:
+    versions, said, clock = Versions(0), list[str](), Clock()
+    engine = InTurn(
+        versions,
+        ask=lambda ticket, _: said.append(f"wants {versions.newest_version} at {ticket:g}"),
+        over=lambda ticket: said.append(f"over {ticket:g}"),
+        clock=clock,
+    )
     # A turn that comes when it has swapped already is given back, and not kept for the next version.
-    engine.give()
-    assert said == ["over"]
+    engine.give(99.0)
+    assert said == ["over 99"]
     # Nothing newer: nothing to ask for.
-    assert engine.newest(0) is None and said == ["over"]
+    assert engine.newest(0) is None and said == ["over 99"]
     versions.newest_version = 1
-    assert engine.newest(0) is None and engine.newest(0) is None and said == ["over", "wants 1"]
+    assert engine.newest(0) is None and engine.newest(0) is None and said[1:] == ["wants 1 at 100"]
     # While it waits, a newer one comes: that is the one it takes, for as long as its turn lasts.
     versions.newest_version = 2
-    engine.give()
+    engine.give(100.0)
     assert engine.newest(0) == Weights(2, None) and engine.newest(0) == Weights(2, None)
     engine.swapped()
-    versions.newest_version = 3
-    monkeypatch.setattr(rolling, "_ASK_AGAIN_S", 0.0)
-    assert engine.newest(2) is None and said == ["over", "wants 1", "over", "wants 3"]
+    assert said[2:] == ["over 100"]
     # Not answered: it asks again.
-    assert engine.newest(2) is None and said[-2:] == ["wants 3", "wants 3"]
+    versions.newest_version, clock.now_s = 3, 101.0
+    assert engine.newest(2) is None and said[3:] == ["wants 3 at 101"]
+    clock.now_s = 102.0
+    assert engine.newest(2) is None and said[4:] == ["wants 3 at 102"]
     # Who can do nothing without the version sleeps until it is its turn.
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(engine.wait, 3, 60.0)
         assert wait([waiting], 0.2).not_done
-        engine.give()
+        engine.give(102.0)
         assert waiting.result(10.0) == Weights(3, None) == engine.newest(2)
     engine.swapped()
     assert engine.wait(3, 0.1) == Weights(3, None) and engine.newest(2) is None
+
+
+def test_a_late_or_repeated_turn_starts_no_swap() -> None:
+    over, clock = list[float](), Clock()
+    engine = InTurn(Versions(1), ask=lambda _ticket, _give: None, over=over.append, clock=clock)
+    assert engine.newest(0) is None
+    # Too late: by the end of a swap the turn might be another engine's.
+    clock.now_s += rolling._BEGIN_S
+    engine.give(100.0)
+    assert engine.newest(0) is None and over == [100.0]
+    # It has asked again meanwhile; of that turn it is told twice, the second time after it has swapped and wants the next.
+    asked_s = clock.now_s
+    engine.give(asked_s)
+    assert engine.newest(0) == Weights(1, None)
+    engine.swapped()
+    clock.now_s += 1.0
+    assert engine.newest(0) is None
+    engine.give(asked_s)
+    assert engine.newest(0) is None and over == [100.0, asked_s, asked_s]
+    # A turn that it has had for too long without beginning to swap, it gives back and asks anew.
+    engine.give(clock.now_s)
+    assert engine.newest(0) == Weights(1, None)
+    clock.now_s += rolling._BEGIN_S
+    assert engine.newest(0) is None and over[-1] == clock.now_s - rolling._BEGIN_S
+
+
+def test_the_end_of_one_turn_never_ends_another() -> None:
+    clock, begun = Clock(), list[tuple[int, float]]()
+    turns = Turns(lambda: 2, clock)
+
+    def ask(number: int, ticket: float) -> None:
+        turns.ask(number, ticket, lambda granted: begun.append((number, granted)))
+
+    ask(0, 1.0)
+    ask(1, 1.0)
+    turns.over(0, 0.5)
+    assert begun == [(0, 1.0)]
+    # A lost answer is given again, a lost end is noticed when the time is over, without anyone asking.
+    ask(0, 2.0)
+    assert begun == [(0, 1.0), (0, 1.0)]
+    clock.now_s += rolling._TURN_S
+    turns.grant()
+    assert begun[2:] == [(1, 1.0)] and turns.swapping == {1}
+    turns.leave(1)
+    assert turns.swapping == frozenset()
