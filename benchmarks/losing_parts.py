@@ -1,11 +1,15 @@
 """A run on a cluster whose parts are killed at random, beside one that is left alone and one in a single process.
 
     python benchmarks/losing_parts.py
+    python benchmarks/losing_parts.py --seeds 1 2 3 --load 2 --steps 12 --kills 6
 
 Needs the extra `ray`. Trains the embedded policy on this machine three times with one seed: in this process's own way
 (launch=Local), with 2 trainer hosts, 2 engines and 2 reward workers (launch=Ray), and so again while engines and reward workers
 are killed (SIGKILL) at random moments. Checks that no task is lost or trained on twice, that no token is too old, and that the
 log names every kill. Appends to results/losing_parts.jsonl and draws results/losing_parts.png.
+
+With --seeds, drills instead: the run with kills alone, once for each seed, beside --load processes that keep a core busy each.
+Every drill has to end within --most-s with the same laws, and appends a row of its own.
 
 Expected: the three learning curves agree within the noise of an evaluation, and the two clusters' answers per second but for
 the time that engines are missing.
@@ -134,12 +138,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--kills", type=int, default=20, help="of engines and reward workers, in the last run")
     parser.add_argument("--every-s", type=float, nargs=2, default=(4.0, 12.0), help="between two kills, at random")
     parser.add_argument("--seed", type=int, default=1, help="of the runs and of the kills")
+    parser.add_argument("--seeds", type=int, nargs="+", help="drills: the run with kills alone, once for each seed")
+    parser.add_argument("--load", type=int, default=0, help="processes that keep a core busy each, beside the drills")
+    parser.add_argument("--most-s", type=float, default=900.0, help="seconds in which a drill has to end")
     parser.add_argument("--run", choices=list(RUNS), help="one of the runs alone, for the process that does it")
     parser.add_argument("--note", default="", help="goes into the row: what else the machine did")
     options = parser.parse_args(argv)
-    common = (f"num_steps={options.steps}", f"seed={options.seed}", f"evaluation.every_steps={max(1, options.steps // 2)}")
-    experiments = {name: reinforcement("aime", (*common, *settings)) for name, settings in RUNS.items()}
-    folders = {name: options.folder / name.replace(", ", "-").replace(" ", "-") for name in RUNS}
+    experiments = experiments_of(options, options.seed)
+    folders = {name: options.folder / folder_of(name) for name in RUNS}
     if options.run is not None:
         experiment = experiments[options.run]
         os.environ.update(experiment.launch.variables(os.environ))
@@ -149,6 +155,9 @@ def main(argv: Sequence[str] | None = None) -> None:
             kills = Kills(options.kills, options.seed, tuple(options.every_s))
         train(options.run, experiment, folders[options.run], kills)
         return
+    if options.seeds:
+        drill(options)
+        return
     import subprocess
 
     for name, folder in folders.items():
@@ -157,6 +166,46 @@ def main(argv: Sequence[str] | None = None) -> None:
             given = sys.argv[1:] if argv is None else list(argv)
             subprocess.run([sys.executable, __file__, *given, f"--run={name}"], check=True)
     show(options, {name: checked(folders[name], experiment) for name, experiment in experiments.items()})
+
+
+def drill(options: argparse.Namespace) -> None:
+    """The run with kills for each seed, beside a load. SystemExit where one does not end, or breaks a law."""
+    import subprocess
+    import time
+
+    from results import append
+
+    name = "cluster, parts killed"
+    common = [f"--steps={options.steps}", f"--kills={options.kills}", "--every-s", *map(str, options.every_s), f"--run={name}"]
+    load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(options.load)]
+    try:
+        for number, seed in enumerate(options.seeds):
+            folder, began_s = options.folder / f"seed-{seed}", time.monotonic()
+            command = [sys.executable, __file__, *common, f"--seed={seed}", f"--folder={folder}"]
+            try:
+                subprocess.run(command, check=True, timeout=options.most_s)
+            except subprocess.TimeoutExpired:
+                raise SystemExit(f"seed {seed}: the run has not ended within --most-s={options.most_s:g}") from None
+            seconds = time.monotonic() - began_s
+            found = checked(folder / folder_of(name), experiments_of(options, seed)[name])
+            settings = {"steps": options.steps, "kills": options.kills, "seed": seed, "load": options.load}
+            measured = {"load_average": os.getloadavg()[1], "seconds": seconds, "runs": {name: found}}
+            append(NAME, {"note": options.note, **settings, **measured})
+            print(f"drill {number + 1} of {len(options.seeds)}, seed {seed}: ended in {seconds:.0f} s, laws hold", flush=True)
+    finally:
+        for process in load:
+            process.kill()
+            process.wait()
+
+
+def folder_of(name: str) -> str:
+    return name.replace(", ", "-").replace(" ", "-")
+
+
+def experiments_of(options: argparse.Namespace, seed: int) -> dict[str, Experiment]:
+    """The experiment of each run."""
+    common = (f"num_steps={options.steps}", f"seed={seed}", f"evaluation.every_steps={max(1, options.steps // 2)}")
+    return {name: reinforcement("aime", (*common, *settings)) for name, settings in RUNS.items()}
 
 
 def show(options: argparse.Namespace, found: Mapping[str, Mapping[str, Any]]) -> None:
