@@ -511,6 +511,14 @@ def test_an_exception_that_leaves_a_function_fails_the_test(judge: JudgeAs, erro
     assert verdict(judge, failing, Calls("f", [((1,), 2)])).kind == "crashed"
 
 
+def test_tests_catch_errors_but_not_the_end_of_the_program(judge: JudgeAs) -> None:
+    catching = Asserts("try:\n    f(1)\nexcept Exception:\n    pass", ["f"])
+    assert verdict(judge, "def f(x): raise ValueError", catching).kind == "correct"
+    for ending in ("import os\n    os._exit(0)", "raise SystemExit(0)", "raise StopIteration", "return type('A', (), {})()"):
+        expected = "correct" if ending.startswith("return") else "crashed"
+        assert verdict(judge, f"def f(x):\n    {ending}", catching).kind == expected
+
+
 def test_generators_decorators_and_nested_functions_work(judge: JudgeAs) -> None:
     program = """
 import functools
