@@ -66,7 +66,7 @@ from areal_jax.trainer.versions import Versions
 from areal_jax.training import Keeper, initial_weights
 from areal_jax.weights.mailbox import Mailbox
 from areal_jax.weights.rolling import InTurn, in_turns
-from areal_jax.workflows.agent import AgentHost
+from areal_jax.workflows.agent import AgentHost, Runner
 from areal_jax.workflows.config import Agent
 from areal_jax.workflows.from_config import make_workflow, tools_of
 
@@ -218,7 +218,7 @@ class Run(Generic[AnyTrainer]):
             self.progress.say(f"warning: {error}")
 
     def workflow(self, num_samples: int) -> Workflow:
-        """How a task becomes so many samples, in training and in evaluation."""
+        """How a task becomes so many samples in training."""
         return workflow_of(self.experiment, self.plan.tokenizer, num_samples, self.tools, self.agents)
 
     async def evaluate(self, version: int) -> None:
@@ -245,10 +245,11 @@ class Run(Generic[AnyTrainer]):
         experiment, config = self.experiment, self.experiment.evaluation
         tokenizer = self.plan.tokenizer
         held = self.mailbox.holding() if config.pinned else nullcontext()
-        with held, self.span("evaluation", f"version {version}"):
+        evaluating = nullcontext() if self.agents is None else self.agents.evaluating(holds=config.pinned)
+        with held, evaluating as agents, self.span("evaluation", f"version {version}"):
             found = await evaluate(
                 self.plan.eval_tasks.tasks[: config.num_tasks],
-                self.workflow(config.samples_per_task),
+                workflow_of(experiment, tokenizer, config.samples_per_task, self.tools, agents),
                 self.engine,
                 self.judge,
                 version=version,
@@ -471,7 +472,7 @@ def kinds_of_tasks(plan: Plan) -> frozenset[str]:
 
 
 def workflow_of(
-    experiment: AnyExperiment, tokenizer: Tokenizer, num_samples: int, tools: Tools, agents: AgentHost | None
+    experiment: AnyExperiment, tokenizer: Tokenizer, num_samples: int, tools: Tools, agents: Runner | None
 ) -> Workflow:
     """The experiment's workflow, for so many samples of a task."""
     return make_workflow(
@@ -495,14 +496,16 @@ async def agents_of(stack: AsyncExitStack, experiment: AnyExperiment, tokenizer:
     chosen = experiment.workflow
     if not isinstance(chosen, Agent):
         return None
-    server = AgentServer(tokenizer, experiment.engine.max_new_tokens, chosen.timeout_s)
+    # The end of an agent's session ends its calls too.
+    server = AgentServer(tokenizer, experiment.engine.max_new_tokens, math.inf)
     sessions = await stack.enter_async_context(server.listening())
+    named = "" if chosen.function is None else f"workflow.function={chosen.function}: "
     try:
         host = AgentHost(chosen, sessions)
-    except (ValueError, OSError, ImportError, AttributeError, SyntaxError) as error:
-        named = "" if chosen.function is None else f"workflow.function={chosen.function}: {type(error).__name__}: "
+        stack.push_async_callback(host.close)
+        await host.start()
+    except ValueError as error:
         raise ConfigError(f"{named}{error}") from error
-    stack.callback(host.close)
     return host
 
 

@@ -301,7 +301,7 @@ _POSITIVE = (
     *("max_turns", "expected_calls", "max_output_chars", "num_results"),
     *("max_body_bytes", "max_requests", "max_samples", "body_timeout_s", "shutdown_timeout_s", "devices", "tensor"),
     *("trainer_hosts", "trainer_devices", "rollout_engines", "engine_devices", "reward_workers", "cpus_per_process"),
-    *("silence_timeout_s", "start_timeout_s", "report_every_s", "window_steps"),
+    *("silence_timeout_s", "start_timeout_s", "report_every_s", "window_steps", "stall_warning_s"),
 )
 _NOT_NEGATIVE = (
     *(

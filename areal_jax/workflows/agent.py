@@ -1,27 +1,28 @@
 """Agents: programs of the user's that call the policy as OpenAI's API is called, and the samples that come of their calls.
 
-Where they run is a host's business: async functions in the event loop of a thread of their own, other functions in a thread
-each, commands as processes. None of them can hold up the thread that counts.
+Where they run is a host's business, and never the process that trains: functions in workers, several in each; commands in a
+process each. Each such process has a guard, which ends it with all that it started.
 """
 
 from __future__ import annotations
 
 import asyncio
-import inspect
 import json
 import logging
+import math
 import os
+import pickle
 import shlex
 import shutil
-import threading
-from collections.abc import Callable, Coroutine
-from contextlib import suppress
-from dataclasses import asdict, dataclass
-from functools import partial
-from typing import Any
+import struct
+import sys
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import asynccontextmanager, contextmanager, suppress
+from dataclasses import asdict, dataclass, field
+from itertools import count
+from typing import Any, Protocol, runtime_checkable
 
 import numpy as np
-import psutil
 from jaxtyping import Int32
 
 from areal_jax.records import (
@@ -37,20 +38,43 @@ from areal_jax.records import (
     Verdict,
 )
 from areal_jax.rewards.config import RewardConfig
-from areal_jax.rewards.functions import graded, load_function
-from areal_jax.rewards.processes import ending, kill_tree
-from areal_jax.threads import in_thread
+from areal_jax.rewards.functions import graded
+from areal_jax.rewards.processes import ending
+from areal_jax.workflows import guard
 from areal_jax.workflows.config import Agent
 from areal_jax.workflows.conversation import Call, Export, samples_of
 from areal_jax.workflows.single_turn import judged, side_by_side
 
 logger = logging.getLogger(__name__)
 
-CLOSE_TIMEOUT_S = 10.0
+CLOSE_TIMEOUT_S, LOAD_TIMEOUT_S = 10.0, 120.0
+
+MAX_WORKERS = 16
+"""Processes of function agents at the same time. One is enough until an agent blocks it."""
+
+# An agent whose first step takes longer is taken to block its worker; the next agents go to another one.
+_STEP_S = 0.25
+# An agent that was cancelled has so long to end before its worker takes no more of them.
+_CANCEL_S = 2.0
+# Of a line that a worker sends.
+_MAX_LINE = 1 << 20
 
 
 class AgentFailed(RuntimeError):
     """An agent that ended otherwise than by returning: its group is not trained on."""
+
+
+class RemoteTraceback(RuntimeError):
+    """The traceback of an agent's error, as its process wrote it."""
+
+
+class WorkerDied(RuntimeError):
+    """The process in which an agent ran has ended."""
+
+    def __init__(self, message: str, *, was_alone: bool) -> None:
+        """Args: was_alone: no other agent can be the cause."""
+        super().__init__(message)
+        self.was_alone = was_alone
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,7 +86,7 @@ class Agents:
     tokenizer: Tokenizer
     num_samples: int
     rewards: RewardConfig
-    host: AgentHost
+    host: Runner
     # A place for each agent at work, given in order of asking; each has a deadline once it has one. Those of an evaluation are
     # not those of training, whose agents may hold theirs until the evaluation lets newer weights come.
     places: asyncio.Semaphore
@@ -90,33 +114,92 @@ class Agents:
         return samples_of(calls, [reward] * len(calls), verdict.kind, export=self.export)
 
 
-Drawn = tuple[tuple[Int32[np.ndarray, "_"], Completion], ...]
+Drawn = tuple[tuple[Int32[np.ndarray, "P"], Completion], ...]
+
+
+@runtime_checkable
+class Runner(Protocol):
+    """Whoever runs agents."""
+
+    async def run(self, task: Task, generate: Generate) -> tuple[object, Drawn]:
+        """Let an agent work on a task; what it says it is worth, and the calls that it made."""
+        ...
 
 
 class AgentHost:
-    """Runs agents."""
+    """Runs agents, of training and of evaluations."""
 
     def __init__(self, config: Agent, sessions: Sessions) -> None:
-        """Whatever is wrong with the function's file is raised. ValueError unless there is one of function and command, and
-        where no program is what the command names."""
+        """ValueError unless there is one of function and command, and where no program is what the command names."""
         if (config.function is None) == (config.command is None):
             raise ValueError(f"workflow.function={config.function} and workflow.command={config.command}: expected one of them")
         self._config, self._sessions = config, sessions
-        self._function = None if config.function is None else load_function(config.function)
         self._argv = [] if config.command is None else argv_of(config.command)
-        # The loop of async functions: started with the first of them, ended by `close`. A daemon, for a function that blocks
-        # it cannot be ended.
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._thread: threading.Thread | None = None
-        self._closing = False
-        self._at_work: list[str] = []
-        """Tasks that async functions work on; the loop's own thread adds and removes them."""
+        self._workers = None if config.function is None else Workers(config.function, config.stall_warning_s)
+        # Deadlines of agents at work in training, and what was left of each when the clock was stopped.
+        self._deadlines = dict[asyncio.Timeout, float]()
+        self._num_holding = 0
+
+    async def start(self) -> None:
+        """Load the function. ValueError where its file cannot be loaded, with its error."""
+        if self._workers is not None:
+            await self._workers.start()
+
+    async def close(self) -> None:
+        """End all agents, with all that they started."""
+        if self._workers is not None:
+            await self._workers.close()
+
+    @contextmanager
+    def evaluating(self, *, holds: bool) -> Iterator[Runner]:
+        """Yield the runner of an evaluation's agents.
+
+        Args: holds: the evaluation holds the weights, so that the clocks of training's agents stop meanwhile."""
+        if holds:
+            self._num_holding += 1
+            self._reschedule()
+        try:
+            yield _OfEvaluation(self)
+        finally:
+            if holds:
+                self._num_holding -= 1
+                self._reschedule()
+
+    def _reschedule(self) -> None:
+        """Stop the clock of every agent in training, or let it go on."""
+        now_s = asyncio.get_running_loop().time()
+        for deadline, left_s in self._deadlines.items():
+            when_s = deadline.when()
+            if deadline.expired():
+                continue
+            if self._num_holding and when_s is not None:
+                self._deadlines[deadline] = when_s - now_s
+                deadline.reschedule(None)
+            elif not self._num_holding and when_s is None:
+                deadline.reschedule(now_s + left_s)
+
+    @asynccontextmanager
+    async def _deadline(self, *, is_held: bool) -> AsyncIterator[asyncio.Timeout]:
+        timeout_s = self._config.timeout_s
+        async with asyncio.timeout(timeout_s) as deadline:
+            if is_held:
+                self._deadlines[deadline] = timeout_s
+                if self._num_holding:
+                    deadline.reschedule(None)
+            try:
+                yield deadline
+            finally:
+                self._deadlines.pop(deadline, None)
 
     async def run(self, task: Task, generate: Generate) -> tuple[object, Drawn]:
-        """Let an agent work on a task; what it says it is worth, and the calls that it made.
+        """Let an agent of training work on a task; what it says it is worth, and the calls that it made.
 
-        TimeoutError after workflow.timeout_s. AgentFailed, with the agent's own error as cause, where it fails; EngineStopped
-        where that is why."""
+        TimeoutError after workflow.timeout_s, in which no evaluation holds the weights. AgentFailed, with the agent's own error
+        as cause, where it fails; EngineStopped where that is why."""
+        return await self.attempt(task, generate, is_held=True)
+
+    async def attempt(self, task: Task, generate: Generate, *, is_held: bool) -> tuple[object, Drawn]:
+        """`run`. Args: is_held: its clock stops while an evaluation holds the weights."""
         stopped = list[EngineStopped]()
 
         async def watched(prompt_tokens: Int32[np.ndarray, "P"], num_samples: int, **how: Any) -> list[Completion]:
@@ -126,72 +209,42 @@ class AgentHost:
                 stopped.append(error)
                 raise
 
-        timeout_s = self._config.timeout_s
-        deadline = asyncio.timeout(timeout_s)
-        async with self._sessions.open(watched) as session:
-            try:
-                async with deadline:
-                    found = await self._found(task, session)
-            except TimeoutError as error:
-                if deadline.expired():
-                    raise TimeoutError(f"the agent on task {task.id} has not ended within {timeout_s:g} s") from error
-                raise AgentFailed(f"the agent on task {task.id} failed: TimeoutError: {error}") from error
-            except Exception as error:
-                if stopped:
-                    raise stopped[0] from error
-                raise AgentFailed(f"the agent on task {task.id} failed: {type(error).__name__}: {error}") from error
-            return found, session.calls()
+        deadline, is_alone = None, False
+        while True:
+            async with self._sessions.open(watched) as session:
+                where = _Place()
+                try:
+                    async with self._deadline(is_held=is_held) as deadline:
+                        found = await self._found(task, session, where, is_alone=is_alone)
+                except TimeoutError as error:
+                    if deadline is not None and deadline.expired():
+                        line = await where.line()
+                        raise TimeoutError(
+                            f"the agent on task {task.id} has not ended within workflow.timeout_s={self._config.timeout_s:g}"
+                            + (f"; it was at {line}" if line else "")
+                        ) from error
+                    raise AgentFailed(f"the agent on task {task.id} failed: TimeoutError: {error}") from error
+                except WorkerDied as error:
+                    if not error.was_alone:
+                        # Another agent may be the cause: again, in a process of its own.
+                        is_alone = True
+                        continue
+                    raise AgentFailed(f"the agent on task {task.id} failed: {error}") from error
+                except Exception as error:
+                    if stopped:
+                        raise stopped[0] from error
+                    words = str(error) if isinstance(error.__cause__, RemoteTraceback) else f"{type(error).__name__}: {error}"
+                    raise AgentFailed(f"the agent on task {task.id} failed: {words}") from error
+                return found, session.calls()
 
-    async def _found(self, task: Task, session: Session) -> Any:
-        given, function = (task, session.base_url, session.api_key), self._function
-        if function is None:
-            return await self._command(*given)
-        if inspect.iscoroutinefunction(function):
-            return await self._in_loop(self._worked(task, function(*given)))
-        return await in_thread(partial(_called, partial(function, *given)), "agent")
-
-    async def _in_loop(self, agent: Coroutine[Any, Any, Any]) -> Any:
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            self._thread = threading.Thread(target=self._run, args=(self._loop,), name="agents", daemon=True)
-            self._thread.start()
-        # Cancelling the wrapped future cancels the agent.
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(agent, self._loop))
-
-    def _run(self, loop: asyncio.AbstractEventLoop) -> None:
-        # A task of an agent's own that raises one of these has it as its outcome too; the others go on.
-        while not self._closing:
-            with suppress(SystemExit, KeyboardInterrupt):
-                loop.run_forever()
-
-    async def _worked(self, task: Task, agent: Coroutine[Any, Any, Any]) -> Any:
-        """What an async function returns."""
-        here = asyncio.current_task()
-        assert here is not None
-        self._at_work.append(task.id)
-        try:
-            return await agent
-        except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
-            if here.cancelling():
-                raise
-            raise _not_returned(error) from error
-        finally:
-            self._at_work.remove(task.id)
+    async def _found(self, task: Task, session: Session, where: _Place, *, is_alone: bool) -> Any:
+        given = (task, session.base_url, session.api_key)
+        return await (self._command(*given) if self._workers is None else self._workers.run(*given, where, is_alone=is_alone))
 
     async def _command(self, task: Task, base_url: str, api_key: str) -> Any:
-        process = await asyncio.create_subprocess_exec(
-            *self._argv,
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key},
-            start_new_session=True,
-        )
-        try:
+        environment = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
+        async with guarded(*self._argv, env=environment) as process:
             output, _ = await process.communicate(json.dumps(asdict(task)).encode())
-        finally:
-            if process.returncode is None:
-                kill_tree(psutil.Process(process.pid))
-                await asyncio.wait_for(process.wait(), CLOSE_TIMEOUT_S)
         if process.returncode:
             raise RuntimeError(f"workflow.command ended with {ending(process.returncode)}")
         lines = output.decode(errors="replace").split("\n")
@@ -203,20 +256,304 @@ class AgentHost:
                 f"expected the last line of output to be a number from 0 to 1, or null, came {last[:100]!r}"
             ) from None
 
-    def close(self) -> None:
-        """End the loop of async functions; agents in it are cancelled, and those that do not end are named and left behind."""
-        if self._loop is None or self._thread is None:
-            return
-        self._closing = True
+
+@dataclass(frozen=True, slots=True)
+class _OfEvaluation:
+    """Runs agents whose clocks never stop."""
+
+    _host: AgentHost
+
+    async def run(self, task: Task, generate: Generate) -> tuple[object, Drawn]:
+        return await self._host.attempt(task, generate, is_held=False)
+
+
+@asynccontextmanager
+async def guarded(*argv: str, **how: Any) -> AsyncIterator[asyncio.subprocess.Process]:
+    """A program that ends with the body, or with this process, and with it all that it started."""
+    lifeline, ours = os.pipe()
+    try:
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-I", "-S", guard.__file__, str(lifeline), *argv),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            pass_fds=(lifeline,),
+            start_new_session=True,
+            limit=_MAX_LINE,
+            **how,
+        )
+    except BaseException:
+        os.close(ours)
+        raise
+    finally:
+        os.close(lifeline)
+    try:
+        yield process
+    finally:
+        os.close(ours)
+        # Its end is that of all that it guards; a process that the kernel does not let end is left to it.
+        with suppress(TimeoutError):
+            await asyncio.wait_for(process.wait(), CLOSE_TIMEOUT_S)
+
+
+@dataclass(slots=True)
+class _Place:
+    """Where an agent runs, once it does."""
+
+    worker: _Worker | None = None
+    number: int = 0
+
+    async def line(self) -> str:
+        """The line at which an agent stands that was told to end, and its worker's end."""
+        return "" if self.worker is None else await self.worker.retire_after(self.number)
+
+
+class Workers:
+    """The processes in which functions of agents run, several in each.
+
+    An agent goes to the worker with the fewest agents among those that have run the first step of each. Where there is none,
+    agents block their workers, and a new one is started, up to MAX_WORKERS."""
+
+    def __init__(self, function: str, stall_s: float) -> None:
+        self._function, self._stall_s = function, stall_s
+        self._workers = list[_Worker]()
+        self._changed = asyncio.Event()
+        """Set when a worker may take an agent, and cleared by whoever looks."""
+        self._numbers = count()
+        self._starting = asyncio.Lock()
+        self._closed = False
+
+    async def start(self) -> None:
+        """Start the first. ValueError where the function cannot be loaded."""
+        await self._add()
+
+    async def close(self) -> None:
+        """End all."""
+        self._closed = True
+        await asyncio.gather(*(worker.close() for worker in self._workers))
+
+    async def run(self, task: Task, base_url: str, api_key: str, where: _Place, *, is_alone: bool) -> Any:
+        """What the function returns. WorkerDied where its process ends before."""
+        number = next(self._numbers)
+        worker = await self._find(number, is_alone=is_alone)
+        where.worker, where.number = worker, number
+        return await worker.run(number, task, base_url, api_key)
+
+    async def _find(self, number: int, *, is_alone: bool) -> _Worker:
+        """A worker in which a place is taken for an agent."""
+        while True:
+            self._workers = [worker for worker in self._workers if not worker.has_ended]
+            usable = [worker for worker in self._workers if worker.is_free(alone=is_alone)]
+            if usable:
+                worker = min(usable, key=lambda worker: len(worker.agents))
+                worker.take(number, is_alone=is_alone)
+                return worker
+            self._changed.clear()
+            may_add = len(self._workers) < MAX_WORKERS and not self._starting.locked()
+            if may_add and not any(worker.is_stepping for worker in self._workers):
+                await self._add()
+                continue
+            with suppress(TimeoutError):
+                await asyncio.wait_for(self._changed.wait(), _STEP_S)
+
+    async def _add(self) -> None:
+        async with self._starting:
+            if self._closed:
+                raise EngineStopped("the run's agents are closed")
+            worker = _Worker(self._changed)
+            self._workers.append(worker)
+            try:
+                await worker.start(self._function, self._stall_s)
+            except BaseException:
+                await worker.close()
+                raise
+        self._changed.set()
+
+
+@dataclass(slots=True, eq=False)
+class _Worker:
+    """One process, as its host sees it."""
+
+    _changed: asyncio.Event
+    agents: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
+    """By number: what each that is at work returns."""
+    _tasks: dict[int, str] = field(default_factory=dict)
+    _asked: dict[int, asyncio.Future[str]] = field(default_factory=dict)
+    # The agent whose first step is not done, and since when.
+    _stepping: tuple[int, float] | None = None
+    _is_ready: bool = False
+    _is_alone: bool = False
+    _is_retired: bool = False
+    _cancelled: set[int] = field(default_factory=set)
+    has_ended: bool = False
+    _process: asyncio.subprocess.Process | None = None
+    _serving: asyncio.Task[None] | None = None
+    _stop: asyncio.Event = field(default_factory=asyncio.Event)
+    _later: set[asyncio.Task[None]] = field(default_factory=set)
+
+    def is_free(self, *, alone: bool) -> bool:
+        """Whether an agent may start here."""
+        is_open = self._is_ready and not self._is_retired and not self._is_alone and self._stepping is None
+        return is_open and not self.has_ended and not (alone and self.agents)
+
+    @property
+    def is_stepping(self) -> bool:
+        """Whether it may be free in a moment."""
+        now_s = asyncio.get_running_loop().time()
+        return self._stepping is not None and now_s - self._stepping[1] < _STEP_S and not self._is_retired
+
+    def take(self, number: int, *, is_alone: bool) -> None:
+        """Give a place to an agent."""
+        loop = asyncio.get_running_loop()
+        self.agents[number] = loop.create_future()
+        self._stepping, self._is_alone = (number, loop.time()), is_alone
+
+    async def start(self, function: str, stall_s: float) -> None:
+        """Start the process. ValueError where it cannot load the function."""
+        ready = asyncio.get_running_loop().create_future()
+        self._serving = asyncio.create_task(self._serve(ready, function, stall_s))
         try:
-            asyncio.run_coroutine_threadsafe(_cancel_others(), self._loop).result(CLOSE_TIMEOUT_S)
+            await asyncio.wait_for(ready, LOAD_TIMEOUT_S)
         except TimeoutError:
-            left = ", ".join(sorted(self._at_work))
-            logger.error("agents still not ended %g s after being cancelled, left behind: on %s", CLOSE_TIMEOUT_S, left)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(CLOSE_TIMEOUT_S)
-        if not self._thread.is_alive():
-            self._loop.close()
+            raise ValueError(f"loading it has not ended within {LOAD_TIMEOUT_S:g} s") from None
+        self._is_ready = True
+
+    async def close(self) -> None:
+        """End the process with all that it started."""
+        self._stop.set()
+        if self._serving is not None:
+            await asyncio.gather(self._serving, return_exceptions=True)
+        for task in self._later:
+            task.cancel()
+
+    async def run(self, number: int, task: Task, base_url: str, api_key: str) -> Any:
+        """What the agent returns; it has a place."""
+        self._tasks[number] = task.id
+        ended = self.agents[number]
+        try:
+            self._send("start", number, task, base_url, api_key)
+            return await ended
+        except asyncio.CancelledError:
+            # It is at work until it says that it has ended.
+            if not self.has_ended:
+                self._cancelled.add(number)
+                self._asked[number] = asyncio.get_running_loop().create_future()
+                self._send("cancel", number)
+                self._in_a_while(self._end_cancelled(number))
+            raise
+
+    async def retire_after(self, number: int) -> str:
+        """Take no more agents, and end as soon as no other is at work. Returns the line at which the agent stands."""
+        line = ""
+        if (asked := self._asked.get(number)) is not None:
+            with suppress(TimeoutError):
+                line = await asyncio.wait_for(asked, _CANCEL_S)
+        self._retire()
+        return line
+
+    async def _end_cancelled(self, number: int) -> None:
+        await asyncio.sleep(_CANCEL_S)
+        self._asked.pop(number, None)
+        if number in self.agents:
+            self._retire()
+            if self._stepping is not None:
+                # It blocks the loop in which the others wait: they start again elsewhere.
+                self._stop.set()
+
+    def _retire(self) -> None:
+        self._is_retired = True
+        self._changed.set()
+        if self.agents.keys() <= self._cancelled:
+            self._stop.set()
+
+    def _in_a_while(self, work: Any) -> None:
+        task = asyncio.create_task(work)
+        self._later.add(task)
+        task.add_done_callback(self._later.discard)
+
+    def _send(self, *message: Any) -> None:
+        if self._process is not None and self._process.stdin is not None and not self._process.stdin.is_closing():
+            packed = pickle.dumps(message)
+            self._process.stdin.write(struct.pack("!I", len(packed)) + packed)
+
+    async def _serve(self, ready: asyncio.Future[None], function: str, stall_s: float) -> None:
+        argv = (sys.executable, "-m", "areal_jax.workflows.agent_worker", function, str(stall_s))
+        killed = False
+        try:
+            async with guarded(*argv) as process:
+                self._process = process
+                reading, stopped = asyncio.create_task(self._read(ready)), asyncio.create_task(self._stop.wait())
+                await asyncio.wait([reading, stopped], return_when=asyncio.FIRST_COMPLETED)
+                killed = not reading.done()
+                for task in (reading, stopped):
+                    task.cancel()
+                if not killed:
+                    # Its output has ended, and so does the process: how, its guard says.
+                    with suppress(TimeoutError):
+                        await asyncio.wait_for(process.wait(), CLOSE_TIMEOUT_S)
+            how = "it was ended with another agent" if killed else f"its process ended with {ending(process.returncode or 0)}"
+        finally:
+            self.has_ended = True
+            self._changed.set()
+        if not ready.done():
+            ready.set_exception(ValueError(f"loading it ended the process with {ending(process.returncode or 0)}"))
+        working = {number: future for number, future in self.agents.items() if not future.done()}
+        was_alone = len(working) == 1 and not killed
+        for future in working.values():
+            future.set_exception(WorkerDied(how, was_alone=was_alone))
+
+    async def _read(self, ready: asyncio.Future[None]) -> None:
+        assert self._process is not None and self._process.stdout is not None
+        async for line in self._process.stdout:
+            message = json.loads(line)
+            self._handle(ready, message.pop("kind"), message)
+
+    def _handle(self, ready: asyncio.Future[None], kind: str, message: Mapping[str, Any]) -> None:
+        number = message.get("number")
+        match kind:
+            case "ready":
+                ready.set_result(None)
+            case "unloadable":
+                ready.set_exception(ValueError(message["error"]))
+            case "started" if self._stepping is not None and self._stepping[0] == number:
+                self._stepping = None
+                self._changed.set()
+            case "ended":
+                self._end(message["number"], message)
+            case "cancelling" if (asked := self._asked.get(message["number"])) is not None and not asked.done():
+                asked.set_result(message["where"])
+            case "blocked":
+                name = "an agent" if number is None else f"the agent on task {self._tasks.get(number)}"
+                # The next agents go elsewhere until it is free again.
+                self._stepping = self._stepping or (-1, -math.inf)
+                logger.warning(
+                    "%s has blocked its event loop for %.1f s, and the %d agents that share it wait: %s",
+                    *(name, message["seconds"], len(self.agents) - 1, message["where"]),
+                )
+            case "unblocked":
+                logger.warning("the event loop of agents goes on after %.1f s", message["seconds"])
+                if self._stepping is not None and self._stepping[0] == -1:
+                    self._stepping = None
+                self._changed.set()
+
+    def _end(self, number: int, ended: Mapping[str, Any]) -> None:
+        future = self.agents.pop(number, None)
+        self._tasks.pop(number, None)
+        self._cancelled.discard(number)
+        if not self.agents:
+            self._is_alone = False
+        if self._stepping is not None and self._stepping[0] == number:
+            self._stepping = None
+        if self._is_retired:
+            self._retire()
+        self._changed.set()
+        if future is None or future.done():
+            return
+        if "error" in ended:
+            error = AgentFailed(ended["error"])
+            error.__cause__ = RemoteTraceback(ended["trace"])
+            future.set_exception(error)
+        else:
+            future.set_result(ended["found"])
 
 
 def argv_of(command: str) -> list[str]:
@@ -229,25 +566,3 @@ def argv_of(command: str) -> list[str]:
         program = argv[0] if argv else "nothing"
         raise ValueError(f"workflow.command={command}: expected a program that can be run, came {program}")
     return argv
-
-
-def _called(agent: Callable[[], Any]) -> Any:
-    """What a function that is not async returns."""
-    try:
-        return agent()
-    except (SystemExit, KeyboardInterrupt, asyncio.CancelledError) as error:
-        raise _not_returned(error) from error
-
-
-def _not_returned(error: BaseException) -> RuntimeError:
-    """What else would end more than the agent, said as the agent's failure."""
-    return RuntimeError(f"expected it to return, it raised {type(error).__name__}({error})")
-
-
-async def _cancel_others() -> None:
-    loop = asyncio.get_running_loop()
-    others = asyncio.all_tasks() - {asyncio.current_task()}
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)
-    await loop.shutdown_asyncgens()

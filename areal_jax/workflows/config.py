@@ -80,7 +80,14 @@ class Agent(WorkflowConfig):
         doc="instead of a function, a program that is run for every sample, with OPENAI_BASE_URL and OPENAI_API_KEY in its "
         "environment and the task as JSON on its standard input; its last line of output says what a function would return",
     )
-    timeout_s: float = chz.field(default=600.0, doc="an agent that has not ended by then is broken off, and its group given up")
+    timeout_s: float = chz.field(
+        default=600.0,
+        doc="seconds after which an agent is ended, with all that it started, and its group given up; the clock stops while a "
+        "pinned evaluation holds the weights",
+    )
+    stall_warning_s: float = chz.field(
+        default=5.0, doc="seconds for which an async function may block its event loop before a warning names the line"
+    )
     expected_calls: int = chz.field(
         default=4, doc="consecutive calls for which engine.max_prompt_tokens=0 leaves room, each with all that was said before"
     )

@@ -7,7 +7,7 @@ import asyncio
 from areal_jax.records import Tokenizer, Tools, Workflow
 from areal_jax.rewards.config import RewardConfig, ToolsConfig
 from areal_jax.workflows import config, single_turn
-from areal_jax.workflows.agent import AgentHost, Agents
+from areal_jax.workflows.agent import Agents, Runner
 from areal_jax.workflows.turns import Feedback, ToolReply, Turns
 
 
@@ -19,12 +19,12 @@ def make_workflow(
     *,
     max_prompt_tokens: int,
     tools: Tools,
-    agents: AgentHost | None = None,
+    agents: Runner | None = None,
 ) -> Workflow:
     """The workflow of an experiment, for training or evaluation.
 
     Args: num_samples: of each task. max_prompt_tokens: the engine's limit. tools: who does what tools are called for.
-    agents: where agents run; needed for `Agent` alone."""
+    agents: who runs agents; needed for `Agent` alone."""
     match chosen:
         case config.SingleTurn():
             return single_turn.SingleTurn(tokenizer, num_samples, rewards)

@@ -56,7 +56,7 @@ def run_twice(function: str) -> tuple[list[tuple[Sample, ...]], list[int]]:
             ticking = asyncio.create_task(engine.run())
             sessions = await stack.enter_async_context(AgentServer(TOKENIZER, 6, 60.0).listening())
             host = AgentHost(Agent(function=function), sessions)
-            stack.callback(host.close)
+            stack.push_async_callback(host.close)
             samples, asked = list[tuple[Sample, ...]](), list[int]()
             for _ in range(2):
                 calls = Calls(engine, 0, Sampling(6, stop_token_ids=(0,)), 3, 0, journal)

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import subprocess
 import sys
 import threading
 import time
-from contextlib import AsyncExitStack, suppress
+from collections.abc import AsyncIterator, Iterable
+from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +24,7 @@ from areal_jax.records import Completion, EngineStopped, Message, Sample, Task, 
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.rewards.processes import has_ended
 from areal_jax.serve.sessions import AgentServer
-from areal_jax.workflows import agent
-from areal_jax.workflows.agent import AgentFailed, AgentHost
+from areal_jax.workflows.agent import AgentFailed, AgentHost, Runner
 from areal_jax.workflows.config import Agent
 from areal_jax.workflows.from_config import make_workflow
 
@@ -30,7 +33,7 @@ REWARDS = RewardConfig(correct=2.0, wrong=-1.0)
 TASK = Task(id="t", prompt=(Message("user", "What is 1+1?"),), answer="2")
 
 AGENTS = """
-import asyncio, json, os, sys, urllib.error, urllib.request
+import asyncio, json, os, subprocess, sys, time, urllib.error, urllib.request
 
 def ask(base_url, api_key, messages):
     body = json.dumps({"model": "any", "messages": messages}).encode()
@@ -103,7 +106,55 @@ async def gives_up(task, base_url, api_key):
         raise asyncio.CancelledError
     return await in_a_loop(task, base_url, api_key)
 
-if __name__ == "__main__":
+async def blocks_at_once(task, base_url, api_key):
+    if task.id == "bad":
+        time.sleep(600)
+    return await in_a_loop(task, base_url, api_key)
+
+async def blocks_later(task, base_url, api_key):
+    said = await in_a_loop(task, base_url, api_key)
+    if task.id == "bad":
+        time.sleep(600)
+    return said
+
+async def exits(task, base_url, api_key):
+    if task.id == "bad":
+        os._exit(3)
+    return await in_a_loop(task, base_url, api_key)
+
+async def forks(task, base_url, api_key):
+    if pid := os.fork():
+        with open(task.id + "/forked", "w") as file:
+            file.write(str(pid))
+        return await in_a_loop(task, base_url, api_key)
+    return 0.25
+
+def floods(task, base_url, api_key):
+    for _ in range(1000):
+        print("flood\\n" * 100)
+        os.write(1, b"")
+    return unjudged(task, base_url, api_key)
+
+def starts_others(task, base_url, api_key):
+    # A child, an orphan in a session of its own, and a process that ignores what it is told.
+    orphan = "import os,sys,time\\nif os.fork(): sys.exit()\\nos.setsid(); print(os.getpid(), flush=True); time.sleep(600)"
+    deaf = "import os,signal,time\\nsignal.signal(15, signal.SIG_IGN); time.sleep(600)"
+    pids = [subprocess.Popen(["sleep", "600"]).pid, subprocess.Popen([sys.executable, "-c", deaf]).pid]
+    pids += [int(subprocess.Popen([sys.executable, "-c", orphan], stdout=subprocess.PIPE, text=True).stdout.readline())]
+    with open(task.id + "/writing", "w") as file:
+        file.write(" ".join(map(str, pids)))
+    os.rename(task.id + "/writing", task.id + "/pids")
+    time.sleep(600)
+
+async def starts_others_async(task, base_url, api_key):
+    time.sleep = lambda _: None
+    starts_others(task, base_url, api_key)
+    await asyncio.sleep(600)
+
+if __name__ == "__main__" and len(sys.argv) > 1:
+    class Task: id = sys.argv[2]
+    starts_others(Task, "", "")
+elif __name__ == "__main__":
     task = json.load(sys.stdin)
     said = ask(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], [{"role": "user", "content": task["answer"]}])
     print("thinking aloud")
@@ -140,7 +191,7 @@ async def judge(task: Task, answer: str) -> Verdict:
     return Verdict("correct" if answer == task.answer else "wrong")
 
 
-def workflow(config: Agent, host: AgentHost, num_samples: int) -> Workflow:
+def workflow(config: Agent, host: Runner, num_samples: int) -> Workflow:
     return make_workflow(config, TOKENIZER, num_samples, REWARDS, max_prompt_tokens=200, tools=no_tools, agents=host)
 
 
@@ -159,7 +210,7 @@ def work(
         async with AsyncExitStack() as stack:
             sessions = await stack.enter_async_context(AgentServer(TOKENIZER, 50, 100.0).listening())
             host = AgentHost(config, sessions)
-            stack.callback(host.close)
+            stack.push_async_callback(host.close)
             return await workflow(config, host, num_samples)(task, generate, judge)
 
     return asyncio.run(asyncio.wait_for(main(), 100))
@@ -232,7 +283,7 @@ def test_an_agent_that_would_end_the_process_fails_its_own_task_alone(program: P
     async def main() -> None:
         async with AsyncExitStack() as stack:
             host = AgentHost(config, await stack.enter_async_context(AgentServer(TOKENIZER, 50, 100.0).listening()))
-            stack.callback(host.close)
+            stack.push_async_callback(host.close)
             bad = Task(id="bad", prompt=(), answer="2")
             with pytest.raises(ExceptionGroup) as failed:
                 await workflow(config, host, 1)(bad, Saying(), judge)
@@ -244,13 +295,185 @@ def test_an_agent_that_would_end_the_process_fails_its_own_task_alone(program: P
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_agents_that_do_not_end_are_named_and_left_behind(
-    program: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-):
-    monkeypatch.setattr(agent, "CLOSE_TIMEOUT_S", 0.3)
-    config = Agent(function=f"{program}:stays", timeout_s=0.2)
-    assert isinstance(failure(config, Saying(), num_samples=1), TimeoutError)
-    assert "agents still not ended 0.3 s after being cancelled, left behind: on t" in caplog.text
+def test_agents_that_do_not_end_are_killed(program: Path):
+    error = failure(Agent(function=f"{program}:stays", timeout_s=1.0), Saying(), num_samples=1)
+    assert isinstance(error, TimeoutError)
+    assert f"it was at {program}:" in str(error) and "in stays: await asyncio.sleep(60)" in str(error)
+
+
+BAD = Task(id="bad", prompt=(), answer="2")
+
+
+@asynccontextmanager
+async def hosted(config: Agent) -> AsyncIterator[AgentHost]:
+    async with AsyncExitStack() as stack:
+        host = AgentHost(config, await stack.enter_async_context(AgentServer(TOKENIZER, 50, 100.0).listening()))
+        stack.push_async_callback(host.close)
+        yield host
+
+
+def all_ended(pids: Iterable[int]) -> None:
+    for pid in pids:
+        with suppress(psutil.NoSuchProcess):
+            while not has_ended(psutil.Process(pid)):
+                time.sleep(0.01)
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("name", ["blocks_at_once", "blocks_later"])
+def test_a_blocking_agent_is_named_and_others_go_on(program: Path, name: str, caplog: pytest.LogCaptureFixture):
+    config = Agent(function=f"{program}:{name}", timeout_s=6.0, stall_warning_s=0.5)
+
+    async def main() -> None:
+        async with hosted(config) as host:
+            bad = asyncio.ensure_future(workflow(config, host, 1)(BAD, Saying(), judge))
+            await asyncio.sleep(2)
+            # Begun while the other one blocks.
+            assert len(await workflow(config, host, 3)(TASK, Saying(), judge)) == 3
+            assert not bad.done()
+            with pytest.raises(ExceptionGroup) as failed:
+                await bad
+            assert isinstance(first_error(failed.value), TimeoutError)
+            assert f"in {name}: time.sleep(600)" in str(first_error(failed.value))
+
+    asyncio.run(asyncio.wait_for(main(), 90))
+    assert "the agent on task bad has blocked its event loop" in caplog.text
+    assert f"{program}:" in caplog.text and f"in {name}: time.sleep(600)" in caplog.text
+
+
+@pytest.mark.timeout(100)
+def test_an_agent_that_kills_its_process_fails_alone(program: Path):
+    config = Agent(function=f"{program}:exits", timeout_s=60.0)
+
+    async def main() -> None:
+        async with hosted(config) as host:
+            held = Held()
+            others = asyncio.ensure_future(workflow(config, host, 3)(TASK, held, judge))
+            while held.waiting < 3:
+                await asyncio.sleep(0.01)
+            with pytest.raises(ExceptionGroup) as failed:
+                await workflow(config, host, 1)(BAD, Saying(), judge)
+            assert "its process ended with exit code 3" in str(first_error(failed.value))
+            held.let.set()
+            assert len(await others) == 3
+
+    asyncio.run(asyncio.wait_for(main(), 90))
+
+
+def test_a_forked_copy_of_an_agent_does_not_answer_for_it(program: Path, tmp_path: Path):
+    samples = work(Agent(function=f"{program}:forks"), Saying(), num_samples=1, task=replace(TASK, id=str(tmp_path)))
+    assert len(samples) == 1
+    all_ended([int((tmp_path / "forked").read_text())])
+
+
+def test_output_of_agents_disturbs_nothing(program: Path, capfd: pytest.CaptureFixture[str]):
+    assert len(work(Agent(function=f"{program}:floods"), Saying(), num_samples=2)) == 2
+    assert capfd.readouterr().err.count("flood") == 200_000
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("name", ["starts_others", "starts_others_async"])
+@pytest.mark.parametrize("ends", ["timeout", "close"])
+def test_what_agents_start_ends_with_them(program: Path, tmp_path: Path, name: str, ends: str):
+    config = Agent(function=f"{program}:{name}", timeout_s=3.0 if ends == "timeout" else 90.0)
+
+    async def main() -> None:
+        async with hosted(config) as host:
+            task = replace(TASK, id=str(tmp_path))
+            working = asyncio.ensure_future(workflow(config, host, 1)(task, Saying(), judge))
+            while not (tmp_path / "pids").exists():
+                await asyncio.sleep(0.05)
+            if ends == "timeout":
+                with pytest.raises(ExceptionGroup):
+                    await working
+                await asyncio.to_thread(all_ended, pids())
+            else:
+                working.cancel()
+                await asyncio.gather(working, return_exceptions=True)
+
+    def pids() -> list[int]:
+        return [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+
+    asyncio.run(asyncio.wait_for(main(), 90))
+    assert len(pids()) == 3
+    all_ended(pids())
+
+
+HOST = """
+import asyncio, sys
+from contextlib import AsyncExitStack
+from areal_jax.data.policy_files import EMBEDDED
+from areal_jax.data.tokenizer import HFTokenizer
+from areal_jax.records import Task
+from areal_jax.serve.sessions import AgentServer
+from areal_jax.workflows.agent import AgentHost
+from areal_jax.workflows.config import Agent
+
+async def main(how, task):
+    async with AgentServer(HFTokenizer.from_folder(EMBEDDED), 50, 100.0).listening() as sessions:
+        host = AgentHost(Agent(**how), sessions)
+        await host.run(Task(id=task, prompt=(), answer=""), None)
+
+asyncio.run(main(eval(sys.argv[1]), sys.argv[2]))
+"""
+
+
+@pytest.mark.timeout(100)
+@pytest.mark.parametrize("kind", ["function", "command"])
+def test_what_agents_start_ends_when_the_trainer_is_killed(program: Path, tmp_path: Path, kind: str):
+    named = f"{program}:starts_others" if kind == "function" else f"{sys.executable} {program} starts_others {tmp_path}"
+    given = [sys.executable, "-c", HOST, repr({kind: named}), str(tmp_path)]
+    trainer = subprocess.Popen(given, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])})
+    try:
+        while not (tmp_path / "pids").exists():
+            assert trainer.poll() is None
+            time.sleep(0.05)
+        started = psutil.Process(trainer.pid).children(recursive=True)
+    finally:
+        trainer.kill()
+        trainer.wait(60)
+    assert len(started) >= 2  # the guard and what it guards
+    all_ended([int(pid) for pid in (tmp_path / "pids").read_text().split()] + [each.pid for each in started])
+
+
+@pytest.mark.timeout(100)
+def test_clocks_of_agents_stop_while_an_evaluation_holds(program: Path):
+    config = Agent(function=f"{program}:in_a_loop", timeout_s=4.0)
+
+    async def main() -> None:
+        async with hosted(config) as host:
+            await host.start()
+            held = Held()
+            training = [asyncio.ensure_future(workflow(config, host, 1)(TASK, held, judge))]
+            while held.waiting < 1:
+                await asyncio.sleep(0.01)
+            with host.evaluating(holds=True) as runner:
+                training.append(asyncio.ensure_future(workflow(config, host, 1)(TASK, held, judge)))
+                # The clock of the evaluation's own agents goes on.
+                with pytest.raises(ExceptionGroup) as failed:
+                    await workflow(config, runner, 1)(TASK, Held(), judge)
+                assert isinstance(first_error(failed.value), TimeoutError)
+                await asyncio.sleep(1)
+                assert not any(each.done() for each in training)
+            held.let.set()
+            assert [len(await each) for each in training] == [1, 1]
+            # And it is back.
+            with pytest.raises(ExceptionGroup):
+                await workflow(config, host, 1)(TASK, Held(), judge)
+
+    asyncio.run(asyncio.wait_for(main(), 90))
+
+
+def test_a_function_that_cannot_be_loaded_is_refused(tmp_path: Path):
+    (tmp_path / "agents.py").write_text("import no_such_module")
+
+    async def main(name: str) -> None:
+        async with hosted(Agent(function=f"{tmp_path}/{name}")) as host:
+            await host.start()
+
+    for name, words in (("agents.py:f", "ModuleNotFoundError: No module named"), ("none.py:f", "FileNotFoundError")):
+        with pytest.raises(ValueError, match=words):
+            asyncio.run(main(name))
 
 
 @pytest.mark.parametrize(
@@ -270,7 +493,7 @@ def test_an_agent_that_does_not_do_its_work_fails_its_group_and_says_why(program
 def test_an_agent_that_hangs_is_broken_off(program: Path):
     error = failure(Agent(function=f"{program}:hangs", timeout_s=0.3), Saying())
     assert isinstance(error, TimeoutError)
-    assert "has not ended within 0.3 s" in str(error)
+    assert "has not ended within workflow.timeout_s=0.3" in str(error)
 
 
 @pytest.mark.timeout(60)
@@ -278,7 +501,7 @@ def test_a_command_that_hangs_is_killed_with_all_it_started(tmp_path: Path):
     (tmp_path / "hangs.sh").write_text("sleep 600 &\necho $$ $! > pids.writing; mv pids.writing pids\nwait")
     error = failure(Agent(command=f"sh -c 'cd {tmp_path}; . ./hangs.sh'", timeout_s=3.0), Saying(), num_samples=1)
     assert isinstance(error, TimeoutError)
-    assert "has not ended within 3 s" in str(error)
+    assert "has not ended within workflow.timeout_s=3" in str(error)
     started = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
     assert len(started) == 2
     for pid in started:
@@ -306,7 +529,7 @@ def test_agents_have_places_and_those_of_an_evaluation_do_not_wait_for_those_of_
     async def main() -> None:
         async with AsyncExitStack() as stack:
             host = AgentHost(config, await stack.enter_async_context(AgentServer(TOKENIZER, 50, 100.0).listening()))
-            stack.callback(host.close)
+            stack.push_async_callback(host.close)
             # Weights that training waits for come after the evaluation.
             held = Held()
             training = asyncio.ensure_future(workflow(config, host, 5)(TASK, held, judge))

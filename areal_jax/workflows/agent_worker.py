@@ -1,0 +1,214 @@
+"""python -m areal_jax.workflows.agent_worker FILE.py:NAME STALL_S: a process in which functions of agents run.
+
+Async functions share the event loop of the main thread, so that they can share a client; other functions have a thread each. It
+reads pickled messages on its standard input and answers each with a line of JSON on its standard output; what agents print goes
+to standard error. A watchdog names the line at which an agent holds up the loop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import inspect
+import json
+import linecache
+import os
+import pickle
+import struct
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import FrameType
+from typing import Any, BinaryIO
+
+from areal_jax.records import Task
+from areal_jax.rewards.functions import graded, load_function
+
+MAX_TEXT = 16_000
+"""Characters of an error that are sent."""
+
+_PERIOD_S = 0.5
+
+
+class Channel:
+    """Lines to the host. Any thread writes them; a process that an agent has forked writes none."""
+
+    def __init__(self, out: int) -> None:
+        self._out, self._pid, self._lock = out, os.getpid(), threading.Lock()
+
+    def send(self, **message: Any) -> None:
+        """Send a message whole. A forked copy of the worker ends here instead: its agent runs in the worker."""
+        if os.getpid() != self._pid:
+            os._exit(0)
+        line = memoryview(json.dumps(message).encode() + b"\n")
+        with self._lock:
+            while line:
+                line = line[os.write(self._out, line) :]
+
+
+class Worker:
+    """Agents at work. Its loop runs in the main thread; a reader and a watchdog have threads of their own."""
+
+    def __init__(self, function: Callable[..., Any], channel: Channel, stall_s: float) -> None:
+        self._function, self._channel, self._stall_s = function, channel, stall_s
+        self._is_async = inspect.iscoroutinefunction(function)
+        self._loop = asyncio.new_event_loop()
+        self._main = threading.get_ident()
+        # By number: put by the loop or an agent's thread, read by the reader.
+        self._tasks = dict[int, asyncio.Task[Any]]()
+        self._threads = dict[int, int]()
+        self._names = dict[int, str]()
+
+    def run(self, source: BinaryIO) -> None:
+        """Run agents until the host closes its end."""
+        threading.Thread(target=self._read, args=(source,), name="reader", daemon=True).start()
+        if self._is_async:
+            threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
+        asyncio.set_event_loop(self._loop)
+        while True:
+            # A task of an agent's own that raises one of these has it as its outcome too; the others go on.
+            with suppress(SystemExit, KeyboardInterrupt):
+                self._loop.run_forever()
+
+    def _read(self, source: BinaryIO) -> None:
+        while len(head := source.read(4)) == 4:
+            message = pickle.loads(source.read(struct.unpack("!I", head)[0]))
+            match message:
+                case "start", number, task, base_url, api_key:
+                    self._names[number] = task.id
+                    if self._is_async:
+                        self._loop.call_soon_threadsafe(self._start, number, task, base_url, api_key)
+                    else:
+                        self._start_thread(number, task, base_url, api_key)
+                case "cancel", number:
+                    self._channel.send(kind="cancelling", number=number, where=self._where(number))
+                    self._loop.call_soon_threadsafe(self._cancel, number)
+        os._exit(0)  # the host has ended
+
+    def _start(self, number: int, task: Task, base_url: str, api_key: str) -> None:
+        self._tasks[number] = self._loop.create_task(self._worked(number, self._function(task, base_url, api_key)))
+        # Called after the agent's first step: an agent that blocks in it holds this up too.
+        self._loop.call_soon(lambda: self._channel.send(kind="started", number=number))
+
+    async def _worked(self, number: int, agent: Awaitable[Any]) -> None:
+        try:
+            ended = _outcome(await agent)
+        except BaseException as error:  # whatever an agent raises is its own failure
+            ended = _failure(error)
+        self._tasks.pop(number, None)
+        self._end(number, ended)
+
+    def _start_thread(self, number: int, task: Task, base_url: str, api_key: str) -> None:
+        def work() -> None:
+            self._threads[number] = threading.get_ident()
+            try:
+                ended = _outcome(self._function(task, base_url, api_key))
+            except BaseException as error:  # whatever an agent raises is its own failure
+                ended = _failure(error)
+            self._threads.pop(number, None)
+            self._end(number, ended)
+
+        threading.Thread(target=work, name=f"agent on task {task.id}", daemon=True).start()
+        self._channel.send(kind="started", number=number)
+
+    def _end(self, number: int, ended: Mapping[str, Any]) -> None:
+        self._names.pop(number, None)
+        self._channel.send(kind="ended", number=number, **ended)
+
+    def _cancel(self, number: int) -> None:
+        if (task := self._tasks.get(number)) is not None:
+            task.cancel()
+
+    def _where(self, number: int) -> str:
+        """The line at which an agent stands."""
+        thread, task = self._threads.get(number), self._tasks.get(number)
+        if thread is not None:
+            return _line(sys._current_frames().get(thread))
+        if task is None:
+            return ""
+        if asyncio.current_task(self._loop) is task:
+            return _line(sys._current_frames().get(self._main))
+        # A coroutine that waits knows the one that it waits for.
+        coroutine, frames = task.get_coro(), list[FrameType]()
+        while (frame := getattr(coroutine, "cr_frame", None)) is not None:
+            frames.append(frame)
+            coroutine = getattr(coroutine, "cr_await", None)
+        return next((_line(frame) for frame in reversed(frames) if not _is_ours(frame)), "")
+
+    def _watch(self) -> None:
+        """Tell of a loop that does not come around within `stall_s`, and when it does again."""
+        is_blocked, came, asked_s = False, threading.Event(), time.monotonic()
+        self._loop.call_soon_threadsafe(came.set)
+        while True:
+            # Where an agent holds the interpreter itself no thread runs, this one neither: then this writes where.
+            faulthandler.dump_traceback_later(2 * self._stall_s, file=sys.__stderr__ or 2)
+            if came.wait(_PERIOD_S):
+                if is_blocked:
+                    self._channel.send(kind="unblocked", seconds=time.monotonic() - asked_s)
+                is_blocked = False
+                time.sleep(_PERIOD_S)
+                came.clear()
+                asked_s = time.monotonic()
+                self._loop.call_soon_threadsafe(came.set)
+            elif not is_blocked and (seconds := time.monotonic() - asked_s) > self._stall_s:
+                is_blocked = True
+                running = asyncio.current_task(self._loop)
+                found = next((number for number, task in list(self._tasks.items()) if task is running), None)
+                where = _line(sys._current_frames().get(self._main))
+                self._channel.send(kind="blocked", number=found, seconds=seconds, where=where)
+
+
+def _outcome(found: Any) -> dict[str, Any]:
+    """What an agent has returned: a number, or None. TypeError for anything else."""
+    return {"found": found if found is None or type(found) in (bool, int, float) else graded(found, "raw")[1]}
+
+
+def _failure(error: BaseException) -> dict[str, Any]:
+    """An agent's error in words. What else would end more than the agent is said as the agent's failure."""
+    words = f"{type(error).__name__}: {error}"
+    if isinstance(error, SystemExit | KeyboardInterrupt | asyncio.CancelledError | GeneratorExit):
+        words = f"RuntimeError: expected it to return, it raised {type(error).__name__}({error})"
+    return {"error": words[:MAX_TEXT], "trace": "".join(traceback.format_exception(error))[-MAX_TEXT:]}
+
+
+def _is_ours(frame: FrameType) -> bool:
+    """Whether a line is Python's, a library's or the worker's, and not the agent's."""
+    return frame.f_code.co_filename.startswith((str(Path(__file__)), sys.base_prefix, sys.prefix))
+
+
+def _line(frame: FrameType | None) -> str:
+    """The innermost line of the agent, and the function in which it is."""
+    innermost = frame
+    while frame is not None and _is_ours(frame):
+        frame = frame.f_back
+    frame = frame or innermost
+    if frame is None:
+        return ""
+    file, number = frame.f_code.co_filename, frame.f_lineno
+    return f"{file}:{number} in {frame.f_code.co_name}: {linecache.getline(file, number).strip()}"
+
+
+def main() -> None:
+    """Run the command line."""
+    source, channel = os.fdopen(os.dup(0), "rb"), Channel(os.dup(1))
+    nowhere = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nowhere, 0)
+    os.dup2(2, 1)
+    # Where memory runs out, an agent that leaks goes before the trainer.
+    with suppress(OSError):
+        Path("/proc/self/oom_score_adj").write_text("1000")
+    try:
+        function = load_function(sys.argv[1])
+    except BaseException as error:  # whatever a stranger's file raises
+        channel.send(kind="unloadable", error=f"{type(error).__name__}: {error}"[:MAX_TEXT])
+        os._exit(1)
+    channel.send(kind="ready")
+    Worker(function, channel, float(sys.argv[2])).run(source)
+
+
+if __name__ == "__main__":
+    main()
