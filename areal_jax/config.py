@@ -300,6 +300,7 @@ _POSITIVE = (
     *("patience_s", "test_timeout_s", "total_timeout_s", "memory_bytes", "max_processes", "max_file_bytes", "tmp_bytes"),
     *("max_turns", "expected_calls", "max_output_chars", "num_results"),
     *("max_body_bytes", "max_requests", "max_samples", "body_timeout_s", "shutdown_timeout_s", "devices", "tensor"),
+    *("max_body_values", "max_messages", "max_connections"),
     *("trainer_hosts", "trainer_devices", "rollout_engines", "engine_devices", "reward_workers", "cpus_per_process"),
     *("silence_timeout_s", "start_timeout_s", "report_every_s", "window_steps", "stall_warning_s"),
 )

@@ -27,7 +27,7 @@ async def engine_source(config: ServeConfig, api_key: str) -> AsyncIterator[Engi
     """The policy of the settings, warm. ConfigError where it cannot be had, or does not fit."""
     decoding = await asyncio.to_thread(find_served, config)
     engine, weights = decoding.engine, await asyncio.to_thread(decoding.load)
-    # Clients ask for top_p often; what else takes a program of its own is compiled when it is first asked for.
+    # Clients ask for top_p often; programs for what else they may ask for are compiled while others are answered.
     await asyncio.to_thread(engine.warm_up, Drawing.FILTERED)
     driver = Driver(engine, Pinned(weights))
     totals: dict[str, float] = {"tokens": 0.0, "dispatches": 0.0, "requests": 0.0, "prefill_tokens": 0.0}
@@ -40,10 +40,11 @@ async def engine_source(config: ServeConfig, api_key: str) -> AsyncIterator[Engi
 
     try:
         driver.start()
+        driver.compile_ahead(Drawing.SHAPED)
         limits, stops = config.engine, decoding.tokenizer.stop_token_ids
         sampling = Sampling(limits.max_new_tokens, limits.temperature, limits.top_k, limits.top_p, stops)
         name = config.served_name or config.model
-        yield EngineSource(driver, name, decoding.tokenizer, sampling, config.seed, api_key, measure)
+        yield EngineSource(driver, name, decoding.tokenizer, sampling, config.seed, api_key, limits.max_prompt_tokens, measure)
     finally:
         driver.close()
 

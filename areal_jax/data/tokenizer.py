@@ -17,7 +17,7 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from areal_jax.records import Message
+from areal_jax.records import Message, Unservable
 from areal_jax.settings import read_json
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
@@ -27,6 +27,9 @@ Turn: TypeAlias = Message | Mapping[str, Any]
 """A message, or one as chat templates and OpenAI's protocol write it, with calls of tools and all else."""
 
 _SETTINGS = "tokenizer_config.json"
+
+_LONG_TEXT = 4096
+"""Characters from which on a text is encoded by a call that lets other threads run meanwhile."""
 
 _STAND_IN = "areal_jax"
 """An answer that no template changes and that stands nowhere else in a conversation."""
@@ -56,7 +59,9 @@ class HFTokenizer:
         )
         self.has_template = template is not None
         # Ids may leave gaps, so that they reach further than there are tokens.
-        self.vocab_size: int = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
+        vocabulary = tokenizer.get_vocab(with_added_tokens=True)
+        self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
+        self._bytes_per_token = _bytes_per_token(tokenizer, vocabulary)
 
     @classmethod
     def from_folder(cls, folder: Path) -> HFTokenizer:
@@ -84,14 +89,23 @@ class HFTokenizer:
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"{written_in}: line {error.lineno} of the chat template cannot be read: {error}") from error
 
-    def render(self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> Int32[np.ndarray, "T"]:
+    def render(
+        self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = (), max_tokens: int | None = None
+    ) -> Int32[np.ndarray, "T"]:
         """Tokens of a conversation through the chat template, ready for the assistant's next words.
 
-        Args: tools: descriptions of functions that the assistant may call, in OpenAI's form, for templates that know them.
-        ValueError where the template refuses the conversation."""
+        Args:
+            tools: descriptions of functions that the assistant may call, in OpenAI's form, for templates that know them.
+            max_tokens: as that of `encode_prompt`.
+
+        Raises:
+            ValueError: the template refuses the conversation.
+        """
         if self._template is None:
-            return self.encode_prompt(_plain(messages) + "\n")
-        return self.encode(self._text(messages, is_asked=True, tools=tools))
+            return self.encode_prompt(_plain(messages) + "\n", max_tokens)
+        text = self._text(messages, is_asked=True, tools=tools)
+        self._require_short(text, max_tokens)
+        return self.encode(text)
 
     @property
     def knows_tools(self) -> bool:
@@ -157,12 +171,39 @@ class HFTokenizer:
 
     def encode(self, text: str) -> Int32[np.ndarray, "T"]:
         """Tokens of a text, without any around it; special tokens written in it are recognised."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=False).ids, np.int32)
+        return self._encode(text, add_special_tokens=False)
 
-    def encode_prompt(self, text: str) -> Int32[np.ndarray, "T"]:
+    def encode_prompt(self, text: str, max_tokens: int | None = None) -> Int32[np.ndarray, "T"]:
         """Tokens of a text that a policy is to go on from, with those that tokenizer.json puts around it: in some families one
-        begins every text."""
-        return np.array(self._tokenizer.encode(text, add_special_tokens=True).ids, np.int32)
+        begins every text.
+
+        Args:
+            max_tokens: refuse, before any work, a text of more bytes than so many tokens can hold. One that passes may still be
+                longer.
+
+        Raises:
+            Unservable: the text has too many bytes.
+        """
+        self._require_short(text, max_tokens)
+        return self._encode(text, add_special_tokens=True)
+
+    def _encode(self, text: str, *, add_special_tokens: bool) -> Int32[np.ndarray, "T"]:
+        # `encode` holds the interpreter's lock throughout: 6.6 s for 4 MB. A batch does not; for short texts it costs more.
+        if len(text) < _LONG_TEXT:
+            encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
+        else:
+            [encoding] = self._tokenizer.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return np.array(encoding.ids, np.int32)
+
+    def _require_short(self, text: str, max_tokens: int | None) -> None:
+        if max_tokens is None or self._bytes_per_token is None:
+            return
+        num_bytes, most = len(text.encode(errors="replace")), max_tokens * self._bytes_per_token
+        if num_bytes > most:
+            raise Unservable(
+                f"the prompt has {num_bytes} bytes, expected at most {most}: "
+                f"engine.max_prompt_tokens={max_tokens} tokens of at most {self._bytes_per_token} bytes each"
+            )
 
     def difference(self, other: HFTokenizer) -> str:
         """Which tokens have another id there, or none, in words; empty where all are the same."""
@@ -182,6 +223,15 @@ class HFTokenizer:
     def token_text(self, token: int) -> str:
         """Text of one token, special ones too; what is part of a character only is \ufffd."""
         return self._tokenizer.decode([token], skip_special_tokens=False)
+
+
+def _bytes_per_token(tokenizer: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> int | None:
+    """Bytes of text that one token can stand for at most; None where a token can stand for any text."""
+    if getattr(tokenizer.model, "unk_token", None) and not getattr(tokenizer.model, "byte_fallback", False):
+        return None
+    # Unicode's normal forms make of a text at least a quarter of its bytes, such as a letter of a mathematical alphabet.
+    shrinks = 1 if tokenizer.normalizer is None else 4
+    return shrinks * max((len(token.encode(errors="replace")) for token in vocabulary), default=1)
 
 
 def _plain(messages: Sequence[Turn]) -> str:

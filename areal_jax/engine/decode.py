@@ -21,7 +21,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import jax
@@ -225,6 +225,8 @@ class DecodeEngine:
         self.base_shardings = _placed(whole)
         """Where the parameters lie to which an adapter belongs."""
         self._programs: dict[tuple[str | int, ...], Callable[..., Any]] = {}
+        self.warm: Drawing | None = None
+        """The most that every program is compiled for; None where each is compiled when it is first needed."""
         self.compile_s = 0.0
         """Seconds spent on compiling so far."""
 
@@ -261,7 +263,19 @@ class DecodeEngine:
                 self._program("prefill", rows, tokens)
         for tokens in self._extend_lengths:
             self._program("extend", self._row_counts(tokens)[-1], tokens)
+        self.warm = Drawing(drawings[-1])
         return self.compile_s - before
+
+    def warm_up_drawing(self, drawing: Drawing, is_stopped: Callable[[], bool]) -> None:
+        """Compile what `drawing` needs beyond `warm`, while another thread runs what is compiled.
+
+        Args: is_stopped: asked before each program; the rest is left out once it is."""
+        assert self.warm is not None
+        for length, each in product(self._view_lengths or [0], range(self.warm + 1, drawing + 1)):
+            if is_stopped():
+                return
+            self._program("generate", length, each)
+        self.warm = max(self.warm, drawing)
 
     def init_state(self) -> DecodeState:
         """Empty slots and pages, and the shortest view."""

@@ -19,7 +19,7 @@ from areal_jax.engine.config import MAX_TOP_K
 from areal_jax.engine.decode import MAX_ALTERNATIVES, MAX_STOP_TOKENS, DecodeEngine, Drawing, Drawn
 from areal_jax.engine.memory import Filling, Memory
 from areal_jax.engine.routing import TOTALS
-from areal_jax.engine.slots import SlotTable
+from areal_jax.engine.slots import SlotTable, drawing_of
 from areal_jax.records import (
     NO_VERSION,
     Completion,
@@ -141,6 +141,11 @@ class Driver:
         self._queue: dict[str, _Job] = {}
         # Those of whose progress someone wants to know.
         self._watched: dict[str, _Job] = {}
+        # Those that wait for programs, in order of arrival. The driver's thread starts the one that compiles, and takes its
+        # outcome as a command; `close` lets it end after the program under way.
+        self._uncompiled: list[_Job] = []
+        self._compiling: threading.Thread | None = None
+        self._compile_stop = threading.Event()
         self._current = Weights(NO_VERSION, None)
         self._arrived: Weights | None = None
         """Newer weights that kept a dispatch from being enqueued ahead."""
@@ -175,6 +180,7 @@ class Driver:
         def close() -> None:
             self._closing = True
 
+        self._compile_stop.set()
         if self._thread.is_alive():
             self._put(close)
             self._thread.join(_CLOSE_TIMEOUT_S)
@@ -182,6 +188,12 @@ class Driver:
                 raise TimeoutError(f"the decode driver's thread did not end within {_CLOSE_TIMEOUT_S} s of close()")
         else:
             self._end(EngineStopped("the decode engine is closed"))
+        if self._compiling is not None:
+            self._compiling.join(_CLOSE_TIMEOUT_S)
+
+    def compile_ahead(self, drawing: Drawing) -> None:
+        """Compile what requests of this kind need, beside the driver's thread, before the first one asks for it."""
+        self._put(lambda: self._compile(drawing))
 
     def submit(self, request: Request) -> asyncio.Future[list[Completion]]:
         """Answer with one completion per sample, in order; call from the asyncio thread. Cancelling the future frees the slots.
@@ -394,8 +406,45 @@ class Driver:
         if request.on_progress is not None:
             self._watched[request.id] = job
         if job.waiting:
-            self._queue[request.id] = job
+            self._enqueue_job(job)
         self._deliver_if_finished(job)
+
+    def _enqueue_job(self, job: _Job) -> None:
+        """Let a job wait for slots, after the programs that it needs: compiling them here would hold up all others."""
+        drawing, warm = drawing_of(job.request.sampling), self._engine.warm
+        if warm is None or drawing <= warm:
+            self._queue[job.request.id] = job
+        else:
+            self._uncompiled.append(job)
+            self._compile(drawing)
+
+    def _compile(self, drawing: Drawing) -> None:
+        """Compile in a thread of its own what is missing for a way of drawing."""
+        engine = self._engine
+        if self._compiling is not None or engine.warm is None or drawing <= engine.warm or self._compile_stop.is_set():
+            return
+
+        def compile() -> None:
+            failed = None
+            try:
+                engine.warm_up_drawing(drawing, self._compile_stop.is_set)
+            except Exception as error:  # whoever waits for it gets it
+                failed = error
+            self._put(lambda: self._compiled(failed))
+
+        self._compiling = threading.Thread(target=compile, name="compile", daemon=True)
+        self._compiling.start()
+
+    def _compiled(self, failed: Exception | None) -> None:
+        """Let those go on that waited for programs."""
+        self._compiling = None
+        jobs, self._uncompiled = self._uncompiled, []
+        for job in (job for job in jobs if self._jobs.get(job.request.id) is job and job.waiting):
+            if failed is None:
+                self._enqueue_job(job)
+            else:
+                job.answer.fail(RuntimeError(f"compiling for request {job.request.id!r} failed: {failed}"))
+                self._forget(job)
 
     def _forget(self, job: _Job) -> None:
         """Remove a job with all its samples, if it is still here."""
@@ -630,7 +679,7 @@ class Driver:
             job.drawn[sample] = replace(job.drawn[sample], stop_reason="stop")
             if not job.waiting:
                 self._memory.give_up(job.prompts)
-                del self._queue[request_id]
+                self._queue.pop(request_id, None)
             self._deliver_if_finished(job)
 
     def _count(self, name: str, amount: int | float, weight: int = 1) -> None:

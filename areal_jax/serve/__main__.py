@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import secrets
 import signal
@@ -85,6 +86,9 @@ async def serve(config: ServeConfig) -> int:
     async with engine_source(config, api_key) as source:
         for number in SIGNALS:
             loop.add_signal_handler(number, stop.set)
+        # What there is now stays: without this a large answer makes the collector walk all of jax, for which all threads wait.
+        gc.collect()
+        gc.freeze()
         app = App(source, config.limits, source.measure)
         try:
             async with listening(app, config.host, config.port, config.limits.shutdown_timeout_s) as port:

@@ -8,12 +8,15 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import time
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, aclosing, asynccontextmanager
-from typing import Any, Protocol, runtime_checkable
+from functools import cache
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import numpy as np
-from aiohttp import web
+from aiohttp import http_exceptions, web
 from jaxtyping import Int32
 
 from areal_jax.data.tokenizer import HFTokenizer
@@ -28,6 +31,13 @@ from areal_jax.serve.tool_calls import BEGIN, ToolCall, parse_tool_calls
 logger = logging.getLogger(__name__)
 
 RETRY_AFTER_S = 1
+
+_LARGE = 1 << 16
+"""Bytes of a request, and tokens of an answer, that make it a large one."""
+
+_LOG_PERIOD_S = 10.0
+
+T = TypeVar("T")
 
 Prompt = Int32[np.ndarray, "_"]
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
@@ -53,7 +63,11 @@ class Source(Protocol):
         ...
 
     def prompt_of(self, chat: Chat) -> Prompt:
-        """The tokens of a conversation. ValueError where the chat template refuses it."""
+        """The tokens of a conversation; called in a thread. ValueError where the chat template refuses it."""
+        ...
+
+    def prompt_of_text(self, text: str) -> Prompt:
+        """The tokens of a text to go on from. Unservable where it cannot be short enough."""
         ...
 
     async def draw(self, prompt: Prompt, wishes: Wishes, on_progress: OnProgress | None) -> list[Completion]:
@@ -78,6 +92,8 @@ class App:
     def __init__(self, door: Door, limits: LimitsConfig, measure: Callable[[], Mapping[str, float]] = dict) -> None:
         """Args: measure: tells what the engine has counted so far."""
         self._door, self._limits, self._measure, self._counts, self._num_requests = door, limits, measure, Counts(), 0
+        # What takes long is done in these threads, large requests apart from small ones; `close` ends them.
+        self._small, self._large = ThreadPoolExecutor(2, "small requests"), ThreadPoolExecutor(1, "large requests")
         self.stopped = asyncio.Event()
         """Set when the engine answers nothing more."""
         self.http = web.Application(middlewares=[self._counted, self._door_of_strangers], client_max_size=limits.max_body_bytes)
@@ -88,6 +104,21 @@ class App:
             self.http.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._models)
         self.http.router.add_get("/health", self._health)
         self.http.router.add_get("/metrics", self._metrics)
+
+    @property
+    def limits(self) -> LimitsConfig:
+        """What clients may ask for."""
+        return self._limits
+
+    def close(self) -> None:
+        """End the threads; what waits for them is given up."""
+        for threads in (self._small, self._large):
+            threads.shutdown(wait=False, cancel_futures=True)
+
+    async def _in_thread(self, size: int, work: Callable[[], T]) -> T:
+        """Work off the event loop. Args: size: of the request, or of its answer."""
+        threads = self._large if size > _LARGE else self._small
+        return await asyncio.get_running_loop().run_in_executor(threads, work)
 
     # Around every request.
 
@@ -150,10 +181,10 @@ class App:
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
         return self._door.enter(request.match_info.get("session", ""), key.strip() if kind.lower() == "bearer" else "")
 
-    async def _body(self, request: web.Request) -> dict[str, Any]:
+    async def _body(self, request: web.Request) -> bytes:
         try:
             async with asyncio.timeout(self._limits.body_timeout_s):
-                return read_json(await request.read())
+                return await request.read()
         except TimeoutError:
             limit = f"limits.body_timeout_s={self._limits.body_timeout_s:g}"
             raise Refused(408, f"the request did not arrive within {limit} s") from None
@@ -178,49 +209,67 @@ class App:
 
     async def _chat(self, request: web.Request) -> web.StreamResponse:
         source = self._source(request)
-        chat = read_chat(await self._body(request))
-        _require_model(source, chat.wishes.model)
-        try:
-            if chat.tools and not source.tokenizer.knows_tools:
-                raise Refused(400, f"the chat template of {source.model} tells the policy of no tools", param="tools")
-            prompt = source.prompt_of(chat)
-        except ValueError as error:
-            raise Refused(400, str(error), param="messages") from error
+        body = await self._body(request)
+
+        def read() -> tuple[Chat, Prompt]:
+            chat = read_chat(read_json(body, self._limits.max_body_values), self._limits.max_messages)
+            _require_model(source, chat.wishes.model)
+            try:
+                if chat.tools and not source.tokenizer.knows_tools:
+                    raise Refused(400, f"the chat template of {source.model} tells the policy of no tools", param="tools")
+                return chat, source.prompt_of(chat)
+            except Unservable:
+                raise
+            except ValueError as error:
+                raise Refused(400, str(error), param="messages") from error
+
+        chat, prompt = await self._in_thread(len(body), read)
         return await self._answer(request, source, [prompt], chat.wishes, chat)
 
     async def _texts(self, request: web.Request) -> web.StreamResponse:
         source = self._source(request)
-        asked = read_texts(await self._body(request))
-        _require_model(source, asked.wishes.model)
-        encode = source.tokenizer.encode_prompt
-        prompts = [encode(each) if isinstance(each, str) else np.array(each, np.int32) for each in asked.prompts]
-        return await self._answer(request, source, prompts, asked.wishes, None)
+        body = await self._body(request)
+
+        def read() -> tuple[Wishes, list[Prompt]]:
+            asked = read_texts(read_json(body, self._limits.max_body_values))
+            _require_model(source, asked.wishes.model)
+            self._require_few(asked.wishes.num_samples * len(asked.prompts))
+            encode = source.prompt_of_text
+            prompts = [encode(each) if isinstance(each, str) else np.array(each, np.int32) for each in asked.prompts]
+            return asked.wishes, prompts
+
+        wishes, prompts = await self._in_thread(len(body), read)
+        return await self._answer(request, source, prompts, wishes, None)
 
     # Answering.
 
     async def _answer(
         self, request: web.Request, source: Source, prompts: Sequence[Prompt], wishes: Wishes, chat: Chat | None
     ) -> web.StreamResponse:
-        total = wishes.num_samples * len(prompts)
-        if total > self._limits.max_samples:
-            raise Refused(
-                400, f"{total} answers asked for, expected at most limits.max_samples={self._limits.max_samples}", param="n"
-            )
+        self._require_few(wishes.num_samples * len(prompts))
         self._num_requests += 1
         kind = "text" if chat is None else "chat"
-        form = Form(kind, str(self._num_requests), wishes, prompts, source.tokenizer.token_text, now())
-        answering = Answering(source, prompts, wishes, chat)
+        form = Form(kind, str(self._num_requests), wishes, prompts, cache(source.tokenizer.token_text), now())
+        answering = Answering(source, prompts, wishes, chat, self._in_thread)
         deadline_s = asyncio.get_running_loop().time() + self._limits.request_timeout_s
         with source.busy():
             if wishes.stream:
                 response = await self._stream(request, answering, form, deadline_s)
             else:
                 async with self._until(deadline_s):
-                    response = web.json_response(form.whole(await answering.whole()))
+                    parts = await answering.whole()
+                    text = await self._in_thread(_size(parts), lambda: form.whole(parts))
+                    response = web.Response(text=text, content_type="application/json")
         usage = form.usage(answering.told)
         self._counts.add("prompt_tokens", usage["prompt_tokens"])
         self._counts.add("completion_tokens", usage["completion_tokens"])
         return response
+
+    def _require_few(self, total: int) -> None:
+        if total > self._limits.max_samples:
+            raise Refused(
+                400, f"{total} answers asked for, expected at most limits.max_samples={self._limits.max_samples}", param="n"
+            )
 
     async def _stream(self, request: web.Request, answering: Answering, form: Form, deadline_s: float) -> web.StreamResponse:
         response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
@@ -261,8 +310,16 @@ class App:
 class Answering:
     """The answers to one request as they come into being."""
 
-    def __init__(self, source: Source, prompts: Sequence[Prompt], wishes: Wishes, chat: Chat | None) -> None:
-        self._source, self._prompts, self._wishes, self._chat = source, prompts, wishes, chat
+    def __init__(
+        self,
+        source: Source,
+        prompts: Sequence[Prompt],
+        wishes: Wishes,
+        chat: Chat | None,
+        in_thread: Callable[[int, Callable[[], Any]], Awaitable[Any]],
+    ) -> None:
+        """Args: in_thread: runs work of a size off the event loop."""
+        self._source, self._prompts, self._wishes, self._chat, self._in_thread = source, prompts, wishes, chat, in_thread
         tokenizer = source.tokenizer
         silent = frozenset((*tokenizer.stop_token_ids, *wishes.stop_tokens))
         hold = BEGIN if chat is not None and chat.tools else ""
@@ -277,7 +334,7 @@ class Answering:
 
     async def whole(self) -> Sequence[Part]:
         """All answers, each in one part."""
-        self._end(await self._drawn(follows=bool(self._wishes.stops)))
+        await self._end(await self._drawn(follows=bool(self._wishes.stops)))
         return self.told
 
     async def parts(self) -> AsyncGenerator[Part, None]:
@@ -287,7 +344,7 @@ class Answering:
         try:
             while (part := await self._news.get()) is not None:
                 yield part
-            for part in self._end(await drawing):
+            for part in await self._end(await drawing):
                 yield part
         finally:
             drawing.cancel()
@@ -315,8 +372,18 @@ class Answering:
 
         return follow
 
-    def _end(self, completions: Sequence[Completion]) -> list[Part]:
-        """Tell the source of the whole answers; returns what is left to be told of each choice."""
+    async def _end(self, completions: Sequence[Completion]) -> list[Part]:
+        """Report the whole answers to the source; returns what is left to be sent of each choice."""
+        num_tokens = sum(len(completion.tokens) for completion in completions)
+        whole, rest = await self._in_thread(num_tokens, lambda: self._decoded(completions))
+        n = self._wishes.num_samples
+        for place, prompt in enumerate(self._prompts):
+            self._source.told(prompt, self._chat, whole[n * place : n * (place + 1)])
+        self.told = whole
+        return rest
+
+    def _decoded(self, completions: Sequence[Completion]) -> tuple[list[Part], list[Part]]:
+        """The whole answers, and of each what is not sent yet."""
         whole, rest = list[Part](), list[Part]()
         for index, (speech, completion) in enumerate(zip(self._speeches, completions, strict=True)):
             before = speech.num_tokens
@@ -327,11 +394,7 @@ class Answering:
             finish = "stop" if speech.is_stopped else completion.stop_reason
             whole.append(Part(index, said, kept, finish, calls))
             rest.append(Part(index, text + beside, kept.between(before, speech.num_tokens), finish, calls))
-        n = self._wishes.num_samples
-        for place, prompt in enumerate(self._prompts):
-            self._source.told(prompt, self._chat, whole[n * place : n * (place + 1)])
-        self.told = whole
-        return rest
+        return whole, rest
 
 
 def message_of(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
@@ -343,20 +406,82 @@ def message_of(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
     return turn
 
 
+def _size(parts: Sequence[Part]) -> int:
+    """Tokens that are written about: those of the answers, and the alternatives to each."""
+    told = (part.drawn for part in parts)
+    return sum(each.tokens.size + (0 if each.alternatives is None else each.alternatives.tokens.size) for each in told)
+
+
+class _Busy(asyncio.Protocol):
+    """Refuses a connection."""
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        transport.write(b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+        transport.close()
+
+
+class _OneLine(logging.Filter):
+    """Lets one line pass for all that is not HTTP in a while, without a traceback: it is a client's fault."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._num_held, self._next_s = 0, 0.0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if not isinstance(error, http_exceptions.HttpProcessingError | ConnectionError | web.RequestPayloadError):
+            return True
+        self._num_held += 1
+        if time.monotonic() < self._next_s:
+            return False
+        words = repr(str(error))[:200]
+        record.msg, record.args = "%d requests that are not HTTP, the last: %s", (self._num_held, words)
+        record.exc_info, record.levelno, record.levelname = None, logging.WARNING, "WARNING"
+        self._num_held, self._next_s = 0, time.monotonic() + _LOG_PERIOD_S
+        return True
+
+
+def _http_logger() -> logging.Logger:
+    found = logging.Logger(f"{__name__}.http")
+    found.parent = logger
+    found.addFilter(_OneLine())
+    return found
+
+
 @asynccontextmanager
 async def listening(app: App, host: str, port: int, shutdown_timeout_s: float) -> AsyncIterator[int]:
     """Answer at an address while the body runs; yields the port. At the end answers under way have a while to be finished."""
     # A handler is cancelled when its client leaves, and with it what it waits for: that is what frees slots.
-    runner = web.AppRunner(app.http, handler_cancellation=True, access_log=None, shutdown_timeout=shutdown_timeout_s)
+    runner = web.AppRunner(
+        app.http,
+        handler_cancellation=True,
+        access_log=None,
+        shutdown_timeout=shutdown_timeout_s,
+        keepalive_timeout=app.limits.body_timeout_s,
+        logger=_http_logger(),
+    )
     await runner.setup()
+    server = runner.server
+    assert server is not None
+
+    def connection() -> asyncio.BaseProtocol:
+        return _Busy() if len(server.connections) >= app.limits.max_connections else server()
+
+    listener = None
     try:
-        await web.TCPSite(runner, host, port).start()
-        yield runner.addresses[0][1]
+        listener = await asyncio.get_running_loop().create_server(connection, host, port, backlog=128)
+        yield listener.sockets[0].getsockname()[1]
     finally:
+        if listener is not None:
+            listener.close()
         await runner.cleanup()
+        app.close()
 
 
 async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
+    # Others have their turn between two events, also where the client reads as fast as they are written.
+    await asyncio.sleep(0)
     await response.write(b"data: " + json.dumps(event, ensure_ascii=False, allow_nan=False).encode() + b"\n\n")
 
 

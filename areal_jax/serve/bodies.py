@@ -18,6 +18,12 @@ from areal_jax.engine.decode import MAX_ALTERNATIVES, MAX_STOP_TOKENS
 MAX_STOPS = 16
 """Stop strings of one request; OpenAI allows 4."""
 
+MAX_TOOLS = 128
+"""Tools of one request: OpenAI's limit."""
+
+_MAX_MESSAGE = 1000
+"""Characters of an error message: it may quote the request."""
+
 IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "parallel_tool_calls")
 """Fields that say nothing about the answer, or nothing that could be otherwise here."""
 
@@ -26,8 +32,9 @@ class Refused(Exception):
     """A request that is not answered, with what the client is told."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
+        message = message if len(message) <= _MAX_MESSAGE else message[:_MAX_MESSAGE] + "..."
         super().__init__(message)
-        self.status, self.message, self.code, self.param = status, message, code, param
+        self.status, self.message, self.code, self.param = status, message, code, param and param[:_MAX_MESSAGE]
 
     def body(self) -> dict[str, Any]:
         """The error as OpenAI's API writes it."""
@@ -79,8 +86,15 @@ def require_key(shown: str, right: str, owner: str) -> None:
         raise Refused(401, f"Incorrect API key provided: expected {owner}", code="invalid_api_key")
 
 
-def read_json(body: bytes) -> dict[str, Any]:
-    """The object that a body holds."""
+def read_json(body: bytes, max_values: int) -> dict[str, Any]:
+    """The object that a body holds.
+
+    Args: max_values: refuse a body of more commas and opening brackets, in texts too. Parsing it would hold the interpreter's
+    lock."""
+    num_values = sum(body.count(mark) for mark in (b",", b"[", b"{"))
+    if num_values > max_values:
+        expected = f"expected at most limits.max_body_values={max_values}"
+        raise Refused(413, f"the body has {num_values} commas and brackets, {expected}")
     try:
         given = _parsed(body)
     except (ValueError, RecursionError) as error:
@@ -98,17 +112,23 @@ def _parsed(text: str | bytes) -> Any:
     return value
 
 
-def read_chat(given: Mapping[str, Any]) -> Chat:
+def read_chat(given: Mapping[str, Any], max_messages: int = 1 << 20) -> Chat:
     """A request for /v1/chat/completions."""
     body = Body(given)
     messages = body.take("messages", list)
     if not messages:
         raise Refused(400, "expected at least one message", param="messages")
+    if len(messages) > max_messages:
+        expected = f"expected at most limits.max_messages={max_messages}"
+        raise Refused(400, f"{len(messages)} messages, {expected}", code="context_length_exceeded", param="messages")
     turns = tuple(_turn(message, f"messages[{place}]") for place, message in enumerate(messages))
     choice = body.take("tool_choice", str, "auto")
     if choice not in ("auto", "none"):
         raise Refused(400, f"tool_choice={choice!r} is not supported; expected auto or none", param="tool_choice")
-    tools = tuple(_tool(tool, f"tools[{place}]") for place, tool in enumerate(body.take("tools", list, [])))
+    given_tools = body.take("tools", list, [])
+    if len(given_tools) > MAX_TOOLS:
+        raise Refused(400, f"{len(given_tools)} tools, expected at most {MAX_TOOLS}", param="tools")
+    tools = tuple(_tool(tool, f"tools[{place}]") for place, tool in enumerate(given_tools))
     form = body.take("response_format", dict, {"type": "text"})
     if form != {"type": "text"}:
         raise Refused(400, f"response_format={json.dumps(form)[:200]} is not supported; expected text", param="response_format")

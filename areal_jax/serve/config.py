@@ -14,10 +14,17 @@ class LimitsConfig:
     """What clients may ask for, and how long they may take."""
 
     max_body_bytes: int = chz.field(default=4 << 20, doc="a larger request is refused (413)")
+    max_body_values: int = chz.field(
+        default=200_000, doc="commas and opening brackets in a request; one with more is refused before it is parsed (413)"
+    )
+    max_messages: int = chz.field(default=2048, doc="messages of a conversation; a longer one is refused (400)")
+    max_connections: int = chz.field(default=1024, doc="open connections; one more is answered with 503 and closed")
     max_requests: int = chz.field(default=256, doc="requests answered at the same time; one more is refused (429)")
     max_samples: int = chz.field(default=128, doc="answers that one request may ask for, n times its prompts (400)")
     request_timeout_s: float = chz.field(default=600.0, doc="an answer that is not sent by then is broken off (504)")
-    body_timeout_s: float = chz.field(default=30.0, doc="a request that has not arrived by then is refused (408)")
+    body_timeout_s: float = chz.field(
+        default=30.0, doc="a request that has not arrived by then is refused (408), and a connection without one is closed"
+    )
     shutdown_timeout_s: float = chz.field(default=10.0, doc="answers under way have so long when the server is told to end")
 
 

@@ -27,6 +27,8 @@ class EngineSource:
     """Of a request that says nothing of it."""
     seed: int
     api_key: str
+    max_prompt_tokens: int | None = None
+    """Of the engine: longer prompts are refused before they are tokenized."""
     measure: Callable[[], Mapping[str, float]] = dict
     """What the engine has counted so far."""
     _numbers: count[int] = field(default_factory=count)
@@ -44,7 +46,10 @@ class EngineSource:
         return nullcontext()
 
     def prompt_of(self, chat: Chat) -> Int32[np.ndarray, "P"]:
-        return self.tokenizer.render(chat.turns, chat.tools)
+        return self.tokenizer.render(chat.turns, chat.tools, self.max_prompt_tokens)
+
+    def prompt_of_text(self, text: str) -> Int32[np.ndarray, "P"]:
+        return self.tokenizer.encode_prompt(text, self.max_prompt_tokens)
 
     async def draw(self, prompt: Int32[np.ndarray, "P"], wishes: Wishes, on_progress: OnProgress | None) -> list[Completion]:
         number = f"request-{next(self._numbers)}"

@@ -82,12 +82,15 @@ class Session:
 
     def prompt_of(self, chat: Chat) -> Int32[np.ndarray, "P"]:
         turns = tuple(_normal(turn) for turn in chat.turns)
-        before = [said for said in self._said if turns[: len(said.turns)] == said.turns and len(said.turns) < len(turns)]
+        before = [said for said in tuple(self._said) if turns[: len(said.turns)] == said.turns and len(said.turns) < len(turns)]
         if not before:
             return self.tokenizer.render(chat.turns, chat.tools)
         said = max(before, key=lambda said: len(said.turns))
         answer = ended(said.completion.tokens, self.tokenizer.stop_token_ids)
         return np.concatenate([said.prompt, answer, self.tokenizer.render_next(chat.turns[len(said.turns) :])])
+
+    def prompt_of_text(self, text: str) -> Int32[np.ndarray, "P"]:
+        return self.tokenizer.encode_prompt(text)
 
     async def draw(self, prompt: Int32[np.ndarray, "P"], wishes: Wishes, on_progress: OnProgress | None) -> list[Completion]:
         refused = [name for field, name in _REFUSED.items() if wishes.sampling.get(field)]
@@ -128,7 +131,7 @@ class AgentServer:
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[AgentServer]:
         """Answer agents while the body runs, on this machine only."""
-        limits = LimitsConfig(max_requests=1 << 16, request_timeout_s=self._timeout_s)
+        limits = LimitsConfig(max_connections=1 << 16, max_requests=1 << 16, request_timeout_s=self._timeout_s)
         async with listening(App(self, limits), HOST, 0, limits.shutdown_timeout_s) as self._port:
             yield self
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -753,3 +755,62 @@ def test_events_tell_what_the_thread_did():
     assert [name for name, _, _ in events] == ["swap", "prefill", "dispatch", "swap", "dispatch"]
     assert all(start <= end for _, start, end in events)
     assert len(whole(PROMPT, uninterrupted(request())[0][0])) == 25
+
+
+class Slow(DecodeEngine):
+    """Compiles filtered drawing only once it is let."""
+
+    def __init__(self, *given: Any) -> None:
+        super().__init__(*given)
+        self.asked, self.let = threading.Event(), threading.Event()
+
+    def _lowered(self, verb: str, *shape: int) -> jax.stages.Lowered:
+        if verb == "generate" and shape[1] == Drawing.FILTERED:
+            self.asked.set()
+            assert self.let.wait(60)
+        return super()._lowered(verb, *shape)
+
+
+def slow_engine() -> Slow:
+    model = engine()
+    found = Slow(model.policy, model.mesh, model.config, model.compute_dtype)
+    found.warm_up()
+    return found
+
+
+@pytest.mark.timeout(120)
+def test_other_requests_go_on_while_programs_are_compiled():
+    slow = slow_engine()
+    shelf = Shelf(slow, (0, 0, 0))
+
+    async def main(driver: Driver) -> None:
+        driver.start()
+        filtered = driver.submit(request("filtered", num_samples=2, top_k=3))
+        while not slow.asked.is_set():
+            await asyncio.sleep(0.01)
+        given_up = driver.submit(request("given up", top_k=3))
+        given_up.cancel()
+        assert len(await driver.submit(request("plain"))) == 1
+        assert not filtered.done()
+        slow.let.set()
+        assert len(await filtered) == 2
+        assert slow.warm == Drawing.FILTERED
+
+    with_driver(slow, shelf, main)
+
+
+@pytest.mark.timeout(120)
+def test_closing_ends_what_waits_for_programs():
+    slow = slow_engine()
+
+    async def main(driver: Driver) -> None:
+        driver.start()
+        filtered = driver.submit(request("filtered", top_k=3))
+        while not slow.asked.is_set():
+            await asyncio.sleep(0.01)
+        slow.let.set()
+        await asyncio.to_thread(driver.close)
+        with contextlib.suppress(EngineStopped):
+            await filtered
+
+    with_driver(slow, Shelf(slow, (0, 0, 0)), main)
