@@ -95,11 +95,16 @@ def _kill_descendants(guard: int, program: int) -> None:
     """Kill until there are none: one that is killed may have started another before."""
     with suppress(OSError):
         os.killpg(program, signal.SIGKILL)
-    while found := _descendants(guard):
-        for pid in found:
+    while True:
+        for pid in _descendants(guard):
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        _reaped(program)
+        # One scan may miss whoever gets another parent meanwhile; while any lives, the guard has a child.
+        try:
+            while os.waitpid(-1, os.WNOHANG)[0]:
+                pass
+        except ChildProcessError:
+            return
         time.sleep(_PAUSE_S)
 
 
