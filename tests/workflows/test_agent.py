@@ -211,6 +211,7 @@ def work(
             sessions = await stack.enter_async_context(AgentServer(TOKENIZER, 50, 100.0).listening())
             host = AgentHost(config, sessions)
             stack.push_async_callback(host.close)
+            await host.start()
             return await workflow(config, host, num_samples)(task, generate, judge)
 
     return asyncio.run(asyncio.wait_for(main(), 100))
@@ -296,7 +297,7 @@ def test_an_agent_that_would_end_the_process_fails_its_own_task_alone(program: P
 
 
 def test_agents_that_do_not_end_are_killed(program: Path):
-    error = failure(Agent(function=f"{program}:stays", timeout_s=1.0), Saying(), num_samples=1)
+    error = failure(Agent(function=f"{program}:stays", timeout_s=4.0), Saying(), num_samples=1)
     assert isinstance(error, TimeoutError)
     assert f"it was at {program}:" in str(error) and "in stays: await asyncio.sleep(60)" in str(error)
 
@@ -309,6 +310,7 @@ async def hosted(config: Agent) -> AsyncIterator[AgentHost]:
     async with AsyncExitStack() as stack:
         host = AgentHost(config, await stack.enter_async_context(AgentServer(TOKENIZER, 50, 100.0).listening()))
         stack.push_async_callback(host.close)
+        await host.start()
         yield host
 
 
@@ -322,7 +324,7 @@ def all_ended(pids: Iterable[int]) -> None:
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("name", ["blocks_at_once", "blocks_later"])
 def test_a_blocking_agent_is_named_and_others_go_on(program: Path, name: str, caplog: pytest.LogCaptureFixture):
-    config = Agent(function=f"{program}:{name}", timeout_s=6.0, stall_warning_s=0.5)
+    config = Agent(function=f"{program}:{name}", timeout_s=10.0, stall_warning_s=0.5)
 
     async def main() -> None:
         async with hosted(config) as host:
@@ -375,7 +377,7 @@ def test_output_of_agents_disturbs_nothing(program: Path, capfd: pytest.CaptureF
 @pytest.mark.parametrize("name", ["starts_others", "starts_others_async"])
 @pytest.mark.parametrize("ends", ["timeout", "close"])
 def test_what_agents_start_ends_with_them(program: Path, tmp_path: Path, name: str, ends: str):
-    config = Agent(function=f"{program}:{name}", timeout_s=3.0 if ends == "timeout" else 90.0)
+    config = Agent(function=f"{program}:{name}", timeout_s=10.0 if ends == "timeout" else 90.0)
 
     async def main() -> None:
         async with hosted(config) as host:
@@ -442,7 +444,6 @@ def test_clocks_of_agents_stop_while_an_evaluation_holds(program: Path):
 
     async def main() -> None:
         async with hosted(config) as host:
-            await host.start()
             held = Held()
             training = [asyncio.ensure_future(workflow(config, host, 1)(TASK, held, judge))]
             while held.waiting < 1:
@@ -468,8 +469,8 @@ def test_a_function_that_cannot_be_loaded_is_refused(tmp_path: Path):
     (tmp_path / "agents.py").write_text("import no_such_module")
 
     async def main(name: str) -> None:
-        async with hosted(Agent(function=f"{tmp_path}/{name}")) as host:
-            await host.start()
+        async with hosted(Agent(function=f"{tmp_path}/{name}")):
+            raise AssertionError("it was loaded")
 
     for name, words in (("agents.py:f", "ModuleNotFoundError: No module named"), ("none.py:f", "FileNotFoundError")):
         with pytest.raises(ValueError, match=words):
