@@ -30,9 +30,11 @@ from areal_jax.engine.driver import Driver
 from areal_jax.engine.fleet import Fleet
 from areal_jax.evaluation.evaluate import Evaluation, evaluate, tasks_that_fill
 from areal_jax.launch.config import Ray
+from areal_jax.launch.signals import SIGNALS, Stopped, keep_handlers
 from areal_jax.metrics import names
 from areal_jax.metrics.config import METRICS
 from areal_jax.metrics.description import write_description
+from areal_jax.metrics.files import disk_error
 from areal_jax.metrics.health import HealthMonitor
 from areal_jax.metrics.jsonl import read
 from areal_jax.metrics.meters import Meters
@@ -48,6 +50,7 @@ from areal_jax.records import (
     Group,
     Judge,
     NotLearning,
+    NotSaved,
     Sampling,
     Task,
     Tokenizer,
@@ -142,7 +145,7 @@ class Run(Generic[AnyTrainer]):
     sinks: Sinks
     trace: Trace
     progress: Progress
-    stop: asyncio.Event
+    stop: StopRequest
     """Set on Ctrl-C or SIGTERM: end after the step under way."""
     restored: Columns | None
     """What the checkpoint that the run goes on from holds beside the trainer's state."""
@@ -271,20 +274,34 @@ class Run(Generic[AnyTrainer]):
         if self.stop.is_set():
             for task in self.evaluations:
                 task.cancel()
-        await asyncio.gather(*self.evaluations, return_exceptions=True)
+        evaluations = await asyncio.gather(*self.evaluations, return_exceptions=True)
+        is_evaluated = False
+
+        async def evaluate() -> bool:
+            await self.evaluate(version)
+            return True
+
         try:
             # What was trained goes first: an evaluation can be made up for.
             for line in await asyncio.to_thread(self.keeper.write_results, version):
                 self.progress.say(line)
-            await self.unless_stopped(self.evaluate(version))
-            if self.stop.is_set() and version < self.experiment.num_steps:
-                self.progress.say(f"stopped after {version} of {self.experiment.num_steps} steps; {what_is_left(self.folder)}")
+            is_evaluated = bool(await self.unless_stopped(evaluate()))
         finally:
             self.report()
         if self.experiment.metrics.progress:
             for line in what_came_out(self.folder, answers=self.plan.policy.config.readout == "CausalLM"):
                 self.progress.say(line)
+        for outcome in evaluations:
+            if isinstance(outcome, OSError):
+                raise outcome
+        if version not in saved_versions(self.folder / CHECKPOINTS):
+            raise NotSaved(f"version {version}, the last that was trained, has no checkpoint: see the warning above")
         self.require_learning()
+        num_steps = self.experiment.num_steps
+        if self.stop.is_set() and version < num_steps:
+            raise Stopped(self.stop.number, f"after {version} of {num_steps} steps")
+        if self.stop.is_set() and not is_evaluated:
+            raise Stopped(self.stop.number, f"after all {num_steps} steps, before the last version was evaluated")
 
     def report(self) -> None:
         """Write the report, and say where it is."""
@@ -308,25 +325,18 @@ def what_came_out(folder: Path, *, answers: bool) -> Iterator[str]:
     """How the score of a run in `folder` has changed, and the commands that ask its newest checkpoint.
 
     Args: answers: whether the policy gives any; a reward model does not."""
-    versions, scores = collect(read(folder / METRICS)).get(names.PASS_AT_1, ([], []))
-    if len(versions) > 1:
-        yield f"pass@1 {scores[0]:.1%} of version {versions[0]}, {scores[-1]:.1%} of version {versions[-1]}"
-    versions, rewards = collect(read(folder / METRICS)).get(names.EVAL_REWARD, ([], []))
-    if len(versions) > 1:
-        yield f"mean reward {rewards[0]:.4g} of version {versions[0]}, {rewards[-1]:.4g} of version {versions[-1]}"
+    found = collect(read(folder / METRICS))
+    for name, label, form in ((names.PASS_AT_1, "pass@1", ".1%"), (names.EVAL_REWARD, "mean reward", ".4g")):
+        # A version that was evaluated again has its last score.
+        scores = dict(zip(*found.get(name, ([], [])), strict=True))
+        if len(scores) > 1:
+            (first, before), *_, (last, after) = scores.items()
+            yield f"{label} {before:{form}} of version {first}, {after:{form}} of version {last}"
     if not answers or not saved_versions(folder / CHECKPOINTS):
         return
     where = shlex.quote(str(folder))
     yield f"evaluate it: python -m areal_jax.evaluate checkpoint={where}"
     yield f"serve it: python -m areal_jax.serve model={where}"
-
-
-def what_is_left(folder: Path) -> str:
-    """The command by which a run that ended early goes on, and from where, in words."""
-    if not (versions := saved_versions(folder / CHECKPOINTS)):
-        return "there is no checkpoint to go on from"
-    command = f"python -m areal_jax.train --resume={shlex.quote(str(folder))}"
-    return f"{command} goes on from the checkpoint of version {versions[-1]}"
 
 
 class TracedJudge:
@@ -526,22 +536,30 @@ def _bases(plan: Plan, base: Params) -> list[EngineParams]:
         return [mailbox.wait(0, WEIGHTS_TIMEOUT_S, number).params for number in range(len(targets))]
 
 
+class StopRequest(asyncio.Event):
+    """An event that the first Ctrl-C or SIGTERM sets."""
+
+    number = signal.SIGINT
+    """Of the signal."""
+
+
 @contextmanager
-def stopping_on_signals() -> Iterator[asyncio.Event]:
-    """An event that the first Ctrl-C or SIGTERM sets; the second one acts as ever."""
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
-    signals = (signal.SIGINT, signal.SIGTERM)
+def stopping_on_signals() -> Iterator[StopRequest]:
+    """An event that the first Ctrl-C or SIGTERM sets; the second one acts as it would without this."""
+    stop, loop, restore = StopRequest(), asyncio.get_running_loop(), keep_handlers()
 
     def let_go() -> None:
-        for number in signals:
+        for number in SIGNALS:
             loop.remove_signal_handler(number)
+        restore()
 
-    def heard() -> None:
+    def request_stop(number: signal.Signals) -> None:
+        stop.number = number
         stop.set()
         let_go()
 
-    for number in signals:
-        loop.add_signal_handler(number, heard)
+    for number in SIGNALS:
+        loop.add_signal_handler(number, request_stop, number)
     try:
         yield stop
     finally:
@@ -603,4 +621,5 @@ def evaluation_line(found: Evaluation) -> str:
 
 def _tell_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        logger.error("%s failed", task.get_name(), exc_info=error)
+        where = None if isinstance(error, OSError) and disk_error(error) else error
+        logger.error("%s failed: %s", task.get_name(), error, exc_info=where)

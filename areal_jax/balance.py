@@ -14,6 +14,7 @@ import chz
 from areal_jax import loop
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.config import AnyExperiment, Experiment
+from areal_jax.launch.signals import Interrupted, Stopped
 from areal_jax.metrics import jsonl, names
 from areal_jax.metrics.config import MetricsConfig
 from areal_jax.run_plan import Plan, make_plan
@@ -34,11 +35,14 @@ def balanced(plan: Plan, folder: Path) -> Plan:
     if folder.exists():
         shutil.rmtree(folder)  # of a start that failed
     folder.mkdir(parents=True)
-    loop.run(replace(plan, experiment=on_trial(experiment)), folder, resume=False)
+    try:
+        loop.run(replace(plan, experiment=on_trial(experiment)), folder, resume=False)
+    except Stopped as stopped:
+        raise Interrupted(stopped.number) from stopped
     shutil.rmtree(folder / CHECKPOINTS)
     rows = [row for row in jsonl.read(folder / "metrics.jsonl") if names.REWARD in row]
-    if len(rows) < NUM_STEPS:
-        raise KeyboardInterrupt  # asked for in the middle of the trial
+    if not rows:
+        raise ConfigError("placement.rollout_share=auto: the tasks end before one trial step; set placement.rollout_share")
     times = stage_times(folder, experiment.engine.steps_per_dispatch)
     generate_s, train_s = device_seconds(plan, times, rows)
     split = best_split(plan, generate_s, train_s)

@@ -25,6 +25,7 @@ from areal_jax.checkpoint.recovery import task_to_json, unpack
 from areal_jax.checkpoint.store import SAVE_TIMEOUT_S, CheckpointStore
 from areal_jax.config import written_settings
 from areal_jax.hosts import releases
+from areal_jax.launch.claim import Claim
 from areal_jax.launch.cluster import Cluster, Kind, NoRoom, connected
 from areal_jax.launch.config import Ray
 from areal_jax.launch.connection import Connection, PartLost
@@ -48,15 +49,23 @@ OFFER_TIMEOUT_S = 600.0
 
 
 async def train_on_cluster(
-    plan: Plan, folder: Path, train: Callable[[Run[Trainers]], Coroutine[Any, Any, None]], *, resume: bool, source: str | None
+    plan: Plan,
+    folder: Path,
+    train: Callable[[Run[Trainers]], Coroutine[Any, Any, None]],
+    *,
+    resume: bool,
+    source: str | None,
+    claim: Claim | None = None,
 ) -> None:
-    """Train; where a trainer host is lost, go on from the last checkpoint, launch.attempts times."""
+    """Train; where a trainer host is lost, go on from the last checkpoint, launch.attempts times.
+
+    Args: claim: on the folder, so that trainer hosts of an earlier attempt can write no more."""
     launch = plan.experiment.launch
     assert isinstance(launch, Ray)
     with connected(launch) as cluster:
         for left in range(launch.attempts, -1, -1):
             try:
-                async with assembled_on_cluster(plan, folder, cluster, resume=resume, source=source) as run:
+                async with assembled_on_cluster(plan, folder, cluster, resume=resume, source=source, claim=claim) as run:
                     await run.trainer.while_whole(train(run))
                 return
             except PartLost as loss:
@@ -157,7 +166,7 @@ class Crew:
 
 @asynccontextmanager
 async def assembled_on_cluster(
-    plan: Plan, folder: Path, cluster: Cluster, *, resume: bool, source: str | None
+    plan: Plan, folder: Path, cluster: Cluster, *, resume: bool, source: str | None, claim: Claim | None = None
 ) -> AsyncIterator[Run[Trainers]]:
     """A run whose parts are processes of a Ray cluster; on leaving all of them are ended.
 
@@ -166,6 +175,8 @@ async def assembled_on_cluster(
     launch = experiment.launch
     assert isinstance(launch, Ray)
     async with AsyncExitStack() as stack:
+        if claim is not None:
+            await asyncio.to_thread(claim.fence)
         store = CheckpointStore(folder / CHECKPOINTS, experiment.checkpoint.keep)
         stack.callback(store.close)
         saved_version = store.latest_version() if resume else None
@@ -180,7 +191,10 @@ async def assembled_on_cluster(
         )
         async with cluster.reserved():
             (trainers, beside), _ = await all_or_none(
-                start_trainers(stack, cluster, *arguments, str(folder.absolute()), saved_version), crew.start()
+                start_trainers(
+                    stack, cluster, *arguments, str(folder.absolute()), saved_version, claim.token if claim else None
+                ),
+                crew.start(),
             )
         sinks, trace = written_files(stack, plan, folder, trainers.version if resume else None)
         relay = Relay(trainers, crew.engines, offer_timeout_s=OFFER_TIMEOUT_S)
@@ -197,13 +211,20 @@ async def assembled_on_cluster(
 
 
 async def start_trainers(
-    stack: AsyncExitStack, cluster: Cluster, settings: str, source: str | None, folder: str, saved_version: int | None
+    stack: AsyncExitStack,
+    cluster: Cluster,
+    settings: str,
+    source: str | None,
+    folder: str,
+    saved_version: int | None,
+    claim_token: str | None,
 ) -> tuple[Trainers, Any]:
     """All trainer hosts, joined and ready, until the stack ends; and what their checkpoint holds beside their state, packed."""
     config = cluster.config
 
     async def host(number: int) -> Connection:
-        connection, _ = await started(cluster, "trainer host", number, TRAINER, settings, source, folder, saved_version)
+        arguments = settings, source, folder, saved_version, claim_token
+        connection, _ = await started(cluster, "trainer host", number, TRAINER, *arguments)
         # A checkpoint may be under way.
         stack.push_async_callback(connection.close, SAVE_TIMEOUT_S)
         return connection

@@ -41,6 +41,12 @@ def named_experiment(command: argparse.Namespace) -> AnyExperiment:
     return load_experiment(command.exp, command.overrides)
 
 
+def refused(message: str, status: int) -> int:
+    """Say on stderr why the command ends; the exit status."""
+    print(f"areal_jax: {message}", file=sys.stderr, flush=True)
+    return status
+
+
 def show(text: str) -> None:
     """Print to a reader who may stop early, as `less` and `head` do; that is no error."""
     try:

@@ -22,6 +22,7 @@ from areal_jax.engine.config import MAX_TOP_K, EngineConfig
 from areal_jax.evaluation.config import EvaluationConfig
 from areal_jax.launch.config import LaunchConfig, Local, Ray
 from areal_jax.metrics.config import HealthConfig, MetricsConfig
+from areal_jax.metrics.files import write_whole
 from areal_jax.models.config import PolicyConfig
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.rewards.config import RewardConfig
@@ -193,7 +194,7 @@ def holds_run(folder: Path) -> bool:
 
 def write_config(experiment: AnyExperiment, path: Path) -> None:
     """Write every setting, flat and readable; `--config=PATH` runs it again."""
-    path.write_text(written_settings(experiment), encoding="utf-8")
+    write_whole(path, written_settings(experiment))
 
 
 def experiment_names() -> list[str]:

@@ -8,10 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from areal_jax.checkpoint.config import CHECKPOINTS
-from areal_jax.command import Parser, help_text, named_experiment, show
+from areal_jax.command import Parser, help_text, named_experiment, refused, show
 from areal_jax.config import CONFIG_FILE, Experiment, experiment_names
 from areal_jax.data.benchmarks import BENCHMARKS, find_benchmark
 from areal_jax.launch.local import prepare
+from areal_jax.launch.signals import interruptible, leave
+from areal_jax.metrics.files import disk_error
 from areal_jax.named_policy import NamedPolicy, named_policy
 from areal_jax.settings import ConfigError, parse_overrides, settings
 
@@ -35,16 +37,22 @@ Have a policy answer problems, judge the answers, and report the figures. The sa
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns 0 when done, 2 where the input cannot be and 1 where problems failed that may be answered
-    when they are asked again (one message on stderr each), 130 on Ctrl-C."""
-    try:
-        return _run(_parse(sys.argv[1:] if argv is None else argv))
-    except ConfigError as error:
-        print(f"areal_jax: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("areal_jax: interrupted; the same command goes on where it was", file=sys.stderr)
-        return 130
+    """Run the command line; the exit status, with one message on stderr where it is not 0.
+
+    2 where the input cannot be or another process has the folder; 1 where problems failed that may be answered
+    when they are asked again, or the disk is full; 130 and 143 where SIGINT or SIGTERM ended it."""
+    with interruptible() as interruption:
+        interruption.advice = lambda: "the same command goes on where it was"
+        try:
+            return _run(_parse(sys.argv[1:] if argv is None else argv))
+        except ConfigError as error:
+            return refused(f"{error}", 2)
+        except KeyboardInterrupt as interrupt:
+            return interruption.refused(interrupt)
+        except OSError as error:
+            if (told := disk_error(error)) is None:
+                raise
+            return refused(f"{told}; make room there; {interruption.advice()}", 1)
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -77,8 +85,7 @@ def _run(arguments: argparse.Namespace) -> int:
     try:
         evaluating.run(experiment, checkpoint=named.checkpoint, server=server, folder=arguments.folder)
     except evaluating.Unanswered as error:
-        print(f"areal_jax: {error}", file=sys.stderr)
-        return 1
+        return refused(f"{error}", 1)
     return 0
 
 
@@ -97,4 +104,4 @@ def _tasks_of(data: str) -> list[str]:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -9,8 +9,8 @@ import os
 import re
 import sys
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import AsyncExitStack, asynccontextmanager, closing
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeAlias
@@ -34,8 +34,10 @@ from areal_jax.evaluation.server import (
     TokenServer,
     drawing_of_chats,
 )
+from areal_jax.launch.claim import claimed
 from areal_jax.metrics import names
 from areal_jax.metrics.description import write_description
+from areal_jax.metrics.files import disk_error, naming
 from areal_jax.metrics.progress import Progress, facts_of_evaluation
 from areal_jax.named_policy import RunCheckpoint
 from areal_jax.policies import DecodingPolicy, decoding_mesh, find_decoding_policy
@@ -255,7 +257,7 @@ def run(experiment: AnyExperiment, *, checkpoint: RunCheckpoint | None, server: 
         f"{answerer.headline}; data: {some}{data}; samples_per_task {config.samples_per_task}, temperature "
         f"{config.temperature:g}; folder: {folder}"
     )
-    with closing(had(lambda: AnswerFolder(folder, settings, answerer.version))) as answers:
+    with _opened(folder, settings, answerer.version) as answers:
         progress = Progress(
             headline,
             len(tasks),
@@ -283,6 +285,22 @@ def run(experiment: AnyExperiment, *, checkpoint: RunCheckpoint | None, server: 
                     f"{len(again)} of {len(tasks)} problems failed and count as wrong, the last: {again[-1]}; "
                     "the same command asks them again"
                 )
+
+
+@contextmanager
+def _opened(folder: Path, settings: Mapping[str, JSON], version: int) -> Iterator[AnswerFolder]:
+    """The folder, claimed. ConfigError where another process has it, it is of other settings, or cannot be written to."""
+    with ExitStack() as stack:
+        try:
+            stack.enter_context(claimed(folder, "--folder"))
+            answers = stack.enter_context(closing(AnswerFolder(folder, settings, version)))
+        except ValueError as error:
+            raise ConfigError(str(error)) from error
+        except OSError as error:
+            if disk_error(error):
+                raise
+            raise ConfigError(f"--folder={folder}: cannot be written to ({error.strerror}); give another") from error
+        yield answers
 
 
 async def _answer(
@@ -317,7 +335,7 @@ async def _answer(
         async with answerer.answering(judge) as ask:
             failures = await answer_all(left, ask, keep, name="evaluation", max_running=answerer.max_running)
     seconds = time.monotonic() - began_s
-    with (answers.path / TIMES).open("a", encoding="utf-8") as file:
+    with naming(answers.path / TIMES), (answers.path / TIMES).open("a", encoding="utf-8") as file:
         row = {"ended": time.strftime("%Y-%m-%d %H:%M:%S"), "num_tasks": len(left) - len(failures), "num_tokens": num_tokens}
         file.write(json.dumps(row | {"seconds": seconds, "tokens_per_s": num_tokens / seconds}) + "\n")
     return failures

@@ -23,6 +23,7 @@ from areal_jax.config import Experiment, read_settings
 from areal_jax.engine.decode import laid_out
 from areal_jax.engine.driver import Driver, DriverStatus
 from areal_jax.launch import wire
+from areal_jax.launch.claim import Writer
 from areal_jax.launch.config import Ray
 from areal_jax.launch.part import Emit
 from areal_jax.models import lora
@@ -56,15 +57,30 @@ def releases() -> Facts:
 class TrainerHost:
     """One of the processes that train together."""
 
-    def __init__(self, emit: Emit, settings: str, source: str | None, run_folder: str, saved_version: int | None) -> None:
+    def __init__(
+        self,
+        emit: Emit,
+        settings: str,
+        source: str | None,
+        run_folder: str,
+        saved_version: int | None,
+        claim_token: str | None = None,
+    ) -> None:
         """
         Args:
             settings: of the experiment, as config.json holds them.
             source: the experiment's name or file, whose classes the settings may name.
             run_folder: the same for all hosts.
             saved_version: of the checkpoint to go on from.
+            claim_token: of the claim on the folder, without which nothing is written there any more; None: not asked for.
         """
         self._experiment = read_settings(settings, source)
+        try:
+            self._writer = None if claim_token is None else Writer(Path(run_folder), claim_token)
+        except FileNotFoundError as error:
+            raise ConfigError(
+                f"{run_folder} is not on {socket.gethostname()}; set --run-folder to a folder that all trainer hosts share"
+            ) from error
         self._folder, self._saved_version = Path(run_folder), saved_version
         self._num_steps_under_way = 0
 
@@ -104,11 +120,13 @@ class TrainerHost:
 
     async def save(self, version: int, packed: Sequence[Any]) -> None:
         """Begin a checkpoint. Args: packed: what it holds beside the trainer's state, a reference to the object store."""
+        self._require_claim()
         beside = unpack(await packed[0])
         await asyncio.to_thread(self._keeper.save, version, beside)
 
     async def write_results(self, version: int) -> list[str]:
         """As `Keeper.write_results`, in which all hosts must take part."""
+        self._require_claim()
         return await asyncio.to_thread(self._keeper.write_results, version)
 
     async def end(self) -> None:
@@ -116,6 +134,12 @@ class TrainerHost:
         if hasattr(self, "_keeper"):
             await asyncio.to_thread(self._publisher.close)
             await asyncio.to_thread(self._keeper.store.close)
+        if self._writer is not None:
+            self._writer.close()
+
+    def _require_claim(self) -> None:
+        if self._writer is not None:
+            self._writer.require()
 
     def _join(self, coordinator: str, host: int, num_hosts: int, timeout_s: float) -> Facts:
         if num_hosts > 1:

@@ -16,6 +16,7 @@ import asyncio
 import math
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -28,6 +29,7 @@ from areal_jax.assembly import Run, Trains, assembled, trained_samples
 from areal_jax.checkpoint.recovery import decode, encode
 from areal_jax.config import Experiment, FineTuning, PreferenceExperiment
 from areal_jax.data.pipeline import TaskStream
+from areal_jax.launch.claim import Claim, claimed
 from areal_jax.launch.config import Ray
 from areal_jax.metrics import names
 from areal_jax.records import AllRejected, Group, RolloutState, Sampling, Spoilt
@@ -192,14 +194,23 @@ def is_due(version: int, every_steps: int) -> bool:
     return every_steps > 0 and version % every_steps == 0
 
 
-def run(plan: Plan, run_folder: Path, *, resume: bool, source: str | None = None) -> None:
+def run(plan: Plan, run_folder: Path, *, resume: bool, source: str | None = None, claim: Claim | None = None) -> None:
     """Train what the plan describes, from the start or from the newest checkpoint in `run_folder`.
 
-    Args: source: name or file of the experiment, for processes elsewhere. FloatingPointError where training diverges."""
-    asyncio.run(_run(plan, run_folder, resume, source))
+    Args:
+        source: name or file of the experiment, for processes elsewhere.
+        claim: on the folder, where the caller holds one; it is claimed here otherwise.
+
+    Raises:
+        FloatingPointError: training diverges.
+        Stopped: a signal ended the run before it was done; it is saved.
+        NotSaved: the last checkpoint could not be written.
+        FolderInUse: another process has claimed the folder."""
+    with nullcontext(claim) if claim else claimed(run_folder) as held:
+        asyncio.run(_run(plan, run_folder, resume, source, held))
 
 
-async def _run(plan: Plan, run_folder: Path, resume: bool, source: str | None) -> None:
+async def _run(plan: Plan, run_folder: Path, resume: bool, source: str | None, claim: Claim) -> None:
     exp = plan.experiment
     if not isinstance(exp, Experiment):
         async with assembled(plan, run_folder, resume=resume, make_trainer=trainer_from_examples) as parts:
@@ -208,7 +219,7 @@ async def _run(plan: Plan, run_folder: Path, resume: bool, source: str | None) -
         # Ray is needed nowhere else, and need not be installed.
         from areal_jax.clustered import train_on_cluster
 
-        await train_on_cluster(plan, run_folder, partial(train, exp=exp), resume=resume, source=source)
+        await train_on_cluster(plan, run_folder, partial(train, exp=exp), resume=resume, source=source, claim=claim)
     else:
         async with assembled(plan, run_folder, resume=resume, make_trainer=rl_trainer) as parts:
             await train(parts, exp)

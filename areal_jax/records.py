@@ -173,6 +173,10 @@ class NotLearning(RuntimeError):
     """A run that ends because its health checks say that it cannot learn, or that ends without having learnt."""
 
 
+class NotSaved(RuntimeError):
+    """The last checkpoint of a run could not be written."""
+
+
 class Spoilt(FloatingPointError):
     """Training has diverged, and what is in memory is nothing to go on from: a step is done in part, or the parameters or the
     batch are not finite themselves."""

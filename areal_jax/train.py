@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import os
+import shlex
 import sys
-import tempfile
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.folders import saved_versions
-from areal_jax.command import Parser, help_text, named_experiment, show
+from areal_jax.command import Parser, help_text, named_experiment, refused, show
 from areal_jax.config import CONFIG_FILE, Experiment, experiment_names, load_experiment, read_config
+from areal_jax.launch.claim import Claim, claimed
 from areal_jax.launch.local import prepare
+from areal_jax.launch.signals import Interruption, Stopped, exit_status, interruptible, leave
 from areal_jax.metrics.config import METRICS
-from areal_jax.records import AllRejected, NotLearning
+from areal_jax.metrics.files import disk_error
+from areal_jax.records import AllRejected, NotLearning, NotSaved
 from areal_jax.rl.presets import PRESETS
 from areal_jax.settings import ConfigError, settings
 
@@ -45,25 +51,31 @@ Train the policy of an experiment. What the run finds out goes to its run folder
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns 0 when done, 2 where the input cannot be and 1 where training diverges, learns
-    nothing, or every group is rejected (one message on stderr each), 130 on a second Ctrl-C."""
-    try:
-        return _run(_parse(sys.argv[1:] if argv is None else argv))
-    except ConfigError as error:
-        print(f"areal_jax: {error}", file=sys.stderr)
-        return 2
-    except (AllRejected, NotLearning) as error:
-        print(f"areal_jax: {error}{_notes(error)}", file=sys.stderr)
-        return 1
-    except FloatingPointError as error:
-        print(f"areal_jax: training diverged: {error}{_notes(error)}", file=sys.stderr)
-        return 1
-    except KeyboardInterrupt as interrupt:
-        print(f"areal_jax: interrupted{_notes(interrupt)}", file=sys.stderr)
-        return 130
+    """Run the command line; the exit status, with one message on stderr where it is not 0.
+
+    2 where the input cannot be or another process has the folder; 1 where training diverges or learns nothing, every group is
+    rejected, or the disk is full; 130 and 143 where SIGINT or SIGTERM ended the run before it was done."""
+    with interruptible() as interruption:
+        interruption.advice = lambda: "nothing was trained"
+        try:
+            return _run(_parse(sys.argv[1:] if argv is None else argv), interruption)
+        except ConfigError as error:
+            return refused(f"{error}", 2)
+        except (AllRejected, NotLearning, NotSaved) as error:
+            return refused(f"{error}; {interruption.advice()}", 1)
+        except FloatingPointError as error:
+            return refused(f"training diverged: {error}; {interruption.advice()}", 1)
+        except Stopped as stopped:
+            return refused(f"{stopped}; {interruption.advice()}", exit_status(stopped.number))
+        except KeyboardInterrupt as interrupt:
+            return interruption.refused(interrupt)
+        except OSError as error:
+            if (told := disk_error(error)) is None:
+                raise
+            return refused(f"{told}; make room there; {interruption.advice()}", 1)
 
 
-def _run(command: argparse.Namespace) -> int:
+def _run(command: argparse.Namespace, interruption: Interruption) -> int:
     if command.help:
         show(help_text(_usage(), named_experiment(command) if command.exp or command.config else Experiment))
         return 0
@@ -89,26 +101,50 @@ def _run(command: argparse.Namespace) -> int:
     if shortage := plan.shortage():
         print(f"areal_jax: warning: {shortage}", file=sys.stderr)
     from areal_jax import loop
-    from areal_jax.assembly import what_is_left
     from areal_jax.balance import balanced
 
-    try:
-        run_folder.mkdir(parents=True, exist_ok=True)
-        tempfile.TemporaryFile(dir=run_folder).close()
-    except OSError as error:
-        raise ConfigError(f"--run-folder={run_folder}: cannot be written to ({error.strerror}); give another") from error
-    if experiment.placement.rollout_share == "auto":
-        plan = balanced(plan, run_folder / TRIAL)
-    try:
-        loop.run(plan, run_folder, resume=command.resume is not None, source=command.exp)
-    except (FloatingPointError, KeyboardInterrupt, AllRejected, NotLearning) as error:
-        error.add_note(what_is_left(run_folder))
-        raise
+    with _claimed(command, run_folder) as (run_folder, claim):
+        interruption.advice = partial(what_is_left, run_folder)
+        if experiment.placement.rollout_share == "auto":
+            plan = balanced(plan, run_folder / TRIAL)
+        loop.run(plan, run_folder, resume=command.resume is not None, source=command.exp, claim=claim)
     return 0
 
 
-def _notes(error: BaseException) -> str:
-    return "".join(f"; {note}" for note in getattr(error, "__notes__", ()))
+@contextmanager
+def _claimed(command: argparse.Namespace, run_folder: Path) -> Iterator[tuple[Path, Claim]]:
+    """The run's folder, made and claimed; where no name is given, it has one that no other has."""
+    with ExitStack() as stack:
+        try:
+            if command.resume is None and command.run_folder is None:
+                run_folder = make_unique(run_folder)
+            claim = stack.enter_context(claimed(run_folder))
+        except OSError as error:
+            if disk_error(error):
+                raise
+            raise ConfigError(f"--run-folder={run_folder}: cannot be written to ({error.strerror}); give another") from error
+        if command.resume is None:
+            _require_unused(run_folder)  # of a run that has ended meanwhile
+        yield run_folder, claim
+
+
+def make_unique(folder: Path) -> Path:
+    """Make a folder that did not exist: `folder`, or the first of `folder-2`, `folder-3`, ... that is not taken."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        found = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        with suppress(FileExistsError):
+            found.mkdir()
+            return found
+    raise AssertionError("counted to the end")
+
+
+def what_is_left(run_folder: Path) -> str:
+    """The command that resumes a run which ended early, and from where, in words."""
+    if not (versions := saved_versions(run_folder / CHECKPOINTS)):
+        return "no checkpoint was saved, so there is nothing to resume"
+    command = f"python -m areal_jax.train --resume={shlex.quote(str(run_folder))}"
+    return f"{command} resumes from the checkpoint of version {versions[-1]}"
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -127,9 +163,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _new_folder(command: argparse.Namespace, name: str) -> Path:
     folder = command.run_folder or RUNS_FOLDER / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    _require_unused(folder)
+    return folder
+
+
+def _require_unused(folder: Path) -> None:
     if _has_begun(folder):
         raise ConfigError(f"{folder} already holds a run; go on with it by --resume={folder}, or give another --run-folder")
-    return folder
 
 
 def _resumed_folder(command: argparse.Namespace) -> Path:
@@ -157,4 +197,4 @@ def _usage() -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

@@ -59,9 +59,9 @@ def wait_for_steps(process: subprocess.Popen[str], run: Path, num_steps: int) ->
         time.sleep(0.02)
 
 
-def finished(process: subprocess.Popen[str]) -> str:
+def finished(process: subprocess.Popen[str], status: int = 0) -> str:
     output, _ = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 0, output
+    assert process.returncode == status, output
     return output
 
 
@@ -87,7 +87,7 @@ def test_a_run_stopped_twice_by_ctrl_c_loses_and_repeats_no_task(tmp_path: Path,
     for num_steps in (4, 8):
         wait_for_steps(process, run, num_steps)
         process.send_signal(signal.SIGINT)
-        finished(process)
+        finished(process, 130)
         process = start(tmp_path, of_a_command, f"--resume={run}")
     finished(process)
 
@@ -102,8 +102,9 @@ def test_ctrl_c_ends_with_a_checkpoint_and_a_report(tmp_path: Path, of_a_command
     )
     wait_for_steps(process, run, 3)
     process.send_signal(signal.SIGINT)
-    output = finished(process)
-    assert f"stopped after {steps_done(run)} of 100000 steps; python -m areal_jax.train --resume={run} goes on from" in output
+    output = finished(process, 130)
+    done = f"stopped by SIGINT after {steps_done(run)} of 100000 steps"
+    assert f"areal_jax: {done}; python -m areal_jax.train --resume={run} resumes from" in output
     (checkpoint,) = (run / "checkpoints").iterdir()
     assert int(checkpoint.name) == steps_done(run) >= 3
     assert (run / "report.html").is_file() and (run / "learning_curve.png").is_file()
@@ -132,6 +133,6 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_loses_no_trained_sample_and_
     done = steps_done(run)
     # No take beside that of the last version: the batch that met it is nothing to go on with.
     assert {path.name for path in (run / "checkpoints").iterdir()} == {f"{version}" for version in range(1, done + 1)}
-    assert f"--resume={run} goes on from the checkpoint of version {done}" in output
+    assert f"--resume={run} resumes from the checkpoint of version {done}" in output
     rows = list(jsonl.read(run / "samples.jsonl"))
     assert len(rows) == done * GROUPS * SAMPLES

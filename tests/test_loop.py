@@ -34,6 +34,7 @@ from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.evaluation.config import EvaluationConfig
+from areal_jax.launch.signals import Stopped
 from areal_jax.metrics import jsonl, names
 from areal_jax.metrics.config import MetricsConfig
 from areal_jax.models import hf, lora
@@ -307,7 +308,8 @@ def test_a_run_stopped_at_any_moment_and_resumed_loses_and_repeats_no_task(
             monkeypatch.setattr(buffer, "put", stopping_put)
             with monkeypatch.context() as patch:
                 patch.setattr(loop, "open_gate", lambda *_: (gate, buffer))
-                await loop.train(run, exp)
+                with pytest.raises(Stopped):
+                    await loop.train(run, exp)
             return run.trainer.version
 
     assert asyncio.run(stopped()) == ends_at

@@ -15,13 +15,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from areal_jax.assembly import what_came_out, what_is_left
+from areal_jax.assembly import what_came_out
 from areal_jax.checkpoint.recovery import Columns
 from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config import experiment_names, find_experiment, load_experiment, write_config
 from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.settings import settings
-from areal_jax.train import main
+from areal_jax.train import main, what_is_left
 
 ROOT = Path(__file__).parent.parent
 
@@ -206,13 +206,13 @@ def test_what_came_out_of_a_run_is_told_with_the_commands_that_ask_it(tmp_path: 
     (tmp_path / "metrics.jsonl").write_text('{"version":0,"evaluation/pass@1":0.125}\n{"version":7,"evaluation/pass@1":0.5}\n')
     score = "pass@1 12.5% of version 0, 50.0% of version 7"
     assert list(what_came_out(tmp_path, answers=True)) == [score]
-    assert what_is_left(tmp_path) == "there is no checkpoint to go on from"
+    assert what_is_left(tmp_path) == "no checkpoint was saved, so there is nothing to resume"
     (tmp_path / "checkpoints" / "7").mkdir(parents=True)
     _, evaluating, serving = what_came_out(tmp_path, answers=True)
     assert evaluating.endswith(f"python -m areal_jax.evaluate checkpoint={tmp_path}")
     assert serving.endswith(f"python -m areal_jax.serve model={tmp_path}")
     assert list(what_came_out(tmp_path, answers=False)) == [score]
-    assert what_is_left(tmp_path).startswith(f"python -m areal_jax.train --resume={tmp_path} goes on from")
+    assert what_is_left(tmp_path).startswith(f"python -m areal_jax.train --resume={tmp_path} resumes from")
 
 
 @pytest.mark.parametrize(

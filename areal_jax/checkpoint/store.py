@@ -320,7 +320,7 @@ def _verify(checkpoint: Path) -> bool:
 
 
 def _damaged(checkpoint: Path, what: str) -> str:
-    others = [path.name for path in sorted(checkpoint.parent.iterdir()) if path.name[0].isdigit() and path != checkpoint]
+    others = [path.name for _, path in sorted(whole_checkpoints(checkpoint.parent).items()) if path != checkpoint]
     return (
         f"checkpoint {checkpoint} cannot be read: {what.splitlines()[0] if what else 'unknown cause'}. Delete this folder "
         + (f"to go on from another (there: {', '.join(others)})" if others else "and begin anew: there is no other")

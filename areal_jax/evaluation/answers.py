@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from areal_jax.metrics.files import write_whole
 from areal_jax.metrics.jsonl import JsonLines, cut, read
 from areal_jax.records import Sample, StopReason, Task, Tokenizer, VerdictKind
 from areal_jax.rewards.math_answers import canonical, extract_answer
@@ -86,9 +87,7 @@ class AnswerFolder:
         if not file.exists():
             if (self.path / SAMPLES).exists():
                 raise ValueError(f"{self.path} holds a {SAMPLES} without {SETTINGS}, of something else; give another --folder")
-            unfinished = file.with_name(f"{SETTINGS}.writing")
-            unfinished.write_text(json.dumps(settings, indent=2) + "\n", encoding="utf-8")
-            unfinished.replace(file)
+            write_whole(file, json.dumps(settings, indent=2) + "\n")
             return
         there = json.loads(file.read_text(encoding="utf-8"))
         differing = [key for key in {**there, **settings} if there.get(key) != settings.get(key)]

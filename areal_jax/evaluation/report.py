@@ -19,6 +19,7 @@ from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter, Scala
 from areal_jax.evaluation.answers import Answer
 from areal_jax.evaluation.results import Estimate, Problem, Results
 from areal_jax.metrics import description
+from areal_jax.metrics.files import write_whole
 from areal_jax.metrics.pages import BLUE, GREY, ORANGE, as_png, new_figure, plain, title, write_page
 from areal_jax.records import Task
 
@@ -40,10 +41,10 @@ def write_report(
     """Write all files of an evaluation into its folder; the page's path.
 
     Args: headline: who answered what. settings: all that decides the answers. tasks, answers: of which some are shown."""
-    _write(folder / RESULTS, json.dumps({"settings": settings, **asdict(results)}, indent=2, allow_nan=False) + "\n")
-    _write(folder / PROBLEMS, _as_csv(results.problems))
+    write_whole(folder / RESULTS, json.dumps({"settings": settings, **asdict(results)}, indent=2, allow_nan=False) + "\n")
+    write_whole(folder / PROBLEMS, _as_csv(results.problems))
     picture = draw(results)
-    (folder / PICTURE).write_bytes(picture)
+    write_whole(folder / PICTURE, picture)
     times = folder / TIMES
     return write_page(
         folder / REPORT,
@@ -173,9 +174,3 @@ def _as_csv(problems: Sequence[Problem]) -> str:
     rows.writeheader()
     rows.writerows(asdict(problem) for problem in problems)
     return text.getvalue()
-
-
-def _write(path: Path, text: str) -> None:
-    unfinished = path.with_name(f"{path.name}.writing")
-    unfinished.write_text(text, encoding="utf-8", errors="replace")
-    unfinished.replace(path)

@@ -6,6 +6,7 @@ import asyncio
 import logging
 import os
 import socket
+import threading
 import time
 import warnings
 from collections import Counter
@@ -19,6 +20,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from areal_jax.launch.config import Ray
 from areal_jax.launch.connection import Connection
+from areal_jax.launch.signals import keep_handlers
 from areal_jax.settings import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -131,6 +133,7 @@ def connected(config: Ray) -> Iterator[Cluster]:
         own = {"num_cpus": max(int(num_cpus + 0.999), os.cpu_count() or 1), "include_dashboard": False}
     else:
         require_reachable(address)
+    restore_handlers = keep_handlers() if threading.current_thread() is threading.main_thread() else None
     try:
         with warnings.catch_warnings():
             # What is forked here becomes another program at once.
@@ -138,6 +141,9 @@ def connected(config: Ray) -> Iterator[Cluster]:
             ray.init(address=address or "local", configure_logging=False, **own)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
         raise ConfigError(f"launch.address={address}: no Ray cluster answers there ({error})") from error
+    finally:
+        if restore_handlers is not None:  # Ray's own would end the process with a status of its choice
+            restore_handlers()
     try:
         has, accelerator = nodes(), config.accelerator
         if accelerator == "auto":

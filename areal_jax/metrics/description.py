@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
+from areal_jax.metrics.files import write_whole
 from areal_jax.metrics.jsonl import encode
 
 FILE = "run.json"
@@ -21,9 +22,7 @@ def write_description(run_folder: Path, headline: str, configuration: Mapping[st
     command line, such as `trainer.num_mini_batches`. devices: what jax found, such as "8 x TPU v5e"."""
     run_folder.mkdir(parents=True, exist_ok=True)
     description = {"headline": headline, "environment": environment(devices), "configuration": dict(configuration)}
-    unfinished = run_folder / f"{FILE}.writing"
-    unfinished.write_text(json.dumps(json.loads(encode(description)), indent=2))
-    unfinished.replace(run_folder / FILE)
+    write_whole(run_folder / FILE, json.dumps(json.loads(encode(description)), indent=2))
 
 
 def environment(devices: str) -> dict[str, str]:

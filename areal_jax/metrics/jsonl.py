@@ -15,6 +15,8 @@ from typing import Any
 
 import numpy as np
 
+from areal_jax.metrics.files import naming
+
 _VERSION = re.compile(rb'\{"version":(\d+)[,}]')
 
 
@@ -69,7 +71,8 @@ class JsonLines:
 
     def sync(self) -> None:
         """Bring what was appended to the disk itself, so that not even a power cut loses it."""
-        os.fsync(self._file.fileno())
+        with naming(self.path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         self._file.close()
@@ -83,7 +86,7 @@ def cut(path: Path, version: int) -> int:
         return 0
     copy = path.with_name(f"{path.name}.cut")
     removed = 0
-    with path.open("rb") as old, copy.open("wb") as new:
+    with naming(copy), path.open("rb") as old, copy.open("wb") as new:
         for line in old:
             match = _VERSION.match(line)
             if match and int(match[1]) < version and line.endswith(b"}\n"):

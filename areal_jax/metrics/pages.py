@@ -13,6 +13,8 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
+from areal_jax.metrics.files import write_whole
+
 BLUE, ORANGE, GREY = "#2563a8", "#d9721f", "#8a8f98"
 
 
@@ -23,9 +25,7 @@ def write_page(path: Path, template: Path, *, picture: bytes, **values: Any) -> 
     folders = [template.parent, Path(__file__).parent]
     environment = Environment(loader=FileSystemLoader(folders), autoescape=True)
     page = environment.get_template(template.name).render(picture=base64.b64encode(picture).decode(), **values)
-    unfinished = path.with_name(f"{path.name}.writing")
-    unfinished.write_text(page, encoding="utf-8", errors="replace")
-    unfinished.replace(path)
+    write_whole(path, page)
     return path
 
 

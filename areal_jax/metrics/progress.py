@@ -59,6 +59,7 @@ class Progress:
         # The first step that this process ended, and when: before it, programs were compiled and weights loaded.
         self._first_ended: tuple[int, float] | None = None
         self._scores: dict[str, float] = {}
+        self._shown: tuple[int, Mapping[str, float], float] | None = None
         self.say(headline)
         self._bar = self._make_bar(first_step) if show_steps and self._console.is_terminal else None
 
@@ -68,8 +69,9 @@ class Progress:
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
         """Show that `step` steps are done, the last with these metrics (see `names`; what is missing shows as a dash)."""
-        self.evaluated(metrics)
+        self._remember(metrics)
         now_s = self._clock()
+        self._shown = step, metrics, now_s
         facts = self._facts(step, metrics, now_s - self._start_s)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, facts=facts)
@@ -78,13 +80,21 @@ class Progress:
             self.say(f"{self._unit} {step}/{self._num_steps}  {facts}")
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Remember the scores of an evaluation, to be shown with the steps from now on."""
-        self._scores |= {name: metrics[name] for name in _SCORES if name in metrics}
+        """Show the scores of an evaluation with the last step, and with those to come."""
+        self._remember(metrics)
+        if self._bar is not None and self._shown is not None:
+            step, last, then_s = self._shown
+            self._bar.update(self._bar.task_ids[0], facts=self._facts(step, last, then_s - self._start_s))
 
     def close(self) -> None:
-        """Leave the last state of the live line standing."""
+        """Leave the last state of the live line standing, unless it shows nothing."""
         if self._bar is not None:
+            if self._shown is None:
+                self._bar.update(self._bar.task_ids[0], visible=False)
             self._bar.stop()
+
+    def _remember(self, metrics: Mapping[str, float]) -> None:
+        self._scores |= {name: metrics[name] for name in _SCORES if name in metrics}
 
     def _make_bar(self, first_step: int) -> Bar:
         step = TextColumn(f"{self._unit} {{task.completed}}/{{task.total}}", table_column=Column(no_wrap=True))

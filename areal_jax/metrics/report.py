@@ -18,6 +18,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator
 
 from areal_jax.metrics import description, health, names
 from areal_jax.metrics.config import METRICS
+from areal_jax.metrics.files import write_whole
 from areal_jax.metrics.jsonl import read
 from areal_jax.metrics.pages import BLUE, GREY, ORANGE, as_png, new_figure, plain, title, write_page
 from areal_jax.metrics.sinks import SAMPLES
@@ -54,7 +55,7 @@ def write_report(run_folder: Path) -> Path:
         raise FileNotFoundError(f"{path} expected, found none; name the folder of a run")
     series = collect(read(path))
     picture = draw(series)
-    (run_folder / LEARNING_CURVE).write_bytes(picture)
+    write_whole(run_folder / LEARNING_CURVE, picture)
     facts = run_folder / description.FILE
     run = json.loads(facts.read_text()) if facts.exists() else {}
     return write_page(

@@ -6,15 +6,23 @@ import math
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from tensorboardX import SummaryWriter
+from tensorboardX.event_file_writer import EventsWriter
+from tensorboardX.proto import event_pb2
+from tensorboardX.summary import scalar
 
 from areal_jax.metrics.config import METRICS, MetricsConfig
+from areal_jax.metrics.files import naming
 from areal_jax.metrics.jsonl import JsonLines, cut
 from areal_jax.metrics.samples import Decode, SampleWriter, TrainedSample
 
 SAMPLES = "samples.jsonl"
 TENSORBOARD = "tensorboard"
+
+Event: Any = vars(event_pb2)["Event"]
+SessionLog: Any = vars(event_pb2)["SessionLog"]
+"""protobuf makes these classes when the module is imported."""
 
 
 class Sinks:
@@ -45,9 +53,7 @@ class Sinks:
             cut(samples, resume_version)
         self._metrics = JsonLines(metrics)
         self._samples = SampleWriter(samples, decode) if config.samples else None
-        # purge_step tells TensorBoard to hide what an earlier process wrote from this version on.
-        tensorboard = str(run_folder / TENSORBOARD)
-        self._tensorboard = SummaryWriter(tensorboard, purge_step=resume_version) if config.tensorboard else None
+        self._tensorboard = TensorBoard(run_folder / TENSORBOARD, resume_version) if config.tensorboard else None
 
     def write(self, version: int, metrics: Mapping[str, float]) -> None:
         """Append one row of metrics, with the time of day; nan and infinities become null.
@@ -55,9 +61,7 @@ class Sinks:
         Several rows may be written for one version, as when an evaluation ends later than its step."""
         self._metrics.append(version, {"time_s": time.time(), **metrics})
         if self._tensorboard is not None:
-            for name, value in metrics.items():
-                if math.isfinite(value):
-                    self._tensorboard.add_scalar(name, value, version)
+            self._tensorboard.write(version, metrics)
 
     def write_samples(self, version: int, samples: Sequence[TrainedSample]) -> None:
         """Hand over the samples that `version` was trained on; another thread writes them. Raises what went wrong with earlier
@@ -82,3 +86,36 @@ class Sinks:
             self._metrics.close()
             if self._tensorboard is not None:
                 self._tensorboard.close()
+
+
+class TensorBoard:
+    """A file of TensorBoard events, written in the caller's thread: a full disk is an OSError, not a thread that died."""
+
+    def __init__(self, folder: Path, resume_version: int | None) -> None:
+        """Args: resume_version: TensorBoard hides what an earlier process wrote from this version on."""
+        self._folder = folder
+        with naming(folder):
+            folder.mkdir(exist_ok=True)
+            self._events = EventsWriter(str(folder / "events"))
+            if resume_version is not None:
+                start = SessionLog(status=SessionLog.START)
+                self._events.write_event(Event(wall_time=time.time(), step=resume_version, session_log=start))
+            self._events.flush()
+
+    def write(self, version: int, metrics: Mapping[str, float]) -> None:
+        """Write what is finite."""
+        with naming(self._folder):
+            for name, value in metrics.items():
+                if math.isfinite(value):
+                    self._events.write_event(Event(wall_time=time.time(), step=version, summary=scalar(name, value)))
+            self._events.flush()
+
+    def flush(self) -> None:
+        """Bring all events to the file."""
+        with naming(self._folder):
+            self._events.flush()
+
+    def close(self) -> None:
+        """Close the file."""
+        with naming(self._folder):
+            self._events.close()

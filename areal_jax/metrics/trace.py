@@ -11,6 +11,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Mapping
+from contextlib import suppress
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
@@ -69,7 +70,8 @@ class Trace:
         """Close the array and the file; later spans are dropped."""
         with self._lock:
             if self._file is not None:
-                self._file.write(b"\n]\n")
+                with suppress(OSError):  # of a full disk: the bracket may be missing
+                    self._file.write(b"\n]\n")
                 self._file.close()
                 self._file = None
 

@@ -25,6 +25,7 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from areal_jax.metrics.files import naming
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.sharding import fetch, put
@@ -189,7 +190,8 @@ def save(
             if tokenizer_folder is not None and (tokenizer_folder / name).is_file():
                 shutil.copyfile(tokenizer_folder / name, aside / name)
         _write_weights(aside, _to_files(policy, params), _shards(policy, np.dtype(dtype).itemsize, shard_bytes), dtype)
-        (aside / _CONFIG).write_text(_written_config(policy, dtype, tokenizer_folder), encoding="utf-8")
+        with naming(folder / _CONFIG):
+            (aside / _CONFIG).write_text(_written_config(policy, dtype, tokenizer_folder), encoding="utf-8")
         if folder.exists():
             stale = {file.name for file in folder.iterdir() if _OURS.fullmatch(file.name)}
             for file in aside.iterdir():
@@ -403,10 +405,21 @@ def _write_weights(folder: Path, tensors: Iterator[tuple[str, np.ndarray]], shar
     for i, names in enumerate(shards, start=1):
         file = _WEIGHTS if len(shards) == 1 else f"model-{i:05}-of-{len(shards):05}.safetensors"
         shard = {name: array.astype(dtype) for name, array in itertools.islice(tensors, len(names))}
-        # Readers of this format look for who wrote it, and refuse a file that does not say.
-        save_file(shard, folder / file, metadata={"format": "pt"})
+        write_tensors(shard, folder / file)
         weight_map |= dict.fromkeys(shard, file)
         num_bytes += sum(array.nbytes for array in shard.values())
     if len(shards) > 1:
         index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
-        (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+        with naming(folder / _INDEX):
+            (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
+
+
+def write_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
+    """Write a safetensors file. OSError, which names it, where the disk does not take it."""
+    try:
+        # Readers of this format look for who wrote it, and refuse a file that does not say.
+        save_file(tensors, path, metadata={"format": "pt"})
+    except SafetensorError as error:
+        if match := re.search(r"os error (\d+)", str(error)):
+            raise OSError(int(match[1]), os.strerror(int(match[1])), str(path)) from error
+        raise

@@ -19,8 +19,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import traverse_util
 from jaxtyping import Array, Float, PRNGKeyArray
-from safetensors.numpy import save_file
 
+from areal_jax.metrics.files import naming
 from areal_jax.models import hf
 from areal_jax.models.config import ADAPTER_CONFIG as CONFIG
 from areal_jax.models.config import LoRA, Target
@@ -232,8 +232,9 @@ def save(folder: Path, policy: Policy, adapter: Params, base: str) -> None:
     }
     # Each written aside and moved into place whole.
     weights_aside, config_aside = (folder / f".{name}" for name in (WEIGHTS, CONFIG))
-    save_file(tensors, weights_aside, metadata={"format": "pt"})
-    config_aside.write_text(json.dumps(config, indent=2) + "\n")
+    hf.write_tensors(tensors, weights_aside)
+    with naming(config_aside):
+        config_aside.write_text(json.dumps(config, indent=2) + "\n")
     os.replace(weights_aside, folder / WEIGHTS)
     os.replace(config_aside, folder / CONFIG)
 

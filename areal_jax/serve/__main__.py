@@ -6,14 +6,13 @@ import asyncio
 import gc
 import logging
 import secrets
-import signal
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 
-from areal_jax.command import settings_text, show
+from areal_jax.command import refused, settings_text, show
 from areal_jax.config import out_of_range
 from areal_jax.launch.local import prepare
+from areal_jax.launch.signals import SIGNALS, Interruption, interruptible, keep_handlers, leave
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.serve.config import ServeConfig
 from areal_jax.settings import ConfigError, assign, build, from_text, parse_overrides, settings
@@ -27,29 +26,33 @@ Answer requests in OpenAI's protocol (/v1/chat/completions, /v1/completions, /v1
 
 """
 
-SIGNALS = (signal.SIGINT, signal.SIGTERM)
+END_S = 2.0
+"""Threads that load or compile are not waited for any longer."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns 0 when told to end, 1 where the engine stops, 2 where the input cannot be.
+    """Run the command line; the exit status.
 
-    Before it answers, a signal ends the process at once."""
+    0 where SIGINT or SIGTERM ended the server and all answers under way were finished or timed out; 1 where the engine stops;
+    2 where the input cannot be; 130 and 143 where SIGINT or SIGTERM came before it answered, or came twice."""
     given = sys.argv[1:] if argv is None else argv
     if {"--help", "-h"} & set(given):
         show(USAGE + settings_text(ServeConfig))
         return 0
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("jax").setLevel(logging.WARNING)  # it tells of every kind of device that is not there
-    try:
-        config = read_config(given)
-        with ending_at_once():
+    with interruptible(END_S) as interruption:
+        interruption.advice = lambda: "no answer is under way"
+        try:
+            config = read_config(given)
             # jax reads its flags when it is first imported, so that everything that imports it comes after this.
             logger.info("loading %s", config.model)
             prepare(PlacementConfig(simulated_devices=config.simulated_devices))
-            return asyncio.run(serve(config))
-    except ConfigError as error:
-        print(f"areal_jax: {error}", file=sys.stderr)
-        return 2
+            return asyncio.run(serve(config, interruption))
+        except ConfigError as error:
+            return refused(f"{error}", 2)
+        except KeyboardInterrupt as interrupt:
+            return interruption.refused(interrupt)
 
 
 def read_config(overrides: Sequence[str]) -> ServeConfig:
@@ -64,28 +67,24 @@ def read_config(overrides: Sequence[str]) -> ServeConfig:
     return config
 
 
-@contextmanager
-def ending_at_once() -> Iterator[None]:
-    """Ctrl-C and SIGTERM do what they do to a program that has no handlers, until the body installs some: of threads that load
-    and compile, Python would wait for the end."""
-    before = {number: signal.signal(number, signal.SIG_DFL) for number in SIGNALS}
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-async def serve(config: ServeConfig) -> int:
+async def serve(config: ServeConfig, interruption: Interruption) -> int:
     """Serve until a signal, or until the engine stops."""
     from areal_jax.serve.app import App, listening
     from areal_jax.serving import engine_source
 
-    stop, loop = asyncio.Event(), asyncio.get_running_loop()
+    stop, loop, restore = asyncio.Event(), asyncio.get_running_loop(), keep_handlers()
+
+    def request_stop() -> None:
+        interruption.advice = lambda: "answers that were under way are cut off"
+        stop.set()
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+        restore()
+
     api_key = config.api_key or secrets.token_urlsafe(24)
     async with engine_source(config, api_key) as source:
         for number in SIGNALS:
-            loop.add_signal_handler(number, stop.set)
+            loop.add_signal_handler(number, request_stop)
         # What there is now stays: without this a large answer makes the collector walk all of jax, for which all threads wait.
         gc.collect()
         gc.freeze()
@@ -107,4 +106,4 @@ async def serve(config: ServeConfig) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())
