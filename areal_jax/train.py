@@ -81,6 +81,8 @@ def _run(command: argparse.Namespace, interruption: Interruption) -> int:
         return 0
     run_folder = _resumed_folder(command) if command.resume is not None else None
     experiment = named_experiment(command) if run_folder is None else read_config(run_folder / CONFIG_FILE, command.overrides)
+    if run_folder is not None:
+        interruption.advice = partial(what_is_left, run_folder)
     run_folder = run_folder or _new_folder(command, experiment.name)
     # jax reads its flags when it is first imported, so that everything that imports it comes after this.
     os.environ.update(experiment.launch.variables(os.environ))
@@ -163,6 +165,9 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 
 def _new_folder(command: argparse.Namespace, name: str) -> Path:
     folder = command.run_folder or RUNS_FOLDER / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    if _has_begun(folder):
+        with suppress(OSError), claimed(folder):  # FolderInUse names the process that still runs there
+            pass
     _require_unused(folder)
     return folder
 
