@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import secrets
 import shlex
 import signal
 import time
@@ -23,7 +24,7 @@ from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.folders import saved_versions
 from areal_jax.checkpoint.recovery import Columns
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
-from areal_jax.config import CONFIG_FILE, AnyExperiment, write_config
+from areal_jax.config import CONFIG_FILE, AnyExperiment, Experiment, read_plainly, write_config
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.decode import EngineParams
 from areal_jax.engine.driver import Driver
@@ -31,7 +32,7 @@ from areal_jax.engine.fleet import Fleet
 from areal_jax.evaluation.evaluate import Evaluation, evaluate, tasks_that_fill
 from areal_jax.launch.config import Ray
 from areal_jax.launch.signals import SIGNALS, Stopped, keep_handlers
-from areal_jax.metrics import names
+from areal_jax.metrics import agreement, description, names
 from areal_jax.metrics.config import METRICS
 from areal_jax.metrics.description import write_description
 from areal_jax.metrics.files import disk_error
@@ -80,6 +81,9 @@ AnyTrainer = TypeVar("AnyTrainer", bound="Trains", covariant=True)
 AnyVersions = TypeVar("AnyVersions", bound=Versions)
 
 TRACE = "trace.json"
+
+RUN_ID = "run"
+"""Note of a checkpoint: the id that config.json has too."""
 
 WEIGHTS_TIMEOUT_S = 1800.0
 """For weights of any size to reach the engine."""
@@ -213,6 +217,7 @@ class Run(Generic[AnyTrainer]):
 
     def save(self, version: int, rollout: Columns) -> None:
         """Begin a checkpoint. One that cannot be written is told, and training goes on: its samples are worth more."""
+        rollout.facts.setdefault("notes", {})[RUN_ID] = read_plainly(self.folder / CONFIG_FILE)[0]
         try:
             with self.span("checkpoint", f"version {version}"):
                 self.sinks.flush()
@@ -381,7 +386,7 @@ async def assembled(
         keeper = Keeper(plan, folder, trainer, base, store)
         if saved_version is not None:
             restored = keeper.restore(saved_version)
-        sinks, trace = written_files(stack, plan, folder, trainer.version if resume else None)
+        sinks, trace = written_files(stack, plan, folder, trainer.version if resume else None, restored)
         service = await stack.enter_async_context(_reward_service(plan))
         if plan.decodes:
             await start_rewards(service, plan.experiment, plan.tasks.tasks, plan.eval_tasks.tasks, say=progress.say)
@@ -463,17 +468,65 @@ def shown_progress(stack: AsyncExitStack, plan: Plan, folder: Path, saved_versio
     return progress
 
 
-def written_files(stack: AsyncExitStack, plan: Plan, folder: Path, version: int | None) -> tuple[Sinks, Trace]:
-    """What the run writes down, until the stack ends. Args: version: that it goes on from; None: from the start."""
+def written_files(
+    stack: AsyncExitStack, plan: Plan, folder: Path, version: int | None, restored: Columns | None
+) -> tuple[Sinks, Trace]:
+    """What the run writes down, until the stack ends.
+
+    Args:
+        version: that the run resumes from; None: from the start.
+        restored: what the checkpoint of that version holds beside the trainer's state.
+
+    Raises:
+        ConfigError: the files in the folder disagree with the checkpoint."""
     experiment = plan.experiment
+    gaps = None if version is None else require_agreement(plan, folder, version, restored)
+    run_id = None if version is None else read_plainly(folder / CONFIG_FILE)[0]
     sinks = Sinks(folder, experiment.metrics, version, plan.tokenizer.decode)
     # Not before what was trained is restored: settings under which that cannot be must not take the place of its own.
-    write_config(experiment, folder / CONFIG_FILE)
+    write_config(experiment, folder / CONFIG_FILE, run_id or secrets.token_hex(8))
     stack.callback(sinks.close)
     trace = Trace(folder / TRACE if experiment.metrics.trace else None)
     stack.callback(trace.close)
-    write_description(folder, plan.headline(), to_json(experiment), plan.devices)
+    write_description(folder, plan.headline(), to_json(experiment), plan.devices, gaps)
     return sinks, trace
+
+
+def require_agreement(plan: Plan, folder: Path, version: int, restored: Columns | None) -> agreement.Gaps:
+    """ConfigError where settings, metrics.jsonl or samples.jsonl are not those of the checkpoint of `version`.
+
+    Returns the versions whose rows are known to be absent, by file."""
+    run_id, before = read_plainly(folder / CONFIG_FILE)
+    start = f"{folder} cannot be resumed from its checkpoint of version {version}: "
+    facts = {} if restored is None else restored.facts
+    saved_id = facts.get("notes", {}).get(RUN_ID)
+    if saved_id is not None and saved_id != run_id:
+        raise ConfigError(
+            f"{start}{CONFIG_FILE} is of another run (expected the run {saved_id}, found {run_id or 'no name'}); put the "
+            f"{CONFIG_FILE} of this run back"
+        )
+    is_rl = isinstance(plan.experiment, Experiment)
+    stream = plan.tasks.tasks if is_rl else plan.examples.examples
+    for name, what, here in (("seed", "seed", plan.experiment.seed), ("num_tasks", "tasks or examples", len(stream))):
+        if (there := facts.get("tasks", {}).get(name, here)) != here:
+            raise ConfigError(
+                f"{start}it was trained with {what} {there}, and the settings give {here}; with others tasks are lost or "
+                f"repeated. Set {what} as before"
+            )
+    ids = [entry["id"] for kind in ("buffered", "suspended") for entry in facts.get(kind, ())]
+    unused = agreement.UnusedGroups(ids, facts["next_group_id"]) if facts and is_rl else agreement.UnusedGroups()
+    found = agreement.compare(
+        folder,
+        version,
+        known_gaps=agreement.read_gaps(folder / description.FILE),
+        writes_samples=is_rl and bool(before.get("metrics.samples", True)),
+        unused_groups=unused,
+    )
+    if found.faults:
+        told = "; ".join(f"{fault.file} {fault.text}" for fault in found.faults)
+        older = saved_versions(folder / CHECKPOINTS)
+        raise ConfigError(f"{start}{told}. To go on, {agreement.remedy(folder, found.faults[0], version, older)}")
+    return found.gaps
 
 
 def kinds_of_tasks(plan: Plan) -> frozenset[str]:

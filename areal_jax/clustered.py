@@ -196,14 +196,14 @@ async def assembled_on_cluster(
                 ),
                 crew.start(),
             )
-        sinks, trace = written_files(stack, plan, folder, trainers.version if resume else None)
+        restored = None if beside is None else unpack(beside)
+        sinks, trace = written_files(stack, plan, folder, trainers.version if resume else None, restored)
         relay = Relay(trainers, crew.engines, offer_timeout_s=OFFER_TIMEOUT_S)
         stack.push_async_callback(relay.close)
         relay.publish(trainers.version, trainers.params)
         stop = stack.enter_context(stopping_on_signals())
         agents = await agents_of(stack, experiment, plan.tokenizer)
         judge = TracedJudge(crew.judges, trace)
-        restored = None if beside is None else unpack(beside)
         yield Run(
             *(plan, folder, trainers, trainers, relay, crew.engines, judge, judge.use, agents),
             *(sinks, trace, progress, stop, restored),

@@ -9,9 +9,9 @@ import importlib.util
 import json
 import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import chz
 
@@ -50,6 +50,7 @@ CONFIG_FILE = "config.json"
 
 _VERSION_KEY = "areal_jax.version"
 _CLASS_KEY = "areal_jax.experiment"
+_RUN_KEY = "areal_jax.run"
 
 
 @chz.chz
@@ -177,6 +178,7 @@ def _read(text: str, path: str, overrides: Sequence[str]) -> AnyExperiment:
     cls = classes.get(str(given.pop(_CLASS_KEY, ""))) if isinstance(given, dict) else None
     if cls is None:
         raise ConfigError(f"{path}: expected the {CONFIG_FILE} of a run, with {_CLASS_KEY} one of {', '.join(classes)}")
+    given.pop(_RUN_KEY, None)
     version = given.pop(_VERSION_KEY, "an unknown version")
     try:
         return _resolved(cls, assign(given, settings(cls), from_json), overrides)
@@ -192,9 +194,21 @@ def holds_run(folder: Path) -> bool:
         return False
 
 
-def write_config(experiment: AnyExperiment, path: Path) -> None:
-    """Write every setting, flat and readable; `--config=PATH` runs it again."""
-    write_whole(path, written_settings(experiment))
+def write_config(experiment: AnyExperiment, path: Path, run_id: str | None = None) -> None:
+    """Write every setting, flat and readable; `--config=PATH` runs it again. Args: run_id: identifies the run."""
+    written = written_settings(experiment)
+    if run_id is not None:
+        written = json.dumps({_RUN_KEY: run_id} | json.loads(written), indent=2) + "\n"
+    write_whole(path, written)
+
+
+def read_plainly(path: Path) -> tuple[str | None, Mapping[str, Any]]:
+    """The run's id, None where it has none, and its settings as they stand in a config.json, which may be missing."""
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None, {}
+    return given.get(_RUN_KEY), given
 
 
 def experiment_names() -> list[str]:

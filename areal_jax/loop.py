@@ -99,7 +99,8 @@ async def train(run: Run[LearnsFromGroups], exp: Experiment) -> None:
                 raise
             mailbox.publish(version + 1, trainer.params)  # the engine swaps between two decode steps
             gate.version = version + 1  # opens exactly one batch of places
-            run.record(version, step.metrics, rollouts.counters())
+            num_samples = sum(len(group.samples) for group in groups)
+            run.record(version, {**step.metrics, "samples": float(num_samples)}, rollouts.counters())
             run.sinks.write_samples(version, trained_samples(groups, step.stale))
             await housekeeping(run, version + 1, rollouts)  # generation goes on meanwhile
         await checkpoint(run, rollouts)

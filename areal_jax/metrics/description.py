@@ -15,13 +15,22 @@ from areal_jax.metrics.jsonl import encode
 FILE = "run.json"
 
 
-def write_description(run_folder: Path, headline: str, configuration: Mapping[str, object], devices: str) -> None:
+def write_description(
+    run_folder: Path,
+    headline: str,
+    configuration: Mapping[str, object],
+    devices: str,
+    missing_rows: Mapping[str, list[int]] | None = None,
+) -> None:
     """Write run.json.
 
     Args: headline: which policy, data and devices, as shown at the start. configuration: settings by their name on the
-    command line, such as `trainer.num_mini_batches`. devices: what jax found, such as "8 x TPU v5e"."""
+    command line, such as `trainer.num_mini_batches`. devices: what jax found, such as "8 x TPU v5e". missing_rows: by file,
+    versions whose rows are known to be absent."""
     run_folder.mkdir(parents=True, exist_ok=True)
     description = {"headline": headline, "environment": environment(devices), "configuration": dict(configuration)}
+    if missing_rows and any(missing_rows.values()):
+        description["missing_rows"] = dict(missing_rows)
     write_whole(run_folder / FILE, json.dumps(json.loads(encode(description)), indent=2))
 
 

@@ -1,0 +1,163 @@
+"""Whether the rows of a run agree with the checkpoint that it resumes from, before any of them are cut.
+
+Below the checkpoint's version every step has one row in metrics.jsonl, and its samples, each once, in samples.jsonl. Rows of
+that version and later are cut on resuming; evaluations may be written late, and need not be there.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from areal_jax.metrics.config import METRICS
+from areal_jax.metrics.sinks import SAMPLES
+
+_ROW = re.compile(rb'\{"version":(\d+)[,}]')
+_IS_STEP = b',"trainer/'
+_NUM_SAMPLES = re.compile(rb',"trainer/samples":(\d+)')
+# A quotation mark inside a text is escaped, so that no id of a task looks like this.
+_PLACE = re.compile(rb',"group":(\d+),"number":(\d+),')
+
+Gaps = dict[str, list[int]]
+"""By file, the versions of which it has no rows, and need not have any."""
+
+
+class Fault(NamedTuple):
+    """What is wrong with a file of rows."""
+
+    file: str
+    version: int
+    """The first that is concerned."""
+    text: str
+
+
+class Found(NamedTuple):
+    faults: list[Fault]
+    gaps: Gaps
+
+
+def compare(
+    run_folder: Path,
+    version: int,
+    *,
+    known_gaps: Mapping[str, Collection[int]],
+    writes_samples: bool,
+    unused_groups: UnusedGroups,
+) -> Found:
+    """Compare the rows below `version` with the checkpoint of `version`.
+
+    Args:
+        known_gaps: versions whose rows are known to be absent, by file.
+        writes_samples: whether the run, as it was last started, writes samples.
+        unused_groups: which groups were not trained on, by the checkpoint."""
+    faults, gaps = list[Fault](), Gaps()
+    counts, samples_of = Counter[int](), dict[int, int]()
+    for at, line in _rows(run_folder / METRICS, version, faults):
+        if _IS_STEP in line:
+            counts[at] += 1
+            if match := _NUM_SAMPLES.search(line):
+                samples_of[at] = int(match[1])
+    expected = set(range(version))
+    missing = expected - counts.keys()
+    gaps[METRICS] = sorted(missing if not (run_folder / METRICS).exists() else missing & set(known_gaps.get(METRICS, ())))
+    if lost := missing - set(gaps[METRICS]):
+        faults.append(Fault(METRICS, min(lost), f"has no rows of {ranges(lost)}"))
+    if twice := {at for at, count in counts.items() if count > 1}:
+        faults.append(Fault(METRICS, min(twice), f"has more than one row of {ranges(twice)}, as if two processes wrote there"))
+
+    if not (run_folder / SAMPLES).exists():
+        gaps[SAMPLES] = sorted(expected)
+        return Found(faults, gaps)
+    written, places, version_of = Counter[int](), set[tuple[int, int]](), dict[int, int]()
+    repeated, unused = set[int](), set[int]()
+    for at, line in _rows(run_folder / SAMPLES, version, faults):
+        written[at] += 1
+        if match := _PLACE.search(line):
+            group, number = int(match[1]), int(match[2])
+            if (group, number) in places or version_of.setdefault(group, at) != at:
+                repeated.add(at)
+            places.add((group, number))
+            if unused_groups.includes(group):
+                unused.add(at)
+    missing = expected - written.keys()
+    if not writes_samples:
+        # Switched off after some steps, or for all of them.
+        gaps[SAMPLES] = [at for at in sorted(missing) if at > max(written, default=-1)]
+    gaps[SAMPLES] = sorted({*gaps.get(SAMPLES, ()), *(missing & set(known_gaps.get(SAMPLES, ())))})
+    if lost := missing - set(gaps[SAMPLES]):
+        faults.append(Fault(SAMPLES, min(lost), f"has no samples of {ranges(lost)}"))
+    if torn := {at for at, count in written.items() if samples_of.get(at, count) > count}:
+        faults.append(Fault(SAMPLES, min(torn), f"has fewer samples of {ranges(torn)} than {METRICS} counts"))
+    if many := repeated | {at for at, count in written.items() if samples_of.get(at, count) < count}:
+        faults.append(Fault(SAMPLES, min(many), f"has samples of {ranges(many)} twice, as if two processes wrote there"))
+    if unused:
+        faults.append(Fault(SAMPLES, min(unused), f"has samples of {ranges(unused)} that the checkpoint has not trained on"))
+    return Found(faults, gaps)
+
+
+class UnusedGroups(NamedTuple):
+    """Groups that a checkpoint has not trained on."""
+
+    waiting: Collection[int] = ()
+    """Finished, or under way."""
+    next_id: int | None = None
+    """The first that was not begun; None: there are no groups."""
+
+    def includes(self, group: int) -> bool:
+        return group in self.waiting or (self.next_id is not None and group >= self.next_id)
+
+
+def remedy(run_folder: Path, fault: Fault, version: int, older: Iterable[int]) -> str:
+    """What a user can do. Args: older: versions of whole checkpoints."""
+    away = f"move {run_folder / fault.file} away to resume without its rows"
+    usable = [at for at in older if at <= fault.version and at < version]
+    if not usable:
+        return away
+    return f"{away}, or move the checkpoints after version {max(usable)} away to resume from that one"
+
+
+def ranges(versions: Iterable[int]) -> str:
+    """Versions in words, such as `versions 3 to 5, 9`."""
+    found: list[list[int]] = []
+    for version in sorted(versions):
+        if found and version == found[-1][1] + 1:
+            found[-1][1] = version
+        else:
+            found.append([version, version])
+    text = ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in found[:5])
+    one = len(found) == 1 and found[0][0] == found[0][1]
+    return f"version{'' if one else 's'} {text}{', ...' if len(found) > 5 else ''}"
+
+
+def read_gaps(description: Path) -> Gaps:
+    """The gaps that a run's description knows; none where there is no description."""
+    try:
+        return json.loads(description.read_text(encoding="utf-8")).get("missing_rows", {})
+    except (OSError, ValueError):
+        return {}
+
+
+def _rows(path: Path, version: int, faults: list[Fault]) -> Iterator[tuple[int, bytes]]:
+    """Whole rows below a version. A line that is none may only be the last, which a kill has torn."""
+    if not path.exists():
+        return
+    torn: int | None = None
+    last = 0
+    with path.open("rb") as file:
+        for number, line in enumerate(file, start=1):
+            match = _ROW.match(line)
+            if match is None or not line.endswith(b"}\n"):
+                torn = torn or number
+                continue
+            at = int(match[1])
+            if at >= version:
+                continue
+            if torn is not None:
+                faults.append(Fault(path.name, last, f"has a line {torn} that is no row, with rows after it"))
+                torn = None
+            last = at
+            yield at, line
