@@ -101,6 +101,9 @@ def test_ctrl_c_ends_with_a_checkpoint_and_a_report(tmp_path: Path, of_a_command
         tmp_path, of_a_command, "--exp=aime", f"--run-folder={run}", *SMALL, "num_steps=100000", "checkpoint.every_steps=0"
     )
     wait_for_steps(process, run, 3)
+    for arguments in ([f"--resume={run}"], ["--exp=aime", f"--run-folder={run}", *SMALL]):
+        refused = finished(start(tmp_path, of_a_command, *arguments), 2)
+        assert f"{run} is in use by process {process.pid} on " in refused
     process.send_signal(signal.SIGINT)
     output = finished(process, 130)
     done = f"stopped by SIGINT after {steps_done(run)} of 100000 steps"
@@ -108,6 +111,35 @@ def test_ctrl_c_ends_with_a_checkpoint_and_a_report(tmp_path: Path, of_a_command
     (checkpoint,) = (run / "checkpoints").iterdir()
     assert int(checkpoint.name) == steps_done(run) >= 3
     assert (run / "report.html").is_file() and (run / "learning_curve.png").is_file()
+
+
+@pytest.mark.slow
+def test_sigterm_during_start_up_ends_in_time_and_says_so(tmp_path: Path, of_a_command: dict[str, str]) -> None:
+    run = tmp_path / "run"
+    process = start(tmp_path, of_a_command, "--exp=aime", f"--run-folder={run}", *SMALL)
+    deadline_s = time.monotonic() + TIMEOUT_S
+    while not (run / "claim.json").exists():
+        assert process.poll() is None and time.monotonic() < deadline_s
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert "areal_jax: interrupted by SIGTERM; no checkpoint was saved" in finished(process, 143)
+
+
+@pytest.mark.slow
+def test_a_hole_in_the_metrics_is_refused_on_resuming(tmp_path: Path, of_a_command: dict[str, str]) -> None:
+    run = tmp_path / "run"
+    finished(start(tmp_path, of_a_command, "--exp=aime", f"--run-folder={run}", *SMALL, "num_steps=4"))
+    metrics, config = run / "metrics.jsonl", (run / "config.json").read_text()
+    rows = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(rows[:1] + rows[3:]))
+    refused = finished(start(tmp_path, of_a_command, f"--resume={run}", "num_steps=6"), 2)
+    assert "metrics.jsonl has no rows of versions 1 to 2" in refused and f"move {metrics} away" in refused
+    assert (run / "config.json").read_text() == config
+    metrics.rename(tmp_path / "away")
+    finished(start(tmp_path, of_a_command, f"--resume={run}", "num_steps=6"))
+    assert [row["version"] for row in jsonl.read(metrics) if "trainer/loss" in row] == [4, 5]
+    (run / "config.json").write_text(config.replace('"areal_jax.run": "', '"areal_jax.run": "0'))
+    assert "config.json is of another run" in finished(start(tmp_path, of_a_command, f"--resume={run}"), 2)
 
 
 @pytest.mark.slow

@@ -465,7 +465,8 @@ def test_a_divergence_leaves_a_checkpoint_to_go_on_from_and_never_one_of_half_a_
 
 
 @pytest.mark.parametrize(
-    ("every_steps", "left"), [(0, r"there is no checkpoint to go on from\n$"), (1, r"--resume=.* version 1\n$")]
+    ("every_steps", "left"),
+    [(0, r"no checkpoint was saved, so there is nothing .*\n$"), (1, r"--resume=.* version 1\n$")],
 )
 def test_a_divergence_says_from_which_checkpoint_the_run_goes_on(
     tiny_policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], every_steps: int, left: str

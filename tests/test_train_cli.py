@@ -6,10 +6,12 @@ import ast
 import json
 import os
 import re
+import resource
 import shlex
 import shutil
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -21,7 +23,7 @@ from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.config import experiment_names, find_experiment, load_experiment, write_config
 from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.settings import settings
-from areal_jax.train import main, what_is_left
+from areal_jax.train import main, make_unique, what_is_left
 
 ROOT = Path(__file__).parent.parent
 
@@ -200,6 +202,38 @@ def test_a_refused_resume_leaves_the_runs_settings_alone(capsys: pytest.CaptureF
     assert main([f"--resume={folder}", "policy.lora.rank=4"]) == 2
     assert "holds another policy" in capsys.readouterr().err
     assert (folder / "config.json").read_text() == before
+
+
+def test_default_folders_do_not_collide(tmp_path: Path) -> None:
+    wanted = tmp_path / "runs" / "aime-20260101-000000"
+    with ThreadPoolExecutor(8) as pool:
+        made = list(pool.map(make_unique, [wanted] * 8))
+    assert sorted(folder.name for folder in made) == [wanted.name, *(f"{wanted.name}-{number}" for number in range(2, 9))]
+
+
+def test_a_version_that_was_evaluated_twice_has_its_last_score(tmp_path: Path) -> None:
+    rows = [(0, 0.125), (7, 0.25), (7, 0.5)]
+    (tmp_path / "metrics.jsonl").write_text(
+        "".join(f'{{"version":{version},"evaluation/pass@1":{score}}}\n' for version, score in rows)
+    )
+    assert list(what_came_out(tmp_path, answers=False)) == ["pass@1 12.5% of version 0, 50.0% of version 7"]
+    (tmp_path / "metrics.jsonl").write_text('{"version":0,"evaluation/pass@1":0.1}\n{"version":0,"evaluation/pass@1":0.2}\n')
+    assert list(what_came_out(tmp_path, answers=False)) == []
+
+
+def test_a_full_disk_is_one_message_and_exit_code_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    # A file of more than 64 bytes is refused from here on, as on a full disk.
+    monkeypatch.chdir(tmp_path)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (64, before[1]))
+    try:
+        assert main(["--exp=aime", f"--run-folder={tmp_path / 'run'}"]) == 1
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith(f"areal_jax: {tmp_path / 'run' / 'claim.json'}: File too large; make room there")
 
 
 def test_what_came_out_of_a_run_is_told_with_the_commands_that_ask_it(tmp_path: Path) -> None:

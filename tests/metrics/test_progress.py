@@ -56,6 +56,24 @@ def test_first_line_says_what_is_trained_and_each_line_how_far(tmp_path):
     assert last == "done [not markup]"
 
 
+def test_the_live_line_shows_the_newest_score():
+    shown = io.StringIO()
+    progress = Progress("headline", 10, console=Console(file=shown, force_terminal=True, width=200))
+    progress.update(10, METRICS | {names.PASS_AT_1: 0.125})
+    progress.evaluated({names.PASS_AT_1: 0.75})
+    progress.close()
+    assert "pass@1 75.0%" in shown.getvalue().rpartition("step 10/10")[2]
+
+
+def test_a_live_line_that_showed_nothing_is_removed():
+    shown = io.StringIO()
+    progress = Progress("headline", 10, 10, console=Console(file=shown, force_terminal=True, width=200), unit="task")
+    progress.say("pass@1 50.0%")
+    progress.close()
+    # The last frame erases the line before it.
+    assert "waiting" not in shown.getvalue().rpartition("\x1b[2K")[2]
+
+
 def test_quick_steps_print_every_few_seconds_and_the_last_one_always():
     lines = shown(100, [(0.5 * step, step, METRICS) for step in range(1, 101)])
     # Steps follow every 0.5 s and lines every 5 s: steps 1, 11, ... 91, and the last.
