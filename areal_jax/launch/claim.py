@@ -192,7 +192,9 @@ class Claim:
         self._lease |= {"token": token, "renewed": time.strftime("%Y-%m-%d %H:%M:%S %z"), "beat": time.time()}
         data = json.dumps(self._lease).ljust(LEASE_BYTES - 1).encode() + b"\n"
         try:
-            os.pwrite(self._fd, data, 0)
+            written = 0
+            while written < len(data):  # a disk that becomes full takes a part, and says why at the next call
+                written += os.pwrite(self._fd, data[written:], written)
             os.fsync(self._fd)
         except OSError as error:
             raise OSError(error.errno, error.strerror, str(self._path)) from error

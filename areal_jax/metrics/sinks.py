@@ -51,9 +51,9 @@ class Sinks:
         else:
             cut(metrics, resume_version)
             cut(samples, resume_version)
+        self._tensorboard = TensorBoard(run_folder / TENSORBOARD, resume_version) if config.tensorboard else None
         self._metrics = JsonLines(metrics)
         self._samples = SampleWriter(samples, decode) if config.samples else None
-        self._tensorboard = TensorBoard(run_folder / TENSORBOARD, resume_version) if config.tensorboard else None
 
     def write(self, version: int, metrics: Mapping[str, float]) -> None:
         """Append one row of metrics, with the time of day; nan and infinities become null.
