@@ -199,7 +199,8 @@ def find_server(experiment: AnyExperiment, url: str, tasks: Sequence[Task]) -> R
     server = Server(url, os.environ.get(TOKEN_VARIABLE), experiment.engine.request_timeout_s)
     model = server.model()
     try:
-        tokenizer = HFTokenizer.from_folder(resolve_policy_folder(experiment.policy.path))
+        folder, ignored = resolve_policy_folder(experiment.policy.path), experiment.policy.ignore_config_keys
+        tokenizer = HFTokenizer.from_folder(folder, ignored)
     except FileNotFoundError:
         tokenizer = None  # then nobody here knows which tokens the server speaks
     try:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 from areal_jax.command import settings_text, show
 from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.config_keys import SETTING
 from areal_jax.models.known import KNOWN, known_shape
 from areal_jax.settings import ConfigError, assign, build, from_text, parse_overrides, read_json, settings
 from areal_jax.sim.config import ClusterQuestion
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         question = build(ClusterQuestion, assign(parse_overrides(arguments), settings(ClusterQuestion), from_text))
-        found = plan_cluster(question, find_model(question.model))
+        found = plan_cluster(question, find_model(question.model, question.ignore_config_keys))
     except ConfigError as error:
         print(f"areal_jax: {error}", file=sys.stderr)
         return 2
@@ -45,13 +46,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def find_model(name: str) -> ModelConfig:
+def find_model(name: str, ignored_keys: Sequence[str] = ()) -> ModelConfig:
     """The shape of a policy known by name, or of a folder's config.json. ConfigError lists the names."""
     path = Path(name).expanduser() / "config.json"
     try:
-        return ModelConfig.from_hf(read_json(path), str(path)) if path.is_file() else known_shape(name)
+        return ModelConfig.from_hf(read_json(path), str(path), ignored_keys) if path.is_file() else known_shape(name)
     except ValueError as error:
-        raise ConfigError(f"model={name}: {error}; a folder with a config.json will do too") from None
+        message = str(error).replace(SETTING, "ignore_config_keys")
+        raise ConfigError(f"model={name}: {message}; a folder with a config.json will do too") from None
 
 
 def draw(found: ClusterPlan, path: Path) -> None:

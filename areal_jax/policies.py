@@ -157,7 +157,7 @@ def find_decoding_policy(
     folder = had(lambda: resolve_policy_folder(config.path, setting))
     policy = had(lambda: find_policy(config, folder, setting=setting))
     engine = had(lambda: DecodeEngine(policy, mesh, engine_config, compute_dtype(config.compute_dtype, mesh)))
-    tokenizer = had(lambda: HFTokenizer.from_folder(folder))
+    tokenizer = had(lambda: HFTokenizer.from_folder(folder, config.ignore_config_keys))
     if checkpoint is not None:
         checkpoint = _with_version(checkpoint)
     if problems := list(too_long(engine, f"{setting}={config.path}")):

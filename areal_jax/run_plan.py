@@ -391,8 +391,8 @@ def make_training_plan(experiment: AnyExperiment, mesh: Mesh) -> TrainingPlan:
     if isinstance(experiment.trainer.advantages, GAE):
         critic_folder = had(lambda: resolve_policy_folder(experiment.trainer.critic.path or experiment.policy.path))
         critic = had(lambda: find_critic(critic_folder, experiment.policy.ignore_config_keys))
-    tokenizer = had(lambda: HFTokenizer.from_folder(folder))
-    policy, critic = (_with_pad_token(each, tokenizer.pad_token_id) for each in (policy, critic))
+    tokenizer = had(lambda: HFTokenizer.from_folder(folder, experiment.policy.ignore_config_keys))
+    policy, critic = (had(partial(_with_pad_token, each, tokenizer, folder)) for each in (policy, critic))
     assert policy is not None
     # A pair lies in one row.
     longest = experiment.engine.max_tokens * (2 if isinstance(experiment, PreferenceExperiment) else 1)
@@ -443,7 +443,8 @@ def find_policy(config: PolicyConfig, folder: Path, readout: Readout = "CausalLM
     Args: readout: another than a language model's has a fresh head where the folder holds a language model. setting: which
     names the policy, for messages.
     Raises ValueError where the folder is read out otherwise, or the adapter does not belong to the policy."""
-    model = read_config(folder, config.ignore_config_keys)
+    is_adapted = config.adapter is not None and Path(config.adapter).expanduser().resolve() == folder.resolve()
+    model = read_config(folder, config.ignore_config_keys, is_adapted=is_adapted)
     if model.readout not in ("CausalLM", readout):
         expected = " or ".join(dict.fromkeys(("CausalLM", readout)))
         raise ValueError(f"{setting}={config.path} is read out as {model.readout}; expected {expected}")
@@ -460,11 +461,24 @@ def find_policy(config: PolicyConfig, folder: Path, readout: Readout = "CausalLM
     return policy
 
 
-def _with_pad_token(policy: Policy | None, pad_token_id: int | None) -> Policy | None:
-    """A scalar head with a padding token: without one, transformers reads no batch of several texts."""
-    if policy is None or not policy.config.is_scalar or policy.config.pad_token_id is not None:
+def _with_pad_token(policy: Policy | None, tokenizer: HFTokenizer, folder: Path) -> Policy | None:
+    """A scalar head with a padding token: without one, transformers reads no batch of several texts.
+
+    Raises ValueError where a reward model's padding token ends its texts: transformers reads the last token that is another."""
+    if policy is None or not policy.config.is_scalar:
         return policy
-    return Policy(replace(policy.config, pad_token_id=pad_token_id), policy.lora)
+    pad, is_reward = policy.config.pad_token_id, policy.config.readout == "SequenceClassification"
+    if not is_reward:
+        pad = tokenizer.pad_token_id if pad is None else pad
+    elif pad is None or read_config(folder, policy.config.ignored_keys).readout != policy.config.readout:
+        pad = tokenizer.find_pad_token_id()
+    if is_reward and pad in (None, tokenizer.stop_token_ids[0]):
+        raise ValueError(
+            f"{folder}: expected a pad_token_id that ends no text of a reward model, because transformers scores the last "
+            f"token that is not padding; found {pad}, eos_token is {tokenizer.stop_token_ids[0]}. Set pad_token in "
+            "tokenizer_config.json and pad_token_id in config.json to a special token that ends no answer"
+        )
+    return Policy(replace(policy.config, pad_token_id=pad), policy.lora)
 
 
 def find_critic(folder: Path, ignored_keys: Collection[str]) -> Policy:
@@ -492,7 +506,7 @@ def find_beside(
         else:
             folder = resolve_policy_folder(config.path, setting)
             other = Policy(read_config(folder, experiment.policy.ignore_config_keys))
-            if difference := tokenizer.difference(HFTokenizer.from_folder(folder)):
+            if difference := tokenizer.difference(HFTokenizer.from_folder(folder, experiment.policy.ignore_config_keys)):
                 raise ValueError(
                     f"{setting}={config.path} speaks other tokens than policy.path={experiment.policy.path}: {difference}; "
                     "name a policy with the same tokenizer"
@@ -566,7 +580,9 @@ def budgeted(experiment: AnyExperiment, **tasks: Sequence[Task]) -> Budget:
         ConfigError: prompts, or the workflow's later turns, can never fit.
     """
     folder = had(lambda: resolve_policy_folder(experiment.policy.path))
-    positions, tokenizer = had(lambda: (read_config(folder).max_position_embeddings, HFTokenizer.from_folder(folder)))
+    ignored = experiment.policy.ignore_config_keys
+    positions = had(lambda: read_config(folder, ignored, is_adapted=True).max_position_embeddings)
+    tokenizer = had(lambda: HFTokenizer.from_folder(folder, ignored))
     engine, workflow, rewards = experiment.engine, experiment.workflow, experiment.rewards
     is_decoded = any(len(of_source) for of_source in tasks.values())
     if is_decoded and (problems := list(_one_turn_only(experiment, tokenizer))):

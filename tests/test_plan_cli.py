@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -10,6 +11,7 @@ import pytest
 
 from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.plan import find_model, main
+from areal_jax.settings import ConfigError
 
 SMALL = ("devices=3", "context=1024", "groups_per_batch=4", "samples_per_group=2", "slots=4", "steps=10")
 
@@ -46,6 +48,14 @@ def test_help_lists_settings_models_and_devices(capsys: pytest.CaptureFixture[st
 
 def test_a_folder_with_a_config_is_a_model_too() -> None:
     assert find_model(str(EMBEDDED)).num_params < 1e7
+
+
+def test_an_unknown_key_of_a_folder_names_the_planners_setting(tmp_path: Path) -> None:
+    config = json.loads((EMBEDDED / "config.json").read_text()) | {"frobnicate": 2}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    with pytest.raises(ConfigError, match=r"frobnicate=2 is not a known key.* set ignore_config_keys=frobnicate;"):
+        find_model(str(tmp_path))
+    assert find_model(str(tmp_path), ("frobnicate",)).num_params < 1e7
 
 
 def test_planning_imports_no_jax() -> None:

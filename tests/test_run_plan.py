@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 from dataclasses import replace
@@ -16,6 +17,7 @@ import pytest
 from areal_jax import run_plan
 from areal_jax.config import load_experiment
 from areal_jax.data.policy_files import EMBEDDED
+from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.models import lora
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.config import LoRA
@@ -216,6 +218,39 @@ def test_a_new_reward_model_has_the_padding_token_of_its_tokenizer(policy: Path)
     plan = make_plan(load_experiment("reward_model", few))
     assert plan.policy.config.pad_token_id == plan.tokenizer.pad_token_id is not None
     assert make_plan(load_experiment("dpo", few)).policy.config.pad_token_id is None
+
+
+def test_a_new_reward_model_never_pads_with_what_ends_its_texts(policy: Path, tmp_path: Path) -> None:
+    shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
+    settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"pad_token": settings["eos_token"]}))
+    few = [f"policy.path={tmp_path}", "examples.num_tasks=50", "heldout_every_steps=0"]
+    plan = make_plan(load_experiment("reward_model", few))
+    pad = plan.policy.config.pad_token_id
+    assert pad is not None and pad not in plan.tokenizer.stop_token_ids
+    # What transformers scores: of a padded text the last token that is not padding.
+    texts = [np.concatenate([pair.chosen.tokens, np.full(3, pad)]) for pair in itertools.islice(plan.examples.examples, 4)]
+    assert [text[np.flatnonzero(text != pad)[-1]] for text in texts] == [plan.tokenizer.stop_token_ids[0]] * 4
+
+
+def test_a_reward_model_that_pads_with_its_last_token_is_refused(policy: Path, tmp_path: Path) -> None:
+    shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
+    eos = HFTokenizer.from_folder(policy).stop_token_ids[0]
+    model = replace(MODEL, readout="SequenceClassification", pad_token_id=eos)
+    (tmp_path / "config.json").write_text(json.dumps(model.to_hf()))
+    few = [f"policy.path={tmp_path}", "examples.num_tasks=50", "heldout_every_steps=0"]
+    with pytest.raises(
+        ConfigError, match=f"transformers scores the last token that is not padding; found {eos}, eos_token is {eos}"
+    ):
+        make_plan(load_experiment("reward_model", few))
+
+
+def test_an_adapter_inside_the_policys_folder_is_refused_by_name(policy: Path, tmp_path: Path) -> None:
+    shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
+    (tmp_path / "adapter_config.json").write_text("{}")
+    few = [f"policy.path={tmp_path}", "examples.num_tasks=50", "heldout_every_steps=0"]
+    with pytest.raises(ConfigError, match=r"holds adapter_config\.json: .* set policy\.adapter="):
+        make_plan(load_experiment("dpo", few))
 
 
 def test_keys_that_the_user_names_are_ignored(policy: Path, tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -27,6 +27,32 @@ Turn: TypeAlias = Message | Mapping[str, Any]
 """A message, or one as chat templates and OpenAI's protocol write it, with calls of tools and all else."""
 
 _SETTINGS = "tokenizer_config.json"
+_GENERATION = "generation_config.json"
+
+_ABSENT = (None, False, [], {})
+
+_UNSUPPORTED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
+    _SETTINGS: {
+        "split_special_tokens": _ABSENT,
+        "fast_tokenizer_files": (*_ABSENT, ["tokenizer.json"]),
+        "auto_map": _ABSENT,
+    },
+    # They change where an answer ends, or which tokens it may have.
+    _GENERATION: dict.fromkeys(
+        (
+            *("stop_strings", "forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids", "suppress_tokens"),
+            *("begin_suppress_tokens", "bad_words_ids", "force_words_ids", "sequence_bias"),
+        ),
+        _ABSENT,
+    ),
+}
+"""Keys that change tokens in transformers 5.23 and are refused with any value but these.
+
+The others are read, or harmless: sampling defaults, because the experiment sets sampling; model_max_length and the sides of
+padding and truncation, because texts are neither cut nor padded; clean_up_tokenization_spaces, because tokens are kept."""
+
+_PREFIX_SPACES = ("\u0120", "\u2581")
+"""How byte-level BPE and sentencepiece write a space at the beginning of a token."""
 
 _LONG_TEXT = 4096
 """Characters from which on a text is encoded by a call that lets other threads run meanwhile."""
@@ -43,15 +69,22 @@ class HFTokenizer:
     """
 
     def __init__(
-        self, tokenizer: tokenizers.Tokenizer, template: str | None, settings: Mapping[str, Any], stops: Sequence[int]
+        self,
+        tokenizer: tokenizers.Tokenizer,
+        template: str | None,
+        settings: Mapping[str, Any],
+        stops: Sequence[int],
+        tool_template: str | None = None,
     ) -> None:
-        """Args: settings: tokenizer_config.json. stops: ids that end an answer, the one that ends a turn first."""
+        """Args: settings: tokenizer_config.json. stops: ids that end an answer, the one that ends a turn first. tool_template:
+        in place of `template` where there are tools."""
         if not stops:
             raise ValueError(
                 "expected at least one stop token: eos_token of tokenizer_config.json or eos_token_id of config.json"
             )
         self._tokenizer = tokenizer
         self._template = _compile(template) if template else None
+        self._tool_template = _compile(tool_template) if tool_template else self._template
         self._special = {name: text for name in SPECIAL_TOKENS if (text := _text(settings.get(name))) is not None}
         self.stop_token_ids: tuple[int, ...] = tuple(stops)
         self.pad_token_id: int | None = (
@@ -64,8 +97,14 @@ class HFTokenizer:
         self._bytes_per_token = _bytes_per_token(tokenizer, vocabulary)
 
     @classmethod
-    def from_folder(cls, folder: Path) -> HFTokenizer:
-        """Read tokenizer.json with its settings, template and stop tokens from a Hugging Face folder."""
+    def from_folder(cls, folder: Path, ignored_keys: Collection[str] = ()) -> HFTokenizer:
+        """Read tokenizer.json with its settings, template and stop tokens from a Hugging Face folder.
+
+        Args:
+            ignored_keys: keys of tokenizer_config.json and generation_config.json that are passed over instead of refused.
+
+        Raises:
+            ValueError: naming the file and the key that is not supported or contradicts tokenizer.json."""
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise FileNotFoundError(
@@ -80,12 +119,15 @@ class HFTokenizer:
         # Some files carry the truncation and padding of whoever saved them.
         tokenizer.no_truncation()
         tokenizer.no_padding()
-        settings = _read(folder / _SETTINGS)
-        written_in, template = _template(folder, settings)
+        settings = _settings(folder)
+        written_in, templates = _templates(folder, settings)
+        for name, content in ((_SETTINGS, settings), (_GENERATION, _read(folder / _GENERATION))):
+            _check_keys(folder / name, content, ignored_keys)
         _check_added(folder / _SETTINGS, tokenizer, settings)
+        _check_surroundings(folder / _SETTINGS, tokenizer, settings, bool(templates), ignored_keys)
         stops = _stops(folder, tokenizer, settings)
         try:
-            return cls(tokenizer, template, settings, stops)
+            return cls(tokenizer, templates.get("default"), settings, stops, templates.get("tool_use"))
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(f"{written_in}: line {error.lineno} of the chat template cannot be read: {error}") from error
 
@@ -157,10 +199,11 @@ class HFTokenizer:
 
     def _text(self, messages: Sequence[Turn], *, is_asked: bool, tools: Sequence[Mapping[str, Any]] = ()) -> str:
         """A conversation through the template, to be answered or as it is."""
-        assert self._template is not None
+        template = self._tool_template if tools else self._template
+        assert template is not None
         turns = [{"role": turn.role, "content": turn.content} if isinstance(turn, Message) else turn for turn in messages]
         try:
-            return self._template.render(
+            return template.render(
                 messages=turns, tools=list(tools) or None, documents=None, add_generation_prompt=is_asked, **self._special
             )
         except jinja2.TemplateError as error:
@@ -216,6 +259,13 @@ class HFTokenizer:
             f"{len(differing)} tokens differ, such as {first!r}, which is {ours.get(first)} here and {theirs.get(first)} there"
         )
 
+    def find_pad_token_id(self) -> int | None:
+        """The padding token, or another special one, that ends no answer; none where there is none."""
+        special = [(id, token.content) for id, token in self._tokenizer.get_added_tokens_decoder().items() if token.special]
+        named = sorted(special, key=lambda pair: ("pad" not in pair[1].lower(), pair[0]))
+        candidates = [self.pad_token_id, *(id for id, _ in named)]
+        return next((id for id in candidates if id is not None and id not in self.stop_token_ids), None)
+
     def decode(self, tokens: Int32[np.ndarray, "T"]) -> str:
         """Text of the tokens without special tokens."""
         return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
@@ -268,30 +318,95 @@ def _refuse(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
-def _template(folder: Path, settings: Mapping[str, Any]) -> tuple[Path, str | None]:
-    """Where the template is written, and it: chat_template.jinja goes before tokenizer_config.json, whose template may be one
-    of several by name."""
+def _settings(folder: Path) -> dict[str, Any]:
+    """tokenizer_config.json, with the older files that transformers reads where it does not list the added tokens."""
+    settings = _read(folder / _SETTINGS)
+    if "added_tokens_decoder" not in settings:
+        settings |= _read(folder / "special_tokens_map.json")
+        added = _read(folder / "added_tokens.json")
+        settings["added_tokens_decoder"] = {id: {"content": token} for token, id in added.items()}
+    return settings
+
+
+def _templates(folder: Path, settings: Mapping[str, Any]) -> tuple[Path, dict[str, str]]:
+    """Where the templates are written, and each by its name: files go before tokenizer_config.json."""
     file = folder / "chat_template.jinja"
-    if file.is_file():
+    more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
+    if files := ({"default": file} if file.is_file() else {}) | {each.stem: each for each in more}:
         try:
-            return file, file.read_text(encoding="utf-8")
+            templates: object = {name: path.read_text(encoding="utf-8") for name, path in files.items()}
         except UnicodeDecodeError as error:
             raise ValueError(f"{file}: expected UTF-8, came something else ({error})") from error
-    file, template = folder / _SETTINGS, settings.get("chat_template")
-    if isinstance(template, list):
-        by_name = {named.get("name"): named.get("template") for named in template if isinstance(named, Mapping)}
-        template = by_name.get("default")
-    if not isinstance(template, str | None):
-        raise ValueError(f"{file}: expected chat_template to be text, or a list of templates by name; came {template!r}")
-    return file, template
+    else:
+        file, templates = folder / _SETTINGS, settings.get("chat_template")
+    if isinstance(templates, list):
+        templates = {named.get("name"): named.get("template") for named in templates if isinstance(named, Mapping)}
+    elif not isinstance(templates, Mapping):
+        templates = {} if templates is None else {"default": templates}
+    if wrong := [template for template in templates.values() if not isinstance(template, str)]:
+        raise ValueError(f"{file}: expected chat_template to be text, or a list of templates by name; came {wrong[0]!r}")
+    if templates and "default" not in templates:
+        raise ValueError(
+            f"{file}: expected a chat template named 'default'; came {', '.join(map(repr, templates))}; "
+            "write the one to use into chat_template.jinja"
+        )
+    return file, dict(templates)
+
+
+def _check_keys(file: Path, content: Mapping[str, Any], ignored_keys: Collection[str]) -> None:
+    """ValueError naming the keys of a file that are not supported."""
+    wrong = {
+        key: content[key]
+        for key, accepted in _UNSUPPORTED[file.name].items()
+        if key in content and key not in ignored_keys and not _is_one_of(content[key], accepted)
+    }
+    if wrong:
+        shown = "; ".join(f"{key}={value!r} is not supported" for key, value in wrong.items())
+        raise ValueError(f"{file}: {shown}. {_to_ignore(wrong)}")
+
+
+def _is_one_of(value: object, accepted: Collection[object]) -> bool:
+    # In JSON 0 is not false.
+    return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in accepted)
+
+
+def _to_ignore(keys: Collection[str]) -> str:
+    return f"To load it as if this were not there, set policy.ignore_config_keys={','.join(keys)}"
+
+
+def _check_surroundings(
+    file: Path,
+    tokenizer: tokenizers.Tokenizer,
+    settings: Mapping[str, Any],
+    has_template: bool,
+    ignored_keys: Collection[str],
+) -> None:
+    """ValueError where tokenizer_config.json and tokenizer.json disagree about what is put around a text."""
+    text = tokenizer.encode("a", add_special_tokens=False).tokens
+    whole = tokenizer.encode("a", add_special_tokens=True).tokens
+    found = {"add_prefix_space": bool(text) and text[0].startswith(_PREFIX_SPACES)}
+    if not has_template:
+        # A template writes both tokens itself.
+        for key, name, end in (("add_bos_token", "bos_token", 0), ("add_eos_token", "eos_token", -1)):
+            if (token := _text(settings.get(name))) is not None:
+                found[key] = bool(whole) and whole[end] == token
+    wrong = [key for key, is_added in found.items() if key not in ignored_keys and settings.get(key) not in (None, is_added)]
+    if wrong:
+        raise ValueError(
+            f"{file}: expected what tokenizer.json does, {', '.join(f'{key}={str(found[key]).lower()}' for key in wrong)}; "
+            f"came {', '.join(f'{key}={settings[key]!r}' for key in wrong)}. Correct either file. {_to_ignore(wrong)}"
+        )
 
 
 def _check_added(file: Path, tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> None:
-    """ValueError where tokenizer_config.json adds a token that tokenizer.json lacks, which transformers would give an id."""
+    """ValueError where a file beside tokenizer.json adds a token that this lacks, which transformers would give an id."""
     added = settings.get("added_tokens_decoder") or {}
     named = {_text(token): int(id) for id, token in added.items()} if isinstance(added, dict) else {}
     extra = [settings.get(name) for name in ("additional_special_tokens", "extra_special_tokens")]
     listed = [token for tokens in extra if isinstance(tokens, list) for token in map(_text, tokens)]
+    listed += [token for tokens in extra if isinstance(tokens, dict) for token in map(_text, tokens.values())]
+    # The loader names the end-of-sequence token itself.
+    listed += [_text(token) for key, token in settings.items() if key.endswith("_token") and key != "eos_token"]
     expected = {**{token: tokenizer.token_to_id(token) for token in listed if token}, **named}
     wrong = [token for token, id in expected.items() if token and (id is None or tokenizer.token_to_id(token) != id)]
     if wrong:
@@ -307,7 +422,7 @@ def _stops(folder: Path, tokenizer: tokenizers.Tokenizer, settings: Mapping[str,
     if eos is not None and tokenizer.token_to_id(eos) is None:
         raise ValueError(f"{folder / _SETTINGS}: eos_token={eos!r} is not a token of tokenizer.json")
     stops = [] if eos is None else [tokenizer.token_to_id(eos)]
-    for name in ("generation_config.json", "config.json"):
+    for name in (_GENERATION, "config.json"):
         found = _read(folder / name).get("eos_token_id")
         ids = found if isinstance(found, list) else [found]
         if any(isinstance(id, bool) or not isinstance(id, int | None) for id in ids):

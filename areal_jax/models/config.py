@@ -45,8 +45,8 @@ class PolicyConfig:
     random_init: bool = chz.field(default=False, doc="take only config.json from `path` and draw fresh weights")
     ignore_config_keys: tuple[str, ...] = chz.field(
         default=(),
-        doc="keys of config.json and adapter_config.json that are ignored instead of refused, by name: those of a checkpoint "
-        "that change nothing although they are unknown here",
+        doc="keys of config.json, adapter_config.json, tokenizer_config.json and generation_config.json that are ignored "
+        "instead of refused, by name",
     )
     lora: LoRA | None = chz.field(
         default=None, doc="train an adapter (policy.lora=LoRA, or any of its settings) instead of all parameters"

@@ -56,9 +56,8 @@ _HARMLESS: Final = (
     *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "do_sample", "early_stopping", "num_beams"),
     *("num_beam_groups", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
     *("diversity_penalty", "repetition_penalty", "encoder_repetition_penalty", "length_penalty", "no_repeat_ngram_size"),
-    *("encoder_no_repeat_ngram_size", "bad_words_ids", "force_words_ids", "renormalize_logits", "constraints"),
-    *("forced_bos_token_id", "forced_eos_token_id", "remove_invalid_values", "exponential_decay_length_penalty"),
-    *("suppress_tokens", "begin_suppress_tokens", "forced_decoder_ids", "sequence_bias", "guidance_scale"),
+    *("encoder_no_repeat_ngram_size", "renormalize_logits", "constraints"),
+    *("remove_invalid_values", "exponential_decay_length_penalty", "guidance_scale"),
     *("num_return_sequences", "output_scores", "output_logits", "return_dict_in_generate", "penalty_alpha"),
     *("cache_implementation", "max_time", "num_assistant_tokens", "num_assistant_tokens_schedule"),
 )
@@ -81,6 +80,10 @@ _ONLY: Final[Mapping[str, Only]] = {
     "tie_encoder_decoder": Only((False,)),
     "token_classification_bias": Only((True,)),
     "mlp_bias": Only((False,)),
+    # Which tokens an answer may have.
+    **dict.fromkeys(("bad_words_ids", "force_words_ids", "suppress_tokens", "begin_suppress_tokens"), Only((None, []))),
+    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids"), Only((None,))),
+    **dict.fromkeys(("sequence_bias", "stop_strings"), Only((None, {}, []))),
 }
 
 _WINDOWS: Final[Mapping[str, Rule]] = dict.fromkeys(("use_sliding_window", "sliding_window", "max_window_layers"), "read")

@@ -27,6 +27,7 @@ from safetensors.numpy import save_file
 
 from areal_jax.metrics.files import naming
 from areal_jax.models.architecture import ModelConfig
+from areal_jax.models.config import ADAPTER_CONFIG
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.sharding import fetch, put
 from areal_jax.settings import read_json
@@ -45,6 +46,7 @@ TOKENIZER_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template.jinja",
+    "additional_chat_templates/tool_use.jinja",
     "generation_config.json",
 )
 """What `save` takes along of a folder, so that other tools can talk to the policy at once."""
@@ -122,17 +124,23 @@ class _Tensor(NamedTuple):
         return np.ascontiguousarray(array.reshape(self.shape))
 
 
-def read_config(folder: Path, ignored_keys: Collection[str] = ()) -> ModelConfig:
+def read_config(folder: Path, ignored_keys: Collection[str] = (), *, is_adapted: bool = False) -> ModelConfig:
     """Read a folder's config.json.
 
     Args:
         ignored_keys: keys that are passed over instead of refused.
+        is_adapted: whether an adapter in the folder is read too.
 
     Raises:
-        ValueError: naming the keys that are not supported."""
+        ValueError: naming the keys that are not supported, or an adapter, which transformers would add to the weights."""
     path = folder / _CONFIG
     if not path.is_file():
         raise FileNotFoundError(f"expected a Hugging Face folder with {_CONFIG} at {folder}; set policy.path to one")
+    if not is_adapted and (folder / ADAPTER_CONFIG).is_file():
+        raise ValueError(
+            f"{folder} holds {ADAPTER_CONFIG}: expected a policy alone, found a LoRA adapter, which transformers "
+            f"would add to the weights; set policy.adapter={folder} to train it, or move its files to another folder"
+        )
     return ModelConfig.from_hf(read_json(path), str(path), ignored_keys)
 
 
@@ -188,14 +196,19 @@ def save(
     try:
         for name in TOKENIZER_FILES:
             if tokenizer_folder is not None and (tokenizer_folder / name).is_file():
+                (aside / name).parent.mkdir(exist_ok=True)
                 shutil.copyfile(tokenizer_folder / name, aside / name)
         _write_weights(aside, _to_files(policy, params), _shards(policy, np.dtype(dtype).itemsize, shard_bytes), dtype)
+        if policy.config.readout == "SequenceClassification" and policy.config.pad_token_id is not None:
+            _set_pad_token(aside, policy.config.pad_token_id)
         with naming(folder / _CONFIG):
             (aside / _CONFIG).write_text(_written_config(policy, dtype, tokenizer_folder), encoding="utf-8")
         if folder.exists():
             stale = {file.name for file in folder.iterdir() if _OURS.fullmatch(file.name)}
-            for file in aside.iterdir():
-                os.replace(file, folder / file.name)
+            for file in [file for file in aside.rglob("*") if file.is_file()]:
+                place = folder / file.relative_to(aside)
+                place.parent.mkdir(exist_ok=True)
+                os.replace(file, place)
                 stale.discard(file.name)
             for name in stale:
                 (folder / name).unlink()
@@ -207,7 +220,7 @@ def save(
 
 
 def _is_scalar(folder: Path, policy: Policy) -> bool:
-    return read_config(folder, policy.config.ignored_keys).is_scalar
+    return read_config(folder, policy.config.ignored_keys, is_adapted=True).is_scalar
 
 
 def _written_config(policy: Policy, dtype: SavedDtype, original: Path | None) -> str:
@@ -219,6 +232,20 @@ def _written_config(policy: Policy, dtype: SavedDtype, original: Path | None) ->
     spellings = [name for name in ("dtype", "torch_dtype") if name in written] or ["torch_dtype"]
     written |= dict.fromkeys(spellings, dtype)
     return text if text is not None and written == given else json.dumps(written, indent=2, ensure_ascii=False) + "\n"
+
+
+def _set_pad_token(folder: Path, pad_token_id: int) -> None:
+    """Make the tokenizer in a folder pad with a token, so that transformers sees where the texts of a batch end."""
+    file = folder / "tokenizer.json"
+    added = read_json(file).get("added_tokens", []) if file.is_file() else []
+    text = next((token["content"] for token in added if token["id"] == pad_token_id), None)
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        if text is None or not (file := folder / name).is_file():
+            continue
+        given = read_json(file)
+        before = given.get("pad_token")
+        if (before.get("content") if isinstance(before, dict) else before) != text:
+            file.write_text(json.dumps(given | {"pad_token": text}, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
 
 
 def _leaves(tree: Params) -> dict[tuple[str, ...], Any]:

@@ -10,6 +10,9 @@ import chz
 @chz.chz
 class ClusterQuestion:
     model: str = chz.field(doc="a policy known by name, such as qwen2.5-7b, or a folder with a config.json")
+    ignore_config_keys: tuple[str, ...] = chz.field(
+        default=(), doc="keys of the folder's config.json that are ignored instead of refused, by name"
+    )
     devices: int = chz.field(doc="how many there are")
     context: int = chz.field(doc="tokens of the longest prompt and answer together")
     device: str = chz.field(default="H100", doc="what they are, such as H200 or TPU v5p")

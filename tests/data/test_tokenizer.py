@@ -241,6 +241,92 @@ def test_tokens_that_tokenizer_json_has_are_accepted(folder: Path) -> None:
     assert tokenizer.stop_token_ids == (end,) and tokenizer.pad_token_id == end
 
 
+@pytest.mark.parametrize("key", ["unk_token", "pad_token", "image_token"])
+def test_named_tokens_that_tokenizer_json_lacks_are_refused(folder: Path, key: str) -> None:
+    write(folder, eos_token="<|im_end|>", **{key: "<|new|>"})
+    with pytest.raises(ValueError, match=re.escape("'<|new|>', which it lacks")):
+        HFTokenizer.from_folder(folder)
+
+
+def test_older_files_count_where_added_tokens_are_not_listed(folder: Path) -> None:
+    end, turn = id_of(folder, "<|end|>"), id_of(folder, "<|im_end|>")
+    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<|end|>"}}))
+    assert HFTokenizer.from_folder(folder).stop_token_ids == (end,)
+    write(folder, eos_token="<|im_end|>", added_tokens_decoder={})
+    assert HFTokenizer.from_folder(folder).stop_token_ids == (turn,)
+    write(folder, eos_token="<|im_end|>")
+    (folder / "added_tokens.json").write_text(json.dumps({"<|new|>": 900}))
+    with pytest.raises(ValueError, match=re.escape("'<|new|>', which it lacks")):
+        HFTokenizer.from_folder(folder)
+
+
+@pytest.mark.parametrize(
+    ("file", "key", "value"),
+    [
+        ("generation_config.json", "stop_strings", ["</answer>"]),
+        ("generation_config.json", "suppress_tokens", [3]),
+        ("generation_config.json", "begin_suppress_tokens", [3]),
+        ("generation_config.json", "bad_words_ids", [[3]]),
+        ("generation_config.json", "forced_bos_token_id", 0),
+        ("generation_config.json", "forced_eos_token_id", 0),
+        ("tokenizer_config.json", "split_special_tokens", True),
+        ("tokenizer_config.json", "fast_tokenizer_files", ["tokenizer.4.json"]),
+        ("tokenizer_config.json", "auto_map", {"AutoTokenizer": ["mine.Mine", None]}),
+        ("tokenizer_config.json", "add_prefix_space", True),
+        ("tokenizer_config.json", "add_bos_token", True),
+        ("tokenizer_config.json", "add_eos_token", True),
+    ],
+)
+def test_keys_that_change_tokens_are_refused_by_name(folder: Path, file: str, key: str, value: object) -> None:
+    path = folder / file
+    settings = {"eos_token": "<|im_end|>", "bos_token": "<|end|>"}
+    write(folder, **settings)
+    path.write_text(json.dumps({**(settings if file == "tokenizer_config.json" else {}), key: value}))
+    with pytest.raises(ValueError, match=rf"{re.escape(file)}: .*{key}=.*policy\.ignore_config_keys={key}$"):
+        HFTokenizer.from_folder(folder)
+    assert HFTokenizer.from_folder(folder, (key,)).encode("one").size
+
+
+def test_a_template_writes_the_first_token_itself(folder: Path) -> None:
+    write(folder, eos_token="<|im_end|>", bos_token="<|end|>", add_bos_token=True, chat_template=CHATML)
+    assert HFTokenizer.from_folder(folder).has_template
+
+
+def test_sampling_defaults_and_inert_keys_are_accepted(folder: Path) -> None:
+    sampling = {"do_sample": True, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1, "suppress_tokens": None}
+    (folder / "generation_config.json").write_text(json.dumps(sampling))
+    inert = {"model_max_length": 131072, "clean_up_tokenization_spaces": True, "padding_side": "left", "frobnicate": 2}
+    off = {"add_bos_token": False, "add_prefix_space": False, "split_special_tokens": False, "auto_map": None}
+    write(folder, eos_token="<|im_end|>", **inert, **off)
+    assert HFTokenizer.from_folder(folder).stop_token_ids == (id_of(folder, "<|im_end|>"),)
+
+
+def test_templates_for_tools_are_used_with_tools(folder: Path) -> None:
+    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "none"}]
+    write(folder, eos_token="<|im_end|>", chat_template=named)
+
+    def texts() -> list[str]:
+        tokenizer = HFTokenizer.from_folder(folder)
+        return [tokenizer.decode(tokenizer.render(CONVERSATION, tools)) for tools in ((), ({"type": "function"},))]
+
+    assert texts() == ["none", "tools"]
+    (folder / "chat_template.jinja").write_text("file")
+    assert texts() == ["file", "file"]
+    (folder / "additional_chat_templates").mkdir()
+    (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools in a file")
+    assert texts() == ["file", "tools in a file"]
+    (folder / "chat_template.jinja").unlink()
+    with pytest.raises(ValueError, match="expected a chat template named 'default'; came 'tool_use'"):
+        HFTokenizer.from_folder(folder)
+
+
+def test_a_padding_token_that_ends_no_answer_is_found(folder: Path) -> None:
+    write(folder, eos_token="<|im_end|>", pad_token="<|end|>")
+    assert HFTokenizer.from_folder(folder).find_pad_token_id() == id_of(folder, "<|end|>")
+    write(folder, eos_token="<|end|>", pad_token="<|end|>")
+    assert HFTokenizer.from_folder(folder).find_pad_token_id() == id_of(folder, "<|im_start|>")
+
+
 def test_a_tokenizer_that_cannot_be_used_says_what_it_lacks(folder: Path) -> None:
     write(folder)
     with pytest.raises(ValueError, match="at least one stop token: eos_token"):

@@ -323,6 +323,30 @@ def test_export_of_a_scalar_head_replaces_only_what_describes_it(tmp_path):
     assert hf.read_config(tmp_path / "reward") == reward.config
 
 
+def test_export_of_a_reward_model_pads_with_its_own_token(tmp_path):
+    saved(tmp_path / "original")
+    tokens = [{"id": 4, "content": "<end>"}, {"id": 5, "content": "<pad>"}]
+    (tmp_path / "original" / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
+    for name in ("tokenizer_config.json", "special_tokens_map.json"):
+        (tmp_path / "original" / name).write_text(json.dumps({"eos_token": "<end>", "pad_token": {"content": "<end>"}}))
+    config = dataclasses.replace(hf.read_config(tmp_path / "original"), readout="SequenceClassification", pad_token_id=5)
+    for _ in range(2):  # into a folder that exists, too
+        hf.save(tmp_path / "reward", Policy(config), random_params(Policy(config)), tmp_path / "original")
+        for name in ("tokenizer_config.json", "special_tokens_map.json"):
+            written = json.loads((tmp_path / "reward" / name).read_text())
+            assert written == {"eos_token": "<end>", "pad_token": "<pad>"}
+
+
+def test_export_keeps_the_template_for_tools(tmp_path):
+    policy, params = saved(tmp_path / "original")
+    template = Path("additional_chat_templates") / "tool_use.jinja"
+    (tmp_path / "original" / template).parent.mkdir()
+    (tmp_path / "original" / template).write_text("tools")
+    for _ in range(2):
+        hf.save(tmp_path / "written", policy, params, tmp_path / "original")
+        assert (tmp_path / "written" / template).read_text() == "tools"
+
+
 def test_ignored_keys_survive_the_export(tmp_path):
     _, params = saved(tmp_path / "original")
     edit_config(tmp_path / "original", frobnicate=2)
