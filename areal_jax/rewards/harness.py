@@ -18,6 +18,7 @@ both are compared in another process. What crosses the channel is data, and stay
 from __future__ import annotations
 
 import builtins
+import gc
 import json
 import math
 import os
@@ -64,7 +65,6 @@ INODE_BYTES = 1536
 """What the kernel holds for a file in memory besides its contents."""
 
 WARM = ("collections", "itertools", "functools", "heapq", "bisect", "operator", "copy", "string", "typing", "random")
-WARM += ("datetime", "statistics")
 """Imported ahead of use: programs need them more often than not."""
 
 
@@ -80,6 +80,8 @@ def main() -> None:
         if select.select([control], [], [], 0)[0]:
             break
         __import__(module)
+    # Lest the jobs collect, and thereby copy, what they share with this process.
+    gc.freeze()
     while True:
         message, files, _, _ = socket.recv_fds(control, 4096, 5)
         if not message:
