@@ -124,7 +124,7 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 def test_verdicts_on_mathematics_and_their_counts() -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(timeout_s=60.0, patience_s=60.0)) as judge:
-            answers = ["\\boxed{2}", "\\boxed{02}", "\\boxed{\\frac{4}{2}}", "\\boxed{3}", "2", "\\boxed{9^{9^9}}"]
+            answers = ["\\boxed{2}", "\\boxed{02}", "\\boxed{\\sqrt{4}}", "\\boxed{3}", "2", "\\boxed{9^{9^9}}"]
             kinds = [(await judge(task(), answer)).kind for answer in answers]
             assert kinds == ["correct", "correct", "correct", "wrong", "no_answer", "wrong"]
             assert (await judge(task(), "\\boxed{03}")) == Verdict("wrong", "03")
