@@ -20,7 +20,7 @@ from collections.abc import AsyncIterator, Iterator, Mapping
 from contextlib import asynccontextmanager, contextmanager, suppress
 from dataclasses import asdict, dataclass, field
 from itertools import count
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 from jaxtyping import Int32
@@ -56,6 +56,8 @@ MAX_WORKERS = 16
 _STEP_S = 0.25
 # An agent that was cancelled has so long to end before its worker takes no more of them.
 _CANCEL_S = 2.0
+# So often an agent starts again because another one has blocked its worker.
+_MAX_MOVES = 3
 # Of a line that a worker sends.
 _MAX_LINE = 1 << 20
 
@@ -75,6 +77,10 @@ class WorkerDied(RuntimeError):
         """Args: was_alone: no other agent can be the cause."""
         super().__init__(message)
         self.was_alone = was_alone
+
+
+class WorkerBlocked(WorkerDied):
+    """Another agent blocks the process in which an agent ran."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,16 +215,19 @@ class AgentHost:
                 stopped.append(error)
                 raise
 
-        deadline, is_alone = None, False
+        deadline, is_alone, num_moves = None, False, 0
         while True:
             async with self._sessions.open(watched) as session:
-                where = _Place()
+                place = None
                 try:
+                    if self._workers is not None:
+                        # Its clock does not run before there is a worker for it.
+                        place = await self._workers.find(is_alone=is_alone, may_move=num_moves < _MAX_MOVES)
                     async with self._deadline(is_held=is_held) as deadline:
-                        found = await self._found(task, session, where, is_alone=is_alone)
+                        found = await self._found(task, session, place)
                 except TimeoutError as error:
                     if deadline is not None and deadline.expired():
-                        line = await where.line()
+                        line = "" if place is None else await place.worker.retire_after(place.number)
                         raise TimeoutError(
                             f"the agent on task {task.id} has not ended within workflow.timeout_s={self._config.timeout_s:g}"
                             + (f"; it was at {line}" if line else "")
@@ -226,8 +235,9 @@ class AgentHost:
                     raise AgentFailed(f"the agent on task {task.id} failed: TimeoutError: {error}") from error
                 except WorkerDied as error:
                     if not error.was_alone:
-                        # Another agent may be the cause: again, in a process of its own.
-                        is_alone = True
+                        # Another agent is the cause, or may be: again, in another process, or in one of its own.
+                        is_moved = isinstance(error, WorkerBlocked)
+                        is_alone, num_moves = is_alone or not is_moved, num_moves + is_moved
                         continue
                     raise AgentFailed(f"the agent on task {task.id} failed: {error}") from error
                 except Exception as error:
@@ -237,9 +247,9 @@ class AgentHost:
                     raise AgentFailed(f"the agent on task {task.id} failed: {words}") from error
                 return found, session.calls()
 
-    async def _found(self, task: Task, session: Session, where: _Place, *, is_alone: bool) -> Any:
+    async def _found(self, task: Task, session: Session, place: Place | None) -> Any:
         given = (task, session.base_url, session.api_key)
-        return await (self._command(*given) if self._workers is None else self._workers.run(*given, where, is_alone=is_alone))
+        return await (self._command(*given) if place is None else place.worker.run(place.number, *given))
 
     async def _command(self, task: Task, base_url: str, api_key: str) -> Any:
         environment = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
@@ -295,16 +305,11 @@ async def guarded(*argv: str, **how: Any) -> AsyncIterator[asyncio.subprocess.Pr
             await asyncio.wait_for(process.wait(), CLOSE_TIMEOUT_S)
 
 
-@dataclass(slots=True)
-class _Place:
-    """Where an agent runs, once it does."""
+class Place(NamedTuple):
+    """Where an agent runs."""
 
-    worker: _Worker | None = None
-    number: int = 0
-
-    async def line(self) -> str:
-        """The line at which an agent stands that was told to end, and its worker's end."""
-        return "" if self.worker is None else await self.worker.retire_after(self.number)
+    worker: Worker
+    number: int
 
 
 class Workers:
@@ -315,7 +320,7 @@ class Workers:
 
     def __init__(self, function: str, stall_s: float) -> None:
         self._function, self._stall_s = function, stall_s
-        self._workers = list[_Worker]()
+        self._workers = list[Worker]()
         self._changed = asyncio.Event()
         """Set when a worker may take an agent, and cleared by whoever looks."""
         self._numbers = count()
@@ -331,22 +336,18 @@ class Workers:
         self._closed = True
         await asyncio.gather(*(worker.close() for worker in self._workers))
 
-    async def run(self, task: Task, base_url: str, api_key: str, where: _Place, *, is_alone: bool) -> Any:
-        """What the function returns. WorkerDied where its process ends before."""
-        number = next(self._numbers)
-        worker = await self._find(number, is_alone=is_alone)
-        where.worker, where.number = worker, number
-        return await worker.run(number, task, base_url, api_key)
+    async def find(self, *, is_alone: bool, may_move: bool) -> Place:
+        """Wait for a place, in which the agent has to run next.
 
-    async def _find(self, number: int, *, is_alone: bool) -> _Worker:
-        """A worker in which a place is taken for an agent."""
+        Args: is_alone: no other agent shares the worker. may_move: the agent can start again where another one blocks it."""
+        number = next(self._numbers)
         while True:
             self._workers = [worker for worker in self._workers if not worker.has_ended]
             usable = [worker for worker in self._workers if worker.is_free(alone=is_alone)]
             if usable:
                 worker = min(usable, key=lambda worker: len(worker.agents))
-                worker.take(number, is_alone=is_alone)
-                return worker
+                worker.take(number, is_alone=is_alone, may_move=may_move)
+                return Place(worker, number)
             self._changed.clear()
             may_add = len(self._workers) < MAX_WORKERS and not self._starting.locked()
             if may_add and not any(worker.is_stepping for worker in self._workers):
@@ -359,7 +360,7 @@ class Workers:
         async with self._starting:
             if self._closed:
                 raise EngineStopped("the run's agents are closed")
-            worker = _Worker(self._changed)
+            worker = Worker(self._changed)
             self._workers.append(worker)
             try:
                 await worker.start(self._function, self._stall_s)
@@ -370,7 +371,7 @@ class Workers:
 
 
 @dataclass(slots=True, eq=False)
-class _Worker:
+class Worker:
     """One process, as its host sees it."""
 
     _changed: asyncio.Event
@@ -384,6 +385,7 @@ class _Worker:
     _is_alone: bool = False
     _is_retired: bool = False
     _cancelled: set[int] = field(default_factory=set)
+    _movable: set[int] = field(default_factory=set)
     has_ended: bool = False
     _process: asyncio.subprocess.Process | None = None
     _serving: asyncio.Task[None] | None = None
@@ -401,8 +403,10 @@ class _Worker:
         now_s = asyncio.get_running_loop().time()
         return self._stepping is not None and now_s - self._stepping[1] < _STEP_S and not self._is_retired
 
-    def take(self, number: int, *, is_alone: bool) -> None:
+    def take(self, number: int, *, is_alone: bool, may_move: bool) -> None:
         """Give a place to an agent."""
+        if may_move:
+            self._movable.add(number)
         loop = asyncio.get_running_loop()
         self.agents[number] = loop.create_future()
         self._stepping, self._is_alone = (number, loop.time()), is_alone
@@ -432,7 +436,7 @@ class _Worker:
         try:
             self._send("start", number, task, base_url, api_key)
             return await ended
-        except asyncio.CancelledError:
+        except (asyncio.CancelledError, WorkerBlocked):
             # It is at work until it says that it has ended.
             if not self.has_ended:
                 self._cancelled.add(number)
@@ -529,6 +533,9 @@ class _Worker:
                     "%s has blocked its event loop for %.1f s, and the %d agents that share it wait: %s",
                     *(name, message["seconds"], len(self.agents) - 1, message["where"]),
                 )
+                for other in self._movable & self.agents.keys() - {number} if number is not None else ():
+                    if not self.agents[other].done():
+                        self.agents[other].set_exception(WorkerBlocked("another agent blocks its process", was_alone=False))
             case "unblocked":
                 logger.warning("the event loop of agents goes on after %.1f s", message["seconds"])
                 if self._stepping is not None and self._stepping[0] == -1:
@@ -539,6 +546,7 @@ class _Worker:
         future = self.agents.pop(number, None)
         self._tasks.pop(number, None)
         self._cancelled.discard(number)
+        self._movable.discard(number)
         if not self.agents:
             self._is_alone = False
         if self._stepping is not None and self._stepping[0] == number:

@@ -24,6 +24,7 @@ from areal_jax.records import Completion, EngineStopped, Message, Sample, Task, 
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.rewards.processes import has_ended
 from areal_jax.serve.sessions import AgentServer
+from areal_jax.workflows import agent
 from areal_jax.workflows.agent import AgentFailed, AgentHost, Runner
 from areal_jax.workflows.config import Agent
 from areal_jax.workflows.from_config import make_workflow
@@ -341,6 +342,44 @@ def test_a_blocking_agent_is_named_and_others_go_on(program: Path, name: str, ca
     asyncio.run(asyncio.wait_for(main(), 90))
     assert "the agent on task bad has blocked its event loop" in caplog.text
     assert f"{program}:" in caplog.text and f"in {name}: time.sleep(600)" in caplog.text
+
+
+@pytest.mark.timeout(100)
+def test_agents_start_again_where_another_one_blocks_their_process(program: Path):
+    config = Agent(function=f"{program}:blocks_at_once", timeout_s=80.0, stall_warning_s=0.5)
+
+    async def main() -> None:
+        async with hosted(config) as host:
+            held = Held()
+            others = asyncio.ensure_future(workflow(config, host, 2)(TASK, held, judge))
+            while held.waiting < 2:
+                await asyncio.sleep(0.01)
+            bad = asyncio.ensure_future(workflow(config, host, 1)(BAD, Saying(), judge))
+            while held.waiting < 4:
+                await asyncio.sleep(0.01)
+            held.let.set()
+            assert len(await others) == 2
+            assert not bad.done()
+            bad.cancel()
+            await asyncio.gather(bad, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(main(), 90))
+
+
+@pytest.mark.timeout(100)
+def test_the_clock_of_an_agent_starts_when_it_has_a_worker(program: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(agent, "MAX_WORKERS", 1)
+    config = Agent(function=f"{program}:blocks_at_once", timeout_s=8.0)
+
+    async def main() -> None:
+        async with hosted(config) as host:
+            bad = [asyncio.ensure_future(workflow(config, host, 1)(BAD, Saying(), judge)) for _ in range(2)]
+            await asyncio.sleep(0.5)
+            # Whenever its turn comes: the others block the only worker until their time-outs.
+            assert len(await workflow(config, host, 1)(TASK, Saying(), judge)) == 1
+            assert all(isinstance(each, ExceptionGroup) for each in await asyncio.gather(*bad, return_exceptions=True))
+
+    asyncio.run(asyncio.wait_for(main(), 90))
 
 
 @pytest.mark.timeout(100)
