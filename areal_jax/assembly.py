@@ -65,6 +65,7 @@ from areal_jax.rewards.service import CannotStart, RewardService
 from areal_jax.run_plan import Plan, TrainingPlan
 from areal_jax.serve.sessions import AgentServer
 from areal_jax.settings import ConfigError, to_json
+from areal_jax.threads import in_thread
 from areal_jax.trainer.step import Metrics
 from areal_jax.trainer.versions import Versions
 from areal_jax.training import Keeper, initial_weights
@@ -84,6 +85,9 @@ TRACE = "trace.json"
 
 RUN_ID = "run"
 """Note of a checkpoint: the id that config.json has too."""
+
+TRAINER, CHECKPOINT = "trainer", "checkpoint"
+"""Lanes of the trace, of what the trainer does."""
 
 WEIGHTS_TIMEOUT_S = 1800.0
 """For weights of any size to reach the engine."""
@@ -156,6 +160,10 @@ class Run(Generic[AnyTrainer]):
     # At most one task: while an evaluation is under way no other begins. Begun by `evaluate_meanwhile`, and awaited or
     # cancelled by `finish`.
     evaluations: set[asyncio.Task[None]] = field(default_factory=set)
+    spans: list[tuple[str, str]] = field(default_factory=list)
+    """Lane and name of what trains or is written at the moment."""
+    num_spans: int = 0
+    """How often something began to."""
 
     health: HealthMonitor = field(init=False)
 
@@ -189,9 +197,14 @@ class Run(Generic[AnyTrainer]):
     def span(self, lane: str, name: str) -> Iterator[None]:
         """Draw what happens inside on a lane of the trace."""
         start_s = time.perf_counter()
+        self.num_spans += 1
+        computes = [(lane, name)] if lane in (TRAINER, CHECKPOINT) else []
+        self.spans += computes
         try:
             yield
         finally:
+            for span in computes:
+                self.spans.remove(span)
             self.trace.span(lane, name, start_s, time.perf_counter())
 
     def record(self, version: int, metrics: Metrics, rollout: dict[str, float] | None = None) -> None:
@@ -219,7 +232,7 @@ class Run(Generic[AnyTrainer]):
         """Begin a checkpoint. One that cannot be written is told, and training goes on: its samples are worth more."""
         rollout.facts.setdefault("notes", {})[RUN_ID] = read_plainly(self.folder / CONFIG_FILE)[0]
         try:
-            with self.span("checkpoint", f"version {version}"):
+            with self.span(CHECKPOINT, f"version {version}"):
                 self.sinks.flush()
                 self.keeper.save(version, rollout)
         except CheckpointError as error:
@@ -247,7 +260,7 @@ class Run(Generic[AnyTrainer]):
     async def _pin(self, version: int) -> None:
         """See to it that an evaluation that begins now finds this version: wait for it, before a newer one is published."""
         if self.experiment.evaluation.pinned:
-            await asyncio.to_thread(self.mailbox.wait_everywhere, version, WEIGHTS_TIMEOUT_S)
+            await in_thread(partial(self.mailbox.wait_everywhere, version, WEIGHTS_TIMEOUT_S), "waiting for weights")
 
     async def _evaluate(self, version: int) -> None:
         experiment, config = self.experiment, self.experiment.evaluation
@@ -288,7 +301,9 @@ class Run(Generic[AnyTrainer]):
 
         try:
             # What was trained goes first: an evaluation can be made up for.
-            for line in await asyncio.to_thread(self.keeper.write_results, version):
+            with self.span(CHECKPOINT, "results"):
+                lines = await asyncio.to_thread(self.keeper.write_results, version)
+            for line in lines:
                 self.progress.say(line)
             is_evaluated = bool(await self.unless_stopped(evaluate()))
         finally:

@@ -317,7 +317,7 @@ _POSITIVE = (
     *("max_body_bytes", "max_requests", "max_samples", "body_timeout_s", "shutdown_timeout_s", "devices", "tensor"),
     *("max_body_values", "max_messages", "max_connections"),
     *("trainer_hosts", "trainer_devices", "rollout_engines", "engine_devices", "reward_workers", "cpus_per_process"),
-    *("silence_timeout_s", "start_timeout_s", "report_every_s", "window_steps", "stall_warning_s"),
+    *("stall_warning_s", "stall_timeout_s", "silence_timeout_s", "start_timeout_s", "report_every_s", "window_steps"),
 )
 _NOT_NEGATIVE = (
     *(

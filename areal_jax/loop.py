@@ -15,8 +15,8 @@ from __future__ import annotations
 import asyncio
 import math
 import sys
-from collections.abc import Sequence
-from contextlib import nullcontext
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -25,20 +25,23 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool
 
-from areal_jax.assembly import Run, Trains, assembled, trained_samples
+from areal_jax.assembly import TRAINER, Run, Trains, assembled, trained_samples
 from areal_jax.checkpoint.recovery import decode, encode
 from areal_jax.config import Experiment, FineTuning, PreferenceExperiment
 from areal_jax.data.pipeline import TaskStream
 from areal_jax.launch.claim import Claim, claimed
 from areal_jax.launch.config import Ray
+from areal_jax.launch.watchdog import Stalled
 from areal_jax.metrics import names
 from areal_jax.records import AllRejected, Group, RolloutState, Sampling, Spoilt
 from areal_jax.rollout.buffer import TasksExhausted
 from areal_jax.rollout.controller import Rollouts, open_gate, rolling_out
 from areal_jax.run_plan import Plan
+from areal_jax.threads import in_thread
 from areal_jax.trainer.step import Metrics
 from areal_jax.trainer.versions import FromExamples
 from areal_jax.training import rl_trainer, trainer_from_examples
+from areal_jax.watching import watched
 
 
 @runtime_checkable
@@ -71,15 +74,17 @@ async def train(run: Run[LearnsFromGroups], exp: Experiment) -> None:
     )
     gate, buffer = open_gate(exp.rollout, trainer.version, restored)
     if trainer.version == 0:
-        await run.unless_stopped(run.evaluate(0))
+        async with watched(run):
+            await run.unless_stopped(run.evaluate(0))
 
-    async with rolling_out(
+    generating = rolling_out(
         *(tasks, run.engine, workflow, run.judge, gate, buffer, exp.rollout),
         sampling=sampling,
         seed=exp.seed,
         restored=restored,
         max_consecutive_failures=exp.rewards.max_consecutive_failures,
-    ) as rollouts:
+    )
+    async with generating as rollouts, saved_when_stalled(run, rollouts):
         for version in range(trainer.version, exp.num_steps):
             try:
                 groups = await next_batch(run, rollouts, exp.rollout.groups_per_batch, version)  # oldest first, each once
@@ -90,8 +95,9 @@ async def train(run: Run[LearnsFromGroups], exp: Experiment) -> None:
             if groups is None:
                 break
             try:
-                with run.span("trainer", f"step {version}"):
-                    step = await asyncio.to_thread(trainer.step, groups)  # proximal log-probs, advantages, mini-batches
+                with run.span(TRAINER, f"step {version}"):
+                    # Proximal log-probs, advantages, mini-batches.
+                    step = await in_thread(partial(trainer.step, groups), "trainer")
             except Spoilt:
                 raise  # a checkpoint of this would take the place of one to go on from
             except FloatingPointError:
@@ -104,7 +110,24 @@ async def train(run: Run[LearnsFromGroups], exp: Experiment) -> None:
             run.sinks.write_samples(version, trained_samples(groups, step.stale))
             await housekeeping(run, version + 1, rollouts)  # generation goes on meanwhile
         await checkpoint(run, rollouts)
-    await run.finish()
+    async with watched(run):
+        await run.finish()
+
+
+@asynccontextmanager
+async def saved_when_stalled(run: Run[LearnsFromGroups], rollouts: Rollouts) -> AsyncIterator[None]:
+    """Watch the run; where it stalls, it ends with a checkpoint, unless a step is done in part."""
+    try:
+        async with watched(run, rollouts):
+            yield
+    except Stalled as stalled:
+        if not stalled.during:
+            try:
+                await checkpoint(run, rollouts)
+            except TimeoutError as error:
+                stalled.add_note(f"no checkpoint of version {run.trainer.version} was saved: {error}")
+        run.report()
+        raise
 
 
 async def next_batch(run: Run[LearnsFromGroups], rollouts: Rollouts, num_groups: int, version: int) -> list[Group] | None:
@@ -130,7 +153,7 @@ async def checkpoint(run: Run[LearnsFromGroups], rollouts: Rollouts, untrained: 
     """Save all that the run consists of as of this moment, between two steps; `untrained` is a batch that was taken in vain."""
     state = await rollouts.snapshot()
     state = replace(state, buffered=(*untrained, *state.buffered))
-    await asyncio.to_thread(run.save, run.trainer.version, encode(state))
+    await in_thread(partial(run.save, run.trainer.version, encode(state)), "checkpoint")
 
 
 async def fine_tune(run: Run[FromExamples[Any]], exp: FineTuning) -> None:

@@ -29,7 +29,19 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 FILES_OF_ROOM = {
     "config": ("config", "named_policy"),
-    "loop": ("loop", "assembly", "training", "clustered", "hosts", "run_plan", "policies", "evaluating", "balance", "serving"),
+    "loop": (
+        "loop",
+        "assembly",
+        "training",
+        "clustered",
+        "hosts",
+        "run_plan",
+        "policies",
+        "evaluating",
+        "balance",
+        "serving",
+        "watching",
+    ),
 }
 """Rooms that are several files at the top of the package."""
 

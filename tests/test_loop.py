@@ -6,6 +6,7 @@ import asyncio
 import json
 import re
 import shutil
+import threading
 import time
 from collections import Counter
 from collections.abc import Sequence
@@ -33,8 +34,10 @@ from areal_jax.data.pipeline import TaskStream
 from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine
+from areal_jax.engine.driver import Driver
 from areal_jax.evaluation.config import EvaluationConfig
 from areal_jax.launch.signals import Stopped
+from areal_jax.launch.watchdog import Stalled
 from areal_jax.metrics import jsonl, names
 from areal_jax.metrics.config import MetricsConfig
 from areal_jax.models import hf, lora
@@ -45,6 +48,7 @@ from areal_jax.parallel.mesh import make_meshes
 from areal_jax.records import Group, Sampling, Spoilt, Task, Verdict
 from areal_jax.rl.config import GAE, PPO, Own, Reference
 from areal_jax.rollout import controller
+from areal_jax.rollout.buffer import Buffer
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.rollout.controller import Calls
 from areal_jax.run_plan import Plan, make_plan
@@ -583,3 +587,57 @@ def test_a_last_evaluation_that_fails_costs_neither_policy_nor_report(tiny_polic
         asyncio.run(go())
     assert (tmp_path / "policy" / "model.safetensors").is_file()
     assert (tmp_path / "report.html").is_file() and (tmp_path / "learning_curve.png").is_file()
+
+
+TWO = PlacementConfig(train_devices=1, rollout_devices=1)
+
+
+def stalling(experiment: Experiment) -> Experiment:
+    """The same, with short limits of its watchdog."""
+    launch = chz.replace(experiment.launch, stall_warning_s=2.0, stall_timeout_s=6.0)
+    return chz.replace(experiment, launch=launch, rewards=chz.replace(experiment.rewards, timeout_s=5.0))
+
+
+def test_a_run_without_progress_ends_with_a_checkpoint(
+    tiny_policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    exp = stalling(experiment(tiny_policy, TWO, num_steps=4, max_staleness=1))
+    take = Buffer.take
+
+    async def take_and_stall(buffer: Buffer, n: int, version: int) -> list[Group]:
+        if version == 2:
+            # From now on no sample is given a slot, though the driver's thread goes on.
+            monkeypatch.setattr(Driver, "_seat_waiting", lambda _driver: None)
+        return await take(buffer, n + 1000 * (version == 2), version)
+
+    monkeypatch.setattr(Buffer, "take", take_and_stall)
+    with pytest.raises(Stalled, match=r"no progress for launch\.stall_timeout_s=.*waits for the batch of version 2"):
+        loop.run(make_plan(exp), tmp_path, resume=False)
+    assert CheckpointStore(tmp_path / CHECKPOINTS, keep=1).latest_version() == 2
+    named = [message for message in caplog.messages if message.startswith("no progress for ")]
+    assert len(named) == 1 and "engine 0 has version 2" in named[0] and "gate at version 2" in named[0]
+
+
+def test_a_step_that_never_ends_ends_the_run_without_a_checkpoint_of_it(
+    tiny_policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    exp = stalling(experiment(tiny_policy, TWO, num_steps=4, max_staleness=1))
+    step, never = Trainer.step, threading.Event()
+
+    def step_and_stall(trainer: Trainer, groups: Sequence[Group]) -> StepResult:
+        if trainer.version == 1:
+            never.wait()
+            raise RuntimeError("the test is over")
+        return step(trainer, groups)
+
+    monkeypatch.setattr(Trainer, "step", step_and_stall)
+    try:
+        with pytest.raises(Stalled, match=r"under way: trainer \(step 1\)") as caught:
+            loop.run(make_plan(exp), tmp_path, resume=False)
+        assert caught.value.during == (("trainer", "step 1"),)
+        assert CheckpointStore(tmp_path / CHECKPOINTS, keep=1).latest_version() is None
+    finally:
+        never.set()
+        for thread in threading.enumerate():
+            if thread.name == "trainer":
+                thread.join()

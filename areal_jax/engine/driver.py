@@ -156,6 +156,8 @@ class Driver:
         self._lock = threading.Lock()
         self._ended: Exception | None = None
         self._closing = False
+        self.num_tokens = 0
+        """Decoded so far."""
         self._sums: dict[str, list[float]] = {}
         self._measured_since = time.perf_counter()
         self._programs_before = engine.num_programs
@@ -169,6 +171,11 @@ class Driver:
     def num_slots(self) -> int:
         """Sequences that it decodes at the same time."""
         return self._config.num_slots
+
+    @property
+    def version(self) -> int:
+        """Of the weights that it decodes with."""
+        return self._current.version
 
     def start(self) -> None:
         """Start answering."""
@@ -630,6 +637,7 @@ class Driver:
         ended, num_tokens = self._table.harvest(drawn, version), int(drawn.counts.sum())
         # Counted before anyone is told, so that whoever awaits a request finds its tokens in the metrics.
         self._count("tokens", num_tokens)
+        self.num_tokens += num_tokens
         self._count("dispatches", 1)
         self._count("kv_used", self._memory.table.num_used, self._memory.table.size)
         self._count("occupancy", num_tokens, drawn.tokens.size)

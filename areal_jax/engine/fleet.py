@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 
 from areal_jax.engine.driver import Driver
 from areal_jax.engine.routing import Router, together
@@ -45,6 +45,17 @@ class Fleet:
         for found in await asyncio.gather(*(driver.snapshot() for driver in self._drivers)):
             partials |= found
         return partials
+
+    def progress(self) -> Hashable:
+        """Different whenever a driver has decoded a token or taken new weights."""
+        return tuple((driver.num_tokens, driver.version) for driver in self._drivers)
+
+    def waits(self) -> str:
+        """What each driver has to do, in words."""
+        return "; ".join(
+            f"engine {number} has version {driver.version}, {self._router.load(number)} samples to decode"
+            for number, driver in enumerate(self._drivers)
+        )
 
     def metrics(self) -> dict[str, tuple[float, float]]:
         """As `Driver.metrics`, of all drivers together: what is counted in one time adds up, what is a mean stays one."""

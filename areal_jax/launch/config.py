@@ -15,6 +15,15 @@ from areal_jax.parallel.config import PlacementConfig
 class LaunchConfig:
     """One of Local and Ray."""
 
+    stall_warning_s: float = chz.field(
+        default=60.0, doc="seconds without a token, a graded answer or a step after which a line names who waits for whom"
+    )
+    stall_timeout_s: float = chz.field(
+        default=300.0,
+        doc="seconds without progress after which the worker that makes none is replaced; the run ends with a checkpoint and a "
+        "non-zero status where there is none to replace, as under launch=Local",
+    )
+
     def placement(self, given: PlacementConfig) -> PlacementConfig:
         """The devices that this process plans for, where the experiment asks for `given`."""
         return given

@@ -12,7 +12,7 @@ from typing import Any
 import ray
 from ray.exceptions import RayActorError, RayError
 
-from areal_jax.launch.part import Event, Message, Part
+from areal_jax.launch.part import CPU_S, Event, Message, Part
 from areal_jax.records import EngineStopped, Spoilt, Unservable
 from areal_jax.settings import ConfigError
 
@@ -39,6 +39,8 @@ class Connection:
         self.name, self._actor, self.silence_timeout_s, self._on_end = name, actor, silence_timeout_s, on_end
         self.process_id = 0
         """On its host."""
+        self.cpu_s = 0.0
+        """Processor time that it has used, by its last report."""
         self._told: Callable[[str, Any], None] = lambda _topic, _what: None
         self._tickets = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Any]] = {}
@@ -173,7 +175,9 @@ class Connection:
             self._lose(PartLost(f"{self.name} was lost: {_reason(error)}"))
 
     def _heard(self, event: Event) -> None:
-        if event.kind == "told":
+        if event.kind == "told" and event.name == CPU_S:
+            self.cpu_s = event.what
+        elif event.kind == "told":
             self._told(event.name, event.what)
         elif (future := self._asked.pop(event.ticket, None)) is None:
             if event.kind == "failed":

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -97,7 +97,6 @@ class _Engine:
     """How often in succession it could not take the version it was offered."""
     running: frozenset[str] = frozenset()
     """Requests that it last said have slots."""
-    num_tokens: float = 0.0
     measures: Sums = field(default_factory=dict)
     """What it has reported since someone asked."""
 
@@ -128,6 +127,9 @@ class Engines:
         self._ended: EngineStopped | None = None
         self._left: list[Sums] = []
         """Measures of engines that are lost, which nobody has asked for yet."""
+        self.num_tokens = 0.0
+        """Reported by all engines so far."""
+        self.num_answered = 0
         self.num_moved = 0
         """Requests that went on at another engine."""
 
@@ -237,6 +239,46 @@ class Engines:
         counts = {"engines": len(self._members), "engines_lost": self.num_lost, "requests_moved": self.num_moved}
         return together(reported) | {name: (float(count), 1.0) for name, count in counts.items()}
 
+    def progress(self) -> Hashable:
+        """As `Waits.progress`: tokens and answers."""
+        return self.num_tokens, self.num_answered
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether requests wait for an engine to join, `wait_s` at most."""
+        return not self._members
+
+    def waits(self) -> str:
+        """As `Waits.waits`: of each engine its weights and its requests."""
+        newest = NO_VERSION if self._newest is None else self._newest[0]
+        said = list[str]()
+        for number, engine in self._engines.items():
+            jobs = [job for job in self._jobs.values() if job.number == number]
+            oldest = max((job.request.min_version for job in jobs), default=NO_VERSION)
+            needs = f" for version {oldest}" if oldest > engine.version else ""
+            said.append(
+                f"{self._members[number].name} has version {engine.version} of {newest} (offered {engine.offered}), "
+                f"{len(engine.running)} of {len(jobs)} requests run, the others wait{needs}"
+            )
+        nowhere = sum(job.number is None for job in self._jobs.values())
+        return "; ".join(said or ["there is no engine"]) + (f"; {nowhere} requests wait for an engine" if nowhere else "")
+
+    def replace_stalled(self, why: str) -> str | None:
+        """Give up the engine whose request got no token for longest; its name, or None where no engine has a request."""
+        jobs = [job for job in self._jobs.values() if job.number is not None and job.number in self._members]
+        if not jobs:
+            return None
+        job = min(jobs, key=lambda job: (job.progress_s, job.given_s))
+        assert job.number is not None
+        connection = self._members[job.number]
+        connection.give_up(why)
+        return connection.name
+
+    @property
+    def cpu_s(self) -> float:
+        """Processor time of all engines, as far as they have reported it."""
+        return sum(connection.cpu_s for connection in self._members.values())
+
     async def close(self) -> None:
         """End all engines; whoever waits for an answer gets EngineStopped."""
         self._ended = EngineStopped("the decode engines are closed")
@@ -259,7 +301,9 @@ class Engines:
                 job.num_absent, job.is_moved, job.is_held = 0, False, False
                 job.asked = connection.ask("submit", wire.request_to(replace(request, resume=job.drawn)))
                 try:
-                    return wire.completions_from(await job.asked)
+                    answer = wire.completions_from(await job.asked)
+                    self.num_answered += 1
+                    return answer
                 except PartLost:
                     job.num_lost += job.is_held
                 except EngineStopped as stopped:
@@ -330,7 +374,7 @@ class Engines:
             case "swapped":
                 self._turns.over(number, what)
             case "measures":
-                engine.num_tokens += what.get("tokens", (0.0, 1.0))[0]
+                self.num_tokens += what.get("tokens", (0.0, 1.0))[0]
                 engine.measures = in_turn(engine.measures, what)
             case _:
                 raise ValueError(f"{connection.name} tells {topic!r}, which nobody here knows")

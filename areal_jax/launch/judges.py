@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any
 
 from areal_jax.checkpoint.recovery import task_to_json
@@ -35,6 +35,9 @@ class Judges:
         self._num_ungraded = 0
         """Calls that no worker has answered."""
         self._failures = FailureLog()
+        self.num_answered = 0
+        # The worker that each question under way was put to, oldest first. Owned by `_asked`.
+        self._asked_of: dict[object, int] = {}
 
     def join(self, number: int, connection: Channel, on_loss: Callable[[], None]) -> None:
         """Let a worker judge from now on."""
@@ -78,6 +81,28 @@ class Judges:
         failed = failure_counts(total["failed"] + self._num_ungraded, total["calls"] + self._num_ungraded)
         return {**total, **failed, "workers": float(len(self._members)), "workers_lost": float(self._members.num_lost)}
 
+    def progress(self) -> Hashable:
+        """As `Waits.progress`: answers."""
+        return self.num_answered
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether answers wait for a worker to join, `wait_s` at most."""
+        return not self._members
+
+    def waits(self) -> str:
+        """As `Waits.waits`: how many answers each worker grades."""
+        said = [f"{self._members[number].name} grades {self._load[number]} answers" for number in self._members]
+        return ", ".join(said or ["there is no reward worker"])
+
+    def replace_stalled(self, why: str) -> str | None:
+        """Give up the worker with an answer that it was asked for before all others; its name, or None where none has one."""
+        if (number := next(iter(self._asked_of.values()), None)) is None or number not in self._members:
+            return None
+        connection = self._members[number]
+        connection.give_up(why)
+        return connection.name
+
     async def close(self) -> None:
         """End all workers."""
         await self._members.close()
@@ -93,11 +118,16 @@ class Judges:
                 raise _Unjudged(f"no reward worker has joined within {self._wait_s:g} s") from None
             number = min(self._members, key=self._load.__getitem__)
             self._load[number] += 1
+            question = object()
+            self._asked_of[question] = number
             try:
-                return await self._members[number].ask(verb, *arguments)
+                answer = await self._members[number].ask(verb, *arguments)
+                self.num_answered += 1
+                return answer
             except PartLost as loss:
                 last = loss
             finally:
+                del self._asked_of[question]
                 if number in self._members:
                     self._load[number] -= 1
         raise _Unjudged(f"{ATTEMPTS} reward workers were lost over it, the last: {last}")

@@ -12,6 +12,7 @@ import itertools
 import logging
 import os
 import socket
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from inspect import isawaitable
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -26,6 +27,9 @@ Emit: TypeAlias = Callable[[str, Any], None]
 
 Message: TypeAlias = tuple[int, str, tuple[Any, ...]]
 """Ticket, verb and arguments of a question. Without a verb: what was asked by that ticket is not wanted any more."""
+
+CPU_S = "cpu_s"
+"""What a part tells with every answer to its listener: the processor time that it has used."""
 
 HEARD_AT_ONCE = 1024
 """Events in one answer."""
@@ -97,16 +101,18 @@ class Part:
                 self._tasks[ticket].cancel()
 
     async def hear(self, timeout_s: float) -> list[tuple[str, int, str, Any]]:
-        """What was said since the last time, waited for; nothing where nothing is said within timeout_s. One listener."""
+        """What was said since the last time, waited for, with CPU_S; that alone where nothing is said within timeout_s. One
+        listener."""
+        cpu_s = ("told", 0, CPU_S, time.process_time())
         try:
             async with asyncio.timeout(timeout_s):
                 await self._something.wait()
         except TimeoutError:
-            return []
+            return [cpu_s]
         events, self._events = self._events[:HEARD_AT_ONCE], self._events[HEARD_AT_ONCE:]
         if not self._events:
             self._something.clear()
-        return [(event.kind, event.ticket, event.name, event.what) for event in events]
+        return [cpu_s, *((event.kind, event.ticket, event.name, event.what) for event in events)]
 
     async def end(self) -> None:
         """Close the role."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
@@ -62,10 +62,22 @@ class Relay:
         self.num_skipped = 0
         engines.on_skip(self._skipped)
 
-    @property
-    def under_way(self) -> str:
-        """What is being carried, for people; empty where nothing is."""
-        return "" if self._carrier is None else self._carrier.get_name()
+    def progress(self) -> Hashable:
+        """As `Waits.progress`: the newest version that all hosts have given."""
+        return None if self._newest is None else self._newest[0]
+
+    def waits(self) -> str:
+        """As `Waits.waits`: the version that is published, and whether it is held."""
+        given = "no version is" if self._newest is None else f"version {self._newest[0]} is"
+        held = ", held for an evaluation" if self._is_held else ""
+        return f"{given} given to engines{held}" + (f", {self._carrier.get_name()} under way" if self._carrier else "")
+
+    def replace_stalled(self, why: str) -> str | None:
+        """Give up the trainer hosts, where they owe a version; their name, or None."""
+        if self._carrier is None:
+            return None
+        self._trainers.give_up(why)
+        return "trainer hosts"
 
     def publish(self, version: int, params: Any) -> None:
         """Send a version on its way without waiting. Args: params: those of the trainer hosts, which have them."""

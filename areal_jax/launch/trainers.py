@@ -43,6 +43,8 @@ class Trainers:
         self.is_stepping = False
         """Whether the parameters are neither those of `version` nor yet those of the next one."""
         self._measures: dict[str, tuple[float, float]] = {}
+        # Questions under way. One thread at a time asks them.
+        self._num_asked = 0
         self._loss: asyncio.Future[PartLost] = self._loop.create_future()
         for connection in connections:
             connection.listen(lambda _topic, _what: None, self._lost)
@@ -108,6 +110,18 @@ class Trainers:
         """Take all hosts for lost."""
         self.connections[0].give_up(why)
 
+    @property
+    def cpu_s(self) -> float:
+        """Processor time of all hosts, as far as they have reported it."""
+        return sum(connection.cpu_s for connection in self.connections)
+
+    def replace_stalled(self, why: str) -> str | None:
+        """Give up all hosts, where they owe an answer; their name, or None."""
+        if not self._num_asked:
+            return None
+        self.give_up(why)
+        return "trainer hosts"
+
     def _lost(self, loss: PartLost) -> None:
         logger.error("%s", loss)
         if not self._loss.done():
@@ -119,7 +133,11 @@ class Trainers:
     def _asked(self, verb: str, *arguments: Any) -> list[Any]:
         assert threading.current_thread() is not threading.main_thread(), "would wait for itself"
         asked = answers_of((connection, verb, arguments) for connection in self.connections)
-        return asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+        self._num_asked += 1
+        try:
+            return asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+        finally:
+            self._num_asked -= 1
 
 
 async def answers_of(questions: Iterable[tuple[Connection, str, tuple[Any, ...]]]) -> list[Any]:

@@ -311,6 +311,7 @@ class RewardService:
         self._failures = FailureLog() if logs_failures else None
         self.tool_results = Counter[str]()
         """By tool and outcome, TOOL/OUTCOME."""
+        self._num_open = 0
         self.judged_s = 0.0
         """Time that answers spent being judged, waiting for a place not included."""
         self.num_set_aside = 0
@@ -369,6 +370,13 @@ class RewardService:
 
     async def _done(self, request: Mapping[str, Any], timeout_s: float, makes_way: bool) -> dict[str, Any]:
         """What a process answers a request, or why there is no answer: {"kind", "detail"}."""
+        self._num_open += 1
+        try:
+            return await self._placed(request, timeout_s, makes_way)
+        finally:
+            self._num_open -= 1
+
+    async def _placed(self, request: Mapping[str, Any], timeout_s: float, makes_way: bool) -> dict[str, Any]:
         await self._places.acquire()
         holding = [self._places]
         worker = self._idle.pop() if self._idle else Worker(self._nursery)
@@ -441,6 +449,14 @@ class RewardService:
         what = f"using {request['tool']}" if "tool" in request else f"judging an answer to task {request['task']['id']}"
         logger.warning("%s: the process died %d times: %s", what, ATTEMPTS, deaths[-1])
         return {"kind": "crashed", "detail": deaths[-1]}
+
+    def progress(self) -> int:
+        """How many answers were graded and tools used so far."""
+        return self.verdicts.total() + self.tool_results.total()
+
+    def waits(self) -> str:
+        """What is being done, in words."""
+        return f"{self._num_open} answers are graded"
 
     def counters(self) -> dict[str, float]:
         """Counts and seconds since the service began."""

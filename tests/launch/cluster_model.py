@@ -226,7 +226,7 @@ class EngineModel:
     """An engine's process: as `hosts.EngineHost` with its driver. It is its own Channel."""
 
     def __init__(self, number: int, world: World) -> None:
-        self.number, self.name, self.process_id = number, f"engine {number}", number
+        self.number, self.name, self.process_id, self.cpu_s = number, f"engine {number}", number, 0.0
         self._world, self._setup, self._rng = world, world.setup, world.rng
         self._loop = asyncio.get_running_loop()
         self._reader = ReaderModel(world.setup, world.objects, world.rng, self._emit)
