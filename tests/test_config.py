@@ -397,6 +397,7 @@ def test_every_number_has_bounds_and_every_setting_a_meaning(cls: type[AnyExperi
     for setting in list(listed.values()):
         for choice in setting.choices:
             listed |= settings(choice, f"{setting.key}.")
+    numbers, others = set[str](), set[str]()
     for setting in listed.values():
         assert setting.doc, setting.key
         if setting.choices:
@@ -408,7 +409,11 @@ def test_every_number_has_bounds_and_every_setting_a_meaning(cls: type[AnyExperi
             except ValueError:
                 numeric.append(False)
         name = setting.key.rpartition(".")[2]
-        assert sum(name in group for group in bounds) == any(numeric), f"{setting.key} belongs in one group of bounds"
+        (numbers if any(numeric) else others).add(name)
+    for name in numbers:
+        assert sum(name in group for group in bounds) == 1, f"{name} belongs in one group of bounds"
+    # A choice may share its name with a number, such as rewards.scale with trainer.shaping.scale.
+    assert {name for name in others - numbers if any(name in group for group in bounds)} == set()
 
 
 def test_an_experiment_may_be_any_file(tmp_path: Path) -> None:
