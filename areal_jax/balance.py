@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
@@ -17,6 +18,7 @@ from areal_jax.config import AnyExperiment, Experiment
 from areal_jax.launch.signals import Interrupted, Stopped
 from areal_jax.metrics import jsonl, names
 from areal_jax.metrics.config import MetricsConfig
+from areal_jax.records import NotLearning
 from areal_jax.run_plan import Plan, make_plan
 from areal_jax.settings import ConfigError
 from areal_jax.sim.measured import StageTimes, stage_times
@@ -36,7 +38,9 @@ def balanced(plan: Plan, folder: Path) -> Plan:
         shutil.rmtree(folder)  # of a start that failed
     folder.mkdir(parents=True)
     try:
-        loop.run(replace(plan, experiment=on_trial(experiment)), folder, resume=False)
+        # So few steps may be without any gradient: their times are what is wanted.
+        with suppress(NotLearning):
+            loop.run(replace(plan, experiment=on_trial(experiment)), folder, resume=False)
     except Stopped as stopped:
         raise Interrupted(stopped.number) from stopped
     shutil.rmtree(folder / CHECKPOINTS)

@@ -153,6 +153,7 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_loses_no_trained_sample_and_
         "--exp=aime",
         f"--run-folder={run}",
         *SMALL,
+        "policy.random_init=true",
         "num_steps=1000",
         "checkpoint.every_steps=1",
         "checkpoint.keep=1000",

@@ -529,7 +529,8 @@ def test_a_run_with_a_critic_begins_with_the_policys_trunk_and_leaves_it_in_a_fo
     exp = experiment(tiny_policy, ONE, num_steps=2, max_staleness=0)
     exp = chz.replace(exp, trainer=chz.replace(exp.trainer, loss=PPO(), advantages=GAE()))
     plan = planned(exp)
-    critic = Policy(replace(plan.policy.config, readout="TokenClassification"))
+    # The policy's config names no padding token; a scalar head gets the tokenizer's.
+    critic = Policy(replace(plan.policy.config, readout="TokenClassification", pad_token_id=0))
     assert plan.critic == critic
     assert ", with a fresh head" in plan.text() and plan.train_bytes()["critic"] > 3 * 4 * critic.config.num_params
     weights = initial_critic(plan)

@@ -50,10 +50,10 @@ PRIVATE = base64.b64encode(zlib.compress(pickled_text(json.dumps([{"input": "3\n
         (HUMAN_EVAL, Asserts(HUMAN_EVAL["test"] + "\n\ncheck(f)\n", ["f"], HUMAN_EVAL["prompt"])),
         # `sum` is the program's, for the reference defines it; `max` is Python's; `sys` is imported.
         (MBPP, Asserts("p = Pair()\n" + "\n".join(MBPP["test_list"]) + "\n", ["Pair", "sum"], imports="import sys")),
-        (LIVE, Stdin([("1\n", "2\n")])),
-        ({**LIVE, "private_test_cases": PRIVATE}, Stdin([("1\n", "2\n"), ("3\n", "6\n")])),
-        ({**LIVE, "private_test_cases": '[{"input": "3", "output": "6"}]'}, Stdin([("1\n", "2\n"), ("3", "6")])),
-        (LIVE_CALLS, Calls("add", [(([1], 2), [1, 2])])),
+        (LIVE, Stdin([("1\n", "2\n")], is_exact=True)),
+        ({**LIVE, "private_test_cases": PRIVATE}, Stdin([("1\n", "2\n"), ("3\n", "6\n")], is_exact=True)),
+        ({**LIVE, "private_test_cases": '[{"input": "3", "output": "6"}]'}, Stdin([("1\n", "2\n"), ("3", "6")], is_exact=True)),
+        (LIVE_CALLS, Calls("add", [(([1], 2), [1, 2])], is_exact=True)),
         (
             {"question": "Q", "input_output": '{"inputs": ["1", ["2", "3"]], "outputs": ["1", ["4"]]}'},
             Stdin([("1", "1"), ("2\n3", "4")]),
