@@ -26,6 +26,7 @@ SMALL = (
     "trainer.num_mini_batches=1",
     "trainer.rows_per_micro_batch=4",
     "rewards.num_workers=1",
+    "rewards.timeout_s=60",
     "evaluation.every_steps=0",
     "checkpoint.every_steps=2",
     "checkpoint.export_hf=false",
