@@ -234,7 +234,7 @@ def test_the_reward_of_an_experiments_own_file_is_used() -> None:
 
 def test_what_takes_long_makes_way_for_others(own_judge: str) -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig(function=own_judge, num_workers=1, timeout_s=60.0, patience_s=1.0)) as judge:
+        async with RewardService(RewardConfig(function=own_judge, num_workers=1, timeout_s=60.0, patience_s=0.1)) as judge:
             await judge.start()
             hanging = [asyncio.create_task(judge(task(), "hang")) for _ in range(2)]
             await asyncio.sleep(0)
