@@ -162,7 +162,7 @@ def test_large_answers_are_written_as_json(value: dict[str, Any]):
 
 def test_the_event_loop_turns_while_large_answers_are_written():
     async def main() -> int:
-        async with served(Scripted([TEXT * 300])) as (_, client):
+        async with served(Scripted([TEXT * 60])) as (_, client):
             create = client.chat.completions.create
             asking = asyncio.ensure_future(
                 create(model="m", messages=[{"role": "user", "content": "hi"}], n=128, logprobs=True)
