@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from areal_jax.config import AnyExperiment, Experiment, experiment_names, find_experiment, load_experiment, read_config
+from areal_jax.metrics.files import disk_error
 from areal_jax.settings import ConfigError, Settings, groups, kind_name, settings
 
 
@@ -45,6 +46,13 @@ def refused(message: str, status: int) -> int:
     """Say on stderr why the command ends; the exit status."""
     print(f"areal_jax: {message}", file=sys.stderr, flush=True)
     return status
+
+
+def refused_by_disk(error: OSError, advice: str) -> int:
+    """Say on stderr which file the disk could not take; the exit status. Raises the error where it is another."""
+    if (fault := disk_error(error)) is None:
+        raise error
+    return refused(f"{fault}; make room there; {advice}", 1)
 
 
 def show(text: str) -> None:

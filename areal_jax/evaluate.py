@@ -8,12 +8,11 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from areal_jax.checkpoint.config import CHECKPOINTS
-from areal_jax.command import Parser, help_text, named_experiment, refused, show
+from areal_jax.command import Parser, help_text, named_experiment, refused, refused_by_disk, show
 from areal_jax.config import CONFIG_FILE, Experiment, experiment_names
 from areal_jax.data.benchmarks import BENCHMARKS, find_benchmark
 from areal_jax.launch.local import prepare
 from areal_jax.launch.signals import interruptible, leave
-from areal_jax.metrics.files import disk_error
 from areal_jax.named_policy import NamedPolicy, named_policy
 from areal_jax.settings import ConfigError, parse_overrides, settings
 
@@ -50,9 +49,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt as interrupt:
             return interruption.refused(interrupt)
         except OSError as error:
-            if (told := disk_error(error)) is None:
-                raise
-            return refused(f"{told}; make room there; {interruption.advice()}", 1)
+            return refused_by_disk(error, interruption.advice())
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.folders import saved_versions
-from areal_jax.command import Parser, help_text, named_experiment, refused, show
+from areal_jax.command import Parser, help_text, named_experiment, refused, refused_by_disk, show
 from areal_jax.config import CONFIG_FILE, Experiment, experiment_names, load_experiment, read_config
 from areal_jax.launch.claim import Claim, claimed
 from areal_jax.launch.local import prepare
@@ -71,9 +71,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except KeyboardInterrupt as interrupt:
             return interruption.refused(interrupt)
         except OSError as error:
-            if (told := disk_error(error)) is None:
-                raise
-            return refused(f"{told}; make room there; {interruption.advice()}", 1)
+            return refused_by_disk(error, interruption.advice())
 
 
 def _run(command: argparse.Namespace, interruption: Interruption) -> int:

@@ -25,6 +25,7 @@ from typing import Any, NoReturn
 
 import psutil
 
+from areal_jax.launch.signals import kill_children
 from areal_jax.settings import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -365,9 +366,7 @@ def _end_unclaimed(path: Path, found: Mapping[str, Any]) -> NoReturn:
     """End this process at once: another may write to the folder now."""
     how = f"was taken over by {_who(found)}" if found else "was deleted"
     print(f"areal_jax: the claim {path} {how}; this process ends, so that no two write there", file=sys.stderr, flush=True)
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            child.kill()
+    kill_children()
     os._exit(1)
 
 

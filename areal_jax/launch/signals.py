@@ -108,13 +108,18 @@ def keep_handlers() -> Callable[[], None]:
 
 def end_at_once(text: str, number: int) -> NoReturn:
     """End this process, and all that it has started, without waiting for anything."""
-    for child in psutil.Process().children(recursive=True):
-        with suppress(psutil.NoSuchProcess):
-            child.kill()
+    kill_children()
     with suppress(OSError):
         # A progress line hides the cursor.
         print(("\x1b[?25h" if sys.stderr.isatty() else "") + text, file=sys.stderr, flush=True)
     os._exit(exit_status(number))
+
+
+def kill_children() -> None:
+    """Kill all that this process has started, and what that has started."""
+    for child in psutil.Process().children(recursive=True):
+        with suppress(psutil.NoSuchProcess):
+            child.kill()
 
 
 def exit_status(number: int) -> int:
@@ -125,9 +130,7 @@ def exit_status(number: int) -> int:
 def leave(status: int) -> NoReturn:
     """End the process with a status; after a signal without waiting for threads that still compile or load."""
     if status in map(exit_status, SIGNALS):
-        for child in psutil.Process().children(recursive=True):
-            with suppress(psutil.NoSuchProcess):
-                child.kill()
+        kill_children()
         with suppress(OSError):
             sys.stdout.flush()
             sys.stderr.flush()
