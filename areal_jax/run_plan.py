@@ -6,7 +6,7 @@ Everything that can be missing or contradict is looked for here, before any devi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import partial
 from importlib.util import find_spec
@@ -30,7 +30,7 @@ from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.decode import DecodeEngine, too_long
 from areal_jax.launch.config import Ray
 from areal_jax.models import lora
-from areal_jax.models.architecture import Readout
+from areal_jax.models.architecture import ModelConfig, Readout
 from areal_jax.models.config import PolicyConfig
 from areal_jax.models.decoder import Policy
 from areal_jax.models.hf import read_config
@@ -204,7 +204,7 @@ class Plan(TrainingPlan):
         if self.critic is not None and self.critic_folder is not None:
             model, path = self.critic.config, self.experiment.trainer.critic.path or self.experiment.policy.path
             size = f"{model.num_params / 1e6:,.1f} M parameters"
-            is_scalar = read_config(self.critic_folder, self.experiment.policy.ignore_config_keys).is_scalar
+            is_scalar = read_model(self.experiment.policy, self.critic_folder).is_scalar
             head = "" if is_scalar else ", with a fresh head"
             yield "critic", f"{path} ({model.architecture}, {size}{head})"
 
@@ -390,7 +390,7 @@ def make_training_plan(experiment: AnyExperiment, mesh: Mesh) -> TrainingPlan:
     critic_folder, critic = None, None
     if isinstance(experiment.trainer.advantages, GAE):
         critic_folder = had(lambda: resolve_policy_folder(experiment.trainer.critic.path or experiment.policy.path))
-        critic = had(lambda: find_critic(critic_folder, experiment.policy.ignore_config_keys))
+        critic = had(lambda: find_critic(experiment.policy, critic_folder))
     tokenizer = had(lambda: HFTokenizer.from_folder(folder, experiment.policy.ignore_config_keys))
     policy, critic = (had(partial(_with_pad_token, each, tokenizer, folder)) for each in (policy, critic))
     assert policy is not None
@@ -443,8 +443,7 @@ def find_policy(config: PolicyConfig, folder: Path, readout: Readout = "CausalLM
     Args: readout: another than a language model's has a fresh head where the folder holds a language model. setting: which
     names the policy, for messages.
     Raises ValueError where the folder is read out otherwise, or the adapter does not belong to the policy."""
-    is_adapted = config.adapter is not None and Path(config.adapter).expanduser().resolve() == folder.resolve()
-    model = read_config(folder, config.ignore_config_keys, is_adapted=is_adapted)
+    model = read_model(config, folder)
     if model.readout not in ("CausalLM", readout):
         expected = " or ".join(dict.fromkeys(("CausalLM", readout)))
         raise ValueError(f"{setting}={config.path} is read out as {model.readout}; expected {expected}")
@@ -459,6 +458,17 @@ def find_policy(config: PolicyConfig, folder: Path, readout: Readout = "CausalLM
     if policy.lora:
         lora.abstract(policy)
     return policy
+
+
+def read_model(config: PolicyConfig, folder: Path) -> ModelConfig:
+    """Read a folder's config.json by the policy's settings, which may name an adapter in that folder.
+
+    Raises:
+        ValueError: as `read_config`; for an adapter, unless it is the one that is trained.
+    """
+    adapter = config.adapter
+    is_adapted = adapter is not None and Path(adapter).expanduser().resolve() == folder.resolve()
+    return read_config(folder, config.ignore_config_keys, is_adapted=is_adapted)
 
 
 def _with_pad_token(policy: Policy | None, tokenizer: HFTokenizer, folder: Path) -> Policy | None:
@@ -481,9 +491,9 @@ def _with_pad_token(policy: Policy | None, tokenizer: HFTokenizer, folder: Path)
     return Policy(replace(policy.config, pad_token_id=pad), policy.lora)
 
 
-def find_critic(folder: Path, ignored_keys: Collection[str]) -> Policy:
+def find_critic(config: PolicyConfig, folder: Path) -> Policy:
     """The critic in a folder; with the language model in it for a trunk, if it is one."""
-    model = read_config(folder, ignored_keys)
+    model = read_model(config, folder)
     return Policy(model if model.is_scalar else replace(model, readout="TokenClassification"))
 
 
@@ -505,7 +515,7 @@ def find_beside(
             found.append(Beside(name, config.path, alone, None, config.offload))
         else:
             folder = resolve_policy_folder(config.path, setting)
-            other = Policy(read_config(folder, experiment.policy.ignore_config_keys))
+            other = Policy(read_model(experiment.policy, folder))
             if difference := tokenizer.difference(HFTokenizer.from_folder(folder, experiment.policy.ignore_config_keys)):
                 raise ValueError(
                     f"{setting}={config.path} speaks other tokens than policy.path={experiment.policy.path}: {difference}; "

@@ -253,6 +253,21 @@ def test_an_adapter_inside_the_policys_folder_is_refused_by_name(policy: Path, t
         make_plan(load_experiment("dpo", few))
 
 
+@pytest.mark.parametrize(
+    "override",
+    ["trainer.advantages=GAE", "trainer.reference.path=FOLDER", "trainer.teacher.path=FOLDER"],
+)
+def test_adapter_in_the_policy_folder_loads_for_frozen_models(policy: Path, tmp_path: Path, override: str) -> None:
+    shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
+    adapted = Policy(MODEL, LoRA(rank=2, targets=("q_proj",)))
+    adapter = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), lora.abstract(adapted))
+    lora.save(tmp_path, adapted, adapter, str(tmp_path))
+    assert plan(tmp_path, f"policy.adapter={tmp_path}").policy == adapted
+    found = plan(tmp_path, f"policy.adapter={tmp_path}", override.replace("FOLDER", str(tmp_path)))
+    assert found.policy == adapted
+    assert f"({MODEL.architecture}, 0.0 M parameters" in found.text()
+
+
 def test_keys_that_the_user_names_are_ignored(policy: Path, tmp_path: Path) -> None:
     shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps(MODEL.to_hf() | {"frobnicate": 2}))
