@@ -169,6 +169,10 @@ class RewardsFailing(AllRejected):
     """Every reward call of several groups in a row failed."""
 
 
+class NotGraded(RuntimeError):
+    """A reward or tool call failed through no fault of the answer: the group must not be trained on."""
+
+
 class NotLearning(RuntimeError):
     """A run that ends because its health checks say that it cannot learn, or that ends without having learnt."""
 

@@ -92,6 +92,12 @@ def rejected_otherwise(window: Window, config: HealthConfig) -> bool:
     return rejected_share(window, *(counted - {"NoSignal", *REWARD_FAILURES, *AGENT_FAILURES})) > config.max_lost_share
 
 
+def rewards_failing(window: Window, config: HealthConfig) -> bool:
+    calls = growth(window, "rewards/calls")
+    failed = growth(window, "rewards/failed") / calls if calls > 0 else 0.0
+    return max(failed, rejected_share(window, *REWARD_FAILURES)) > config.max_lost_share
+
+
 REWARD_FAILURES = ("JudgeFailed", "ToolFailed")
 AGENT_FAILURES = ("AgentFailed", "TimeoutError")
 """Reasons for which groups are rejected: names of errors."""
@@ -170,8 +176,8 @@ CHECKS = (
     Check(
         "reward_failures",
         ("gate/accepted",),
-        lambda window, config: rejected_share(window, *REWARD_FAILURES) > config.max_lost_share,
-        "more than health.max_lost_share of the groups are rejected because the reward function or a tool fails",
+        rewards_failing,
+        "more than health.max_lost_share of the reward calls fail, or of the groups because a reward call or a tool fails",
         "see the log for its error; raise rewards.timeout_s or rewards.num_workers where it is too slow",
     ),
     Check(

@@ -75,7 +75,8 @@ class RewardConfig:
         "correct; raw: the reward itself, any finite number, for which there is no pass@1 but a mean reward",
     )
     max_consecutive_failures: int = chz.field(
-        default=3, doc="groups in a row in which every reward call failed, after which the run saves a checkpoint and stops"
+        default=3,
+        doc="groups in a row in which every reward or tool call failed, after which the run saves a checkpoint and stops",
     )
     sandbox: SandboxConfig = chz.field(default_factory=SandboxConfig, doc="where programs are run")
 

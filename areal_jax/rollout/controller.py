@@ -26,6 +26,7 @@ from areal_jax.records import (
     EngineStopped,
     Group,
     Judge,
+    NotGraded,
     OnProgress,
     Request,
     RewardsFailing,
@@ -199,8 +200,9 @@ class Rollouts:
         self._rejected_ids: set[int] = set()
         self._traced: set[str] = set()
         """Kinds of errors whose trace was shown: one is enough to find the fault."""
-        # The last groups to end, as long as every reward call of theirs failed, and why they were rejected. Where the run stops
-        # for it they are suspended after all, and graded again on resuming.
+        # The last groups to end, as long as every reward or tool call of theirs failed, and why they
+        # were rejected. Where the run stops for it they are suspended after all, and graded again on
+        # resuming.
         self._ungraded: dict[int, tuple[Suspended, Calls, str]] = {}
         self._stopped_grading = False
         # Groups that the gate has not yet let through, oldest first: restored ones, or one whose kind must wait longer than
@@ -310,6 +312,8 @@ class Rollouts:
                 self._fail(cause)
                 return
             failure = None if grading.num_graded else grading.failure
+            if not grading.num_graded and isinstance(cause, NotGraded):
+                failure = failure or Verdict("infrastructure", str(cause), failed=True)
             if failure is not None and self._stopped_grading:
                 return  # it stays among the running, and is graded again on resuming
             del self._running[record.id]
@@ -345,7 +349,7 @@ class Rollouts:
             )
 
     def _not_graded(self, record: Suspended, calls: Calls, reason: str, failure: Verdict) -> None:
-        """Count a group of which every reward call failed; the last of too many in a row ends the run."""
+        """Count a group of which every reward or tool call failed; the last of too many in a row ends the run."""
         self._ungraded[record.id] = record, calls, reason
         if len(self._ungraded) < self._max_consecutive_failures:
             return
@@ -356,7 +360,7 @@ class Rollouts:
         trace = f"{failure.trace}\n" if failure.trace else ""
         self._fail(
             RewardsFailing(
-                f"{trace}every reward call of {len(self._ungraded)} groups in a row failed "
+                f"{trace}every reward or tool call of {len(self._ungraded)} groups in a row failed "
                 f"(rewards.max_consecutive_failures), the last (task {record.task.id}): {failure.detail}"
             )
         )
@@ -418,7 +422,7 @@ async def rolling_out(
     cancelled (take a snapshot first to go on from it).
 
     A workflow that raises costs its group: logged, counted by the error's class, its place freed. MAX_REJECTED_IN_A_ROW of
-    them, or max_consecutive_failures of which every reward call failed, or an engine that stopped, fail the buffer.
+    them, or max_consecutive_failures of which no answer could be graded, or an engine that stopped, fail the buffer.
 
     Args: seed: of every draw, together with the group and its call. restored: groups to start first, under their old ids;
     `tasks`, `gate` and `buffer` are as the same snapshot left them (`open_gate`, TaskStream.restore)."""

@@ -7,15 +7,24 @@ from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from areal_jax.records import Generate, Judge, Sample, Task, Tokenizer, Verdict
+from areal_jax.records import (
+    Generate,
+    Judge,
+    NotGraded,
+    Sample,
+    Task,
+    Tokenizer,
+    Verdict,
+    first_error,
+)
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.workflows.conversation import Call, samples_of
 
 T = TypeVar("T")
 
 
-class JudgeFailed(RuntimeError):
-    """A reward call failed, which says nothing of the answer: the group must not be trained on."""
+class JudgeFailed(NotGraded):
+    """A reward call failed, which says nothing of the answer."""
 
 
 async def judged(task: Task, judge: Judge, answer: str) -> Verdict:
@@ -27,19 +36,21 @@ async def judged(task: Task, judge: Judge, answer: str) -> Verdict:
 
 
 async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What each returns. An error cancels the others, except JudgeFailed: how their reward calls go is still to be known."""
+    """What each returns. An error cancels the others, except NotGraded: whether one of them is graded is still to be known."""
 
-    async def kept(each: Coroutine[Any, Any, T]) -> T | JudgeFailed:
+    async def kept(each: Coroutine[Any, Any, T]) -> T | NotGraded:
         try:
             return await each
-        except JudgeFailed as failure:
-            return failure
+        except Exception as error:
+            if isinstance(failure := first_error(error), NotGraded):
+                return failure
+            raise
 
     async with asyncio.TaskGroup() as group:
         tasks = [group.create_task(kept(each)) for each in work]
     found = list[T]()
     for task in tasks:
-        if isinstance(result := task.result(), JudgeFailed):
+        if isinstance(result := task.result(), NotGraded):
             raise result
         found.append(result)
     return found

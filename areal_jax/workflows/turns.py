@@ -9,7 +9,19 @@ import asyncio
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from areal_jax.records import Completion, Generate, Judge, Message, Sample, StopReason, Task, Tokenizer, Tools, Verdict
+from areal_jax.records import (
+    Completion,
+    Generate,
+    Judge,
+    Message,
+    NotGraded,
+    Sample,
+    StopReason,
+    Task,
+    Tokenizer,
+    Tools,
+    Verdict,
+)
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.workflows.config import CallFormat
 from areal_jax.workflows.conversation import Call, next_prompt, samples_of
@@ -17,8 +29,8 @@ from areal_jax.workflows.single_turn import judged, side_by_side
 from areal_jax.workflows.tool_calls import BadCall, ToolCall, announcement, parse_calls
 
 
-class ToolFailed(RuntimeError):
-    """A tool gave no result through no fault of the call: the group must not be trained on."""
+class ToolFailed(NotGraded):
+    """A tool gave no result through no fault of the call."""
 
 
 class Answered(NamedTuple):

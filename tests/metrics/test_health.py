@@ -77,6 +77,8 @@ CASES = [
     ({"trainer/turns": 1.0, "trainer/correct_fraction": 1.0}, "MultiTurn", set()),
     (rejected("JudgeFailed", 0.6), "SingleTurn", {"reward_failures"}),
     (rejected("ToolFailed", 0.6), "ToolUse", {"reward_failures"}),
+    (lambda step: {"rewards/calls": 20.0 * step, "rewards/failed": 12.0 * step}, "Agent", {"reward_failures"}),
+    (lambda step: {"rewards/calls": 20.0 * step, "rewards/failed": 4.0 * step}, "Agent", set()),
     (rejected("AgentFailed", 0.6), "Agent", {"agents_failing"}),
     (rejected("TimeoutError", 0.6), "Agent", {"agents_failing"}),
     (rejected("Unservable", 0.6), "SingleTurn", {"groups_rejected"}),

@@ -38,6 +38,7 @@ from areal_jax.rollout.controller import (
     open_gate,
     rolling_out,
 )
+from areal_jax.workflows.turns import ToolFailed
 
 SAMPLING = Sampling(max_new_tokens=6, stop_token_ids=(0,))
 
@@ -445,7 +446,7 @@ def test_groups_without_any_reward_stop_the_run_and_are_kept() -> None:
         async with run(graded(), 100, judge=judge) as (rollouts, engine):
             trained = await rollouts.buffer.take(4, 0)
             rollouts.gate.version = engine.version = 1
-            with pytest.raises(RewardsFailing, match=r"^in own\.py\nevery reward call of 3 groups .*ValueError: boom$"):
+            with pytest.raises(RewardsFailing, match=r"^in own\.py\nevery reward or tool call of 3 groups .*ValueError: boom$"):
                 await rollouts.buffer.take(4, 1)
             await asyncio.sleep(0.05)  # groups under way end after it
             state = await rollouts.snapshot()
@@ -464,6 +465,23 @@ def test_groups_without_any_reward_stop_the_run_and_are_kept() -> None:
             assert {group.id for group in groups} >= {record.id for record in state.suspended}
 
     asyncio.run(resumed())
+
+
+def test_groups_whose_tools_all_fail_stop_the_run() -> None:
+    async def workflow(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+        await generate(prompt_of(task), 2)
+        raise ExceptionGroup("tools", [ToolFailed("search: no process")])
+
+    async def main() -> None:
+        async with run(workflow, 100) as (rollouts, _):
+            with pytest.raises(RewardsFailing, match=r"3 groups in a row.*search: no process"):
+                await rollouts.buffer.take(4, 0)
+            await asyncio.sleep(0.05)  # groups under way end after it
+            state = await rollouts.snapshot()
+            assert len(state.suspended) == state.next_group_id
+            assert sum(state.rejected.values()) == 0
+
+    asyncio.run(main())
 
 
 @pytest.mark.parametrize("failing", [lambda number, answer: answer == "a", lambda number, answer: number % 3 > 0])
