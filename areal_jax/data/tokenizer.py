@@ -177,20 +177,30 @@ class HFTokenizer:
         ends = np.flatnonzero(np.isin(tokens, self.stop_token_ids))
         return tokens[: ends[0] + 1] if len(ends) else np.append(tokens, np.int32(self.stop_token_ids[0]))
 
-    def render_next(self, messages: Sequence[Turn]) -> Int32[np.ndarray, "T"]:
+    def render_next(self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()) -> Int32[np.ndarray, "T"]:
         """Tokens that follow an answer and the token that ended it, up to the assistant's next words.
 
         They are read off a conversation in which another answer stands for the one that was given: that is not rendered again,
-        whatever the template would make of it. ValueError where the template refuses the conversation or leaves answers out.
+        whatever the template would make of it.
+
+        Args:
+            tools: those with which the beginning of the conversation was rendered; they decide the template.
+
+        Raises:
+            ValueError: the template refuses the conversation or leaves answers out.
         """
         if self._template is None:
             return self.encode("\n\n" + _plain(messages) + "\n")
-        answered = [Message("user", "?"), Message("assistant", _STAND_IN)]
-        _, found, after = self._text([*answered, *messages], is_asked=True).partition(_STAND_IN)
+        stand_in = _STAND_IN
+        while stand_in in str(tools):
+            stand_in += "_"
+        answered = [Message("user", "?"), Message("assistant", stand_in)]
+        text = self._text([*answered, *messages], is_asked=True, tools=tools)
+        _, found, after = text.partition(stand_in)
         if not found:
             raise ValueError("the chat template leaves out what the assistant has said: it is for one turn only")
         # A turn that nothing ends in the template ends in the token that the policy drew.
-        _, _, end = self._text(answered, is_asked=False).partition(_STAND_IN)
+        _, _, end = self._text(answered, is_asked=False, tools=tools).partition(stand_in)
         stops = np.flatnonzero(np.isin(self.encode(end), self.stop_token_ids))
         tokens = self.encode(after)
         if len(stops):

@@ -41,6 +41,8 @@ class Said(NamedTuple):
     """A call that was answered: the conversation up to the answer, and the tokens of both."""
 
     turns: tuple[Any, ...]
+    tools: tuple[dict[str, Any], ...]
+    """With which the conversation began."""
     prompt: Int32[np.ndarray, "P"]
     completion: Completion
 
@@ -81,13 +83,18 @@ class Session:
             self._tasks.discard(task)
 
     def prompt_of(self, chat: Chat) -> Int32[np.ndarray, "P"]:
+        said = self._before(chat)
+        if said is None:
+            return self.tokenizer.render(chat.turns, chat.tools)
+        answer = ended(said.completion.tokens, self.tokenizer.stop_token_ids)
+        more = self.tokenizer.render_next(chat.turns[len(said.turns) :], said.tools)
+        return np.concatenate([said.prompt, answer, more])
+
+    def _before(self, chat: Chat) -> Said | None:
+        """The longest answered call that a conversation continues; None where it begins one."""
         turns = tuple(_normal(turn) for turn in chat.turns)
         before = [said for said in tuple(self._said) if turns[: len(said.turns)] == said.turns and len(said.turns) < len(turns)]
-        if not before:
-            return self.tokenizer.render(chat.turns, chat.tools)
-        said = max(before, key=lambda said: len(said.turns))
-        answer = ended(said.completion.tokens, self.tokenizer.stop_token_ids)
-        return np.concatenate([said.prompt, answer, self.tokenizer.render_next(chat.turns[len(said.turns) :])])
+        return max(before, key=lambda said: len(said.turns), default=None)
 
     def prompt_of_text(self, text: str) -> Int32[np.ndarray, "P"]:
         return self.tokenizer.encode_prompt(text)
@@ -101,11 +108,14 @@ class Session:
         return await self._generate(prompt, wishes.num_samples, max_new_tokens=budget, on_progress=on_progress)
 
     def told(self, prompt: Int32[np.ndarray, "P"], chat: Chat | None, parts: Sequence[Part]) -> None:
+        self._calls += [(prompt, part.drawn) for part in parts]
+        if chat is None:
+            return
+        before = self._before(chat)
+        tools = chat.tools if before is None else before.tools
         for part in parts:
-            self._calls.append((prompt, part.drawn))
-            if chat is not None:
-                turns = (*chat.turns, message_of(part.text, part.calls))
-                self._said.append(Said(tuple(_normal(turn) for turn in turns), prompt, part.drawn))
+            turns = (*chat.turns, message_of(part.text, part.calls))
+            self._said.append(Said(tuple(_normal(turn) for turn in turns), tools, prompt, part.drawn))
 
     def close(self) -> None:
         """Break off what is being answered."""

@@ -2,8 +2,10 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -389,6 +391,22 @@ def test_what_follows_an_answer_that_the_template_does_not_end_is_all_after_it(f
         "{% for m in messages %}{{ m['role'] + ':' + m['content'] + ('' if m['role'] == 'assistant' else '<|im_end|>') }}"
     )
     assert next_text(folder, template + "{% endfor %}", Message("user", "Sure?")) == "user:Sure?<|im_end|>"
+
+
+def test_later_turns_render_with_the_template_of_their_tools(folder: Path) -> None:
+    with_tools = "{{ tools[0]['name'] + '\\n' }}" + CHATML.replace("<|im_start|>", "<|im_start|>>")
+    templates = [{"name": "tool_use", "template": with_tools}, {"name": "default", "template": CHATML}]
+    write(folder, eos_token="<|im_end|>", chat_template=templates)
+    tokenizer = HFTokenizer.from_folder(folder)
+    inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
+
+    def text(tools: Sequence[Mapping[str, Any]]) -> str:
+        tokens = tokenizer.render_next([Message("user", "Sure?")], tools)
+        return inner.decode(tokens.tolist(), skip_special_tokens=False)
+
+    # The tool has a name that an answer might have.
+    assert text([{"name": "areal_jax"}]) == "\n<|im_start|>>user\nSure?<|im_end|>\n<|im_start|>>assistant\n"
+    assert text(()) == "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_without_a_template_messages_follow_with_an_empty_line_between(folder: Path) -> None:

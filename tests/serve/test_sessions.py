@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import json
+import shutil
 from collections.abc import Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
+from pathlib import Path
 from typing import Any, TypeVar
 
 import numpy as np
@@ -13,6 +16,8 @@ import pytest
 from jaxtyping import Int32
 from scripted_engine import TOKENIZER, completion
 
+from areal_jax.data.policy_files import EMBEDDED
+from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.records import Completion, Generate, OnProgress, Progress, StopReason
 from areal_jax.serve.sessions import AgentServer, Session
 from areal_jax.workflows.conversation import Call, samples_of
@@ -50,10 +55,14 @@ class Odd:
         return answers
 
 
-def in_session(generate: Generate, act: Callable[[Session, openai.AsyncOpenAI], Awaitable[T]]) -> T:
+def in_session(
+    generate: Generate,
+    act: Callable[[Session, openai.AsyncOpenAI], Awaitable[T]],
+    tokenizer: HFTokenizer = TOKENIZER,
+) -> T:
     async def main() -> T:
         async with AsyncExitStack() as stack:
-            server = await stack.enter_async_context(AgentServer(TOKENIZER, 50, 100.0).listening())
+            server = await stack.enter_async_context(AgentServer(tokenizer, 50, 100.0).listening())
             session = await stack.enter_async_context(server.open(generate))
             client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
             return await act(session, await stack.enter_async_context(client))
@@ -113,6 +122,31 @@ def test_a_history_that_the_agent_has_changed_is_taken_as_it_is():
         assert prompt.tolist() == TOKENIZER.render(changed).tolist()
 
     in_session(Odd(2), converse)
+
+
+@pytest.mark.parametrize("repeats_tools", [True, False])
+def test_a_conversation_keeps_the_template_of_its_tools(repeats_tools: bool, tmp_path: Path) -> None:
+    shutil.copytree(EMBEDDED, tmp_path, dirs_exist_ok=True)
+    file = tmp_path / "tokenizer_config.json"
+    settings = json.loads(file.read_text())
+    default = settings["chat_template"]
+    marked = default.replace("message['role']", "'with tools ' + message['role']")
+    templates = {"default": default, "tool_use": marked}
+    named = [{"name": name, "template": text} for name, text in templates.items()]
+    file.write_text(json.dumps(settings | {"chat_template": named}))
+    tool = {"type": "function", "function": {"name": "search", "parameters": {}}}
+
+    async def converse(session: Session, client: openai.AsyncOpenAI) -> None:
+        messages: list[Any] = [{"role": "user", "content": "q"}]
+        for turn in range(3):
+            how = {"tools": [tool]} if repeats_tools or turn == 0 else {}
+            said = await say(client, messages, **how)
+            messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "so?"}]
+        prompts = [tokenizer.decode(prompt) for prompt, _ in session.calls()]
+        assert [prompt.count("with tools user\n") for prompt in prompts] == [1, 2, 3]
+
+    tokenizer = HFTokenizer.from_folder(tmp_path)
+    in_session(Odd(4), converse, tokenizer)
 
 
 def test_of_several_answers_the_one_that_is_gone_on_from_is_found():
