@@ -28,12 +28,12 @@ from areal_jax.hosts import releases
 from areal_jax.launch.claim import Claim
 from areal_jax.launch.cluster import Cluster, Kind, NoRoom, connected
 from areal_jax.launch.config import Ray
-from areal_jax.launch.connection import Connection, PartLost
+from areal_jax.launch.connection import Connection
 from areal_jax.launch.engines import Engines
 from areal_jax.launch.judges import Judges
 from areal_jax.launch.relay import Relay
 from areal_jax.launch.trainers import Trainers, answers_of
-from areal_jax.records import Judge, Task, Verdict
+from areal_jax.records import Judge, NotStarted, PartLost, Task, Verdict
 from areal_jax.run_plan import Plan
 from areal_jax.settings import ConfigError
 
@@ -59,6 +59,8 @@ async def train_on_cluster(
 ) -> None:
     """Train; where a trainer host is lost, go on from the last checkpoint, launch.attempts times.
 
+    Raises PartLost where that is not enough, and NotStarted at once.
+
     Args: claim: on the folder, so that trainer hosts of an earlier attempt can write no more."""
     launch = plan.experiment.launch
     assert isinstance(launch, Ray)
@@ -69,7 +71,7 @@ async def train_on_cluster(
                     await run.trainer.while_whole(train(run))
                 return
             except PartLost as loss:
-                if not left:
+                if not left or isinstance(loss, NotStarted):
                     raise
                 logger.error("%s; the run goes on from its last checkpoint, and bears %d more such losses", loss, left - 1)
                 resume = True
@@ -231,9 +233,15 @@ async def start_trainers(
 
     hosts = await all_or_none(*(host(number) for number in range(config.trainer_hosts)))
     coordinator = await hosts[0].address()
-    joined = await answers_of(
-        (each, "join", (coordinator, number, config.trainer_hosts, config.start_timeout_s)) for number, each in enumerate(hosts)
-    )
+    try:
+        joined = await answers_of(
+            (each, "join", (coordinator, number, config.trainer_hosts, config.start_timeout_s))
+            for number, each in enumerate(hosts)
+        )
+    except (ConfigError, PartLost):
+        raise
+    except Exception as error:
+        raise NotStarted(f"trainer hosts could not start: {type(error).__name__}: {error}") from error
     return Trainers(hosts, joined[0]["version"]), joined[0]["beside"]
 
 

@@ -169,6 +169,14 @@ class RewardsFailing(AllRejected):
     """Every reward call of several groups in a row failed."""
 
 
+class PartLost(RuntimeError):
+    """A process of the run is gone, or does not answer any more; the message names it and says how that is known."""
+
+
+class NotStarted(PartLost):
+    """A process of the run failed before it was ready, and would fail again."""
+
+
 class NotGraded(RuntimeError):
     """A reward or tool call failed through no fault of the answer: the group must not be trained on."""
 

@@ -25,7 +25,7 @@ from areal_jax.launch.signals import Interruption, Stopped, exit_status, interru
 from areal_jax.launch.watchdog import Stalled
 from areal_jax.metrics.config import METRICS
 from areal_jax.metrics.files import disk_error
-from areal_jax.records import AllRejected, NotLearning, NotSaved
+from areal_jax.records import AllRejected, NotLearning, NotSaved, PartLost
 from areal_jax.rl.presets import PRESETS
 from areal_jax.settings import ConfigError, settings
 
@@ -55,14 +55,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status, with one message on stderr where it is not 0.
 
     2 where the input cannot be or another process has the folder; 1 where training diverges or learns nothing, every group is
-    rejected, the run stalls, or the disk is full; 130 and 143 where SIGINT or SIGTERM ended the run before it was done."""
+    rejected, the run stalls, a process of a cluster dies, or the disk is full; 130 and 143 where SIGINT or SIGTERM ended the
+    run before it was done."""
     with interruptible() as interruption:
         interruption.advice = lambda: "nothing was trained"
         try:
             return _run(_parse(sys.argv[1:] if argv is None else argv), interruption)
         except ConfigError as error:
             return refused(f"{error}", 2)
-        except (AllRejected, NotLearning, NotSaved, Stalled) as error:
+        except (AllRejected, NotLearning, NotSaved, PartLost, Stalled) as error:
             return refused(f"{error}; {interruption.advice()}", 1)
         except FloatingPointError as error:
             return refused(f"training diverged: {error}; {interruption.advice()}", 1)

@@ -13,7 +13,7 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from areal_jax.launch.part import CPU_S, Event, Message, Part
-from areal_jax.records import EngineStopped, Spoilt, Unservable
+from areal_jax.records import EngineStopped, NotStarted, PartLost, Spoilt, Unservable
 from areal_jax.settings import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -23,12 +23,11 @@ LISTEN_S = 2.0
 
 END_TIMEOUT_S = 20.0
 
+MAX_REASON_CHARS = 300
+"""Of why a process is gone."""
+
 ERRORS: Mapping[str, type[Exception]] = {error.__name__: error for error in (Unservable, EngineStopped, ConfigError, Spoilt)}
 """That keep their class on the way, beside Python's own."""
-
-
-class PartLost(RuntimeError):
-    """A process of the run is gone, or does not answer any more; the message names it and says how that is known."""
 
 
 class Connection:
@@ -68,7 +67,8 @@ class Connection:
     ) -> tuple[Connection, Any]:
         """Start a part, and wait until it is ready to work; the connection, and what its role's `begin` says.
 
-        PartLost where it dies before, or is not ready in time; what is wrong with the settings, as ConfigError."""
+        PartLost where it dies before, or is not ready in time; NotStarted where its role fails; what is wrong with the
+        settings, as ConfigError."""
         # Reached by its name on the other side, where the package is installed too.
         actor_class: Any = ray.remote(Part)
         actor = actor_class.options(max_concurrency=1000, max_restarts=0, **options).remote(name, simulated_devices)
@@ -83,7 +83,11 @@ class Connection:
             raise PartLost(f"{name} ended before it was ready: {_reason(error)}") from error
         except RayError as error:
             connection._kill()
-            raise _cause(error, name) from error
+            cause = getattr(error, "cause", None) or error
+            if isinstance(cause, ConfigError):
+                raise _error(name, type(cause).__name__, str(cause)) from error
+            text = " ".join(str(cause).split())[:MAX_REASON_CHARS]
+            raise NotStarted(f"{name} could not start: {type(cause).__name__}: {text}") from error
         except BaseException:
             connection._kill()
             raise
@@ -217,12 +221,6 @@ def _error(name: str, kind: str, text: str) -> Exception:
     return RuntimeError(f"{name}: {kind}: {text}")
 
 
-def _cause(error: RayError, name: str) -> Exception:
-    """What a role failed with while it began."""
-    cause = getattr(error, "cause", None) or error
-    return _error(name, type(cause).__name__, str(cause))
-
-
 def _reason(error: RayError) -> str:
     """What Ray knows, without its advice."""
     told = " ".join(str(error).split())
@@ -230,4 +228,4 @@ def _reason(error: RayError) -> str:
         if start in told:
             told = told.partition(start)[2]
             break
-    return told.partition(" Some common causes")[0][:300]
+    return told.partition(" Some common causes")[0][:MAX_REASON_CHARS]

@@ -12,9 +12,8 @@ from typing import Any
 
 from areal_jax.engine.routing import Router, Sums, in_turn, together
 from areal_jax.launch import wire
-from areal_jax.launch.connection import PartLost
 from areal_jax.launch.members import Channel, Members
-from areal_jax.records import NO_VERSION, Completion, EngineStopped, Progress, Request, nothing_drawn
+from areal_jax.records import NO_VERSION, Completion, EngineStopped, PartLost, Progress, Request, nothing_drawn
 from areal_jax.weights.rolling import Turns
 
 logger = logging.getLogger(__name__)

@@ -8,9 +8,8 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from areal_jax.checkpoint.recovery import task_to_json
-from areal_jax.launch.connection import PartLost
 from areal_jax.launch.members import Channel, Members
-from areal_jax.records import Task, ToolResult, Verdict
+from areal_jax.records import PartLost, Task, ToolResult, Verdict
 from areal_jax.rewards.failures import FailureLog
 from areal_jax.rewards.service import failure_counts
 

@@ -6,7 +6,8 @@ import asyncio
 from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
-from areal_jax.launch.connection import END_TIMEOUT_S, PartLost
+from areal_jax.launch.connection import END_TIMEOUT_S
+from areal_jax.records import PartLost
 
 
 @runtime_checkable

@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
-from areal_jax.launch.connection import PartLost
+from areal_jax.records import PartLost
 
 logger = logging.getLogger(__name__)
 

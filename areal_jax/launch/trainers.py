@@ -13,8 +13,8 @@ import ray
 from jaxtyping import Bool
 
 from areal_jax.checkpoint.recovery import Columns, encode, pack
-from areal_jax.launch.connection import Connection, PartLost
-from areal_jax.records import Group, RolloutState
+from areal_jax.launch.connection import Connection
+from areal_jax.records import Group, PartLost, RolloutState
 
 logger = logging.getLogger(__name__)
 

@@ -18,10 +18,9 @@ from typing import Any
 import numpy as np
 
 from areal_jax.launch import wire
-from areal_jax.launch.connection import PartLost
 from areal_jax.launch.engines import Engines
 from areal_jax.launch.relay import Relay
-from areal_jax.records import NO_VERSION, Completion, Request, Sampling, Weights, nothing_drawn
+from areal_jax.records import NO_VERSION, Completion, PartLost, Request, Sampling, Weights, nothing_drawn
 from areal_jax.sim import clock
 from areal_jax.weights.rolling import ENGINES_PER_TURN, InTurn
 

@@ -17,6 +17,8 @@ class Echo:
     def __init__(self, emit: Emit, fault: str = "") -> None:
         if fault == "settings":
             raise ConfigError("no.such.setting=1 is nothing")
+        if fault == "library":
+            raise ImportError("libcudart.so.12: cannot open shared object file")
         if fault == "death":
             os._exit(3)
         if fault == "slow":

@@ -11,8 +11,8 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
-from areal_jax.launch.connection import Connection, PartLost
-from areal_jax.records import Spoilt, Unservable
+from areal_jax.launch.connection import Connection
+from areal_jax.records import NotStarted, PartLost, Spoilt, Unservable
 from areal_jax.settings import ConfigError
 
 pytestmark = pytest.mark.usefixtures("ray_here")
@@ -178,6 +178,7 @@ def test_a_part_that_says_nothing_is_taken_for_lost() -> None:
     ("fault", "start_timeout_s", "expected", "text"),
     [
         ("settings", 30.0, ConfigError, "no.such.setting=1 is nothing"),
+        ("library", 30.0, NotStarted, r"^echo 7 could not start: ImportError: libcudart.so.12: cannot open"),
         ("death", 30.0, PartLost, "echo 7 ended before it was ready"),
         ("slow", 2.0, PartLost, r"echo 7 was not ready within launch.start_timeout_s=2"),
     ],

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from areal_jax.config import load_experiment
+from areal_jax.checkpoint.recovery import Columns
+from areal_jax.checkpoint.store import CheckpointStore
+from areal_jax.config import load_experiment, write_config
 from areal_jax.launch.cluster import Kind, require_fit, unplaced
 from areal_jax.launch.config import Ray
 from areal_jax.parallel.config import PlacementConfig
@@ -69,6 +72,31 @@ def test_what_a_cluster_does_not_have_is_refused_with_the_numbers(
     assert done.returncode == 2, done.stderr
     assert re.search(told, done.stderr), done.stderr
     assert "Traceback" not in done.stderr
+
+
+@pytest.mark.timeout(300)
+def test_a_worker_that_dies_at_its_start_ends_the_run_in_one_line(tmp_path: Path, of_a_command: dict[str, str]) -> None:
+    # The file of the experiment is imported by the command and by every worker.
+    own, run = tmp_path / "own.py", tmp_path / "run"
+    own.write_text(
+        "import os, sys\n"
+        "from areal_jax.config import load_experiment\n"
+        "if sys.argv[0].endswith('default_worker.py'): os._exit(3)\n"
+        "experiment = load_experiment('aime', ['launch=ray', 'launch.attempts=0'])\n"
+    )
+    run.mkdir()
+    write_config(load_experiment(str(own)), run / "config.json")
+    store = CheckpointStore(run / "checkpoints", keep=1)
+    store.save(7, {"params": {"embedding": np.zeros((2, 3), np.float32)}}, Columns({}, {}))
+    store.close()
+    command = [sys.executable, "-m", "areal_jax.train", f"--exp={own}", f"--resume={run}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=of_a_command)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("areal_jax: ")]
+    resumed = f"python -m areal_jax.train --resume={run} resumes from the checkpoint of version 7"
+    told = r"(trainer host|engine|reward worker) \d ended before it was ready: .+"
+    assert re.fullmatch(rf"areal_jax: {told}; {re.escape(resumed)}", line), line
 
 
 def test_every_process_has_to_find_room_on_one_node() -> None:

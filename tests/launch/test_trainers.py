@@ -10,8 +10,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from areal_jax.launch.connection import Connection, PartLost
+from areal_jax.launch.connection import Connection
 from areal_jax.launch.trainers import Trainers, answers_of
+from areal_jax.records import PartLost
 
 pytestmark = pytest.mark.usefixtures("ray_here")
 
