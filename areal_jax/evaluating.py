@@ -34,10 +34,10 @@ from areal_jax.evaluation.server import (
     TokenServer,
     drawing_of_chats,
 )
-from areal_jax.launch.claim import claimed
+from areal_jax.launch.claim import claimed, writable
 from areal_jax.metrics import names
 from areal_jax.metrics.description import write_description
-from areal_jax.metrics.files import disk_error, naming
+from areal_jax.metrics.files import naming
 from areal_jax.metrics.progress import Progress, facts_of_evaluation
 from areal_jax.named_policy import RunCheckpoint
 from areal_jax.policies import DecodingPolicy, decoding_mesh, find_decoding_policy
@@ -293,14 +293,11 @@ def _opened(folder: Path, settings: Mapping[str, JSON], version: int) -> Iterato
     """The folder, claimed. ConfigError where another process has it, it is of other settings, or cannot be written to."""
     with ExitStack() as stack:
         try:
-            stack.enter_context(claimed(folder, "--folder"))
-            answers = stack.enter_context(closing(AnswerFolder(folder, settings, version)))
+            with writable(folder, "--folder"):
+                stack.enter_context(claimed(folder, "--folder"))
+                answers = stack.enter_context(closing(AnswerFolder(folder, settings, version)))
         except ValueError as error:
             raise ConfigError(str(error)) from error
-        except OSError as error:
-            if disk_error(error):
-                raise
-            raise ConfigError(f"--folder={folder}: cannot be written to ({error.strerror}); give another") from error
         yield answers
 
 

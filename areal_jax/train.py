@@ -19,12 +19,11 @@ from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.folders import saved_versions
 from areal_jax.command import Parser, help_text, named_experiment, refused, refused_by_disk, show
 from areal_jax.config import CONFIG_FILE, Experiment, experiment_names, load_experiment, read_config
-from areal_jax.launch.claim import Claim, claimed
+from areal_jax.launch.claim import Claim, claimed, writable
 from areal_jax.launch.local import prepare
 from areal_jax.launch.signals import Interruption, Stopped, exit_status, interruptible, leave
 from areal_jax.launch.watchdog import Stalled
 from areal_jax.metrics.config import METRICS
-from areal_jax.metrics.files import disk_error
 from areal_jax.records import AllRejected, NotLearning, NotSaved, PartLost
 from areal_jax.rl.presets import PRESETS
 from areal_jax.settings import ConfigError, settings
@@ -117,14 +116,10 @@ def _run(command: argparse.Namespace, interruption: Interruption) -> int:
 def _claimed(command: argparse.Namespace, run_folder: Path) -> Iterator[tuple[Path, Claim]]:
     """The run's folder, made and claimed; where no name is given, it has one that no other has."""
     with ExitStack() as stack:
-        try:
+        with writable(run_folder, "--run-folder"):
             if command.resume is None and command.run_folder is None:
                 run_folder = make_unique(run_folder)
             claim = stack.enter_context(claimed(run_folder))
-        except OSError as error:
-            if disk_error(error):
-                raise
-            raise ConfigError(f"--run-folder={run_folder}: cannot be written to ({error.strerror}); give another") from error
         if command.resume is None:
             _require_unused(run_folder)  # of a run that has ended meanwhile
         yield run_folder, claim

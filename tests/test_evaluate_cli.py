@@ -316,6 +316,12 @@ def test_bad_input_is_one_message_and_exit_code_2(
     assert not (tmp_path / "evaluations").exists() or not list(tmp_path.glob("evaluations/*/samples.jsonl"))
 
 
+def test_an_unwritable_folder_is_refused_by_its_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*SMALL, "--folder=/etc/passwd"]) == 2
+    said = capsys.readouterr().err.splitlines()[-1]
+    assert said.startswith("areal_jax: --folder=/etc/passwd: cannot be written to (")
+
+
 def commands(text: str) -> list[list[str]]:
     """Arguments of every `areal_jax.evaluate` command in a text; a backslash continues a line."""
     joined = re.sub(r"\\\n\s*", "", text)

@@ -26,6 +26,7 @@ from typing import Any, NoReturn
 import psutil
 
 from areal_jax.launch.signals import kill_children
+from areal_jax.metrics.files import disk_error
 from areal_jax.settings import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -229,6 +230,21 @@ def claimed(folder: Path, setting: str = "--run-folder") -> Iterator[Claim]:
         yield claim
     finally:
         claim.release()
+
+
+@contextmanager
+def writable(folder: Path, setting: str) -> Iterator[None]:
+    """Refuse a folder that cannot be written to, by the setting that names it.
+
+    Raises:
+        ConfigError: in place of an OSError that is no fault of the disk.
+    """
+    try:
+        yield
+    except OSError as error:
+        if disk_error(error):
+            raise
+        raise ConfigError(f"{setting}={folder}: cannot be written to ({error.strerror}); give another") from error
 
 
 class Writer:

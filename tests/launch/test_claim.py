@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -18,7 +19,8 @@ from pathlib import Path
 import pytest
 
 from areal_jax.launch import claim as claims
-from areal_jax.launch.claim import CLAIM, WRITERS, Claim, ClaimLost, FolderInUse, Writer, claimed
+from areal_jax.launch.claim import CLAIM, WRITERS, Claim, ClaimLost, FolderInUse, Writer, claimed, writable
+from areal_jax.settings import ConfigError
 
 ROOT = Path(__file__).parents[2]
 
@@ -231,3 +233,15 @@ def test_waiting_for_writers_ends_with_the_last_of_them(tmp_path: Path) -> None:
         before_s = time.monotonic()
         claim.fence()
         assert time.monotonic() - before_s > 0.4
+
+
+@pytest.mark.parametrize("number", [errno.EACCES, errno.ENOTDIR])
+def test_an_unwritable_folder_is_refused_by_its_setting(number: int, tmp_path: Path) -> None:
+    expected = f"--folder={tmp_path}: cannot be written to ({os.strerror(number)}); give another"
+    with pytest.raises(ConfigError, match=re.escape(expected)), writable(tmp_path, "--folder"):
+        raise OSError(number, os.strerror(number))
+
+
+def test_a_full_disk_is_not_blamed_on_the_folder(tmp_path: Path) -> None:
+    with pytest.raises(OSError, match="No space"), writable(tmp_path, "--folder"):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
