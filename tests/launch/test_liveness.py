@@ -5,13 +5,18 @@ AREAL_JAX_SCHEDULES=10000 python -m pytest tests/launch/test_liveness.py
 
 from __future__ import annotations
 
+import asyncio
 import logging
+import math
 import os
 
 import pytest
-from cluster_model import FAULTS, Fault, Setup, simulated
+from cluster_model import FAULTS, Fault, Setup, World, simulated
 from hypothesis import given, settings
 from hypothesis import strategies as st
+
+from areal_jax.launch.engines import MOVE_QUEUED_S, MOVE_RUNNING_S
+from areal_jax.sim import clock
 
 NUM_SCHEDULES = int(os.environ.get("AREAL_JAX_SCHEDULES", "300"))
 
@@ -63,3 +68,30 @@ def test_a_version_that_no_engine_could_pull_is_given_anew() -> None:
 def test_lost_requests_and_answers_are_sent_again() -> None:
     assert simulated(Setup(loss=0.3, num_engines=1), []).broken == []
     assert simulated(Setup(loss=0.3, num_engines=3), []).broken == []
+
+
+@pytest.mark.parametrize(
+    ("has_slots", "patience_s"), [(False, MOVE_QUEUED_S), (True, MOVE_RUNNING_S)], ids=["queued", "running"]
+)
+def test_requests_leave_an_engine_that_hangs(has_slots: bool, patience_s: float) -> None:
+    async def whole() -> tuple[float, list[str]]:
+        world = World(Setup(num_engines=2, num_slots=8))
+        for _ in range(2):
+            world.start_engine()
+        world.relay.publish(0, None)
+        await world.engines.arrived(0, 60.0)
+        # It lives, and reports its requests: those that have slots once it decodes with version 0.
+        while has_slots and world.living[0].version < 0:
+            await asyncio.sleep(0.1)
+        world.living[0].hangs_until_s = math.inf
+        began_s = world.loop.time()
+        try:
+            async with asyncio.timeout(10 * patience_s):
+                await asyncio.gather(*(world.ask(f"group {number}", 0) for number in range(4)))
+        finally:
+            await world.close()
+        return world.loop.time() - began_s, world.outcome.broken
+
+    took_s, broken = clock.run(whole())
+    assert patience_s < took_s < patience_s + 15.0
+    assert broken == []
