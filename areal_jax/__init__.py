@@ -9,8 +9,10 @@ from typing import TYPE_CHECKING
 __version__ = "0.1.0"
 
 if TYPE_CHECKING:
-    from areal_jax.config import Experiment, SFTExperiment, load_experiment
-    from areal_jax.records import Completion, Group, Message, Sample, Task, Verdict, Workflow
+    from areal_jax.config.experiment import Experiment, SFTExperiment
+    from areal_jax.config.load import load_experiment
+    from areal_jax.protocols import Workflow
+    from areal_jax.records import Completion, Group, Message, RewardResult, Sample, Task
     from areal_jax.rl.losses import PolicyLoss, decoupled_ppo_loss, policy_loss
     from areal_jax.rollout.gate import Gate
 
@@ -21,10 +23,10 @@ __all__ = [
     "Group",
     "Message",
     "PolicyLoss",
+    "RewardResult",
     "SFTExperiment",
     "Sample",
     "Task",
-    "Verdict",
     "Workflow",
     "decoupled_ppo_loss",
     "load_experiment",
@@ -32,8 +34,10 @@ __all__ = [
 ]
 
 _MODULES = {
-    "areal_jax.config": ("Experiment", "SFTExperiment", "load_experiment"),
-    "areal_jax.records": ("Completion", "Group", "Message", "Sample", "Task", "Verdict", "Workflow"),
+    "areal_jax.config.experiment": ("Experiment", "SFTExperiment"),
+    "areal_jax.config.load": ("load_experiment",),
+    "areal_jax.protocols": ("Workflow",),
+    "areal_jax.records": ("Completion", "Group", "Message", "RewardResult", "Sample", "Task"),
     "areal_jax.rl.losses": ("PolicyLoss", "decoupled_ppo_loss", "policy_loss"),
     "areal_jax.rollout.gate": ("Gate",),
 }

@@ -1,13 +1,13 @@
 """The algorithm: fully asynchronous reinforcement learning (AReaL, arXiv:2505.24298, figure 2).
 
-    tasks -> gate -> workflow -> engine -> reward -> buffer -> trainer -> mailbox -> engine
+    tasks -> gate -> workflow -> engine -> reward -> buffer -> trainer -> weight channel -> engine
 
 Generation never waits for training. The gate (equation 3) bounds how far it may run ahead, the engine takes every new
 version of the weights between two decode steps, and the trainer corrects for what is stale (equation 5). There is no
 second loop: with `max_staleness=0` this one is synchronous.
 
-Threads: the asyncio thread owns all counting (gate, buffer, controller); the engine's driver has a thread of its own; the
-trainer works in a worker thread, one step at a time; answers are judged in other processes.
+Threads: the asyncio thread owns all counting (gate, buffer, controller); the engine's engine loop has a thread of its own; the
+trainer works in a worker thread, one step at a time; answers are graded in other processes.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ from typing import Any, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Bool
 
-from areal_jax.assembly import TRAINER, Run, Trains, assembled, trained_samples
 from areal_jax.checkpoint.recovery import decode, encode
-from areal_jax.config import Experiment, FineTuning, PreferenceExperiment
+from areal_jax.cluster.config import Ray
+from areal_jax.cluster.watchdog import Stalled
+from areal_jax.config.experiment import Experiment, FineTuning, PreferenceExperiment
 from areal_jax.data.pipeline import TaskStream
-from areal_jax.launch.claim import Claim, claimed
-from areal_jax.launch.config import Ray
-from areal_jax.launch.watchdog import Stalled
+from areal_jax.errors import AllRejected, CorruptedState
 from areal_jax.metrics import names
-from areal_jax.records import AllRejected, Group, RolloutState, Sampling, Spoilt
+from areal_jax.records import Group, RolloutState, Sampling
 from areal_jax.rollout.buffer import TasksExhausted
 from areal_jax.rollout.controller import Rollouts, open_gate, rolling_out
-from areal_jax.run_plan import Plan
+from areal_jax.run.build import TRAINER, Run, Trains, assembled, trained_samples
+from areal_jax.run.claim import Claim, claimed
+from areal_jax.run.liveness import watched
+from areal_jax.run.plan import Plan
+from areal_jax.run.trainer import rl_trainer, trainer_from_examples
 from areal_jax.threads import in_thread
 from areal_jax.trainer.step import Metrics
 from areal_jax.trainer.versions import FromExamples
-from areal_jax.training import rl_trainer, trainer_from_examples
-from areal_jax.watching import watched
 
 
 @runtime_checkable
@@ -63,7 +64,7 @@ class Stepped(Protocol):
 
 async def train(run: Run[LearnsFromGroups], exp: Experiment) -> None:
     """Reinforcement learning until the last step, the end of the tasks, or a request to stop; ends with a checkpoint."""
-    trainer, mailbox, tokenizer = run.trainer, run.mailbox, run.plan.tokenizer
+    trainer, weight_channel, tokenizer = run.trainer, run.weight_channel, run.plan.tokenizer
     restored = decode(run.restored)[0] if run.restored else None
     tasks = TaskStream(run.plan.tasks.tasks, exp.seed)
     if restored:
@@ -78,7 +79,7 @@ async def train(run: Run[LearnsFromGroups], exp: Experiment) -> None:
             await run.unless_stopped(run.evaluate(0))
 
     generating = rolling_out(
-        *(tasks, run.engine, workflow, run.judge, gate, buffer, exp.rollout),
+        *(tasks, run.engine, workflow, run.grader, gate, buffer, exp.rollout),
         sampling=sampling,
         seed=exp.seed,
         restored=restored,
@@ -98,12 +99,12 @@ async def train(run: Run[LearnsFromGroups], exp: Experiment) -> None:
                 with run.span(TRAINER, f"step {version}"):
                     # Proximal log-probs, advantages, mini-batches.
                     step = await in_thread(partial(trainer.step, groups), "trainer")
-            except Spoilt:
-                raise  # a checkpoint of this would take the place of one to go on from
+            except CorruptedState:
+                raise  # a checkpoint of this would take the place of one to resume from
             except FloatingPointError:
                 await checkpoint(run, rollouts, untrained=groups)  # nothing finished is lost, whatever is changed next
                 raise
-            mailbox.publish(version + 1, trainer.params)  # the engine swaps between two decode steps
+            weight_channel.publish(version + 1, trainer.params)  # the engine swaps between two decode steps
             gate.version = version + 1  # opens exactly one batch of places
             num_samples = sum(len(group.samples) for group in groups)
             run.record(version, {**step.metrics, "samples": float(num_samples)}, rollouts.counters())
@@ -164,7 +165,7 @@ async def fine_tune(run: Run[FromExamples[Any]], exp: FineTuning) -> None:
         examples.restore(decode(run.restored)[0].tasks)
     published = trainer.version
     for version in range(trainer.version, exp.num_steps):
-        # Before the step, so that a run that goes on from this version measures it again.
+        # Before the step, so that a run that resumes from this version measures it again.
         if version == 0 or is_due(version, exp.heldout_every_steps):
             await measure(run, exp)
         batch = [next(examples) for _ in range(exp.examples_per_batch)]
@@ -176,13 +177,13 @@ async def fine_tune(run: Run[FromExamples[Any]], exp: FineTuning) -> None:
         if is_due(version + 1, exp.checkpoint.every_steps):
             await asyncio.to_thread(run.save, version + 1, encode(nothing_but(examples)))
         if is_due(version + 1, exp.evaluation.every_steps) and version + 1 < exp.num_steps:
-            run.mailbox.publish(published := version + 1, trainer.params)
+            run.weight_channel.publish(published := version + 1, trainer.params)
             await run.evaluate_meanwhile(version + 1)
     await asyncio.to_thread(run.save, trainer.version, encode(nothing_but(examples)))
     if not run.stop.is_set():
         await measure(run, exp)
     if run.plan.decodes and published < trainer.version:
-        run.mailbox.publish(trainer.version, trainer.params)
+        run.weight_channel.publish(trainer.version, trainer.params)
     await run.finish()
 
 
@@ -241,7 +242,7 @@ async def _run(plan: Plan, run_folder: Path, resume: bool, source: str | None, c
             await fine_tune(parts, exp)
     elif isinstance(exp.launch, Ray):
         # Ray is needed nowhere else, and need not be installed.
-        from areal_jax.clustered import train_on_cluster
+        from areal_jax.run.cluster import train_on_cluster
 
         await train_on_cluster(plan, run_folder, partial(train, exp=exp), resume=resume, source=source, claim=claim)
     else:

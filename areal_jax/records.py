@@ -1,24 +1,23 @@
-"""Records that cross rooms, and the protocols by which rooms of one floor talk to each other. numpy only.
+"""Records that cross rooms; numpy only.
 
-Per-token arrays are aligned with `tokens`: entry t speaks of token t. Axes: B rows, T tokens of a row.
+Per-token arrays are aligned with `tokens`: entry t belongs to token t. Axes: B rows, T tokens of a row.
 """
 
 from __future__ import annotations
 
 import hashlib
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol, TypeAlias, runtime_checkable
+from typing import Any, Literal, NamedTuple, TypeAlias
 
 import numpy as np
 from jaxtyping import Bool, Float32, Int32
 
 StopReason = Literal["stop", "length", "suspended"]
-"""`stop`: a stop token was drawn. `length`: the budget ran out, so the answer is truncated. `suspended`: to be resumed."""
+"""`stop`: a stop token was sampled. `length`: the budget ran out, so the answer is truncated. `suspended`: to be resumed."""
 
-VerdictKind = Literal["correct", "wrong", "no_answer", "timeout", "crashed", "infrastructure", "scored"]
+ResultKind = Literal["correct", "wrong", "no_answer", "timeout", "crashed", "infrastructure", "scored"]
 """`scored`: a reward by itself (`rewards.scale=raw`), neither right nor wrong."""
 
 NO_VERSION = -1
@@ -35,15 +34,15 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One prompt with what judging it needs."""
+    """One prompt with what grading it needs."""
 
     id: str
     """Stable over restarts and epochs: names the problem, not its place in the stream."""
     prompt: tuple[Message, ...]
     answer: str
-    """What the judge compares with."""
+    """What the grader compares with."""
     kind: str = "math"
-    """Which judge reads the answer."""
+    """Which grader reads the answer."""
     family: str = ""
     """Kind of problem, for metrics by family; empty where the source knows none."""
 
@@ -62,14 +61,14 @@ class Sampling:
     min_p: float = 0.0
     """Leaves out tokens below this share of the most likely one's probability."""
     min_new_tokens: int = 0
-    """Before so many tokens no stop token is drawn."""
+    """Before so many tokens no stop token is sampled."""
     presence_penalty: float = 0.0
     """Taken from the logit of every token that the answer holds."""
     frequency_penalty: float = 0.0
     """Taken from the logit of a token as often as the answer holds it."""
     repetition_penalty: float = 1.0
     """Divides the logit of every token that prompt or answer hold, and multiplies it where it is below 0."""
-    num_alternatives: int = 0
+    num_top_logprobs: int = 0
     """Most likely tokens to report at every place of the answer."""
 
     def within(self, max_new_tokens: int | None) -> Sampling:
@@ -77,12 +76,12 @@ class Sampling:
         return self if max_new_tokens is None else replace(self, max_new_tokens=max_new_tokens)
 
 
-class Alternatives(NamedTuple):
-    """The most likely tokens at every place of an answer, most likely first; log-prob -inf where fewer could be drawn."""
+class TopLogprobs(NamedTuple):
+    """The most likely tokens at every place of an answer, most likely first; log-prob -inf where fewer could be sampled."""
 
     tokens: Int32[np.ndarray, "T K"]
     logp: Float32[np.ndarray, "T K"]
-    """Under the distribution that the token was drawn from."""
+    """Under the distribution that the token was sampled from."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -91,53 +90,55 @@ class Completion:
 
     tokens: Int32[np.ndarray, "T"]
     logp: Float32[np.ndarray, "T"]
-    """Log-probability of each token under the distribution it was drawn from."""
+    """Log-probability of each token under the distribution it was sampled from."""
     versions: Int32[np.ndarray, "T"]
     """Version of the weights that drew each token."""
     stop_reason: StopReason
-    alternatives: Alternatives | None = None
+    top_logprobs: TopLogprobs | None = None
     """Where the request asked for them; a crash does not keep them."""
 
     def between(self, start: int, end: int | None = None) -> Completion:
         """The tokens from `start` up to, not with, `end`."""
-        part, told = slice(start, end), self.alternatives
-        told = told and Alternatives(told.tokens[part], told.logp[part])
-        return Completion(self.tokens[part], self.logp[part], self.versions[part], self.stop_reason, told)
+        part, reported = slice(start, end), self.top_logprobs
+        reported = reported and TopLogprobs(reported.tokens[part], reported.logp[part])
+        return Completion(self.tokens[part], self.logp[part], self.versions[part], self.stop_reason, reported)
 
     def followed_by(self, more: Completion) -> Completion:
         """These tokens and those; ended as those have."""
-        told, also_told = self.alternatives, more.alternatives
-        if told is not None and also_told is not None:
-            also_told = Alternatives(_joined(told.tokens, also_told.tokens), _joined(told.logp, also_told.logp))
+        reported, other_reported = self.top_logprobs, more.top_logprobs
+        if reported is not None and other_reported is not None:
+            other_reported = TopLogprobs(
+                _joined(reported.tokens, other_reported.tokens), _joined(reported.logp, other_reported.logp)
+            )
         tokens, logp, versions = (_joined(getattr(self, name), getattr(more, name)) for name in ("tokens", "logp", "versions"))
-        return Completion(tokens, logp, versions, more.stop_reason, also_told)
+        return Completion(tokens, logp, versions, more.stop_reason, other_reported)
 
 
 def _joined(first: np.ndarray, second: np.ndarray) -> np.ndarray:
     return np.concatenate([first, second])
 
 
-def nothing_drawn() -> Completion:
+def empty_completion() -> Completion:
     """The completion of a sample that has not been started."""
     return Completion(np.zeros(0, np.int32), np.zeros(0, np.float32), np.zeros(0, np.int32), "suspended")
 
 
 class Progress(NamedTuple):
-    """What one sample has drawn since the last time."""
+    """What one sample has sampled since the last time."""
 
     sample: int
-    drawn: Completion
+    sampled: Completion
     """The new tokens alone; its stop_reason is `suspended` while the sample goes on."""
 
 
 OnProgress: TypeAlias = Callable[[Sequence[Progress]], Iterable[int]]
-"""Called in the asyncio thread while a request is drawn. Returns samples that shall end here with `stop`; a few tokens more may
-have been drawn meanwhile, which whoever asked cuts off. An engine may tell little or nothing: the completions hold all."""
+"""Called in the asyncio thread while a request is sampled. Returns samples that shall end here with `stop`; a few tokens more may
+have been sampled meanwhile, which whoever asked cuts off. An engine may tell little or nothing: the completions hold all."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """`num_samples` continuations of one prompt. The token at position p of sample i is drawn with a key made of
+    """`num_samples` continuations of one prompt. The token at position p of sample i is sampled with a key made of
     (seed, i, p) alone, so slot, batch, interruption and resumption change no draw."""
 
     id: str
@@ -148,32 +149,16 @@ class Request:
     min_version: int = 0
     """Oldest weights that may start it: what makes max_staleness=0 exactly synchronous."""
     resume: tuple[Completion, ...] = ()
-    """One per sample: what was drawn before a suspension or crash. Finished ones come back as they are."""
+    """One per sample: what was sampled before a suspension or crash. Finished ones come back as they are."""
     on_progress: OnProgress | None = None
     """Who wants to know before the answer is whole."""
 
 
-class Unservable(ValueError):
-    """A request that no retry can make right, such as a prompt beyond the engine's limit: its task is skipped and counted."""
-
-
-class EngineStopped(RuntimeError):
-    """The engine has died or was closed and will answer nothing more; `__cause__` says why."""
-
-
-class AllRejected(RuntimeError):
-    """Every group is rejected, which is a fault of the run, not of its tasks; `__cause__` is the last one's error."""
-
-
-class RewardsFailing(AllRejected):
-    """Every reward call of several groups in a row failed."""
-
-
-class PartLost(RuntimeError):
+class WorkerDied(RuntimeError):
     """A process of the run is gone, or does not answer any more; the message names it and says how that is known."""
 
 
-class NotStarted(PartLost):
+class NotStarted(WorkerDied):
     """A process of the run failed before it was ready, and would fail again."""
 
 
@@ -181,82 +166,10 @@ class NotGraded(RuntimeError):
     """A reward or tool call failed through no fault of the answer: the group must not be trained on."""
 
 
-class NotLearning(RuntimeError):
-    """A run that ends because its health checks say that it cannot learn, or that ends without having learnt."""
-
-
-class NotSaved(RuntimeError):
-    """The last checkpoint of a run could not be written."""
-
-
-class Spoilt(FloatingPointError):
-    """Training has diverged, and what is in memory is nothing to go on from: a step is done in part, or the parameters or the
-    batch are not finite themselves."""
-
-
-def first_error(error: Exception) -> Exception:
-    """The error inside a TaskGroup's, however often it was wrapped; any other error itself."""
-    return first_error(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error
-
-
 def derive_seed(seed: int, name: str) -> int:
     """A seed below 2**31 for the thing called `name`, the same in every process and on every machine."""
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=4).digest()
     return int.from_bytes(digest, "little") >> 1
-
-
-@runtime_checkable
-class Engine(Protocol):
-    """Whoever answers requests: the local driver, a remote engine, the simulator."""
-
-    def submit(self, request: Request) -> Awaitable[list[Completion]]:
-        """Answer with one completion per sample, in order; call from the asyncio thread.
-
-        Raises Unservable where the request can never be answered, EngineStopped where none can be any more."""
-        ...
-
-    def snapshot(self) -> Awaitable[dict[str, tuple[Completion, ...]]]:
-        """What every unfinished request has drawn so far, by request id, as of one moment between two dispatches.
-        Completions delivered before that moment are delivered before this answer."""
-        ...
-
-
-@runtime_checkable
-class Generate(Protocol):
-    """A workflow's view of the engine; ids, seeds, versions and journals are the controller's business."""
-
-    async def __call__(
-        self,
-        prompt_tokens: Int32[np.ndarray, "P"],
-        num_samples: int,
-        *,
-        max_new_tokens: int | None = None,
-        on_progress: OnProgress | None = None,
-    ) -> list[Completion]:
-        """Args: max_new_tokens: fewer than the run's, for this call. on_progress: as that of a `Request`."""
-        ...
-
-
-@runtime_checkable
-class Session(Protocol):
-    """One agent's access to the policy, and what came of it."""
-
-    base_url: str
-    """Where the policy answers in OpenAI's protocol."""
-    api_key: str
-
-    def calls(self) -> tuple[tuple[Int32[np.ndarray, "_"], Completion], ...]:
-        """Prompt and answer of every call that was answered, in the order of their ends; exactly the tokens drawn."""
-        ...
-
-
-@runtime_checkable
-class Sessions(Protocol):
-    """Whoever answers agents over HTTP."""
-
-    def open(self, generate: Generate) -> AbstractAsyncContextManager[Session]:
-        """A session whose calls are drawn by `generate`; at the end it answers nothing more."""
-        ...
 
 
 class CallNames:
@@ -277,13 +190,13 @@ class CallNames:
 
 
 @dataclass(frozen=True, slots=True)
-class Verdict:
-    """A judge's finding on one answer. `infrastructure` means the judge failed, not the answer."""
+class RewardResult:
+    """A grader's finding on one answer. `infrastructure` means the grader failed, not the answer."""
 
-    kind: VerdictKind
+    kind: ResultKind
     detail: str = ""
     score: float | None = None
-    """From 0 (wrong) to 1 (correct), from a judge that knows degrees; the reward itself where the kind is `scored`."""
+    """From 0 (wrong) to 1 (correct), from a grader that knows degrees; the reward itself where the kind is `scored`."""
     failed: bool = False
     """Whether the reward call failed: it raised, returned no reward, did not end, or never ran. It says nothing of the answer,
     and its group must not be trained on."""
@@ -304,11 +217,6 @@ class Verdict:
         return wrong + score * (correct - wrong)
 
 
-@runtime_checkable
-class Judge(Protocol):
-    async def __call__(self, task: Task, answer: str) -> Verdict: ...
-
-
 ToolOutcome = Literal["done", "error", "timeout", "crashed", "infrastructure"]
 
 
@@ -321,45 +229,11 @@ class ToolResult:
     """For the policy to read: the result, or what was wrong with the call."""
 
 
-@runtime_checkable
-class Tools(Protocol):
-    """Whoever does what a policy calls tools for."""
-
-    async def __call__(self, tool: str, argument: str) -> ToolResult: ...
-
-
-@runtime_checkable
-class Tokenizer(Protocol):
-    """What rooms above `data` need of a tokenizer."""
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]: ...
-    @property
-    def vocab_size(self) -> int: ...
-    def render(self, messages: Sequence[Message]) -> Int32[np.ndarray, "T"]:
-        """Tokens of a conversation through the chat template, ready for the assistant's next words."""
-        ...
-
-    def render_answer(self, prompt: Sequence[Message], answer: str) -> Int32[np.ndarray, "T"]:
-        """Tokens that a policy asked `render(prompt)` says to give this answer, up to the one that ends its turn."""
-        ...
-
-    def render_next(self, messages: Sequence[Message]) -> Int32[np.ndarray, "T"]:
-        """Tokens that follow an answer and the token that ended it, up to the assistant's next words: these messages, with all
-        that the chat template puts around them. They depend on nothing that was said before."""
-        ...
-
-    def encode(self, text: str) -> Int32[np.ndarray, "T"]: ...
-    def decode(self, tokens: Int32[np.ndarray, "T"]) -> str:
-        """Text of the tokens without special tokens."""
-        ...
-
-
-def ended(drawn: Int32[np.ndarray, "T"], stop_token_ids: Sequence[int]) -> Int32[np.ndarray, "_"]:
+def ended(sampled: Int32[np.ndarray, "T"], stop_token_ids: Sequence[int]) -> Int32[np.ndarray, "_"]:
     """An answer as it stands in a longer conversation: one that was cut, or ended by a stop string, lacks the token that ends a
     turn, and gets it."""
-    lacks_its_end = len(drawn) == 0 or drawn[-1] not in stop_token_ids
-    return np.concatenate([drawn, np.array(stop_token_ids[:1] if lacks_its_end else (), np.int32)])
+    lacks_its_end = len(sampled) == 0 or sampled[-1] not in stop_token_ids
+    return np.concatenate([sampled, np.array(stop_token_ids[:1] if lacks_its_end else (), np.int32)])
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -374,7 +248,7 @@ class Sample:
     versions: Int32[np.ndarray, "T"]
     """NO_VERSION outside the loss mask."""
     reward: float
-    verdict: VerdictKind
+    grade: ResultKind
     stop_reason: StopReason
 
 
@@ -388,31 +262,11 @@ class Group:
     samples: tuple[Sample, ...]
 
 
-@runtime_checkable
-class Workflow(Protocol):
-    """How one task becomes samples. Deterministic given what generate and judge answer, so that a crash can replay it."""
-
-    async def __call__(self, task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]: ...
-
-
 class Weights(NamedTuple):
     """Parameters in the engine's layout, on its mesh, whole."""
 
     version: int
     params: Any
-
-
-@runtime_checkable
-class WeightSource(Protocol):
-    """Where an engine finds newer weights."""
-
-    def newest(self, after: int) -> Weights | None:
-        """The newest complete version above `after`, or None; never waits."""
-        ...
-
-    def wait(self, at_least: int, timeout_s: float) -> Weights:
-        """Wait for a version of at least `at_least`. TimeoutError names the version waited for."""
-        ...
 
 
 class PackedBatch(NamedTuple):
@@ -425,22 +279,22 @@ class PackedBatch(NamedTuple):
     loss_mask: Bool[np.ndarray, "B T"]
     behave_logp: Float32[np.ndarray, "B T"]
     age: Int32[np.ndarray, "B T"]
-    """Trainer steps since the token was drawn."""
+    """Trainer steps since the token was sampled."""
 
 
 @dataclass(frozen=True, slots=True)
 class Suspended:
-    """A group under way when a checkpoint was taken: its task and what each generate call had drawn."""
+    """A group under way when a checkpoint was taken: its task and what each generate call had sampled."""
 
     id: int
     task: Task
     calls: Mapping[str, tuple[Completion, ...]] = field(default_factory=dict)
-    """Request id to completions, finished or `suspended`; the workflow is run again and these are not drawn again."""
+    """Request id to completions, finished or `suspended`; the workflow is run again and these are not sampled again."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RolloutState:
-    """Everything between the task stream and the trainer, as of one moment: what a run goes on from after a crash."""
+    """Everything between the task stream and the trainer, as of one moment: what a run resumes from after a crash."""
 
     tasks: Mapping[str, int]
     """Place in the task stream; all tasks before it have been trained on, or are below, or were rejected."""

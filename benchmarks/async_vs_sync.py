@@ -4,7 +4,7 @@
 
 Three runs of the loop live in one process and train in turns, round by round: of each, one simulated device decodes and one
 trains. The policy is the embedded one with random weights; every answer is as long as a log-normal variate with sigma = 1 says,
-cut at MAX_NEW tokens, by the same seeds in every run, and no weights change that. A coin judges, so that every update changes
+cut at MAX_NEW tokens, by the same seeds in every run, and no weights change that. A coin graders, so that every update changes
 the weights, and caches are rebuilt. A step trains on GROUPS x SAMPLES answers, and the engine has a slot for each of them, so
 that without staleness the longest answer keeps the batch waiting.
 
@@ -43,19 +43,20 @@ from rich.console import Console
 from rich.table import Table
 
 from areal_jax import loop
-from areal_jax.assembly import MeasuredEngine, Run, assembled
 from areal_jax.checkpoint.config import CheckpointConfig
-from areal_jax.config import Experiment, load_experiment
+from areal_jax.cluster.environment import environment
+from areal_jax.config.experiment import Experiment
+from areal_jax.config.load import load_experiment
 from areal_jax.engine.config import EngineConfig
 from areal_jax.evaluation.config import EvaluationConfig
-from areal_jax.launch.local import environment
 from areal_jax.metrics import jsonl
 from areal_jax.metrics.config import MetricsConfig
 from areal_jax.models.config import PolicyConfig
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.records import Completion, Request, derive_seed
 from areal_jax.rollout.config import RolloutConfig
-from areal_jax.run_plan import make_plan
+from areal_jax.run.build import MeasuredEngine, Run, assembled
+from areal_jax.run.plan import make_plan
 from areal_jax.sim.engine import EngineHabits
 from areal_jax.sim.lengths import LogNormal
 from areal_jax.sim.measured import MeasuredStages, StageTimes, stage_times
@@ -112,11 +113,11 @@ class LongTailed:
         return asyncio.ensure_future(self._answer(request))
 
     async def snapshot(self) -> dict[str, tuple[Completion, ...]]:
-        """Of the requests that were split nothing is known; they are drawn again."""
+        """Of the requests that were split nothing is known; they are sampled again."""
         return {}
 
     async def _answer(self, request: Request) -> list[Completion]:
-        lengths = LENGTHS.draw(random.Random(request.seed), request.num_samples)
+        lengths = LENGTHS.sample_lengths(random.Random(request.seed), request.num_samples)
         parts = [
             replace(
                 request,
@@ -179,12 +180,12 @@ def measure(options: argparse.Namespace) -> None:
         found = {eta: rounds(folder / str(eta), options.steps) for eta in STALENESS}
         times = {eta: stage_times(folder / str(eta), STEPS_PER_DISPATCH) for eta in STALENESS}
         rows = [row for row in jsonl.read(folder / "0" / "metrics.jsonl")]
-    # A token of a batch is trained in this time, so that what is not drawn of a step's tokens are prompts.
+    # A token of a batch is trained in this time, so that what is not sampled of a step's tokens are prompts.
     prefilled = sum(row["rollout/prefill_tokens"] for row in rows)
     prompt_tokens = round(prefilled / len(rows) / GROUPS / SAMPLES)
     medians = {eta: {name: median(each[name] for each in of) for name in of[0]} for eta, of in found.items()}
     own = {eta: simulated(times[eta], eta, options.steps, prompt_tokens) for eta in STALENESS}
-    foretold = {eta: simulated(times[0], eta, options.steps, prompt_tokens) for eta in STALENESS}
+    estimated = {eta: simulated(times[0], eta, options.steps, prompt_tokens) for eta in STALENESS}
     append(
         NAME,
         {
@@ -199,26 +200,26 @@ def measure(options: argparse.Namespace) -> None:
             "ratio": {eta: medians[eta]["tokens_per_s"] / medians[0]["tokens_per_s"] for eta in STALENESS},
             "simulated": own,
             "simulated_off_by": {eta: own[eta]["tokens_per_s"] / medians[eta]["tokens_per_s"] - 1 for eta in STALENESS},
-            "foretold_from_synchronous_times": foretold,
+            "foretold_from_synchronous_times": estimated,
         },
     )
-    show(medians, own, foretold)
-    draw(medians, own, foretold)
+    show(medians, own, estimated)
+    plot(medians, own, estimated)
 
 
 Speeds = Mapping[int, Mapping[str, float]]
 
 
-def show(measured: Speeds, own: Speeds, foretold: Speeds) -> None:
+def show(measured: Speeds, own: Speeds, estimated: Speeds) -> None:
     table = Table("max_staleness", "tokens/s", "over that at 0", "simulated", "off by", "by times at 0", "off by", title=NAME)
     for eta in STALENESS:
-        speed, *said = (of[eta]["tokens_per_s"] for of in (measured, own, foretold))
+        speed, *said = (of[eta]["tokens_per_s"] for of in (measured, own, estimated))
         compared = (text for each in said for text in (f"{each:,.0f}", f"{each / speed - 1:+.0%}"))
         table.add_row(str(eta), f"{speed:,.0f}", f"{speed / measured[0]['tokens_per_s']:.2f}", *compared)
     Console(width=120).print(table)
 
 
-def draw(*speeds: Speeds) -> None:
+def plot(*speeds: Speeds) -> None:
     figure = Figure(figsize=(6.5, 3.6), dpi=120, layout="constrained")
     axes = figure.subplots()
     names: Sequence[tuple[str, str]] = (

@@ -1,4 +1,4 @@
-"""A reward that knows nothing of mathematics: what judging processes of async_vs_sync.py import."""
+"""A reward that knows nothing of mathematics: what grading processes of async_vs_sync.py import."""
 
 from __future__ import annotations
 

@@ -5,17 +5,17 @@
     python benchmarks/decode.py --shape=tiny --slots=64 --mean-tokens=160                # a CPU
 
 Weights are random in the real shapes, computing in bfloat16 (float32 on a CPU). Every slot holds a sequence of its own, with a
-prompt of between half and one and a half times the mean, so that the mean is --mean-tokens when half of --new-tokens are drawn.
+prompt of between half and one and a half times the mean, so that the mean is --mean-tokens when half of --new-tokens are sampled.
 Tokens and seconds are those of the dispatches after the first two, in which all slots draw; prefill comes before them.
 
 The roofline: a step reads every weight but the embedding's rows of absent tokens, and the keys and values of all live tokens;
 
     tokens/s = slots · bandwidth / (bytes of weights + mean tokens · slots · bytes of one token's keys and values)
 
-with the bandwidth that a copy of 2 GiB reaches (256 MiB on a CPU), read and write counted. `share` is what was drawn of that.
+with the bandwidth that a copy of 2 GiB reaches (256 MiB on a CPU), read and write counted. `share` is what was sampled of that.
 `host_bubble` is the share of the time in which the device waited for the host between two dispatches. Compiling is timed
 twice: with an empty cache on disk, and with what that left in it, all programs that such requests can need. A swap is timed
-by the driver while all slots draw, with equal shapes and other numbers: kept caches, and rebuilt ones. With --requests=N so
+by the engine loop while all slots draw, with equal shapes and other numbers: kept caches, and rebuilt ones. With --requests=N so
 many answers of log-normal length, at most --new-tokens, go through the slots: `stream` is how full these were, and how fast,
 until no request waited any more. Appends one line to benchmarks/results/decode.jsonl. Needs an idle machine.
 """
@@ -42,7 +42,7 @@ from train_mfu import MODELS
 
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine
-from areal_jax.engine.driver import Driver
+from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.decoder import Policy
 from areal_jax.parallel.config import PlacementConfig
@@ -66,7 +66,7 @@ class Shelf:
 
 @dataclass
 class Events:
-    """What the driver did: (name, start, end, tokens)."""
+    """What the engine loop did: (name, start, end, tokens)."""
 
     seen: list[tuple[str, float, float, float]] = field(default_factory=list)
 
@@ -114,10 +114,10 @@ class Decoded(NamedTuple):
 async def decode(engine: DecodeEngine, weights: list[Weights], requests: list[Request], num_swaps: int) -> Decoded:
     """Answer all requests at once; other weights come `num_swaps` times."""
     events, shelf, finished_s = Events(), Shelf(weights[0]), list[float]()
-    driver = Driver(engine, shelf, on_event=events)
-    driver.start()
+    engine_loop = EngineLoop(engine, shelf, on_event=events)
+    engine_loop.start()
     try:
-        futures = [driver.submit(request) for request in requests]
+        futures = [engine_loop.submit(request) for request in requests]
         for future in futures:
             future.add_done_callback(lambda _: finished_s.append(time.perf_counter()))
         while not all(future.done() for future in futures):
@@ -126,9 +126,9 @@ async def decode(engine: DecodeEngine, weights: list[Weights], requests: list[Re
             if swaps <= num_swaps and dispatches > 3 * swaps:
                 shelf.newest_weights = weights[swaps % 2]._replace(version=swaps)
         await asyncio.gather(*futures)
-        gap_us, _ = driver.metrics().get("host_gap_us", (0.0, 0.0))
+        gap_us, _ = engine_loop.metrics().get("host_gap_us", (0.0, 0.0))
     finally:
-        driver.close()
+        engine_loop.close()
     return Decoded(events, gap_us / 1e6, finished_s)
 
 
@@ -136,7 +136,7 @@ def stream(decoded: Decoded, slots: int, steps: int) -> dict[str, float]:
     """Share of slot-steps that drew a token, and tokens/s, as long as more requests were unfinished than there are slots."""
     tail_s = decoded.finished_s[-slots]
     dispatches = [each for each in decoded.events.of("dispatch") if each[1] <= tail_s]
-    tokens = sum(drawn for _, _, drawn in dispatches)
+    tokens = sum(sampled for _, _, sampled in dispatches)
     seconds = dispatches[-1][1] - dispatches[0][0]
     return {"occupancy": tokens / (len(dispatches) * slots * steps), "tokens_per_s": tokens / seconds}
 
@@ -198,7 +198,7 @@ def main() -> None:
     ]
     events, gap_s, _ = asyncio.run(decode(engine, weights, requests, num_swaps=0))
     dispatches = events.of("dispatch")[2:]
-    seconds, tokens = dispatches[-1][1] - dispatches[0][0], sum(drawn for _, _, drawn in dispatches)
+    seconds, tokens = dispatches[-1][1] - dispatches[0][0], sum(sampled for _, _, sampled in dispatches)
     swap_ms: dict[str, float] = {}
     for on_update in ("keep", "recompute"):
         engine.config = chz.replace(config, on_update=on_update)

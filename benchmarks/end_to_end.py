@@ -50,7 +50,7 @@ def main() -> None:
         causes[model] = hours
     append(NAME, {"fitted": asdict(FITTED), "shrink": SHRINK, "rows": rows, "hours_by_cause": causes})
     show(rows, causes)
-    draw(rows, causes)
+    plot(rows, causes)
 
 
 def show(rows: dict[str, dict[str, float]], causes: dict[str, dict[str, float]]) -> None:
@@ -71,7 +71,7 @@ def show(rows: dict[str, dict[str, float]], causes: dict[str, dict[str, float]])
     Console(width=160).print(table, gained)
 
 
-def draw(rows: dict[str, dict[str, float]], causes: dict[str, dict[str, float]]) -> None:
+def plot(rows: dict[str, dict[str, float]], causes: dict[str, dict[str, float]]) -> None:
     figure = Figure(figsize=(11, 4), dpi=120, layout="constrained")
     left, right = figure.subplots(1, 2)
     places = range(len(rows))

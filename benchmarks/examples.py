@@ -22,7 +22,8 @@ from rich.console import Console
 from rich.table import Table
 from runs import Rows, run_all, steps
 
-from areal_jax.config import Experiment, load_experiment
+from areal_jax.config.experiment import Experiment
+from areal_jax.config.load import load_experiment
 from areal_jax.metrics import names
 from areal_jax.metrics.pages import BLUE, GREY, ORANGE, as_png, new_figure, plain, title
 
@@ -73,7 +74,7 @@ def show(found: Mapping[str, Mapping[str, Any]]) -> None:
     Console().print(table)
 
 
-def draw(found: Mapping[str, Mapping[str, Any]]) -> None:
+def plot(found: Mapping[str, Mapping[str, Any]]) -> None:
     figure = new_figure(11.0, 5.8)
     for axes, (name, of_example) in zip(figure.subplots(2, 3, sharey=True).flat, found.items(), strict=True):
         _draw_one(axes, name, of_example["pass_at_1"], of_example["reward"])
@@ -109,7 +110,7 @@ def main() -> None:
     options = parser.parse_args()
     found = {name: learnt(name, run(name, options.folder)) for name in PREPARED_BY}
     append(NAME, {"examples": found})
-    draw(found)
+    plot(found)
     show(found)
 
 

@@ -67,8 +67,8 @@ def main() -> None:
     axes = figure.subplots()
     kinds = {"paper": papers}
     kinds |= {
-        f"simulated, caches {told}": {model: of[habit] for model, of in gained.items()}
-        for habit, told in zip(HABITS[1:], ("rebuilt", "kept"), strict=True)
+        f"simulated, caches {reported}": {model: of[habit] for model, of in gained.items()}
+        for habit, reported in zip(HABITS[1:], ("rebuilt", "kept"), strict=True)
     }
     for number, (name, bars) in enumerate(kinds.items()):
         axes.bar([x + 0.25 * (number - 1) for x in range(len(bars))], [100 * gain for gain in bars.values()], 0.25, label=name)

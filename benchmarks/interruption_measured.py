@@ -3,7 +3,7 @@
     python benchmarks/interruption_measured.py
 
 The embedded policy decodes on a CPU: 32 slots, prompts of 16 tokens, answers of log-normal length (median 50, sigma 1, at most
-240), of which there are always more. After every 6400 tokens drawn, a training step's worth, other weights arrive; from one
+240), of which there are always more. After every 6400 tokens sampled, a training step's worth, other weights arrive; from one
 version to the next each matrix moves by 0.3 % of its size. Variants, in turns, with the same requests:
 
     wait        begin nothing, let all that is under way end, then take the weights
@@ -11,9 +11,9 @@ version to the next each matrix moves by 0.3 % of its size. Variants, in turns, 
     keep        take them between two dispatches, and keep the caches
     two engines of 16 slots each on a device of its own, recompute: both at once, and rolling, one after the other
 
-tokens/s is what was drawn between the first arrival of weights and the last; stall_ms how long a swap takes, in which that
+tokens/s is what was sampled between the first arrival of weights and the last; stall_ms how long a swap takes, in which that
 engine draws nothing; delay_ms how long weights wait from their arrival until the last engine has them; drift, of tokens
-behind a swap, the mean |difference| between the log-prob with which they were drawn and that of a fresh forward pass with the
+behind a swap, the mean |difference| between the log-prob with which they were sampled and that of a fresh forward pass with the
 same weights. Medians over rounds, ratios taken round by round. Two simulated devices share the same cores. Appends to
 results/interruption.jsonl and draws results/interruption_measured.png.
 
@@ -46,16 +46,17 @@ from rich.table import Table
 from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine
-from areal_jax.engine.driver import Driver
+from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.engine.fleet import Fleet
+from areal_jax.errors import EngineStopped
 from areal_jax.models import hf
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_rollout_mesh
-from areal_jax.records import Completion, EngineStopped, Request, Sampling, Weights
+from areal_jax.records import Completion, Request, Sampling, Weights
 from areal_jax.rl.logprobs import token_logprobs
-from areal_jax.weights.rolling import InTurn, in_turns
+from areal_jax.weights.rolling import RollingSource, rolling_sources
 
 NUM_SLOTS, PROMPT_TOKENS, MOST_TOKENS = 32, 16, 240
 MEDIAN_TOKENS, SIGMA = 50, 1.0
@@ -81,23 +82,23 @@ VARIANTS = {
 }
 
 
-class Waiting(Driver):
+class Waiting(EngineLoop):
     """Takes weights when all that is under way has ended, and begins nothing before."""
 
     def _take_newest_weights(self) -> None:
         if not self._occupants:
             super()._take_newest_weights()
 
-    def _seat_waiting(self) -> None:
+    def _admit_waiting(self) -> None:
         if self._weights.newest(self._current.version) is None:
-            super()._seat_waiting()
+            super()._admit_waiting()
 
 
 @dataclass
 class Arrivals:
-    """Weights that come after every so many tokens drawn by all engines together, and the record of what happened.
+    """Weights that come after every so many tokens sampled by all engines together, and the record of what happened.
 
-    The drivers' threads tell it what they did, and ask it for weights through a `Shelf` each."""
+    The engine loops' threads tell it what they did, and ask it for weights through a `Shelf` each."""
 
     versions: Sequence[Sequence[Any]]
     """Of each engine, parameters by version; they go to and fro."""
@@ -162,13 +163,15 @@ async def decode(
     arrivals = Arrivals(versions)
     sources: list[Any] = [Shelf(arrivals, number) for number in range(len(engines))]
     if variant.rolls:
-        sources = in_turns(sources)
-        told = [partial(told_rolling, arrivals, source) for source in sources]
+        sources = rolling_sources(sources)
+        reported = [partial(reported_rolling, arrivals, source) for source in sources]
     else:
-        told = [arrivals.tell for _ in engines]
-    kind = Waiting if variant.waits else Driver
-    drivers = [kind(engine, source, on_event=tell) for engine, source, tell in zip(engines, sources, told, strict=True)]
-    fleet, finished, places = Fleet(drivers), dict[int, Completion](), count()
+        reported = [arrivals.tell for _ in engines]
+    kind = Waiting if variant.waits else EngineLoop
+    engine_loops = [
+        kind(engine, source, on_event=tell) for engine, source, tell in zip(engines, sources, reported, strict=True)
+    ]
+    fleet, finished, places = Fleet(engine_loops), dict[int, Completion](), count()
 
     async def client() -> None:
         while True:
@@ -195,7 +198,7 @@ async def decode(
     }, finished
 
 
-def told_rolling(arrivals: Arrivals, source: InTurn, name: str, start_s: float, end_s: float, args: Any) -> None:
+def reported_rolling(arrivals: Arrivals, source: RollingSource, name: str, start_s: float, end_s: float, args: Any) -> None:
     """The next engine's turn begins as soon as one has swapped."""
     if name == "swap":
         source.swapped()
@@ -216,7 +219,7 @@ class Fresh:
         self._logprobs = jax.jit(logprobs)
 
     def drift(self, asked: Sequence[Request], answers: Mapping[int, Completion]) -> float:
-        """Mean |difference| of tokens drawn after a swap that their sequence has seen."""
+        """Mean |difference| of tokens sampled after a swap that their sequence has seen."""
         found: list[np.ndarray] = []
         for place, answer in answers.items():
             tokens = np.zeros((1, PROMPT_TOKENS + MOST_TOKENS), np.int32)
@@ -260,7 +263,7 @@ def main() -> None:
             for engine in engines:
                 engine.config = chz.replace(engine.config, on_update=variant.on_update)
             measured, answers = asyncio.run(decode(variant, engines, laid_out, asked, args.versions))
-            # The last ones to end: by then weights have come while they were drawn.
+            # The last ones to end: by then weights have come while they were sampled.
             checked = dict(list(answers.items())[-NUM_CHECKED:])
             found[name] = measured | {"drift": fresh.drift(asked, checked)}
             print(f"round {seed}, {name}: {found[name]}", flush=True)
@@ -273,10 +276,10 @@ def main() -> None:
         result[name]["gained_over_wait"] = median(gains)
     workload = {"slots": NUM_SLOTS, "median_tokens": MEDIAN_TOKENS, "sigma": SIGMA, "tokens_per_version": TOKENS_PER_VERSION}
     append("interruption", {"measured": result, "workload": workload, "rounds": rounds, "note": args.note})
-    draw(result)
+    plot(result)
 
 
-def draw(result: Mapping[str, Mapping[str, float]]) -> None:
+def plot(result: Mapping[str, Mapping[str, float]]) -> None:
     table = Table("variant", "tokens/s", "over waiting", "stall, ms", "delay, ms", "drift", title="interruption, measured")
     for name, of in result.items():
         table.add_row(

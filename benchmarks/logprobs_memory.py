@@ -135,10 +135,10 @@ def main() -> None:
             taken = "  ".join(f"{size['seconds'][name]:7.2f}" for name in order) if "seconds" in size else "not timed"
             print(f"{num_tokens:6}  {vocabulary:10}  {mebibytes}    {taken}", flush=True)
     append(NAME, {"width": WIDTH, "chunk_tokens": CHUNK_TOKENS, "rounds": args.rounds, "sizes": sizes})
-    draw(sizes)
+    plot(sizes)
 
 
-def draw(sizes: Sequence[Mapping[str, Any]]) -> None:
+def plot(sizes: Sequence[Mapping[str, Any]]) -> None:
     """Memory by tokens, a panel for each vocabulary, and times."""
     colors = {"naive": "#8a8f98", "chunked": "#2563a8", "bound": "#d9721f"}
     figure = Figure(figsize=(12.5, 3.9), dpi=130, layout="constrained")

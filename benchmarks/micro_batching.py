@@ -70,8 +70,8 @@ BUDGET = 32_768
 
 
 def papers_lengths(seed: int, num_sequences: int) -> Int[np.ndarray, "N"]:
-    drawn = np.random.default_rng(seed).lognormal(8.5, 0.8, num_sequences)
-    return np.clip(drawn, 64, 28_672).astype(np.int64)
+    sampled = np.random.default_rng(seed).lognormal(8.5, 0.8, num_sequences)
+    return np.clip(sampled, 64, 28_672).astype(np.int64)
 
 
 def make_examples(lengths: Int[np.ndarray, "N"]) -> list[SupervisedExample]:
@@ -91,9 +91,9 @@ def fixed_micro_batches(examples: Sequence[SupervisedExample]) -> dict[int, list
     """Padded examples by the length they are padded to; those of a micro-batch follow one another."""
     by_length = defaultdict[int, list[SupervisedExample]](list)
     for start in range(0, len(examples), PER_FIXED):
-        members = examples[start : start + PER_FIXED]
-        longest = -(-max(len(example.tokens) for example in members) // ROUND_TO) * ROUND_TO
-        by_length[longest] += [padded(example, longest) for example in members]
+        registry = examples[start : start + PER_FIXED]
+        longest = -(-max(len(example.tokens) for example in registry) // ROUND_TO) * ROUND_TO
+        by_length[longest] += [padded(example, longest) for example in registry]
     return by_length
 
 
@@ -142,7 +142,7 @@ def seconds_on_ranks(
     fixed = lengths.reshape(RANKS, NUM_FIXED, -1).astype(np.float64)
     rows = allocate(lengths, BUDGET)
     rows += [[]] * (-len(rows) % RANKS)
-    pairs = np.sort([(lengths[members].astype(np.float64) ** 2).sum() / 2 for members in rows])
+    pairs = np.sort([(lengths[registry].astype(np.float64) ** 2).sum() / 2 for registry in rows])
     full = np.full(len(rows), BUDGET).reshape(-1, RANKS).T
     return took(fixed.sum(-1), (fixed**2).sum(-1) / 2), took(full, pairs.reshape(-1, RANKS).T)
 
@@ -193,7 +193,7 @@ def main() -> None:
     examples = make_examples(lengths)
     num_tokens = int(lengths.sum())
     fixed = fixed_micro_batches(examples)
-    fixed_places = sum(length * len(members) for length, members in fixed.items())
+    fixed_places = sum(length * len(registry) for length, registry in fixed.items())
     layout = lay_out(lengths, rows=1, row_tokens=ROW_TOKENS)
 
     packing = make_trainer(1, ROW_TOKENS)
@@ -201,7 +201,7 @@ def main() -> None:
     rounds: list[tuple[np.ndarray, np.ndarray]] = []
     for number in range(args.rounds + 1):
         nothing_s = np.median([seconds(packing, []) for _ in range(3)], axis=0)
-        fixed_s = np.sum([seconds(padding[length], members) for length, members in fixed.items()], axis=0)
+        fixed_s = np.sum([seconds(padding[length], registry) for length, registry in fixed.items()], axis=0)
         fixed_s -= (len(fixed) - 1) * nothing_s
         packed_s = seconds(packing, examples)
         if number:  # the first warms up
@@ -241,18 +241,18 @@ def main() -> None:
             "seconds_to_allocate_8192": allocation_seconds(args.rounds),
         },
     )
-    draw(lengths, fixed_rate[0], packed_rate[0], ratio)
+    plot(lengths, fixed_rate[0], packed_rate[0], ratio)
 
 
-def draw(lengths: Int[np.ndarray, "N"], fixed_rate: float, packed_rate: float, ratio: float) -> None:
+def plot(lengths: Int[np.ndarray, "N"], fixed_rate: float, packed_rate: float, ratio: float) -> None:
     """Both cuts of the mini-batch, place by place, and how fast they train."""
     figure = Figure(figsize=(11, 4.2), dpi=130, layout="constrained")
     left, middle, right = figure.subplots(1, 3, width_ratios=(4, 4, 1.4))
     by_fours = [lengths[start : start + PER_FIXED] for start in range(0, len(lengths), PER_FIXED)]
-    fixed = [(members.sum(), PER_FIXED * (-(-members.max() // ROUND_TO) * ROUND_TO)) for members in by_fours]
-    _draw_cut(left, "fixed micro-batches of 4, padded", fixed)
-    packed = [(lengths[members].sum(), ROW_TOKENS) for members in allocate(lengths, ROW_TOKENS)]
-    _draw_cut(middle, "Algorithm 1", packed)
+    fixed = [(registry.sum(), PER_FIXED * (-(-registry.max() // ROUND_TO) * ROUND_TO)) for registry in by_fours]
+    _plot_cut(left, "fixed micro-batches of 4, padded", fixed)
+    packed = [(lengths[registry].sum(), ROW_TOKENS) for registry in allocate(lengths, ROW_TOKENS)]
+    _plot_cut(middle, "Algorithm 1", packed)
     for axes in (left, middle):
         axes.set_ylim(0, 1.15 * max(places for _, places in fixed))
     right.bar(["fixed", "Alg. 1"], [fixed_rate, packed_rate], color=["#8a8f98", "#2563a8"])
@@ -262,7 +262,7 @@ def draw(lengths: Int[np.ndarray, "N"], fixed_rate: float, packed_rate: float, r
     figure.savefig(FOLDER / f"{NAME}.png")
 
 
-def _draw_cut(axes: Axes, title: str, micro_batches: Sequence[tuple[int, int]]) -> None:
+def _plot_cut(axes: Axes, title: str, micro_batches: Sequence[tuple[int, int]]) -> None:
     tokens, places = np.array(micro_batches).T
     order = np.argsort(-places, kind="stable")
     axes.bar(np.arange(len(places)), places[order], color="#f0c9a8", label="padding")

@@ -49,7 +49,7 @@ def main() -> None:
         for pinned in ("true", "false")
     }
     found = run_all(runs, options.folder, options.steps)
-    told = {
+    reported = {
         pinned: {
             "seconds": [round(seconds(found[f"{pinned}-{turn}"]), 1) for turn in range(options.rounds)],
             "newer versions": fmean(spread(found[f"{pinned}-{turn}"]) for turn in range(options.rounds)),
@@ -57,7 +57,9 @@ def main() -> None:
         for pinned in ("true", "false")
     }
     took = {pinned: fmean(seconds(found[f"{pinned}-{turn}"]) for turn in range(options.rounds)) for pinned in ("true", "false")}
-    append(NAME, {"settings": settings, "num_steps": options.steps, "pinned": told, "cost": took["true"] / took["false"] - 1})
+    append(
+        NAME, {"settings": settings, "num_steps": options.steps, "pinned": reported, "cost": took["true"] / took["false"] - 1}
+    )
 
 
 if __name__ == "__main__":

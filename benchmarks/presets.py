@@ -111,7 +111,7 @@ def batch(seed: int) -> list[Group]:
             behave_logp=logp.astype(np.float32),
             versions=np.where(mask, 0, NO_VERSION).astype(np.int32),
             reward=float(chance.integers(0, 2)),
-            verdict="correct",
+            grade="correct",
             stop_reason="stop",
         )
 

@@ -6,7 +6,7 @@
 
 The work, the same for all: Qwen2 of 4 layers, width 128, 4 heads, 2 KV heads, MLP 512, vocabulary 512, untied, float32;
 8 prompts x 4 samples, 16 prompt tokens and exactly 64 new ones, one update per batch, no remat. Rollout tokens are the 2048
-drawn, train tokens all 2560. Steps are synchronous, since a rate of each part is wanted: draw the batch, train on it, hand over
+sampled, train tokens all 2560. Steps are synchronous, since a rate of each part is wanted: draw the batch, train on it, hand over
 the weights.
 
 Each round runs every contestant once, in a process of its own, one after the other; the figure of a contestant is the median of
@@ -32,7 +32,7 @@ from results import append
 
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine
-from areal_jax.engine.driver import Driver
+from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.decoder import Policy
 from areal_jax.parallel.config import PlacementConfig
@@ -40,7 +40,7 @@ from areal_jax.parallel.mesh import make_meshes
 from areal_jax.records import NO_VERSION, Completion, Group, Request, Sample, Sampling, Task
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.ppo import Trainer
-from areal_jax.weights.mailbox import Mailbox
+from areal_jax.weights.local import WeightChannel
 
 MODEL = ModelConfig(
     architecture="Qwen2ForCausalLM",
@@ -97,22 +97,24 @@ async def measure(warmup_steps: int, num_steps: int) -> dict[str, object]:
         ),
         dtype,
     )
-    mailbox = Mailbox(engine.layout, [engine.param_shardings], meshes.train)
-    driver = Driver(engine, mailbox)
+    weight_channel = WeightChannel(engine.layout, [engine.param_shardings], meshes.train)
+    engine_loop = EngineLoop(engine, weight_channel)
     trainer.warm_up()
     engine.warm_up()
-    mailbox.publish(0, trainer.params)
-    driver.start()
+    weight_channel.publish(0, trainer.params)
+    engine_loop.start()
     chance = np.random.default_rng(0)
     seconds: dict[str, list[float]] = {"rollout_s": [], "train_s": [], "step_s": [], "cpu_s": []}
     try:
         for version in range(warmup_steps + num_steps):
             if version == warmup_steps:
-                driver.metrics()
+                engine_loop.metrics()
             cpu_s, start = _cpu_seconds(), time.perf_counter()
             prompts = chance.integers(0, MODEL.vocab_size, (NUM_PROMPTS, PROMPT_TOKENS), dtype=np.int32)
-            answers = await asyncio.gather(*(driver.submit(_request(version, i, prompt)) for i, prompt in enumerate(prompts)))
-            drawn = time.perf_counter()
+            answers = await asyncio.gather(
+                *(engine_loop.submit(_request(version, i, prompt)) for i, prompt in enumerate(prompts))
+            )
+            sampled = time.perf_counter()
             groups = [
                 _group(version, i, prompt, answer) for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
             ]
@@ -120,19 +122,19 @@ async def measure(warmup_steps: int, num_steps: int) -> dict[str, object]:
             trainer.step(groups)
             jax.block_until_ready(trainer.params)
             trained = time.perf_counter()
-            mailbox.publish(version + 1, trainer.params)
-            mailbox.wait(version + 1, 60.0)
+            weight_channel.publish(version + 1, trainer.params)
+            weight_channel.wait(version + 1, 60.0)
             if version >= warmup_steps:
                 for name, value in zip(
                     seconds,
-                    (drawn - start, trained - began, time.perf_counter() - start, _cpu_seconds() - cpu_s),
+                    (sampled - start, trained - began, time.perf_counter() - start, _cpu_seconds() - cpu_s),
                     strict=True,
                 ):
                     seconds[name].append(value)
-        gap_sum_us, gaps = driver.metrics()["host_gap_us"]
+        gap_sum_us, gaps = engine_loop.metrics()["host_gap_us"]
     finally:
-        driver.close()
-        mailbox.close()
+        engine_loop.close()
+        weight_channel.close()
     medians = {name: median(values) for name, values in seconds.items()}
     return {
         "peer": "areal_jax",
@@ -164,15 +166,15 @@ def _group(version: int, place: int, prompt: np.ndarray, answer: list[Completion
     mask = np.arange(PROMPT_TOKENS + NEW_TOKENS) >= PROMPT_TOKENS
     samples = tuple(
         Sample(
-            tokens=np.concatenate([prompt, drawn.tokens]),
+            tokens=np.concatenate([prompt, sampled.tokens]),
             loss_mask=mask,
-            behave_logp=np.concatenate([np.zeros(PROMPT_TOKENS, np.float32), drawn.logp]),
-            versions=np.concatenate([np.full(PROMPT_TOKENS, NO_VERSION, np.int32), drawn.versions]),
-            reward=float((drawn.tokens < MODEL.vocab_size // 2).mean()),
-            verdict="correct",
-            stop_reason=drawn.stop_reason,
+            behave_logp=np.concatenate([np.zeros(PROMPT_TOKENS, np.float32), sampled.logp]),
+            versions=np.concatenate([np.full(PROMPT_TOKENS, NO_VERSION, np.int32), sampled.versions]),
+            reward=float((sampled.tokens < MODEL.vocab_size // 2).mean()),
+            grade="correct",
+            stop_reason=sampled.stop_reason,
         )
-        for drawn in answer
+        for sampled in answer
     )
     assert all(len(sample.tokens) == PROMPT_TOKENS + NEW_TOKENS for sample in samples)
     return Group(version * NUM_PROMPTS + place, Task(f"{version}.{place}", (), ""), samples)

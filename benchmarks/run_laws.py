@@ -15,13 +15,13 @@ def broken_laws(run: Path, *, num_steps: int, groups: int, samples: int, max_sta
     token is older than it may be.
 
     Args: groups: of a batch. samples: of a group."""
-    rows, drawn = steps(read(run)), list(jsonl.read(run / "samples.jsonl"))
-    of_groups = {row["group"]: row["task"] for row in drawn}
-    # Groups are numbered as their tasks are drawn: what is missing below the last one is still under way, not lost.
+    rows, sampled = steps(read(run)), list(jsonl.read(run / "samples.jsonl"))
+    of_groups = {row["group"]: row["task"] for row in sampled}
+    # Groups are numbered as their tasks are sampled: what is missing below the last one is still under way, not lost.
     gate = {name: rows[-1][f"gate/{name}"] for name in ("started", "accepted", "rejected", "running", "buffered")}
     is_kept = {
         "every step was made once": [row["version"] for row in rows] == list(range(num_steps)),
-        "every step has its samples": Counter(row["version"] for row in drawn)
+        "every step has its samples": Counter(row["version"] for row in sampled)
         == dict.fromkeys(range(num_steps), groups * samples),
         "no group was trained on twice": len(of_groups) == num_steps * groups,
         "no task came twice": len(set(of_groups.values())) == len(of_groups),
@@ -29,7 +29,7 @@ def broken_laws(run: Path, *, num_steps: int, groups: int, samples: int, max_sta
         "no group was lost": gate["started"] == len(of_groups) + gate["running"] + gate["buffered"] + gate["rejected"],
         "no token is too old": all(
             0 <= row["version"] - version <= max_staleness
-            for row in drawn
+            for row in sampled
             for place, version in enumerate(row["versions"])
             if version >= 0 and place not in row["stale"]
         ),

@@ -73,7 +73,7 @@ def main() -> None:
             f"{model}, {context}k": {num_devices: pool.submit(point, model, context, num_devices) for num_devices in papers}
             for (model, context), papers in FIGURE_4.items()
         }
-        panels = {name: {num: told.result() for num, told in points.items()} for name, points in asked.items()}
+        panels = {name: {num: reported.result() for num, reported in points.items()} for name, points in asked.items()}
     systems = (SYNCHRONOUS, *CAUSES)
     efficiencies = {name: {system: efficiency(points, system) for system in systems} for name, points in panels.items()}
     for (key, papers), of in zip(FIGURE_4.items(), efficiencies.values(), strict=True):
@@ -82,7 +82,7 @@ def main() -> None:
         of["the paper"] = papers[last][0] / papers[first][0] / (last / first)
     append(NAME, {"fitted": asdict(FITTED), "panels": panels, "efficiency": efficiencies})
     show(panels, efficiencies)
-    draw(panels)
+    plot(panels)
 
 
 def show(panels: Mapping[str, Mapping[int, Point]], efficiencies: Mapping[str, Mapping[str, float]]) -> None:
@@ -92,8 +92,8 @@ def show(panels: Mapping[str, Mapping[int, Point]], efficiencies: Mapping[str, M
     for name, points in panels.items():
         for num_devices, row in points.items():
             forms = ("{:.2f}", "{:.2f}", "{:+.0%}", "{:+.0%}", "{:+.0%}")
-            told = ("" if row[key] is None else form.format(row[key]) for key, form in zip(compared, forms, strict=True))
-            table.add_row(name, str(num_devices), *told)
+            reported = ("" if row[key] is None else form.format(row[key]) for key, form in zip(compared, forms, strict=True))
+            table.add_row(name, str(num_devices), *reported)
             gained.add_row(name, str(num_devices), *(f"{row[cause]:.1f}" for cause in CAUSES))
     scaled = Table("panel", SYNCHRONOUS, *CAUSES, "the paper", title="efficiency, first to last")
     for name, of in efficiencies.items():
@@ -105,7 +105,7 @@ def show(panels: Mapping[str, Mapping[int, Point]], efficiencies: Mapping[str, M
     Console(width=160).print(table, fitted, gained, scaled)
 
 
-def draw(panels: Mapping[str, Mapping[int, Point]]) -> None:
+def plot(panels: Mapping[str, Mapping[int, Point]]) -> None:
     figure = Figure(figsize=(12, 7), dpi=120, layout="constrained")
     colours = {SYNCHRONOUS: "#8a8f98", PAPERS: "#2563a8", OURS: "#c2410c"}
     for axes, (name, points) in zip(figure.subplots(2, 3).flat, panels.items(), strict=True):

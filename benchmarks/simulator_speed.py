@@ -3,7 +3,7 @@
     python benchmarks/simulator_speed.py
 
 512 simulated engines with 20 000 requests in flight, one answer each, under a clock that leaps, so that nothing waits. Counted
-are requests that were drawn as a task, let through, answered, judged, put into the buffer and taken, over the CPU time of all
+are requests that were sampled as a task, let through, answered, graded, put into the buffer and taken, over the CPU time of all
 that, the simulated engines' included. Then an hour of 7B with a context of 32k on 512 devices, the paper's recipe, nothing cut
 down: a few steps of it, and what an hour of such steps takes. Appends to results/simulator_speed.jsonl.
 
@@ -27,7 +27,7 @@ from areal_jax.sim.costs import EngineCosts, Rewards
 from areal_jax.sim.engine import EngineHabits, Fleet
 from areal_jax.sim.hardware import DEVICES
 from areal_jax.sim.lengths import LogNormal
-from areal_jax.sim.simulation import JudgeQueue, Numbered, OneTurn, simulate
+from areal_jax.sim.simulation import GradingQueue, Numbered, OneTurn, simulate
 
 ENGINES, BATCH = 512, 1024
 
@@ -39,9 +39,9 @@ async def completions_per_s(in_flight: int, num_batches: int) -> float:
         groups_per_batch=BATCH, samples_per_group=1, max_staleness=None, max_running_groups=in_flight, batch_timeout_s=1e9
     )
     gate, buffer = open_gate(config, 0)
-    judge = JudgeQueue(Rewards(4096, 0.05))
-    turn, sampling = OneTurn(200, 1, judge), Sampling(27_648)
-    async with rolling_out(Numbered(), fleet, turn, judge, gate, buffer, config, sampling=sampling, seed=0):
+    grader = GradingQueue(Rewards(4096, 0.05))
+    turn, sampling = OneTurn(200, 1, grader), Sampling(27_648)
+    async with rolling_out(Numbered(), fleet, turn, grader, gate, buffer, config, sampling=sampling, seed=0):
         await buffer.take(BATCH, 0)
         began_s = time.process_time()
         for version in range(1, num_batches + 1):

@@ -39,7 +39,11 @@ SETTINGS = (
     *("checkpoint.export_hf=false", "metrics.trace=false"),
 )
 OBJECTIVES = {
-    "decoupled": ("trainer.loss=DecoupledPPO", "trainer.loss.correction=Masked", "trainer.loss.correction.cap=5"),
+    "decoupled": (
+        "trainer.loss=DecoupledPPO",
+        "trainer.loss.importance_weighting=Masked",
+        "trainer.loss.importance_weighting.cap=5",
+    ),
     "plain": ("trainer.loss=PPO",),
 }
 FIRST_TIMED_STEP = 5
@@ -107,7 +111,7 @@ def show(found: Sequence[Mapping[str, Any]], speed: Mapping[str, float]) -> None
     Console().print(table)
 
 
-def draw(found: Sequence[Mapping[str, Any]], speed: Mapping[str, float]) -> None:
+def plot(found: Sequence[Mapping[str, Any]], speed: Mapping[str, float]) -> None:
     figure = Figure(figsize=(12, 7), layout="constrained")
     (first, second), (third, fourth) = figure.subplots(2, 2)
     shades = ("black", "tab:purple", "tab:blue", "tab:green", "tab:orange", "tab:red", "tab:brown")
@@ -157,7 +161,7 @@ def main() -> None:
         found = learning(rows)
         speed = {label(eta): fmean(throughput(timed[case]) for case in timed if case.max_staleness == eta) for eta in STALENESS}
         append(NAME, {"settings": SETTINGS, "objectives": OBJECTIVES, "runs": found, "tokens_trained_per_s": speed})
-        draw(found, speed)
+        plot(found, speed)
         show(found, speed)
 
 

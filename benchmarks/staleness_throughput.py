@@ -75,10 +75,10 @@ def main() -> None:
                 f"{row['ratio_off_by']:+.0%}",
             )
         Console().print(table)
-    draw(found)
+    plot(found)
 
 
-def draw(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
+def plot(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
     figure = Figure(figsize=(10, 3.8), dpi=120, layout="constrained")
     for axes, (name, rows) in zip(figure.subplots(1, 2), found.items(), strict=True):
         axes.plot(list(rows), [row["papers_ratio"] for row in rows.values()], marker="s", color="#8a8f98", label="paper")

@@ -123,7 +123,7 @@ def peak_flops(device_kind: str) -> float | None:
     return PEAK_FLOPS[max(known, key=len)] if known else None
 
 
-def draw_batch(model: ModelConfig, rows: int, row_tokens: int, segment_tokens: int) -> PackedBatch:
+def sample_batch(model: ModelConfig, rows: int, row_tokens: int, segment_tokens: int) -> PackedBatch:
     chance, shape = np.random.default_rng(0), (rows, row_tokens)
     places = np.broadcast_to(np.arange(row_tokens, dtype=np.int32), shape)
     logp = chance.normal(-1.0, 0.1, shape).astype(np.float32)
@@ -201,7 +201,7 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
     """The row of one model on all devices."""
     learner = make_learner(args, jax.devices())
     model, device, num_devices = learner.policy.config, learner.mesh.devices.flat[0], learner.mesh.size
-    host_batch = draw_batch(model, learner.rows, args.row_tokens, args.segment_tokens)
+    host_batch = sample_batch(model, learner.rows, args.row_tokens, args.segment_tokens)
     (advantages,) = learner.put_column(np.random.default_rng(1).normal(size=(1, *host_batch.tokens.shape)).astype(np.float32))
     batch, micro_batches = learner.put(host_batch), args.micro_batches
     batch = batch._replace(proximal_logp=batch.behave_logp, advantages=advantages)

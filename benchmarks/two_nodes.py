@@ -14,7 +14,7 @@ what `deploy/slurm.sh` starts on each node of a job. The embedded policy trains,
 
 Counted are answers per second from the first step on and bytes that crossed the network; for `cut` the seconds from the cut
 until a loss was told, with the steps made meanwhile, and those from the node's return until the next step, and what was lost,
-which is what happened to lie on the second node. Checks what `losing_parts.py` checks: no task is lost or trained on twice,
+which is what happened to lie on the second node. Checks what `worker_deaths.py` checks: no task is lost or trained on twice,
 no token is too old. Appends to results/two_nodes.jsonl, in about 9 minutes.
 
 Expected: a slow network costs little, for nobody waits for weights; what is cut is noticed by Ray's heartbeats, in about 75 s.
@@ -35,11 +35,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from losing_parts import checked, reinforcement
 from results import append
 from rich.console import Console
 from rich.table import Table
 from runs import read, steps
+from worker_deaths import checked, reinforcement
 
 NAME = "two_nodes"
 BRIDGE, ADDRESSES = "areal0", ("10.213.0.1", "10.213.0.2")
@@ -126,9 +126,9 @@ def train(variant: Variant, settings: Sequence[str], folder: Path) -> dict[str, 
     log = folder.with_suffix(".log")
     with (
         network(variant.shaping),
-        log.open("w") as told,
+        log.open("w") as reported,
         folder.with_suffix(".other.log").open("w") as other,
-        node(0, settings, token, told) as first,
+        node(0, settings, token, reported) as first,
     ):
         with node(1, settings, token, other):
             if variant.is_cut:

@@ -13,7 +13,7 @@ Real problems are longer, and mostly beyond this policy:
     python -m areal_jax.train --exp=aime tasks=Files tasks.path=aime.json eval_tasks=Files eval_tasks.path=aime24.jsonl
 """
 
-from areal_jax.config import Experiment
+from areal_jax.config.experiment import Experiment
 from areal_jax.data.config import Synthetic
 from areal_jax.engine.config import EngineConfig
 from areal_jax.evaluation.config import EvaluationConfig

@@ -15,7 +15,7 @@ Where it departs from the paper: bfloat16 instead of float16; evaluation stops a
 32 768).
 """
 
-from areal_jax.config import Experiment
+from areal_jax.config.experiment import Experiment
 from areal_jax.data.config import Hub, PromptConfig
 from areal_jax.engine.config import EngineConfig
 from areal_jax.evaluation.config import EvaluationConfig

@@ -19,7 +19,7 @@ For LiveCodeBench itself, or rows of HumanEval, MBPP or APPS, and a policy that 
 
 import chz
 
-from areal_jax.config import load_experiment
+from areal_jax.config.load import load_experiment
 from areal_jax.data.config import Exercises
 from areal_jax.models.config import PolicyConfig
 

@@ -19,7 +19,7 @@ Rows with `nums` and `target` (as Jiayi-Pan/Countdown-Tasks-3to4 has them) are t
 
 import chz
 
-from areal_jax.config import load_experiment
+from areal_jax.config.load import load_experiment
 from areal_jax.data.config import Exercises
 from areal_jax.models.config import PolicyConfig
 

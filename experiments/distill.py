@@ -13,7 +13,7 @@ itself. Rewards are measured and not learnt from; `trainer.teacher.reward_weight
 
 import chz
 
-from areal_jax.config import load_experiment
+from areal_jax.config.load import load_experiment
 from areal_jax.rl.config import Teacher
 
 _aime = load_experiment("aime")

@@ -19,7 +19,7 @@ The reference is the policy that training starts from, or another one; it may re
     python -m areal_jax.train --exp=dpo loss=IPO loss.beta=0.1 trainer.reference.offload=true policy.path=DIR
 """
 
-from areal_jax.config import PreferenceExperiment
+from areal_jax.config.experiment import PreferenceExperiment
 from areal_jax.data.config import Synthetic
 from areal_jax.engine.config import EngineConfig
 from areal_jax.evaluation.config import EvaluationConfig

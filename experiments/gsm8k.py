@@ -11,7 +11,7 @@ Hardware: one GPU of 80 GB for a policy of 0.5 B parameters. Without policy.path
 anywhere and shows that the data are read, but it knows only the problems of its own generator and will hardly solve these.
 """
 
-from areal_jax.config import Experiment
+from areal_jax.config.experiment import Experiment
 from areal_jax.data.config import Files, PromptConfig
 from areal_jax.engine.config import EngineConfig
 from areal_jax.evaluation.config import EvaluationConfig

@@ -18,7 +18,7 @@ For a policy and problems of your own:
 
 import chz
 
-from areal_jax.config import load_experiment
+from areal_jax.config.load import load_experiment
 from areal_jax.workflows.config import MultiTurn
 
 aime = load_experiment("aime")

@@ -18,7 +18,7 @@ from typing import Any
 
 import chz
 
-from areal_jax.config import load_experiment
+from areal_jax.config.load import load_experiment
 from areal_jax.workflows.config import Agent
 
 

@@ -9,12 +9,12 @@ its path as --exp. Correction for stale tokens, packing, shards, metrics and che
 
 import chz
 
-from areal_jax.config import load_experiment
-from areal_jax.rl.config import Own
+from areal_jax.config.load import load_experiment
+from areal_jax.rl.config import CustomLoss
 
 
 @chz.chz
-class SPO(Own):
+class SPO(CustomLoss):
     """Simple Policy Optimization (arXiv:2401.16025, equation 9): u A - |A| / (2 clip_eps) (u - 1)²."""
 
     clip_eps: float = chz.field(default=0.2, doc="distance of theta/proximal from 1 at which the objective turns back")

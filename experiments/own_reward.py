@@ -4,7 +4,7 @@
     python -m areal_jax.train --exp=own_reward num_steps=20 rewards.num_workers=2
 
 Hardware: any, as --exp=aime, whose other settings it takes. To try your own, copy this file anywhere, change `nearness`, and
-give its path as --exp. It is called in judging processes, which are killed with all they started when an answer takes longer
+give its path as --exp. It is called in grading processes, which are killed with all they started when an answer takes longer
 than `rewards.timeout_s`, and it may be `async`. It returns True, False, or a number from 0 to 1: the share of the way from
 `rewards.wrong` to `rewards.correct`; with `rewards.scale=raw` any finite number, the reward itself. Functions with TRL's or
 verl's parameters work as they are. The function is called before training, which `--dry-run` does too, and refused if it fails.
@@ -14,7 +14,7 @@ reward the run stops with a checkpoint.
 
 import chz
 
-from areal_jax.config import load_experiment
+from areal_jax.config.load import load_experiment
 
 
 def nearness(task, answer):

@@ -12,7 +12,7 @@ as transformers' AutoModelForSequenceClassification loads it, and as policy.path
 
 import chz
 
-from areal_jax.config import load_experiment
+from areal_jax.config.load import load_experiment
 from areal_jax.rl.config import BradleyTerry
 
 experiment = chz.replace(

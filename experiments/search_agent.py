@@ -21,7 +21,7 @@ For documents, questions and a policy of your own (files of .txt, .md, or .jsonl
 
 import chz
 
-from areal_jax.config import load_experiment
+from areal_jax.config.load import load_experiment
 from areal_jax.data.config import Exercises
 from areal_jax.models.config import PolicyConfig
 from areal_jax.rewards.config import ToolsConfig

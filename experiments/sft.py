@@ -23,7 +23,7 @@ Answers are generated, and pass@1 is measured, only where asked for:
     python -m areal_jax.train --exp=sft evaluation.every_steps=50 eval_tasks.difficulty=medium
 """
 
-from areal_jax.config import SFTExperiment
+from areal_jax.config.experiment import SFTExperiment
 from areal_jax.data.config import Synthetic
 from areal_jax.engine.config import EngineConfig
 from areal_jax.evaluation.config import EvaluationConfig

@@ -4,14 +4,14 @@
 
 Hardware: CPU.
 
-The policy of areal_jax/models/embedded/config.json is drawn afresh and learns a mixture of methods for every family of
+The policy of areal_jax/models/embedded/config.json is sampled afresh and learns a mixture of methods for every family of
 problems, right and wrong ones alike carried out without error: able, and undecided, as a base model is. Reinforcement
 learning (`--exp=aime`) then has something to choose from. The result is a Hugging Face folder, RUN_FOLDER/policy; copied
 over areal_jax/models/embedded, it is the new embedded policy.
 """
 
 from areal_jax.checkpoint.config import CheckpointConfig
-from areal_jax.config import SFTExperiment
+from areal_jax.config.experiment import SFTExperiment
 from areal_jax.data.config import Synthetic
 from areal_jax.engine.config import EngineConfig
 from areal_jax.evaluation.config import EvaluationConfig

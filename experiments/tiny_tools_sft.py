@@ -6,12 +6,12 @@ Hardware: CPU.
 
 The embedded policy learns a mixture of good and bad ways through four families of generated exercises: countdown, facts that
 only a search finds, calculations too large for the head, and programs (areal_jax/data/exercises.py). It is then able to go each
-of these ways and undecided between them: `--exp=countdown`, `search_agent`, `tool_math` and `code` go on from
+of these ways and undecided between them: `--exp=countdown`, `search_agent`, `tool_math` and `code` resume from
 runs/tiny_tools/policy. One family is learnt sooner alone: examples.families=facts num_steps=50.
 """
 
 from areal_jax.checkpoint.config import CheckpointConfig
-from areal_jax.config import SFTExperiment
+from areal_jax.config.experiment import SFTExperiment
 from areal_jax.data.config import Exercises
 from areal_jax.engine.config import EngineConfig
 from areal_jax.evaluation.config import EvaluationConfig

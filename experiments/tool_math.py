@@ -18,7 +18,7 @@ A policy that has learnt tool calls as Qwen's have calls a Python sandbox as wel
 
 import chz
 
-from areal_jax.config import load_experiment
+from areal_jax.config.load import load_experiment
 from areal_jax.data.config import Exercises
 from areal_jax.models.config import PolicyConfig
 from areal_jax.rewards.config import ToolsConfig

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import psutil
 
-from areal_jax.config import Experiment, load_experiment
-from areal_jax.launch.members import Channel
+from areal_jax.cluster.registry import Channel
+from areal_jax.config.experiment import Experiment
+from areal_jax.config.load import load_experiment
 
 STEPS, GROUPS, SAMPLES, STALENESS = 12, 4, 2, 2
 SMALL = (
@@ -41,6 +42,6 @@ def small_run(*settings: str) -> Experiment:
 
 
 def family(connection: Channel) -> list[psutil.Process]:
-    """The process of a part with all that it has started, such as judging processes."""
+    """The process of a part with all that it has started, such as grading processes."""
     process = psutil.Process(connection.process_id)
     return [process, *process.children(recursive=True)]

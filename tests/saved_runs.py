@@ -12,7 +12,7 @@ import numpy as np
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.recovery import Columns
 from areal_jax.checkpoint.store import CheckpointStore
-from areal_jax.config import load_experiment, write_config
+from areal_jax.config.load import load_experiment, write_config
 from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.models import hf, lora
 from areal_jax.models.config import LoRA
@@ -55,7 +55,7 @@ def save_run(folder: Path, params: Any, *settings: str) -> None:
     write_config(load_experiment("aime", ["name=drift", "seed=7", *settings]), folder / "config.json")
     store = CheckpointStore(folder / CHECKPOINTS, keep=2)
     for version in (2, 3):
-        told = jax.tree.map(lambda leaf, version=version: leaf * (version == 3), params)
-        store.save(version, TrainState(told, (), np.asarray(version, np.int32)), Columns({}, {}))
+        reported = jax.tree.map(lambda leaf, version=version: leaf * (version == 3), params)
+        store.save(version, TrainState(reported, (), np.asarray(version, np.int32)), Columns({}, {}))
     store.wait()
     store.close()

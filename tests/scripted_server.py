@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from areal_jax.evaluation.server import Server
+from areal_jax.evaluation.remote import Server
 
 Said = tuple[int, Any]
 """Status and body."""

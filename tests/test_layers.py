@@ -14,39 +14,29 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "areal_jax"
 
 FLOORS = (
-    ("records", "metrics", "parallel", "settings", "threads"),
+    ("records", "errors", "json_files", "metrics", "parallel", "threads"),
+    ("protocols",),
     ("rl", "models", "data"),
     ("engine", "trainer", "weights", "rewards", "checkpoint"),
     ("workflows", "rollout", "evaluation", "serve"),
-    ("sim", "launch"),
+    ("cluster", "sim"),
     ("config",),
-    ("loop", "command"),
-    ("train", "evaluate", "plan"),
+    ("run",),
+    ("cli",),
+    ("entry",),
 )
 """From the ground up. A room imports from lower floors only: not from above, and not from its neighbours."""
 
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 FILES_OF_ROOM = {
-    "config": ("config", "named_policy"),
-    "loop": (
-        "loop",
-        "assembly",
-        "training",
-        "clustered",
-        "hosts",
-        "run_plan",
-        "policies",
-        "evaluating",
-        "balance",
-        "serving",
-        "watching",
-    ),
+    "run": ("run", "loop"),
+    "entry": ("train", "evaluate", "plan"),
 }
 """Rooms that are several files at the top of the package."""
 
 DOORS = {
-    "ray": ("launch", "weights"),
+    "ray": ("cluster", "weights"),
     "xxhash": ("weights",),
     "tokenizers": ("data",),
     "transformers": ("data",),
@@ -68,17 +58,18 @@ DOORS = {
 
 JAX_FREE = (
     "records",
+    "protocols",
+    "errors",
+    "json_files",
     "metrics",
-    "settings",
     "threads",
     "rewards",
     "workflows",
     "rollout",
     "evaluation",
     "sim",
-    "launch",
+    "cluster",
     "config",
-    "plan",
 )
 """So are all config.py and the package itself: unit tests take milliseconds, and launch sets flags before jax loads."""
 
@@ -86,8 +77,8 @@ JAX = ("jax", "jaxlib", "flax", "optax", "orbax")
 
 NO_NAMES = ("utils", "util", "common", "helpers", "helper", "base", "misc", "core")
 
-STANDARD_NAMES_THAT_STAY = ("weights/mailbox.py", "metrics/trace.py")
-"""Nobody here means the standard library's reader of mailboxes or its line tracer."""
+STANDARD_NAMES_THAT_STAY = ("weights/weight_channel.py", "metrics/trace.py")
+"""Nobody here means the standard library's reader of weight channels or its line tracer."""
 
 
 def modules() -> dict[str, Path]:
@@ -105,7 +96,7 @@ MODULES = modules()
 def room(module: str) -> str:
     """The room of a dotted name; empty for the package itself."""
     # What is started as a command lies on top, wherever its file is.
-    name = "train" if module.endswith(".__main__") else module.split(".")[1] if "." in module else ""
+    name = "entry" if module.endswith(".__main__") else module.split(".")[1] if "." in module else ""
     return next((room for room, files in FILES_OF_ROOM.items() if name in files), name)
 
 
@@ -149,7 +140,7 @@ def offences(module: str, imported: frozenset[str]) -> Iterator[str]:
         if library == "areal_jax" and name != "areal_jax.__version__":
             there = room(name)
             if there not in FLOOR_OF:
-                yield f"{module} imports {name}, which is no room; import from where it is defined"
+                yield f"{module} imports {name}, which is not enough resources; import from where it is defined"
             elif there != here and FLOOR_OF[there] >= FLOOR_OF[here]:
                 yield f"{module} (floor {FLOOR_OF[here]}) imports {name} (floor {FLOOR_OF[there]})"
 
@@ -175,7 +166,7 @@ def test_a_jax_free_module_does_not_reach_jax(module: str) -> None:
 def test_an_experiment_is_settings_only(path: Path) -> None:
     names = {name for name in imports(ast.parse(path.read_text(encoding="utf-8"))) if name != "__future__"}
     # Beside settings, what an agent in an experiment's file is written against.
-    others = {name for name in names if not (name == "areal_jax.config" or name.endswith(".config") or name == "chz")}
+    others = {name for name in names if not (name.startswith("areal_jax.config") or name.endswith(".config") or name == "chz")}
     assert others - {"openai", "functools", "typing"} == set()
 
 
@@ -197,9 +188,9 @@ def test_no_file_bears_the_name_of_a_standard_module() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "offence"),
     [
-        ("areal_jax.engine.x", "from areal_jax.trainer.config import TrainerConfig", "floor 2"),  # a neighbour
-        ("areal_jax.rl.x", "def f():\n    import areal_jax.loop", "floor 6"),  # upstairs, inside a function
-        ("areal_jax.data.x", "from areal_jax import Task", "no room"),
+        ("areal_jax.engine.x", "from areal_jax.trainer.config import TrainerConfig", "floor 3"),  # a neighbour
+        ("areal_jax.rl.x", "def f():\n    import areal_jax.loop", "floor 7"),  # upstairs, inside a function
+        ("areal_jax.data.x", "from areal_jax import Task", "not enough resources"),
         ("areal_jax.trainer.x", "import orbax.checkpoint as ocp", "only checkpoint"),
     ],
 )

@@ -1,4 +1,4 @@
-"""The rollout state as columns and back, bit for bit: what a resumed run needs so that no task is lost, repeated or drawn anew.
+"""The rollout state as columns and back, bit for bit: what a resumed run needs so that no task is lost, repeated or sampled anew.
 
 Per-token arrays are laid end to end, one column for each field; all else is JSON. No pickle: reading a checkpoint runs no code.
 Axes: N records, T tokens of all records, S bytes.
@@ -41,7 +41,7 @@ def encode(state: RolloutState, notes: Mapping[str, Json] | None = None) -> Colu
     Raises ValueError where `decode` could not give back the same: an array of another dtype or length than its record says,
     or a note that JSON would change (a tuple, a nan, a key that is no string)."""
     samples = [sample for group in state.buffered for sample in group.samples]
-    completions = [one for record in state.suspended for drawn in record.calls.values() for one in drawn]
+    completions = [one for record in state.suspended for sampled in record.calls.values() for one in sampled]
     facts: dict[str, Json] = {
         "format": FORMAT,
         "tasks": dict(state.tasks),
@@ -51,7 +51,7 @@ def encode(state: RolloutState, notes: Mapping[str, Json] | None = None) -> Colu
             {
                 "id": group.id,
                 "task": task_to_json(group.task),
-                "verdicts": [sample.verdict for sample in group.samples],
+                "grades": [sample.grade for sample in group.samples],
                 "stop_reasons": [sample.stop_reason for sample in group.samples],
             }
             for group in state.buffered
@@ -60,7 +60,7 @@ def encode(state: RolloutState, notes: Mapping[str, Json] | None = None) -> Colu
             {
                 "id": record.id,
                 "task": task_to_json(record.task),
-                "calls": {call: [one.stop_reason for one in drawn] for call, drawn in record.calls.items()},
+                "calls": {call: [one.stop_reason for one in sampled] for call, sampled in record.calls.items()},
             }
             for record in state.suspended
         ],
@@ -90,8 +90,8 @@ def decode(columns: Columns) -> tuple[RolloutState, dict[str, Json]]:
             id=entry["id"],
             task=task_from_json(entry["task"]),
             samples=tuple(
-                Sample(**next(samples), reward=next(rewards), verdict=verdict, stop_reason=stop_reason)
-                for verdict, stop_reason in zip(entry["verdicts"], entry["stop_reasons"], strict=True)
+                Sample(**next(samples), reward=next(rewards), grade=grade, stop_reason=stop_reason)
+                for grade, stop_reason in zip(entry["grades"], entry["stop_reasons"], strict=True)
             ),
         )
         for entry in facts["buffered"]
@@ -101,7 +101,7 @@ def decode(columns: Columns) -> tuple[RolloutState, dict[str, Json]]:
             id=entry["id"],
             task=task_from_json(entry["task"]),
             calls={
-                call: tuple(Completion(**next(completions), stop_reason=reason, alternatives=None) for reason in stop_reasons)
+                call: tuple(Completion(**next(completions), stop_reason=reason, top_logprobs=None) for reason in stop_reasons)
                 for call, stop_reasons in entry["calls"].items()
             },
         )

@@ -262,10 +262,10 @@ def _require_same(checkpoint: Path, expected: Mapping[str, Leaf], found: Mapping
         if name in found and shape(leaf) != shape(found[name])
     ]
     if missing or unknown or other:
-        told = {"expected but not found": missing, "found but not expected": unknown, "of another shape or dtype": other}
+        reported = {"expected but not found": missing, "found but not expected": unknown, "of another shape or dtype": other}
         raise CheckpointError(
             f"checkpoint {checkpoint} holds another policy or optimizer than this run; leaves "
-            + ", ".join(f"{what}: {listing(texts)}" for what, texts in told.items() if texts)
+            + ", ".join(f"{what}: {listing(texts)}" for what, texts in reported.items() if texts)
             + ". Set policy.path, policy.lora, trainer.optimizer, trainer.advantages and trainer.critic to what the run was "
             "started with, or set --run-folder to a new folder"
         )
@@ -305,7 +305,7 @@ def _verify(checkpoint: Path) -> bool:
     except ValueError as error:
         raise CheckpointError(
             f"{checkpoint / FILES} cannot be read ({error}), so that nothing tells whether the checkpoint is as it was "
-            "written. Delete this file alone to go on from the checkpoint nevertheless"
+            "written. Delete this file alone to resume from the checkpoint nevertheless"
         ) from error
     found = _sums(checkpoint)
     for name, (num_bytes, crc) in expected.items():
@@ -323,7 +323,7 @@ def _damaged(checkpoint: Path, what: str) -> str:
     others = [path.name for _, path in sorted(whole_checkpoints(checkpoint.parent).items()) if path != checkpoint]
     return (
         f"checkpoint {checkpoint} cannot be read: {what.splitlines()[0] if what else 'unknown cause'}. Delete this folder "
-        + (f"to go on from another (there: {', '.join(others)})" if others else "and begin anew: there is no other")
+        + (f"to resume from another (there: {', '.join(others)})" if others else "and begin anew: there is no other")
     )
 
 

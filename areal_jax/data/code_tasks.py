@@ -1,4 +1,4 @@
-"""Programming problems: what judging them needs, and the rows of HumanEval, MBPP, LiveCodeBench and APPS that carry it."""
+"""Programming problems: what grading them needs, and the rows of HumanEval, MBPP, LiveCodeBench and APPS that carry it."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class Asserts:
     names: Sequence[str]
     """Names in the tests that are the program's to define."""
     prompt: str = ""
-    """Code that the program goes on from."""
+    """Code that the program resumes from."""
     imports: str = ""
     """Code that the tests need before them."""
 
@@ -74,7 +74,7 @@ def tests_of(answer: str) -> CodeTests:
 def code_problem(row: Row) -> tuple[str, CodeTests] | None:
     """The question and the tests of a row, by the fields that it has; None where it is no programming problem.
 
-    ValueError, in a few words, where it is one that cannot be judged."""
+    ValueError, in a few words, where it is one that cannot be graded."""
     for fields, read in _READERS.items():
         if all(field in row for field in fields):
             try:

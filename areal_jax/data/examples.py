@@ -74,11 +74,11 @@ def _set_apart(
     """Examples to train on, and the others. What decides is what a row asks first, not its place: copies of a row and other
     answers to its question stay together."""
     prompts = [derive_seed(seed, prompt_of(row[0]).tobytes().hex()) for row in rows]
-    drawn = sorted(set(prompts))
-    apart = set(drawn[: min(held_out.max_examples, max(1, round(held_out.share * len(drawn))))])
-    if len(apart) == len(drawn):
+    sampled = sorted(set(prompts))
+    apart = set(sampled[: min(held_out.max_examples, max(1, round(held_out.share * len(sampled))))])
+    if len(apart) == len(sampled):
         raise ValueError(
-            f"eval_examples=HeldOut leaves none of {len(drawn)} prompts to train on; lower eval_examples.share, take "
+            f"eval_examples=HeldOut leaves none of {len(sampled)} prompts to train on; lower eval_examples.share, take "
             "eval_examples=Files, or set heldout_every_steps=0"
         )
     parts: tuple[list[T], list[T]] = [], []

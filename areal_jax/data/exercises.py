@@ -41,7 +41,7 @@ class Exercise:
     family: str
     question: str
     answer: str
-    """What the judge of its kind compares with."""
+    """What the grader of its kind compares with."""
     kind: str
     good: Sequence[Way]
     """Ways that end in a right answer."""
@@ -52,7 +52,7 @@ class Exercise:
 class Family(NamedTuple):
     draft: Callable[[random.Random, Split], Draft]
     kind: str
-    """Which judge reads the answer."""
+    """Which grader reads the answer."""
     good_share: float
     """Of the ways that fine-tuning learns."""
 
@@ -82,7 +82,7 @@ class GeneratedExercises(Sequence[Exercise]):
 
     @property
     def kinds(self) -> set[str]:
-        """Which judges they need."""
+        """Which graders they need."""
         return {FAMILIES[name].kind for name in self._families}
 
     def __len__(self) -> int:
@@ -106,7 +106,7 @@ class GeneratedExercises(Sequence[Exercise]):
                 return Exercise(f"{name}-{digest.hexdigest()}", name, draft.question, draft.answer, family.kind, *draft[2:])
 
 
-def draw_way(exercise: Exercise, chance: random.Random) -> Way:
+def sample_method(exercise: Exercise, chance: random.Random) -> Way:
     """A way to solve it, as one would who does not know which ways are good."""
     is_good = chance.random() < FAMILIES[exercise.family].good_share
     return chance.choice(exercise.good if is_good else exercise.bad)

@@ -32,7 +32,7 @@ def allocate(lengths: Sequence[int] | Int[np.ndarray, "N"], capacity: int) -> li
             f"{lengths.max()}, or lower engine.max_prompt_tokens or engine.max_new_tokens"
         )
     bins: list[list[int]] = []
-    # by_count[n - 1]: tokens and place of every bin of n sequences, as a heap. Where its least has no room, none of them has.
+    # by_count[n - 1]: tokens and place of every bin of n sequences, as a heap. Where its least has not enough resources, none of them has.
     by_count: list[list[tuple[int, int]]] = []
     for i in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[i])
@@ -104,11 +104,11 @@ def lay_out(lengths: Sequence[int] | Int[np.ndarray, "N"], *, rows: int, row_tok
     units = np.asarray(lengths, np.int64).reshape(-1, num_together)
     starts, segments = np.zeros_like(units), np.zeros_like(units)
     bins = allocate(units.sum(1), row_tokens)
-    for row, members in enumerate(bins):
-        of_row = units[members]
+    for row, registry in enumerate(bins):
+        of_row = units[registry]
         ends = np.cumsum(of_row).reshape(of_row.shape)
-        starts[members] = row * row_tokens + ends - of_row
-        segments[members] = np.arange(1, of_row.size + 1).reshape(of_row.shape)
+        starts[registry] = row * row_tokens + ends - of_row
+        segments[registry] = np.arange(1, of_row.size + 1).reshape(of_row.shape)
     shape = (-(-len(bins) // rows), rows, row_tokens)
     return Layout(shape, units.reshape(-1), starts.reshape(-1), segments.reshape(-1))
 

@@ -22,8 +22,9 @@ from areal_jax.data.examples import ExampleSet, load_both
 from areal_jax.data.exercises import GeneratedExercises
 from areal_jax.data.problems import Problem
 from areal_jax.data.sft import SupervisedExample, checked, encode_answer
-from areal_jax.data.sources import PROMPT_FIELDS, BadRow, MadeOnDemand, Row, Skipped, first_field, messages_of, read_rows
-from areal_jax.records import Message, Tokenizer
+from areal_jax.data.sources import PROMPT_FIELDS, BadRow, LazySequence, Row, Skipped, first_field, messages_of, read_rows
+from areal_jax.protocols import Tokenizer
+from areal_jax.records import Message
 
 SIDES = ("chosen", "rejected")
 
@@ -65,7 +66,7 @@ def load_pairs(
             problem, chance = problems[index], random.Random(f"{seed}/{index}")
             return pair_of([Message("user", problem.question)], problem.solution, chance.choice(problem.wrong_solutions))
 
-        return MadeOnDemand(len(problems), make)
+        return LazySequence(len(problems), make)
 
     def read(row: Row, source: Files | Hub) -> list[PreferencePair]:
         try:

@@ -19,10 +19,21 @@ from jaxtyping import Bool, Int32
 
 from areal_jax.data.config import Files, Hub, PromptConfig, TaskSource
 from areal_jax.data.examples import ExampleSet, load_both
-from areal_jax.data.exercises import Exercise, GeneratedExercises, draw_way
+from areal_jax.data.exercises import Exercise, GeneratedExercises, sample_method
 from areal_jax.data.problems import Problem
-from areal_jax.data.sources import PROMPT_FIELDS, BadRow, MadeOnDemand, Row, Skipped, dress, first_field, messages_of, read_rows
-from areal_jax.records import Message, Tokenizer
+from areal_jax.data.sources import (
+    PROMPT_FIELDS,
+    BadRow,
+    LazySequence,
+    Row,
+    Skipped,
+    apply_prompt_template,
+    first_field,
+    messages_of,
+    read_rows,
+)
+from areal_jax.protocols import Tokenizer
+from areal_jax.records import Message
 
 DRILL_SHARE = 0.3
 """Of all examples: no answer to a problem but steps of many, so that steps are learnt sooner than from answers alone."""
@@ -90,8 +101,8 @@ def load_examples(
 
     def generate(problems: Sequence[Problem] | GeneratedExercises) -> Sequence[SupervisedExample]:
         if isinstance(problems, GeneratedExercises):
-            return MadeOnDemand(len(problems), lambda index: _exercised(problems[index], index, tokenizer, prompt, seed))
-        return MadeOnDemand(len(problems), lambda index: _generated(problems, index, tokenizer, prompt, seed))
+            return LazySequence(len(problems), lambda index: _exercised(problems[index], index, tokenizer, prompt, seed))
+        return LazySequence(len(problems), lambda index: _generated(problems, index, tokenizer, prompt, seed))
 
     return load_both(
         source,
@@ -130,20 +141,20 @@ def _generated(
     """An example for a problem. A problem that comes again gets another answer."""
     problem = problems[index]
     chance = random.Random(f"{seed}/{index}")
-    if chance.random() < DRILL_SHARE and (steps := draw_steps(problems, chance)):
+    if chance.random() < DRILL_SHARE and (steps := sample_steps(problems, chance)):
         return encode_drill(tokenizer, steps, prompt)
-    return encode_answer(tokenizer, [Message("user", problem.question)], draw_answer(problem, chance), prompt)
+    return encode_answer(tokenizer, [Message("user", problem.question)], sample_answer(problem, chance), prompt)
 
 
 def _exercised(exercise: Exercise, index: int, tokenizer: Tokenizer, prompt: PromptConfig, seed: int) -> SupervisedExample:
     """An example of an exercise, solved in one of its ways."""
-    way = draw_way(exercise, random.Random(f"{seed}/{index}"))
+    way = sample_method(exercise, random.Random(f"{seed}/{index}"))
     # What the policy says alone is learnt; what it is told is context, as in training.
-    messages = [*dress([Message("user", exercise.question)], prompt), *way]
+    messages = [*apply_prompt_template([Message("user", exercise.question)], prompt), *way]
     return encode_conversation(tokenizer, messages, PromptConfig())[-1]
 
 
-def draw_steps(problems: Sequence[Problem], chance: random.Random) -> list[str]:
+def sample_steps(problems: Sequence[Problem], chance: random.Random) -> list[str]:
     """Steps of all methods of some problems, in any order; sums and products of two digits are easy enough without. Fewer than
     DRILL_STEPS where as many draws as there are problems find no more."""
     steps = set[str]()
@@ -158,7 +169,7 @@ def draw_steps(problems: Sequence[Problem], chance: random.Random) -> list[str]:
 
 def encode_drill(tokenizer: Tokenizer, steps: Sequence[str], prompt: PromptConfig) -> SupervisedExample:
     """Steps one after another, of which only the results are learnt: nobody can know what is asked next."""
-    pieces = [(tokenizer.render(dress([Message("user", "Practice.")], prompt)), False)]
+    pieces = [(tokenizer.render(apply_prompt_template([Message("user", "Practice.")], prompt)), False)]
     for step in steps:
         # A division with remainder, 83=7*11+6, asks for 83=7* and is answered 11+6; all others are answered behind the sign.
         left, _, right = step.partition("=")
@@ -168,7 +179,7 @@ def encode_drill(tokenizer: Tokenizer, steps: Sequence[str], prompt: PromptConfi
     return SupervisedExample(tokens, np.concatenate([np.full(len(piece), learnt) for piece, learnt in pieces]))
 
 
-def draw_answer(problem: Problem, chance: random.Random) -> str:
+def sample_answer(problem: Problem, chance: random.Random) -> str:
     """Answer as an undecided solver would: by the right method, by a wrong one, or by guessing."""
     if chance.random() < GUESS_SHARE:
         near = range(max(0, problem.answer - 9), min(999, problem.answer + 9) + 1)
@@ -196,7 +207,7 @@ def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Message], promp
 
 def encode_answer(tokenizer: Tokenizer, messages: Sequence[Message], answer: str, prompt: PromptConfig) -> SupervisedExample:
     """An example that teaches one answer to a conversation. ValueError where the chat template refuses it."""
-    asked = dress(messages, prompt)
+    asked = apply_prompt_template(messages, prompt)
     before, said = tokenizer.render(asked), tokenizer.render_answer(asked, answer)
     tokens = np.concatenate([before, said])
     return SupervisedExample(tokens, np.arange(len(tokens)) >= len(before))

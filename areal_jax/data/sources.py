@@ -44,8 +44,8 @@ class TaskSet(NamedTuple):
 
     @property
     def kinds(self) -> set[str]:
-        """Of the tasks: which judges they need."""
-        return set(self.tasks.kinds) if isinstance(self.tasks, MadeOnDemand) else {task.kind for task in self.tasks}
+        """Of the tasks: which graders they need."""
+        return set(self.tasks.kinds) if isinstance(self.tasks, LazySequence) else {task.kind for task in self.tasks}
 
 
 class BadRow(Exception):
@@ -59,10 +59,10 @@ def load_tasks(source: TaskSource, prompt: PromptConfig) -> TaskSet:
     match source:
         case Synthetic():
             problems = SyntheticProblems(source.num_tasks, source.split, source.families, source.difficulty, source.seed)
-            return TaskSet(MadeOnDemand(len(problems), lambda index: _generated(problems[index], prompt)), {})
+            return TaskSet(LazySequence(len(problems), lambda index: _generated(problems[index], prompt)), {})
         case Exercises():
             exercises = generated_exercises(source)
-            return TaskSet(MadeOnDemand(len(exercises), lambda index: _exercise(exercises[index], prompt), exercises.kinds), {})
+            return TaskSet(LazySequence(len(exercises), lambda index: _exercise(exercises[index], prompt), exercises.kinds), {})
         case Files() | Hub():
             looked_for = f"the prompt in {source.prompt_field or ', '.join(PROMPT_FIELDS)}, the answer in {source.answer_field}"
             return TaskSet(*read_rows(source, lambda place, row: _task(place, row, source, prompt), "a task", looked_for))
@@ -70,7 +70,7 @@ def load_tasks(source: TaskSource, prompt: PromptConfig) -> TaskSet:
             raise ValueError(f"expected Synthetic, Exercises, Files or Hub, came {type(source).__name__}")
 
 
-class MadeOnDemand(Sequence[T]):
+class LazySequence(Sequence[T]):
     """So many things, each made when asked for."""
 
     def __init__(self, count: int, make: Callable[[int], T], kinds: Collection[str] = ("math",)) -> None:
@@ -95,22 +95,22 @@ def generated_exercises(source: Exercises) -> GeneratedExercises:
 
 
 def _exercise(exercise: Exercise, prompt: PromptConfig) -> Task:
-    messages = dress([Message("user", exercise.question)], prompt)
+    messages = apply_prompt_template([Message("user", exercise.question)], prompt)
     return Task(exercise.id, messages, exercise.answer, exercise.kind, exercise.family)
 
 
 def _generated(problem: Problem, prompt: PromptConfig) -> Task:
-    messages = dress([Message("user", problem.question)], prompt)
+    messages = apply_prompt_template([Message("user", problem.question)], prompt)
     return Task(problem.id, messages, str(problem.answer), family=problem.family)
 
 
-def dress(messages: Sequence[Message], prompt: PromptConfig) -> tuple[Message, ...]:
+def apply_prompt_template(messages: Sequence[Message], prompt: PromptConfig) -> tuple[Message, ...]:
     """Put the system message before a conversation, in place of its own, and the suffix after its last message."""
     last = messages[-1]
-    dressed = [*messages[:-1], Message(last.role, last.content + prompt.suffix)]
+    templated = [*messages[:-1], Message(last.role, last.content + prompt.suffix)]
     if prompt.system:
-        return (Message("system", prompt.system), *(message for message in dressed if message.role != "system"))
-    return tuple(dressed)
+        return (Message("system", prompt.system), *(message for message in templated if message.role != "system"))
+    return tuple(templated)
 
 
 def find_files(path: Path, split: str) -> list[Path]:
@@ -166,13 +166,13 @@ def read_rows(
             skipped.setdefault(str(reason), []).append(place)
     if not made:
         raise ValueError(
-            f"{', '.join(map(str, files))}: no row can be {what} ({in_words(skipped) or 'no rows'}); looked for {looked_for}; "
+            f"{', '.join(map(str, files))}: no row can be {what} ({format_skipped(skipped) or 'no rows'}); looked for {looked_for}; "
             f"fields seen: {', '.join(fields) or 'none'}. Set {knobs}"
         )
     return made, skipped
 
 
-def in_words(skipped: Skipped) -> str:
+def format_skipped(skipped: Skipped) -> str:
     """How many rows were skipped and why, with the places of the first ones."""
     return ", ".join(
         f"{len(places)} {reason} ({', '.join([*places[:MAX_NAMED], *(['...'] if len(places) > MAX_NAMED else [])])})"
@@ -224,13 +224,13 @@ def _task(id: str, row: Row, source: Files | Hub, prompt: PromptConfig) -> Task:
         raise BadRow(str(error)) from error
     if problem is not None:
         question, tests = problem
-        return Task(id, dress([Message("user", question)], prompt), as_answer(tests), "code", _family(row))
+        return Task(id, apply_prompt_template([Message("user", question)], prompt), as_answer(tests), "code", _family(row))
     if {"nums", "target"} <= row.keys():
         question, answer = _countdown(row["nums"], row["target"])
-        return Task(id, dress([Message("user", question)], prompt), answer, "countdown", _family(row))
+        return Task(id, apply_prompt_template([Message("user", question)], prompt), answer, "countdown", _family(row))
     messages = messages_of(first_field(row, (source.prompt_field,) if source.prompt_field else PROMPT_FIELDS))
     answer = _answer(_field(row, source.answer_field))
-    return Task(id, dress(messages, prompt), answer, family=_family(row))
+    return Task(id, apply_prompt_template(messages, prompt), answer, family=_family(row))
 
 
 def _check_success_rate(row: Row, source: Files | Hub) -> None:

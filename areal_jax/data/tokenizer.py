@@ -17,8 +17,9 @@ from jinja2.nodes import Node
 from jinja2.parser import Parser
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
-from areal_jax.records import Message, Unservable
-from areal_jax.settings import read_json
+from areal_jax.errors import InvalidRequest
+from areal_jax.json_files import read_json
+from areal_jax.records import Message
 
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """Names under which a template finds the special tokens of tokenizer_config.json."""
@@ -160,7 +161,7 @@ class HFTokenizer:
     def render_answer(self, prompt: Sequence[Message], answer: str) -> Int32[np.ndarray, "T"]:
         """Tokens that a policy which is asked `render(prompt)` says to give this answer, up to the one that ends its turn.
 
-        The template's own rendering of the answer, where that goes on from the prompt and says all of it. Else (templates of
+        The template's own rendering of the answer, where that resumes from the prompt and says all of it. Else (templates of
         reasoning models begin the reasoning in the prompt, and cut it out of finished answers) the words of the answer, less
         those that the prompt has already put into the policy's mouth. ValueError where the template refuses the conversation.
         """
@@ -219,7 +220,7 @@ class HFTokenizer:
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses the conversation: {error}") from error
         except Exception as error:
-            # A template is a stranger's program, and what it makes of a stranger's words may be anything.
+            # A template is untrusted program, and what it makes of untrusted words may be anything.
             raise ValueError(f"the chat template fails over the conversation: {type(error).__name__}: {error}") from error
 
     def encode(self, text: str) -> Int32[np.ndarray, "T"]:
@@ -227,7 +228,7 @@ class HFTokenizer:
         return self._encode(text, add_special_tokens=False)
 
     def encode_prompt(self, text: str, max_tokens: int | None = None) -> Int32[np.ndarray, "T"]:
-        """Tokens of a text that a policy is to go on from, with those that tokenizer.json puts around it: in some families one
+        """Tokens of a text that a policy is to resume from, with those that tokenizer.json puts around it: in some families one
         begins every text.
 
         Args:
@@ -253,7 +254,7 @@ class HFTokenizer:
             return
         num_bytes, most = len(text.encode(errors="replace")), max_tokens * self._bytes_per_token
         if num_bytes > most:
-            raise Unservable(
+            raise InvalidRequest(
                 f"the prompt has {num_bytes} bytes, expected at most {most}: "
                 f"engine.max_prompt_tokens={max_tokens} tokens of at most {self._bytes_per_token} bytes each"
             )

@@ -1,7 +1,7 @@
 """The decode engine: prefill, insert and generate (the JetStream verbs), with weights and state as arguments.
 
-Keys and values lie in pages, which samples of one prompt share; the host says in tables whose they are (`engine/pages.py`). A
-prefill fills the pages of all tokens of a sequence but the last, which the first decode step feeds. So every token is drawn in
+Keys and values lie in pages, which samples of one prompt share; the host says in tables whose they are (`engine/kv_cache/pages.py`). A
+prefill fills the pages of all tokens of a sequence but the last, which the first decode step feeds. So every token is sampled in
 `generate`, and rebuilding the pages of a half-written answer with new weights is the same prefill.
 
 Where a kernel attends to pages, `generate` writes and reads them. On CPUs it reads a view: a copy of every live slot's keys and
@@ -58,17 +58,17 @@ View: TypeAlias = tuple[tuple[Array, Array], ...]
 the dispatch under way, then one column per position. Empty where attention reads pages."""
 
 Reader: TypeAlias = Literal["view"] | PagedKernel
-"""What attention reads while tokens are drawn: a view of the pages, or the pages themselves through a kernel."""
+"""What attention reads while tokens are sampled: a view of the pages, or the pages themselves through a kernel."""
 
 MAX_STOP_TOKENS = 8
 """Stop tokens that one request may name; they are compared on the device."""
 
-MAX_ALTERNATIVES = 20
+MAX_TOP_LOGPROBS = 20
 """Most likely tokens that one request may ask to be told at every place: OpenAI's limit."""
 
 
-class Drawing(IntEnum):
-    """What has to be done with logits before a token is drawn. Each does what those before it do, and takes longer."""
+class SamplingMode(IntEnum):
+    """What has to be done with logits before a token is sampled. Each does what those before it do, and takes longer."""
 
     PLAIN = 0
     FILTERED = 1
@@ -93,7 +93,7 @@ SLOT = np.dtype(
         ("frequency_penalty", np.float32),
         ("repetition_penalty", np.float32),
         ("num_prompt_tokens", np.int32),
-        ("stops_from", np.int32),  # position from which on a stop token may be drawn
+        ("stops_from", np.int32),  # position from which on a stop token may be sampled
         ("stop_tokens", np.int32, MAX_STOP_TOKENS),  # filled up with -1
     ]
 )
@@ -106,7 +106,7 @@ _PLACES: dict[str, tuple[np.dtype, slice]] = {
 }
 
 # How a dispatch leaves a slot; 0: not drawing, or ended for want of budget.
-_GOES_ON, _STOPPED = 1, 2
+_CONTINUES, _STOPPED = 1, 2
 _SHORTEST_PREFILL, _SHORTEST_VIEW = 32, 128
 # One prefill call holds up to 8 rows and this many tokens per device: enough to fill a device, little enough for its memory.
 _PREFILL_ROWS, _PREFILL_TOKENS = 8, 8192
@@ -124,7 +124,7 @@ class DecodeState(NamedTuple):
     """Pages of each slot's sequence, numbered within its data shard."""
 
 
-class Fill(NamedTuple):
+class PrefillChunk(NamedTuple):
     """Tokens of a sequence whose keys and values are to be computed."""
 
     tokens: Int32[np.ndarray, "_"]
@@ -149,13 +149,13 @@ class _Step(NamedTuple):
     """Whether the last token is one of the slot's stop tokens."""
     tokens: Int32[Array, "n S"]
     logp: Float32[Array, "n S"]
-    times_drawn: Int32[Array, "S V"]
+    token_counts: Int32[Array, "S V"]
     """How often each slot's answer holds each token; without a column where nobody asks."""
-    alternatives: tuple[Int32[Array, "n A S"], Float32[Array, "n A S"]]
+    top_logprobs: tuple[Int32[Array, "n A S"], Float32[Array, "n A S"]]
     """Most likely tokens and their log-probs; none where nobody asks."""
 
 
-class Drawn(NamedTuple):
+class DecodeOutput(NamedTuple):
     """What one dispatch drew, on the host."""
 
     tokens: Int32[np.ndarray, "n S"]
@@ -169,7 +169,7 @@ class Drawn(NamedTuple):
     """Slots that ended with one of their stop tokens."""
     last: Int32[np.ndarray, "S"]
     """The last token of each slot's sequence."""
-    alternatives: tuple[Int32[np.ndarray, "n A S"], Float32[np.ndarray, "n A S"]] | None = None
+    top_logprobs: tuple[Int32[np.ndarray, "n A S"], Float32[np.ndarray, "n A S"]] | None = None
     """The most likely tokens and their log-probs, from a shaped dispatch."""
 
 
@@ -221,11 +221,11 @@ class DecodeEngine:
         arriving = self._laid_out(lora.abstract(policy), lora.axes(policy)) if policy.lora else whole
         self._params = lora.attach(policy, whole, arriving) if policy.lora else whole
         self.param_shardings = _placed(arriving)
-        """Where each leaf of `layout(params)` lies (of an adapter's, where the policy has one): what a mailbox must deliver."""
+        """Where each leaf of `layout(params)` lies (of an adapter's, where the policy has one): what a weight channel must deliver."""
         self.base_shardings = _placed(whole)
         """Where the parameters lie to which an adapter belongs."""
         self._programs: dict[tuple[str | int, ...], Callable[..., Any]] = {}
-        self.warm: Drawing | None = None
+        self.warm: SamplingMode | None = None
         """The most that every program is compiled for; None where each is compiled when it is first needed."""
         self.compile_s = 0.0
         """Seconds spent on compiling so far."""
@@ -239,13 +239,13 @@ class DecodeEngine:
         """Programs compiled so far; stands still once warm."""
         return len(self._programs)
 
-    def warm_up(self, most: Drawing = Drawing.PLAIN) -> float:
+    def warm_up(self, most: SamplingMode = SamplingMode.PLAIN) -> float:
         """Compile every program that requests within the configured limits can need; returns the seconds it took.
 
         Without it each is compiled when it is first needed, as are ways of drawing beyond `most` and the settings."""
         before = self.compile_s
         filters = self.config.top_k > 0 or self.config.top_p < 1
-        drawings = range(max(most, Drawing.FILTERED if filters else Drawing.PLAIN) + 1)
+        sampling_modes = range(max(most, SamplingMode.FILTERED if filters else SamplingMode.PLAIN) + 1)
         for verb in ("init", "same_weights", "copy"):
             self._program(verb)
         for length, following in pairwise(self._view_lengths):
@@ -256,26 +256,26 @@ class DecodeEngine:
                 if tokens <= length:
                     self._program("insert", tokens, length)
         for length in self._view_lengths or [0]:
-            for drawing in drawings:
-                self._program("generate", length, drawing)
+            for sampling_mode in sampling_modes:
+                self._program("generate", length, sampling_mode)
         for tokens in self._lengths:
             for rows in self._row_counts(tokens):
                 self._program("prefill", rows, tokens)
         for tokens in self._extend_lengths:
             self._program("extend", self._row_counts(tokens)[-1], tokens)
-        self.warm = Drawing(drawings[-1])
+        self.warm = SamplingMode(sampling_modes[-1])
         return self.compile_s - before
 
-    def warm_up_drawing(self, drawing: Drawing, is_stopped: Callable[[], bool]) -> None:
-        """Compile what `drawing` needs beyond `warm`, while another thread runs what is compiled.
+    def warm_up_sampling(self, sampling_mode: SamplingMode, is_stopped: Callable[[], bool]) -> None:
+        """Compile what `sampling_mode` needs beyond `warm`, while another thread runs what is compiled.
 
         Args: is_stopped: asked before each program; the rest is left out once it is."""
         assert self.warm is not None
-        for length, each in product(self._view_lengths or [0], range(self.warm + 1, drawing + 1)):
+        for length, each in product(self._view_lengths or [0], range(self.warm + 1, sampling_mode + 1)):
             if is_stopped():
                 return
             self._program("generate", length, each)
-        self.warm = max(self.warm, drawing)
+        self.warm = max(self.warm, sampling_mode)
 
     def init_state(self) -> DecodeState:
         """Empty slots and pages, and the shortest view."""
@@ -288,7 +288,7 @@ class DecodeEngine:
         shapes = self._page_shapes(), self._view_shapes(self._view_lengths[-1] if self._view_lengths else 0)
         return bytes_per_device(shapes, _placed(shapes))
 
-    def seat(self, state: DecodeState, slots: Shaped[np.ndarray, "S"]) -> DecodeState:
+    def assign_slot(self, state: DecodeState, slots: Shaped[np.ndarray, "S"]) -> DecodeState:
         """Let the slots draw what these `SLOT` records say."""
         return state._replace(slots=_as_integers(slots))
 
@@ -309,9 +309,9 @@ class DecodeEngine:
             view, length = self._program("resize", length, following)(view), following
         return state._replace(view=view)
 
-    def prefill(self, params: EngineParams, state: DecodeState, fills: Sequence[Fill]) -> DecodeState:
+    def prefill(self, params: EngineParams, state: DecodeState, fills: Sequence[PrefillChunk]) -> DecodeState:
         """Compute keys and values of the tokens of all fills, which must not need one another; `state` is consumed."""
-        waiting: dict[tuple[str, int], list[list[Fill]]] = {}
+        waiting: dict[tuple[str, int], list[list[PrefillChunk]]] = {}
         for fill in fills:
             verb, lengths = ("extend", self._extend_lengths) if fill.start else ("prefill", self._lengths)
             by_shard = waiting.setdefault((verb, _at_least(lengths, len(fill.tokens))), [[] for _ in range(self.num_shards)])
@@ -323,10 +323,10 @@ class DecodeEngine:
                 # A few are cheaper one by one than in a batch that is mostly padding.
                 rows = counts[0] if verb == "prefill" and 2 * most * self.num_shards <= counts[-1] else counts[-1]
                 each = rows // self.num_shards
-                members = {row: by for d, by in enumerate(by_shard) for row, by in enumerate(by[:each], d * each)}
+                registry = {row: by for d, by in enumerate(by_shard) for row, by in enumerate(by[:each], d * each)}
                 tokens, table = np.zeros((rows, length), np.int32), np.zeros((rows, self.pages_per_slot), np.int32)
                 spans = np.zeros((2, rows), np.int32)
-                for row, fill in members.items():
+                for row, fill in registry.items():
                     tokens[row, : len(fill.tokens)] = fill.tokens
                     table[row, : len(fill.pages)] = fill.pages
                     spans[:, row] = fill.start, len(fill.tokens)
@@ -340,7 +340,7 @@ class DecodeEngine:
         return state._replace(pages=self._program("copy")(state.pages, table, counts)) if counts.any() else state
 
     def insert(self, state: DecodeState, columns: Mapping[int, int]) -> DecodeState:
-        """Let slots go on from so many tokens in the pages that the table names: lay them out in the view."""
+        """Let slots resume from so many tokens in the pages that the table names: lay them out in the view."""
         if self.reader != "view":
             return state
         length, by_length = self._view_length(state), dict[int, list[int]]()
@@ -358,7 +358,7 @@ class DecodeEngine:
         params: EngineParams,
         state: DecodeState,
         *,
-        drawing: Drawing = Drawing.PLAIN,
+        sampling_mode: SamplingMode = SamplingMode.PLAIN,
         sequences: Int32[np.ndarray, "S T"] | None = None,
     ) -> tuple[DecodeState, Int32[Array, "m S"]]:
         """Draw up to `steps_per_dispatch` tokens in every active slot; `state` is consumed. Read the result with `fetch`.
@@ -367,18 +367,18 @@ class DecodeEngine:
             drawing: the most that some slot asks for.
             sequences: for shaped drawing, the tokens so far of slots with penalties, up to `max_tokens`; -1 elsewhere."""
         shaping = () if sequences is None else (sequences,)
-        return self._program("generate", self._view_length(state), drawing)(params, state, *shaping)
+        return self._program("generate", self._view_length(state), sampling_mode)(params, state, *shaping)
 
-    def fetch(self, packed: Int32[Array, "m S"]) -> Drawn:
+    def fetch(self, packed: Int32[Array, "m S"]) -> DecodeOutput:
         """Wait for what a dispatch drew: one transfer from device to host."""
         host = np.asarray(packed)
         steps = self.config.steps_per_dispatch
         tokens, logp, (counts, status, last) = host[:steps], host[steps : 2 * steps], host[2 * steps : 2 * steps + 3]
-        alternatives = None
+        top_logprobs = None
         if len(host) > 2 * steps + 3:
-            others, others_logp = host[2 * steps + 3 :].reshape(2, steps, MAX_ALTERNATIVES, -1)
-            alternatives = others, others_logp.view(np.float32)
-        return Drawn(tokens, logp.view(np.float32), counts, status == _GOES_ON, status == _STOPPED, last, alternatives)
+            others, others_logp = host[2 * steps + 3 :].reshape(2, steps, MAX_TOP_LOGPROBS, -1)
+            top_logprobs = others, others_logp.view(np.float32)
+        return DecodeOutput(tokens, logp.view(np.float32), counts, status == _CONTINUES, status == _STOPPED, last, top_logprobs)
 
     def same_weights(self, old: EngineParams, new: EngineParams) -> bool:
         """Whether two sets of weights are equal bit for bit, compared on the devices."""
@@ -402,13 +402,13 @@ class DecodeEngine:
             case ("init",):
                 shapes = self._page_shapes(), self._view_shapes(self._view_lengths[0] if self._view_lengths else 0)
                 return _lower(lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), (), shapes)
-            case "generate", length, drawing:
+            case "generate", length, sampling_mode:
                 table = self._shape((num_slots, self.pages_per_slot), jnp.int32, "slots")
                 state = DecodeState(pages, self._view_shapes(length), self._slot_shapes(), table)
                 packed = self._shape((1, num_slots), jnp.int32, None, "slots")
-                is_shaped = drawing == Drawing.SHAPED
+                is_shaped = sampling_mode == SamplingMode.SHAPED
                 sequences = (self._shape((num_slots, self.max_tokens), jnp.int32, "slots"),) if is_shaped else ()
-                generate = partial(self._generate, Drawing(drawing))
+                generate = partial(self._generate, SamplingMode(sampling_mode))
                 return _lower(generate, (self._params, state, *sequences), (state, packed), donate=1)
             case ("prefill" | "extend") as verb, rows, length:
                 tokens = self._shape((rows, length), jnp.int32, "batch")
@@ -444,17 +444,21 @@ class DecodeEngine:
     # What the programs compute.
 
     def _generate(
-        self, drawing: Drawing, params: EngineParams, state: DecodeState, sequences: Int32[Array, "S T"] | None = None
+        self,
+        sampling_mode: SamplingMode,
+        params: EngineParams,
+        state: DecodeState,
+        sequences: Int32[Array, "S T"] | None = None,
     ) -> tuple[DecodeState, Int32[Array, "m S"]]:
         num_steps = self.config.steps_per_dispatch
         field = partial(_field, state.slots)
         position, temperature, stop_tokens = field("position"), field("temperature"), field("stop_tokens")
-        in_prompt, times_drawn, num_alternatives = None, jnp.zeros((len(position), 0), jnp.int32), 0
+        in_prompt, token_counts, num_top_logprobs = None, jnp.zeros((len(position), 0), jnp.int32), 0
         if sequences is not None:
             is_prompt = jnp.arange(sequences.shape[1]) < field("num_prompt_tokens")[:, None]
-            size, num_alternatives = self.policy.config.vocab_size, MAX_ALTERNATIVES
+            size, num_top_logprobs = self.policy.config.vocab_size, MAX_TOP_LOGPROBS
             in_prompt = sampling.count_tokens(jnp.where(is_prompt, sequences, -1), size) > 0
-            times_drawn = sampling.count_tokens(jnp.where(is_prompt, -1, sequences), size)
+            token_counts = sampling.count_tokens(jnp.where(is_prompt, -1, sequences), size)
         head = self.policy.head(params)
         steps = jnp.arange(num_steps, dtype=jnp.int32)
         columns = jnp.arange(self._view_length(state), dtype=jnp.int32)
@@ -464,7 +468,7 @@ class DecodeEngine:
         uniforms = sampling.uniforms(field("seed"), field("sample"), position[:, None] + 1 + steps)
 
         def step(i: Int32[Array, ""], carry: _Step) -> _Step:
-            cache, token, active, remaining, _, tokens, logps, times_drawn, alternatives = carry
+            cache, token, active, remaining, _, tokens, logps, token_counts, top_logprobs = carry
             if self.reader == "view":
                 fresh = jnp.broadcast_to(steps <= i, (past.shape[0], num_steps))
                 attend = _attend_to_view(
@@ -491,34 +495,34 @@ class DecodeEngine:
                 logits = jax.lax.with_sharding_constraint(logits, how)
             if in_prompt is not None:
                 penalties = (field(f"{name}_penalty") for name in ("presence", "frequency", "repetition"))
-                logits = sampling.penalize(logits, in_prompt, times_drawn, *penalties)
+                logits = sampling.penalize(logits, in_prompt, token_counts, *penalties)
                 logits = sampling.forbid(logits, stop_tokens, position + 1 + i < field("stops_from"))
-            if drawing >= Drawing.FILTERED:
+            if sampling_mode >= SamplingMode.FILTERED:
                 logits = sampling.keep_most_likely(logits, temperature, field("top_k"), field("top_p"), field("min_p"))
-            drawn, logp = sampling.draw(logits, uniforms[:, i], temperature)
+            sampled, logp = sampling.sample_tokens(logits, uniforms[:, i], temperature)
             if in_prompt is not None:
-                times_drawn = times_drawn.at[jnp.arange(len(drawn)), drawn].add(active)
-                likely, likely_logp = sampling.most_likely(logits, temperature, num_alternatives)
-                alternatives = alternatives[0].at[i].set(likely.T), alternatives[1].at[i].set(likely_logp.T)
+                token_counts = token_counts.at[jnp.arange(len(sampled)), sampled].add(active)
+                likely, likely_logp = sampling.most_likely(logits, temperature, num_top_logprobs)
+                top_logprobs = top_logprobs[0].at[i].set(likely.T), top_logprobs[1].at[i].set(likely_logp.T)
             # A slot that has ended goes on being fed its last token, and draws nothing.
-            token = jnp.where(active, drawn, token)
+            token = jnp.where(active, sampled, token)
             remaining = remaining - active
             stopped = (token[:, None] == stop_tokens).any(-1)
-            goes_on = active & ~stopped & (remaining > 0)
-            tokens = tokens.at[i].set(jnp.where(active, drawn, -1))
+            continues = active & ~stopped & (remaining > 0)
+            tokens = tokens.at[i].set(jnp.where(active, sampled, -1))
             logps = logps.at[i].set(jnp.where(active, logp, 0))
-            return _Step(cache, token, goes_on, remaining, stopped, tokens, logps, times_drawn, alternatives)
+            return _Step(cache, token, continues, remaining, stopped, tokens, logps, token_counts, top_logprobs)
 
         started, remaining = field("active") > 0, field("remaining")
         nothing = jnp.full((num_steps, len(started)), -1, jnp.int32), jnp.zeros((num_steps, len(started)), jnp.float32)
-        shape = num_steps, num_alternatives, len(started)
+        shape = num_steps, num_top_logprobs, len(started)
         others = jnp.zeros(shape, jnp.int32), jnp.zeros(shape, jnp.float32)
         read = state.view if self.reader == "view" else state.pages
-        first = _Step(read, field("token"), started, remaining, jnp.zeros_like(started), *nothing, times_drawn, others)
+        first = _Step(read, field("token"), started, remaining, jnp.zeros_like(started), *nothing, token_counts, others)
         # No step without a slot that may draw in it: a dispatch in which all have ended costs next to nothing.
         most = jnp.minimum(num_steps, jnp.max(remaining * started))
         cache, token, active, remaining, stopped, tokens, logp, _, others = jax.lax.fori_loop(0, most, step, first)
-        status = jnp.where(active, _GOES_ON, jnp.where(started & stopped, _STOPPED, 0)).astype(jnp.int32)
+        status = jnp.where(active, _CONTINUES, jnp.where(started & stopped, _STOPPED, 0)).astype(jnp.int32)
         counts = (tokens >= 0).sum(0, dtype=jnp.int32)
         packed = [tokens, _bits(logp), jnp.stack([counts, status, token])]
         if sequences is not None:
@@ -662,7 +666,7 @@ class DecodeEngine:
 def laid_out(policy: Policy, params: Params, compute_dtype: DTypeLike) -> EngineParams:
     """The policy's parameters, or its adapter, as the decoder reads them: one tree per layer, in the compute dtype.
 
-    Pure, so that a mailbox runs it on the train mesh. Norms and routers stay in float32, as they do in training."""
+    Pure, so that a weight channel runs it on the train mesh. Norms and routers stay in float32, as they do in training."""
 
     def narrowed(path: tuple[Any, ...], leaf: Array) -> Array:
         is_wide = leaf.ndim == 1 or path[-1] == jax.tree_util.DictKey(ROUTER)

@@ -4,7 +4,7 @@
 
 JetStream 0.2.2 is the last release, and drags in TensorFlow; nothing else imports this module. Its orchestrator asks JAX for
 `jax.tree_map`, which went with JAX 0.4.26: set `jax.tree_map = jax.tree.map` before importing `jetstream.core.orchestrator`. It
-reads the weights once, so that nothing here is interrupted, and knows no settings of single requests: all are drawn alike.
+reads the weights once, so that nothing here is interrupted, and knows no settings of single requests: all are sampled alike.
 
 Later JetStream, which was never released, draws the first token of an answer in `prefill`, tells log-probs, and inserts one
 prompt into several slots. What the installed package declares decides which of the two is spoken.
@@ -27,10 +27,11 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32
 from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_pb2  # pyright: ignore[reportMissingImports]
 
-from areal_jax.engine.decode import SLOT, DecodeEngine, DecodeState, Drawing, EngineParams, Fill, empty_slots
-from areal_jax.engine.slots import SlotTable, drawing_of
+from areal_jax.engine.decode import SLOT, DecodeEngine, DecodeState, EngineParams, PrefillChunk, SamplingMode, empty_slots
+from areal_jax.engine.slots import SlotTable, sampling_mode_of
 from areal_jax.models.paged_attention import Pages
-from areal_jax.records import Completion, Request, Sampling, Tokenizer, derive_seed, nothing_drawn
+from areal_jax.protocols import Tokenizer
+from areal_jax.records import Completion, Request, Sampling, derive_seed, empty_completion
 
 NO_TOKEN = -1
 """What stands for the token that begins a text where the policy has none; `prefill` takes it out again."""
@@ -38,7 +39,7 @@ NO_TOKEN = -1
 SHORTEST_PREFILL = 16
 """JetStream pads prompts to this many tokens, or twice, four times, ... as many."""
 
-DRAWS_IN_PREFILL = get_type_hints(engine_api.Engine.prefill)["return"] is not Any
+SAMPLES_IN_PREFILL = get_type_hints(engine_api.Engine.prefill)["return"] is not Any
 """Whether JetStream expects a first token of `prefill`. In 0.2.2 it returns a prefix alone, which may be anything."""
 
 RESULT_FIELDS = {each.name for each in dataclasses.fields(engine_api.ResultTokens)}
@@ -57,7 +58,7 @@ class Prompt(NamedTuple):
     number: int | Int32[Array, ""]
     """Prompts that were prefilled before it."""
     first: Int32[Array | np.ndarray, "N"]
-    """The first token of each answer; none where they are drawn in slots."""
+    """The first token of each answer; none where they are sampled in slots."""
     first_logp: Float32[Array | np.ndarray, "N"]
 
 
@@ -70,7 +71,7 @@ class JetStreamEngine(engine_api.Engine):
             engine: of one step per dispatch, and with memory for every slot at its longest.
             params: in the engine's layout, on its mesh.
             sampling: of every request. JetStream may end an answer earlier.
-            seed: answers to the n-th prompt, from 0, are drawn with `derive_seed(seed, str(n))`.
+            seed: answers to the n-th prompt, from 0, are sampled with `derive_seed(seed, str(n))`.
 
         ValueError names the setting that does not fit."""
         config = engine.config
@@ -83,10 +84,10 @@ class JetStreamEngine(engine_api.Engine):
                 f"expected engine.max_prompt_tokens of at least {SHORTEST_PREFILL}, came {config.max_prompt_tokens}: JetStream "
                 "pads every prompt to so many"
             )
-        self._drawing = drawing_of(sampling)
-        if self._drawing == Drawing.SHAPED:
+        self._sampling_mode = sampling_mode_of(sampling)
+        if self._sampling_mode == SamplingMode.SHAPED:
             raise ValueError(
-                "expected a sampling without penalties, min_new_tokens and num_alternatives, which look at the tokens drawn "
+                "expected a sampling without penalties, min_new_tokens and num_top_logprobs, which look at the tokens sampled "
                 f"before; JetStream's state holds none. Came {sampling}"
             )
         self._engine, self._params, self._tokenizer, self._sampling, self._seed = engine, params, tokenizer, sampling, seed
@@ -139,9 +140,9 @@ class JetStreamEngine(engine_api.Engine):
             padded_tokens=padded_tokens,
             true_length=true_length,
             sampler=sampler,
-            num_samples=int(DRAWS_IN_PREFILL),
+            num_samples=int(SAMPLES_IN_PREFILL),
         )
-        return (prompt, first) if DRAWS_IN_PREFILL else prompt
+        return (prompt, first) if SAMPLES_IN_PREFILL else prompt
 
     def prefill_multisampling(
         self,
@@ -166,19 +167,19 @@ class JetStreamEngine(engine_api.Engine):
                 tokens, start = np.concatenate([before, tokens]), len(before)
                 state = state._replace(pages=self._put(state.pages, existing_prefix.cache, self._own_pages))
             for begin in range(start, len(tokens), chunk):
-                fill = Fill(tokens[begin : begin + chunk], begin, self._own_pages.tolist())
+                fill = PrefillChunk(tokens[begin : begin + chunk], begin, self._own_pages.tolist())
                 state = engine.prefill(params, state, [fill])
             cache, number = self._take(state.pages, self._own_pages), next(self._numbers)
             prompt = Prompt(cache, tokens, number, np.zeros(num_samples, np.int32), np.zeros(num_samples, np.float32))
             state = engine.fit(state, len(tokens))
             for sample in range(num_samples):
                 slots = empty_slots(engine.config.num_slots)
-                slots[0] = self._record(prompt, sample, nothing_drawn())
+                slots[0] = self._record(prompt, sample, empty_completion())
                 # The last token is fed again.
-                state = engine.seat(engine.insert(state, {0: len(tokens) - 1}), slots)
-                state, packed = engine.generate(params, state, drawing=self._drawing)
-                drawn = engine.fetch(packed)
-                prompt.first[sample], prompt.first_logp[sample] = drawn.tokens[0, 0], drawn.logp[0, 0]
+                state = engine.assign_slot(engine.insert(state, {0: len(tokens) - 1}), slots)
+                state, packed = engine.generate(params, state, sampling_mode=self._sampling_mode)
+                sampled = engine.fetch(packed)
+                prompt.first[sample], prompt.first_logp[sample] = sampled.tokens[0, 0], sampled.logp[0, 0]
             self._prefilling = state
         ones = np.ones_like(prompt.first)
         return prompt, _results(np.stack([prompt.first, ones, ones], 1), prompt.first_logp[:, None], max(num_samples, 1))
@@ -198,11 +199,11 @@ class JetStreamEngine(engine_api.Engine):
             records, pages = np.array(decode_state.slots).view(SLOT)[:, 0], decode_state.pages
             for sample, slot in enumerate(slots):
                 token, logp = (np.asarray(x)[sample : sample + 1] for x in (first, prefix.first_logp))
-                drawn = Completion(token, logp, np.zeros_like(token), "suspended")
-                records[slot] = self._record(prefix, sample, drawn)
+                sampled = Completion(token, logp, np.zeros_like(token), "suspended")
+                records[slot] = self._record(prefix, sample, sampled)
                 pages = self._put(pages, prefix.cache, self._all_pages[slot, : len(self._own_pages)])
             decode_state = engine.insert(decode_state._replace(pages=pages), dict.fromkeys(slots, cached))
-        return engine.seat(decode_state, records)
+        return engine.assign_slot(decode_state, records)
 
     def generate(
         self, params: EngineParams, decode_state: DecodeState, sampler: Callable[..., Any] | None = None
@@ -210,18 +211,18 @@ class JetStreamEngine(engine_api.Engine):
         """One token for every slot that has not ended; `decode_state` is consumed."""
         _refuse(sampler)
         with self._lock:
-            decode_state, packed = self._engine.generate(params, decode_state, drawing=self._drawing)
+            decode_state, packed = self._engine.generate(params, decode_state, sampling_mode=self._sampling_mode)
             data, logp = self._result(packed, decode_state.slots)
         return decode_state, _results(data, logp, self.samples_per_slot)
 
-    def _record(self, prompt: Prompt, sample: int, drawn: Completion) -> np.void:
+    def _record(self, prompt: Prompt, sample: int, sampled: Completion) -> np.void:
         """The `SLOT` record that lets a slot go on with an answer."""
         number, sampling = str(int(prompt.number)), self._sampling
         tokens = np.asarray(prompt.common_prefix_tokens)
-        self._table.seat(0, Request(number, tokens, 1, sampling, derive_seed(self._seed, number)), sample, drawn)
+        self._table.assign_slot(0, Request(number, tokens, 1, sampling, derive_seed(self._seed, number)), sample, sampled)
         record = self._table.records()[0]
         self._table.release(0)
-        has_ended = bool(np.isin(drawn.tokens, sampling.stop_token_ids).any()) or record["remaining"] == 0
+        has_ended = bool(np.isin(sampled.tokens, sampling.stop_token_ids).any()) or record["remaining"] == 0
         record["active"] = not has_ended
         return record
 
@@ -303,7 +304,7 @@ class Vocabulary(tokenizer_api.Tokenizer):
 
 def _refuse(sampler: object) -> None:
     if sampler is not None:
-        raise ValueError("expected sampler=None: every request is drawn as the engine's `sampling` says")
+        raise ValueError("expected sampler=None: every request is sampled as the engine's `sampling` says")
 
 
 def _take(pages: tuple[Pages, ...], ids: Int32[Array, "_"]) -> tuple[Pages, ...]:
@@ -322,7 +323,7 @@ def _results(data: Any, logp: Any, samples_per_slot: int) -> engine_api.ResultTo
 
 
 def _result(packed: Int32[Array, "m S"], slots: Int32[Array, "S F"]) -> tuple[Int32[Array, "S 3"], Float32[Array, "S 1"]]:
-    """By slot: the token that it drew, whether it drew one, and how many it has drawn so far; and the token's log-prob."""
+    """By slot: the token that it drew, whether it drew one, and how many it has sampled so far; and the token's log-prob."""
     position, num_prompt_tokens = (slots[:, _PLACES[name]] for name in ("position", "num_prompt_tokens"))
     drew, logp = packed[0] >= 0, jax.lax.bitcast_convert_type(packed[1], jnp.float32)
     data = jnp.stack([jnp.where(drew, packed[0], 0), drew.astype(jnp.int32), position + 1 - num_prompt_tokens], axis=1)

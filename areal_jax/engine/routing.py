@@ -12,7 +12,7 @@ from jaxtyping import Int32
 BLOCK_TOKENS = 64
 """Beginnings of prompts are known by whole blocks of so many tokens."""
 
-MAX_BEGINNINGS = 1 << 16
+MAX_PREFIXES = 1 << 16
 """Beginnings that are remembered; then the ones longest unused are forgotten."""
 
 TOTALS = (
@@ -26,7 +26,7 @@ Sums = Mapping[str, tuple[float, float]]
 
 
 class Router:
-    """What engines, by number, have to do, and which beginnings of prompts each of them may still hold.
+    """What engines, by number, have to do, and which prefixes of prompts each of them may still hold.
 
     A turn of a conversation goes to the engine that drew the turns before it, whose cache may hold them, unless that has a
     quarter of its slots more to do than another."""
@@ -53,12 +53,12 @@ class Router:
     def give(self, prompt_tokens: Int32[np.ndarray, "P"], num_samples: int, able: Collection[int] = ()) -> int:
         """The engine that is to answer, which from now on has so much more to do. Args: able: engines to choose from; empty:
         all."""
-        beginnings = digests(prompt_tokens) if len(self._load) > 1 else []
-        number = self._choose(beginnings, able or self._load)
-        for beginning in beginnings:
-            self._seen[beginning] = number
-            self._seen.move_to_end(beginning)
-        while len(self._seen) > MAX_BEGINNINGS:
+        prefixes = digests(prompt_tokens) if len(self._load) > 1 else []
+        number = self._choose(prefixes, able or self._load)
+        for prefix in prefixes:
+            self._seen[prefix] = number
+            self._seen.move_to_end(prefix)
+        while len(self._seen) > MAX_PREFIXES:
             self._seen.popitem(last=False)
         self._load[number] += num_samples
         return number
@@ -68,9 +68,9 @@ class Router:
         if number in self._load:
             self._load[number] -= num_samples
 
-    def _choose(self, beginnings: Sequence[bytes], able: Collection[int]) -> int:
+    def _choose(self, prefixes: Sequence[bytes], able: Collection[int]) -> int:
         least = min(able, key=self._load.__getitem__)
-        known = next((self._seen[each] for each in reversed(beginnings) if self._seen.get(each) in able), None)
+        known = next((self._seen[each] for each in reversed(prefixes) if self._seen.get(each) in able), None)
         if known is not None and self._load[known] - self._load[least] <= self._patience[known]:
             return known
         return least

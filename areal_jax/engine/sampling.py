@@ -25,22 +25,22 @@ def uniforms(seeds: UInt32[Array, "S 2"], samples: Int32[Array, "S"], positions:
     return jax.vmap(jax.vmap(number, (None, None, 0)))(seeds, samples, positions)
 
 
-def draw(
+def sample_tokens(
     logits: Float32[Array, "S V"], uniform: Float32[Array, "S"], temperature: Float32[Array, "S"]
 ) -> tuple[Int32[Array, "S"], Float32[Array, "S"]]:
     """The token whose stretch of the cumulative distribution softmax(logits / temperature) holds `uniform`, and its log-prob.
 
     Temperature 0 takes the most likely token, the first of equals, and reports its log-prob at temperature 1.
-    A token of probability 0 (logit -inf) is never drawn."""
+    A token of probability 0 (logit -inf) is never sampled."""
     greedy = temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
     highest = scaled.max(-1, keepdims=True)
     weights = jnp.exp(scaled - highest)
-    drawn, total = _invert(weights, uniform)
+    sampled, total = _invert(weights, uniform)
     # The first highest as a minimum over places: XLA's argmax does not vectorise on CPU.
     places = jnp.arange(logits.shape[1], dtype=jnp.int32)
     best = jnp.where(scaled == highest, places, logits.shape[1] - 1).min(-1)
-    token = jnp.where(greedy, best, drawn)
+    token = jnp.where(greedy, best, sampled)
     logit = jnp.take_along_axis(scaled - highest, token[:, None], axis=1)[:, 0]
     return token, logit - jnp.log(total)
 
@@ -85,20 +85,20 @@ def count_tokens(sequences: Int32[Array, "S T"], size: int) -> Int32[Array, "S V
 def penalize(
     logits: Float32[Array, "S V"],
     in_prompt: Bool[Array, "S V"],
-    drawn: Int32[Array, "S V"],
+    sampled: Int32[Array, "S V"],
     presence: Float32[Array, "S"],
     frequency: Float32[Array, "S"],
     repetition: Float32[Array, "S"],
 ) -> Float32[Array, "S V"]:
-    """r(l) - presence · [drawn > 0] - frequency · drawn, OpenAI's penalties of tokens in the answer.
+    """r(l) - presence · [sampled > 0] - frequency · sampled, OpenAI's penalties of tokens in the answer.
 
     r(l) is l / repetition for l > 0 and l · repetition for others, of tokens in prompt or answer (CTRL, arXiv:1909.05858).
 
     Penalties of 0, 0 and 1 change no bit."""
     factor = repetition[:, None]
     repeated = jnp.where(logits > 0, logits / factor, logits * factor)
-    logits = jnp.where(in_prompt | (drawn > 0), repeated, logits)
-    return logits - presence[:, None] * (drawn > 0) - frequency[:, None] * drawn
+    logits = jnp.where(in_prompt | (sampled > 0), repeated, logits)
+    return logits - presence[:, None] * (sampled > 0) - frequency[:, None] * sampled
 
 
 def forbid(logits: Float32[Array, "S V"], tokens: Int32[Array, "S M"], forbidden: Bool[Array, "S"]) -> Float32[Array, "S V"]:

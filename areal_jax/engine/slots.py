@@ -1,4 +1,4 @@
-"""The host's mirror of the slots between two dispatches: what sits where, and what it has drawn.
+"""The host's mirror of the slots between two dispatches: what sits where, and what it has sampled.
 
 The device waits while this runs, so it is numpy over whole arrays, and nothing is done token by token.
 Axes: S slots, R rows of the log.
@@ -9,19 +9,19 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Int, Int32, Shaped
 
-from areal_jax.engine.decode import MAX_ALTERNATIVES, MAX_STOP_TOKENS, Drawing, Drawn, empty_slots
-from areal_jax.records import Alternatives, Completion, Request, Sampling, StopReason
+from areal_jax.engine.decode import MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, DecodeOutput, SamplingMode, empty_slots
+from areal_jax.records import Completion, Request, Sampling, StopReason, TopLogprobs
 
 _WORD = 0xFFFFFFFF
 
 
-def drawing_of(sampling: Sampling) -> Drawing:
+def sampling_mode_of(sampling: Sampling) -> SamplingMode:
     """The cheapest way of drawing that does what a request asks for."""
-    if sampling.min_new_tokens > 0 or sampling.num_alternatives > 0 or is_penalized(sampling):
-        return Drawing.SHAPED
+    if sampling.min_new_tokens > 0 or sampling.num_top_logprobs > 0 or is_penalized(sampling):
+        return SamplingMode.SHAPED
     # The most likely token is the same with filters and without.
     filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-    return Drawing.FILTERED if filters and sampling.temperature > 0 else Drawing.PLAIN
+    return SamplingMode.FILTERED if filters and sampling.temperature > 0 else SamplingMode.PLAIN
 
 
 def is_penalized(sampling: Sampling) -> bool:
@@ -40,13 +40,13 @@ class SlotTable:
         """Whether `records` differ from what the device holds: the owner seats them there and resets this."""
         self._settings = empty_slots(num_slots)
         # Of each slot: its last token, how many columns its cache had when it was seated, how many tokens it may draw from then
-        # on, how many it has drawn since, and the row of the log where they begin.
+        # on, how many it has sampled since, and the row of the log where they begin.
         self._token = np.zeros(num_slots, np.int32)
-        self._seated_at = np.zeros(num_slots, np.int32)
+        self._assigned_at = np.zeros(num_slots, np.int32)
         self._budget = np.zeros(num_slots, np.int32)
         self._count = np.zeros(num_slots, np.int32)
         self._first = np.zeros(num_slots, np.int64)
-        self._drawings = np.full(num_slots, Drawing.PLAIN)
+        self._sampling_modes = np.full(num_slots, SamplingMode.PLAIN)
         self._origin: dict[int, tuple[Request, Completion]] = {}
         # The log: one block of rows per dispatch, around and around. It holds the longest answer.
         self._steps = steps_per_dispatch
@@ -55,11 +55,11 @@ class SlotTable:
         self._logp = np.zeros((num_rows, num_slots), np.float32)
         self._versions = np.zeros(num_rows, np.int32)
         # Of the log too, made for the first request that asks.
-        self._alternatives: Alternatives | None = None
+        self._alternatives: TopLogprobs | None = None
         self._end = 0
 
-    def seat(self, slot: int, request: Request, sample: int, drawn: Completion) -> None:
-        """Let a slot go on with one sample of a request, after the tokens it has drawn before."""
+    def assign_slot(self, slot: int, request: Request, sample: int, sampled: Completion) -> None:
+        """Let a slot go on with one sample of a request, after the tokens it has sampled before."""
         sampling = request.sampling
         stop_tokens = np.full(MAX_STOP_TOKENS, -1, np.int32)
         stop_tokens[: len(sampling.stop_token_ids)] = sampling.stop_token_ids
@@ -72,14 +72,14 @@ class SlotTable:
         record["num_prompt_tokens"] = len(request.prompt_tokens)
         record["stops_from"] = len(request.prompt_tokens) + sampling.min_new_tokens
         record["stop_tokens"] = stop_tokens
-        self._drawings[slot] = drawing_of(sampling)
-        if sampling.num_alternatives and self._alternatives is None:
-            shape = len(self._tokens), MAX_ALTERNATIVES, self._tokens.shape[1]
-            self._alternatives = Alternatives(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
-        self._origin[slot] = request, drawn
-        self._token[slot] = drawn.tokens[-1] if len(drawn.tokens) else request.prompt_tokens[-1]
-        self._seated_at[slot] = len(request.prompt_tokens) + len(drawn.tokens) - 1
-        self._budget[slot] = sampling.max_new_tokens - len(drawn.tokens)
+        self._sampling_modes[slot] = sampling_mode_of(sampling)
+        if sampling.num_top_logprobs and self._alternatives is None:
+            shape = len(self._tokens), MAX_TOP_LOGPROBS, self._tokens.shape[1]
+            self._alternatives = TopLogprobs(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
+        self._origin[slot] = request, sampled
+        self._token[slot] = sampled.tokens[-1] if len(sampled.tokens) else request.prompt_tokens[-1]
+        self._assigned_at[slot] = len(request.prompt_tokens) + len(sampled.tokens) - 1
+        self._budget[slot] = sampling.max_new_tokens - len(sampled.tokens)
         self._count[slot], self._first[slot] = 0, self._end
         self.active[slot] = self.changed = True
 
@@ -87,29 +87,29 @@ class SlotTable:
         """Empty a slot."""
         self.changed |= bool(self.active[slot])
         self.active[slot] = False
-        self._drawings[slot] = Drawing.PLAIN
+        self._sampling_modes[slot] = SamplingMode.PLAIN
         self._origin.pop(slot, None)
 
     def __contains__(self, slot: int) -> bool:
         return slot in self._origin
 
-    def harvest(self, drawn: Drawn, version: int) -> Int[np.ndarray, "_"]:
+    def collect_outputs(self, sampled: DecodeOutput, version: int) -> Int[np.ndarray, "_"]:
         """Take in what a dispatch drew with the weights of `version`; returns the slots that ended."""
         start = self._end % len(self._tokens)
         rows = slice(start, start + self._steps)
-        self._tokens[rows], self._logp[rows], self._versions[rows] = drawn.tokens, drawn.logp, version
-        if drawn.alternatives is not None and self._alternatives is not None:
-            for log, new in zip(self._alternatives, drawn.alternatives, strict=True):
+        self._tokens[rows], self._logp[rows], self._versions[rows] = sampled.tokens, sampled.logp, version
+        if sampled.top_logprobs is not None and self._alternatives is not None:
+            for log, new in zip(self._alternatives, sampled.top_logprobs, strict=True):
                 log[rows] = new
         self._end += self._steps
-        self._token[:] = drawn.last
-        self._count += drawn.counts
-        ended = np.flatnonzero(self.active & ~drawn.active)
-        self.active[:] = drawn.active
+        self._token[:] = sampled.last
+        self._count += sampled.counts
+        ended = np.flatnonzero(self.active & ~sampled.active)
+        self.active[:] = sampled.active
         return ended
 
     def completion(self, slot: int, stop_reason: StopReason, start: int = 0) -> Completion:
-        """What a slot has drawn so far, from token `start` of the answer on; it costs as much as that holds."""
+        """What a slot has sampled so far, from token `start` of the answer on; it costs as much as that holds."""
         request, before = self._origin[slot]
         before, rows = before.between(start), self._rows(slot, max(start - len(before.tokens), 0))
         return Completion(
@@ -117,17 +117,17 @@ class SlotTable:
             np.concatenate([before.logp, self._logp[rows, slot]]),
             np.concatenate([before.versions, self._versions[rows]]),
             stop_reason,
-            self._told(rows, slot, request.sampling.num_alternatives, before),
+            self._reported(rows, slot, request.sampling.num_top_logprobs, before),
         )
 
-    def _told(self, rows: Int[np.ndarray, "_"], slot: int, count: int, before: Completion) -> Alternatives | None:
+    def _reported(self, rows: Int[np.ndarray, "_"], slot: int, count: int, before: Completion) -> TopLogprobs | None:
         """The alternatives of a slot's answer, in the rows of the log and those before; none of tokens that came without."""
         if self._alternatives is None or not count:
             return None
         num_before = len(before.tokens)
-        unknown = Alternatives(np.zeros((num_before, count), np.int32), np.full((num_before, count), -np.inf, np.float32))
-        earlier, log = before.alternatives or unknown, self._alternatives
-        return Alternatives(*(np.concatenate([old, new[rows, :count, slot]]) for old, new in zip(earlier, log, strict=True)))
+        unknown = TopLogprobs(np.zeros((num_before, count), np.int32), np.full((num_before, count), -np.inf, np.float32))
+        earlier, log = before.top_logprobs or unknown, self._alternatives
+        return TopLogprobs(*(np.concatenate([old, new[rows, :count, slot]]) for old, new in zip(earlier, log, strict=True)))
 
     def cached_tokens(self, slot: int) -> Int32[np.ndarray, "_"]:
         """Tokens whose keys and values the slot's pages hold: all but the last, which the next step feeds."""
@@ -140,8 +140,8 @@ class SlotTable:
 
     def ends(self, num_ahead: int = 0) -> Int[np.ndarray, "S"]:
         """Tokens whose keys and values each slot may have after the next dispatch, after `num_ahead` of which nothing is known
-        but that they will be; 0 where none is drawn."""
-        return self.active * (self._seated_at + np.minimum(self._budget, self._count + self._steps * (num_ahead + 1)))
+        but that they will be; 0 where none is sampled."""
+        return self.active * (self._assigned_at + np.minimum(self._budget, self._count + self._steps * (num_ahead + 1)))
 
     def num_columns(self, num_ahead: int = 0) -> int:
         """The most of `ends`, and at least one."""
@@ -151,9 +151,9 @@ class SlotTable:
         """Live slots whose budget outlasts the next dispatch."""
         return int((self.active & (self._count + self._steps < self._budget)).sum())
 
-    def drawing(self) -> Drawing:
+    def sampling_mode(self) -> SamplingMode:
         """The most that a live slot asks for."""
-        return Drawing(self._drawings.max())
+        return SamplingMode(self._sampling_modes.max())
 
     def sequences(self, max_tokens: int) -> Int32[np.ndarray, "S T"]:
         """Tokens of every live slot whose draws depend on them; -1 elsewhere."""
@@ -168,10 +168,10 @@ class SlotTable:
         """`SLOT` records of all slots, for the device."""
         records = self._settings.copy()
         records["active"], records["token"] = self.active, self._token
-        records["position"] = self._seated_at + self._count
+        records["position"] = self._assigned_at + self._count
         records["remaining"] = self._budget - self._count
         return records
 
     def _rows(self, slot: int, start: int = 0) -> Int[np.ndarray, "_"]:
-        """Rows of the log that a slot has drawn, but for the first `start`."""
+        """Rows of the log that a slot has sampled, but for the first `start`."""
         return np.arange(self._first[slot] + start, self._first[slot] + self._count[slot]) % len(self._tokens)

@@ -1,4 +1,4 @@
-"""Judged answers of an evaluation, and the folder that keeps them: task by task, so that a restart goes on from there."""
+"""Graded answers of an evaluation, and the folder that keeps them: task by task, so that a restart resumes from there."""
 
 from __future__ import annotations
 
@@ -13,7 +13,8 @@ import numpy as np
 
 from areal_jax.metrics.files import write_whole
 from areal_jax.metrics.jsonl import JsonLines, cut, read
-from areal_jax.records import Sample, StopReason, Task, Tokenizer, VerdictKind
+from areal_jax.protocols import Tokenizer
+from areal_jax.records import ResultKind, Sample, StopReason, Task
 from areal_jax.rewards.math_answers import canonical, extract_answer
 
 SETTINGS, SAMPLES = "settings.json", "samples.jsonl"
@@ -23,7 +24,7 @@ SETTINGS, SAMPLES = "settings.json", "samples.jsonl"
 class Answer:
     """One answer to a task."""
 
-    verdict: VerdictKind
+    grade: ResultKind
     stop_reason: StopReason
     num_tokens: int
     """That the policy drew."""
@@ -34,29 +35,29 @@ class Answer:
 
 
 def answer_of(sample: Sample, tokenizer: Tokenizer, accept_plain: bool) -> Answer:
-    """What is kept of a sample. Args: accept_plain: of the judge's settings."""
-    drawn = np.flatnonzero(sample.loss_mask)
-    if not len(drawn):
-        return Answer(sample.verdict, sample.stop_reason, 0, None, "")
+    """What is kept of a sample. Args: accept_plain: of the grader's settings."""
+    sampled = np.flatnonzero(sample.loss_mask)
+    if not len(sampled):
+        return Answer(sample.grade, sample.stop_reason, 0, None, "")
     # The last words of the policy hold its answer; what it said in earlier turns was not its last word.
-    said_last = drawn[np.flatnonzero(np.diff(drawn, prepend=-2) > 1)[-1]]
+    said_last = sampled[np.flatnonzero(np.diff(sampled, prepend=-2) > 1)[-1]]
     return Answer(
-        sample.verdict,
+        sample.grade,
         sample.stop_reason,
-        len(drawn),
-        vote_of(tokenizer.decode(sample.tokens[said_last : drawn[-1] + 1]), accept_plain),
-        tokenizer.decode(sample.tokens[drawn[0] :]),
+        len(sampled),
+        vote_of(tokenizer.decode(sample.tokens[said_last : sampled[-1] + 1]), accept_plain),
+        tokenizer.decode(sample.tokens[sampled[0] :]),
     )
 
 
 def vote_of(text: str, accept_plain: bool) -> str | None:
-    """The answer that a text votes for, as the judge finds it."""
+    """The answer that a text votes for, as the grader finds it."""
     answer = extract_answer(text, accept_plain)
     return None if answer is None else canonical(answer)
 
 
 class AnswerFolder:
-    """Answers by the place of their task, on disk as soon as they are judged. One thread writes."""
+    """Answers by the place of their task, on disk as soon as they are graded. One thread writes."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any], version: int) -> None:
         """Open a new folder, or one that an evaluation with the same settings has left.
@@ -92,5 +93,5 @@ class AnswerFolder:
         there = json.loads(file.read_text(encoding="utf-8"))
         differing = [key for key in {**there, **settings} if there.get(key) != settings.get(key)]
         if differing:
-            told = "; ".join(f"{key} is {there.get(key)!r} there and {settings.get(key)!r} here" for key in differing)
-            raise ValueError(f"{self.path} holds an evaluation with other settings: {told}. Give another --folder=DIR")
+            reported = "; ".join(f"{key} is {there.get(key)!r} there and {settings.get(key)!r} here" for key in differing)
+            raise ValueError(f"{self.path} holds an evaluation with other settings: {reported}. Give another --folder=DIR")

@@ -11,7 +11,7 @@ class EvaluationConfig:
         default=20, doc="trainer steps between two evaluations, one before the first and one after the last; 0: none"
     )
     num_tasks: int | None = chz.field(default=256, doc="problems in each evaluation; none: all of the source")
-    samples_per_task: int = chz.field(default=1, doc="answers drawn for each problem; pass@1 is their mean")
+    samples_per_task: int = chz.field(default=1, doc="answers sampled for each problem; pass@1 is their mean")
     temperature: float = chz.field(default=1.0, doc="the paper evaluates RL policies at 1.0")
     pinned: bool = chz.field(
         default=True,

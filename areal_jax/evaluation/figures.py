@@ -33,18 +33,18 @@ def majority_at_k(num_samples: int, num_correct: int, wrong_votes: Collection[in
     )
     total = 0.0
     for m in range(1, min(num_correct, k) + 1):
-        # In how many ways the wrong answers can take `drawn` of the samples, with `ties` of them taking m and none more.
+        # In how many ways the wrong answers can take `sampled` of the samples, with `ties` of them taking m and none more.
         ways = {(0, 0): 1}
         for votes in wrong_votes:
             following = dict[tuple[int, int], int]()
-            for (drawn, ties), count in ways.items():
-                for taken in range(min(votes, m, k - m - drawn) + 1):
-                    key = drawn + taken, ties + (taken == m)
+            for (sampled, ties), count in ways.items():
+                for taken in range(min(votes, m, k - m - sampled) + 1):
+                    key = sampled + taken, ties + (taken == m)
                     following[key] = following.get(key, 0) + count * math.comb(votes, taken)
             ways = following
         by_ties = dict[int, int]()
-        for (drawn, ties), count in ways.items():
-            by_ties[ties] = by_ties.get(ties, 0) + count * math.comb(silent, k - m - drawn)
+        for (sampled, ties), count in ways.items():
+            by_ties[ties] = by_ties.get(ties, 0) + count * math.comb(silent, k - m - sampled)
         chosen = math.comb(num_samples, k)
         total += sum(math.comb(num_correct, m) * count / ((ties + 1) * chosen) for ties, count in sorted(by_ties.items()))
     return total
@@ -63,7 +63,7 @@ def standard_error(scores: Sequence[float]) -> float:
 
 def wilson_interval(share: float, error: float, num_tasks: int) -> Interval:
     """Wilson's 95 % interval of a mean of numbers from 0 to 1, for as many yes-or-no tasks as would have this standard error:
-    honest at 0 and 1 too, where tasks drawn anew would all be the same."""
+    honest at 0 and 1 too, where tasks sampled anew would all be the same."""
     n = share * (1 - share) / error**2 if error else num_tasks
     centre = (share + Z_95**2 / (2 * n)) / (1 + Z_95**2 / n)
     half = Z_95 / (1 + Z_95**2 / n) * math.sqrt(share * (1 - share) / n + Z_95**2 / (4 * n**2))

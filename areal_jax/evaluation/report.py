@@ -24,7 +24,7 @@ from areal_jax.metrics.pages import BLUE, GREY, ORANGE, as_png, new_figure, plai
 from areal_jax.records import Task
 
 RESULTS, PROBLEMS, TIMES, REPORT, PICTURE = "results.json", "problems.csv", "times.jsonl", "report.html", "results.png"
-SHOWN_PER_VERDICT = 3
+SHOWN_PER_GRADE = 3
 MAX_SHOWN_CHARS = 20_000
 MAX_FAMILIES = 24
 """In the picture, those with most problems; the table has all."""
@@ -43,7 +43,7 @@ def write_report(
     Args: headline: who answered what. settings: all that decides the answers. tasks, answers: of which some are shown."""
     write_whole(folder / RESULTS, json.dumps({"settings": settings, **asdict(results)}, indent=2, allow_nan=False) + "\n")
     write_whole(folder / PROBLEMS, _as_csv(results.problems))
-    picture = draw(results)
+    picture = plot(results)
     write_whole(folder / PICTURE, picture)
     times = folder / TIMES
     return write_page(
@@ -64,12 +64,12 @@ def write_report(
 
 def summary(results: Results) -> Iterator[tuple[str, str]]:
     """The main figures, each with what it is."""
-    yield "pass@1 (95 %)", in_words(results.pass_at[1])
+    yield "pass@1 (95 %)", format_skipped(results.pass_at[1])
     most = max(results.pass_at)
     if most > 1:
-        yield f"pass@{most} (95 %)", in_words(results.pass_at[most])
+        yield f"pass@{most} (95 %)", format_skipped(results.pass_at[most])
         if results.majority_at is not None:
-            yield f"maj@{most} (95 %)", in_words(results.majority_at[most])
+            yield f"maj@{most} (95 %)", format_skipped(results.majority_at[most])
     yield "problems x samples", f"{results.num_tasks:,} x {results.samples_per_task:,}"
     yield "tokens of an answer", f"{results.tokens.mean:,.0f}"
     yield "cut at the budget", f"{results.truncated:.1%}"
@@ -77,37 +77,37 @@ def summary(results: Results) -> Iterator[tuple[str, str]]:
         yield "problems that failed, counted as wrong", f"{sum(results.failed.values()):,}"
 
 
-def in_words(estimate: Estimate) -> str:
+def format_skipped(estimate: Estimate) -> str:
     """A share with its interval."""
     low, high = estimate.interval_95
     return f"{estimate.value:.1%} ({low:.1%} to {high:.1%})"
 
 
 def shown(tasks: Sequence[Task], answers: Mapping[int, Sequence[Answer]]) -> Iterator[dict[str, Any]]:
-    """The first answers of each verdict, of different problems, for the page."""
+    """The first answers of each grade, of different problems, for the page."""
     left = dict[str, int]()
     for place in sorted(answers):
-        for answer in {answer.verdict: answer for answer in reversed(answers[place])}.values():
-            if left.setdefault(answer.verdict, SHOWN_PER_VERDICT):
-                left[answer.verdict] -= 1
+        for answer in {answer.grade: answer for answer in reversed(answers[place])}.values():
+            if left.setdefault(answer.grade, SHOWN_PER_GRADE):
+                left[answer.grade] -= 1
                 question = tasks[place].prompt[-1].content[:MAX_SHOWN_CHARS]
                 yield {"task": tasks[place], "question": question, "answer": answer, "text": answer.text[:MAX_SHOWN_CHARS]}
 
 
-def draw(results: Results) -> bytes:
+def plot(results: Results) -> bytes:
     """The figures as a PNG: scores by number of samples, lengths, problems by their share of right answers, families."""
     figure = new_figure(11.0, 6.4)
     (by_k, lengths), (shares, families) = figure.subplots(2, 2)
-    _draw_by_k(by_k, results)
-    _draw_lengths(lengths, results)
-    _draw_shares(shares, results)
-    _draw_families(families, results)
+    _plot_by_k(by_k, results)
+    _plot_lengths(lengths, results)
+    _plot_shares(shares, results)
+    _plot_families(families, results)
     for axes in (by_k, lengths, shares, families):
         plain(axes)
     return as_png(figure)
 
 
-def _draw_by_k(axes: Axes, results: Results) -> None:
+def _plot_by_k(axes: Axes, results: Results) -> None:
     title(axes, "score of k samples (95 %)")
     lines = [("pass@k", results.pass_at, BLUE), ("maj@k", results.majority_at or {}, ORANGE)]
     for label, estimates, color in lines:
@@ -127,7 +127,7 @@ def _draw_by_k(axes: Axes, results: Results) -> None:
     axes.legend(frameon=False, fontsize=9, loc="best")
 
 
-def _draw_lengths(axes: Axes, results: Results) -> None:
+def _plot_lengths(axes: Axes, results: Results) -> None:
     title(axes, "tokens of an answer")
     found = results.tokens
     widths = [right - left for left, right in zip(found.edges, found.edges[1:], strict=False)]
@@ -137,7 +137,7 @@ def _draw_lengths(axes: Axes, results: Results) -> None:
     axes.set_ylabel("answers", fontsize=9)
 
 
-def _draw_shares(axes: Axes, results: Results) -> None:
+def _plot_shares(axes: Axes, results: Results) -> None:
     title(axes, "problems by their share of right answers")
     shares = sorted(problem.num_correct / problem.num_samples for problem in results.problems if problem.num_samples)
     axes.step(range(1, len(shares) + 1), shares[::-1], where="mid", color=BLUE, linewidth=1.6)
@@ -147,7 +147,7 @@ def _draw_shares(axes: Axes, results: Results) -> None:
     axes.set_xlabel("problems, easiest first", fontsize=9)
 
 
-def _draw_families(axes: Axes, results: Results) -> None:
+def _plot_families(axes: Axes, results: Results) -> None:
     title(axes, "pass@1 by family (95 %)")
     largest = sorted(results.families.items(), key=lambda item: -item[1].num_tasks)[:MAX_FAMILIES]
     found = sorted(largest, key=lambda item: item[1].pass_at_1.value)

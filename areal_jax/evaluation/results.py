@@ -1,4 +1,4 @@
-"""All figures of a finished evaluation, from the judged answers to each task."""
+"""All figures of a finished evaluation, from the graded answers to each task."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ class Results:
     truncated: float
     """Share of answers that were cut at the token budget."""
     tokens: Lengths
-    verdicts: Mapping[str, int]
+    grades: Mapping[str, int]
     failed: Mapping[str, int]
     """Tasks without samples, by the class of the error."""
     families: Mapping[str, Family]
@@ -124,7 +124,7 @@ def results_of(tasks: Sequence[Task], answers: Mapping[int, Sequence[Answer]], f
             edges.tolist(),
             counts.tolist(),
         ),
-        verdicts=dict(sorted(Counter(answer.verdict for answer in every).items())),
+        grades=dict(sorted(Counter(answer.grade for answer in every).items())),
         failed=dict(sorted(Counter(type(error).__name__ for error in failures.values()).items())),
         families={name: _family(families[name]) for name in sorted(families)},
         problems=[_problem(place, task, by_task[place], failures.get(place)) for place, task in enumerate(tasks)],
@@ -132,7 +132,7 @@ def results_of(tasks: Sequence[Task], answers: Mapping[int, Sequence[Answer]], f
 
 
 def _num_correct(answers: Sequence[Answer]) -> int:
-    return sum(answer.verdict == "correct" for answer in answers)
+    return sum(answer.grade == "correct" for answer in answers)
 
 
 def _truncated(answers: Sequence[Answer]) -> float:
@@ -141,7 +141,7 @@ def _truncated(answers: Sequence[Answer]) -> float:
 
 def _can_vote(tasks: Sequence[Task], answers: Sequence[Answer]) -> bool:
     return all(task.kind == "math" for task in tasks) and all(
-        answer.vote is not None for answer in answers if answer.verdict == "correct"
+        answer.vote is not None for answer in answers if answer.grade == "correct"
     )
 
 
@@ -157,8 +157,8 @@ def _pass_at(answers: Sequence[Answer], k: int) -> float:
 def _majority_at(answers: Sequence[Answer], k: int) -> float:
     if not answers:
         return 0.0
-    # What the judge calls correct is equal to the reference, however it is written: one answer.
-    wrong = Counter(answer.vote for answer in answers if answer.vote is not None and answer.verdict != "correct")
+    # What the grader calls correct is equal to the reference, however it is written: one answer.
+    wrong = Counter(answer.vote for answer in answers if answer.vote is not None and answer.grade != "correct")
     return majority_at_k(len(answers), _num_correct(answers), sorted(wrong.values()), k)
 
 

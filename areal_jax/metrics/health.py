@@ -98,7 +98,7 @@ def rewards_failing(window: Window, config: HealthConfig) -> bool:
     return max(failed, rejected_share(window, *REWARD_FAILURES)) > config.max_lost_share
 
 
-REWARD_FAILURES = ("JudgeFailed", "ToolFailed")
+REWARD_FAILURES = ("GradingFailed", "ToolFailed")
 AGENT_FAILURES = ("AgentFailed", "TimeoutError")
 """Reasons for which groups are rejected: names of errors."""
 
@@ -139,7 +139,7 @@ CHECKS = (
         ("trainer/ratio",),
         ratios_out_of_range,
         "mean importance ratios are further from 1 than health.max_ratio: the policy that samples is not the one that trains",
-        "lower trainer.optimizer.learning_rate or rollout.max_staleness, or set trainer.loss.correction.cap",
+        "lower trainer.optimizer.learning_rate or rollout.max_staleness, or set trainer.loss.importance_weighting.cap",
     ),
     Check(
         "stale_tokens",

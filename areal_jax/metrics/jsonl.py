@@ -1,4 +1,4 @@
-"""Files of JSON lines: appended whole or not at all, read by any tool, cut where a run goes on from an earlier version.
+"""Files of JSON lines: appended whole or not at all, read by any tool, cut where a run resumes from an earlier version.
 
 Every row begins with its version, so that cutting reads no more of it than that.
 """
@@ -65,8 +65,8 @@ class JsonLines:
                 written += self._file.write(data[written:])
         except OSError as error:
             os.ftruncate(self._file.fileno(), self._num_bytes)
-            told = f"{error.strerror}, so a row of version {version} was not written"
-            raise OSError(error.errno, told, str(self.path)) from error
+            reported = f"{error.strerror}, so a row of version {version} was not written"
+            raise OSError(error.errno, reported, str(self.path)) from error
         self._num_bytes += written
 
     def sync(self) -> None:

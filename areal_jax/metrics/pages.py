@@ -52,5 +52,5 @@ def plain(axes: Axes) -> None:
 
 
 def title(axes: Axes, text: str) -> None:
-    """What is drawn, above it."""
+    """What is sampled, above it."""
     axes.set_title(text, loc="left", fontsize=10.5, fontweight="bold")

@@ -25,10 +25,10 @@ from areal_jax.metrics.sinks import SAMPLES
 
 REPORT = "report.html"
 LEARNING_CURVE = "learning_curve.png"
-SHOWN_PER_VERDICT = 2
+SHOWN_PER_GRADE = 2
 PASS_AT_1_TITLE = "pass@1 on the evaluation set (± standard error)"
 
-_SAMPLE_HEAD = re.compile(rb'\{"version":(\d+),"verdict":"(\w+)","stop_reason":"(\w+)","num_versions":(\d+),')
+_SAMPLE_HEAD = re.compile(rb'\{"version":(\d+),"grade":"(\w+)","stop_reason":"(\w+)","num_versions":(\d+),')
 
 
 class Series(NamedTuple):
@@ -41,7 +41,7 @@ class Series(NamedTuple):
 class Samples(NamedTuple):
     """What samples.jsonl tells."""
 
-    verdicts: Counter[str]
+    grades: Counter[str]
     stop_reasons: Counter[str]
     shown: list[dict[str, Any]]
     """A few whole rows."""
@@ -54,7 +54,7 @@ def write_report(run_folder: Path) -> Path:
     if not path.exists():
         raise FileNotFoundError(f"{path} expected, found none; name the folder of a run")
     series = collect(read(path))
-    picture = draw(series)
+    picture = plot(series)
     write_whole(run_folder / LEARNING_CURVE, picture)
     facts = run_folder / description.FILE
     run = json.loads(facts.read_text()) if facts.exists() else {}
@@ -126,8 +126,8 @@ def findings(series: dict[str, Series]) -> Iterator[Finding]:
 
 
 def survey(path: Path) -> Samples:
-    """Count verdicts, and pick for each the samples that most versions drew, the latest first."""
-    verdicts, stop_reasons = Counter[str](), Counter[str]()
+    """Count grades, and pick for each the samples that most versions drew, the latest first."""
+    grades, stop_reasons = Counter[str](), Counter[str]()
     picked: dict[str, list[tuple[int, int, bytes]]] = {}
     if path.exists():
         with path.open("rb") as file:
@@ -135,18 +135,18 @@ def survey(path: Path) -> Samples:
                 head = _SAMPLE_HEAD.match(line)
                 if head is None or not line.endswith(b"}\n"):
                     continue
-                verdict = head[2].decode()
-                verdicts[verdict] += 1
+                grade = head[2].decode()
+                grades[grade] += 1
                 stop_reasons[head[3].decode()] += 1
-                best = picked.setdefault(verdict, [])
+                best = picked.setdefault(grade, [])
                 best.append((int(head[4]), int(head[1]), line))
                 best.sort(reverse=True)
-                del best[SHOWN_PER_VERDICT:]
-    shown = [json.loads(line) for verdict, _ in verdicts.most_common() for _, _, line in picked[verdict]]
-    return Samples(verdicts, stop_reasons, shown)
+                del best[SHOWN_PER_GRADE:]
+    shown = [json.loads(line) for grade, _ in grades.most_common() for _, _, line in picked[grade]]
+    return Samples(grades, stop_reasons, shown)
 
 
-def draw(series: dict[str, Series]) -> bytes:
+def plot(series: dict[str, Series]) -> bytes:
     """The learning curve as a PNG, by trainer step: reward, pass@1, staleness and speed; of learning from examples loss,
     perplexity (or accuracy), pass@1 (or, where that is not measured, the gradient's norm) and speed."""
     figure = new_figure(11.0, 6.4)
@@ -154,27 +154,27 @@ def draw(series: dict[str, Series]) -> bytes:
     pass_at_1 = series.get(names.PASS_AT_1), series.get(names.PASS_AT_1_ERROR)
     if names.REWARD not in series and names.LOSS in series:
         if names.ACCURACY in series:
-            _draw_each_step(objective, "loss of the trained pairs", series[names.LOSS])
-            _draw_share(score, "accuracy on pairs that are not trained on", series[names.ACCURACY])
+            _plot_each_step(objective, "loss of the trained pairs", series[names.LOSS])
+            _plot_share(score, "accuracy on pairs that are not trained on", series[names.ACCURACY])
         else:
-            _draw_each_step(objective, "loss of the trained tokens", series[names.LOSS])
-            _draw_perplexity(score, series.get(names.PERPLEXITY))
+            _plot_each_step(objective, "loss of the trained tokens", series[names.LOSS])
+            _plot_perplexity(score, series.get(names.PERPLEXITY))
         if names.PASS_AT_1 in series:
-            _draw_share(third, PASS_AT_1_TITLE, *pass_at_1)
+            _plot_share(third, PASS_AT_1_TITLE, *pass_at_1)
         else:
-            _draw_each_step(third, "norm of the gradient", series.get(names.GRAD_NORM))
+            _plot_each_step(third, "norm of the gradient", series.get(names.GRAD_NORM))
     else:
-        _draw_each_step(objective, "reward of the trained samples", series.get(names.REWARD))
+        _plot_each_step(objective, "reward of the trained samples", series.get(names.REWARD))
         if names.EVAL_REWARD in series:
-            _draw_each_step(score, "mean reward on the evaluation set", series[names.EVAL_REWARD])
+            _plot_each_step(score, "mean reward on the evaluation set", series[names.EVAL_REWARD])
         else:
-            _draw_share(score, PASS_AT_1_TITLE, *pass_at_1)
-        _draw_lines(
+            _plot_share(score, PASS_AT_1_TITLE, *pass_at_1)
+        _plot_lines(
             third,
             "staleness of trained tokens (versions)",
             [("mean", series.get(names.STALENESS_MEAN), BLUE), ("largest", series.get(names.STALENESS_MAX), GREY)],
         )
-    _draw_lines(
+    _plot_lines(
         speed,
         "tokens per second",
         [("rollout", series.get(names.ROLLOUT_TOKENS_PER_S), ORANGE), ("trainer", series.get(names.TRAIN_TOKENS_PER_S), BLUE)],
@@ -190,7 +190,7 @@ def draw(series: dict[str, Series]) -> bytes:
     return as_png(figure)
 
 
-def _draw_each_step(axes: Axes, text: str, line: Series | None) -> None:
+def _plot_each_step(axes: Axes, text: str, line: Series | None) -> None:
     title(axes, text)
     if line is None:
         return _say_nothing(axes)
@@ -203,7 +203,7 @@ def _draw_each_step(axes: Axes, text: str, line: Series | None) -> None:
         axes.legend(frameon=False, fontsize=9, loc="best")
 
 
-def _draw_share(axes: Axes, text: str, share: Series | None, error: Series | None = None) -> None:
+def _plot_share(axes: Axes, text: str, share: Series | None, error: Series | None = None) -> None:
     title(axes, text)
     if share is None:
         return _say_nothing(axes)
@@ -217,7 +217,7 @@ def _draw_share(axes: Axes, text: str, share: Series | None, error: Series | Non
     _name_ends(axes, share, bars, ".1%")
 
 
-def _draw_perplexity(axes: Axes, perplexity: Series | None) -> None:
+def _plot_perplexity(axes: Axes, perplexity: Series | None) -> None:
     title(axes, "perplexity of examples that are not trained on")
     if perplexity is None:
         return _say_nothing(axes)
@@ -239,7 +239,7 @@ def _name_ends(axes: Axes, line: Series, bars: Sequence[float], form: str) -> No
                       ha=side, fontsize=9, fontweight="bold", color=ORANGE)  # fmt: skip
 
 
-def _draw_lines(axes: Axes, text: str, lines: Sequence[tuple[str, Series | None, str]]) -> None:
+def _plot_lines(axes: Axes, text: str, lines: Sequence[tuple[str, Series | None, str]]) -> None:
     title(axes, text)
     found = [(label, line, color) for label, line, color in lines if line is not None]
     for label, line, color in found:

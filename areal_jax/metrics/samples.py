@@ -34,9 +34,9 @@ class TrainedSample:
     behave_logp: Float32[np.ndarray, "T"]
     versions: Int32[np.ndarray, "T"]
     stale: Bool[np.ndarray, "T"]
-    """True where a drawn token was too old and left out of the loss."""
+    """True where a sampled token was too old and left out of the loss."""
     reward: float
-    verdict: str
+    grade: str
     stop_reason: str
 
 
@@ -119,7 +119,7 @@ def row(sample: TrainedSample, decode: Decode | None) -> dict[str, object]:
     """What is written of a sample, short facts first. `stale` lists the places of the tokens left out; `text`, where it can be
     decoded, is a list of [version, stale or not, text of the tokens that share both]."""
     facts: dict[str, object] = {
-        "verdict": sample.verdict,
+        "grade": sample.grade,
         "stop_reason": sample.stop_reason,
         "num_versions": len(np.unique(sample.versions[sample.loss_mask])),
         "reward": sample.reward,
@@ -127,7 +127,7 @@ def row(sample: TrainedSample, decode: Decode | None) -> dict[str, object]:
         "group": sample.group,
         "number": sample.number,
         "num_tokens": len(sample.tokens),
-        "num_drawn": int(sample.loss_mask.sum()),
+        "num_sampled": int(sample.loss_mask.sum()),
         "num_stale": int(sample.stale.sum()),
         "stale": np.flatnonzero(sample.stale),
         "tokens": sample.tokens,

@@ -37,7 +37,7 @@ class Sinks:
     ) -> None:
         """Open the files in `run_folder`, which is made where it does not exist.
 
-        Args: resume_version: version that the run goes on from, 0 for its very beginning: rows of this version and later are
+        Args: resume_version: version that the run resumes from, 0 for its very beginning: rows of this version and later are
         cut, so that nothing is written twice; None: a new run. decode: text of tokens, for samples.jsonl.
         FileExistsError where a new run finds the rows of another."""
         run_folder.mkdir(parents=True, exist_ok=True)

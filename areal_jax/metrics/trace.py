@@ -20,7 +20,7 @@ from areal_jax.metrics.jsonl import encode
 
 logger = logging.getLogger(__name__)
 
-LANES = ("trainer", "rollout driver", "mailbox", "rewards", "checkpoint", "evaluation")
+LANES = ("trainer", "rollout engine loop", "weight_channel", "rewards", "checkpoint", "evaluation")
 """Their order from top to bottom. Other lanes come below, in order of first use."""
 
 REMEMBERED_SPANS = 256
@@ -54,7 +54,7 @@ class Trace:
     def span(self, lane: str, name: str, start_s: float, end_s: float, args: Mapping[str, object] | None = None) -> None:
         """Draw `name` on `lane` from start_s to end_s, in seconds on one clock for all lanes.
 
-        What overlaps without lying inside each other, such as answers that are judged side by side, takes further rows."""
+        What overlaps without lying inside each other, such as answers that are graded side by side, takes further rows."""
         with self._lock:
             if self._file is None:
                 return

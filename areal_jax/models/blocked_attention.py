@@ -154,8 +154,8 @@ def _reach(segment_ids: Int[Array, "B T"], window: int | None, block_tokens: int
     blocks = ids.reshape(len(ids), -1, block_tokens).swapaxes(0, 1)
     # A segment lies together: one that reaches into a block from before is that of the last token of the blocks before.
     n = jnp.arange(len(blocks))
-    goes_on = (blocks[:, None, :, 0] == blocks[None, :, :, -1]).any(axis=-1) & (n[:, None] > n)
-    first = jnp.where(goes_on.any(axis=1), goes_on.argmax(axis=1), n)
+    continues = (blocks[:, None, :, 0] == blocks[None, :, :, -1]).any(axis=-1) & (n[:, None] > n)
+    first = jnp.where(continues.any(axis=1), continues.argmax(axis=1), n)
     if window is not None:
         first = jnp.maximum(first, (n * block_tokens - (window - 1)) // block_tokens)
     return Reach(blocks, first)

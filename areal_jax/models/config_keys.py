@@ -41,7 +41,7 @@ _HARMLESS: Final = (
     # What a file says of itself.
     *("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "finetuning_task", "task_specific_params"),
     *("unsloth_version", "unsloth_fixed", "model_name", "is_llama_config"),
-    # Weights are converted to the dtype of the run; fresh ones are drawn as `Policy.init` says.
+    # Weights are converted to the dtype of the run; fresh ones are sampled as `Policy.init` says.
     *("dtype", "torch_dtype", "use_bfloat16", "initializer_range"),
     # How transformers computes and what it returns.
     *("use_cache", "return_dict", "output_hidden_states", "output_attentions", "output_router_logits", "torchscript"),

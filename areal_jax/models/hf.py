@@ -25,12 +25,12 @@ from jax.typing import DTypeLike
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
+from areal_jax.json_files import read_json
 from areal_jax.metrics.files import naming
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.config import ADAPTER_CONFIG
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.sharding import fetch, put
-from areal_jax.settings import read_json
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 

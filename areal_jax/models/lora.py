@@ -20,6 +20,7 @@ import numpy as np
 from flax import traverse_util
 from jaxtyping import Array, Float, PRNGKeyArray
 
+from areal_jax.json_files import read_json
 from areal_jax.metrics.files import naming
 from areal_jax.models import hf
 from areal_jax.models.config import ADAPTER_CONFIG as CONFIG
@@ -27,7 +28,6 @@ from areal_jax.models.config import LoRA, Target
 from areal_jax.models.config_keys import Only, Rule, check_keys
 from areal_jax.models.decoder import Adapted, Params, Policy
 from areal_jax.parallel.sharding import fetch, put
-from areal_jax.settings import read_json
 
 WEIGHTS = "adapter_model.safetensors"
 

@@ -44,16 +44,16 @@ class MoE(nnx.Module):
     The router's weights, its product and its softmax are float32 in engine and trainer alike, whatever they compute in, and of
     equal probabilities the expert of the lower number goes first: given the same x, both choose the same experts, unless two
     are as near as the order of a float32 sum. What is left to differ is the rounding of x itself, which the objective corrects
-    for as it does for dense policies: the engine's log-probability of a token is the one with which it was drawn."""
+    for as it does for dense policies: the engine's log-probability of a token is the one with which it was sampled."""
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, key: PRNGKeyArray):
         self.moe = moe
         D, E, F = config.hidden_size, moe.num_experts, moe.moe_intermediate_size
         router_key, gate_key, up_key, down_key = jax.random.split(key, 4)
-        self.router = _drawn(router_key, (D, E), ("embed", "experts"))
-        self.expert_gate = _drawn(gate_key, (E, D, F), ("experts", "embed", "mlp"))
-        self.expert_up = _drawn(up_key, (E, D, F), ("experts", "embed", "mlp"))
-        self.expert_down = _drawn(down_key, (E, F, D), ("experts", "mlp", "embed"))
+        self.router = _sampled(router_key, (D, E), ("embed", "experts"))
+        self.expert_gate = _sampled(gate_key, (E, D, F), ("experts", "embed", "mlp"))
+        self.expert_up = _sampled(up_key, (E, D, F), ("experts", "embed", "mlp"))
+        self.expert_down = _sampled(down_key, (E, F, D), ("experts", "mlp", "embed"))
 
     def __call__(
         self, x: Float[Array, "B T D"], experts: Experts, counted: Bool[Array, "B T"] | None
@@ -158,7 +158,7 @@ def sharded_experts(mesh: Mesh, rules: Rules) -> Experts:
     return experts
 
 
-def _drawn(key: PRNGKeyArray, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param[Array]:
+def _sampled(key: PRNGKeyArray, shape: tuple[int, ...], axes: tuple[str, ...]) -> nnx.Param[Array]:
     return nnx.Param(shape[-2] ** -0.5 * jax.random.normal(key, shape, jnp.float32), axes=axes)
 
 

@@ -98,8 +98,8 @@ def _report(coordinator: str, process_id: int, deadline_s: float, timeout_s: flo
             connection.sendall(f"{process_id}\n".encode())
             # Process 0 may have begun to wait only now; it waits as long, and tells all only then.
             connection.settimeout(timeout_s + _TELL_S)
-            if told := _line(connection):
-                return "" if told == _NOBODY else told, _are_apart(connection)
+            if reported := _line(connection):
+                return "" if reported == _NOBODY else reported, _are_apart(connection)
         time.sleep(_NAP_S)
     return "process 0", False
 

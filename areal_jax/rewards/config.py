@@ -1,4 +1,4 @@
-"""How answers are judged and what verdicts are worth."""
+"""How answers are graded and what grades are worth."""
 
 from __future__ import annotations
 
@@ -42,15 +42,15 @@ class SandboxConfig:
 class RewardConfig:
     """How answers are graded."""
 
-    num_workers: int = chz.field(default=1, doc="judging processes")
+    num_workers: int = chz.field(default=1, doc="grading processes")
     timeout_s: float = chz.field(
         default=10.0,
-        doc="a verdict not reached by then is `timeout`, and the process is killed with its children; for programs see "
+        doc="a grade not reached by then is `timeout`, and the process is killed with its children; for programs see "
         "sandbox.total_timeout_s",
     )
     patience_s: float = chz.field(
         default=1.0,
-        doc="an answer judged for longer makes way for another, and goes on with what the others leave of the processors; not "
+        doc="an answer graded for longer makes way for another, and goes on with what the others leave of the processors; not "
         "programs, which have sandbox.test_timeout_s",
     )
     correct: float = chz.field(default=5.0, doc="reward of a correct answer")
@@ -83,7 +83,7 @@ class RewardConfig:
 
 @chz.chz
 class ToolsConfig:
-    """Tools that a policy may call. They work in judging processes, with the limits of rewards.sandbox for programs."""
+    """Tools that a policy may call. They work in grading processes, with the limits of rewards.sandbox for programs."""
 
     names: tuple[str, ...] = chz.field(
         default=("calculator",), doc="comma-separated: calculator, python (a program, sandboxed), search (in your documents)"

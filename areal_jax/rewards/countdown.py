@@ -14,8 +14,8 @@ _OPERATIONS = (ast.Add, ast.Sub, ast.Mult, ast.Div)
 _BOXED = re.compile(r"\\boxed\{([^{}]*)\}|<answer>([^<>]*)</answer>")
 
 
-def judge(reference: str, text: str) -> tuple[Literal["correct", "wrong", "no_answer"], str]:
-    """The verdict on a text, and what it answers.
+def grade_answer(reference: str, text: str) -> tuple[Literal["correct", "wrong", "no_answer"], str]:
+    """The grade on a text, and what it answers.
 
     The answer is the last \\boxed{} or <answer>, an expression of + - * / and brackets; " = TARGET" behind it does no harm.
     Args: reference: JSON of {"numbers": [...], "target": ...}."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from areal_jax.records import Verdict
+from areal_jax.records import RewardResult
 
 logger = logging.getLogger(__name__)
 
@@ -19,27 +19,27 @@ class FailureLog:
         # By the lines of code and the type of the error, the latest last: how often it came, and how it was told first.
         self._seen: dict[str, tuple[int, str]] = {}
 
-    def add(self, task: str, verdict: Verdict) -> None:
+    def add(self, task: str, grade: RewardResult) -> None:
         """Log a failed call for the task of this id, at its 1st, 11th, 101st, 1001st ... time."""
-        frames = [line for line in verdict.trace.splitlines() if line.startswith('  File "')]
+        frames = [line for line in grade.trace.splitlines() if line.startswith('  File "')]
         # Without frames: what was expected, whatever was found.
-        same = verdict.detail.partition(":" if frames else ", found ")[0]
-        key = "\n".join((verdict.kind, same, *frames))
-        count, told = self._seen.pop(key, (0, verdict.detail))
-        self._seen[key] = count + 1, told
+        same = grade.detail.partition(":" if frames else ", found ")[0]
+        key = "\n".join((grade.kind, same, *frames))
+        count, reported = self._seen.pop(key, (0, grade.detail))
+        self._seen[key] = count + 1, reported
         if count == 0:
-            logger.warning("reward call failed (task %s): %s", task, verdict.trace or verdict.detail)
+            logger.warning("reward call failed (task %s): %s", task, grade.trace or grade.detail)
             if len(self._seen) > MAX_DISTINCT:
                 del self._seen[next(iter(self._seen))]
         elif str(count).strip("0") == "1" and count > 1:
-            self._repeat(count, told)
+            self._repeat(count, reported)
 
     def close(self) -> None:
         """Log how often each error came again."""
-        for count, told in self._seen.values():
+        for count, reported in self._seen.values():
             if count > 1:
-                self._repeat(count - 1, told)
+                self._repeat(count - 1, reported)
         self._seen.clear()
 
-    def _repeat(self, count: int, told: str) -> None:
-        logger.warning("reward call failed: same error %d times since: %s", count, told)
+    def _repeat(self, count: int, reported: str) -> None:
+        logger.warning("reward call failed: same error %d times since: %s", count, reported)

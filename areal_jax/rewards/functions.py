@@ -42,7 +42,7 @@ def load_function(function: str) -> Callable[..., Any]:
 
 
 def graded(found: object, scale: Literal["unit", "raw"]) -> tuple[Literal["correct", "wrong", "scored"], float]:
-    """The verdict and the score that a reward function (or an agent) has returned.
+    """The grade and the score that a reward function (or an agent) has returned.
 
     Raises: TypeError or ValueError, which say what was expected, where it is no reward."""
     value = found

@@ -4,7 +4,7 @@ An answer is equal to the reference if both are, element by element and unit by 
 expressions of which computer algebra shows that they are. What cannot be read as a whole is never equal: no part of it is
 compared in its place.
 
-Finding is linear in the text. What is left to computer algebra is bounded first, for that can take for ever: the judging
+Finding is linear in the text. What is left to computer algebra is bounded first, for that can take for ever: the grading
 process around it has a deadline, but a bound is cheaper than a killed process.
 """
 
@@ -433,7 +433,7 @@ def _equal_expressions(ours: str, theirs: str) -> bool:
     from math_verify import verify
 
     for library in ("math_verify", "latex2sympy2_extended"):
-        # They warn that they set no deadline; the judging process has one.
+        # They warn that they set no deadline; the grading process has one.
         logging.getLogger(library).setLevel(logging.CRITICAL)
     answer, reference = _expression(ours), _expression(theirs)
     if answer is None or reference is None:

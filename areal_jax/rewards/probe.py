@@ -6,9 +6,10 @@ import asyncio
 from collections.abc import Sequence
 from itertools import islice
 
-from areal_jax.records import Judge, Task, Verdict
+from areal_jax.errors import ConfigError
+from areal_jax.protocols import Grader
+from areal_jax.records import RewardResult, Task
 from areal_jax.rewards.config import RewardConfig
-from areal_jax.settings import ConfigError
 
 NUM_ROWS = 8
 """Rows of which the reference answers are graded."""
@@ -17,7 +18,7 @@ NUM_SEARCHED = 64
 """Rows among which some of every kind are looked for."""
 
 
-async def probe(grade: Judge, tasks: Sequence[Task], config: RewardConfig, *, must_grade: bool = True) -> list[str]:
+async def probe(grade: Grader, tasks: Sequence[Task], config: RewardConfig, *, must_grade: bool = True) -> list[str]:
     """Grade an empty answer and reference answers to the first rows; warnings about what came of it.
 
     A function is asked about one row of each kind. Verifiers of mathematics must give reference answers of several rows credit.
@@ -29,11 +30,11 @@ async def probe(grade: Judge, tasks: Sequence[Task], config: RewardConfig, *, mu
     graded = first if config.function is not None else [task for task in rows if task.kind == "math"][:NUM_ROWS]
     asked = [(task, "empty", "") for task in first]
     asked += [(task, "reference", text) for task in graded for text in _reference_texts(task, config)]
-    verdicts = await asyncio.gather(*(grade(task, text) for task, _, text in asked))
-    for (task, which, text), verdict in zip(asked, verdicts, strict=True):
-        if verdict.failed:
-            raise ConfigError(_failure(task, which, text, verdict, config))
-    found = [(task, which, verdict) for (task, which, _), verdict in zip(asked, verdicts, strict=True)]
+    grades = await asyncio.gather(*(grade(task, text) for task, _, text in asked))
+    for (task, which, text), result in zip(asked, grades, strict=True):
+        if result.failed:
+            raise ConfigError(_failure(task, which, text, result, config))
+    found = [(task, which, result) for (task, which, _), result in zip(asked, grades, strict=True)]
     return _warnings_of_function(found, config) if config.function else _warnings_of_verifier(found, config, must_grade)
 
 
@@ -45,36 +46,38 @@ def _reference_texts(task: Task, config: RewardConfig) -> list[str]:
     return [boxed] if config.function is None else [task.answer, boxed]
 
 
-def _failure(task: Task, which: str, text: str, verdict: Verdict, config: RewardConfig) -> str:
+def _failure(task: Task, which: str, text: str, result: RewardResult, config: RewardConfig) -> str:
     who = f"rewards.function={config.function}" if config.function else f"the verifier of kind {task.kind}"
     answer = "an empty answer" if which == "empty" else f"the reference answer {text[:100]!r}"
-    hint = "; raise rewards.timeout_s if it needs longer" if verdict.kind == "timeout" else ""
-    told = f"{who} failed on {answer} to task {task.id}: {verdict.detail}{hint}"
-    return f"{told}\n{verdict.trace}" if verdict.trace else told
+    hint = "; raise rewards.timeout_s if it needs longer" if result.kind == "timeout" else ""
+    reported = f"{who} failed on {answer} to task {task.id}: {result.detail}{hint}"
+    return f"{reported}\n{result.trace}" if result.trace else reported
 
 
-def _warnings_of_function(found: Sequence[tuple[Task, str, Verdict]], config: RewardConfig) -> list[str]:
-    empty = {task.kind: verdict for task, which, verdict in found if which == "empty"}
-    references = [(task, verdict) for task, which, verdict in found if which == "reference"]
-    if not references or any(verdict.score != empty[task.kind].score for task, verdict in references):
+def _warnings_of_function(found: Sequence[tuple[Task, str, RewardResult]], config: RewardConfig) -> list[str]:
+    empty = {task.kind: result for task, which, result in found if which == "empty"}
+    references = [(task, result) for task, which, result in found if which == "reference"]
+    if not references or any(result.score != empty[task.kind].score for task, result in references):
         return []
-    task, verdict = references[0]
+    task, result = references[0]
     return [
-        f"rewards.function={config.function} returns {verdict.score} for an empty answer to task {task.id} and the same for "
+        f"rewards.function={config.function} returns {result.score} for an empty answer to task {task.id} and the same for "
         f"its reference answer {task.answer[:100]!r}, plain and in \\boxed{{}}; if it compares answers, check what form it "
         "expects"
     ]
 
 
-def _warnings_of_verifier(found: Sequence[tuple[Task, str, Verdict]], config: RewardConfig, must_grade: bool) -> list[str]:
-    references = [(task, verdict) for task, which, verdict in found if which == "reference"]
+def _warnings_of_verifier(found: Sequence[tuple[Task, str, RewardResult]], config: RewardConfig, must_grade: bool) -> list[str]:
+    references = [(task, result) for task, which, result in found if which == "reference"]
     if config.form is not None:  # in which nobody here can write a reference answer
         return []
-    bad = [(task, verdict) for task, verdict in references if verdict.kind != "correct"]
-    told = "; ".join(f"task {task.id}: {task.answer[:100]!r} is {verdict.kind}" for task, verdict in bad)
+    bad = [(task, result) for task, result in references if result.kind != "correct"]
+    reported = "; ".join(f"task {task.id}: {task.answer[:100]!r} is {result.kind}" for task, result in bad)
     if bad and len(bad) == len(references) and must_grade:
         raise ConfigError(
-            f"none of the reference answers of {len(bad)} rows is graded correct in \\boxed{{}} ({told}); expected answers "
+            f"none of the reference answers of {len(bad)} rows is graded correct in \\boxed{{}} ({reported}); expected answers "
             "that the verifier can read: set the source's answer_field, or rewards.function to a function of yours"
         )
-    return [f"{len(bad)} of {len(references)} reference answers are not graded correct in \\boxed{{}}: {told}"] if bad else []
+    return (
+        [f"{len(bad)} of {len(references)} reference answers are not graded correct in \\boxed{{}}: {reported}"] if bad else []
+    )

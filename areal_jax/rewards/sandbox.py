@@ -42,7 +42,7 @@ WATCH_S = 0.1
 """How often the memory of a sandbox is measured."""
 
 HARNESS = Path(__file__).with_name("harness.py")
-SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/etc/ld.so.cache", "/etc/alternatives")
+SYSTEM = ("/usr", "/lib", "/lib64", "/lib32", "/bin", "/etc/ld.so.cache", "/etc/top_logprobs")
 """What of the system is to be seen inside, where it exists."""
 
 ENVIRONMENT = {
@@ -141,7 +141,7 @@ class Sandbox:
                 os.write(writing, system_call_filter(platform.machine()))
                 os.close(writing)
                 passed.append(filter_file)
-                command = [bwrap, *_walls(config), "--seccomp", str(filter_file), "--", *command]
+                command = [bwrap, *_sandbox_command(config), "--seccomp", str(filter_file), "--", *command]
             self._process = subprocess.Popen(
                 command,
                 stdin=theirs.fileno(),
@@ -274,7 +274,7 @@ class Sandboxes:
     """Sandboxes of one kind, one ahead: `take` hands out the one that is ready and starts the next."""
 
     def __init__(self, config: SandboxConfig, bwrap: str | None) -> None:
-        """Args: bwrap: as `find_walls` found it."""
+        """Args: bwrap: as `find_sandbox_command` found it."""
         self._config, self._bwrap, self._number = config, bwrap, 0
         self._spare = self._new()
 
@@ -295,7 +295,7 @@ def user_id(number: int) -> int:
     return 20_000 + (os.getpid() * 8 + number % 8) % 40_000
 
 
-def find_walls(config: SandboxConfig) -> str | None:
+def find_sandbox_command(config: SandboxConfig) -> str | None:
     """A bubblewrap that works here: the system's own, or else the one of the Python package; None where none is asked for.
 
     SandboxUnavailable says what was tried and what would help."""
@@ -351,7 +351,7 @@ def _python() -> list[str]:
     return [os.path.realpath(sys.executable), "-s", "-S", "-P", "-B", "-X", "utf8", str(HARNESS), *_packages()]
 
 
-def _walls(config: SandboxConfig) -> list[str]:
+def _sandbox_command(config: SandboxConfig) -> list[str]:
     """bubblewrap's arguments."""
     walls = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
     walls += ["--as-pid-1", "--die-with-parent", "--new-session"]

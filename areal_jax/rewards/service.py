@@ -1,4 +1,4 @@
-"""The reward service: judging processes with a deadline for each answer, killed with all their children when it passes.
+"""The reward service: grading processes with a deadline for each answer, killed with all their children when it passes.
 
 What a policy calls tools for is done there too: it is as little to be trusted."""
 
@@ -22,11 +22,11 @@ from typing import Any, Self
 import chz
 import psutil
 
-from areal_jax.records import Task, ToolResult, Verdict, VerdictKind
+from areal_jax.errors import ConfigError
+from areal_jax.records import ResultKind, RewardResult, Task, ToolResult
 from areal_jax.rewards.config import RewardConfig, ToolsConfig
 from areal_jax.rewards.failures import FailureLog
 from areal_jax.rewards.processes import ending, has_ended, kill_tree, lower_priority
-from areal_jax.settings import ConfigError
 
 logger = logging.getLogger(__name__)
 
@@ -35,7 +35,7 @@ START_TIMEOUT_S = 60.0
 
 START_ATTEMPTS = 3
 ATTEMPTS = 2
-"""An answer on which a process died is judged once more on a fresh one: the process may have died of something else."""
+"""An answer on which a process died is graded once more on a fresh one: the process may have died of something else."""
 
 ANSWERS_PER_PROCESS = 1000
 """After so many answers a process is replaced, whatever it has kept of them."""
@@ -49,10 +49,10 @@ GRACE_S = 0.5
 KILL_TIMEOUT_S = 10.0
 
 MAX_LINE_BYTES = 16 << 20
-"""No answer of a judging process may be longer."""
+"""No answer of a grading process may be longer."""
 
 KINDS = ("math", "code", "countdown")
-"""Of tasks for which there are judges."""
+"""Of tasks for which there are graders."""
 
 
 def failure_counts(num_failed: int | float, num_calls: int | float) -> dict[str, float]:
@@ -61,15 +61,15 @@ def failure_counts(num_failed: int | float, num_calls: int | float) -> dict[str,
 
 
 class CannotStart(RuntimeError):
-    """No judging process could be started: the machine's fault, not the answer's."""
+    """No grading process could be started: the machine's fault, not the answer's."""
 
 
 class Unprepared(Exception):
-    """The judging process would first have to import computer algebra."""
+    """The grading process would first have to import computer algebra."""
 
 
 class Nursery:
-    """The process that judging processes are forked from: what they need is loaded once, and starting one takes a moment.
+    """The process that grading processes are forked from: what they need is loaded once, and starting one takes a moment.
 
     One request at a time, each with its answer. It is started when it is needed, and again after it died."""
 
@@ -84,7 +84,7 @@ class Nursery:
         self.num_forks = 0
 
     async def fork(self) -> tuple[int, socket.socket]:
-        """A new judging process: its id, and the socket to talk to it by. CannotStart after some attempts, ConfigError where
+        """A new grading process: its id, and the socket to talk to it by. CannotStart after some attempts, ConfigError where
         the settings are at fault."""
         failure = ""
         for attempt in range(START_ATTEMPTS):
@@ -97,11 +97,11 @@ class Nursery:
             except (OSError, TimeoutError, EOFError) as error:
                 ours.close()
                 failure = f"{type(error).__name__}: {error} ({await self.kill(GRACE_S)})"
-                logger.warning("attempt %d of %d to start a judging process failed: %s", attempt + 1, START_ATTEMPTS, failure)
+                logger.warning("attempt %d of %d to start a grading process failed: %s", attempt + 1, START_ATTEMPTS, failure)
             except BaseException:
                 ours.close()
                 raise
-        raise CannotStart(f"no judging process could be started in {START_ATTEMPTS} attempts: {failure}")
+        raise CannotStart(f"no grading process could be started in {START_ATTEMPTS} attempts: {failure}")
 
     async def prepare(self) -> str:
         """Import computer algebra for all that is forked from now on; why it failed, empty where it did not."""
@@ -183,7 +183,7 @@ class Nursery:
 
 
 class Worker:
-    """One judging process, forked when it is needed and again after it was killed."""
+    """One grading process, forked when it is needed and again after it was killed."""
 
     def __init__(self, nursery: Nursery) -> None:
         self._nursery = nursery
@@ -203,7 +203,7 @@ class Worker:
             self._lines, self._requests = await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES)
 
     async def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Judge one answer, or use a tool. TimeoutError when it takes too long, EOFError when the process dies, Unprepared when
+        """Grader one answer, or use a tool. TimeoutError when it takes too long, EOFError when the process dies, Unprepared when
         it lacks computer algebra; the process must then be killed."""
         assert self._requests is not None and self._lines is not None
         self._number += 1
@@ -214,7 +214,7 @@ class Worker:
                 await self._requests.drain()
             reply = await read_line(self._lines, timeout_s)
         if reply["number"] != self._number:
-            raise EOFError(f"the judging process answered request {reply['number']} instead of {self._number}")
+            raise EOFError(f"the grading process answered request {reply['number']} instead of {self._number}")
         if "unprepared" in reply:
             raise Unprepared
         return reply
@@ -225,7 +225,7 @@ class Worker:
 
     @property
     def is_worn(self) -> bool:
-        """Whether it has judged so much that a fresh process is the safer one."""
+        """Whether it has graded so much that a fresh process is the safer one."""
         return self._number >= ANSWERS_PER_PROCESS
 
     def give_way(self) -> None:
@@ -250,7 +250,7 @@ class Worker:
                 while (code := await self._nursery.reap(process.pid)) is None:
                     await asyncio.sleep(0.005)
         except (OSError, TimeoutError, EOFError, RuntimeError) as error:
-            logger.warning("judging process %d was killed, and nothing is known of its end: %s", process.pid, error)
+            logger.warning("grading process %d was killed, and nothing is known of its end: %s", process.pid, error)
             return "nobody knows how"
         return ending(code)
 
@@ -261,9 +261,9 @@ async def read_line(lines: asyncio.StreamReader, timeout_s: float) -> dict[str, 
         async with asyncio.timeout(timeout_s):
             line = await lines.readline()
     except ConnectionError as error:
-        raise EOFError(f"the judging process broke off ({error})") from error
+        raise EOFError(f"the grading process broke off ({error})") from error
     if not line:
-        raise EOFError("the judging process ended")
+        raise EOFError("the grading process ended")
     return json.loads(line)
 
 
@@ -277,9 +277,9 @@ async def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 
 class RewardService:
-    """Judges answers in `num_workers` processes: `async with RewardService(config) as judge: await judge(task, text)`.
+    """Grader answers in `num_workers` processes: `async with RewardService(config) as grader: await grader(task, text)`.
 
-    Every answer gets a verdict. That of a call that failed says so: what hangs is `timeout`, what raises or kills its process
+    Every answer gets a grade. That of a call that failed says so: what hangs is `timeout`, what raises or kills its process
     twice is `crashed`, and where no process can be started it is `infrastructure`.
     """
 
@@ -293,33 +293,33 @@ class RewardService:
     ) -> None:
         """
         Args:
-            kinds: of the tasks that will be judged; those of KINDS are known, a function of one's own judges any.
+            kinds: of the tasks that will be graded; those of KINDS are known, a function of one's own graders any.
             tools: what can be used besides.
             logs_failures: false where whoever asks logs them.
-        ConfigError where nobody can judge these.
+        ConfigError where nobody can grader these.
         """
         if config.num_workers < 1 or config.timeout_s <= 0:
             raise ConfigError(
                 f"expected rewards.num_workers >= 1 and rewards.timeout_s > 0, came {config.num_workers} and {config.timeout_s}"
             )
         if config.function is None and (unknown := set(kinds) - set(KINDS)):
-            raise ConfigError(f"no judge for tasks of kind {', '.join(sorted(unknown))}; set rewards.function to one of yours")
+            raise ConfigError(f"no grader for tasks of kind {', '.join(sorted(unknown))}; set rewards.function to one of yours")
         self.config, self.tools, self._kinds = config, tools, kinds
-        self.verdicts = Counter[VerdictKind]()
+        self.grades = Counter[ResultKind]()
         self.num_failed = 0
         """Calls that failed."""
         self._failures = FailureLog() if logs_failures else None
         self.tool_results = Counter[str]()
         """By tool and outcome, TOOL/OUTCOME."""
         self._num_open = 0
-        self.judged_s = 0.0
-        """Time that answers spent being judged, waiting for a place not included."""
+        self.graded_s = 0.0
+        """Time that answers spent being graded, waiting for a place not included."""
         self.num_set_aside = 0
         """Answers that made way for others because they took long."""
         self._nursery = Nursery(config, kinds, tools)
-        # Workers that judge nothing now; the last one put is the first taken, so that few processes stay warm.
+        # Workers that grader nothing now; the last one put is the first taken, so that few processes stay warm.
         self._idle = list[Worker]()
-        # A place for each answer being judged, given in order of asking. An answer that takes long gives its place up for one
+        # A place for each answer being graded, given in order of asking. An answer that takes long gives its place up for one
         # of those aside. Where all are taken answers wait, at most for the deadlines of those before them.
         self._places = asyncio.Semaphore(config.num_workers)
         self._places_aside = asyncio.Semaphore(ASIDE_PER_WORKER * config.num_workers)
@@ -335,29 +335,29 @@ class RewardService:
         finally:
             self._idle += starting
 
-    async def __call__(self, task: Task, answer: str) -> Verdict:
-        """Judge one answer, and count how it went; cancelling the call kills the process that judges it."""
-        verdict = await self.grade(task, answer)
-        self.verdicts[verdict.kind] += 1
-        self.num_failed += verdict.failed
-        if verdict.failed and self._failures is not None:
-            self._failures.add(task.id, verdict)
-        return verdict
+    async def __call__(self, task: Task, answer: str) -> RewardResult:
+        """Grader one answer, and count how it went; cancelling the call kills the process that graders it."""
+        grade = await self.grade(task, answer)
+        self.grades[grade.kind] += 1
+        self.num_failed += grade.failed
+        if grade.failed and self._failures is not None:
+            self._failures.add(task.id, grade)
+        return grade
 
-    async def grade(self, task: Task, answer: str) -> Verdict:
+    async def grade(self, task: Task, answer: str) -> RewardResult:
         """The same, without a trace in counts and log."""
         if task.kind not in self._kinds and self.config.function is None:
             raise ValueError(
-                f"task {task.id}: no judge for tasks of kind {task.kind!r}, this service judges {', '.join(self._kinds)}; "
+                f"task {task.id}: no grader for tasks of kind {task.kind!r}, this service graders {', '.join(self._kinds)}; "
                 "set rewards.function to one of yours"
             )
         # Programs have limits of their own, and so much to do that more of them at a time would only make all late.
         makes_way = task.kind != "code" or self.config.function is not None
         timeout_s = self.config.timeout_s if makes_way else self.config.sandbox.total_timeout_s
         found = await self._done({"task": asdict(task), "text": answer}, timeout_s, makes_way)
-        # What did not come from the process itself says that it gave no verdict.
+        # What did not come from the process itself says that it gave no grade.
         score, failed, trace = found.get("score"), found.get("failed", True), found.get("trace", "")
-        return Verdict(found["kind"], found["detail"], score, failed, trace)
+        return RewardResult(found["kind"], found["detail"], score, failed, trace)
 
     async def use(self, tool: str, argument: str) -> ToolResult:
         """Use a tool; cancelling the call kills the process that does. What hangs or kills its process is told the policy."""
@@ -378,23 +378,23 @@ class RewardService:
 
     async def _placed(self, request: Mapping[str, Any], timeout_s: float, makes_way: bool) -> dict[str, Any]:
         await self._places.acquire()
-        holding = [self._places]
+        paused = [self._places]
         worker = self._idle.pop() if self._idle else Worker(self._nursery)
         clock = asyncio.get_running_loop().time
         began_s = clock()
         try:
-            found = await self._asked(worker, holding, request, timeout_s, makes_way)
-            if worker.is_worn or holding != [self._places] or len(self._idle) >= self.config.num_workers:
+            found = await self._asked(worker, paused, request, timeout_s, makes_way)
+            if worker.is_worn or paused != [self._places] or len(self._idle) >= self.config.num_workers:
                 await worker.kill()
         finally:
-            self.judged_s += clock() - began_s
+            self.graded_s += clock() - began_s
             if worker.is_running:
                 self._idle.append(worker)
-            holding[0].release()
+            paused[0].release()
         return found
 
     @asynccontextmanager
-    async def _making_way(self, worker: Worker, holding: list[asyncio.Semaphore]) -> AsyncIterator[None]:
+    async def _making_way(self, worker: Worker, paused: list[asyncio.Semaphore]) -> AsyncIterator[None]:
         """Set what is done inside aside when it takes long: its process goes on with what others leave of the processors."""
 
         async def make_way() -> None:
@@ -402,10 +402,10 @@ class RewardService:
             await self._places_aside.acquire()
             worker.give_way()
             self.num_set_aside += 1
-            holding[0].release()
-            holding[0] = self._places_aside
+            paused[0].release()
+            paused[0] = self._places_aside
 
-        making_way = asyncio.create_task(make_way()) if holding == [self._places] else None
+        making_way = asyncio.create_task(make_way()) if paused == [self._places] else None
         try:
             yield
         finally:
@@ -415,7 +415,7 @@ class RewardService:
     async def _asked(
         self,
         worker: Worker,
-        holding: list[asyncio.Semaphore],
+        paused: list[asyncio.Semaphore],
         request: Mapping[str, Any],
         timeout_s: float,
         makes_way: bool,
@@ -424,7 +424,7 @@ class RewardService:
         while len(deaths) < ATTEMPTS:
             try:
                 await worker.start()
-                async with self._making_way(worker, holding) if makes_way else nullcontext():
+                async with self._making_way(worker, paused) if makes_way else nullcontext():
                     return await worker.ask(request, timeout_s)
             except Unprepared:
                 await worker.kill()
@@ -439,20 +439,20 @@ class RewardService:
                 late = f"no result within {timeout_s:g} s"
                 if "task" in request:
                     setting = "rewards.timeout_s" if makes_way else "rewards.sandbox.total_timeout_s"
-                    late = f"no verdict within {setting}={timeout_s:g} s"
+                    late = f"no grade within {setting}={timeout_s:g} s"
                 return {"kind": "timeout", "detail": late}
             except EOFError as error:
                 deaths.append(f"{error} ({await worker.kill(GRACE_S)})")
             except BaseException:
                 await worker.kill()
                 raise
-        what = f"using {request['tool']}" if "tool" in request else f"judging an answer to task {request['task']['id']}"
+        what = f"using {request['tool']}" if "tool" in request else f"grading an answer to task {request['task']['id']}"
         logger.warning("%s: the process died %d times: %s", what, ATTEMPTS, deaths[-1])
         return {"kind": "crashed", "detail": deaths[-1]}
 
     def progress(self) -> int:
         """How many answers were graded and tools used so far."""
-        return self.verdicts.total() + self.tool_results.total()
+        return self.grades.total() + self.tool_results.total()
 
     def waits(self) -> str:
         """What is being done, in words."""
@@ -461,16 +461,16 @@ class RewardService:
     def counters(self) -> dict[str, float]:
         """Counts and seconds since the service began."""
         return {
-            **failure_counts(self.num_failed, self.verdicts.total()),
-            **{f"verdict/{kind}": float(number) for kind, number in sorted(self.verdicts.items())},
+            **failure_counts(self.num_failed, self.grades.total()),
+            **{f"grade/{kind}": float(number) for kind, number in sorted(self.grades.items())},
             **{f"tool/{name}": float(number) for name, number in sorted(self.tool_results.items())},
-            "judged_s": self.judged_s,
+            "graded_s": self.graded_s,
             "set_aside": float(self.num_set_aside),
             "worker_starts": float(self._nursery.num_forks),
         }
 
     async def close(self) -> None:
-        """Kill all processes; answers still being judged raise."""
+        """Kill all processes; answers still being graded raise."""
         idle, self._idle = self._idle, []
         for worker in idle:
             await worker.kill()

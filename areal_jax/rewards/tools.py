@@ -1,4 +1,4 @@
-"""What a policy may call, and what is done then. Runs in judging processes; standard library only until a tool is made."""
+"""What a policy may call, and what is done then. Runs in grading processes; standard library only until a tool is made."""
 
 from __future__ import annotations
 
@@ -55,13 +55,13 @@ def use_calculator(expression: str) -> tuple[str, str]:
 
 
 def _python(config: SandboxConfig, timeout_s: float) -> Use:
-    from areal_jax.rewards.sandbox import Ended, Sandboxes, SandboxUnavailable, find_walls
+    from areal_jax.rewards.sandbox import Ended, Sandboxes, SandboxUnavailable, find_sandbox_command
 
-    bwrap = find_walls(config)
+    bwrap = find_sandbox_command(config)
     made = list[Sandboxes]()
 
     def use(program: str) -> tuple[str, str]:
-        # In each judging process its own.
+        # In each grading process its own.
         sandboxes = made[0] if made else made.append(Sandboxes(config, bwrap)) or made[0]
         try:
             sandbox = sandboxes.take()

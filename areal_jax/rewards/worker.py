@@ -1,10 +1,10 @@
-"""The process that judging processes are forked from, and those: `python -m areal_jax.rewards.worker PARENT_PID SETTINGS`.
+"""The process that grading processes are forked from, and those: `python -m areal_jax.rewards.worker PARENT_PID SETTINGS`.
 
 `rewards.service` starts it, talks to it over a socket on its standard input, and kills it. One JSON object a line. In:
 {"do": "fork"} with a socket for the new process, {"do": "prepare"}, {"do": "reap", "pid"}. Out: {"status": "ready"} when it can
 fork, or {"error"} when it never will; then {"pid"}, {} or {"error"}, {"returncode"}.
 
-A judging process over its socket. In: {"number", "task", "text"}. Out: {"number", "kind", "detail", "score", "failed", "trace"}
+A grading process over its socket. In: {"number", "task", "text"}. Out: {"number", "kind", "detail", "score", "failed", "trace"}
 or {"number", "unprepared"}: it needs computer algebra, which takes a second to import; `prepare` does so once, for all that is
 forked later. Or in: {"number", "tool", "text"}, to use a tool. Out: {"number", "kind", "text"}.
 """
@@ -39,7 +39,7 @@ MAX_DETAIL_CHARS = 300
 
 
 class Finding(NamedTuple):
-    """A verdict. The record of it lies in a module that takes long to load."""
+    """A grade. The record of it lies in a module that takes long to load."""
 
     kind: str
     detail: str = ""
@@ -52,7 +52,7 @@ class Unprepared(Exception):
     """Computer algebra is needed and not imported."""
 
 
-Judge = Callable[[dict[str, Any], str], Finding]
+Grader = Callable[[dict[str, Any], str], Finding]
 Tools = dict[str, Callable[[str], tuple[str, str]]]
 
 
@@ -67,8 +67,8 @@ def main() -> None:
     control = socket.socket(fileno=os.dup(0))
     _keep_to_oneself()
     try:
-        judge = _own_judge(settings["function"], settings["scale"]) if settings["function"] else _judge_by_kind(settings)
-        judge = judge if settings["form"] is None else _in_form(re.compile(settings["form"], re.DOTALL), judge)
+        grader = _custom_grader(settings["function"], settings["scale"]) if settings["function"] else _grader_of_kind(settings)
+        grader = grader if settings["form"] is None else _in_form(re.compile(settings["form"], re.DOTALL), grader)
         tools = _tools(settings) if settings["tools"] else {}
     except (Exception, SystemExit) as error:
         given = " ".join(f"rewards.{name}={settings[name]}" for name in ("function", "form") if settings[name])
@@ -92,7 +92,7 @@ def main() -> None:
                     # A group to be killed as one, but no session: priorities count among processes of one session.
                     os.setpgrp()
                     _end_with(nursery_pid)
-                    return _serve(socket.socket(fileno=files[0]), judge, tools, settings)
+                    return _serve(socket.socket(fileno=files[0]), grader, tools, settings)
                 os.close(files[0])
                 own_children.add(pid)
                 _say(control, {"pid": pid})
@@ -121,11 +121,11 @@ def _end_with(parent_pid: int) -> None:
         libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
     if os.getppid() != parent_pid:
-        sys.exit(f"the process {parent_pid} that asked for judging is gone")
+        sys.exit(f"the process {parent_pid} that asked for grading is gone")
 
 
 def _end_orphans(own_children: set[int]) -> None:
-    """End what judging processes that died have left behind."""
+    """End what grading processes that died have left behind."""
     while left := [process for process in psutil.Process().children() if process.pid not in own_children]:
         for process in left:
             process.kill()
@@ -147,15 +147,15 @@ def _prepare() -> dict[str, object]:
     return {}
 
 
-def _serve(connection: socket.socket, judge: Judge, tools: Tools, settings: dict[str, Any]) -> None:
-    """Judge what is asked, and use the tools that are called for, until the connection ends."""
+def _serve(connection: socket.socket, grader: Grader, tools: Tools, settings: dict[str, Any]) -> None:
+    """Grader what is asked, and use the tools that are called for, until the connection ends."""
     with connection, connection.makefile("r", encoding="utf-8") as requests:
         for line in requests:
             request = json.loads(line)
             if "tool" in request:
                 found = _used(tools[request["tool"]], request["text"], settings["tools"]["max_output_chars"])
             else:
-                found = _judged(judge, request["task"], request["text"])
+                found = _graded(grader, request["task"], request["text"])
             _say(connection, {"number": request["number"], **found})
 
 
@@ -169,10 +169,10 @@ def _used(use: Callable[[str], tuple[str, str]], argument: str, max_output_chars
     return {"kind": kind, "text": text if len(text) <= max_output_chars else text[:max_output_chars] + " ..."}
 
 
-def _judged(judge: Judge, task: dict[str, Any], text: str) -> dict[str, object]:
-    """An answer on which judging fails has a verdict too, which says so."""
+def _graded(grader: Grader, task: dict[str, Any], text: str) -> dict[str, object]:
+    """An answer on which grading fails has a grade too, which says so."""
     try:
-        finding = judge(task, text)
+        finding = grader(task, text)
     except Unprepared:
         return {"unprepared": True}
     except (Exception, SystemExit, asyncio.CancelledError) as error:
@@ -188,20 +188,20 @@ def _judged(judge: Judge, task: dict[str, Any], text: str) -> dict[str, object]:
     }
 
 
-def _judge_by_kind(settings: dict[str, Any]) -> Judge:
-    """The judges of the kinds of tasks there are. SandboxUnavailable where programs are among them and cannot be run."""
-    judges: dict[str, Judge] = {"math": _math_judge(settings["accept_plain"]), "countdown": _countdown_judge}
+def _grader_of_kind(settings: dict[str, Any]) -> Grader:
+    """The graders of the kinds of tasks there are. SandboxUnavailable where programs are among them and cannot be run."""
+    graders: dict[str, Grader] = {"math": _math_grader(settings["accept_plain"]), "countdown": _countdown_grader}
     if "code" in settings["kinds"]:
-        judges["code"] = _code_judge(settings["sandbox"])
-    return lambda task, text: judges[task["kind"]](task, text)
+        graders["code"] = _code_grader(settings["sandbox"])
+    return lambda task, text: graders[task["kind"]](task, text)
 
 
-def _in_form(form: re.Pattern[str], judge: Judge) -> Judge:
-    return lambda task, text: judge(task, text) if form.fullmatch(text) else Finding("no_answer", "not in rewards.form")
+def _in_form(form: re.Pattern[str], grader: Grader) -> Grader:
+    return lambda task, text: grader(task, text) if form.fullmatch(text) else Finding("no_answer", "not in rewards.form")
 
 
-def _math_judge(accept_plain: bool) -> Judge:
-    def judge(task: dict[str, Any], text: str) -> Finding:
+def _math_grader(accept_plain: bool) -> Grader:
+    def grader(task: dict[str, Any], text: str) -> Finding:
         answer, reference = extract_answer(text, accept_plain), task["answer"]
         if answer is None:
             return Finding("no_answer")
@@ -212,34 +212,34 @@ def _math_judge(accept_plain: bool) -> Judge:
             correct = compare_symbolically(answer, reference)
         return Finding("correct" if correct else "wrong", answer)
 
-    return judge
+    return grader
 
 
-def _countdown_judge(task: dict[str, Any], text: str) -> Finding:
-    from areal_jax.rewards.countdown import judge
+def _countdown_grader(task: dict[str, Any], text: str) -> Finding:
+    from areal_jax.rewards.countdown import grade_answer
 
-    return Finding(*judge(task["answer"], text))
+    return Finding(*grade_answer(task["answer"], text))
 
 
-def _code_judge(sandbox: dict[str, Any]) -> Judge:
-    # What judges mathematics is not to wait for these imports.
+def _code_grader(sandbox: dict[str, Any]) -> Grader:
+    # What graders mathematics is not to wait for these imports.
     from areal_jax.data.code_tasks import tests_of
-    from areal_jax.rewards.code_tests import CodeJudge
+    from areal_jax.rewards.code_grader import CodeGrader
     from areal_jax.rewards.config import SandboxConfig
-    from areal_jax.rewards.sandbox import find_walls
+    from areal_jax.rewards.sandbox import find_sandbox_command
 
     config = SandboxConfig(**sandbox)
-    bwrap = find_walls(config)
-    programs = list[CodeJudge]()
+    bwrap = find_sandbox_command(config)
+    programs = list[CodeGrader]()
 
-    def judge(task: dict[str, Any], text: str) -> Finding:
+    def grader(task: dict[str, Any], text: str) -> Finding:
         if not programs:
-            # In each judging process its own. A program that takes too long is to end here, which takes no new process.
-            programs.append(CodeJudge(config, bwrap, PATIENCE * config.total_timeout_s))
-        verdict = programs[0].judge(tests_of(task["answer"]), text)
-        return Finding(verdict.kind, verdict.detail)
+            # In each grading process its own. A program that takes too long is to end here, which takes no new process.
+            programs.append(CodeGrader(config, bwrap, PATIENCE * config.total_timeout_s))
+        grade = programs[0].grade_answer(tests_of(task["answer"]), text)
+        return Finding(grade.kind, grade.detail)
 
-    return judge
+    return grader
 
 
 def _tools(settings: dict[str, Any]) -> Tools:
@@ -257,7 +257,7 @@ def _tools(settings: dict[str, Any]) -> Tools:
     )
 
 
-def _own_judge(function: str, scale: Literal["unit", "raw"]) -> Judge:
+def _custom_grader(function: str, scale: Literal["unit", "raw"]) -> Grader:
     """The function called FILE.py:NAME or MODULE:NAME."""
     from areal_jax.records import Message, Task
     from areal_jax.rewards.adapters import adapt
@@ -273,12 +273,12 @@ def _own_judge(function: str, scale: Literal["unit", "raw"]) -> Judge:
 
     own = adapt(load_function(function), finished)
 
-    def judge(task: dict[str, Any], text: str) -> Finding:
+    def grader(task: dict[str, Any], text: str) -> Finding:
         prompt = tuple(Message(**message) for message in task["prompt"])
         kind, score = graded(own(Task(**{**task, "prompt": prompt}), text), scale)
         return Finding(kind, score=score)
 
-    return judge
+    return grader
 
 
 async def _awaited(found: Awaitable[object]) -> object:

@@ -28,7 +28,7 @@ class Trajectory(NamedTuple):
     token_rewards: Float[np.ndarray, "T"] | None = None
     """What each token earns besides, 0 where the policy drew none; None: nothing."""
     values: Float[np.ndarray, "T"] | None = None
-    """By a critic, of the state in which each token was drawn, which is the one before it; read where the policy drew one."""
+    """By a critic, of the state in which each token was sampled, which is the one before it; read where the policy drew one."""
     value_after: float = 0.0
     """By a critic, of the state behind the last token that the policy drew; 0 where the answer had come to its end."""
 
@@ -77,7 +77,7 @@ def value_targets(config: GAE, groups: Sequence[Sequence[Trajectory]]) -> list[l
 def generalized_advantages(config: GAE, trajectory: Trajectory) -> Float64[np.ndarray, "T"]:
     """Advantage of every token that the policy drew, 0 of others (GAE, arXiv:1506.02438, equation 16), not normalised.
 
-    delta_i = r_i + gamma V_{i+1} - V_i,  A_i = delta_i + gamma lam A_{i+1},  i counting drawn tokens alone: prompt, feedback
+    delta_i = r_i + gamma V_{i+1} - V_i,  A_i = delta_i + gamma lam A_{i+1},  i counting sampled tokens alone: prompt, feedback
     and what a tool said are no steps, and discount nothing. The sample's reward comes with its last one."""
     acted = trajectory.acted
     advantages, values = np.zeros(acted.shape, np.float64), _values(trajectory)[acted].astype(np.float64)
@@ -94,13 +94,13 @@ def generalized_advantages(config: GAE, trajectory: Trajectory) -> Float64[np.nd
 def shaped_rewards(
     config: Shaping,
     rewards_G: Float[np.ndarray, "G"],
-    num_drawn_G: Int[np.ndarray, "G"],
+    num_sampled_G: Int[np.ndarray, "G"],
     max_new_tokens: int,
 ) -> Float[np.ndarray, "G"]:
     """clip(scale · (r + bias)), and less of it for answers near the limit (DAPO, arXiv:2503.14476, equation 13).
 
     Args:
-        num_drawn_G: tokens of each answer.
+        num_sampled_G: tokens of each answer.
         max_new_tokens: the limit, at which an answer loses all of `config.overlong_penalty`.
     """
     shaped_G = config.scale * (rewards_G + config.bias)
@@ -109,7 +109,7 @@ def shaped_rewards(
     if config.overlong_share == 0.0:
         return shaped_G
     overlong_tokens = config.overlong_share * max_new_tokens
-    excess_G = np.clip((num_drawn_G - (max_new_tokens - overlong_tokens)) / overlong_tokens, 0.0, 1.0)
+    excess_G = np.clip((num_sampled_G - (max_new_tokens - overlong_tokens)) / overlong_tokens, 0.0, 1.0)
     return shaped_G - config.overlong_penalty * excess_G
 
 

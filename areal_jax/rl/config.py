@@ -16,24 +16,24 @@ Level: TypeAlias = Literal["token", "sequence", "geometric"]
 
 
 @chz.chz
-class Correction:
-    """How a token drawn by another policy than the proximal one is weighted."""
+class ImportanceWeighting:
+    """How a token sampled by another policy than the proximal one is weighted."""
 
 
 @chz.chz
-class NoCorrection(Correction):
-    """Weight 1: as if the proximal policy had drawn every token."""
+class Unweighted(ImportanceWeighting):
+    """Weight 1: as if the proximal policy had sampled every token."""
 
 
 @chz.chz
-class Weighted(Correction):
+class Weighted(ImportanceWeighting):
     """The importance weight proximal/behave as it stands (AReaL, arXiv:2505.24298, equation 5)."""
 
     level: Level = chz.field(default="token", doc="whose weight: token, sequence (product) or geometric (its mean per token)")
 
 
 @chz.chz
-class Truncated(Correction):
+class Truncated(ImportanceWeighting):
     """The weight, cut down to `cap` where it is above."""
 
     cap: float = chz.field(doc="highest weight, a ratio above 0")
@@ -41,7 +41,7 @@ class Truncated(Correction):
 
 
 @chz.chz
-class Masked(Correction):
+class Masked(ImportanceWeighting):
     """The weight; what has one above `cap` leaves the loss, whose denominator stays."""
 
     cap: float = chz.field(doc="highest weight that is trained on, a ratio above 0")
@@ -54,14 +54,16 @@ class Loss:
 
 
 @chz.chz
-class Corrected(Loss, ABC):
-    """An objective centred on the proximal policy, for tokens that an older one may have drawn."""
+class ImportanceWeightedLoss(Loss, ABC):
+    """An objective centred on the proximal policy, for tokens that an older one may have sampled."""
 
-    correction: Correction = chz.field(default_factory=Weighted, doc="importance weight of tokens that an older policy drew")
+    importance_weighting: ImportanceWeighting = chz.field(
+        default_factory=Weighted, doc="importance weight of tokens that an older policy drew"
+    )
 
 
 @chz.chz
-class Centred(Corrected, ABC):
+class ProximalLoss(ImportanceWeightedLoss, ABC):
     """A corrected objective that takes its proximal policy from anywhere."""
 
     proximal: Proximal = chz.field(
@@ -72,7 +74,7 @@ class Centred(Corrected, ABC):
 
 
 @chz.chz
-class DecoupledPPO(Centred):
+class DecoupledPPO(ProximalLoss):
     """Decoupled PPO (AReaL, arXiv:2505.24298, equation 5): the clip is centred on the policy just before the step."""
 
     clip_eps: float = chz.field(default=0.2, doc="lower clip range of theta/proximal, a ratio")
@@ -90,7 +92,7 @@ class PPO(Loss):
 
 
 @chz.chz
-class GSPO(Centred):
+class GSPO(ProximalLoss):
     """GSPO (arXiv:2507.18071, equation 5): ratio and clip are those of the sequence, the geometric mean of its tokens'."""
 
     clip_eps: float = chz.field(default=3e-4, doc="lower clip range of the sequence's theta/proximal, a ratio")
@@ -98,7 +100,7 @@ class GSPO(Centred):
 
 
 @chz.chz
-class SAPO(Centred):
+class SAPO(ProximalLoss):
     """SAPO (arXiv:2511.20347): a sigmoid around ratio 1 in place of the clip."""
 
     temperature_positive: float = chz.field(default=1.0, doc="steepness of the gate where the advantage is positive")
@@ -106,7 +108,7 @@ class SAPO(Centred):
 
 
 @chz.chz
-class CISPO(Centred):
+class CISPO(ProximalLoss):
     """CISPO (arXiv:2506.13585, equation 4): the policy gradient of every token, its ratio clipped as a mere weight."""
 
     clip_eps_low: float | None = chz.field(default=None, doc="lower clip range of the weight; none: no lower bound")
@@ -114,7 +116,7 @@ class CISPO(Centred):
 
 
 @chz.chz
-class M2PO(Corrected):
+class M2PO(ImportanceWeightedLoss):
     """M2PO (arXiv:2510.01161): no clip; instead the tokens furthest from the policy that drew them leave the loss, until
     the mean of log(proximal/behave)² over the mini-batch is at most a bound."""
 
@@ -122,12 +124,12 @@ class M2PO(Corrected):
 
 
 @chz.chz
-class Reinforce(Centred):
+class Reinforce(ProximalLoss):
     """The policy gradient (REINFORCE), each token weighted by how likely the policy still is to draw it. No clip."""
 
 
 @chz.chz
-class Own(Centred, ABC):
+class CustomLoss(ProximalLoss, ABC):
     """An objective of your own: a subclass in the experiment's file that defines `gain` (see experiments/own_objective.py)."""
 
     @abstractmethod
@@ -205,7 +207,7 @@ class GAE(Advantages):
 
 
 Estimator: TypeAlias = Literal["k1", "k2", "k3"]
-"""Of KL(policy || reference), from x = log(policy/reference) of a drawn token: x, x²/2, or exp(-x) - 1 + x."""
+"""Of KL(policy || reference), from x = log(policy/reference) of a sampled token: x, x²/2, or exp(-x) - 1 + x."""
 
 
 @chz.chz

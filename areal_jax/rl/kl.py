@@ -1,4 +1,4 @@
-"""How far one policy is from another, estimated from drawn tokens, and what follows from it (http://joschu.net/blog/kl-approx.html).
+"""How far one policy is from another, estimated from sampled tokens, and what follows from it (http://joschu.net/blog/kl-approx.html).
 
 Axes: B rows, T tokens.
 """
@@ -28,7 +28,7 @@ def kl_estimate(estimator: Estimator, log_ratio: Float[Array | np.ndarray, "*B T
             return log_ratio.__array_namespace__().expm1(-log_ratio) + log_ratio
 
 
-def kl_toll(
+def kl_penalty(
     config: KLInReward,
     behave_logp: Float[np.ndarray, "T"],
     reference_logp: Float[np.ndarray, "T"],
@@ -40,7 +40,7 @@ def kl_toll(
     return -config.coefficient * np.asarray(kl_estimate(config.estimator, log_ratio))
 
 
-def taught_advantages(
+def distilled_advantages(
     config: Teacher,
     advantages: Float32[np.ndarray, "T"],
     behave_logp: Float[np.ndarray, "T"],

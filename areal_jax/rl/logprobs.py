@@ -22,14 +22,14 @@ def token_logprobs(
     chunk_tokens: int,
     learns_entropy: bool = False,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Log-probability of every token given those before it in its segment, and the entropy of what it was drawn from.
+    """Log-probability of every token given those before it in its segment, and the entropy of what it was sampled from.
 
     Entry t speaks of token t, predicted from hidden[t-1]. The first token of a segment, which nothing predicts, and padding
     (segment 0) get 0. Softmax and logarithm are in float32.
 
     Args:
         head: cast to the dtype of `hidden` for the product.
-        temperature: divides the logits, as it did when the token was drawn.
+        temperature: divides the logits, as it did when the token was sampled.
         chunk_tokens: tokens of all rows together whose logits exist at the same time; the backward pass computes them again,
             so that [tokens, vocabulary] never exists, in either direction.
         learns_entropy: entropy carries a gradient too; else only the log-probability does.
@@ -66,7 +66,7 @@ def token_logprobs(
 
 def values_before(values: Float[Array, "B T"], segment_ids: Int[Array, "B T"]) -> Float[Array, "B T"]:
     """From the value of what follows each token, in its place, that of what follows the token before it: of the state in which
-    the token was drawn. Entry t then speaks of token t; the first token of a segment and padding get 0."""
+    the token was sampled. Entry t then speaks of token t; the first token of a segment and padding get 0."""
     return jnp.where(_is_predicted(segment_ids), jnp.roll(values, 1, axis=1), 0.0)
 
 

@@ -20,15 +20,15 @@ from areal_jax.rl.config import (
     M2PO,
     PPO,
     SAPO,
-    Corrected,
-    Correction,
+    CustomLoss,
     DecoupledPPO,
+    ImportanceWeightedLoss,
+    ImportanceWeighting,
     Loss,
     Masked,
-    NoCorrection,
-    Own,
     Reinforce,
     Truncated,
+    Unweighted,
     Weighted,
 )
 
@@ -77,10 +77,12 @@ def decoupled_ppo_loss(
     """
     if behave_weight_mode not in ("mask", "clamp"):
         raise ValueError(f"behave_weight_mode must be 'mask' or 'clamp', came {behave_weight_mode!r}")
-    correction: Correction = Weighted()
+    importance_weighting: ImportanceWeighting = Weighted()
     if behave_weight_cap is not None:
-        correction = (Masked if behave_weight_mode == "mask" else Truncated)(cap=behave_weight_cap)
-    config = DecoupledPPO(clip_eps=clip_eps, clip_eps_high=clip_eps_high, dual_clip=dual_clip, correction=correction)
+        importance_weighting = (Masked if behave_weight_mode == "mask" else Truncated)(cap=behave_weight_cap)
+    config = DecoupledPPO(
+        clip_eps=clip_eps, clip_eps_high=clip_eps_high, dual_clip=dual_clip, importance_weighting=importance_weighting
+    )
     return policy_loss(config, logp, proximal_logp, behave_logp, advantages, mask, num_tokens=num_tokens)
 
 
@@ -125,7 +127,7 @@ def policy_loss(
             gain, extra = _weighted_by_clipped_ratio(logp, log_ratio, advantages, config)
         case M2PO() | Reinforce():
             gain, extra = jnp.exp(log_ratio) * advantages, {}
-        case Own():
+        case CustomLoss():
             gain, extra = config.gain(jnp.exp(log_ratio), advantages, logp), {}
         case _:
             raise TypeError(f"{type(config).__name__} is no policy objective; set trainer.loss to one of areal_jax.rl.config")
@@ -191,27 +193,31 @@ def _behave_weight(
     segment_ids: Int[Array | np.ndarray, "*B T"] | None,
 ) -> tuple[Float[Array, "*B T"], Bool[Array, "*B T"]]:
     """Weight of every token, and where a cap changed it."""
-    correction = config.correction if isinstance(config, Corrected) else NoCorrection()
+    importance_weighting = config.importance_weighting if isinstance(config, ImportanceWeightedLoss) else Unweighted()
     nowhere = jnp.zeros_like(mask)
-    match correction:
-        case NoCorrection():
+    match importance_weighting:
+        case Unweighted():
             return jnp.ones_like(log_weight), nowhere
         case Weighted() | Truncated() | Masked():
-            match correction.level:
+            match importance_weighting.level:
                 case "sequence":
                     log_weight = _sequence_sum(log_weight, mask, segment_ids)
                 case "geometric":
                     log_weight = _sequence_mean(log_weight, mask, segment_ids)
             weight = jnp.exp(log_weight)
-            if isinstance(correction, Weighted):
+            if isinstance(importance_weighting, Weighted):
                 return weight, nowhere
-            if correction.cap <= 0.0:
+            if importance_weighting.cap <= 0.0:
                 raise ValueError(
-                    f"the cap on proximal/behave must be above 0, came {correction.cap}; set trainer.loss.correction.cap"
+                    f"the cap on proximal/behave must be above 0, came {importance_weighting.cap}; set trainer.loss.importance_weighting.cap"
                 )
-            capped = weight > correction.cap
-            return jnp.where(capped, correction.cap if isinstance(correction, Truncated) else 0.0, weight), capped
-    raise TypeError(f"{type(correction).__name__} is no correction; set trainer.loss.correction to one of areal_jax.rl.config")
+            capped = weight > importance_weighting.cap
+            return jnp.where(
+                capped, importance_weighting.cap if isinstance(importance_weighting, Truncated) else 0.0, weight
+            ), capped
+    raise TypeError(
+        f"{type(importance_weighting).__name__} is no correction; set trainer.loss.importance_weighting to one of areal_jax.rl.config"
+    )
 
 
 def _clipped(

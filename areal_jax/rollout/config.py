@@ -10,7 +10,7 @@ import chz
 @chz.chz
 class RolloutConfig:
     groups_per_batch: int = chz.field(default=16, doc="groups (prompts) in one trainer step")
-    samples_per_group: int = chz.field(default=8, doc="answers drawn for each prompt")
+    samples_per_group: int = chz.field(default=8, doc="answers sampled for each prompt")
     max_staleness: int | None = chz.field(
         default=4, doc="eta: versions a trained token may lag behind; 0: synchronous; none: unbounded"
     )

@@ -1,7 +1,7 @@
 """The controller: draws tasks as the gate allows, runs a workflow for each, and puts finished groups into the buffer.
 
 A group is replayed rather than saved: what a checkpoint holds of a group under way is its task and what its generate calls
-were answered. The workflow then runs again, and those calls are not drawn again.
+were answered. The workflow then runs again, and those calls are not sampled again.
 """
 
 from __future__ import annotations
@@ -18,28 +18,22 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int32
 
+from areal_jax.errors import AllRejected, EngineStopped, InvalidRequest, RewardsFailing, first_error
+from areal_jax.protocols import Engine, Grader, Workflow
 from areal_jax.records import (
-    AllRejected,
     CallNames,
     Completion,
-    Engine,
-    EngineStopped,
     Group,
-    Judge,
     NotGraded,
     OnProgress,
     Request,
-    RewardsFailing,
+    RewardResult,
     RolloutState,
     Sample,
     Sampling,
     Suspended,
     Task,
-    Unservable,
-    Verdict,
-    Workflow,
     derive_seed,
-    first_error,
 )
 from areal_jax.rollout.buffer import Buffer
 from areal_jax.rollout.config import RolloutConfig
@@ -54,7 +48,7 @@ CLOSE_TIMEOUT_S = 10.0
 """Cancelled workflows that have not ended by then are named and left behind."""
 
 NO_SIGNAL = "NoSignal"
-"""Reason of groups whose success rate is out of bounds: nothing failed, but another group is drawn in their place."""
+"""Reason of groups whose success rate is out of bounds: nothing failed, but another group is sampled in their place."""
 
 MAX_REJECTED_IN_A_ROW = 32
 """So many groups, started one after another and all rejected, are a fault of the run, not of the tasks."""
@@ -121,11 +115,11 @@ class Calls:
         on_progress: OnProgress | None = None,
     ) -> list[Completion]:
         call_id = self._names.next(prompt_tokens, num_samples, max_new_tokens)
-        drawn = self.journal.get(call_id, ())
-        if drawn and len(drawn) != num_samples:
-            raise ValueError(f"request {call_id}: {num_samples} samples asked for, the journal holds {len(drawn)}")
-        if drawn and all(completion.stop_reason != "suspended" for completion in drawn):
-            return list(drawn)
+        sampled = self.journal.get(call_id, ())
+        if sampled and len(sampled) != num_samples:
+            raise ValueError(f"request {call_id}: {num_samples} samples asked for, the journal holds {len(sampled)}")
+        if sampled and all(completion.stop_reason != "suspended" for completion in sampled):
+            return list(sampled)
         request = Request(
             id=call_id,
             prompt_tokens=prompt_tokens,
@@ -133,7 +127,7 @@ class Calls:
             sampling=self.sampling.within(max_new_tokens),
             seed=derive_seed(self.seed, call_id),
             min_version=self.min_version,
-            resume=drawn,
+            resume=sampled,
             on_progress=on_progress,
         )
         self.pending.add(call_id)
@@ -146,27 +140,27 @@ class Calls:
         self.journal[call_id] = tuple(completions)
         return completions
 
-    def drawn(self, partials: Mapping[str, tuple[Completion, ...]]) -> dict[str, tuple[Completion, ...]]:
-        """The journal with what unfinished requests have drawn, where the engine knows it better than the journal."""
+    def sampled(self, partials: Mapping[str, tuple[Completion, ...]]) -> dict[str, tuple[Completion, ...]]:
+        """The journal with what unfinished requests have sampled, where the engine knows it better than the journal."""
         return self.journal | {call_id: partials[call_id] for call_id in self.pending if call_id in partials}
 
 
 @dataclass(slots=True, eq=False)
 class RewardCalls:
-    """One group's `judge`, and how its calls went."""
+    """One group's `grader`, and how its calls went."""
 
-    judge: Judge
+    grader: Grader
     num_graded: int = 0
-    failure: Verdict | None = None
+    failure: RewardResult | None = None
     """The last call that failed."""
 
-    async def __call__(self, task: Task, answer: str) -> Verdict:
-        verdict = await self.judge(task, answer)
-        if verdict.failed:
-            self.failure = verdict
+    async def __call__(self, task: Task, answer: str) -> RewardResult:
+        grade = await self.grader(task, answer)
+        if grade.failed:
+            self.failure = grade
         else:
             self.num_graded += 1
-        return verdict
+        return grade
 
 
 class Rollouts:
@@ -177,7 +171,7 @@ class Rollouts:
         tasks: Tasks,
         engine: Engine,
         workflow: Workflow,
-        judge: Judge,
+        grader: Grader,
         gate: Gate,
         buffer: Buffer,
         config: RolloutConfig,
@@ -188,7 +182,7 @@ class Rollouts:
     ) -> None:
         self._max_consecutive_failures = max_consecutive_failures
         self.gate, self.buffer, self._config = gate, buffer, config
-        self._tasks, self._engine, self._workflow, self._judge = tasks, engine, workflow, judge
+        self._tasks, self._engine, self._workflow, self._grader = tasks, engine, workflow, grader
         self._sampling, self._seed = sampling, seed
         self.next_group_id = restored.next_group_id if restored else 0
         self.rejected = Counter(restored.rejected) if restored else Counter[str]()
@@ -208,7 +202,7 @@ class Rollouts:
         # Groups that the gate has not yet let through, oldest first: restored ones, or one whose kind must wait longer than
         # others. The feeder empties it before it draws a task.
         self._waiting = list(restored.suspended) if restored else []
-        # Every group under way as it was started, and what its calls have drawn. Its asyncio task takes it out when it ends, in
+        # Every group under way as it was started, and what its calls have sampled. Its asyncio task takes it out when it ends, in
         # the same breath as it changes the gate's count and the buffer, so that a snapshot finds each group in one place.
         self._running: dict[int, tuple[Suspended, Calls]] = {}
         # Owned by `rolling_out`, which cancels and awaits them all: the feeder, and one asyncio task for every running group.
@@ -218,7 +212,7 @@ class Rollouts:
 
     async def snapshot(self) -> RolloutState:
         """Everything between the task stream and the trainer, as of one moment in the asyncio thread: each task that was ever
-        drawn has been handed to the trainer, or was rejected, or is in the snapshot, once.
+        sampled has been handed to the trainer, or was rejected, or is in the snapshot, once.
 
         A batch that was taken counts as trained on: snapshot between two steps. TimeoutError where the engine is silent."""
         try:
@@ -227,7 +221,7 @@ class Rollouts:
         except TimeoutError as error:
             raise TimeoutError(f"the engine gave no snapshot within {SNAPSHOT_TIMEOUT_S:g} s; {self.gate}") from error
         # No await from here on: this is the moment. A call answered since the engine's moment is in its journal, finished.
-        running = [replace(record, calls=calls.drawn(partials)) for record, calls in self._running.values()]
+        running = [replace(record, calls=calls.sampled(partials)) for record, calls in self._running.values()]
         return RolloutState(
             tasks=dict(self._tasks.state()),
             next_group_id=self.next_group_id,
@@ -270,7 +264,7 @@ class Rollouts:
         """Start groups as the gate allows, the restored ones first, until the tasks run out."""
         while True:
             if not self._waiting:
-                # Not drawn before some task may start, so that as few as can be are under way.
+                # Not sampled before some task may start, so that as few as can be are under way.
                 await self._gate_opened()
                 task = next(self._tasks, None)
                 if task is None:
@@ -301,7 +295,7 @@ class Rollouts:
         task.add_done_callback(self._ended)
 
     async def _run(self, record: Suspended, calls: Calls) -> None:
-        grading = RewardCalls(self._judge)
+        grading = RewardCalls(self._grader)
         try:
             samples = await self._workflow(record.task, calls, grading)
             if not samples:
@@ -313,7 +307,7 @@ class Rollouts:
                 return
             failure = None if grading.num_graded else grading.failure
             if not grading.num_graded and isinstance(cause, NotGraded):
-                failure = failure or Verdict("infrastructure", str(cause), failed=True)
+                failure = failure or RewardResult("infrastructure", str(cause), failed=True)
             if failure is not None and self._stopped_grading:
                 return  # it stays among the running, and is graded again on resuming
             del self._running[record.id]
@@ -348,7 +342,7 @@ class Rollouts:
                 )
             )
 
-    def _not_graded(self, record: Suspended, calls: Calls, reason: str, failure: Verdict) -> None:
+    def _not_graded(self, record: Suspended, calls: Calls, reason: str, failure: RewardResult) -> None:
         """Count a group of which every reward or tool call failed; the last of too many in a row ends the run."""
         self._ungraded[record.id] = record, calls, reason
         if len(self._ungraded) < self._max_consecutive_failures:
@@ -368,7 +362,7 @@ class Rollouts:
     def _is_within_bounds(self, samples: Sequence[Sample]) -> bool:
         """Whether a group's share of correct answers is one to train on (DAPO's dynamic sampling, arXiv:2503.14476)."""
         above, below = self._config.success_rate_above, self._config.success_rate_below
-        rate = sum(sample.verdict == "correct" for sample in samples) / len(samples)
+        rate = sum(sample.grade == "correct" for sample in samples) / len(samples)
         return (above is None or rate > above) and (below is None or rate < below)
 
     def _rejected(self, record: Suspended, error: Exception, *, is_logged: bool) -> None:
@@ -376,7 +370,7 @@ class Rollouts:
         kind = type(error).__name__
         self.rejected[kind] += 1
         self._rejected_ids.add(record.id)
-        trace = error if kind not in self._traced and not isinstance(error, Unservable) and not is_logged else None
+        trace = error if kind not in self._traced and not isinstance(error, InvalidRequest) and not is_logged else None
         self._traced.add(kind)
         logger.warning("group %d rejected (task %s): %s", record.id, record.task.id, error, exc_info=trace)
         # In a row by their ids, not by their ends: what fails, fails at once, and overtakes all that will yet be accepted.
@@ -408,7 +402,7 @@ async def rolling_out(
     tasks: Tasks,
     engine: Engine,
     workflow: Workflow,
-    judge: Judge,
+    grader: Grader,
     gate: Gate,
     buffer: Buffer,
     config: RolloutConfig,
@@ -419,7 +413,7 @@ async def rolling_out(
     max_consecutive_failures: int = 3,
 ) -> AsyncIterator[Rollouts]:
     """Generate groups into `buffer`, as far ahead as `gate` allows, while the body runs; on leaving, what is under way is
-    cancelled (take a snapshot first to go on from it).
+    cancelled (take a snapshot first to resume from it).
 
     A workflow that raises costs its group: logged, counted by the error's class, its place freed. MAX_REJECTED_IN_A_ROW of
     them, or max_consecutive_failures of which no answer could be graded, or an engine that stopped, fail the buffer.
@@ -427,7 +421,7 @@ async def rolling_out(
     Args: seed: of every draw, together with the group and its call. restored: groups to start first, under their old ids;
     `tasks`, `gate` and `buffer` are as the same snapshot left them (`open_gate`, TaskStream.restore)."""
     rollouts = Rollouts(
-        tasks, engine, workflow, judge, gate, buffer, config, sampling, seed, restored, max_consecutive_failures
+        tasks, engine, workflow, grader, gate, buffer, config, sampling, seed, restored, max_consecutive_failures
     )
     rollouts.begin()
     try:

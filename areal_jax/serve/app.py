@@ -1,6 +1,6 @@
 """The HTTP side: routes, tokens, limits, and answers that stop when the client leaves.
 
-Nothing here knows an engine: who draws is a `Source`, which a `Door` finds for those who may enter.
+Nothing here knows an engine: who draws is a `Source`, which a `Auth` finds for those who may enter.
 """
 
 from __future__ import annotations
@@ -20,12 +20,13 @@ from aiohttp import http_exceptions, web
 from jaxtyping import Int32
 
 from areal_jax.data.tokenizer import HFTokenizer
-from areal_jax.records import Completion, EngineStopped, OnProgress, Progress, Unservable, first_error
-from areal_jax.serve.answers import Form, Part, now
-from areal_jax.serve.bodies import Chat, Refused, Wishes, read_chat, read_json, read_texts
+from areal_jax.errors import EngineStopped, InvalidRequest, first_error
+from areal_jax.records import Completion, OnProgress, Progress
+from areal_jax.serve.bodies import APIError, Chat, GenerationParams, read_chat, read_json, read_texts
 from areal_jax.serve.config import LimitsConfig
 from areal_jax.serve.counts import Counts
-from areal_jax.serve.speech import Speech
+from areal_jax.serve.detokenizer import StreamDetokenizer
+from areal_jax.serve.responses import Form, Part, now
 from areal_jax.serve.tool_calls import BEGIN, ToolCall, parse_tool_calls
 
 logger = logging.getLogger(__name__)
@@ -44,7 +45,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @runtime_checkable
-class Source(Protocol):
+class Backend(Protocol):
     """Who answers one client."""
 
     @property
@@ -67,21 +68,23 @@ class Source(Protocol):
         ...
 
     def prompt_of_text(self, text: str) -> Prompt:
-        """The tokens of a text to go on from. Unservable where it cannot be short enough."""
+        """The tokens of a text to resume from. Unservable where it cannot be short enough."""
         ...
 
-    async def draw(self, prompt: Prompt, wishes: Wishes, on_progress: OnProgress | None) -> list[Completion]:
-        """As many answers as are wished for. Unservable where they can never be drawn."""
+    async def generate(
+        self, prompt: Prompt, generation_params: GenerationParams, on_progress: OnProgress | None
+    ) -> list[Completion]:
+        """As many answers as are wished for. Unservable where they can never be sampled."""
         ...
 
-    def told(self, prompt: Prompt, chat: Chat | None, parts: Sequence[Part]) -> None:
+    def reported(self, prompt: Prompt, chat: Chat | None, parts: Sequence[Part]) -> None:
         """What the client has been answered in the end."""
         ...
 
 
 @runtime_checkable
-class Door(Protocol):
-    def enter(self, session: str, key: str) -> Source:
+class Auth(Protocol):
+    def enter(self, session: str, key: str) -> Backend:
         """Who answers a client with this bearer token, in this session (empty for none). Refused where nobody does."""
         ...
 
@@ -89,9 +92,9 @@ class Door(Protocol):
 class App:
     """OpenAI's protocol over whoever a door leads to."""
 
-    def __init__(self, door: Door, limits: LimitsConfig, measure: Callable[[], Mapping[str, float]] = dict) -> None:
+    def __init__(self, auth: Auth, limits: LimitsConfig, measure: Callable[[], Mapping[str, float]] = dict) -> None:
         """Args: measure: tells what the engine has counted so far."""
-        self._door, self._limits, self._measure, self._counts, self._num_requests = door, limits, measure, Counts(), 0
+        self._auth, self._limits, self._measure, self._counts, self._num_requests = auth, limits, measure, Counts(), 0
         # What takes long is done in these threads, large requests apart from small ones; `close` ends them.
         self._small, self._large = ThreadPoolExecutor(2, "small requests"), ThreadPoolExecutor(1, "large requests")
         self.stopped = asyncio.Event()
@@ -146,7 +149,7 @@ class App:
         try:
             if self._counts.running > self._limits.max_requests and request.method == "POST":
                 busy = f"limits.max_requests={self._limits.max_requests} requests are being answered; try again"
-                raise Refused(429, busy, code="rate_limit_exceeded")
+                raise APIError(429, busy, code="rate_limit_exceeded")
             return await handler(request)
         except ConnectionError:
             raise  # the client has left
@@ -156,30 +159,30 @@ class App:
                 logger.exception("%s %s failed", request.method, _endpoint(request))
             return _error(refused)
 
-    def _refusal(self, error: Exception) -> Refused:
+    def _refusal(self, error: Exception) -> APIError:
         """What the client is told of an error."""
         match error:
-            case Refused():
+            case APIError():
                 return error
-            case Unservable():
-                return Refused(400, str(error), code="context_length_exceeded" if "max_prompt_tokens" in str(error) else None)
+            case InvalidRequest():
+                return APIError(400, str(error), code="context_length_exceeded" if "max_prompt_tokens" in str(error) else None)
             case EngineStopped():
                 self.stopped.set()
-                return Refused(503, str(error), code="engine_stopped")
+                return APIError(503, str(error), code="engine_stopped")
             case TimeoutError():
-                return Refused(504, str(error), code="timeout")
+                return APIError(504, str(error), code="timeout")
             case web.HTTPRequestEntityTooLarge():
-                return Refused(413, f"expected at most limits.max_body_bytes={self._limits.max_body_bytes} bytes")
+                return APIError(413, f"expected at most limits.max_body_bytes={self._limits.max_body_bytes} bytes")
             case web.RequestPayloadError():
-                return Refused(400, f"the body of the request cannot be read: {error}")
+                return APIError(400, f"the body of the request cannot be read: {error}")
             case web.HTTPException():
-                return Refused(error.status, f"{error.reason}: see /v1/models, /v1/chat/completions and /v1/completions")
+                return APIError(error.status, f"{error.reason}: see /v1/models, /v1/chat/completions and /v1/completions")
             case _:
-                return Refused(500, f"the server failed: {type(error).__name__}")
+                return APIError(500, f"the server failed: {type(error).__name__}")
 
-    def _source(self, request: web.Request) -> Source:
+    def _source(self, request: web.Request) -> Backend:
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
-        return self._door.enter(request.match_info.get("session", ""), key.strip() if kind.lower() == "bearer" else "")
+        return self._auth.enter(request.match_info.get("session", ""), key.strip() if kind.lower() == "bearer" else "")
 
     async def _body(self, request: web.Request) -> bytes:
         try:
@@ -187,7 +190,7 @@ class App:
                 return await request.read()
         except TimeoutError:
             limit = f"limits.body_timeout_s={self._limits.body_timeout_s:g}"
-            raise Refused(408, f"the request did not arrive within {limit} s") from None
+            raise APIError(408, f"the request did not arrive within {limit} s") from None
 
     # What can be asked.
 
@@ -213,61 +216,66 @@ class App:
 
         def read() -> tuple[Chat, Prompt]:
             chat = read_chat(read_json(body, self._limits.max_body_values), self._limits.max_messages)
-            _require_model(source, chat.wishes.model)
+            _require_model(source, chat.generation_params.model)
             try:
                 if chat.tools and not source.tokenizer.knows_tools:
-                    raise Refused(400, f"the chat template of {source.model} tells the policy of no tools", param="tools")
+                    raise APIError(400, f"the chat template of {source.model} tells the policy of no tools", param="tools")
                 return chat, source.prompt_of(chat)
-            except Unservable:
+            except InvalidRequest:
                 raise
             except ValueError as error:
-                raise Refused(400, str(error), param="messages") from error
+                raise APIError(400, str(error), param="messages") from error
 
         chat, prompt = await self._in_thread(len(body), read)
-        return await self._answer(request, source, [prompt], chat.wishes, chat)
+        return await self._answer(request, source, [prompt], chat.generation_params, chat)
 
     async def _texts(self, request: web.Request) -> web.StreamResponse:
         source = self._source(request)
         body = await self._body(request)
 
-        def read() -> tuple[Wishes, list[Prompt]]:
+        def read() -> tuple[GenerationParams, list[Prompt]]:
             asked = read_texts(read_json(body, self._limits.max_body_values))
-            _require_model(source, asked.wishes.model)
-            self._require_few(asked.wishes.num_samples * len(asked.prompts))
+            _require_model(source, asked.generation_params.model)
+            self._require_few(asked.generation_params.num_samples * len(asked.prompts))
             encode = source.prompt_of_text
             prompts = [encode(each) if isinstance(each, str) else np.array(each, np.int32) for each in asked.prompts]
-            return asked.wishes, prompts
+            return asked.generation_params, prompts
 
-        wishes, prompts = await self._in_thread(len(body), read)
-        return await self._answer(request, source, prompts, wishes, None)
+        generation_params, prompts = await self._in_thread(len(body), read)
+        return await self._answer(request, source, prompts, generation_params, None)
 
     # Answering.
 
     async def _answer(
-        self, request: web.Request, source: Source, prompts: Sequence[Prompt], wishes: Wishes, chat: Chat | None
+        self,
+        request: web.Request,
+        source: Backend,
+        prompts: Sequence[Prompt],
+        generation_params: GenerationParams,
+        chat: Chat | None,
     ) -> web.StreamResponse:
-        self._require_few(wishes.num_samples * len(prompts))
+        self._require_few(generation_params.num_samples * len(prompts))
         self._num_requests += 1
         kind = "text" if chat is None else "chat"
-        form = Form(kind, str(self._num_requests), wishes, prompts, cache(source.tokenizer.token_text), now())
-        answering = Answering(source, prompts, wishes, chat, self._in_thread)
+        form = Form(kind, str(self._num_requests), generation_params, prompts, cache(source.tokenizer.token_text), now())
+        answering = Answering(source, prompts, generation_params, chat, self._in_thread)
         deadline_s = asyncio.get_running_loop().time() + self._limits.request_timeout_s
         with source.busy():
-            if wishes.stream:
+            if generation_params.stream:
                 response = await self._stream(request, answering, form, deadline_s)
             else:
                 async with self._until(deadline_s):
                     parts = await answering.whole()
                     text = await self._in_thread(_size(parts), lambda: form.whole(parts))
                     response = web.Response(text=text, content_type="application/json")
-        usage = form.usage(answering.told)
+        usage = form.usage(answering.reported)
         self._counts.add("prompt_tokens", usage["prompt_tokens"])
         self._counts.add("completion_tokens", usage["completion_tokens"])
         return response
 
     def _require_few(self, total: int) -> None:
         if total > self._limits.max_samples:
-            raise Refused(
+            raise APIError(
                 400, f"{total} answers asked for, expected at most limits.max_samples={self._limits.max_samples}", param="n"
             )
 
@@ -284,7 +292,7 @@ class App:
                         await _send(response, chunk)
                     async for part in parts:
                         await _send(response, form.chunk(part))
-                    for chunk in form.closing(answering.told):
+                    for chunk in form.closing(answering.reported):
                         await _send(response, chunk)
             except ConnectionError:
                 raise  # the client has left
@@ -304,7 +312,7 @@ class App:
                 yield
         except TimeoutError as error:
             limit = f"limits.request_timeout_s={self._limits.request_timeout_s:g}"
-            raise Refused(504, str(error) or f"not answered within {limit} s", code="timeout") from error
+            raise APIError(504, str(error) or f"not answered within {limit} s", code="timeout") from error
 
 
 class Answering:
@@ -312,63 +320,73 @@ class Answering:
 
     def __init__(
         self,
-        source: Source,
+        source: Backend,
         prompts: Sequence[Prompt],
-        wishes: Wishes,
+        generation_params: GenerationParams,
         chat: Chat | None,
         in_thread: Callable[[int, Callable[[], Any]], Awaitable[Any]],
     ) -> None:
         """Args: in_thread: runs work of a size off the event loop."""
-        self._source, self._prompts, self._wishes, self._chat, self._in_thread = source, prompts, wishes, chat, in_thread
+        self._source, self._prompts, self._generation_params, self._chat, self._in_thread = (
+            source,
+            prompts,
+            generation_params,
+            chat,
+            in_thread,
+        )
         tokenizer = source.tokenizer
-        silent = frozenset((*tokenizer.stop_token_ids, *wishes.stop_tokens))
+        silent = frozenset((*tokenizer.stop_token_ids, *generation_params.stop_tokens))
         hold = BEGIN if chat is not None and chat.tools else ""
-        self._speeches = [
-            Speech(lambda tokens: tokenizer.decode(np.array(tokens, np.int32)), wishes.stops, silent, hold)
-            for _ in range(wishes.num_samples * len(prompts))
+        self._detokenizers = [
+            StreamDetokenizer(
+                lambda tokens: tokenizer.decode(np.array(tokens, np.int32)), generation_params.stops, silent, hold
+            )
+            for _ in range(generation_params.num_samples * len(prompts))
         ]
-        # What is new of each choice, put as the engine tells of it and taken by `parts`; None ends it, put when all is drawn.
+        # What is new of each choice, put as the engine tells of it and taken by `parts`; None ends it, put when all is sampled.
         self._news = asyncio.Queue[Part | None]()
-        self.told: Sequence[Part] = ()
+        self.reported: Sequence[Part] = ()
         """The whole answers, once they are."""
 
     async def whole(self) -> Sequence[Part]:
         """All answers, each in one part."""
-        await self._end(await self._drawn(follows=bool(self._wishes.stops)))
-        return self.told
+        await self._end(await self._sampled(follows=bool(self._generation_params.stops)))
+        return self.reported
 
     async def parts(self) -> AsyncGenerator[Part, None]:
-        """The answers in parts, as they are drawn."""
-        drawing = asyncio.create_task(self._drawn(follows=True))
-        drawing.add_done_callback(lambda _: self._news.put_nowait(None))
+        """The answers in parts, as they are sampled."""
+        sampling_mode = asyncio.create_task(self._sampled(follows=True))
+        sampling_mode.add_done_callback(lambda _: self._news.put_nowait(None))
         try:
             while (part := await self._news.get()) is not None:
                 yield part
-            for part in await self._end(await drawing):
+            for part in await self._end(await sampling_mode):
                 yield part
         finally:
-            drawing.cancel()
+            sampling_mode.cancel()
 
-    async def _drawn(self, *, follows: bool) -> list[Completion]:
-        n = self._wishes.num_samples
+    async def _sampled(self, *, follows: bool) -> list[Completion]:
+        n = self._generation_params.num_samples
         async with asyncio.TaskGroup() as group:
-            drawing = [
-                group.create_task(self._source.draw(prompt, self._wishes, self._follower(n * place) if follows else None))
+            sampling_mode = [
+                group.create_task(
+                    self._source.generate(prompt, self._generation_params, self._follower(n * place) if follows else None)
+                )
                 for place, prompt in enumerate(self._prompts)
             ]
-        return [completion for each in drawing for completion in each.result()]
+        return [completion for each in sampling_mode for completion in each.result()]
 
     def _follower(self, first: int) -> OnProgress:
-        """Hears the choices from `first` on while they are drawn, and ends those that have said a stop string."""
+        """Hears the choices from `first` on while they are sampled, and ends those that have said a stop string."""
 
         def follow(progress: Sequence[Progress]) -> list[int]:
-            for sample, drawn in progress:
-                speech, index = self._speeches[first + sample], first + sample
-                before = speech.num_tokens
-                text = speech.push(drawn.tokens.tolist())
-                if speech.num_tokens > before:
-                    self._news.put_nowait(Part(index, text, drawn.between(0, speech.num_tokens - before)))
-            return [sample for sample, _ in progress if self._speeches[first + sample].is_stopped]
+            for sample, sampled in progress:
+                detokenizer, index = self._detokenizers[first + sample], first + sample
+                before = detokenizer.num_tokens
+                text = detokenizer.push(sampled.tokens.tolist())
+                if detokenizer.num_tokens > before:
+                    self._news.put_nowait(Part(index, text, sampled.between(0, detokenizer.num_tokens - before)))
+            return [sample for sample, _ in progress if self._detokenizers[first + sample].is_stopped]
 
         return follow
 
@@ -376,24 +394,24 @@ class Answering:
         """Report the whole answers to the source; returns what is left to be sent of each choice."""
         num_tokens = sum(len(completion.tokens) for completion in completions)
         whole, rest = await self._in_thread(num_tokens, lambda: self._decoded(completions))
-        n = self._wishes.num_samples
+        n = self._generation_params.num_samples
         for place, prompt in enumerate(self._prompts):
-            self._source.told(prompt, self._chat, whole[n * place : n * (place + 1)])
-        self.told = whole
+            self._source.reported(prompt, self._chat, whole[n * place : n * (place + 1)])
+        self.reported = whole
         return rest
 
     def _decoded(self, completions: Sequence[Completion]) -> tuple[list[Part], list[Part]]:
         """The whole answers, and of each what is not sent yet."""
         whole, rest = list[Part](), list[Part]()
-        for index, (speech, completion) in enumerate(zip(self._speeches, completions, strict=True)):
-            before = speech.num_tokens
-            text = speech.finish(completion.tokens.tolist())
-            beside, calls = parse_tool_calls(speech.held) if speech.held else ("", ())
-            said = speech.text + beside
-            kept = completion.between(0, speech.num_tokens)
-            finish = "stop" if speech.is_stopped else completion.stop_reason
+        for index, (detokenizer, completion) in enumerate(zip(self._detokenizers, completions, strict=True)):
+            before = detokenizer.num_tokens
+            text = detokenizer.finish(completion.tokens.tolist())
+            beside, calls = parse_tool_calls(detokenizer.held) if detokenizer.held else ("", ())
+            said = detokenizer.text + beside
+            kept = completion.between(0, detokenizer.num_tokens)
+            finish = "stop" if detokenizer.is_stopped else completion.stop_reason
             whole.append(Part(index, said, kept, finish, calls))
-            rest.append(Part(index, text + beside, kept.between(before, speech.num_tokens), finish, calls))
+            rest.append(Part(index, text + beside, kept.between(before, detokenizer.num_tokens), finish, calls))
         return whole, rest
 
 
@@ -408,8 +426,8 @@ def message_of(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
 
 def _size(parts: Sequence[Part]) -> int:
     """Tokens that are written about: those of the answers, and the alternatives to each."""
-    told = (part.drawn for part in parts)
-    return sum(each.tokens.size + (0 if each.alternatives is None else each.alternatives.tokens.size) for each in told)
+    reported = (part.sampled for part in parts)
+    return sum(each.tokens.size + (0 if each.top_logprobs is None else each.top_logprobs.tokens.size) for each in reported)
 
 
 class _Busy(asyncio.Protocol):
@@ -485,17 +503,17 @@ async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
     await response.write(b"data: " + json.dumps(event, ensure_ascii=False, allow_nan=False).encode() + b"\n\n")
 
 
-def _error(refused: Refused) -> web.Response:
+def _error(refused: APIError) -> web.Response:
     headers = {"Retry-After": str(RETRY_AFTER_S)} if refused.status == 429 else {}
     if refused.status == 401:
         headers["WWW-Authenticate"] = "Bearer"
     return web.json_response(refused.body(), status=refused.status, headers=headers)
 
 
-def _require_model(source: Source, wanted: str) -> None:
+def _require_model(source: Backend, wanted: str) -> None:
     if not source.serves(wanted):
         message = f"The model {wanted[:200]!r} does not exist; there is {source.model!r}"
-        raise Refused(404, message, code="model_not_found", param="model")
+        raise APIError(404, message, code="model_not_found", param="model")
 
 
 def _endpoint(request: web.Request) -> str:

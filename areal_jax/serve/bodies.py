@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from areal_jax.engine.config import MAX_TOP_K
-from areal_jax.engine.decode import MAX_ALTERNATIVES, MAX_STOP_TOKENS
+from areal_jax.engine.decode import MAX_STOP_TOKENS, MAX_TOP_LOGPROBS
 
 MAX_STOPS = 16
 """Stop strings of one request; OpenAI allows 4."""
@@ -28,7 +28,7 @@ IGNORED = ("user", "metadata", "store", "service_tier", "safety_identifier", "pr
 """Fields that say nothing about the answer, or nothing that could be otherwise here."""
 
 
-class Refused(Exception):
+class APIError(Exception):
     """A request that is not answered, with what the client is told."""
 
     def __init__(self, status: int, message: str, *, code: str | None = None, param: str | None = None) -> None:
@@ -44,14 +44,14 @@ class Refused(Exception):
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
-    """How an answer is to be drawn and told."""
+class GenerationParams:
+    """How an answer is to be sampled and told."""
 
     model: str
     num_samples: int
     max_new_tokens: int | None
     stream: bool
-    tells_usage: bool
+    include_usage: bool
     """Whether a stream ends with the count of tokens."""
     stops: tuple[str, ...]
     seed: int | None
@@ -59,13 +59,13 @@ class Wishes:
     """Fields of `records.Sampling` that were given."""
     stop_tokens: tuple[int, ...]
     """Beside those of the policy."""
-    tells_logp: bool
-    tells_tokens: bool
+    include_logp: bool
+    include_tokens: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Chat:
-    wishes: Wishes
+    generation_params: GenerationParams
     turns: tuple[dict[str, Any], ...]
     """The conversation as chat templates read it."""
     tools: tuple[dict[str, Any], ...]
@@ -73,7 +73,7 @@ class Chat:
 
 @dataclass(frozen=True, slots=True)
 class Texts:
-    wishes: Wishes
+    generation_params: GenerationParams
     prompts: tuple[str | tuple[int, ...], ...]
     """Texts, or tokens."""
 
@@ -83,7 +83,7 @@ def require_key(shown: str, right: str, owner: str) -> None:
     # In constant time: how long it takes tells nothing of the right one. Bytes of a header that are no text come as surrogates.
     shown_bytes, right_bytes = (key.encode(errors="surrogateescape") for key in (shown, right))
     if not hmac.compare_digest(shown_bytes, right_bytes):
-        raise Refused(401, f"Incorrect API key provided: expected {owner}", code="invalid_api_key")
+        raise APIError(401, f"Incorrect API key provided: expected {owner}", code="invalid_api_key")
 
 
 def read_json(body: bytes, max_values: int) -> dict[str, Any]:
@@ -94,13 +94,13 @@ def read_json(body: bytes, max_values: int) -> dict[str, Any]:
     num_values = sum(body.count(mark) for mark in (b",", b"[", b"{"))
     if num_values > max_values:
         expected = f"expected at most limits.max_body_values={max_values}"
-        raise Refused(413, f"the body has {num_values} commas and brackets, {expected}")
+        raise APIError(413, f"the body has {num_values} commas and brackets, {expected}")
     try:
         given = _parsed(body)
     except (ValueError, RecursionError) as error:
-        raise Refused(400, f"We could not parse the JSON body of your request: {error}") from None
+        raise APIError(400, f"We could not parse the JSON body of your request: {error}") from None
     if not isinstance(given, dict):
-        raise Refused(400, f"expected a JSON object as body, came {_kind(given)}")
+        raise APIError(400, f"expected a JSON object as body, came {_kind(given)}")
     return given
 
 
@@ -117,29 +117,31 @@ def read_chat(given: Mapping[str, Any], max_messages: int = 1 << 20) -> Chat:
     body = Body(given)
     messages = body.take("messages", list)
     if not messages:
-        raise Refused(400, "expected at least one message", param="messages")
+        raise APIError(400, "expected at least one message", param="messages")
     if len(messages) > max_messages:
         expected = f"expected at most limits.max_messages={max_messages}"
-        raise Refused(400, f"{len(messages)} messages, {expected}", code="context_length_exceeded", param="messages")
+        raise APIError(400, f"{len(messages)} messages, {expected}", code="context_length_exceeded", param="messages")
     turns = tuple(_turn(message, f"messages[{place}]") for place, message in enumerate(messages))
     choice = body.take("tool_choice", str, "auto")
     if choice not in ("auto", "none"):
-        raise Refused(400, f"tool_choice={choice!r} is not supported; expected auto or none", param="tool_choice")
+        raise APIError(400, f"tool_choice={choice!r} is not supported; expected auto or none", param="tool_choice")
     given_tools = body.take("tools", list, [])
     if len(given_tools) > MAX_TOOLS:
-        raise Refused(400, f"{len(given_tools)} tools, expected at most {MAX_TOOLS}", param="tools")
+        raise APIError(400, f"{len(given_tools)} tools, expected at most {MAX_TOOLS}", param="tools")
     tools = tuple(_tool(tool, f"tools[{place}]") for place, tool in enumerate(given_tools))
     form = body.take("response_format", dict, {"type": "text"})
     if form != {"type": "text"}:
-        raise Refused(400, f"response_format={json.dumps(form)[:200]} is not supported; expected text", param="response_format")
-    tells_logp = body.take("logprobs", bool, False)
-    num_alternatives = body.take("top_logprobs", int, 0, low=0, high=MAX_ALTERNATIVES)
-    if num_alternatives and not tells_logp:
-        raise Refused(400, "top_logprobs needs logprobs=true", param="top_logprobs")
+        raise APIError(
+            400, f"response_format={json.dumps(form)[:200]} is not supported; expected text", param="response_format"
+        )
+    include_logp = body.take("logprobs", bool, False)
+    num_top_logprobs = body.take("top_logprobs", int, 0, low=0, high=MAX_TOP_LOGPROBS)
+    if num_top_logprobs and not include_logp:
+        raise APIError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
     budget = body.take("max_completion_tokens", int, None, low=1)
     old_budget = body.take("max_tokens", int, None, low=1)
-    wishes = _wishes(body, old_budget if budget is None else budget, tells_logp, num_alternatives)
-    return Chat(wishes, turns, tools if choice == "auto" else ())
+    generation_params = _generation_params(body, old_budget if budget is None else budget, include_logp, num_top_logprobs)
+    return Chat(generation_params, turns, tools if choice == "auto" else ())
 
 
 def read_texts(given: Mapping[str, Any]) -> Texts:
@@ -149,29 +151,29 @@ def read_texts(given: Mapping[str, Any]) -> Texts:
     several = prompt if isinstance(prompt, list) and not _are_tokens(prompt) else [prompt]
     prompts = tuple(tuple(each) if isinstance(each, list) else each for each in several)
     if not prompts or not all(each and (isinstance(each, str) or _are_tokens(each)) for each in prompts):
-        raise Refused(400, "expected a text, token ids, or a list of either, none of them empty", param="prompt")
+        raise APIError(400, "expected a text, token ids, or a list of either, none of them empty", param="prompt")
     for name, nothing in (("echo", False), ("suffix", "")):
         if body.take(name, type(nothing), nothing) != nothing:
-            raise Refused(400, f"{name} is not supported", param=name)
-    num_logp = body.take("logprobs", int, None, low=0, high=MAX_ALTERNATIVES)
+            raise APIError(400, f"{name} is not supported", param=name)
+    num_logp = body.take("logprobs", int, None, low=0, high=MAX_TOP_LOGPROBS)
     best_of = body.take("best_of", int, None)
-    wishes = _wishes(body, body.take("max_tokens", int, 16, low=1), num_logp is not None, num_logp or 0)
-    if best_of not in (None, wishes.num_samples):
-        raise Refused(400, f"best_of={best_of} is not supported; expected the same as n, or nothing", param="best_of")
-    return Texts(wishes, prompts)
+    generation_params = _generation_params(body, body.take("max_tokens", int, 16, low=1), num_logp is not None, num_logp or 0)
+    if best_of not in (None, generation_params.num_samples):
+        raise APIError(400, f"best_of={best_of} is not supported; expected the same as n, or nothing", param="best_of")
+    return Texts(generation_params, prompts)
 
 
-def _wishes(body: Body, max_new_tokens: int | None, tells_logp: bool, num_alternatives: int) -> Wishes:
+def _generation_params(body: Body, max_new_tokens: int | None, include_logp: bool, num_top_logprobs: int) -> GenerationParams:
     """What both kinds of requests have in common; the end of the body."""
     stops = body.take("stop", (str, list), [])
     stops = (stops,) if isinstance(stops, str) else tuple(stops)
     if len(stops) > MAX_STOPS or not all(isinstance(stop, str) and stop for stop in stops):
-        raise Refused(400, f"expected at most {MAX_STOPS} texts, none of them empty", param="stop")
+        raise APIError(400, f"expected at most {MAX_STOPS} texts, none of them empty", param="stop")
     stop_tokens = tuple(body.take("stop_token_ids", list, []))
     if len(stop_tokens) > MAX_STOP_TOKENS or not _are_tokens((0, *stop_tokens)):
-        raise Refused(400, f"expected at most {MAX_STOP_TOKENS} token ids", param="stop_token_ids")
+        raise APIError(400, f"expected at most {MAX_STOP_TOKENS} token ids", param="stop_token_ids")
     if body.take("logit_bias", dict, {}):
-        raise Refused(400, "logit_bias is not supported", param="logit_bias")
+        raise APIError(400, "logit_bias is not supported", param="logit_bias")
     given = {
         "temperature": body.take("temperature", float, None, low=0, high=2),
         "top_p": body.take("top_p", float, None, low=1e-6, high=1),
@@ -181,24 +183,24 @@ def _wishes(body: Body, max_new_tokens: int | None, tells_logp: bool, num_altern
         "presence_penalty": body.take("presence_penalty", float, None, low=-2, high=2),
         "frequency_penalty": body.take("frequency_penalty", float, None, low=-2, high=2),
         "repetition_penalty": body.take("repetition_penalty", float, None, low=0.01, high=100),
-        "num_alternatives": num_alternatives or None,
+        "num_top_logprobs": num_top_logprobs or None,
     }
     stream = body.take("stream", bool, False)
-    wishes = Wishes(
+    generation_params = GenerationParams(
         model=body.take("model", str),
         num_samples=body.take("n", int, 1, low=1),
         max_new_tokens=max_new_tokens,
         stream=stream,
-        tells_usage=bool(body.take("stream_options", dict, {}).get("include_usage")),
+        include_usage=bool(body.take("stream_options", dict, {}).get("include_usage")),
         stops=stops,
         seed=body.take("seed", int, None),
         sampling={name: value for name, value in given.items() if value is not None},
         stop_tokens=stop_tokens,
-        tells_logp=tells_logp,
-        tells_tokens=body.take("return_token_ids", bool, False),
+        include_logp=include_logp,
+        include_tokens=body.take("return_token_ids", bool, False),
     )
     body.end()
-    return wishes
+    return generation_params
 
 
 class Body:
@@ -218,23 +220,23 @@ class Body:
         """A field of a kind, within bounds; the default where it is not given, Refused where there is none."""
         if name not in self._left:
             if not default:
-                raise Refused(400, f"you must provide {name}", param=name)
+                raise APIError(400, f"you must provide {name}", param=name)
             return default[0]
         value, kinds = self._left.pop(name), kind if isinstance(kind, tuple) else (kind,)
         if kinds == (float,) and type(value) is int:
             value = float(value) if abs(value) < 2**53 else float("inf")
         if type(value) not in kinds:
             names = " or ".join(_NAMES[each] for each in kinds)
-            raise Refused(400, f"expected {name} to be {names}, came {_kind(value)}", param=name)
+            raise APIError(400, f"expected {name} to be {names}, came {_kind(value)}", param=name)
         if (low is not None and not value >= low) or (high is not None and not value <= high):
             bounds = f"{low} or more" if high is None else f"from {low} to {high}"
-            raise Refused(400, f"expected {name} to be {bounds}, came {value}", param=name)
+            raise APIError(400, f"expected {name} to be {bounds}, came {value}", param=name)
         return value
 
     def end(self) -> None:
         """Refuse what nobody has taken."""
         for name in self._left:
-            raise Refused(400, f"Unrecognized request argument supplied: {name}", param=name)
+            raise APIError(400, f"Unrecognized request argument supplied: {name}", param=name)
 
 
 _NAMES = {str: "a text", int: "an integer", float: "a number", bool: "true or false", list: "a list", dict: "an object"}
@@ -253,21 +255,21 @@ def _are_tokens(given: Any) -> bool:
 def _turn(message: Any, where: str) -> dict[str, Any]:
     """A message as chat templates read it: content as one text, arguments of tool calls as objects."""
     if not isinstance(message, dict):
-        raise Refused(400, f"expected an object, came {_kind(message)}", param=where)
+        raise APIError(400, f"expected an object, came {_kind(message)}", param=where)
     role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls") or []
     if role not in ("system", "developer", "user", "assistant", "tool"):
-        raise Refused(400, f"expected a role of system, developer, user, assistant or tool, came {role!r}", param=where)
+        raise APIError(400, f"expected a role of system, developer, user, assistant or tool, came {role!r}", param=where)
     if isinstance(content, list):
         parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
         if len(parts) < len(content) or not all(isinstance(part.get("text"), str) for part in parts):
-            raise Refused(400, "expected content of texts only: this policy neither sees nor hears", param=where)
+            raise APIError(400, "expected content of texts only: this policy neither sees nor hears", param=where)
         content = "".join(part["text"] for part in parts)
     if not isinstance(content, str) and not (content is None and calls and role == "assistant"):
-        raise Refused(400, f"expected content to be a text, came {_kind(content)}", param=where)
+        raise APIError(400, f"expected content to be a text, came {_kind(content)}", param=where)
     turn: dict[str, Any] = {"role": "system" if role == "developer" else role, "content": content or ""}
     if role == "assistant" and calls:
         if not isinstance(calls, list):
-            raise Refused(400, f"expected tool_calls to be a list, came {_kind(calls)}", param=where)
+            raise APIError(400, f"expected tool_calls to be a list, came {_kind(calls)}", param=where)
         turn["tool_calls"] = [_tool_call(call, f"{where}.tool_calls[{place}]") for place, call in enumerate(calls)]
     return turn | {name: message[name] for name in ("name", "tool_call_id") if isinstance(message.get(name), str)}
 
@@ -275,18 +277,18 @@ def _turn(message: Any, where: str) -> dict[str, Any]:
 def _tool_call(call: Any, where: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Refused(400, "expected a function with a name", param=where)
+        raise APIError(400, "expected a function with a name", param=where)
     try:
         arguments = _parsed(function.get("arguments") or "{}")
     except (ValueError, TypeError, RecursionError):
         arguments = None
     if not isinstance(arguments, dict):
-        raise Refused(400, "expected the arguments of a function to be a JSON object in a text", param=where)
+        raise APIError(400, "expected the arguments of a function to be a JSON object in a text", param=where)
     return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
 
 
 def _tool(tool: Any, where: str) -> dict[str, Any]:
     function = tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise Refused(400, "expected a tool of type function, with a function that has a name", param=where)
+        raise APIError(400, "expected a tool of type function, with a function that has a name", param=where)
     return tool

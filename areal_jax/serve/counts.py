@@ -20,8 +20,8 @@ class Counts:
 
     def add(self, name: str, amount: int | float = 1, **labels: str) -> None:
         """Add to a counter; labels are names of our own, never a client's text."""
-        told = ",".join(f'{label}="{value}"' for label, value in labels.items())
-        self._totals[f"areal_jax_{name}_total" + (f"{{{told}}}" if told else "")] += amount
+        reported = ",".join(f'{label}="{value}"' for label, value in labels.items())
+        self._totals[f"areal_jax_{name}_total" + (f"{{{reported}}}" if reported else "")] += amount
 
     def time(self, seconds: float) -> None:
         """Add to the histogram of the time that requests take."""

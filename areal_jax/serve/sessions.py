@@ -1,9 +1,9 @@
-"""Sessions of agents: the same protocol over a workflow's `generate`, with all that was drawn kept token for token.
+"""Sessions of agents: the same protocol over a workflow's `generate`, with all that was sampled kept token for token.
 
 An agent sends the whole conversation with every call, as text. What the policy said in it earlier is found again by that text,
-and goes into the next prompt as the tokens that were drawn, whatever the tokenizer or the chat template would make of the text.
+and goes into the next prompt as the tokens that were sampled, whatever the tokenizer or the chat template would make of the text.
 
-What is trained is drawn as the run draws everything: an agent's own temperature, top_p, penalties and seed change nothing.
+What is trained is sampled as the run draws everything: an agent's own temperature, top_p, penalties and seed change nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +20,12 @@ import numpy as np
 from jaxtyping import Int32
 
 from areal_jax.data.tokenizer import HFTokenizer
-from areal_jax.records import Completion, Generate, OnProgress, ended
-from areal_jax.serve.answers import Part
+from areal_jax.protocols import Generate
+from areal_jax.records import Completion, OnProgress, ended
 from areal_jax.serve.app import App, listening, message_of
-from areal_jax.serve.bodies import Chat, Refused, Wishes, require_key
+from areal_jax.serve.bodies import APIError, Chat, GenerationParams, require_key
 from areal_jax.serve.config import LimitsConfig
+from areal_jax.serve.responses import Part
 
 logger = logging.getLogger(__name__)
 
@@ -33,8 +34,8 @@ MODEL = "policy"
 
 HOST = "127.0.0.1"
 
-# Asked for, it could not be had: what is trained is drawn as the run draws everything.
-_REFUSED = {"num_alternatives": "top_logprobs", "min_new_tokens": "min_tokens"}
+# Asked for, it could not be had: what is trained is sampled as the run draws everything.
+_REFUSED = {"num_top_logprobs": "top_logprobs", "min_new_tokens": "min_tokens"}
 
 
 class Said(NamedTuple):
@@ -66,7 +67,7 @@ class Session:
         return MODEL
 
     def calls(self) -> tuple[tuple[Int32[np.ndarray, "_"], Completion], ...]:
-        """Prompt and answer of every call that was answered, in the order of their ends; exactly the tokens drawn."""
+        """Prompt and answer of every call that was answered, in the order of their ends; exactly the tokens sampled."""
         return tuple(self._calls)
 
     def serves(self, model: str) -> bool:
@@ -99,23 +100,25 @@ class Session:
     def prompt_of_text(self, text: str) -> Int32[np.ndarray, "P"]:
         return self.tokenizer.encode_prompt(text)
 
-    async def draw(self, prompt: Int32[np.ndarray, "P"], wishes: Wishes, on_progress: OnProgress | None) -> list[Completion]:
-        refused = [name for field, name in _REFUSED.items() if wishes.sampling.get(field)]
-        refused += ["stop_token_ids"] * bool(wishes.stop_tokens)
+    async def generate(
+        self, prompt: Int32[np.ndarray, "P"], generation_params: GenerationParams, on_progress: OnProgress | None
+    ) -> list[Completion]:
+        refused = [name for field, name in _REFUSED.items() if generation_params.sampling.get(field)]
+        refused += ["stop_token_ids"] * bool(generation_params.stop_tokens)
         if refused:
-            raise Refused(400, f"{refused[0]} is not supported in training", param=refused[0])
-        budget = min(wishes.max_new_tokens or self._max_new_tokens, self._max_new_tokens)
-        return await self._generate(prompt, wishes.num_samples, max_new_tokens=budget, on_progress=on_progress)
+            raise APIError(400, f"{refused[0]} is not supported in training", param=refused[0])
+        budget = min(generation_params.max_new_tokens or self._max_new_tokens, self._max_new_tokens)
+        return await self._generate(prompt, generation_params.num_samples, max_new_tokens=budget, on_progress=on_progress)
 
-    def told(self, prompt: Int32[np.ndarray, "P"], chat: Chat | None, parts: Sequence[Part]) -> None:
-        self._calls += [(prompt, part.drawn) for part in parts]
+    def reported(self, prompt: Int32[np.ndarray, "P"], chat: Chat | None, parts: Sequence[Part]) -> None:
+        self._calls += [(prompt, part.sampled) for part in parts]
         if chat is None:
             return
         before = self._before(chat)
         tools = chat.tools if before is None else before.tools
         for part in parts:
             turns = (*chat.turns, message_of(part.text, part.calls))
-            self._said.append(Said(tuple(_normal(turn) for turn in turns), tools, prompt, part.drawn))
+            self._said.append(Said(tuple(_normal(turn) for turn in turns), tools, prompt, part.sampled))
 
     def close(self) -> None:
         """Break off what is being answered."""
@@ -147,7 +150,7 @@ class AgentServer:
 
     @asynccontextmanager
     async def open(self, generate: Generate) -> AsyncIterator[Session]:
-        """A session whose calls are drawn by `generate`; at the end it answers nothing more."""
+        """A session whose calls are sampled by `generate`; at the end it answers nothing more."""
         name = secrets.token_hex(8)
         base_url = f"http://{HOST}:{self._port}/sessions/{name}/v1"
         session = Session(base_url, secrets.token_urlsafe(32), self._tokenizer, generate, self._max_new_tokens)
@@ -161,6 +164,6 @@ class AgentServer:
     def enter(self, session: str, key: str) -> Session:
         found = self._sessions.get(session)
         if found is None:
-            raise Refused(404, "there is no such session, or it has ended")
+            raise APIError(404, "there is no such session, or it has ended")
         require_key(key, found.api_key, "the session's")
         return found

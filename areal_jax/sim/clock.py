@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class NothingWillHappen(RuntimeError):
+class NoEventsLeft(RuntimeError):
     """Every task waits, and no timer is set that could wake one."""
 
 
@@ -34,7 +34,7 @@ class _Leap(selectors.SelectSelector):
             failure, self.failure = self.failure, None
             raise failure
         if timeout is None:
-            raise NothingWillHappen("all tasks wait for each other: no timer is set, and nothing comes from outside")
+            raise NoEventsLeft("all tasks wait for each other: no timer is set, and nothing comes from outside")
         self.now_s += timeout
         return []
 
@@ -59,7 +59,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """What `main` returns, run under simulated time. NothingWillHappen where it would wait for ever."""
+    """What `main` returns, run under simulated time. NoEventsLeft where it would wait for ever."""
     # Tens of thousands of tasks live at once: looking through them for cycles as often as usual takes a third of all time.
     thresholds = gc.get_threshold()
     gc.set_threshold(200_000, 20, 100)

@@ -215,7 +215,7 @@ class TrainerCosts:
 
 @dataclass(frozen=True)
 class Rewards:
-    """Workers that judge one answer at a time."""
+    """Workers that grader one answer at a time."""
 
     num_workers: int = 256
-    judge_s: float = 0.05
+    grading_s: float = 0.05

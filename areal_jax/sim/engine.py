@@ -22,11 +22,12 @@ from typing import Literal
 
 import numpy as np
 
-from areal_jax.records import Completion, EngineStopped, Request, StopReason
+from areal_jax.errors import EngineStopped
+from areal_jax.records import Completion, Request, StopReason
 from areal_jax.sim.costs import DecodeCosts, Step
 from areal_jax.sim.lengths import Lengths
 
-SEATED_UP_TO = 0.9
+ASSIGNED_UP_TO = 0.9
 """A sequence is seated while caches are filled up to this share; at 1 the youngest sequences leave until they are again."""
 
 _TINY = 1e-6
@@ -52,7 +53,7 @@ class EngineHabits:
 class _Job:
     request: Request
     answer: asyncio.Future[list[Completion]]
-    drawn: list[Completion | None]
+    sampled: list[Completion | None]
     """By sample; None until it is finished."""
     left: int
     prefilled: tuple[int, int] = (-1, -1)
@@ -64,13 +65,13 @@ class _Sequence:
     job: _Job
     sample: int
     length: int
-    """Tokens that it will have drawn in the end."""
+    """Tokens that it will have sampled in the end."""
     stop_reason: StopReason
     stamps: list[tuple[int, int]]
-    """Version and number of tokens, of what was drawn before it came to where it is."""
-    drawn: int
+    """Version and number of tokens, of what was sampled before it came to where it is."""
+    sampled: int
     """All tokens of the stamps."""
-    seated_at: float = 0.0
+    assigned_at: float = 0.0
     """Steps of its engine when it was seated."""
 
 
@@ -99,7 +100,7 @@ class _Engine:
         self.history: list[tuple[float, int]] = [(0.0, version)]
         """Steps from which on each version drew."""
         self._ends: list[tuple[float, int]] = []
-        self._seated = 0
+        self._assigned = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def advance(self, now_s: float) -> None:
@@ -140,25 +141,25 @@ class _Engine:
             pairs = sum(length**2 for length in lengths) / 2
             self.stop_for(self.fleet.costs.recompute_s(self.context, pairs), "recompute")
 
-    def seat_waiting(self) -> None:
-        habits, room = self.fleet.habits, SEATED_UP_TO * self.fleet.kv_tokens
+    def admit_waiting(self) -> None:
+        habits, room = self.fleet.habits, ASSIGNED_UP_TO * self.fleet.kv_tokens
         while self.up and self.held_back is None and self.waiting and len(self.live) < habits.num_slots:
             sequence = self.waiting[0]
             request = sequence.job.request
-            tokens = float(len(request.prompt_tokens) + sequence.drawn)
+            tokens = float(len(request.prompt_tokens) + sequence.sampled)
             if request.min_version > self.version or (self.live and self.context + tokens > room):
                 return
             self.waiting.popleft()
             held = (self.index, self.version)
-            if sequence.drawn or not habits.shares_prompts or sequence.job.prefilled != held:
+            if sequence.sampled or not habits.shares_prompts or sequence.job.prefilled != held:
                 self.stop_for(self.fleet.costs.prefill_s(tokens, tokens**2 / 2), "prefill")
                 sequence.job.prefilled = held
-            sequence.seated_at = self.steps
+            sequence.assigned_at = self.steps
             self.context += tokens
-            self._seated += 1
-            self.live[self._seated] = sequence
-            dispatches = ceil((sequence.length - sequence.drawn) / habits.steps_per_dispatch)
-            heappush(self._ends, (self.steps + dispatches * habits.steps_per_dispatch, self._seated))
+            self._assigned += 1
+            self.live[self._assigned] = sequence
+            dispatches = ceil((sequence.length - sequence.sampled) / habits.steps_per_dispatch)
+            heappush(self._ends, (self.steps + dispatches * habits.steps_per_dispatch, self._assigned))
 
     def set_timer(self) -> None:
         """Wake up when the next sequence ends, or the caches are full."""
@@ -177,15 +178,15 @@ class _Engine:
         self._timer = self.fleet.loop.call_at(at_s, self._wake)
 
     def leave(self) -> list[_Sequence]:
-        """All sequences, with what they have drawn; the engine is then empty."""
-        left = [self._unseat(number) for number in list(self.live)] + list(self.waiting)
+        """All sequences, with what they have sampled; the engine is then empty."""
+        left = [self._free_slot(number) for number in list(self.live)] + list(self.waiting)
         self.held_back = None
         self.waiting.clear()
         self.load = 0
         return left
 
     def stamps(self, sequence: _Sequence) -> list[tuple[int, int]]:
-        """Version and number of tokens of all that a live sequence has drawn."""
+        """Version and number of tokens of all that a live sequence has sampled."""
         return [*sequence.stamps, *self._new_stamps(sequence, self._length(sequence))]
 
     def _step(self) -> Step:
@@ -193,18 +194,18 @@ class _Engine:
 
     def _cached(self, sequence: _Sequence) -> float:
         """Tokens of a sequence in the caches."""
-        return len(sequence.job.request.prompt_tokens) + sequence.drawn + self.steps - sequence.seated_at
+        return len(sequence.job.request.prompt_tokens) + sequence.sampled + self.steps - sequence.assigned_at
 
     def _length(self, sequence: _Sequence) -> int:
-        """Tokens that a live sequence has drawn."""
-        return min(sequence.length, sequence.drawn + int(self.steps - sequence.seated_at + _TINY))
+        """Tokens that a live sequence has sampled."""
+        return min(sequence.length, sequence.sampled + int(self.steps - sequence.assigned_at + _TINY))
 
-    def _new_stamps(self, sequence: _Sequence, drawn: int) -> list[tuple[int, int]]:
-        """Of what was drawn since it was seated."""
-        found, left = list[tuple[int, int]](), drawn - sequence.drawn
+    def _new_stamps(self, sequence: _Sequence, sampled: int) -> list[tuple[int, int]]:
+        """Of what was sampled since it was seated."""
+        found, left = list[tuple[int, int]](), sampled - sequence.sampled
         for since, version in reversed(self.history):
             # A swap comes between two steps: the token under way is the older version's.
-            before = min(left, max(0, ceil(since - sequence.seated_at - _TINY)))
+            before = min(left, max(0, ceil(since - sequence.assigned_at - _TINY)))
             if left > before:
                 found.append((version, left - before))
             left = before
@@ -223,20 +224,20 @@ class _Engine:
                 self.context -= self._cached(sequence)
                 self.fleet.finish(self, sequence, [*sequence.stamps, *self._new_stamps(sequence, sequence.length)])
         if self.context >= self.fleet.kv_tokens - 1:
-            while len(self.live) > 1 and self.context > SEATED_UP_TO * self.fleet.kv_tokens:
-                self.waiting.appendleft(self._unseat(next(reversed(self.live))))
+            while len(self.live) > 1 and self.context > ASSIGNED_UP_TO * self.fleet.kv_tokens:
+                self.waiting.appendleft(self._free_slot(next(reversed(self.live))))
                 self.fleet.counts["preempted"] += 1
         if self.held_back is not None:
             self.swap(self.held_back)
-        self.seat_waiting()
+        self.admit_waiting()
         self.set_timer()
 
-    def _unseat(self, number: int) -> _Sequence:
+    def _free_slot(self, number: int) -> _Sequence:
         sequence = self.live.pop(number)
-        drawn = self._length(sequence)
+        sampled = self._length(sequence)
         self.context -= self._cached(sequence)
-        sequence.stamps += self._new_stamps(sequence, drawn)
-        sequence.drawn = drawn
+        sequence.stamps += self._new_stamps(sequence, sampled)
+        sequence.sampled = sampled
         return sequence
 
 
@@ -272,13 +273,13 @@ class Fleet:
         if request.id in self._jobs:
             raise ValueError(f"request id {request.id!r} is in use by another unfinished request")
         answer: asyncio.Future[list[Completion]] = self.loop.create_future()
-        drawn = list[Completion | None](request.resume) or [None] * request.num_samples
+        sampled = list[Completion | None](request.resume) or [None] * request.num_samples
         longest = request.sampling.max_new_tokens
-        lengths = self.lengths.draw(random.Random(request.seed), request.num_samples)
-        finished: list[Completion | None] = [done if done and done.stop_reason != "suspended" else None for done in drawn]
+        lengths = self.lengths.sample_lengths(random.Random(request.seed), request.num_samples)
+        finished: list[Completion | None] = [done if done and done.stop_reason != "suspended" else None for done in sampled]
         job = _Job(request, answer, finished, finished.count(None))
         self._jobs[request.id] = job
-        for sample, (length, done) in enumerate(zip(lengths, drawn, strict=True)):
+        for sample, (length, done) in enumerate(zip(lengths, sampled, strict=True)):
             if finished[sample] is None:
                 stop_reason: StopReason = "stop" if length <= longest else "length"
                 length, stamps = min(length, longest), self._stamps_of(done)
@@ -288,9 +289,9 @@ class Fleet:
         return answer
 
     async def snapshot(self) -> dict[str, tuple[Completion, ...]]:
-        """What every unfinished request has drawn so far, as of now."""
+        """What every unfinished request has sampled so far, as of now."""
         partials = {
-            job.request.id: [done or self._completion([], "suspended") for done in job.drawn] for job in self._jobs.values()
+            job.request.id: [done or self._completion([], "suspended") for done in job.sampled] for job in self._jobs.values()
         }
         for engine in self.engines:
             engine.advance(self.loop.time())
@@ -324,7 +325,7 @@ class Fleet:
         self.loop.call_at(now_s + repaired_after_s, self._repair, engine)
 
     def stop(self, error: BaseException) -> None:
-        """Fail every request, as an engine does whose driver has died."""
+        """Fail every request, as an engine does whose engine loop has died."""
         for job in self._jobs.values():
             if not job.answer.done():
                 stopped = EngineStopped(f"the simulated engines stopped: {error}")
@@ -350,18 +351,18 @@ class Fleet:
         return found
 
     def finish(self, engine: _Engine, sequence: _Sequence, stamps: list[tuple[int, int]]) -> None:
-        """A sequence of an engine has drawn its last token."""
+        """A sequence of an engine has sampled its last token."""
         job = sequence.job
         self._set_load(engine, -1)
         self.counts["tokens"] += sequence.length
         self.counts["sequences"] += 1
-        job.drawn[sequence.sample] = self._completion(stamps, sequence.stop_reason)
+        job.sampled[sequence.sample] = self._completion(stamps, sequence.stop_reason)
         job.left -= 1
         self._deliver_if_finished(job)
 
     def _deliver_if_finished(self, job: _Job) -> None:
         if not job.left and self._jobs.pop(job.request.id, None) and not job.answer.done():
-            job.answer.set_result([done for done in job.drawn if done is not None])
+            job.answer.set_result([done for done in job.sampled if done is not None])
 
     def _send(self, sequence: _Sequence) -> None:
         while self._by_load:
@@ -389,7 +390,7 @@ class Fleet:
         for index in sorted(self._changed):
             engine = self.engines[index]
             engine.advance(now_s)
-            engine.seat_waiting()
+            engine.admit_waiting()
             engine.set_timer()
         self._changed.clear()
 
@@ -401,7 +402,7 @@ class Fleet:
     def _arrive(self, engine: _Engine, version: int) -> None:
         engine.advance(self.loop.time())
         engine.swap(version)
-        engine.seat_waiting()
+        engine.admit_waiting()
         engine.set_timer()
 
     def _repair(self, engine: _Engine) -> None:

@@ -1,4 +1,4 @@
-"""How long answers are: drawn from a distribution, or from lengths that a run recorded; the same for the same seed."""
+"""How long answers are: sampled from a distribution, or from lengths that a run recorded; the same for the same seed."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from typing import Protocol, runtime_checkable
 class Lengths(Protocol):
     """Draws the lengths of the answers to one prompt."""
 
-    def draw(self, chance: random.Random, num: int) -> list[int]: ...
+    def sample_lengths(self, chance: random.Random, num: int) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class LogNormal:
     median: float
     sigma: float
 
-    def draw(self, chance: random.Random, num: int) -> list[int]:
+    def sample_lengths(self, chance: random.Random, num: int) -> list[int]:
         mu = math.log(self.median)
         return [max(1, round(chance.lognormvariate(mu, self.sigma))) for _ in range(num)]
 
@@ -33,7 +33,7 @@ class Recorded:
 
     lengths: tuple[int, ...]
 
-    def draw(self, chance: random.Random, num: int) -> list[int]:
+    def sample_lengths(self, chance: random.Random, num: int) -> list[int]:
         return chance.choices(self.lengths, k=num)
 
 

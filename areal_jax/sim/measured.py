@@ -1,6 +1,6 @@
 """What the stages of a real run took, read from its folder: costs to simulate it with, and to split devices by.
 
-Spans of trace.json tell what engines, judges and the mailbox did; metrics.jsonl how fast the trainer was.
+Spans of trace.json tell what engines, graders and the weight channel did; metrics.jsonl how fast the trainer was.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ class StageTimes(NamedTuple):
     """A token of a batch, prompts included."""
     train_step_s: float
     """A batch."""
-    judge_s: float
-    """An answer, from its end to its verdict."""
+    grading_s: float
+    """An answer, from its end to its grade."""
     travel_s: float
     """Weights, from the trainer's step to the engines."""
 
@@ -49,7 +49,7 @@ def stage_times(run_folder: Path, steps_per_dispatch: int) -> StageTimes:
         if "engine" in span["args"]:
             by_engine[span["args"]["engine"]].append(span)
         else:
-            by_name["judge" if "task" in span["args"] else span["name"].split()[0]].append(span["dur"] / 1e6)
+            by_name["grader" if "task" in span["args"] else span["name"].split()[0]].append(span["dur"] / 1e6)
     speeds = [
         row[names.TRAIN_TOKENS_PER_S] for row in jsonl.read(run_folder / "metrics.jsonl") if names.TRAIN_TOKENS_PER_S in row
     ]
@@ -63,7 +63,7 @@ def stage_times(run_folder: Path, steps_per_dispatch: int) -> StageTimes:
         recompute_token_s=recompute_s,
         train_token_s=fmean(1 / speed for speed in speeds),
         train_step_s=_mean(by_name["step"]),
-        judge_s=_mean(by_name["judge"]),
+        grading_s=_mean(by_name["grader"]),
         travel_s=_mean(by_name["weights"]),
     )
 
@@ -148,7 +148,7 @@ class MeasuredStages:
     @property
     def rewards(self) -> Rewards:
         # What an answer waited for a worker is in its time.
-        return Rewards(num_workers=1 << 12, judge_s=self.times.judge_s)
+        return Rewards(num_workers=1 << 12, grading_s=self.times.grading_s)
 
     def arrivals_s(self) -> list[float]:
         """All at once."""

@@ -6,8 +6,8 @@ import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from areal_jax.errors import ConfigError
 from areal_jax.models.architecture import ModelConfig
-from areal_jax.settings import ConfigError
 from areal_jax.sim.config import ClusterQuestion
 from areal_jax.sim.costs import BYTES_PER_TRAINED_WEIGHT, EngineCosts, Reached, TrainerCosts
 from areal_jax.sim.engine import EngineHabits
@@ -136,7 +136,7 @@ def impossible(question: ClusterQuestion, model: ModelConfig) -> Iterator[str]:
         yield f"device={question.device}: {error}"
         return
     if question.context <= question.prompt_tokens:
-        yield f"context={question.context} leaves no room for an answer behind prompt_tokens={question.prompt_tokens}"
+        yield f"context={question.context} leaves not enough resources for an answer behind prompt_tokens={question.prompt_tokens}"
         return
     name, positions = question.model, model.max_position_embeddings
     if question.context > positions:

@@ -1,6 +1,6 @@
 """A run of the real gate, buffer and controller with simulated devices: what a cluster would give.
 
-The body of `loop.train` under the leaping clock: engines answer, answers are judged, and steps are trained in the time that
+The body of `loop.train` under the leaping clock: engines answer, answers are graded, and steps are trained in the time that
 `costs` says, while every group is counted, started, stamped and handed over by the code that does so in a real run.
 """
 
@@ -17,7 +17,8 @@ import numpy as np
 from jaxtyping import Float, Int32
 
 from areal_jax.models.architecture import ModelConfig
-from areal_jax.records import NO_VERSION, Generate, Group, Judge, Message, Sample, Sampling, Task, Verdict
+from areal_jax.protocols import Generate, Grader
+from areal_jax.records import NO_VERSION, Group, Message, RewardResult, Sample, Sampling, Task
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.rollout.controller import Rollouts, open_gate, rolling_out
 from areal_jax.sim.clock import run
@@ -197,14 +198,14 @@ async def _simulate(stages: Stages, workload: Workload, num_steps: int, first_co
         batch_timeout_s=1e9,
     )
     gate, buffer = open_gate(config, 0)
-    judge = JudgeQueue(stages.rewards)
-    turn = OneTurn(workload.prompt_tokens, workload.samples_per_group, judge)
+    grader = GradingQueue(stages.rewards)
+    turn = OneTurn(workload.prompt_tokens, workload.samples_per_group, grader)
     sampling = Sampling(workload.max_new_tokens)
     clock, taken = asyncio.get_running_loop().time, list[_Batch]()
     breaking = _break(fleet, stages.failures, seed) if stages.failures else None
     breakage = asyncio.create_task(breaking) if breaking else None
     begin_s, spent = 0.0, dict[str, float]()
-    async with rolling_out(Numbered(), fleet, turn, judge, gate, buffer, config, sampling=sampling, seed=seed) as rollouts:
+    async with rolling_out(Numbered(), fleet, turn, grader, gate, buffer, config, sampling=sampling, seed=seed) as rollouts:
         for version in range(num_steps):
             if version == first_counted:
                 begin_s, spent = clock(), fleet.seconds()
@@ -225,7 +226,7 @@ async def _simulate(stages: Stages, workload: Workload, num_steps: int, first_co
 @dataclass
 class _Batch:
     tokens: float
-    """Drawn by the policy."""
+    """Sampled by the policy."""
     lengths: Float[np.ndarray, "N"]
     """Of its samples with their prompts."""
     staleness: float
@@ -289,25 +290,25 @@ class Numbered:
         return {"place": self._place}
 
 
-class JudgeQueue:
-    """Workers that judge answers in the order in which they come."""
+class GradingQueue:
+    """Workers that grader answers in the order in which they come."""
 
     def __init__(self, rewards: Rewards) -> None:
-        self._judge_s = rewards.judge_s
+        self._grading_s = rewards.grading_s
         self._free_at_s = [0.0] * rewards.num_workers
         heapify(self._free_at_s)
 
-    async def judged(self, num: int) -> None:
-        """Wait until so many answers are judged: a wait for all of them, since each costs as much as another task's step."""
+    async def graded(self, num: int) -> None:
+        """Wait until so many answers are graded: a wait for all of them, since each costs as much as another task's step."""
         now_s = done_s = asyncio.get_running_loop().time()
         for _ in range(num):
-            done_s = max(now_s, self._free_at_s[0]) + self._judge_s
+            done_s = max(now_s, self._free_at_s[0]) + self._grading_s
             heapreplace(self._free_at_s, done_s)
         await asyncio.sleep(done_s - now_s)
 
-    async def __call__(self, task: Task, answer: str) -> Verdict:
-        await self.judged(1)
-        return Verdict("correct")
+    async def __call__(self, task: Task, answer: str) -> RewardResult:
+        await self.graded(1)
+        return RewardResult("correct")
 
 
 @dataclass(frozen=True, eq=False)
@@ -316,12 +317,12 @@ class OneTurn:
 
     prompt_tokens: int
     samples_per_group: int
-    queue: JudgeQueue
+    queue: GradingQueue
 
-    async def __call__(self, task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+    async def __call__(self, task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
         prompt: Int32[np.ndarray, "P"] = np.zeros(self.prompt_tokens, np.int32)
         completions = await generate(prompt, self.samples_per_group)
-        await self.queue.judged(len(completions))
+        await self.queue.graded(len(completions))
         return tuple(
             Sample(
                 completion.tokens,

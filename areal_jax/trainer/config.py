@@ -55,7 +55,7 @@ class TrainerConfig:
         "sequences, each the sum of its tokens over engine.max_new_tokens (Dr.GRPO)",
     )
     entropy_coef: float = chz.field(
-        default=0.0, doc="weight of the entropy bonus: the mean entropy of what the loss's tokens were drawn from"
+        default=0.0, doc="weight of the entropy bonus: the mean entropy of what the loss's tokens were sampled from"
     )
     shaping: Shaping = chz.field(default_factory=Shaping, doc="what becomes of rewards before advantages are made of them")
     advantages: Advantages = chz.field(

@@ -128,7 +128,7 @@ class Forward:
     def predictions(
         self, params: Params, base: Params, read: Read
     ) -> tuple[Float[Array, "B T"], Float[Array, "B T"] | None, Routing | None]:
-        """Log-probability of every token and the entropy of what it was drawn from, or with a scalar head the value of what
+        """Log-probability of every token and the entropy of what it was sampled from, or with a scalar head the value of what
         follows it and None; and where tokens went among experts."""
         whole = self.whole(params, base)
         hidden, routing = self.hidden(whole, read)

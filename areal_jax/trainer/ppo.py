@@ -15,12 +15,13 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Shaped
 
 from areal_jax.data.packing import Layout, TrainingSequence, pack
+from areal_jax.errors import CorruptedState
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.sharding import fetch
-from areal_jax.records import Group, Sample, Spoilt
+from areal_jax.records import Group, Sample
 from areal_jax.rl.advantages import Trajectory, compute_advantages, mean_weights, shaped_rewards, value_targets
-from areal_jax.rl.config import GAE, M2PO, PPO, Centred, KLInLoss, KLInReward, Proximal
-from areal_jax.rl.kl import kl_estimate, kl_loss, kl_toll, taught_advantages
+from areal_jax.rl.config import GAE, M2PO, PPO, KLInLoss, KLInReward, Proximal, ProximalLoss
+from areal_jax.rl.kl import distilled_advantages, kl_estimate, kl_loss, kl_penalty
 from areal_jax.rl.losses import PolicyLoss, interpolated_proximal, policy_loss, second_moment_mask
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.critic import CriticWeights, critic_learner, describe_values, with_values
@@ -88,7 +89,7 @@ class Trainer(Versions):
             params: copied to the train mesh; the caller's stay as they are.
             num_updates: of the whole run, which the learning rate's schedule spans: steps times `num_mini_batches`. That of
                 the policy spans those after the critic's warm-up.
-            max_staleness: a token drawn more versions ago than this is not trained on; None trains on all.
+            max_staleness: a token sampled more versions ago than this is not trained on; None trains on all.
             temperature: at which the engine draws.
             row_tokens: tokens of a packed row; no sample may be longer.
             max_new_tokens: the engine's limit to an answer.
@@ -111,7 +112,7 @@ class Trainer(Versions):
         match config.loss:
             case PPO():
                 proximal: Proximal = "behave"
-            case Centred():
+            case ProximalLoss():
                 proximal = config.loss.proximal
             case _:
                 proximal = "recompute"
@@ -194,7 +195,7 @@ class Trainer(Versions):
         the first update. A mini-batch in which no token is left to train on updates nothing.
 
         Raises ValueError where the batch cannot be trained on, before anything changes, and FloatingPointError where loss,
-        gradient or the log-probability of a drawn token is not finite: the update that met it is not applied, and the version
+        gradient or the log-probability of a sampled token is not finite: the update that met it is not applied, and the version
         stays. That is Spoilt unless all is as it was before the step and the policy is not to blame: only then other settings
         can train the same batch.
         """
@@ -209,29 +210,30 @@ class Trainer(Versions):
         mini_batches = [self._pack(groups, trained, share) for share in _deal(sizes, self.config.num_mini_batches)]
         packed = time.perf_counter()
         # First, because its lessons have none of the columns that follow.
-        lessons = [] if self._critic is None else [_read(self._critic, mini_batch) for mini_batch in mini_batches]
+        critic_batches = [] if self._critic is None else [_read(self._critic, mini_batch) for mini_batch in mini_batches]
         valued = time.perf_counter()
         mini_batches = self._beside_reference(mini_batches)
         reference_logp = self._heard(self._reference, groups, mini_batches) if isinstance(self._kl, KLInReward) else None
         teacher_logp = self._heard(self._teacher, groups, mini_batches)
         asked = time.perf_counter()
         trajectories = self._trajectories(groups, trained, reference_logp)
-        if lessons:
-            trajectories = self._with_values(groups, trajectories, lessons)
+        if critic_batches:
+            trajectories = self._with_values(groups, trajectories, critic_batches)
         advantages = compute_advantages(self.config.advantages, trajectories)
-        advantages = self._taught(groups, advantages, teacher_logp)
+        advantages = self._distilled(groups, advantages, teacher_logp)
         mini_batches = [self._with_advantages(mini_batch, advantages) for mini_batch in mini_batches]
         metrics = self._describe(groups, trained, advantages)
         for name, logp in (("kl_reference", reference_logp), ("kl_teacher", teacher_logp)):
             metrics |= {name: _divergence(groups, trained, logp)} if logp is not None else {}
         if isinstance(self.config.advantages, GAE):
             targets = value_targets(self.config.advantages, trajectories)
-            lessons = [
-                self._with_advantages(lesson._replace(weights=np.ones_like(lesson.weights)), targets) for lesson in lessons
+            critic_batches = [
+                self._with_advantages(critic_batch._replace(weights=np.ones_like(critic_batch.weights)), targets)
+                for critic_batch in critic_batches
             ]
             metrics |= describe_values(trajectories, targets)
         ready = time.perf_counter()
-        trains_policy = not lessons or self.version >= self.config.critic.warmup_steps
+        trains_policy = not critic_batches or self.version >= self.config.critic.warmup_steps
         read = [trains_policy and self._must_read(i, mini_batch) for i, mini_batch in enumerate(mini_batches)]
         for i in np.flatnonzero(read):
             mini_batches[i] = _read(self._learner, mini_batches[i])
@@ -245,8 +247,8 @@ class Trainer(Versions):
                 if trains_policy:
                     _merge(metrics, self._update(i, applied, mini_batch, proximal_is_current=not read[i]))
                     applied += 1
-                if lessons:
-                    _merge(metrics, self._teach(i, applied, lessons[i]))
+                if critic_batches:
+                    _merge(metrics, self._teach(i, applied, critic_batches[i]))
                     applied += 1
                 num_updates += 1
         done = time.perf_counter()
@@ -279,7 +281,7 @@ class Trainer(Versions):
                 if not np.isfinite(sample.reward):
                     raise ValueError(f"{where} has a reward that is not finite: {sample.reward}")
                 if not np.isfinite(sample.behave_logp[sample.loss_mask]).all():
-                    raise Spoilt(
+                    raise CorruptedState(
                         f"step {self.version}: {where} has a behaviour log-probability that is not finite: the policy that "
                         "drew it has diverged. Lower trainer.optimizer.learning_rate or trainer.optimizer.max_grad_norm"
                     )
@@ -317,7 +319,7 @@ class Trainer(Versions):
         def earned(i: int, j: int, sample: Sample) -> Float[np.ndarray, "T"] | None:
             if reference_logp is None or not isinstance(self._kl, KLInReward):
                 return None
-            return kl_toll(self._kl, sample.behave_logp, reference_logp[i][j], sample.loss_mask)
+            return kl_penalty(self._kl, sample.behave_logp, reference_logp[i][j], sample.loss_mask)
 
         return [
             [
@@ -327,14 +329,14 @@ class Trainer(Versions):
             for i, group in enumerate(groups)
         ]
 
-    def _taught(self, groups: Sequence[Group], advantages: ByToken, teacher_logp: ByToken | None) -> ByToken:
+    def _distilled(self, groups: Sequence[Group], advantages: ByToken, teacher_logp: ByToken | None) -> ByToken:
         """Advantages with what the teacher has to say of every token."""
         config = self.config.teacher
         if teacher_logp is None or config is None:
             return advantages
         return [
             [
-                taught_advantages(config, advantages[i][j], sample.behave_logp, teacher_logp[i][j], sample.loss_mask)
+                distilled_advantages(config, advantages[i][j], sample.behave_logp, teacher_logp[i][j], sample.loss_mask)
                 for j, sample in enumerate(group.samples)
             ]
             for i, group in enumerate(groups)
@@ -342,8 +344,8 @@ class Trainer(Versions):
 
     def _shaped(self, group: Group) -> Float[np.ndarray, "G"]:
         rewards_G = np.array([sample.reward for sample in group.samples])
-        num_drawn_G = np.array([sample.loss_mask.sum() for sample in group.samples])
-        return shaped_rewards(self.config.shaping, rewards_G, num_drawn_G, self.max_new_tokens)
+        num_sampled_G = np.array([sample.loss_mask.sum() for sample in group.samples])
+        return shaped_rewards(self.config.shaping, rewards_G, num_sampled_G, self.max_new_tokens)
 
     def _is_stale(self, sample: Sample, kind: str) -> Bool[np.ndarray, "T"]:
         bound = self._staleness_of_kind.get(kind, self.max_staleness)
@@ -383,15 +385,15 @@ class Trainer(Versions):
         return _with_column(mini_batch, name, self._learner.put_column(mini_batch.layout.scatter(values, np.float32)))
 
     def _with_values(
-        self, groups: Sequence[Group], trajectories: Sequence[Sequence[Trajectory]], lessons: Sequence[MiniBatch]
+        self, groups: Sequence[Group], trajectories: Sequence[Sequence[Trajectory]], critic_batches: Sequence[MiniBatch]
     ) -> list[list[Trajectory]]:
         """What the critic says of every sample that is trained on."""
         following: dict[tuple[int, int], Float32[np.ndarray, "_"]] = {}
-        for lesson in lessons:
-            read = np.reshape(fetch([batch.proximal_logp for batch in lesson.batches]), lesson.layout.shape)
-            following |= zip(lesson.places, lesson.layout.gather(read), strict=True)
+        for critic_batch in critic_batches:
+            read = np.reshape(fetch([batch.proximal_logp for batch in critic_batch.batches]), critic_batch.layout.shape)
+            following |= zip(critic_batch.places, critic_batch.layout.gather(read), strict=True)
         if not all(np.isfinite(values).all() for values in following.values()):
-            raise Spoilt(
+            raise CorruptedState(
                 f"step {self.version}: the critic's values are not finite: it has diverged. Lower "
                 "trainer.critic.optimizer.learning_rate or trainer.critic.optimizer.max_grad_norm"
             )
@@ -425,20 +427,20 @@ class Trainer(Versions):
         except FloatingPointError as error:
             advice = (
                 "Lower trainer.optimizer.learning_rate or trainer.optimizer.max_grad_norm, or set "
-                "trainer.loss.correction=Masked with a trainer.loss.correction.cap"
+                "trainer.loss.importance_weighting=Masked with a trainer.loss.importance_weighting.cap"
             )
-            is_spoilt = applied > 0 or not self._is_finite(mini_batch)
-            raise self._not_applied(i, applied, f"{error}", advice, is_spoilt=is_spoilt) from None
+            is_corrupted = applied > 0 or not self._is_finite(mini_batch)
+            raise self._not_applied(i, applied, f"{error}", advice, is_corrupted=is_corrupted) from None
 
-    def _teach(self, i: int, applied: int, lesson: MiniBatch) -> Metrics:
+    def _teach(self, i: int, applied: int, critic_batch: MiniBatch) -> Metrics:
         """The critic's update. Args: as those of `_update`."""
         assert self._critic is not None
         try:
-            metrics = self._critic.update(lesson.batches, lesson.num_loss_tokens, proximal_is_current=False)
+            metrics = self._critic.update(critic_batch.batches, critic_batch.num_loss_tokens, proximal_is_current=False)
         except FloatingPointError as error:
             advice = "Lower trainer.critic.optimizer.learning_rate or trainer.critic.optimizer.max_grad_norm"
             # Its values of the batch are finite, or it would have been told before.
-            raise self._not_applied(i, applied, f"the critic's {error}", advice, is_spoilt=applied > 0) from None
+            raise self._not_applied(i, applied, f"the critic's {error}", advice, is_corrupted=applied > 0) from None
         return {f"value_{name}": value for name, value in metrics.items()}
 
     def _is_finite(self, mini_batch: MiniBatch) -> bool:
@@ -448,13 +450,13 @@ class Trainer(Versions):
             for logp, mask in (fetch((self._learner.logprobs(batch), batch.loss_mask)) for batch in mini_batch.batches)
         )
 
-    def _not_applied(self, i: int, applied: int, what: str, advice: str, *, is_spoilt: bool) -> FloatingPointError:
+    def _not_applied(self, i: int, applied: int, what: str, advice: str, *, is_corrupted: bool) -> FloatingPointError:
         left = f"the last good version is {self.version}"
         if applied:
             left = f"{applied} before it were, so that version {self.version} is gone and {self.version + 1} not there yet"
-        elif is_spoilt:
+        elif is_corrupted:
             left = f"version {self.version} itself predicts no finite probabilities"
-        return (Spoilt if is_spoilt else FloatingPointError)(
+        return (CorruptedState if is_corrupted else FloatingPointError)(
             f"step {self.version}, update {i + 1} of {self.config.num_mini_batches}: {what}. The update was not applied; "
             f"{left}. {advice}"
         )
@@ -470,7 +472,7 @@ class Trainer(Versions):
         masks = [mask for group_masks in trained for mask in group_masks]
         rewards = np.array([sample.reward for sample in samples])
         num_trained = np.array([mask.sum() for mask in masks])
-        num_drawn = np.array([sample.loss_mask.sum() for sample in samples])
+        num_sampled = np.array([sample.loss_mask.sum() for sample in samples])
         ages = self.version - np.concatenate([sample.versions[mask] for sample, mask in zip(samples, masks, strict=True)])
         per_token = np.concatenate(
             [values[mask] for values, mask in zip(chain(*advantages), masks, strict=True)], dtype=np.float64
@@ -487,14 +489,14 @@ class Trainer(Versions):
                 float(sum(not any(values.any() for values in of_group) for of_group in advantages)),
                 float(len(groups)),
             ),
-            "correct_fraction": (float(sum(sample.verdict == "correct" for sample in samples)), count),
-            "no_answer_fraction": (float(sum(sample.verdict == "no_answer" for sample in samples)), count),
+            "correct_fraction": (float(sum(sample.grade == "correct" for sample in samples)), count),
+            "no_answer_fraction": (float(sum(sample.grade == "no_answer" for sample in samples)), count),
             "turns": (float(sum(_num_turns(sample) for sample in samples)), count),
             "truncated_fraction": (float(sum(sample.stop_reason == "length" for sample in samples)), count),
-            "answer_tokens": (float(num_drawn.sum()), count),
+            "answer_tokens": (float(num_sampled.sum()), count),
             "staleness": (float(ages.sum()), tokens),
             "staleness_max": float(ages.max(initial=0)),
-            "tokens_stale": float((num_drawn - num_trained).sum()),
+            "tokens_stale": float((num_sampled - num_trained).sum()),
             "tokens_trained": tokens,
         }
 

@@ -17,14 +17,14 @@ from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 
 
 class CriticState(NamedTuple):
-    """What the critic goes on from, as a `TrainState` holds it of the policy."""
+    """What the critic resumes from, as a `TrainState` holds it of the policy."""
 
     params: Params
     opt_state: optax.OptState
 
 
 class TrainState(NamedTuple):
-    """A pytree of arrays: all that training goes on from."""
+    """A pytree of arrays: all that training resumes from."""
 
     params: Params
     """What is trained: the adapter of a policy that has one, else all parameters. float32, sharded over the train mesh."""

@@ -41,7 +41,7 @@ class Versions:
 
     @property
     def state(self) -> TrainState:
-        """All that training goes on from; the next step takes its memory."""
+        """All that training resumes from; the next step takes its memory."""
         critic = None if self._critic is None else CriticState(self._critic.params, self._critic.opt_state)
         return TrainState(self._learner.params, self._learner.opt_state, np.asarray(self.version, np.int32), critic)
 
@@ -51,7 +51,7 @@ class Versions:
         self._learner.restore(state.params, state.opt_state)
         if self._critic is not None:
             if state.critic is None:
-                raise ValueError("the trainer has a critic and the state to go on from has none")
+                raise ValueError("the trainer has a critic and the state to resume from has none")
             self._critic.restore(*state.critic)
         self.version = int(state.version)
 

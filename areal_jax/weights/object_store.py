@@ -26,7 +26,7 @@ from jaxtyping import Array, Float, Shaped, UInt8
 from ray.exceptions import ObjectStoreFullError, OutOfDiskError, RayError
 
 from areal_jax.records import NO_VERSION, Weights
-from areal_jax.weights.newest_wins import Event, NewestWins, Parcel
+from areal_jax.weights.channel import Event, LatestWins, WeightUpdate
 
 logger = logging.getLogger(__name__)
 
@@ -76,7 +76,7 @@ class Contribution(TypedDict):
 
 
 class ShardPublisher:
-    """Gives this host's part of every version to the store, without making the trainer wait; the newest version wins.
+    """Gives this host's part of every version to the store, without making the trainer wait; the latest version wins.
 
     All processes of the train mesh call `publish` with the same versions."""
 
@@ -88,7 +88,7 @@ class ShardPublisher:
         self.host, self.num_hosts, self._on_event = jax.process_index(), jax.process_count(), on_event
         self._copy = _Copy(layout)
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="hashing")
-        self._line: NewestWins[Tree, Contribution] = NewestWins("the publisher of shards", self._put)
+        self._line: LatestWins[Tree, Contribution] = LatestWins("the publisher of shards", self._put)
 
     def publish(self, version: int, params: Tree, *, again: bool = False) -> None:
         """Offer a version without waiting; afterwards `params` may be donated or overwritten.
@@ -133,9 +133,9 @@ class ShardPublisher:
         self._line.close()
         self._hashing.shutdown()
 
-    def _put(self, parcel: Parcel[Tree]) -> None:
+    def _put(self, update: WeightUpdate[Tree]) -> None:
         start = time.perf_counter()
-        params, version = jax.block_until_ready(parcel.content), parcel.version
+        params, version = jax.block_until_ready(update.content), update.version
         copied = time.perf_counter()
         shards = list(_own_shards(params))
         num_bytes = sum(data.nbytes for _, data in shards)
@@ -151,11 +151,11 @@ class ShardPublisher:
         del shards
         self._copy.take_back(params)
         contribution = Contribution(version=version, host=self.host, num_hosts=self.num_hosts, chunks=chunks)
-        self._line.lay_down(version, contribution)
+        self._line.deliver(version, contribution)
         end = time.perf_counter()
-        self._line.count(offered=1, copy_s=copied - start, put_s=end - copied, put_bytes=num_bytes, delay_s=end - parcel.sent_s)
+        self._line.count(offered=1, copy_s=copied - start, put_s=end - copied, put_bytes=num_bytes, delay_s=end - update.sent_s)
         if self._on_event is not None:
-            self._on_event("put", parcel.sent_s, end, {"version": version, "bytes": num_bytes})
+            self._on_event("put", update.sent_s, end, {"version": version, "bytes": num_bytes})
 
     def _put_chunks(self, shards: Sequence[tuple[Piece, jax.Array]]) -> list[Chunk]:
         """Lists of arrays go into the store without being joined first; they are hashed meanwhile."""
@@ -197,7 +197,7 @@ class ShardReader:
         }
         self._complete, self._on_event, self._on_skip = complete, on_event, on_skip
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="pulling")
-        self._line: NewestWins[Sequence[Contribution], Weights] = NewestWins("the reader of shards", self._read)
+        self._line: LatestWins[Sequence[Contribution], Weights] = LatestWins("the reader of shards", self._read)
 
     def offer(self, version: int, contributions: Sequence[Contribution]) -> None:
         """A version can be had, with the contributions of all hosts; never waits. From any thread.
@@ -237,10 +237,10 @@ class ShardReader:
         self._line.close()
         self._pool.shutdown()
 
-    def _read(self, parcel: Parcel[Sequence[Contribution]]) -> None:
-        start, version = time.perf_counter(), parcel.version
+    def _read(self, update: WeightUpdate[Sequence[Contribution]]) -> None:
+        start, version = time.perf_counter(), update.version
         try:
-            params, num_bytes = self._assemble(version, parcel.content)
+            params, num_bytes = self._assemble(version, update.content)
         except _Broken as broken:
             skipped = f"version {version} is skipped: {broken}"
             logger.warning("%s; waiting for the next offer of it or of a newer one", skipped)
@@ -248,11 +248,11 @@ class ShardReader:
             self._line.count(skipped=1)
             self._on_skip(version, str(broken))
             return
-        self._line.lay_down(version, Weights(version, self._complete(params) if self._complete else params))
+        self._line.deliver(version, Weights(version, self._complete(params) if self._complete else params))
         end = time.perf_counter()
-        self._line.count(delivered=1, transfer_s=end - start, transfer_bytes=num_bytes, delay_s=end - parcel.sent_s)
+        self._line.count(delivered=1, transfer_s=end - start, transfer_bytes=num_bytes, delay_s=end - update.sent_s)
         if self._on_event is not None:
-            self._on_event("weights", parcel.sent_s, end, {"version": version, "bytes": num_bytes})
+            self._on_event("weights", update.sent_s, end, {"version": version, "bytes": num_bytes})
 
     def _assemble(self, version: int, contributions: Sequence[Contribution]) -> tuple[Tree, int]:
         """The parameters on the engine's mesh, and how many bytes were pulled for them."""
@@ -386,8 +386,10 @@ def _pull(host: int, chunk: Chunk, deadline_s: float) -> list[UInt8[np.ndarray, 
     try:
         arrays = ray.get(chunk["ref"], timeout=left_s)
     except RayError as error:
-        told = str(error).strip().splitlines()
-        raise _Broken(f"a chunk of host {host} could not be had: {type(error).__name__}: {told[0] if told else ''}") from error
+        reported = str(error).strip().splitlines()
+        raise _Broken(
+            f"a chunk of host {host} could not be had: {type(error).__name__}: {reported[0] if reported else ''}"
+        ) from error
     sizes = [
         math.prod(stop - start for start, stop in piece["box"]) * np.dtype(piece["dtype"]).itemsize for piece in chunk["pieces"]
     ]

@@ -9,7 +9,8 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeAlias
 
-from areal_jax.records import Weights, WeightSource
+from areal_jax.protocols import WeightSource
+from areal_jax.records import Weights
 
 ENGINES_PER_TURN = 8
 """Of so many engines one may swap at a time: with hundreds, the last should not wait for all others."""
@@ -26,7 +27,7 @@ Ticket: TypeAlias = float
 """Name of a turn: when the engine asked for it, by the engine's own clock. Tickets of one engine only grow."""
 
 
-class Turns:
+class RollingUpdate:
     """Whose turn it is: that of who has asked first. From any thread.
 
     Any message may be lost, late, doubled or out of order: an engine repeats its question until it has swapped, every answer
@@ -89,7 +90,7 @@ class Turns:
             give(ticket)
 
 
-class InTurn:
+class RollingSource:
     """A source of weights whose engine takes them when it is its turn."""
 
     def __init__(
@@ -109,7 +110,7 @@ class InTurn:
         self._source, self._ask, self._over, self._clock = source, ask, over, clock
         self._has_turn = threading.Event()
         # The turn that the engine has; its newest wish for one; and the newest ticket that is of no use any more. Guarded by
-        # the lock: whoever gives turns writes them, and the driver's thread.
+        # the lock: whoever gives turns writes them, and the engine loop's thread.
         self._turn: Ticket | None = None
         self._asked: Ticket | None = None
         self._ended: Ticket = -math.inf
@@ -173,10 +174,10 @@ class InTurn:
         self._over(ticket)
 
 
-def in_turns(sources: Sequence[WeightSource]) -> list[InTurn]:
+def rolling_sources(sources: Sequence[WeightSource]) -> list[RollingSource]:
     """The sources of engines of one process, by which they swap in turns."""
-    turns = Turns(lambda: len(sources))
+    turns = RollingUpdate(lambda: len(sources))
     return [
-        InTurn(source, ask=partial(turns.ask, number), over=partial(turns.over, number))
+        RollingSource(source, ask=partial(turns.ask, number), over=partial(turns.over, number))
         for number, source in enumerate(sources)
     ]

@@ -25,25 +25,16 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int32
 
-from areal_jax.records import (
-    Completion,
-    EngineStopped,
-    Generate,
-    Judge,
-    Sample,
-    Session,
-    Sessions,
-    Task,
-    Tokenizer,
-    Verdict,
-)
+from areal_jax.errors import EngineStopped
+from areal_jax.protocols import Generate, Grader, Session, Sessions, Tokenizer
+from areal_jax.records import Completion, RewardResult, Sample, Task
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.rewards.functions import graded
 from areal_jax.rewards.processes import ending
 from areal_jax.workflows import guard
 from areal_jax.workflows.config import Agent
 from areal_jax.workflows.conversation import Call, Export, samples_of
-from areal_jax.workflows.single_turn import judged, side_by_side
+from areal_jax.workflows.single_turn import grade_answer, side_by_side
 
 logger = logging.getLogger(__name__)
 
@@ -70,7 +61,7 @@ class RemoteTraceback(RuntimeError):
     """The traceback of an agent's error, as its process wrote it."""
 
 
-class WorkerDied(RuntimeError):
+class AgentWorkerDied(RuntimeError):
     """The process in which an agent ran has ended."""
 
     def __init__(self, message: str, *, was_alone: bool) -> None:
@@ -79,7 +70,7 @@ class WorkerDied(RuntimeError):
         self.was_alone = was_alone
 
 
-class WorkerBlocked(WorkerDied):
+class WorkerBlocked(AgentWorkerDied):
     """Another agent blocks the process in which an agent ran."""
 
 
@@ -87,7 +78,7 @@ class WorkerBlocked(WorkerDied):
 class Agents:
     """Let `num_samples` agents work on a task, each in a session of its own; what the policy said in them becomes samples.
 
-    A reward belongs to all of an agent's calls. One that returns none has its last answer judged."""
+    A reward belongs to all of an agent's calls. One that returns none has its last answer graded."""
 
     tokenizer: Tokenizer
     num_samples: int
@@ -98,36 +89,36 @@ class Agents:
     places: asyncio.Semaphore
     export: Export = "concatenated"
 
-    async def __call__(self, task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
-        episodes = (self._episode(task, generate, judge) for _ in range(self.num_samples))
+    async def __call__(self, task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
+        episodes = (self._episode(task, generate, grader) for _ in range(self.num_samples))
         return tuple(sample for episode in await side_by_side(episodes) for sample in episode)
 
-    async def _episode(self, task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+    async def _episode(self, task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
         async with self.places:
-            found, drawn = await self.host.run(task, generate)
-        calls = [Call(prompt, completion) for prompt, completion in drawn]
+            found, sampled = await self.host.run(task, generate)
+        calls = [Call(prompt, completion) for prompt, completion in sampled]
         if not calls:
             raise AgentFailed(f"the agent on task {task.id} has ended without a call of the policy")
         if found is None:
-            verdict = await judged(task, judge, self.tokenizer.decode(calls[-1].completion.tokens))
+            grade = await grade_answer(task, grader, self.tokenizer.decode(calls[-1].completion.tokens))
         else:
             try:
                 kind, score = graded(found, self.rewards.scale)
             except (TypeError, ValueError) as error:
                 raise AgentFailed(f"what the agent on task {task.id} returned: {error}") from None
-            verdict = Verdict(kind, score=score)
-        reward = verdict.worth(self.rewards.correct, self.rewards.wrong, self.rewards.no_answer)
-        return samples_of(calls, [reward] * len(calls), verdict.kind, export=self.export)
+            grade = RewardResult(kind, score=score)
+        reward = grade.worth(self.rewards.correct, self.rewards.wrong, self.rewards.no_answer)
+        return samples_of(calls, [reward] * len(calls), grade.kind, export=self.export)
 
 
-Drawn = tuple[tuple[Int32[np.ndarray, "P"], Completion], ...]
+SampledTokens = tuple[tuple[Int32[np.ndarray, "P"], Completion], ...]
 
 
 @runtime_checkable
 class Runner(Protocol):
     """Whoever runs agents."""
 
-    async def run(self, task: Task, generate: Generate) -> tuple[object, Drawn]:
+    async def run(self, task: Task, generate: Generate) -> tuple[object, SampledTokens]:
         """Let an agent work on a task; what it says it is worth, and the calls that it made."""
         ...
 
@@ -144,7 +135,7 @@ class AgentHost:
         self._workers = None if config.function is None else Workers(config.function, config.stall_warning_s)
         # Deadlines of agents at work in training, and what was left of each when the clock was stopped.
         self._deadlines = dict[asyncio.Timeout, float]()
-        self._num_holding = 0
+        self._num_paused = 0
 
     async def start(self) -> None:
         """Load the function. ValueError where its file cannot be loaded, with its error."""
@@ -162,13 +153,13 @@ class AgentHost:
 
         Args: holds: the evaluation holds the weights, so that the clocks of training's agents stop meanwhile."""
         if holds:
-            self._num_holding += 1
+            self._num_paused += 1
             self._reschedule()
         try:
             yield _OfEvaluation(self)
         finally:
             if holds:
-                self._num_holding -= 1
+                self._num_paused -= 1
                 self._reschedule()
 
     def _reschedule(self) -> None:
@@ -178,10 +169,10 @@ class AgentHost:
             when_s = deadline.when()
             if deadline.expired():
                 continue
-            if self._num_holding and when_s is not None:
+            if self._num_paused and when_s is not None:
                 self._deadlines[deadline] = when_s - now_s
                 deadline.reschedule(None)
-            elif not self._num_holding and when_s is None:
+            elif not self._num_paused and when_s is None:
                 deadline.reschedule(now_s + left_s)
 
     @asynccontextmanager
@@ -190,21 +181,21 @@ class AgentHost:
         async with asyncio.timeout(timeout_s) as deadline:
             if is_held:
                 self._deadlines[deadline] = timeout_s
-                if self._num_holding:
+                if self._num_paused:
                     deadline.reschedule(None)
             try:
                 yield deadline
             finally:
                 self._deadlines.pop(deadline, None)
 
-    async def run(self, task: Task, generate: Generate) -> tuple[object, Drawn]:
+    async def run(self, task: Task, generate: Generate) -> tuple[object, SampledTokens]:
         """Let an agent of training work on a task; what it says it is worth, and the calls that it made.
 
         TimeoutError after workflow.timeout_s, in which no evaluation holds the weights. AgentFailed, with the agent's own error
         as cause, where it fails; EngineStopped where that is why."""
         return await self.attempt(task, generate, is_held=True)
 
-    async def attempt(self, task: Task, generate: Generate, *, is_held: bool) -> tuple[object, Drawn]:
+    async def attempt(self, task: Task, generate: Generate, *, is_held: bool) -> tuple[object, SampledTokens]:
         """`run`. Args: is_held: its clock stops while an evaluation holds the weights."""
         stopped = list[EngineStopped]()
 
@@ -233,7 +224,7 @@ class AgentHost:
                             + (f"; it was at {line}" if line else "")
                         ) from error
                     raise AgentFailed(f"the agent on task {task.id} failed: TimeoutError: {error}") from error
-                except WorkerDied as error:
+                except AgentWorkerDied as error:
                     if not error.was_alone:
                         # Another agent is the cause, or may be: again, in another process, or in one of its own.
                         is_moved = isinstance(error, WorkerBlocked)
@@ -273,7 +264,7 @@ class _OfEvaluation:
 
     _host: AgentHost
 
-    async def run(self, task: Task, generate: Generate) -> tuple[object, Drawn]:
+    async def run(self, task: Task, generate: Generate) -> tuple[object, SampledTokens]:
         return await self._host.attempt(task, generate, is_held=False)
 
 
@@ -503,7 +494,7 @@ class Worker:
         working = {number: future for number, future in self.agents.items() if not future.done()}
         was_alone = len(working) == 1 and not killed
         for future in working.values():
-            future.set_exception(WorkerDied(how, was_alone=was_alone))
+            future.set_exception(AgentWorkerDied(how, was_alone=was_alone))
 
     async def _read(self, ready: asyncio.Future[None]) -> None:
         assert self._process is not None and self._process.stdout is not None

@@ -141,20 +141,20 @@ class Worker:
 
     def _watch(self) -> None:
         """Tell of a loop that does not come around within `stall_s`, and when it does again."""
-        is_blocked, came, asked_s = False, threading.Event(), time.monotonic()
+        is_blocked, came, requested_s = False, threading.Event(), time.monotonic()
         self._loop.call_soon_threadsafe(came.set)
         while True:
             # Where an agent holds the interpreter itself no thread runs, this one neither: then this writes where.
             faulthandler.dump_traceback_later(2 * self._stall_s, file=sys.__stderr__ or 2)
             if came.wait(_PERIOD_S):
                 if is_blocked:
-                    self._channel.send(kind="unblocked", seconds=time.monotonic() - asked_s)
+                    self._channel.send(kind="unblocked", seconds=time.monotonic() - requested_s)
                 is_blocked = False
                 time.sleep(_PERIOD_S)
                 came.clear()
-                asked_s = time.monotonic()
+                requested_s = time.monotonic()
                 self._loop.call_soon_threadsafe(came.set)
-            elif not is_blocked and (seconds := time.monotonic() - asked_s) > self._stall_s:
+            elif not is_blocked and (seconds := time.monotonic() - requested_s) > self._stall_s:
                 is_blocked = True
                 running = asyncio.current_task(self._loop)
                 found = next((number for number, task in list(self._tasks.items()) if task is running), None)
@@ -203,7 +203,7 @@ def main() -> None:
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:
         function = load_function(sys.argv[1])
-    except BaseException as error:  # whatever a stranger's file raises
+    except BaseException as error:  # whatever untrusted file raises
         channel.send(kind="unloadable", error=f"{type(error).__name__}: {error}"[:MAX_TEXT])
         os._exit(1)
     channel.send(kind="ready")

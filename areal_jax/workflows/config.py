@@ -16,12 +16,12 @@ class WorkflowConfig:
 
 @chz.chz
 class SingleTurn(WorkflowConfig):
-    """One answer, judged."""
+    """One answer, graded."""
 
 
 @chz.chz
 class MultiTurn(WorkflowConfig):
-    """Another attempt after every wrong answer. The attempts of a conversation are one sample, judged by the last."""
+    """Another attempt after every wrong answer. The attempts of a conversation are one sample, graded by the last."""
 
     max_turns: int = chz.field(default=2, doc="attempts at most; a conversation beyond engine.max_prompt_tokens ends before")
     turn_discount: float = chz.field(
@@ -54,7 +54,7 @@ class Tags(CallFormat):
 
 @chz.chz
 class ToolUse(WorkflowConfig):
-    """Turns that call tools, whose results are context, and at last an answer, judged."""
+    """Turns that call tools, whose results are context, and at last an answer, graded."""
 
     max_turns: int = chz.field(
         default=4, doc="turns of the policy at most, the last one answers; one beyond engine.max_prompt_tokens does not come"
@@ -68,12 +68,12 @@ class ToolUse(WorkflowConfig):
 class Agent(WorkflowConfig):
     """A program of yours that calls the policy as OpenAI's API is called: all that the policy says in it is trained on.
 
-    What it asks for is drawn as the run draws everything: a temperature, top_p, penalty or seed of its own changes nothing."""
+    What it asks for is sampled as the run draws everything: a temperature, top_p, penalty or seed of its own changes nothing."""
 
     function: str | None = chz.field(
         default=None,
         doc="FILE.py:NAME or PACKAGE.MODULE:NAME, called as NAME(task, base_url, api_key), async or not, for every sample; it "
-        "returns a bool, or a number from 0 to 1 for a reward between wrong and correct; None: its last answer is judged",
+        "returns a bool, or a number from 0 to 1 for a reward between wrong and correct; None: its last answer is graded",
     )
     command: str | None = chz.field(
         default=None,
@@ -94,5 +94,5 @@ class Agent(WorkflowConfig):
     max_running: int = chz.field(default=256, doc="agents at work at the same time; those of an evaluation are counted apart")
     export: Literal["concatenated", "per_call"] = chz.field(
         default="concatenated",
-        doc="concatenated: calls that go on from one another, token for token, are one sample; per_call: each call is one",
+        doc="concatenated: calls that resume from one another, token for token, are one sample; per_call: each call is one",
     )

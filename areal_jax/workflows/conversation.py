@@ -1,7 +1,7 @@
 """A trajectory of several calls of the policy, token for token, and the samples that are made of it.
 
 Nothing is ever decoded and encoded again: what a policy is given next is what it was given before, what it drew, and what the
-chat template puts behind that. So the tokens that are trained on are the tokens that were drawn, odd ones too, whatever a
+chat template puts behind that. So the tokens that are trained on are the tokens that were sampled, odd ones too, whatever a
 template would make of earlier turns.
 """
 
@@ -14,10 +14,11 @@ from typing import Literal, TypeAlias
 import numpy as np
 from jaxtyping import Int32
 
-from areal_jax.records import NO_VERSION, Completion, Message, Sample, StopReason, Tokenizer, VerdictKind, ended
+from areal_jax.protocols import Tokenizer
+from areal_jax.records import NO_VERSION, Completion, Message, ResultKind, Sample, StopReason, ended
 
 Export: TypeAlias = Literal["concatenated", "per_call"]
-"""What becomes a sample: calls that go on from one another together, or every call alone. Each drawn token is trained on once
+"""What becomes a sample: calls that resume from one another together, or every call alone. Each sampled token is trained on once
 either way, after the same tokens, so that a mean over tokens has the same gradient if their advantages are the same."""
 
 
@@ -50,23 +51,23 @@ def next_prompt(tokenizer: Tokenizer, call: Call, messages: Sequence[Message]) -
 def samples_of(
     calls: Sequence[Call],
     rewards: Sequence[float],
-    verdict: VerdictKind,
+    grade: ResultKind,
     *,
     export: Export = "concatenated",
     stop_reason: StopReason | None = None,
 ) -> tuple[Sample, ...]:
-    """The samples that hold what was drawn in the calls, in their order, each token once.
+    """The samples that hold what was sampled in the calls, in their order, each token once.
 
     Args:
         rewards: one for each call; a sample of several calls has that of its last.
         stop_reason: of the trajectory; None: a sample's is that of its last call.
     """
     chains = chains_of(calls) if export == "concatenated" else [[number] for number in range(len(calls))]
-    return tuple(_sample([calls[number] for number in chain], rewards[chain[-1]], verdict, stop_reason) for chain in chains)
+    return tuple(_sample([calls[number] for number in chain], rewards[chain[-1]], grade, stop_reason) for chain in chains)
 
 
 def chains_of(calls: Sequence[Call]) -> list[list[int]]:
-    """The places of calls that go on from one another, together. Where two go on from the same call, the first does so in its
+    """The places of calls that resume from one another, together. Where two resume from the same call, the first does so in its
     chain, and the other begins one, in which all before it is context."""
     chains = list[list[int]]()
     for number, call in enumerate(calls):
@@ -78,20 +79,20 @@ def chains_of(calls: Sequence[Call]) -> list[list[int]]:
     return chains
 
 
-def _sample(chain: Sequence[Call], reward: float, verdict: VerdictKind, stop_reason: StopReason | None) -> Sample:
+def _sample(chain: Sequence[Call], reward: float, grade: ResultKind, stop_reason: StopReason | None) -> Sample:
     """All of the last call's tokens; trained on is what the calls drew, stop tokens among it."""
     tokens = chain[-1].tokens
     loss_mask, logp = np.zeros(len(tokens), np.bool_), np.zeros(len(tokens), np.float32)
     versions = np.full(len(tokens), NO_VERSION, np.int32)
     for call in chain:
-        drawn = slice(len(call.prompt), len(call.prompt) + len(call.completion.tokens))
-        loss_mask[drawn], logp[drawn], versions[drawn] = True, call.completion.logp, call.completion.versions
+        sampled = slice(len(call.prompt), len(call.prompt) + len(call.completion.tokens))
+        loss_mask[sampled], logp[sampled], versions[sampled] = True, call.completion.logp, call.completion.versions
     return Sample(
         tokens=tokens,
         loss_mask=loss_mask,
         behave_logp=logp,
         versions=versions,
         reward=reward,
-        verdict=verdict,
+        grade=grade,
         stop_reason=stop_reason or chain[-1].completion.stop_reason,
     )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 
-from areal_jax.records import Tokenizer, Tools, Workflow
+from areal_jax.protocols import Tokenizer, Tools, Workflow
 from areal_jax.rewards.config import RewardConfig, ToolsConfig
 from areal_jax.workflows import config, single_turn
 from areal_jax.workflows.agent import Agents, Runner

@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from areal_jax.records import Message, Task, Tokenizer
+from areal_jax.protocols import Tokenizer
+from areal_jax.records import Message, Task
 from areal_jax.workflows.config import Agent, MultiTurn, ToolUse, WorkflowConfig
 from areal_jax.workflows.tool_calls import announcement
 from areal_jax.workflows.turns import announced
@@ -26,7 +27,7 @@ class LaterTurns:
     """What a workflow puts behind an answer, and how often."""
 
     num: int
-    """Prompts at most that go on from an answer; 0: none."""
+    """Prompts at most that resume from an answer; 0: none."""
     least_tokens: int
     """Tokens at least between an answer and the next one."""
     most_tokens: int
@@ -120,7 +121,7 @@ def later_turns(tokenizer: Tokenizer, workflow: WorkflowConfig) -> LaterTurns:
             # What an agent says is its own affair; two lines are longer than most of it.
             try:
                 least, most = (tokens_of("user", text) for text in ("?", "a few words of text " * 8))
-            except ValueError:  # a template for one turn: such an agent's calls do not go on from one another
+            except ValueError:  # a template for one turn: such an agent's calls do not resume from one another
                 return LaterTurns(0, 0, 0, "")
             return LaterTurns(workflow.expected_calls - 1, least, most, "workflow.expected_calls", is_required=False)
         case _:
@@ -162,7 +163,7 @@ def refused_prompts(prompts: Prompts, turns: LaterTurns, limits: Limits) -> Iter
         yield f"every prompt of {prompts.source} is longer than {limit}: the shortest has {shortest} tokens; {remedy}"
     elif turns.num and turns.is_required and room < 0:
         yield (
-            f"{limit} leaves no room for a second turn: a prompt of {prompts.source} has at least {shortest} tokens, and what "
+            f"{limit} leaves not enough resources for a second turn: a prompt of {prompts.source} has at least {shortest} tokens, and what "
             f"follows its answer {turns.least_tokens}; {remedy}"
         )
     if prompts.num_unanswerable == len(prompts.lengths):
@@ -183,7 +184,7 @@ def doubtful_prompts(prompts: Prompts, turns: LaterTurns, limits: Limits) -> Ite
     for turn in range(1, turns.num + 1):
         if cut := sum(length <= most < length + turn * each for length in prompts.lengths):
             yield (
-                f"{prompts.counted(cut)} leave no room under {limit} for turn {turn + 1} after answers of "
+                f"{prompts.counted(cut)} leave not enough resources under {limit} for turn {turn + 1} after answers of "
                 f"engine.max_new_tokens={limits.max_new_tokens}; {remedy}"
             )
             break

@@ -7,32 +7,25 @@ from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from areal_jax.records import (
-    Generate,
-    Judge,
-    NotGraded,
-    Sample,
-    Task,
-    Tokenizer,
-    Verdict,
-    first_error,
-)
+from areal_jax.errors import first_error
+from areal_jax.protocols import Generate, Grader, Tokenizer
+from areal_jax.records import NotGraded, RewardResult, Sample, Task
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.workflows.conversation import Call, samples_of
 
 T = TypeVar("T")
 
 
-class JudgeFailed(NotGraded):
+class GradingFailed(NotGraded):
     """A reward call failed, which says nothing of the answer."""
 
 
-async def judged(task: Task, judge: Judge, answer: str) -> Verdict:
-    """The verdict on an answer. JudgeFailed where there is none."""
-    verdict = await judge(task, answer)
-    if verdict.failed:
-        raise JudgeFailed(verdict.detail)
-    return verdict
+async def grade_answer(task: Task, grader: Grader, answer: str) -> RewardResult:
+    """The grade on an answer. GradingFailed where there is none."""
+    grade = await grader(task, answer)
+    if grade.failed:
+        raise GradingFailed(grade.detail)
+    return grade
 
 
 async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -58,21 +51,21 @@ async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 @dataclass(frozen=True, slots=True)
 class SingleTurn:
-    """Draw `samples_per_group` answers to a task and judge them all at the same time.
+    """Draw `samples_per_group` answers to a task and grader them all at the same time.
 
-    An answer cut at the token budget is judged like any other: its stop_reason says that it was cut."""
+    An answer cut at the token budget is graded like any other: its stop_reason says that it was cut."""
 
     tokenizer: Tokenizer
     samples_per_group: int
     rewards: RewardConfig
 
-    async def __call__(self, task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+    async def __call__(self, task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
         prompt = self.tokenizer.render(task.prompt)
         calls = [Call(prompt, completion) for completion in await generate(prompt, self.samples_per_group)]
-        return tuple(await side_by_side(self._sample(task, judge, call) for call in calls))
+        return tuple(await side_by_side(self._sample(task, grader, call) for call in calls))
 
-    async def _sample(self, task: Task, judge: Judge, call: Call) -> Sample:
-        verdict = await judged(task, judge, self.tokenizer.decode(call.completion.tokens))
-        reward = verdict.worth(self.rewards.correct, self.rewards.wrong, self.rewards.no_answer)
-        (sample,) = samples_of([call], [reward], verdict.kind)
+    async def _sample(self, task: Task, grader: Grader, call: Call) -> Sample:
+        grade = await grade_answer(task, grader, self.tokenizer.decode(call.completion.tokens))
+        reward = grade.worth(self.rewards.correct, self.rewards.wrong, self.rewards.no_answer)
+        (sample,) = samples_of([call], [reward], grade.kind)
         return sample

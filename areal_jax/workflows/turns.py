@@ -9,23 +9,12 @@ import asyncio
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
-from areal_jax.records import (
-    Completion,
-    Generate,
-    Judge,
-    Message,
-    NotGraded,
-    Sample,
-    StopReason,
-    Task,
-    Tokenizer,
-    Tools,
-    Verdict,
-)
+from areal_jax.protocols import Generate, Grader, Tokenizer, Tools
+from areal_jax.records import Completion, Message, NotGraded, RewardResult, Sample, StopReason, Task
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.workflows.config import CallFormat
 from areal_jax.workflows.conversation import Call, next_prompt, samples_of
-from areal_jax.workflows.single_turn import judged, side_by_side
+from areal_jax.workflows.single_turn import grade_answer, side_by_side
 from areal_jax.workflows.tool_calls import BadCall, ToolCall, announcement, parse_calls
 
 
@@ -38,20 +27,20 @@ class Answered(NamedTuple):
 
     messages: tuple[Message, ...] = ()
     """What the policy is told next; none where it has had its say."""
-    verdict: Verdict | None = None
+    grade: RewardResult | None = None
     """On the turn, where it is known."""
 
 
 @runtime_checkable
 class Reply(Protocol):
-    """Who answers a turn that is not the last. Deterministic, or what was drawn after it is drawn again after a crash."""
+    """Who answers a turn that is not the last. Deterministic, or what was sampled after it is sampled again after a crash."""
 
-    async def __call__(self, task: Task, said: str, judge: Judge) -> Answered: ...
+    async def __call__(self, task: Task, said: str, grader: Grader) -> Answered: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Draw `num_samples` conversations on a task, each going on by itself, and judge what is said last in each.
+    """Draw `num_samples` conversations on a task, each going on by itself, and grader what is said last in each.
 
     A conversation ends where nobody answers, after `max_turns`, or before a prompt of more than `max_prompt_tokens`; that one
     counts as truncated. A turn cut at the budget of new tokens is answered like any other."""
@@ -67,15 +56,15 @@ class Turns:
     announcement: str = ""
     """What the system tells the policy before all else."""
 
-    async def __call__(self, task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+    async def __call__(self, task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
         prompt = self.tokenizer.render(announced(task.prompt, self.announcement))
         first = await generate(prompt, self.num_samples)
-        return tuple(await side_by_side(self._converse(task, Call(prompt, each), generate, judge) for each in first))
+        return tuple(await side_by_side(self._converse(task, Call(prompt, each), generate, grader) for each in first))
 
-    async def _converse(self, task: Task, call: Call, generate: Generate, judge: Judge) -> Sample:
+    async def _converse(self, task: Task, call: Call, generate: Generate, grader: Grader) -> Sample:
         calls, answered, stop_reason = [call], Answered(), None
         while len(calls) < self.max_turns:
-            answered = await self.reply(task, self._said(calls[-1].completion), judge)
+            answered = await self.reply(task, self._said(calls[-1].completion), grader)
             if not answered.messages:
                 break
             prompt = next_prompt(self.tokenizer, calls[-1], answered.messages)
@@ -85,17 +74,17 @@ class Turns:
             (completion,) = await generate(prompt, 1)
             calls.append(Call(prompt, completion))
             answered = Answered()
-        verdict = answered.verdict or await judged(task, judge, self._said(calls[-1].completion))
-        (sample,) = samples_of(calls, [self._reward(verdict, len(calls))] * len(calls), verdict.kind, stop_reason=stop_reason)
+        grade = answered.grade or await grade_answer(task, grader, self._said(calls[-1].completion))
+        (sample,) = samples_of(calls, [self._reward(grade, len(calls))] * len(calls), grade.kind, stop_reason=stop_reason)
         return sample
 
     def _said(self, completion: Completion) -> str:
         return self.tokenizer.decode(completion.tokens)
 
-    def _reward(self, verdict: Verdict, num_turns: int) -> float:
+    def _reward(self, grade: RewardResult, num_turns: int) -> float:
         """wrong + turn_discount^(turns - 1) (reward - wrong): no wrong answer gains by more turns, whatever it is worth."""
         wrong = self.rewards.wrong
-        reward = verdict.worth(self.rewards.correct, wrong, self.rewards.no_answer)
+        reward = grade.worth(self.rewards.correct, wrong, self.rewards.no_answer)
         if self.turn_discount == 1:
             return reward
         return wrong + self.turn_discount ** (num_turns - 1) * (reward - wrong)
@@ -115,9 +104,9 @@ class Feedback:
 
     text: str
 
-    async def __call__(self, task: Task, said: str, judge: Judge) -> Answered:
-        verdict = await judged(task, judge, said)
-        return Answered(() if verdict.kind == "correct" else (Message("user", self.text),), verdict)
+    async def __call__(self, task: Task, said: str, grader: Grader) -> Answered:
+        grade = await grade_answer(task, grader, said)
+        return Answered(() if grade.kind == "correct" else (Message("user", self.text),), grade)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +122,7 @@ class ToolReply:
         """What a policy must know to call them."""
         return announcement(self.call_format, self.names)
 
-    async def __call__(self, task: Task, said: str, judge: Judge) -> Answered:
+    async def __call__(self, task: Task, said: str, grader: Grader) -> Answered:
         calls = parse_calls(self.call_format, said, self.names)
         async with asyncio.TaskGroup() as working:
             results = [working.create_task(self._result(call)) for call in calls]

@@ -15,37 +15,37 @@ from areal_jax.metrics import names
 Rows = list[dict[str, Any]]
 
 
-def broken(folder: Path, spoil: Callable[[Rows, Rows], object]) -> list[str]:
+def broken(folder: Path, corrupt: Callable[[Rows, Rows], object]) -> list[str]:
     """Of a run of 2 steps with 2 groups of 2 samples each, and one group more that is being generated."""
     gate = {"started": 5, "accepted": 4, "rejected": 0, "running": 1, "buffered": 0}
     rows: Rows = [
         {"version": version, names.REWARD: 1.0, **{f"gate/{name}": count for name, count in gate.items()}} for version in (0, 1)
     ]
-    drawn: Rows = [
+    sampled: Rows = [
         {"version": group // 2, "group": group, "task": f"task-{group}", "versions": [-1, 0, 0], "stale": []}
         for group in range(4)
         for _ in range(2)
     ]
-    spoil(rows, drawn)
-    for name, written in (("metrics", rows), ("samples", drawn)):
+    corrupt(rows, sampled)
+    for name, written in (("metrics", rows), ("samples", sampled)):
         (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in written))
     return broken_laws(folder, num_steps=2, groups=2, samples=2, max_staleness=1)
 
 
 @pytest.mark.parametrize(
-    ("spoil", "laws"),
+    ("corrupt", "laws"),
     [
-        (lambda rows, drawn: None, []),
-        (lambda rows, drawn: rows.pop(0), ["every step was made once"]),
-        (lambda rows, drawn: drawn.pop(), ["every step has its samples"]),
-        (lambda rows, drawn: [row.update(group=0, task="task-0") for row in drawn[2:4]], ["no group was trained on twice"]),
-        (lambda rows, drawn: [row.update(task="task-0") for row in drawn], ["no task came twice"]),
-        (lambda rows, drawn: rows[-1].update({"gate/accepted": 3}), ["what was started is running or has ended"]),
-        (lambda rows, drawn: rows[-1].update({"gate/buffered": 1}), ["no group was lost"]),
-        (lambda rows, drawn: drawn[-1].update(versions=[-1, -1, 2]), ["no token is too old"]),
-        (lambda rows, drawn: drawn[0].update(version=2, stale=[1, 2]), ["every step has its samples"]),
+        (lambda rows, sampled: None, []),
+        (lambda rows, sampled: rows.pop(0), ["every step was made once"]),
+        (lambda rows, sampled: sampled.pop(), ["every step has its samples"]),
+        (lambda rows, sampled: [row.update(group=0, task="task-0") for row in sampled[2:4]], ["no group was trained on twice"]),
+        (lambda rows, sampled: [row.update(task="task-0") for row in sampled], ["no task came twice"]),
+        (lambda rows, sampled: rows[-1].update({"gate/accepted": 3}), ["what was started is running or has ended"]),
+        (lambda rows, sampled: rows[-1].update({"gate/buffered": 1}), ["no group was lost"]),
+        (lambda rows, sampled: sampled[-1].update(versions=[-1, -1, 2]), ["no token is too old"]),
+        (lambda rows, sampled: sampled[0].update(version=2, stale=[1, 2]), ["every step has its samples"]),
     ],
 )
-def test_a_law_that_is_broken_is_told(tmp_path: Path, spoil: Callable[[Rows, Rows], object], laws: list[str]) -> None:
-    found = broken(tmp_path, spoil)
+def test_a_law_that_is_broken_is_told(tmp_path: Path, corrupt: Callable[[Rows, Rows], object], laws: list[str]) -> None:
+    found = broken(tmp_path, corrupt)
     assert set(laws) <= set(found) and bool(laws) == bool(found)

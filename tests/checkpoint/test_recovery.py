@@ -66,9 +66,9 @@ def test_state_and_notes_come_back_bit_for_bit(seed, groups, calls, rewards, tex
     task = Task(text, (Message("user", text), Message(text, "")), text, text, text)
 
     def sample(number, length):
-        verdict, stop_reason = ("correct", "stop") if number % 2 else ("timeout", "length")
+        grade, stop_reason = ("correct", "stop") if number % 2 else ("timeout", "length")
         reward = rewards[number % len(rewards)]
-        return Sample(**any_bits(rng, SAMPLE_COLUMNS, length), reward=reward, verdict=verdict, stop_reason=stop_reason)
+        return Sample(**any_bits(rng, SAMPLE_COLUMNS, length), reward=reward, grade=grade, stop_reason=stop_reason)
 
     def completion(length):
         stop_reason = "suspended" if length % 2 else "stop"
@@ -94,7 +94,7 @@ def test_state_and_notes_come_back_bit_for_bit(seed, groups, calls, rewards, tex
 
 def a_sample(length=2, **changes):
     arrays = {name: np.ones(length, dtype) for name, dtype in SAMPLE_COLUMNS.items()}
-    return Sample(**{**arrays, "reward": 1.0, "verdict": "correct", "stop_reason": "stop", **changes})
+    return Sample(**{**arrays, "reward": 1.0, "grade": "correct", "stop_reason": "stop", **changes})
 
 
 def a_state(*samples):
@@ -102,9 +102,9 @@ def a_state(*samples):
 
 
 def test_every_field_of_the_records_has_its_place():
-    assert {field.name for field in fields(Sample)} == {*SAMPLE_COLUMNS, "reward", "verdict", "stop_reason"}
+    assert {field.name for field in fields(Sample)} == {*SAMPLE_COLUMNS, "reward", "grade", "stop_reason"}
     # Alternatives are for whoever asked, and for no trainer.
-    assert {field.name for field in fields(Completion)} == {*COMPLETION_COLUMNS, "stop_reason", "alternatives"}
+    assert {field.name for field in fields(Completion)} == {*COMPLETION_COLUMNS, "stop_reason", "top_logprobs"}
     assert {field.name for field in fields(Group)} == {"id", "task", "samples"}
     assert {field.name for field in fields(Suspended)} == {"id", "task", "calls"}
 

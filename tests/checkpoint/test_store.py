@@ -205,9 +205,9 @@ def test_what_is_no_damage_is_never_told_to_be_deleted(store):
     # All is as files.json says, so that what orbax misses was never there: another release may know it.
     (store.folder / "1" / "_CHECKPOINT_METADATA").unlink()
     _write_sums(store.folder / "1")
-    with pytest.raises(CheckpointError, match=r"/1 could not be restored: .*keep it") as told:
+    with pytest.raises(CheckpointError, match=r"/1 could not be restored: .*keep it") as reported:
         store.restore(1, abstract_of(state_on(mesh_of(8))))
-    assert "Delete" not in str(told.value)
+    assert "Delete" not in str(reported.value)
     # A disk that does not answer: reading this file is an error of input and output.
     (store.folder / "1" / "manifest.ocdbt").unlink(missing_ok=True)
     (store.folder / "1" / "manifest.ocdbt").symlink_to("/proc/self/mem")
@@ -323,12 +323,12 @@ def test_write_that_fails_midway_is_told_and_training_can_go_on(tmp_path):
         tmp_path,
     )
     assert child.returncode == 0, child.stderr
-    told, after, told_later, end = child.stdout.splitlines()
+    reported, after, reported_later, end = child.stdout.splitlines()
     # 1 Mi floats, and the rollout state: its header is {"facts": {}, "layout": []} of 27 bytes after 8 that say so.
-    assert told.startswith(f"checkpoint 2 could not be written to {tmp_path}, which needs {(4 << 20) + 35:,} bytes: ")
-    assert "File too large" in told and "Checkpoint 1 is intact" in told
+    assert reported.startswith(f"checkpoint 2 could not be written to {tmp_path}, which needs {(4 << 20) + 35:,} bytes: ")
+    assert "File too large" in reported and "Checkpoint 1 is intact" in reported
     assert after == "['1'] 1.0 [1]"
-    assert told_later.startswith("checkpoint 3 could not be written")
+    assert reported_later.startswith("checkpoint 3 could not be written")
     assert end == "4.0 [1, 4]"
 
 

@@ -18,8 +18,8 @@ from areal_jax.data.sources import load_tasks
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.records import Message
 from areal_jax.rewards.calculator import calculate
-from areal_jax.rewards.code_tests import extract_program
-from areal_jax.rewards.countdown import judge
+from areal_jax.rewards.code_grader import extract_program
+from areal_jax.rewards.countdown import grade_answer
 from areal_jax.rewards.math_answers import compare_plainly, extract_answer
 from areal_jax.workflows.config import Tags
 from areal_jax.workflows.tool_calls import ToolCall, parse_calls
@@ -31,7 +31,7 @@ def is_right(kind: str, answer: str, way: Way) -> bool:
     said = way[-1].content
     match kind:
         case "countdown":
-            return judge(answer, said)[0] == "correct"
+            return grade_answer(answer, said)[0] == "correct"
         case "code":
             tests = code_tasks.tests_of(answer)
             assert isinstance(tests, code_tasks.Stdin)
@@ -78,10 +78,10 @@ def test_what_the_calculator_says_in_a_way_is_what_it_calculates() -> None:
     calls = 0
     for exercise in GeneratedExercises(200, "train", ("calculations",)):
         for way in (*exercise.good, *exercise.bad):
-            for asked, told in zip(way[:-1:2], way[1::2], strict=True):
+            for asked, reported in zip(way[:-1:2], way[1::2], strict=True):
                 (call,) = parse_calls(Tags(), asked.content, ("calculator",))
                 assert isinstance(call, ToolCall)
-                assert calculate(call.argument) == told.content
+                assert calculate(call.argument) == reported.content
                 calls += 1
     assert calls > 400
 
@@ -89,7 +89,7 @@ def test_what_the_calculator_says_in_a_way_is_what_it_calculates() -> None:
 def test_steps_become_one_expression() -> None:
     assert expression_of("14-1=13\n13*21=273\n273+15=288\n\\boxed{288}") == ("((14-1)*21)+15", "288")
     assert expression_of("340/10=34\n34*5=170\n340-170=170\n\\boxed{170}") == ("340-((340/10)*5)", "170")
-    # A division with remainder is no arithmetic step, and these do not go on from one another.
+    # A division with remainder is no arithmetic step, and these do not resume from one another.
     assert expression_of("235+98=333\n333=11*30+3\n\\boxed{3}") is None
     assert expression_of("1+1=2\n3+4=7\n\\boxed{7}") is None
 
@@ -121,8 +121,8 @@ def test_exercises_are_tasks_for_their_judges_and_examples_whose_tool_output_is_
         if "<search>" in learnt:
             searching += 1
             # What stands between two turns is what a workflow puts there.
-            told = TOKENIZER.decode(example.tokens).partition("tool\n")[2].partition("\nassistant")[0]
-            between = TOKENIZER.render_next([Message("tool", told)])
+            reported = TOKENIZER.decode(example.tokens).partition("tool\n")[2].partition("\nassistant")[0]
+            between = TOKENIZER.render_next([Message("tool", reported)])
             text = " ".join(map(str, example.tokens.tolist()))
             assert " ".join(map(str, between.tolist())) in text
     assert searching > 20

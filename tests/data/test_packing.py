@@ -21,28 +21,28 @@ def test_the_worked_example() -> None:
     # 300 and 250 open two bins; 200 goes to the one of fewer tokens (250); 150 fits only beside 300; 100 fits nowhere.
     lengths = [100, 200, 300, 150, 250]
     bins = allocate(lengths, 500)
-    assert [{lengths[i] for i in members} for members in bins] == [{300, 150}, {250, 200}, {100}]
+    assert [{lengths[i] for i in registry} for registry in bins] == [{300, 150}, {250, 200}, {100}]
 
 
 @given(lengths_and_capacity)
-def test_every_sequence_is_in_one_bin_that_holds_it(drawn: tuple[list[int], int]) -> None:
-    lengths, capacity = drawn
+def test_every_sequence_is_in_one_bin_that_holds_it(sampled: tuple[list[int], int]) -> None:
+    lengths, capacity = sampled
     bins = allocate(lengths, capacity)
-    assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in members) <= capacity for members in bins)
+    assert sorted(i for registry in bins for i in registry) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in registry) <= capacity for registry in bins)
     assert all(bins)
 
 
 @given(lengths_and_capacity)
-def test_it_is_algorithm_1_as_the_paper_writes_it(drawn: tuple[list[int], int]) -> None:
-    lengths, capacity = drawn
+def test_it_is_algorithm_1_as_the_paper_writes_it(sampled: tuple[list[int], int]) -> None:
+    lengths, capacity = sampled
     expected: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        room = [members for members in expected if sum(lengths[j] for j in members) + lengths[i] <= capacity]
+        room = [registry for registry in expected if sum(lengths[j] for j in registry) + lengths[i] <= capacity]
         if not room:
             expected.append([i])
         else:
-            min(room, key=lambda members: (len(members), sum(lengths[j] for j in members))).append(i)
+            min(room, key=lambda registry: (len(registry), sum(lengths[j] for j in registry))).append(i)
     assert allocate(lengths, capacity) == expected
 
 
@@ -75,8 +75,8 @@ def test_a_mini_batch_of_the_papers_lengths_is_padded_by_one_part_in_twenty_at_m
 
 
 @given(lengths_and_capacity, st.integers(1, 5))
-def test_scattered_tokens_come_back_in_order(drawn: tuple[list[int], int], rows: int) -> None:
-    lengths, row_tokens = drawn
+def test_scattered_tokens_come_back_in_order(sampled: tuple[list[int], int], rows: int) -> None:
+    lengths, row_tokens = sampled
     layout = lay_out(lengths, rows=rows, row_tokens=row_tokens)
     # Numbered through, so that a token that is lost, doubled or moved shows.
     numbers = np.split(np.arange(1, sum(lengths) + 1), np.cumsum(lengths)[:-1]) if lengths else []
@@ -88,8 +88,8 @@ def test_scattered_tokens_come_back_in_order(drawn: tuple[list[int], int], rows:
 
 
 @given(lengths_and_capacity, st.integers(1, 5))
-def test_rows_hold_whole_sequences_end_to_end(drawn: tuple[list[int], int], rows: int) -> None:
-    lengths, row_tokens = drawn
+def test_rows_hold_whole_sequences_end_to_end(sampled: tuple[list[int], int], rows: int) -> None:
+    lengths, row_tokens = sampled
     rng = np.random.default_rng(0)
     sequences = [
         TrainingSequence(

@@ -26,9 +26,9 @@ from areal_jax.data.sft import (
     GUESS_SHARE,
     RIGHT_SHARE,
     SupervisedExample,
-    draw_answer,
     encode_drill,
     load_examples,
+    sample_answer,
 )
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.data.tokenizer_training import SPECIAL_TOKENS, train_tokenizer
@@ -144,14 +144,14 @@ def test_answers_are_drawn_in_the_shares_that_are_set() -> None:
     assert set(RIGHT_SHARE) == set(FAMILIES)
     for family in ("rectangle", "digit_sum"):
         problem, chance = SyntheticProblems(1, families=(family,))[0], random.Random(0)
-        drawn = Counter(draw_answer(problem, chance) for _ in range(4000))
-        right = drawn[problem.solution] / 4000
+        sampled = Counter(sample_answer(problem, chance) for _ in range(4000))
+        right = sampled[problem.solution] / 4000
         # One standard deviation is at most sqrt(0.25 / 4000) = 0.008.
         assert right == pytest.approx((1 - GUESS_SHARE) * RIGHT_SHARE[family], abs=0.03)
-        wrong = [drawn[wrong] / 4000 for wrong in problem.wrong_solutions]
+        wrong = [sampled[wrong] / 4000 for wrong in problem.wrong_solutions]
         each = (1 - GUESS_SHARE) * (1 - RIGHT_SHARE[family]) / len(wrong)
         assert wrong == pytest.approx([each] * len(wrong), abs=0.03)
-        guesses = {text for text in drawn if text not in (problem.solution, *problem.wrong_solutions)}
+        guesses = {text for text in sampled if text not in (problem.solution, *problem.wrong_solutions)}
         assert guesses and f"\\boxed{{{problem.answer}}}" not in guesses
 
 

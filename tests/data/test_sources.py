@@ -11,7 +11,7 @@ import pytest
 from areal_jax.data.config import Files, Hub, PromptConfig, Synthetic
 from areal_jax.data.policy_files import EMBEDDED, resolve_policy_folder
 from areal_jax.data.problems import SyntheticProblems
-from areal_jax.data.sources import TaskSet, in_words, load_tasks
+from areal_jax.data.sources import TaskSet, format_skipped, load_tasks
 from areal_jax.records import Message
 
 BARE = PromptConfig()
@@ -138,7 +138,7 @@ def test_rows_of_countdown_are_tasks_of_their_kind(tmp_path: Path) -> None:
 
 
 def test_of_many_bad_rows_the_first_are_named_and_all_are_counted() -> None:
-    assert in_words({"no prompt": ["a:1", "a:2"], "no answer": ["b:1", "b:2", "b:3", "b:4"]}) == (
+    assert format_skipped({"no prompt": ["a:1", "a:2"], "no answer": ["b:1", "b:2", "b:3", "b:4"]}) == (
         "2 no prompt (a:1, a:2), 4 no answer (b:1, b:2, b:3, ...)"
     )
 

@@ -13,7 +13,8 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors, trainers
 
 from areal_jax.data.tokenizer import HFTokenizer
-from areal_jax.records import Message, Tokenizer
+from areal_jax.protocols import Tokenizer
+from areal_jax.records import Message
 
 CHATML = (
     "{% for message in messages %}"
@@ -170,7 +171,7 @@ FORGETFUL = (
     "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
 )
-BEGINNING = FORGETFUL.replace("{{ '<|im_start|>' }}{% endif %}", "{{ '<|im_start|><think>\n' }}{% endif %}")
+PREFIX = FORGETFUL.replace("{{ '<|im_start|>' }}{% endif %}", "{{ '<|im_start|><think>\n' }}{% endif %}")
 ADDING = CHATML.replace(
     "+ message['content'] +", "+ ('<think></think>' if message['role'] == 'assistant' else '') + message['content'] | trim +"
 )
@@ -185,8 +186,8 @@ ADDING = CHATML.replace(
         (ADDING, " one ", "<think></think>one<|im_end|>"),
         (None, "one", "one<|im_end|>"),
         (FORGETFUL, "<think>\nhm</think>one", "<think>\nhm</think>one<|im_end|>"),
-        (BEGINNING, "<think>\nhm</think>one", "hm</think>one<|im_end|>"),
-        (BEGINNING, "one", "one<|im_end|>"),
+        (PREFIX, "<think>\nhm</think>one", "hm</think>one<|im_end|>"),
+        (PREFIX, "one", "one<|im_end|>"),
         # A template that ends turns with what is no stop token: the answer must end nevertheless.
         (CHATML.replace("<|im_end|>", "<|end|>"), "one", "one<|end|>\n<|im_end|>"),
     ],

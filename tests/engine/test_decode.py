@@ -12,7 +12,7 @@ from tiny_decode import CONFIG, POLICY, engine, laid_out
 
 from areal_jax.engine import decode
 from areal_jax.engine.config import EngineConfig
-from areal_jax.engine.decode import SLOT, DecodeEngine, Fill, empty_slots
+from areal_jax.engine.decode import SLOT, DecodeEngine, PrefillChunk, empty_slots
 
 
 @pytest.mark.parametrize(
@@ -45,7 +45,7 @@ def test_every_sequence_is_prefilled_once_in_a_row_long_enough(monkeypatch: pyte
     rng = np.random.default_rng(0)
     wide = DecodeEngine(POLICY, engine().mesh, EngineConfig(num_slots=8, max_prompt_tokens=40, max_new_tokens=60), jnp.float32)
     lengths = [1, 32, 33, 64, 65, 99, *[20] * 11]
-    fills = [Fill(rng.integers(0, 64, length).astype(np.int32), 16 * (i == 2), [i]) for i, length in enumerate(lengths)]
+    fills = [PrefillChunk(rng.integers(0, 64, length).astype(np.int32), 16 * (i == 2), [i]) for i, length in enumerate(lengths)]
     seen: list[int] = []
     shapes: list[tuple[str, int, int]] = []
 

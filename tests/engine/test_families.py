@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny_decode import CONFIG
 
-from areal_jax.engine.decode import SLOT, DecodeEngine, Fill, empty_slots
+from areal_jax.engine.decode import SLOT, DecodeEngine, PrefillChunk, empty_slots
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Policy
@@ -56,10 +56,10 @@ def test_tokens_are_drawn_with_the_logp_of_a_full_forward(family: dict[str, obje
     # One prompt shorter than the window, and one longer.
     sequences = [rng.integers(0, 64, length).astype(np.int32) for length in (3, 11)]
     state, slots = engine.init_state(), empty_slots(CONFIG.num_slots)
-    # Two pages for each: of the prompt, and for the 12 tokens to be drawn.
+    # Two pages for each: of the prompt, and for the 12 tokens to be sampled.
     table = np.arange(2 * CONFIG.num_slots, dtype=np.int32).reshape(-1, 2)
     state = engine.point(state, table)
-    state = engine.prefill(weights, state, [Fill(sequence[:-1], 0, table[i]) for i, sequence in enumerate(sequences)])
+    state = engine.prefill(weights, state, [PrefillChunk(sequence[:-1], 0, table[i]) for i, sequence in enumerate(sequences)])
     state = engine.insert(state, {i: len(sequence) - 1 for i, sequence in enumerate(sequences)})
     for slot, sequence in enumerate(sequences):
         record = np.zeros((), SLOT)
@@ -67,12 +67,12 @@ def test_tokens_are_drawn_with_the_logp_of_a_full_forward(family: dict[str, obje
         record["active"] = record["temperature"] = record["top_p"] = 1
         record["stop_tokens"] = -1
         slots[slot] = record
-    state, logp = engine.seat(state, slots), []
+    state, logp = engine.assign_slot(state, slots), []
     for _ in range(3):  # dispatches of four steps: what the window sees lies in more than one of them
         state, packed = engine.generate(weights, state)
-        drawn = engine.fetch(packed)
-        sequences = [np.concatenate([sequence, drawn.tokens[:, slot]]) for slot, sequence in enumerate(sequences)]
-        logp.append(drawn.logp[:, :2])
+        sampled = engine.fetch(packed)
+        sequences = [np.concatenate([sequence, sampled.tokens[:, slot]]) for slot, sequence in enumerate(sequences)]
+        logp.append(sampled.logp[:, :2])
 
     for sequence, of_engine in zip(sequences, np.concatenate(logp).T, strict=True):
         tokens = jnp.asarray(sequence)[None]

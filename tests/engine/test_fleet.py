@@ -15,7 +15,7 @@ import pytest
 from tiny_decode import CONFIG, POLICY, Shelf, engine, request
 
 from areal_jax.engine.decode import DecodeEngine
-from areal_jax.engine.driver import Driver
+from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.engine.fleet import Fleet
 from areal_jax.engine.routing import BLOCK_TOKENS, TOTALS, digests
 from areal_jax.parallel.config import PlacementConfig
@@ -35,7 +35,7 @@ def two_engines() -> tuple[DecodeEngine, ...]:
     return tuple(DecodeEngine(POLICY, mesh, LONG, np.float32) for mesh in meshes)
 
 
-class Noting(Driver):
+class Noting(EngineLoop):
     """Notes which requests it is given."""
 
     def __init__(self, engine: DecodeEngine, weights: Shelf):
@@ -47,26 +47,26 @@ class Noting(Driver):
         return super().submit(request)
 
 
-def home(drivers: Sequence[Noting], name: str) -> int:
-    """Which driver was given a request."""
-    return next(number for number, driver in enumerate(drivers) if name in driver.given)
+def home(engine_loops: Sequence[Noting], name: str) -> int:
+    """Which engine loop was given a request."""
+    return next(number for number, engine_loop in enumerate(engine_loops) if name in engine_loop.given)
 
 
 @asynccontextmanager
 async def fleet() -> AsyncIterator[tuple[Fleet, list[Noting]]]:
-    drivers = [Noting(each, Shelf(each, (0, 0, 0))) for each in two_engines()]
-    together = Fleet(drivers)
+    engine_loops = [Noting(each, Shelf(each, (0, 0, 0))) for each in two_engines()]
+    together = Fleet(engine_loops)
     together.start()
     try:
-        yield together, drivers
+        yield together, engine_loops
     finally:
         together.close()
 
 
 def run(main: Callable[[Fleet, list[Noting]], Any]) -> Any:
     async def go() -> Any:
-        async with fleet() as (together, drivers):
-            return await main(together, drivers)
+        async with fleet() as (together, engine_loops):
+            return await main(together, engine_loops)
 
     return asyncio.run(go())
 
@@ -82,18 +82,18 @@ def assert_same(ours: Sequence[Completion], theirs: Sequence[Completion]) -> Non
 def test_two_engines_draw_what_one_draws_and_share_the_work() -> None:
     requests = [request(f"r{i}", (3 + i, 7, 1), num_samples=2, seed=i) for i in range(8)]
 
-    async def main(together: Fleet, drivers: list[Noting]) -> tuple[list[list[Completion]], list[Any]]:
+    async def main(together: Fleet, engine_loops: list[Noting]) -> tuple[list[list[Completion]], list[Any]]:
         answers = await asyncio.gather(*map(together.submit, requests))
-        return answers, [driver.metrics() for driver in drivers]
+        return answers, [engine_loop.metrics() for engine_loop in engine_loops]
 
     answers, each = run(main)
 
     async def alone() -> list[list[Completion]]:
         one = engine()
-        driver = Driver(one, Shelf(one, (0, 0, 0)))
-        driver.start()
-        found = await asyncio.gather(*map(driver.submit, requests))
-        driver.close()
+        engine_loop = EngineLoop(one, Shelf(one, (0, 0, 0)))
+        engine_loop.start()
+        found = await asyncio.gather(*map(engine_loop.submit, requests))
+        engine_loop.close()
         return found
 
     for ours, theirs in zip(answers, asyncio.run(alone()), strict=True):
@@ -103,7 +103,7 @@ def test_two_engines_draw_what_one_draws_and_share_the_work() -> None:
 
 
 def test_measures_of_all_are_sums_of_counts_and_means_of_means() -> None:
-    async def main(together: Fleet, drivers: list[Noting]) -> dict[str, Any]:
+    async def main(together: Fleet, engine_loops: list[Noting]) -> dict[str, Any]:
         await asyncio.gather(*(together.submit(request(f"r{i}", (3, 7 + i), num_samples=2, seed=i)) for i in range(4)))
         return together.metrics()
 
@@ -116,13 +116,13 @@ def test_measures_of_all_are_sums_of_counts_and_means_of_means() -> None:
 
 def test_a_conversation_goes_on_where_it_began_unless_that_engine_is_busy() -> None:
     rng = np.random.default_rng(0)
-    beginnings = [rng.integers(0, 64, 2 * BLOCK_TOKENS) for _ in range(4)]
+    prefixes = [rng.integers(0, 64, 2 * BLOCK_TOKENS) for _ in range(4)]
 
-    async def main(together: Fleet, drivers: list[Noting]) -> tuple[list[int], list[int], int]:
+    async def main(together: Fleet, engine_loops: list[Noting]) -> tuple[list[int], list[int], int]:
         first, again = [], []
-        for i, beginning in enumerate(beginnings):
-            future = together.submit(request(f"a{i}", beginning.tolist(), seed=i))
-            first.append(home(drivers, f"a{i}"))
+        for i, prefix in enumerate(prefixes):
+            future = together.submit(request(f"a{i}", prefix.tolist(), seed=i))
+            first.append(home(engine_loops, f"a{i}"))
             if i % 2:
                 await future
         await asyncio.sleep(0)
@@ -130,13 +130,13 @@ def test_a_conversation_goes_on_where_it_began_unless_that_engine_is_busy() -> N
             await asyncio.sleep(0.01)
         for i in (3, 1, 2, 0):
             # What was said and 30 tokens more.
-            future = together.submit(request(f"b{i}", [*beginnings[i].tolist(), *rng.integers(0, 64, 30).tolist()], seed=i))
-            again.append(home(drivers, f"b{i}"))
+            future = together.submit(request(f"b{i}", [*prefixes[i].tolist(), *rng.integers(0, 64, 30).tolist()], seed=i))
+            again.append(home(engine_loops, f"b{i}"))
             await future
         # Eight samples of its 4 slots: above a quarter of them, the other one is nearer.
-        held = together.submit(request("held", beginnings[0].tolist(), num_samples=8, seed=9))
-        other = together.submit(request("other", beginnings[0].tolist(), seed=9))
-        homes = home(drivers, "held"), home(drivers, "other")
+        held = together.submit(request("held", prefixes[0].tolist(), num_samples=8, seed=9))
+        other = together.submit(request("other", prefixes[0].tolist(), seed=9))
+        homes = home(engine_loops, "held"), home(engine_loops, "other")
         await asyncio.gather(held, other)
         assert together._router._load == {0: 0, 1: 0}
         return first, again, len(set(homes))
@@ -148,10 +148,10 @@ def test_a_conversation_goes_on_where_it_began_unless_that_engine_is_busy() -> N
 
 
 def test_what_is_under_way_anywhere_is_in_the_snapshot_and_can_be_broken_off() -> None:
-    async def main(together: Fleet, drivers: list[Noting]) -> None:
+    async def main(together: Fleet, engine_loops: list[Noting]) -> None:
         futures = {f"r{i}": together.submit(request(f"r{i}", (5, i + 1), num_samples=4, seed=i)) for i in range(4)}
         found = await together.snapshot()
-        assert found.keys() == futures.keys() and {home(drivers, name) for name in futures} == {0, 1}
+        assert found.keys() == futures.keys() and {home(engine_loops, name) for name in futures} == {0, 1}
         futures["r2"].cancel()
         answers = await asyncio.gather(*(futures[name] for name in ("r0", "r1", "r3")))
         assert [len(completion.tokens) for answer in answers for completion in answer] == [20] * 12

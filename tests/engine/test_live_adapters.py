@@ -1,4 +1,4 @@
-"""Versions of an adapter, through mailbox and driver: only the adapter travels, and every token is drawn from all of it."""
+"""Versions of an adapter, through weight channel and engine loop: only the adapter travels, and every token is sampled from all of it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from tiny_decode import CONFIG, POLICY, params_of, request, whole
 
 from areal_jax.engine.decode import DecodeEngine
-from areal_jax.engine.driver import Driver
+from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.models import lora
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.config import LoRA
@@ -22,7 +22,7 @@ from areal_jax.parallel.mesh import Meshes, make_meshes
 from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 from areal_jax.records import Completion
 from areal_jax.rl.logprobs import token_logprobs
-from areal_jax.weights.mailbox import Mailbox
+from areal_jax.weights.local import WeightChannel
 
 PROMPT = (5, 9, 33, 2, 17)
 ADAPTED = Policy(POLICY.config, LoRA(rank=4, alpha=8.0))
@@ -37,14 +37,14 @@ def adapter_of(seed: int) -> Params:
     return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) / 4, lora.abstract(ADAPTED))
 
 
-def mailboxes(meshes: Meshes, engine: DecodeEngine) -> tuple[Mailbox, Mailbox]:
+def weight_channels(meshes: Meshes, engine: DecodeEngine) -> tuple[WeightChannel, WeightChannel]:
     """One that has delivered the base, and one for adapters beside it."""
     placed = shardings(meshes.train, ADAPTED.axes(), ADAPTED.abstract(), TRAIN_RULES)
-    once = Mailbox(engine.layout, [engine.base_shardings], meshes.train)
+    once = WeightChannel(engine.layout, [engine.base_shardings], meshes.train)
     once.publish(0, jax.device_put(params_of(0), placed))
     base = once.wait(0, 60.0).params
     complete = partial(lora.attach, ADAPTED, base)
-    return once, Mailbox(engine.layout, [engine.param_shardings], meshes.train, complete=[complete])
+    return once, WeightChannel(engine.layout, [engine.param_shardings], meshes.train, complete=[complete])
 
 
 @jax.jit
@@ -62,24 +62,24 @@ def test_only_the_adapter_travels_and_every_token_is_drawn_beside_the_base(place
     config, num_devices = PLACEMENTS[placement]
     meshes = make_meshes(config, jax.devices()[:num_devices])
     engine = DecodeEngine(ADAPTED, meshes.rollout, CONFIG, jnp.float32)
-    once, mailbox = mailboxes(meshes, engine)
+    once, weight_channel = weight_channels(meshes, engine)
     placed = shardings(meshes.train, lora.axes(ADAPTED), lora.abstract(ADAPTED), TRAIN_RULES)
     for version in range(2):
-        mailbox.publish(version, jax.device_put(adapter_of(version), placed))
-        mailbox.wait(version, 60.0)
+        weight_channel.publish(version, jax.device_put(adapter_of(version), placed))
+        weight_channel.wait(version, 60.0)
 
     async def main() -> list[Completion]:
-        driver = Driver(engine, mailbox)
-        driver.start()
+        engine_loop = EngineLoop(engine, weight_channel)
+        engine_loop.start()
         try:
-            first = await driver.submit(request("a", PROMPT, num_samples=4, min_version=1))
+            first = await engine_loop.submit(request("a", PROMPT, num_samples=4, min_version=1))
             # Equal weights under another version change nothing; other weights rebuild what is under way.
-            mailbox.publish(2, jax.device_put(adapter_of(1), placed))
-            mailbox.publish(3, jax.device_put(adapter_of(2), placed))
-            mailbox.wait(3, 60.0)
-            return [*first, *await driver.submit(request("b", PROMPT, num_samples=4, min_version=3))]
+            weight_channel.publish(2, jax.device_put(adapter_of(1), placed))
+            weight_channel.publish(3, jax.device_put(adapter_of(2), placed))
+            weight_channel.wait(3, 60.0)
+            return [*first, *await engine_loop.submit(request("b", PROMPT, num_samples=4, min_version=3))]
         finally:
-            driver.close()
+            engine_loop.close()
 
     completions = asyncio.run(main())
     seeds = {1: 1, 3: 2}
@@ -94,13 +94,13 @@ def test_only_the_adapter_travels_and_every_token_is_drawn_beside_the_base(place
 
     moved = num_devices > 1
     size = sum(leaf.size * 4 for leaf in jax.tree.leaves(lora.abstract(ADAPTED)))
-    total, count = mailbox.metrics()["transfer_bytes"]
+    total, count = weight_channel.metrics()["transfer_bytes"]
     assert total == count * size * moved
     assert once.metrics()["transfer_bytes"] == (4.0 * POLICY.config.num_params * moved, 1.0)
     # The base is there once: every version points to it.
-    newest = mailbox.wait(3, 1.0).params
+    newest = weight_channel.wait(3, 1.0).params
     assert newest["layers"][0]["attn"]["q"].w is once.wait(0, 1.0).params["layers"][0]["attn"]["q"]
-    mailbox.close()
+    weight_channel.close()
     once.close()
 
 

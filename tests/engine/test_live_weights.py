@@ -1,4 +1,4 @@
-"""Mailbox and driver together, while a trainer on other devices overwrites its parameters."""
+"""Weight channel and engine loop together, while a trainer on other devices overwrites its parameters."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ import pytest
 from tiny_decode import CONFIG, POLICY, Shelf, answer, engine, params_of, request, trainer_logp
 
 from areal_jax.engine.decode import DecodeEngine
-from areal_jax.engine.driver import Driver
+from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 from areal_jax.records import Completion
-from areal_jax.weights.mailbox import Mailbox
+from areal_jax.weights.local import WeightChannel
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -30,28 +30,28 @@ def test_every_token_keeps_the_logp_of_its_version_while_a_trainer_publishes():
     placed = shardings(train, POLICY.axes(), POLICY.abstract(), TRAIN_RULES)
     # A trainer's step that is easy to follow: in the same memory, every parameter changes its sign.
     step = jax.jit(lambda params: jax.tree.map(lambda leaf: -leaf, params), donate_argnums=0, out_shardings=placed)
-    mailbox = Mailbox(four.layout, [four.param_shardings], train)
+    weight_channel = WeightChannel(four.layout, [four.param_shardings], train)
     params = jax.device_put(jax.tree.map(np.array, params_of(0)), placed)
-    mailbox.publish(0, params)
+    weight_channel.publish(0, params)
 
     async def main() -> list[list[Completion]]:
         nonlocal params
-        driver = Driver(four, mailbox)
-        driver.start()
+        engine_loop = EngineLoop(four, weight_channel)
+        engine_loop.start()
         waves = []
         version = 0
         for wave in range(3):
-            futures = [driver.submit(request(f"{wave}-{i}", PROMPT, num_samples=6, seed=i)) for i in range(2)]
+            futures = [engine_loop.submit(request(f"{wave}-{i}", PROMPT, num_samples=6, seed=i)) for i in range(2)]
             while not all(future.done() for future in futures):
                 await asyncio.sleep(0.02)
                 params, version = step(params), version + 1
-                mailbox.publish(version, params)
+                weight_channel.publish(version, params)
             waves += [future.result() for future in futures]
-        driver.close()
+        engine_loop.close()
         return waves
 
     waves = asyncio.run(main())
-    mailbox.close()
+    weight_channel.close()
     completions = [completion for group in waves for completion in group]
     assert len(completions) == 36
     assert sum(len(set(completion.versions)) > 1 for completion in completions) > 0

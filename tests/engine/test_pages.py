@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from areal_jax.engine.pages import PageStore, PageTable
+from areal_jax.engine.kv_cache.pages import PagePool, PageTable
 
 PAGE = 16
 
@@ -15,7 +15,7 @@ def tokens(length: int, seed: int = 0) -> np.ndarray:
 
 
 def test_a_page_is_free_again_when_its_last_user_has_gone():
-    store = PageStore(4, PAGE)
+    store = PagePool(4, PAGE)
     pages = store.take(3)
     store.share(pages[:2])
     assert store.num_free == 1
@@ -26,44 +26,44 @@ def test_a_page_is_free_again_when_its_last_user_has_gone():
 
 
 def test_full_pages_of_a_kept_beginning_are_found_and_no_more():
-    store = PageStore(8, PAGE)
+    store = PagePool(8, PAGE)
     sequence = tokens(3 * PAGE + 5)
     pages = store.take(4)
-    store.keep(sequence, pages)
+    store.cache_prefix(sequence, pages)
     store.release(pages)
     assert store.num_free == 8
     # The fourth page is not full; of another continuation two pages are the same.
-    assert store.find(np.concatenate([sequence, tokens(40, 1)])) == pages[:3]
-    assert store.find(np.concatenate([sequence[: 2 * PAGE], tokens(40, 1)])) == pages[:2]
-    assert store.find(sequence[: 2 * PAGE - 1]) == pages[:1]
+    assert store.match_prefix(np.concatenate([sequence, tokens(40, 1)])) == pages[:3]
+    assert store.match_prefix(np.concatenate([sequence[: 2 * PAGE], tokens(40, 1)])) == pages[:2]
+    assert store.match_prefix(sequence[: 2 * PAGE - 1]) == pages[:1]
     # The same tokens behind another beginning are something else.
-    assert store.find(sequence[PAGE:]) == []
+    assert store.match_prefix(sequence[PAGE:]) == []
     assert store.num_free == 5
 
 
 def test_what_was_idle_for_longest_makes_room_first_and_ends_before_beginnings():
-    store = PageStore(4, PAGE)
+    store = PagePool(4, PAGE)
     old, new = tokens(2 * PAGE, 1), tokens(2 * PAGE, 2)
     for sequence in (old, new):
         pages = store.take(2)
-        store.keep(sequence, pages)
+        store.cache_prefix(sequence, pages)
         store.release(pages)
     store.take(1)
-    assert (len(store.find(new)), len(store.find(old))) == (2, 1)
+    assert (len(store.match_prefix(new)), len(store.match_prefix(old))) == (2, 1)
 
 
 def test_new_weights_let_nothing_be_found_and_lose_no_page():
-    store = PageStore(4, PAGE)
+    store = PagePool(4, PAGE)
     sequence = tokens(2 * PAGE)
     pages, other = store.take(2), store.take(1)
-    store.keep(sequence, pages)
+    store.cache_prefix(sequence, pages)
     store.release(pages)
-    store.forget()
-    assert store.find(sequence) == []
+    store.invalidate()
+    assert store.match_prefix(sequence) == []
     assert store.num_free == 3
     store.release(other)
     assert sorted(store.take(4)) == [0, 1, 2, 3]
-    assert not PageStore(4, PAGE).holds_any and store.holds_any
+    assert not PagePool(4, PAGE).holds_any and store.holds_any
 
 
 @pytest.mark.parametrize("num_shards", [1, 2])

@@ -1,4 +1,4 @@
-"""Draws: one uniform number, inverse cumulative sum, the log-prob of what was really drawn from."""
+"""Draws: one uniform number, inverse cumulative sum, the log-prob of what was really sampled from."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import pytest
 
 from areal_jax.engine import sampling
 
-jitted_draw = jax.jit(sampling.draw)
+jitted_sample = jax.jit(sampling.sample_tokens)
 keep_most_likely = jax.jit(sampling.keep_most_likely)
 uniforms = jax.jit(sampling.uniforms)
 NONE = np.zeros(1, np.float32)
@@ -19,11 +19,13 @@ def log(*probabilities: float) -> np.ndarray:
     return np.log(np.array([probabilities], np.float32))
 
 
-def draw(logits: jax.typing.ArrayLike, uniform: float | np.ndarray, temperature: float = 1.0) -> tuple[np.ndarray, np.ndarray]:
+def sample_tokens(
+    logits: jax.typing.ArrayLike, uniform: float | np.ndarray, temperature: float = 1.0
+) -> tuple[np.ndarray, np.ndarray]:
     """Draws with every one of the uniform numbers from the same logits."""
     uniform = np.atleast_1d(np.asarray(uniform, np.float32))
     repeated = np.broadcast_to(np.asarray(logits), (len(uniform), np.shape(logits)[1]))
-    token, logp = jitted_draw(repeated, uniform, np.full(len(uniform), temperature, np.float32))
+    token, logp = jitted_sample(repeated, uniform, np.full(len(uniform), temperature, np.float32))
     return np.asarray(token), np.asarray(logp)
 
 
@@ -36,20 +38,20 @@ def numbers(count: int, seed: int = 0) -> np.ndarray:
 
 def test_a_draw_inverts_the_cumulative_distribution():
     # Cumulative: 0.1, 0.3, 0.6, 1.0.
-    token, logp = draw(log(0.1, 0.2, 0.3, 0.4), np.array([0.0, 0.05, 0.15, 0.29, 0.31, 0.59, 0.61, 0.9999999]))
+    token, logp = sample_tokens(log(0.1, 0.2, 0.3, 0.4), np.array([0.0, 0.05, 0.15, 0.29, 0.31, 0.59, 0.61, 0.9999999]))
     assert token.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     np.testing.assert_allclose(logp, np.log([0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.4, 0.4]), rtol=1e-5)
 
 
 def test_temperature_changes_the_distribution_and_its_logp():
     # Temperature 1/2 squares: 0.01, 0.04, 0.09, 0.16 of 0.30; cumulative 0.033, 0.167, 0.467, 1.
-    token, logp = draw(log(0.1, 0.2, 0.3, 0.4), np.array([0.03, 0.16, 0.17, 0.47]), temperature=0.5)
+    token, logp = sample_tokens(log(0.1, 0.2, 0.3, 0.4), np.array([0.03, 0.16, 0.17, 0.47]), temperature=0.5)
     assert token.tolist() == [0, 1, 2, 3]
     np.testing.assert_allclose(logp, np.log(np.array([0.01, 0.04, 0.09, 0.16]) / 0.3), rtol=1e-5)
 
 
 def test_temperature_zero_takes_the_first_most_likely_token_and_reports_logp_at_temperature_one():
-    token, logp = draw(log(0.2, 0.3, 0.2, 0.3), np.array([0.0, 0.9]), temperature=0.0)
+    token, logp = sample_tokens(log(0.2, 0.3, 0.2, 0.3), np.array([0.0, 0.9]), temperature=0.0)
     assert token.tolist() == [1, 1]
     np.testing.assert_allclose(logp, np.log([0.3, 0.3]), rtol=1e-5)
 
@@ -57,7 +59,7 @@ def test_temperature_zero_takes_the_first_most_likely_token_and_reports_logp_at_
 def test_a_token_of_probability_zero_is_never_drawn():
     logits = np.full((1, 100), -np.inf, np.float32)
     logits[0, [40, 90]] = 0
-    token, logp = draw(logits, np.array([0.0, 0.49, 0.51, 1 - 2**-24]))
+    token, logp = sample_tokens(logits, np.array([0.0, 0.49, 0.51, 1 - 2**-24]))
     assert token.tolist() == [40, 40, 90, 90]
     np.testing.assert_allclose(logp, np.log(0.5), rtol=1e-6)
 
@@ -66,7 +68,7 @@ def test_a_vocabulary_of_150k_is_drawn_from_exactly():
     size = 151_936
     logits = np.random.default_rng(0).normal(scale=3, size=(1, size)).astype(np.float32)
     uniform = numbers(64)
-    token, logp = draw(logits, uniform)
+    token, logp = sample_tokens(logits, uniform)
     probabilities = np.exp(logits[0].astype(np.float64))
     probabilities /= probabilities.sum()
     ends = probabilities.cumsum()
@@ -134,14 +136,14 @@ def test_tokens_are_counted_in_each_sequence():
 
 
 def test_penalties_are_those_of_their_formulas():
-    # Tokens 1 and 2 were drawn once and three times, token 3 is in the prompt alone.
+    # Tokens 1 and 2 were sampled once and three times, token 3 is in the prompt alone.
     logits = np.array([[2.0, 2.0, -1.0, 4.0, -3.0]], np.float32)
-    in_prompt, drawn = np.array([[False, False, False, True, False]]), np.array([[0, 1, 3, 0, 0]], np.int32)
+    in_prompt, sampled = np.array([[False, False, False, True, False]]), np.array([[0, 1, 3, 0, 0]], np.int32)
     presence, frequency, repetition = (np.array([x], np.float32) for x in (0.5, 0.25, 2.0))
-    found = jax.jit(sampling.penalize)(logits, in_prompt, drawn, presence, frequency, repetition)
+    found = jax.jit(sampling.penalize)(logits, in_prompt, sampled, presence, frequency, repetition)
     # 2/2 - 0.5 - 0.25 = 0.25; -1*2 - 0.5 - 0.75 = -3.25; 4/2 = 2.
     np.testing.assert_allclose(found, [[2.0, 0.25, -3.25, 2.0, -3.0]])
-    assert (np.asarray(jax.jit(sampling.penalize)(logits, in_prompt, drawn, NONE, NONE, NONE + 1)) == logits).all()
+    assert (np.asarray(jax.jit(sampling.penalize)(logits, in_prompt, sampled, NONE, NONE, NONE + 1)) == logits).all()
 
 
 def test_forbidden_tokens_cannot_be_drawn():
@@ -183,7 +185,7 @@ def test_frequencies_follow_the_probabilities(temperature: float, top_k: int, to
     filtered = keep_most_likely(
         logits, np.array([temperature], np.float32), np.array([top_k], np.int32), np.array([top_p], np.float32), NONE
     )
-    token, logp = draw(filtered, numbers(count), temperature)
+    token, logp = sample_tokens(filtered, numbers(count), temperature)
     expected = np.exp(np.asarray(filtered[0], np.float64) / temperature)
     expected *= count / expected.sum()
     observed = np.bincount(token, minlength=12)

@@ -1,4 +1,4 @@
-"""A tiny policy, engines for it, weights that arrive at a chosen moment, and the trainer's view of what was drawn."""
+"""A tiny policy, engines for it, weights that arrive at a chosen moment, and the trainer's view of what was sampled."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import numpy as np
 
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine, EngineParams
-from areal_jax.engine.driver import Driver
+from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Params, Policy
@@ -50,7 +50,7 @@ POLICY = Policy(
 
 @lru_cache
 def params_of(seed: int) -> Params:
-    """Random parameters, large enough that what attention reads decides what is drawn."""
+    """Random parameters, large enough that what attention reads decides what is sampled."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(
         lambda leaf: jnp.asarray(3 * rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5, leaf.dtype), POLICY.abstract()
@@ -66,7 +66,7 @@ def engine(config: EngineConfig = CONFIG, devices: int = 1, tensor: int = 1) -> 
 
 
 def with_setting(base: DecodeEngine, **settings: Any) -> DecodeEngine:
-    """The same engine with other habits of its driver; it shares the compiled programs."""
+    """The same engine with other habits of its engine loop; it shares the compiled programs."""
     other = copy.copy(base)
     other.config = chz.replace(base.config, **settings)
     return other
@@ -78,7 +78,7 @@ def laid_out(engine: DecodeEngine, seed: int) -> EngineParams:
 
 
 class Shelf:
-    """A weight source whose versions appear at the driver's n-th look, counted from 0: one look before each dispatch."""
+    """A weight source whose versions appear at the engine loop's n-th look, counted from 0: one look before each dispatch."""
 
     def __init__(self, engine: DecodeEngine, *arrivals: tuple[int, int, int]):
         """Args: arrivals as (look, version, seed of the parameters)."""
@@ -89,7 +89,7 @@ class Shelf:
         self.fails_at: int | None = None
 
     def pause_at(self, look: int) -> None:
-        """Let the driver wait in this look until `go_on`."""
+        """Let the engine loop wait in this look until `go_on`."""
         self._pause_at = look
 
     async def paused(self) -> None:
@@ -138,28 +138,28 @@ def request(
     )
 
 
-def with_driver(engine: DecodeEngine, weights: Any, act: Callable[[Driver], Awaitable[T]]) -> T:
-    """Run `act` with a driver that it must start."""
+def with_engine_loop(engine: DecodeEngine, weights: Any, act: Callable[[EngineLoop], Awaitable[T]]) -> T:
+    """Run `act` with a engine loop that it must start."""
 
     async def main() -> T:
-        driver = Driver(engine, weights)
+        engine_loop = EngineLoop(engine, weights)
         try:
-            return await asyncio.wait_for(act(driver), 120)
+            return await asyncio.wait_for(act(engine_loop), 120)
         finally:
-            driver.close()
+            engine_loop.close()
 
     return asyncio.run(main())
 
 
 def answer(engine: DecodeEngine, weights: Any, *requests: Request) -> list[list[Completion]]:
-    """Submit all before the driver starts, so that every run seats and dispatches alike."""
+    """Submit all before the engine loop starts, so that every run seats and dispatches alike."""
 
-    async def act(driver: Driver) -> list[list[Completion]]:
-        futures = [driver.submit(each) for each in requests]
-        driver.start()
+    async def act(engine_loop: EngineLoop) -> list[list[Completion]]:
+        futures = [engine_loop.submit(each) for each in requests]
+        engine_loop.start()
         return await asyncio.gather(*futures)
 
-    return with_driver(engine, weights, act)
+    return with_engine_loop(engine, weights, act)
 
 
 @partial(jax.jit, static_argnames="compute_dtype")
@@ -189,7 +189,7 @@ def trainer_logp(
     sign: int = 1,
     compute_dtype: Any = jnp.float32,
 ) -> np.ndarray:
-    """Log-probs of the drawn tokens from a full forward over the whole sequence with the parameters of `seed`, or negated."""
+    """Log-probs of the sampled tokens from a full forward over the whole sequence with the parameters of `seed`, or negated."""
     tokens = whole(prompt, completion)
     padded = np.zeros((1, next(length for length in (64, 256, 1024) if len(tokens) <= length)), np.int32)
     padded[0, : len(tokens)] = tokens
@@ -198,7 +198,7 @@ def trainer_logp(
 
 
 def trainer_distribution(prompt: Sequence[int], completion: Completion, seed: int) -> np.ndarray:
-    """Log-probs of the whole vocabulary at every drawn position, given the tokens before it."""
+    """Log-probs of the whole vocabulary at every sampled position, given the tokens before it."""
     tokens = whole(prompt, completion)
     padded = np.zeros((1, 64), np.int32)
     padded[0, : len(tokens)] = tokens
@@ -207,7 +207,7 @@ def trainer_distribution(prompt: Sequence[int], completion: Completion, seed: in
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-def same_draws(left: Sequence[Completion], right: Sequence[Completion], atol: float = 1e-5) -> None:
+def same_samples(left: Sequence[Completion], right: Sequence[Completion], atol: float = 1e-5) -> None:
     """Equal tokens; log-probs equal but for the order of floating-point sums."""
     assert len(left) == len(right)
     for a, b in zip(left, right, strict=True):

@@ -1,4 +1,4 @@
-"""What is kept of an evaluation: answers as soon as they are judged, whenever it is killed."""
+"""What is kept of an evaluation: answers as soon as they are graded, whenever it is killed."""
 
 from __future__ import annotations
 
@@ -72,9 +72,9 @@ def test_other_settings_are_refused_by_name_and_nothing_is_lost(tmp_path: Path) 
 
 def test_the_vote_is_for_what_is_said_last_and_spellings_of_it_are_one() -> None:
     def said(*pieces: tuple[str, bool]) -> Answer:
-        """Pieces of text, drawn by the policy or not."""
+        """Pieces of text, sampled by the policy or not."""
         tokens = Letters().encode("".join(text for text, _ in pieces))
-        mask = np.array([drawn for text, drawn in pieces for _ in text], np.bool_)
+        mask = np.array([sampled for text, sampled in pieces for _ in text], np.bool_)
         versions = np.where(mask, 0, NO_VERSION).astype(np.int32)
         sample = Sample(tokens, mask, np.zeros(len(tokens), np.float32), versions, 0.0, "wrong", "stop")
         return answer_of(sample, Letters(), accept_plain=False)
@@ -115,7 +115,7 @@ def test_the_results_worked_out_by_hand() -> None:
     assert results.tokens.mean == 12 / 7
     assert results.tokens.percentiles[50] == 2
     assert (results.tokens.edges, results.tokens.counts) == ([0, 1, 2, 3, 4], [1, 2, 2, 2])
-    assert results.verdicts == {"correct": 2, "no_answer": 1, "wrong": 4}
+    assert results.grades == {"correct": 2, "no_answer": 1, "wrong": 4}
     assert results.failed == {"TimeoutError": 1}
     assert {name: family.pass_at_1.value for name, family in results.families.items()} == {"even": 1 / 8, "odd": 1 / 3}
     first, second, third = results.problems
@@ -147,7 +147,7 @@ def test_rows_of_the_file_are_json_for_any_tool(tmp_path: Path) -> None:
     row = json.loads((tmp_path / "samples.jsonl").read_text())
     assert (row["version"], row["place"], row["task"], len(row["answers"])) == (3, 5, "rows.jsonl:5", 3)
     assert row["answers"][0] == {
-        "verdict": "correct",
+        "grade": "correct",
         "stop_reason": "length",
         "num_tokens": 5,
         "vote": "7",

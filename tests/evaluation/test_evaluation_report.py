@@ -7,18 +7,18 @@ import json
 from pathlib import Path
 
 from areal_jax.evaluation.answers import Answer
-from areal_jax.evaluation.report import SHOWN_PER_VERDICT, shown, summary, write_report
+from areal_jax.evaluation.report import SHOWN_PER_GRADE, shown, summary, write_report
 from areal_jax.evaluation.results import Results, results_of
 from areal_jax.metrics.description import write_description
-from areal_jax.records import Message, Task, VerdictKind
+from areal_jax.records import Message, ResultKind, Task
 
 
 def task(place: int) -> Task:
     return Task(f"t{place}", (Message("user", f"question {place}"),), "7", family="f")
 
 
-def answer(verdict: VerdictKind, text: str = "a <b> & c") -> Answer:
-    return Answer(verdict, "length" if verdict == "wrong" else "stop", 4, "7" if verdict == "correct" else "8", text)
+def answer(grade: ResultKind, text: str = "a <b> & c") -> Answer:
+    return Answer(grade, "length" if grade == "wrong" else "stop", 4, "7" if grade == "correct" else "8", text)
 
 
 TASKS = [task(place) for place in range(6)]
@@ -44,9 +44,9 @@ def test_the_main_figures_are_those_of_all_samples_and_of_the_largest_k() -> Non
 
 def test_some_answers_of_each_verdict_are_shown_of_different_problems() -> None:
     of = list(shown(TASKS, ANSWERS))
-    for verdict in ("correct", "wrong"):
-        found = [each for each in of if each["answer"].verdict == verdict]
-        assert [each["task"].id for each in found] == [f"t{place}" for place in range(SHOWN_PER_VERDICT)]
+    for grade in ("correct", "wrong"):
+        found = [each for each in of if each["answer"].grade == grade]
+        assert [each["task"].id for each in found] == [f"t{place}" for place in range(SHOWN_PER_GRADE)]
     # Of a problem with two of a kind, the first.
     assert [each["text"] for each in shown(TASKS[5:], {0: ANSWERS[5]})] == ["wrong 5"]
 

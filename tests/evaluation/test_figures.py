@@ -56,7 +56,7 @@ def test_majority_by_hand() -> None:
     # What gives no answer has no vote: 1 against none, though 5 of 6 said nothing.
     assert majority_at_k(6, 1, [], 6) == 1.0
     assert majority_at_k(6, 0, [], 6) == 0.0
-    # Drawn once, it is pass@1.
+    # Sampled once, it is pass@1.
     assert majority_at_k(9, 4, [3, 1], 1) == pytest.approx(4 / 9)
     # As many different wrong answers as the paper draws samples.
     assert majority_at_k(64, 2, [1] * 62, 64) == pytest.approx(1.0)

@@ -19,7 +19,7 @@ STEPS = [{"version": version, "time_s": 1.0, "trainer/loss": 0.5, "trainer/sampl
 ROWS = [
     {
         "version": version,
-        "verdict": "wrong",
+        "grade": "wrong",
         "task": ',"group":9,"number":9,',
         "group": 2 * version + group,
         "number": number,
@@ -115,9 +115,9 @@ def test_files_that_were_moved_away_are_legal_from_then_on(tmp_path: Path) -> No
 def test_the_remedy_names_the_file_and_the_newest_checkpoint_that_agrees(tmp_path: Path) -> None:
     write(tmp_path, METRICS, [*STEPS[:2], *STEPS[3:]])
     (fault,) = compared(tmp_path).faults
-    told = f"move {tmp_path / METRICS} away to resume without its rows"
-    assert remedy(tmp_path, fault, VERSION, [VERSION]) == told
-    expected = f"{told}, or move the checkpoints after version 2 away to resume from that one"
+    reported = f"move {tmp_path / METRICS} away to resume without its rows"
+    assert remedy(tmp_path, fault, VERSION, [VERSION]) == reported
+    expected = f"{reported}, or move the checkpoints after version 2 away to resume from that one"
     assert remedy(tmp_path, fault, VERSION, [1, 2, VERSION]) == expected
 
 

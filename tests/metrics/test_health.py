@@ -35,7 +35,10 @@ def healthy(step: int) -> dict[str, float]:
         "gate/accepted": 4.0 * (step + 1),
         # Half of the groups that end are rejected, for all reasons together.
         "gate/rejected": 4.0 * (step + 1),
-        **{f"gate/rejected/{reason}": 1.0 * (step + 1) for reason in ("JudgeFailed", "AgentFailed", "Unservable", "NoSignal")},
+        **{
+            f"gate/rejected/{reason}": 1.0 * (step + 1)
+            for reason in ("GradingFailed", "AgentFailed", "InvalidRequest", "NoSignal")
+        },
     }
 
 
@@ -75,13 +78,13 @@ CASES = [
     ({"trainer/turns": 1.0}, "MultiTurn", {"second_turns_never_taken"}),
     # Nothing was wrong, so nothing was tried again.
     ({"trainer/turns": 1.0, "trainer/correct_fraction": 1.0}, "MultiTurn", set()),
-    (rejected("JudgeFailed", 0.6), "SingleTurn", {"reward_failures"}),
+    (rejected("GradingFailed", 0.6), "SingleTurn", {"reward_failures"}),
     (rejected("ToolFailed", 0.6), "ToolUse", {"reward_failures"}),
     (lambda step: {"rewards/calls": 20.0 * step, "rewards/failed": 12.0 * step}, "Agent", {"reward_failures"}),
     (lambda step: {"rewards/calls": 20.0 * step, "rewards/failed": 4.0 * step}, "Agent", set()),
     (rejected("AgentFailed", 0.6), "Agent", {"agents_failing"}),
     (rejected("TimeoutError", 0.6), "Agent", {"agents_failing"}),
-    (rejected("Unservable", 0.6), "SingleTurn", {"groups_rejected"}),
+    (rejected("InvalidRequest", 0.6), "SingleTurn", {"groups_rejected"}),
     (rejected("NoSignal", 0.6), "SingleTurn", set()),
     (rejected("NoSignal", 0.96), "SingleTurn", {"no_signal"}),
 ]
@@ -102,7 +105,7 @@ def test_each_check_finds_its_own_fault_and_no_other(
 
 def test_counters_of_a_resumed_run_count_from_where_it_resumed() -> None:
     def only_rejected(step: int) -> Row:
-        return {"gate/accepted": 5000.0, "gate/rejected": 20.0 * step, "gate/rejected/Unservable": 20.0 * step}
+        return {"gate/accepted": 5000.0, "gate/rejected": 20.0 * step, "gate/rejected/InvalidRequest": 20.0 * step}
 
     assert found(only_rejected, first=50) == {"groups_rejected"}
 

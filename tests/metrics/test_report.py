@@ -11,19 +11,19 @@ import pytest
 from areal_jax.metrics import names
 from areal_jax.metrics.config import METRICS, MetricsConfig
 from areal_jax.metrics.description import FILE, write_description
-from areal_jax.metrics.report import LEARNING_CURVE, Series, collect, draw, summarize, survey, write_report
+from areal_jax.metrics.report import LEARNING_CURVE, Series, collect, plot, summarize, survey, write_report
 from areal_jax.metrics.samples import TrainedSample
 from areal_jax.metrics.sinks import SAMPLES, Sinks
 
 EVIL = "</pre><script>alert('https://evil.example/x')</script><img src=http://evil.example/y onerror=alert(1)>&amp;"
 
 
-def a_sample(verdict: str, num_versions: int, reward: float = 1.0) -> TrainedSample:
+def a_sample(grade: str, num_versions: int, reward: float = 1.0) -> TrainedSample:
     versions = np.array([-1, *range(10, 10 + num_versions)], np.int32)
-    drawn = versions >= 0
+    sampled = versions >= 0
     logp = np.zeros(len(versions), np.float32)
     stale = versions == 10
-    return TrainedSample(EVIL, 0, 0, versions, drawn, logp, versions, stale, reward, verdict, "stop")
+    return TrainedSample(EVIL, 0, 0, versions, sampled, logp, versions, stale, reward, grade, "stop")
 
 
 def a_run(folder: Path, decode=lambda tokens: f"{EVIL} {tokens.tolist()}") -> Path:
@@ -84,18 +84,18 @@ def test_what_the_model_wrote_is_shown_as_it_is_and_never_interpreted(page):
 
 
 def test_tokens_are_coloured_by_version_and_stale_ones_marked(page):
-    drawn = [
-        attributes for tag, attributes in page.tags if tag == "span" and (attributes.get("class") or "").startswith("drawn")
+    sampled = [
+        attributes for tag, attributes in page.tags if tag == "span" and (attributes.get("class") or "").startswith("sampled")
     ]
-    # Shown are two samples of each verdict: correct ones of three versions, wrong ones of one, the first version stale.
-    assert [attributes["title"] for attributes in drawn[:3]] == [
+    # Shown are two samples of each grade: correct ones of three versions, wrong ones of one, the first version stale.
+    assert [attributes["title"] for attributes in sampled[:3]] == [
         "version 10, too old to be trained on",
         "version 11",
         "version 12",
     ]
-    assert len(drawn) == 3 + 3 + 1 + 1
-    assert len({attributes["style"] for attributes in drawn}) == 3
-    assert [attributes["class"] for attributes in drawn[:2]] == ["drawn stale", "drawn"]
+    assert len(sampled) == 3 + 3 + 1 + 1
+    assert len({attributes["style"] for attributes in sampled}) == 3
+    assert [attributes["class"] for attributes in sampled[:2]] == ["sampled stale", "sampled"]
 
 
 def test_report_tells_numbers_counts_and_environment(page):
@@ -159,7 +159,7 @@ def test_supervised_run_is_summed_up_by_its_loss():
 @pytest.mark.parametrize("also", [{}, {names.PASS_AT_1: Series([0], [0.5])}], ids=["alone", "with pass@1"])
 def test_supervised_run_is_drawn_whatever_its_perplexity(values: list[float], also: dict[str, Series]):
     line = Series(list(range(len(values))), values)
-    assert draw({names.LOSS: line, names.PERPLEXITY: line} | also).startswith(b"\x89PNG\r\n")
+    assert plot({names.LOSS: line, names.PERPLEXITY: line} | also).startswith(b"\x89PNG\r\n")
 
 
 def test_verdicts_are_counted_in_whole_rows_and_samples_of_many_versions_picked(tmp_path):
@@ -169,9 +169,9 @@ def test_verdicts_are_counted_in_whole_rows_and_samples_of_many_versions_picked(
     for version, num_versions in enumerate([1, 3, 2, 3, 1]):
         sinks.write_samples(version, [a_sample("correct", num_versions)])
     sinks.close()
-    path.write_bytes(path.read_bytes() + b'{"version":9,"verdict":"correct","stop_reason":"stop","num_versions":9,"torn')
+    path.write_bytes(path.read_bytes() + b'{"version":9,"grade":"correct","stop_reason":"stop","num_versions":9,"torn')
     found = survey(path)
-    assert found.verdicts == {"correct": 5} and found.stop_reasons == {"stop": 5}
+    assert found.grades == {"correct": 5} and found.stop_reasons == {"stop": 5}
     assert [sample["version"] for sample in found.shown] == [3, 1]
 
 

@@ -38,19 +38,19 @@ def strict(path: Path) -> list:
 
 def a_sample(number: int = 0, num_tokens: int = 6) -> TrainedSample:
     """Two prompt tokens, then tokens of versions 3, 3, 4, 4, of which version 3 is stale."""
-    drawn = np.arange(num_tokens) >= 2
-    versions = np.where(drawn, 3 + (np.arange(num_tokens) - 2) // 2, -1).astype(np.int32)
+    sampled = np.arange(num_tokens) >= 2
+    versions = np.where(sampled, 3 + (np.arange(num_tokens) - 2) // 2, -1).astype(np.int32)
     return TrainedSample(
         task="t",
         group=7,
         number=number,
         tokens=np.arange(10, 10 + num_tokens, dtype=np.int32),
-        loss_mask=drawn,
-        behave_logp=np.where(drawn, -0.1, 0.0).astype(np.float32),
+        loss_mask=sampled,
+        behave_logp=np.where(sampled, -0.1, 0.0).astype(np.float32),
         versions=versions,
         stale=versions == 3,
         reward=-5.0,
-        verdict="wrong",
+        grade="wrong",
         stop_reason="length",
     )
 
@@ -84,7 +84,7 @@ def test_sample_is_written_with_all_that_training_used(tmp_path):
     sinks.close()
     assert found == {
         "version": 5,
-        "verdict": "wrong",
+        "grade": "wrong",
         "stop_reason": "length",
         "num_versions": 2,
         "reward": -5.0,
@@ -92,7 +92,7 @@ def test_sample_is_written_with_all_that_training_used(tmp_path):
         "group": 7,
         "number": 0,
         "num_tokens": 6,
-        "num_drawn": 4,
+        "num_sampled": 4,
         "num_stale": 2,
         "stale": [2, 3],
         "tokens": [10, 11, 12, 13, 14, 15],

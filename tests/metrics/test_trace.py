@@ -89,7 +89,7 @@ def test_trace_of_a_killed_run_is_a_json_array_that_lacks_its_end(tmp_path):
         from areal_jax.metrics.trace import Trace
         trace = Trace(Path(sys.argv[1]))
         for number in range(1000):
-            trace.span("mailbox", "publish", number, number + 0.5)
+            trace.span("weight channel", "publish", number, number + 0.5)
         os.kill(os.getpid(), signal.SIGKILL)
     """
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
@@ -101,14 +101,14 @@ def test_trace_of_a_killed_run_is_a_json_array_that_lacks_its_end(tmp_path):
 
 @settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 30).map(float), st.integers(0, 10).map(float)), max_size=40))
-def test_spans_of_one_row_never_lie_across_each_other(tmp_path_factory, drawn):
+def test_spans_of_one_row_never_lie_across_each_other(tmp_path_factory, sampled):
     path = tmp_path_factory.mktemp("trace") / "trace.json"
     trace = Trace(path)
-    for start, length in drawn:
-        trace.span("rewards", "judge", start, start + length)
+    for start, length in sampled:
+        trace.span("rewards", "grader", start, start + length)
     trace.close()
     events = read(path)
-    assert len(spans(events)) == len(drawn)
+    assert len(spans(events)) == len(sampled)
     assert_none_across(events)
 
 
@@ -143,7 +143,7 @@ def test_threads_may_add_spans_at_the_same_time(tmp_path):
     sys.setswitchinterval(1e-6)
     try:
         with ThreadPoolExecutor(8) as pool:
-            list(pool.map(lambda start: trace.span("rewards", "judge", start, start + 1), starts))
+            list(pool.map(lambda start: trace.span("rewards", "grader", start, start + 1), starts))
     finally:
         sys.setswitchinterval(interval_s)
     trace.close()
@@ -177,6 +177,6 @@ def test_disk_that_takes_no_more_ends_the_trace_and_not_the_run(tmp_path):
     command = [sys.executable, "-c", textwrap.dedent(code), str(path)]
     child = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert child.returncode == 0, child.stderr
-    (told,) = child.stdout.splitlines()
-    assert told == f"the trace ends here, as {path} cannot be written: [Errno 27] File too large"
+    (reported,) = child.stdout.splitlines()
+    assert reported == f"the trace ends here, as {path} cannot be written: [Errno 27] File too large"
     assert 10 < len(spans(read(path))) < 1000

@@ -1,4 +1,4 @@
-"""The embedded policy with an engine, its tokenizer, and what the driver draws with them."""
+"""The embedded policy with an engine, its tokenizer, and what the engine loop draws with them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import areal_jax
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine, EngineParams
-from areal_jax.engine.driver import Driver
+from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.models import hf
 from areal_jax.models.decoder import Policy
 from areal_jax.parallel.config import PlacementConfig
@@ -46,23 +46,23 @@ def decoding(num_devices: int) -> tuple[DecodeEngine, EngineParams]:
     return engine, jax.device_put(jax.jit(engine.layout)(params), engine.param_shardings)
 
 
-def by_driver(
+def by_engine_loop(
     num_devices: int, prompts: Sequence[np.ndarray], sampling: Sampling, num_samples: int = 1
 ) -> list[list[Completion]]:
-    """Answers to every prompt, the n-th drawn with `derive_seed(7, str(n))`."""
+    """Answers to every prompt, the n-th sampled with `derive_seed(7, str(n))`."""
     engine, params = decoding(num_devices)
 
     async def main() -> list[list[Completion]]:
-        driver = Driver(engine, Pinned(Weights(0, params)))
-        driver.start()
+        engine_loop = EngineLoop(engine, Pinned(Weights(0, params)))
+        engine_loop.start()
         try:
             return await asyncio.gather(
                 *(
-                    driver.submit(Request(f"r{i}", prompt, num_samples, sampling, derive_seed(7, str(i))))
+                    engine_loop.submit(Request(f"r{i}", prompt, num_samples, sampling, derive_seed(7, str(i))))
                     for i, prompt in enumerate(prompts)
                 )
             )
         finally:
-            driver.close()
+            engine_loop.close()
 
     return asyncio.run(main())

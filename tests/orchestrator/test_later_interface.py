@@ -16,7 +16,7 @@ import jetstream.engine  # pyright: ignore[reportMissingImports]
 import later_engine_api
 import numpy as np
 import pytest
-from embedded_engine import CONFIG, DEVICES, QUESTIONS, by_driver, decoding, tokenizer
+from embedded_engine import CONFIG, DEVICES, QUESTIONS, by_engine_loop, decoding, tokenizer
 from jetstream.engine import engine_api, token_utils  # pyright: ignore[reportMissingImports]
 
 from areal_jax.engine import jetstream as adapter
@@ -52,17 +52,17 @@ def decode(engine: Any, state: Any, firsts: Sequence[Any]) -> list[tuple[list[in
     while not all(ended):
         state, results = engine.generate(engine.load_params(), state)
         results.copy_to_host_async()
-        drawn = results.convert_to_numpy().get_result_at_slots(slots)
+        sampled = results.convert_to_numpy().get_result_at_slots(slots)
         for slot, (tokens, logps) in enumerate(found):
-            assert ended[slot] or not drawn.valid[slot, 0] or drawn.lengths[slot] == len(tokens) + 1
-            ended[slot] |= not drawn.valid[slot, 0]
+            assert ended[slot] or not sampled.valid[slot, 0] or sampled.lengths[slot] == len(tokens) + 1
+            ended[slot] |= not sampled.valid[slot, 0]
             if not ended[slot]:
-                tokens.append(int(drawn.tokens[slot, 0]))
-                logps.append(float(drawn.log_prob[slot, 0]))
+                tokens.append(int(sampled.tokens[slot, 0]))
+                logps.append(float(sampled.log_prob[slot, 0]))
     return found
 
 
-def is_what_the_driver_drew(found: Sequence[tuple[list[int], list[float]]], expected: Sequence[Any]) -> None:
+def is_what_the_engine_sampled(found: Sequence[tuple[list[int], list[float]]], expected: Sequence[Any]) -> None:
     assert [tokens for tokens, _ in found] == [completion.tokens.tolist() for completion in expected]
     for (_, logps), completion in zip(found, expected, strict=True):
         np.testing.assert_allclose(logps, completion.logp, atol=1e-5)
@@ -79,8 +79,8 @@ def test_tokens_and_log_probs_are_the_drivers(later: ModuleType, num_devices: in
         firsts.append(data)
         state = engine.insert(prefix, state, slot=slot, request_id=uuid.uuid4())
         engine.free_resource(slot)
-    is_what_the_driver_drew(
-        decode(engine, state, firsts), [completion for (completion,) in by_driver(num_devices, PROMPTS, SAMPLING)]
+    is_what_the_engine_sampled(
+        decode(engine, state, firsts), [completion for (completion,) in by_engine_loop(num_devices, PROMPTS, SAMPLING)]
     )
 
 
@@ -90,8 +90,8 @@ def test_one_prefill_serves_a_group(later: ModuleType, num_devices: int) -> None
     prefix, first = engine.prefill_multisampling(params=engine.load_params(), **padded(PROMPTS[0]), num_samples=4)
     assert first.samples_per_slot == 4 and first.get_result_at_slot(0).tokens.shape == (4, 1)
     state = engine.bulk_insert(prefix, engine.init_decode_state(), [0, 1, 2, 3])
-    (expected,) = by_driver(num_devices, PROMPTS[:1], SAMPLING, num_samples=4)
-    is_what_the_driver_drew(decode(engine, state, [first.get_result_at_slots((sample,)) for sample in range(4)]), expected)
+    (expected,) = by_engine_loop(num_devices, PROMPTS[:1], SAMPLING, num_samples=4)
+    is_what_the_engine_sampled(decode(engine, state, [first.get_result_at_slots((sample,)) for sample in range(4)]), expected)
     with pytest.raises(ValueError, match="expected a slot for each of 4 answers, came 2"):
         engine.bulk_insert(prefix, state, [0, 1])
 

@@ -1,4 +1,4 @@
-"""JetStream's own orchestrator decodes with the engine, token for token what the driver gives.
+"""JetStream's own orchestrator decodes with the engine, token for token what the engine loop gives.
 
 Needs the extra `jetstream`, and therefore an environment of its own; elsewhere these tests are not collected.
 """
@@ -14,7 +14,7 @@ import chz
 import jax
 import jax.numpy as jnp
 import pytest
-from embedded_engine import CONFIG, DEVICES, FOLDER, QUESTIONS, by_driver, decoding, tokenizer
+from embedded_engine import CONFIG, DEVICES, FOLDER, QUESTIONS, by_engine_loop, decoding, tokenizer
 
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.engine.jetstream import JetStreamEngine
@@ -35,8 +35,8 @@ logging.getLogger().setLevel(logging.WARNING)
 logging.getLogger().handlers.clear()
 
 
-class Orchestrator(orchestrator.Driver):
-    """JetStream's driver, which ends the process where the last slot in use is given back between two of its looks at them."""
+class Orchestrator(orchestrator.EngineLoop):
+    """JetStream's engine loop, which ends the process where the last slot in use is given back between two of its looks at them."""
 
     def _generate_thread(self, idx: int) -> None:
         try:
@@ -48,15 +48,15 @@ class Orchestrator(orchestrator.Driver):
 
 
 def by_jetstream(engine: JetStreamEngine, contents: Sequence[str | list[int]], max_tokens: int) -> list[list[int]]:
-    """What the orchestrator's own driver streams, request by request in the order in which they were asked."""
+    """What the orchestrator's own engine loop streams, request by request in the order in which they were asked."""
     params = engine.load_params()
-    driver = Orchestrator([engine], [engine], [params], [params], interleaved_mode=True)
+    engine_loop = Orchestrator([engine], [engine], [params], [params], interleaved_mode=True)
 
     async def main() -> list[list[int]]:
         channels = []
         for content in contents:
             channels.append(async_multifuture.AsyncMultifuture())
-            driver.place_request_on_prefill_queue(
+            engine_loop.place_request_on_prefill_queue(
                 orchestrator.ActiveRequest(max_tokens=max_tokens, prefill_content=content, return_channel=channels[-1])
             )
 
@@ -68,7 +68,7 @@ def by_jetstream(engine: JetStreamEngine, contents: Sequence[str | list[int]], m
                 return await asyncio.gather(*map(tokens_of, channels))
         finally:
             # While the loop lives, which its threads still speak to.
-            await asyncio.to_thread(driver.stop)
+            await asyncio.to_thread(engine_loop.stop)
 
     return asyncio.run(main())
 
@@ -79,7 +79,7 @@ def test_the_orchestrator_gives_what_the_driver_gives(num_devices: int, temperat
     # More requests than slots, of one to three chunks, some of which stop and some of which are cut.
     prompts = [tokenizer().render((Message("user", question),)) for question in QUESTIONS]
     sampling = Sampling(CONFIG.max_new_tokens, temperature, stop_token_ids=tokenizer().stop_token_ids)
-    expected = [completion.tokens.tolist() for (completion,) in by_driver(num_devices, prompts, sampling)]
+    expected = [completion.tokens.tolist() for (completion,) in by_engine_loop(num_devices, prompts, sampling)]
     found = by_jetstream(
         JetStreamEngine(*decoding(num_devices), tokenizer(), sampling, seed=7),
         [prompt.tolist() for prompt in prompts],
@@ -94,7 +94,7 @@ def test_the_orchestrator_gives_what_the_driver_gives(num_devices: int, temperat
 
 def test_text_goes_in_and_an_answer_may_be_cut_earlier() -> None:
     sampling = Sampling(CONFIG.max_new_tokens, 0.0, stop_token_ids=tokenizer().stop_token_ids)
-    ((expected,),) = by_driver(1, [tokenizer().encode(QUESTIONS[0])], sampling)
+    ((expected,),) = by_engine_loop(1, [tokenizer().encode(QUESTIONS[0])], sampling)
     (found,) = by_jetstream(JetStreamEngine(*decoding(1), tokenizer(), sampling, seed=7), [QUESTIONS[0]], 5)
     assert found == expected.tokens[:5].tolist()
 
@@ -115,7 +115,7 @@ def test_what_jetstream_cannot_do_is_refused(settings: dict[str, int], named: st
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(8, presence_penalty=0.5), Sampling(8, min_new_tokens=2), Sampling(8, num_alternatives=1)]
+    "sampling", [Sampling(8, presence_penalty=0.5), Sampling(8, min_new_tokens=2), Sampling(8, num_top_logprobs=1)]
 )
 def test_what_depends_on_earlier_tokens_is_refused(sampling: Sampling) -> None:
     mesh = make_meshes(PlacementConfig(), jax.devices()[:1]).rollout

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from areal_jax.rewards.countdown import judge
+from areal_jax.rewards.countdown import grade_answer
 
 GIVEN = json.dumps({"numbers": [3, 8, 5, 5], "target": 24})
 
@@ -21,7 +21,7 @@ GIVEN = json.dumps({"numbers": [3, 8, 5, 5], "target": 24})
     ],
 )
 def test_each_number_once_and_the_target_is_right(text: str) -> None:
-    assert judge(GIVEN, text)[0] == "correct"
+    assert grade_answer(GIVEN, text)[0] == "correct"
 
 
 @pytest.mark.parametrize(
@@ -49,9 +49,9 @@ def test_each_number_once_and_the_target_is_right(text: str) -> None:
     ],
 )
 def test_all_else_is_wrong(text: str) -> None:
-    assert judge(GIVEN, text)[0] == "wrong"
+    assert grade_answer(GIVEN, text)[0] == "wrong"
 
 
 @pytest.mark.parametrize("text", ["", "3*8*5/5", "\\boxed{3*8*5/5", "<answer>3*8", "\\boxed{" * 100_000])
 def test_without_an_answer_there_is_none(text: str) -> None:
-    assert judge(GIVEN, text)[0] == "no_answer"
+    assert grade_answer(GIVEN, text)[0] == "no_answer"

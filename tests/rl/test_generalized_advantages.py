@@ -18,7 +18,7 @@ def before(values: np.ndarray) -> np.ndarray:
 
 
 def by_definition(config: GAE, given: Trajectory) -> np.ndarray:
-    """Backwards, token by token: where none was drawn, next value and sum pass through as they are (AReaL)."""
+    """Backwards, token by token: where none was sampled, next value and sum pass through as they are (AReaL)."""
     assert given.values is not None and given.token_rewards is not None
     advantages, next_value, accumulated, reward = np.zeros(len(given.acted)), given.value_after, 0.0, given.reward
     for t in reversed(range(len(given.acted))):
@@ -57,7 +57,7 @@ def test_it_equals_the_loop_on_a_thousand_random_masks() -> None:
         length = int(rng.integers(1, 70))
         acted = rng.random(length) < rng.random()
         config = GAE(gamma=float(rng.choice([1.0, 0.9, 0.0])), lam=float(rng.choice([1.0, 0.95, 0.5, 0.0])))
-        # What is said where no token was drawn is not read.
+        # What is said where no token was sampled is not read.
         rewards, values = (np.where(acted, rng.normal(size=length), np.nan) for _ in range(2))
         value_after = float(rng.normal()) if i % 2 else 0.0
         given = Trajectory(float(rng.normal()), acted, acted, rewards, values, value_after)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from areal_jax.rl.config import Estimator, KLInLoss, KLInReward, Teacher
-from areal_jax.rl.kl import kl_estimate, kl_loss, kl_toll, taught_advantages
+from areal_jax.rl.kl import distilled_advantages, kl_estimate, kl_loss, kl_penalty
 
 ESTIMATORS: tuple[Estimator, ...] = ("k1", "k2", "k3")
 
@@ -67,7 +67,7 @@ def test_k1_and_k3_are_unbiased_and_k2_and_k3_are_never_negative() -> None:
 def test_in_the_loss_k2_pulls_as_the_reverse_and_k3_as_the_forward_divergence(
     estimator: Literal["k2", "k3"], expected: Callable[[jax.Array], jax.Array]
 ) -> None:
-    # The expectation over every token, each drawn with its probability by a policy that the gradient does not see.
+    # The expectation over every token, each sampled with its probability by a policy that the gradient does not see.
     chance, reference = np.exp(log_softmax(LOGITS)), jnp.asarray(log_softmax(OTHER))
 
     def mean(logits: jax.Array) -> jax.Array:
@@ -100,13 +100,13 @@ def test_the_loss_and_its_gradient_equal_float64_and_finite_differences(
         return float((0.3 * k * mask * (1.0 if weights is None else weights)).sum() / mask.sum())
 
     # What is not trained on may be anything.
-    spoilt = np.where(mask, logp, np.nan).astype(np.float32)
+    corrupted = np.where(mask, logp, np.nan).astype(np.float32)
     arguments = (
         np.where(mask, reference, np.inf).astype(np.float32),
         mask,
         None if weights is None else weights.astype(np.float32),
     )
-    found, gradient = jax.value_and_grad(lambda logp: kl_loss(config, logp, *arguments).loss)(spoilt)
+    found, gradient = jax.value_and_grad(lambda logp: kl_loss(config, logp, *arguments).loss)(corrupted)
     assert float(found) == pytest.approx(plain(logp), rel=1e-6)
     assert not np.asarray(gradient)[~mask].any()
     for place in zip(*np.nonzero(mask), strict=True):
@@ -116,7 +116,7 @@ def test_the_loss_and_its_gradient_equal_float64_and_finite_differences(
         step[place] = 1e-6
         slope = (plain(logp + step) - plain(logp - step)) / 2e-6
         assert np.asarray(gradient)[place] == pytest.approx(slope, rel=1e-3, abs=1e-9)
-    metrics = kl_loss(config, spoilt, *arguments).metrics
+    metrics = kl_loss(config, corrupted, *arguments).metrics
     x = (logp - reference)[mask]
     assert float(metrics["kl_reference"][0] / metrics["kl_reference"][1]) == pytest.approx(
         (np.exp(-x) - 1 + x).mean(), rel=1e-5
@@ -139,18 +139,18 @@ def test_every_token_pays_for_its_own_straying_and_others_pay_nothing() -> None:
     behave, reference = np.log(np.array([0.5, 0.5, 0.25], np.float32)), np.log(np.array([0.1, 0.25, 0.5], np.float32))
     acted = np.array([False, True, True])
     # log ratios ln 2 and -ln 2: k1 ±.693147; k3 .193147 and 2 - 1 - .693147 = .306853.
-    toll = kl_toll(KLInReward(coefficient=0.1, estimator="k1"), behave, reference, acted)
-    np.testing.assert_allclose(toll, [0.0, -0.0693147, 0.0693147], atol=1e-7)
-    toll = kl_toll(KLInReward(coefficient=0.1, estimator="k3"), behave, reference, acted)
-    np.testing.assert_allclose(toll, [0.0, -0.0193147, -0.0306853], atol=1e-7)
-    assert not kl_toll(KLInReward(), behave, behave, acted).any()
+    penalty = kl_penalty(KLInReward(coefficient=0.1, estimator="k1"), behave, reference, acted)
+    np.testing.assert_allclose(penalty, [0.0, -0.0693147, 0.0693147], atol=1e-7)
+    penalty = kl_penalty(KLInReward(coefficient=0.1, estimator="k3"), behave, reference, acted)
+    np.testing.assert_allclose(penalty, [0.0, -0.0193147, -0.0306853], atol=1e-7)
+    assert not kl_penalty(KLInReward(), behave, behave, acted).any()
 
 
 def test_following_the_teacher_is_descending_the_reverse_divergence() -> None:
-    # For every token that could be drawn: its chance times its advantage times the gradient of its log-probability.
+    # For every token that could be sampled: its chance times its advantage times the gradient of its log-probability.
     log_p, log_q = log_softmax(LOGITS), log_softmax(OTHER)
     nothing, everywhere = np.zeros(5, np.float32), np.ones(5, bool)
-    advantages = taught_advantages(Teacher(path="", weight=1.0, reward_weight=0.0), nothing, log_p, log_q, everywhere)
+    advantages = distilled_advantages(Teacher(path="", weight=1.0, reward_weight=0.0), nothing, log_p, log_q, everywhere)
     scores = jax.jacobian(jax.nn.log_softmax)(jnp.asarray(LOGITS))
     expected_gradient = (np.exp(log_p) * advantages) @ np.asarray(scores)
     np.testing.assert_allclose(
@@ -161,10 +161,10 @@ def test_following_the_teacher_is_descending_the_reverse_divergence() -> None:
 def test_a_teacher_that_agrees_says_nothing_and_rewards_count_as_much_as_they_are_given() -> None:
     behave, advantages = log_softmax(LOGITS), np.array([1.0, -1.0, 2.0, 0.0, 3.0], np.float32)
     acted = np.array([False, True, True, True, True])
-    agreeing = taught_advantages(Teacher(path="", reward_weight=0.0), advantages, behave, behave, acted)
+    agreeing = distilled_advantages(Teacher(path="", reward_weight=0.0), advantages, behave, behave, acted)
     assert not agreeing.any()
     # Twice ln(1/2) beside half of the reward's; the prompt hears nothing of the teacher.
-    both = taught_advantages(
+    both = distilled_advantages(
         Teacher(path="", weight=2.0, reward_weight=0.5), advantages, behave, behave + np.log(0.5, dtype=np.float32), acted
     )
     np.testing.assert_allclose(both, advantages / 2 + np.where(acted, 2 * np.log(0.5), 0.0), atol=1e-6)

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from areal_jax.config import find_experiment, load_experiment
+from areal_jax.config.load import find_experiment, load_experiment
 from areal_jax.rl import losses
 from areal_jax.rl.config import (
     CISPO,
@@ -18,14 +18,14 @@ from areal_jax.rl.config import (
     M2PO,
     PPO,
     SAPO,
-    Correction,
+    CustomLoss,
     DecoupledPPO,
+    ImportanceWeighting,
     Loss,
     Masked,
-    NoCorrection,
-    Own,
     Reinforce,
     Truncated,
+    Unweighted,
     Weighted,
 )
 from areal_jax.rl.losses import PolicyLoss, interpolated_proximal, policy_loss, second_moment_mask, sft_loss
@@ -178,7 +178,7 @@ def test_what_lies_under_the_mask_poisons_nothing(where: str, poison: float) -> 
 def test_a_token_that_the_cap_takes_out_may_overflow() -> None:
     # proximal/behave = e^110 is above any cap; theta/proximal = e^190 is inf in float32, and 0 * inf would be nan.
     logp, proximal, behave = (jnp.array([x, -1.0]) for x in (-10.0, -200.0, -310.0))
-    config = Reinforce(correction=Masked(cap=2.0))
+    config = Reinforce(importance_weighting=Masked(cap=2.0))
     loss, slope = jax.value_and_grad(
         lambda logp: policy_loss(config, logp, proximal, behave, jnp.ones(2), np.ones(2, bool)).loss
     )(logp)
@@ -227,9 +227,9 @@ def test_a_row_and_a_batch_of_one_row_are_the_same() -> None:
     ("config", "expected"),
     [
         (DecoupledPPO(), -4.131993),
-        (DecoupledPPO(correction=Truncated(cap=5.0)), -2.937465),
-        (DecoupledPPO(correction=Masked(cap=5.0)), -0.437465),
-        (DecoupledPPO(correction=NoCorrection()), -0.876293),
+        (DecoupledPPO(importance_weighting=Truncated(cap=5.0)), -2.937465),
+        (DecoupledPPO(importance_weighting=Masked(cap=5.0)), -0.437465),
+        (DecoupledPPO(importance_weighting=Unweighted()), -0.876293),
         (PPO(), -1.0),
     ],
 )
@@ -242,12 +242,12 @@ def test_the_config_names_the_objective(config: Loss, expected: float) -> None:
 
 EVERY: list[Loss] = [
     DecoupledPPO(dual_clip=3.0),
-    DecoupledPPO(correction=Masked(cap=1.5)),
-    DecoupledPPO(correction=Truncated(cap=1.5, level="geometric")),
-    DecoupledPPO(correction=Weighted(level="sequence")),
+    DecoupledPPO(importance_weighting=Masked(cap=1.5)),
+    DecoupledPPO(importance_weighting=Truncated(cap=1.5, level="geometric")),
+    DecoupledPPO(importance_weighting=Weighted(level="sequence")),
     PPO(),
     GSPO(clip_eps=0.1, clip_eps_high=0.2),
-    GSPO(clip_eps=0.1, correction=Masked(cap=1.2, level="geometric")),
+    GSPO(clip_eps=0.1, importance_weighting=Masked(cap=1.2, level="geometric")),
     SAPO(),
     CISPO(clip_eps_low=0.3),
     M2PO(),
@@ -389,14 +389,16 @@ def test_corrections_equal_the_numbers_by_hand() -> None:
     behave, zero = np.array([-2.0, 0.0, -0.1, -0.3], np.float32), np.zeros(4, np.float32)
     segments, ones = np.array([1, 1, 2, 2], np.int32), np.ones(4, np.float32)
 
-    def weights(correction: Correction) -> list[float]:
+    def weights(importance_weighting: ImportanceWeighting) -> list[float]:
         loss = jax.grad(
-            lambda logp: policy_loss(Reinforce(correction=correction), logp, zero, behave, ones, ones, segments).loss
+            lambda logp: (
+                policy_loss(Reinforce(importance_weighting=importance_weighting), logp, zero, behave, ones, ones, segments).loss
+            )
         )
         return (-4.0 * loss(zero)).tolist()
 
     e = np.exp
-    assert weights(NoCorrection()) == pytest.approx([1.0] * 4)
+    assert weights(Unweighted()) == pytest.approx([1.0] * 4)
     assert weights(Weighted()) == pytest.approx([e(2), 1.0, e(0.1), e(0.3)])
     assert weights(Weighted(level="sequence")) == pytest.approx([e(2), e(2), e(0.4), e(0.4)])
     assert weights(Weighted(level="geometric")) == pytest.approx([e(1), e(1), e(0.2), e(0.2)])
@@ -409,14 +411,14 @@ def test_corrections_equal_the_numbers_by_hand() -> None:
 
 def test_an_objective_of_ones_own_is_weighted_and_averaged_like_any_other() -> None:
     spo = load_experiment("own_objective").trainer.loss
-    assert isinstance(spo, Own) and len(find_experiment("own_objective").read_text().splitlines()) < 40
+    assert isinstance(spo, CustomLoss) and len(find_experiment("own_objective").read_text().splitlines()) < 40
     out = policy_loss(spo, LOGP, PROXIMAL, BEHAVE, ADVANTAGES, ALL)
     # u A - |A| / .4 (u - 1)² with u = [1.105171, 1.491825, .670320, 1]: [1.077518, .887094, -.942042, 2], weighted by
     # w = [1.221403, 1, 1, 7.389056].
     assert float(out.loss) == pytest.approx(-(1.221403 * 1.077518 + 0.887094 - 0.942042 + 2 * 7.389056) / 4, abs=1e-5)
     gradient = jax.grad(lambda logp: policy_loss(spo, logp, LOGP, LOGP, ADVANTAGES, ALL).loss)(LOGP)
     np.testing.assert_allclose(gradient, -ADVANTAGES / 4, rtol=1e-6)
-    without_gain: Any = Own
+    without_gain: Any = CustomLoss
     with pytest.raises(TypeError, match="gain"):
         without_gain()
 
@@ -424,10 +426,10 @@ def test_an_objective_of_ones_own_is_weighted_and_averaged_like_any_other() -> N
 def test_an_unknown_objective_is_an_error_that_names_the_knob() -> None:
     with pytest.raises(TypeError, match=r"trainer\.loss"):
         policy_loss(Loss(), LOGP, PROXIMAL, BEHAVE, ADVANTAGES, ALL)
-    with pytest.raises(TypeError, match=r"trainer\.loss\.correction"):
-        policy_loss(Reinforce(correction=Correction()), LOGP, PROXIMAL, BEHAVE, ADVANTAGES, ALL)
-    with pytest.raises(ValueError, match=r"trainer\.loss\.correction\.cap"):
-        policy_loss(Reinforce(correction=Masked(cap=0.0)), LOGP, PROXIMAL, BEHAVE, ADVANTAGES, ALL)
+    with pytest.raises(TypeError, match=r"trainer\.loss\.importance_weighting"):
+        policy_loss(Reinforce(importance_weighting=ImportanceWeighting()), LOGP, PROXIMAL, BEHAVE, ADVANTAGES, ALL)
+    with pytest.raises(ValueError, match=r"trainer\.loss\.importance_weighting\.cap"):
+        policy_loss(Reinforce(importance_weighting=Masked(cap=0.0)), LOGP, PROXIMAL, BEHAVE, ADVANTAGES, ALL)
     with pytest.raises(ValueError, match="dual_clip must be above 1"):
         decoupled_ppo_loss(LOGP, PROXIMAL, BEHAVE, ADVANTAGES, ALL, dual_clip=0.9)
 
@@ -481,13 +483,17 @@ def textbook_loss(config: Loss, draw: Draw) -> float:
 
 
 def textbook_weight(config: Loss, log_weights: np.ndarray, t: int) -> float:
-    correction = getattr(config, "correction", NoCorrection())
-    if isinstance(correction, NoCorrection):
+    importance_weighting = getattr(config, "importance_weighting", Unweighted())
+    if isinstance(importance_weighting, Unweighted):
         return 1.0
     w = float(
-        np.exp({"token": log_weights[t], "sequence": log_weights.sum(), "geometric": log_weights.mean()}[correction.level])
+        np.exp(
+            {"token": log_weights[t], "sequence": log_weights.sum(), "geometric": log_weights.mean()}[
+                importance_weighting.level
+            ]
+        )
     )
-    match correction:
+    match importance_weighting:
         case Truncated(cap=cap):
             return min(w, cap)
         case Masked(cap=cap):
@@ -516,12 +522,12 @@ def textbook_gain(config: Loss, theta: np.ndarray, proximal: np.ndarray, advanta
 @pytest.mark.parametrize(
     ("age", "behave", "theta", "expected"),
     [
-        # Drawn by version 0, version 1 is about to be trained into 2: halfway.
+        # Sampled by version 0, version 1 is about to be trained into 2: halfway.
         (1, -1.0, -1.5, -1.25),
         # Versions 0 and 2 of a step from 3 to 4: three quarters of the way, and half of it.
         (3, -1.0, -1.5, -1.375),
         (1, -2.0, -2.2, -2.1),
-        # Drawn by the very policy that is about to be trained: it is the proximal one.
+        # Sampled by the very policy that is about to be trained: it is the proximal one.
         (0, -1.0, -1.5, -1.0),
         # A prompt's version is -1; what is newer than the trainer, if that could be, would not be extrapolated.
         (-2, -1.0, -1.5, -1.0),

@@ -1,4 +1,4 @@
-"""After a crash an agent runs again: what it asks as before is not drawn again, what it asks otherwise is."""
+"""After a crash an agent runs again: what it asks as before is not sampled again, what it asks otherwise is."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from tiny_engine import TinyEngine
 
 from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.data.tokenizer import HFTokenizer
-from areal_jax.records import Completion, Message, Sample, Sampling, Task, Verdict
+from areal_jax.records import Completion, Message, RewardResult, Sample, Sampling, Task
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.rollout.controller import Calls
 from areal_jax.serve.sessions import AgentServer
@@ -43,8 +43,8 @@ async def other(task, base_url, api_key):
 """
 
 
-async def judge(task: Task, answer: str) -> Verdict:
-    return Verdict("correct")
+async def grader(task: Task, answer: str) -> RewardResult:
+    return RewardResult("correct")
 
 
 def run_twice(function: str) -> tuple[list[tuple[Sample, ...]], list[int]]:
@@ -60,7 +60,7 @@ def run_twice(function: str) -> tuple[list[tuple[Sample, ...]], list[int]]:
             samples, asked = list[tuple[Sample, ...]](), list[int]()
             for _ in range(2):
                 calls = Calls(engine, 0, Sampling(6, stop_token_ids=(0,)), 3, 0, journal)
-                samples.append(await Agents(TOKENIZER, 2, RewardConfig(), host, asyncio.Semaphore(2))(TASK, calls, judge))
+                samples.append(await Agents(TOKENIZER, 2, RewardConfig(), host, asyncio.Semaphore(2))(TASK, calls, grader))
                 asked.append(len(engine.submitted))
             ticking.cancel()
             return samples, asked

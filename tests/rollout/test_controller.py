@@ -11,23 +11,9 @@ import numpy as np
 import pytest
 from tiny_engine import TinyEngine
 
-from areal_jax.records import (
-    AllRejected,
-    Completion,
-    EngineStopped,
-    Generate,
-    Group,
-    Judge,
-    Message,
-    RewardsFailing,
-    RolloutState,
-    Sample,
-    Sampling,
-    Suspended,
-    Task,
-    Verdict,
-    Workflow,
-)
+from areal_jax.errors import AllRejected, EngineStopped, RewardsFailing
+from areal_jax.protocols import Generate, Grader, Workflow
+from areal_jax.records import Completion, Group, Message, RewardResult, RolloutState, Sample, Sampling, Suspended, Task
 from areal_jax.rollout.buffer import TasksExhausted
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.rollout.controller import (
@@ -63,40 +49,40 @@ class Numbers:
         return {"place": self.place}
 
 
-async def judge(task: Task, answer: str) -> Verdict:
+async def grader(task: Task, answer: str) -> RewardResult:
     await asyncio.sleep(0)
-    return Verdict("correct")
+    return RewardResult("correct")
 
 
 def prompt_of(task: Task) -> np.ndarray:
     return np.array([int(task.id.removeprefix("task-")), 1], np.int32)
 
 
-def sample_of(completion: Completion, verdict: Verdict) -> Sample:
+def sample_of(completion: Completion, grade: RewardResult) -> Sample:
     return Sample(
         completion.tokens,
         np.ones(len(completion.tokens), np.bool_),
         completion.logp,
         completion.versions,
         1.0,
-        verdict.kind,
+        grade.kind,
         completion.stop_reason,
     )
 
 
-async def one_call(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+async def one_call(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
     completions = await generate(prompt_of(task), 2)
-    return tuple([sample_of(completion, await judge(task, "")) for completion in completions])
+    return tuple([sample_of(completion, await grader(task, "")) for completion in completions])
 
 
-async def turns_side_by_side(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+async def turns_side_by_side(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
     """Three conversations at once, of up to three turns: which one asks next depends on which one is answered first."""
 
     async def converse(first: int) -> list[Sample]:
         prompt, samples = np.append(prompt_of(task), np.int32(first)), []
         for _ in range(1 + len(samples) + int(task.id.removeprefix("task-")) % 3):
             (completion,) = await generate(prompt, 1)
-            samples.append(sample_of(completion, await judge(task, "")))
+            samples.append(sample_of(completion, await grader(task, "")))
             # Another turn's prompt is another: what was said goes into it.
             prompt = np.append(prompt[:3], completion.tokens[:6])
         return samples
@@ -128,7 +114,7 @@ async def run(
     version: int = 0,
     restored: RolloutState | None = None,
     programs: Container[int] = (),
-    judge: Judge = judge,
+    grader: Grader = grader,
 ) -> AsyncIterator[tuple[Rollouts, TinyEngine]]:
     tasks = Numbers(num_tasks, restored.tasks["place"] if restored else 0, programs)
     gate, buffer = open_gate(config, version, restored)
@@ -138,7 +124,7 @@ async def run(
             tasks,
             engine,
             workflow,
-            judge,
+            grader,
             gate,
             buffer,
             config,
@@ -150,7 +136,7 @@ async def run(
         yield rollouts, engine
 
 
-def told(groups: list[Group]) -> dict[int, tuple[str, list[list[int]]]]:
+def reported(groups: list[Group]) -> dict[int, tuple[str, list[list[int]]]]:
     return {group.id: (group.task.id, [sample.tokens.tolist() for sample in group.samples]) for group in groups}
 
 
@@ -221,13 +207,13 @@ def test_a_kind_that_must_wait_longer_is_not_overtaken_and_not_lost() -> None:
 
 def test_what_was_drawn_depends_on_the_seed_and_the_group_alone() -> None:
     async def main(num_slots: int, delay: int) -> dict[int, tuple[str, list[list[int]]]]:
-        async def slow(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+        async def slow(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
             for _ in range(delay * int(task.id[-1])):
                 await asyncio.sleep(0)
-            return await one_call(task, generate, judge)
+            return await one_call(task, generate, grader)
 
         async with run(slow, engine=TinyEngine(num_slots=num_slots)) as (rollouts, engine):
-            return told(await train_all(rollouts, engine))
+            return reported(await train_all(rollouts, engine))
 
     assert asyncio.run(main(1, 0)) == asyncio.run(main(8, 3))
 
@@ -235,7 +221,7 @@ def test_what_was_drawn_depends_on_the_seed_and_the_group_alone() -> None:
 @pytest.mark.parametrize("workflow", [one_call, turns_side_by_side])
 @pytest.mark.parametrize("seed", range(15))
 def test_a_crash_at_any_instant_loses_no_task_and_repeats_none(seed: int, workflow: Workflow) -> None:
-    """Crash again and again at random ticks, each time going on from the last snapshot: what is trained on in the end is what
+    """Crash again and again at random ticks, each time resuming from the last snapshot: what is trained on in the end is what
     a run without crashes trains on, group by group and token by token."""
     chance = random.Random(seed)
 
@@ -293,7 +279,7 @@ def test_a_crash_at_any_instant_loses_no_task_and_repeats_none(seed: int, workfl
     groups, crashes = asyncio.run(crashing())
     assert crashes >= 2
     assert len(groups) == 40
-    assert told(groups) == told(asyncio.run(undisturbed()))
+    assert reported(groups) == reported(asyncio.run(undisturbed()))
 
 
 def test_what_was_drawn_before_a_crash_is_not_drawn_again() -> None:
@@ -301,37 +287,37 @@ def test_what_was_drawn_before_a_crash_is_not_drawn_again() -> None:
         async with run(one_call, 7) as (rollouts, before):
             for _ in range(4):
                 await asyncio.sleep(0)
-            drawn_before = before.num_drawn
+            sampled_before = before.num_sampled
             state = await rollouts.snapshot()
         parts = [part for record in state.suspended for parts in record.calls.values() for part in parts]
         assert any(part.stop_reason == "suspended" and len(part.tokens) for part in parts)
         kept = sum(len(part.tokens) for part in parts)
         kept += sum(len(sample.tokens) for group in state.buffered for sample in group.samples)
-        assert kept >= drawn_before > 0
+        assert kept >= sampled_before > 0
         async with run(one_call, 7, restored=state) as (rollouts, after):
             groups = await train_all(rollouts, after)
         total = sum(len(sample.tokens) for group in groups for sample in group.samples)
-        assert after.num_drawn == total - kept
+        assert after.num_sampled == total - kept
 
     asyncio.run(main())
 
 
 def test_a_call_that_was_finished_does_not_reach_the_engine_again() -> None:
     async def main() -> None:
-        judging = asyncio.Event()
+        grading = asyncio.Event()
 
-        async def stuck_at_judging(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+        async def stuck_at_grading(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
             completions = await generate(prompt_of(task), 2)
-            await judging.wait()
-            return tuple([sample_of(completion, Verdict("wrong")) for completion in completions])
+            await grading.wait()
+            return tuple([sample_of(completion, RewardResult("wrong")) for completion in completions])
 
-        async with run(stuck_at_judging, 1) as (rollouts, _):
+        async with run(stuck_at_grading, 1) as (rollouts, _):
             while not (state := await rollouts.snapshot()).suspended[0].calls or any(
                 part.stop_reason == "suspended" for part in next(iter(state.suspended[0].calls.values()))
             ):
                 await asyncio.sleep(0)
-        judging.set()
-        async with run(stuck_at_judging, 1, restored=state) as (rollouts, engine):
+        grading.set()
+        async with run(stuck_at_grading, 1, restored=state) as (rollouts, engine):
             (group,) = await rollouts.buffer.take(1, 0)
         assert engine.submitted == []
         assert [sample.tokens.tolist() for sample in group.samples] == [
@@ -344,12 +330,12 @@ def test_a_call_that_was_finished_does_not_reach_the_engine_again() -> None:
 def test_restored_groups_start_first_and_keep_their_ids() -> None:
     async def main() -> None:
         old = tuple(Suspended(id, Task(f"task-{id}", (Message("user", "?"),), "1")) for id in (8, 11))
-        state = RolloutState({"place": 12}, 12, {"JudgeFailed": 2}, (), old)
+        state = RolloutState({"place": 12}, 12, {"GradingFailed": 2}, (), old)
         started: list[str] = []
 
-        async def noting(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+        async def noting(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
             started.append(task.id)
-            return await one_call(task, generate, judge)
+            return await one_call(task, generate, grader)
 
         async with run(noting, 14, version=2, restored=state) as (rollouts, engine):
             groups = await train_all(rollouts, engine, version=2)
@@ -357,7 +343,7 @@ def test_restored_groups_start_first_and_keep_their_ids() -> None:
             assert [group.id for group in groups] == [8, 11, 12, 13]
             counters = rollouts.counters()
             # 2 versions of 4 groups and these 4 are accepted; 2 were rejected before the crash.
-            assert (counters["started"], counters["accepted"], counters["rejected/JudgeFailed"]) == (14, 12, 2)
+            assert (counters["started"], counters["accepted"], counters["rejected/GradingFailed"]) == (14, 12, 2)
 
     asyncio.run(main())
 
@@ -387,21 +373,21 @@ def test_a_restored_buffer_counts_as_accepted() -> None:
 
 
 def test_a_workflow_that_raises_costs_its_group_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
-    async def failing(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+    async def failing(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
         number = int(task.id.removeprefix("task-"))
         if number % 5 == 1:
             raise KeyError(f"bad {task.id}")
         if number % 5 == 2:
             async with asyncio.TaskGroup() as turns:
                 turns.create_task(generate(np.zeros(99, np.int32), 1))
-        return await one_call(task, generate, judge)
+        return await one_call(task, generate, grader)
 
     async def main() -> None:
         async with run(failing) as (rollouts, engine):
             groups = await train_all(rollouts, engine)
             assert sorted(group.id for group in groups) == [i for i in range(40) if i % 5 not in (1, 2)]
             counters = rollouts.counters()
-            assert (counters["rejected"], counters["rejected/KeyError"], counters["rejected/Unservable"]) == (16, 8, 8)
+            assert (counters["rejected"], counters["rejected/KeyError"], counters["rejected/InvalidRequest"]) == (16, 8, 8)
             assert (rollouts.gate.accepted, rollouts.gate.rejected, rollouts.gate.running) == (24, 16, 0)
 
     asyncio.run(main())
@@ -411,12 +397,12 @@ def test_a_workflow_that_raises_costs_its_group_and_no_more(caplog: pytest.LogCa
 
 
 def test_many_rejections_in_a_row_end_the_run_and_say_why() -> None:
-    async def broken(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
-        raise ZeroDivisionError("no judge is this wrong")
+    async def broken(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
+        raise ZeroDivisionError("no grader is this wrong")
 
     async def main() -> None:
         async with run(broken, 1000) as (rollouts, _):
-            with pytest.raises(AllRejected, match=f"{MAX_REJECTED_IN_A_ROW} groups in a row.*task-31.*no judge is this wrong"):
+            with pytest.raises(AllRejected, match=f"{MAX_REJECTED_IN_A_ROW} groups in a row.*task-31.*no grader is this wrong"):
                 await rollouts.buffer.take(4, 0)
             # Those already started end too; no new one is started.
             await asyncio.sleep(0.01)
@@ -428,10 +414,10 @@ def test_many_rejections_in_a_row_end_the_run_and_say_why() -> None:
 def graded() -> Workflow:
     """A workflow that has two answers of every task graded."""
 
-    async def workflow(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
-        samples = await one_call(task, generate, judge)
-        verdicts = [await judge(task, answer) for answer in ("a", "b")]
-        if any(verdict.failed for verdict in verdicts):
+    async def workflow(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
+        samples = await one_call(task, generate, grader)
+        grades = [await grader(task, answer) for answer in ("a", "b")]
+        if any(grade.failed for grade in grades):
             raise RuntimeError("no reward")
         return samples
 
@@ -439,11 +425,11 @@ def graded() -> Workflow:
 
 
 def test_groups_without_any_reward_stop_the_run_and_are_kept() -> None:
-    async def judge(task: Task, answer: str) -> Verdict:
-        return Verdict("crashed", "ValueError: boom", failed=int(task.id.removeprefix("task-")) >= 6, trace="in own.py")
+    async def grader(task: Task, answer: str) -> RewardResult:
+        return RewardResult("crashed", "ValueError: boom", failed=int(task.id.removeprefix("task-")) >= 6, trace="in own.py")
 
     async def main() -> RolloutState:
-        async with run(graded(), 100, judge=judge) as (rollouts, engine):
+        async with run(graded(), 100, grader=grader) as (rollouts, engine):
             trained = await rollouts.buffer.take(4, 0)
             rollouts.gate.version = engine.version = 1
             with pytest.raises(RewardsFailing, match=r"^in own\.py\nevery reward or tool call of 3 groups .*ValueError: boom$"):
@@ -454,7 +440,7 @@ def test_groups_without_any_reward_stop_the_run_and_are_kept() -> None:
             # Group 6 may have ended before a group that was graded; what failed in a row is no loss.
             assert len(kept) + sum(state.rejected.values()) == state.next_group_id
             assert kept >= set(range(state.next_group_id)) - {6}
-            assert all(record.calls for record in state.suspended if record.id < 9), "with what was drawn for it"
+            assert all(record.calls for record in state.suspended if record.id < 9), "with what was sampled for it"
             return state
 
     state = asyncio.run(main())
@@ -468,7 +454,7 @@ def test_groups_without_any_reward_stop_the_run_and_are_kept() -> None:
 
 
 def test_groups_whose_tools_all_fail_stop_the_run() -> None:
-    async def workflow(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+    async def workflow(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
         await generate(prompt_of(task), 2)
         raise ExceptionGroup("tools", [ToolFailed("search: no process")])
 
@@ -486,11 +472,11 @@ def test_groups_whose_tools_all_fail_stop_the_run() -> None:
 
 @pytest.mark.parametrize("failing", [lambda number, answer: answer == "a", lambda number, answer: number % 3 > 0])
 def test_some_failed_rewards_cost_their_groups_alone(failing: Callable[[int, str], bool]) -> None:
-    async def judge(task: Task, answer: str) -> Verdict:
-        return Verdict("wrong", failed=failing(int(task.id.removeprefix("task-")), answer))
+    async def grader(task: Task, answer: str) -> RewardResult:
+        return RewardResult("wrong", failed=failing(int(task.id.removeprefix("task-")), answer))
 
     async def main() -> None:
-        async with run(graded(), 12, config=chz.replace(CONFIG, max_running_groups=1), judge=judge) as (rollouts, engine):
+        async with run(graded(), 12, config=chz.replace(CONFIG, max_running_groups=1), grader=grader) as (rollouts, engine):
             groups = await train_all(rollouts, engine)
             assert len(groups) + rollouts.rejected["RuntimeError"] == 12
             assert rollouts.rejected["RuntimeError"] in (12, 8)
@@ -499,10 +485,10 @@ def test_some_failed_rewards_cost_their_groups_alone(failing: Callable[[int, str
 
 
 def test_one_acceptance_between_rejections_keeps_the_run_going() -> None:
-    async def mostly_broken(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+    async def mostly_broken(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
         if int(task.id.removeprefix("task-")) % 20:
             raise ZeroDivisionError
-        return await one_call(task, generate, judge)
+        return await one_call(task, generate, grader)
 
     async def main() -> None:
         async with run(mostly_broken, 200) as (rollouts, engine):
@@ -513,10 +499,10 @@ def test_one_acceptance_between_rejections_keeps_the_run_going() -> None:
 
 def test_groups_out_of_bounds_are_replaced_and_counted_and_free_their_place() -> None:
     # Every third task has both answers right, every third none, every third one of two.
-    async def thirds(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
-        samples = await one_call(task, generate, judge)
+    async def thirds(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
+        samples = await one_call(task, generate, grader)
         right = int(task.id.removeprefix("task-")) % 3
-        return tuple(replace(sample, verdict="correct" if i < right else "wrong") for i, sample in enumerate(samples))
+        return tuple(replace(sample, grade="correct" if i < right else "wrong") for i, sample in enumerate(samples))
 
     def kept(**bounds: float) -> tuple[set[int], int, int]:
         async def main() -> tuple[set[int], int, int]:
@@ -540,11 +526,11 @@ def test_a_run_whose_groups_all_lack_signal_ends(num_accepted: int) -> None:
     config = chz.replace(CONFIG, success_rate_below=0.5)
     num_groups = max(MAX_BATCHES_WITHOUT_SIGNAL * config.groups_per_batch, MIN_GROUPS_WITHOUT_SIGNAL)
 
-    async def solved_but_for_some(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
-        samples = await one_call(task, generate, judge)
+    async def solved_but_for_some(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
+        samples = await one_call(task, generate, grader)
         # In a row by the order in which they end: no accepted one is far from the middle.
         is_wrong = num_accepted and task.id == f"task-{num_groups // 2}"
-        return tuple(replace(sample, verdict="wrong") for sample in samples) if is_wrong else samples
+        return tuple(replace(sample, grade="wrong") for sample in samples) if is_wrong else samples
 
     async def main() -> None:
         async with run(solved_but_for_some, num_tasks=num_groups + 10, config=config) as (rollouts, _):
@@ -581,7 +567,7 @@ def test_a_task_stream_that_raises_fails_the_take() -> None:
         gate, buffer = open_gate(CONFIG, 0)
         async with (
             running(TinyEngine()) as engine,
-            rolling_out(Broken(9), engine, one_call, judge, gate, buffer, CONFIG, sampling=SAMPLING, seed=0),
+            rolling_out(Broken(9), engine, one_call, grader, gate, buffer, CONFIG, sampling=SAMPLING, seed=0),
         ):
             with pytest.raises(OSError, match="shard 2"):
                 await buffer.take(4, 0)
@@ -590,7 +576,7 @@ def test_a_task_stream_that_raises_fails_the_take() -> None:
 
 
 def test_a_group_that_is_cancelled_from_elsewhere_fails_the_take() -> None:
-    async def cancelled(task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+    async def cancelled(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
         raise asyncio.CancelledError
 
     async def main() -> None:
@@ -607,7 +593,7 @@ class Stubborn:
 
     released: asyncio.Event = field(default_factory=asyncio.Event)
 
-    async def __call__(self, task: Task, generate: Generate, judge: Judge) -> tuple[Sample, ...]:
+    async def __call__(self, task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
         while not self.released.is_set():
             try:
                 await self.released.wait()
@@ -645,7 +631,7 @@ def test_a_silent_engine_fails_the_snapshot_in_words(monkeypatch: pytest.MonkeyP
         gate, buffer = open_gate(CONFIG, 0)
         # Nobody runs this engine.
         async with rolling_out(
-            Numbers(9), TinyEngine(), one_call, judge, gate, buffer, CONFIG, sampling=SAMPLING, seed=0
+            Numbers(9), TinyEngine(), one_call, grader, gate, buffer, CONFIG, sampling=SAMPLING, seed=0
         ) as rollouts:
             with pytest.raises(TimeoutError, match=r"no snapshot within 0.02 s; gate at version 0"):
                 await rollouts.snapshot()

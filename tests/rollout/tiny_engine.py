@@ -8,7 +8,8 @@ from hashlib import blake2b
 
 import numpy as np
 
-from areal_jax.records import Completion, EngineStopped, Request, StopReason, Unservable
+from areal_jax.errors import EngineStopped, InvalidRequest
+from areal_jax.records import Completion, Request, StopReason
 
 STOP_TOKEN = 0
 
@@ -31,8 +32,8 @@ class TinyEngine:
     version: int = 0
     num_slots: int = 8
     max_prompt_tokens: int = 16
-    num_drawn: int = 0
-    """Tokens drawn by this engine: what resuming saves."""
+    num_sampled: int = 0
+    """Tokens sampled by this engine: what resuming saves."""
     submitted: list[str] = field(default_factory=list)
     _live: dict[str, Live] = field(default_factory=dict)
     _asking: list[asyncio.Future[dict[str, tuple[Completion, ...]]]] = field(default_factory=list)
@@ -42,7 +43,7 @@ class TinyEngine:
         if self._stopped:
             raise EngineStopped("the tiny engine stopped") from self._stopped
         if len(request.prompt_tokens) > self.max_prompt_tokens:
-            raise Unservable(
+            raise InvalidRequest(
                 f"prompt of {len(request.prompt_tokens)} tokens, engine.max_prompt_tokens={self.max_prompt_tokens}"
             )
         assert request.id not in self._live
@@ -102,7 +103,7 @@ class TinyEngine:
                 token = blake2b(f"{request.seed}/{i}/{position}".encode(), digest_size=1).digest()[0] % 5
                 live.tokens[i].append(token)
                 live.versions[i].append(self.version)
-                self.num_drawn += 1
+                self.num_sampled += 1
                 if token == STOP_TOKEN:
                     live.stops[i] = "stop"
                 elif len(live.tokens[i]) == request.sampling.max_new_tokens:
@@ -114,5 +115,5 @@ def partial(live: Live) -> tuple[Completion, ...]:
 
 
 def completion(tokens: list[int], versions: list[int], stop: StopReason) -> Completion:
-    drawn = np.array(tokens, np.int32)
-    return Completion(drawn, -drawn.astype(np.float32), np.array(versions, np.int32), stop)
+    sampled = np.array(tokens, np.int32)
+    return Completion(sampled, -sampled.astype(np.float32), np.array(versions, np.int32), stop)

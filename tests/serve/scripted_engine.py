@@ -15,15 +15,15 @@ from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.records import Completion, Progress, Request, Sampling, StopReason
 from areal_jax.serve.app import App, listening
 from areal_jax.serve.config import LimitsConfig
-from areal_jax.serve.engine_source import EngineSource
+from areal_jax.serve.engine_backend import EngineBackend
 
 TOKENIZER = HFTokenizer.from_folder(EMBEDDED)
 KEY = "key"
 
 
 def completion(tokens: Sequence[int], stop_reason: StopReason = "stop") -> Completion:
-    drawn = np.array(tokens, np.int32)
-    return Completion(drawn, np.full(len(drawn), -0.5, np.float32), np.zeros(len(drawn), np.int32), stop_reason)
+    sampled = np.array(tokens, np.int32)
+    return Completion(sampled, np.full(len(sampled), -0.5, np.float32), np.zeros(len(sampled), np.int32), stop_reason)
 
 
 @dataclass
@@ -65,7 +65,7 @@ async def served(
 ) -> AsyncIterator[tuple[App, openai.AsyncOpenAI]]:
     """A server over the engine, and a client of it."""
     sampling = Sampling(100, stop_token_ids=tokenizer.stop_token_ids)
-    app = App(EngineSource(engine, "m", tokenizer, sampling, 0, KEY), limits or LimitsConfig())
+    app = App(EngineBackend(engine, "m", tokenizer, sampling, 0, KEY), limits or LimitsConfig())
     async with (
         listening(app, "127.0.0.1", 0, 0.1) as port,
         openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0) as client,

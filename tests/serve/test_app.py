@@ -16,7 +16,7 @@ from tokenizers import processors
 
 from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.data.tokenizer import HFTokenizer
-from areal_jax.records import EngineStopped
+from areal_jax.errors import EngineStopped
 from areal_jax.serve.config import LimitsConfig
 
 ASKED: Any = [{"role": "user", "content": "hi"}]

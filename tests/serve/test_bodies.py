@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from areal_jax.serve.bodies import Refused, read_chat, read_json, read_texts
+from areal_jax.serve.bodies import APIError, read_chat, read_json, read_texts
 
 HELLO = [{"role": "user", "content": "hello"}]
 
@@ -66,7 +66,7 @@ def texts(**body: Any) -> Any:
     ],
 )
 def test_what_cannot_be_is_refused_in_words(body: dict[str, Any], words: str):
-    with pytest.raises(Refused) as refused:
+    with pytest.raises(APIError) as refused:
         chat(**body)
     assert refused.value.status == 400
     assert words in refused.value.message
@@ -74,7 +74,7 @@ def test_what_cannot_be_is_refused_in_words(body: dict[str, Any], words: str):
 
 @pytest.mark.parametrize("prompt", ["", [], [[]], [""], [1, -1], [[1], "a", 3], [1.5], 3])
 def test_a_prompt_is_text_or_tokens_or_several_of_either(prompt: Any):
-    with pytest.raises(Refused):
+    with pytest.raises(APIError):
         texts(prompt=prompt)
 
 
@@ -88,7 +88,7 @@ def test_prompts_are_read(prompt: Any, read: Any):
 
 @pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"a"', b"\xff", b"[" * 100_000, b'{"a": "\\ud800"}', b'{"\\udfff": 1}'])
 def test_a_body_that_is_no_object_is_refused(body: bytes):
-    with pytest.raises(Refused):
+    with pytest.raises(APIError):
         read_json(body, 1000)
 
 
@@ -120,19 +120,19 @@ def test_messages_become_what_templates_read():
 
 
 def test_only_what_is_given_changes_how_tokens_are_drawn():
-    assert chat().wishes.sampling == {}
-    wishes = chat(
+    assert chat().generation_params.sampling == {}
+    generation_params = chat(
         temperature=1, top_k=5, min_tokens=2, presence_penalty=0.5, logprobs=True, top_logprobs=3, max_tokens=9
-    ).wishes
-    assert wishes.sampling == {
+    ).generation_params
+    assert generation_params.sampling == {
         "temperature": 1.0,
         "top_k": 5,
         "min_new_tokens": 2,
         "presence_penalty": 0.5,
-        "num_alternatives": 3,
+        "num_top_logprobs": 3,
     }
-    assert wishes.max_new_tokens == 9
+    assert generation_params.max_new_tokens == 9
 
 
 def test_the_newer_name_of_the_budget_goes_before_the_older_one():
-    assert chat(max_tokens=9, max_completion_tokens=5).wishes.max_new_tokens == 5
+    assert chat(max_tokens=9, max_completion_tokens=5).generation_params.max_new_tokens == 5

@@ -15,12 +15,13 @@ from scripted_engine import KEY, TOKENIZER, Scripted, served
 
 from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.data.tokenizer import HFTokenizer
-from areal_jax.records import Sampling, Unservable
-from areal_jax.serve.answers import _written
+from areal_jax.errors import InvalidRequest
+from areal_jax.records import Sampling
 from areal_jax.serve.app import App, listening
-from areal_jax.serve.bodies import Refused, read_json
+from areal_jax.serve.bodies import APIError, read_json
 from areal_jax.serve.config import LimitsConfig
-from areal_jax.serve.engine_source import EngineSource
+from areal_jax.serve.engine_backend import EngineBackend
+from areal_jax.serve.responses import _written
 
 TEXT = "The quick brown fox, 12 + 30 = 42. "
 MEGABYTES = TEXT * 100_000
@@ -74,9 +75,9 @@ def test_the_event_loop_turns_while_megabytes_are_encoded():
 def test_a_prompt_of_too_many_bytes_is_refused_before_it_is_encoded():
     tokenizer = Watched.from_folder(EMBEDDED)
     assert isinstance(tokenizer, Watched)
-    with pytest.raises(Unservable, match=r"has 3500000 bytes, expected at most .*engine\.max_prompt_tokens=64 tokens"):
+    with pytest.raises(InvalidRequest, match=r"has 3500000 bytes, expected at most .*engine\.max_prompt_tokens=64 tokens"):
         tokenizer.encode_prompt(MEGABYTES, 64)
-    with pytest.raises(Unservable, match=r"engine\.max_prompt_tokens=64"):
+    with pytest.raises(InvalidRequest, match=r"engine\.max_prompt_tokens=64"):
         tokenizer.render([{"role": "user", "content": MEGABYTES}], (), 64)
     assert tokenizer.threads == set()
 
@@ -86,7 +87,7 @@ def test_what_is_too_long_is_refused_as_openai_refuses_it(path: str):
     engine = Scripted()
 
     async def main() -> None:
-        app = App(EngineSource(engine, "m", TOKENIZER, Sampling(8), 0, KEY, 64), LimitsConfig())
+        app = App(EngineBackend(engine, "m", TOKENIZER, Sampling(8), 0, KEY, 64), LimitsConfig())
         async with (
             listening(app, "127.0.0.1", 0, 0.1) as port,
             openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0) as client,
@@ -144,7 +145,7 @@ def test_what_there_is_too_much_of_is_refused_with_its_limit(given: dict[str, An
 
 
 def test_bodies_of_many_values_are_refused_before_they_are_parsed():
-    with pytest.raises(Refused, match="1300002 commas and brackets"):
+    with pytest.raises(APIError, match="1300002 commas and brackets"):
         read_json(b'{"a": [' + b"[]," * 650_000 + b"no JSON", 1000)
 
 

@@ -19,10 +19,10 @@ from openai.types.chat import ChatCompletion
 
 from areal_jax.engine.config import EngineConfig
 from areal_jax.records import Completion, Message, Request
+from areal_jax.run.serving import engine_backend
 from areal_jax.serve.app import App, listening
 from areal_jax.serve.config import LimitsConfig, ServeConfig
-from areal_jax.serve.engine_source import EngineSource
-from areal_jax.serving import engine_source
+from areal_jax.serve.engine_backend import EngineBackend
 
 T = TypeVar("T")
 
@@ -40,7 +40,7 @@ TOKENS = {"return_token_ids": True}
 @dataclass
 class Server:
     loop: asyncio.AbstractEventLoop
-    source: EngineSource
+    source: EngineBackend
     url: str
 
     def run(self, awaitable: Coroutine[Any, Any, T]) -> T:
@@ -55,7 +55,7 @@ def server(quick_compilation: None) -> Iterator[Server]:
     async def serve() -> None:
         stop = asyncio.Event()
         async with (
-            engine_source(CONFIG, KEY) as source,
+            engine_backend(CONFIG, KEY) as source,
             listening(App(source, CONFIG.limits, source.measure), "127.0.0.1", 0, 1.0) as port,
         ):
             ready.append(Server(asyncio.get_running_loop(), source, f"http://127.0.0.1:{port}"))
@@ -93,39 +93,39 @@ def test_the_tokens_are_those_that_the_driver_gives_the_same_request(server: Ser
     prompt = tokenizer.render([Message("user", ASKED[0]["content"])])
     assert answer.prompt_token_ids == prompt.tolist()
 
-    async def draw() -> list[Completion]:
+    async def generate() -> list[Completion]:
         own = replace(sampling, temperature=0.9, max_new_tokens=20)
         return await server.source.engine.submit(Request("own", prompt, 2, own, seed=7))
 
-    for choice, completion in zip(answer.choices, server.run(draw()), strict=True):
+    for choice, completion in zip(answer.choices, server.run(generate()), strict=True):
         assert choice.model_extra["token_ids"] == completion.tokens.tolist()
         assert choice.model_extra["versions"] == [0] * len(completion.tokens)
         np.testing.assert_allclose(choice.model_extra["token_logprobs"], completion.logp, atol=1e-5)
         assert choice.message.content == tokenizer.decode(completion.tokens)
         assert choice.finish_reason == completion.stop_reason
     assert answer.usage is not None
-    drawn = sum(len(choice.model_extra["token_ids"]) for choice in answer.choices)
-    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), drawn)
+    sampled = sum(len(choice.model_extra["token_ids"]) for choice in answer.choices)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), sampled)
 
 
 def test_a_stream_says_what_an_answer_in_one_says(client: openai.OpenAI):
     whole = chat(client, n=3, seed=5, logprobs=True, extra_body=TOKENS)
-    said, drawn, finish, logp = ([""] * 3, [[], [], []], [None] * 3, [[], [], []])
+    said, sampled, finish, logp = ([""] * 3, [[], [], []], [None] * 3, [[], [], []])
     usage, num_chunks = None, 0
     stream = chat(client, n=3, seed=5, logprobs=True, extra_body=TOKENS, stream=True, stream_options={"include_usage": True})
     for chunk in stream:
         num_chunks, usage = num_chunks + 1, chunk.usage or usage
         for choice in chunk.choices:
             said[choice.index] += choice.delta.content or ""
-            drawn[choice.index] += choice.model_extra.get("token_ids", [])
+            sampled[choice.index] += choice.model_extra.get("token_ids", [])
             logp[choice.index] += choice.logprobs.content if choice.logprobs else []
             finish[choice.index] = choice.finish_reason or finish[choice.index]
     assert num_chunks > 6
     assert said == texts(whole)
-    assert drawn == [choice.model_extra["token_ids"] for choice in whole.choices]
+    assert sampled == [choice.model_extra["token_ids"] for choice in whole.choices]
     assert finish == [choice.finish_reason for choice in whole.choices]
-    for choice, told in zip(whole.choices, logp, strict=True):
-        assert [each.token for each in told] == [each.token for each in choice.logprobs.content or []]
+    for choice, reported in zip(whole.choices, logp, strict=True):
+        assert [each.token for each in reported] == [each.token for each in choice.logprobs.content or []]
     assert usage == whole.usage
 
 
@@ -146,10 +146,10 @@ def test_completions_take_text_or_tokens_one_or_several(server: Server, client: 
 def test_logprobs_are_told_with_the_most_likely_tokens(client: openai.OpenAI):
     answer = chat(client, temperature=0, logprobs=True, top_logprobs=3, max_tokens=6, extra_body=TOKENS)
     [choice] = answer.choices
-    told = choice.logprobs.content
-    assert len(told) == len(choice.model_extra["token_ids"]) == 6
-    for each in told:
-        # The most likely token was drawn, and those beside it are less likely.
+    reported = choice.logprobs.content
+    assert len(reported) == len(choice.model_extra["token_ids"]) == 6
+    for each in reported:
+        # The most likely token was sampled, and those beside it are less likely.
         assert each.top_logprobs[0].token == each.token
         assert each.top_logprobs[0].logprob == pytest.approx(each.logprob, abs=1e-5)
         logp = [other.logprob for other in each.top_logprobs]
@@ -157,13 +157,13 @@ def test_logprobs_are_told_with_the_most_likely_tokens(client: openai.OpenAI):
         assert sum(np.exp(logp)) <= 1 + 1e-5
         assert bytes(each.bytes).decode() == each.token
     completion = client.completions.create(model=MODEL, prompt="12+30=", logprobs=2, max_tokens=4)
-    told = completion.choices[0].logprobs
-    assert told is not None and len(told.tokens or []) == len(told.top_logprobs or []) == 4
-    assert all(len(others) == 2 for others in told.top_logprobs or [])
+    reported = completion.choices[0].logprobs
+    assert reported is not None and len(reported.tokens or []) == len(reported.top_logprobs or []) == 4
+    assert all(len(others) == 2 for others in reported.top_logprobs or [])
 
 
 def test_a_stop_string_ends_an_answer_wherever_its_tokens_begin(client: openai.OpenAI):
-    # Long answers: what is drawn before the server hears of the first tokens is far from all of it.
+    # Long answers: what is sampled before the server hears of the first tokens is far from all of it.
     long = TOKENS | {"min_tokens": 256}
     free = chat(client, seed=3, extra_body=long)
     text, tokens = free.choices[0].message.content, free.choices[0].model_extra["token_ids"]
@@ -173,8 +173,8 @@ def test_a_stop_string_ends_an_answer_wherever_its_tokens_begin(client: openai.O
         answer = chat(client, seed=3, stop=[stop, "never said"], extra_body=long)
         assert answer.choices[0].message.content == text.partition(stop)[0]
         assert answer.choices[0].finish_reason == "stop"
-        drawn = answer.choices[0].model_extra["token_ids"]
-        assert drawn == tokens[: len(drawn)] and len(drawn) < len(tokens)
+        sampled = answer.choices[0].model_extra["token_ids"]
+        assert sampled == tokens[: len(sampled)] and len(sampled) < len(tokens)
         streamed = chat(client, seed=3, stop=[stop], stream=True, extra_body=long)
         assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == text.partition(stop)[0]
 
@@ -307,11 +307,11 @@ def test_the_wrong_token_opens_nothing(server: Server):
             urllib.request.urlopen(request, timeout=30)
         assert refused.value.code == 401
         refused.value.close()
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as stranger:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="wrong", max_retries=0) as untrusted:
         with pytest.raises(openai.AuthenticationError, match="Incorrect API key"):
-            chat(stranger)
+            chat(untrusted)
         with pytest.raises(openai.AuthenticationError):
-            stranger.models.list()
+            untrusted.models.list()
 
 
 def test_health_is_told_to_everyone(server: Server):

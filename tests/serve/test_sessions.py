@@ -1,4 +1,4 @@
-"""Sessions of agents: the tokens that are kept are the tokens that were drawn, whatever text the agent sends back."""
+"""Sessions of agents: the tokens that are kept are the tokens that were sampled, whatever text the agent sends back."""
 
 from __future__ import annotations
 
@@ -18,7 +18,8 @@ from scripted_engine import TOKENIZER, completion
 
 from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.data.tokenizer import HFTokenizer
-from areal_jax.records import Completion, Generate, OnProgress, Progress, StopReason
+from areal_jax.protocols import Generate
+from areal_jax.records import Completion, OnProgress, Progress, StopReason
 from areal_jax.serve.sessions import AgentServer, Session
 from areal_jax.workflows.conversation import Call, samples_of
 
@@ -32,7 +33,7 @@ class Odd:
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
-        self.drawn = list[tuple[list[int], list[int]]]()
+        self.sampled = list[tuple[list[int], list[int]]]()
         self.budgets = list[int | None]()
 
     async def __call__(
@@ -49,7 +50,7 @@ class Odd:
             tokens = self.rng.integers(3, TOKENIZER.vocab_size, self.rng.integers(1, 12)).tolist()
             reason: StopReason = "length" if self.rng.random() < 0.3 else "stop"
             answers.append(completion([*tokens, STOP] if reason == "stop" else tokens, reason))
-            self.drawn.append((prompt_tokens.tolist(), answers[-1].tokens.tolist()))
+            self.sampled.append((prompt_tokens.tolist(), answers[-1].tokens.tolist()))
             if on_progress is not None:
                 on_progress([Progress(sample, answers[-1].between(0, 2))])
         return answers
@@ -93,13 +94,13 @@ def test_in_100_conversations_with_odd_tokens_what_is_trained_is_what_was_drawn(
                 messages.append({"role": "assistant", "content": said.strip() if rng.random() < 0.5 else said})
                 messages.append({"role": "user", "content": f"and {turn}, é€?"})
 
-        calls = [Call(prompt, drawn) for prompt, drawn in session.calls()]
-        assert [(call.prompt.tolist(), call.completion.tokens.tolist()) for call in calls] == odd.drawn
+        calls = [Call(prompt, sampled) for prompt, sampled in session.calls()]
+        assert [(call.prompt.tolist(), call.completion.tokens.tolist()) for call in calls] == odd.sampled
         samples = samples_of(calls, [1.0] * len(calls), "correct")
-        # A conversation is one sample, for each of its calls goes on from the tokens of the last.
+        # A conversation is one sample, for each of its calls resumes from the tokens of the last.
         assert len(samples) == 100
         trained = [token for sample in samples for token in sample.tokens[sample.loss_mask].tolist()]
-        assert trained == [token for _, drawn in odd.drawn for token in drawn]
+        assert trained == [token for _, sampled in odd.sampled for token in sampled]
         logp = [each for sample in samples for each in sample.behave_logp[sample.loss_mask].tolist()]
         assert logp == [-0.5] * len(trained)
         alone = samples_of(calls, [1.0] * len(calls), "correct", export="per_call")
@@ -107,9 +108,14 @@ def test_in_100_conversations_with_odd_tokens_what_is_trained_is_what_was_drawn(
 
     odd = Odd(1)
     in_session(odd, converse)
-    retold = [TOKENIZER.encode(TOKENIZER.decode(np.array(drawn[:-1], np.int32))).tolist() for _, drawn in odd.drawn]
+    reported_again = [
+        TOKENIZER.encode(TOKENIZER.decode(np.array(sampled[:-1], np.int32))).tolist() for _, sampled in odd.sampled
+    ]
     # Were the text encoded again, other tokens would come of most answers.
-    assert sum(again == drawn[:-1] for again, (_, drawn) in zip(retold, odd.drawn, strict=True)) < len(retold) / 2
+    assert (
+        sum(again == sampled[:-1] for again, (_, sampled) in zip(reported_again, odd.sampled, strict=True))
+        < len(reported_again) / 2
+    )
 
 
 def test_a_history_that_the_agent_has_changed_is_taken_as_it_is():
@@ -155,7 +161,7 @@ def test_of_several_answers_the_one_that_is_gone_on_from_is_found():
         answer = await client.chat.completions.create(model="policy", messages=asked, n=3)
         said = answer.choices[2].message.content
         await say(client, [*asked, {"role": "assistant", "content": said}, {"role": "user", "content": "go on"}])
-        calls = [Call(prompt, drawn) for prompt, drawn in session.calls()]
+        calls = [Call(prompt, sampled) for prompt, sampled in session.calls()]
         assert len(calls) == 4
         assert calls[3].follows(calls[2]) and not calls[3].follows(calls[1])
         assert len(samples_of(calls, [0.0] * 4, "wrong")) == 3
@@ -171,10 +177,10 @@ def test_an_answer_ends_with_the_token_of_its_stop_string_and_the_rest_is_never_
 
     async def converse(session: Session, client: openai.AsyncOpenAI) -> None:
         assert await say(client, [{"role": "user", "content": "q"}], stop=["END"]) == "one two "
-        [(_, drawn)] = session.calls()
-        assert TOKENIZER.decode(drawn.tokens).startswith("one two END")
-        assert "three" not in TOKENIZER.decode(drawn.tokens)
-        assert drawn.stop_reason == "stop"
+        [(_, sampled)] = session.calls()
+        assert TOKENIZER.decode(sampled.tokens).startswith("one two END")
+        assert "three" not in TOKENIZER.decode(sampled.tokens)
+        assert sampled.stop_reason == "stop"
 
     in_session(generate, converse)
 
@@ -187,8 +193,11 @@ def test_the_budget_is_the_agents_where_it_is_smaller_and_wishes_that_training_c
         await say(client, asked, max_tokens=7, temperature=0.3)
         await say(client, asked, max_tokens=500)
         await say(client, asked)
-        wishes: list[dict[str, Any]] = [{"logprobs": True, "top_logprobs": 2}, {"extra_body": {"stop_token_ids": [5]}}]
-        for wish in wishes:
+        generation_params: list[dict[str, Any]] = [
+            {"logprobs": True, "top_logprobs": 2},
+            {"extra_body": {"stop_token_ids": [5]}},
+        ]
+        for wish in generation_params:
             with pytest.raises(openai.BadRequestError, match="not supported in training"):
                 await say(client, asked, **wish)
         assert len(session.calls()) == 3
@@ -202,9 +211,9 @@ def test_a_session_is_open_to_its_own_token_only_and_only_while_it_lasts():
         async with AgentServer(TOKENIZER, 50, 100.0).listening() as server:
             async with server.open(Odd(5)) as one, server.open(Odd(6)) as two:
                 assert one.base_url != two.base_url and one.api_key != two.api_key
-                async with openai.AsyncOpenAI(base_url=one.base_url, api_key=two.api_key, max_retries=0) as stranger:
+                async with openai.AsyncOpenAI(base_url=one.base_url, api_key=two.api_key, max_retries=0) as untrusted:
                     with pytest.raises(openai.AuthenticationError):
-                        await say(stranger, [{"role": "user", "content": "q"}])
+                        await say(untrusted, [{"role": "user", "content": "q"}])
                 client = openai.AsyncOpenAI(base_url=one.base_url, api_key=one.api_key, max_retries=0)
                 await say(client, [{"role": "user", "content": "q"}])
                 assert (len(one.calls()), len(two.calls())) == (1, 0)

@@ -6,7 +6,7 @@ import time
 
 import pytest
 
-from areal_jax.sim.clock import NothingWillHappen, run
+from areal_jax.sim.clock import NoEventsLeft, run
 
 
 def test_an_hour_of_waiting_takes_no_time_and_ends_at_its_hour() -> None:
@@ -63,7 +63,7 @@ def test_what_would_wait_for_ever_is_an_error() -> None:
     async def main() -> None:
         await asyncio.Event().wait()
 
-    with pytest.raises(NothingWillHappen, match="no timer is set"):
+    with pytest.raises(NoEventsLeft, match="no timer is set"):
         run(main())
 
 

@@ -17,7 +17,7 @@ TIMES = StageTimes(
     recompute_token_s=1e-4,
     train_token_s=0.0015,
     train_step_s=0.3,
-    judge_s=0.005,
+    grading_s=0.005,
     travel_s=0.05,
 )
 
@@ -26,21 +26,21 @@ def write_run(folder: Path, engines: int = 1) -> Path:
     trace = Trace(folder / "trace.json")
     for engine in range(engines):
 
-        def driven(name: str, start_s: float, end_s: float, engine: int = engine, **args: int) -> None:
-            trace.span("rollout driver", name, start_s, end_s, {"engine": engine, **args})
+        def started(name: str, start_s: float, end_s: float, engine: int = engine, **args: int) -> None:
+            trace.span("rollout engine loop", name, start_s, end_s, {"engine": engine, **args})
 
         # 80 ms a dispatch: the first has 20 ms of a prefill in it, which was only enqueued in its own 10 ms; the third was
         # enqueued while the second was under way.
-        driven("prefill", 0.00, 0.01, tokens=100)
-        driven("dispatch", 0.01, 0.11, tokens=32)
-        driven("dispatch", 0.112, 0.192, tokens=32)
-        driven("dispatch", 0.15, 0.272, tokens=32)
-        driven("swap", 0.272, 0.292, recompute_tokens=200)
+        started("prefill", 0.00, 0.01, tokens=100)
+        started("dispatch", 0.01, 0.11, tokens=32)
+        started("dispatch", 0.112, 0.192, tokens=32)
+        started("dispatch", 0.15, 0.272, tokens=32)
+        started("swap", 0.272, 0.292, recompute_tokens=200)
     trace.span("trainer", "step 0", 0.3, 0.5)
     trace.span("trainer", "step 1", 0.6, 1.0)
     trace.span("rewards", "correct", 0.1, 0.104, {"task": "a"})
     trace.span("rewards", "wrong", 0.1, 0.106, {"task": "b"})
-    trace.span("mailbox", "weights", 0.3, 0.35, {"version": 1, "bytes": 8})
+    trace.span("weight_channel", "weights", 0.3, 0.35, {"version": 1, "bytes": 8})
     trace.close()
     rows = [{"version": 0, "trainer/tokens_per_second": 1000.0}, {"version": 1, "trainer/tokens_per_second": 500.0}]
     rows.append({"version": 2, "evaluation/pass@1": 0.5})

@@ -3,8 +3,8 @@ from __future__ import annotations
 import chz
 import pytest
 
+from areal_jax.errors import ConfigError
 from areal_jax.models.known import known_shape
-from areal_jax.settings import ConfigError
 from areal_jax.sim.config import ClusterQuestion
 from areal_jax.sim.costs import EngineCosts
 from areal_jax.sim.hardware import DEVICES
@@ -31,7 +31,7 @@ def ask(**settings: object) -> ClusterQuestion:
         # 16 · 7.6 GB = 122 GB in 0.65 · 80 GB each: 3 train.
         ({"devices": 3}, "devices=3 are too few .* 1 decode, and training needs at least 3 x H100 for 122 GB"),
         ({"context": 100_000}, "context=100000 is longer than the 32768 positions of model=qwen2.5-7b"),
-        ({"context": 150}, "context=150 leaves no room for an answer behind prompt_tokens=200"),
+        ({"context": 150}, "context=150 leaves not enough resources for an answer behind prompt_tokens=200"),
         ({"device": "abacus"}, "no device called 'abacus' is known; known are A100, H100"),
         ({"devices": 0, "train_share": 1.5}, "came devices=0, train_share=1.5"),
     ],

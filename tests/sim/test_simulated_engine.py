@@ -8,8 +8,9 @@ from typing import Any, TypeVar
 import numpy as np
 import pytest
 
+from areal_jax.errors import EngineStopped
 from areal_jax.models.known import known_shape
-from areal_jax.records import Completion, EngineStopped, Request, Sampling
+from areal_jax.records import Completion, Request, Sampling
 from areal_jax.sim.clock import run
 from areal_jax.sim.costs import EngineCosts, Reached
 from areal_jax.sim.engine import EngineHabits, Fleet
@@ -24,12 +25,12 @@ PREFILL_S = COSTS.prefill_s(float(PROMPT), PROMPT**2 / 2)
 
 
 @dataclass(frozen=True)
-class InTurn:
+class RollingSource:
     """These lengths, for the samples of every request."""
 
     lengths: tuple[int, ...]
 
-    def draw(self, chance: object, num: int) -> list[int]:
+    def sample_lengths(self, chance: object, num: int) -> list[int]:
         return list(self.lengths[:num])
 
 
@@ -52,7 +53,7 @@ def decode_s(num: int, steps: int, context: int) -> float:
 
 def test_equal_sequences_take_the_closed_forms_time() -> None:
     async def main() -> list[Completion]:
-        return await Fleet(COSTS, InTurn((300,) * 8), 1).submit(request("a", 8))
+        return await Fleet(COSTS, RollingSource((300,) * 8), 1).submit(request("a", 8))
 
     completions, seconds = timed(main())
     assert [len(completion.tokens) for completion in completions] == [300] * 8
@@ -62,7 +63,7 @@ def test_equal_sequences_take_the_closed_forms_time() -> None:
 def test_a_step_grows_cheaper_as_sequences_end() -> None:
     # Two of 100 tokens, then one alone for 200 more.
     async def main() -> list[Completion]:
-        return await Fleet(COSTS, InTurn((100, 300)), 1).submit(request("a", 2))
+        return await Fleet(COSTS, RollingSource((100, 300)), 1).submit(request("a", 2))
 
     _, seconds = timed(main())
     expected = PREFILL_S + decode_s(2, 100, PROMPT) + decode_s(1, 200, PROMPT + 100)
@@ -80,19 +81,19 @@ def test_each_engines_time_is_accounted_for_and_every_token_drawn_once() -> None
         return fleet, sum(len(completion.tokens) for completion in completions)
 
     async def accounted() -> tuple[float, float, int, int]:
-        fleet, drawn = await main()
+        fleet, sampled = await main()
         clock = asyncio.get_running_loop().time()
-        return sum(fleet.seconds().values()), clock, drawn, fleet.counts["tokens"]
+        return sum(fleet.seconds().values()), clock, sampled, fleet.counts["tokens"]
 
-    total, clock, drawn, counted = run(accounted())
+    total, clock, sampled, counted = run(accounted())
     assert total == pytest.approx(3 * clock)
-    assert drawn == counted > 80 * 400
+    assert sampled == counted > 80 * 400
 
 
 def test_slots_bound_who_is_live_and_the_rest_wait_in_their_order() -> None:
     # Two slots, three sequences of 100: two together, then one.
     async def main() -> float:
-        fleet = Fleet(COSTS, InTurn((100,)), 1, EngineHabits(num_slots=2))
+        fleet = Fleet(COSTS, RollingSource((100,)), 1, EngineHabits(num_slots=2))
         await asyncio.gather(*(fleet.submit(request(name, 1)) for name in "abc"))
         return asyncio.get_running_loop().time()
 
@@ -103,7 +104,7 @@ def test_slots_bound_who_is_live_and_the_rest_wait_in_their_order() -> None:
 def test_tokens_are_stamped_with_the_version_that_drew_them() -> None:
     async def main(on_update: str) -> tuple[list[int], float]:
         habits = EngineHabits(on_update="keep" if on_update == "keep" else "recompute")
-        fleet = Fleet(COSTS, InTurn((200,)), 1, habits)
+        fleet = Fleet(COSTS, RollingSource((200,)), 1, habits)
         answer = fleet.submit(request("a", 1))
         # After half of its 200 tokens, and a little.
         await asyncio.sleep(PREFILL_S + decode_s(1, 100, PROMPT) + 1e-6)
@@ -120,7 +121,7 @@ def test_tokens_are_stamped_with_the_version_that_drew_them() -> None:
 
 def test_a_drained_engine_takes_weights_when_all_has_ended_and_begins_nothing_before() -> None:
     async def main() -> tuple[list[int], list[int], float]:
-        fleet = Fleet(COSTS, InTurn((200,)), 1, EngineHabits(on_update="drain"))
+        fleet = Fleet(COSTS, RollingSource((200,)), 1, EngineHabits(on_update="drain"))
         first = fleet.submit(request("a", 1))
         await asyncio.sleep(0.1)
         fleet.publish(7, [0.0])
@@ -136,7 +137,7 @@ def test_a_drained_engine_takes_weights_when_all_has_ended_and_begins_nothing_be
 
 def test_a_request_waits_for_the_weights_that_may_start_it() -> None:
     async def main() -> list[int]:
-        fleet = Fleet(COSTS, InTurn((10,)), 2)
+        fleet = Fleet(COSTS, RollingSource((10,)), 2)
         answer = fleet.submit(request("a", 1, min_version=1))
         await asyncio.sleep(5.0)
         assert not answer.done()
@@ -156,7 +157,7 @@ def test_full_caches_send_the_youngest_away_and_nothing_is_lost() -> None:
     assert costs.kv_tokens in (1999, 2000)
 
     async def main() -> tuple[list[Completion], int]:
-        fleet = Fleet(costs, InTurn((900,) * 3), 1)
+        fleet = Fleet(costs, RollingSource((900,) * 3), 1)
         return await fleet.submit(request("a", 3)), fleet.counts["preempted"]
 
     completions, preempted = run(main())
@@ -166,25 +167,25 @@ def test_full_caches_send_the_youngest_away_and_nothing_is_lost() -> None:
 
 def test_what_a_lost_engine_was_drawing_goes_on_elsewhere() -> None:
     async def main() -> tuple[int, float]:
-        fleet = Fleet(COSTS, InTurn((1000,)), 2)
+        fleet = Fleet(COSTS, RollingSource((1000,)), 2)
         answers = [fleet.submit(request(str(i), 1)) for i in range(4)]
         await asyncio.sleep(1.0)
-        drawn = {name: len(parts[0].tokens) for name, parts in (await fleet.snapshot()).items()}
+        sampled = {name: len(parts[0].tokens) for name, parts in (await fleet.snapshot()).items()}
         fleet.fail(0, repaired_after_s=1e4)
-        assert {name: len(parts[0].tokens) for name, parts in (await fleet.snapshot()).items()} == drawn
+        assert {name: len(parts[0].tokens) for name, parts in (await fleet.snapshot()).items()} == sampled
         completions = [(await answer)[0] for answer in answers]
         assert [len(completion.tokens) for completion in completions] == [1000] * 4
-        return drawn["0"], asyncio.get_running_loop().time()
+        return sampled["0"], asyncio.get_running_loop().time()
 
-    drawn, seconds = run(main())
-    assert 100 < drawn < 1000
-    # Four together for what was left, no more: nothing was drawn again.
-    assert seconds == pytest.approx(1.0 + decode_s(4, 1000 - drawn, PROMPT + drawn), rel=0.02)
+    sampled, seconds = run(main())
+    assert 100 < sampled < 1000
+    # Four together for what was left, no more: nothing was sampled again.
+    assert seconds == pytest.approx(1.0 + decode_s(4, 1000 - sampled, PROMPT + sampled), rel=0.02)
 
 
 def test_without_any_engine_requests_wait_for_a_repair() -> None:
     async def main() -> int:
-        fleet = Fleet(COSTS, InTurn((50,)), 1)
+        fleet = Fleet(COSTS, RollingSource((50,)), 1)
         answer = fleet.submit(request("a", 1))
         await asyncio.sleep(0.05)
         fleet.fail(0, repaired_after_s=60.0)
@@ -197,12 +198,12 @@ def test_without_any_engine_requests_wait_for_a_repair() -> None:
 
 def test_a_request_is_resumed_where_it_was() -> None:
     async def main() -> tuple[list[int], list[int], int]:
-        fleet = Fleet(COSTS, InTurn((20, 400)), 1)
+        fleet = Fleet(COSTS, RollingSource((20, 400)), 1)
         answer = fleet.submit(request("a", 2))
         await asyncio.sleep(1.0)
         parts = (await fleet.snapshot())["a"]
         whole = [len(completion.tokens) for completion in await answer]
-        other = Fleet(COSTS, InTurn((20, 400)), 1, version=3)
+        other = Fleet(COSTS, RollingSource((20, 400)), 1, version=3)
         resumed = await other.submit(request("a", 2, resume=parts))
         versions = resumed[1].versions
         return whole, [len(completion.tokens) for completion in resumed], int((versions == 0).sum()) - len(parts[1].tokens)
@@ -214,7 +215,7 @@ def test_a_request_is_resumed_where_it_was() -> None:
 
 def test_an_entry_may_stand_for_many_tokens() -> None:
     async def main() -> list[int]:
-        fleet = Fleet(COSTS, InTurn((100, 64, 1)), 1, EngineHabits(tokens_per_entry=32))
+        fleet = Fleet(COSTS, RollingSource((100, 64, 1)), 1, EngineHabits(tokens_per_entry=32))
         return [len(completion.versions) for completion in await fleet.submit(request("a", 3))]
 
     assert run(main()) == [4, 2, 1]
@@ -244,7 +245,7 @@ def test_recorded_lengths_are_drawn_from_what_was_recorded() -> None:
 
 def test_engines_that_stop_fail_their_requests() -> None:
     async def main() -> None:
-        fleet = Fleet(COSTS, InTurn((50,)), 1)
+        fleet = Fleet(COSTS, RollingSource((50,)), 1)
         answer = fleet.submit(request("a", 1))
         fleet.stop(MemoryError("device"))
         with pytest.raises(EngineStopped, match="device"):
@@ -256,7 +257,7 @@ def test_engines_that_stop_fail_their_requests() -> None:
 def test_weights_that_do_not_fit_are_refused() -> None:
     async def main() -> None:
         # 65.5 GB in 0.9 · 32 GB: short of 140 000 tokens of 262 kB.
-        Fleet(EngineCosts(known_shape("qwen2.5-32b"), DEVICES["TPU v5e"], 2, Reached()), InTurn((1,)), 1)
+        Fleet(EngineCosts(known_shape("qwen2.5-32b"), DEVICES["TPU v5e"], 2, Reached()), RollingSource((1,)), 1)
 
     with pytest.raises(ValueError, match=r"room for KV caches beside the weights, came -1\d\d,\d{3} tokens"):
         run(main())

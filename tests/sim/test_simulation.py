@@ -20,9 +20,9 @@ WORKLOAD = Workload(LONG_TAILED, 8000, groups_per_batch=8, samples_per_group=4, 
 
 
 def test_without_staleness_a_step_is_the_sum_of_its_stages() -> None:
-    # One engine, equal answers: prefill, 500 decode steps of all 8, one round of judging, training; then weights travel and the
+    # One engine, equal answers: prefill, 500 decode steps of all 8, one round of grading, training; then weights travel and the
     # next batch begins.
-    cluster = replace(CLUSTER, rollout_devices=1, train_devices=2, rewards=Rewards(num_workers=8, judge_s=0.25))
+    cluster = replace(CLUSTER, rollout_devices=1, train_devices=2, rewards=Rewards(num_workers=8, grading_s=0.25))
     workload = Workload(
         Recorded((500,)), 8000, prompt_tokens=100, groups_per_batch=2, samples_per_group=4, max_staleness=0, num_mini_batches=1
     )
@@ -152,6 +152,6 @@ def test_the_mean_of_capped_lengths_is_that_of_draws() -> None:
     import random
 
     chance = random.Random(0)
-    drawn = [min(length, 4000) for length in LONG_TAILED.draw(chance, 100_000)]
-    assert capped_mean(LONG_TAILED, 4000) == pytest.approx(sum(drawn) / len(drawn), rel=0.01)
+    sampled = [min(length, 4000) for length in LONG_TAILED.sample_lengths(chance, 100_000)]
+    assert capped_mean(LONG_TAILED, 4000) == pytest.approx(sum(sampled) / len(sampled), rel=0.01)
     assert capped_mean(LogNormal(7.0, 0.0), 5) == 5

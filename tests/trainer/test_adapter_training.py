@@ -16,7 +16,7 @@ from areal_jax.models.config import LoRA
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.sharding import bytes_per_device
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
-from areal_jax.trainer.memory import predicted_bytes
+from areal_jax.trainer.memory_estimate import predicted_bytes
 from areal_jax.trainer.optimizer import make_optimizer
 from areal_jax.trainer.ppo import Trainer
 from areal_jax.trainer.state import frozen, frozen_shardings
@@ -100,14 +100,14 @@ def test_one_device_equals_four() -> None:
 
 def test_memory_counts_frozen_weights_once_and_narrow() -> None:
     mesh = train_mesh()
-    told = predicted_bytes(CONFIG, ADAPTED, mesh, jnp.bfloat16, row_tokens=ROW_TOKENS)
+    reported = predicted_bytes(CONFIG, ADAPTED, mesh, jnp.bfloat16, row_tokens=ROW_TOKENS)
     num_params = sum(leaf.size for leaf in jax.tree.leaves(lora.abstract(ADAPTED)))
-    assert told["parameters"] == told["gradients"] == 4 * num_params
-    assert told["optimizer"] == 8 * num_params + 4
+    assert reported["parameters"] == reported["gradients"] == 4 * num_params
+    assert reported["optimizer"] == 8 * num_params + 4
     norms = 16 * 5  # two in each of two layers, and the last
-    assert told["frozen"] == 2 * (POLICY.config.num_params - norms) + 4 * norms
+    assert reported["frozen"] == 2 * (POLICY.config.num_params - norms) + 4 * norms
     base = base_on(mesh, jnp.bfloat16)
-    assert told["frozen"] == bytes_per_device(base, frozen_shardings(ADAPTED, mesh))
+    assert reported["frozen"] == bytes_per_device(base, frozen_shardings(ADAPTED, mesh))
     assert "frozen" not in predicted_bytes(CONFIG, POLICY, mesh, jnp.bfloat16, row_tokens=ROW_TOKENS)
 
 

@@ -29,14 +29,15 @@ from tiny_training import (
 
 from areal_jax.checkpoint.recovery import Columns
 from areal_jax.checkpoint.store import CheckpointError, CheckpointStore
+from areal_jax.errors import CorruptedState
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Policy
-from areal_jax.records import Group, Spoilt
+from areal_jax.records import Group
 from areal_jax.rl.advantages import Trajectory, generalized_advantages, value_targets
 from areal_jax.rl.config import GAE, PPO, Advantages, DecoupledPPO, GroupNormalized
 from areal_jax.trainer.config import Critic, OptimizerConfig, TrainerConfig
 from areal_jax.trainer.critic import CriticWeights
-from areal_jax.trainer.memory import predicted_bytes
+from areal_jax.trainer.memory_estimate import predicted_bytes
 from areal_jax.trainer.ppo import Trainer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -223,7 +224,7 @@ def test_a_checkpoint_holds_the_critic_and_repeats_the_step(shared: Callable[[st
     trainer.step(batch(1))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state), once)
     assert trainer.num_compilations == 9  # of each one to begin with and three to learn by; values, but no log-probs
-    # A run without a critic cannot go on from here, and one with a critic not from a checkpoint that has none.
+    # A run without a critic cannot resume from here, and one with a critic not from a checkpoint that has none.
     alone = trainer.state._replace(critic=None)
     with pytest.raises(CheckpointError, match=r"found but not expected: .*critic\..*trainer\.advantages"):
         store.restore(1, alone)
@@ -241,7 +242,7 @@ def test_a_critic_that_has_diverged_is_named(shared: Callable[[str], Trainer]) -
     assert state.critic is not None
     broken = state.critic.params | {"value_bias": np.full(1, np.nan, np.float32)}
     trainer.restore(jax.device_get(state._replace(critic=state.critic._replace(params=broken))))
-    with pytest.raises(Spoilt, match=r"step 0: the critic's values .*trainer\.critic\.optimizer"):
+    with pytest.raises(CorruptedState, match=r"step 0: the critic's values .*trainer\.critic\.optimizer"):
         trainer.step(batch())
     assert trainer.version == 0
 
@@ -254,12 +255,12 @@ def test_an_answer_that_was_cut_off_is_worth_more_by_what_the_critic_still_expec
     cut = dataclasses.replace(whole, stop_reason="length")
     result = trainer.step([group(0, whole, cut), *batch(num_groups=3)])
     ((ended, going_on), *_) = result.advantages
-    ((_, told),) = plain_trajectories([group(0, whole, cut)])
-    assert told.value_after != 0.0
+    ((_, reported),) = plain_trajectories([group(0, whole, cut)])
+    assert reported.value_after != 0.0
     # gamma V behind the last token, and gamma lambda of that a token earlier.
     gain = going_on - ended
-    assert gain[-1] == pytest.approx(0.9 * told.value_after, abs=1e-5)
-    assert gain[-2] == pytest.approx(0.9 * 0.72 * told.value_after, abs=1e-5)
+    assert gain[-1] == pytest.approx(0.9 * reported.value_after, abs=1e-5)
+    assert gain[-2] == pytest.approx(0.9 * 0.72 * reported.value_after, abs=1e-5)
 
 
 @pytest.mark.parametrize(("advantages", "has_critic"), [(GAE(), False), (GroupNormalized(), True)])

@@ -78,9 +78,9 @@ def plain_forward() -> Forward:
 def said_by(given: Params, groups: list[Group]) -> list[list[np.ndarray]]:
     """By group and sample, log-probabilities under these parameters; each sample alone in its row."""
     forward, read = plain_forward(), []
-    for drawn in (drawn for each in groups for drawn in each.samples):
-        length, places = len(drawn.tokens), np.arange(ROW_TOKENS, dtype=np.int32)
-        read.append((np.pad(drawn.tokens, (0, ROW_TOKENS - length)), np.where(places < length, 1, 0), places))
+    for sampled in (sampled for each in groups for sampled in each.samples):
+        length, places = len(sampled.tokens), np.arange(ROW_TOKENS, dtype=np.int32)
+        read.append((np.pad(sampled.tokens, (0, ROW_TOKENS - length)), np.where(places < length, 1, 0), places))
     read += [read[-1]] * (-len(read) % forward.rows)
     rows = []
     for i in range(0, len(read), forward.rows):
@@ -89,11 +89,11 @@ def said_by(given: Params, groups: list[Group]) -> list[list[np.ndarray]]:
         nothing: Any = [jnp.zeros(columns[0].shape)] * 5
         rows += list(np.asarray(forward.logprobs(jax.device_put(given, PLACED), {}, DeviceBatch(*on, *nothing))))
     found = iter(rows)
-    return [[next(found)[: len(drawn.tokens)] for drawn in each.samples] for each in groups]
+    return [[next(found)[: len(sampled.tokens)] for sampled in each.samples] for each in groups]
 
 
-def drawn_by(given: Params, groups: list[Group]) -> list[Group]:
-    """The groups as if the policy of these parameters had drawn them."""
+def sampled_by(given: Params, groups: list[Group]) -> list[Group]:
+    """The groups as if the policy of these parameters had sampled them."""
     return [
         replace(
             each,
@@ -151,12 +151,12 @@ def test_micro_batches_packing_shards_and_the_host_s_memory_change_nothing(name:
 def test_kl_in_the_loss_equals_the_plain_computation(shared: Callable[[str], Trainer]) -> None:
     # Everything on policy: the loss of a token is minus its advantage, whose mean by samples is 0. What is left is GRPO's
     # mean of the KL: of all samples, each the mean of its tokens.
-    groups = drawn_by(params(), batch(seed=2))
+    groups = sampled_by(params(), batch(seed=2))
     loss = mean(shared("loss").step(groups), "loss")
     of_samples = [
-        np.asarray(kl_estimate("k3", (ours - theirs)[drawn.loss_mask])).mean()
+        np.asarray(kl_estimate("k3", (ours - theirs)[sampled.loss_mask])).mean()
         for each, ours_G, theirs_G in zip(groups, said_by(params(), groups), said_by(OTHER, groups), strict=True)
-        for drawn, ours, theirs in zip(each.samples, ours_G, theirs_G, strict=True)
+        for sampled, ours, theirs in zip(each.samples, ours_G, theirs_G, strict=True)
     ]
     assert loss == pytest.approx(0.5 * np.mean(of_samples), rel=1e-4)
 
@@ -166,11 +166,11 @@ def test_kl_in_the_reward_equals_the_plain_computation(shared: Callable[[str], T
     result = shared("reward").step(groups)
     returns = []
     for each, theirs_G in zip(groups, said_by(OTHER, groups), strict=True):
-        for drawn, theirs in zip(each.samples, theirs_G, strict=True):
-            strayed = drawn.behave_logp - theirs
-            returns += [drawn.reward - 0.5 * sum(strayed[t:]) for t in np.flatnonzero(drawn.loss_mask)]
+        for sampled, theirs in zip(each.samples, theirs_G, strict=True):
+            strayed = sampled.behave_logp - theirs
+            returns += [sampled.reward - 0.5 * sum(strayed[t:]) for t in np.flatnonzero(sampled.loss_mask)]
     expected = (np.array(returns) - np.mean(returns)) / (np.std(returns, ddof=1) + 1e-5)
-    masks = [drawn.loss_mask for each in groups for drawn in each.samples]
+    masks = [sampled.loss_mask for each in groups for sampled in each.samples]
     found = [of[mask] for of, mask in zip(chain(*result.advantages), masks, strict=True)]
     np.testing.assert_allclose(np.concatenate(found), expected, atol=1e-4)
 
@@ -180,7 +180,7 @@ def test_a_policy_is_where_it_began_at_first_and_strays_then_and_nothing_compile
     trainer.warm_up()
     compiled = trainer.num_compilations
     path = [
-        mean(trainer.step(drawn_by(jax.device_get(trainer.params), batch(seed=4, version=step))), "kl_reference")
+        mean(trainer.step(sampled_by(jax.device_get(trainer.params), batch(seed=4, version=step))), "kl_reference")
         for step in range(3)
     ]
     assert path[0] == pytest.approx(0.0, abs=1e-9) and min(path[1:]) > 1e-5
@@ -203,14 +203,14 @@ def answered(rng: np.random.Generator, given: Params, version: int, samples_per_
     """Each prompt with answers of one token, as the policy of these parameters draws them."""
     groups = []
     for i, (prompt, logp) in enumerate(zip(PROMPTS, np.asarray(next_token_logp(given)), strict=True)):
-        drawn = rng.choice(len(logp), size=samples_per_group, p=np.exp(logp) / np.exp(logp).sum())
+        sampled = rng.choice(len(logp), size=samples_per_group, p=np.exp(logp) / np.exp(logp).sum())
         samples = [
             replace(
                 sample(rng, PROMPT_TOKENS + 1, version),
                 tokens=np.append(prompt, np.int32(token)),
                 behave_logp=np.append(np.zeros(PROMPT_TOKENS, np.float32), logp[token]),
             )
-            for token in drawn
+            for token in sampled
         ]
         groups.append(group(i, *samples))
     return groups

@@ -28,10 +28,11 @@ from tiny_training import (
 )
 
 from areal_jax.data.packing import TrainingSequence, pack
+from areal_jax.errors import CorruptedState
 from areal_jax.models.attention import packed_attention
-from areal_jax.records import Group, Spoilt
+from areal_jax.records import Group
 from areal_jax.rl.advantages import Trajectory, compute_advantages
-from areal_jax.rl.config import GSPO, M2PO, PPO, DecoupledPPO, GroupNormalized, Loss, Mean, NoCorrection, Reinforce
+from areal_jax.rl.config import GSPO, M2PO, PPO, DecoupledPPO, GroupNormalized, Loss, Mean, Reinforce, Unweighted
 from areal_jax.rl.logprobs import token_logprobs
 from areal_jax.rl.losses import decoupled_ppo_loss
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
@@ -171,7 +172,7 @@ def test_the_mean_over_sequences_is_the_mean_of_their_means() -> None:
     by_mean: dict[str, float] = {}
     for name in ("tokens", "sequences", "constant"):
         trainer = make(
-            loss=Reinforce(correction=NoCorrection()), loss_mean=name, advantages=GroupNormalized(divide_by="nothing")
+            loss=Reinforce(importance_weighting=Unweighted()), loss_mean=name, advantages=GroupNormalized(divide_by="nothing")
         )
         rng = np.random.default_rng(3)
         result = trainer.step([group(0, sample(rng, 10, 0, 1.0), sample(rng, 20, 0, 0.0))])
@@ -278,7 +279,7 @@ def test_stale_tokens_are_context_only(shared: Callable[[str], Trainer]) -> None
     trainer.version = 5
     groups = batch(seed=7, version=3)
     first = groups[0].samples[0]
-    # Age 2 is allowed (max_staleness=2), age 3 is not: here the first two drawn tokens.
+    # Age 2 is allowed (max_staleness=2), age 3 is not: here the first two sampled tokens.
     old = replace(
         first, versions=np.where(np.arange(len(first.tokens)) < PROMPT_TOKENS + 2, first.versions - 1, first.versions)
     )
@@ -290,7 +291,7 @@ def test_stale_tokens_are_context_only(shared: Callable[[str], Trainer]) -> None
     np.testing.assert_array_equal(result.stale[0][0].nonzero()[0], [PROMPT_TOKENS, PROMPT_TOKENS + 1])
     assert not any(mask.any() for masks in result.stale[1:] for mask in masks)
 
-    # The same as if those tokens had never been drawn by the policy, whatever was recorded of them.
+    # The same as if those tokens had never been sampled by the policy, whatever was recorded of them.
     masked = replace(old, loss_mask=np.arange(len(old.tokens)) >= PROMPT_TOKENS + 2)
     after = jax.device_get(trainer.params)
     trainer = shared("one mini-batch")
@@ -366,12 +367,12 @@ def test_what_is_no_more_a_version_is_told_as_spoilt(shared: Callable[[str], Tra
     broken = group(
         1, replace(first, behave_logp=np.where(first.loss_mask, -1000.0, 0.0).astype(np.float32)), groups[1].samples[1]
     )
-    with pytest.raises(Spoilt, match=r"step 0, update 2 of 2: loss is .* 1 before it were, .* version 0 is gone"):
+    with pytest.raises(CorruptedState, match=r"step 0, update 2 of 2: loss is .* 1 before it were, .* version 0 is gone"):
         trainer.step([groups[0], broken])
     trainer = shared("one mini-batch")
     params = jax.tree.map(lambda leaf: np.full(leaf.shape, np.nan, leaf.dtype), trainer.params)
     trainer.restore(trainer.state._replace(params=params))
-    with pytest.raises(Spoilt, match=r"update 1 of 1: loss is nan.* version 0 itself predicts no finite"):
+    with pytest.raises(CorruptedState, match=r"update 1 of 1: loss is nan.* version 0 itself predicts no finite"):
         trainer.step(groups)
 
 
@@ -467,7 +468,7 @@ def test_interpolation_goes_by_the_age_of_every_token() -> None:
     # Tokens of versions 1 and 3 in a step from version 3: ages 2 and 0, so that the proximal log-probability lies 2/3 of the
     # way from behave to theta, and on behave. The first update's theta is the policy as it is: log(theta/proximal) is 1/3 of
     # log(theta/behave) on the old tokens and all of it on the new ones.
-    trainer = make(loss=Reinforce(proximal="interpolate", correction=NoCorrection()), num_mini_batches=1)
+    trainer = make(loss=Reinforce(proximal="interpolate", importance_weighting=Unweighted()), num_mini_batches=1)
     trainer.restore(trainer.state._replace(version=np.asarray(3, np.int32)))
     rng = np.random.default_rng(5)
     versions = np.where(np.arange(12) % 2, 1, 3)
@@ -503,7 +504,7 @@ def test_what_cannot_be_trained_on_is_refused_with_the_knob(shared: Callable[[st
         trainer.step(groups[:1])
     with pytest.raises(ValueError, match=r"sample 0 of group 7 \(task task-7\).*not finite"):
         trainer.step([group(7, replace(good, reward=float("nan"))), *groups])
-    with pytest.raises(Spoilt, match=r"sample 0 of group 7.*behaviour log-probability.*learning_rate"):
+    with pytest.raises(CorruptedState, match=r"sample 0 of group 7.*behaviour log-probability.*learning_rate"):
         trainer.step([group(7, replace(good, behave_logp=np.full_like(good.behave_logp, np.nan))), *groups])
     with pytest.raises(ValueError, match="begins with a token"):
         trainer.step([group(7, replace(good, loss_mask=np.ones_like(good.loss_mask))), *groups])

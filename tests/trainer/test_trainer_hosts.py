@@ -1,4 +1,4 @@
-"""Laws of training in several processes: they find what one process finds, and go on from each other's checkpoints."""
+"""Laws of training in several processes: they find what one process finds, and resume from each other's checkpoints."""
 
 from __future__ import annotations
 

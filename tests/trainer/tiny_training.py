@@ -77,7 +77,7 @@ def make_trainer(
     num_updates: int = 100,
     **beside: Any,
 ) -> Trainer:
-    """Of the tiny policy. Args: given: its parameters, drawn otherwise. beside: critic, reference or teacher."""
+    """Of the tiny policy. Args: given: its parameters, sampled otherwise. beside: critic, reference or teacher."""
     return Trainer(
         config,
         POLICY,
@@ -102,7 +102,7 @@ def sample(rng: np.random.Generator, num_tokens: int, versions: int | np.ndarray
         behave_logp=np.where(mask, rng.normal(-3.5, 0.2, num_tokens), 0.0).astype(np.float32),
         versions=np.where(mask, versions, NO_VERSION).astype(np.int32),
         reward=float(right) if reward is None else reward,
-        verdict="correct" if right else "wrong",
+        grade="correct" if right else "wrong",
         stop_reason="stop" if rng.random() < 0.8 else "length",
     )
 

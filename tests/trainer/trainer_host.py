@@ -25,8 +25,8 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.hosts import join
 from areal_jax.parallel.mesh import make_train_mesh
 from areal_jax.parallel.sharding import TRAIN_RULES, fetch
-from areal_jax.policies import initial_params
 from areal_jax.rl.config import GAE
+from areal_jax.run.models import initial_params
 from areal_jax.trainer.config import Critic, OptimizerConfig, TrainerConfig
 from areal_jax.trainer.critic import CriticWeights
 from areal_jax.trainer.ppo import StepResult, Trainer
@@ -71,13 +71,13 @@ def train(trainer: Trainer, folder: Path) -> list[dict[str, float]]:
 
 
 def write_adapted(mesh: Mesh, folder: Path) -> None:
-    """Write a drawn policy's adapter, which has been moved a little, and both merged."""
+    """Write a sampled policy's adapter, which has been moved a little, and both merged."""
     policy = Policy(POLICY.config, LoRA(rank=2))
     config = PolicyConfig(random_init=True, lora=policy.lora)
     adapter, base = initial_params(config, policy, Path(), mesh, TRAIN_RULES, jnp.bfloat16, seed=3)
     assert base is not None
     adapter = jax.tree.map(lambda leaf: leaf + 0.5, adapter)
-    lora.save(folder / "adapter", policy, adapter, "drawn")
+    lora.save(folder / "adapter", policy, adapter, "sampled")
     hf.save(folder / "merged", policy, lora.merge(policy, base, adapter))
 
 

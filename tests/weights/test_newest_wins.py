@@ -5,15 +5,15 @@ from __future__ import annotations
 import threading
 from contextlib import closing
 
-from areal_jax.weights.newest_wins import NewestWins, Parcel
+from areal_jax.weights.channel import LatestWins, WeightUpdate
 
 
 def test_an_older_version_never_replaces_a_newer_waiting_one() -> None:
     carried = list[int]()
 
-    def carry(parcel: Parcel[str]) -> None:
-        carried.append(parcel.version)
-        channel.lay_down(parcel.version, parcel.content)
+    def carry(update: WeightUpdate[str]) -> None:
+        carried.append(update.version)
+        channel.deliver(update.version, update.content)
 
     def make_late() -> str:
         is_making.set()
@@ -21,9 +21,9 @@ def test_an_older_version_never_replaces_a_newer_waiting_one() -> None:
         return "older"
 
     is_making, may_end = threading.Event(), threading.Event()
-    channel = NewestWins[str, str]("channel", carry)
+    channel = LatestWins[str, str]("channel", carry)
     with closing(channel):
-        with channel.holding():
+        with channel.paused():
             sending = threading.Thread(target=channel.publish, args=(1, make_late))
             sending.start()
             assert is_making.wait(60)

@@ -1,4 +1,4 @@
-"""Weights through Ray's object store: every entry travels once, whole and right or not at all, and the newest wins."""
+"""Weights through Ray's object store: every entry travels once, whole and right or not at all, and the latest wins."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_what_is_missing_or_of_another_model_is_skipped_and_named(
     publisher, reader, train = pair
     good = contribution_of(publisher, 9, params_of(train, 9))
 
-    def told(reader: ShardReader, version: int, *contributions: Contribution) -> str:
+    def reported(reader: ShardReader, version: int, *contributions: Contribution) -> str:
         reader.offer(version, contributions)
         with pytest.raises(TimeoutError) as caught:
             reader.wait(version, 1.0)
@@ -257,17 +257,17 @@ def test_what_is_missing_or_of_another_model_is_skipped_and_named(
         of_host.update({"version": version, **changes})  # pyright: ignore[reportCallIssue, reportArgumentType]
         return of_host
 
-    assert "expected contributions of hosts 0 to 1, came those of [0]" in told(reader, 1, changed(1, num_hosts=2))
-    assert "host 0 came with version 9" in told(reader, 2, good)
+    assert "expected contributions of hosts 0 to 1, came those of [0]" in reported(reader, 1, changed(1, num_hosts=2))
+    assert "host 0 came with version 9" in reported(reader, 2, good)
     chunk = good["chunks"][0]
     fewer = {**chunk, "pieces": chunk["pieces"][:-1]}
-    assert "bytes, expected" in told(reader, 3, changed(3, chunks=[fewer]))
-    assert "count came with 0 of the 1 entries of []" in told(reader, 4, changed(4, chunks=[]))
+    assert "bytes, expected" in reported(reader, 3, changed(3, chunks=[fewer]))
+    assert "count came with 0 of the 1 entries of []" in reported(reader, 4, changed(4, chunks=[]))
     engine = mesh_of({"data": 1, "tensor": 2}, last=True)
     other = closing_all.enter_context(closing(reader_on(engine, scale=jax.ShapeDtypeStruct((24,), jnp.bfloat16))))
-    assert "another model: scale float32[24], the engine's is bfloat16[24]" in told(other, 5, changed(5))
+    assert "another model: scale float32[24], the engine's is bfloat16[24]" in reported(other, 5, changed(5))
     taller = closing_all.enter_context(closing(reader_on(engine, rows=32)))
-    assert "another model: layers.0 bfloat16[24, 8], the engine's is bfloat16[32, 8]" in told(taller, 6, changed(6))
+    assert "another model: layers.0 bfloat16[24, 8], the engine's is bfloat16[32, 8]" in reported(taller, 6, changed(6))
     assert reader.metrics()["skipped"] == (4.0, 1.0)
     reader.offer(9, [good])
     assert reader.wait(9, TIMEOUT_S).version == 9

@@ -10,7 +10,7 @@ import pytest
 
 from areal_jax.records import Weights
 from areal_jax.weights import rolling
-from areal_jax.weights.rolling import InTurn, Turns, in_turns
+from areal_jax.weights.rolling import RollingSource, RollingUpdate, rolling_sources
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Versions:
 
 
 def test_while_one_engine_swaps_the_others_go_on_with_what_they_have() -> None:
-    first, second, third = in_turns([Versions(5)] * 3)
+    first, second, third = rolling_sources([Versions(5)] * 3)
     assert first.newest(4) == Weights(5, None) == first.newest(4)
     assert third.newest(4) is None and second.newest(4) is None
     # It has swapped: the next may, which is who has asked first.
@@ -42,7 +42,7 @@ def test_while_one_engine_swaps_the_others_go_on_with_what_they_have() -> None:
 
 
 def test_who_waits_for_a_version_sleeps_until_others_have_swapped() -> None:
-    first, second = in_turns([Versions(1)] * 2)
+    first, second = rolling_sources([Versions(1)] * 2)
     assert first.newest(0) is not None
     with ThreadPoolExecutor() as pool:
         waiting = pool.submit(second.wait, 1, 60.0)
@@ -55,7 +55,7 @@ def test_who_waits_for_a_version_sleeps_until_others_have_swapped() -> None:
 
 def test_an_engine_that_never_comes_back_loses_its_turn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(rolling, "_ASK_AGAIN_S", 0.0)
-    first, second = in_turns([Versions(1)] * 2)
+    first, second = rolling_sources([Versions(1)] * 2)
     assert first.newest(0) is not None and second.newest(0) is None
     monkeypatch.setattr(rolling, "_TURN_S", 0.0)
     assert second.newest(0) == Weights(1, None)
@@ -67,7 +67,7 @@ def test_an_eighth_of_many_engines_swaps_at_a_time_in_the_order_of_asking() -> N
     def may_begin(number: int) -> Callable[[float], None]:
         return lambda _ticket: begun.append(number)
 
-    turns = Turns(lambda: num_engines)
+    turns = RollingUpdate(lambda: num_engines)
     for number in range(16):
         turns.ask(number, 1.0, may_begin(number))
     assert begun == [0, 1]
@@ -104,7 +104,7 @@ class Clock:
 
 def test_a_turn_given_from_elsewhere_is_asked_for_once_and_ends_with_the_swap() -> None:
     versions, said, clock = Versions(0), list[str](), Clock()
-    engine = InTurn(
+    engine = RollingSource(
         versions,
         ask=lambda ticket, _: said.append(f"wants {versions.newest_version} at {ticket:g}"),
         over=lambda ticket: said.append(f"over {ticket:g}"),
@@ -140,21 +140,21 @@ def test_a_turn_given_from_elsewhere_is_asked_for_once_and_ends_with_the_swap() 
 
 def test_a_late_or_repeated_turn_starts_no_swap() -> None:
     over, clock = list[float](), Clock()
-    engine = InTurn(Versions(1), ask=lambda _ticket, _give: None, over=over.append, clock=clock)
+    engine = RollingSource(Versions(1), ask=lambda _ticket, _give: None, over=over.append, clock=clock)
     assert engine.newest(0) is None
     # Too late: by the end of a swap the turn might be another engine's.
     clock.now_s += rolling._BEGIN_S
     engine.give(100.0)
     assert engine.newest(0) is None and over == [100.0]
     # It has asked again meanwhile; of that turn it is told twice, the second time after it has swapped and wants the next.
-    asked_s = clock.now_s
-    engine.give(asked_s)
+    requested_s = clock.now_s
+    engine.give(requested_s)
     assert engine.newest(0) == Weights(1, None)
     engine.swapped()
     clock.now_s += 1.0
     assert engine.newest(0) is None
-    engine.give(asked_s)
-    assert engine.newest(0) is None and over == [100.0, asked_s, asked_s]
+    engine.give(requested_s)
+    assert engine.newest(0) is None and over == [100.0, requested_s, requested_s]
     # A turn that it has had for too long without beginning to swap, it gives back and asks anew.
     engine.give(clock.now_s)
     assert engine.newest(0) == Weights(1, None)
@@ -164,7 +164,7 @@ def test_a_late_or_repeated_turn_starts_no_swap() -> None:
 
 def test_the_end_of_one_turn_never_ends_another() -> None:
     clock, begun = Clock(), list[tuple[int, float]]()
-    turns = Turns(lambda: 2, clock)
+    turns = RollingUpdate(lambda: 2, clock)
 
     def ask(number: int, ticket: float) -> None:
         turns.ask(number, ticket, lambda granted: begun.append((number, granted)))

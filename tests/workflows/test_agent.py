@@ -20,7 +20,9 @@ import pytest
 
 from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.data.tokenizer import HFTokenizer
-from areal_jax.records import Completion, EngineStopped, Message, Sample, Task, ToolResult, Verdict, Workflow, first_error
+from areal_jax.errors import EngineStopped, first_error
+from areal_jax.protocols import Workflow
+from areal_jax.records import Completion, Message, RewardResult, Sample, Task, ToolResult
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.rewards.processes import has_ended
 from areal_jax.serve.sessions import AgentServer
@@ -183,13 +185,13 @@ class Saying:
         if self.error is not None:
             raise self.error
         text = self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
-        drawn = np.append(TOKENIZER.encode(text), np.int32(TOKENIZER.stop_token_ids[0])).astype(np.int32)
-        zeros = np.zeros(len(drawn), np.int32)
-        return [Completion(drawn, zeros.astype(np.float32) - 1, zeros, "stop") for _ in range(num_samples)]
+        sampled = np.append(TOKENIZER.encode(text), np.int32(TOKENIZER.stop_token_ids[0])).astype(np.int32)
+        zeros = np.zeros(len(sampled), np.int32)
+        return [Completion(sampled, zeros.astype(np.float32) - 1, zeros, "stop") for _ in range(num_samples)]
 
 
-async def judge(task: Task, answer: str) -> Verdict:
-    return Verdict("correct" if answer == task.answer else "wrong")
+async def grader(task: Task, answer: str) -> RewardResult:
+    return RewardResult("correct" if answer == task.answer else "wrong")
 
 
 def workflow(config: Agent, host: Runner, num_samples: int) -> Workflow:
@@ -213,7 +215,7 @@ def work(
             host = AgentHost(config, sessions)
             stack.push_async_callback(host.close)
             await host.start()
-            return await workflow(config, host, num_samples)(task, generate, judge)
+            return await workflow(config, host, num_samples)(task, generate, grader)
 
     return asyncio.run(asyncio.wait_for(main(), 100))
 
@@ -231,7 +233,7 @@ def test_calls_that_go_on_from_one_another_are_one_sample_with_the_agents_reward
     for sample in samples:
         assert sample.loss_mask.sum() == 2 * said
         # Half of the way from -1 to 2.
-        assert (sample.reward, sample.verdict) == (0.5, "wrong")
+        assert (sample.reward, sample.grade) == (0.5, "wrong")
         assert TOKENIZER.decode(sample.tokens).count("Sure?") == 1
 
 
@@ -244,7 +246,7 @@ def test_each_call_can_be_a_sample_of_its_own(program: Path):
 def test_an_async_agent_runs_beside_the_thread_that_counts(program: Path):
     generate = Saying()
     samples = work(Agent(function=f"{program}:in_a_loop"), generate, num_samples=4)
-    assert [(sample.reward, sample.verdict) for sample in samples] == [(2.0, "correct")] * 4
+    assert [(sample.reward, sample.grade) for sample in samples] == [(2.0, "correct")] * 4
     assert generate.threads == {threading.get_ident()}
 
 
@@ -258,7 +260,7 @@ def test_an_agent_that_returns_nothing_has_its_last_answer_judged(program: Path,
 
 def test_a_command_is_an_agent_too(program: Path):
     samples = work(Agent(command=f"{sys.executable} {program}"), Saying(), num_samples=2)
-    assert [(sample.reward, sample.verdict) for sample in samples] == [(2.0, "correct")] * 2
+    assert [(sample.reward, sample.grade) for sample in samples] == [(2.0, "correct")] * 2
 
 
 def test_a_command_that_fails_fails_its_group(program: Path):
@@ -288,11 +290,11 @@ def test_an_agent_that_would_end_the_process_fails_its_own_task_alone(program: P
             stack.push_async_callback(host.close)
             bad = Task(id="bad", prompt=(), answer="2")
             with pytest.raises(ExceptionGroup) as failed:
-                await workflow(config, host, 1)(bad, Saying(), judge)
+                await workflow(config, host, 1)(bad, Saying(), grader)
             error = first_error(failed.value)
             assert isinstance(error, AgentFailed)
             assert f"the agent on task bad failed: RuntimeError: expected it to return, it raised {raised}" in str(error)
-            assert len(await workflow(config, host, 2)(TASK, Saying(), judge)) == 2
+            assert len(await workflow(config, host, 2)(TASK, Saying(), grader)) == 2
 
     asyncio.run(asyncio.wait_for(main(), 60))
 
@@ -329,10 +331,10 @@ def test_a_blocking_agent_is_named_and_others_go_on(program: Path, name: str, ca
 
     async def main() -> None:
         async with hosted(config) as host:
-            bad = asyncio.ensure_future(workflow(config, host, 1)(BAD, Saying(), judge))
+            bad = asyncio.ensure_future(workflow(config, host, 1)(BAD, Saying(), grader))
             await asyncio.sleep(2)
             # Begun while the other one blocks.
-            assert len(await workflow(config, host, 3)(TASK, Saying(), judge)) == 3
+            assert len(await workflow(config, host, 3)(TASK, Saying(), grader)) == 3
             assert not bad.done()
             with pytest.raises(ExceptionGroup) as failed:
                 await bad
@@ -351,10 +353,10 @@ def test_agents_start_again_where_another_one_blocks_their_process(program: Path
     async def main() -> None:
         async with hosted(config) as host:
             held = Held()
-            others = asyncio.ensure_future(workflow(config, host, 2)(TASK, held, judge))
+            others = asyncio.ensure_future(workflow(config, host, 2)(TASK, held, grader))
             while held.waiting < 2:
                 await asyncio.sleep(0.01)
-            bad = asyncio.ensure_future(workflow(config, host, 1)(BAD, Saying(), judge))
+            bad = asyncio.ensure_future(workflow(config, host, 1)(BAD, Saying(), grader))
             while held.waiting < 4:
                 await asyncio.sleep(0.01)
             held.let.set()
@@ -373,10 +375,10 @@ def test_the_clock_of_an_agent_starts_when_it_has_a_worker(program: Path, monkey
 
     async def main() -> None:
         async with hosted(config) as host:
-            bad = [asyncio.ensure_future(workflow(config, host, 1)(BAD, Saying(), judge)) for _ in range(2)]
+            bad = [asyncio.ensure_future(workflow(config, host, 1)(BAD, Saying(), grader)) for _ in range(2)]
             await asyncio.sleep(0.5)
             # Whenever its turn comes: the others block the only worker until their time-outs.
-            assert len(await workflow(config, host, 1)(TASK, Saying(), judge)) == 1
+            assert len(await workflow(config, host, 1)(TASK, Saying(), grader)) == 1
             assert all(isinstance(each, ExceptionGroup) for each in await asyncio.gather(*bad, return_exceptions=True))
 
     asyncio.run(asyncio.wait_for(main(), 90))
@@ -389,11 +391,11 @@ def test_an_agent_that_kills_its_process_fails_alone(program: Path):
     async def main() -> None:
         async with hosted(config) as host:
             held = Held()
-            others = asyncio.ensure_future(workflow(config, host, 3)(TASK, held, judge))
+            others = asyncio.ensure_future(workflow(config, host, 3)(TASK, held, grader))
             while held.waiting < 3:
                 await asyncio.sleep(0.01)
             with pytest.raises(ExceptionGroup) as failed:
-                await workflow(config, host, 1)(BAD, Saying(), judge)
+                await workflow(config, host, 1)(BAD, Saying(), grader)
             assert "its process ended with exit code 3" in str(first_error(failed.value))
             held.let.set()
             assert len(await others) == 3
@@ -421,7 +423,7 @@ def test_what_agents_start_ends_with_them(program: Path, tmp_path: Path, name: s
     async def main() -> None:
         async with hosted(config) as host:
             task = replace(TASK, id=str(tmp_path))
-            working = asyncio.ensure_future(workflow(config, host, 1)(task, Saying(), judge))
+            working = asyncio.ensure_future(workflow(config, host, 1)(task, Saying(), grader))
             while not (tmp_path / "pids").exists():
                 await asyncio.sleep(0.05)
             if ends == "timeout":
@@ -484,14 +486,14 @@ def test_clocks_of_agents_stop_while_an_evaluation_holds(program: Path):
     async def main() -> None:
         async with hosted(config) as host:
             held = Held()
-            training = [asyncio.ensure_future(workflow(config, host, 1)(TASK, held, judge))]
+            training = [asyncio.ensure_future(workflow(config, host, 1)(TASK, held, grader))]
             while held.waiting < 1:
                 await asyncio.sleep(0.01)
             with host.evaluating(holds=True) as runner:
-                training.append(asyncio.ensure_future(workflow(config, host, 1)(TASK, held, judge)))
+                training.append(asyncio.ensure_future(workflow(config, host, 1)(TASK, held, grader)))
                 # The clock of the evaluation's own agents goes on.
                 with pytest.raises(ExceptionGroup) as failed:
-                    await workflow(config, runner, 1)(TASK, Held(), judge)
+                    await workflow(config, runner, 1)(TASK, Held(), grader)
                 assert isinstance(first_error(failed.value), TimeoutError)
                 await asyncio.sleep(1)
                 assert not any(each.done() for each in training)
@@ -499,7 +501,7 @@ def test_clocks_of_agents_stop_while_an_evaluation_holds(program: Path):
             assert [len(await each) for each in training] == [1, 1]
             # And it is back.
             with pytest.raises(ExceptionGroup):
-                await workflow(config, host, 1)(TASK, Held(), judge)
+                await workflow(config, host, 1)(TASK, Held(), grader)
 
     asyncio.run(asyncio.wait_for(main(), 90))
 
@@ -572,10 +574,10 @@ def test_agents_have_places_and_those_of_an_evaluation_do_not_wait_for_those_of_
             stack.push_async_callback(host.close)
             # Weights that training waits for come after the evaluation.
             held = Held()
-            training = asyncio.ensure_future(workflow(config, host, 5)(TASK, held, judge))
+            training = asyncio.ensure_future(workflow(config, host, 5)(TASK, held, grader))
             while held.waiting < 2:
                 await asyncio.sleep(0.01)
-            assert len(await workflow(config, host, 3)(TASK, Saying(), judge)) == 3
+            assert len(await workflow(config, host, 3)(TASK, Saying(), grader)) == 3
             assert held.waiting == 2
             held.let.set()
             assert len(await training) == 5

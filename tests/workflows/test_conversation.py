@@ -24,9 +24,9 @@ STOP = EMBEDDED.stop_token_ids[0]
 
 def completion(rng: np.random.Generator, stop: StopReason, vocab_size: int = EMBEDDED.vocab_size) -> Completion:
     """Any tokens at all, stop tokens excepted: bytes of broken characters, special ones, text cut where no tokenizer would."""
-    drawn = rng.integers(0, vocab_size, rng.integers(1, 9)).astype(np.int32)
-    drawn = np.append(drawn[drawn != STOP], [STOP] if stop == "stop" else [1]).astype(np.int32)
-    return Completion(drawn, -rng.random(len(drawn), np.float32), rng.integers(0, 9, len(drawn)).astype(np.int32), stop)
+    sampled = rng.integers(0, vocab_size, rng.integers(1, 9)).astype(np.int32)
+    sampled = np.append(sampled[sampled != STOP], [STOP] if stop == "stop" else [1]).astype(np.int32)
+    return Completion(sampled, -rng.random(len(sampled), np.float32), rng.integers(0, 9, len(sampled)).astype(np.int32), stop)
 
 
 def conversation(rng: np.random.Generator) -> list[Call]:
@@ -78,7 +78,7 @@ def test_between_two_turns_stands_what_the_template_puts_there() -> None:
     # One that was cut is ended for it; the token that ends it is context.
     cut = Call(ended.prompt, answer(said.tolist(), "length"))
     assert next_prompt(EMBEDDED, cut, [Message("user", "Sure?")]).tolist() == whole.tolist()
-    # So is one in which nothing was drawn.
+    # So is one in which nothing was sampled.
     nothing = next_prompt(EMBEDDED, Call(ended.prompt, answer([], "length")), [Message("user", "Sure?")])
     assert nothing[: len(ended.prompt) + 1].tolist() == [*ended.prompt.tolist(), STOP]
     (sample,) = samples_of([cut, Call(whole, answer([5], "length"))], [0.0, 1.0], "correct")

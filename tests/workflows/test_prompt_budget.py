@@ -62,8 +62,8 @@ TWICE = LaterTurns(2, 8, 8, "workflow.max_turns")
 def test_first_prompts_are_measured_with_all_that_the_policy_is_told() -> None:
     assert list(measured(SingleTurn(), "12345", "1").lengths) == [8, 4]
     tools = ToolUse(call_format=Tags(), tools=ToolsConfig(names=("calculator",)))
-    told = measured(tools, "12345")
-    assert told.lengths[0] > 8 + 50, "the policy is told of its tools"
+    reported = measured(tools, "12345")
+    assert reported.lengths[0] > 8 + 50, "the policy is told of its tools"
     assert list(measured(chz.replace(tools, announce=False), "12345").lengths) == [8]
     # Of equal prompts one counts; the answer has to stand in its box: \boxed{12} has ten letters.
     assert measured(SingleTurn(), "1", "1", "2").num_distinct == 2
@@ -112,7 +112,7 @@ ONE_TURN = LaterTurns(0, 0, 0, "")
         ((65, 70), ONE_TURN, 64, "longer than engine.max_prompt_tokens=64: the shortest has 65 tokens; set engine.max_prompt_"),
         ((64, 70), ONE_TURN, 64, None),
         # 30 + 8 + a token and its end.
-        ((30, 40), TWICE, 39, "engine.max_prompt_tokens=39 leaves no room for a second turn"),
+        ((30, 40), TWICE, 39, "engine.max_prompt_tokens=39 leaves not enough resources for a second turn"),
         ((30, 40), TWICE, 40, None),
         ((30, 40), LaterTurns(2, 8, 8, "workflow.expected_calls", is_required=False), 39, None),
     ],
@@ -143,7 +143,9 @@ def test_what_fails_in_part_is_counted_with_the_setting_that_would_do() -> None:
     )
     # 20 + 2 * (10 + 1 + 8) = 58 fits into 60, 23 + 38 = 61 does not; of the third turn it is.
     (cut,) = doubtful_prompts(prompts(20, 22, 23), TWICE, Limits(60, 10, 1000))
-    assert cut.startswith("1 of 3 prompts of tasks leave no room under engine.max_prompt_tokens=60 for turn 3 after")
+    assert cut.startswith(
+        "1 of 3 prompts of tasks leave not enough resources under engine.max_prompt_tokens=60 for turn 3 after"
+    )
     (beyond,) = doubtful_prompts(prompts(23), TWICE, Limits(60, 10, 70))
     assert "the policy has 70 positions: lower engine.max_new_tokens or workflow.max_turns" in beyond
 

@@ -11,10 +11,10 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from areal_jax.data.tokenizer import HFTokenizer
-from areal_jax.records import NO_VERSION, Completion, Message, Sample, StopReason, Task, Verdict, VerdictKind
+from areal_jax.records import NO_VERSION, Completion, Message, ResultKind, RewardResult, Sample, StopReason, Task
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.rewards.service import RewardService
-from areal_jax.workflows.single_turn import JudgeFailed, SingleTurn
+from areal_jax.workflows.single_turn import GradingFailed, SingleTurn
 
 TASK = Task("sum", (Message("user", "1+1?"),), "2")
 STOP = 0
@@ -40,7 +40,7 @@ def completion(tokenizer: HFTokenizer, text: str, stop: StopReason, version: int
 def run(
     tokenizer: HFTokenizer,
     completions: list[Completion],
-    judge: Callable[[Task, str], object],
+    grader: Callable[[Task, str], object],
     asked: list[tuple[list[int], int]] | None = None,
 ) -> tuple[Sample, ...]:
     async def generate(prompt_tokens: np.ndarray, num_samples: int) -> list[Completion]:
@@ -49,20 +49,20 @@ def run(
         return completions
 
     workflow = SingleTurn(tokenizer, len(completions), RewardConfig())
-    return asyncio.run(workflow(TASK, generate, judge))  # type: ignore[arg-type]
+    return asyncio.run(workflow(TASK, generate, grader))  # type: ignore[arg-type]
 
 
-def verdict_of_kind(kind: VerdictKind) -> Callable[[Task, str], object]:
-    async def judge(task: Task, answer: str) -> Verdict:
-        return Verdict(kind)
+def result_of_kind(kind: ResultKind) -> Callable[[Task, str], object]:
+    async def grader(task: Task, answer: str) -> RewardResult:
+        return RewardResult(kind)
 
-    return judge
+    return grader
 
 
 def test_every_array_speaks_of_the_same_tokens(tokenizer: HFTokenizer) -> None:
     asked: list[tuple[list[int], int]] = []
-    drawn = [completion(tokenizer, "2", "stop", 3), completion(tokenizer, "17", "length", 4)]
-    samples = run(tokenizer, drawn, verdict_of_kind("correct"), asked)
+    sampled = [completion(tokenizer, "2", "stop", 3), completion(tokenizer, "17", "length", 4)]
+    samples = run(tokenizer, sampled, result_of_kind("correct"), asked)
     prompt = [ord(c) for c in "1+1?="]
     assert asked == [(prompt, 2)]
     stopped, cut = samples
@@ -80,72 +80,72 @@ def test_every_array_speaks_of_the_same_tokens(tokenizer: HFTokenizer) -> None:
 
 
 @pytest.mark.parametrize("kind", ["correct", "wrong", "no_answer", "timeout", "crashed"])
-def test_a_verdict_is_worth_what_the_settings_say(tokenizer: HFTokenizer, kind: VerdictKind) -> None:
-    (sample,) = run(tokenizer, [completion(tokenizer, "2", "stop", 0)], verdict_of_kind(kind))
+def test_a_verdict_is_worth_what_the_settings_say(tokenizer: HFTokenizer, kind: ResultKind) -> None:
+    (sample,) = run(tokenizer, [completion(tokenizer, "2", "stop", 0)], result_of_kind(kind))
     assert sample.reward == (5.0 if kind == "correct" else -5.0)
-    assert sample.verdict == kind
+    assert sample.grade == kind
 
 
 def test_a_failing_judge_is_no_wrong_answer(tokenizer: HFTokenizer) -> None:
-    async def judge(task: Task, answer: str) -> Verdict:
+    async def grader(task: Task, answer: str) -> RewardResult:
         if answer == "2":
-            return Verdict("infrastructure", "no process")
+            return RewardResult("infrastructure", "no process")
         await asyncio.sleep(0.01)
         graded.append(answer)
-        return Verdict("correct")
+        return RewardResult("correct")
 
     graded = list[str]()
-    with pytest.raises(JudgeFailed, match="no process"):
-        run(tokenizer, [completion(tokenizer, text, "stop", 0) for text in ("1", "2", "3")], judge)
+    with pytest.raises(GradingFailed, match="no process"):
+        run(tokenizer, [completion(tokenizer, text, "stop", 0) for text in ("1", "2", "3")], grader)
     # Whether every call fails is known only when the others have ended.
     assert graded == ["1", "3"]
 
 
 def test_a_call_that_failed_is_no_wrong_answer_whatever_its_kind(tokenizer: HFTokenizer) -> None:
-    async def judge(task: Task, answer: str) -> Verdict:
-        return Verdict("crashed", "ValueError: boom", failed=True)
+    async def grader(task: Task, answer: str) -> RewardResult:
+        return RewardResult("crashed", "ValueError: boom", failed=True)
 
-    with pytest.raises(JudgeFailed, match="boom"):
-        run(tokenizer, [completion(tokenizer, "2", "stop", 0)], judge)
+    with pytest.raises(GradingFailed, match="boom"):
+        run(tokenizer, [completion(tokenizer, "2", "stop", 0)], grader)
 
 
 def test_a_raw_reward_is_the_reward_itself(tokenizer: HFTokenizer) -> None:
-    async def judge(task: Task, answer: str) -> Verdict:
-        return Verdict("scored", score=-12.5)
+    async def grader(task: Task, answer: str) -> RewardResult:
+        return RewardResult("scored", score=-12.5)
 
-    (sample,) = run(tokenizer, [completion(tokenizer, "2", "stop", 0)], judge)
-    assert (sample.reward, sample.verdict) == (-12.5, "scored")
+    (sample,) = run(tokenizer, [completion(tokenizer, "2", "stop", 0)], grader)
+    assert (sample.reward, sample.grade) == (-12.5, "scored")
 
 
 def test_answers_are_judged_at_the_same_time_each_with_its_own_verdict(tokenizer: HFTokenizer) -> None:
     waiting = asyncio.Event()
     seen: list[str] = []
 
-    async def judge(task: Task, answer: str) -> Verdict:
+    async def grader(task: Task, answer: str) -> RewardResult:
         seen.append(answer)
         if len(seen) == 3:
             waiting.set()
         await asyncio.wait_for(waiting.wait(), 5)
-        return Verdict("correct" if answer == task.answer else "wrong")
+        return RewardResult("correct" if answer == task.answer else "wrong")
 
-    drawn = [completion(tokenizer, text, "stop", 0) for text in ("1", "2", "3")]
-    samples = run(tokenizer, drawn, judge)
+    sampled = [completion(tokenizer, text, "stop", 0) for text in ("1", "2", "3")]
+    samples = run(tokenizer, sampled, grader)
     assert [sample.reward for sample in samples] == [-5.0, 5.0, -5.0]
-    # The judge reads the answer without its stop token.
+    # The grader reads the answer without its stop token.
     assert sorted(seen) == ["1", "2", "3"]
 
 
 def test_boxed_answers_are_judged_by_the_reward_service(tokenizer: HFTokenizer, tmp_path: Path) -> None:
     async def main() -> list[tuple[float, str]]:
-        drawn = [completion(tokenizer, text, "stop", 0) for text in ("so \\boxed{02}", "\\boxed{3}", "two", "\\boxed{2} and")]
-        drawn[3] = completion(tokenizer, "\\boxed{2} and", "length", 0)
+        sampled = [completion(tokenizer, text, "stop", 0) for text in ("so \\boxed{02}", "\\boxed{3}", "two", "\\boxed{2} and")]
+        sampled[3] = completion(tokenizer, "\\boxed{2} and", "length", 0)
 
         async def generate(prompt_tokens: np.ndarray, num_samples: int, **_: Any) -> list[Completion]:
-            return drawn
+            return sampled
 
-        async with RewardService(RewardConfig()) as judge:
-            samples = await SingleTurn(tokenizer, 4, RewardConfig())(TASK, generate, judge)
-            return [(sample.reward, sample.verdict) for sample in samples]
+        async with RewardService(RewardConfig()) as grader:
+            samples = await SingleTurn(tokenizer, 4, RewardConfig())(TASK, generate, grader)
+            return [(sample.reward, sample.grade) for sample in samples]
 
     # An answer that is right before it is cut is right.
     assert asyncio.run(main()) == [(5.0, "correct"), (-5.0, "wrong"), (-5.0, "no_answer"), (5.0, "correct")]

@@ -16,19 +16,19 @@ from areal_jax.records import (
     Completion,
     Message,
     Request,
+    ResultKind,
+    RewardResult,
     Sample,
     Sampling,
     StopReason,
     Task,
     ToolResult,
-    Verdict,
-    VerdictKind,
 )
 from areal_jax.rewards.config import RewardConfig, ToolsConfig
 from areal_jax.rollout.controller import Calls
 from areal_jax.workflows.config import MultiTurn, Tags, ToolUse, WorkflowConfig
 from areal_jax.workflows.from_config import make_workflow
-from areal_jax.workflows.single_turn import JudgeFailed
+from areal_jax.workflows.single_turn import GradingFailed
 from areal_jax.workflows.turns import ToolFailed
 
 TOKENIZER = HFTokenizer.from_folder(Path(areal_jax.__file__).parent / "models" / "embedded")
@@ -61,8 +61,8 @@ class Policy:
         self.prompts.append(prompt)
         last = prompt.split("<|im_end|>")[-2].partition("\n<|im_start|>")[2] or prompt.split("<|im_end|>")[-2]
         message = last.partition("\n")[2]
-        drawn = [self._says[message].pop(0) for _ in range(num_samples)]
-        return [completion(said, self.stops.get(said, "stop")) for said in drawn]
+        sampled = [self._says[message].pop(0) for _ in range(num_samples)]
+        return [completion(said, self.stops.get(said, "stop")) for said in sampled]
 
 
 def text_of(tokens: np.ndarray) -> str:
@@ -73,11 +73,11 @@ def trained_text(sample: Sample) -> str:
     return text_of(sample.tokens[sample.loss_mask])
 
 
-async def judge(task: Task, answer: str) -> Verdict:
+async def grader(task: Task, answer: str) -> RewardResult:
     if answer == "broken":
-        return Verdict("infrastructure", "no process")
-    kind: VerdictKind = "correct" if answer == task.answer else "no_answer" if answer == "" else "wrong"
-    return Verdict(kind)
+        return RewardResult("infrastructure", "no process")
+    kind: ResultKind = "correct" if answer == task.answer else "no_answer" if answer == "" else "wrong"
+    return RewardResult(kind)
 
 
 async def tools(tool: str, argument: str) -> ToolResult:
@@ -92,12 +92,12 @@ def run(
     num_samples: int = 1,
     max_prompt_tokens: int = 1000,
     rewards: RewardConfig | None = None,
-    judge: Callable = judge,
+    grader: Callable = grader,
 ) -> tuple[Sample, ...]:
     workflow = make_workflow(
         chosen, TOKENIZER, num_samples, rewards or RewardConfig(), max_prompt_tokens=max_prompt_tokens, tools=tools
     )
-    return asyncio.run(workflow(TASK, policy, judge))  # type: ignore[arg-type]
+    return asyncio.run(workflow(TASK, policy, grader))  # type: ignore[arg-type]
 
 
 def test_a_wrong_answer_is_told_so_and_the_next_one_is_judged() -> None:
@@ -108,7 +108,7 @@ def test_a_wrong_answer_is_told_so_and_the_next_one_is_judged() -> None:
     assert text_of(wrong_twice.tokens) == f"{PROMPT}3<|im_end|>{again}4<|im_end|>{again}2<|im_end|>"
     assert trained_text(wrong_twice) == "3<|im_end|>4<|im_end|>2<|im_end|>"
     assert text_of(right.tokens) == f"{PROMPT}2<|im_end|>"
-    assert (wrong_twice.verdict, right.verdict) == ("correct", "correct")
+    assert (wrong_twice.grade, right.grade) == ("correct", "correct")
     for sample in (wrong_twice, right):
         assert (sample.versions[~sample.loss_mask] == NO_VERSION).all()
         assert (sample.versions[sample.loss_mask] == 3).all()
@@ -117,17 +117,17 @@ def test_a_wrong_answer_is_told_so_and_the_next_one_is_judged() -> None:
 def test_what_has_no_answer_is_told_so_like_what_is_wrong() -> None:
     (sample,) = run(MULTI_TURN, Policy(**{"1+1?": "", AGAIN: "2"}))
     # Half of the way from -5 to 5.
-    assert (sample.verdict, sample.reward) == ("correct", 0.0)
+    assert (sample.grade, sample.reward) == ("correct", 0.0)
 
 
 def test_every_turn_is_judged_once() -> None:
     said = list[str]()
 
-    async def noting(task: Task, answer: str) -> Verdict:
+    async def noting(task: Task, answer: str) -> RewardResult:
         said.append(answer)
-        return await judge(task, answer)
+        return await grader(task, answer)
 
-    run(chz.replace(MULTI_TURN, max_turns=2), Policy(**{"1+1?": ["2", "3"], AGAIN: "4"}), 2, judge=noting)
+    run(chz.replace(MULTI_TURN, max_turns=2), Policy(**{"1+1?": ["2", "3"], AGAIN: "4"}), 2, grader=noting)
     assert sorted(said) == ["2", "3", "4"]
 
 
@@ -136,7 +136,7 @@ def test_a_right_answer_is_worth_less_with_every_turn_and_a_wrong_one_no_more() 
     policy = Policy(**{"1+1?": ["2", "3", "3", "3"], AGAIN: ["2", "3", "2", "3", "3"]})
     samples = run(MULTI_TURN, policy, 4)
     assert sorted(sample.reward for sample in samples) == [-5.0, -2.5, 0.0, 5.0]
-    assert [sample.reward == -5.0 for sample in samples] == [sample.verdict == "wrong" for sample in samples]
+    assert [sample.reward == -5.0 for sample in samples] == [sample.grade == "wrong" for sample in samples]
 
 
 def test_a_conversation_ends_before_a_prompt_beyond_the_budget_and_counts_as_truncated() -> None:
@@ -145,7 +145,7 @@ def test_a_conversation_ends_before_a_prompt_beyond_the_budget_and_counts_as_tru
         policy = Policy(**{"1+1?": "3", AGAIN: "4"})
         (sample,) = run(chz.replace(MULTI_TURN, max_turns=2), policy, max_prompt_tokens=room)
         assert len(policy.prompts) == num_turns
-        assert (sample.stop_reason, sample.verdict, sample.reward) == (stop_reason, "wrong", -5.0)
+        assert (sample.stop_reason, sample.grade, sample.reward) == (stop_reason, "wrong", -5.0)
 
 
 def test_an_answer_that_was_cut_is_ended_as_context_and_told_that_it_is_wrong() -> None:
@@ -171,7 +171,7 @@ def test_what_tools_answer_is_context_and_only_the_last_turn_is_judged() -> None
     first = "<calculator>1+1</calculator><search>two</search><|im_end|>"
     assert text_of(sample.tokens) == f"{PROMPT}{first}{result}2<|im_end|>"
     assert trained_text(sample) == f"{first}2<|im_end|>"
-    assert (sample.verdict, sample.reward) == ("correct", 5.0)
+    assert (sample.grade, sample.reward) == ("correct", 5.0)
 
 
 def test_tools_are_called_in_no_turn_but_those_before_the_last() -> None:
@@ -179,33 +179,33 @@ def test_tools_are_called_in_no_turn_but_those_before_the_last() -> None:
     policy = Policy(**{"1+1?": says, "search of x": [says, says]})
     (sample,) = run(TOOL_USE, policy)
     assert len(policy.prompts) == 3
-    assert sample.verdict == "wrong"
+    assert sample.grade == "wrong"
 
 
 def test_a_bad_call_is_answered_with_what_is_wrong_with_it() -> None:
     policy = Policy(**{"1+1?": "<search>two", "Error: <search> without </search>": "2"})
     (sample,) = run(TOOL_USE, policy)
-    assert sample.verdict == "correct"
+    assert sample.grade == "correct"
 
 
-@pytest.mark.parametrize("chosen", [MULTI_TURN, TOOL_USE], ids=["judge", "tool"])
+@pytest.mark.parametrize("chosen", [MULTI_TURN, TOOL_USE], ids=["grader", "tool"])
 def test_a_machine_that_fails_is_no_wrong_answer(chosen: WorkflowConfig) -> None:
     policy = Policy(**{"1+1?": "broken" if chosen is MULTI_TURN else "<search>broken</search>"})
-    with pytest.raises(JudgeFailed if chosen is MULTI_TURN else ToolFailed, match="no process"):
+    with pytest.raises(GradingFailed if chosen is MULTI_TURN else ToolFailed, match="no process"):
         run(chosen, policy)
 
 
 def test_conversations_beside_a_failed_tool_are_graded() -> None:
     policy = Policy(**{"1+1?": ["<search>broken</search>", "2"]})
-    verdicts = list[Verdict]()
+    grades = list[RewardResult]()
 
-    async def grade(task: Task, answer: str) -> Verdict:
-        verdicts.append(await judge(task, answer))
-        return verdicts[-1]
+    async def grade(task: Task, answer: str) -> RewardResult:
+        grades.append(await grader(task, answer))
+        return grades[-1]
 
     with pytest.raises(ToolFailed, match="no process"):
-        run(TOOL_USE, policy, num_samples=2, judge=grade)
-    assert [verdict.kind for verdict in verdicts] == ["correct"]
+        run(TOOL_USE, policy, num_samples=2, grader=grade)
+    assert [grade.kind for grade in grades] == ["correct"]
 
 
 def test_tools_are_announced_in_the_systems_message_where_that_is_asked() -> None:
@@ -221,18 +221,18 @@ class SlowEngine:
     """Answers after a while, in an order of its own, and stops for good after so many answers."""
 
     def __init__(self, answers: int) -> None:
-        self.left, self.drawn = answers, Counter[str]()
+        self.left, self.sampled = answers, Counter[str]()
         self.has_stopped = asyncio.Event()
 
     async def submit(self, request: Request) -> list[Completion]:
-        # What is drawn depends on the request alone, as an engine's draws do.
+        # What is sampled depends on the request alone, as an engine's draws do.
         rng = np.random.default_rng(request.seed)
         await asyncio.sleep(float(rng.random()) / 200)
         if self.left == 0:
             self.has_stopped.set()
             await asyncio.sleep(3600)
         self.left -= 1
-        self.drawn[request.id] += request.num_samples
+        self.sampled[request.id] += request.num_samples
         return [completion(str(rng.integers(0, 3)) * rng.integers(1, 3)) for _ in range(request.num_samples)]
 
     async def snapshot(self) -> dict:
@@ -246,7 +246,7 @@ def test_a_conversation_that_a_crash_interrupts_goes_on_as_it_would_have() -> No
 
     async def rolled_out(engine: SlowEngine, journal: dict) -> tuple[list[tuple], dict]:
         calls = Calls(engine, 0, sampling, 7, 0, dict(journal))
-        working = asyncio.ensure_future(workflow(TASK, calls, judge))
+        working = asyncio.ensure_future(workflow(TASK, calls, grader))
         stopped = asyncio.ensure_future(engine.has_stopped.wait())
         await asyncio.wait((working, stopped), timeout=60, return_when=asyncio.FIRST_COMPLETED)
         stopped.cancel()
@@ -265,7 +265,7 @@ def test_a_conversation_that_a_crash_interrupts_goes_on_as_it_would_have() -> No
             assert nothing == [] and len(kept) == answers
             resumed = SlowEngine(1000)
             assert (await rolled_out(resumed, kept))[0] == whole
-            # Nothing that was drawn before is drawn again.
-            assert not crashed.drawn.keys() & resumed.drawn.keys()
+            # Nothing that was sampled before is sampled again.
+            assert not crashed.sampled.keys() & resumed.sampled.keys()
 
     asyncio.run(main())

@@ -104,8 +104,8 @@ def main() -> None:
     for name, model in families().items():
         for path, parameter in model.named_parameters():
             fan_in = parameter.shape[-1] if parameter.ndim == 2 and "embed" not in path else 4
-            drawn = torch.randn(parameter.shape) / fan_in**0.5
-            parameter.data = (1 + drawn if "norm" in path else drawn).to(torch.bfloat16).float()
+            sampled = torch.randn(parameter.shape) / fan_in**0.5
+            parameter.data = (1 + sampled if "norm" in path else sampled).to(torch.bfloat16).float()
         tokens = torch.randint(SIZES["vocab_size"], (2, 16))
         is_moe = hasattr(model.config, "num_experts")
         out = model.float().eval()(tokens, labels=tokens, **({"output_router_logits": True} if is_moe else {}))

@@ -40,8 +40,8 @@ def main() -> None:
     }
     for name, model in models.items():
         for path, parameter in model.named_parameters():
-            drawn = torch.randn(parameter.shape) / (parameter.shape[-1] if parameter.ndim == 2 else 4) ** 0.5
-            parameter.data = (1 + drawn if "norm" in path else drawn).to(torch.bfloat16).float()
+            sampled = torch.randn(parameter.shape) / (parameter.shape[-1] if parameter.ndim == 2 else 4) ** 0.5
+            parameter.data = (1 + sampled if "norm" in path else sampled).to(torch.bfloat16).float()
         tokens = torch.randint(1, SIZES["vocab_size"], (2, 12))
         with torch.no_grad():
             values = model.float().eval()(tokens).logits[..., 0]

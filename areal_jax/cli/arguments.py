@@ -1,0 +1,106 @@
+"""What the commands of the package have in common: how arguments are read, and how --help lists settings."""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NoReturn
+
+from areal_jax.config.experiment import AnyExperiment, Experiment
+from areal_jax.config.load import experiment_names, find_experiment, load_experiment, read_config
+from areal_jax.config.overrides import Settings, groups, kind_name, settings
+from areal_jax.errors import ConfigError
+from areal_jax.metrics.files import disk_error
+
+
+class Parser(argparse.ArgumentParser):
+    """Options with two dashes, overrides without any, wherever they stand. Bad ones are a ConfigError."""
+
+    def __init__(self) -> None:
+        super().__init__(add_help=False, allow_abbrev=False)
+        self.add_argument("--exp")
+        self.add_argument("--config", type=Path)
+        self.add_argument("-h", "--help", action="store_true")
+        self.add_argument("overrides", nargs="*")
+
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}; settings are given without dashes, as a.b=c, and --help lists them")
+
+
+def named_experiment(command: argparse.Namespace) -> AnyExperiment:
+    """The experiment that --exp or --config names, with the overrides. ConfigError where none is named, or both are."""
+    if command.exp and command.config:
+        raise ConfigError("--exp and --config both name an experiment; give one")
+    if command.config:
+        return read_config(command.config, command.overrides)
+    if not command.exp:
+        raise ConfigError(f"which experiment? give --exp=NAME, one of {', '.join(experiment_names())}; --help says more")
+    return load_experiment(command.exp, command.overrides)
+
+
+def refused(message: str, status: int) -> int:
+    """Say on stderr why the command ends; the exit status."""
+    print(f"areal_jax: {message}", file=sys.stderr, flush=True)
+    return status
+
+
+def refused_by_disk(error: OSError, advice: str) -> int:
+    """Say on stderr which file the disk could not take; the exit status. Raises the error where it is another."""
+    if (fault := disk_error(error)) is None:
+        raise error
+    return refused(f"{fault}; make room there; {advice}", 1)
+
+
+def show(text: str) -> None:
+    """Print to a reader who may stop early, as `less` and `head` do; that is no error."""
+    try:
+        print(text, flush=True)
+    except BrokenPipeError:
+        # What is left in the buffer must go somewhere when the interpreter ends.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def help_text(usage: str, config: AnyExperiment | type[Experiment]) -> str:
+    """The usage, and every setting with its value, type and meaning; for a choice among classes, the settings of each class."""
+    values = "defaults" if isinstance(config, type) else f"values of {config.name}"
+    lines = [usage, "experiments:"]
+    lines += [f"  {name:<12}  {_first_line(name)}" for name in experiment_names()]
+    return "\n".join([*lines, "", f"settings, with the {values}:", settings_text(config)])
+
+
+def settings_text(config: object) -> str:
+    """Every setting of an object, or of a class with its defaults, as --help lists them."""
+    width = min(shutil.get_terminal_size().columns, 128)
+    return "\n".join(_described(settings(config), groups(config), width))
+
+
+def _described(listed: Settings, headings: Mapping[str, str], width: int, indent: str = "  ") -> Iterator[str]:
+    group = chosen = ""
+    for setting in listed.values():
+        if chosen and setting.key.startswith(chosen):
+            continue
+        parent = setting.key.rpartition(".")[0]
+        if parent != group and parent in headings:
+            yield f"\n{indent}{parent}: {headings[parent]}"
+        group = parent
+        yield f"{indent}{setting.key}={setting.text()}"
+        yield textwrap.indent(
+            textwrap.fill(f"{kind_name(setting.kind)}; {setting.doc}", width - len(indent) - 4), indent + "    "
+        )
+        chosen = f"{setting.key}." if setting.choices else ""
+        for choice in setting.choices:
+            yield f"{indent}  with {setting.key}={choice.__name__}: {(choice.__doc__ or '').partition(chr(10))[0]}"
+            present = {key: inner for key, inner in listed.items() if key.startswith(chosen)}
+            inside = present if choice is setting.value else settings(choice, chosen)
+            yield from _described(inside, {}, width, indent + "    ")
+
+
+def _first_line(name: str) -> str:
+    docstring = ast.get_docstring(ast.parse(find_experiment(name).read_text(encoding="utf-8"))) or ""
+    return docstring.partition("\n")[0]

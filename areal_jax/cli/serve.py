@@ -1,0 +1,106 @@
+"""python -m areal_jax.serve [a.b=c ...]: answer requests in OpenAI's protocol with a policy."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import secrets
+import sys
+from collections.abc import Sequence
+
+from areal_jax.cli.arguments import refused, settings_text, show
+from areal_jax.cluster.environment import prepare
+from areal_jax.cluster.signals import SIGNALS, Interruption, interruptible, keep_handlers
+from areal_jax.config.checks import out_of_range
+from areal_jax.config.overrides import assign, build, from_text, parse_overrides, settings
+from areal_jax.errors import ConfigError
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.serve.config import ServeConfig
+
+logger = logging.getLogger("areal_jax.serve")
+
+USAGE = """\
+usage: python -m areal_jax.serve [a.b=c ...]
+
+Answer requests in OpenAI's protocol (/v1/chat/completions, /v1/completions, /v1/models) until Ctrl-C or SIGTERM.
+
+"""
+
+END_S = 2.0
+"""Threads that load or compile are not waited for any longer."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status.
+
+    0 where SIGINT or SIGTERM ended the server and all answers under way were finished or timed out; 1 where the engine stops;
+    2 where the input cannot be; 130 and 143 where SIGINT or SIGTERM came before it answered, or came twice."""
+    given = sys.argv[1:] if argv is None else argv
+    if {"--help", "-h"} & set(given):
+        show(USAGE + settings_text(ServeConfig))
+        return 0
+    logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
+    logging.getLogger("jax").setLevel(logging.WARNING)  # it tells of every kind of device that is not there
+    with interruptible(END_S) as interruption:
+        interruption.advice = lambda: "no answer is under way"
+        try:
+            config = read_config(given)
+            # jax reads its flags when it is first imported, so that everything that imports it comes after this.
+            logger.info("loading %s", config.model)
+            prepare(PlacementConfig(simulated_devices=config.simulated_devices))
+            return asyncio.run(serve(config, interruption))
+        except ConfigError as error:
+            return refused(f"{error}", 2)
+        except KeyboardInterrupt as interrupt:
+            return interruption.refused(interrupt)
+
+
+def read_config(overrides: Sequence[str]) -> ServeConfig:
+    """The settings with `a.b=c` overrides. ConfigError names what is unknown, of another kind, or cannot be."""
+    config = build(ServeConfig, assign(parse_overrides(overrides), settings(ServeConfig), from_text))
+    if problems := list(out_of_range(config)):
+        raise ConfigError("\n".join(problems))
+    if config.port > 65535:
+        raise ConfigError(f"port={config.port}: expected 0 to 65535")
+    if config.api_key == "":
+        raise ConfigError("api_key= is empty: give one, or leave it out to have one made up")
+    return config
+
+
+async def serve(config: ServeConfig, interruption: Interruption) -> int:
+    """Serve until a signal, or until the engine stops."""
+    from areal_jax.run.serving import engine_backend
+    from areal_jax.serve.app import App, listening
+
+    stop, loop, restore = asyncio.Event(), asyncio.get_running_loop(), keep_handlers()
+
+    def request_stop() -> None:
+        interruption.advice = lambda: "answers that were under way are cut off"
+        stop.set()
+        for number in SIGNALS:
+            loop.remove_signal_handler(number)
+        restore()
+
+    api_key = config.api_key or secrets.token_urlsafe(24)
+    async with engine_backend(config, api_key) as source:
+        for number in SIGNALS:
+            loop.add_signal_handler(number, request_stop)
+        # What there is now stays: without this a large answer makes the collector walk all of jax, for which all threads wait.
+        gc.collect()
+        gc.freeze()
+        app = App(source, config.limits, source.measure)
+        try:
+            async with listening(app, config.host, config.port, config.limits.shutdown_timeout_s) as port:
+                print(f"{source.model} answers at http://{config.host}:{port}/v1", flush=True)
+                if config.api_key is None:
+                    print(f"bearer token: {api_key}", flush=True)
+                ends = [loop.create_task(event.wait()) for event in (stop, app.stopped)]
+                await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+                for end in ends:
+                    end.cancel()
+        except OSError as error:
+            raise ConfigError(
+                f"host={config.host} port={config.port}: cannot listen there ({error.strerror or error})"
+            ) from error
+        return 1 if app.stopped.is_set() else 0

@@ -1,0 +1,198 @@
+"""python -m areal_jax.train --exp=NAME [a.b=c ...]: train a policy, or say what training it would take."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import itertools
+import os
+import shlex
+import sys
+import textwrap
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
+from datetime import datetime
+from functools import partial
+from pathlib import Path
+
+from areal_jax.checkpoint.config import CHECKPOINTS
+from areal_jax.checkpoint.folders import saved_versions
+from areal_jax.cli.arguments import Parser, help_text, named_experiment, refused, refused_by_disk, show
+from areal_jax.cluster.environment import prepare
+from areal_jax.cluster.signals import Interruption, Stopped, exit_status, interruptible
+from areal_jax.cluster.watchdog import Stalled
+from areal_jax.config.experiment import Experiment
+from areal_jax.config.load import CONFIG_FILE, experiment_names, load_experiment, read_config
+from areal_jax.config.overrides import settings
+from areal_jax.errors import AllRejected, ConfigError, NotLearning, NotSaved
+from areal_jax.metrics.config import METRICS
+from areal_jax.records import WorkerDied
+from areal_jax.rl.presets import PRESETS
+from areal_jax.run.claim import Claim, claimed, writable
+
+RUNS_FOLDER = Path("runs")
+
+TRIAL = "trial"
+"""Name under which a run folder keeps the steps that told how to split the devices."""
+
+USAGE = f"""\
+usage: python -m areal_jax.train --exp=NAME [a.b=c ...] [options]
+
+Train the policy of an experiment. What the run finds out goes to its run folder.
+
+  --exp=NAME            an experiment ({{names}}), or the path of a .py file that defines `experiment`
+  --config=FILE         instead of --exp: the {CONFIG_FILE} of an earlier run
+  a.b=c                 change a setting, such as rollout.max_staleness=8; a choice among classes by name,
+                        such as tasks=Files tasks.path=problems.jsonl
+  algorithm=NAME        the switches of a published algorithm: {{algorithms}}
+  --run-folder=DIR      where to write; {RUNS_FOLDER}/NAME-TIME where not given
+  --resume[=DIR]        go on with the run in DIR, or with the newest run (of NAME, where --exp is given)
+  --dry-run             print the resolved settings and the plan (devices, meshes, memory), and train nothing
+  --help                this text, with every setting; with --exp or --config, their values
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; the exit status, with one message on stderr where it is not 0.
+
+    2 where the input cannot be or another process has the folder; 1 where training diverges or learns nothing, every group is
+    rejected, the run stalls, a process of a cluster dies, or the disk is full; 130 and 143 where SIGINT or SIGTERM ended the
+    run before it was done."""
+    with interruptible() as interruption:
+        interruption.advice = lambda: "nothing was trained"
+        try:
+            return _run(_parse(sys.argv[1:] if argv is None else argv), interruption)
+        except ConfigError as error:
+            return refused(f"{error}", 2)
+        except (AllRejected, NotLearning, NotSaved, WorkerDied, Stalled) as error:
+            return refused(f"{error}; {interruption.advice()}", 1)
+        except FloatingPointError as error:
+            return refused(f"training diverged: {error}; {interruption.advice()}", 1)
+        except Stopped as stopped:
+            return refused(f"{stopped}; {interruption.advice()}", exit_status(stopped.number))
+        except KeyboardInterrupt as interrupt:
+            return interruption.refused(interrupt)
+        except OSError as error:
+            return refused_by_disk(error, interruption.advice())
+
+
+def _run(command: argparse.Namespace, interruption: Interruption) -> int:
+    if command.help:
+        show(help_text(_usage(), named_experiment(command) if command.exp or command.config else Experiment))
+        return 0
+    run_folder = _resumed_folder(command) if command.resume is not None else None
+    experiment = named_experiment(command) if run_folder is None else read_config(run_folder / CONFIG_FILE, command.overrides)
+    if run_folder is not None:
+        interruption.advice = partial(remaining_output, run_folder)
+    run_folder = run_folder or _new_folder(command, experiment.name)
+    # jax reads its flags when it is first imported, so that everything that imports it comes after this.
+    os.environ.update(experiment.launch.variables(os.environ))
+    prepare(experiment.launch.placement(experiment.placement))
+    from areal_jax.run.plan import make_plan
+
+    plan = make_plan(experiment)
+    experiment = plan.experiment
+    for warning in plan.warnings:
+        print(f"areal_jax: warning: {warning}", file=sys.stderr)
+    if command.dry_run:
+        from areal_jax.run.build import try_grading
+
+        asyncio.run(try_grading(plan))
+        print("\n".join(f"{setting.key}={setting.text()}" for setting in settings(experiment).values()))
+        print(f"\n{plan.text()}\n\nrun folder: {run_folder} (not written: --dry-run)")
+        return 0
+    if shortage := plan.shortage():
+        print(f"areal_jax: warning: {shortage}", file=sys.stderr)
+    from areal_jax import loop
+    from areal_jax.run.auto_split import balanced
+
+    with _claimed(command, run_folder) as (run_folder, claim):
+        interruption.advice = partial(remaining_output, run_folder)
+        if experiment.placement.rollout_share == "auto":
+            plan = balanced(plan, run_folder / TRIAL)
+        loop.run(plan, run_folder, resume=command.resume is not None, source=command.exp, claim=claim)
+    return 0
+
+
+@contextmanager
+def _claimed(command: argparse.Namespace, run_folder: Path) -> Iterator[tuple[Path, Claim]]:
+    """The run's folder, made and claimed; where no name is given, it has one that no other has."""
+    with ExitStack() as stack:
+        with writable(run_folder, "--run-folder"):
+            if command.resume is None and command.run_folder is None:
+                run_folder = make_unique(run_folder)
+            claim = stack.enter_context(claimed(run_folder))
+        if command.resume is None:
+            _require_unused(run_folder)  # of a run that has ended meanwhile
+        yield run_folder, claim
+
+
+def make_unique(folder: Path) -> Path:
+    """Make a folder that did not exist: `folder`, or the first of `folder-2`, `folder-3`, ... that is not taken."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for number in itertools.count(1):
+        found = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
+        with suppress(FileExistsError):
+            found.mkdir()
+            return found
+    raise AssertionError("counted to the end")
+
+
+def remaining_output(run_folder: Path) -> str:
+    """The command that resumes a run which ended early, and from where, in words."""
+    if not (versions := saved_versions(run_folder / CHECKPOINTS)):
+        return "no checkpoint was saved, so there is nothing to resume"
+    command = f"python -m areal_jax.train --resume={shlex.quote(str(run_folder))}"
+    return f"{command} resumes from the checkpoint of version {versions[-1]}"
+
+
+def _parse(argv: Sequence[str]) -> argparse.Namespace:
+    parser = Parser()
+    parser.add_argument("--run-folder", type=Path)
+    parser.add_argument("--resume")
+    parser.add_argument("--dry-run", action="store_true")
+    # A bare --resume must not take the override that follows it for its folder.
+    command = parser.parse_intermixed_args(["--resume=" if arg == "--resume" else arg for arg in argv])
+    if command.resume is not None and command.config:
+        raise ConfigError("--resume takes the settings from the run's own config.json; leave out --config")
+    if command.resume and command.run_folder:
+        raise ConfigError("--resume=DIR and --run-folder both name the run's folder; give one")
+    return command
+
+
+def _new_folder(command: argparse.Namespace, name: str) -> Path:
+    folder = command.run_folder or RUNS_FOLDER / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    if _has_begun(folder):
+        with suppress(OSError), claimed(folder):  # FolderInUse names the process that still runs there
+            pass
+    _require_unused(folder)
+    return folder
+
+
+def _require_unused(folder: Path) -> None:
+    if _has_begun(folder):
+        raise ConfigError(f"{folder} already holds a run; go on with it by --resume={folder}, or give another --run-folder")
+
+
+def _resumed_folder(command: argparse.Namespace) -> Path:
+    """The run that --resume means: the one it names, the one of --run-folder, or the newest (of --exp)."""
+    # Loaded even where the folder is named: config.json may name classes that the experiment's file defines.
+    name = load_experiment(command.exp).name if command.exp else "*"
+    named = Path(command.resume) if command.resume else command.run_folder
+    begun = filter(_has_begun, RUNS_FOLDER.glob(f"{name}-*"))
+    runs = [named] if named else sorted(begun, key=lambda folder: folder.stat().st_mtime)
+    runs = [folder for folder in runs if (folder / CONFIG_FILE).is_file()]
+    if not runs:
+        raise ConfigError(f"nothing to resume: no {named or RUNS_FOLDER / f'{name}-*'} holds a {CONFIG_FILE} of a run")
+    return runs[-1]
+
+
+def _has_begun(folder: Path) -> bool:
+    """Whether anything was found out or trained in a folder: a start that failed leaves its settings at most."""
+    metrics = folder / METRICS
+    return (metrics.is_file() and metrics.stat().st_size > 0) or bool(saved_versions(folder / CHECKPOINTS))
+
+
+def _usage() -> str:
+    names = textwrap.fill(", ".join(PRESETS), 100, subsequent_indent=" " * 24)
+    return USAGE.format(names=", ".join(experiment_names()), algorithms=names)

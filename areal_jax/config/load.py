@@ -1,0 +1,200 @@
+"""Find, read, override, check and write experiments.
+
+experiment = load_experiment("aime", ["rollout.max_staleness=8", "tasks=Files", "tasks.path=problems.jsonl"])
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import traceback
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, get_args
+
+import chz
+
+from areal_jax import __version__
+from areal_jax.config.checks import contradictions
+from areal_jax.config.experiment import AnyExperiment, Experiment
+from areal_jax.config.overrides import (
+    Settings,
+    assign,
+    build,
+    from_json,
+    from_text,
+    parse_overrides,
+    settings,
+    to_json,
+)
+from areal_jax.errors import ConfigError
+from areal_jax.metrics.files import write_whole
+from areal_jax.rl.config import GAE
+from areal_jax.rl.presets import PRESETS
+from areal_jax.trainer.config import Critic
+
+CONFIG_FILE = "config.json"
+"""Name under which a run folder keeps its resolved configuration."""
+
+_VERSION_KEY = "areal_jax.version"
+_CLASS_KEY = "areal_jax.experiment"
+_RUN_KEY = "areal_jax.run"
+
+
+def load_experiment(name_or_path: str, overrides: Sequence[str] = ()) -> AnyExperiment:
+    """The experiment of experiments/NAME.py, or of the Python file at a path, with `a.b=c` overrides applied.
+
+    Raises ConfigError where there is no such experiment, an override fits no setting, or settings contradict."""
+    experiment = _experiment_in(find_experiment(name_or_path))
+    return _resolved(type(experiment), settings(experiment), overrides)
+
+
+def read_config(path: Path, overrides: Sequence[str] = ()) -> AnyExperiment:
+    """The experiment that a run wrote to its config.json, with overrides. A setting the file lacks takes its default.
+
+    Raises ConfigError where the file is none, or names a setting that this version does not know."""
+    try:
+        text = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected the {CONFIG_FILE} of a run") from None
+    except ValueError as error:
+        raise ConfigError(f"{path}: expected the {CONFIG_FILE} of a run, came no text ({error})") from None
+    return _read(text, str(path), overrides)
+
+
+def read_settings(text: str, source: str | None) -> AnyExperiment:
+    """The experiment that another process of this run wrote down with `written_settings`.
+
+    Args: source: name or file of the experiment, which may define classes that the settings name. Raises as `read_config`."""
+    if source is not None:
+        load_experiment(source)
+    return _read(text, "the settings of the run", ())
+
+
+def written_settings(experiment: AnyExperiment) -> str:
+    """Every setting, flat and readable, as config.json holds them."""
+    header = {_VERSION_KEY: __version__, _CLASS_KEY: type(experiment).__name__}
+    return json.dumps(header | to_json(experiment), indent=2, allow_nan=False) + "\n"
+
+
+def _read(text: str, path: str, overrides: Sequence[str]) -> AnyExperiment:
+    try:
+        given = json.loads(text)
+    except ValueError as error:
+        raise ConfigError(f"{path}: expected the {CONFIG_FILE} of a run, came no JSON ({error})") from None
+    classes = {cls.__name__: cls for cls in get_args(AnyExperiment)}
+    cls = classes.get(str(given.pop(_CLASS_KEY, ""))) if isinstance(given, dict) else None
+    if cls is None:
+        raise ConfigError(f"{path}: expected the {CONFIG_FILE} of a run, with {_CLASS_KEY} one of {', '.join(classes)}")
+    given.pop(_RUN_KEY, None)
+    version = given.pop(_VERSION_KEY, "an unknown version")
+    try:
+        return _resolved(cls, assign(given, settings(cls), from_json), overrides)
+    except ConfigError as error:
+        raise ConfigError(f"{path} (written by areal_jax {version}, this is {__version__}): {error}") from None
+
+
+def holds_run(folder: Path) -> bool:
+    """Whether a folder has the config.json of a run; that of a policy is another."""
+    try:
+        return _CLASS_KEY in json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+
+
+def write_config(experiment: AnyExperiment, path: Path, run_id: str | None = None) -> None:
+    """Write every setting, flat and readable; `--config=PATH` runs it again. Args: run_id: identifies the run."""
+    written = written_settings(experiment)
+    if run_id is not None:
+        written = json.dumps({_RUN_KEY: run_id} | json.loads(written), indent=2) + "\n"
+    write_whole(path, written)
+
+
+def read_plainly(path: Path) -> tuple[str | None, Mapping[str, Any]]:
+    """The run's id, None where it has none, and its settings as they stand in a config.json, which may be missing."""
+    try:
+        given = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None, {}
+    return given.get(_RUN_KEY), given
+
+
+def experiment_names() -> list[str]:
+    """Names that `--exp` knows."""
+    return sorted(path.stem for path in _experiments_folder().glob("*.py"))
+
+
+def find_experiment(name_or_path: str) -> Path:
+    """The file of an experiment given by name or by path. ConfigError lists the names where there is none."""
+    if name_or_path.endswith(".py"):
+        path = Path(name_or_path)
+        hint = "give the path of an existing file, or a name"
+    else:
+        path = _experiments_folder() / f"{name_or_path}.py"
+        hint = f"known names: {', '.join(experiment_names())}; or give the path of a .py file"
+    if not path.is_file():
+        raise ConfigError(f"no experiment {name_or_path!r}; {hint}")
+    return path
+
+
+def _experiments_folder() -> Path:
+    """experiments/ lies inside the package once installed, and beside it in a checkout."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "experiments"
+    return installed if installed.is_dir() else package.parent / "experiments"
+
+
+def _experiment_in(path: Path) -> AnyExperiment:
+    module_name = f"experiment {path.resolve()}"
+    spec = importlib.util.spec_from_file_location(module_name, path)
+    if spec is None or spec.loader is None:
+        raise ConfigError(f"{path}: expected a Python file")
+    module = importlib.util.module_from_spec(spec)
+    # chz looks the module up when it reads the annotations of classes that the file defines.
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:  # untrusted code, who needs the trace from where it begins
+        trace = error.__traceback__
+        while trace is not None and trace.tb_frame.f_code.co_filename != spec.origin:
+            trace = trace.tb_next
+        reported = "".join(traceback.format_exception(type(error), error, trace)).rstrip()
+        raise ConfigError(f"{path}: {type(error).__name__}: {error}\n{reported}") from error
+    experiment = getattr(module, "experiment", None)
+    if not isinstance(experiment, AnyExperiment):
+        names = ", ".join(cls.__name__ for cls in get_args(AnyExperiment))
+        raise ConfigError(f"{path}: expected `experiment` to be one of {names}, came {type(experiment).__name__}")
+    return experiment
+
+
+def _resolved(cls: type[AnyExperiment], flat: Settings, overrides: Sequence[str]) -> AnyExperiment:
+    given = parse_overrides(overrides)
+    if name := given.pop("algorithm", None):
+        flat = settings(_with_algorithm(build(cls, flat), name))
+    experiment = build(cls, assign(given, flat, from_text))
+    if problems := list(contradictions(experiment)):
+        raise ConfigError("\n".join(problems))
+    return experiment
+
+
+def _with_algorithm(experiment: AnyExperiment, name: str) -> Experiment:
+    """The experiment with the switches of a preset. ConfigError names the presets where there is none of this name."""
+    preset = PRESETS.get(name.lower())
+    if preset is None:
+        raise ConfigError(f"no algorithm {name!r}; known are {', '.join(PRESETS)}")
+    if not isinstance(experiment, Experiment):
+        raise ConfigError(f"algorithm={name} is for reinforcement learning, which {experiment.name} is not")
+    trainer = chz.replace(
+        experiment.trainer,
+        loss=preset.loss,
+        loss_mean=preset.loss_mean,
+        advantages=preset.advantages,
+        shaping=preset.shaping,
+        critic=experiment.trainer.critic if isinstance(preset.advantages, GAE) else Critic(),
+        reference=preset.reference,
+    )
+    rollout = chz.replace(
+        experiment.rollout, success_rate_above=preset.success_rate_above, success_rate_below=preset.success_rate_below
+    )
+    return chz.replace(experiment, trainer=trainer, rollout=rollout)

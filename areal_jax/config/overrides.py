@@ -1,0 +1,265 @@
+"""Flat, typed settings: how a tree of chz records is listed, overridden as `a.b=c`, and written to and read from JSON.
+
+A setting is one leaf of the tree under its dotted key, or one choice among classes (`tasks=Files`). Nothing here knows
+what the settings mean.
+"""
+
+from __future__ import annotations
+
+import difflib
+import types
+from abc import ABC
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from math import isfinite
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin
+
+import chz
+from chz.util import MISSING_TYPE
+
+from areal_jax.errors import ConfigError
+
+T = TypeVar("T")
+JSON = bool | int | float | str | None | list["JSON"]
+
+
+class Required:
+    """The value of a setting that has no default and was not given."""
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One leaf of the tree, or one choice among classes."""
+
+    key: str
+    kind: Any
+    """The field's annotation; for a choice, the class whose subclasses may be chosen, or a class or None."""
+    value: Any
+    """A scalar, a tuple of scalars, the class chosen (None where a record may be left out, and is), or `Required`."""
+    doc: str
+
+    @property
+    def choices(self) -> tuple[type, ...]:
+        """The classes to choose among; empty where the setting is a plain value."""
+        return choices_of(self.kind)
+
+    def text(self) -> str:
+        """The value as it is typed after `key=`."""
+        return as_text(self.value)
+
+
+Settings = dict[str, Setting]
+
+
+def subclasses(kind: type) -> Iterator[type]:
+    """All chz classes below `kind` that can be chosen, in the order in which they were written. An ABC cannot."""
+    for below in kind.__subclasses__():
+        if chz.is_chz(below):
+            if ABC not in below.__bases__:
+                yield below
+            yield from subclasses(below)
+
+
+def choices_of(kind: Any) -> tuple[type, ...]:
+    """Classes that a field of this kind may hold a record of: those below a class, or a class that may be left out."""
+    if _may_be_none(kind):
+        return tuple(choice for arg in get_args(kind) if chz.is_chz(arg) for choice in (arg, *subclasses(arg)))
+    return tuple(subclasses(kind)) if chz.is_chz(kind) else ()
+
+
+def _may_be_none(kind: Any) -> bool:
+    return get_origin(kind) in (Union, types.UnionType) and types.NoneType in get_args(kind)
+
+
+def settings(config: object, prefix: str = "") -> Settings:
+    """Every setting of a record, or of a record's class with its defaults, by dotted key."""
+    listed: Settings = {}
+    for name, field in chz.chz_fields(config).items():
+        key, kind = prefix + name, field.final_type
+        value = getattr(config, name) if not isinstance(config, type) else _default(field)
+        is_choice = bool(choices_of(kind))
+        if is_choice or not chz.is_chz(value):
+            chosen = type(value) if is_choice and chz.is_chz(value) else value
+            listed[key] = Setting(key, kind, chosen, field._doc)
+        if chz.is_chz(value):
+            listed |= settings(value, key + ".")
+    return listed
+
+
+def groups(config: object, prefix: str = "") -> dict[str, str]:
+    """What each record inside the record is for, by dotted key."""
+    named: dict[str, str] = {}
+    for name, field in chz.chz_fields(config).items():
+        value = getattr(config, name) if not isinstance(config, type) else _default(field)
+        if chz.is_chz(value):
+            named |= {prefix + name: field._doc} | groups(value, f"{prefix}{name}.")
+    return named
+
+
+def _default(field: Any) -> Any:
+    if isinstance(field._default_factory, type | types.FunctionType):
+        return field._default_factory()
+    return Required if isinstance(field._default, MISSING_TYPE) else field._default
+
+
+def assign(given: Mapping[str, Any], to: Settings, read: Callable[[Any, Any], Any]) -> Settings:
+    """Set what is given, each value read as its setting's kind.
+
+    A class that is newly chosen brings its own defaults, and the settings of the class it replaces go. A setting inside a
+    record that was left out brings the record.
+
+    Args:
+        read: turns (value as given, kind) into a value of that kind; ValueError where it is none.
+    Raises ConfigError where a key is unknown or a value of another kind."""
+    changed = dict(to)
+    given = _implied(given, to) | dict(given)
+    # Choices first, outermost first: they decide which other keys exist.
+    for key in sorted(given, key=lambda key: key.count(".")):
+        if key in changed and (choices := changed[key].choices):
+            named = {as_text(choice): choice for choice in (changed[key].value, *choices)}
+            named |= {"none": None} if _may_be_none(changed[key].kind) else {}
+            wanted = as_text(given[key])
+            alike = [name for name in named if name.lower() == wanted.lower()]
+            if wanted not in named and len(alike) != 1:
+                raise ConfigError(_mismatch(changed[key], given[key]))
+            chosen = named[wanted if wanted in named else alike[0]]
+            if chosen is not changed[key].value:
+                changed = {other: setting for other, setting in changed.items() if not other.startswith(key + ".")}
+                changed |= {key: replace(changed[key], value=chosen)} | (settings(chosen, key + ".") if chosen else {})
+    for key, value in given.items():
+        if key not in changed:
+            raise ConfigError(_unknown(key, changed))
+        if not changed[key].choices:
+            try:
+                changed[key] = replace(changed[key], value=read(value, changed[key].kind))
+            except ValueError:
+                raise ConfigError(_mismatch(changed[key], value)) from None
+    return changed
+
+
+def _implied(given: Iterable[str], to: Settings) -> dict[str, str]:
+    """Choices of the records that were left out, and inside which something is given."""
+    off = {key: setting.choices for key, setting in to.items() if setting.choices and setting.value is None}
+    return {key: choices[0].__name__ for key, choices in off.items() if any(other.startswith(key + ".") for other in given)}
+
+
+def build(cls: type[T], from_settings: Settings) -> T:
+    """The record that the settings describe. ConfigError names what is required and missing, or of another kind."""
+    for setting in from_settings.values():
+        if setting.value is Required:
+            raise ConfigError(f"{setting.key} must be given: expected {kind_name(setting.kind)} ({setting.doc})")
+        if not setting.choices and not fits(setting.value, setting.kind):
+            raise ConfigError(_mismatch(setting, setting.value))
+    return chz.Blueprint(cls).apply({key: setting.value for key, setting in from_settings.items()}).make()
+
+
+def parse_overrides(overrides: Iterable[str]) -> dict[str, str]:
+    """Split each `a.b=c` into key and value; the last one given for a key wins."""
+    given: dict[str, str] = {}
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        if not equals or not key:
+            raise ConfigError(f"{override!r} is not a setting: expected key=value, such as rollout.max_staleness=8")
+        given[key] = value
+    return given
+
+
+def from_text(text: str, kind: Any) -> Any:
+    """Read a command-line value as `kind`; ValueError where it is none."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        if types.NoneType in args and text.lower() == "none":
+            return None
+        for arg in args:
+            with suppress(ValueError):
+                return from_text(text, arg)
+        raise ValueError(text)
+    if origin is tuple:
+        return tuple(from_text(item.strip(), args[0]) for item in text.split(",") if item.strip())
+    if kind is bool and text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    value = kind(text) if kind in (int, float) else text
+    if not fits(value, kind):
+        raise ValueError(text)
+    return value
+
+
+def from_json(value: JSON, kind: Any) -> Any:
+    """Read a JSON value as `kind`; ValueError where it is none."""
+    read = tuple(value) if isinstance(value, list) else value
+    if not fits(read, kind):
+        raise ValueError(str(value))
+    return read
+
+
+def to_json(config: object) -> dict[str, JSON]:
+    """Every setting of a record by dotted key; a choice is the name of its class."""
+    return {key: _jsonable(setting.value) for key, setting in settings(config).items()}
+
+
+def _jsonable(value: Any) -> JSON:
+    if isinstance(value, tuple):
+        return list(value)
+    return value.__name__ if isinstance(value, type) else value
+
+
+def fits(value: Any, kind: Any) -> bool:
+    """Whether a value is of the kind; an int is a float, but neither true nor a not-finite number is one."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return any(fits(value, arg) for arg in args)
+    if origin is Literal:
+        return isinstance(value, str) and value in args
+    if origin is tuple:
+        return isinstance(value, tuple) and all(fits(item, args[0]) for item in value)
+    if kind is float:
+        return type(value) in (int, float) and isfinite(value)
+    return type(value) is kind
+
+
+def as_text(value: Any) -> str:
+    """A value as it is typed on the command line."""
+    if value is Required:
+        return "(required)"
+    if isinstance(value, tuple):
+        return ",".join(as_text(item) for item in value)
+    if isinstance(value, type):
+        return value.__name__
+    return str(value).lower() if value is None or isinstance(value, bool) else str(value)
+
+
+def kind_name(kind: Any) -> str:
+    """A kind in words: `int or none`, `one of train, heldout`."""
+    origin, args = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return " or ".join(kind_name(arg) for arg in args)
+    if origin is Literal:
+        return f"one of {', '.join(args)}"
+    if origin is tuple:
+        return f"comma-separated {kind_name(args[0])}"
+    if chz.is_chz(kind) and any(subclasses(kind)):
+        return f"one of {', '.join(choice.__name__ for choice in subclasses(kind))}"
+    return "none" if kind is types.NoneType else kind.__name__
+
+
+def _mismatch(setting: Setting, came: object) -> str:
+    return f"{setting.key}={as_text(came)}: expected {kind_name(setting.kind)}, came {came!r} ({setting.doc})"
+
+
+def _unknown(key: str, known: Settings) -> str:
+    """What to say of a key that is no setting: the settings inside it, the class that has it, or the closest names."""
+    if inside := [other for other in known if other.startswith(key + ".")]:
+        return f"{key} is a group of settings; set one of {', '.join(inside)}"
+    parent, _, name = key.rpartition(".")
+    if parent in known:
+        having = [choice.__name__ for choice in known[parent].choices if name in chz.chz_fields(choice)]
+        if having:
+            given = " or ".join(f"{parent}={choice}" for choice in having)
+            return f"{key} is no setting of {parent}={known[parent].text()}; it needs {given}"
+    by_name = {other.rpartition(".")[2]: other for other in known}
+    close = difflib.get_close_matches(key, known, n=3) or [
+        by_name[match] for match in difflib.get_close_matches(name, by_name, n=3)
+    ]
+    hint = f"did you mean {' or '.join(close)}?" if close else "--help lists all settings"
+    return f"unknown setting {key}; {hint}"

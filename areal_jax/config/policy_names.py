@@ -1,0 +1,63 @@
+"""Where a policy is that someone names on the command line: a run, a Hugging Face folder or hub name, or an adapter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from areal_jax.checkpoint.config import CHECKPOINTS
+from areal_jax.config.load import CONFIG_FILE, holds_run, read_config
+from areal_jax.config.overrides import settings
+from areal_jax.data.policy_files import resolve_policy_folder
+from areal_jax.errors import ConfigError
+from areal_jax.models.config import ADAPTER_CONFIG
+
+
+@dataclass(frozen=True)
+class RunCheckpoint:
+    """What a run had trained at a version."""
+
+    folder: Path
+    """Of the run."""
+    version: int | None
+    """None: the newest there is."""
+    seed: int
+    """Of the run, from which weights that lie in no folder were sampled."""
+
+
+class NamedPolicy(NamedTuple):
+    settings: dict[str, str]
+    """Of the `PolicyConfig`, as they are given; without `path` for an adapter, which may fit several."""
+    checkpoint: RunCheckpoint | None = None
+
+
+def named_policy(where: str, setting: str) -> NamedPolicy:
+    """The policy in a run folder, RUN/checkpoints/VERSION, a PEFT folder, a Hugging Face folder, or of a hub name.
+
+    Args: setting: where `where` is from, for messages. ConfigError says what was looked for."""
+    if (run := _run_of(where, setting)) is not None:
+        ran = read_config(run[0] / CONFIG_FILE)
+        listed = settings(ran.policy).values()
+        return NamedPolicy({each.key: each.text() for each in listed}, RunCheckpoint(*run, seed=ran.seed))
+    if (Path(where).expanduser() / ADAPTER_CONFIG).is_file():
+        return NamedPolicy({"lora": "none", "adapter": where})
+    try:
+        resolve_policy_folder(where, setting)
+    except FileNotFoundError as error:
+        raise ConfigError(f"{error}; or a run folder, or RUN/{CHECKPOINTS}/VERSION") from error
+    return NamedPolicy({"path": where, "random_init": "false", "lora": "none", "adapter": "none"})
+
+
+def _run_of(where: str, setting: str) -> tuple[Path, int | None] | None:
+    """Folder and version of a run, None for the newest version; None where no run is named."""
+    folder = Path(where).expanduser()
+    if holds_run(folder):
+        return folder, None
+    if folder.name == CHECKPOINTS and holds_run(folder.parent):
+        return folder.parent, None
+    if folder.parent.name == CHECKPOINTS and holds_run(folder.parent.parent):
+        if not folder.name.isdigit():
+            raise ConfigError(f"{setting}={where}: expected RUN/{CHECKPOINTS}/VERSION with a number, came {folder.name!r}")
+        return folder.parent.parent, int(folder.name)
+    return None

@@ -1,0 +1,256 @@
+"""Programs: found in an answer, run in a sandbox, and graded by what they put out, outside of the sandbox they ran in.
+
+A program never sees what is expected of it. A script's output is compared here; a function's results go, as data, to tests that
+run in a sandbox of their own. Of what a program prints about itself, its exit code, and whatever it does to the Python that it
+runs in, nothing can make it correct. What a task's question or its tests' arguments give away, it may know.
+"""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import math
+import re
+import signal
+import socket
+import symtable
+import time
+import warnings
+from decimal import Decimal, DecimalException
+from textwrap import dedent
+from typing import Any
+
+from areal_jax.data.code_tasks import Asserts, Calls, CodeTests, Stdin
+from areal_jax.records import RewardResult
+from areal_jax.rewards.config import SandboxConfig
+from areal_jax.rewards.harness import BROKEN, CRASHED, LATE, PASSED, PRELUDE, RECURSION_LIMIT, WRONG
+from areal_jax.rewards.processes import ending
+from areal_jax.rewards.sandbox import Ended, Job, Sandbox, Sandboxes, SandboxUnavailable
+
+MAX_PROGRAM_CHARS = 200_000
+
+LAST_WORDS_S = 1.0
+"""A program that failed gets so long to say why."""
+
+_FENCE = re.compile(r"^[ \t]*```[ \t]*([A-Za-z0-9_+-]*)[^\n`]*$", re.MULTILINE)
+_PYTHON = ("python", "python3", "py")
+
+
+def extract_program(text: str, prompt: str = "") -> str | None:
+    """What the last closed ```python block holds, or else the last one without a language; else the whole text, if it is
+    Python alone or after the prompt. A block that was cut off is none."""
+    text = text[-MAX_PROGRAM_CHARS:]
+    found = dict[bool, str]()
+    opened: re.Match[str] | None = None
+    for fence in _FENCE.finditer(text):
+        language, is_closing = fence.group(1).lower(), opened is not None and not fence.group(1)
+        if opened is not None and is_closing:
+            language = opened.group(1).lower()
+            if language in (*_PYTHON, ""):
+                found[language != ""] = text[opened.end() + 1 : fence.start()]
+        opened = None if is_closing else fence
+    if "```" in text:
+        program = found.get(True, found.get(False, ""))
+        return program if program.strip() else None
+    return text if _is_code(text) or (prompt and _is_code(prompt + text, len(prompt))) else None
+
+
+def _is_code(text: str, after: int = 0) -> bool:
+    """Whether this is Python, more than a bare word or an expression that does nothing."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            tree = ast.parse(text)
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return False
+    return bool(text[after:].strip()) and any(
+        isinstance(node, ast.Call) or (isinstance(node, ast.stmt) and not isinstance(node, ast.Expr)) for node in ast.walk(tree)
+    )
+
+
+def continues(tests: Asserts, program: str) -> bool:
+    """Whether the program goes on with the function that the prompt began, rather than defining it anew."""
+    anew = (rf"^\s*(?:async\s+def|def|class)\s+{re.escape(name)}\b" for name in tests.names)
+    return tests.prompt != "" and not any(re.search(pattern, program, re.MULTILINE) for pattern in anew)
+
+
+class CodeGrader:
+    """Grader programs one after another, a sandbox for each, and the next one started meanwhile."""
+
+    def __init__(self, config: SandboxConfig, bwrap: str | None, timeout_s: float) -> None:
+        """Args: bwrap: as `find_sandbox_command` found it. timeout_s: for one answer."""
+        self._config, self._timeout_s = config, timeout_s
+        self._sandboxes = Sandboxes(config, bwrap)
+        self._tester: Sandbox | None = None
+        """Where tests run, which are no policy's: one for all of them."""
+
+    def grade_answer(self, tests: CodeTests, text: str) -> RewardResult:
+        """Grader one answer; `infrastructure` where a sandbox failed that should not have."""
+        program = extract_program(text, tests.prompt if isinstance(tests, Asserts) else "")
+        if program is None:
+            return RewardResult("no_answer")
+        deadline_s = time.monotonic() + self._timeout_s
+        try:
+            sandbox = self._sandboxes.take()
+            try:
+                if isinstance(tests, Stdin):
+                    return self._grade_script(sandbox, tests, program, deadline_s)
+                return self._grade_functions(sandbox, tests, program, deadline_s)
+            finally:
+                sandbox.close()
+        except (SandboxUnavailable, OSError) as error:
+            self._close_tester()
+            return RewardResult("infrastructure", f"sandbox: {error}")
+
+    def _grade_script(self, sandbox: Sandbox, tests: Stdin, program: str, deadline_s: float) -> RewardResult:
+        # An exit code says nothing: LiveCodeBench's checker and that of APPS take any SystemExit for the end.
+        job = {"kind": "run", **_program_job(tests, program), "ignores_exit_code": True}
+        for number, (given, expected) in enumerate(tests.cases):
+            with sandbox.start(job, given) as running:
+                ended = sandbox.wait(self._left_s(deadline_s))
+                if ended != Ended("exit", 0):
+                    return self._failed(ended, running, f"test {number}: ")
+                if not is_same_output(running.output(), expected, tests.is_exact):
+                    return RewardResult("wrong", f"test {number}: another output than expected")
+        return RewardResult("correct")
+
+    def _grade_functions(self, sandbox: Sandbox, tests: Calls | Asserts, program: str, deadline_s: float) -> RewardResult:
+        self._tester = tester = self._tester or self._sandboxes.take()
+        # Each case is a test, and timed where it is made; asserts are one.
+        left_s = self._left_s(deadline_s) if isinstance(tests, Asserts) else deadline_s - time.monotonic()
+        ours, theirs = socket.socketpair()
+        with ours, theirs:
+            serving = sandbox.start({"kind": "serve", **_program_job(tests, program)}, channel=ours, cpu_s=left_s)
+            testing = tester.start({"kind": "test", **self._test_job(tests)}, channel=theirs, cpu_s=left_s)
+        with serving, testing:
+            ended = tester.wait(left_s, also=[sandbox])
+            if ended.how != "exit":
+                self._close_tester()
+            match ended:
+                case Ended("exit", code) if code == PASSED:
+                    return RewardResult("correct")
+                case Ended("exit", code) if code == WRONG:
+                    return RewardResult("wrong", testing.last_error())
+                case Ended("exit", code) if code == CRASHED:
+                    sandbox.wait(LAST_WORDS_S)
+                    return RewardResult("crashed", serving.last_error() or testing.last_error())
+                case Ended("exit", code) if code == LATE:
+                    return self._failed(Ended("timeout"), testing)
+                case Ended("exit", code) if code == BROKEN:
+                    return RewardResult("infrastructure", f"the tests cannot be run: {testing.last_error()}")
+                case Ended("gone"):
+                    return RewardResult("infrastructure", "the sandbox of the tests has fallen")
+                case _:
+                    return self._failed(ended, testing)
+
+    def _test_job(self, tests: Calls | Asserts) -> dict[str, Any]:
+        if isinstance(tests, Asserts):
+            return {"names": tests.names, "setup": f"{tests.prompt}\n{tests.imports}", "tests": tests.tests}
+        timeout_s = self._config.test_timeout_s
+        return {"names": [tests.function], "cases": tests.cases, "is_exact": tests.is_exact, "timeout_s": timeout_s}
+
+    def _left_s(self, deadline_s: float) -> float:
+        return min(self._config.test_timeout_s, deadline_s - time.monotonic())
+
+    def _failed(self, ended: Ended, job: Job, where: str = "") -> RewardResult:
+        """The grade on a program that did not come to a good end."""
+        match ended:
+            case Ended("timeout"):
+                return RewardResult("timeout", where + "no end within rewards.sandbox.test_timeout_s or total_timeout_s")
+            case Ended("exit", code) if code == -signal.SIGXCPU:
+                return RewardResult("timeout", where + "more processor time than rewards.sandbox.test_timeout_s")
+            case Ended("memory"):
+                return RewardResult("crashed", where + f"more than rewards.sandbox.memory_bytes={self._config.memory_bytes}")
+            case Ended("output"):
+                limit = f"rewards.sandbox.max_file_bytes={self._config.max_file_bytes}"
+                return RewardResult("crashed", f"{where}more output than {limit}")
+            case Ended("gone"):
+                return RewardResult("crashed", where + "it brought down its sandbox")
+            case Ended("exit", code) if code < 0:
+                return RewardResult("crashed", where + ending(code))
+            case _:
+                return RewardResult("crashed", where + (job.last_error() or f"exit code {ended.returncode}"))
+
+    def close(self) -> None:
+        """End the sandboxes that are kept."""
+        self._sandboxes.close()
+        self._close_tester()
+
+    def _close_tester(self) -> None:
+        if self._tester is not None:
+            self._tester.close()
+            self._tester = None
+
+
+def _program_job(tests: CodeTests, program: str) -> dict[str, Any]:
+    if not isinstance(tests, Asserts):
+        program = dedent(program)
+        # Importing takes longer than most programs do.
+        prelude = PRELUDE if uses_undefined_names(program) else ""
+        return {"prelude": prelude, "program": program, "recursion_limit": RECURSION_LIMIT}
+    if continues(tests, program):
+        return {"prelude": "", "program": tests.prompt + program}
+    # What the prompt has besides, such as imports, may be needed; two pieces, so that each may begin with `from __future__`.
+    return {"prelude": tests.prompt, "program": dedent(program)}
+
+
+_DEFINED = {*dir(builtins), "__file__"}
+_LOOKS_UP = {"eval", "exec", "globals", "locals", "vars"}
+
+
+def uses_undefined_names(program: str) -> bool:
+    """Whether a program uses names that it does not define at module level and Python does not have, or might."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module = symtable.symtable(program, "program.py", "exec")
+    except (SyntaxError, ValueError, MemoryError, RecursionError):
+        return False
+    scopes, used, defined = [module], set[str](), set[str]()
+    while scopes:
+        scope = scopes.pop()
+        scopes += scope.get_children()
+        for symbol in scope.get_symbols():
+            is_given = symbol.is_assigned() or symbol.is_imported() or symbol.is_namespace()
+            if is_given and (scope is module or symbol.is_declared_global()):
+                defined.add(symbol.get_name())
+            if symbol.is_referenced() and (scope is module or symbol.is_global()):
+                used.add(symbol.get_name())
+    return bool(used - defined - _DEFINED or used & _LOOKS_UP)
+
+
+def is_same_output(came: str, expected: str, is_exact: bool = False) -> bool:
+    """Whether two outputs are the same but for spaces around lines, empty lines at the end, and how numbers are written:
+    1.50 is 1.5, and where a fraction is expected one within 1e-6 will do. Exactly, as LiveCodeBench's checker compares: lines
+    are the same, or the same decimals."""
+    ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (came, expected))
+    return len(ours) == len(theirs) and all(map(_is_same_decimals if is_exact else _is_same_line, ours, theirs))
+
+
+def _is_same_decimals(came: str, expected: str) -> bool:
+    if came == expected:
+        return True
+    try:
+        ours, theirs = (list(map(Decimal, line.split())) for line in (came, expected))
+        return ours == theirs
+    except (DecimalException, ValueError):
+        return False
+
+
+def _is_same_line(came: str, expected: str) -> bool:
+    if came == expected:
+        return True
+    ours, theirs = came.split(), expected.split()
+    return len(ours) == len(theirs) and all(map(_is_same_word, ours, theirs))
+
+
+_DECIMAL = re.compile(r"[-+]?[0-9]{1,300}(\.[0-9]{0,300})?([eE][-+]?[0-9]{1,3})?")
+
+
+def _is_same_word(came: str, expected: str) -> bool:
+    if came == expected:
+        return True
+    numbers = _DECIMAL.fullmatch(came), _DECIMAL.fullmatch(expected)
+    if None in numbers or not (numbers[1] and (numbers[1].group(1) or numbers[1].group(2))):
+        return False
+    return math.isclose(float(came), float(expected), rel_tol=1e-6, abs_tol=1e-6)

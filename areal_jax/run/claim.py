@@ -1,0 +1,400 @@
+"""The claim on a folder: one process at a time writes to it.
+
+Its file in the folder is locked (flock) for the life of the process and holds a lease: who holds it, renewed every few
+seconds. The lock decides between processes that share a mount. Between hosts flock may not work, so that there the lease
+decides: it is stale when it was not renewed for LEASE_S.
+"""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import json
+import logging
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any, NoReturn
+
+import psutil
+
+from areal_jax.cluster.signals import kill_children
+from areal_jax.errors import ConfigError
+from areal_jax.metrics.files import disk_error
+
+logger = logging.getLogger(__name__)
+
+CLAIM = "claim.json"
+"""Name of the file in a claimed folder that is locked and holds the lease. Deleted when the claim is released."""
+
+WRITERS = "claim.writers"
+"""Name of the file that other processes which write for the holder, such as trainer hosts, have locked (shared)."""
+
+RENEW_S = 5.0
+LEASE_S = 30.0
+"""A lease of another host that was not renewed for so long is stale."""
+
+SETTLE_S = 1.0
+"""Where locks do not work, a claimant waits so long and then looks whether another has claimed at the same time."""
+
+WRITERS_TIMEOUT_S = 60.0
+"""For processes of an earlier holder to end."""
+
+LEASE_BYTES = 1024
+"""Every lease is padded to one size: it is replaced in place by a single write."""
+
+_NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
+
+
+class FolderInUse(ConfigError):
+    """Another process holds the claim."""
+
+
+class ClaimLost(RuntimeError):
+    """Another process has taken the claim over."""
+
+
+class Claim:
+    """A held claim. `token` identifies the holder to processes that write for it."""
+
+    def __init__(self, folder: Path, setting: str) -> None:
+        """Take the claim.
+
+        Args:
+            folder: exists.
+            setting: by which another folder is chosen, for messages.
+
+        Raises:
+            FolderInUse: another process holds it; the message names that process.
+            OSError: the folder cannot be written to."""
+        self.folder, self._path = folder, folder / CLAIM
+        self._lease: dict[str, Any] = {
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "process_start": psutil.Process().create_time(),
+            "since": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+            "boot": _boot_id(),
+            "pid_namespace": _pid_namespace(),
+        }
+        self._fd: int | None = None
+        # Serializes the renewing thread with `fence` and `release`.
+        self._lock = threading.Lock()
+        self._released = threading.Event()
+        fd, is_locked = self._open(setting)
+        try:
+            self._require_free(fd, is_locked, setting)
+            self._lease["device"] = os.fstat(fd).st_dev
+            self._fd = fd
+            self._write_lease(secrets.token_hex(8))
+            if not is_locked:
+                time.sleep(SETTLE_S)
+                if (found := _read(self._path)).get("token") != self.token:
+                    raise FolderInUse(_refusal(folder, found, setting))
+            self.fence()
+        except BaseException:
+            if self._fd is None:
+                os.close(fd)
+            self.release()
+            raise
+        # A forked child shares the lock with its parent: it lets go of it, so that the parent's death frees the folder.
+        reference = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: (claim := reference()) and claim._forget())
+        # Owned by this object; ends with `release`.
+        threading.Thread(target=self._renew, name=f"claim on {folder}", daemon=True).start()
+
+    @property
+    def token(self) -> str:
+        return self._lease["token"]
+
+    def fence(self) -> None:
+        """Replace the token, and wait for all processes to end that were writing for an earlier one. Raises FolderInUse."""
+        path = self.folder / WRITERS
+        if not path.exists():
+            return
+        with self._lock:
+            self._write_lease(secrets.token_hex(8))
+        start_s, is_reported = time.monotonic(), False
+        while not _unlink_unlocked(path):
+            waited_s = time.monotonic() - start_s
+            if waited_s > WRITERS_TIMEOUT_S:
+                raise FolderInUse(
+                    f"{self.folder}: processes of an earlier run still write there after {WRITERS_TIMEOUT_S:g} s "
+                    f"({_writers(path)}); end them, then resume"
+                )
+            if waited_s > 1.0 and not is_reported:
+                is_reported = True
+                logger.warning("%s: waiting for processes of an earlier run to end (%s)", self.folder, _writers(path))
+            time.sleep(0.1)
+
+    def release(self) -> None:
+        """Give the claim up; nothing of it stays in the folder."""
+        self._released.set()
+        with self._lock:
+            fd, self._fd = self._fd, None
+            if fd is None:
+                return
+            with suppress(OSError):
+                _unlink_unlocked(self.folder / WRITERS)
+                if _is_at(fd, self._path) and _read(self._path).get("token") == self.token:
+                    self._path.unlink()
+            os.close(fd)
+
+    def _open(self, setting: str) -> tuple[int, bool]:
+        """The claim's file, and whether it is locked; False where the file system has no locks."""
+        while True:
+            fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                is_locked = _try_lock(fd, fcntl.LOCK_EX)
+                # The one before may have released it, and deleted the file, between the opening and the locking.
+                if _is_at(fd, self._path):
+                    return fd, is_locked
+            except BlockingIOError:
+                os.close(fd)
+                raise FolderInUse(_refusal(self.folder, _read_soon(self._path), setting)) from None
+            except BaseException:
+                os.close(fd)
+                raise
+            os.close(fd)
+
+    def _require_free(self, fd: int, is_locked: bool, setting: str) -> None:
+        """FolderInUse unless the lease that is found, if any, is of a process that is dead."""
+        found = _parse(os.pread(fd, LEASE_BYTES, 0))
+        if not found:
+            return
+        same_boot = found.get("boot") == self._lease["boot"]
+        if same_boot and found.get("pid_namespace") == self._lease["pid_namespace"]:
+            is_alive = _is_running(found)
+        elif same_boot and is_locked and found.get("device") == os.fstat(fd).st_dev:
+            is_alive = False  # of another container, whose lock would be seen here
+        else:
+            is_alive = self._is_renewed(found)
+        if is_alive:
+            raise FolderInUse(_refusal(self.folder, found, setting))
+        logger.warning("%s: taking over from %s, which has ended", self.folder, _who(found))
+
+    def _is_renewed(self, found: Mapping[str, Any]) -> bool:
+        """Whether the lease changes within LEASE_S. Clocks of two hosts are not compared."""
+        logger.warning("%s is claimed by %s: waiting %g s for a sign of life", self.folder, _who(found), LEASE_S)
+        deadline_s = time.monotonic() + LEASE_S
+        while time.monotonic() < deadline_s:
+            if _read(self._path) != found:
+                return True
+            time.sleep(min(0.5, LEASE_S / 10))
+        return False
+
+    def _write_lease(self, token: str) -> None:
+        assert self._fd is not None
+        self._lease |= {"token": token, "renewed": time.strftime("%Y-%m-%d %H:%M:%S %z"), "beat": time.time()}
+        data = json.dumps(self._lease).ljust(LEASE_BYTES - 1).encode() + b"\n"
+        try:
+            written = 0
+            while written < len(data):  # a disk that becomes full takes a part, and says why at the next call
+                written += os.pwrite(self._fd, data[written:], written)
+            os.fsync(self._fd)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(self._path)) from error
+
+    def _renew(self) -> None:
+        while not self._released.wait(RENEW_S):
+            with self._lock:
+                if self._fd is None:
+                    return
+                try:
+                    found = _read(self._path)
+                    if found.get("token") != self.token or not _is_at(self._fd, self._path):
+                        _end_unclaimed(self._path, found)
+                    self._write_lease(self.token)
+                except OSError as error:
+                    logger.warning("%s: the claim could not be renewed (%s)", self._path, error.strerror)
+
+    def _forget(self) -> None:
+        fd, self._fd = self._fd, None
+        self._lock = threading.Lock()  # the forking thread's copy may be held for ever
+        if fd is not None:
+            os.close(fd)
+
+
+@contextmanager
+def claimed(folder: Path, setting: str = "--run-folder") -> Iterator[Claim]:
+    """The claim on a folder, which is made where it does not exist, until the block ends. Raises as `Claim`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    claim = Claim(folder, setting)
+    try:
+        yield claim
+    finally:
+        claim.release()
+
+
+@contextmanager
+def writable(folder: Path, setting: str) -> Iterator[None]:
+    """Refuse a folder that cannot be written to, by the setting that names it.
+
+    Raises:
+        ConfigError: in place of an OSError that is no fault of the disk.
+    """
+    try:
+        yield
+    except OSError as error:
+        if disk_error(error):
+            raise
+        raise ConfigError(f"{setting}={folder}: cannot be written to ({error.strerror}); give another") from error
+
+
+class Writer:
+    """A process that writes to a claimed folder for the claim's holder; its lock outlives the holder, not the process."""
+
+    def __init__(self, folder: Path, token: str) -> None:
+        """Args: token: of the claim. Raises ClaimLost where another process has taken it over."""
+        self._folder, self._token = folder, token
+        path = folder / WRITERS
+        while True:
+            self._fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            with suppress(BlockingIOError):
+                _try_lock(self._fd, fcntl.LOCK_SH)
+                if _is_at(self._fd, path):
+                    break
+            os.close(self._fd)
+            self.require()
+            time.sleep(0.05)
+        reference = weakref.ref(self)
+        os.register_at_fork(after_in_child=lambda: (writer := reference()) and writer.close())
+        try:
+            self.require()
+            os.write(self._fd, f"{socket.gethostname()} process {os.getpid()}\n".encode())
+        except BaseException:
+            self.close()
+            raise
+
+    def require(self) -> None:
+        """ClaimLost where the token is not that of the claim any more: nothing may be written then."""
+        found = _read_soon(self._folder / CLAIM)
+        if found.get("token") != self._token:
+            raise ClaimLost(
+                f"{self._folder} is claimed by {_who(found) if found else 'nobody'}, no longer by the run of this process; "
+                "nothing is written"
+            )
+
+    def close(self) -> None:
+        """Let go of the folder."""
+        fd, self._fd = self._fd, -1
+        if fd >= 0:
+            os.close(fd)
+
+
+def _try_lock(fd: int, kind: int) -> bool:
+    """Lock a file, or tell that its file system has no locks. BlockingIOError where another process has locked it."""
+    try:
+        fcntl.flock(fd, kind | fcntl.LOCK_NB)
+        return True
+    except BlockingIOError:
+        raise
+    except OSError as error:
+        if error.errno in _NO_LOCKS:
+            return False
+        raise
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether the open file is the one at the path."""
+    try:
+        there = path.stat()
+    except FileNotFoundError:
+        return False
+    here = os.fstat(fd)
+    return (here.st_dev, here.st_ino) == (there.st_dev, there.st_ino)
+
+
+def _unlink_unlocked(path: Path) -> bool:
+    """Delete a file unless a process has locked it; whether it is gone."""
+    try:
+        fd = os.open(path, os.O_RDWR)
+    except FileNotFoundError:
+        return True
+    try:
+        _try_lock(fd, fcntl.LOCK_EX)
+        if _is_at(fd, path):
+            path.unlink()
+        return True
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+
+
+def _writers(path: Path) -> str:
+    with suppress(OSError):
+        return ", ".join(path.read_text().splitlines()) or "of unknown number"
+    return "of unknown number"
+
+
+def _parse(data: bytes) -> dict[str, Any]:
+    try:
+        found = json.loads(data)
+    except ValueError:
+        return {}
+    return found if isinstance(found, dict) else {}
+
+
+def _read(path: Path) -> dict[str, Any]:
+    """The lease in a file; empty where there is none."""
+    try:
+        return _parse(path.read_bytes())
+    except FileNotFoundError:
+        return {}
+
+
+def _read_soon(path: Path) -> dict[str, Any]:
+    """The lease of a holder that may be just about to write it."""
+    deadline_s = time.monotonic() + SETTLE_S
+    while not (found := _read(path)) and time.monotonic() < deadline_s:
+        time.sleep(0.02)
+    return found
+
+
+def _is_running(found: Mapping[str, Any]) -> bool:
+    """Whether the process of a lease of this host lives: another may have its number by now."""
+    try:
+        process = psutil.Process(found["pid"])
+        return abs(process.create_time() - found["process_start"]) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.AccessDenied:
+        return True
+    except (psutil.NoSuchProcess, KeyError):
+        return False
+
+
+def _who(found: Mapping[str, Any]) -> str:
+    return f"process {found.get('pid')} on {found.get('host')} (since {found.get('since')})"
+
+
+def _refusal(folder: Path, found: Mapping[str, Any], setting: str) -> str:
+    who = _who(found) if found else "a process that is just starting"
+    return f"{folder} is in use by {who}; wait until that process has ended or stop it, or give another {setting}"
+
+
+def _end_unclaimed(path: Path, found: Mapping[str, Any]) -> NoReturn:
+    """End this process at once: another may write to the folder now."""
+    how = f"was taken over by {_who(found)}" if found else "was deleted"
+    print(f"areal_jax: the claim {path} {how}; this process ends, so that no two write there", file=sys.stderr, flush=True)
+    kill_children()
+    os._exit(1)
+
+
+def _boot_id() -> str:
+    """Of the kernel that runs: the same in all its containers."""
+    with suppress(OSError):
+        return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{socket.gethostname()} {psutil.boot_time():.0f}"
+
+
+def _pid_namespace() -> str:
+    """In which process numbers mean the same."""
+    with suppress(OSError):
+        return os.readlink("/proc/self/ns/pid")
+    return ""

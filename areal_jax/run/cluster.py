@@ -1,0 +1,285 @@
+"""A run on a cluster: this process counts and decides, others train, decode and grader."""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from contextlib import AsyncExitStack, asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+from areal_jax.checkpoint.config import CHECKPOINTS
+from areal_jax.checkpoint.recovery import task_to_json, unpack
+from areal_jax.checkpoint.store import SAVE_TIMEOUT_S, CheckpointStore
+from areal_jax.cluster.config import Ray
+from areal_jax.cluster.connection import Connection
+from areal_jax.cluster.engines import Engines
+from areal_jax.cluster.graders import Graders
+from areal_jax.cluster.placement import Cluster, InsufficientResources, Kind, connected
+from areal_jax.cluster.trainers import Trainers, answers_of
+from areal_jax.cluster.weight_broadcast import Relay
+from areal_jax.config.load import written_settings
+from areal_jax.errors import ConfigError
+from areal_jax.protocols import Grader
+from areal_jax.records import NotStarted, RewardResult, Task, WorkerDied
+from areal_jax.run.build import (
+    Run,
+    TracedGrader,
+    agents_of,
+    kinds_of_tasks,
+    probe_rewards,
+    shown_progress,
+    stopping_on_signals,
+    written_files,
+)
+from areal_jax.run.claim import Claim
+from areal_jax.run.plan import Plan
+from areal_jax.run.worker_roles import releases
+
+logger = logging.getLogger(__name__)
+
+TRAINER, ENGINE, REWARDS = (f"areal_jax.run.worker_roles:{name}" for name in ("TrainerHost", "EngineHost", "RewardWorker"))
+
+REPLACEMENT_ATTEMPTS = 3
+"""A process that cannot be started so often is not asked for any more."""
+
+OFFER_TIMEOUT_S = 600.0
+"""For trainer hosts to give a version of any size to the object store."""
+
+
+async def train_on_cluster(
+    plan: Plan,
+    folder: Path,
+    train: Callable[[Run[Trainers]], Coroutine[Any, Any, None]],
+    *,
+    resume: bool,
+    source: str | None,
+    claim: Claim | None = None,
+) -> None:
+    """Train; where a trainer host is lost, resume from the last checkpoint, launch.attempts times.
+
+    Raises WorkerDied where that is not enough, and NotStarted at once.
+
+    Args: claim: on the folder, so that trainer hosts of an earlier attempt can write no more."""
+    launch = plan.experiment.launch
+    assert isinstance(launch, Ray)
+    with connected(launch) as cluster:
+        for left in range(launch.attempts, -1, -1):
+            try:
+                async with assembled_on_cluster(plan, folder, cluster, resume=resume, source=source, claim=claim) as run:
+                    await run.trainer.while_whole(train(run))
+                return
+            except WorkerDied as loss:
+                if not left or isinstance(loss, NotStarted):
+                    raise
+                logger.error("%s; the run resumes from its last checkpoint, and bears %d more such losses", loss, left - 1)
+                resume = True
+
+
+class WorkerPool:
+    """Engines and reward workers: as many as are wanted, and another one for each that is lost."""
+
+    def __init__(
+        self,
+        cluster: Cluster,
+        arguments: tuple[Any, ...],
+        kinds: list[str],
+        probe: Callable[[Grader], Coroutine[Any, Any, None]],
+    ) -> None:
+        """Args: arguments: settings and source, as roles get them. kinds: of tasks to grader. probe: raises ConfigError where a
+        reward worker cannot grade."""
+        self._probe = probe
+        self._cluster, self._arguments, self._kinds = cluster, arguments, kinds
+        wait_s = cluster.config.start_timeout_s
+        self.engines, self.graders = Engines(wait_s=wait_s), Graders(wait_s=wait_s)
+        self._numbers = {"engine": itertools.count(), "reward worker": itertools.count()}
+        self._policy: str | None = None
+        # Replacements being started; owned by this object, cancelled by `close`.
+        self._starting: set[asyncio.Task[None]] = set()
+        self._closing = False
+
+    async def start(self) -> None:
+        """Start all of them, side by side."""
+        config = self._cluster.config
+        await all_or_none(
+            *(self._start_engine() for _ in range(config.rollout_engines)),
+            *(self._start_grader() for _ in range(config.reward_workers)),
+        )
+
+    async def close(self) -> None:
+        """End all of them."""
+        self._closing = True
+        for task in self._starting:
+            task.cancel()
+        await asyncio.gather(*self._starting, return_exceptions=True)
+        await asyncio.gather(self.engines.close(), self.graders.close())
+
+    async def _start_engine(self) -> None:
+        number = next(self._numbers["engine"])
+        connection, facts = await started(self._cluster, "engine", number, ENGINE, *self._arguments)
+        self._policy = expected = self._policy or facts["policy"]
+        try:
+            require_same_policy(connection.name, facts, expected)
+        except ConfigError:
+            await connection.close()
+            raise
+        self.engines.join(number, connection, facts["num_slots"], self._lost(self._start_engine))
+
+    async def _start_grader(self) -> None:
+        number = next(self._numbers["reward worker"])
+        connection, _ = await started(self._cluster, "reward worker", number, REWARDS, *self._arguments, self._kinds)
+
+        async def grade(task: Task, answer: str) -> RewardResult:
+            return RewardResult(**await connection.ask("grade", task_to_json(task), answer))
+
+        try:
+            await self._probe(grade)
+        except ConfigError:
+            await connection.close()
+            raise
+        self.graders.join(number, connection, self._lost(self._start_grader))
+
+    def _lost(self, start: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+        def replace() -> None:
+            if not self._closing:
+                task = asyncio.create_task(self._replaced(start), name="replacement")
+                self._starting.add(task)
+                task.add_done_callback(self._starting.discard)
+
+        return replace
+
+    async def _replaced(self, start: Callable[[], Coroutine[Any, Any, None]]) -> None:
+        attempt = 1
+        while attempt <= REPLACEMENT_ATTEMPTS:
+            try:
+                await start()
+                return
+            except InsufficientResources as error:
+                logger.error("%s; the run goes on without it, and it is waited for", error)
+            except (WorkerDied, ConfigError) as error:
+                logger.error("attempt %d of %d to replace what was lost: %s", attempt, REPLACEMENT_ATTEMPTS, error)
+                attempt += 1
+        logger.error(
+            "what was lost is not replaced any more: the run goes on with %d engines and %d reward workers",
+            *(len(self.engines.connections), len(self.graders.connections)),
+        )
+
+
+@asynccontextmanager
+async def assembled_on_cluster(
+    plan: Plan, folder: Path, cluster: Cluster, *, resume: bool, source: str | None, claim: Claim | None = None
+) -> AsyncIterator[Run[Trainers]]:
+    """A run whose parts are processes of a Ray cluster; on leaving all of them are ended.
+
+    Args: source: name or file of the experiment. WorkerDied where a trainer host is lost, then or later; InsufficientResources."""
+    experiment = plan.experiment
+    launch = experiment.launch
+    assert isinstance(launch, Ray)
+    async with AsyncExitStack() as stack:
+        if claim is not None:
+            await asyncio.to_thread(claim.fence)
+        store = CheckpointStore(folder / CHECKPOINTS, experiment.checkpoint.keep)
+        stack.callback(store.close)
+        saved_version = store.latest_version() if resume else None
+        progress = shown_progress(stack, plan, folder, saved_version)
+        arguments, kinds = (written_settings(experiment), source), sorted(kinds_of_tasks(plan))
+        sources = (plan.tasks.tasks, plan.eval_tasks.tasks)
+        pool = WorkerPool(
+            cluster, arguments, kinds, lambda grader: probe_rewards(grader, experiment, *sources, say=progress.say)
+        )
+        stack.push_async_callback(pool.close)
+        progress.say(
+            f"trainer hosts: {launch.trainer_hosts}, engines: {launch.rollout_engines}, reward workers: "
+            f"{launch.reward_workers}, as processes of Ray ({cluster.accelerator if cluster.accelerator != 'none' else 'CPUs'})"
+        )
+        async with cluster.reserved():
+            (trainers, beside), _ = await all_or_none(
+                start_trainers(
+                    stack, cluster, *arguments, str(folder.absolute()), saved_version, claim.token if claim else None
+                ),
+                pool.start(),
+            )
+        restored = None if beside is None else unpack(beside)
+        sinks, trace = written_files(stack, plan, folder, trainers.version if resume else None, restored)
+        relay = Relay(trainers, pool.engines, offer_timeout_s=OFFER_TIMEOUT_S)
+        stack.push_async_callback(relay.close)
+        relay.publish(trainers.version, trainers.params)
+        stop = stack.enter_context(stopping_on_signals())
+        agents = await agents_of(stack, experiment, plan.tokenizer)
+        grader = TracedGrader(pool.graders, trace)
+        yield Run(
+            *(plan, folder, trainers, trainers, relay, pool.engines, grader, grader.use, agents),
+            *(sinks, trace, progress, stop, restored),
+        )
+
+
+async def start_trainers(
+    stack: AsyncExitStack,
+    cluster: Cluster,
+    settings: str,
+    source: str | None,
+    folder: str,
+    saved_version: int | None,
+    claim_token: str | None,
+) -> tuple[Trainers, Any]:
+    """All trainer hosts, joined and ready, until the stack ends; and what their checkpoint holds beside their state, packed."""
+    config = cluster.config
+
+    async def host(number: int) -> Connection:
+        arguments = settings, source, folder, saved_version, claim_token
+        connection, _ = await started(cluster, "trainer host", number, TRAINER, *arguments)
+        # A checkpoint may be under way.
+        stack.push_async_callback(connection.close, SAVE_TIMEOUT_S)
+        return connection
+
+    hosts = await all_or_none(*(host(number) for number in range(config.trainer_hosts)))
+    coordinator = await hosts[0].address()
+    try:
+        joined = await answers_of(
+            (each, "join", (coordinator, number, config.trainer_hosts, config.start_timeout_s))
+            for number, each in enumerate(hosts)
+        )
+    except (ConfigError, WorkerDied):
+        raise
+    except Exception as error:
+        raise NotStarted(f"trainer hosts could not start: {type(error).__name__}: {error}") from error
+    return Trainers(hosts, joined[0]["version"]), joined[0]["beside"]
+
+
+async def all_or_none(*work: Coroutine[Any, Any, Any]) -> list[Any]:
+    """What each returns, side by side. Where one fails, the others are cancelled, and have ended when its error is raised."""
+    tasks = [asyncio.create_task(each) for each in work]
+    try:
+        return await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+
+async def started(cluster: Cluster, kind: Kind, number: int, role: str, *arguments: Any) -> tuple[Connection, dict[str, Any]]:
+    """A process that runs the same releases as this one, and what its role found. Raises as Cluster.start and require_same."""
+    connection, facts = await cluster.start(kind, number, role, *arguments)
+    try:
+        require_same(connection.name, facts)
+    except ConfigError:
+        await connection.close()
+        raise
+    return connection, facts
+
+
+def require_same_policy(name: str, facts: dict[str, Any], expected: str) -> None:
+    """ConfigError where an engine has found other files than the first one."""
+    if facts["policy"] != expected:
+        raise ConfigError(
+            f"{name} ({facts['devices']}) found another policy than the other engines: fingerprint {facts['policy']}, expected "
+            f"{expected}; policy.path must name the same files on every host"
+        )
+
+
+def require_same(name: str, facts: dict[str, Any]) -> None:
+    """ConfigError where a process runs other releases than this one."""
+    if different := [f"{what} {facts[what]}, expected {here}" for what, here in releases().items() if facts[what] != here]:
+        raise ConfigError(f"{name} has {' and '.join(different)}: install the same on every host")

@@ -1,0 +1,67 @@
+"""A policy at work for a server's clients: found, loaded, and warm."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+from areal_jax.config.overrides import assign, build, from_text, settings
+from areal_jax.config.policy_names import named_policy
+from areal_jax.engine.decode import SamplingMode
+from areal_jax.engine.engine_loop import EngineLoop
+from areal_jax.errors import ConfigError
+from areal_jax.models import lora
+from areal_jax.models.config import PolicyConfig
+from areal_jax.parallel.config import PlacementConfig
+from areal_jax.records import Sampling
+from areal_jax.run.models import DecodingPolicy, decoding_mesh, find_decoding_policy
+from areal_jax.run.plan import had
+from areal_jax.serve.config import ServeConfig
+from areal_jax.serve.engine_backend import EngineBackend
+from areal_jax.weights.pinned import Pinned
+
+
+@asynccontextmanager
+async def engine_backend(config: ServeConfig, api_key: str) -> AsyncIterator[EngineBackend]:
+    """The policy of the settings, warm. ConfigError where it cannot be had, or does not fit."""
+    decoding = await asyncio.to_thread(find_served, config)
+    engine, weights = decoding.engine, await asyncio.to_thread(decoding.load)
+    # Clients ask for top_p often; programs for what else they may ask for are compiled while others are answered.
+    await asyncio.to_thread(engine.warm_up, SamplingMode.FILTERED)
+    engine_loop = EngineLoop(engine, Pinned(weights))
+    totals: dict[str, float] = {"tokens": 0.0, "dispatches": 0.0, "requests": 0.0, "prefill_tokens": 0.0}
+
+    def measure() -> dict[str, float]:
+        # What the engine loop tells is since the last time.
+        reported = engine_loop.metrics()
+        totals.update({name: total + reported[name][0] for name, total in totals.items()})
+        return totals
+
+    try:
+        engine_loop.start()
+        engine_loop.compile_ahead(SamplingMode.SHAPED)
+        limits, stops = config.engine, decoding.tokenizer.stop_token_ids
+        sampling = Sampling(limits.max_new_tokens, limits.temperature, limits.top_k, limits.top_p, stops)
+        name = config.served_name or config.model
+        yield EngineBackend(
+            engine_loop, name, decoding.tokenizer, sampling, config.seed, api_key, limits.max_prompt_tokens, measure
+        )
+    finally:
+        engine_loop.close()
+
+
+def find_served(config: ServeConfig) -> DecodingPolicy:
+    """The policy that `model` names. ConfigError where it cannot be had, or does not fit."""
+    given, checkpoint = named_policy(config.model, "model")
+    if "path" not in given:
+        base = config.base or had(lambda: lora.base_of(Path(config.model).expanduser()))
+        if not base:
+            raise ConfigError(f"model={config.model} is an adapter that names no policy beside which it was trained; set base")
+        given["path"] = base
+    elif config.base is not None:
+        raise ConfigError(f"base={config.base} is for adapters, and model={config.model} is none; leave it out")
+    policy = build(PolicyConfig, assign({**given, "compute_dtype": config.compute_dtype}, settings(PolicyConfig), from_text))
+    mesh = decoding_mesh(PlacementConfig(rollout_devices=config.devices, rollout_tensor=config.tensor), "devices")
+    return find_decoding_policy(policy, config.engine, mesh, checkpoint, seed=config.seed, setting="model")

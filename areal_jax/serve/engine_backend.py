@@ -1,0 +1,72 @@
+"""Who answers the clients of a server: an engine, for whoever shows the token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import count
+
+import numpy as np
+from jaxtyping import Int32
+
+from areal_jax.data.tokenizer import HFTokenizer
+from areal_jax.protocols import Engine
+from areal_jax.records import Completion, OnProgress, Request, Sampling, derive_seed
+from areal_jax.serve.bodies import APIError, Chat, GenerationParams, require_key
+from areal_jax.serve.responses import Part
+
+
+@dataclass(slots=True)
+class EngineBackend:
+    """Answers every request by itself, and is the `Auth` to itself."""
+
+    engine: Engine
+    model: str
+    tokenizer: HFTokenizer
+    sampling: Sampling
+    """Of a request that says nothing of it."""
+    seed: int
+    api_key: str
+    max_prompt_tokens: int | None = None
+    """Of the engine: longer prompts are refused before they are tokenized."""
+    measure: Callable[[], Mapping[str, float]] = dict
+    """What the engine has counted so far."""
+    _numbers: count[int] = field(default_factory=count)
+
+    def enter(self, session: str, key: str) -> EngineBackend:
+        if session:
+            raise APIError(404, "this server has no sessions")
+        require_key(key, self.api_key, "the server's bearer token")
+        return self
+
+    def serves(self, model: str) -> bool:
+        return model == self.model
+
+    def busy(self) -> AbstractContextManager[None]:
+        return nullcontext()
+
+    def prompt_of(self, chat: Chat) -> Int32[np.ndarray, "P"]:
+        return self.tokenizer.render(chat.turns, chat.tools, self.max_prompt_tokens)
+
+    def prompt_of_text(self, text: str) -> Int32[np.ndarray, "P"]:
+        return self.tokenizer.encode_prompt(text, self.max_prompt_tokens)
+
+    async def generate(
+        self, prompt: Int32[np.ndarray, "P"], generation_params: GenerationParams, on_progress: OnProgress | None
+    ) -> list[Completion]:
+        number = f"request-{next(self._numbers)}"
+        stops = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *generation_params.stop_tokens)))
+        budget = generation_params.max_new_tokens or self.sampling.max_new_tokens
+        request = Request(
+            id=number,
+            prompt_tokens=prompt,
+            num_samples=generation_params.num_samples,
+            sampling=replace(self.sampling, **generation_params.sampling, max_new_tokens=budget, stop_token_ids=stops),
+            seed=derive_seed(self.seed, number) if generation_params.seed is None else generation_params.seed,
+            on_progress=on_progress,
+        )
+        return await self.engine.submit(request)
+
+    def reported(self, prompt: Int32[np.ndarray, "P"], chat: Chat | None, parts: Sequence[Part]) -> None:
+        """Nothing is kept."""

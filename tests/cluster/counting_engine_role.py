@@ -1,0 +1,88 @@
+"""A role for tests: an engine that draws 0, 1, 2, ... in every sample, tells every token, and dies where it is told to."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import time
+from typing import Any
+
+import numpy as np
+
+from areal_jax.cluster import wire
+from areal_jax.cluster.worker import Emit
+from areal_jax.records import Completion, Request, empty_completion
+
+IN_ITS_TURN = -2
+
+
+class Counting:
+    def __init__(self, emit: Emit, version: int, dies_at: int) -> None:
+        """Args: version: stamped on every token. dies_at: after so many tokens of its own; -1: never; or IN_ITS_TURN."""
+        self._emit, self._version, self._dies_at = emit, version, dies_at
+        self._sampled: dict[str, list[Completion]] = {}
+        self._ended: set[tuple[str, int]] = set()
+        self._swap: tuple[float, float] | None = None
+        """When it began and ended, time.time."""
+
+    async def begin(self) -> dict[str, Any]:
+        return {}
+
+    async def submit(self, plain: Any) -> Any:
+        request = wire.request_from(plain)
+        sampled = self._sampled[request.id] = list(request.resume) or [empty_completion()] * request.num_samples
+        for step in range(request.sampling.max_new_tokens):
+            if step == self._dies_at:
+                os._exit(9)
+            self._emit("progress", {request.id: self._draw(request, sampled)})
+            self._emit("measures", {"tokens": (1.0, 1.0), "occupancy": (1.0, 2.0)})
+            # Told before the process may die.
+            await asyncio.sleep(0.1)
+            if all(self._is_done(request, sample, each) for sample, each in enumerate(sampled)):
+                break
+        del self._sampled[request.id]
+        done = [Completion(each.tokens, each.logp, each.versions, "stop") for each in sampled]
+        return wire.completions_to(done)
+
+    async def snapshot(self) -> Any:
+        return {name: wire.completions_to(sampled) for name, sampled in self._sampled.items()}
+
+    def end_sample(self, request_id: str, sample: int) -> None:
+        self._ended.add((request_id, sample))
+
+    async def offer(self, version: int, contributions: Any) -> None:
+        self._emit("weights", version)
+        while self._swap is None:
+            self._emit("wants_turn", time.monotonic())
+            await asyncio.sleep(0.1)
+
+    async def turn(self, ticket: float) -> None:
+        """Swap, which takes a while, or the process's life."""
+        begin_s = time.time()
+        self._swap = begin_s, begin_s
+        if self._dies_at == IN_ITS_TURN:
+            os._exit(9)
+        await asyncio.sleep(0.3)
+        self._swap = begin_s, time.time()
+        self._emit("swapped", ticket)
+
+    def swap(self) -> tuple[float, float] | None:
+        return self._swap
+
+    async def end(self) -> None:
+        pass
+
+    def _draw(self, request: Request, sampled: list[Completion]) -> dict[int, Any]:
+        """One more token in every sample that goes on."""
+        news = {}
+        for sample, each in enumerate(sampled):
+            if not self._is_done(request, sample, each):
+                start = len(each.tokens)
+                more = np.array([start], np.int32), np.array([-0.5], np.float32), np.array([self._version], np.int32)
+                one = Completion(*more, "suspended")
+                sampled[sample] = each.followed_by(one)
+                news[sample] = (start, wire.completion_to(one))
+        return news
+
+    def _is_done(self, request: Request, sample: int, sampled: Completion) -> bool:
+        return len(sampled.tokens) >= request.sampling.max_new_tokens or (request.id, sample) in self._ended

@@ -1,0 +1,132 @@
+"""A cluster as it is found: what is asked of it and what it has; and settings that go together."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from areal_jax.checkpoint.recovery import Columns
+from areal_jax.checkpoint.store import CheckpointStore
+from areal_jax.cluster.config import Ray
+from areal_jax.cluster.placement import Kind, require_fit, unplaced
+from areal_jax.config.load import load_experiment, write_config
+from areal_jax.errors import ConfigError
+from areal_jax.parallel.config import PlacementConfig
+
+
+def test_launch_is_chosen_in_any_case_and_plans_for_all_trainer_devices_beside_one_engine() -> None:
+    experiment = load_experiment("aime", ["launch=ray", "launch.trainer_hosts=2", "launch.trainer_devices=4"])
+    assert isinstance(experiment.launch, Ray)
+    planned = experiment.launch.placement(PlacementConfig(train_tensor=2))
+    assert (planned.train_devices, planned.rollout_devices, planned.simulated_devices, planned.train_tensor) == (8, 1, 9, 2)
+
+
+@pytest.mark.parametrize(
+    ("setting", "reported"),
+    [
+        ("placement.train_devices=2", "launch.trainer_hosts and launch.trainer_devices"),
+        ("placement.rollout_devices=2", "launch.rollout_engines and launch.engine_devices"),
+        ("placement.rollout_share=0.5", "launch.rollout_engines and launch.engine_devices"),
+        ("placement.simulated_devices=2", "launch.accelerator=none"),
+        ("placement.engines=2", "launch.rollout_engines"),
+    ],
+)
+def test_devices_are_counted_in_one_place(setting: str, reported: str) -> None:
+    with pytest.raises(ConfigError, match=f"{re.escape(setting)} says nothing under launch=Ray.*{reported}"):
+        load_experiment("aime", ["launch=ray", setting])
+
+
+def test_learning_from_examples_is_not_for_a_cluster() -> None:
+    with pytest.raises(ConfigError, match="launch=Ray is for reinforcement learning"):
+        load_experiment("sft", ["launch=ray"])
+
+
+def test_a_cluster_of_ones_own_lets_in_who_knows_the_token_and_another_keeps_its_own() -> None:
+    mine = Ray().variables({})
+    assert mine["RAY_AUTH_MODE"] == "token" and len(mine["RAY_AUTH_TOKEN"]) == 64
+    assert Ray().variables({})["RAY_AUTH_TOKEN"] != mine["RAY_AUTH_TOKEN"]
+    assert "RAY_AUTH_TOKEN" not in Ray(address="there:6379").variables({})
+    assert "RAY_AUTH_TOKEN" not in Ray().variables({"RAY_ADDRESS": "there:6379"})
+
+
+@pytest.mark.parametrize(
+    ("settings", "reported"),
+    [
+        (
+            ["launch.trainer_hosts=2", "launch.accelerator=GPU", "launch.trainer_devices=4"],
+            r"too small for 2 trainer hosts, 2 engines, 1 reward worker: they need 10 GPU where there are 0; lower",
+        ),
+        (["launch.address=127.0.0.1:1"], r"launch.address=127.0.0.1:1: no Ray cluster answers there"),
+    ],
+)
+def test_what_a_cluster_does_not_have_is_refused_with_the_numbers(
+    settings: list[str], reported: str, tmp_path: Path, of_a_command: dict[str, str]
+) -> None:
+    command = [sys.executable, "-m", "areal_jax.train", "--exp=aime", f"--run-folder={tmp_path / 'run'}", "launch=ray"]
+    done = subprocess.run([*command, *settings], capture_output=True, text=True, timeout=120, env=of_a_command)
+    assert done.returncode == 2, done.stderr
+    assert re.search(reported, done.stderr), done.stderr
+    assert "Traceback" not in done.stderr
+
+
+@pytest.mark.timeout(300)
+def test_a_worker_that_dies_at_its_start_ends_the_run_in_one_line(tmp_path: Path, of_a_command: dict[str, str]) -> None:
+    # The file of the experiment is imported by the command and by every worker.
+    own, run = tmp_path / "own.py", tmp_path / "run"
+    own.write_text(
+        "import os, sys\n"
+        "from areal_jax.config.load import load_experiment\n"
+        "if sys.argv[0].endswith('default_worker.py'): os._exit(3)\n"
+        "experiment = load_experiment('aime', ['launch=ray', 'launch.attempts=0'])\n"
+    )
+    run.mkdir()
+    write_config(load_experiment(str(own)), run / "config.json")
+    store = CheckpointStore(run / "checkpoints", keep=1)
+    store.save(7, {"params": {"embedding": np.zeros((2, 3), np.float32)}}, Columns({}, {}))
+    store.close()
+    command = [sys.executable, "-m", "areal_jax.train", f"--exp={own}", f"--resume={run}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=240, env=of_a_command)
+    assert done.returncode == 1, done.stderr
+    assert "Traceback" not in done.stderr
+    (line,) = [line for line in done.stderr.splitlines() if line.startswith("areal_jax: ")]
+    resumed = f"python -m areal_jax.train --resume={run} resumes from the checkpoint of version 7"
+    reported = r"(trainer host|engine|reward worker) \d ended before it was ready: .+"
+    assert re.fullmatch(rf"areal_jax: {reported}; {re.escape(resumed)}", line), line
+
+
+def test_every_process_has_to_find_room_on_one_node() -> None:
+    nodes = [{"CPU": 8.0, "memory": 1.0}, {"CPU": 8.0, "GPU": 8.0}, {"CPU": 8.0, "GPU": 8.0}]
+    # 4 GPUs each, thrice, leave 4 of one node to as many engines; reward workers need none.
+    engines = {"CPU": 1.0, "GPU": 1.0}
+    wanted: dict[Kind, tuple[int, dict[str, float]]] = {
+        "reward worker": (8, {"CPU": 1.0}),
+        "engine": (4, engines),
+        "trainer host": (3, {"CPU": 1.0, "GPU": 4.0}),
+    }
+    assert unplaced(wanted, nodes) == {}
+    wanted["engine"] = (6, engines)
+    assert unplaced(wanted, nodes) == {"engine": 2}
+    # 16 GPUs in all, yet no node has 9.
+    assert unplaced({"trainer host": (1, {"CPU": 1.0, "GPU": 9.0})}, nodes) == {"trainer host": 1}
+    # 24 CPUs are 8 times 3, but each node has room for two.
+    assert unplaced({"engine": (8, {"CPU": 3.0})}, nodes) == {"engine": 2}
+    # Ten times a tenth is one.
+    assert unplaced({"reward worker": (10, {"CPU": 0.1})}, [{"CPU": 1.0}]) == {}
+
+
+def test_a_cluster_whose_nodes_are_too_small_is_refused_with_what_they_have() -> None:
+    nodes = [{"CPU": 2.0, "GPU": 2.0}] * 3 + [{"CPU": 4.0}]
+    config = Ray(trainer_devices=4, rollout_engines=2)
+    with pytest.raises(ConfigError) as caught:
+        require_fit(config, "GPU", nodes)
+    assert (
+        "too small for 1 trainer host, 2 engines, 1 reward worker: each has to lie on one node (trainer host 1 CPU and 4 GPU, "
+        "engine 1 CPU and 1 GPU, reward worker 1 CPU), and nodes of 2 CPU and 2 GPU (3 times), 4 CPU have not enough resources for 1 of 1 "
+        "trainer host; lower launch.trainer_hosts"
+    ) in str(caught.value)
+    require_fit(config, "none", nodes)

@@ -1,0 +1,536 @@
+"""Settings: listed, overridden, refused, kept and read again."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import get_args
+
+import chz
+import pytest
+
+import areal_jax
+from areal_jax.config import checks, load
+from areal_jax.config.experiment import AnyExperiment, Experiment
+from areal_jax.config.load import experiment_names, load_experiment, read_config, write_config
+from areal_jax.config.overrides import assign, build, from_text, settings
+from areal_jax.data.config import Files, Synthetic
+from areal_jax.errors import ConfigError
+from areal_jax.models.config import LoRA
+from areal_jax.rl.config import GAE, PPO, BatchNormalized, DecoupledPPO, KLInReward, Masked, Reference, Teacher
+from areal_jax.rl.presets import PRESETS
+from areal_jax.trainer.config import Critic, OptimizerConfig
+
+SHIPPED = experiment_names()
+
+SMALL = """
+from areal_jax.config.experiment import Experiment
+experiment = Experiment(name="small", num_steps=3)
+"""
+
+
+@chz.chz
+class PrefillChunk:
+    """How a shape is filled."""
+
+
+@chz.chz
+class Solid(PrefillChunk):
+    """One colour."""
+
+
+@chz.chz
+class Striped(PrefillChunk):
+    """Two colours."""
+
+    width: int = chz.field(default=1, doc="of a stripe")
+
+
+@chz.chz
+class Shape:
+    """What is sampled."""
+
+
+@chz.chz
+class Point(Shape):
+    """Nothing to fill."""
+
+
+@chz.chz
+class Square(Shape):
+    """Something to fill."""
+
+    fill: PrefillChunk = chz.field(default_factory=Solid, doc="inside")
+
+
+@chz.chz
+class SamplingMode:
+    shape: Shape = chz.field(default_factory=Point, doc="the only one")
+
+
+def refusal(*overrides: str, of: str = "aime") -> str:
+    with pytest.raises(ConfigError) as raised:
+        load_experiment(of, overrides)
+    return str(raised.value)
+
+
+def written(experiment: AnyExperiment, folder: Path) -> Path:
+    write_config(experiment, folder / "config.json")
+    return folder / "config.json"
+
+
+def test_the_promised_experiments_are_shipped() -> None:
+    assert {"aime", "aime_1p5b", "dpo", "gsm8k", "reward_model", "sft", "tiny_sft"} <= set(SHIPPED)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_run_can_be_repeated_from_its_config_json(name: str, tmp_path: Path) -> None:
+    experiment = load_experiment(name)
+    assert experiment.name == name
+    again = read_config(written(experiment, tmp_path))
+    assert again == experiment
+    assert type(again) is type(experiment)
+
+
+def test_overrides_survive_in_config_json_and_come_after_it(tmp_path: Path) -> None:
+    overrides = [
+        "tasks=Files",
+        "tasks.path=a,b.jsonl",
+        "trainer.loss=PPO",
+        "rollout.max_staleness=none",
+        "description=two words",
+    ]
+    path = written(load_experiment("aime", overrides), tmp_path)
+    again = read_config(path, ["trainer.loss.clip_eps=0.1"])
+    assert isinstance(again, Experiment)
+    assert again.tasks == Files(path="a,b.jsonl")
+    assert again.trainer.loss == PPO(clip_eps=0.1)
+    assert again.rollout.max_staleness is None
+    assert again.description == "two words"
+
+
+def test_config_json_is_flat_and_readable(tmp_path: Path) -> None:
+    content = json.loads(written(load_experiment("aime", ["rollout.max_staleness=7"]), tmp_path).read_text())
+    assert content["areal_jax.version"] == areal_jax.__version__
+    assert content["areal_jax.experiment"] == "Experiment"
+    assert content["tasks"] == "Synthetic"
+    assert content["trainer.loss"] == "DecoupledPPO"
+    assert content["rollout.max_staleness"] == 7
+    assert content["placement.train_devices"] is None
+    assert content["tasks.families"] == []
+    assert not any(isinstance(value, dict) for value in content.values())
+
+
+@pytest.mark.parametrize(
+    ("override", "value"),
+    [
+        ("rollout.max_staleness=8", 8),
+        ("rollout.max_staleness=none", None),
+        ("rollout.max_staleness_of_code=same", "same"),
+        ("rollout.max_staleness_of_code=16", 16),
+        ("rollout.max_staleness_of_code=none", None),
+        ("trainer.optimizer.learning_rate=1e-3", 1e-3),
+        ("trainer.optimizer.learning_rate=1", 1.0),
+        ("trainer.remat=none", "none"),
+        ("trainer.optimizer.offload=True", True),
+        ("engine.on_update=keep", "keep"),
+        ("tasks.families=gcd, lcm", ("gcd", "lcm")),
+        ("tasks.families=", ()),
+        ("prompt.suffix= a=b, c", " a=b, c"),
+    ],
+)
+def test_an_override_is_read_as_its_settings_type(override: str, value: object) -> None:
+    key = override.partition("=")[0]
+    assert settings(load_experiment("aime", [override]))[key].value == value
+
+
+def test_the_last_override_of_a_key_wins() -> None:
+    assert load_experiment("aime", ["seed=2", "seed=3"]).seed == 3
+
+
+def test_another_class_brings_its_own_defaults_in_any_order() -> None:
+    capped = load_experiment("aime", ["trainer.loss.importance_weighting=Masked", "trainer.loss.importance_weighting.cap=5"])
+    assert capped.trainer.loss == DecoupledPPO(importance_weighting=Masked(cap=5))
+    for overrides in (["trainer.loss=PPO", "trainer.loss.clip_eps=0.3"], ["trainer.loss.clip_eps=0.3", "trainer.loss=PPO"]):
+        assert load_experiment("aime", overrides).trainer.loss == PPO(clip_eps=0.3)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_an_algorithm_sets_the_switches_of_its_preset_and_nothing_else(name: str) -> None:
+    plain, preset = settings(load_experiment("aime")), PRESETS[name]
+    experiment = load_experiment("gsm8k", [f"algorithm={name}"])
+    assert isinstance(experiment, Experiment)
+    trainer = experiment.trainer
+    assert (trainer.loss, trainer.loss_mean, trainer.advantages, trainer.shaping, trainer.reference) == (
+        *(preset.loss, preset.loss_mean, preset.advantages, preset.shaping, preset.reference),
+    )
+    changed = {
+        key for key, setting in settings(load_experiment("aime", [f"algorithm={name}"])).items() if plain.get(key) != setting
+    }
+    rooms = tuple(f"trainer.{name}" for name in ("loss", "advantages", "shaping", "reference"))
+    others = {key for key in changed if not key.startswith(rooms)}
+    assert others <= {"rollout.success_rate_above", "rollout.success_rate_below"}
+
+
+def test_a_reference_comes_with_its_kl_and_only_with_one_that_has_a_gradient(tmp_path: Path) -> None:
+    experiment = load_experiment("aime", ["trainer.reference.kl=KLInReward", "trainer.reference.kl.coefficient=0.01"])
+    assert experiment.trainer.reference == Reference(path="initial", kl=KLInReward(coefficient=0.01, estimator="k1"))
+    assert read_config(written(experiment, tmp_path)) == experiment
+    assert load_experiment("aime").trainer.reference is None
+    with pytest.raises(ConfigError, match=r"trainer\.reference\.kl\.estimator=k1: expected one of k2, k3"):
+        load_experiment("aime", ["trainer.reference.kl.estimator=k1"])
+    # There is no coefficient without a reference for it to be of.
+    with pytest.raises(ConfigError, match=r"unknown setting trainer\.kl"):
+        load_experiment("aime", ["trainer.kl=0.1"])
+    with pytest.raises(ConfigError, match="expected 0 or more"):
+        load_experiment("aime", ["trainer.reference.kl.coefficient=-1"])
+    assert load_experiment("aime", ["algorithm=grpo", "trainer.reference=none"]).trainer.reference is None
+    with pytest.raises(ConfigError, match=r"trainer\.reference\.offload=true would save nothing"):
+        load_experiment("aime", ["policy.lora.rank=2", "trainer.reference.offload=true"])
+    with pytest.raises(ConfigError, match="no meaning in learning from examples"):
+        load_experiment("tiny_sft", ["trainer.reference.path=initial"])
+
+
+def test_a_teacher_must_be_named_and_is_signal_enough() -> None:
+    with pytest.raises(ConfigError, match=r"trainer\.teacher\.path must be given"):
+        load_experiment("aime", ["trainer.teacher.weight=2"])
+    lone = ["rollout.samples_per_group=1", "trainer.teacher.path=embedded"]
+    assert load_experiment("aime", lone).trainer.teacher == Teacher(path="embedded")
+
+
+def test_what_is_said_beside_an_algorithm_wins(tmp_path: Path) -> None:
+    experiment = load_experiment("aime", ["trainer.loss.clip_eps_high=0.3", "algorithm=dapo"])
+    assert isinstance(experiment, Experiment)
+    assert experiment.trainer.loss == DecoupledPPO(clip_eps_high=0.3)
+    assert (experiment.rollout.success_rate_above, experiment.rollout.success_rate_below) == (0.0, 1.0)
+    # It is written down switch by switch, and read again without the preset's name.
+    assert read_config(written(experiment, tmp_path)) == experiment
+
+
+def test_a_critic_belongs_to_gae_alone() -> None:
+    ppo = load_experiment("aime", ["algorithm=ppo", "trainer.critic.warmup_steps=5", "trainer.critic.optimizer.beta1=0.5"])
+    assert isinstance(ppo, Experiment)
+    assert isinstance(ppo.trainer.advantages, GAE)
+    assert ppo.trainer.critic == Critic(warmup_steps=5, optimizer=OptimizerConfig(beta1=0.5))
+    assert "trainer.critic.optimizer, trainer.critic.path: without meaning under trainer.advantages=GroupNormalized" in refusal(
+        "trainer.critic.path=x", "trainer.critic.optimizer.beta1=0.5"
+    )
+    # An experiment with a critic of its own, trained without one.
+    assert load._with_algorithm(ppo, "grpo").trainer.critic == Critic()
+    assert load._with_algorithm(ppo, "ppo") == ppo
+
+
+def test_an_unknown_algorithm_is_answered_with_the_known_ones() -> None:
+    assert load_experiment("aime", ["algorithm=GRPO"]) == load_experiment("aime", ["algorithm=grpo"])
+    with pytest.raises(ConfigError, match="no algorithm 'grppo'; known are areal, grpo"):
+        load_experiment("aime", ["algorithm=grppo"])
+    with pytest.raises(ConfigError, match="which tiny_sft is not"):
+        load_experiment("tiny_sft", ["algorithm=grpo"])
+    with pytest.raises(ConfigError, match=r"rollout\.success_rate_above=0\.5 and rollout\.success_rate_below=0\.5"):
+        load_experiment("aime", ["rollout.success_rate_above=0.5", "rollout.success_rate_below=0.5"])
+    with pytest.raises(ConfigError, match=r"tasks\.success_rate_above=0\.9 and tasks\.success_rate_below=0\.2"):
+        load_experiment("gsm8k", ["tasks.success_rate_above=0.9", "tasks.success_rate_below=0.2"])
+
+
+def test_a_choice_inside_a_choice_may_be_given_in_any_order() -> None:
+    given = {"shape.fill.width": "3", "shape.fill": "Striped", "shape": "Square"}
+    assert build(SamplingMode, assign(given, settings(SamplingMode), from_text)) == SamplingMode(
+        shape=Square(fill=Striped(width=3))
+    )
+
+
+def test_a_record_may_be_left_out_and_a_setting_inside_brings_it(tmp_path: Path) -> None:
+    assert load_experiment("aime").policy.lora is None
+    for overrides in (["policy.lora=LoRA", "policy.lora.rank=4"], ["policy.lora.rank=4"]):
+        experiment = load_experiment("aime", overrides)
+        assert experiment.policy.lora == LoRA(rank=4)
+    assert load_experiment("aime", ["policy.lora=LoRA"]).policy.lora == LoRA()
+    path = written(experiment, tmp_path)
+    assert json.loads(path.read_text())["policy.lora"] == "LoRA"
+    assert read_config(path) == experiment
+    assert read_config(path, ["policy.lora=none"]) == load_experiment("aime")
+    assert "it needs policy.lora=LoRA" in refusal("policy.lora=none", "policy.lora.rank=4")
+
+
+def test_the_same_class_again_keeps_what_the_experiment_set() -> None:
+    assert isinstance(loaded := load_experiment("aime", ["eval_tasks=Synthetic", "eval_tasks.seed=7"]), Experiment)
+    assert isinstance(before := load_experiment("aime"), Experiment)
+    assert isinstance(before.eval_tasks, Synthetic)
+    assert loaded.eval_tasks == chz.replace(before.eval_tasks, seed=7)
+
+
+@pytest.mark.parametrize(
+    ("override", "said"),
+    [
+        ("rollout.group_per_batch=3", ["unknown setting rollout.group_per_batch", "rollout.groups_per_batch"]),
+        ("groups_per_batch=3", ["rollout.groups_per_batch"]),
+        ("qqq=3", ["unknown setting qqq", "--help"]),
+        ("tasks.path=x", ["no setting of tasks=Synthetic", "tasks=Files"]),
+        ("engine=3", ["group of settings", "engine.num_slots"]),
+        ("tasks=File", ["tasks=File", "one of Synthetic, Exercises, Files, Hub"]),
+        ("tasks=TaskSource", ["one of Synthetic, Exercises, Files, Hub"]),
+        ("tasks=Files", ["tasks.path must be given", "str"]),
+        ("seed=ten", ["seed=ten", "expected int", "'ten'"]),
+        ("seed=1.5", ["seed=1.5", "expected int"]),
+        ("seed=none", ["seed=none", "expected int"]),
+        ("seed=lambda: 3", ["seed=lambda: 3", "expected int"]),
+        ("trainer.remat=some", ["trainer.remat=some", "one of none, dots, attention, full"]),
+        ("trainer.optimizer.offload=maybe", ["trainer.optimizer.offload=maybe", "expected bool"]),
+        ("policy.lora=Adapter", ["policy.lora=Adapter", "LoRA or none"]),
+        ("policy.lora.rnk=3", ["unknown setting policy.lora.rnk", "policy.lora.rank"]),
+        ("policy.lora.targets=q", ["policy.lora.targets=q", "comma-separated one of q_proj"]),
+        ("engine.on_update=drop", ["engine.on_update=drop", "one of recompute, keep"]),
+        ("trainer.optimizer.learning_rate=nan", ["expected float", "'nan'"]),
+        ("seed", ["'seed'", "key=value"]),
+    ],
+)
+def test_a_wrong_override_is_refused_with_what_would_be_right(override: str, said: list[str]) -> None:
+    message = refusal(override)
+    assert [part for part in said if part not in message] == []
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["trainer.advantages=GAE", "trainer.advantages.lam=1.5"], ["trainer.advantages.lam=1.5", "from 0 to 1"]),
+        (["trainer.advantages=GAE", "trainer.critic.value_clip_eps=0"], ["trainer.critic.value_clip_eps=0", "above 0"]),
+        (["engine.top_k=2147483648"], ["engine.top_k=2147483648", "at most 2147483647"]),
+        (["rollout.groups_per_batch=0"], ["rollout.groups_per_batch=0", "above 0"]),
+        (["rollout.max_staleness=-1"], ["rollout.max_staleness=-1", "0 or more"]),
+        (["engine.top_p=1.5"], ["engine.top_p=1.5", "from 0 to 1"]),
+        (["trainer.loss.dual_clip=0.5"], ["trainer.loss.dual_clip=0.5", "above 1"]),
+        (
+            ["trainer.row_tokens=100", "engine.max_prompt_tokens=64"],
+            ["trainer.row_tokens=100", "engine.max_prompt_tokens + engine.max_new_tokens = 160"],
+        ),
+        (["trainer.num_mini_batches=17"], ["trainer.num_mini_batches=17", "rollout.groups_per_batch=16"]),
+        (["rollout.samples_per_group=1"], ["rollout.samples_per_group=1", "BatchNormalized"]),
+        (["engine.temperature=0"], ["engine.temperature=0"]),
+        (["policy.lora.rank=4", "policy.adapter=DIR"], ["policy.adapter=DIR", "leave out policy.lora"]),
+        (["policy.adapter=DIR", "policy.random_init=true"], ["policy.adapter=DIR", "policy.random_init"]),
+        (["policy.lora.targets="], ["policy.lora.targets", "such as q_proj"]),
+        (["policy.lora.alpha=0"], ["policy.lora.alpha=0", "above 0"]),
+        (["rewards.correct=-5"], ["rewards.correct=-5", "rewards.wrong=-5"]),
+        (["workflow=MultiTurn", "workflow.max_turns=0"], ["workflow.max_turns=0", "above 0"]),
+        (["workflow=MultiTurn", "workflow.turn_discount=1.5"], ["workflow.turn_discount=1.5", "from 0 to 1"]),
+        (["workflow=ToolUse", "workflow.max_turns=1"], ["workflow.max_turns=1", "workflow=SingleTurn"]),
+        (["workflow=ToolUse", "workflow.tools.names="], ["workflow.tools.names=", "calculator, python, search"]),
+        (["workflow=ToolUse", "workflow.tools.names=calculater"], ["names=calculater", "calculator, python, search"]),
+        (["workflow=ToolUse", "workflow.tools.names=search"], ["workflow.tools.documents=None", "go together"]),
+        (["workflow=ToolUse", "workflow.tools.documents=DIR"], ["workflow.tools.documents=DIR", "go together"]),
+        (["workflow=ToolUse", "workflow.tools.timeout_s=0"], ["workflow.tools.timeout_s=0", "above 0"]),
+        (["rewards.scale=raw"], ["rewards.scale=raw needs a reward function", "rewards.function"]),
+        (["rewards.scale=raw", "rewards.function=a:b", "workflow=MultiTurn"], ["workflow=MultiTurn", "rewards.scale=unit"]),
+        (["rewards.scale=raw", "rewards.function=a:b", "algorithm=dapo"], ["rollout.success_rate_above", "=none"]),
+        (["rewards.scale=raw", "rewards.function=a:b", "rewards.form=x"], ["rewards.form=x", "rewards.no_answer"]),
+        (["rewards.max_consecutive_failures=0"], ["rewards.max_consecutive_failures=0", "above 0"]),
+        (["workflow.max_turns=2"], ["workflow.max_turns is no setting of workflow=SingleTurn", "workflow=MultiTurn"]),
+    ],
+)
+def test_impossible_combinations_name_their_knobs(overrides: list[str], said: list[str]) -> None:
+    message = refusal(*overrides)
+    assert [part for part in said if part not in message] == []
+
+
+def test_settings_that_supervised_fine_tuning_does_not_read_are_refused() -> None:
+    message = refusal("trainer.loss=PPO", "trainer.num_mini_batches=2", of="tiny_sft")
+    assert "trainer.loss=PPO has no meaning" in message
+    assert "trainer.num_mini_batches=2 has no meaning" in message
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["loss.beta=0"], ["loss.beta=0", "above 0"]),
+        (["loss.label_smoothing=0.5"], ["loss.label_smoothing=0.5", "less than 0.5"]),
+        (["loss=IPO", "loss.label_smoothing=0.1"], ["loss.label_smoothing is no setting of loss=IPO; it needs loss=DPO"]),
+        (["loss=PPO"], ["loss=PPO", "one of DPO, IPO, BradleyTerry"]),
+        (["loss=BradleyTerry", "evaluation.every_steps=5"], ["evaluation.every_steps=5", "gives none"]),
+        (["trainer.reference.kl=KLInReward"], ["trainer.reference.kl=KLInReward has no meaning"]),
+        (["loss=BradleyTerry", "trainer.reference.offload=true"], ["trainer.reference=Reference has no meaning"]),
+        (["placement.rollout_share=auto"], ["placement.rollout_share=auto balances", "learning from examples only trains"]),
+        (["trainer.loss=PPO", "trainer.shaping.scale=2"], ["trainer.loss=PPO has no", "trainer.shaping.scale=2.0 has no"]),
+    ],
+)
+def test_what_cannot_be_in_preference_training_is_refused(overrides: list[str], said: list[str]) -> None:
+    message = refusal(*overrides, of="dpo")
+    assert [part for part in said if part not in message] == []
+
+
+def test_an_objective_of_pairs_is_none_of_reinforcement_learning() -> None:
+    assert "trainer.loss=DPO: expected one of" in refusal("trainer.loss=DPO")
+
+
+@pytest.mark.parametrize("base", ["ImportanceWeightedLoss", "ProximalLoss", "CustomLoss"])
+def test_what_objectives_have_in_common_is_none_itself(base: str) -> None:
+    reported = re.search(r"trainer\.loss=\w+: expected one of (.*), came", refusal(f"trainer.loss={base}"))
+    assert reported and base not in reported[1].split(", ") and {"DecoupledPPO", "M2PO", "PPO"} <= set(reported[1].split(", "))
+
+
+def test_all_contradictions_are_said_at_once() -> None:
+    assert len(refusal("engine.num_slots=0", "engine.top_p=2", "trainer.num_mini_batches=99").splitlines()) == 3
+
+
+def test_one_answer_per_problem_is_fine_where_the_batch_is_compared() -> None:
+    experiment = load_experiment("aime", ["rollout.samples_per_group=1", "trainer.advantages=BatchNormalized"])
+    assert isinstance(experiment, Experiment)
+    assert experiment.trainer.advantages == BatchNormalized()
+
+
+@pytest.mark.parametrize("cls", get_args(AnyExperiment))
+def test_every_number_has_bounds_and_every_setting_a_meaning(cls: type[AnyExperiment]) -> None:
+    bounds = [
+        checks._POSITIVE,
+        checks._NOT_NEGATIVE,
+        checks._FRACTION,
+        checks._BELOW_HALF,
+        checks._ABOVE_ONE,
+        checks._ANY_NUMBER,
+    ]
+    listed = settings(cls)
+    for setting in list(listed.values()):
+        for choice in setting.choices:
+            listed |= settings(choice, f"{setting.key}.")
+    numbers, others = set[str](), set[str]()
+    for setting in listed.values():
+        assert setting.doc, setting.key
+        if setting.choices:
+            continue
+        numeric = []
+        for text in ("1", "0.5"):
+            try:
+                numeric.append(not isinstance(from_text(text, setting.kind), str | tuple))
+            except ValueError:
+                numeric.append(False)
+        name = setting.key.rpartition(".")[2]
+        (numbers if any(numeric) else others).add(name)
+    for name in numbers:
+        assert sum(name in group for group in bounds) == 1, f"{name} belongs in one group of bounds"
+    # A choice may share its name with a number, such as rewards.scale with trainer.shaping.scale.
+    assert {name for name in others - numbers if any(name in group for group in bounds)} == set()
+
+
+def test_an_experiment_may_be_any_file(tmp_path: Path) -> None:
+    path = tmp_path / "small.py"
+    path.write_text(SMALL)
+    assert load_experiment(str(path), ["seed=9"]) == Experiment(name="small", num_steps=3, seed=9)
+
+
+def test_a_file_may_bring_its_own_class_of_tasks(tmp_path: Path) -> None:
+    path = tmp_path / "mine.py"
+    path.write_text(
+        "from __future__ import annotations\nimport chz\nfrom areal_jax.config.experiment import Experiment\n"
+        "from areal_jax.data.config import TaskSource\n"
+        "@chz.chz\nclass Riddles(TaskSource):\n    'My own.'\n    depth: int = chz.field(default=1, doc='how deep')\n"
+        "experiment = Experiment(name='mine', num_steps=1, tasks=Riddles())\n"
+    )
+    experiment = load_experiment(str(path), ["tasks.depth=4"])
+    assert isinstance(experiment, Experiment)
+    assert settings(experiment)["tasks.depth"].value == 4
+    assert read_config(written(experiment, tmp_path)) == experiment
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        ("experiment = 3", "came int"),
+        ("", "came NoneType"),
+        (SMALL.replace("num_steps=3", "num_steps='3'"), "num_steps=3: expected int, came '3'"),
+    ],
+)
+def test_a_file_without_a_right_experiment_is_refused(content: str, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "wrong.py"
+    path.write_text(content)
+    assert said in refusal(of=str(path))
+
+
+def test_an_unknown_name_lists_the_known_ones() -> None:
+    message = refusal(of="aim")
+    assert all(name in message for name in SHIPPED)
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [
+        (None, "cannot be read"),
+        ("{", "came no JSON"),
+        ("[1]", "expected the config.json of a run"),
+        ('{"seed": 1}', "areal_jax.experiment"),
+        ('{"areal_jax.experiment": "Experiment", "areal_jax.version": "9.9", "name": "x", "sead": 1}', "areal_jax 9.9"),
+        ('{"areal_jax.experiment": "Experiment", "name": "x", "num_steps": 1, "seed": true}', "seed=true: expected int"),
+        ('{"areal_jax.experiment": "Experiment", "name": "x"}', "num_steps must be given"),
+    ],
+)
+def test_a_wrong_config_json_is_refused(content: str | None, said: str, tmp_path: Path) -> None:
+    path = tmp_path / "config.json"
+    if content is not None:
+        path.write_text(content)
+    with pytest.raises(ConfigError, match=r"config\.json") as raised:
+        read_config(path)
+    assert said in str(raised.value)
+
+
+def test_the_paper_s_recipe_is_the_paper_s() -> None:
+    # AReaL, arXiv:2505.24298, table 3.
+    recipe = settings(load_experiment("aime_1p5b"))
+    table = {
+        "rollout.groups_per_batch": 512,
+        "rollout.samples_per_group": 16,
+        "trainer.num_mini_batches": 4,
+        "trainer.loss": DecoupledPPO,
+        "trainer.loss.clip_eps": 0.2,
+        "trainer.advantages": BatchNormalized,
+        "trainer.optimizer.learning_rate": 2e-5,
+        "trainer.optimizer.schedule": "constant",
+        "trainer.optimizer.warmup_fraction": 0.001,
+        "trainer.optimizer.beta1": 0.9,
+        "trainer.optimizer.beta2": 0.95,
+        "trainer.optimizer.eps": 1e-5,
+        "trainer.optimizer.weight_decay": 0.05,
+        "trainer.optimizer.max_grad_norm": 1.0,
+        "engine.temperature": 1.0,
+        "engine.top_p": 1.0,
+        "engine.top_k": 0,
+        "engine.max_prompt_tokens": 1024,
+        "engine.max_new_tokens": 27648,
+        "rewards.correct": 5.0,
+        "rewards.wrong": -5.0,
+        "rollout.max_staleness": 8,
+        "evaluation.samples_per_task": 32,
+        "seed": 1,
+    }
+    assert {key: recipe[key].value for key in table} == table
+
+
+def in_fresh_python(code: str) -> None:
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=Path(__file__).parents[2])
+
+
+def test_configuration_does_not_import_jax() -> None:
+    in_fresh_python(
+        "import sys, areal_jax, areal_jax.config.load, areal_jax.records, areal_jax.cluster.environment\n"
+        "[areal_jax.load_experiment(name) for name in areal_jax.config.load.experiment_names()]\n"
+        "assert 'jax' not in sys.modules"
+    )
+
+
+def test_public_names_are_what_they_are_where_they_are_defined() -> None:
+    from areal_jax.rl.losses import decoupled_ppo_loss
+
+    assert areal_jax.decoupled_ppo_loss is decoupled_ppo_loss
+    assert areal_jax.Experiment is Experiment
+    assert set(areal_jax.__all__) <= set(dir(areal_jax))
+    assert all(getattr(areal_jax, name) is not None for name in areal_jax.__all__)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        areal_jax.nothing  # noqa: B018
+
+
+def test_the_public_loss_claims_no_device() -> None:
+    in_fresh_python(
+        "from areal_jax import decoupled_ppo_loss\n"
+        "from jax._src import xla_bridge\n"
+        "assert callable(decoupled_ppo_loss) and not xla_bridge.backends_are_initialized()"
+    )

@@ -1,0 +1,243 @@
+"""Asking a server: what it answers, in tokens or in words, and all that it may say instead."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from contextlib import closing
+from typing import Any
+
+import numpy as np
+import pytest
+from letters import Letters
+from scripted_server import Said, serving
+
+from areal_jax.errors import EngineStopped, InvalidRequest
+from areal_jax.evaluation import remote as asked
+from areal_jax.evaluation.answers import Answer
+from areal_jax.evaluation.remote import (
+    FROM_ALL_TOKENS,
+    ChatServer,
+    RequestSampling,
+    Server,
+    TokenServer,
+    sampling_of_chats,
+)
+from areal_jax.records import Completion, Message, Request, RewardResult, Sampling, Task
+
+TASK = Task("sum", (Message("user", "1+1?"),), "2")
+
+
+def choice(index: int, text: str, **more: Any) -> dict[str, Any]:
+    return {"index": index, "text": text, "token_ids": [ord(letter) for letter in text], "finish_reason": "stop"} | more
+
+
+def submitted(server: Server, num_samples: int) -> list[Completion]:
+    request = Request("r", np.array([7, 8], np.int32), num_samples, Sampling(5, 0.5), seed=11)
+    return asyncio.run(TokenServer(server, "m", Letters(), {"top_p": 1.0, "top_k": 3}).submit(request))
+
+
+def test_a_request_is_asked_as_it_is_and_its_samples_come_in_their_order() -> None:
+    bodies = []
+
+    def answer(path: str, body: dict[str, Any]) -> Said:
+        bodies.append((path, body))
+        return 200, {"choices": [choice(1, "no", finish_reason="length"), choice(0, "yes")]}
+
+    with serving(answer) as server:
+        first, second = submitted(server, 2)
+    # No random number, and none of the sampling, is left out.
+    asked_for = {
+        "model": "m",
+        "prompt": [7, 8],
+        "n": 2,
+        "max_tokens": 5,
+        "temperature": 0.5,
+        "seed": 11,
+        "return_token_ids": True,
+        "top_p": 1.0,
+        "top_k": 3,
+    }
+    assert bodies == [("/v1/completions", asked_for)]
+    assert (Letters().decode(first.tokens), first.stop_reason) == ("yes", "stop")
+    assert (Letters().decode(second.tokens), second.stop_reason) == ("no", "length")
+    # What it was sampled with is not known, and never trained on.
+    assert np.isnan(first.logp).all() and first.versions.tolist() == [0, 0, 0]
+
+
+@pytest.mark.parametrize("count", [1, 3])
+def test_another_number_of_answers_than_was_asked_for_is_refused(count: int) -> None:
+    said = {"choices": [choice(i, "a") for i in range(count)]}
+    with serving(lambda *_: (200, said)) as server, pytest.raises(InvalidRequest, match=f"asked for n=2 answers, got {count}"):
+        submitted(server, 2)
+
+
+@pytest.mark.parametrize(
+    ("statuses", "error", "words"),
+    [
+        ((429, 503, 500, 200), None, ""),
+        ((503, 503, 503, 503), RuntimeError, "503 .*, 4 times"),
+        ((401,), EngineStopped, "set OPENAI_API_KEY"),
+        ((403,), EngineStopped, "set OPENAI_API_KEY"),
+        ((400,), InvalidRequest, "400 Bad Request: too long"),
+        ((501,), InvalidRequest, "501"),
+    ],
+)
+def test_what_a_server_is_too_busy_for_is_asked_again_and_what_it_refuses_is_not(
+    statuses: tuple[int, ...], error: type[Exception] | None, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asked, "RETRIES_S", (0.0, 0.0, 0.0))
+    left = list(statuses)
+
+    def answer(path: str, body: dict[str, Any]) -> Said:
+        status = left.pop(0)
+        return status, {"choices": [choice(0, "a")]} if status == 200 else {"error": {"message": "too long"}}
+
+    with serving(answer) as server:
+        if error is None:
+            assert len(submitted(server, 1)) == 1
+        else:
+            with pytest.raises(error, match=words):
+                submitted(server, 1)
+    assert not left
+
+
+def test_a_server_that_is_gone_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(asked, "RETRIES_S", (0.0,))
+    with serving(lambda *_: (200, {})) as server:
+        pass
+    with closing(Server(server.url, None, 5.0)) as again, pytest.raises(EngineStopped, match="does not answer any more"):
+        submitted(again, 1)
+
+
+def test_a_server_that_is_closed_is_not_asked_again_and_no_end_of_the_process_waits_for_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(asked, "RETRIES_S", (600.0,))
+    was_asked = threading.Event()
+
+    def busy(path: str, body: dict[str, Any]) -> Said:
+        was_asked.set()
+        return 503, {}
+
+    async def given_up(server: Server) -> list[threading.Thread]:
+        before = set(threading.enumerate())
+        asking = asyncio.create_task(server.ask("completions", {}))
+        while not was_asked.is_set():
+            await asyncio.sleep(0.01)
+        asking.cancel()
+        return [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("server")]
+
+    with serving(busy) as server:
+        (thread,) = asyncio.run(given_up(server))
+        assert thread.daemon
+        server.close()
+        thread.join(20)
+        assert not thread.is_alive()
+
+
+PROMPT = [ord(letter) for letter in "1+1?"]
+
+
+@pytest.mark.parametrize(
+    ("said", "speaks"),
+    [
+        ((200, {"choices": [choice(0, "2")]}), True),
+        ((200, {"choices": [choice(0, "2", prompt_token_ids=PROMPT)]}), True),
+        ((200, {"choices": [choice(0, "2", prompt_token_ids=[1, *PROMPT])]}), False),
+        ((200, {"choices": [choice(0, "2", token_ids=[ord("3")])]}), False),
+        ((200, {"choices": [choice(0, "", token_ids=[])]}), False),
+        ((200, {"choices": [{"index": 0, "text": "2", "finish_reason": "stop"}]}), False),
+        ((400, {"error": {"message": "a prompt is a text"}}), False),
+        ((500, {}), False),
+        ((200, [1]), False),
+    ],
+)
+def test_a_server_speaks_our_tokens_where_they_say_what_it_says(
+    said: Said, speaks: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(asked, "RETRIES_S", (0.0,))
+    with serving(lambda *_: said) as server:
+        found = asyncio.run(TokenServer.probed(server, "m", Letters(), TASK.prompt))
+    assert (found is not None) is speaks
+
+
+@pytest.mark.parametrize(
+    ("said", "words"),
+    [
+        ((200, {"data": [{"id": "a"}, {"id": "b"}]}), "expected a server with one model, it has a, b"),
+        ((200, {"data": []}), "it has none"),
+        ((200, {"models": []}), "no server that speaks OpenAI's protocol"),
+        ((403, {}), "set OPENAI_API_KEY to its token"),
+        ((404, {}), "expected a URL that ends in /v1"),
+    ],
+)
+def test_a_server_has_one_model(said: Said, words: str) -> None:
+    with serving(lambda *_: (200, {"data": [{"id": "only"}]})) as server:
+        assert server.model() == "only"
+    with serving(lambda *_: said) as server, pytest.raises(ValueError, match=words):
+        server.model()
+
+
+def format_skipped(server: Server, grade: RewardResult | None = None) -> list[Answer]:
+    async def grader(task: Task, answer: str) -> RewardResult:
+        return grade or RewardResult("correct" if answer.endswith("{2}") else "wrong")
+
+    chat = ChatServer(server, "m", {"top_k": -1}, grader, num_samples=3, sampling=Sampling(9, 0.7), seed=1, accept_plain=False)
+    return asyncio.run(chat.answers(4, TASK))
+
+
+def test_asked_in_words_every_answer_has_a_seed_its_length_and_its_vote() -> None:
+    bodies = list[dict[str, Any]]()
+
+    def answer(path: str, body: dict[str, Any]) -> Said:
+        assert path == "/v1/chat/completions"
+        bodies.append(body)
+        right = body["seed"] == min(known)
+        text, stop = ("\\boxed{2}", "length") if right else ("\\boxed{03}", "stop")
+        said = {"message": {"content": text}, "finish_reason": stop}
+        return 200, {"choices": [said], "usage": {"completion_tokens": 6 if right else 5}}
+
+    known = {asked.derive_seed(1, f"eval-4.{number}") for number in range(3)}
+    with serving(answer) as server:
+        answers = format_skipped(server)
+    assert {body["seed"] for body in bodies} == known and len(known) == 3
+    same = [{name: value for name, value in body.items() if name != "seed"} for body in bodies]
+    messages = [{"role": "user", "content": "1+1?"}]
+    assert same == [{"model": "m", "messages": messages, "max_tokens": 9, "temperature": 0.7, "top_k": -1}] * 3
+    right, wrong = Answer("correct", "length", 6, "2", "\\boxed{2}"), Answer("wrong", "stop", 5, "3", "\\boxed{03}")
+    assert sorted(answers, key=lambda found: found.num_tokens) == [wrong, wrong, right]
+
+
+def test_a_judge_that_fails_is_no_wrong_answer() -> None:
+    said = {"choices": [{"message": {"content": None}, "finish_reason": "stop"}], "usage": {"completion_tokens": 0}}
+    with serving(lambda *_: (200, said)) as server:
+        assert [answer.text for answer in format_skipped(server)] == ["", "", ""]
+        with pytest.raises(ExceptionGroup) as raised:
+            format_skipped(server, RewardResult("infrastructure", "no process"))
+    assert "no grade: no process" in str(raised.value.exceptions[0])
+
+
+@pytest.mark.parametrize(
+    ("takes", "sampling_mode"),
+    [
+        ({"top_p", "top_k", "min_p", "repetition_penalty"}, FROM_ALL_TOKENS[1]),
+        ({"top_p", "top_k", "min_p", "repetition_penalty", "-1"}, FROM_ALL_TOKENS[0]),
+        ({"top_p"}, {"top_p": 1.0}),
+    ],
+    ids=["0 is all", "-1 is all", "OpenAI's own fields"],
+)
+def test_a_server_is_told_to_draw_from_all_tokens_in_the_words_that_it_takes(
+    takes: set[str], sampling_mode: RequestSampling
+) -> None:
+    def answer(path: str, body: dict[str, Any]) -> Said:
+        of_all_servers = {"model", "prompt", "messages", "n", "max_tokens", "temperature", "seed", "return_token_ids"}
+        expected = {"top_k": -1 if "-1" in takes else 0} if "top_k" in takes else {}
+        if body.keys() - of_all_servers - takes or any(body.get(name) != value for name, value in expected.items()):
+            return 400, {"error": {"message": "no such field"}}
+        return 200, {"choices": [choice(0, "2")]}
+
+    with serving(answer) as server:
+        in_tokens = asyncio.run(TokenServer.probed(server, "m", Letters(), TASK.prompt))
+        assert in_tokens is not None and in_tokens.sampling_mode == sampling_mode
+        assert asyncio.run(sampling_of_chats(server, "m")) == sampling_mode

@@ -1,0 +1,73 @@
+"""A whole run on Ray, on this machine: parts are killed while it goes on, and nothing is lost or repeated."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+from collections.abc import Sequence
+from pathlib import Path
+
+import psutil
+import pytest
+from cluster_runs import GROUPS, SAMPLES, STALENESS, STEPS, family, small_run
+from run_laws import broken_laws
+
+from areal_jax import loop
+from areal_jax.cluster.engines import Engines
+from areal_jax.cluster.graders import Graders
+from areal_jax.cluster.registry import Channel
+from areal_jax.cluster.trainers import Trainers
+from areal_jax.metrics import jsonl
+from areal_jax.run.build import Run, TracedGrader
+from areal_jax.run.cluster import train_on_cluster
+from areal_jax.run.plan import make_plan
+
+
+def kill(connection: Channel) -> str:
+    os.kill(connection.process_id, signal.SIGKILL)
+    return connection.name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_loses_no_task_with_an_engine_a_reward_worker_and_a_trainer_host(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    experiment = small_run()
+    killed: list[str] = []
+    processes: list[psutil.Process] = []
+
+    async def killing(run: Run[Trainers]) -> None:
+        """An engine, then a reward worker, then, in the run's first life, the trainer host; each a few steps after the last."""
+        assert isinstance(run.engine, Engines) and isinstance(run.grader, TracedGrader)
+        graders = run.grader.counted
+        assert isinstance(graders, Graders)
+        victims: list[tuple[int, Sequence[Channel]]] = [(2, run.engine.connections), (5, graders.connections)]
+        if len(killed) < 3:
+            for version, connections in [*victims, (8, run.trainer.connections)]:
+                while run.trainer.version < version:
+                    await asyncio.sleep(0.01)
+                processes.extend(family(connections[0]))
+                killed.append(kill(connections[0]))
+
+    async def train(run: Run[Trainers]) -> None:
+        killer = asyncio.create_task(killing(run))
+        try:
+            await loop.train(run, experiment)
+            assert isinstance(run.engine, Engines)
+            processes.extend(process for connection in run.engine.connections for process in family(connection))
+        finally:
+            killer.cancel()
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(train_on_cluster(make_plan(experiment), tmp_path, train, resume=False, source="aime"))
+
+    assert [name.rpartition(" ")[0] for name in killed] == ["engine", "reward worker", "trainer host"]
+    assert all(any(name in message for message in caplog.messages) for name in killed), caplog.messages
+    assert broken_laws(tmp_path, num_steps=STEPS, groups=GROUPS, samples=SAMPLES, max_staleness=STALENESS) == []
+    assert all(row["gate/rejected"] == 0 for row in jsonl.read(tmp_path / "metrics.jsonl") if "gate/rejected" in row)
+    assert len(processes) > len(killed), "grading processes die with their worker"
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert alive == []

@@ -1,0 +1,347 @@
+"""Several nodes of Ray on this machine, each with an object store of its own; some are lost without warning."""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import re
+import tempfile
+import threading
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import closing, contextmanager
+from pathlib import Path
+from typing import Any
+
+import chz
+import jax
+import numpy as np
+import psutil
+import pytest
+import ray
+from cluster_runs import GROUPS, SAMPLES, STALENESS, family, small_run
+from jax.sharding import NamedSharding, PartitionSpec
+from ray.cluster_utils import Cluster as NodesOfRay
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+from run_laws import broken_laws
+
+from areal_jax import loop
+from areal_jax.cluster import placement as cluster
+from areal_jax.cluster.config import Ray
+from areal_jax.cluster.engines import Engines
+from areal_jax.cluster.graders import Graders
+from areal_jax.cluster.placement import Cluster, InsufficientResources, Kind, connected
+from areal_jax.cluster.registry import Channel
+from areal_jax.cluster.trainers import Stepped, Trainers
+from areal_jax.cluster.weight_broadcast import Relay
+from areal_jax.errors import ConfigError
+from areal_jax.metrics import jsonl
+from areal_jax.records import Group
+from areal_jax.run.build import Run, TracedGrader
+from areal_jax.run.cluster import train_on_cluster
+from areal_jax.run.plan import make_plan
+from areal_jax.weights.object_store import Contribution, ShardPublisher, ShardReader
+
+pytestmark = pytest.mark.slow
+
+SIZES = {"a": (3, 2), "b": (3, 2), "c": (3, 1), "d": (3, 2)}
+"""CPUs and GPUs of each node. Ray takes them on trust: jax finds one CPU in every process, which does for one GPU."""
+
+TIMEOUT_S = 120.0
+STORE_BYTES = 80 * 2**20
+
+
+@contextmanager
+def starting_processes() -> Iterator[None]:
+    with warnings.catch_warnings():
+        # Ray does not keep them in view.
+        warnings.simplefilter("ignore", ResourceWarning)
+        # What is forked here becomes another program at once.
+        warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
+        yield
+
+
+class Nodes:
+    """A cluster whose head carries none of the parts."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        """Args: environment: of all that nodes start."""
+        self._environment = environment
+        # Dead after a second without an answer; one that answers late gets ten.
+        quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 3}
+        self._cluster = NodesOfRay()
+        self._nodes: dict[str, Any] = {}
+        self._start("head", num_cpus=0, include_dashboard=False, _system_config=quick)
+        self.address = str(self._cluster.address)
+
+    def have(self, *names: str) -> None:
+        """Just these, and the head."""
+        for name in self._nodes.keys() - {*names, "head"}:
+            self.lose(name)
+        for name in names:
+            if name not in self._nodes:
+                self._start(name, num_cpus=SIZES[name][0], num_gpus=SIZES[name][1], wait=False)
+        self._cluster.wait_for_nodes()
+
+    def lose(self, name: str) -> None:
+        """Kill all that runs there, at once."""
+        self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
+
+    def of(self, connection: Channel) -> str:
+        """Where a part runs."""
+        raylet = psutil.Process(connection.process_id).ppid()
+        return next(name for name, node in self._nodes.items() if node.all_processes["raylet"][0].process.pid == raylet)
+
+    def id(self, name: str) -> str:
+        """By which Ray knows it."""
+        return self._nodes[name].node_id
+
+    def end(self) -> None:
+        self._cluster.shutdown()
+
+    def _start(self, name: str, **how: Any) -> None:
+        with pytest.MonkeyPatch.context() as patch, starting_processes():
+            for variable in os.environ.keys() - self._environment.keys():
+                patch.delenv(variable)
+            for variable, value in self._environment.items():
+                patch.setenv(variable, value)
+            self._nodes[name] = self._cluster.add_node(object_store_memory=STORE_BYTES, **how)
+
+
+@pytest.fixture(scope="module")
+def nodes(of_a_command: dict[str, str]) -> Iterator[Nodes]:
+    with (
+        pytest.MonkeyPatch.context() as patch,
+        tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder,
+    ):
+        # Ray notes there which cluster was started last on a machine: not where others look.
+        patch.setenv("RAY_TMPDIR", folder)
+        roles = os.pathsep.join((of_a_command["PYTHONPATH"], str(Path(__file__).parents[1] / "cluster")))
+        found = Nodes(of_a_command | {"PYTHONPATH": roles, "RAY_TMPDIR": folder})
+        patch.setenv("RAY_ADDRESS", found.address)
+        yield found
+        with starting_processes():
+            found.end()
+            gc.collect()
+
+
+@pytest.mark.parametrize(
+    ("config", "reported"),
+    [
+        (
+            Ray(cpus_per_process=4, rollout_engines=1, accelerator="none"),
+            r"too small for 1 trainer host, 1 engine, 1 reward worker: they need 12 CPU where there are 6; lower",
+        ),
+        (
+            Ray(cpus_per_process=2, rollout_engines=1, accelerator="none"),
+            r"each has to lie on one node \(trainer host 2 CPU, engine 2 CPU, reward worker 2 CPU\), and nodes of "
+            r"3 CPU and 2 GPU \(2 times\) have not enough resources for 1 of 1 reward worker; lower",
+        ),
+        (
+            Ray(engine_devices=3, rollout_engines=1),
+            r"engine 1 CPU and 3 GPU, .* have not enough resources for 1 of 1 engine; lower",
+        ),
+    ],
+)
+def test_what_no_node_has_room_for_is_refused_with_the_numbers(nodes: Nodes, config: Ray, reported: str) -> None:
+    nodes.have("a", "b")
+    with pytest.raises(ConfigError, match=reported), connected(config):
+        pass
+
+
+def test_large_processes_find_room_beside_small_ones_and_all_have_devices_of_their_own(nodes: Nodes) -> None:
+    nodes.have("a", "b")
+
+    async def talk() -> dict[str, tuple[str, str]]:
+        with connected(Ray(trainer_devices=2, start_timeout_s=60.0)) as found:
+            connections: list[Channel] = []
+            async with found.reserved():
+                # The small ones are asked for first: on a node each, they would leave not enough resources for two devices.
+                kinds: list[Kind] = ["engine", "engine", "reward worker", "trainer host"]
+                for number, kind in enumerate(kinds):
+                    connections.append((await found.start(kind, number, "echoing_role:Echo"))[0])
+            try:
+                return {each.name: (nodes.of(each), await each.ask("variable", "CUDA_VISIBLE_DEVICES")) for each in connections}
+            finally:
+                await asyncio.gather(*(each.close() for each in connections))
+
+    devices = asyncio.run(talk())
+    (large, of_large), (first, of_first), (second, of_second) = (
+        devices[name] for name in ("trainer host 3", "engine 0", "engine 1")
+    )
+    assert of_large == "0,1" and {of_first, of_second} == {"0", "1"}
+    assert first == second != large
+    assert devices["reward worker 2"][1] == ""
+
+
+def test_what_finds_no_room_is_named_with_the_numbers_and_gets_that_of_a_process_that_has_ended(nodes: Nodes) -> None:
+    nodes.have("c")
+    config = Ray(rollout_engines=1, accelerator="none", start_timeout_s=60.0)
+
+    async def talk() -> list[str]:
+        with connected(config) as found:
+
+            async def started(*numbers: int) -> list[Channel]:
+                parts = await asyncio.gather(*(found.start("engine", number, "echoing_role:Echo") for number in numbers))
+                return [connection for connection, _ in parts]
+
+            given_up, closed, other = await started(0, 1, 2)
+            with pytest.raises(InsufficientResources) as caught:
+                await Cluster(chz.replace(config, start_timeout_s=1.0), "none").start("engine", 3, "echoing_role:Echo")
+            given_up.give_up("it is of no use")
+            await closed.close()
+            others = await started(4, 5)
+            await asyncio.gather(*(each.close() for each in (other, *others)))
+            return [str(caught.value), *(each.name for each in others)]
+
+    reported, *names = asyncio.run(talk())
+    assert reported == (
+        "engine 3 found not enough resources within launch.start_timeout_s=1: it needs 1 CPU on one node, and nodes have 3 CPU and 1 GPU, "
+        "for all that runs there"
+    )
+    assert names == ["engine 4", "engine 5"]
+
+
+def test_weights_that_are_lost_with_their_node_are_skipped_and_named_and_the_next_ones_arrive(
+    nodes: Nodes, caplog: pytest.LogCaptureFixture
+) -> None:
+    nodes.have("a", "c")
+    whole = NamedSharding(jax.make_mesh((1,), ("fsdp",), devices=jax.devices()[:1]), PartitionSpec())
+    # 4 MiB: what is small would travel with the reference to it.
+    rows = 2**20
+
+    class Host:
+        """A process that puts weights into the store of its node."""
+
+        def put(self, arrays: list[np.ndarray]) -> list[ray.ObjectRef]:
+            return [ray.put(arrays)]
+
+    def given(publisher: ShardPublisher, number: int, node: str) -> Contribution:
+        publisher.publish(number, {"scale": jax.device_put(np.full(rows, number, np.float32), whole)})
+        contribution = publisher.next(number - 1, TIMEOUT_S)
+        assert contribution is not None
+        there = NodeAffinitySchedulingStrategy(nodes.id(node), soft=False)
+        hosts.append(ray.remote(num_cpus=0)(Host).options(scheduling_strategy=there).remote())
+        (chunk,) = contribution["chunks"]
+        (chunk["ref"],) = ray.get(hosts[-1].put.remote(ray.get(chunk["ref"])), timeout=TIMEOUT_S)
+        return contribution
+
+    hosts: list[Any] = []
+    with (
+        connected(Ray(accelerator="none")),
+        closing(ShardPublisher(lambda params: params)) as publisher,
+        closing(ShardReader({"scale": whole}, {"scale": jax.ShapeDtypeStruct((rows,), np.float32)})) as reader,
+    ):
+        lost, kept = given(publisher, 1, "c"), given(publisher, 2, "a")
+        nodes.lose("c")
+        with caplog.at_level(logging.WARNING):
+            # Nobody knows of the loss yet: the engine pulls.
+            reader.offer(1, [lost])
+            with pytest.raises(TimeoutError):
+                reader.wait(1, 0.1)
+            reader.offer(2, [kept])
+            assert reader.wait(1, TIMEOUT_S).version == 2
+        assert "version 1 is skipped: a chunk of host 0 could not be had: OwnerDiedError" in caplog.text
+        measured = reader.metrics()
+        assert (measured["skipped"], measured["delivered"]) == ((1.0, 1.0), (1.0, 1.0))
+
+
+STEPS = 10
+
+
+@pytest.mark.timeout(600)
+def test_a_run_over_three_nodes_survives_the_loss_of_two(
+    nodes: Nodes, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    nodes.have("a", "b", "c")
+    # 5 devices for 4 parts that have one: those of c find room on what is left, those of a do not.
+    settings = ("launch.accelerator=GPU", "launch.reward_workers=1", "launch.start_timeout_s=300")
+    experiment = small_run(f"num_steps={STEPS}", *settings)
+    monkeypatch.setattr(cluster, "NOTICE_S", 0.5)
+    lost: dict[str, list[str]] = {}
+    processes: list[psutil.Process] = []
+    others: list[asyncio.Task[None]] = []
+    # The first life's trainer waits before these steps: it is faster than a process starts.
+    waits_at = {4: threading.Event(), 7: threading.Event()}
+
+    def waiting(run: Run[Trainers]) -> Callable[[Sequence[Group]], Stepped]:
+        step = run.trainer.step
+
+        def waited(groups: Sequence[Group]) -> Stepped:
+            if (event := waits_at.get(run.trainer.version)) is not None:
+                assert event.wait(TIMEOUT_S)
+            return step(groups)
+
+        return waited
+
+    async def until(holds: Callable[[], bool]) -> None:
+        while not holds():
+            await asyncio.sleep(0.01)
+
+    async def losing(run: Run[Trainers]) -> None:
+        """In the run's first life a node without a trainer host, and then one with; an engine is on each."""
+        assert (
+            isinstance(run.engine, Engines) and isinstance(run.grader, TracedGrader) and isinstance(run.weight_channel, Relay)
+        )
+        graders, engines, relay = run.grader.counted, run.engine, run.weight_channel
+        assert isinstance(graders, Graders)
+
+        def parts() -> dict[str, list[str]]:
+            """By node."""
+            found: dict[str, list[str]] = {}
+            for connection in (*run.trainer.connections, *engines.connections, *graders.connections):
+                found.setdefault(nodes.of(connection), []).append(connection.name)
+            return found
+
+        def lose(name: str) -> None:
+            lost[name] = parts()[name]
+            nodes.lose(name)
+
+        where = parts()
+        assert {name for name, found in where.items() if any("trainer host" in part for part in found)} == {"a", "b"}
+        assert any("engine" in part for part in where["c"])
+        await until(lambda: run.trainer.version >= 1)
+        await asyncio.to_thread(relay.wait_everywhere, 1, TIMEOUT_S)
+        lose("c")
+        await until(lambda: run.trainer.version == 4)
+        await until(lambda: engines.num_deaths == 1 and len(engines.connections) == 2 and len(graders.connections) == 1)
+        await asyncio.to_thread(relay.wait_everywhere, 4, TIMEOUT_S)
+        waits_at[4].set()
+        await until(lambda: run.trainer.version == 7)
+        # Nothing is asked of the trainer hosts now: the run finds out by itself.
+        lose("a")
+
+    async def adding() -> None:
+        """A node in place of those that are lost, when the run has said that it waits for room."""
+        await until(lambda: "a" in lost)
+        num_reported = len(caplog.messages)
+        await until(lambda: any("waits for room" in message for message in caplog.messages[num_reported:]))
+        nodes.have("b", "d")
+
+    async def train(run: Run[Trainers]) -> None:
+        processes.extend(process for connection in run.trainer.connections for process in family(connection))
+        if not lost:
+            monkeypatch.setattr(run.trainer, "step", waiting(run))
+            others.append(asyncio.create_task(losing(run)))
+        else:
+            waits_at[7].set()
+        await loop.train(run, experiment)
+
+    async def whole() -> None:
+        others.append(asyncio.create_task(adding()))
+        await train_on_cluster(make_plan(experiment), tmp_path, train, resume=False, source="aime")
+        async with asyncio.timeout(1):
+            await asyncio.gather(*others)
+
+    with caplog.at_level(logging.WARNING):
+        asyncio.run(whole())
+
+    assert all(any(f"{part} was lost" in message for message in caplog.messages) for part in lost["c"]), caplog.messages
+    # The one on a takes the other with it, which may be noticed first.
+    assert any(re.match(r"trainer host . was lost.*resumes from its last checkpoint", message) for message in caplog.messages)
+    assert broken_laws(tmp_path, num_steps=STEPS, groups=GROUPS, samples=SAMPLES, max_staleness=STALENESS) == []
+    assert all(row["gate/rejected"] == 0 for row in jsonl.read(tmp_path / "metrics.jsonl") if "gate/rejected" in row)
+    _, alive = psutil.wait_procs(processes, timeout=10)
+    assert alive == []
