@@ -1,6 +1,7 @@
 """Fully asynchronous reinforcement learning for reasoning models, in JAX.
 
-Public names are resolved on first use, so that importing the package neither imports jax nor claims a device.
+Public names are resolved on first use, so that importing the package neither imports jax nor claims
+a device.
 """
 
 from importlib import import_module

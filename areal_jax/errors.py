@@ -8,7 +8,8 @@ class ConfigError(ValueError):
 
 
 class InvalidRequest(ValueError):
-    """A request that no retry can make right, such as a prompt beyond the engine's limit: its task is skipped and counted."""
+    """A request that no retry can make right, such as a prompt beyond the engine's limit: its task
+    is skipped and counted."""
 
 
 class EngineStopped(RuntimeError):
@@ -16,7 +17,8 @@ class EngineStopped(RuntimeError):
 
 
 class AllRejected(RuntimeError):
-    """Every group is rejected, which is a fault of the run, not of its tasks; `__cause__` is the last one's error."""
+    """Every group is rejected, which is a fault of the run, not of its tasks; `__cause__` is the
+    last one's error."""
 
 
 class RewardsFailing(AllRejected):
@@ -24,7 +26,8 @@ class RewardsFailing(AllRejected):
 
 
 class NotLearning(RuntimeError):
-    """A run that ends because its health checks say that it cannot learn, or that ends without having learnt."""
+    """A run that ends because its health checks say that it cannot learn, or that ends without
+    having learnt."""
 
 
 class NotSaved(RuntimeError):
@@ -32,8 +35,8 @@ class NotSaved(RuntimeError):
 
 
 class CorruptedState(FloatingPointError):
-    """Training has diverged, and what is in memory is nothing to resume from: a step is done in part, or the parameters or the
-    batch are not finite themselves."""
+    """Training has diverged, and what is in memory is nothing to resume from: a step is done in
+    part, or the parameters or the batch are not finite themselves."""
 
 
 def first_error(error: Exception) -> Exception:

@@ -8,7 +8,8 @@ from typing import Any
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file of others holds. ValueError, which names the file, where it holds something else."""
+    """The object that a JSON file of others holds. ValueError, which names the file, where it holds
+    something else."""
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:

@@ -2,12 +2,13 @@
 
     tasks -> gate -> workflow -> engine -> reward -> buffer -> trainer -> weight channel -> engine
 
-Generation never waits for training. The gate (equation 3) bounds how far it may run ahead, the engine takes every new
-version of the weights between two decode steps, and the trainer corrects for what is stale (equation 5). There is no
-second loop: with `max_staleness=0` this one is synchronous.
+Generation never waits for training. The gate (equation 3) bounds how far it may run ahead, the
+engine takes every new version of the weights between two decode steps, and the trainer corrects for
+what is stale (equation 5). There is no second loop: with `max_staleness=0` this one is synchronous.
 
-Threads: the asyncio thread owns all counting (gate, buffer, controller); the engine's engine loop has a thread of its own; the
-trainer works in a worker thread, one step at a time; answers are graded in other processes.
+Threads: the asyncio thread owns all counting (gate, buffer, controller); the engine's engine loop
+    has a thread of its own; the trainer works in a worker thread, one step at a time; answers are
+    graded in other processes.
 """
 
 from __future__ import annotations
@@ -63,7 +64,8 @@ class Stepped(Protocol):
 
 
 async def train(run: Run[LearnsFromGroups], exp: Experiment) -> None:
-    """Reinforcement learning until the last step, the end of the tasks, or a request to stop; ends with a checkpoint."""
+    """Reinforcement learning until the last step, the end of the tasks, or a request to stop; ends
+    with a checkpoint."""
     trainer, weight_channel, tokenizer = run.trainer, run.weight_channel, run.plan.tokenizer
     restored = decode(run.restored)[0] if run.restored else None
     tasks = TaskStream(run.plan.tasks.tasks, exp.seed)
@@ -71,7 +73,11 @@ async def train(run: Run[LearnsFromGroups], exp: Experiment) -> None:
         tasks.restore(restored.tasks)
     workflow = run.workflow(exp.rollout.samples_per_group)
     sampling = Sampling(
-        exp.engine.max_new_tokens, exp.engine.temperature, exp.engine.top_k, exp.engine.top_p, tokenizer.stop_token_ids
+        exp.engine.max_new_tokens,
+        exp.engine.temperature,
+        exp.engine.top_k,
+        exp.engine.top_p,
+        tokenizer.stop_token_ids,
     )
     gate, buffer = open_gate(exp.rollout, trainer.version, restored)
     if trainer.version == 0:
@@ -88,9 +94,13 @@ async def train(run: Run[LearnsFromGroups], exp: Experiment) -> None:
     async with generating as rollouts, saved_when_stalled(run, rollouts):
         for version in range(trainer.version, exp.num_steps):
             try:
-                groups = await next_batch(run, rollouts, exp.rollout.groups_per_batch, version)  # oldest first, each once
+                groups = await next_batch(
+                    run, rollouts, exp.rollout.groups_per_batch, version
+                )  # oldest first, each once
             except AllRejected:
-                await checkpoint(run, rollouts)  # nothing finished is lost: the fault may be mended, and the run resumed
+                await checkpoint(
+                    run, rollouts
+                )  # nothing finished is lost: the fault may be mended, and the run resumed
                 run.report()
                 raise
             if groups is None:
@@ -102,12 +112,18 @@ async def train(run: Run[LearnsFromGroups], exp: Experiment) -> None:
             except CorruptedState:
                 raise  # a checkpoint of this would take the place of one to resume from
             except FloatingPointError:
-                await checkpoint(run, rollouts, untrained=groups)  # nothing finished is lost, whatever is changed next
+                await checkpoint(
+                    run, rollouts, untrained=groups
+                )  # nothing finished is lost, whatever is changed next
                 raise
-            weight_channel.publish(version + 1, trainer.params)  # the engine swaps between two decode steps
+            weight_channel.publish(
+                version + 1, trainer.params
+            )  # the engine swaps between two decode steps
             gate.version = version + 1  # opens exactly one batch of places
             num_samples = sum(len(group.samples) for group in groups)
-            run.record(version, {**step.metrics, "samples": float(num_samples)}, rollouts.counters())
+            run.record(
+                version, {**step.metrics, "samples": float(num_samples)}, rollouts.counters()
+            )
             run.sinks.write_samples(version, trained_samples(groups, step.stale))
             await housekeeping(run, version + 1, rollouts)  # generation goes on meanwhile
         await checkpoint(run, rollouts)
@@ -126,13 +142,18 @@ async def saved_when_stalled(run: Run[LearnsFromGroups], rollouts: Rollouts) -> 
             try:
                 await checkpoint(run, rollouts)
             except TimeoutError as error:
-                stalled.add_note(f"no checkpoint of version {run.trainer.version} was saved: {error}")
+                stalled.add_note(
+                    f"no checkpoint of version {run.trainer.version} was saved: {error}"
+                )
         run.report()
         raise
 
 
-async def next_batch(run: Run[LearnsFromGroups], rollouts: Rollouts, num_groups: int, version: int) -> list[Group] | None:
-    """The batch to train `version` on; None at the end of the tasks, or where stopping is asked for."""
+async def next_batch(
+    run: Run[LearnsFromGroups], rollouts: Rollouts, num_groups: int, version: int
+) -> list[Group] | None:
+    """The batch to train `version` on; None at the end of the tasks, or where stopping is asked
+    for."""
     try:
         return await run.unless_stopped(rollouts.buffer.take(num_groups, version))
     except TasksExhausted as end:
@@ -150,15 +171,19 @@ async def housekeeping(run: Run[LearnsFromGroups], version: int, rollouts: Rollo
             await run.evaluate_meanwhile(version)
 
 
-async def checkpoint(run: Run[LearnsFromGroups], rollouts: Rollouts, untrained: Sequence[Group] = ()) -> None:
-    """Save all that the run consists of as of this moment, between two steps; `untrained` is a batch that was taken in vain."""
+async def checkpoint(
+    run: Run[LearnsFromGroups], rollouts: Rollouts, untrained: Sequence[Group] = ()
+) -> None:
+    """Save all that the run consists of as of this moment, between two steps; `untrained` is a
+    batch that was taken in vain."""
     state = await rollouts.snapshot()
     state = replace(state, buffered=(*untrained, *state.buffered))
     await in_thread(partial(run.save, run.trainer.version, encode(state)), "checkpoint")
 
 
 async def fine_tune(run: Run[FromExamples[Any]], exp: FineTuning) -> None:
-    """Learning from examples, the same update with another loss, until the last step or a request to stop."""
+    """Learning from examples, the same update with another loss, until the last step or a request
+    to stop."""
     trainer = run.trainer
     examples = TaskStream(run.plan.examples.examples, exp.seed)
     if run.restored:
@@ -188,7 +213,8 @@ async def fine_tune(run: Run[FromExamples[Any]], exp: FineTuning) -> None:
 
 
 async def measure(run: Run[FromExamples[Any]], exp: FineTuning) -> None:
-    """Write down loss, and perplexity or accuracy, of the examples that are not trained on, with the parameters as they are."""
+    """Write down loss, and perplexity or accuracy, of the examples that are not trained on, with
+    the parameters as they are."""
     if not exp.heldout_every_steps:
         return
     version, examples = run.trainer.version, run.plan.eval_examples.examples
@@ -200,12 +226,20 @@ async def measure(run: Run[FromExamples[Any]], exp: FineTuning) -> None:
         score, of = f"accuracy {metrics[names.ACCURACY]:.1%}", f"{count:.0f} pairs"
     else:
         metrics |= {names.PERPLEXITY: perplexity(loss), "evaluation/loss_tokens": count}
-        score, of = f"perplexity {metrics[names.PERPLEXITY]:.4g}", f"{count:.0f} tokens of {len(examples)} examples"
-    run.record_evaluation(version, metrics, f"version {version}: loss {loss:.4f}, {score} on {of} that are not trained on")
+        score, of = (
+            f"perplexity {metrics[names.PERPLEXITY]:.4g}",
+            f"{count:.0f} tokens of {len(examples)} examples",
+        )
+    run.record_evaluation(
+        version,
+        metrics,
+        f"version {version}: loss {loss:.4f}, {score} on {of} that are not trained on",
+    )
 
 
 def perplexity(loss: float) -> float:
-    """exp(loss): among how many tokens the policy is, on average, undecided; infinite where no float holds it."""
+    """exp(loss): among how many tokens the policy is, on average, undecided; infinite where no
+    float holds it."""
     return math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf
 
 
@@ -215,11 +249,19 @@ def nothing_but(examples: TaskStream) -> RolloutState:
 
 
 def is_due(version: int, every_steps: int) -> bool:
-    """Whether something that happens every so many steps, 0 being never, happens at this version."""
+    """Whether something that happens every so many steps, 0 being never, happens at this
+    version."""
     return every_steps > 0 and version % every_steps == 0
 
 
-def run(plan: Plan, run_folder: Path, *, resume: bool, source: str | None = None, claim: Claim | None = None) -> None:
+def run(
+    plan: Plan,
+    run_folder: Path,
+    *,
+    resume: bool,
+    source: str | None = None,
+    claim: Claim | None = None,
+) -> None:
     """Train what the plan describes, from the start or from the newest checkpoint in `run_folder`.
 
     Args:
@@ -235,16 +277,22 @@ def run(plan: Plan, run_folder: Path, *, resume: bool, source: str | None = None
         asyncio.run(_run(plan, run_folder, resume, source, held))
 
 
-async def _run(plan: Plan, run_folder: Path, resume: bool, source: str | None, claim: Claim) -> None:
+async def _run(
+    plan: Plan, run_folder: Path, resume: bool, source: str | None, claim: Claim
+) -> None:
     exp = plan.experiment
     if not isinstance(exp, Experiment):
-        async with assembled(plan, run_folder, resume=resume, make_trainer=trainer_from_examples) as parts:
+        async with assembled(
+            plan, run_folder, resume=resume, make_trainer=trainer_from_examples
+        ) as parts:
             await fine_tune(parts, exp)
     elif isinstance(exp.launch, Ray):
         # Ray is needed nowhere else, and need not be installed.
         from areal_jax.run.cluster import train_on_cluster
 
-        await train_on_cluster(plan, run_folder, partial(train, exp=exp), resume=resume, source=source, claim=claim)
+        await train_on_cluster(
+            plan, run_folder, partial(train, exp=exp), resume=resume, source=source, claim=claim
+        )
     else:
         async with assembled(plan, run_folder, resume=resume, make_trainer=rl_trainer) as parts:
             await train(parts, exp)

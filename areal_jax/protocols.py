@@ -1,6 +1,7 @@
 """Protocols by which rooms of one floor call each other.
 
-Per-token arrays are aligned with `tokens`: entry t belongs to token t. Axes: B rows, T tokens of a row.
+Per-token arrays are aligned with `tokens`: entry t belongs to token t. Axes: B rows, T tokens of a
+row.
 """
 
 from __future__ import annotations
@@ -12,7 +13,17 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int32
 
-from areal_jax.records import Completion, Message, OnProgress, Request, RewardResult, Sample, Task, ToolResult, Weights
+from areal_jax.records import (
+    Completion,
+    Message,
+    OnProgress,
+    Request,
+    RewardResult,
+    Sample,
+    Task,
+    ToolResult,
+    Weights,
+)
 
 
 @runtime_checkable
@@ -22,18 +33,21 @@ class Engine(Protocol):
     def submit(self, request: Request) -> Awaitable[list[Completion]]:
         """Answer with one completion per sample, in order; call from the asyncio thread.
 
-        Raises Unservable where the request can never be answered, EngineStopped where none can be any more."""
+        Raises Unservable where the request can never be answered, EngineStopped where none can be
+        any more."""
         ...
 
     def snapshot(self) -> Awaitable[dict[str, tuple[Completion, ...]]]:
-        """What every unfinished request has sampled so far, by request id, as of one moment between two dispatches.
-        Completions delivered before that moment are delivered before this answer."""
+        """What every unfinished request has sampled so far, by request id, as of one moment between
+        two dispatches. Completions delivered before that moment are delivered before this
+        answer."""
         ...
 
 
 @runtime_checkable
 class Generate(Protocol):
-    """A workflow's view of the engine; ids, seeds, versions and journals are the controller's business."""
+    """A workflow's view of the engine; ids, seeds, versions and journals are the controller's
+    business."""
 
     async def __call__(
         self,
@@ -43,7 +57,8 @@ class Generate(Protocol):
         max_new_tokens: int | None = None,
         on_progress: OnProgress | None = None,
     ) -> list[Completion]:
-        """Args: max_new_tokens: fewer than the run's, for this call. on_progress: as that of a `Request`."""
+        """Args: max_new_tokens: fewer than the run's, for this call. on_progress: as that of a
+        `Request`."""
         ...
 
 
@@ -56,7 +71,8 @@ class Session(Protocol):
     api_key: str
 
     def calls(self) -> tuple[tuple[Int32[np.ndarray, "_"], Completion], ...]:
-        """Prompt and answer of every call that was answered, in the order of their ends; exactly the tokens sampled."""
+        """Prompt and answer of every call that was answered, in the order of their ends; exactly
+        the tokens sampled."""
         ...
 
 
@@ -90,16 +106,19 @@ class Tokenizer(Protocol):
     @property
     def vocab_size(self) -> int: ...
     def render(self, messages: Sequence[Message]) -> Int32[np.ndarray, "T"]:
-        """Tokens of a conversation through the chat template, ready for the assistant's next words."""
+        """Tokens of a conversation through the chat template, ready for the assistant's next
+        words."""
         ...
 
     def render_answer(self, prompt: Sequence[Message], answer: str) -> Int32[np.ndarray, "T"]:
-        """Tokens that a policy asked `render(prompt)` says to give this answer, up to the one that ends its turn."""
+        """Tokens that a policy asked `render(prompt)` says to give this answer, up to the one that
+        ends its turn."""
         ...
 
     def render_next(self, messages: Sequence[Message]) -> Int32[np.ndarray, "T"]:
-        """Tokens that follow an answer and the token that ended it, up to the assistant's next words: these messages, with all
-        that the chat template puts around them. They depend on nothing that was said before."""
+        """Tokens that follow an answer and the token that ended it, up to the assistant's next
+        words: these messages, with all that the chat template puts around them. They depend on
+        nothing that was said before."""
         ...
 
     def encode(self, text: str) -> Int32[np.ndarray, "T"]: ...
@@ -110,9 +129,12 @@ class Tokenizer(Protocol):
 
 @runtime_checkable
 class Workflow(Protocol):
-    """How one task becomes samples. Deterministic given what generate and grader answer, so that a crash can replay it."""
+    """How one task becomes samples. Deterministic given what generate and grader answer, so that a
+    crash can replay it."""
 
-    async def __call__(self, task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]: ...
+    async def __call__(
+        self, task: Task, generate: Generate, grader: Grader
+    ) -> tuple[Sample, ...]: ...
 
 
 @runtime_checkable

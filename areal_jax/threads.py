@@ -11,7 +11,8 @@ T = TypeVar("T")
 
 
 async def in_thread(function: Callable[[], T], name: str) -> T:
-    """Call a function in a daemon thread of its own, for which no end of the process waits. Cancelled, it is left behind.
+    """Call a function in a daemon thread of its own, for which no end of the process waits.
+    Cancelled, it is left behind.
 
     Not in the loop's own pool, whose few threads train."""
     loop = asyncio.get_running_loop()

@@ -1,23 +1,27 @@
-"""Asynchronous against synchronous, measured: the same run at max_staleness 0, 1 and 4, and what the simulator says of it.
+"""Asynchronous against synchronous, measured: the same run at max_staleness 0, 1 and 4, and what
+the simulator says of it.
 
     python benchmarks/async_vs_sync.py
 
-Three runs of the loop live in one process and train in turns, round by round: of each, one simulated device decodes and one
-trains. The policy is the embedded one with random weights; every answer is as long as a log-normal variate with sigma = 1 says,
-cut at MAX_NEW tokens, by the same seeds in every run, and no weights change that. A coin graders, so that every update changes
-the weights, and caches are rebuilt. A step trains on GROUPS x SAMPLES answers, and the engine has a slot for each of them, so
-that without staleness the longest answer keeps the batch waiting.
+Three runs of the loop live in one process and train in turns, round by round: of each, one
+simulated device decodes and one trains. The policy is the embedded one with random weights; every
+answer is as long as a log-normal variate with sigma = 1 says, cut at MAX_NEW tokens, by the same
+seeds in every run, and no weights change that. A coin graders, so that every update changes the
+weights, and caches are rebuilt. A step trains on GROUPS x SAMPLES answers, and the engine has a
+slot for each of them, so that without staleness the longest answer keeps the batch waiting.
 
-XLA computes for both devices with a pool of two threads, and a stage that is alone uses 1.3 of them: each has about a core of
-its own. The machine must have two idle ones: where other work takes part of them, both stages divide what is left, and the
-ratios fall towards 1 or below. Tokens per second are those trained on, from step FIRST_COUNTED of a round on, the median of
-all rounds.
+XLA computes for both devices with a pool of two threads, and a stage that is alone uses 1.3 of
+them: each has about a core of its own. The machine must have two idle ones: where other work takes
+part of them, both stages divide what is left, and the ratios fall towards 1 or below. Tokens per
+second are those trained on, from step FIRST_COUNTED of a round on, the median of all rounds.
 
-The trace of each run tells what its stages took (`sim/measured.py`); the simulator is given these times, the same lengths and
-the same gate, and no other measurement. With the times of the synchronous run alone it foretells the others.
-Appends to results/async_vs_sync.jsonl and draws results/async_vs_sync.png.
+The trace of each run tells what its stages took (`sim/measured.py`); the simulator is given these
+times, the same lengths and the same gate, and no other measurement. With the times of the
+synchronous run alone it foretells the others. Appends to results/async_vs_sync.jsonl and draws
+results/async_vs_sync.png.
 
-Expected with two idle cores: at least 1.5 times at 1 and 2 times at 4, and the simulator within 15 %.
+Expected with two idle cores: at least 1.5 times at 1 and 2 times at 4, and the simulator within 15
+%.
 """
 
 from __future__ import annotations
@@ -70,7 +74,8 @@ LENGTHS = LogNormal(96.0, 1.0)
 FIRST_COUNTED = 3
 PLACEMENT = PlacementConfig(simulated_devices=2, rollout_devices=1)
 POOL = {"NPROC": "2"}
-"""Threads that XLA computes with. Fewer than meshes of several devices need, whose collectives would wait for each other."""
+"""Threads that XLA computes with. Fewer than meshes of several devices need, whose collectives
+would wait for each other."""
 
 
 def experiment(max_staleness: int) -> Experiment:
@@ -102,7 +107,8 @@ def experiment(max_staleness: int) -> Experiment:
 
 
 class LongTailed:
-    """An engine whose answers have the lengths that the simulator's would have: no token ends one, and each has a budget."""
+    """An engine whose answers have the lengths that the simulator's would have: no token ends one,
+    and each has a budget."""
 
     def __init__(self, engine: MeasuredEngine) -> None:
         self._engine = engine
@@ -123,12 +129,19 @@ class LongTailed:
                 request,
                 id=f"{request.id}/{number}",
                 num_samples=1,
-                sampling=replace(request.sampling, max_new_tokens=min(length, MAX_NEW), stop_token_ids=()),
+                sampling=replace(
+                    request.sampling, max_new_tokens=min(length, MAX_NEW), stop_token_ids=()
+                ),
                 seed=derive_seed(request.seed, str(number)),
             )
             for number, length in enumerate(lengths)
         ]
-        return [completion for (completion,) in await asyncio.gather(*(self._engine.submit(part) for part in parts))]
+        return [
+            completion
+            for (completion,) in await asyncio.gather(
+                *(self._engine.submit(part) for part in parts)
+            )
+        ]
 
 
 async def train_in_turns(folder: Path, num_rounds: int, steps_per_round: int) -> None:
@@ -138,13 +151,21 @@ async def train_in_turns(folder: Path, num_rounds: int, steps_per_round: int) ->
         for eta in STALENESS:
             plan, where = make_plan(experiment(eta)), folder / str(eta)
             where.mkdir()
-            run = await stack.enter_async_context(assembled(plan, where, resume=False, make_trainer=loop.rl_trainer))
+            run = await stack.enter_async_context(
+                assembled(plan, where, resume=False, make_trainer=loop.rl_trainer)
+            )
             runs[eta] = replace(run, engine=LongTailed(run.engine))
         for number in range(1, num_rounds + 1):
             for eta, run in runs.items():
-                await loop.train(run, chz.replace(experiment(eta), num_steps=number * steps_per_round))
+                await loop.train(
+                    run, chz.replace(experiment(eta), num_steps=number * steps_per_round)
+                )
                 print(
-                    f"round {number}/{num_rounds}  max_staleness {eta}: {rounds(run.folder, steps_per_round)[-1]}", flush=True
+                    (
+                        f"round {number}/{num_rounds}  max_staleness {eta}: "
+                        f"{rounds(run.folder, steps_per_round)[-1]}"
+                    ),
+                    flush=True,
                 )
 
 
@@ -162,12 +183,22 @@ def rounds(run_folder: Path, steps_per_round: int) -> list[dict[str, float]]:
     return found
 
 
-def simulated(times: StageTimes, max_staleness: int, num_steps: int, prompt_tokens: int) -> dict[str, float]:
+def simulated(
+    times: StageTimes, max_staleness: int, num_steps: int, prompt_tokens: int
+) -> dict[str, float]:
     """What a round of the run is foretold to give, with these times."""
     workload = Workload(
-        LENGTHS, MAX_NEW, prompt_tokens, GROUPS, SAMPLES, max_staleness, max_running_groups=(max_staleness + 1) * GROUPS
+        LENGTHS,
+        MAX_NEW,
+        prompt_tokens,
+        GROUPS,
+        SAMPLES,
+        max_staleness,
+        max_running_groups=(max_staleness + 1) * GROUPS,
     )
-    habits = EngineHabits(num_slots=GROUPS * SAMPLES, shares_prompts=False, steps_per_dispatch=STEPS_PER_DISPATCH)
+    habits = EngineHabits(
+        num_slots=GROUPS * SAMPLES, shares_prompts=False, steps_per_dispatch=STEPS_PER_DISPATCH
+    )
     seed = experiment(max_staleness).seed  # of the lengths too
     outcome = simulate(MeasuredStages(times, habits), workload, num_steps, FIRST_COUNTED, seed)
     return {"tokens_per_s": outcome.trained_per_s, "steps_per_s": 1 / outcome.step_s}
@@ -180,10 +211,14 @@ def measure(options: argparse.Namespace) -> None:
         found = {eta: rounds(folder / str(eta), options.steps) for eta in STALENESS}
         times = {eta: stage_times(folder / str(eta), STEPS_PER_DISPATCH) for eta in STALENESS}
         rows = [row for row in jsonl.read(folder / "0" / "metrics.jsonl")]
-    # A token of a batch is trained in this time, so that what is not sampled of a step's tokens are prompts.
+    # A token of a batch is trained in this time, so that what is not sampled of a step's tokens are
+    # prompts.
     prefilled = sum(row["rollout/prefill_tokens"] for row in rows)
     prompt_tokens = round(prefilled / len(rows) / GROUPS / SAMPLES)
-    medians = {eta: {name: median(each[name] for each in of) for name in of[0]} for eta, of in found.items()}
+    medians = {
+        eta: {name: median(each[name] for each in of) for name in of[0]}
+        for eta, of in found.items()
+    }
     own = {eta: simulated(times[eta], eta, options.steps, prompt_tokens) for eta in STALENESS}
     estimated = {eta: simulated(times[0], eta, options.steps, prompt_tokens) for eta in STALENESS}
     append(
@@ -197,9 +232,14 @@ def measure(options: argparse.Namespace) -> None:
             "stage_times": {eta: of._asdict() for eta, of in times.items()},
             "by_round": found,
             "measured": medians,
-            "ratio": {eta: medians[eta]["tokens_per_s"] / medians[0]["tokens_per_s"] for eta in STALENESS},
+            "ratio": {
+                eta: medians[eta]["tokens_per_s"] / medians[0]["tokens_per_s"] for eta in STALENESS
+            },
             "simulated": own,
-            "simulated_off_by": {eta: own[eta]["tokens_per_s"] / medians[eta]["tokens_per_s"] - 1 for eta in STALENESS},
+            "simulated_off_by": {
+                eta: own[eta]["tokens_per_s"] / medians[eta]["tokens_per_s"] - 1
+                for eta in STALENESS
+            },
             "foretold_from_synchronous_times": estimated,
         },
     )
@@ -211,11 +251,22 @@ Speeds = Mapping[int, Mapping[str, float]]
 
 
 def show(measured: Speeds, own: Speeds, estimated: Speeds) -> None:
-    table = Table("max_staleness", "tokens/s", "over that at 0", "simulated", "off by", "by times at 0", "off by", title=NAME)
+    table = Table(
+        "max_staleness",
+        "tokens/s",
+        "over that at 0",
+        "simulated",
+        "off by",
+        "by times at 0",
+        "off by",
+        title=NAME,
+    )
     for eta in STALENESS:
         speed, *said = (of[eta]["tokens_per_s"] for of in (measured, own, estimated))
         compared = (text for each in said for text in (f"{each:,.0f}", f"{each / speed - 1:+.0%}"))
-        table.add_row(str(eta), f"{speed:,.0f}", f"{speed / measured[0]['tokens_per_s']:.2f}", *compared)
+        table.add_row(
+            str(eta), f"{speed:,.0f}", f"{speed / measured[0]['tokens_per_s']:.2f}", *compared
+        )
     Console(width=120).print(table)
 
 
@@ -229,7 +280,9 @@ def plot(*speeds: Speeds) -> None:
     )
     for number, ((name, colour), of) in enumerate(zip(names, speeds, strict=True)):
         places = [x + 0.27 * (number - 1) for x in range(len(STALENESS))]
-        axes.bar(places, [each["tokens_per_s"] for each in of.values()], 0.27, label=name, color=colour)
+        axes.bar(
+            places, [each["tokens_per_s"] for each in of.values()], 0.27, label=name, color=colour
+        )
     axes.set_xticks(range(len(STALENESS)), [str(eta) for eta in STALENESS])
     axes.set(xlabel="max_staleness", ylabel="tokens trained per second")
     axes.legend(frameon=False)
@@ -238,7 +291,9 @@ def plot(*speeds: Speeds) -> None:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=12, help="trainer steps of a round")
     parser.add_argument("--note", default="", help="goes into the row: what else the machine did")

@@ -1,23 +1,30 @@
-"""Decoding speed: tokens/s of the engine against what the memory's bandwidth would allow, host bubble, compiling, swaps.
+"""Decoding speed: tokens/s of the engine against what the memory's bandwidth would allow, host
+bubble, compiling, swaps.
 
-    python benchmarks/decode.py --shape=qwen2.5-1.5b --slots=256 --mean-tokens=1536      # one GPU or TPU
-    python benchmarks/decode.py --shape=qwen2.5-7b --slots=128 --mean-tokens=4096
-    python benchmarks/decode.py --shape=tiny --slots=64 --mean-tokens=160                # a CPU
+    python benchmarks/decode.py --shape=qwen2.5-1.5b --slots=256 --mean-tokens=1536      # one GPU
+    or TPU python benchmarks/decode.py --shape=qwen2.5-7b --slots=128 --mean-tokens=4096 python
+    benchmarks/decode.py --shape=tiny --slots=64 --mean-tokens=160                # a CPU
 
-Weights are random in the real shapes, computing in bfloat16 (float32 on a CPU). Every slot holds a sequence of its own, with a
-prompt of between half and one and a half times the mean, so that the mean is --mean-tokens when half of --new-tokens are sampled.
-Tokens and seconds are those of the dispatches after the first two, in which all slots draw; prefill comes before them.
+Weights are random in the real shapes, computing in bfloat16 (float32 on a CPU). Every slot holds a
+sequence of its own, with a prompt of between half and one and a half times the mean, so that the
+mean is --mean-tokens when half of --new-tokens are sampled. Tokens and seconds are those of the
+dispatches after the first two, in which all slots draw; prefill comes before them.
 
-The roofline: a step reads every weight but the embedding's rows of absent tokens, and the keys and values of all live tokens;
+The roofline: a step reads every weight but the embedding's rows of absent tokens, and the keys and
+values of all live tokens;
 
-    tokens/s = slots · bandwidth / (bytes of weights + mean tokens · slots · bytes of one token's keys and values)
+    tokens/s = slots · bandwidth / (bytes of weights + mean tokens · slots · bytes of one token's
+    keys and values)
 
-with the bandwidth that a copy of 2 GiB reaches (256 MiB on a CPU), read and write counted. `share` is what was sampled of that.
-`host_bubble` is the share of the time in which the device waited for the host between two dispatches. Compiling is timed
-twice: with an empty cache on disk, and with what that left in it, all programs that such requests can need. A swap is timed
-by the engine loop while all slots draw, with equal shapes and other numbers: kept caches, and rebuilt ones. With --requests=N so
-many answers of log-normal length, at most --new-tokens, go through the slots: `stream` is how full these were, and how fast,
-until no request waited any more. Appends one line to benchmarks/results/decode.jsonl. Needs an idle machine.
+with the bandwidth that a copy of 2 GiB reaches (256 MiB on a CPU), read and write counted. `share`
+is what was sampled of that. `host_bubble` is the share of the time in which the device waited for
+the host between two dispatches. Compiling is timed
+twice: with an empty cache on disk, and with what that left in it, all programs that such requests
+    can need. A swap is timed by the engine loop while all slots draw, with equal shapes and other
+    numbers: kept caches, and rebuilt ones. With --requests=N so many answers of log-normal length,
+    at most --new-tokens, go through the slots: `stream` is how full these were, and how fast, until
+    no request waited any more. Appends one line to benchmarks/results/decode.jsonl. Needs an idle
+    machine.
 """
 
 from __future__ import annotations
@@ -70,7 +77,9 @@ class Events:
 
     seen: list[tuple[str, float, float, float]] = field(default_factory=list)
 
-    def __call__(self, name: str, start_s: float, end_s: float, args: Mapping[str, int | float]) -> None:
+    def __call__(
+        self, name: str, start_s: float, end_s: float, args: Mapping[str, int | float]
+    ) -> None:
         self.seen.append((name, start_s, end_s, args.get("tokens", 0)))
 
     def of(self, name: str) -> list[tuple[float, float, float]]:
@@ -91,7 +100,9 @@ def bandwidth() -> float:
     return 2 * size / min(times)
 
 
-def bytes_per_step(policy: Policy, engine: DecodeEngine, slots: int, mean_tokens: float) -> tuple[int, float]:
+def bytes_per_step(
+    policy: Policy, engine: DecodeEngine, slots: int, mean_tokens: float
+) -> tuple[int, float]:
     """What a step must read: weights, and keys and values."""
     shapes = jax.eval_shape(engine.layout, policy.abstract())
     weights = sum(math.prod(leaf.shape) * leaf.dtype.itemsize for leaf in jax.tree.leaves(shapes))
@@ -99,7 +110,9 @@ def bytes_per_step(policy: Policy, engine: DecodeEngine, slots: int, mean_tokens
         weights -= math.prod(shapes["embed"].shape) * shapes["embed"].dtype.itemsize
     model = policy.config
     numbers = 2 * model.num_hidden_layers * model.num_key_value_heads
-    of_token = numbers * (model.head_dim * engine.kv_dtype.itemsize + 4 * (engine.kv_dtype != engine.compute_dtype))
+    of_token = numbers * (
+        model.head_dim * engine.kv_dtype.itemsize + 4 * (engine.kv_dtype != engine.compute_dtype)
+    )
     return weights, slots * mean_tokens * of_token
 
 
@@ -111,7 +124,9 @@ class Decoded(NamedTuple):
     """When each request was, in order."""
 
 
-async def decode(engine: DecodeEngine, weights: list[Weights], requests: list[Request], num_swaps: int) -> Decoded:
+async def decode(
+    engine: DecodeEngine, weights: list[Weights], requests: list[Request], num_swaps: int
+) -> Decoded:
     """Answer all requests at once; other weights come `num_swaps` times."""
     events, shelf, finished_s = Events(), Shelf(weights[0]), list[float]()
     engine_loop = EngineLoop(engine, shelf, on_event=events)
@@ -133,26 +148,40 @@ async def decode(engine: DecodeEngine, weights: list[Weights], requests: list[Re
 
 
 def stream(decoded: Decoded, slots: int, steps: int) -> dict[str, float]:
-    """Share of slot-steps that drew a token, and tokens/s, as long as more requests were unfinished than there are slots."""
+    """Share of slot-steps that drew a token, and tokens/s, as long as more requests were unfinished
+    than there are slots."""
     tail_s = decoded.finished_s[-slots]
     dispatches = [each for each in decoded.events.of("dispatch") if each[1] <= tail_s]
     tokens = sum(sampled for _, _, sampled in dispatches)
     seconds = dispatches[-1][1] - dispatches[0][0]
-    return {"occupancy": tokens / (len(dispatches) * slots * steps), "tokens_per_s": tokens / seconds}
+    return {
+        "occupancy": tokens / (len(dispatches) * slots * steps),
+        "tokens_per_s": tokens / seconds,
+    }
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--shape", choices=list(MODELS), default="qwen2.5-1.5b")
     parser.add_argument("--slots", type=int, default=256)
     parser.add_argument("--mean-tokens", type=int, default=1536)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--steps-per-dispatch", type=int, default=8)
     parser.add_argument("--page-tokens", type=int, default=16)
-    parser.add_argument("--kv-dtype", choices=["compute", "int8", "float8_e4m3fn"], default="compute")
+    parser.add_argument(
+        "--kv-dtype", choices=["compute", "int8", "float8_e4m3fn"], default="compute"
+    )
     parser.add_argument("--tensor", type=int, default=1)
-    parser.add_argument("--requests", type=int, default=0, help="more than slots: measure a stream of so many, too")
-    parser.add_argument("--no-compile-times", action="store_true", help="compile what is needed when it is, and do not time it")
+    parser.add_argument(
+        "--requests", type=int, default=0, help="more than slots: measure a stream of so many, too"
+    )
+    parser.add_argument(
+        "--no-compile-times",
+        action="store_true",
+        help="compile what is needed when it is, and do not time it",
+    )
     parser.add_argument("--note", default="", help="goes into the row: what else the machine did")
     args = parser.parse_args()
 
@@ -160,7 +189,9 @@ def main() -> None:
     on_cpu = jax.devices()[0].platform == "cpu"
     dtype = jnp.dtype(jnp.float32 if on_cpu else jnp.bfloat16)
     devices = jax.devices()
-    placement = PlacementConfig() if len(devices) == 1 else PlacementConfig(rollout_tensor=args.tensor)
+    placement = (
+        PlacementConfig() if len(devices) == 1 else PlacementConfig(rollout_tensor=args.tensor)
+    )
     mesh = make_meshes(placement, devices).rollout
     rng = np.random.default_rng(0)
     middle = args.mean_tokens - args.new_tokens // 2
@@ -189,16 +220,27 @@ def main() -> None:
             # Later compilations would look for the folder, and it is gone.
             jax.config.update("jax_compilation_cache_dir", None)
             compilation_cache.reset_cache()
-    lay_out = jax.jit(lambda key: engine.layout(policy.init(key)), out_shardings=engine.param_shardings)
+    lay_out = jax.jit(
+        lambda key: engine.layout(policy.init(key)), out_shardings=engine.param_shardings
+    )
     weights = [Weights(0, jax.block_until_ready(lay_out(jax.random.key(seed)))) for seed in (0, 1)]
     vocab_size = policy.config.vocab_size
     requests = [
-        Request(str(i), rng.integers(0, vocab_size, int(length), dtype=np.int32), 1, Sampling(args.new_tokens), seed=i)
+        Request(
+            str(i),
+            rng.integers(0, vocab_size, int(length), dtype=np.int32),
+            1,
+            Sampling(args.new_tokens),
+            seed=i,
+        )
         for i, length in enumerate(lengths)
     ]
     events, gap_s, _ = asyncio.run(decode(engine, weights, requests, num_swaps=0))
     dispatches = events.of("dispatch")[2:]
-    seconds, tokens = dispatches[-1][1] - dispatches[0][0], sum(sampled for _, _, sampled in dispatches)
+    seconds, tokens = (
+        dispatches[-1][1] - dispatches[0][0],
+        sum(sampled for _, _, sampled in dispatches),
+    )
     swap_ms: dict[str, float] = {}
     for on_update in ("keep", "recompute"):
         engine.config = chz.replace(config, on_update=on_update)
@@ -206,15 +248,27 @@ def main() -> None:
         swap_ms[on_update] = median(1e3 * (end - start) for start, end, _ in swaps)
     streamed: dict[str, float] = {}
     if args.requests:
-        budgets = np.clip(rng.lognormal(math.log(args.new_tokens / 4), 1, args.requests), 1, args.new_tokens).astype(int)
+        budgets = np.clip(
+            rng.lognormal(math.log(args.new_tokens / 4), 1, args.requests), 1, args.new_tokens
+        ).astype(int)
         requests = [
             Request(
-                str(i), rng.integers(0, vocab_size, int(rng.choice(lengths)), dtype=np.int32), 1, Sampling(int(most)), seed=i
+                str(i),
+                rng.integers(0, vocab_size, int(rng.choice(lengths)), dtype=np.int32),
+                1,
+                Sampling(int(most)),
+                seed=i,
             )
             for i, most in enumerate(budgets)
         ]
-        streamed = stream(asyncio.run(decode(engine, weights, requests, num_swaps=0)), args.slots, args.steps_per_dispatch)
-    weight_bytes, kv_bytes = bytes_per_step(policy, engine, args.slots, float(lengths.mean()) + args.new_tokens / 2)
+        streamed = stream(
+            asyncio.run(decode(engine, weights, requests, num_swaps=0)),
+            args.slots,
+            args.steps_per_dispatch,
+        )
+    weight_bytes, kv_bytes = bytes_per_step(
+        policy, engine, args.slots, float(lengths.mean()) + args.new_tokens / 2
+    )
     bytes_per_s = bandwidth()
     roofline = args.slots * bytes_per_s / (weight_bytes + kv_bytes)
     row = {

@@ -1,13 +1,16 @@
-"""Hours to train, synchronous against asynchronous, simulated (AReaL, arXiv:2505.24298, table 1), and what would shorten them.
+"""Hours to train, synchronous against asynchronous, simulated (AReaL, arXiv:2505.24298, table 1),
+and what would shorten them.
 
     python benchmarks/end_to_end.py
 
-The real gate, buffer and controller run under a clock that leaps; `papers_cluster.py` says what is fitted, on none of these
-numbers. The second table changes the paper's system into this project's, step by step, with a quarter of devices and batch.
-Appends to results/end_to_end.jsonl and draws results/end_to_end.png; nothing depends on the machine.
+The real gate, buffer and controller run under a clock that leaps; `papers_cluster.py` says what is
+fitted, on none of these numbers. The second table changes the paper's system into this project's,
+step by step, with a quarter of devices and batch. Appends to results/end_to_end.jsonl and draws
+results/end_to_end.png; nothing depends on the machine.
 
-Expected: all four ratios within 15 % of the paper's. Hours of the two rows of mathematics within 26 %; those of 14B and 32B,
-which learned to program, are half of the paper's and less, with answers as long as those of mathematics.
+Expected: all four ratios within 15 % of the paper's. Hours of the two rows of mathematics within 26
+    %; those of 14B and 32B, which learned to program, are half of the paper's and less, with
+    answers as long as those of mathematics.
 """
 
 from __future__ import annotations
@@ -48,13 +51,24 @@ def main() -> None:
             "trainer_waits": areal.trainer_waits,
         }
         causes[model] = hours
-    append(NAME, {"fitted": asdict(FITTED), "shrink": SHRINK, "rows": rows, "hours_by_cause": causes})
+    append(
+        NAME, {"fitted": asdict(FITTED), "shrink": SHRINK, "rows": rows, "hours_by_cause": causes}
+    )
     show(rows, causes)
     plot(rows, causes)
 
 
 def show(rows: dict[str, dict[str, float]], causes: dict[str, dict[str, float]]) -> None:
-    table = Table("model", "GPUs", "synchronous, h", "asynchronous, h", "ratio", "paper's", "off by", title=NAME)
+    table = Table(
+        "model",
+        "GPUs",
+        "synchronous, h",
+        "asynchronous, h",
+        "ratio",
+        "paper's",
+        "off by",
+        title=NAME,
+    )
     for model, row in rows.items():
         table.add_row(
             model,
@@ -75,8 +89,20 @@ def plot(rows: dict[str, dict[str, float]], causes: dict[str, dict[str, float]])
     figure = Figure(figsize=(11, 4), dpi=120, layout="constrained")
     left, right = figure.subplots(1, 2)
     places = range(len(rows))
-    left.bar([x - 0.2 for x in places], [row["papers_ratio"] for row in rows.values()], 0.4, label="paper", color="#8a8f98")
-    left.bar([x + 0.2 for x in places], [row["ratio"] for row in rows.values()], 0.4, label="simulated", color="#2563a8")
+    left.bar(
+        [x - 0.2 for x in places],
+        [row["papers_ratio"] for row in rows.values()],
+        0.4,
+        label="paper",
+        color="#8a8f98",
+    )
+    left.bar(
+        [x + 0.2 for x in places],
+        [row["ratio"] for row in rows.values()],
+        0.4,
+        label="simulated",
+        color="#2563a8",
+    )
     left.set_xticks(list(places), [f"{model}, {row['gpus']} GPUs" for model, row in rows.items()])
     left.set(title="synchronous / asynchronous hours (table 1)")
     left.legend(frameon=False)

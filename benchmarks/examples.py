@@ -1,10 +1,12 @@
-"""What each example teaches at its defaults: held-out pass@1, and the reward of training, step by step.
+"""What each example teaches at its defaults: held-out pass@1, and the reward of training, step by
+step.
 
     python benchmarks/examples.py
 
-Makes the policies that some examples start from, as their docstrings say, and runs `python -m areal_jax.train --exp=NAME` for
-each. Appends to results/examples.jsonl and draws results/examples.png. About 20 minutes on two idle CPU cores. A run that is
-finished is not run again.
+Makes the policies that some examples start from, as their docstrings say, and runs `python -m
+areal_jax.train --exp=NAME` for each. Appends to results/examples.jsonl and draws
+results/examples.png. About 20 minutes on two idle CPU cores. A run that is finished is not run
+again.
 """
 
 from __future__ import annotations
@@ -49,44 +51,62 @@ def run(name: str, folder: Path) -> Rows:
         policy = f"{name}_policy"
         run_all({policy: ("--exp=tiny_tools_sft", *changes)}, folder, num_steps)
         settings = (f"policy.path={folder / policy / 'policy'}",)
-    return run_all({name: (f"--exp={name}", *settings)}, folder, load_experiment(name).num_steps)[name]
+    return run_all({name: (f"--exp={name}", *settings)}, folder, load_experiment(name).num_steps)[
+        name
+    ]
 
 
 def learnt(name: str, rows: Rows) -> dict[str, Any]:
-    """Pass@1 of every evaluation with its interval, and the reward of every step on the way from wrong to correct."""
+    """Pass@1 of every evaluation with its interval, and the reward of every step on the way from
+    wrong to correct."""
     experiment = load_experiment(name)
     assert isinstance(experiment, Experiment)
     wrong, correct = experiment.rewards.wrong, experiment.rewards.correct
     return {
         "num_problems": experiment.evaluation.num_tasks,
         "pass_at_1": {
-            row["version"]: (row[names.PASS_AT_1], row["evaluation/pass@1_stderr"]) for row in rows if names.PASS_AT_1 in row
+            row["version"]: (row[names.PASS_AT_1], row["evaluation/pass@1_stderr"])
+            for row in rows
+            if names.PASS_AT_1 in row
         },
-        "reward": [round((row[names.REWARD] - wrong) / (correct - wrong), 4) for row in steps(rows)],
+        "reward": [
+            round((row[names.REWARD] - wrong) / (correct - wrong), 4) for row in steps(rows)
+        ],
     }
 
 
 def show(found: Mapping[str, Mapping[str, Any]]) -> None:
     table = Table("experiment", "problems", "pass@1 after steps", title=NAME)
     for name, of_example in found.items():
-        scores = (f"{score:.1%} ({version})" for version, (score, _) in of_example["pass_at_1"].items())
+        scores = (
+            f"{score:.1%} ({version})" for version, (score, _) in of_example["pass_at_1"].items()
+        )
         table.add_row(name, str(of_example["num_problems"]), " ".join(scores))
     Console().print(table)
 
 
 def plot(found: Mapping[str, Mapping[str, Any]]) -> None:
     figure = new_figure(11.0, 5.8)
-    for axes, (name, of_example) in zip(figure.subplots(2, 3, sharey=True).flat, found.items(), strict=True):
+    for axes, (name, of_example) in zip(
+        figure.subplots(2, 3, sharey=True).flat, found.items(), strict=True
+    ):
         _draw_one(axes, name, of_example["pass_at_1"], of_example["reward"])
         plain(axes)
     figure.axes[0].legend(frameon=False, fontsize=8)
     (FOLDER / f"{NAME}.png").write_bytes(as_png(figure))
 
 
-def _draw_one(axes: Axes, name: str, scores: Mapping[int, tuple[float, float]], reward: Sequence[float]) -> None:
+def _draw_one(
+    axes: Axes, name: str, scores: Mapping[int, tuple[float, float]], reward: Sequence[float]
+) -> None:
     title(axes, name)
     smooth = [fmean(reward[max(0, i - SMOOTHED_STEPS + 1) : i + 1]) for i in range(len(reward))]
-    axes.plot(smooth, color=GREY, linewidth=1.0, label=f"reward in training ({SMOOTHED_STEPS} steps' mean; 0 wrong, 1 right)")
+    axes.plot(
+        smooth,
+        color=GREY,
+        linewidth=1.0,
+        label=f"reward in training ({SMOOTHED_STEPS} steps' mean; 0 wrong, 1 right)",
+    )
     versions, errors = list(scores), [1.96 * error for _, error in scores.values()]
     axes.errorbar(
         versions,
@@ -105,7 +125,9 @@ def _draw_one(axes: Axes, name: str, scores: Mapping[int, tuple[float, float]], 
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs") / NAME, help="of the runs")
     options = parser.parse_args()
     found = {name: learnt(name, run(name, options.folder)) for name in PREPARED_BY}

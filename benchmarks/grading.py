@@ -1,21 +1,24 @@
-"""What graders say of real data: canonical programs, mutated ones, gold answers and their near misses; and how fast.
+"""What graders say of real data: canonical programs, mutated ones, gold answers and their near
+misses; and how fast.
 
     python benchmarks/grading.py DATA [--parts code mutants live latency math service] [--every 1]
 
-DATA is a folder with humaneval/HumanEval.jsonl, mbpp/mbpp.jsonl, livecodebench/*.jsonl, gsm8k/, math500/, aime24/, aime25/ and
-amc23/. `--every n` takes every n-th row. Appends to results/grading.jsonl.
+DATA is a folder with humaneval/HumanEval.jsonl, mbpp/mbpp.jsonl, livecodebench/*.jsonl, gsm8k/,
+math500/, aime24/, aime25/ and amc23/. `--every n` takes every n-th row. Appends to
+results/grading.jsonl.
 
     code      canonical solutions of HumanEval and MBPP: all are to be correct
-    mutants   solutions with one comparison, constant, operator or return changed; each is first run with its tests as one
+    mutants   solutions with one comparison, constant, operator or return changed; each is first run
+    with its tests as one
               script, and those that fail there are to be graded not correct
-    live      LiveCodeBench's public tests on programs that look the expected output up, and on ones with one output wrong
-    latency   a trivial test of each form
-    math      gold answers in every common notation, and near misses
-    service   256 answers of which 16 hang and 4 crash; 10 000 answers to mathematics in turn
+    live      LiveCodeBench's public tests on programs that look the expected output up, and on ones
+    with one output wrong latency   a trivial test of each form math      gold answers in every
+    common notation, and near misses service   256 answers of which 16 hang and 4 crash; 10 000
+    answers to mathematics in turn
 
-Expected: 164 of 164, and 974 of 974 (two need their class before the tests' own set-up, which is how they are run here); no
-mutant and no altered program correct; a trivial test in less than 60 ms on an idle machine; every gold answer correct and no
-near miss.
+Expected: 164 of 164, and 974 of 974 (two need their class before the tests' own set-up, which is
+    how they are run here); no mutant and no altered program correct; a trivial test in less than 60
+    ms on an idle machine; every gold answer correct and no near miss.
 """
 
 from __future__ import annotations
@@ -63,7 +66,9 @@ MUTANTS_PER_SOLUTION = 3
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("data", type=Path)
     parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=list(PARTS))
     parser.add_argument("--every", type=int, default=1)
@@ -71,7 +76,15 @@ def main() -> None:
     for part in arguments.parts:
         began_s = time.perf_counter()
         found = PARTS[part](arguments.data, arguments.every)
-        append("grading", {"part": part, "every": arguments.every, **found, "seconds": round(time.perf_counter() - began_s, 1)})
+        append(
+            "grading",
+            {
+                "part": part,
+                "every": arguments.every,
+                **found,
+                "seconds": round(time.perf_counter() - began_s, 1),
+            },
+        )
 
 
 def rows(path: Path, every: int) -> list[dict[str, Any]]:
@@ -88,7 +101,11 @@ def solved(data: Path, every: int) -> Iterator[tuple[str, Asserts, str]]:
         for row in rows(data / name / file, every):
             problem = code_problem(row)
             assert problem is not None and isinstance(problem[1], Asserts)
-            yield name, problem[1], row["code"] if "code" in row else row["prompt"] + row["canonical_solution"]
+            yield (
+                name,
+                problem[1],
+                row["code"] if "code" in row else row["prompt"] + row["canonical_solution"],
+            )
 
 
 def code(data: Path, every: int) -> dict[str, object]:
@@ -104,7 +121,8 @@ def code(data: Path, every: int) -> dict[str, object]:
 
 
 def mutants(data: Path, every: int) -> dict[str, object]:
-    """Solutions changed in one place. What is correct, though it fails as a plain script with its tests, is misgraded."""
+    """Solutions changed in one place. What is correct, though it fails as a plain script with its
+    tests, is misgraded."""
     config = SandboxConfig(test_timeout_s=2.0)
     grader, sandboxes = grading(config), Sandboxes(config, find_sandbox_command(config))
     counts = Counter[str]()
@@ -119,14 +137,18 @@ def mutants(data: Path, every: int) -> dict[str, object]:
             kind = grader.grade_answer(tests, fenced(mutant)).kind
             counts[f"{'passing' if passes else 'failing'} as a script, {kind}"] += 1
             if passes != (kind == "correct"):
-                print(f"script {'passes' if passes else 'fails'}, grade {kind}:\n{mutant}\n{tests.tests}")
+                print(
+                    f"script {'passes' if passes else 'fails'}, grade "
+                    f"{kind}:\n{mutant}\n{tests.tests}"
+                )
     grader.close()
     sandboxes.close()
     return {"mutants": dict(counts)}
 
 
 def mutated(program: str, after_line: int) -> list[str]:
-    """Some of the programs that differ in one comparison, operator, constant or return after that line."""
+    """Some of the programs that differ in one comparison, operator, constant or return after that
+    line."""
     found = list[str]()
     for place in range(sum(1 for _ in ast.walk(ast.parse(program)))):
         tree = ast.parse(program)
@@ -154,7 +176,8 @@ def mutate(node: ast.AST) -> bool:
 
 
 def live(data: Path, every: int) -> dict[str, object]:
-    """Programs that know the expected outputs of LiveCodeBench's public tests, and ones that have the last of them wrong."""
+    """Programs that know the expected outputs of LiveCodeBench's public tests, and ones that have
+    the last of them wrong."""
     grader = grading(SandboxConfig())
     counts = Counter[str]()
     for row in rows(next((data / "livecodebench").glob("*.jsonl")), every):
@@ -163,7 +186,9 @@ def live(data: Path, every: int) -> dict[str, object]:
         tests = problem[1]
         for is_altered in (False, True):
             grade = grader.grade_answer(tests, fenced(looking_up(tests, is_altered)))
-            counts[f"{type(tests).__name__}, {'altered' if is_altered else 'right'}: {grade.kind}"] += 1
+            counts[
+                f"{type(tests).__name__}, {'altered' if is_altered else 'right'}: {grade.kind}"
+            ] += 1
             if (grade.kind == "correct") is is_altered:
                 print(row["question_id"], grade)
     grader.close()
@@ -179,9 +204,15 @@ def looking_up(tests: CodeTests, is_altered: bool) -> str:
         table[-1] = (given, f"{expected} 1" if isinstance(tests, Stdin) else [expected])
         table = [pair for pair in table[:-1] if pair[0] != given] + table[-1:]
     if isinstance(tests, Stdin):
-        return f"import sys\ngiven = sys.stdin.read()\nprint(next(output for input, output in {table!r} if input == given))"
+        return (
+            "import sys\ngiven = sys.stdin.read()\nprint(next(output for input, output in "
+            f"{table!r} if input == given))"
+        )
     named = f"def {tests.function}(self, *given):\n        "
-    return f"class Solution:\n    {named}return next(output for input, output in {table!r} if tuple(input) == given)"
+    return (
+        f"class Solution:\n    {named}return next(output for input, output in {table!r} if "
+        "tuple(input) == given)"
+    )
 
 
 def fenced(program: str) -> str:
@@ -223,7 +254,10 @@ def gold(data: Path, every: int) -> Iterator[tuple[str, str]]:
 def math(data: Path, every: int) -> dict[str, object]:
     counts = Counter[str]()
     for name, reference in gold(data, every):
-        for form, texts, is_correct in (("same", notations(reference), True), ("near miss", near_misses(reference), False)):
+        for form, texts, is_correct in (
+            ("same", notations(reference), True),
+            ("near miss", near_misses(reference), False),
+        ):
             for text in texts:
                 answer = extract_answer(f"so it is \\boxed{{{text}}}.")
                 plainly = compare_plainly(answer or "", reference)
@@ -237,13 +271,30 @@ def math(data: Path, every: int) -> dict[str, object]:
 def notations(reference: str) -> set[str]:
     """The same answer as others would write it."""
     same = {reference, f"${reference}$", f"\\({reference}\\)", f" {reference} ", f"{reference}."}
-    same |= {reference.replace("\\frac", "\\dfrac"), reference.replace("\\left", "").replace("\\right", "")}
-    same |= {reference.replace(", ", ","), reference.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac")}
+    same |= {
+        reference.replace("\\frac", "\\dfrac"),
+        reference.replace("\\left", "").replace("\\right", ""),
+    }
+    same |= {
+        reference.replace(", ", ","),
+        reference.replace("\\dfrac", "\\frac").replace("\\tfrac", "\\frac"),
+    }
     plain = THOUSANDS.sub("", reference)
     if NUMBER.fullmatch(plain):
         number = int(float(plain))
-        same |= {str(number), f"{number:,}", f"{number}.0", f"{number}.00", f"+{number}" if number >= 0 else str(number)}
-        same |= {f"\\text{{{number}}}", f"\\frac{{{2 * number}}}{{2}}", f"x = {number}", f"{number} \\text{{ units}}"}
+        same |= {
+            str(number),
+            f"{number:,}",
+            f"{number}.0",
+            f"{number}.00",
+            f"+{number}" if number >= 0 else str(number),
+        }
+        same |= {
+            f"\\text{{{number}}}",
+            f"\\frac{{{2 * number}}}{{2}}",
+            f"x = {number}",
+            f"{number} \\text{{ units}}",
+        }
         same |= {f"{number:03d}"} if number >= 0 else set()
     return same
 
@@ -253,20 +304,38 @@ def near_misses(reference: str) -> set[str]:
     plain = THOUSANDS.sub("", reference)
     if NUMBER.fullmatch(plain):
         number = int(float(plain))
-        others = {number + 1, number - 1, -number, 10 * number, number + 10, number // 10, int(str(abs(number))[::-1])} - {
-            number
-        }
-        return {*map(str, others), f"{number}.5", f"{number}, {number + 1}", f"{number} + 1", f"\\frac{{{number}}}{{7}}"} - {
+        others = {
+            number + 1,
+            number - 1,
+            -number,
+            10 * number,
+            number + 10,
+            number // 10,
+            int(str(abs(number))[::-1]),
+        } - {number}
+        return {
+            *map(str, others),
+            f"{number}.5",
+            f"{number}, {number + 1}",
+            f"{number} + 1",
+            f"\\frac{{{number}}}{{7}}",
+        } - {
             "0, 0",
             "\\frac{0}{7}",
         }
     others = {f"({reference}) + 1", f"{reference}, 77"}
     # Exponents of units are no part of the answer.
     for digit in list(re.finditer(r"(?<!\}\^)[0-9]", reference))[:3]:
-        others.add(f"{reference[: digit.start()]}{(int(digit.group()) + 1) % 10}{reference[digit.end() :]}")
+        others.add(
+            f"{reference[: digit.start()]}{(int(digit.group()) + 1) % 10}{reference[digit.end() :]}"
+        )
     for bracket, other in ("[(", "([", "])", ")]"):
         # No interval holds infinity, whatever its bracket says.
-        others |= {reference.replace(bracket, other)} if "," in reference and "infty" not in reference else set()
+        others |= (
+            {reference.replace(bracket, other)}
+            if "," in reference and "infty" not in reference
+            else set()
+        )
     return others - {reference}
 
 
@@ -291,11 +360,14 @@ def service(data: Path, every: int) -> dict[str, object]:
 
 
 async def hanging_and_crashing() -> dict[str, object]:
-    """256 answers at once, each of 20 ms of work, without and with 16 that spin for ever and 4 that end their process."""
+    """256 answers at once, each of 20 ms of work, without and with 16 that spin for ever and 4 that
+    end their process."""
     found = dict[str, object]()
     with tempfile.TemporaryDirectory() as folder:
         (Path(folder) / "own.py").write_text(GRADER)
-        config = RewardConfig(function=f"{folder}/own.py:grader", num_workers=2, timeout_s=10.0, patience_s=0.1)
+        config = RewardConfig(
+            function=f"{folder}/own.py:grader", num_workers=2, timeout_s=10.0, patience_s=0.1
+        )
         healthy = ["2"] * 256
         mixed = [*["hang"] * 16, *["crash"] * 4, *["2"] * 236]
         random.Random(0).shuffle(mixed)
@@ -312,27 +384,49 @@ async def all_at_once(config: RewardConfig, answers: list[str]) -> dict[str, obj
 
         async def ask(answer: str) -> None:
             grade = await grader(Task("sum", (Message("user", "1+1?"),), "2"), answer)
-            assert grade.kind == {"hang": "timeout", "crash": "crashed", "2": "correct"}[answer], grade
+            assert grade.kind == {"hang": "timeout", "crash": "crashed", "2": "correct"}[answer], (
+                grade
+            )
             if answer == "2":
                 took_s.append(time.perf_counter() - began_s)
 
         await asyncio.gather(*map(ask, answers))
         # The one that they are forked from, and one for each place.
         assert len(psutil.Process().children(recursive=True)) <= 1 + config.num_workers
-        return {"grades": dict(grader.grades), "median s": round(median(took_s), 2), "last s": round(max(took_s), 2)}
+        return {
+            "grades": dict(grader.grades),
+            "median s": round(median(took_s), 2),
+            "last s": round(max(took_s), 2),
+        }
 
 
 async def sustained(number: int) -> dict[str, object]:
-    """Answers to mathematics, half of them to be compared by computer algebra, and the memory of all processes."""
-    pairs = [("\\frac{1}{2}", "0.5"), ("42", "042"), ("(3, \\frac{\\pi}{2})", "(3,\\pi/2)"), ("7", "8")]
-    pairs += [("x^3+3x-6", "-6+3x+x^3"), ("113", "113"), ("\\sqrt{117}", "3\\sqrt{13}"), ("1,234", "1234")]
+    """Answers to mathematics, half of them to be compared by computer algebra, and the memory of
+    all processes."""
+    pairs = [
+        ("\\frac{1}{2}", "0.5"),
+        ("42", "042"),
+        ("(3, \\frac{\\pi}{2})", "(3,\\pi/2)"),
+        ("7", "8"),
+    ]
+    pairs += [
+        ("x^3+3x-6", "-6+3x+x^3"),
+        ("113", "113"),
+        ("\\sqrt{117}", "3\\sqrt{13}"),
+        ("1,234", "1234"),
+    ]
     held = list[int]()
     async with RewardService(RewardConfig(num_workers=2, patience_s=60.0)) as grader:
         await grader(Task("first", (), "\\frac{1}{2}"), "\\boxed{0.5}")
         began_s = time.perf_counter()
         for start in range(0, number, 500):
             block = (pairs[place % len(pairs)] for place in range(start, start + 500))
-            await asyncio.gather(*(grader(Task("t", (), reference), f"\\boxed{{{answer}}}") for reference, answer in block))
+            await asyncio.gather(
+                *(
+                    grader(Task("t", (), reference), f"\\boxed{{{answer}}}")
+                    for reference, answer in block
+                )
+            )
             held.append(sum(memory_of_tree(child) for child in psutil.Process().children()) >> 20)
         took_s = time.perf_counter() - began_s
         return {
@@ -342,7 +436,14 @@ async def sustained(number: int) -> dict[str, object]:
         }
 
 
-PARTS = {"code": code, "mutants": mutants, "live": live, "latency": latency, "math": math, "service": service}
+PARTS = {
+    "code": code,
+    "mutants": mutants,
+    "live": live,
+    "latency": latency,
+    "math": math,
+    "service": service,
+}
 
 if __name__ == "__main__":
     main()

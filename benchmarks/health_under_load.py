@@ -1,11 +1,13 @@
-"""Whether one request can stop the server: /health while requests of every awkward kind run, and the memory after each.
+"""Whether one request can stop the server: /health while requests of every awkward kind run, and
+the memory after each.
 
     python benchmarks/health_under_load.py                     # the embedded policy on a CPU
     python benchmarks/health_under_load.py --only=n,megabytes
 
-A server is started with its defaults. /health is asked every 20 ms over a connection of its own while each case runs, and the
-median, the 99th percentile and the longest answer are told, beside the statuses with which the case was answered, its seconds,
-the lines it made the server log, and the server's resident memory before and after. Appends one line to
+A server is started with its defaults. /health is asked every 20 ms over a connection of its own
+while each case runs, and the median, the 99th percentile and the longest answer are told, beside
+the statuses with which the case was answered, its seconds, the lines it made the server log, and
+the server's resident memory before and after. Appends one line to
 benchmarks/results/health_under_load.jsonl.
 """
 
@@ -40,7 +42,9 @@ class Server:
     def __init__(self, log: Path, settings: list[str]) -> None:
         given = [sys.executable, "-m", "areal_jax.serve", "port=0", "api_key=key", *settings]
         self.log = log
-        self.process = subprocess.Popen(given, stdout=subprocess.PIPE, stderr=log.open("w"), text=True)
+        self.process = subprocess.Popen(
+            given, stdout=subprocess.PIPE, stderr=log.open("w"), text=True
+        )
         assert self.process.stdout is not None
         found = re.search(r"http://[^:]+:(\d+)", self.process.stdout.readline())
         assert found is not None, log.read_text()
@@ -51,7 +55,12 @@ class Server:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=TIMEOUT_S)
         headers = {"Authorization": "Bearer key", "Content-Type": "application/json"}
         try:
-            connection.request("POST", path, body if isinstance(body, bytes) else json.dumps(body).encode(), headers)
+            connection.request(
+                "POST",
+                path,
+                body if isinstance(body, bytes) else json.dumps(body).encode(),
+                headers,
+            )
             answer = connection.getresponse()
             answer.read()
             return str(answer.status)
@@ -73,7 +82,10 @@ class Server:
         return found[1].decode() if found else CLOSED
 
     def chat(self, **given: Any) -> str:
-        return self.post("/v1/chat/completions", {"model": "embedded", "messages": ASKED, "max_tokens": 8, **given})
+        return self.post(
+            "/v1/chat/completions",
+            {"model": "embedded", "messages": ASKED, "max_tokens": 8, **given},
+        )
 
     def rss(self) -> int:
         return psutil.Process(self.process.pid).memory_info().rss
@@ -101,7 +113,8 @@ def malformed(server: Server) -> list[str]:
         begin + b"Transfer-Encoding: chunked\r\n\r\nZZ\r\nnot hex\r\n",
         begin + b"Content-Length: -5\r\n\r\n",
         begin + b"Content-Length: many\r\n\r\n{}",
-        begin + b"Content-Type: application/json\r\nContent-Length: 6\r\n\r\n\xff\xfe\xff\xfe\xff\xfe",
+        begin
+        + b"Content-Type: application/json\r\nContent-Length: 6\r\n\r\n\xff\xfe\xff\xfe\xff\xfe",
     ]
     return [server.send(data) for data in sent * 10]
 
@@ -136,8 +149,12 @@ CASES: dict[str, Callable[[Server], list[str]]] = {
     "penalties": lambda server: [server.chat(presence_penalty=1.0)],
     "n": lambda server: [server.chat(n=128, max_tokens=256, min_tokens=250)],
     "n_streamed": lambda server: [server.chat(n=128, max_tokens=256, min_tokens=250, stream=True)],
-    "n_stops": lambda server: [server.chat(n=128, max_tokens=256, min_tokens=250, stop=["never said", "nor this"])],
-    "n_top_logprobs": lambda server: [server.chat(n=128, max_tokens=256, min_tokens=250, logprobs=True, top_logprobs=20)],
+    "n_stops": lambda server: [
+        server.chat(n=128, max_tokens=256, min_tokens=250, stop=["never said", "nor this"])
+    ],
+    "n_top_logprobs": lambda server: [
+        server.chat(n=128, max_tokens=256, min_tokens=250, logprobs=True, top_logprobs=20)
+    ],
     "megabytes": lambda server: several(
         4, lambda: server.post("/v1/completions", {"model": "embedded", "prompt": TEXT * 110_000})
     ),
@@ -146,12 +163,18 @@ CASES: dict[str, Callable[[Server], list[str]]] = {
     ),
     "messages": lambda server: [server.chat(messages=[{"role": "user", "content": ""}] * 100_000)],
     "values": lambda server: [
-        server.post("/v1/completions", b'{"model": "embedded", "prompt": [' + b"[]," * 1_300_000 + b"1]}")
+        server.post(
+            "/v1/completions", b'{"model": "embedded", "prompt": [' + b"[]," * 1_300_000 + b"1]}"
+        )
     ],
-    "tokens": lambda server: [server.post("/v1/completions", {"model": "embedded", "prompt": [1] * 1_300_000})],
+    "tokens": lambda server: [
+        server.post("/v1/completions", {"model": "embedded", "prompt": [1] * 1_300_000})
+    ],
     "nesting": lambda server: [server.post("/v1/completions", b'{"a":' * 600_000)],
     "tools": lambda server: [
-        server.chat(tools=[{"type": "function", "function": {"name": "f", "description": TEXT * 110_000}}])
+        server.chat(
+            tools=[{"type": "function", "function": {"name": "f", "description": TEXT * 110_000}}]
+        )
     ],
     "stops": lambda server: [server.chat(stop=[TEXT * 7_000] * 16, max_tokens=256)],
     "logit_bias": lambda server: [server.chat(logit_bias={str(i): 1 for i in range(200_000)})],
@@ -186,7 +209,9 @@ def measured(server: Server, case: Callable[[Server], list[str]]) -> dict[str, A
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--only", default=",".join(CASES))
     parser.add_argument("settings", nargs="*", help="of the server")
     given = parser.parse_args()
@@ -200,7 +225,10 @@ def main() -> None:
         finally:
             server.process.terminate()
             returncode = server.process.wait(120)
-        append("health_under_load", {"settings": given.settings, "returncode": returncode, "cases": cases})
+        append(
+            "health_under_load",
+            {"settings": given.settings, "returncode": returncode, "cases": cases},
+        )
 
 
 if __name__ == "__main__":

@@ -1,17 +1,21 @@
-"""What interrupting generation for new weights brings, simulated (AReaL, arXiv:2505.24298, figure 6b).
+"""What interrupting generation for new weights brings, simulated (AReaL, arXiv:2505.24298, figure
+6b).
 
     python benchmarks/interruption.py
 
-24 GPUs decode the paper's batches of 512 x 16 answers, and trainers enough that they bound nothing take them. The figure does
-not say which of figure 4's contexts was used: 16k is taken, whose tokens per second are within a fifth of the figure's. Without
-interruption an engine takes weights when all that it has under way has ended, and begins nothing before; with it, weights come
-between two tokens, and caches are rebuilt, or kept.
+24 GPUs decode the paper's batches of 512 x 16 answers, and trainers enough that they bound nothing
+take them. The figure does not say which of figure 4's contexts was used: 16k is taken, whose tokens
+per second are within a fifth of the figure's. Without interruption an engine takes weights when all
+that it has under way has ended, and begins nothing before; with it, weights come between two
+tokens, and caches are rebuilt, or kept.
 
-Constants as fitted in `papers_cluster.py`, not on this figure. Devices and batch are a quarter of the paper's. Appends to
-results/interruption.jsonl and draws results/interruption.png; nothing depends on the machine.
+Constants as fitted in `papers_cluster.py`, not on this figure. Devices and batch are a quarter of
+the paper's. Appends to results/interruption.jsonl and draws results/interruption.png; nothing
+depends on the machine.
 
-Expected: interruption brings 10 % (1.5B) and 5 % (7B), with caches kept 15 % and 10 %; the paper's 12 % and 17 %. With 32k,
-whose answers take longer to end, it would be 24 % and 18 %, with caches rebuilt.
+Expected: interruption brings 10 % (1.5B) and 5 % (7B), with caches kept 15 % and 10 %; the paper's
+    12 % and 17 %. With 32k, whose answers take longer to end, it would be 24 % and 18 %, with
+    caches rebuilt.
 """
 
 from __future__ import annotations
@@ -39,15 +43,27 @@ def speeds(model: str) -> dict[str, float]:
     cluster, workload = build("areal", model, 32, 15_360, max_staleness=4, shrink=SHRINK)
     found = {}
     for on_update in HABITS:
-        changed = replace(cluster, train_devices=96, transfer=Staged(), habits=replace(cluster.habits, on_update=on_update))
-        found[on_update] = SHRINK * simulate(changed, workload, num_steps=15, first_counted=3).tokens_per_s / 1e3
+        changed = replace(
+            cluster,
+            train_devices=96,
+            transfer=Staged(),
+            habits=replace(cluster.habits, on_update=on_update),
+        )
+        found[on_update] = (
+            SHRINK * simulate(changed, workload, num_steps=15, first_counted=3).tokens_per_s / 1e3
+        )
     return found
 
 
 def main() -> None:
     found = {model: speeds(model) for model in FIGURE_6B}
-    papers = {model: interrupted / drained - 1 for model, (drained, interrupted) in FIGURE_6B.items()}
-    gained = {model: {habit: of[habit] / of["drain"] - 1 for habit in HABITS[1:]} for model, of in found.items()}
+    papers = {
+        model: interrupted / drained - 1 for model, (drained, interrupted) in FIGURE_6B.items()
+    }
+    gained = {
+        model: {habit: of[habit] / of["drain"] - 1 for habit in HABITS[1:]}
+        for model, of in found.items()
+    }
     append(
         NAME,
         {
@@ -58,10 +74,19 @@ def main() -> None:
             "papers_gain": papers,
         },
     )
-    table = Table("model", *(f"{habit}, k tokens/s" for habit in HABITS), "rebuilt", "kept", "paper's", title=NAME)
+    table = Table(
+        "model",
+        *(f"{habit}, k tokens/s" for habit in HABITS),
+        "rebuilt",
+        "kept",
+        "paper's",
+        title=NAME,
+    )
     for model, of in found.items():
         gains = [*gained[model].values(), papers[model]]
-        table.add_row(model, *(f"{of[habit]:.1f}" for habit in HABITS), *(f"{gain:+.0%}" for gain in gains))
+        table.add_row(
+            model, *(f"{of[habit]:.1f}" for habit in HABITS), *(f"{gain:+.0%}" for gain in gains)
+        )
     Console(width=120).print(table)
     figure = Figure(figsize=(6, 3.6), dpi=120, layout="constrained")
     axes = figure.subplots()
@@ -71,7 +96,12 @@ def main() -> None:
         for habit, reported in zip(HABITS[1:], ("rebuilt", "kept"), strict=True)
     }
     for number, (name, bars) in enumerate(kinds.items()):
-        axes.bar([x + 0.25 * (number - 1) for x in range(len(bars))], [100 * gain for gain in bars.values()], 0.25, label=name)
+        axes.bar(
+            [x + 0.25 * (number - 1) for x in range(len(bars))],
+            [100 * gain for gain in bars.values()],
+            0.25,
+            label=name,
+        )
     axes.set_xticks(range(len(found)), list(found))
     axes.set(title="what interruption brings", ylabel="%")
     axes.legend(frameon=False)

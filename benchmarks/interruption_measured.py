@@ -1,24 +1,28 @@
-"""What interrupting generation for new weights brings, measured with the real engine (AReaL, arXiv:2505.24298, figure 6b).
+"""What interrupting generation for new weights brings, measured with the real engine (AReaL,
+arXiv:2505.24298, figure 6b).
 
     python benchmarks/interruption_measured.py
 
-The embedded policy decodes on a CPU: 32 slots, prompts of 16 tokens, answers of log-normal length (median 50, sigma 1, at most
-240), of which there are always more. After every 6400 tokens sampled, a training step's worth, other weights arrive; from one
-version to the next each matrix moves by 0.3 % of its size. Variants, in turns, with the same requests:
+The embedded policy decodes on a CPU: 32 slots, prompts of 16 tokens, answers of log-normal length
+(median 50, sigma 1, at most 240), of which there are always more. After every 6400 tokens sampled,
+a training step's worth, other weights arrive; from one version to the next each matrix moves by 0.3
+% of its size. Variants, in turns, with the same requests:
 
     wait        begin nothing, let all that is under way end, then take the weights
     recompute   take them between two dispatches, and rebuild the caches (the paper)
     keep        take them between two dispatches, and keep the caches
-    two engines of 16 slots each on a device of its own, recompute: both at once, and rolling, one after the other
+    two engines of 16 slots each on a device of its own, recompute: both at once, and rolling, one
+    after the other
 
-tokens/s is what was sampled between the first arrival of weights and the last; stall_ms how long a swap takes, in which that
-engine draws nothing; delay_ms how long weights wait from their arrival until the last engine has them; drift, of tokens
-behind a swap, the mean |difference| between the log-prob with which they were sampled and that of a fresh forward pass with the
-same weights. Medians over rounds, ratios taken round by round. Two simulated devices share the same cores. Appends to
-results/interruption.jsonl and draws results/interruption_measured.png.
+tokens/s is what was sampled between the first arrival of weights and the last; stall_ms how long a
+swap takes, in which that engine draws nothing; delay_ms how long weights wait from their arrival
+until the last engine has them; drift, of tokens behind a swap, the mean |difference| between the
+log-prob with which they were sampled and that of a fresh forward pass with the same weights.
+Medians over rounds, ratios taken round by round. Two simulated devices share the same cores.
+Appends to results/interruption.jsonl and draws results/interruption_measured.png.
 
-Expected: interruption brings more than 12 % over waiting. On a CPU, where cores and not memory bound decoding, caches are as
-dear to rebuild as they can be.
+Expected: interruption brings more than 12 % over waiting. On a CPU, where cores and not memory
+    bound decoding, caches are as dear to rebuild as they can be.
 """
 
 from __future__ import annotations
@@ -96,9 +100,11 @@ class Waiting(EngineLoop):
 
 @dataclass
 class Arrivals:
-    """Weights that come after every so many tokens sampled by all engines together, and the record of what happened.
+    """Weights that come after every so many tokens sampled by all engines together, and the record
+    of what happened.
 
-    The engine loops' threads tell it what they did, and ask it for weights through a `Shelf` each."""
+    The engine loops' threads tell it what they did, and ask it for weights through a `Shelf`
+    each."""
 
     versions: Sequence[Sequence[Any]]
     """Of each engine, parameters by version; they go to and fro."""
@@ -108,7 +114,9 @@ class Arrivals:
     """Version, start and end."""
     lock: threading.Lock = field(default_factory=threading.Lock)
 
-    def tell(self, name: str, start_s: float, end_s: float, args: Mapping[str, int | float]) -> None:
+    def tell(
+        self, name: str, start_s: float, end_s: float, args: Mapping[str, int | float]
+    ) -> None:
         with self.lock:
             if name == "swap":
                 self.swaps.append((int(args["version"]), start_s, end_s))
@@ -127,7 +135,11 @@ class Shelf:
 
     def newest(self, after: int) -> Weights | None:
         version = len(self.arrivals.arrived_s) - 1
-        return Weights(version, self.arrivals.versions[self.engine][turn(version)]) if version > after else None
+        return (
+            Weights(version, self.arrivals.versions[self.engine][turn(version)])
+            if version > after
+            else None
+        )
 
     def wait(self, at_least: int, timeout_s: float) -> Weights:
         time.sleep(timeout_s)
@@ -144,22 +156,37 @@ def walk(params: Params) -> list[Params]:
     """Versions, each a step from the one before."""
     rng, found = np.random.default_rng(0), [params]
     for _ in range(NUM_VERSIONS - 1):
-        found.append(jax.tree.map(lambda x: x + MOVE * x.std() * rng.normal(size=x.shape).astype(np.float32), found[-1]))
+        found.append(
+            jax.tree.map(
+                lambda x: x + MOVE * x.std() * rng.normal(size=x.shape).astype(np.float32),
+                found[-1],
+            )
+        )
     return found
 
 
 def requests(seed: int, vocab_size: int) -> list[Request]:
     """More than can be answered in the time."""
     rng = np.random.default_rng(seed)
-    lengths = np.clip(rng.lognormal(np.log(MEDIAN_TOKENS), SIGMA, 20_000), 1, MOST_TOKENS).astype(int)
+    lengths = np.clip(rng.lognormal(np.log(MEDIAN_TOKENS), SIGMA, 20_000), 1, MOST_TOKENS).astype(
+        int
+    )
     prompts = rng.integers(0, vocab_size, (len(lengths), PROMPT_TOKENS), dtype=np.int32)
-    return [Request(str(i), prompts[i], 1, Sampling(int(length)), seed=i) for i, length in enumerate(lengths)]
+    return [
+        Request(str(i), prompts[i], 1, Sampling(int(length)), seed=i)
+        for i, length in enumerate(lengths)
+    ]
 
 
 async def decode(
-    variant: Variant, engines: Sequence[DecodeEngine], versions: Any, asked: Sequence[Request], num_versions: int
+    variant: Variant,
+    engines: Sequence[DecodeEngine],
+    versions: Any,
+    asked: Sequence[Request],
+    num_versions: int,
 ) -> tuple[dict[str, float], dict[int, Completion]]:
-    """Decode until so many versions have come. Returns what was measured, and the finished answers by request."""
+    """Decode until so many versions have come. Returns what was measured, and the finished answers
+    by request."""
     arrivals = Arrivals(versions)
     sources: list[Any] = [Shelf(arrivals, number) for number in range(len(engines))]
     if variant.rolls:
@@ -169,7 +196,8 @@ async def decode(
         reported = [arrivals.tell for _ in engines]
     kind = Waiting if variant.waits else EngineLoop
     engine_loops = [
-        kind(engine, source, on_event=tell) for engine, source, tell in zip(engines, sources, reported, strict=True)
+        kind(engine, source, on_event=tell)
+        for engine, source, tell in zip(engines, sources, reported, strict=True)
     ]
     fleet, finished, places = Fleet(engine_loops), dict[int, Completion](), count()
 
@@ -189,16 +217,24 @@ async def decode(
             raise RuntimeError("a client ended before the engine did") from ended
     swaps = [swap for swap in arrivals.swaps if swap[0] > 0]
     last = {version: end for version, _, end in swaps}
-    delays = [last[version] - arrived for version, arrived in enumerate(arrivals.arrived_s) if version in last and version > 0]
+    delays = [
+        last[version] - arrived
+        for version, arrived in enumerate(arrivals.arrived_s)
+        if version in last and version > 0
+    ]
     return {
-        "tokens_per_s": TOKENS_PER_VERSION * (num_versions - 1) / (arrivals.arrived_s[num_versions] - arrivals.arrived_s[1]),
+        "tokens_per_s": TOKENS_PER_VERSION
+        * (num_versions - 1)
+        / (arrivals.arrived_s[num_versions] - arrivals.arrived_s[1]),
         "swaps": len(swaps) / len(engines),
         "stall_ms": 1e3 * mean(end - begin for _, begin, end in swaps),
         "delay_ms": 1e3 * mean(delays),
     }, finished
 
 
-def reported_rolling(arrivals: Arrivals, source: RollingSource, name: str, start_s: float, end_s: float, args: Any) -> None:
+def reported_rolling(
+    arrivals: Arrivals, source: RollingSource, name: str, start_s: float, end_s: float, args: Any
+) -> None:
     """The next engine's turn begins as soon as one has swapped."""
     if name == "swap":
         source.swapped()
@@ -212,8 +248,13 @@ class Fresh:
         self._versions = versions
 
         def logprobs(params: Params, tokens: jax.Array) -> jax.Array:
-            positions, ones = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape), jnp.ones_like(tokens)
-            hidden = policy.hidden(params, tokens, positions, packed_attention(ones), compute_dtype=jnp.float32)[0]
+            positions, ones = (
+                jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape),
+                jnp.ones_like(tokens),
+            )
+            hidden = policy.hidden(
+                params, tokens, positions, packed_attention(ones), compute_dtype=jnp.float32
+            )[0]
             return token_logprobs(hidden, policy.head(params), tokens, ones, chunk_tokens=1024)[0]
 
         self._logprobs = jax.jit(logprobs)
@@ -226,15 +267,24 @@ class Fresh:
             whole = np.concatenate([asked[place].prompt_tokens, answer.tokens])
             tokens[0, : len(whole)] = whole
             for version in sorted(set(answer.versions.tolist()) - {int(answer.versions[0])}):
-                fresh = np.asarray(self._logprobs(self._versions[turn(version)], tokens))[0, PROMPT_TOKENS : len(whole)]
+                fresh = np.asarray(self._logprobs(self._versions[turn(version)], tokens))[
+                    0, PROMPT_TOKENS : len(whole)
+                ]
                 here = answer.versions == version
                 found.append(np.abs(fresh - answer.logp)[here])
         return float(np.concatenate(found).mean()) if found else 0.0
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--versions", type=int, default=8, help="that come in every variant of every round, two at least")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--versions",
+        type=int,
+        default=8,
+        help="that come in every variant of every round, two at least",
+    )
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--note", default="", help="goes into the row: what else the machine did")
     args = parser.parse_args()
@@ -244,7 +294,9 @@ def main() -> None:
     policy, devices = Policy(hf.read_config(EMBEDDED)), jax.devices()
     here = jax.sharding.SingleDeviceSharding(devices[0])
     versions = walk(hf.load(EMBEDDED, policy, jax.tree.map(lambda _: here, policy.abstract())))
-    config = EngineConfig(num_slots=NUM_SLOTS, max_prompt_tokens=PROMPT_TOKENS, max_new_tokens=MOST_TOKENS)
+    config = EngineConfig(
+        num_slots=NUM_SLOTS, max_prompt_tokens=PROMPT_TOKENS, max_new_tokens=MOST_TOKENS
+    )
     made: dict[int, tuple[list[DecodeEngine], list[list[Any]]]] = {}
     for number in (1, 2):
         meshes = [make_rollout_mesh(PlacementConfig(), [device]) for device in devices[:number]]
@@ -252,7 +304,10 @@ def main() -> None:
         engines = [DecodeEngine(policy, mesh, share, jnp.float32) for mesh in meshes]
         for engine in engines:
             engine.warm_up()
-        laid_out = [[jax.device_put(engine.layout(each), engine.param_shardings) for each in versions] for engine in engines]
+        laid_out = [
+            [jax.device_put(engine.layout(each), engine.param_shardings) for each in versions]
+            for engine in engines
+        ]
         made[number] = engines, laid_out
     fresh = Fresh(policy, versions)
     rounds: list[dict[str, dict[str, float]]] = []
@@ -262,25 +317,46 @@ def main() -> None:
             engines, laid_out = made[variant.num_engines]
             for engine in engines:
                 engine.config = chz.replace(engine.config, on_update=variant.on_update)
-            measured, answers = asyncio.run(decode(variant, engines, laid_out, asked, args.versions))
+            measured, answers = asyncio.run(
+                decode(variant, engines, laid_out, asked, args.versions)
+            )
             # The last ones to end: by then weights have come while they were sampled.
             checked = dict(list(answers.items())[-NUM_CHECKED:])
             found[name] = measured | {"drift": fresh.drift(asked, checked)}
             print(f"round {seed}, {name}: {found[name]}", flush=True)
         rounds.append(found)
     result = {
-        name: {measure: median(each[name][measure] for each in rounds) for measure in rounds[0][name]} for name in VARIANTS
+        name: {
+            measure: median(each[name][measure] for each in rounds) for measure in rounds[0][name]
+        }
+        for name in VARIANTS
     }
     for name in VARIANTS:
         gains = [each[name]["tokens_per_s"] / each["wait"]["tokens_per_s"] - 1 for each in rounds]
         result[name]["gained_over_wait"] = median(gains)
-    workload = {"slots": NUM_SLOTS, "median_tokens": MEDIAN_TOKENS, "sigma": SIGMA, "tokens_per_version": TOKENS_PER_VERSION}
-    append("interruption", {"measured": result, "workload": workload, "rounds": rounds, "note": args.note})
+    workload = {
+        "slots": NUM_SLOTS,
+        "median_tokens": MEDIAN_TOKENS,
+        "sigma": SIGMA,
+        "tokens_per_version": TOKENS_PER_VERSION,
+    }
+    append(
+        "interruption",
+        {"measured": result, "workload": workload, "rounds": rounds, "note": args.note},
+    )
     plot(result)
 
 
 def plot(result: Mapping[str, Mapping[str, float]]) -> None:
-    table = Table("variant", "tokens/s", "over waiting", "stall, ms", "delay, ms", "drift", title="interruption, measured")
+    table = Table(
+        "variant",
+        "tokens/s",
+        "over waiting",
+        "stall, ms",
+        "delay, ms",
+        "drift",
+        title="interruption, measured",
+    )
     for name, of in result.items():
         table.add_row(
             name,

@@ -1,17 +1,22 @@
-"""Memory and time of log-probabilities, forward and backward: chunked, as `token_logprobs` does, and all logits at once.
+"""Memory and time of log-probabilities, forward and backward: chunked, as `token_logprobs` does,
+and all logits at once.
 
     python benchmarks/logprobs_memory.py
 
-Memory is what XLA reports that the compiled program takes beside its arguments and results (compiled.memory_analysis()), so
-that no size need fit into this machine. Its bound is what must exist at the least: the float32 logits of one chunk. Time is
-measured, in turns, for the sizes whose logits are at most 2^26 numbers; its bound is 6 T D V floating-point operations (one
-product forward, two backward) at the best rate at which this machine was seen to multiply a chunk with the head. Chunks compute
-their logits again in the backward pass, 8 T D V in all: their time can at best be 4/3 of the bound.
+Memory is what XLA reports that the compiled program takes beside its arguments and results
+(compiled.memory_analysis()), so that no size need fit into this machine. Its bound is what must
+exist at the least: the float32 logits of one chunk. Time is measured, in turns, for the sizes whose
+logits are at most 2^26 numbers; its bound is 6 T D V floating-point operations (one product
+forward, two backward) at the best rate at which this machine was seen to multiply a chunk with the
+head. Chunks compute their logits again in the backward pass, 8 T D V in all: their time can at best
+be 4/3 of the bound.
 
-Width 128, chunks of 1024 tokens, float32. Appends to results/logprobs_memory.jsonl and draws results/logprobs_memory.png.
+Width 128, chunks of 1024 tokens, float32. Appends to results/logprobs_memory.jsonl and draws
+results/logprobs_memory.png.
 
-Expected: at 32 768 tokens a sixtieth of the memory, two arrays of a chunk's logits, in less time than the plain formula.
-Two CPU cores that other work shared: 1.2 GiB against 74 GiB with Qwen2.5's vocabulary, and 70 to 75 % of the time.
+Expected: at 32 768 tokens a sixtieth of the memory, two arrays of a chunk's logits, in less time
+    than the plain formula. Two CPU cores that other work shared: 1.2 GiB against 74 GiB with
+    Qwen2.5's vocabulary, and 70 to 75 % of the time.
 """
 
 from __future__ import annotations
@@ -40,9 +45,13 @@ LogProbs = Callable[[Array, Array, Array, Array], tuple[Array, Array]]
 
 
 def naive(
-    hidden: Float[Array, "1 T D"], head: Float[Array, "D V"], tokens: Int[Array, "1 T"], segment_ids: Int[Array, "1 T"]
+    hidden: Float[Array, "1 T D"],
+    head: Float[Array, "D V"],
+    tokens: Int[Array, "1 T"],
+    segment_ids: Int[Array, "1 T"],
 ) -> tuple[Float[Array, "1 T"], Float[Array, "1 T"]]:
-    """What `token_logprobs` returns, from the formula: softmax over logits that all exist at once."""
+    """What `token_logprobs` returns, from the formula: softmax over logits that all exist at
+    once."""
     log_softmax = jax.nn.log_softmax(hidden[:, :-1] @ head)
     logp = jnp.take_along_axis(log_softmax, tokens[:, 1:, None], axis=-1)[..., 0]
     entropy = jax.lax.stop_gradient(-jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=-1))
@@ -51,7 +60,10 @@ def naive(
     return logp, entropy
 
 
-WAYS: Mapping[str, LogProbs] = {"chunked": partial(token_logprobs, chunk_tokens=CHUNK_TOKENS), "naive": naive}
+WAYS: Mapping[str, LogProbs] = {
+    "chunked": partial(token_logprobs, chunk_tokens=CHUNK_TOKENS),
+    "naive": naive,
+}
 
 
 def compiled(way: LogProbs, num_tokens: int, vocabulary: int) -> jax.stages.Compiled:
@@ -63,8 +75,12 @@ def compiled(way: LogProbs, num_tokens: int, vocabulary: int) -> jax.stages.Comp
 
     shapes = ((1, num_tokens, WIDTH), (WIDTH, vocabulary), (1, num_tokens), (1, num_tokens))
     dtypes = (jnp.float32, jnp.float32, jnp.int32, jnp.int32)
-    arguments = [jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)]
-    return jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)).lower(*arguments).compile()
+    arguments = [
+        jax.ShapeDtypeStruct(shape, dtype) for shape, dtype in zip(shapes, dtypes, strict=True)
+    ]
+    return (
+        jax.jit(jax.value_and_grad(loss, argnums=(0, 1), has_aux=True)).lower(*arguments).compile()
+    )
 
 
 def temp_bytes(program: jax.stages.Compiled) -> int:
@@ -89,14 +105,18 @@ def seconds(program: Callable[..., Any], given: Sequence[Array]) -> float:
     return time.perf_counter() - start
 
 
-def time_in_turns(programs: Mapping[str, jax.stages.Compiled], num_tokens: int, vocabulary: int, rounds: int) -> dict[str, Any]:
+def time_in_turns(
+    programs: Mapping[str, jax.stages.Compiled], num_tokens: int, vocabulary: int, rounds: int
+) -> dict[str, Any]:
     """Seconds of every way, and ratios, by the median of the rounds; of the bound, the least."""
     given = arguments(num_tokens, vocabulary)
     ours, theirs = (programs[name](*given) for name in ("chunked", "naive"))
     # The same numbers, or the times mean nothing.
     jax.tree.map(partial(_assert_close, atol=1e-4), ours, theirs)
     product, chunk = jax.jit(jnp.matmul), given[0][0, :CHUNK_TOKENS]
-    found = [{name: seconds(program, given) for name, program in programs.items()} for _ in range(rounds)]
+    found = [
+        {name: seconds(program, given) for name, program in programs.items()} for _ in range(rounds)
+    ]
     product_s = min(seconds(product, (chunk, given[1])) for _ in range(4 * rounds))
     taken = {name: median(of_round[name] for of_round in found) for name in programs}
     taken["bound"] = 3 * product_s * num_tokens / CHUNK_TOKENS
@@ -113,7 +133,9 @@ def _assert_close(ours: Array, theirs: Array, atol: float) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--rounds", type=int, default=3)
     args = parser.parse_args()
     sizes = list[dict[str, Any]]()
@@ -132,9 +154,15 @@ def main() -> None:
             sizes.append(size)
             order = ("naive", "chunked", "bound")
             mebibytes = "  ".join(f"{size['temp_bytes'][name] / 2**20:9,.0f}" for name in order)
-            taken = "  ".join(f"{size['seconds'][name]:7.2f}" for name in order) if "seconds" in size else "not timed"
+            taken = (
+                "  ".join(f"{size['seconds'][name]:7.2f}" for name in order)
+                if "seconds" in size
+                else "not timed"
+            )
             print(f"{num_tokens:6}  {vocabulary:10}  {mebibytes}    {taken}", flush=True)
-    append(NAME, {"width": WIDTH, "chunk_tokens": CHUNK_TOKENS, "rounds": args.rounds, "sizes": sizes})
+    append(
+        NAME, {"width": WIDTH, "chunk_tokens": CHUNK_TOKENS, "rounds": args.rounds, "sizes": sizes}
+    )
     plot(sizes)
 
 
@@ -163,8 +191,14 @@ def plot(sizes: Sequence[Mapping[str, Any]]) -> None:
     timed = [size for size in sizes if "seconds" in size]
     for i, (name, color) in enumerate(colors.items()):
         places = [place + 0.27 * (i - 1) for place in range(len(timed))]
-        panels[-1].bar(places, [size["seconds"][name] for size in timed], 0.27, color=color, label=name)
-    panels[-1].set_xticks(range(len(timed)), [f"{size['tokens']:,}\nx {size['vocabulary']:,}" for size in timed], fontsize=7)
+        panels[-1].bar(
+            places, [size["seconds"][name] for size in timed], 0.27, color=color, label=name
+        )
+    panels[-1].set_xticks(
+        range(len(timed)),
+        [f"{size['tokens']:,}\nx {size['vocabulary']:,}" for size in timed],
+        fontsize=7,
+    )
     panels[-1].set_title("seconds, forward and backward", loc="left", fontsize=10)
     for axes in panels:
         axes.spines[["top", "right"]].set_visible(False)

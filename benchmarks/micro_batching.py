@@ -1,28 +1,33 @@
-"""Algorithm 1 against fixed micro-batches on long-tailed lengths: tokens/s and padding (AReaL, arXiv:2505.24298, figure 6a).
+"""Algorithm 1 against fixed micro-batches on long-tailed lengths: tokens/s and padding (AReaL,
+arXiv:2505.24298, figure 6a).
 
     python benchmarks/micro_batching.py            # measured
     python benchmarks/micro_batching.py --cluster  # simulated, on the paper's GPUs
 
-Lengths are the paper's, log-normal about 4915 tokens with sigma 0.8 and 28 672 at most, divided by 64 for the CPU; so are its
-32 768 tokens of a micro-batch. The fixed strategy cuts a mini-batch of 128 sequences, as they come, into 32 micro-batches of 4,
-each padded to its longest sequence (rounded up to 32 tokens: shapes are compiled). Both are trained by the project's own
-trainer, in turns, and tokens/s count the sequences' own tokens.
+Lengths are the paper's, log-normal about 4915 tokens with sigma 0.8 and 28 672 at most, divided by
+64 for the CPU; so are its 32 768 tokens of a micro-batch. The fixed strategy cuts a mini-batch of
+128 sequences, as they come, into 32 micro-batches of 4, each padded to its longest sequence
+(rounded up to 32 tokens: shapes are compiled). Both are trained by the project's own trainer, in
+turns, and tokens/s count the sequences' own tokens.
 
-A trainer has one shape, so that the fixed strategy takes one for every length of micro-batch, and each makes an update of its
-own; the time of all these updates but one is measured and taken off. The model is that of rl_step_cpu.py. Ratios are taken
-round by round and their median reported, of wall-clock time and of CPU time, which other work on the machine disturbs less.
-Appends to results/micro_batching.jsonl and draws results/micro_batching.png.
+A trainer has one shape, so that the fixed strategy takes one for every length of micro-batch, and
+each makes an update of its own; the time of all these updates but one is measured and taken off.
+The model is that of rl_step_cpu.py. Ratios are taken round by round and their median reported, of
+wall-clock time and of CPU time, which other work on the machine disturbs less. Appends to
+results/micro_batching.jsonl and draws results/micro_batching.png.
 
-Expected: at least 25 % more tokens/s, padding of at most 5 %, and 8192 lengths allocated in less than 0.3 s. Two CPU cores that
-other work shared: 42 % more, padding of 2.0 % against 48 %, and 0.05 s.
+Expected: at least 25 % more tokens/s, padding of at most 5 %, and 8192 lengths allocated in less
+    than 0.3 s. Two CPU cores that other work shared: 42 % more, padding of 2.0 % against 48 %, and
+    0.05 s.
 
-On the paper's cluster nothing is padded: what Algorithm 1 saves is waiting for the rank whose micro-batches are longest. A
-mini-batch of 2048 sequences at their true lengths goes to RANKS ranks, of one, two and eight GPUs. Fixed, each rank cuts what
-it is given into 32 micro-batches of as many sequences; Algorithm 1 gives rows of 32 768 tokens, and each rank as many. What a
-micro-batch takes is said by `sim/costs.py`, by its tokens and by the pairs that attention sees. The paper does not say how its
-policies were cut; taken is that ranks meet once in an update where each holds the whole policy (1.5B), and in every
-micro-batch where it is cut over them. Nothing is fitted. Appends to results/micro_batching_cluster.jsonl and draws
-results/micro_batching_cluster.png.
+On the paper's cluster nothing is padded: what Algorithm 1 saves is waiting for the rank whose
+micro-batches are longest. A mini-batch of 2048 sequences at their true lengths goes to RANKS ranks,
+of one, two and eight GPUs. Fixed, each rank cuts what it is given into 32 micro-batches of as many
+sequences; Algorithm 1 gives rows of 32 768 tokens, and each rank as many. What a micro-batch takes
+is said by `sim/costs.py`, by its tokens and by the pairs that attention sees. The paper does not
+say how its policies were cut; taken is that ranks meet once in an update where each holds the whole
+policy (1.5B), and in every micro-batch where it is cut over them. Nothing is fitted. Appends to
+results/micro_batching_cluster.jsonl and draws results/micro_batching_cluster.png.
 
 Expected: 8 %, 54 % and 52 % more; the paper's 6 %, 50 % and 37 %.
 """
@@ -63,7 +68,8 @@ PER_FIXED = NUM_SEQUENCES // NUM_FIXED
 ROUND_TO = 32
 
 FIGURE_6A = {"1.5b": (8, 404.4, 427.4), "7b": (16, 303.1, 454.7), "32b": (64, 283.0, 387.7)}
-"""GPUs, and TFLOP/s a GPU with fixed micro-batches and with Algorithm 1. The first policy is a 1B in the figure."""
+"""GPUs, and TFLOP/s a GPU with fixed micro-batches and with Algorithm 1. The first policy is a 1B
+in the figure."""
 RANKS = 8
 MINI_BATCH = 2048
 BUDGET = 32_768
@@ -77,7 +83,9 @@ def papers_lengths(seed: int, num_sequences: int) -> Int[np.ndarray, "N"]:
 def make_examples(lengths: Int[np.ndarray, "N"]) -> list[SupervisedExample]:
     chance = np.random.default_rng(0)
     return [
-        SupervisedExample(chance.integers(0, MODEL.vocab_size, length).astype(np.int32), np.arange(length) > 0)
+        SupervisedExample(
+            chance.integers(0, MODEL.vocab_size, length).astype(np.int32), np.arange(length) > 0
+        )
         for length in lengths
     ]
 
@@ -87,8 +95,11 @@ def padded(example: SupervisedExample, length: int) -> SupervisedExample:
     return SupervisedExample(np.pad(example.tokens, behind), np.pad(example.loss_mask, behind))
 
 
-def fixed_micro_batches(examples: Sequence[SupervisedExample]) -> dict[int, list[SupervisedExample]]:
-    """Padded examples by the length they are padded to; those of a micro-batch follow one another."""
+def fixed_micro_batches(
+    examples: Sequence[SupervisedExample],
+) -> dict[int, list[SupervisedExample]]:
+    """Padded examples by the length they are padded to; those of a micro-batch follow one
+    another."""
     by_length = defaultdict[int, list[SupervisedExample]](list)
     for start in range(0, len(examples), PER_FIXED):
         registry = examples[start : start + PER_FIXED]
@@ -103,7 +114,9 @@ def make_trainer(rows: int, row_tokens: int) -> SupervisedTrainer:
     mesh = make_meshes(PlacementConfig(), jax.devices()[:1]).train
     config = TrainerConfig(rows_per_micro_batch=rows, remat="none")
     params = policy.init(jax.random.key(0))
-    trainer = SupervisedTrainer(config, policy, params, mesh, jnp.float32, num_updates=1000, row_tokens=row_tokens)
+    trainer = SupervisedTrainer(
+        config, policy, params, mesh, jnp.float32, num_updates=1000, row_tokens=row_tokens
+    )
     trainer.warm_up()
     return trainer
 
@@ -133,7 +146,8 @@ def seconds_on_ranks(
 ) -> tuple[float, float]:
     """Of a mini-batch with fixed micro-batches, and with Algorithm 1.
 
-    Args: work: seconds of a rank for tokens and pairs. meet: whether ranks wait for each other in every micro-batch."""
+    Args: work: seconds of a rank for tokens and pairs. meet: whether ranks wait for each other in
+        every micro-batch."""
 
     def took(tokens: np.ndarray, pairs: np.ndarray) -> float:
         each = np.vectorize(work)(tokens, pairs)  # by rank and micro-batch
@@ -150,10 +164,15 @@ def seconds_on_ranks(
 def gain_on_cluster(model: str, num_devices: int, num_seeds: int) -> float:
     """By which Algorithm 1 is faster, simulated; the mean of some mini-batches."""
     trainer = TrainerCosts(
-        known_shape(f"r1-distill-qwen-{model}"), DEVICES["H800"], num_devices // RANKS, Reached(update_s=0.0)
+        known_shape(f"r1-distill-qwen-{model}"),
+        DEVICES["H800"],
+        num_devices // RANKS,
+        Reached(update_s=0.0),
     )
     took = [
-        seconds_on_ranks(trainer.train_tokens_s, papers_lengths(seed, MINI_BATCH), meet=num_devices > RANKS)
+        seconds_on_ranks(
+            trainer.train_tokens_s, papers_lengths(seed, MINI_BATCH), meet=num_devices > RANKS
+        )
         for seed in range(num_seeds)
     ]
     return fmean(fixed / packed for fixed, packed in took) - 1
@@ -162,18 +181,39 @@ def gain_on_cluster(model: str, num_devices: int, num_seeds: int) -> float:
 def simulate() -> None:
     """All of figure 6a."""
     papers = {model: dynamic / fixed - 1 for model, (_, fixed, dynamic) in FIGURE_6A.items()}
-    found = {model: gain_on_cluster(model, num_devices, 5) for model, (num_devices, _, _) in FIGURE_6A.items()}
+    found = {
+        model: gain_on_cluster(model, num_devices, 5)
+        for model, (num_devices, _, _) in FIGURE_6A.items()
+    }
     off_by = {model: (1 + found[model]) / (1 + papers[model]) - 1 for model in found}
     append(
-        f"{NAME}_cluster", {"ranks": RANKS, "mini_batch": MINI_BATCH, "gain": found, "papers_gain": papers, "off_by": off_by}
+        f"{NAME}_cluster",
+        {
+            "ranks": RANKS,
+            "mini_batch": MINI_BATCH,
+            "gain": found,
+            "papers_gain": papers,
+            "off_by": off_by,
+        },
     )
     figure = Figure(figsize=(6, 3.6), dpi=120, layout="constrained")
     axes = figure.subplots()
     for shift, colour, (name, gains) in zip(
-        (-0.2, 0.2), ("#8a8f98", "#2563a8"), {"paper": papers, "simulated": found}.items(), strict=True
+        (-0.2, 0.2),
+        ("#8a8f98", "#2563a8"),
+        {"paper": papers, "simulated": found}.items(),
+        strict=True,
     ):
-        axes.bar([x + shift for x in range(len(gains))], [100 * gain for gain in gains.values()], 0.4, label=name, color=colour)
-    axes.set_xticks(range(len(found)), [f"{model}, {num} GPUs" for model, (num, _, _) in FIGURE_6A.items()])
+        axes.bar(
+            [x + shift for x in range(len(gains))],
+            [100 * gain for gain in gains.values()],
+            0.4,
+            label=name,
+            color=colour,
+        )
+    axes.set_xticks(
+        range(len(found)), [f"{model}, {num} GPUs" for model, (num, _, _) in FIGURE_6A.items()]
+    )
     axes.set(title="what Algorithm 1 brings (figure 6a)", ylabel="%")
     axes.legend(frameon=False)
     axes.spines[["top", "right"]].set_visible(False)
@@ -181,8 +221,12 @@ def simulate() -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--cluster", action="store_true", help="simulate the paper's cluster, and measure nothing")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--cluster", action="store_true", help="simulate the paper's cluster, and measure nothing"
+    )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--seed", type=int, default=0, help="of the lengths")
     args = parser.parse_args()
@@ -201,12 +245,17 @@ def main() -> None:
     rounds: list[tuple[np.ndarray, np.ndarray]] = []
     for number in range(args.rounds + 1):
         nothing_s = np.median([seconds(packing, []) for _ in range(3)], axis=0)
-        fixed_s = np.sum([seconds(padding[length], registry) for length, registry in fixed.items()], axis=0)
+        fixed_s = np.sum(
+            [seconds(padding[length], registry) for length, registry in fixed.items()], axis=0
+        )
         fixed_s -= (len(fixed) - 1) * nothing_s
         packed_s = seconds(packing, examples)
         if number:  # the first warms up
             rounds.append((num_tokens / fixed_s, num_tokens / packed_s))
-            rates = "  ".join(f"{name} {rate[0]:,.0f}" for name, rate in zip(("fixed", "Algorithm 1"), rounds[-1], strict=True))
+            rates = "  ".join(
+                f"{name} {rate[0]:,.0f}"
+                for name, rate in zip(("fixed", "Algorithm 1"), rounds[-1], strict=True)
+            )
             print(f"round {number}/{args.rounds}  {rates} tokens/s", flush=True)
     fixed_rate, packed_rate = np.median(rounds, axis=0)
     ratios = [packed / fixed for fixed, packed in rounds]
@@ -244,12 +293,17 @@ def main() -> None:
     plot(lengths, fixed_rate[0], packed_rate[0], ratio)
 
 
-def plot(lengths: Int[np.ndarray, "N"], fixed_rate: float, packed_rate: float, ratio: float) -> None:
+def plot(
+    lengths: Int[np.ndarray, "N"], fixed_rate: float, packed_rate: float, ratio: float
+) -> None:
     """Both cuts of the mini-batch, place by place, and how fast they train."""
     figure = Figure(figsize=(11, 4.2), dpi=130, layout="constrained")
     left, middle, right = figure.subplots(1, 3, width_ratios=(4, 4, 1.4))
     by_fours = [lengths[start : start + PER_FIXED] for start in range(0, len(lengths), PER_FIXED)]
-    fixed = [(registry.sum(), PER_FIXED * (-(-registry.max() // ROUND_TO) * ROUND_TO)) for registry in by_fours]
+    fixed = [
+        (registry.sum(), PER_FIXED * (-(-registry.max() // ROUND_TO) * ROUND_TO))
+        for registry in by_fours
+    ]
     _plot_cut(left, "fixed micro-batches of 4, padded", fixed)
     packed = [(lengths[registry].sum(), ROW_TOKENS) for registry in allocate(lengths, ROW_TOKENS)]
     _plot_cut(middle, "Algorithm 1", packed)
@@ -267,7 +321,9 @@ def _plot_cut(axes: Axes, title: str, micro_batches: Sequence[tuple[int, int]]) 
     order = np.argsort(-places, kind="stable")
     axes.bar(np.arange(len(places)), places[order], color="#f0c9a8", label="padding")
     axes.bar(np.arange(len(places)), tokens[order], color="#2563a8", label="tokens")
-    axes.set_title(f"{title}: {1 - tokens.sum() / places.sum():.1%} padding", loc="left", fontsize=10)
+    axes.set_title(
+        f"{title}: {1 - tokens.sum() / places.sum():.1%} padding", loc="left", fontsize=10
+    )
     axes.set_xlabel("micro-batch, largest first")
     axes.legend(frameon=False, loc="upper right")
 

@@ -1,22 +1,27 @@
-"""Weights through Ray's object store: how long a version takes from trainer to engine, and what training loses by it.
+"""Weights through Ray's object store: how long a version takes from trainer to engine, and what
+training loses by it.
 
-    python benchmarks/object_store.py                      # 1 GiB, CPU; needs the extra `ray` and about 6 GiB of memory
-    python benchmarks/object_store.py --megabytes=64       # does it run, no more
+    python benchmarks/object_store.py                      # 1 GiB, CPU; needs the extra `ray` and
+    about 6 GiB of memory python benchmarks/object_store.py --megabytes=64       # does it run, no
+    more
 
-The way of a version: a copy on the train mesh (the trainer may overwrite its own at once), a copy into the store while it is
-hashed, hashed again by the reader, and laid out on the engine's device, which on a CPU reads the store's memory itself. Counted
-is from `publish` until the engine's `wait` returns, beside a plain copy of as many bytes by one core into memory that it has
-touched before, and one into memory that the system gives anew; in turns, after rounds that are not timed, in which the memory
-of the store is touched for the first time. The share is the time of the copy over that of the version: 1 would be as fast as
-one copy.
+The way of a version: a copy on the train mesh (the trainer may overwrite its own at once), a copy
+into the store while it is hashed, hashed again by the reader, and laid out on the engine's device,
+which on a CPU reads the store's memory itself. Counted is from `publish` until the engine's `wait`
+returns, beside a plain copy of as many bytes by one core into memory that it has touched before,
+and one into memory that the system gives anew; in turns, after rounds that are not timed, in which
+the memory of the store is touched for the first time. The share is the time of the copy over that
+of the version: 1 would be as fast as one copy.
 
-The floor is what the way cannot do without, at the pace of all cores at once and nothing else: two copies, because the trainer
-overwrites its weights and the store has memory of its own, and two hashes. What the floor's share falls short of, no program
-that copies and hashes twice reaches on that machine.
+The floor is what the way cannot do without, at the pace of all cores at once and nothing else: two
+copies, because the trainer overwrites its weights and the store has memory of its own, and two
+hashes. What the floor's share falls short of, no program that copies and hashes twice reaches on
+that machine.
 
-A step is one of supervised training on a random policy, whose version is published after every second step, in turns with steps
-after which nothing is; what carries the version works beside the next step. Appends one line to
-benchmarks/results/object_store.jsonl, with the machine's load, since others at work make all of it slower.
+A step is one of supervised training on a random policy, whose version is published after every
+second step, in turns with steps after which nothing is; what carries the version works beside the
+next step. Appends one line to benchmarks/results/object_store.jsonl, with the machine's load, since
+others at work make all of it slower.
 """
 
 from __future__ import annotations
@@ -29,7 +34,11 @@ from concurrent.futures import ThreadPoolExecutor
 from statistics import median
 
 # Read when ray is imported. Whoever can reach a Ray can run code in it: only who knows this token.
-os.environ |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32), "RAY_USAGE_STATS_ENABLED": "0"}
+os.environ |= {
+    "RAY_AUTH_MODE": "token",
+    "RAY_AUTH_TOKEN": secrets.token_hex(32),
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +117,9 @@ def from_trainer_to_engine(megabytes: int, rounds: int) -> dict[str, object]:
         copied_s.append(copied - start)
         copied_anew_s.append(copied_anew - copied)
         measured = reader.metrics() | publisher.metrics()
-        stages.append({name: measured[name][0] for name in ("publish_s", "copy_s", "put_s", "transfer_s")})
+        stages.append(
+            {name: measured[name][0] for name in ("publish_s", "copy_s", "put_s", "transfer_s")}
+        )
     publisher.close()
     reader.close()
     pool.shutdown()
@@ -124,8 +135,12 @@ def from_trainer_to_engine(megabytes: int, rounds: int) -> dict[str, object]:
         "share_of_copy_rate_into_new_memory": copied_anew / arrived,
         "floors_share_of_copy_rate": copied / floor,
         "share_of_floor": floor / arrived,
-        "share_in_each_round": [a / b for a, b in zip(copied_s, arrived_s, strict=True)][WARM_ROUNDS:],
-        "seconds_by_stage": {name: median(stage[name] for stage in stages[WARM_ROUNDS:]) for name in stages[0]},
+        "share_in_each_round": [a / b for a, b in zip(copied_s, arrived_s, strict=True)][
+            WARM_ROUNDS:
+        ],
+        "seconds_by_stage": {
+            name: median(stage[name] for stage in stages[WARM_ROUNDS:]) for name in stages[0]
+        },
     }
 
 
@@ -135,12 +150,17 @@ def beside_training(steps: int) -> dict[str, object]:
     mesh = make_meshes(PlacementConfig(), jax.devices()).train
     params = jax.jit(policy.init)(jax.random.key(0))
     config = TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-4), rows_per_micro_batch=2)
-    trainer = SupervisedTrainer(config, policy, params, mesh, jnp.float32, num_updates=10**6, row_tokens=ROW_TOKENS)
+    trainer = SupervisedTrainer(
+        config, policy, params, mesh, jnp.float32, num_updates=10**6, row_tokens=ROW_TOKENS
+    )
     trainer.warm_up()
     publisher = ShardPublisher(lambda params: laid_out(policy, params, jnp.float32))
     rng = np.random.default_rng(0)
     examples = [
-        SupervisedExample(rng.integers(0, 2048, ROW_TOKENS).astype(np.int32), np.arange(ROW_TOKENS) > 0) for _ in range(4)
+        SupervisedExample(
+            rng.integers(0, 2048, ROW_TOKENS).astype(np.int32), np.arange(ROW_TOKENS) > 0
+        )
+        for _ in range(4)
     ]
     seconds: dict[bool, list[float]] = {True: [], False: []}
     for step in range(2 * (steps + 1)):
@@ -164,10 +184,14 @@ def beside_training(steps: int) -> dict[str, object]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, default=1024, help="of the policy that travels")
     parser.add_argument("--rounds", type=int, default=9, help="versions that are timed")
-    parser.add_argument("--steps", type=int, default=15, help="trainer steps of each kind that are timed")
+    parser.add_argument(
+        "--steps", type=int, default=15, help="trainer steps of each kind that are timed"
+    )
     args = parser.parse_args()
     load = os.getloadavg()
     ray.init(

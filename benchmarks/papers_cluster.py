@@ -1,26 +1,33 @@
-"""The paper's numbers (AReaL, arXiv:2505.24298) and its systems for the simulator, with the three constants that were fitted.
+"""The paper's numbers (AReaL, arXiv:2505.24298) and its systems for the simulator, with the three
+constants that were fitted.
 
     python benchmarks/papers_cluster.py    # fits them anew
 
-Fitted, on the eight speeds of one panel of figure 4, 1.5B with a context of 32k: which share of their peak train devices
-reach, what a decode step takes beside reading memory, and what a turn takes from the end of one stage to the beginning of the
-next, which running ahead hides. In that panel the smallest clusters of AReaL are bound by training and the largest by
-decoding, and verl by its turns. All other panels and tables are foretold. Tried and left out: a fourth constant, for what one
-process does with every token of a batch (0.5 us brings the largest clusters nearer to the paper's by a tenth, and figure 6b
-further away), and figure 6a's shares of the peak by model, with which 32B comes out slower.
+Fitted, on the eight speeds of one panel of figure 4, 1.5B with a context of 32k: which share of
+their peak train devices reach, what a decode step takes beside reading memory, and what a turn
+takes from the end of one stage to the beginning of the next, which running ahead hides. In that
+panel the smallest clusters of AReaL are bound by training and the largest by decoding, and verl by
+its turns. All other panels and tables are foretold. Tried and left out: a fourth constant, for what
+one process does with every token of a batch (0.5 us brings the largest clusters nearer to the
+paper's by a tenth, and figure 6b further away), and figure 6a's shares of the peak by model, with
+which 32B comes out slower.
 
-From the files that the paper's authors published with it, and not fitted: the trainer's pipeline (2, 4 and 8 stages, which
-hold equally many parameters), devices of an engine, memory given to engines, micro-batches of 30 720 tokens (of 14B those of a
-later run); and lengths. Their log of 7B on mathematics has a mean of 7834 tokens with 12.4 % of answers cut at 16 384, which a
-log-normal with a median of 6600 and sigma 0.784 has; of those 3.4 % exceed 27 648, for the "below 5 %" that they tell. From
-the objections of verl's authors: it had 40 % of memory, and no sequence was cut over devices. Taken: verl's engines at 32B have
-4 devices; figure 5c ran on 128 GPUs; weights go through storage at 2 GB/s and 5 s; two batches are under way at most (their
-default is one, with which nothing comes near figure 4: slots then wait for the longest of 16 answers). Answers of at most 8192
-tokens have a median of 2800, which makes a mean of 3500: what the same policy's answers to the same problems came to at that
-budget (DeepScaleR). Of answers to programming problems nothing is known; they are given the same lengths.
+From the files that the paper's authors published with it, and not fitted: the trainer's pipeline
+(2, 4 and 8 stages, which hold equally many parameters), devices of an engine, memory given to
+engines, micro-batches of 30 720 tokens (of 14B those of a later run); and lengths. Their log of 7B
+on mathematics has a mean of 7834 tokens with 12.4 % of answers cut at 16 384, which a log-normal
+with a median of 6600 and sigma 0.784 has; of those 3.4 % exceed 27 648, for the "below 5 %" that
+they tell. From the objections of verl's authors: it had 40 % of memory, and no sequence was cut
+over devices. Taken: verl's engines at 32B have 4 devices; figure 5c ran on 128 GPUs; weights go
+through storage at 2 GB/s and 5 s; two batches are under way at most (their default is one, with
+which nothing comes near figure 4: slots then wait for the longest of 16 answers). Answers of at
+most 8192 tokens have a median of 2800, which makes a mean of 3500: what the same policy's answers
+to the same problems came to at that budget (DeepScaleR). Of answers to programming problems nothing
+is known; they are given the same lengths.
 
-Figure 4's tokens per second are a quarter of what table 1, figure 5c and both parts of figure 6 imply, for all models, sizes
-and systems alike. They are read as those of one of a step's four mini-batches.
+Figure 4's tokens per second are a quarter of what table 1, figure 5c and both parts of figure 6
+imply, for all models, sizes and systems alike. They are read as those of one of a step's four
+mini-batches.
 """
 
 from __future__ import annotations
@@ -64,7 +71,15 @@ TABLE_1 = {
 ETA = {"1.5b": 8, "7b": 8, "14b": 4, "32b": 4}
 """max_staleness that the paper recommends: 8 for mathematics, 4 for code."""
 
-FIGURE_5C: dict[int | None, float] = {0: 128.7, 1: 269.3, 2: 356.6, 4: 356.6, 8: 371.7, 16: 382.4, None: 396.8}
+FIGURE_5C: dict[int | None, float] = {
+    0: 128.7,
+    1: 269.3,
+    2: 356.6,
+    4: 356.6,
+    8: 371.7,
+    16: 382.4,
+    None: 396.8,
+}
 """max_staleness: thousands of tokens trained per second; 1.5B, answers of up to 8192 tokens."""
 
 TABLE_7: dict[int | None, float] = {0: 27.1, 1: 47.8, 2: 47.8, 4: 49.0, 8: 51.5, 16: 52.0}
@@ -78,7 +93,8 @@ FIGURE_4 = {
     ("7b", 32): {64: (19.0, 19.0), 128: (34.0, 26.0), 256: (62.0, 34.0), 512: (86.0, 37.5)},
     ("32b", 32): {256: (18.0, None), 512: (34.0, None)},
 }
-"""Model and context in thousands: GPUs: thousands of tokens per second of AReaL and of verl (None: out of memory)."""
+"""Model and context in thousands: GPUs: thousands of tokens per second of AReaL and of verl (None:
+out of memory)."""
 
 FIGURE_6B = {"1.5b": (207.0, 231.0), "7b": (111.0, 130.0)}
 """Thousands of tokens generated per second on 32 GPUs: without and with interruption."""
@@ -140,7 +156,8 @@ def build(
 ) -> tuple[Cluster, Workload]:
     """A system on so many of the paper's devices.
 
-    Args: shrink: divides devices and batch alike, for a quicker answer. devices_per_engine: with as many slots for each."""
+    Args: shrink: divides devices and batch alike, for a quicker answer. devices_per_engine: with as
+        many slots for each."""
     colocated = system == "colocated"
     usual = (VERL_DEVICES_PER_ENGINE if colocated else DEVICES_PER_ENGINE)[model]
     tensor = devices_per_engine or usual
@@ -181,12 +198,14 @@ def build(
 
 
 def shrink_of(model: str, num_devices: int) -> int:
-    """By which power of two devices and batch may be divided: eighths of the cluster stay whole engines, and 32 groups."""
+    """By which power of two devices and batch may be divided: eighths of the cluster stay whole
+    engines, and 32 groups."""
     return 1 << max(1, min(16, num_devices // 8 // DEVICES_PER_ENGINE[model])).bit_length() - 1
 
 
 def measure(cluster: Cluster, workload: Workload) -> Outcome:
-    """As long as it takes for the numbers to settle: short answers come first, until as much has ended as may be under way."""
+    """As long as it takes for the numbers to settle: short answers come first, until as much has
+    ended as may be under way."""
     if workload.max_staleness == 0:
         return simulate(cluster, workload, num_steps=3, first_counted=1)
     batches = workload.max_running_groups // workload.groups_per_batch
@@ -202,15 +221,16 @@ CAUSES = (
     "more groups under way",
     "engines of more devices",
 )
-"""What this project changes about the paper's system. The last three are chosen together, for what they bring together."""
+"""What this project changes about the paper's system. The last three are chosen together, for what
+they bring together."""
 
 SHARES = (0.75, 0.625, 0.5)
 """Of the devices, that may decode where the split is free."""
 
 
 def gains(model: str, num_devices: int, max_new_tokens: int, shrink: int) -> dict[str, float]:
-    """Tokens per second of the paper's system, and with each of CAUSES on top of those before. Of the paper's system all tokens
-    count; this project trains on none that are too old."""
+    """Tokens per second of the paper's system, and with each of CAUSES on top of those before. Of
+    the paper's system all tokens count; this project trains on none that are too old."""
     eta, narrow = ETA[model], DEVICES_PER_ENGINE[model]
 
     def built(share: float, running_batches: int, tensor: int) -> tuple[Cluster, Workload]:
@@ -239,20 +259,31 @@ def gains(model: str, num_devices: int, max_new_tokens: int, shrink: int) -> dic
 
     tried: list[tuple[float, int, int]] = []
     for share in SHARES:
-        # Where the trainer never waits, and for nothing that is too old, more of what engines do brings nothing.
-        for batches, tensor in ((RUNNING_BATCHES, narrow), *((eta - 1, times * narrow) for times in (1, 2, 4))):
+        # Where the trainer never waits, and for nothing that is too old, more of what engines do
+        # brings nothing.
+        for batches, tensor in (
+            (RUNNING_BATCHES, narrow),
+            *((eta - 1, times * narrow) for times in (1, 2, 4)),
+        ):
             whole = num_devices * share % (tensor * shrink) == 0 and tensor <= 8
             if whole and (not tried or tried[-1][0] != share or falls_short(project(*tried[-1]))):
                 tried.append((share, batches, tensor))
     share, batches, tensor = max(tried, key=lambda choice: project(*choice).trained_per_s)
-    papers, rolling = measure(cluster, workload), measure(replace(cluster, transfer=Staged()), workload)
+    papers, rolling = (
+        measure(cluster, workload),
+        measure(replace(cluster, transfer=Staged()), workload),
+    )
     steps = (
         (0.75, RUNNING_BATCHES, narrow),
         (share, RUNNING_BATCHES, narrow),
         (share, batches, narrow),
         (share, batches, tensor),
     )
-    speeds = (papers.tokens_per_s, rolling.trained_per_s, *(project(*step).trained_per_s for step in steps))
+    speeds = (
+        papers.tokens_per_s,
+        rolling.trained_per_s,
+        *(project(*step).trained_per_s for step in steps),
+    )
     return {cause: shrink * speed for cause, speed in zip(CAUSES, speeds, strict=True)}
 
 
@@ -265,11 +296,16 @@ def table_1(model: str) -> tuple[Outcome, Outcome]:
     return synchronous, areal
 
 
-def figure_4(system: System, model: str, context: int, num_devices: int, fitted: Fitted = FITTED) -> float:
-    """Tokens per second, as simulated; of verl with nothing cut down: how long devices wait depends on how many there are."""
+def figure_4(
+    system: System, model: str, context: int, num_devices: int, fitted: Fitted = FITTED
+) -> float:
+    """Tokens per second, as simulated; of verl with nothing cut down: how long devices wait depends
+    on how many there are."""
     shrink = 1 if system == "colocated" else shrink_of(model, num_devices)
     longest, eta = 1024 * context - MAX_PROMPT, ETA[model]
-    built = build(system, model, num_devices, longest, max_staleness=eta, fitted=fitted, shrink=shrink)
+    built = build(
+        system, model, num_devices, longest, max_staleness=eta, fitted=fitted, shrink=shrink
+    )
     return shrink * measure(*built).tokens_per_s
 
 
@@ -279,12 +315,17 @@ def error(fitted: Fitted) -> float:
     for num_devices, papers in FIGURE_4[FITTED_ON].items():
         for system, paper in zip(("areal", "colocated"), papers, strict=True):
             assert paper is not None
-            logs.append(log(figure_4(system, *FITTED_ON, num_devices, fitted) / (1e3 * MINI_BATCHES * paper)))
+            logs.append(
+                log(
+                    figure_4(system, *FITTED_ON, num_devices, fitted) / (1e3 * MINI_BATCHES * paper)
+                )
+            )
     return fmean(each**2 for each in logs) ** 0.5
 
 
 def fit(start: Fitted) -> Fitted:
-    """The three constants, each changed in turn by a factor that shrinks from round to round, as long as the error falls."""
+    """The three constants, each changed in turn by a factor that shrinks from round to round, as
+    long as the error falls."""
     best, least = start, error(start)
     for factor in (1.2, 1.08, 1.03):
         for name in ("train_share", "turn_s", "step_s"):

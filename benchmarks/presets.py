@@ -1,13 +1,17 @@
-"""Every algorithm by name: what 30 steps of it teach the embedded policy, and what a step costs against GRPO's.
+"""Every algorithm by name: what 30 steps of it teach the embedded policy, and what a step costs
+against GRPO's.
 
     python benchmarks/presets.py
 
-Learning: `python -m areal_jax.train --exp=aime algorithm=NAME num_steps=30`, with pass@1 on 512 held-out problems before and
-after. Cost: one optimizer update on the batch of rl_step_cpu.py (32 sequences of 80 tokens, 4 layers), the presets in turns;
-references and critics are left out, for they are policies of their own. M2PO needs the log-probabilities of a whole mini-batch
-before the first of its tokens is trained on: a forward pass more than the others where there is one update to a step.
+Learning: `python -m areal_jax.train --exp=aime algorithm=NAME num_steps=30`, with pass@1 on 512
+    held-out problems before and after. Cost: one optimizer update on the batch of rl_step_cpu.py
+    (32 sequences of 80 tokens, 4 layers), the presets in turns; references and critics are left
+    out, for they are policies of their own. M2PO needs the log-probabilities of a whole mini-batch
+    before the first of its tokens is trained on: a forward pass more than the others where there is
+    one update to a step.
 
-Appends to results/presets.jsonl. About 15 minutes on two idle CPU cores. A run that is finished is not run again.
+Appends to results/presets.jsonl. About 15 minutes on two idle CPU cores. A run that is finished is
+not run again.
 """
 
 from __future__ import annotations
@@ -53,15 +57,27 @@ NUM_TURNS = 30
 def learnt(folder: Path) -> dict[str, tuple[float, float]]:
     """Pass@1 before and after, by preset."""
     runs = {
-        name: ("--exp=aime", f"algorithm={name}", f"evaluation.every_steps={NUM_STEPS}", "checkpoint.export_hf=false")
+        name: (
+            "--exp=aime",
+            f"algorithm={name}",
+            f"evaluation.every_steps={NUM_STEPS}",
+            "checkpoint.export_hf=false",
+        )
         for name in PRESETS
     }
-    return {name: (pass_at_1(rows)[0], pass_at_1(rows)[-1]) for name, rows in run_all(runs, folder, NUM_STEPS).items()}
+    return {
+        name: (pass_at_1(rows)[0], pass_at_1(rows)[-1])
+        for name, rows in run_all(runs, folder, NUM_STEPS).items()
+    }
 
 
 def train_tokens_per_s() -> dict[str, float]:
     """Of a trainer's step, by the median of turns."""
-    trainers = {name: trainer_of(name) for name, preset in PRESETS.items() if not isinstance(preset.advantages, GAE)}
+    trainers = {
+        name: trainer_of(name)
+        for name, preset in PRESETS.items()
+        if not isinstance(preset.advantages, GAE)
+    }
     seconds = defaultdict[str, list[float]](list)
     for turn in range(NUM_TURNS + 3):
         for name, trainer in trainers.items():
@@ -116,12 +132,15 @@ def batch(seed: int) -> list[Group]:
         )
 
     return [
-        Group(i, Task(f"{seed}.{i}", (), ""), tuple(sample() for _ in range(SAMPLES_PER_PROMPT))) for i in range(NUM_PROMPTS)
+        Group(i, Task(f"{seed}.{i}", (), ""), tuple(sample() for _ in range(SAMPLES_PER_PROMPT)))
+        for i in range(NUM_PROMPTS)
     ]
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs") / NAME, help="of the runs")
     folder = parser.parse_args().folder
     speed = train_tokens_per_s()
@@ -131,14 +150,27 @@ def main() -> None:
         NAME,
         {
             "sequences": NUM_SEQUENCES,
-            "pass_at_1": {name: {"before": before, "after": after} for name, (before, after) in scores.items()},
+            "pass_at_1": {
+                name: {"before": before, "after": after} for name, (before, after) in scores.items()
+            },
             "train_tokens_per_s": speed,
             "cost_over_grpo": cost,
         },
     )
-    table = Table("algorithm", "pass@1 before", f"after {NUM_STEPS} steps", "train tokens/s", "time over GRPO's", title=NAME)
+    table = Table(
+        "algorithm",
+        "pass@1 before",
+        f"after {NUM_STEPS} steps",
+        "train tokens/s",
+        "time over GRPO's",
+        title=NAME,
+    )
     for name, (before, after) in scores.items():
-        figures = (f"{speed[name]:,.0f}", f"{cost[name]:+.1%}") if name in speed else ("", "with a critic")
+        figures = (
+            (f"{speed[name]:,.0f}", f"{cost[name]:+.1%}")
+            if name in speed
+            else ("", "with a critic")
+        )
         table.add_row(name, f"{before:.1%}", f"{after:.1%}", *figures)
     Console().print(table)
 

@@ -1,4 +1,5 @@
-"""Where figures are kept: results/NAME.jsonl, a line for every time benchmark NAME was run; results/NAME.png if it draws."""
+"""Where figures are kept: results/NAME.jsonl, a line for every time benchmark NAME was run;
+results/NAME.png if it draws."""
 
 from __future__ import annotations
 
@@ -16,11 +17,20 @@ FOLDER = Path(__file__).parent / "results"
 
 
 def append(name: str, row: Mapping[str, object]) -> None:
-    """Add `row` to results/NAME.jsonl with the command, commit, versions and machine that made it, and print it."""
+    """Add `row` to results/NAME.jsonl with the command, commit, versions and machine that made it,
+    and print it."""
     device = jax.devices()[0]
     cores = f"{len(os.sched_getaffinity(0))} CPU threads"
-    devices = cores if device.platform == "cpu" else f"{jax.device_count()} x {device.device_kind}, {cores}"
-    ran = {"benchmark": name, "command": " ".join(["python", *sys.argv]), "environment": environment(devices)}
+    devices = (
+        cores
+        if device.platform == "cpu"
+        else f"{jax.device_count()} x {device.device_kind}, {cores}"
+    )
+    ran = {
+        "benchmark": name,
+        "command": " ".join(["python", *sys.argv]),
+        "environment": environment(devices),
+    }
     FOLDER.mkdir(exist_ok=True)
     with (FOLDER / f"{name}.jsonl").open("a") as file:
         file.write(json.dumps({**ran, **row}) + "\n")

@@ -1,16 +1,20 @@
-"""One RL step on CPUs: rollout tokens/s, train tokens/s and steps/s, taken in turns with other projects' trainers.
+"""One RL step on CPUs: rollout tokens/s, train tokens/s and steps/s, taken in turns with other
+projects' trainers.
 
     python benchmarks/rl_step_cpu.py
-    python benchmarks/rl_step_cpu.py --rounds=5 --peer=TRL_ENV/bin/python:benchmarks/peers/trl_rl_step.py \\
+    python benchmarks/rl_step_cpu.py --rounds=5
+    --peer=TRL_ENV/bin/python:benchmarks/peers/trl_rl_step.py \\
         --peer=TUNIX_ENV/bin/python:benchmarks/peers/tunix_rl_step.py
 
-The work, the same for all: Qwen2 of 4 layers, width 128, 4 heads, 2 KV heads, MLP 512, vocabulary 512, untied, float32;
-8 prompts x 4 samples, 16 prompt tokens and exactly 64 new ones, one update per batch, no remat. Rollout tokens are the 2048
-sampled, train tokens all 2560. Steps are synchronous, since a rate of each part is wanted: draw the batch, train on it, hand over
-the weights.
+The work, the same for all: Qwen2 of 4 layers, width 128, 4 heads, 2 KV heads, MLP 512, vocabulary
+512, untied, float32; 8 prompts x 4 samples, 16 prompt tokens and exactly 64 new ones, one update
+per batch, no remat. Rollout tokens are the 2048 sampled, train tokens all 2560. Steps are
+synchronous, since a rate of each part is wanted: draw the batch, train on it, hand over the
+weights.
 
-Each round runs every contestant once, in a process of its own, one after the other; the figure of a contestant is the median of
-its rounds, and ratios are taken round by round. Appends one line to benchmarks/results/rl_step_cpu.jsonl. Needs idle cores.
+Each round runs every contestant once, in a process of its own, one after the other; the figure of a
+contestant is the median of its rounds, and ratios are taken round by round. Appends one line to
+benchmarks/results/rl_step_cpu.jsonl. Needs idle cores.
 """
 
 from __future__ import annotations
@@ -60,7 +64,10 @@ MODEL = ModelConfig(
 )
 NUM_PROMPTS, SAMPLES_PER_PROMPT, PROMPT_TOKENS, NEW_TOKENS = 8, 4, 16, 64
 NUM_SEQUENCES = NUM_PROMPTS * SAMPLES_PER_PROMPT
-ROLLOUT_TOKENS, TRAIN_TOKENS = NUM_SEQUENCES * NEW_TOKENS, NUM_SEQUENCES * (PROMPT_TOKENS + NEW_TOKENS)
+ROLLOUT_TOKENS, TRAIN_TOKENS = (
+    NUM_SEQUENCES * NEW_TOKENS,
+    NUM_SEQUENCES * (PROMPT_TOKENS + NEW_TOKENS),
+)
 
 TRAINER = TrainerConfig(
     optimizer=OptimizerConfig(learning_rate=1e-4),
@@ -93,7 +100,10 @@ async def measure(warmup_steps: int, num_steps: int) -> dict[str, object]:
         policy,
         meshes.rollout,
         EngineConfig(
-            num_slots=NUM_SEQUENCES, max_prompt_tokens=PROMPT_TOKENS, max_new_tokens=NEW_TOKENS, steps_per_dispatch=32
+            num_slots=NUM_SEQUENCES,
+            max_prompt_tokens=PROMPT_TOKENS,
+            max_new_tokens=NEW_TOKENS,
+            steps_per_dispatch=32,
         ),
         dtype,
     )
@@ -110,13 +120,19 @@ async def measure(warmup_steps: int, num_steps: int) -> dict[str, object]:
             if version == warmup_steps:
                 engine_loop.metrics()
             cpu_s, start = _cpu_seconds(), time.perf_counter()
-            prompts = chance.integers(0, MODEL.vocab_size, (NUM_PROMPTS, PROMPT_TOKENS), dtype=np.int32)
+            prompts = chance.integers(
+                0, MODEL.vocab_size, (NUM_PROMPTS, PROMPT_TOKENS), dtype=np.int32
+            )
             answers = await asyncio.gather(
-                *(engine_loop.submit(_request(version, i, prompt)) for i, prompt in enumerate(prompts))
+                *(
+                    engine_loop.submit(_request(version, i, prompt))
+                    for i, prompt in enumerate(prompts)
+                )
             )
             sampled = time.perf_counter()
             groups = [
-                _group(version, i, prompt, answer) for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
+                _group(version, i, prompt, answer)
+                for i, (prompt, answer) in enumerate(zip(prompts, answers, strict=True))
             ]
             began = time.perf_counter()
             trainer.step(groups)
@@ -127,7 +143,12 @@ async def measure(warmup_steps: int, num_steps: int) -> dict[str, object]:
             if version >= warmup_steps:
                 for name, value in zip(
                     seconds,
-                    (sampled - start, trained - began, time.perf_counter() - start, _cpu_seconds() - cpu_s),
+                    (
+                        sampled - start,
+                        trained - began,
+                        time.perf_counter() - start,
+                        _cpu_seconds() - cpu_s,
+                    ),
                     strict=True,
                 ):
                     seconds[name].append(value)
@@ -162,14 +183,17 @@ def _request(version: int, place: int, prompt: np.ndarray) -> Request:
 
 
 def _group(version: int, place: int, prompt: np.ndarray, answer: list[Completion]) -> Group:
-    """Reward is the share of the lower half of the vocabulary: something to learn, and nothing to compute."""
+    """Reward is the share of the lower half of the vocabulary: something to learn, and nothing to
+    compute."""
     mask = np.arange(PROMPT_TOKENS + NEW_TOKENS) >= PROMPT_TOKENS
     samples = tuple(
         Sample(
             tokens=np.concatenate([prompt, sampled.tokens]),
             loss_mask=mask,
             behave_logp=np.concatenate([np.zeros(PROMPT_TOKENS, np.float32), sampled.logp]),
-            versions=np.concatenate([np.full(PROMPT_TOKENS, NO_VERSION, np.int32), sampled.versions]),
+            versions=np.concatenate(
+                [np.full(PROMPT_TOKENS, NO_VERSION, np.int32), sampled.versions]
+            ),
             reward=float((sampled.tokens < MODEL.vocab_size // 2).mean()),
             grade="correct",
             stop_reason=sampled.stop_reason,
@@ -189,39 +213,58 @@ def run_one(command: list[str]) -> dict[str, float]:
     """Run a contestant; its result is the last line it prints."""
     done = subprocess.run(command, capture_output=True, text=True, timeout=1800)
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+        raise RuntimeError(
+            f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}"
+        )
     return json.loads(done.stdout.splitlines()[-1])
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--warmup-steps", type=int, default=5)
     parser.add_argument("--steps", type=int, default=40)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--peer", action="append", default=[], metavar="PYTHON:SCRIPT")
-    parser.add_argument("--once", action="store_true", help="measure this project alone, in this process, and print one line")
+    parser.add_argument(
+        "--once",
+        action="store_true",
+        help="measure this project alone, in this process, and print one line",
+    )
     args = parser.parse_args()
     if args.once:
         print(json.dumps(asyncio.run(measure(args.warmup_steps, args.steps))))
         return
     steps = [f"--warmup-steps={args.warmup_steps}", f"--steps={args.steps}"]
-    commands = [[sys.executable, __file__, "--once", *steps], *([*peer.split(":"), *steps] for peer in args.peer)]
+    commands = [
+        [sys.executable, __file__, "--once", *steps],
+        *([*peer.split(":"), *steps] for peer in args.peer),
+    ]
     rounds: list[list[dict[str, float]]] = []
     for number in range(args.rounds):
         rounds.append([run_one(command) for command in commands])
         for result in rounds[-1]:
-            rates = "  ".join(f"{name} {result[name]:,.2f}" for name in (*RATES, "cpu_seconds_per_step"))
+            rates = "  ".join(
+                f"{name} {result[name]:,.2f}" for name in (*RATES, "cpu_seconds_per_step")
+            )
             print(f"round {number + 1}/{args.rounds}  {result['peer']:<10} {rates}", flush=True)
     contestants = [str(result["peer"]) for result in rounds[0]]
     row = {
         "rounds": args.rounds,
         "median": {
-            name: {rate: median(results[i][rate] for results in rounds) for rate in (*RATES, "cpu_seconds_per_step")}
+            name: {
+                rate: median(results[i][rate] for results in rounds)
+                for rate in (*RATES, "cpu_seconds_per_step")
+            }
             for i, name in enumerate(contestants)
         },
         "host_gap_us": median(results[0]["host_gap_us"] for results in rounds),
         "ratio": {
-            name: {rate: median(results[0][rate] / results[i][rate] for results in rounds) for rate in RATES}
+            name: {
+                rate: median(results[0][rate] / results[i][rate] for results in rounds)
+                for rate in RATES
+            }
             for i, name in enumerate(contestants)
             if i
         },

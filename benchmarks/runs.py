@@ -1,4 +1,5 @@
-"""Runs of `python -m areal_jax.train`, each in a process of its own, for benchmarks to compare. What is finished stays."""
+"""Runs of `python -m areal_jax.train`, each in a process of its own, for benchmarks to compare.
+What is finished stays."""
 
 from __future__ import annotations
 
@@ -17,26 +18,44 @@ Rows = list[dict[str, float]]
 
 
 def run_all(runs: Mapping[str, Iterable[str]], folder: Path, num_steps: int) -> dict[str, Rows]:
-    """Rows of every run by name, run now where that has not been done. Args: runs: name to settings."""
+    """Rows of every run by name, run now where that has not been done. Args: runs: name to
+    settings."""
     found: dict[str, Rows] = {}
     seconds: list[float] = []
     for name, settings in runs.items():
         where = folder / name
         if not is_finished(where, num_steps):
             started = time.perf_counter()
-            command = [sys.executable, "-m", "areal_jax.train", f"--run-folder={where}", f"num_steps={num_steps}", *settings]
+            command = [
+                sys.executable,
+                "-m",
+                "areal_jax.train",
+                f"--run-folder={where}",
+                f"num_steps={num_steps}",
+                *settings,
+            ]
             done = subprocess.run(command, capture_output=True, text=True)
             if done.returncode:
-                raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}")
+                raise RuntimeError(
+                    f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-2000:]}"
+                )
             seconds.append(time.perf_counter() - started)
             left = sum(not is_finished(folder / other, num_steps) for other in runs)
-            print(f"{name}: {seconds[-1]:.0f} s; {left} runs and about {left * fmean(seconds) / 60:.0f} min left", flush=True)
+            print(
+                (
+                    f"{name}: {seconds[-1]:.0f} s; {left} runs and about "
+                    f"{left * fmean(seconds) / 60:.0f} min left"
+                ),
+                flush=True,
+            )
         found[name] = read(where)
     return found
 
 
 def is_finished(run_folder: Path, num_steps: int) -> bool:
-    return (run_folder / "report.html").exists() and max(row["version"] for row in read(run_folder)) >= num_steps - 1
+    return (run_folder / "report.html").exists() and max(
+        row["version"] for row in read(run_folder)
+    ) >= num_steps - 1
 
 
 def read(run_folder: Path) -> Rows:

@@ -1,20 +1,25 @@
-"""Strong scaling from 32 to 512 GPUs, simulated: synchronous, the paper's system, and this project (figure 4).
+"""Strong scaling from 32 to 512 GPUs, simulated: synchronous, the paper's system, and this project
+(figure 4).
 
     python benchmarks/scaling_curves.py
 
-AReaL, arXiv:2505.24298, figure 4: 1.5B, 7B and 32B, with contexts of 16k and 32k. The synchronous system generates on all
-devices, then trains on all, as verl does, with the settings that it had (`papers_cluster.py`). This project's gain over the
-paper's system is listed by cause (`papers_cluster.CAUSES`), and so is efficiency: of the largest cluster, against as many
-times the smallest's speed, both at their best. max_staleness is what the paper recommends, 8 for 1.5B and 7B, 4 for 32B.
-Constants were fitted on the panel of 1.5B and 32k alone. Each point is simulated with a part of devices and batch, a sixteenth
-at the least, the synchronous system with all of them. Appends to results/scaling_curves.jsonl and draws
-results/scaling_curves.png; nothing depends on the machine.
+AReaL, arXiv:2505.24298, figure 4: 1.5B, 7B and 32B, with contexts of 16k and 32k. The synchronous
+system generates on all devices, then trains on all, as verl does, with the settings that it had
+(`papers_cluster.py`). This project's gain over the paper's system is listed by cause
+(`papers_cluster.CAUSES`), and so is efficiency: of the largest cluster, against as many times the
+smallest's speed, both at their best. max_staleness is what the paper recommends, 8 for 1.5B and 7B,
+4 for 32B. Constants were fitted on the panel of 1.5B and 32k alone. Each point is simulated with a
+part of devices and batch, a sixteenth at the least, the synchronous system with all of them.
+Appends to results/scaling_curves.jsonl and draws results/scaling_curves.png; nothing depends on the
+machine.
 
-Expected: ratios to the synchronous system within 15 % of the paper's on 13 of 18 points, 9 of the 14 in panels that were not
-fitted on. Too high by a third are those of the largest clusters (1.5B on 256 GPUs at 16k, 7B on 512), where the paper's system
-loses what nothing that was published explains; too low by as much those of 32B, whose trainer reached more of its peak than
-1.5B's. Of speeds themselves 37 of 38 are within 28 %, read as those of one of four mini-batches. Efficiency at 7B and 32k from
-64 to 512 devices is 80 % for the paper's system (the paper: 57 %) and 80 % for this project, at twice the speed.
+Expected: ratios to the synchronous system within 15 % of the paper's on 13 of 18 points, 9 of the
+    14 in panels that were not fitted on. Too high by a third are those of the largest clusters
+    (1.5B on 256 GPUs at 16k, 7B on 512), where the paper's system loses what nothing that was
+    published explains; too low by as much those of 32B, whose trainer reached more of its peak than
+    1.5B's. Of speeds themselves 37 of 38 are within 28 %, read as those of one of four
+    mini-batches. Efficiency at 7B and 32k from 64 to 512 devices is 80 % for the paper's system
+    (the paper: 57 %) and 80 % for this project, at twice the speed.
 """
 
 from __future__ import annotations
@@ -25,7 +30,17 @@ from dataclasses import asdict
 from multiprocessing import get_context
 
 from matplotlib.figure import Figure
-from papers_cluster import CAUSES, FIGURE_4, FITTED, FITTED_ON, MAX_PROMPT, MINI_BATCHES, figure_4, gains, shrink_of
+from papers_cluster import (
+    CAUSES,
+    FIGURE_4,
+    FITTED,
+    FITTED_ON,
+    MAX_PROMPT,
+    MINI_BATCHES,
+    figure_4,
+    gains,
+    shrink_of,
+)
 from results import FOLDER, append
 from rich.console import Console
 from rich.table import Table
@@ -42,9 +57,14 @@ def point(model: str, context: int, num_devices: int) -> Point:
     """Thousands of tokens per second of the three systems, beside the paper's."""
     paper, papers_verl = FIGURE_4[model, context][num_devices]
     turns = figure_4("colocated", model, context, num_devices) / 1e3
-    found_gains = gains(model, num_devices, 1024 * context - MAX_PROMPT, shrink_of(model, num_devices))
+    found_gains = gains(
+        model, num_devices, 1024 * context - MAX_PROMPT, shrink_of(model, num_devices)
+    )
     by_cause = {cause: speed / 1e3 for cause, speed in found_gains.items()}
-    ratio, papers_ratio = by_cause[PAPERS] / turns, None if papers_verl is None else paper / papers_verl
+    ratio, papers_ratio = (
+        by_cause[PAPERS] / turns,
+        None if papers_verl is None else paper / papers_verl,
+    )
     found: Point = {
         SYNCHRONOUS: turns,
         **by_cause,
@@ -52,7 +72,9 @@ def point(model: str, context: int, num_devices: int) -> Point:
         "papers_ratio": papers_ratio,
         "ratio_off_by": None if papers_ratio is None else ratio / papers_ratio - 1,
         "speed_off_by": by_cause[PAPERS] / (MINI_BATCHES * paper) - 1,
-        "synchronous_speed_off_by": None if papers_verl is None else turns / (MINI_BATCHES * papers_verl) - 1,
+        "synchronous_speed_off_by": None
+        if papers_verl is None
+        else turns / (MINI_BATCHES * papers_verl) - 1,
     }
     print(f"{model}, {context}k, {num_devices} GPUs: {found}", flush=True)
     return found
@@ -70,12 +92,21 @@ def main() -> None:
     # In processes of their own, each simulating one point at a time.
     with ProcessPoolExecutor(mp_context=get_context("spawn")) as pool:
         asked = {
-            f"{model}, {context}k": {num_devices: pool.submit(point, model, context, num_devices) for num_devices in papers}
+            f"{model}, {context}k": {
+                num_devices: pool.submit(point, model, context, num_devices)
+                for num_devices in papers
+            }
             for (model, context), papers in FIGURE_4.items()
         }
-        panels = {name: {num: reported.result() for num, reported in points.items()} for name, points in asked.items()}
+        panels = {
+            name: {num: reported.result() for num, reported in points.items()}
+            for name, points in asked.items()
+        }
     systems = (SYNCHRONOUS, *CAUSES)
-    efficiencies = {name: {system: efficiency(points, system) for system in systems} for name, points in panels.items()}
+    efficiencies = {
+        name: {system: efficiency(points, system) for system in systems}
+        for name, points in panels.items()
+    }
     for (key, papers), of in zip(FIGURE_4.items(), efficiencies.values(), strict=True):
         del key
         first, last = min(papers), max(papers)
@@ -85,23 +116,43 @@ def main() -> None:
     plot(panels)
 
 
-def show(panels: Mapping[str, Mapping[int, Point]], efficiencies: Mapping[str, Mapping[str, float]]) -> None:
+def show(
+    panels: Mapping[str, Mapping[int, Point]], efficiencies: Mapping[str, Mapping[str, float]]
+) -> None:
     compared = ("ratio", "papers_ratio", "ratio_off_by", "speed_off_by", "synchronous_speed_off_by")
-    table = Table("panel", "GPUs", "ratio", "paper's", "off by", "its speed off by", "verl's", title=f"{NAME}: paper's systems")
+    table = Table(
+        "panel",
+        "GPUs",
+        "ratio",
+        "paper's",
+        "off by",
+        "its speed off by",
+        "verl's",
+        title=f"{NAME}: paper's systems",
+    )
     gained = Table("panel", "GPUs", *CAUSES, title="k tokens/s, each with those before it")
     for name, points in panels.items():
         for num_devices, row in points.items():
             forms = ("{:.2f}", "{:.2f}", "{:+.0%}", "{:+.0%}", "{:+.0%}")
-            reported = ("" if row[key] is None else form.format(row[key]) for key, form in zip(compared, forms, strict=True))
+            reported = (
+                "" if row[key] is None else form.format(row[key])
+                for key, form in zip(compared, forms, strict=True)
+            )
             table.add_row(name, str(num_devices), *reported)
             gained.add_row(name, str(num_devices), *(f"{row[cause]:.1f}" for cause in CAUSES))
     scaled = Table("panel", SYNCHRONOUS, *CAUSES, "the paper", title="efficiency, first to last")
     for name, of in efficiencies.items():
         scaled.add_row(name, *(f"{share:.0%}" for share in of.values()))
     within = [
-        abs(row["ratio_off_by"] or 0.0) <= 0.2 for points in panels.values() for row in points.values() if row["papers_ratio"]
+        abs(row["ratio_off_by"] or 0.0) <= 0.2
+        for points in panels.values()
+        for row in points.values()
+        if row["papers_ratio"]
     ]
-    fitted = f"fitted on {FITTED_ON[0]}, {FITTED_ON[1]}k; {sum(within)} of {len(within)} ratios within 20 %"
+    fitted = (
+        f"fitted on {FITTED_ON[0]}, {FITTED_ON[1]}k; {sum(within)} of {len(within)} ratios "
+        "within 20 %"
+    )
     Console(width=160).print(table, fitted, gained, scaled)
 
 
@@ -119,10 +170,21 @@ def plot(panels: Mapping[str, Mapping[int, Point]]) -> None:
                 label="this project" if system == OURS else system,
             )
         first = points[devices[0]][OURS] or 0.0
-        axes.plot(devices, [first * num / devices[0] for num in devices], color=colours[OURS], linestyle=":", label="ideal")
+        axes.plot(
+            devices,
+            [first * num / devices[0] for num in devices],
+            color=colours[OURS],
+            linestyle=":",
+            label="ideal",
+        )
         axes.set_xscale("log", base=2)
         axes.set_xticks(devices, [str(num) for num in devices])
-        axes.set(title=f"{name} context", xlabel="devices", ylabel="k tokens trained per second", ylim=(0, None))
+        axes.set(
+            title=f"{name} context",
+            xlabel="devices",
+            ylabel="k tokens trained per second",
+            ylim=(0, None),
+        )
         axes.legend(frameon=False, fontsize=8)
     figure.savefig(FOLDER / f"{NAME}.png")
 

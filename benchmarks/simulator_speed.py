@@ -2,10 +2,12 @@
 
     python benchmarks/simulator_speed.py
 
-512 simulated engines with 20 000 requests in flight, one answer each, under a clock that leaps, so that nothing waits. Counted
-are requests that were sampled as a task, let through, answered, graded, put into the buffer and taken, over the CPU time of all
-that, the simulated engines' included. Then an hour of 7B with a context of 32k on 512 devices, the paper's recipe, nothing cut
-down: a few steps of it, and what an hour of such steps takes. Appends to results/simulator_speed.jsonl.
+512 simulated engines with 20 000 requests in flight, one answer each, under a clock that leaps, so
+that nothing waits. Counted are requests that were sampled as a task, let through, answered, graded,
+put into the buffer and taken, over the CPU time of all that, the simulated engines' included. Then
+an hour of 7B with a context of 32k on 512 devices, the paper's recipe, nothing cut
+down: a few steps of it, and what an hour of such steps takes. Appends to
+    results/simulator_speed.jsonl.
 
 Expected: at least 5000 completions/s, and at most 60 s. On a core that other work shared: 5980/s.
 """
@@ -36,12 +38,18 @@ async def completions_per_s(in_flight: int, num_batches: int) -> float:
     costs = EngineCosts(known_shape("r1-distill-qwen-1.5b"), DEVICES["H800"])
     fleet = Fleet(costs, LogNormal(4915.0, 0.8), ENGINES, EngineHabits(tokens_per_entry=64))
     config = RolloutConfig(
-        groups_per_batch=BATCH, samples_per_group=1, max_staleness=None, max_running_groups=in_flight, batch_timeout_s=1e9
+        groups_per_batch=BATCH,
+        samples_per_group=1,
+        max_staleness=None,
+        max_running_groups=in_flight,
+        batch_timeout_s=1e9,
     )
     gate, buffer = open_gate(config, 0)
     grader = GradingQueue(Rewards(4096, 0.05))
     turn, sampling = OneTurn(200, 1, grader), Sampling(27_648)
-    async with rolling_out(Numbered(), fleet, turn, grader, gate, buffer, config, sampling=sampling, seed=0):
+    async with rolling_out(
+        Numbered(), fleet, turn, grader, gate, buffer, config, sampling=sampling, seed=0
+    ):
         await buffer.take(BATCH, 0)
         began_s = time.process_time()
         for version in range(1, num_batches + 1):
@@ -58,9 +66,16 @@ def cpu_s_of_an_hour(num_steps: int) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--in-flight", type=int, default=20_000)
-    parser.add_argument("--batches", type=int, default=16, help=f"of {BATCH} requests, counted after one that is not")
+    parser.add_argument(
+        "--batches",
+        type=int,
+        default=16,
+        help=f"of {BATCH} requests, counted after one that is not",
+    )
     options = parser.parse_args()
     row = {
         "engines": ENGINES,

@@ -1,11 +1,14 @@
-"""Tokens trained per second by max_staleness, simulated (AReaL, arXiv:2505.24298, figure 5c and table 7).
+"""Tokens trained per second by max_staleness, simulated (AReaL, arXiv:2505.24298, figure 5c and
+table 7).
 
     python benchmarks/staleness_throughput.py
 
-1.5B, answers of up to 8192 tokens: figure 5c on 128 GPUs with 512 x 16 answers a step, table 7 on 8 GPUs with 64 x 16. None of
-these numbers was fitted on (`papers_cluster.py`). How many GPUs figure 5c used is not said, so that its shape, the curve over
-its own value at 0, is what is compared. Figure 5c is simulated with a sixteenth of devices and batch. Appends to
-results/staleness_throughput.jsonl and draws results/staleness_throughput.png; nothing depends on the machine.
+1.5B, answers of up to 8192 tokens: figure 5c on 128 GPUs with 512 x 16 answers a step, table 7 on 8
+GPUs with 64 x 16. None of these numbers was fitted on (`papers_cluster.py`). How many GPUs figure
+5c used is not said, so that its shape, the curve over its own value at 0, is what is compared.
+Figure 5c is simulated with a sixteenth of devices and batch. Appends to
+results/staleness_throughput.jsonl and draws results/staleness_throughput.png; nothing depends on
+the machine.
 
 Expected: figure 5c's shape within 10 %, table 7's within 20 %.
 """
@@ -30,8 +33,11 @@ def label(max_staleness: int | None) -> str:
     return "unbounded" if max_staleness is None else str(max_staleness)
 
 
-def curve(papers: Mapping[int | None, float], num_devices: int, groups: int, shrink: int) -> dict[str, dict[str, float]]:
-    """By max_staleness, thousands of tokens per second, and the same over that without staleness."""
+def curve(
+    papers: Mapping[int | None, float], num_devices: int, groups: int, shrink: int
+) -> dict[str, dict[str, float]]:
+    """By max_staleness, thousands of tokens per second, and the same over that without
+    staleness."""
     found, first = dict[str, dict[str, float]](), 0.0
     for eta, paper in papers.items():
         cluster, workload = build(
@@ -64,7 +70,15 @@ def main() -> None:
     found = {name: curve(*case) for name, case in CASES.items()}
     append(NAME, {"fitted": asdict(FITTED), "median_length": MEDIAN_OF_8K, "curves": found})
     for name, rows in found.items():
-        table = Table("max_staleness", "k tokens/s", "paper's", "over its value at 0", "paper's", "off by", title=name)
+        table = Table(
+            "max_staleness",
+            "k tokens/s",
+            "paper's",
+            "over its value at 0",
+            "paper's",
+            "off by",
+            title=name,
+        )
         for eta, row in rows.items():
             table.add_row(
                 eta,
@@ -81,8 +95,20 @@ def main() -> None:
 def plot(found: Mapping[str, Mapping[str, Mapping[str, float]]]) -> None:
     figure = Figure(figsize=(10, 3.8), dpi=120, layout="constrained")
     for axes, (name, rows) in zip(figure.subplots(1, 2), found.items(), strict=True):
-        axes.plot(list(rows), [row["papers_ratio"] for row in rows.values()], marker="s", color="#8a8f98", label="paper")
-        axes.plot(list(rows), [row["ratio"] for row in rows.values()], marker="o", color="#2563a8", label="simulated")
+        axes.plot(
+            list(rows),
+            [row["papers_ratio"] for row in rows.values()],
+            marker="s",
+            color="#8a8f98",
+            label="paper",
+        )
+        axes.plot(
+            list(rows),
+            [row["ratio"] for row in rows.values()],
+            marker="o",
+            color="#2563a8",
+            label="simulated",
+        )
         axes.set(title=name, xlabel="max_staleness", ylabel="speed over that at 0", ylim=(0, None))
         axes.legend(frameon=False)
     figure.savefig(FOLDER / f"{NAME}.png")

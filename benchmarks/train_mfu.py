@@ -1,26 +1,31 @@
-"""Training speed: tokens/s, TFLOP/s and MFU of a decoupled-PPO update, and of the proximal forward pass, in packed rows.
+"""Training speed: tokens/s, TFLOP/s and MFU of a decoupled-PPO update, and of the proximal forward
+pass, in packed rows.
 
-    python benchmarks/train_mfu.py --model=qwen2.5-1.5b                # one GPU or TPU, or all there are
-    python benchmarks/train_mfu.py --model=qwen2.5-7b --lora-rank=16   # an adapter on every matrix of every layer
-    python benchmarks/train_mfu.py --model=qwen2.5-1.5b --forward      # the proximal forward pass alone
-    python benchmarks/train_mfu.py --tiny                              # a CPU: does it run, no more
+    python benchmarks/train_mfu.py --model=qwen2.5-1.5b                # one GPU or TPU, or all
+    there are python benchmarks/train_mfu.py --model=qwen2.5-7b --lora-rank=16   # an adapter on
+    every matrix of every layer python benchmarks/train_mfu.py --model=qwen2.5-1.5b --forward      #
+    the proximal forward pass alone python benchmarks/train_mfu.py --tiny
+    # a CPU: does it run, no more
 
-Weights are random in the real shapes: float32 with AdamW, computing in bfloat16 (float32 on a CPU); beside an adapter they are
-frozen, in the dtype of what is computed. Each row of --row-tokens holds segments of --segment-tokens; every token but the first
-of a segment is trained on. An update is --micro-batches micro-batches and one optimizer step. The median of --updates updates
-counts, after one that is not timed.
+Weights are random in the real shapes: float32 with AdamW, computing in bfloat16 (float32 on a CPU);
+beside an adapter they are frozen, in the dtype of what is computed. Each row of --row-tokens holds
+segments of --segment-tokens; every token but the first of a segment is trained on. An update is
+--micro-batches micro-batches and one optimizer step. The median of --updates updates counts, after
+one that is not timed.
 
-What counts as work, in floating-point operations (PaLM, arXiv:2204.02311, appendix B), with `trained` and `frozen` the number
-of parameters of matrix products, the head's among them and the embedding's not, and A = layers x heads x head size:
+What counts as work, in floating-point operations (PaLM, arXiv:2204.02311, appendix B), with
+`trained` and `frozen` the number of parameters of matrix products, the head's among them and the
+embedding's not, and A = layers x heads x head size:
 
     forward   2 · (trained + frozen) · tokens      +  4 · A · sum(segment²) / 2
     update   (6 · trained + 4 · frozen) · tokens   + 12 · A · sum(segment²) / 2
 
-A parameter takes 2 for a token forward and 2 for the gradient by its input, and 2 for its own gradient only if it is trained;
-beside an adapter the head is not. Attention is halved, since a causal query sees half of its segment on average. What remat
-computes again does not count, nor do padding, the optimizer, norms or the softmax over the vocabulary. MFU is work / seconds /
-devices / the peak of dense products in bfloat16 that the maker states; null for devices without one below. Appends one line to
-benchmarks/results/train_mfu.jsonl.
+A parameter takes 2 for a token forward and 2 for the gradient by its input, and 2 for its own
+gradient only if it is trained; beside an adapter the head is not. Attention is halved, since a
+causal query sees half of its segment on average. What remat computes again does not count, nor do
+padding, the optimizer, norms or the softmax over the vocabulary. MFU is work / seconds / devices /
+the peak of dense products in bfloat16 that the maker states; null for devices without one below.
+Appends one line to benchmarks/results/train_mfu.jsonl.
 """
 
 from __future__ import annotations
@@ -94,7 +99,9 @@ class Work(NamedTuple):
 
     @property
     def update(self) -> float:
-        return (6.0 * self.trained + 4.0 * self.frozen) * self.tokens + 12.0 * self.attention * self.pairs
+        return (
+            6.0 * self.trained + 4.0 * self.frozen
+        ) * self.tokens + 12.0 * self.attention * self.pairs
 
 
 COUNTED = {
@@ -107,7 +114,11 @@ COUNTED = {
 def work(policy: Policy, segment_lengths: Int[np.ndarray, "N"]) -> Work:
     """What is to be done for segments of these lengths."""
     whole = policy.config.multiplied_params
-    adapter = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(lora.abstract(policy))) if policy.lora else 0
+    adapter = (
+        sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(lora.abstract(policy)))
+        if policy.lora
+        else 0
+    )
     return Work(
         trained=adapter if policy.lora else whole,
         frozen=whole if policy.lora else 0,
@@ -123,7 +134,9 @@ def peak_flops(device_kind: str) -> float | None:
     return PEAK_FLOPS[max(known, key=len)] if known else None
 
 
-def sample_batch(model: ModelConfig, rows: int, row_tokens: int, segment_tokens: int) -> PackedBatch:
+def sample_batch(
+    model: ModelConfig, rows: int, row_tokens: int, segment_tokens: int
+) -> PackedBatch:
     chance, shape = np.random.default_rng(0), (rows, row_tokens)
     places = np.broadcast_to(np.arange(row_tokens, dtype=np.int32), shape)
     logp = chance.normal(-1.0, 0.1, shape).astype(np.float32)
@@ -167,7 +180,10 @@ def make_learner(args: argparse.Namespace, devices: list[jax.Device]) -> Learner
     params, base = jax.jit(fresh, out_shardings=placed)(jax.random.key(0)), None
     if adapter:
         placed = shardings(mesh, lora.axes(policy), lora.abstract(policy), TRAIN_RULES)
-        params, base = jax.jit(partial(lora.init, policy), out_shardings=placed)(jax.random.key(1)), params
+        params, base = (
+            jax.jit(partial(lora.init, policy), out_shardings=placed)(jax.random.key(1)),
+            params,
+        )
     return Learner(
         TrainerConfig(
             optimizer=OptimizerConfig(learning_rate=1e-6, offload=args.offload),
@@ -200,9 +216,15 @@ def make_learner(args: argparse.Namespace, devices: list[jax.Device]) -> Learner
 def measure(args: argparse.Namespace) -> dict[str, object]:
     """The row of one model on all devices."""
     learner = make_learner(args, jax.devices())
-    model, device, num_devices = learner.policy.config, learner.mesh.devices.flat[0], learner.mesh.size
+    model, device, num_devices = (
+        learner.policy.config,
+        learner.mesh.devices.flat[0],
+        learner.mesh.size,
+    )
     host_batch = sample_batch(model, learner.rows, args.row_tokens, args.segment_tokens)
-    (advantages,) = learner.put_column(np.random.default_rng(1).normal(size=(1, *host_batch.tokens.shape)).astype(np.float32))
+    (advantages,) = learner.put_column(
+        np.random.default_rng(1).normal(size=(1, *host_batch.tokens.shape)).astype(np.float32)
+    )
     batch, micro_batches = learner.put(host_batch), args.micro_batches
     batch = batch._replace(proximal_logp=batch.behave_logp, advantages=advantages)
     num_tokens = micro_batches * int(host_batch.loss_mask.sum())
@@ -217,12 +239,17 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
         "model": args.model,
         "note": args.note,
         "num_params": model.num_params,
-        "settings": {name: value for name, value in vars(args).items() if name not in ("tiny", "model", "note")},
+        "settings": {
+            name: value
+            for name, value in vars(args).items()
+            if name not in ("tiny", "model", "note")
+        },
         "mesh": dict(learner.mesh.shape),
         "attention": learner.forward.kernel,
         "compute_dtype": jnp.dtype(learner.compute_dtype).name,
         "peak_flops_per_device": peak,
-        "counted": COUNTED | {"trained": of_row.trained, "frozen": of_row.frozen, "attention": of_row.attention},
+        "counted": COUNTED
+        | {"trained": of_row.trained, "frozen": of_row.frozen, "attention": of_row.attention},
     }
     runs: dict[str, tuple[Callable[[], object], float]] = {
         "update": (update, micro_batches * learner.rows * of_row.update),
@@ -246,25 +273,46 @@ def measure(args: argparse.Namespace) -> dict[str, object]:
 
 def settings(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     """The command line's."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--model", choices=list(MODELS), default="qwen2.5-1.5b")
-    parser.add_argument("--lora-rank", type=int, default=0, help="of an adapter on every matrix of every layer; 0: train all")
-    parser.add_argument("--forward", action="store_true", help="measure the proximal forward pass alone")
+    parser.add_argument(
+        "--lora-rank",
+        type=int,
+        default=0,
+        help="of an adapter on every matrix of every layer; 0: train all",
+    )
+    parser.add_argument(
+        "--forward", action="store_true", help="measure the proximal forward pass alone"
+    )
     parser.add_argument("--row-tokens", type=int, default=32768)
     parser.add_argument("--segment-tokens", type=int, default=8192)
-    parser.add_argument("--rows", type=int, default=1, help="rows of a micro-batch on each shard of the batch")
+    parser.add_argument(
+        "--rows", type=int, default=1, help="rows of a micro-batch on each shard of the batch"
+    )
     parser.add_argument("--micro-batches", type=int, default=4, help="of an update")
     parser.add_argument("--updates", type=int, default=5)
-    parser.add_argument("--chunk-tokens", type=int, default=2048, help="tokens whose logits exist at the same time")
+    parser.add_argument(
+        "--chunk-tokens", type=int, default=2048, help="tokens whose logits exist at the same time"
+    )
     parser.add_argument("--remat", choices=get_args(Remat), default="attention")
     parser.add_argument("--offload", action="store_true", help="keep moments in the host's memory")
     parser.add_argument("--context", type=int, default=1)
     parser.add_argument("--tensor", type=int, default=1)
     parser.add_argument("--note", default="", help="goes into the row: what else the machine did")
-    parser.add_argument("--tiny", action="store_true", help="the tiny model, in rows of 2048 tokens")
+    parser.add_argument(
+        "--tiny", action="store_true", help="the tiny model, in rows of 2048 tokens"
+    )
     args = parser.parse_args(arguments)
     if args.tiny:
-        tiny = {"model": "tiny", "row_tokens": 2048, "segment_tokens": 512, "micro_batches": 2, "updates": 3}
+        tiny = {
+            "model": "tiny",
+            "row_tokens": 2048,
+            "segment_tokens": 512,
+            "micro_batches": 2,
+            "updates": 3,
+        }
         vars(args).update(tiny)
     return args
 

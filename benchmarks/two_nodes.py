@@ -2,22 +2,26 @@
 
     sudo python benchmarks/two_nodes.py
 
-Needs Linux, root, `ip` and `tc` (iproute2), and the extra `ray`. The nodes are namespaces of this machine: each has a network
-interface, an address, processes and shared memory of its own, and reaches the other by TCP over a bridge. On each is started
-what `deploy/slurm.sh` starts on each node of a job. The embedded policy trains, with every node's two CPUs taken:
+Needs Linux, root, `ip` and `tc` (iproute2), and the extra `ray`. The nodes are namespaces of this
+machine: each has a network interface, an address, processes and shared memory of its own, and
+reaches the other by TCP over a bridge. On each is started what `deploy/slurm.sh` starts on each
+node of a job. The embedded policy trains, with every node's two CPUs taken:
 
     fast        1 trainer host, 2 engines, 1 reward worker
     slow        the same with 20 Mbit/s each way, of which a version of the weights takes 1.4 s
-    two hosts   2 trainer hosts, whose gradients cross the network where they lie on different nodes; 1 engine, 1 reward worker
-    cut         as fast, but the network is cut in mid-run until the second node is taken for lost; then it comes back, and
+    two hosts   2 trainer hosts, whose gradients cross the network where they lie on different
+    nodes; 1 engine, 1 reward worker cut         as fast, but the network is cut in mid-run until
+    the second node is taken for lost; then it comes back, and
                 joins again
 
-Counted are answers per second from the first step on and bytes that crossed the network; for `cut` the seconds from the cut
-until a loss was told, with the steps made meanwhile, and those from the node's return until the next step, and what was lost,
-which is what happened to lie on the second node. Checks what `worker_deaths.py` checks: no task is lost or trained on twice,
-no token is too old. Appends to results/two_nodes.jsonl, in about 9 minutes.
+Counted are answers per second from the first step on and bytes that crossed the network; for `cut`
+the seconds from the cut until a loss was told, with the steps made meanwhile, and those from the
+node's return until the next step, and what was lost, which is what happened to lie on the second
+node. Checks what `worker_deaths.py` checks: no task is lost or trained on twice, no token is too
+old. Appends to results/two_nodes.jsonl, in about 9 minutes.
 
-Expected: a slow network costs little, for nobody waits for weights; what is cut is noticed by Ray's heartbeats, in about 75 s.
+Expected: a slow network costs little, for nobody waits for weights; what is cut is noticed by Ray's
+    heartbeats, in about 75 s.
 """
 
 from __future__ import annotations
@@ -90,20 +94,53 @@ def network(shaping: str) -> Iterator[None]:
 
 
 @contextmanager
-def node(number: int, settings: Sequence[str], token: str, log: TextIO) -> Iterator[subprocess.Popen[bytes]]:
+def node(
+    number: int, settings: Sequence[str], token: str, log: TextIO
+) -> Iterator[subprocess.Popen[bytes]]:
     """What runs on a node, all of which ends with it."""
     apart = ("--uts", "--mount", "--pid", "--fork", "--kill-child", "--mount-proc")
     names = "".join(f"{address} node{place}\\n" for place, address in enumerate(ADDRESSES))
     own = " && ".join(
         (
-            *(f"hostname node{number}", "mkdir -p /tmp/ray", "mount -t tmpfs tmpfs /tmp/ray", "mount -t tmpfs tmpfs /dev/shm"),
-            *(f"printf '127.0.0.1 localhost\\n{names}' >/tmp/ray/hosts", "mount --bind /tmp/ray/hosts /etc/hosts"),
+            *(
+                f"hostname node{number}",
+                "mkdir -p /tmp/ray",
+                "mount -t tmpfs tmpfs /tmp/ray",
+                "mount -t tmpfs tmpfs /dev/shm",
+            ),
+            *(
+                f"printf '127.0.0.1 localhost\\n{names}' >/tmp/ray/hosts",
+                "mount --bind /tmp/ray/hosts /etc/hosts",
+            ),
         )
     )
-    enter = ("nsenter", f"--net=/run/netns/areal{number}", "unshare", *apart, "bash", "-c", f'{own} && exec "$@"', "-")
+    enter = (
+        "nsenter",
+        f"--net=/run/netns/areal{number}",
+        "unshare",
+        *apart,
+        "bash",
+        "-c",
+        f'{own} && exec "$@"',
+        "-",
+    )
     address, programs = f"{ADDRESSES[0]}:6379", Path(sys.executable).parent
-    ray = (str(programs / "ray"), "symmetric-run", f"--address={address}", "--min-nodes=2", "--num-cpus=2", "--")
-    train = (sys.executable, "-m", "areal_jax.train", "launch=ray", f"launch.address={address}", *settings)
+    ray = (
+        str(programs / "ray"),
+        "symmetric-run",
+        f"--address={address}",
+        "--min-nodes=2",
+        "--num-cpus=2",
+        "--",
+    )
+    train = (
+        sys.executable,
+        "-m",
+        "areal_jax.train",
+        "launch=ray",
+        f"launch.address={address}",
+        *settings,
+    )
     process = subprocess.Popen(
         [*enter, *ray, *train],
         env=os.environ
@@ -132,11 +169,16 @@ def train(variant: Variant, settings: Sequence[str], folder: Path) -> dict[str, 
     ):
         with node(1, settings, token, other):
             if variant.is_cut:
-                wait(first, f"version {CUT_AT_VERSION}", lambda: version_of(folder) >= CUT_AT_VERSION)
+                wait(
+                    first, f"version {CUT_AT_VERSION}", lambda: version_of(folder) >= CUT_AT_VERSION
+                )
                 do("ip link set areal-v1 down")
                 cut_s, had = time.monotonic(), version_of(folder)
                 wait(first, "the loss", lambda: "was lost" in log.read_text())
-                found |= {"seconds_until_told": time.monotonic() - cut_s, "steps_meanwhile": version_of(folder) - had}
+                found |= {
+                    "seconds_until_told": time.monotonic() - cut_s,
+                    "steps_meanwhile": version_of(folder) - had,
+                }
             else:
                 wait(first, "the end", lambda: first.poll() is not None)
         if variant.is_cut:
@@ -147,30 +189,44 @@ def train(variant: Variant, settings: Sequence[str], folder: Path) -> dict[str, 
                 found["seconds_until_next_step"] = time.monotonic() - back_s
                 wait(first, "the end", lambda: first.poll() is not None)
         found["network_bytes"] = sum(
-            int(Path(f"/sys/class/net/areal-v1/statistics/{way}_bytes").read_text()) for way in ("rx", "tx")
+            int(Path(f"/sys/class/net/areal-v1/statistics/{way}_bytes").read_text())
+            for way in ("rx", "tx")
         )
-    found["lost"] = re.findall(r"^\w+:areal_jax\.launch\.\w+:(.+?) was lost", log.read_text(), re.MULTILINE)
+    found["lost"] = re.findall(
+        r"^\w+:areal_jax\.launch\.\w+:(.+?) was lost", log.read_text(), re.MULTILINE
+    )
     if first.returncode:
         raise SystemExit(f"the run ended with {first.returncode}; see {log}")
     return found
 
 
 def wait(process: subprocess.Popen[bytes], what: str, holds: Callable[[], bool]) -> None:
-    """Until it holds. SystemExit, which says what was waited for, where the process ends or the time is over before."""
+    """Until it holds. SystemExit, which says what was waited for, where the process ends or the
+    time is over before."""
     began_s = time.monotonic()
     while not holds():
         if process.poll() is not None or time.monotonic() - began_s > TIMEOUT_S:
-            raise SystemExit(f"waited {time.monotonic() - began_s:.0f} s for {what}; the run's exit status is {process.poll()}")
+            raise SystemExit(
+                f"waited {time.monotonic() - began_s:.0f} s for {what}; the run's exit "
+                "status is "
+                f"{process.poll()}"
+            )
         time.sleep(0.2)
 
 
 def version_of(folder: Path) -> int:
     """Of the last trainer step that is written down; -1: none."""
-    return max((int(row["version"]) for row in steps(read(folder))), default=-1) if (folder / "metrics.jsonl").exists() else -1
+    return (
+        max((int(row["version"]) for row in steps(read(folder))), default=-1)
+        if (folder / "metrics.jsonl").exists()
+        else -1
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs") / NAME, help="of the runs")
     parser.add_argument("--steps", type=int, default=40, help="trainer steps of each run")
     parser.add_argument("--note", default="", help="goes into the row: what else the machine did")
@@ -178,12 +234,22 @@ def main() -> None:
     found: dict[str, dict[str, Any]] = {}
     for name, variant in VARIANTS.items():
         settings = (
-            *("launch=ray", "launch.accelerator=none", f"launch.trainer_hosts={variant.trainer_hosts}"),
-            *(f"launch.rollout_engines={variant.rollout_engines}", "launch.reward_workers=1", f"num_steps={options.steps}"),
+            *(
+                "launch=ray",
+                "launch.accelerator=none",
+                f"launch.trainer_hosts={variant.trainer_hosts}",
+            ),
+            *(
+                f"launch.rollout_engines={variant.rollout_engines}",
+                "launch.reward_workers=1",
+                f"num_steps={options.steps}",
+            ),
             *("evaluation.every_steps=20", "evaluation.num_tasks=256", "checkpoint.every_steps=5"),
         )
         folder = options.folder / name.replace(" ", "-")
-        network_cost = train(variant, ("--exp=aime", f"--run-folder={folder.absolute()}", *settings[1:]), folder)
+        network_cost = train(
+            variant, ("--exp=aime", f"--run-folder={folder.absolute()}", *settings[1:]), folder
+        )
         found[name] = checked(folder, reinforcement("aime", settings)) | network_cost
         print(f"{name}: {found[name]}", flush=True)
     append(NAME, {"note": options.note, "steps": options.steps, "runs": found})
@@ -191,7 +257,11 @@ def main() -> None:
     for name, each in found.items():
         curve = " -> ".join(f"{score:.1%}" for _, score in each["pass_at_1"])
         table.add_row(
-            name, curve, f"{each['samples_per_s']:.0f}", f"{each['network_bytes'] / 1e6:.0f}", ", ".join(each["lost"])
+            name,
+            curve,
+            f"{each['samples_per_s']:.0f}",
+            f"{each['network_bytes'] / 1e6:.0f}",
+            ", ".join(each["lost"]),
         )
     Console().print(table)
 

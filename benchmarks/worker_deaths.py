@@ -1,18 +1,21 @@
-"""A run on a cluster whose parts are killed at random, beside one that is left alone and one in a single process.
+"""A run on a cluster whose parts are killed at random, beside one that is left alone and one in a
+single process.
 
     python benchmarks/worker_deaths.py
     python benchmarks/worker_deaths.py --seeds 1 2 3 --load 2 --steps 12 --kills 6
 
-Needs the extra `ray`. Trains the embedded policy on this machine three times with one seed: in this process's own way
-(launch=Local), with 2 trainer hosts, 2 engines and 2 reward workers (launch=Ray), and so again while engines and reward workers
-are killed (SIGKILL) at random moments. Checks that no task is lost or trained on twice, that no token is too old, and that the
-log names every kill. Appends to results/worker_deaths.jsonl and draws results/worker_deaths.png.
+Needs the extra `ray`. Trains the embedded policy on this machine three times with one seed: in this
+process's own way (launch=Local), with 2 trainer hosts, 2 engines and 2 reward workers (launch=Ray),
+and so again while engines and reward workers are killed (SIGKILL) at random moments. Checks that no
+task is lost or trained on twice, that no token is too old, and that the log names every kill.
+Appends to results/worker_deaths.jsonl and draws results/worker_deaths.png.
 
-With --seeds, drills instead: the run with kills alone, once for each seed, beside --load processes that keep a core busy each.
-Every drill has to end within --most-s with the same laws, and appends a row of its own.
+With --seeds, drills instead: the run with kills alone, once for each seed, beside --load processes
+that keep a core busy each. Every drill has to end within --most-s with the same laws, and appends a
+row of its own.
 
-Expected: the three learning curves agree within the noise of an evaluation, and the two clusters' answers per second but for
-the time that engines are missing.
+Expected: the three learning curves agree within the noise of an evaluation, and the two clusters'
+    answers per second but for the time that engines are missing.
 """
 
 from __future__ import annotations
@@ -40,10 +43,19 @@ from areal_jax.metrics import names
 
 NAME = "worker_deaths"
 CLUSTER = (
-    *("launch=ray", "launch.trainer_hosts=2", "launch.rollout_engines=2", "launch.reward_workers=2"),
+    *(
+        "launch=ray",
+        "launch.trainer_hosts=2",
+        "launch.rollout_engines=2",
+        "launch.reward_workers=2",
+    ),
     *("rewards.num_workers=1", "launch.report_every_s=0.5"),
 )
-RUNS: Mapping[str, tuple[str, ...]] = {"one process": (), "cluster": CLUSTER, "cluster, parts killed": CLUSTER}
+RUNS: Mapping[str, tuple[str, ...]] = {
+    "one process": (),
+    "cluster": CLUSTER,
+    "cluster, parts killed": CLUSTER,
+}
 
 
 class Kills(logging.Handler):
@@ -61,7 +73,11 @@ class Kills(logging.Handler):
     @property
     def unreported(self) -> list[str]:
         """Kills of which the log says nothing."""
-        return [name for name in self.killed if not any(message.startswith(f"{name} was lost") for message in self.reported)]
+        return [
+            name
+            for name in self.killed
+            if not any(message.startswith(f"{name} was lost") for message in self.reported)
+        ]
 
     async def kill(self, run: Any) -> None:
         """Engines and reward workers of a run, one after another, each at a random moment."""
@@ -103,7 +119,8 @@ def train(name: str, experiment: Experiment, folder: Path, kills: Kills | None) 
 
 
 def checked(folder: Path, experiment: Experiment) -> dict[str, Any]:
-    """What a finished run has to show. SystemExit where a task was lost or repeated, or a token was too old."""
+    """What a finished run has to show. SystemExit where a task was lost or repeated, or a token was
+    too old."""
     rollout = experiment.rollout
     if broken := broken_laws(
         folder,
@@ -114,11 +131,17 @@ def checked(folder: Path, experiment: Experiment) -> dict[str, Any]:
     ):
         raise SystemExit(f"{folder}: it does not hold that {', that '.join(broken)}")
     rows = read(folder)
-    trained, curve = steps(rows), [(row["version"], row[names.PASS_AT_1]) for row in rows if names.PASS_AT_1 in row]
+    trained, curve = (
+        steps(rows),
+        [(row["version"], row[names.PASS_AT_1]) for row in rows if names.PASS_AT_1 in row],
+    )
     seconds, last = trained[-1]["time_s"] - trained[0]["time_s"], trained[-1]
     return {
         "pass_at_1": curve,
-        "samples_per_s": (len(trained) - 1) * rollout.groups_per_batch * rollout.samples_per_group / seconds,
+        "samples_per_s": (len(trained) - 1)
+        * rollout.groups_per_batch
+        * rollout.samples_per_group
+        / seconds,
         "rejected": last["gate/rejected"],
         "engines_lost": last.get("rollout/engines_lost", 0.0),
         "requests_moved": last.get("rollout/requests_moved", 0.0),
@@ -134,16 +157,33 @@ def reinforcement(name: str, settings: Sequence[str]) -> Experiment:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--folder", type=Path, default=Path("runs") / NAME, help="of the runs")
     parser.add_argument("--steps", type=int, default=50, help="trainer steps of each run")
-    parser.add_argument("--kills", type=int, default=20, help="of engines and reward workers, in the last run")
-    parser.add_argument("--every-s", type=float, nargs=2, default=(4.0, 12.0), help="between two kills, at random")
+    parser.add_argument(
+        "--kills", type=int, default=20, help="of engines and reward workers, in the last run"
+    )
+    parser.add_argument(
+        "--every-s", type=float, nargs=2, default=(4.0, 12.0), help="between two kills, at random"
+    )
     parser.add_argument("--seed", type=int, default=1, help="of the runs and of the kills")
-    parser.add_argument("--seeds", type=int, nargs="+", help="drills: the run with kills alone, once for each seed")
-    parser.add_argument("--load", type=int, default=0, help="processes that keep a core busy each, beside the drills")
-    parser.add_argument("--most-s", type=float, default=900.0, help="seconds in which a drill has to end")
-    parser.add_argument("--run", choices=list(RUNS), help="one of the runs alone, for the process that does it")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", help="drills: the run with kills alone, once for each seed"
+    )
+    parser.add_argument(
+        "--load",
+        type=int,
+        default=0,
+        help="processes that keep a core busy each, beside the drills",
+    )
+    parser.add_argument(
+        "--most-s", type=float, default=900.0, help="seconds in which a drill has to end"
+    )
+    parser.add_argument(
+        "--run", choices=list(RUNS), help="one of the runs alone, for the process that does it"
+    )
     parser.add_argument("--note", default="", help="goes into the row: what else the machine did")
     options = parser.parse_args(argv)
     experiments = experiments_of(options, options.seed)
@@ -167,19 +207,31 @@ def main(argv: Sequence[str] | None = None) -> None:
             # Each in a process of its own, because each has other devices.
             given = sys.argv[1:] if argv is None else list(argv)
             subprocess.run([sys.executable, __file__, *given, f"--run={name}"], check=True)
-    show(options, {name: checked(folders[name], experiment) for name, experiment in experiments.items()})
+    show(
+        options,
+        {name: checked(folders[name], experiment) for name, experiment in experiments.items()},
+    )
 
 
 def drill(options: argparse.Namespace) -> None:
-    """The run with kills for each seed, beside a load. SystemExit where one does not end, or breaks a law."""
+    """The run with kills for each seed, beside a load. SystemExit where one does not end, or breaks
+    a law."""
     import subprocess
     import time
 
     from results import append
 
     name = "cluster, parts killed"
-    common = [f"--steps={options.steps}", f"--kills={options.kills}", "--every-s", *map(str, options.every_s), f"--run={name}"]
-    load = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(options.load)]
+    common = [
+        f"--steps={options.steps}",
+        f"--kills={options.kills}",
+        "--every-s",
+        *map(str, options.every_s),
+        f"--run={name}",
+    ]
+    load = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(options.load)
+    ]
     try:
         for number, seed in enumerate(options.seeds):
             folder, began_s = options.folder / f"seed-{seed}", time.monotonic()
@@ -187,13 +239,30 @@ def drill(options: argparse.Namespace) -> None:
             try:
                 subprocess.run(command, check=True, timeout=options.most_s)
             except subprocess.TimeoutExpired:
-                raise SystemExit(f"seed {seed}: the run has not ended within --most-s={options.most_s:g}") from None
+                raise SystemExit(
+                    f"seed {seed}: the run has not ended within --most-s={options.most_s:g}"
+                ) from None
             seconds = time.monotonic() - began_s
             found = checked(folder / folder_of(name), experiments_of(options, seed)[name])
-            settings = {"steps": options.steps, "kills": options.kills, "seed": seed, "load": options.load}
-            measured = {"load_average": os.getloadavg()[1], "seconds": seconds, "runs": {name: found}}
+            settings = {
+                "steps": options.steps,
+                "kills": options.kills,
+                "seed": seed,
+                "load": options.load,
+            }
+            measured = {
+                "load_average": os.getloadavg()[1],
+                "seconds": seconds,
+                "runs": {name: found},
+            }
             append(NAME, {"note": options.note, **settings, **measured})
-            print(f"drill {number + 1} of {len(options.seeds)}, seed {seed}: ended in {seconds:.0f} s, laws hold", flush=True)
+            print(
+                (
+                    f"drill {number + 1} of {len(options.seeds)}, seed {seed}: ended in "
+                    f"{seconds:.0f} s, laws hold"
+                ),
+                flush=True,
+            )
     finally:
         for process in load:
             process.kill()
@@ -206,7 +275,11 @@ def folder_of(name: str) -> str:
 
 def experiments_of(options: argparse.Namespace, seed: int) -> dict[str, Experiment]:
     """The experiment of each run."""
-    common = (f"num_steps={options.steps}", f"seed={seed}", f"evaluation.every_steps={max(1, options.steps // 2)}")
+    common = (
+        f"num_steps={options.steps}",
+        f"seed={seed}",
+        f"evaluation.every_steps={max(1, options.steps // 2)}",
+    )
     return {name: reinforcement("aime", (*common, *settings)) for name, settings in RUNS.items()}
 
 
@@ -217,18 +290,33 @@ def show(options: argparse.Namespace, found: Mapping[str, Mapping[str, Any]]) ->
     from rich.console import Console
     from rich.table import Table
 
-    table = Table("run", "pass@1", "answers/s", "engines lost", "requests moved", "workers lost", title=NAME)
+    table = Table(
+        "run", "pass@1", "answers/s", "engines lost", "requests moved", "workers lost", title=NAME
+    )
     for name, each in found.items():
         curve = " -> ".join(f"{score:.1%}" for _, score in each["pass_at_1"])
         lost = (f"{each[key]:.0f}" for key in ("engines_lost", "requests_moved", "workers_lost"))
         table.add_row(name, curve, f"{each['samples_per_s']:.1f}", *lost)
-    append(NAME, {"note": options.note, "steps": options.steps, "kills": options.kills, "seed": options.seed, "runs": found})
+    append(
+        NAME,
+        {
+            "note": options.note,
+            "steps": options.steps,
+            "kills": options.kills,
+            "seed": options.seed,
+            "runs": found,
+        },
+    )
     Console().print(table)
     figure = Figure(figsize=(6, 3.6), dpi=120, layout="constrained")
     axes = figure.subplots()
     for name, each in found.items():
         axes.plot(*zip(*each["pass_at_1"], strict=True), marker="o", label=name)
-    axes.set(xlabel="trainer step", ylabel="pass@1 of 512 held-out problems", title=f"{options.kills} parts killed in one run")
+    axes.set(
+        xlabel="trainer step",
+        ylabel="pass@1 of 512 held-out problems",
+        title=f"{options.kills} parts killed in one run",
+    )
     axes.legend(frameon=False)
     figure.savefig(FOLDER / f"{NAME}.png")
 

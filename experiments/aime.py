@@ -4,13 +4,15 @@
 
 Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account, no accelerator.
 
-The tiny policy inside the package works each method nearly without error but does not know which method is right. Training
-on the generated problems (integer answers 0-999, many families) teaches it to choose, and the held-out problems tell: pass@1
-on 512 of them rises from 26-28 % to 67-69 % (seeds 0, 1 and 2), in about 3 minutes.
+The tiny policy inside the package works each method nearly without error but does not know which
+method is right. Training on the generated problems (integer answers 0-999, many families) teaches
+it to choose, and the held-out problems tell: pass@1 on 512 of them rises from 26-28 % to 67-69 %
+(seeds 0, 1 and 2), in about 3 minutes.
 
 Real problems are longer, and mostly beyond this policy:
 
-    python -m areal_jax.train --exp=aime tasks=Files tasks.path=aime.json eval_tasks=Files eval_tasks.path=aime24.jsonl
+    python -m areal_jax.train --exp=aime tasks=Files tasks.path=aime.json eval_tasks=Files
+    eval_tasks.path=aime24.jsonl
 """
 
 from areal_jax.config.experiment import Experiment
@@ -30,7 +32,8 @@ experiment = Experiment(
     # The longest generated problem has 42 tokens, the longest worked solution 77.
     engine=EngineConfig(num_slots=48, max_new_tokens=96),
     trainer=TrainerConfig(
-        # The paper's 2e-5 is for 1.5 B parameters and batches of 8192 samples; a tiny policy takes larger steps.
+        # The paper's 2e-5 is for 1.5 B parameters and batches of 8192 samples; a tiny policy takes
+        # larger steps.
         optimizer=OptimizerConfig(learning_rate=4e-4, schedule="linear", warmup_fraction=0.05),
         num_mini_batches=2,
         remat="none",

@@ -1,4 +1,5 @@
-"""The paper's recipe for mathematics at 1.5 B parameters (AReaL, arXiv:2505.24298, section 7 and table 3).
+"""The paper's recipe for mathematics at 1.5 B parameters (AReaL, arXiv:2505.24298, section 7 and
+table 3).
 
     python -m areal_jax.train --exp=aime_1p5b
 
@@ -7,12 +8,13 @@ Policy and data come from the Hugging Face hub; a folder or file of one's own do
     python -m areal_jax.train --exp=aime_1p5b policy.path=DIR \\
         tasks=Files tasks.path=train.jsonl eval_tasks=Files eval_tasks.path=aime24.jsonl
 
-Hardware: the paper trains 250 steps of this on 16 nodes of 8 H800 (80 GB), three quarters of them decoding, in 14.8 hours, and
-reports AIME24 pass@1 29.3 -> 42.2 (table 1). Nothing in the settings asks for that many: `--dry-run` prints what fits. Keys and
-values of one sequence of 28 672 tokens take 0.8 GB, so that engine.num_slots is about 64 for each rollout device of 80 GB.
+Hardware: the paper trains 250 steps of this on 16 nodes of 8 H800 (80 GB), three quarters of them
+    decoding, in 14.8 hours, and reports AIME24 pass@1 29.3 -> 42.2 (table 1). Nothing in the
+    settings asks for that many: `--dry-run` prints what fits. Keys and values of one sequence of 28
+    672 tokens take 0.8 GB, so that engine.num_slots is about 64 for each rollout device of 80 GB.
 
-Where it departs from the paper: bfloat16 instead of float16; evaluation stops at the 27 648 new tokens of training (the paper:
-32 768).
+Where it departs from the paper: bfloat16 instead of float16; evaluation stops at the 27 648 new
+tokens of training (the paper: 32 768).
 """
 
 from areal_jax.config.experiment import Experiment
@@ -33,9 +35,15 @@ experiment = Experiment(
     policy=PolicyConfig(path="deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B"),
     tasks=Hub(name="agentica-org/DeepScaleR-Preview-Dataset"),
     eval_tasks=Hub(name="HuggingFaceH4/aime_2024"),
-    prompt=PromptConfig(suffix="\nPlease reason step by step, and put your final answer within \\boxed{}."),
+    prompt=PromptConfig(
+        suffix="\nPlease reason step by step, and put your final answer within \\boxed{}."
+    ),
     rollout=RolloutConfig(
-        groups_per_batch=512, samples_per_group=16, max_staleness=8, max_running_groups=512, batch_timeout_s=7200.0
+        groups_per_batch=512,
+        samples_per_group=16,
+        max_staleness=8,
+        max_running_groups=512,
+        batch_timeout_s=7200.0,
     ),
     engine=EngineConfig(
         num_slots=6144,
@@ -49,11 +57,19 @@ experiment = Experiment(
         loss=DecoupledPPO(clip_eps=0.2),
         advantages=BatchNormalized(),
         optimizer=OptimizerConfig(
-            learning_rate=2e-5, warmup_fraction=0.001, beta1=0.9, beta2=0.95, eps=1e-5, weight_decay=0.05, max_grad_norm=1.0
+            learning_rate=2e-5,
+            warmup_fraction=0.001,
+            beta1=0.9,
+            beta2=0.95,
+            eps=1e-5,
+            weight_decay=0.05,
+            max_grad_norm=1.0,
         ),
         num_mini_batches=4,
         rows_per_micro_batch=1,
     ),
     rewards=RewardConfig(num_workers=16, correct=5.0, wrong=-5.0),
-    evaluation=EvaluationConfig(every_steps=50, num_tasks=None, samples_per_task=32, temperature=1.0),
+    evaluation=EvaluationConfig(
+        every_steps=50, num_tasks=None, samples_per_task=32, temperature=1.0
+    ),
 )

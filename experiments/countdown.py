@@ -1,20 +1,23 @@
 """Countdown: make a number from three others, each used once.
 
-    python -m areal_jax.train --exp=tiny_tools_sft examples.families=countdown --run-folder=runs/tiny_tools
-    python -m areal_jax.train --exp=countdown
+    python -m areal_jax.train --exp=tiny_tools_sft examples.families=countdown
+    --run-folder=runs/tiny_tools python -m areal_jax.train --exp=countdown
 
 Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account, no accelerator.
 
-The policy of the first command either guesses or tries: it writes down attempts and how far off each is, such as
-3+8-5=11-5=6 9-6=3, until one hits. Training teaches it to try: held-out pass@1 on 256 of them rises from 46 % to 66 %. Larger
-steps than these make it forget how to add. Answers are parsed, never evaluated. Two idle cores need three and a half minutes
-for the first command, and one and a half for the second.
+The policy of the first command either guesses or tries: it writes down attempts and how far off
+each is, such as 3+8-5=11-5=6 9-6=3, until one hits. Training teaches it to try: held-out pass@1 on
+256 of them rises from 46 % to 66 %. Larger steps than these make it forget how to add. Answers are
+parsed, never evaluated. Two idle cores need three and a half minutes for the first command, and one
+and a half for the second.
 
-Rows with `nums` and `target` (as Jiayi-Pan/Countdown-Tasks-3to4 has them) are tasks with all four operations:
+Rows with `nums` and `target` (as Jiayi-Pan/Countdown-Tasks-3to4 has them) are tasks with all four
+operations:
 
-    python -m areal_jax.train --exp=countdown policy.path=Qwen/Qwen2.5-3B tasks=Hub tasks.name=Jiayi-Pan/Countdown-Tasks-3to4 \\
-        eval_tasks=Files eval_tasks.path=test.jsonl engine.max_prompt_tokens=256 engine.max_new_tokens=1024 \\
-        trainer.optimizer.learning_rate=1e-6
+    python -m areal_jax.train --exp=countdown policy.path=Qwen/Qwen2.5-3B tasks=Hub
+    tasks.name=Jiayi-Pan/Countdown-Tasks-3to4 \\
+        eval_tasks=Files eval_tasks.path=test.jsonl engine.max_prompt_tokens=256
+        engine.max_new_tokens=1024 \\ trainer.optimizer.learning_rate=1e-6
 """
 
 import chz
@@ -34,6 +37,8 @@ experiment = chz.replace(
     tasks=exercises,
     eval_tasks=chz.replace(exercises, split="heldout", num_tasks=256),
     engine=chz.replace(aime.engine, max_new_tokens=128),
-    trainer=chz.replace(aime.trainer, optimizer=chz.replace(aime.trainer.optimizer, learning_rate=5e-5)),
+    trainer=chz.replace(
+        aime.trainer, optimizer=chz.replace(aime.trainer.optimizer, learning_rate=5e-5)
+    ),
     evaluation=chz.replace(aime.evaluation, every_steps=10, num_tasks=256),
 )

@@ -2,21 +2,26 @@
 
     python -m areal_jax.train --exp=dpo examples=Files examples.path=pairs.jsonl policy.path=DIR
 
-Hardware: CPU for the embedded policy, which is what `--exp=dpo` alone trains, on right and wrong solutions of generated
-problems. With num_steps=20 it ranks 86 % of 512 held-out pairs right in the end, from 50 % at first, where policy and reference
-are the same. A GPU of 80 GB for a policy of 1.5 B parameters.
+Hardware: CPU for the embedded policy, which is what `--exp=dpo` alone trains, on right and wrong
+    solutions of generated problems. With num_steps=20 it ranks 86 % of 512 held-out pairs right in
+    the end, from 50 % at first, where policy and reference are the same. A GPU of 80 GB for a
+    policy of 1.5 B parameters.
 
-A row of the file (jsonl, json or parquet, or a folder with train and test files) has two answers to one prompt,
+A row of the file (jsonl, json or parquet, or a folder with train and test files) has two answers to
+one prompt,
 
     {"prompt": "1+1?", "chosen": "2", "rejected": "3"}
 
-as text or as messages; `chosen` and `rejected` may also be whole conversations that differ in their last answer. Rows that are
-none of that, or whose two sides do not fit into trainer.row_tokens together, are skipped and named. A twentieth of the prompts
-is held out, and loss and accuracy are measured on their pairs.
+as text or as messages; `chosen` and `rejected` may also be whole conversations that differ in their
+last answer. Rows that are none of that, or whose two sides do not fit into trainer.row_tokens
+together, are skipped and named. A twentieth of the prompts is held out, and loss and accuracy are
+measured on their pairs.
 
-The reference is the policy that training starts from, or another one; it may rest in the host's memory. IPO bounds the margin:
+The reference is the policy that training starts from, or another one; it may rest in the host's
+memory. IPO bounds the margin:
 
-    python -m areal_jax.train --exp=dpo loss=IPO loss.beta=0.1 trainer.reference.offload=true policy.path=DIR
+    python -m areal_jax.train --exp=dpo loss=IPO loss.beta=0.1 trainer.reference.offload=true
+    policy.path=DIR
 """
 
 from areal_jax.config.experiment import PreferenceExperiment
@@ -34,7 +39,9 @@ experiment = PreferenceExperiment(
     heldout_every_steps=50,
     engine=EngineConfig(num_slots=96, max_prompt_tokens=64, max_new_tokens=96),
     trainer=TrainerConfig(
-        optimizer=OptimizerConfig(learning_rate=1e-4, schedule="linear", warmup_fraction=0.1, weight_decay=0.0),
+        optimizer=OptimizerConfig(
+            learning_rate=1e-4, schedule="linear", warmup_fraction=0.1, weight_decay=0.0
+        ),
         row_tokens=512,
         rows_per_micro_batch=1,
     ),

@@ -5,10 +5,12 @@
 
 The files may lie elsewhere, as jsonl, json or parquet with `question` and `answer`:
 
-    python -m areal_jax.train --exp=gsm8k policy.path=DIR tasks.path=DIR/train.jsonl eval_tasks.path=DIR/test.jsonl
+    python -m areal_jax.train --exp=gsm8k policy.path=DIR tasks.path=DIR/train.jsonl
+    eval_tasks.path=DIR/test.jsonl
 
-Hardware: one GPU of 80 GB for a policy of 0.5 B parameters. Without policy.path it is the embedded policy: that runs
-anywhere and shows that the data are read, but it knows only the problems of its own generator and will hardly solve these.
+Hardware: one GPU of 80 GB for a policy of 0.5 B parameters. Without policy.path it is the embedded
+    policy: that runs anywhere and shows that the data are read, but it knows only the problems of
+    its own generator and will hardly solve these.
 """
 
 from areal_jax.config.experiment import Experiment
@@ -25,7 +27,9 @@ experiment = Experiment(
     num_steps=100,
     tasks=Files(path="data/gsm8k/main"),
     eval_tasks=Files(path="data/gsm8k/main", split="test"),
-    prompt=PromptConfig(suffix="\nPlease reason step by step, and put your final answer within \\boxed{}."),
+    prompt=PromptConfig(
+        suffix="\nPlease reason step by step, and put your final answer within \\boxed{}."
+    ),
     rollout=RolloutConfig(groups_per_batch=32, samples_per_group=8, max_staleness=4),
     engine=EngineConfig(num_slots=192, max_new_tokens=512),
     trainer=TrainerConfig(rows_per_micro_batch=4),

@@ -4,14 +4,16 @@
 
 Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account, no accelerator.
 
-The embedded policy answers; if that is wrong it is told so, and answers again. A conversation is one sample, in which what the
-policy said is trained on and what it was told is context. One that is right at the second attempt is worth nine tenths of the
-way from `rewards.wrong` to `rewards.correct`. pass@1 counts the conversations that end well: on 256 held-out problems it rises
+The embedded policy answers; if that is wrong it is told so, and answers again. A conversation is
+one sample, in which what the policy said is trained on and what it was told is context. One that is
+right at the second attempt is worth nine tenths of the way from `rewards.wrong` to
+`rewards.correct`. pass@1 counts the conversations that end well: on 256 held-out problems it rises
 from 30 % to 49 %, in 150 seconds of processor time.
 
 For a policy and problems of your own:
 
-    python -m areal_jax.train --exp=multi_turn_math policy.path=DIR tasks=Files tasks.path=train.jsonl \\
+    python -m areal_jax.train --exp=multi_turn_math policy.path=DIR tasks=Files
+    tasks.path=train.jsonl \\
         eval_tasks=Files eval_tasks.path=test.jsonl workflow.max_turns=3 \\
         engine.max_prompt_tokens=4096 engine.max_new_tokens=1024
 """
@@ -27,10 +29,15 @@ experiment = chz.replace(
     name="multi_turn_math",
     description="a second attempt after a wrong answer",
     num_steps=40,
-    workflow=MultiTurn(max_turns=2, turn_discount=0.9, feedback="That is not the answer. Find another."),
+    workflow=MultiTurn(
+        max_turns=2, turn_discount=0.9, feedback="That is not the answer. Find another."
+    ),
     # The longest first turn with its problem has 119 tokens, what it is told 20.
     engine=chz.replace(aime.engine, max_prompt_tokens=160),
-    # What a conversation's second turn is like is new to the policy: smaller steps keep it from straying there.
-    trainer=chz.replace(aime.trainer, optimizer=chz.replace(aime.trainer.optimizer, learning_rate=2e-4)),
+    # What a conversation's second turn is like is new to the policy: smaller steps keep it from
+    # straying there.
+    trainer=chz.replace(
+        aime.trainer, optimizer=chz.replace(aime.trainer.optimizer, learning_rate=2e-4)
+    ),
     evaluation=chz.replace(aime.evaluation, every_steps=10, num_tasks=256),
 )

@@ -1,16 +1,19 @@
-"""An agent written against OpenAI's client, trained through it: what the policy says in its calls is what is trained on.
+"""An agent written against OpenAI's client, trained through it: what the policy says in its calls
+is what is trained on.
 
     pip install openai
     python -m areal_jax.train --exp=openai_agent
 
-Hardware: any, as --exp=aime, whose problems it takes. The agent asks the policy, reads the number in the box, asks once more
-where it finds none, and tells what its answer is worth. Nothing in it knows of training but for where it sends its calls.
+Hardware: any, as --exp=aime, whose problems it takes. The agent asks the policy, reads the number
+    in the box, asks once more where it finds none, and tells what its answer is worth. Nothing in
+    it knows of training but for where it sends its calls.
 
-pass@1 on 256 held-out problems rises from 25 % to 43 % within 5 steps and to 49 % after all 20, in 90 seconds of processor
-time.
+pass@1 on 256 held-out problems rises from 25 % to 43 % within 5 steps and to 49 % after all 20, in
+90 seconds of processor time.
 
-To train an agent of your own, copy this file anywhere, change `agent`, and give its path as --exp. A program in any language is
-run with workflow.command instead of workflow.function; it finds OPENAI_BASE_URL and OPENAI_API_KEY in its environment.
+To train an agent of your own, copy this file anywhere, change `agent`, and give its path as --exp.
+A program in any language is run with workflow.command instead of workflow.function; it finds
+OPENAI_BASE_URL and OPENAI_API_KEY in its environment.
 """
 
 from functools import cache
@@ -27,13 +30,17 @@ def client():
     """One for all agents, so that they share its connections."""
     from openai import AsyncOpenAI
 
-    return AsyncOpenAI(base_url="http://127.0.0.1", api_key="of a session", timeout=600, max_retries=0)
+    return AsyncOpenAI(
+        base_url="http://127.0.0.1", api_key="of a session", timeout=600, max_retries=0
+    )
 
 
 async def agent(task, base_url, api_key):
     """Whether the number in the box is the answer."""
     policy = client().with_options(base_url=base_url, api_key=api_key)
-    messages: list[Any] = [{"role": message.role, "content": message.content} for message in task.prompt]
+    messages: list[Any] = [
+        {"role": message.role, "content": message.content} for message in task.prompt
+    ]
     for _ in range(2):
         reply = await policy.chat.completions.create(model="policy", messages=messages)
         said = reply.choices[0].message.content or ""
@@ -41,7 +48,10 @@ async def agent(task, base_url, api_key):
         answer = rest.partition("}")[0]
         if box and answer.isdecimal():
             return int(answer) == int(task.answer)
-        messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Put the answer into a box."}]
+        messages += [
+            {"role": "assistant", "content": said},
+            {"role": "user", "content": "Put the answer into a box."},
+        ]
     return False
 
 

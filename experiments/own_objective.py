@@ -1,10 +1,12 @@
-"""An objective of one's own, in one file: SPO (arXiv:2401.16025), which bends the objective back instead of clipping it.
+"""An objective of one's own, in one file: SPO (arXiv:2401.16025), which bends the objective back
+instead of clipping it.
 
     python -m areal_jax.train --exp=own_objective
     python -m areal_jax.train --exp=own_objective trainer.loss.clip_eps=0.1 num_steps=20
 
-Hardware: any, as --exp=aime, whose other settings it takes. To try your own, copy this file anywhere, change `gain`, and give
-its path as --exp. Correction for stale tokens, packing, shards, metrics and checkpoints come with it.
+Hardware: any, as --exp=aime, whose other settings it takes. To try your own, copy this file
+    anywhere, change `gain`, and give its path as --exp. Correction for stale tokens, packing,
+    shards, metrics and checkpoints come with it.
 """
 
 import chz
@@ -15,9 +17,12 @@ from areal_jax.rl.config import CustomLoss
 
 @chz.chz
 class SPO(CustomLoss):
-    """Simple Policy Optimization (arXiv:2401.16025, equation 9): u A - |A| / (2 clip_eps) (u - 1)²."""
+    """Simple Policy Optimization (arXiv:2401.16025, equation 9): u A - |A| / (2 clip_eps) (u -
+    1)²."""
 
-    clip_eps: float = chz.field(default=0.2, doc="distance of theta/proximal from 1 at which the objective turns back")
+    clip_eps: float = chz.field(
+        default=0.2, doc="distance of theta/proximal from 1 at which the objective turns back"
+    )
 
     def gain(self, ratio, advantages, logp):
         return ratio * advantages - abs(advantages) / (2 * self.clip_eps) * (ratio - 1) ** 2

@@ -1,22 +1,25 @@
 """Questions that only a search answers: the policy learns what to search for.
 
-    python -m areal_jax.train --exp=tiny_tools_sft examples.families=facts num_steps=50 --run-folder=runs/tiny_tools
-    python -m areal_jax.train --exp=search_agent
+    python -m areal_jax.train --exp=tiny_tools_sft examples.families=facts num_steps=50
+    --run-folder=runs/tiny_tools python -m areal_jax.train --exp=search_agent
 
 Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account, no accelerator.
 
-The questions are about 1800 made-up facts, "In hall 27, box 72 has 361 pens." The policy of the first command writes
-`<search>QUERY</search>`, is told the best passage, and answers with the number in it; its queries leave out now this, now that.
-Training teaches it to search with all that the question says, on facts that it was never asked for: pass@1 on 256 of these
-rises from 13 % to 54 % within 5 steps and to 71 % after all 20. Processor time: 60 seconds for the first command, 110 for the
-second.
+The questions are about 1800 made-up facts, "In hall 27, box 72 has 361 pens." The policy of the
+first command writes `<search>QUERY</search>`, is told the best passage, and answers with the number
+in it; its queries leave out now this, now that. Training teaches it to search with all that the
+question says, on facts that it was never asked for: pass@1 on 256 of these rises from 13 % to 54 %
+within 5 steps and to 71 % after all 20. Processor time: 60 seconds for the first command, 110 for
+the second.
 
-For documents, questions and a policy of your own (files of .txt, .md, or .jsonl with the field text):
+For documents, questions and a policy of your own (files of .txt, .md, or .jsonl with the field
+text):
 
-    python -m areal_jax.train --exp=search_agent policy.path=Qwen/Qwen3-1.7B tasks=Files tasks.path=questions.jsonl \\
-        eval_tasks=Files eval_tasks.path=test.jsonl workflow.tools.documents=DIR workflow.tools.num_results=3 \\
-        workflow.call_format=Hermes workflow.announce=true workflow.max_turns=6 \\
-        engine.max_prompt_tokens=8192 engine.max_new_tokens=1024
+    python -m areal_jax.train --exp=search_agent policy.path=Qwen/Qwen3-1.7B tasks=Files
+    tasks.path=questions.jsonl \\
+        eval_tasks=Files eval_tasks.path=test.jsonl workflow.tools.documents=DIR
+        workflow.tools.num_results=3 \\ workflow.call_format=Hermes workflow.announce=true
+        workflow.max_turns=6 \\ engine.max_prompt_tokens=8192 engine.max_new_tokens=1024
 """
 
 import chz

@@ -2,18 +2,20 @@
 
     python -m areal_jax.train --exp=sft examples=Files examples.path=chat.jsonl policy.path=DIR
 
-Hardware: CPU for the embedded policy, which is what `--exp=sft` alone fine-tunes, on generated problems harder than those it
-knows: held-out perplexity falls from 7.3 to 1.6 within 100 updates, in about two minutes. A GPU of 80 GB for a policy of 1.5 B
-parameters.
+Hardware: CPU for the embedded policy, which is what `--exp=sft` alone fine-tunes, on generated
+    problems harder than those it
+knows: held-out perplexity falls from 7.3 to 1.6 within 100 updates, in about two minutes. A GPU of
+    80 GB for a policy of 1.5 B parameters.
 
-A row of the file (jsonl, json or parquet, or a folder with train and test files) is a conversation, whose every answer of the
-assistant is learnt and nothing else,
+A row of the file (jsonl, json or parquet, or a folder with train and test files) is a conversation,
+whose every answer of the assistant is learnt and nothing else,
 
     {"messages": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}]}
 
-or a prompt with the answer to it, `question` and `answer` for instance; examples.prompt_field and examples.answer_field name
-other fields. Rows that are neither, or longer than trainer.row_tokens, are skipped and named. A twentieth of the prompts is
-held out, and its perplexity measured; other examples can be named for that:
+or a prompt with the answer to it, `question` and `answer` for instance; examples.prompt_field and
+examples.answer_field name other fields. Rows that are neither, or longer than trainer.row_tokens,
+are skipped and named. A twentieth of the prompts is held out, and its perplexity measured; other
+examples can be named for that:
 
     python -m areal_jax.train --exp=sft examples=Files examples.path=gsm8k/train.jsonl \\
         eval_examples=Files eval_examples.path=gsm8k/test.jsonl
@@ -38,7 +40,9 @@ experiment = SFTExperiment(
     heldout_every_steps=50,
     engine=EngineConfig(max_prompt_tokens=256, max_new_tokens=256),
     trainer=TrainerConfig(
-        optimizer=OptimizerConfig(learning_rate=1e-3, schedule="cosine", warmup_fraction=0.03, beta2=0.98),
+        optimizer=OptimizerConfig(
+            learning_rate=1e-3, schedule="cosine", warmup_fraction=0.03, beta2=0.98
+        ),
         row_tokens=512,
         rows_per_micro_batch=1,
     ),

@@ -4,10 +4,11 @@
 
 Hardware: CPU.
 
-The policy of areal_jax/models/embedded/config.json is sampled afresh and learns a mixture of methods for every family of
-problems, right and wrong ones alike carried out without error: able, and undecided, as a base model is. Reinforcement
-learning (`--exp=aime`) then has something to choose from. The result is a Hugging Face folder, RUN_FOLDER/policy; copied
-over areal_jax/models/embedded, it is the new embedded policy.
+The policy of areal_jax/models/embedded/config.json is sampled afresh and learns a mixture of
+methods for every family of problems, right and wrong ones alike carried out without error: able,
+and undecided, as a base model is. Reinforcement learning (`--exp=aime`) then has something to
+choose from. The result is a Hugging Face folder, RUN_FOLDER/policy; copied over
+areal_jax/models/embedded, it is the new embedded policy.
 """
 
 from areal_jax.checkpoint.config import CheckpointConfig
@@ -29,7 +30,9 @@ experiment = SFTExperiment(
     heldout_every_steps=500,
     engine=EngineConfig(num_slots=96, max_prompt_tokens=64, max_new_tokens=96),
     trainer=TrainerConfig(
-        optimizer=OptimizerConfig(learning_rate=3e-3, schedule="cosine", warmup_fraction=0.02, beta2=0.98),
+        optimizer=OptimizerConfig(
+            learning_rate=3e-3, schedule="cosine", warmup_fraction=0.02, beta2=0.98
+        ),
         rows_per_micro_batch=16,
         remat="none",
     ),

@@ -1,12 +1,14 @@
-"""Supervised fine-tuning that teaches the embedded policy to call tools and to write programs: where the next examples start.
+"""Supervised fine-tuning that teaches the embedded policy to call tools and to write programs:
+where the next examples start.
 
     python -m areal_jax.train --exp=tiny_tools_sft --run-folder=runs/tiny_tools
 
 Hardware: CPU.
 
-The embedded policy learns a mixture of good and bad ways through four families of generated exercises: countdown, facts that
-only a search finds, calculations too large for the head, and programs (areal_jax/data/exercises.py). It is then able to go each
-of these ways and undecided between them: `--exp=countdown`, `search_agent`, `tool_math` and `code` resume from
+The embedded policy learns a mixture of good and bad ways through four families of generated
+exercises: countdown, facts that only a search finds, calculations too large for the head, and
+programs (areal_jax/data/exercises.py). It is then able to go each of these ways and undecided
+between them: `--exp=countdown`, `search_agent`, `tool_math` and `code` resume from
 runs/tiny_tools/policy. One family is learnt sooner alone: examples.families=facts num_steps=50.
 """
 
@@ -26,7 +28,9 @@ experiment = SFTExperiment(
     heldout_every_steps=100,
     engine=EngineConfig(num_slots=48, max_prompt_tokens=160, max_new_tokens=96),
     trainer=TrainerConfig(
-        optimizer=OptimizerConfig(learning_rate=2e-3, schedule="cosine", warmup_fraction=0.05, beta2=0.98),
+        optimizer=OptimizerConfig(
+            learning_rate=2e-3, schedule="cosine", warmup_fraction=0.05, beta2=0.98
+        ),
         rows_per_micro_batch=8,
         remat="none",
     ),

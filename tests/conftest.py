@@ -1,4 +1,5 @@
-"""Every test sees eight simulated CPU devices, and a thread pool large enough that two meshes of them run at once."""
+"""Every test sees eight simulated CPU devices, and a thread pool large enough that two meshes of
+them run at once."""
 
 import gc
 import importlib.util
@@ -13,14 +14,21 @@ from pathlib import Path
 import pytest
 from hypothesis import HealthCheck, settings
 
-# Set before jax loads: simulated devices deadlock in XLA's collectives when the pool has fewer threads than they need.
+# Set before jax loads: simulated devices deadlock in XLA's collectives when the pool has fewer
+# threads than they need.
 os.environ["JAX_PLATFORMS"] = "cpu"
-# Half the time to compile. Later versions have no such choice, so that the emitters of fusions are tried with those.
+# Half the time to compile. Later versions have no such choice, so that the emitters of fusions are
+# tried with those.
 QUICK_FLAGS = "--xla_cpu_use_fusion_emitters=false" if version("jaxlib").startswith("0.10.") else ""
-os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {QUICK_FLAGS}".strip()
+os.environ["XLA_FLAGS"] = (
+    f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8 {QUICK_FLAGS}".strip()
+)
 os.environ["NPROC"] = "16"
-# Many tests compile the same small programs, in processes of their own too: each is compiled once, and not again by later runs.
-os.environ.setdefault("JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "xla"))
+# Many tests compile the same small programs, in processes of their own too: each is compiled once,
+# and not again by later runs.
+os.environ.setdefault(
+    "JAX_COMPILATION_CACHE_DIR", str(Path(__file__).parents[1] / ".pytest_cache" / "xla")
+)
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.05"
 os.environ["JAX_COMPILATION_CACHE_MAX_SIZE"] = str(1 << 30)
 # Whoever can reach a Ray can run code in it: only who knows this token. Read when ray is imported.
@@ -29,7 +37,9 @@ os.environ["RAY_AUTH_TOKEN"] = secrets.token_hex(32)
 os.environ["RAY_USAGE_STATS_ENABLED"] = "0"
 
 # No clocks: how long an example takes says how busy the machine is.
-settings.register_profile("without clocks", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.register_profile(
+    "without clocks", deadline=None, suppress_health_check=[HealthCheck.too_slow]
+)
 settings.load_profile("without clocks")
 
 # It drags in TensorFlow, and is tried in an environment of its own.
@@ -38,8 +48,8 @@ collect_ignore = [] if importlib.util.find_spec("jetstream") else ["orchestrator
 
 @pytest.fixture(scope="module")
 def quick_compilation() -> Iterator[None]:
-    """Leave out most of XLA's optimizations, which change speed and memory and no result: for tests that compile more than
-    they compute."""
+    """Leave out most of XLA's optimizations, which change speed and memory and no result: for tests
+    that compile more than they compute."""
     import jax
 
     jax.config.update("jax_disable_most_optimizations", True)
@@ -49,7 +59,8 @@ def quick_compilation() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def of_a_command() -> dict[str, str]:
-    """The environment of a command in a process of its own: the package as it is here, one device, and quick compilation."""
+    """The environment of a command in a process of its own: the package as it is here, one device,
+    and quick compilation."""
     kept = {name: value for name, value in os.environ.items() if name != "NPROC"}
     here = {"PYTHONPATH": str(Path(__file__).parents[1])}
     return kept | here | {"XLA_FLAGS": QUICK_FLAGS, "JAX_DISABLE_MOST_OPTIMIZATIONS": "1"}
@@ -57,7 +68,8 @@ def of_a_command() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def ray_here() -> Iterator[None]:
-    """A Ray of the module's own on this machine. Its store is small, and nothing leaves it for the disk."""
+    """A Ray of the module's own on this machine. Its store is small, and nothing leaves it for the
+    disk."""
     import ray
 
     with warnings.catch_warnings():

@@ -1,4 +1,5 @@
-"""The house's floors, doors and jax-free rooms, as data; every import in the package is held against them."""
+"""The house's floors, doors and jax-free rooms, as data; every import in the package is held
+against them."""
 
 from __future__ import annotations
 
@@ -25,7 +26,8 @@ FLOORS = (
     ("cli",),
     ("entry",),
 )
-"""From the ground up. A room imports from lower floors only: not from above, and not from its neighbours."""
+"""From the ground up. A room imports from lower floors only: not from above, and not from its
+neighbours."""
 
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
@@ -71,7 +73,8 @@ JAX_FREE = (
     "cluster",
     "config",
 )
-"""So are all config.py and the package itself: unit tests take milliseconds, and launch sets flags before jax loads."""
+"""So are all config.py and the package itself: unit tests take milliseconds, and launch sets flags
+before jax loads."""
 
 JAX = ("jax", "jaxlib", "flax", "optax", "orbax")
 
@@ -96,19 +99,27 @@ MODULES = modules()
 def room(module: str) -> str:
     """The room of a dotted name; empty for the package itself."""
     # What is started as a command lies on top, wherever its file is.
-    name = "entry" if module.endswith(".__main__") else module.split(".")[1] if "." in module else ""
+    name = (
+        "entry" if module.endswith(".__main__") else module.split(".")[1] if "." in module else ""
+    )
     return next((room for room, files in FILES_OF_ROOM.items() if name in files), name)
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """Dotted names of all that is imported, at the top, in functions and for type checking alike."""
+    """Dotted names of all that is imported, at the top, in functions and for type checking
+    alike."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0 and node.module is not None, f"line {node.lineno}: relative import"
+            assert node.level == 0 and node.module is not None, (
+                f"line {node.lineno}: relative import"
+            )
             names = [f"{node.module}.{alias.name}" for alias in node.names]
-            yield from (name if name in MODULES or node.module == "areal_jax" else node.module for name in names)
+            yield from (
+                name if name in MODULES or node.module == "areal_jax" else node.module
+                for name in names
+            )
 
 
 @cache
@@ -126,7 +137,12 @@ def reaches_jax(module: str, seen: frozenset[str] = frozenset()) -> list[str]:
         if name.split(".")[0] in JAX:
             return [module, name]
         # The package's own public names are resolved on use, not on import.
-        if name in MODULES and name != "areal_jax" and name not in seen and (way := reaches_jax(name, seen | {module})):
+        if (
+            name in MODULES
+            and name != "areal_jax"
+            and name not in seen
+            and (way := reaches_jax(name, seen | {module}))
+        ):
             return [module, *way]
     return []
 
@@ -140,7 +156,10 @@ def offences(module: str, imported: frozenset[str]) -> Iterator[str]:
         if library == "areal_jax" and name != "areal_jax.__version__":
             there = room(name)
             if there not in FLOOR_OF:
-                yield f"{module} imports {name}, which is not enough resources; import from where it is defined"
+                yield (
+                    f"{module} imports {name}, which is not enough resources; import from "
+                    "where it is defined"
+                )
             elif there != here and FLOOR_OF[there] >= FLOOR_OF[here]:
                 yield f"{module} (floor {FLOOR_OF[here]}) imports {name} (floor {FLOOR_OF[there]})"
 
@@ -162,34 +181,62 @@ def test_a_jax_free_module_does_not_reach_jax(module: str) -> None:
     assert reaches_jax(module) == []
 
 
-@pytest.mark.parametrize("path", sorted((ROOT / "experiments").glob("*.py")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((ROOT / "experiments").glob("*.py")), ids=lambda path: path.stem
+)
 def test_an_experiment_is_settings_only(path: Path) -> None:
-    names = {name for name in imports(ast.parse(path.read_text(encoding="utf-8"))) if name != "__future__"}
+    names = {
+        name
+        for name in imports(ast.parse(path.read_text(encoding="utf-8")))
+        if name != "__future__"
+    }
     # Beside settings, what an agent in an experiment's file is written against.
-    others = {name for name in names if not (name.startswith("areal_jax.config") or name.endswith(".config") or name == "chz")}
+    others = {
+        name
+        for name in names
+        if not (name.startswith("areal_jax.config") or name.endswith(".config") or name == "chz")
+    }
     assert others - {"openai", "functools", "typing"} == set()
 
 
 def test_rooms_are_entered_through_their_files() -> None:
-    full = [path for path in PACKAGE.glob("*/__init__.py") if path.read_text(encoding="utf-8").strip()]
+    full = [
+        path for path in PACKAGE.glob("*/__init__.py") if path.read_text(encoding="utf-8").strip()
+    ]
     assert full == []
 
 
 def test_names_say_what_is_inside() -> None:
-    parts = {part.removesuffix(".py") for path in MODULES.values() for part in path.relative_to(PACKAGE).parts}
+    parts = {
+        part.removesuffix(".py")
+        for path in MODULES.values()
+        for part in path.relative_to(PACKAGE).parts
+    }
     assert parts & set(NO_NAMES) == set()
 
 
 def test_no_file_bears_the_name_of_a_standard_module() -> None:
-    named = {str(path.relative_to(PACKAGE)) for path in MODULES.values() if path.stem in sys.stdlib_module_names}
+    named = {
+        str(path.relative_to(PACKAGE))
+        for path in MODULES.values()
+        if path.stem in sys.stdlib_module_names
+    }
     assert named - set(STANDARD_NAMES_THAT_STAY) == set()
 
 
 @pytest.mark.parametrize(
     ("module", "source", "offence"),
     [
-        ("areal_jax.engine.x", "from areal_jax.trainer.config import TrainerConfig", "floor 3"),  # a neighbour
-        ("areal_jax.rl.x", "def f():\n    import areal_jax.loop", "floor 7"),  # upstairs, inside a function
+        (
+            "areal_jax.engine.x",
+            "from areal_jax.trainer.config import TrainerConfig",
+            "floor 3",
+        ),  # a neighbour
+        (
+            "areal_jax.rl.x",
+            "def f():\n    import areal_jax.loop",
+            "floor 7",
+        ),  # upstairs, inside a function
         ("areal_jax.data.x", "from areal_jax import Task", "not enough resources"),
         ("areal_jax.trainer.x", "import orbax.checkpoint as ocp", "only checkpoint"),
     ],
@@ -201,6 +248,7 @@ def test_an_offence_is_found(module: str, source: str, offence: str) -> None:
 
 def test_what_is_allowed_is_no_offence() -> None:
     source = (
-        "import math_verify\nfrom areal_jax import __version__, records\nfrom areal_jax.rewards.service import RewardService"
+        "import math_verify\nfrom areal_jax import __version__, records\nfrom "
+        "areal_jax.rewards.service import RewardService"
     )
     assert list(offences("areal_jax.rewards.x", frozenset(imports(ast.parse(source))))) == []

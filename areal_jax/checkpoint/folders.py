@@ -9,8 +9,8 @@ from pathlib import Path
 def whole_checkpoints(folder: Path) -> dict[tuple[int, int], Path]:
     """Whole checkpoints under `folder` by version and take.
 
-    A version saved again (a run stopped right after it resumed) becomes a further take beside the first: replacing a folder
-    could not be atomic."""
+    A version saved again (a run stopped right after it resumed) becomes a further take beside the
+    first: replacing a folder could not be atomic."""
     if not folder.is_dir():
         return {}
     names = ((re.fullmatch(r"(\d+)(?:\.(\d+))?", path.name), path) for path in folder.iterdir())

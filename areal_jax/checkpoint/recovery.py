@@ -1,6 +1,8 @@
-"""The rollout state as columns and back, bit for bit: what a resumed run needs so that no task is lost, repeated or sampled anew.
+"""The rollout state as columns and back, bit for bit: what a resumed run needs so that no task is
+lost, repeated or sampled anew.
 
-Per-token arrays are laid end to end, one column for each field; all else is JSON. No pickle: reading a checkpoint runs no code.
+Per-token arrays are laid end to end, one column for each field; all else is JSON. No pickle:
+reading a checkpoint runs no code.
 Axes: N records, T tokens of all records, S bytes.
 """
 
@@ -21,7 +23,12 @@ from areal_jax.records import Completion, Group, Message, RolloutState, Sample, 
 FORMAT = 1
 """Raised whenever what is written changes its meaning."""
 
-SAMPLE_COLUMNS = {"tokens": np.int32, "loss_mask": np.bool_, "behave_logp": np.float32, "versions": np.int32}
+SAMPLE_COLUMNS = {
+    "tokens": np.int32,
+    "loss_mask": np.bool_,
+    "behave_logp": np.float32,
+    "versions": np.int32,
+}
 COMPLETION_COLUMNS = {"tokens": np.int32, "logp": np.float32, "versions": np.int32}
 
 Json = Any
@@ -38,10 +45,13 @@ class Columns(NamedTuple):
 def encode(state: RolloutState, notes: Mapping[str, Json] | None = None) -> Columns:
     """Turn a snapshot of the rollouts, and the caller's own `notes`, into columns.
 
-    Raises ValueError where `decode` could not give back the same: an array of another dtype or length than its record says,
-    or a note that JSON would change (a tuple, a nan, a key that is no string)."""
+    Raises ValueError where `decode` could not give back the same: an array of another dtype or
+    length than its record says, or a note that JSON would change (a tuple, a nan, a key that is no
+    string)."""
     samples = [sample for group in state.buffered for sample in group.samples]
-    completions = [one for record in state.suspended for sampled in record.calls.values() for one in sampled]
+    completions = [
+        one for record in state.suspended for sampled in record.calls.values() for one in sampled
+    ]
     facts: dict[str, Json] = {
         "format": FORMAT,
         "tasks": dict(state.tasks),
@@ -60,7 +70,10 @@ def encode(state: RolloutState, notes: Mapping[str, Json] | None = None) -> Colu
             {
                 "id": record.id,
                 "task": task_to_json(record.task),
-                "calls": {call: [one.stop_reason for one in sampled] for call, sampled in record.calls.items()},
+                "calls": {
+                    call: [one.stop_reason for one in sampled]
+                    for call, sampled in record.calls.items()
+                },
             }
             for record in state.suspended
         ],
@@ -76,11 +89,13 @@ def encode(state: RolloutState, notes: Mapping[str, Json] | None = None) -> Colu
 
 
 def decode(columns: Columns) -> tuple[RolloutState, dict[str, Json]]:
-    """The rollout state and the notes that `encode` was given. ValueError where the columns are of another format."""
+    """The rollout state and the notes that `encode` was given. ValueError where the columns are of
+    another format."""
     facts, arrays = columns
     if facts.get("format") != FORMAT:
         raise ValueError(
-            f"rollout state of format {FORMAT} expected, found {facts.get('format')!r}; resume with the release that wrote it"
+            f"rollout state of format {FORMAT} expected, found {facts.get('format')!r}; resume "
+            "with the release that wrote it"
         )
     samples = _split("sample", arrays, SAMPLE_COLUMNS)
     rewards = iter(arrays["sample.reward"].tolist())
@@ -101,13 +116,18 @@ def decode(columns: Columns) -> tuple[RolloutState, dict[str, Json]]:
             id=entry["id"],
             task=task_from_json(entry["task"]),
             calls={
-                call: tuple(Completion(**next(completions), stop_reason=reason, top_logprobs=None) for reason in stop_reasons)
+                call: tuple(
+                    Completion(**next(completions), stop_reason=reason, top_logprobs=None)
+                    for reason in stop_reasons
+                )
                 for call, stop_reasons in entry["calls"].items()
             },
         )
         for entry in facts["suspended"]
     )
-    state = RolloutState(facts["tasks"], facts["next_group_id"], facts["rejected"], buffered, suspended)
+    state = RolloutState(
+        facts["tasks"], facts["next_group_id"], facts["rejected"], buffered, suspended
+    )
     return state, facts["notes"]
 
 
@@ -115,7 +135,9 @@ def pack(columns: Columns) -> UInt8[np.ndarray, "S"]:
     """One array of bytes: length of the header, header (JSON in ASCII), columns end to end."""
     for name, array in columns.arrays.items():
         if array.dtype.kind not in "biuf":
-            raise ValueError(f"column {name} must hold numbers or truth values, it holds {array.dtype}")
+            raise ValueError(
+                f"column {name} must hold numbers or truth values, it holds {array.dtype}"
+            )
     _require_json(columns.facts, "rollout")
     layout = [[name, array.dtype.str, list(array.shape)] for name, array in columns.arrays.items()]
     header = json.dumps({"facts": columns.facts, "layout": layout}, allow_nan=False).encode("ascii")
@@ -139,14 +161,21 @@ def unpack(packed: UInt8[np.ndarray, "S"]) -> Columns:
     return Columns(header["facts"], arrays)
 
 
-def _join(name: str, records: Sequence[Sample] | Sequence[Completion], dtypes: Mapping[str, type]) -> dict[str, np.ndarray]:
-    columns: dict[str, np.ndarray] = {f"{name}.length": np.array([len(record.tokens) for record in records], np.int64)}
+def _join(
+    name: str, records: Sequence[Sample] | Sequence[Completion], dtypes: Mapping[str, type]
+) -> dict[str, np.ndarray]:
+    columns: dict[str, np.ndarray] = {
+        f"{name}.length": np.array([len(record.tokens) for record in records], np.int64)
+    }
     for field, dtype in dtypes.items():
         arrays: list[np.ndarray] = [getattr(record, field) for record in records]
         for number, (array, record) in enumerate(zip(arrays, records, strict=True)):
             if array.dtype != dtype or array.shape != record.tokens.shape:
                 expected = f"{np.dtype(dtype)}[{len(record.tokens)}]"
-                raise ValueError(f"{name} {number}: {field} must be {expected}, it is {array.dtype}{list(array.shape)}")
+                raise ValueError(
+                    f"{name} {number}: {field} must be {expected}, it is "
+                    f"{array.dtype}{list(array.shape)}"
+                )
         columns[f"{name}.{field}"] = np.concatenate([np.empty(0, dtype), *arrays])
     return columns
 
@@ -155,8 +184,13 @@ def _split(name: str, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, typ
     """An iterator over the records' fields, in the order in which they were joined."""
     ends = np.cumsum(arrays[f"{name}.length"])[:-1]
     # Copied, so that one group does not keep the tokens of all alive.
-    pieces = {field: [piece.copy() for piece in np.split(arrays[f"{name}.{field}"], ends)] for field in dtypes}
-    return ({field: pieces[field][i] for field in dtypes} for i in range(len(arrays[f"{name}.length"])))
+    pieces = {
+        field: [piece.copy() for piece in np.split(arrays[f"{name}.{field}"], ends)]
+        for field in dtypes
+    }
+    return (
+        {field: pieces[field][i] for field in dtypes} for i in range(len(arrays[f"{name}.length"]))
+    )
 
 
 def task_to_json(task: Task) -> dict[str, Json]:
@@ -170,14 +204,21 @@ def task_from_json(fields: Mapping[str, Json]) -> Task:
 
 
 def _require_json(value: Json, path: str) -> None:
-    """Raise ValueError, naming the place, where a trip through JSON would not give the same value back."""
+    """Raise ValueError, naming the place, where a trip through JSON would not give the same value
+    back."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise ValueError(f"{path}: the key {key!r} must be a string, JSON would make it one")
+                raise ValueError(
+                    f"{path}: the key {key!r} must be a string, JSON would make it one"
+                )
             _require_json(item, f"{path}.{key}")
     elif isinstance(value, list):
         for number, item in enumerate(value):
             _require_json(item, f"{path}[{number}]")
-    elif type(value) not in (str, int, float, bool, type(None)) or (isinstance(value, float) and not math.isfinite(value)):
-        raise ValueError(f"{path} must be None, bool, int, finite float, str, list or dict; it is {value!r}")
+    elif type(value) not in (str, int, float, bool, type(None)) or (
+        isinstance(value, float) and not math.isfinite(value)
+    ):
+        raise ValueError(
+            f"{path} must be None, bool, int, finite float, str, list or dict; it is {value!r}"
+        )

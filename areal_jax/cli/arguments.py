@@ -1,4 +1,5 @@
-"""What the commands of the package have in common: how arguments are read, and how --help lists settings."""
+"""What the commands of the package have in common: how arguments are read, and how --help lists
+settings."""
 
 from __future__ import annotations
 
@@ -20,7 +21,8 @@ from areal_jax.metrics.files import disk_error
 
 
 class Parser(argparse.ArgumentParser):
-    """Options with two dashes, overrides without any, wherever they stand. Bad ones are a ConfigError."""
+    """Options with two dashes, overrides without any, wherever they stand. Bad ones are a
+    ConfigError."""
 
     def __init__(self) -> None:
         super().__init__(add_help=False, allow_abbrev=False)
@@ -30,17 +32,24 @@ class Parser(argparse.ArgumentParser):
         self.add_argument("overrides", nargs="*")
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(f"{message}; settings are given without dashes, as a.b=c, and --help lists them")
+        raise ConfigError(
+            f"{message}; settings are given without dashes, as a.b=c, and --help lists them"
+        )
 
 
 def named_experiment(command: argparse.Namespace) -> AnyExperiment:
-    """The experiment that --exp or --config names, with the overrides. ConfigError where none is named, or both are."""
+    """The experiment that --exp or --config names, with the overrides. ConfigError where none is
+    named, or both are."""
     if command.exp and command.config:
         raise ConfigError("--exp and --config both name an experiment; give one")
     if command.config:
         return read_config(command.config, command.overrides)
     if not command.exp:
-        raise ConfigError(f"which experiment? give --exp=NAME, one of {', '.join(experiment_names())}; --help says more")
+        raise ConfigError(
+            f"which experiment? give --exp=NAME, one of {', '.join(experiment_names())}; "
+            "--help "
+            "says more"
+        )
     return load_experiment(command.exp, command.overrides)
 
 
@@ -51,7 +60,8 @@ def refused(message: str, status: int) -> int:
 
 
 def refused_by_disk(error: OSError, advice: str) -> int:
-    """Say on stderr which file the disk could not take; the exit status. Raises the error where it is another."""
+    """Say on stderr which file the disk could not take; the exit status. Raises the error where it
+    is another."""
     if (fault := disk_error(error)) is None:
         raise error
     return refused(f"{fault}; make room there; {advice}", 1)
@@ -67,7 +77,8 @@ def show(text: str) -> None:
 
 
 def help_text(usage: str, config: AnyExperiment | type[Experiment]) -> str:
-    """The usage, and every setting with its value, type and meaning; for a choice among classes, the settings of each class."""
+    """The usage, and every setting with its value, type and meaning; for a choice among classes,
+    the settings of each class."""
     values = "defaults" if isinstance(config, type) else f"values of {config.name}"
     lines = [usage, "experiments:"]
     lines += [f"  {name:<12}  {_first_line(name)}" for name in experiment_names()]
@@ -80,7 +91,9 @@ def settings_text(config: object) -> str:
     return "\n".join(_described(settings(config), groups(config), width))
 
 
-def _described(listed: Settings, headings: Mapping[str, str], width: int, indent: str = "  ") -> Iterator[str]:
+def _described(
+    listed: Settings, headings: Mapping[str, str], width: int, indent: str = "  "
+) -> Iterator[str]:
     group = chosen = ""
     for setting in listed.values():
         if chosen and setting.key.startswith(chosen):
@@ -91,16 +104,22 @@ def _described(listed: Settings, headings: Mapping[str, str], width: int, indent
         group = parent
         yield f"{indent}{setting.key}={setting.text()}"
         yield textwrap.indent(
-            textwrap.fill(f"{kind_name(setting.kind)}; {setting.doc}", width - len(indent) - 4), indent + "    "
+            textwrap.fill(f"{kind_name(setting.kind)}; {setting.doc}", width - len(indent) - 4),
+            indent + "    ",
         )
         chosen = f"{setting.key}." if setting.choices else ""
         for choice in setting.choices:
-            yield f"{indent}  with {setting.key}={choice.__name__}: {(choice.__doc__ or '').partition(chr(10))[0]}"
+            yield (
+                f"{indent}  with {setting.key}={choice.__name__}: "
+                f"{(choice.__doc__ or '').partition(chr(10))[0]}"
+            )
             present = {key: inner for key, inner in listed.items() if key.startswith(chosen)}
             inside = present if choice is setting.value else settings(choice, chosen)
             yield from _described(inside, {}, width, indent + "    ")
 
 
 def _first_line(name: str) -> str:
-    docstring = ast.get_docstring(ast.parse(find_experiment(name).read_text(encoding="utf-8"))) or ""
+    docstring = (
+        ast.get_docstring(ast.parse(find_experiment(name).read_text(encoding="utf-8"))) or ""
+    )
     return docstring.partition("\n")[0]

@@ -1,4 +1,5 @@
-"""python -m areal_jax.evaluate --exp=NAME [checkpoint=...] [data=...] [a.b=c ...]: what a policy is worth."""
+"""python -m areal_jax.evaluate --exp=NAME [checkpoint=...] [data=...] [a.b=c ...]: what a policy is
+worth."""
 
 from __future__ import annotations
 
@@ -8,7 +9,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from areal_jax.checkpoint.config import CHECKPOINTS
-from areal_jax.cli.arguments import Parser, help_text, named_experiment, refused, refused_by_disk, show
+from areal_jax.cli.arguments import (
+    Parser,
+    help_text,
+    named_experiment,
+    refused,
+    refused_by_disk,
+    show,
+)
 from areal_jax.cluster.environment import prepare
 from areal_jax.cluster.signals import interruptible
 from areal_jax.config.experiment import Experiment
@@ -40,8 +48,9 @@ Have a policy answer problems, grader the answers, and report the figures. The s
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status, with one message on stderr where it is not 0.
 
-    2 where the input cannot be or another process has the folder; 1 where problems failed that may be answered
-    when they are asked again, or the disk is full; 130 and 143 where SIGINT or SIGTERM ended it."""
+    2 where the input cannot be or another process has the folder; 1 where problems failed that may
+    be answered when they are asked again, or the disk is full; 130 and 143 where SIGINT or SIGTERM
+    ended it."""
     with interruptible() as interruption:
         interruption.advice = lambda: "the same command goes on where it was"
         try:
@@ -66,7 +75,12 @@ def _run(arguments: argparse.Namespace) -> int:
     arguments.overrides = [f"{key}={value}" for key, value in given.items()]
     if arguments.help:
         usage = USAGE.format(names=", ".join(experiment_names()), benchmarks=", ".join(BENCHMARKS))
-        show(help_text(usage, named_experiment(arguments) if arguments.exp or arguments.config else Experiment))
+        show(
+            help_text(
+                usage,
+                named_experiment(arguments) if arguments.exp or arguments.config else Experiment,
+            )
+        )
         return 0
     server = where if where.startswith(("http://", "https://")) else None
     named = named_policy(where, "checkpoint") if where and not server else NamedPolicy({})
@@ -77,12 +91,15 @@ def _run(arguments: argparse.Namespace) -> int:
         implied += _tasks_of(data)
     arguments.overrides = [*implied, *arguments.overrides]
     experiment = named_experiment(arguments)
-    # jax reads its flags when it is first imported, so that everything that imports it comes after this.
+    # jax reads its flags when it is first imported, so that everything that imports it comes after
+    # this.
     prepare(experiment.placement)
     from areal_jax.run import evaluation as evaluating
 
     try:
-        evaluating.run(experiment, checkpoint=named.checkpoint, server=server, folder=arguments.folder)
+        evaluating.run(
+            experiment, checkpoint=named.checkpoint, server=server, folder=arguments.folder
+        )
     except evaluating.Unanswered as error:
         return refused(f"{error}", 1)
     return 0

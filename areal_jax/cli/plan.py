@@ -1,4 +1,5 @@
-"""python -m areal_jax.plan model=NAME devices=N context=TOKENS [a=b ...]: what a cluster would give, and how to split it."""
+"""python -m areal_jax.plan model=NAME devices=N context=TOKENS [a=b ...]: what a cluster would
+give, and how to split it."""
 
 from __future__ import annotations
 
@@ -30,13 +31,17 @@ data sheets. Prints the best split, speed, hours and what bounds it. No device a
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns 0 when done, 2 where the input cannot be (one message on stderr)."""
+    """Run the command line. Returns 0 when done, 2 where the input cannot be (one message on
+    stderr)."""
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or set(arguments) & {"-h", "--help"}:
         show(f"{USAGE}\nsettings:\n{settings_text(ClusterQuestion)}")
         return 0
     try:
-        question = build(ClusterQuestion, assign(parse_overrides(arguments), settings(ClusterQuestion), from_text))
+        question = build(
+            ClusterQuestion,
+            assign(parse_overrides(arguments), settings(ClusterQuestion), from_text),
+        )
         found = plan_cluster(question, find_model(question.model, question.ignore_config_keys))
     except ConfigError as error:
         print(f"areal_jax: {error}", file=sys.stderr)
@@ -49,13 +54,20 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def find_model(name: str, ignored_keys: Sequence[str] = ()) -> ModelConfig:
-    """The shape of a policy known by name, or of a folder's config.json. ConfigError lists the names."""
+    """The shape of a policy known by name, or of a folder's config.json. ConfigError lists the
+    names."""
     path = Path(name).expanduser() / "config.json"
     try:
-        return ModelConfig.from_hf(read_json(path), str(path), ignored_keys) if path.is_file() else known_shape(name)
+        return (
+            ModelConfig.from_hf(read_json(path), str(path), ignored_keys)
+            if path.is_file()
+            else known_shape(name)
+        )
     except ValueError as error:
         message = str(error).replace(SETTING, "ignore_config_keys")
-        raise ConfigError(f"model={name}: {message}; a folder with a config.json will do too") from None
+        raise ConfigError(
+            f"model={name}: {message}; a folder with a config.json will do too"
+        ) from None
 
 
 def plot(found: ClusterPlan, path: Path) -> None:
@@ -65,9 +77,22 @@ def plot(found: ClusterPlan, path: Path) -> None:
     figure = Figure(figsize=(9, 3.6), dpi=130, layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     rollout = [candidate.rollout_devices for candidate in found.candidates]
-    left.plot(rollout, [candidate.tokens_per_s for candidate in found.candidates], marker="o", color="#2563a8")
-    left.plot(found.best.rollout_devices, found.best.tokens_per_s, marker="*", markersize=16, color="#c2410c")
-    left.axhline(found.synchronous.tokens_per_s, color="#8a8f98", linestyle="--", label="synchronous at best")
+    left.plot(
+        rollout,
+        [candidate.tokens_per_s for candidate in found.candidates],
+        marker="o",
+        color="#2563a8",
+    )
+    left.plot(
+        found.best.rollout_devices,
+        found.best.tokens_per_s,
+        marker="*",
+        markersize=16,
+        color="#c2410c",
+    )
+    left.axhline(
+        found.synchronous.tokens_per_s, color="#8a8f98", linestyle="--", label="synchronous at best"
+    )
     question = found.question
     left.set(
         title=f"{question.model}, {question.devices} x {question.device}, {question.context} tokens",
@@ -81,7 +106,11 @@ def plot(found: ClusterPlan, path: Path) -> None:
         ("trainer at work", 1 - found.best.outcome.trainer_waits),
         *((f"engines: {name}", of) for name, of in shares.items()),
     ]
-    right.barh([name for name, _ in rows], [100 * of for _, of in rows], color=["#c2410c", *["#2563a8"] * len(shares)])
+    right.barh(
+        [name for name, _ in rows],
+        [100 * of for _, of in rows],
+        color=["#c2410c", *["#2563a8"] * len(shares)],
+    )
     right.set(title="share of time at the best split", xlabel="%", xlim=(0, 100))
     right.invert_yaxis()
     for axes in (left, right):

@@ -34,19 +34,23 @@ END_S = 2.0
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status.
 
-    0 where SIGINT or SIGTERM ended the server and all answers under way were finished or timed out; 1 where the engine stops;
-    2 where the input cannot be; 130 and 143 where SIGINT or SIGTERM came before it answered, or came twice."""
+    0 where SIGINT or SIGTERM ended the server and all answers under way were finished or timed out;
+    1 where the engine stops; 2 where the input cannot be; 130 and 143 where SIGINT or SIGTERM came
+    before it answered, or came twice."""
     given = sys.argv[1:] if argv is None else argv
     if {"--help", "-h"} & set(given):
         show(USAGE + settings_text(ServeConfig))
         return 0
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
-    logging.getLogger("jax").setLevel(logging.WARNING)  # it tells of every kind of device that is not there
+    logging.getLogger("jax").setLevel(
+        logging.WARNING
+    )  # it tells of every kind of device that is not there
     with interruptible(END_S) as interruption:
         interruption.advice = lambda: "no answer is under way"
         try:
             config = read_config(given)
-            # jax reads its flags when it is first imported, so that everything that imports it comes after this.
+            # jax reads its flags when it is first imported, so that everything that imports it
+            # comes after this.
             logger.info("loading %s", config.model)
             prepare(PlacementConfig(simulated_devices=config.simulated_devices))
             return asyncio.run(serve(config, interruption))
@@ -57,8 +61,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def read_config(overrides: Sequence[str]) -> ServeConfig:
-    """The settings with `a.b=c` overrides. ConfigError names what is unknown, of another kind, or cannot be."""
-    config = build(ServeConfig, assign(parse_overrides(overrides), settings(ServeConfig), from_text))
+    """The settings with `a.b=c` overrides. ConfigError names what is unknown, of another kind, or
+    cannot be."""
+    config = build(
+        ServeConfig, assign(parse_overrides(overrides), settings(ServeConfig), from_text)
+    )
     if problems := list(out_of_range(config)):
         raise ConfigError("\n".join(problems))
     if config.port > 65535:
@@ -86,12 +93,15 @@ async def serve(config: ServeConfig, interruption: Interruption) -> int:
     async with engine_backend(config, api_key) as source:
         for number in SIGNALS:
             loop.add_signal_handler(number, request_stop)
-        # What there is now stays: without this a large answer makes the collector walk all of jax, for which all threads wait.
+        # What there is now stays: without this a large answer makes the collector walk all of jax,
+        # for which all threads wait.
         gc.collect()
         gc.freeze()
         app = App(source, config.limits, source.measure)
         try:
-            async with listening(app, config.host, config.port, config.limits.shutdown_timeout_s) as port:
+            async with listening(
+                app, config.host, config.port, config.limits.shutdown_timeout_s
+            ) as port:
                 print(f"{source.model} answers at http://{config.host}:{port}/v1", flush=True)
                 if config.api_key is None:
                     print(f"bearer token: {api_key}", flush=True)
@@ -101,6 +111,7 @@ async def serve(config: ServeConfig, interruption: Interruption) -> int:
                     end.cancel()
         except OSError as error:
             raise ConfigError(
-                f"host={config.host} port={config.port}: cannot listen there ({error.strerror or error})"
+                f"host={config.host} port={config.port}: cannot listen there "
+                f"({error.strerror or error})"
             ) from error
         return 1 if app.stopped.is_set() else 0

@@ -1,4 +1,5 @@
-"""python -m areal_jax.train --exp=NAME [a.b=c ...]: train a policy, or say what training it would take."""
+"""python -m areal_jax.train --exp=NAME [a.b=c ...]: train a policy, or say what training it would
+take."""
 
 from __future__ import annotations
 
@@ -17,7 +18,14 @@ from pathlib import Path
 
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.folders import saved_versions
-from areal_jax.cli.arguments import Parser, help_text, named_experiment, refused, refused_by_disk, show
+from areal_jax.cli.arguments import (
+    Parser,
+    help_text,
+    named_experiment,
+    refused,
+    refused_by_disk,
+    show,
+)
 from areal_jax.cluster.environment import prepare
 from areal_jax.cluster.signals import Interruption, Stopped, exit_status, interruptible
 from areal_jax.cluster.watchdog import Stalled
@@ -55,9 +63,9 @@ Train the policy of an experiment. What the run finds out goes to its run folder
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; the exit status, with one message on stderr where it is not 0.
 
-    2 where the input cannot be or another process has the folder; 1 where training diverges or learns nothing, every group is
-    rejected, the run stalls, a process of a cluster dies, or the disk is full; 130 and 143 where SIGINT or SIGTERM ended the
-    run before it was done."""
+    2 where the input cannot be or another process has the folder; 1 where training diverges or
+    learns nothing, every group is rejected, the run stalls, a process of a cluster dies, or the
+    disk is full; 130 and 143 where SIGINT or SIGTERM ended the run before it was done."""
     with interruptible() as interruption:
         interruption.advice = lambda: "nothing was trained"
         try:
@@ -78,14 +86,23 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(command: argparse.Namespace, interruption: Interruption) -> int:
     if command.help:
-        show(help_text(_usage(), named_experiment(command) if command.exp or command.config else Experiment))
+        show(
+            help_text(
+                _usage(), named_experiment(command) if command.exp or command.config else Experiment
+            )
+        )
         return 0
     run_folder = _resumed_folder(command) if command.resume is not None else None
-    experiment = named_experiment(command) if run_folder is None else read_config(run_folder / CONFIG_FILE, command.overrides)
+    experiment = (
+        named_experiment(command)
+        if run_folder is None
+        else read_config(run_folder / CONFIG_FILE, command.overrides)
+    )
     if run_folder is not None:
         interruption.advice = partial(remaining_output, run_folder)
     run_folder = run_folder or _new_folder(command, experiment.name)
-    # jax reads its flags when it is first imported, so that everything that imports it comes after this.
+    # jax reads its flags when it is first imported, so that everything that imports it comes after
+    # this.
     os.environ.update(experiment.launch.variables(os.environ))
     prepare(experiment.launch.placement(experiment.placement))
     from areal_jax.run.plan import make_plan
@@ -98,7 +115,11 @@ def _run(command: argparse.Namespace, interruption: Interruption) -> int:
         from areal_jax.run.build import try_grading
 
         asyncio.run(try_grading(plan))
-        print("\n".join(f"{setting.key}={setting.text()}" for setting in settings(experiment).values()))
+        print(
+            "\n".join(
+                f"{setting.key}={setting.text()}" for setting in settings(experiment).values()
+            )
+        )
         print(f"\n{plan.text()}\n\nrun folder: {run_folder} (not written: --dry-run)")
         return 0
     if shortage := plan.shortage():
@@ -110,7 +131,9 @@ def _run(command: argparse.Namespace, interruption: Interruption) -> int:
         interruption.advice = partial(remaining_output, run_folder)
         if experiment.placement.rollout_share == "auto":
             plan = balanced(plan, run_folder / TRIAL)
-        loop.run(plan, run_folder, resume=command.resume is not None, source=command.exp, claim=claim)
+        loop.run(
+            plan, run_folder, resume=command.resume is not None, source=command.exp, claim=claim
+        )
     return 0
 
 
@@ -128,7 +151,8 @@ def _claimed(command: argparse.Namespace, run_folder: Path) -> Iterator[tuple[Pa
 
 
 def make_unique(folder: Path) -> Path:
-    """Make a folder that did not exist: `folder`, or the first of `folder-2`, `folder-3`, ... that is not taken."""
+    """Make a folder that did not exist: `folder`, or the first of `folder-2`, `folder-3`, ... that
+    is not taken."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         found = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
@@ -152,9 +176,13 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--resume")
     parser.add_argument("--dry-run", action="store_true")
     # A bare --resume must not take the override that follows it for its folder.
-    command = parser.parse_intermixed_args(["--resume=" if arg == "--resume" else arg for arg in argv])
+    command = parser.parse_intermixed_args(
+        ["--resume=" if arg == "--resume" else arg for arg in argv]
+    )
     if command.resume is not None and command.config:
-        raise ConfigError("--resume takes the settings from the run's own config.json; leave out --config")
+        raise ConfigError(
+            "--resume takes the settings from the run's own config.json; leave out --config"
+        )
     if command.resume and command.run_folder:
         raise ConfigError("--resume=DIR and --run-folder both name the run's folder; give one")
     return command
@@ -163,7 +191,10 @@ def _parse(argv: Sequence[str]) -> argparse.Namespace:
 def _new_folder(command: argparse.Namespace, name: str) -> Path:
     folder = command.run_folder or RUNS_FOLDER / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     if _has_begun(folder):
-        with suppress(OSError), claimed(folder):  # FolderInUse names the process that still runs there
+        with (
+            suppress(OSError),
+            claimed(folder),
+        ):  # FolderInUse names the process that still runs there
             pass
     _require_unused(folder)
     return folder
@@ -171,26 +202,38 @@ def _new_folder(command: argparse.Namespace, name: str) -> Path:
 
 def _require_unused(folder: Path) -> None:
     if _has_begun(folder):
-        raise ConfigError(f"{folder} already holds a run; go on with it by --resume={folder}, or give another --run-folder")
+        raise ConfigError(
+            f"{folder} already holds a run; go on with it by --resume={folder}, or give "
+            "another "
+            "--run-folder"
+        )
 
 
 def _resumed_folder(command: argparse.Namespace) -> Path:
-    """The run that --resume means: the one it names, the one of --run-folder, or the newest (of --exp)."""
-    # Loaded even where the folder is named: config.json may name classes that the experiment's file defines.
+    """The run that --resume means: the one it names, the one of --run-folder, or the newest (of
+    --exp)."""
+    # Loaded even where the folder is named: config.json may name classes that the experiment's file
+    # defines.
     name = load_experiment(command.exp).name if command.exp else "*"
     named = Path(command.resume) if command.resume else command.run_folder
     begun = filter(_has_begun, RUNS_FOLDER.glob(f"{name}-*"))
     runs = [named] if named else sorted(begun, key=lambda folder: folder.stat().st_mtime)
     runs = [folder for folder in runs if (folder / CONFIG_FILE).is_file()]
     if not runs:
-        raise ConfigError(f"nothing to resume: no {named or RUNS_FOLDER / f'{name}-*'} holds a {CONFIG_FILE} of a run")
+        raise ConfigError(
+            f"nothing to resume: no {named or RUNS_FOLDER / f'{name}-*'} holds a {CONFIG_FILE} "
+            "of a run"
+        )
     return runs[-1]
 
 
 def _has_begun(folder: Path) -> bool:
-    """Whether anything was found out or trained in a folder: a start that failed leaves its settings at most."""
+    """Whether anything was found out or trained in a folder: a start that failed leaves its
+    settings at most."""
     metrics = folder / METRICS
-    return (metrics.is_file() and metrics.stat().st_size > 0) or bool(saved_versions(folder / CHECKPOINTS))
+    return (metrics.is_file() and metrics.stat().st_size > 0) or bool(
+        saved_versions(folder / CHECKPOINTS)
+    )
 
 
 def _usage() -> str:

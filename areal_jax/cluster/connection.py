@@ -33,11 +33,20 @@ ERRORS: Mapping[str, type[Exception]] = {
 
 
 class Connection:
-    """Use it from the asyncio thread. What is asked within one turn of the event loop travels together."""
+    """Use it from the asyncio thread. What is asked within one turn of the event loop travels
+    together."""
 
-    def __init__(self, name: str, actor: Any, *, silence_timeout_s: float, on_end: Callable[[], None]) -> None:
-        """Args: actor: of class `Part`; killed when it is silent too long, and on `close`. on_end: done after that."""
-        self.name, self._actor, self.silence_timeout_s, self._on_end = name, actor, silence_timeout_s, on_end
+    def __init__(
+        self, name: str, actor: Any, *, silence_timeout_s: float, on_end: Callable[[], None]
+    ) -> None:
+        """Args: actor: of class `Part`; killed when it is silent too long, and on `close`. on_end:
+        done after that."""
+        self.name, self._actor, self.silence_timeout_s, self._on_end = (
+            name,
+            actor,
+            silence_timeout_s,
+            on_end,
+        )
         self.process_id = 0
         """On its host."""
         self.cpu_s = 0.0
@@ -45,8 +54,9 @@ class Connection:
         self._reported: Callable[[str, Any], None] = lambda _topic, _what: None
         self._tickets = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Any]] = {}
-        # Put by `ask` and `tell`, taken whole by `_send`: one task, owned by this object, which ends when nothing is left.
-        # One batch is under way at a time, because Ray begins concurrent calls of an actor in any order.
+        # Put by `ask` and `tell`, taken whole by `_send`: one task, owned by this object, which
+        # ends when nothing is left. One batch is under way at a time, because Ray begins concurrent
+        # calls of an actor in any order.
         self._outbox: list[Message] = []
         self._sender: asyncio.Task[None] | None = None
         self._loss: WorkerDied | None = None
@@ -67,20 +77,25 @@ class Connection:
         silence_timeout_s: float,
         on_end: Callable[[], None] = lambda: None,
     ) -> tuple[Connection, Any]:
-        """Start a part, and wait until it is ready to work; the connection, and what its role's `begin` says.
+        """Start a part, and wait until it is ready to work; the connection, and what its role's
+        `begin` says.
 
-        WorkerDied where it dies before, or is not ready in time; NotStarted where its role fails; what is wrong with the
-        settings, as ConfigError."""
+        WorkerDied where it dies before, or is not ready in time; NotStarted where its role fails;
+        what is wrong with the settings, as ConfigError."""
         # Reached by its name on the other side, where the package is installed too.
         actor_class: Any = ray.remote(Worker)
-        actor = actor_class.options(max_concurrency=1000, max_restarts=0, **options).remote(name, simulated_devices)
+        actor = actor_class.options(max_concurrency=1000, max_restarts=0, **options).remote(
+            name, simulated_devices
+        )
         connection = cls(name, actor, silence_timeout_s=silence_timeout_s, on_end=on_end)
         try:
             async with asyncio.timeout(start_timeout_s):
                 connection.process_id, facts = await actor.begin.remote(role, *arguments)
         except TimeoutError:
             connection._kill()
-            raise WorkerDied(f"{name} was not ready within launch.start_timeout_s={start_timeout_s:g}") from None
+            raise WorkerDied(
+                f"{name} was not ready within launch.start_timeout_s={start_timeout_s:g}"
+            ) from None
         except RayActorError as error:
             raise WorkerDied(f"{name} ended before it was ready: {_reason(error)}") from error
         except RayError as error:
@@ -93,17 +108,22 @@ class Connection:
         except BaseException:
             connection._kill()
             raise
-        connection._listener = asyncio.create_task(connection._listen(), name=f"listening to {name}")
+        connection._listener = asyncio.create_task(
+            connection._listen(), name=f"listening to {name}"
+        )
         return connection, facts
 
-    def listen(self, reported: Callable[[str, Any], None], on_loss: Callable[[WorkerDied], None]) -> None:
+    def listen(
+        self, reported: Callable[[str, Any], None], on_loss: Callable[[WorkerDied], None]
+    ) -> None:
         """Whom to tell what the part tells unasked, and that it is lost."""
         self._reported, self._on_loss = reported, on_loss
         if self._loss is not None:
             on_loss(self._loss)
 
     def ask(self, verb: str, *arguments: Any) -> asyncio.Future[Any]:
-        """What the part's role answers; cancelled here, it is cancelled there. WorkerDied where the part is lost before."""
+        """What the part's role answers; cancelled here, it is cancelled there. WorkerDied where the
+        part is lost before."""
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
         if self._loss is not None:
             future.set_exception(self._loss)
@@ -154,14 +174,20 @@ class Connection:
             self._sender = asyncio.create_task(self._send(), name=f"sending to {self.name}")
 
     async def _send(self) -> None:
-        """Send all there is, in order; what is not taken is a loss of the part, never of a message."""
+        """Send all there is, in order; what is not taken is a loss of the part, never of a
+        message."""
         try:
             while self._outbox and self._loss is None:
                 messages, self._outbox = self._outbox, []
                 async with asyncio.timeout(self.silence_timeout_s):
                     await self._actor.tell.remote(messages)
         except TimeoutError:
-            self._lose(WorkerDied(f"{self.name} took no message for launch.silence_timeout_s={self.silence_timeout_s:g}"))
+            self._lose(
+                WorkerDied(
+                    f"{self.name} took no message for "
+                    f"launch.silence_timeout_s={self.silence_timeout_s:g}"
+                )
+            )
         except RayError as error:
             self._lose(WorkerDied(f"{self.name} was lost: {_reason(error)}"))
         finally:
@@ -176,7 +202,12 @@ class Connection:
                     if self._loss is None:  # It was not given up meanwhile.
                         self._heard(Event(*event))
         except TimeoutError:
-            self._lose(WorkerDied(f"{self.name} said nothing for launch.silence_timeout_s={self.silence_timeout_s:g}"))
+            self._lose(
+                WorkerDied(
+                    f"{self.name} said nothing for "
+                    f"launch.silence_timeout_s={self.silence_timeout_s:g}"
+                )
+            )
         except RayError as error:
             self._lose(WorkerDied(f"{self.name} was lost: {_reason(error)}"))
 
@@ -219,7 +250,11 @@ def _error(name: str, kind: str, text: str) -> Exception:
     """What a part failed with, as the class that it was where that says something here."""
     own = ERRORS.get(kind) or getattr(builtins, kind, None)
     if isinstance(own, type) and issubclass(own, Exception):
-        return own(text if own in (InvalidRequest, ConfigError, FloatingPointError, CorruptedState) else f"{name}: {text}")
+        return own(
+            text
+            if own in (InvalidRequest, ConfigError, FloatingPointError, CorruptedState)
+            else f"{name}: {text}"
+        )
     return RuntimeError(f"{name}: {kind}: {text}")
 
 

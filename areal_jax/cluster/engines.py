@@ -1,4 +1,5 @@
-"""Engines in processes of their own, joining and leaving, that answer as one: a request outlives the engine that draws it."""
+"""Engines in processes of their own, joining and leaving, that answer as one: a request outlives
+the engine that draws it."""
 
 from __future__ import annotations
 
@@ -14,7 +15,14 @@ from areal_jax.cluster import wire
 from areal_jax.cluster.registry import Channel, Registry
 from areal_jax.engine.routing import Router, Sums, in_turn, together
 from areal_jax.errors import EngineStopped
-from areal_jax.records import NO_VERSION, Completion, Progress, Request, WorkerDied, empty_completion
+from areal_jax.records import (
+    NO_VERSION,
+    Completion,
+    Progress,
+    Request,
+    WorkerDied,
+    empty_completion,
+)
 from areal_jax.weights.rolling import RollingUpdate
 
 logger = logging.getLogger(__name__)
@@ -26,14 +34,17 @@ TICK_S = 1.0
 """Interval at which engines and requests are compared with what they should have."""
 
 OFFER_AGAIN_S = 2.0
-"""An engine that neither has a weight update nor is pulling it is offered it again after so long."""
+"""An engine that neither has a weight update nor is pulling it is offered it again after so
+long."""
 
 LAG_S = 5.0
-"""An engine that has not got the newest weights within so long is given no requests that need them, where another has them."""
+"""An engine that has not got the newest weights within so long is given no requests that need them,
+where another has them."""
 
 MOVE_QUEUED_S, MOVE_RUNNING_S = 5.0, 60.0
-"""A request without a new token for so long, waiting in its engine or running there, moves to an engine that has the weights
-and the slots for it. The time doubles with every move, up to 2**MOST_DOUBLINGS."""
+"""A request without a new token for so long, waiting in its engine or running there, moves to an
+engine that has the weights and the slots for it. The time doubles with every move, up to
+2**MOST_DOUBLINGS."""
 
 MOST_DOUBLINGS = 5
 
@@ -104,11 +115,13 @@ class _Engine:
 class Engines:
     """A `records.Engine` made of any number of parts. Use it from the asyncio thread.
 
-    When an engine is lost, its requests go on elsewhere, from what they were last reported to have sampled; where no engine is
-    left they wait for one, `wait_s` at most. New weights they take in turns.
+    When an engine is lost, its requests go on elsewhere, from what they were last reported to have
+    sampled; where no engine is left they wait for one, `wait_s` at most. New weights they take in
+    turns.
 
-    Nothing depends on a message that is sent once: every engine is offered the newest weights until it has them, a request
-    that its engine does not have is given again, and one that does not progress moves to an engine that can draw it."""
+    Nothing depends on a message that is sent once: every engine is offered the newest weights until
+    it has them, a request that its engine does not have is given again, and one that does not
+    progress moves to an engine that can draw it."""
 
     def __init__(self, *, wait_s: float) -> None:
         self._wait_s = wait_s
@@ -142,7 +155,9 @@ class Engines:
     def num_deaths(self) -> int:
         return self._registry.num_deaths
 
-    def join(self, number: int, connection: Channel, num_slots: int, on_loss: Callable[[], None]) -> None:
+    def join(
+        self, number: int, connection: Channel, num_slots: int, on_loss: Callable[[], None]
+    ) -> None:
         """Let an engine answer from now on."""
         self._engines[number] = _Engine(num_slots, lacks_since_s=self._clock())
         self._router.join(number, num_slots)
@@ -173,7 +188,8 @@ class Engines:
     async def snapshot(self) -> dict[str, tuple[Completion, ...]]:
         """As `EngineLoop.snapshot`, of every engine between two dispatches of its own.
 
-        Of one that is lost meanwhile, and of requests that wait for an engine, what is known of them."""
+        Of one that is lost meanwhile, and of requests that wait for an engine, what is known of
+        them."""
         asked = [connection.ask("snapshot") for connection in self._registry.values()]
         found = await asyncio.gather(*asked, return_exceptions=True)
         for answer in found:
@@ -192,8 +208,9 @@ class Engines:
             self._registry[job.number].tell("end_sample", request_id, sample)
 
     def offer(self, version: int, contributions: Any) -> None:
-        """From now on every engine shall have the weights of this version, also one that joins. Args: contributions: where
-        they are. An older version is left alone; the same one may be given anew."""
+        """From now on every engine shall have the weights of this version, also one that joins.
+        Args: contributions: where they are. An older version is left alone; the same one may be
+        given anew."""
         if self._newest is not None and version < self._newest[0]:
             return
         now_s = self._clock()
@@ -205,10 +222,11 @@ class Engines:
             self._bring(number, at_once=True)
 
     async def arrived(self, version: int, timeout_s: float) -> None:
-        """Wait until every engine has weights of at least `version`. TimeoutError names those that have not.
+        """Wait until every engine has weights of at least `version`. TimeoutError names those that
+        have not.
 
-        Engines that are STRAGGLER_S later than the first are not waited for: requests for the version go to those that have
-        it."""
+        Engines that are STRAGGLER_S later than the first are not waited for: requests for the
+        version go to those that have it."""
         first_s: float | None = None
 
         def have() -> list[bool]:
@@ -218,7 +236,9 @@ class Engines:
             nonlocal first_s
             if any(have()) and first_s is None:
                 first_s = self._clock()
-            return bool(self._engines) and (all(have()) or (first_s is not None and self._clock() - first_s >= STRAGGLER_S))
+            return bool(self._engines) and (
+                all(have()) or (first_s is not None and self._clock() - first_s >= STRAGGLER_S)
+            )
 
         try:
             await self._registry.until(is_enough, timeout_s)
@@ -228,15 +248,27 @@ class Engines:
                 f"{self._versions_text() or 'there is none'}"
             ) from None
         if not all(have()):
-            logger.warning("not every engine has weights of version %d, continuing: %s", version, self._versions_text())
+            logger.warning(
+                "not every engine has weights of version %d, continuing: %s",
+                version,
+                self._versions_text(),
+            )
 
     def metrics(self) -> Sums:
         """As `EngineLoop.metrics`, of all engines together, by their last reports."""
-        reported = [each for each in (*(engine.measures for engine in self._engines.values()), *self._left) if each]
+        reported = [
+            each
+            for each in (*(engine.measures for engine in self._engines.values()), *self._left)
+            if each
+        ]
         self._left = []
         for engine in self._engines.values():
             engine.measures = {}
-        counts = {"engines": len(self._registry), "engines_lost": self.num_deaths, "requests_moved": self.num_moved}
+        counts = {
+            "engines": len(self._registry),
+            "engines_lost": self.num_deaths,
+            "requests_moved": self.num_moved,
+        }
         return together(reported) | {name: (float(count), 1.0) for name, count in counts.items()}
 
     def progress(self) -> Hashable:
@@ -257,15 +289,23 @@ class Engines:
             oldest = max((job.request.min_version for job in jobs), default=NO_VERSION)
             needs = f" for version {oldest}" if oldest > engine.version else ""
             said.append(
-                f"{self._registry[number].name} has version {engine.version} of {newest} (offered {engine.offered}), "
+                f"{self._registry[number].name} has version {engine.version} of {newest} "
+                f"(offered {engine.offered}), "
                 f"{len(engine.running)} of {len(jobs)} requests run, the others wait{needs}"
             )
         nowhere = sum(job.number is None for job in self._jobs.values())
-        return "; ".join(said or ["there is no engine"]) + (f"; {nowhere} requests wait for an engine" if nowhere else "")
+        return "; ".join(said or ["there is no engine"]) + (
+            f"; {nowhere} requests wait for an engine" if nowhere else ""
+        )
 
     def replace_stalled(self, why: str) -> str | None:
-        """Give up the engine whose request got no token for longest; its name, or None where no engine has a request."""
-        jobs = [job for job in self._jobs.values() if job.number is not None and job.number in self._registry]
+        """Give up the engine whose request got no token for longest; its name, or None where no
+        engine has a request."""
+        jobs = [
+            job
+            for job in self._jobs.values()
+            if job.number is not None and job.number in self._registry
+        ]
         if not jobs:
             return None
         job = min(jobs, key=lambda job: (job.progress_s, job.given_s))
@@ -299,7 +339,9 @@ class Engines:
                 connection = self._registry[number]
                 job.given_s = job.progress_s = self._clock()
                 job.num_absent, job.is_moved, job.is_held = 0, False, False
-                job.asked = connection.ask("submit", wire.request_to(replace(request, resume=job.sampled)))
+                job.asked = connection.ask(
+                    "submit", wire.request_to(replace(request, resume=job.sampled))
+                )
                 try:
                     answer = wire.completions_from(await job.asked)
                     self.num_answered += 1
@@ -316,7 +358,10 @@ class Engines:
                     job.number = job.asked = None
                     self._router.done(number, request.num_samples)
                 self.num_moved += 1
-            raise EngineStopped(f"request {request.id!r} was at {MAX_ENGINE_DEATHS} engines, and each of them was lost")
+            raise EngineStopped(
+                f"request {request.id!r} was at {MAX_ENGINE_DEATHS} engines, and each of them "
+                "was lost"
+            )
         except asyncio.CancelledError:
             if self._ended is not None:
                 raise self._ended from None
@@ -333,9 +378,13 @@ class Engines:
         if to is not None and to in self._engines:
             return to
         try:
-            await self._registry.until(lambda: bool(self._registry) or self._ended is not None, self._wait_s)
+            await self._registry.until(
+                lambda: bool(self._registry) or self._ended is not None, self._wait_s
+            )
         except TimeoutError:
-            raise EngineStopped(f"all engines are lost, and none has joined within {self._wait_s:g} s") from None
+            raise EngineStopped(
+                f"all engines are lost, and none has joined within {self._wait_s:g} s"
+            ) from None
         if self._ended is not None:
             raise self._ended
         now_s = self._clock()
@@ -403,7 +452,8 @@ class Engines:
                 self._move(job, f"{self._registry[number].name} does not have it")
 
     def _skip(self, number: int, version: int, why: str) -> None:
-        """An engine could not take a version: it is offered again, or had anew, or the engine is replaced."""
+        """An engine could not take a version: it is offered again, or had anew, or the engine is
+        replaced."""
         engine, connection = self._engines[number], self._registry[number]
         if engine.version >= version or self._newest is None or version != self._newest[0]:
             return
@@ -412,7 +462,8 @@ class Engines:
         elsewhere = any(other.version >= version for other in self._engines.values())
         if elsewhere and engine.num_skips >= MOST_SKIPS:
             connection.give_up(
-                f"it failed {engine.num_skips} times to take weights of version {version}, another did not: {why}"
+                f"it failed {engine.num_skips} times to take weights of version {version}, "
+                f"another did not: {why}"
             )
         elif engine.num_skips % 2 == 0:
             self._skipped(version)
@@ -449,10 +500,13 @@ class Engines:
                 job.task.cancel()
 
     def _move_if_idle(self, job: _Job) -> None:
-        """Move a request that its engine does not work on to one that has the weights and the slots for it."""
+        """Move a request that its engine does not work on to one that has the weights and the slots
+        for it."""
         request, number = job.request, job.number
         assert number is not None
-        patience_s = MOVE_RUNNING_S if request.id in self._engines[number].running else MOVE_QUEUED_S
+        patience_s = (
+            MOVE_RUNNING_S if request.id in self._engines[number].running else MOVE_QUEUED_S
+        )
         if self._clock() - job.progress_s < patience_s * 2 ** min(job.num_moves, MOST_DOUBLINGS):
             return
         for other, engine in self._engines.items():
@@ -461,7 +515,13 @@ class Engines:
             if other != number and engine.version >= request.min_version and has_room:
                 job.num_moves += 1
                 job.to = self._router.give(request.prompt_tokens, request.num_samples, [other])
-                self._move(job, f"{self._registry[number].name} does not work on it, {self._registry[other].name} can")
+                self._move(
+                    job,
+                    (
+                        f"{self._registry[number].name} does not work on it, "
+                        f"{self._registry[other].name} can"
+                    ),
+                )
                 return
 
     def _move(self, job: _Job, why: str) -> None:
@@ -472,7 +532,10 @@ class Engines:
             job.asked.cancel()
 
     def _versions_text(self) -> str:
-        return ", ".join(f"{self._registry[number].name} version {engine.version}" for number, engine in self._engines.items())
+        return ", ".join(
+            f"{self._registry[number].name} version {engine.version}"
+            for number, engine in self._engines.items()
+        )
 
     def _report(self, job: _Job, of_samples: Mapping[int, Any]) -> None:
         """Take over what samples have sampled since the last report, and tell whoever watches."""

@@ -20,9 +20,11 @@ ATTEMPTS = 3
 
 
 class Graders:
-    """A `records.Grader` and `records.Tools` made of any number of parts. Use it from the asyncio thread.
+    """A `records.Grader` and `records.Tools` made of any number of parts. Use it from the asyncio
+    thread.
 
-    What a worker that is lost was grading, another graders. Where none is left, answers wait for one, `wait_s` at most."""
+    What a worker that is lost was grading, another graders. Where none is left, answers wait for
+    one, `wait_s` at most."""
 
     def __init__(self, *, wait_s: float) -> None:
         self._wait_s = wait_s
@@ -42,7 +44,9 @@ class Graders:
         """Let a worker grader from now on."""
 
         def left(loss: WorkerDied) -> None:
-            logger.warning("%s; %d answers that it was grading go to others", loss, self._load.pop(number, 0))
+            logger.warning(
+                "%s; %d answers that it was grading go to others", loss, self._load.pop(number, 0)
+            )
 
         def reported(_topic: str, counts: Any) -> None:
             self._counts[number] = counts
@@ -77,8 +81,15 @@ class Graders:
         total = Counter[str]()
         for counts in self._counts.values():
             total.update(counts)
-        failed = failure_counts(total["failed"] + self._num_ungraded, total["calls"] + self._num_ungraded)
-        return {**total, **failed, "workers": float(len(self._registry)), "workers_lost": float(self._registry.num_deaths)}
+        failed = failure_counts(
+            total["failed"] + self._num_ungraded, total["calls"] + self._num_ungraded
+        )
+        return {
+            **total,
+            **failed,
+            "workers": float(len(self._registry)),
+            "workers_lost": float(self._registry.num_deaths),
+        }
 
     def progress(self) -> Hashable:
         """As `Waits.progress`: answers."""
@@ -91,12 +102,18 @@ class Graders:
 
     def waits(self) -> str:
         """As `Waits.waits`: how many answers each worker grades."""
-        said = [f"{self._registry[number].name} grades {self._load[number]} answers" for number in self._registry]
+        said = [
+            f"{self._registry[number].name} grades {self._load[number]} answers"
+            for number in self._registry
+        ]
         return ", ".join(said or ["there is no reward worker"])
 
     def replace_stalled(self, why: str) -> str | None:
-        """Give up the worker with an answer that it was asked for before all others; its name, or None where none has one."""
-        if (number := next(iter(self._asked_of.values()), None)) is None or number not in self._registry:
+        """Give up the worker with an answer that it was asked for before all others; its name, or
+        None where none has one."""
+        if (
+            number := next(iter(self._asked_of.values()), None)
+        ) is None or number not in self._registry:
             return None
         connection = self._registry[number]
         connection.give_up(why)
@@ -108,7 +125,8 @@ class Graders:
         self._failures.close()
 
     async def _asked(self, verb: str, *arguments: Any) -> dict[str, Any]:
-        """What a worker answers. _Ungraded where none does: nothing is known, a worker may have been lost by anything."""
+        """What a worker answers. _Ungraded where none does: nothing is known, a worker may have
+        been lost by anything."""
         last = WorkerDied("none was asked")
         for _ in range(ATTEMPTS):
             try:

@@ -1,4 +1,5 @@
-"""How a command ends on Ctrl-C and SIGTERM: in time, with one message, and with exit status 128 + the signal's number."""
+"""How a command ends on Ctrl-C and SIGTERM: in time, with one message, and with exit status 128 +
+the signal's number."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ import psutil
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 END_S = 10.0
-"""An interrupted command that has not ended by itself after so long is ended, with all processes that it has started."""
+"""An interrupted command that has not ended by itself after so long is ended, with all processes
+that it has started."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -56,8 +58,9 @@ class Interruption:
 
 @contextmanager
 def interruptible(end_s: float = END_S) -> Iterator[Interruption]:
-    """Until the block ends, a signal raises Interrupted in the main thread; after end_s, or on another signal, it ends the
-    process even where that thread compiles or loads. Handlers that the block itself installs go before."""
+    """Until the block ends, a signal raises Interrupted in the main thread; after end_s, or on
+    another signal, it ends the process even where that thread compiles or loads. Handlers that the
+    block itself installs go before."""
     interruption = Interruption()
     if threading.current_thread() is not threading.main_thread():
         yield interruption
@@ -69,7 +72,8 @@ def interruptible(end_s: float = END_S) -> Iterator[Interruption]:
         raise Interrupted(number)
 
     def watch() -> None:
-        # Python's own handlers run between two steps of the main thread; the numbers of signals arrive here at once.
+        # Python's own handlers run between two steps of the main thread; the numbers of signals
+        # arrive here at once.
         if number := _next_signal(heard, None):
             with suppress(TimeoutError):
                 if not _next_signal(heard, end_s):
@@ -128,7 +132,8 @@ def exit_status(number: int) -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """End the process with a status; after a signal without waiting for threads that still compile or load."""
+    """End the process with a status; after a signal without waiting for threads that still compile
+    or load."""
     if status in map(exit_status, SIGNALS):
         kill_children()
         with suppress(OSError):

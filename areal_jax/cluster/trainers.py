@@ -1,4 +1,5 @@
-"""Trainer hosts in processes of their own, joined into one train mesh: asked together, they are one trainer."""
+"""Trainer hosts in processes of their own, joined into one train mesh: asked together, they are one
+trainer."""
 
 from __future__ import annotations
 
@@ -31,10 +32,11 @@ class Stepped(NamedTuple):
 
 
 class Trainers:
-    """All trainer hosts. `step`, `save` and `write_results` block: call them from a worker thread, all else from the loop's.
+    """All trainer hosts. `step`, `save` and `write_results` block: call them from a worker thread,
+    all else from the loop's.
 
-    What one of them is asked all are asked, in the same order: their devices work on one program. When one is lost, so is the
-    work of all, and everything raises WorkerDied."""
+    What one of them is asked all are asked, in the same order: their devices work on one program.
+    When one is lost, so is the work of all, and everything raises WorkerDied."""
 
     def __init__(self, connections: Sequence[Connection], version: int) -> None:
         self.connections, self._loop = connections, asyncio.get_running_loop()
@@ -68,15 +70,18 @@ class Trainers:
         return Stepped(metrics, stale)
 
     def save(self, version: int, beside: Columns) -> None:
-        """As `CheckpointStore.save`; every host writes its part into the run's folder, which all must see."""
+        """As `CheckpointStore.save`; every host writes its part into the run's folder, which all
+        must see."""
         self._asked("save", version, [ray.put(pack(beside))])
 
     def write_results(self, version: int) -> list[str]:
-        """Write the policy to the run's folder, and wait for the checkpoint under way; what to tell of it, a line each."""
+        """Write the policy to the run's folder, and wait for the checkpoint under way; what to tell
+        of it, a line each."""
         return self._asked("write_results", version)[0]
 
     def publish(self, version: int, *, again: bool = False) -> None:
-        """Send a version on its way, unless it is already; never waits. Args: again: put it into the object store anew."""
+        """Send a version on its way, unless it is already; never waits. Args: again: put it into
+        the object store anew."""
         for connection in self.connections:
             connection.tell("publish", version, again)
 
@@ -86,12 +91,13 @@ class Trainers:
         return measures
 
     async def contribution(self, host: int, after: int) -> Any:
-        """Where a host's shards of its newest version above `after` are; None where there is none yet, and a text that says
-        why where none are on their way."""
+        """Where a host's shards of its newest version above `after` are; None where there is none
+        yet, and a text that says why where none are on their way."""
         return await self.connections[host].ask("contribution", after, LOOK_S)
 
     async def while_whole(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something that needs all hosts. WorkerDied when one is lost: who waits for weights of its, would wait for ever."""
+        """Do something that needs all hosts. WorkerDied when one is lost: who waits for weights of
+        its, would wait for ever."""
         task = asyncio.create_task(work)
         try:
             await asyncio.wait((task, self._loss), return_when=asyncio.FIRST_COMPLETED)
@@ -141,19 +147,28 @@ class Trainers:
 
 
 async def answers_of(questions: Iterable[tuple[Connection, str, tuple[Any, ...]]]) -> list[Any]:
-    """What trainer hosts answer that work together. WorkerDied where one is lost, whatever the others fail with for that reason.
+    """What trainer hosts answer that work together. WorkerDied where one is lost, whatever the
+    others fail with for that reason.
 
     They notice first: their collectives break before anybody knows why."""
-    asked = [(connection, connection.ask(verb, *arguments)) for connection, verb, arguments in questions]
+    asked = [
+        (connection, connection.ask(verb, *arguments)) for connection, verb, arguments in questions
+    ]
     answers = [answer for _, answer in asked]
     try:
         await asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
         # Where none is lost, those that did not fail may wait for ever for the one that did.
-        await asyncio.wait(answers, timeout=max(connection.silence_timeout_s for connection, _ in asked))
+        await asyncio.wait(
+            answers, timeout=max(connection.silence_timeout_s for connection, _ in asked)
+        )
     finally:
         for answer in answers:
             answer.cancel()
-    failures = [error for answer in answers if not answer.cancelled() and (error := answer.exception()) is not None]
+    failures = [
+        error
+        for answer in answers
+        if not answer.cancelled() and (error := answer.exception()) is not None
+    ]
     for error in sorted(failures, key=lambda error: not isinstance(error, WorkerDied)):
         raise error
     return [answer.result() for answer in answers]

@@ -1,4 +1,5 @@
-"""A run without progress: who waits for whom is named, and then what does not progress is replaced, or the run ends."""
+"""A run without progress: who waits for whom is named, and then what does not progress is replaced,
+or the run ends."""
 
 from __future__ import annotations
 
@@ -10,7 +11,8 @@ from typing import Protocol, runtime_checkable
 logger = logging.getLogger(__name__)
 
 CPU_SHARE = 0.25
-"""Of one core: a process that computes for this share of the time is at work, for example compiling."""
+"""Of one core: a process that computes for this share of the time is at work, for example
+compiling."""
 
 LEAST_WINDOW_S = 5.0
 """Over less, processor time says nothing: processes report theirs every two seconds."""
@@ -65,12 +67,14 @@ class Replaces(Protocol):
     """A part of a run that can replace what does not progress."""
 
     def replace_stalled(self, why: str) -> str | None:
-        """Give up the worker that owes an answer for longest; its name, or None where none owes any."""
+        """Give up the worker that owes an answer for longest; its name, or None where none owes
+        any."""
         ...
 
 
 class Watchdog:
-    """Watches whether a run progresses. Time spent computing counts as progress where a worker cannot report any."""
+    """Watches whether a run progresses. Time spent computing counts as progress where a worker
+    cannot report any."""
 
     def __init__(
         self,
@@ -86,10 +90,12 @@ class Watchdog:
         Args:
             warning_s: launch.stall_warning_s.
             timeout_s: launch.stall_timeout_s.
-            progress: what is different whenever a token was decoded, an answer graded, or a step made.
+            progress: what is different whenever a token was decoded, an answer graded, or a step
+                made.
             cpu_s: processor time of whoever may be at work without reporting progress.
             waits: who waits for whom, in one line.
-            replace: replaces the worker that does not progress, given why; its name, or None where there is none.
+            replace: replaces the worker that does not progress, given why; its name, or None where
+                there is none.
         """
         self._warning_s, self._timeout_s = warning_s, timeout_s
         self._progress, self._cpu_s, self._waits, self._replace = progress, cpu_s, waits, replace
@@ -98,7 +104,13 @@ class Watchdog:
         """Never returns. Raises Stalled."""
         clock = asyncio.get_running_loop().time
         pause_s = min(self._warning_s, self._timeout_s, 10 * LEAST_WINDOW_S) / 10
-        known, cpu_s, since_s, window_s, is_named = self._progress(), self._cpu_s(), clock(), clock(), False
+        known, cpu_s, since_s, window_s, is_named = (
+            self._progress(),
+            self._cpu_s(),
+            clock(),
+            clock(),
+            False,
+        )
         num_replaced = 0
         while True:
             await asyncio.sleep(pause_s)

@@ -1,4 +1,5 @@
-"""Weights from trainer hosts to engines: what every host says of a version is brought together, and every engine told of it."""
+"""Weights from trainer hosts to engines: what every host says of a version is brought together, and
+every engine told of it."""
 
 from __future__ import annotations
 
@@ -42,11 +43,13 @@ class Takes(Protocol):
 
 
 class Relay:
-    """The weights themselves do not come by here, only where they are. Use it from the asyncio thread.
+    """The weights themselves do not come by here, only where they are. Use it from the asyncio
+    thread.
 
-    One version is under way at a time, so that all hosts give the same one. The newest of what is published meanwhile follows,
-    unless the trainer is at work on the next one by then. A version that hosts could not give, or engines could not take, is
-    given anew for as long as the trainer has it."""
+    One version is under way at a time, so that all hosts give the same one. The newest of what is
+    published meanwhile follows, unless the trainer is at work on the next one by then. A version
+    that hosts could not give, or engines could not take, is given anew for as long as the trainer
+    has it."""
 
     def __init__(self, trainers: Gives, engines: Takes, *, offer_timeout_s: float) -> None:
         self._trainers, self._engines, self._offer_timeout_s = trainers, engines, offer_timeout_s
@@ -70,7 +73,9 @@ class Relay:
         """As `Waits.waits`: the version that is published, and whether it is held."""
         given = "no version is" if self._newest is None else f"version {self._newest[0]} is"
         held = ", held for an evaluation" if self._is_held else ""
-        return f"{given} given to engines{held}" + (f", {self._carrier.get_name()} under way" if self._carrier else "")
+        return f"{given} given to engines{held}" + (
+            f", {self._carrier.get_name()} under way" if self._carrier else ""
+        )
 
     def replace_stalled(self, why: str) -> str | None:
         """Give up the trainer hosts, where they owe a version; their name, or None."""
@@ -80,7 +85,8 @@ class Relay:
         return "trainer hosts"
 
     def publish(self, version: int, params: Any) -> None:
-        """Send a version on its way without waiting. Args: params: those of the trainer hosts, which have them."""
+        """Send a version on its way without waiting. Args: params: those of the trainer hosts,
+        which have them."""
         if self._carrier is None:
             self._carry(version)
         else:
@@ -88,11 +94,14 @@ class Relay:
 
     def wait_everywhere(self, at_least: int, timeout_s: float) -> None:
         """As `WeightChannel.wait_everywhere`; in a worker thread."""
-        asyncio.run_coroutine_threadsafe(self._engines.arrived(at_least, timeout_s), self._loop).result()
+        asyncio.run_coroutine_threadsafe(
+            self._engines.arrived(at_least, timeout_s), self._loop
+        ).result()
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """As `WeightChannel.paused`. Engines that join meanwhile are given the version that is held."""
+        """As `WeightChannel.paused`. Engines that join meanwhile are given the version that is
+        held."""
         if self._is_held:
             raise RuntimeError("weights are held already: one evaluation at a time")
         self._is_held = True
@@ -103,7 +112,8 @@ class Relay:
             self._offer()
 
     def metrics(self) -> Mapping[str, tuple[float, float]]:
-        """As `WeightChannel.metrics`, of the first trainer host; and how many versions could not be had."""
+        """As `WeightChannel.metrics`, of the first trainer host; and how many versions could not be
+        had."""
         return {**self._trainers.metrics(), "skipped": (float(self.num_skipped), 1.0)}
 
     async def close(self) -> None:
@@ -120,7 +130,9 @@ class Relay:
     def _carry(self, version: int, *, again: bool = False) -> None:
         self._wanted = None
         self._trainers.publish(version, again=again)
-        self._carrier = asyncio.create_task(self._carried(version), name=f"weights of version {version}")
+        self._carrier = asyncio.create_task(
+            self._carried(version), name=f"weights of version {version}"
+        )
         self._carrier.add_done_callback(self._ended)
 
     async def _carried(self, version: int) -> None:
@@ -130,7 +142,11 @@ class Relay:
                 contributions = await asyncio.gather(*(self._of(host, version) for host in hosts))
         except TimeoutError:
             self.num_skipped += 1
-            logger.warning("version %d is skipped: not every host gave it within %g s", version, self._offer_timeout_s)
+            logger.warning(
+                "version %d is skipped: not every host gave it within %g s",
+                version,
+                self._offer_timeout_s,
+            )
             return
         is_held_version = self._newest is not None and self._newest[0] == version
         self._newest = version, contributions
@@ -147,7 +163,8 @@ class Relay:
             if found is not None and not isinstance(found, str):
                 return found
             if self._may_repeat(version):
-                # Where it did not fit into the store all hosts put it anew: they work on one program.
+                # Where it did not fit into the store all hosts put it anew: they work on one
+                # program.
                 self._trainers.publish(version, again=found is not None)
                 if found is not None:
                     await asyncio.sleep(RETRY_S)
@@ -155,7 +172,8 @@ class Relay:
                 raise _NotGiven(f"host {host}: {found}")
 
     def _may_repeat(self, version: int) -> bool:
-        """Whether the hosts still have the parameters of a version. Later they will publish others, under their own version."""
+        """Whether the hosts still have the parameters of a version. Later they will publish others,
+        under their own version."""
         return self._trainers.version == version and not self._trainers.is_stepping
 
     def _skipped(self, version: int) -> None:
@@ -166,7 +184,11 @@ class Relay:
         if version == newest and self._may_repeat(version):
             self._carry(version, again=True)
         elif version < newest and self._is_held:
-            logger.warning("version %d, which is held, could not be taken: version %d is offered instead", version, newest)
+            logger.warning(
+                "version %d, which is held, could not be taken: version %d is offered instead",
+                version,
+                newest,
+            )
             self._engines.offer(*self._newest)
 
     def _ended(self, task: asyncio.Task[None]) -> None:

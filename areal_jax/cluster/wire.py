@@ -22,7 +22,9 @@ def completion_to(completion: Completion) -> Plain:
 
 def completion_from(plain: Plain) -> Completion:
     tokens, logp, versions, stop_reason, reported = plain
-    return Completion(tokens, logp, versions, stop_reason, None if reported is None else TopLogprobs(*reported))
+    return Completion(
+        tokens, logp, versions, stop_reason, None if reported is None else TopLogprobs(*reported)
+    )
 
 
 def completions_to(completions: Sequence[Completion]) -> Plain:
@@ -44,7 +46,10 @@ def request_to(request: Request) -> Plain:
         "id": request.id,
         "prompt_tokens": request.prompt_tokens,
         "num_samples": request.num_samples,
-        "sampling": {**asdict(request.sampling), "stop_token_ids": list(request.sampling.stop_token_ids)},
+        "sampling": {
+            **asdict(request.sampling),
+            "stop_token_ids": list(request.sampling.stop_token_ids),
+        },
         "seed": request.seed,
         "min_version": request.min_version,
         "resume": completions_to(request.resume),
@@ -54,7 +59,10 @@ def request_to(request: Request) -> Plain:
 def request_from(plain: Plain) -> Request:
     sampling = plain["sampling"]
     return Request(
-        **{name: plain[name] for name in ("id", "prompt_tokens", "num_samples", "seed", "min_version")},
+        **{
+            name: plain[name]
+            for name in ("id", "prompt_tokens", "num_samples", "seed", "min_version")
+        },
         sampling=Sampling(**{**sampling, "stop_token_ids": tuple(sampling["stop_token_ids"])}),
         resume=tuple(completions_from(plain["resume"])),
     )

@@ -1,7 +1,7 @@
 """A process of a run that Ray started: it is asked, works, and tells. What it is, its role says.
 
-Everything that crosses is made of numbers, texts, arrays, lists and dicts: no object of ours is pickled, so that another
-release at the other end is an error with a name.
+Everything that crosses is made of numbers, texts, arrays, lists and dicts: no object of ours is
+pickled, so that another release at the other end is an error with a name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ Emit: TypeAlias = Callable[[str, Any], None]
 """emit(topic, what): tell whoever listens; from any thread."""
 
 Message: TypeAlias = tuple[int, str, tuple[Any, ...]]
-"""Ticket, verb and arguments of a question. Without a verb: what was asked by that ticket is not wanted any more."""
+"""Ticket, verb and arguments of a question. Without a verb: what was asked by that ticket is not
+wanted any more."""
 
 CPU_S = "cpu_s"
 """What a part tells with every answer to its listener: the processor time that it has used."""
@@ -47,10 +48,11 @@ class Event(NamedTuple):
 
 
 class Worker:
-    """The actor. Its role is an object whose public methods are the verbs; one that takes long is `async`.
+    """The actor. Its role is an object whose public methods are the verbs; one that takes long is
+    `async`.
 
-    Questions are begun in the order in which they were asked, and answers leave in the order in which they were found, so that
-    whatever was true before an answer was told before it."""
+    Questions are begun in the order in which they were asked, and answers leave in the order in
+    which they were found, so that whatever was true before an answer was told before it."""
 
     def __init__(self, name: str, simulated_devices: int | None) -> None:
         """Args: simulated_devices: on CPUs; None where Ray has given it an accelerator, or none."""
@@ -69,7 +71,8 @@ class Worker:
         self._numbers = itertools.count(1)
 
     async def begin(self, role: str, *arguments: Any) -> tuple[int, Any]:
-        """Become what `role`, PACKAGE.MODULE:CLASS, is: the process's number, and what the role's `begin` returns.
+        """Become what `role`, PACKAGE.MODULE:CLASS, is: the process's number, and what the role's
+        `begin` returns.
 
         May take long: programs are compiled."""
         self._loop = asyncio.get_running_loop()
@@ -101,15 +104,18 @@ class Worker:
                 self._tasks[ticket].cancel()
 
     async def hear(self, timeout_s: float) -> list[tuple[str, int, str, Any]]:
-        """What was said since the last time, waited for, with CPU_S; that alone where nothing is said within timeout_s. One
-        listener."""
+        """What was said since the last time, waited for, with CPU_S; that alone where nothing is
+        said within timeout_s. One listener."""
         cpu_s = ("reported", 0, CPU_S, time.process_time())
         try:
             async with asyncio.timeout(timeout_s):
                 await self._something.wait()
         except TimeoutError:
             return [cpu_s]
-        events, self._events = self._events[:MAX_CONCURRENT_COMMANDS], self._events[MAX_CONCURRENT_COMMANDS:]
+        events, self._events = (
+            self._events[:MAX_CONCURRENT_COMMANDS],
+            self._events[MAX_CONCURRENT_COMMANDS:],
+        )
         if not self._events:
             self._something.clear()
         return [cpu_s, *((event.kind, event.ticket, event.name, event.what) for event in events)]

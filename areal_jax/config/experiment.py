@@ -25,26 +25,46 @@ class Setup:
 
     name: str = chz.field(doc="names the run folder")
     description: str = chz.field(default="", doc="one line about what is tried")
-    seed: int = chz.field(default=1, doc="of fresh weights, of the order of the data and of every draw")
+    seed: int = chz.field(
+        default=1, doc="of fresh weights, of the order of the data and of every draw"
+    )
     num_steps: int = chz.field(doc="trainer steps; 0: only evaluate")
     policy: PolicyConfig = chz.field(default_factory=PolicyConfig, doc="what is trained")
-    eval_tasks: TaskSource = chz.field(default_factory=lambda: Synthetic(split="heldout"), doc="what it is evaluated on")
-    prompt: PromptConfig = chz.field(default_factory=PromptConfig, doc="what is put around every problem")
-    placement: PlacementConfig = chz.field(default_factory=PlacementConfig, doc="which devices train and which decode")
+    eval_tasks: TaskSource = chz.field(
+        default_factory=lambda: Synthetic(split="heldout"), doc="what it is evaluated on"
+    )
+    prompt: PromptConfig = chz.field(
+        default_factory=PromptConfig, doc="what is put around every problem"
+    )
+    placement: PlacementConfig = chz.field(
+        default_factory=PlacementConfig, doc="which devices train and which decode"
+    )
     launch: LaunchConfig = chz.field(
-        default_factory=Local, doc="in which processes: Local, all in this one; Ray, on this machine or on many"
+        default_factory=Local,
+        doc="in which processes: Local, all in this one; Ray, on this machine or on many",
     )
     engine: EngineConfig = chz.field(default_factory=EngineConfig, doc="decoding")
-    trainer: TrainerConfig = chz.field(default_factory=TrainerConfig, doc="how a batch becomes a version")
+    trainer: TrainerConfig = chz.field(
+        default_factory=TrainerConfig, doc="how a batch becomes a version"
+    )
     workflow: WorkflowConfig = chz.field(
         default_factory=SingleTurn,
-        doc="how a task becomes samples, in training and evaluation: SingleTurn, MultiTurn, ToolUse or Agent",
+        doc=(
+            "how a task becomes samples, in training and evaluation: SingleTurn, MultiTurn, "
+            "ToolUse or Agent"
+        ),
     )
     rewards: RewardConfig = chz.field(default_factory=RewardConfig, doc="grading")
-    evaluation: EvaluationConfig = chz.field(default_factory=EvaluationConfig, doc="evaluation while training goes on")
+    evaluation: EvaluationConfig = chz.field(
+        default_factory=EvaluationConfig, doc="evaluation while training goes on"
+    )
     checkpoint: CheckpointConfig = chz.field(default_factory=CheckpointConfig, doc="what survives")
-    metrics: MetricsConfig = chz.field(default_factory=MetricsConfig, doc="what is written beside metrics.jsonl")
-    health: HealthConfig = chz.field(default_factory=HealthConfig, doc="checks for a run that cannot learn")
+    metrics: MetricsConfig = chz.field(
+        default_factory=MetricsConfig, doc="what is written beside metrics.jsonl"
+    )
+    health: HealthConfig = chz.field(
+        default_factory=HealthConfig, doc="checks for a run that cannot learn"
+    )
 
 
 @chz.chz
@@ -52,7 +72,9 @@ class Experiment(Setup):
     """Reinforcement learning: everything that decides a run, and nothing that it finds out."""
 
     tasks: TaskSource = chz.field(default_factory=Synthetic, doc="what it is trained on")
-    rollout: RolloutConfig = chz.field(default_factory=RolloutConfig, doc="batch shape and staleness")
+    rollout: RolloutConfig = chz.field(
+        default_factory=RolloutConfig, doc="batch shape and staleness"
+    )
 
 
 @chz.chz
@@ -61,20 +83,27 @@ class FineTuning(Setup):
 
     examples: TaskSource = chz.field(
         default_factory=Synthetic,
-        doc="what it is trained on: conversations, or prompts with their answers; for preferences, pairs of answers",
+        doc=(
+            "what it is trained on: conversations, or prompts with their answers; for "
+            "preferences, pairs of answers"
+        ),
     )
     examples_per_batch: int = chz.field(default=64, doc="examples, or pairs, in one update")
-    eval_examples: TaskSource = chz.field(default_factory=HeldOut, doc="what is measured on examples is measured on these")
+    eval_examples: TaskSource = chz.field(
+        default_factory=HeldOut, doc="what is measured on examples is measured on these"
+    )
     heldout_every_steps: int = chz.field(
         default=50,
-        doc="updates between two measurements of loss and perplexity (for preferences, of accuracy) on eval_examples, one "
+        doc="updates between two measurements of loss and perplexity (for preferences, of "
+        "accuracy) on eval_examples, one "
         "before the first and one after the last; 0: none",
     )
 
 
 @chz.chz
 class SFTExperiment(FineTuning):
-    """Supervised fine-tuning: how a policy comes to be that reinforcement learning can start from."""
+    """Supervised fine-tuning: how a policy comes to be that reinforcement learning can start
+    from."""
 
 
 @chz.chz
@@ -82,7 +111,8 @@ class PreferenceExperiment(FineTuning):
     """Training on pairs of a chosen and a rejected answer, of a policy or of a reward model."""
 
     loss: Preference = chz.field(
-        default_factory=DPO, doc="what is learnt from a pair: by a policy DPO or IPO, by a reward model BradleyTerry"
+        default_factory=DPO,
+        doc="what is learnt from a pair: by a policy DPO or IPO, by a reward model BradleyTerry",
     )
 
     @property
@@ -92,7 +122,8 @@ class PreferenceExperiment(FineTuning):
 
     @property
     def reference(self) -> Reference | None:
-        """What the policy is compared with, by default the weights that training starts from; a reward model with nothing."""
+        """What the policy is compared with, by default the weights that training starts from; a
+        reward model with nothing."""
         return None if self.trains_reward_model else self.trainer.reference or Reference()
 
 

@@ -1,6 +1,7 @@
 """Find, read, override, check and write experiments.
 
-experiment = load_experiment("aime", ["rollout.max_staleness=8", "tasks=Files", "tasks.path=problems.jsonl"])
+experiment = load_experiment("aime", ["rollout.max_staleness=8", "tasks=Files",
+"tasks.path=problems.jsonl"])
 """
 
 from __future__ import annotations
@@ -43,30 +44,39 @@ _RUN_KEY = "areal_jax.run"
 
 
 def load_experiment(name_or_path: str, overrides: Sequence[str] = ()) -> AnyExperiment:
-    """The experiment of experiments/NAME.py, or of the Python file at a path, with `a.b=c` overrides applied.
+    """The experiment of experiments/NAME.py, or of the Python file at a path, with `a.b=c`
+    overrides applied.
 
-    Raises ConfigError where there is no such experiment, an override fits no setting, or settings contradict."""
+    Raises ConfigError where there is no such experiment, an override fits no setting, or settings
+    contradict."""
     experiment = _experiment_in(find_experiment(name_or_path))
     return _resolved(type(experiment), settings(experiment), overrides)
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> AnyExperiment:
-    """The experiment that a run wrote to its config.json, with overrides. A setting the file lacks takes its default.
+    """The experiment that a run wrote to its config.json, with overrides. A setting the file lacks
+    takes its default.
 
-    Raises ConfigError where the file is none, or names a setting that this version does not know."""
+    Raises ConfigError where the file is none, or names a setting that this version does not
+    know."""
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
-        raise ConfigError(f"{path}: cannot be read ({error.strerror}); expected the {CONFIG_FILE} of a run") from None
+        raise ConfigError(
+            f"{path}: cannot be read ({error.strerror}); expected the {CONFIG_FILE} of a run"
+        ) from None
     except ValueError as error:
-        raise ConfigError(f"{path}: expected the {CONFIG_FILE} of a run, came no text ({error})") from None
+        raise ConfigError(
+            f"{path}: expected the {CONFIG_FILE} of a run, came no text ({error})"
+        ) from None
     return _read(text, str(path), overrides)
 
 
 def read_settings(text: str, source: str | None) -> AnyExperiment:
     """The experiment that another process of this run wrote down with `written_settings`.
 
-    Args: source: name or file of the experiment, which may define classes that the settings name. Raises as `read_config`."""
+    Args: source: name or file of the experiment, which may define classes that the settings name.
+        Raises as `read_config`."""
     if source is not None:
         load_experiment(source)
     return _read(text, "the settings of the run", ())
@@ -82,17 +92,24 @@ def _read(text: str, path: str, overrides: Sequence[str]) -> AnyExperiment:
     try:
         given = json.loads(text)
     except ValueError as error:
-        raise ConfigError(f"{path}: expected the {CONFIG_FILE} of a run, came no JSON ({error})") from None
+        raise ConfigError(
+            f"{path}: expected the {CONFIG_FILE} of a run, came no JSON ({error})"
+        ) from None
     classes = {cls.__name__: cls for cls in get_args(AnyExperiment)}
     cls = classes.get(str(given.pop(_CLASS_KEY, ""))) if isinstance(given, dict) else None
     if cls is None:
-        raise ConfigError(f"{path}: expected the {CONFIG_FILE} of a run, with {_CLASS_KEY} one of {', '.join(classes)}")
+        raise ConfigError(
+            f"{path}: expected the {CONFIG_FILE} of a run, with {_CLASS_KEY} one of "
+            f"{', '.join(classes)}"
+        )
     given.pop(_RUN_KEY, None)
     version = given.pop(_VERSION_KEY, "an unknown version")
     try:
         return _resolved(cls, assign(given, settings(cls), from_json), overrides)
     except ConfigError as error:
-        raise ConfigError(f"{path} (written by areal_jax {version}, this is {__version__}): {error}") from None
+        raise ConfigError(
+            f"{path} (written by areal_jax {version}, this is {__version__}): {error}"
+        ) from None
 
 
 def holds_run(folder: Path) -> bool:
@@ -104,7 +121,8 @@ def holds_run(folder: Path) -> bool:
 
 
 def write_config(experiment: AnyExperiment, path: Path, run_id: str | None = None) -> None:
-    """Write every setting, flat and readable; `--config=PATH` runs it again. Args: run_id: identifies the run."""
+    """Write every setting, flat and readable; `--config=PATH` runs it again. Args: run_id:
+    identifies the run."""
     written = written_settings(experiment)
     if run_id is not None:
         written = json.dumps({_RUN_KEY: run_id} | json.loads(written), indent=2) + "\n"
@@ -112,7 +130,8 @@ def write_config(experiment: AnyExperiment, path: Path, run_id: str | None = Non
 
 
 def read_plainly(path: Path) -> tuple[str | None, Mapping[str, Any]]:
-    """The run's id, None where it has none, and its settings as they stand in a config.json, which may be missing."""
+    """The run's id, None where it has none, and its settings as they stand in a config.json, which
+    may be missing."""
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -126,7 +145,8 @@ def experiment_names() -> list[str]:
 
 
 def find_experiment(name_or_path: str) -> Path:
-    """The file of an experiment given by name or by path. ConfigError lists the names where there is none."""
+    """The file of an experiment given by name or by path. ConfigError lists the names where there
+    is none."""
     if name_or_path.endswith(".py"):
         path = Path(name_or_path)
         hint = "give the path of an existing file, or a name"
@@ -164,7 +184,9 @@ def _experiment_in(path: Path) -> AnyExperiment:
     experiment = getattr(module, "experiment", None)
     if not isinstance(experiment, AnyExperiment):
         names = ", ".join(cls.__name__ for cls in get_args(AnyExperiment))
-        raise ConfigError(f"{path}: expected `experiment` to be one of {names}, came {type(experiment).__name__}")
+        raise ConfigError(
+            f"{path}: expected `experiment` to be one of {names}, came {type(experiment).__name__}"
+        )
     return experiment
 
 
@@ -179,12 +201,15 @@ def _resolved(cls: type[AnyExperiment], flat: Settings, overrides: Sequence[str]
 
 
 def _with_algorithm(experiment: AnyExperiment, name: str) -> Experiment:
-    """The experiment with the switches of a preset. ConfigError names the presets where there is none of this name."""
+    """The experiment with the switches of a preset. ConfigError names the presets where there is
+    none of this name."""
     preset = PRESETS.get(name.lower())
     if preset is None:
         raise ConfigError(f"no algorithm {name!r}; known are {', '.join(PRESETS)}")
     if not isinstance(experiment, Experiment):
-        raise ConfigError(f"algorithm={name} is for reinforcement learning, which {experiment.name} is not")
+        raise ConfigError(
+            f"algorithm={name} is for reinforcement learning, which {experiment.name} is not"
+        )
     trainer = chz.replace(
         experiment.trainer,
         loss=preset.loss,
@@ -195,6 +220,8 @@ def _with_algorithm(experiment: AnyExperiment, name: str) -> Experiment:
         reference=preset.reference,
     )
     rollout = chz.replace(
-        experiment.rollout, success_rate_above=preset.success_rate_above, success_rate_below=preset.success_rate_below
+        experiment.rollout,
+        success_rate_above=preset.success_rate_above,
+        success_rate_below=preset.success_rate_below,
     )
     return chz.replace(experiment, trainer=trainer, rollout=rollout)

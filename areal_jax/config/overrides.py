@@ -1,7 +1,8 @@
-"""Flat, typed settings: how a tree of chz records is listed, overridden as `a.b=c`, and written to and read from JSON.
+"""Flat, typed settings: how a tree of chz records is listed, overridden as `a.b=c`, and written to
+and read from JSON.
 
-A setting is one leaf of the tree under its dotted key, or one choice among classes (`tasks=Files`). Nothing here knows
-what the settings mean.
+A setting is one leaf of the tree under its dotted key, or one choice among classes (`tasks=Files`).
+Nothing here knows what the settings mean.
 """
 
 from __future__ import annotations
@@ -34,9 +35,11 @@ class Setting:
 
     key: str
     kind: Any
-    """The field's annotation; for a choice, the class whose subclasses may be chosen, or a class or None."""
+    """The field's annotation; for a choice, the class whose subclasses may be chosen, or a class or
+    None."""
     value: Any
-    """A scalar, a tuple of scalars, the class chosen (None where a record may be left out, and is), or `Required`."""
+    """A scalar, a tuple of scalars, the class chosen (None where a record may be left out, and is),
+    or `Required`."""
     doc: str
 
     @property
@@ -53,7 +56,8 @@ Settings = dict[str, Setting]
 
 
 def subclasses(kind: type) -> Iterator[type]:
-    """All chz classes below `kind` that can be chosen, in the order in which they were written. An ABC cannot."""
+    """All chz classes below `kind` that can be chosen, in the order in which they were written. An
+    ABC cannot."""
     for below in kind.__subclasses__():
         if chz.is_chz(below):
             if ABC not in below.__bases__:
@@ -62,9 +66,15 @@ def subclasses(kind: type) -> Iterator[type]:
 
 
 def choices_of(kind: Any) -> tuple[type, ...]:
-    """Classes that a field of this kind may hold a record of: those below a class, or a class that may be left out."""
+    """Classes that a field of this kind may hold a record of: those below a class, or a class that
+    may be left out."""
     if _may_be_none(kind):
-        return tuple(choice for arg in get_args(kind) if chz.is_chz(arg) for choice in (arg, *subclasses(arg)))
+        return tuple(
+            choice
+            for arg in get_args(kind)
+            if chz.is_chz(arg)
+            for choice in (arg, *subclasses(arg))
+        )
     return tuple(subclasses(kind)) if chz.is_chz(kind) else ()
 
 
@@ -106,8 +116,8 @@ def _default(field: Any) -> Any:
 def assign(given: Mapping[str, Any], to: Settings, read: Callable[[Any, Any], Any]) -> Settings:
     """Set what is given, each value read as its setting's kind.
 
-    A class that is newly chosen brings its own defaults, and the settings of the class it replaces go. A setting inside a
-    record that was left out brings the record.
+    A class that is newly chosen brings its own defaults, and the settings of the class it replaces
+    go. A setting inside a record that was left out brings the record.
 
     Args:
         read: turns (value as given, kind) into a value of that kind; ValueError where it is none.
@@ -125,8 +135,14 @@ def assign(given: Mapping[str, Any], to: Settings, read: Callable[[Any, Any], An
                 raise ConfigError(_mismatch(changed[key], given[key]))
             chosen = named[wanted if wanted in named else alike[0]]
             if chosen is not changed[key].value:
-                changed = {other: setting for other, setting in changed.items() if not other.startswith(key + ".")}
-                changed |= {key: replace(changed[key], value=chosen)} | (settings(chosen, key + ".") if chosen else {})
+                changed = {
+                    other: setting
+                    for other, setting in changed.items()
+                    if not other.startswith(key + ".")
+                }
+                changed |= {key: replace(changed[key], value=chosen)} | (
+                    settings(chosen, key + ".") if chosen else {}
+                )
     for key, value in given.items():
         if key not in changed:
             raise ConfigError(_unknown(key, changed))
@@ -140,18 +156,33 @@ def assign(given: Mapping[str, Any], to: Settings, read: Callable[[Any, Any], An
 
 def _implied(given: Iterable[str], to: Settings) -> dict[str, str]:
     """Choices of the records that were left out, and inside which something is given."""
-    off = {key: setting.choices for key, setting in to.items() if setting.choices and setting.value is None}
-    return {key: choices[0].__name__ for key, choices in off.items() if any(other.startswith(key + ".") for other in given)}
+    off = {
+        key: setting.choices
+        for key, setting in to.items()
+        if setting.choices and setting.value is None
+    }
+    return {
+        key: choices[0].__name__
+        for key, choices in off.items()
+        if any(other.startswith(key + ".") for other in given)
+    }
 
 
 def build(cls: type[T], from_settings: Settings) -> T:
-    """The record that the settings describe. ConfigError names what is required and missing, or of another kind."""
+    """The record that the settings describe. ConfigError names what is required and missing, or of
+    another kind."""
     for setting in from_settings.values():
         if setting.value is Required:
-            raise ConfigError(f"{setting.key} must be given: expected {kind_name(setting.kind)} ({setting.doc})")
+            raise ConfigError(
+                f"{setting.key} must be given: expected {kind_name(setting.kind)} ({setting.doc})"
+            )
         if not setting.choices and not fits(setting.value, setting.kind):
             raise ConfigError(_mismatch(setting, setting.value))
-    return chz.Blueprint(cls).apply({key: setting.value for key, setting in from_settings.items()}).make()
+    return (
+        chz.Blueprint(cls)
+        .apply({key: setting.value for key, setting in from_settings.items()})
+        .make()
+    )
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[str, str]:
@@ -160,7 +191,10 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, str]:
     for override in overrides:
         key, equals, value = override.partition("=")
         if not equals or not key:
-            raise ConfigError(f"{override!r} is not a setting: expected key=value, such as rollout.max_staleness=8")
+            raise ConfigError(
+                f"{override!r} is not a setting: expected key=value, such as "
+                "rollout.max_staleness=8"
+            )
         given[key] = value
     return given
 
@@ -205,7 +239,8 @@ def _jsonable(value: Any) -> JSON:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of the kind; an int is a float, but neither true nor a not-finite number is one."""
+    """Whether a value is of the kind; an int is a float, but neither true nor a not-finite number
+    is one."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return any(fits(value, arg) for arg in args)
@@ -244,16 +279,22 @@ def kind_name(kind: Any) -> str:
 
 
 def _mismatch(setting: Setting, came: object) -> str:
-    return f"{setting.key}={as_text(came)}: expected {kind_name(setting.kind)}, came {came!r} ({setting.doc})"
+    return (
+        f"{setting.key}={as_text(came)}: expected {kind_name(setting.kind)}, came {came!r} "
+        f"({setting.doc})"
+    )
 
 
 def _unknown(key: str, known: Settings) -> str:
-    """What to say of a key that is no setting: the settings inside it, the class that has it, or the closest names."""
+    """What to say of a key that is no setting: the settings inside it, the class that has it, or
+    the closest names."""
     if inside := [other for other in known if other.startswith(key + ".")]:
         return f"{key} is a group of settings; set one of {', '.join(inside)}"
     parent, _, name = key.rpartition(".")
     if parent in known:
-        having = [choice.__name__ for choice in known[parent].choices if name in chz.chz_fields(choice)]
+        having = [
+            choice.__name__ for choice in known[parent].choices if name in chz.chz_fields(choice)
+        ]
         if having:
             given = " or ".join(f"{parent}={choice}" for choice in having)
             return f"{key} is no setting of {parent}={known[parent].text()}; it needs {given}"

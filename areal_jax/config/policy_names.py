@@ -1,4 +1,5 @@
-"""Where a policy is that someone names on the command line: a run, a Hugging Face folder or hub name, or an adapter."""
+"""Where a policy is that someone names on the command line: a run, a Hugging Face folder or hub
+name, or an adapter."""
 
 from __future__ import annotations
 
@@ -28,18 +29,22 @@ class RunCheckpoint:
 
 class NamedPolicy(NamedTuple):
     settings: dict[str, str]
-    """Of the `PolicyConfig`, as they are given; without `path` for an adapter, which may fit several."""
+    """Of the `PolicyConfig`, as they are given; without `path` for an adapter, which may fit
+    several."""
     checkpoint: RunCheckpoint | None = None
 
 
 def named_policy(where: str, setting: str) -> NamedPolicy:
-    """The policy in a run folder, RUN/checkpoints/VERSION, a PEFT folder, a Hugging Face folder, or of a hub name.
+    """The policy in a run folder, RUN/checkpoints/VERSION, a PEFT folder, a Hugging Face folder, or
+    of a hub name.
 
     Args: setting: where `where` is from, for messages. ConfigError says what was looked for."""
     if (run := _run_of(where, setting)) is not None:
         ran = read_config(run[0] / CONFIG_FILE)
         listed = settings(ran.policy).values()
-        return NamedPolicy({each.key: each.text() for each in listed}, RunCheckpoint(*run, seed=ran.seed))
+        return NamedPolicy(
+            {each.key: each.text() for each in listed}, RunCheckpoint(*run, seed=ran.seed)
+        )
     if (Path(where).expanduser() / ADAPTER_CONFIG).is_file():
         return NamedPolicy({"lora": "none", "adapter": where})
     try:
@@ -58,6 +63,9 @@ def _run_of(where: str, setting: str) -> tuple[Path, int | None] | None:
         return folder.parent, None
     if folder.parent.name == CHECKPOINTS and holds_run(folder.parent.parent):
         if not folder.name.isdigit():
-            raise ConfigError(f"{setting}={where}: expected RUN/{CHECKPOINTS}/VERSION with a number, came {folder.name!r}")
+            raise ConfigError(
+                f"{setting}={where}: expected RUN/{CHECKPOINTS}/VERSION with a number, came "
+                f"{folder.name!r}"
+            )
         return folder.parent.parent, int(folder.name)
     return None

@@ -26,7 +26,8 @@ BENCHMARKS: Mapping[str, Hub] = {
 
 
 def find_benchmark(data: str) -> Files | Hub:
-    """The tasks that `data=` names: a file, a folder with a test file or a single file, a benchmark, a data set of the hub.
+    """The tasks that `data=` names: a file, a folder with a test file or a single file, a
+    benchmark, a data set of the hub.
 
     FileNotFoundError or ValueError says what was looked for."""
     path = Path(data).expanduser()
@@ -36,19 +37,28 @@ def find_benchmark(data: str) -> Files | Hub:
         return Files(path=data)
     if data in BENCHMARKS:
         return BENCHMARKS[data]
-    if NAME.fullmatch("/".join(data.split("/")[:2])) and not data.startswith(".") and path.suffix not in SUFFIXES:
+    if (
+        NAME.fullmatch("/".join(data.split("/")[:2]))
+        and not data.startswith(".")
+        and path.suffix not in SUFFIXES
+    ):
         return Hub(name=data, split="test")
     raise FileNotFoundError(
-        f"data={data}: expected an existing file or folder, a benchmark ({', '.join(BENCHMARKS)}), or a data set of the hub "
+        f"data={data}: expected an existing file or folder, a benchmark "
+        f"({', '.join(BENCHMARKS)}), or a data set of the hub "
         f"such as openai/gsm8k/main (working directory: {Path.cwd()})"
     )
 
 
 def _split(folder: Path) -> str:
-    """With what the names of the test files in a folder begin: test, where there are such; else the name of its only file."""
+    """With what the names of the test files in a folder begin: test, where there are such; else the
+    name of its only file."""
     held = sorted({file.name for file in folder.rglob("*") if file.suffix in SUFFIXES})
     if any(name.startswith("test") for name in held):
         return "test"
     if len(held) == 1:
         return held[0]
-    raise ValueError(f"data={folder}: expected test*.jsonl, .json or .parquet, or a single such file; found {held or 'none'}")
+    raise ValueError(
+        f"data={folder}: expected test*.jsonl, .json or .parquet, or a single such file; found "
+        f"{held or 'none'}"
+    )

@@ -1,4 +1,5 @@
-"""Made-up facts, a collection of documents in which a search finds what nobody can know. Standard library only."""
+"""Made-up facts, a collection of documents in which a search finds what nobody can know. Standard
+library only."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ BOXES = range(60, 96)
 
 
 def fact(hall: int, box: int) -> tuple[str, int]:
-    """What is in a box, as a sentence, and how many pens that is: three digits, so that no count is another number."""
+    """What is in a box, as a sentence, and how many pens that is: three digits, so that no count is
+    another number."""
     count = 100 + int.from_bytes(blake2b(f"{hall}/{box}".encode(), digest_size=4).digest()) % 900
     return f"In hall {hall}, box {box} has {count} pens.", count
 

@@ -1,6 +1,8 @@
-"""Sequences of any length into micro-batches of one shape, so that one compiled program trains them all. numpy only.
+"""Sequences of any length into micro-batches of one shape, so that one compiled program trains them
+all. numpy only.
 
-Axes: M micro-batches, B rows of a micro-batch, T tokens of a row, N sequences, S tokens of a sequence.
+Axes: M micro-batches, B rows of a micro-batch, T tokens of a row, N sequences, S tokens of a
+    sequence.
 """
 
 from __future__ import annotations
@@ -19,20 +21,23 @@ from areal_jax.records import PackedBatch
 
 
 def allocate(lengths: Sequence[int] | Int[np.ndarray, "N"], capacity: int) -> list[list[int]]:
-    """Partition sequences into bins of at most `capacity` tokens (AReaL, arXiv:2505.24298, algorithm 1, of one batch or more).
+    """Partition sequences into bins of at most `capacity` tokens (AReaL, arXiv:2505.24298,
+    algorithm 1, of one batch or more).
 
-    Longest first, each into the bin with room that has the fewest sequences, of those the one with the fewest tokens; into a
-    new bin where none has room. Returns places in `lengths`, bin by bin.
+    Longest first, each into the bin with room that has the fewest sequences, of those the one with
+    the fewest tokens; into a new bin where none has room. Returns places in `lengths`, bin by bin.
     Raises ValueError where a sequence is longer than `capacity`.
     """
     lengths = np.asarray(lengths, np.int64)
     if len(lengths) and lengths.max() > capacity:
         raise ValueError(
-            f"a sequence of {lengths.max()} tokens does not fit into a row of {capacity}; set trainer.row_tokens to at least "
+            f"a sequence of {lengths.max()} tokens does not fit into a row of {capacity}; set "
+            "trainer.row_tokens to at least "
             f"{lengths.max()}, or lower engine.max_prompt_tokens or engine.max_new_tokens"
         )
     bins: list[list[int]] = []
-    # by_count[n - 1]: tokens and place of every bin of n sequences, as a heap. Where its least has not enough resources, none of them has.
+    # by_count[n - 1]: tokens and place of every bin of n sequences, as a heap. Where its least has
+    # not enough resources, none of them has.
     by_count: list[list[tuple[int, int]]] = []
     for i in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[i])
@@ -82,8 +87,11 @@ class Layout:
         num_tokens, num_places = self.filled
         return num_tokens / max(1.0, num_places)
 
-    def scatter(self, values: Iterable[Shaped[np.ndarray, "_"] | float], dtype: DTypeLike) -> Shaped[np.ndarray, "M B T"]:
-        """Per-token values, one array (or one number) for each sequence, to their places; zeros where no token lies."""
+    def scatter(
+        self, values: Iterable[Shaped[np.ndarray, "_"] | float], dtype: DTypeLike
+    ) -> Shaped[np.ndarray, "M B T"]:
+        """Per-token values, one array (or one number) for each sequence, to their places; zeros
+        where no token lies."""
         packed = np.zeros(self.shape, dtype)
         flat = packed.reshape(-1)
         for start, length, of_sequence in zip(self.starts, self.lengths, values, strict=True):
@@ -91,13 +99,24 @@ class Layout:
         return packed
 
     def gather(self, packed: Shaped[np.ndarray, "M B T"]) -> list[Shaped[np.ndarray, "_"]]:
-        """Per-token values of all micro-batches back to the sequences, in their order; the inverse of `scatter`."""
+        """Per-token values of all micro-batches back to the sequences, in their order; the inverse
+        of `scatter`."""
         flat = packed.reshape(-1)
-        return [flat[start : start + length] for start, length in zip(self.starts, self.lengths, strict=True)]
+        return [
+            flat[start : start + length]
+            for start, length in zip(self.starts, self.lengths, strict=True)
+        ]
 
 
-def lay_out(lengths: Sequence[int] | Int[np.ndarray, "N"], *, rows: int, row_tokens: int, num_together: int = 1) -> Layout:
-    """Lay sequences end to end in rows by Algorithm 1, and rows into as few micro-batches as hold them.
+def lay_out(
+    lengths: Sequence[int] | Int[np.ndarray, "N"],
+    *,
+    rows: int,
+    row_tokens: int,
+    num_together: int = 1,
+) -> Layout:
+    """Lay sequences end to end in rows by Algorithm 1, and rows into as few micro-batches as hold
+    them.
 
     Each `num_together` sequences that follow one another are neighbours in one row, in their order.
     Raises ValueError where such sequences together are longer than `row_tokens`."""
@@ -116,7 +135,8 @@ def lay_out(lengths: Sequence[int] | Int[np.ndarray, "N"], *, rows: int, row_tok
 def pack(
     sequences: Sequence[TrainingSequence], *, rows: int, row_tokens: int, num_together: int = 1
 ) -> tuple[list[PackedBatch], Layout]:
-    """Micro-batches that hold every sequence once, and where each lies in them, as `lay_out` says."""
+    """Micro-batches that hold every sequence once, and where each lies in them, as `lay_out`
+    says."""
     lengths = [len(sequence.tokens) for sequence in sequences]
     layout = lay_out(lengths, rows=rows, row_tokens=row_tokens, num_together=num_together)
     counting = np.arange(row_tokens, dtype=np.int32)

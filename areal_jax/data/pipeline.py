@@ -11,7 +11,8 @@ T = TypeVar("T")
 
 
 class TaskStream(Iterator[T]):
-    """Every task (or example) once per epoch, in an order that `seed` and the epoch decide; without end."""
+    """Every task (or example) once per epoch, in an order that `seed` and the epoch decide; without
+    end."""
 
     def __init__(self, tasks: Sequence[T], seed: int) -> None:
         if not tasks:
@@ -30,11 +31,13 @@ class TaskStream(Iterator[T]):
         return {"next_index": self._iterator.get_state()["next_index"], **self._identity}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Go to the place of `state`: what comes next is what came next there. ValueError where it is another stream's."""
+        """Go to the place of `state`: what comes next is what came next there. ValueError where it
+        is another stream's."""
         came = {name: state.get(name) for name in self._identity}
         if came != self._identity:
             raise ValueError(
-                f"expected the place in a stream of {self._identity}, came one of {came}: the same tasks and seed are needed "
+                f"expected the place in a stream of {self._identity}, came one of {came}: the "
+                "same tasks and seed are needed "
                 "to go on without losing or repeating any"
             )
         self._iterator.set_state({"next_index": state["next_index"]})

@@ -1,10 +1,13 @@
-"""AIME-style problems from a seeded generator: integer answers 000-999, each with its worked solution and wrong ones.
+"""AIME-style problems from a seeded generator: integer answers 000-999, each with its worked
+solution and wrong ones.
 
-A family is a function of a few parameters. For each difficulty its parameters range over finite axes, so the problems of a
-family are numbered: a code is a number in the mixed radix of the axes. One fixed shuffle of all codes gives its first eighth to
-`heldout` and the rest to `train`, whatever the seed, so the two never share a problem; a seeded shuffle inside the split then
-says which problem comes when. Both shuffles are bijections that are computed point by point, so any problem can be made alone
-and none comes twice before all have come. In each family some axis keeps every two difficulties apart.
+A family is a function of a few parameters. For each difficulty its parameters range over finite
+axes, so the problems of a family are numbered: a code is a number in the mixed radix of the axes.
+One fixed shuffle of all codes gives its first eighth to `heldout` and the rest to `train`, whatever
+the seed, so the two never share a problem; a seeded shuffle inside the split then says which
+problem comes when. Both shuffles are bijections that are computed point by point, so any problem
+can be made alone and none comes twice before all have come. In each family some axis keeps every
+two difficulties apart.
 """
 
 from __future__ import annotations
@@ -27,7 +30,8 @@ NAMES = ("Ann", "Ben", "Eva", "Leo", "Mia", "Tom")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem with its answer, its worked solution, and wrong methods that were carried out correctly."""
+    """One problem with its answer, its worked solution, and wrong methods that were carried out
+    correctly."""
 
     id: str
     """Family, difficulty and code: the same problem bears the same id under any seed."""
@@ -46,7 +50,8 @@ class Worked(NamedTuple):
     steps: tuple[str, ...]
     value: int
     sound: bool = True
-    """False where a step left the natural numbers: such a method is nobody's mistake here, and is left out."""
+    """False where a step left the natural numbers: such a method is nobody's mistake here, and is
+    left out."""
 
     def text(self) -> str:
         return "\n".join((*self.steps, f"\\boxed{{{self.value}}}"))
@@ -72,17 +77,21 @@ FAMILIES: dict[str, Family] = {}
 
 def _family(**axes: Mapping[str, Axis]) -> Callable[[Callable[..., Draft]], Callable[..., Draft]]:
     def register(draft: Callable[..., Draft]) -> Callable[..., Draft]:
-        FAMILIES[draft.__name__] = Family(draft, {"easy": axes["easy"], "medium": axes["medium"], "hard": axes["hard"]})
+        FAMILIES[draft.__name__] = Family(
+            draft, {"easy": axes["easy"], "medium": axes["medium"], "hard": axes["hard"]}
+        )
         return draft
 
     return register
 
 
 def chain(start: int, *rest: str | int) -> Worked:
-    """Carry a number through operations, each written out as a step: chain(9, "-", 1, "*", 3) is 9-1=8, 8*3=24.
+    """Carry a number through operations, each written out as a step: chain(9, "-", 1, "*", 3) is
+    9-1=8, 8*3=24.
 
-    "from" subtracts what was reached from the next number; "mod" and "quotient" both write a division with remainder,
-    83=7*11+6, and go on with the remainder or with the quotient. "/" is exact or unsound.
+    "from" subtracts what was reached from the next number; "mod" and "quotient" both write a
+    division with remainder, 83=7*11+6, and go on with the remainder or with the quotient. "/" is
+    exact or unsound.
     """
     value, steps, sound = start, list[str](), True
     for operation, operand in zip(rest[::2], rest[1::2], strict=True):
@@ -124,7 +133,8 @@ def _coprime_pairs(low: int, high: int) -> list[tuple[int, ...]]:
 
 
 def _lcm_pairs(low: int, high: int, most_tries: int, most_lcm: int) -> list[tuple[int, ...]]:
-    """Pairs a < b with b in [low, high), neither dividing the other, whose least common multiple is a small multiple of b."""
+    """Pairs a < b with b in [low, high), neither dividing the other, whose least common multiple is
+    a small multiple of b."""
     pairs = ((a, b) for b in range(low, high) for a in range(4, b) if b % a)
     return [pair for pair in pairs if math.lcm(*pair) <= min(most_lcm, most_tries * pair[1])]
 
@@ -146,10 +156,21 @@ def _numerals(bases: Iterable[int], num_digits: int) -> list[tuple[int, ...]]:
 def sequence(first: int, step: int, n: int) -> Draft:
     return Draft(
         (
-            f"An arithmetic sequence starts with {first} and has common difference {step}. What is term number {n}?",
-            f"The first term of an arithmetic sequence is {first} and the difference is {step}. Find term {n}.",
+            (
+                f"An arithmetic sequence starts with {first} and has common difference {step}. "
+                "What "
+                f"is term number {n}?"
+            ),
+            (
+                f"The first term of an arithmetic sequence is {first} and the difference is "
+                f"{step}. "
+                f"Find term {n}."
+            ),
             f"Write down {first} and keep adding {step}. What is number {n} in the list?",
-            f"Row 1 of a hall has {first} seats, and each row has {step} more. How many seats has row {n}?",
+            (
+                f"Row 1 of a hall has {first} seats, and each row has {step} more. How many seats "
+                f"has row {n}?"
+            ),
         ),
         chain(n, "-", 1, "*", step, "+", first),
         (
@@ -185,9 +206,18 @@ def remainder(a: int, b: int, m: int) -> Draft:
 
 
 @_family(
-    easy={"base": [n for n in range(12, 100) if n % 10 in (2, 3, 4, 7, 8, 9)], "exponent": range(5, 41)},
-    medium={"base": [n for n in range(102, 400) if n % 10 in (2, 3, 4, 7, 8, 9)], "exponent": range(20, 200)},
-    hard={"base": [n for n in range(402, 1000) if n % 10 in (2, 3, 4, 7, 8, 9)], "exponent": range(100, 1000)},
+    easy={
+        "base": [n for n in range(12, 100) if n % 10 in (2, 3, 4, 7, 8, 9)],
+        "exponent": range(5, 41),
+    },
+    medium={
+        "base": [n for n in range(102, 400) if n % 10 in (2, 3, 4, 7, 8, 9)],
+        "exponent": range(20, 200),
+    },
+    hard={
+        "base": [n for n in range(402, 1000) if n % 10 in (2, 3, 4, 7, 8, 9)],
+        "exponent": range(100, 1000),
+    },
 )
 def units_digit(base: int, exponent: int) -> Draft:
     cycle = [pow(base, k, 10) for k in (1, 2, 3, 4)]
@@ -215,8 +245,16 @@ def units_digit(base: int, exponent: int) -> Draft:
 
 @_family(
     easy={"divisor": range(2, 12), "ratio": _coprime_pairs(3, 10), "order": ("falling", "rising")},
-    medium={"divisor": range(11, 41), "ratio": _coprime_pairs(10, 14), "order": ("falling", "rising")},
-    hard={"divisor": range(20, 46), "ratio": _coprime_pairs(14, 22), "order": ("falling", "rising")},
+    medium={
+        "divisor": range(11, 41),
+        "ratio": _coprime_pairs(10, 14),
+        "order": ("falling", "rising"),
+    },
+    hard={
+        "divisor": range(20, 46),
+        "ratio": _coprime_pairs(14, 22),
+        "order": ("falling", "rising"),
+    },
 )
 def gcd(divisor: int, ratio: tuple[int, int], order: str) -> Draft:
     large, small = divisor * ratio[0], divisor * ratio[1]
@@ -246,7 +284,9 @@ def gcd(divisor: int, ratio: tuple[int, int], order: str) -> Draft:
 def lcm(pair: tuple[int, int], start: int) -> Draft:
     a, b = pair
     least = math.lcm(a, b)
-    tries = tuple(f"{multiple}={a}*{multiple // a}+{multiple % a}" for multiple in range(b, least + 1, b))
+    tries = tuple(
+        f"{multiple}={a}*{multiple // a}+{multiple % a}" for multiple in range(b, least + 1, b)
+    )
 
     def adding(steps: tuple[str, ...], value: int) -> Worked:
         return Worked((*steps, *(last := chain(value, "+", start)).steps), last.value)
@@ -255,8 +295,15 @@ def lcm(pair: tuple[int, int], start: int) -> Draft:
         (
             f"What is {start} plus the least common multiple of {a} and {b}?",
             f"Add {start} to the smallest positive integer that both {a} and {b} divide.",
-            f"Two lights flash every {a} and {b} seconds. Both flash at second {start}. At which second do both flash next?",
-            f"One bus leaves every {a} minutes, one every {b}. Both leave at minute {start}. When do both leave next?",
+            (
+                f"Two lights flash every {a} and {b} seconds. Both flash at second {start}. At "
+                "which "
+                "second do both flash next?"
+            ),
+            (
+                f"One bus leaves every {a} minutes, one every {b}. Both leave at minute {start}. "
+                "When do both leave next?"
+            ),
         ),
         adding(tries, least),
         (
@@ -269,7 +316,11 @@ def lcm(pair: tuple[int, int], start: int) -> Draft:
     )
 
 
-@_family(easy={"number": range(1000, 10000)}, medium={"number": range(10**5, 10**6)}, hard={"number": range(10**8, 10**9)})
+@_family(
+    easy={"number": range(1000, 10000)},
+    medium={"number": range(10**5, 10**6)},
+    hard={"number": range(10**8, 10**9)},
+)
 def digit_sum(number: int) -> Draft:
     digits = [int(digit) for digit in str(number)]
 
@@ -288,7 +339,9 @@ def digit_sum(number: int) -> Draft:
             adding(*digits[:-1]),
             adding(*digits[1:]),
             adding(*digits, len(digits)),
-            chain(digits[0], "*", digits[1], *(item for digit in digits[2:] for item in ("+", digit))),
+            chain(
+                digits[0], "*", digits[1], *(item for digit in digits[2:] for item in ("+", digit))
+            ),
         ),
     )
 
@@ -331,8 +384,14 @@ def system(small: int, difference: int, ask: str) -> Draft:
         (
             f"Two numbers have sum {total} and difference {difference}. What is the {ask} number?",
             f"x+y={total} and x-y={difference}. Find {letter}.",
-            f"Two boxes hold {total} nuts, one {difference} more than the other. How many does the {ask} box hold?",
-            f"Find the {ask} of two numbers whose sum is {total} and whose difference is {difference}.",
+            (
+                f"Two boxes hold {total} nuts, one {difference} more than the other. How many does "
+                f"the {ask} box hold?"
+            ),
+            (
+                f"Find the {ask} of two numbers whose sum is {total} and whose difference is "
+                f"{difference}."
+            ),
         ),
         larger if ask == "larger" else smaller,
         (
@@ -378,7 +437,9 @@ def base(numeral: tuple[int, ...]) -> Draft:
     written = "".join(map(str, digits))
 
     def reading(*places: int) -> Worked:
-        return chain(places[0], *(item for place in places[1:] for item in ("*", radix, "+", place)))
+        return chain(
+            places[0], *(item for place in places[1:] for item in ("*", radix, "+", place))
+        )
 
     return Draft(
         (
@@ -420,7 +481,12 @@ def counting(low: int, span: int, ends: str) -> Draft:
     return Draft(
         inclusive if ends == "both" else exclusive,
         both if ends == "both" else neither,
-        (neither if ends == "both" else both, chain(high, "-", low), chain(high, "+", low), chain(high, "+", 1)),
+        (
+            neither if ends == "both" else both,
+            chain(high, "-", low),
+            chain(high, "+", low),
+            chain(high, "+", 1),
+        ),
     )
 
 
@@ -432,14 +498,19 @@ def counting(low: int, span: int, ends: str) -> Draft:
 def weekday(today: int, days: int, when: str) -> Draft:
     after = chain(today, "+", days, "mod", 7)
     backward = chain(days, "mod", 7)
-    before = Worked(backward.steps + (rest := chain(today, "+", 7, "-", backward.value, "mod", 7)).steps, rest.value)
+    before = Worked(
+        backward.steps + (rest := chain(today, "+", 7, "-", backward.value, "mod", 7)).steps,
+        rest.value,
+    )
     later, earlier = when == "after", when == "before"
     return Draft(
         (
-            f"Days of the week are 0 to 6. Today is day {today}. Which day {'is' if later else 'was'} it "
+            f"Days of the week are 0 to 6. Today is day {today}. Which day "
+            f"{'is' if later else 'was'} it "
             f"{f'in {days} days' if later else f'{days} days ago'}?",
             f"Number the days of the week 0 to 6. Which day is {days} days {when} day {today}?",
-            f"A wheel has places 0 to 6. From place {today} it turns {days} places {'on' if later else 'back'}. "
+            f"A wheel has places 0 to 6. From place {today} it turns {days} places "
+            f"{'on' if later else 'back'}. "
             f"Which place is reached?",
             f"With days of the week from 0 to 6, find the day {days} days {when} a day {today}.",
         ),
@@ -456,23 +527,61 @@ def weekday(today: int, days: int, when: str) -> Draft:
 
 @_family(
     easy={"age": range(7, 22), "times": range(2, 5), "years": range(2, 13), "when": ("in", "ago")},
-    medium={"age": range(22, 41), "times": range(2, 5), "years": range(5, 38), "when": ("in", "ago")},
-    hard={"age": range(41, 100), "times": range(3, 9), "years": range(41, 121), "when": ("in", "ago")},
+    medium={
+        "age": range(22, 41),
+        "times": range(2, 5),
+        "years": range(5, 38),
+        "when": ("in", "ago"),
+    },
+    hard={
+        "age": range(41, 100),
+        "times": range(3, 9),
+        "years": range(41, 121),
+        "when": ("in", "ago"),
+    },
 )
 def ages(age: int, times: int, years: int, when: str) -> Draft:
     younger, older = NAMES[(age + years) % 6], NAMES[(age + years + times) % 6]
     later, earlier = chain(age, "*", times, "+", years), chain(age, "*", times, "-", years)
     future = (
-        f"{younger} is {age}. {older} is {times} times as old. How old will {older} be in {years} years?",
-        f"{older} is {times} times as old as {younger}, who is {age}. What is the age of {older} in {years} years?",
-        f"A tree is {age} years old, a house {times} times as old. How old will the house be in {years} years?",
-        f"{younger} has {age} nuts, {older} {times} times as many. {older} finds {years} more. How many has {older} now?",
+        (
+            f"{younger} is {age}. {older} is {times} times as old. How old will {older} be in "
+            f"{years} years?"
+        ),
+        (
+            f"{older} is {times} times as old as {younger}, who is {age}. What is the age of "
+            f"{older} "
+            f"in {years} years?"
+        ),
+        (
+            f"A tree is {age} years old, a house {times} times as old. How old will the house be "
+            "in "
+            f"{years} years?"
+        ),
+        (
+            f"{younger} has {age} nuts, {older} {times} times as many. {older} finds {years} more. "
+            f"How many has {older} now?"
+        ),
     )
     past = (
-        f"{younger} is {age}. {older} is {times} times as old. How old was {older} {years} years ago?",
-        f"{older} is {times} times as old as {younger}, who is {age}. What was the age of {older} {years} years ago?",
-        f"A tree is {age} years old, a house {times} times as old. How old was the house {years} years ago?",
-        f"{younger} has {age} nuts, {older} {times} times as many. {older} eats {years}. How many has {older} now?",
+        (
+            f"{younger} is {age}. {older} is {times} times as old. How old was {older} {years} "
+            "years "
+            "ago?"
+        ),
+        (
+            f"{older} is {times} times as old as {younger}, who is {age}. What was the age of "
+            f"{older} {years} years ago?"
+        ),
+        (
+            f"A tree is {age} years old, a house {times} times as old. How old was the house "
+            f"{years} "
+            "years ago?"
+        ),
+        (
+            f"{younger} has {age} nuts, {older} {times} times as many. {older} eats {years}. How "
+            f"many has {older} now?"
+        ),
     )
     return Draft(
         future if when == "in" else past,
@@ -499,8 +608,14 @@ def percentage(tenths: int, price: int, change: str) -> Draft:
     return Draft(
         (
             f"A price of {price} {change} by {percent}%. What is the new price?",
-            f"{price} is {'cut' if change == 'falls' else 'raised'} by {percent} percent. Find the result.",
-            f"A club of {price} {'loses' if change == 'falls' else 'gains'} {percent}% of its members. How many are there now?",
+            (
+                f"{price} is {'cut' if change == 'falls' else 'raised'} by {percent} percent. Find "
+                "the result."
+            ),
+            (
+                f"A club of {price} {'loses' if change == 'falls' else 'gains'} {percent}% of its "
+                "members. How many are there now?"
+            ),
             f"What is {price} {'less' if change == 'falls' else 'plus'} {percent}% of {price}?",
         ),
         lower if change == "falls" else higher,
@@ -522,10 +637,24 @@ def average(count: int, mean: int, missing: int) -> Draft:
     known = count * mean - missing
     return Draft(
         (
-            f"The average of {count} numbers is {mean}. All but one have sum {known}. Find the missing number.",
-            f"{count} numbers have mean {mean}. All but the last have sum {known}. What is the last?",
-            f"{count} tests have average score {mean}. The others have sum {known}. What is the score of the last test?",
-            f"{known} points came from all but one of {count} games, with average {mean} in all. Find the points of the last.",
+            (
+                f"The average of {count} numbers is {mean}. All but one have sum {known}. Find the "
+                "missing number."
+            ),
+            (
+                f"{count} numbers have mean {mean}. All but the last have sum {known}. What is the "
+                "last?"
+            ),
+            (
+                f"{count} tests have average score {mean}. The others have sum {known}. What is "
+                "the "
+                "score of the last test?"
+            ),
+            (
+                f"{known} points came from all but one of {count} games, with average {mean} in "
+                "all. "
+                "Find the points of the last."
+            ),
         ),
         chain(count, "*", mean, "-", known),
         (
@@ -577,8 +706,8 @@ def _number(text: str) -> int:
 
 
 def _shuffled(index: int, size: int, key: str) -> int:
-    """Where `index` lands in the shuffle of range(size) named `key`: a Feistel network on pairs of half-words, walked along
-    its cycle until it is back below `size`."""
+    """Where `index` lands in the shuffle of range(size) named `key`: a Feistel network on pairs of
+    half-words, walked along its cycle until it is back below `size`."""
     half = max(1, -(-(size - 1).bit_length() // 2))
     mask = (1 << half) - 1
     while True:
@@ -619,15 +748,19 @@ def num_problems(family: str, difficulty: Difficulty, split: Split) -> int:
 
 
 def problem_code(family: str, difficulty: Difficulty, split: Split, seed: int, index: int) -> int:
-    """The code of problem number `index`: its number among all of the family, in the mixed radix of the axes."""
+    """The code of problem number `index`: its number among all of the family, in the mixed radix of
+    the axes."""
     size = _num_codes(family, difficulty)
     places = _split_range(size, split)
     place = places[_shuffled(index % len(places), len(places), f"{seed}/{split}")]
     return _shuffled(place, size, f"{family}/{difficulty}")
 
 
-def make_problem(family: str, difficulty: Difficulty, split: Split, seed: int, index: int) -> Problem:
-    """Make problem number `index` of one family. From `num_problems` on the same problems come again."""
+def make_problem(
+    family: str, difficulty: Difficulty, split: Split, seed: int, index: int
+) -> Problem:
+    """Make problem number `index` of one family. From `num_problems` on the same problems come
+    again."""
     code = problem_code(family, difficulty, split, seed, index)
     parameters, rest = dict[str, int | str | tuple[int, ...]](), code
     for name, axis in _axes(family, difficulty).items():
@@ -642,7 +775,11 @@ def make_problem(family: str, difficulty: Difficulty, split: Split, seed: int, i
         draft.questions[_number(name) % len(draft.questions)],
         answer,
         draft.right.text(),
-        tuple(dict.fromkeys(w.text() for w in draft.wrong if w.sound and w.value != answer and w.value <= 999)),
+        tuple(
+            dict.fromkeys(
+                w.text() for w in draft.wrong if w.sound and w.value != answer and w.value <= 999
+            )
+        ),
     )
 
 
@@ -650,7 +787,12 @@ class SyntheticProblems(Sequence[Problem]):
     """`num` problems, each made when asked for, going round the families in turn."""
 
     def __init__(
-        self, num: int, split: Split = "train", families: Sequence[str] = (), difficulty: Difficulty = "easy", seed: int = 0
+        self,
+        num: int,
+        split: Split = "train",
+        families: Sequence[str] = (),
+        difficulty: Difficulty = "easy",
+        seed: int = 0,
     ) -> None:
         """Args: families: names of some; empty: all."""
         self.families = tuple(families) or tuple(FAMILIES)

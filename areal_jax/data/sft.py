@@ -1,10 +1,13 @@
-"""Examples for supervised fine-tuning: tokens, and a mask that is true on what the policy shall learn to say.
+"""Examples for supervised fine-tuning: tokens, and a mask that is true on what the policy shall
+learn to say.
 
-A row of a file is a conversation, {"messages": [{"role": ..., "content": ...}, ...]}, or a prompt and the answer to it.
+A row of a file is a conversation, {"messages": [{"role": ..., "content": ...}, ...]}, or a prompt
+and the answer to it.
 
-The embedded policy learns from generated problems and from a mixture of answers to them: the right method, wrong methods
-carried out without error, and guesses. So it becomes able, for nearly every step it writes is right, and undecided, for it
-does not know which method is the right one. That is what reinforcement learning can then teach.
+The embedded policy learns from generated problems and from a mixture of answers to them: the right
+method, wrong methods carried out without error, and guesses. So it becomes able, for nearly every
+step it writes is right, and undecided, for it does not know which method is the right one. That is
+what reinforcement learning can then teach.
 """
 
 from __future__ import annotations
@@ -36,7 +39,8 @@ from areal_jax.protocols import Tokenizer
 from areal_jax.records import Message
 
 DRILL_SHARE = 0.3
-"""Of all examples: no answer to a problem but steps of many, so that steps are learnt sooner than from answers alone."""
+"""Of all examples: no answer to a problem but steps of many, so that steps are learnt sooner than
+from answers alone."""
 
 DRILL_STEPS = 8
 """Steps in a drill: little longer than an answer with its prompt."""
@@ -62,8 +66,8 @@ RIGHT_SHARE = {
     "average": 0.4,
     "rectangle": 0.2,
 }
-"""Of all other answers, by family: the right method; the wrong ones share the rest evenly. The families differ, so that
-reinforcement learning finds some methods soon and others late."""
+"""Of all other answers, by family: the right method; the wrong ones share the rest evenly. The
+families differ, so that reinforcement learning finds some methods soon and others late."""
 
 
 ANSWER_FIELDS = ("response", "completion")
@@ -95,14 +99,21 @@ def load_examples(
     seed: int,
     max_tokens: int,
 ) -> tuple[ExampleSet[SupervisedExample], ExampleSet[SupervisedExample]]:
-    """The examples to train on and those to evaluate on, as `load_both` says; a row may give several.
+    """The examples to train on and those to evaluate on, as `load_both` says; a row may give
+    several.
 
-    Args: seed: also of the answers to generated problems. max_tokens: rows with a longer example are skipped."""
+    Args: seed: also of the answers to generated problems. max_tokens: rows with a longer example
+        are skipped."""
 
     def generate(problems: Sequence[Problem] | GeneratedExercises) -> Sequence[SupervisedExample]:
         if isinstance(problems, GeneratedExercises):
-            return LazySequence(len(problems), lambda index: _exercised(problems[index], index, tokenizer, prompt, seed))
-        return LazySequence(len(problems), lambda index: _generated(problems, index, tokenizer, prompt, seed))
+            return LazySequence(
+                len(problems),
+                lambda index: _exercised(problems[index], index, tokenizer, prompt, seed),
+            )
+        return LazySequence(
+            len(problems), lambda index: _generated(problems, index, tokenizer, prompt, seed)
+        )
 
     return load_both(
         source,
@@ -118,9 +129,14 @@ def _read(
     source: Files | Hub, *, prompt: PromptConfig, tokenizer: Tokenizer, max_tokens: int
 ) -> tuple[list[list[SupervisedExample]], Skipped]:
     """The examples of each row."""
-    conversation, asked = source.prompt_field or "messages", source.prompt_field or ", ".join(PROMPT_FIELDS)
+    conversation, asked = (
+        source.prompt_field or "messages",
+        source.prompt_field or ", ".join(PROMPT_FIELDS),
+    )
     answered = ", ".join((source.answer_field, *ANSWER_FIELDS))
-    looked_for = f"a conversation in {conversation}, or a prompt in {asked} and its answer in {answered}"
+    looked_for = (
+        f"a conversation in {conversation}, or a prompt in {asked} and its answer in {answered}"
+    )
 
     def read(place: str, row: Row) -> list[SupervisedExample]:
         messages = _conversation(row, source)
@@ -143,10 +159,14 @@ def _generated(
     chance = random.Random(f"{seed}/{index}")
     if chance.random() < DRILL_SHARE and (steps := sample_steps(problems, chance)):
         return encode_drill(tokenizer, steps, prompt)
-    return encode_answer(tokenizer, [Message("user", problem.question)], sample_answer(problem, chance), prompt)
+    return encode_answer(
+        tokenizer, [Message("user", problem.question)], sample_answer(problem, chance), prompt
+    )
 
 
-def _exercised(exercise: Exercise, index: int, tokenizer: Tokenizer, prompt: PromptConfig, seed: int) -> SupervisedExample:
+def _exercised(
+    exercise: Exercise, index: int, tokenizer: Tokenizer, prompt: PromptConfig, seed: int
+) -> SupervisedExample:
     """An example of an exercise, solved in one of its ways."""
     way = sample_method(exercise, random.Random(f"{seed}/{index}"))
     # What the policy says alone is learnt; what it is told is context, as in training.
@@ -155,8 +175,9 @@ def _exercised(exercise: Exercise, index: int, tokenizer: Tokenizer, prompt: Pro
 
 
 def sample_steps(problems: Sequence[Problem], chance: random.Random) -> list[str]:
-    """Steps of all methods of some problems, in any order; sums and products of two digits are easy enough without. Fewer than
-    DRILL_STEPS where as many draws as there are problems find no more."""
+    """Steps of all methods of some problems, in any order; sums and products of two digits are easy
+    enough without. Fewer than DRILL_STEPS where as many draws as there are problems find no
+    more."""
     steps = set[str]()
     for _ in range(len(problems)):
         if len(steps) >= 2 * DRILL_STEPS:
@@ -167,46 +188,68 @@ def sample_steps(problems: Sequence[Problem], chance: random.Random) -> list[str
     return chance.sample(sorted(steps), min(DRILL_STEPS, len(steps)))
 
 
-def encode_drill(tokenizer: Tokenizer, steps: Sequence[str], prompt: PromptConfig) -> SupervisedExample:
-    """Steps one after another, of which only the results are learnt: nobody can know what is asked next."""
-    pieces = [(tokenizer.render(apply_prompt_template([Message("user", "Practice.")], prompt)), False)]
+def encode_drill(
+    tokenizer: Tokenizer, steps: Sequence[str], prompt: PromptConfig
+) -> SupervisedExample:
+    """Steps one after another, of which only the results are learnt: nobody can know what is asked
+    next."""
+    pieces = [
+        (tokenizer.render(apply_prompt_template([Message("user", "Practice.")], prompt)), False)
+    ]
     for step in steps:
-        # A division with remainder, 83=7*11+6, asks for 83=7* and is answered 11+6; all others are answered behind the sign.
+        # A division with remainder, 83=7*11+6, asks for 83=7* and is answered 11+6; all others are
+        # answered behind the sign.
         left, _, right = step.partition("=")
         asked = f"{left}={right.partition('*')[0]}*" if "*" in right else f"{left}="
-        pieces += [(tokenizer.encode(asked), False), (tokenizer.encode(step.removeprefix(asked) + "\n"), True)]
+        pieces += [
+            (tokenizer.encode(asked), False),
+            (tokenizer.encode(step.removeprefix(asked) + "\n"), True),
+        ]
     tokens = np.concatenate([piece for piece, _ in pieces])
-    return SupervisedExample(tokens, np.concatenate([np.full(len(piece), learnt) for piece, learnt in pieces]))
+    return SupervisedExample(
+        tokens, np.concatenate([np.full(len(piece), learnt) for piece, learnt in pieces])
+    )
 
 
 def sample_answer(problem: Problem, chance: random.Random) -> str:
     """Answer as an undecided solver would: by the right method, by a wrong one, or by guessing."""
     if chance.random() < GUESS_SHARE:
         near = range(max(0, problem.answer - 9), min(999, problem.answer + 9) + 1)
-        return f"\\boxed{{{chance.choice([number for number in near if number != problem.answer])}}}"
+        return (
+            f"\\boxed{{{chance.choice([number for number in near if number != problem.answer])}}}"
+        )
     if chance.random() < RIGHT_SHARE[problem.family]:
         return problem.solution
     return chance.choice(problem.wrong_solutions)
 
 
-def encode_conversation(tokenizer: Tokenizer, messages: Sequence[Message], prompt: PromptConfig) -> list[SupervisedExample]:
-    """Examples that teach every answer of the assistant in exactly the context in which a policy would be asked for it.
+def encode_conversation(
+    tokenizer: Tokenizer, messages: Sequence[Message], prompt: PromptConfig
+) -> list[SupervisedExample]:
+    """Examples that teach every answer of the assistant in exactly the context in which a policy
+    would be asked for it.
 
-    An answer joins the example of the answer before where its context begins with all of that, as most templates have it.
-    Where it does not (templates of reasoning models cut earlier reasoning out), another example begins."""
+    An answer joins the example of the answer before where its context begins with all of that, as
+    most templates have it. Where it does not (templates of reasoning models cut earlier reasoning
+    out), another example begins."""
     examples = list[SupervisedExample]()
     for i, message in enumerate(messages):
         if message.role == "assistant":
             example = encode_answer(tokenizer, messages[:i], message.content, prompt)
-            if examples and np.array_equal(example.prompt[: len(examples[-1].tokens)], examples[-1].tokens):
+            if examples and np.array_equal(
+                example.prompt[: len(examples[-1].tokens)], examples[-1].tokens
+            ):
                 earlier = examples.pop().loss_mask
                 example.loss_mask[: len(earlier)] = earlier
             examples.append(example)
     return examples
 
 
-def encode_answer(tokenizer: Tokenizer, messages: Sequence[Message], answer: str, prompt: PromptConfig) -> SupervisedExample:
-    """An example that teaches one answer to a conversation. ValueError where the chat template refuses it."""
+def encode_answer(
+    tokenizer: Tokenizer, messages: Sequence[Message], answer: str, prompt: PromptConfig
+) -> SupervisedExample:
+    """An example that teaches one answer to a conversation. ValueError where the chat template
+    refuses it."""
     asked = apply_prompt_template(messages, prompt)
     before, said = tokenizer.render(asked), tokenizer.render_answer(asked, answer)
     tokens = np.concatenate([before, said])
@@ -214,10 +257,20 @@ def encode_answer(tokenizer: Tokenizer, messages: Sequence[Message], answer: str
 
 
 def _conversation(row: Row, source: Files | Hub) -> list[Message]:
-    messages = messages_of(first_field(row, (source.prompt_field,) if source.prompt_field else ("messages", *PROMPT_FIELDS)))
+    messages = messages_of(
+        first_field(
+            row, (source.prompt_field,) if source.prompt_field else ("messages", *PROMPT_FIELDS)
+        )
+    )
     if not any(message.role == "assistant" for message in messages):
         answer = first_field(row, (source.answer_field, *ANSWER_FIELDS))
-        messages += [Message("assistant", answer)] if isinstance(answer, str) else messages_of(answer) if answer else []
+        messages += (
+            [Message("assistant", answer)]
+            if isinstance(answer, str)
+            else messages_of(answer)
+            if answer
+            else []
+        )
     return checked(messages)
 
 

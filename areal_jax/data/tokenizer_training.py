@@ -1,9 +1,10 @@
-"""Trains the embedded policy's tokenizer: byte-level BPE in the layout of Qwen2, on generated problems and their solutions.
+"""Trains the embedded policy's tokenizer: byte-level BPE in the layout of Qwen2, on generated
+problems and their solutions.
 
     python -m areal_jax.data.tokenizer_training areal_jax/models/embedded
 
-The result is the same on every run. Digits stand alone, so that arithmetic is done digit by digit; all 256 bytes are in the
-vocabulary and nothing is normalized, so that any text comes back exactly.
+The result is the same on every run. Digits stand alone, so that arithmetic is done digit by digit;
+all 256 bytes are in the vocabulary and nothing is normalized, so that any text comes back exactly.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from areal_jax.data.problems import SyntheticProblems
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
-# Qwen2's: words with the one character before them, single digits, runs of marks, line ends, spaces.
+# Qwen2's: words with the one character before them, single digits, runs of marks, line ends,
+# spaces.
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
 CHAT_TEMPLATE = (
@@ -43,7 +45,9 @@ def _corpus(num_problems: int) -> Iterator[str]:
 
 def train_tokenizer(vocab_size: int, num_problems: int = 1600) -> Tokenizer:
     tokenizer = Tokenizer(BPE())
-    tokenizer.pre_tokenizer = Sequence([Split(Regex(WORDS), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)])
+    tokenizer.pre_tokenizer = Sequence(
+        [Split(Regex(WORDS), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
+    )
     tokenizer.decoder = ByteLevelDecoder()
     trainer = BpeTrainer(
         vocab_size=vocab_size,
@@ -77,7 +81,9 @@ def main() -> None:
     arguments = parser.parse_args()
     arguments.folder.mkdir(parents=True, exist_ok=True)
     train_tokenizer(arguments.vocab_size).save(str(arguments.folder / "tokenizer.json"))
-    (arguments.folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config(), indent=2) + "\n")
+    (arguments.folder / "tokenizer_config.json").write_text(
+        json.dumps(tokenizer_config(), indent=2) + "\n"
+    )
 
 
 if __name__ == "__main__":

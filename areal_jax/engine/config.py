@@ -12,37 +12,63 @@ MAX_TOP_K = 2**31 - 1
 
 @chz.chz
 class EngineConfig:
-    num_slots: int = chz.field(default=64, doc="sequences decoded at the same time, over all rollout devices")
+    num_slots: int = chz.field(
+        default=64, doc="sequences decoded at the same time, over all rollout devices"
+    )
     max_prompt_tokens: int = chz.field(
         default=0,
-        doc="longest prompt, in tokens, later turns of a conversation included; a task with a longer one is skipped and "
-        "counted. 0: what tasks and workflow need, found when the run is planned and written to config.json",
+        doc="longest prompt, in tokens, later turns of a conversation included; a task with a "
+        "longer one is skipped and "
+        "counted. 0: what tasks and workflow need, found when the run is planned and written to "
+        "config.json",
     )
-    max_new_tokens: int = chz.field(default=1024, doc="tokens after which an answer is cut and counted as truncated")
-    steps_per_dispatch: int = chz.field(default=8, doc="decode steps between two looks at the queue and at newer weights")
+    max_new_tokens: int = chz.field(
+        default=1024, doc="tokens after which an answer is cut and counted as truncated"
+    )
+    steps_per_dispatch: int = chz.field(
+        default=8, doc="decode steps between two looks at the queue and at newer weights"
+    )
     page_tokens: int = chz.field(
-        default=16, doc="tokens of one page of KV memory: what samples share and what they take at a time"
+        default=16,
+        doc="tokens of one page of KV memory: what samples share and what they take at a time",
     )
     kv_tokens: int = chz.field(
         default=0,
-        doc="tokens whose keys and values there is memory for, over all rollout devices; 0: every slot at its longest",
+        doc=(
+            "tokens whose keys and values there is memory for, over all rollout devices; 0: "
+            "every slot at its longest"
+        ),
     )
     kv_dtype: Literal["compute", "int8", "float8_e4m3fn"] = chz.field(
         default="compute",
-        doc="type of keys and values in KV memory; a narrow one takes half of it or less, and log-probs drift",
+        doc=(
+            "type of keys and values in KV memory; a narrow one takes half of it or less, and "
+            "log-probs drift"
+        ),
     )
     prefill_chunk_tokens: int = chz.field(
-        default=2048, doc="of a longer prompt so many tokens are prefilled between two dispatches, so that the others decode on"
+        default=2048,
+        doc=(
+            "of a longer prompt so many tokens are prefilled between two dispatches, so that the "
+            "others decode on"
+        ),
     )
     on_update: Literal["recompute", "keep"] = chz.field(
         default="recompute",
-        doc="KV caches of live sequences when weights arrive: rebuilt (the paper), or kept (cheaper, drifts); sequences that "
+        doc="KV caches of live sequences when weights arrive: rebuilt (the paper), or kept "
+        "(cheaper, drifts); sequences that "
         "begin later find nothing of older weights",
     )
-    temperature: float = chz.field(default=1.0, doc="1: the policy itself; 0: the most likely token")
+    temperature: float = chz.field(
+        default=1.0, doc="1: the policy itself; 0: the most likely token"
+    )
     top_k: int = chz.field(default=0, doc="draw among the k most likely tokens; 0: all")
-    top_p: float = chz.field(default=1.0, doc="draw among the most likely tokens that hold this much probability")
-    request_timeout_s: float = chz.field(default=3600.0, doc="a request not answered by then is an error that names it")
+    top_p: float = chz.field(
+        default=1.0, doc="draw among the most likely tokens that hold this much probability"
+    )
+    request_timeout_s: float = chz.field(
+        default=3600.0, doc="a request not answered by then is an error that names it"
+    )
 
     @property
     def max_tokens(self) -> int:

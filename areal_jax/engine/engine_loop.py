@@ -1,4 +1,5 @@
-"""The engine loop: one thread that keeps the decode engine busy, and takes new weights between two dispatches."""
+"""The engine loop: one thread that keeps the decode engine busy, and takes new weights between two
+dispatches."""
 
 from __future__ import annotations
 
@@ -16,21 +17,38 @@ import jax
 import numpy as np
 
 from areal_jax.engine.config import MAX_TOP_K
-from areal_jax.engine.decode import MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, DecodeEngine, DecodeOutput, SamplingMode
+from areal_jax.engine.decode import (
+    MAX_STOP_TOKENS,
+    MAX_TOP_LOGPROBS,
+    DecodeEngine,
+    DecodeOutput,
+    SamplingMode,
+)
 from areal_jax.engine.kv_cache.manager import KVCacheManager, PrefillJob
 from areal_jax.engine.routing import TOTALS
 from areal_jax.engine.slots import SlotTable, sampling_mode_of
 from areal_jax.errors import EngineStopped, InvalidRequest
 from areal_jax.protocols import WeightSource
-from areal_jax.records import NO_VERSION, Completion, Progress, Request, StopReason, Weights, empty_completion
+from areal_jax.records import (
+    NO_VERSION,
+    Completion,
+    Progress,
+    Request,
+    StopReason,
+    Weights,
+    empty_completion,
+)
 
 Event: TypeAlias = Callable[[str, float, float, Mapping[str, int | float]], None]
-"""on_event(name, start_s, end_s, args), times of time.perf_counter; called in the engine loop's thread."""
+"""on_event(name, start_s, end_s, args), times of time.perf_counter; called in the engine loop's
+thread."""
 
-# How long the idle thread sleeps before it looks again at its queue (while it waits for weights), and at its deadlines.
+# How long the idle thread sleeps before it looks again at its queue (while it waits for weights),
+# and at its deadlines.
 _GLANCE_S, _NAP_S = 0.01, 1.0
 _CLOSE_TIMEOUT_S = 60.0
-# Numbers by which logits may be divided and multiplied, and what may be taken from them: float32 holds what comes of it.
+# Numbers by which logits may be divided and multiplied, and what may be taken from them: float32
+# holds what comes of it.
 _LEAST, _MOST = 1e-6, 1e6
 
 T = TypeVar("T")
@@ -109,39 +127,52 @@ class _Command:
 class EngineLoop:
     """Answers requests with one thread that owns the engine's state: the local `records.Engine`.
 
-    Between two dispatches the thread obeys commands, takes newer weights, seats waiting samples in free slots, computes the
-    next part of their prompts, and then draws `steps_per_dispatch` tokens in every slot. Where none of these waits, the next
-    dispatch is enqueued before the last one's tokens are read, so that the device never waits for the host.
+    Between two dispatches the thread obeys commands, takes newer weights, seats waiting samples in
+    free slots, computes the next part of their prompts, and then draws `steps_per_dispatch` tokens
+    in every slot. Where none of these waits, the next dispatch is enqueued before the last one's
+    tokens are read, so that the device never waits for the host.
 
-    A sample is seated where there are pages for it. Where a slot needs one and none is left, the sample that was seated last
-    makes room: it waits with what it has sampled, and goes on later as if nothing had been."""
+    A sample is seated where there are pages for it. Where a slot needs one and none is left, the
+    sample that was seated last makes room: it waits with what it has sampled, and goes on later as
+    if nothing had been."""
 
-    def __init__(self, engine: DecodeEngine, weights: WeightSource, *, on_event: Event | None = None):
+    def __init__(
+        self, engine: DecodeEngine, weights: WeightSource, *, on_event: Event | None = None
+    ):
         config = engine.config
-        self._engine, self._config, self._weights, self._on_event = engine, config, weights, on_event
+        self._engine, self._config, self._weights, self._on_event = (
+            engine,
+            config,
+            weights,
+            on_event,
+        )
         self._table = SlotTable(config.num_slots, config.max_new_tokens, config.steps_per_dispatch)
         self._memory = KVCacheManager(engine)
-        # Slot to job and sample, the one seated last at the end; those that wait for their prompt are not yet in the table.
+        # Slot to job and sample, the one seated last at the end; those that wait for their prompt
+        # are not yet in the table.
         self._occupants: dict[int, tuple[_Job, int]] = {}
         # Free slots of each data shard.
         self._free = [self._memory.table.slots(shard)[::-1] for shard in range(engine.num_shards)]
         self._num_ended = 0
         """Slots that ended with the last dispatch."""
-        # Owned by the engine loop's thread, in order of arrival: all unfinished jobs, and those with samples that wait for a slot.
+        # Owned by the engine loop's thread, in order of arrival: all unfinished jobs, and those
+        # with samples that wait for a slot.
         self._jobs: dict[str, _Job] = {}
         self._queue: dict[str, _Job] = {}
         # Those of whose progress someone wants to know.
         self._watched: dict[str, _Job] = {}
-        # Those that wait for programs, in order of arrival. The engine loop's thread starts the one that compiles, and takes its
-        # outcome as a command; `close` lets it end after the program under way.
+        # Those that wait for programs, in order of arrival. The engine loop's thread starts the one
+        # that compiles, and takes its outcome as a command; `close` lets it end after the program
+        # under way.
         self._uncompiled: list[_Job] = []
         self._compiling: threading.Thread | None = None
         self._compile_stop = threading.Event()
         self._current = Weights(NO_VERSION, None)
         self._arrived: Weights | None = None
         """Newer weights that kept a dispatch from being enqueued ahead."""
-        # Commands: put by the asyncio thread, taken by the engine loop's thread. It ends with the engine loop: from then on `_put` and
-        # `_end`, both under the lock, fail every command that is not taken.
+        # Commands: put by the asyncio thread, taken by the engine loop's thread. It ends with the
+        # engine loop: from then on `_put` and `_end`, both under the lock, fail every command that
+        # is not taken.
         self._commands: queue.SimpleQueue[_Command] = queue.SimpleQueue()
         self._drained: _Command | None = None
         self._lock = threading.Lock()
@@ -152,10 +183,12 @@ class EngineLoop:
         self._sums: dict[str, list[float]] = {}
         self._measured_since = time.perf_counter()
         self._programs_before = engine.num_programs
-        # Since when the device has had nothing to do but for the host's bookkeeping; None where it is busy or waits for others.
+        # Since when the device has had nothing to do but for the host's bookkeeping; None where it
+        # is busy or waits for others.
         self._device_idle_since: float | None = None
-        # Owned by this object, started by `start`. Ends when `close` says so, or with the first error, which then fails every
-        # request. A daemon, so that an error elsewhere can end the process.
+        # Owned by this object, started by `start`. Ends when `close` says so, or with the first
+        # error, which then fails every request. A daemon, so that an error elsewhere can end the
+        # process.
         self._thread = threading.Thread(target=self._run, name="decode-driver", daemon=True)
 
     @property
@@ -173,7 +206,8 @@ class EngineLoop:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after the dispatch under way; requests that are not finished fail with EngineStopped."""
+        """End the thread after the dispatch under way; requests that are not finished fail with
+        EngineStopped."""
 
         def close() -> None:
             self._closing = True
@@ -183,33 +217,46 @@ class EngineLoop:
             self._put(close)
             self._thread.join(_CLOSE_TIMEOUT_S)
             if self._thread.is_alive():
-                raise TimeoutError(f"the decode engine loop's thread did not end within {_CLOSE_TIMEOUT_S} s of close()")
+                raise TimeoutError(
+                    f"the decode engine loop's thread did not end within {_CLOSE_TIMEOUT_S} "
+                    "s of "
+                    "close()"
+                )
         else:
             self._end(EngineStopped("the decode engine is closed"))
         if self._compiling is not None:
             self._compiling.join(_CLOSE_TIMEOUT_S)
 
     def compile_ahead(self, sampling_mode: SamplingMode) -> None:
-        """Compile what requests of this kind need, beside the engine loop's thread, before the first one asks for it."""
+        """Compile what requests of this kind need, beside the engine loop's thread, before the
+        first one asks for it."""
         self._put(lambda: self._compile(sampling_mode))
 
     def submit(self, request: Request) -> asyncio.Future[list[Completion]]:
-        """Answer with one completion per sample, in order; call from the asyncio thread. Cancelling the future frees the slots.
+        """Answer with one completion per sample, in order; call from the asyncio thread. Cancelling
+        the future frees the slots.
 
-        Raises Unservable, naming limit and knob, for a request beyond the engine's limits. The future fails with TimeoutError
-        naming the request after engine.request_timeout_s, and with EngineStopped where the engine ends before it."""
+        Raises Unservable, naming limit and knob, for a request beyond the engine's limits. The
+        future fails with TimeoutError naming the request after engine.request_timeout_s, and with
+        EngineStopped where the engine ends before it."""
         self._check(request)
         answer = _Answer[list[Completion]]()
         sampled = list(request.resume) or [empty_completion()] * request.num_samples
         job = _Job(request, answer, time.perf_counter() + self._config.request_timeout_s, sampled)
-        answer.future.add_done_callback(lambda future: self._put(lambda: self._invalidate(job)) if future.cancelled() else None)
+        answer.future.add_done_callback(
+            lambda future: self._put(lambda: self._invalidate(job)) if future.cancelled() else None
+        )
         self._put(lambda: self._accept(job), answer)
         return answer.future
 
     def snapshot(self) -> asyncio.Future[dict[str, tuple[Completion, ...]]]:
-        """What every unfinished request has sampled so far, by id, between two dispatches; after all earlier deliveries."""
+        """What every unfinished request has sampled so far, by id, between two dispatches; after
+        all earlier deliveries."""
         answer = _Answer[dict[str, tuple[Completion, ...]]]()
-        self._put(lambda: answer.give({name: self._progress(job) for name, job in self._jobs.items()}), answer)
+        self._put(
+            lambda: answer.give({name: self._progress(job) for name, job in self._jobs.items()}),
+            answer,
+        )
         return answer.future
 
     def status(self) -> asyncio.Future[EngineStatus]:
@@ -224,15 +271,22 @@ class EngineLoop:
         return answer.future
 
     def suspend(self, request_id: str) -> asyncio.Future[tuple[Completion, ...]]:
-        """Take a request out of the engine: what it has sampled, for the `resume` of a request here or on another engine.
+        """Take a request out of the engine: what it has sampled, for the `resume` of a request here
+        or on another engine.
 
-        Whoever awaits the request's own future is given the same. ValueError where no unfinished request has this id."""
+        Whoever awaits the request's own future is given the same. ValueError where no unfinished
+        request has this id."""
         answer = _Answer[tuple[Completion, ...]]()
 
         def act() -> None:
             job = self._jobs.get(request_id)
             if job is None:
-                answer.fail(ValueError(f"cannot suspend request {request_id!r}: the engine has no such unfinished request"))
+                answer.fail(
+                    ValueError(
+                        f"cannot suspend request {request_id!r}: the engine has no such "
+                        "unfinished request"
+                    )
+                )
                 return
             progress = self._progress(job)
             self._invalidate(job)
@@ -243,16 +297,21 @@ class EngineLoop:
         return answer.future
 
     def end_sample(self, request_id: str, sample: int) -> None:
-        """Let one sample of a request end with what it has sampled, as if by a stop token; one that is finished is left alone."""
+        """Let one sample of a request end with what it has sampled, as if by a stop token; one that
+        is finished is left alone."""
         self._put(lambda: self._end_sample(request_id, sample))
 
     def metrics(self) -> dict[str, tuple[float, float]]:
-        """Sum and weight of each measure since the last call: their quotient is the mean, or the rate.
+        """Sum and weight of each measure since the last call: their quotient is the mean, or the
+        rate.
 
-        tokens, dispatches, swaps, requests, prefill_tokens, recompute_tokens, preemptions, compilations: counts (weight 1).
+        tokens, dispatches, swaps, requests, prefill_tokens, recompute_tokens, preemptions,
+        compilations: counts (weight 1).
         kv_used: share of the KV memory's pages in use, by dispatch.
-        tokens_per_s: over the time since the last call. occupancy: share of slot-steps that drew a token.
-        host_gap_us: host time between two dispatches, in which the device waits; 0 where the next one was enqueued before.
+        tokens_per_s: over the time since the last call. occupancy: share of slot-steps that drew a
+            token.
+        host_gap_us: host time between two dispatches, in which the device waits; 0 where the next
+            one was enqueued before.
         swap_stall_s: by swap.
         wait_s: time without a request that could be worked on."""
         with self._lock:
@@ -263,7 +322,10 @@ class EngineLoop:
             compiled, self._programs_before = programs - self._programs_before, programs
         totals = {name: (total, weight) for name, (total, weight) in sums.items()}
         totals |= {name: (totals.get(name, (0.0, 0.0))[0], 1.0) for name in TOTALS}
-        return totals | {"tokens_per_s": (totals["tokens"][0], elapsed_s), "compilations": (float(compiled), 1.0)}
+        return totals | {
+            "tokens_per_s": (totals["tokens"][0], elapsed_s),
+            "compilations": (float(compiled), 1.0),
+        }
 
     # The asyncio thread's side.
 
@@ -272,37 +334,71 @@ class EngineLoop:
         name, vocab_size = f"request {request.id!r}", self._engine.policy.config.vocab_size
         if not 1 <= len(prompt) <= config.max_prompt_tokens:
             limit = f"engine.max_prompt_tokens={config.max_prompt_tokens}"
-            raise InvalidRequest(f"{name}: its prompt has {len(prompt)} tokens, expected 1 to {limit}")
+            raise InvalidRequest(
+                f"{name}: its prompt has {len(prompt)} tokens, expected 1 to {limit}"
+            )
         if not 1 <= sampling.max_new_tokens <= config.max_new_tokens:
             raise InvalidRequest(
                 f"{name}: sampling.max_new_tokens={sampling.max_new_tokens}, "
                 f"expected 1 to engine.max_new_tokens={config.max_new_tokens}"
             )
         if prompt.min() < 0 or prompt.max() >= vocab_size:
-            raise InvalidRequest(f"{name}: prompt tokens {prompt.min()} to {prompt.max()}, expected 0 to {vocab_size - 1}")
+            raise InvalidRequest(
+                f"{name}: prompt tokens {prompt.min()} to {prompt.max()}, expected 0 to "
+                f"{vocab_size - 1}"
+            )
         if request.num_samples < 1 or len(request.resume) not in (0, request.num_samples):
             raise InvalidRequest(
-                f"{name}: num_samples={request.num_samples} with {len(request.resume)} completions to resume; "
+                f"{name}: num_samples={request.num_samples} with {len(request.resume)} "
+                "completions to resume; "
                 "expected at least 1 sample, and one completion for each or none at all"
             )
         within = f"{_LEAST:g} to {_MOST:g}"
         for value, is_right, expected in (
-            ("temperature", sampling.temperature == 0 or _LEAST <= sampling.temperature <= _MOST, f"0, or {within}"),
+            (
+                "temperature",
+                sampling.temperature == 0 or _LEAST <= sampling.temperature <= _MOST,
+                f"0, or {within}",
+            ),
             ("top_k", 0 <= sampling.top_k <= MAX_TOP_K, f"0 to {MAX_TOP_K}"),
             ("top_p", _LEAST <= sampling.top_p <= 1, f"{_LEAST:g} to 1"),
             ("min_p", 0 <= sampling.min_p <= 1, "0 to 1"),
-            ("min_new_tokens", 0 <= sampling.min_new_tokens <= sampling.max_new_tokens, "0 to max_new_tokens"),
-            ("presence_penalty", abs(sampling.presence_penalty) <= _MOST, f"-{_MOST:g} to {_MOST:g}"),
-            ("frequency_penalty", abs(sampling.frequency_penalty) <= _MOST, f"-{_MOST:g} to {_MOST:g}"),
+            (
+                "min_new_tokens",
+                0 <= sampling.min_new_tokens <= sampling.max_new_tokens,
+                "0 to max_new_tokens",
+            ),
+            (
+                "presence_penalty",
+                abs(sampling.presence_penalty) <= _MOST,
+                f"-{_MOST:g} to {_MOST:g}",
+            ),
+            (
+                "frequency_penalty",
+                abs(sampling.frequency_penalty) <= _MOST,
+                f"-{_MOST:g} to {_MOST:g}",
+            ),
             ("repetition_penalty", _LEAST <= sampling.repetition_penalty <= _MOST, within),
-            ("num_top_logprobs", 0 <= sampling.num_top_logprobs <= MAX_TOP_LOGPROBS, f"0 to {MAX_TOP_LOGPROBS}"),
+            (
+                "num_top_logprobs",
+                0 <= sampling.num_top_logprobs <= MAX_TOP_LOGPROBS,
+                f"0 to {MAX_TOP_LOGPROBS}",
+            ),
         ):
             if not is_right:
-                raise InvalidRequest(f"{name}: sampling.{value}={getattr(sampling, value)}, expected {expected}")
+                raise InvalidRequest(
+                    f"{name}: sampling.{value}={getattr(sampling, value)}, expected {expected}"
+                )
         if len(sampling.stop_token_ids) > MAX_STOP_TOKENS:
-            raise InvalidRequest(f"{name}: {len(sampling.stop_token_ids)} stop_token_ids, expected at most {MAX_STOP_TOKENS}")
+            raise InvalidRequest(
+                f"{name}: {len(sampling.stop_token_ids)} stop_token_ids, expected at most "
+                f"{MAX_STOP_TOKENS}"
+            )
         if not all(0 <= token < 2**31 for token in sampling.stop_token_ids):
-            raise InvalidRequest(f"{name}: sampling.stop_token_ids={sampling.stop_token_ids}, expected 0 to {2**31 - 1}")
+            raise InvalidRequest(
+                f"{name}: sampling.stop_token_ids={sampling.stop_token_ids}, expected 0 to "
+                f"{2**31 - 1}"
+            )
 
     def _put(self, act: Callable[[], None], answer: _Answer[Any] | None = None) -> None:
         with self._lock:
@@ -329,7 +425,9 @@ class EngineLoop:
                     self._idle()
             self._end(EngineStopped("the decode engine was closed"))
         except Exception as error:
-            ended = EngineStopped(f"the decode engine loop ended with {type(error).__name__}: {error}")
+            ended = EngineStopped(
+                f"the decode engine loop ended with {type(error).__name__}: {error}"
+            )
             ended.__cause__ = error
             self._end(ended)
 
@@ -351,19 +449,25 @@ class EngineLoop:
         """Act on all commands there are; wait for the first one."""
         while True:
             try:
-                self._drained = self._commands.get(timeout=timeout_s) if timeout_s else self._commands.get_nowait()
+                self._drained = (
+                    self._commands.get(timeout=timeout_s)
+                    if timeout_s
+                    else self._commands.get_nowait()
+                )
             except queue.Empty:
                 return
             self._drained.act()
             self._drained, timeout_s = None, 0.0
 
     def _idle(self) -> None:
-        """Sleep until there may be something to do: a command, or weights that a waiting request needs."""
+        """Sleep until there may be something to do: a command, or weights that a waiting request
+        needs."""
         start = time.perf_counter()
         self._device_idle_since = None
         if self._queue:
             at_least = min(job.request.min_version for job in self._queue.values())
-            # No more than a glance: the requests have deadlines of their own, which `_expire` keeps.
+            # No more than a glance: the requests have deadlines of their own, which `_expire`
+            # keeps.
             with contextlib.suppress(TimeoutError):
                 self._weights.wait(max(at_least, self._current.version + 1), _GLANCE_S)
         else:
@@ -381,7 +485,8 @@ class EngineLoop:
             job.answer.fail(
                 TimeoutError(
                     f"request {job.request.id!r} was not answered within engine.request_timeout_s="
-                    f"{self._config.request_timeout_s}: {finished} of {job.request.num_samples} samples are finished; "
+                    f"{self._config.request_timeout_s}: {finished} of {job.request.num_samples} "
+                    "samples are finished; "
                     f"it needs weights of version {job.request.min_version} or newer, "
                     f"the engine has version {self._current.version}"
                 )
@@ -391,7 +496,9 @@ class EngineLoop:
     def _accept(self, job: _Job) -> None:
         request = job.request
         if request.id in self._jobs:
-            job.answer.fail(ValueError(f"request id {request.id!r} is in use by another unfinished request"))
+            job.answer.fail(
+                ValueError(f"request id {request.id!r} is in use by another unfinished request")
+            )
             return
         self._count("requests", 1)
         for sample, sampled in enumerate(job.sampled):
@@ -399,7 +506,9 @@ class EngineLoop:
                 if len(sampled.tokens) < request.sampling.max_new_tokens:
                     job.waiting.append(sample)
                 else:
-                    job.sampled[sample] = Completion(sampled.tokens, sampled.logp, sampled.versions, "length")
+                    job.sampled[sample] = Completion(
+                        sampled.tokens, sampled.logp, sampled.versions, "length"
+                    )
         self._jobs[request.id] = job
         if request.on_progress is not None:
             self._watched[request.id] = job
@@ -408,7 +517,8 @@ class EngineLoop:
         self._deliver_if_finished(job)
 
     def _enqueue_job(self, job: _Job) -> None:
-        """Let a job wait for slots, after the programs that it needs: compiling them here would hold up all others."""
+        """Let a job wait for slots, after the programs that it needs: compiling them here would
+        hold up all others."""
         sampling_mode, warm = sampling_mode_of(job.request.sampling), self._engine.warm
         if warm is None or sampling_mode <= warm:
             self._queue[job.request.id] = job
@@ -419,7 +529,12 @@ class EngineLoop:
     def _compile(self, sampling_mode: SamplingMode) -> None:
         """Compile in a thread of its own what is missing for a way of drawing."""
         engine = self._engine
-        if self._compiling is not None or engine.warm is None or sampling_mode <= engine.warm or self._compile_stop.is_set():
+        if (
+            self._compiling is not None
+            or engine.warm is None
+            or sampling_mode <= engine.warm
+            or self._compile_stop.is_set()
+        ):
             return
 
         def compile() -> None:
@@ -441,7 +556,9 @@ class EngineLoop:
             if failed is None:
                 self._enqueue_job(job)
             else:
-                job.answer.fail(RuntimeError(f"compiling for request {job.request.id!r} failed: {failed}"))
+                job.answer.fail(
+                    RuntimeError(f"compiling for request {job.request.id!r} failed: {failed}")
+                )
                 self._invalidate(job)
 
     def _invalidate(self, job: _Job) -> None:
@@ -476,8 +593,8 @@ class EngineLoop:
             job.answer.give(job.sampled)
 
     def _take_newest_weights(self) -> None:
-        """Swap to the newest weights, if there are newer ones. What the old ones computed, no other sequence finds from now on;
-        that of live ones is rebuilt, or kept."""
+        """Swap to the newest weights, if there are newer ones. What the old ones computed, no other
+        sequence finds from now on; that of live ones is rebuilt, or kept."""
         newest = self._arrived or self._weights.newest(self._current.version)
         if newest is None:
             return
@@ -502,33 +619,46 @@ class EngineLoop:
         self._tell("swap", start, end, version=newest.version, recompute_tokens=recomputed)
 
     def _admit_waiting(self) -> None:
-        """Give free slots to waiting samples, oldest request first, for as long as there are pages for them."""
+        """Give free slots to waiting samples, oldest request first, for as long as there are pages
+        for them."""
         for job in list(self._queue.values()) if any(self._free) else []:
             if job.request.min_version <= self._current.version and not self._assign_slot(job):
                 break
 
     def _assign_slot(self, job: _Job) -> bool:
-        """Seat the samples of a job, of which those that start from the bare prompt share it; False where some must wait."""
+        """Seat the samples of a job, of which those that start from the bare prompt share it; False
+        where some must wait."""
         request, memory = job.request, self._memory
         while job.waiting:
             if not any(self._free):
                 return False
-            shard = max((shard for shard, free in enumerate(self._free) if free), key=lambda d: memory.table.stores[d].num_free)
+            shard = max(
+                (shard for shard, free in enumerate(self._free) if free),
+                key=lambda d: memory.table.stores[d].num_free,
+            )
             sample, slot = job.waiting[0], self._free[shard][-1]
             sampled = job.sampled[sample]
             tokens = np.concatenate([request.prompt_tokens, sampled.tokens])[:-1]
-            num_new = min(request.sampling.max_new_tokens - len(sampled.tokens), self._config.steps_per_dispatch)
+            num_new = min(
+                request.sampling.max_new_tokens - len(sampled.tokens),
+                self._config.steps_per_dispatch,
+            )
             num_others = len(memory.table.slots(shard)) - len(self._free[shard])
             is_shared = not len(sampled.tokens) and (len(job.waiting) > 1 or shard in job.prompts)
-            # A page for each of the others where there may be too few, or one just seated would soon have to make room.
+            # A page for each of the others where there may be too few, or one just seated would
+            # soon have to make room.
             spare_pages = num_others if self._config.kv_tokens else 0
-            if not memory.start(slot, tokens, num_new, job.prompts if is_shared else None, spare_pages):
+            if not memory.start(
+                slot, tokens, num_new, job.prompts if is_shared else None, spare_pages
+            ):
                 if num_others:
                     return False
                 # Nothing but prompts that wait for slots can be in the way, this one's too.
                 self._give_up_prompts()
                 if not memory.start(slot, tokens, num_new):
-                    raise RuntimeError(f"{memory.table.num_used} pages are in use in an engine without a sequence")
+                    raise RuntimeError(
+                        f"{memory.table.num_used} pages are in use in an engine without a sequence"
+                    )
             job.waiting.popleft()
             self._free[shard].pop()
             self._occupants[slot] = (job, sample)
@@ -542,7 +672,8 @@ class EngineLoop:
             self._memory.give_up(job.prompts)
 
     def _fill(self) -> None:
-        """Compute the next part of what seated samples wait for, and let those go on that have all of it."""
+        """Compute the next part of what seated samples wait for, and let those go on that have all
+        of it."""
         if not self._memory.fillings:
             return
         start = time.perf_counter()
@@ -564,7 +695,9 @@ class EngineLoop:
                 self._give_up_prompts()
             else:
                 shard = self._memory.table.shard(lacking[0])
-                youngest = [slot for slot in self._occupants if self._memory.table.shard(slot) == shard][-1]
+                youngest = [
+                    slot for slot in self._occupants if self._memory.table.shard(slot) == shard
+                ][-1]
                 self._preempt(youngest)
 
     def _preempt(self, slot: int) -> None:
@@ -579,7 +712,8 @@ class EngineLoop:
         self._count("preemptions", 1)
 
     def _dispatch(self) -> None:
-        """Draw tokens in every live slot, and hand out what is finished, until something else is to be done."""
+        """Draw tokens in every live slot, and hand out what is finished, until something else is to
+        be done."""
         self._make_room()
         under_way = self._enqueue(0)
         while self._may_run_ahead():
@@ -592,8 +726,9 @@ class EngineLoop:
     def _may_run_ahead(self) -> bool:
         """Whether the next dispatch may be enqueued before the last one's tokens are known.
 
-        Commands, deadlines and weights must not wait for it, nor a sample for a slot that may become free: so with samples
-        waiting only where answers are long enough that no slot ended last and none will surely end."""
+        Commands, deadlines and weights must not wait for it, nor a sample for a slot that may
+        become free: so with samples waiting only where answers are long enough that no slot ended
+        last and none will surely end."""
         if self._closing or not self._commands.empty() or self._expired() is not None:
             return False
         num_lasting = self._table.num_lasting()
@@ -602,20 +737,27 @@ class EngineLoop:
             return False
         if self._memory.fillings:
             return False
-        if num_lasting == 0 or (self._queue and (self._num_ended or num_lasting < len(self._occupants))):
+        if num_lasting == 0 or (
+            self._queue and (self._num_ended or num_lasting < len(self._occupants))
+        ):
             return False
         self._arrived = self._weights.newest(self._current.version)
         return self._arrived is None and not self._memory.reserve(self._table.ends(1))
 
     def _enqueue(self, num_ahead: int) -> _UnderWay:
-        """Let the device draw the next tokens, of which the host has yet to see those of `num_ahead` dispatches before."""
+        """Let the device draw the next tokens, of which the host has yet to see those of
+        `num_ahead` dispatches before."""
         engine, table = self._engine, self._table
         start = time.perf_counter()
-        self._state = self._memory.sync_page_table(engine.fit(self._state, table.num_columns(num_ahead)))
+        self._state = self._memory.sync_page_table(
+            engine.fit(self._state, table.num_columns(num_ahead))
+        )
         if table.changed:
             self._state, table.changed = engine.assign_slot(self._state, table.records()), False
         sampling_mode = table.sampling_mode()
-        sequences = table.sequences(engine.max_tokens) if sampling_mode == SamplingMode.SHAPED else None
+        sequences = (
+            table.sequences(engine.max_tokens) if sampling_mode == SamplingMode.SHAPED else None
+        )
         self._state, packed = engine.generate(
             self._current.params, self._state, sampling_mode=sampling_mode, sequences=sequences
         )
@@ -632,7 +774,8 @@ class EngineLoop:
             self._count("host_gap_us", 0.0)
         self._device_idle_since = None if device_continues else end
         ended, num_tokens = self._table.collect_outputs(sampled, version), int(sampled.counts.sum())
-        # Counted before anyone is told, so that whoever awaits a request finds its tokens in the metrics.
+        # Counted before anyone is told, so that whoever awaits a request finds its tokens in the
+        # metrics.
         self._count("tokens", num_tokens)
         self.num_tokens += num_tokens
         self._count("dispatches", 1)
@@ -647,7 +790,11 @@ class EngineLoop:
 
     def _finish(self, slot: int, stop_reason: StopReason) -> None:
         job, sample = self._occupants[slot]
-        sampled = self._table.completion(slot, stop_reason) if slot in self._table else job.sampled[sample]
+        sampled = (
+            self._table.completion(slot, stop_reason)
+            if slot in self._table
+            else job.sampled[sample]
+        )
         job.sampled[sample] = replace(sampled, stop_reason=stop_reason)
         del job.slots_by_sample[sample]
         self._free_slot(slot)

@@ -11,7 +11,8 @@ from areal_jax.records import Completion, Request
 
 
 class Fleet:
-    """The local `records.Engine`: one engine loop or several, on meshes of their own. Use it from the asyncio thread."""
+    """The local `records.Engine`: one engine loop or several, on meshes of their own. Use it from
+    the asyncio thread."""
 
     def __init__(self, engine_loops: Sequence[EngineLoop]):
         self._engine_loops, self._router = engine_loops, Router()
@@ -42,21 +43,29 @@ class Fleet:
     async def snapshot(self) -> dict[str, tuple[Completion, ...]]:
         """As `EngineLoop.snapshot`: of every engine loop between two dispatches of its own."""
         partials: dict[str, tuple[Completion, ...]] = {}
-        for found in await asyncio.gather(*(engine_loop.snapshot() for engine_loop in self._engine_loops)):
+        for found in await asyncio.gather(
+            *(engine_loop.snapshot() for engine_loop in self._engine_loops)
+        ):
             partials |= found
         return partials
 
     def progress(self) -> Hashable:
         """Different whenever a engine loop has decoded a token or taken new weights."""
-        return tuple((engine_loop.num_tokens, engine_loop.version) for engine_loop in self._engine_loops)
+        return tuple(
+            (engine_loop.num_tokens, engine_loop.version) for engine_loop in self._engine_loops
+        )
 
     def waits(self) -> str:
         """What each engine loop has to do, in words."""
         return "; ".join(
-            f"engine {number} has version {engine_loop.version}, {self._router.load(number)} samples to decode"
+            (
+                f"engine {number} has version {engine_loop.version}, {self._router.load(number)} "
+                "samples to decode"
+            )
             for number, engine_loop in enumerate(self._engine_loops)
         )
 
     def metrics(self) -> dict[str, tuple[float, float]]:
-        """As `EngineLoop.metrics`, of all engine loops together: what is counted in one time adds up, what is a mean stays one."""
+        """As `EngineLoop.metrics`, of all engine loops together: what is counted in one time adds
+        up, what is a mean stays one."""
         return together([engine_loop.metrics() for engine_loop in self._engine_loops])

@@ -1,4 +1,5 @@
-"""Which of several engines a request goes to: where its beginning is known, or where least is to be done."""
+"""Which of several engines a request goes to: where its beginning is known, or where least is to be
+done."""
 
 from __future__ import annotations
 
@@ -16,7 +17,16 @@ MAX_PREFIXES = 1 << 16
 """Beginnings that are remembered; then the ones longest unused are forgotten."""
 
 TOTALS = (
-    *("tokens", "dispatches", "swaps", "requests", "prefill_tokens", "recompute_tokens", "preemptions", "wait_s"),
+    *(
+        "tokens",
+        "dispatches",
+        "swaps",
+        "requests",
+        "prefill_tokens",
+        "recompute_tokens",
+        "preemptions",
+        "wait_s",
+    ),
     *("tokens_per_s", "compilations"),
 )
 """Measures of which those of several engines add up to one of all; the others are means."""
@@ -26,16 +36,18 @@ Sums = Mapping[str, tuple[float, float]]
 
 
 class Router:
-    """What engines, by number, have to do, and which prefixes of prompts each of them may still hold.
+    """What engines, by number, have to do, and which prefixes of prompts each of them may still
+    hold.
 
-    A turn of a conversation goes to the engine that drew the turns before it, whose cache may hold them, unless that has a
-    quarter of its slots more to do than another."""
+    A turn of a conversation goes to the engine that drew the turns before it, whose cache may hold
+    them, unless that has a quarter of its slots more to do than another."""
 
     def __init__(self) -> None:
         self._patience: dict[int, int] = {}
         # Samples that each engine has been asked for and has not answered.
         self._load: dict[int, int] = {}
-        # By the digest of a beginning, the engine that was last given it; least recently used first.
+        # By the digest of a beginning, the engine that was last given it; least recently used
+        # first.
         self._seen: OrderedDict[bytes, int] = OrderedDict()
 
     def join(self, number: int, num_slots: int) -> None:
@@ -50,9 +62,11 @@ class Router:
         """Samples that an engine was asked for and has not answered."""
         return self._load[number]
 
-    def give(self, prompt_tokens: Int32[np.ndarray, "P"], num_samples: int, able: Collection[int] = ()) -> int:
-        """The engine that is to answer, which from now on has so much more to do. Args: able: engines to choose from; empty:
-        all."""
+    def give(
+        self, prompt_tokens: Int32[np.ndarray, "P"], num_samples: int, able: Collection[int] = ()
+    ) -> int:
+        """The engine that is to answer, which from now on has so much more to do. Args: able:
+        engines to choose from; empty: all."""
         prefixes = digests(prompt_tokens) if len(self._load) > 1 else []
         number = self._choose(prefixes, able or self._load)
         for prefix in prefixes:
@@ -70,7 +84,9 @@ class Router:
 
     def _choose(self, prefixes: Sequence[bytes], able: Collection[int]) -> int:
         least = min(able, key=self._load.__getitem__)
-        known = next((self._seen[each] for each in reversed(prefixes) if self._seen.get(each) in able), None)
+        known = next(
+            (self._seen[each] for each in reversed(prefixes) if self._seen.get(each) in able), None
+        )
         if known is not None and self._load[known] - self._load[least] <= self._patience[known]:
             return known
         return least
@@ -80,13 +96,16 @@ def digests(tokens: Int32[np.ndarray, "P"]) -> list[bytes]:
     """One of each beginning of whole blocks, shortest first."""
     found, digest = list[bytes](), b""
     for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
-        digest = blake2b(digest + tokens[end - BLOCK_TOKENS : end].tobytes(), digest_size=16).digest()
+        digest = blake2b(
+            digest + tokens[end - BLOCK_TOKENS : end].tobytes(), digest_size=16
+        ).digest()
         found.append(digest)
     return found
 
 
 def together(of_engines: Sequence[Sums]) -> dict[str, tuple[float, float]]:
-    """The measures of several engines as those of one: what is counted in one time adds up, what is a mean stays one."""
+    """The measures of several engines as those of one: what is counted in one time adds up, what is
+    a mean stays one."""
     sums, weights = defaultdict[str, float](float), defaultdict[str, float](float)
     for measures in of_engines:
         for name, (total, weight) in measures.items():

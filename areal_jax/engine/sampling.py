@@ -1,7 +1,8 @@
 """One token per slot from its logits: one uniform number, looked up in the cumulative distribution.
 
-A draw depends on (seed, sample index, position) and the logits alone. Axes: S slots, V vocabulary, N draws ahead,
-W tokens of a block of the vocabulary, M blocks or stop tokens, K alternatives, T tokens of a sequence.
+A draw depends on (seed, sample index, position) and the logits alone. Axes: S slots, V vocabulary,
+N draws ahead, W tokens of a block of the vocabulary, M blocks or stop tokens, K alternatives, T
+tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -13,8 +14,11 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Float32, Int, Int32, UInt32
 
 
-def uniforms(seeds: UInt32[Array, "S 2"], samples: Int32[Array, "S"], positions: Int32[Array, "S N"]) -> Float32[Array, "S N"]:
-    """One number in [0, 1) per slot and position: uniform(fold_in(fold_in(key(seed), sample), position)).
+def uniforms(
+    seeds: UInt32[Array, "S 2"], samples: Int32[Array, "S"], positions: Int32[Array, "S N"]
+) -> Float32[Array, "S N"]:
+    """One number in [0, 1) per slot and position: uniform(fold_in(fold_in(key(seed), sample),
+    position)).
 
     `seeds` holds the high and the low word of each request's seed."""
 
@@ -28,10 +32,11 @@ def uniforms(seeds: UInt32[Array, "S 2"], samples: Int32[Array, "S"], positions:
 def sample_tokens(
     logits: Float32[Array, "S V"], uniform: Float32[Array, "S"], temperature: Float32[Array, "S"]
 ) -> tuple[Int32[Array, "S"], Float32[Array, "S"]]:
-    """The token whose stretch of the cumulative distribution softmax(logits / temperature) holds `uniform`, and its log-prob.
+    """The token whose stretch of the cumulative distribution softmax(logits / temperature) holds
+    `uniform`, and its log-prob.
 
-    Temperature 0 takes the most likely token, the first of equals, and reports its log-prob at temperature 1.
-    A token of probability 0 (logit -inf) is never sampled."""
+    Temperature 0 takes the most likely token, the first of equals, and reports its log-prob at
+    temperature 1. A token of probability 0 (logit -inf) is never sampled."""
     greedy = temperature == 0
     scaled = logits / jnp.where(greedy, 1.0, temperature)[:, None]
     highest = scaled.max(-1, keepdims=True)
@@ -54,9 +59,10 @@ def keep_most_likely(
 ) -> Float32[Array, "S V"]:
     """Logits with -inf wherever top-k, min-p or, among what they leave, top-p excludes a token.
 
-    min-p (arXiv:2407.01082) keeps tokens with at least `min_p` of the most likely one's probability, top-p the most likely
-    until they hold `top_p` of the probability, the one that crosses included. Of equal logits the lower token goes first.
-    top_k 0, top_p 1 and min_p 0 exclude nothing, nor does anything at temperature 0."""
+    min-p (arXiv:2407.01082) keeps tokens with at least `min_p` of the most likely one's
+    probability, top-p the most likely until they hold `top_p` of the probability, the one that
+    crosses included. Of equal logits the lower token goes first. top_k 0, top_p 1 and min_p 0
+    exclude nothing, nor does anything at temperature 0."""
     size = logits.shape[1]
     filtered = temperature > 0
     limit = jnp.where(filtered & (top_k > 0), top_k, size)[:, None]
@@ -68,10 +74,16 @@ def keep_most_likely(
     possible = (places < limit) & (scaled >= lowest)
     share = jax.nn.softmax(jnp.where(possible, scaled, -jnp.inf), axis=-1)
     kept = possible & ((jnp.cumsum(share, axis=-1) - share < mass) | (mass >= 1))
-    # Back in the order of the vocabulary, so that a request without filters draws the same beside one with them.
+    # Back in the order of the vocabulary, so that a request without filters draws the same beside
+    # one with them.
     last = kept.sum(-1, keepdims=True) - 1
-    threshold, last_token = -jnp.take_along_axis(negative, last, 1), jnp.take_along_axis(order, last, 1)
-    return jnp.where((logits > threshold) | ((logits == threshold) & (places <= last_token)), logits, -jnp.inf)
+    threshold, last_token = (
+        -jnp.take_along_axis(negative, last, 1),
+        jnp.take_along_axis(order, last, 1),
+    )
+    return jnp.where(
+        (logits > threshold) | ((logits == threshold) & (places <= last_token)), logits, -jnp.inf
+    )
 
 
 def count_tokens(sequences: Int32[Array, "S T"], size: int) -> Int32[Array, "S V"]:
@@ -90,9 +102,11 @@ def penalize(
     frequency: Float32[Array, "S"],
     repetition: Float32[Array, "S"],
 ) -> Float32[Array, "S V"]:
-    """r(l) - presence · [sampled > 0] - frequency · sampled, OpenAI's penalties of tokens in the answer.
+    """r(l) - presence · [sampled > 0] - frequency · sampled, OpenAI's penalties of tokens in the
+    answer.
 
-    r(l) is l / repetition for l > 0 and l · repetition for others, of tokens in prompt or answer (CTRL, arXiv:1909.05858).
+    r(l) is l / repetition for l > 0 and l · repetition for others, of tokens in prompt or answer
+    (CTRL, arXiv:1909.05858).
 
     Penalties of 0, 0 and 1 change no bit."""
     factor = repetition[:, None]
@@ -101,7 +115,9 @@ def penalize(
     return logits - presence[:, None] * (sampled > 0) - frequency[:, None] * sampled
 
 
-def forbid(logits: Float32[Array, "S V"], tokens: Int32[Array, "S M"], forbidden: Bool[Array, "S"]) -> Float32[Array, "S V"]:
+def forbid(
+    logits: Float32[Array, "S V"], tokens: Int32[Array, "S M"], forbidden: Bool[Array, "S"]
+) -> Float32[Array, "S V"]:
     """Logits with -inf at these tokens (-1 is none) of the slots to which they are forbidden."""
     places = jnp.where(forbidden[:, None] & (tokens >= 0), tokens, logits.shape[1])
     return logits.at[jnp.arange(len(logits))[:, None], places].set(-jnp.inf, mode="drop")
@@ -110,20 +126,26 @@ def forbid(logits: Float32[Array, "S V"], tokens: Int32[Array, "S M"], forbidden
 def most_likely(
     logits: Float32[Array, "S V"], temperature: Float32[Array, "S"], count: int
 ) -> tuple[Int32[Array, "S K"], Float32[Array, "S K"]]:
-    """The `count` most likely tokens under softmax(logits / temperature), and their log-probs; at temperature 0 those of 1.
+    """The `count` most likely tokens under softmax(logits / temperature), and their log-probs; at
+    temperature 0 those of 1.
 
     Log-prob -inf fills up a vocabulary that has fewer."""
     scaled = logits / jnp.where(temperature == 0, 1.0, temperature)[:, None]
     values, tokens = jax.lax.top_k(scaled, min(count, logits.shape[1]))
-    logp, lacking = values - jax.nn.logsumexp(scaled, axis=-1, keepdims=True), ((0, 0), (0, count - values.shape[1]))
+    logp, lacking = (
+        values - jax.nn.logsumexp(scaled, axis=-1, keepdims=True),
+        ((0, 0), (0, count - values.shape[1])),
+    )
     return jnp.pad(tokens, lacking), jnp.pad(logp, lacking, constant_values=-jnp.inf)
 
 
-def _invert(weights: Float32[Array, "S V"], uniform: Float32[Array, "S"]) -> tuple[Int32[Array, "S"], Float32[Array, "S"]]:
+def _invert(
+    weights: Float32[Array, "S V"], uniform: Float32[Array, "S"]
+) -> tuple[Int32[Array, "S"], Float32[Array, "S"]]:
     """First token at which the running sum of weights exceeds uniform · total, and the total.
 
-    Two levels, blocks and then tokens of one block: a running sum over a whole vocabulary of 150k tokens in float32 would
-    round away the unlikely ones, and costs more."""
+    Two levels, blocks and then tokens of one block: a running sum over a whole vocabulary of 150k
+    tokens in float32 would round away the unlikely ones, and costs more."""
     slots, size = weights.shape
     width = 2 ** round(math.log2(size) / 2)
     padded = jnp.pad(weights, ((0, 0), (0, -size % width)))
@@ -140,7 +162,8 @@ def _invert(weights: Float32[Array, "S V"], uniform: Float32[Array, "S"]) -> tup
 
 
 def _running_sum(x: Float[Array, "S W"]) -> Float[Array, "S W"]:
-    """Inclusive cumulative sum as a product with a triangle: one matrix product instead of log2(W) passes."""
+    """Inclusive cumulative sum as a product with a triangle: one matrix product instead of log2(W)
+    passes."""
     triangle = jnp.triu(jnp.ones((x.shape[1],) * 2, x.dtype))
     return jnp.matmul(x, triangle, precision=jax.lax.Precision.HIGHEST)
 

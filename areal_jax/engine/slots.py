@@ -1,6 +1,7 @@
 """The host's mirror of the slots between two dispatches: what sits where, and what it has sampled.
 
-The device waits while this runs, so it is numpy over whole arrays, and nothing is done token by token.
+The device waits while this runs, so it is numpy over whole arrays, and nothing is done token by
+token.
 Axes: S slots, R rows of the log.
 """
 
@@ -9,7 +10,13 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Int, Int32, Shaped
 
-from areal_jax.engine.decode import MAX_STOP_TOKENS, MAX_TOP_LOGPROBS, DecodeOutput, SamplingMode, empty_slots
+from areal_jax.engine.decode import (
+    MAX_STOP_TOKENS,
+    MAX_TOP_LOGPROBS,
+    DecodeOutput,
+    SamplingMode,
+    empty_slots,
+)
 from areal_jax.records import Completion, Request, Sampling, StopReason, TopLogprobs
 
 _WORD = 0xFFFFFFFF
@@ -26,21 +33,28 @@ def sampling_mode_of(sampling: Sampling) -> SamplingMode:
 
 def is_penalized(sampling: Sampling) -> bool:
     """Whether a draw depends on which tokens there are already."""
-    return (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (0, 0, 1)
+    return (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (
+        0,
+        0,
+        1,
+    )
 
 
 class SlotTable:
-    """Who sits in which slot, how far each is, and the log of all dispatches, from which completions are read.
+    """Who sits in which slot, how far each is, and the log of all dispatches, from which
+    completions are read.
 
     A live slot draws in every step, so its tokens are consecutive rows of its column of the log."""
 
     def __init__(self, num_slots: int, max_new_tokens: int, steps_per_dispatch: int):
         self.active = np.zeros(num_slots, bool)
         self.changed = False
-        """Whether `records` differ from what the device holds: the owner seats them there and resets this."""
+        """Whether `records` differ from what the device holds: the owner seats them there and
+        resets this."""
         self._settings = empty_slots(num_slots)
-        # Of each slot: its last token, how many columns its cache had when it was seated, how many tokens it may draw from then
-        # on, how many it has sampled since, and the row of the log where they begin.
+        # Of each slot: its last token, how many columns its cache had when it was seated, how many
+        # tokens it may draw from then on, how many it has sampled since, and the row of the log
+        # where they begin.
         self._token = np.zeros(num_slots, np.int32)
         self._assigned_at = np.zeros(num_slots, np.int32)
         self._budget = np.zeros(num_slots, np.int32)
@@ -67,7 +81,14 @@ class SlotTable:
         record["seed"] = request.seed >> 32 & _WORD, request.seed & _WORD
         record["sample"] = sample
         record["temperature"] = sampling.temperature
-        for name in ("top_k", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty"):
+        for name in (
+            "top_k",
+            "top_p",
+            "min_p",
+            "presence_penalty",
+            "frequency_penalty",
+            "repetition_penalty",
+        ):
             record[name] = getattr(sampling, name)
         record["num_prompt_tokens"] = len(request.prompt_tokens)
         record["stops_from"] = len(request.prompt_tokens) + sampling.min_new_tokens
@@ -94,10 +115,15 @@ class SlotTable:
         return slot in self._origin
 
     def collect_outputs(self, sampled: DecodeOutput, version: int) -> Int[np.ndarray, "_"]:
-        """Take in what a dispatch drew with the weights of `version`; returns the slots that ended."""
+        """Take in what a dispatch drew with the weights of `version`; returns the slots that
+        ended."""
         start = self._end % len(self._tokens)
         rows = slice(start, start + self._steps)
-        self._tokens[rows], self._logp[rows], self._versions[rows] = sampled.tokens, sampled.logp, version
+        self._tokens[rows], self._logp[rows], self._versions[rows] = (
+            sampled.tokens,
+            sampled.logp,
+            version,
+        )
         if sampled.top_logprobs is not None and self._alternatives is not None:
             for log, new in zip(self._alternatives, sampled.top_logprobs, strict=True):
                 log[rows] = new
@@ -109,7 +135,8 @@ class SlotTable:
         return ended
 
     def completion(self, slot: int, stop_reason: StopReason, start: int = 0) -> Completion:
-        """What a slot has sampled so far, from token `start` of the answer on; it costs as much as that holds."""
+        """What a slot has sampled so far, from token `start` of the answer on; it costs as much as
+        that holds."""
         request, before = self._origin[slot]
         before, rows = before.between(start), self._rows(slot, max(start - len(before.tokens), 0))
         return Completion(
@@ -120,28 +147,45 @@ class SlotTable:
             self._reported(rows, slot, request.sampling.num_top_logprobs, before),
         )
 
-    def _reported(self, rows: Int[np.ndarray, "_"], slot: int, count: int, before: Completion) -> TopLogprobs | None:
-        """The alternatives of a slot's answer, in the rows of the log and those before; none of tokens that came without."""
+    def _reported(
+        self, rows: Int[np.ndarray, "_"], slot: int, count: int, before: Completion
+    ) -> TopLogprobs | None:
+        """The alternatives of a slot's answer, in the rows of the log and those before; none of
+        tokens that came without."""
         if self._alternatives is None or not count:
             return None
         num_before = len(before.tokens)
-        unknown = TopLogprobs(np.zeros((num_before, count), np.int32), np.full((num_before, count), -np.inf, np.float32))
+        unknown = TopLogprobs(
+            np.zeros((num_before, count), np.int32),
+            np.full((num_before, count), -np.inf, np.float32),
+        )
         earlier, log = before.top_logprobs or unknown, self._alternatives
-        return TopLogprobs(*(np.concatenate([old, new[rows, :count, slot]]) for old, new in zip(earlier, log, strict=True)))
+        return TopLogprobs(
+            *(
+                np.concatenate([old, new[rows, :count, slot]])
+                for old, new in zip(earlier, log, strict=True)
+            )
+        )
 
     def cached_tokens(self, slot: int) -> Int32[np.ndarray, "_"]:
-        """Tokens whose keys and values the slot's pages hold: all but the last, which the next step feeds."""
+        """Tokens whose keys and values the slot's pages hold: all but the last, which the next step
+        feeds."""
         request, before = self._origin[slot]
-        return np.concatenate([request.prompt_tokens, before.tokens, self._tokens[self._rows(slot), slot]])[:-1]
+        return np.concatenate(
+            [request.prompt_tokens, before.tokens, self._tokens[self._rows(slot), slot]]
+        )[:-1]
 
     def live(self) -> list[int]:
         """Slots that are drawing."""
         return np.flatnonzero(self.active).tolist()
 
     def ends(self, num_ahead: int = 0) -> Int[np.ndarray, "S"]:
-        """Tokens whose keys and values each slot may have after the next dispatch, after `num_ahead` of which nothing is known
-        but that they will be; 0 where none is sampled."""
-        return self.active * (self._assigned_at + np.minimum(self._budget, self._count + self._steps * (num_ahead + 1)))
+        """Tokens whose keys and values each slot may have after the next dispatch, after
+        `num_ahead` of which nothing is known but that they will be; 0 where none is sampled."""
+        return self.active * (
+            self._assigned_at
+            + np.minimum(self._budget, self._count + self._steps * (num_ahead + 1))
+        )
 
     def num_columns(self, num_ahead: int = 0) -> int:
         """The most of `ends`, and at least one."""
@@ -161,7 +205,10 @@ class SlotTable:
         for slot in self.live():
             if is_penalized(self._origin[slot][0].sampling):
                 tokens = self.cached_tokens(slot)
-                sequences[slot, : len(tokens)], sequences[slot, len(tokens)] = tokens, self._token[slot]
+                sequences[slot, : len(tokens)], sequences[slot, len(tokens)] = (
+                    tokens,
+                    self._token[slot],
+                )
         return sequences
 
     def records(self) -> Shaped[np.ndarray, "S"]:
@@ -174,4 +221,6 @@ class SlotTable:
 
     def _rows(self, slot: int, start: int = 0) -> Int[np.ndarray, "_"]:
         """Rows of the log that a slot has sampled, but for the first `start`."""
-        return np.arange(self._first[slot] + start, self._first[slot] + self._count[slot]) % len(self._tokens)
+        return np.arange(self._first[slot] + start, self._first[slot] + self._count[slot]) % len(
+            self._tokens
+        )

@@ -1,4 +1,5 @@
-"""Graded answers of an evaluation, and the folder that keeps them: task by task, so that a restart resumes from there."""
+"""Graded answers of an evaluation, and the folder that keeps them: task by task, so that a restart
+resumes from there."""
 
 from __future__ import annotations
 
@@ -29,9 +30,11 @@ class Answer:
     num_tokens: int
     """That the policy drew."""
     vote: str | None
-    """The answer found in the text, in the form by which votes are counted; None where there is none."""
+    """The answer found in the text, in the form by which votes are counted; None where there is
+    none."""
     text: str
-    """From the first word of the policy on; what tools and feedback said between its words is part of it."""
+    """From the first word of the policy on; what tools and feedback said between its words is part
+    of it."""
 
 
 def answer_of(sample: Sample, tokenizer: Tokenizer, accept_plain: bool) -> Answer:
@@ -39,7 +42,8 @@ def answer_of(sample: Sample, tokenizer: Tokenizer, accept_plain: bool) -> Answe
     sampled = np.flatnonzero(sample.loss_mask)
     if not len(sampled):
         return Answer(sample.grade, sample.stop_reason, 0, None, "")
-    # The last words of the policy hold its answer; what it said in earlier turns was not its last word.
+    # The last words of the policy hold its answer; what it said in earlier turns was not its last
+    # word.
     said_last = sampled[np.flatnonzero(np.diff(sampled, prepend=-2) > 1)[-1]]
     return Answer(
         sample.grade,
@@ -70,12 +74,19 @@ class AnswerFolder:
         samples = path / SAMPLES
         cut(samples, version + 1)  # a row torn by a crash
         rows = read(samples) if samples.exists() else ()
-        self.found = {row["place"]: tuple(Answer(**answer) for answer in row["answers"]) for row in rows}
+        self.found = {
+            row["place"]: tuple(Answer(**answer) for answer in row["answers"]) for row in rows
+        }
         self._lines = JsonLines(samples)
 
     def add(self, place: int, task: Task, answers: Sequence[Answer]) -> None:
         """Keep the answers to the task at a place; on return they are on disk."""
-        row = {"time_s": time.time(), "place": place, "task": task.id, "answers": [asdict(answer) for answer in answers]}
+        row = {
+            "time_s": time.time(),
+            "place": place,
+            "task": task.id,
+            "answers": [asdict(answer) for answer in answers],
+        }
         self._lines.append(self._version, row)
         self._lines.sync()
         self.found[place] = tuple(answers)
@@ -87,11 +98,22 @@ class AnswerFolder:
         file = self.path / SETTINGS
         if not file.exists():
             if (self.path / SAMPLES).exists():
-                raise ValueError(f"{self.path} holds a {SAMPLES} without {SETTINGS}, of something else; give another --folder")
+                raise ValueError(
+                    f"{self.path} holds a {SAMPLES} without {SETTINGS}, of something else; "
+                    "give "
+                    "another --folder"
+                )
             write_whole(file, json.dumps(settings, indent=2) + "\n")
             return
         there = json.loads(file.read_text(encoding="utf-8"))
         differing = [key for key in {**there, **settings} if there.get(key) != settings.get(key)]
         if differing:
-            reported = "; ".join(f"{key} is {there.get(key)!r} there and {settings.get(key)!r} here" for key in differing)
-            raise ValueError(f"{self.path} holds an evaluation with other settings: {reported}. Give another --folder=DIR")
+            reported = "; ".join(
+                f"{key} is {there.get(key)!r} there and {settings.get(key)!r} here"
+                for key in differing
+            )
+            raise ValueError(
+                f"{self.path} holds an evaluation with other settings: {reported}. Give "
+                "another "
+                "--folder=DIR"
+            )

@@ -1,7 +1,8 @@
 """Answers from a running server that speaks OpenAI's protocol, ours or another.
 
-Where it takes a prompt as tokens and tells which it drew (`/completions` with `return_token_ids`, as vLLM has it), it is an
-engine like the local one, and any workflow runs on it. Else it is asked in words, by `/chat/completions`.
+Where it takes a prompt as tokens and tells which it drew (`/completions` with `return_token_ids`,
+as vLLM has it), it is an engine like the local one, and any workflow runs on it. Else it is asked
+in words, by `/chat/completions`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,16 @@ import numpy as np
 from areal_jax.errors import EngineStopped, InvalidRequest
 from areal_jax.evaluation.answers import Answer, vote_of
 from areal_jax.protocols import Grader, Tokenizer
-from areal_jax.records import Completion, Message, Request, RewardResult, Sampling, StopReason, Task, derive_seed
+from areal_jax.records import (
+    Completion,
+    Message,
+    Request,
+    RewardResult,
+    Sampling,
+    StopReason,
+    Task,
+    derive_seed,
+)
 from areal_jax.threads import in_thread
 
 T = TypeVar("T")
@@ -46,41 +56,57 @@ FROM_ALL_TOKENS: tuple[RequestSampling, ...] = (
     {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},  # our own server
     {"top_p": 1.0},  # OpenAI's own protocol has no more
 )
-"""How to say that tokens are sampled from all that there are, as a local evaluation does. A server that is told nothing takes
-defaults of its own, such as those of the policy's generation_config.json."""
+"""How to say that tokens are sampled from all that there are, as a local evaluation does. A server
+that is told nothing takes defaults of its own, such as those of the policy's
+generation_config.json."""
 
 _STOPS: dict[str, StopReason] = {"length": "length"}
 
 
 class Server:
-    """A server at a URL that ends in /v1. Its calls block threads of their own, so that many can be under way."""
+    """A server at a URL that ends in /v1. Its calls block threads of their own, so that many can be
+    under way."""
 
     def __init__(self, url: str, token: str | None, timeout_s: float) -> None:
         """Args: timeout_s: for one call."""
         self.url, self._timeout_s = url.rstrip("/"), timeout_s
-        self._headers = {"Content-Type": "application/json"} | ({"Authorization": f"Bearer {token}"} if token else {})
-        # Each call has a thread until its answer is there. One that nobody waits for any more ends with its attempt under way.
+        self._headers = {"Content-Type": "application/json"} | (
+            {"Authorization": f"Bearer {token}"} if token else {}
+        )
+        # Each call has a thread until its answer is there. One that nobody waits for any more ends
+        # with its attempt under way.
         self._places, self._closed = asyncio.Semaphore(MAX_CONNECTIONS), threading.Event()
 
     def model(self) -> str:
-        """The model that the server serves. ValueError, with what to do, where it has several, refuses, or is not there."""
+        """The model that the server serves. ValueError, with what to do, where it has several,
+        refuses, or is not there."""
         try:
             names = [str(model["id"]) for model in self._call("models")["data"]]
         except urllib.error.HTTPError as error:
-            reported = f"set {TOKEN_VARIABLE} to its token" if error.code in (401, 403) else "expected a URL that ends in /v1"
-            raise ValueError(f"checkpoint={self.url}: the server refuses ({_said(error)}); {reported}") from error
+            reported = (
+                f"set {TOKEN_VARIABLE} to its token"
+                if error.code in (401, 403)
+                else "expected a URL that ends in /v1"
+            )
+            raise ValueError(
+                f"checkpoint={self.url}: the server refuses ({_said(error)}); {reported}"
+            ) from error
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"checkpoint={self.url}: no server that speaks OpenAI's protocol answers there ({error}); expected a URL such "
+                f"checkpoint={self.url}: no server that speaks OpenAI's protocol answers there "
+                f"({error}); expected a URL such "
                 "as http://127.0.0.1:8000/v1"
             ) from error
         if len(names) != 1:
-            raise ValueError(f"checkpoint={self.url}: expected a server with one model, it has {', '.join(names) or 'none'}")
+            raise ValueError(
+                f"checkpoint={self.url}: expected a server with one model, it has "
+                f"{', '.join(names) or 'none'}"
+            )
         return names[0]
 
     async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Post a request. Unservable where the server calls it wrong, EngineStopped where it refuses or is gone; what it is too
-        busy for is asked again a few times."""
+        """Post a request. Unservable where the server calls it wrong, EngineStopped where it
+        refuses or is gone; what it is too busy for is asked again a few times."""
         async with self._places:
             return await in_thread(partial(self._insist, path, body), "server")
 
@@ -94,14 +120,21 @@ class Server:
                 return self._call(path, body)
             except urllib.error.HTTPError as error:
                 if error.code in (401, 403):
-                    raise EngineStopped(f"{self.url} refuses: {_said(error)}; set {TOKEN_VARIABLE}") from error
-                if error.code != 429 and (error.code < 500 or error.code == 501):  # 501: it has no such thing
+                    raise EngineStopped(
+                        f"{self.url} refuses: {_said(error)}; set {TOKEN_VARIABLE}"
+                    ) from error
+                if error.code != 429 and (
+                    error.code < 500 or error.code == 501
+                ):  # 501: it has no such thing
                     raise InvalidRequest(f"{self.url}/{path}: {_said(error)}") from error
                 if pause_s is None:
-                    raise RuntimeError(f"{self.url}/{path}: {_said(error)}, {len(RETRIES_S) + 1} times") from error
+                    raise RuntimeError(
+                        f"{self.url}/{path}: {_said(error)}, {len(RETRIES_S) + 1} times"
+                    ) from error
             except TimeoutError as error:
                 raise TimeoutError(
-                    f"{self.url}/{path}: no answer within engine.request_timeout_s={self._timeout_s:g}"
+                    f"{self.url}/{path}: no answer within "
+                    f"engine.request_timeout_s={self._timeout_s:g}"
                 ) from error
             except OSError as error:
                 if pause_s is None:
@@ -128,7 +161,8 @@ def _said(error: urllib.error.HTTPError) -> str:
 
 
 async def first_served(ask: Callable[[RequestSampling], Awaitable[T]]) -> tuple[RequestSampling, T]:
-    """The first way to draw from all tokens that is not called wrong, and what it was answered. Unservable where all are."""
+    """The first way to draw from all tokens that is not called wrong, and what it was answered.
+    Unservable where all are."""
     for sampling_mode in FROM_ALL_TOKENS[:-1]:
         with suppress(InvalidRequest):
             return sampling_mode, await ask(sampling_mode)
@@ -154,21 +188,37 @@ class TokenServer:
         return {}
 
     @classmethod
-    async def probed(cls, server: Server, model: str, tokenizer: Tokenizer, prompt: Sequence[Message]) -> TokenServer | None:
-        """Whoever asks this server in tokens; None where it does not take this prompt as tokens, or tells none that say what it
-        says. EngineStopped where it refuses or is gone."""
+    async def probed(
+        cls, server: Server, model: str, tokenizer: Tokenizer, prompt: Sequence[Message]
+    ) -> TokenServer | None:
+        """Whoever asks this server in tokens; None where it does not take this prompt as tokens, or
+        tells none that say what it says. EngineStopped where it refuses or is gone."""
         tokens = tokenizer.render(prompt)
         probe = Request("probe", tokens, 1, Sampling(PROBE_TOKENS), seed=0)
         try:
             sampling_mode, choices = await first_served(
-                lambda sampling_mode: cls(server, model, tokenizer, sampling_mode)._sample_tokens(probe)
+                lambda sampling_mode: cls(server, model, tokenizer, sampling_mode)._sample_tokens(
+                    probe
+                )
             )
-            sampled, given = choices[0].get("token_ids"), choices[0].get("prompt_token_ids", tokens.tolist())
+            sampled, given = (
+                choices[0].get("token_ids"),
+                choices[0].get("prompt_token_ids", tokens.tolist()),
+            )
             speaks = sampled and given == tokens.tolist()
-            speaks = speaks and tokenizer.decode(np.array(sampled, np.int32)).strip() == choices[0]["text"].strip()
+            speaks = (
+                speaks
+                and tokenizer.decode(np.array(sampled, np.int32)).strip()
+                == choices[0]["text"].strip()
+            )
         except EngineStopped:
             raise
-        except (RuntimeError, ValueError, KeyError, TypeError):  # whatever else is answered to tokens, words may be answered
+        except (
+            RuntimeError,
+            ValueError,
+            KeyError,
+            TypeError,
+        ):  # whatever else is answered to tokens, words may be answered
             return None
         return cls(server, model, tokenizer, sampling_mode) if speaks else None
 
@@ -186,7 +236,9 @@ class TokenServer:
         answer = await self.server.ask("completions", body)
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if len(choices) != request.num_samples:
-            raise InvalidRequest(f"{self.server.url}: asked for n={request.num_samples} answers, got {len(choices)}")
+            raise InvalidRequest(
+                f"{self.server.url}: asked for n={request.num_samples} answers, got {len(choices)}"
+            )
         return choices
 
     def _completion(self, choice: dict[str, Any]) -> Completion:
@@ -197,9 +249,12 @@ class TokenServer:
 
 
 async def sampling_of_chats(server: Server, model: str) -> RequestSampling:
-    """How to ask this server in words. Unservable where it answers none at all, EngineStopped where it refuses or is gone."""
+    """How to ask this server in words. Unservable where it answers none at all, EngineStopped where
+    it refuses or is gone."""
     body = {"model": model, "messages": [{"role": "user", "content": "1+1?"}], "max_tokens": 1}
-    sampling_mode, _ = await first_served(lambda sampling_mode: server.ask("chat/completions", {**body, **sampling_mode}))
+    sampling_mode, _ = await first_served(
+        lambda sampling_mode: server.ask("chat/completions", {**body, **sampling_mode})
+    )
     return sampling_mode
 
 
@@ -219,13 +274,18 @@ class ChatServer:
     async def answers(self, place: int, task: Task) -> list[Answer]:
         """Graded answers to a task: one request for each, so that the length of each is told."""
         async with asyncio.TaskGroup() as asking:
-            asked = [asking.create_task(self._answer(place, task, number)) for number in range(self.num_samples)]
+            asked = [
+                asking.create_task(self._answer(place, task, number))
+                for number in range(self.num_samples)
+            ]
         return [answer.result() for answer in asked]
 
     async def _answer(self, place: int, task: Task, number: int) -> Answer:
         body = {
             "model": self.model,
-            "messages": [{"role": message.role, "content": message.content} for message in task.prompt],
+            "messages": [
+                {"role": message.role, "content": message.content} for message in task.prompt
+            ],
             "max_tokens": self.sampling.max_new_tokens,
             "temperature": self.sampling.temperature,
             "seed": derive_seed(self.seed, f"eval-{place}.{number}"),

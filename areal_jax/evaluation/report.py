@@ -1,4 +1,5 @@
-"""What an evaluation leaves: results.json and problems.csv for tools, report.html and a picture for readers.
+"""What an evaluation leaves: results.json and problems.csv for tools, report.html and a picture for
+readers.
 
 results.json holds no time and no place, so that the same answers give the same file, byte for byte.
 """
@@ -23,7 +24,13 @@ from areal_jax.metrics.files import write_whole
 from areal_jax.metrics.pages import BLUE, GREY, ORANGE, as_png, new_figure, plain, title, write_page
 from areal_jax.records import Task
 
-RESULTS, PROBLEMS, TIMES, REPORT, PICTURE = "results.json", "problems.csv", "times.jsonl", "report.html", "results.png"
+RESULTS, PROBLEMS, TIMES, REPORT, PICTURE = (
+    "results.json",
+    "problems.csv",
+    "times.jsonl",
+    "report.html",
+    "results.png",
+)
 SHOWN_PER_GRADE = 3
 MAX_SHOWN_CHARS = 20_000
 MAX_FAMILIES = 24
@@ -40,8 +47,12 @@ def write_report(
 ) -> Path:
     """Write all files of an evaluation into its folder; the page's path.
 
-    Args: headline: who answered what. settings: all that decides the answers. tasks, answers: of which some are shown."""
-    write_whole(folder / RESULTS, json.dumps({"settings": settings, **asdict(results)}, indent=2, allow_nan=False) + "\n")
+    Args: headline: who answered what. settings: all that decides the answers. tasks, answers: of
+        which some are shown."""
+    write_whole(
+        folder / RESULTS,
+        json.dumps({"settings": settings, **asdict(results)}, indent=2, allow_nan=False) + "\n",
+    )
     write_whole(folder / PROBLEMS, _as_csv(results.problems))
     picture = plot(results)
     write_whole(folder / PICTURE, picture)
@@ -56,7 +67,9 @@ def write_report(
         results=results,
         stop_reasons=_stop_reasons(answers),
         samples=list(shown(tasks, answers)),
-        times=[json.loads(line) for line in times.read_text().splitlines()] if times.exists() else [],
+        times=[json.loads(line) for line in times.read_text().splitlines()]
+        if times.exists()
+        else [],
         run=json.loads((folder / description.FILE).read_text()),
         settings=settings,
     )
@@ -83,7 +96,9 @@ def format_skipped(estimate: Estimate) -> str:
     return f"{estimate.value:.1%} ({low:.1%} to {high:.1%})"
 
 
-def shown(tasks: Sequence[Task], answers: Mapping[int, Sequence[Answer]]) -> Iterator[dict[str, Any]]:
+def shown(
+    tasks: Sequence[Task], answers: Mapping[int, Sequence[Answer]]
+) -> Iterator[dict[str, Any]]:
     """The first answers of each grade, of different problems, for the page."""
     left = dict[str, int]()
     for place in sorted(answers):
@@ -91,11 +106,17 @@ def shown(tasks: Sequence[Task], answers: Mapping[int, Sequence[Answer]]) -> Ite
             if left.setdefault(answer.grade, SHOWN_PER_GRADE):
                 left[answer.grade] -= 1
                 question = tasks[place].prompt[-1].content[:MAX_SHOWN_CHARS]
-                yield {"task": tasks[place], "question": question, "answer": answer, "text": answer.text[:MAX_SHOWN_CHARS]}
+                yield {
+                    "task": tasks[place],
+                    "question": question,
+                    "answer": answer,
+                    "text": answer.text[:MAX_SHOWN_CHARS],
+                }
 
 
 def plot(results: Results) -> bytes:
-    """The figures as a PNG: scores by number of samples, lengths, problems by their share of right answers, families."""
+    """The figures as a PNG: scores by number of samples, lengths, problems by their share of right
+    answers, families."""
     figure = new_figure(11.0, 6.4)
     (by_k, lengths), (shares, families) = figure.subplots(2, 2)
     _plot_by_k(by_k, results)
@@ -115,7 +136,15 @@ def _plot_by_k(axes: Axes, results: Results) -> None:
             continue
         values = [estimate.value for estimate in estimates.values()]
         low, high = zip(*(estimate.interval_95 for estimate in estimates.values()), strict=True)
-        axes.plot(list(estimates), values, color=color, marker="o", markersize=4, linewidth=1.6, label=label)
+        axes.plot(
+            list(estimates),
+            values,
+            color=color,
+            marker="o",
+            markersize=4,
+            linewidth=1.6,
+            label=label,
+        )
         axes.fill_between(list(estimates), low, high, color=color, alpha=0.15, linewidth=0)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_locator(FixedLocator(list(results.pass_at)))
@@ -131,7 +160,15 @@ def _plot_lengths(axes: Axes, results: Results) -> None:
     title(axes, "tokens of an answer")
     found = results.tokens
     widths = [right - left for left, right in zip(found.edges, found.edges[1:], strict=False)]
-    axes.bar(found.edges[:-1], found.counts, widths, align="edge", color=BLUE, edgecolor="white", linewidth=0.6)
+    axes.bar(
+        found.edges[:-1],
+        found.counts,
+        widths,
+        align="edge",
+        color=BLUE,
+        edgecolor="white",
+        linewidth=0.6,
+    )
     axes.axvline(found.mean, color=ORANGE, linewidth=1.6, label=f"mean {found.mean:,.0f}")
     axes.legend(frameon=False, fontsize=9, loc="upper right")
     axes.set_ylabel("answers", fontsize=9)
@@ -139,9 +176,15 @@ def _plot_lengths(axes: Axes, results: Results) -> None:
 
 def _plot_shares(axes: Axes, results: Results) -> None:
     title(axes, "problems by their share of right answers")
-    shares = sorted(problem.num_correct / problem.num_samples for problem in results.problems if problem.num_samples)
+    shares = sorted(
+        problem.num_correct / problem.num_samples
+        for problem in results.problems
+        if problem.num_samples
+    )
     axes.step(range(1, len(shares) + 1), shares[::-1], where="mid", color=BLUE, linewidth=1.6)
-    axes.fill_between(range(1, len(shares) + 1), shares[::-1], step="mid", color=BLUE, alpha=0.15, linewidth=0)
+    axes.fill_between(
+        range(1, len(shares) + 1), shares[::-1], step="mid", color=BLUE, alpha=0.15, linewidth=0
+    )
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.set_ylim(0, 1.02)
     axes.set_xlabel("problems, easiest first", fontsize=9)

@@ -66,7 +66,8 @@ class Problem:
     num_samples: int
     num_correct: int
     majority: str
-    """The answer that most samples gave, in the form by which votes are counted; empty where none gave any."""
+    """The answer that most samples gave, in the form by which votes are counted; empty where none
+    gave any."""
     num_truncated: int
     mean_tokens: float
     failed: str
@@ -75,7 +76,8 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The figures of an evaluation. A failed task counts as wrong, and has no share in figures of samples and lengths."""
+    """The figures of an evaluation. A failed task counts as wrong, and has no share in figures of
+    samples and lengths."""
 
     num_tasks: int
     num_samples: int
@@ -85,7 +87,8 @@ class Results:
     """By k."""
     pass_at_1_standard_error: float
     majority_at: Mapping[int, Estimate] | None
-    """By k; None where answers are programs, or right answers were found that cannot be counted as votes."""
+    """By k; None where answers are programs, or right answers were found that cannot be counted as
+    votes."""
     truncated: float
     """Share of answers that were cut at the token budget."""
     tokens: Lengths
@@ -96,14 +99,21 @@ class Results:
     problems: Sequence[Problem]
 
 
-def results_of(tasks: Sequence[Task], answers: Mapping[int, Sequence[Answer]], failures: Mapping[int, Exception]) -> Results:
+def results_of(
+    tasks: Sequence[Task],
+    answers: Mapping[int, Sequence[Answer]],
+    failures: Mapping[int, Exception],
+) -> Results:
     """The figures. The same answers give the same ones, whatever the order in which they came.
 
-    Args: tasks: all that were asked. answers: by place in `tasks`, of at least one. failures: why others have none."""
+    Args: tasks: all that were asked. answers: by place in `tasks`, of at least one. failures: why
+        others have none."""
     by_task = [answers.get(place, ()) for place in range(len(tasks))]
     every = [answer for of_task in by_task for answer in of_task]
     lengths = np.array([answer.num_tokens for answer in every])
-    counts, edges = np.histogram(lengths, bins=min(NUM_BINS, int(lengths.max()) + 1), range=(0, int(lengths.max()) + 1))
+    counts, edges = np.histogram(
+        lengths, bins=min(NUM_BINS, int(lengths.max()) + 1), range=(0, int(lengths.max()) + 1)
+    )
     most = min(len(of_task) for of_task in by_task if of_task)
     ks = powers_of_two(most)
     votes = _can_vote(tasks, every)
@@ -116,7 +126,9 @@ def results_of(tasks: Sequence[Task], answers: Mapping[int, Sequence[Answer]], f
         samples_per_task=most,
         pass_at={k: _estimate([_pass_at(of_task, k) for of_task in by_task]) for k in ks},
         pass_at_1_standard_error=standard_error([_pass_at(of_task, 1) for of_task in by_task]),
-        majority_at={k: _estimate([_majority_at(of_task, k) for of_task in by_task]) for k in ks} if votes else None,
+        majority_at={k: _estimate([_majority_at(of_task, k) for of_task in by_task]) for k in ks}
+        if votes
+        else None,
         truncated=_truncated(every),
         tokens=Lengths(
             float(lengths.mean()),
@@ -127,7 +139,10 @@ def results_of(tasks: Sequence[Task], answers: Mapping[int, Sequence[Answer]], f
         grades=dict(sorted(Counter(answer.grade for answer in every).items())),
         failed=dict(sorted(Counter(type(error).__name__ for error in failures.values()).items())),
         families={name: _family(families[name]) for name in sorted(families)},
-        problems=[_problem(place, task, by_task[place], failures.get(place)) for place, task in enumerate(tasks)],
+        problems=[
+            _problem(place, task, by_task[place], failures.get(place))
+            for place, task in enumerate(tasks)
+        ],
     )
 
 
@@ -158,7 +173,9 @@ def _majority_at(answers: Sequence[Answer], k: int) -> float:
     if not answers:
         return 0.0
     # What the grader calls correct is equal to the reference, however it is written: one answer.
-    wrong = Counter(answer.vote for answer in answers if answer.vote is not None and answer.grade != "correct")
+    wrong = Counter(
+        answer.vote for answer in answers if answer.vote is not None and answer.grade != "correct"
+    )
     return majority_at_k(len(answers), _num_correct(answers), sorted(wrong.values()), k)
 
 
@@ -169,7 +186,9 @@ def _family(by_task: Sequence[Sequence[Answer]]) -> Family:
     return Family(len(by_task), pass_at_1, _truncated(every), mean_tokens)
 
 
-def _problem(place: int, task: Task, answers: Sequence[Answer], failure: Exception | None) -> Problem:
+def _problem(
+    place: int, task: Task, answers: Sequence[Answer], failure: Exception | None
+) -> Problem:
     votes = Counter(answer.vote for answer in answers if answer.vote is not None)
     return Problem(
         place=place,

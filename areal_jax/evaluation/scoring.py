@@ -1,4 +1,5 @@
-"""Evaluation with the engine and the workflow that train, while training goes on. Nothing is trained on it, so no gate."""
+"""Evaluation with the engine and the workflow that train, while training goes on. Nothing is
+trained on it, so no gate."""
 
 from __future__ import annotations
 
@@ -17,14 +18,24 @@ from jaxtyping import Int32
 from areal_jax.errors import AllRejected, EngineStopped, first_error
 from areal_jax.evaluation.figures import standard_error, wilson_interval
 from areal_jax.protocols import Engine, Grader, Workflow
-from areal_jax.records import CallNames, Completion, OnProgress, Request, Sample, Sampling, Task, derive_seed
+from areal_jax.records import (
+    CallNames,
+    Completion,
+    OnProgress,
+    Request,
+    Sample,
+    Sampling,
+    Task,
+    derive_seed,
+)
 
 logger = logging.getLogger(__name__)
 
 T = TypeVar("T", bound=Sized)
 
 WAITING = 0.25
-"""Share of the slots for which answers wait: a task that has some of its answers, or has them graded, leaves slots empty."""
+"""Share of the slots for which answers wait: a task that has some of its answers, or has them
+graded, leaves slots empty."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,13 +45,14 @@ class Evaluation:
     version: int
     """Asked for; where newer weights may come, tokens may be of later versions."""
     pass_at_1: float
-    """Share of correct answers: the mean over all tasks of the mean over a task's samples; 0 for a task that failed. nan where
-    rewards are raw."""
+    """Share of correct answers: the mean over all tasks of the mean over a task's samples; 0 for a
+    task that failed. nan where rewards are raw."""
     standard_error: float
-    """Of pass_at_1, or of mean_reward where there is none, from the spread between tasks: a task's samples are not
-    independent."""
+    """Of pass_at_1, or of mean_reward where there is none, from the spread between tasks: a task's
+    samples are not independent."""
     interval_95: tuple[float, float]
-    """Wilson's interval, which is honest at 0 and 1 too; two standard errors where rewards are raw."""
+    """Wilson's interval, which is honest at 0 and 1 too; two standard errors where rewards are
+    raw."""
     mean_reward: float
     """The mean over the tasks that did not fail of the mean over a task's samples."""
     num_tasks: int
@@ -54,14 +66,16 @@ class Evaluation:
     """Of an answer, what the policy drew only."""
     grades: Mapping[str, int]
     failed: Mapping[str, int]
-    """Tasks without samples, by the class of the error. They count as wrong, and have no share in figures of samples."""
+    """Tasks without samples, by the class of the error. They count as wrong, and have no share in
+    figures of samples."""
     versions: tuple[int, int]
     """Oldest and newest version that drew a token."""
     seconds: float
 
 
 def tasks_that_fill(num_slots: int, samples_per_task: int) -> int:
-    """How many tasks at a time keep so many slots of engines busy, and leave them to training between."""
+    """How many tasks at a time keep so many slots of engines busy, and leave them to training
+    between."""
     return math.ceil((1 + WAITING) * num_slots / samples_per_task)
 
 
@@ -78,10 +92,12 @@ async def evaluate(
 ) -> Evaluation:
     """Answer every task with weights of at least `version`, so many at a time, and grader.
 
-    The same seed draws the same numbers for the same place in `tasks`, whatever the version, so that two evaluations differ by
-    the policy alone. A task that fails is logged and counts as wrong.
+    The same seed draws the same numbers for the same place in `tasks`, whatever the version, so
+    that two evaluations differ by the policy alone. A task that fails is logged and counts as
+    wrong.
 
-    Raises AllRejected, with the last error, where every task fails; EngineStopped at once when no more answers can come."""
+    Raises AllRejected, with the last error, where every task fails; EngineStopped at once when no
+    more answers can come."""
     if not tasks:
         raise ValueError("expected tasks to evaluate on, came none")
     clock = asyncio.get_running_loop().time
@@ -89,14 +105,18 @@ async def evaluate(
     found = dict[int, tuple[Sample, ...]]()
     failures = await answer_all(
         enumerate(tasks),
-        lambda place, task: workflow(task, EvaluationCalls(engine, version, sampling, seed, place), grader),
+        lambda place, task: workflow(
+            task, EvaluationCalls(engine, version, sampling, seed, place), grader
+        ),
         lambda place, task, samples: found.update({place: samples}),
         name=f"evaluation of version {version}",
         max_running=max_running,
     )
     if not found:
         last = list(failures.values())[-1]
-        raise AllRejected(f"evaluation of version {version}: all {len(tasks)} tasks failed, the last: {last}") from last
+        raise AllRejected(
+            f"evaluation of version {version}: all {len(tasks)} tasks failed, the last: {last}"
+        ) from last
     sampled = [(tasks[place], found[place]) for place in sorted(found)]
     failed = [(tasks[place], failures[place]) for place in sorted(failures)]
     return summarize(version, sampled, failed, clock() - began_s)
@@ -110,12 +130,13 @@ async def answer_all(
     name: str,
     max_running: int,
 ) -> dict[int, Exception]:
-    """Have every task answered, so many at a time, each with its place, and `reported` as soon as it is; what others failed with,
-    by place.
+    """Have every task answered, so many at a time, each with its place, and `reported` as soon as
+    it is; what others failed with, by place.
 
-    A failure is logged under `name`; an answer without samples is one. EngineStopped ends all at once, and so does what `reported`
-    raises."""
-    # Bounds what is asked of the engine at a time; each answer has the engine's and the grader's deadline.
+    A failure is logged under `name`; an answer without samples is one. EngineStopped ends all at
+    once, and so does what `reported` raises."""
+    # Bounds what is asked of the engine at a time; each answer has the engine's and the grader's
+    # deadline.
     places = asyncio.Semaphore(max_running)
     failures = dict[int, Exception]()
     traced = set[type[Exception]]()
@@ -198,7 +219,9 @@ def summarize(
         scored, scores = [task for task, _ in sampled], rewards
     else:
         scored = [task for task, _ in (*sampled, *failed)]
-        scores = [fmean([sample.grade == "correct" for sample in samples]) for _, samples in sampled] + [0.0] * len(failed)
+        scores = [
+            fmean([sample.grade == "correct" for sample in samples]) for _, samples in sampled
+        ] + [0.0] * len(failed)
     by_family = defaultdict[str, list[float]](list)
     for task, score in zip(scored, scores, strict=True):
         by_family[task.family].append(score)
@@ -209,7 +232,9 @@ def summarize(
         version=version,
         pass_at_1=math.nan if is_raw else mean,
         standard_error=error,
-        interval_95=(mean - 2 * error, mean + 2 * error) if is_raw else wilson_interval(mean, error, len(scores)),
+        interval_95=(mean - 2 * error, mean + 2 * error)
+        if is_raw
+        else wilson_interval(mean, error, len(scores)),
         mean_reward=fmean(rewards),
         num_tasks=len(sampled) + len(failed),
         num_samples=len(samples),

@@ -1,7 +1,9 @@
-"""Whether the rows of a run agree with the checkpoint that it resumes from, before any of them are cut.
+"""Whether the rows of a run agree with the checkpoint that it resumes from, before any of them are
+cut.
 
-Below the checkpoint's version every step has one row in metrics.jsonl, and its samples, each once, in samples.jsonl. Rows of
-that version and later are cut on resuming; evaluations may be written late, and need not be there.
+Below the checkpoint's version every step has one row in metrics.jsonl, and its samples, each once,
+in samples.jsonl. Rows of that version and later are cut on resuming; evaluations may be written
+late, and need not be there.
 """
 
 from __future__ import annotations
@@ -63,11 +65,21 @@ def compare(
                 samples_of[at] = int(match[1])
     expected = set(range(version))
     missing = expected - counts.keys()
-    gaps[METRICS] = sorted(missing if not (run_folder / METRICS).exists() else missing & set(known_gaps.get(METRICS, ())))
+    gaps[METRICS] = sorted(
+        missing
+        if not (run_folder / METRICS).exists()
+        else missing & set(known_gaps.get(METRICS, ()))
+    )
     if lost := missing - set(gaps[METRICS]):
         faults.append(Fault(METRICS, min(lost), f"has no rows of {ranges(lost)}"))
     if twice := {at for at, count in counts.items() if count > 1}:
-        faults.append(Fault(METRICS, min(twice), f"has more than one row of {ranges(twice)}, as if two processes wrote there"))
+        faults.append(
+            Fault(
+                METRICS,
+                min(twice),
+                f"has more than one row of {ranges(twice)}, as if two processes wrote there",
+            )
+        )
 
     if not (run_folder / SAMPLES).exists():
         gaps[SAMPLES] = sorted(expected)
@@ -91,11 +103,27 @@ def compare(
     if lost := missing - set(gaps[SAMPLES]):
         faults.append(Fault(SAMPLES, min(lost), f"has no samples of {ranges(lost)}"))
     if torn := {at for at, count in written.items() if samples_of.get(at, count) > count}:
-        faults.append(Fault(SAMPLES, min(torn), f"has fewer samples of {ranges(torn)} than {METRICS} counts"))
-    if many := repeated | {at for at, count in written.items() if samples_of.get(at, count) < count}:
-        faults.append(Fault(SAMPLES, min(many), f"has samples of {ranges(many)} twice, as if two processes wrote there"))
+        faults.append(
+            Fault(SAMPLES, min(torn), f"has fewer samples of {ranges(torn)} than {METRICS} counts")
+        )
+    if many := repeated | {
+        at for at, count in written.items() if samples_of.get(at, count) < count
+    }:
+        faults.append(
+            Fault(
+                SAMPLES,
+                min(many),
+                f"has samples of {ranges(many)} twice, as if two processes wrote there",
+            )
+        )
     if unused:
-        faults.append(Fault(SAMPLES, min(unused), f"has samples of {ranges(unused)} that the checkpoint has not trained on"))
+        faults.append(
+            Fault(
+                SAMPLES,
+                min(unused),
+                f"has samples of {ranges(unused)} that the checkpoint has not trained on",
+            )
+        )
     return Found(faults, gaps)
 
 
@@ -117,7 +145,9 @@ def remedy(run_folder: Path, fault: Fault, version: int, older: Iterable[int]) -
     usable = [at for at in older if at <= fault.version and at < version]
     if not usable:
         return away
-    return f"{away}, or move the checkpoints after version {max(usable)} away to resume from that one"
+    return (
+        f"{away}, or move the checkpoints after version {max(usable)} away to resume from that one"
+    )
 
 
 def ranges(versions: Iterable[int]) -> str:
@@ -128,7 +158,9 @@ def ranges(versions: Iterable[int]) -> str:
             found[-1][1] = version
         else:
             found.append([version, version])
-    text = ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in found[:5])
+    text = ", ".join(
+        f"{first}" if first == last else f"{first} to {last}" for first, last in found[:5]
+    )
     one = len(found) == 1 and found[0][0] == found[0][1]
     return f"version{'' if one else 's'} {text}{', ...' if len(found) > 5 else ''}"
 
@@ -142,7 +174,8 @@ def read_gaps(description: Path) -> Gaps:
 
 
 def _rows(path: Path, version: int, faults: list[Fault]) -> Iterator[tuple[int, bytes]]:
-    """Whole rows below a version. A line that is none may only be the last, which a kill has torn."""
+    """Whole rows below a version. A line that is none may only be the last, which a kill has
+    torn."""
     if not path.exists():
         return
     torn: int | None = None
@@ -157,7 +190,9 @@ def _rows(path: Path, version: int, faults: list[Fault]) -> Iterator[tuple[int, 
             if at >= version:
                 continue
             if torn is not None:
-                faults.append(Fault(path.name, last, f"has a line {torn} that is no row, with rows after it"))
+                faults.append(
+                    Fault(path.name, last, f"has a line {torn} that is no row, with rows after it")
+                )
                 torn = None
             last = at
             yield at, line

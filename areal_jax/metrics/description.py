@@ -1,4 +1,5 @@
-"""run.json: what a run is, written when it begins, so that its folder alone explains its numbers."""
+"""run.json: what a run is, written when it begins, so that its folder alone explains its
+numbers."""
 
 from __future__ import annotations
 
@@ -24,11 +25,16 @@ def write_description(
 ) -> None:
     """Write run.json.
 
-    Args: headline: which policy, data and devices, as shown at the start. configuration: settings by their name on the
-    command line, such as `trainer.num_mini_batches`. devices: what jax found, such as "8 x TPU v5e". missing_rows: by file,
-    versions whose rows are known to be absent."""
+    Args: headline: which policy, data and devices, as shown at the start. configuration: settings
+        by their name on the command line, such as `trainer.num_mini_batches`. devices: what jax
+        found, such as "8 x TPU v5e". missing_rows: by file, versions whose rows are known to be
+        absent."""
     run_folder.mkdir(parents=True, exist_ok=True)
-    description = {"headline": headline, "environment": environment(devices), "configuration": dict(configuration)}
+    description = {
+        "headline": headline,
+        "environment": environment(devices),
+        "configuration": dict(configuration),
+    }
     if missing_rows and any(missing_rows.values()):
         description["missing_rows"] = dict(missing_rows)
     write_whole(run_folder / FILE, json.dumps(json.loads(encode(description)), indent=2))
@@ -38,7 +44,10 @@ def environment(devices: str) -> dict[str, str]:
     """What ran: commit, where the code lies in a git repository, versions and machine."""
     return {
         "commit": _commit() or "none",
-        **{name: _version(name) for name in ("areal-jax", "jax", "jaxlib", "flax", "optax", "numpy")},
+        **{
+            name: _version(name)
+            for name in ("areal-jax", "jax", "jaxlib", "flax", "optax", "numpy")
+        },
         "python": platform.python_version(),
         "machine": f"{platform.system()} {platform.machine()}",
         "devices": devices,
@@ -57,7 +66,16 @@ def _commit() -> str | None:
     root = Path(__file__).parents[2]
     if not (root / ".git").exists():  # the repository that git would then find is not this code's
         return None
-    command = ["git", "-C", str(root), "describe", "--always", "--abbrev=40", "--dirty", "--exclude=*"]
+    command = [
+        "git",
+        "-C",
+        str(root),
+        "describe",
+        "--always",
+        "--abbrev=40",
+        "--dirty",
+        "--exclude=*",
+    ]
     try:
         found = subprocess.run(command, capture_output=True, text=True, timeout=10)
     except (OSError, subprocess.TimeoutExpired):

@@ -14,11 +14,14 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, 
 
 
 def write_whole(path: Path, data: bytes | str) -> None:
-    """Replace a file in one moment; text is written as UTF-8. OSError, which names the file, leaves the one before."""
+    """Replace a file in one moment; text is written as UTF-8. OSError, which names the file, leaves
+    the one before."""
     unfinished = path.with_name(f"{path.name}.writing")
     with naming(path):
         try:
-            unfinished.write_bytes(data.encode("utf-8", "replace") if isinstance(data, str) else data)
+            unfinished.write_bytes(
+                data.encode("utf-8", "replace") if isinstance(data, str) else data
+            )
             unfinished.replace(path)
         except OSError:
             with suppress(OSError):
@@ -28,7 +31,8 @@ def write_whole(path: Path, data: bytes | str) -> None:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Where writing fails inside, for which the system names no file, the OSError names this one."""
+    """Where writing fails inside, for which the system names no file, the OSError names this
+    one."""
     try:
         yield
     except OSError as error:
@@ -38,7 +42,8 @@ def naming(path: Path) -> Iterator[None]:
 
 
 def disk_error(error: OSError) -> str | None:
-    """What is wrong with the disk, and which file that is about; None where the error is another."""
+    """What is wrong with the disk, and which file that is about; None where the error is
+    another."""
     number = error.errno
     if number is None and (match := re.search(r"\[Errno (\d+)\]", str(error))):
         number = int(match[1])  # of another process, whose error arrived as text

@@ -1,4 +1,5 @@
-"""Files of JSON lines: appended whole or not at all, read by any tool, cut where a run resumes from an earlier version.
+"""Files of JSON lines: appended whole or not at all, read by any tool, cut where a run resumes from
+an earlier version.
 
 Every row begins with its version, so that cutting reads no more of it than that.
 """
@@ -21,7 +22,8 @@ _VERSION = re.compile(rb'\{"version":(\d+)[,}]')
 
 
 def encode(value: object) -> str:
-    """JSON on one line. NaN and infinities, for which JSON has no word, become null; numpy becomes numbers and lists."""
+    """JSON on one line. NaN and infinities, for which JSON has no word, become null; numpy becomes
+    numbers and lists."""
     try:
         return json.dumps(value, allow_nan=False, default=_unwrap, separators=(",", ":"))
     except ValueError:
@@ -47,17 +49,23 @@ def _finite(value: object) -> object:
 
 
 class JsonLines:
-    """A file to which rows are appended. A row that could not be written whole (disk full) leaves no trace."""
+    """A file to which rows are appended. A row that could not be written whole (disk full) leaves
+    no trace."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = path.open("ab", buffering=0)  # unbuffered: once `append` returns, a kill of this process loses nothing
+        self._file = path.open(
+            "ab", buffering=0
+        )  # unbuffered: once `append` returns, a kill of this process loses nothing
         self._num_bytes = os.fstat(self._file.fileno()).st_size
 
     def append(self, version: int, row: Mapping[str, object]) -> None:
-        """Append one row, to which `version` is added as its first entry. OSError where the disk does not take it."""
+        """Append one row, to which `version` is added as its first entry. OSError where the disk
+        does not take it."""
         if "version" in row:
-            raise ValueError(f"a row must not have an entry named version of its own, it has {row['version']!r}")
+            raise ValueError(
+                f"a row must not have an entry named version of its own, it has {row['version']!r}"
+            )
         data = memoryview(f"{encode({'version': version, **row})}\n".encode())
         written = 0
         try:
@@ -79,7 +87,8 @@ class JsonLines:
 
 
 def cut(path: Path, version: int) -> int:
-    """Remove the rows of `version` and later, and rows torn by a crash; returns how many. A missing file has none.
+    """Remove the rows of `version` and later, and rows torn by a crash; returns how many. A missing
+    file has none.
 
     The file is replaced in one moment by a copy, made row by row."""
     if not path.exists():
@@ -100,7 +109,8 @@ def cut(path: Path, version: int) -> int:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file, oldest first; one that a crash tore, or that is being written now, is left out."""
+    """The rows of a file, oldest first; one that a crash tore, or that is being written now, is
+    left out."""
     with path.open("rb") as file:
         for line in file:
             if line.endswith(b"}\n"):

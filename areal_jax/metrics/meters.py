@@ -46,7 +46,8 @@ class Meters:
         self._meters: dict[str, Meter] = {}
 
     def update(self, readings: Mapping[str, Reading], prefix: str = "") -> None:
-        """Take over a room's readings: a pair adds to a mean, of plain numbers the last one stands."""
+        """Take over a room's readings: a pair adds to a mean, of plain numbers the last one
+        stands."""
         for name, reading in readings.items():
             if isinstance(reading, tuple):
                 self.mean(prefix + name, *reading)
@@ -73,10 +74,14 @@ class Meters:
 
     def flatten(self) -> dict[str, float]:
         """One number for each name; means of nothing are left out."""
-        return {name: meter.value for name, meter in self._meters.items() if meter.value is not None}
+        return {
+            name: meter.value for name, meter in self._meters.items() if meter.value is not None
+        }
 
     def _add(self, name: str, meter: Meter) -> None:
-        self._meters[name] = _joined(name, self._meters[name], meter) if name in self._meters else meter
+        self._meters[name] = (
+            _joined(name, self._meters[name], meter) if name in self._meters else meter
+        )
 
 
 def _joined(name: str, known: Meter, later: Meter) -> Meter:

@@ -1,4 +1,5 @@
-"""Names of the metrics that the progress line and the report look for; all others are written as they come."""
+"""Names of the metrics that the progress line and the report look for; all others are written as
+they come."""
 
 REWARD = "trainer/reward"
 """Mean reward of the samples of the step."""
@@ -11,7 +12,8 @@ EVAL_REWARD = "evaluation/reward"
 """Mean reward of an evaluation, where rewards are raw and nothing is correct or wrong."""
 EVAL_REWARD_ERROR = "evaluation/reward_stderr"
 EVAL_LOSS = "evaluation/loss"
-"""Of examples that are not trained on; in supervised fine-tuning the mean negative log-likelihood of their tokens."""
+"""Of examples that are not trained on; in supervised fine-tuning the mean negative log-likelihood
+of their tokens."""
 PERPLEXITY = "evaluation/perplexity"
 """exp of that."""
 ACCURACY = "evaluation/accuracy"

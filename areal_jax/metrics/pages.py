@@ -1,4 +1,5 @@
-"""How pages and pictures of measurements look: one HTML file that needs nothing but itself, with a picture inside."""
+"""How pages and pictures of measurements look: one HTML file that needs nothing but itself, with a
+picture inside."""
 
 from __future__ import annotations
 
@@ -21,17 +22,22 @@ BLUE, ORANGE, GREY = "#2563a8", "#d9721f", "#8a8f98"
 def write_page(path: Path, template: Path, *, picture: bytes, **values: Any) -> Path:
     """Fill a template that extends page.html.jinja and put the page in place whole.
 
-    Args: picture: a PNG. values: what the template names; page.html.jinja wants headline, summary and picture_of."""
+    Args: picture: a PNG. values: what the template names; page.html.jinja wants headline, summary
+        and picture_of."""
     folders = [template.parent, Path(__file__).parent]
     environment = Environment(loader=FileSystemLoader(folders), autoescape=True)
-    page = environment.get_template(template.name).render(picture=base64.b64encode(picture).decode(), **values)
+    page = environment.get_template(template.name).render(
+        picture=base64.b64encode(picture).decode(), **values
+    )
     write_whole(path, page)
     return path
 
 
 def new_figure(width: float, height: float) -> Figure:
     """A figure of so many inches that touches no display."""
-    figure = Figure(figsize=(width, height), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1))
+    figure = Figure(
+        figsize=(width, height), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)
+    )
     FigureCanvasAgg(figure)
     return figure
 

@@ -1,4 +1,5 @@
-"""How far training or an evaluation has come, on one line: live on a terminal, a plain line now and then anywhere else."""
+"""How far training or an evaluation has come, on one line: live on a terminal, a plain line now and
+then anywhere else."""
 
 from __future__ import annotations
 
@@ -15,14 +16,17 @@ from rich.text import Text
 from areal_jax.metrics import names
 
 PLAIN_INTERVAL_S = 5.0
-"""Elsewhere than on a terminal, steps that follow sooner than this are not printed, except the first and the last."""
+"""Elsewhere than on a terminal, steps that follow sooner than this are not printed, except the
+first and the last."""
 
 _SCORES = (names.PASS_AT_1, names.EVAL_REWARD, names.PERPLEXITY, names.ACCURACY)
 
 
 def facts_of_training(metrics: Mapping[str, float], scores: Mapping[str, float]) -> Iterator[str]:
     """What is shown of a step with these metrics, after evaluations that gave these scores."""
-    return (_of_examples if names.REWARD not in metrics and names.LOSS in metrics else _of_reinforcement)(metrics, scores)
+    return (
+        _of_examples if names.REWARD not in metrics and names.LOSS in metrics else _of_reinforcement
+    )(metrics, scores)
 
 
 def facts_of_evaluation(metrics: Mapping[str, float], scores: Mapping[str, float]) -> Iterator[str]:
@@ -42,21 +46,24 @@ class Progress:
         *,
         show_steps: bool = True,
         unit: str = "step",
-        facts: Callable[[Mapping[str, float], Mapping[str, float]], Iterable[str]] = facts_of_training,
+        facts: Callable[
+            [Mapping[str, float], Mapping[str, float]], Iterable[str]
+        ] = facts_of_training,
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """Print `headline`: which policy, data and devices.
 
-        Args: num_steps: of the whole run. first_step: steps that were done before this process began. show_steps: false:
-        only what `say` is given is shown. unit: what a step is called. facts: what to show of one, from its metrics and the
-        last scores."""
+        Args: num_steps: of the whole run. first_step: steps that were done before this process
+            began. show_steps: false: only what `say` is given is shown. unit: what a step is
+            called. facts: what to show of one, from its metrics and the last scores."""
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._num_steps, self._show_steps, self._clock = num_steps, show_steps, clock
         self._unit, self._facts_of = unit, facts
         self._start_s = clock()
         self._printed_s = float("-inf")
-        # The first step that this process ended, and when: before it, programs were compiled and weights loaded.
+        # The first step that this process ended, and when: before it, programs were compiled and
+        # weights loaded.
         self._first_ended: tuple[int, float] | None = None
         self._scores: dict[str, float] = {}
         self._shown: tuple[int, Mapping[str, float], float] | None = None
@@ -68,14 +75,17 @@ class Progress:
         self._console.print(Text(text))
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that `step` steps are done, the last with these metrics (see `names`; what is missing shows as a dash)."""
+        """Show that `step` steps are done, the last with these metrics (see `names`; what is
+        missing shows as a dash)."""
         self._remember(metrics)
         now_s = self._clock()
         self._shown = step, metrics, now_s
         facts = self._facts(step, metrics, now_s - self._start_s)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=step, facts=facts)
-        elif self._show_steps and (step == self._num_steps or now_s - self._printed_s >= PLAIN_INTERVAL_S):
+        elif self._show_steps and (
+            step == self._num_steps or now_s - self._printed_s >= PLAIN_INTERVAL_S
+        ):
             self._printed_s = now_s
             self.say(f"{self._unit} {step}/{self._num_steps}  {facts}")
 
@@ -84,7 +94,9 @@ class Progress:
         self._remember(metrics)
         if self._bar is not None and self._shown is not None:
             step, last, then_s = self._shown
-            self._bar.update(self._bar.task_ids[0], facts=self._facts(step, last, then_s - self._start_s))
+            self._bar.update(
+                self._bar.task_ids[0], facts=self._facts(step, last, then_s - self._start_s)
+            )
 
     def close(self) -> None:
         """Leave the last state of the live line standing, unless it shows nothing."""
@@ -97,10 +109,19 @@ class Progress:
         self._scores |= {name: metrics[name] for name in _SCORES if name in metrics}
 
     def _make_bar(self, first_step: int) -> Bar:
-        step = TextColumn(f"{self._unit} {{task.completed}}/{{task.total}}", table_column=Column(no_wrap=True))
-        facts = TextColumn("{task.fields[facts]}", table_column=Column(overflow="fold"))  # two lines where one is too short
+        step = TextColumn(
+            f"{self._unit} {{task.completed}}/{{task.total}}", table_column=Column(no_wrap=True)
+        )
+        facts = TextColumn(
+            "{task.fields[facts]}", table_column=Column(overflow="fold")
+        )  # two lines where one is too short
         bar = Bar(BarColumn(bar_width=16), step, facts, console=self._console)
-        bar.add_task("", total=self._num_steps, completed=first_step, facts=f"waiting for the first {self._unit}")
+        bar.add_task(
+            "",
+            total=self._num_steps,
+            completed=first_step,
+            facts=f"waiting for the first {self._unit}",
+        )
         bar.start()
         return bar
 
@@ -142,7 +163,13 @@ def _number(value: float | None, form: str) -> str:
 def _rate(value: float | None) -> str:
     if value is None or not math.isfinite(value):
         return "-"
-    return f"{value:.0f}" if value < 1e4 else f"{value / 1e3:.0f}k" if value < 1e6 else f"{value / 1e6:.1f}M"
+    return (
+        f"{value:.0f}"
+        if value < 1e4
+        else f"{value / 1e3:.0f}k"
+        if value < 1e6
+        else f"{value / 1e6:.1f}M"
+    )
 
 
 def _duration(seconds: float | None) -> str:

@@ -1,4 +1,5 @@
-"""The report of a run: its learning curve as a picture, and one HTML page that needs nothing but itself.
+"""The report of a run: its learning curve as a picture, and one HTML page that needs nothing but
+itself.
 
 Both are made from the files in the run's folder alone, at any time, also while it runs.
 """
@@ -14,7 +15,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.ticker import EngFormatter, LogLocator, MaxNLocator, NullLocator, PercentFormatter, StrMethodFormatter
+from matplotlib.ticker import (
+    EngFormatter,
+    LogLocator,
+    MaxNLocator,
+    NullLocator,
+    PercentFormatter,
+    StrMethodFormatter,
+)
 
 from areal_jax.metrics import description, health, names
 from areal_jax.metrics.config import METRICS
@@ -28,7 +36,9 @@ LEARNING_CURVE = "learning_curve.png"
 SHOWN_PER_GRADE = 2
 PASS_AT_1_TITLE = "pass@1 on the evaluation set (± standard error)"
 
-_SAMPLE_HEAD = re.compile(rb'\{"version":(\d+),"grade":"(\w+)","stop_reason":"(\w+)","num_versions":(\d+),')
+_SAMPLE_HEAD = re.compile(
+    rb'\{"version":(\d+),"grade":"(\w+)","stop_reason":"(\w+)","num_versions":(\d+),'
+)
 
 
 class Series(NamedTuple):
@@ -48,8 +58,9 @@ class Samples(NamedTuple):
 
 
 def write_report(run_folder: Path) -> Path:
-    """Write learning_curve.png and report.html into the run's folder, from metrics.jsonl there and, where they exist,
-    samples.jsonl and run.json. FileNotFoundError where the folder holds no run."""
+    """Write learning_curve.png and report.html into the run's folder, from metrics.jsonl there and,
+    where they exist, samples.jsonl and run.json. FileNotFoundError where the folder holds no
+    run."""
     path = run_folder / METRICS
     if not path.exists():
         raise FileNotFoundError(f"{path} expected, found none; name the folder of a run")
@@ -69,7 +80,9 @@ def write_report(run_folder: Path) -> Path:
         run=run,
         series=dict(sorted(series.items())),
         samples=survey(run_folder / SAMPLES),
-        hue=lambda version: round(version * 137.508) % 360,  # the golden angle: neighbours differ, and none is used twice soon
+        hue=lambda version: (
+            round(version * 137.508) % 360
+        ),  # the golden angle: neighbours differ, and none is used twice soon
     )
 
 
@@ -81,7 +94,10 @@ def collect(rows: Iterable[dict[str, Any]]) -> dict[str, Series]:
             if name not in ("version", "time_s") and value is not None:
                 points.setdefault(name, []).append((row["version"], value))
     ordered = {name: sorted(found, key=lambda point: point[0]) for name, found in points.items()}
-    return {name: Series([v for v, _ in found], [x for _, x in found]) for name, found in ordered.items()}
+    return {
+        name: Series([v for v, _ in found], [x for _, x in found])
+        for name, found in ordered.items()
+    }
 
 
 def summarize(series: dict[str, Series]) -> list[tuple[str, str]]:
@@ -91,15 +107,30 @@ def summarize(series: dict[str, Series]) -> list[tuple[str, str]]:
         if line := series.get(name):
             tenth = max(1, len(line.values) // 10)
             first, last = np.mean(line.values[:tenth]), np.mean(line.values[-tenth:])
-            facts += [("steps", f"{line.versions[-1] + 1}"), (f"{label}, first and last tenth", f"{first:.3g} → {last:.3g}")]
+            facts += [
+                ("steps", f"{line.versions[-1] + 1}"),
+                (f"{label}, first and last tenth", f"{first:.3g} → {last:.3g}"),
+            ]
             break
     if perplexity := series.get(names.PERPLEXITY):
-        facts.append(("perplexity, first and last", f"{perplexity.values[0]:.4g} → {perplexity.values[-1]:.4g}"))
+        facts.append(
+            (
+                "perplexity, first and last",
+                f"{perplexity.values[0]:.4g} → {perplexity.values[-1]:.4g}",
+            )
+        )
     for label, name in (("accuracy", names.ACCURACY), ("pass@1", names.PASS_AT_1)):
         if line := series.get(name):
-            facts.append((f"{label}, first and last", f"{line.values[0]:.1%} → {line.values[-1]:.1%}"))
+            facts.append(
+                (f"{label}, first and last", f"{line.values[0]:.1%} → {line.values[-1]:.1%}")
+            )
     if rewards := series.get(names.EVAL_REWARD):
-        facts.append(("evaluation reward, first and last", f"{rewards.values[0]:.4g} → {rewards.values[-1]:.4g}"))
+        facts.append(
+            (
+                "evaluation reward, first and last",
+                f"{rewards.values[0]:.4g} → {rewards.values[-1]:.4g}",
+            )
+        )
     if staleness := series.get(names.STALENESS_MAX):
         facts.append(("largest staleness", f"{max(staleness.values):g}"))
     return facts
@@ -118,11 +149,17 @@ class Finding(NamedTuple):
 
 def findings(series: dict[str, Series]) -> Iterator[Finding]:
     """All that health checks found at any step, those that still hold first."""
-    found = [(name.removeprefix(health.PREFIX), line) for name, line in series.items() if name.startswith(health.PREFIX)]
+    found = [
+        (name.removeprefix(health.PREFIX), line)
+        for name, line in series.items()
+        if name.startswith(health.PREFIX)
+    ]
     held = [(name, line) for name, line in found if any(line.values)]
     for name, line in sorted(held, key=lambda each: not each[1].values[-1]):
         first = next(version for version, value in zip(*line, strict=True) if value)
-        yield Finding(health.check_named(name), first, sum(map(bool, line.values)), bool(line.values[-1]))
+        yield Finding(
+            health.check_named(name), first, sum(map(bool, line.values)), bool(line.values[-1])
+        )
 
 
 def survey(path: Path) -> Samples:
@@ -147,8 +184,9 @@ def survey(path: Path) -> Samples:
 
 
 def plot(series: dict[str, Series]) -> bytes:
-    """The learning curve as a PNG, by trainer step: reward, pass@1, staleness and speed; of learning from examples loss,
-    perplexity (or accuracy), pass@1 (or, where that is not measured, the gradient's norm) and speed."""
+    """The learning curve as a PNG, by trainer step: reward, pass@1, staleness and speed; of
+    learning from examples loss, perplexity (or accuracy), pass@1 (or, where that is not measured,
+    the gradient's norm) and speed."""
     figure = new_figure(11.0, 6.4)
     (objective, score), (third, speed) = figure.subplots(2, 2)
     pass_at_1 = series.get(names.PASS_AT_1), series.get(names.PASS_AT_1_ERROR)
@@ -172,12 +210,18 @@ def plot(series: dict[str, Series]) -> bytes:
         _plot_lines(
             third,
             "staleness of trained tokens (versions)",
-            [("mean", series.get(names.STALENESS_MEAN), BLUE), ("largest", series.get(names.STALENESS_MAX), GREY)],
+            [
+                ("mean", series.get(names.STALENESS_MEAN), BLUE),
+                ("largest", series.get(names.STALENESS_MAX), GREY),
+            ],
         )
     _plot_lines(
         speed,
         "tokens per second",
-        [("rollout", series.get(names.ROLLOUT_TOKENS_PER_S), ORANGE), ("trainer", series.get(names.TRAIN_TOKENS_PER_S), BLUE)],
+        [
+            ("rollout", series.get(names.ROLLOUT_TOKENS_PER_S), ORANGE),
+            ("trainer", series.get(names.TRAIN_TOKENS_PER_S), BLUE),
+        ],
     )
     speed.yaxis.set_major_formatter(EngFormatter(sep=""))
     last = max((found.versions[-1] for found in series.values()), default=1)
@@ -199,7 +243,13 @@ def _plot_each_step(axes: Axes, text: str, line: Series | None) -> None:
     if window > 1:
         each.set(alpha=0.35, linewidth=1)
         smooth = np.convolve(line.values, np.ones(window) / window, mode="valid")
-        axes.plot(line.versions[window - 1 :], smooth, color=BLUE, linewidth=2, label=f"mean of {window} steps")
+        axes.plot(
+            line.versions[window - 1 :],
+            smooth,
+            color=BLUE,
+            linewidth=2,
+            label=f"mean of {window} steps",
+        )
         axes.legend(frameon=False, fontsize=9, loc="best")
 
 
@@ -210,10 +260,20 @@ def _plot_share(axes: Axes, text: str, share: Series | None, error: Series | Non
     errors = dict(zip(*error, strict=True)) if error else {}
     bars = [errors.get(version, 0.0) for version in share.versions]
     axes.errorbar(
-        *share, yerr=bars, color=ORANGE, marker="o", markersize=4, linewidth=1.6, capsize=3, elinewidth=1, clip_on=False
+        *share,
+        yerr=bars,
+        color=ORANGE,
+        marker="o",
+        markersize=4,
+        linewidth=1.6,
+        capsize=3,
+        elinewidth=1,
+        clip_on=False,
     )
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
-    axes.set_ylim(0, 1.2 * max(value + bar for value, bar in zip(share.values, bars, strict=True)) or 1.0)
+    axes.set_ylim(
+        0, 1.2 * max(value + bar for value, bar in zip(share.values, bars, strict=True)) or 1.0
+    )
     _name_ends(axes, share, bars, ".1%")
 
 
@@ -235,7 +295,7 @@ def _name_ends(axes: Axes, line: Series, bars: Sequence[float], form: str) -> No
     points = list(zip(*line, bars, strict=True))
     for place, side in ((0, "left"), (-1, "right")) if len(points) > 1 else ((0, "left"),):
         version, value, bar = points[place]
-        axes.annotate(f"{value:{form}}", (version, value + bar), (-6 if side == "left" else 6, 5), textcoords="offset points",
+        axes.annotate(f"{value:{form}}", (version, value + bar), (-6 if side == "left" else 6, 5), textcoords=("offset " "" "" "" "points"),
                       ha=side, fontsize=9, fontweight="bold", color=ORANGE)  # fmt: skip
 
 
@@ -252,5 +312,7 @@ def _plot_lines(axes: Axes, text: str, lines: Sequence[tuple[str, Series | None,
 
 
 def _say_nothing(axes: Axes) -> None:
-    axes.text(0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", va="center", color=GREY)
+    axes.text(
+        0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", va="center", color=GREY
+    )
     axes.set_yticks([])

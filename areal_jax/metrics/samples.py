@@ -1,4 +1,5 @@
-"""samples.jsonl: every trained sample, token by token, written off the thread that trains. Axes: T tokens of a sample."""
+"""samples.jsonl: every trained sample, token by token, written off the thread that trains. Axes: T
+tokens of a sample."""
 
 from __future__ import annotations
 
@@ -44,33 +45,38 @@ class SampleWriter:
     """Appends samples to a file in a thread of its own."""
 
     def __init__(self, path: Path, decode: Decode | None = None, timeout_s: float = 60.0) -> None:
-        """Args: decode: text of tokens, where rows shall hold it; it must bear being called from another thread.
+        """Args: decode: text of tokens, where rows shall hold it; it must bear being called from
+        another thread.
         timeout_s: how long any call may wait for the file."""
         self.path = path
         self._decode = decode
         self._timeout_s = timeout_s
         self._lines = JsonLines(path)
         self._error: Exception | None = None
-        # Owned by this writer. Whoever trains puts a batch, an Event to be set when all before it is on disk, or None to end;
-        # the writer's thread takes. `close` ends it; a process that ends without `close` leaves the rest unwritten, and a
-        # resumed run writes it again.
-        self._queue: queue.Queue[tuple[int, Sequence[TrainedSample]] | threading.Event | None] = queue.Queue(
-            MAX_WAITING_BATCHES
+        # Owned by this writer. Whoever trains puts a batch, an Event to be set when all before it
+        # is on disk, or None to end; the writer's thread takes. `close` ends it; a process that
+        # ends without `close` leaves the rest unwritten, and a resumed run writes it again.
+        self._queue: queue.Queue[tuple[int, Sequence[TrainedSample]] | threading.Event | None] = (
+            queue.Queue(MAX_WAITING_BATCHES)
         )
         self._thread = threading.Thread(target=self._run, name="samples", daemon=True)
         self._thread.start()
 
     def write(self, version: int, samples: Sequence[TrainedSample]) -> None:
-        """Queue the samples that `version` was trained on. Raises what went wrong with earlier ones."""
+        """Queue the samples that `version` was trained on. Raises what went wrong with earlier
+        ones."""
         self._raise_error()
         self._put((version, samples))
 
     def flush(self) -> None:
-        """Wait until all samples written so far are on disk. Raises what went wrong with any of them."""
+        """Wait until all samples written so far are on disk. Raises what went wrong with any of
+        them."""
         done = threading.Event()
         self._put(done)
         if not done.wait(self._timeout_s):
-            raise TimeoutError(f"samples are still being written to {self.path} after {self._timeout_s:g} s")
+            raise TimeoutError(
+                f"samples are still being written to {self.path} after {self._timeout_s:g} s"
+            )
         self._raise_error()
 
     def close(self) -> None:
@@ -78,7 +84,9 @@ class SampleWriter:
         self._put(None)
         self._thread.join(self._timeout_s)
         if self._thread.is_alive():
-            raise TimeoutError(f"samples are still being written to {self.path} after {self._timeout_s:g} s")
+            raise TimeoutError(
+                f"samples are still being written to {self.path} after {self._timeout_s:g} s"
+            )
         self._lines.close()
         self._raise_error()
 
@@ -86,9 +94,12 @@ class SampleWriter:
         try:
             self._queue.put(item, timeout=self._timeout_s)
         except queue.Full:
-            waited = f"{MAX_WAITING_BATCHES} batches have waited {self._timeout_s:g} s to be written"
+            waited = (
+                f"{MAX_WAITING_BATCHES} batches have waited {self._timeout_s:g} s to be written"
+            )
             raise TimeoutError(
-                f"{self.path} takes no more samples: {waited}; set metrics.samples=false or another --run-folder"
+                f"{self.path} takes no more samples: {waited}; set metrics.samples=false or "
+                "another --run-folder"
             ) from None
 
     def _raise_error(self) -> None:
@@ -116,8 +127,9 @@ class SampleWriter:
 
 
 def row(sample: TrainedSample, decode: Decode | None) -> dict[str, object]:
-    """What is written of a sample, short facts first. `stale` lists the places of the tokens left out; `text`, where it can be
-    decoded, is a list of [version, stale or not, text of the tokens that share both]."""
+    """What is written of a sample, short facts first. `stale` lists the places of the tokens left
+    out; `text`, where it can be decoded, is a list of [version, stale or not, text of the tokens
+    that share both]."""
     facts: dict[str, object] = {
         "grade": sample.grade,
         "stop_reason": sample.stop_reason,

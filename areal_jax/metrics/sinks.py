@@ -1,4 +1,5 @@
-"""Where the numbers of a run go: metrics.jsonl always, TensorBoard events and samples.jsonl as configured."""
+"""Where the numbers of a run go: metrics.jsonl always, TensorBoard events and samples.jsonl as
+configured."""
 
 from __future__ import annotations
 
@@ -37,40 +38,46 @@ class Sinks:
     ) -> None:
         """Open the files in `run_folder`, which is made where it does not exist.
 
-        Args: resume_version: version that the run resumes from, 0 for its very beginning: rows of this version and later are
-        cut, so that nothing is written twice; None: a new run. decode: text of tokens, for samples.jsonl.
-        FileExistsError where a new run finds the rows of another."""
+        Args: resume_version: version that the run resumes from, 0 for its very beginning: rows of
+            this version and later are cut, so that nothing is written twice; None: a new run.
+            decode: text of tokens, for samples.jsonl. FileExistsError where a new run finds the
+            rows of another."""
         run_folder.mkdir(parents=True, exist_ok=True)
         metrics, samples = run_folder / METRICS, run_folder / SAMPLES
         if resume_version is None:
             for path in (metrics, samples):
                 if path.exists() and path.stat().st_size:
                     raise FileExistsError(
-                        f"{path} holds the rows of another run; set --run-folder to a new folder, or resume that run"
+                        f"{path} holds the rows of another run; set --run-folder to a new "
+                        "folder, or resume that run"
                     )
         else:
             cut(metrics, resume_version)
             cut(samples, resume_version)
-        self._tensorboard = TensorBoard(run_folder / TENSORBOARD, resume_version) if config.tensorboard else None
+        self._tensorboard = (
+            TensorBoard(run_folder / TENSORBOARD, resume_version) if config.tensorboard else None
+        )
         self._metrics = JsonLines(metrics)
         self._samples = SampleWriter(samples, decode) if config.samples else None
 
     def write(self, version: int, metrics: Mapping[str, float]) -> None:
         """Append one row of metrics, with the time of day; nan and infinities become null.
 
-        Several rows may be written for one version, as when an evaluation ends later than its step."""
+        Several rows may be written for one version, as when an evaluation ends later than its
+        step."""
         self._metrics.append(version, {"time_s": time.time(), **metrics})
         if self._tensorboard is not None:
             self._tensorboard.write(version, metrics)
 
     def write_samples(self, version: int, samples: Sequence[TrainedSample]) -> None:
-        """Hand over the samples that `version` was trained on; another thread writes them. Raises what went wrong with earlier
-        ones, such as OSError on a full disk."""
+        """Hand over the samples that `version` was trained on; another thread writes them. Raises
+        what went wrong with earlier ones, such as OSError on a full disk."""
         if self._samples is not None:
             self._samples.write(version, samples)
 
     def flush(self) -> None:
-        """Bring all rows to disk. Call it before a checkpoint: a run resumed from there can only cut rows, not bring back."""
+        """Bring all rows to disk. Call it before a checkpoint: a run resumed from there can only
+        cut rows, not bring back."""
         self._metrics.sync()
         if self._tensorboard is not None:
             self._tensorboard.flush()
@@ -89,17 +96,21 @@ class Sinks:
 
 
 class TensorBoard:
-    """A file of TensorBoard events, written in the caller's thread: a full disk is an OSError, not a thread that died."""
+    """A file of TensorBoard events, written in the caller's thread: a full disk is an OSError, not
+    a thread that died."""
 
     def __init__(self, folder: Path, resume_version: int | None) -> None:
-        """Args: resume_version: TensorBoard hides what an earlier process wrote from this version on."""
+        """Args: resume_version: TensorBoard hides what an earlier process wrote from this version
+        on."""
         self._folder = folder
         with naming(folder):
             folder.mkdir(exist_ok=True)
             self._events = EventsWriter(str(folder / "events"))
             if resume_version is not None:
                 start = SessionLog(status=SessionLog.START)
-                self._events.write_event(Event(wall_time=time.time(), step=resume_version, session_log=start))
+                self._events.write_event(
+                    Event(wall_time=time.time(), step=resume_version, session_log=start)
+                )
             self._events.flush()
 
     def write(self, version: int, metrics: Mapping[str, float]) -> None:
@@ -107,7 +118,9 @@ class TensorBoard:
         with naming(self._folder):
             for name, value in metrics.items():
                 if math.isfinite(value):
-                    self._events.write_event(Event(wall_time=time.time(), step=version, summary=scalar(name, value)))
+                    self._events.write_event(
+                        Event(wall_time=time.time(), step=version, summary=scalar(name, value))
+                    )
             self._events.flush()
 
     def flush(self) -> None:

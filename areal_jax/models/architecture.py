@@ -11,8 +11,9 @@ from areal_jax.models import rope
 from areal_jax.models.config_keys import Family, check_keys, rules
 
 Readout = Literal["CausalLM", "TokenClassification", "SequenceClassification"]
-"""What is made of hidden states, in transformers' words: logits of the vocabulary; one number a token, with a bias (critics);
-or one number without a bias, of which that of the last token counts (reward models)."""
+"""What is made of hidden states, in transformers' words: logits of the vocabulary; one number a
+token, with a bias (critics); or one number without a bias, of which that of the last token counts
+(reward models)."""
 
 
 class _Traits(NamedTuple):
@@ -27,15 +28,19 @@ class _Traits(NamedTuple):
     head_dim: int | None = None
     """Where the file has no such key. None: hidden_size / num_attention_heads."""
     windows: Literal["none", "all", "upper"] = "none"
-    """Layers that use_sliding_window speaks of; upper: those from max_window_layers on, unless layer_types says otherwise."""
+    """Layers that use_sliding_window speaks of; upper: those from max_window_layers on, unless
+    layer_types says otherwise."""
     is_moe: bool = False
     not_null: tuple[str, ...] = ("head_dim",)
-    """Keys that mean something else in transformers, or nothing, where they are null instead of absent."""
+    """Keys that mean something else in transformers, or nothing, where they are null instead of
+    absent."""
 
 
 _FAMILIES: dict[str, _Traits] = {
     "Qwen2ForCausalLM": _Traits("qwen2", qkv_bias=True, num_key_value_heads=32, windows="upper"),
-    "Qwen3ForCausalLM": _Traits("qwen3", qk_norm=True, num_key_value_heads=32, head_dim=128, windows="upper"),
+    "Qwen3ForCausalLM": _Traits(
+        "qwen3", qk_norm=True, num_key_value_heads=32, head_dim=128, windows="upper"
+    ),
     "Qwen3MoeForCausalLM": _Traits(
         "qwen3_moe",
         qk_norm=True,
@@ -64,7 +69,8 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything that fixes a policy's parameters and its forward pass. Fields are named as in Hugging Face's config.json."""
+    """Everything that fixes a policy's parameters and its forward pass. Fields are named as in
+    Hugging Face's config.json."""
 
     architecture: Family
     vocab_size: int
@@ -87,7 +93,8 @@ class ModelConfig:
     mlp_bias: bool = False
     rope_scaling: rope.RopeScaling | None = None
     sliding_windows: tuple[int | None, ...] = ()
-    """By layer, how many tokens a query sees, its own the last of them; None: all before it. Empty: no layer has a window."""
+    """By layer, how many tokens a query sees, its own the last of them; None: all before it. Empty:
+    no layer has a window."""
     moe: MoEConfig | None = None
     """Experts in the place of every layer's MLP."""
     bos_token_id: int | None = None
@@ -98,7 +105,9 @@ class ModelConfig:
     """Keys of the file that are passed over, because the user said so."""
 
     @classmethod
-    def from_hf(cls, config: Mapping[str, Any], source: str, ignored_keys: Collection[str] = ()) -> ModelConfig:
+    def from_hf(
+        cls, config: Mapping[str, Any], source: str, ignored_keys: Collection[str] = ()
+    ) -> ModelConfig:
         """Read a Hugging Face config.json.
 
         Args:
@@ -107,28 +116,40 @@ class ModelConfig:
             ignored_keys: keys that are passed over instead of refused.
 
         Raises:
-            ValueError: naming the key where the architecture, a key or a value is not supported, or a key is missing."""
+            ValueError: naming the key where the architecture, a key or a value is not supported, or
+                a key is missing."""
         architecture, readout = _architecture(config, source)
         family = _FAMILIES[architecture]
         what = _with_readout(architecture, readout)
-        check_keys(config, rules(architecture, is_scalar=readout != "CausalLM"), ignored_keys, source, what)
+        check_keys(
+            config, rules(architecture, is_scalar=readout != "CausalLM"), ignored_keys, source, what
+        )
         if config.get("model_type") not in (family.model_type, None):
             raise ValueError(
-                f"{source}: model_type={config['model_type']!r} contradicts architectures={config['architectures']}; "
+                f"{source}: model_type={config['model_type']!r} contradicts "
+                f"architectures={config['architectures']}; "
                 f"expected model_type={family.model_type!r}"
             )
         if null := [name for name in family.not_null if config.get(name, 1) is None]:
-            raise ValueError(f"{source}: expected {', '.join(null)} to be a positive integer; came None")
+            raise ValueError(
+                f"{source}: expected {', '.join(null)} to be a positive integer; came None"
+            )
         num_heads = _count(config, "num_attention_heads", source)
         # null means the same in every family, and an absent key does not.
-        num_kv_heads = num_heads if "num_key_value_heads" in config else family.num_key_value_heads or num_heads
+        num_kv_heads = (
+            num_heads
+            if "num_key_value_heads" in config
+            else family.num_key_value_heads or num_heads
+        )
         num_kv_heads = _count(config, "num_key_value_heads", source, num_kv_heads)
         hidden_size = _count(config, "hidden_size", source)
         head_dim = _count(config, "head_dim", source, family.head_dim or hidden_size // num_heads)
         if num_heads % num_kv_heads or head_dim % 2:
             raise ValueError(
-                f"{source}: expected num_attention_heads to be a multiple of num_key_value_heads and head_dim to be even; "
-                f"came num_attention_heads={num_heads}, num_key_value_heads={num_kv_heads}, head_dim={head_dim}"
+                f"{source}: expected num_attention_heads to be a multiple of num_key_value_heads "
+                "and head_dim to be even; "
+                f"came num_attention_heads={num_heads}, num_key_value_heads={num_kv_heads}, "
+                f"head_dim={head_dim}"
             )
         max_position_embeddings = _count(config, "max_position_embeddings", source)
         rope_theta, rope_scaling = rope.from_hf(config, source)
@@ -160,10 +181,12 @@ class ModelConfig:
         )
 
     def to_hf(self, original: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The content of a config.json that `from_hf` and transformers both read back as this policy.
+        """The content of a config.json that `from_hf` and transformers both read back as this
+        policy.
 
         Args:
-            original: content of the config.json that the policy was read from. All of it is kept but what has changed since."""
+            original: content of the config.json that the policy was read from. All of it is kept
+                but what has changed since."""
         written = self._to_hf()
         if original is None:
             return written
@@ -171,12 +194,20 @@ class ModelConfig:
         if replace(before, ignored_keys=self.ignored_keys) == self:
             return dict(original)
         unchanged = before._to_hf()
-        changed = {name: value for name, value in written.items() if name not in unchanged or unchanged[name] != value}
+        changed = {
+            name: value
+            for name, value in written.items()
+            if name not in unchanged or unchanged[name] != value
+        }
         if self.readout != before.readout:
             # Of the head that was there before.
             changed |= {name: None for name in ("problem_type",) if name in original}
             changed |= {name: 1 for name in ("num_labels",) if name in original}
-        kept = {name: value for name, value in original.items() if name in written or name not in unchanged}
+        kept = {
+            name: value
+            for name, value in original.items()
+            if name in written or name not in unchanged
+        }
         return kept | changed
 
     def _to_hf(self) -> dict[str, Any]:
@@ -197,14 +228,19 @@ class ModelConfig:
             "tie_word_embeddings": self.tie_word_embeddings,
             "attention_bias": self.attention_bias,
             "bos_token_id": self.bos_token_id,
-            "eos_token_id": list(self.eos_token_id) if isinstance(self.eos_token_id, tuple) else self.eos_token_id,
+            "eos_token_id": list(self.eos_token_id)
+            if isinstance(self.eos_token_id, tuple)
+            else self.eos_token_id,
             "pad_token_id": self.pad_token_id,
         }
         if self.mlp_bias:
             written["mlp_bias"] = True
         if self.sliding_windows:
             window = max(size or 0 for size in self.sliding_windows)
-            kinds = ["full_attention" if size is None else "sliding_attention" for size in self.sliding_windows]
+            kinds = [
+                "full_attention" if size is None else "sliding_attention"
+                for size in self.sliding_windows
+            ]
             written |= {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
             first = kinds.index("sliding_attention")
             if "full_attention" not in kinds[first:]:
@@ -225,7 +261,11 @@ class ModelConfig:
     @property
     def num_params(self) -> int:
         """Parameters of the whole policy; a tied embedding counts once."""
-        heads, kv_heads, width = self.num_attention_heads, self.num_key_value_heads, self.hidden_size
+        heads, kv_heads, width = (
+            self.num_attention_heads,
+            self.num_key_value_heads,
+            self.hidden_size,
+        )
         attention = 2 * width * (heads + kv_heads) * self.head_dim
         biases = (heads + 2 * kv_heads) * self.head_dim if self.attention_bias else 0
         biases += width if self.output_bias else 0
@@ -244,18 +284,27 @@ class ModelConfig:
 
     @property
     def multiplied_params(self) -> int:
-        """Parameters that one token is multiplied by: its experts' alone, the head's among them, and of the embedding none."""
-        heads, width, moe = self.num_attention_heads + self.num_key_value_heads, self.hidden_size, self.moe
+        """Parameters that one token is multiplied by: its experts' alone, the head's among them,
+        and of the embedding none."""
+        heads, width, moe = (
+            self.num_attention_heads + self.num_key_value_heads,
+            self.hidden_size,
+            self.moe,
+        )
         if moe is None:
             mlp = 3 * width * self.intermediate_size
         else:
-            mlp = width * moe.num_experts + 3 * width * moe.moe_intermediate_size * moe.num_experts_per_tok
+            mlp = (
+                width * moe.num_experts
+                + 3 * width * moe.moe_intermediate_size * moe.num_experts_per_tok
+            )
         head = width if self.is_scalar else self.vocab_size * width
         return self.num_hidden_layers * (2 * width * heads * self.head_dim + mlp) + head
 
     @property
     def attention_width(self) -> int:
-        """Layers x heads x head size: a query with a key that it sees takes 4 times as many operations, in an update 12."""
+        """Layers x heads x head size: a query with a key that it sees takes 4 times as many
+        operations, in an update 12."""
         return self.num_hidden_layers * self.num_attention_heads * self.head_dim
 
     @property
@@ -273,9 +322,14 @@ def _architecture(config: Mapping[str, Any], source: str) -> tuple[Family, Reado
     for architecture, readout in itertools.product(get_args(Family), get_args(Readout)):
         if named == [_with_readout(architecture, readout)]:
             if readout != "CausalLM" and (num_labels := _num_labels(config, source)) != 1:
-                raise ValueError(f"{source}: {named[0]} of {num_labels} labels is not supported; expected id2label to name one")
+                raise ValueError(
+                    f"{source}: {named[0]} of {num_labels} labels is not supported; expected "
+                    "id2label to name one"
+                )
             return architecture, readout
-    raise ValueError(f"{source}: architectures={named} is not supported; expected one of {', '.join(_FAMILIES)}")
+    raise ValueError(
+        f"{source}: architectures={named} is not supported; expected one of {', '.join(_FAMILIES)}"
+    )
 
 
 def _num_labels(config: Mapping[str, Any], source: str) -> int:
@@ -315,7 +369,9 @@ def _tokens(config: Mapping[str, Any], name: str, source: str) -> int | tuple[in
     value: Any = config.get(name)
     ids = value if isinstance(value, list) else [value]
     if any(isinstance(id, bool) or not isinstance(id, int | None) for id in ids):
-        raise ValueError(f"{source}: expected {name} to be the id of a token, or a list of them; came {value!r}")
+        raise ValueError(
+            f"{source}: expected {name} to be the id of a token, or a list of them; came {value!r}"
+        )
     return tuple(ids) if isinstance(value, list) else value
 
 
@@ -326,27 +382,45 @@ def _token(config: Mapping[str, Any], name: str, source: str) -> int | None:
     return value
 
 
-def _sliding_windows(config: Mapping[str, Any], architecture: Family, source: str) -> tuple[int | None, ...]:
+def _sliding_windows(
+    config: Mapping[str, Any], architecture: Family, source: str
+) -> tuple[int | None, ...]:
     """Windows by layer, as transformers reads them; empty where no layer has one."""
     num_layers, family = _count(config, "num_hidden_layers", source), _FAMILIES[architecture]
     asked = family.windows != "none" and _flag(config, "use_sliding_window", source)
-    window = _count(config, "sliding_window", source, 4096) if asked and config.get("sliding_window", 0) is not None else None
+    window = (
+        _count(config, "sliding_window", source, 4096)
+        if asked and config.get("sliding_window", 0) is not None
+        else None
+    )
     first = _number(config, "max_window_layers", source, 28.0) if family.windows == "upper" else 0
-    computed = ["sliding_attention" if window and i >= first else "full_attention" for i in range(num_layers)]
+    computed = [
+        "sliding_attention" if window and i >= first else "full_attention"
+        for i in range(num_layers)
+    ]
     kinds = computed if config.get("layer_types") is None else config["layer_types"]
-    if not isinstance(kinds, list) or len(kinds) != num_layers or set(kinds) - {"full_attention", "sliding_attention"}:
+    if (
+        not isinstance(kinds, list)
+        or len(kinds) != num_layers
+        or set(kinds) - {"full_attention", "sliding_attention"}
+    ):
         raise ValueError(
-            f"{source}: expected layer_types to be 'full_attention' or 'sliding_attention' for each of {num_layers} layers; "
+            f"{source}: expected layer_types to be 'full_attention' or 'sliding_attention' for "
+            f"each of {num_layers} layers; "
             f"came {kinds}"
         )
     if kinds != computed and family.windows != "upper":
         # transformers reads them of no layer there, and of the caches.
-        raise ValueError(f"{source}: layer_types={kinds} is not supported for {architecture} here; expected {computed}")
+        raise ValueError(
+            f"{source}: layer_types={kinds} is not supported for {architecture} here; expected "
+            f"{computed}"
+        )
     if "sliding_attention" not in kinds:
         return ()
     if window is None:
         raise ValueError(
-            f"{source}: layer_types names 'sliding_attention', but there is no sliding_window with use_sliding_window"
+            f"{source}: layer_types names 'sliding_attention', but there is no sliding_window "
+            "with use_sliding_window"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
@@ -356,12 +430,17 @@ def _moe(config: Mapping[str, Any], source: str) -> MoEConfig:
     spellings = [name for name in ("num_experts", "num_local_experts") if name in config]
     if len({config[name] for name in spellings}) > 1:
         raise ValueError(
-            f"{source}: num_experts={config['num_experts']!r} contradicts num_local_experts={config['num_local_experts']!r}"
+            f"{source}: num_experts={config['num_experts']!r} contradicts "
+            f"num_local_experts={config['num_local_experts']!r}"
         )
     spelling = "num_experts" if "num_experts" in config else "num_local_experts"
-    num_experts, per_token = (_count(config, name, source) for name in (spelling, "num_experts_per_tok"))
+    num_experts, per_token = (
+        _count(config, name, source) for name in (spelling, "num_experts_per_tok")
+    )
     if per_token > num_experts:
-        raise ValueError(f"{source}: num_experts_per_tok={per_token} is more than {spelling}={num_experts}")
+        raise ValueError(
+            f"{source}: num_experts_per_tok={per_token} is more than {spelling}={num_experts}"
+        )
     return MoEConfig(
         num_experts=num_experts,
         num_experts_per_tok=per_token,

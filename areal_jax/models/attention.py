@@ -1,6 +1,8 @@
-"""Attention under a mask, and over sequences packed into rows: one formula, and for each platform what computes it best.
+"""Attention under a mask, and over sequences packed into rows: one formula, and for each platform
+what computes it best.
 
-Axes: B rows, T query tokens, S key tokens, N query heads, K key-value heads, G = N / K, H head size.
+Axes: B rows, T query tokens, S key tokens, N query heads, K key-value heads, G = N / K, H head
+    size.
 """
 
 from __future__ import annotations
@@ -20,15 +22,18 @@ from areal_jax.models.kernel_attention import TILE, gpu_attention, tpu_attention
 from areal_jax.parallel.sharding import Rules, num_shards, sharding
 
 Kernel: TypeAlias = Literal["dense", "blocked", "gpu", "tpu"]
-"""dense: scores of a whole row at once. blocked: of two blocks at a time, in plain XLA. gpu, tpu: as blocked, by a kernel."""
+"""dense: scores of a whole row at once. blocked: of two blocks at a time, in plain XLA. gpu, tpu:
+as blocked, by a kernel."""
 
 LONGEST_DENSE_ROW = 512
-"""Tokens. Measured on two CPU cores, values and gradients of 2 rows of 4 heads of 32: at 160 tokens dense takes 1.3 ms where
-blocked takes 4; at 512 they meet; at 1024 with segments of 128 tokens dense takes 31 ms where blocked takes 9."""
+"""Tokens. Measured on two CPU cores, values and gradients of 2 rows of 4 heads of 32: at 160 tokens
+dense takes 1.3 ms where blocked takes 4; at 512 they meet; at 1024 with segments of 128 tokens
+dense takes 31 ms where blocked takes 9."""
 
 
 def choose_kernel(platform: str, row_tokens: int) -> Kernel:
-    """What computes packed attention fastest on devices of `platform`, as jax names it, in rows of this length."""
+    """What computes packed attention fastest on devices of `platform`, as jax names it, in rows of
+    this length."""
     if row_tokens <= (LONGEST_DENSE_ROW if platform == "cpu" else TILE):
         return "dense"
     match platform:
@@ -41,33 +46,52 @@ def choose_kernel(platform: str, row_tokens: int) -> Kernel:
 
 
 def masked_attention(
-    q: Float[Array, "B T N H"], k: Float[Array, "B K H S"], v: Float[Array, "B K S H"], mask: Bool[Array, "B T S"]
+    q: Float[Array, "B T N H"],
+    k: Float[Array, "B K H S"],
+    v: Float[Array, "B K S H"],
+    mask: Bool[Array, "B T S"],
 ) -> Float[Array, "B T N H"]:
-    """softmax(q·k / sqrt(H)) · v over the keys where the mask is true; query head n reads key-value head n // G.
+    """softmax(q·k / sqrt(H)) · v over the keys where the mask is true; query head n reads key-value
+    head n // G.
 
-    Keys and values come as both products read them, so that a cache kept in these layouts is never transposed.
-    The softmax is taken in float32. A query that may see no key gets the mean of all values, never nan."""
+    Keys and values come as both products read them, so that a cache kept in these layouts is never
+    transposed. The softmax is taken in float32. A query that may see no key gets the mean of all
+    values, never nan."""
     B, T, N, H = q.shape
     K, S = k.shape[1], k.shape[3]
     G = N // K
-    q = (q * jnp.asarray(H**-0.5, q.dtype)).reshape(B, T, K, G, H).transpose(0, 2, 3, 1, 4).reshape(B, K, G * T, H)
+    q = (
+        (q * jnp.asarray(H**-0.5, q.dtype))
+        .reshape(B, T, K, G, H)
+        .transpose(0, 2, 3, 1, 4)
+        .reshape(B, K, G * T, H)
+    )
     scores = jnp.matmul(q, k, preferred_element_type=jnp.float32).reshape(B, K, G, T, S)
-    # The lowest finite number instead of -inf: a row without any key would become nan, also in its gradient.
+    # The lowest finite number instead of -inf: a row without any key would become nan, also in its
+    # gradient.
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
     # A shift changes no softmax, so no gradient flows through it.
-    exp = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))).reshape(B, K, G * T, S)
-    # Divided after the product: [.., H] numbers instead of [.., S], half the time of a training step's attention on a CPU.
-    out = jnp.matmul(exp.astype(v.dtype), v, preferred_element_type=jnp.float32) / exp.sum(axis=-1, keepdims=True)
+    exp = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))).reshape(
+        B, K, G * T, S
+    )
+    # Divided after the product: [.., H] numbers instead of [.., S], half the time of a training
+    # step's attention on a CPU.
+    out = jnp.matmul(exp.astype(v.dtype), v, preferred_element_type=jnp.float32) / exp.sum(
+        axis=-1, keepdims=True
+    )
     return out.astype(q.dtype).reshape(B, K, G, T, H).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
 
 
 def packed_attention(segment_ids: Int[Array, "B T"], kernel: Kernel = "dense") -> Attend:
-    """Attend causally within each segment of a row; segments never see each other. Takes and returns no cache.
+    """Attend causally within each segment of a row; segments never see each other. Takes and
+    returns no cache.
 
-    Segment 0 is padding: what comes out of it is finite and means nothing. A query sees as many keys as its layer's window
-    says, itself the last of them; where there is no window, all."""
+    Segment 0 is padding: what comes out of it is finite and means nothing. A query sees as many
+    keys as its layer's window says, itself the last of them; where there is no window, all."""
 
-    def attend(q: Array, k: Array, v: Array, cache: None, window: int | None = None) -> tuple[Array, None]:
+    def attend(
+        q: Array, k: Array, v: Array, cache: None, window: int | None = None
+    ) -> tuple[Array, None]:
         match kernel:
             case "dense":
                 out = checkpoint_name(_dense_attention(q, k, v, segment_ids, window), ATTENDED)
@@ -82,20 +106,25 @@ def packed_attention(segment_ids: Int[Array, "B T"], kernel: Kernel = "dense") -
     return attend
 
 
-def sharded_attention(segment_ids: Int[Array, "B T"], kernel: Kernel, mesh: Mesh, rules: Rules) -> Attend:
+def sharded_attention(
+    segment_ids: Int[Array, "B T"], kernel: Kernel, mesh: Mesh, rules: Rules
+) -> Attend:
     """`packed_attention` on a mesh, where every device attends with rows and heads of its own.
 
-    Where `rules` cut the tokens of a row, they are exchanged for heads before, and back after (DeepSpeed-Ulysses,
-    arXiv:2309.14509): any kernel then sees whole rows, and causality leaves every device as much to do. Fewer key-value heads
-    than devices are repeated. Activations are held to their cut on both sides: else the compiler may gather them over all
-    shards and leave the weights, which are cut over the same devices, where they are."""
+    Where `rules` cut the tokens of a row, they are exchanged for heads before, and back after
+    (DeepSpeed-Ulysses, arXiv:2309.14509): any kernel then sees whole rows, and causality leaves
+    every device as much to do. Fewer key-value heads than devices are repeated. Activations are
+    held to their cut on both sides: else the compiler may gather them over all shards and leave the
+    weights, which are cut over the same devices, where they are."""
     if mesh.size == 1:
         return packed_attention(segment_ids, kernel)
 
     def cut(x: Array, *axes: str | None) -> Array:
         return jax.lax.with_sharding_constraint(x, sharding(mesh, axes, x.shape, rules))
 
-    def attend(q: Array, k: Array, v: Array, cache: None, window: int | None = None) -> tuple[Array, None]:
+    def attend(
+        q: Array, k: Array, v: Array, cache: None, window: int | None = None
+    ) -> tuple[Array, None]:
         q = cut(q, "batch", "tokens", "heads")
         k, v = (cut(x, "batch", "tokens", "kv_heads") for x in (k, v))
         by_rows = sharding(mesh, ("batch", None), segment_ids.shape, rules).spec
@@ -128,7 +157,10 @@ def _dense_attention(
         sees &= ~jnp.tri(T, T, -window, dtype=bool)
     mask = sees & (segment_ids[:, :, None] == segment_ids[:, None, :])
     k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
-    # Queries in blocks, each against the keys up to its own end: nearly half of the products are masked otherwise.
+    # Queries in blocks, each against the keys up to its own end: nearly half of the products are
+    # masked otherwise.
     spans = [(start, min(start + 128, T)) for start in range(0, T, 128)]
-    outs = [masked_attention(q[:, i:j], k[..., :j], v[:, :, :j], mask[:, i:j, :j]) for i, j in spans]
+    outs = [
+        masked_attention(q[:, i:j], k[..., :j], v[:, :, :j], mask[:, i:j, :j]) for i, j in spans
+    ]
     return jnp.concatenate(outs, axis=1)

@@ -1,10 +1,12 @@
-"""Packed attention in memory that grows linearly with the row: blocks of scores, and never more than one of them at a time.
+"""Packed attention in memory that grows linearly with the row: blocks of scores, and never more
+than one of them at a time.
 
-FlashAttention (arXiv:2205.14135, arXiv:2307.08691) in plain XLA, for any platform. Pairs of blocks that causality, segments or
-the window hide from each other are not computed: a row of short segments costs what its segments cost.
+FlashAttention (arXiv:2205.14135, arXiv:2307.08691) in plain XLA, for any platform. Pairs of blocks
+that causality, segments or the window hide from each other are not computed: a row of short
+segments costs what its segments cost.
 
-Axes: B rows, T tokens, N query heads, K key-value heads, G = N / K, H head size, C tokens of a block, c tokens of a block of
-keys, n blocks of a row.
+Axes: B rows, T tokens, N query heads, K key-value heads, G = N / K, H head size, C tokens of a
+    block, c tokens of a block of keys, n blocks of a row.
 """
 
 from __future__ import annotations
@@ -17,14 +19,16 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 ATTENDED = "attended"
-"""Name under which a rematerialisation policy finds what the backward pass of attention needs besides q, k and v."""
+"""Name under which a rematerialisation policy finds what the backward pass of attention needs
+besides q, k and v."""
 
 BLOCK_TOKENS = 128
-"""The fastest on a CPU from 512 tokens on, by a little without segments and twofold with eight of them in a row."""
+"""The fastest on a CPU from 512 tokens on, by a little without segments and twofold with eight of
+them in a row."""
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
-"""Instead of -inf, whose differences are nan. What a query adds up before it meets its first key is multiplied by 0 when it
-does, and it does: it sees itself, in the last block that it looks at."""
+"""Instead of -inf, whose differences are nan. What a query adds up before it meets its first key is
+multiplied by 0 when it does, and it does: it sees itself, in the last block that it looks at."""
 
 Blocks: TypeAlias = Array
 """[n, B, K, ...]: one block after the other, so that taking one out copies nothing else."""
@@ -49,7 +53,8 @@ def blocked_attention(
     """softmax(q·k / sqrt(H)) · v over the keys of a query's own segment that are not after it.
 
     Args:
-        segment_ids: each segment's tokens lie together. Segment 0 is padding, of which every token sees itself alone.
+        segment_ids: each segment's tokens lie together. Segment 0 is padding, of which every token
+            sees itself alone.
         window: a query sees this many keys, itself the last of them; None: all.
         block_tokens: changes speed and memory only.
     """
@@ -60,7 +65,10 @@ def _forward(
     q: Array, k: Array, v: Array, segment_ids: Array, window: int | None, block_tokens: int
 ) -> tuple[Array, tuple[Array, ...]]:
     reach = _reach(segment_ids, window, block_tokens)
-    q_blocks, k_blocks, v_blocks = _query_blocks(_scaled(q), k.shape[2], block_tokens), *_key_blocks(k, v, block_tokens)
+    q_blocks, k_blocks, v_blocks = (
+        _query_blocks(_scaled(q), k.shape[2], block_tokens),
+        *_key_blocks(k, v, block_tokens),
+    )
     _, B, K, G, C, H = q_blocks.shape
 
     def of_queries(i: Array) -> tuple[Array, Array]:
@@ -71,7 +79,11 @@ def _forward(
             exp = jnp.exp(scores - new_highest[..., None])
             shrink = jnp.exp(highest - new_highest)
             values = _product("bkgqs,bksh->bkgqh", exp.astype(v.dtype), v_blocks[j])
-            return new_highest, shrink * weight + exp.sum(axis=-1), shrink[..., None] * weighted + values
+            return (
+                new_highest,
+                shrink * weight + exp.sum(axis=-1),
+                shrink[..., None] * weighted + values,
+            )
 
         none = jnp.full((B, K, G, C), _LOWEST), jnp.zeros((B, K, G, C)), jnp.zeros((B, K, G, C, H))
         highest, weight, weighted = jax.lax.fori_loop(reach.first[i], i + 1, add_keys, none)
@@ -85,16 +97,21 @@ def _forward(
 def _backward(
     window: int | None, block_tokens: int, saved: tuple[Array, ...], d_out: Array
 ) -> tuple[Array, Array, Array, None]:
-    """With p = exp(scores - log_weight): dv = pᵀ·do, ds = p ∘ (do·vᵀ - rowsum(do ∘ o)), dq = ds·k, dk = dsᵀ·q."""
+    """With p = exp(scores - log_weight): dv = pᵀ·do, ds = p ∘ (do·vᵀ - rowsum(do ∘ o)), dq = ds·k,
+    dk = dsᵀ·q."""
     q, k, v, segment_ids, out, log_weights = saved
     reach = _reach(segment_ids, window, block_tokens)
     K, dtype = k.shape[2], q.dtype
-    q_blocks, k_blocks, v_blocks = _query_blocks(_scaled(q), K, block_tokens), *_key_blocks(k, v, block_tokens)
+    q_blocks, k_blocks, v_blocks = (
+        _query_blocks(_scaled(q), K, block_tokens),
+        *_key_blocks(k, v, block_tokens),
+    )
     d_out_blocks = _query_blocks(d_out, K, block_tokens)
     wide = d_out.astype(jnp.float32) * out.astype(jnp.float32)
     row_sums = _query_blocks(wide.sum(axis=-1, keepdims=True), K, block_tokens)
     n = len(q_blocks)
-    # `first` never falls, so that the blocks of queries which see a block of keys are those from itself up to one.
+    # `first` never falls, so that the blocks of queries which see a block of keys are those from
+    # itself up to one.
     end = (reach.first <= jnp.arange(n)[:, None]).sum(axis=1)
 
     def of_keys(dq: Blocks, j: Array) -> tuple[Blocks, tuple[Array, Array]]:
@@ -103,7 +120,9 @@ def _backward(
             scores = _scores(q_blocks[i], k_blocks[j], _sees(reach, i, j, window))
             p = jnp.exp(scores - log_weights[i][..., None])
             dv = dv + _product("bkgqs,bkgqh->bksh", p.astype(dtype), d_out_blocks[i])
-            ds = (p * (_product("bkgqh,bksh->bkgqs", d_out_blocks[i], v_blocks[j]) - row_sums[i])).astype(dtype)
+            ds = (
+                p * (_product("bkgqh,bksh->bkgqs", d_out_blocks[i], v_blocks[j]) - row_sums[i])
+            ).astype(dtype)
             dq = dq.at[i].add(_product("bkgqs,bkhs->bkgqh", ds, k_blocks[j]))
             return dq, dk + _product("bkgqs,bkgqh->bksh", ds, q_blocks[i]), dv
 
@@ -125,9 +144,15 @@ def _scaled(q: Float[Array, "... H"]) -> Float[Array, "... H"]:
     return q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
 
 
-def _query_blocks(x: Float[Array, "B T N H"], K: int, block_tokens: int) -> Float[Array, "n B K G C H"]:
+def _query_blocks(
+    x: Float[Array, "B T N H"], K: int, block_tokens: int
+) -> Float[Array, "n B K G C H"]:
     B, _, N, H = x.shape
-    return _padded(x, block_tokens).reshape(B, -1, block_tokens, K, N // K, H).transpose(1, 0, 3, 4, 2, 5)
+    return (
+        _padded(x, block_tokens)
+        .reshape(B, -1, block_tokens, K, N // K, H)
+        .transpose(1, 0, 3, 4, 2, 5)
+    )
 
 
 def _key_blocks(
@@ -152,7 +177,8 @@ def _reach(segment_ids: Int[Array, "B T"], window: int | None, block_tokens: int
     ids = _padded(segment_ids, block_tokens)
     ids = jnp.where(ids == 0, -1 - jnp.arange(ids.shape[1], dtype=ids.dtype), ids)
     blocks = ids.reshape(len(ids), -1, block_tokens).swapaxes(0, 1)
-    # A segment lies together: one that reaches into a block from before is that of the last token of the blocks before.
+    # A segment lies together: one that reaches into a block from before is that of the last token
+    # of the blocks before.
     n = jnp.arange(len(blocks))
     continues = (blocks[:, None, :, 0] == blocks[None, :, :, -1]).any(axis=-1) & (n[:, None] > n)
     first = jnp.where(continues.any(axis=1), continues.argmax(axis=1), n)
@@ -169,7 +195,9 @@ def _sees(reach: Reach, i: Array, j: Array, window: int | None) -> Bool[Array, "
     return (sees if window is None else sees & (distance < window))[:, None, None]
 
 
-def _scores(q: Float[Array, "B K G C H"], k: Float[Array, "B K H c"], sees: Bool[Array, "B 1 1 C c"]) -> Array:
+def _scores(
+    q: Float[Array, "B K G C H"], k: Float[Array, "B K H c"], sees: Bool[Array, "B 1 1 C c"]
+) -> Array:
     return jnp.where(sees, _product("bkgqh,bkhs->bkgqs", q, k), _LOWEST)
 
 

@@ -1,7 +1,8 @@
-"""Which keys of config.json are read, which are harmless and with which values, and which are refused.
+"""Which keys of config.json are read, which are harmless and with which values, and which are
+refused.
 
-A key that is neither in these tables nor named in `policy.ignore_config_keys` is refused: it may change the mathematics.
-What a key does is what transformers 5.23 does with it.
+A key that is neither in these tables nor named in `policy.ignore_config_keys` is refused: it may
+change the mathematics. What a key does is what transformers 5.23 does with it.
 """
 
 from __future__ import annotations
@@ -17,21 +18,44 @@ SETTING = "policy.ignore_config_keys"
 
 @dataclass(frozen=True)
 class Only:
-    """A key that changes nothing with these values and is refused with any other. An absent key has the first of them."""
+    """A key that changes nothing with these values and is refused with any other. An absent key has
+    the first of them."""
 
     values: tuple[Any, ...]
 
     def __contains__(self, value: object) -> bool:
         # In JSON true is not 1.
-        return any(value == each and isinstance(value, bool) == isinstance(each, bool) for each in self.values)
+        return any(
+            value == each and isinstance(value, bool) == isinstance(each, bool)
+            for each in self.values
+        )
 
 
 Rule: TypeAlias = Only | Literal["read", "harmless"]
 
 _READ: Final = (
-    *("architectures", "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers"),
-    *("num_attention_heads", "num_key_value_heads", "head_dim", "rms_norm_eps", "max_position_embeddings"),
-    *("rope_theta", "rope_scaling", "rope_parameters", "original_max_position_embeddings", "layer_types"),
+    *(
+        "architectures",
+        "model_type",
+        "vocab_size",
+        "hidden_size",
+        "intermediate_size",
+        "num_hidden_layers",
+    ),
+    *(
+        "num_attention_heads",
+        "num_key_value_heads",
+        "head_dim",
+        "rms_norm_eps",
+        "max_position_embeddings",
+    ),
+    *(
+        "rope_theta",
+        "rope_scaling",
+        "rope_parameters",
+        "original_max_position_embeddings",
+        "layer_types",
+    ),
     *("tie_word_embeddings", "attention_bias", "bos_token_id", "eos_token_id", "pad_token_id"),
     *("id2label", "num_labels"),
 )
@@ -39,26 +63,80 @@ _READ: Final = (
 
 _HARMLESS: Final = (
     # What a file says of itself.
-    *("_name_or_path", "name_or_path", "_commit_hash", "transformers_version", "finetuning_task", "task_specific_params"),
+    *(
+        "_name_or_path",
+        "name_or_path",
+        "_commit_hash",
+        "transformers_version",
+        "finetuning_task",
+        "task_specific_params",
+    ),
     *("unsloth_version", "unsloth_fixed", "model_name", "is_llama_config"),
     # Weights are converted to the dtype of the run; fresh ones are sampled as `Policy.init` says.
     *("dtype", "torch_dtype", "use_bfloat16", "initializer_range"),
     # How transformers computes and what it returns.
-    *("use_cache", "return_dict", "output_hidden_states", "output_attentions", "output_router_logits", "torchscript"),
-    *("attn_implementation", "_attn_implementation", "_attn_implementation_internal", "_attn_implementation_autoset"),
-    *("experts_implementation", "_experts_implementation", "_experts_implementation_internal", "tie_last_hidden_states"),
+    *(
+        "use_cache",
+        "return_dict",
+        "output_hidden_states",
+        "output_attentions",
+        "output_router_logits",
+        "torchscript",
+    ),
+    *(
+        "attn_implementation",
+        "_attn_implementation",
+        "_attn_implementation_internal",
+        "_attn_implementation_autoset",
+    ),
+    *(
+        "experts_implementation",
+        "_experts_implementation",
+        "_experts_implementation_internal",
+        "tie_last_hidden_states",
+    ),
     *("is_decoder", "tf_legacy_loss", "chunk_size_feed_forward"),
     # The tokenizer has its own files.
     *("tokenizer_class", "prefix", "sep_token_id", "decoder_start_token_id"),
-    # Names of labels, and dropout before a scalar head, which transformers has where the file says nothing.
+    # Names of labels, and dropout before a scalar head, which transformers has where the file says
+    # nothing.
     *("label2id", "classifier_dropout", "hidden_dropout"),
     # Defaults of transformers' generate(); here sampling is a matter of engine.*.
-    *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "do_sample", "early_stopping", "num_beams"),
-    *("num_beam_groups", "temperature", "top_k", "top_p", "min_p", "typical_p", "epsilon_cutoff", "eta_cutoff"),
-    *("diversity_penalty", "repetition_penalty", "encoder_repetition_penalty", "length_penalty", "no_repeat_ngram_size"),
+    *(
+        "max_length",
+        "max_new_tokens",
+        "min_length",
+        "min_new_tokens",
+        "do_sample",
+        "early_stopping",
+        "num_beams",
+    ),
+    *(
+        "num_beam_groups",
+        "temperature",
+        "top_k",
+        "top_p",
+        "min_p",
+        "typical_p",
+        "epsilon_cutoff",
+        "eta_cutoff",
+    ),
+    *(
+        "diversity_penalty",
+        "repetition_penalty",
+        "encoder_repetition_penalty",
+        "length_penalty",
+        "no_repeat_ngram_size",
+    ),
     *("encoder_no_repeat_ngram_size", "renormalize_logits", "constraints"),
     *("remove_invalid_values", "exponential_decay_length_penalty", "guidance_scale"),
-    *("num_return_sequences", "output_scores", "output_logits", "return_dict_in_generate", "penalty_alpha"),
+    *(
+        "num_return_sequences",
+        "output_scores",
+        "output_logits",
+        "return_dict_in_generate",
+        "penalty_alpha",
+    ),
     *("cache_implementation", "max_time", "num_assistant_tokens", "num_assistant_tokens_schedule"),
 )
 
@@ -81,12 +159,19 @@ _ONLY: Final[Mapping[str, Only]] = {
     "token_classification_bias": Only((True,)),
     "mlp_bias": Only((False,)),
     # Which tokens an answer may have.
-    **dict.fromkeys(("bad_words_ids", "force_words_ids", "suppress_tokens", "begin_suppress_tokens"), Only((None, []))),
-    **dict.fromkeys(("forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids"), Only((None,))),
+    **dict.fromkeys(
+        ("bad_words_ids", "force_words_ids", "suppress_tokens", "begin_suppress_tokens"),
+        Only((None, [])),
+    ),
+    **dict.fromkeys(
+        ("forced_bos_token_id", "forced_eos_token_id", "forced_decoder_ids"), Only((None,))
+    ),
     **dict.fromkeys(("sequence_bias", "stop_strings"), Only((None, {}, []))),
 }
 
-_WINDOWS: Final[Mapping[str, Rule]] = dict.fromkeys(("use_sliding_window", "sliding_window", "max_window_layers"), "read")
+_WINDOWS: Final[Mapping[str, Rule]] = dict.fromkeys(
+    ("use_sliding_window", "sliding_window", "max_window_layers"), "read"
+)
 
 _FAMILIES: Final[Mapping[Family, Mapping[str, Rule]]] = {
     # Its q, k and v have biases whatever the file says.
@@ -95,7 +180,10 @@ _FAMILIES: Final[Mapping[Family, Mapping[str, Rule]]] = {
     "Qwen3MoeForCausalLM": {
         **_WINDOWS,
         "max_window_layers": "harmless",
-        **dict.fromkeys(("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"), "read"),
+        **dict.fromkeys(
+            ("num_experts", "num_local_experts", "num_experts_per_tok", "moe_intermediate_size"),
+            "read",
+        ),
         **dict.fromkeys(("norm_topk_prob", "router_aux_loss_coef"), "read"),
         "decoder_sparse_step": Only((1,)),
         "mlp_only_layers": Only(([], None)),
@@ -122,7 +210,13 @@ def rules(family: Family, *, is_scalar: bool) -> Mapping[str, Rule]:
     }
 
 
-def check_keys(config: Mapping[str, Any], rules: Mapping[str, Rule], ignored: Collection[str], source: str, what: str) -> None:
+def check_keys(
+    config: Mapping[str, Any],
+    rules: Mapping[str, Rule],
+    ignored: Collection[str],
+    source: str,
+    what: str,
+) -> None:
     """Refuse every key that is not known, or that has a value which is not supported.
 
     Args:
@@ -134,7 +228,9 @@ def check_keys(config: Mapping[str, Any], rules: Mapping[str, Rule], ignored: Co
     Raises:
         ValueError: naming each key with its value and how to ignore it."""
     if read := sorted(name for name in ignored if rules.get(name) == "read"):
-        raise ValueError(f"{SETTING} names {', '.join(read)}, which are read; correct them in {source} instead")
+        raise ValueError(
+            f"{SETTING} names {', '.join(read)}, which are read; correct them in {source} instead"
+        )
     wrong = {
         name: _refusal(name, value, rules.get(name), what)
         for name, value in config.items()
@@ -142,7 +238,8 @@ def check_keys(config: Mapping[str, Any], rules: Mapping[str, Rule], ignored: Co
     }
     if wrong:
         raise ValueError(
-            f"{source}: {'; '.join(wrong.values())}. To load it as if this were not there, set {SETTING}={','.join(wrong)}"
+            f"{source}: {'; '.join(wrong.values())}. To load it as if this were not there, set "
+            f"{SETTING}={','.join(wrong)}"
         )
 
 
@@ -153,5 +250,8 @@ def _is_accepted(value: object, rule: Rule | None) -> bool:
 def _refusal(name: str, value: object, rule: Rule | None, what: str) -> str:
     shown = repr(value) if len(repr(value)) <= 100 else f"{repr(value)[:100]}..."
     if isinstance(rule, Only):
-        return f"{name}={shown} is not supported for {what}; only {name}={' or '.join(map(repr, rule.values))} is"
+        return (
+            f"{name}={shown} is not supported for {what}; only "
+            f"{name}={' or '.join(map(repr, rule.values))} is"
+        )
     return f"{name}={shown} is not a known key of {what}"

@@ -1,4 +1,5 @@
-"""Policies known by name: of the config.json of each what fixes its shape. From their repositories on the Hugging Face hub."""
+"""Policies known by name: of the config.json of each what fixes its shape. From their repositories
+on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -19,12 +20,21 @@ _COLUMNS = (
 )
 _QWEN2 = {"architectures": ["Qwen2ForCausalLM"], "rope_theta": 1e6}
 _QWEN3 = {"architectures": ["Qwen3ForCausalLM"], "rope_theta": 1e6, "head_dim": 128}
-_QWEN3_MOE = {"architectures": ["Qwen3MoeForCausalLM"], "rope_theta": 1e6, "head_dim": 128, "norm_topk_prob": True}
+_QWEN3_MOE = {
+    "architectures": ["Qwen3MoeForCausalLM"],
+    "rope_theta": 1e6,
+    "head_dim": 128,
+    "norm_topk_prob": True,
+}
 _LLAMA = {"architectures": ["LlamaForCausalLM"], "rope_theta": 5e5}
 
 
 def _shape(family: Mapping[str, Any], *columns: int) -> dict[str, Any]:
-    return dict(family) | dict(zip(_COLUMNS, columns, strict=True)) | {"tie_word_embeddings": bool(columns[-1])}
+    return (
+        dict(family)
+        | dict(zip(_COLUMNS, columns, strict=True))
+        | {"tie_word_embeddings": bool(columns[-1])}
+    )
 
 
 def _experts(num_experts: int, num_experts_per_tok: int, width: int) -> dict[str, Any]:
@@ -61,7 +71,10 @@ KNOWN: dict[str, dict[str, Any]] = {
 
 
 def known_shape(name: str) -> ModelConfig:
-    """The shape of the policy called `name`. ValueError lists the names where it is none of them."""
+    """The shape of the policy called `name`. ValueError lists the names where it is none of
+    them."""
     if name not in KNOWN:
-        raise ValueError(f"no policy called {name!r} is known by name; known are {', '.join(KNOWN)}")
+        raise ValueError(
+            f"no policy called {name!r} is known by name; known are {', '.join(KNOWN)}"
+        )
     return ModelConfig.from_hf(KNOWN[name], name)

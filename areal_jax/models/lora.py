@@ -1,6 +1,7 @@
 """LoRA adapters (arXiv:2106.09685): what is trained beside frozen weights, and PEFT's files of it.
 
-An adapter is a tree like the parameters, with a pair {"a", "b"} in the place of every matrix that has one.
+An adapter is a tree like the parameters, with a pair {"a", "b"} in the place of every matrix that
+has one.
 Axes: L layers, I inputs of a matrix, O its outputs, R rank.
 """
 
@@ -59,32 +60,79 @@ _NOTHING = Only((None, {}, [], False))
 # What each key of PEFT's file does in PEFT 0.21.
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(
-        ("r", "lora_alpha", "target_modules", "use_rslora", "init_lora_weights", "base_model_name_or_path"), "read"
+        (
+            "r",
+            "lora_alpha",
+            "target_modules",
+            "use_rslora",
+            "init_lora_weights",
+            "base_model_name_or_path",
+        ),
+        "read",
     ),
     # What a file says of itself, and how PEFT begins, which the weights have behind them.
-    **dict.fromkeys(("task_type", "peft_version", "auto_mapping", "revision", "inference_mode", "runtime_config"), "harmless"),
+    **dict.fromkeys(
+        (
+            "task_type",
+            "peft_version",
+            "auto_mapping",
+            "revision",
+            "inference_mode",
+            "runtime_config",
+        ),
+        "harmless",
+    ),
     **dict.fromkeys(("loftq_config", "corda_config", "eva_config", "lora_ga_config"), "harmless"),
     # Read by PEFT beside others alone, which are refused.
-    **dict.fromkeys(("layers_pattern", "qalora_group_size", "megatron_core", "ensure_weight_tying"), "harmless"),
+    **dict.fromkeys(
+        ("layers_pattern", "qalora_group_size", "megatron_core", "ensure_weight_tying"), "harmless"
+    ),
     "peft_type": Only(("LORA",)),
     "bias": Only(("none", None)),
     "lora_dropout": Only((0.0, None)),
-    **dict.fromkeys(("modules_to_save", "fan_in_fan_out", "lora_bias", "use_dora", "use_qalora", "use_bdlora"), _NOTHING),
-    **dict.fromkeys(("exclude_modules", "layers_to_transform", "layer_replication", "rank_pattern", "alpha_pattern"), _NOTHING),
-    **dict.fromkeys(("target_parameters", "trainable_token_indices", "alora_invocation_tokens", "megatron_config"), _NOTHING),
-    **dict.fromkeys(("arrow_config", "kasa_config", "monteclora_config", "velora_config"), _NOTHING),
+    **dict.fromkeys(
+        ("modules_to_save", "fan_in_fan_out", "lora_bias", "use_dora", "use_qalora", "use_bdlora"),
+        _NOTHING,
+    ),
+    **dict.fromkeys(
+        (
+            "exclude_modules",
+            "layers_to_transform",
+            "layer_replication",
+            "rank_pattern",
+            "alpha_pattern",
+        ),
+        _NOTHING,
+    ),
+    **dict.fromkeys(
+        (
+            "target_parameters",
+            "trainable_token_indices",
+            "alora_invocation_tokens",
+            "megatron_config",
+        ),
+        _NOTHING,
+    ),
+    **dict.fromkeys(
+        ("arrow_config", "kasa_config", "monteclora_config", "velora_config"), _NOTHING
+    ),
 }
 
 _BEGUN_BESIDE_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights under which PEFT leaves the base as it is. Others (PiSSA, OLoRA, CorDA, LoftQ, LoRA-GA) take what
-the adapter begins with out of the base, and MiCA trains one factor alone."""
+"""Values of init_lora_weights under which PEFT leaves the base as it is. Others (PiSSA, OLoRA,
+CorDA, LoftQ, LoRA-GA) take what the adapter begins with out of the base, and MiCA trains one factor
+alone."""
 
 
 def abstract(policy: Policy) -> Params:
     """ShapeDtypeStruct of every leaf of the policy's adapter; float32.
 
     Raises ValueError naming a target that the architecture has no matrix for."""
-    return _tree(policy, policy.abstract(), lambda leaf, place: _factors(leaf.shape, place, _lora(policy).rank, _struct))
+    return _tree(
+        policy,
+        policy.abstract(),
+        lambda leaf, place: _factors(leaf.shape, place, _lora(policy).rank, _struct),
+    )
 
 
 def axes(policy: Policy) -> Params:
@@ -93,7 +141,8 @@ def axes(policy: Policy) -> Params:
 
 
 def init(policy: Policy, key: PRNGKeyArray) -> Params:
-    """A fresh adapter, which changes nothing yet: A uniform within 1 / sqrt(I), PEFT's kaiming_uniform(a=sqrt(5)); B zero."""
+    """A fresh adapter, which changes nothing yet: A uniform within 1 / sqrt(I), PEFT's
+    kaiming_uniform(a=sqrt(5)); B zero."""
 
     def fresh(pair: Mapping[str, jax.ShapeDtypeStruct], key: PRNGKeyArray) -> dict[str, Array]:
         a, b = pair["a"].shape, pair["b"].shape
@@ -102,11 +151,14 @@ def init(policy: Policy, key: PRNGKeyArray) -> Params:
 
     pairs = _pairs(abstract(policy))
     keys = jax.random.split(key, len(pairs))
-    return traverse_util.unflatten_dict({path: fresh(pair, key) for (path, pair), key in zip(pairs.items(), keys, strict=True)})
+    return traverse_util.unflatten_dict(
+        {path: fresh(pair, key) for (path, pair), key in zip(pairs.items(), keys, strict=True)}
+    )
 
 
 def attach(policy: Policy, base: Params, adapter: Params) -> Params:
-    """The base's parameters with `Adapted` matrices, which the decoder reads; layers stacked in both, or a tuple in both."""
+    """The base's parameters with `Adapted` matrices, which the decoder reads; layers stacked in
+    both, or a tuple in both."""
     scale = _lora(policy).scale
 
     def walk(base: Any, adapter: Any) -> Any:
@@ -144,18 +196,33 @@ def read_config(folder: Path, ignored_keys: Collection[str] = ()) -> LoRA:
         ValueError: naming the keys that are not supported."""
     config, path = _read_json(folder), folder / CONFIG
     # The same setting names keys of config.json.
-    check_keys(config, _RULES, {name for name in ignored_keys if _RULES.get(name) != "read"}, str(path), "a LoRA adapter")
+    check_keys(
+        config,
+        _RULES,
+        {name for name in ignored_keys if _RULES.get(name) != "read"},
+        str(path),
+        "a LoRA adapter",
+    )
     if (begun := config.get("init_lora_weights", True)) not in _BEGUN_BESIDE_THE_BASE:
         raise ValueError(
-            f"{path}: init_lora_weights={begun!r} is not supported: it does not belong to the base as that is, but to one that "
-            "PEFT has changed. Save it as a plain one, by save_pretrained(path_initial_model_for_weight_conversion=...)"
+            f"{path}: init_lora_weights={begun!r} is not supported: it does not belong to the "
+            "base as that is, but to one that "
+            "PEFT has changed. Save it as a plain one, by "
+            "save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
     rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise ValueError(f"{path}: expected r to be a positive integer and lora_alpha a number; came {rank!r} and {alpha!r}")
+        raise ValueError(
+            f"{path}: expected r to be a positive integer and lora_alpha a number; came "
+            f"{rank!r} "
+            f"and {alpha!r}"
+        )
     known = get_args(Target)
     if not isinstance(targets, list) or not targets or not set(targets) <= set(known):
-        raise ValueError(f"{path}: expected target_modules to be a list of some of {', '.join(known)}; came {targets!r}")
+        raise ValueError(
+            f"{path}: expected target_modules to be a list of some of {', '.join(known)}; came "
+            f"{targets!r}"
+        )
     named = tuple(target for target in known if target in targets)
     if not isinstance(rslora := config.get("use_rslora", False), bool | None):
         raise ValueError(f"{path}: expected use_rslora to be true or false; came {rslora!r}")
@@ -168,19 +235,23 @@ def base_of(folder: Path) -> str | None:
 
 
 def require_base(folder: Path, *names: str) -> None:
-    """ValueError where a PEFT folder's adapter says that it was trained beside another policy than the one with these names.
+    """ValueError where a PEFT folder's adapter says that it was trained beside another policy than
+    the one with these names.
 
-    A hub name and a folder are the same policy where their last parts agree; an adapter that names none fits any."""
+    A hub name and a folder are the same policy where their last parts agree; an adapter that names
+    none fits any."""
     came = base_of(folder)
     if came and Path(came).name not in {Path(name).name for name in names}:
         raise ValueError(
-            f"{folder / CONFIG}: expected an adapter of {names[0]!r}, came base_model_name_or_path={came!r}; set policy.path "
+            f"{folder / CONFIG}: expected an adapter of {names[0]!r}, came "
+            f"base_model_name_or_path={came!r}; set policy.path "
             "to that, or correct the file where both are the same policy"
         )
 
 
 def require_tensors(folder: Path, policy: Policy) -> None:
-    """ValueError listing every missing, unexpected, mis-shaped or non-float tensor of a PEFT folder; reads headers only."""
+    """ValueError listing every missing, unexpected, mis-shaped or non-float tensor of a PEFT
+    folder; reads headers only."""
     with _opened(folder) as file:
         hf.require_shapes(
             f"{folder / WEIGHTS} does not fit the policy and {CONFIG}",
@@ -190,7 +261,8 @@ def require_tensors(folder: Path, policy: Policy) -> None:
 
 
 def load(folder: Path, policy: Policy, shardings: Any) -> Params:
-    """Read a PEFT folder's adapter as float32, laid out by `shardings`, a tree like `abstract(policy)`.
+    """Read a PEFT folder's adapter as float32, laid out by `shardings`, a tree like
+    `abstract(policy)`.
 
     Raises ValueError where `require_tensors` does."""
     require_tensors(folder, policy)
@@ -205,7 +277,8 @@ def load(folder: Path, policy: Policy, shardings: Any) -> Params:
 
 
 def save(folder: Path, policy: Policy, adapter: Params, base: str) -> None:
-    """Write a folder that PEFT, and `load`, read back. Of several processes all call it, and the first one writes.
+    """Write a folder that PEFT, and `load`, read back. Of several processes all call it, and the
+    first one writes.
 
     Args: base: name of the policy that the adapter was trained beside."""
     leaves = fetch(_leaves(adapter))
@@ -213,7 +286,9 @@ def save(folder: Path, policy: Policy, adapter: Params, base: str) -> None:
         return
     folder.mkdir(parents=True, exist_ok=True)
     tensors = {
-        tensor.name: np.ascontiguousarray(leaves[tensor.path][tensor.layer].reshape(tensor.shape[::-1]).T)
+        tensor.name: np.ascontiguousarray(
+            leaves[tensor.path][tensor.layer].reshape(tensor.shape[::-1]).T
+        )
         for tensor in _tensors(policy)
     }
     lora = _lora(policy)
@@ -266,13 +341,19 @@ def _tree(policy: Policy, like: Params, make: Callable[[Any, _Place], Any]) -> P
     places = {target: _PLACES[target] for target in _targets(policy)}
     if missing := [target for target, place in places.items() if place.path not in leaves]:
         raise ValueError(
-            f"policy.lora.targets: {policy.config.architecture} has no {', '.join(missing)}; leave out what it lacks"
+            f"policy.lora.targets: {policy.config.architecture} has no {', '.join(missing)}; "
+            "leave out what it lacks"
         )
-    return traverse_util.unflatten_dict({place.path: make(leaves[place.path], place) for place in places.values()})
+    return traverse_util.unflatten_dict(
+        {place.path: make(leaves[place.path], place) for place in places.values()}
+    )
 
 
-def _factors(dims: tuple[Any, ...], place: _Place, rank: Any, make: Callable[[tuple[Any, ...]], Any]) -> dict[str, Any]:
-    """What belongs to A and to B, from the dimensions [L, I.., O..] of a matrix, or from their names."""
+def _factors(
+    dims: tuple[Any, ...], place: _Place, rank: Any, make: Callable[[tuple[Any, ...]], Any]
+) -> dict[str, Any]:
+    """What belongs to A and to B, from the dimensions [L, I.., O..] of a matrix, or from their
+    names."""
     cut = 1 + place.num_inputs
     return {"a": make((*dims[:cut], rank)), "b": make((dims[0], rank, *dims[cut:]))}
 
@@ -291,9 +372,13 @@ def _pairs(adapter: Params) -> dict[tuple[str, ...], Any]:
 
 
 @partial(jax.jit, static_argnames="scale")
-def _merged(w: Float[Array, "L ..."], a: Float[Array, "L ..."], b: Float[Array, "L R ..."], scale: float) -> Array:
+def _merged(
+    w: Float[Array, "L ..."], a: Float[Array, "L ..."], b: Float[Array, "L R ..."], scale: float
+) -> Array:
     L, R = b.shape[:2]
-    update = jnp.matmul(a.reshape(L, -1, R), b.reshape(L, R, -1), precision=jax.lax.Precision.HIGHEST)
+    update = jnp.matmul(
+        a.reshape(L, -1, R), b.reshape(L, R, -1), precision=jax.lax.Precision.HIGHEST
+    )
     return w.astype(jnp.float32) + scale * update.reshape(w.shape)
 
 
@@ -310,7 +395,9 @@ def _targets(policy: Policy) -> list[Target]:
 def _read_json(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG
     if not path.is_file():
-        raise FileNotFoundError(f"expected a PEFT folder with {CONFIG} at {folder}; set policy.adapter to one")
+        raise FileNotFoundError(
+            f"expected a PEFT folder with {CONFIG} at {folder}; set policy.adapter to one"
+        )
     return read_json(path)
 
 

@@ -1,10 +1,10 @@
 """Keys and values in pages, and attention over them.
 
-A page holds the same number of tokens of one sequence; a table says which pages hold a row's sequence, in order. Several tables
-may name a page: what sequences have in common is stored once.
+A page holds the same number of tokens of one sequence; a table says which pages hold a row's
+sequence, in order. Several tables may name a page: what sequences have in common is stored once.
 
-Axes: B rows, T new tokens of a row, N query heads, K key-value heads, G = N / K, H head size, P pages, p tokens of a page,
-M pages of a table, W tokens of a block of pages.
+Axes: B rows, T new tokens of a row, N query heads, K key-value heads, G = N / K, H head size, P
+    pages, p tokens of a page, M pages of a table, W tokens of a block of pages.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from areal_jax.models.paged_kernels import gpu_paged_attention, tpu_paged_attent
 from areal_jax.parallel.sharding import Rules, on_shards, specs
 
 PagedKernel: TypeAlias = Literal["plain", "gpu", "tpu"]
-"""plain: blocks of pages one after the other, in plain XLA. gpu, tpu: a kernel, for one new token per row."""
+"""plain: blocks of pages one after the other, in plain XLA. gpu, tpu: a kernel, for one new token
+per row."""
 
 BLOCK_TOKENS = 128
 """Columns that the plain path looks at together."""
@@ -37,12 +38,16 @@ class Pages(NamedTuple):
     keys: Shaped[Any, "K P p H"]
     values: Shaped[Any, "K P p H"]
     key_scales: Float32[Any, "K P p"] | None = None
-    """What the keys are multiplied by, where they lie in a narrow type: one number per token and head."""
+    """What the keys are multiplied by, where they lie in a narrow type: one number per token and
+    head."""
     value_scales: Float32[Any, "K P p"] | None = None
 
 
-def narrowed(x: Float[Array, "... H"], dtype: DTypeLike) -> tuple[Shaped[Array, "... H"], Float32[Array, "..."]]:
-    """x in a narrow type, and what to multiply it by: the largest number of each token and head is the type's largest."""
+def narrowed(
+    x: Float[Array, "... H"], dtype: DTypeLike
+) -> tuple[Shaped[Array, "... H"], Float32[Array, "..."]]:
+    """x in a narrow type, and what to multiply it by: the largest number of each token and head is
+    the type's largest."""
     is_integer = jnp.issubdtype(dtype, jnp.integer)
     most = float(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)
     scale = jnp.maximum(jnp.abs(x.astype(jnp.float32)).max(axis=-1), 1e-30) / most
@@ -70,7 +75,8 @@ def write_pages(
     starts: Int[Array, "B"],
     counts: Int[Array, "B"],
 ) -> Pages:
-    """Put the first `counts` tokens of every row into its pages: token t is number starts + t of its sequence."""
+    """Put the first `counts` tokens of every row into its pages: token t is number starts + t of
+    its sequence."""
     K, P, p = pages.keys.shape[:3]
     new = jnp.arange(k.shape[1], dtype=jnp.int32)
     places = starts[:, None] + new
@@ -80,15 +86,24 @@ def write_pages(
     rows = jnp.where(new < counts[:, None], rows, K * P * p).reshape(-1)
 
     def put(into: Array, tokens: Array) -> Array:
-        # Along the first dimension: for any other one, XLA on GPUs would turn all pages around, and back after it.
+        # Along the first dimension: for any other one, XLA on GPUs would turn all pages around, and
+        # back after it.
         flat = into.reshape(K * P * p, *into.shape[3:])
         tokens = jnp.moveaxis(tokens, 2, 0).reshape(-1, *tokens.shape[3:])
         return flat.at[rows].set(tokens, mode="drop", unique_indices=True).reshape(into.shape)
 
     if pages.key_scales is None or pages.value_scales is None:
-        return Pages(put(pages.keys, k.astype(pages.keys.dtype)), put(pages.values, v.astype(pages.values.dtype)))
+        return Pages(
+            put(pages.keys, k.astype(pages.keys.dtype)),
+            put(pages.values, v.astype(pages.values.dtype)),
+        )
     (k, k_scales), (v, v_scales) = narrowed(k, pages.keys.dtype), narrowed(v, pages.values.dtype)
-    return Pages(put(pages.keys, k), put(pages.values, v), put(pages.key_scales, k_scales), put(pages.value_scales, v_scales))
+    return Pages(
+        put(pages.keys, k),
+        put(pages.values, v),
+        put(pages.key_scales, k_scales),
+        put(pages.value_scales, v_scales),
+    )
 
 
 def read_pages(
@@ -118,10 +133,12 @@ def attend_to_pages(
     starts: Int[Array, "B"],
     window: int | None = None,
 ) -> Float[Array, "B T N H"]:
-    """softmax(q·k / sqrt(H)) · v over the tokens of each row's sequence up to the query's own, number starts + t.
+    """softmax(q·k / sqrt(H)) · v over the tokens of each row's sequence up to the query's own,
+    number starts + t.
 
-    In blocks of pages with a running softmax (arXiv:2205.14135): what is held beside the pages grows with the new tokens alone,
-    and no block is read that lies behind every row's last token, or before every row's window."""
+    In blocks of pages with a running softmax (arXiv:2205.14135): what is held beside the pages
+    grows with the new tokens alone, and no block is read that lies behind every row's last token,
+    or before every row's window."""
     B, T, N, H = q.shape
     K, p = pages.keys.shape[0], pages.keys.shape[2]
     width = max(BLOCK_TOKENS // p, 1)
@@ -138,23 +155,38 @@ def attend_to_pages(
         scores = jnp.where(sees[:, None, None], scores, _LOWEST)
         new_highest = jnp.maximum(highest, scores.max(axis=-1))
         exp = jnp.exp(scores - new_highest[..., None])
-        # What a query adds up before it meets its first key is multiplied by 0 when it does: it sees itself.
+        # What a query adds up before it meets its first key is multiplied by 0 when it does: it
+        # sees itself.
         shrink = jnp.exp(highest - new_highest)
-        values = jnp.einsum("bkgts,kbsh->bkgth", exp.astype(q.dtype), v, preferred_element_type=jnp.float32)
-        return new_highest, shrink * weight + exp.sum(axis=-1), shrink[..., None] * weighted + values
+        values = jnp.einsum(
+            "bkgts,kbsh->bkgth", exp.astype(q.dtype), v, preferred_element_type=jnp.float32
+        )
+        return (
+            new_highest,
+            shrink * weight + exp.sum(axis=-1),
+            shrink[..., None] * weighted + values,
+        )
 
     shape = (B, K, N // K, T)
     none = jnp.full(shape, _LOWEST), jnp.zeros(shape), jnp.zeros((*shape, H))
     first = 0 if window is None else jnp.maximum(starts.min() - window + 1, 0) // (width * p)
     last = (starts.max() + T - 1) // (width * p)
-    _, weight, weighted = jax.lax.fori_loop(first, jnp.minimum(last + 1, table.shape[1] // width), add_block, none)
-    return (weighted / weight[..., None]).astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    _, weight, weighted = jax.lax.fori_loop(
+        first, jnp.minimum(last + 1, table.shape[1] // width), add_block, none
+    )
+    return (
+        (weighted / weight[..., None]).astype(q.dtype).transpose(0, 3, 1, 2, 4).reshape(B, T, N, H)
+    )
 
 
-def choose_paged_kernel(platform: str, head_dim: int, page_tokens: int, *, is_narrow: bool) -> PagedKernel:
+def choose_paged_kernel(
+    platform: str, head_dim: int, page_tokens: int, *, is_narrow: bool
+) -> PagedKernel:
     """What attends to pages fastest on devices of `platform`, as jax names it, among what can."""
     match platform:
-        case "gpu" | "cuda" if all(size >= 16 and size.bit_count() == 1 for size in (head_dim, page_tokens)):
+        case "gpu" | "cuda" if all(
+            size >= 16 and size.bit_count() == 1 for size in (head_dim, page_tokens)
+        ):
             return "gpu"
         case "tpu" if head_dim % 128 == 0 and page_tokens % 16 == 0 and not is_narrow:
             return "tpu"
@@ -172,11 +204,14 @@ def sharded_write(
     mesh: Mesh,
     rules: Rules,
 ) -> Pages:
-    """`write_pages` on a mesh, where every device has pages, rows and heads of its own; tables count its own pages."""
+    """`write_pages` on a mesh, where every device has pages, rows and heads of its own; tables
+    count its own pages."""
     of_pages = specs(mesh, PAGE_AXES, pages, rules)
     of_tokens = specs(mesh, ("batch", None, "kv_heads"), k, rules)
     rows = specs(mesh, ("batch",), (table, starts, counts), rules)
-    return on_shards(write_pages, mesh, (of_pages, of_tokens, of_tokens, *rows), of_pages)(pages, k, v, table, starts, counts)
+    return on_shards(write_pages, mesh, (of_pages, of_tokens, of_tokens, *rows), of_pages)(
+        pages, k, v, table, starts, counts
+    )
 
 
 def paged_attention(
@@ -187,20 +222,27 @@ def paged_attention(
     mesh: Mesh,
     rules: Rules,
 ) -> Attend:
-    """Write the first `counts` new tokens of every row into its pages, then attend to the row's pages; the cache is `Pages`.
+    """Write the first `counts` new tokens of every row into its pages, then attend to the row's
+    pages; the cache is `Pages`.
 
     On a mesh as `sharded_write`."""
 
     def read(q: Array, pages: Pages, table: Array, starts: Array, *, window: int | None) -> Array:
         match kernel:
             case "gpu":
-                return gpu_paged_attention(q[:, 0], *pages, table, starts + 1, window=window)[:, None]
+                return gpu_paged_attention(q[:, 0], *pages, table, starts + 1, window=window)[
+                    :, None
+                ]
             case "tpu" if window is None:
-                return tpu_paged_attention(q[:, 0], pages.keys, pages.values, table, starts + 1)[:, None]
+                return tpu_paged_attention(q[:, 0], pages.keys, pages.values, table, starts + 1)[
+                    :, None
+                ]
             case _:
                 return attend_to_pages(q, pages, table, starts, window)
 
-    def attend(q: Array, k: Array, v: Array, pages: Pages, window: int | None = None) -> tuple[Array, Pages]:
+    def attend(
+        q: Array, k: Array, v: Array, pages: Pages, window: int | None = None
+    ) -> tuple[Array, Pages]:
         pages = sharded_write(pages, k, v, table, starts, counts, mesh, rules)
         of_pages = specs(mesh, PAGE_AXES, pages, rules)
         # A query head lies where its key-value head does.

@@ -1,7 +1,8 @@
-"""Attention of one new token per row to its pages, by kernels: only pages that hold a row's tokens are read.
+"""Attention of one new token per row to its pages, by kernels: only pages that hold a row's tokens
+are read.
 
-Axes: B rows, N query heads, K key-value heads, G = N / K, H head size, P pages, p tokens of a page, M pages of a table,
-W tokens of a block of pages.
+Axes: B rows, N query heads, K key-value heads, G = N / K, H head size, P pages, p tokens of a page,
+    M pages of a table, W tokens of a block of pages.
 """
 
 from __future__ import annotations
@@ -13,14 +14,17 @@ import jax
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton
-from jax.experimental.pallas.ops.tpu.paged_attention import paged_attention as paged_attention_on_tpu
+from jax.experimental.pallas.ops.tpu.paged_attention import (
+    paged_attention as paged_attention_on_tpu,
+)
 from jaxtyping import Array, Float, Int
 
 BLOCK_TOKENS = 64
 """Tokens that a kernel looks at together; at least one page."""
 
 _PROGRAMS = 512
-"""As many parts are attended to at once as it takes for about so many programs: a few for every processor of a large GPU."""
+"""As many parts are attended to at once as it takes for about so many programs: a few for every
+processor of a large GPU."""
 _FEWEST_ROWS = 16  # of a product in tensor cores
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
@@ -37,23 +41,34 @@ def gpu_paged_attention(
     window: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B N H"]:
-    """softmax(q·k / sqrt(H)) · v over the first `lengths` tokens of each row's pages, of which a window leaves the last.
+    """softmax(q·k / sqrt(H)) · v over the first `lengths` tokens of each row's pages, of which a
+    window leaves the last.
 
-    Each program takes a part of one row's tokens and all query heads of one key-value head; the parts are put together after it
-    (flash decoding, arXiv:2311.01282), in float32. Pages hold a power of two tokens, heads a power of two numbers."""
+    Each program takes a part of one row's tokens and all query heads of one key-value head; the
+    parts are put together after it (flash decoding, arXiv:2311.01282), in float32. Pages hold a
+    power of two tokens, heads a power of two numbers."""
     B, N, H = q.shape
     K, P, p = keys.shape[:3]
     if keys.size >= 2**31:
         raise ValueError(
-            f"a layer's keys are {keys.size} numbers on one device, more than a kernel counts; lower engine.kv_tokens, "
+            f"a layer's keys are {keys.size} numbers on one device, more than a kernel counts; "
+            "lower engine.kv_tokens, "
             "or cut over more devices"
         )
     G, width = N // K, max(BLOCK_TOKENS // p, 1)
-    rows, num_parts = max(_FEWEST_ROWS, pl.next_power_of_2(G)), max(1, min(16, _PROGRAMS // (B * K)))
-    q = jnp.pad((q * jnp.asarray(H**-0.5, q.dtype)).reshape(B, K, G, H), ((0, 0), (0, 0), (0, rows - G), (0, 0)))
+    rows, num_parts = (
+        max(_FEWEST_ROWS, pl.next_power_of_2(G)),
+        max(1, min(16, _PROGRAMS // (B * K))),
+    )
+    q = jnp.pad(
+        (q * jnp.asarray(H**-0.5, q.dtype)).reshape(B, K, G, H),
+        ((0, 0), (0, 0), (0, rows - G), (0, 0)),
+    )
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % width)))
     page_spec = pl.BlockSpec((None, P, p, H), lambda b, k, i: (k, 0, 0, 0))
-    scale_spec = None if key_scales is None else pl.BlockSpec((None, P, p), lambda b, k, i: (k, 0, 0))
+    scale_spec = (
+        None if key_scales is None else pl.BlockSpec((None, P, p), lambda b, k, i: (k, 0, 0))
+    )
     parts, highest, weight = pl.pallas_call(
         partial(_attend_to_part, num_parts=num_parts, width=width, window=window, dot=triton.dot),
         grid=(B, K, num_parts),
@@ -100,7 +115,8 @@ def _attend_to_part(
     window: int | None,
     dot: Any,
 ) -> None:
-    """Running softmax over one part of the blocks in which a row's tokens lie (arXiv:2205.14135)."""
+    """Running softmax over one part of the blocks in which a row's tokens lie
+    (arXiv:2205.14135)."""
     (rows, H), p = q_ref.shape, k_ref.shape[1]
     W, length = width * p, length_ref[0]
     first = 0 if window is None else jnp.maximum(length - window, 0) // W
@@ -117,7 +133,11 @@ def _attend_to_part(
         if k_scale_ref is not None:
             scores = scores * k_scale_ref[ids].reshape(1, W)
         columns = j * W + jnp.arange(W)
-        sees = columns < length if window is None else (columns < length) & (columns >= length - window)
+        sees = (
+            columns < length
+            if window is None
+            else (columns < length) & (columns >= length - window)
+        )
         scores = jnp.where(jnp.broadcast_to(sees[None], (rows, W)), scores, _LOWEST)
         new_highest = jnp.maximum(highest, scores.max(axis=-1))
         exp = jnp.exp(scores - new_highest[:, None])
@@ -125,10 +145,20 @@ def _attend_to_part(
         weight = shrink * weight + exp.sum(axis=-1)
         if v_scale_ref is not None:
             exp = exp * v_scale_ref[ids].reshape(1, W)
-        return shrink[:, None] * out + dot(exp.astype(q.dtype), v).astype(jnp.float32), new_highest, weight
+        return (
+            shrink[:, None] * out + dot(exp.astype(q.dtype), v).astype(jnp.float32),
+            new_highest,
+            weight,
+        )
 
-    none = jnp.zeros((rows, H), jnp.float32), jnp.full((rows,), _LOWEST, jnp.float32), jnp.zeros((rows,), jnp.float32)
-    out, highest, weight = jax.lax.fori_loop(start, jnp.minimum(start + each, num_blocks), add_block, none)
+    none = (
+        jnp.zeros((rows, H), jnp.float32),
+        jnp.full((rows,), _LOWEST, jnp.float32),
+        jnp.zeros((rows,), jnp.float32),
+    )
+    out, highest, weight = jax.lax.fori_loop(
+        start, jnp.minimum(start + each, num_blocks), add_block, none
+    )
     out_ref[...], highest_ref[...], weight_ref[...] = out, highest, weight
 
 
@@ -143,4 +173,7 @@ def tpu_paged_attention(
     width = max(BLOCK_TOKENS // keys.shape[2], 1)
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % width)))
     q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)
-    return cast(Array, paged_attention_on_tpu(q, keys, values, lengths, table, pages_per_compute_block=width))
+    return cast(
+        Array,
+        paged_attention_on_tpu(q, keys, values, lengths, table, pages_per_compute_block=width),
+    )

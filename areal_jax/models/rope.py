@@ -1,7 +1,8 @@
-"""Rotary position embeddings (RoPE, arXiv:2104.09864), and the ways in which checkpoints stretch them to longer texts.
+"""Rotary position embeddings (RoPE, arXiv:2104.09864), and the ways in which checkpoints stretch
+them to longer texts.
 
-Each way turns the frequencies theta^(-2i / H), i < H / 2, of a head of size H into others. Fields are named as in
-Hugging Face's config.json, and formulas are those of its modeling_rope_utils.py.
+Each way turns the frequencies theta^(-2i / H), i < H / 2, of a head of size H into others. Fields
+are named as in Hugging Face's config.json, and formulas are those of its modeling_rope_utils.py.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ class Llama3:
 
 @dataclass(frozen=True)
 class Yarn:
-    """Slow dimensions divided by `factor`, fast ones kept, a ramp between; q and k grow by `attention_factor`
-    (arXiv:2309.00071)."""
+    """Slow dimensions divided by `factor`, fast ones kept, a ramp between; q and k grow by
+    `attention_factor` (arXiv:2309.00071)."""
 
     factor: float
     original_max_position_embeddings: int
@@ -53,8 +54,8 @@ _KINDS: dict[str, type[RopeScaling]] = {"linear": Linear, "llama3": Llama3, "yar
 
 
 def from_hf(config: Mapping[str, Any], source: str) -> tuple[float, RopeScaling | None]:
-    """Base of the angles, and the scaling, of a config.json: in rope_parameters, or in files of transformers before
-    version 5 in rope_theta and rope_scaling.
+    """Base of the angles, and the scaling, of a config.json: in rope_parameters, or in files of
+    transformers before version 5 in rope_theta and rope_scaling.
 
     Raises:
         ValueError: naming what is not supported, contradictory or missing."""
@@ -64,7 +65,8 @@ def from_hf(config: Mapping[str, Any], source: str) -> tuple[float, RopeScaling 
         raise ValueError(f"{source}: expected {spelling} to be an object; came {written!r}")
     if spelling == "rope_scaling" and (config.get("rope_parameters") or written) != written:
         raise ValueError(
-            f"{source}: rope_scaling={written!r} contradicts rope_parameters={config['rope_parameters']!r}; leave one out"
+            f"{source}: rope_scaling={written!r} contradicts "
+            f"rope_parameters={config['rope_parameters']!r}; leave one out"
         )
     given = dict(written)
     theta = given.pop("rope_theta", config.get("rope_theta", 10000.0))
@@ -74,15 +76,20 @@ def from_hf(config: Mapping[str, Any], source: str) -> tuple[float, RopeScaling 
     kind = kinds[0] if kinds else "default"
     known = ", ".join(map(repr, ["default", *_KINDS]))
     if kind not in ("default", *_KINDS) or set(kinds) - {kind}:
-        raise ValueError(f"{source}: {spelling}={written!r} is not supported; only rope_type {known} are")
+        raise ValueError(
+            f"{source}: {spelling}={written!r} is not supported; only rope_type {known} are"
+        )
     if given.pop("partial_rotary_factor", 1.0) != 1.0:
-        raise ValueError(f"{source}: {spelling}={written!r} is not supported; only partial_rotary_factor=1.0 is")
+        raise ValueError(
+            f"{source}: {spelling}={written!r} is not supported; only partial_rotary_factor=1.0 is"
+        )
     try:
         return float(theta), _scaling(kind, given, config)
     except (TypeError, ValueError) as error:
         fields = ", ".join(_KINDS[kind].__dataclass_fields__) if kind in _KINDS else "nothing"
         raise ValueError(
-            f"{source}: {spelling}={written!r} is not supported; rope_type={kind!r} takes numbers for {fields} ({error})"
+            f"{source}: {spelling}={written!r} is not supported; rope_type={kind!r} takes "
+            f"numbers for {fields} ({error})"
         ) from error
 
 
@@ -101,9 +108,15 @@ def _scaling(kind: str, given: Mapping[str, Any], config: Mapping[str, Any]) -> 
     if kind != "linear":
         # In transformers the one beside the object goes before the one inside it.
         inside = values.get("original_max_position_embeddings", max_position_embeddings)
-        values["original_max_position_embeddings"] = config.get("original_max_position_embeddings", inside)
+        values["original_max_position_embeddings"] = config.get(
+            "original_max_position_embeddings", inside
+        )
     if kind == "yarn":
-        values = {name: value for name, value in values.items() if value is not None or name not in _MAY_BE_NULL}
+        values = {
+            name: value
+            for name, value in values.items()
+            if value is not None or name not in _MAY_BE_NULL
+        }
         if values.get("truncate", True) is None:
             values["truncate"] = False
         if "factor" in given and given["factor"] is None:
@@ -113,12 +126,22 @@ def _scaling(kind: str, given: Mapping[str, Any], config: Mapping[str, Any]) -> 
             values["attention_factor"] = _attention_factor(values["factor"], *scales)
     if not isinstance(values.get("truncate", True), bool):
         raise ValueError(f"expected truncate to be true or false; came {values['truncate']!r}")
-    if wrong := [name for name, value in values.items() if name != "truncate" and (not _is_number(value) or value <= 0)]:
+    if wrong := [
+        name
+        for name, value in values.items()
+        if name != "truncate" and (not _is_number(value) or value <= 0)
+    ]:
         raise ValueError(f"expected numbers above 0 for {', '.join(wrong)}")
-    if kind == "llama3" and "high_freq_factor" in values and values["high_freq_factor"] <= values.get("low_freq_factor", 0):
+    if (
+        kind == "llama3"
+        and "high_freq_factor" in values
+        and values["high_freq_factor"] <= values.get("low_freq_factor", 0)
+    ):
         raise ValueError("expected high_freq_factor to be above low_freq_factor")
     whole = ("original_max_position_embeddings", "truncate")
-    fields: dict[str, Any] = {name: value if name in whole else float(value) for name, value in values.items()}
+    fields: dict[str, Any] = {
+        name: value if name in whole else float(value) for name, value in values.items()
+    }
     return _KINDS[kind](**fields)
 
 
@@ -133,7 +156,9 @@ def to_hf(theta: float, scaling: RopeScaling | None) -> dict[str, Any]:
     return {"rope_theta": theta, "rope_scaling": written}
 
 
-def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None) -> Float64[np.ndarray, "_"]:
+def frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | None
+) -> Float64[np.ndarray, "_"]:
     """By which a position turns every pair of a head's dimensions."""
     return _scaled(theta ** (-np.arange(0, head_dim, 2) / head_dim), theta, scaling)
 
@@ -143,7 +168,9 @@ def growth(scaling: RopeScaling | None) -> float:
     return scaling.attention_factor if isinstance(scaling, Yarn) else 1.0
 
 
-def _scaled(frequencies: Float64[np.ndarray, "_"], theta: float, scaling: RopeScaling | None) -> Float64[np.ndarray, "_"]:
+def _scaled(
+    frequencies: Float64[np.ndarray, "_"], theta: float, scaling: RopeScaling | None
+) -> Float64[np.ndarray, "_"]:
     match scaling:
         case None:
             return frequencies
@@ -166,7 +193,8 @@ def _scaled(frequencies: Float64[np.ndarray, "_"], theta: float, scaling: RopeSc
 
 
 def _attention_factor(factor: float, mscale: float | None, mscale_all_dim: float | None) -> float:
-    """What q and k grow by where a file does not say (YaRN, equation 22, as transformers applies it)."""
+    """What q and k grow by where a file does not say (YaRN, equation 22, as transformers applies
+    it)."""
 
     def of(scale: float) -> float:
         return 0.1 * scale * math.log(factor) + 1 if factor > 1 else 1.0

@@ -26,7 +26,8 @@ _LEAST_S = 30.0
 
 
 def join(coordinator: str, num_processes: int, process_id: int, timeout_s: float) -> None:
-    """Make this process one of several; afterwards `jax.devices()` are those of all. Before anything uses a device.
+    """Make this process one of several; afterwards `jax.devices()` are those of all. Before
+    anything uses a device.
 
     Every process calls it, and from then on runs the same programs in the same order.
 
@@ -34,8 +35,8 @@ def join(coordinator: str, num_processes: int, process_id: int, timeout_s: float
         coordinator: host:port at which process 0 answers the others.
         process_id: from 0; devices are numbered in its order.
 
-    Raises TimeoutError, in all that came, which names the processes that did not come in time, and ConnectionError where the
-    others could not reach this host by its name."""
+    Raises TimeoutError, in all that came, which names the processes that did not come in time, and
+    ConnectionError where the others could not reach this host by its name."""
     deadline_s = time.monotonic() + timeout_s
     # jax itself would not raise where one is missing, but end the process.
     if process_id == 0:
@@ -44,7 +45,8 @@ def join(coordinator: str, num_processes: int, process_id: int, timeout_s: float
         missing, are_apart = _report(coordinator, process_id, deadline_s, timeout_s)
     if missing:
         raise TimeoutError(
-            f"waited {timeout_s:g} s at {coordinator} for {num_processes} trainer processes; missing: {missing}. Start them "
+            f"waited {timeout_s:g} s at {coordinator} for {num_processes} trainer processes; "
+            f"missing: {missing}. Start them "
             "with the same coordinator and number of processes, and see whether they can reach it"
         )
     if os.environ.get("JAX_PLATFORMS") == "cpu":
@@ -62,8 +64,8 @@ def join(coordinator: str, num_processes: int, process_id: int, timeout_s: float
 
 
 def _await_others(coordinator: str, num_processes: int, deadline_s: float) -> tuple[str, bool]:
-    """Process 0: let all others come and tell each of them who is missing; nobody, if all goes well. And whether some of them
-    are on other hosts."""
+    """Process 0: let all others come and tell each of them who is missing; nobody, if all goes
+    well. And whether some of them are on other hosts."""
     host, port = _address(coordinator)
     with ExitStack() as stack:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
@@ -72,7 +74,8 @@ def _await_others(coordinator: str, num_processes: int, deadline_s: float) -> tu
         are_apart = False
         while len(arrived) < num_processes - 1 and (left_s := deadline_s - time.monotonic()) > 0:
             server.settimeout(left_s)
-            # Anybody may come to a port. Who goes at once, or says nothing or something else, is sent away.
+            # Anybody may come to a port. Who goes at once, or says nothing or something else, is
+            # sent away.
             with suppress(OSError, ValueError):
                 connection, _peer = server.accept()
                 connection.settimeout(min(left_s, _HEAR_S))
@@ -83,18 +86,26 @@ def _await_others(coordinator: str, num_processes: int, deadline_s: float) -> tu
                         are_apart |= _are_apart(connection)
                         arrived[number] = stack.enter_context(connection)
                         until_known.pop_all()
-        missing = ", ".join(f"process {number}" for number in range(1, num_processes) if number not in arrived)
+        missing = ", ".join(
+            f"process {number}" for number in range(1, num_processes) if number not in arrived
+        )
         for connection in arrived.values():
             with suppress(OSError):  # it has gone meanwhile
                 connection.sendall(f"{missing or _NOBODY}\n".encode())
     return missing, are_apart
 
 
-def _report(coordinator: str, process_id: int, deadline_s: float, timeout_s: float) -> tuple[str, bool]:
-    """Any other process: come to process 0 and be told who is missing. And whether that is on another host."""
+def _report(
+    coordinator: str, process_id: int, deadline_s: float, timeout_s: float
+) -> tuple[str, bool]:
+    """Any other process: come to process 0 and be told who is missing. And whether that is on
+    another host."""
     while (left_s := deadline_s - time.monotonic()) > 0:
         # Where that fails, it does not listen yet, or has gone.
-        with suppress(OSError), socket.create_connection(_address(coordinator), timeout=left_s) as connection:
+        with (
+            suppress(OSError),
+            socket.create_connection(_address(coordinator), timeout=left_s) as connection,
+        ):
             connection.sendall(f"{process_id}\n".encode())
             # Process 0 may have begun to wait only now; it waits as long, and tells all only then.
             connection.settimeout(timeout_s + _TELL_S)
@@ -120,7 +131,8 @@ def _require_name(name: str, *, are_apart: bool) -> None:
     if found is None or (are_apart and found.is_loopback):
         leads = f"leads to {found}, where only this host comes" if found else "leads nowhere"
         raise ConnectionError(
-            f"this host's name, {name}, {leads}; by their names CPUs of several trainer hosts find each other: write name and "
+            f"this host's name, {name}, {leads}; by their names CPUs of several trainer hosts "
+            "find each other: write name and "
             "address of each host into /etc/hosts, or into what else resolves names"
         )
 

@@ -1,4 +1,5 @@
-"""One table per mesh from logical axes to mesh axes, and what follows from it: shardings, placement, bytes."""
+"""One table per mesh from logical axes to mesh axes, and what follows from it: shardings,
+placement, bytes."""
 
 from __future__ import annotations
 
@@ -48,12 +49,15 @@ ROLLOUT_RULES: Rules = {
 }
 
 
-def sharding(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules) -> NamedSharding:
-    """How an array of this shape lies on the mesh; `axes` names its leading dimensions, None or nothing is not cut.
+def sharding(
+    mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules
+) -> NamedSharding:
+    """How an array of this shape lies on the mesh; `axes` names its leading dimensions, None or
+    nothing is not cut.
 
-    An axis of the mesh cuts the first dimension that asks for it. A dimension that the mesh does not divide evenly is not cut
-    at all, so that small policies run on any mesh.
-    Raises ValueError naming an axis that `rules` does not know, and more axes than dimensions."""
+    An axis of the mesh cuts the first dimension that asks for it. A dimension that the mesh does
+    not divide evenly is not cut at all, so that small policies run on any mesh. Raises ValueError
+    naming an axis that `rules` does not know, and more axes than dimensions."""
     if len(axes) > len(shape):
         raise ValueError(f"axes {axes} name more dimensions than there are in shape {shape}")
     cuts: list[tuple[str, ...] | None] = []
@@ -64,8 +68,11 @@ def sharding(mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...], r
 
 
 def shardings(mesh: Mesh, axes: Any, shapes: Any, rules: Rules) -> Any:
-    """`sharding` for every leaf: `axes` is a tree of tuples of names, `shapes` a like tree of arrays or ShapeDtypeStructs."""
-    return jax.tree.map(lambda names, leaf: sharding(mesh, names, leaf.shape, rules), axes, shapes, is_leaf=_is_axes)
+    """`sharding` for every leaf: `axes` is a tree of tuples of names, `shapes` a like tree of
+    arrays or ShapeDtypeStructs."""
+    return jax.tree.map(
+        lambda names, leaf: sharding(mesh, names, leaf.shape, rules), axes, shapes, is_leaf=_is_axes
+    )
 
 
 def specs(mesh: Mesh, axes: tuple[str | None, ...], tree: Any, rules: Rules) -> Any:
@@ -73,24 +80,35 @@ def specs(mesh: Mesh, axes: tuple[str | None, ...], tree: Any, rules: Rules) -> 
     return jax.tree.map(lambda leaf: sharding(mesh, axes, leaf.shape, rules).spec, tree)
 
 
-def on_shards(function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def on_shards(
+    function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any
+) -> Callable[..., Any]:
     """`function` of what each device holds; on one device the function itself."""
     if mesh.size == 1:
         return function
     # Kernels do not say over which axes their results vary.
-    return jax.shard_map(function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
+    return jax.shard_map(
+        function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
+    )
 
 
 def put(tree: Any, placed: Any) -> Any:
-    """Move a tree of host arrays, the same in every process, to where a like tree of shardings says."""
+    """Move a tree of host arrays, the same in every process, to where a like tree of shardings
+    says."""
     if jax.process_count() == 1:
         return jax.device_put(tree, placed)
-    # Of several processes each moves what its devices hold; device_put would first let all of them compare what they have.
-    return jax.tree.map(lambda leaf, how: jax.make_array_from_callback(leaf.shape, how, leaf.__getitem__), tree, placed)
+    # Of several processes each moves what its devices hold; device_put would first let all of them
+    # compare what they have.
+    return jax.tree.map(
+        lambda leaf, how: jax.make_array_from_callback(leaf.shape, how, leaf.__getitem__),
+        tree,
+        placed,
+    )
 
 
 def put_copy(tree: Any, placed: Any) -> Any:
-    """A tree of arrays from wherever they lie, copied, so that the memory of the copy may be given away."""
+    """A tree of arrays from wherever they lie, copied, so that the memory of the copy may be given
+    away."""
     if jax.process_count() == 1:
         return jax.device_put(tree, placed, may_alias=False)
 
@@ -104,14 +122,16 @@ def put_copy(tree: Any, placed: Any) -> Any:
 
 
 def fetch(tree: Any) -> Any:
-    """A tree of arrays as numpy, whole in every process; all that share the arrays call it alike."""
+    """A tree of arrays as numpy, whole in every process; all that share the arrays call it
+    alike."""
     if jax.process_count() > 1:
         tree = jax.tree.map(_everywhere, tree)
     return jax.device_get(tree)
 
 
 def put_batch(mesh: Mesh, batch: Any, rules: Rules) -> Any:
-    """Move a tree of host arrays to the mesh, each cut along its first two dimensions as `batch` and `tokens` are."""
+    """Move a tree of host arrays to the mesh, each cut along its first two dimensions as `batch`
+    and `tokens` are."""
     return put(batch, jax.tree.map(lambda leaf: batch_sharding(mesh, leaf.shape, rules), batch))
 
 
@@ -126,12 +146,19 @@ def num_shards(mesh: Mesh, axis: str, rules: Rules) -> int:
 
 
 def bytes_per_device(shapes: Any, placed: Any) -> int:
-    """Bytes that each device holds of arrays or ShapeDtypeStructs laid out by `placed`, a like tree of shardings."""
-    sizes = jax.tree.map(lambda leaf, how: math.prod(how.shard_shape(leaf.shape)) * leaf.dtype.itemsize, shapes, placed)
+    """Bytes that each device holds of arrays or ShapeDtypeStructs laid out by `placed`, a like tree
+    of shardings."""
+    sizes = jax.tree.map(
+        lambda leaf, how: math.prod(how.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
+        shapes,
+        placed,
+    )
     return sum(jax.tree.leaves(sizes))
 
 
-def _cut(mesh: Mesh, axis: str | None, size: int, rules: Rules, taken: Set[str]) -> tuple[str, ...] | None:
+def _cut(
+    mesh: Mesh, axis: str | None, size: int, rules: Rules, taken: Set[str]
+) -> tuple[str, ...] | None:
     if axis is None:
         return None
     if axis not in rules:

@@ -1,8 +1,10 @@
 """Reward functions of three frameworks, told apart by the names of their parameters:
 
 - areal_jax: `(task, answer)`, which returns a bool or a number;
-- TRL: `(prompts, completions, **kwargs)`, a list of numbers (https://huggingface.co/docs/trl/grpo_trainer);
-- verl: `(data_source, solution_str, ground_truth, extra_info=None)`, a number, or a dict with "score"
+- TRL: `(prompts, completions, **kwargs)`, a list of numbers
+  (https://huggingface.co/docs/trl/grpo_trainer);
+- verl: `(data_source, solution_str, ground_truth, extra_info=None)`, a number, or a dict with
+  "score"
   (https://verl.readthedocs.io/en/latest/preparation/reward_function.html).
 """
 
@@ -21,11 +23,23 @@ EXPECTED = (
 )
 
 _ELSEWHERE = {
-    *("completion", "response", "solution", "prompt", "prompts", "reference", "label", "target", "state", "info"),
+    *(
+        "completion",
+        "response",
+        "solution",
+        "prompt",
+        "prompts",
+        "reference",
+        "label",
+        "target",
+        "state",
+        "info",
+    ),
     *("data_source", "solution_str", "ground_truth", "extra_info"),
     *("data_sources", "solution_strs", "ground_truths", "extra_infos"),
 }
-"""What other frameworks call parameters: a function that requires one of these expects something else than (task, answer)."""
+"""What other frameworks call parameters: a function that requires one of these expects something
+else than (task, answer)."""
 
 RewardFunction = Callable[[Task, str], object]
 Finish = Callable[[object], object]
@@ -38,7 +52,8 @@ _NOTHING = Task("", (), "")
 def adapt(function: Callable[..., Any], finish: Finish) -> RewardFunction:
     """A reward function of any known signature, as one of (task, answer).
 
-    Args: finish: awaits what an async function returns. Raises: TypeError for any other signature."""
+    Args: finish: awaits what an async function returns. Raises: TypeError for any other
+        signature."""
     if not callable(function):
         raise TypeError(f"{EXPECTED}; found {type(function).__name__}, which cannot be called")
     try:
@@ -50,16 +65,21 @@ def adapt(function: Callable[..., Any], finish: Finish) -> RewardFunction:
         for name, parameter in signature.parameters.items()
         if parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
     }
-    takes_any = any(parameter.kind == parameter.VAR_KEYWORD for parameter in signature.parameters.values())
+    takes_any = any(
+        parameter.kind == parameter.VAR_KEYWORD for parameter in signature.parameters.values()
+    )
 
     def chosen(given: Mapping[str, object]) -> dict[str, object]:
         return {name: value for name, value in given.items() if takes_any or name in named}
 
     def require(known: Mapping[str, object], signature_of: str) -> None:
-        required = [name for name, parameter in named.items() if parameter.default is parameter.empty]
+        required = [
+            name for name, parameter in named.items() if parameter.default is parameter.empty
+        ]
         if unknown := [name for name in required if name not in known]:
             raise TypeError(
-                f"{signature_of} is called with {', '.join(known)}, and {', '.join(unknown)} is not among them; "
+                f"{signature_of} is called with {', '.join(known)}, and {', '.join(unknown)} is "
+                "not among them; "
                 "give the parameter a default value, or write the function as (task, answer)"
             )
 
@@ -68,13 +88,17 @@ def adapt(function: Callable[..., Any], finish: Finish) -> RewardFunction:
         return _TRL(function, chosen, finish)
     if {"solution_str", "ground_truth"} <= named.keys():
         require(_verl_arguments(_NOTHING, ""), "verl's signature")
-        return lambda task, answer: _verl_score(finish(function(**chosen(_verl_arguments(task, answer)))))
+        return lambda task, answer: _verl_score(
+            finish(function(**chosen(_verl_arguments(task, answer))))
+        )
     if {"task", "answer"} <= named.keys():
         require({"task": None, "answer": None}, "a reward function of (task, answer)")
         return lambda task, answer: finish(function(task=task, answer=answer))
     try:
         signature.bind(_NOTHING, "")
-        is_foreign = bool(_ELSEWHERE & {name for name in named if named[name].default is inspect.Parameter.empty})
+        is_foreign = bool(
+            _ELSEWHERE & {name for name in named if named[name].default is inspect.Parameter.empty}
+        )
     except TypeError:
         is_foreign = True
     if is_foreign:
@@ -85,11 +109,15 @@ def adapt(function: Callable[..., Any], finish: Finish) -> RewardFunction:
 class _TRL:
     """A function for a batch, called with a batch of one.
 
-    TRL gives texts where prompts are texts, and lists of messages where they are conversations. Tasks do not tell which their
-    rows were: the function is given texts, and if it cannot read these, messages, and from then on what it could read."""
+    TRL gives texts where prompts are texts, and lists of messages where they are conversations.
+    Tasks do not tell which their rows were: the function is given texts, and if it cannot read
+    these, messages, and from then on what it could read."""
 
     def __init__(
-        self, function: Callable[..., Any], chosen: Callable[[Mapping[str, object]], dict[str, object]], finish: Finish
+        self,
+        function: Callable[..., Any],
+        chosen: Callable[[Mapping[str, object]], dict[str, object]],
+        finish: Finish,
     ):
         self._function, self._chosen, self._finish = function, chosen, finish
         self._forms = (False, True)
@@ -98,8 +126,12 @@ class _TRL:
         first_error = None
         for in_messages in self._forms:
             try:
-                found = self._finish(self._function(**self._chosen(_trl_arguments(task, answer, in_messages))))
-            except Exception as error:  # the user's code; raised below, unless messages are what it reads
+                found = self._finish(
+                    self._function(**self._chosen(_trl_arguments(task, answer, in_messages)))
+                )
+            except (
+                Exception
+            ) as error:  # the user's code; raised below, unless messages are what it reads
                 first_error = first_error or error
                 continue
             self._forms = (in_messages,)
@@ -116,20 +148,37 @@ def _trl_arguments(task: Task, answer: str, in_messages: bool) -> dict[str, obje
         prompt = [{"role": message.role, "content": message.content} for message in task.prompt]
         completion = [{"role": "assistant", "content": answer}]
     reference = {name: [task.answer] for name in ("answer", "solution", "ground_truth")}
-    return {"prompts": [prompt], "completions": [completion], **reference, "task_id": [task.id], "family": [task.family]}
+    return {
+        "prompts": [prompt],
+        "completions": [completion],
+        **reference,
+        "task_id": [task.id],
+        "family": [task.family],
+    }
 
 
 def _only(found: object) -> object:
     """The one number of a list."""
-    if isinstance(found, str) or not hasattr(found, "__len__") or not hasattr(found, "__getitem__") or len(found) != 1:  # pyright: ignore[reportArgumentType]
-        raise TypeError(f"expected a list of 1 number, one for each completion, found {shown(found)}")
+    if (
+        isinstance(found, str)
+        or not (hasattr(found, "__len__") and hasattr(found, "__getitem__"))
+        or len(found) != 1  # pyright: ignore[reportArgumentType]
+    ):
+        raise TypeError(
+            f"expected a list of 1 number, one for each completion, found {shown(found)}"
+        )
     return found[0]  # pyright: ignore[reportIndexIssue]
 
 
 def _verl_arguments(task: Task, answer: str) -> dict[str, object]:
     prompt = [{"role": message.role, "content": message.content} for message in task.prompt]
     extra = {"index": task.id, "kind": task.kind, "prompt": prompt}
-    return {"data_source": task.family, "solution_str": answer, "ground_truth": task.answer, "extra_info": extra}
+    return {
+        "data_source": task.family,
+        "solution_str": answer,
+        "ground_truth": task.answer,
+        "extra_info": extra,
+    }
 
 
 def _verl_score(found: object) -> object:

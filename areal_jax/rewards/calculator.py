@@ -1,4 +1,5 @@
-"""Arithmetic from a policy, never evaluated as Python: the expression is parsed, and only the operations below are done.
+"""Arithmetic from a policy, never evaluated as Python: the expression is parsed, and only the
+operations below are done.
 
 Exact: integers and fractions. Standard library only.
 """
@@ -46,7 +47,8 @@ def parse(text: str) -> ast.expr:
 
 
 def calculate(text: str) -> str:
-    """The value of an expression, exact, or with 12 digits where it is no whole number. NotArithmetic says what is wrong."""
+    """The value of an expression, exact, or with 12 digits where it is no whole number.
+    NotArithmetic says what is wrong."""
     value = evaluate(parse(text))
     shown = str(value.numerator) if value.denominator == 1 else _rounded(value)
     if len(shown) > MAX_DIGITS_SHOWN:
@@ -63,7 +65,8 @@ def _rounded(value: Fraction) -> str:
 
 
 def evaluate(node: ast.expr, depth: int = 0) -> Number:
-    """The exact value of + - * / // % ** over numbers. NotArithmetic for anything else, and for what is too large."""
+    """The exact value of + - * / // % ** over numbers. NotArithmetic for anything else, and for
+    what is too large."""
     if depth > 4 * MAX_DEPTH:
         raise NotArithmetic("too many operations in one another")
     match node:
@@ -74,9 +77,14 @@ def evaluate(node: ast.expr, depth: int = 0) -> Number:
         case ast.UnaryOp(op=ast.UAdd(), operand=operand):
             return evaluate(operand, depth + 1)
         case ast.BinOp(left=left, op=operation, right=right):
-            return _bounded(_combined(operation, evaluate(left, depth + 1), evaluate(right, depth + 1)))
+            return _bounded(
+                _combined(operation, evaluate(left, depth + 1), evaluate(right, depth + 1))
+            )
         case _:
-            raise NotArithmetic(f"only numbers, brackets and + - * / // % ** are understood, not {type(node).__name__}")
+            raise NotArithmetic(
+                "only numbers, brackets and + - * / // % ** are understood, not "
+                f"{type(node).__name__}"
+            )
 
 
 def numbers_in(node: ast.expr) -> Iterator[ast.Constant]:

@@ -1,8 +1,10 @@
-"""Programs: found in an answer, run in a sandbox, and graded by what they put out, outside of the sandbox they ran in.
+"""Programs: found in an answer, run in a sandbox, and graded by what they put out, outside of the
+sandbox they ran in.
 
-A program never sees what is expected of it. A script's output is compared here; a function's results go, as data, to tests that
-run in a sandbox of their own. Of what a program prints about itself, its exit code, and whatever it does to the Python that it
-runs in, nothing can make it correct. What a task's question or its tests' arguments give away, it may know.
+A program never sees what is expected of it. A script's output is compared here; a function's
+results go, as data, to tests that run in a sandbox of their own. Of what a program prints about
+itself, its exit code, and whatever it does to the Python that it runs in, nothing can make it
+correct. What a task's question or its tests' arguments give away, it may know.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ _PYTHON = ("python", "python3", "py")
 
 
 def extract_program(text: str, prompt: str = "") -> str | None:
-    """What the last closed ```python block holds, or else the last one without a language; else the whole text, if it is
-    Python alone or after the prompt. A block that was cut off is none."""
+    """What the last closed ```python block holds, or else the last one without a language; else the
+    whole text, if it is Python alone or after the prompt. A block that was cut off is none."""
     text = text[-MAX_PROGRAM_CHARS:]
     found = dict[bool, str]()
     opened: re.Match[str] | None = None
@@ -64,14 +66,19 @@ def _is_code(text: str, after: int = 0) -> bool:
     except (SyntaxError, ValueError, MemoryError, RecursionError):
         return False
     return bool(text[after:].strip()) and any(
-        isinstance(node, ast.Call) or (isinstance(node, ast.stmt) and not isinstance(node, ast.Expr)) for node in ast.walk(tree)
+        isinstance(node, ast.Call)
+        or (isinstance(node, ast.stmt) and not isinstance(node, ast.Expr))
+        for node in ast.walk(tree)
     )
 
 
 def continues(tests: Asserts, program: str) -> bool:
-    """Whether the program goes on with the function that the prompt began, rather than defining it anew."""
+    """Whether the program goes on with the function that the prompt began, rather than defining it
+    anew."""
     anew = (rf"^\s*(?:async\s+def|def|class)\s+{re.escape(name)}\b" for name in tests.names)
-    return tests.prompt != "" and not any(re.search(pattern, program, re.MULTILINE) for pattern in anew)
+    return tests.prompt != "" and not any(
+        re.search(pattern, program, re.MULTILINE) for pattern in anew
+    )
 
 
 class CodeGrader:
@@ -102,8 +109,11 @@ class CodeGrader:
             self._close_tester()
             return RewardResult("infrastructure", f"sandbox: {error}")
 
-    def _grade_script(self, sandbox: Sandbox, tests: Stdin, program: str, deadline_s: float) -> RewardResult:
-        # An exit code says nothing: LiveCodeBench's checker and that of APPS take any SystemExit for the end.
+    def _grade_script(
+        self, sandbox: Sandbox, tests: Stdin, program: str, deadline_s: float
+    ) -> RewardResult:
+        # An exit code says nothing: LiveCodeBench's checker and that of APPS take any SystemExit
+        # for the end.
         job = {"kind": "run", **_program_job(tests, program), "ignores_exit_code": True}
         for number, (given, expected) in enumerate(tests.cases):
             with sandbox.start(job, given) as running:
@@ -114,14 +124,24 @@ class CodeGrader:
                     return RewardResult("wrong", f"test {number}: another output than expected")
         return RewardResult("correct")
 
-    def _grade_functions(self, sandbox: Sandbox, tests: Calls | Asserts, program: str, deadline_s: float) -> RewardResult:
+    def _grade_functions(
+        self, sandbox: Sandbox, tests: Calls | Asserts, program: str, deadline_s: float
+    ) -> RewardResult:
         self._tester = tester = self._tester or self._sandboxes.take()
         # Each case is a test, and timed where it is made; asserts are one.
-        left_s = self._left_s(deadline_s) if isinstance(tests, Asserts) else deadline_s - time.monotonic()
+        left_s = (
+            self._left_s(deadline_s)
+            if isinstance(tests, Asserts)
+            else deadline_s - time.monotonic()
+        )
         ours, theirs = socket.socketpair()
         with ours, theirs:
-            serving = sandbox.start({"kind": "serve", **_program_job(tests, program)}, channel=ours, cpu_s=left_s)
-            testing = tester.start({"kind": "test", **self._test_job(tests)}, channel=theirs, cpu_s=left_s)
+            serving = sandbox.start(
+                {"kind": "serve", **_program_job(tests, program)}, channel=ours, cpu_s=left_s
+            )
+            testing = tester.start(
+                {"kind": "test", **self._test_job(tests)}, channel=theirs, cpu_s=left_s
+            )
         with serving, testing:
             ended = tester.wait(left_s, also=[sandbox])
             if ended.how != "exit":
@@ -137,7 +157,9 @@ class CodeGrader:
                 case Ended("exit", code) if code == LATE:
                     return self._failed(Ended("timeout"), testing)
                 case Ended("exit", code) if code == BROKEN:
-                    return RewardResult("infrastructure", f"the tests cannot be run: {testing.last_error()}")
+                    return RewardResult(
+                        "infrastructure", f"the tests cannot be run: {testing.last_error()}"
+                    )
                 case Ended("gone"):
                     return RewardResult("infrastructure", "the sandbox of the tests has fallen")
                 case _:
@@ -145,9 +167,18 @@ class CodeGrader:
 
     def _test_job(self, tests: Calls | Asserts) -> dict[str, Any]:
         if isinstance(tests, Asserts):
-            return {"names": tests.names, "setup": f"{tests.prompt}\n{tests.imports}", "tests": tests.tests}
+            return {
+                "names": tests.names,
+                "setup": f"{tests.prompt}\n{tests.imports}",
+                "tests": tests.tests,
+            }
         timeout_s = self._config.test_timeout_s
-        return {"names": [tests.function], "cases": tests.cases, "is_exact": tests.is_exact, "timeout_s": timeout_s}
+        return {
+            "names": [tests.function],
+            "cases": tests.cases,
+            "is_exact": tests.is_exact,
+            "timeout_s": timeout_s,
+        }
 
     def _left_s(self, deadline_s: float) -> float:
         return min(self._config.test_timeout_s, deadline_s - time.monotonic())
@@ -156,11 +187,19 @@ class CodeGrader:
         """The grade on a program that did not come to a good end."""
         match ended:
             case Ended("timeout"):
-                return RewardResult("timeout", where + "no end within rewards.sandbox.test_timeout_s or total_timeout_s")
+                return RewardResult(
+                    "timeout",
+                    where + "no end within rewards.sandbox.test_timeout_s or total_timeout_s",
+                )
             case Ended("exit", code) if code == -signal.SIGXCPU:
-                return RewardResult("timeout", where + "more processor time than rewards.sandbox.test_timeout_s")
+                return RewardResult(
+                    "timeout", where + "more processor time than rewards.sandbox.test_timeout_s"
+                )
             case Ended("memory"):
-                return RewardResult("crashed", where + f"more than rewards.sandbox.memory_bytes={self._config.memory_bytes}")
+                return RewardResult(
+                    "crashed",
+                    where + f"more than rewards.sandbox.memory_bytes={self._config.memory_bytes}",
+                )
             case Ended("output"):
                 limit = f"rewards.sandbox.max_file_bytes={self._config.max_file_bytes}"
                 return RewardResult("crashed", f"{where}more output than {limit}")
@@ -169,7 +208,9 @@ class CodeGrader:
             case Ended("exit", code) if code < 0:
                 return RewardResult("crashed", where + ending(code))
             case _:
-                return RewardResult("crashed", where + (job.last_error() or f"exit code {ended.returncode}"))
+                return RewardResult(
+                    "crashed", where + (job.last_error() or f"exit code {ended.returncode}")
+                )
 
     def close(self) -> None:
         """End the sandboxes that are kept."""
@@ -190,7 +231,8 @@ def _program_job(tests: CodeTests, program: str) -> dict[str, Any]:
         return {"prelude": prelude, "program": program, "recursion_limit": RECURSION_LIMIT}
     if continues(tests, program):
         return {"prelude": "", "program": tests.prompt + program}
-    # What the prompt has besides, such as imports, may be needed; two pieces, so that each may begin with `from __future__`.
+    # What the prompt has besides, such as imports, may be needed; two pieces, so that each may
+    # begin with `from __future__`.
     return {"prelude": tests.prompt, "program": dedent(program)}
 
 
@@ -199,7 +241,8 @@ _LOOKS_UP = {"eval", "exec", "globals", "locals", "vars"}
 
 
 def uses_undefined_names(program: str) -> bool:
-    """Whether a program uses names that it does not define at module level and Python does not have, or might."""
+    """Whether a program uses names that it does not define at module level and Python does not
+    have, or might."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -220,11 +263,15 @@ def uses_undefined_names(program: str) -> bool:
 
 
 def is_same_output(came: str, expected: str, is_exact: bool = False) -> bool:
-    """Whether two outputs are the same but for spaces around lines, empty lines at the end, and how numbers are written:
-    1.50 is 1.5, and where a fraction is expected one within 1e-6 will do. Exactly, as LiveCodeBench's checker compares: lines
-    are the same, or the same decimals."""
-    ours, theirs = ([line.strip() for line in text.strip().split("\n")] for text in (came, expected))
-    return len(ours) == len(theirs) and all(map(_is_same_decimals if is_exact else _is_same_line, ours, theirs))
+    """Whether two outputs are the same but for spaces around lines, empty lines at the end, and how
+    numbers are written: 1.50 is 1.5, and where a fraction is expected one within 1e-6 will do.
+    Exactly, as LiveCodeBench's checker compares: lines are the same, or the same decimals."""
+    ours, theirs = (
+        [line.strip() for line in text.strip().split("\n")] for text in (came, expected)
+    )
+    return len(ours) == len(theirs) and all(
+        map(_is_same_decimals if is_exact else _is_same_line, ours, theirs)
+    )
 
 
 def _is_same_decimals(came: str, expected: str) -> bool:

@@ -13,28 +13,41 @@ class SandboxConfig:
 
     isolation: Literal["bubblewrap", "limits"] = chz.field(
         default="bubblewrap",
-        doc="bubblewrap: namespaces of their own for processes, network and files, the system read-only; limits: limits of "
-        "memory, processes, files and time only, which keep no hostile program from your files and your network",
+        doc="bubblewrap: namespaces of their own for processes, network and files, the system "
+        "read-only; limits: limits of "
+        "memory, processes, files and time only, which keep no hostile program from your files "
+        "and your network",
     )
     test_timeout_s: float = chz.field(
         default=6.0,
-        doc="time limit of one test, in seconds: a run of the program on one input, a call of its function with one set of "
+        doc="time limit of one test, in seconds: a run of the program on one input, a call of "
+        "its function with one set of "
         "arguments, or a block of asserts",
     )
     total_timeout_s: float = chz.field(
-        default=60.0, doc="time limit of all tests of one program, in seconds; for programs in place of rewards.timeout_s"
+        default=60.0,
+        doc=(
+            "time limit of all tests of one program, in seconds; for programs in place of "
+            "rewards.timeout_s"
+        ),
     )
     memory_bytes: int = chz.field(
         default=1 << 30,
-        doc="address space of each process, and memory of all of one program together with its files in /tmp and /dev/shm and "
+        doc="address space of each process, and memory of all of one program together with its "
+        "files in /tmp and /dev/shm and "
         "its socket buffers, in bytes",
     )
     max_processes: int = chz.field(default=32, doc="processes and threads of one program")
     max_file_bytes: int = chz.field(
-        default=16 << 20, doc="size limit of each file that a program writes, and of its output, in bytes"
+        default=16 << 20,
+        doc="size limit of each file that a program writes, and of its output, in bytes",
     )
     tmp_bytes: int = chz.field(
-        default=64 << 20, doc="size of each of /tmp and /dev/shm, all that a program may write to, in bytes (bubblewrap only)"
+        default=64 << 20,
+        doc=(
+            "size of each of /tmp and /dev/shm, all that a program may write to, in bytes "
+            "(bubblewrap only)"
+        ),
     )
 
 
@@ -45,54 +58,72 @@ class RewardConfig:
     num_workers: int = chz.field(default=1, doc="grading processes")
     timeout_s: float = chz.field(
         default=10.0,
-        doc="a grade not reached by then is `timeout`, and the process is killed with its children; for programs see "
+        doc="a grade not reached by then is `timeout`, and the process is killed with its "
+        "children; for programs see "
         "sandbox.total_timeout_s",
     )
     patience_s: float = chz.field(
         default=1.0,
-        doc="an answer graded for longer makes way for another, and goes on with what the others leave of the processors; not "
+        doc="an answer graded for longer makes way for another, and goes on with what the others "
+        "leave of the processors; not "
         "programs, which have sandbox.test_timeout_s",
     )
     correct: float = chz.field(default=5.0, doc="reward of a correct answer")
     wrong: float = chz.field(default=-5.0, doc="reward of any other answer")
     no_answer: float | None = chz.field(
-        default=None, doc="reward of a text in which no answer is found, or that is not in `form`; none: as a wrong one"
+        default=None,
+        doc="reward of a text in which no answer is found, or that is not in `form`; none: as a wrong one",
     )
     form: str | None = chz.field(
-        default=None, doc="regular expression that a whole text must match, such as <think>.*</think>.*; none: any form will do"
+        default=None,
+        doc="regular expression that a whole text must match, such as <think>.*</think>.*; none: any form will do",
     )
     accept_plain: bool = chz.field(
-        default=False, doc="the last number counts as the answer where nothing is boxed or after '####'"
+        default=False,
+        doc="the last number counts as the answer where nothing is boxed or after '####'",
     )
     function: str | None = chz.field(
         default=None,
         doc="reward function, FILE.py:NAME or PACKAGE.MODULE:NAME, called as NAME(task, answer), or as TRL or verl call "
-        "theirs, in a reward worker process, async or not; returns a bool or a number, see scale; none: mathematics, programs",
+        "theirs, in a reward worker process, async or not; returns a bool or a number, see "
+        "scale; none: mathematics, programs",
     )
     scale: Literal["unit", "raw"] = chz.field(
         default="unit",
-        doc="what rewards.function (or an agent) returns; unit: a bool, or a number from 0 to 1 that is mapped to wrong ... "
-        "correct; raw: the reward itself, any finite number, for which there is no pass@1 but a mean reward",
+        doc="what rewards.function (or an agent) returns; unit: a bool, or a number from 0 to 1 "
+        "that is mapped to wrong ... "
+        "correct; raw: the reward itself, any finite number, for which there is no pass@1 but a "
+        "mean reward",
     )
     max_consecutive_failures: int = chz.field(
         default=3,
-        doc="groups in a row in which every reward or tool call failed, after which the run saves a checkpoint and stops",
+        doc=(
+            "groups in a row in which every reward or tool call failed, after which the run "
+            "saves a checkpoint and stops"
+        ),
     )
     sandbox: SandboxConfig = chz.field(default_factory=SandboxConfig, doc="where programs are run")
 
 
 @chz.chz
 class ToolsConfig:
-    """Tools that a policy may call. They work in grading processes, with the limits of rewards.sandbox for programs."""
+    """Tools that a policy may call. They work in grading processes, with the limits of
+    rewards.sandbox for programs."""
 
     names: tuple[str, ...] = chz.field(
-        default=("calculator",), doc="comma-separated: calculator, python (a program, sandboxed), search (in your documents)"
+        default=("calculator",),
+        doc="comma-separated: calculator, python (a program, sandboxed), search (in your documents)",
     )
-    timeout_s: float = chz.field(default=10.0, doc="a call without result by then is killed, and the policy is told so")
-    max_output_chars: int = chz.field(default=2000, doc="what a tool puts out is cut after so many characters")
+    timeout_s: float = chz.field(
+        default=10.0, doc="a call without result by then is killed, and the policy is told so"
+    )
+    max_output_chars: int = chz.field(
+        default=2000, doc="what a tool puts out is cut after so many characters"
+    )
     documents: str | None = chz.field(
         default=None,
-        doc="what search looks in: a file or a folder of .txt, .md and .jsonl (field text, and title where there is one), or "
+        doc="what search looks in: a file or a folder of .txt, .md and .jsonl (field text, and "
+        "title where there is one), or "
         "facts, the made-up ones that tasks=Exercises asks for with tasks.families=facts",
     )
     num_results: int = chz.field(default=3, doc="passages that a search finds")

@@ -1,4 +1,5 @@
-"""Countdown: an expression that has a target for its value, of given numbers, each used once. Standard library only."""
+"""Countdown: an expression that has a target for its value, of given numbers, each used once.
+Standard library only."""
 
 from __future__ import annotations
 
@@ -17,7 +18,8 @@ _BOXED = re.compile(r"\\boxed\{([^{}]*)\}|<answer>([^<>]*)</answer>")
 def grade_answer(reference: str, text: str) -> tuple[Literal["correct", "wrong", "no_answer"], str]:
     """The grade on a text, and what it answers.
 
-    The answer is the last \\boxed{} or <answer>, an expression of + - * / and brackets; " = TARGET" behind it does no harm.
+    The answer is the last \\boxed{} or <answer>, an expression of + - * / and brackets; " = TARGET"
+    behind it does no harm.
     Args: reference: JSON of {"numbers": [...], "target": ...}."""
     given = json.loads(reference)
     found = _BOXED.findall(text)
@@ -31,7 +33,8 @@ def grade_answer(reference: str, text: str) -> tuple[Literal["correct", "wrong",
         tree = parse(expression)
         used = [number.value for number in numbers_in(tree)]
         is_plain = all(
-            isinstance(node, ast.Constant | ast.operator) or (isinstance(node, ast.BinOp) and isinstance(node.op, _OPERATIONS))
+            isinstance(node, ast.Constant | ast.operator)
+            or (isinstance(node, ast.BinOp) and isinstance(node.op, _OPERATIONS))
             for node in ast.walk(tree)
         )
         is_right = (

@@ -13,10 +13,12 @@ MAX_DISTINCT = 64
 
 
 class FailureLog:
-    """Logs failed reward calls. Errors with the same frames are the same, whatever their messages say."""
+    """Logs failed reward calls. Errors with the same frames are the same, whatever their messages
+    say."""
 
     def __init__(self) -> None:
-        # By the lines of code and the type of the error, the latest last: how often it came, and how it was told first.
+        # By the lines of code and the type of the error, the latest last: how often it came, and
+        # how it was told first.
         self._seen: dict[str, tuple[int, str]] = {}
 
     def add(self, task: str, grade: RewardResult) -> None:

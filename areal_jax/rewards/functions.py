@@ -1,4 +1,5 @@
-"""Functions of the user's own, named in settings: how they are loaded, and what their results and errors mean."""
+"""Functions of the user's own, named in settings: how they are loaded, and what their results and
+errors mean."""
 
 from __future__ import annotations
 
@@ -26,7 +27,8 @@ _CALLERS = (
 
 
 def load_function(function: str) -> Callable[..., Any]:
-    """The function called FILE.py:NAME or PACKAGE.MODULE:NAME; whatever is wrong with its file is raised."""
+    """The function called FILE.py:NAME or PACKAGE.MODULE:NAME; whatever is wrong with its file is
+    raised."""
     where, _, name = function.rpartition(":")
     if where.endswith(".py"):
         spec = importlib.util.spec_from_file_location(f"functions of {where}", where)
@@ -41,7 +43,9 @@ def load_function(function: str) -> Callable[..., Any]:
     return getattr(module, name)
 
 
-def graded(found: object, scale: Literal["unit", "raw"]) -> tuple[Literal["correct", "wrong", "scored"], float]:
+def graded(
+    found: object, scale: Literal["unit", "raw"]
+) -> tuple[Literal["correct", "wrong", "scored"], float]:
     """The grade and the score that a reward function (or an agent) has returned.
 
     Raises: TypeError or ValueError, which say what was expected, where it is no reward."""
@@ -55,7 +59,9 @@ def graded(found: object, scale: Literal["unit", "raw"]) -> tuple[Literal["corre
         elif isinstance(value, list | tuple) or getattr(value, "shape", ()):
             hint = "; it is called for one answer at a time"
         expected = "a bool or a number from 0 to 1" if scale == "unit" else "a finite number"
-        raise TypeError(f"expected {expected}, found {shown(found)} of type {type(found).__name__}{hint}")
+        raise TypeError(
+            f"expected {expected}, found {shown(found)} of type {type(found).__name__}{hint}"
+        )
     score = float(value)
     if not math.isfinite(score):
         raise ValueError(f"expected a finite number, found {score}")
@@ -63,13 +69,15 @@ def graded(found: object, scale: Literal["unit", "raw"]) -> tuple[Literal["corre
         return "scored", score
     if not 0 <= score <= 1:
         raise ValueError(
-            f"expected a bool or a number from 0 to 1, found {shown(found)}; set rewards.scale=raw if it is the reward itself"
+            f"expected a bool or a number from 0 to 1, found {shown(found)}; set "
+            "rewards.scale=raw if it is the reward itself"
         )
     return "correct" if score == 1 else "wrong", score
 
 
 def traceback_of(error: BaseException) -> str:
-    """The traceback of an error from its first frame of the user's code on; empty where there is no such frame."""
+    """The traceback of an error from its first frame of the user's code on; empty where there is no
+    such frame."""
     frame = error.__traceback__
     while frame is not None and frame.tb_frame.f_code.co_filename.startswith(_CALLERS):
         frame = frame.tb_next

@@ -1,18 +1,22 @@
-"""What runs inside the sandbox: `python harness.py FOLDERS...`, a process that forks one child for each job it is given.
+"""What runs inside the sandbox: `python harness.py FOLDERS...`, a process that forks one child for
+each job it is given.
 
-Standard library only: the package is not to be seen from inside. On standard input is a socket. In: the JSON of `rlimits`,
-`user_id` and `is_alone`, with the files job, input, output, errors and, for two jobs that talk to each other, a channel. Out:
-{"ready"}, then for each job {"kernel_bytes"} whenever it changes, and {"returncode"} at its end.
+Standard library only: the package is not to be seen from inside. On standard input is a socket. In:
+the JSON of `rlimits`, `user_id` and `is_alone`, with the files job, input, output, errors and, for
+two jobs that talk to each other, a channel. Out: {"ready"}, then for each job {"kernel_bytes"}
+whenever it changes, and {"returncode"} at its end.
 
-No program reads or writes the memory of this process, which is not dumpable. In a sandbox of its own it is the first process of
-its namespace, so that no signal from inside reaches it either.
+No program reads or writes the memory of this process, which is not dumpable. In a sandbox of its
+own it is the first process of its namespace, so that no signal from inside reaches it either.
 
     run     a program as a script, on its input
     serve   a program whose functions are called over the channel
-    test    tests that call them; alone in knowing what is expected. It says how they went by its exit code
+    test    tests that call them; alone in knowing what is expected. It says how they went by its
+    exit code
 
-Nothing that a program under test says is believed: of a script only the output counts, of a function only what it returns, and
-both are compared in another process. What crosses the channel is data, and stays data.
+Nothing that a program under test says is believed: of a script only the output counts, of a
+function only what it returns, and both are compared in another process. What crosses the channel is
+data, and stays data.
 """
 
 from __future__ import annotations
@@ -34,7 +38,8 @@ if TYPE_CHECKING:  # `typing` takes long to load
     from typing import Any
 
 PASSED, WRONG, CRASHED, BROKEN, LATE = 100, 101, 102, 103, 104
-"""Exit codes of tests: satisfied; not satisfied; the program failed; the tests cannot be run; a call took too long."""
+"""Exit codes of tests: satisfied; not satisfied; the program failed; the tests cannot be run; a
+call took too long."""
 
 MAX_FRAME_BYTES = 8 << 20
 """No call and no result may be longer."""
@@ -64,7 +69,18 @@ WATCH_S = 0.1
 INODE_BYTES = 1536
 """What the kernel holds for a file in memory besides its contents."""
 
-WARM = ("collections", "itertools", "functools", "heapq", "bisect", "operator", "copy", "string", "typing", "random")
+WARM = (
+    "collections",
+    "itertools",
+    "functools",
+    "heapq",
+    "bisect",
+    "operator",
+    "copy",
+    "string",
+    "typing",
+    "random",
+)
 """Imported ahead of use: programs need them more often than not."""
 
 
@@ -94,7 +110,8 @@ def main() -> None:
             signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGCHLD])
             signal.signal(signal.SIGINT, signal.default_int_handler)
             control.close()
-            # The interpreter ends as after any script: threads joined, buffers flushed, exit handlers run.
+            # The interpreter ends as after any script: threads joined, buffers flushed, exit
+            # handlers run.
             return become(limits, files)
         for file in files:
             os.close(file)
@@ -117,7 +134,8 @@ def make_undumpable() -> None:
 
 
 def watch(child: int, control: socket.socket) -> int:
-    """Wait for the job's end, reap what it has orphaned, and report what memory the kernel holds for it; its wait status."""
+    """Wait for the job's end, reap what it has orphaned, and report what memory the kernel holds
+    for it; its wait status."""
     socket_bytes = 2 * control.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF)
     reported = 0
     while True:
@@ -133,18 +151,22 @@ def watch(child: int, control: socket.socket) -> int:
 
 
 def kernel_bytes(socket_bytes: int) -> int:
-    """Memory that no process's size shows: files in memory, and full buffers of all sockets that there are."""
+    """Memory that no process's size shows: files in memory, and full buffers of all sockets that
+    there are."""
     num_bytes = 0
     for folder in ("/tmp", "/dev/shm"):
         found = os.statvfs(folder)
-        num_bytes += (found.f_blocks - found.f_bfree) * found.f_frsize + (found.f_files - found.f_ffree) * INODE_BYTES
+        num_bytes += (found.f_blocks - found.f_bfree) * found.f_frsize + (
+            found.f_files - found.f_ffree
+        ) * INODE_BYTES
     with open("/proc/net/sockstat", encoding="ascii") as lines:
         # "sockets: used N", of this network namespace.
         return num_bytes + socket_bytes * int(lines.readline().split()[2])
 
 
 def end_all_others() -> None:
-    """Kill what the job left behind, lest it disturb the next. For a process namespace of one's own."""
+    """Kill what the job left behind, lest it disturb the next. For a process namespace of one's
+    own."""
     with suppress(ProcessLookupError):  # it left nothing
         os.kill(-1, signal.SIGKILL)
     with suppress(ChildProcessError):
@@ -212,7 +234,9 @@ class Wire:
     def send(self, frame: dict) -> None:
         line = json.dumps(frame).encode() + b"\n"
         if len(line) > MAX_FRAME_BYTES:
-            raise ValueError(f"values of {len(line)} bytes as JSON, expected at most {MAX_FRAME_BYTES}")
+            raise ValueError(
+                f"values of {len(line)} bytes as JSON, expected at most {MAX_FRAME_BYTES}"
+            )
         self._out.write(line)
         self._out.flush()
 
@@ -226,7 +250,8 @@ class Wire:
 
 
 def encode(value: Any, keep=None):
-    """A value as JSON. Subclasses of plain types, and numpy's, are taken for plain; `keep(value)` names anything else."""
+    """A value as JSON. Subclasses of plain types, and numpy's, are taken for plain; `keep(value)`
+    names anything else."""
     if value is None or isinstance(value, bool):
         return value
     if isinstance(value, str):
@@ -342,7 +367,8 @@ class ProgramFailed(Exception):
 
 
 class Remote:
-    """Something of the program's that is no plain data. It can be called, read and iterated, and equals nothing but itself."""
+    """Something of the program's that is no plain data. It can be called, read and iterated, and
+    equals nothing but itself."""
 
     __slots__ = ("_ask", "_target")
 
@@ -383,7 +409,8 @@ class Remote:
 
 
 class Asking:
-    """Ask the program to do one operation: its result, its changes to the arguments, or its exception."""
+    """Ask the program to do one operation: its result, its changes to the arguments, or its
+    exception."""
 
     def __init__(self, wire: Wire) -> None:
         self._wire = wire
@@ -405,7 +432,8 @@ class Asking:
                     take_over(list(arguments), decode(changed, self._find))
                 return value
             kind = getattr(builtins, frame["error"], None)
-            # Raised here, an end of iteration would end that of the tests: `all(map(f, ...))` would be true.
+            # Raised here, an end of iteration would end that of the tests: `all(map(f, ...))` would
+            # be true.
             is_end = kind in (StopIteration, StopAsyncIteration) and operation != "next"
             if isinstance(kind, type) and issubclass(kind, Exception) and not is_end:
                 failure = kind(frame["text"])
@@ -465,7 +493,9 @@ def test(job: dict, wire: Wire) -> int:
             return CRASHED
         return BROKEN if not asking.num_asked or is_tests_fault(error, job) else WRONG
     # What the tests have caught is theirs to grader, but for a program that is no more.
-    failed = next((failure for failure in asking.failures if isinstance(failure, ProgramFailed)), None)
+    failed = next(
+        (failure for failure in asking.failures if isinstance(failure, ProgramFailed)), None
+    )
     if failed is not None:
         print(failed, file=sys.stderr)
         return CRASHED
@@ -478,8 +508,9 @@ def end_late(*_: object) -> None:
 
 
 def is_tests_fault(error: BaseException, job: dict) -> bool:
-    """Whether tests failed of their own: they do not compile, import what is not there, or use a name that nothing in them
-    defines. A name that is defined somewhere and has no value is missing because of what the program returned."""
+    """Whether tests failed of their own: they do not compile, import what is not there, or use a
+    name that nothing in them defines. A name that is defined somewhere and has no value is missing
+    because of what the program returned."""
     trace = error.__traceback__
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
@@ -490,7 +521,11 @@ def is_tests_fault(error: BaseException, job: dict) -> bool:
         return False
     if isinstance(error, ImportError):
         return True
-    if not isinstance(error, NameError) or isinstance(error, UnboundLocalError) or error.name is None:
+    if (
+        not isinstance(error, NameError)
+        or isinstance(error, UnboundLocalError)
+        or error.name is None
+    ):
         return False
     return error.name not in names_bound(job["setup"], job["tests"])
 
@@ -503,17 +538,23 @@ def names_bound(*sources: str) -> set:
     while scopes:
         scope = scopes.pop()
         scopes += scope.get_children()
-        found |= {symbol.get_name() for symbol in scope.get_symbols() if symbol.is_assigned() or symbol.is_imported()}
+        found |= {
+            symbol.get_name()
+            for symbol in scope.get_symbols()
+            if symbol.is_assigned() or symbol.is_imported()
+        }
     return found
 
 
 def equal_exactly(came, expected) -> bool:
-    """Whether a result is what was expected, as LiveCodeBench compares them: a tuple is taken for a list."""
+    """Whether a result is what was expected, as LiveCodeBench compares them: a tuple is taken for a
+    list."""
     return (list(came) if isinstance(came, tuple) else came) == expected
 
 
 def equal(came, expected) -> bool:
-    """Whether a result is what was expected: tuples as lists, floats within 1e-5, as LeetCode compares them."""
+    """Whether a result is what was expected: tuples as lists, floats within 1e-5, as LeetCode
+    compares them."""
     if isinstance(came, list | tuple) and isinstance(expected, list):
         return len(came) == len(expected) and all(map(equal, came, expected))
     if isinstance(came, float | int) and isinstance(expected, float):

@@ -1,11 +1,12 @@
 """Mathematical answers: found in a text, and compared with the reference.
 
-An answer is equal to the reference if both are, element by element and unit by unit, the same words, the same exact number, or
-expressions of which computer algebra shows that they are. What cannot be read as a whole is never equal: no part of it is
-compared in its place.
+An answer is equal to the reference if both are, element by element and unit by unit, the same
+words, the same exact number, or expressions of which computer algebra shows that they are. What
+cannot be read as a whole is never equal: no part of it is compared in its place.
 
-Finding is linear in the text. What is left to computer algebra is bounded first, for that can take for ever: the grading
-process around it has a deadline, but a bound is cheaper than a killed process.
+Finding is linear in the text. What is left to computer algebra is bounded first, for that can take
+for ever: the grading process around it has a deadline, but a bound is cheaper than a killed
+process.
 """
 
 from __future__ import annotations
@@ -44,9 +45,12 @@ _BETWEEN_BOXES = re.compile(
     r"(?:[\s$,;&]|\\[()\[\],;:! ]|\\\\|\\q?quad(?![A-Za-z])|\b(?:and|or)\b|\\text\s*\{[\s,]*(?:and|or)?[\s,]*\}"
     r"|[A-Za-z](?:_\{?[0-9A-Za-z]+\}?)?\s*=)*"
 )
-"""All that stands between the boxes of one list. Anything else says that the later box replaces the earlier one."""
+"""All that stands between the boxes of one list. Anything else says that the later box replaces the
+earlier one."""
 
-_WORDS = re.compile(r"(?:\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox)\s*\{[^{}\\$]*\}\s*)+")
+_WORDS = re.compile(
+    r"(?:\\(?:text|textbf|textit|textrm|textnormal|mathrm|mathbf|mbox)\s*\{[^{}\\$]*\}\s*)+"
+)
 _BARE_WORD = re.compile(r"[A-Za-z][A-Za-z ]*")
 _CHOICE = re.compile(r"\(?([A-J])\)?")
 _CHOSEN = re.compile(r"\(?([A-J])(?:\)|[.:])\)?\s.*", re.DOTALL)
@@ -80,8 +84,8 @@ Algebra = Callable[[str, str], bool]
 
 
 def extract_answer(text: str, accept_plain: bool = False) -> str | None:
-    """What the last closed \\boxed{} holds, or the last ones where they are one list; else what follows the last '####' in its
-    line; else, if asked, the last number."""
+    """What the last closed \\boxed{} holds, or the last ones where they are one list; else what
+    follows the last '####' in its line; else, if asked, the last number."""
     text = text[-MAX_TEXT_CHARS:]
     answer = _last_boxed(text)
     if answer is None and "####" in text:
@@ -92,8 +96,8 @@ def extract_answer(text: str, accept_plain: bool = False) -> str | None:
 
 
 def _last_boxed(text: str) -> str | None:
-    """The content of the closed box that opens last, braces nested and escaped as LaTeX has it. Boxes before it with nothing
-    between but what separates the elements of a list belong to it."""
+    """The content of the closed box that opens last, braces nested and escaped as LaTeX has it.
+    Boxes before it with nothing between but what separates the elements of a list belong to it."""
     opened = list[tuple[int, int, bool]]()
     """Where each open group and its content begin, and whether it is a box."""
     boxes = list[tuple[int, int, int]]()
@@ -109,7 +113,9 @@ def _last_boxed(text: str) -> str | None:
         return None
     answers = [text[slice(*boxes[-1][1:])]]
     for (_, content, end), later in zip(boxes[-2::-1], boxes[:0:-1], strict=True):
-        if later[0] - end > MAX_ANSWER_CHARS or not _BETWEEN_BOXES.fullmatch(text, end + 1, later[0]):
+        if later[0] - end > MAX_ANSWER_CHARS or not _BETWEEN_BOXES.fullmatch(
+            text, end + 1, later[0]
+        ):
             break
         if (answer := text[content:end]).strip() not in (other.strip() for other in answers):
             answers.insert(0, answer)
@@ -119,7 +125,8 @@ def _last_boxed(text: str) -> str | None:
 
 
 def plain_integer(answer: str) -> str | None:
-    """An integer's digits without leading zeros, thousands separators and delimiters: 042, $42$, 42.0 and 42 are one.
+    """An integer's digits without leading zeros, thousands separators and delimiters: 042, $42$,
+    42.0 and 42 are one.
 
     Digits, not an int: thousands of them cost nothing. None where it is no plain integer."""
     return _integer(_value(answer))
@@ -136,9 +143,12 @@ def _integer(latex: str) -> str | None:
 
 
 def canonical(answer: str) -> str:
-    """A form that spellings of one answer share, as far as text alone can tell: what votes for an answer are counted by."""
+    """A form that spellings of one answer share, as far as text alone can tell: what votes for an
+    answer are counted by."""
     value = _value(answer)
-    return _integer(value) or (_folded(value) if _WORDS.fullmatch(value) else "".join(value.split()))
+    return _integer(value) or (
+        _folded(value) if _WORDS.fullmatch(value) else "".join(value.split())
+    )
 
 
 def _value(answer: str) -> str:
@@ -150,12 +160,14 @@ def _value(answer: str) -> str:
 
 
 def compare_plainly(answer: str, reference: str) -> bool | None:
-    """Whether the two are the same where text and exact numbers can tell. None: computer algebra must tell."""
+    """Whether the two are the same where text and exact numbers can tell. None: computer algebra
+    must tell."""
     return _compare_texts(answer, reference, None)
 
 
 def compare_symbolically(answer: str, reference: str) -> bool:
-    """Whether the two are equal, with computer algebra. May take any time: for a process that can be killed."""
+    """Whether the two are equal, with computer algebra. May take any time: for a process that can
+    be killed."""
     return bool(_compare_texts(answer, reference, _equal_expressions))
 
 
@@ -168,7 +180,8 @@ def _compare_texts(answer: str, reference: str, algebra: Algebra | None) -> bool
 
 
 def _compare(ours: str, theirs: str, algebra: Algebra | None) -> bool | None:
-    """Compare two texts in LaTeX: whole, then as quantities, lists, brackets, relations, and as expressions at last."""
+    """Compare two texts in LaTeX: whole, then as quantities, lists, brackets, relations, and as
+    expressions at last."""
     if _unstyled(ours).replace(" ", "") == _unstyled(theirs).replace(" ", "") and not (
         _TORN.search(ours) or _TORN.search(theirs)
     ):
@@ -216,13 +229,20 @@ _UNDECIDED: Any = object()
 def _compare_words(ours: str, theirs: str) -> bool | None:
     """Compare words and the letters of choices. None where either is neither."""
     for letter, explained in ((theirs, ours), (ours, theirs)):
-        if (choice := _CHOICE.fullmatch(_unstyled(letter))) and (chosen := _CHOSEN.fullmatch(_unstyled(explained))):
+        if (choice := _CHOICE.fullmatch(_unstyled(letter))) and (
+            chosen := _CHOSEN.fullmatch(_unstyled(explained))
+        ):
             return choice[1] == chosen[1]
     if _WORDS.fullmatch(theirs) or (_WORDS.fullmatch(ours) and _BARE_WORD.fullmatch(theirs)):
         if parse_number(_unstyled(ours)) and parse_number(_unstyled(theirs)):
             return None
         return _folded(ours) == _folded(theirs) != ""
-    if len(theirs) > 3 and _BARE_WORD.fullmatch(theirs) and _BARE_WORD.fullmatch(ours) and _folded(ours) == _folded(theirs):
+    if (
+        len(theirs) > 3
+        and _BARE_WORD.fullmatch(theirs)
+        and _BARE_WORD.fullmatch(ours)
+        and _folded(ours) == _folded(theirs)
+    ):
         return True
     if _CHOICE.fullmatch(theirs) and _CHOICE.fullmatch(ours):
         return _folded(ours) == _folded(theirs)
@@ -239,41 +259,58 @@ def _folded(text: str) -> str:
 
 
 def _compare_quantities(
-    value: str, unit: Unit | None, their_value: str, their_unit: Unit | None, algebra: Algebra | None
+    value: str,
+    unit: Unit | None,
+    their_value: str,
+    their_unit: Unit | None,
+    algebra: Algebra | None,
 ) -> bool | None:
-    """Compare values with units. One that is missing is taken for the other's; of 50% the value is 50 or 1/2."""
+    """Compare values with units. One that is missing is taken for the other's; of 50% the value is
+    50 or 1/2."""
     if unit is None or their_unit is None or unit == their_unit:
         same = _compare(value, their_value, algebra)
         if same is not False or PERCENT not in (unit, their_unit) or unit == their_unit:
             return same
-        ours, theirs = (f"\\frac{{{v}}}{{100}}" if u == PERCENT else v for v, u in ((value, unit), (their_value, their_unit)))
+        ours, theirs = (
+            f"\\frac{{{v}}}{{100}}" if u == PERCENT else v
+            for v, u in ((value, unit), (their_value, their_unit))
+        )
         return _compare(ours, theirs, algebra)
     if unit.powers != their_unit.powers:
         return False
     ratio = unit.size / their_unit.size
     if (ours := parse_number(value)) and (theirs := parse_number(their_value)):
         return ours.value * ratio == theirs.value
-    return _compare(f"\\frac{{{ratio.numerator}}}{{{ratio.denominator}}} ({value})", their_value, algebra)
+    return _compare(
+        f"\\frac{{{ratio.numerator}}}{{{ratio.denominator}}} ({value})", their_value, algebra
+    )
 
 
 def _compare_bases(ours: str, theirs: str) -> bool | None:
-    """Compare numbers in a base that is named. The question says which, so that an answer need not."""
+    """Compare numbers in a base that is named. The question says which, so that an answer need
+    not."""
     our_base, their_base = _IN_BASE.fullmatch(ours), _IN_BASE.fullmatch(theirs)
     if their_base:
         digits = their_base[1] or their_base[2]
         if our_base:
-            return ((our_base[1] or our_base[2]).lower(), int(our_base[3])) == (digits.lower(), int(their_base[3]))
+            return ((our_base[1] or our_base[2]).lower(), int(our_base[3])) == (
+                digits.lower(),
+                int(their_base[3]),
+            )
         return ours.lower() == digits.lower() if digits[0].isdigit() else None
     if our_base and (theirs_number := parse_number(theirs)) and 2 <= int(our_base[3]) <= 36:
         try:
-            return Fraction(int(our_base[1] or our_base[2], int(our_base[3]))) == theirs_number.value
+            return (
+                Fraction(int(our_base[1] or our_base[2], int(our_base[3]))) == theirs_number.value
+            )
         except ValueError:
             return False
     return None
 
 
 def _compare_lists(ours: str, theirs: str, algebra: Algebra | None) -> Any:
-    """Compare lists, sets, tuples and intervals element by element. `_UNDECIDED` where neither is one."""
+    """Compare lists, sets, tuples and intervals element by element. `_UNDECIDED` where neither is
+    one."""
     operations = (_SET_OPERATION.search(side) and _outer(side) is None for side in (ours, theirs))
     if any(operations) and min(len(split_list(ours)), len(split_list(theirs))) == 1:
         return _UNDECIDED
@@ -294,13 +331,20 @@ def _compare_lists(ours: str, theirs: str, algebra: Algebra | None) -> Any:
         return _compare_in_any_order(elements, their_elements, algebra)
     if len(elements) == 1 and len(their_elements) == 1 and "(" in (brackets, their_brackets):
         return _UNDECIDED
-    if _RELATION.search(ours) or _RELATION.search(theirs) or any(map(_EQUALS.search, elements + their_elements)):
+    if (
+        _RELATION.search(ours)
+        or _RELATION.search(theirs)
+        or any(map(_EQUALS.search, elements + their_elements))
+    ):
         return _UNDECIDED
     if "matrix" in ours + theirs or "array" in ours + theirs:
         return _UNDECIDED
     if brackets != their_brackets:
         pairs = {brackets, their_brackets}
-        if not (pairs == {"()", "\\langle\\rangle"} or (pairs & {""} and pairs & {"()", "\\langle\\rangle"})):
+        if not (
+            pairs == {"()", "\\langle\\rangle"}
+            or (pairs & {""} and pairs & {"()", "\\langle\\rangle"})
+        ):
             return False
     return _compare_in_order(elements, their_elements, algebra)
 
@@ -354,10 +398,15 @@ def _compare_in_order(ours: list[str], theirs: list[str], algebra: Algebra | Non
     return False if False in same else None if None in same else True
 
 
-def _compare_in_any_order(ours: list[str], theirs: list[str], algebra: Algebra | None) -> bool | None:
+def _compare_in_any_order(
+    ours: list[str], theirs: list[str], algebra: Algebra | None
+) -> bool | None:
     if len(ours) != len(theirs):
-        # An element that is there twice is there once, but a list of one element twice is no single value.
-        ours, theirs = ([*dict.fromkeys(one.replace(" ", "") for one in side)] for side in (ours, theirs))
+        # An element that is there twice is there once, but a list of one element twice is no single
+        # value.
+        ours, theirs = (
+            [*dict.fromkeys(one.replace(" ", "") for one in side)] for side in (ours, theirs)
+        )
         if len(ours) != len(theirs) or len(ours) == 1:
             return False
     left, is_open = list(theirs), False
@@ -373,7 +422,8 @@ def _compare_in_any_order(ours: list[str], theirs: list[str], algebra: Algebra |
 
 
 def _compare_relations(ours: str, theirs: str, algebra: Algebra | None) -> Any:
-    """Compare what is stated of a name with a bare value, and chains of equations. `_UNDECIDED` where there is neither."""
+    """Compare what is stated of a name with a bare value, and chains of equations. `_UNDECIDED`
+    where there is neither."""
     ours, is_ours_cut = _exact_part(ours)
     theirs, is_theirs_cut = _exact_part(theirs)
     if is_ours_cut or is_theirs_cut:
@@ -381,7 +431,9 @@ def _compare_relations(ours: str, theirs: str, algebra: Algebra | None) -> Any:
     sides, their_sides = _sides(ours), _sides(theirs)
     if sides is None or their_sides is None or len(sides) == len(their_sides) == 1:
         return _UNDECIDED
-    if len(sides) == len(their_sides) == 2 and not (_NAME.fullmatch(sides[0]) and _NAME.fullmatch(their_sides[0])):
+    if len(sides) == len(their_sides) == 2 and not (
+        _NAME.fullmatch(sides[0]) and _NAME.fullmatch(their_sides[0])
+    ):
         return _UNDECIDED
     value, their_value = _stated(sides, algebra), _stated(their_sides, algebra)
     if value is None or their_value is None:
@@ -392,7 +444,8 @@ def _compare_relations(ours: str, theirs: str, algebra: Algebra | None) -> Any:
 
 
 def _exact_part(text: str) -> tuple[str, bool]:
-    """The exact value before a sign of approximation, behind a mere name the approximate one; and whether there is a sign."""
+    """The exact value before a sign of approximation, behind a mere name the approximate one; and
+    whether there is a sign."""
     exact, sign, approximate = (part.strip() for part in text.partition("\\approx"))
     if not sign or not exact or not approximate:
         return text, False
@@ -400,7 +453,8 @@ def _exact_part(text: str) -> tuple[str, bool]:
 
 
 def _sides(text: str) -> list[str] | None:
-    """The sides of an equation or chain of them; None where there are other relations too, or lists of equations."""
+    """The sides of an equation or chain of them; None where there are other relations too, or lists
+    of equations."""
     if _RELATION.search(text):
         return None
     depth, start, sides = 0, 0, list[str]()
@@ -413,7 +467,8 @@ def _sides(text: str) -> list[str] | None:
 
 
 def _stated(sides: list[str], algebra: Algebra | None) -> tuple[str, str] | None:
-    """The name, if any, and the value that a chain of equations states; None where it names none, or is not true."""
+    """The name, if any, and the value that a chain of equations states; None where it names none,
+    or is not true."""
     if len(sides) == 1:
         return "", sides[0]
     if len(sides) == 2 and _NAME.fullmatch(sides[1]) and not _NAME.fullmatch(sides[0]):
@@ -427,7 +482,8 @@ def _stated(sides: list[str], algebra: Algebra | None) -> tuple[str, str] | None
 
 @lru_cache(1024)
 def _equal_expressions(ours: str, theirs: str) -> bool:
-    """Whether computer algebra finds two expressions equal, and their values at a point do not say otherwise.
+    """Whether computer algebra finds two expressions equal, and their values at a point do not say
+    otherwise.
 
     Cached, for the samples of a group often agree."""
     from math_verify import verify
@@ -440,20 +496,29 @@ def _equal_expressions(ours: str, theirs: str) -> bool:
         return False
     decimals = [len(part) for part in re.findall(r"\.([0-9]+)", ours + " " + theirs)]
     rounding = min(max([6, *decimals]), 15)
-    is_equal = verify(reference, answer, float_rounding=rounding, allow_set_relation_comp=True, timeout_seconds=0)
+    is_equal = verify(
+        reference, answer, float_rounding=rounding, allow_set_relation_comp=True, timeout_seconds=0
+    )
     return bool(is_equal) and not _differ_at_a_point(answer, reference)
 
 
 @lru_cache(256)
 def _expression(latex: str) -> Any:
-    """The expression that the whole text is; None where it cannot be read. References come again for each sample of a group."""
+    """The expression that the whole text is; None where it cannot be read. References come again
+    for each sample of a group."""
     from latex2sympy2_extended.latex2sympy2 import NormalizationConfig, normalize_latex
     from math_verify.grader import should_treat_as_complex
     from sympy import Expr, I, MatrixBase
 
-    # Units are told from letters before: the library takes m, h and even abc for units and drops them.
+    # Units are told from letters before: the library takes m, h and even abc for units and drops
+    # them.
     spelling = NormalizationConfig(
-        basic_latex=True, units=False, malformed_operators=True, nits=True, boxed="none", equations=False
+        basic_latex=True,
+        units=False,
+        malformed_operators=True,
+        nits=True,
+        boxed="none",
+        equations=False,
     )
     text = normalize_latex(to_parseable(latex), spelling)
     if text.count("{") != text.count("}"):
@@ -463,12 +528,17 @@ def _expression(latex: str) -> Any:
     except Exception:
         return None
     imaginary = [symbol for symbol in getattr(expression, "free_symbols", ()) if symbol.name == "i"]
-    return expression.subs(imaginary[0], I) if imaginary and isinstance(expression, Expr | MatrixBase) else expression
+    return (
+        expression.subs(imaginary[0], I)
+        if imaginary and isinstance(expression, Expr | MatrixBase)
+        else expression
+    )
 
 
 @lru_cache(1)
 def _reader() -> Callable[..., Any]:
-    """The library's reader of LaTeX, with letters in their case, and without Python's eval, which it hands each number to."""
+    """The library's reader of LaTeX, with letters in their case, and without Python's eval, which
+    it hands each number to."""
     from latex2sympy2_extended.latex2sympy2 import ConversionConfig, _Latex2Sympy
     from sympy import Float, Integer
 
@@ -491,7 +561,10 @@ def _differ_at_a_point(ours: Any, theirs: Any) -> bool:
     names = sorted({str(symbol) for side in (ours, theirs) for symbol in side.free_symbols})
     point = {name: Rational(2 * place + 3, 7) for place, name in enumerate(names)}
     try:
-        values = [side.subs({symbol: point[str(symbol)] for symbol in side.free_symbols}).evalf(40) for side in (ours, theirs)]
+        values = [
+            side.subs({symbol: point[str(symbol)] for symbol in side.free_symbols}).evalf(40)
+            for side in (ours, theirs)
+        ]
         if not all(value.is_number and value.is_finite for value in values):
             return False
         tolerance = 1e-5 if ours.has(Float) or theirs.has(Float) else 1e-25
@@ -504,8 +577,9 @@ def _differ_at_a_point(ours: Any, theirs: Any) -> bool:
 
 
 def is_bounded(answer: str, reference: str) -> bool:
-    """Whether computer algebra may be let loose on an answer: short, not deeply nested, no number of too many digits, and
-    sums, products, integrals and limits only where the reference has them too."""
+    """Whether computer algebra may be let loose on an answer: short, not deeply nested, no number
+    of too many digits, and sums, products, integrals and limits only where the reference has them
+    too."""
     if len(answer) > MAX_ANSWER_CHARS or _nesting(answer) > MAX_NESTING:
         return False
     if set(_CALCULUS.findall(answer)) - set(_CALCULUS.findall(reference)):
@@ -514,7 +588,8 @@ def is_bounded(answer: str, reference: str) -> bool:
 
 
 def num_digits(expression: str) -> float:
-    """An upper bound on the decimal digits of any number that evaluating the expression may write out; inf beyond all bounds.
+    """An upper bound on the decimal digits of any number that evaluating the expression may write
+    out; inf beyond all bounds.
 
     Everything is taken for a product, a letter for 10."""
     tokens = _TOKEN.findall(expression)[::-1]
@@ -525,7 +600,8 @@ def num_digits(expression: str) -> float:
 
 
 def _factor(tokens: list[str]) -> float:
-    """Take one factor with its exponents and factorials from the end of `tokens`; the decimal logarithm of its bound."""
+    """Take one factor with its exponents and factorials from the end of `tokens`; the decimal
+    logarithm of its bound."""
     token = tokens.pop()
     if token in "([{":
         size = 0.0

@@ -1,7 +1,8 @@
-"""Notation of mathematical answers: many spellings become one in LaTeX, numbers become exact, units are told from letters.
+"""Notation of mathematical answers: many spellings become one in LaTeX, numbers become exact, units
+are told from letters.
 
-Nothing here drops what it does not understand: a text that is no number, list or unit is returned whole, for computer algebra
-or for a comparison as text.
+Nothing here drops what it does not understand: a text that is no number, list or unit is returned
+whole, for computer algebra or for a comparison as text.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ MAX_EXPONENT = 1000
 """Beyond these a number is not written out."""
 
 MIN_DECIMALS = 6
-"""A decimal counts as the rounding of an exact value from so many digits after the point on, and of significant digits."""
+"""A decimal counts as the rounding of an exact value from so many digits after the point on, and of
+significant digits."""
 
 _SYMBOLS = {
     **dict.fromkeys("−‐‑‒–—―﹣", "-"),
@@ -29,10 +31,40 @@ _SYMBOLS = {
     **dict.fromkeys("°º˚", "^{\\circ}"),
     **dict.fromkeys("′’ʹ", "'"),
     **dict.fromkeys("…⋯", "\\ldots "),
-    **{"×": "\\times ", "∞": "\\infty ", "≠": "\\neq ", "±": "\\pm ", "∓": "\\mp ", "∪": "\\cup ", "∩": "\\cap "},
-    **{"∈": "\\in ", "∅": "\\emptyset ", "⟨": "\\langle ", "⟩": "\\rangle ", "→": "\\to ", "∑": "\\sum ", "∏": "\\prod "},
-    **{"∫": "\\int ", "√": "\\sqrt ", "∛": "\\sqrt[3]", "∜": "\\sqrt[4]", "ℝ": "\\mathbb{R}", "ℤ": "\\mathbb{Z}"},
-    **{"ℕ": "\\mathbb{N}", "ℚ": "\\mathbb{Q}", "ℂ": "\\mathbb{C}", "⌊": "\\lfloor ", "⌋": "\\rfloor ", "∖": "\\setminus "},
+    **{
+        "×": "\\times ",
+        "∞": "\\infty ",
+        "≠": "\\neq ",
+        "±": "\\pm ",
+        "∓": "\\mp ",
+        "∪": "\\cup ",
+        "∩": "\\cap ",
+    },
+    **{
+        "∈": "\\in ",
+        "∅": "\\emptyset ",
+        "⟨": "\\langle ",
+        "⟩": "\\rangle ",
+        "→": "\\to ",
+        "∑": "\\sum ",
+        "∏": "\\prod ",
+    },
+    **{
+        "∫": "\\int ",
+        "√": "\\sqrt ",
+        "∛": "\\sqrt[3]",
+        "∜": "\\sqrt[4]",
+        "ℝ": "\\mathbb{R}",
+        "ℤ": "\\mathbb{Z}",
+    },
+    **{
+        "ℕ": "\\mathbb{N}",
+        "ℚ": "\\mathbb{Q}",
+        "ℂ": "\\mathbb{C}",
+        "⌊": "\\lfloor ",
+        "⌋": "\\rfloor ",
+        "∖": "\\setminus ",
+    },
 }
 _GROUP = r"\{(?:[^{}]|\{(?:[^{}]|\{[^{}]*\})*\})*\}"
 _TOKEN = r"(?:[0-9A-Za-z]|\\[A-Za-z]+)"
@@ -46,7 +78,9 @@ _THIN = re.compile(r",\s*\\!\s*|(?<=[0-9])\\[,!](?=[0-9]{3}(?![0-9]))")
 """What LaTeX sets between thousands."""
 
 _SQRT_PLAIN = re.compile(r"\\sqrt(\[[0-9]\])? ?(?:([0-9]+(?:\.[0-9]+)?)|\(([^()]*)\))")
-_SPELLED = re.compile(r"(?<![A-Za-z\\{])(sqrt|pi|infinity|infty|sin|cos|tan|cot|sec|csc|ln|log|exp|cosh|sinh|tanh)(?![A-Za-z])")
+_SPELLED = re.compile(
+    r"(?<![A-Za-z\\{])(sqrt|pi|infinity|infty|sin|cos|tan|cot|sec|csc|ln|log|exp|cosh|sinh|tanh)(?![A-Za-z])"
+)
 _PAREN_AFTER = re.compile(r"(\\sqrt|\^)\s*\(")
 
 
@@ -87,11 +121,14 @@ def _symbol(character: str) -> str:
 
 @lru_cache(1024)
 def to_latex(text: str) -> str:
-    """Return the text as LaTeX in one spelling: without Unicode symbols, delimiters, sizes and spacing; fractions braced."""
+    """Return the text as LaTeX in one spelling: without Unicode symbols, delimiters, sizes and
+    spacing; fractions braced."""
     text = text.strip().removesuffix(".").strip()
     if not text.isascii():
         text = "".join(map(_symbol, text))
-        text = re.sub(r"\}\^\{|\}_\{", lambda pair: "" if _is_run(text, pair.start()) else pair.group(), text)
+        text = re.sub(
+            r"\}\^\{|\}_\{", lambda pair: "" if _is_run(text, pair.start()) else pair.group(), text
+        )
         text = _SQRT_PLAIN.sub(lambda root: f"\\sqrt{root[1] or ''}{{{root[2] or root[3]}}}", text)
     for left, right in _DELIMITERS:
         inside = text.removeprefix(left).removesuffix(right)
@@ -111,18 +148,24 @@ def to_latex(text: str) -> str:
     text = re.sub(rf"\\sqrt\s*(\[[^][]*\])\s*({_TOKEN})", r"\\sqrt\1{\2}", text)
     text = _STYLED.sub(r"\1", text)
     text = re.sub(r"\^\s*(?:\\circ|\{\s*\\circ\s*\})", r"^{\\circ}", text)
-    text = re.sub(r"\\(?:le|leqslant)(?![A-Za-z])", r"\\leq", re.sub(r"\\(?:ge|geqslant)(?![A-Za-z])", r"\\geq", text))
+    text = re.sub(
+        r"\\(?:le|leqslant)(?![A-Za-z])",
+        r"\\leq",
+        re.sub(r"\\(?:ge|geqslant)(?![A-Za-z])", r"\\geq", text),
+    )
     return re.sub(r"(?<!\\)\\$", "", text.strip()).strip()
 
 
 def _is_run(text: str, closing: int) -> bool:
-    """Whether the brace that closes there belongs to an exponent or index that the one behind it continues."""
+    """Whether the brace that closes there belongs to an exponent or index that the one behind it
+    continues."""
     opening = text.rfind("{", 0, closing)
     return opening > 0 and text[opening - 1] == text[closing + 1]
 
 
 def to_parseable(text: str) -> str:
-    """Return the LaTeX with what programming languages write differently: **, *, sqrt(), pi, exponents in parentheses."""
+    """Return the LaTeX with what programming languages write differently: **, *, sqrt(), pi,
+    exponents in parentheses."""
     text = text.replace("**", "^").replace("*", "\\cdot ").replace("'", "^{\\prime}")
     text = re.sub(r"(?<![A-Za-z\\])([ie])\(", r"\1\\cdot (", text.replace("\\bmod", "\\mod"))
     text = _SPELLED.sub(r"\\\1", text).replace("\\infinity", "\\infty")
@@ -151,12 +194,15 @@ _PLAIN = re.compile(_SIGN + _DECIMAL + _POWER)
 _OVER = re.compile(
     r"\\frac\s*\{\s*(?P<over>[^{}]+)\}\s*\{\s*(?P<under>[^{}]+)\}|(?P<top>[^/{}\\ ]+)\s*/\s*(?P<bottom>[^/{}\\ ]+)"
 )
-_MIXED = re.compile(rf"{_SIGN}(?P<whole>[0-9]+)(?:\s*(?P<frac>\\frac.*)|\s+(?P<slash>[0-9]+\s*/\s*[0-9]+))")
+_MIXED = re.compile(
+    rf"{_SIGN}(?P<whole>[0-9]+)(?:\s*(?P<frac>\\frac.*)|\s+(?P<slash>[0-9]+\s*/\s*[0-9]+))"
+)
 _THOUSANDS_GAP = re.compile(r"(?<=[0-9]),\s(?=[0-9]{3}(?![0-9]))")
 
 
 def parse_number(text: str) -> Number | None:
-    """The number that the whole text is: integer, decimal, repeating decimal, power of ten, fraction or mixed number.
+    """The number that the whole text is: integer, decimal, repeating decimal, power of ten,
+    fraction or mixed number.
 
     None for anything else, also for a number too long to be written out."""
     text = text.strip()
@@ -171,10 +217,13 @@ def parse_number(text: str) -> Number | None:
         if plain["period"]:
             if plain["part"] is None:
                 return None
-            value += Fraction(int(plain["period"]), (10 ** len(plain["period"]) - 1) * 10 ** len(part))
+            value += Fraction(
+                int(plain["period"]), (10 ** len(plain["period"]) - 1) * 10 ** len(part)
+            )
         exact = plain["period"] is not None
         return Number(
-            (-1 if plain["sign"] == "-" else 1) * value * Fraction(10) ** power, 0 if exact else max(0, len(part) - power)
+            (-1 if plain["sign"] == "-" else 1) * value * Fraction(10) ** power,
+            0 if exact else max(0, len(part) - power),
         )
     if mixed := _MIXED.fullmatch(text):
         part = parse_number(mixed["frac"] or mixed["slash"])
@@ -184,7 +233,10 @@ def parse_number(text: str) -> Number | None:
         return Number(-value if mixed["sign"] == "-" else value, 0)
     negative = text.startswith("-")
     if over := _OVER.fullmatch(text.lstrip("+-").strip() if text[0] in "+-" else text):
-        above, below = parse_number(over["over"] or over["top"]), parse_number(over["under"] or over["bottom"])
+        above, below = (
+            parse_number(over["over"] or over["top"]),
+            parse_number(over["under"] or over["bottom"]),
+        )
         if above is None or below is None or below.value == 0:
             return None
         value = above.value / below.value
@@ -193,12 +245,15 @@ def parse_number(text: str) -> Number | None:
 
 
 def equal_numbers(ours: Number, theirs: Number) -> bool:
-    """Whether two numbers are equal, or a decimal of enough digits is the other one rounded or cut off."""
+    """Whether two numbers are equal, or a decimal of enough digits is the other one rounded or cut
+    off."""
     if ours.value == theirs.value:
         return True
     for short, exact in ((ours, theirs), (theirs, ours)):
         unit = Fraction(1, 10**short.decimals)
-        is_long = short.decimals >= MIN_DECIMALS and abs(short.value) / unit >= 10 ** (MIN_DECIMALS - 1)
+        is_long = short.decimals >= MIN_DECIMALS and abs(short.value) / unit >= 10 ** (
+            MIN_DECIMALS - 1
+        )
         if is_long and (exact.decimals == 0 or exact.decimals > short.decimals):
             gap = abs(short.value - exact.value)
             if gap <= unit / 2 or (gap < unit and abs(short.value) < abs(exact.value)):
@@ -207,7 +262,8 @@ def equal_numbers(ours: Number, theirs: Number) -> bool:
 
 
 class Unit(NamedTuple):
-    """A product of powers of kinds of quantity, such as length squared, and its size in the units that the kinds count in."""
+    """A product of powers of kinds of quantity, such as length squared, and its size in the units
+    that the kinds count in."""
 
     powers: tuple[tuple[str, int], ...]
     size: Fraction
@@ -252,28 +308,54 @@ _KINDS: dict[str, dict[str, str]] = {
     "percent": {"% percent percentage pct": "1"},
 }
 _UNITS = {
-    name: (kind, Fraction(size)) for kind, units in _KINDS.items() for names, size in units.items() for name in names.split()
+    name: (kind, Fraction(size))
+    for kind, units in _KINDS.items()
+    for names, size in units.items()
+    for name in names.split()
 }
 _NO_UNIT = ("unit", "point")
-_SCALES = {"hundred": 10**2, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12}
+_SCALES = {
+    "hundred": 10**2,
+    "thousand": 10**3,
+    "million": 10**6,
+    "billion": 10**9,
+    "trillion": 10**12,
+}
 _CURRENCY = re.compile(r"([-+]?)\s*(\\?\$|€|£)\s*(?=[-+.0-9\\(])(.+)", re.DOTALL)
 _SIGNED_TAIL = re.compile(
-    r"(.*[^\s\\])\s*(\\?%|\\?\$|€|£|¢|\^\{\\circ\}(?:\s*(?:\\(?:text|mathrm)\s*\{\s*)?([CF])\}?)?)", re.DOTALL
+    r"(.*[^\s\\])\s*(\\?%|\\?\$|€|£|¢|\^\{\\circ\}(?:\s*(?:\\(?:text|mathrm)\s*\{\s*)?([CF])\}?)?)",
+    re.DOTALL,
 )
 _STYLED_TAIL = re.compile(
-    rf"(.*?[^\s\\]) *((?:{STYLE}\{{[A-Za-z\s.,/²³^%0-9()-]+\}}(?:\s*\^\s*\{{?\s*-?[0-9]\s*\}}?)?[\s/]*|\\cdot *)+)", re.DOTALL
+    rf"(.*?[^\s\\]) *((?:{STYLE}\{{[A-Za-z\s.,/²³^%0-9()-]+\}}(?:\s*\^\s*\{{?\s*-?[0-9]\s*\}}?)?[\s/]*|\\cdot *)+)",
+    re.DOTALL,
 )
 _BARE_TAIL = re.compile(
     r"(.*[0-9})]) ?((?:[A-Za-z]{2,}\.?(?: ?\^ ?\{?-?[0-9]\}?)?[ /]?)(?:[A-Za-z]+\.?(?: ?\^ ?\{?-?[0-9]\}?)?[ /]?)*)"
 )
 _UNIT_WORD = re.compile(r"([A-Za-z$¢%€£]+)\.?(?:\s*\^\s*\{?\s*(-?[0-9])\s*\}?)?|(/)")
-_SENTENCE = {"and", "or", "if", "for", "where", "when", "mod", "is", "not", "no", "then", "with", "to"}
+_SENTENCE = {
+    "and",
+    "or",
+    "if",
+    "for",
+    "where",
+    "when",
+    "mod",
+    "is",
+    "not",
+    "no",
+    "then",
+    "with",
+    "to",
+}
 
 
 def split_unit(text: str) -> tuple[str, Unit | None]:
     """A quantity's value and unit. The text and None where there is no unit.
 
-    Letters count as a unit where they stand in \\text{} or the like, or where they are the name of one and no variable's."""
+    Letters count as a unit where they stand in \\text{} or the like, or where they are the name of
+    one and no variable's."""
     if currency := _CURRENCY.fullmatch(text):
         value, unit = split_unit(currency[3])
         money = _unit(currency[2].removeprefix("\\"), True)
@@ -282,14 +364,23 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
         name = signed[2].removeprefix("\\")
         if signed[3]:
             return signed[1], Unit(((f"degree {signed[3]}", 1),), Fraction(1))
-        return signed[1], _unit(name, True) if not name.startswith("^") else Unit((("angle", 1),), Fraction(1))
+        return signed[1], _unit(name, True) if not name.startswith("^") else Unit(
+            (("angle", 1),), Fraction(1)
+        )
     for pattern, is_styled in ((_STYLED_TAIL, True), (_BARE_TAIL, False)):
         if found := pattern.fullmatch(text):
-            value, words = found[1], re.sub(STYLE + r"\{([^{}]*)\}", r"\1", found[2]).replace("\\cdot", " ")
+            value, words = (
+                found[1],
+                re.sub(STYLE + r"\{([^{}]*)\}", r"\1", found[2]).replace("\\cdot", " "),
+            )
             first, _, rest = words.strip().partition(" ")
             if first.lower() in _SCALES and (number := parse_number(value)):
                 scaled = number.value * _SCALES[first.lower()]
-                text = f"{scaled.numerator}/{scaled.denominator}" if scaled.denominator > 1 else str(scaled.numerator)
+                text = (
+                    f"{scaled.numerator}/{scaled.denominator}"
+                    if scaled.denominator > 1
+                    else str(scaled.numerator)
+                )
                 return (text, _unit(rest, is_styled)) if rest else (text, None)
             unit = _unit(words, is_styled)
             if unit is not None:
@@ -298,10 +389,18 @@ def split_unit(text: str) -> tuple[str, Unit | None]:
 
 
 def _unit(words: str, is_styled: bool) -> Unit | None:
-    """The unit of that name; None where it is none. Words that are no known unit are one of their own, if styled."""
+    """The unit of that name; None where it is none. Words that are no known unit are one of their
+    own, if styled."""
     powers, size, sign, factor = dict[str, int](), Fraction(1), 1, 1
     unknown = list[str]()
-    words = words.replace("²", "^2").replace("³", "^3").replace("(", " ").replace(")", " ").strip().rstrip(".,")
+    words = (
+        words.replace("²", "^2")
+        .replace("³", "^3")
+        .replace("(", " ")
+        .replace(")", " ")
+        .strip()
+        .rstrip(".,")
+    )
     if not words or _UNIT_WORD.sub("", words).strip(" ,-"):
         return None
     for word in _UNIT_WORD.finditer(words):
@@ -314,7 +413,14 @@ def _unit(words: str, is_styled: bool) -> Unit | None:
             continue
         power = sign * (int(word[2]) if word[2] else 1) * factor
         factor = 1
-        known = next((_UNITS[form] for form in (name, name.removesuffix("s"), name.removesuffix("es")) if form in _UNITS), None)
+        known = next(
+            (
+                _UNITS[form]
+                for form in (name, name.removesuffix("s"), name.removesuffix("es"))
+                if form in _UNITS
+            ),
+            None,
+        )
         if name in ("mph", "kmh", "kph"):
             known = None
             powers["length"] = powers.get("length", 0) + 1
@@ -335,7 +441,9 @@ def _unit(words: str, is_styled: bool) -> Unit | None:
     return Unit(tuple(sorted((kind, power) for kind, power in powers.items() if power)), size)
 
 
-_SEPARATOR = re.compile(rf"(?:[,;]|{STYLE}\{{[\s,]*(?:and|or)[\s,]*\}}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))")
+_SEPARATOR = re.compile(
+    rf"(?:[,;]|{STYLE}\{{[\s,]*(?:and|or)[\s,]*\}}|(?<![A-Za-z\\])(?:and|or)(?![A-Za-z]))"
+)
 
 
 def split_list(text: str, is_loose: bool = True) -> list[str]:
@@ -343,29 +451,50 @@ def split_list(text: str, is_loose: bool = True) -> list[str]:
 
     Args:
         text: LaTeX.
-        is_loose: Whether a comma without a space behind it separates too. 1,000 is one number then where it is no element of
+        is_loose: Whether a comma without a space behind it separates too. 1,000 is one number then
+            where it is no element of
             a list with spaces.
     """
     separators = list[re.Match[str]]()
-    depth, place, found = 0, 0, {separator.start(): separator for separator in _SEPARATOR.finditer(text)}
+    depth, place, found = (
+        0,
+        0,
+        {separator.start(): separator for separator in _SEPARATOR.finditer(text)},
+    )
     while place < len(text):
         if place in found and depth == 0:
             separators.append(found[place])
             place = found[place].end()
             continue
         if text.startswith(("\\begin", "\\langle", "\\{"), place):
-            depth, place = depth + 1, place + (6 if text.startswith("\\begin", place) else 7 if text[place + 1] == "l" else 2)
+            depth, place = (
+                depth + 1,
+                place
+                + (6 if text.startswith("\\begin", place) else 7 if text[place + 1] == "l" else 2),
+            )
             continue
         if text.startswith(("\\end", "\\rangle", "\\}"), place):
-            depth, place = depth - 1, place + (4 if text.startswith("\\end", place) else 7 if text[place + 1] == "r" else 2)
+            depth, place = (
+                depth - 1,
+                place
+                + (4 if text.startswith("\\end", place) else 7 if text[place + 1] == "r" else 2),
+            )
             continue
         depth += (text[place] in "([{") - (text[place] in ")]}")
         place += 1
     if not is_loose or any(text[one.start() : one.end() + 1] == ", " for one in separators):
-        separators = [one for one in separators if one.group() != "," or text[one.end() : one.end() + 1] == " "]
+        separators = [
+            one
+            for one in separators
+            if one.group() != "," or text[one.end() : one.end() + 1] == " "
+        ]
     elements, start = list[str](), 0
     for separator in separators:
         elements.append(text[start : separator.start()].strip())
         start = separator.end()
     elements.append(text[start:].strip())
-    return [element for element in elements if element] if len(separators) and len(elements) > 1 else [text]
+    return (
+        [element for element in elements if element]
+        if len(separators) and len(elements) > 1
+        else [text]
+    )

@@ -18,28 +18,43 @@ NUM_SEARCHED = 64
 """Rows among which some of every kind are looked for."""
 
 
-async def probe(grade: Grader, tasks: Sequence[Task], config: RewardConfig, *, must_grade: bool = True) -> list[str]:
-    """Grade an empty answer and reference answers to the first rows; warnings about what came of it.
+async def probe(
+    grade: Grader, tasks: Sequence[Task], config: RewardConfig, *, must_grade: bool = True
+) -> list[str]:
+    """Grade an empty answer and reference answers to the first rows; warnings about what came of
+    it.
 
-    A function is asked about one row of each kind. Verifiers of mathematics must give reference answers of several rows credit.
+    A function is asked about one row of each kind. Verifiers of mathematics must give reference
+    answers of several rows credit.
 
-    Args: must_grade: whether the run depends on the verifier. Raises: ConfigError where a call fails, or where no reference
-    answer is correct."""
+    Args: must_grade: whether the run depends on the verifier. Raises: ConfigError where a call
+        fails, or where no reference answer is correct."""
     rows = list(islice(tasks, NUM_SEARCHED))
     first = list({task.kind: task for task in reversed(rows)}.values())
-    graded = first if config.function is not None else [task for task in rows if task.kind == "math"][:NUM_ROWS]
+    graded = (
+        first
+        if config.function is not None
+        else [task for task in rows if task.kind == "math"][:NUM_ROWS]
+    )
     asked = [(task, "empty", "") for task in first]
-    asked += [(task, "reference", text) for task in graded for text in _reference_texts(task, config)]
+    asked += [
+        (task, "reference", text) for task in graded for text in _reference_texts(task, config)
+    ]
     grades = await asyncio.gather(*(grade(task, text) for task, _, text in asked))
     for (task, which, text), result in zip(asked, grades, strict=True):
         if result.failed:
             raise ConfigError(_failure(task, which, text, result, config))
     found = [(task, which, result) for (task, which, _), result in zip(asked, grades, strict=True)]
-    return _warnings_of_function(found, config) if config.function else _warnings_of_verifier(found, config, must_grade)
+    return (
+        _warnings_of_function(found, config)
+        if config.function
+        else _warnings_of_verifier(found, config, must_grade)
+    )
 
 
 def _reference_texts(task: Task, config: RewardConfig) -> list[str]:
-    """The row's reference answer, as a policy might write it; tests of a program are none that can be given."""
+    """The row's reference answer, as a policy might write it; tests of a program are none that can
+    be given."""
     if task.kind != "math":
         return []
     boxed = f"\\boxed{{{task.answer}}}"
@@ -47,37 +62,58 @@ def _reference_texts(task: Task, config: RewardConfig) -> list[str]:
 
 
 def _failure(task: Task, which: str, text: str, result: RewardResult, config: RewardConfig) -> str:
-    who = f"rewards.function={config.function}" if config.function else f"the verifier of kind {task.kind}"
+    who = (
+        f"rewards.function={config.function}"
+        if config.function
+        else f"the verifier of kind {task.kind}"
+    )
     answer = "an empty answer" if which == "empty" else f"the reference answer {text[:100]!r}"
     hint = "; raise rewards.timeout_s if it needs longer" if result.kind == "timeout" else ""
     reported = f"{who} failed on {answer} to task {task.id}: {result.detail}{hint}"
     return f"{reported}\n{result.trace}" if result.trace else reported
 
 
-def _warnings_of_function(found: Sequence[tuple[Task, str, RewardResult]], config: RewardConfig) -> list[str]:
+def _warnings_of_function(
+    found: Sequence[tuple[Task, str, RewardResult]], config: RewardConfig
+) -> list[str]:
     empty = {task.kind: result for task, which, result in found if which == "empty"}
     references = [(task, result) for task, which, result in found if which == "reference"]
     if not references or any(result.score != empty[task.kind].score for task, result in references):
         return []
     task, result = references[0]
     return [
-        f"rewards.function={config.function} returns {result.score} for an empty answer to task {task.id} and the same for "
-        f"its reference answer {task.answer[:100]!r}, plain and in \\boxed{{}}; if it compares answers, check what form it "
+        f"rewards.function={config.function} returns {result.score} for an empty answer to task "
+        f"{task.id} and the same for "
+        f"its reference answer {task.answer[:100]!r}, plain and in \\boxed{{}}; if it compares "
+        "answers, check what form it "
         "expects"
     ]
 
 
-def _warnings_of_verifier(found: Sequence[tuple[Task, str, RewardResult]], config: RewardConfig, must_grade: bool) -> list[str]:
+def _warnings_of_verifier(
+    found: Sequence[tuple[Task, str, RewardResult]], config: RewardConfig, must_grade: bool
+) -> list[str]:
     references = [(task, result) for task, which, result in found if which == "reference"]
     if config.form is not None:  # in which nobody here can write a reference answer
         return []
     bad = [(task, result) for task, result in references if result.kind != "correct"]
-    reported = "; ".join(f"task {task.id}: {task.answer[:100]!r} is {result.kind}" for task, result in bad)
+    reported = "; ".join(
+        f"task {task.id}: {task.answer[:100]!r} is {result.kind}" for task, result in bad
+    )
     if bad and len(bad) == len(references) and must_grade:
         raise ConfigError(
-            f"none of the reference answers of {len(bad)} rows is graded correct in \\boxed{{}} ({reported}); expected answers "
-            "that the verifier can read: set the source's answer_field, or rewards.function to a function of yours"
+            f"none of the reference answers of {len(bad)} rows is graded correct in \\boxed{{}} "
+            f"({reported}); expected answers "
+            "that the verifier can read: set the source's answer_field, or rewards.function to a "
+            "function of yours"
         )
     return (
-        [f"{len(bad)} of {len(references)} reference answers are not graded correct in \\boxed{{}}: {reported}"] if bad else []
+        [
+            (
+                f"{len(bad)} of {len(references)} reference answers are not graded correct in "
+                f"\\boxed{{}}: {reported}"
+            )
+        ]
+        if bad
+        else []
     )

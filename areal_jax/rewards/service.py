@@ -1,4 +1,5 @@
-"""The reward service: grading processes with a deadline for each answer, killed with all their children when it passes.
+"""The reward service: grading processes with a deadline for each answer, killed with all their
+children when it passes.
 
 What a policy calls tools for is done there too: it is as little to be trusted."""
 
@@ -35,7 +36,8 @@ START_TIMEOUT_S = 60.0
 
 START_ATTEMPTS = 3
 ATTEMPTS = 2
-"""An answer on which a process died is graded once more on a fresh one: the process may have died of something else."""
+"""An answer on which a process died is graded once more on a fresh one: the process may have died
+of something else."""
 
 ANSWERS_PER_PROCESS = 1000
 """After so many answers a process is replaced, whatever it has kept of them."""
@@ -57,7 +59,11 @@ KINDS = ("math", "code", "countdown")
 
 def failure_counts(num_failed: int | float, num_calls: int | float) -> dict[str, float]:
     """Metrics of reward calls: how many there were, and how many failed."""
-    return {"calls": float(num_calls), "failed": float(num_failed), "failed_fraction": num_failed / max(1, num_calls)}
+    return {
+        "calls": float(num_calls),
+        "failed": float(num_failed),
+        "failed_fraction": num_failed / max(1, num_calls),
+    }
 
 
 class CannotStart(RuntimeError):
@@ -69,12 +75,18 @@ class Unprepared(Exception):
 
 
 class Nursery:
-    """The process that grading processes are forked from: what they need is loaded once, and starting one takes a moment.
+    """The process that grading processes are forked from: what they need is loaded once, and
+    starting one takes a moment.
 
-    One request at a time, each with its answer. It is started when it is needed, and again after it died."""
+    One request at a time, each with its answer. It is started when it is needed, and again after it
+    died."""
 
-    def __init__(self, config: RewardConfig, kinds: Collection[str], tools: ToolsConfig | None) -> None:
-        self._settings = json.dumps({**chz.asdict(config), "kinds": list(kinds), "tools": tools and chz.asdict(tools)})
+    def __init__(
+        self, config: RewardConfig, kinds: Collection[str], tools: ToolsConfig | None
+    ) -> None:
+        self._settings = json.dumps(
+            {**chz.asdict(config), "kinds": list(kinds), "tools": tools and chz.asdict(tools)}
+        )
         self._process: subprocess.Popen[bytes] | None = None
         self._control: socket.socket | None = None
         self._lines: asyncio.StreamReader | None = None
@@ -84,8 +96,8 @@ class Nursery:
         self.num_forks = 0
 
     async def fork(self) -> tuple[int, socket.socket]:
-        """A new grading process: its id, and the socket to talk to it by. CannotStart after some attempts, ConfigError where
-        the settings are at fault."""
+        """A new grading process: its id, and the socket to talk to it by. CannotStart after some
+        attempts, ConfigError where the settings are at fault."""
         failure = ""
         for attempt in range(START_ATTEMPTS):
             ours, theirs = socket.socketpair()
@@ -97,26 +109,41 @@ class Nursery:
             except (OSError, TimeoutError, EOFError) as error:
                 ours.close()
                 failure = f"{type(error).__name__}: {error} ({await self.kill(GRACE_S)})"
-                logger.warning("attempt %d of %d to start a grading process failed: %s", attempt + 1, START_ATTEMPTS, failure)
+                logger.warning(
+                    "attempt %d of %d to start a grading process failed: %s",
+                    attempt + 1,
+                    START_ATTEMPTS,
+                    failure,
+                )
             except BaseException:
                 ours.close()
                 raise
-        raise CannotStart(f"no grading process could be started in {START_ATTEMPTS} attempts: {failure}")
+        raise CannotStart(
+            f"no grading process could be started in {START_ATTEMPTS} attempts: {failure}"
+        )
 
     async def prepare(self) -> str:
-        """Import computer algebra for all that is forked from now on; why it failed, empty where it did not."""
+        """Import computer algebra for all that is forked from now on; why it failed, empty where it
+        did not."""
         try:
             return (await self._ask({"do": "prepare"})).get("error", "")
         except (OSError, TimeoutError, EOFError) as error:
-            return f"importing computer algebra: {type(error).__name__}: {error} ({await self.kill(GRACE_S)})"
+            return (
+                f"importing computer algebra: {type(error).__name__}: {error} "
+                f"({await self.kill(GRACE_S)})"
+            )
 
     async def reap(self, pid: int) -> int | None:
         """The exit code of a forked process that has ended; None while it has not."""
         return (await self._ask({"do": "reap", "pid": pid}))["returncode"]
 
-    async def _ask(self, request: dict[str, Any], file: socket.socket | None = None) -> dict[str, Any]:
+    async def _ask(
+        self, request: dict[str, Any], file: socket.socket | None = None
+    ) -> dict[str, Any]:
         # Cancelled, it goes on to the answer, lest the next request take that for its own.
-        return await asyncio.shield(asyncio.ensure_future(self._asked(request, file and file.dup())))
+        return await asyncio.shield(
+            asyncio.ensure_future(self._asked(request, file and file.dup()))
+        )
 
     async def _asked(self, request: dict[str, Any], file: socket.socket | None) -> dict[str, Any]:
         try:
@@ -124,7 +151,11 @@ class Nursery:
                 if self._process is None:
                     await self._spawn()
                 assert self._control is not None
-                socket.send_fds(self._control, [json.dumps(request).encode() + b"\n"], [file.fileno()] if file else [])
+                socket.send_fds(
+                    self._control,
+                    [json.dumps(request).encode() + b"\n"],
+                    [file.fileno()] if file else [],
+                )
                 return await self._reply()
         finally:
             if file is not None:
@@ -139,7 +170,13 @@ class Nursery:
         with theirs:
             try:
                 self._process = subprocess.Popen(
-                    (sys.executable, "-m", "areal_jax.rewards.worker", str(os.getpid()), self._settings),
+                    (
+                        sys.executable,
+                        "-m",
+                        "areal_jax.rewards.worker",
+                        str(os.getpid()),
+                        self._settings,
+                    ),
                     stdin=theirs.fileno(),
                     env={**os.environ, "PYTHONPATH": path},
                     start_new_session=True,
@@ -159,7 +196,8 @@ class Nursery:
         return await read_line(self._lines, START_TIMEOUT_S)
 
     async def kill(self, grace_s: float = 0.0) -> str:
-        """Kill the process with all its descendants, if it does not end by itself within grace_s; how it ended, in words."""
+        """Kill the process with all its descendants, if it does not end by itself within grace_s;
+        how it ended, in words."""
         process, requests = self._process, self._requests
         self._process = self._lines = self._requests = self._control = None
         if requests is not None:
@@ -172,7 +210,9 @@ class Nursery:
         finally:
             kill_tree(found)
         if not await _until(lambda: process.poll() is not None, KILL_TIMEOUT_S):
-            logger.error("process %d has not ended %g s after it was killed", process.pid, KILL_TIMEOUT_S)
+            logger.error(
+                "process %d has not ended %g s after it was killed", process.pid, KILL_TIMEOUT_S
+            )
             return "it does not end"
         return ending(process.returncode)
 
@@ -188,23 +228,26 @@ class Worker:
     def __init__(self, nursery: Nursery) -> None:
         self._nursery = nursery
         self._process: psutil.Process | None = None
-        # One socket pair per process. This side puts a request and takes its answer before the next one; it ends when either
-        # side closes it, which a dying process does.
+        # One socket pair per process. This side puts a request and takes its answer before the next
+        # one; it ends when either side closes it, which a dying process does.
         self._lines: asyncio.StreamReader | None = None
         self._requests: asyncio.StreamWriter | None = None
         self._number = 0
 
     async def start(self) -> None:
-        """Fork the process where none runs. CannotStart, or ConfigError where the settings are at fault."""
+        """Fork the process where none runs. CannotStart, or ConfigError where the settings are at
+        fault."""
         if self._process is None:
             pid, ours = await self._nursery.fork()
             # What has this id can be told from what may have it later.
             self._process, self._number = psutil.Process(pid), 0
-            self._lines, self._requests = await asyncio.open_connection(sock=ours, limit=MAX_LINE_BYTES)
+            self._lines, self._requests = await asyncio.open_connection(
+                sock=ours, limit=MAX_LINE_BYTES
+            )
 
     async def ask(self, request: Mapping[str, Any], timeout_s: float) -> dict[str, Any]:
-        """Grader one answer, or use a tool. TimeoutError when it takes too long, EOFError when the process dies, Unprepared when
-        it lacks computer algebra; the process must then be killed."""
+        """Grader one answer, or use a tool. TimeoutError when it takes too long, EOFError when the
+        process dies, Unprepared when it lacks computer algebra; the process must then be killed."""
         assert self._requests is not None and self._lines is not None
         self._number += 1
         async with asyncio.timeout(timeout_s):
@@ -214,7 +257,9 @@ class Worker:
                 await self._requests.drain()
             reply = await read_line(self._lines, timeout_s)
         if reply["number"] != self._number:
-            raise EOFError(f"the grading process answered request {reply['number']} instead of {self._number}")
+            raise EOFError(
+                f"the grading process answered request {reply['number']} instead of {self._number}"
+            )
         if "unprepared" in reply:
             raise Unprepared
         return reply
@@ -234,7 +279,8 @@ class Worker:
             lower_priority(self._process)
 
     async def kill(self, grace_s: float = 0.0) -> str:
-        """Kill the process with all its descendants, if it does not end by itself within grace_s; how it ended, in words."""
+        """Kill the process with all its descendants, if it does not end by itself within grace_s;
+        how it ended, in words."""
         process, requests = self._process, self._requests
         self._process = self._lines = self._requests = None
         if requests is not None:
@@ -250,7 +296,11 @@ class Worker:
                 while (code := await self._nursery.reap(process.pid)) is None:
                     await asyncio.sleep(0.005)
         except (OSError, TimeoutError, EOFError, RuntimeError) as error:
-            logger.warning("grading process %d was killed, and nothing is known of its end: %s", process.pid, error)
+            logger.warning(
+                "grading process %d was killed, and nothing is known of its end: %s",
+                process.pid,
+                error,
+            )
             return "nobody knows how"
         return ending(code)
 
@@ -277,10 +327,12 @@ async def _until(condition: Callable[[], bool], timeout_s: float) -> bool:
 
 
 class RewardService:
-    """Grader answers in `num_workers` processes: `async with RewardService(config) as grader: await grader(task, text)`.
+    """Grader answers in `num_workers` processes: `async with RewardService(config) as grader: await
+    grader(task, text)`.
 
-    Every answer gets a grade. That of a call that failed says so: what hangs is `timeout`, what raises or kills its process
-    twice is `crashed`, and where no process can be started it is `infrastructure`.
+    Every answer gets a grade. That of a call that failed says so: what hangs is `timeout`, what
+    raises or kills its process twice is `crashed`, and where no process can be started it is
+    `infrastructure`.
     """
 
     def __init__(
@@ -293,17 +345,23 @@ class RewardService:
     ) -> None:
         """
         Args:
-            kinds: of the tasks that will be graded; those of KINDS are known, a function of one's own graders any.
+            kinds: of the tasks that will be graded; those of KINDS are known, a function of one's
+            own graders any.
             tools: what can be used besides.
             logs_failures: false where whoever asks logs them.
         ConfigError where nobody can grader these.
         """
         if config.num_workers < 1 or config.timeout_s <= 0:
             raise ConfigError(
-                f"expected rewards.num_workers >= 1 and rewards.timeout_s > 0, came {config.num_workers} and {config.timeout_s}"
+                "expected rewards.num_workers >= 1 and rewards.timeout_s > 0, came "
+                f"{config.num_workers} and {config.timeout_s}"
             )
         if config.function is None and (unknown := set(kinds) - set(KINDS)):
-            raise ConfigError(f"no grader for tasks of kind {', '.join(sorted(unknown))}; set rewards.function to one of yours")
+            raise ConfigError(
+                f"no grader for tasks of kind {', '.join(sorted(unknown))}; set "
+                "rewards.function "
+                "to one of yours"
+            )
         self.config, self.tools, self._kinds = config, tools, kinds
         self.grades = Counter[ResultKind]()
         self.num_failed = 0
@@ -317,16 +375,19 @@ class RewardService:
         self.num_set_aside = 0
         """Answers that made way for others because they took long."""
         self._nursery = Nursery(config, kinds, tools)
-        # Workers that grader nothing now; the last one put is the first taken, so that few processes stay warm.
+        # Workers that grader nothing now; the last one put is the first taken, so that few
+        # processes stay warm.
         self._idle = list[Worker]()
-        # A place for each answer being graded, given in order of asking. An answer that takes long gives its place up for one
-        # of those aside. Where all are taken answers wait, at most for the deadlines of those before them.
+        # A place for each answer being graded, given in order of asking. An answer that takes long
+        # gives its place up for one of those aside. Where all are taken answers wait, at most for
+        # the deadlines of those before them.
         self._places = asyncio.Semaphore(config.num_workers)
         self._places_aside = asyncio.Semaphore(ASIDE_PER_WORKER * config.num_workers)
 
     async def start(self) -> None:
-        """Start processes now rather than when they are needed. CannotStart where that fails, ConfigError
-        where the settings are at fault: a function, form, tool or sandbox that cannot be had."""
+        """Start processes now rather than when they are needed. CannotStart where that fails,
+        ConfigError where the settings are at fault: a function, form, tool or sandbox that cannot
+        be had."""
         starting, self._idle = self._idle, []
         starting += [Worker(self._nursery) for _ in range(self.config.num_workers - len(starting))]
         try:
@@ -336,7 +397,8 @@ class RewardService:
             self._idle += starting
 
     async def __call__(self, task: Task, answer: str) -> RewardResult:
-        """Grader one answer, and count how it went; cancelling the call kills the process that graders it."""
+        """Grader one answer, and count how it went; cancelling the call kills the process that
+        graders it."""
         grade = await self.grade(task, answer)
         self.grades[grade.kind] += 1
         self.num_failed += grade.failed
@@ -348,10 +410,12 @@ class RewardService:
         """The same, without a trace in counts and log."""
         if task.kind not in self._kinds and self.config.function is None:
             raise ValueError(
-                f"task {task.id}: no grader for tasks of kind {task.kind!r}, this service graders {', '.join(self._kinds)}; "
+                f"task {task.id}: no grader for tasks of kind {task.kind!r}, this service "
+                f"graders {', '.join(self._kinds)}; "
                 "set rewards.function to one of yours"
             )
-        # Programs have limits of their own, and so much to do that more of them at a time would only make all late.
+        # Programs have limits of their own, and so much to do that more of them at a time would
+        # only make all late.
         makes_way = task.kind != "code" or self.config.function is not None
         timeout_s = self.config.timeout_s if makes_way else self.config.sandbox.total_timeout_s
         found = await self._done({"task": asdict(task), "text": answer}, timeout_s, makes_way)
@@ -360,15 +424,25 @@ class RewardService:
         return RewardResult(found["kind"], found["detail"], score, failed, trace)
 
     async def use(self, tool: str, argument: str) -> ToolResult:
-        """Use a tool; cancelling the call kills the process that does. What hangs or kills its process is told the policy."""
+        """Use a tool; cancelling the call kills the process that does. What hangs or kills its
+        process is told the policy."""
         if self.tools is None or tool not in self.tools.names:
-            raise ValueError(f"no tool {tool!r}; this service has {', '.join(self.tools.names) if self.tools else 'none'}")
-        found = await self._done({"tool": tool, "text": argument}, self.tools.timeout_s, tool != "python")
-        result = ToolResult(found["kind"], found["text"] if "text" in found else f"Error: {found['detail']}")
+            raise ValueError(
+                f"no tool {tool!r}; this service has "
+                f"{', '.join(self.tools.names) if self.tools else 'none'}"
+            )
+        found = await self._done(
+            {"tool": tool, "text": argument}, self.tools.timeout_s, tool != "python"
+        )
+        result = ToolResult(
+            found["kind"], found["text"] if "text" in found else f"Error: {found['detail']}"
+        )
         self.tool_results[f"{tool}/{result.kind}"] += 1
         return result
 
-    async def _done(self, request: Mapping[str, Any], timeout_s: float, makes_way: bool) -> dict[str, Any]:
+    async def _done(
+        self, request: Mapping[str, Any], timeout_s: float, makes_way: bool
+    ) -> dict[str, Any]:
         """What a process answers a request, or why there is no answer: {"kind", "detail"}."""
         self._num_open += 1
         try:
@@ -376,7 +450,9 @@ class RewardService:
         finally:
             self._num_open -= 1
 
-    async def _placed(self, request: Mapping[str, Any], timeout_s: float, makes_way: bool) -> dict[str, Any]:
+    async def _placed(
+        self, request: Mapping[str, Any], timeout_s: float, makes_way: bool
+    ) -> dict[str, Any]:
         await self._places.acquire()
         paused = [self._places]
         worker = self._idle.pop() if self._idle else Worker(self._nursery)
@@ -384,7 +460,11 @@ class RewardService:
         began_s = clock()
         try:
             found = await self._asked(worker, paused, request, timeout_s, makes_way)
-            if worker.is_worn or paused != [self._places] or len(self._idle) >= self.config.num_workers:
+            if (
+                worker.is_worn
+                or paused != [self._places]
+                or len(self._idle) >= self.config.num_workers
+            ):
                 await worker.kill()
         finally:
             self.graded_s += clock() - began_s
@@ -394,8 +474,11 @@ class RewardService:
         return found
 
     @asynccontextmanager
-    async def _making_way(self, worker: Worker, paused: list[asyncio.Semaphore]) -> AsyncIterator[None]:
-        """Set what is done inside aside when it takes long: its process goes on with what others leave of the processors."""
+    async def _making_way(
+        self, worker: Worker, paused: list[asyncio.Semaphore]
+    ) -> AsyncIterator[None]:
+        """Set what is done inside aside when it takes long: its process goes on with what others
+        leave of the processors."""
 
         async def make_way() -> None:
             await asyncio.sleep(self.config.patience_s)
@@ -438,7 +521,9 @@ class RewardService:
                 await worker.kill()
                 late = f"no result within {timeout_s:g} s"
                 if "task" in request:
-                    setting = "rewards.timeout_s" if makes_way else "rewards.sandbox.total_timeout_s"
+                    setting = (
+                        "rewards.timeout_s" if makes_way else "rewards.sandbox.total_timeout_s"
+                    )
                     late = f"no grade within {setting}={timeout_s:g} s"
                 return {"kind": "timeout", "detail": late}
             except EOFError as error:
@@ -446,7 +531,11 @@ class RewardService:
             except BaseException:
                 await worker.kill()
                 raise
-        what = f"using {request['tool']}" if "tool" in request else f"grading an answer to task {request['task']['id']}"
+        what = (
+            f"using {request['tool']}"
+            if "tool" in request
+            else f"grading an answer to task {request['task']['id']}"
+        )
         logger.warning("%s: the process died %d times: %s", what, ATTEMPTS, deaths[-1])
         return {"kind": "crashed", "detail": deaths[-1]}
 
@@ -482,6 +571,9 @@ class RewardService:
         return self
 
     async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         await self.close()

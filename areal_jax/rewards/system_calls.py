@@ -1,8 +1,10 @@
-"""The seccomp filter of the sandbox: which system calls a program may make, as classic BPF (linux/seccomp.h, linux/filter.h).
+"""The seccomp filter of the sandbox: which system calls a program may make, as classic BPF
+(linux/seccomp.h, linux/filter.h).
 
-Calls that reach other processes, memory that no limit counts, or parts of the kernel that programs do not need fail with
-EPERM. Sockets are of the family AF_UNIX, with buffers of the default size. Calls newer than this table do not exist (ENOSYS),
-nor does `clone3`, whose flags no filter sees; libraries then fall back on `clone`.
+Calls that reach other processes, memory that no limit counts, or parts of the kernel that programs
+do not need fail with EPERM. Sockets are of the family AF_UNIX, with buffers of the default size.
+Calls newer than this table do not exist (ENOSYS), nor does `clone3`, whose flags no filter sees;
+libraries then fall back on `clone`.
 """
 
 from __future__ import annotations
@@ -64,7 +66,8 @@ DENIED = {
 """Numbers of the system calls that fail with EPERM, on x86_64 and aarch64."""
 
 CLONE3, NEWEST = 435, 462
-"""The same on both machines; the newest call that the table knows is `mseal`. Those of x32 have higher numbers yet."""
+"""The same on both machines; the newest call that the table knows is `mseal`. Those of x32 have
+higher numbers yet."""
 
 NEW_NAMESPACES = 0x7E020000
 """CLONE_NEWNS, NEWCGROUP, NEWUTS, NEWIPC, NEWUSER, NEWPID and NEWNET (linux/sched.h)."""
@@ -74,7 +77,8 @@ SO_SNDBUF, SO_RCVBUF, SO_SNDBUFFORCE, SO_RCVBUFFORCE = 7, 8, 32, 33
 
 LOAD, EQUAL, ABOVE, ANY_BIT, RETURN = 0x20, 0x15, 0x25, 0x45, 0x06
 CALL, ARCHITECTURE, FIRST, SECOND, THIRD = 0, 4, 16, 24, 32
-"""Offsets in `struct seccomp_data`; of each argument the lower half, which is all that the kernel reads of an int."""
+"""Offsets in `struct seccomp_data`; of each argument the lower half, which is all that the kernel
+reads of an int."""
 
 ALLOW, KILL = 0x7FFF0000, 0x80000000
 
@@ -106,8 +110,14 @@ def system_call_filter(machine: str) -> bytes:
             ],
         ),
         # Limits of this process only, which nobody raises without privilege.
-        "prlimit64": ((302, 261), [(LOAD, FIRST, 0, 0), (EQUAL, 0, 1, 0), _error(errno.EPERM), allow]),
-        "clone": ((56, 220), [(LOAD, FIRST, 0, 0), (ANY_BIT, NEW_NAMESPACES, 0, 1), _error(errno.EPERM), allow]),
+        "prlimit64": (
+            (302, 261),
+            [(LOAD, FIRST, 0, 0), (EQUAL, 0, 1, 0), _error(errno.EPERM), allow],
+        ),
+        "clone": (
+            (56, 220),
+            [(LOAD, FIRST, 0, 0), (ANY_BIT, NEW_NAMESPACES, 0, 1), _error(errno.EPERM), allow],
+        ),
     }
     # (code, number, how many to skip if true, if false)
     program = [
@@ -125,4 +135,7 @@ def system_call_filter(machine: str) -> bytes:
     for numbers, steps in checks.values():
         program += [(EQUAL, numbers[column], 0, len(steps)), *steps]
     program.append(allow)
-    return b"".join(struct.pack("=HBBI", code, if_true, if_false, number) for code, number, if_true, if_false in program)
+    return b"".join(
+        struct.pack("=HBBI", code, if_true, if_false, number)
+        for code, number, if_true, if_false in program
+    )

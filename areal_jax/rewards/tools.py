@@ -1,4 +1,5 @@
-"""What a policy may call, and what is done then. Runs in grading processes; standard library only until a tool is made."""
+"""What a policy may call, and what is done then. Runs in grading processes; standard library only
+until a tool is made."""
 
 from __future__ import annotations
 
@@ -21,14 +22,23 @@ class Tool(NamedTuple):
 
 
 TOOLS: Mapping[str, Tool] = {
-    "calculator": Tool("The value of an arithmetic expression with + - * / // % ** and brackets, exact.", "expression"),
-    "python": Tool("What a Python program prints. Each program runs by itself, without network.", "code"),
+    "calculator": Tool(
+        "The value of an arithmetic expression with + - * / // % ** and brackets, exact.",
+        "expression",
+    ),
+    "python": Tool(
+        "What a Python program prints. Each program runs by itself, without network.", "code"
+    ),
     "search": Tool("The passages of a collection of documents that fit a query best.", "query"),
 }
 
 
 def make_tools(
-    names: Sequence[str], documents: str | None, num_results: int, sandbox: SandboxConfig, timeout_s: float
+    names: Sequence[str],
+    documents: str | None,
+    num_results: int,
+    sandbox: SandboxConfig,
+    timeout_s: float,
 ) -> dict[str, Use]:
     """The tools of these names. ValueError, OSError or SandboxUnavailable where one cannot be had.
 
@@ -91,7 +101,11 @@ def _search(documents: str | None, num_results: int) -> Use:
     from areal_jax.rewards.search import Index
 
     if documents is None:
-        raise ValueError("search has nothing to look in: set workflow.tools.documents to a file or folder of yours")
+        raise ValueError(
+            "search has nothing to look in: set workflow.tools.documents to a file or folder "
+            "of "
+            "yours"
+        )
     index = Index(read_passages(Path(documents).expanduser()) if documents != "facts" else _facts())
 
     def use(query: str) -> tuple[str, str]:

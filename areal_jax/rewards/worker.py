@@ -1,12 +1,15 @@
-"""The process that grading processes are forked from, and those: `python -m areal_jax.rewards.worker PARENT_PID SETTINGS`.
+"""The process that grading processes are forked from, and those: `python -m
+areal_jax.rewards.worker PARENT_PID SETTINGS`.
 
-`rewards.service` starts it, talks to it over a socket on its standard input, and kills it. One JSON object a line. In:
-{"do": "fork"} with a socket for the new process, {"do": "prepare"}, {"do": "reap", "pid"}. Out: {"status": "ready"} when it can
-fork, or {"error"} when it never will; then {"pid"}, {} or {"error"}, {"returncode"}.
+`rewards.service` starts it, talks to it over a socket on its standard input, and kills it. One JSON
+object a line. In: {"do": "fork"} with a socket for the new process, {"do": "prepare"}, {"do":
+"reap", "pid"}. Out: {"status": "ready"} when it can fork, or {"error"} when it never will; then
+{"pid"}, {} or {"error"}, {"returncode"}.
 
-A grading process over its socket. In: {"number", "task", "text"}. Out: {"number", "kind", "detail", "score", "failed", "trace"}
-or {"number", "unprepared"}: it needs computer algebra, which takes a second to import; `prepare` does so once, for all that is
-forked later. Or in: {"number", "tool", "text"}, to use a tool. Out: {"number", "kind", "text"}.
+A grading process over its socket. In: {"number", "task", "text"}. Out: {"number", "kind", "detail",
+"score", "failed", "trace"} or {"number", "unprepared"}: it needs computer algebra, which takes a
+second to import; `prepare` does so once, for all that is forked later. Or in: {"number", "tool",
+"text"}, to use a tool. Out: {"number", "kind", "text"}.
 """
 
 from __future__ import annotations
@@ -30,7 +33,8 @@ from areal_jax.rewards.functions import graded, load_function, traceback_of
 from areal_jax.rewards.math_answers import compare_plainly, compare_symbolically, extract_answer
 
 MEMORY_BYTES = 4 << 30
-"""Address space of the process: an answer that wants more is `crashed`, not the end of the machine."""
+"""Address space of the process: an answer that wants more is `crashed`, not the end of the
+machine."""
 
 PATIENCE = 0.9
 """Share of the time for an answer after which a program has taken too long."""
@@ -67,19 +71,36 @@ def main() -> None:
     control = socket.socket(fileno=os.dup(0))
     _keep_to_oneself()
     try:
-        grader = _custom_grader(settings["function"], settings["scale"]) if settings["function"] else _grader_of_kind(settings)
-        grader = grader if settings["form"] is None else _in_form(re.compile(settings["form"], re.DOTALL), grader)
+        grader = (
+            _custom_grader(settings["function"], settings["scale"])
+            if settings["function"]
+            else _grader_of_kind(settings)
+        )
+        grader = (
+            grader
+            if settings["form"] is None
+            else _in_form(re.compile(settings["form"], re.DOTALL), grader)
+        )
         tools = _tools(settings) if settings["tools"] else {}
     except (Exception, SystemExit) as error:
-        given = " ".join(f"rewards.{name}={settings[name]}" for name in ("function", "form") if settings[name])
+        given = " ".join(
+            f"rewards.{name}={settings[name]}" for name in ("function", "form") if settings[name]
+        )
         if settings["tools"]:
             given += f" workflow.tools.names={','.join(settings['tools']['names'])}"
-            given += f" workflow.tools.documents={settings['tools']['documents']}" if settings["tools"]["documents"] else ""
+            given += (
+                f" workflow.tools.documents={settings['tools']['documents']}"
+                if settings["tools"]["documents"]
+                else ""
+            )
         reason = f"{given.strip()}: {type(error).__name__}: {error}".removeprefix(": ")
         _say(control, {"error": "\n".join(filter(None, (reason, traceback_of(error))))})
         return
     _say(control, {"status": "ready"})
-    nursery_pid, own_children = os.getpid(), {process.pid for process in psutil.Process().children()}
+    nursery_pid, own_children = (
+        os.getpid(),
+        {process.pid for process in psutil.Process().children()},
+    )
     while True:
         line, files, _, _ = socket.recv_fds(control, 4096, 1)
         if not line:
@@ -89,7 +110,8 @@ def main() -> None:
                 pid = os.fork()
                 if pid == 0:
                     control.close()
-                    # A group to be killed as one, but no session: priorities count among processes of one session.
+                    # A group to be killed as one, but no session: priorities count among processes
+                    # of one session.
                     os.setpgrp()
                     _end_with(nursery_pid)
                     return _serve(socket.socket(fileno=files[0]), grader, tools, settings)
@@ -111,8 +133,8 @@ def _say(to: socket.socket, message: dict[str, object]) -> None:
 
 
 def _end_with(parent_pid: int) -> None:
-    """Be killed when the parent dies, even in the middle of a computation, and take orphaned descendants as children, so that
-    who kills this process finds them."""
+    """Be killed when the parent dies, even in the middle of a computation, and take orphaned
+    descendants as children, so that who kills this process finds them."""
     if sys.platform == "linux":
         import ctypes
 
@@ -126,7 +148,9 @@ def _end_with(parent_pid: int) -> None:
 
 def _end_orphans(own_children: set[int]) -> None:
     """End what grading processes that died have left behind."""
-    while left := [process for process in psutil.Process().children() if process.pid not in own_children]:
+    while left := [
+        process for process in psutil.Process().children() if process.pid not in own_children
+    ]:
         for process in left:
             process.kill()
             process.wait()
@@ -147,26 +171,36 @@ def _prepare() -> dict[str, object]:
     return {}
 
 
-def _serve(connection: socket.socket, grader: Grader, tools: Tools, settings: dict[str, Any]) -> None:
+def _serve(
+    connection: socket.socket, grader: Grader, tools: Tools, settings: dict[str, Any]
+) -> None:
     """Grader what is asked, and use the tools that are called for, until the connection ends."""
     with connection, connection.makefile("r", encoding="utf-8") as requests:
         for line in requests:
             request = json.loads(line)
             if "tool" in request:
-                found = _used(tools[request["tool"]], request["text"], settings["tools"]["max_output_chars"])
+                found = _used(
+                    tools[request["tool"]], request["text"], settings["tools"]["max_output_chars"]
+                )
             else:
                 found = _graded(grader, request["task"], request["text"])
             _say(connection, {"number": request["number"], **found})
 
 
-def _used(use: Callable[[str], tuple[str, str]], argument: str, max_output_chars: int) -> dict[str, object]:
-    """What a tool puts out, cut to its length. One that fails is the machine's fault: what calls do wrong, tools say."""
+def _used(
+    use: Callable[[str], tuple[str, str]], argument: str, max_output_chars: int
+) -> dict[str, object]:
+    """What a tool puts out, cut to its length. One that fails is the machine's fault: what calls do
+    wrong, tools say."""
     try:
         kind, text = use(argument)
     except Exception as error:
         traceback.print_exc()
         kind, text = "infrastructure", _named(error)
-    return {"kind": kind, "text": text if len(text) <= max_output_chars else text[:max_output_chars] + " ..."}
+    return {
+        "kind": kind,
+        "text": text if len(text) <= max_output_chars else text[:max_output_chars] + " ...",
+    }
 
 
 def _graded(grader: Grader, task: dict[str, Any], text: str) -> dict[str, object]:
@@ -189,15 +223,21 @@ def _graded(grader: Grader, task: dict[str, Any], text: str) -> dict[str, object
 
 
 def _grader_of_kind(settings: dict[str, Any]) -> Grader:
-    """The graders of the kinds of tasks there are. SandboxUnavailable where programs are among them and cannot be run."""
-    graders: dict[str, Grader] = {"math": _math_grader(settings["accept_plain"]), "countdown": _countdown_grader}
+    """The graders of the kinds of tasks there are. SandboxUnavailable where programs are among them
+    and cannot be run."""
+    graders: dict[str, Grader] = {
+        "math": _math_grader(settings["accept_plain"]),
+        "countdown": _countdown_grader,
+    }
     if "code" in settings["kinds"]:
         graders["code"] = _code_grader(settings["sandbox"])
     return lambda task, text: graders[task["kind"]](task, text)
 
 
 def _in_form(form: re.Pattern[str], grader: Grader) -> Grader:
-    return lambda task, text: grader(task, text) if form.fullmatch(text) else Finding("no_answer", "not in rewards.form")
+    return lambda task, text: (
+        grader(task, text) if form.fullmatch(text) else Finding("no_answer", "not in rewards.form")
+    )
 
 
 def _math_grader(accept_plain: bool) -> Grader:
@@ -234,7 +274,8 @@ def _code_grader(sandbox: dict[str, Any]) -> Grader:
 
     def grader(task: dict[str, Any], text: str) -> Finding:
         if not programs:
-            # In each grading process its own. A program that takes too long is to end here, which takes no new process.
+            # In each grading process its own. A program that takes too long is to end here, which
+            # takes no new process.
             programs.append(CodeGrader(config, bwrap, PATIENCE * config.total_timeout_s))
         grade = programs[0].grade_answer(tests_of(task["answer"]), text)
         return Finding(grade.kind, grade.detail)
@@ -243,7 +284,8 @@ def _code_grader(sandbox: dict[str, Any]) -> Grader:
 
 
 def _tools(settings: dict[str, Any]) -> Tools:
-    """The tools that a policy may call. What they search in is read once, for all processes that are forked."""
+    """The tools that a policy may call. What they search in is read once, for all processes that
+    are forked."""
     from areal_jax.rewards.config import SandboxConfig
     from areal_jax.rewards.tools import make_tools
 
@@ -267,7 +309,8 @@ def _custom_grader(function: str, scale: Literal["unit", "raw"]) -> Grader:
     def finished(found: object) -> object:
         if not inspect.isawaitable(found):
             return found
-        # One loop for all answers of a process: connections that the function keeps open belong to it.
+        # One loop for all answers of a process: connections that the function keeps open belong to
+        # it.
         loops[:] = loops or [asyncio.Runner()]
         return loops[0].run(_awaited(found))
 

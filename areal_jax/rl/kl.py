@@ -1,4 +1,5 @@
-"""How far one policy is from another, estimated from sampled tokens, and what follows from it (http://joschu.net/blog/kl-approx.html).
+"""How far one policy is from another, estimated from sampled tokens, and what follows from it
+(http://joschu.net/blog/kl-approx.html).
 
 Axes: B rows, T tokens.
 """
@@ -14,11 +15,14 @@ from areal_jax.rl.config import Estimator, KLInLoss, KLInReward, Teacher
 from areal_jax.rl.losses import PolicyLoss, mean_loss, zero_outside
 
 
-def kl_estimate(estimator: Estimator, log_ratio: Float[Array | np.ndarray, "*B T"]) -> Float[Array | np.ndarray, "*B T"]:
-    """Per token, an estimate of KL(policy || reference) from x = log(policy/reference) of a token that the policy drew:
+def kl_estimate(
+    estimator: Estimator, log_ratio: Float[Array | np.ndarray, "*B T"]
+) -> Float[Array | np.ndarray, "*B T"]:
+    """Per token, an estimate of KL(policy || reference) from x = log(policy/reference) of a token
+    that the policy drew:
 
-    k1 = x, unbiased, of either sign; k2 = x²/2, never negative, biased; k3 = exp(-x) - 1 + x, unbiased and never negative.
-    numpy in, numpy out; jax in, jax out."""
+    k1 = x, unbiased, of either sign; k2 = x²/2, never negative, biased; k3 = exp(-x) - 1 + x,
+    unbiased and never negative. numpy in, numpy out; jax in, jax out."""
     match estimator:
         case "k1":
             return log_ratio
@@ -34,8 +38,8 @@ def kl_penalty(
     reference_logp: Float[np.ndarray, "T"],
     acted: Bool[np.ndarray, "T"],
 ) -> Float64[np.ndarray, "T"]:
-    """What each token of a sample earns for straying from the reference: -coefficient · k(log behave - log reference), and 0
-    where the policy drew none."""
+    """What each token of a sample earns for straying from the reference: -coefficient · k(log
+    behave - log reference), and 0 where the policy drew none."""
     log_ratio = np.where(acted, behave_logp.astype(np.float64) - reference_logp, 0.0)
     return -config.coefficient * np.asarray(kl_estimate(config.estimator, log_ratio))
 
@@ -47,11 +51,13 @@ def distilled_advantages(
     teacher_logp: Float[np.ndarray, "T"],
     acted: Bool[np.ndarray, "T"],
 ) -> Float32[np.ndarray, "T"]:
-    """reward_weight · advantage + weight · log(teacher/behave) for every token that the policy drew.
+    """reward_weight · advantage + weight · log(teacher/behave) for every token that the policy
+    drew.
 
-    The policy gradient with log(teacher/behave) for an advantage is minus the gradient of KL(policy || teacher) of each token
-    given those before it (on-policy distillation: arXiv:2306.08543; https://thinkingmachines.ai/blog/on-policy-distillation).
-    What a token does to the KL of later ones is left out."""
+    The policy gradient with log(teacher/behave) for an advantage is minus the gradient of KL(policy
+    || teacher) of each token given those before it (on-policy distillation: arXiv:2306.08543;
+    https://thinkingmachines.ai/blog/on-policy-distillation). What a token does to the KL of later
+    ones is left out."""
     gain = np.where(acted, teacher_logp - behave_logp.astype(np.float64), 0.0)
     return (config.reward_weight * advantages + config.weight * gain).astype(np.float32)
 
@@ -65,13 +71,15 @@ def kl_loss(
     *,
     num_tokens: Float[Array | np.ndarray, ""] | float | None = None,
 ) -> PolicyLoss:
-    """coefficient/N sum_t weight_t k_t(log theta_t - log reference_t) (GRPO, arXiv:2402.03300, equations 3 and 4).
+    """coefficient/N sum_t weight_t k_t(log theta_t - log reference_t) (GRPO, arXiv:2402.03300,
+    equations 3 and 4).
 
     Gradients flow through theta alone. What lies under the mask may be nan.
 
     Args:
         weights: of every token in the mean that the loss is; None: 1.
-        num_tokens: N. None counts the mask; give the whole mini-batch's count where this is one of its micro-batches.
+        num_tokens: N. None counts the mask; give the whole mini-batch's count where this is one of
+            its micro-batches.
     """
     mask = jnp.asarray(mask).astype(bool)
     log_ratio = zero_outside(mask, logp) - jax.lax.stop_gradient(zero_outside(mask, reference_logp))
@@ -79,5 +87,8 @@ def kl_loss(
     if weights is not None:
         token_loss *= zero_outside(mask, weights)
     # Of all estimates k3 tells most, whichever the loss is made of.
-    sums = {"loss": jnp.sum(token_loss), "kl_reference": jnp.sum(jnp.asarray(kl_estimate("k3", log_ratio)))}
+    sums = {
+        "loss": jnp.sum(token_loss),
+        "kl_reference": jnp.sum(jnp.asarray(kl_estimate("k3", log_ratio))),
+    }
     return mean_loss(sums, jnp.sum(mask, dtype=token_loss.dtype), num_tokens)

@@ -1,4 +1,5 @@
-"""Log-probabilities of tokens from hidden states, and values before tokens: the one file that shifts by one.
+"""Log-probabilities of tokens from hidden states, and values before tokens: the one file that
+shifts by one.
 
 Axes: B rows, T tokens, C tokens of a chunk, D width, V vocabulary.
 """
@@ -22,20 +23,24 @@ def token_logprobs(
     chunk_tokens: int,
     learns_entropy: bool = False,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Log-probability of every token given those before it in its segment, and the entropy of what it was sampled from.
+    """Log-probability of every token given those before it in its segment, and the entropy of what
+    it was sampled from.
 
-    Entry t speaks of token t, predicted from hidden[t-1]. The first token of a segment, which nothing predicts, and padding
-    (segment 0) get 0. Softmax and logarithm are in float32.
+    Entry t speaks of token t, predicted from hidden[t-1]. The first token of a segment, which
+    nothing predicts, and padding (segment 0) get 0. Softmax and logarithm are in float32.
 
     Args:
         head: cast to the dtype of `hidden` for the product.
         temperature: divides the logits, as it did when the token was sampled.
-        chunk_tokens: tokens of all rows together whose logits exist at the same time; the backward pass computes them again,
+        chunk_tokens: tokens of all rows together whose logits exist at the same time; the backward
+            pass computes them again,
             so that [tokens, vocabulary] never exists, in either direction.
         learns_entropy: entropy carries a gradient too; else only the log-probability does.
     """
     if temperature <= 0.0:
-        raise ValueError(f"temperature must be above 0 for log-probabilities to exist, came {temperature}")
+        raise ValueError(
+            f"temperature must be above 0 for log-probabilities to exist, came {temperature}"
+        )
     num_rows, num_columns = tokens.shape
     columns_per_chunk = min(num_columns, max(1, chunk_tokens // num_rows))
     num_chunks = -(-num_columns // columns_per_chunk)
@@ -43,30 +48,39 @@ def token_logprobs(
     columns_per_chunk = -(-num_columns // num_chunks)
     targets = jnp.roll(tokens, -1, axis=1)
 
-    def predict(hidden_chunk: Float[Array, "B C D"], targets_chunk: Int[Array, "B C"]) -> tuple[Array, Array]:
+    def predict(
+        hidden_chunk: Float[Array, "B C D"], targets_chunk: Int[Array, "B C"]
+    ) -> tuple[Array, Array]:
         return _predict(hidden_chunk, head, targets_chunk, temperature, learns_entropy)
 
     if num_chunks == 1:
         logp, entropy = predict(hidden, targets)
     else:
-        # Cut along columns, never along rows, which the train mesh shards; and a chunk takes every so many-th column, so that
-        # shards of columns have the same share in each.
+        # Cut along columns, never along rows, which the train mesh shards; and a chunk takes every
+        # so many-th column, so that shards of columns have the same share in each.
         padding = num_chunks * columns_per_chunk - num_columns
 
         def cut(x: Array) -> Array:
             x = jnp.pad(x, ((0, 0), (0, padding), *((0, 0),) * (x.ndim - 2)))
-            return jnp.moveaxis(x.reshape(num_rows, columns_per_chunk, num_chunks, *x.shape[2:]), 2, 0)
+            return jnp.moveaxis(
+                x.reshape(num_rows, columns_per_chunk, num_chunks, *x.shape[2:]), 2, 0
+            )
 
-        _, outs = jax.lax.scan(lambda _, chunk: (None, predict(*chunk)), None, (cut(hidden), cut(targets)))
+        _, outs = jax.lax.scan(
+            lambda _, chunk: (None, predict(*chunk)), None, (cut(hidden), cut(targets))
+        )
         logp, entropy = (jnp.moveaxis(x, 0, 2).reshape(num_rows, -1)[:, :num_columns] for x in outs)
     predicted = _is_predicted(segment_ids)
     logp, entropy = (jnp.where(predicted, jnp.roll(x, 1, axis=1), 0.0) for x in (logp, entropy))
     return logp, entropy if learns_entropy else jax.lax.stop_gradient(entropy)
 
 
-def values_before(values: Float[Array, "B T"], segment_ids: Int[Array, "B T"]) -> Float[Array, "B T"]:
-    """From the value of what follows each token, in its place, that of what follows the token before it: of the state in which
-    the token was sampled. Entry t then speaks of token t; the first token of a segment and padding get 0."""
+def values_before(
+    values: Float[Array, "B T"], segment_ids: Int[Array, "B T"]
+) -> Float[Array, "B T"]:
+    """From the value of what follows each token, in its place, that of what follows the token
+    before it: of the state in which the token was sampled. Entry t then speaks of token t; the
+    first token of a segment and padding get 0."""
     return jnp.where(_is_predicted(segment_ids), jnp.roll(values, 1, axis=1), 0.0)
 
 
@@ -91,11 +105,15 @@ def _predict(
 
 
 def _predict_with_norm(
-    hidden: Float[Array, "B C D"], head: Float[Array, "D V"], targets: Int[Array, "B C"], temperature: float
+    hidden: Float[Array, "B C D"],
+    head: Float[Array, "D V"],
+    targets: Int[Array, "B C"],
+    temperature: float,
 ) -> tuple[Float[Array, "B C"], Float[Array, "B C"], Float[Array, "B C"]]:
     logits = _logits(hidden, head, temperature)
     log_norm = jax.nn.logsumexp(logits, axis=-1)
-    # Compare and sum, not gather: along a sharded vocabulary a gather would fetch all logits to every shard.
+    # Compare and sum, not gather: along a sharded vocabulary a gather would fetch all logits to
+    # every shard.
     logp = jnp.sum(_is_target(targets, logits) * logits, axis=-1) - log_norm
     log_softmax = logits - log_norm[..., None]
     entropy = -jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=-1)
@@ -112,32 +130,45 @@ def _predict_forward(
 def _predict_backward(
     temperature: float, learns_entropy: bool, saved: tuple, cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, None]:
-    """d logp / d logits = [is target] - softmax and d entropy / d logits = -softmax (log softmax + entropy), from logits
-    computed again: what is saved is [tokens], not [tokens, V]."""
+    """d logp / d logits = [is target] - softmax and d entropy / d logits = -softmax (log softmax +
+    entropy), from logits computed again: what is saved is [tokens], not [tokens, V]."""
     hidden, head, targets, log_norm, entropy = saved
     d_logp, d_entropy = cotangents
     logits = _logits(hidden, head, temperature)
     log_softmax = logits - log_norm[..., None]
     softmax = jnp.exp(log_softmax)
-    d_logits = (jnp.where(_is_target(targets, logits), 1.0, 0.0) - softmax) * (d_logp / temperature)[..., None]
+    d_logits = (jnp.where(_is_target(targets, logits), 1.0, 0.0) - softmax) * (
+        d_logp / temperature
+    )[..., None]
     if learns_entropy:
-        d_logits -= softmax * (log_softmax + entropy[..., None]) * (d_entropy / temperature)[..., None]
+        d_logits -= (
+            softmax * (log_softmax + entropy[..., None]) * (d_entropy / temperature)[..., None]
+        )
     d_hidden = jnp.einsum("bcv,dv->bcd", d_logits.astype(hidden.dtype), head.astype(hidden.dtype))
-    # The narrower factor first: XLA on CPU transposes the first one, with all that computes it, in a slow strided loop.
-    # In float32, so that what the chunks give adds up in float32.
-    d_head = jnp.einsum("bcd,bcv->dv", hidden, d_logits.astype(hidden.dtype), preferred_element_type=logits.dtype)
+    # The narrower factor first: XLA on CPU transposes the first one, with all that computes it, in
+    # a slow strided loop. In float32, so that what the chunks give adds up in float32.
+    d_head = jnp.einsum(
+        "bcd,bcv->dv", hidden, d_logits.astype(hidden.dtype), preferred_element_type=logits.dtype
+    )
     return d_hidden, d_head.astype(head.dtype), None
 
 
 _predict.defvjp(_predict_forward, _predict_backward)
 
 
-def _logits(hidden: Float[Array, "B C D"], head: Float[Array, "D V"], temperature: float) -> Float[Array, "B C V"]:
+def _logits(
+    hidden: Float[Array, "B C D"], head: Float[Array, "D V"], temperature: float
+) -> Float[Array, "B C V"]:
     dtype = jnp.promote_types(hidden.dtype, jnp.float32)
-    return jnp.einsum("bcd,dv->bcv", hidden, head.astype(hidden.dtype), preferred_element_type=dtype) / temperature
+    return (
+        jnp.einsum("bcd,dv->bcv", hidden, head.astype(hidden.dtype), preferred_element_type=dtype)
+        / temperature
+    )
 
 
 def _is_target(targets: Int[Array, "B C"], logits: Float[Array, "B C V"]) -> Bool[Array, "B C V"]:
-    # An iota as large as the logits, or zeros to choose instead of them, would be computed once before the loop over chunks,
-    # since they are the same for all, and lie there while it runs.
-    return jax.lax.broadcasted_iota(targets.dtype, (1, 1, logits.shape[-1]), 2) == targets[..., None]
+    # An iota as large as the logits, or zeros to choose instead of them, would be computed once
+    # before the loop over chunks, since they are the same for all, and lie there while it runs.
+    return (
+        jax.lax.broadcasted_iota(targets.dtype, (1, 1, logits.shape[-1]), 2) == targets[..., None]
+    )

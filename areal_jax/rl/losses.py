@@ -1,7 +1,9 @@
-"""Policy objectives: log-probabilities and advantages in, one loss and its metrics out. Axes: B rows, T tokens.
+"""Policy objectives: log-probabilities and advantages in, one loss and its metrics out. Axes: B
+rows, T tokens.
 
-Every function takes one row [T] or a batch [B, T]. What lies under the mask may be nan or inf: it reaches neither the loss,
-nor a gradient, nor a metric. Metrics are (sum, weight) pairs, so that those of several micro-batches add up; divide last.
+Every function takes one row [T] or a batch [B, T]. What lies under the mask may be nan or inf: it
+reaches neither the loss, nor a gradient, nor a metric. Metrics are (sum, weight) pairs, so that
+those of several micro-batches add up; divide last.
 """
 
 from __future__ import annotations
@@ -38,13 +40,16 @@ Meter: TypeAlias = tuple[Float[Array, ""], Float[Array, ""]]
 
 class PolicyLoss(NamedTuple):
     loss: Float[Array, ""]
-    """Differentiable with respect to the log-probabilities of the policy being trained, and nothing else."""
+    """Differentiable with respect to the log-probabilities of the policy being trained, and nothing
+    else."""
     metrics: dict[str, Meter]
 
     def plus(self, other: PolicyLoss) -> PolicyLoss:
         """Both as one loss, over the same tokens; the metric `loss` is of both."""
         (ours, count), (theirs, _) = self.metrics["loss"], other.metrics["loss"]
-        return PolicyLoss(self.loss + other.loss, self.metrics | other.metrics | {"loss": (ours + theirs, count)})
+        return PolicyLoss(
+            self.loss + other.loss, self.metrics | other.metrics | {"loss": (ours + theirs, count)}
+        )
 
 
 def decoupled_ppo_loss(
@@ -61,29 +66,42 @@ def decoupled_ppo_loss(
     behave_weight_mode: Literal["mask", "clamp"] = "mask",
     num_tokens: Float[Array | np.ndarray, ""] | float | None = None,
 ) -> PolicyLoss:
-    """Decoupled PPO (AReaL, arXiv:2505.24298, equation 5): trust the neighbourhood of `proximal`, correct for `behave`.
+    """Decoupled PPO (AReaL, arXiv:2505.24298, equation 5): trust the neighbourhood of `proximal`,
+    correct for `behave`.
 
-    L = -1/N sum_t w_t min(u_t A_t, clip(u_t, 1-clip_eps, 1+clip_eps_high) A_t),  w = proximal/behave,  u = theta/proximal;
-    gradients flow through theta alone. With proximal = behave this is PPO; with all three equal its gradient is the policy
-    gradient.
+    L = -1/N sum_t w_t min(u_t A_t, clip(u_t, 1-clip_eps, 1+clip_eps_high) A_t),  w =
+    proximal/behave,  u = theta/proximal; gradients flow through theta alone. With proximal = behave
+    this is PPO; with all three equal its gradient is the policy gradient.
 
     Args:
         mask: true (or 1) where the token counts.
         clip_eps_high: None takes `clip_eps`.
-        dual_clip: c > 1 bounds the loss of a token with negative advantage by c|A| (arXiv:1912.09729); None bounds nothing.
-        behave_weight_cap: None leaves w as it is. Above the cap, "mask" takes the token out of the sum and "clamp" sets w to
+        dual_clip: c > 1 bounds the loss of a token with negative advantage by c|A|
+            (arXiv:1912.09729); None bounds nothing.
+        behave_weight_cap: None leaves w as it is. Above the cap, "mask" takes the token out of the
+            sum and "clamp" sets w to
             the cap; N stays.
-        num_tokens: N. None counts the mask; give the whole mini-batch's count where this is one of its micro-batches.
+        num_tokens: N. None counts the mask; give the whole mini-batch's count where this is one of
+            its micro-batches.
     """
     if behave_weight_mode not in ("mask", "clamp"):
-        raise ValueError(f"behave_weight_mode must be 'mask' or 'clamp', came {behave_weight_mode!r}")
+        raise ValueError(
+            f"behave_weight_mode must be 'mask' or 'clamp', came {behave_weight_mode!r}"
+        )
     importance_weighting: ImportanceWeighting = Weighted()
     if behave_weight_cap is not None:
-        importance_weighting = (Masked if behave_weight_mode == "mask" else Truncated)(cap=behave_weight_cap)
+        importance_weighting = (Masked if behave_weight_mode == "mask" else Truncated)(
+            cap=behave_weight_cap
+        )
     config = DecoupledPPO(
-        clip_eps=clip_eps, clip_eps_high=clip_eps_high, dual_clip=dual_clip, importance_weighting=importance_weighting
+        clip_eps=clip_eps,
+        clip_eps_high=clip_eps_high,
+        dual_clip=dual_clip,
+        importance_weighting=importance_weighting,
     )
-    return policy_loss(config, logp, proximal_logp, behave_logp, advantages, mask, num_tokens=num_tokens)
+    return policy_loss(
+        config, logp, proximal_logp, behave_logp, advantages, mask, num_tokens=num_tokens
+    )
 
 
 def policy_loss(
@@ -97,30 +115,41 @@ def policy_loss(
     *,
     num_tokens: Float[Array | np.ndarray, ""] | float | None = None,
 ) -> PolicyLoss:
-    """The objective that `config` names: -1/N sum_t w_t f(u_t, A_t), with w = proximal/behave corrected as it says, and
-    u = theta/proximal. PPO reads no `proximal_logp`: it takes behave's.
+    """The objective that `config` names: -1/N sum_t w_t f(u_t, A_t), with w = proximal/behave
+    corrected as it says, and u = theta/proximal. PPO reads no `proximal_logp`: it takes behave's.
 
     Args:
         mask: true (or 1) where the token counts.
-        segment_ids: which sequence of its row each token belongs to, for what is said of sequences; None: a row is one.
-        num_tokens: N. None counts the mask; give the whole mini-batch's count where this is one of its micro-batches.
+        segment_ids: which sequence of its row each token belongs to, for what is said of sequences;
+            None: a row is one.
+        num_tokens: N. None counts the mask; give the whole mini-batch's count where this is one of
+            its micro-batches.
     """
     mask = jnp.asarray(mask).astype(bool)
     logp, advantages = zero_outside(mask, logp), zero_outside(mask, advantages)
     behave_logp = jax.lax.stop_gradient(zero_outside(mask, behave_logp))
-    proximal_logp = behave_logp if isinstance(config, PPO) else jax.lax.stop_gradient(zero_outside(mask, proximal_logp))
+    proximal_logp = (
+        behave_logp
+        if isinstance(config, PPO)
+        else jax.lax.stop_gradient(zero_outside(mask, proximal_logp))
+    )
 
     weight, capped = _behave_weight(config, proximal_logp - behave_logp, mask, segment_ids)
-    # A token that has left the loss must not reach exp: in the backward pass the zero that takes it out would meet inf.
+    # A token that has left the loss must not reach exp: in the backward pass the zero that takes it
+    # out would meet inf.
     log_ratio = jnp.where(weight > 0.0, logp - proximal_logp, 0.0)
     match config:
         case DecoupledPPO() | PPO():
-            gain, extra = _clipped(log_ratio, advantages, config.clip_eps, config.clip_eps_high, config.dual_clip)
+            gain, extra = _clipped(
+                log_ratio, advantages, config.clip_eps, config.clip_eps_high, config.dual_clip
+            )
         case GSPO():
             # Of all tokens of the sequence, also of those whose own weight has left the loss.
             log_ratio = _sequence_mean(logp - proximal_logp, mask, segment_ids)
             advantages = _sequence_mean(advantages, mask, segment_ids)
-            gain, extra = _clipped(log_ratio, advantages, config.clip_eps, config.clip_eps_high, None)
+            gain, extra = _clipped(
+                log_ratio, advantages, config.clip_eps, config.clip_eps_high, None
+            )
         case SAPO():
             gain, extra = _gated(log_ratio, advantages, config), {}
         case CISPO():
@@ -130,7 +159,10 @@ def policy_loss(
         case CustomLoss():
             gain, extra = config.gain(jnp.exp(log_ratio), advantages, logp), {}
         case _:
-            raise TypeError(f"{type(config).__name__} is no policy objective; set trainer.loss to one of areal_jax.rl.config")
+            raise TypeError(
+                f"{type(config).__name__} is no policy objective; set trainer.loss to one of "
+                "areal_jax.rl.config"
+            )
     token_loss = jnp.where(mask, -weight * gain, 0.0)
 
     count = jnp.sum(mask, dtype=token_loss.dtype)
@@ -139,10 +171,12 @@ def policy_loss(
         "loss": jnp.sum(token_loss),
         "ratio": masked_sum(mask, jnp.exp(log_ratio)),
         "behave_weight": masked_sum(mask, weight),
-        # Mean of squares: with the mean it gives the effective sample size, and it shows outliers as a maximum would.
+        # Mean of squares: with the mean it gives the effective sample size, and it shows outliers
+        # as a maximum would.
         "behave_weight_squared": masked_sum(mask, weight**2),
         "behave_weight_capped_fraction": masked_sum(mask, capped),
-        # exp(x) - 1 - x with x = log(theta/behave): never negative, and low in variance (http://joschu.net/blog/kl-approx.html).
+        # exp(x) - 1 - x with x = log(theta/behave): never negative, and low in variance
+        # (http://joschu.net/blog/kl-approx.html).
         "kl_behave_theta": masked_sum(mask, jnp.expm1(log_ratio_to_behave) - log_ratio_to_behave),
         "kl_proximal_theta": masked_sum(mask, jnp.expm1(log_ratio) - log_ratio),
         **{name: masked_sum(mask, values) for name, values in extra.items()},
@@ -155,11 +189,13 @@ def interpolated_proximal(
     behave_logp: Float[Array | np.ndarray, "*B T"],
     age: Int[Array | np.ndarray, "*B T"],
 ) -> Float[Array, "*B T"]:
-    """Log-probabilities of the policy just before this trainer step, on the line from behave to theta by version (A-3PO):
-    behave + a (theta - behave), a = age / (age + 1), without gradient. No forward pass is made for them.
+    """Log-probabilities of the policy just before this trainer step, on the line from behave to
+    theta by version (A-3PO): behave + a (theta - behave), a = age / (age + 1), without gradient. No
+    forward pass is made for them.
 
     Args:
-        age: trainer steps from the version that drew the token to the one before this step; theta is one version further.
+        age: trainer steps from the version that drew the token to the one before this step; theta
+            is one version further.
     """
     behave_logp, logp = jnp.asarray(behave_logp), jax.lax.stop_gradient(jnp.asarray(logp))
     age = jnp.maximum(jnp.asarray(age), 0).astype(logp.dtype)
@@ -167,12 +203,15 @@ def interpolated_proximal(
 
 
 def second_moment_mask(
-    log_weight: Float[Array | np.ndarray, "T"], mask: Bool[Array | np.ndarray, "T"], max_second_moment: float
+    log_weight: Float[Array | np.ndarray, "T"],
+    mask: Bool[Array | np.ndarray, "T"],
+    max_second_moment: float,
 ) -> Bool[Array | np.ndarray, "T"]:
-    """The tokens that M2PO keeps (arXiv:2510.01161, section 4): without those furthest from the policy that drew them, the mean
-    of log_weight² over the rest is at most `max_second_moment`.
+    """The tokens that M2PO keeps (arXiv:2510.01161, section 4): without those furthest from the
+    policy that drew them, the mean of log_weight² over the rest is at most `max_second_moment`.
 
-    Give all tokens of a mini-batch at once, and count the loss over all of them: then no cut into micro-batches changes it.
+    Give all tokens of a mini-batch at once, and count the loss over all of them: then no cut into
+    micro-batches changes it.
 
     Args:
         log_weight: log(proximal/behave) of every token.
@@ -193,7 +232,9 @@ def _behave_weight(
     segment_ids: Int[Array | np.ndarray, "*B T"] | None,
 ) -> tuple[Float[Array, "*B T"], Bool[Array, "*B T"]]:
     """Weight of every token, and where a cap changed it."""
-    importance_weighting = config.importance_weighting if isinstance(config, ImportanceWeightedLoss) else Unweighted()
+    importance_weighting = (
+        config.importance_weighting if isinstance(config, ImportanceWeightedLoss) else Unweighted()
+    )
     nowhere = jnp.zeros_like(mask)
     match importance_weighting:
         case Unweighted():
@@ -209,14 +250,18 @@ def _behave_weight(
                 return weight, nowhere
             if importance_weighting.cap <= 0.0:
                 raise ValueError(
-                    f"the cap on proximal/behave must be above 0, came {importance_weighting.cap}; set trainer.loss.importance_weighting.cap"
+                    "the cap on proximal/behave must be above 0, came "
+                    f"{importance_weighting.cap}; set trainer.loss.importance_weighting.cap"
                 )
             capped = weight > importance_weighting.cap
             return jnp.where(
-                capped, importance_weighting.cap if isinstance(importance_weighting, Truncated) else 0.0, weight
+                capped,
+                importance_weighting.cap if isinstance(importance_weighting, Truncated) else 0.0,
+                weight,
             ), capped
     raise TypeError(
-        f"{type(importance_weighting).__name__} is no correction; set trainer.loss.importance_weighting to one of areal_jax.rl.config"
+        f"{type(importance_weighting).__name__} is no correction; set "
+        "trainer.loss.importance_weighting to one of areal_jax.rl.config"
     )
 
 
@@ -227,27 +272,37 @@ def _clipped(
     clip_eps_high: float | None,
     dual_clip: float | None,
 ) -> tuple[Float[Array, "*B T"], dict[str, Bool[Array, "*B T"]]]:
-    """min(uA, clip(u, 1-clip_eps, 1+clip_eps_high) A), at least dual_clip · A where A < 0, and where that held u back."""
+    """min(uA, clip(u, 1-clip_eps, 1+clip_eps_high) A), at least dual_clip · A where A < 0, and
+    where that held u back."""
     if dual_clip is not None and dual_clip <= 1.0:
-        raise ValueError(f"dual_clip must be above 1, came {dual_clip}; set loss.dual_clip to c > 1, or to none for no bound")
-    # min(uA, clip(u)A) is A times u bounded on one side: from above where A > 0, from below where A < 0; the dual clip adds
-    # the bound from above where A < 0. A bounded u is a constant, and exp must not see its log-ratio: in the backward pass
-    # the zero that selects it would meet the inf of an overflowing exp, and 0 * inf is nan.
+        raise ValueError(
+            f"dual_clip must be above 1, came {dual_clip}; set loss.dual_clip to c > 1, or to "
+            "none for no bound"
+        )
+    # min(uA, clip(u)A) is A times u bounded on one side: from above where A > 0, from below where A
+    # < 0; the dual clip adds the bound from above where A < 0. A bounded u is a constant, and exp
+    # must not see its log-ratio: in the backward pass the zero that selects it would meet the inf
+    # of an overflowing exp, and 0 * inf is nan.
     ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
     lower = jnp.where(advantages < 0.0, 1.0 - clip_eps, 0.0)
     upper = 1.0 + (clip_eps if clip_eps_high is None else clip_eps_high)
     upper = jnp.where(advantages < 0.0, jnp.inf if dual_clip is None else dual_clip, upper)
     too_low, too_high = ratio < lower, ratio > upper
     bounded = too_low | too_high
-    held = jnp.where(bounded, jnp.clip(ratio, lower, upper), jnp.exp(jnp.where(bounded, 0.0, log_ratio)))
+    held = jnp.where(
+        bounded, jnp.clip(ratio, lower, upper), jnp.exp(jnp.where(bounded, 0.0, log_ratio))
+    )
     return held * advantages, {
         "clip_fraction": jnp.where(advantages > 0.0, too_high, too_low),
         "dual_clip_fraction": too_high & (advantages < 0.0),
     }
 
 
-def _gated(log_ratio: Float[Array, "*B T"], advantages: Float[Array, "*B T"], config: SAPO) -> Float[Array, "*B T"]:
-    """(4/tau) sigmoid(tau (u - 1)) A (SAPO, arXiv:2511.20347, equation 6): its slope at u = 1 is A for every tau."""
+def _gated(
+    log_ratio: Float[Array, "*B T"], advantages: Float[Array, "*B T"], config: SAPO
+) -> Float[Array, "*B T"]:
+    """(4/tau) sigmoid(tau (u - 1)) A (SAPO, arXiv:2511.20347, equation 6): its slope at u = 1 is A
+    for every tau."""
     tau = jnp.where(advantages > 0.0, config.temperature_positive, config.temperature_negative)
     # From 64 on the gate is flat to the last bit of float32; exp must not overflow beyond.
     ratio = jnp.exp(jnp.minimum(log_ratio, math.log(64.0)))
@@ -255,7 +310,10 @@ def _gated(log_ratio: Float[Array, "*B T"], advantages: Float[Array, "*B T"], co
 
 
 def _weighted_by_clipped_ratio(
-    logp: Float[Array, "*B T"], log_ratio: Float[Array, "*B T"], advantages: Float[Array, "*B T"], config: CISPO
+    logp: Float[Array, "*B T"],
+    log_ratio: Float[Array, "*B T"],
+    advantages: Float[Array, "*B T"],
+    config: CISPO,
 ) -> tuple[Float[Array, "*B T"], dict[str, Bool[Array, "*B T"]]]:
     """clip(u) A log theta, the clipped ratio without gradient, so that every token keeps one."""
     ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
@@ -265,7 +323,9 @@ def _weighted_by_clipped_ratio(
 
 
 def _sequence_sum(
-    values: Float[Array, "*B T"], mask: Bool[Array, "*B T"], segment_ids: Int[Array | np.ndarray, "*B T"] | None
+    values: Float[Array, "*B T"],
+    mask: Bool[Array, "*B T"],
+    segment_ids: Int[Array | np.ndarray, "*B T"] | None,
 ) -> Float[Array, "*B T"]:
     """Of every token, the sum over its sequence's tokens under the mask."""
     values = jnp.where(mask, values, 0.0)
@@ -275,14 +335,20 @@ def _sequence_sum(
     def of_row(values: Float[Array, "T"], segments: Int[Array, "T"]) -> Float[Array, "T"]:
         return jax.ops.segment_sum(values, segments, num_segments=len(values) + 1)[segments]
 
-    rows = (values.reshape(-1, values.shape[-1]), jnp.asarray(segment_ids).reshape(-1, values.shape[-1]))
+    rows = (
+        values.reshape(-1, values.shape[-1]),
+        jnp.asarray(segment_ids).reshape(-1, values.shape[-1]),
+    )
     return jax.vmap(of_row)(*rows).reshape(values.shape)
 
 
 def _sequence_mean(
-    values: Float[Array, "*B T"], mask: Bool[Array, "*B T"], segment_ids: Int[Array | np.ndarray, "*B T"] | None
+    values: Float[Array, "*B T"],
+    mask: Bool[Array, "*B T"],
+    segment_ids: Int[Array | np.ndarray, "*B T"] | None,
 ) -> Float[Array, "*B T"]:
-    """Of every token, the mean over its sequence's tokens under the mask; 0 where there are none."""
+    """Of every token, the mean over its sequence's tokens under the mask; 0 where there are
+    none."""
     total = _sequence_sum(values, mask, segment_ids)
     return total / jnp.maximum(_sequence_sum(mask.astype(total.dtype), mask, segment_ids), 1.0)
 
@@ -308,38 +374,52 @@ def value_loss(
     clip_eps: float | None = 0.5,
     num_tokens: Float[Array | np.ndarray, ""] | float | None = None,
 ) -> PolicyLoss:
-    """What a critic is to make small: 1/2N sum_t max((V_t - R_t)², (clip(V_t, V_old,t - clip_eps, V_old,t + clip_eps) - R_t)²).
+    """What a critic is to make small: 1/2N sum_t max((V_t - R_t)², (clip(V_t, V_old,t - clip_eps,
+    V_old,t + clip_eps) - R_t)²).
 
-    A value that has come nearer to the return by more than clip_eps since the old one learns no more (the original code of PPO;
-    arXiv:2006.05990, choice C13; AReaL).
+    A value that has come nearer to the return by more than clip_eps since the old one learns no
+    more (the original code of PPO; arXiv:2006.05990, choice C13; AReaL).
 
     Args:
         values: differentiable; nothing else is.
         mask: true (or 1) where the token counts.
         clip_eps: in units of reward; None clips nothing.
-        num_tokens: N. None counts the mask; give the whole mini-batch's count where this is one of its micro-batches.
+        num_tokens: N. None counts the mask; give the whole mini-batch's count where this is one of
+            its micro-batches.
     """
     mask = jnp.asarray(mask).astype(bool)
     values = zero_outside(mask, values)
-    old_values, returns = (jax.lax.stop_gradient(zero_outside(mask, given)) for given in (old_values, returns))
+    old_values, returns = (
+        jax.lax.stop_gradient(zero_outside(mask, given)) for given in (old_values, returns)
+    )
     squared = (values - returns) ** 2
     held = jnp.zeros_like(mask)
     if clip_eps is not None:
         clipped = (jnp.clip(values, old_values - clip_eps, old_values + clip_eps) - returns) ** 2
         held, squared = clipped > squared, jnp.maximum(squared, clipped)
     count = jnp.sum(mask, dtype=values.dtype)
-    return mean_loss({"loss": 0.5 * jnp.sum(squared), "clip_fraction": masked_sum(mask, held)}, count, num_tokens)
+    return mean_loss(
+        {"loss": 0.5 * jnp.sum(squared), "clip_fraction": masked_sum(mask, held)}, count, num_tokens
+    )
 
 
 def mean_loss(
-    sums: dict[str, Float[Array, ""]], count: Float[Array, ""], num: Float[Array | np.ndarray, ""] | float | None
+    sums: dict[str, Float[Array, ""]],
+    count: Float[Array, ""],
+    num: Float[Array | np.ndarray, ""] | float | None,
 ) -> PolicyLoss:
-    """The sum `loss` over `num` (None: over `count`), and all of them as metrics, whose weight is `count`."""
+    """The sum `loss` over `num` (None: over `count`), and all of them as metrics, whose weight is
+    `count`."""
     divisor = jnp.maximum(count if num is None else jnp.asarray(num, count.dtype), 1.0)
-    return PolicyLoss(sums["loss"] / divisor, {name: (jax.lax.stop_gradient(total), count) for name, total in sums.items()})
+    return PolicyLoss(
+        sums["loss"] / divisor,
+        {name: (jax.lax.stop_gradient(total), count) for name, total in sums.items()},
+    )
 
 
-def zero_outside(mask: Bool[Array, "*B T"], values: Float[Array | np.ndarray, "*B T"]) -> Float[Array, "*B T"]:
+def zero_outside(
+    mask: Bool[Array, "*B T"], values: Float[Array | np.ndarray, "*B T"]
+) -> Float[Array, "*B T"]:
     """`values` in float32 or wider, with zeros where the mask is false."""
     values = jnp.asarray(values)
     return jnp.where(mask, values.astype(jnp.promote_types(values.dtype, jnp.float32)), 0.0)

@@ -1,6 +1,8 @@
-"""The algorithms of the family by name: `algorithm=dapo` on the command line sets exactly the switches written here.
+"""The algorithms of the family by name: `algorithm=dapo` on the command line sets exactly the
+switches written here.
 
-What a preset does not say stays as the experiment has it; what the command line says beside it wins.
+What a preset does not say stays as the experiment has it; what the command line says beside it
+wins.
 """
 
 from __future__ import annotations
@@ -47,14 +49,26 @@ class Preset:
 PRESETS: dict[str, Preset] = {
     "areal": Preset("AReaL, arXiv:2505.24298, table 3", advantages=BatchNormalized()),
     "grpo": Preset(
-        "GRPO, arXiv:2402.03300, equation 3; trainer.reference=none spares its KL to the initial policy, as most do today",
+        (
+            "GRPO, arXiv:2402.03300, equation 3; trainer.reference=none spares its KL to the "
+            "initial "
+            "policy, as most do today"
+        ),
         loss_mean="sequences",
         reference=Reference(kl=KLInLoss(coefficient=0.04, estimator="k3")),
     ),
-    "dr_grpo": Preset("Dr.GRPO, arXiv:2503.20783", advantages=GroupNormalized(divide_by="nothing"), loss_mean="constant"),
-    "lite_ppo": Preset("LitePPO, arXiv:2508.08221", advantages=GroupNormalized(divide_by="batch_std")),
+    "dr_grpo": Preset(
+        "Dr.GRPO, arXiv:2503.20783",
+        advantages=GroupNormalized(divide_by="nothing"),
+        loss_mean="constant",
+    ),
+    "lite_ppo": Preset(
+        "LitePPO, arXiv:2508.08221", advantages=GroupNormalized(divide_by="batch_std")
+    ),
     # A completion is one action: the gradient of its log-prob sums over its tokens.
-    "rloo": Preset("RLOO, arXiv:2402.14740", loss=Reinforce(), advantages=LeaveOneOut(), loss_mean="constant"),
+    "rloo": Preset(
+        "RLOO, arXiv:2402.14740", loss=Reinforce(), advantages=LeaveOneOut(), loss_mean="constant"
+    ),
     "reinforce_pp": Preset(
         "REINFORCE++, arXiv:2501.03262, with its coefficient for mathematics",
         advantages=BatchNormalized(),
@@ -67,9 +81,13 @@ PRESETS: dict[str, Preset] = {
         reference=Reference(kl=KLInLoss(coefficient=0.001, estimator="k2")),
     ),
     "ppo": Preset(
-        "PPO, arXiv:1707.06347, undiscounted and with lambda 0.95 as in arXiv:2203.02155", loss=PPO(), advantages=GAE()
+        "PPO, arXiv:1707.06347, undiscounted and with lambda 0.95 as in arXiv:2203.02155",
+        loss=PPO(),
+        advantages=GAE(),
     ),
-    "ppo_no_critic": Preset("PPO, arXiv:1707.06347, with the advantages of GRPO in place of a critic's", loss=PPO()),
+    "ppo_no_critic": Preset(
+        "PPO, arXiv:1707.06347, with the advantages of GRPO in place of a critic's", loss=PPO()
+    ),
     "gspo": Preset("GSPO, arXiv:2507.18071", loss=GSPO(), loss_mean="sequences"),
     "dapo": Preset(
         "DAPO, arXiv:2503.14476",

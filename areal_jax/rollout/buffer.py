@@ -17,23 +17,31 @@ class TasksExhausted(RuntimeError):
 class Buffer:
     """Finished groups, in the order in which they were started."""
 
-    def __init__(self, timeout_s: float, describe: Callable[[], str] = lambda: "", groups: Iterable[Group] = ()) -> None:
-        """Args: timeout_s: how long one batch may take. describe: what to add when it takes longer, such as the state of
-        the gate. groups: what a resumed run had in its buffer."""
+    def __init__(
+        self,
+        timeout_s: float,
+        describe: Callable[[], str] = lambda: "",
+        groups: Iterable[Group] = (),
+    ) -> None:
+        """Args: timeout_s: how long one batch may take. describe: what to add when it takes longer,
+        such as the state of the gate. groups: what a resumed run had in its buffer."""
         self.timeout_s = timeout_s
         self.describe = describe
         self.waited_s = 0.0
         """Time that takes have waited so far, by the event loop's clock."""
-        # A heap by group id. The controller puts, the trainer's side takes, both in the asyncio thread, where nothing
-        # comes between looking and popping; it ends with its run. The gate bounds its length.
+        # A heap by group id. The controller puts, the trainer's side takes, both in the asyncio
+        # thread, where nothing comes between looking and popping; it ends with its run. The gate
+        # bounds its length.
         self._groups: list[tuple[int, Group]] = []
         self._ids: set[int] = set()
         self._failure: BaseException | None = None
         self._ended = False
-        # Set at whatever may end a wait: enough groups, a failure, the end of the tasks. Each waiter clears it before it waits.
+        # Set at whatever may end a wait: enough groups, a failure, the end of the tasks. Each
+        # waiter clears it before it waits.
         self._changed = asyncio.Event()
         self._wanted = sys.maxsize
-        """Groups that who waits for the fewest waits for: thousands are put for every take, and need not wake it each."""
+        """Groups that who waits for the fewest waits for: thousands are put for every take, and
+        need not wake it each."""
         for group in groups:
             self.put(group)
 
@@ -41,7 +49,8 @@ class Buffer:
         return len(self._groups)
 
     def put(self, group: Group) -> None:
-        """Add a finished group. ValueError where a group of its id was ever put before: each is trained on once."""
+        """Add a finished group. ValueError where a group of its id was ever put before: each is
+        trained on once."""
         if group.id in self._ids:
             raise ValueError(f"group {group.id} was put into the buffer before")
         self._ids.add(group.id)
@@ -51,9 +60,11 @@ class Buffer:
             self._changed.set()
 
     async def take(self, n: int, version: int) -> list[Group]:
-        """Wait for `n` groups to train version `version` on; those started first come first, each is handed out once.
+        """Wait for `n` groups to train version `version` on; those started first come first, each
+        is handed out once.
 
-        Raises TimeoutError after timeout_s, TasksExhausted where so many will never come, and what `fail` was told."""
+        Raises TimeoutError after timeout_s, TasksExhausted where so many will never come, and what
+        `fail` was told."""
         clock = asyncio.get_running_loop().time
         began_s = clock()
         deadline = asyncio.timeout(self.timeout_s)
@@ -67,7 +78,8 @@ class Buffer:
             if not deadline.expired():
                 raise
             raise TimeoutError(
-                f"waited rollout.batch_timeout_s={self.timeout_s:g} s for the {n} groups of version {version}, "
+                f"waited rollout.batch_timeout_s={self.timeout_s:g} s for the {n} groups of "
+                f"version {version}, "
                 f"{len(self)} are finished; {self.describe()}"
             ) from None
         finally:
@@ -78,11 +90,14 @@ class Buffer:
         if self._failure is not None:
             raise self._failure
         if len(self) < n and self._ended:
-            raise TasksExhausted(f"the tasks have run out: {len(self)} finished groups remain, a batch takes {n}")
+            raise TasksExhausted(
+                f"the tasks have run out: {len(self)} finished groups remain, a batch takes {n}"
+            )
         return len(self) >= n
 
     def fail(self, error: BaseException) -> None:
-        """Let waiting and future takes raise `error`: no more groups will come, or none that may be trusted. First one wins."""
+        """Let waiting and future takes raise `error`: no more groups will come, or none that may be
+        trusted. First one wins."""
         self._failure = self._failure or error
         self._changed.set()
 

@@ -1,7 +1,9 @@
-"""The controller: draws tasks as the gate allows, runs a workflow for each, and puts finished groups into the buffer.
+"""The controller: draws tasks as the gate allows, runs a workflow for each, and puts finished
+groups into the buffer.
 
-A group is replayed rather than saved: what a checkpoint holds of a group under way is its task and what its generate calls
-were answered. The workflow then runs again, and those calls are not sampled again.
+A group is replayed rather than saved: what a checkpoint holds of a group under way is its task and
+what its generate calls were answered. The workflow then runs again, and those calls are not sampled
+again.
 """
 
 from __future__ import annotations
@@ -48,14 +50,17 @@ CLOSE_TIMEOUT_S = 10.0
 """Cancelled workflows that have not ended by then are named and left behind."""
 
 NO_SIGNAL = "NoSignal"
-"""Reason of groups whose success rate is out of bounds: nothing failed, but another group is sampled in their place."""
+"""Reason of groups whose success rate is out of bounds: nothing failed, but another group is
+sampled in their place."""
 
 MAX_REJECTED_IN_A_ROW = 32
-"""So many groups, started one after another and all rejected, are a fault of the run, not of the tasks."""
+"""So many groups, started one after another and all rejected, are a fault of the run, not of the
+tasks."""
 
 
 MAX_BATCHES_WITHOUT_SIGNAL = 10
-"""So many batches' worth of groups in a row, all without signal, end the run (DAPO's max_num_gen_batches in verl)."""
+"""So many batches' worth of groups in a row, all without signal, end the run (DAPO's
+max_num_gen_batches in verl)."""
 
 MIN_GROUPS_WITHOUT_SIGNAL = 256
 """Fewer groups than this, in runs with small batches, may be bad luck."""
@@ -69,8 +74,11 @@ class Tasks(Protocol):
     def state(self) -> Mapping[str, int]: ...
 
 
-def open_gate(config: RolloutConfig, version: int, restored: RolloutState | None = None) -> tuple[Gate, Buffer]:
-    """The gate and the buffer of a run that trains `version` next, as they were when `restored` was taken."""
+def open_gate(
+    config: RolloutConfig, version: int, restored: RolloutState | None = None
+) -> tuple[Gate, Buffer]:
+    """The gate and the buffer of a run that trains `version` next, as they were when `restored` was
+    taken."""
     buffered = restored.buffered if restored else ()
     accepted = version * config.groups_per_batch + len(buffered)
     gate = Gate(
@@ -88,7 +96,8 @@ def open_gate(config: RolloutConfig, version: int, restored: RolloutState | None
 class Calls:
     """One group's `generate`, and the journal of what it was answered.
 
-    Calls bear the names of `CallNames`, by which turns that run side by side find their own answers in the journal.
+    Calls bear the names of `CallNames`, by which turns that run side by side find their own answers
+    in the journal.
     """
 
     engine: Engine
@@ -98,7 +107,8 @@ class Calls:
     seed: int
     group_id: int
     journal: dict[str, tuple[Completion, ...]]
-    """Request id to completions: of finished calls, and of those that a restored group had under way."""
+    """Request id to completions: of finished calls, and of those that a restored group had under
+    way."""
     pending: set[str] = field(default_factory=set)
     """Ids of the requests that the engine has not answered."""
     _names: CallNames = field(init=False)
@@ -117,7 +127,10 @@ class Calls:
         call_id = self._names.next(prompt_tokens, num_samples, max_new_tokens)
         sampled = self.journal.get(call_id, ())
         if sampled and len(sampled) != num_samples:
-            raise ValueError(f"request {call_id}: {num_samples} samples asked for, the journal holds {len(sampled)}")
+            raise ValueError(
+                f"request {call_id}: {num_samples} samples asked for, the journal holds "
+                f"{len(sampled)}"
+            )
         if sampled and all(completion.stop_reason != "suspended" for completion in sampled):
             return list(sampled)
         request = Request(
@@ -136,13 +149,21 @@ class Calls:
         finally:
             self.pending.discard(call_id)
         if len(completions) != num_samples:
-            raise ValueError(f"request {call_id}: {num_samples} samples asked for, the engine answered {len(completions)}")
+            raise ValueError(
+                f"request {call_id}: {num_samples} samples asked for, the engine answered "
+                f"{len(completions)}"
+            )
         self.journal[call_id] = tuple(completions)
         return completions
 
-    def sampled(self, partials: Mapping[str, tuple[Completion, ...]]) -> dict[str, tuple[Completion, ...]]:
-        """The journal with what unfinished requests have sampled, where the engine knows it better than the journal."""
-        return self.journal | {call_id: partials[call_id] for call_id in self.pending if call_id in partials}
+    def sampled(
+        self, partials: Mapping[str, tuple[Completion, ...]]
+    ) -> dict[str, tuple[Completion, ...]]:
+        """The journal with what unfinished requests have sampled, where the engine knows it better
+        than the journal."""
+        return self.journal | {
+            call_id: partials[call_id] for call_id in self.pending if call_id in partials
+        }
 
 
 @dataclass(slots=True, eq=False)
@@ -164,7 +185,8 @@ class RewardCalls:
 
 
 class Rollouts:
-    """What `rolling_out` yields: the groups under way, and a snapshot of all that lies between tasks and trainer."""
+    """What `rolling_out` yields: the groups under way, and a snapshot of all that lies between
+    tasks and trainer."""
 
     def __init__(
         self,
@@ -186,7 +208,8 @@ class Rollouts:
         self._sampling, self._seed = sampling, seed
         self.next_group_id = restored.next_group_id if restored else 0
         self.rejected = Counter(restored.rejected) if restored else Counter[str]()
-        """Groups given up, by the class of the error; those whose success rate is out of bounds as NoSignal."""
+        """Groups given up, by the class of the error; those whose success rate is out of bounds as
+        NoSignal."""
         self.waited_s = 0.0
         """Time that the next task has waited for the gate so far, by the event loop's clock."""
         self._num_without_signal = 0
@@ -194,34 +217,44 @@ class Rollouts:
         self._rejected_ids: set[int] = set()
         self._traced: set[str] = set()
         """Kinds of errors whose trace was shown: one is enough to find the fault."""
-        # The last groups to end, as long as every reward or tool call of theirs failed, and why they
-        # were rejected. Where the run stops for it they are suspended after all, and graded again on
-        # resuming.
+        # The last groups to end, as long as every reward or tool call of theirs failed, and why
+        # they were rejected. Where the run stops for it they are suspended after all, and graded
+        # again on resuming.
         self._ungraded: dict[int, tuple[Suspended, Calls, str]] = {}
         self._stopped_grading = False
-        # Groups that the gate has not yet let through, oldest first: restored ones, or one whose kind must wait longer than
-        # others. The feeder empties it before it draws a task.
+        # Groups that the gate has not yet let through, oldest first: restored ones, or one whose
+        # kind must wait longer than others. The feeder empties it before it draws a task.
         self._waiting = list(restored.suspended) if restored else []
-        # Every group under way as it was started, and what its calls have sampled. Its asyncio task takes it out when it ends, in
-        # the same breath as it changes the gate's count and the buffer, so that a snapshot finds each group in one place.
+        # Every group under way as it was started, and what its calls have sampled. Its asyncio task
+        # takes it out when it ends, in the same breath as it changes the gate's count and the
+        # buffer, so that a snapshot finds each group in one place.
         self._running: dict[int, tuple[Suspended, Calls]] = {}
-        # Owned by `rolling_out`, which cancels and awaits them all: the feeder, and one asyncio task for every running group.
+        # Owned by `rolling_out`, which cancels and awaits them all: the feeder, and one asyncio
+        # task for every running group.
         self._feeder: asyncio.Task[None] | None = None
         self._group_tasks: set[asyncio.Task[None]] = set()
         self._closing = False
 
     async def snapshot(self) -> RolloutState:
-        """Everything between the task stream and the trainer, as of one moment in the asyncio thread: each task that was ever
-        sampled has been handed to the trainer, or was rejected, or is in the snapshot, once.
+        """Everything between the task stream and the trainer, as of one moment in the asyncio
+        thread: each task that was ever sampled has been handed to the trainer, or was rejected, or
+        is in the snapshot, once.
 
-        A batch that was taken counts as trained on: snapshot between two steps. TimeoutError where the engine is silent."""
+        A batch that was taken counts as trained on: snapshot between two steps. TimeoutError where
+        the engine is silent."""
         try:
             async with asyncio.timeout(SNAPSHOT_TIMEOUT_S):
                 partials = await self._engine.snapshot()
         except TimeoutError as error:
-            raise TimeoutError(f"the engine gave no snapshot within {SNAPSHOT_TIMEOUT_S:g} s; {self.gate}") from error
-        # No await from here on: this is the moment. A call answered since the engine's moment is in its journal, finished.
-        running = [replace(record, calls=calls.sampled(partials)) for record, calls in self._running.values()]
+            raise TimeoutError(
+                f"the engine gave no snapshot within {SNAPSHOT_TIMEOUT_S:g} s; {self.gate}"
+            ) from error
+        # No await from here on: this is the moment. A call answered since the engine's moment is in
+        # its journal, finished.
+        running = [
+            replace(record, calls=calls.sampled(partials))
+            for record, calls in self._running.values()
+        ]
         return RolloutState(
             tasks=dict(self._tasks.state()),
             next_group_id=self.next_group_id,
@@ -258,7 +291,11 @@ class Rollouts:
             _, left = await asyncio.wait(tasks, timeout=CLOSE_TIMEOUT_S)
             if left:
                 names = ", ".join(sorted(task.get_name() for task in left))
-                logger.error("still not ended %g s after being cancelled, left behind: %s", CLOSE_TIMEOUT_S, names)
+                logger.error(
+                    "still not ended %g s after being cancelled, left behind: %s",
+                    CLOSE_TIMEOUT_S,
+                    names,
+                )
 
     async def _feed(self) -> None:
         """Start groups as the gate allows, the restored ones first, until the tasks run out."""
@@ -287,9 +324,13 @@ class Rollouts:
 
     def _start(self, record: Suspended) -> None:
         min_version = self.gate.start(record.task.kind)
-        calls = Calls(self._engine, min_version, self._sampling, self._seed, record.id, dict(record.calls))
+        calls = Calls(
+            self._engine, min_version, self._sampling, self._seed, record.id, dict(record.calls)
+        )
         self._running[record.id] = (record, calls)
-        task = asyncio.create_task(self._run(record, calls), name=f"group {record.id} (task {record.task.id})")
+        task = asyncio.create_task(
+            self._run(record, calls), name=f"group {record.id} (task {record.task.id})"
+        )
         self._group_tasks.add(task)
         task.add_done_callback(self._group_tasks.discard)
         task.add_done_callback(self._ended)
@@ -302,7 +343,8 @@ class Rollouts:
                 raise ValueError("the workflow returned no samples")
         except Exception as error:
             if isinstance(cause := first_error(error), EngineStopped):
-                # The group stays among the running: nothing is wrong with it, and another engine may finish it.
+                # The group stays among the running: nothing is wrong with it, and another engine
+                # may finish it.
                 self._fail(cause)
                 return
             failure = None if grading.num_graded else grading.failure
@@ -329,21 +371,29 @@ class Rollouts:
             self._ungraded.clear()
 
     def _require_signal(self, task: Task) -> None:
-        """Fail the buffer where no group is ever accepted: others are sampled in place of rejected ones without end."""
+        """Fail the buffer where no group is ever accepted: others are sampled in place of rejected
+        ones without end."""
         self._num_without_signal += 1
-        num_groups = max(MAX_BATCHES_WITHOUT_SIGNAL * self._config.groups_per_batch, MIN_GROUPS_WITHOUT_SIGNAL)
+        num_groups = max(
+            MAX_BATCHES_WITHOUT_SIGNAL * self._config.groups_per_batch, MIN_GROUPS_WITHOUT_SIGNAL
+        )
         if self._num_without_signal >= num_groups:
             above, below = self._config.success_rate_above, self._config.success_rate_below
             bounds = f"rollout.success_rate_above={above} and rollout.success_rate_below={below}"
             self._fail(
                 AllRejected(
-                    f"{num_groups} groups in a row were rejected, the last (task {task.id}): their share of correct answers "
-                    f"is not within {bounds}; take tasks that the policy solves sometimes, or widen the bounds"
+                    f"{num_groups} groups in a row were rejected, the last (task {task.id}): "
+                    "their share of correct answers "
+                    f"is not within {bounds}; take tasks that the policy solves sometimes, or "
+                    "widen the bounds"
                 )
             )
 
-    def _not_graded(self, record: Suspended, calls: Calls, reason: str, failure: RewardResult) -> None:
-        """Count a group of which every reward or tool call failed; the last of too many in a row ends the run."""
+    def _not_graded(
+        self, record: Suspended, calls: Calls, reason: str, failure: RewardResult
+    ) -> None:
+        """Count a group of which every reward or tool call failed; the last of too many in a row
+        ends the run."""
         self._ungraded[record.id] = record, calls, reason
         if len(self._ungraded) < self._max_consecutive_failures:
             return
@@ -355,12 +405,14 @@ class Rollouts:
         self._fail(
             RewardsFailing(
                 f"{trace}every reward or tool call of {len(self._ungraded)} groups in a row failed "
-                f"(rewards.max_consecutive_failures), the last (task {record.task.id}): {failure.detail}"
+                f"(rewards.max_consecutive_failures), the last (task {record.task.id}): "
+                f"{failure.detail}"
             )
         )
 
     def _is_within_bounds(self, samples: Sequence[Sample]) -> bool:
-        """Whether a group's share of correct answers is one to train on (DAPO's dynamic sampling, arXiv:2503.14476)."""
+        """Whether a group's share of correct answers is one to train on (DAPO's dynamic sampling,
+        arXiv:2503.14476)."""
         above, below = self._config.success_rate_above, self._config.success_rate_below
         rate = sum(sample.grade == "correct" for sample in samples) / len(samples)
         return (above is None or rate > above) and (below is None or rate < below)
@@ -370,17 +422,28 @@ class Rollouts:
         kind = type(error).__name__
         self.rejected[kind] += 1
         self._rejected_ids.add(record.id)
-        trace = error if kind not in self._traced and not isinstance(error, InvalidRequest) and not is_logged else None
+        trace = (
+            error
+            if kind not in self._traced and not isinstance(error, InvalidRequest) and not is_logged
+            else None
+        )
         self._traced.add(kind)
-        logger.warning("group %d rejected (task %s): %s", record.id, record.task.id, error, exc_info=trace)
-        # In a row by their ids, not by their ends: what fails, fails at once, and overtakes all that will yet be accepted.
+        logger.warning(
+            "group %d rejected (task %s): %s", record.id, record.task.id, error, exc_info=trace
+        )
+        # In a row by their ids, not by their ends: what fails, fails at once, and overtakes all
+        # that will yet be accepted.
         neighbours = (
-            takewhile(self._rejected_ids.__contains__, ids) for ids in (count(record.id + 1), count(record.id - 1, -1))
+            takewhile(self._rejected_ids.__contains__, ids)
+            for ids in (count(record.id + 1), count(record.id - 1, -1))
         )
         in_a_row = 1 + sum(1 for ids in neighbours for _ in ids)
         if in_a_row >= MAX_REJECTED_IN_A_ROW:
             last = f"{type(error).__name__}: {error}"
-            failure = AllRejected(f"{in_a_row} groups in a row were rejected, the last (task {record.task.id}): {last}")
+            failure = AllRejected(
+                f"{in_a_row} groups in a row were rejected, the last (task {record.task.id}): "
+                f"{last}"
+            )
             failure.__cause__ = error
             self._fail(failure)
 
@@ -390,7 +453,8 @@ class Rollouts:
             self._feeder.cancel()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """A feeder or a group that ends in another way than it should must not leave the trainer waiting."""
+        """A feeder or a group that ends in another way than it should must not leave the trainer
+        waiting."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
         elif task.cancelled() and not self._closing:
@@ -412,16 +476,28 @@ async def rolling_out(
     restored: RolloutState | None = None,
     max_consecutive_failures: int = 3,
 ) -> AsyncIterator[Rollouts]:
-    """Generate groups into `buffer`, as far ahead as `gate` allows, while the body runs; on leaving, what is under way is
-    cancelled (take a snapshot first to resume from it).
+    """Generate groups into `buffer`, as far ahead as `gate` allows, while the body runs; on
+    leaving, what is under way is cancelled (take a snapshot first to resume from it).
 
-    A workflow that raises costs its group: logged, counted by the error's class, its place freed. MAX_REJECTED_IN_A_ROW of
-    them, or max_consecutive_failures of which no answer could be graded, or an engine that stopped, fail the buffer.
+    A workflow that raises costs its group: logged, counted by the error's class, its place freed.
+    MAX_REJECTED_IN_A_ROW of them, or max_consecutive_failures of which no answer could be graded,
+    or an engine that stopped, fail the buffer.
 
-    Args: seed: of every draw, together with the group and its call. restored: groups to start first, under their old ids;
-    `tasks`, `gate` and `buffer` are as the same snapshot left them (`open_gate`, TaskStream.restore)."""
+    Args: seed: of every draw, together with the group and its call. restored: groups to start
+        first, under their old ids; `tasks`, `gate` and `buffer` are as the same snapshot left them
+        (`open_gate`, TaskStream.restore)."""
     rollouts = Rollouts(
-        tasks, engine, workflow, grader, gate, buffer, config, sampling, seed, restored, max_consecutive_failures
+        tasks,
+        engine,
+        workflow,
+        grader,
+        gate,
+        buffer,
+        config,
+        sampling,
+        seed,
+        restored,
+        max_consecutive_failures,
     )
     rollouts.begin()
     try:

@@ -1,4 +1,5 @@
-"""placement.rollout_share=auto: a few steps on trial, and the split of devices by which neither stage waits for the other."""
+"""placement.rollout_share=auto: a few steps on trial, and the split of devices by which neither
+stage waits for the other."""
 
 from __future__ import annotations
 
@@ -27,10 +28,12 @@ NUM_STEPS = 2
 
 
 def balanced(plan: Plan, folder: Path) -> Plan:
-    """The plan with its devices split as the stages' times ask for, which NUM_STEPS synchronous steps in `folder` tell.
+    """The plan with its devices split as the stages' times ask for, which NUM_STEPS synchronous
+    steps in `folder` tell.
 
-    What they train is thrown away; the split is in the plan's settings, so that a run that goes on has the same. A split that
-    the policy does not fit, or whose devices do not divide, gives way to the next best."""
+    What they train is thrown away; the split is in the plan's settings, so that a run that goes on
+    has the same. A split that the policy does not fit, or whose devices do not divide, gives way to
+    the next best."""
     experiment, began_s = plan.experiment, time.perf_counter()
     assert isinstance(experiment, Experiment)
     if folder.exists():
@@ -45,13 +48,18 @@ def balanced(plan: Plan, folder: Path) -> Plan:
     shutil.rmtree(folder / CHECKPOINTS)
     rows = [row for row in jsonl.read(folder / "metrics.jsonl") if names.REWARD in row]
     if not rows:
-        raise ConfigError("placement.rollout_share=auto: the tasks end before one trial step; set placement.rollout_share")
+        raise ConfigError(
+            "placement.rollout_share=auto: the tasks end before one trial step; set "
+            "placement.rollout_share"
+        )
     times = stage_times(folder, experiment.engine.steps_per_dispatch)
     generate_s, train_s = device_seconds(plan, times, rows)
     split = best_split(plan, generate_s, train_s)
     print(
-        f"placement.rollout_share=auto: {split.rollout_mesh.size} devices decode, {split.train_mesh.size} train; a batch "
-        f"takes {generate_s:.3g} device-seconds to draw and {train_s:.3g} to train on, by {NUM_STEPS} trial steps in "
+        f"placement.rollout_share=auto: {split.rollout_mesh.size} devices decode, "
+        f"{split.train_mesh.size} train; a batch "
+        f"takes {generate_s:.3g} device-seconds to draw and {train_s:.3g} to train on, by "
+        f"{NUM_STEPS} trial steps in "
         f"{folder} ({time.perf_counter() - began_s:.0f} s)",
         flush=True,
     )
@@ -70,16 +78,22 @@ def on_trial(experiment: Experiment) -> Experiment:
     )
 
 
-def device_seconds(plan: Plan, times: StageTimes, rows: Sequence[Mapping[str, int | float]]) -> tuple[float, float]:
-    """Of drawing a batch with every slot full, and of training on it. Args: rows: of metrics.jsonl, one a step."""
-    tokens, prefilled = (fmean(row[f"rollout/{name}"] for row in rows) for name in ("tokens", "prefill_tokens"))
+def device_seconds(
+    plan: Plan, times: StageTimes, rows: Sequence[Mapping[str, int | float]]
+) -> tuple[float, float]:
+    """Of drawing a batch with every slot full, and of training on it. Args: rows: of metrics.jsonl,
+    one a step."""
+    tokens, prefilled = (
+        fmean(row[f"rollout/{name}"] for row in rows) for name in ("tokens", "prefill_tokens")
+    )
     generate_s = tokens * times.decode_step_s / plan.experiment.engine.num_slots
     generate_s += prefilled * times.prefill_token_s / len(plan.engines)
     return generate_s * plan.rollout_mesh.size, times.train_step_s * plan.train_mesh.size
 
 
 def best_split(plan: Plan, generate_s: float, train_s: float) -> Plan:
-    """The plan of the first split that can be, best balanced first. Args: generate_s, train_s: device-seconds of a batch.
+    """The plan of the first split that can be, best balanced first. Args: generate_s, train_s:
+    device-seconds of a batch.
 
     ConfigError, with what is in the way of the best, where none can be."""
     num_devices, refusals = plan.train_mesh.size + plan.rollout_mesh.size, list[ConfigError]()
@@ -88,16 +102,27 @@ def best_split(plan: Plan, generate_s: float, train_s: float) -> Plan:
             return make_plan(split_at(plan, rollout, num_devices - rollout))
         except ConfigError as refusal:
             refusals.append(refusal)
-    raise ConfigError(f"placement.rollout_share=auto finds no split of {num_devices} devices; of the best: {refusals[0]}")
+    raise ConfigError(
+        f"placement.rollout_share=auto finds no split of {num_devices} devices; of the best: "
+        f"{refusals[0]}"
+    )
 
 
 def split_at(plan: Plan, rollout: int, train: int) -> AnyExperiment:
-    """The experiment with so many devices for each stage, where each that decodes has as many slots as in the plan."""
+    """The experiment with so many devices for each stage, where each that decodes has as many slots
+    as in the plan."""
     engine, before = plan.experiment.engine, plan.rollout_mesh.size
     return chz.replace(
         plan.experiment,
-        placement=chz.replace(plan.experiment.placement, rollout_share=None, rollout_devices=rollout, train_devices=train),
+        placement=chz.replace(
+            plan.experiment.placement,
+            rollout_share=None,
+            rollout_devices=rollout,
+            train_devices=train,
+        ),
         engine=chz.replace(
-            engine, num_slots=max(1, engine.num_slots * rollout // before), kv_tokens=engine.kv_tokens * rollout // before
+            engine,
+            num_slots=max(1, engine.num_slots * rollout // before),
+            kv_tokens=engine.kv_tokens * rollout // before,
         ),
     )

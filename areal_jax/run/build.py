@@ -1,4 +1,5 @@
-"""All that lives while a policy trains: put together from a plan, and taken apart again in the right order."""
+"""All that lives while a policy trains: put together from a plan, and taken apart again in the
+right order."""
 
 from __future__ import annotations
 
@@ -10,7 +11,14 @@ import shlex
 import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, AsyncExitStack, asynccontextmanager, closing, contextmanager, nullcontext
+from contextlib import (
+    AbstractContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    closing,
+    contextmanager,
+    nullcontext,
+)
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -110,7 +118,8 @@ class CountedGrader(Grader, Protocol):
 
 @runtime_checkable
 class CheckpointWriter(Protocol):
-    """Whoever can write down what was trained: `training.Checkpointer`, or those who ask keepers elsewhere."""
+    """Whoever can write down what was trained: `training.Checkpointer`, or those who ask keepers
+    elsewhere."""
 
     def save(self, version: int, beside: Columns) -> None: ...
     def write_results(self, version: int) -> Sequence[str]: ...
@@ -147,8 +156,8 @@ class Run(Generic[AnyTrainer]):
     """Set on Ctrl-C or SIGTERM: end after the step under way."""
     restored: Columns | None
     """What the checkpoint that the run resumes from holds beside the trainer's state."""
-    # At most one task: while an evaluation is under way no other begins. Begun by `evaluate_meanwhile`, and awaited or
-    # cancelled by `finish`.
+    # At most one task: while an evaluation is under way no other begins. Begun by
+    # `evaluate_meanwhile`, and awaited or cancelled by `finish`.
     evaluations: set[asyncio.Task[None]] = field(default_factory=set)
     spans: list[tuple[str, str]] = field(default_factory=list)
     """Lane and name of what trains or is written at the moment."""
@@ -159,7 +168,9 @@ class Run(Generic[AnyTrainer]):
 
     def __post_init__(self) -> None:
         experiment = self.experiment
-        self.health = HealthMonitor(experiment.health, type(experiment.workflow).__name__, experiment.num_steps)
+        self.health = HealthMonitor(
+            experiment.health, type(experiment.workflow).__name__, experiment.num_steps
+        )
         self._first_version = self.trainer.version
 
     @property
@@ -169,8 +180,8 @@ class Run(Generic[AnyTrainer]):
     async def unless_stopped(self, work: Coroutine[Any, Any, T]) -> T | None:
         """What the work returns, or None if stopping is asked for first.
 
-        It is never begun where stopping was asked for before, and what it has done is never thrown away: a batch that was taken
-        is in no buffer any more."""
+        It is never begun where stopping was asked for before, and what it has done is never thrown
+        away: a batch that was taken is in no buffer any more."""
         if self.stop.is_set():
             work.close()
             return None
@@ -197,8 +208,11 @@ class Run(Generic[AnyTrainer]):
                 self.spans.remove(span)
             self.trace.span(lane, name, start_s, time.perf_counter())
 
-    def record(self, version: int, metrics: Metrics, rollout: dict[str, float] | None = None) -> None:
-        """Write and show what the step from `version` did, with what engine, weight channel and graders did meanwhile."""
+    def record(
+        self, version: int, metrics: Metrics, rollout: dict[str, float] | None = None
+    ) -> None:
+        """Write and show what the step from `version` did, with what engine, weight channel and
+        graders did meanwhile."""
         meters = Meters()
         meters.update(metrics, "trainer/")
         if self.plan.decodes:
@@ -219,7 +233,8 @@ class Run(Generic[AnyTrainer]):
             self.stop.set()
 
     def save(self, version: int, rollout: Columns) -> None:
-        """Begin a checkpoint. One that cannot be written is told, and training goes on: its samples are worth more."""
+        """Begin a checkpoint. One that cannot be written is told, and training goes on: its samples
+        are worth more."""
         rollout.facts.setdefault("notes", {})[RUN_ID] = read_plainly(self.folder / CONFIG_FILE)[0]
         try:
             with self.span(CHECKPOINT, f"version {version}"):
@@ -230,10 +245,13 @@ class Run(Generic[AnyTrainer]):
 
     def workflow(self, num_samples: int) -> Workflow:
         """How a task becomes so many samples in training."""
-        return workflow_of(self.experiment, self.plan.tokenizer, num_samples, self.tools, self.agents)
+        return workflow_of(
+            self.experiment, self.plan.tokenizer, num_samples, self.tools, self.agents
+        )
 
     async def evaluate(self, version: int) -> None:
-        """Answer the held-out problems with weights of `version`, or of at least it, and write down the score."""
+        """Answer the held-out problems with weights of `version`, or of at least it, and write down
+        the score."""
         if self.experiment.evaluation.every_steps:
             await self._pin(version)
             await self._evaluate(version)
@@ -242,21 +260,29 @@ class Run(Generic[AnyTrainer]):
         """Evaluate while training goes on, unless the last such evaluation is still under way."""
         if not self.evaluations:
             await self._pin(version)
-            task = asyncio.create_task(self._evaluate(version), name=f"evaluation of version {version}")
+            task = asyncio.create_task(
+                self._evaluate(version), name=f"evaluation of version {version}"
+            )
             self.evaluations.add(task)
             task.add_done_callback(self.evaluations.discard)
             task.add_done_callback(_log_failure)
 
     async def _pin(self, version: int) -> None:
-        """See to it that an evaluation that begins now finds this version: wait for it, before a newer one is published."""
+        """See to it that an evaluation that begins now finds this version: wait for it, before a
+        newer one is published."""
         if self.experiment.evaluation.pinned:
-            await in_thread(partial(self.weight_channel.wait_everywhere, version, WEIGHTS_TIMEOUT_S), "waiting for weights")
+            await in_thread(
+                partial(self.weight_channel.wait_everywhere, version, WEIGHTS_TIMEOUT_S),
+                "waiting for weights",
+            )
 
     async def _evaluate(self, version: int) -> None:
         experiment, config = self.experiment, self.experiment.evaluation
         tokenizer = self.plan.tokenizer
         held = self.weight_channel.paused() if config.pinned else nullcontext()
-        evaluating = nullcontext() if self.agents is None else self.agents.evaluating(holds=config.pinned)
+        evaluating = (
+            nullcontext() if self.agents is None else self.agents.evaluating(holds=config.pinned)
+        )
         with held, evaluating as agents, self.span("evaluation", f"version {version}"):
             found = await evaluate(
                 self.plan.eval_tasks.tasks[: config.num_tasks],
@@ -277,7 +303,8 @@ class Run(Generic[AnyTrainer]):
         self.progress.say(line)
 
     async def finish(self) -> None:
-        """Write the policy, evaluate what came out unless stopping is asked for, and in any case write the report."""
+        """Write the policy, evaluate what came out unless stopping is asked for, and in any case
+        write the report."""
         version = self.trainer.version
         if self.stop.is_set():
             for task in self.evaluations:
@@ -299,19 +326,27 @@ class Run(Generic[AnyTrainer]):
         finally:
             self.report()
         if self.experiment.metrics.progress:
-            for line in result_lines(self.folder, answers=self.plan.policy.config.readout == "CausalLM"):
+            for line in result_lines(
+                self.folder, answers=self.plan.policy.config.readout == "CausalLM"
+            ):
                 self.progress.say(line)
         for outcome in evaluations:
             if isinstance(outcome, OSError):
                 raise outcome
         if version not in saved_versions(self.folder / CHECKPOINTS):
-            raise NotSaved(f"version {version}, the last that was trained, has no checkpoint: see the warning above")
+            raise NotSaved(
+                f"version {version}, the last that was trained, has no checkpoint: see the "
+                "warning above"
+            )
         self.require_learning()
         num_steps = self.experiment.num_steps
         if self.stop.is_set() and version < num_steps:
             raise Stopped(self.stop.number, f"after {version} of {num_steps} steps")
         if self.stop.is_set() and not is_evaluated:
-            raise Stopped(self.stop.number, f"after all {num_steps} steps, before the last version was evaluated")
+            raise Stopped(
+                self.stop.number,
+                f"after all {num_steps} steps, before the last version was evaluated",
+            )
 
     def report(self) -> None:
         """Write the report, and say where it is."""
@@ -319,24 +354,35 @@ class Run(Generic[AnyTrainer]):
         self.progress.say(f"report: {write_report(self.folder)}")
 
     def require_learning(self) -> None:
-        """NotLearning where the run ends for its health, or after steps of which none has changed the policy."""
+        """NotLearning where the run ends for its health, or after steps of which none has changed
+        the policy."""
         version, found = self.trainer.version, ", ".join(sorted(self.health.active))
         num_steps = version - self._first_version
         if found and self.experiment.health.stop:
             raise NotLearning(f"health.stop=true ends the run after {version} steps: {found}")
         if num_steps and not self.health.has_learnt and not self.stop.is_set():
             why = found or "no gradient"
-            raise NotLearning(f"nothing was learnt: none of {num_steps} steps has changed the policy ({why})")
+            raise NotLearning(
+                f"nothing was learnt: none of {num_steps} steps has changed the policy ({why})"
+            )
         if found:
-            self.progress.say(f"health: at the end of the run there is still {found}; the report says what to change")
+            self.progress.say(
+                f"health: at the end of the run there is still {found}; the report says what "
+                "to "
+                "change"
+            )
 
 
 def result_lines(folder: Path, *, answers: bool) -> Iterator[str]:
-    """How the score of a run in `folder` has changed, and the commands that ask its newest checkpoint.
+    """How the score of a run in `folder` has changed, and the commands that ask its newest
+    checkpoint.
 
     Args: answers: whether the policy gives any; a reward model does not."""
     found = collect(read(folder / METRICS))
-    for name, label, form in ((names.PASS_AT_1, "pass@1", ".1%"), (names.EVAL_REWARD, "mean reward", ".4g")):
+    for name, label, form in (
+        (names.PASS_AT_1, "pass@1", ".1%"),
+        (names.EVAL_REWARD, "mean reward", ".4g"),
+    ):
         # A version that was evaluated again has its last score.
         scores = dict(zip(*found.get(name, ([], [])), strict=True))
         if len(scores) > 1:
@@ -375,9 +421,14 @@ class TracedGrader:
 
 @asynccontextmanager
 async def assembled(
-    plan: Plan, folder: Path, *, resume: bool, make_trainer: Callable[[TrainingPlan, Params, Params | None], AnyVersions]
+    plan: Plan,
+    folder: Path,
+    *,
+    resume: bool,
+    make_trainer: Callable[[TrainingPlan, Params, Params | None], AnyVersions],
 ) -> AsyncIterator[Run[AnyVersions]]:
-    """A run in this process, with its engine and graders at work; on leaving all of it is ended and closed."""
+    """A run in this process, with its engine and graders at work; on leaving all of it is ended and
+    closed."""
     experiment = plan.experiment
     # What is entered first is left last: the files outlive those who write to them.
     async with AsyncExitStack() as stack:
@@ -391,31 +442,43 @@ async def assembled(
         checkpointer = Checkpointer(plan, folder, trainer, base, store)
         if saved_version is not None:
             restored = checkpointer.restore(saved_version)
-        sinks, trace = written_files(stack, plan, folder, trainer.version if resume else None, restored)
+        sinks, trace = written_files(
+            stack, plan, folder, trainer.version if resume else None, restored
+        )
         service = await stack.enter_async_context(_reward_service(plan))
         if plan.decodes:
-            await start_rewards(service, plan.experiment, plan.tasks.tasks, plan.eval_tasks.tasks, say=progress.say)
+            await start_rewards(
+                service, plan.experiment, plan.tasks.tasks, plan.eval_tasks.tasks, say=progress.say
+            )
         weight_channel = WeightChannel(
             plan.engine.layout,
             [engine.param_shardings for engine in plan.engines],
             plan.train_mesh,
-            complete=None if base is None else [partial(lora.attach, plan.policy, there) for there in _bases(plan, base)],
+            complete=None
+            if base is None
+            else [partial(lora.attach, plan.policy, there) for there in _bases(plan, base)],
             on_event=partial(trace.span, "weight_channel"),
         )
         stack.callback(weight_channel.close)
-        sources = rolling_sources([weight_channel.of(number) for number in range(len(plan.engines))])
+        sources = rolling_sources(
+            [weight_channel.of(number) for number in range(len(plan.engines))]
+        )
         engine = Fleet(
             [
-                EngineLoop(each, source, on_event=partial(_start_engine_loop, trace, source, number))
+                EngineLoop(
+                    each, source, on_event=partial(_start_engine_loop, trace, source, number)
+                )
                 for number, (each, source) in enumerate(zip(plan.engines, sources, strict=True))
             ]
         )
         stack.callback(engine.close)
-        # Everything is compiled before anything waits for it: deadlines are for work, not for the compiler.
+        # Everything is compiled before anything waits for it: deadlines are for work, not for the
+        # compiler.
         if plan.decodes:
             weight_channel.publish(trainer.version, trainer.params)
             await asyncio.gather(
-                asyncio.to_thread(trainer.warm_up), *(asyncio.to_thread(each.warm_up) for each in plan.engines)
+                asyncio.to_thread(trainer.warm_up),
+                *(asyncio.to_thread(each.warm_up) for each in plan.engines),
             )
             engine.start()
         else:
@@ -424,24 +487,41 @@ async def assembled(
         agents = await agents_of(stack, experiment, plan.tokenizer)
         grader = TracedGrader(service, trace)
         yield Run(
-            *(plan, folder, trainer, checkpointer, weight_channel, engine, grader, grader.use, agents),
+            *(
+                plan,
+                folder,
+                trainer,
+                checkpointer,
+                weight_channel,
+                engine,
+                grader,
+                grader.use,
+                agents,
+            ),
             *(sinks, trace, progress, stop, restored),
         )
 
 
 async def try_grading(plan: Plan) -> None:
-    """Start whoever would grader here, and end it again. ConfigError where the settings ask for what cannot be had."""
+    """Start whoever would grader here, and end it again. ConfigError where the settings ask for
+    what cannot be had."""
     # A cluster's graders are elsewhere, with other files and another system.
     if plan.decodes and not isinstance(plan.experiment.launch, Ray):
         async with _reward_service(plan) as service:
             experiment = plan.experiment
-            await start_rewards(service, experiment, plan.tasks.tasks, plan.eval_tasks.tasks, say=logger.warning)
+            await start_rewards(
+                service, experiment, plan.tasks.tasks, plan.eval_tasks.tasks, say=logger.warning
+            )
 
 
 async def start_rewards(
-    service: RewardService, experiment: AnyExperiment, *tasks: Sequence[Task], say: Callable[[str], None]
+    service: RewardService,
+    experiment: AnyExperiment,
+    *tasks: Sequence[Task],
+    say: Callable[[str], None],
 ) -> None:
-    """Start reward workers, and grade answers to the first rows of each source. ConfigError where that does not work."""
+    """Start reward workers, and grade answers to the first rows of each source. ConfigError where
+    that does not work."""
     try:
         await service.start()
     except CannotStart as error:
@@ -449,8 +529,11 @@ async def start_rewards(
     await probe_rewards(service.grade, experiment, *tasks, say=say)
 
 
-async def probe_rewards(grader: Grader, experiment: AnyExperiment, *tasks: Sequence[Task], say: Callable[[str], None]) -> None:
-    """Grade answers to the first rows of each source, and say what looks wrong. ConfigError where the reward does not work."""
+async def probe_rewards(
+    grader: Grader, experiment: AnyExperiment, *tasks: Sequence[Task], say: Callable[[str], None]
+) -> None:
+    """Grade answers to the first rows of each source, and say what looks wrong. ConfigError where
+    the reward does not work."""
     # An agent may grade itself, and tasks of its own need no answer that a verifier can read.
     must_grade = not isinstance(experiment.workflow, Agent)
     for of_source in tasks:
@@ -459,14 +542,21 @@ async def probe_rewards(grader: Grader, experiment: AnyExperiment, *tasks: Seque
 
 
 def _reward_service(plan: Plan) -> RewardService:
-    return RewardService(plan.experiment.rewards, kinds_of_tasks(plan), tools_of(plan.experiment.workflow))
+    return RewardService(
+        plan.experiment.rewards, kinds_of_tasks(plan), tools_of(plan.experiment.workflow)
+    )
 
 
-def shown_progress(stack: AsyncExitStack, plan: Plan, folder: Path, saved_version: int | None) -> Progress:
-    """What the run shows, until the stack ends. Args: saved_version: of the checkpoint it resumes from."""
+def shown_progress(
+    stack: AsyncExitStack, plan: Plan, folder: Path, saved_version: int | None
+) -> Progress:
+    """What the run shows, until the stack ends. Args: saved_version: of the checkpoint it resumes
+    from."""
     experiment = plan.experiment
     headline = f"{plan.headline()}; run folder: {folder}"
-    progress = Progress(headline, experiment.num_steps, saved_version or 0, show_steps=experiment.metrics.progress)
+    progress = Progress(
+        headline, experiment.num_steps, saved_version or 0, show_steps=experiment.metrics.progress
+    )
     stack.callback(progress.close)
     if saved_version is not None:
         progress.say(f"resuming from the checkpoint of version {saved_version}")
@@ -488,7 +578,8 @@ def written_files(
     gaps = None if version is None else require_agreement(plan, folder, version, restored)
     run_id = None if version is None else read_plainly(folder / CONFIG_FILE)[0]
     sinks = Sinks(folder, experiment.metrics, version, plan.tokenizer.decode)
-    # Not before what was trained is restored: settings under which that cannot be must not take the place of its own.
+    # Not before what was trained is restored: settings under which that cannot be must not take the
+    # place of its own.
     write_config(experiment, folder / CONFIG_FILE, run_id or secrets.token_hex(8))
     stack.callback(sinks.close)
     trace = Trace(folder / TRACE if experiment.metrics.trace else None)
@@ -497,8 +588,11 @@ def written_files(
     return sinks, trace
 
 
-def require_agreement(plan: Plan, folder: Path, version: int, restored: Columns | None) -> agreement.Gaps:
-    """ConfigError where settings, metrics.jsonl or samples.jsonl are not those of the checkpoint of `version`.
+def require_agreement(
+    plan: Plan, folder: Path, version: int, restored: Columns | None
+) -> agreement.Gaps:
+    """ConfigError where settings, metrics.jsonl or samples.jsonl are not those of the checkpoint of
+    `version`.
 
     Returns the versions whose rows are known to be absent, by file."""
     run_id, before = read_plainly(folder / CONFIG_FILE)
@@ -507,19 +601,28 @@ def require_agreement(plan: Plan, folder: Path, version: int, restored: Columns 
     saved_id = facts.get("notes", {}).get(RUN_ID)
     if saved_id is not None and saved_id != run_id:
         raise ConfigError(
-            f"{start}{CONFIG_FILE} is of another run (expected the run {saved_id}, found {run_id or 'no name'}); put the "
+            f"{start}{CONFIG_FILE} is of another run (expected the run {saved_id}, found "
+            f"{run_id or 'no name'}); put the "
             f"{CONFIG_FILE} of this run back"
         )
     is_rl = isinstance(plan.experiment, Experiment)
     stream = plan.tasks.tasks if is_rl else plan.examples.examples
-    for name, what, here in (("seed", "seed", plan.experiment.seed), ("num_tasks", "tasks or examples", len(stream))):
+    for name, what, here in (
+        ("seed", "seed", plan.experiment.seed),
+        ("num_tasks", "tasks or examples", len(stream)),
+    ):
         if (there := facts.get("tasks", {}).get(name, here)) != here:
             raise ConfigError(
-                f"{start}it was trained with {what} {there}, and the settings give {here}; with others tasks are lost or "
+                f"{start}it was trained with {what} {there}, and the settings give {here}; with "
+                "others tasks are lost or "
                 f"repeated. Set {what} as before"
             )
     ids = [entry["id"] for kind in ("buffered", "suspended") for entry in facts.get(kind, ())]
-    unused = agreement.UnusedGroups(ids, facts["next_group_id"]) if facts and is_rl else agreement.UnusedGroups()
+    unused = (
+        agreement.UnusedGroups(ids, facts["next_group_id"])
+        if facts and is_rl
+        else agreement.UnusedGroups()
+    )
     found = agreement.compare(
         folder,
         version,
@@ -530,7 +633,10 @@ def require_agreement(plan: Plan, folder: Path, version: int, restored: Columns 
     if found.faults:
         reported = "; ".join(f"{fault.file} {fault.text}" for fault in found.faults)
         older = saved_versions(folder / CHECKPOINTS)
-        raise ConfigError(f"{start}{reported}. To go on, {agreement.remedy(folder, found.faults[0], version, older)}")
+        raise ConfigError(
+            f"{start}{reported}. To go on, "
+            f"{agreement.remedy(folder, found.faults[0], version, older)}"
+        )
     return found.gaps
 
 
@@ -540,7 +646,11 @@ def kinds_of_tasks(plan: Plan) -> frozenset[str]:
 
 
 def workflow_of(
-    experiment: AnyExperiment, tokenizer: Tokenizer, num_samples: int, tools: Tools, agents: Runner | None
+    experiment: AnyExperiment,
+    tokenizer: Tokenizer,
+    num_samples: int,
+    tools: Tools,
+    agents: Runner | None,
 ) -> Workflow:
     """The experiment's workflow, for so many samples of a task."""
     return make_workflow(
@@ -556,11 +666,18 @@ def workflow_of(
 
 def evaluation_sampling(experiment: AnyExperiment, stop_token_ids: tuple[int, ...]) -> Sampling:
     """How an evaluation draws."""
-    return Sampling(experiment.engine.max_new_tokens, experiment.evaluation.temperature, stop_token_ids=stop_token_ids)
+    return Sampling(
+        experiment.engine.max_new_tokens,
+        experiment.evaluation.temperature,
+        stop_token_ids=stop_token_ids,
+    )
 
 
-async def agents_of(stack: AsyncExitStack, experiment: AnyExperiment, tokenizer: HFTokenizer) -> AgentHost | None:
-    """Where agents run, and the server that they call, until the stack ends; None where the workflow has none."""
+async def agents_of(
+    stack: AsyncExitStack, experiment: AnyExperiment, tokenizer: HFTokenizer
+) -> AgentHost | None:
+    """Where agents run, and the server that they call, until the stack ends; None where the
+    workflow has none."""
     chosen = experiment.workflow
     if not isinstance(chosen, Agent):
         return None
@@ -578,20 +695,37 @@ async def agents_of(stack: AsyncExitStack, experiment: AnyExperiment, tokenizer:
 
 
 def _start_engine_loop(
-    trace: Trace, source: RollingSource, number: int, name: str, start_s: float, end_s: float, args: Mapping[str, int | float]
+    trace: Trace,
+    source: RollingSource,
+    number: int,
+    name: str,
+    start_s: float,
+    end_s: float,
+    args: Mapping[str, int | float],
 ) -> None:
-    """What a engine loop tells: sampled on its lane of the trace, and where it has swapped, the next engine may."""
-    trace.span("rollout engine loop" + (f" {number + 1}" if number else ""), name, start_s, end_s, {"engine": number, **args})
+    """What a engine loop tells: sampled on its lane of the trace, and where it has swapped, the
+    next engine may."""
+    trace.span(
+        "rollout engine loop" + (f" {number + 1}" if number else ""),
+        name,
+        start_s,
+        end_s,
+        {"engine": number, **args},
+    )
     if name == "swap":
         source.swapped()
 
 
 def _bases(plan: Plan, base: Params) -> list[EngineParams]:
-    """The frozen weights on the mesh of every engine: they go there once, the way that versions go."""
+    """The frozen weights on the mesh of every engine: they go there once, the way that versions
+    go."""
     targets = [engine.base_shardings for engine in plan.engines]
     with closing(WeightChannel(plan.engine.layout, targets, plan.train_mesh)) as weight_channel:
         weight_channel.publish(0, base)
-        return [weight_channel.wait(0, WEIGHTS_TIMEOUT_S, number).params for number in range(len(targets))]
+        return [
+            weight_channel.wait(0, WEIGHTS_TIMEOUT_S, number).params
+            for number in range(len(targets))
+        ]
 
 
 class StopRequest(asyncio.Event):
@@ -603,7 +737,8 @@ class StopRequest(asyncio.Event):
 
 @contextmanager
 def stopping_on_signals() -> Iterator[StopRequest]:
-    """An event that the first Ctrl-C or SIGTERM sets; the second one acts as it would without this."""
+    """An event that the first Ctrl-C or SIGTERM sets; the second one acts as it would without
+    this."""
     stop, loop, restore = StopRequest(), asyncio.get_running_loop(), keep_handlers()
 
     def let_go() -> None:
@@ -624,8 +759,11 @@ def stopping_on_signals() -> Iterator[StopRequest]:
         let_go()
 
 
-def trained_samples(groups: Sequence[Group], stale: Sequence[Sequence[Bool[ndarray, "_"]]]) -> list[TrainedSample]:
-    """What samples.jsonl tells of a batch. Args: stale: by group and sample, the tokens left out of the loss for their age."""
+def trained_samples(
+    groups: Sequence[Group], stale: Sequence[Sequence[Bool[ndarray, "_"]]]
+) -> list[TrainedSample]:
+    """What samples.jsonl tells of a batch. Args: stale: by group and sample, the tokens left out of
+    the loss for their age."""
     return [
         TrainedSample(
             task=group.task.id,
@@ -648,7 +786,10 @@ def trained_samples(groups: Sequence[Group], stale: Sequence[Sequence[Bool[ndarr
 def evaluation_metrics(found: Evaluation) -> dict[str, float]:
     """What metrics.jsonl tells of an evaluation."""
     if math.isnan(found.pass_at_1):  # raw rewards: nothing is correct or wrong
-        score = {names.EVAL_REWARD: found.mean_reward, names.EVAL_REWARD_ERROR: found.standard_error}
+        score = {
+            names.EVAL_REWARD: found.mean_reward,
+            names.EVAL_REWARD_ERROR: found.standard_error,
+        }
     else:
         score = {names.PASS_AT_1: found.pass_at_1, names.PASS_AT_1_ERROR: found.standard_error}
     return {
@@ -660,7 +801,11 @@ def evaluation_metrics(found: Evaluation) -> dict[str, float]:
         "evaluation/newest_version": found.versions[1],
         "evaluation/seconds": found.seconds,
         **{f"evaluation/grade/{kind}": count for kind, count in found.grades.items()},
-        **{f"evaluation/family/{family}": score for family, score in found.by_family.items() if family},
+        **{
+            f"evaluation/family/{family}": score
+            for family, score in found.by_family.items()
+            if family
+        },
     }
 
 
@@ -669,11 +814,15 @@ def evaluation_line(found: Evaluation) -> str:
     score = f"pass@1 {found.pass_at_1:.1%} (95 %: {low:.1%} to {high:.1%})"
     treated = "counted as wrong"
     if math.isnan(found.pass_at_1):
-        score, treated = f"mean reward {found.mean_reward:.4g} (95 %: {low:.4g} to {high:.4g})", "left out"
+        score, treated = (
+            f"mean reward {found.mean_reward:.4g} (95 %: {low:.4g} to {high:.4g})",
+            "left out",
+        )
     failed = f", {sum(found.failed.values())} of them failed and {treated}" if found.failed else ""
     return (
         f"evaluation of version {found.version}: {score} on "
-        f"{found.num_tasks} problems{failed}, {found.truncated:.1%} truncated, {found.seconds:.1f} s"
+        f"{found.num_tasks} problems{failed}, {found.truncated:.1%} truncated, "
+        f"{found.seconds:.1f} s"
     )
 
 

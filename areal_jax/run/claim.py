@@ -1,7 +1,8 @@
 """The claim on a folder: one process at a time writes to it.
 
-Its file in the folder is locked (flock) for the life of the process and holds a lease: who holds it, renewed every few
-seconds. The lock decides between processes that share a mount. Between hosts flock may not work, so that there the lease
+Its file in the folder is locked (flock) for the life of the process and holds a lease: who holds
+it, renewed every few seconds. The lock decides between processes that share a mount. Between hosts
+flock may not work, so that there the lease
 decides: it is stale when it was not renewed for LEASE_S.
 """
 
@@ -32,17 +33,20 @@ from areal_jax.metrics.files import disk_error
 logger = logging.getLogger(__name__)
 
 CLAIM = "claim.json"
-"""Name of the file in a claimed folder that is locked and holds the lease. Deleted when the claim is released."""
+"""Name of the file in a claimed folder that is locked and holds the lease. Deleted when the claim
+is released."""
 
 WRITERS = "claim.writers"
-"""Name of the file that other processes which write for the holder, such as trainer hosts, have locked (shared)."""
+"""Name of the file that other processes which write for the holder, such as trainer hosts, have
+locked (shared)."""
 
 RENEW_S = 5.0
 LEASE_S = 30.0
 """A lease of another host that was not renewed for so long is stale."""
 
 SETTLE_S = 1.0
-"""Where locks do not work, a claimant waits so long and then looks whether another has claimed at the same time."""
+"""Where locks do not work, a claimant waits so long and then looks whether another has claimed at
+the same time."""
 
 WRITERS_TIMEOUT_S = 60.0
 """For processes of an earlier holder to end."""
@@ -103,7 +107,8 @@ class Claim:
                 os.close(fd)
             self.release()
             raise
-        # A forked child shares the lock with its parent: it lets go of it, so that the parent's death frees the folder.
+        # A forked child shares the lock with its parent: it lets go of it, so that the parent's
+        # death frees the folder.
         reference = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: (claim := reference()) and claim._forget())
         # Owned by this object; ends with `release`.
@@ -114,7 +119,8 @@ class Claim:
         return self._lease["token"]
 
     def fence(self) -> None:
-        """Replace the token, and wait for all processes to end that were writing for an earlier one. Raises FolderInUse."""
+        """Replace the token, and wait for all processes to end that were writing for an earlier
+        one. Raises FolderInUse."""
         path = self.folder / WRITERS
         if not path.exists():
             return
@@ -125,12 +131,17 @@ class Claim:
             waited_s = time.monotonic() - start_s
             if waited_s > WRITERS_TIMEOUT_S:
                 raise FolderInUse(
-                    f"{self.folder}: processes of an earlier run still write there after {WRITERS_TIMEOUT_S:g} s "
+                    f"{self.folder}: processes of an earlier run still write there after "
+                    f"{WRITERS_TIMEOUT_S:g} s "
                     f"({_writers(path)}); end them, then resume"
                 )
             if waited_s > 1.0 and not is_reported:
                 is_reported = True
-                logger.warning("%s: waiting for processes of an earlier run to end (%s)", self.folder, _writers(path))
+                logger.warning(
+                    "%s: waiting for processes of an earlier run to end (%s)",
+                    self.folder,
+                    _writers(path),
+                )
             time.sleep(0.1)
 
     def release(self) -> None:
@@ -152,7 +163,8 @@ class Claim:
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 is_locked = _try_lock(fd, fcntl.LOCK_EX)
-                # The one before may have released it, and deleted the file, between the opening and the locking.
+                # The one before may have released it, and deleted the file, between the opening and
+                # the locking.
                 if _is_at(fd, self._path):
                     return fd, is_locked
             except BlockingIOError:
@@ -181,7 +193,12 @@ class Claim:
 
     def _is_renewed(self, found: Mapping[str, Any]) -> bool:
         """Whether the lease changes within LEASE_S. Clocks of two hosts are not compared."""
-        logger.warning("%s is claimed by %s: waiting %g s for a sign of life", self.folder, _who(found), LEASE_S)
+        logger.warning(
+            "%s is claimed by %s: waiting %g s for a sign of life",
+            self.folder,
+            _who(found),
+            LEASE_S,
+        )
         deadline_s = time.monotonic() + LEASE_S
         while time.monotonic() < deadline_s:
             if _read(self._path) != found:
@@ -191,11 +208,17 @@ class Claim:
 
     def _write_lease(self, token: str) -> None:
         assert self._fd is not None
-        self._lease |= {"token": token, "renewed": time.strftime("%Y-%m-%d %H:%M:%S %z"), "beat": time.time()}
+        self._lease |= {
+            "token": token,
+            "renewed": time.strftime("%Y-%m-%d %H:%M:%S %z"),
+            "beat": time.time(),
+        }
         data = json.dumps(self._lease).ljust(LEASE_BYTES - 1).encode() + b"\n"
         try:
             written = 0
-            while written < len(data):  # a disk that becomes full takes a part, and says why at the next call
+            while written < len(
+                data
+            ):  # a disk that becomes full takes a part, and says why at the next call
                 written += os.pwrite(self._fd, data[written:], written)
             os.fsync(self._fd)
         except OSError as error:
@@ -212,7 +235,9 @@ class Claim:
                         _end_unclaimed(self._path, found)
                     self._write_lease(self.token)
                 except OSError as error:
-                    logger.warning("%s: the claim could not be renewed (%s)", self._path, error.strerror)
+                    logger.warning(
+                        "%s: the claim could not be renewed (%s)", self._path, error.strerror
+                    )
 
     def _forget(self) -> None:
         fd, self._fd = self._fd, None
@@ -223,7 +248,8 @@ class Claim:
 
 @contextmanager
 def claimed(folder: Path, setting: str = "--run-folder") -> Iterator[Claim]:
-    """The claim on a folder, which is made where it does not exist, until the block ends. Raises as `Claim`."""
+    """The claim on a folder, which is made where it does not exist, until the block ends. Raises as
+    `Claim`."""
     folder.mkdir(parents=True, exist_ok=True)
     claim = Claim(folder, setting)
     try:
@@ -244,11 +270,14 @@ def writable(folder: Path, setting: str) -> Iterator[None]:
     except OSError as error:
         if disk_error(error):
             raise
-        raise ConfigError(f"{setting}={folder}: cannot be written to ({error.strerror}); give another") from error
+        raise ConfigError(
+            f"{setting}={folder}: cannot be written to ({error.strerror}); give another"
+        ) from error
 
 
 class Writer:
-    """A process that writes to a claimed folder for the claim's holder; its lock outlives the holder, not the process."""
+    """A process that writes to a claimed folder for the claim's holder; its lock outlives the
+    holder, not the process."""
 
     def __init__(self, folder: Path, token: str) -> None:
         """Args: token: of the claim. Raises ClaimLost where another process has taken it over."""
@@ -273,11 +302,13 @@ class Writer:
             raise
 
     def require(self) -> None:
-        """ClaimLost where the token is not that of the claim any more: nothing may be written then."""
+        """ClaimLost where the token is not that of the claim any more: nothing may be written
+        then."""
         found = _read_soon(self._folder / CLAIM)
         if found.get("token") != self._token:
             raise ClaimLost(
-                f"{self._folder} is claimed by {_who(found) if found else 'nobody'}, no longer by the run of this process; "
+                f"{self._folder} is claimed by {_who(found) if found else 'nobody'}, no longer "
+                "by the run of this process; "
                 "nothing is written"
             )
 
@@ -289,7 +320,8 @@ class Writer:
 
 
 def _try_lock(fd: int, kind: int) -> bool:
-    """Lock a file, or tell that its file system has no locks. BlockingIOError where another process has locked it."""
+    """Lock a file, or tell that its file system has no locks. BlockingIOError where another process
+    has locked it."""
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
         return True
@@ -362,7 +394,10 @@ def _is_running(found: Mapping[str, Any]) -> bool:
     """Whether the process of a lease of this host lives: another may have its number by now."""
     try:
         process = psutil.Process(found["pid"])
-        return abs(process.create_time() - found["process_start"]) < 1.0 and process.status() != psutil.STATUS_ZOMBIE
+        return (
+            abs(process.create_time() - found["process_start"]) < 1.0
+            and process.status() != psutil.STATUS_ZOMBIE
+        )
     except psutil.AccessDenied:
         return True
     except (psutil.NoSuchProcess, KeyError):
@@ -375,13 +410,20 @@ def _who(found: Mapping[str, Any]) -> str:
 
 def _refusal(folder: Path, found: Mapping[str, Any], setting: str) -> str:
     who = _who(found) if found else "a process that is just starting"
-    return f"{folder} is in use by {who}; wait until that process has ended or stop it, or give another {setting}"
+    return (
+        f"{folder} is in use by {who}; wait until that process has ended or stop it, or give "
+        f"another {setting}"
+    )
 
 
 def _end_unclaimed(path: Path, found: Mapping[str, Any]) -> NoReturn:
     """End this process at once: another may write to the folder now."""
     how = f"was taken over by {_who(found)}" if found else "was deleted"
-    print(f"areal_jax: the claim {path} {how}; this process ends, so that no two write there", file=sys.stderr, flush=True)
+    print(
+        f"areal_jax: the claim {path} {how}; this process ends, so that no two write there",
+        file=sys.stderr,
+        flush=True,
+    )
     kill_children()
     os._exit(1)
 

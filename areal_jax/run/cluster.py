@@ -40,7 +40,9 @@ from areal_jax.run.worker_roles import releases
 
 logger = logging.getLogger(__name__)
 
-TRAINER, ENGINE, REWARDS = (f"areal_jax.run.worker_roles:{name}" for name in ("TrainerHost", "EngineHost", "RewardWorker"))
+TRAINER, ENGINE, REWARDS = (
+    f"areal_jax.run.worker_roles:{name}" for name in ("TrainerHost", "EngineHost", "RewardWorker")
+)
 
 REPLACEMENT_ATTEMPTS = 3
 """A process that cannot be started so often is not asked for any more."""
@@ -68,13 +70,19 @@ async def train_on_cluster(
     with connected(launch) as cluster:
         for left in range(launch.attempts, -1, -1):
             try:
-                async with assembled_on_cluster(plan, folder, cluster, resume=resume, source=source, claim=claim) as run:
+                async with assembled_on_cluster(
+                    plan, folder, cluster, resume=resume, source=source, claim=claim
+                ) as run:
                     await run.trainer.while_whole(train(run))
                 return
             except WorkerDied as loss:
                 if not left or isinstance(loss, NotStarted):
                     raise
-                logger.error("%s; the run resumes from its last checkpoint, and bears %d more such losses", loss, left - 1)
+                logger.error(
+                    "%s; the run resumes from its last checkpoint, and bears %d more such losses",
+                    loss,
+                    left - 1,
+                )
                 resume = True
 
 
@@ -88,8 +96,8 @@ class WorkerPool:
         kinds: list[str],
         probe: Callable[[Grader], Coroutine[Any, Any, None]],
     ) -> None:
-        """Args: arguments: settings and source, as roles get them. kinds: of tasks to grader. probe: raises ConfigError where a
-        reward worker cannot grade."""
+        """Args: arguments: settings and source, as roles get them. kinds: of tasks to grader.
+        probe: raises ConfigError where a reward worker cannot grade."""
         self._probe = probe
         self._cluster, self._arguments, self._kinds = cluster, arguments, kinds
         wait_s = cluster.config.start_timeout_s
@@ -129,7 +137,9 @@ class WorkerPool:
 
     async def _start_grader(self) -> None:
         number = next(self._numbers["reward worker"])
-        connection, _ = await started(self._cluster, "reward worker", number, REWARDS, *self._arguments, self._kinds)
+        connection, _ = await started(
+            self._cluster, "reward worker", number, REWARDS, *self._arguments, self._kinds
+        )
 
         async def grade(task: Task, answer: str) -> RewardResult:
             return RewardResult(**await connection.ask("grade", task_to_json(task), answer))
@@ -159,21 +169,36 @@ class WorkerPool:
             except InsufficientResources as error:
                 logger.error("%s; the run goes on without it, and it is waited for", error)
             except (WorkerDied, ConfigError) as error:
-                logger.error("attempt %d of %d to replace what was lost: %s", attempt, REPLACEMENT_ATTEMPTS, error)
+                logger.error(
+                    "attempt %d of %d to replace what was lost: %s",
+                    attempt,
+                    REPLACEMENT_ATTEMPTS,
+                    error,
+                )
                 attempt += 1
         logger.error(
-            "what was lost is not replaced any more: the run goes on with %d engines and %d reward workers",
+            (
+                "what was lost is not replaced any more: the run goes on with %d engines and %d "
+                "reward workers"
+            ),
             *(len(self.engines.connections), len(self.graders.connections)),
         )
 
 
 @asynccontextmanager
 async def assembled_on_cluster(
-    plan: Plan, folder: Path, cluster: Cluster, *, resume: bool, source: str | None, claim: Claim | None = None
+    plan: Plan,
+    folder: Path,
+    cluster: Cluster,
+    *,
+    resume: bool,
+    source: str | None,
+    claim: Claim | None = None,
 ) -> AsyncIterator[Run[Trainers]]:
     """A run whose parts are processes of a Ray cluster; on leaving all of them are ended.
 
-    Args: source: name or file of the experiment. WorkerDied where a trainer host is lost, then or later; InsufficientResources."""
+    Args: source: name or file of the experiment. WorkerDied where a trainer host is lost, then or
+        later; InsufficientResources."""
     experiment = plan.experiment
     launch = experiment.launch
     assert isinstance(launch, Ray)
@@ -187,22 +212,34 @@ async def assembled_on_cluster(
         arguments, kinds = (written_settings(experiment), source), sorted(kinds_of_tasks(plan))
         sources = (plan.tasks.tasks, plan.eval_tasks.tasks)
         pool = WorkerPool(
-            cluster, arguments, kinds, lambda grader: probe_rewards(grader, experiment, *sources, say=progress.say)
+            cluster,
+            arguments,
+            kinds,
+            lambda grader: probe_rewards(grader, experiment, *sources, say=progress.say),
         )
         stack.push_async_callback(pool.close)
         progress.say(
-            f"trainer hosts: {launch.trainer_hosts}, engines: {launch.rollout_engines}, reward workers: "
-            f"{launch.reward_workers}, as processes of Ray ({cluster.accelerator if cluster.accelerator != 'none' else 'CPUs'})"
+            f"trainer hosts: {launch.trainer_hosts}, engines: {launch.rollout_engines}, reward "
+            "workers: "
+            f"{launch.reward_workers}, as processes of Ray "
+            f"({cluster.accelerator if cluster.accelerator != 'none' else 'CPUs'})"
         )
         async with cluster.reserved():
             (trainers, beside), _ = await all_or_none(
                 start_trainers(
-                    stack, cluster, *arguments, str(folder.absolute()), saved_version, claim.token if claim else None
+                    stack,
+                    cluster,
+                    *arguments,
+                    str(folder.absolute()),
+                    saved_version,
+                    claim.token if claim else None,
                 ),
                 pool.start(),
             )
         restored = None if beside is None else unpack(beside)
-        sinks, trace = written_files(stack, plan, folder, trainers.version if resume else None, restored)
+        sinks, trace = written_files(
+            stack, plan, folder, trainers.version if resume else None, restored
+        )
         relay = Relay(trainers, pool.engines, offer_timeout_s=OFFER_TIMEOUT_S)
         stack.push_async_callback(relay.close)
         relay.publish(trainers.version, trainers.params)
@@ -224,7 +261,8 @@ async def start_trainers(
     saved_version: int | None,
     claim_token: str | None,
 ) -> tuple[Trainers, Any]:
-    """All trainer hosts, joined and ready, until the stack ends; and what their checkpoint holds beside their state, packed."""
+    """All trainer hosts, joined and ready, until the stack ends; and what their checkpoint holds
+    beside their state, packed."""
     config = cluster.config
 
     async def host(number: int) -> Connection:
@@ -244,12 +282,15 @@ async def start_trainers(
     except (ConfigError, WorkerDied):
         raise
     except Exception as error:
-        raise NotStarted(f"trainer hosts could not start: {type(error).__name__}: {error}") from error
+        raise NotStarted(
+            f"trainer hosts could not start: {type(error).__name__}: {error}"
+        ) from error
     return Trainers(hosts, joined[0]["version"]), joined[0]["beside"]
 
 
 async def all_or_none(*work: Coroutine[Any, Any, Any]) -> list[Any]:
-    """What each returns, side by side. Where one fails, the others are cancelled, and have ended when its error is raised."""
+    """What each returns, side by side. Where one fails, the others are cancelled, and have ended
+    when its error is raised."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         return await asyncio.gather(*tasks)
@@ -259,8 +300,11 @@ async def all_or_none(*work: Coroutine[Any, Any, Any]) -> list[Any]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def started(cluster: Cluster, kind: Kind, number: int, role: str, *arguments: Any) -> tuple[Connection, dict[str, Any]]:
-    """A process that runs the same releases as this one, and what its role found. Raises as Cluster.start and require_same."""
+async def started(
+    cluster: Cluster, kind: Kind, number: int, role: str, *arguments: Any
+) -> tuple[Connection, dict[str, Any]]:
+    """A process that runs the same releases as this one, and what its role found. Raises as
+    Cluster.start and require_same."""
     connection, facts = await cluster.start(kind, number, role, *arguments)
     try:
         require_same(connection.name, facts)
@@ -274,12 +318,17 @@ def require_same_policy(name: str, facts: dict[str, Any], expected: str) -> None
     """ConfigError where an engine has found other files than the first one."""
     if facts["policy"] != expected:
         raise ConfigError(
-            f"{name} ({facts['devices']}) found another policy than the other engines: fingerprint {facts['policy']}, expected "
+            f"{name} ({facts['devices']}) found another policy than the other engines: "
+            f"fingerprint {facts['policy']}, expected "
             f"{expected}; policy.path must name the same files on every host"
         )
 
 
 def require_same(name: str, facts: dict[str, Any]) -> None:
     """ConfigError where a process runs other releases than this one."""
-    if different := [f"{what} {facts[what]}, expected {here}" for what, here in releases().items() if facts[what] != here]:
+    if different := [
+        f"{what} {facts[what]}, expected {here}"
+        for what, here in releases().items()
+        if facts[what] != here
+    ]:
         raise ConfigError(f"{name} has {' and '.join(different)}: install the same on every host")

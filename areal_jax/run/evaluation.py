@@ -1,4 +1,5 @@
-"""An evaluation from the first problem to the report: who answers, what is kept, and where it goes on after a stop."""
+"""An evaluation from the first problem to the report: who answers, what is kept, and where it goes
+on after a stop."""
 
 from __future__ import annotations
 
@@ -94,13 +95,18 @@ class Local:
         """Which policy, on which devices."""
         decoding, engine = self.decoding, self.decoding.engine
         policy = described(decoding.config, decoding.policy, engine.compute_dtype)
-        trained = decoding.checkpoint and f", as {decoding.checkpoint.folder} has trained it to version {self.version}"
+        trained = (
+            decoding.checkpoint
+            and f", as {decoding.checkpoint.folder} has trained it to version {self.version}"
+        )
         return f"policy: {policy}{trained or ''}; devices: {self.devices}"
 
     @property
     def max_running(self) -> int:
         """Tasks at the same time."""
-        return tasks_that_fill(self.experiment.engine.num_slots, self.experiment.evaluation.samples_per_task)
+        return tasks_that_fill(
+            self.experiment.engine.num_slots, self.experiment.evaluation.samples_per_task
+        )
 
     @property
     def devices(self) -> str:
@@ -118,22 +124,30 @@ class Local:
         weights = await asyncio.to_thread(decoding.load)
         with closing(EngineLoop(decoding.engine, Pinned(weights))) as engine:
             engine.start()
-            async with through_workflow(self.experiment, decoding.tokenizer, engine, grader, self.version) as ask:
+            async with through_workflow(
+                self.experiment, decoding.tokenizer, engine, grader, self.version
+            ) as ask:
                 yield ask
 
 
-def find_local(experiment: AnyExperiment, checkpoint: RunCheckpoint | None, tasks: Sequence[Task]) -> Local:
-    """The experiment's policy, or what a run has trained. ConfigError where it cannot be had, or cannot read the tasks."""
+def find_local(
+    experiment: AnyExperiment, checkpoint: RunCheckpoint | None, tasks: Sequence[Task]
+) -> Local:
+    """The experiment's policy, or what a run has trained. ConfigError where it cannot be had, or
+    cannot read the tasks."""
     experiment = with_limits(experiment, tasks)
     mesh = decoding_mesh(experiment.placement, "placement.rollout_devices")
-    decoding = find_decoding_policy(experiment.policy, experiment.engine, mesh, checkpoint, seed=experiment.seed)
+    decoding = find_decoding_policy(
+        experiment.policy, experiment.engine, mesh, checkpoint, seed=experiment.seed
+    )
     if problems := list(unreadable(experiment, decoding.engine, decoding.tokenizer)):
         raise ConfigError("\n".join(problems))
     return Local(experiment, decoding)
 
 
 def with_limits(experiment: AnyExperiment, tasks: Sequence[Task]) -> AnyExperiment:
-    """The experiment with a limit on prompts that these tasks need, if it has none; says what will not fit."""
+    """The experiment with a limit on prompts that these tasks need, if it has none; says what will
+    not fit."""
     budget = budgeted(experiment, eval_tasks=tasks)
     for warning in budget.warnings:
         print(f"areal_jax: warning: {warning}", file=sys.stderr)
@@ -171,7 +185,12 @@ class Remote:
         """What tells the server from others."""
         sampled = ", ".join(f"{name}={value:g}" for name, value in self.sampling_mode.items())
         asked_in = "words" if self.tokenizer is None else "tokens"
-        return {"server": self.server.url, "model": self.model, "asked in": asked_in, "sampled with": sampled}
+        return {
+            "server": self.server.url,
+            "model": self.model,
+            "asked in": asked_in,
+            "sampled with": sampled,
+        }
 
     @asynccontextmanager
     async def answering(self, grader: RewardService) -> AsyncIterator[Ask]:
@@ -180,7 +199,9 @@ class Remote:
         with closing(self.server):
             if self.tokenizer is not None:
                 engine = TokenServer(self.server, self.model, self.tokenizer, self.sampling_mode)
-                async with through_workflow(experiment, self.tokenizer, engine, grader, self.version) as ask:
+                async with through_workflow(
+                    experiment, self.tokenizer, engine, grader, self.version
+                ) as ask:
                     yield ask
             else:
                 yield ChatServer(
@@ -196,52 +217,80 @@ class Remote:
 
 
 def find_server(experiment: AnyExperiment, url: str, tasks: Sequence[Task]) -> Remote:
-    """The server at a URL. ValueError where it does not answer, refuses, has several models, or cannot do what the workflow
-    needs."""
+    """The server at a URL. ValueError where it does not answer, refuses, has several models, or
+    cannot do what the workflow needs."""
     server = Server(url, os.environ.get(TOKEN_VARIABLE), experiment.engine.request_timeout_s)
     model = server.model()
     try:
-        folder, ignored = resolve_policy_folder(experiment.policy.path), experiment.policy.ignore_config_keys
+        folder, ignored = (
+            resolve_policy_folder(experiment.policy.path),
+            experiment.policy.ignore_config_keys,
+        )
         tokenizer = HFTokenizer.from_folder(folder, ignored)
     except FileNotFoundError:
         tokenizer = None  # then nobody here knows which tokens the server speaks
     try:
-        if tokenizer and (found := asyncio.run(TokenServer.probed(server, model, tokenizer, tasks[0].prompt))):
-            return Remote(with_limits(experiment, tasks), server, model, tokenizer, found.sampling_mode)
+        if tokenizer and (
+            found := asyncio.run(TokenServer.probed(server, model, tokenizer, tasks[0].prompt))
+        ):
+            return Remote(
+                with_limits(experiment, tasks), server, model, tokenizer, found.sampling_mode
+            )
         if isinstance(experiment.workflow, SingleTurn):
-            return Remote(experiment, server, model, None, asyncio.run(sampling_of_chats(server, model)))
+            return Remote(
+                experiment, server, model, None, asyncio.run(sampling_of_chats(server, model))
+            )
     except (InvalidRequest, RuntimeError) as error:
         raise ValueError(f"checkpoint={url}: {error}") from error
     raise ValueError(
-        f"checkpoint={url} does not speak the tokens of policy.path={experiment.policy.path}, which "
-        f"workflow={type(experiment.workflow).__name__} needs; set policy.path to the policy that is served, or "
+        f"checkpoint={url} does not speak the tokens of policy.path={experiment.policy.path}, "
+        "which "
+        f"workflow={type(experiment.workflow).__name__} needs; set policy.path to the policy "
+        "that is served, or "
         "workflow=SingleTurn"
     )
 
 
 @asynccontextmanager
 async def through_workflow(
-    experiment: AnyExperiment, tokenizer: HFTokenizer, engine: Engine, grader: RewardService, version: int
+    experiment: AnyExperiment,
+    tokenizer: HFTokenizer,
+    engine: Engine,
+    grader: RewardService,
+    version: int,
 ) -> AsyncIterator[Ask]:
     """Ask an engine the way that training asks it."""
     sampling = evaluation_sampling(experiment, tokenizer.stop_token_ids)
     async with AsyncExitStack() as stack:
         agents = await agents_of(stack, experiment, tokenizer)
-        workflow = workflow_of(experiment, tokenizer, experiment.evaluation.samples_per_task, grader.use, agents)
+        workflow = workflow_of(
+            experiment, tokenizer, experiment.evaluation.samples_per_task, grader.use, agents
+        )
 
         async def ask(place: int, task: Task) -> Sequence[Answer]:
-            samples = await workflow(task, EvaluationCalls(engine, version, sampling, experiment.seed, place), grader)
-            return [answer_of(sample, tokenizer, experiment.rewards.accept_plain) for sample in samples]
+            samples = await workflow(
+                task, EvaluationCalls(engine, version, sampling, experiment.seed, place), grader
+            )
+            return [
+                answer_of(sample, tokenizer, experiment.rewards.accept_plain) for sample in samples
+            ]
 
         yield ask
 
 
-def run(experiment: AnyExperiment, *, checkpoint: RunCheckpoint | None, server: str | None, folder: Path | None) -> None:
+def run(
+    experiment: AnyExperiment,
+    *,
+    checkpoint: RunCheckpoint | None,
+    server: str | None,
+    folder: Path | None,
+) -> None:
     """Answer what the folder lacks, grader it, and write the figures.
 
-    Args: checkpoint: of a run, instead of the experiment's policy. server: URL of who answers, instead of either. folder: None
-    for one named after the settings. ConfigError where something cannot be had; Unanswered where no task
-    could be answered, or one has failed that may be answered when it is asked again."""
+    Args: checkpoint: of a run, instead of the experiment's policy. server: URL of who answers,
+        instead of either. folder: None for one named after the settings. ConfigError where
+        something cannot be had; Unanswered where no task could be answered, or one has failed that
+        may be answered when it is asked again."""
     config = experiment.evaluation
     if experiment.rewards.scale == "raw":
         raise ConfigError(
@@ -250,14 +299,19 @@ def run(experiment: AnyExperiment, *, checkpoint: RunCheckpoint | None, server: 
         )
     found = had(lambda: load_tasks(experiment.eval_tasks, experiment.prompt), "eval_tasks")
     tasks = found.tasks[: config.num_tasks]
-    answerer = had(lambda: find_server(experiment, server, tasks)) if server else find_local(experiment, checkpoint, tasks)
+    answerer = (
+        had(lambda: find_server(experiment, server, tasks))
+        if server
+        else find_local(experiment, checkpoint, tasks)
+    )
     experiment = answerer.experiment
     settings = identity(experiment, tasks) | answerer.identity()
     folder = folder or EVALUATIONS_FOLDER / folder_name(experiment.name, answerer.name, settings)
     data = counted("tasks", *found, experiment.eval_tasks)
     some = "" if len(tasks) == len(found.tasks) else f"the first {len(tasks)} of "
     headline = (
-        f"{answerer.headline}; data: {some}{data}; samples_per_task {config.samples_per_task}, temperature "
+        f"{answerer.headline}; data: {some}{data}; samples_per_task {config.samples_per_task}, "
+        "temperature "
         f"{config.temperature:g}; folder: {folder}"
     )
     with _opened(folder, settings, answerer.version) as answers:
@@ -272,27 +326,36 @@ def run(experiment: AnyExperiment, *, checkpoint: RunCheckpoint | None, server: 
         with closing(progress):
             write_description(folder, headline, to_json(experiment), answerer.devices)
             try:
-                failures = asyncio.run(_answer(experiment, tasks, found.kinds, answerer, answers, progress))
+                failures = asyncio.run(
+                    _answer(experiment, tasks, found.kinds, answerer, answers, progress)
+                )
             except EngineStopped as error:
                 raise Unanswered(f"{error}; the same command goes on with what is left") from error
             if not answers.found:
                 last = list(failures.values())[-1]
-                raise Unanswered(f"none of the {len(tasks)} tasks could be answered, the last: {last}") from last
+                raise Unanswered(
+                    f"none of the {len(tasks)} tasks could be answered, the last: {last}"
+                ) from last
             results = results_of(tasks, answers.found, failures)
             report = write_report(folder, headline, settings, results, tasks, answers.found)
             progress.say("; ".join(f"{name} {figure}" for name, figure in summary(results)))
             progress.say(f"report: {report}")
-            # What does not fit never will; what failed otherwise may be answered when it is asked again.
-            if again := [error for error in failures.values() if not isinstance(error, InvalidRequest)]:
+            # What does not fit never will; what failed otherwise may be answered when it is asked
+            # again.
+            if again := [
+                error for error in failures.values() if not isinstance(error, InvalidRequest)
+            ]:
                 raise Unanswered(
-                    f"{len(again)} of {len(tasks)} problems failed and count as wrong, the last: {again[-1]}; "
+                    f"{len(again)} of {len(tasks)} problems failed and count as wrong, the last: "
+                    f"{again[-1]}; "
                     "the same command asks them again"
                 )
 
 
 @contextmanager
 def _opened(folder: Path, settings: Mapping[str, JSON], version: int) -> Iterator[AnswerFolder]:
-    """The folder, claimed. ConfigError where another process has it, it is of other settings, or cannot be written to."""
+    """The folder, claimed. ConfigError where another process has it, it is of other settings, or
+    cannot be written to."""
     with ExitStack() as stack:
         try:
             with writable(folder, "--folder"):
@@ -311,7 +374,8 @@ async def _answer(
     answers: AnswerFolder,
     progress: Progress,
 ) -> dict[int, Exception]:
-    """Have the tasks answered that are not yet, and each kept at once; what those failed with that cannot be."""
+    """Have the tasks answered that are not yet, and each kept at once; what those failed with that
+    cannot be."""
     left = [(place, task) for place, task in enumerate(tasks) if place not in answers.found]
     if not left:
         return {}
@@ -333,18 +397,29 @@ async def _answer(
     async with RewardService(experiment.rewards, kinds, tools_of(experiment.workflow)) as grader:
         await start_rewards(grader, experiment, tasks, say=progress.say)
         async with answerer.answering(grader) as ask:
-            failures = await answer_all(left, ask, keep, name="evaluation", max_running=answerer.max_running)
+            failures = await answer_all(
+                left, ask, keep, name="evaluation", max_running=answerer.max_running
+            )
     seconds = time.monotonic() - began_s
     with naming(answers.path / TIMES), (answers.path / TIMES).open("a", encoding="utf-8") as file:
-        row = {"ended": time.strftime("%Y-%m-%d %H:%M:%S"), "num_tasks": len(left) - len(failures), "num_tokens": num_tokens}
-        file.write(json.dumps(row | {"seconds": seconds, "tokens_per_s": num_tokens / seconds}) + "\n")
+        row = {
+            "ended": time.strftime("%Y-%m-%d %H:%M:%S"),
+            "num_tasks": len(left) - len(failures),
+            "num_tokens": num_tokens,
+        }
+        file.write(
+            json.dumps(row | {"seconds": seconds, "tokens_per_s": num_tokens / seconds}) + "\n"
+        )
     return failures
 
 
 def identity(experiment: AnyExperiment, tasks: Sequence[Task]) -> dict[str, JSON]:
-    """All settings that decide the answers or the grades, and a digest of the tasks as they were read."""
+    """All settings that decide the answers or the grades, and a digest of the tasks as they were
+    read."""
     listed = to_json(experiment)
-    deciding = {key: listed[key] for key in listed if key.startswith(DECIDING) and key not in NOT_DECIDING}
+    deciding = {
+        key: listed[key] for key in listed if key.startswith(DECIDING) and key not in NOT_DECIDING
+    }
     return deciding | {"tasks": _digest([asdict(task) for task in tasks])}
 
 

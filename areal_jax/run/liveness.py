@@ -1,4 +1,5 @@
-"""What a run's watchdog looks at: the parts of the run, what is under way, and who can be replaced."""
+"""What a run's watchdog looks at: the parts of the run, what is under way, and who can be
+replaced."""
 
 from __future__ import annotations
 
@@ -16,10 +17,13 @@ from areal_jax.workflows.config import Agent
 
 @asynccontextmanager
 async def watched(run: Run[Any], rollouts: Rollouts | None = None) -> AsyncIterator[None]:
-    """Watch the run while the body runs. Raises Stalled where it makes no progress and nothing of it can be replaced."""
+    """Watch the run while the body runs. Raises Stalled where it makes no progress and nothing of
+    it can be replaced."""
     exp = run.experiment
     # These have deadlines of their own, which come first.
-    longest_s = max(exp.rewards.timeout_s, exp.workflow.timeout_s if isinstance(exp.workflow, Agent) else 0.0)
+    longest_s = max(
+        exp.rewards.timeout_s, exp.workflow.timeout_s if isinstance(exp.workflow, Agent) else 0.0
+    )
     watchdog = Watchdog(
         warning_s=exp.launch.stall_warning_s,
         timeout_s=max(exp.launch.stall_timeout_s, longest_s + exp.launch.stall_warning_s),
@@ -63,7 +67,12 @@ def progress_of(run: Run[Any], rollouts: Rollouts | None) -> Hashable:
     if waits_for_worker or any(lane == CHECKPOINT for lane, _ in run.spans):
         return object()  # That has a deadline of its own.
     parts = tuple(part.progress() for part in parts_of(run) if isinstance(part, Waits))
-    return run.trainer.version, run.num_spans, None if rollouts is None else rollouts.next_group_id, parts
+    return (
+        run.trainer.version,
+        run.num_spans,
+        None if rollouts is None else rollouts.next_group_id,
+        parts,
+    )
 
 
 def cpu_s_of(run: Run[Any]) -> float:
@@ -79,10 +88,17 @@ def waits_of(run: Run[Any], rollouts: Rollouts | None) -> str:
         said.append("under way: " + ", ".join(f"{lane} ({name})" for lane, name in run.spans))
     elif rollouts is not None:
         waited = f"{len(rollouts.buffer)} of {rollouts.gate.groups_per_batch} groups are finished"
-        said.append(f"the trainer waits for the batch of version {run.trainer.version}, of which {waited}")
+        said.append(
+            f"the trainer waits for the batch of version {run.trainer.version}, of which {waited}"
+        )
     if rollouts is not None:
         said.append(repr(rollouts.gate))
-    return "; ".join([*said, *(text for part in parts_of(run) if isinstance(part, Waits) and (text := part.waits()))])
+    return "; ".join(
+        [
+            *said,
+            *(text for part in parts_of(run) if isinstance(part, Waits) and (text := part.waits())),
+        ]
+    )
 
 
 def replace_stalled(run: Run[Any], why: str) -> str | None:

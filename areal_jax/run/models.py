@@ -1,4 +1,5 @@
-"""Policies as they are found: their weights brought onto a mesh, and those that only decode, with nothing that trains."""
+"""Policies as they are found: their weights brought onto a mesh, and those that only decode, with
+nothing that trains."""
 
 from __future__ import annotations
 
@@ -39,9 +40,16 @@ FINGERPRINT_BYTES = 1 << 20
 
 
 def initial_params(
-    config: PolicyConfig, policy: Policy, folder: Path, mesh: Mesh, rules: Rules, dtype: DTypeLike, seed: int
+    config: PolicyConfig,
+    policy: Policy,
+    folder: Path,
+    mesh: Mesh,
+    rules: Rules,
+    dtype: DTypeLike,
+    seed: int,
 ) -> tuple[Params, Params | None]:
-    """The policy's weights; or an adapter, and the weights beside it: from their folders, or fresh, on a mesh.
+    """The policy's weights; or an adapter, and the weights beside it: from their folders, or fresh,
+    on a mesh.
 
     Args: dtype: of the weights' matrices; an adapter is float32. seed: of fresh weights."""
     dtype = jnp.dtype(dtype)
@@ -81,22 +89,34 @@ class DecodingPolicy:
     @property
     def version(self) -> int:
         """Of a run's checkpoint; 0 for a folder."""
-        return 0 if self.checkpoint is None or self.checkpoint.version is None else self.checkpoint.version
+        return (
+            0
+            if self.checkpoint is None or self.checkpoint.version is None
+            else self.checkpoint.version
+        )
 
     def load(self) -> Weights:
-        """The weights in the engine's layout. ConfigError where they cannot be had, or are another policy's."""
+        """The weights in the engine's layout. ConfigError where they cannot be had, or are another
+        policy's."""
         engine, checkpoint = self.engine, self.checkpoint
         try:
-            weights, base = had(lambda: self._initial(self.seed) if checkpoint is None else self._restored(checkpoint))
+            weights, base = had(
+                lambda: (
+                    self._initial(self.seed) if checkpoint is None else self._restored(checkpoint)
+                )
+            )
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
         arrived = _laid_out(engine, weights, engine.param_shardings)
         if base is not None:
-            arrived = lora.attach(self.policy, _laid_out(engine, base, engine.base_shardings), arrived)
+            arrived = lora.attach(
+                self.policy, _laid_out(engine, base, engine.base_shardings), arrived
+            )
         return Weights(self.version, arrived)
 
     def load_base(self) -> EngineParams | None:
-        """The frozen weights that an adapter belongs to, in the engine's layout; None where all weights are trained."""
+        """The frozen weights that an adapter belongs to, in the engine's layout; None where all
+        weights are trained."""
         if not self.policy.lora:
             return None
         _, base = had(lambda: self._initial(self.seed))
@@ -104,7 +124,8 @@ class DecodingPolicy:
         return _laid_out(self.engine, base, self.engine.base_shardings)
 
     def fingerprint(self) -> str:
-        """A few letters that other weights would not have; tells copies of a folder for the same, and reads little of it."""
+        """A few letters that other weights would not have; tells copies of a folder for the same,
+        and reads little of it."""
         trained_files = []
         if self.checkpoint is not None:
             store = CheckpointStore(self.checkpoint.folder / CHECKPOINTS, keep=1)
@@ -115,12 +136,21 @@ class DecodingPolicy:
         """Of the policy and, where one is named, of its adapter."""
         adapter = self.config.adapter
         folders = [self.folder, *([] if adapter is None else [Path(adapter).expanduser()])]
-        return [file for folder in folders for file in sorted(folder.iterdir()) if file.suffix in (".json", ".safetensors")]
+        return [
+            file
+            for folder in folders
+            for file in sorted(folder.iterdir())
+            if file.suffix in (".json", ".safetensors")
+        ]
 
     def _restored(self, checkpoint: RunCheckpoint) -> tuple[Params, Params | None]:
         abstract, axes = trained(self.policy)
         placed = shardings(self.engine.mesh, axes, abstract, ROLLOUT_RULES)
-        target = jax.tree.map(lambda leaf, how: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=how), abstract, placed)
+        target = jax.tree.map(
+            lambda leaf, how: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=how),
+            abstract,
+            placed,
+        )
         store = CheckpointStore(checkpoint.folder / CHECKPOINTS, keep=1)
         weights = store.restore_field(checkpoint.version, "params", target)
         if not self.policy.lora:
@@ -129,11 +159,20 @@ class DecodingPolicy:
 
     def _initial(self, seed: int) -> tuple[Params, Params | None]:
         engine = self.engine
-        return initial_params(self.config, self.policy, self.folder, engine.mesh, ROLLOUT_RULES, engine.compute_dtype, seed)
+        return initial_params(
+            self.config,
+            self.policy,
+            self.folder,
+            engine.mesh,
+            ROLLOUT_RULES,
+            engine.compute_dtype,
+            seed,
+        )
 
 
 def decoding_mesh(placement: PlacementConfig, setting: str) -> Mesh:
-    """All devices, or as many as `placement.rollout_devices`, which `setting` names. ConfigError where there are fewer."""
+    """All devices, or as many as `placement.rollout_devices`, which `setting` names. ConfigError
+    where there are fewer."""
     devices = jax.devices()
     wanted = placement.rollout_devices or len(devices)
     if wanted > len(devices):
@@ -156,7 +195,9 @@ def find_decoding_policy(
     ConfigError where something is missing, or does not fit the others."""
     folder = had(lambda: resolve_policy_folder(config.path, setting))
     policy = had(lambda: find_policy(config, folder, setting=setting))
-    engine = had(lambda: DecodeEngine(policy, mesh, engine_config, compute_dtype(config.compute_dtype, mesh)))
+    engine = had(
+        lambda: DecodeEngine(policy, mesh, engine_config, compute_dtype(config.compute_dtype, mesh))
+    )
     tokenizer = had(lambda: HFTokenizer.from_folder(folder, config.ignore_config_keys))
     if checkpoint is not None:
         checkpoint = _with_version(checkpoint)
@@ -171,8 +212,12 @@ def _with_version(checkpoint: RunCheckpoint) -> RunCheckpoint:
     if not versions or checkpoint.version not in (None, *versions):
         wanted = "yet" if checkpoint.version is None else f"of version {checkpoint.version}"
         found = ", ".join(map(str, versions)) or "none"
-        raise ConfigError(f"{checkpoint.folder}: this run has no checkpoint {wanted}; found {found}")
-    return replace(checkpoint, version=versions[-1] if checkpoint.version is None else checkpoint.version)
+        raise ConfigError(
+            f"{checkpoint.folder}: this run has no checkpoint {wanted}; found {found}"
+        )
+    return replace(
+        checkpoint, version=versions[-1] if checkpoint.version is None else checkpoint.version
+    )
 
 
 def _laid_out(engine: DecodeEngine, params: Params, placed: Any) -> EngineParams:

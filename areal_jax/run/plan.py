@@ -1,6 +1,8 @@
-"""What a run is made of, found out without training: the policy, the data, the meshes, and the memory all that takes.
+"""What a run is made of, found out without training: the policy, the data, the meshes, and the
+memory all that takes.
 
-Everything that can be missing or contradict is looked for here, before any device is busy; bad input ends here.
+Everything that can be missing or contradict is looked for here, before any device is busy; bad
+input ends here.
 """
 
 from __future__ import annotations
@@ -62,7 +64,8 @@ T = TypeVar("T")
 NEEDED_BY_RAY = ("ray", "xxhash")
 
 EXAMPLES_PROMPT_TOKENS = 1024
-"""engine.max_prompt_tokens of learning from examples where it is not set, unless an evaluation needs more."""
+"""engine.max_prompt_tokens of learning from examples where it is not set, unless an evaluation
+needs more."""
 
 Memory = Mapping[str, int]
 """Bytes on each device, by what they are for."""
@@ -92,7 +95,8 @@ class TrainingPlan:
     policy_folder: Path
     policy: Policy
     beside: tuple[FrozenModelSpec, ...]
-    """What training asks and leaves as it is; a policy for each of the trainer's settings that name one."""
+    """What training asks and leaves as it is; a policy for each of the trainer's settings that name
+    one."""
     tokenizer: HFTokenizer
     compute_dtype: jnp.dtype
     train_mesh: Mesh
@@ -107,7 +111,14 @@ class TrainingPlan:
         """What training takes of each device of its mesh."""
         config, mesh = self.experiment.trainer, self.train_mesh
         parts = dict(
-            predicted_bytes(config, self.policy, mesh, self.compute_dtype, row_tokens=self.row_tokens, critic=self.critic)
+            predicted_bytes(
+                config,
+                self.policy,
+                mesh,
+                self.compute_dtype,
+                row_tokens=self.row_tokens,
+                critic=self.critic,
+            )
         )
         # What is offloaded comes to the device when there are neither gradients nor activations.
         room = sum(parts[name] for name in ("gradients", "activations", "logits"))
@@ -126,7 +137,8 @@ class Plan(TrainingPlan):
     tasks: TaskSet
     """What reinforcement learning trains on; empty in learning from examples."""
     examples: ExampleSet[Any]
-    """What fine-tuning trains on, such as its trainer learns from; empty in reinforcement learning."""
+    """What fine-tuning trains on, such as its trainer learns from; empty in reinforcement
+    learning."""
     eval_examples: ExampleSet[Any]
     """What fine-tuning measures its loss on; empty where it does not."""
     eval_tasks: TaskSet
@@ -186,7 +198,9 @@ class Plan(TrainingPlan):
         arriving = jax.eval_shape(engine.layout, trained(self.policy).abstract)
         weights = 2 * bytes_per_device(arriving, engine.param_shardings)
         if self.policy.lora:
-            weights += bytes_per_device(jax.eval_shape(engine.layout, self.policy.abstract()), engine.base_shardings)
+            weights += bytes_per_device(
+                jax.eval_shape(engine.layout, self.policy.abstract()), engine.base_shardings
+            )
         return {"weights": weights, "KV caches": engine.kv_bytes()}
 
     def _policy(self) -> str:
@@ -198,13 +212,17 @@ class Plan(TrainingPlan):
             return f"all parameters, read out as {policy.config.readout}"
         num_params = sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(lora.abstract(policy)))
         return (
-            f"{num_params / 1e6:,.3f} M parameters of an adapter of rank {policy.lora.rank} on {as_text(policy.lora.targets)}, "
+            f"{num_params / 1e6:,.3f} M parameters of an adapter of rank {policy.lora.rank} on "
+            f"{as_text(policy.lora.targets)}, "
             f"{config.adapter or 'fresh'}; {policy.config.num_params / 1e6:,.1f} M frozen"
         )
 
     def _critic(self) -> Iterator[tuple[str, str]]:
         if self.critic is not None and self.critic_folder is not None:
-            model, path = self.critic.config, self.experiment.trainer.critic.path or self.experiment.policy.path
+            model, path = (
+                self.critic.config,
+                self.experiment.trainer.critic.path or self.experiment.policy.path,
+            )
             size = f"{model.num_params / 1e6:,.1f} M parameters"
             is_scalar = read_model(self.experiment.policy, self.critic_folder).is_scalar
             head = "" if is_scalar else ", with a fresh head"
@@ -219,7 +237,9 @@ class Plan(TrainingPlan):
     def _data(self) -> str:
         if isinstance(self.experiment, Experiment):
             return counted("tasks", *self.tasks, self.experiment.tasks)
-        return counted(self._kind(), self.examples.examples, self.examples.skipped, self.experiment.examples)
+        return counted(
+            self._kind(), self.examples.examples, self.examples.skipped, self.experiment.examples
+        )
 
     def _kind(self) -> str:
         return "pairs" if isinstance(self.experiment, PreferenceExperiment) else "examples"
@@ -227,17 +247,28 @@ class Plan(TrainingPlan):
     def _training(self) -> str:
         experiment = self.experiment
         if not isinstance(experiment, Experiment):
-            return f"{experiment.num_steps} updates of {experiment.examples_per_batch} {self._kind()}"
+            return (
+                f"{experiment.num_steps} updates of {experiment.examples_per_batch} {self._kind()}"
+            )
         rollout = experiment.rollout
         return (
-            f"{experiment.num_steps} steps of {rollout.groups_per_batch} groups x {rollout.samples_per_group} samples, "
-            f"{experiment.trainer.num_mini_batches} updates each; max_staleness {as_text(rollout.max_staleness)}"
+            f"{experiment.num_steps} steps of {rollout.groups_per_batch} groups x "
+            f"{rollout.samples_per_group} samples, "
+            f"{experiment.trainer.num_mini_batches} updates each; max_staleness "
+            f"{as_text(rollout.max_staleness)}"
         )
 
     def _prompts(self, found: Prompts) -> str:
-        of = "all" if len(found.lengths) == found.num_tasks else f"{len(found.lengths):,} of {found.num_tasks:,}"
+        of = (
+            "all"
+            if len(found.lengths) == found.num_tasks
+            else f"{len(found.lengths):,} of {found.num_tasks:,}"
+        )
         limit = f"engine.max_prompt_tokens={self.experiment.engine.max_prompt_tokens}"
-        return f"{found.source}: {min(found.lengths)} to {max(found.lengths)} tokens ({of} measured); {limit}"
+        return (
+            f"{found.source}: {min(found.lengths)} to {max(found.lengths)} tokens ({of} "
+            f"measured); {limit}"
+        )
 
     def _rollout(self) -> Iterator[tuple[str, str]]:
         if self.decodes:
@@ -272,27 +303,36 @@ class Plan(TrainingPlan):
             return f"{self.train_mesh.size} {train.device_kind}"
         if train == rollout:
             return f"1 {train.device_kind}, shared by both meshes"
-        until = ", until a trial has shown what is balanced" if self.experiment.placement.rollout_share == "auto" else ""
+        until = (
+            ", until a trial has shown what is balanced"
+            if self.experiment.placement.rollout_share == "auto"
+            else ""
+        )
         return f"{self.train_mesh.size} + {self.rollout_mesh.size} {train.device_kind}{until}"
 
     def shortage(self) -> str:
-        """What to do where memory will not do by these estimates; empty where it will, or where nobody knows."""
+        """What to do where memory will not do by these estimates; empty where it will, or where
+        nobody knows."""
         needs, has = self._needs_and_has(self.train_bytes(), self.rollout_bytes())
         if not needs > has > 0:
             return ""
         return f"about {sized(needs)} are needed where there are {sized(has)}: {self._relief()}"
 
     def overflow(self) -> str:
-        """Why these devices cannot hold the policy, split as they are; empty where they can, or where nobody knows."""
+        """Why these devices cannot hold the policy, split as they are; empty where they can, or
+        where nobody knows."""
         train = {name: size for name, size in self.train_bytes().items() if name in RESTING}
         rollout = {name: size for name, size in self.rollout_bytes().items() if name in RESTING}
         needs, has = self._needs_and_has(train, rollout)
         if not needs > has > 0:
             return ""
         return (
-            f"{self.devices} cannot hold the policy: {sized(needs)} are needed where there are {sized(has)} (on each that "
-            f"trains {format_memory(train)}; on each that decodes {format_memory(rollout)}); take more devices, split them "
-            "otherwise by placement.rollout_share, or cut the policy over more of them by placement.train_fsdp or "
+            f"{self.devices} cannot hold the policy: {sized(needs)} are needed where there are "
+            f"{sized(has)} (on each that "
+            f"trains {format_memory(train)}; on each that decodes {format_memory(rollout)}); "
+            "take more devices, split them "
+            "otherwise by placement.rollout_share, or cut the policy over more of them by "
+            "placement.train_fsdp or "
             "placement.rollout_tensor"
         )
 
@@ -300,10 +340,17 @@ class Plan(TrainingPlan):
         """Bytes needed by one memory for these parts, and bytes it has; 0 where nobody knows."""
         if isinstance(self.experiment.launch, Ray):
             return 0, 0  # The devices are elsewhere.
-        device, on_train, on_rollout = self.train_mesh.devices.flat[0], sum(train.values()), sum(rollout.values())
+        device, on_train, on_rollout = (
+            self.train_mesh.devices.flat[0],
+            sum(train.values()),
+            sum(rollout.values()),
+        )
         if device.platform == "cpu":
             # Simulated devices share the machine's memory.
-            return on_train * self.train_mesh.size + on_rollout * self.rollout_mesh.size, psutil.virtual_memory().total
+            return (
+                on_train * self.train_mesh.size + on_rollout * self.rollout_mesh.size,
+                psutil.virtual_memory().total,
+            )
         shared = device == self.rollout_mesh.devices.flat[0]
         has = (device.memory_stats() or {}).get("bytes_limit", 0)
         return on_train + on_rollout if shared else max(on_train, on_rollout), has
@@ -311,7 +358,10 @@ class Plan(TrainingPlan):
     def _relief(self) -> str:
         """The settings that lower the largest part of what memory goes to."""
         trainer = self.experiment.trainer
-        parts = {**self.train_bytes(), **{f"engine's {name}": size for name, size in self.rollout_bytes().items()}}
+        parts = {
+            **self.train_bytes(),
+            **{f"engine's {name}": size for name, size in self.rollout_bytes().items()},
+        }
         largest = max(parts, key=lambda name: parts[name])
         more_devices = "cut over more devices with placement.train_fsdp or placement.train_tensor"
         reliefs = {
@@ -320,25 +370,37 @@ class Plan(TrainingPlan):
             else f"set trainer.optimizer.offload=true, or {more_devices}",
             "activations": (
                 ("" if trainer.remat == "full" else "set trainer.remat=full, or ")
-                + "lower trainer.rows_per_micro_batch or trainer.row_tokens, or cut rows with placement.train_context"
+                + (
+                    "lower trainer.rows_per_micro_batch or trainer.row_tokens, or cut rows with "
+                    "placement.train_context"
+                )
             ),
             "logits": "lower trainer.logp_chunk_tokens",
             **{
-                found.name: more_devices if found.offload else f"set trainer.{found.name}.offload=true, or {more_devices}"
+                found.name: more_devices
+                if found.offload
+                else f"set trainer.{found.name}.offload=true, or {more_devices}"
                 for found in self.beside
             },
             "engine's weights": "cut over more devices with placement.rollout_tensor",
-            "engine's KV caches": "set engine.kv_tokens, or lower engine.num_slots or engine.max_new_tokens",
+            "engine's KV caches": (
+                "set engine.kv_tokens, or lower engine.num_slots or engine.max_new_tokens"
+            ),
         }
         return f"most for {largest}; {reliefs.get(largest, more_devices)}"
 
 
 def make_plan(experiment: AnyExperiment) -> Plan:
-    """Find the policy and the data, cut the meshes. ConfigError where one of them cannot be had, or does not fit another."""
+    """Find the policy and the data, cut the meshes. ConfigError where one of them cannot be had, or
+    does not fit another."""
     meshes = had(lambda: _meshes(experiment))
     tasks, eval_tasks = had(partial(_tasks, experiment))
     num_tasks = experiment.evaluation.num_tasks
-    budget = budgeted(experiment, tasks=tasks.tasks, eval_tasks=eval_tasks.tasks[:num_tasks] if eval_tasks.tasks else ())
+    budget = budgeted(
+        experiment,
+        tasks=tasks.tasks,
+        eval_tasks=eval_tasks.tasks[:num_tasks] if eval_tasks.tasks else (),
+    )
     experiment, examples, eval_examples = budget.experiment, ExampleSet((), {}), ExampleSet((), {})
     training = make_training_plan(experiment, meshes.train)
     policy, tokenizer, row_tokens = training.policy, training.tokenizer, training.row_tokens
@@ -383,7 +445,8 @@ def _tasks(experiment: AnyExperiment) -> tuple[TaskSet, TaskSet]:
 
 
 def make_training_plan(experiment: AnyExperiment, mesh: Mesh) -> TrainingPlan:
-    """Find what the trainer needs, to train on a mesh. ConfigError where something cannot be had, or does not fit another."""
+    """Find what the trainer needs, to train on a mesh. ConfigError where something cannot be had,
+    or does not fit another."""
     folder = had(lambda: resolve_policy_folder(experiment.policy.path))
     readout: Readout = "CausalLM"
     if isinstance(experiment, PreferenceExperiment) and experiment.trains_reward_model:
@@ -391,13 +454,19 @@ def make_training_plan(experiment: AnyExperiment, mesh: Mesh) -> TrainingPlan:
     policy = had(lambda: find_policy(experiment.policy, folder, readout))
     critic_folder, critic = None, None
     if isinstance(experiment.trainer.advantages, GAE):
-        critic_folder = had(lambda: resolve_policy_folder(experiment.trainer.critic.path or experiment.policy.path))
+        critic_folder = had(
+            lambda: resolve_policy_folder(experiment.trainer.critic.path or experiment.policy.path)
+        )
         critic = had(lambda: find_critic(experiment.policy, critic_folder))
     tokenizer = had(lambda: HFTokenizer.from_folder(folder, experiment.policy.ignore_config_keys))
-    policy, critic = (had(partial(_with_pad_token, each, tokenizer, folder)) for each in (policy, critic))
+    policy, critic = (
+        had(partial(_with_pad_token, each, tokenizer, folder)) for each in (policy, critic)
+    )
     assert policy is not None
     # A pair lies in one row.
-    longest = experiment.engine.max_tokens * (2 if isinstance(experiment, PreferenceExperiment) else 1)
+    longest = experiment.engine.max_tokens * (
+        2 if isinstance(experiment, PreferenceExperiment) else 1
+    )
     row_tokens = experiment.trainer.row_tokens or longest
     plan = TrainingPlan(
         experiment,
@@ -421,12 +490,26 @@ def _decodes(experiment: AnyExperiment) -> bool:
     return isinstance(experiment, Experiment) or experiment.evaluation.every_steps > 0
 
 
-def _engines(experiment: AnyExperiment, policy: Policy, meshes: Meshes, dtype: jnp.dtype) -> tuple[DecodeEngine, ...]:
-    count, num_slots = experiment.placement.engines if _decodes(experiment) else 1, experiment.engine.num_slots
+def _engines(
+    experiment: AnyExperiment, policy: Policy, meshes: Meshes, dtype: jnp.dtype
+) -> tuple[DecodeEngine, ...]:
+    count, num_slots = (
+        experiment.placement.engines if _decodes(experiment) else 1,
+        experiment.engine.num_slots,
+    )
     if num_slots % count:
-        raise ValueError(f"engine.num_slots={num_slots} does not divide by placement.engines={count}, which share the slots")
-    config = chz.replace(experiment.engine, num_slots=num_slots // count, kv_tokens=experiment.engine.kv_tokens // count)
-    return tuple(DecodeEngine(policy, mesh, config, dtype) for mesh in engine_meshes(meshes.rollout, count))
+        raise ValueError(
+            f"engine.num_slots={num_slots} does not divide by placement.engines={count}, which "
+            "share the slots"
+        )
+    config = chz.replace(
+        experiment.engine,
+        num_slots=num_slots // count,
+        kv_tokens=experiment.engine.kv_tokens // count,
+    )
+    return tuple(
+        DecodeEngine(policy, mesh, config, dtype) for mesh in engine_meshes(meshes.rollout, count)
+    )
 
 
 def _meshes(experiment: AnyExperiment) -> Meshes:
@@ -435,20 +518,30 @@ def _meshes(experiment: AnyExperiment) -> Meshes:
     if _decodes(experiment) or num_train > len(devices):
         return make_meshes(placement)
     # All devices train. The other mesh lies on the first of them, where nothing will use it.
-    alone = chz.replace(placement, rollout_share=None, train_devices=num_train, rollout_devices=1, rollout_tensor=1)
+    alone = chz.replace(
+        placement, rollout_share=None, train_devices=num_train, rollout_devices=1, rollout_tensor=1
+    )
     return make_meshes(alone, [*devices, devices[0]])
 
 
-def find_policy(config: PolicyConfig, folder: Path, readout: Readout = "CausalLM", *, setting: str = "policy.path") -> Policy:
+def find_policy(
+    config: PolicyConfig,
+    folder: Path,
+    readout: Readout = "CausalLM",
+    *,
+    setting: str = "policy.path",
+) -> Policy:
     """The policy in a folder, with the adapter that is to be trained beside it.
 
-    Args: readout: another than a language model's has a fresh head where the folder holds a language model. setting: which
-    names the policy, for messages.
-    Raises ValueError where the folder is read out otherwise, or the adapter does not belong to the policy."""
+    Args: readout: another than a language model's has a fresh head where the folder holds a
+        language model. setting: which names the policy, for messages. Raises ValueError where the
+        folder is read out otherwise, or the adapter does not belong to the policy."""
     model = read_model(config, folder)
     if model.readout not in ("CausalLM", readout):
         expected = " or ".join(dict.fromkeys(("CausalLM", readout)))
-        raise ValueError(f"{setting}={config.path} is read out as {model.readout}; expected {expected}")
+        raise ValueError(
+            f"{setting}={config.path} is read out as {model.readout}; expected {expected}"
+        )
     model = replace(model, readout=readout)
     if config.adapter is None:
         policy = Policy(model, config.lora)
@@ -463,7 +556,8 @@ def find_policy(config: PolicyConfig, folder: Path, readout: Readout = "CausalLM
 
 
 def read_model(config: PolicyConfig, folder: Path) -> ModelConfig:
-    """Read a folder's config.json by the policy's settings, which may name an adapter in that folder.
+    """Read a folder's config.json by the policy's settings, which may name an adapter in that
+    folder.
 
     Raises:
         ValueError: as `read_config`; for an adapter, unless it is the one that is trained.
@@ -474,21 +568,29 @@ def read_model(config: PolicyConfig, folder: Path) -> ModelConfig:
 
 
 def _with_pad_token(policy: Policy | None, tokenizer: HFTokenizer, folder: Path) -> Policy | None:
-    """A scalar head with a padding token: without one, transformers reads no batch of several texts.
+    """A scalar head with a padding token: without one, transformers reads no batch of several
+    texts.
 
-    Raises ValueError where a reward model's padding token ends its texts: transformers reads the last token that is another."""
+    Raises ValueError where a reward model's padding token ends its texts: transformers reads the
+    last token that is another."""
     if policy is None or not policy.config.is_scalar:
         return policy
     pad, is_reward = policy.config.pad_token_id, policy.config.readout == "SequenceClassification"
     if not is_reward:
         pad = tokenizer.pad_token_id if pad is None else pad
-    elif pad is None or read_config(folder, policy.config.ignored_keys).readout != policy.config.readout:
+    elif (
+        pad is None
+        or read_config(folder, policy.config.ignored_keys).readout != policy.config.readout
+    ):
         pad = tokenizer.find_pad_token_id()
     if is_reward and pad in (None, tokenizer.stop_token_ids[0]):
         raise ValueError(
-            f"{folder}: expected a pad_token_id that ends no text of a reward model, because transformers scores the last "
-            f"token that is not padding; found {pad}, eos_token is {tokenizer.stop_token_ids[0]}. Set pad_token in "
-            "tokenizer_config.json and pad_token_id in config.json to a special token that ends no answer"
+            f"{folder}: expected a pad_token_id that ends no text of a reward model, because "
+            "transformers scores the last "
+            f"token that is not padding; found {pad}, eos_token is "
+            f"{tokenizer.stop_token_ids[0]}. Set pad_token in "
+            "tokenizer_config.json and pad_token_id in config.json to a special token that ends "
+            "no answer"
         )
     return Policy(replace(policy.config, pad_token_id=pad), policy.lora)
 
@@ -504,33 +606,45 @@ def find_frozen_models(
 ) -> tuple[FrozenModelSpec, ...]:
     """The frozen policies that the trainer's settings name.
 
-    Raises ValueError where one is not found, speaks other tokens than `policy`, or cannot be kept as it is asked to."""
+    Raises ValueError where one is not found, speaks other tokens than `policy`, or cannot be kept
+    as it is asked to."""
     trainer, found = experiment.trainer, []
-    reference = experiment.reference if isinstance(experiment, PreferenceExperiment) else trainer.reference
+    reference = (
+        experiment.reference if isinstance(experiment, PreferenceExperiment) else trainer.reference
+    )
     for name, config in (("reference", reference), ("teacher", trainer.teacher)):
         if config is None:
             continue
         setting = f"trainer.{name}.path"
         if isinstance(config, Reference) and config.path == "initial":
-            # A fresh adapter adds nothing yet; one that was trained before is part of what training starts from.
+            # A fresh adapter adds nothing yet; one that was trained before is part of what training
+            # starts from.
             alone = policy if experiment.policy.adapter is not None else Policy(policy.config)
             found.append(FrozenModelSpec(name, config.path, alone, None, config.offload))
         else:
             folder = resolve_policy_folder(config.path, setting)
             other = Policy(read_model(experiment.policy, folder))
-            if difference := tokenizer.difference(HFTokenizer.from_folder(folder, experiment.policy.ignore_config_keys)):
+            if difference := tokenizer.difference(
+                HFTokenizer.from_folder(folder, experiment.policy.ignore_config_keys)
+            ):
                 raise ValueError(
-                    f"{setting}={config.path} speaks other tokens than policy.path={experiment.policy.path}: {difference}; "
+                    f"{setting}={config.path} speaks other tokens than "
+                    f"policy.path={experiment.policy.path}: {difference}; "
                     "name a policy with the same tokenizer"
                 )
             if other.config.vocab_size < policy.config.vocab_size:
                 raise ValueError(
-                    f"{setting}={config.path} has vocab_size={other.config.vocab_size}, fewer than the "
-                    f"{policy.config.vocab_size} tokens that policy.path={experiment.policy.path} may draw"
+                    f"{setting}={config.path} has vocab_size={other.config.vocab_size}, fewer "
+                    "than the "
+                    f"{policy.config.vocab_size} tokens that "
+                    f"policy.path={experiment.policy.path} may draw"
                 )
-            if other.config.max_position_embeddings < min(row_tokens, policy.config.max_position_embeddings):
+            if other.config.max_position_embeddings < min(
+                row_tokens, policy.config.max_position_embeddings
+            ):
                 raise ValueError(
-                    f"{setting}={config.path} was made for {other.config.max_position_embeddings} positions, fewer than a "
+                    f"{setting}={config.path} was made for "
+                    f"{other.config.max_position_embeddings} positions, fewer than a "
                     f"sequence may have; lower engine.max_prompt_tokens or engine.max_new_tokens"
                 )
             check_cut(other, mesh, row_tokens)
@@ -541,24 +655,33 @@ def find_frozen_models(
 
 
 def find_mismatches(plan: Plan) -> Iterator[str]:
-    """What in a plan does not go together, each in a sentence that names the knobs; nothing where all is well."""
+    """What in a plan does not go together, each in a sentence that names the knobs; nothing where
+    all is well."""
     engine, path = plan.engine, plan.experiment.policy.path
     if overflow := plan.overflow():
         yield overflow
-    if isinstance(plan.experiment.launch, Ray) and (missing := [name for name in NEEDED_BY_RAY if find_spec(name) is None]):
-        yield f"launch=Ray needs {' and '.join(missing)}, which are not installed: pip install 'areal-jax[ray]'"
+    if isinstance(plan.experiment.launch, Ray) and (
+        missing := [name for name in NEEDED_BY_RAY if find_spec(name) is None]
+    ):
+        yield (
+            f"launch=Ray needs {' and '.join(missing)}, which are not installed: pip install "
+            "'areal-jax[ray]'"
+        )
     if plan.decodes:
         yield from too_long(engine, f"policy.path={path}")
         yield from _missing_program(plan)
     yield from unreadable(plan.experiment, engine, plan.tokenizer)
     if plan.critic is not None and plan.critic.config.vocab_size < plan.tokenizer.vocab_size:
         yield (
-            f"trainer.critic.path={plan.experiment.trainer.critic.path} knows {plan.critic.config.vocab_size} tokens, and "
-            f"policy.path={path} has a tokenizer.json of {plan.tokenizer.vocab_size}; expected a critic that reads the same"
+            f"trainer.critic.path={plan.experiment.trainer.critic.path} knows "
+            f"{plan.critic.config.vocab_size} tokens, and "
+            f"policy.path={path} has a tokenizer.json of {plan.tokenizer.vocab_size}; expected a "
+            "critic that reads the same"
         )
     if plan.critic is not None and engine.max_tokens > plan.critic.config.max_position_embeddings:
         yield (
-            f"engine.max_prompt_tokens + engine.max_new_tokens = {engine.max_tokens} is longer than the "
+            f"engine.max_prompt_tokens + engine.max_new_tokens = {engine.max_tokens} is longer "
+            "than the "
             f"{plan.critic.config.max_position_embeddings} positions that trainer.critic.path="
             f"{plan.experiment.trainer.critic.path} was made for; lower either"
         )
@@ -568,7 +691,10 @@ def described(config: PolicyConfig, policy: Policy, dtype: jnp.dtype) -> str:
     """Name, architecture, size and precision of a policy."""
     model = policy.config
     ignored = f"; ignoring {', '.join(model.ignored_keys)}" if model.ignored_keys else ""
-    return f"{config.path} ({model.architecture}, {model.num_params / 1e6:,.1f} M parameters, {dtype.name}{ignored})"
+    return (
+        f"{config.path} ({model.architecture}, {model.num_params / 1e6:,.1f} M parameters, "
+        f"{dtype.name}{ignored})"
+    )
 
 
 class Budget(NamedTuple):
@@ -600,9 +726,22 @@ def budgeted(experiment: AnyExperiment, **tasks: Sequence[Task]) -> Budget:
     if is_decoded and (problems := list(_one_turn_only(experiment, tokenizer))):
         raise ConfigError("\n".join(problems))
     is_boxed = not (rewards.accept_plain or rewards.function or isinstance(workflow, Agent))
-    measure = partial(measure_prompts, tokenizer, workflow=workflow, max_new_tokens=engine.max_new_tokens, is_boxed=is_boxed)
-    prompts = had(lambda: tuple(measure(source, of_source) for source, of_source in tasks.items() if len(of_source)))
-    turns, longest = later_turns(tokenizer, workflow), max((found.longest for found in prompts), default=0)
+    measure = partial(
+        measure_prompts,
+        tokenizer,
+        workflow=workflow,
+        max_new_tokens=engine.max_new_tokens,
+        is_boxed=is_boxed,
+    )
+    prompts = had(
+        lambda: tuple(
+            measure(source, of_source) for source, of_source in tasks.items() if len(of_source)
+        )
+    )
+    turns, longest = (
+        later_turns(tokenizer, workflow),
+        max((found.longest for found in prompts), default=0),
+    )
     limit, most = engine.max_prompt_tokens, engine.max_new_tokens
     if not limit:
         # Where the policy has fewer positions than all turns may take, the last ones may not come.
@@ -618,21 +757,27 @@ def budgeted(experiment: AnyExperiment, **tasks: Sequence[Task]) -> Budget:
     warnings = [each for found in prompts for each in doubtful_prompts(found, turns, limits)]
     trained = next((found for found in prompts if found.source == "tasks"), None)
     if isinstance(experiment, Experiment) and trained is not None:
-        warnings += too_few_tasks(trained, experiment.rollout.groups_per_batch, experiment.num_steps)
+        warnings += too_few_tasks(
+            trained, experiment.rollout.groups_per_batch, experiment.num_steps
+        )
     return Budget(experiment, prompts, tuple(warnings))
 
 
-def unreadable(experiment: AnyExperiment, engine: DecodeEngine, tokenizer: HFTokenizer) -> Iterator[str]:
+def unreadable(
+    experiment: AnyExperiment, engine: DecodeEngine, tokenizer: HFTokenizer
+) -> Iterator[str]:
     """Why the policy cannot read what the tokenizer makes of a text."""
     model, path = engine.policy.config, experiment.policy.path
     if tokenizer.vocab_size > model.vocab_size:
         yield (
             f"policy.path={path} has a tokenizer.json of {tokenizer.vocab_size} tokens, "
-            f"but its config.json says vocab_size={model.vocab_size}, which is the number of rows of the embedding"
+            f"but its config.json says vocab_size={model.vocab_size}, which is the number of "
+            "rows of the embedding"
         )
     if not tokenizer.has_template and not experiment.prompt.plain_text:
         yield (
-            f"policy.path={path} has a tokenizer without a chat template: expected chat_template.jinja, or chat_template in "
+            f"policy.path={path} has a tokenizer without a chat template: expected "
+            "chat_template.jinja, or chat_template in "
             "tokenizer_config.json; found neither. Add one, or set prompt.plain_text=true"
         )
 
@@ -643,14 +788,18 @@ def _one_turn_only(experiment: AnyExperiment, tokenizer: HFTokenizer) -> Iterato
         case MultiTurn():
             role, knob = "user", "set workflow=SingleTurn"
         case ToolUse():
-            role, knob = workflow.call_format.result_role, "set workflow.call_format.result_role=user, or workflow=SingleTurn"
+            role, knob = (
+                workflow.call_format.result_role,
+                "set workflow.call_format.result_role=user, or workflow=SingleTurn",
+            )
         case _:
             return
     try:
         tokenizer.render_next([Message(role, "?")])
     except ValueError as refusal:
         yield (
-            f"workflow={type(workflow).__name__} answers policy.path={experiment.policy.path} with a message of role "
+            f"workflow={type(workflow).__name__} answers policy.path={experiment.policy.path} "
+            "with a message of role "
             f"{role}, and {refusal}; {knob}"
         )
 
@@ -666,7 +815,8 @@ def _missing_program(plan: Plan) -> Iterator[str]:
 
 
 def had(find: Callable[[], T], setting: str = "") -> T:
-    """What `find` returns. Doors say what cannot be had as ValueError or OSError: bad input, not a bug.
+    """What `find` returns. Doors say what cannot be had as ValueError or OSError: bad input, not a
+    bug.
 
     Args: setting: that asks for it, where the door does not know."""
     try:
@@ -677,9 +827,14 @@ def had(find: Callable[[], T], setting: str = "") -> T:
 
 def counted(what: str, found: Sequence[object], skipped: Skipped, source: TaskSource) -> str:
     """How many there are, from where, and what was skipped; in words."""
-    where = f"{type(source).__name__} {getattr(source, 'path', None) or getattr(source, 'name', None) or 'problems'}"
+    where = (
+        f"{type(source).__name__} "
+        f"{getattr(source, 'path', None) or getattr(source, 'name', None) or 'problems'}"
+    )
     origin = "those held out" if isinstance(source, HeldOut) else where
-    return f"{len(found)} {what} from {origin}" + (f" (skipped: {format_skipped(skipped)})" if skipped else "")
+    return f"{len(found)} {what} from {origin}" + (
+        f" (skipped: {format_skipped(skipped)})" if skipped else ""
+    )
 
 
 def _shape(mesh: Mesh) -> str:
@@ -688,9 +843,14 @@ def _shape(mesh: Mesh) -> str:
 
 def format_memory(parts: Memory) -> str:
     """The sum and its parts, in words."""
-    return f"about {sized(sum(parts.values()))}: {', '.join(f'{name} {sized(size)}' for name, size in parts.items())}"
+    return (
+        f"about {sized(sum(parts.values()))}: "
+        f"{', '.join(f'{name} {sized(size)}' for name, size in parts.items())}"
+    )
 
 
 def sized(num_bytes: int) -> str:
     """Bytes in words."""
-    return f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
+    return (
+        f"{num_bytes / 2**30:,.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:,.1f} MiB"
+    )

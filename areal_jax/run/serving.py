@@ -28,10 +28,16 @@ async def engine_backend(config: ServeConfig, api_key: str) -> AsyncIterator[Eng
     """The policy of the settings, warm. ConfigError where it cannot be had, or does not fit."""
     decoding = await asyncio.to_thread(find_served, config)
     engine, weights = decoding.engine, await asyncio.to_thread(decoding.load)
-    # Clients ask for top_p often; programs for what else they may ask for are compiled while others are answered.
+    # Clients ask for top_p often; programs for what else they may ask for are compiled while others
+    # are answered.
     await asyncio.to_thread(engine.warm_up, SamplingMode.FILTERED)
     engine_loop = EngineLoop(engine, Pinned(weights))
-    totals: dict[str, float] = {"tokens": 0.0, "dispatches": 0.0, "requests": 0.0, "prefill_tokens": 0.0}
+    totals: dict[str, float] = {
+        "tokens": 0.0,
+        "dispatches": 0.0,
+        "requests": 0.0,
+        "prefill_tokens": 0.0,
+    }
 
     def measure() -> dict[str, float]:
         # What the engine loop tells is since the last time.
@@ -43,10 +49,19 @@ async def engine_backend(config: ServeConfig, api_key: str) -> AsyncIterator[Eng
         engine_loop.start()
         engine_loop.compile_ahead(SamplingMode.SHAPED)
         limits, stops = config.engine, decoding.tokenizer.stop_token_ids
-        sampling = Sampling(limits.max_new_tokens, limits.temperature, limits.top_k, limits.top_p, stops)
+        sampling = Sampling(
+            limits.max_new_tokens, limits.temperature, limits.top_k, limits.top_p, stops
+        )
         name = config.served_name or config.model
         yield EngineBackend(
-            engine_loop, name, decoding.tokenizer, sampling, config.seed, api_key, limits.max_prompt_tokens, measure
+            engine_loop,
+            name,
+            decoding.tokenizer,
+            sampling,
+            config.seed,
+            api_key,
+            limits.max_prompt_tokens,
+            measure,
         )
     finally:
         engine_loop.close()
@@ -58,10 +73,22 @@ def find_served(config: ServeConfig) -> DecodingPolicy:
     if "path" not in given:
         base = config.base or had(lambda: lora.base_of(Path(config.model).expanduser()))
         if not base:
-            raise ConfigError(f"model={config.model} is an adapter that names no policy beside which it was trained; set base")
+            raise ConfigError(
+                f"model={config.model} is an adapter that names no policy beside which it was "
+                "trained; set base"
+            )
         given["path"] = base
     elif config.base is not None:
-        raise ConfigError(f"base={config.base} is for adapters, and model={config.model} is none; leave it out")
-    policy = build(PolicyConfig, assign({**given, "compute_dtype": config.compute_dtype}, settings(PolicyConfig), from_text))
-    mesh = decoding_mesh(PlacementConfig(rollout_devices=config.devices, rollout_tensor=config.tensor), "devices")
-    return find_decoding_policy(policy, config.engine, mesh, checkpoint, seed=config.seed, setting="model")
+        raise ConfigError(
+            f"base={config.base} is for adapters, and model={config.model} is none; leave it out"
+        )
+    policy = build(
+        PolicyConfig,
+        assign({**given, "compute_dtype": config.compute_dtype}, settings(PolicyConfig), from_text),
+    )
+    mesh = decoding_mesh(
+        PlacementConfig(rollout_devices=config.devices, rollout_tensor=config.tensor), "devices"
+    )
+    return find_decoding_policy(
+        policy, config.engine, mesh, checkpoint, seed=config.seed, setting="model"
+    )

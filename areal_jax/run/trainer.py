@@ -1,4 +1,5 @@
-"""The trainer of a plan: its weights, the policies beside it, and how what it has trained is written down."""
+"""The trainer of a plan: its weights, the policies beside it, and how what it has trained is
+written down."""
 
 from __future__ import annotations
 
@@ -33,7 +34,8 @@ ADAPTER = "adapter"
 
 
 def rl_trainer(plan: TrainingPlan, params: Params, base: Params | None) -> Trainer:
-    """The trainer of a plan for reinforcement learning, with the weights it starts from, and those beside an adapter."""
+    """The trainer of a plan for reinforcement learning, with the weights it starts from, and those
+    beside an adapter."""
     exp = plan.experiment
     assert isinstance(exp, Experiment)
     return Trainer(
@@ -55,13 +57,18 @@ def rl_trainer(plan: TrainingPlan, params: Params, base: Params | None) -> Train
     )
 
 
-def trainer_from_examples(plan: TrainingPlan, params: Params, base: Params | None) -> FromExamples[Any]:
-    """The trainer of a plan for learning from examples, with the weights it starts from, and those beside an adapter."""
+def trainer_from_examples(
+    plan: TrainingPlan, params: Params, base: Params | None
+) -> FromExamples[Any]:
+    """The trainer of a plan for learning from examples, with the weights it starts from, and those
+    beside an adapter."""
     exp = plan.experiment
     assert isinstance(exp, FineTuning)
     make = SupervisedTrainer
     if isinstance(exp, PreferenceExperiment):
-        make = partial(PreferenceTrainer, exp.loss, reference=frozen_policy(plan, "reference", params, base))
+        make = partial(
+            PreferenceTrainer, exp.loss, reference=frozen_policy(plan, "reference", params, base)
+        )
     return make(
         exp.trainer,
         plan.policy,
@@ -76,16 +83,22 @@ def trainer_from_examples(plan: TrainingPlan, params: Params, base: Params | Non
 
 
 def initial_weights(plan: TrainingPlan) -> tuple[Params, Params | None]:
-    """What is trained, and the frozen weights if that is an adapter, on the train mesh. ConfigError where those cannot be."""
+    """What is trained, and the frozen weights if that is an adapter, on the train mesh. ConfigError
+    where those cannot be."""
     experiment, policy = plan.experiment, plan.policy
     # What is frozen is kept as it is computed with.
     dtype = plan.compute_dtype if policy.lora else np.float32
     mesh, seed = plan.train_mesh, experiment.seed
-    return had(lambda: initial_params(experiment.policy, policy, plan.policy_folder, mesh, TRAIN_RULES, dtype, seed))
+    return had(
+        lambda: initial_params(
+            experiment.policy, policy, plan.policy_folder, mesh, TRAIN_RULES, dtype, seed
+        )
+    )
 
 
 def initial_critic(plan: TrainingPlan) -> CriticWeights | None:
-    """What the critic begins with, if one is asked: its own weights, or a trunk, by default the policy's, and a fresh head."""
+    """What the critic begins with, if one is asked: its own weights, or a trunk, by default the
+    policy's, and a fresh head."""
     critic, folder, experiment = plan.critic, plan.critic_folder, plan.experiment
     if critic is None or folder is None:
         return None
@@ -98,17 +111,27 @@ def initial_critic(plan: TrainingPlan) -> CriticWeights | None:
     return CriticWeights(critic, params)
 
 
-def frozen_policy(plan: TrainingPlan, name: str, params: Params, base: Params | None) -> FrozenPolicy | None:
+def frozen_policy(
+    plan: TrainingPlan, name: str, params: Params, base: Params | None
+) -> FrozenPolicy | None:
     """The frozen policy that trainer.NAME names, on the train mesh; None where it names none.
 
-    Args: params, base: what training starts from, on the train mesh. A policy that is the same shares their memory."""
+    Args: params, base: what training starts from, on the train mesh. A policy that is the same
+        shares their memory."""
     found = next((found for found in plan.beside if found.name == name), None)
     if found is None:
         return None
     experiment, mesh, dtype = plan.experiment, plan.train_mesh, plan.compute_dtype
     # Examples were sampled at no temperature of the engine's.
     temperature = experiment.engine.temperature if isinstance(experiment, Experiment) else 1.0
-    forward = Forward(experiment.trainer, found.policy, mesh, dtype, temperature=temperature, row_tokens=plan.row_tokens)
+    forward = Forward(
+        experiment.trainer,
+        found.policy,
+        mesh,
+        dtype,
+        temperature=temperature,
+        row_tokens=plan.row_tokens,
+    )
     abstract = found.policy.abstract(dtype)
     if (folder := found.folder) is not None:
         placed = shardings(mesh, found.policy.axes(), abstract, TRAIN_RULES)
@@ -122,7 +145,8 @@ def frozen_policy(plan: TrainingPlan, name: str, params: Params, base: Params | 
 
 @dataclass(frozen=True, eq=False)
 class Checkpointer:
-    """Writes down what a trainer has trained, and resumes from it. Use it from one thread at a time."""
+    """Writes down what a trainer has trained, and resumes from it. Use it from one thread at a
+    time."""
 
     plan: TrainingPlan
     folder: Path
@@ -133,20 +157,25 @@ class Checkpointer:
     store: CheckpointStore
 
     def restore(self, version: int) -> Columns:
-        """Let the trainer resume from a checkpoint; what that holds beside it. ConfigError where that cannot be."""
+        """Let the trainer resume from a checkpoint; what that holds beside it. ConfigError where
+        that cannot be."""
         try:
-            state, beside = self.store.restore(version, self.trainer.let_go())  # two states would not fit
+            state, beside = self.store.restore(
+                version, self.trainer.let_go()
+            )  # two states would not fit
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
         self.trainer.restore(state)
         return beside
 
     def save(self, version: int, beside: Columns) -> None:
-        """Begin a checkpoint. CheckpointError where this one, or the one before, cannot be written."""
+        """Begin a checkpoint. CheckpointError where this one, or the one before, cannot be
+        written."""
         self.store.save(version, self.trainer.state, beside)
 
     def write_results(self, version: int) -> list[str]:
-        """Write what was trained where other tools find it, and wait for the checkpoint under way; what to tell of that."""
+        """Write what was trained where other tools find it, and wait for the checkpoint under way;
+        what to tell of that."""
         return list(self._written(version))
 
     def _written(self, version: int) -> Iterator[str]:
@@ -154,7 +183,9 @@ class Checkpointer:
         policy, params, exports = plan.policy, self.trainer.params, config.checkpoint.export_hf
         if self.base is not None:
             # Others know nothing of the name 'embedded'.
-            base = str(plan.policy_folder) if config.policy.path == "embedded" else config.policy.path
+            base = (
+                str(plan.policy_folder) if config.policy.path == "embedded" else config.policy.path
+            )
             lora.save(self.folder / ADAPTER, policy, params, base)
             yield f"adapter of version {version}: {self.folder / ADAPTER}"
         if exports:

@@ -1,7 +1,8 @@
-"""What the processes of a run on a cluster are: trainer hosts, engines, reward workers. Each is the role of a `launch.part`.
+"""What the processes of a run on a cluster are: trainer hosts, engines, reward workers. Each is the
+role of a `launch.part`.
 
-A role gets its settings as a run writes them down, makes of them what the same run in one process would, and says what it
-found, so that whoever asked can compare."""
+A role gets its settings as a run writes them down, makes of them what the same run in one process
+would, and says what it found, so that whoever asked can compare."""
 
 from __future__ import annotations
 
@@ -52,7 +53,11 @@ _ALL = -1
 
 def releases() -> Facts:
     """What must be the same in every process of a run."""
-    return {"areal_jax": __version__, "jax": jax.__version__, "Python": ".".join(platform.python_version_tuple()[:2])}
+    return {
+        "areal_jax": __version__,
+        "jax": jax.__version__,
+        "Python": ".".join(platform.python_version_tuple()[:2]),
+    }
 
 
 class TrainerHost:
@@ -73,14 +78,16 @@ class TrainerHost:
             source: the experiment's name or file, whose classes the settings may name.
             run_folder: the same for all hosts.
             saved_version: of the checkpoint to resume from.
-            claim_token: of the claim on the folder, without which nothing is written there any more; None: not asked for.
+            claim_token: of the claim on the folder, without which nothing is written there any
+                more; None: not asked for.
         """
         self._experiment = read_settings(settings, source)
         try:
             self._writer = None if claim_token is None else Writer(Path(run_folder), claim_token)
         except FileNotFoundError as error:
             raise ConfigError(
-                f"{run_folder} is not on {socket.gethostname()}; set --run-folder to a folder that all trainer hosts share"
+                f"{run_folder} is not on {socket.gethostname()}; set --run-folder to a folder "
+                "that all trainer hosts share"
             ) from error
         self._folder, self._saved_version = Path(run_folder), saved_version
         self._num_steps_under_way = 0
@@ -93,8 +100,11 @@ class TrainerHost:
         """Meet the other hosts, make the trainer, load its weights and compile."""
         return await asyncio.to_thread(self._join, coordinator, host, num_hosts, timeout_s)
 
-    async def step(self, packed: Sequence[Any]) -> tuple[dict[str, Any], list[list[Any]], Mapping[str, tuple[float, float]]]:
-        """One trainer step: metrics, stale tokens, and what the publishing of weights took since the last one.
+    async def step(
+        self, packed: Sequence[Any]
+    ) -> tuple[dict[str, Any], list[list[Any]], Mapping[str, tuple[float, float]]]:
+        """One trainer step: metrics, stale tokens, and what the publishing of weights took since
+        the last one.
 
         Args: packed: groups, a reference to the object store."""
         groups = await packed[0]
@@ -113,14 +123,19 @@ class TrainerHost:
             self._publisher.publish(version, self._trainer.params, again=again)
 
     async def contribution(self, after: int, timeout_s: float) -> Any:
-        """Where this host's shards of its newest version above `after` are; None where there is none in time, and a text
-        that says why where none is on its way."""
+        """Where this host's shards of its newest version above `after` are; None where there is
+        none in time, and a text that says why where none is on its way."""
         if (found := await asyncio.to_thread(self._publisher.next, after, timeout_s)) is not None:
             return found
-        return None if self._publisher.is_busy else self._publisher.last_failure or "nothing newer was published"
+        return (
+            None
+            if self._publisher.is_busy
+            else self._publisher.last_failure or "nothing newer was published"
+        )
 
     async def save(self, version: int, packed: Sequence[Any]) -> None:
-        """Begin a checkpoint. Args: packed: what it holds beside the trainer's state, a reference to the object store."""
+        """Begin a checkpoint. Args: packed: what it holds beside the trainer's state, a reference
+        to the object store."""
         self._require_claim()
         beside = unpack(await packed[0])
         await asyncio.to_thread(self._checkpointer.save, version, beside)
@@ -152,22 +167,33 @@ class TrainerHost:
         assert isinstance(launch, Ray) and isinstance(self._experiment, Experiment)
         if len(devices) != num_hosts * launch.trainer_devices:
             raise ConfigError(
-                f"{num_hosts} trainer hosts have {len(devices)} devices together, expected launch.trainer_devices="
+                f"{num_hosts} trainer hosts have {len(devices)} devices together, expected "
+                "launch.trainer_devices="
                 f"{launch.trainer_devices} each"
             )
-        plan = make_training_plan(self._experiment, make_train_mesh(self._experiment.placement, devices))
+        plan = make_training_plan(
+            self._experiment, make_train_mesh(self._experiment.placement, devices)
+        )
         require_memory(plan, devices)
         params, base = initial_weights(plan)
         self._trainer = rl_trainer(plan, params, base)
         del params  # the trainer has its own copy
         store = CheckpointStore(self._folder / CHECKPOINTS, self._experiment.checkpoint.keep)
         self._checkpointer = Checkpointer(plan, self._folder, self._trainer, base, store)
-        beside = None if self._saved_version is None else pack(self._checkpointer.restore(self._saved_version))
+        beside = (
+            None
+            if self._saved_version is None
+            else pack(self._checkpointer.restore(self._saved_version))
+        )
         self._trainer.warm_up()
-        self._publisher = ShardPublisher(lambda params: laid_out(plan.policy, params, plan.compute_dtype))
+        self._publisher = ShardPublisher(
+            lambda params: laid_out(plan.policy, params, plan.compute_dtype)
+        )
         return {"version": self._trainer.version, "beside": beside}
 
-    def _step(self, packed: Any) -> tuple[dict[str, Any], list[list[Any]], Mapping[str, tuple[float, float]]]:
+    def _step(
+        self, packed: Any
+    ) -> tuple[dict[str, Any], list[list[Any]], Mapping[str, tuple[float, float]]]:
         groups = decode(unpack(packed))[0].buffered
         found = self._trainer.step(groups)
         metrics = {
@@ -190,19 +216,24 @@ class EngineHost:
         assert isinstance(launch, Ray)
         if engine.mesh.size != launch.engine_devices:
             raise ConfigError(
-                f"an engine has {engine.mesh.size} devices, expected launch.engine_devices={launch.engine_devices}"
+                f"an engine has {engine.mesh.size} devices, expected "
+                f"launch.engine_devices={launch.engine_devices}"
             )
         self._found, self._report_every_s = found, launch.report_every_s
         base = found.load_base()
         self._reader = ShardReader(
             engine.param_shardings,
             jax.eval_shape(engine.layout, trained(found.policy).abstract),
-            complete=None if base is None else lambda arrived: lora.attach(found.policy, base, arrived),
+            complete=None
+            if base is None
+            else lambda arrived: lora.attach(found.policy, base, arrived),
             on_event=lambda name, _start_s, _end_s, args: emit(name, args["version"]),
             on_skip=lambda version, why: emit("skipped", (version, why)),
         )
         self._in_turn = RollingSource(
-            self._reader, ask=lambda ticket, _: emit("wants_turn", ticket), over=lambda ticket: emit("swapped", ticket)
+            self._reader,
+            ask=lambda ticket, _: emit("wants_turn", ticket),
+            over=lambda ticket: emit("swapped", ticket),
         )
         self._engine_loop = EngineLoop(engine, self._in_turn, on_event=self._start_engine_loop)
         engine.warm_up()
@@ -214,7 +245,10 @@ class EngineHost:
 
     async def begin(self) -> Facts:
         """Begin to report."""
-        self._reporters = [asyncio.create_task(report(), name="reporter") for report in (self._report, self._report_state)]
+        self._reporters = [
+            asyncio.create_task(report(), name="reporter")
+            for report in (self._report, self._report_state)
+        ]
         engine = self._found.engine
         facts = {"num_slots": engine.config.num_slots, "policy": self._found.fingerprint()}
         return releases() | facts | {"devices": described(list(engine.mesh.devices.flat))}
@@ -222,7 +256,9 @@ class EngineHost:
     async def submit(self, plain: Any) -> Any:
         """Answer a request. Cancelling frees its slots."""
         request = wire.request_from(plain)
-        reported = self._reported[request.id] = [len(sampled.tokens) for sampled in request.resume] or [0] * request.num_samples
+        reported = self._reported[request.id] = [
+            len(sampled.tokens) for sampled in request.resume
+        ] or [0] * request.num_samples
         try:
             return wire.completions_to(await self._engine_loop.submit(request))
         finally:
@@ -231,7 +267,10 @@ class EngineHost:
 
     async def snapshot(self) -> dict[str, Any]:
         """What every unfinished request has sampled so far."""
-        return {name: wire.completions_to(sampled) for name, sampled in (await self._engine_loop.snapshot()).items()}
+        return {
+            name: wire.completions_to(sampled)
+            for name, sampled in (await self._engine_loop.snapshot()).items()
+        }
 
     def end_sample(self, request_id: str, sample: int) -> None:
         """As `EngineLoop.end_sample`."""
@@ -252,7 +291,9 @@ class EngineHost:
         await asyncio.to_thread(self._engine_loop.close)
         await asyncio.to_thread(self._reader.close)
 
-    def _start_engine_loop(self, name: str, start_s: float, end_s: float, args: Mapping[str, int | float]) -> None:
+    def _start_engine_loop(
+        self, name: str, start_s: float, end_s: float, args: Mapping[str, int | float]
+    ) -> None:
         if name == "swap":
             self._in_turn.swapped()
 
@@ -261,7 +302,11 @@ class EngineHost:
         while True:
             await asyncio.sleep(self._report_every_s)
             sampled = await self._engine_loop.snapshot()
-            news = {name: found for name, completions in sampled.items() if (found := self._news(name, completions))}
+            news = {
+                name: found
+                for name, completions in sampled.items()
+                if (found := self._news(name, completions))
+            }
             if news:
                 self._emit("progress", news)
             self._emit("measures", self._engine_loop.metrics())
@@ -301,7 +346,9 @@ class RewardWorker:
         experiment = read_settings(settings, source)
         assert isinstance(experiment.launch, Ray)
         self._emit, self._report_every_s = emit, experiment.launch.report_every_s
-        self._service = RewardService(experiment.rewards, kinds, tools_of(experiment.workflow), logs_failures=False)
+        self._service = RewardService(
+            experiment.rewards, kinds, tools_of(experiment.workflow), logs_failures=False
+        )
         self._reporter: asyncio.Task[None] | None = None
 
     async def begin(self) -> Facts:
@@ -335,13 +382,16 @@ class RewardWorker:
 
 
 def require_memory(plan: TrainingPlan, devices: Sequence[jax.Device]) -> None:
-    """ConfigError, with the numbers, where these devices cannot hold what rests on each; on CPUs nobody knows."""
+    """ConfigError, with the numbers, where these devices cannot hold what rests on each; on CPUs
+    nobody knows."""
     has = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
     parts = {name: size for name, size in plan.train_bytes().items() if name in RESTING}
     if sum(parts.values()) > has > 0:
         raise ConfigError(
-            f"{described(devices)} cannot hold the policy: {format_memory(parts)} are needed on each, which has "
-            f"{sized(has)}; raise launch.trainer_hosts or launch.trainer_devices, or set placement.train_fsdp"
+            f"{described(devices)} cannot hold the policy: {format_memory(parts)} are needed on "
+            "each, which has "
+            f"{sized(has)}; raise launch.trainer_hosts or launch.trainer_devices, or set "
+            "placement.train_fsdp"
         )
 
 

@@ -22,7 +22,14 @@ from jaxtyping import Int32
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.errors import EngineStopped, InvalidRequest, first_error
 from areal_jax.records import Completion, OnProgress, Progress
-from areal_jax.serve.bodies import APIError, Chat, GenerationParams, read_chat, read_json, read_texts
+from areal_jax.serve.bodies import (
+    APIError,
+    Chat,
+    GenerationParams,
+    read_chat,
+    read_json,
+    read_texts,
+)
 from areal_jax.serve.config import LimitsConfig
 from areal_jax.serve.counts import Counts
 from areal_jax.serve.detokenizer import StreamDetokenizer
@@ -64,7 +71,8 @@ class Backend(Protocol):
         ...
 
     def prompt_of(self, chat: Chat) -> Prompt:
-        """The tokens of a conversation; called in a thread. ValueError where the chat template refuses it."""
+        """The tokens of a conversation; called in a thread. ValueError where the chat template
+        refuses it."""
         ...
 
     def prompt_of_text(self, text: str) -> Prompt:
@@ -85,21 +93,37 @@ class Backend(Protocol):
 @runtime_checkable
 class Auth(Protocol):
     def enter(self, session: str, key: str) -> Backend:
-        """Who answers a client with this bearer token, in this session (empty for none). Refused where nobody does."""
+        """Who answers a client with this bearer token, in this session (empty for none). Refused
+        where nobody does."""
         ...
 
 
 class App:
     """OpenAI's protocol over whoever a door leads to."""
 
-    def __init__(self, auth: Auth, limits: LimitsConfig, measure: Callable[[], Mapping[str, float]] = dict) -> None:
+    def __init__(
+        self, auth: Auth, limits: LimitsConfig, measure: Callable[[], Mapping[str, float]] = dict
+    ) -> None:
         """Args: measure: tells what the engine has counted so far."""
-        self._auth, self._limits, self._measure, self._counts, self._num_requests = auth, limits, measure, Counts(), 0
-        # What takes long is done in these threads, large requests apart from small ones; `close` ends them.
-        self._small, self._large = ThreadPoolExecutor(2, "small requests"), ThreadPoolExecutor(1, "large requests")
+        self._auth, self._limits, self._measure, self._counts, self._num_requests = (
+            auth,
+            limits,
+            measure,
+            Counts(),
+            0,
+        )
+        # What takes long is done in these threads, large requests apart from small ones; `close`
+        # ends them.
+        self._small, self._large = (
+            ThreadPoolExecutor(2, "small requests"),
+            ThreadPoolExecutor(1, "large requests"),
+        )
         self.stopped = asyncio.Event()
         """Set when the engine answers nothing more."""
-        self.http = web.Application(middlewares=[self._counted, self._door_of_strangers], client_max_size=limits.max_body_bytes)
+        self.http = web.Application(
+            middlewares=[self._counted, self._door_of_strangers],
+            client_max_size=limits.max_body_bytes,
+        )
         for prefix in ("", "/sessions/{session}"):
             self.http.router.add_post(f"{prefix}/v1/chat/completions", self._chat)
             self.http.router.add_post(f"{prefix}/v1/completions", self._texts)
@@ -144,11 +168,16 @@ class App:
             self._counts.time(clock() - began_s)
 
     @web.middleware
-    async def _door_of_strangers(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+    async def _door_of_strangers(
+        self, request: web.Request, handler: Handler
+    ) -> web.StreamResponse:
         """Whatever fails in a request ends here, and is told as OpenAI's API would."""
         try:
             if self._counts.running > self._limits.max_requests and request.method == "POST":
-                busy = f"limits.max_requests={self._limits.max_requests} requests are being answered; try again"
+                busy = (
+                    f"limits.max_requests={self._limits.max_requests} requests are being "
+                    "answered; try again"
+                )
                 raise APIError(429, busy, code="rate_limit_exceeded")
             return await handler(request)
         except ConnectionError:
@@ -165,24 +194,36 @@ class App:
             case APIError():
                 return error
             case InvalidRequest():
-                return APIError(400, str(error), code="context_length_exceeded" if "max_prompt_tokens" in str(error) else None)
+                return APIError(
+                    400,
+                    str(error),
+                    code="context_length_exceeded" if "max_prompt_tokens" in str(error) else None,
+                )
             case EngineStopped():
                 self.stopped.set()
                 return APIError(503, str(error), code="engine_stopped")
             case TimeoutError():
                 return APIError(504, str(error), code="timeout")
             case web.HTTPRequestEntityTooLarge():
-                return APIError(413, f"expected at most limits.max_body_bytes={self._limits.max_body_bytes} bytes")
+                return APIError(
+                    413,
+                    f"expected at most limits.max_body_bytes={self._limits.max_body_bytes} bytes",
+                )
             case web.RequestPayloadError():
                 return APIError(400, f"the body of the request cannot be read: {error}")
             case web.HTTPException():
-                return APIError(error.status, f"{error.reason}: see /v1/models, /v1/chat/completions and /v1/completions")
+                return APIError(
+                    error.status,
+                    f"{error.reason}: see /v1/models, /v1/chat/completions and /v1/completions",
+                )
             case _:
                 return APIError(500, f"the server failed: {type(error).__name__}")
 
     def _source(self, request: web.Request) -> Backend:
         kind, _, key = request.headers.get("Authorization", "").partition(" ")
-        return self._auth.enter(request.match_info.get("session", ""), key.strip() if kind.lower() == "bearer" else "")
+        return self._auth.enter(
+            request.match_info.get("session", ""), key.strip() if kind.lower() == "bearer" else ""
+        )
 
     async def _body(self, request: web.Request) -> bytes:
         try:
@@ -196,7 +237,9 @@ class App:
 
     async def _health(self, request: web.Request) -> web.Response:
         stopped = self.stopped.is_set()
-        return web.json_response({"status": "engine stopped" if stopped else "ok"}, status=503 if stopped else 200)
+        return web.json_response(
+            {"status": "engine stopped" if stopped else "ok"}, status=503 if stopped else 200
+        )
 
     async def _metrics(self, request: web.Request) -> web.Response:
         self._source(request)
@@ -215,11 +258,17 @@ class App:
         body = await self._body(request)
 
         def read() -> tuple[Chat, Prompt]:
-            chat = read_chat(read_json(body, self._limits.max_body_values), self._limits.max_messages)
+            chat = read_chat(
+                read_json(body, self._limits.max_body_values), self._limits.max_messages
+            )
             _require_model(source, chat.generation_params.model)
             try:
                 if chat.tools and not source.tokenizer.knows_tools:
-                    raise APIError(400, f"the chat template of {source.model} tells the policy of no tools", param="tools")
+                    raise APIError(
+                        400,
+                        f"the chat template of {source.model} tells the policy of no tools",
+                        param="tools",
+                    )
                 return chat, source.prompt_of(chat)
             except InvalidRequest:
                 raise
@@ -238,7 +287,10 @@ class App:
             _require_model(source, asked.generation_params.model)
             self._require_few(asked.generation_params.num_samples * len(asked.prompts))
             encode = source.prompt_of_text
-            prompts = [encode(each) if isinstance(each, str) else np.array(each, np.int32) for each in asked.prompts]
+            prompts = [
+                encode(each) if isinstance(each, str) else np.array(each, np.int32)
+                for each in asked.prompts
+            ]
             return asked.generation_params, prompts
 
         generation_params, prompts = await self._in_thread(len(body), read)
@@ -257,7 +309,14 @@ class App:
         self._require_few(generation_params.num_samples * len(prompts))
         self._num_requests += 1
         kind = "text" if chat is None else "chat"
-        form = Form(kind, str(self._num_requests), generation_params, prompts, cache(source.tokenizer.token_text), now())
+        form = Form(
+            kind,
+            str(self._num_requests),
+            generation_params,
+            prompts,
+            cache(source.tokenizer.token_text),
+            now(),
+        )
         answering = Answering(source, prompts, generation_params, chat, self._in_thread)
         deadline_s = asyncio.get_running_loop().time() + self._limits.request_timeout_s
         with source.busy():
@@ -276,13 +335,23 @@ class App:
     def _require_few(self, total: int) -> None:
         if total > self._limits.max_samples:
             raise APIError(
-                400, f"{total} answers asked for, expected at most limits.max_samples={self._limits.max_samples}", param="n"
+                400,
+                (
+                    f"{total} answers asked for, expected at most "
+                    f"limits.max_samples={self._limits.max_samples}"
+                ),
+                param="n",
             )
 
-    async def _stream(self, request: web.Request, answering: Answering, form: Form, deadline_s: float) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})
+    async def _stream(
+        self, request: web.Request, answering: Answering, form: Form, deadline_s: float
+    ) -> web.StreamResponse:
+        response = web.StreamResponse(
+            headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        )
         async with aclosing(answering.parts()) as parts:
-            # Nothing is sent before there is a token, so that what cannot be answered is refused with its status.
+            # Nothing is sent before there is a token, so that what cannot be answered is refused
+            # with its status.
             async with self._until(deadline_s):
                 first = await anext(parts)
             await response.prepare(request)
@@ -297,7 +366,8 @@ class App:
             except ConnectionError:
                 raise  # the client has left
             except Exception as error:
-                # The status is sent; what is left is to tell of the failure in the stream, and to end it.
+                # The status is sent; what is left is to tell of the failure in the stream, and to
+                # end it.
                 refused = self._refusal(first_error(error))
                 logger.warning("a stream broke off: %s", error, exc_info=refused.status == 500)
                 await _send(response, refused.body())
@@ -312,7 +382,9 @@ class App:
                 yield
         except TimeoutError as error:
             limit = f"limits.request_timeout_s={self._limits.request_timeout_s:g}"
-            raise APIError(504, str(error) or f"not answered within {limit} s", code="timeout") from error
+            raise APIError(
+                504, str(error) or f"not answered within {limit} s", code="timeout"
+            ) from error
 
 
 class Answering:
@@ -339,11 +411,15 @@ class Answering:
         hold = BEGIN if chat is not None and chat.tools else ""
         self._detokenizers = [
             StreamDetokenizer(
-                lambda tokens: tokenizer.decode(np.array(tokens, np.int32)), generation_params.stops, silent, hold
+                lambda tokens: tokenizer.decode(np.array(tokens, np.int32)),
+                generation_params.stops,
+                silent,
+                hold,
             )
             for _ in range(generation_params.num_samples * len(prompts))
         ]
-        # What is new of each choice, put as the engine tells of it and taken by `parts`; None ends it, put when all is sampled.
+        # What is new of each choice, put as the engine tells of it and taken by `parts`; None ends
+        # it, put when all is sampled.
         self._news = asyncio.Queue[Part | None]()
         self.reported: Sequence[Part] = ()
         """The whole answers, once they are."""
@@ -370,14 +446,19 @@ class Answering:
         async with asyncio.TaskGroup() as group:
             sampling_mode = [
                 group.create_task(
-                    self._source.generate(prompt, self._generation_params, self._follower(n * place) if follows else None)
+                    self._source.generate(
+                        prompt,
+                        self._generation_params,
+                        self._follower(n * place) if follows else None,
+                    )
                 )
                 for place, prompt in enumerate(self._prompts)
             ]
         return [completion for each in sampling_mode for completion in each.result()]
 
     def _follower(self, first: int) -> OnProgress:
-        """Hears the choices from `first` on while they are sampled, and ends those that have said a stop string."""
+        """Hears the choices from `first` on while they are sampled, and ends those that have said a
+        stop string."""
 
         def follow(progress: Sequence[Progress]) -> list[int]:
             for sample, sampled in progress:
@@ -385,13 +466,18 @@ class Answering:
                 before = detokenizer.num_tokens
                 text = detokenizer.push(sampled.tokens.tolist())
                 if detokenizer.num_tokens > before:
-                    self._news.put_nowait(Part(index, text, sampled.between(0, detokenizer.num_tokens - before)))
-            return [sample for sample, _ in progress if self._detokenizers[first + sample].is_stopped]
+                    self._news.put_nowait(
+                        Part(index, text, sampled.between(0, detokenizer.num_tokens - before))
+                    )
+            return [
+                sample for sample, _ in progress if self._detokenizers[first + sample].is_stopped
+            ]
 
         return follow
 
     async def _end(self, completions: Sequence[Completion]) -> list[Part]:
-        """Report the whole answers to the source; returns what is left to be sent of each choice."""
+        """Report the whole answers to the source; returns what is left to be sent of each
+        choice."""
         num_tokens = sum(len(completion.tokens) for completion in completions)
         whole, rest = await self._in_thread(num_tokens, lambda: self._decoded(completions))
         n = self._generation_params.num_samples
@@ -403,7 +489,9 @@ class Answering:
     def _decoded(self, completions: Sequence[Completion]) -> tuple[list[Part], list[Part]]:
         """The whole answers, and of each what is not sent yet."""
         whole, rest = list[Part](), list[Part]()
-        for index, (detokenizer, completion) in enumerate(zip(self._detokenizers, completions, strict=True)):
+        for index, (detokenizer, completion) in enumerate(
+            zip(self._detokenizers, completions, strict=True)
+        ):
             before = detokenizer.num_tokens
             text = detokenizer.finish(completion.tokens.tolist())
             beside, calls = parse_tool_calls(detokenizer.held) if detokenizer.held else ("", ())
@@ -411,7 +499,15 @@ class Answering:
             kept = completion.between(0, detokenizer.num_tokens)
             finish = "stop" if detokenizer.is_stopped else completion.stop_reason
             whole.append(Part(index, said, kept, finish, calls))
-            rest.append(Part(index, text + beside, kept.between(before, detokenizer.num_tokens), finish, calls))
+            rest.append(
+                Part(
+                    index,
+                    text + beside,
+                    kept.between(before, detokenizer.num_tokens),
+                    finish,
+                    calls,
+                )
+            )
         return whole, rest
 
 
@@ -427,7 +523,10 @@ def message_of(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
 def _size(parts: Sequence[Part]) -> int:
     """Tokens that are written about: those of the answers, and the alternatives to each."""
     reported = (part.sampled for part in parts)
-    return sum(each.tokens.size + (0 if each.top_logprobs is None else each.top_logprobs.tokens.size) for each in reported)
+    return sum(
+        each.tokens.size + (0 if each.top_logprobs is None else each.top_logprobs.tokens.size)
+        for each in reported
+    )
 
 
 class _Busy(asyncio.Protocol):
@@ -435,12 +534,15 @@ class _Busy(asyncio.Protocol):
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
-        transport.write(b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n")
+        transport.write(
+            b"HTTP/1.1 503 Service Unavailable\r\nConnection: close\r\nContent-Length: 0\r\n\r\n"
+        )
         transport.close()
 
 
 class _OneLine(logging.Filter):
-    """Lets one line pass for all that is not HTTP in a while, without a traceback: it is a client's fault."""
+    """Lets one line pass for all that is not HTTP in a while, without a traceback: it is a client's
+    fault."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -448,13 +550,18 @@ class _OneLine(logging.Filter):
 
     def filter(self, record: logging.LogRecord) -> bool:
         error = record.exc_info[1] if record.exc_info else None
-        if not isinstance(error, http_exceptions.HttpProcessingError | ConnectionError | web.RequestPayloadError):
+        if not isinstance(
+            error, http_exceptions.HttpProcessingError | ConnectionError | web.RequestPayloadError
+        ):
             return True
         self._num_held += 1
         if time.monotonic() < self._next_s:
             return False
         words = repr(str(error))[:200]
-        record.msg, record.args = "%d requests that are not HTTP, the last: %s", (self._num_held, words)
+        record.msg, record.args = (
+            "%d requests that are not HTTP, the last: %s",
+            (self._num_held, words),
+        )
         record.exc_info, record.levelno, record.levelname = None, logging.WARNING, "WARNING"
         self._num_held, self._next_s = 0, time.monotonic() + _LOG_PERIOD_S
         return True
@@ -468,9 +575,13 @@ def _http_logger() -> logging.Logger:
 
 
 @asynccontextmanager
-async def listening(app: App, host: str, port: int, shutdown_timeout_s: float) -> AsyncIterator[int]:
-    """Answer at an address while the body runs; yields the port. At the end answers under way have a while to be finished."""
-    # A handler is cancelled when its client leaves, and with it what it waits for: that is what frees slots.
+async def listening(
+    app: App, host: str, port: int, shutdown_timeout_s: float
+) -> AsyncIterator[int]:
+    """Answer at an address while the body runs; yields the port. At the end answers under way have
+    a while to be finished."""
+    # A handler is cancelled when its client leaves, and with it what it waits for: that is what
+    # frees slots.
     runner = web.AppRunner(
         app.http,
         handler_cancellation=True,
@@ -488,7 +599,9 @@ async def listening(app: App, host: str, port: int, shutdown_timeout_s: float) -
 
     listener = None
     try:
-        listener = await asyncio.get_running_loop().create_server(connection, host, port, backlog=128)
+        listener = await asyncio.get_running_loop().create_server(
+            connection, host, port, backlog=128
+        )
         yield listener.sockets[0].getsockname()[1]
     finally:
         if listener is not None:
@@ -498,9 +611,12 @@ async def listening(app: App, host: str, port: int, shutdown_timeout_s: float) -
 
 
 async def _send(response: web.StreamResponse, event: dict[str, Any]) -> None:
-    # Others have their turn between two events, also where the client reads as fast as they are written.
+    # Others have their turn between two events, also where the client reads as fast as they are
+    # written.
     await asyncio.sleep(0)
-    await response.write(b"data: " + json.dumps(event, ensure_ascii=False, allow_nan=False).encode() + b"\n\n")
+    await response.write(
+        b"data: " + json.dumps(event, ensure_ascii=False, allow_nan=False).encode() + b"\n\n"
+    )
 
 
 def _error(refused: APIError) -> web.Response:

@@ -51,5 +51,7 @@ class Counts:
         for bound in (*BUCKETS_S, float("inf")):
             below += self._seconds[bound]
             yield f'areal_jax_request_seconds_bucket{{le="{"+Inf" if bound == float("inf") else f"{bound:g}"}"}} {below}'
-        yield f"areal_jax_request_seconds_sum {self._totals['areal_jax_request_seconds_sum_total']:g}"
+        yield (
+            f"areal_jax_request_seconds_sum {self._totals['areal_jax_request_seconds_sum_total']:g}"
+        )
         yield f"areal_jax_request_seconds_count {below}"

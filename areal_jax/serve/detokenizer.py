@@ -1,4 +1,5 @@
-"""The text of an answer as its tokens arrive: whole characters only, and nothing of a stop string."""
+"""The text of an answer as its tokens arrive: whole characters only, and nothing of a stop
+string."""
 
 from __future__ import annotations
 
@@ -10,12 +11,14 @@ Decode: TypeAlias = Callable[[Sequence[int]], str]
 
 
 class Detokenizer:
-    """Text of a growing sequence of tokens. A character whose bytes lie in several tokens comes with the last of them."""
+    """Text of a growing sequence of tokens. A character whose bytes lie in several tokens comes
+    with the last of them."""
 
     def __init__(self, decode: Decode) -> None:
         self._decode = decode
-        # Tokens since the last one but one place at which a character ended: what comes before a token may decide about the
-        # space in front of it. Of these, the first `_read` have been given out.
+        # Tokens since the last one but one place at which a character ended: what comes before a
+        # token may decide about the space in front of it. Of these, the first `_read` have been
+        # given out.
         self._tokens = list[int]()
         self._read = 0
 
@@ -47,8 +50,19 @@ class StreamDetokenizer:
         silent: tokens that say nothing: those that end an answer.
         hold: a text that is held back from where it begins, such as a call of a tool."""
 
-    def __init__(self, decode: Decode, stops: Sequence[str] = (), silent: Collection[int] = (), hold: str = "") -> None:
-        self._detokenizer, self._stops, self._silent, self._hold = Detokenizer(decode), tuple(stops), silent, hold
+    def __init__(
+        self,
+        decode: Decode,
+        stops: Sequence[str] = (),
+        silent: Collection[int] = (),
+        hold: str = "",
+    ) -> None:
+        self._detokenizer, self._stops, self._silent, self._hold = (
+            Detokenizer(decode),
+            tuple(stops),
+            silent,
+            hold,
+        )
         self._pending = ""
         self._is_held = False
         self.num_tokens = 0
@@ -65,11 +79,14 @@ class StreamDetokenizer:
             if self.is_stopped:
                 break
             self.num_tokens += len(piece)
-            self._hear(self._detokenizer.push([token for token in piece if token not in self._silent]))
+            self._hear(
+                self._detokenizer.push([token for token in piece if token not in self._silent])
+            )
         return self._say()
 
     def finish(self, tokens: Sequence[int]) -> str:
-        """The rest of the text. Args: tokens: of the whole answer, those that were pushed before too."""
+        """The rest of the text. Args: tokens: of the whole answer, those that were pushed before
+        too."""
         if not self.is_stopped:
             said = self.push(tokens[self.num_tokens :])
             if not self.is_stopped:
@@ -108,4 +125,6 @@ class StreamDetokenizer:
 
 def _overlap(text: str, mark: str) -> int:
     """Characters at the end of a text with which a mark may have begun."""
-    return next((n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0)
+    return next(
+        (n for n in range(min(len(mark) - 1, len(text)), 0, -1) if text.endswith(mark[:n])), 0
+    )

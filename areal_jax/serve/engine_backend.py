@@ -53,20 +53,34 @@ class EngineBackend:
         return self.tokenizer.encode_prompt(text, self.max_prompt_tokens)
 
     async def generate(
-        self, prompt: Int32[np.ndarray, "P"], generation_params: GenerationParams, on_progress: OnProgress | None
+        self,
+        prompt: Int32[np.ndarray, "P"],
+        generation_params: GenerationParams,
+        on_progress: OnProgress | None,
     ) -> list[Completion]:
         number = f"request-{next(self._numbers)}"
-        stops = tuple(dict.fromkeys((*self.sampling.stop_token_ids, *generation_params.stop_tokens)))
+        stops = tuple(
+            dict.fromkeys((*self.sampling.stop_token_ids, *generation_params.stop_tokens))
+        )
         budget = generation_params.max_new_tokens or self.sampling.max_new_tokens
         request = Request(
             id=number,
             prompt_tokens=prompt,
             num_samples=generation_params.num_samples,
-            sampling=replace(self.sampling, **generation_params.sampling, max_new_tokens=budget, stop_token_ids=stops),
-            seed=derive_seed(self.seed, number) if generation_params.seed is None else generation_params.seed,
+            sampling=replace(
+                self.sampling,
+                **generation_params.sampling,
+                max_new_tokens=budget,
+                stop_token_ids=stops,
+            ),
+            seed=derive_seed(self.seed, number)
+            if generation_params.seed is None
+            else generation_params.seed,
             on_progress=on_progress,
         )
         return await self.engine.submit(request)
 
-    def reported(self, prompt: Int32[np.ndarray, "P"], chat: Chat | None, parts: Sequence[Part]) -> None:
+    def reported(
+        self, prompt: Int32[np.ndarray, "P"], chat: Chat | None, parts: Sequence[Part]
+    ) -> None:
         """Nothing is kept."""

@@ -1,7 +1,8 @@
 """How answers are told: JSON objects of OpenAI's protocol, whole or in parts.
 
-Beside OpenAI's fields, with return_token_ids: `prompt_token_ids` of the answer (a list of lists for several prompts), and
-`token_ids`, `versions` and `token_logprobs` of each choice, one entry for each token, stop tokens too.
+Beside OpenAI's fields, with return_token_ids: `prompt_token_ids` of the answer (a list of lists for
+several prompts), and `token_ids`, `versions` and `token_logprobs` of each choice, one entry for
+each token, stop tokens too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,8 @@ from areal_jax.serve.tool_calls import ToolCall
 TokenText = Callable[[int], str]
 
 _SLICE = 16
-"""Elements of a list that are written at once: a single call would hold the interpreter's lock for all of it."""
+"""Elements of a list that are written at once: a single call would hold the interpreter's lock for
+all of it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +55,8 @@ class Form:
     """Characters of the tokens that were told of each choice with their log-probs."""
 
     def whole(self, parts: Sequence[Part]) -> str:
-        """The answer in one, as JSON; written choice by choice, as the objects of all take ten times the memory."""
+        """The answer in one, as JSON; written choice by choice, as the objects of all take ten
+        times the memory."""
         kind = "chat.completion" if self.kind == "chat" else "text_completion"
         choices = ", ".join([_written(self._choice(part, "message")) for part in parts])
         before, after = self._frame(kind) | self._prompts(), {"usage": self.usage(parts)}
@@ -62,8 +65,13 @@ class Form:
     def opening(self) -> list[dict[str, Any]]:
         """What a stream begins with: who speaks."""
         if self.kind == "text":
-            return [self._chunk([]) | self._prompts()] if self.generation_params.include_tokens else []
-        choices = [_delta(index, {"role": "assistant", "content": ""}) for index in range(self.generation_params.num_samples)]
+            return (
+                [self._chunk([]) | self._prompts()] if self.generation_params.include_tokens else []
+            )
+        choices = [
+            _delta(index, {"role": "assistant", "content": ""})
+            for index in range(self.generation_params.num_samples)
+        ]
         return [self._chunk(choices) | self._prompts()]
 
     def chunk(self, part: Part) -> dict[str, Any]:
@@ -72,19 +80,37 @@ class Form:
 
     def closing(self, parts: Sequence[Part]) -> list[dict[str, Any]]:
         """What a stream ends with, where it is asked for: the count of tokens."""
-        return [self._chunk([]) | {"usage": self.usage(parts)}] if self.generation_params.include_usage else []
+        return (
+            [self._chunk([]) | {"usage": self.usage(parts)}]
+            if self.generation_params.include_usage
+            else []
+        )
 
     def usage(self, parts: Sequence[Part]) -> dict[str, int]:
         """Tokens of prompts and answers."""
-        prompt, sampled = sum(map(len, self.prompts)), sum(len(part.sampled.tokens) for part in parts)
-        return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+        prompt, sampled = (
+            sum(map(len, self.prompts)),
+            sum(len(part.sampled.tokens) for part in parts),
+        )
+        return {
+            "prompt_tokens": prompt,
+            "completion_tokens": sampled,
+            "total_tokens": prompt + sampled,
+        }
 
     def _frame(self, kind: str) -> dict[str, Any]:
         prefix = "chatcmpl" if self.kind == "chat" else "cmpl"
-        return {"id": f"{prefix}-{self.number}", "object": kind, "created": self.created, "model": self.generation_params.model}
+        return {
+            "id": f"{prefix}-{self.number}",
+            "object": kind,
+            "created": self.created,
+            "model": self.generation_params.model,
+        }
 
     def _chunk(self, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return self._frame("chat.completion.chunk" if self.kind == "chat" else "text_completion") | {"choices": choices}
+        return self._frame(
+            "chat.completion.chunk" if self.kind == "chat" else "text_completion"
+        ) | {"choices": choices}
 
     def _prompts(self) -> dict[str, Any]:
         if not self.generation_params.include_tokens:
@@ -102,9 +128,14 @@ class Form:
                 choice["finish_reason"] = "tool_calls"
         sampled = part.sampled
         if self.generation_params.include_logp:
-            choice["logprobs"] = self._chat_logp(sampled) if self.kind == "chat" else self._text_logp(part)
+            choice["logprobs"] = (
+                self._chat_logp(sampled) if self.kind == "chat" else self._text_logp(part)
+            )
         if self.generation_params.include_tokens:
-            choice["token_ids"], choice["versions"] = sampled.tokens.tolist(), sampled.versions.tolist()
+            choice["token_ids"], choice["versions"] = (
+                sampled.tokens.tolist(),
+                sampled.versions.tolist(),
+            )
             choice["token_logprobs"] = sampled.logp.tolist()
         return choice
 
@@ -127,7 +158,8 @@ class Form:
     def _chat_logp(self, sampled: Completion) -> dict[str, Any]:
         return {
             "content": [
-                self._token(token, logp) | {"top_logprobs": [self._token(*other) for other in others]}
+                self._token(token, logp)
+                | {"top_logprobs": [self._token(*other) for other in others]}
                 for token, logp, others in _with_top_logprobs(sampled)
             ],
             "refusal": None,
@@ -135,17 +167,30 @@ class Form:
 
     def _token(self, token: int, logp: float) -> dict[str, Any]:
         text = self.token_text(token)
-        # Part of a character has a place in no text; which bytes it stands for, only the tokenizer knows.
-        return {"token": text, "logprob": logp, "bytes": None if "\ufffd" in text else list(text.encode())}
+        # Part of a character has a place in no text; which bytes it stands for, only the tokenizer
+        # knows.
+        return {
+            "token": text,
+            "logprob": logp,
+            "bytes": None if "\ufffd" in text else list(text.encode()),
+        }
 
     def _text_logp(self, part: Part) -> dict[str, Any]:
-        reported = [(self.token_text(token), logp, others) for token, logp, others in _with_top_logprobs(part.sampled)]
-        ends = np.cumsum([self._reported[part.index], *(len(text) for text, _, _ in reported)]).tolist()
+        reported = [
+            (self.token_text(token), logp, others)
+            for token, logp, others in _with_top_logprobs(part.sampled)
+        ]
+        ends = np.cumsum(
+            [self._reported[part.index], *(len(text) for text, _, _ in reported)]
+        ).tolist()
         self._reported[part.index] = ends[-1]
         return {
             "tokens": [text for text, _, _ in reported],
             "token_logprobs": [logp for _, logp, _ in reported],
-            "top_logprobs": [{self.token_text(token): logp for token, logp in others} for _, _, others in reported],
+            "top_logprobs": [
+                {self.token_text(token): logp for token, logp in others}
+                for _, _, others in reported
+            ],
             "text_offset": ends[:-1],
         }
 
@@ -155,7 +200,9 @@ def _with_top_logprobs(sampled: Completion) -> list[tuple[int, float, list[tuple
     if sampled.top_logprobs is None:
         others = [[]] * len(sampled.tokens)
     else:
-        rows = zip(sampled.top_logprobs.tokens.tolist(), sampled.top_logprobs.logp.tolist(), strict=True)
+        rows = zip(
+            sampled.top_logprobs.tokens.tolist(), sampled.top_logprobs.logp.tolist(), strict=True
+        )
         others = [[each for each in zip(*row, strict=True) if each[1] > -np.inf] for row in rows]
     return list(zip(sampled.tokens.tolist(), sampled.logp.tolist(), others, strict=True))
 
@@ -163,7 +210,11 @@ def _with_top_logprobs(sampled: Completion) -> list[tuple[int, float, list[tuple
 def _written(value: Any) -> str:
     """JSON of objects, and of long lists in them, by many short calls."""
     if isinstance(value, dict):
-        return "{" + ", ".join(f"{json.dumps(name)}: {_written(each)}" for name, each in value.items()) + "}"
+        return (
+            "{"
+            + ", ".join(f"{json.dumps(name)}: {_written(each)}" for name, each in value.items())
+            + "}"
+        )
     if isinstance(value, list) and len(value) > _SLICE:
         slices = (value[start : start + _SLICE] for start in range(0, len(value), _SLICE))
         return "[" + ", ".join(json.dumps(each)[1:-1] for each in slices) + "]"

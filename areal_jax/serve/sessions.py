@@ -1,9 +1,12 @@
-"""Sessions of agents: the same protocol over a workflow's `generate`, with all that was sampled kept token for token.
+"""Sessions of agents: the same protocol over a workflow's `generate`, with all that was sampled
+kept token for token.
 
-An agent sends the whole conversation with every call, as text. What the policy said in it earlier is found again by that text,
-and goes into the next prompt as the tokens that were sampled, whatever the tokenizer or the chat template would make of the text.
+An agent sends the whole conversation with every call, as text. What the policy said in it earlier
+is found again by that text, and goes into the next prompt as the tokens that were sampled, whatever
+the tokenizer or the chat template would make of the text.
 
-What is trained is sampled as the run draws everything: an agent's own temperature, top_p, penalties and seed change nothing.
+What is trained is sampled as the run draws everything: an agent's own temperature, top_p, penalties
+and seed change nothing.
 """
 
 from __future__ import annotations
@@ -67,7 +70,8 @@ class Session:
         return MODEL
 
     def calls(self) -> tuple[tuple[Int32[np.ndarray, "_"], Completion], ...]:
-        """Prompt and answer of every call that was answered, in the order of their ends; exactly the tokens sampled."""
+        """Prompt and answer of every call that was answered, in the order of their ends; exactly
+        the tokens sampled."""
         return tuple(self._calls)
 
     def serves(self, model: str) -> bool:
@@ -94,23 +98,36 @@ class Session:
     def _before(self, chat: Chat) -> Said | None:
         """The longest answered call that a conversation continues; None where it begins one."""
         turns = tuple(_normal(turn) for turn in chat.turns)
-        before = [said for said in tuple(self._said) if turns[: len(said.turns)] == said.turns and len(said.turns) < len(turns)]
+        before = [
+            said
+            for said in tuple(self._said)
+            if turns[: len(said.turns)] == said.turns and len(said.turns) < len(turns)
+        ]
         return max(before, key=lambda said: len(said.turns), default=None)
 
     def prompt_of_text(self, text: str) -> Int32[np.ndarray, "P"]:
         return self.tokenizer.encode_prompt(text)
 
     async def generate(
-        self, prompt: Int32[np.ndarray, "P"], generation_params: GenerationParams, on_progress: OnProgress | None
+        self,
+        prompt: Int32[np.ndarray, "P"],
+        generation_params: GenerationParams,
+        on_progress: OnProgress | None,
     ) -> list[Completion]:
-        refused = [name for field, name in _REFUSED.items() if generation_params.sampling.get(field)]
+        refused = [
+            name for field, name in _REFUSED.items() if generation_params.sampling.get(field)
+        ]
         refused += ["stop_token_ids"] * bool(generation_params.stop_tokens)
         if refused:
             raise APIError(400, f"{refused[0]} is not supported in training", param=refused[0])
         budget = min(generation_params.max_new_tokens or self._max_new_tokens, self._max_new_tokens)
-        return await self._generate(prompt, generation_params.num_samples, max_new_tokens=budget, on_progress=on_progress)
+        return await self._generate(
+            prompt, generation_params.num_samples, max_new_tokens=budget, on_progress=on_progress
+        )
 
-    def reported(self, prompt: Int32[np.ndarray, "P"], chat: Chat | None, parts: Sequence[Part]) -> None:
+    def reported(
+        self, prompt: Int32[np.ndarray, "P"], chat: Chat | None, parts: Sequence[Part]
+    ) -> None:
         self._calls += [(prompt, part.sampled) for part in parts]
         if chat is None:
             return
@@ -118,7 +135,9 @@ class Session:
         tools = chat.tools if before is None else before.tools
         for part in parts:
             turns = (*chat.turns, message_of(part.text, part.calls))
-            self._said.append(Said(tuple(_normal(turn) for turn in turns), tools, prompt, part.sampled))
+            self._said.append(
+                Said(tuple(_normal(turn) for turn in turns), tools, prompt, part.sampled)
+            )
 
     def close(self) -> None:
         """Break off what is being answered."""
@@ -129,22 +148,33 @@ class Session:
 def _normal(turn: Mapping[str, Any]) -> tuple[Any, ...]:
     """A turn as it is compared: clients trim what was said, and write null for an empty text."""
     calls = [call["function"] for call in turn.get("tool_calls", ())]
-    return turn["role"], turn["content"].strip(), [(call["name"], call["arguments"]) for call in calls]
+    return (
+        turn["role"],
+        turn["content"].strip(),
+        [(call["name"], call["arguments"]) for call in calls],
+    )
 
 
 class AgentServer:
-    """The sessions of a run: one for every agent at work, each under a URL and a token of its own."""
+    """The sessions of a run: one for every agent at work, each under a URL and a token of its
+    own."""
 
     def __init__(self, tokenizer: HFTokenizer, max_new_tokens: int, timeout_s: float) -> None:
         """Args: timeout_s: that an agent has. A call of its may take as long."""
-        self._tokenizer, self._max_new_tokens, self._timeout_s = tokenizer, max_new_tokens, timeout_s
+        self._tokenizer, self._max_new_tokens, self._timeout_s = (
+            tokenizer,
+            max_new_tokens,
+            timeout_s,
+        )
         self._sessions = dict[str, Session]()
         self._port = 0
 
     @asynccontextmanager
     async def listening(self) -> AsyncIterator[AgentServer]:
         """Answer agents while the body runs, on this machine only."""
-        limits = LimitsConfig(max_connections=1 << 16, max_requests=1 << 16, request_timeout_s=self._timeout_s)
+        limits = LimitsConfig(
+            max_connections=1 << 16, max_requests=1 << 16, request_timeout_s=self._timeout_s
+        )
         async with listening(App(self, limits), HOST, 0, limits.shutdown_timeout_s) as self._port:
             yield self
 
@@ -153,7 +183,9 @@ class AgentServer:
         """A session whose calls are sampled by `generate`; at the end it answers nothing more."""
         name = secrets.token_hex(8)
         base_url = f"http://{HOST}:{self._port}/sessions/{name}/v1"
-        session = Session(base_url, secrets.token_urlsafe(32), self._tokenizer, generate, self._max_new_tokens)
+        session = Session(
+            base_url, secrets.token_urlsafe(32), self._tokenizer, generate, self._max_new_tokens
+        )
         self._sessions[name] = session
         try:
             yield session

@@ -1,4 +1,5 @@
-"""Calls of tools in what a policy says, in the form of Hermes and Qwen: <tool_call>{"name", "arguments"}</tool_call>."""
+"""Calls of tools in what a policy says, in the form of Hermes and Qwen: <tool_call>{"name",
+"arguments"}</tool_call>."""
 
 from __future__ import annotations
 

@@ -1,9 +1,11 @@
-"""A clock that leaps: an asyncio event loop in which waiting takes no time, so that real asyncio code runs through hours of it.
+"""A clock that leaps: an asyncio event loop in which waiting takes no time, so that real asyncio
+code runs through hours of it.
 
     run(main())     # like asyncio.run, with loop.time() counting simulated seconds from 0
 
-Whenever nothing is ready, time jumps to the next timer. All that reads the loop's time (asyncio.sleep, timeout, call_later)
-follows; what reads another clock, or waits for another thread, does not belong under it.
+Whenever nothing is ready, time jumps to the next timer. All that reads the loop's time
+(asyncio.sleep, timeout, call_later) follows; what reads another clock, or waits for another thread,
+does not belong under it.
 """
 
 from __future__ import annotations
@@ -34,7 +36,9 @@ class _Leap(selectors.SelectSelector):
             failure, self.failure = self.failure, None
             raise failure
         if timeout is None:
-            raise NoEventsLeft("all tasks wait for each other: no timer is set, and nothing comes from outside")
+            raise NoEventsLeft(
+                "all tasks wait for each other: no timer is set, and nothing comes from outside"
+            )
         self.now_s += timeout
         return []
 
@@ -60,7 +64,8 @@ class VirtualLoop(asyncio.SelectorEventLoop):
 
 def run(main: Coroutine[Any, Any, T]) -> T:
     """What `main` returns, run under simulated time. NoEventsLeft where it would wait for ever."""
-    # Tens of thousands of tasks live at once: looking through them for cycles as often as usual takes a third of all time.
+    # Tens of thousands of tasks live at once: looking through them for cycles as often as usual
+    # takes a third of all time.
     thresholds = gc.get_threshold()
     gc.set_threshold(200_000, 20, 100)
     try:

@@ -1,12 +1,14 @@
-"""Engines without devices: they answer requests in the time that a cost model says, under whatever clock the loop has.
+"""Engines without devices: they answer requests in the time that a cost model says, under whatever
+clock the loop has.
 
-A decode step draws a token in every live sequence. Between two changes of who is live its time grows linearly with the tokens
-in the caches, so that whole stretches of steps are one event: s steps of N sequences with L tokens in their caches take
+A decode step draws a token in every live sequence. Between two changes of who is live its time
+grows linearly with the tokens in the caches, so that whole stretches of steps are one event: s
+steps of N sequences with L tokens in their caches take
 
     s · (fixed + context · L) + context · N · s² / 2
 
-seconds, and who ends next is the top of a heap. What an engine does beside, such as prefill and the work of taking weights,
-stops its decoding for as long.
+seconds, and who ends next is the top of a heap. What an engine does beside, such as prefill and the
+work of taking weights, stops its decoding for as long.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ from areal_jax.sim.costs import DecodeCosts, Step
 from areal_jax.sim.lengths import Lengths
 
 ASSIGNED_UP_TO = 0.9
-"""A sequence is seated while caches are filled up to this share; at 1 the youngest sequences leave until they are again."""
+"""A sequence is seated while caches are filled up to this share; at 1 the youngest sequences leave
+until they are again."""
 
 _TINY = 1e-6
 """Of a step."""
@@ -40,11 +43,13 @@ class EngineHabits:
 
     num_slots: int = 256
     on_update: Literal["recompute", "keep", "drain"] = "recompute"
-    """Drain: weights wait until all that is under way has ended, and nothing begins before them, as without interruption."""
+    """Drain: weights wait until all that is under way has ended, and nothing begins before them, as
+    without interruption."""
     shares_prompts: bool = True
     """Whether the samples of a request share the prefill of its prompt."""
     steps_per_dispatch: int = 1
-    """A sequence that has ended keeps its place until so many steps, counted from its first, are full."""
+    """A sequence that has ended keeps its place until so many steps, counted from its first, are
+    full."""
     tokens_per_entry: int = 1
     """Completions have an entry for so many tokens: what counts them need not hold them."""
 
@@ -104,15 +109,22 @@ class _Engine:
         self._timer: asyncio.TimerHandle | None = None
 
     def advance(self, now_s: float) -> None:
-        """Bring everything to this moment. No sequence ends, and the caches do not fill up, before it."""
+        """Bring everything to this moment. No sequence ends, and the caches do not fill up, before
+        it."""
         free_s = max(self.as_of_s, min(self.stopped_until_s, now_s))
         elapsed_s = now_s - free_s
         if elapsed_s > 0:
             if self.live:
                 step, num = self._step(), len(self.live)
-                first_s, growth_s = step.fixed_s + step.context_s * self.context, step.context_s * num
-                # The inverse of first · s + growth · s² / 2, in the form that stays exact where growth is tiny.
-                steps = 2 * elapsed_s / (first_s + sqrt(first_s * first_s + 2 * growth_s * elapsed_s))
+                first_s, growth_s = (
+                    step.fixed_s + step.context_s * self.context,
+                    step.context_s * num,
+                )
+                # The inverse of first · s + growth · s² / 2, in the form that stays exact where
+                # growth is tiny.
+                steps = (
+                    2 * elapsed_s / (first_s + sqrt(first_s * first_s + 2 * growth_s * elapsed_s))
+                )
                 self.steps += steps
                 self.context += num * steps
                 self.seconds["decode"] += elapsed_s
@@ -137,13 +149,21 @@ class _Engine:
         self.history.append((self.steps, version))
         self.stop_for(self.fleet.costs.copy_s, "swap")
         if self.live and self.fleet.habits.on_update == "recompute":
-            lengths = (len(each.job.request.prompt_tokens) + self._length(each) for each in self.live.values())
+            lengths = (
+                len(each.job.request.prompt_tokens) + self._length(each)
+                for each in self.live.values()
+            )
             pairs = sum(length**2 for length in lengths) / 2
             self.stop_for(self.fleet.costs.recompute_s(self.context, pairs), "recompute")
 
     def admit_waiting(self) -> None:
         habits, room = self.fleet.habits, ASSIGNED_UP_TO * self.fleet.kv_tokens
-        while self.up and self.held_back is None and self.waiting and len(self.live) < habits.num_slots:
+        while (
+            self.up
+            and self.held_back is None
+            and self.waiting
+            and len(self.live) < habits.num_slots
+        ):
             sequence = self.waiting[0]
             request = sequence.job.request
             tokens = float(len(request.prompt_tokens) + sequence.sampled)
@@ -159,7 +179,9 @@ class _Engine:
             self._assigned += 1
             self.live[self._assigned] = sequence
             dispatches = ceil((sequence.length - sequence.sampled) / habits.steps_per_dispatch)
-            heappush(self._ends, (self.steps + dispatches * habits.steps_per_dispatch, self._assigned))
+            heappush(
+                self._ends, (self.steps + dispatches * habits.steps_per_dispatch, self._assigned)
+            )
 
     def set_timer(self) -> None:
         """Wake up when the next sequence ends, or the caches are full."""
@@ -173,7 +195,10 @@ class _Engine:
         num, step = len(self.live), self._step()
         until_full = (self.fleet.kv_tokens - self.context) / num if num > 1 else inf
         steps = max(0.0, min(self._ends[0][0] - self.steps, until_full))
-        seconds = steps * (step.fixed_s + step.context_s * self.context) + step.context_s * num * steps * steps / 2
+        seconds = (
+            steps * (step.fixed_s + step.context_s * self.context)
+            + step.context_s * num * steps * steps / 2
+        )
         at_s = max(self.as_of_s, self.stopped_until_s) + seconds
         self._timer = self.fleet.loop.call_at(at_s, self._wake)
 
@@ -194,11 +219,18 @@ class _Engine:
 
     def _cached(self, sequence: _Sequence) -> float:
         """Tokens of a sequence in the caches."""
-        return len(sequence.job.request.prompt_tokens) + sequence.sampled + self.steps - sequence.assigned_at
+        return (
+            len(sequence.job.request.prompt_tokens)
+            + sequence.sampled
+            + self.steps
+            - sequence.assigned_at
+        )
 
     def _length(self, sequence: _Sequence) -> int:
         """Tokens that a live sequence has sampled."""
-        return min(sequence.length, sequence.sampled + int(self.steps - sequence.assigned_at + _TINY))
+        return min(
+            sequence.length, sequence.sampled + int(self.steps - sequence.assigned_at + _TINY)
+        )
 
     def _new_stamps(self, sequence: _Sequence, sampled: int) -> list[tuple[int, int]]:
         """Of what was sampled since it was seated."""
@@ -222,7 +254,9 @@ class _Engine:
             if number in self.live:
                 sequence = self.live.pop(number)
                 self.context -= self._cached(sequence)
-                self.fleet.finish(self, sequence, [*sequence.stamps, *self._new_stamps(sequence, sequence.length)])
+                self.fleet.finish(
+                    self, sequence, [*sequence.stamps, *self._new_stamps(sequence, sequence.length)]
+                )
         if self.context >= self.fleet.kv_tokens - 1:
             while len(self.live) > 1 and self.context > ASSIGNED_UP_TO * self.fleet.kv_tokens:
                 self.waiting.appendleft(self._free_slot(next(reversed(self.live))))
@@ -242,26 +276,35 @@ class _Engine:
 
 
 class Fleet:
-    """Engines behind one door: the simulated `records.Engine`. Each sample goes to the engine that has the fewest.
+    """Engines behind one door: the simulated `records.Engine`. Each sample goes to the engine that
+    has the fewest.
 
-    A request's lengths depend on its seed alone, as real draws do; its tokens are zeros. All of it happens in the loop's own
-    thread, whose clock is the only one."""
+    A request's lengths depend on its seed alone, as real draws do; its tokens are zeros. All of it
+    happens in the loop's own thread, whose clock is the only one."""
 
     def __init__(
-        self, costs: DecodeCosts, lengths: Lengths, num_engines: int, habits: EngineHabits | None = None, version: int = 0
+        self,
+        costs: DecodeCosts,
+        lengths: Lengths,
+        num_engines: int,
+        habits: EngineHabits | None = None,
+        version: int = 0,
     ) -> None:
         self.costs, self.lengths, self.habits = costs, lengths, habits or EngineHabits()
         self.loop = asyncio.get_running_loop()
         self.kv_tokens = costs.kv_tokens
         if self.kv_tokens < 1:
-            raise ValueError(f"expected room for KV caches beside the weights, came {self.kv_tokens:,} tokens")
+            raise ValueError(
+                f"expected room for KV caches beside the weights, came {self.kv_tokens:,} tokens"
+            )
         self.engines = [_Engine(self, index, version) for index in range(num_engines)]
         self.counts = Counter[str]()
         """tokens, sequences, preempted, failures."""
         self._version = version
         self._steps: dict[int, Step] = {}
         self._jobs: dict[str, _Job] = {}
-        # Load and index of every engine, and entries that were true once: those are dropped where they come up.
+        # Load and index of every engine, and entries that were true once: those are dropped where
+        # they come up.
         self._by_load = [(0, index) for index in range(num_engines)]
         self._changed: set[int] = set()
         """Engines that sequences were sent to since the loop's last turn."""
@@ -276,7 +319,9 @@ class Fleet:
         sampled = list[Completion | None](request.resume) or [None] * request.num_samples
         longest = request.sampling.max_new_tokens
         lengths = self.lengths.sample_lengths(random.Random(request.seed), request.num_samples)
-        finished: list[Completion | None] = [done if done and done.stop_reason != "suspended" else None for done in sampled]
+        finished: list[Completion | None] = [
+            done if done and done.stop_reason != "suspended" else None for done in sampled
+        ]
         job = _Job(request, answer, finished, finished.count(None))
         self._jobs[request.id] = job
         for sample, (length, done) in enumerate(zip(lengths, sampled, strict=True)):
@@ -291,28 +336,39 @@ class Fleet:
     async def snapshot(self) -> dict[str, tuple[Completion, ...]]:
         """What every unfinished request has sampled so far, as of now."""
         partials = {
-            job.request.id: [done or self._completion([], "suspended") for done in job.sampled] for job in self._jobs.values()
+            job.request.id: [done or self._completion([], "suspended") for done in job.sampled]
+            for job in self._jobs.values()
         }
         for engine in self.engines:
             engine.advance(self.loop.time())
             for sequence in engine.live.values():
-                partials[sequence.job.request.id][sequence.sample] = self._completion(engine.stamps(sequence), "suspended")
+                partials[sequence.job.request.id][sequence.sample] = self._completion(
+                    engine.stamps(sequence), "suspended"
+                )
             for sequence in engine.waiting:
-                partials[sequence.job.request.id][sequence.sample] = self._completion(sequence.stamps, "suspended")
+                partials[sequence.job.request.id][sequence.sample] = self._completion(
+                    sequence.stamps, "suspended"
+                )
             engine.set_timer()
         return {name: tuple(partial) for name, partial in partials.items()}
 
-    def publish(self, version: int, arrives_after_s: Sequence[float], stops_for_s: float = 0.0) -> None:
-        """Send weights to every engine. Args: arrives_after_s: by engine. stops_for_s: so long it stands still before that."""
+    def publish(
+        self, version: int, arrives_after_s: Sequence[float], stops_for_s: float = 0.0
+    ) -> None:
+        """Send weights to every engine. Args: arrives_after_s: by engine. stops_for_s: so long it
+        stands still before that."""
         self._version = version
         now_s = self.loop.time()
         for engine, after_s in zip(self.engines, arrives_after_s, strict=True):
             if stops_for_s:
-                self.loop.call_at(now_s + after_s - stops_for_s, self._stand_still, engine, stops_for_s)
+                self.loop.call_at(
+                    now_s + after_s - stops_for_s, self._stand_still, engine, stops_for_s
+                )
             self.loop.call_at(now_s + after_s, self._arrive, engine, version)
 
     def fail(self, index: int, repaired_after_s: float) -> None:
-        """Lose an engine: its sequences go on elsewhere from the tokens they have; it comes back with the newest weights."""
+        """Lose an engine: its sequences go on elsewhere from the tokens they have; it comes back
+        with the newest weights."""
         engine, now_s = self.engines[index], self.loop.time()
         if not engine.up:
             return
@@ -419,7 +475,10 @@ class Fleet:
             return []
         changes = np.flatnonzero(np.diff(done.versions)) + 1
         parts = zip([0, *changes.tolist()], [*changes.tolist(), len(done.versions)], strict=True)
-        return [(int(done.versions[start]), (end - start) * self.habits.tokens_per_entry) for start, end in parts]
+        return [
+            (int(done.versions[start]), (end - start) * self.habits.tokens_per_entry)
+            for start, end in parts
+        ]
 
     def _completion(self, stamps: Sequence[tuple[int, int]], stop_reason: StopReason) -> Completion:
         """One entry for every tokens_per_entry tokens, and for what is left over."""

@@ -1,4 +1,5 @@
-"""What makers say of their devices, as data: peaks, which nothing reaches (`costs.Reached` says what is)."""
+"""What makers say of their devices, as data: peaks, which nothing reaches (`costs.Reached` says
+what is)."""
 
 from __future__ import annotations
 
@@ -36,7 +37,8 @@ DEVICES: dict[str, Device] = {
 
 
 def known_device(name: str) -> Device:
-    """The device called `name`, in any case. ValueError lists the names where it is none of them."""
+    """The device called `name`, in any case. ValueError lists the names where it is none of
+    them."""
     for known, device in DEVICES.items():
         if known.lower() == name.lower():
             return device

@@ -1,4 +1,5 @@
-"""How long answers are: sampled from a distribution, or from lengths that a run recorded; the same for the same seed."""
+"""How long answers are: sampled from a distribution, or from lengths that a run recorded; the same
+for the same seed."""
 
 from __future__ import annotations
 

@@ -1,6 +1,8 @@
-"""What the stages of a real run took, read from its folder: costs to simulate it with, and to split devices by.
+"""What the stages of a real run took, read from its folder: costs to simulate it with, and to split
+devices by.
 
-Spans of trace.json tell what engines, graders and the weight channel did; metrics.jsonl how fast the trainer was.
+Spans of trace.json tell what engines, graders and the weight channel did; metrics.jsonl how fast
+the trainer was.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class StageTimes(NamedTuple):
 
 
 def stage_times(run_folder: Path, steps_per_dispatch: int) -> StageTimes:
-    """What the stages of a run took on average. ValueError names what the run has not done, or not recorded."""
+    """What the stages of a run took on average. ValueError names what the run has not done, or not
+    recorded."""
     spans = [event for event in trace.read(run_folder / "trace.json") if event.get("ph") == "X"]
     by_name = defaultdict[str, list[float]](list)
     by_engine = defaultdict[int, list[dict[str, Any]]](list)
@@ -49,13 +52,23 @@ def stage_times(run_folder: Path, steps_per_dispatch: int) -> StageTimes:
         if "engine" in span["args"]:
             by_engine[span["args"]["engine"]].append(span)
         else:
-            by_name["grader" if "task" in span["args"] else span["name"].split()[0]].append(span["dur"] / 1e6)
+            by_name["grader" if "task" in span["args"] else span["name"].split()[0]].append(
+                span["dur"] / 1e6
+            )
     speeds = [
-        row[names.TRAIN_TOKENS_PER_S] for row in jsonl.read(run_folder / "metrics.jsonl") if names.TRAIN_TOKENS_PER_S in row
+        row[names.TRAIN_TOKENS_PER_S]
+        for row in jsonl.read(run_folder / "metrics.jsonl")
+        if names.TRAIN_TOKENS_PER_S in row
     ]
     if not by_engine or not speeds:
-        raise ValueError(f"{run_folder} tells of no {'training' if by_engine else 'decoding'}; is metrics.trace=true?")
-    engines = [_engine_times(sorted(spans, key=lambda span: span["ts"] + span["dur"])) for spans in by_engine.values()]
+        raise ValueError(
+            f"{run_folder} tells of no {'training' if by_engine else 'decoding'}; is "
+            "metrics.trace=true?"
+        )
+    engines = [
+        _engine_times(sorted(spans, key=lambda span: span["ts"] + span["dur"]))
+        for spans in by_engine.values()
+    ]
     dispatch_s, prefill_s, recompute_s = (fmean(times) for times in zip(*engines, strict=True))
     return StageTimes(
         decode_step_s=dispatch_s / steps_per_dispatch,
@@ -73,8 +86,9 @@ def _mean(times: Sequence[float]) -> float:
 
 
 def _engine_times(spans: Iterable[Mapping[str, Any]]) -> tuple[float, float, float]:
-    """Seconds of a dispatch, of a token's prefill and of a token's recomputing. A prefill is enqueued and not waited for, so
-    that what a dispatch behind it takes beyond others is the prefill's."""
+    """Seconds of a dispatch, of a token's prefill and of a token's recomputing. A prefill is
+    enqueued and not waited for, so that what a dispatch behind it takes beyond others is the
+    prefill's."""
     seconds, tokens = defaultdict[str, list[float]](list), defaultdict[str, float](float)
     gaps, until_s, behind_prefill = list[float](), None, False
     for span in spans:
@@ -100,16 +114,23 @@ def _engine_times(spans: Iterable[Mapping[str, Any]]) -> tuple[float, float, flo
     if not alone:
         raise ValueError("an engine has decoded nothing")
     dispatch_s = fmean(alone)
-    prefill_s = sum(seconds["prefill"]) + sum(seconds["behind prefill"]) - dispatch_s * len(seconds["behind prefill"])
+    prefill_s = (
+        sum(seconds["prefill"])
+        + sum(seconds["behind prefill"])
+        - dispatch_s * len(seconds["behind prefill"])
+    )
     prefill_token_s = max(0.0, prefill_s) / max(1.0, tokens["prefill"])
-    recompute_token_s = sum(seconds["recompute"]) / tokens["recompute"] if tokens["recompute"] else prefill_token_s
+    recompute_token_s = (
+        sum(seconds["recompute"]) / tokens["recompute"] if tokens["recompute"] else prefill_token_s
+    )
     # Most gaps are the host's; the long ones are an engine's that has nothing to do.
     return dispatch_s + (median(gaps) if gaps else 0.0), prefill_token_s, recompute_token_s
 
 
 @dataclass(frozen=True)
 class MeasuredEngine:
-    """An engine whose step takes as long whatever is seated in it: its program computes every slot."""
+    """An engine whose step takes as long whatever is seated in it: its program computes every
+    slot."""
 
     times: StageTimes
     kv_tokens: int = 1 << 40

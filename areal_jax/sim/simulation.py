@@ -1,7 +1,8 @@
 """A run of the real gate, buffer and controller with simulated devices: what a cluster would give.
 
-The body of `loop.train` under the leaping clock: engines answer, answers are graded, and steps are trained in the time that
-`costs` says, while every group is counted, started, stamped and handed over by the code that does so in a real run.
+The body of `loop.train` under the leaping clock: engines answer, answers are graded, and steps are
+trained in the time that `costs` says, while every group is counted, started, stamped and handed
+over by the code that does so in a real run.
 """
 
 from __future__ import annotations
@@ -22,7 +23,15 @@ from areal_jax.records import NO_VERSION, Group, Message, RewardResult, Sample, 
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.rollout.controller import Rollouts, open_gate, rolling_out
 from areal_jax.sim.clock import run
-from areal_jax.sim.costs import Dealt, DecodeCosts, EngineCosts, Packed, Reached, Rewards, TrainerCosts
+from areal_jax.sim.costs import (
+    Dealt,
+    DecodeCosts,
+    EngineCosts,
+    Packed,
+    Reached,
+    Rewards,
+    TrainerCosts,
+)
 from areal_jax.sim.engine import EngineHabits, Fleet
 from areal_jax.sim.hardware import Device
 from areal_jax.sim.lengths import Lengths
@@ -30,20 +39,22 @@ from areal_jax.sim.lengths import Lengths
 
 @dataclass(frozen=True)
 class Staged:
-    """Weights reach engines while these decode, one engine after another, over the network: nobody waits for anybody."""
+    """Weights reach engines while these decode, one engine after another, over the network: nobody
+    waits for anybody."""
 
     latency_s: float = 0.5
 
 
 @dataclass(frozen=True)
 class Barrier:
-    """The trainer stands still until all weights are written, and all engines until all have them, as through a shared file
-    system."""
+    """The trainer stands still until all weights are written, and all engines until all have them,
+    as through a shared file system."""
 
     bytes_per_s: float = 5e9
     latency_s: float = 2.0
     notice_s: float = 0.0
-    """Until engines begin to take them. They decode what they may meanwhile: without staleness, nothing."""
+    """Until engines begin to take them. They decode what they may meanwhile: without staleness,
+    nothing."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +67,8 @@ class Failures:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is generated and trained on, and how far ahead. Defaults are the paper's recipe (AReaL, table 3)."""
+    """What is generated and trained on, and how far ahead. Defaults are the paper's recipe (AReaL,
+    table 3)."""
 
     lengths: Lengths
     max_new_tokens: int
@@ -84,7 +96,8 @@ class Stages(Protocol):
     def failures(self) -> Failures | None: ...
     @property
     def stand_still_s(self) -> float:
-        """How long the trainer does nothing else while it sends weights, and engines decode nothing while they take them."""
+        """How long the trainer does nothing else while it sends weights, and engines decode nothing
+        while they take them."""
         ...
 
     def arrivals_s(self) -> list[float]:
@@ -98,7 +111,8 @@ class Stages(Protocol):
 
 @dataclass(frozen=True)
 class Cluster:
-    """Which devices do what, by their data sheets. A synchronous system may use the same for both, in turns."""
+    """Which devices do what, by their data sheets. A synchronous system may use the same for both,
+    in turns."""
 
     model: ModelConfig
     device: Device
@@ -140,7 +154,10 @@ class Cluster:
         own_s = self.engine.weight_bytes / (self.devices_per_engine * network)
         # All that trainers send, or as much as an engine can take.
         sent_s = self.engine.weight_bytes / (self.train_devices * network)
-        return [self.transfer.latency_s + max(own_s, (index + 1) * sent_s) for index in range(self.num_engines)]
+        return [
+            self.transfer.latency_s + max(own_s, (index + 1) * sent_s)
+            for index in range(self.num_engines)
+        ]
 
     @property
     def stand_still_s(self) -> float:
@@ -183,12 +200,17 @@ class Outcome:
         return 1 - self.train_s / self.step_s
 
 
-def simulate(stages: Stages, workload: Workload, num_steps: int = 8, first_counted: int = 2, seed: int = 0) -> Outcome:
-    """Train so many steps, and say how fast those from `first_counted` on were. The same seed gives the same outcome."""
+def simulate(
+    stages: Stages, workload: Workload, num_steps: int = 8, first_counted: int = 2, seed: int = 0
+) -> Outcome:
+    """Train so many steps, and say how fast those from `first_counted` on were. The same seed gives
+    the same outcome."""
     return run(_simulate(stages, workload, num_steps, first_counted, seed))
 
 
-async def _simulate(stages: Stages, workload: Workload, num_steps: int, first_counted: int, seed: int) -> Outcome:
+async def _simulate(
+    stages: Stages, workload: Workload, num_steps: int, first_counted: int, seed: int
+) -> Outcome:
     fleet = Fleet(stages.engine, workload.lengths, stages.num_engines, stages.habits)
     config = RolloutConfig(
         groups_per_batch=workload.groups_per_batch,
@@ -205,7 +227,9 @@ async def _simulate(stages: Stages, workload: Workload, num_steps: int, first_co
     breaking = _break(fleet, stages.failures, seed) if stages.failures else None
     breakage = asyncio.create_task(breaking) if breaking else None
     begin_s, spent = 0.0, dict[str, float]()
-    async with rolling_out(Numbered(), fleet, turn, grader, gate, buffer, config, sampling=sampling, seed=seed) as rollouts:
+    async with rolling_out(
+        Numbered(), fleet, turn, grader, gate, buffer, config, sampling=sampling, seed=seed
+    ) as rollouts:
         for version in range(num_steps):
             if version == first_counted:
                 begin_s, spent = clock(), fleet.seconds()
@@ -236,7 +260,9 @@ class _Batch:
     train_s: float = 0.0
 
 
-def _count(groups: Sequence[Group], version: int, workload: Workload, tokens_per_entry: int) -> _Batch:
+def _count(
+    groups: Sequence[Group], version: int, workload: Workload, tokens_per_entry: int
+) -> _Batch:
     samples = [sample for group in groups for sample in group.samples]
     lengths = np.array([len(sample.versions) for sample in samples], np.float64) * tokens_per_entry
     ages = version - np.concatenate([sample.versions for sample in samples])
@@ -250,10 +276,16 @@ def _count(groups: Sequence[Group], version: int, workload: Workload, tokens_per
 
 
 def _outcome(
-    taken: Sequence[_Batch], begin_s: float, fleet: Fleet, spent_before: Mapping[str, float], rollouts: Rollouts
+    taken: Sequence[_Batch],
+    begin_s: float,
+    fleet: Fleet,
+    spent_before: Mapping[str, float],
+    rollouts: Rollouts,
 ) -> Outcome:
     end_s, tokens = fleet.loop.time(), sum(batch.tokens for batch in taken)
-    spent = {cause: seconds - spent_before.get(cause, 0.0) for cause, seconds in fleet.seconds().items()}
+    spent = {
+        cause: seconds - spent_before.get(cause, 0.0) for cause, seconds in fleet.seconds().items()
+    }
     total = sum(spent.values())
     return Outcome(
         tokens_per_s=tokens / (end_s - begin_s),
@@ -264,12 +296,15 @@ def _outcome(
         masked=sum(batch.masked for batch in taken) / tokens,
         mean_length=tokens / sum(len(batch.lengths) for batch in taken),
         seconds=end_s,
-        counts={name: float(number) for name, number in {**fleet.counts, **rollouts.counters()}.items()},
+        counts={
+            name: float(number) for name, number in {**fleet.counts, **rollouts.counters()}.items()
+        },
     )
 
 
 async def _break(fleet: Fleet, failures: Failures, seed: int) -> None:
-    """Lose engines for ever. The first of many clocks of the same mean runs as many times as fast."""
+    """Lose engines for ever. The first of many clocks of the same mean runs as many times as
+    fast."""
     chance = random.Random(f"{seed}/failures")
     while True:
         await asyncio.sleep(chance.expovariate(len(fleet.engines) / failures.mean_time_between_s))
@@ -299,7 +334,8 @@ class GradingQueue:
         heapify(self._free_at_s)
 
     async def graded(self, num: int) -> None:
-        """Wait until so many answers are graded: a wait for all of them, since each costs as much as another task's step."""
+        """Wait until so many answers are graded: a wait for all of them, since each costs as much
+        as another task's step."""
         now_s = done_s = asyncio.get_running_loop().time()
         for _ in range(num):
             done_s = max(now_s, self._free_at_s[0]) + self._grading_s
@@ -313,7 +349,8 @@ class GradingQueue:
 
 @dataclass(frozen=True, eq=False)
 class OneTurn:
-    """A workflow of one question with several answers, whose samples hold what the policy drew and no prompt."""
+    """A workflow of one question with several answers, whose samples hold what the policy drew and
+    no prompt."""
 
     prompt_tokens: int
     samples_per_group: int

@@ -7,7 +7,16 @@ from typing import Literal
 import chz
 
 from areal_jax.models.config import Remat
-from areal_jax.rl.config import Advantages, DecoupledPPO, GroupNormalized, Loss, Mean, Reference, Shaping, Teacher
+from areal_jax.rl.config import (
+    Advantages,
+    DecoupledPPO,
+    GroupNormalized,
+    Loss,
+    Mean,
+    Reference,
+    Shaping,
+    Teacher,
+)
 
 
 @chz.chz
@@ -18,70 +27,112 @@ class OptimizerConfig:
     schedule: Literal["constant", "cosine", "linear"] = chz.field(
         default="constant", doc="after the warm-up; cosine and linear end at 0"
     )
-    warmup_fraction: float = chz.field(default=0.001, doc="share of all updates over which the rate rises from 0")
+    warmup_fraction: float = chz.field(
+        default=0.001, doc="share of all updates over which the rate rises from 0"
+    )
     beta1: float = chz.field(default=0.9, doc="decay of the first moment")
     beta2: float = chz.field(default=0.95, doc="decay of the second moment")
     eps: float = chz.field(default=1e-5, doc="Adam's epsilon")
     weight_decay: float = chz.field(default=0.05, doc="decoupled weight decay, on matrices only")
     max_grad_norm: float = chz.field(default=1.0, doc="global gradient norm is clipped to this")
-    offload: bool = chz.field(default=False, doc="keep moments in the host's memory between updates; each then waits for them")
+    offload: bool = chz.field(
+        default=False,
+        doc="keep moments in the host's memory between updates; each then waits for them",
+    )
 
 
 @chz.chz
 class Critic:
-    """What says, under advantages=GAE, how much reward is still to come: a policy with one number a token for a head."""
+    """What says, under advantages=GAE, how much reward is still to come: a policy with one number a
+    token for a head."""
 
     path: str | None = chz.field(
         default=None,
-        doc="Hugging Face folder or hub name of a critic, a reward model or a language model; none: policy.path",
+        doc=(
+            "Hugging Face folder or hub name of a critic, a reward model or a language model; "
+            "none: policy.path"
+        ),
     )
     optimizer: OptimizerConfig | None = chz.field(
-        default=None, doc="of the critic's updates, as many as the policy's; none: as trainer.optimizer"
+        default=None,
+        doc="of the critic's updates, as many as the policy's; none: as trainer.optimizer",
     )
     value_clip_eps: float | None = chz.field(
-        default=0.5, doc="how far an update may move a value that comes nearer to its return, in units of reward; none: any way"
+        default=0.5,
+        doc=(
+            "how far an update may move a value that comes nearer to its return, in units of "
+            "reward; none: any way"
+        ),
     )
-    warmup_steps: int = chz.field(default=0, doc="first steps of a run, in which only the critic learns")
+    warmup_steps: int = chz.field(
+        default=0, doc="first steps of a run, in which only the critic learns"
+    )
 
 
 @chz.chz
 class TrainerConfig:
     loss: Loss = chz.field(
-        default_factory=DecoupledPPO, doc="the objective: DecoupledPPO, PPO, GSPO, SAPO, CISPO, M2PO or Reinforce"
+        default_factory=DecoupledPPO,
+        doc="the objective: DecoupledPPO, PPO, GSPO, SAPO, CISPO, M2PO or Reinforce",
     )
     loss_mean: Mean = chz.field(
         default="tokens",
-        doc="what a mini-batch's loss is the mean of: its tokens; its sequences, each the mean of its tokens; or constant: its "
+        doc="what a mini-batch's loss is the mean of: its tokens; its sequences, each the mean "
+        "of its tokens; or constant: its "
         "sequences, each the sum of its tokens over engine.max_new_tokens (Dr.GRPO)",
     )
     entropy_coef: float = chz.field(
-        default=0.0, doc="weight of the entropy bonus: the mean entropy of what the loss's tokens were sampled from"
+        default=0.0,
+        doc=(
+            "weight of the entropy bonus: the mean entropy of what the loss's tokens were "
+            "sampled from"
+        ),
     )
-    shaping: Shaping = chz.field(default_factory=Shaping, doc="what becomes of rewards before advantages are made of them")
+    shaping: Shaping = chz.field(
+        default_factory=Shaping, doc="what becomes of rewards before advantages are made of them"
+    )
     advantages: Advantages = chz.field(
         default_factory=GroupNormalized,
         doc="GroupNormalized, LeaveOneOut, BatchNormalized, Unnormalized, or GAE, with a critic",
     )
-    critic: Critic = chz.field(default_factory=Critic, doc="what advantages=GAE asks, and trains beside the policy")
+    critic: Critic = chz.field(
+        default_factory=Critic, doc="what advantages=GAE asks, and trains beside the policy"
+    )
     reference: Reference | None = chz.field(
-        default=None, doc="a frozen policy not to stray from (trainer.reference=Reference, or any of its settings)"
+        default=None,
+        doc=(
+            "a frozen policy not to stray from (trainer.reference=Reference, or any of its "
+            "settings)"
+        ),
     )
     teacher: Teacher | None = chz.field(
-        default=None, doc="a frozen policy to learn from on one's own samples (trainer.teacher.path=...)"
+        default=None,
+        doc="a frozen policy to learn from on one's own samples (trainer.teacher.path=...)",
     )
     optimizer: OptimizerConfig = chz.field(default_factory=OptimizerConfig)
-    num_mini_batches: int = chz.field(default=4, doc="optimizer updates in one step; each sees its share of the batch's groups")
-    row_tokens: int = chz.field(default=0, doc="tokens of a packed row; 0: the engine's longest sequence")
+    num_mini_batches: int = chz.field(
+        default=4, doc="optimizer updates in one step; each sees its share of the batch's groups"
+    )
+    row_tokens: int = chz.field(
+        default=0, doc="tokens of a packed row; 0: the engine's longest sequence"
+    )
     rows_per_micro_batch: int = chz.field(
         default=2,
-        doc="packed rows of a micro-batch on each shard of the batch; a tiny policy on a CPU is fastest at 300 to 400 tokens",
+        doc=(
+            "packed rows of a micro-batch on each shard of the batch; a tiny policy on a CPU is "
+            "fastest at 300 to 400 tokens"
+        ),
     )
-    logp_chunk_tokens: int = chz.field(default=1024, doc="tokens whose logits exist at the same time, per shard")
+    logp_chunk_tokens: int = chz.field(
+        default=1024, doc="tokens whose logits exist at the same time, per shard"
+    )
     router_aux_loss_coef: float | None = chz.field(
-        default=None, doc="weight of the load-balance loss of experts; none: what the policy's config.json says"
+        default=None,
+        doc="weight of the load-balance loss of experts; none: what the policy's config.json says",
     )
     remat: Remat = chz.field(
         default="full",
-        doc="what the backward pass computes again instead of keeping it; none: nothing, dots: all but products with weights "
+        doc="what the backward pass computes again instead of keeping it; none: nothing, dots: "
+        "all but products with weights "
         "and attention, attention: all but attention, full: everything",
     )

@@ -38,11 +38,19 @@ def critic_config(config: TrainerConfig) -> TrainerConfig:
 
 
 def critic_learner(
-    config: TrainerConfig, weights: CriticWeights, mesh: Mesh, compute_dtype: DTypeLike, num_updates: int, *, row_tokens: int
+    config: TrainerConfig,
+    weights: CriticWeights,
+    mesh: Mesh,
+    compute_dtype: DTypeLike,
+    num_updates: int,
+    *,
+    row_tokens: int,
 ) -> Learner:
     """A learner of returns; `params` are copied."""
 
-    def objective(values: Array, batch: DeviceBatch, num_tokens: Float[Array, ""], _: Array) -> PolicyLoss:
+    def objective(
+        values: Array, batch: DeviceBatch, num_tokens: Float[Array, ""], _: Array
+    ) -> PolicyLoss:
         return value_loss(
             values_before(values, batch.segment_ids),
             values_before(batch.proximal_logp, batch.segment_ids),
@@ -65,31 +73,50 @@ def critic_learner(
     )
 
 
-def with_values(trajectory: Trajectory, following: Float32[np.ndarray, "_"], *, was_cut_off: bool) -> Trajectory:
+def with_values(
+    trajectory: Trajectory, following: Float32[np.ndarray, "_"], *, was_cut_off: bool
+) -> Trajectory:
     """What the critic says put to a trajectory.
 
     Args:
-        following: the value of what follows each token, up to the last that the policy drew; or none at all: 0 of everything.
-        was_cut_off: the answer ended for want of room, so that more could have come: the critic says how much.
+        following: the value of what follows each token, up to the last that the policy drew; or
+            none at all: 0 of everything.
+        was_cut_off: the answer ended for want of room, so that more could have come: the critic
+            says how much.
     """
     values = np.zeros(trajectory.acted.shape, np.float32)
     values[1 : len(following)] = following[:-1]
-    return trajectory._replace(values=values, value_after=float(following[-1]) if was_cut_off and len(following) else 0.0)
+    return trajectory._replace(
+        values=values, value_after=float(following[-1]) if was_cut_off and len(following) else 0.0
+    )
 
 
 def describe_values(
-    trajectories: Sequence[Sequence[Trajectory]], targets: Sequence[Sequence[Float32[np.ndarray, "_"]]]
+    trajectories: Sequence[Sequence[Trajectory]],
+    targets: Sequence[Sequence[Float32[np.ndarray, "_"]]],
 ) -> Metrics:
-    """How well the critic foretold a batch, over its loss tokens: explained variance 1 is all, 0 no better than the mean."""
+    """How well the critic foretold a batch, over its loss tokens: explained variance 1 is all, 0 no
+    better than the mean."""
     pairs = list(zip(chain.from_iterable(trajectories), chain.from_iterable(targets), strict=True))
     nothing = np.zeros(0)
-    returns = np.concatenate([nothing, *(target[trajectory.trained] for trajectory, target in pairs)])
+    returns = np.concatenate(
+        [nothing, *(target[trajectory.trained] for trajectory, target in pairs)]
+    )
     values = np.concatenate(
-        [nothing, *(trajectory.values[trajectory.trained] for trajectory, _ in pairs if trajectory.values is not None)]
+        [
+            nothing,
+            *(
+                trajectory.values[trajectory.trained]
+                for trajectory, _ in pairs
+                if trajectory.values is not None
+            ),
+        ]
     )
     spread = float(np.var(returns)) if len(returns) else 0.0
     return {
         "values": (float(values.sum()), float(len(values))),
         "returns": (float(returns.sum()), float(len(returns))),
-        "explained_variance": 1.0 - float(np.var(returns - values)) / spread if spread > 0.0 else 0.0,
+        "explained_variance": 1.0 - float(np.var(returns - values)) / spread
+        if spread > 0.0
+        else 0.0,
     }

@@ -19,7 +19,8 @@ from areal_jax.trainer.optimizer import make_optimizer
 from areal_jax.trainer.state import frozen, frozen_shardings, state_shardings, trained
 
 KEPT_PER_MLP = 6
-"""Arrays of the MLP's width that a layer keeps for its backward pass. This and the next three: fitted to what XLA reports."""
+"""Arrays of the MLP's width that a layer keeps for its backward pass. This and the next three:
+fitted to what XLA reports."""
 KEPT_PER_SCORE = 2
 KEPT_PER_WIDTH = 5
 KEPT_PER_LOGIT = 2
@@ -34,33 +35,44 @@ def predicted_bytes(
     row_tokens: int,
     critic: Policy | None = None,
 ) -> Mapping[str, int]:
-    """Bytes on each device of the train mesh, by what they are for. Parameters, gradients and optimizer are exact; activations
-    and logits are estimates that hold within about a third.
+    """Bytes on each device of the train mesh, by what they are for. Parameters, gradients and
+    optimizer are exact; activations and logits are estimates that hold within about a third.
 
-    A critic's parameters and optimizer lie beside the policy's; what its updates take, more than those of the policy take at
-    other times, is counted with them."""
+    A critic's parameters and optimizer lie beside the policy's; what its updates take, more than
+    those of the policy take at other times, is counted with them."""
     if critic is not None:
         of_policy, of_critic = (
             predicted_bytes(of, which, mesh, compute_dtype, row_tokens=row_tokens)
             for of, which in ((config, policy), (critic_config(config), critic))
         )
         resting = ("frozen", "parameters", "optimizer")
-        passing = [sum(size for name, size in of.items() if name not in resting) for of in (of_policy, of_critic)]
+        passing = [
+            sum(size for name, size in of.items() if name not in resting)
+            for of in (of_policy, of_critic)
+        ]
         rests = of_critic["parameters"] + of_critic["optimizer"]
         return {**of_policy, "critic": rests + max(0, passing[1] - passing[0])}
     abstract, axes = trained(policy)
     optimizer, offload = make_optimizer(config.optimizer, axes), config.optimizer.offload
-    placed, base = state_shardings(policy, mesh, optimizer, offload=offload), frozen(policy, compute_dtype)
+    placed, base = (
+        state_shardings(policy, mesh, optimizer, offload=offload),
+        frozen(policy, compute_dtype),
+    )
     params = bytes_per_device(abstract, placed.params)
     activations = _activations(config, policy.config, mesh, compute_dtype, row_tokens)
-    chunk = min(config.rows_per_micro_batch * row_tokens // mesh.shape["context"], config.logp_chunk_tokens)
+    chunk = min(
+        config.rows_per_micro_batch * row_tokens // mesh.shape["context"], config.logp_chunk_tokens
+    )
     outputs = 1 if policy.config.is_scalar else policy.config.vocab_size // mesh.shape["tensor"]
     logits = KEPT_PER_LOGIT * chunk * outputs * _FLOAT32
     moments = bytes_per_device(jax.eval_shape(optimizer.init, abstract), placed.opt_state)
     if offload:
-        # They come to the device for an update, into the memory that activations and logits have left.
+        # They come to the device for an update, into the memory that activations and logits have
+        # left.
         moments = max(0, moments - activations - logits)
-    return ({"frozen": bytes_per_device(base, frozen_shardings(policy, mesh))} if policy.lora else {}) | {
+    return (
+        {"frozen": bytes_per_device(base, frozen_shardings(policy, mesh))} if policy.lora else {}
+    ) | {
         "parameters": params,
         "gradients": params,
         "optimizer": moments,
@@ -76,21 +88,38 @@ def frozen_bytes(policy: Policy, mesh: Mesh, compute_dtype: DTypeLike) -> int:
     return bytes_per_device(abstract, shardings(mesh, policy.axes(), abstract, TRAIN_RULES))
 
 
-def _activations(config: TrainerConfig, model: ModelConfig, mesh: Mesh, compute_dtype: DTypeLike, row_tokens: int) -> int:
-    """What all layers keep for the backward pass, and what one of them takes while it is computed again."""
+def _activations(
+    config: TrainerConfig, model: ModelConfig, mesh: Mesh, compute_dtype: DTypeLike, row_tokens: int
+) -> int:
+    """What all layers keep for the backward pass, and what one of them takes while it is computed
+    again."""
     itemsize, tensor = jnp.dtype(compute_dtype).itemsize, mesh.shape["tensor"]
     tokens = config.rows_per_micro_batch * row_tokens // mesh.shape["context"]
     heads, kv_heads, width = model.num_attention_heads, model.num_key_value_heads, model.hidden_size
-    # A token's places at experts, and about as many again left empty, for rows of an expert come in whole blocks.
+    # A token's places at experts, and about as many again left empty, for rows of an expert come in
+    # whole blocks.
     moe = model.moe
-    inner = model.intermediate_size if moe is None else 2 * moe.num_experts_per_tok * moe.moe_intermediate_size
+    inner = (
+        model.intermediate_size
+        if moe is None
+        else 2 * moe.num_experts_per_tok * moe.moe_intermediate_size
+    )
     attended = heads * (model.head_dim * itemsize + _FLOAT32) // tensor
     projected = (heads + 2 * kv_heads) * model.head_dim * itemsize // tensor
     scores = 0
     if choose_kernel(mesh.devices.flat[0].platform, row_tokens) == "dense":
-        # A query's reach back to the start of its row: half of it on average. They are float32 whatever computes them.
-        scores = KEPT_PER_SCORE * heads * (row_tokens + min(row_tokens, 128)) // 2 * _FLOAT32 // tensor
-    whole = KEPT_PER_WIDTH * width * itemsize + KEPT_PER_MLP * inner * itemsize // tensor + projected + attended + scores
+        # A query's reach back to the start of its row: half of it on average. They are float32
+        # whatever computes them.
+        scores = (
+            KEPT_PER_SCORE * heads * (row_tokens + min(row_tokens, 128)) // 2 * _FLOAT32 // tensor
+        )
+    whole = (
+        KEPT_PER_WIDTH * width * itemsize
+        + KEPT_PER_MLP * inner * itemsize // tensor
+        + projected
+        + attended
+        + scores
+    )
     if config.remat == "none":
         return model.num_hidden_layers * tokens * whole
     kept = width * itemsize
@@ -102,11 +131,15 @@ def _activations(config: TrainerConfig, model: ModelConfig, mesh: Mesh, compute_
 
 
 def _gathered(policy: Policy, mesh: Mesh) -> int:
-    """One layer, embedding and head with their gradients, whole along what devices with other rows or tokens share."""
+    """One layer, embedding and head with their gradients, whole along what devices with other rows
+    or tokens share."""
     parts = num_shards(mesh, "embed", TRAIN_RULES)
     if parts == 1:
         return 0
-    abstract, placed = policy.abstract(), shardings(mesh, policy.axes(), policy.abstract(), TRAIN_RULES)
+    abstract, placed = (
+        policy.abstract(),
+        shardings(mesh, policy.axes(), policy.abstract(), TRAIN_RULES),
+    )
     everything = bytes_per_device(abstract, placed)
     layers = bytes_per_device(abstract["layers"], placed["layers"])
     return 2 * parts * (everything - layers + layers // policy.config.num_hidden_layers)

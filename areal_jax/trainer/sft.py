@@ -19,7 +19,8 @@ from areal_jax.trainer.versions import FromExamples, Packed
 
 
 class SupervisedTrainer(FromExamples[SupervisedExample]):
-    """Maximum likelihood on the train mesh: the exponential of a mean loss is the perplexity, exp(-1/N sum_t logp_t)."""
+    """Maximum likelihood on the train mesh: the exponential of a mean loss is the perplexity,
+    exp(-1/N sum_t logp_t)."""
 
     def __init__(
         self,
@@ -38,7 +39,9 @@ class SupervisedTrainer(FromExamples[SupervisedExample]):
 
         Args: measures: `measure` will be called, so that `warm_up` compiles it."""
 
-        def objective(logp: Array, batch: DeviceBatch, num_tokens: Float[Array, ""], _: Array) -> PolicyLoss:
+        def objective(
+            logp: Array, batch: DeviceBatch, num_tokens: Float[Array, ""], _: Array
+        ) -> PolicyLoss:
             return sft_loss(logp, batch.loss_mask, num_tokens)
 
         learner = Learner(
@@ -57,6 +60,13 @@ class SupervisedTrainer(FromExamples[SupervisedExample]):
 
     def pack(self, examples: Sequence[SupervisedExample]) -> Packed:
         sequences = [TrainingSequence(example.tokens, example.loss_mask) for example in examples]
-        batches, layout = pack(sequences, rows=self._learner.rows, row_tokens=self._learner.row_tokens)
+        batches, layout = pack(
+            sequences, rows=self._learner.rows, row_tokens=self._learner.row_tokens
+        )
         num_loss_tokens = sum(int(example.loss_mask.sum()) for example in examples)
-        return Packed([self._learner.put(batch) for batch in batches], layout, num_loss_tokens, num_loss_tokens)
+        return Packed(
+            [self._learner.put(batch) for batch in batches],
+            layout,
+            num_loss_tokens,
+            num_loss_tokens,
+        )

@@ -27,7 +27,8 @@ class TrainState(NamedTuple):
     """A pytree of arrays: all that training resumes from."""
 
     params: Params
-    """What is trained: the adapter of a policy that has one, else all parameters. float32, sharded over the train mesh."""
+    """What is trained: the adapter of a policy that has one, else all parameters. float32, sharded
+    over the train mesh."""
     opt_state: optax.OptState
     """float32, its moments sharded as the parameters; counts the updates made."""
     version: Int32[np.ndarray, ""]
@@ -56,11 +57,16 @@ class Trained(NamedTuple):
 
 def trained(policy: Policy) -> Trained:
     """The adapter of a policy that has one, else all of its parameters."""
-    return Trained(lora.abstract(policy), lora.axes(policy)) if policy.lora else Trained(policy.abstract(), policy.axes())
+    return (
+        Trained(lora.abstract(policy), lora.axes(policy))
+        if policy.lora
+        else Trained(policy.abstract(), policy.axes())
+    )
 
 
 def frozen(policy: Policy, compute_dtype: DTypeLike) -> Params:
-    """Shapes of what the optimizer leaves alone, as it is computed with: all parameters beside an adapter, else nothing."""
+    """Shapes of what the optimizer leaves alone, as it is computed with: all parameters beside an
+    adapter, else nothing."""
     return policy.abstract(compute_dtype) if policy.lora else {}
 
 
@@ -70,7 +76,8 @@ def frozen_shardings(policy: Policy, mesh: Mesh) -> Params:
 
 
 def require_host_memory(mesh: Mesh, setting: str) -> None:
-    """ValueError, naming the setting that asks for it, where the devices cannot reach the memory of the host."""
+    """ValueError, naming the setting that asks for it, where the devices cannot reach the memory of
+    the host."""
     device = mesh.local_devices[0]
     kinds = {memory.kind for memory in device.addressable_memories()}
     if HOST_MEMORY not in kinds:
@@ -88,7 +95,8 @@ def in_host_memory(placed: Any) -> Any:
 def state_shardings(
     policy: Policy, mesh: Mesh, optimizer: optax.GradientTransformation, *, offload: bool = False
 ) -> StateShardings:
-    """Moments lie as their parameters do, and with `offload` in the memory of the host; counts are on every device.
+    """Moments lie as their parameters do, and with `offload` in the memory of the host; counts are
+    on every device.
 
     Raises ValueError where the devices cannot reach such memory."""
     if offload:

@@ -22,7 +22,12 @@ class Versions:
     """Parameters that go from one version to the next. Call it from one thread at a time."""
 
     def __init__(
-        self, learner: Learner, *, reads_logprobs: bool = False, measures: bool = False, critic: Learner | None = None
+        self,
+        learner: Learner,
+        *,
+        reads_logprobs: bool = False,
+        measures: bool = False,
+        critic: Learner | None = None,
     ):
         """
         Args:
@@ -30,24 +35,39 @@ class Versions:
             measures: `measure` will be called. Both so that `warm_up` compiles what they run.
             critic: trains beside the learner.
         """
-        self._learner, self._reads_logprobs, self._measures, self._critic = learner, reads_logprobs, measures, critic
+        self._learner, self._reads_logprobs, self._measures, self._critic = (
+            learner,
+            reads_logprobs,
+            measures,
+            critic,
+        )
         self.version = 0
         """Trainer steps that the parameters have seen."""
 
     @property
     def params(self) -> Params:
-        """The parameters of `version`, on the train mesh. The next step takes their memory: copy what must outlive it."""
+        """The parameters of `version`, on the train mesh. The next step takes their memory: copy
+        what must outlive it."""
         return self._learner.params
 
     @property
     def state(self) -> TrainState:
         """All that training resumes from; the next step takes its memory."""
-        critic = None if self._critic is None else CriticState(self._critic.params, self._critic.opt_state)
-        return TrainState(self._learner.params, self._learner.opt_state, np.asarray(self.version, np.int32), critic)
+        critic = (
+            None
+            if self._critic is None
+            else CriticState(self._critic.params, self._critic.opt_state)
+        )
+        return TrainState(
+            self._learner.params,
+            self._learner.opt_state,
+            np.asarray(self.version, np.int32),
+            critic,
+        )
 
     def restore(self, state: TrainState) -> None:
-        """Go on from `state` instead, which may lie on another mesh or on the host. Arrays that lie as the trainer's own are
-        taken over: the next step takes their memory."""
+        """Go on from `state` instead, which may lie on another mesh or on the host. Arrays that lie
+        as the trainer's own are taken over: the next step takes their memory."""
         self._learner.restore(state.params, state.opt_state)
         if self._critic is not None:
             if state.critic is None:
@@ -56,7 +76,8 @@ class Versions:
         self.version = int(state.version)
 
     def let_go(self) -> TrainState:
-        """Free the memory of `state`, until `restore`; what it was, as shapes that say where each leaf shall lie."""
+        """Free the memory of `state`, until `restore`; what it was, as shapes that say where each
+        leaf shall lie."""
         for learner in filter(None, (self._learner, self._critic)):
             learner.let_go()
         return self.state
@@ -64,7 +85,9 @@ class Versions:
     @property
     def num_compilations(self) -> int:
         """Programs compiled so far; stays as it is after `warm_up`."""
-        return self._learner.num_compilations + (0 if self._critic is None else self._critic.num_compilations)
+        return self._learner.num_compilations + (
+            0 if self._critic is None else self._critic.num_compilations
+        )
 
     def warm_up(self) -> None:
         """Compile everything that a step runs. Changes neither parameters nor version."""
@@ -84,7 +107,8 @@ class Packed(NamedTuple):
 
 
 class FromExamples(Versions, ABC, Generic[T]):
-    """A trainer that learns from examples which are there before the run begins. Below it: how they are packed."""
+    """A trainer that learns from examples which are there before the run begins. Below it: how they
+    are packed."""
 
     @abstractmethod
     def pack(self, examples: Sequence[T]) -> Packed:
@@ -93,15 +117,18 @@ class FromExamples(Versions, ABC, Generic[T]):
     def step(self, examples: Sequence[T]) -> Metrics:
         """One optimizer update; its loss is the mean over the examples' loss tokens, or over pairs.
 
-        Raises FloatingPointError, which says what to change, where loss or gradient is not finite; the update is then not
-        applied."""
+        Raises FloatingPointError, which says what to change, where loss or gradient is not finite;
+        the update is then not applied."""
         started_s = time.perf_counter()
         packed = self.pack(examples)
         try:
-            metrics = self._learner.update(packed.batches, packed.num_counted, proximal_is_current=False)
+            metrics = self._learner.update(
+                packed.batches, packed.num_counted, proximal_is_current=False
+            )
         except FloatingPointError as error:
             raise FloatingPointError(
-                f"step {self.version}: {error}. The update was not applied; the last good version is {self.version}. Lower "
+                f"step {self.version}: {error}. The update was not applied; the last good "
+                f"version is {self.version}. Lower "
                 "trainer.optimizer.learning_rate or trainer.optimizer.max_grad_norm"
             ) from None
         self.version += 1
@@ -115,6 +142,6 @@ class FromExamples(Versions, ABC, Generic[T]):
         }
 
     def measure(self, examples: Sequence[T]) -> dict[str, tuple[float, float]]:
-        """What a step would say of the examples, each as a sum and its weight, with the parameters as they are; nothing is
-        learnt."""
+        """What a step would say of the examples, each as a sum and its weight, with the parameters
+        as they are; nothing is learnt."""
         return self._learner.measure(self.pack(examples).batches)

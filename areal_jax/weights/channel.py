@@ -13,7 +13,8 @@ Sent = TypeVar("Sent")
 Arrived = TypeVar("Arrived")
 
 Event: TypeAlias = Callable[[str, float, float, Mapping[str, int | float]], None]
-"""on_event(name, start_s, end_s, args), times of time.perf_counter; called in the carrying thread."""
+"""on_event(name, start_s, end_s, args), times of time.perf_counter; called in the carrying
+thread."""
 
 _NAP_S = 1.0
 _CLOSE_TIMEOUT_S = 60.0
@@ -30,7 +31,8 @@ class WeightUpdate(Generic[Sent]):
 
 
 class LatestWins(Generic[Sent, Arrived]):
-    """A thread carries one version after the other to one or several places, where the newest that has arrived lies.
+    """A thread carries one version after the other to one or several places, where the newest that
+    has arrived lies.
 
     A version that is not yet on its way when a newer one is sent is dropped."""
 
@@ -41,8 +43,9 @@ class LatestWins(Generic[Sent, Arrived]):
             carry: takes a version where it goes and calls `deliver` there; in the thread.
         """
         self._name, self._carry = name, carry
-        # One place for the version that waits for the carrier (put by `send`, taken by the carrier) and those with the newest
-        # that has arrived (put by the carrier, read by whoever wants it). The condition guards them and all counts.
+        # One place for the version that waits for the carrier (put by `send`, taken by the carrier)
+        # and those with the newest that has arrived (put by the carrier, read by whoever wants it).
+        # The condition guards them and all counts.
         self._changed = threading.Condition()
         self._waiting: WeightUpdate[Sent] | None = None
         self._newest: list[tuple[int, Arrived] | None] = [None] * num_places
@@ -52,18 +55,23 @@ class LatestWins(Generic[Sent, Arrived]):
         self._error: Exception | None = None
         self._closed = False
         self._sums: dict[str, list[float]] = {}
-        # Owned by this object. Ends when `close` says so, or with the first error, which `send`, `newest` and `wait` raise.
+        # Owned by this object. Ends when `close` says so, or with the first error, which `send`,
+        # `newest` and `wait` raise.
         self._carrier = threading.Thread(target=self._run, name=f"{name} carrier", daemon=True)
         self._carrier.start()
 
     def publish(self, version: int, make: Callable[[], Sent]) -> None:
-        """Send a version. ValueError where it is not newer than the last one, and the carrier's error where it has died."""
+        """Send a version. ValueError where it is not newer than the last one, and the carrier's
+        error where it has died."""
         if not self.send(version, make):
-            raise ValueError(f"version {version} was published after version {self._last_version}; versions only grow")
+            raise ValueError(
+                f"version {version} was published after version {self._last_version}; versions "
+                "only grow"
+            )
 
     def send(self, version: int, make: Callable[[], Sent]) -> bool:
-        """Let what `make` returns wait for the carrier; False, and nothing is done, where the version is not newer than the
-        last one."""
+        """Let what `make` returns wait for the carrier; False, and nothing is done, where the
+        version is not newer than the last one."""
         start = time.perf_counter()
         with self._changed:
             self._check()
@@ -74,7 +82,11 @@ class LatestWins(Generic[Sent, Arrived]):
         with self._changed:
             # Another thread may have sent a newer one meanwhile.
             overtaken = self._waiting is not None and self._waiting.version > version
-            self.count(published=1, dropped=int(self._waiting is not None), publish_s=time.perf_counter() - start)
+            self.count(
+                published=1,
+                dropped=int(self._waiting is not None),
+                publish_s=time.perf_counter() - start,
+            )
             if not overtaken:
                 self._waiting = WeightUpdate(version, content, start)
             self._changed.notify_all()
@@ -87,7 +99,8 @@ class LatestWins(Generic[Sent, Arrived]):
             self._changed.notify_all()
 
     def fail(self, version: int, why: str) -> None:
-        """A version did not arrive: whoever waits for it in vain learns why, and it may be sent again; for the carrier."""
+        """A version did not arrive: whoever waits for it in vain learns why, and it may be sent
+        again; for the carrier."""
         with self._changed:
             self._last_trouble = why
             if self._last_version == version:
@@ -99,14 +112,21 @@ class LatestWins(Generic[Sent, Arrived]):
         with self._changed:
             if self._last_version == version and self._waiting is None:
                 self._last_version = None
-                self._newest = [None if newest is not None and newest[0] >= version else newest for newest in self._newest]
+                self._newest = [
+                    None if newest is not None and newest[0] >= version else newest
+                    for newest in self._newest
+                ]
 
     @property
     def under_way(self) -> int | None:
         """The newest version that was sent and has neither arrived everywhere nor failed."""
         with self._changed:
             last = self._last_version
-            return None if last is None or all(self._has(last, place) for place in range(len(self._newest))) else last
+            return (
+                None
+                if last is None or all(self._has(last, place) for place in range(len(self._newest)))
+                else last
+            )
 
     @property
     def last_failure(self) -> str:
@@ -130,14 +150,17 @@ class LatestWins(Generic[Sent, Arrived]):
             if newest is None or newest[0] < at_least:
                 has = "none" if newest is None else f"version {newest[0]}"
                 raise TimeoutError(
-                    f"waited {timeout_s} s for weights of version {at_least} or newer; {self._name} has {has}, "
-                    f"the last one published is {self._last_version}" + (self._last_trouble and f"; {self._last_trouble}")
+                    f"waited {timeout_s} s for weights of version {at_least} or newer; "
+                    f"{self._name} has {has}, "
+                    f"the last one published is {self._last_version}"
+                    + (self._last_trouble and f"; {self._last_trouble}")
                 )
             return newest[1]
 
     @contextmanager
     def paused(self) -> Iterator[None]:
-        """Carry nothing while inside: the newest version stays what it is. What was sent last meanwhile follows.
+        """Carry nothing while inside: the newest version stays what it is. What was sent last
+        meanwhile follows.
 
         Raises RuntimeError where it is held already."""
         with self._changed:
@@ -160,7 +183,8 @@ class LatestWins(Generic[Sent, Arrived]):
                 sums[1] += 1
 
     def metrics(self, *counts: str) -> dict[str, tuple[float, float]]:
-        """Sum and weight of each measure since the last call; of `counts` the weight is 1, and they are always there."""
+        """Sum and weight of each measure since the last call; of `counts` the weight is 1, and they
+        are always there."""
         with self._changed:
             sums, self._sums = self._sums, {}
         counted = {name: (sums.get(name, [0.0])[0], 1.0) for name in counts}
@@ -173,7 +197,9 @@ class LatestWins(Generic[Sent, Arrived]):
             self._changed.notify_all()
         self._carrier.join(_CLOSE_TIMEOUT_S)
         if self._carrier.is_alive():
-            raise TimeoutError(f"{self._name}'s carrier did not end within {_CLOSE_TIMEOUT_S} s of close()")
+            raise TimeoutError(
+                f"{self._name}'s carrier did not end within {_CLOSE_TIMEOUT_S} s of close()"
+            )
 
     def _run(self) -> None:
         # The thread's outermost door: whatever ends it must reach whoever sends and whoever waits.
@@ -206,6 +232,8 @@ class LatestWins(Generic[Sent, Arrived]):
 
     def _check(self) -> None:
         if self._error is not None:
-            raise RuntimeError(f"{self._name} ended with {type(self._error).__name__}: {self._error}") from self._error
+            raise RuntimeError(
+                f"{self._name} ended with {type(self._error).__name__}: {self._error}"
+            ) from self._error
         if self._closed:
             raise RuntimeError(f"{self._name} is closed")

@@ -1,8 +1,10 @@
-"""Weights between hosts, through Ray's object store: every trainer host gives its own shards, every engine takes what it needs.
+"""Weights between hosts, through Ray's object store: every trainer host gives its own shards, every
+engine takes what it needs.
 
-A trainer host puts the shards that lie on its devices into the store and offers a `Contribution`, which says what is where.
-Whoever connects the two carries the contributions of all hosts to the engines. An engine's reader pulls what its devices hold,
-from all hosts at once, and shows a version when all of it is there and right. Nothing is gathered, and nobody waits.
+A trainer host puts the shards that lie on its devices into the store and offers a `Contribution`,
+which says what is where. Whoever connects the two carries the contributions of all hosts to the
+engines. An engine's reader pulls what its devices hold, from all hosts at once, and shows a version
+when all of it is there and right. Nothing is gathered, and nobody waits.
 
 Contributions are plain dicts, so that what travels depends on no class of ours."""
 
@@ -34,7 +36,8 @@ CHUNK_BYTES = 256 * 2**20
 """Shards travel together up to this size; a larger one travels alone."""
 
 PULL_TIMEOUT_S = 120.0
-"""A chunk that has not come by then is not waited for: the version is offered again, or a newer one."""
+"""A chunk that has not come by then is not waited for: the version is offered again, or a newer
+one."""
 
 _NUM_THREADS = 4
 _FEW_FLOPS = 2048
@@ -76,26 +79,35 @@ class Contribution(TypedDict):
 
 
 class ShardPublisher:
-    """Gives this host's part of every version to the store, without making the trainer wait; the latest version wins.
+    """Gives this host's part of every version to the store, without making the trainer wait; the
+    latest version wins.
 
     All processes of the train mesh call `publish` with the same versions."""
 
     def __init__(self, layout: Callable[[Tree], Tree], *, on_event: Event | None = None):
         """
         Args:
-            layout: what the engines want of the trainer's parameters; pure, compiled for their mesh, whose cut it keeps.
+            layout: what the engines want of the trainer's parameters; pure, compiled for their
+            mesh, whose cut it keeps.
         """
-        self.host, self.num_hosts, self._on_event = jax.process_index(), jax.process_count(), on_event
+        self.host, self.num_hosts, self._on_event = (
+            jax.process_index(),
+            jax.process_count(),
+            on_event,
+        )
         self._copy = _Copy(layout)
         self._hashing = ThreadPoolExecutor(1, thread_name_prefix="hashing")
-        self._line: LatestWins[Tree, Contribution] = LatestWins("the publisher of shards", self._put)
+        self._line: LatestWins[Tree, Contribution] = LatestWins(
+            "the publisher of shards", self._put
+        )
 
     def publish(self, version: int, params: Tree, *, again: bool = False) -> None:
         """Offer a version without waiting; afterwards `params` may be donated or overwritten.
 
         A version that is under way or offered already is left alone.
 
-        Args: again: put it into the store anew, for what was put there before is lost or did not fit.
+        Args: again: put it into the store anew, for what was put there before is lost or did not
+            fit.
         Raises: the error of the thread where it has died."""
         if again:
             self._line.withdraw(version)
@@ -112,9 +124,11 @@ class ShardPublisher:
         return self._line.last_failure
 
     def next(self, after: int, timeout_s: float) -> Contribution | None:
-        """Wait for a contribution to a version above `after`, the newest there is; None where none comes in time.
+        """Wait for a contribution to a version above `after`, the newest there is; None where none
+        comes in time.
 
-        The store keeps what the newest contribution names, and whatever else somebody still holds a reference to."""
+        The store keeps what the newest contribution names, and whatever else somebody still holds a
+        reference to."""
         try:
             return self._line.wait(after + 1, timeout_s)
         except TimeoutError:
@@ -123,9 +137,9 @@ class ShardPublisher:
     def metrics(self) -> dict[str, tuple[float, float]]:
         """Sum and weight of each measure since the last call.
 
-        published, offered, dropped, failed: counts of versions (weight 1); failed did not fit into the store. By version:
-        publish_s the trainer's thread, copy_s until the copy was made on the train mesh, put_s and put_bytes into the store,
-        delay_s from publishing to offering."""
+        published, offered, dropped, failed: counts of versions (weight 1); failed did not fit into
+        the store. By version: publish_s the trainer's thread, copy_s until the copy was made on the
+        train mesh, put_s and put_bytes into the store, delay_s from publishing to offering."""
         return self._line.metrics("published", "offered", "dropped", "failed")
 
     def close(self) -> None:
@@ -144,33 +158,51 @@ class ShardPublisher:
         try:
             chunks = self._put_chunks(shards)
         except (ObjectStoreFullError, OutOfDiskError) as error:
-            logger.warning("version %d is not published by host %d, the object store is full: %s", version, self.host, error)
+            logger.warning(
+                "version %d is not published by host %d, the object store is full: %s",
+                version,
+                self.host,
+                error,
+            )
             self._line.fail(version, f"the object store of host {self.host} is full: {error}")
             self._line.count(failed=1)
             return
         del shards
         self._copy.take_back(params)
-        contribution = Contribution(version=version, host=self.host, num_hosts=self.num_hosts, chunks=chunks)
+        contribution = Contribution(
+            version=version, host=self.host, num_hosts=self.num_hosts, chunks=chunks
+        )
         self._line.deliver(version, contribution)
         end = time.perf_counter()
-        self._line.count(offered=1, copy_s=copied - start, put_s=end - copied, put_bytes=num_bytes, delay_s=end - update.sent_s)
+        self._line.count(
+            offered=1,
+            copy_s=copied - start,
+            put_s=end - copied,
+            put_bytes=num_bytes,
+            delay_s=end - update.sent_s,
+        )
         if self._on_event is not None:
             self._on_event("put", update.sent_s, end, {"version": version, "bytes": num_bytes})
 
     def _put_chunks(self, shards: Sequence[tuple[Piece, jax.Array]]) -> list[Chunk]:
-        """Lists of arrays go into the store without being joined first; they are hashed meanwhile."""
+        """Lists of arrays go into the store without being joined first; they are hashed
+        meanwhile."""
         put: list[tuple[Any, Future[int], list[Piece]]] = []
         for together in _chunks(shards):
             arrays = [_as_bytes(np.asarray(data)) for _, data in together]
             digest = self._hashing.submit(_digest, arrays)
             put.append((ray.put(arrays), digest, [piece for piece, _ in together]))
-        return [Chunk(ref=ref, digest=digest.result(), pieces=pieces) for ref, digest, pieces in put]
+        return [
+            Chunk(ref=ref, digest=digest.result(), pieces=pieces) for ref, digest, pieces in put
+        ]
 
 
 class ShardReader:
-    """Puts versions together from what trainer hosts gave to the store, and shows the newest whole one to an engine.
+    """Puts versions together from what trainer hosts gave to the store, and shows the newest whole
+    one to an engine.
 
-    A version that cannot be had, or is not right, is skipped with a warning, and taken when it is offered again."""
+    A version that cannot be had, or is not right, is skipped with a warning, and taken when it is
+    offered again."""
 
     def __init__(
         self,
@@ -185,24 +217,30 @@ class ShardReader:
         Args:
             targets: the sharding of every leaf, on the engine's mesh.
             abstract: a like tree of ShapeDtypeStructs.
-            complete: what puts to what arrives what lies on the mesh already, such as the weights an adapter belongs to.
+            complete: what puts to what arrives what lies on the mesh already, such as the weights
+                an adapter belongs to.
             on_skip: called with a version that could not be had, and why; in the carrying thread.
         """
         leaves = jax.tree_util.tree_leaves_with_path(abstract)
         self._structure = jax.tree.structure(abstract)
         placed = jax.tree.leaves(targets, is_leaf=lambda node: isinstance(node, NamedSharding))
         self._wanted = {
-            _name(path): _Wanted(leaf.shape, np.dtype(leaf.dtype), how, frozenset(_boxes(how, leaf.shape)))
+            _name(path): _Wanted(
+                leaf.shape, np.dtype(leaf.dtype), how, frozenset(_boxes(how, leaf.shape))
+            )
             for (path, leaf), how in zip(leaves, placed, strict=True)
         }
         self._complete, self._on_event, self._on_skip = complete, on_event, on_skip
         self._pool = ThreadPoolExecutor(_NUM_THREADS, thread_name_prefix="pulling")
-        self._line: LatestWins[Sequence[Contribution], Weights] = LatestWins("the reader of shards", self._read)
+        self._line: LatestWins[Sequence[Contribution], Weights] = LatestWins(
+            "the reader of shards", self._read
+        )
 
     def offer(self, version: int, contributions: Sequence[Contribution]) -> None:
         """A version can be had, with the contributions of all hosts; never waits. From any thread.
 
-        What is not newer than what arrived or is under way is left alone: an offer may be repeated until it was taken."""
+        What is not newer than what arrived or is under way is left alone: an offer may be repeated
+        until it was taken."""
         self._line.send(version, lambda: contributions)
 
     @property
@@ -213,7 +251,8 @@ class ShardReader:
 
     @property
     def under_way(self) -> int | None:
-        """The version that is being pulled or will be next; None where no newer one than the complete one was offered."""
+        """The version that is being pulled or will be next; None where no newer one than the
+        complete one was offered."""
         return self._line.under_way
 
     def newest(self, after: int) -> Weights | None:
@@ -221,15 +260,16 @@ class ShardReader:
         return self._line.newest(after)
 
     def wait(self, at_least: int, timeout_s: float) -> Weights:
-        """Wait for a version of at least `at_least`. TimeoutError names the version waited for, and why the last one was
-        skipped."""
+        """Wait for a version of at least `at_least`. TimeoutError names the version waited for, and
+        why the last one was skipped."""
         return self._line.wait(at_least, timeout_s)
 
     def metrics(self) -> dict[str, tuple[float, float]]:
         """Sum and weight of each measure since the last call.
 
-        published, delivered, dropped, skipped: counts of versions (weight 1); skipped were broken. By version: transfer_s and
-        transfer_bytes from the store to the engine, delay_s from the offer on."""
+        published, delivered, dropped, skipped: counts of versions (weight 1); skipped were broken.
+        By version: transfer_s and transfer_bytes from the store to the engine, delay_s from the
+        offer on."""
         return self._line.metrics("published", "delivered", "dropped", "skipped")
 
     def close(self) -> None:
@@ -248,9 +288,16 @@ class ShardReader:
             self._line.count(skipped=1)
             self._on_skip(version, str(broken))
             return
-        self._line.deliver(version, Weights(version, self._complete(params) if self._complete else params))
+        self._line.deliver(
+            version, Weights(version, self._complete(params) if self._complete else params)
+        )
         end = time.perf_counter()
-        self._line.count(delivered=1, transfer_s=end - start, transfer_bytes=num_bytes, delay_s=end - update.sent_s)
+        self._line.count(
+            delivered=1,
+            transfer_s=end - start,
+            transfer_bytes=num_bytes,
+            delay_s=end - update.sent_s,
+        )
         if self._on_event is not None:
             self._on_event("weights", update.sent_s, end, {"version": version, "bytes": num_bytes})
 
@@ -273,16 +320,24 @@ class ShardReader:
                 whole = array.view(self._wanted[piece["leaf"]].dtype).reshape(shape)
                 parts[piece["leaf"]].append(_Part(piece["box"], whole))
                 num_bytes += array.nbytes
-        leaves = list(self._pool.map(lambda name: self._wanted[name].made_of(name, parts[name]), self._wanted))
+        leaves = list(
+            self._pool.map(lambda name: self._wanted[name].made_of(name, parts[name]), self._wanted)
+        )
         return jax.block_until_ready(jax.tree.unflatten(self._structure, leaves)), num_bytes
 
     def _holds_something(self, host: int, chunk: Chunk) -> bool:
-        """Whether the engine's devices need any of it. Raises _Broken where it is not of this model."""
-        return any([self._wanted_of(host, piece).touches(piece["box"]) for piece in chunk["pieces"]])
+        """Whether the engine's devices need any of it. Raises _Broken where it is not of this
+        model."""
+        return any(
+            [self._wanted_of(host, piece).touches(piece["box"]) for piece in chunk["pieces"]]
+        )
 
     def _wanted_of(self, host: int, piece: Piece) -> _Wanted:
         wanted = self._wanted.get(piece["leaf"])
-        came = f"host {host} came with another model: {piece['leaf']} {piece['dtype']}{list(piece['shape'])}"
+        came = (
+            f"host {host} came with another model: {piece['leaf']} "
+            f"{piece['dtype']}{list(piece['shape'])}"
+        )
         if wanted is None:
             raise _Broken(f"{came}, which the engine's does not have")
         if (str(wanted.dtype), wanted.shape) != (piece["dtype"], tuple(piece["shape"])):
@@ -291,18 +346,25 @@ class ShardReader:
 
 
 class _Copy:
-    """A program that copies parameters in the layout of engines, cut as they are. What it returns shares no memory with what it
-    was given, so that the trainer may give its own to its next step."""
+    """A program that copies parameters in the layout of engines, cut as they are. What it returns
+    shares no memory with what it was given, so that the trainer may give its own to its next
+    step."""
 
     def __init__(self, layout: Callable[[Tree], Tree]) -> None:
         def copied(params: Tree, zero: Float[Array, ""]) -> tuple[Tree, Float[Array, ""]]:
-            # XLA on CPUs runs a program with next to no arithmetic in the thread of whoever asks for it, who would wait.
-            return layout(params), jnp.sum(jnp.sin(zero + jnp.arange(_FEW_FLOPS, dtype=jnp.float32)))
+            # XLA on CPUs runs a program with next to no arithmetic in the thread of whoever asks
+            # for it, who would wait.
+            return layout(params), jnp.sum(
+                jnp.sin(zero + jnp.arange(_FEW_FLOPS, dtype=jnp.float32))
+            )
 
         self._anew = jax.jit(copied)
         # The memory of an earlier copy becomes that of the next one.
-        self._over = jax.jit(lambda params, _, zero: copied(params, zero), donate_argnums=1, keep_unused=True)
-        # At most one copy that is not needed any more: put by the thread that carries versions, taken by the trainer's.
+        self._over = jax.jit(
+            lambda params, _, zero: copied(params, zero), donate_argnums=1, keep_unused=True
+        )
+        # At most one copy that is not needed any more: put by the thread that carries versions,
+        # taken by the trainer's.
         self._spare: deque[Tree] = deque(maxlen=1)
         self._is_compiled = False
 
@@ -320,8 +382,9 @@ class _Copy:
         return self._over(params, spare, zero)[0]
 
     def take_back(self, copy: Tree) -> None:
-        """A copy is not needed any more. On CPUs its memory is kept for the next: to be given memory by the system takes longer
-        than to copy. Accelerators give it at once, and have none to spare."""
+        """A copy is not needed any more. On CPUs its memory is kept for the next: to be given
+        memory by the system takes longer than to copy. Accelerators give it at once, and have none
+        to spare."""
         if _lies_on_cpus(copy):
             self._spare.append(copy)
 
@@ -350,7 +413,9 @@ class _Wanted(NamedTuple):
     def made_of(self, name: str, parts: Sequence[_Part]) -> jax.Array:
         """The leaf on the engine's mesh."""
         arrays = {box: _cut_out(name, box, self.dtype, parts) for box in self.boxes}
-        return jax.make_array_from_callback(self.shape, self.placed, lambda index: arrays[_box(index, self.shape)])
+        return jax.make_array_from_callback(
+            self.shape, self.placed, lambda index: arrays[_box(index, self.shape)]
+        )
 
 
 def _lies_on_cpus(params: Tree) -> bool:
@@ -358,12 +423,16 @@ def _lies_on_cpus(params: Tree) -> bool:
 
 
 def _own_shards(params: Tree) -> Iterator[tuple[Piece, jax.Array]]:
-    """Every part of the parameters once over all hosts: of those that lie on several devices, the first one's."""
+    """Every part of the parameters once over all hosts: of those that lie on several devices, the
+    first one's."""
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
         for shard in leaf.addressable_shards:
             if shard.replica_id == 0:
                 box = _box(shard.index, leaf.shape)
-                yield Piece(leaf=_name(path), dtype=str(leaf.dtype), shape=leaf.shape, box=box), shard.data
+                yield (
+                    Piece(leaf=_name(path), dtype=str(leaf.dtype), shape=leaf.shape, box=box),
+                    shard.data,
+                )
 
 
 def _chunks(shards: Iterable[tuple[Piece, jax.Array]]) -> Iterator[list[tuple[Piece, jax.Array]]]:
@@ -381,26 +450,36 @@ def _chunks(shards: Iterable[tuple[Piece, jax.Array]]) -> Iterator[list[tuple[Pi
 
 
 def _pull(host: int, chunk: Chunk, deadline_s: float) -> list[UInt8[np.ndarray, "_"]]:
-    """What a chunk holds, where it lies in this host's memory. Raises _Broken where it is lost, late or not what was put."""
+    """What a chunk holds, where it lies in this host's memory. Raises _Broken where it is lost,
+    late or not what was put."""
     left_s = max(0.0, deadline_s - time.monotonic())
     try:
         arrays = ray.get(chunk["ref"], timeout=left_s)
     except RayError as error:
         reported = str(error).strip().splitlines()
         raise _Broken(
-            f"a chunk of host {host} could not be had: {type(error).__name__}: {reported[0] if reported else ''}"
+            f"a chunk of host {host} could not be had: {type(error).__name__}: "
+            f"{reported[0] if reported else ''}"
         ) from error
     sizes = [
-        math.prod(stop - start for start, stop in piece["box"]) * np.dtype(piece["dtype"]).itemsize for piece in chunk["pieces"]
+        math.prod(stop - start for start, stop in piece["box"]) * np.dtype(piece["dtype"]).itemsize
+        for piece in chunk["pieces"]
     ]
     if [array.nbytes for array in arrays] != sizes:
-        raise _Broken(f"a chunk of host {host} has pieces of {[array.nbytes for array in arrays]} bytes, expected {sizes}")
+        raise _Broken(
+            f"a chunk of host {host} has pieces of {[array.nbytes for array in arrays]} bytes, "
+            f"expected {sizes}"
+        )
     if (came := _digest(arrays)) != chunk["digest"]:
-        raise _Broken(f"a chunk of host {host} has digest {came:016x}, expected {chunk['digest']:016x}")
+        raise _Broken(
+            f"a chunk of host {host} has digest {came:016x}, expected {chunk['digest']:016x}"
+        )
     return arrays
 
 
-def _cut_out(name: str, box: Box, dtype: np.dtype, parts: Sequence[_Part]) -> Shaped[np.ndarray, "..."]:
+def _cut_out(
+    name: str, box: Box, dtype: np.dtype, parts: Sequence[_Part]
+) -> Shaped[np.ndarray, "..."]:
     """A box of a leaf; no copy where one part holds all of it."""
     size = math.prod(stop - start for start, stop in box)
     common = [(both, part) for part in parts if (both := _common(box, part.box)) is not None]
@@ -409,7 +488,11 @@ def _cut_out(name: str, box: Box, dtype: np.dtype, parts: Sequence[_Part]) -> Sh
             return part.array if part.box == box else part.array[_within(box, part.box)]
     found = sum(math.prod(stop - start for start, stop in both) for both, _ in common)
     if found != size:
-        raise _Broken(f"{name} came with {found} of the {size} entries of {_text(box)}; a part of a host's is missing")
+        raise _Broken(
+            f"{name} came with {found} of the {size} entries of {_text(box)}; a part of a "
+            "host's "
+            "is missing"
+        )
     whole = np.empty([stop - start for start, stop in box], dtype)
     for both, part in common:
         whole[_within(both, box)] = part.array[_within(both, part.box)]
@@ -421,9 +504,15 @@ def _require_all_hosts(version: int, contributions: Sequence[Contribution]) -> N
     hosts = sorted(contribution["host"] for contribution in contributions)
     num_hosts = max((contribution["num_hosts"] for contribution in contributions), default=1)
     if hosts != list(range(num_hosts)):
-        raise _Broken(f"expected contributions of hosts 0 to {num_hosts - 1}, came those of {hosts or 'none'}")
-    if others := {one["host"]: one["version"] for one in contributions if one["version"] != version}:
-        raise _Broken("; ".join(f"host {host} came with version {other}" for host, other in others.items()))
+        raise _Broken(
+            f"expected contributions of hosts 0 to {num_hosts - 1}, came those of {hosts or 'none'}"
+        )
+    if others := {
+        one["host"]: one["version"] for one in contributions if one["version"] != version
+    }:
+        raise _Broken(
+            "; ".join(f"host {host} came with version {other}" for host, other in others.items())
+        )
 
 
 def _boxes(how: NamedSharding, shape: tuple[int, ...]) -> Iterator[Box]:
@@ -442,7 +531,10 @@ def _common(one: Box, other: Box) -> Box | None:
 
 def _within(box: Box, outer: Box) -> tuple[slice, ...]:
     """Where a box lies in an array that holds an outer one."""
-    return tuple(slice(start - begin, stop - begin) for (start, stop), (begin, _) in zip(box, outer, strict=True))
+    return tuple(
+        slice(start - begin, stop - begin)
+        for (start, stop), (begin, _) in zip(box, outer, strict=True)
+    )
 
 
 def _text(box: Box) -> str:

@@ -19,5 +19,8 @@ class Pinned:
     def wait(self, at_least: int, timeout_s: float) -> Weights:
         """TimeoutError where more than this version is asked for: there will be no other."""
         if self.weights.version < at_least:
-            raise TimeoutError(f"version {at_least} will not come: the weights are pinned at version {self.weights.version}")
+            raise TimeoutError(
+                f"version {at_least} will not come: the weights are pinned at version "
+                f"{self.weights.version}"
+            )
         return self.weights

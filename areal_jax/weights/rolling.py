@@ -13,31 +13,38 @@ from areal_jax.protocols import WeightSource
 from areal_jax.records import Weights
 
 ENGINES_PER_TURN = 8
-"""Of so many engines one may swap at a time: with hundreds, the last should not wait for all others."""
+"""Of so many engines one may swap at a time: with hundreds, the last should not wait for all
+others."""
 
 _TURN_S = 10.0
 """An engine that has not swapped by then has lost its turn: it may hang."""
 
 _BEGIN_S = 5.0
-"""A swap begins at most this long after the engine asked for the turn, which then lasts until it may have been given away."""
+"""A swap begins at most this long after the engine asked for the turn, which then lasts until it
+may have been given away."""
 
 _ASK_AGAIN_S = 1.0
 
 Ticket: TypeAlias = float
-"""Name of a turn: when the engine asked for it, by the engine's own clock. Tickets of one engine only grow."""
+"""Name of a turn: when the engine asked for it, by the engine's own clock. Tickets of one engine
+only grow."""
 
 
 class RollingUpdate:
     """Whose turn it is: that of who has asked first. From any thread.
 
-    Any message may be lost, late, doubled or out of order: an engine repeats its question until it has swapped, every answer
-    to it is the same until the turn is over, and the end of one turn never ends another."""
+    Any message may be lost, late, doubled or out of order: an engine repeats its question until it
+    has swapped, every answer to it is the same until the turn is over, and the end of one turn
+    never ends another."""
 
-    def __init__(self, num_engines: Callable[[], int], clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, num_engines: Callable[[], int], clock: Callable[[], float] = time.monotonic
+    ) -> None:
         """Args: num_engines: how many there are now. clock: seconds."""
         self._num_engines, self._clock = num_engines, clock
-        # Engines that swap, each with its ticket and when the turn was granted; and those that want to, in the order of asking,
-        # each with its newest ticket and whom to tell. Guarded by the lock.
+        # Engines that swap, each with its ticket and when the turn was granted; and those that want
+        # to, in the order of asking, each with its newest ticket and whom to tell. Guarded by the
+        # lock.
         self._swapping: dict[int, tuple[Ticket, float]] = {}
         self._asking: dict[int, tuple[Ticket, Callable[[Ticket], None]]] = {}
         self._lock = threading.Lock()
@@ -49,10 +56,11 @@ class RollingUpdate:
             return frozenset(self._swapping)
 
     def ask(self, number: int, ticket: Ticket, give: Callable[[Ticket], None]) -> None:
-        """Let `give` be called with the ticket when the engine's turn begins: now, or in the thread of whoever ends another's.
+        """Let `give` be called with the ticket when the engine's turn begins: now, or in the thread
+        of whoever ends another's.
 
-        An engine that asks again keeps its place. Where it is its turn already it is given that turn again, for the first
-        answer may be lost."""
+        An engine that asks again keeps its place. Where it is its turn already it is given that
+        turn again, for the first answer may be lost."""
         with self._lock:
             granted = self._swapping.get(number)
             if granted is None:
@@ -79,8 +87,12 @@ class RollingUpdate:
         given = list[tuple[Callable[[Ticket], None], Ticket]]()
         with self._lock:
             now_s = self._clock()
-            self._swapping = {each: turn for each, turn in self._swapping.items() if now_s - turn[1] < _TURN_S}
-            while self._asking and len(self._swapping) < max(1, self._num_engines() // ENGINES_PER_TURN):
+            self._swapping = {
+                each: turn for each, turn in self._swapping.items() if now_s - turn[1] < _TURN_S
+            }
+            while self._asking and len(self._swapping) < max(
+                1, self._num_engines() // ENGINES_PER_TURN
+            ):
                 number = next(iter(self._asking))
                 ticket, give = self._asking.pop(number)
                 given.append((give, ticket))
@@ -109,8 +121,9 @@ class RollingSource:
         """
         self._source, self._ask, self._over, self._clock = source, ask, over, clock
         self._has_turn = threading.Event()
-        # The turn that the engine has; its newest wish for one; and the newest ticket that is of no use any more. Guarded by
-        # the lock: whoever gives turns writes them, and the engine loop's thread.
+        # The turn that the engine has; its newest wish for one; and the newest ticket that is of no
+        # use any more. Guarded by the lock: whoever gives turns writes them, and the engine loop's
+        # thread.
         self._turn: Ticket | None = None
         self._asked: Ticket | None = None
         self._ended: Ticket = -math.inf
@@ -155,7 +168,8 @@ class RollingSource:
         return weights if self._has_turn.is_set() else None
 
     def wait(self, at_least: int, timeout_s: float) -> Weights:
-        """What the source has. It returns when it is the engine's turn, too, but after `timeout_s` at the latest."""
+        """What the source has. It returns when it is the engine's turn, too, but after `timeout_s`
+        at the latest."""
         deadline_s = self._clock() + timeout_s
         weights = self._source.wait(at_least, timeout_s)
         if self.newest(weights.version - 1) is None:

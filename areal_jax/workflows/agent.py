@@ -1,7 +1,9 @@
-"""Agents: programs of the user's that call the policy as OpenAI's API is called, and the samples that come of their calls.
+"""Agents: programs of the user's that call the policy as OpenAI's API is called, and the samples
+that come of their calls.
 
-Where they run is a host's business, and never the process that trains: functions in workers, several in each; commands in a
-process each. Each such process has a guard, which ends it with all that it started.
+Where they run is a host's business, and never the process that trains: functions in workers,
+several in each; commands in a process each. Each such process has a guard, which ends it with all
+that it started.
 """
 
 from __future__ import annotations
@@ -43,7 +45,8 @@ CLOSE_TIMEOUT_S, LOAD_TIMEOUT_S = 10.0, 120.0
 MAX_WORKERS = 16
 """Processes of function agents at the same time. One is enough until an agent blocks it."""
 
-# An agent whose first step takes longer is taken to block its worker; the next agents go to another one.
+# An agent whose first step takes longer is taken to block its worker; the next agents go to another
+# one.
 _STEP_S = 0.25
 # An agent that was cancelled has so long to end before its worker takes no more of them.
 _CANCEL_S = 2.0
@@ -76,16 +79,19 @@ class WorkerBlocked(AgentWorkerDied):
 
 @dataclass(frozen=True, slots=True)
 class Agents:
-    """Let `num_samples` agents work on a task, each in a session of its own; what the policy said in them becomes samples.
+    """Let `num_samples` agents work on a task, each in a session of its own; what the policy said
+    in them becomes samples.
 
-    A reward belongs to all of an agent's calls. One that returns none has its last answer graded."""
+    A reward belongs to all of an agent's calls. One that returns none has its last answer
+    graded."""
 
     tokenizer: Tokenizer
     num_samples: int
     rewards: RewardConfig
     host: Runner
-    # A place for each agent at work, given in order of asking; each has a deadline once it has one. Those of an evaluation are
-    # not those of training, whose agents may hold theirs until the evaluation lets newer weights come.
+    # A place for each agent at work, given in order of asking; each has a deadline once it has one.
+    # Those of an evaluation are not those of training, whose agents may hold theirs until the
+    # evaluation lets newer weights come.
     places: asyncio.Semaphore
     export: Export = "concatenated"
 
@@ -100,7 +106,9 @@ class Agents:
         if not calls:
             raise AgentFailed(f"the agent on task {task.id} has ended without a call of the policy")
         if found is None:
-            grade = await grade_answer(task, grader, self.tokenizer.decode(calls[-1].completion.tokens))
+            grade = await grade_answer(
+                task, grader, self.tokenizer.decode(calls[-1].completion.tokens)
+            )
         else:
             try:
                 kind, score = graded(found, self.rewards.scale)
@@ -127,13 +135,20 @@ class AgentHost:
     """Runs agents, of training and of evaluations."""
 
     def __init__(self, config: Agent, sessions: Sessions) -> None:
-        """ValueError unless there is one of function and command, and where no program is what the command names."""
+        """ValueError unless there is one of function and command, and where no program is what the
+        command names."""
         if (config.function is None) == (config.command is None):
-            raise ValueError(f"workflow.function={config.function} and workflow.command={config.command}: expected one of them")
+            raise ValueError(
+                f"workflow.function={config.function} and workflow.command={config.command}: "
+                "expected one of them"
+            )
         self._config, self._sessions = config, sessions
         self._argv = [] if config.command is None else argv_of(config.command)
-        self._workers = None if config.function is None else Workers(config.function, config.stall_warning_s)
-        # Deadlines of agents at work in training, and what was left of each when the clock was stopped.
+        self._workers = (
+            None if config.function is None else Workers(config.function, config.stall_warning_s)
+        )
+        # Deadlines of agents at work in training, and what was left of each when the clock was
+        # stopped.
         self._deadlines = dict[asyncio.Timeout, float]()
         self._num_paused = 0
 
@@ -151,7 +166,8 @@ class AgentHost:
     def evaluating(self, *, holds: bool) -> Iterator[Runner]:
         """Yield the runner of an evaluation's agents.
 
-        Args: holds: the evaluation holds the weights, so that the clocks of training's agents stop meanwhile."""
+        Args: holds: the evaluation holds the weights, so that the clocks of training's agents stop
+            meanwhile."""
         if holds:
             self._num_paused += 1
             self._reschedule()
@@ -189,17 +205,23 @@ class AgentHost:
                 self._deadlines.pop(deadline, None)
 
     async def run(self, task: Task, generate: Generate) -> tuple[object, SampledTokens]:
-        """Let an agent of training work on a task; what it says it is worth, and the calls that it made.
+        """Let an agent of training work on a task; what it says it is worth, and the calls that it
+        made.
 
-        TimeoutError after workflow.timeout_s, in which no evaluation holds the weights. AgentFailed, with the agent's own error
-        as cause, where it fails; EngineStopped where that is why."""
+        TimeoutError after workflow.timeout_s, in which no evaluation holds the weights.
+        AgentFailed, with the agent's own error as cause, where it fails; EngineStopped where that
+        is why."""
         return await self.attempt(task, generate, is_held=True)
 
-    async def attempt(self, task: Task, generate: Generate, *, is_held: bool) -> tuple[object, SampledTokens]:
+    async def attempt(
+        self, task: Task, generate: Generate, *, is_held: bool
+    ) -> tuple[object, SampledTokens]:
         """`run`. Args: is_held: its clock stops while an evaluation holds the weights."""
         stopped = list[EngineStopped]()
 
-        async def watched(prompt_tokens: Int32[np.ndarray, "P"], num_samples: int, **how: Any) -> list[Completion]:
+        async def watched(
+            prompt_tokens: Int32[np.ndarray, "P"], num_samples: int, **how: Any
+        ) -> list[Completion]:
             try:
                 return await generate(prompt_tokens, num_samples, **how)
             except EngineStopped as error:
@@ -213,20 +235,30 @@ class AgentHost:
                 try:
                     if self._workers is not None:
                         # Its clock does not run before there is a worker for it.
-                        place = await self._workers.find(is_alone=is_alone, may_move=num_moves < _MAX_MOVES)
+                        place = await self._workers.find(
+                            is_alone=is_alone, may_move=num_moves < _MAX_MOVES
+                        )
                     async with self._deadline(is_held=is_held) as deadline:
                         found = await self._found(task, session, place)
                 except TimeoutError as error:
                     if deadline is not None and deadline.expired():
-                        line = "" if place is None else await place.worker.retire_after(place.number)
+                        line = (
+                            "" if place is None else await place.worker.retire_after(place.number)
+                        )
                         raise TimeoutError(
-                            f"the agent on task {task.id} has not ended within workflow.timeout_s={self._config.timeout_s:g}"
+                            (
+                                f"the agent on task {task.id} has not ended within "
+                                f"workflow.timeout_s={self._config.timeout_s:g}"
+                            )
                             + (f"; it was at {line}" if line else "")
                         ) from error
-                    raise AgentFailed(f"the agent on task {task.id} failed: TimeoutError: {error}") from error
+                    raise AgentFailed(
+                        f"the agent on task {task.id} failed: TimeoutError: {error}"
+                    ) from error
                 except AgentWorkerDied as error:
                     if not error.was_alone:
-                        # Another agent is the cause, or may be: again, in another process, or in one of its own.
+                        # Another agent is the cause, or may be: again, in another process, or in
+                        # one of its own.
                         is_moved = isinstance(error, WorkerBlocked)
                         is_alone, num_moves = is_alone or not is_moved, num_moves + is_moved
                         continue
@@ -234,13 +266,19 @@ class AgentHost:
                 except Exception as error:
                     if stopped:
                         raise stopped[0] from error
-                    words = str(error) if isinstance(error.__cause__, RemoteTraceback) else f"{type(error).__name__}: {error}"
+                    words = (
+                        str(error)
+                        if isinstance(error.__cause__, RemoteTraceback)
+                        else f"{type(error).__name__}: {error}"
+                    )
                     raise AgentFailed(f"the agent on task {task.id} failed: {words}") from error
                 return found, session.calls()
 
     async def _found(self, task: Task, session: Session, place: Place | None) -> Any:
         given = (task, session.base_url, session.api_key)
-        return await (self._command(*given) if place is None else place.worker.run(place.number, *given))
+        return await (
+            self._command(*given) if place is None else place.worker.run(place.number, *given)
+        )
 
     async def _command(self, task: Task, base_url: str, api_key: str) -> Any:
         environment = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
@@ -254,7 +292,8 @@ class AgentHost:
             return json.loads(last)
         except ValueError:
             raise ValueError(
-                f"expected the last line of output to be a number from 0 to 1, or null, came {last[:100]!r}"
+                "expected the last line of output to be a number from 0 to 1, or null, came "
+                f"{last[:100]!r}"
             ) from None
 
 
@@ -291,7 +330,8 @@ async def guarded(*argv: str, **how: Any) -> AsyncIterator[asyncio.subprocess.Pr
         yield process
     finally:
         os.close(ours)
-        # Its end is that of all that it guards; a process that the kernel does not let end is left to it.
+        # Its end is that of all that it guards; a process that the kernel does not let end is left
+        # to it.
         with suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), CLOSE_TIMEOUT_S)
 
@@ -306,8 +346,9 @@ class Place(NamedTuple):
 class Workers:
     """The processes in which functions of agents run, several in each.
 
-    An agent goes to the worker with the fewest agents among those that have run the first step of each. Where there is none,
-    agents block their workers, and a new one is started, up to MAX_WORKERS."""
+    An agent goes to the worker with the fewest agents among those that have run the first step of
+    each. Where there is none, agents block their workers, and a new one is started, up to
+    MAX_WORKERS."""
 
     def __init__(self, function: str, stall_s: float) -> None:
         self._function, self._stall_s = function, stall_s
@@ -330,7 +371,8 @@ class Workers:
     async def find(self, *, is_alone: bool, may_move: bool) -> Place:
         """Wait for a place, in which the agent has to run next.
 
-        Args: is_alone: no other agent shares the worker. may_move: the agent can start again where another one blocks it."""
+        Args: is_alone: no other agent shares the worker. may_move: the agent can start again where
+            another one blocks it."""
         number = next(self._numbers)
         while True:
             self._workers = [worker for worker in self._workers if not worker.has_ended]
@@ -385,14 +427,23 @@ class Worker:
 
     def is_free(self, *, alone: bool) -> bool:
         """Whether an agent may start here."""
-        is_open = self._is_ready and not self._is_retired and not self._is_alone and self._stepping is None
+        is_open = (
+            self._is_ready
+            and not self._is_retired
+            and not self._is_alone
+            and self._stepping is None
+        )
         return is_open and not self.has_ended and not (alone and self.agents)
 
     @property
     def is_stepping(self) -> bool:
         """Whether it may be free in a moment."""
         now_s = asyncio.get_running_loop().time()
-        return self._stepping is not None and now_s - self._stepping[1] < _STEP_S and not self._is_retired
+        return (
+            self._stepping is not None
+            and now_s - self._stepping[1] < _STEP_S
+            and not self._is_retired
+        )
 
     def take(self, number: int, *, is_alone: bool, may_move: bool) -> None:
         """Give a place to an agent."""
@@ -437,7 +488,8 @@ class Worker:
             raise
 
     async def retire_after(self, number: int) -> str:
-        """Take no more agents, and end as soon as no other is at work. Returns the line at which the agent stands."""
+        """Take no more agents, and end as soon as no other is at work. Returns the line at which
+        the agent stands."""
         line = ""
         if (asked := self._asked.get(number)) is not None:
             with suppress(TimeoutError):
@@ -466,7 +518,11 @@ class Worker:
         task.add_done_callback(self._later.discard)
 
     def _send(self, *message: Any) -> None:
-        if self._process is not None and self._process.stdin is not None and not self._process.stdin.is_closing():
+        if (
+            self._process is not None
+            and self._process.stdin is not None
+            and not self._process.stdin.is_closing()
+        ):
             packed = pickle.dumps(message)
             self._process.stdin.write(struct.pack("!I", len(packed)) + packed)
 
@@ -476,7 +532,10 @@ class Worker:
         try:
             async with guarded(*argv) as process:
                 self._process = process
-                reading, stopped = asyncio.create_task(self._read(ready)), asyncio.create_task(self._stop.wait())
+                reading, stopped = (
+                    asyncio.create_task(self._read(ready)),
+                    asyncio.create_task(self._stop.wait()),
+                )
                 await asyncio.wait([reading, stopped], return_when=asyncio.FIRST_COMPLETED)
                 killed = not reading.done()
                 for task in (reading, stopped):
@@ -485,12 +544,18 @@ class Worker:
                     # Its output has ended, and so does the process: how, its guard says.
                     with suppress(TimeoutError):
                         await asyncio.wait_for(process.wait(), CLOSE_TIMEOUT_S)
-            how = "it was ended with another agent" if killed else f"its process ended with {ending(process.returncode or 0)}"
+            how = (
+                "it was ended with another agent"
+                if killed
+                else f"its process ended with {ending(process.returncode or 0)}"
+            )
         finally:
             self.has_ended = True
             self._changed.set()
         if not ready.done():
-            ready.set_exception(ValueError(f"loading it ended the process with {ending(process.returncode or 0)}"))
+            ready.set_exception(
+                ValueError(f"loading it ended the process with {ending(process.returncode or 0)}")
+            )
         working = {number: future for number, future in self.agents.items() if not future.done()}
         was_alone = len(working) == 1 and not killed
         for future in working.values():
@@ -514,19 +579,30 @@ class Worker:
                 self._changed.set()
             case "ended":
                 self._end(message["number"], message)
-            case "cancelling" if (asked := self._asked.get(message["number"])) is not None and not asked.done():
+            case "cancelling" if (
+                asked := self._asked.get(message["number"])
+            ) is not None and not asked.done():
                 asked.set_result(message["where"])
             case "blocked":
-                name = "an agent" if number is None else f"the agent on task {self._tasks.get(number)}"
+                name = (
+                    "an agent" if number is None else f"the agent on task {self._tasks.get(number)}"
+                )
                 # The next agents go elsewhere until it is free again.
                 self._stepping = self._stepping or (-1, -math.inf)
                 logger.warning(
-                    "%s has blocked its event loop for %.1f s, and the %d agents that share it wait: %s",
+                    (
+                        "%s has blocked its event loop for %.1f s, and the %d agents that share it "
+                        "wait: %s"
+                    ),
                     *(name, message["seconds"], len(self.agents) - 1, message["where"]),
                 )
-                for other in self._movable & self.agents.keys() - {number} if number is not None else ():
+                for other in (
+                    self._movable & self.agents.keys() - {number} if number is not None else ()
+                ):
                     if not self.agents[other].done():
-                        self.agents[other].set_exception(WorkerBlocked("another agent blocks its process", was_alone=False))
+                        self.agents[other].set_exception(
+                            WorkerBlocked("another agent blocks its process", was_alone=False)
+                        )
             case "unblocked":
                 logger.warning("the event loop of agents goes on after %.1f s", message["seconds"])
                 if self._stepping is not None and self._stepping[0] == -1:
@@ -556,12 +632,15 @@ class Worker:
 
 
 def argv_of(command: str) -> list[str]:
-    """The words of workflow.command. ValueError where the first of them is no program that can be run here."""
+    """The words of workflow.command. ValueError where the first of them is no program that can be
+    run here."""
     try:
         argv = shlex.split(command)
     except ValueError as error:
         raise ValueError(f"workflow.command={command}: {error}") from None
     if not argv or shutil.which(argv[0]) is None:
         program = argv[0] if argv else "nothing"
-        raise ValueError(f"workflow.command={command}: expected a program that can be run, came {program}")
+        raise ValueError(
+            f"workflow.command={command}: expected a program that can be run, came {program}"
+        )
     return argv

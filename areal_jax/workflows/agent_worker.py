@@ -1,8 +1,10 @@
-"""python -m areal_jax.workflows.agent_worker FILE.py:NAME STALL_S: a process in which functions of agents run.
+"""python -m areal_jax.workflows.agent_worker FILE.py:NAME STALL_S: a process in which functions of
+agents run.
 
-Async functions share the event loop of the main thread, so that they can share a client; other functions have a thread each. It
-reads pickled messages on its standard input and answers each with a line of JSON on its standard output; what agents print goes
-to standard error. A watchdog names the line at which an agent holds up the loop.
+Async functions share the event loop of the main thread, so that they can share a client; other
+functions have a thread each. It reads pickled messages on its standard input and answers each with
+a line of JSON on its standard output; what agents print goes to standard error. A watchdog names
+the line at which an agent holds up the loop.
 """
 
 from __future__ import annotations
@@ -41,7 +43,8 @@ class Channel:
         self._out, self._pid, self._lock = out, os.getpid(), threading.Lock()
 
     def send(self, **message: Any) -> None:
-        """Send a message whole. A forked copy of the worker ends here instead: its agent runs in the worker."""
+        """Send a message whole. A forked copy of the worker ends here instead: its agent runs in
+        the worker."""
         if os.getpid() != self._pid:
             os._exit(0)
         line = memoryview(json.dumps(message).encode() + b"\n")
@@ -51,7 +54,8 @@ class Channel:
 
 
 class Worker:
-    """Agents at work. Its loop runs in the main thread; a reader and a watchdog have threads of their own."""
+    """Agents at work. Its loop runs in the main thread; a reader and a watchdog have threads of
+    their own."""
 
     def __init__(self, function: Callable[..., Any], channel: Channel, stall_s: float) -> None:
         self._function, self._channel, self._stall_s = function, channel, stall_s
@@ -70,7 +74,8 @@ class Worker:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         asyncio.set_event_loop(self._loop)
         while True:
-            # A task of an agent's own that raises one of these has it as its outcome too; the others go on.
+            # A task of an agent's own that raises one of these has it as its outcome too; the
+            # others go on.
             with suppress(SystemExit, KeyboardInterrupt):
                 self._loop.run_forever()
 
@@ -81,7 +86,9 @@ class Worker:
                 case "start", number, task, base_url, api_key:
                     self._names[number] = task.id
                     if self._is_async:
-                        self._loop.call_soon_threadsafe(self._start, number, task, base_url, api_key)
+                        self._loop.call_soon_threadsafe(
+                            self._start, number, task, base_url, api_key
+                        )
                     else:
                         self._start_thread(number, task, base_url, api_key)
                 case "cancel", number:
@@ -90,7 +97,9 @@ class Worker:
         os._exit(0)  # the host has ended
 
     def _start(self, number: int, task: Task, base_url: str, api_key: str) -> None:
-        self._tasks[number] = self._loop.create_task(self._worked(number, self._function(task, base_url, api_key)))
+        self._tasks[number] = self._loop.create_task(
+            self._worked(number, self._function(task, base_url, api_key))
+        )
         # Called after the agent's first step: an agent that blocks in it holds this up too.
         self._loop.call_soon(lambda: self._channel.send(kind="started", number=number))
 
@@ -144,7 +153,8 @@ class Worker:
         is_blocked, came, requested_s = False, threading.Event(), time.monotonic()
         self._loop.call_soon_threadsafe(came.set)
         while True:
-            # Where an agent holds the interpreter itself no thread runs, this one neither: then this writes where.
+            # Where an agent holds the interpreter itself no thread runs, this one neither: then
+            # this writes where.
             faulthandler.dump_traceback_later(2 * self._stall_s, file=sys.__stderr__ or 2)
             if came.wait(_PERIOD_S):
                 if is_blocked:
@@ -157,22 +167,32 @@ class Worker:
             elif not is_blocked and (seconds := time.monotonic() - requested_s) > self._stall_s:
                 is_blocked = True
                 running = asyncio.current_task(self._loop)
-                found = next((number for number, task in list(self._tasks.items()) if task is running), None)
+                found = next(
+                    (number for number, task in list(self._tasks.items()) if task is running), None
+                )
                 where = _line(sys._current_frames().get(self._main))
                 self._channel.send(kind="blocked", number=found, seconds=seconds, where=where)
 
 
 def _outcome(found: Any) -> dict[str, Any]:
     """What an agent has returned: a number, or None. TypeError for anything else."""
-    return {"found": found if found is None or type(found) in (bool, int, float) else graded(found, "raw")[1]}
+    return {
+        "found": found
+        if found is None or type(found) in (bool, int, float)
+        else graded(found, "raw")[1]
+    }
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    """An agent's error in words. What else would end more than the agent is said as the agent's failure."""
+    """An agent's error in words. What else would end more than the agent is said as the agent's
+    failure."""
     words = f"{type(error).__name__}: {error}"
     if isinstance(error, SystemExit | KeyboardInterrupt | asyncio.CancelledError | GeneratorExit):
         words = f"RuntimeError: expected it to return, it raised {type(error).__name__}({error})"
-    return {"error": words[:MAX_TEXT], "trace": "".join(traceback.format_exception(error))[-MAX_TEXT:]}
+    return {
+        "error": words[:MAX_TEXT],
+        "trace": "".join(traceback.format_exception(error))[-MAX_TEXT:],
+    }
 
 
 def _is_ours(frame: FrameType) -> bool:

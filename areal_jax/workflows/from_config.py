@@ -23,23 +23,48 @@ def make_workflow(
 ) -> Workflow:
     """The workflow of an experiment, for training or evaluation.
 
-    Args: num_samples: of each task. max_prompt_tokens: the engine's limit. tools: who does what tools are called for.
+    Args: num_samples: of each task. max_prompt_tokens: the engine's limit. tools: who does what
+        tools are called for.
     agents: who runs agents; needed for `Agent` alone."""
     match chosen:
         case config.SingleTurn():
             return single_turn.SingleTurn(tokenizer, num_samples, rewards)
         case config.MultiTurn(max_turns=max_turns, turn_discount=discount, feedback=feedback):
             return Turns(
-                tokenizer, num_samples, rewards, Feedback(feedback), max_turns, max_prompt_tokens, turn_discount=discount
+                tokenizer,
+                num_samples,
+                rewards,
+                Feedback(feedback),
+                max_turns,
+                max_prompt_tokens,
+                turn_discount=discount,
             )
         case config.ToolUse(max_turns=max_turns):
             reply = ToolReply(tools, chosen.tools.names, chosen.call_format)
             announcement = reply.announcement if chosen.announce else ""
-            return Turns(tokenizer, num_samples, rewards, reply, max_turns, max_prompt_tokens, announcement=announcement)
+            return Turns(
+                tokenizer,
+                num_samples,
+                rewards,
+                reply,
+                max_turns,
+                max_prompt_tokens,
+                announcement=announcement,
+            )
         case config.Agent() if agents is not None:
-            return Agents(tokenizer, num_samples, rewards, agents, asyncio.Semaphore(chosen.max_running), chosen.export)
+            return Agents(
+                tokenizer,
+                num_samples,
+                rewards,
+                agents,
+                asyncio.Semaphore(chosen.max_running),
+                chosen.export,
+            )
         case _:
-            raise ValueError(f"expected SingleTurn, MultiTurn, ToolUse, or Agent with agents=, came {type(chosen).__name__}")
+            raise ValueError(
+                "expected SingleTurn, MultiTurn, ToolUse, or Agent with agents=, came "
+                f"{type(chosen).__name__}"
+            )
 
 
 def tools_of(chosen: config.WorkflowConfig) -> ToolsConfig | None:

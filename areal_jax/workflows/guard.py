@@ -1,8 +1,10 @@
-"""python -I -S guard.py LIFELINE PROGRAM [ARGUMENT ...]: run a program, and end with it everything that it started.
+"""python -I -S guard.py LIFELINE PROGRAM [ARGUMENT ...]: run a program, and end with it everything
+that it started.
 
-The lifeline is a pipe of which the starter holds the other end. When the program ends, or the starter does, by whatever signal,
-the guard kills all processes that descend from it, those that became daemons too. It imports the standard library alone: it
-starts in milliseconds, and nothing that an agent does can hold it up.
+The lifeline is a pipe of which the starter holds the other end. When the program ends, or the
+starter does, by whatever signal, the guard kills all processes that descend from it, those that
+became daemons too. It imports the standard library alone: it starts in milliseconds, and nothing
+that an agent does can hold it up.
 """
 
 from __future__ import annotations
@@ -66,7 +68,13 @@ def _become(argv: list[str], guard: int, lifeline: int, libc: ctypes.CDLL | None
         os.setsid()
         os.close(lifeline)
         signal.set_wakeup_fd(-1)
-        for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGPIPE):
+        for number in (
+            signal.SIGCHLD,
+            signal.SIGTERM,
+            signal.SIGINT,
+            signal.SIGHUP,
+            signal.SIGPIPE,
+        ):
             signal.signal(number, signal.SIG_DFL)
         if libc is not None:
             libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
@@ -99,7 +107,8 @@ def _kill_descendants(guard: int, program: int) -> None:
         for pid in _descendants(guard):
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        # One scan may miss whoever gets another parent meanwhile; while any lives, the guard has a child.
+        # One scan may miss whoever gets another parent meanwhile; while any lives, the guard has a
+        # child.
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass

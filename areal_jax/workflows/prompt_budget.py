@@ -1,4 +1,5 @@
-"""What a workflow's prompts take of `engine.max_prompt_tokens`, computed from tasks before anything is sampled."""
+"""What a workflow's prompts take of `engine.max_prompt_tokens`, computed from tasks before anything
+is sampled."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ UNMEASURED_MARGIN = 1.25
 """Where not all tasks are measured, a longer prompt than the longest of them may come."""
 
 ROUNDED_TO = 64
-"""Limits that are found are multiples of this: another seed or a few more tasks then have the same."""
+"""Limits that are found are multiples of this: another seed or a few more tasks then have the
+same."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +58,11 @@ class Prompts:
     def longest(self) -> int:
         """Tokens of the longest, with a margin where not all were measured."""
         longest = max(self.lengths, default=0)
-        return longest if len(self.lengths) == self.num_tasks else math.ceil(longest * UNMEASURED_MARGIN)
+        return (
+            longest
+            if len(self.lengths) == self.num_tasks
+            else math.ceil(longest * UNMEASURED_MARGIN)
+        )
 
     def counted(self, num: int) -> str:
         """So many of them, in words."""
@@ -76,7 +82,8 @@ def measure_prompts(
     """Render the first prompts of tasks, of evenly spaced ones where there are many.
 
     Args:
-        is_boxed: whether mathematics is graded by what stands in a box, so that no shorter answer can be right.
+        is_boxed: whether mathematics is graded by what stands in a box, so that no shorter answer
+            can be right.
     """
     num = min(len(tasks), MAX_MEASURED)
     measured = [tasks[number * len(tasks) // num] for number in range(num)]
@@ -113,24 +120,40 @@ def later_turns(tokenizer: Tokenizer, workflow: WorkflowConfig) -> LaterTurns:
             return LaterTurns(workflow.max_turns - 1, feedback, feedback, "workflow.max_turns")
         case ToolUse():
             role, tools = workflow.call_format.result_role, workflow.tools
-            # Words of the length that a tool's output is cut to: what programs print and documents say. Sums are short.
+            # Words of the length that a tool's output is cut to: what programs print and documents
+            # say. Sums are short.
             text = "a few words of text " * (tools.max_output_chars // 20)
             most = "1234567890.12345" if set(tools.names) == {"calculator"} else text
-            return LaterTurns(workflow.max_turns - 1, tokens_of(role, "1"), tokens_of(role, most), "workflow.max_turns")
+            return LaterTurns(
+                workflow.max_turns - 1,
+                tokens_of(role, "1"),
+                tokens_of(role, most),
+                "workflow.max_turns",
+            )
         case Agent():
             # What an agent says is its own affair; two lines are longer than most of it.
             try:
-                least, most = (tokens_of("user", text) for text in ("?", "a few words of text " * 8))
-            except ValueError:  # a template for one turn: such an agent's calls do not resume from one another
+                least, most = (
+                    tokens_of("user", text) for text in ("?", "a few words of text " * 8)
+                )
+            except (
+                ValueError
+            ):  # a template for one turn: such an agent's calls do not resume from one another
                 return LaterTurns(0, 0, 0, "")
-            return LaterTurns(workflow.expected_calls - 1, least, most, "workflow.expected_calls", is_required=False)
+            return LaterTurns(
+                workflow.expected_calls - 1,
+                least,
+                most,
+                "workflow.expected_calls",
+                is_required=False,
+            )
         case _:
             return LaterTurns(0, 0, 0, "")
 
 
 def required_prompt_tokens(longest: int, turns: LaterTurns, max_new_tokens: int) -> int:
-    """The limit under which every turn fits: the first prompt, and for every later one the answer before it, the token that
-    ends it, and what is put behind."""
+    """The limit under which every turn fits: the first prompt, and for every later one the answer
+    before it, the token that ends it, and what is put behind."""
     needed = longest + turns.num * (max_new_tokens + 1 + turns.most_tokens)
     return max(1, math.ceil(needed / ROUNDED_TO)) * ROUNDED_TO
 
@@ -150,7 +173,10 @@ class Limits:
         if needed + self.max_new_tokens <= self.positions:
             return f"set engine.max_prompt_tokens={needed}, or to 0"
         settings = " or ".join(filter(None, ("engine.max_new_tokens", turns.setting)))
-        return f"all of it needs {needed}, and the policy has {self.positions} positions: lower {settings}, or shorten prompts"
+        return (
+            f"all of it needs {needed}, and the policy has {self.positions} positions: lower "
+            f"{settings}, or shorten prompts"
+        )
 
 
 def refused_prompts(prompts: Prompts, turns: LaterTurns, limits: Limits) -> Iterator[str]:
@@ -160,15 +186,20 @@ def refused_prompts(prompts: Prompts, turns: LaterTurns, limits: Limits) -> Iter
     # An answer has a token at least, and one that ends it.
     room = limits.max_prompt_tokens - shortest - turns.least_tokens - 2
     if shortest > limits.max_prompt_tokens:
-        yield f"every prompt of {prompts.source} is longer than {limit}: the shortest has {shortest} tokens; {remedy}"
+        yield (
+            f"every prompt of {prompts.source} is longer than {limit}: the shortest has "
+            f"{shortest} tokens; {remedy}"
+        )
     elif turns.num and turns.is_required and room < 0:
         yield (
-            f"{limit} leaves not enough resources for a second turn: a prompt of {prompts.source} has at least {shortest} tokens, and what "
+            f"{limit} leaves not enough resources for a second turn: a prompt of "
+            f"{prompts.source} has at least {shortest} tokens, and what "
             f"follows its answer {turns.least_tokens}; {remedy}"
         )
     if prompts.num_unanswerable == len(prompts.lengths):
         yield (
-            f"engine.max_new_tokens={limits.max_new_tokens} is shorter than every answer to {prompts.source} in its box; "
+            f"engine.max_new_tokens={limits.max_new_tokens} is shorter than every answer to "
+            f"{prompts.source} in its box; "
             "raise engine.max_new_tokens"
         )
 
@@ -178,13 +209,17 @@ def doubtful_prompts(prompts: Prompts, turns: LaterTurns, limits: Limits) -> Ite
     remedy, most = limits.remedy(prompts.longest, turns), limits.max_prompt_tokens
     limit = f"engine.max_prompt_tokens={most}"
     if too_long := sum(length > most for length in prompts.lengths):
-        yield f"{prompts.counted(too_long)} are longer than {limit}, and are neither trained on nor answered; {remedy}"
+        yield (
+            f"{prompts.counted(too_long)} are longer than {limit}, and are neither trained on "
+            f"nor answered; {remedy}"
+        )
     # An answer of full length, the token that ends it, and the least that follows.
     each = limits.max_new_tokens + 1 + turns.least_tokens
     for turn in range(1, turns.num + 1):
         if cut := sum(length <= most < length + turn * each for length in prompts.lengths):
             yield (
-                f"{prompts.counted(cut)} leave not enough resources under {limit} for turn {turn + 1} after answers of "
+                f"{prompts.counted(cut)} leave not enough resources under {limit} for turn "
+                f"{turn + 1} after answers of "
                 f"engine.max_new_tokens={limits.max_new_tokens}; {remedy}"
             )
             break
@@ -200,7 +235,9 @@ def too_few_tasks(prompts: Prompts, groups_per_batch: int, num_steps: int) -> It
     if prompts.num_distinct < groups_per_batch:
         passes = num_steps * groups_per_batch / max(1, prompts.num_tasks)
         yield (
-            f"{prompts.source} has {prompts.num_distinct} different prompts for rollout.groups_per_batch={groups_per_batch}: "
-            f"every batch repeats them, and the run passes over its tasks {passes:,.0f} times; add tasks, or set "
+            f"{prompts.source} has {prompts.num_distinct} different prompts for "
+            f"rollout.groups_per_batch={groups_per_batch}: "
+            f"every batch repeats them, and the run passes over its tasks {passes:,.0f} times; "
+            "add tasks, or set "
             f"rollout.groups_per_batch={prompts.num_distinct}"
         )

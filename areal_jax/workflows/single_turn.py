@@ -29,7 +29,8 @@ async def grade_answer(task: Task, grader: Grader, answer: str) -> RewardResult:
 
 
 async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What each returns. An error cancels the others, except NotGraded: whether one of them is graded is still to be known."""
+    """What each returns. An error cancels the others, except NotGraded: whether one of them is
+    graded is still to be known."""
 
     async def kept(each: Coroutine[Any, Any, T]) -> T | NotGraded:
         try:
@@ -53,7 +54,8 @@ async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 class SingleTurn:
     """Draw `samples_per_group` answers to a task and grader them all at the same time.
 
-    An answer cut at the token budget is graded like any other: its stop_reason says that it was cut."""
+    An answer cut at the token budget is graded like any other: its stop_reason says that it was
+    cut."""
 
     tokenizer: Tokenizer
     samples_per_group: int
@@ -61,7 +63,10 @@ class SingleTurn:
 
     async def __call__(self, task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
         prompt = self.tokenizer.render(task.prompt)
-        calls = [Call(prompt, completion) for completion in await generate(prompt, self.samples_per_group)]
+        calls = [
+            Call(prompt, completion)
+            for completion in await generate(prompt, self.samples_per_group)
+        ]
         return tuple(await side_by_side(self._sample(task, grader, call) for call in calls))
 
     async def _sample(self, task: Task, grader: Grader, call: Call) -> Sample:

@@ -1,4 +1,5 @@
-"""Several turns: what the policy says is answered, by the user or by tools, until it has had its say.
+"""Several turns: what the policy says is answered, by the user or by tools, until it has had its
+say.
 
 What differs between workflows of several turns is who answers, a `Reply`.
 """
@@ -33,17 +34,20 @@ class Answered(NamedTuple):
 
 @runtime_checkable
 class Reply(Protocol):
-    """Who answers a turn that is not the last. Deterministic, or what was sampled after it is sampled again after a crash."""
+    """Who answers a turn that is not the last. Deterministic, or what was sampled after it is
+    sampled again after a crash."""
 
     async def __call__(self, task: Task, said: str, grader: Grader) -> Answered: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Draw `num_samples` conversations on a task, each going on by itself, and grader what is said last in each.
+    """Draw `num_samples` conversations on a task, each going on by itself, and grader what is said
+    last in each.
 
-    A conversation ends where nobody answers, after `max_turns`, or before a prompt of more than `max_prompt_tokens`; that one
-    counts as truncated. A turn cut at the budget of new tokens is answered like any other."""
+    A conversation ends where nobody answers, after `max_turns`, or before a prompt of more than
+    `max_prompt_tokens`; that one counts as truncated. A turn cut at the budget of new tokens is
+    answered like any other."""
 
     tokenizer: Tokenizer
     num_samples: int
@@ -59,7 +63,11 @@ class Turns:
     async def __call__(self, task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
         prompt = self.tokenizer.render(announced(task.prompt, self.announcement))
         first = await generate(prompt, self.num_samples)
-        return tuple(await side_by_side(self._converse(task, Call(prompt, each), generate, grader) for each in first))
+        return tuple(
+            await side_by_side(
+                self._converse(task, Call(prompt, each), generate, grader) for each in first
+            )
+        )
 
     async def _converse(self, task: Task, call: Call, generate: Generate, grader: Grader) -> Sample:
         calls, answered, stop_reason = [call], Answered(), None
@@ -75,14 +83,20 @@ class Turns:
             calls.append(Call(prompt, completion))
             answered = Answered()
         grade = answered.grade or await grade_answer(task, grader, self._said(calls[-1].completion))
-        (sample,) = samples_of(calls, [self._reward(grade, len(calls))] * len(calls), grade.kind, stop_reason=stop_reason)
+        (sample,) = samples_of(
+            calls,
+            [self._reward(grade, len(calls))] * len(calls),
+            grade.kind,
+            stop_reason=stop_reason,
+        )
         return sample
 
     def _said(self, completion: Completion) -> str:
         return self.tokenizer.decode(completion.tokens)
 
     def _reward(self, grade: RewardResult, num_turns: int) -> float:
-        """wrong + turn_discount^(turns - 1) (reward - wrong): no wrong answer gains by more turns, whatever it is worth."""
+        """wrong + turn_discount^(turns - 1) (reward - wrong): no wrong answer gains by more turns,
+        whatever it is worth."""
         wrong = self.rewards.wrong
         reward = grade.worth(self.rewards.correct, wrong, self.rewards.no_answer)
         if self.turn_discount == 1:
@@ -94,7 +108,9 @@ def announced(prompt: tuple[Message, ...], announcement: str) -> tuple[Message, 
     """The prompt with something more for the system to say."""
     if not announcement:
         return prompt
-    first, rest = (prompt[0].content + "\n\n", prompt[1:]) if prompt[0].role == "system" else ("", prompt)
+    first, rest = (
+        (prompt[0].content + "\n\n", prompt[1:]) if prompt[0].role == "system" else ("", prompt)
+    )
     return (Message("system", first + announcement), *rest)
 
 
@@ -126,7 +142,9 @@ class ToolReply:
         calls = parse_calls(self.call_format, said, self.names)
         async with asyncio.TaskGroup() as working:
             results = [working.create_task(self._result(call)) for call in calls]
-        return Answered(tuple(Message(self.call_format.result_role, result.result()) for result in results))
+        return Answered(
+            tuple(Message(self.call_format.result_role, result.result()) for result in results)
+        )
 
     async def _result(self, call: ToolCall | BadCall) -> str:
         if isinstance(call, BadCall):

@@ -1,4 +1,5 @@
-"""Measure one GRPO step of TRL on CPUs: `GRPOTrainer`, generation by transformers, the workload of `workload.py`.
+"""Measure one GRPO step of TRL on CPUs: `GRPOTrainer`, generation by transformers, the workload of
+`workload.py`.
 
 Environment (Python 3.11; torch first, so that its CPU build is the one taken):
 
@@ -10,10 +11,11 @@ Run on two cores, otherwise idle:
 
     taskset -c 0,1 trl-env/bin/python benchmarks/peers/trl_rl_step.py
 
-Prints one JSON line. On two cores of an AMD EPYC (AVX-512), 12 steps gave 6 237 rollout and 11 969 training tokens/s
-and 1.83 steps/s. The rollout is `_generate_single_turn`; training runs from the prepared batch to the end of the
-optimiser's step; the reward and the batch's assembly lie between and count in `step_s` alone. An idle step costs 0.8
-CPU seconds: several times that means that OpenMP's threads spun while others held the cores, and the run is void.
+Prints one JSON line. On two cores of an AMD EPYC (AVX-512), 12 steps gave 6 237 rollout and 11 969
+training tokens/s and 1.83 steps/s. The rollout is `_generate_single_turn`; training runs from the
+prepared batch to the end of the optimiser's step; the reward and the batch's assembly lie between
+and count in `step_s` alone. An idle step costs 0.8 CPU seconds: several times that means that
+OpenMP's threads spun while others held the cores, and the run is void.
 """
 
 from __future__ import annotations
@@ -115,7 +117,11 @@ def main() -> None:
         trainer.add_callback(EndOfStep(trainer))
         trainer.train()
     num_params = sum(p.numel() for p in policy.parameters())
-    print(trainer.clock.report(peer="trl", version=trl.__version__, num_params=num_params, warmup_steps=warmup_steps))
+    print(
+        trainer.clock.report(
+            peer="trl", version=trl.__version__, num_params=num_params, warmup_steps=warmup_steps
+        )
+    )
 
 
 if __name__ == "__main__":

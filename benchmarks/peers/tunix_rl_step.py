@@ -1,4 +1,5 @@
-"""Measure one GRPO step of Tunix on CPUs: `GRPOLearner`, rollout and training on one mesh, the workload of `workload.py`.
+"""Measure one GRPO step of Tunix on CPUs: `GRPOLearner`, rollout and training on one mesh, the
+workload of `workload.py`.
 
 Environment (Python 3.11):
 
@@ -9,9 +10,10 @@ Run on two cores, otherwise idle:
 
     taskset -c 0,1 tunix-env/bin/python benchmarks/peers/tunix_rl_step.py
 
-Prints one JSON line. On two cores of an AMD EPYC (AVX-512), 12 steps gave 11 919 rollout and 8 560 training tokens/s
-and 2.10 steps/s. The rollout is `RLCluster.generate`; training is `RLCluster.update_actor`, until the new weights are
-there; the reward and the batch's assembly lie between and count in `step_s` alone.
+Prints one JSON line. On two cores of an AMD EPYC (AVX-512), 12 steps gave 11 919 rollout and 8 560
+training tokens/s and 2.10 steps/s. The rollout is `RLCluster.generate`; training is
+`RLCluster.update_actor`, until the new weights are there; the reward and the batch's assembly lie
+between and count in `step_s` alone.
 """
 
 from __future__ import annotations
@@ -40,13 +42,16 @@ class MeasuredCluster(RLCluster):
     def generate(self, *args, **kwargs):
         began_s = time.perf_counter()
         output = super().generate(*args, **kwargs)
-        self.clock.end_rollout(time.perf_counter() - began_s, [len(tokens) for tokens in output.tokens])
+        self.clock.end_rollout(
+            time.perf_counter() - began_s, [len(tokens) for tokens in output.tokens]
+        )
         return output
 
     def update_actor(self, *args, **kwargs) -> None:
         began_s = time.perf_counter()
         super().update_actor(*args, **kwargs)
-        # JAX returns before the work is done: without this wait the update would be charged to the next rollout.
+        # JAX returns before the work is done: without this wait the update would be charged to the
+        # next rollout.
         jax.block_until_ready(nnx.state(self.actor_trainer.model))
         self.clock.end_step(time.perf_counter() - began_s)
 
@@ -82,7 +87,8 @@ def main() -> None:
             role_to_mesh=dict.fromkeys((Role.ACTOR, Role.REFERENCE, Role.ROLLOUT), mesh),
             training_config=RLTrainingConfig(
                 actor_optimizer=optax.chain(
-                    optax.clip_by_global_norm(workload.MAX_GRAD_NORM), optax.adamw(workload.LEARNING_RATE)
+                    optax.clip_by_global_norm(workload.MAX_GRAD_NORM),
+                    optax.adamw(workload.LEARNING_RATE),
                 ),
                 eval_every_n_steps=num_updates + 1,
                 max_steps=num_updates,
@@ -103,7 +109,14 @@ def main() -> None:
         reward_fns=workload.share_of_low_ids,
     )
     learner.train([{"prompts": np.array(batch)} for batch in workload.make_prompts(num_updates)])
-    print(cluster.clock.report(peer="tunix", version=version("google-tunix"), num_params=num_params, warmup_steps=warmup_steps))
+    print(
+        cluster.clock.report(
+            peer="tunix",
+            version=version("google-tunix"),
+            num_params=num_params,
+            warmup_steps=warmup_steps,
+        )
+    )
 
 
 if __name__ == "__main__":

@@ -1,6 +1,8 @@
-"""The work every peer is given: one GRPO update of a tiny Qwen2 on 8 prompts x 4 samples, in token ids spelled as words.
+"""The work every peer is given: one GRPO update of a tiny Qwen2 on 8 prompts x 4 samples, in token
+ids spelled as words.
 
-Read by the scripts beside it, each in an environment of its own; needs only transformers and tokenizers.
+Read by the scripts beside it, each in an environment of its own; needs only transformers and
+tokenizers.
 """
 
 from __future__ import annotations
@@ -41,25 +43,33 @@ MAX_GRAD_NORM = 1.0
 
 def parse_steps(description: str) -> tuple[int, int]:
     """Read `--warmup-steps` and `--steps` from the command line."""
-    parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--warmup-steps", type=int, default=5, help="updates before the clock counts; at least 1")
+    parser = argparse.ArgumentParser(
+        description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--warmup-steps", type=int, default=5, help="updates before the clock counts; at least 1"
+    )
     parser.add_argument("--steps", type=int, default=40, help="updates that are measured")
     args = parser.parse_args()
     if args.warmup_steps < 1 or args.steps < 1:
-        parser.error(f"--warmup-steps and --steps must be at least 1, came {args.warmup_steps} and {args.steps}")
+        parser.error(
+            f"--warmup-steps and --steps must be at least 1, came {args.warmup_steps} and "
+            f"{args.steps}"
+        )
     return args.warmup_steps, args.steps
 
 
 def num_threads() -> int:
-    """CPUs that this process may use: `taskset` decides, so that every peer is held by the same fence."""
+    """CPUs that this process may use: `taskset` decides, so that every peer is held by the same
+    fence."""
     return len(os.sched_getaffinity(0))
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
     """Spell token id i as the word `i`.
 
-    Padding and end of sequence lie outside the model's vocabulary: they can never be drawn, so every sample has
-    exactly NEW_TOKENS tokens and no logits processor is needed to force it.
+    Padding and end of sequence lie outside the model's vocabulary: they can never be drawn, so
+    every sample has exactly NEW_TOKENS tokens and no logits processor is needed to force it.
     """
     vocab = {str(i): i for i in range(VOCAB_SIZE)} | {"<pad>": VOCAB_SIZE, "<eos>": VOCAB_SIZE + 1}
     tokenizer = Tokenizer(models.WordLevel(vocab, unk_token="<pad>"))
@@ -71,17 +81,23 @@ def make_prompts(num_batches: int) -> list[list[str]]:
     """Draw `num_batches` batches of prompts, PROMPT_TOKENS words each, the same in every run."""
     rng = random.Random(0)
     words = [str(i) for i in range(VOCAB_SIZE)]
-    return [[" ".join(rng.choices(words, k=PROMPT_TOKENS)) for _ in range(NUM_PROMPTS)] for _ in range(num_batches)]
+    return [
+        [" ".join(rng.choices(words, k=PROMPT_TOKENS)) for _ in range(NUM_PROMPTS)]
+        for _ in range(num_batches)
+    ]
 
 
-def share_of_low_ids(prompts: Sequence[str], completions: Sequence[str], **_columns: object) -> list[float]:
+def share_of_low_ids(
+    prompts: Sequence[str], completions: Sequence[str], **_columns: object
+) -> list[float]:
     """Reward a completion with the share of its ids below half of the vocabulary."""
     ids = [[int(word) for word in completion.split()] for completion in completions]
     return [sum(i < VOCAB_SIZE // 2 for i in row) / len(row) for row in ids]
 
 
 class StepClock:
-    """Seconds of each update: the rollout's, the training's, the whole step's, and the CPU seconds of all threads."""
+    """Seconds of each update: the rollout's, the training's, the whole step's, and the CPU seconds
+    of all threads."""
 
     def __init__(self) -> None:
         self.rollout_s: list[float] = []
@@ -91,15 +107,18 @@ class StepClock:
         self._wall, self._cpu = time.perf_counter(), time.process_time()
 
     def end_rollout(self, seconds: float, completion_lengths: Sequence[int]) -> None:
-        """Note one rollout; ValueError unless it drew NUM_SEQUENCES completions of NEW_TOKENS tokens."""
+        """Note one rollout; ValueError unless it drew NUM_SEQUENCES completions of NEW_TOKENS
+        tokens."""
         if list(completion_lengths) != [NEW_TOKENS] * NUM_SEQUENCES:
             raise ValueError(
-                f"expected {NUM_SEQUENCES} completions of {NEW_TOKENS} tokens, came lengths {list(completion_lengths)}"
+                f"expected {NUM_SEQUENCES} completions of {NEW_TOKENS} tokens, came lengths "
+                f"{list(completion_lengths)}"
             )
         self.rollout_s.append(seconds)
 
     def end_step(self, train_s: float) -> None:
-        """Note the training part; the step runs from the end of the previous one, data and logging included."""
+        """Note the training part; the step runs from the end of the previous one, data and logging
+        included."""
         wall, cpu = time.perf_counter(), time.process_time()
         self.train_s.append(train_s)
         self.step_s.append(wall - self._wall)
@@ -109,8 +128,12 @@ class StepClock:
     def report(self, *, peer: str, version: str, num_params: int, warmup_steps: int) -> str:
         """Return one JSON line: medians over the steps after the first `warmup_steps`."""
         if not len(self.rollout_s) == len(self.train_s) == len(self.step_s):
-            raise ValueError(f"a step lacks a phase: {len(self.rollout_s)} rollouts, {len(self.train_s)} updates")
-        rows = list(zip(self.rollout_s, self.train_s, self.step_s, self.cpu_s, strict=True))[warmup_steps:]
+            raise ValueError(
+                f"a step lacks a phase: {len(self.rollout_s)} rollouts, {len(self.train_s)} updates"
+            )
+        rows = list(zip(self.rollout_s, self.train_s, self.step_s, self.cpu_s, strict=True))[
+            warmup_steps:
+        ]
         rollout_s, train_s, step_s, cpu_s = (median(column) for column in zip(*rows, strict=True))
         other_s = median(step - rollout - train for rollout, train, step, _ in rows)
         return json.dumps(

@@ -6,18 +6,24 @@ from micro_batching import BUDGET, NUM_FIXED, RANKS, seconds_on_ranks
 
 
 def test_fixed_micro_batches_wait_for_the_longest_and_packed_ones_for_nobody() -> None:
-    # Each rank has 32 micro-batches of one sequence. The first rank's are of 16 384 tokens, all others of 8192: two or four fit
-    # into a row, 16 + 7 · 8 rows in all, 9 for each rank.
+    # Each rank has 32 micro-batches of one sequence. The first rank's are of 16 384 tokens, all
+    # others of 8192: two or four fit into a row, 16 + 7 · 8 rows in all, 9 for each rank.
     lengths = np.full((RANKS, NUM_FIXED), BUDGET // 4)
     lengths[0] *= 2
     for meet in (False, True):
-        fixed, packed = seconds_on_ranks(lambda tokens, pairs: tokens, lengths.reshape(-1), meet=meet)
+        fixed, packed = seconds_on_ranks(
+            lambda tokens, pairs: tokens, lengths.reshape(-1), meet=meet
+        )
         assert (fixed, packed) == (32 * BUDGET / 2, 9 * BUDGET)
 
 
 def test_who_meets_once_waits_once() -> None:
-    # Two micro-batches' worth of work on the first rank at its beginning, on the second at its end: meeting in each costs both.
+    # Two micro-batches' worth of work on the first rank at its beginning, on the second at its end:
+    # meeting in each costs both.
     lengths = np.full((RANKS, NUM_FIXED), 1)
     lengths[0, 0] = lengths[1, -1] = 1001
-    once, always = (seconds_on_ranks(lambda tokens, pairs: tokens, lengths.reshape(-1), meet=meet)[0] for meet in (False, True))
+    once, always = (
+        seconds_on_ranks(lambda tokens, pairs: tokens, lengths.reshape(-1), meet=meet)[0]
+        for meet in (False, True)
+    )
     assert (once, always) == pytest.approx((1032, 2032))

@@ -21,7 +21,10 @@ def test_a_shrunk_cluster_has_as_much_to_do_for_each_device(model: str, context:
         shrink = shrink_of(model, num_devices)
         whole, all_of_it = build("areal", model, num_devices, 1024 * context)
         part, some_of_it = build("areal", model, num_devices, 1024 * context, shrink=shrink)
-        assert (part.num_engines * shrink, part.train_devices * shrink) == (whole.num_engines, whole.train_devices)
+        assert (part.num_engines * shrink, part.train_devices * shrink) == (
+            whole.num_engines,
+            whole.train_devices,
+        )
         assert some_of_it.groups_per_batch * shrink == all_of_it.groups_per_batch
         assert whole.rollout_devices == 3 * whole.train_devices
 
@@ -32,7 +35,8 @@ def test_a_synchronous_system_may_use_every_device_twice() -> None:
 
 
 def test_lengths_are_those_of_the_authors_log() -> None:
-    # 7B, mathematics, at most 16 384 tokens: 7834 on average, and 12.4 % cut; the paper's recipe at 27 648: "below 5 %" cut.
+    # 7B, mathematics, at most 16 384 tokens: 7834 on average, and 12.4 % cut; the paper's recipe at
+    # 27 648: "below 5 %" cut.
     lengths, logs = LogNormal(MEDIAN_LENGTH, SIGMA), NormalDist(log(MEDIAN_LENGTH), SIGMA)
     assert capped_mean(lengths, 16_384) == pytest.approx(7834, rel=0.005)
     assert 1 - logs.cdf(log(16_384)) == pytest.approx(0.124, abs=0.001)

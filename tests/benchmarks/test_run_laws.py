@@ -16,13 +16,25 @@ Rows = list[dict[str, Any]]
 
 
 def broken(folder: Path, corrupt: Callable[[Rows, Rows], object]) -> list[str]:
-    """Of a run of 2 steps with 2 groups of 2 samples each, and one group more that is being generated."""
+    """Of a run of 2 steps with 2 groups of 2 samples each, and one group more that is being
+    generated."""
     gate = {"started": 5, "accepted": 4, "rejected": 0, "running": 1, "buffered": 0}
     rows: Rows = [
-        {"version": version, names.REWARD: 1.0, **{f"gate/{name}": count for name, count in gate.items()}} for version in (0, 1)
+        {
+            "version": version,
+            names.REWARD: 1.0,
+            **{f"gate/{name}": count for name, count in gate.items()},
+        }
+        for version in (0, 1)
     ]
     sampled: Rows = [
-        {"version": group // 2, "group": group, "task": f"task-{group}", "versions": [-1, 0, 0], "stale": []}
+        {
+            "version": group // 2,
+            "group": group,
+            "task": f"task-{group}",
+            "versions": [-1, 0, 0],
+            "stale": [],
+        }
         for group in range(4)
         for _ in range(2)
     ]
@@ -38,14 +50,28 @@ def broken(folder: Path, corrupt: Callable[[Rows, Rows], object]) -> list[str]:
         (lambda rows, sampled: None, []),
         (lambda rows, sampled: rows.pop(0), ["every step was made once"]),
         (lambda rows, sampled: sampled.pop(), ["every step has its samples"]),
-        (lambda rows, sampled: [row.update(group=0, task="task-0") for row in sampled[2:4]], ["no group was trained on twice"]),
-        (lambda rows, sampled: [row.update(task="task-0") for row in sampled], ["no task came twice"]),
-        (lambda rows, sampled: rows[-1].update({"gate/accepted": 3}), ["what was started is running or has ended"]),
+        (
+            lambda rows, sampled: [row.update(group=0, task="task-0") for row in sampled[2:4]],
+            ["no group was trained on twice"],
+        ),
+        (
+            lambda rows, sampled: [row.update(task="task-0") for row in sampled],
+            ["no task came twice"],
+        ),
+        (
+            lambda rows, sampled: rows[-1].update({"gate/accepted": 3}),
+            ["what was started is running or has ended"],
+        ),
         (lambda rows, sampled: rows[-1].update({"gate/buffered": 1}), ["no group was lost"]),
         (lambda rows, sampled: sampled[-1].update(versions=[-1, -1, 2]), ["no token is too old"]),
-        (lambda rows, sampled: sampled[0].update(version=2, stale=[1, 2]), ["every step has its samples"]),
+        (
+            lambda rows, sampled: sampled[0].update(version=2, stale=[1, 2]),
+            ["every step has its samples"],
+        ),
     ],
 )
-def test_a_law_that_is_broken_is_told(tmp_path: Path, corrupt: Callable[[Rows, Rows], object], laws: list[str]) -> None:
+def test_a_law_that_is_broken_is_told(
+    tmp_path: Path, corrupt: Callable[[Rows, Rows], object], laws: list[str]
+) -> None:
     found = broken(tmp_path, corrupt)
     assert set(laws) <= set(found) and bool(laws) == bool(found)

@@ -23,7 +23,11 @@ from areal_jax.records import Completion, Group, Message, RolloutState, Sample, 
 any_text = st.text(st.characters(), max_size=6)  # with surrogates, control characters and all else
 counts = st.dictionaries(any_text, st.integers(), max_size=3)
 json_values = st.recursive(
-    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | any_text,
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | any_text,
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(any_text, inner, max_size=3),
     max_leaves=5,
 )
@@ -33,11 +37,15 @@ lengths = st.lists(st.integers(0, 4), max_size=3)
 def any_bits(rng, columns, length):
     """Arrays of random bits: as floats they are every kind of nan, infinity, -0.0 and denormal."""
     bits = {name: rng.integers(-(2**31), 2**31, length).astype(np.int32) for name in columns}
-    return {name: bits[name] < 0 if dtype == np.bool_ else bits[name].view(dtype) for name, dtype in columns.items()}
+    return {
+        name: bits[name] < 0 if dtype == np.bool_ else bits[name].view(dtype)
+        for name, dtype in columns.items()
+    }
 
 
 def plain(value):
-    """Records as nested tuples in which arrays and floats are their bytes, so that == compares bits."""
+    """Records as nested tuples in which arrays and floats are their bytes, so that == compares
+    bits."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, float):
@@ -68,7 +76,12 @@ def test_state_and_notes_come_back_bit_for_bit(seed, groups, calls, rewards, tex
     def sample(number, length):
         grade, stop_reason = ("correct", "stop") if number % 2 else ("timeout", "length")
         reward = rewards[number % len(rewards)]
-        return Sample(**any_bits(rng, SAMPLE_COLUMNS, length), reward=reward, grade=grade, stop_reason=stop_reason)
+        return Sample(
+            **any_bits(rng, SAMPLE_COLUMNS, length),
+            reward=reward,
+            grade=grade,
+            stop_reason=stop_reason,
+        )
 
     def completion(length):
         stop_reason = "suspended" if length % 2 else "stop"
@@ -83,7 +96,9 @@ def test_state_and_notes_come_back_bit_for_bit(seed, groups, calls, rewards, tex
             for i, lengths in enumerate(groups)
         ),
         suspended=tuple(
-            Suspended(i, task, {call: tuple(map(completion, lengths)) for call, lengths in record.items()})
+            Suspended(
+                i, task, {call: tuple(map(completion, lengths)) for call, lengths in record.items()}
+            )
             for i, record in enumerate(calls)
         ),
     )
@@ -102,9 +117,18 @@ def a_state(*samples):
 
 
 def test_every_field_of_the_records_has_its_place():
-    assert {field.name for field in fields(Sample)} == {*SAMPLE_COLUMNS, "reward", "grade", "stop_reason"}
+    assert {field.name for field in fields(Sample)} == {
+        *SAMPLE_COLUMNS,
+        "reward",
+        "grade",
+        "stop_reason",
+    }
     # Alternatives are for whoever asked, and for no trainer.
-    assert {field.name for field in fields(Completion)} == {*COMPLETION_COLUMNS, "stop_reason", "top_logprobs"}
+    assert {field.name for field in fields(Completion)} == {
+        *COMPLETION_COLUMNS,
+        "stop_reason",
+        "top_logprobs",
+    }
     assert {field.name for field in fields(Group)} == {"id", "task", "samples"}
     assert {field.name for field in fields(Suspended)} == {"id", "task", "calls"}
 
@@ -142,9 +166,13 @@ def test_notes_that_json_would_change_are_refused(notes, place):
 def test_arrays_that_cannot_come_back_are_refused():
     crooked = a_sample()
     object.__setattr__(crooked, "behave_logp", np.ones(3, np.float32))
-    with pytest.raises(ValueError, match=r"sample 1: behave_logp must be float32\[2\], it is float32\[3\]"):
+    with pytest.raises(
+        ValueError, match=r"sample 1: behave_logp must be float32\[2\], it is float32\[3\]"
+    ):
         encode(a_state(a_sample(), crooked))
-    with pytest.raises(ValueError, match="column x must hold numbers or truth values, it holds object"):
+    with pytest.raises(
+        ValueError, match="column x must hold numbers or truth values, it holds object"
+    ):
         pack(Columns({}, {"x": np.array([{}])}))
 
 
@@ -156,7 +184,9 @@ def test_columns_of_another_format_are_refused():
 
 def test_bytes_that_are_not_all_there_are_refused():
     packed = pack(encode(a_state(a_sample())))
-    with pytest.raises(ValueError, match=f"{packed.size} bytes of rollout state expected, found {packed.size + 1}"):
+    with pytest.raises(
+        ValueError, match=f"{packed.size} bytes of rollout state expected, found {packed.size + 1}"
+    ):
         unpack(np.append(packed, np.uint8(0)))
     with pytest.raises(ValueError, match="buffer is smaller"):
         unpack(packed[:-1])

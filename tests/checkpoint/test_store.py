@@ -29,35 +29,56 @@ class State(NamedTuple):
     opt_state: tuple
 
 
-ROLLOUT = Columns({"next_group_id": 3}, {"tokens": np.arange(5, dtype=np.int32), "none": np.zeros((0, 2), np.float32)})
+ROLLOUT = Columns(
+    {"next_group_id": 3},
+    {"tokens": np.arange(5, dtype=np.int32), "none": np.zeros((0, 2), np.float32)},
+)
 
 
 def mesh_of(num_devices: int) -> Mesh:
-    return jax.make_mesh((num_devices,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_devices])
+    return jax.make_mesh(
+        (num_devices,), ("fsdp",), axis_types=(AxisType.Auto,), devices=jax.devices()[:num_devices]
+    )
 
 
 def state_on(mesh: Mesh, seed: int = 0, rows: int = 8) -> State:
-    """Sharded, replicated, scalar and half-precision leaves, with bits that only an exact copy keeps."""
+    """Sharded, replicated, scalar and half-precision leaves, with bits that only an exact copy
+    keeps."""
     rng = np.random.default_rng(seed)
     sharded, replicated = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P())
-    weight = rng.integers(-(2**31), 2**31, (rows, 6), np.int64).astype(np.int32).view(np.float32)  # nans, -0.0 and all
+    weight = (
+        rng.integers(-(2**31), 2**31, (rows, 6), np.int64).astype(np.int32).view(np.float32)
+    )  # nans, -0.0 and all
     params = {
         "embed": jax.device_put(weight, sharded),
         "layers": [jax.device_put(jnp.asarray(rng.normal(size=(8, 2)), jnp.bfloat16), sharded)],
     }
     return State(
-        params, (Moments({"embed": jax.device_put(-weight, sharded)}, jax.device_put(np.int32(seed), replicated)), None)
+        params,
+        (
+            Moments(
+                {"embed": jax.device_put(-weight, sharded)},
+                jax.device_put(np.int32(seed), replicated),
+            ),
+            None,
+        ),
     )
 
 
 def abstract_of(state: Any) -> Any:
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    return jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state
+    )
 
 
 def assert_same_bits(state, other):
     assert jax.tree.structure(state) == jax.tree.structure(other)
     for x, y in zip(jax.tree.leaves(state), jax.tree.leaves(other), strict=True):
-        assert (x.dtype, x.shape, np.asarray(x).tobytes()) == (y.dtype, y.shape, np.asarray(y).tobytes())
+        assert (x.dtype, x.shape, np.asarray(x).tobytes()) == (
+            y.dtype,
+            y.shape,
+            np.asarray(y).tobytes(),
+        )
 
 
 def assert_same_columns(columns: Columns, other: Columns):
@@ -87,7 +108,9 @@ def test_state_comes_back_bit_for_bit_on_any_number_of_devices(store, saved_on, 
     restored, rollout = store.restore(7, elsewhere)
     assert_same_bits(restored, state)
     assert_same_columns(rollout, ROLLOUT)
-    assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, elsewhere)
+    assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(
+        lambda x: x.sharding, elsewhere
+    )
 
 
 @pytest.mark.parametrize("restored_on", [8, 1])
@@ -98,7 +121,9 @@ def test_one_field_comes_back_without_the_others(store, restored_on):
     elsewhere = abstract_of(state_on(mesh_of(restored_on))).params
     restored = store.restore_field(None, "params", elsewhere)
     assert_same_bits(restored, state.params)
-    assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(lambda x: x.sharding, elsewhere)
+    assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(
+        lambda x: x.sharding, elsewhere
+    )
     with pytest.raises(CheckpointError, match=r"expected but not found: 1 \(params\.head float64"):
         store.restore_field(7, "params", {**elsewhere, "head": np.zeros(2)})
 
@@ -109,7 +134,10 @@ def test_arrays_may_be_donated_as_soon_as_save_returns(store):
     overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 7, tree), donate_argnums=0)
     for version in range(1, 4):
         values = np.full((8, 1 << 18), version, np.float32)
-        state = {f"leaf{i}": jax.device_put(values, NamedSharding(mesh, P("fsdp") if i % 2 else P())) for i in range(8)}
+        state = {
+            f"leaf{i}": jax.device_put(values, NamedSharding(mesh, P("fsdp") if i % 2 else P()))
+            for i in range(8)
+        }
         abstract = abstract_of(state)
         store.save(version, state, ROLLOUT)
         jax.block_until_ready(overwrite(state))
@@ -144,11 +172,17 @@ def test_newest_are_kept_and_a_version_can_be_saved_again(store):
 
 def test_absent_checkpoint_is_told_with_those_that_exist(store):
     abstract = abstract_of(state_on(mesh_of(1)))
-    with pytest.raises(CheckpointError, match=r"a checkpoint was expected in .*/checkpoints, found none; name the folder"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"a checkpoint was expected in .*/checkpoints, found none; name the folder",
+    ):
         store.restore(None, abstract)
     store.save(4, state_on(mesh_of(1)), ROLLOUT)
     store.wait()
-    with pytest.raises(CheckpointError, match=r"checkpoint 5 was expected in .*/checkpoints, found 4; name the folder"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"checkpoint 5 was expected in .*/checkpoints, found 4; name the folder",
+    ):
         store.restore(5, abstract)
 
 
@@ -157,19 +191,28 @@ def test_checkpoint_of_another_policy_is_refused_with_what_differs(store):
     store.save(1, state_on(mesh), ROLLOUT)
     store.wait()
     with pytest.raises(
-        CheckpointError, match=r"params.embed: expected float32\[16, 6\], found float32\[8, 6\].* Set policy.path"
+        CheckpointError,
+        match=r"params.embed: expected float32\[16, 6\], found float32\[8, 6\].* Set policy.path",
     ):
         store.restore(1, abstract_of(state_on(mesh, rows=16)))
     params, opt_state = abstract_of(state_on(mesh))
     with pytest.raises(
-        CheckpointError, match=r"found but not expected: 2 \(opt_state.0.mu.embed float32\[8, 6\]; opt_state.0.steps"
+        CheckpointError,
+        match=r"found but not expected: 2 \(opt_state.0.mu.embed float32\[8, 6\]; opt_state.0.steps",
     ):
         store.restore(1, State(params, ()))
     params["bias"] = params["embed"]
-    with pytest.raises(CheckpointError, match=r"expected but not found: 1 \(params.bias float32\[8, 6\]\)"):
+    with pytest.raises(
+        CheckpointError, match=r"expected but not found: 1 \(params.bias float32\[8, 6\]\)"
+    ):
         store.restore(1, State(params, opt_state))
-    half = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.sharding), abstract_of(state_on(mesh)))
-    with pytest.raises(CheckpointError, match=r"params.embed: expected bfloat16\[8, 6\], found float32\[8, 6\]"):
+    half = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, jnp.bfloat16, sharding=x.sharding),
+        abstract_of(state_on(mesh)),
+    )
+    with pytest.raises(
+        CheckpointError, match=r"params.embed: expected bfloat16\[8, 6\], found float32\[8, 6\]"
+    ):
         store.restore(1, half)
 
 
@@ -178,31 +221,42 @@ def test_damaged_checkpoint_is_told_with_the_file_and_the_others(store, damage):
     for version in (1, 2):
         store.save(version, state_on(mesh_of(1)), ROLLOUT)
     store.wait()
-    largest = max((path for path in (store.folder / "2").rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
+    largest = max(
+        (path for path in (store.folder / "2").rglob("*") if path.is_file()),
+        key=lambda path: path.stat().st_size,
+    )
     data = bytearray(largest.read_bytes())
     data[len(data) // 2] ^= 1
     if damage == "deleted":
         largest.unlink()
     else:
         largest.write_bytes(data if damage == "flipped" else data[: len(data) // 2])
-    with pytest.raises(CheckpointError, match=rf"/2 cannot be read: .*{largest.name}.* expected.* found .* \(there: 1\)"):
+    with pytest.raises(
+        CheckpointError,
+        match=rf"/2 cannot be read: .*{largest.name}.* expected.* found .* \(there: 1\)",
+    ):
         store.restore(None, abstract_of(state_on(mesh_of(1))))
 
 
 def test_checkpoint_that_orbax_cannot_read_is_told_as_one(store):
     store.save(1, state_on(mesh_of(1)), ROLLOUT)
     store.wait()
-    (store.folder / "1" / "files.json").unlink()  # as after a kill between the commit and its writing
+    (
+        store.folder / "1" / "files.json"
+    ).unlink()  # as after a kill between the commit and its writing
     assert_same_bits(store.restore(1, abstract_of(state_on(mesh_of(1))))[0], state_on(mesh_of(1)))
     (store.folder / "1" / "_CHECKPOINT_METADATA").unlink()
-    with pytest.raises(CheckpointError, match=r"/1 cannot be read: .* Delete this folder and begin anew"):
+    with pytest.raises(
+        CheckpointError, match=r"/1 cannot be read: .* Delete this folder and begin anew"
+    ):
         store.restore(1, abstract_of(state_on(mesh_of(1))))
 
 
 def test_what_is_no_damage_is_never_told_to_be_deleted(store):
     store.save(1, state_on(mesh_of(8)), ROLLOUT)
     store.wait()
-    # All is as files.json says, so that what orbax misses was never there: another release may know it.
+    # All is as files.json says, so that what orbax misses was never there: another release may know
+    # it.
     (store.folder / "1" / "_CHECKPOINT_METADATA").unlink()
     _write_sums(store.folder / "1")
     with pytest.raises(CheckpointError, match=r"/1 could not be restored: .*keep it") as reported:
@@ -220,7 +274,9 @@ def test_sums_that_are_cut_are_told_and_lose_no_checkpoint(store, left):
     store.save(1, state_on(mesh_of(1)), ROLLOUT)
     store.wait()
     (store.folder / "1" / "files.json").write_text(left)
-    with pytest.raises(CheckpointError, match=r"/1/files\.json cannot be read .*Delete this file alone"):
+    with pytest.raises(
+        CheckpointError, match=r"/1/files\.json cannot be read .*Delete this file alone"
+    ):
         store.restore(1, abstract_of(state_on(mesh_of(1))))
     (store.folder / "1" / "files.json").unlink()
     assert_same_bits(store.restore(1, abstract_of(state_on(mesh_of(1))))[0], state_on(mesh_of(1)))
@@ -230,7 +286,8 @@ def test_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path):
     (tmp_path / "file").touch()
     store = CheckpointStore(tmp_path / "file" / "checkpoints", keep=1)
     with pytest.raises(
-        CheckpointError, match=r"checkpoint 1 could not be written to .*/file/checkpoints, which needs [\d,]+ bytes"
+        CheckpointError,
+        match=r"checkpoint 1 could not be written to .*/file/checkpoints, which needs [\d,]+ bytes",
     ):
         store.save(1, state_on(mesh_of(1)), ROLLOUT)
     store.close()
@@ -263,7 +320,8 @@ CHILD = """
 
 
 def run_child(code: str, folder: Path, *before: str) -> subprocess.CompletedProcess[str]:
-    """Run CHILD and `code` in a process of one device. The commands before it may give it another file system."""
+    """Run CHILD and `code` in a process of one device. The commands before it may give it another
+    file system."""
     env = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(Path(__file__).parents[2])}
     source = textwrap.dedent(CHILD) + textwrap.dedent(code)
     command = [*before, sys.executable, "-W", "error", "-c", source, str(folder)]
@@ -287,7 +345,9 @@ def test_kill_in_the_middle_of_a_save_leaves_the_one_before(tmp_path, delay_s):
         tmp_path,
     )
     assert child.returncode == -signal.SIGKILL, child.stderr
-    assert [path.name.split("-")[0] for path in tmp_path.iterdir() if path.name != "1"] == ["2.orbax"]
+    assert [path.name.split("-")[0] for path in tmp_path.iterdir() if path.name != "1"] == [
+        "2.orbax"
+    ]
     store = CheckpointStore(tmp_path, keep=1)
     assert store.latest_version() == 1
     restored, _ = store.restore(None, {"x": np.empty(1 << 20, np.float32)})
@@ -324,8 +384,11 @@ def test_write_that_fails_midway_is_told_and_training_can_go_on(tmp_path):
     )
     assert child.returncode == 0, child.stderr
     reported, after, reported_later, end = child.stdout.splitlines()
-    # 1 Mi floats, and the rollout state: its header is {"facts": {}, "layout": []} of 27 bytes after 8 that say so.
-    assert reported.startswith(f"checkpoint 2 could not be written to {tmp_path}, which needs {(4 << 20) + 35:,} bytes: ")
+    # 1 Mi floats, and the rollout state: its header is {"facts": {}, "layout": []} of 27 bytes
+    # after 8 that say so.
+    assert reported.startswith(
+        f"checkpoint 2 could not be written to {tmp_path}, which needs {(4 << 20) + 35:,} bytes: "
+    )
     assert "File too large" in reported and "Checkpoint 1 is intact" in reported
     assert after == "['1'] 1.0 [1]"
     assert reported_later.startswith("checkpoint 3 could not be written")
@@ -333,7 +396,9 @@ def test_write_that_fails_midway_is_told_and_training_can_go_on(tmp_path):
 
 
 SMALL_DISK = ("unshare", "--user", "--map-root-user", "--mount", "sh", "-c")
-CAN_MOUNT = subprocess.run([*SMALL_DISK, "mount -t tmpfs tmpfs /mnt"], capture_output=True).returncode == 0
+CAN_MOUNT = (
+    subprocess.run([*SMALL_DISK, "mount -t tmpfs tmpfs /mnt"], capture_output=True).returncode == 0
+)
 
 
 @pytest.mark.skipif(not CAN_MOUNT, reason="needs a mount namespace for a disk of 10 MiB")
@@ -372,7 +437,10 @@ def test_full_disk_is_told_and_training_can_go_on(tmp_path):
     )
     assert child.returncode == 0, child.stderr
     no_space, no_inodes, end = child.stdout.splitlines()
-    assert f"checkpoint 2 could not be written to {tmp_path}/disk/checkpoints, which needs {(4 << 20) + 35:,} bytes" in no_space
+    assert (
+        f"checkpoint 2 could not be written to {tmp_path}/disk/checkpoints, which needs "
+        f"{(4 << 20) + 35:,} bytes"
+    ) in no_space
     assert "bytes are free" in no_space and "Checkpoint 1 is intact" in no_space
     assert "No space left on device" in no_inodes and "Checkpoint 1 is intact" in no_inodes
     assert end == "4.0 [1, 4] ['1', '4']"

@@ -1,4 +1,5 @@
-"""The evaluate command: from whatever holds a policy, twice the same, resumed after a kill, and what it refuses."""
+"""The evaluate command: from whatever holds a policy, twice the same, resumed after a kill, and
+what it refuses."""
 
 from __future__ import annotations
 
@@ -42,7 +43,12 @@ TOKEN = "secret"
 ROOT = Path(__file__).parents[2]
 
 SMALL = (
-    *("--exp=aime", "evaluation.num_tasks=6", "evaluation.samples_per_task=3", "engine.num_slots=8"),
+    *(
+        "--exp=aime",
+        "evaluation.num_tasks=6",
+        "evaluation.samples_per_task=3",
+        "engine.num_slots=8",
+    ),
     *("engine.max_new_tokens=40", "placement.rollout_devices=1", "metrics.progress=false"),
 )
 
@@ -86,10 +92,14 @@ def test_the_files_of_an_evaluation_agree_with_each_other(embedded: Path) -> Non
     assert not any(name in json.dumps(results) for name in ("seconds", "time_s", str(embedded)))
 
 
-def test_twice_is_the_same_and_so_is_what_goes_on_after_a_kill(embedded: Path, tmp_path: Path) -> None:
+def test_twice_is_the_same_and_so_is_what_goes_on_after_a_kill(
+    embedded: Path, tmp_path: Path
+) -> None:
     evaluate(tmp_path / "again")
     again = tmp_path / "again" / "samples.jsonl"
-    assert (tmp_path / "again" / "results.json").read_bytes() == (embedded / "results.json").read_bytes()
+    assert (tmp_path / "again" / "results.json").read_bytes() == (
+        embedded / "results.json"
+    ).read_bytes()
     place = random.Random(0).randrange(again.stat().st_size // 4, again.stat().st_size)
     again.write_bytes(again.read_bytes()[:place])
     evaluate(tmp_path / "again")
@@ -97,14 +107,27 @@ def test_twice_is_the_same_and_so_is_what_goes_on_after_a_kill(embedded: Path, t
         assert (tmp_path / "again" / name).read_bytes() == (embedded / name).read_bytes()
 
 
-def test_a_problem_that_does_not_fit_counts_as_wrong(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_problem_that_does_not_fit_counts_as_wrong(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     rows = [{"problem": f"Find {number} + 1.", "answer": str(number + 1)} for number in range(7)]
     rows.append({"problem": "1 + 1 + " * 60, "answer": "61"})
     (tmp_path / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    command = (f"data={tmp_path / 'data.jsonl'}", "evaluation.num_tasks=8", "engine.max_prompt_tokens=64")
+    command = (
+        f"data={tmp_path / 'data.jsonl'}",
+        "evaluation.num_tasks=8",
+        "engine.max_prompt_tokens=64",
+    )
     found = evaluate(tmp_path / "first", *command)
-    assert "1 of 8 prompts of eval_tasks are longer than engine.max_prompt_tokens=64" in capsys.readouterr().err
-    assert (found["num_tasks"], found["num_samples"], found["failed"]) == (8, 21, {"InvalidRequest": 1})
+    assert (
+        "1 of 8 prompts of eval_tasks are longer than engine.max_prompt_tokens=64"
+        in capsys.readouterr().err
+    )
+    assert (found["num_tasks"], found["num_samples"], found["failed"]) == (
+        8,
+        21,
+        {"InvalidRequest": 1},
+    )
     right = sum(problem["num_correct"] for problem in found["problems"])
     assert found["pass_at"]["1"]["value"] == pytest.approx(right / 3 / 8)
     assert sum(family["num_tasks"] for family in found["families"].values()) == 8
@@ -124,7 +147,14 @@ def test_a_killed_process_leaves_what_the_next_one_goes_on_from(
     embedded: Path, tmp_path: Path, of_a_command: dict[str, str]
 ) -> None:
     command = [sys.executable, "-m", "areal_jax.evaluate", *SMALL, f"--folder={tmp_path}"]
-    process = subprocess.Popen(command, cwd=ROOT, env=of_a_command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    process = subprocess.Popen(
+        command,
+        cwd=ROOT,
+        env=of_a_command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     samples, deadline_s = tmp_path / "samples.jsonl", time.monotonic() + 240.0
     while not samples.exists() or not samples.stat().st_size:
         assert process.poll() is None and time.monotonic() < deadline_s, process.communicate()[0]
@@ -135,7 +165,9 @@ def test_a_killed_process_leaves_what_the_next_one_goes_on_from(
     assert (tmp_path / "results.json").read_bytes() == (embedded / "results.json").read_bytes()
 
 
-def test_other_settings_and_other_tasks_are_refused_by_name(embedded: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_settings_and_other_tasks_are_refused_by_name(
+    embedded: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     before = (embedded / "samples.jsonl").read_bytes()
     for change, said in {
         "evaluation.samples_per_task=4": "evaluation.samples_per_task is 3 there and 4 here",
@@ -149,7 +181,8 @@ def test_other_settings_and_other_tasks_are_refused_by_name(embedded: Path, caps
 
 @pytest.fixture(scope="module")
 def drifted(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run folder whose checkpoints hold the embedded policy, a little moved, as full parameters and as an export."""
+    """A run folder whose checkpoints hold the embedded policy, a little moved, as full parameters
+    and as an export."""
     return save_run_and_export(tmp_path_factory.mktemp("run"))
 
 
@@ -168,10 +201,19 @@ def test_a_run_and_its_export_score_the_same(drifted: Path, embedded: Path, tmp_
 def test_an_adapters_run_scores_as_what_it_is_merged_to(tmp_path: Path) -> None:
     policy, found = adapter()
     save_run(tmp_path / "run", found, "policy.lora.rank=2")
-    hf.save(tmp_path / "run" / "policy", policy, lora.merge(policy, embedded_params(), found), EMBEDDED)
-    # Merged matrices round otherwise than two products: the likeliest tokens are the same all the same.
-    run = evaluate(tmp_path / "of run", f"checkpoint={tmp_path / 'run'}", "evaluation.temperature=0")
-    merged = evaluate(tmp_path / "of merged", f"checkpoint={tmp_path / 'run' / 'policy'}", "evaluation.temperature=0")
+    hf.save(
+        tmp_path / "run" / "policy", policy, lora.merge(policy, embedded_params(), found), EMBEDDED
+    )
+    # Merged matrices round otherwise than two products: the likeliest tokens are the same all the
+    # same.
+    run = evaluate(
+        tmp_path / "of run", f"checkpoint={tmp_path / 'run'}", "evaluation.temperature=0"
+    )
+    merged = evaluate(
+        tmp_path / "of merged",
+        f"checkpoint={tmp_path / 'run' / 'policy'}",
+        "evaluation.temperature=0",
+    )
     assert texts(tmp_path / "of run") == texts(tmp_path / "of merged")
     assert figures(run) == figures(merged)
 
@@ -187,26 +229,42 @@ def test_without_an_experiment_a_run_brings_its_own_settings(
 
 
 def test_a_benchmarks_file_is_asked_whole(tmp_path: Path) -> None:
-    rows = [{"question": f"Ann has {n} eggs and buys 2. How many?", "answer": f"{n} + 2\n#### {n + 2}"} for n in range(3)]
+    rows = [
+        {"question": f"Ann has {n} eggs and buys 2. How many?", "answer": f"{n} + 2\n#### {n + 2}"}
+        for n in range(3)
+    ]
     data = tmp_path / "gsm8k.jsonl"
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
     arguments = [argument for argument in SMALL if not argument.startswith("evaluation.")]
-    assert main([*arguments, f"data={data}", "prompt.suffix= Box it.", f"--folder={tmp_path / 'found'}"]) == 0
+    assert (
+        main(
+            [*arguments, f"data={data}", "prompt.suffix= Box it.", f"--folder={tmp_path / 'found'}"]
+        )
+        == 0
+    )
     results = json.loads((tmp_path / "found" / "results.json").read_text())
-    assert [problem["task"] for problem in results["problems"]] == [f"gsm8k.jsonl:{n}" for n in (1, 2, 3)]
+    assert [problem["task"] for problem in results["problems"]] == [
+        f"gsm8k.jsonl:{n}" for n in (1, 2, 3)
+    ]
     assert [problem["expected"] for problem in results["problems"]] == ["2", "3", "4"]
     assert results["settings"]["evaluation.num_tasks"] is None
 
 
 @contextmanager
 def serving() -> Iterator[str]:
-    """The URL of the package's own server, with the embedded policy and a token, while it listens in a thread."""
-    engine = chz.replace(load_experiment("aime").engine, num_slots=8, max_prompt_tokens=64, max_new_tokens=40)
+    """The URL of the package's own server, with the embedded policy and a token, while it listens
+    in a thread."""
+    engine = chz.replace(
+        load_experiment("aime").engine, num_slots=8, max_prompt_tokens=64, max_new_tokens=40
+    )
     config = ServeConfig(engine=engine, devices=1)
     loop, urls, stop = asyncio.new_event_loop(), queue.SimpleQueue[str | None](), asyncio.Event()
 
     async def serve() -> None:
-        async with engine_backend(config, TOKEN) as source, listening(App(source, config.limits), "127.0.0.1", 0, 10.0) as port:
+        async with (
+            engine_backend(config, TOKEN) as source,
+            listening(App(source, config.limits), "127.0.0.1", 0, 10.0) as port,
+        ):
             urls.put(f"http://127.0.0.1:{port}/v1")
             await stop.wait()
 
@@ -229,7 +287,10 @@ def serving() -> Iterator[str]:
 
 
 def test_a_server_answers_as_the_policy_itself_or_in_words_and_wants_its_token(
-    embedded: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    embedded: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     # A policy that is not here: nobody knows the server's tokens, so that it is asked in words.
     strange = "policy.path=./missing"
@@ -237,7 +298,10 @@ def test_a_server_answers_as_the_policy_itself_or_in_words_and_wants_its_token(
         for token in ("wrong", ""):
             monkeypatch.setenv("OPENAI_API_KEY", token)
             assert main([*SMALL, f"checkpoint={url}"]) == 2
-            assert "the server refuses (401" in (said := capsys.readouterr().err) and "set OPENAI_API_KEY" in said
+            assert (
+                "the server refuses (401" in (said := capsys.readouterr().err)
+                and "set OPENAI_API_KEY" in said
+            )
         monkeypatch.setenv("OPENAI_API_KEY", TOKEN)
         tokens = evaluate(tmp_path / "tokens", f"checkpoint={url}")
         words = evaluate(tmp_path / "words", f"checkpoint={url}", strange, "evaluation.num_tasks=3")
@@ -247,7 +311,11 @@ def test_a_server_answers_as_the_policy_itself_or_in_words_and_wants_its_token(
     assert (tokens["settings"]["asked in"], tokens["settings"]["model"]) == ("tokens", "embedded")
     sampled_with = "top_p=1, top_k=0, min_p=0, repetition_penalty=1"
     assert {found["settings"]["sampled with"] for found in (tokens, words)} == {sampled_with}
-    assert (words["num_tasks"], words["samples_per_task"], words["settings"]["asked in"]) == (3, 3, "words")
+    assert (words["num_tasks"], words["samples_per_task"], words["settings"]["asked in"]) == (
+        3,
+        3,
+        "words",
+    )
     assert words["tokens"]["mean"] > 1
     # Nobody listens there any more.
     assert main([*SMALL, f"checkpoint={url}"]) == 2
@@ -278,17 +346,25 @@ def test_a_server_that_fails_at_tokens_is_asked_in_words_and_one_that_fails_at_a
             status[path] = wrong
             assert main([*SMALL, f"checkpoint={server.url}"]) == 2
             printed = capsys.readouterr().err
-            assert printed.startswith(f"areal_jax: checkpoint={server.url}: ") and reported in printed, printed
+            assert (
+                printed.startswith(f"areal_jax: checkpoint={server.url}: ") and reported in printed
+            ), printed
 
 
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        (["--exp=aime", "checkpoint=./missing"], "checkpoint=./missing: expected 'embedded', an existing folder"),
+        (
+            ["--exp=aime", "checkpoint=./missing"],
+            "checkpoint=./missing: expected 'embedded', an existing folder",
+        ),
         (["--exp=aime", "checkpoint=./empty"], "has no config.json; or a run folder"),
         (["--exp=aime", "checkpoint=./run"], "this run has no checkpoint yet"),
         (["--exp=aime", "checkpoint=./run/checkpoints/newest"], "with a number, came 'newest'"),
-        (["--exp=aime", "checkpoint=./run/checkpoints/5"], "no checkpoint of version 5; found none"),
+        (
+            ["--exp=aime", "checkpoint=./run/checkpoints/5"],
+            "no checkpoint of version 5; found none",
+        ),
         (["--exp=aime", "data=aime26"], "a benchmark (aime24, aime25"),
         (["--exp=aime", "data=./other.jsonl"], "fields seen: riddle"),
         (["--exp=aime", "data=./empty.jsonl"], "no rows"),
@@ -300,7 +376,11 @@ def test_a_server_that_fails_at_tokens_is_asked_in_words_and_one_that_fails_at_a
     ],
 )
 def test_bad_input_is_one_message_and_exit_code_2(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    arguments: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     for folder in ("empty", "run"):
@@ -313,7 +393,9 @@ def test_bad_input_is_one_message_and_exit_code_2(
     printed = capsys.readouterr()
     assert printed.err.startswith("areal_jax: ")
     assert said in printed.err
-    assert not (tmp_path / "evaluations").exists() or not list(tmp_path.glob("evaluations/*/samples.jsonl"))
+    assert not (tmp_path / "evaluations").exists() or not list(
+        tmp_path.glob("evaluations/*/samples.jsonl")
+    )
 
 
 def test_an_unwritable_folder_is_refused_by_its_option(capsys: pytest.CaptureFixture[str]) -> None:
@@ -325,12 +407,24 @@ def test_an_unwritable_folder_is_refused_by_its_option(capsys: pytest.CaptureFix
 def commands(text: str) -> list[list[str]]:
     """Arguments of every `areal_jax.evaluate` command in a text; a backslash continues a line."""
     joined = re.sub(r"\\\n\s*", "", text)
-    return [shlex.split(line, comments=True) for line in re.findall(r"python -m areal_jax\.evaluate (.*)", joined)]
+    return [
+        shlex.split(line, comments=True)
+        for line in re.findall(r"python -m areal_jax\.evaluate (.*)", joined)
+    ]
 
 
-def test_the_commands_in_readme_and_experiments_are_accepted(capsys: pytest.CaptureFixture[str]) -> None:
-    docstrings = [ast.get_docstring(ast.parse(find_experiment(name).read_text())) or "" for name in experiment_names()]
-    found = [arguments for text in (*docstrings, (ROOT / "README.md").read_text()) for arguments in commands(text)]
+def test_the_commands_in_readme_and_experiments_are_accepted(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    docstrings = [
+        ast.get_docstring(ast.parse(find_experiment(name).read_text())) or ""
+        for name in experiment_names()
+    ]
+    found = [
+        arguments
+        for text in (*docstrings, (ROOT / "README.md").read_text())
+        for arguments in commands(text)
+    ]
     assert len(found) >= 4
     for arguments in found:
         assert main([*arguments, "--help"]) == 0, capsys.readouterr().err
@@ -338,4 +432,8 @@ def test_the_commands_in_readme_and_experiments_are_accepted(capsys: pytest.Capt
 
 def test_what_the_embedded_policy_says_can_be_read(embedded: Path) -> None:
     tokenizer = HFTokenizer.from_folder(EMBEDDED)
-    assert all("\\boxed" in text and tokenizer.encode(text).size for of_task in texts(embedded).values() for text in of_task)
+    assert all(
+        "\\boxed" in text and tokenizer.encode(text).size
+        for of_task in texts(embedded).values()
+        for text in of_task
+    )

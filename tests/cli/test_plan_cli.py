@@ -13,7 +13,14 @@ from areal_jax.cli.plan import find_model, main
 from areal_jax.data.policy_files import EMBEDDED
 from areal_jax.errors import ConfigError
 
-SMALL = ("devices=3", "context=1024", "groups_per_batch=4", "samples_per_group=2", "slots=4", "steps=10")
+SMALL = (
+    "devices=3",
+    "context=1024",
+    "groups_per_batch=4",
+    "samples_per_group=2",
+    "slots=4",
+    "steps=10",
+)
 
 
 def test_a_plan_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -27,14 +34,19 @@ def test_a_plan_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixtu
 @pytest.mark.parametrize(
     ("arguments", "reported"),
     [
-        (["model=gpt-5", *SMALL], "model=gpt-5: no policy called 'gpt-5' is known by name; known are qwen2.5-0.5b"),
+        (
+            ["model=gpt-5", *SMALL],
+            "model=gpt-5: no policy called 'gpt-5' is known by name; known are qwen2.5-0.5b",
+        ),
         (["model=qwen2.5-32b", *SMALL], "devices=3 are too few for model=qwen2.5-32b"),
         (["model=qwen2.5-0.5b", *SMALL, "median_length=-5"], "came median_length=-5"),
         (["model=qwen2.5-0.5b", "devices=many"], "devices=many: expected int"),
         (["model=qwen2.5-0.5b", *SMALL, "gpus=3"], "unknown setting gpus"),
     ],
 )
-def test_bad_input_is_refused_in_one_message(arguments: list[str], reported: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_bad_input_is_refused_in_one_message(
+    arguments: list[str], reported: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(arguments) == 2
     assert reported in capsys.readouterr().err
 
@@ -53,11 +65,18 @@ def test_a_folder_with_a_config_is_a_model_too() -> None:
 def test_an_unknown_key_of_a_folder_names_the_planners_setting(tmp_path: Path) -> None:
     config = json.loads((EMBEDDED / "config.json").read_text()) | {"frobnicate": 2}
     (tmp_path / "config.json").write_text(json.dumps(config))
-    with pytest.raises(ConfigError, match=r"frobnicate=2 is not a known key.* set ignore_config_keys=frobnicate;"):
+    with pytest.raises(
+        ConfigError, match=r"frobnicate=2 is not a known key.* set ignore_config_keys=frobnicate;"
+    ):
         find_model(str(tmp_path))
     assert find_model(str(tmp_path), ("frobnicate",)).num_params < 1e7
 
 
 def test_planning_imports_no_jax() -> None:
     code = "import sys, areal_jax.plan; sys.exit('jax' in sys.modules)"
-    assert subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False).returncode == 0
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", code], cwd=Path(__file__).parents[2], check=False
+        ).returncode
+        == 0
+    )

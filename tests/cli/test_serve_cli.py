@@ -27,17 +27,24 @@ from areal_jax.cli.serve import main, read_config
         (["limits.max_requests=-1"], "expected a number above 0"),
         (["api_key="], "api_key= is empty"),
         (["model"], "'model' is not a setting"),
-        (["model=/nowhere", "simulated_devices=8"], "model=/nowhere: expected 'embedded', an existing folder"),
+        (
+            ["model=/nowhere", "simulated_devices=8"],
+            "model=/nowhere: expected 'embedded', an existing folder",
+        ),
         (["engine.max_new_tokens=900", "simulated_devices=8"], "longer than the 1024 positions"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_name(given: list[str], words: str, capsys: pytest.CaptureFixture[str]):
+def test_what_cannot_be_is_refused_with_its_name(
+    given: list[str], words: str, capsys: pytest.CaptureFixture[str]
+):
     assert main(given) == 2
     assert words in capsys.readouterr().err
 
 
 def test_settings_are_given_as_they_are_for_training():
-    config = read_config(["model=embedded", "engine.num_slots=4", "port=0", "limits.max_requests=7"])
+    config = read_config(
+        ["model=embedded", "engine.num_slots=4", "port=0", "limits.max_requests=7"]
+    )
     assert (config.engine.num_slots, config.port, config.limits.max_requests) == (4, 0, 7)
     assert config.host == "127.0.0.1"
 
@@ -45,15 +52,24 @@ def test_settings_are_given_as_they_are_for_training():
 def test_help_lists_every_setting(capsys: pytest.CaptureFixture[str]):
     assert main(["--help"]) == 0
     listed = capsys.readouterr().out
-    assert "engine.num_slots=16" in listed and "limits.max_body_bytes=" in listed and "api_key=none" in listed
+    assert (
+        "engine.num_slots=16" in listed
+        and "limits.max_body_bytes=" in listed
+        and "api_key=none" in listed
+    )
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_it_while_it_loads(number: signal.Signals, tmp_path: Path, of_a_command: dict[str, str]):
-    # A file of the policy that never ends: loading it takes for ever, in a thread that hears of nothing.
+def test_a_signal_ends_it_while_it_loads(
+    number: signal.Signals, tmp_path: Path, of_a_command: dict[str, str]
+):
+    # A file of the policy that never ends: loading it takes for ever, in a thread that hears of
+    # nothing.
     endless = tmp_path / "config.json"
     os.mkfifo(endless)
-    process = subprocess.Popen([sys.executable, "-m", "areal_jax.serve", f"model={tmp_path}", "port=0"], env=of_a_command)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "areal_jax.serve", f"model={tmp_path}", "port=0"], env=of_a_command
+    )
     try:
         deadline_s, pipe = time.monotonic() + 60, None
         while pipe is None:
@@ -72,9 +88,17 @@ def test_a_signal_ends_it_while_it_loads(number: signal.Signals, tmp_path: Path,
 
 
 def test_it_answers_until_it_is_told_to_end(of_a_command: dict[str, str]):
-    given = ["port=0", "engine.num_slots=1", "engine.max_prompt_tokens=16", "engine.max_new_tokens=16"]
+    given = [
+        "port=0",
+        "engine.num_slots=1",
+        "engine.max_prompt_tokens=16",
+        "engine.max_new_tokens=16",
+    ]
     process = subprocess.Popen(
-        [sys.executable, "-m", "areal_jax.serve", *given], stdout=subprocess.PIPE, text=True, env=of_a_command
+        [sys.executable, "-m", "areal_jax.serve", *given],
+        stdout=subprocess.PIPE,
+        text=True,
+        env=of_a_command,
     )
     try:
         assert process.stdout is not None
@@ -82,7 +106,9 @@ def test_it_answers_until_it_is_told_to_end(of_a_command: dict[str, str]):
         key = process.stdout.readline().removeprefix("bearer token: ").strip()
         assert url is not None and len(key) > 20
         body = json.dumps({"model": "embedded", "prompt": "1+1=", "max_tokens": 3}).encode()
-        request = urllib.request.Request(f"{url[0]}/completions", body, {"Authorization": f"Bearer {key}"})
+        request = urllib.request.Request(
+            f"{url[0]}/completions", body, {"Authorization": f"Bearer {key}"}
+        )
         with urllib.request.urlopen(request, timeout=60) as answer:
             assert json.load(answer)["usage"]["completion_tokens"] >= 1
         process.send_signal(signal.SIGTERM)

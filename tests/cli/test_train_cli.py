@@ -29,18 +29,32 @@ ROOT = Path(__file__).parents[2]
 
 
 def train(*arguments: str, cwd: Path) -> subprocess.CompletedProcess[str]:
-    """Run the command in a process of its own, which sees neither conftest's devices nor the checkout's folder."""
-    env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS")}
+    """Run the command in a process of its own, which sees neither conftest's devices nor the
+    checkout's folder."""
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS")
+    }
     command = [sys.executable, "-m", "areal_jax.train", *arguments]
     return subprocess.run(
-        command, cwd=cwd, env=env | {"PYTHONPATH": str(ROOT)}, capture_output=True, text=True, timeout=240, check=False
+        command,
+        cwd=cwd,
+        env=env | {"PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        timeout=240,
+        check=False,
     )
 
 
 def commands(text: str) -> list[list[str]]:
     """Arguments of every `areal_jax.train` command in a text; a backslash continues a line."""
     joined = re.sub(r"\\\n\s*", "", text)
-    return [shlex.split(line, comments=True) for line in re.findall(r"python -m areal_jax\.train (.*)", joined)]
+    return [
+        shlex.split(line, comments=True)
+        for line in re.findall(r"python -m areal_jax\.train (.*)", joined)
+    ]
 
 
 def test_help_lists_every_setting_and_choice_from_any_folder(tmp_path: Path) -> None:
@@ -49,7 +63,13 @@ def test_help_lists_every_setting_and_choice_from_any_folder(tmp_path: Path) -> 
     for setting in settings(load_experiment("aime")).values():
         assert f"{setting.key}=" in done.stdout
         assert setting.doc.split()[0] in done.stdout
-    for text in ("with tasks=Files", "tasks.path=(required)", "with trainer.loss=PPO", "one of recompute, keep", "aime_1p5b"):
+    for text in (
+        "with tasks=Files",
+        "tasks.path=(required)",
+        "with trainer.loss=PPO",
+        "one of recompute, keep",
+        "aime_1p5b",
+    ):
         assert text in done.stdout
 
 
@@ -63,12 +83,20 @@ def test_help_of_an_experiment_shows_its_values(capsys: pytest.CaptureFixture[st
 
 
 def test_dry_run_prints_settings_and_plan_and_writes_nothing(tmp_path: Path) -> None:
-    done = train("--exp=aime", "--dry-run", "placement.simulated_devices=4", "rollout.max_staleness=none", cwd=tmp_path)
+    done = train(
+        "--exp=aime",
+        "--dry-run",
+        "placement.simulated_devices=4",
+        "rollout.max_staleness=none",
+        cwd=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     assert "rollout.max_staleness=none\n" in done.stdout
     # Three quarters of four devices decode.
     assert re.search(r"devices +1 \+ 3 cpu\n", done.stdout)
-    assert re.search(r"train mesh +data 1 x fsdp 1 x expert 1 x context 1 x tensor 1\n", done.stdout)
+    assert re.search(
+        r"train mesh +data 1 x fsdp 1 x expert 1 x context 1 x tensor 1\n", done.stdout
+    )
     assert re.search(r"rollout mesh +data 3 x tensor 1\n", done.stdout)
     assert "KV caches" in done.stdout
     assert list(tmp_path.iterdir()) == []
@@ -97,19 +125,32 @@ def test_dry_run_prints_settings_and_plan_and_writes_nothing(tmp_path: Path) -> 
             ["--exp=aime", "--dry-run", "workflow=Agent", "workflow.command=/no/such -x"],
             "workflow.command=/no/such -x: expected",
         ),
-        (["--exp=aime", "--dry-run", "workflow=Agent", "workflow.command='"], "workflow.command=': No closing quotation"),
+        (
+            ["--exp=aime", "--dry-run", "workflow=Agent", "workflow.command='"],
+            "workflow.command=': No closing quotation",
+        ),
         (
             ["--exp=aime", "--dry-run", "rewards.function=missing.py:grader"],
             "rewards.function=missing.py:grader: FileNotFoundError",
         ),
         (
-            ["--exp=aime", "--dry-run", "workflow=ToolUse", "workflow.tools.names=search", "workflow.tools.documents=missing"],
+            [
+                "--exp=aime",
+                "--dry-run",
+                "workflow=ToolUse",
+                "workflow.tools.names=search",
+                "workflow.tools.documents=missing",
+            ],
             "workflow.tools.documents=missing: ",
         ),
     ],
 )
 def test_bad_input_is_one_message_and_exit_code_2(
-    arguments: list[str], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    arguments: list[str],
+    said: str,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(arguments) == 2
@@ -152,7 +193,9 @@ def started(folder: Path, *overrides: str) -> None:
     (folder / "metrics.jsonl").write_text('{"version":0}\n')
 
 
-def test_a_folder_that_holds_a_run_is_not_written_over(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_folder_that_holds_a_run_is_not_written_over(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     started(tmp_path)
     assert main(["--exp=aime", f"--run-folder={tmp_path}"]) == 2
     assert f"--resume={tmp_path}" in capsys.readouterr().err
@@ -162,7 +205,9 @@ def test_resume_takes_the_newest_run_of_the_experiment(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    for age_s, (run, seed) in enumerate({"aime-b": 11, "aime-a": 22, "gsm8k-z": 33, "aime-c": 44}.items()):
+    for age_s, (run, seed) in enumerate(
+        {"aime-b": 11, "aime-a": 22, "gsm8k-z": 33, "aime-c": 44}.items()
+    ):
         folder = tmp_path / "runs" / run
         started(folder, f"seed={seed}")
         os.utime(folder, (1000 - age_s, 1000 - age_s))
@@ -192,7 +237,9 @@ def test_a_start_that_failed_is_no_run(
     assert main(["--exp=aime", f"--run-folder={failed}", "--dry-run"]) == 2
 
 
-def test_a_refused_resume_leaves_the_runs_settings_alone(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_a_refused_resume_leaves_the_runs_settings_alone(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     folder = tmp_path / "run"
     started(folder)
     store = CheckpointStore(folder / "checkpoints", keep=1)
@@ -208,7 +255,10 @@ def test_default_folders_do_not_collide(tmp_path: Path) -> None:
     wanted = tmp_path / "runs" / "aime-20260101-000000"
     with ThreadPoolExecutor(8) as pool:
         made = list(pool.map(make_unique, [wanted] * 8))
-    assert sorted(folder.name for folder in made) == [wanted.name, *(f"{wanted.name}-{number}" for number in range(2, 9))]
+    assert sorted(folder.name for folder in made) == [
+        wanted.name,
+        *(f"{wanted.name}-{number}" for number in range(2, 9)),
+    ]
 
 
 def test_a_version_that_was_evaluated_twice_has_its_last_score(tmp_path: Path) -> None:
@@ -216,8 +266,12 @@ def test_a_version_that_was_evaluated_twice_has_its_last_score(tmp_path: Path) -
     (tmp_path / "metrics.jsonl").write_text(
         "".join(f'{{"version":{version},"evaluation/pass@1":{score}}}\n' for version, score in rows)
     )
-    assert list(result_lines(tmp_path, answers=False)) == ["pass@1 12.5% of version 0, 50.0% of version 7"]
-    (tmp_path / "metrics.jsonl").write_text('{"version":0,"evaluation/pass@1":0.1}\n{"version":0,"evaluation/pass@1":0.2}\n')
+    assert list(result_lines(tmp_path, answers=False)) == [
+        "pass@1 12.5% of version 0, 50.0% of version 7"
+    ]
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"version":0,"evaluation/pass@1":0.1}\n{"version":0,"evaluation/pass@1":0.2}\n'
+    )
     assert list(result_lines(tmp_path, answers=False)) == []
 
 
@@ -233,11 +287,15 @@ def test_a_full_disk_is_one_message_and_exit_code_1(
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     said = capsys.readouterr().err.splitlines()[-1]
-    assert said.startswith(f"areal_jax: {tmp_path / 'run' / 'claim.json'}: File too large; make room there")
+    assert said.startswith(
+        f"areal_jax: {tmp_path / 'run' / 'claim.json'}: File too large; make room there"
+    )
 
 
 def test_what_came_out_of_a_run_is_told_with_the_commands_that_ask_it(tmp_path: Path) -> None:
-    (tmp_path / "metrics.jsonl").write_text('{"version":0,"evaluation/pass@1":0.125}\n{"version":7,"evaluation/pass@1":0.5}\n')
+    (tmp_path / "metrics.jsonl").write_text(
+        '{"version":0,"evaluation/pass@1":0.125}\n{"version":7,"evaluation/pass@1":0.5}\n'
+    )
     score = "pass@1 12.5% of version 0, 50.0% of version 7"
     assert list(result_lines(tmp_path, answers=True)) == [score]
     assert remaining_output(tmp_path) == "no checkpoint was saved, so there is nothing to resume"
@@ -246,11 +304,15 @@ def test_what_came_out_of_a_run_is_told_with_the_commands_that_ask_it(tmp_path: 
     assert evaluating.endswith(f"python -m areal_jax.evaluate checkpoint={tmp_path}")
     assert serving.endswith(f"python -m areal_jax.serve model={tmp_path}")
     assert list(result_lines(tmp_path, answers=False)) == [score]
-    assert remaining_output(tmp_path).startswith(f"python -m areal_jax.train --resume={tmp_path} resumes from")
+    assert remaining_output(tmp_path).startswith(
+        f"python -m areal_jax.train --resume={tmp_path} resumes from"
+    )
 
 
 @pytest.mark.parametrize(
-    "broken", ["none", "half", "noise", "size", "index"], ids=["none", "half a file", "noise", "another size", "a file too few"]
+    "broken",
+    ["none", "half", "noise", "size", "index"],
+    ids=["none", "half a file", "noise", "another size", "a file too few"],
 )
 def test_broken_weights_are_one_message_and_exit_code_2(
     broken: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
@@ -265,7 +327,9 @@ def test_broken_weights_are_one_message_and_exit_code_2(
         weights.write_bytes(np.random.default_rng(1).bytes(10_000))
     elif broken == "size":
         config = json.loads((policy / "config.json").read_text())
-        (policy / "config.json").write_text(json.dumps(config | {"hidden_size": 2 * config["hidden_size"]}))
+        (policy / "config.json").write_text(
+            json.dumps(config | {"hidden_size": 2 * config["hidden_size"]})
+        )
     else:
         weights.unlink()
         if broken == "index":
@@ -280,13 +344,19 @@ def test_broken_weights_are_one_message_and_exit_code_2(
 
 
 @pytest.mark.parametrize("folder", ["/etc/passwd", "/proc/x"])
-def test_a_run_folder_that_cannot_be_is_refused_by_its_option(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_folder_that_cannot_be_is_refused_by_its_option(
+    folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["--exp=aime", f"--run-folder={folder}"]) == 2
-    assert capsys.readouterr().err.startswith(f"areal_jax: --run-folder={folder}: cannot be written to (")
+    assert capsys.readouterr().err.startswith(
+        f"areal_jax: --run-folder={folder}: cannot be written to ("
+    )
 
 
 @pytest.mark.parametrize("name", experiment_names())
-def test_an_experiments_docstring_says_how_to_run_it(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_experiments_docstring_says_how_to_run_it(
+    name: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     docstring = ast.get_docstring(ast.parse(find_experiment(name).read_text())) or ""
     assert "Hardware: " in docstring
     found = commands(docstring)

@@ -1,8 +1,10 @@
-"""A run on a cluster under simulated time: the real Relay, Engines, Router, Turns and RollingSource between simulated processes.
+"""A run on a cluster under simulated time: the real Relay, Engines, Router, Turns and RollingSource
+between simulated processes.
 
-Trainer hosts and engines are models: what they are told and what they say crosses a network that loses, delays, doubles and
-reorders messages; engines die, hang and are replaced; objects of the store are lost. The loop trains on batches as
-`areal_jax.loop` does, and evaluates on weights that are held.
+Trainer hosts and engines are models: what they are told and what they say crosses a network that
+loses, delays, doubles and reorders messages; engines die, hang and are replaced; objects of the
+store are lost. The loop trains on batches as `areal_jax.loop` does, and evaluates on weights that
+are held.
 """
 
 from __future__ import annotations
@@ -20,7 +22,15 @@ import numpy as np
 from areal_jax.cluster import wire
 from areal_jax.cluster.engines import Engines
 from areal_jax.cluster.weight_broadcast import Relay
-from areal_jax.records import NO_VERSION, Completion, Request, Sampling, Weights, WorkerDied, empty_completion
+from areal_jax.records import (
+    NO_VERSION,
+    Completion,
+    Request,
+    Sampling,
+    Weights,
+    WorkerDied,
+    empty_completion,
+)
 from areal_jax.sim import clock
 from areal_jax.weights.rolling import ENGINES_PER_TURN, RollingSource
 
@@ -115,7 +125,12 @@ class HostModel:
     """A trainer host with its publisher: as `hosts.TrainerHost`."""
 
     def __init__(self, number: int, objects: Objects, rng: random.Random) -> None:
-        self._number, self._objects, self._rng, self._loop = number, objects, rng, asyncio.get_running_loop()
+        self._number, self._objects, self._rng, self._loop = (
+            number,
+            objects,
+            rng,
+            asyncio.get_running_loop(),
+        )
         self.version, self.is_stepping = 0, False
         self._puts = itertools.count()
         self._sent: int | None = None
@@ -186,7 +201,9 @@ class TrainersModel:
 class ReaderModel:
     """Weights as they come to an engine: as `weights.object_store.ShardReader`."""
 
-    def __init__(self, setup: Setup, objects: Objects, rng: random.Random, emit: Callable[[str, Any], None]) -> None:
+    def __init__(
+        self, setup: Setup, objects: Objects, rng: random.Random, emit: Callable[[str, Any], None]
+    ) -> None:
         self._setup, self._objects, self._rng, self._emit = setup, objects, rng, emit
         self._loop = asyncio.get_running_loop()
         self.arrived = NO_VERSION
@@ -195,12 +212,17 @@ class ReaderModel:
     def offer(self, version: int, contributions: Sequence[Any]) -> None:
         if version > max(self.arrived, NO_VERSION if self.under_way is None else self.under_way):
             self.under_way = version
-            self._loop.call_later(self._rng.random() * self._setup.most_pull_s, self._pulled, version, contributions)
+            self._loop.call_later(
+                self._rng.random() * self._setup.most_pull_s, self._pulled, version, contributions
+            )
 
     def _pulled(self, version: int, contributions: Sequence[Any]) -> None:
         if self.under_way == version:
             self.under_way = None
-        if any(each["put"] in self._objects.lost for each in contributions) or self._rng.random() < self._setup.failed_pulls:
+        if (
+            any(each["put"] in self._objects.lost for each in contributions)
+            or self._rng.random() < self._setup.failed_pulls
+        ):
             self._emit("skipped", (version, "a chunk is lost"))
         elif version > self.arrived:
             self.arrived = version
@@ -225,7 +247,12 @@ class EngineModel:
     """An engine's process: as `hosts.EngineHost` with its engine loop. It is its own Channel."""
 
     def __init__(self, number: int, world: World) -> None:
-        self.number, self.name, self.process_id, self.cpu_s = number, f"engine {number}", number, 0.0
+        self.number, self.name, self.process_id, self.cpu_s = (
+            number,
+            f"engine {number}",
+            number,
+            0.0,
+        )
         self._world, self._setup, self._rng = world, world.setup, world.rng
         self._loop = asyncio.get_running_loop()
         self._reader = ReaderModel(world.setup, world.objects, world.rng, self._emit)
@@ -248,7 +275,9 @@ class EngineModel:
 
     # The counting process's side: a Channel.
 
-    def listen(self, reported: Callable[[str, Any], None], on_loss: Callable[[WorkerDied], None]) -> None:
+    def listen(
+        self, reported: Callable[[str, Any], None], on_loss: Callable[[WorkerDied], None]
+    ) -> None:
         self._reported, self._on_loss = reported, on_loss
 
     def ask(self, verb: str, *arguments: Any) -> asyncio.Future[Any]:
@@ -351,11 +380,17 @@ class EngineModel:
         (sampled,) = held.sampled
         start = len(sampled.tokens)
         if start < LENGTH:
-            arrays = np.array([start], np.int32), np.array([-0.5], np.float32), np.array([self.version], np.int32)
+            arrays = (
+                np.array([start], np.int32),
+                np.array([-0.5], np.float32),
+                np.array([self.version], np.int32),
+            )
             held.sampled = [sampled.followed_by(Completion(*arrays, "suspended"))]
         if len(held.sampled[0].tokens) >= LENGTH:
             done = held.sampled[0]
-            answer = wire.completions_to([Completion(done.tokens, done.logp, done.versions, "length")])
+            answer = wire.completions_to(
+                [Completion(done.tokens, done.logp, done.versions, "length")]
+            )
             if self._held.get(held.request.id) is held:
                 del self._held[held.request.id]
             self._world.network.send(lambda: self._answer(held.ticket, answer), once=True)
@@ -372,7 +407,12 @@ class EngineModel:
                 news = {}
                 for name, held in self._held.items():
                     if len(held.sampled[0].tokens) > held.reported:
-                        news[name] = {0: (held.reported, wire.completion_to(held.sampled[0].between(held.reported)))}
+                        news[name] = {
+                            0: (
+                                held.reported,
+                                wire.completion_to(held.sampled[0].between(held.reported)),
+                            )
+                        }
                         held.reported = len(held.sampled[0].tokens)
                 if news:
                     self._emit("progress", news)
@@ -418,7 +458,9 @@ class World:
 
     def swap_begins(self, engine: EngineModel, version: int) -> None:
         if version <= engine.version:
-            self.outcome.broken.append(f"{engine.name} swaps from version {engine.version} to {version}")
+            self.outcome.broken.append(
+                f"{engine.name} swaps from version {engine.version} to {version}"
+            )
         engine.is_swapping = True
         swapping = [each.name for each in self.living.values() if each.is_swapping]
         if len(swapping) > max(1, self.setup.num_engines // ENGINES_PER_TURN):
@@ -444,7 +486,9 @@ class World:
                     victim.hangs_until_s = self.loop.time() + 2.0 * (1 + fault.which)
                 case "lose objects":
                     newest = max((put[0] for put in self.objects.put), default=0)
-                    self.objects.lost |= {put for put in self.objects.put if put[0] >= newest - fault.which % 2}
+                    self.objects.lost |= {
+                        put for put in self.objects.put if put[0] >= newest - fault.which % 2
+                    }
                 case "full store":
                     self.objects.full_until_s = self.loop.time() + 2.0 * fault.which
                 case "partition":
@@ -471,11 +515,17 @@ class World:
                     oldest = max(0, group // setup.batch - setup.max_staleness)
                     groups[group] = asyncio.create_task(self.ask(f"group {group}", oldest))
             self.outcome.waits_for = f"the batch of version {version}"
-            await asyncio.gather(*(groups[version * setup.batch + place] for place in range(setup.batch)))
+            await asyncio.gather(
+                *(groups[version * setup.batch + place] for place in range(setup.batch))
+            )
             self.outcome.waits_for = f"step {version}"
             await self.trainers.step()
             self.relay.publish(version + 1, None)
-            if setup.evaluate_every and (version + 1) % setup.evaluate_every == 0 and not evaluations:
+            if (
+                setup.evaluate_every
+                and (version + 1) % setup.evaluate_every == 0
+                and not evaluations
+            ):
                 self.outcome.waits_for = f"weights of version {version + 1} everywhere"
                 await self.engines.arrived(version + 1, 1800.0)
                 evaluation = asyncio.create_task(self.evaluate(version + 1))
@@ -485,12 +535,16 @@ class World:
         await asyncio.gather(*evaluations, *groups.values())
         self.outcome.waits_for = f"version {setup.num_steps} at every engine"
         await happening
-        while not self.living or any(engine.version < setup.num_steps for engine in self.living.values()):
+        while not self.living or any(
+            engine.version < setup.num_steps for engine in self.living.values()
+        ):
             await asyncio.sleep(1.0)
         self.outcome.ended_s = self.loop.time()
 
     async def ask(self, name: str, min_version: int) -> None:
-        found = await self.engines.submit(Request(name, PROMPT, 1, Sampling(LENGTH), seed=1, min_version=min_version))
+        found = await self.engines.submit(
+            Request(name, PROMPT, 1, Sampling(LENGTH), seed=1, min_version=min_version)
+        )
         if name in self.outcome.answered:
             self.outcome.broken.append(f"{name} was answered twice")
         self.outcome.answered[name] = found
@@ -498,11 +552,15 @@ class World:
         if one.tokens.tolist() != list(range(LENGTH)) or one.stop_reason != "length":
             self.outcome.broken.append(f"{name} has tokens {one.tokens.tolist()}")
         if one.versions.min() < min_version:
-            self.outcome.broken.append(f"{name} of version {min_version} has tokens of version {one.versions.min()}")
+            self.outcome.broken.append(
+                f"{name} of version {min_version} has tokens of version {one.versions.min()}"
+            )
 
     async def evaluate(self, version: int) -> None:
         with self.relay.paused():
-            await asyncio.gather(*(self.ask(f"evaluation {version}.{each}", version) for each in range(3)))
+            await asyncio.gather(
+                *(self.ask(f"evaluation {version}.{each}", version) for each in range(3))
+            )
 
     async def close(self) -> None:
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
@@ -521,8 +579,12 @@ def simulated(setup: Setup, faults: Sequence[Fault]) -> Outcome:
         await asyncio.wait([training], timeout=MOST_SIMULATED_S)
         outcome = world.outcome
         if not training.done():
-            engines = ", ".join(f"{each.name} version {each.version}" for each in world.living.values())
-            outcome.broken.append(f"after {MOST_SIMULATED_S:g} s it waits for {outcome.waits_for}; {engines}")
+            engines = ", ".join(
+                f"{each.name} version {each.version}" for each in world.living.values()
+            )
+            outcome.broken.append(
+                f"after {MOST_SIMULATED_S:g} s it waits for {outcome.waits_for}; {engines}"
+            )
         elif (error := training.exception()) is not None:
             raise error
         training.cancel()

@@ -1,4 +1,5 @@
-"""A role for tests: an engine that draws 0, 1, 2, ... in every sample, tells every token, and dies where it is told to."""
+"""A role for tests: an engine that draws 0, 1, 2, ... in every sample, tells every token, and dies
+where it is told to."""
 
 from __future__ import annotations
 
@@ -18,7 +19,8 @@ IN_ITS_TURN = -2
 
 class Counting:
     def __init__(self, emit: Emit, version: int, dies_at: int) -> None:
-        """Args: version: stamped on every token. dies_at: after so many tokens of its own; -1: never; or IN_ITS_TURN."""
+        """Args: version: stamped on every token. dies_at: after so many tokens of its own; -1:
+        never; or IN_ITS_TURN."""
         self._emit, self._version, self._dies_at = emit, version, dies_at
         self._sampled: dict[str, list[Completion]] = {}
         self._ended: set[tuple[str, int]] = set()
@@ -30,7 +32,9 @@ class Counting:
 
     async def submit(self, plain: Any) -> Any:
         request = wire.request_from(plain)
-        sampled = self._sampled[request.id] = list(request.resume) or [empty_completion()] * request.num_samples
+        sampled = self._sampled[request.id] = (
+            list(request.resume) or [empty_completion()] * request.num_samples
+        )
         for step in range(request.sampling.max_new_tokens):
             if step == self._dies_at:
                 os._exit(9)
@@ -78,11 +82,18 @@ class Counting:
         for sample, each in enumerate(sampled):
             if not self._is_done(request, sample, each):
                 start = len(each.tokens)
-                more = np.array([start], np.int32), np.array([-0.5], np.float32), np.array([self._version], np.int32)
+                more = (
+                    np.array([start], np.int32),
+                    np.array([-0.5], np.float32),
+                    np.array([self._version], np.int32),
+                )
                 one = Completion(*more, "suspended")
                 sampled[sample] = each.followed_by(one)
                 news[sample] = (start, wire.completion_to(one))
         return news
 
     def _is_done(self, request: Request, sample: int, sampled: Completion) -> bool:
-        return len(sampled.tokens) >= request.sampling.max_new_tokens or (request.id, sample) in self._ended
+        return (
+            len(sampled.tokens) >= request.sampling.max_new_tokens
+            or (request.id, sample) in self._ended
+        )

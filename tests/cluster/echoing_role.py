@@ -43,9 +43,10 @@ class Echo:
         return what
 
     def fail(self, kind: str) -> None:
-        raise {error.__name__: error for error in (InvalidRequest, ConfigError, CorruptedState, ValueError, KeyError)}[kind](
-            "so"
-        )
+        raise {
+            error.__name__: error
+            for error in (InvalidRequest, ConfigError, CorruptedState, ValueError, KeyError)
+        }[kind]("so")
 
     def were_cancelled(self) -> list[str]:
         return self.cancelled

@@ -20,7 +20,9 @@ T = TypeVar("T")
 HERE = str(Path(__file__).parent)
 
 
-def with_two(talk: Callable[[list[Connection]], Awaitable[T]], silence_timeout_s: float = 60.0) -> T:
+def with_two(
+    talk: Callable[[list[Connection]], Awaitable[T]], silence_timeout_s: float = 60.0
+) -> T:
     async def opened(number: int) -> Connection:
         connection, _ = await Connection.opened(
             f"trainer host {number}",
@@ -46,13 +48,17 @@ def with_two(talk: Callable[[list[Connection]], Awaitable[T]], silence_timeout_s
 
 def asked(connections: list[Connection], *questions: tuple[Any, ...]) -> Awaitable[list[Any]]:
     return answers_of(
-        (connection, question[0], question[1:]) for connection, question in zip(connections, questions, strict=True)
+        (connection, question[0], question[1:])
+        for connection, question in zip(connections, questions, strict=True)
     )
 
 
 def test_all_answers_come_in_order_and_what_all_fail_with_is_raised_at_once() -> None:
     async def talk(connections: list[Connection]) -> float:
-        assert await asked(connections, ("say_late", "first", 0.2), ("say", "second")) == ["first", "second"]
+        assert await asked(connections, ("say_late", "first", 0.2), ("say", "second")) == [
+            "first",
+            "second",
+        ]
         began_s = time.monotonic()
         with pytest.raises(ValueError, match="trainer host 0: so"):
             await asked(connections, ("fail", "ValueError"), ("fail", "KeyError"))
@@ -63,7 +69,9 @@ def test_all_answers_come_in_order_and_what_all_fail_with_is_raised_at_once() ->
 
 def test_where_one_is_lost_that_is_told_whatever_the_other_failed_with_before() -> None:
     async def talk(connections: list[Connection]) -> None:
-        answers = asyncio.ensure_future(asked(connections, ("fail", "ValueError"), ("say_late", "never", 60.0)))
+        answers = asyncio.ensure_future(
+            asked(connections, ("fail", "ValueError"), ("say_late", "never", 60.0))
+        )
         # By now the first one has failed.
         assert await connections[0].ask("say", "well") == "well"
         connections[1].tell("die")

@@ -1,4 +1,5 @@
-"""Talking to a process that Ray has started: in order, with errors that keep their class, and a loss that is noticed."""
+"""Talking to a process that Ray has started: in order, with errors that keep their class, and a
+loss that is noticed."""
 
 from __future__ import annotations
 
@@ -23,7 +24,9 @@ HERE = str(Path(__file__).parent)
 """Of the role, for the process that is to have it."""
 
 
-async def opened(*arguments: str, silence_timeout_s: float = 30.0, start_timeout_s: float = 30.0) -> tuple[Connection, Any]:
+async def opened(
+    *arguments: str, silence_timeout_s: float = 30.0, start_timeout_s: float = 30.0
+) -> tuple[Connection, Any]:
     return await Connection.opened(
         "echo 7",
         "echoing_role:Echo",
@@ -55,7 +58,9 @@ def test_a_part_has_the_devices_it_was_given_and_answers_what_it_was_asked() -> 
             # This process has eight.
             assert facts["devices"].split()[-1] == "--xla_force_host_platform_device_count=3"
             array = np.arange(5, dtype=np.int32)
-            answers = await asyncio.gather(*(connection.ask("say", what) for what in (1, "two", {"three": array})))
+            answers = await asyncio.gather(
+                *(connection.ask("say", what) for what in (1, "two", {"three": array}))
+            )
             assert answers[:2] == [1, "two"]
             np.testing.assert_array_equal(answers[2]["three"], array)
             host, port = (await connection.address()).split(":")
@@ -93,7 +98,8 @@ def test_a_late_answer_does_not_keep_others_waiting() -> None:
 def test_what_is_cancelled_here_is_cancelled_there() -> None:
     async def talk(connection: Connection) -> list[str]:
         wanted, unwanted = (
-            connection.ask("say_late", name, after_s) for name, after_s in (("wanted", 0.2), ("unwanted", 30.0))
+            connection.ask("say_late", name, after_s)
+            for name, after_s in (("wanted", 0.2), ("unwanted", 30.0))
         )
         await connection.ask("say", 0)
         unwanted.cancel()
@@ -156,7 +162,10 @@ def test_what_is_given_up_is_told_of_once_and_heard_no_more() -> None:
             await waiting
         connection.give_up("again")
         # The listener finds out that the process has ended.
-        await asyncio.wait([task for task in asyncio.all_tasks() if task.get_name() == "listening to echo 7"], timeout=30.0)
+        await asyncio.wait(
+            [task for task in asyncio.all_tasks() if task.get_name() == "listening to echo 7"],
+            timeout=30.0,
+        )
         return losses, heard
 
     losses, heard = talking(talk)
@@ -178,11 +187,18 @@ def test_a_part_that_says_nothing_is_taken_for_lost() -> None:
     ("fault", "start_timeout_s", "expected", "text"),
     [
         ("settings", 30.0, ConfigError, "no.such.setting=1 is nothing"),
-        ("library", 30.0, NotStarted, r"^echo 7 could not start: ImportError: libcudart.so.12: cannot open"),
+        (
+            "library",
+            30.0,
+            NotStarted,
+            r"^echo 7 could not start: ImportError: libcudart.so.12: cannot open",
+        ),
         ("death", 30.0, WorkerDied, "echo 7 ended before it was ready"),
         ("slow", 2.0, WorkerDied, r"echo 7 was not ready within launch.start_timeout_s=2"),
     ],
 )
-def test_a_part_that_cannot_begin_says_why(fault: str, start_timeout_s: float, expected: type[Exception], text: str) -> None:
+def test_a_part_that_cannot_begin_says_why(
+    fault: str, start_timeout_s: float, expected: type[Exception], text: str
+) -> None:
     with pytest.raises(expected, match=text):
         asyncio.run(opened(fault, start_timeout_s=start_timeout_s))

@@ -56,7 +56,9 @@ def with_engines(talk: Callable[[Engines], Awaitable[T]], wait_s: float = 30.0) 
     return asyncio.run(run())
 
 
-def test_a_request_goes_on_at_another_engine_from_what_was_last_told(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_request_goes_on_at_another_engine_from_what_was_last_told(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def talk(engines: Engines) -> list[Completion]:
         await join(engines, 0, dies_at=5)
         future = engines.submit(request("a"))
@@ -67,10 +69,14 @@ def test_a_request_goes_on_at_another_engine_from_what_was_last_told(caplog: pyt
     with caplog.at_level(logging.WARNING):
         completions = with_engines(talk)
     for completion in completions:
-        # Five tokens of the engine that died, each known before, and then those of the other: none twice, none missing.
+        # Five tokens of the engine that died, each known before, and then those of the other: none
+        # twice, none missing.
         assert completion.tokens.tolist() == list(range(LENGTH))
         assert completion.versions.tolist() == [0] * 5 + [1] * (LENGTH - 5)
-    assert any("engine 0 was lost" in message and "1 requests under way there" in message for message in caplog.messages)
+    assert any(
+        "engine 0 was lost" in message and "1 requests under way there" in message
+        for message in caplog.messages
+    )
 
 
 def test_where_no_engine_is_left_a_request_waits_for_one_and_not_for_ever() -> None:
@@ -88,11 +94,15 @@ def test_where_no_engine_is_left_a_request_waits_for_one_and_not_for_ever() -> N
     async def in_vain(engines: Engines) -> list[Completion]:
         return await engines.submit(request("a"))
 
-    with pytest.raises(EngineStopped, match=r"all engines are lost, and none has joined within 0\.5 s"):
+    with pytest.raises(
+        EngineStopped, match=r"all engines are lost, and none has joined within 0\.5 s"
+    ):
         with_engines(in_vain, wait_s=0.5)
 
 
-def test_whoever_watches_hears_every_token_once_also_when_an_engine_is_lost_and_may_end_a_sample() -> None:
+def test_whoever_watches_hears_every_token_once_also_when_an_engine_is_lost_and_may_end_a_sample() -> (
+    None
+):
     heard: dict[int, list[int]] = {0: [], 1: []}
 
     def on_progress(news: Sequence[Progress]) -> list[int]:
@@ -117,7 +127,9 @@ def test_requests_are_dealt_by_load_and_weights_are_waited_for_everywhere() -> N
     async def talk(engines: Engines) -> None:
         await join(engines, 0)
         await join(engines, 1)
-        answers = await asyncio.gather(*(engines.submit(request(str(number), num_samples=1)) for number in range(4)))
+        answers = await asyncio.gather(
+            *(engines.submit(request(str(number), num_samples=1)) for number in range(4))
+        )
         assert sorted(answer[0].versions[0] for answer in answers) == [0, 0, 1, 1]
         measures = engines.metrics()
         # Of two engines: tokens add up, occupancy is a mean.
@@ -125,17 +137,24 @@ def test_requests_are_dealt_by_load_and_weights_are_waited_for_everywhere() -> N
         assert measures["occupancy"][0] / measures["occupancy"][1] == 0.5
         engines.offer(3, [])
         await engines.arrived(3, timeout_s=10.0)
-        with pytest.raises(TimeoutError, match=r"version 4 to reach every engine; engine 0 version 3, engine 1 version 3"):
+        with pytest.raises(
+            TimeoutError,
+            match=r"version 4 to reach every engine; engine 0 version 3, engine 1 version 3",
+        ):
             await engines.arrived(4, timeout_s=0.1)
 
     with_engines(talk)
 
 
-def test_new_weights_are_taken_in_turns_and_an_engine_that_is_lost_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_new_weights_are_taken_in_turns_and_an_engine_that_is_lost_holds_nobody_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(rolling, "_TURN_S", float("inf"))
 
     async def talk(engines: Engines) -> None:
-        connections = [await join(engines, 0, dies_at=IN_ITS_TURN)] + [await join(engines, number) for number in (1, 2)]
+        connections = [await join(engines, 0, dies_at=IN_ITS_TURN)] + [
+            await join(engines, number) for number in (1, 2)
+        ]
         # The first one alone has its turn, and dies in it.
         connections[0].tell("offer", 1, [])
         while engines.num_deaths == 0:
@@ -145,7 +164,9 @@ def test_new_weights_are_taken_in_turns_and_an_engine_that_is_lost_holds_nobody_
         while len(swaps) < 2:
             await asyncio.sleep(0.1)
             found = [await connection.ask("swap") for connection in connections[1:]]
-            swaps = sorted((begin_s, end_s) for begin_s, end_s in filter(None, found) if begin_s < end_s)
+            swaps = sorted(
+                (begin_s, end_s) for begin_s, end_s in filter(None, found) if begin_s < end_s
+            )
         (_, first_ended), (second_began, _) = swaps
         assert second_began >= first_ended
 

@@ -24,19 +24,31 @@ def test_simulated_devices_get_their_flag_and_twice_as_many_threads() -> None:
 
 
 def test_real_devices_get_no_flags() -> None:
-    assert environment(PlacementConfig(), {}).keys().isdisjoint({"XLA_FLAGS", "NPROC", "JAX_PLATFORMS"})
+    assert (
+        environment(PlacementConfig(), {})
+        .keys()
+        .isdisjoint({"XLA_FLAGS", "NPROC", "JAX_PLATFORMS"})
+    )
 
 
 def test_other_flags_stay_and_the_device_count_is_replaced() -> None:
-    current = {"XLA_FLAGS": "--xla_a=1 --xla_force_host_platform_device_count=2 --xla_b=2", "NPROC": "3"}
+    current = {
+        "XLA_FLAGS": "--xla_a=1 --xla_force_host_platform_device_count=2 --xla_b=2",
+        "NPROC": "3",
+    }
     found = environment(PlacementConfig(simulated_devices=8), current)
     assert found["XLA_FLAGS"] == "--xla_a=1 --xla_b=2 --xla_force_host_platform_device_count=8"
     assert found["NPROC"] == "16"
-    assert environment(PlacementConfig(simulated_devices=8), current | {"NPROC": "32"})["NPROC"] == "32"
+    assert (
+        environment(PlacementConfig(simulated_devices=8), current | {"NPROC": "32"})["NPROC"]
+        == "32"
+    )
 
 
 def test_devices_that_the_environment_simulates_get_threads_too() -> None:
-    found = environment(PlacementConfig(), {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"})
+    found = environment(
+        PlacementConfig(), {"XLA_FLAGS": "--xla_force_host_platform_device_count=4"}
+    )
     assert found["NPROC"] == "8"
     assert "XLA_FLAGS" not in found
 
@@ -45,13 +57,17 @@ def test_compiled_programs_are_kept_in_the_users_cache_unless_told_otherwise() -
     found = environment(PlacementConfig(), {"XDG_CACHE_HOME": "/cache"})
     assert found["JAX_COMPILATION_CACHE_DIR"] == "/cache/areal_jax/compiled"
     assert int(found["JAX_COMPILATION_CACHE_MAX_SIZE"]) == 2 * 2**30
-    assert "JAX_COMPILATION_CACHE_DIR" not in environment(PlacementConfig(), {"JAX_COMPILATION_CACHE_DIR": "/mine"})
+    assert "JAX_COMPILATION_CACHE_DIR" not in environment(
+        PlacementConfig(), {"JAX_COMPILATION_CACHE_DIR": "/mine"}
+    )
 
 
 def test_prepare_refuses_when_jax_was_imported_with_other_flags() -> None:
     assert jax.__name__ in sys.modules
     before = dict(os.environ)
-    with pytest.raises(RuntimeError, match=r"jax is already imported.*simulated_devices=3.*XLA_FLAGS"):
+    with pytest.raises(
+        RuntimeError, match=r"jax is already imported.*simulated_devices=3.*XLA_FLAGS"
+    ):
         prepare(PlacementConfig(simulated_devices=3))
     prepare(PlacementConfig(simulated_devices=8))  # as conftest set it
     assert dict(os.environ) == before
@@ -59,9 +75,14 @@ def test_prepare_refuses_when_jax_was_imported_with_other_flags() -> None:
 
 def test_jax_sees_the_simulated_devices() -> None:
     code = (
-        "from areal_jax.cluster.environment import prepare\nfrom areal_jax.parallel.config import PlacementConfig\n"
+        "from areal_jax.cluster.environment import prepare\nfrom areal_jax.parallel.config "
+        "import PlacementConfig\n"
         "prepare(PlacementConfig(simulated_devices=3))\n"
         "import jax\nassert len(jax.devices()) == 3, jax.devices()"
     )
-    env = {name: value for name, value in os.environ.items() if name not in ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS")}
+    env = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("XLA_FLAGS", "NPROC", "JAX_PLATFORMS")
+    }
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=ROOT, env=env)

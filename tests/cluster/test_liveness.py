@@ -1,4 +1,5 @@
-"""Relay, turns, engines and router as one machine under simulated time: whatever is lost, a run ends, and its laws hold.
+"""Relay, turns, engines and router as one machine under simulated time: whatever is lost, a run
+ends, and its laws hold.
 
 AREAL_JAX_SCHEDULES=10000 python -m pytest tests/cluster/test_liveness.py
 """
@@ -35,7 +36,12 @@ setups = st.builds(
     most_swap_s=st.sampled_from([0.1, 4.5]),
 )
 faults = st.lists(
-    st.builds(Fault, after_s=st.sampled_from([0.0, 0.3, 1.0, 3.0, 8.0]), kind=st.sampled_from(FAULTS), which=st.integers(0, 9)),
+    st.builds(
+        Fault,
+        after_s=st.sampled_from([0.0, 0.3, 1.0, 3.0, 8.0]),
+        kind=st.sampled_from(FAULTS),
+        which=st.integers(0, 9),
+    ),
     max_size=12,
 )
 
@@ -46,7 +52,9 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.ERROR, logger="areal_jax")
 
 
-@settings(max_examples=NUM_SCHEDULES, derandomize="AREAL_JAX_SCHEDULES" not in os.environ, database=None)
+@settings(
+    max_examples=NUM_SCHEDULES, derandomize="AREAL_JAX_SCHEDULES" not in os.environ, database=None
+)
 @given(setup=setups, faults=faults)
 @pytest.mark.timeout(0)
 def test_every_run_ends_with_its_laws_whatever_is_lost(setup: Setup, faults: list[Fault]) -> None:
@@ -54,9 +62,13 @@ def test_every_run_ends_with_its_laws_whatever_is_lost(setup: Setup, faults: lis
 
 
 def test_an_engine_that_joins_during_an_evaluation_gets_its_weights() -> None:
-    # Every step is evaluated, and engines are lost all the time: those that take their places join while weights are held.
+    # Every step is evaluated, and engines are lost all the time: those that take their places join
+    # while weights are held.
     kills = [Fault(2.5, "kill")] * 20
-    assert simulated(Setup(num_engines=2, evaluate_every=1, num_steps=4, start_s=0.5), kills).broken == []
+    assert (
+        simulated(Setup(num_engines=2, evaluate_every=1, num_steps=4, start_s=0.5), kills).broken
+        == []
+    )
 
 
 def test_a_version_that_no_engine_could_pull_is_given_anew() -> None:
@@ -71,7 +83,9 @@ def test_lost_requests_and_answers_are_sent_again() -> None:
 
 
 @pytest.mark.parametrize(
-    ("has_slots", "patience_s"), [(False, MOVE_QUEUED_S), (True, MOVE_RUNNING_S)], ids=["queued", "running"]
+    ("has_slots", "patience_s"),
+    [(False, MOVE_QUEUED_S), (True, MOVE_RUNNING_S)],
+    ids=["queued", "running"],
 )
 def test_requests_leave_an_engine_that_hangs(has_slots: bool, patience_s: float) -> None:
     async def whole() -> tuple[float, list[str]]:

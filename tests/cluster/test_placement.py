@@ -20,10 +20,17 @@ from areal_jax.parallel.config import PlacementConfig
 
 
 def test_launch_is_chosen_in_any_case_and_plans_for_all_trainer_devices_beside_one_engine() -> None:
-    experiment = load_experiment("aime", ["launch=ray", "launch.trainer_hosts=2", "launch.trainer_devices=4"])
+    experiment = load_experiment(
+        "aime", ["launch=ray", "launch.trainer_hosts=2", "launch.trainer_devices=4"]
+    )
     assert isinstance(experiment.launch, Ray)
     planned = experiment.launch.placement(PlacementConfig(train_tensor=2))
-    assert (planned.train_devices, planned.rollout_devices, planned.simulated_devices, planned.train_tensor) == (8, 1, 9, 2)
+    assert (
+        planned.train_devices,
+        planned.rollout_devices,
+        planned.simulated_devices,
+        planned.train_tensor,
+    ) == (8, 1, 9, 2)
 
 
 @pytest.mark.parametrize(
@@ -37,7 +44,9 @@ def test_launch_is_chosen_in_any_case_and_plans_for_all_trainer_devices_beside_o
     ],
 )
 def test_devices_are_counted_in_one_place(setting: str, reported: str) -> None:
-    with pytest.raises(ConfigError, match=f"{re.escape(setting)} says nothing under launch=Ray.*{reported}"):
+    with pytest.raises(
+        ConfigError, match=f"{re.escape(setting)} says nothing under launch=Ray.*{reported}"
+    ):
         load_experiment("aime", ["launch=ray", setting])
 
 
@@ -61,21 +70,35 @@ def test_a_cluster_of_ones_own_lets_in_who_knows_the_token_and_another_keeps_its
             ["launch.trainer_hosts=2", "launch.accelerator=GPU", "launch.trainer_devices=4"],
             r"too small for 2 trainer hosts, 2 engines, 1 reward worker: they need 10 GPU where there are 0; lower",
         ),
-        (["launch.address=127.0.0.1:1"], r"launch.address=127.0.0.1:1: no Ray cluster answers there"),
+        (
+            ["launch.address=127.0.0.1:1"],
+            r"launch.address=127.0.0.1:1: no Ray cluster answers there",
+        ),
     ],
 )
 def test_what_a_cluster_does_not_have_is_refused_with_the_numbers(
     settings: list[str], reported: str, tmp_path: Path, of_a_command: dict[str, str]
 ) -> None:
-    command = [sys.executable, "-m", "areal_jax.train", "--exp=aime", f"--run-folder={tmp_path / 'run'}", "launch=ray"]
-    done = subprocess.run([*command, *settings], capture_output=True, text=True, timeout=120, env=of_a_command)
+    command = [
+        sys.executable,
+        "-m",
+        "areal_jax.train",
+        "--exp=aime",
+        f"--run-folder={tmp_path / 'run'}",
+        "launch=ray",
+    ]
+    done = subprocess.run(
+        [*command, *settings], capture_output=True, text=True, timeout=120, env=of_a_command
+    )
     assert done.returncode == 2, done.stderr
     assert re.search(reported, done.stderr), done.stderr
     assert "Traceback" not in done.stderr
 
 
 @pytest.mark.timeout(300)
-def test_a_worker_that_dies_at_its_start_ends_the_run_in_one_line(tmp_path: Path, of_a_command: dict[str, str]) -> None:
+def test_a_worker_that_dies_at_its_start_ends_the_run_in_one_line(
+    tmp_path: Path, of_a_command: dict[str, str]
+) -> None:
     # The file of the experiment is imported by the command and by every worker.
     own, run = tmp_path / "own.py", tmp_path / "run"
     own.write_text(
@@ -125,8 +148,10 @@ def test_a_cluster_whose_nodes_are_too_small_is_refused_with_what_they_have() ->
     with pytest.raises(ConfigError) as caught:
         require_fit(config, "GPU", nodes)
     assert (
-        "too small for 1 trainer host, 2 engines, 1 reward worker: each has to lie on one node (trainer host 1 CPU and 4 GPU, "
-        "engine 1 CPU and 1 GPU, reward worker 1 CPU), and nodes of 2 CPU and 2 GPU (3 times), 4 CPU have not enough resources for 1 of 1 "
+        "too small for 1 trainer host, 2 engines, 1 reward worker: each has to lie on one node "
+        "(trainer host 1 CPU and 4 GPU, "
+        "engine 1 CPU and 1 GPU, reward worker 1 CPU), and nodes of 2 CPU and 2 GPU (3 times), 4 "
+        "CPU have not enough resources for 1 of 1 "
         "trainer host; lower launch.trainer_hosts"
     ) in str(caught.value)
     require_fit(config, "none", nodes)

@@ -1,4 +1,5 @@
-"""A run without progress, under simulated time: named, then mended or ended; and what computes is left alone."""
+"""A run without progress, under simulated time: named, then mended or ended; and what computes is
+left alone."""
 
 from __future__ import annotations
 
@@ -39,7 +40,10 @@ def stalled_s(seen: Seen) -> float:
     """When the run ends by the watchdog."""
 
     async def run() -> float:
-        with pytest.raises(Stalled, match=r"no progress for launch.stall_timeout_s=300: the trainer waits for the batch of"):
+        with pytest.raises(
+            Stalled,
+            match=r"no progress for launch.stall_timeout_s=300: the trainer waits for the batch of",
+        ):
             await seen.watchdog().watch()
         return asyncio.get_running_loop().time()
 
@@ -49,7 +53,9 @@ def stalled_s(seen: Seen) -> float:
 def test_a_stall_is_named_once_and_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert 300 <= stalled_s(Seen()) < 310
-    assert caplog.messages == ["no progress for 60 s: the trainer waits for the batch of version 27"]
+    assert caplog.messages == [
+        "no progress for 60 s: the trainer waits for the batch of version 27"
+    ]
 
 
 def test_a_worker_that_makes_no_progress_is_replaced_but_not_for_ever() -> None:

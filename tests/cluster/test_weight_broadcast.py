@@ -1,4 +1,5 @@
-"""Versions on their way from several trainer hosts to engines: the same of all hosts, the newest, whole or not at all."""
+"""Versions on their way from several trainer hosts to engines: the same of all hosts, the newest,
+whole or not at all."""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ class Offers:
         assert self.made and self.made[-1][0] >= version
 
 
-def relayed(act: Callable[[Relay, Hosts, Offers], Awaitable[None]], offer_timeout_s: float = 30.0) -> Offers:
+def relayed(
+    act: Callable[[Relay, Hosts, Offers], Awaitable[None]], offer_timeout_s: float = 30.0
+) -> Offers:
     async def run() -> Offers:
         hosts, offers = Hosts(), Offers()
         relay = Relay(hosts, offers, offer_timeout_s=offer_timeout_s)
@@ -112,7 +115,9 @@ def test_of_what_is_published_meanwhile_the_newest_follows() -> None:
     assert [version for version, _ in relayed(act).made] == [1, 3]
 
 
-def test_what_could_not_be_sent_before_the_next_step_began_is_never_sent_under_another_name() -> None:
+def test_what_could_not_be_sent_before_the_next_step_began_is_never_sent_under_another_name() -> (
+    None
+):
     async def act(relay: Relay, hosts: Hosts, offers: Offers) -> None:
         relay.publish(1, None)
         relay.publish(2, None)
@@ -131,7 +136,9 @@ def test_what_could_not_be_sent_before_the_next_step_began_is_never_sent_under_a
     assert [version for version, _ in relayed(act).made] == [1, 3]
 
 
-def test_a_version_that_a_host_does_not_give_in_time_is_skipped_for_the_next(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_version_that_a_host_does_not_give_in_time_is_skipped_for_the_next(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def act(relay: Relay, hosts: Hosts, offers: Offers) -> None:
         relay.publish(1, None)
         relay.publish(2, None)
@@ -191,7 +198,9 @@ def test_a_version_that_engines_cannot_take_is_given_anew(monkeypatch: pytest.Mo
     assert [version for version, _ in relayed(act).made] == [1, 1]
 
 
-def test_a_version_that_did_not_fit_into_the_store_is_put_there_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_that_did_not_fit_into_the_store_is_put_there_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(relay_module, "RETRY_S", 0.01)
 
     async def act(relay: Relay, hosts: Hosts, offers: Offers) -> None:
@@ -216,7 +225,8 @@ def test_when_the_held_version_is_lost_a_newer_one_is_offered() -> None:
             hosts.give(2)
             await turns()
             assert [version for version, _ in offers.made] == [1]
-            # An engine that joined cannot have the version that the evaluation asks for, and nobody has its parameters.
+            # An engine that joined cannot have the version that the evaluation asks for, and nobody
+            # has its parameters.
             offers.skip(1)
             assert [version for version, _ in offers.made] == [1, 2]
 

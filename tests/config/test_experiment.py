@@ -20,7 +20,16 @@ from areal_jax.config.overrides import assign, build, from_text, settings
 from areal_jax.data.config import Files, Synthetic
 from areal_jax.errors import ConfigError
 from areal_jax.models.config import LoRA
-from areal_jax.rl.config import GAE, PPO, BatchNormalized, DecoupledPPO, KLInReward, Masked, Reference, Teacher
+from areal_jax.rl.config import (
+    GAE,
+    PPO,
+    BatchNormalized,
+    DecoupledPPO,
+    KLInReward,
+    Masked,
+    Reference,
+    Teacher,
+)
 from areal_jax.rl.presets import PRESETS
 from areal_jax.trainer.config import Critic, OptimizerConfig
 
@@ -113,7 +122,9 @@ def test_overrides_survive_in_config_json_and_come_after_it(tmp_path: Path) -> N
 
 
 def test_config_json_is_flat_and_readable(tmp_path: Path) -> None:
-    content = json.loads(written(load_experiment("aime", ["rollout.max_staleness=7"]), tmp_path).read_text())
+    content = json.loads(
+        written(load_experiment("aime", ["rollout.max_staleness=7"]), tmp_path).read_text()
+    )
     assert content["areal_jax.version"] == areal_jax.__version__
     assert content["areal_jax.experiment"] == "Experiment"
     assert content["tasks"] == "Synthetic"
@@ -152,9 +163,15 @@ def test_the_last_override_of_a_key_wins() -> None:
 
 
 def test_another_class_brings_its_own_defaults_in_any_order() -> None:
-    capped = load_experiment("aime", ["trainer.loss.importance_weighting=Masked", "trainer.loss.importance_weighting.cap=5"])
+    capped = load_experiment(
+        "aime",
+        ["trainer.loss.importance_weighting=Masked", "trainer.loss.importance_weighting.cap=5"],
+    )
     assert capped.trainer.loss == DecoupledPPO(importance_weighting=Masked(cap=5))
-    for overrides in (["trainer.loss=PPO", "trainer.loss.clip_eps=0.3"], ["trainer.loss.clip_eps=0.3", "trainer.loss=PPO"]):
+    for overrides in (
+        ["trainer.loss=PPO", "trainer.loss.clip_eps=0.3"],
+        ["trainer.loss.clip_eps=0.3", "trainer.loss=PPO"],
+    ):
         assert load_experiment("aime", overrides).trainer.loss == PPO(clip_eps=0.3)
 
 
@@ -164,30 +181,47 @@ def test_an_algorithm_sets_the_switches_of_its_preset_and_nothing_else(name: str
     experiment = load_experiment("gsm8k", [f"algorithm={name}"])
     assert isinstance(experiment, Experiment)
     trainer = experiment.trainer
-    assert (trainer.loss, trainer.loss_mean, trainer.advantages, trainer.shaping, trainer.reference) == (
-        *(preset.loss, preset.loss_mean, preset.advantages, preset.shaping, preset.reference),
-    )
+    assert (
+        trainer.loss,
+        trainer.loss_mean,
+        trainer.advantages,
+        trainer.shaping,
+        trainer.reference,
+    ) == (*(preset.loss, preset.loss_mean, preset.advantages, preset.shaping, preset.reference),)
     changed = {
-        key for key, setting in settings(load_experiment("aime", [f"algorithm={name}"])).items() if plain.get(key) != setting
+        key
+        for key, setting in settings(load_experiment("aime", [f"algorithm={name}"])).items()
+        if plain.get(key) != setting
     }
     rooms = tuple(f"trainer.{name}" for name in ("loss", "advantages", "shaping", "reference"))
     others = {key for key in changed if not key.startswith(rooms)}
     assert others <= {"rollout.success_rate_above", "rollout.success_rate_below"}
 
 
-def test_a_reference_comes_with_its_kl_and_only_with_one_that_has_a_gradient(tmp_path: Path) -> None:
-    experiment = load_experiment("aime", ["trainer.reference.kl=KLInReward", "trainer.reference.kl.coefficient=0.01"])
-    assert experiment.trainer.reference == Reference(path="initial", kl=KLInReward(coefficient=0.01, estimator="k1"))
+def test_a_reference_comes_with_its_kl_and_only_with_one_that_has_a_gradient(
+    tmp_path: Path,
+) -> None:
+    experiment = load_experiment(
+        "aime", ["trainer.reference.kl=KLInReward", "trainer.reference.kl.coefficient=0.01"]
+    )
+    assert experiment.trainer.reference == Reference(
+        path="initial", kl=KLInReward(coefficient=0.01, estimator="k1")
+    )
     assert read_config(written(experiment, tmp_path)) == experiment
     assert load_experiment("aime").trainer.reference is None
-    with pytest.raises(ConfigError, match=r"trainer\.reference\.kl\.estimator=k1: expected one of k2, k3"):
+    with pytest.raises(
+        ConfigError, match=r"trainer\.reference\.kl\.estimator=k1: expected one of k2, k3"
+    ):
         load_experiment("aime", ["trainer.reference.kl.estimator=k1"])
     # There is no coefficient without a reference for it to be of.
     with pytest.raises(ConfigError, match=r"unknown setting trainer\.kl"):
         load_experiment("aime", ["trainer.kl=0.1"])
     with pytest.raises(ConfigError, match="expected 0 or more"):
         load_experiment("aime", ["trainer.reference.kl.coefficient=-1"])
-    assert load_experiment("aime", ["algorithm=grpo", "trainer.reference=none"]).trainer.reference is None
+    assert (
+        load_experiment("aime", ["algorithm=grpo", "trainer.reference=none"]).trainer.reference
+        is None
+    )
     with pytest.raises(ConfigError, match=r"trainer\.reference\.offload=true would save nothing"):
         load_experiment("aime", ["policy.lora.rank=2", "trainer.reference.offload=true"])
     with pytest.raises(ConfigError, match="no meaning in learning from examples"):
@@ -205,33 +239,48 @@ def test_what_is_said_beside_an_algorithm_wins(tmp_path: Path) -> None:
     experiment = load_experiment("aime", ["trainer.loss.clip_eps_high=0.3", "algorithm=dapo"])
     assert isinstance(experiment, Experiment)
     assert experiment.trainer.loss == DecoupledPPO(clip_eps_high=0.3)
-    assert (experiment.rollout.success_rate_above, experiment.rollout.success_rate_below) == (0.0, 1.0)
+    assert (experiment.rollout.success_rate_above, experiment.rollout.success_rate_below) == (
+        0.0,
+        1.0,
+    )
     # It is written down switch by switch, and read again without the preset's name.
     assert read_config(written(experiment, tmp_path)) == experiment
 
 
 def test_a_critic_belongs_to_gae_alone() -> None:
-    ppo = load_experiment("aime", ["algorithm=ppo", "trainer.critic.warmup_steps=5", "trainer.critic.optimizer.beta1=0.5"])
+    ppo = load_experiment(
+        "aime",
+        ["algorithm=ppo", "trainer.critic.warmup_steps=5", "trainer.critic.optimizer.beta1=0.5"],
+    )
     assert isinstance(ppo, Experiment)
     assert isinstance(ppo.trainer.advantages, GAE)
     assert ppo.trainer.critic == Critic(warmup_steps=5, optimizer=OptimizerConfig(beta1=0.5))
-    assert "trainer.critic.optimizer, trainer.critic.path: without meaning under trainer.advantages=GroupNormalized" in refusal(
-        "trainer.critic.path=x", "trainer.critic.optimizer.beta1=0.5"
-    )
+    assert (
+        "trainer.critic.optimizer, trainer.critic.path: without meaning under "
+        "trainer.advantages=GroupNormalized"
+    ) in refusal("trainer.critic.path=x", "trainer.critic.optimizer.beta1=0.5")
     # An experiment with a critic of its own, trained without one.
     assert load._with_algorithm(ppo, "grpo").trainer.critic == Critic()
     assert load._with_algorithm(ppo, "ppo") == ppo
 
 
 def test_an_unknown_algorithm_is_answered_with_the_known_ones() -> None:
-    assert load_experiment("aime", ["algorithm=GRPO"]) == load_experiment("aime", ["algorithm=grpo"])
+    assert load_experiment("aime", ["algorithm=GRPO"]) == load_experiment(
+        "aime", ["algorithm=grpo"]
+    )
     with pytest.raises(ConfigError, match="no algorithm 'grppo'; known are areal, grpo"):
         load_experiment("aime", ["algorithm=grppo"])
     with pytest.raises(ConfigError, match="which tiny_sft is not"):
         load_experiment("tiny_sft", ["algorithm=grpo"])
-    with pytest.raises(ConfigError, match=r"rollout\.success_rate_above=0\.5 and rollout\.success_rate_below=0\.5"):
-        load_experiment("aime", ["rollout.success_rate_above=0.5", "rollout.success_rate_below=0.5"])
-    with pytest.raises(ConfigError, match=r"tasks\.success_rate_above=0\.9 and tasks\.success_rate_below=0\.2"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.success_rate_above=0\.5 and rollout\.success_rate_below=0\.5"
+    ):
+        load_experiment(
+            "aime", ["rollout.success_rate_above=0.5", "rollout.success_rate_below=0.5"]
+        )
+    with pytest.raises(
+        ConfigError, match=r"tasks\.success_rate_above=0\.9 and tasks\.success_rate_below=0\.2"
+    ):
         load_experiment("gsm8k", ["tasks.success_rate_above=0.9", "tasks.success_rate_below=0.2"])
 
 
@@ -256,7 +305,9 @@ def test_a_record_may_be_left_out_and_a_setting_inside_brings_it(tmp_path: Path)
 
 
 def test_the_same_class_again_keeps_what_the_experiment_set() -> None:
-    assert isinstance(loaded := load_experiment("aime", ["eval_tasks=Synthetic", "eval_tasks.seed=7"]), Experiment)
+    assert isinstance(
+        loaded := load_experiment("aime", ["eval_tasks=Synthetic", "eval_tasks.seed=7"]), Experiment
+    )
     assert isinstance(before := load_experiment("aime"), Experiment)
     assert isinstance(before.eval_tasks, Synthetic)
     assert loaded.eval_tasks == chz.replace(before.eval_tasks, seed=7)
@@ -265,7 +316,10 @@ def test_the_same_class_again_keeps_what_the_experiment_set() -> None:
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("rollout.group_per_batch=3", ["unknown setting rollout.group_per_batch", "rollout.groups_per_batch"]),
+        (
+            "rollout.group_per_batch=3",
+            ["unknown setting rollout.group_per_batch", "rollout.groups_per_batch"],
+        ),
         ("groups_per_batch=3", ["rollout.groups_per_batch"]),
         ("qqq=3", ["unknown setting qqq", "--help"]),
         ("tasks.path=x", ["no setting of tasks=Synthetic", "tasks=Files"]),
@@ -287,7 +341,9 @@ def test_the_same_class_again_keeps_what_the_experiment_set() -> None:
         ("seed", ["'seed'", "key=value"]),
     ],
 )
-def test_a_wrong_override_is_refused_with_what_would_be_right(override: str, said: list[str]) -> None:
+def test_a_wrong_override_is_refused_with_what_would_be_right(
+    override: str, said: list[str]
+) -> None:
     message = refusal(override)
     assert [part for part in said if part not in message] == []
 
@@ -295,8 +351,14 @@ def test_a_wrong_override_is_refused_with_what_would_be_right(override: str, sai
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["trainer.advantages=GAE", "trainer.advantages.lam=1.5"], ["trainer.advantages.lam=1.5", "from 0 to 1"]),
-        (["trainer.advantages=GAE", "trainer.critic.value_clip_eps=0"], ["trainer.critic.value_clip_eps=0", "above 0"]),
+        (
+            ["trainer.advantages=GAE", "trainer.advantages.lam=1.5"],
+            ["trainer.advantages.lam=1.5", "from 0 to 1"],
+        ),
+        (
+            ["trainer.advantages=GAE", "trainer.critic.value_clip_eps=0"],
+            ["trainer.critic.value_clip_eps=0", "above 0"],
+        ),
         (["engine.top_k=2147483648"], ["engine.top_k=2147483648", "at most 2147483647"]),
         (["rollout.groups_per_batch=0"], ["rollout.groups_per_batch=0", "above 0"]),
         (["rollout.max_staleness=-1"], ["rollout.max_staleness=-1", "0 or more"]),
@@ -306,28 +368,70 @@ def test_a_wrong_override_is_refused_with_what_would_be_right(override: str, sai
             ["trainer.row_tokens=100", "engine.max_prompt_tokens=64"],
             ["trainer.row_tokens=100", "engine.max_prompt_tokens + engine.max_new_tokens = 160"],
         ),
-        (["trainer.num_mini_batches=17"], ["trainer.num_mini_batches=17", "rollout.groups_per_batch=16"]),
+        (
+            ["trainer.num_mini_batches=17"],
+            ["trainer.num_mini_batches=17", "rollout.groups_per_batch=16"],
+        ),
         (["rollout.samples_per_group=1"], ["rollout.samples_per_group=1", "BatchNormalized"]),
         (["engine.temperature=0"], ["engine.temperature=0"]),
-        (["policy.lora.rank=4", "policy.adapter=DIR"], ["policy.adapter=DIR", "leave out policy.lora"]),
-        (["policy.adapter=DIR", "policy.random_init=true"], ["policy.adapter=DIR", "policy.random_init"]),
+        (
+            ["policy.lora.rank=4", "policy.adapter=DIR"],
+            ["policy.adapter=DIR", "leave out policy.lora"],
+        ),
+        (
+            ["policy.adapter=DIR", "policy.random_init=true"],
+            ["policy.adapter=DIR", "policy.random_init"],
+        ),
         (["policy.lora.targets="], ["policy.lora.targets", "such as q_proj"]),
         (["policy.lora.alpha=0"], ["policy.lora.alpha=0", "above 0"]),
         (["rewards.correct=-5"], ["rewards.correct=-5", "rewards.wrong=-5"]),
         (["workflow=MultiTurn", "workflow.max_turns=0"], ["workflow.max_turns=0", "above 0"]),
-        (["workflow=MultiTurn", "workflow.turn_discount=1.5"], ["workflow.turn_discount=1.5", "from 0 to 1"]),
-        (["workflow=ToolUse", "workflow.max_turns=1"], ["workflow.max_turns=1", "workflow=SingleTurn"]),
-        (["workflow=ToolUse", "workflow.tools.names="], ["workflow.tools.names=", "calculator, python, search"]),
-        (["workflow=ToolUse", "workflow.tools.names=calculater"], ["names=calculater", "calculator, python, search"]),
-        (["workflow=ToolUse", "workflow.tools.names=search"], ["workflow.tools.documents=None", "go together"]),
-        (["workflow=ToolUse", "workflow.tools.documents=DIR"], ["workflow.tools.documents=DIR", "go together"]),
-        (["workflow=ToolUse", "workflow.tools.timeout_s=0"], ["workflow.tools.timeout_s=0", "above 0"]),
+        (
+            ["workflow=MultiTurn", "workflow.turn_discount=1.5"],
+            ["workflow.turn_discount=1.5", "from 0 to 1"],
+        ),
+        (
+            ["workflow=ToolUse", "workflow.max_turns=1"],
+            ["workflow.max_turns=1", "workflow=SingleTurn"],
+        ),
+        (
+            ["workflow=ToolUse", "workflow.tools.names="],
+            ["workflow.tools.names=", "calculator, python, search"],
+        ),
+        (
+            ["workflow=ToolUse", "workflow.tools.names=calculater"],
+            ["names=calculater", "calculator, python, search"],
+        ),
+        (
+            ["workflow=ToolUse", "workflow.tools.names=search"],
+            ["workflow.tools.documents=None", "go together"],
+        ),
+        (
+            ["workflow=ToolUse", "workflow.tools.documents=DIR"],
+            ["workflow.tools.documents=DIR", "go together"],
+        ),
+        (
+            ["workflow=ToolUse", "workflow.tools.timeout_s=0"],
+            ["workflow.tools.timeout_s=0", "above 0"],
+        ),
         (["rewards.scale=raw"], ["rewards.scale=raw needs a reward function", "rewards.function"]),
-        (["rewards.scale=raw", "rewards.function=a:b", "workflow=MultiTurn"], ["workflow=MultiTurn", "rewards.scale=unit"]),
-        (["rewards.scale=raw", "rewards.function=a:b", "algorithm=dapo"], ["rollout.success_rate_above", "=none"]),
-        (["rewards.scale=raw", "rewards.function=a:b", "rewards.form=x"], ["rewards.form=x", "rewards.no_answer"]),
+        (
+            ["rewards.scale=raw", "rewards.function=a:b", "workflow=MultiTurn"],
+            ["workflow=MultiTurn", "rewards.scale=unit"],
+        ),
+        (
+            ["rewards.scale=raw", "rewards.function=a:b", "algorithm=dapo"],
+            ["rollout.success_rate_above", "=none"],
+        ),
+        (
+            ["rewards.scale=raw", "rewards.function=a:b", "rewards.form=x"],
+            ["rewards.form=x", "rewards.no_answer"],
+        ),
         (["rewards.max_consecutive_failures=0"], ["rewards.max_consecutive_failures=0", "above 0"]),
-        (["workflow.max_turns=2"], ["workflow.max_turns is no setting of workflow=SingleTurn", "workflow=MultiTurn"]),
+        (
+            ["workflow.max_turns=2"],
+            ["workflow.max_turns is no setting of workflow=SingleTurn", "workflow=MultiTurn"],
+        ),
     ],
 )
 def test_impossible_combinations_name_their_knobs(overrides: list[str], said: list[str]) -> None:
@@ -346,16 +450,33 @@ def test_settings_that_supervised_fine_tuning_does_not_read_are_refused() -> Non
     [
         (["loss.beta=0"], ["loss.beta=0", "above 0"]),
         (["loss.label_smoothing=0.5"], ["loss.label_smoothing=0.5", "less than 0.5"]),
-        (["loss=IPO", "loss.label_smoothing=0.1"], ["loss.label_smoothing is no setting of loss=IPO; it needs loss=DPO"]),
+        (
+            ["loss=IPO", "loss.label_smoothing=0.1"],
+            ["loss.label_smoothing is no setting of loss=IPO; it needs loss=DPO"],
+        ),
         (["loss=PPO"], ["loss=PPO", "one of DPO, IPO, BradleyTerry"]),
-        (["loss=BradleyTerry", "evaluation.every_steps=5"], ["evaluation.every_steps=5", "gives none"]),
+        (
+            ["loss=BradleyTerry", "evaluation.every_steps=5"],
+            ["evaluation.every_steps=5", "gives none"],
+        ),
         (["trainer.reference.kl=KLInReward"], ["trainer.reference.kl=KLInReward has no meaning"]),
-        (["loss=BradleyTerry", "trainer.reference.offload=true"], ["trainer.reference=Reference has no meaning"]),
-        (["placement.rollout_share=auto"], ["placement.rollout_share=auto balances", "learning from examples only trains"]),
-        (["trainer.loss=PPO", "trainer.shaping.scale=2"], ["trainer.loss=PPO has no", "trainer.shaping.scale=2.0 has no"]),
+        (
+            ["loss=BradleyTerry", "trainer.reference.offload=true"],
+            ["trainer.reference=Reference has no meaning"],
+        ),
+        (
+            ["placement.rollout_share=auto"],
+            ["placement.rollout_share=auto balances", "learning from examples only trains"],
+        ),
+        (
+            ["trainer.loss=PPO", "trainer.shaping.scale=2"],
+            ["trainer.loss=PPO has no", "trainer.shaping.scale=2.0 has no"],
+        ),
     ],
 )
-def test_what_cannot_be_in_preference_training_is_refused(overrides: list[str], said: list[str]) -> None:
+def test_what_cannot_be_in_preference_training_is_refused(
+    overrides: list[str], said: list[str]
+) -> None:
     message = refusal(*overrides, of="dpo")
     assert [part for part in said if part not in message] == []
 
@@ -366,16 +487,31 @@ def test_an_objective_of_pairs_is_none_of_reinforcement_learning() -> None:
 
 @pytest.mark.parametrize("base", ["ImportanceWeightedLoss", "ProximalLoss", "CustomLoss"])
 def test_what_objectives_have_in_common_is_none_itself(base: str) -> None:
-    reported = re.search(r"trainer\.loss=\w+: expected one of (.*), came", refusal(f"trainer.loss={base}"))
-    assert reported and base not in reported[1].split(", ") and {"DecoupledPPO", "M2PO", "PPO"} <= set(reported[1].split(", "))
+    reported = re.search(
+        r"trainer\.loss=\w+: expected one of (.*), came", refusal(f"trainer.loss={base}")
+    )
+    assert (
+        reported
+        and base not in reported[1].split(", ")
+        and {"DecoupledPPO", "M2PO", "PPO"} <= set(reported[1].split(", "))
+    )
 
 
 def test_all_contradictions_are_said_at_once() -> None:
-    assert len(refusal("engine.num_slots=0", "engine.top_p=2", "trainer.num_mini_batches=99").splitlines()) == 3
+    assert (
+        len(
+            refusal(
+                "engine.num_slots=0", "engine.top_p=2", "trainer.num_mini_batches=99"
+            ).splitlines()
+        )
+        == 3
+    )
 
 
 def test_one_answer_per_problem_is_fine_where_the_batch_is_compared() -> None:
-    experiment = load_experiment("aime", ["rollout.samples_per_group=1", "trainer.advantages=BatchNormalized"])
+    experiment = load_experiment(
+        "aime", ["rollout.samples_per_group=1", "trainer.advantages=BatchNormalized"]
+    )
     assert isinstance(experiment, Experiment)
     assert experiment.trainer.advantages == BatchNormalized()
 
@@ -422,9 +558,11 @@ def test_an_experiment_may_be_any_file(tmp_path: Path) -> None:
 def test_a_file_may_bring_its_own_class_of_tasks(tmp_path: Path) -> None:
     path = tmp_path / "mine.py"
     path.write_text(
-        "from __future__ import annotations\nimport chz\nfrom areal_jax.config.experiment import Experiment\n"
+        "from __future__ import annotations\nimport chz\nfrom areal_jax.config.experiment import "
+        "Experiment\n"
         "from areal_jax.data.config import TaskSource\n"
-        "@chz.chz\nclass Riddles(TaskSource):\n    'My own.'\n    depth: int = chz.field(default=1, doc='how deep')\n"
+        "@chz.chz\nclass Riddles(TaskSource):\n    'My own.'\n    depth: int = "
+        "chz.field(default=1, doc='how deep')\n"
         "experiment = Experiment(name='mine', num_steps=1, tasks=Riddles())\n"
     )
     experiment = load_experiment(str(path), ["tasks.depth=4"])
@@ -441,7 +579,9 @@ def test_a_file_may_bring_its_own_class_of_tasks(tmp_path: Path) -> None:
         (SMALL.replace("num_steps=3", "num_steps='3'"), "num_steps=3: expected int, came '3'"),
     ],
 )
-def test_a_file_without_a_right_experiment_is_refused(content: str, said: str, tmp_path: Path) -> None:
+def test_a_file_without_a_right_experiment_is_refused(
+    content: str, said: str, tmp_path: Path
+) -> None:
     path = tmp_path / "wrong.py"
     path.write_text(content)
     assert said in refusal(of=str(path))
@@ -459,8 +599,17 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
         ("{", "came no JSON"),
         ("[1]", "expected the config.json of a run"),
         ('{"seed": 1}', "areal_jax.experiment"),
-        ('{"areal_jax.experiment": "Experiment", "areal_jax.version": "9.9", "name": "x", "sead": 1}', "areal_jax 9.9"),
-        ('{"areal_jax.experiment": "Experiment", "name": "x", "num_steps": 1, "seed": true}', "seed=true: expected int"),
+        (
+            (
+                '{"areal_jax.experiment": "Experiment", "areal_jax.version": "9.9", "name": "x", '
+                '"sead": 1}'
+            ),
+            "areal_jax 9.9",
+        ),
+        (
+            '{"areal_jax.experiment": "Experiment", "name": "x", "num_steps": 1, "seed": true}',
+            "seed=true: expected int",
+        ),
         ('{"areal_jax.experiment": "Experiment", "name": "x"}', "num_steps must be given"),
     ],
 )
@@ -506,12 +655,15 @@ def test_the_paper_s_recipe_is_the_paper_s() -> None:
 
 
 def in_fresh_python(code: str) -> None:
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, cwd=Path(__file__).parents[2])
+    subprocess.run(
+        [sys.executable, "-c", code], check=True, timeout=120, cwd=Path(__file__).parents[2]
+    )
 
 
 def test_configuration_does_not_import_jax() -> None:
     in_fresh_python(
-        "import sys, areal_jax, areal_jax.config.load, areal_jax.records, areal_jax.cluster.environment\n"
+        "import sys, areal_jax, areal_jax.config.load, areal_jax.records, "
+        "areal_jax.cluster.environment\n"
         "[areal_jax.load_experiment(name) for name in areal_jax.config.load.experiment_names()]\n"
         "assert 'jax' not in sys.modules"
     )

@@ -18,11 +18,27 @@ from areal_jax.data.sources import load_tasks
 PRIVATE = json.dumps([{"input": "4 5\n", "output": "9\n"}])
 
 ROWS: dict[str, dict[str, Any]] = {
-    "aime24": {"id": 60, "problem": "Add 1 and 2.", "solution": "It is 3.", "answer": "003", "url": "", "year": 2024},
+    "aime24": {
+        "id": 60,
+        "problem": "Add 1 and 2.",
+        "solution": "It is 3.",
+        "answer": "003",
+        "url": "",
+        "year": 2024,
+    },
     "aime25": {"problem": "Add 1 and 2.", "answer": "3", "id": "0"},
     "amc23": {"id": 0, "question": "Add 1 and 2.", "answer": 3.0, "url": "https://example.org"},
-    "math500": {"problem": "Halve 1.", "solution": "...", "answer": "\\frac{1}{2}", "subject": "Algebra", "level": 2},
-    "gsm8k": {"question": "Ann has 1 egg and buys 2. How many?", "answer": "1 + 2 = <<1+2=3>>3\n#### 3"},
+    "math500": {
+        "problem": "Halve 1.",
+        "solution": "...",
+        "answer": "\\frac{1}{2}",
+        "subject": "Algebra",
+        "level": 2,
+    },
+    "gsm8k": {
+        "question": "Ann has 1 egg and buys 2. How many?",
+        "answer": "1 + 2 = <<1+2=3>>3\n#### 3",
+    },
     "humaneval": {
         "task_id": "HumanEval/0",
         "prompt": 'def add(a, b):\n    """The sum."""\n',
@@ -74,7 +90,9 @@ def test_there_are_rows_of_every_benchmark() -> None:
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_file_in_the_format_of_a_benchmark_is_known_by_its_columns(name: str, tmp_path: Path) -> None:
+def test_a_file_in_the_format_of_a_benchmark_is_known_by_its_columns(
+    name: str, tmp_path: Path
+) -> None:
     source = find_benchmark(str(write_rows(tmp_path / "rows.jsonl", ROWS[name])))
     tasks, skipped = load_tasks(source, PromptConfig(suffix=" Box it."))
     kind, held, family = EXPECTED[name]
@@ -92,7 +110,9 @@ def test_a_name_is_the_benchmark_on_the_hub_unless_there_is_such_a_file(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert find_benchmark("gsm8k") == Hub(name="openai/gsm8k/main", split="test")
-    assert find_benchmark("someone/problems/hard") == Hub(name="someone/problems/hard", split="test")
+    assert find_benchmark("someone/problems/hard") == Hub(
+        name="someone/problems/hard", split="test"
+    )
     (tmp_path / "gsm8k").mkdir()
     write_rows(tmp_path / "gsm8k" / "test.jsonl", ROWS["gsm8k"])
     assert find_benchmark("gsm8k") == Files(path="gsm8k", split="test")

@@ -8,7 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from areal_jax.data.code_tasks import Asserts, Calls, CodeTests, Stdin, as_answer, code_problem, defined_names, free_names
+from areal_jax.data.code_tasks import (
+    Asserts,
+    Calls,
+    CodeTests,
+    Stdin,
+    as_answer,
+    code_problem,
+    defined_names,
+    free_names,
+)
 from areal_jax.data.code_tasks import tests_of as read_tests
 from areal_jax.data.config import Files, PromptConfig
 from areal_jax.data.sources import load_tasks
@@ -16,7 +25,10 @@ from areal_jax.data.sources import load_tasks
 HUMAN_EVAL = {
     "task_id": "HumanEval/x",
     "prompt": 'import math\n\ndef helper(x):\n    return x\n\ndef f(x):\n    """Doubles."""\n',
-    "test": "def check(candidate):\n    for x in range(3):\n        assert helper(candidate(x)) == f(x) == math.floor(2 * x)\n",
+    "test": (
+        "def check(candidate):\n    for x in range(3):\n        assert helper(candidate(x)) "
+        "== f(x) == math.floor(2 * x)\n"
+    ),
     "entry_point": "f",
 }
 MBPP = {
@@ -26,12 +38,19 @@ MBPP = {
     "test_list": ["assert sum(1, 2) == 3", "assert sys.maxsize and max(1, 2)"],
 }
 STDIN_CASES = [{"input": "1\n", "output": "2\n", "testtype": "stdin"}]
-LIVE = {"question_content": "Double it.", "starter_code": "", "metadata": "{}", "public_test_cases": json.dumps(STDIN_CASES)}
+LIVE = {
+    "question_content": "Double it.",
+    "starter_code": "",
+    "metadata": "{}",
+    "public_test_cases": json.dumps(STDIN_CASES),
+}
 LIVE_CALLS = {
     "question_content": "Add.",
     "starter_code": "class Solution:\n    def add(self, a, b):\n        ",
     "metadata": '{"func_name": "add"}',
-    "public_test_cases": json.dumps([{"input": "[1]\n2", "output": "[1, 2]", "testtype": "functional"}]),
+    "public_test_cases": json.dumps(
+        [{"input": "[1]\n2", "output": "[1, 2]", "testtype": "functional"}]
+    ),
 }
 
 
@@ -41,25 +60,47 @@ def pickled_text(text: str) -> bytes:
     return b"\x80\x04\x95" + struct.pack("<Q", len(inner)) + inner
 
 
-PRIVATE = base64.b64encode(zlib.compress(pickled_text(json.dumps([{"input": "3\n", "output": "6\n"}])))).decode()
+PRIVATE = base64.b64encode(
+    zlib.compress(pickled_text(json.dumps([{"input": "3\n", "output": "6\n"}])))
+).decode()
 
 
 @pytest.mark.parametrize(
     ("row", "tests"),
     [
         (HUMAN_EVAL, Asserts(HUMAN_EVAL["test"] + "\n\ncheck(f)\n", ["f"], HUMAN_EVAL["prompt"])),
-        # `sum` is the program's, for the reference defines it; `max` is Python's; `sys` is imported.
-        (MBPP, Asserts("p = Pair()\n" + "\n".join(MBPP["test_list"]) + "\n", ["Pair", "sum"], imports="import sys")),
+        # `sum` is the program's, for the reference defines it; `max` is Python's; `sys` is
+        # imported.
+        (
+            MBPP,
+            Asserts(
+                "p = Pair()\n" + "\n".join(MBPP["test_list"]) + "\n",
+                ["Pair", "sum"],
+                imports="import sys",
+            ),
+        ),
         (LIVE, Stdin([("1\n", "2\n")], is_exact=True)),
-        ({**LIVE, "private_test_cases": PRIVATE}, Stdin([("1\n", "2\n"), ("3\n", "6\n")], is_exact=True)),
-        ({**LIVE, "private_test_cases": '[{"input": "3", "output": "6"}]'}, Stdin([("1\n", "2\n"), ("3", "6")], is_exact=True)),
+        (
+            {**LIVE, "private_test_cases": PRIVATE},
+            Stdin([("1\n", "2\n"), ("3\n", "6\n")], is_exact=True),
+        ),
+        (
+            {**LIVE, "private_test_cases": '[{"input": "3", "output": "6"}]'},
+            Stdin([("1\n", "2\n"), ("3", "6")], is_exact=True),
+        ),
         (LIVE_CALLS, Calls("add", [(([1], 2), [1, 2])], is_exact=True)),
         (
-            {"question": "Q", "input_output": '{"inputs": ["1", ["2", "3"]], "outputs": ["1", ["4"]]}'},
+            {
+                "question": "Q",
+                "input_output": '{"inputs": ["1", ["2", "3"]], "outputs": ["1", ["4"]]}',
+            },
             Stdin([("1", "1"), ("2\n3", "4")]),
         ),
         (
-            {"question": "Q", "input_output": '{"fn_name": "f", "inputs": [[1, 2]], "outputs": [[3]]}'},
+            {
+                "question": "Q",
+                "input_output": '{"fn_name": "f", "inputs": [[1, 2]], "outputs": [[3]]}',
+            },
             Calls("f", [([1, 2], 3)]),
         ),
         ({"question": "What is 1+1?", "answer": "2"}, None),
@@ -82,7 +123,12 @@ def test_formats_are_known_by_their_fields(row: dict[str, object], tests: CodeTe
         {**MBPP, "test_list": ["assert ("]},
         {**LIVE, "public_test_cases": "[]"},
         {**LIVE, "private_test_cases": "nonsense"},
-        {**LIVE, "private_test_cases": base64.b64encode(zlib.compress(b"\x80\x04cos\nsystem\nX\x02\x00\x00\x00lsR.")).decode()},
+        {
+            **LIVE,
+            "private_test_cases": base64.b64encode(
+                zlib.compress(b"\x80\x04cos\nsystem\nX\x02\x00\x00\x00lsR.")
+            ).decode(),
+        },
     ],
 )
 def test_rows_without_readable_tests_are_named(row: dict[str, object]) -> None:
@@ -91,7 +137,13 @@ def test_rows_without_readable_tests_are_named(row: dict[str, object]) -> None:
 
 
 def test_files_of_problems_become_tasks_with_their_tests(tmp_path: Path) -> None:
-    rows = [HUMAN_EVAL, MBPP, LIVE_CALLS, {**LIVE, "public_test_cases": "[]"}, {"question": "1+1?", "answer": "2"}]
+    rows = [
+        HUMAN_EVAL,
+        MBPP,
+        LIVE_CALLS,
+        {**LIVE, "public_test_cases": "[]"},
+        {"question": "1+1?", "answer": "2"},
+    ]
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     loaded = load_tasks(Files(path=str(tmp_path)), PromptConfig(suffix=" Go."))
     assert [task.kind for task in loaded.tasks] == ["code"] * 3 + ["math"]
@@ -107,7 +159,9 @@ def test_files_of_problems_become_tasks_with_their_tests(tmp_path: Path) -> None
     assert "def add" in loaded.tasks[2].prompt[0].content
 
 
-@pytest.mark.parametrize("answer", ["42", "", "{}", '{"stdin": {}}', '{"riddle": {}}', "[]", "null"])
+@pytest.mark.parametrize(
+    "answer", ["42", "", "{}", '{"stdin": {}}', '{"riddle": {}}', "[]", "null"]
+)
 def test_an_answer_that_holds_no_tests_is_refused(answer: str) -> None:
     with pytest.raises(ValueError, match="expected the answer of a code task"):
         read_tests(answer)

@@ -22,13 +22,16 @@ def test_long_texts_are_cut_between_words_and_nothing_is_lost() -> None:
     passages = list(cut("", text))
     assert " ".join(passages).split() == words
     assert all(len(passage) <= MAX_PASSAGE_CHARS for passage in passages)
-    # Short paragraphs share a passage: two of 90 words of 4 to 5 letters do not fit, so that each is filled from the next.
+    # Short paragraphs share a passage: two of 90 words of 4 to 5 letters do not fit, so that each
+    # is filled from the next.
     assert len(passages) < 2 * -(-len(text) // MAX_PASSAGE_CHARS)
     assert list(cut("T", "x" * 2 * MAX_PASSAGE_CHARS)) == ["T: " + "x" * MAX_PASSAGE_CHARS] * 2
 
 
 def test_what_is_no_document_is_named(tmp_path: Path) -> None:
-    with pytest.raises(FileNotFoundError, match=r"no document, expected a file or a folder of .txt, .md, .jsonl"):
+    with pytest.raises(
+        FileNotFoundError, match=r"no document, expected a file or a folder of .txt, .md, .jsonl"
+    ):
         read_passages(tmp_path)
     bad = tmp_path / "bad.jsonl"
     for line in ("no json", "[1]", '{"title": "T"}', '{"text": 1}'):

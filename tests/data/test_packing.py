@@ -18,7 +18,8 @@ lengths_and_capacity = st.lists(st.integers(1, 50), min_size=0, max_size=60).fla
 
 
 def test_the_worked_example() -> None:
-    # 300 and 250 open two bins; 200 goes to the one of fewer tokens (250); 150 fits only beside 300; 100 fits nowhere.
+    # 300 and 250 open two bins; 200 goes to the one of fewer tokens (250); 150 fits only beside
+    # 300; 100 fits nowhere.
     lengths = [100, 200, 300, 150, 250]
     bins = allocate(lengths, 500)
     assert [{lengths[i] for i in registry} for registry in bins] == [{300, 150}, {250, 200}, {100}]
@@ -38,38 +39,60 @@ def test_it_is_algorithm_1_as_the_paper_writes_it(sampled: tuple[list[int], int]
     lengths, capacity = sampled
     expected: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
-        room = [registry for registry in expected if sum(lengths[j] for j in registry) + lengths[i] <= capacity]
+        room = [
+            registry
+            for registry in expected
+            if sum(lengths[j] for j in registry) + lengths[i] <= capacity
+        ]
         if not room:
             expected.append([i])
         else:
-            min(room, key=lambda registry: (len(registry), sum(lengths[j] for j in registry))).append(i)
+            min(
+                room, key=lambda registry: (len(registry), sum(lengths[j] for j in registry))
+            ).append(i)
     assert allocate(lengths, capacity) == expected
 
 
 def test_a_sequence_longer_than_a_row_is_an_error_with_the_knob() -> None:
-    with pytest.raises(ValueError, match=r"501 tokens does not fit into a row of 500; set trainer\.row_tokens to at least 501"):
+    with pytest.raises(
+        ValueError,
+        match=r"501 tokens does not fit into a row of 500; set trainer\.row_tokens to at least 501",
+    ):
         allocate([3, 501], 500)
 
 
 def papers_lengths(num_sequences: int) -> np.ndarray:
-    """Prompts of 1024 tokens at most and answers of 27 648: half are below e^8.5 = 4915, one in a hundred above 28 000."""
-    return np.clip(np.random.default_rng(0).lognormal(8.5, 0.8, num_sequences), 64, 28672).astype(np.int64)
+    """Prompts of 1024 tokens at most and answers of 27 648: half are below e^8.5 = 4915, one in a
+    hundred above 28 000."""
+    return np.clip(np.random.default_rng(0).lognormal(8.5, 0.8, num_sequences), 64, 28672).astype(
+        np.int64
+    )
 
 
 @pytest.mark.parametrize(
     ("lengths", "capacity"),
     # Of the paper; each alone, the most bins there can be; 450 short ones in a bin.
-    [(papers_lengths, 28672), (lambda count: np.full(count, 200), 300), (lambda count: np.full(count, 64), 28672)],
+    [
+        (papers_lengths, 28672),
+        (lambda count: np.full(count, 200), 300),
+        (lambda count: np.full(count, 64), 28672),
+    ],
     ids=["paper", "alone", "short"],
 )
-def test_twice_the_sequences_are_allocated_with_twice_the_work(lengths: Callable[[int], np.ndarray], capacity: int) -> None:
+def test_twice_the_sequences_are_allocated_with_twice_the_work(
+    lengths: Callable[[int], np.ndarray], capacity: int
+) -> None:
     # Up to the paper's 8192, the most: 231 lines of Python a sequence, where 450 share a bin.
-    half, whole = (num_lines(lambda count=count: allocate(lengths(count), capacity)) for count in (4096, 8192))
+    half, whole = (
+        num_lines(lambda count=count: allocate(lengths(count), capacity)) for count in (4096, 8192)
+    )
     assert whole < 2.1 * half and whole < 240 * 8192
 
 
 @pytest.mark.parametrize("row_tokens", [28672, 32768])
-def test_a_mini_batch_of_the_papers_lengths_is_padded_by_one_part_in_twenty_at_most(row_tokens: int) -> None:
+def test_a_mini_batch_of_the_papers_lengths_is_padded_by_one_part_in_twenty_at_most(
+    row_tokens: int,
+) -> None:
     # 8192 samples in 4 mini-batches.
     assert lay_out(papers_lengths(2048), rows=1, row_tokens=row_tokens).efficiency >= 0.95
 
@@ -126,8 +149,12 @@ def test_rows_hold_whole_sequences_end_to_end(sampled: tuple[list[int], int], ro
 
 
 @given(st.lists(st.tuples(*[st.integers(1, 20)] * 3), max_size=20), st.integers(1, 5))
-def test_what_belongs_together_lies_side_by_side_in_one_row(lengths: list[tuple[int, ...]], rows: int) -> None:
-    layout = lay_out([length for unit in lengths for length in unit], rows=rows, row_tokens=64, num_together=3)
+def test_what_belongs_together_lies_side_by_side_in_one_row(
+    lengths: list[tuple[int, ...]], rows: int
+) -> None:
+    layout = lay_out(
+        [length for unit in lengths for length in unit], rows=rows, row_tokens=64, num_together=3
+    )
     starts, segments = layout.starts.reshape(-1, 3), layout.segments.reshape(-1, 3)
     for i, unit in enumerate(lengths):
         assert list(starts[i] - starts[i, 0]) == [0, unit[0], unit[0] + unit[1]]

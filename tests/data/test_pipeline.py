@@ -31,7 +31,11 @@ def test_every_task_comes_once_per_epoch(num: int, seed: int) -> None:
 
 
 def test_each_epoch_and_each_seed_has_its_own_order() -> None:
-    stream, again, other = TaskStream(tasks(50), 7), TaskStream(tasks(50), 7), TaskStream(tasks(50), 8)
+    stream, again, other = (
+        TaskStream(tasks(50), 7),
+        TaskStream(tasks(50), 7),
+        TaskStream(tasks(50), 8),
+    )
     first, second = ids(stream, 50), ids(stream, 50)
     assert ids(again, 100) == first + second
     assert first != second

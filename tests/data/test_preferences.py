@@ -1,4 +1,5 @@
-"""Pairs of answers from files in the forms in which others publish them, and from generated problems."""
+"""Pairs of answers from files in the forms in which others publish them, and from generated
+problems."""
 
 from __future__ import annotations
 
@@ -24,10 +25,16 @@ TOKENIZER = HFTokenizer.from_folder(EMBEDDED)
 
 
 def load_both(
-    source: TaskSource, eval_source: TaskSource | None = None, *, seed: int = 0, prompt: PromptConfig | None = None
+    source: TaskSource,
+    eval_source: TaskSource | None = None,
+    *,
+    seed: int = 0,
+    prompt: PromptConfig | None = None,
 ) -> tuple[ExampleSet[PreferencePair], ExampleSet[PreferencePair]]:
     prompt = prompt or PromptConfig()
-    return load_pairs(source, eval_source, prompt, TOKENIZER, seed=seed, max_tokens=64, max_pair_tokens=100)
+    return load_pairs(
+        source, eval_source, prompt, TOKENIZER, seed=seed, max_tokens=64, max_pair_tokens=100
+    )
 
 
 def load(source: TaskSource, **changes: Any) -> ExampleSet[PreferencePair]:
@@ -35,7 +42,9 @@ def load(source: TaskSource, **changes: Any) -> ExampleSet[PreferencePair]:
 
 
 def said(pair: PreferencePair) -> tuple[str, str]:
-    chosen, rejected = (TOKENIZER.decode(side.tokens[side.loss_mask]) for side in (pair.chosen, pair.rejected))
+    chosen, rejected = (
+        TOKENIZER.decode(side.tokens[side.loss_mask]) for side in (pair.chosen, pair.rejected)
+    )
     return chosen, rejected
 
 
@@ -57,31 +66,63 @@ def turns(*texts: str, first: str = "user") -> list[dict[str, str]]:
         ({"ask": {"text": "One?"}, "chosen": "1", "rejected": "2"}, {"prompt_field": "ask.text"}),
         ({"prompt": "One?", "chosen": turns("One?", "1"), "rejected": turns("One?", "2")}, {}),
         ({"chosen": turns("One?", "1"), "rejected": turns("One?", "2")}, {}),
-        ({"prompt": turns("One?"), "chosen": turns("1", first="a"), "rejected": turns("2", first="a")}, {}),
-        ({"chosen": "\n\nHuman: One?\n\nAssistant: 1", "rejected": "\n\nHuman: One?\n\nAssistant: 2"}, {}),
+        (
+            {
+                "prompt": turns("One?"),
+                "chosen": turns("1", first="a"),
+                "rejected": turns("2", first="a"),
+            },
+            {},
+        ),
+        (
+            {
+                "chosen": "\n\nHuman: One?\n\nAssistant: 1",
+                "rejected": "\n\nHuman: One?\n\nAssistant: 2",
+            },
+            {},
+        ),
         ({"prompt": "\n\nHuman: One?\n\nAssistant:", "chosen": "1", "rejected": "2"}, {}),
     ],
-    ids=["texts", "question", "named prompt", "prompt in both", "conversations", "messages", "hh-rlhf", "hh-rlhf's prompt"],
+    ids=[
+        "texts",
+        "question",
+        "named prompt",
+        "prompt in both",
+        "conversations",
+        "messages",
+        "hh-rlhf",
+        "hh-rlhf's prompt",
+    ],
 )
-def test_the_forms_in_which_pairs_are_published_are_the_same_pair(row: dict, fields: dict[str, str], tmp_path: Path) -> None:
+def test_the_forms_in_which_pairs_are_published_are_the_same_pair(
+    row: dict, fields: dict[str, str], tmp_path: Path
+) -> None:
     (pair,) = load(chz.replace(write(tmp_path / "pairs.jsonl", row), **fields)).examples
     assert said(pair) == ("1", "2")
     for side in (pair.chosen, pair.rejected):
         np.testing.assert_array_equal(side.prompt, TOKENIZER.render([Message("user", "One?")]))
-        assert side.loss_mask[len(side.prompt) :].all() and side.tokens[-1] == TOKENIZER.stop_token_ids[0]
+        assert (
+            side.loss_mask[len(side.prompt) :].all()
+            and side.tokens[-1] == TOKENIZER.stop_token_ids[0]
+        )
 
 
 def test_of_longer_conversations_the_last_answers_are_compared(tmp_path: Path) -> None:
     row = {"chosen": turns("One?", "1", "Two?", "2"), "rejected": turns("One?", "1", "Two?", "3")}
     text = {
-        name: "".join(f"\n\n{'Human' if turn['role'] == 'user' else 'Assistant'}: {turn['content']}" for turn in messages)
+        name: "".join(
+            f"\n\n{'Human' if turn['role'] == 'user' else 'Assistant'}: {turn['content']}"
+            for turn in messages
+        )
         for name, messages in row.items()
     }
     prompt = PromptConfig(system="Be short.", suffix="!")
     for pair in load(write(tmp_path / "pairs.jsonl", row, text), prompt=prompt).examples:
         assert said(pair) == ("2", "3")
         asked = [("system", "Be short."), ("user", "One?"), ("assistant", "1"), ("user", "Two?!")]
-        np.testing.assert_array_equal(pair.rejected.prompt, TOKENIZER.render([Message(*turn) for turn in asked]))
+        np.testing.assert_array_equal(
+            pair.rejected.prompt, TOKENIZER.render([Message(*turn) for turn in asked])
+        )
 
 
 def test_parquet_and_json_hold_the_same_pairs(tmp_path: Path) -> None:
@@ -89,7 +130,9 @@ def test_parquet_and_json_hold_the_same_pairs(tmp_path: Path) -> None:
     (tmp_path / "pairs.json").write_text(json.dumps(rows))
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "pairs.parquet")
     for suffix in ("json", "parquet"):
-        assert [said(pair) for pair in load(Files(path=str(tmp_path / f"pairs.{suffix}"))).examples] == [("1", "2")]
+        assert [
+            said(pair) for pair in load(Files(path=str(tmp_path / f"pairs.{suffix}"))).examples
+        ] == [("1", "2")]
 
 
 def test_bad_rows_are_skipped_and_named_with_file_and_line(tmp_path: Path) -> None:
@@ -129,7 +172,10 @@ def test_bad_rows_are_skipped_and_named_with_file_and_line(tmp_path: Path) -> No
 
 
 def test_a_source_without_pairs_is_refused_with_what_was_looked_for(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"no row can be a pair .*chosen and rejected.*problem, question.*Set prompt_field$"):
+    with pytest.raises(
+        ValueError,
+        match=r"no row can be a pair .*chosen and rejected.*problem, question.*Set prompt_field$",
+    ):
         load(write(tmp_path / "pairs.jsonl", {"text": "none"}))
 
 
@@ -139,7 +185,10 @@ def test_of_a_generated_problem_the_right_solution_is_chosen_and_a_wrong_one_rej
     for pair, problem in zip(pairs, SyntheticProblems(64), strict=True):
         chosen, rejected = said(pair)
         assert chosen == problem.solution and rejected in problem.wrong_solutions
-    again, other = load(Synthetic(num_tasks=64)).examples, load(Synthetic(num_tasks=64), seed=1).examples
+    again, other = (
+        load(Synthetic(num_tasks=64)).examples,
+        load(Synthetic(num_tasks=64), seed=1).examples,
+    )
     assert said(again[17]) == said(pairs[0:20][17])
     assert any(said(again[i]) != said(other[i]) for i in range(64))
 

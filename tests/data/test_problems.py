@@ -1,4 +1,5 @@
-"""Every answer is found a second time, from the words of the question alone, by the most pedestrian way there is."""
+"""Every answer is found a second time, from the words of the question alone, by the most pedestrian
+way there is."""
 
 from __future__ import annotations
 
@@ -32,7 +33,10 @@ EVERY_FAMILY = pytest.mark.parametrize("family", list(FAMILIES))
 
 @cache
 def some(family: str, difficulty: Difficulty, split: Split = "train") -> list[Problem]:
-    return [make_problem(family, difficulty, split, 0, i) for i in range(min(48, num_problems(family, difficulty, split)))]
+    return [
+        make_problem(family, difficulty, split, 0, i)
+        for i in range(min(48, num_problems(family, difficulty, split)))
+    ]
 
 
 def apart(one: Axis, other: Axis) -> bool:
@@ -171,14 +175,20 @@ def solve_rectangle(question: str) -> int:
     size = int(given[2])
     (width,) = numbers(question.replace(given[0], ""))
     if given[1] == "perimeter":
-        (area,) = [width * height for height in range(1000) if width + height + width + height == size]
+        (area,) = [
+            width * height for height in range(1000) if width + height + width + height == size
+        ]
         return area
-    (around,) = [width + height + width + height for height in range(1000) if width * height == size]
+    (around,) = [
+        width + height + width + height for height in range(1000) if width * height == size
+    ]
     return around
 
 
 SOLVERS: dict[str, Callable[[str], int]] = {
-    name.removeprefix("solve_"): solver for name, solver in list(globals().items()) if name.startswith("solve_")
+    name.removeprefix("solve_"): solver
+    for name, solver in list(globals().items())
+    if name.startswith("solve_")
 }
 
 
@@ -218,7 +228,8 @@ def holds(step: str) -> bool:
     left, right = step.split("=")
 
     def value(side: str) -> Fraction:
-        # Sums of products are all that is ever written; a minus or a slash stands alone between two numbers.
+        # Sums of products are all that is ever written; a minus or a slash stands alone between two
+        # numbers.
         if match := re.fullmatch(r"(\d+)([-/])(\d+)", side):
             a, b = Fraction(match[1]), Fraction(match[3])
             return a - b if match[2] == "-" else a / b
@@ -265,8 +276,14 @@ def test_the_splits_share_no_problem_whatever_the_seeds_and_each_comes_once(fami
 
 @EVERY_FAMILY
 def test_splits_and_difficulties_share_no_question(family: str) -> None:
-    # By construction no parameters are shared; here, that parameters of two problems do not make the same words.
-    questions = [p.question for difficulty in DIFFICULTIES for split in SPLITS for p in some(family, difficulty, split)]
+    # By construction no parameters are shared; here, that parameters of two problems do not make
+    # the same words.
+    questions = [
+        p.question
+        for difficulty in DIFFICULTIES
+        for split in SPLITS
+        for p in some(family, difficulty, split)
+    ]
     assert len(set(questions)) == len(questions)
     for one, other in combinations(DIFFICULTIES, 2):
         axes, others = FAMILIES[family].axes[one], FAMILIES[family].axes[other]
@@ -275,7 +292,10 @@ def test_splits_and_difficulties_share_no_question(family: str) -> None:
 
 def test_heldout_is_an_eighth() -> None:
     for family in FAMILIES:
-        held, trained = num_problems(family, "easy", "heldout"), num_problems(family, "easy", "train")
+        held, trained = (
+            num_problems(family, "easy", "heldout"),
+            num_problems(family, "easy", "train"),
+        )
         assert held == (held + trained) // 8
         assert held >= 40  # enough for each family's share of 640 held-out problems
 
@@ -283,7 +303,9 @@ def test_heldout_is_an_eighth() -> None:
 def test_a_problem_depends_on_nothing_but_its_place() -> None:
     whole = list(SyntheticProblems(200, seed=3))
     assert SyntheticProblems(1000, seed=3)[137] == whole[137]
-    assert whole[137] == make_problem(list(FAMILIES)[137 % len(FAMILIES)], "easy", "train", 3, 137 // len(FAMILIES))
+    assert whole[137] == make_problem(
+        list(FAMILIES)[137 % len(FAMILIES)], "easy", "train", 3, 137 // len(FAMILIES)
+    )
     assert whole[:7] == SyntheticProblems(200, seed=3)[:7]
     assert whole[-1] == SyntheticProblems(200, seed=3)[-1]
 
@@ -292,7 +314,9 @@ def test_problems_are_what_they_were() -> None:
     # Ids name problems in journals and checkpoints: a change here is a change of every stored run.
     problem = make_problem("sequence", "easy", "train", 0, 0)
     assert problem.id == "sequence-easy-1586"
-    assert problem.question == "An arithmetic sequence starts with 27 and has common difference 6. What is term number 11?"
+    assert problem.question == (
+        "An arithmetic sequence starts with 27 and has common difference 6. What is term number 11?"
+    )
     assert problem.answer == 87  # 27 + 10*6
 
 
@@ -317,7 +341,10 @@ def test_a_wrong_name_is_refused_with_the_right_ones() -> None:
 
 @EVERY_FAMILY
 def test_every_family_speaks_in_several_ways(family: str) -> None:
-    wordings = {re.sub(r"\b(Ann|Ben|Eva|Leo|Mia|Tom)\b", "N", re.sub(r"\d+", "0", p.question)) for p in some(family, "easy")}
+    wordings = {
+        re.sub(r"\b(Ann|Ben|Eva|Leo|Mia|Tom)\b", "N", re.sub(r"\d+", "0", p.question))
+        for p in some(family, "easy")
+    }
     assert len(wordings) >= 4
 
 

@@ -99,10 +99,14 @@ def test_an_example_ends_its_prompt_with_the_answer_and_learns_that_alone() -> N
             assert "Practice." in TOKENIZER.decode(example.tokens)
             num_drills += 1
             continue
-        np.testing.assert_array_equal(np.flatnonzero(example.loss_mask), np.arange(len(prompt), len(example.tokens)))
+        np.testing.assert_array_equal(
+            np.flatnonzero(example.loss_mask), np.arange(len(prompt), len(example.tokens))
+        )
         assert example.tokens[-1] == TOKENIZER.stop_token_ids[0]
         answer = said(example)
-        assert answer in (problem.solution, *problem.wrong_solutions) or answer.startswith("\\boxed{")
+        assert answer in (problem.solution, *problem.wrong_solutions) or answer.startswith(
+            "\\boxed{"
+        )
     # 64 draws: the mean is 19.2, one standard deviation 3.7.
     assert num_drills == pytest.approx(64 * DRILL_SHARE, abs=11)
 
@@ -151,7 +155,9 @@ def test_answers_are_drawn_in_the_shares_that_are_set() -> None:
         wrong = [sampled[wrong] / 4000 for wrong in problem.wrong_solutions]
         each = (1 - GUESS_SHARE) * (1 - RIGHT_SHARE[family]) / len(wrong)
         assert wrong == pytest.approx([each] * len(wrong), abs=0.03)
-        guesses = {text for text in sampled if text not in (problem.solution, *problem.wrong_solutions)}
+        guesses = {
+            text for text in sampled if text not in (problem.solution, *problem.wrong_solutions)
+        }
         assert guesses and f"\\boxed{{{problem.answer}}}" not in guesses
 
 
@@ -168,12 +174,21 @@ def write(file: Path, *rows: object) -> Files:
 
 
 def test_of_a_conversation_the_answers_are_learnt_and_all_in_one_example(tmp_path: Path) -> None:
-    (example,) = load(write(tmp_path / "chat.jsonl", chat(("system", "Be short."), *TURNS))).examples
-    turns = [("system", "Be short.", False), *((role, text, role == "assistant") for role, text in TURNS)]
+    (example,) = load(
+        write(tmp_path / "chat.jsonl", chat(("system", "Be short."), *TURNS))
+    ).examples
+    turns = [
+        ("system", "Be short.", False),
+        *((role, text, role == "assistant") for role, text in TURNS),
+    ]
     tokens, mask = list[int](), list[bool]()
     for role, text, learnt in turns:
         # Learnt are the words and the token that ends them, not the line break behind it.
-        for piece, of_it in ((f"<|im_start|>{role}\n", False), (f"{text}<|im_end|>", learnt), ("\n", False)):
+        for piece, of_it in (
+            (f"<|im_start|>{role}\n", False),
+            (f"{text}<|im_end|>", learnt),
+            ("\n", False),
+        ):
             encoded = TOKENIZER.encode(piece)
             tokens += encoded.tolist()
             mask += [of_it] * len(encoded)
@@ -182,12 +197,18 @@ def test_of_a_conversation_the_answers_are_learnt_and_all_in_one_example(tmp_pat
     np.testing.assert_array_equal(example.loss_mask, mask[:-1])
 
 
-def test_where_the_context_of_a_later_answer_is_another_it_gets_an_example_of_its_own(tmp_path: Path) -> None:
+def test_where_the_context_of_a_later_answer_is_another_it_gets_an_example_of_its_own(
+    tmp_path: Path,
+) -> None:
     # The suffix stands behind the last question alone.
     prompt = PromptConfig(system="Be short.", suffix="!")
     one, two = load(write(tmp_path / "chat.jsonl", chat(*TURNS)), prompt=prompt).examples
     assert [said(one), said(two)] == ["1", "2"]
-    asked = [Message("system", "Be short."), *(Message(*turn) for turn in TURNS[:2]), Message("user", "Two?!")]
+    asked = [
+        Message("system", "Be short."),
+        *(Message(*turn) for turn in TURNS[:2]),
+        Message("user", "Two?!"),
+    ]
     np.testing.assert_array_equal(two.tokens[~two.loss_mask], TOKENIZER.render(asked))
 
 
@@ -203,15 +224,31 @@ def test_where_the_context_of_a_later_answer_is_another_it_gets_an_example_of_it
             },
             {},
         ),
-        ({"ask": {"text": "One?"}, "say": "1 #### 1"}, {"prompt_field": "ask.text", "answer_field": "say"}),
-        ({"turns": chat(("user", "One?"), ("assistant", "1 #### 1"))["messages"]}, {"prompt_field": "turns"}),
+        (
+            {"ask": {"text": "One?"}, "say": "1 #### 1"},
+            {"prompt_field": "ask.text", "answer_field": "say"},
+        ),
+        (
+            {"turns": chat(("user", "One?"), ("assistant", "1 #### 1"))["messages"]},
+            {"prompt_field": "turns"},
+        ),
     ],
-    ids=["question and answer", "prompt and response", "messages and completion", "named fields", "named messages"],
+    ids=[
+        "question and answer",
+        "prompt and response",
+        "messages and completion",
+        "named fields",
+        "named messages",
+    ],
 )
-def test_a_prompt_and_its_whole_answer_are_a_conversation_too(row: dict, fields: dict[str, str], tmp_path: Path) -> None:
+def test_a_prompt_and_its_whole_answer_are_a_conversation_too(
+    row: dict, fields: dict[str, str], tmp_path: Path
+) -> None:
     (example,) = load(chz.replace(write(tmp_path / "pairs.jsonl", row), **fields)).examples
     assert said(example) == "1 #### 1"
-    np.testing.assert_array_equal(example.tokens[~example.loss_mask], TOKENIZER.render([Message("user", "One?")]))
+    np.testing.assert_array_equal(
+        example.tokens[~example.loss_mask], TOKENIZER.render([Message("user", "One?")])
+    )
 
 
 def test_parquet_and_json_hold_the_same_conversations(tmp_path: Path) -> None:
@@ -221,7 +258,9 @@ def test_parquet_and_json_hold_the_same_conversations(tmp_path: Path) -> None:
     lines = load(write(tmp_path / "chat.jsonl", *rows)).examples
     for suffix in ("json", "parquet"):
         found = load(Files(path=str(tmp_path / f"chat.{suffix}"))).examples
-        assert [example.tokens.tolist() for example in found] == [example.tokens.tolist() for example in lines]
+        assert [example.tokens.tolist() for example in found] == [
+            example.tokens.tolist() for example in lines
+        ]
 
 
 def test_bad_rows_are_skipped_and_named_with_file_and_line(tmp_path: Path) -> None:
@@ -257,7 +296,8 @@ def test_what_the_template_refuses_is_a_bad_row_in_its_words(tmp_path: Path) -> 
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(EMBEDDED / name, tmp_path)
     (tmp_path / "chat_template.jinja").write_text(
-        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ m['content'] }}"
+        "{% for m in messages %}{% if m['role'] == 'system' %}{{ raise_exception('no system') "
+        "}}{% endif %}{{ m['content'] }}"
         "{% endfor %}"
     )
     source = write(tmp_path / "chat.jsonl", chat(("system", "?"), *TURNS), chat(*TURNS[:2]))
@@ -266,7 +306,9 @@ def test_what_the_template_refuses_is_a_bad_row_in_its_words(tmp_path: Path) -> 
     }
 
 
-def test_a_share_of_the_prompts_is_held_out_and_no_copy_of_them_is_trained_on(tmp_path: Path) -> None:
+def test_a_share_of_the_prompts_is_held_out_and_no_copy_of_them_is_trained_on(
+    tmp_path: Path,
+) -> None:
     # 40 prompts, each with three answers, in an order that mixes them.
     rows = [chat(("user", f"{i % 40}?"), ("assistant", f"{i}")) for i in range(120)]
 
@@ -301,7 +343,12 @@ def test_examples_to_evaluate_on_may_come_from_elsewhere(tmp_path: Path) -> None
 
 
 def test_a_source_without_examples_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"empty\.jsonl: no row can be an example \(1 no prompt \(empty\.jsonl:1\)\)"):
+    with pytest.raises(
+        ValueError,
+        match=r"empty\.jsonl: no row can be an example \(1 no prompt \(empty\.jsonl:1\)\)",
+    ):
         load(write(tmp_path / "empty.jsonl", {}))
-    with pytest.raises(ValueError, match="expected Synthetic, Exercises, Files or Hub, came HeldOut"):
+    with pytest.raises(
+        ValueError, match="expected Synthetic, Exercises, Files or Hub, came HeldOut"
+    ):
         load(HeldOut())

@@ -19,7 +19,10 @@ BARE = PromptConfig()
 
 def write_lines(path: Path, *rows: object) -> Path:
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text("".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows), encoding="utf-8")
+    path.write_text(
+        "".join((row if isinstance(row, str) else json.dumps(row)) + "\n" for row in rows),
+        encoding="utf-8",
+    )
     return path
 
 
@@ -33,7 +36,10 @@ def texts(loaded: TaskSet) -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "array.json", "parquet"])
 def test_the_same_rows_give_the_same_tasks_in_every_format(tmp_path: Path, suffix: str) -> None:
-    rows = [{"problem": "1+1?", "answer": "2", "subject": "sums"}, {"problem": "Größe?", "answer": "042", "subject": "sizes"}]
+    rows = [
+        {"problem": "1+1?", "answer": "2", "subject": "sums"},
+        {"problem": "Größe?", "answer": "042", "subject": "sizes"},
+    ]
     path = tmp_path / f"train.{suffix}"
     if suffix == "parquet":
         pq.write_table(pa.Table.from_pylist(rows), path)
@@ -64,10 +70,14 @@ def test_the_same_rows_give_the_same_tasks_in_every_format(tmp_path: Path, suffi
     ],
 )
 def test_answers_become_text(tmp_path: Path, answer: object, text: str) -> None:
-    assert texts(load(write_lines(tmp_path / "a.jsonl", {"question": "?", "answer": answer}))) == [("?", text)]
+    assert texts(load(write_lines(tmp_path / "a.jsonl", {"question": "?", "answer": answer}))) == [
+        ("?", text)
+    ]
 
 
-def test_the_prompt_is_the_first_of_problem_question_and_prompt_that_holds_something(tmp_path: Path) -> None:
+def test_the_prompt_is_the_first_of_problem_question_and_prompt_that_holds_something(
+    tmp_path: Path,
+) -> None:
     rows = [
         {"prompt": "p", "question": "q", "problem": "b", "answer": "1"},
         {"prompt": "p", "question": "q", "answer": "1"},
@@ -79,7 +89,10 @@ def test_the_prompt_is_the_first_of_problem_question_and_prompt_that_holds_somet
 
 
 def test_fields_may_lie_inside_fields(tmp_path: Path) -> None:
-    row = {"prompt": [{"role": "user", "content": "?"}], "reward_model": {"ground_truth": "34", "style": "rule"}}
+    row = {
+        "prompt": [{"role": "user", "content": "?"}],
+        "reward_model": {"ground_truth": "34", "style": "rule"},
+    }
     dotted = {"prompt": "?", "reward_model.ground_truth": "35"}
     path = write_lines(tmp_path / "a.jsonl", row, dotted)
     assert texts(load(path, answer_field="reward_model.ground_truth")) == [("?", "34"), ("?", "35")]
@@ -89,7 +102,10 @@ def test_system_and_suffix_go_around_every_prompt(tmp_path: Path) -> None:
     path = write_lines(
         tmp_path / "a.jsonl",
         {"prompt": "1+1?", "answer": "2"},
-        {"prompt": [{"role": "system", "content": "Old."}, {"role": "user", "content": "2+2?"}], "answer": "4"},
+        {
+            "prompt": [{"role": "system", "content": "Old."}, {"role": "user", "content": "2+2?"}],
+            "answer": "4",
+        },
     )
     plain, chat = load(path, PromptConfig(system="Think.", suffix="\nBox it.")).tasks
     assert plain.prompt == (Message("system", "Think."), Message("user", "1+1?\nBox it."))
@@ -128,25 +144,35 @@ def test_rows_that_cannot_be_tasks_are_skipped_and_named_by_reason(tmp_path: Pat
 
 
 def test_rows_of_countdown_are_tasks_of_their_kind(tmp_path: Path) -> None:
-    bad = [{"target": 24, "nums": ["3", 8]}, {"target": None, "nums": [1]}, {"target": 1, "nums": []}]
+    bad = [
+        {"target": 24, "nums": ["3", 8]},
+        {"target": None, "nums": [1]},
+        {"target": 1, "nums": []},
+    ]
     loaded = load(write_lines(tmp_path / "train.jsonl", {"target": 24, "nums": [3, 8, 5]}, *bad))
     (task,) = loaded.tasks
-    assert (task.kind, json.loads(task.answer)) == ("countdown", {"numbers": [3, 8, 5], "target": 24})
+    assert (task.kind, json.loads(task.answer)) == (
+        "countdown",
+        {"numbers": [3, 8, 5], "target": 24},
+    )
     assert task.prompt[0].content.startswith("Make 24 from the numbers 3, 8, 5,")
     assert loaded.kinds == {"countdown"}
     assert [len(places) for places in loaded.skipped.values()] == [3]
 
 
 def test_of_many_bad_rows_the_first_are_named_and_all_are_counted() -> None:
-    assert format_skipped({"no prompt": ["a:1", "a:2"], "no answer": ["b:1", "b:2", "b:3", "b:4"]}) == (
-        "2 no prompt (a:1, a:2), 4 no answer (b:1, b:2, b:3, ...)"
-    )
+    assert format_skipped(
+        {"no prompt": ["a:1", "a:2"], "no answer": ["b:1", "b:2", "b:3", "b:4"]}
+    ) == ("2 no prompt (a:1, a:2), 4 no answer (b:1, b:2, b:3, ...)")
 
 
 def test_where_no_row_can_be_a_task_the_error_lists_the_fields_there_are(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", {"text": "?", "code": "1"}, {"text": "?", "label": "1"})
+    path = write_lines(
+        tmp_path / "a.jsonl", {"text": "?", "code": "1"}, {"text": "?", "label": "1"}
+    )
     with pytest.raises(
-        ValueError, match=r"2 no prompt.*problem, question, prompt.*fields seen: text, code, label\. Set prompt_f"
+        ValueError,
+        match=r"2 no prompt.*problem, question, prompt.*fields seen: text, code, label\. Set prompt_f",
     ):
         load(path)
     with pytest.raises(ValueError, match="no rows"):
@@ -154,30 +180,43 @@ def test_where_no_row_can_be_a_task_the_error_lists_the_fields_there_are(tmp_pat
 
 
 def test_max_tasks_reads_so_many_rows(tmp_path: Path) -> None:
-    path = write_lines(tmp_path / "a.jsonl", *({"problem": str(i), "answer": "1"} for i in range(9)))
+    path = write_lines(
+        tmp_path / "a.jsonl", *({"problem": str(i), "answer": "1"} for i in range(9))
+    )
     assert [prompt for prompt, _ in texts(load(path, max_tasks=3))] == ["0", "1", "2"]
 
 
 def test_problems_that_are_always_or_never_solved_are_left_out_where_asked(tmp_path: Path) -> None:
     rates = [0, 0.05, 0.5, 0.95, 1.0, None, "often", True, 2]
-    path = write_lines(tmp_path / "p.jsonl", *({"problem": f"{rate}?", "answer": "1", "rate": rate} for rate in rates))
+    path = write_lines(
+        tmp_path / "p.jsonl",
+        *({"problem": f"{rate}?", "answer": "1", "rate": rate} for rate in rates),
+    )
 
     def kept(**bounds: Any) -> tuple[list[str], dict[str, int]]:
         loaded = load(path, success_rate_field="rate", **bounds)
-        return [text for text, _ in texts(loaded)], {reason: len(places) for reason, places in loaded.skipped.items()}
+        return [text for text, _ in texts(loaded)], {
+            reason: len(places) for reason, places in loaded.skipped.items()
+        }
 
     assert len(load(path).tasks) == len(rates)
     unknown = {"no rate from 0 to 1": 4}
     both = {"solved as seldom as 0.05 or less": 2, "solved as often as 0.95 or more": 2}
     assert kept(success_rate_above=0.05, success_rate_below=0.95) == (["0.5?"], unknown | both)
-    assert kept(success_rate_above=0.0) == (["0.05?", "0.5?", "0.95?", "1.0?"], unknown | {"solved as seldom as 0 or less": 1})
+    assert kept(success_rate_above=0.0) == (
+        ["0.05?", "0.5?", "0.95?", "1.0?"],
+        unknown | {"solved as seldom as 0 or less": 1},
+    )
     assert kept(success_rate_below=1.0)[0] == ["0?", "0.05?", "0.5?", "0.95?"]
 
 
 def test_a_folder_gives_the_files_of_the_split_in_order(tmp_path: Path) -> None:
     for name in ("train-00001.jsonl", "train-00000.jsonl", "test.jsonl"):
         write_lines(tmp_path / "main" / name, {"problem": name, "answer": "1"})
-    assert [prompt for prompt, _ in texts(load(tmp_path))] == ["train-00000.jsonl", "train-00001.jsonl"]
+    assert [prompt for prompt, _ in texts(load(tmp_path))] == [
+        "train-00000.jsonl",
+        "train-00001.jsonl",
+    ]
     assert [prompt for prompt, _ in texts(load(tmp_path / "main", split="test"))] == ["test.jsonl"]
 
 
@@ -186,7 +225,8 @@ def test_files_that_are_not_there_are_named_with_those_that_are(tmp_path: Path) 
         load(tmp_path / "nowhere")
     write_lines(tmp_path / "aime.json", {"problem": "?", "answer": "1"})
     with pytest.raises(
-        FileNotFoundError, match=r"no file named train\*.jsonl, .json or .parquet; of these there are: aime.json"
+        FileNotFoundError,
+        match=r"no file named train\*.jsonl, .json or .parquet; of these there are: aime.json",
     ):
         load(tmp_path)
     (tmp_path / "notes.txt").write_text("hello")
@@ -205,7 +245,9 @@ def test_a_broken_json_array_is_an_error_that_names_the_file(tmp_path: Path) -> 
 
 
 def test_files_that_are_none_of_their_format_are_named(tmp_path: Path) -> None:
-    (tmp_path / "a.jsonl").write_bytes(b'{"problem": "?", "answer": "1"}\n{"problem": "caf\xe9", "answer": "1"}\n')
+    (tmp_path / "a.jsonl").write_bytes(
+        b'{"problem": "?", "answer": "1"}\n{"problem": "caf\xe9", "answer": "1"}\n'
+    )
     with pytest.raises(ValueError, match=r"a\.jsonl:2: expected UTF-8"):
         load(tmp_path / "a.jsonl")
     (tmp_path / "a.parquet").write_bytes(b"PAR1 and no more")
@@ -246,7 +288,8 @@ def test_a_data_set_in_the_hubs_cache_is_found_there(hub_cache: Path) -> None:
     for folder in ("main", "socratic"):
         (snapshot / folder).mkdir()
         pq.write_table(
-            pa.Table.from_pylist([{"question": folder, "answer": "#### 7"}]), snapshot / folder / "train-00000-of-00001.parquet"
+            pa.Table.from_pylist([{"question": folder, "answer": "#### 7"}]),
+            snapshot / folder / "train-00000-of-00001.parquet",
         )
     assert texts(load_tasks(Hub(name="openai/gsm8k/main"), BARE)) == [("main", "7")]
     with pytest.raises(ValueError, match="name one of them: main, socratic"):
@@ -257,13 +300,17 @@ def test_a_data_set_in_the_hubs_cache_is_found_there(hub_cache: Path) -> None:
 def test_what_the_hub_does_not_give_comes_with_the_command_that_fetches_it() -> None:
     with pytest.raises(FileNotFoundError, match="`hf download --repo-type dataset openai/gsm8k`"):
         load_tasks(Hub(name="openai/gsm8k"), BARE)
-    with pytest.raises(FileNotFoundError, match=r"`hf download deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B`"):
+    with pytest.raises(
+        FileNotFoundError, match=r"`hf download deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B`"
+    ):
         resolve_policy_folder("deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B")
     with pytest.raises(ValueError, match="name=gsm8k: expected a data set of the hub, owner/name"):
         load_tasks(Hub(name="gsm8k"), BARE)
 
 
-def test_a_policy_folder_is_the_embedded_one_a_local_one_or_one_of_the_hub(hub_cache: Path, tmp_path: Path) -> None:
+def test_a_policy_folder_is_the_embedded_one_a_local_one_or_one_of_the_hub(
+    hub_cache: Path, tmp_path: Path
+) -> None:
     local = tmp_path / "policy"
     local.mkdir()
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
@@ -274,7 +321,9 @@ def test_a_policy_folder_is_the_embedded_one_a_local_one_or_one_of_the_hub(hub_c
     (snapshot / "config.json").write_text("{}")
     assert resolve_policy_folder("owner/name") == snapshot
     assert EMBEDDED.parts[-3:] == ("areal_jax", "models", "embedded")
-    with pytest.raises(FileNotFoundError, match="expected 'embedded', an existing folder, or a hub name"):
+    with pytest.raises(
+        FileNotFoundError, match="expected 'embedded', an existing folder, or a hub name"
+    ):
         resolve_policy_folder("./no/such/folder")
 
 

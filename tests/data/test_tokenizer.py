@@ -31,9 +31,13 @@ def folder(tmp_path: Path) -> Path:
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=pre_tokenizers.ByteLevel.alphabet(), show_progress=False
+    )
     tokenizer.train_from_iterator(["what is one plus one", "the answer is two"], trainer)
-    tokenizer.add_special_tokens([AddedToken(text, special=True) for text in ("<|end|>", "<|im_start|>", "<|im_end|>")])
+    tokenizer.add_special_tokens(
+        [AddedToken(text, special=True) for text in ("<|end|>", "<|im_start|>", "<|im_end|>")]
+    )
     tokenizer.save(str(tmp_path / "tokenizer.json"))
     write(tmp_path, eos_token="<|im_end|>", chat_template=None)
     return tmp_path
@@ -73,25 +77,35 @@ def test_special_tokens_are_one_token_each_and_are_not_decoded(folder: Path) -> 
 def test_only_the_text_of_a_prompt_is_begun_as_the_tokenizer_begins_texts(folder: Path) -> None:
     inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     begin = id_of(folder, "<|end|>")
-    inner.post_processor = processors.TemplateProcessing(single="<|end|> $A", special_tokens=[("<|end|>", begin)])
+    inner.post_processor = processors.TemplateProcessing(
+        single="<|end|> $A", special_tokens=[("<|end|>", begin)]
+    )
     inner.save(str(folder / "tokenizer.json"))
     tokenizer = HFTokenizer.from_folder(folder)
     assert tokenizer.encode_prompt("one").tolist() == [begin, *tokenizer.encode("one").tolist()]
     assert begin not in tokenizer.encode("one")
 
 
-def test_a_conversation_goes_through_the_template_and_ends_where_the_assistant_begins(folder: Path) -> None:
+def test_a_conversation_goes_through_the_template_and_ends_where_the_assistant_begins(
+    folder: Path,
+) -> None:
     write(folder, eos_token="<|im_end|>", chat_template=CHATML)
     assert rendered(folder) == (
-        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1? <b> & 'ß'<|im_end|>\n<|im_start|>assistant\n"
+        "<|im_start|>system\nBe brief.<|im_end|>\n<|im_start|>user\n1+1? <b> & "
+        "'ß'<|im_end|>\n<|im_start|>assistant\n"
     )
     tokens = HFTokenizer.from_folder(folder).render(CONVERSATION)
     assert tokens.dtype == np.int32
     assert tokens[0] == id_of(folder, "<|im_start|>")
 
 
-def test_the_template_is_the_files_then_the_default_of_several_then_the_only_one(folder: Path) -> None:
-    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "one of several"}]
+def test_the_template_is_the_files_then_the_default_of_several_then_the_only_one(
+    folder: Path,
+) -> None:
+    named = [
+        {"name": "tool_use", "template": "tools"},
+        {"name": "default", "template": "one of several"},
+    ]
     write(folder, eos_token="<|im_end|>", chat_template=named)
     assert rendered(folder) == "one of several"
     (folder / "chat_template.jinja").write_text("from the file\n")
@@ -108,13 +122,21 @@ def test_templates_find_what_they_find_in_transformers(folder: Path) -> None:
 |{{ strftime_now('%Y') }}|{{ undefined_name }}|
     {% endif %}
 """
-    write(folder, bos_token={"content": "<|end|>", "special": True}, eos_token="<|im_end|>", chat_template=template)
+    write(
+        folder,
+        bos_token={"content": "<|end|>", "special": True},
+        eos_token="<|im_end|>",
+        chat_template=template,
+    )
     year = datetime.now().year
     assert rendered(folder) == f'<|end|>{{"role": "system", "content": "Be brief."}}True|{year}||\n'
 
 
 def test_a_conversation_that_the_template_refuses_is_an_error_in_its_words(folder: Path) -> None:
-    refusing = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not supported') }}{% endif %}"
+    refusing = (
+        "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not "
+        "supported') }}{% endif %}"
+    )
     write(folder, eos_token="<|im_end|>", chat_template=refusing)
     with pytest.raises(ValueError, match="refuses the conversation: System role not supported"):
         HFTokenizer.from_folder(folder).render(CONVERSATION)
@@ -133,20 +155,26 @@ def test_a_conversation_that_the_template_refuses_is_an_error_in_its_words(folde
         ("{{ messages[0]['content'].index('@') }}", "ValueError: substring not found"),
     ],
 )
-def test_a_template_that_fails_over_a_conversation_is_an_error_in_its_words(folder: Path, failing: str, words: str) -> None:
+def test_a_template_that_fails_over_a_conversation_is_an_error_in_its_words(
+    folder: Path, failing: str, words: str
+) -> None:
     write(folder, eos_token="<|im_end|>", chat_template=failing)
     with pytest.raises(ValueError, match=f"the chat template fails over the conversation: {words}"):
         HFTokenizer.from_folder(folder).render(CONVERSATION)
 
 
-@pytest.mark.parametrize("attack", ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}"])
+@pytest.mark.parametrize(
+    "attack", ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}"]
+)
 def test_a_template_cannot_reach_out_of_its_sandbox(folder: Path, attack: str) -> None:
     write(folder, eos_token="<|im_end|>", chat_template=attack)
     with pytest.raises(ValueError, match="refuses the conversation"):
         HFTokenizer.from_folder(folder).render(CONVERSATION)
 
 
-def test_without_a_template_the_prompt_is_plain_text_with_what_the_tokenizer_puts_around_it(folder: Path) -> None:
+def test_without_a_template_the_prompt_is_plain_text_with_what_the_tokenizer_puts_around_it(
+    folder: Path,
+) -> None:
     assert rendered(folder) == "Be brief.\n\n1+1? <b> & 'ß'\n"
     inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     inner.post_processor = processors.TemplateProcessing(
@@ -161,19 +189,26 @@ def test_without_a_template_the_prompt_is_plain_text_with_what_the_tokenizer_put
 def said(folder: Path, answer: str, template: str | None) -> str:
     write(folder, eos_token="<|im_end|>", chat_template=template)
     inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
-    return inner.decode(HFTokenizer.from_folder(folder).render_answer(CONVERSATION, answer).tolist(), skip_special_tokens=False)
+    return inner.decode(
+        HFTokenizer.from_folder(folder).render_answer(CONVERSATION, answer).tolist(),
+        skip_special_tokens=False,
+    )
 
 
-# Templates of reasoning models: the newer R1 begins the reasoning itself, and both forget it once the answer is finished.
+# Templates of reasoning models: the newer R1 begins the reasoning itself, and both forget it once
+# the answer is finished.
 FORGETFUL = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "{{ '<|im_start|>' + message['content'].split('</think>')[-1] + '<|im_end|>' }}"
     "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
 )
-PREFIX = FORGETFUL.replace("{{ '<|im_start|>' }}{% endif %}", "{{ '<|im_start|><think>\n' }}{% endif %}")
+PREFIX = FORGETFUL.replace(
+    "{{ '<|im_start|>' }}{% endif %}", "{{ '<|im_start|><think>\n' }}{% endif %}"
+)
 ADDING = CHATML.replace(
-    "+ message['content'] +", "+ ('<think></think>' if message['role'] == 'assistant' else '') + message['content'] | trim +"
+    "+ message['content'] +",
+    "+ ('<think></think>' if message['role'] == 'assistant' else '') + message['content'] | trim +",
 )
 
 
@@ -209,7 +244,9 @@ def test_no_text_is_cut_or_filled_up_because_a_file_says_so(folder: Path) -> Non
     assert len(tokenizer.encode("?")) == 1
 
 
-def test_answers_end_at_the_end_of_a_turn_and_at_whatever_the_configs_call_eos(folder: Path) -> None:
+def test_answers_end_at_the_end_of_a_turn_and_at_whatever_the_configs_call_eos(
+    folder: Path,
+) -> None:
     end, turn = id_of(folder, "<|end|>"), id_of(folder, "<|im_end|>")
     assert HFTokenizer.from_folder(folder).stop_token_ids == (turn,)
     (folder / "config.json").write_text(json.dumps({"eos_token_id": end}))
@@ -225,12 +262,17 @@ def test_answers_end_at_the_end_of_a_turn_and_at_whatever_the_configs_call_eos(f
     [
         ({"eos_token": "<|new|>"}, "eos_token='<|new|>' is not a token of tokenizer.json"),
         ({"added_tokens_decoder": {"900": {"content": "<|new|>"}}}, "'<|new|>', which it lacks"),
-        ({"added_tokens_decoder": {"900": {"content": "<|im_end|>"}}}, "'<|im_end|>', which it lacks or gives another id"),
+        (
+            {"added_tokens_decoder": {"900": {"content": "<|im_end|>"}}},
+            "'<|im_end|>', which it lacks or gives another id",
+        ),
         ({"additional_special_tokens": ["<|new|>"]}, "'<|new|>', which it lacks"),
         ({"extra_special_tokens": [{"content": "<|new|>"}]}, "'<|new|>', which it lacks"),
     ],
 )
-def test_tokens_that_tokenizer_json_lacks_are_refused(folder: Path, settings: dict[str, object], named: str) -> None:
+def test_tokens_that_tokenizer_json_lacks_are_refused(
+    folder: Path, settings: dict[str, object], named: str
+) -> None:
     write(folder, **({"eos_token": "<|im_end|>"} | settings))
     with pytest.raises(ValueError, match=re.escape(named)):
         HFTokenizer.from_folder(folder)
@@ -238,7 +280,10 @@ def test_tokens_that_tokenizer_json_lacks_are_refused(folder: Path, settings: di
 
 def test_tokens_that_tokenizer_json_has_are_accepted(folder: Path) -> None:
     end = id_of(folder, "<|im_end|>")
-    named = {"added_tokens_decoder": {str(end): {"content": "<|im_end|>"}}, "additional_special_tokens": ["<|im_end|>"]}
+    named = {
+        "added_tokens_decoder": {str(end): {"content": "<|im_end|>"}},
+        "additional_special_tokens": ["<|im_end|>"],
+    }
     write(folder, eos_token="<|im_end|>", pad_token="<|im_end|>", extra_special_tokens={}, **named)
     tokenizer = HFTokenizer.from_folder(folder)
     assert tokenizer.stop_token_ids == (end,) and tokenizer.pad_token_id == end
@@ -253,7 +298,9 @@ def test_named_tokens_that_tokenizer_json_lacks_are_refused(folder: Path, key: s
 
 def test_older_files_count_where_added_tokens_are_not_listed(folder: Path) -> None:
     end, turn = id_of(folder, "<|end|>"), id_of(folder, "<|im_end|>")
-    (folder / "special_tokens_map.json").write_text(json.dumps({"eos_token": {"content": "<|end|>"}}))
+    (folder / "special_tokens_map.json").write_text(
+        json.dumps({"eos_token": {"content": "<|end|>"}})
+    )
     assert HFTokenizer.from_folder(folder).stop_token_ids == (end,)
     write(folder, eos_token="<|im_end|>", added_tokens_decoder={})
     assert HFTokenizer.from_folder(folder).stop_token_ids == (turn,)
@@ -280,26 +327,54 @@ def test_older_files_count_where_added_tokens_are_not_listed(folder: Path) -> No
         ("tokenizer_config.json", "add_eos_token", True),
     ],
 )
-def test_keys_that_change_tokens_are_refused_by_name(folder: Path, file: str, key: str, value: object) -> None:
+def test_keys_that_change_tokens_are_refused_by_name(
+    folder: Path, file: str, key: str, value: object
+) -> None:
     path = folder / file
     settings = {"eos_token": "<|im_end|>", "bos_token": "<|end|>"}
     write(folder, **settings)
-    path.write_text(json.dumps({**(settings if file == "tokenizer_config.json" else {}), key: value}))
-    with pytest.raises(ValueError, match=rf"{re.escape(file)}: .*{key}=.*policy\.ignore_config_keys={key}$"):
+    path.write_text(
+        json.dumps({**(settings if file == "tokenizer_config.json" else {}), key: value})
+    )
+    with pytest.raises(
+        ValueError, match=rf"{re.escape(file)}: .*{key}=.*policy\.ignore_config_keys={key}$"
+    ):
         HFTokenizer.from_folder(folder)
     assert HFTokenizer.from_folder(folder, (key,)).encode("one").size
 
 
 def test_a_template_writes_the_first_token_itself(folder: Path) -> None:
-    write(folder, eos_token="<|im_end|>", bos_token="<|end|>", add_bos_token=True, chat_template=CHATML)
+    write(
+        folder,
+        eos_token="<|im_end|>",
+        bos_token="<|end|>",
+        add_bos_token=True,
+        chat_template=CHATML,
+    )
     assert HFTokenizer.from_folder(folder).has_template
 
 
 def test_sampling_defaults_and_inert_keys_are_accepted(folder: Path) -> None:
-    sampling = {"do_sample": True, "temperature": 0.6, "top_k": 20, "repetition_penalty": 1.1, "suppress_tokens": None}
+    sampling = {
+        "do_sample": True,
+        "temperature": 0.6,
+        "top_k": 20,
+        "repetition_penalty": 1.1,
+        "suppress_tokens": None,
+    }
     (folder / "generation_config.json").write_text(json.dumps(sampling))
-    inert = {"model_max_length": 131072, "clean_up_tokenization_spaces": True, "padding_side": "left", "frobnicate": 2}
-    off = {"add_bos_token": False, "add_prefix_space": False, "split_special_tokens": False, "auto_map": None}
+    inert = {
+        "model_max_length": 131072,
+        "clean_up_tokenization_spaces": True,
+        "padding_side": "left",
+        "frobnicate": 2,
+    }
+    off = {
+        "add_bos_token": False,
+        "add_prefix_space": False,
+        "split_special_tokens": False,
+        "auto_map": None,
+    }
     write(folder, eos_token="<|im_end|>", **inert, **off)
     assert HFTokenizer.from_folder(folder).stop_token_ids == (id_of(folder, "<|im_end|>"),)
 
@@ -310,7 +385,10 @@ def test_templates_for_tools_are_used_with_tools(folder: Path) -> None:
 
     def texts() -> list[str]:
         tokenizer = HFTokenizer.from_folder(folder)
-        return [tokenizer.decode(tokenizer.render(CONVERSATION, tools)) for tools in ((), ({"type": "function"},))]
+        return [
+            tokenizer.decode(tokenizer.render(CONVERSATION, tools))
+            for tools in ((), ({"type": "function"},))
+        ]
 
     assert texts() == ["none", "tools"]
     (folder / "chat_template.jinja").write_text("file")
@@ -319,7 +397,9 @@ def test_templates_for_tools_are_used_with_tools(folder: Path) -> None:
     (folder / "additional_chat_templates" / "tool_use.jinja").write_text("tools in a file")
     assert texts() == ["file", "tools in a file"]
     (folder / "chat_template.jinja").unlink()
-    with pytest.raises(ValueError, match="expected a chat template named 'default'; came 'tool_use'"):
+    with pytest.raises(
+        ValueError, match="expected a chat template named 'default'; came 'tool_use'"
+    ):
         HFTokenizer.from_folder(folder)
 
 
@@ -352,7 +432,9 @@ def test_a_tokenizer_that_cannot_be_used_says_what_it_lacks(folder: Path) -> Non
         ("generation_config.json", '{"eos_token_id": "2"}', "expected eos_token_id"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named(folder: Path, name: str, text: str, wrong: str) -> None:
+def test_a_file_that_cannot_be_read_is_named(
+    folder: Path, name: str, text: str, wrong: str
+) -> None:
     (folder / "config.json").write_text('{"eos_token_id": 2}')
     (folder / name).write_text(text)
     with pytest.raises(ValueError, match=rf"{folder}/{name}: {wrong}"):
@@ -361,7 +443,8 @@ def test_a_file_that_cannot_be_read_is_named(folder: Path, name: str, text: str,
 
 REASONING = (
     "{% for message in messages %}"
-    "{% if message['role'] == 'assistant' %}{{ '<A>' + message['content'].split('</think>')[-1].strip() + '<|im_end|>' }}"
+    "{% if message['role'] == 'assistant' %}{{ '<A>' + "
+    "message['content'].split('</think>')[-1].strip() + '<|im_end|>' }}"
     "{% else %}{{ '<U>' + message['content'] }}{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<A><think>\n' }}{% endif %}"
@@ -377,26 +460,42 @@ def next_text(folder: Path, template: str | None, *messages: Message) -> str:
     return inner.decode(tokens.tolist(), skip_special_tokens=False)
 
 
-def test_what_follows_an_answer_is_what_the_template_puts_there_after_the_token_that_ends_it(folder: Path) -> None:
+def test_what_follows_an_answer_is_what_the_template_puts_there_after_the_token_that_ends_it(
+    folder: Path,
+) -> None:
     said = next_text(folder, CHATML, Message("user", "Sure?"), Message("tool", "2"))
-    assert said == "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
+    assert (
+        said
+        == "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
+    )
 
 
-def test_reasoning_that_a_template_cuts_out_of_earlier_turns_makes_no_difference_to_what_follows(folder: Path) -> None:
+def test_reasoning_that_a_template_cuts_out_of_earlier_turns_makes_no_difference_to_what_follows(
+    folder: Path,
+) -> None:
     assert next_text(folder, REASONING, Message("user", "Sure?")) == "<U>Sure?<A><think>\n"
 
 
-def test_what_follows_an_answer_that_the_template_does_not_end_is_all_after_it(folder: Path) -> None:
+def test_what_follows_an_answer_that_the_template_does_not_end_is_all_after_it(
+    folder: Path,
+) -> None:
     # The first token of this template that could end an answer ends the question.
     template = (
-        "{% for m in messages %}{{ m['role'] + ':' + m['content'] + ('' if m['role'] == 'assistant' else '<|im_end|>') }}"
+        "{% for m in messages %}{{ m['role'] + ':' + m['content'] + ('' if m['role'] == "
+        "'assistant' else '<|im_end|>') }}"
     )
-    assert next_text(folder, template + "{% endfor %}", Message("user", "Sure?")) == "user:Sure?<|im_end|>"
+    assert (
+        next_text(folder, template + "{% endfor %}", Message("user", "Sure?"))
+        == "user:Sure?<|im_end|>"
+    )
 
 
 def test_later_turns_render_with_the_template_of_their_tools(folder: Path) -> None:
     with_tools = "{{ tools[0]['name'] + '\\n' }}" + CHATML.replace("<|im_start|>", "<|im_start|>>")
-    templates = [{"name": "tool_use", "template": with_tools}, {"name": "default", "template": CHATML}]
+    templates = [
+        {"name": "tool_use", "template": with_tools},
+        {"name": "default", "template": CHATML},
+    ]
     write(folder, eos_token="<|im_end|>", chat_template=templates)
     tokenizer = HFTokenizer.from_folder(folder)
     inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
@@ -406,12 +505,18 @@ def test_later_turns_render_with_the_template_of_their_tools(folder: Path) -> No
         return inner.decode(tokens.tolist(), skip_special_tokens=False)
 
     # The tool has a name that an answer might have.
-    assert text([{"name": "areal_jax"}]) == "\n<|im_start|>>user\nSure?<|im_end|>\n<|im_start|>>assistant\n"
+    assert (
+        text([{"name": "areal_jax"}])
+        == "\n<|im_start|>>user\nSure?<|im_end|>\n<|im_start|>>assistant\n"
+    )
     assert text(()) == "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
 
 
 def test_without_a_template_messages_follow_with_an_empty_line_between(folder: Path) -> None:
-    assert next_text(folder, None, Message("user", "Sure?"), Message("user", "Yes?")) == "\n\nSure?\n\nYes?\n"
+    assert (
+        next_text(folder, None, Message("user", "Sure?"), Message("user", "Yes?"))
+        == "\n\nSure?\n\nYes?\n"
+    )
 
 
 def test_a_template_for_one_turn_is_refused_for_a_second(folder: Path) -> None:

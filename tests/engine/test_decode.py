@@ -43,14 +43,29 @@ def test_slot_records_survive_the_way_to_the_device_as_integers():
 
 def test_every_sequence_is_prefilled_once_in_a_row_long_enough(monkeypatch: pytest.MonkeyPatch):
     rng = np.random.default_rng(0)
-    wide = DecodeEngine(POLICY, engine().mesh, EngineConfig(num_slots=8, max_prompt_tokens=40, max_new_tokens=60), jnp.float32)
+    wide = DecodeEngine(
+        POLICY,
+        engine().mesh,
+        EngineConfig(num_slots=8, max_prompt_tokens=40, max_new_tokens=60),
+        jnp.float32,
+    )
     lengths = [1, 32, 33, 64, 65, 99, *[20] * 11]
-    fills = [PrefillChunk(rng.integers(0, 64, length).astype(np.int32), 16 * (i == 2), [i]) for i, length in enumerate(lengths)]
+    fills = [
+        PrefillChunk(rng.integers(0, 64, length).astype(np.int32), 16 * (i == 2), [i])
+        for i, length in enumerate(lengths)
+    ]
     seen: list[int] = []
     shapes: list[tuple[str, int, int]] = []
 
     def program(verb: str, rows: int, length: int) -> Callable[..., Any]:
-        def run(params: Any, pages: Any, tokens: np.ndarray, table: np.ndarray, starts: np.ndarray, counts: np.ndarray) -> Any:
+        def run(
+            params: Any,
+            pages: Any,
+            tokens: np.ndarray,
+            table: np.ndarray,
+            starts: np.ndarray,
+            counts: np.ndarray,
+        ) -> Any:
             assert tokens.shape == (rows, length)
             for row in np.flatnonzero(counts).tolist():
                 i = int(table[row, 0])
@@ -66,24 +81,33 @@ def test_every_sequence_is_prefilled_once_in_a_row_long_enough(monkeypatch: pyte
     monkeypatch.setattr(wide, "_program", program)
     wide.prefill(laid_out(wide, 0), state, fills)
     assert sorted(seen) == list(range(17))
-    # Lengths 32, 64, 128. 13 short ones go as 8 and 5; one as long as a prompt may be goes alone; longer ones only by eights.
-    # What goes on behind other tokens goes by eights too, in 32 or 128.
+    # Lengths 32, 64, 128. 13 short ones go as 8 and 5; one as long as a prompt may be goes alone;
+    # longer ones only by eights. What goes on behind other tokens goes by eights too, in 32 or 128.
     prefills = [("prefill", 8, 32), ("prefill", 8, 32), ("prefill", 1, 64), ("prefill", 8, 128)]
     assert shapes == [*prefills[:2], ("extend", 8, 128), *prefills[2:]]
 
 
 def test_a_program_for_other_shapes_is_an_error_and_not_a_compilation():
-    other = engine(CONFIG.__class__(num_slots=4, max_prompt_tokens=12, max_new_tokens=20, steps_per_dispatch=4))
+    other = engine(
+        CONFIG.__class__(num_slots=4, max_prompt_tokens=12, max_new_tokens=20, steps_per_dispatch=4)
+    )
     with pytest.raises(TypeError, match="compiled"):
         engine().generate(laid_out(engine(), 0), other.init_state())
 
 
 def test_a_view_comes_to_any_length_by_way_of_those_between():
-    long = engine(CONFIG.__class__(num_slots=2, max_prompt_tokens=600, max_new_tokens=8, steps_per_dispatch=4))
+    long = engine(
+        CONFIG.__class__(num_slots=2, max_prompt_tokens=600, max_new_tokens=8, steps_per_dispatch=4)
+    )
     # 607 columns at most: views of 128, 256 and 640.
     state, lengths = long.init_state(), list[int]()
     for num_columns in (600, 10, 200):
         state = long.fit(state, num_columns)
         lengths.append(state.view[0][0].shape[3] - 4)
     assert lengths == [640, 128, 256]
-    assert {key[1:] for key in long._programs if key[0] == "resize"} == {(128, 256), (256, 640), (640, 256), (256, 128)}
+    assert {key[1:] for key in long._programs if key[0] == "resize"} == {
+        (128, 256),
+        (256, 640),
+        (640, 256),
+        (256, 128),
+    }

@@ -54,7 +54,10 @@ def uninterrupted(*requests: Request) -> list[list[Completion]]:
 def test_greedy_decoding_is_the_argmax_of_the_full_forward():
     [[completion]] = uninterrupted(request(temperature=0.0))
     assert len(completion.tokens) == 20
-    assert completion.tokens.tolist() == trainer_distribution(PROMPT, completion, 0).argmax(-1).tolist()
+    assert (
+        completion.tokens.tolist()
+        == trainer_distribution(PROMPT, completion, 0).argmax(-1).tolist()
+    )
     np.testing.assert_allclose(completion.logp, trainer_logp(PROMPT, completion, 0), atol=1e-4)
 
 
@@ -63,12 +66,18 @@ def test_stored_logp_is_the_trainers(temperature: float):
     [group] = uninterrupted(request(num_samples=5, temperature=temperature))
     assert len({tuple(completion.tokens) for completion in group}) == 5
     for completion in group:
-        np.testing.assert_allclose(completion.logp, trainer_logp(PROMPT, completion, 0, temperature), atol=1e-4)
+        np.testing.assert_allclose(
+            completion.logp, trainer_logp(PROMPT, completion, 0, temperature), atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-def test_a_prompt_too_long_for_dense_attention_is_prefilled_in_blocks_with_the_same_outcome(devices: int):
-    config = CONFIG.__class__(num_slots=4, max_prompt_tokens=600, max_new_tokens=8, steps_per_dispatch=4)
+def test_a_prompt_too_long_for_dense_attention_is_prefilled_in_blocks_with_the_same_outcome(
+    devices: int,
+):
+    config = CONFIG.__class__(
+        num_slots=4, max_prompt_tokens=600, max_new_tokens=8, steps_per_dispatch=4
+    )
     long = engine(config, devices=devices, tensor=min(devices, 2))
     prompt = [token % 64 for token in range(0, 600 * 7, 7)]
     [[completion]] = answer(long, Shelf(long, (0, 0, 0)), request(prompt=prompt, max_new_tokens=8))
@@ -117,7 +126,9 @@ def test_a_stop_token_ends_a_sample_and_is_kept():
 @pytest.mark.parametrize("max_new_tokens", [1, 4, 7])
 def test_the_budget_ends_a_sample(max_new_tokens: int):
     [group] = uninterrupted(request(num_samples=2, max_new_tokens=max_new_tokens))
-    assert [(len(each.tokens), each.stop_reason) for each in group] == [(max_new_tokens, "length")] * 2
+    assert [(len(each.tokens), each.stop_reason) for each in group] == [
+        (max_new_tokens, "length")
+    ] * 2
 
 
 @pytest.mark.parametrize("prompt", [(7,), tuple(range(12))])
@@ -132,7 +143,9 @@ def test_the_shortest_and_the_longest_prompt_are_answered(prompt: tuple[int, ...
 def test_the_token_at_position_p_is_drawn_with_the_number_of_seed_sample_and_p():
     [group] = uninterrupted(request(num_samples=3, seed=7))
     positions = jnp.broadcast_to(jnp.arange(5, 25, dtype=jnp.int32), (3, 20))
-    numbers = np.asarray(uniforms(jnp.array([[0, 7]] * 3, jnp.uint32), jnp.arange(3, dtype=jnp.int32), positions))
+    numbers = np.asarray(
+        uniforms(jnp.array([[0, 7]] * 3, jnp.uint32), jnp.arange(3, dtype=jnp.int32), positions)
+    )
     for completion, uniform in zip(group, numbers, strict=True):
         ends = np.exp(trainer_distribution(PROMPT, completion, 0)).cumsum(-1)
         places = np.arange(20)
@@ -142,15 +155,24 @@ def test_the_token_at_position_p_is_drawn_with_the_number_of_seed_sample_and_p()
 
 def test_draws_do_not_depend_on_slot_or_batch():
     alone = [uninterrupted(request(f"r{i}", range(i, i + 6), seed=i))[0] for i in range(3)]
-    crowd = [request(f"crowd{i}", (i, 1), num_samples=3, max_new_tokens=3 + i, seed=9) for i in range(5)]
-    together = uninterrupted(*crowd, *(request(f"r{i}", range(i, i + 6), seed=i) for i in range(3)))[5:]
+    crowd = [
+        request(f"crowd{i}", (i, 1), num_samples=3, max_new_tokens=3 + i, seed=9) for i in range(5)
+    ]
+    together = uninterrupted(
+        *crowd, *(request(f"r{i}", range(i, i + 6), seed=i) for i in range(3))
+    )[5:]
     for a, b in zip(alone, together, strict=True):
         same_samples(a, b)
 
 
 def test_draws_do_not_depend_on_steps_per_dispatch_or_slots():
-    other = engine(CONFIG.__class__(num_slots=2, max_prompt_tokens=12, max_new_tokens=20, steps_per_dispatch=3))
-    same_samples(answer(other, Shelf(other, (0, 0, 0)), request(num_samples=3))[0], uninterrupted(request(num_samples=3))[0])
+    other = engine(
+        CONFIG.__class__(num_slots=2, max_prompt_tokens=12, max_new_tokens=20, steps_per_dispatch=3)
+    )
+    same_samples(
+        answer(other, Shelf(other, (0, 0, 0)), request(num_samples=3))[0],
+        uninterrupted(request(num_samples=3))[0],
+    )
 
 
 def test_draws_depend_on_seed_and_sample():
@@ -162,7 +184,10 @@ def test_draws_depend_on_seed_and_sample():
 @pytest.mark.parametrize(("tensor"), [1, 2])
 def test_a_mesh_of_four_devices_draws_what_one_draws(tensor: int):
     four = engine(CONFIG, devices=4, tensor=tensor)
-    requests = [request(f"r{i}", range(3 + 2 * i), num_samples=3, seed=i, max_new_tokens=12) for i in range(4)]
+    requests = [
+        request(f"r{i}", range(3 + 2 * i), num_samples=3, seed=i, max_new_tokens=12)
+        for i in range(4)
+    ]
     sharded = answer(four, Shelf(four, (0, 0, 0), (2, 1, 0), (3, 2, 1)), *requests)
     single = answer(engine(), Shelf(engine(), (0, 0, 0), (2, 1, 0), (3, 2, 1)), *requests)
     for a, b in zip(sharded, single, strict=True):
@@ -174,16 +199,21 @@ def test_a_mesh_of_four_devices_draws_what_one_draws(tensor: int):
 
 
 def test_tokens_bear_the_version_that_drew_them():
-    # Looks 0, 1, 2, ... precede dispatches of 4 tokens: version 3 draws 0-7, version 7 draws 8-11, version 8 the rest.
+    # Looks 0, 1, 2, ... precede dispatches of 4 tokens: version 3 draws 0-7, version 7 draws 8-11,
+    # version 8 the rest.
     [[completion]] = answer(engine(), Shelf(engine(), (0, 3, 0), (2, 7, 1), (3, 8, 2)), request())
     assert completion.versions.tolist() == [3] * 8 + [7] * 4 + [8] * 8
 
 
 def test_after_a_swap_every_logp_is_that_of_the_version_on_the_token():
-    [group] = answer(engine(), Shelf(engine(), (0, 0, 0), (1, 1, 1), (3, 2, 2)), request(num_samples=6))
+    [group] = answer(
+        engine(), Shelf(engine(), (0, 0, 0), (1, 1, 1), (3, 2, 2)), request(num_samples=6)
+    )
     for completion in group:
         logp = np.stack([trainer_logp(PROMPT, completion, seed) for seed in range(3)])
-        np.testing.assert_allclose(completion.logp, logp[completion.versions, np.arange(20)], atol=1e-4)
+        np.testing.assert_allclose(
+            completion.logp, logp[completion.versions, np.arange(20)], atol=1e-4
+        )
 
 
 def test_a_kept_cache_fails_that_check():
@@ -200,7 +230,9 @@ def test_a_kept_cache_fails_that_check():
 def test_a_swap_of_equal_weights_changes_no_bit(on_update: str):
     chosen = with_setting(engine(), on_update=on_update)
     [plain] = uninterrupted(request(num_samples=6))
-    [swapped] = answer(chosen, Shelf(chosen, *((look, look, 0) for look in range(5))), request(num_samples=6))
+    [swapped] = answer(
+        chosen, Shelf(chosen, *((look, look, 0) for look in range(5))), request(num_samples=6)
+    )
     for a, b in zip(plain, swapped, strict=True):
         assert a.tokens.tolist() == b.tokens.tolist()
         assert a.logp.tobytes() == b.logp.tobytes()
@@ -211,7 +243,9 @@ def test_a_rebuilt_cache_goes_on_as_the_old_one(monkeypatch: pytest.MonkeyPatch)
     [plain] = uninterrupted(request(num_samples=6))
     chosen = with_setting(engine())
     monkeypatch.setattr(chosen, "same_weights", lambda old, new: False)
-    [rebuilt] = answer(chosen, Shelf(chosen, *((look, look, 0) for look in range(5))), request(num_samples=6))
+    [rebuilt] = answer(
+        chosen, Shelf(chosen, *((look, look, 0) for look in range(5))), request(num_samples=6)
+    )
     same_samples(plain, rebuilt)
 
 
@@ -237,13 +271,16 @@ async def metrics_of(engine_loop: EngineLoop, *requests: Request) -> dict[str, t
 
 def test_a_groups_prompt_is_prefilled_once_however_many_slots_there_are():
     # 20 samples in 8 slots: three waves, one prefill of all tokens but the last.
-    measured = with_engine_loop(engine(), Shelf(engine(), (0, 0, 0)), lambda d: metrics_of(d, request(num_samples=20)))
+    measured = with_engine_loop(
+        engine(), Shelf(engine(), (0, 0, 0)), lambda d: metrics_of(d, request(num_samples=20))
+    )
     assert measured["prefill_tokens"] == (4.0, 1.0)
     assert measured["tokens"] == (400.0, 1.0)
 
 
 def test_new_weights_prefill_a_waiting_groups_prompt_again():
-    # Version 1 comes at look 1, when 4 tokens are sampled: 8 caches of 4 + 4 tokens are rebuilt. Two more waves come after it.
+    # Version 1 comes at look 1, when 4 tokens are sampled: 8 caches of 4 + 4 tokens are rebuilt.
+    # Two more waves come after it.
     shelf = Shelf(engine(), (0, 0, 0), (1, 1, 1))
     measured = with_engine_loop(engine(), shelf, lambda d: metrics_of(d, request(num_samples=20)))
     assert measured["prefill_tokens"] == (8.0, 1.0)
@@ -261,11 +298,17 @@ def test_samples_that_start_after_a_swap_are_drawn_by_the_new_weights():
 
 @pytest.mark.slow
 def test_a_sequence_longer_than_the_cache_makes_it_grow_and_a_short_one_shrink():
-    config = CONFIG.__class__(num_slots=2, max_prompt_tokens=20, max_new_tokens=200, steps_per_dispatch=8)
+    config = CONFIG.__class__(
+        num_slots=2, max_prompt_tokens=20, max_new_tokens=200, steps_per_dispatch=8
+    )
     long = engine(config)
     shelf = Shelf(long, (0, 0, 0), (20, 1, 1))
-    # 20 + 200 tokens: the cache has 128 columns, then 224; the prompt of the second comes when it is at its longest.
-    requests = [request("long", range(20), max_new_tokens=200), request("short", range(20), 3, max_new_tokens=90, seed=3)]
+    # 20 + 200 tokens: the cache has 128 columns, then 224; the prompt of the second comes when it
+    # is at its longest.
+    requests = [
+        request("long", range(20), max_new_tokens=200),
+        request("short", range(20), 3, max_new_tokens=90, seed=3),
+    ]
     [[one], three] = answer(long, shelf, *requests)
     for completion in (one, *three):
         logp = np.stack([trainer_logp(range(20), completion, seed) for seed in range(2)])
@@ -278,7 +321,8 @@ def test_a_sequence_longer_than_the_cache_makes_it_grow_and_a_short_one_shrink()
 
 
 def stopped_after(dispatches: int) -> Shelf:
-    """Weights of version 0 that let the engine loop wait after this many dispatches; commands given then come one dispatch later."""
+    """Weights of version 0 that let the engine loop wait after this many dispatches; commands given
+    then come one dispatch later."""
     shelf = Shelf(engine(), (0, 0, 0))
     shelf.pause_at(dispatches)
     return shelf
@@ -316,7 +360,8 @@ def test_a_snapshot_holds_every_unfinished_request_once():
             assert at_snapshot.logp.tolist() == at_end.logp[:so_far].tolist()
             assert at_snapshot.versions.tolist() == at_end.versions[:so_far].tolist()
             assert at_snapshot.stop_reason in ("suspended", at_end.stop_reason)
-    # 8 slots, 2 of them used twice: three samples of the last request had sampled for all 3 dispatches.
+    # 8 slots, 2 of them used twice: three samples of the last request had sampled for all 3
+    # dispatches.
     assert [len(each.tokens) for each in taken["queued"]][:3] == [12, 12, 12]
 
 
@@ -334,7 +379,9 @@ def test_a_sample_that_was_not_started_is_empty_in_a_snapshot():
         return taken
 
     taken = with_engine_loop(engine(), shelf, act)["a"]
-    assert [(len(each.tokens), each.stop_reason) for each in taken] == [(4, "suspended")] * 8 + [(0, "suspended")] * 2
+    assert [(len(each.tokens), each.stop_reason) for each in taken] == [(4, "suspended")] * 8 + [
+        (0, "suspended")
+    ] * 2
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])
@@ -349,15 +396,25 @@ def test_suspended_and_resumed_is_uninterrupted(elsewhere: bool):
         suspended = engine_loop.suspend("a")
         shelf.go_on()
         record = await suspended
-        assert [each.tokens.tolist() for each in await future] == [each.tokens.tolist() for each in record]
+        assert [each.tokens.tolist() for each in await future] == [
+            each.tokens.tolist() for each in record
+        ]
         again = request(num_samples=10, stop=(11, 12), seed=4, resume=record)
         return record, None if elsewhere else await engine_loop.submit(again)
 
     record, resumed = with_engine_loop(engine(), shelf, act)
     assert {each.stop_reason for each in record} == {"suspended", "stop"}
     if resumed is None:
-        other = engine(CONFIG.__class__(num_slots=2, max_prompt_tokens=12, max_new_tokens=20, steps_per_dispatch=3))
-        [resumed] = answer(other, Shelf(other, (0, 9, 0)), request(num_samples=10, stop=(11, 12), seed=4, resume=record))
+        other = engine(
+            CONFIG.__class__(
+                num_slots=2, max_prompt_tokens=12, max_new_tokens=20, steps_per_dispatch=3
+            )
+        )
+        [resumed] = answer(
+            other,
+            Shelf(other, (0, 9, 0)),
+            request(num_samples=10, stop=(11, 12), seed=4, resume=record),
+        )
     [expected] = uninterrupted(original)
     same_samples(expected, resumed)
     for before, after in zip(record, resumed, strict=True):
@@ -431,7 +488,10 @@ def test_waiting_for_a_version_has_a_deadline_that_names_request_and_version():
 
     async def act(engine_loop: EngineLoop):
         engine_loop.start()
-        with pytest.raises(TimeoutError, match=r"request 'a' .*engine.request_timeout_s=0.3.*version 5.*has version 0"):
+        with pytest.raises(
+            TimeoutError,
+            match=r"request 'a' .*engine.request_timeout_s=0.3.*version 5.*has version 0",
+        ):
             await engine_loop.submit(request(min_version=5))
         return await engine_loop.submit(request("b", max_new_tokens=1))
 
@@ -449,7 +509,10 @@ def test_a_deadline_that_passes_while_the_device_runs_ahead_is_kept():
         await shelf.paused()
         await asyncio.sleep(0.4)
         shelf.go_on()
-        with pytest.raises(TimeoutError, match=r"request 'a' .*engine.request_timeout_s=0.3.*0 of 1 samples are finished"):
+        with pytest.raises(
+            TimeoutError,
+            match=r"request 'a' .*engine.request_timeout_s=0.3.*0 of 1 samples are finished",
+        ):
             await future
 
     with_engine_loop(hasty, shelf, act)
@@ -485,7 +548,11 @@ def test_a_request_beyond_the_limits_is_refused_with_the_knob(refused: Request, 
         *(("temperature", value) for value in (-1.0, 1e-40, 1e300, np.inf, np.nan)),
         *(("top_p", value) for value in (1e-60, 1.1, np.nan)),
         *(("min_p", value) for value in (-0.1, 1.1, np.nan)),
-        *((name, value) for name in ("presence_penalty", "frequency_penalty") for value in (1e300, -np.inf, np.nan)),
+        *(
+            (name, value)
+            for name in ("presence_penalty", "frequency_penalty")
+            for value in (1e300, -np.inf, np.nan)
+        ),
         *(("repetition_penalty", value) for value in (0.0, 1e-300, 1e300, np.nan)),
         *(("min_new_tokens", value) for value in (-1, 21, 2**31)),
         *(("num_top_logprobs", value) for value in (-1, 21, 2**31)),
@@ -513,7 +580,9 @@ def test_what_the_device_can_just_hold_is_drawn_in_numbers():
         *({"repetition_penalty": value} for value in (1e-6, 1e6)),
         {"stop_token_ids": (2**31 - 1,), "min_new_tokens": 20},
     ]
-    asked = [replace(request(str(i)), sampling=Sampling(20, **each)) for i, each in enumerate(extremes)]
+    asked = [
+        replace(request(str(i)), sampling=Sampling(20, **each)) for i, each in enumerate(extremes)
+    ]
     asked.append(request("seed", seed=10**30))
     for [completion] in uninterrupted(*asked):
         assert len(completion.tokens) == 20 and np.isfinite(completion.logp).all()
@@ -527,7 +596,9 @@ def test_an_id_in_use_is_refused():
             await second
         return await first
 
-    same_samples(with_engine_loop(engine(), Shelf(engine(), (0, 0, 0)), act), uninterrupted(request())[0])
+    same_samples(
+        with_engine_loop(engine(), Shelf(engine(), (0, 0, 0)), act), uninterrupted(request())[0]
+    )
 
 
 def test_slots_must_divide_over_the_devices():
@@ -540,13 +611,20 @@ def test_a_driver_that_dies_fails_all_who_wait_and_all_who_come():
     shelf.fails_at = 2
 
     async def act(engine_loop: EngineLoop):
-        first, queued = engine_loop.submit(request(num_samples=8)), engine_loop.submit(request("queued", num_samples=2))
+        first, queued = (
+            engine_loop.submit(request(num_samples=8)),
+            engine_loop.submit(request("queued", num_samples=2)),
+        )
         engine_loop.start()
         for future in (first, queued):
             with pytest.raises(EngineStopped, match="OSError: the transport broke") as caught:
                 await future
             assert isinstance(caught.value.__cause__, OSError)
-        for future in (engine_loop.submit(request("late")), engine_loop.snapshot(), engine_loop.suspend("first")):
+        for future in (
+            engine_loop.submit(request("late")),
+            engine_loop.snapshot(),
+            engine_loop.suspend("first"),
+        ):
             with pytest.raises(EngineStopped, match="the transport broke"):
                 await future
 
@@ -560,7 +638,9 @@ def test_a_driver_that_dies_of_a_request_fails_that_one_too(monkeypatch: pytest.
     async def act(engine_loop: EngineLoop):
         monkeypatch.setattr(engine_loop, "_accept", burst)
         engine_loop.start()
-        with pytest.raises(EngineStopped, match="MemoryError: not enough resources for the request"):
+        with pytest.raises(
+            EngineStopped, match="MemoryError: not enough resources for the request"
+        ):
             await engine_loop.submit(request())
 
     with_engine_loop(engine(), Shelf(engine(), (0, 0, 0)), act)
@@ -603,7 +683,9 @@ def test_nothing_is_compiled_after_warm_up():
     rng = np.random.default_rng(0)
     requests = [
         request(str(i), rng.integers(0, 64, length), samples, max_new_tokens=budget)
-        for i, (length, samples, budget) in enumerate(rng.integers(1, (13, 6, 21), (12, 3)).tolist())
+        for i, (length, samples, budget) in enumerate(
+            rng.integers(1, (13, 6, 21), (12, 3)).tolist()
+        )
     ]
     shelf = Shelf(warm, *((look, look, look % 3) for look in range(0, 40, 3)))
     jax.monitoring.register_event_duration_secs_listener(listen)
@@ -634,11 +716,26 @@ def test_bookkeeping_between_two_dispatches_does_not_look_at_single_tokens_or_sl
     def work(num_slots: int, num_steps: int) -> int:
         table = SlotTable(num_slots=num_slots, max_new_tokens=2000, steps_per_dispatch=num_steps)
         for slot in range(num_slots):
-            table.assign_slot(slot, request(max_new_tokens=2000, num_samples=num_slots), slot, empty_completion())
-        everyone, nobody, counts = np.ones(num_slots, bool), np.zeros(num_slots, bool), np.full(num_slots, num_steps, np.int32)
-        tokens, logp = np.ones((num_steps, num_slots), np.int32), np.zeros((num_steps, num_slots), np.float32)
+            table.assign_slot(
+                slot, request(max_new_tokens=2000, num_samples=num_slots), slot, empty_completion()
+            )
+        everyone, nobody, counts = (
+            np.ones(num_slots, bool),
+            np.zeros(num_slots, bool),
+            np.full(num_slots, num_steps, np.int32),
+        )
+        tokens, logp = (
+            np.ones((num_steps, num_slots), np.int32),
+            np.zeros((num_steps, num_slots), np.float32),
+        )
         sampled = DecodeOutput(tokens, logp, counts, everyone, nobody, tokens[-1])
-        return num_lines(lambda: (table.collect_outputs(sampled, version=1), table.num_columns(), table.sampling_mode()))
+        return num_lines(
+            lambda: (
+                table.collect_outputs(sampled, version=1),
+                table.num_columns(),
+                table.sampling_mode(),
+            )
+        )
 
     few = work(2, 2)
     assert work(64, 8) == work(256, 32) == few
@@ -650,13 +747,21 @@ def test_the_end_of_an_answer_is_read_alone(num_before: int):
     before = np.arange(num_before, dtype=np.int32)
     reported = TopLogprobs(np.tile(before[:, None], 2), np.zeros((num_before, 2), np.float32))
     asked = replace(request(), sampling=Sampling(20, num_top_logprobs=2))
-    table.assign_slot(1, asked, 0, Completion(before, -before.astype(np.float32), before, "suspended", reported))
+    table.assign_slot(
+        1, asked, 0, Completion(before, -before.astype(np.float32), before, "suspended", reported)
+    )
     for version in range(3):
         tokens = np.arange(8, dtype=np.int32).reshape(4, 2) + 100 * (version + 1)
         likely = np.arange(4 * 20 * 2, dtype=np.int32).reshape(4, 20, 2)
         counts, active = np.full(2, 4, np.int32), np.array([False, True])
         sampled = DecodeOutput(
-            tokens, -tokens.astype(np.float32), counts, active, ~active, tokens[-1], (likely, -likely.astype(np.float32))
+            tokens,
+            -tokens.astype(np.float32),
+            counts,
+            active,
+            ~active,
+            tokens[-1],
+            (likely, -likely.astype(np.float32)),
         )
         table.collect_outputs(sampled, version)
     whole_answer = table.completion(1, "suspended")
@@ -674,7 +779,9 @@ def test_metrics_count_what_happened_and_start_anew():
     shelf = Shelf(engine(), (0, 0, 0), (2, 1, 1))
 
     async def act(engine_loop: EngineLoop):
-        first = await metrics_of(engine_loop, request(num_samples=4), request("b", max_new_tokens=6))
+        first = await metrics_of(
+            engine_loop, request(num_samples=4), request("b", max_new_tokens=6)
+        )
         return first, engine_loop.metrics()
 
     start = time.perf_counter()
@@ -698,7 +805,9 @@ def events_of(shelf: Shelf, one: Request) -> list[tuple[str, float, float]]:
 
     async def main():
         engine_loop = EngineLoop(
-            engine(), shelf, on_event=lambda name, start_s, end_s, args: events.append((name, start_s, end_s))
+            engine(),
+            shelf,
+            on_event=lambda name, start_s, end_s, args: events.append((name, start_s, end_s)),
         )
         future = engine_loop.submit(one)
         engine_loop.start()
@@ -710,19 +819,22 @@ def events_of(shelf: Shelf, one: Request) -> list[tuple[str, float, float]]:
 
 
 def overlaps(events: list[tuple[str, float, float]]) -> list[bool]:
-    """Of every dispatch but the first, whether it was enqueued before the tokens of the one before it were read."""
+    """Of every dispatch but the first, whether it was enqueued before the tokens of the one before
+    it were read."""
     dispatches = [(start, end) for name, start, end in events if name == "dispatch"]
     return [start < end for (_, end), (start, _) in pairwise(dispatches)]
 
 
 def test_with_nobody_waiting_the_next_dispatch_is_enqueued_before_the_last_ones_tokens_are_read():
-    # 8 samples of 20 tokens in 8 slots: 5 dispatches of 4 tokens, none of which has to wait for the host.
+    # 8 samples of 20 tokens in 8 slots: 5 dispatches of 4 tokens, none of which has to wait for the
+    # host.
     events = events_of(Shelf(engine(), (0, 0, 0)), request(num_samples=8))
     assert overlaps(events) == [True] * 4
 
 
 def test_a_sample_that_waits_gets_the_slot_that_becomes_free_at_once():
-    # 9 samples in 8 slots. The 5th dispatch ends 8 of them for want of budget: the 6th, of the 9th sample, comes after it.
+    # 9 samples in 8 slots. The 5th dispatch ends 8 of them for want of budget: the 6th, of the 9th
+    # sample, comes after it.
     events = events_of(Shelf(engine(), (0, 0, 0)), request(num_samples=9))
     assert overlaps(events) == [True] * 4 + [False] + [True] * 4
 

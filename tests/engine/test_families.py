@@ -1,4 +1,5 @@
-"""What differs between families reaches the cache: windows, and experts cut over the rollout mesh."""
+"""What differs between families reaches the cache: windows, and experts cut over the rollout
+mesh."""
 
 from __future__ import annotations
 
@@ -42,15 +43,24 @@ EXPERTS = {
 }
 
 
-@pytest.mark.parametrize(("family", "tensor"), [(WINDOW, 1), (EXPERTS, 2)], ids=["window", "experts"])
-def test_tokens_are_drawn_with_the_logp_of_a_full_forward(family: dict[str, object], tensor: int) -> None:
+@pytest.mark.parametrize(
+    ("family", "tensor"), [(WINDOW, 1), (EXPERTS, 2)], ids=["window", "experts"]
+)
+def test_tokens_are_drawn_with_the_logp_of_a_full_forward(
+    family: dict[str, object], tensor: int
+) -> None:
     policy = Policy(ModelConfig.from_hf(SIZES | family, source="a test"))
     rng = np.random.default_rng(0)
     params = jax.tree.map(
-        lambda leaf: jnp.asarray(3 * rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5, leaf.dtype), policy.abstract()
+        lambda leaf: jnp.asarray(
+            3 * rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5, leaf.dtype
+        ),
+        policy.abstract(),
     )
     placement = PlacementConfig(rollout_devices=tensor, train_devices=1, rollout_tensor=tensor)
-    engine = DecodeEngine(policy, make_meshes(placement, jax.devices()[: tensor + 1]).rollout, CONFIG, jnp.float32)
+    engine = DecodeEngine(
+        policy, make_meshes(placement, jax.devices()[: tensor + 1]).rollout, CONFIG, jnp.float32
+    )
     weights = jax.jit(engine.layout, out_shardings=engine.param_shardings)(params)
 
     # One prompt shorter than the window, and one longer.
@@ -59,19 +69,32 @@ def test_tokens_are_drawn_with_the_logp_of_a_full_forward(family: dict[str, obje
     # Two pages for each: of the prompt, and for the 12 tokens to be sampled.
     table = np.arange(2 * CONFIG.num_slots, dtype=np.int32).reshape(-1, 2)
     state = engine.point(state, table)
-    state = engine.prefill(weights, state, [PrefillChunk(sequence[:-1], 0, table[i]) for i, sequence in enumerate(sequences)])
+    state = engine.prefill(
+        weights,
+        state,
+        [PrefillChunk(sequence[:-1], 0, table[i]) for i, sequence in enumerate(sequences)],
+    )
     state = engine.insert(state, {i: len(sequence) - 1 for i, sequence in enumerate(sequences)})
     for slot, sequence in enumerate(sequences):
         record = np.zeros((), SLOT)
-        record["token"], record["position"], record["remaining"] = sequence[-1], len(sequence) - 1, 12
+        record["token"], record["position"], record["remaining"] = (
+            sequence[-1],
+            len(sequence) - 1,
+            12,
+        )
         record["active"] = record["temperature"] = record["top_p"] = 1
         record["stop_tokens"] = -1
         slots[slot] = record
     state, logp = engine.assign_slot(state, slots), []
-    for _ in range(3):  # dispatches of four steps: what the window sees lies in more than one of them
+    for _ in range(
+        3
+    ):  # dispatches of four steps: what the window sees lies in more than one of them
         state, packed = engine.generate(weights, state)
         sampled = engine.fetch(packed)
-        sequences = [np.concatenate([sequence, sampled.tokens[:, slot]]) for slot, sequence in enumerate(sequences)]
+        sequences = [
+            np.concatenate([sequence, sampled.tokens[:, slot]])
+            for slot, sequence in enumerate(sequences)
+        ]
         logp.append(sampled.logp[:, :2])
 
     for sequence, of_engine in zip(sequences, np.concatenate(logp).T, strict=True):
@@ -86,7 +109,9 @@ def test_tokens_are_drawn_with_the_logp_of_a_full_forward(family: dict[str, obje
 
 def test_a_router_stays_float32_in_an_engine_of_bfloat16() -> None:
     policy = Policy(ModelConfig.from_hf(SIZES | EXPERTS, source="a test"))
-    engine = DecodeEngine(policy, make_meshes(PlacementConfig(), jax.devices()[:1]).rollout, CONFIG, jnp.bfloat16)
+    engine = DecodeEngine(
+        policy, make_meshes(PlacementConfig(), jax.devices()[:1]).rollout, CONFIG, jnp.bfloat16
+    )
     layer = jax.eval_shape(engine.layout, policy.abstract())["layers"][0]["mlp"]
     assert {name: leaf.dtype.name for name, leaf in layer.items()} == {
         "router": "float32",

@@ -31,7 +31,9 @@ LONG = chz.replace(CONFIG, num_slots=4, max_prompt_tokens=3 * BLOCK_TOKENS)
 def two_engines() -> tuple[DecodeEngine, ...]:
     rollout = make_meshes(PlacementConfig(rollout_devices=2), jax.devices()[:3]).rollout
     meshes = engine_meshes(rollout, 2)
-    assert [list(mesh.devices.flat) for mesh in meshes] == [[device] for device in rollout.devices.flat]
+    assert [list(mesh.devices.flat) for mesh in meshes] == [
+        [device] for device in rollout.devices.flat
+    ]
     return tuple(DecodeEngine(POLICY, mesh, LONG, np.float32) for mesh in meshes)
 
 
@@ -49,7 +51,9 @@ class Noting(EngineLoop):
 
 def home(engine_loops: Sequence[Noting], name: str) -> int:
     """Which engine loop was given a request."""
-    return next(number for number, engine_loop in enumerate(engine_loops) if name in engine_loop.given)
+    return next(
+        number for number, engine_loop in enumerate(engine_loops) if name in engine_loop.given
+    )
 
 
 @asynccontextmanager
@@ -82,7 +86,9 @@ def assert_same(ours: Sequence[Completion], theirs: Sequence[Completion]) -> Non
 def test_two_engines_draw_what_one_draws_and_share_the_work() -> None:
     requests = [request(f"r{i}", (3 + i, 7, 1), num_samples=2, seed=i) for i in range(8)]
 
-    async def main(together: Fleet, engine_loops: list[Noting]) -> tuple[list[list[Completion]], list[Any]]:
+    async def main(
+        together: Fleet, engine_loops: list[Noting]
+    ) -> tuple[list[list[Completion]], list[Any]]:
         answers = await asyncio.gather(*map(together.submit, requests))
         return answers, [engine_loop.metrics() for engine_loop in engine_loops]
 
@@ -104,7 +110,12 @@ def test_two_engines_draw_what_one_draws_and_share_the_work() -> None:
 
 def test_measures_of_all_are_sums_of_counts_and_means_of_means() -> None:
     async def main(together: Fleet, engine_loops: list[Noting]) -> dict[str, Any]:
-        await asyncio.gather(*(together.submit(request(f"r{i}", (3, 7 + i), num_samples=2, seed=i)) for i in range(4)))
+        await asyncio.gather(
+            *(
+                together.submit(request(f"r{i}", (3, 7 + i), num_samples=2, seed=i))
+                for i in range(4)
+            )
+        )
         return together.metrics()
 
     found = run(main)
@@ -130,7 +141,9 @@ def test_a_conversation_goes_on_where_it_began_unless_that_engine_is_busy() -> N
             await asyncio.sleep(0.01)
         for i in (3, 1, 2, 0):
             # What was said and 30 tokens more.
-            future = together.submit(request(f"b{i}", [*prefixes[i].tolist(), *rng.integers(0, 64, 30).tolist()], seed=i))
+            future = together.submit(
+                request(f"b{i}", [*prefixes[i].tolist(), *rng.integers(0, 64, 30).tolist()], seed=i)
+            )
             again.append(home(engine_loops, f"b{i}"))
             await future
         # Eight samples of its 4 slots: above a quarter of them, the other one is nearer.
@@ -149,9 +162,14 @@ def test_a_conversation_goes_on_where_it_began_unless_that_engine_is_busy() -> N
 
 def test_what_is_under_way_anywhere_is_in_the_snapshot_and_can_be_broken_off() -> None:
     async def main(together: Fleet, engine_loops: list[Noting]) -> None:
-        futures = {f"r{i}": together.submit(request(f"r{i}", (5, i + 1), num_samples=4, seed=i)) for i in range(4)}
+        futures = {
+            f"r{i}": together.submit(request(f"r{i}", (5, i + 1), num_samples=4, seed=i))
+            for i in range(4)
+        }
         found = await together.snapshot()
-        assert found.keys() == futures.keys() and {home(engine_loops, name) for name in futures} == {0, 1}
+        assert found.keys() == futures.keys() and {
+            home(engine_loops, name) for name in futures
+        } == {0, 1}
         futures["r2"].cancel()
         answers = await asyncio.gather(*(futures[name] for name in ("r0", "r1", "r3")))
         assert [len(completion.tokens) for answer in answers for completion in answer] == [20] * 12
@@ -164,13 +182,19 @@ def test_beginnings_are_told_apart_by_all_their_blocks() -> None:
     tokens = np.arange(3 * BLOCK_TOKENS, dtype=np.int32)
     other = tokens.copy()
     other[0] = 7
-    assert len(digests(tokens)) == 3 and digests(tokens)[:2] == digests(tokens[: 2 * BLOCK_TOKENS + 5])
+    assert len(digests(tokens)) == 3 and digests(tokens)[:2] == digests(
+        tokens[: 2 * BLOCK_TOKENS + 5]
+    )
     assert not set(digests(tokens)) & set(digests(other))
     assert digests(tokens[: BLOCK_TOKENS - 1]) == []
 
 
 def test_engines_must_divide_the_rollout_mesh() -> None:
-    rollout = make_meshes(PlacementConfig(rollout_devices=4, rollout_tensor=2), jax.devices()).rollout
+    rollout = make_meshes(
+        PlacementConfig(rollout_devices=4, rollout_tensor=2), jax.devices()
+    ).rollout
     assert [mesh.shape for mesh in engine_meshes(rollout, 2)] == [{"data": 1, "tensor": 2}] * 2
-    with pytest.raises(ValueError, match=r"2 shards of slots, which placement\.engines=4 does not divide"):
+    with pytest.raises(
+        ValueError, match=r"2 shards of slots, which placement\.engines=4 does not divide"
+    ):
         engine_meshes(rollout, 4)

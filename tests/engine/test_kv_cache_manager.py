@@ -1,4 +1,5 @@
-"""The laws of the engine's KV memory: where tokens lie, when they are computed and who makes room changes no output."""
+"""The laws of the engine's KV memory: where tokens lie, when they are computed and who makes room
+changes no output."""
 
 from __future__ import annotations
 
@@ -9,7 +10,17 @@ import chz
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny_decode import CONFIG, POLICY, Shelf, engine, request, same_samples, trainer_logp, with_engine_loop, with_setting
+from tiny_decode import (
+    CONFIG,
+    POLICY,
+    Shelf,
+    engine,
+    request,
+    same_samples,
+    trainer_logp,
+    with_engine_loop,
+    with_setting,
+)
 
 from areal_jax.engine.decode import DecodeEngine, Reader
 from areal_jax.engine.engine_loop import EngineLoop
@@ -17,11 +28,15 @@ from areal_jax.records import Completion, Request
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-PAGES = CONFIG.__class__(num_slots=8, max_prompt_tokens=60, max_new_tokens=40, steps_per_dispatch=4, page_tokens=8)
+PAGES = CONFIG.__class__(
+    num_slots=8, max_prompt_tokens=60, max_new_tokens=40, steps_per_dispatch=4, page_tokens=8
+)
 _ENGINES: dict[object, DecodeEngine] = {}
 
 
-def paged(reader: Reader = "view", devices: int = 1, tensor: int = 1, **settings: int | str) -> DecodeEngine:
+def paged(
+    reader: Reader = "view", devices: int = 1, tensor: int = 1, **settings: int | str
+) -> DecodeEngine:
     config = chz.replace(PAGES, **settings)
     key = (config, reader, devices, tensor)
     if key not in _ENGINES:
@@ -78,9 +93,12 @@ def test_many_requests_of_all_lengths_leak_nothing_compile_nothing_and_do_not_de
     assert metrics["preemptions"] == 0 and is_all_free(engine_loop)
     tight.warm_up()
     num_programs = tight.num_programs
-    # 30 pages of 8 tokens, where one sequence may need 13: samples make room for others, and go on later.
+    # 30 pages of 8 tokens, where one sequence may need 13: samples make room for others, and go on
+    # later.
     shuffled = np.random.default_rng(1).permutation(len(requests)).tolist()
-    found, metrics, engine_loop = run(tight, Shelf(tight, (0, 0, 0)), [requests[i] for i in shuffled])
+    found, metrics, engine_loop = run(
+        tight, Shelf(tight, (0, 0, 0)), [requests[i] for i in shuffled]
+    )
     assert metrics["preemptions"] > 0 and is_all_free(engine_loop)
     assert tight.num_programs == num_programs
     for i, group in zip(shuffled, found, strict=True):
@@ -93,34 +111,57 @@ def test_a_thousand_requests_keep_the_slots_busy_and_little_memory_empty():
     num_programs, rng = one.num_programs, np.random.default_rng(0)
     lengths = np.minimum(1 + rng.lognormal(3.5, 1, 1000), 200).astype(int).tolist()
     requests = [
-        request(str(i), rng.integers(0, 64, rng.integers(1, 61)).tolist(), max_new_tokens=length, seed=i)
+        request(
+            str(i), rng.integers(0, 64, rng.integers(1, 61)).tolist(), max_new_tokens=length, seed=i
+        )
         for i, length in enumerate(lengths)
     ]
 
     def measured(order: Sequence[int]) -> tuple[list[list[Completion]], np.ndarray]:
-        """Answers, and by dispatch: requests that wait, tokens sampled, tokens there is memory in use for, tokens in it."""
+        """Answers, and by dispatch: requests that wait, tokens sampled, tokens there is memory in
+        use for, tokens in it."""
         looks: list[tuple[int, ...]] = []
 
         async def act(engine_loop: EngineLoop):
-            def look(name: str, start_s: float, end_s: float, args: Mapping[str, int | float]) -> None:
+            def look(
+                name: str, start_s: float, end_s: float, args: Mapping[str, int | float]
+            ) -> None:
                 if name == "dispatch":
                     table, pages = engine_loop._table, engine_loop._memory.table
-                    held = sum(len(table.cached_tokens(slot)) for slot in engine_loop._occupants if slot in table)
-                    looks.append((len(engine_loop._queue), int(args["tokens"]), pages.num_used * pages.page_tokens, held))
+                    held = sum(
+                        len(table.cached_tokens(slot))
+                        for slot in engine_loop._occupants
+                        if slot in table
+                    )
+                    looks.append(
+                        (
+                            len(engine_loop._queue),
+                            int(args["tokens"]),
+                            pages.num_used * pages.page_tokens,
+                            held,
+                        )
+                    )
 
             engine_loop._on_event = look
             answers = await answered(engine_loop, [requests[i] for i in order])
             assert is_all_free(engine_loop) and sorted(engine_loop._free[0]) == list(range(64))
-            assert not (engine_loop._occupants or engine_loop._jobs or engine_loop._queue or engine_loop._table.active.any())
+            assert not (
+                engine_loop._occupants
+                or engine_loop._jobs
+                or engine_loop._queue
+                or engine_loop._table.active.any()
+            )
             return answers, np.array(looks)
 
         return with_engine_loop(one, Shelf(one, (0, 0, 0)), act)
 
     expected, looks = measured(range(1000))
     waiting, sampled, used, held = looks.T
-    # An answer ends within a dispatch of 4 steps, and leaves 1.5 of them empty: of 50 tokens and 1.5, 97 % are sampled.
+    # An answer ends within a dispatch of 4 steps, and leaves 1.5 of them empty: of 50 tokens and
+    # 1.5, 97 % are sampled.
     assert sampled[waiting > 0].sum() / (4 * 64 * (waiting > 0).sum()) > 0.95
-    # Half a page of 8 stays empty, and what the dispatch under way draws is not yet told: of 74 tokens 5 %.
+    # Half a page of 8 stays empty, and what the dispatch under way draws is not yet told: of 74
+    # tokens 5 %.
     assert used.sum() < 1.1 * held.sum()
     shuffled = rng.permutation(1000).tolist()
     found, _ = measured(shuffled)
@@ -129,7 +170,9 @@ def test_a_thousand_requests_keep_the_slots_busy_and_little_memory_empty():
         same_samples(expected[i], group, atol=1e-4)
 
 
-@pytest.mark.parametrize(("reader", "devices", "tensor"), [("plain", 1, 1), ("plain", 4, 2), ("view", 4, 2)])
+@pytest.mark.parametrize(
+    ("reader", "devices", "tensor"), [("plain", 1, 1), ("plain", 4, 2), ("view", 4, 2)]
+)
 def test_reading_pages_draws_what_reading_a_view_draws(reader: Reader, devices: int, tensor: int):
     requests = workload(10)
     one = paged(reader, devices, tensor, kv_tokens=(devices // tensor) * 8 * 30)
@@ -143,7 +186,9 @@ def test_reading_pages_draws_what_reading_a_view_draws(reader: Reader, devices: 
     assert metrics["recompute_tokens"] > 0 and is_all_free(engine_loop)
     for each, group in zip(requests, swapped, strict=True):
         for completion in group:
-            logp = np.stack([trainer_logp(each.prompt_tokens, completion, seed) for seed in range(3)])
+            logp = np.stack(
+                [trainer_logp(each.prompt_tokens, completion, seed) for seed in range(3)]
+            )
             expected_logp = logp[completion.versions, np.arange(len(completion.tokens))]
             np.testing.assert_allclose(completion.logp, expected_logp, atol=1e-4)
 
@@ -156,12 +201,17 @@ def test_a_second_turn_prefills_only_what_is_new():
         engine_loop.start()
         [completion] = await engine_loop.submit(first)
         before = engine_loop.metrics()["prefill_tokens"][0]
-        turn = np.concatenate([first.prompt_tokens, completion.tokens[:17], np.arange(3, dtype=np.int32)])
-        [second] = await engine_loop.submit(request("second", turn.tolist(), max_new_tokens=20, seed=2))
+        turn = np.concatenate(
+            [first.prompt_tokens, completion.tokens[:17], np.arange(3, dtype=np.int32)]
+        )
+        [second] = await engine_loop.submit(
+            request("second", turn.tolist(), max_new_tokens=20, seed=2)
+        )
         return before, engine_loop.metrics()["prefill_tokens"][0], turn, second
 
     before, after, turn, second = with_engine_loop(roomy, Shelf(roomy, (0, 0, 0)), act)
-    # 39 tokens of the first prompt. Of the second's 59, the 7 full pages of 8 that prompt and answer left: 3 are new.
+    # 39 tokens of the first prompt. Of the second's 59, the 7 full pages of 8 that prompt and
+    # answer left: 3 are new.
     assert (before, after) == (39, 59 - 7 * 8)
     np.testing.assert_allclose(second.logp, trainer_logp(turn, second, 0), atol=1e-4)
 
@@ -183,19 +233,26 @@ def test_other_weights_find_no_pages(on_update: str):
 
 @pytest.mark.parametrize(("kv_tokens", "num_live"), [(0, 8), (8 * 20, 5)])
 def test_kept_caches_are_for_live_sequences_only(kv_tokens: int, num_live: int):
-    # Version 1 comes when 8 of 12 samples have sampled 4 tokens, or those for which 20 pages are enough: the prompt's 5, of each
-    # sample 2 more, and one to spare for each of the others. These go on with their caches. Nobody else reads them: not those
-    # that wait, nor a second turn, nor who asks the same again.
+    # Version 1 comes when 8 of 12 samples have sampled 4 tokens, or those for which 20 pages are
+    # enough: the prompt's 5, of each sample 2 more, and one to spare for each of the others. These
+    # go on with their caches. Nobody else reads them: not those that wait, nor a second turn, nor
+    # who asks the same again.
     kept = with_setting(paged(kv_tokens=kv_tokens), on_update="keep")
     prompt = [(7 * i) % 64 for i in range(40)]
 
-    async def act(engine_loop: EngineLoop) -> tuple[list[Completion], Completion, np.ndarray, Completion]:
+    async def act(
+        engine_loop: EngineLoop,
+    ) -> tuple[list[Completion], Completion, np.ndarray, Completion]:
         group = engine_loop.submit(request("group", prompt, 12, max_new_tokens=12))
         engine_loop.start()
         completions = await group
-        [again] = await engine_loop.submit(request("again", prompt, max_new_tokens=12, seed=1, min_version=1))
+        [again] = await engine_loop.submit(
+            request("again", prompt, max_new_tokens=12, seed=1, min_version=1)
+        )
         turn = np.concatenate([prompt, completions[0].tokens, np.arange(3, dtype=np.int32)])
-        [second] = await engine_loop.submit(request("second", turn.tolist(), max_new_tokens=12, seed=2))
+        [second] = await engine_loop.submit(
+            request("second", turn.tolist(), max_new_tokens=12, seed=2)
+        )
         assert is_all_free(engine_loop)
         return completions, again, turn, second
 
@@ -203,7 +260,11 @@ def test_kept_caches_are_for_live_sequences_only(kv_tokens: int, num_live: int):
     late = [completion for completion in group if completion.versions[0] == 1]
     for asked, completion in [*((prompt, each) for each in (*late, again)), (turn, second)]:
         np.testing.assert_allclose(completion.logp, trainer_logp(asked, completion, 1), atol=1e-4)
-    drifts = [np.abs(each.logp - trainer_logp(prompt, each, 1))[4:].max() for each in group if each.versions[0] == 0]
+    drifts = [
+        np.abs(each.logp - trainer_logp(prompt, each, 1))[4:].max()
+        for each in group
+        if each.versions[0] == 0
+    ]
     assert len(drifts) == num_live and min(drifts) > 1e-2
 
 
@@ -215,38 +276,64 @@ def test_a_long_prompt_comes_in_chunks_between_which_the_others_draw():
         engine_loop = EngineLoop(
             one,
             Shelf(one, (0, 0, 0)),
-            on_event=lambda name, start_s, end_s, args: events.append((name, int(args.get("tokens", 0)))),
+            on_event=lambda name, start_s, end_s, args: events.append(
+                (name, int(args.get("tokens", 0)))
+            ),
         )
         futures = [engine_loop.submit(request("short", range(9), max_new_tokens=40))]
-        futures += [engine_loop.submit(request(f"long{i}", range(i, 60), 2, max_new_tokens=8)) for i in range(2)]
+        futures += [
+            engine_loop.submit(request(f"long{i}", range(i, 60), 2, max_new_tokens=8))
+            for i in range(2)
+        ]
         engine_loop.start()
         groups = await asyncio.gather(*futures)
         engine_loop.close()
         return groups
 
     groups = asyncio.run(main())
-    # First the short one and 16 tokens of each; then 16 of the first long one while the other waits, and so on.
-    assert [tokens for name, tokens in events if name == "prefill"][:4] == [8 + 16 + 16, 16, 16, 11 + 16]
-    assert [name for name, _ in events][1:6] == ["prefill", "dispatch", "prefill", "dispatch", "prefill"]
+    # First the short one and 16 tokens of each; then 16 of the first long one while the other
+    # waits, and so on.
+    assert [tokens for name, tokens in events if name == "prefill"][:4] == [
+        8 + 16 + 16,
+        16,
+        16,
+        11 + 16,
+    ]
+    assert [name for name, _ in events][1:6] == [
+        "prefill",
+        "dispatch",
+        "prefill",
+        "dispatch",
+        "prefill",
+    ]
     for prompt, group in zip((range(9), range(60), range(1, 60)), groups, strict=True):
         for completion in group:
-            np.testing.assert_allclose(completion.logp, trainer_logp(prompt, completion, 0), atol=1e-4)
+            np.testing.assert_allclose(
+                completion.logp, trainer_logp(prompt, completion, 0), atol=1e-4
+            )
 
 
 def test_a_memory_too_small_for_one_sequence_is_refused_with_the_knob():
-    with pytest.raises(ValueError, match=r"engine.kv_tokens=96 .*= 100; set engine.kv_tokens to at least 112"):
+    with pytest.raises(
+        ValueError, match=r"engine.kv_tokens=96 .*= 100; set engine.kv_tokens to at least 112"
+    ):
         DecodeEngine(POLICY, engine().mesh, chz.replace(PAGES, kv_tokens=96), jnp.float32)
 
 
 def test_a_swap_rebuilds_a_shared_prompt_once():
     one = paged()
     prompt = range(41)
-    # 6 samples of a prompt of 40 cached tokens (5 pages) have sampled 4 tokens when version 1 comes: 40 + 6 · 4.
-    [group], metrics, _ = run(one, Shelf(one, (0, 0, 0), (1, 1, 1)), [request("a", prompt, 6, max_new_tokens=20)])
+    # 6 samples of a prompt of 40 cached tokens (5 pages) have sampled 4 tokens when version 1
+    # comes: 40 + 6 · 4.
+    [group], metrics, _ = run(
+        one, Shelf(one, (0, 0, 0), (1, 1, 1)), [request("a", prompt, 6, max_new_tokens=20)]
+    )
     assert metrics["prefill_tokens"] == 40 and metrics["recompute_tokens"] == 40 + 6 * 4
     for completion in group:
         logp = np.stack([trainer_logp(prompt, completion, seed) for seed in range(2)])
-        np.testing.assert_allclose(completion.logp, logp[completion.versions, np.arange(20)], atol=1e-4)
+        np.testing.assert_allclose(
+            completion.logp, logp[completion.versions, np.arange(20)], atol=1e-4
+        )
 
 
 @pytest.mark.parametrize("reader", ["view", "plain"])
@@ -257,5 +344,6 @@ def test_narrow_keys_and_values_drift_little(reader: Reader, kv_dtype: str, most
     prompt = [(7 * i) % 64 for i in range(40)]
     [group], _, _ = run(one, Shelf(one, (0, 0, 0)), [request("a", prompt, 8, max_new_tokens=40)])
     drift = np.abs(np.concatenate([each.logp - trainer_logp(prompt, each, 0) for each in group]))
-    # Measured: 0.021 with int8. Attention of these weights is sharp: they are three times as large as a policy's at first.
+    # Measured: 0.021 with int8. Attention of these weights is sharp: they are three times as large
+    # as a policy's at first.
     assert 1e-5 < drift.mean() < most

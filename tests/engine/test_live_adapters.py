@@ -1,4 +1,5 @@
-"""Versions of an adapter, through weight channel and engine loop: only the adapter travels, and every token is sampled from all of it."""
+"""Versions of an adapter, through weight channel and engine loop: only the adapter travels, and
+every token is sampled from all of it."""
 
 from __future__ import annotations
 
@@ -28,13 +29,18 @@ PROMPT = (5, 9, 33, 2, 17)
 ADAPTED = Policy(POLICY.config, LoRA(rank=4, alpha=8.0))
 PLACEMENTS = {
     "one device": (PlacementConfig(), 1),
-    "4 + 4 devices": (PlacementConfig(train_devices=4, train_tensor=2, rollout_devices=4, rollout_tensor=2), 8),
+    "4 + 4 devices": (
+        PlacementConfig(train_devices=4, train_tensor=2, rollout_devices=4, rollout_tensor=2),
+        8,
+    ),
 }
 
 
 def adapter_of(seed: int) -> Params:
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) / 4, lora.abstract(ADAPTED))
+    return jax.tree.map(
+        lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) / 4, lora.abstract(ADAPTED)
+    )
 
 
 def weight_channels(meshes: Meshes, engine: DecodeEngine) -> tuple[WeightChannel, WeightChannel]:
@@ -44,7 +50,9 @@ def weight_channels(meshes: Meshes, engine: DecodeEngine) -> tuple[WeightChannel
     once.publish(0, jax.device_put(params_of(0), placed))
     base = once.wait(0, 60.0).params
     complete = partial(lora.attach, ADAPTED, base)
-    return once, WeightChannel(engine.layout, [engine.param_shardings], meshes.train, complete=[complete])
+    return once, WeightChannel(
+        engine.layout, [engine.param_shardings], meshes.train, complete=[complete]
+    )
 
 
 @jax.jit
@@ -52,7 +60,9 @@ def logprobs(params: Params, tokens: jax.Array) -> jax.Array:
     """The trainer's, of every token of one sequence."""
     ones = jnp.ones_like(tokens)
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
-    hidden, _, _ = ADAPTED.hidden(params, tokens, positions, packed_attention(ones), compute_dtype=jnp.float32)
+    hidden, _, _ = ADAPTED.hidden(
+        params, tokens, positions, packed_attention(ones), compute_dtype=jnp.float32
+    )
     return token_logprobs(hidden, ADAPTED.head(params), tokens, ones, chunk_tokens=1024)[0]
 
 
@@ -73,11 +83,15 @@ def test_only_the_adapter_travels_and_every_token_is_drawn_beside_the_base(place
         engine_loop.start()
         try:
             first = await engine_loop.submit(request("a", PROMPT, num_samples=4, min_version=1))
-            # Equal weights under another version change nothing; other weights rebuild what is under way.
+            # Equal weights under another version change nothing; other weights rebuild what is
+            # under way.
             weight_channel.publish(2, jax.device_put(adapter_of(1), placed))
             weight_channel.publish(3, jax.device_put(adapter_of(2), placed))
             weight_channel.wait(3, 60.0)
-            return [*first, *await engine_loop.submit(request("b", PROMPT, num_samples=4, min_version=3))]
+            return [
+                *first,
+                *await engine_loop.submit(request("b", PROMPT, num_samples=4, min_version=3)),
+            ]
         finally:
             engine_loop.close()
 
@@ -86,11 +100,15 @@ def test_only_the_adapter_travels_and_every_token_is_drawn_beside_the_base(place
     for completion in completions:
         (version,) = set(completion.versions.tolist())
         tokens = whole(PROMPT, completion)[None]
-        expected = np.asarray(logprobs(lora.attach(ADAPTED, params_of(0), adapter_of(seeds[version])), tokens))
+        expected = np.asarray(
+            logprobs(lora.attach(ADAPTED, params_of(0), adapter_of(seeds[version])), tokens)
+        )
         np.testing.assert_allclose(completion.logp, expected[0, len(PROMPT) :], atol=1e-4)
         alone = np.asarray(logprobs(params_of(0), tokens))[0, len(PROMPT) :]
         assert np.abs(completion.logp - alone).max() > 0.1
-    assert engine.same_weights(*(lora.attach(ADAPTED, once.wait(0, 1.0).params, adapter) for adapter in deliveries(engine)))
+    assert engine.same_weights(
+        *(lora.attach(ADAPTED, once.wait(0, 1.0).params, adapter) for adapter in deliveries(engine))
+    )
 
     moved = num_devices > 1
     size = sum(leaf.size * 4 for leaf in jax.tree.leaves(lora.abstract(ADAPTED)))

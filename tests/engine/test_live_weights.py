@@ -1,4 +1,5 @@
-"""Weight channel and engine loop together, while a trainer on other devices overwrites its parameters."""
+"""Weight channel and engine loop together, while a trainer on other devices overwrites its
+parameters."""
 
 from __future__ import annotations
 
@@ -29,7 +30,11 @@ def test_every_token_keeps_the_logp_of_its_version_while_a_trainer_publishes():
     assert not set(train.devices.flat) & set(four.mesh.devices.flat)
     placed = shardings(train, POLICY.axes(), POLICY.abstract(), TRAIN_RULES)
     # A trainer's step that is easy to follow: in the same memory, every parameter changes its sign.
-    step = jax.jit(lambda params: jax.tree.map(lambda leaf: -leaf, params), donate_argnums=0, out_shardings=placed)
+    step = jax.jit(
+        lambda params: jax.tree.map(lambda leaf: -leaf, params),
+        donate_argnums=0,
+        out_shardings=placed,
+    )
     weight_channel = WeightChannel(four.layout, [four.param_shardings], train)
     params = jax.device_put(jax.tree.map(np.array, params_of(0)), placed)
     weight_channel.publish(0, params)
@@ -41,7 +46,10 @@ def test_every_token_keeps_the_logp_of_its_version_while_a_trainer_publishes():
         waves = []
         version = 0
         for wave in range(3):
-            futures = [engine_loop.submit(request(f"{wave}-{i}", PROMPT, num_samples=6, seed=i)) for i in range(2)]
+            futures = [
+                engine_loop.submit(request(f"{wave}-{i}", PROMPT, num_samples=6, seed=i))
+                for i in range(2)
+            ]
             while not all(future.done() for future in futures):
                 await asyncio.sleep(0.02)
                 params, version = step(params), version + 1
@@ -58,16 +66,25 @@ def test_every_token_keeps_the_logp_of_its_version_while_a_trainer_publishes():
     # Even versions are the parameters of seed 0, odd ones their negatives.
     for completion in completions:
         logp = np.stack([trainer_logp(PROMPT, completion, 0, sign=sign) for sign in (1, -1)])
-        np.testing.assert_allclose(completion.logp, logp[completion.versions % 2, np.arange(20)], atol=1e-4)
+        np.testing.assert_allclose(
+            completion.logp, logp[completion.versions % 2, np.arange(20)], atol=1e-4
+        )
         assert (np.diff(completion.versions) >= 0).all()
 
 
 @pytest.mark.parametrize(("dtype", "most"), [(jnp.float32, 1e-4), (jnp.bfloat16, 0.01)])
 def test_engine_and_trainer_agree_and_go_on_agreeing_over_thirty_swaps(dtype: type, most: float):
-    # Eight answers of 31 tokens, all under way when each of 30 versions comes: their caches are rebuilt 30 times.
-    config = CONFIG.__class__(num_slots=8, max_prompt_tokens=12, max_new_tokens=31, steps_per_dispatch=1)
+    # Eight answers of 31 tokens, all under way when each of 30 versions comes: their caches are
+    # rebuilt 30 times.
+    config = CONFIG.__class__(
+        num_slots=8, max_prompt_tokens=12, max_new_tokens=31, steps_per_dispatch=1
+    )
     one = DecodeEngine(POLICY, engine().mesh, config, dtype)
-    [group] = answer(one, Shelf(one, *((look, look, look) for look in range(31))), request(num_samples=8, max_new_tokens=31))
+    [group] = answer(
+        one,
+        Shelf(one, *((look, look, look) for look in range(31))),
+        request(num_samples=8, max_new_tokens=31),
+    )
     errors = np.zeros((8, 31))
     for sample, completion in enumerate(group):
         assert completion.versions.tolist() == list(range(31))

@@ -68,7 +68,8 @@ def test_new_weights_let_nothing_be_found_and_lose_no_page():
 
 @pytest.mark.parametrize("num_shards", [1, 2])
 def test_memory_in_use_is_at_most_a_tenth_more_than_live_tokens_need(num_shards: int):
-    """Groups of 4 share prompts of 100 to 900 tokens; each sample draws 8 tokens a dispatch, log-normal many in all."""
+    """Groups of 4 share prompts of 100 to 900 tokens; each sample draws 8 tokens a dispatch,
+    log-normal many in all."""
     rng = np.random.default_rng(num_shards)
     table = PageTable(32, num_shards, 32 * 256, 256, PAGE)
     free, live, ratios = list(range(32)), dict[int, list[int]](), []
@@ -95,7 +96,9 @@ def test_memory_in_use_is_at_most_a_tenth_more_than_live_tokens_need(num_shards:
             assert pages.tolist() == table.pages(slot)
         # Live tokens: each prompt's full pages once, and what every sample has beside them.
         common = {shared[slot] for slot in live}
-        alive = sum(length for _, length in common) + sum(length - shared[slot][1] for slot, (length, _) in live.items())
+        alive = sum(length for _, length in common) + sum(
+            length - shared[slot][1] for slot, (length, _) in live.items()
+        )
         ratios.append(table.num_used * PAGE / alive)
         for slot, (length, end) in list(live.items()):
             if length == end:

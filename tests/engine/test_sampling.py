@@ -1,4 +1,5 @@
-"""Draws: one uniform number, inverse cumulative sum, the log-prob of what was really sampled from."""
+"""Draws: one uniform number, inverse cumulative sum, the log-prob of what was really sampled
+from."""
 
 from __future__ import annotations
 
@@ -32,20 +33,28 @@ def sample_tokens(
 def numbers(count: int, seed: int = 0) -> np.ndarray:
     """The uniform numbers of one request's positions."""
     return np.asarray(
-        uniforms(np.array([[0, seed]], np.uint32), np.array([0], np.int32), np.arange(count, dtype=np.int32)[None])
+        uniforms(
+            np.array([[0, seed]], np.uint32),
+            np.array([0], np.int32),
+            np.arange(count, dtype=np.int32)[None],
+        )
     )[0]
 
 
 def test_a_draw_inverts_the_cumulative_distribution():
     # Cumulative: 0.1, 0.3, 0.6, 1.0.
-    token, logp = sample_tokens(log(0.1, 0.2, 0.3, 0.4), np.array([0.0, 0.05, 0.15, 0.29, 0.31, 0.59, 0.61, 0.9999999]))
+    token, logp = sample_tokens(
+        log(0.1, 0.2, 0.3, 0.4), np.array([0.0, 0.05, 0.15, 0.29, 0.31, 0.59, 0.61, 0.9999999])
+    )
     assert token.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     np.testing.assert_allclose(logp, np.log([0.1, 0.1, 0.2, 0.2, 0.3, 0.3, 0.4, 0.4]), rtol=1e-5)
 
 
 def test_temperature_changes_the_distribution_and_its_logp():
     # Temperature 1/2 squares: 0.01, 0.04, 0.09, 0.16 of 0.30; cumulative 0.033, 0.167, 0.467, 1.
-    token, logp = sample_tokens(log(0.1, 0.2, 0.3, 0.4), np.array([0.03, 0.16, 0.17, 0.47]), temperature=0.5)
+    token, logp = sample_tokens(
+        log(0.1, 0.2, 0.3, 0.4), np.array([0.03, 0.16, 0.17, 0.47]), temperature=0.5
+    )
     assert token.tolist() == [0, 1, 2, 3]
     np.testing.assert_allclose(logp, np.log(np.array([0.01, 0.04, 0.09, 0.16]) / 0.3), rtol=1e-5)
 
@@ -86,7 +95,8 @@ def test_a_vocabulary_of_150k_is_drawn_from_exactly():
         # Most likely first: 0.4, then 0.7 crosses 0.5.
         (1.0, 0, 0.5, [1, 2]),
         (1.0, 0, 0.4, [1]),
-        # Of the three that top-k leaves, 0.4 / 0.9 = 0.44 and 0.7 / 0.9 = 0.78: 0.75 is crossed by the second.
+        # Of the three that top-k leaves, 0.4 / 0.9 = 0.44 and 0.7 / 0.9 = 0.78: 0.75 is crossed by
+        # the second.
         (1.0, 3, 0.75, [1, 2]),
         # Without top-k 0.75 is crossed by the third, at 0.9.
         (1.0, 0, 0.75, [1, 2, 3]),
@@ -99,7 +109,10 @@ def test_a_vocabulary_of_150k_is_drawn_from_exactly():
 def test_top_k_then_top_p_keep(temperature: float, top_k: int, top_p: float, kept: list[int]):
     filtered = keep_most_likely(
         log(0.1, 0.4, 0.3, 0.2),
-        *(np.array([value]) for value in (np.float32(temperature), np.int32(top_k), np.float32(top_p))),
+        *(
+            np.array([value])
+            for value in (np.float32(temperature), np.int32(top_k), np.float32(top_p))
+        ),
         NONE,
     )
     assert np.flatnonzero(np.isfinite(filtered[0])).tolist() == kept
@@ -125,25 +138,41 @@ def test_min_p_keeps_what_has_a_share_of_the_most_likely(
 ):
     filtered = keep_most_likely(
         log(0.1, 0.4, 0.3, 0.2),
-        *(np.array([value]) for value in (np.float32(temperature), np.int32(top_k), np.float32(top_p), np.float32(min_p))),
+        *(
+            np.array([value])
+            for value in (
+                np.float32(temperature),
+                np.int32(top_k),
+                np.float32(top_p),
+                np.float32(min_p),
+            )
+        ),
     )
     assert np.flatnonzero(np.isfinite(filtered[0])).tolist() == kept
 
 
 def test_tokens_are_counted_in_each_sequence():
-    counts = jax.jit(sampling.count_tokens, static_argnums=1)(np.array([[2, 0, 2, -1], [-1, -1, -1, 3]], np.int32), 4)
+    counts = jax.jit(sampling.count_tokens, static_argnums=1)(
+        np.array([[2, 0, 2, -1], [-1, -1, -1, 3]], np.int32), 4
+    )
     assert counts.tolist() == [[1, 0, 2, 0], [0, 0, 0, 1]]
 
 
 def test_penalties_are_those_of_their_formulas():
     # Tokens 1 and 2 were sampled once and three times, token 3 is in the prompt alone.
     logits = np.array([[2.0, 2.0, -1.0, 4.0, -3.0]], np.float32)
-    in_prompt, sampled = np.array([[False, False, False, True, False]]), np.array([[0, 1, 3, 0, 0]], np.int32)
+    in_prompt, sampled = (
+        np.array([[False, False, False, True, False]]),
+        np.array([[0, 1, 3, 0, 0]], np.int32),
+    )
     presence, frequency, repetition = (np.array([x], np.float32) for x in (0.5, 0.25, 2.0))
     found = jax.jit(sampling.penalize)(logits, in_prompt, sampled, presence, frequency, repetition)
     # 2/2 - 0.5 - 0.25 = 0.25; -1*2 - 0.5 - 0.75 = -3.25; 4/2 = 2.
     np.testing.assert_allclose(found, [[2.0, 0.25, -3.25, 2.0, -3.0]])
-    assert (np.asarray(jax.jit(sampling.penalize)(logits, in_prompt, sampled, NONE, NONE, NONE + 1)) == logits).all()
+    assert (
+        np.asarray(jax.jit(sampling.penalize)(logits, in_prompt, sampled, NONE, NONE, NONE + 1))
+        == logits
+    ).all()
 
 
 def test_forbidden_tokens_cannot_be_drawn():
@@ -165,7 +194,11 @@ def test_the_most_likely_tokens_come_with_their_logp():
 
 def test_of_equal_logits_the_lower_tokens_are_kept():
     filtered = keep_most_likely(
-        np.zeros((1, 6), np.float32), np.ones(1, np.float32), np.array([2], np.int32), np.ones(1, np.float32), NONE
+        np.zeros((1, 6), np.float32),
+        np.ones(1, np.float32),
+        np.array([2], np.int32),
+        np.ones(1, np.float32),
+        NONE,
     )
     assert np.flatnonzero(np.isfinite(filtered[0])).tolist() == [0, 1]
 
@@ -173,17 +206,25 @@ def test_of_equal_logits_the_lower_tokens_are_kept():
 def test_a_request_without_filters_sees_its_logits_unchanged_beside_one_with_them():
     logits = np.random.default_rng(1).normal(size=(2, 300)).astype(np.float32)
     ones = np.ones(2, np.float32)
-    filtered = np.asarray(keep_most_likely(logits, ones, np.array([0, 5], np.int32), ones, np.zeros(2, np.float32)))
+    filtered = np.asarray(
+        keep_most_likely(logits, ones, np.array([0, 5], np.int32), ones, np.zeros(2, np.float32))
+    )
     assert (filtered[0] == logits[0]).all()
     assert int(np.isfinite(filtered[1]).sum()) == 5
 
 
-@pytest.mark.parametrize(("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 4, 1.0), (1.3, 0, 0.8)])
+@pytest.mark.parametrize(
+    ("temperature", "top_k", "top_p"), [(1.0, 0, 1.0), (0.7, 0, 1.0), (1.0, 4, 1.0), (1.3, 0, 0.8)]
+)
 def test_frequencies_follow_the_probabilities(temperature: float, top_k: int, top_p: float):
     count = 20_000
     logits = np.random.default_rng(2).normal(size=(1, 12)).astype(np.float32)
     filtered = keep_most_likely(
-        logits, np.array([temperature], np.float32), np.array([top_k], np.int32), np.array([top_p], np.float32), NONE
+        logits,
+        np.array([temperature], np.float32),
+        np.array([top_k], np.int32),
+        np.array([top_p], np.float32),
+        NONE,
     )
     token, logp = sample_tokens(filtered, numbers(count), temperature)
     expected = np.exp(np.asarray(filtered[0], np.float64) / temperature)
@@ -191,7 +232,8 @@ def test_frequencies_follow_the_probabilities(temperature: float, top_k: int, to
     observed = np.bincount(token, minlength=12)
     kept = expected > 0
     assert (observed[~kept] == 0).all()
-    # 31.3: chi-square of 11 degrees of freedom is above it once in a thousand; fewer degrees stay further below.
+    # 31.3: chi-square of 11 degrees of freedom is above it once in a thousand; fewer degrees stay
+    # further below.
     assert ((observed - expected)[kept] ** 2 / expected[kept]).sum() < 31.3
     np.testing.assert_allclose(np.exp(logp), expected[token] / count, rtol=1e-5)
 

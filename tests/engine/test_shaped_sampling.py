@@ -1,4 +1,5 @@
-"""What requests may ask of a draw beyond temperature, top-k and top-p, and how its progress is followed."""
+"""What requests may ask of a draw beyond temperature, top-k and top-p, and how its progress is
+followed."""
 
 from __future__ import annotations
 
@@ -9,7 +10,15 @@ from typing import Any
 
 import numpy as np
 import pytest
-from tiny_decode import Shelf, answer, engine, request, same_samples, trainer_distribution, with_engine_loop
+from tiny_decode import (
+    Shelf,
+    answer,
+    engine,
+    request,
+    same_samples,
+    trainer_distribution,
+    with_engine_loop,
+)
 
 from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.engine.slots import SlotTable
@@ -21,7 +30,9 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 PROMPT = (5, 9, 33, 2, 17)
 
 
-def shaped(name: str = "a", num_samples: int = 1, prompt: Sequence[int] = PROMPT, **settings: Any) -> Request:
+def shaped(
+    name: str = "a", num_samples: int = 1, prompt: Sequence[int] = PROMPT, **settings: Any
+) -> Request:
     plain = request(name, prompt, num_samples, seed=settings.pop("seed", 0))
     return replace(plain, sampling=replace(plain.sampling, **settings))
 
@@ -30,7 +41,9 @@ def sampled(*requests: Request) -> list[list[Completion]]:
     return answer(engine(), Shelf(engine(), (0, 0, 0)), *requests)
 
 
-def penalized(logp: np.ndarray, before: Sequence[int], presence: float, frequency: float) -> np.ndarray:
+def penalized(
+    logp: np.ndarray, before: Sequence[int], presence: float, frequency: float
+) -> np.ndarray:
     """Log-probs of the vocabulary once an answer holds the tokens `before`."""
     counts = np.bincount(before, minlength=64) if len(before) else np.zeros(64)
     logits = logp - presence * (counts > 0) - frequency * counts
@@ -42,18 +55,22 @@ def test_penalties_count_what_the_answer_holds_and_logp_is_that_of_what_was_draw
     for completion in group:
         plain = trainer_distribution(PROMPT, completion, 0)
         tokens = completion.tokens.tolist()
-        expected = [penalized(plain[t], tokens[:t], 1.5, 0.7)[tokens[t]] for t in range(len(tokens))]
+        expected = [
+            penalized(plain[t], tokens[:t], 1.5, 0.7)[tokens[t]] for t in range(len(tokens))
+        ]
         np.testing.assert_allclose(completion.logp, expected, atol=1e-4)
 
 
 def test_a_huge_presence_penalty_forbids_repetition_and_a_repetition_penalty_forbids_the_prompt_too():
     [[once], [neither]] = sampled(
-        shaped("once", presence_penalty=1e4, temperature=0.0), shaped("neither", repetition_penalty=1e6, temperature=0.0)
+        shaped("once", presence_penalty=1e4, temperature=0.0),
+        shaped("neither", repetition_penalty=1e6, temperature=0.0),
     )
     assert len(set(once.tokens.tolist())) == 20
     [[plain]] = sampled(request(temperature=0.0))
     assert len(set(plain.tokens.tolist())) < 20
-    # Positive logits shrink to nothing and negative ones fall without bound, so a token that was there is the last choice.
+    # Positive logits shrink to nothing and negative ones fall without bound, so a token that was
+    # there is the last choice.
     assert len(set(neither.tokens.tolist()) | set(PROMPT)) == 25
 
 
@@ -61,7 +78,8 @@ def test_stop_tokens_are_not_drawn_before_their_time():
     [[free]] = sampled(request(seed=3))
     stops = tuple(dict.fromkeys(free.tokens[:6].tolist()))[:4]
     early, late = sampled(
-        shaped("early", 8, seed=3, stop_token_ids=stops), shaped("late", 8, seed=3, stop_token_ids=stops, min_new_tokens=7)
+        shaped("early", 8, seed=3, stop_token_ids=stops),
+        shaped("late", 8, seed=3, stop_token_ids=stops, min_new_tokens=7),
     )
     assert min(len(each.tokens) for each in early) < 7
     for each in late:
@@ -74,11 +92,15 @@ def test_stop_tokens_are_not_drawn_before_their_time():
 
 
 def test_alternatives_are_the_most_likely_tokens_at_every_place():
-    [[reported], [unreported]] = sampled(shaped("reported", num_top_logprobs=3), request("unreported", seed=1))
+    [[reported], [unreported]] = sampled(
+        shaped("reported", num_top_logprobs=3), request("unreported", seed=1)
+    )
     plain = trainer_distribution(PROMPT, reported, 0)
     assert reported.top_logprobs is not None and unreported.top_logprobs is None
     assert reported.top_logprobs.tokens.tolist() == np.argsort(-plain, axis=1)[:, :3].tolist()
-    np.testing.assert_allclose(reported.top_logprobs.logp, -np.sort(-plain, axis=1)[:, :3], atol=1e-4)
+    np.testing.assert_allclose(
+        reported.top_logprobs.logp, -np.sort(-plain, axis=1)[:, :3], atol=1e-4
+    )
 
 
 def test_a_request_without_wishes_draws_the_same_beside_one_with_all():
@@ -90,7 +112,9 @@ def test_a_request_without_wishes_draws_the_same_beside_one_with_all():
         "repetition_penalty": 1.3,
     }
     [alone] = sampled(request("plain", seed=5, num_samples=2))
-    [beside, _] = sampled(request("plain", seed=5, num_samples=2), shaped("generation_params", 3, **generation_params))
+    [beside, _] = sampled(
+        request("plain", seed=5, num_samples=2), shaped("generation_params", 3, **generation_params)
+    )
     same_samples(alone, beside)
 
 
@@ -105,7 +129,10 @@ def test_wishes_are_granted_whatever_the_slot_and_after_a_resumption():
         repetition_penalty=1.2,
     )
     [alone] = sampled(generation_params)
-    crowded = sampled(*(request(f"r{i}", (i, 3), 2, max_new_tokens=5 + i, seed=i) for i in range(5)), generation_params)[-1]
+    crowded = sampled(
+        *(request(f"r{i}", (i, 3), 2, max_new_tokens=5 + i, seed=i) for i in range(5)),
+        generation_params,
+    )[-1]
     same_samples(alone, crowded)
     cut = tuple(
         Completion(each.tokens[:n], each.logp[:n], each.versions[:n], "suspended")
@@ -116,7 +143,9 @@ def test_wishes_are_granted_whatever_the_slot_and_after_a_resumption():
     assert resumed[0].top_logprobs is not None and alone[0].top_logprobs is not None
     # What was sampled before a crash is told without alternatives.
     assert (resumed[0].top_logprobs.logp[:7] == -np.inf).all()
-    np.testing.assert_allclose(resumed[0].top_logprobs.logp[7:], alone[0].top_logprobs.logp[7:], atol=1e-4)
+    np.testing.assert_allclose(
+        resumed[0].top_logprobs.logp[7:], alone[0].top_logprobs.logp[7:], atol=1e-4
+    )
 
 
 @pytest.mark.parametrize(
@@ -145,7 +174,9 @@ class Follower:
     def __call__(self, news: Sequence[Progress]) -> list[int]:
         for sample, new in news:
             self.parts.setdefault(sample, []).append(new)
-        return [sample for sample, _ in news if self.num_tokens(sample) >= self.most.get(sample, 1000)]
+        return [
+            sample for sample, _ in news if self.num_tokens(sample) >= self.most.get(sample, 1000)
+        ]
 
     def num_tokens(self, sample: int) -> int:
         return sum(len(part.tokens) for part in self.parts[sample])
@@ -159,9 +190,14 @@ def test_progress_adds_up_to_the_answer_and_comes_before_it():
         parts = follower.parts[sample]
         assert len(parts) == 5
         assert [part.stop_reason for part in parts] == ["suspended"] * 4 + ["length"]
-        assert np.concatenate([part.tokens for part in parts]).tolist() == completion.tokens.tolist()
+        assert (
+            np.concatenate([part.tokens for part in parts]).tolist() == completion.tokens.tolist()
+        )
         assert np.concatenate([part.logp for part in parts]).tolist() == completion.logp.tolist()
-        assert np.concatenate([part.versions for part in parts]).tolist() == completion.versions.tolist()
+        assert (
+            np.concatenate([part.versions for part in parts]).tolist()
+            == completion.versions.tolist()
+        )
 
 
 def test_following_an_answer_reads_each_token_once_more(monkeypatch: pytest.MonkeyPatch):
@@ -180,7 +216,8 @@ def test_following_an_answer_reads_each_token_once_more(monkeypatch: pytest.Monk
 
 def test_a_sample_that_is_told_to_end_ends_and_the_others_do_not():
     follower, shelf = Follower({1: 6}), Shelf(engine(), (0, 0, 0))
-    # Before the fourth dispatch, when 8 tokens have been told of: whoever hears late is not overtaken by the end.
+    # Before the fourth dispatch, when 8 tokens have been told of: whoever hears late is not
+    # overtaken by the end.
     shelf.pause_at(3)
 
     def hear(news: Sequence[Progress]) -> list[int]:
@@ -198,7 +235,10 @@ def test_a_sample_that_is_told_to_end_ends_and_the_others_do_not():
 
 def test_a_sample_can_be_ended_before_it_has_a_slot_or_after_all_is_over():
     async def act(engine_loop: EngineLoop) -> list[list[Completion]]:
-        futures = [engine_loop.submit(request("crowd", num_samples=8)), engine_loop.submit(request("b", num_samples=2))]
+        futures = [
+            engine_loop.submit(request("crowd", num_samples=8)),
+            engine_loop.submit(request("b", num_samples=2)),
+        ]
         engine_loop.end_sample("b", 0)
         engine_loop.end_sample("unknown", 0)
         engine_loop.start()

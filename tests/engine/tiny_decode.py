@@ -1,4 +1,5 @@
-"""A tiny policy, engines for it, weights that arrive at a chosen moment, and the trainer's view of what was sampled."""
+"""A tiny policy, engines for it, weights that arrive at a chosen moment, and the trainer's view of
+what was sampled."""
 
 from __future__ import annotations
 
@@ -29,7 +30,12 @@ from areal_jax.rl.logprobs import token_logprobs
 T = TypeVar("T")
 
 CONFIG = EngineConfig(
-    num_slots=8, max_prompt_tokens=12, max_new_tokens=20, steps_per_dispatch=4, on_update="recompute", request_timeout_s=60
+    num_slots=8,
+    max_prompt_tokens=12,
+    max_new_tokens=20,
+    steps_per_dispatch=4,
+    on_update="recompute",
+    request_timeout_s=60,
 )
 POLICY = Policy(
     ModelConfig.from_hf(
@@ -53,14 +59,21 @@ def params_of(seed: int) -> Params:
     """Random parameters, large enough that what attention reads decides what is sampled."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(
-        lambda leaf: jnp.asarray(3 * rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5, leaf.dtype), POLICY.abstract()
+        lambda leaf: jnp.asarray(
+            3 * rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5, leaf.dtype
+        ),
+        POLICY.abstract(),
     )
 
 
 @lru_cache
 def engine(config: EngineConfig = CONFIG, devices: int = 1, tensor: int = 1) -> DecodeEngine:
     """One per setting, so that its programs are compiled once."""
-    placement = PlacementConfig() if devices == 1 else PlacementConfig(rollout_devices=devices, rollout_tensor=tensor)
+    placement = (
+        PlacementConfig()
+        if devices == 1
+        else PlacementConfig(rollout_devices=devices, rollout_tensor=tensor)
+    )
     mesh = make_meshes(placement, jax.devices()[:1] if devices == 1 else None).rollout
     return DecodeEngine(POLICY, mesh, config, jnp.float32)
 
@@ -78,12 +91,15 @@ def laid_out(engine: DecodeEngine, seed: int) -> EngineParams:
 
 
 class Shelf:
-    """A weight source whose versions appear at the engine loop's n-th look, counted from 0: one look before each dispatch."""
+    """A weight source whose versions appear at the engine loop's n-th look, counted from 0: one
+    look before each dispatch."""
 
     def __init__(self, engine: DecodeEngine, *arrivals: tuple[int, int, int]):
         """Args: arrivals as (look, version, seed of the parameters)."""
         self.looks = 0
-        self._arrivals = [(look, Weights(version, laid_out(engine, seed))) for look, version, seed in arrivals]
+        self._arrivals = [
+            (look, Weights(version, laid_out(engine, seed))) for look, version, seed in arrivals
+        ]
         self._pause_at: int | None = None
         self._paused, self._go_on = threading.Event(), threading.Event()
         self.fails_at: int | None = None
@@ -105,7 +121,11 @@ class Shelf:
             assert self._go_on.wait(60)
         if look == self.fails_at:
             raise OSError("the transport broke")
-        here = [weights for arrival, weights in self._arrivals if arrival <= look and weights.version > after]
+        here = [
+            weights
+            for arrival, weights in self._arrivals
+            if arrival <= look and weights.version > after
+        ]
         return here[-1] if here else None
 
     def wait(self, at_least: int, timeout_s: float) -> Weights:
@@ -138,7 +158,9 @@ def request(
     )
 
 
-def with_engine_loop(engine: DecodeEngine, weights: Any, act: Callable[[EngineLoop], Awaitable[T]]) -> T:
+def with_engine_loop(
+    engine: DecodeEngine, weights: Any, act: Callable[[EngineLoop], Awaitable[T]]
+) -> T:
     """Run `act` with a engine loop that it must start."""
 
     async def main() -> T:
@@ -170,7 +192,9 @@ def _forward(params: Params, tokens: jax.Array, compute_dtype: Any = jnp.float32
 
 
 @partial(jax.jit, static_argnames="compute_dtype")
-def _logprobs(params: Params, tokens: jax.Array, temperature: jax.Array, compute_dtype: Any) -> jax.Array:
+def _logprobs(
+    params: Params, tokens: jax.Array, temperature: jax.Array, compute_dtype: Any
+) -> jax.Array:
     hidden = _forward(params, tokens, compute_dtype)
     head = POLICY.head(params) / temperature
     return token_logprobs(hidden, head, tokens, jnp.ones_like(tokens), chunk_tokens=1024)[0]
@@ -189,12 +213,17 @@ def trainer_logp(
     sign: int = 1,
     compute_dtype: Any = jnp.float32,
 ) -> np.ndarray:
-    """Log-probs of the sampled tokens from a full forward over the whole sequence with the parameters of `seed`, or negated."""
+    """Log-probs of the sampled tokens from a full forward over the whole sequence with the
+    parameters of `seed`, or negated."""
     tokens = whole(prompt, completion)
-    padded = np.zeros((1, next(length for length in (64, 256, 1024) if len(tokens) <= length)), np.int32)
+    padded = np.zeros(
+        (1, next(length for length in (64, 256, 1024) if len(tokens) <= length)), np.int32
+    )
     padded[0, : len(tokens)] = tokens
     params = jax.tree.map(lambda leaf: sign * leaf, params_of(seed))
-    return np.asarray(_logprobs(params, padded, jnp.float32(temperature), compute_dtype))[0, len(prompt) : len(tokens)]
+    return np.asarray(_logprobs(params, padded, jnp.float32(temperature), compute_dtype))[
+        0, len(prompt) : len(tokens)
+    ]
 
 
 def trainer_distribution(prompt: Sequence[int], completion: Completion, seed: int) -> np.ndarray:
@@ -202,12 +231,16 @@ def trainer_distribution(prompt: Sequence[int], completion: Completion, seed: in
     tokens = whole(prompt, completion)
     padded = np.zeros((1, 64), np.int32)
     padded[0, : len(tokens)] = tokens
-    logits = np.asarray(_forward(params_of(seed), padded))[0] @ np.asarray(POLICY.head(params_of(seed)))
+    logits = np.asarray(_forward(params_of(seed), padded))[0] @ np.asarray(
+        POLICY.head(params_of(seed))
+    )
     logits = logits[len(prompt) - 1 : len(tokens) - 1]
     return logits - np.log(np.exp(logits).sum(-1, keepdims=True))
 
 
-def same_samples(left: Sequence[Completion], right: Sequence[Completion], atol: float = 1e-5) -> None:
+def same_samples(
+    left: Sequence[Completion], right: Sequence[Completion], atol: float = 1e-5
+) -> None:
     """Equal tokens; log-probs equal but for the order of floating-point sums."""
     assert len(left) == len(right)
     for a, b in zip(left, right, strict=True):

@@ -15,18 +15,26 @@ from areal_jax.evaluation.answers import Answer, AnswerFolder, answer_of, vote_o
 from areal_jax.evaluation.results import results_of
 from areal_jax.records import NO_VERSION, Message, Sample, Task
 
-SETTINGS = {"seed": 1, "evaluation.samples_per_task": 4, "policy.lora.targets": ("q_proj", "v_proj")}
+SETTINGS = {
+    "seed": 1,
+    "evaluation.samples_per_task": 4,
+    "policy.lora.targets": ("q_proj", "v_proj"),
+}
 
 
 def task(place: int) -> Task:
-    return Task(f"rows.jsonl:{place}", (Message("user", "?"),), "7", family="odd" if place % 2 else "even")
+    return Task(
+        f"rows.jsonl:{place}", (Message("user", "?"),), "7", family="odd" if place % 2 else "even"
+    )
 
 
 def answers(place: int) -> list[Answer]:
     """Four answers, with words that a file of lines must bear."""
     kinds = [("correct", "7"), ("wrong", "8"), ("wrong", "8"), ("no_answer", None)]
     return [
-        Answer(*(kind, "stop" if number else "length", place + number, vote, f"é\n{{}}\ud83d {number}"))  # type: ignore[arg-type]
+        Answer(
+            *(kind, "stop" if number else "length", place + number, vote, f"é\n{{}}\ud83d {number}")
+        )  # type: ignore[arg-type]
         for number, (kind, vote) in enumerate(kinds[: 4 - place % 2])
     ]
 
@@ -49,17 +57,24 @@ def test_killed_at_any_byte_it_goes_on_with_what_was_whole(tmp_path: Path) -> No
     for num_bytes in sorted({*range(0, len(data), 97), *near_ends} & set(range(len(data) + 1))):
         (cut / "samples.jsonl").write_bytes(data[:num_bytes])
         with closing(AnswerFolder(cut, SETTINGS, 3)) as folder:
-            assert sorted(folder.found) == sorted([2, 1, 0][: sum(end <= num_bytes for end in ends)])
+            assert sorted(folder.found) == sorted(
+                [2, 1, 0][: sum(end <= num_bytes for end in ends)]
+            )
         assert add_missing(cut) == add_missing(cut) == whole
     tasks = [task(place) for place in range(3)]
-    assert results_of(tasks, add_missing(cut), {}) == results_of(tasks, dict(sorted(whole.items())), {})
+    assert results_of(tasks, add_missing(cut), {}) == results_of(
+        tasks, dict(sorted(whole.items())), {}
+    )
 
 
 def test_other_settings_are_refused_by_name_and_nothing_is_lost(tmp_path: Path) -> None:
     AnswerFolder(tmp_path, SETTINGS, 0).close()
     before = (tmp_path / "settings.json").read_text()
     other = {**SETTINGS, "evaluation.samples_per_task": 8, "policy.path": "DIR"}
-    with pytest.raises(ValueError, match=r"samples_per_task is 4 there and 8 here; policy.path is None there and 'DIR' here"):
+    with pytest.raises(
+        ValueError,
+        match=r"samples_per_task is 4 there and 8 here; policy.path is None there and 'DIR' here",
+    ):
         AnswerFolder(tmp_path, other, 0)
     fewer = {name: value for name, value in SETTINGS.items() if name != "seed"}
     with pytest.raises(ValueError, match=r"other settings: seed is 1 there and None here\."):
@@ -76,24 +91,36 @@ def test_the_vote_is_for_what_is_said_last_and_spellings_of_it_are_one() -> None
         tokens = Letters().encode("".join(text for text, _ in pieces))
         mask = np.array([sampled for text, sampled in pieces for _ in text], np.bool_)
         versions = np.where(mask, 0, NO_VERSION).astype(np.int32)
-        sample = Sample(tokens, mask, np.zeros(len(tokens), np.float32), versions, 0.0, "wrong", "stop")
+        sample = Sample(
+            tokens, mask, np.zeros(len(tokens), np.float32), versions, 0.0, "wrong", "stop"
+        )
         return answer_of(sample, Letters(), accept_plain=False)
 
-    turns = said(("Q?", False), ("\\boxed{1}", True), (" no \\boxed{9} ", False), ("\\boxed{042}", True))
+    turns = said(
+        ("Q?", False), ("\\boxed{1}", True), (" no \\boxed{9} ", False), ("\\boxed{042}", True)
+    )
     assert (turns.vote, turns.num_tokens) == ("42", 9 + 11)
     assert turns.text == "\\boxed{1} no \\boxed{9} \\boxed{042}"
     # What was said before is not answered for by words without an answer.
-    assert said(("Q?", False), ("\\boxed{1}", True), (" no ", False), ("then I give up", True)).vote is None
+    assert (
+        said(("Q?", False), ("\\boxed{1}", True), (" no ", False), ("then I give up", True)).vote
+        is None
+    )
     assert said(("Q?", False)).text == ""
     assert vote_of("no answer", accept_plain=False) is None
-    assert {vote_of(f"\\boxed{{{text}}}", False) for text in ("1,234", "$1234$", "1234.0", "01234")} == {"1234"}
+    assert {
+        vote_of(f"\\boxed{{{text}}}", False) for text in ("1,234", "$1234$", "1234.0", "01234")
+    } == {"1234"}
     assert vote_of("\\boxed{\\frac{1}{2} }", False) == vote_of("\\boxed{\\frac{1}{2}.}", False)
-    assert vote_of("\\boxed{\\text{Monday}}", False) == vote_of("\\boxed{monday}", False) == "monday"
+    assert (
+        vote_of("\\boxed{\\text{Monday}}", False) == vote_of("\\boxed{monday}", False) == "monday"
+    )
     assert vote_of("\\boxed{(1,2)}", False) != vote_of("\\boxed{(2,1)}", False)
 
 
 def test_the_results_worked_out_by_hand() -> None:
-    # Task 0: one right of four, two for 8, one silent. Task 1: one right of three, two for 8. Task 2 failed.
+    # Task 0: one right of four, two for 8, one silent. Task 1: one right of three, two for 8. Task
+    # 2 failed.
     found = {place: answers(place) for place in range(2)}
     tasks, failures = [task(place) for place in range(3)], {2: TimeoutError("late")}
     results = results_of(tasks, found, failures)
@@ -104,11 +131,13 @@ def test_the_results_worked_out_by_hand() -> None:
         {1: (1 / 4 + 1 / 3) / 3, 2: (1 / 2 + 2 / 3) / 3}
     )
     assert results.majority_at is not None
-    # k = 2 of task 0, 6 pairs: right and silent 1, right and 8 half, twice. Of task 1, 3 pairs: right and 8 half, twice.
+    # k = 2 of task 0, 6 pairs: right and silent 1, right and 8 half, twice. Of task 1, 3 pairs:
+    # right and 8 half, twice.
     assert results.majority_at[2].value == pytest.approx(((1 + 2 / 2) / 6 + 2 / 2 / 3) / 3)
     assert results.majority_at[1].value == results.pass_at[1].value
-    # 1/2, 2/3 and 0 have the mean 7/18, squared deviations of 78/324 and so the variance 13/324: as many tasks as
-    # 7/18 * 11/18 / (13/324) = 77/13 of yes or no, of which Wilson's interval is -+ 0.3089 around 0.4326.
+    # 1/2, 2/3 and 0 have the mean 7/18, squared deviations of 78/324 and so the variance 13/324: as
+    # many tasks as 7/18 * 11/18 / (13/324) = 77/13 of yes or no, of which Wilson's interval is -+
+    # 0.3089 around 0.4326.
     assert results.pass_at[2].interval_95 == pytest.approx((0.123722, 0.741480), abs=1e-6)
     assert results.truncated == 2 / 7
     # 0 1 2 3 and 1 2 3.
@@ -117,9 +146,17 @@ def test_the_results_worked_out_by_hand() -> None:
     assert (results.tokens.edges, results.tokens.counts) == ([0, 1, 2, 3, 4], [1, 2, 2, 2])
     assert results.grades == {"correct": 2, "no_answer": 1, "wrong": 4}
     assert results.failed == {"TimeoutError": 1}
-    assert {name: family.pass_at_1.value for name, family in results.families.items()} == {"even": 1 / 8, "odd": 1 / 3}
+    assert {name: family.pass_at_1.value for name, family in results.families.items()} == {
+        "even": 1 / 8,
+        "odd": 1 / 3,
+    }
     first, second, third = results.problems
-    assert (first.num_correct, first.num_samples, first.majority, first.expected) == (1, 4, "8", "7")
+    assert (first.num_correct, first.num_samples, first.majority, first.expected) == (
+        1,
+        4,
+        "8",
+        "7",
+    )
     assert (second.place, second.mean_tokens, third.failed) == (1, 2.0, "TimeoutError: late")
     assert (first.num_truncated, second.num_truncated, third.num_truncated) == (1, 1, 0)
 
@@ -132,20 +169,30 @@ def test_programs_and_answers_that_cannot_be_counted_have_no_majority() -> None:
     assert results_of([task(0)], {0: [right]}, {}).majority_at is None
 
 
-def test_answers_are_on_the_disk_when_they_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_are_on_the_disk_when_they_are_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     synced = list[int]()
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
     with closing(AnswerFolder(tmp_path, SETTINGS, 3)) as folder:
         for place in range(3):
             folder.add(place, task(place), answers(place))
-            assert synced[-1] == (tmp_path / "samples.jsonl").stat().st_size and len(synced) == place + 1
+            assert (
+                synced[-1] == (tmp_path / "samples.jsonl").stat().st_size
+                and len(synced) == place + 1
+            )
 
 
 def test_rows_of_the_file_are_json_for_any_tool(tmp_path: Path) -> None:
     with closing(AnswerFolder(tmp_path, SETTINGS, 3)) as folder:
         folder.add(5, task(5), answers(5))
     row = json.loads((tmp_path / "samples.jsonl").read_text())
-    assert (row["version"], row["place"], row["task"], len(row["answers"])) == (3, 5, "rows.jsonl:5", 3)
+    assert (row["version"], row["place"], row["task"], len(row["answers"])) == (
+        3,
+        5,
+        "rows.jsonl:5",
+        3,
+    )
     assert row["answers"][0] == {
         "grade": "correct",
         "stop_reason": "length",

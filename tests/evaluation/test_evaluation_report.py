@@ -18,12 +18,17 @@ def task(place: int) -> Task:
 
 
 def answer(grade: ResultKind, text: str = "a <b> & c") -> Answer:
-    return Answer(grade, "length" if grade == "wrong" else "stop", 4, "7" if grade == "correct" else "8", text)
+    return Answer(
+        grade, "length" if grade == "wrong" else "stop", 4, "7" if grade == "correct" else "8", text
+    )
 
 
 TASKS = [task(place) for place in range(6)]
 # One right and one wrong answer each, but for the last, which has two wrong ones.
-ANSWERS = {place: (answer("correct", f"right {place}"), answer("wrong", f"wrong {place}")) for place in range(5)}
+ANSWERS = {
+    place: (answer("correct", f"right {place}"), answer("wrong", f"wrong {place}"))
+    for place in range(5)
+}
 ANSWERS[5] = (answer("wrong", "wrong 5"), answer("wrong", "wrong again"))
 
 
@@ -32,7 +37,8 @@ def results() -> Results:
 
 
 def test_the_main_figures_are_those_of_all_samples_and_of_the_largest_k() -> None:
-    # Of 7 problems 5 have one right answer of two, whose vote wins half of the time; one has no answer.
+    # Of 7 problems 5 have one right answer of two, whose vote wins half of the time; one has no
+    # answer.
     found = dict(summary(results()))
     assert found["pass@1 (95 %)"].startswith("35.7% (")
     assert found["pass@2 (95 %)"].startswith("71.4% (")
@@ -46,7 +52,9 @@ def test_some_answers_of_each_verdict_are_shown_of_different_problems() -> None:
     of = list(shown(TASKS, ANSWERS))
     for grade in ("correct", "wrong"):
         found = [each for each in of if each["answer"].grade == grade]
-        assert [each["task"].id for each in found] == [f"t{place}" for place in range(SHOWN_PER_GRADE)]
+        assert [each["task"].id for each in found] == [
+            f"t{place}" for place in range(SHOWN_PER_GRADE)
+        ]
     # Of a problem with two of a kind, the first.
     assert [each["text"] for each in shown(TASKS[5:], {0: ANSWERS[5]})] == ["wrong 5"]
 
@@ -54,11 +62,25 @@ def test_some_answers_of_each_verdict_are_shown_of_different_problems() -> None:
 def test_every_file_tells_of_every_problem_and_text_stays_text(tmp_path: Path) -> None:
     write_description(tmp_path, "headline", {}, "1 cpu")
     found = results()
-    page = write_report(tmp_path, "headline", {"seed": 1}, found, TASKS, ANSWERS | {0: (answer("correct"), answer("wrong"))})
+    page = write_report(
+        tmp_path,
+        "headline",
+        {"seed": 1},
+        found,
+        TASKS,
+        ANSWERS | {0: (answer("correct"), answer("wrong"))},
+    )
     written = json.loads((tmp_path / "results.json").read_text())
-    assert written["settings"] == {"seed": 1} and written["pass_at"]["2"]["value"] == found.pass_at[2].value
+    assert (
+        written["settings"] == {"seed": 1}
+        and written["pass_at"]["2"]["value"] == found.pass_at[2].value
+    )
     rows = list(csv.DictReader((tmp_path / "problems.csv").read_text().splitlines()))
-    assert [row["task"] for row in rows] == [problem["task"] for problem in written["problems"]] == [f"t{i}" for i in range(7)]
+    assert (
+        [row["task"] for row in rows]
+        == [problem["task"] for problem in written["problems"]]
+        == [f"t{i}" for i in range(7)]
+    )
     assert [row["num_correct"] for row in rows] == ["1"] * 5 + ["0", "0"]
     assert rows[6]["failed"] == "TimeoutError: late, <very>"
     text = page.read_text()

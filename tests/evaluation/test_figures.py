@@ -17,7 +17,8 @@ from areal_jax.evaluation.figures import (
 
 
 def enumerated(samples: str, k: int) -> tuple[float, float]:
-    """pass@k and maj@k by looking at every choice of k samples. R is right, a dash no answer, other letters wrong answers."""
+    """pass@k and maj@k by looking at every choice of k samples. R is right, a dash no answer, other
+    letters wrong answers."""
     passes, votes_won = Fraction(0), Fraction(0)
     choices = list(combinations(samples, k))
     for chosen in choices:
@@ -29,7 +30,10 @@ def enumerated(samples: str, k: int) -> tuple[float, float]:
     return float(passes / len(choices)), float(votes_won / len(choices))
 
 
-@pytest.mark.parametrize("samples", ["R", "-", "RRa", "RaabbR--", "abcdeR", "RRRaaabbb-", "aaaa", "----", "RRRR", "Raaab--c"])
+@pytest.mark.parametrize(
+    "samples",
+    ["R", "-", "RRa", "RaabbR--", "abcdeR", "RRRaaabbb-", "aaaa", "----", "RRRR", "Raaab--c"],
+)
 def test_pass_at_k_and_majority_are_what_looking_at_every_choice_gives(samples: str) -> None:
     wrong = [count for answer, count in Counter(samples).items() if answer not in "R-"]
     for k in range(1, len(samples) + 1):
@@ -78,7 +82,8 @@ def test_powers_of_two_end_at_the_number_of_samples() -> None:
 
 
 def test_the_interval_is_wilsons() -> None:
-    # 5 of 10 (n = 10): centre 1/2, half width z / (1 + z^2 / n) * sqrt(p q / n + z^2 / 4 n^2) = 0.26341.
+    # 5 of 10 (n = 10): centre 1/2, half width z / (1 + z^2 / n) * sqrt(p q / n + z^2 / 4 n^2) =
+    # 0.26341.
     error = math.sqrt(0.25 / 10)
     assert wilson_interval(0.5, error, 99) == pytest.approx((0.236593, 0.763407), abs=1e-6)
     # None of 30 does not mean never: z^2 / (n + z^2) = 0.113513.

@@ -29,12 +29,19 @@ TASK = Task("sum", (Message("user", "1+1?"),), "2")
 
 
 def choice(index: int, text: str, **more: Any) -> dict[str, Any]:
-    return {"index": index, "text": text, "token_ids": [ord(letter) for letter in text], "finish_reason": "stop"} | more
+    return {
+        "index": index,
+        "text": text,
+        "token_ids": [ord(letter) for letter in text],
+        "finish_reason": "stop",
+    } | more
 
 
 def submitted(server: Server, num_samples: int) -> list[Completion]:
     request = Request("r", np.array([7, 8], np.int32), num_samples, Sampling(5, 0.5), seed=11)
-    return asyncio.run(TokenServer(server, "m", Letters(), {"top_p": 1.0, "top_k": 3}).submit(request))
+    return asyncio.run(
+        TokenServer(server, "m", Letters(), {"top_p": 1.0, "top_k": 3}).submit(request)
+    )
 
 
 def test_a_request_is_asked_as_it_is_and_its_samples_come_in_their_order() -> None:
@@ -68,7 +75,10 @@ def test_a_request_is_asked_as_it_is_and_its_samples_come_in_their_order() -> No
 @pytest.mark.parametrize("count", [1, 3])
 def test_another_number_of_answers_than_was_asked_for_is_refused(count: int) -> None:
     said = {"choices": [choice(i, "a") for i in range(count)]}
-    with serving(lambda *_: (200, said)) as server, pytest.raises(InvalidRequest, match=f"asked for n=2 answers, got {count}"):
+    with (
+        serving(lambda *_: (200, said)) as server,
+        pytest.raises(InvalidRequest, match=f"asked for n=2 answers, got {count}"),
+    ):
         submitted(server, 2)
 
 
@@ -84,14 +94,19 @@ def test_another_number_of_answers_than_was_asked_for_is_refused(count: int) -> 
     ],
 )
 def test_what_a_server_is_too_busy_for_is_asked_again_and_what_it_refuses_is_not(
-    statuses: tuple[int, ...], error: type[Exception] | None, words: str, monkeypatch: pytest.MonkeyPatch
+    statuses: tuple[int, ...],
+    error: type[Exception] | None,
+    words: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(asked, "RETRIES_S", (0.0, 0.0, 0.0))
     left = list(statuses)
 
     def answer(path: str, body: dict[str, Any]) -> Said:
         status = left.pop(0)
-        return status, {"choices": [choice(0, "a")]} if status == 200 else {"error": {"message": "too long"}}
+        return status, {"choices": [choice(0, "a")]} if status == 200 else {
+            "error": {"message": "too long"}
+        }
 
     with serving(answer) as server:
         if error is None:
@@ -106,7 +121,10 @@ def test_a_server_that_is_gone_stops_all(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(asked, "RETRIES_S", (0.0,))
     with serving(lambda *_: (200, {})) as server:
         pass
-    with closing(Server(server.url, None, 5.0)) as again, pytest.raises(EngineStopped, match="does not answer any more"):
+    with (
+        closing(Server(server.url, None, 5.0)) as again,
+        pytest.raises(EngineStopped, match="does not answer any more"),
+    ):
         submitted(again, 1)
 
 
@@ -126,7 +144,11 @@ def test_a_server_that_is_closed_is_not_asked_again_and_no_end_of_the_process_wa
         while not was_asked.is_set():
             await asyncio.sleep(0.01)
         asking.cancel()
-        return [thread for thread in threading.enumerate() if thread not in before and thread.name.startswith("server")]
+        return [
+            thread
+            for thread in threading.enumerate()
+            if thread not in before and thread.name.startswith("server")
+        ]
 
     with serving(busy) as server:
         (thread,) = asyncio.run(given_up(server))
@@ -165,7 +187,10 @@ def test_a_server_speaks_our_tokens_where_they_say_what_it_says(
 @pytest.mark.parametrize(
     ("said", "words"),
     [
-        ((200, {"data": [{"id": "a"}, {"id": "b"}]}), "expected a server with one model, it has a, b"),
+        (
+            (200, {"data": [{"id": "a"}, {"id": "b"}]}),
+            "expected a server with one model, it has a, b",
+        ),
         ((200, {"data": []}), "it has none"),
         ((200, {"models": []}), "no server that speaks OpenAI's protocol"),
         ((403, {}), "set OPENAI_API_KEY to its token"),
@@ -183,7 +208,16 @@ def format_skipped(server: Server, grade: RewardResult | None = None) -> list[An
     async def grader(task: Task, answer: str) -> RewardResult:
         return grade or RewardResult("correct" if answer.endswith("{2}") else "wrong")
 
-    chat = ChatServer(server, "m", {"top_k": -1}, grader, num_samples=3, sampling=Sampling(9, 0.7), seed=1, accept_plain=False)
+    chat = ChatServer(
+        server,
+        "m",
+        {"top_k": -1},
+        grader,
+        num_samples=3,
+        sampling=Sampling(9, 0.7),
+        seed=1,
+        accept_plain=False,
+    )
     return asyncio.run(chat.answers(4, TASK))
 
 
@@ -204,13 +238,23 @@ def test_asked_in_words_every_answer_has_a_seed_its_length_and_its_vote() -> Non
     assert {body["seed"] for body in bodies} == known and len(known) == 3
     same = [{name: value for name, value in body.items() if name != "seed"} for body in bodies]
     messages = [{"role": "user", "content": "1+1?"}]
-    assert same == [{"model": "m", "messages": messages, "max_tokens": 9, "temperature": 0.7, "top_k": -1}] * 3
-    right, wrong = Answer("correct", "length", 6, "2", "\\boxed{2}"), Answer("wrong", "stop", 5, "3", "\\boxed{03}")
+    assert (
+        same
+        == [{"model": "m", "messages": messages, "max_tokens": 9, "temperature": 0.7, "top_k": -1}]
+        * 3
+    )
+    right, wrong = (
+        Answer("correct", "length", 6, "2", "\\boxed{2}"),
+        Answer("wrong", "stop", 5, "3", "\\boxed{03}"),
+    )
     assert sorted(answers, key=lambda found: found.num_tokens) == [wrong, wrong, right]
 
 
 def test_a_judge_that_fails_is_no_wrong_answer() -> None:
-    said = {"choices": [{"message": {"content": None}, "finish_reason": "stop"}], "usage": {"completion_tokens": 0}}
+    said = {
+        "choices": [{"message": {"content": None}, "finish_reason": "stop"}],
+        "usage": {"completion_tokens": 0},
+    }
     with serving(lambda *_: (200, said)) as server:
         assert [answer.text for answer in format_skipped(server)] == ["", "", ""]
         with pytest.raises(ExceptionGroup) as raised:
@@ -231,9 +275,20 @@ def test_a_server_is_told_to_draw_from_all_tokens_in_the_words_that_it_takes(
     takes: set[str], sampling_mode: RequestSampling
 ) -> None:
     def answer(path: str, body: dict[str, Any]) -> Said:
-        of_all_servers = {"model", "prompt", "messages", "n", "max_tokens", "temperature", "seed", "return_token_ids"}
+        of_all_servers = {
+            "model",
+            "prompt",
+            "messages",
+            "n",
+            "max_tokens",
+            "temperature",
+            "seed",
+            "return_token_ids",
+        }
         expected = {"top_k": -1 if "-1" in takes else 0} if "top_k" in takes else {}
-        if body.keys() - of_all_servers - takes or any(body.get(name) != value for name, value in expected.items()):
+        if body.keys() - of_all_servers - takes or any(
+            body.get(name) != value for name, value in expected.items()
+        ):
             return 400, {"error": {"message": "no such field"}}
         return 200, {"choices": [choice(0, "2")]}
 

@@ -13,24 +13,39 @@ from areal_jax.errors import AllRejected, EngineStopped, InvalidRequest
 from areal_jax.evaluation.figures import wilson_interval
 from areal_jax.evaluation.scoring import Evaluation, evaluate, summarize, tasks_that_fill
 from areal_jax.protocols import Generate, Grader
-from areal_jax.records import NO_VERSION, Completion, Message, Request, RewardResult, Sample, Sampling, StopReason, Task
+from areal_jax.records import (
+    NO_VERSION,
+    Completion,
+    Message,
+    Request,
+    RewardResult,
+    Sample,
+    Sampling,
+    StopReason,
+    Task,
+)
 
 
 def task(number: int, family: str = "sums") -> Task:
     return Task(f"task-{number}", (Message("user", str(number)),), "1", family=family)
 
 
-def sample(correct: bool, num_tokens: int = 2, stop: StopReason = "stop", version: int = 3) -> Sample:
+def sample(
+    correct: bool, num_tokens: int = 2, stop: StopReason = "stop", version: int = 3
+) -> Sample:
     """One token of prompt, then num_tokens sampled by a version."""
     mask = np.arange(1 + num_tokens) > 0
     versions = np.where(mask, version, NO_VERSION).astype(np.int32)
     logp = np.zeros(1 + num_tokens, np.float32)
     grade = "correct" if correct else "wrong"
-    return Sample(np.arange(1 + num_tokens, dtype=np.int32), mask, logp, versions, float(correct), grade, stop)
+    return Sample(
+        np.arange(1 + num_tokens, dtype=np.int32), mask, logp, versions, float(correct), grade, stop
+    )
 
 
 class Oracle:
-    """Answers at once: the token of sample i is sampled by the request's seed; every request is kept."""
+    """Answers at once: the token of sample i is sampled by the request's seed; every request is
+    kept."""
 
     def __init__(self) -> None:
         self.requests: list[Request] = []
@@ -44,9 +59,13 @@ class Oracle:
         self.most_running = max(self.most_running, self.running)
         await asyncio.sleep(0.001)
         self.running -= 1
-        tokens = [np.array([(request.seed + i) % 2, 7], np.int32) for i in range(request.num_samples)]
+        tokens = [
+            np.array([(request.seed + i) % 2, 7], np.int32) for i in range(request.num_samples)
+        ]
         versions = np.array([request.min_version, request.min_version + 1], np.int32)
-        return [Completion(sampled, np.zeros(2, np.float32), versions, "stop") for sampled in tokens]
+        return [
+            Completion(sampled, np.zeros(2, np.float32), versions, "stop") for sampled in tokens
+        ]
 
     async def snapshot(self) -> dict[str, tuple[Completion, ...]]:
         return {}
@@ -57,7 +76,17 @@ async def workflow(task: Task, generate: Generate, grader: Grader) -> tuple[Samp
     for completion in await generate(np.array([int(task.prompt[0].content)], np.int32), 2):
         grade = await grader(task, str(completion.tokens[0]))
         mask = np.ones(2, np.bool_)
-        samples.append(Sample(completion.tokens, mask, completion.logp, completion.versions, 0.0, grade.kind, "stop"))
+        samples.append(
+            Sample(
+                completion.tokens,
+                mask,
+                completion.logp,
+                completion.versions,
+                0.0,
+                grade.kind,
+                "stop",
+            )
+        )
     return tuple(samples)
 
 
@@ -107,7 +136,10 @@ def test_the_figures_worked_out_by_hand() -> None:
     assert reported.grades == {"correct": 4, "wrong": 4}
     assert reported.versions == (2, 5)
     assert asdict(reported) == {
-        **{name: getattr(reported, name) for name in ("version", "pass_at_1", "standard_error", "num_tasks", "num_samples")},
+        **{
+            name: getattr(reported, name)
+            for name in ("version", "pass_at_1", "standard_error", "num_tasks", "num_samples")
+        },
         "by_family": {"gcd": 0.75, "lcm": 0.25},
         "interval_95": reported.interval_95,
         "truncated": 0.125,
@@ -138,7 +170,8 @@ def test_raw_rewards_have_a_mean_and_no_pass_at_1() -> None:
 
 
 def test_the_error_counts_tasks_not_samples() -> None:
-    # Eight answers to one task are one draw of a task: drawing each answer eight times over adds nothing.
+    # Eight answers to one task are one draw of a task: drawing each answer eight times over adds
+    # nothing.
     few = summarize(0, [(task(i), [sample(i < 3)]) for i in range(8)], [], 0.0)
     many = summarize(0, [(task(i), [sample(i < 3)] * 8) for i in range(8)], [], 0.0)
     assert few.standard_error == many.standard_error == pytest.approx(math.sqrt(3 / 8 * 5 / 8 / 7))
@@ -151,7 +184,9 @@ def test_requests_bear_ids_of_their_own_and_wait_for_the_version() -> None:
     ids = [request.id for request in engine.requests]
     assert len(set(ids)) == 20
     # By version, task, what is asked, and how often it was asked before.
-    assert sorted({re.sub(r"[.][0-9a-f]{12}[.]0$", "", id) for id in ids}) == sorted(f"eval-4-{i}" for i in range(20))
+    assert sorted({re.sub(r"[.][0-9a-f]{12}[.]0$", "", id) for id in ids}) == sorted(
+        f"eval-4-{i}" for i in range(20)
+    )
     assert {request.min_version for request in engine.requests} == {4}
     # Training went on: the oracle's second token is of the next version.
     assert reported.versions == (4, 5)
@@ -185,9 +220,17 @@ def test_a_call_may_have_a_budget_of_its_own() -> None:
 
 def test_a_task_that_fails_counts_as_wrong(caplog: pytest.LogCaptureFixture) -> None:
     reported = run([task(0), task(99, "long"), task(1), task(99)], Oracle())
-    # Of the two samples of each answered task one is right: (1/2 + 0 + 1/2 + 0) / 4, squared deviations 4 / 16, over 4 * 3.
-    assert (reported.num_tasks, reported.num_samples, reported.failed) == (4, 4, {"InvalidRequest": 2})
-    assert (reported.pass_at_1, reported.standard_error) == (0.25, pytest.approx(math.sqrt(0.25 / 12)))
+    # Of the two samples of each answered task one is right: (1/2 + 0 + 1/2 + 0) / 4, squared
+    # deviations 4 / 16, over 4 * 3.
+    assert (reported.num_tasks, reported.num_samples, reported.failed) == (
+        4,
+        4,
+        {"InvalidRequest": 2},
+    )
+    assert (reported.pass_at_1, reported.standard_error) == (
+        0.25,
+        pytest.approx(math.sqrt(0.25 / 12)),
+    )
     assert reported.by_family == {"long": 0.0, "sums": pytest.approx(1 / 3)}
     assert reported.interval_95 == wilson_interval(0.25, reported.standard_error, 4)
     assert "task task-99: prompt of 99" in caplog.text
@@ -225,8 +268,11 @@ def test_a_stopped_engine_ends_the_evaluation_at_once() -> None:
 
 @pytest.mark.parametrize(
     ("num_slots", "samples_per_task", "tasks"),
-    # A quarter more than there are slots; a task alone fills them where it has more samples than they are.
+    # A quarter more than there are slots; a task alone fills them where it has more samples than
+    # they are.
     [(256, 1, 320), (256, 4, 80), (8, 8, 2), (4, 64, 1)],
 )
-def test_as_many_tasks_are_evaluated_at_a_time_as_fill_the_slots(num_slots: int, samples_per_task: int, tasks: int) -> None:
+def test_as_many_tasks_are_evaluated_at_a_time_as_fill_the_slots(
+    num_slots: int, samples_per_task: int, tasks: int
+) -> None:
     assert tasks_that_fill(num_slots, samples_per_task) == tasks

@@ -14,7 +14,10 @@ from areal_jax.metrics.description import FILE, write_description
 from areal_jax.metrics.sinks import SAMPLES
 
 VERSION = 4
-STEPS = [{"version": version, "time_s": 1.0, "trainer/loss": 0.5, "trainer/samples": 4.0} for version in range(6)]
+STEPS = [
+    {"version": version, "time_s": 1.0, "trainer/loss": 0.5, "trainer/samples": 4.0}
+    for version in range(6)
+]
 # Two groups of two samples for each version.
 ROWS = [
     {
@@ -32,14 +35,21 @@ ROWS = [
 
 
 def write(folder: Path, name: str, rows: Iterable[object]) -> None:
-    text = "".join(row if isinstance(row, str) else json.dumps(row, separators=(",", ":")) + "\n" for row in rows)
+    text = "".join(
+        row if isinstance(row, str) else json.dumps(row, separators=(",", ":")) + "\n"
+        for row in rows
+    )
     (folder / name).write_text(text)
 
 
-def compared(folder: Path, *, writes_samples: bool = True, unused: UnusedGroups | None = None) -> Found:
+def compared(
+    folder: Path, *, writes_samples: bool = True, unused: UnusedGroups | None = None
+) -> Found:
     gaps = read_gaps(folder / FILE)
     unused = unused or UnusedGroups()
-    return compare(folder, VERSION, known_gaps=gaps, writes_samples=writes_samples, unused_groups=unused)
+    return compare(
+        folder, VERSION, known_gaps=gaps, writes_samples=writes_samples, unused_groups=unused
+    )
 
 
 def test_a_run_that_was_killed_after_its_checkpoint_agrees(tmp_path: Path) -> None:
@@ -54,7 +64,10 @@ def test_a_run_that_was_killed_after_its_checkpoint_agrees(tmp_path: Path) -> No
     ("steps", "said"),
     [
         ([STEPS[0], *STEPS[3:]], "has no rows of versions 1 to 2"),
-        ([*STEPS[:4], STEPS[2], STEPS[4]], "has more than one row of version 2, as if two processes wrote there"),
+        (
+            [*STEPS[:4], STEPS[2], STEPS[4]],
+            "has more than one row of version 2, as if two processes wrote there",
+        ),
         ([STEPS[0], "noise\n", *STEPS[1:]], "has a line 2 that is no row, with rows after it"),
         ([], "has no rows of versions 0 to 3"),
     ],
@@ -78,7 +91,9 @@ def test_metrics_that_disagree_are_told(steps: list[object], said: str, tmp_path
         ([], ["has no samples of versions 0 to 3"]),
     ],
 )
-def test_samples_that_disagree_are_told(rows: list[object], said: list[str], tmp_path: Path) -> None:
+def test_samples_that_disagree_are_told(
+    rows: list[object], said: list[str], tmp_path: Path
+) -> None:
     write(tmp_path, METRICS, STEPS)
     write(tmp_path, SAMPLES, rows)
     assert [fault.text for fault in compared(tmp_path).faults] == said
@@ -97,7 +112,8 @@ def test_samples_may_be_switched_off_and_on_again(tmp_path: Path) -> None:
     write(tmp_path, SAMPLES, ROWS[:8])
     off = compared(tmp_path, writes_samples=False)
     assert off == ([], {METRICS: [], SAMPLES: [2, 3]})
-    # What is known at one resume is legal at the next, with samples written again from version 4 on.
+    # What is known at one resume is legal at the next, with samples written again from version 4
+    # on.
     write_description(tmp_path, "headline", {}, "1 cpu", off.gaps)
     write(tmp_path, SAMPLES, [*ROWS[:8], *ROWS[16:]])
     assert compared(tmp_path).faults == []

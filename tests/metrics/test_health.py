@@ -51,12 +51,16 @@ def rejected(reason: str, share: float) -> Callable[[int], Row]:
     }
 
 
-def found(changes: Callable[[int], Row], workflow: str = "SingleTurn", first: int = 0, steps: int = 3) -> set[str]:
+def found(
+    changes: Callable[[int], Row], workflow: str = "SingleTurn", first: int = 0, steps: int = 3
+) -> set[str]:
     """Which checks find something after so many steps."""
     monitor, row = HealthMonitor(CONFIG, workflow, 100), dict[str, float]()
     for step in range(first, first + steps):
         row = monitor.update(step, {**healthy(step), **changes(step)})
-    assert set(monitor.active) == {name.removeprefix(PREFIX) for name, value in row.items() if value}
+    assert set(monitor.active) == {
+        name.removeprefix(PREFIX) for name, value in row.items() if value
+    }
     return set(monitor.active)
 
 
@@ -80,7 +84,11 @@ CASES = [
     ({"trainer/turns": 1.0, "trainer/correct_fraction": 1.0}, "MultiTurn", set()),
     (rejected("GradingFailed", 0.6), "SingleTurn", {"reward_failures"}),
     (rejected("ToolFailed", 0.6), "ToolUse", {"reward_failures"}),
-    (lambda step: {"rewards/calls": 20.0 * step, "rewards/failed": 12.0 * step}, "Agent", {"reward_failures"}),
+    (
+        lambda step: {"rewards/calls": 20.0 * step, "rewards/failed": 12.0 * step},
+        "Agent",
+        {"reward_failures"},
+    ),
     (lambda step: {"rewards/calls": 20.0 * step, "rewards/failed": 4.0 * step}, "Agent", set()),
     (rejected("AgentFailed", 0.6), "Agent", {"agents_failing"}),
     (rejected("TimeoutError", 0.6), "Agent", {"agents_failing"}),
@@ -98,14 +106,33 @@ def test_each_check_finds_its_own_fault_and_no_other(
     assert found(lambda _: {}, workflow) == set()
     assert found(changed, workflow) == expected
     # One good step in the window, and for means a very good one, is health.
-    good = {name: 0.0 for name in ("trainer/truncated_fraction", "trainer/no_answer_fraction", "trainer/tokens_stale")}
+    good = {
+        name: 0.0
+        for name in (
+            "trainer/truncated_fraction",
+            "trainer/no_answer_fraction",
+            "trainer/tokens_stale",
+        )
+    }
     if not callable(changes):
-        assert found(lambda step: good | {"trainer/correct_fraction": 0.1} if step == 1 else changed(step), workflow) == set()
+        assert (
+            found(
+                lambda step: (
+                    good | {"trainer/correct_fraction": 0.1} if step == 1 else changed(step)
+                ),
+                workflow,
+            )
+            == set()
+        )
 
 
 def test_counters_of_a_resumed_run_count_from_where_it_resumed() -> None:
     def only_rejected(step: int) -> Row:
-        return {"gate/accepted": 5000.0, "gate/rejected": 20.0 * step, "gate/rejected/InvalidRequest": 20.0 * step}
+        return {
+            "gate/accepted": 5000.0,
+            "gate/rejected": 20.0 * step,
+            "gate/rejected/InvalidRequest": 20.0 * step,
+        }
 
     assert found(only_rejected, first=50) == {"groups_rejected"}
 
@@ -118,17 +145,27 @@ def test_a_finding_needs_a_whole_window_and_says_when_it_begins_and_ends() -> No
     monitor, said, metrics = HealthMonitor(CONFIG, "SingleTurn", 100), list[str](), list[float]()
     for step, entropy in enumerate((0.001, 0.001, 0.001, 0.001, 0.5)):
         before = monitor.active
-        metrics.append(monitor.update(step, healthy(step) | {"trainer/entropy": entropy})["health/entropy_collapsed"])
+        metrics.append(
+            monitor.update(step, healthy(step) | {"trainer/entropy": entropy})[
+                "health/entropy_collapsed"
+            ]
+        )
         said += monitor.changes(before, step)
     assert metrics == [0.0, 0.0, 1.0, 1.0, 0.0]
     begun, ended = said
-    assert begun.startswith("health: entropy_collapsed at step 2: the policy's entropy") and "trainer.entropy_coef" in begun
+    assert (
+        begun.startswith("health: entropy_collapsed at step 2: the policy's entropy")
+        and "trainer.entropy_coef" in begun
+    )
     assert ended == "health: entropy_collapsed has ended at step 4; it began at step 2"
 
 
 def test_a_short_run_has_a_window_of_its_own_length() -> None:
     monitor = HealthMonitor(chz.replace(CONFIG, window_steps=10), "SingleTurn", 2)
-    rows = [monitor.update(step, healthy(step) | {"trainer/entropy": 0.0})["health/entropy_collapsed"] for step in range(2)]
+    rows = [
+        monitor.update(step, healthy(step) | {"trainer/entropy": 0.0})["health/entropy_collapsed"]
+        for step in range(2)
+    ]
     assert rows == [0.0, 1.0]
 
 
@@ -140,7 +177,9 @@ def test_checks_without_their_metrics_say_nothing() -> None:
 
 def test_a_step_that_trains_on_no_token_has_no_gradient() -> None:
     monitor = HealthMonitor(chz.replace(CONFIG, window_steps=1), "SingleTurn", 10)
-    assert monitor.update(0, {names.REWARD: 1.0, "trainer/tokens_trained": 0.0}) == {"health/no_gradient": 1.0}
+    assert monitor.update(0, {names.REWARD: 1.0, "trainer/tokens_trained": 0.0}) == {
+        "health/no_gradient": 1.0
+    }
     assert not monitor.has_learnt
 
 
@@ -153,5 +192,8 @@ def test_the_report_lists_what_was_found_and_what_still_holds_first() -> None:
         row(1, no_signal=1.0, no_answers=1.0, no_gradient=0.0),
         row(2, no_signal=0.0, no_answers=1.0, no_gradient=0.0),
     ]
-    listed = [(each.check.name, each.first, each.num_steps, each.is_active) for each in findings(collect(rows))]
+    listed = [
+        (each.check.name, each.first, each.num_steps, each.is_active)
+        for each in findings(collect(rows))
+    ]
     assert listed == [("no_answers", 1, 2, True), ("no_signal", 1, 1, False)]

@@ -26,13 +26,22 @@ def test_merging_is_adding_what_came_later():
         meters.maximum("largest", -factor)
     earlier.merge(later)
     # mean: (3 + 6) / (1 + 2); one reading: (1 + 2) / 2; tokens: 10 + 20
-    expected = {"mean": 3.0, "one reading": 1.5, "count": 2.0, "tokens": 30.0, "gauge": 2.0, "largest": -1.0}
+    expected = {
+        "mean": 3.0,
+        "one reading": 1.5,
+        "count": 2.0,
+        "tokens": 30.0,
+        "gauge": 2.0,
+        "largest": -1.0,
+    }
     assert earlier.flatten() == expected
 
 
 def test_rooms_may_hand_over_arrays_under_a_prefix():
     meters = Meters()
-    meters.update({"loss": (np.float32(3), np.array(2)), "rate": np.float32(0.5)}, prefix="trainer/")
+    meters.update(
+        {"loss": (np.float32(3), np.array(2)), "rate": np.float32(0.5)}, prefix="trainer/"
+    )
     assert meters.flatten() == {"trainer/loss": 1.5, "trainer/rate": 0.5}
 
 
@@ -41,7 +50,9 @@ def test_mean_of_nothing_is_left_out_and_a_nan_is_not_hidden():
     meters.mean("nothing", 0.0, 0.0)
     for value in (1.0, float("nan"), 2.0):
         meters.maximum("largest", value)
-    assert [(name, math.isnan(value)) for name, value in meters.flatten().items()] == [("largest", True)]
+    assert [(name, math.isnan(value)) for name, value in meters.flatten().items()] == [
+        ("largest", True)
+    ]
 
 
 def test_one_name_is_measured_in_one_way():

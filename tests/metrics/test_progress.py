@@ -24,12 +24,21 @@ class Clock:
         return self.now_s
 
 
-def shown(num_steps: int, steps, *, first_step: int = 0, terminal: bool = False, show_steps: bool = True) -> list[str]:
+def shown(
+    num_steps: int, steps, *, first_step: int = 0, terminal: bool = False, show_steps: bool = True
+) -> list[str]:
     """Lines shown for steps of (seconds since the start, step, metrics)."""
     file, clock = io.StringIO(), Clock()
-    console = Console(file=file, force_terminal=terminal, width=200, soft_wrap=True, color_system=None)
+    console = Console(
+        file=file, force_terminal=terminal, width=200, soft_wrap=True, color_system=None
+    )
     progress = Progress(
-        "policy tiny, 4 tasks, 1 cpu", num_steps, first_step, show_steps=show_steps, console=console, clock=clock
+        "policy tiny, 4 tasks, 1 cpu",
+        num_steps,
+        first_step,
+        show_steps=show_steps,
+        console=console,
+        clock=clock,
     )
     for since_s, step, metrics in steps:
         clock.now_s = 100.0 + since_s
@@ -43,15 +52,16 @@ def test_first_line_says_what_is_trained_and_each_line_how_far(tmp_path):
     steps = [(10.0, 1, METRICS | {names.PASS_AT_1: 0.125}), (20.0, 2, METRICS), (3600.0, 3, {})]
     headline, first, second, third, last = shown(200, steps)
     assert headline == "policy tiny, 4 tasks, 1 cpu"
-    # The first step is told from compiling by nothing. 10 s for the second: 198 more take 1980 s = 33 min.
+    # The first step is told from compiling by nothing. 10 s for the second: 198 more take 1980 s =
+    # 33 min.
     facts = "reward -1.23  pass@1 12.5%  staleness 1.3/4  rollout 12k tok/s  train 2.3M tok/s"
     assert first == f"step 1/200  {facts}  0:10 elapsed  - left"
     assert second == f"step 2/200  {facts}  0:20 elapsed  33:00 left"
     # The last evaluation stays; what was not measured is a dash. 3590 s for two steps: 197 more
     # take 353615 s = 98 h 13 min 35 s.
-    assert (
-        third
-        == "step 3/200  reward -  pass@1 12.5%  staleness -/-  rollout - tok/s  train - tok/s  1:00:00 elapsed  98:13:35 left"
+    assert third == (
+        "step 3/200  reward -  pass@1 12.5%  staleness -/-  rollout - tok/s  train - tok/s  "
+        "1:00:00 elapsed  98:13:35 left"
     )
     assert last == "done [not markup]"
 
@@ -67,7 +77,9 @@ def test_the_live_line_shows_the_newest_score():
 
 def test_a_live_line_that_showed_nothing_is_removed():
     shown = io.StringIO()
-    progress = Progress("headline", 10, 10, console=Console(file=shown, force_terminal=True, width=200), unit="task")
+    progress = Progress(
+        "headline", 10, 10, console=Console(file=shown, force_terminal=True, width=200), unit="task"
+    )
     progress.say("pass@1 50.0%")
     progress.close()
     # The last frame erases the line before it.
@@ -77,11 +89,14 @@ def test_a_live_line_that_showed_nothing_is_removed():
 def test_quick_steps_print_every_few_seconds_and_the_last_one_always():
     lines = shown(100, [(0.5 * step, step, METRICS) for step in range(1, 101)])
     # Steps follow every 0.5 s and lines every 5 s: steps 1, 11, ... 91, and the last.
-    assert [line.split()[1] for line in lines[1:-1]] == [f"{step}/100" for step in (*range(1, 100, 10), 100)]
+    assert [line.split()[1] for line in lines[1:-1]] == [
+        f"{step}/100" for step in (*range(1, 100, 10), 100)
+    ]
 
 
 def test_time_left_counts_only_what_this_process_did():
-    # 90 of 100 steps were done before; after the first one, which waited for the compiler, one took 7 s, so 8 take 56 s.
+    # 90 of 100 steps were done before; after the first one, which waited for the compiler, one took
+    # 7 s, so 8 take 56 s.
     _, first, second, _ = shown(100, [(600.0, 91, METRICS), (607.0, 92, METRICS)], first_step=90)
     assert first.endswith("10:00 elapsed  - left")
     assert second.endswith("10:07 elapsed  0:56 left")
@@ -92,7 +107,10 @@ def test_supervised_step_shows_loss_and_scores():
     scores = {names.PERPLEXITY: 7.25, names.PASS_AT_1: 0.5}
     _, first, last, _ = shown(2, [(1.0, 1, metrics), (2.0, 2, metrics | scores)])
     assert first == "step 1/2  loss 1.2500  perplexity -  train - tok/s  0:01 elapsed  - left"
-    assert last == "step 2/2  loss 1.2500  perplexity 7.25  pass@1 50.0%  train - tok/s  0:02 elapsed  0:00 left"
+    assert last == (
+        "step 2/2  loss 1.2500  perplexity 7.25  pass@1 50.0%  train - tok/s  0:02 elapsed  "
+        "0:00 left"
+    )
 
 
 def test_score_of_an_evaluation_is_shown_from_then_on():
@@ -106,20 +124,31 @@ def test_score_of_an_evaluation_is_shown_from_then_on():
 def test_tasks_of_an_evaluation_show_the_score_so_far():
     file, clock = io.StringIO(), Clock()
     console = Console(file=file, width=200, soft_wrap=True)
-    progress = Progress("policy", 64, 32, unit="task", facts=facts_of_evaluation, console=console, clock=clock)
+    progress = Progress(
+        "policy", 64, 32, unit="task", facts=facts_of_evaluation, console=console, clock=clock
+    )
     progress.update(32, {})
     clock.now_s += 16.0
     progress.update(40, {names.PASS_AT_1: 0.25, names.ROLLOUT_TOKENS_PER_S: 1234.0})
     # 8 tasks took 16 s, so 24 more take 48 s.
-    assert file.getvalue().splitlines()[2] == "task 40/64  pass@1 25.0%  rollout 1234 tok/s  0:16 elapsed  0:48 left"
+    assert (
+        file.getvalue().splitlines()[2]
+        == "task 40/64  pass@1 25.0%  rollout 1234 tok/s  0:16 elapsed  0:48 left"
+    )
 
 
 def test_terminal_shows_the_same_facts_on_a_live_line():
     lines = shown(200, [(10.0, 1, METRICS)], terminal=True)
     assert lines[0] == "policy tiny, 4 tasks, 1 cpu"
-    assert "step 1/200 reward -1.23  pass@1 -  staleness 1.3/4  rollout 12k tok/s  train 2.3M tok/s" in "".join(lines)
+    assert (
+        "step 1/200 reward -1.23  pass@1 -  staleness 1.3/4  rollout 12k tok/s  train 2.3M tok/s"
+        in "".join(lines)
+    )
     assert any("done [not markup]" in line for line in lines)
 
 
 def test_progress_can_be_switched_off_but_not_the_headline():
-    assert shown(2, [(1.0, 1, METRICS)], show_steps=False) == ["policy tiny, 4 tasks, 1 cpu", "done [not markup]"]
+    assert shown(2, [(1.0, 1, METRICS)], show_steps=False) == [
+        "policy tiny, 4 tasks, 1 cpu",
+        "done [not markup]",
+    ]

@@ -11,11 +11,22 @@ import pytest
 from areal_jax.metrics import names
 from areal_jax.metrics.config import METRICS, MetricsConfig
 from areal_jax.metrics.description import FILE, write_description
-from areal_jax.metrics.report import LEARNING_CURVE, Series, collect, plot, summarize, survey, write_report
+from areal_jax.metrics.report import (
+    LEARNING_CURVE,
+    Series,
+    collect,
+    plot,
+    summarize,
+    survey,
+    write_report,
+)
 from areal_jax.metrics.samples import TrainedSample
 from areal_jax.metrics.sinks import SAMPLES, Sinks
 
-EVIL = "</pre><script>alert('https://evil.example/x')</script><img src=http://evil.example/y onerror=alert(1)>&amp;"
+EVIL = (
+    "</pre><script>alert('https://evil.example/x')</script><img src=http://evil.example/y "
+    "onerror=alert(1)>&amp;"
+)
 
 
 def a_sample(grade: str, num_versions: int, reward: float = 1.0) -> TrainedSample:
@@ -23,15 +34,25 @@ def a_sample(grade: str, num_versions: int, reward: float = 1.0) -> TrainedSampl
     sampled = versions >= 0
     logp = np.zeros(len(versions), np.float32)
     stale = versions == 10
-    return TrainedSample(EVIL, 0, 0, versions, sampled, logp, versions, stale, reward, grade, "stop")
+    return TrainedSample(
+        EVIL, 0, 0, versions, sampled, logp, versions, stale, reward, grade, "stop"
+    )
 
 
 def a_run(folder: Path, decode=lambda tokens: f"{EVIL} {tokens.tolist()}") -> Path:
     sinks = Sinks(folder, MetricsConfig(tensorboard=False), decode=decode)
-    write_description(folder, f"policy {EVIL}", {"policy.path": EVIL, "trainer.epsilon": 0.2}, "8 x cpu")
+    write_description(
+        folder, f"policy {EVIL}", {"policy.path": EVIL, "trainer.epsilon": 0.2}, "8 x cpu"
+    )
     for version in range(30):
-        sinks.write(version, {names.REWARD: version / 10, "loss": float("nan") if version == 3 else 0.5, EVIL: 1.0})
-        sinks.write_samples(version, [a_sample("correct", 1 + version % 3), a_sample("wrong", 1, reward=float("nan"))])
+        sinks.write(
+            version,
+            {names.REWARD: version / 10, "loss": float("nan") if version == 3 else 0.5, EVIL: 1.0},
+        )
+        sinks.write_samples(
+            version,
+            [a_sample("correct", 1 + version % 3), a_sample("wrong", 1, reward=float("nan"))],
+        )
     sinks.write(0, {names.PASS_AT_1: 0.1, names.PASS_AT_1_ERROR: 0.02})
     sinks.write(30, {names.PASS_AT_1: 0.6, names.PASS_AT_1_ERROR: 0.03})
     sinks.close()
@@ -66,13 +87,32 @@ def test_report_refers_to_nothing_outside_itself(page):
         assert tag not in ("script", "link", "iframe", "object", "base", "a")
         for name in ("src", "href", "srcset", "data", "action"):
             assert (attributes.get(name) or "data:").startswith("data:"), (tag, attributes)
-    style = "".join(page.text) + "".join(str(attributes.get("style")) for _, attributes in page.tags)
+    style = "".join(page.text) + "".join(
+        str(attributes.get("style")) for _, attributes in page.tags
+    )
     assert "url(" not in style and "@import" not in style
 
 
 def test_what_the_model_wrote_is_shown_as_it_is_and_never_interpreted(page):
     assert {tag for tag, _ in page.tags} <= {
-        *("html", "head", "meta", "title", "style", "body", "h1", "h2", "div", "b", "span", "img", "table", "tr", "th", "td"),
+        *(
+            "html",
+            "head",
+            "meta",
+            "title",
+            "style",
+            "body",
+            "h1",
+            "h2",
+            "div",
+            "b",
+            "span",
+            "img",
+            "table",
+            "tr",
+            "th",
+            "td",
+        ),
         *("p", "pre", "code", "details", "summary"),
     }
     assert [tag for tag, _ in page.tags].count("img") == 1
@@ -85,9 +125,12 @@ def test_what_the_model_wrote_is_shown_as_it_is_and_never_interpreted(page):
 
 def test_tokens_are_coloured_by_version_and_stale_ones_marked(page):
     sampled = [
-        attributes for tag, attributes in page.tags if tag == "span" and (attributes.get("class") or "").startswith("sampled")
+        attributes
+        for tag, attributes in page.tags
+        if tag == "span" and (attributes.get("class") or "").startswith("sampled")
     ]
-    # Shown are two samples of each grade: correct ones of three versions, wrong ones of one, the first version stale.
+    # Shown are two samples of each grade: correct ones of three versions, wrong ones of one, the
+    # first version stale.
     assert [attributes["title"] for attributes in sampled[:3]] == [
         "version 10, too old to be trained on",
         "version 11",
@@ -119,11 +162,15 @@ def test_picture_is_a_png_beside_the_page_and_in_it(tmp_path):
 
 
 def test_bare_run_is_reported_too(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"metrics.jsonl expected, found none; name the folder"):
+    with pytest.raises(
+        FileNotFoundError, match=r"metrics.jsonl expected, found none; name the folder"
+    ):
         write_report(tmp_path)
     (tmp_path / METRICS).write_text("")
     assert "not measured" not in write_report(tmp_path).read_text()
-    (tmp_path / METRICS).write_text('{"version":0,"time_s":1.0,"evaluation/pass@1":0.0}\n{"version":1,"tor')
+    (tmp_path / METRICS).write_text(
+        '{"version":0,"time_s":1.0,"evaluation/pass@1":0.0}\n{"version":1,"tor'
+    )
     assert "0.0%" in write_report(tmp_path).read_text()
 
 
@@ -145,9 +192,15 @@ def test_rows_of_one_version_join_and_nan_is_left_out():
 
 def test_supervised_run_is_summed_up_by_its_loss():
     loss = Series([0, 1, 2], [3.0, 2.0, 1.0])
-    assert summarize({names.LOSS: loss}) == [("steps", "3"), ("loss, first and last tenth", "3 → 1")]
+    assert summarize({names.LOSS: loss}) == [
+        ("steps", "3"),
+        ("loss, first and last tenth", "3 → 1"),
+    ]
     reward = Series([0, 1], [-5.0, 5.0])
-    assert summarize({names.LOSS: loss, names.REWARD: reward})[1] == ("reward, first and last tenth", "-5 → 5")
+    assert summarize({names.LOSS: loss, names.REWARD: reward})[1] == (
+        "reward, first and last tenth",
+        "-5 → 5",
+    )
     perplexity = Series([0, 2], [52_340.0, 103.5])
     assert summarize({names.LOSS: loss, names.PERPLEXITY: perplexity})[2] == (
         "perplexity, first and last",
@@ -155,9 +208,15 @@ def test_supervised_run_is_summed_up_by_its_loss():
     )
 
 
-@pytest.mark.parametrize("values", [[52_340.0, 135.0, 103.5], [1.9, 1.91, 1.9], [3.0]], ids=["steep", "flat", "one"])
-@pytest.mark.parametrize("also", [{}, {names.PASS_AT_1: Series([0], [0.5])}], ids=["alone", "with pass@1"])
-def test_supervised_run_is_drawn_whatever_its_perplexity(values: list[float], also: dict[str, Series]):
+@pytest.mark.parametrize(
+    "values", [[52_340.0, 135.0, 103.5], [1.9, 1.91, 1.9], [3.0]], ids=["steep", "flat", "one"]
+)
+@pytest.mark.parametrize(
+    "also", [{}, {names.PASS_AT_1: Series([0], [0.5])}], ids=["alone", "with pass@1"]
+)
+def test_supervised_run_is_drawn_whatever_its_perplexity(
+    values: list[float], also: dict[str, Series]
+):
     line = Series(list(range(len(values))), values)
     assert plot({names.LOSS: line, names.PERPLEXITY: line} | also).startswith(b"\x89PNG\r\n")
 
@@ -169,14 +228,22 @@ def test_verdicts_are_counted_in_whole_rows_and_samples_of_many_versions_picked(
     for version, num_versions in enumerate([1, 3, 2, 3, 1]):
         sinks.write_samples(version, [a_sample("correct", num_versions)])
     sinks.close()
-    path.write_bytes(path.read_bytes() + b'{"version":9,"grade":"correct","stop_reason":"stop","num_versions":9,"torn')
+    path.write_bytes(
+        path.read_bytes()
+        + b'{"version":9,"grade":"correct","stop_reason":"stop","num_versions":9,"torn'
+    )
     found = survey(path)
     assert found.grades == {"correct": 5} and found.stop_reasons == {"stop": 5}
     assert [sample["version"] for sample in found.shown] == [3, 1]
 
 
 def test_description_is_valid_json_whatever_it_holds(tmp_path):
-    write_description(tmp_path, "policy", {"a": np.float32(1), "b": float("inf"), "c": (1, 2), "d": None}, "1 x cpu")
+    write_description(
+        tmp_path,
+        "policy",
+        {"a": np.float32(1), "b": float("inf"), "c": (1, 2), "d": None},
+        "1 x cpu",
+    )
     found = json.loads((tmp_path / FILE).read_text())
     assert found["configuration"] == {"a": 1.0, "b": None, "c": [1, 2], "d": None}
     assert found["environment"]["devices"] == "1 x cpu"

@@ -61,7 +61,15 @@ def decode(tokens: np.ndarray) -> str:
 
 def test_no_number_makes_the_file_invalid(tmp_path):
     sinks = Sinks(tmp_path, PLAIN)
-    sinks.write(0, {"loss": float("nan"), "grad": float("inf"), "reward": np.float64(0.1), "tokens": np.float64(-0.0)})
+    sinks.write(
+        0,
+        {
+            "loss": float("nan"),
+            "grad": float("inf"),
+            "reward": np.float64(0.1),
+            "tokens": np.float64(-0.0),
+        },
+    )
     sinks.close()
     (found,) = strict(tmp_path / METRICS)
     assert found.pop("time_s") > 1.7e9  # seconds since 1970
@@ -97,7 +105,11 @@ def test_sample_is_written_with_all_that_training_used(tmp_path):
         "stale": [2, 3],
         "tokens": [10, 11, 12, 13, 14, 15],
         "loss_mask": [0, 0, 1, 1, 1, 1],
-        "behave_logp": [0.0, 0.0, *[-0.100000001] * 4],  # the float32 nearest to -0.1, to nine digits
+        "behave_logp": [
+            0.0,
+            0.0,
+            *[-0.100000001] * 4,
+        ],  # the float32 nearest to -0.1, to nine digits
         "versions": [-1, -1, 3, 3, 4, 4],
         "text": [[-1, False, "<10><11>"], [3, True, "<12><13>"], [4, False, "<14><15>"]],
     }
@@ -109,7 +121,9 @@ def test_log_probabilities_come_back_bit_for_bit():
     logp = np.where(np.isfinite(logp), logp, np.float32(-1))
     everywhere = np.ones(4000, np.bool_)
     zeros = np.zeros(4000, np.int32)
-    sample = TrainedSample("t", 0, 0, zeros, everywhere, logp, zeros, ~everywhere, 0.0, "wrong", "stop")
+    sample = TrainedSample(
+        "t", 0, 0, zeros, everywhere, logp, zeros, ~everywhere, 0.0, "wrong", "stop"
+    )
     assert np.array(row(sample, None)["behave_logp"], np.float32).tobytes() == logp.tobytes()
 
 
@@ -160,7 +174,9 @@ def test_new_run_does_not_touch_the_rows_of_another(tmp_path):
     sinks = Sinks(tmp_path, PLAIN)
     sinks.write(0, {"x": 1.0})
     sinks.close()
-    with pytest.raises(FileExistsError, match=r"metrics.jsonl holds the rows of another run; set --run-folder"):
+    with pytest.raises(
+        FileExistsError, match=r"metrics.jsonl holds the rows of another run; set --run-folder"
+    ):
         Sinks(tmp_path, PLAIN)
     Sinks(tmp_path, PLAIN, resume_version=0).close()
     assert strict(tmp_path / METRICS) == []
@@ -229,8 +245,14 @@ def test_full_disk_is_told_and_leaves_whole_rows(tmp_path):
     )
     assert child.returncode == 0, child.stderr
     metrics, samples = child.stdout.splitlines()
-    assert metrics == f"True [Errno 27] File too large, so a row of version 1000 was not written: '{tmp_path / METRICS}'"
-    assert samples == f"True [Errno 27] File too large, so a row of version 0 was not written: '{tmp_path / SAMPLES}'"
+    assert metrics == (
+        "True [Errno 27] File too large, so a row of version 1000 was not written: "
+        f"'{tmp_path / METRICS}'"
+    )
+    assert samples == (
+        "True [Errno 27] File too large, so a row of version 0 was not written: "
+        f"'{tmp_path / SAMPLES}'"
+    )
     assert [found["version"] for found in strict(tmp_path / METRICS)] == list(range(1001))
     written = strict(tmp_path / SAMPLES)
     assert 0 < len(written) < 500
@@ -261,7 +283,9 @@ def test_writer_that_hangs_does_not_hang_its_caller(tmp_path):
         return ""
 
     writer = SampleWriter(tmp_path / "samples.jsonl", hang, timeout_s=0.1)
-    with pytest.raises(TimeoutError, match=r"samples.jsonl takes no more samples: 8 batches have waited 0.1 s"):
+    with pytest.raises(
+        TimeoutError, match=r"samples.jsonl takes no more samples: 8 batches have waited 0.1 s"
+    ):
         for version in range(10):  # one is being written, eight wait
             writer.write(version, [a_sample()])
     release.set()
@@ -281,7 +305,11 @@ def events(path: Path) -> Iterator[Any]:
 
 
 def scalars(found: list[Any]) -> list[tuple[int, str, float]]:
-    return [(event.step, value.tag, value.simple_value) for event in found for value in event.summary.value]
+    return [
+        (event.step, value.tag, value.simple_value)
+        for event in found
+        for value in event.summary.value
+    ]
 
 
 def test_tensorboard_holds_what_is_finite_and_hides_what_a_resumed_run_repeats(tmp_path):
@@ -295,5 +323,6 @@ def test_tensorboard_holds_what_is_finite_and_hides_what_a_resumed_run_repeats(t
     first, second = ([*events(path)] for path in sorted((tmp_path / TENSORBOARD).iterdir()))
     assert scalars(first) == [(0, "reward", 0.0), (1, "reward", 0.5), (2, "reward", 1.0)]
     assert scalars(second) == [(1, "reward", 0.5), (2, "reward", 1.0)]
-    # The writer says that it starts at step 1: TensorBoard drops what it read before of step 1 and later.
+    # The writer says that it starts at step 1: TensorBoard drops what it read before of step 1 and
+    # later.
     assert [event.step for event in second if event.HasField("session_log")] == [1]

@@ -23,7 +23,9 @@ def spans(events: list[dict]) -> list[dict]:
 
 def rows(events: list[dict]) -> dict[int, str]:
     """Names of the rows by their number."""
-    return {event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"}
+    return {
+        event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
+    }
 
 
 def assert_none_across(events: list[dict]) -> None:
@@ -35,7 +37,11 @@ def assert_none_across(events: list[dict]) -> None:
         for i, (start, end) in enumerate(placed):
             for other_start, other_end in placed[:i]:
                 apart = end <= other_start or other_end <= start
-                assert apart or (start <= other_start and other_end <= end) or (other_start <= start and end <= other_end)
+                assert (
+                    apart
+                    or (start <= other_start and other_end <= end)
+                    or (other_start <= start and end <= other_end)
+                )
 
 
 def test_span_is_drawn_on_its_lane_in_microseconds(tmp_path):
@@ -47,7 +53,11 @@ def test_span_is_drawn_on_its_lane_in_microseconds(tmp_path):
     assert (span["ts"], span["dur"], span["name"]) == (1_500_000, 250_000, "step")
     assert span["args"] == {"version": 3, "loss": None}
     assert rows(events)[span["tid"]] == "trainer"
-    order = {event["tid"]: event["args"]["sort_index"] for event in events if event["name"] == "thread_sort_index"}
+    order = {
+        event["tid"]: event["args"]["sort_index"]
+        for event in events
+        if event["name"] == "thread_sort_index"
+    }
     assert [rows(events)[number] for number in sorted(order, key=order.__getitem__)] == list(LANES)
 
 
@@ -79,7 +89,9 @@ def test_trace_is_gone_on_with_as_another_process(tmp_path, num_bytes):
     second.close()
     events = json.loads(path.read_text())
     assert events[: len(before)] == before
-    assert [(span["name"], span["pid"]) for span in spans(events[len(before) :])] == [("after", 2 if before else 1)]
+    assert [(span["name"], span["pid"]) for span in spans(events[len(before) :])] == [
+        ("after", 2 if before else 1)
+    ]
 
 
 def test_trace_of_a_killed_run_is_a_json_array_that_lacks_its_end(tmp_path):
@@ -94,13 +106,17 @@ def test_trace_of_a_killed_run_is_a_json_array_that_lacks_its_end(tmp_path):
     """
     env = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2])}
     path = tmp_path / "trace.json"
-    child = subprocess.run([sys.executable, "-c", textwrap.dedent(code), str(path)], env=env, timeout=60)
+    child = subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code), str(path)], env=env, timeout=60
+    )
     assert child.returncode == -signal.SIGKILL
     assert len(spans(json.loads(path.read_text() + "]"))) == 1000
 
 
 @settings(max_examples=60)
-@given(st.lists(st.tuples(st.integers(0, 30).map(float), st.integers(0, 10).map(float)), max_size=40))
+@given(
+    st.lists(st.tuples(st.integers(0, 30).map(float), st.integers(0, 10).map(float)), max_size=40)
+)
 def test_spans_of_one_row_never_lie_across_each_other(tmp_path_factory, sampled):
     path = tmp_path_factory.mktemp("trace") / "trace.json"
     trace = Trace(path)
@@ -124,7 +140,11 @@ def test_parts_of_a_step_share_its_row_and_what_runs_beside_takes_another(tmp_pa
     trace.close()
     events = read(tmp_path / "trace.json")
     names = rows(events)
-    assert [names[span["tid"]] for span in spans(events)] == ["trainer"] * 6 + ["rewards", "rewards 2", "rewards"]
+    assert [names[span["tid"]] for span in spans(events)] == ["trainer"] * 6 + [
+        "rewards",
+        "rewards 2",
+        "rewards",
+    ]
 
 
 def test_late_news_of_long_ago_takes_a_row_where_nothing_can_be_crossed(tmp_path):
@@ -178,5 +198,7 @@ def test_disk_that_takes_no_more_ends_the_trace_and_not_the_run(tmp_path):
     child = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert child.returncode == 0, child.stderr
     (reported,) = child.stdout.splitlines()
-    assert reported == f"the trace ends here, as {path} cannot be written: [Errno 27] File too large"
+    assert (
+        reported == f"the trace ends here, as {path} cannot be written: [Errno 27] File too large"
+    )
     assert 10 < len(spans(read(path))) < 1000

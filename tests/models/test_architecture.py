@@ -29,14 +29,28 @@ def test_num_params_counts_every_bias():
 
 
 def test_num_params_of_a_published_policy():
-    # DeepSeek-R1-Distill-Qwen-1.5B. A layer: q and o, k and v (2 heads of 128), their biases, the MLP, two norms.
-    config = read(vocab_size=151936, hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, num_attention_heads=12)
+    # DeepSeek-R1-Distill-Qwen-1.5B. A layer: q and o, k and v (2 heads of 128), their biases, the
+    # MLP, two norms.
+    config = read(
+        vocab_size=151936,
+        hidden_size=1536,
+        intermediate_size=8960,
+        num_hidden_layers=28,
+        num_attention_heads=12,
+    )
     layer = 2 * 1536 * 1536 + 2 * 1536 * 256 + 1536 + 512 + 3 * 1536 * 8960 + 2 * 1536
     assert config.num_params == 2 * 151936 * 1536 + 28 * layer + 1536 == 1777088000
 
 
 def test_a_config_survives_the_trip_through_its_own_json():
-    config = read(head_dim=12, rope_theta=5e5, rms_norm_eps=1e-5, bos_token_id=3, eos_token_id=[1, 2], tie_word_embeddings=True)
+    config = read(
+        head_dim=12,
+        rope_theta=5e5,
+        rms_norm_eps=1e-5,
+        bos_token_id=3,
+        eos_token_id=[1, 2],
+        tie_word_embeddings=True,
+    )
     assert ModelConfig.from_hf(config.to_hf(), source="its own") == config
 
 
@@ -46,15 +60,24 @@ def test_old_and_new_files_name_the_rope_base_differently():
 
 
 def test_absent_keys_have_the_defaults_of_the_family():
-    absent = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"} | {"num_attention_heads": 32}
+    absent = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"} | {
+        "num_attention_heads": 32
+    }
     # hidden_size / num_attention_heads would be 2.
     config = ModelConfig.from_hf(
-        {**absent, "architectures": ["Qwen2ForCausalLM"], "hidden_size": 64}, source="some/config.json"
+        {**absent, "architectures": ["Qwen2ForCausalLM"], "hidden_size": 64},
+        source="some/config.json",
     )
-    assert (config.num_key_value_heads, config.head_dim, config.rope_theta, config.rms_norm_eps) == (32, 2, 10000.0, 1e-6)
+    assert (
+        config.num_key_value_heads,
+        config.head_dim,
+        config.rope_theta,
+        config.rms_norm_eps,
+    ) == (32, 2, 10000.0, 1e-6)
     assert config.attention_bias and not config.qk_norm and not config.tie_word_embeddings
     config = ModelConfig.from_hf(
-        {**absent, "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64}, source="some/config.json"
+        {**absent, "architectures": ["Qwen3ForCausalLM"], "hidden_size": 64},
+        source="some/config.json",
     )
     assert (config.num_key_value_heads, config.head_dim) == (32, 128)
     assert config.qk_norm and not config.attention_bias
@@ -64,7 +87,9 @@ def test_absent_keys_have_the_defaults_of_the_family():
     assert ModelConfig.from_hf(llama, source="some/config.json").num_key_value_heads == 8
 
 
-@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"]
+)
 def test_null_key_value_heads_are_as_many_as_attention_heads(architecture):
     assert tiny_policy(architecture, num_key_value_heads=None).config.num_key_value_heads == 4
 
@@ -107,16 +132,28 @@ def test_what_is_not_supported_is_named_with_its_file(setting, value):
 @pytest.mark.parametrize(
     ("architecture", "settings", "named"),
     [
-        ("LlamaForCausalLM", {"use_sliding_window": True, "sliding_window": 4}, "use_sliding_window"),
+        (
+            "LlamaForCausalLM",
+            {"use_sliding_window": True, "sliding_window": 4},
+            "use_sliding_window",
+        ),
         ("Qwen3ForCausalLM", {"use_sliding_window": True, "sliding_window": 0}, "sliding_window"),
         ("Qwen3MoeForCausalLM", {"decoder_sparse_step": 2}, "decoder_sparse_step"),
         (
             "Qwen3MoeForCausalLM",
-            {"layer_types": ["full_attention"] * 3, "use_sliding_window": True, "sliding_window": 4},
+            {
+                "layer_types": ["full_attention"] * 3,
+                "use_sliding_window": True,
+                "sliding_window": 4,
+            },
             "layer_types",
         ),
         ("Qwen3MoeForCausalLM", {"mlp_only_layers": [0]}, "mlp_only_layers"),
-        ("Qwen3MoeForCausalLM", {"num_experts_per_tok": 5}, "num_experts_per_tok=5 is more than num_experts=4"),
+        (
+            "Qwen3MoeForCausalLM",
+            {"num_experts_per_tok": 5},
+            "num_experts_per_tok=5 is more than num_experts=4",
+        ),
         ("Qwen3MoeForCausalLM", {"moe_intermediate_size": None}, "moe_intermediate_size"),
     ],
 )
@@ -132,10 +169,20 @@ def test_old_and_new_files_scale_rope_alike():
     # The attention factor of arXiv:2309.00071, equation 22.
     assert old.rope_scaling == Yarn(4.0, 16, attention_factor=0.1 * math.log(4) + 1)
     # A file may leave the factor to the lengths: 64 positions over 16.
-    assert read(rope_theta=7.0, rope_scaling={"type": "yarn", "original_max_position_embeddings": 16, "factor": None}) == old
+    assert (
+        read(
+            rope_theta=7.0,
+            rope_scaling={"type": "yarn", "original_max_position_embeddings": 16, "factor": None},
+        )
+        == old
+    )
     # Two growths, of which one undoes part of the other: (0.1 · 2 · ln 4 + 1) / (0.1 · ln 4 + 1).
-    halved = read(rope_scaling={"type": "yarn", "mscale": 2.0, "mscale_all_dim": 1.0} | yarn).rope_scaling
-    assert isinstance(halved, Yarn) and halved.attention_factor == pytest.approx(1.2772589 / 1.1386294, abs=1e-6)
+    halved = read(
+        rope_scaling={"type": "yarn", "mscale": 2.0, "mscale_all_dim": 1.0} | yarn
+    ).rope_scaling
+    assert isinstance(halved, Yarn) and halved.attention_factor == pytest.approx(
+        1.2772589 / 1.1386294, abs=1e-6
+    )
 
 
 @pytest.mark.parametrize(
@@ -176,13 +223,17 @@ def test_windows_are_counted_by_layer(settings, windows):
     ],
 )
 def test_what_scales_rope_survives_the_trip_too(scaling):
-    config = tiny_policy("LlamaForCausalLM", rope_scaling=scaling, attention_bias=True, mlp_bias=True).config
+    config = tiny_policy(
+        "LlamaForCausalLM", rope_scaling=scaling, attention_bias=True, mlp_bias=True
+    ).config
     assert config.rope_scaling is not None and config.output_bias and config.mlp_bias
     assert ModelConfig.from_hf(config.to_hf(), source="its own") == config
 
 
 def test_experts_survive_the_trip_too():
-    config = tiny_policy("Qwen3MoeForCausalLM", norm_topk_prob=True, use_sliding_window=True, sliding_window=4).config
+    config = tiny_policy(
+        "Qwen3MoeForCausalLM", norm_topk_prob=True, use_sliding_window=True, sliding_window=4
+    ).config
     assert config.moe is not None and config.moe.num_experts == 4 and config.moe.norm_topk_prob
     assert config.sliding_windows == (4, 4, 4)
     assert ModelConfig.from_hf(config.to_hf(), source="its own") == config
@@ -193,9 +244,14 @@ def test_a_config_is_a_key():
 
 
 def test_every_unknown_key_is_named_with_its_value():
-    with pytest.raises(ValueError, match=r"frob=1 is not a known key.*mlp_bias=True is not.*ignore_config_keys=frob,mlp_bias"):
+    with pytest.raises(
+        ValueError,
+        match=r"frob=1 is not a known key.*mlp_bias=True is not.*ignore_config_keys=frob,mlp_bias",
+    ):
         read(frob=1, mlp_bias=True)
-    read_anyway = ModelConfig.from_hf(QWEN2 | {"frob": 1, "attention_dropout": 0.1}, "a test", ["frob", "attention_dropout"])
+    read_anyway = ModelConfig.from_hf(
+        QWEN2 | {"frob": 1, "attention_dropout": 0.1}, "a test", ["frob", "attention_dropout"]
+    )
     assert read_anyway.ignored_keys == ("attention_dropout", "frob")
 
 
@@ -215,7 +271,14 @@ def test_keys_that_change_nothing_are_accepted_with_those_values_only(architectu
         "label2id": {},
     }
     assert (
-        tiny_policy(architecture, **harmless, partial_rotary_factor=1.0, pretraining_tp=1, hidden_act="swish").config == plain
+        tiny_policy(
+            architecture,
+            **harmless,
+            partial_rotary_factor=1.0,
+            pretraining_tp=1,
+            hidden_act="swish",
+        ).config
+        == plain
     )
     for name, value in {
         "auto_map": {},
@@ -234,7 +297,9 @@ def test_a_model_type_that_contradicts_the_architecture_is_refused(architecture)
 
 
 def test_a_window_that_llama_would_not_read_is_refused():
-    with pytest.raises(ValueError, match="sliding_window=4096 is not supported for LlamaForCausalLM"):
+    with pytest.raises(
+        ValueError, match="sliding_window=4096 is not supported for LlamaForCausalLM"
+    ):
         tiny_policy("LlamaForCausalLM", sliding_window=4096)
     with pytest.raises(ValueError, match="layer_types"):
         tiny_policy("LlamaForCausalLM", layer_types=["sliding_attention"] * 3)
@@ -258,7 +323,10 @@ def test_original_positions_beside_the_object_go_before_those_inside(kind):
     [
         {"rope_theta": None},
         {"rope_theta": 1.0},
-        {"rope_parameters": {"rope_type": "default"}, "rope_scaling": {"rope_type": "linear", "factor": 2.0}},
+        {
+            "rope_parameters": {"rope_type": "default"},
+            "rope_scaling": {"rope_type": "linear", "factor": 2.0},
+        },
         {"rope_scaling": {"rope_type": "linear", "type": "yarn", "factor": 2.0}},
         {"rope_scaling": {"rope_type": None, "type": "linear", "factor": 2.0}},
         {"rope_scaling": {"rope_type": "linear", "factor": 2.0, "partial_rotary_factor": 0.5}},
@@ -267,7 +335,14 @@ def test_original_positions_beside_the_object_go_before_those_inside(kind):
         {"rope_scaling": {"rope_type": "yarn", "original_max_position_embeddings": 16}},
         {"rope_scaling": {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [1.0]}},
         {"rope_scaling": {"rope_type": "default", "mrope_section": [1, 1, 2]}},
-        {"rope_scaling": {"rope_type": "llama3", "factor": 2.0, "low_freq_factor": 4.0, "high_freq_factor": 1.0}},
+        {
+            "rope_scaling": {
+                "rope_type": "llama3",
+                "factor": 2.0,
+                "low_freq_factor": 4.0,
+                "high_freq_factor": 1.0,
+            }
+        },
     ],
 )
 def test_contradictory_or_unknown_rope_settings_are_refused(settings):
@@ -277,7 +352,9 @@ def test_contradictory_or_unknown_rope_settings_are_refused(settings):
 
 def test_null_truncate_is_false_as_in_transformers():
     scaling = {"rope_type": "yarn", "factor": 4.0}
-    assert read(rope_scaling=scaling | {"truncate": None}) == read(rope_scaling=scaling | {"truncate": False})
+    assert read(rope_scaling=scaling | {"truncate": None}) == read(
+        rope_scaling=scaling | {"truncate": False}
+    )
     assert read(rope_scaling=scaling | {"truncate": None}) != read(rope_scaling=scaling)
 
 

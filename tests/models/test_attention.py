@@ -8,7 +8,13 @@ import numpy as np
 import pytest
 from jax.sharding import AxisType
 
-from areal_jax.models.attention import Kernel, choose_kernel, masked_attention, packed_attention, sharded_attention
+from areal_jax.models.attention import (
+    Kernel,
+    choose_kernel,
+    masked_attention,
+    packed_attention,
+    sharded_attention,
+)
 from areal_jax.models.blocked_attention import blocked_attention
 from areal_jax.models.kernel_attention import gpu_attention, tpu_attention
 from areal_jax.parallel.sharding import TRAIN_RULES
@@ -35,7 +41,8 @@ def test_query_heads_share_key_value_heads_in_order():
     mask = jnp.asarray(np.random.default_rng(3).random((2, 5, 7)) < 0.7).at[:, :, 0].set(True)
     out = masked_attention(q, k, v, mask)
     for n in range(4):
-        # Head n alone, against key-value head n // 2, straight from the formula; scores are divided by sqrt(8).
+        # Head n alone, against key-value head n // 2, straight from the formula; scores are divided
+        # by sqrt(8).
         scores = np.where(mask, q[:, :, n] @ k[:, n // 2] / 8**0.5, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
@@ -48,13 +55,18 @@ def test_a_query_without_any_key_stays_finite_in_its_gradient_too():
     loss = lambda q, k, v: (masked_attention(q, k, v, mask) ** 2).sum()  # noqa: E731
     grads = jax.grad(loss, argnums=(0, 1, 2))(q, k, v)
     assert all(jnp.isfinite(grad).all() for grad in grads)
-    np.testing.assert_allclose(masked_attention(q, k, v, mask)[0, 0], np.broadcast_to(v[0, 0].mean(0), (2, 4)), atol=1e-6)
+    np.testing.assert_allclose(
+        masked_attention(q, k, v, mask)[0, 0], np.broadcast_to(v[0, 0].mean(0), (2, 4)), atol=1e-6
+    )
 
 
 def test_scores_far_apart_do_not_overflow():
     q = jnp.full((1, 1, 1, 1), 1e4)
     k = jnp.array([[[[-1e4, 1e4]]]])
-    assert masked_attention(q, k, jnp.array([[[[1.0], [2.0]]]]), jnp.ones((1, 1, 2), bool)).item() == 2.0
+    assert (
+        masked_attention(q, k, jnp.array([[[[1.0], [2.0]]]]), jnp.ones((1, 1, 2), bool)).item()
+        == 2.0
+    )
 
 
 T, WINDOW = 300, 37
@@ -65,21 +77,26 @@ ARRAYS = draw(2, T, 4, 8), draw(2, T, 2, 8, seed=1), draw(2, T, 2, 8, seed=2)
 WAYS: dict[str, Callable[..., jax.Array]] = {
     "dense": lambda q, k, v, window: packed_attention(SEGMENTS)(q, k, v, None, window)[0],
     "blocked": lambda q, k, v, window: blocked_attention(q, k, v, SEGMENTS, window),
-    "blocked, small blocks": lambda q, k, v, window: blocked_attention(q, k, v, SEGMENTS, window, 16),
+    "blocked, small blocks": lambda q, k, v, window: blocked_attention(
+        q, k, v, SEGMENTS, window, 16
+    ),
     "gpu": lambda q, k, v, window: gpu_attention(q, k, v, SEGMENTS, interpret=True),
     "tpu": lambda q, k, v, window: tpu_attention(q, k, v, SEGMENTS, window=window, interpret=True),
 }
 
 
 def by_formula(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
-    """One call over the whole mask: a key of the query's segment, not after it, fewer than `window` places before it."""
+    """One call over the whole mask: a key of the query's segment, not after it, fewer than `window`
+    places before it."""
     behind = jnp.arange(T)[:, None] - jnp.arange(T)
     sees = (behind >= 0) & (behind < (window or T)) & (SEGMENTS[:, :, None] == SEGMENTS[:, None])
     return masked_attention(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), sees)
 
 
 @cache
-def outs_and_gradients(attend: Callable[..., jax.Array], window: int | None) -> tuple[jax.Array, tuple[jax.Array, ...]]:
+def outs_and_gradients(
+    attend: Callable[..., jax.Array], window: int | None
+) -> tuple[jax.Array, tuple[jax.Array, ...]]:
     weights = jnp.where((SEGMENTS != 0)[..., None, None], draw(*ARRAYS[0].shape, seed=3), 0.0)
 
     def loss(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -90,8 +107,13 @@ def outs_and_gradients(attend: Callable[..., jax.Array], window: int | None) -> 
     return out, gradients
 
 
-@pytest.mark.parametrize(("way", "window"), [(way, w) for way in WAYS for w in (None, WINDOW) if (way, w) != ("gpu", WINDOW)])
-def test_however_packed_attention_is_computed_it_is_the_formula(way: str, window: int | None) -> None:
+@pytest.mark.parametrize(
+    ("way", "window"),
+    [(way, w) for way in WAYS for w in (None, WINDOW) if (way, w) != ("gpu", WINDOW)],
+)
+def test_however_packed_attention_is_computed_it_is_the_formula(
+    way: str, window: int | None
+) -> None:
     out, gradients = outs_and_gradients(WAYS[way], window)
     expected, expected_gradients = outs_and_gradients(by_formula, window)
     np.testing.assert_allclose(out, expected, atol=1e-5)
@@ -101,14 +123,22 @@ def test_however_packed_attention_is_computed_it_is_the_formula(way: str, window
 
 @pytest.mark.parametrize(
     ("mesh", "kernel"),
-    [({"context": 2, "tensor": 2}, "dense"), ({"fsdp": 2, "context": 4}, "blocked"), ({"tensor": 4}, "blocked")],
+    [
+        ({"context": 2, "tensor": 2}, "dense"),
+        ({"fsdp": 2, "context": 4}, "blocked"),
+        ({"tensor": 4}, "blocked"),
+    ],
 )
-def test_cutting_rows_and_heads_over_a_mesh_changes_nothing(mesh: dict[str, int], kernel: Kernel) -> None:
+def test_cutting_rows_and_heads_over_a_mesh_changes_nothing(
+    mesh: dict[str, int], kernel: Kernel
+) -> None:
     # Four devices share the heads though there are only two key-value heads: those are repeated.
     sizes = {"data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1} | mesh
     devices = jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * 5)
     attend = sharded_attention(SEGMENTS, kernel, devices, TRAIN_RULES)
-    out, gradients = outs_and_gradients(lambda q, k, v, window: attend(q, k, v, None, window)[0], None)
+    out, gradients = outs_and_gradients(
+        lambda q, k, v, window: attend(q, k, v, None, window)[0], None
+    )
     expected, expected_gradients = outs_and_gradients(by_formula, None)
     np.testing.assert_allclose(out, expected, atol=1e-5)
     for ours, theirs in zip(gradients, expected_gradients, strict=True):
@@ -123,29 +153,45 @@ def test_accelerators_get_kernels_for_long_rows(platform: str) -> None:
     shapes = [jax.ShapeDtypeStruct((1, 1024, n, 64), jnp.bfloat16) for n in (4, 2, 2)]
     attend = packed_attention(jnp.ones((1, 1024), jnp.int32), kernel)
     loss = lambda q, k, v: attend(q, k, v, None)[0].astype(jnp.float32).sum()  # noqa: E731
-    lowered = jax.jit(jax.grad(loss, (0, 1, 2))).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
-    # Forward, and two for the backward pass: of keys and of queries, or a sum over rows and the rest.
+    lowered = (
+        jax.jit(jax.grad(loss, (0, 1, 2)))
+        .trace(*shapes)
+        .lower(lowering_platforms=(platform,))
+        .as_text()
+    )
+    # Forward, and two for the backward pass: of keys and of queries, or a sum over rows and the
+    # rest.
     assert len(re.findall(r"custom_call @(tpu_custom_call|__gpu\$xla\.gpu\.triton)", lowered)) == 3
 
 
 def test_short_rows_are_dense_and_long_ones_linear_in_memory() -> None:
-    assert [choose_kernel("cpu", tokens) for tokens in (160, 512, 1024)] == ["dense", "dense", "blocked"]
+    assert [choose_kernel("cpu", tokens) for tokens in (160, 512, 1024)] == [
+        "dense",
+        "dense",
+        "blocked",
+    ]
 
     def temporaries(tokens: int) -> int:
         shapes = [jax.ShapeDtypeStruct((1, tokens, n, 16), jnp.float32) for n in (4, 2, 2)]
-        loss = lambda q, k, v, ids: packed_attention(ids, choose_kernel("cpu", tokens))(q, k, v, None)[0].sum()  # noqa: E731
+        loss = lambda q, k, v, ids: packed_attention(ids, choose_kernel("cpu", tokens))(  # noqa: E731
+            q, k, v, None
+        )[0].sum()
         ids = jax.ShapeDtypeStruct((1, tokens), jnp.int32)
         memory = jax.jit(jax.grad(loss, (0, 1, 2))).lower(*shapes, ids).compile().memory_analysis()
         assert memory is not None
         return memory.temp_size_in_bytes
 
     sizes = [temporaries(tokens) for tokens in (8192, 16384, 32768)]
-    # Twice the tokens, at most twice the bytes. Scores of one head, 32768² in float32, would take 4 GiB; this is a hundredth.
+    # Twice the tokens, at most twice the bytes. Scores of one head, 32768² in float32, would take 4
+    # GiB; this is a hundredth.
     assert sizes[2] <= 2.05 * sizes[1] <= 2.05 * 2.05 * sizes[0] and sizes[2] < 40 * 2**20
 
 
 def test_bfloat16_attention_takes_its_softmax_in_float32():
-    # 512 equal keys: in bfloat16 the sum of 512 ones would stop growing at 256 and double the result.
+    # 512 equal keys: in bfloat16 the sum of 512 ones would stop growing at 256 and double the
+    # result.
     ones = jnp.ones((1, 1, 512, 1), jnp.bfloat16)
-    out = masked_attention(jnp.ones((1, 1, 1, 1), jnp.bfloat16), ones.swapaxes(2, 3), ones, jnp.ones((1, 1, 512), bool))
+    out = masked_attention(
+        jnp.ones((1, 1, 1, 1), jnp.bfloat16), ones.swapaxes(2, 3), ones, jnp.ones((1, 1, 512), bool)
+    )
     assert out.dtype == jnp.bfloat16 and out.item() == 1.0

@@ -25,8 +25,20 @@ ONE_SEGMENT = jnp.ones((B, T), jnp.int32)
 
 
 @partial(jax.jit, static_argnames=("policy", "compute_dtype", "unroll", "remat", "rows"))
-def forward(policy: Policy, params: Params, tokens, positions, segments, *, compute_dtype=jnp.float32, rows=None, **how):
-    attend = packed_attention(segments) if rows is None else held_to(rows, packed_attention(segments))
+def forward(
+    policy: Policy,
+    params: Params,
+    tokens,
+    positions,
+    segments,
+    *,
+    compute_dtype=jnp.float32,
+    rows=None,
+    **how,
+):
+    attend = (
+        packed_attention(segments) if rows is None else held_to(rows, packed_attention(segments))
+    )
     return policy.hidden(params, tokens, positions, attend, compute_dtype=compute_dtype, **how)[0]
 
 
@@ -65,7 +77,13 @@ def test_packed_equals_alone(architecture):
     packed = forward(policy, params, TOKENS, positions, segments)
     for row, start, stop in ((0, 0, 5), (0, 5, 9), (1, 0, 12)):
         n = stop - start
-        alone = forward(policy, params, TOKENS[row : row + 1, start:stop], jnp.arange(n)[None], jnp.ones((1, n), jnp.int32))
+        alone = forward(
+            policy,
+            params,
+            TOKENS[row : row + 1, start:stop],
+            jnp.arange(n)[None],
+            jnp.ones((1, n), jnp.int32),
+        )
         assert_close(packed[row : row + 1, start:stop], alone)
     assert jnp.isfinite(packed).all()
 
@@ -74,13 +92,16 @@ def test_no_token_sees_a_later_one():
     policy = tiny_policy()
     params = random_params(policy)
     changed = TOKENS.at[:, 7:].set((TOKENS[:, 7:] + 1) % 40)
-    before, after = (forward(policy, params, tokens, POSITIONS, ONE_SEGMENT) for tokens in (TOKENS, changed))
+    before, after = (
+        forward(policy, params, tokens, POSITIONS, ONE_SEGMENT) for tokens in (TOKENS, changed)
+    )
     np.testing.assert_array_equal(before[:, :7], after[:, :7])
     assert (before[:, 7:] != after[:, 7:]).any(axis=-1).all()
 
 
 @pytest.mark.parametrize(
-    ("architecture", "unroll"), [*((architecture, False) for architecture in FAMILIES), ("Qwen2ForCausalLM", True)]
+    ("architecture", "unroll"),
+    [*((architecture, False) for architecture in FAMILIES), ("Qwen2ForCausalLM", True)],
 )
 def test_cached_decode_equals_the_full_forward(architecture, unroll):
     policy = tiny_policy(architecture)
@@ -106,25 +127,37 @@ def test_remat_computes_again_what_its_name_leaves_out():
     def count(remat: Remat, kernel: Kernel, primitive: str) -> int:
         def loss(params):
             hidden, _, _ = policy.hidden(
-                params, ids, ids, packed_attention(ids, kernel), compute_dtype=jnp.float32, remat=remat
+                params,
+                ids,
+                ids,
+                packed_attention(ids, kernel),
+                compute_dtype=jnp.float32,
+                remat=remat,
             )
             return hidden.sum()
 
         return str(jax.make_jaxpr(jax.grad(loss))(policy.abstract())).count(f" {primitive}[")
 
     # The kernel once forward and twice backward, and forward again where nothing is kept of it.
-    assert [count(remat, "gpu", "pallas_call") for remat in ("none", "dots", "attention", "full")] == [3, 3, 3, 4]
-    # 7 products with weights in a layer, each with two in its backward pass: the last of a layer is never needed again.
+    assert [
+        count(remat, "gpu", "pallas_call") for remat in ("none", "dots", "attention", "full")
+    ] == [3, 3, 3, 4]
+    # 7 products with weights in a layer, each with two in its backward pass: the last of a layer is
+    # never needed again.
     products = {remat: count(remat, "gpu", "dot_general") for remat in ("none", "dots", "full")}
     assert products["none"] == products["dots"] == products["full"] - 6
 
 
-@pytest.mark.parametrize(("remat", "unroll"), [("full", True), ("full", False), ("attention", False), ("dots", False)])
+@pytest.mark.parametrize(
+    ("remat", "unroll"), [("full", True), ("full", False), ("attention", False), ("dots", False)]
+)
 def test_rematerialisation_changes_no_gradient(remat, unroll):
     policy = tiny_policy()
     params = random_params(policy)
     grads = gradient(policy, params, TOKENS, POSITIONS, ONE_SEGMENT)
-    assert_close(grads, gradient(policy, params, TOKENS, POSITIONS, ONE_SEGMENT, unroll=unroll, remat=remat))
+    assert_close(
+        grads, gradient(policy, params, TOKENS, POSITIONS, ONE_SEGMENT, unroll=unroll, remat=remat)
+    )
     assert all(jnp.abs(grad).max() > 1e-6 for grad in jax.tree.leaves(grads))
 
 
@@ -135,7 +168,9 @@ def test_gradients_are_the_slopes_of_the_loss():
 
     @jax.jit
     def loss(params):
-        return (forward(policy, params, TOKENS, POSITIONS, ONE_SEGMENT) * weights).sum() / weights.size
+        return (
+            forward(policy, params, TOKENS, POSITIONS, ONE_SEGMENT) * weights
+        ).sum() / weights.size
 
     leaves, tree = jax.tree.flatten(params)
     rng = np.random.default_rng(6)
@@ -143,24 +178,40 @@ def test_gradients_are_the_slopes_of_the_loss():
         direction = rng.normal(size=grad.shape).astype(np.float32)
         direction /= np.linalg.norm(direction)
         ahead, behind = (
-            loss(jax.tree.unflatten(tree, [*leaves[:i], leaves[i] + step * direction, *leaves[i + 1 :]]))
+            loss(
+                jax.tree.unflatten(
+                    tree, [*leaves[:i], leaves[i] + step * direction, *leaves[i + 1 :]]
+                )
+            )
             for step in (0.02, -0.02)
         )
         # Central differences: an error of step² in the slope, and of 1e-7 / step from rounding.
-        np.testing.assert_allclose((ahead - behind) / 0.04, (grad * direction).sum(), atol=3e-4, rtol=2e-2)
+        np.testing.assert_allclose(
+            (ahead - behind) / 0.04, (grad * direction).sum(), atol=3e-4, rtol=2e-2
+        )
 
 
-def on_eight_devices(policy: Policy, params: Params, tensor: int) -> tuple[Params, Sharding, tuple[jax.Array, ...]]:
-    """Parameters, the sharding of rows, and 8 rows of tokens, positions and segments on a mesh of fsdp x tensor."""
+def on_eight_devices(
+    policy: Policy, params: Params, tensor: int
+) -> tuple[Params, Sharding, tuple[jax.Array, ...]]:
+    """Parameters, the sharding of rows, and 8 rows of tokens, positions and segments on a mesh of
+    fsdp x tensor."""
     devices = jax.devices()
-    mesh = make_meshes(PlacementConfig(train_devices=8, rollout_devices=1, train_tensor=tensor), [*devices, devices[0]]).train
+    mesh = make_meshes(
+        PlacementConfig(train_devices=8, rollout_devices=1, train_tensor=tensor),
+        [*devices, devices[0]],
+    ).train
     layout = shardings(mesh, policy.axes(), policy.abstract(), TRAIN_RULES)
     batch = (
         np.concatenate([np.roll(TOKENS, i, axis=1) for i in range(4)]),
         np.tile(POSITIONS, (4, 1)),
         np.ones((8, T), np.int32),
     )
-    return jax.device_put(params, layout), sharding(mesh, ("batch",), (8,), TRAIN_RULES), put_batch(mesh, batch, TRAIN_RULES)
+    return (
+        jax.device_put(params, layout),
+        sharding(mesh, ("batch",), (8,), TRAIN_RULES),
+        put_batch(mesh, batch, TRAIN_RULES),
+    )
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -168,7 +219,12 @@ def test_one_device_equals_eight(tied):
     policy = tiny_policy(tie_word_embeddings=tied)
     params = random_params(policy)
     spread, rows, batch = on_eight_devices(policy, params, tensor=2)
-    assert spread["layers"]["attn"]["q"].addressable_shards[0].data.shape == (3, 4, 2, 4)  # D over fsdp=4, N over tensor=2
+    assert spread["layers"]["attn"]["q"].addressable_shards[0].data.shape == (
+        3,
+        4,
+        2,
+        4,
+    )  # D over fsdp=4, N over tensor=2
     alone = [np.asarray(array) for array in batch]
     hidden = forward(policy, spread, *batch, rows=rows)
     assert hidden.addressable_shards[0].data.shape == (2, T, 16)
@@ -180,9 +236,14 @@ def test_devices_exchange_parameters_and_never_activations():
     policy = tiny_policy()
     spread, rows, batch = on_eight_devices(policy, random_params(policy), tensor=1)
     compiled = forward.lower(policy, spread, *batch, rows=rows).compile().as_text()
-    # Parameters are gathered; a sum over devices, or a gather of what has a place for every token, would be of activations.
+    # Parameters are gathered; a sum over devices, or a gather of what has a place for every token,
+    # would be of activations.
     assert compiled is not None and "all-reduce" not in compiled
-    gathers = [line.partition(" all-gather(")[0] for line in compiled.splitlines() if " all-gather(" in line]
+    gathers = [
+        line.partition(" all-gather(")[0]
+        for line in compiled.splitlines()
+        if " all-gather(" in line
+    ]
     gathered = [dims for line in gathers for dims in re.findall(r"f32\[([\d,]*)", line)]
     assert gathered and not any(str(T) in dims.split(",") for dims in gathered)
 
@@ -203,11 +264,16 @@ def test_bfloat16_compute_keeps_float32_parameters_and_gradients():
     wide = forward(policy, params, TOKENS, POSITIONS, ONE_SEGMENT)
     narrow = forward(policy, params, TOKENS, POSITIONS, ONE_SEGMENT, compute_dtype=jnp.bfloat16)
     assert narrow.dtype == jnp.bfloat16
-    # bfloat16 keeps 8 bits: 3 layers drift by a few parts in 256, and not at all would mean that nothing was cast.
+    # bfloat16 keeps 8 bits: 3 layers drift by a few parts in 256, and not at all would mean that
+    # nothing was cast.
     error = jnp.abs(wide - narrow).mean() / jnp.abs(wide).mean()
     assert 1e-4 < error < 0.05
-    loss = lambda p: forward(policy, p, TOKENS, POSITIONS, ONE_SEGMENT, compute_dtype=jnp.bfloat16).sum()  # noqa: E731
-    assert {leaf.dtype for leaf in jax.tree.leaves(jax.eval_shape(jax.grad(loss), params))} == {jnp.dtype(jnp.float32)}
+    loss = lambda p: forward(  # noqa: E731
+        policy, p, TOKENS, POSITIONS, ONE_SEGMENT, compute_dtype=jnp.bfloat16
+    ).sum()
+    assert {leaf.dtype for leaf in jax.tree.leaves(jax.eval_shape(jax.grad(loss), params))} == {
+        jnp.dtype(jnp.float32)
+    }
 
 
 def test_positions_beyond_256_stay_apart_in_bfloat16():
@@ -215,7 +281,12 @@ def test_positions_beyond_256_stay_apart_in_bfloat16():
     policy = tiny_policy()
     params = random_params(policy)
     rows = [jnp.array([[0, position]]) for position in (256, 257)]
-    near, far = (forward(policy, params, TOKENS[:1, :2], row, ONE_SEGMENT[:1, :2], compute_dtype=jnp.bfloat16) for row in rows)
+    near, far = (
+        forward(
+            policy, params, TOKENS[:1, :2], row, ONE_SEGMENT[:1, :2], compute_dtype=jnp.bfloat16
+        )
+        for row in rows
+    )
     assert (near[0, 1] != far[0, 1]).any()
 
 
@@ -223,7 +294,9 @@ def test_fresh_parameters_fit_the_declaration_and_differ_between_layers():
     policy = tiny_policy()
     params = jax.jit(policy.init)(jax.random.key(0))
     abstract = policy.abstract()
-    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params) == jax.tree.map(lambda s: (s.shape, s.dtype), abstract)
+    assert jax.tree.map(lambda leaf: (leaf.shape, leaf.dtype), params) == jax.tree.map(
+        lambda s: (s.shape, s.dtype), abstract
+    )
     axes = jax.tree.map(len, policy.axes(), is_leaf=lambda node: isinstance(node, tuple))
     assert axes == jax.tree.map(lambda leaf: leaf.ndim, abstract)
     q = params["layers"]["attn"]["q"]

@@ -25,7 +25,9 @@ def assert_equal(left: Params, right: Params) -> None:
     jax.tree.map(np.testing.assert_array_equal, left, right)
 
 
-def saved(folder: Path, architecture: str = "Qwen2ForCausalLM", **settings: object) -> tuple[Policy, Params]:
+def saved(
+    folder: Path, architecture: str = "Qwen2ForCausalLM", **settings: object
+) -> tuple[Policy, Params]:
     policy = tiny_policy(architecture, **settings)
     params = random_params(policy)
     hf.save(folder, policy, params)
@@ -46,7 +48,10 @@ def test_what_transformers_saved_is_saved_again_bit_for_bit(tmp_path, family):
     policy = Policy(hf.read_config(FIXTURES / family))
     params = hf.load(FIXTURES / family, policy, on_one_device(policy))
     hf.save(tmp_path / "policy", policy, params, dtype="bfloat16")
-    theirs, ours = (load_file(folder / "model.safetensors") for folder in (FIXTURES / family, tmp_path / "policy"))
+    theirs, ours = (
+        load_file(folder / "model.safetensors")
+        for folder in (FIXTURES / family, tmp_path / "policy")
+    )
     assert theirs.keys() == ours.keys()
     for name, tensor in theirs.items():
         assert ours[name].dtype == ml_dtypes.bfloat16
@@ -60,15 +65,20 @@ def test_a_large_policy_is_saved_as_several_files(tmp_path, architecture):
     hf.save(folder, policy, params, shard_bytes=4000)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
     held = {file.name: load_file(file) for file in folder.glob("*.safetensors")}
-    assert index["weight_map"] == {tensor: file for file, tensors in held.items() for tensor in tensors}
+    assert index["weight_map"] == {
+        tensor: file for file, tensors in held.items() for tensor in tensors
+    }
     assert index["metadata"]["total_size"] == 4 * policy.config.num_params
-    assert sorted(held) == [f"model-{i:05}-of-{len(held):05}.safetensors" for i in range(1, len(held) + 1)]
+    assert sorted(held) == [
+        f"model-{i:05}-of-{len(held):05}.safetensors" for i in range(1, len(held) + 1)
+    ]
     assert max(sum(array.nbytes for array in tensors.values()) for tensors in held.values()) <= 4000
     # Nearly full files: any two neighbours would not fit into one.
     sizes = [sum(array.nbytes for array in held[file].values()) for file in sorted(held)]
     assert len(sizes) > 3 and min(a + b for a, b in itertools.pairwise(sizes)) > 4000
     assert_equal(hf.load(folder, policy, on_one_device(policy)), params)
-    # Saved again as one file: what is left of the several would be read instead of it, or beside it.
+    # Saved again as one file: what is left of the several would be read instead of it, or beside
+    # it.
     newer = random_params(policy, seed=1)
     hf.save(folder, policy, newer)
     assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors"}
@@ -89,7 +99,10 @@ def test_a_file_that_is_cut_off_is_named(tmp_path, kept):
     policy, _ = saved(tmp_path / "policy")
     file = tmp_path / "policy" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
-    with pytest.raises(ValueError, match=r"policy/model\.safetensors: expected a whole safetensors file, came [\d,]+ bytes"):
+    with pytest.raises(
+        ValueError,
+        match=r"policy/model\.safetensors: expected a whole safetensors file, came [\d,]+ bytes",
+    ):
         hf.load(tmp_path / "policy", policy, on_one_device(policy))
 
 
@@ -98,8 +111,14 @@ def test_a_config_that_contradicts_the_weights_is_told_by_file_and_tensor(tmp_pa
     other = tiny_policy(vocab_size=41, num_hidden_layers=2)
     with pytest.raises(ValueError, match=r"do not fit its config\.json") as error:
         hf.load(tmp_path / "policy", other, on_one_device(other))
-    assert "expected shape (41, 16), came (40, 16): model.embed_tokens.weight in model.safetensors" in str(error.value)
-    assert "unexpected: model.layers.2.input_layernorm.weight of shape (16,) in model.safetensors" in str(error.value)
+    assert (
+        "expected shape (41, 16), came (40, 16): model.embed_tokens.weight in model.safetensors"
+        in str(error.value)
+    )
+    assert (
+        "unexpected: model.layers.2.input_layernorm.weight of shape (16,) in model.safetensors"
+        in str(error.value)
+    )
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
@@ -109,14 +128,19 @@ def test_a_file_that_is_no_json_is_named(tmp_path, name, text, came):
     (tmp_path / "policy" / "model.safetensors").unlink()
     (tmp_path / "policy" / name).write_text(text)
     with pytest.raises(ValueError, match=rf"policy/{name}: expected {came}"):
-        hf.load(tmp_path / "policy", Policy(hf.read_config(tmp_path / "policy")), on_one_device(policy))
+        hf.load(
+            tmp_path / "policy", Policy(hf.read_config(tmp_path / "policy")), on_one_device(policy)
+        )
 
 
 def test_an_index_without_a_map_is_named(tmp_path):
     policy, _ = saved(tmp_path / "policy")
     (tmp_path / "policy" / "model.safetensors").unlink()
     (tmp_path / "policy" / "model.safetensors.index.json").write_text('{"metadata": {}}')
-    with pytest.raises(ValueError, match=r"index\.json: expected weight_map, the file of each tensor; found metadata"):
+    with pytest.raises(
+        ValueError,
+        match=r"index\.json: expected weight_map, the file of each tensor; found metadata",
+    ):
         hf.load(tmp_path / "policy", policy, on_one_device(policy))
 
 
@@ -132,10 +156,15 @@ def test_several_files_are_one_checkpoint(tmp_path):
     (tmp_path / "policy" / "model.safetensors.index.json").write_text(json.dumps(index))
     assert_equal(hf.load(tmp_path / "policy", policy, on_one_device(policy)), params)
     deeper = tiny_policy(num_hidden_layers=4)
-    with pytest.raises(ValueError, match=r"missing: model\.layers\.3\.input_layernorm\.weight of shape \(16,\) in any of 2"):
+    with pytest.raises(
+        ValueError,
+        match=r"missing: model\.layers\.3\.input_layernorm\.weight of shape \(16,\) in any of 2",
+    ):
         hf.load(tmp_path / "policy", deeper, on_one_device(deeper))
     (tmp_path / "policy" / "b.safetensors").unlink()
-    with pytest.raises(FileNotFoundError, match=r"lists b\.safetensors, which the folder does not hold"):
+    with pytest.raises(
+        FileNotFoundError, match=r"lists b\.safetensors, which the folder does not hold"
+    ):
         hf.load(tmp_path / "policy", policy, on_one_device(policy))
 
 
@@ -158,7 +187,9 @@ def test_each_device_gets_its_shard(tmp_path):
     assert_equal(loaded, params)
     assert jax.tree.map(lambda leaf: leaf.sharding, loaded) == layout
     hf.save(tmp_path / "again", policy, loaded)
-    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (tmp_path / "policy" / "model.safetensors").read_bytes()
+    assert (tmp_path / "again" / "model.safetensors").read_bytes() == (
+        tmp_path / "policy" / "model.safetensors"
+    ).read_bytes()
 
 
 def test_all_that_is_wrong_with_a_checkpoint_is_said_at_once(tmp_path):
@@ -175,7 +206,10 @@ def test_all_that_is_wrong_with_a_checkpoint_is_said_at_once(tmp_path):
     for line in (
         "missing: model.norm.weight of shape (16,) in model.safetensors",
         "unexpected: model.layers.1.mlp.gate_proj.bias of shape (24,) in model.safetensors",
-        "expected shape (8, 16), came (16, 16): model.layers.0.self_attn.k_proj.weight in model.safetensors",
+        (
+            "expected shape (8, 16), came (16, 16): model.layers.0.self_attn.k_proj.weight in "
+            "model.safetensors"
+        ),
         "expected one of BF16, F16, F32, came I8: lm_head.weight in model.safetensors",
     ):
         assert line in str(error.value)
@@ -197,20 +231,28 @@ def test_a_folder_without_a_policy_says_what_it_lacks(tmp_path):
         hf.read_config(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
     policy = tiny_policy()
-    with pytest.raises(FileNotFoundError, match=r"expected model\.safetensors or .* found pytorch_model\.bin"):
+    with pytest.raises(
+        FileNotFoundError, match=r"expected model\.safetensors or .* found pytorch_model\.bin"
+    ):
         hf.load(tmp_path, policy, on_one_device(policy))
 
 
 def test_the_tokenizer_travels_with_the_policy_and_nothing_else_is_touched(tmp_path):
     (tmp_path / "source").mkdir()
-    for name in ("tokenizer.json", "tokenizer_config.json", "model-00001-of-00001.safetensors", "README.md"):
+    for name in (
+        "tokenizer.json",
+        "tokenizer_config.json",
+        "model-00001-of-00001.safetensors",
+        "README.md",
+    ):
         (tmp_path / "source" / name).write_text(name)
     policy = tiny_policy()
     params = random_params(policy)
     hf.save(tmp_path / "deep" / "policy", policy, params, tokenizer_folder=tmp_path / "source")
     files = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {file.name for file in (tmp_path / "deep" / "policy").iterdir()} == files
-    # Saved again over a folder in use: its own files are replaced, what else lies there stays, nothing is left over.
+    # Saved again over a folder in use: its own files are replaced, what else lies there stays,
+    # nothing is left over.
     (tmp_path / "deep" / "policy" / "README.md").write_text("kept")
     newer = random_params(policy, seed=1)
     hf.save(tmp_path / "deep" / "policy", policy, newer)
@@ -237,7 +279,10 @@ def test_a_head_that_contradicts_tied_embeddings_is_refused(tmp_path):
     saved(tmp_path, tie_word_embeddings=False)
     edit_config(tmp_path, tie_word_embeddings=True)
     policy = Policy(hf.read_config(tmp_path))
-    with pytest.raises(ValueError, match=r"tie_word_embeddings=true, but lm_head\.weight in model\.safetensors differs"):
+    with pytest.raises(
+        ValueError,
+        match=r"tie_word_embeddings=true, but lm_head\.weight in model\.safetensors differs",
+    ):
         hf.load(tmp_path, policy, on_one_device(policy))
 
 
@@ -246,7 +291,9 @@ def test_whole_and_sharded_weights_together_are_refused(tmp_path):
     hf.save(tmp_path / "sharded", policy, params, shard_bytes=4000)
     for file in (tmp_path / "sharded").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
-    with pytest.raises(ValueError, match=r"holds model\.safetensors and model\.safetensors\.index\.json"):
+    with pytest.raises(
+        ValueError, match=r"holds model\.safetensors and model\.safetensors\.index\.json"
+    ):
         hf.load(tmp_path, policy, on_one_device(policy))
 
 
@@ -263,7 +310,10 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
     first, *_, last = sorted(tmp_path.glob("*.safetensors"))
     twice = {"model.embed_tokens.weight": load_file(first)["model.embed_tokens.weight"]}
     save_file(load_file(last) | twice, last)
-    with pytest.raises(ValueError, match=r"expected each tensor in one file; came model\.embed_tokens\.weight in model-00001"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected each tensor in one file; came model\.embed_tokens\.weight in model-00001",
+    ):
         hf.load(tmp_path, policy, on_one_device(policy))
 
 
@@ -274,7 +324,10 @@ def test_an_index_that_names_another_file_is_refused(tmp_path):
     index = json.loads(path.read_text())
     index["weight_map"]["model.norm.weight"] = index["weight_map"]["model.embed_tokens.weight"]
     path.write_text(json.dumps(index))
-    with pytest.raises(ValueError, match=r"names another file than the one that holds it for 1 tensors: model\.norm\.weight"):
+    with pytest.raises(
+        ValueError,
+        match=r"names another file than the one that holds it for 1 tensors: model\.norm\.weight",
+    ):
         hf.load(tmp_path / "policy", policy, on_one_device(policy))
 
 
@@ -292,22 +345,33 @@ def test_export_keeps_config_json_byte_for_byte(tmp_path):
         initializer_range=0.02,
         model_name="größer",
     )
-    (tmp_path / "original" / "generation_config.json").write_text('{"eos_token_id":  [1, 2], "temperature": 0.6}')
+    (tmp_path / "original" / "generation_config.json").write_text(
+        '{"eos_token_id":  [1, 2], "temperature": 0.6}'
+    )
     policy = Policy(hf.read_config(tmp_path / "original"))
     hf.save(tmp_path / "same", policy, params, tmp_path / "original", dtype="bfloat16")
     for name in ("config.json", "generation_config.json"):
-        assert (tmp_path / "same" / name).read_bytes() == (tmp_path / "original" / name).read_bytes()
+        assert (tmp_path / "same" / name).read_bytes() == (
+            tmp_path / "original" / name
+        ).read_bytes()
     hf.save(tmp_path / "wide", policy, params, tmp_path / "original")
-    assert json.loads((tmp_path / "wide" / "config.json").read_text()) == config | {"torch_dtype": "float32"}
+    assert json.loads((tmp_path / "wide" / "config.json").read_text()) == config | {
+        "torch_dtype": "float32"
+    }
 
 
 def test_export_of_a_scalar_head_replaces_only_what_describes_it(tmp_path):
     saved(tmp_path / "original")
     config = edit_config(
-        tmp_path / "original", max_window_layers=21, problem_type="single_label_classification", dtype="bfloat16"
+        tmp_path / "original",
+        max_window_layers=21,
+        problem_type="single_label_classification",
+        dtype="bfloat16",
     )
     reward = Policy(
-        dataclasses.replace(hf.read_config(tmp_path / "original"), readout="SequenceClassification", pad_token_id=5)
+        dataclasses.replace(
+            hf.read_config(tmp_path / "original"), readout="SequenceClassification", pad_token_id=5
+        )
     )
     hf.save(tmp_path / "reward", reward, random_params(reward), tmp_path / "original")
     written = json.loads((tmp_path / "reward" / "config.json").read_text())
@@ -328,10 +392,19 @@ def test_export_of_a_reward_model_pads_with_its_own_token(tmp_path):
     tokens = [{"id": 4, "content": "<end>"}, {"id": 5, "content": "<pad>"}]
     (tmp_path / "original" / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
-        (tmp_path / "original" / name).write_text(json.dumps({"eos_token": "<end>", "pad_token": {"content": "<end>"}}))
-    config = dataclasses.replace(hf.read_config(tmp_path / "original"), readout="SequenceClassification", pad_token_id=5)
+        (tmp_path / "original" / name).write_text(
+            json.dumps({"eos_token": "<end>", "pad_token": {"content": "<end>"}})
+        )
+    config = dataclasses.replace(
+        hf.read_config(tmp_path / "original"), readout="SequenceClassification", pad_token_id=5
+    )
     for _ in range(2):  # into a folder that exists, too
-        hf.save(tmp_path / "reward", Policy(config), random_params(Policy(config)), tmp_path / "original")
+        hf.save(
+            tmp_path / "reward",
+            Policy(config),
+            random_params(Policy(config)),
+            tmp_path / "original",
+        )
         for name in ("tokenizer_config.json", "special_tokens_map.json"):
             written = json.loads((tmp_path / "reward" / name).read_text())
             assert written == {"eos_token": "<end>", "pad_token": "<pad>"}
@@ -350,7 +423,10 @@ def test_export_keeps_the_template_for_tools(tmp_path):
 def test_ignored_keys_survive_the_export(tmp_path):
     _, params = saved(tmp_path / "original")
     edit_config(tmp_path / "original", frobnicate=2)
-    with pytest.raises(ValueError, match=r"frobnicate=2 is not a known key of Qwen2ForCausalLM.*ignore_config_keys=frobnicate"):
+    with pytest.raises(
+        ValueError,
+        match=r"frobnicate=2 is not a known key of Qwen2ForCausalLM.*ignore_config_keys=frobnicate",
+    ):
         hf.read_config(tmp_path / "original")
     policy = Policy(hf.read_config(tmp_path / "original", ["frobnicate", "elsewhere"]))
     hf.save(tmp_path / "copy", policy, params, tmp_path / "original")

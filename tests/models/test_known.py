@@ -27,7 +27,9 @@ def test_a_token_meets_its_own_experts_and_the_head_but_not_the_embedding() -> N
     # The card says 3.3 B activated, the embedding's 0.3 B among them.
     assert known_shape("qwen3-30b-a3b").multiplied_params / 1e9 == pytest.approx(3.04, rel=0.01)
     # 7.62 B less 152064 x 3584 of the embedding, biases and norms.
-    assert known_shape("qwen2.5-7b").multiplied_params / 1e9 == pytest.approx(7.62 - 0.545, rel=0.001)
+    assert known_shape("qwen2.5-7b").multiplied_params / 1e9 == pytest.approx(
+        7.62 - 0.545, rel=0.001
+    )
     # 28 layers, keys and values, 2 heads of 128: 14336 numbers.
     assert known_shape("qwen2.5-1.5b").cached_per_token == 28 * 2 * 2 * 128
 
@@ -39,5 +41,7 @@ def test_every_known_shape_is_one_that_the_decoder_has(name: str) -> None:
 
 
 def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
-    with pytest.raises(ValueError, match=r"'gpt-5' is known by name; known are qwen2.5-0.5b, qwen2.5-1.5b"):
+    with pytest.raises(
+        ValueError, match=r"'gpt-5' is known by name; known are qwen2.5-0.5b, qwen2.5-1.5b"
+    ):
         known_shape("gpt-5")

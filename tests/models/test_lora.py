@@ -1,4 +1,5 @@
-"""Adapters: the mathematics of the merged weights without merging, and PEFT's files. parity_peft/make.py made the fixtures."""
+"""Adapters: the mathematics of the merged weights without merging, and PEFT's files.
+parity_peft/make.py made the fixtures."""
 
 from __future__ import annotations
 
@@ -36,7 +37,9 @@ def adapted(architecture: str = "Qwen2ForCausalLM", **settings: Any) -> Policy:
 
 def random_adapter(policy: Policy, seed: int = 7) -> Params:
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) / 3, leaf.dtype), lora.abstract(policy))
+    return jax.tree.map(
+        lambda leaf: jnp.asarray(rng.normal(size=leaf.shape) / 3, leaf.dtype), lora.abstract(policy)
+    )
 
 
 def placed(policy: Policy) -> Params:
@@ -51,13 +54,19 @@ def merged(policy: Policy, base: Params, adapter: Params) -> Params:
 def logits(policy: Policy, params: Params, tokens: jax.Array = TOKENS, **how: Any) -> jax.Array:
     positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
     attend = packed_attention(jnp.ones_like(tokens))
-    hidden, _, _ = policy.hidden(params, tokens, positions, attend, compute_dtype=jnp.float32, **how)
+    hidden, _, _ = policy.hidden(
+        params, tokens, positions, attend, compute_dtype=jnp.float32, **how
+    )
     return hidden @ policy.head(params)
 
 
 def of_fixture(family: str) -> tuple[Policy, Params, Params]:
     policy = Policy(hf.read_config(BASES / family), lora.read_config(FIXTURES / family))
-    return policy, hf.load(BASES / family, policy, on_one_device(policy)), lora.load(FIXTURES / family, policy, placed(policy))
+    return (
+        policy,
+        hf.load(BASES / family, policy, on_one_device(policy)),
+        lora.load(FIXTURES / family, policy, placed(policy)),
+    )
 
 
 @pytest.mark.parametrize("family", ADAPTERS)
@@ -79,7 +88,9 @@ def test_what_peft_saved_is_saved_again_bit_for_bit(family: str, tmp_path: Path)
     assert theirs.keys() == ours.keys()
     for name, tensor in theirs.items():
         np.testing.assert_array_equal(tensor, ours[name], strict=True)
-    theirs, ours = (json.loads((folder / lora.CONFIG).read_text()) for folder in (FIXTURES / family, tmp_path))
+    theirs, ours = (
+        json.loads((folder / lora.CONFIG).read_text()) for folder in (FIXTURES / family, tmp_path)
+    )
     for config in (theirs, ours):
         config["target_modules"].sort()
     assert {name: theirs[name] for name in ours} == ours
@@ -87,12 +98,16 @@ def test_what_peft_saved_is_saved_again_bit_for_bit(family: str, tmp_path: Path)
     assert sorted(file.name for file in tmp_path.iterdir()) == [lora.CONFIG, lora.WEIGHTS]
 
 
-@pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"])
+@pytest.mark.parametrize(
+    "architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"]
+)
 def test_an_adapter_computes_what_the_merged_weights_do(architecture: str) -> None:
     policy = adapted(architecture)
     base, adapter = random_params(policy), random_adapter(policy)
     expected = logits(policy, merged(policy, base, adapter))
-    np.testing.assert_allclose(logits(policy, lora.attach(policy, base, adapter)), expected, atol=1e-5)
+    np.testing.assert_allclose(
+        logits(policy, lora.attach(policy, base, adapter)), expected, atol=1e-5
+    )
     unstacked = lora.attach(policy, policy.unstack(base), policy.unstack(adapter))
     np.testing.assert_allclose(logits(policy, unstacked, unroll=True), expected, atol=1e-5)
     assert jnp.abs(logits(policy, base) - expected).mean() > 0.1
@@ -114,15 +129,23 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule() -> None:
         for name in names:
             a, b = (np.asarray(adapter["layers"][room][name][letter]) for letter in "ab")
             flat_a, flat_b = a.reshape(3, -1, 3), b.reshape(3, 3, -1)
-            dw = np.asarray(of_merged["layers"][room][name]).reshape(3, flat_a.shape[1], flat_b.shape[2])
+            dw = np.asarray(of_merged["layers"][room][name]).reshape(
+                3, flat_a.shape[1], flat_b.shape[2]
+            )
             found = ours["layers"][room][name]
-            np.testing.assert_allclose(found["a"], (scale * dw @ flat_b.swapaxes(1, 2)).reshape(a.shape), atol=1e-5)
-            np.testing.assert_allclose(found["b"], (scale * flat_a.swapaxes(1, 2) @ dw).reshape(b.shape), atol=1e-5)
+            np.testing.assert_allclose(
+                found["a"], (scale * dw @ flat_b.swapaxes(1, 2)).reshape(a.shape), atol=1e-5
+            )
+            np.testing.assert_allclose(
+                found["b"], (scale * flat_a.swapaxes(1, 2) @ dw).reshape(b.shape), atol=1e-5
+            )
             assert np.abs(found["a"]).max() > 1e-3
 
 
 def test_no_gradient_of_a_frozen_weight_is_computed() -> None:
-    policy = Policy(tiny_policy(hidden_size=64, intermediate_size=192, num_hidden_layers=2).config, LoRA(rank=1))
+    policy = Policy(
+        tiny_policy(hidden_size=64, intermediate_size=192, num_hidden_layers=2).config, LoRA(rank=1)
+    )
     base, adapter = random_params(policy), random_adapter(policy)
 
     def flops(of: Callable[[Params, Params], jax.Array], *arguments: Params) -> float:
@@ -131,8 +154,13 @@ def test_no_gradient_of_a_frozen_weight_is_computed() -> None:
         return cost["flops"]
 
     whole = flops(lambda base, _: logits(policy, base, unroll=True).sum(), base, adapter)
-    part = flops(lambda adapter, base: logits(policy, lora.attach(policy, base, adapter), unroll=True).sum(), adapter, base)
-    # Forward, and of the backward pass only the half that goes on to x: two thirds, a little of rank 1, and attention.
+    part = flops(
+        lambda adapter, base: logits(policy, lora.attach(policy, base, adapter), unroll=True).sum(),
+        adapter,
+        base,
+    )
+    # Forward, and of the backward pass only the half that goes on to x: two thirds, a little of
+    # rank 1, and attention.
     assert 0.6 < part / whole < 0.8
 
 
@@ -140,24 +168,34 @@ def test_a_fresh_adapter_changes_nothing_and_is_drawn_as_peft_draws() -> None:
     policy = adapted(rank=8)
     adapter = jax.jit(lambda key: lora.init(policy, key))(jax.random.key(0))
     base = random_params(policy)
-    np.testing.assert_array_equal(logits(policy, lora.attach(policy, base, adapter)), logits(policy, base))
+    np.testing.assert_array_equal(
+        logits(policy, lora.attach(policy, base, adapter)), logits(policy, base)
+    )
     attn = adapter["layers"]["attn"]
     assert not attn["q"]["b"].any()
-    # Uniform within 1 / sqrt(inputs): inputs are the width 16 of q, and 4 heads of 4 of o. Its deviation is that / sqrt(3).
+    # Uniform within 1 / sqrt(inputs): inputs are the width 16 of q, and 4 heads of 4 of o. Its
+    # deviation is that / sqrt(3).
     for name in "qo":
         a = np.asarray(attn[name]["a"])
         assert 0.24 < np.abs(a).max() < 0.25
         assert a.std() == pytest.approx(0.25 / 3**0.5, rel=0.1)  # 3·16·8 draws
-    assert (attn["q"]["a"][0] != attn["q"]["a"][1]).all() and (attn["q"]["a"] != attn["k"]["a"]).all()
+    assert (attn["q"]["a"][0] != attn["q"]["a"][1]).all() and (
+        attn["q"]["a"] != attn["k"]["a"]
+    ).all()
 
 
 def test_a_narrow_base_keeps_what_an_adapter_adds() -> None:
-    # W lies on the grid of bfloat16; updates of a thousandth of W are a quarter of its step, and merging would lose them.
+    # W lies on the grid of bfloat16; updates of a thousandth of W are a quarter of its step, and
+    # merging would lose them.
     policy = adapted()
-    base = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), random_params(policy))
+    base = jax.tree.map(
+        lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), random_params(policy)
+    )
     adapter = jax.tree.map(lambda leaf: 0.01 * leaf, random_adapter(policy))
     exact = logits(policy, merged(policy, base, adapter)) - logits(policy, base)
-    rounded = jax.tree.map(lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), merged(policy, base, adapter))
+    rounded = jax.tree.map(
+        lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), merged(policy, base, adapter)
+    )
     of_merged = logits(policy, rounded) - logits(policy, base)
     ours = logits(policy, lora.attach(policy, base, adapter)) - logits(policy, base)
     assert jnp.abs(ours - exact).mean() < 0.01 * jnp.abs(exact).mean()
@@ -171,7 +209,9 @@ def broken(tmp_path: Path, tensors: Callable[[dict], Any] = lambda _: None, **co
     found = load_file(folder / lora.WEIGHTS)
     tensors(found)
     save_file(found, folder / lora.WEIGHTS)
-    (folder / lora.CONFIG).write_text(json.dumps(json.loads((folder / lora.CONFIG).read_text()) | config))
+    (folder / lora.CONFIG).write_text(
+        json.dumps(json.loads((folder / lora.CONFIG).read_text()) | config)
+    )
     return folder
 
 
@@ -182,12 +222,23 @@ K0 = "base_model.model.model.layers.0.self_attn.k_proj.lora_B.weight"
     ("tensors", "said"),
     [
         (lambda found: found.pop(K0), f"missing: {K0} of shape (16, 4)"),
-        (lambda found: found.update({K0: np.zeros((9, 4), np.float32)}), f"expected shape (16, 4), came (9, 4): {K0}"),
-        (lambda found: found.update({K0: np.zeros((16, 4), np.int8)}), f"expected one of BF16, F16, F32, came I8: {K0}"),
-        (lambda found: found.update({"lm_head.weight": np.zeros(2, np.float32)}), "unexpected: lm_head.weight of shape (2,)"),
+        (
+            lambda found: found.update({K0: np.zeros((9, 4), np.float32)}),
+            f"expected shape (16, 4), came (9, 4): {K0}",
+        ),
+        (
+            lambda found: found.update({K0: np.zeros((16, 4), np.int8)}),
+            f"expected one of BF16, F16, F32, came I8: {K0}",
+        ),
+        (
+            lambda found: found.update({"lm_head.weight": np.zeros(2, np.float32)}),
+            "unexpected: lm_head.weight of shape (2,)",
+        ),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(tmp_path: Path, tensors: Callable[[dict], Any], said: str) -> None:
+def test_tensors_that_do_not_fit_are_named(
+    tmp_path: Path, tensors: Callable[[dict], Any], said: str
+) -> None:
     folder = broken(tmp_path, tensors)
     policy = Policy(hf.read_config(BASES / "qwen2"), lora.read_config(folder))
     with pytest.raises(ValueError) as raised:
@@ -198,7 +249,10 @@ def test_tensors_that_do_not_fit_are_named(tmp_path: Path, tensors: Callable[[di
 
 def test_an_adapter_of_another_shape_of_policy_is_refused() -> None:
     policy = Policy(hf.read_config(BASES / "qwen3"), lora.read_config(FIXTURES / "qwen2"))
-    with pytest.raises(ValueError, match=r"expected shape \(48, 4\), came \(32, 4\): .*layers.0.self_attn.q_proj.lora_B"):
+    with pytest.raises(
+        ValueError,
+        match=r"expected shape \(48, 4\), came \(32, 4\): .*layers.0.self_attn.q_proj.lora_B",
+    ):
         lora.load(FIXTURES / "qwen2", policy, placed(policy))
 
 
@@ -212,15 +266,24 @@ def test_keys_of_an_adapter_may_be_ignored_by_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("setting", "said"),
     [
-        ({"peft_type": "IA3"}, "peft_type='IA3' is not supported for a LoRA adapter; only peft_type='LORA'"),
+        (
+            {"peft_type": "IA3"},
+            "peft_type='IA3' is not supported for a LoRA adapter; only peft_type='LORA'",
+        ),
         ({"bias": "all"}, "bias='all'"),
         ({"modules_to_save": ["lm_head"]}, "modules_to_save=['lm_head']"),
-        ({"lora_dropout": 0.05}, "lora_dropout=0.05 is not supported for a LoRA adapter; only lora_dropout=0.0"),
+        (
+            {"lora_dropout": 0.05},
+            "lora_dropout=0.05 is not supported for a LoRA adapter; only lora_dropout=0.0",
+        ),
         ({"use_dora": True}, "use_dora=True"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern={'q_proj': 2}"),
         ({"target_modules": "all-linear"}, "came 'all-linear'"),
         ({"target_modules": ["q_proj", "lm_head"]}, "came ['q_proj', 'lm_head']"),
-        ({"init_lora_weights": "pissa_niter_16"}, "init_lora_weights='pissa_niter_16' is not supported"),
+        (
+            {"init_lora_weights": "pissa_niter_16"},
+            "init_lora_weights='pissa_niter_16' is not supported",
+        ),
         ({"init_lora_weights": "olora"}, "init_lora_weights='olora'"),
         ({"init_lora_weights": "corda"}, "init_lora_weights='corda'"),
         ({"init_lora_weights": "loftq"}, "init_lora_weights='loftq'"),
@@ -238,8 +301,12 @@ def test_unsupported_settings_are_named(tmp_path: Path, setting: dict[str, Any],
 
 
 @pytest.mark.parametrize("begun", [True, False, "gaussian", "eva"])
-def test_how_an_adapter_began_makes_no_difference_where_the_base_stayed(tmp_path: Path, begun: bool | str) -> None:
-    assert lora.read_config(broken(tmp_path, init_lora_weights=begun)) == lora.read_config(FIXTURES / "qwen2")
+def test_how_an_adapter_began_makes_no_difference_where_the_base_stayed(
+    tmp_path: Path, begun: bool | str
+) -> None:
+    assert lora.read_config(broken(tmp_path, init_lora_weights=begun)) == lora.read_config(
+        FIXTURES / "qwen2"
+    )
 
 
 @pytest.mark.parametrize(
@@ -251,12 +318,16 @@ def test_how_an_adapter_began_makes_no_difference_where_the_base_stayed(tmp_path
         ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B", False),
     ],
 )
-def test_an_adapter_belongs_to_the_policy_it_names(tmp_path: Path, came: str | None, policy: str, fits: bool) -> None:
+def test_an_adapter_belongs_to_the_policy_it_names(
+    tmp_path: Path, came: str | None, policy: str, fits: bool
+) -> None:
     folder = broken(tmp_path, base_model_name_or_path=came)
     if fits:
         lora.require_base(folder, policy)
     else:
-        with pytest.raises(ValueError, match=rf"{lora.CONFIG}: expected an adapter of '{policy}', came .*'{came}'"):
+        with pytest.raises(
+            ValueError, match=rf"{lora.CONFIG}: expected an adapter of '{policy}', came .*'{came}'"
+        ):
             lora.require_base(folder, policy)
 
 
@@ -267,10 +338,15 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
     policy = Policy(hf.read_config(BASES / "qwen2"), lora.read_config(folder))
     weights = folder / lora.WEIGHTS
     weights.write_bytes(weights.read_bytes()[:-100])
-    with pytest.raises(ValueError, match=r"adapter_model\.safetensors: expected a whole safetensors file, came [\d,]+ bytes"):
+    with pytest.raises(
+        ValueError,
+        match=r"adapter_model\.safetensors: expected a whole safetensors file, came [\d,]+ bytes",
+    ):
         lora.load(folder, policy, placed(policy))
     weights.unlink()
-    with pytest.raises(FileNotFoundError, match=r"expected adapter_model\.safetensors beside adapter_config\.json"):
+    with pytest.raises(
+        FileNotFoundError, match=r"expected adapter_model\.safetensors beside adapter_config\.json"
+    ):
         lora.load(folder, policy, placed(policy))
     (folder / lora.CONFIG).write_text("{")
     with pytest.raises(ValueError, match=r"adapter_config\.json: expected JSON"):

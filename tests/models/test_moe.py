@@ -6,7 +6,14 @@ from tiny_policies import random_params, tiny_policy
 
 from areal_jax.models import moe
 from areal_jax.models.attention import packed_attention
-from areal_jax.models.moe import MoE, Routing, balance_loss, local_experts, router_metrics, sharded_experts
+from areal_jax.models.moe import (
+    MoE,
+    Routing,
+    balance_loss,
+    local_experts,
+    router_metrics,
+    sharded_experts,
+)
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.parallel.sharding import ROLLOUT_RULES, TRAIN_RULES, put_batch, shardings
@@ -18,7 +25,9 @@ DEVICES = [*jax.devices(), jax.devices()[0]]
 
 
 def draw(*shape: int, seed: int) -> jax.Array:
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape) / shape[-1] ** 0.5, jnp.float32)
+    return jnp.asarray(
+        np.random.default_rng(seed).normal(size=shape) / shape[-1] ** 0.5, jnp.float32
+    )
 
 
 X, WEIGHTS = draw(B, T, D, seed=0), jax.nn.softmax(draw(B, T, K, seed=1))
@@ -30,9 +39,13 @@ CHOSEN = jnp.asarray(np.argsort(np.random.default_rng(5).random((B, T, E)), axis
 def every_expert(x, weights, chosen, gate, up, down):
     """The formula: all experts for all tokens, most with weight 0."""
     out = jnp.einsum(
-        "btef,efd->bted", jax.nn.silu(jnp.einsum("btd,edf->btef", x, gate)) * jnp.einsum("btd,edf->btef", x, up), down
+        "btef,efd->bted",
+        jax.nn.silu(jnp.einsum("btd,edf->btef", x, gate)) * jnp.einsum("btd,edf->btef", x, up),
+        down,
     )
-    return jnp.einsum("bted,bte->btd", out, (jax.nn.one_hot(chosen, len(gate)) * weights[..., None]).sum(axis=2))
+    return jnp.einsum(
+        "bted,bte->btd", out, (jax.nn.one_hot(chosen, len(gate)) * weights[..., None]).sum(axis=2)
+    )
 
 
 def assert_same(experts, *arguments, chosen=CHOSEN):
@@ -45,7 +58,11 @@ def assert_same(experts, *arguments, chosen=CHOSEN):
 
         return jax.jit(jax.grad(loss, argnums=range(5), has_aux=True))(*arguments)
 
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), compared(experts), compared(every_expert))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5),
+        compared(experts),
+        compared(every_expert),
+    )
 
 
 def test_a_token_gets_the_weighted_sum_of_its_experts():
@@ -53,12 +70,25 @@ def test_a_token_gets_the_weighted_sum_of_its_experts():
 
 
 def test_no_token_is_dropped_where_all_want_the_same_experts():
-    assert_same(local_experts, X, WEIGHTS, GATE, UP, DOWN, chosen=jnp.broadcast_to(jnp.array([2, 0]), CHOSEN.shape))
+    assert_same(
+        local_experts,
+        X,
+        WEIGHTS,
+        GATE,
+        UP,
+        DOWN,
+        chosen=jnp.broadcast_to(jnp.array([2, 0]), CHOSEN.shape),
+    )
 
 
 def test_what_experts_elsewhere_add_is_left_out():
-    halves = (local_experts(X, WEIGHTS, CHOSEN, *(w[i : i + 2] for w in (GATE, UP, DOWN)), first=i) for i in (0, 2))
-    np.testing.assert_allclose(sum(halves), every_expert(X, WEIGHTS, CHOSEN, GATE, UP, DOWN), atol=1e-5)
+    halves = (
+        local_experts(X, WEIGHTS, CHOSEN, *(w[i : i + 2] for w in (GATE, UP, DOWN)), first=i)
+        for i in (0, 2)
+    )
+    np.testing.assert_allclose(
+        sum(halves), every_expert(X, WEIGHTS, CHOSEN, GATE, UP, DOWN), atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -67,11 +97,19 @@ def test_what_experts_elsewhere_add_is_left_out():
     [(2, 2, 2), (1, 4, 2), (4, 1, 2), (2, 4, 1)],
 )
 def test_experts_cut_over_eight_devices_are_those_of_one(fsdp, expert, tensor):
-    placement = PlacementConfig(train_devices=8, rollout_devices=1, train_fsdp=fsdp, train_expert=expert, train_tensor=tensor)
+    placement = PlacementConfig(
+        train_devices=8,
+        rollout_devices=1,
+        train_fsdp=fsdp,
+        train_expert=expert,
+        train_tensor=tensor,
+    )
     mesh = make_meshes(placement, DEVICES).train
     x, weights, chosen = put_batch(mesh, (X, WEIGHTS, CHOSEN), TRAIN_RULES)
     axes = [("experts", "embed", "mlp")] * 2 + [("experts", "mlp", "embed")]
-    gate, up, down = jax.device_put([GATE, UP, DOWN], shardings(mesh, axes, [GATE, UP, DOWN], TRAIN_RULES))
+    gate, up, down = jax.device_put(
+        [GATE, UP, DOWN], shardings(mesh, axes, [GATE, UP, DOWN], TRAIN_RULES)
+    )
     assert gate.addressable_shards[0].data.shape == (E // expert, D // fsdp, F // tensor)
     assert_same(sharded_experts(mesh, TRAIN_RULES), x, weights, gate, up, down, chosen=chosen)
 
@@ -79,7 +117,9 @@ def test_experts_cut_over_eight_devices_are_those_of_one(fsdp, expert, tensor):
 @pytest.mark.parametrize(("data", "tensor"), [(2, 4), (1, 3)])
 def test_experts_of_a_rollout_mesh_lie_over_its_tensor_axis(data, tensor):
     # Three shards do not divide four experts, but their width of six.
-    placement = PlacementConfig(rollout_devices=data * tensor, train_devices=1, rollout_tensor=tensor)
+    placement = PlacementConfig(
+        rollout_devices=data * tensor, train_devices=1, rollout_tensor=tensor
+    )
     mesh = make_meshes(placement, DEVICES).rollout
     (how,) = shardings(mesh, [("experts", "embed", "mlp")], [GATE], ROLLOUT_RULES)
     assert how.shard_shape(GATE.shape) == ((1, D, F) if tensor == 4 else (E, D, F // 3))
@@ -88,8 +128,9 @@ def test_experts_of_a_rollout_mesh_lie_over_its_tensor_axis(data, tensor):
 
 
 def test_balance_loss_by_hand():
-    # Two layers, two experts, one choice a token, four tokens. Choices of expert 0: 3 and 1 of 4, so 1/2 over both layers;
-    # its probability sums to 3.2 and 1.2, 4.4 of 8. Loss: 2 · (0.5 · 0.55 + 0.5 · 0.45) = 1, as for an even load.
+    # Two layers, two experts, one choice a token, four tokens. Choices of expert 0: 3 and 1 of 4,
+    # so 1/2 over both layers; its probability sums to 3.2 and 1.2, 4.4 of 8. Loss: 2 · (0.5 · 0.55
+    # + 0.5 · 0.45) = 1, as for an even load.
     routing = Routing(jnp.array([[3.0, 1.0], [1.0, 3.0]]), jnp.array([[3.2, 0.8], [1.2, 2.8]]))
     assert balance_loss(routing, jnp.float32(4)) == pytest.approx(1.0)
     # One layer alone: 2 · (0.75 · 0.8 + 0.25 · 0.2) = 1.3.
@@ -113,9 +154,15 @@ def test_routing_counts_each_layer_and_no_padding(unroll):
     @jax.jit
     def routed(tokens):
         attend = packed_attention(segments)
-        return policy.hidden(params, tokens, positions, attend, compute_dtype=jnp.float32, unroll=unroll, counted=segments > 0)[
-            2
-        ]
+        return policy.hidden(
+            params,
+            tokens,
+            positions,
+            attend,
+            compute_dtype=jnp.float32,
+            unroll=unroll,
+            counted=segments > 0,
+        )[2]
 
     routing = routed(tokens)
     # Seven tokens with two choices each, whose probabilities sum to one, in each of three layers.
@@ -133,19 +180,25 @@ def layer_of(**settings: object) -> tuple[MoE, jax.Array]:
 
 
 def test_a_tokens_weights_sum_to_one_only_where_asked():
-    # With one expert a token, its weight is 1, or its probability, which is below 1 and above that of three others.
-    (plain, x), (normalised, _) = (layer_of(num_experts_per_tok=1, norm_topk_prob=asked) for asked in (False, True))
+    # With one expert a token, its weight is 1, or its probability, which is below 1 and above that
+    # of three others.
+    (plain, x), (normalised, _) = (
+        layer_of(num_experts_per_tok=1, norm_topk_prob=asked) for asked in (False, True)
+    )
     share = plain(x, local_experts, None)[0] / normalised(x, local_experts, None)[0]
     assert (share.std(axis=-1) < 1e-5).all()
     assert ((share > 0.25) & (share < 1)).all()
 
 
 def test_a_router_chooses_in_float32_whatever_computes_the_rest():
-    # Scores of two experts that bfloat16 cannot tell apart: those of the second are larger by one part in 1024, where positive.
+    # Scores of two experts that bfloat16 cannot tell apart: those of the second are larger by one
+    # part in 1024, where positive.
     layer, x = layer_of(num_experts=2, num_experts_per_tok=1)
     layer.router[...] = draw(16, 1, seed=3) * jnp.array([1.0, 1 + 2**-10])
     x, counted = x.astype(jnp.bfloat16), jnp.ones((2, 6), bool)
-    narrow, wide = (layer(as_given, local_experts, counted)[1] for as_given in (x, x.astype(jnp.float32)))
+    narrow, wide = (
+        layer(as_given, local_experts, counted)[1] for as_given in (x, x.astype(jnp.float32))
+    )
     assert narrow is not None and wide is not None
     np.testing.assert_array_equal(narrow.chosen, wide.chosen)
     # With a router in bfloat16 all twelve scores were equal, and every token went to the first.
@@ -155,12 +208,21 @@ def test_a_router_chooses_in_float32_whatever_computes_the_rest():
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
 def test_products_by_blocks_are_those_of_the_kernel_for_tpus(dtype):
     # Groups of 4, 0 and 8 rows in blocks of 4, and a block behind them all, whose rows are zero.
-    sizes, x, dy = jnp.array([4, 0, 8]), draw(16, D, seed=0).at[12:].set(0).astype(dtype), draw(16, F, seed=1).astype(dtype)
+    sizes, x, dy = (
+        jnp.array([4, 0, 8]),
+        draw(16, D, seed=0).at[12:].set(0).astype(dtype),
+        draw(16, F, seed=1).astype(dtype),
+    )
     w = draw(3, D, F, seed=2).astype(dtype)
     blocks, whole = moe._by_blocks(x, w, sizes, block=4), jax.lax.ragged_dot(x, w, sizes)
     assert blocks.dtype == whole.dtype == dtype
-    np.testing.assert_allclose(blocks[:12].astype(float), whole[:12].astype(float), atol=1e-6, rtol=1e-2)
-    blocks, whole = moe._gradient_by_blocks(x, dy, sizes, block=4), moe._ragged_gradient(x, dy, sizes)
+    np.testing.assert_allclose(
+        blocks[:12].astype(float), whole[:12].astype(float), atol=1e-6, rtol=1e-2
+    )
+    blocks, whole = (
+        moe._gradient_by_blocks(x, dy, sizes, block=4),
+        moe._ragged_gradient(x, dy, sizes),
+    )
     assert blocks.dtype == whole.dtype == jnp.float32  # not the sum of what was rounded
     np.testing.assert_allclose(blocks, whole, atol=1e-6)
 
@@ -169,5 +231,7 @@ def test_products_by_blocks_are_those_of_the_kernel_for_tpus(dtype):
 def test_few_and_many_tokens_an_expert(rows, tokens):
     # From fewer places than experts, as in a decode step, to twenty an expert.
     x, weights = draw(rows, tokens, D, seed=0), draw(rows, tokens, K, seed=1)
-    chosen = jnp.asarray(np.argsort(np.random.default_rng(5).random((rows, tokens, E)) ** 4, axis=-1)[..., :K])
+    chosen = jnp.asarray(
+        np.argsort(np.random.default_rng(5).random((rows, tokens, E)) ** 4, axis=-1)[..., :K]
+    )
     assert_same(local_experts, x, weights, GATE, UP, DOWN, chosen=chosen)

@@ -11,7 +11,13 @@ import pytest
 from jaxtyping import Array
 
 from areal_jax.models.attention import masked_attention
-from areal_jax.models.paged_attention import Pages, attend_to_pages, choose_paged_kernel, read_pages, write_pages
+from areal_jax.models.paged_attention import (
+    Pages,
+    attend_to_pages,
+    choose_paged_kernel,
+    read_pages,
+    write_pages,
+)
 from areal_jax.models.paged_kernels import gpu_paged_attention, tpu_paged_attention
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -20,19 +26,27 @@ B, N, K, H, P, PAGE, MOST = 3, 4, 2, 16, 64, 16, 20
 LENGTHS = (1, 70, 300)
 rng = np.random.default_rng(0)
 TABLE = jnp.asarray(rng.permutation(P)[: B * MOST].reshape(B, MOST), jnp.int32)
-KEYS, VALUES = (jnp.asarray(rng.normal(size=(B, max(LENGTHS), K, H)), jnp.float32) for _ in range(2))
+KEYS, VALUES = (
+    jnp.asarray(rng.normal(size=(B, max(LENGTHS), K, H)), jnp.float32) for _ in range(2)
+)
 
 
 def pages(dtype: str = "float32") -> Pages:
     """Pages that hold the first tokens of three sequences, written in two goes."""
     # What was there before must not be read.
     shape = (K, P, PAGE, H)
-    waste, scales = jnp.full(shape, 100, dtype), None if dtype == "float32" else jnp.ones(shape[:-1])
+    waste, scales = (
+        jnp.full(shape, 100, dtype),
+        None if dtype == "float32" else jnp.ones(shape[:-1]),
+    )
     empty = Pages(waste, waste, scales, scales)
     lengths = jnp.asarray(LENGTHS)
     first = jnp.minimum(lengths, 33)
     begun = write_pages(empty, KEYS, VALUES, TABLE, jnp.zeros(B, jnp.int32), first)
-    k, v = (jnp.stack([jnp.roll(row, -int(n), 0) for row, n in zip(x, first, strict=True)]) for x in (KEYS, VALUES))
+    k, v = (
+        jnp.stack([jnp.roll(row, -int(n), 0) for row, n in zip(x, first, strict=True)])
+        for x in (KEYS, VALUES)
+    )
     return write_pages(begun, k, v, TABLE, first, lengths - first)
 
 
@@ -58,7 +72,9 @@ def test_the_plain_path_is_the_formula(new: int, window: int | None):
 @pytest.mark.parametrize("window", [None, 50])
 def test_the_gpus_kernel_is_the_formula(window: int | None):
     q = jnp.asarray(rng.normal(size=(B, 1, N, H)), jnp.float32)
-    out = gpu_paged_attention(q[:, 0], *pages(), TABLE, jnp.asarray(LENGTHS), window=window, interpret=True)
+    out = gpu_paged_attention(
+        q[:, 0], *pages(), TABLE, jnp.asarray(LENGTHS), window=window, interpret=True
+    )
     np.testing.assert_allclose(out, by_formula(q, window)[:, 0], atol=2e-6)
 
 
@@ -66,11 +82,16 @@ def test_the_gpus_kernel_is_the_formula(window: int | None):
 def test_narrow_pages_hold_every_number_to_a_share_of_its_heads_largest(dtype: str, most: float):
     narrow = pages(dtype)
     for row, length in enumerate(LENGTHS):
-        for x, read in zip((KEYS, VALUES), read_pages(narrow, TABLE[row], jnp.float32), strict=True):
+        for x, read in zip(
+            (KEYS, VALUES), read_pages(narrow, TABLE[row], jnp.float32), strict=True
+        ):
             exact, found = x[row, :length].swapaxes(0, 1), read[:, :length]
             largest = jnp.abs(exact).max(axis=-1, keepdims=True)
-            # int8: half a step of 1/127. float8 with three bits behind the point: half a step of 1/8, of a number itself.
-            assert float((jnp.abs(found - exact) / largest).max()) <= (0.5 / 127 + 1e-6 if dtype == "int8" else 1 / 16)
+            # int8: half a step of 1/127. float8 with three bits behind the point: half a step of
+            # 1/8, of a number itself.
+            assert float((jnp.abs(found - exact) / largest).max()) <= (
+                0.5 / 127 + 1e-6 if dtype == "int8" else 1 / 16
+            )
     q = jnp.asarray(rng.normal(size=(B, 1, N, H)), jnp.float32)
     plain = attend_to_pages(q, narrow, TABLE, jnp.asarray(LENGTHS) - 1)
     assert float(jnp.abs(plain - by_formula(q, None)).mean()) < most
@@ -82,21 +103,33 @@ def test_narrow_pages_hold_every_number_to_a_share_of_its_heads_largest(dtype: s
 def test_accelerators_read_pages_through_a_kernel(platform: str):
     if platform == "cuda" and jax.__version_info__ >= (0, 12):
         pytest.skip("since jax 0.12 a kernel for GPUs is lowered only where there is one")
-    assert choose_paged_kernel(platform, 128, 16, is_narrow=False) == ("gpu" if platform == "cuda" else "tpu")
-    q, page = jax.ShapeDtypeStruct((8, 12, 128), jnp.bfloat16), jax.ShapeDtypeStruct((2, 64, 16, 128), jnp.bfloat16)
-    narrow, scale = jax.ShapeDtypeStruct(page.shape, jnp.int8), jax.ShapeDtypeStruct(page.shape[:-1], jnp.float32)
+    assert choose_paged_kernel(platform, 128, 16, is_narrow=False) == (
+        "gpu" if platform == "cuda" else "tpu"
+    )
+    q, page = (
+        jax.ShapeDtypeStruct((8, 12, 128), jnp.bfloat16),
+        jax.ShapeDtypeStruct((2, 64, 16, 128), jnp.bfloat16),
+    )
+    narrow, scale = (
+        jax.ShapeDtypeStruct(page.shape, jnp.int8),
+        jax.ShapeDtypeStruct(page.shape[:-1], jnp.float32),
+    )
     table, lengths = jax.ShapeDtypeStruct((8, 30), jnp.int32), jax.ShapeDtypeStruct((8,), jnp.int32)
     if platform == "tpu":
         calls = [(tpu_paged_attention, (q, page, page, table, lengths))]
     else:
-        kernel = lambda q, k, v, ks, vs, table, n: gpu_paged_attention(q, k, v, ks, vs, table, n, window=100)  # noqa: E731
+        kernel = lambda q, k, v, ks, vs, table, n: gpu_paged_attention(  # noqa: E731
+            q, k, v, ks, vs, table, n, window=100
+        )
         calls = [
             (kernel, (q, page, page, None, None, table, lengths)),
             (kernel, (q, narrow, narrow, scale, scale, table, lengths)),
         ]
     for function, shapes in calls:
         lowered = jax.jit(function).trace(*shapes).lower(lowering_platforms=(platform,)).as_text()
-        assert len(re.findall(r"custom_call @(tpu_custom_call|__gpu\$xla\.gpu\.triton)", lowered)) == 1
+        assert (
+            len(re.findall(r"custom_call @(tpu_custom_call|__gpu\$xla\.gpu\.triton)", lowered)) == 1
+        )
 
 
 def test_what_no_kernel_can_read_is_read_by_the_plain_path():

@@ -45,7 +45,9 @@ def test_packed_logits_loss_and_gradient_are_those_of_transformers(family: str) 
     policy, params, expected, tokens = original(family)
     rows, length = tokens.shape
     # Both rows one behind the other, and padding.
-    segments = jnp.concatenate([jnp.repeat(jnp.arange(1, rows + 1), length), jnp.zeros(4, int)])[None]
+    segments = jnp.concatenate([jnp.repeat(jnp.arange(1, rows + 1), length), jnp.zeros(4, int)])[
+        None
+    ]
     positions = jnp.concatenate([jnp.tile(jnp.arange(length), rows), jnp.zeros(4, int)])[None]
     packed = jnp.concatenate([tokens.ravel(), jnp.zeros(4, tokens.dtype)])[None]
 
@@ -53,24 +55,35 @@ def test_packed_logits_loss_and_gradient_are_those_of_transformers(family: str) 
     @partial(jax.value_and_grad, has_aux=True)
     def loss_of(params: Params) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
         hidden, _, routing = policy.hidden(
-            params, packed, positions, packed_attention(segments), compute_dtype=jnp.float32, counted=segments > 0
+            params,
+            packed,
+            positions,
+            packed_attention(segments),
+            compute_dtype=jnp.float32,
+            counted=segments > 0,
         )
         logits = (hidden @ policy.head(params))[0, : tokens.size].reshape(*tokens.shape, -1)
         logp = jnp.take_along_axis(jax.nn.log_softmax(logits[:, :-1]), tokens[:, 1:, None], axis=-1)
-        balance = jnp.zeros(()) if routing is None else balance_loss(routing, jnp.float32(tokens.size))
+        balance = (
+            jnp.zeros(()) if routing is None else balance_loss(routing, jnp.float32(tokens.size))
+        )
         coefficient = 0.0 if policy.config.moe is None else policy.config.moe.router_aux_loss_coef
         return coefficient * balance - logp.mean(), (logits, balance)
 
     (loss, (logits, balance)), gradient = loss_of(params)
     assert expected["logits"].std() > 0.5  # not a policy that says nothing
     np.testing.assert_allclose(logits, expected["logits"], atol=1e-4)
-    np.testing.assert_allclose(jax.nn.log_softmax(logits), jax.nn.log_softmax(expected["logits"]), atol=1e-4)
+    np.testing.assert_allclose(
+        jax.nn.log_softmax(logits), jax.nn.log_softmax(expected["logits"]), atol=1e-4
+    )
     np.testing.assert_allclose(loss, expected["loss"], atol=1e-4)
     np.testing.assert_allclose(balance, expected.get("balance", 0.0), atol=1e-4)
     compared = set()
     for name, tensor in hf._to_files(policy, gradient):
         sums = (
-            {f"rows.{name}": tensor.sum(-1), f"columns.{name}": tensor.sum(0)} if tensor.ndim == 2 else {f"rows.{name}": tensor}
+            {f"rows.{name}": tensor.sum(-1), f"columns.{name}": tensor.sum(0)}
+            if tensor.ndim == 2
+            else {f"rows.{name}": tensor}
         )
         for key, ours in sums.items():
             np.testing.assert_allclose(ours, expected[key], atol=1e-4, err_msg=key)

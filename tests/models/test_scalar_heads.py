@@ -39,11 +39,15 @@ def test_values_are_those_of_transformers(name: str) -> None:
     def values_of(tokens: jax.Array) -> jax.Array:
         positions = jnp.broadcast_to(jnp.arange(tokens.shape[1]), tokens.shape)
         attend = packed_attention(jnp.ones_like(tokens))
-        return policy.values(params, policy.hidden(params, tokens, positions, attend, compute_dtype=jnp.float32)[0])
+        return policy.values(
+            params, policy.hidden(params, tokens, positions, attend, compute_dtype=jnp.float32)[0]
+        )
 
     values = values_of(tokens)
     assert expected["values"].std() > 0.1
-    np.testing.assert_allclose(values if name == "token" else values[:, -1], expected["values"], atol=1e-5)
+    np.testing.assert_allclose(
+        values if name == "token" else values[:, -1], expected["values"], atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", ["token", "sequence"])
@@ -52,7 +56,9 @@ def test_what_transformers_saved_is_saved_again_bit_for_bit(tmp_path: Path, name
     params = hf.load(FIXTURES / name, policy, on_one_device(policy))
     hf.save(tmp_path / "critic", policy, params, dtype="bfloat16")
     assert hf.read_config(tmp_path / "critic") == policy.config
-    theirs, ours = (load_file(folder / "model.safetensors") for folder in (FIXTURES / name, tmp_path / "critic"))
+    theirs, ours = (
+        load_file(folder / "model.safetensors") for folder in (FIXTURES / name, tmp_path / "critic")
+    )
     assert theirs.keys() == ours.keys()
     for tensor, array in theirs.items():
         np.testing.assert_array_equal(array.view(np.uint16), ours[tensor].view(np.uint16))
@@ -60,19 +66,29 @@ def test_what_transformers_saved_is_saved_again_bit_for_bit(tmp_path: Path, name
 
 @pytest.mark.parametrize("architecture", get_args(Family))
 @pytest.mark.parametrize("readout", SCALAR)
-def test_a_language_model_lends_all_but_its_head(tmp_path: Path, architecture: Family, readout: Readout) -> None:
+def test_a_language_model_lends_all_but_its_head(
+    tmp_path: Path, architecture: Family, readout: Readout
+) -> None:
     for tied in (True, False):
         language_model = tiny_policy(architecture, tie_word_embeddings=tied)
         params = random_params(language_model)
         hf.save(tmp_path / f"{tied}", language_model, params)
         policy = scalar(language_model, readout)
-        assert policy.config.num_params == sum(leaf.size for leaf in jax.tree.leaves(policy.abstract()))
+        assert policy.config.num_params == sum(
+            leaf.size for leaf in jax.tree.leaves(policy.abstract())
+        )
         loaded = hf.load(tmp_path / f"{tied}", policy, on_one_device(policy))
         # A fresh head says 0 of everything.
-        head = {"value": np.zeros((16, 1))} | ({"value_bias": np.zeros(1)} if readout == "TokenClassification" else {})
+        head = {"value": np.zeros((16, 1))} | (
+            {"value_bias": np.zeros(1)} if readout == "TokenClassification" else {}
+        )
         trunk = {name: leaf for name, leaf in params.items() if name != "head"}
         jax.tree.map(np.testing.assert_array_equal, loaded, trunk | head)
-        jax.tree.map(np.testing.assert_array_equal, {name: policy.init(jax.random.key(0))[name] for name in head}, head)
+        jax.tree.map(
+            np.testing.assert_array_equal,
+            {name: policy.init(jax.random.key(0))[name] for name in head},
+            head,
+        )
 
 
 def test_a_scalar_head_that_its_own_folder_lacks_is_not_made_up(tmp_path: Path) -> None:
@@ -87,7 +103,9 @@ def test_a_scalar_head_that_its_own_folder_lacks_is_not_made_up(tmp_path: Path) 
 
 @pytest.mark.parametrize("architecture", get_args(Family))
 @pytest.mark.parametrize("readout", SCALAR)
-def test_a_readout_survives_the_trip_through_its_own_json(architecture: Family, readout: Readout) -> None:
+def test_a_readout_survives_the_trip_through_its_own_json(
+    architecture: Family, readout: Readout
+) -> None:
     config = dataclasses.replace(tiny_policy(architecture).config, readout=readout)
     written = json.loads(json.dumps(config.to_hf()))
     assert written["architectures"] == [architecture.replace("CausalLM", readout)]
@@ -97,7 +115,9 @@ def test_a_readout_survives_the_trip_through_its_own_json(architecture: Family, 
 @pytest.mark.parametrize("labels", [None, {"0": "bad", "1": "good"}])
 def test_more_labels_than_one_are_refused(labels: dict[str, str] | None) -> None:
     named = {"architectures": ["Qwen3MoeForSequenceClassification"], **SIZES, **EXPERTS}
-    with pytest.raises(ValueError, match="a test: Qwen3MoeForSequenceClassification of 2 labels is not supported"):
+    with pytest.raises(
+        ValueError, match="a test: Qwen3MoeForSequenceClassification of 2 labels is not supported"
+    ):
         ModelConfig.from_hf(named | {"id2label": labels}, source="a test")
 
 

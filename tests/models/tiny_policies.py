@@ -26,15 +26,24 @@ EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 
 
 
 def tiny_policy(architecture: str = "Qwen2ForCausalLM", **settings: object) -> Policy:
-    family = {"Qwen3MoeForCausalLM": EXPERTS, "Qwen3ForCausalLM": {"head_dim": 4}}.get(architecture, {})
-    return Policy(ModelConfig.from_hf({"architectures": [architecture], **SIZES, **family, **settings}, source="a test"))
+    family = {"Qwen3MoeForCausalLM": EXPERTS, "Qwen3ForCausalLM": {"head_dim": 4}}.get(
+        architecture, {}
+    )
+    return Policy(
+        ModelConfig.from_hf(
+            {"architectures": [architecture], **SIZES, **family, **settings}, source="a test"
+        )
+    )
 
 
 def random_params(policy: Policy, seed: int = 0) -> Params:
     """Biases and norms are random too, so that leaving one out shows."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(
-        lambda leaf: jnp.asarray(2 * rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5, leaf.dtype), policy.abstract()
+        lambda leaf: jnp.asarray(
+            2 * rng.normal(size=leaf.shape) / leaf.shape[-1] ** 0.5, leaf.dtype
+        ),
+        policy.abstract(),
     )
 
 
@@ -43,13 +52,22 @@ def on_one_device(policy: Policy) -> Params:
     return jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), policy.abstract())
 
 
-def cached_hidden(policy: Policy, params: Params, tokens: jax.Array, prompt: int, *, unroll: bool = False) -> jax.Array:
-    """Final hidden states of rows whose first `prompt` tokens are prefilled, and whose others come one by one."""
+def cached_hidden(
+    policy: Policy, params: Params, tokens: jax.Array, prompt: int, *, unroll: bool = False
+) -> jax.Array:
+    """Final hidden states of rows whose first `prompt` tokens are prefilled, and whose others come
+    one by one."""
     hidden = partial(policy.hidden, params, compute_dtype=jnp.float32, unroll=unroll)
-    step_of = jax.jit(lambda token, step, caches: hidden(token, jnp.full_like(token, step), _attend_at(step), caches))
+    step_of = jax.jit(
+        lambda token, step, caches: hidden(
+            token, jnp.full_like(token, step), _attend_at(step), caches
+        )
+    )
     segments = jnp.ones_like(tokens[:, :prompt])
     positions = jnp.broadcast_to(jnp.arange(prompt), segments.shape)
-    prefill = jax.jit(lambda tokens: hidden(tokens, positions, _attend_keeping(packed_attention(segments))))
+    prefill = jax.jit(
+        lambda tokens: hidden(tokens, positions, _attend_keeping(packed_attention(segments)))
+    )
     row, caches, _ = prefill(tokens[:, :prompt])
     token_axis = 1 if unroll else 2  # behind B, or behind L and B
     room = [(0, 0)] * (4 if unroll else 5)
@@ -72,10 +90,14 @@ def _attend_keeping(inner: Attend) -> Attend:
 
 
 def _attend_at(step: jax.Array) -> Attend:
-    """Write one token's keys and values at `step`, and attend to all up to it, or to the last `window`."""
+    """Write one token's keys and values at `step`, and attend to all up to it, or to the last
+    `window`."""
 
     def attend(q, k, v, cache, window=None):
-        k, v = (jax.lax.dynamic_update_slice_in_dim(old, new, step, axis=1) for old, new in zip(cache, (k, v), strict=True))
+        k, v = (
+            jax.lax.dynamic_update_slice_in_dim(old, new, step, axis=1)
+            for old, new in zip(cache, (k, v), strict=True)
+        )
         columns = jnp.arange(k.shape[1])
         seen = columns <= step if window is None else (columns <= step) & (columns > step - window)
         mask = jnp.broadcast_to(seen, (len(k), 1, k.shape[1]))

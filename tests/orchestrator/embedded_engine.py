@@ -24,7 +24,13 @@ from areal_jax.records import Completion, Request, Sampling, Weights, derive_see
 from areal_jax.weights.pinned import Pinned
 
 FOLDER = Path(areal_jax.__file__).parent / "models" / "embedded"
-CONFIG = EngineConfig(num_slots=4, max_prompt_tokens=64, max_new_tokens=40, steps_per_dispatch=1, prefill_chunk_tokens=16)
+CONFIG = EngineConfig(
+    num_slots=4,
+    max_prompt_tokens=64,
+    max_new_tokens=40,
+    steps_per_dispatch=1,
+    prefill_chunk_tokens=16,
+)
 QUESTIONS = [f"What is {a} + {101 - a} * {a}?" for a in (2, 17, 4, 31, 8, 12, 5, 70, 9)]
 DEVICES = (1, 4)
 """As many as the engine may have; four are two by two."""
@@ -37,7 +43,11 @@ def tokenizer() -> HFTokenizer:
 
 @lru_cache
 def decoding(num_devices: int) -> tuple[DecodeEngine, EngineParams]:
-    placement = PlacementConfig() if num_devices == 1 else PlacementConfig(rollout_devices=num_devices, rollout_tensor=2)
+    placement = (
+        PlacementConfig()
+        if num_devices == 1
+        else PlacementConfig(rollout_devices=num_devices, rollout_tensor=2)
+    )
     mesh = make_meshes(placement, jax.devices()[:1] if num_devices == 1 else None).rollout
     policy = Policy(hf.read_config(FOLDER))
     engine = DecodeEngine(policy, mesh, CONFIG, jnp.float32)
@@ -58,7 +68,9 @@ def by_engine_loop(
         try:
             return await asyncio.gather(
                 *(
-                    engine_loop.submit(Request(f"r{i}", prompt, num_samples, sampling, derive_seed(7, str(i))))
+                    engine_loop.submit(
+                        Request(f"r{i}", prompt, num_samples, sampling, derive_seed(7, str(i)))
+                    )
                     for i, prompt in enumerate(prompts)
                 )
             )

@@ -1,4 +1,5 @@
-"""What JetStream's `engine_api` came to declare after 0.2.2, of its repository's last state: names, signatures, and results."""
+"""What JetStream's `engine_api` came to declare after 0.2.2, of its repository's last state: names,
+signatures, and results."""
 
 from __future__ import annotations
 
@@ -33,10 +34,15 @@ class ResultTokens(engine_api.ResultTokens):
 
     def convert_to_numpy(self) -> ResultTokens:
         indices = self.tokens_idx, self.valid_idx, self.length_idx
-        return ResultTokens(np.array(self.data), *indices, self.samples_per_slot, np.array(self.log_prob))
+        return ResultTokens(
+            np.array(self.data), *indices, self.samples_per_slot, np.array(self.log_prob)
+        )
 
     def get_result_at_slots(self, slots: tuple[int, ...]) -> SlotData:
-        tokens, valid, lengths = (self.data[slots, slice(*each)] for each in (self.tokens_idx, self.valid_idx, self.length_idx))
+        tokens, valid, lengths = (
+            self.data[slots, slice(*each)]
+            for each in (self.tokens_idx, self.valid_idx, self.length_idx)
+        )
         return SlotData(tokens, valid, lengths[:, 0], self.log_prob[slots, :])
 
 
@@ -73,11 +79,17 @@ class Engine(engine_api.Engine):
 
     @abc.abstractmethod
     def insert(
-        self, prefix: Prefix, decode_state: DecodeState, slot: int, request_id: uuid.UUID | None = None
+        self,
+        prefix: Prefix,
+        decode_state: DecodeState,
+        slot: int,
+        request_id: uuid.UUID | None = None,
     ) -> DecodeState: ...
 
     @abc.abstractmethod
-    def bulk_insert(self, prefix: Prefix, decode_state: DecodeState, slots: list[int]) -> DecodeState: ...
+    def bulk_insert(
+        self, prefix: Prefix, decode_state: DecodeState, slots: list[int]
+    ) -> DecodeState: ...
 
     def free_resource(self, slot: int) -> Any:
         return None

@@ -1,6 +1,8 @@
-"""The engine speaks JetStream's later interface too: a first token of every prefill, log-probs, one prompt in several slots.
+"""The engine speaks JetStream's later interface too: a first token of every prefill, log-probs, one
+prompt in several slots.
 
-That interface is in no release; `later_engine_api.py` states what it declares, and stands here for the installed one."""
+That interface is in no release; `later_engine_api.py` states what it declares, and stands here for
+the installed one."""
 
 from __future__ import annotations
 
@@ -46,15 +48,23 @@ def padded(tokens: np.ndarray) -> dict[str, Any]:
 
 
 def decode(engine: Any, state: Any, firsts: Sequence[Any]) -> list[tuple[list[int], list[float]]]:
-    """Tokens and log-probs of slots 0, 1, ... of which the first ones are known, to the end of each."""
+    """Tokens and log-probs of slots 0, 1, ... of which the first ones are known, to the end of
+    each."""
     found = [([int(first.tokens[0, 0])], [float(first.log_prob[0, 0])]) for first in firsts]
-    slots, ended = tuple(range(len(found))), [first.tokens[0, 0] in SAMPLING.stop_token_ids for first in firsts]
+    slots, ended = (
+        tuple(range(len(found))),
+        [first.tokens[0, 0] in SAMPLING.stop_token_ids for first in firsts],
+    )
     while not all(ended):
         state, results = engine.generate(engine.load_params(), state)
         results.copy_to_host_async()
         sampled = results.convert_to_numpy().get_result_at_slots(slots)
         for slot, (tokens, logps) in enumerate(found):
-            assert ended[slot] or not sampled.valid[slot, 0] or sampled.lengths[slot] == len(tokens) + 1
+            assert (
+                ended[slot]
+                or not sampled.valid[slot, 0]
+                or sampled.lengths[slot] == len(tokens) + 1
+            )
             ended[slot] |= not sampled.valid[slot, 0]
             if not ended[slot]:
                 tokens.append(int(sampled.tokens[slot, 0]))
@@ -62,8 +72,12 @@ def decode(engine: Any, state: Any, firsts: Sequence[Any]) -> list[tuple[list[in
     return found
 
 
-def is_what_the_engine_sampled(found: Sequence[tuple[list[int], list[float]]], expected: Sequence[Any]) -> None:
-    assert [tokens for tokens, _ in found] == [completion.tokens.tolist() for completion in expected]
+def is_what_the_engine_sampled(
+    found: Sequence[tuple[list[int], list[float]]], expected: Sequence[Any]
+) -> None:
+    assert [tokens for tokens, _ in found] == [
+        completion.tokens.tolist() for completion in expected
+    ]
     for (_, logps), completion in zip(found, expected, strict=True):
         np.testing.assert_allclose(logps, completion.logp, atol=1e-5)
 
@@ -73,25 +87,33 @@ def test_tokens_and_log_probs_are_the_drivers(later: ModuleType, num_devices: in
     engine = later.JetStreamEngine(*decoding(num_devices), tokenizer(), SAMPLING, seed=7)
     state, firsts = engine.init_decode_state(), []
     for slot, prompt in enumerate(PROMPTS):
-        prefix, first = engine.prefill(params=engine.load_params(), **padded(prompt), request_id=uuid.uuid4())
+        prefix, first = engine.prefill(
+            params=engine.load_params(), **padded(prompt), request_id=uuid.uuid4()
+        )
         data = first.convert_to_numpy().get_result_at_slots((0,))
         assert (data.valid.item(), data.lengths.item()) == (1, 1)
         firsts.append(data)
         state = engine.insert(prefix, state, slot=slot, request_id=uuid.uuid4())
         engine.free_resource(slot)
     is_what_the_engine_sampled(
-        decode(engine, state, firsts), [completion for (completion,) in by_engine_loop(num_devices, PROMPTS, SAMPLING)]
+        decode(engine, state, firsts),
+        [completion for (completion,) in by_engine_loop(num_devices, PROMPTS, SAMPLING)],
     )
 
 
 @pytest.mark.parametrize("num_devices", DEVICES)
 def test_one_prefill_serves_a_group(later: ModuleType, num_devices: int) -> None:
     engine = later.JetStreamEngine(*decoding(num_devices), tokenizer(), SAMPLING, seed=7)
-    prefix, first = engine.prefill_multisampling(params=engine.load_params(), **padded(PROMPTS[0]), num_samples=4)
+    prefix, first = engine.prefill_multisampling(
+        params=engine.load_params(), **padded(PROMPTS[0]), num_samples=4
+    )
     assert first.samples_per_slot == 4 and first.get_result_at_slot(0).tokens.shape == (4, 1)
     state = engine.bulk_insert(prefix, engine.init_decode_state(), [0, 1, 2, 3])
     (expected,) = by_engine_loop(num_devices, PROMPTS[:1], SAMPLING, num_samples=4)
-    is_what_the_engine_sampled(decode(engine, state, [first.get_result_at_slots((sample,)) for sample in range(4)]), expected)
+    is_what_the_engine_sampled(
+        decode(engine, state, [first.get_result_at_slots((sample,)) for sample in range(4)]),
+        expected,
+    )
     with pytest.raises(ValueError, match="expected a slot for each of 4 answers, came 2"):
         engine.bulk_insert(prefix, state, [0, 1])
 
@@ -104,11 +126,15 @@ def test_what_is_prefilled_need_not_be_prefilled_again(later: ModuleType, num_be
     existing = later_engine_api.ExistingPrefix(before.cache, before.common_prefix_tokens)
     # Of the pages of another prompt nothing is left.
     engine.prefill(params=params, **padded(PROMPTS[1]))
-    found, _ = engine.prefill(params=params, existing_prefix=existing, **padded(prompt[num_before:]))
+    found, _ = engine.prefill(
+        params=params, existing_prefix=existing, **padded(prompt[num_before:])
+    )
     expected, _ = engine.prefill(params=params, **padded(prompt))
     assert np.array_equal(found.common_prefix_tokens, prompt)
     for ours, theirs in zip(found.cache, expected.cache, strict=True):
-        np.testing.assert_allclose(by_token(ours)[:, : len(prompt)], by_token(theirs)[:, : len(prompt)], atol=1e-5)
+        np.testing.assert_allclose(
+            by_token(ours)[:, : len(prompt)], by_token(theirs)[:, : len(prompt)], atol=1e-5
+        )
 
 
 def by_token(pages: Any) -> np.ndarray:

@@ -1,6 +1,7 @@
 """JetStream's own orchestrator decodes with the engine, token for token what the engine loop gives.
 
-Needs the extra `jetstream`, and therefore an environment of its own; elsewhere these tests are not collected.
+Needs the extra `jetstream`, and therefore an environment of its own; elsewhere these tests are not
+collected.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ from areal_jax.records import Message, Sampling
 # The orchestrator of 0.2.2 asks for a name that JAX has given up.
 jax.tree_map = jax.tree.map  # pyright: ignore[reportAttributeAccessIssue]
 
-from jetstream.core import orchestrator  # noqa: E402  # pyright: ignore[reportMissingImports]
-from jetstream.core.utils import async_multifuture  # noqa: E402  # pyright: ignore[reportMissingImports]
+from jetstream.core import orchestrator  # pyright: ignore[reportMissingImports]  # noqa: E402
+from jetstream.core.utils import async_multifuture  # pyright: ignore[reportMissingImports]  # noqa: E402
 
 # Importing it makes all of this process tell everything.
 logging.getLogger().setLevel(logging.WARNING)
@@ -36,7 +37,8 @@ logging.getLogger().handlers.clear()
 
 
 class Orchestrator(orchestrator.EngineLoop):
-    """JetStream's engine loop, which ends the process where the last slot in use is given back between two of its looks at them."""
+    """JetStream's engine loop, which ends the process where the last slot in use is given back
+    between two of its looks at them."""
 
     def _generate_thread(self, idx: int) -> None:
         try:
@@ -47,8 +49,11 @@ class Orchestrator(orchestrator.EngineLoop):
                 self._generate_thread(idx)
 
 
-def by_jetstream(engine: JetStreamEngine, contents: Sequence[str | list[int]], max_tokens: int) -> list[list[int]]:
-    """What the orchestrator's own engine loop streams, request by request in the order in which they were asked."""
+def by_jetstream(
+    engine: JetStreamEngine, contents: Sequence[str | list[int]], max_tokens: int
+) -> list[list[int]]:
+    """What the orchestrator's own engine loop streams, request by request in the order in which
+    they were asked."""
     params = engine.load_params()
     engine_loop = Orchestrator([engine], [engine], [params], [params], interleaved_mode=True)
 
@@ -57,7 +62,9 @@ def by_jetstream(engine: JetStreamEngine, contents: Sequence[str | list[int]], m
         for content in contents:
             channels.append(async_multifuture.AsyncMultifuture())
             engine_loop.place_request_on_prefill_queue(
-                orchestrator.ActiveRequest(max_tokens=max_tokens, prefill_content=content, return_channel=channels[-1])
+                orchestrator.ActiveRequest(
+                    max_tokens=max_tokens, prefill_content=content, return_channel=channels[-1]
+                )
             )
 
         async def tokens_of(channel: async_multifuture.AsyncMultifuture) -> list[int]:
@@ -76,10 +83,16 @@ def by_jetstream(engine: JetStreamEngine, contents: Sequence[str | list[int]], m
 @pytest.mark.parametrize("num_devices", DEVICES)
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_the_orchestrator_gives_what_the_driver_gives(num_devices: int, temperature: float) -> None:
-    # More requests than slots, of one to three chunks, some of which stop and some of which are cut.
+    # More requests than slots, of one to three chunks, some of which stop and some of which are
+    # cut.
     prompts = [tokenizer().render((Message("user", question),)) for question in QUESTIONS]
-    sampling = Sampling(CONFIG.max_new_tokens, temperature, stop_token_ids=tokenizer().stop_token_ids)
-    expected = [completion.tokens.tolist() for (completion,) in by_engine_loop(num_devices, prompts, sampling)]
+    sampling = Sampling(
+        CONFIG.max_new_tokens, temperature, stop_token_ids=tokenizer().stop_token_ids
+    )
+    expected = [
+        completion.tokens.tolist()
+        for (completion,) in by_engine_loop(num_devices, prompts, sampling)
+    ]
     found = by_jetstream(
         JetStreamEngine(*decoding(num_devices), tokenizer(), sampling, seed=7),
         [prompt.tolist() for prompt in prompts],
@@ -95,7 +108,9 @@ def test_the_orchestrator_gives_what_the_driver_gives(num_devices: int, temperat
 def test_text_goes_in_and_an_answer_may_be_cut_earlier() -> None:
     sampling = Sampling(CONFIG.max_new_tokens, 0.0, stop_token_ids=tokenizer().stop_token_ids)
     ((expected,),) = by_engine_loop(1, [tokenizer().encode(QUESTIONS[0])], sampling)
-    (found,) = by_jetstream(JetStreamEngine(*decoding(1), tokenizer(), sampling, seed=7), [QUESTIONS[0]], 5)
+    (found,) = by_jetstream(
+        JetStreamEngine(*decoding(1), tokenizer(), sampling, seed=7), [QUESTIONS[0]], 5
+    )
     assert found == expected.tokens[:5].tolist()
 
 
@@ -109,13 +124,20 @@ def test_text_goes_in_and_an_answer_may_be_cut_earlier() -> None:
 )
 def test_what_jetstream_cannot_do_is_refused(settings: dict[str, int], named: str) -> None:
     mesh = make_meshes(PlacementConfig(), jax.devices()[:1]).rollout
-    engine = DecodeEngine(Policy(hf.read_config(FOLDER)), mesh, chz.replace(CONFIG, **settings), jnp.float32)
+    engine = DecodeEngine(
+        Policy(hf.read_config(FOLDER)), mesh, chz.replace(CONFIG, **settings), jnp.float32
+    )
     with pytest.raises(ValueError, match=named):
         JetStreamEngine(engine, {}, tokenizer(), Sampling(8))
 
 
 @pytest.mark.parametrize(
-    "sampling", [Sampling(8, presence_penalty=0.5), Sampling(8, min_new_tokens=2), Sampling(8, num_top_logprobs=1)]
+    "sampling",
+    [
+        Sampling(8, presence_penalty=0.5),
+        Sampling(8, min_new_tokens=2),
+        Sampling(8, num_top_logprobs=1),
+    ],
 )
 def test_what_depends_on_earlier_tokens_is_refused(sampling: Sampling) -> None:
     mesh = make_meshes(PlacementConfig(), jax.devices()[:1]).rollout

@@ -1,4 +1,5 @@
-"""Laws of joining processes: who is missing is named, in all that came. Those that all came are in tests/trainer."""
+"""Laws of joining processes: who is missing is named, in all that came. Those that all came are in
+tests/trainer."""
 
 from __future__ import annotations
 
@@ -20,11 +21,21 @@ def coordinator() -> str:
 
 
 @pytest.mark.parametrize(
-    ("came", "missing"), [((0, 2), "process 1, process 3"), ((1, 3), "process 0"), ((0,), "process 1, process 2, process 3")]
+    ("came", "missing"),
+    [
+        ((0, 2), "process 1, process 3"),
+        ((1, 3), "process 0"),
+        ((0,), "process 1, process 2, process 3"),
+    ],
 )
-def test_all_that_came_are_told_who_is_missing(coordinator: str, came: tuple[int, ...], missing: str):
+def test_all_that_came_are_told_who_is_missing(
+    coordinator: str, came: tuple[int, ...], missing: str
+):
     with ThreadPoolExecutor() as pool:
-        for error in [future.exception(30) for future in [pool.submit(join, coordinator, 4, number, 3.0) for number in came]]:
+        for error in [
+            future.exception(30)
+            for future in [pool.submit(join, coordinator, 4, number, 3.0) for number in came]
+        ]:
             assert isinstance(error, TimeoutError)
             assert f"for 4 trainer processes; missing: {missing}. Start" in str(error)
 
@@ -45,7 +56,13 @@ def test_who_else_comes_to_the_port_is_sent_away_and_who_dies_is_not_waited_for(
     with ThreadPoolExecutor() as pool:
         coming = [pool.submit(join, coordinator, 4, 0, 6.0)]
         visit(b"").close()
-        with visit(b""), visit(b"GET / HTTP/1.1\r\n\r\n"), visit(b"4\n"), visit(b"-1\n"), visit(b"\xff\n"):
+        with (
+            visit(b""),
+            visit(b"GET / HTTP/1.1\r\n\r\n"),
+            visit(b"4\n"),
+            visit(b"-1\n"),
+            visit(b"\xff\n"),
+        ):
             dying = visit(b"1\n")
             coming.append(pool.submit(join, coordinator, 4, 2, 6.0))
             time.sleep(3.0)
@@ -62,10 +79,16 @@ def test_where_the_coordinator_answers_must_be_said_whole():
 
 
 @pytest.mark.parametrize(
-    ("name", "leads"), [("localhost", r"leads to (127\.0\.0\.1|::1), where only this host comes"), ("no host", "leads nowhere")]
+    ("name", "leads"),
+    [
+        ("localhost", r"leads to (127\.0\.0\.1|::1), where only this host comes"),
+        ("no host", "leads nowhere"),
+    ],
 )
 def test_a_host_that_others_cannot_find_by_its_name_is_told_what_to_do(name: str, leads: str):
-    with pytest.raises(ConnectionError, match=f"this host's name, {name}, {leads}.* write name and address"):
+    with pytest.raises(
+        ConnectionError, match=f"this host's name, {name}, {leads}.* write name and address"
+    ):
         _require_name(name, are_apart=True)
 
 

@@ -10,7 +10,8 @@ DEVICES = jax.devices()
 
 @pytest.mark.parametrize(
     ("num_devices", "train", "rollout"),
-    # Three quarters decode, rounded, and at least one device does each: 1.5 of 2 would be 2, and leave none to train.
+    # Three quarters decode, rounded, and at least one device does each: 1.5 of 2 would be 2, and
+    # leave none to train.
     [(2, 1, 1), (3, 1, 2), (4, 1, 3), (5, 1, 4), (6, 2, 4), (7, 2, 5), (8, 2, 6)],
 )
 def test_three_quarters_decode(num_devices, train, rollout):
@@ -36,7 +37,9 @@ def test_all_devices_are_the_default():
 
 
 def test_meshes_have_named_axes_for_the_compiler_to_fill():
-    meshes = make_meshes(PlacementConfig(train_devices=4, train_fsdp=1, train_tensor=2, rollout_tensor=2), DEVICES)
+    meshes = make_meshes(
+        PlacementConfig(train_devices=4, train_fsdp=1, train_tensor=2, rollout_tensor=2), DEVICES
+    )
     sizes = [("data", 2), ("fsdp", 1), ("expert", 1), ("context", 1), ("tensor", 2)]
     assert list(meshes.train.shape.items()) == sizes
     assert dict(meshes.rollout.shape) == {"data": 2, "tensor": 2}
@@ -44,7 +47,9 @@ def test_meshes_have_named_axes_for_the_compiler_to_fill():
 
 
 def test_fsdp_takes_what_tensor_leaves():
-    assert dict(make_meshes(PlacementConfig(train_devices=6, train_tensor=2), DEVICES).train.shape) == {
+    assert dict(
+        make_meshes(PlacementConfig(train_devices=6, train_tensor=2), DEVICES).train.shape
+    ) == {
         "data": 1,
         "fsdp": 3,
         "expert": 1,
@@ -69,16 +74,36 @@ def test_one_count_leaves_the_rest_and_devices_may_lie_idle():
 @pytest.mark.parametrize(
     ("placement", "num_devices", "message"),
     [
-        (PlacementConfig(train_devices=6, rollout_devices=4), 8, "the 8 there are; came 6 to train and 4 to decode"),
+        (
+            PlacementConfig(train_devices=6, rollout_devices=4),
+            8,
+            "the 8 there are; came 6 to train and 4 to decode",
+        ),
         (PlacementConfig(train_devices=8), 8, "came 8 to train and 0 to decode"),
         (PlacementConfig(rollout_devices=0), 8, "came 8 to train and 0 to decode"),
         (PlacementConfig(rollout_share=0.05), 8, "came 8 to train and 0 to decode"),
         (PlacementConfig(rollout_devices=2), 1, "there is 1 device"),
         (PlacementConfig(rollout_share="auto"), 1, "there is 1 device"),
-        (PlacementConfig(train_tensor=3), 8, "2 train devices do not divide by placement.train_tensor=3"),
-        (PlacementConfig(train_devices=4, train_fsdp=3), 8, "4 train devices do not divide by placement.train_fsdp=3"),
-        (PlacementConfig(train_devices=4, train_expert=3, train_tensor=2), 8, "train_expert=3 times placement.train_tensor=2"),
-        (PlacementConfig(rollout_tensor=4), 8, "6 rollout devices do not divide by placement.rollout_tensor=4"),
+        (
+            PlacementConfig(train_tensor=3),
+            8,
+            "2 train devices do not divide by placement.train_tensor=3",
+        ),
+        (
+            PlacementConfig(train_devices=4, train_fsdp=3),
+            8,
+            "4 train devices do not divide by placement.train_fsdp=3",
+        ),
+        (
+            PlacementConfig(train_devices=4, train_expert=3, train_tensor=2),
+            8,
+            "train_expert=3 times placement.train_tensor=2",
+        ),
+        (
+            PlacementConfig(rollout_tensor=4),
+            8,
+            "6 rollout devices do not divide by placement.rollout_tensor=4",
+        ),
     ],
 )
 def test_what_cannot_be_placed_says_the_counts(placement, num_devices, message):

@@ -8,7 +8,15 @@ from jax.sharding import PartitionSpec
 
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
-from areal_jax.parallel.sharding import ROLLOUT_RULES, TRAIN_RULES, bytes_per_device, num_shards, put_batch, sharding, shardings
+from areal_jax.parallel.sharding import (
+    ROLLOUT_RULES,
+    TRAIN_RULES,
+    bytes_per_device,
+    num_shards,
+    put_batch,
+    sharding,
+    shardings,
+)
 
 # data=1, fsdp=2, tensor=2 to train; data=2, tensor=2 to decode.
 MESHES = make_meshes(PlacementConfig(train_devices=4, train_tensor=2, rollout_tensor=2))
@@ -31,7 +39,9 @@ def test_the_table_of_a_mesh_says_how_parameters_are_cut():
 
 def test_what_does_not_divide_is_not_cut():
     # 3 heads do not lie on 2 devices; the 8 of the width still do.
-    assert sharding(MESHES.train, ("embed", "heads"), (8, 3), TRAIN_RULES).spec == PartitionSpec("fsdp", None)
+    assert sharding(MESHES.train, ("embed", "heads"), (8, 3), TRAIN_RULES).spec == PartitionSpec(
+        "fsdp", None
+    )
 
 
 def test_a_batch_is_cut_over_data_and_fsdp_together():
@@ -44,29 +54,42 @@ def test_a_batch_is_cut_over_data_and_fsdp_together():
     assert isinstance(batch, Batch)
     assert batch.tokens.sharding.spec == PartitionSpec(("data", "fsdp"), None)
     assert batch.weights.sharding.spec == PartitionSpec(("data", "fsdp"))
-    assert [shard.data.tolist() for shard in batch.tokens.addressable_shards] == [[[i, i + 1]] for i in range(0, 12, 2)]
+    assert [shard.data.tolist() for shard in batch.tokens.addressable_shards] == [
+        [[i, i + 1]] for i in range(0, 12, 2)
+    ]
     assert batch.weights.addressable_shards[0].data.shape == (1,)
 
 
 def test_a_row_is_cut_over_context() -> None:
     mesh = make_meshes(PlacementConfig(train_devices=4, train_context=2)).train  # fsdp=2, context=2
     batch = put_batch(mesh, np.arange(8).reshape(2, 4), TRAIN_RULES)
-    assert [shard.data.tolist() for shard in batch.addressable_shards] == [[[0, 1]], [[2, 3]], [[4, 5]], [[6, 7]]]
+    assert [shard.data.tolist() for shard in batch.addressable_shards] == [
+        [[0, 1]],
+        [[2, 3]],
+        [[4, 5]],
+        [[6, 7]],
+    ]
     assert num_shards(mesh, "attending_heads", TRAIN_RULES) == 2  # tensor 1 x context 2
 
 
 def test_experts_take_their_axis_and_leave_what_else_there_is():
-    placement = PlacementConfig(train_devices=8, rollout_devices=1, train_fsdp=2, train_expert=2, train_tensor=2)
+    placement = PlacementConfig(
+        train_devices=8, rollout_devices=1, train_fsdp=2, train_expert=2, train_tensor=2
+    )
     mesh = make_meshes(placement, [*jax.devices(), jax.devices()[0]]).train
     experts = sharding(mesh, ("layers", "experts", "embed", "mlp"), (3, 4, 8, 6), TRAIN_RULES)
     assert experts.spec == PartitionSpec(None, "expert", "fsdp", "tensor")
     # What has no experts is cut over both, as the batch is.
-    assert sharding(mesh, ("embed", "mlp"), (8, 6), TRAIN_RULES).spec == PartitionSpec(("fsdp", "expert"), "tensor")
+    assert sharding(mesh, ("embed", "mlp"), (8, 6), TRAIN_RULES).spec == PartitionSpec(
+        ("fsdp", "expert"), "tensor"
+    )
     assert sharding(mesh, ("batch",), (4,), TRAIN_RULES).spec == PartitionSpec(("fsdp", "expert"))
 
 
 def test_unknown_and_surplus_axes_are_named():
-    with pytest.raises(ValueError, match=r"logical axis 'widht' has no rule; known are layers, vocab"):
+    with pytest.raises(
+        ValueError, match=r"logical axis 'widht' has no rule; known are layers, vocab"
+    ):
         sharding(MESHES.train, ("widht",), (8,), TRAIN_RULES)
     with pytest.raises(ValueError, match=r"axes \('embed', 'heads'\) .* shape \(8,\)"):
         sharding(MESHES.train, ("embed", "heads"), (8,), TRAIN_RULES)

@@ -1,7 +1,8 @@
-"""Grader programs as another user: `python grade_as.py UID SETTINGS`. For each line {"answer", "text"} a grade is printed.
+"""Grader programs as another user: `python grade_as.py UID SETTINGS`. For each line {"answer",
+"text"} a grade is printed.
 
-Root can become any user. What Python needs may lie below folders that are closed to others, such as /root: in a mount namespace
-of its own, such a folder holds nothing but that.
+Root can become any user. What Python needs may lie below folders that are closed to others, such as
+/root: in a mount namespace of its own, such a folder holds nothing but that.
 """
 
 from __future__ import annotations
@@ -31,12 +32,19 @@ def main() -> None:
     grader = CodeGrader(config, find_sandbox_command(config), timeout_s=60.0)
     for line in sys.stdin:
         request = json.loads(line)
-        print(json.dumps(asdict(grader.grade_answer(tests_of(request["answer"]), request["text"]))), flush=True)
+        print(
+            json.dumps(asdict(grader.grade_answer(tests_of(request["answer"]), request["text"]))),
+            flush=True,
+        )
     grader.close()
 
 
 def become(user_id: int) -> None:
-    needed = [Path(sys.base_prefix), Path(sysconfig.get_path("purelib")), Path(__file__).resolve().parents[2]]
+    needed = [
+        Path(sys.base_prefix),
+        Path(sysconfig.get_path("purelib")),
+        Path(__file__).resolve().parents[2],
+    ]
     closed = {}
     for path in needed:
         above = [folder for folder in reversed(path.parents) if not folder.stat().st_mode & 0o001]

@@ -30,7 +30,8 @@ from areal_jax.rewards.calculator import NotArithmetic, calculate
         ("0**(10**30)", "0"),
         ("2**-2", "0.25"),
         ("1_000", "1000"),
-        # 10^400 / 7 = 1.42857142857... x 10^399: no float is as large, nor as small as what follows.
+        # 10^400 / 7 = 1.42857142857... x 10^399: no float is as large, nor as small as what
+        # follows.
         ("10**400/7", "1.42857142857e+399"),
         ("-10**400/7", "-1.42857142857e+399"),
         ("1/10**400", "1e-400"),

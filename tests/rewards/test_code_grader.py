@@ -5,7 +5,12 @@ import time
 import pytest
 
 from areal_jax.data.code_tasks import Asserts
-from areal_jax.rewards.code_grader import continues, extract_program, is_same_output, uses_undefined_names
+from areal_jax.rewards.code_grader import (
+    continues,
+    extract_program,
+    is_same_output,
+    uses_undefined_names,
+)
 
 PROMPT = 'def f(x):\n    """Doubles."""\n'
 
@@ -46,7 +51,12 @@ def test_a_bare_text_may_go_on_with_the_prompt() -> None:
 
 @pytest.mark.parametrize(
     ("program", "on"),
-    [("    return 2 * x", True), ("def f(x):\n    return 1", False), ("  def f(x): ...", False), ("def ff(x): ...", True)],
+    [
+        ("    return 2 * x", True),
+        ("def f(x):\n    return 1", False),
+        ("  def f(x): ...", False),
+        ("def ff(x): ...", True),
+    ],
 )
 def test_a_program_goes_on_with_the_prompt_unless_it_begins_anew(program: str, on: bool) -> None:
     assert continues(Asserts("", ["f"], PROMPT), program) is on
@@ -54,7 +64,14 @@ def test_a_program_goes_on_with_the_prompt_unless_it_begins_anew(program: str, o
 
 
 @pytest.mark.parametrize(
-    "text", ["```" * 300_000, "```python\n" * 100_000, "`" * 1_000_000, "\n" * 1_000_000, "-" * 500_000 + "1"]
+    "text",
+    [
+        "```" * 300_000,
+        "```python\n" * 100_000,
+        "`" * 1_000_000,
+        "\n" * 1_000_000,
+        "-" * 500_000 + "1",
+    ],
 )
 def test_programs_are_searched_in_linear_time(text: str) -> None:
     began_s = time.process_time()
@@ -87,7 +104,9 @@ def test_programs_are_searched_in_linear_time(text: str) -> None:
         ("9" * 5000, "0.5", False),
     ],
 )
-def test_outputs_are_the_same_but_for_spaces_and_how_fractions_are_written(came: str, expected: str, same: bool) -> None:
+def test_outputs_are_the_same_but_for_spaces_and_how_fractions_are_written(
+    came: str, expected: str, same: bool
+) -> None:
     assert is_same_output(came, expected) is same
 
 
@@ -120,7 +139,10 @@ def test_exact_outputs_are_lines_or_decimals(came: str, expected: str, same: boo
     [
         ("print(int(input()))", False),
         (
-            "import sys\nfrom math import sqrt as root\ndef f(x):\n    return root(x) + sys.maxsize\nprint(f(4), __file__)",
+            (
+                "import sys\nfrom math import sqrt as root\ndef f(x):\n    return root(x) + "
+                "sys.maxsize\nprint(f(4), __file__)"
+            ),
             False,
         ),
         ("print(sqrt(4))", True),

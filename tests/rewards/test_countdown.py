@@ -52,6 +52,8 @@ def test_all_else_is_wrong(text: str) -> None:
     assert grade_answer(GIVEN, text)[0] == "wrong"
 
 
-@pytest.mark.parametrize("text", ["", "3*8*5/5", "\\boxed{3*8*5/5", "<answer>3*8", "\\boxed{" * 100_000])
+@pytest.mark.parametrize(
+    "text", ["", "3*8*5/5", "\\boxed{3*8*5/5", "<answer>3*8", "\\boxed{" * 100_000]
+)
 def test_without_an_answer_there_is_none(text: str) -> None:
     assert grade_answer(GIVEN, text)[0] == "no_answer"

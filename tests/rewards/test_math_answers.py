@@ -30,7 +30,8 @@ def is_correct(answer: str, reference: str) -> bool:
     [
         ("so \\boxed{42}.", "42"),
         ("\\boxed{1}, no: \\boxed{2}", "2"),
-        # Boxes with nothing but separators between them are one list; a box that comes again is no second element.
+        # Boxes with nothing but separators between them are one list; a box that comes again is no
+        # second element.
         ("\\boxed{-2} and \\boxed{1}", "-2, 1"),
         ("$x = \\boxed{2}$ or $x = \\boxed{3}$.", "2, 3"),
         ("\\boxed{1}, \\boxed{2}, \\text{ and } \\boxed{3}", "1, 2, 3"),
@@ -53,7 +54,9 @@ def is_correct(answer: str, reference: str) -> bool:
         ("", None),
     ],
 )
-def test_the_answer_is_in_the_last_box_or_after_the_last_hashes(text: str, answer: str | None) -> None:
+def test_the_answer_is_in_the_last_box_or_after_the_last_hashes(
+    text: str, answer: str | None
+) -> None:
     assert extract_answer(text) == answer
 
 
@@ -91,7 +94,9 @@ def test_what_is_no_integer_is_left_to_mathematics(text: str) -> None:
     assert plain_integer(text) is None
 
 
-@pytest.mark.parametrize(("answer", "reference"), [("42", "43"), ("42", "-42"), ("042", "420"), ("1,234", "12,34")])
+@pytest.mark.parametrize(
+    ("answer", "reference"), [("42", "43"), ("42", "-42"), ("042", "420"), ("1,234", "12,34")]
+)
 def test_other_integers_are_wrong(answer: str, reference: str) -> None:
     assert not is_correct(answer, reference)
 
@@ -123,21 +128,31 @@ def test_mathematics_decides_what_text_cannot(answer: str, reference: str, corre
 
 
 def test_pairs_of_answers_in_many_notations_and_their_near_misses() -> None:
-    rows = [json.loads(line) for line in Path(__file__).with_name("math_pairs.jsonl").read_text("utf-8").splitlines()]
-    pairs = [(answer, row["reference"], kind == "same") for row in rows for kind in ("same", "other") for answer in row[kind]]
+    rows = [
+        json.loads(line)
+        for line in Path(__file__).with_name("math_pairs.jsonl").read_text("utf-8").splitlines()
+    ]
+    pairs = [
+        (answer, row["reference"], kind == "same")
+        for row in rows
+        for kind in ("same", "other")
+        for answer in row[kind]
+    ]
     assert len(pairs) > 400
     misgraded = [pair for pair in pairs if is_correct(*pair[:2]) is not pair[2]]
     assert misgraded == []
 
 
 KNOWN_MISSES = {
-    # The reference of the first is found in prose that is escaped twice; the next takes names to say which tuple is meant.
+    # The reference of the first is found in prose that is escaped twice; the next takes names to
+    # say which tuple is meant.
     "$(3, \\frac{\\pi}{2})$",
     "$p=5,q=2;p=7,q=2$",
     # Prose between the boxes.
     "$$(3, 3), (1, 1)$$",
     "\\boxed{1} papers and \\boxed{2} bins",
-    # Times of day, a column for a list, degrees within a sine, f(x) for y, a choice in lower case, a number in words.
+    # Times of day, a column for a list, degrees within a sine, f(x) for y, a choice in lower case,
+    # a number in words.
     "20:34",
     "\\begin{matrix} \\frac12 \\\\ 1 \\end{matrix}",
     "\\sin(90^{\\circ}-x)",
@@ -150,7 +165,11 @@ KNOWN_MISSES = {
 
 def grader_triples() -> list[tuple[str, str, bool]]:
     lines = Path(__file__).with_name("math_graders.jsonl").read_text("utf-8").splitlines()
-    return [(reference, answer, equal) for line in lines for reference, answer, equal in json.loads(line)["triples"]]
+    return [
+        (reference, answer, equal)
+        for line in lines
+        for reference, answer, equal in json.loads(line)["triples"]
+    ]
 
 
 def found(text: str) -> str:
@@ -161,7 +180,10 @@ def found(text: str) -> str:
 def test_triples_of_public_graders_without_a_false_correct() -> None:
     triples = grader_triples()
     assert len(triples) >= 600
-    graded = [(reference, answer, equal, is_correct(found(answer), found(reference))) for reference, answer, equal in triples]
+    graded = [
+        (reference, answer, equal, is_correct(found(answer), found(reference)))
+        for reference, answer, equal in triples
+    ]
     assert [row for row in graded if row[3] and not row[2]] == []
     missed = [row for row in graded if row[2] and not row[3]]
     assert {row[0] for row in missed} == KNOWN_MISSES
@@ -176,10 +198,22 @@ def test_no_text_of_an_answer_reaches_eval(monkeypatch: pytest.MonkeyPatch) -> N
     for cached in (math_answers._equal_expressions, math_answers._expression):
         cached.cache_clear()
     evaluated = list[str]()
-    # Its every way to Python's eval leads through this function. An exception here would be taken for a failure to read.
-    monkeypatch.setattr("sympy.parsing.sympy_parser.eval_expr", lambda code, *given: evaluated.append(code))
-    payloads = ["__import__('os').getcwd()", "\\text{__import__('os')}", "x.__class__", "().__class__", "\\frac{lambda: 1}{2}"]
-    for reference, answer, _ in [*grader_triples(), *(("x + 1", payload, False) for payload in payloads)]:
+    # Its every way to Python's eval leads through this function. An exception here would be taken
+    # for a failure to read.
+    monkeypatch.setattr(
+        "sympy.parsing.sympy_parser.eval_expr", lambda code, *given: evaluated.append(code)
+    )
+    payloads = [
+        "__import__('os').getcwd()",
+        "\\text{__import__('os')}",
+        "x.__class__",
+        "().__class__",
+        "\\frac{lambda: 1}{2}",
+    ]
+    for reference, answer, _ in [
+        *grader_triples(),
+        *(("x + 1", payload, False) for payload in payloads),
+    ]:
         compare_symbolically(found(answer), found(reference))
     assert evaluated == []
 
@@ -294,7 +328,9 @@ def test_unicode_is_the_latex_that_it_looks_like(answer: str, reference: str) ->
     assert is_correct(answer, reference)
 
 
-@pytest.mark.parametrize("text", ["\0", "\x1b[2J", "\u202e42", "\ud800", "\ufeff", "42\x00", "\t\n\r\x0b\x85\u2028"])
+@pytest.mark.parametrize(
+    "text", ["\0", "\x1b[2J", "\u202e42", "\ud800", "\ufeff", "42\x00", "\t\n\r\x0b\x85\u2028"]
+)
 def test_control_characters_are_no_answers_and_no_harm(text: str) -> None:
     assert not is_correct(extract_answer(f"\\boxed{{{text}}}") or "", "42")
     assert not is_correct(text, "\\frac{3}{7}")
@@ -353,7 +389,15 @@ def test_hostile_answers_are_wrong_at_once(answer: str, reference: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["\\boxed{" * 150_000, "{" * 1_000_000, "}" * 1_000_000, "\\" * 1_000_001, "9," * 500_000, "#" * 1_000_000]
+    "text",
+    [
+        "\\boxed{" * 150_000,
+        "{" * 1_000_000,
+        "}" * 1_000_000,
+        "\\" * 1_000_001,
+        "9," * 500_000,
+        "#" * 1_000_000,
+    ],
 )
 def test_megabytes_are_searched_in_linear_time(text: str) -> None:
     began_s = time.process_time()
@@ -368,7 +412,14 @@ def test_only_the_end_of_a_long_text_is_searched() -> None:
 
 
 def test_bounds_leave_room_for_real_answers() -> None:
-    for answer in ("2^{2^{10}}", "e^{-x^2}", "100!", "(x+1)^{1000}", "\\binom{100}{50}", "\\frac{\\sqrt{2+\\sqrt{3}}}{2}"):
+    for answer in (
+        "2^{2^{10}}",
+        "e^{-x^2}",
+        "100!",
+        "(x+1)^{1000}",
+        "\\binom{100}{50}",
+        "\\frac{\\sqrt{2+\\sqrt{3}}}{2}",
+    ):
         assert is_bounded(answer, "42")
     # A sum is an answer only to what is a sum itself.
     assert is_bounded("\\sum_{k=1}^{9} k", "\\sum_{k=0}^{9} k")

@@ -1,4 +1,5 @@
-"""Reward functions of one's own: what is refused before training, which signatures work, and what failures leave."""
+"""Reward functions of one's own: what is refused before training, which signatures work, and what
+failures leave."""
 
 from __future__ import annotations
 
@@ -95,7 +96,9 @@ def probed(config: RewardConfig, *tasks: Task, must_grade: bool = True) -> list[
         async with RewardService(config) as service:
             await service.start()
             found = await probe(service.grade, tasks or (task(),), config, must_grade=must_grade)
-            assert (service.grades.total(), service.num_failed) == (0, 0), "probing counts for nothing"
+            assert (service.grades.total(), service.num_failed) == (0, 0), (
+                "probing counts for nothing"
+            )
             return found
 
     return asyncio.run(main())
@@ -103,7 +106,9 @@ def probed(config: RewardConfig, *tasks: Task, must_grade: bool = True) -> list[
 
 @pytest.mark.parametrize("name", ["good", "awaited", "truth_of_numpy", "swapped"])
 @pytest.mark.parametrize("scale", ["unit", "raw"])
-def test_working_functions_start_without_a_word(functions: Path, name: str, scale: Literal["unit", "raw"]) -> None:
+def test_working_functions_start_without_a_word(
+    functions: Path, name: str, scale: Literal["unit", "raw"]
+) -> None:
     assert probed(RewardConfig(function=f"{functions}:{name}", scale=scale)) == []
 
 
@@ -125,7 +130,10 @@ def test_working_functions_start_without_a_word(functions: Path, name: str, scal
         ("dies", "exit code 3"),
         ("leaves", "SystemExit: 4"),
         ("imports", "No module named 'no_such_module'"),
-        ("on_the_reference", "failed on the reference answer '42' to task sum: KeyError: 'reference'"),
+        (
+            "on_the_reference",
+            "failed on the reference answer '42' to task sum: KeyError: 'reference'",
+        ),
         ("unreachable", "ConnectionRefusedError: nobody listens"),
         ("trl_two", "expected a list of 1 number, one for each completion, found [0.0, 1.0]"),
         ("trl_none", "found None"),
@@ -134,7 +142,9 @@ def test_working_functions_start_without_a_word(functions: Path, name: str, scal
 )
 def test_functions_that_do_not_work_are_refused(functions: Path, name: str, reason: str) -> None:
     with pytest.raises(ConfigError) as refused:
-        probed(RewardConfig(function=f"{functions}:{name}", timeout_s=1.0 if name == "hangs" else 60.0))
+        probed(
+            RewardConfig(function=f"{functions}:{name}", timeout_s=1.0 if name == "hangs" else 60.0)
+        )
     assert reason in str(refused.value)
     assert f"rewards.function={functions}:{name} failed on " in str(refused.value)
 
@@ -143,13 +153,21 @@ def test_a_refusal_shows_the_frames_of_the_function_alone(functions: Path) -> No
     with pytest.raises(ConfigError) as refused:
         probed(RewardConfig(function=f"{functions}:raises"))
     frames = [line for line in str(refused.value).splitlines() if line.startswith('  File "')]
-    assert len(frames) == 2 and all(f'File "{functions}"' in frame for frame in frames), refused.value
+    assert len(frames) == 2 and all(f'File "{functions}"' in frame for frame in frames), (
+        refused.value
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
-        ("trl_ids", "TRL's signature is called with prompts, completions, answer, solution, ground_truth, task_id, family"),
+        (
+            "trl_ids",
+            (
+                "TRL's signature is called with prompts, completions, answer, solution, "
+                "ground_truth, task_id, family"
+            ),
+        ),
         ("verl_more", "sandbox_fusion_url is not among them"),
         ("verl_batch", "found (data_sources, solution_strs, ground_truths, extra_infos)"),
         ("foreign", "found (response, ground_truth)"),
@@ -158,13 +176,17 @@ def test_a_refusal_shows_the_frames_of_the_function_alone(functions: Path) -> No
         ("no_function", "found int, which cannot be called"),
     ],
 )
-def test_unknown_signatures_are_named_beside_the_known(functions: Path, name: str, reason: str) -> None:
+def test_unknown_signatures_are_named_beside_the_known(
+    functions: Path, name: str, reason: str
+) -> None:
     with pytest.raises(ConfigError) as refused:
         probed(RewardConfig(function=f"{functions}:{name}"))
     assert reason in str(refused.value)
 
 
-@pytest.mark.parametrize("name", ["trl", "trl_columns", "trl_messages", "trl_async", "verl", "verl_dict"])
+@pytest.mark.parametrize(
+    "name", ["trl", "trl_columns", "trl_messages", "trl_async", "verl", "verl_dict"]
+)
 def test_signatures_of_trl_and_verl_are_adapted(functions: Path, name: str) -> None:
     config = RewardConfig(function=f"{functions}:{name}")
 
@@ -179,7 +201,10 @@ def test_signatures_of_trl_and_verl_are_adapted(functions: Path, name: str) -> N
 
 def test_an_import_that_fails_is_refused_with_its_frames(tmp_path: Path) -> None:
     (tmp_path / "own.py").write_text("import no_such_module\n")
-    with pytest.raises(ConfigError, match=r"rewards\.function=.*No module named 'no_such_module'\n.*\n  File .*own\.py"):
+    with pytest.raises(
+        ConfigError,
+        match=r"rewards\.function=.*No module named 'no_such_module'\n.*\n  File .*own\.py",
+    ):
         probed(RewardConfig(function=f"{tmp_path / 'own.py'}:grader"))
     (tmp_path / "exits.py").write_text("raise SystemExit('not today')\n")
     with pytest.raises(ConfigError, match="SystemExit: not today"):
@@ -188,11 +213,15 @@ def test_an_import_that_fails_is_refused_with_its_frames(tmp_path: Path) -> None
 
 def test_raw_rewards_are_any_finite_number(functions: Path) -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig(function=f"{functions}:too_much", scale="raw")) as grader:
+        async with RewardService(
+            RewardConfig(function=f"{functions}:too_much", scale="raw")
+        ) as grader:
             grade = await grader(task(), "2")
             assert grade == RewardResult("scored", score=2.5)
             assert grade.worth(5.0, -5.0) == 2.5
-        async with RewardService(RewardConfig(function=f"{functions}:infinite", scale="raw")) as grader:
+        async with RewardService(
+            RewardConfig(function=f"{functions}:infinite", scale="raw")
+        ) as grader:
             assert (await grader(task(), "2")).failed
 
     asyncio.run(main())
@@ -200,14 +229,19 @@ def test_raw_rewards_are_any_finite_number(functions: Path) -> None:
 
 def test_a_function_that_gives_no_reference_credit_is_warned(functions: Path) -> None:
     (warning,) = probed(RewardConfig(function=f"{functions}:constant"))
-    assert "returns 0.25 for an empty answer to task sum and the same for its reference answer '42'" in warning
+    assert (
+        "returns 0.25 for an empty answer to task sum and the same for its reference answer '42'"
+        in warning
+    )
 
 
 def test_unreadable_reference_answers_are_warned_or_refused() -> None:
     good, torn = task("42"), task("\\frac{1", number=2)
     assert probed(RewardConfig(), good) == []
     (warning,) = probed(RewardConfig(), good, torn)
-    assert warning.startswith("1 of 2 reference answers are not graded correct in \\boxed{}: task sum2: '\\\\frac{1' is ")
+    assert warning.startswith(
+        "1 of 2 reference answers are not graded correct in \\boxed{}: task sum2: '\\\\frac{1' is "
+    )
     with pytest.raises(ConfigError, match=r"of 1 rows is graded correct.*task sum2"):
         probed(RewardConfig(), torn)
     assert len(probed(RewardConfig(), torn, must_grade=False)) == 1
@@ -220,22 +254,34 @@ def test_calls_that_fail_say_so_and_are_counted(functions: Path) -> None:
             assert failed.failed and failed.kind == "crashed" and "own.py" in failed.trace
             assert not (await grader(task(), "")).failed
             counters = grader.counters()
-            assert (counters["calls"], counters["failed"], counters["failed_fraction"]) == (2, 1, 0.5)
-        async with RewardService(RewardConfig(function=f"{functions}:hangs", timeout_s=0.5)) as grader:
+            assert (counters["calls"], counters["failed"], counters["failed_fraction"]) == (
+                2,
+                1,
+                0.5,
+            )
+        async with RewardService(
+            RewardConfig(function=f"{functions}:hangs", timeout_s=0.5)
+        ) as grader:
             assert (await grader(task(), "42")).failed
 
     asyncio.run(main())
 
 
-def test_the_same_traceback_is_logged_once_with_counts(functions: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_same_traceback_is_logged_once_with_counts(
+    functions: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig(function=f"{functions}:raises", num_workers=2)) as grader:
+        async with RewardService(
+            RewardConfig(function=f"{functions}:raises", num_workers=2)
+        ) as grader:
             await asyncio.gather(*(grader(task(), str(number)) for number in range(129)))
 
     asyncio.run(main())
     assert caplog.text.count("Traceback") == 1
     # At the 11th and the 101st call, and at the end: 128 after the first.
-    assert [f"same error {count} times since" in caplog.text for count in (10, 100, 128)] == [True] * 3
+    assert [f"same error {count} times since" in caplog.text for count in (10, 100, 128)] == [
+        True
+    ] * 3
     assert len(caplog.records) == 4
 
 
@@ -243,11 +289,24 @@ def test_distinct_errors_are_remembered_up_to_a_bound(caplog: pytest.LogCaptureF
     log = FailureLog()
     frame = '  File "own.py", line {}, in grader'
     for number in range(3 * MAX_DISTINCT):
-        log.add("sum", RewardResult("crashed", f"ValueError: {number}", failed=True, trace=frame.format(number)))
+        log.add(
+            "sum",
+            RewardResult(
+                "crashed", f"ValueError: {number}", failed=True, trace=frame.format(number)
+            ),
+        )
     assert len(caplog.records) == 3 * MAX_DISTINCT
     assert len(log._seen) == MAX_DISTINCT
     caplog.clear()
-    log.add("sum", RewardResult("crashed", "ValueError: other words", failed=True, trace=frame.format(3 * MAX_DISTINCT - 1)))
+    log.add(
+        "sum",
+        RewardResult(
+            "crashed",
+            "ValueError: other words",
+            failed=True,
+            trace=frame.format(3 * MAX_DISTINCT - 1),
+        ),
+    )
     with caplog.at_level(logging.WARNING):
         log.close()
     assert len(caplog.records) == 0 or "same error 1 times" in caplog.text

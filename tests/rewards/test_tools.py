@@ -16,7 +16,12 @@ from areal_jax.rewards.service import RewardService
 from areal_jax.workflows.config import Tags
 from areal_jax.workflows.tool_calls import ToolCall, parse_calls
 
-PASSAGES = ["The cat sat on the mat.", "A dog and a cat.", "Dogs: two dogs, one mat.", "Nothing of the kind."]
+PASSAGES = [
+    "The cat sat on the mat.",
+    "A dog and a cat.",
+    "Dogs: two dogs, one mat.",
+    "Nothing of the kind.",
+]
 
 
 def test_a_search_finds_the_passages_that_share_most_and_rarest_words() -> None:
@@ -35,7 +40,10 @@ def test_a_search_for_what_is_not_there_finds_nothing(query: str) -> None:
 
 def test_searching_claims_no_device() -> None:
     # bm25s would start jax when it is imported, if it found it.
-    code = "import sys; from areal_jax.rewards.search import Index; Index(['a b']); assert 'jax' not in sys.modules"
+    code = (
+        "import sys; from areal_jax.rewards.search import Index; Index(['a b']); assert 'jax' "
+        "not in sys.modules"
+    )
     asyncio.run(_run(code))
 
 
@@ -66,12 +74,16 @@ def test_tools_are_used_in_judging_processes_beside_judging(tmp_path: Path) -> N
         async with service("calculator", "search", documents=str(tmp_path)) as grader:
             assert await grader.use("calculator", "2*(3+4)") == ToolResult("done", "14")
             refused = await grader.use("calculator", "9**9**9")
-            assert refused.kind == "error" and refused.text.startswith("Error: a power of more than")
+            assert refused.kind == "error" and refused.text.startswith(
+                "Error: a power of more than"
+            )
             assert await grader.use("search", "nine lives") == ToolResult(
                 "done", "cats: Cats have nine lives. They sleep a lot."
             )
             assert await grader.use("search", "zebra") == ToolResult("done", "Nothing was found.")
-            with pytest.raises(ValueError, match="no tool 'python'; this service has calculator, search"):
+            with pytest.raises(
+                ValueError, match="no tool 'python'; this service has calculator, search"
+            ):
                 await grader.use("python", "print(1)")
             assert grader.counters()["tool/calculator/done"] == 1.0
 
@@ -96,7 +108,9 @@ def test_a_program_is_run_in_a_sandbox_and_killed_when_it_hangs() -> None:
     began_s = time.perf_counter()
     found = asyncio.run(main())
     assert found["prints"] == ToolResult("done", "42\n")
-    assert found["fails"] == ToolResult("crashed", "1\n\nError: ZeroDivisionError: division by zero")
+    assert found["fails"] == ToolResult(
+        "crashed", "1\n\nError: ZeroDivisionError: division by zero"
+    )
     for name in ("hangs", "sleeps"):
         assert found[name].kind == "timeout" and "no end in time" in found[name].text
     for name in ("network", "writes"):
@@ -109,7 +123,9 @@ def test_a_program_is_run_in_a_sandbox_and_killed_when_it_hangs() -> None:
 def test_a_tool_beyond_its_time_is_killed_and_the_policy_told(tmp_path: Path) -> None:
     async def main() -> ToolResult:
         async with service("python", timeout_s=1.0) as grader:
-            return await grader.use("python", "import time\nprint('begun', flush=True)\ntime.sleep(100)")
+            return await grader.use(
+                "python", "import time\nprint('begun', flush=True)\ntime.sleep(100)"
+            )
 
     # The sandbox has nine tenths of it, so that on an idle machine what was printed is not lost.
     found = asyncio.run(main())

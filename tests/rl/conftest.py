@@ -1,4 +1,5 @@
-"""Losses never broadcast one rank against another: [B] meeting [B, 1] is an error here, not a silent [B, B]."""
+"""Losses never broadcast one rank against another: [B] meeting [B, 1] is an error here, not a
+silent [B, B]."""
 
 from collections.abc import Iterator
 

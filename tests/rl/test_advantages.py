@@ -7,23 +7,48 @@ from itertools import chain
 import numpy as np
 import pytest
 
-from areal_jax.rl.advantages import Trajectory, compute_advantages, mean_weights, reward_to_go, shaped_rewards
-from areal_jax.rl.config import Advantages, BatchNormalized, GroupNormalized, LeaveOneOut, Mean, Shaping, Unnormalized
+from areal_jax.rl.advantages import (
+    Trajectory,
+    compute_advantages,
+    mean_weights,
+    reward_to_go,
+    shaped_rewards,
+)
+from areal_jax.rl.config import (
+    Advantages,
+    BatchNormalized,
+    GroupNormalized,
+    LeaveOneOut,
+    Mean,
+    Shaping,
+    Unnormalized,
+)
 from areal_jax.rl.presets import PRESETS
 
 
-def compute(config: Advantages, *rewards_and_tokens: tuple[list[float], list[int]]) -> list[np.ndarray]:
+def compute(
+    config: Advantages, *rewards_and_tokens: tuple[list[float], list[int]]
+) -> list[np.ndarray]:
     """By group, one of each sample, whose tokens have all the same."""
-    groups = [[trajectory(r, n) for r, n in zip(*group, strict=True)] for group in rewards_and_tokens]
+    groups = [
+        [trajectory(r, n) for r, n in zip(*group, strict=True)] for group in rewards_and_tokens
+    ]
     by_token = compute_advantages(config, groups)
     assert all((advantages == advantages[0]).all() for group in by_token for advantages in group)
     return [np.array([advantages[0] for advantages in group]) for group in by_token]
 
 
-def trajectory(reward: float, num_trained: int, token_rewards: list[float] | None = None) -> Trajectory:
+def trajectory(
+    reward: float, num_trained: int, token_rewards: list[float] | None = None
+) -> Trajectory:
     """A prompt of two tokens, then those trained on with what each earns."""
     acted = np.arange(2 + num_trained) >= 2
-    return Trajectory(reward, acted, acted, None if token_rewards is None else np.array([0.0, 0.0, *token_rewards]))
+    return Trajectory(
+        reward,
+        acted,
+        acted,
+        None if token_rewards is None else np.array([0.0, 0.0, *token_rewards]),
+    )
 
 
 def test_group_normalization_equals_the_numbers_by_hand() -> None:
@@ -34,31 +59,45 @@ def test_group_normalization_equals_the_numbers_by_hand() -> None:
 
 def test_groups_of_different_sizes_are_each_centred() -> None:
     # First group: mean 2, sample std 1. Second: mean 5, std sqrt(2) · 5 = 7.071068, ±5 / that.
-    first, second = compute(GroupNormalized(), ([1.0, 2.0, 3.0], [5, 9, 1]), ([0.0, 10.0], [1, 100]))
+    first, second = compute(
+        GroupNormalized(), ([1.0, 2.0, 3.0], [5, 9, 1]), ([0.0, 10.0], [1, 100])
+    )
     np.testing.assert_allclose(first, [-1.0, 0.0, 1.0], atol=2e-6)
     np.testing.assert_allclose(second, [-0.707107, 0.707107], atol=2e-6)
 
 
 def test_dr_grpo_only_subtracts_the_mean() -> None:
-    (advantages,) = compute(GroupNormalized(divide_by="nothing"), ([1.0, 0.0, 0.0, 0.0], [1, 1, 1, 1]))
+    (advantages,) = compute(
+        GroupNormalized(divide_by="nothing"), ([1.0, 0.0, 0.0, 0.0], [1, 1, 1, 1])
+    )
     np.testing.assert_allclose(advantages, [0.75, -0.25, -0.25, -0.25])
 
 
 @pytest.mark.parametrize(
     "config",
-    [*(GroupNormalized(divide_by=by) for by in ("group_std", "batch_std", "nothing")), LeaveOneOut(), BatchNormalized()],
+    [
+        *(GroupNormalized(divide_by=by) for by in ("group_std", "batch_std", "nothing")),
+        LeaveOneOut(),
+        BatchNormalized(),
+    ],
 )
 @pytest.mark.parametrize("rewards", [[0.1, 0.1, 0.1], [-5.0]])
 def test_equal_rewards_give_exactly_zero(config: Advantages, rewards: list[float]) -> None:
-    # The mean of three times 0.1 is not 0.1 in binary; divided by eps the difference would not be small.
+    # The mean of three times 0.1 is not 0.1 in binary; divided by eps the difference would not be
+    # small.
     (advantages,) = compute(config, (rewards, [3] * len(rewards)))
     assert not advantages.any()
 
 
 def test_lite_ppo_divides_by_the_spread_of_the_batch() -> None:
-    # Centred by group: -1, 1 and -3, 3. Their mean is 0 and their sample variance 20 / 3, 1 / 2.581989 = .387298.
-    first, second = compute(GroupNormalized(divide_by="batch_std", eps=0.0), ([1.0, 3.0], [1, 9]), ([2.0, 8.0], [1, 1]))
-    np.testing.assert_allclose([*first, *second], [-0.387298, 0.387298, -1.161895, 1.161895], atol=1e-6)
+    # Centred by group: -1, 1 and -3, 3. Their mean is 0 and their sample variance 20 / 3, 1 /
+    # 2.581989 = .387298.
+    first, second = compute(
+        GroupNormalized(divide_by="batch_std", eps=0.0), ([1.0, 3.0], [1, 9]), ([2.0, 8.0], [1, 1])
+    )
+    np.testing.assert_allclose(
+        [*first, *second], [-0.387298, 0.387298, -1.161895, 1.161895], atol=1e-6
+    )
 
 
 def test_leave_one_out_equals_areals_number() -> None:
@@ -83,18 +122,23 @@ def test_shaping_moves_scales_clips_and_punishes_what_is_nearly_too_long() -> No
     np.testing.assert_array_equal(shaped_rewards(Shaping(), rewards, lengths, 100), rewards)
     # AReaL's switches for gsm8k: (r - 1/2) · 10, clipped at 20; a clip of 3 bites.
     np.testing.assert_allclose(
-        shaped_rewards(Shaping(bias=-0.5, scale=10.0, clip=20.0), rewards, lengths, 100), [5, -5, 5, 5, 5]
+        shaped_rewards(Shaping(bias=-0.5, scale=10.0, clip=20.0), rewards, lengths, 100),
+        [5, -5, 5, 5, 5],
     )
     np.testing.assert_allclose(
-        shaped_rewards(Shaping(bias=-0.5, scale=10.0, clip=3.0), rewards, lengths, 100), [3, -3, 3, 3, 3]
+        shaped_rewards(Shaping(bias=-0.5, scale=10.0, clip=3.0), rewards, lengths, 100),
+        [3, -3, 3, 3, 3],
     )
     # The last 20 of 100 tokens cost up to 2: 85 is a quarter of the way, 90 half, 100 all.
     shaping = Shaping(overlong_share=0.2, overlong_penalty=2.0)
-    np.testing.assert_allclose(shaped_rewards(shaping, rewards, lengths, 100), [1.0, 0.0, 0.5, 0.0, -1.0])
+    np.testing.assert_allclose(
+        shaped_rewards(shaping, rewards, lengths, 100), [1.0, 0.0, 0.5, 0.0, -1.0]
+    )
 
 
 def test_every_mean_of_a_mini_batch_is_a_mean_over_its_tokens() -> None:
-    # Losses per token 1, 2 and 4 of samples with 1, 3 and 2 tokens, and one without any; 6 tokens, 3 sequences.
+    # Losses per token 1, 2 and 4 of samples with 1, 3 and 2 tokens, and one without any; 6 tokens,
+    # 3 sequences.
     losses, lengths = np.array([1.0, 2.0, 4.0, 9.0]), np.array([1, 3, 2, 0])
 
     def mean(name: Mean) -> float:
@@ -106,15 +150,21 @@ def test_every_mean_of_a_mini_batch_is_a_mean_over_its_tokens() -> None:
 
 
 def test_batch_normalization_weights_samples_by_their_tokens() -> None:
-    # 3 tokens of 5 and 1 of -5: mean 2.5, variance (3 · 2.5² + 7.5²) / 3 = 25, so 2.5 / 5 and -7.5 / 5.
+    # 3 tokens of 5 and 1 of -5: mean 2.5, variance (3 · 2.5² + 7.5²) / 3 = 25, so 2.5 / 5 and -7.5
+    # / 5.
     first, second = compute(BatchNormalized(eps=0.0), ([5.0], [3]), ([-5.0], [1]))
     np.testing.assert_allclose([first[0], second[0]], [0.5, -1.5], atol=1e-6)
 
 
 def test_batch_normalization_equals_areals_numbers() -> None:
-    # AReaL's own test: tokens of 1, 2, 4, 6, 8, 9 have mean 5 and unbiased std sqrt(52 / 5) = 3.2249; -4 / 3.2249 = -1.2403.
-    # The samples of 100 have no token in the loss, and count for nothing.
-    first, second = compute(BatchNormalized(eps=0.0), ([1.0, 2.0, 100.0, 4.0], [1, 1, 0, 1]), ([6.0, 8.0, 9.0], [1, 1, 1]))
+    # AReaL's own test: tokens of 1, 2, 4, 6, 8, 9 have mean 5 and unbiased std sqrt(52 / 5) =
+    # 3.2249; -4 / 3.2249 = -1.2403. The samples of 100 have no token in the loss, and count for
+    # nothing.
+    first, second = compute(
+        BatchNormalized(eps=0.0),
+        ([1.0, 2.0, 100.0, 4.0], [1, 1, 0, 1]),
+        ([6.0, 8.0, 9.0], [1, 1, 1]),
+    )
     np.testing.assert_allclose(first[[0, 1, 3]], [-1.2403, -0.9303, -0.3101], atol=1e-4)
     np.testing.assert_allclose(second, [0.3101, 0.9303, 1.2403], atol=1e-4)
 
@@ -154,7 +204,8 @@ def test_what_tokens_earn_is_summed_from_each_token_on() -> None:
 
 
 def test_what_tokens_earn_is_added_to_the_advantage_of_their_sample() -> None:
-    # Rewards 1 and 0 have centred advantages 1/2 and -1/2; the first sample's tokens earn 1, -2 and 3: 2, 1 and 3 to go.
+    # Rewards 1 and 0 have centred advantages 1/2 and -1/2; the first sample's tokens earn 1, -2 and
+    # 3: 2, 1 and 3 to go.
     groups = [[trajectory(1.0, 3, [1.0, -2.0, 3.0]), trajectory(0.0, 2)]]
     ((first, second),) = compute_advantages(GroupNormalized(divide_by="nothing"), groups)
     np.testing.assert_allclose(first[2:], [2.5, 1.5, 3.5])
@@ -164,7 +215,8 @@ def test_what_tokens_earn_is_added_to_the_advantage_of_their_sample() -> None:
 
 
 def test_batch_normalization_is_of_what_each_token_returns() -> None:
-    # Returns 3, 2, 4 and twice 0: mean 9/5, squares 1.44 + .04 + 4.84 + 2 * 3.24 = 12.8, variance 3.2.
+    # Returns 3, 2, 4 and twice 0: mean 9/5, squares 1.44 + .04 + 4.84 + 2 * 3.24 = 12.8, variance
+    # 3.2.
     groups = [[trajectory(1.0, 3, [1.0, -2.0, 3.0])], [trajectory(0.0, 2)]]
     (first,), (second,) = compute_advantages(BatchNormalized(eps=0.0), groups)
     np.testing.assert_allclose(first[2:], np.array([1.2, 0.2, 2.2]) / 3.2**0.5, rtol=1e-6)
@@ -172,6 +224,7 @@ def test_batch_normalization_is_of_what_each_token_returns() -> None:
 
 
 def test_rloo_adds_up_the_tokens_of_a_completion_which_is_one_action() -> None:
-    # arXiv:2402.14740, section 3.1: grad log pi(y|x) is the sum over the tokens of y, whatever their number.
+    # arXiv:2402.14740, section 3.1: grad log pi(y|x) is the sum over the tokens of y, whatever
+    # their number.
     short, long = mean_weights(PRESETS["rloo"].loss_mean, np.array([1, 8]), constant_tokens=10)
     assert short == long

@@ -16,7 +16,10 @@ from areal_jax.rl.kl import distilled_advantages, kl_estimate, kl_loss, kl_penal
 ESTIMATORS: tuple[Estimator, ...] = ("k1", "k2", "k3")
 
 # A policy over five tokens, and another.
-LOGITS, OTHER = np.array([0.3, -1.0, 0.8, 0.0, -0.4], np.float32), np.array([-0.5, 0.2, 0.1, 0.9, -1.2], np.float32)
+LOGITS, OTHER = (
+    np.array([0.3, -1.0, 0.8, 0.0, -0.4], np.float32),
+    np.array([-0.5, 0.2, 0.1, 0.9, -1.2], np.float32),
+)
 
 
 def log_softmax(logits: np.ndarray) -> np.ndarray:
@@ -30,9 +33,14 @@ def divergence(of: jax.Array | np.ndarray, beside: jax.Array | np.ndarray) -> ja
 
 
 def test_the_estimators_equal_the_numbers_by_hand() -> None:
-    # x = ln 2: ln 2; (ln 2)² / 2 = .240227; 1/2 - 1 + ln 2 = .193147. x = -1: -1; 1/2; e - 2 = .718282.
+    # x = ln 2: ln 2; (ln 2)² / 2 = .240227; 1/2 - 1 + ln 2 = .193147. x = -1: -1; 1/2; e - 2 =
+    # .718282.
     x = np.array([np.log(2.0), -1.0, 0.0])
-    expected = {"k1": [0.693147, -1.0, 0.0], "k2": [0.240227, 0.5, 0.0], "k3": [0.193147, 0.718282, 0.0]}
+    expected = {
+        "k1": [0.693147, -1.0, 0.0],
+        "k2": [0.240227, 0.5, 0.0],
+        "k3": [0.193147, 0.718282, 0.0],
+    }
     for estimator in ESTIMATORS:
         for values in (x, jnp.asarray(x)):
             found = kl_estimate(estimator, values)
@@ -49,7 +57,8 @@ def test_k1_and_k3_are_unbiased_and_k2_and_k3_are_never_negative() -> None:
             assert mean == pytest.approx(float(divergence(LOGITS, OTHER)), abs=1e-6)
         if estimator != "k1":
             assert (values >= 0).all() and (values > 0).any()
-    # k2 is off by the third power of how far they are apart: half the distance, an eighth of the error or less.
+    # k2 is off by the third power of how far they are apart: half the distance, an eighth of the
+    # error or less.
     near, nearer = (
         float(np.exp(log_p) @ (log_p - to) ** 2 / 2 - divergence(LOGITS, to))
         for to in (log_softmax(LOGITS + scale * OTHER) for scale in (0.2, 0.1))
@@ -67,19 +76,24 @@ def test_k1_and_k3_are_unbiased_and_k2_and_k3_are_never_negative() -> None:
 def test_in_the_loss_k2_pulls_as_the_reverse_and_k3_as_the_forward_divergence(
     estimator: Literal["k2", "k3"], expected: Callable[[jax.Array], jax.Array]
 ) -> None:
-    # The expectation over every token, each sampled with its probability by a policy that the gradient does not see.
+    # The expectation over every token, each sampled with its probability by a policy that the
+    # gradient does not see.
     chance, reference = np.exp(log_softmax(LOGITS)), jnp.asarray(log_softmax(OTHER))
 
     def mean(logits: jax.Array) -> jax.Array:
         log_ratio = jax.nn.log_softmax(logits) - reference
         return jnp.sum(chance * jnp.asarray(kl_estimate(estimator, log_ratio)))
 
-    np.testing.assert_allclose(jax.grad(mean)(jnp.asarray(LOGITS)), jax.grad(expected)(jnp.asarray(LOGITS)), atol=1e-6)
+    np.testing.assert_allclose(
+        jax.grad(mean)(jnp.asarray(LOGITS)), jax.grad(expected)(jnp.asarray(LOGITS)), atol=1e-6
+    )
 
 
 def test_in_the_loss_k1_would_pull_nowhere() -> None:
     chance = np.exp(log_softmax(LOGITS))
-    gradient = jax.grad(lambda logits: jnp.sum(chance * (jax.nn.log_softmax(logits) - log_softmax(OTHER))))(jnp.asarray(LOGITS))
+    gradient = jax.grad(
+        lambda logits: jnp.sum(chance * (jax.nn.log_softmax(logits) - log_softmax(OTHER)))
+    )(jnp.asarray(LOGITS))
     np.testing.assert_allclose(gradient, np.zeros(5), atol=1e-7)
 
 
@@ -106,7 +120,9 @@ def test_the_loss_and_its_gradient_equal_float64_and_finite_differences(
         mask,
         None if weights is None else weights.astype(np.float32),
     )
-    found, gradient = jax.value_and_grad(lambda logp: kl_loss(config, logp, *arguments).loss)(corrupted)
+    found, gradient = jax.value_and_grad(lambda logp: kl_loss(config, logp, *arguments).loss)(
+        corrupted
+    )
     assert float(found) == pytest.approx(plain(logp), rel=1e-6)
     assert not np.asarray(gradient)[~mask].any()
     for place in zip(*np.nonzero(mask), strict=True):
@@ -129,14 +145,23 @@ def test_micro_batches_add_up_to_the_whole() -> None:
     mask = rng.random((8, 7)) < 0.6
     whole = kl_loss(KLInLoss(), logp, reference, mask)
     parts = [
-        kl_loss(KLInLoss(), logp[i : i + 2], reference[i : i + 2], mask[i : i + 2], num_tokens=float(mask.sum()))
+        kl_loss(
+            KLInLoss(),
+            logp[i : i + 2],
+            reference[i : i + 2],
+            mask[i : i + 2],
+            num_tokens=float(mask.sum()),
+        )
         for i in range(0, 8, 2)
     ]
     assert float(sum(part.loss for part in parts)) == pytest.approx(float(whole.loss), rel=1e-6)
 
 
 def test_every_token_pays_for_its_own_straying_and_others_pay_nothing() -> None:
-    behave, reference = np.log(np.array([0.5, 0.5, 0.25], np.float32)), np.log(np.array([0.1, 0.25, 0.5], np.float32))
+    behave, reference = (
+        np.log(np.array([0.5, 0.5, 0.25], np.float32)),
+        np.log(np.array([0.1, 0.25, 0.5], np.float32)),
+    )
     acted = np.array([False, True, True])
     # log ratios ln 2 and -ln 2: k1 ±.693147; k3 .193147 and 2 - 1 - .693147 = .306853.
     penalty = kl_penalty(KLInReward(coefficient=0.1, estimator="k1"), behave, reference, acted)
@@ -147,31 +172,49 @@ def test_every_token_pays_for_its_own_straying_and_others_pay_nothing() -> None:
 
 
 def test_following_the_teacher_is_descending_the_reverse_divergence() -> None:
-    # For every token that could be sampled: its chance times its advantage times the gradient of its log-probability.
+    # For every token that could be sampled: its chance times its advantage times the gradient of
+    # its log-probability.
     log_p, log_q = log_softmax(LOGITS), log_softmax(OTHER)
     nothing, everywhere = np.zeros(5, np.float32), np.ones(5, bool)
-    advantages = distilled_advantages(Teacher(path="", weight=1.0, reward_weight=0.0), nothing, log_p, log_q, everywhere)
+    advantages = distilled_advantages(
+        Teacher(path="", weight=1.0, reward_weight=0.0), nothing, log_p, log_q, everywhere
+    )
     scores = jax.jacobian(jax.nn.log_softmax)(jnp.asarray(LOGITS))
     expected_gradient = (np.exp(log_p) * advantages) @ np.asarray(scores)
     np.testing.assert_allclose(
-        expected_gradient, -np.asarray(jax.grad(lambda logits: divergence(logits, OTHER))(jnp.asarray(LOGITS))), atol=1e-6
+        expected_gradient,
+        -np.asarray(jax.grad(lambda logits: divergence(logits, OTHER))(jnp.asarray(LOGITS))),
+        atol=1e-6,
     )
 
 
 def test_a_teacher_that_agrees_says_nothing_and_rewards_count_as_much_as_they_are_given() -> None:
     behave, advantages = log_softmax(LOGITS), np.array([1.0, -1.0, 2.0, 0.0, 3.0], np.float32)
     acted = np.array([False, True, True, True, True])
-    agreeing = distilled_advantages(Teacher(path="", reward_weight=0.0), advantages, behave, behave, acted)
+    agreeing = distilled_advantages(
+        Teacher(path="", reward_weight=0.0), advantages, behave, behave, acted
+    )
     assert not agreeing.any()
     # Twice ln(1/2) beside half of the reward's; the prompt hears nothing of the teacher.
     both = distilled_advantages(
-        Teacher(path="", weight=2.0, reward_weight=0.5), advantages, behave, behave + np.log(0.5, dtype=np.float32), acted
+        Teacher(path="", weight=2.0, reward_weight=0.5),
+        advantages,
+        behave,
+        behave + np.log(0.5, dtype=np.float32),
+        acted,
     )
-    np.testing.assert_allclose(both, advantages / 2 + np.where(acted, 2 * np.log(0.5), 0.0), atol=1e-6)
+    np.testing.assert_allclose(
+        both, advantages / 2 + np.where(acted, 2 * np.log(0.5), 0.0), atol=1e-6
+    )
 
 
 def test_nothing_flows_into_the_reference() -> None:
     logp, reference = jnp.array([-1.0, -0.5]), jnp.array([-0.7, -2.0])
-    for config in (KLInLoss(coefficient=1.0, estimator="k2"), KLInLoss(coefficient=1.0, estimator="k3")):
-        slopes = jax.grad(lambda a, b, c=config: kl_loss(c, a, b, np.ones(2, bool)).loss, argnums=(0, 1))(logp, reference)
+    for config in (
+        KLInLoss(coefficient=1.0, estimator="k2"),
+        KLInLoss(coefficient=1.0, estimator="k3"),
+    ):
+        slopes = jax.grad(
+            lambda a, b, c=config: kl_loss(c, a, b, np.ones(2, bool)).loss, argnums=(0, 1)
+        )(logp, reference)
         assert slopes[0].all() and not slopes[1].any()

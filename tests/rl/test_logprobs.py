@@ -17,13 +17,18 @@ SEGMENTS = np.array([[1] * 4 + [2] * 6, [1] * 3 + [2] * 1 + [3] * 4 + [0] * 2, [
 def draw(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     hidden, head = rng.normal(size=(B, T, D)), rng.normal(size=(D, V))
-    return hidden.astype(np.float32), head.astype(np.float32), rng.integers(0, V, (B, T)).astype(np.int32)
+    return (
+        hidden.astype(np.float32),
+        head.astype(np.float32),
+        rng.integers(0, V, (B, T)).astype(np.int32),
+    )
 
 
 def by_definition(
     hidden: np.ndarray, head: np.ndarray, tokens: np.ndarray, temperature: float
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Token by token, in float64: log softmax(hidden[t-1] · head / temperature)[token t] where t-1 is of the same segment."""
+    """Token by token, in float64: log softmax(hidden[t-1] · head / temperature)[token t] where t-1
+    is of the same segment."""
     logp, entropy = np.zeros((B, T)), np.zeros((B, T))
     for b, t in np.ndindex(B, T):
         if t and SEGMENTS[b, t] and SEGMENTS[b, t] == SEGMENTS[b, t - 1]:
@@ -35,7 +40,9 @@ def by_definition(
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6])
-@pytest.mark.parametrize("chunk_tokens", [1000, 12, 9, 1])  # one chunk; 3 of 4, 3, 3 columns; 4 with padding; one column each
+@pytest.mark.parametrize(
+    "chunk_tokens", [1000, 12, 9, 1]
+)  # one chunk; 3 of 4, 3, 3 columns; 4 with padding; one column each
 def test_they_are_what_the_definition_says(chunk_tokens: int, temperature: float) -> None:
     hidden, head, tokens = draw()
     logp, entropy = jax.jit(token_logprobs, static_argnames=("temperature", "chunk_tokens"))(
@@ -48,7 +55,9 @@ def test_they_are_what_the_definition_says(chunk_tokens: int, temperature: float
 
 @pytest.mark.parametrize("learns_entropy", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [1000, 9])
-def test_gradients_equal_those_of_the_full_log_softmax(chunk_tokens: int, learns_entropy: bool) -> None:
+def test_gradients_equal_those_of_the_full_log_softmax(
+    chunk_tokens: int, learns_entropy: bool
+) -> None:
     hidden, head, tokens = (jnp.asarray(x) for x in draw(1))
     weights = np.random.default_rng(2).normal(size=(B, T)).astype(np.float32)
 
@@ -69,18 +78,25 @@ def test_gradients_equal_those_of_the_full_log_softmax(chunk_tokens: int, learns
         logp = jnp.take_along_axis(log_softmax, tokens[:, 1:, None], axis=2)[..., 0]
         predicted = (SEGMENTS[:, 1:] == SEGMENTS[:, :-1]) & (SEGMENTS[:, 1:] != 0)
         entropy = -jnp.sum(jnp.exp(log_softmax) * log_softmax, axis=-1)
-        entropy = weights[:, 1:] ** 2 * entropy if learns_entropy else 0.0  # where it is not to be learnt it must add nothing
+        entropy = (
+            weights[:, 1:] ** 2 * entropy if learns_entropy else 0.0
+        )  # where it is not to be learnt it must add nothing
         return jnp.sum(jnp.where(predicted, weights[:, 1:] * logp + entropy, 0.0))
 
-    for ours, theirs in zip(jax.grad(chunked, (0, 1))(hidden, head), jax.grad(full, (0, 1))(hidden, head), strict=True):
+    for ours, theirs in zip(
+        jax.grad(chunked, (0, 1))(hidden, head), jax.grad(full, (0, 1))(hidden, head), strict=True
+    ):
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
 def test_a_sequence_in_a_row_gets_what_it_gets_alone() -> None:
     hidden, head, tokens = draw(3)
-    packed, _ = token_logprobs(*map(jnp.asarray, (hidden, head, tokens, SEGMENTS)), chunk_tokens=1000)
+    packed, _ = token_logprobs(
+        *map(jnp.asarray, (hidden, head, tokens, SEGMENTS)), chunk_tokens=1000
+    )
     alone, _ = token_logprobs(
-        *map(jnp.asarray, (hidden[:1, 4:], head, tokens[:1, 4:], np.ones((1, 6), np.int32))), chunk_tokens=1000
+        *map(jnp.asarray, (hidden[:1, 4:], head, tokens[:1, 4:], np.ones((1, 6), np.int32))),
+        chunk_tokens=1000,
     )
     np.testing.assert_array_equal(packed[0, 4:], alone[0])
 
@@ -88,24 +104,40 @@ def test_a_sequence_in_a_row_gets_what_it_gets_alone() -> None:
 def test_softmax_is_in_float32_whatever_the_hidden_states_are() -> None:
     hidden, head, tokens = draw(4)
     rounded = jnp.asarray(hidden, jnp.bfloat16)
-    logp, _ = token_logprobs(rounded, jnp.asarray(head), jnp.asarray(tokens), jnp.asarray(SEGMENTS), chunk_tokens=1000)
+    logp, _ = token_logprobs(
+        rounded, jnp.asarray(head), jnp.asarray(tokens), jnp.asarray(SEGMENTS), chunk_tokens=1000
+    )
     rounded_head = jnp.asarray(head, jnp.bfloat16)
-    exact, _ = by_definition(np.asarray(rounded, np.float32), np.asarray(rounded_head, np.float32), tokens, 1.0)
+    exact, _ = by_definition(
+        np.asarray(rounded, np.float32), np.asarray(rounded_head, np.float32), tokens, 1.0
+    )
     assert logp.dtype == jnp.float32
-    # The product of bfloat16 numbers is exact in float32; logits rounded to bfloat16 would be off by up to 2^-8 of 10.
+    # The product of bfloat16 numbers is exact in float32; logits rounded to bfloat16 would be off
+    # by up to 2^-8 of 10.
     np.testing.assert_allclose(logp, exact, atol=1e-4)
 
 
 def test_logits_of_all_tokens_never_exist() -> None:
-    # 2048 tokens times 4096 words are 32 MiB in float32; chunks of 128 tokens are 2 MiB, of which two exist at a time.
+    # 2048 tokens times 4096 words are 32 MiB in float32; chunks of 128 tokens are 2 MiB, of which
+    # two exist at a time.
     shapes = [(2, 1024, 16), (16, 4096), (2, 1024), (2, 1024)]
-    arguments = [jax.ShapeDtypeStruct(s, d) for s, d in zip(shapes, [jnp.float32] * 2 + [jnp.int32] * 2, strict=True)]
+    arguments = [
+        jax.ShapeDtypeStruct(s, d)
+        for s, d in zip(shapes, [jnp.float32] * 2 + [jnp.int32] * 2, strict=True)
+    ]
 
-    def loss(hidden: jax.Array, head: jax.Array, tokens: jax.Array, segment_ids: jax.Array) -> tuple[jax.Array, jax.Array]:
+    def loss(
+        hidden: jax.Array, head: jax.Array, tokens: jax.Array, segment_ids: jax.Array
+    ) -> tuple[jax.Array, jax.Array]:
         logp, entropy = token_logprobs(hidden, head, tokens, segment_ids, chunk_tokens=128)
         return jnp.sum(logp), jnp.sum(entropy)
 
-    memory = jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True)).lower(*arguments).compile().memory_analysis()
+    memory = (
+        jax.jit(jax.value_and_grad(loss, (0, 1), has_aux=True))
+        .lower(*arguments)
+        .compile()
+        .memory_analysis()
+    )
     assert memory is not None
     assert memory.temp_size_in_bytes < 5 * 2**20
 
@@ -114,19 +146,29 @@ def test_logits_of_all_tokens_never_exist() -> None:
 def test_sharding_rows_and_vocabulary_changes_nothing(tensor: int) -> None:
     rng = np.random.default_rng(5)
     rows, words = 8, 16
-    hidden, head = rng.normal(size=(rows, T, D)).astype(np.float32), rng.normal(size=(D, words)).astype(np.float32)
-    tokens, segments = rng.integers(0, words, (rows, T)).astype(np.int32), np.ones((rows, T), np.int32)
+    hidden, head = (
+        rng.normal(size=(rows, T, D)).astype(np.float32),
+        rng.normal(size=(D, words)).astype(np.float32),
+    )
+    tokens, segments = (
+        rng.integers(0, words, (rows, T)).astype(np.int32),
+        np.ones((rows, T), np.int32),
+    )
     mesh = jax.make_mesh((8 // tensor, tensor), ("fsdp", "tensor"), (AxisType.Auto,) * 2)
 
     def loss(hidden: jax.Array, head: jax.Array) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-        logp, entropy = token_logprobs(hidden, head, jnp.asarray(tokens), jnp.asarray(segments), chunk_tokens=rows * 4)
+        logp, entropy = token_logprobs(
+            hidden, head, jnp.asarray(tokens), jnp.asarray(segments), chunk_tokens=rows * 4
+        )
         return jnp.sum(logp), (logp, entropy)
 
     run = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
     alone = run(hidden, head)
     sharded = run(
         jax.device_put(hidden, NamedSharding(mesh, PartitionSpec("fsdp"))),
-        jax.device_put(head, NamedSharding(mesh, PartitionSpec("fsdp" if tensor == 4 else None, "tensor"))),
+        jax.device_put(
+            head, NamedSharding(mesh, PartitionSpec("fsdp" if tensor == 4 else None, "tensor"))
+        ),
     )
     for a, b in zip(jax.tree.leaves(alone), jax.tree.leaves(sharded), strict=True):
         np.testing.assert_allclose(a, b, atol=1e-5)
@@ -135,11 +177,16 @@ def test_sharding_rows_and_vocabulary_changes_nothing(tensor: int) -> None:
 def test_temperature_zero_is_an_error() -> None:
     hidden, head, tokens = map(jnp.asarray, draw())
     with pytest.raises(ValueError, match="temperature must be above 0"):
-        token_logprobs(hidden, head, tokens, jnp.asarray(SEGMENTS), temperature=0.0, chunk_tokens=10)
+        token_logprobs(
+            hidden, head, tokens, jnp.asarray(SEGMENTS), temperature=0.0, chunk_tokens=10
+        )
 
 
 def test_the_value_before_a_token_is_what_follows_the_one_before_it() -> None:
     values = np.arange(1.0, 31.0, dtype=np.float32).reshape(B, T)
     before = values_before(jnp.asarray(values), jnp.asarray(SEGMENTS))
-    # Rows of 4 and 6 tokens; of 3, 1 and 4 tokens and padding; of padding. A segment's first token follows nothing.
-    np.testing.assert_array_equal(before, [[0, 1, 2, 3, 0, 5, 6, 7, 8, 9], [0, 11, 12, 0, 0, 15, 16, 17, 0, 0], [0] * 10])
+    # Rows of 4 and 6 tokens; of 3, 1 and 4 tokens and padding; of padding. A segment's first token
+    # follows nothing.
+    np.testing.assert_array_equal(
+        before, [[0, 1, 2, 3, 0, 5, 6, 7, 8, 9], [0, 11, 12, 0, 0, 15, 16, 17, 0, 0], [0] * 10]
+    )

@@ -30,8 +30,11 @@ class Rows(NamedTuple):
     segment_ids: np.ndarray
 
 
-def rows_of(lengths: list[list[tuple[int, int]]], seed: int, config: Preference = EVERY[0], width: int = 0) -> Rows:
-    """Random values for segments of (prompt, answer) tokens, row by row, and whatever under the mask; up to `width` padding."""
+def rows_of(
+    lengths: list[list[tuple[int, int]]], seed: int, config: Preference = EVERY[0], width: int = 0
+) -> Rows:
+    """Random values for segments of (prompt, answer) tokens, row by row, and whatever under the
+    mask; up to `width` padding."""
     rng = np.random.default_rng(seed)
     width = width or max(sum(map(sum, row)) for row in lengths)
     segments, mask = np.zeros((2, len(lengths), width), np.int32)
@@ -40,15 +43,32 @@ def rows_of(lengths: list[list[tuple[int, int]]], seed: int, config: Preference 
         for i, (prompt, answer) in enumerate(row):
             segments[b, start : start + prompt + answer] = i + 1
             # A reward model's score stands at the answer's last token.
-            mask[b, start + prompt + (answer - 1 if isinstance(config, BradleyTerry) else 0) : start + prompt + answer] = 1
+            mask[
+                b,
+                start + prompt + (answer - 1 if isinstance(config, BradleyTerry) else 0) : start
+                + prompt
+                + answer,
+            ] = 1
             start += prompt + answer
     values, reference = rng.normal(-1.5, 0.7, (2, *mask.shape)).astype(np.float32)
-    return Rows(values, reference * (not isinstance(config, BradleyTerry)), mask.astype(bool), segments)
+    return Rows(
+        values, reference * (not isinstance(config, BradleyTerry)), mask.astype(bool), segments
+    )
 
 
-def random_rows(config: Preference, seed: int, num_rows: int, num_pairs: int = 2, longest: int = 4, width: int = 0) -> Rows:
+def random_rows(
+    config: Preference,
+    seed: int,
+    num_rows: int,
+    num_pairs: int = 2,
+    longest: int = 4,
+    width: int = 0,
+) -> Rows:
     rng = np.random.default_rng(seed)
-    lengths = [[(int(p), int(a)) for p, a in rng.integers(1, longest + 1, (2 * num_pairs, 2))] for _ in range(num_rows)]
+    lengths = [
+        [(int(p), int(a)) for p, a in rng.integers(1, longest + 1, (2 * num_pairs, 2))]
+        for _ in range(num_rows)
+    ]
     return rows_of(lengths, seed, config, width)
 
 
@@ -58,14 +78,17 @@ def papers_losses(config: Preference, rows: Rows) -> list[float]:
     for values, reference, mask, segments in zip(*rows, strict=True):
         for first in range(1, segments.max(), 2):
             won, lost = (
-                values[mask & (segments == s)].astype(np.float64) - reference[mask & (segments == s)]
+                values[mask & (segments == s)].astype(np.float64)
+                - reference[mask & (segments == s)]
                 for s in (first, first + 1)
             )
             match config:
                 case DPO():
                     x = config.beta * (won.sum() - lost.sum())
                     right, wrong = -np.log(1 / (1 + np.exp(-x))), -np.log(1 / (1 + np.exp(x)))
-                    losses.append((1 - config.label_smoothing) * right + config.label_smoothing * wrong)
+                    losses.append(
+                        (1 - config.label_smoothing) * right + config.label_smoothing * wrong
+                    )
                 case IPO():
                     losses.append((won.mean() - lost.mean() - 1 / (2 * config.beta)) ** 2)
                 case _:
@@ -76,7 +99,9 @@ def papers_losses(config: Preference, rows: Rows) -> list[float]:
 
 @partial(jax.jit, static_argnums=0)
 def gradient_of(config: Preference, rows: Rows, num_pairs: float | None = None) -> jax.Array:
-    return jax.grad(lambda values: preference_loss(config, values, *rows[1:], num_pairs=num_pairs).loss)(rows.values)
+    return jax.grad(
+        lambda values: preference_loss(config, values, *rows[1:], num_pairs=num_pairs).loss
+    )(rows.values)
 
 
 def mean(out: PolicyLoss, name: str) -> float:
@@ -102,33 +127,41 @@ def test_of_equal_answers_none_is_preferred(config: Preference) -> None:
 
 
 def test_ipo_wants_a_margin_of_five_at_beta_a_tenth_and_no_more() -> None:
-    # Nats per token above the reference of -6: chosen 5 and 5, rejected 0: a margin of 5 = 1 / (2 * 0.1).
+    # Nats per token above the reference of -6: chosen 5 and 5, rejected 0: a margin of 5 = 1 / (2 *
+    # 0.1).
     rows = one_pair([-1.0, -1.0], [-6.0, -6.0], reference=-6.0)
     assert float(loss_of(IPO(), *rows).loss) == pytest.approx(0.0, abs=1e-6)
     assert np.abs(gradient_of(IPO(), rows)).max() < 1e-6
     # Of 6: (6 - 5)²; of none: 5².
     assert float(loss_of(IPO(), *one_pair([0.0], [-6.0])).loss) == pytest.approx(1.0, abs=1e-5)
-    assert float(loss_of(IPO(), *one_pair([-3.0], [-3.0, -3.0])).loss) == pytest.approx(25.0, abs=1e-5)
+    assert float(loss_of(IPO(), *one_pair([-3.0], [-3.0, -3.0])).loss) == pytest.approx(
+        25.0, abs=1e-5
+    )
 
 
 def test_the_numbers_by_hand() -> None:
-    # Above the reference of -1: chosen 0.5 + 0 = 0.5, rejected -1 - 1 - 1 = -3; beta 0.1: rewards 0.05 and -0.3, margin 0.35.
+    # Above the reference of -1: chosen 0.5 + 0 = 0.5, rejected -1 - 1 - 1 = -3; beta 0.1: rewards
+    # 0.05 and -0.3, margin 0.35.
     rows = one_pair([-0.5, -1.0], [-2.0, -2.0, -2.0])
     out = loss_of(DPO(), *rows)
     # log(1 + e^-0.35) = 0.533382 and log(1 + e^0.35) = 0.883382.
     assert float(out.loss) == pytest.approx(0.533382, abs=1e-6)
     assert float(loss_of(DPO(label_smoothing=0.1), *rows).loss) == pytest.approx(0.568382, abs=1e-6)
-    assert [mean(out, name) for name in ("margin", "chosen_reward", "rejected_reward")] == pytest.approx([0.35, 0.05, -0.3])
+    assert [
+        mean(out, name) for name in ("margin", "chosen_reward", "rejected_reward")
+    ] == pytest.approx([0.35, 0.05, -0.3])
     assert mean(out, "accuracy") == 1.0
     # Means of the answers' tokens: -1.5 / 2 and -6 / 3.
-    assert [mean(out, name) for name in ("chosen_logp", "rejected_logp")] == pytest.approx([-0.75, -2.0])
+    assert [mean(out, name) for name in ("chosen_logp", "rejected_logp")] == pytest.approx(
+        [-0.75, -2.0]
+    )
     # Per token 0.25 and -1: (1.25 - 5)² = 14.0625.
     assert float(loss_of(IPO(), *rows).loss) == pytest.approx(14.0625, abs=1e-5)
     # Scores 1.5 and 0.2: log(1 + e^-1.3) = 0.241008.
     scores = one_pair([1.5], [0.2])
-    assert float(loss_of(BradleyTerry(), *scores._replace(reference=np.zeros_like(scores.values))).loss) == pytest.approx(
-        0.241008, abs=1e-6
-    )
+    assert float(
+        loss_of(BradleyTerry(), *scores._replace(reference=np.zeros_like(scores.values))).loss
+    ) == pytest.approx(0.241008, abs=1e-6)
 
 
 @pytest.mark.parametrize("config", EVERY, ids=NAMES)
@@ -176,17 +209,26 @@ def test_a_pair_learns_the_same_beside_others_and_alone(config: Preference) -> N
 def test_cutting_into_micro_batches_changes_nothing(config: Preference) -> None:
     rows = random_rows(config, 3, num_rows=8)
     whole = loss_of(config, *rows)
-    parts = [loss_of(config, *(x[start:end] for x in rows), num_pairs=16.0) for start, end in ((0, 2), (2, 6), (6, 8))]
+    parts = [
+        loss_of(config, *(x[start:end] for x in rows), num_pairs=16.0)
+        for start, end in ((0, 2), (2, 6), (6, 8))
+    ]
     assert sum(float(part.loss) for part in parts) == pytest.approx(float(whole.loss), rel=1e-6)
     for name, meter in whole.metrics.items():
         for k in range(2):
-            assert sum(float(part.metrics[name][k]) for part in parts) == pytest.approx(float(meter[k]), rel=1e-5), name
+            assert sum(float(part.metrics[name][k]) for part in parts) == pytest.approx(
+                float(meter[k]), rel=1e-5
+            ), name
 
 
 def test_longer_answers_are_the_same_to_ipo_and_not_to_dpo() -> None:
     short, long = one_pair([-0.5, -1.5], [-2.0]), one_pair([-0.5, -1.5] * 3, [-2.0] * 5)
-    assert float(loss_of(IPO(), *short).loss) == pytest.approx(float(loss_of(IPO(), *long).loss), rel=1e-6)
-    assert float(loss_of(DPO(), *short).loss) != pytest.approx(float(loss_of(DPO(), *long).loss), rel=1e-3)
+    assert float(loss_of(IPO(), *short).loss) == pytest.approx(
+        float(loss_of(IPO(), *long).loss), rel=1e-6
+    )
+    assert float(loss_of(DPO(), *short).loss) != pytest.approx(
+        float(loss_of(DPO(), *long).loss), rel=1e-3
+    )
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
@@ -197,16 +239,22 @@ def test_what_lies_outside_the_mask_poisons_nothing(poison: float) -> None:
         reference=np.where(rows.mask, rows.reference, np.float32(poison)),
     )
 
-    for one, other in zip(jax.tree.leaves(loss_of(DPO(), *rows)), jax.tree.leaves(loss_of(DPO(), *dirty)), strict=True):
+    for one, other in zip(
+        jax.tree.leaves(loss_of(DPO(), *rows)), jax.tree.leaves(loss_of(DPO(), *dirty)), strict=True
+    ):
         np.testing.assert_array_equal(one, other)
     np.testing.assert_array_equal(gradient_of(DPO(), rows), gradient_of(DPO(), dirty))
 
 
 def test_nothing_flows_into_the_reference_and_padding_alone_costs_nothing() -> None:
     rows = random_rows(EVERY[0], 5, num_rows=2)
-    into = jax.grad(lambda reference: loss_of(DPO(), rows.values, reference, *rows[2:]).loss)(rows.reference)
+    into = jax.grad(lambda reference: loss_of(DPO(), rows.values, reference, *rows[2:]).loss)(
+        rows.reference
+    )
     assert not np.any(into)
-    empty = rows._replace(mask=np.zeros_like(rows.mask), segment_ids=np.zeros_like(rows.segment_ids))
+    empty = rows._replace(
+        mask=np.zeros_like(rows.mask), segment_ids=np.zeros_like(rows.segment_ids)
+    )
     assert float(loss_of(DPO(), *empty).loss) == 0.0 and not np.any(gradient_of(DPO(), empty))
 
 

@@ -1,4 +1,5 @@
-"""After a crash an agent runs again: what it asks as before is not sampled again, what it asks otherwise is."""
+"""After a crash an agent runs again: what it asks as before is not sampled again, what it asks
+otherwise is."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ async def grader(task: Task, answer: str) -> RewardResult:
 
 
 def run_twice(function: str) -> tuple[list[tuple[Sample, ...]], list[int]]:
-    """The samples of a group and of its replay from the journal, and how many requests the engine had seen after each."""
+    """The samples of a group and of its replay from the journal, and how many requests the engine
+    had seen after each."""
 
     async def main() -> tuple[list[tuple[Sample, ...]], list[int]]:
         async with AsyncExitStack() as stack:
@@ -60,7 +62,11 @@ def run_twice(function: str) -> tuple[list[tuple[Sample, ...]], list[int]]:
             samples, asked = list[tuple[Sample, ...]](), list[int]()
             for _ in range(2):
                 calls = Calls(engine, 0, Sampling(6, stop_token_ids=(0,)), 3, 0, journal)
-                samples.append(await Agents(TOKENIZER, 2, RewardConfig(), host, asyncio.Semaphore(2))(TASK, calls, grader))
+                samples.append(
+                    await Agents(TOKENIZER, 2, RewardConfig(), host, asyncio.Semaphore(2))(
+                        TASK, calls, grader
+                    )
+                )
                 asked.append(len(engine.submitted))
             ticking.cancel()
             return samples, asked

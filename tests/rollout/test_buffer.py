@@ -71,7 +71,8 @@ def test_a_batch_that_is_late_says_what_it_waited_for() -> None:
     async def take() -> None:
         buffer = Buffer(0.02, lambda: "gate at version 7, 3 running", [group(0)])
         with pytest.raises(
-            TimeoutError, match=r"batch_timeout_s=0.02 s for the 4 groups of version 7, 1 are finished; gate at"
+            TimeoutError,
+            match=r"batch_timeout_s=0.02 s for the 4 groups of version 7, 1 are finished; gate at",
         ):
             await buffer.take(4, 7)
         assert 0.02 <= buffer.waited_s < 1

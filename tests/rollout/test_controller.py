@@ -13,7 +13,17 @@ from tiny_engine import TinyEngine
 
 from areal_jax.errors import AllRejected, EngineStopped, RewardsFailing
 from areal_jax.protocols import Generate, Grader, Workflow
-from areal_jax.records import Completion, Group, Message, RewardResult, RolloutState, Sample, Sampling, Suspended, Task
+from areal_jax.records import (
+    Completion,
+    Group,
+    Message,
+    RewardResult,
+    RolloutState,
+    Sample,
+    Sampling,
+    Suspended,
+    Task,
+)
 from areal_jax.rollout.buffer import TasksExhausted
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.rollout.controller import (
@@ -76,7 +86,8 @@ async def one_call(task: Task, generate: Generate, grader: Grader) -> tuple[Samp
 
 
 async def turns_side_by_side(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
-    """Three conversations at once, of up to three turns: which one asks next depends on which one is answered first."""
+    """Three conversations at once, of up to three turns: which one asks next depends on which one
+    is answered first."""
 
     async def converse(first: int) -> list[Sample]:
         prompt, samples = np.append(prompt_of(task), np.int32(first)), []
@@ -92,7 +103,13 @@ async def turns_side_by_side(task: Task, generate: Generate, grader: Grader) -> 
     return tuple(sample for talk in talking for sample in talk.result())
 
 
-CONFIG = RolloutConfig(groups_per_batch=4, samples_per_group=2, max_staleness=2, max_running_groups=7, batch_timeout_s=20.0)
+CONFIG = RolloutConfig(
+    groups_per_batch=4,
+    samples_per_group=2,
+    max_staleness=2,
+    max_running_groups=7,
+    batch_timeout_s=20.0,
+)
 
 
 @asynccontextmanager
@@ -137,7 +154,10 @@ async def run(
 
 
 def reported(groups: list[Group]) -> dict[int, tuple[str, list[list[int]]]]:
-    return {group.id: (group.task.id, [sample.tokens.tolist() for sample in group.samples]) for group in groups}
+    return {
+        group.id: (group.task.id, [sample.tokens.tolist() for sample in group.samples])
+        for group in groups
+    }
 
 
 async def train_all(rollouts: Rollouts, engine: TinyEngine, version: int = 0) -> list[Group]:
@@ -157,7 +177,9 @@ def test_every_task_becomes_one_group_and_ids_are_the_order_of_starting(workflow
     async def main() -> None:
         async with run(workflow) as (rollouts, engine):
             groups = await train_all(rollouts, engine)
-            assert sorted((group.id, group.task.id) for group in groups) == [(i, f"task-{i}") for i in range(40)]
+            assert sorted((group.id, group.task.id) for group in groups) == [
+                (i, f"task-{i}") for i in range(40)
+            ]
             assert rollouts.counters()["accepted"] == 40
 
     asyncio.run(main())
@@ -165,12 +187,19 @@ def test_every_task_becomes_one_group_and_ids_are_the_order_of_starting(workflow
 
 def test_with_no_staleness_every_token_is_of_the_version_that_trains() -> None:
     async def main() -> None:
-        config = RolloutConfig(groups_per_batch=4, samples_per_group=2, max_staleness=0, batch_timeout_s=20.0)
+        config = RolloutConfig(
+            groups_per_batch=4, samples_per_group=2, max_staleness=0, batch_timeout_s=20.0
+        )
         async with run(one_call, 20, config=config) as (rollouts, engine):
             for version in range(5):
                 groups = await rollouts.buffer.take(4, version)
                 assert [group.id for group in groups] == list(range(4 * version, 4 * version + 4))
-                assert {v for group in groups for sample in group.samples for v in sample.versions.tolist()} == {version}
+                assert {
+                    v
+                    for group in groups
+                    for sample in group.samples
+                    for v in sample.versions.tolist()
+                } == {version}
                 assert rollouts.gate.capacity() == 0
                 rollouts.gate.version = version + 1
                 # The weights come later than the gate opens: requests wait for them.
@@ -182,23 +211,31 @@ def test_with_no_staleness_every_token_is_of_the_version_that_trains() -> None:
 
 
 def test_a_kind_that_must_wait_longer_is_not_overtaken_and_not_lost() -> None:
-    # Batches of 4. Programs may be 2 versions old, all else must be fresh: tasks 0 to 3 fill the first batch, the programs 4 to
-    # 6 start ahead of theirs, and task 7 waits for version 1, with all that comes after it.
+    # Batches of 4. Programs may be 2 versions old, all else must be fresh: tasks 0 to 3 fill the
+    # first batch, the programs 4 to 6 start ahead of theirs, and task 7 waits for version 1, with
+    # all that comes after it.
     config = chz.replace(CONFIG, max_staleness=0, max_staleness_of_code=2, max_running_groups=40)
 
     async def main() -> None:
-        async with run(one_call, 20, config=config, programs=(4, 5, 6, 12, 13)) as (rollouts, engine):
+        async with run(one_call, 20, config=config, programs=(4, 5, 6, 12, 13)) as (
+            rollouts,
+            engine,
+        ):
             first = await rollouts.buffer.take(4, 0)
             assert [group.id for group in first] == [0, 1, 2, 3]
             while rollouts.gate.accepted < 7:
                 await asyncio.sleep(0)
             state = await rollouts.snapshot()
             assert [group.task.id for group in state.buffered] == ["task-4", "task-5", "task-6"]
-            assert [record.task.id for record in state.suspended] == ["task-7"] and state.tasks == {"place": 8}
+            assert [record.task.id for record in state.suspended] == ["task-7"] and state.tasks == {
+                "place": 8
+            }
             rollouts.gate.version = engine.version = 1
             later = await train_all(rollouts, engine, 1)
             assert sorted(group.id for group in later) == list(range(4, 20))
-            oldest = {group.id: min(sample.versions.min() for sample in group.samples) for group in later}
+            oldest = {
+                group.id: min(sample.versions.min() for sample in group.samples) for group in later
+            }
             # Group 7 trains version 1 and is of it; the programs of that batch are of version 0.
             assert [oldest[i] for i in range(4, 8)] == [0, 0, 0, 1]
 
@@ -220,13 +257,19 @@ def test_what_was_drawn_depends_on_the_seed_and_the_group_alone() -> None:
 
 @pytest.mark.parametrize("workflow", [one_call, turns_side_by_side])
 @pytest.mark.parametrize("seed", range(15))
-def test_a_crash_at_any_instant_loses_no_task_and_repeats_none(seed: int, workflow: Workflow) -> None:
-    """Crash again and again at random ticks, each time resuming from the last snapshot: what is trained on in the end is what
-    a run without crashes trains on, group by group and token by token."""
+def test_a_crash_at_any_instant_loses_no_task_and_repeats_none(
+    seed: int, workflow: Workflow
+) -> None:
+    """Crash again and again at random ticks, each time resuming from the last snapshot: what is
+    trained on in the end is what a run without crashes trains on, group by group and token by
+    token."""
     chance = random.Random(seed)
 
-    async def live(restored: RolloutState | None, trained: list[Group]) -> tuple[RolloutState | None, list[Group]]:
-        """Train until the crash; what the last snapshot holds, with the groups trained on until then."""
+    async def live(
+        restored: RolloutState | None, trained: list[Group]
+    ) -> tuple[RolloutState | None, list[Group]]:
+        """Train until the crash; what the last snapshot holds, with the groups trained on until
+        then."""
         version = len(trained) // CONFIG.groups_per_batch
         until_snapshot = chance.randrange(2, 25)
         async with run(workflow, version=version, restored=restored) as (rollouts, engine):
@@ -239,7 +282,9 @@ def test_a_crash_at_any_instant_loses_no_task_and_repeats_none(seed: int, workfl
             stand_still.clear()
             state = await rollouts.snapshot()
             kept = list(trained)
-            everywhere = [group.id for group in (*kept, *state.buffered)] + [record.id for record in state.suspended]
+            everywhere = [group.id for group in (*kept, *state.buffered)] + [
+                record.id for record in state.suspended
+            ]
             assert sorted(everywhere) == list(range(state.next_group_id))
             assert state.tasks["place"] == state.next_group_id
             assert rollouts.gate.running + len(rollouts._waiting) == len(state.suspended)
@@ -251,7 +296,9 @@ def test_a_crash_at_any_instant_loses_no_task_and_repeats_none(seed: int, workfl
             await asyncio.wait([training])
         return state, kept
 
-    async def train_until_told(rollouts: Rollouts, engine: TinyEngine, trained: list[Group]) -> list[Group]:
+    async def train_until_told(
+        rollouts: Rollouts, engine: TinyEngine, trained: list[Group]
+    ) -> list[Group]:
         version = len(trained) // CONFIG.groups_per_batch
         try:
             while True:
@@ -289,7 +336,9 @@ def test_what_was_drawn_before_a_crash_is_not_drawn_again() -> None:
                 await asyncio.sleep(0)
             sampled_before = before.num_sampled
             state = await rollouts.snapshot()
-        parts = [part for record in state.suspended for parts in record.calls.values() for part in parts]
+        parts = [
+            part for record in state.suspended for parts in record.calls.values() for part in parts
+        ]
         assert any(part.stop_reason == "suspended" and len(part.tokens) for part in parts)
         kept = sum(len(part.tokens) for part in parts)
         kept += sum(len(sample.tokens) for group in state.buffered for sample in group.samples)
@@ -306,14 +355,19 @@ def test_a_call_that_was_finished_does_not_reach_the_engine_again() -> None:
     async def main() -> None:
         grading = asyncio.Event()
 
-        async def stuck_at_grading(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
+        async def stuck_at_grading(
+            task: Task, generate: Generate, grader: Grader
+        ) -> tuple[Sample, ...]:
             completions = await generate(prompt_of(task), 2)
             await grading.wait()
-            return tuple([sample_of(completion, RewardResult("wrong")) for completion in completions])
+            return tuple(
+                [sample_of(completion, RewardResult("wrong")) for completion in completions]
+            )
 
         async with run(stuck_at_grading, 1) as (rollouts, _):
             while not (state := await rollouts.snapshot()).suspended[0].calls or any(
-                part.stop_reason == "suspended" for part in next(iter(state.suspended[0].calls.values()))
+                part.stop_reason == "suspended"
+                for part in next(iter(state.suspended[0].calls.values()))
             ):
                 await asyncio.sleep(0)
         grading.set()
@@ -329,7 +383,9 @@ def test_a_call_that_was_finished_does_not_reach_the_engine_again() -> None:
 
 def test_restored_groups_start_first_and_keep_their_ids() -> None:
     async def main() -> None:
-        old = tuple(Suspended(id, Task(f"task-{id}", (Message("user", "?"),), "1")) for id in (8, 11))
+        old = tuple(
+            Suspended(id, Task(f"task-{id}", (Message("user", "?"),), "1")) for id in (8, 11)
+        )
         state = RolloutState({"place": 12}, 12, {"GradingFailed": 2}, (), old)
         started: list[str] = []
 
@@ -343,36 +399,54 @@ def test_restored_groups_start_first_and_keep_their_ids() -> None:
             assert [group.id for group in groups] == [8, 11, 12, 13]
             counters = rollouts.counters()
             # 2 versions of 4 groups and these 4 are accepted; 2 were rejected before the crash.
-            assert (counters["started"], counters["accepted"], counters["rejected/GradingFailed"]) == (14, 12, 2)
+            assert (
+                counters["started"],
+                counters["accepted"],
+                counters["rejected/GradingFailed"],
+            ) == (14, 12, 2)
 
     asyncio.run(main())
 
 
-def test_a_snapshot_of_a_restored_run_says_the_same_of_those_that_run_and_of_those_that_wait() -> None:
+def test_a_snapshot_of_a_restored_run_says_the_same_of_those_that_run_and_of_those_that_wait() -> (
+    None
+):
     async def main() -> None:
-        old = tuple(Suspended(id, Task(f"task-{id}", (Message("user", "?"),), "1")) for id in range(5))
+        old = tuple(
+            Suspended(id, Task(f"task-{id}", (Message("user", "?"),), "1")) for id in range(5)
+        )
         state = RolloutState({"place": 5}, 5, {}, (), old)
         # Two may run, three wait for the gate; the engine stands still.
         narrow = RolloutConfig(groups_per_batch=4, max_staleness=2, max_running_groups=2)
-        async with run(one_call, 20, TinyEngine(version=-1), narrow, version=1, restored=state) as (rollouts, _):
+        async with run(one_call, 20, TinyEngine(version=-1), narrow, version=1, restored=state) as (
+            rollouts,
+            _,
+        ):
             rollouts.gate.version = 2
             again = await rollouts.snapshot()
             assert rollouts.gate.running == 2
-        assert [(record.id, record.task.id) for record in again.suspended] == [(record.id, record.task.id) for record in old]
+        assert [(record.id, record.task.id) for record in again.suspended] == [
+            (record.id, record.task.id) for record in old
+        ]
         assert (again.next_group_id, again.tasks) == (5, {"place": 5})
 
     asyncio.run(main())
 
 
 def test_a_restored_buffer_counts_as_accepted() -> None:
-    buffered = tuple(Group(id, Task(f"task-{id}", (Message("user", "?"),), "1"), ()) for id in (9, 8))
+    buffered = tuple(
+        Group(id, Task(f"task-{id}", (Message("user", "?"),), "1"), ()) for id in (9, 8)
+    )
     gate, buffer = open_gate(CONFIG, 2, RolloutState({"place": 10}, 10, {}, buffered, ()))
-    # Two batches of 4 are trained on and 2 wait: of (2 + 2 + 1) * 4 places 10 are left, of which 7 may run at a time.
+    # Two batches of 4 are trained on and 2 wait: of (2 + 2 + 1) * 4 places 10 are left, of which 7
+    # may run at a time.
     assert (gate.accepted, gate.capacity(), gate.version) == (10, 7, 2)
     assert [group.id for group in buffer.snapshot()] == [8, 9]
 
 
-def test_a_workflow_that_raises_costs_its_group_and_no_more(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_workflow_that_raises_costs_its_group_and_no_more(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     async def failing(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
         number = int(task.id.removeprefix("task-"))
         if number % 5 == 1:
@@ -385,10 +459,20 @@ def test_a_workflow_that_raises_costs_its_group_and_no_more(caplog: pytest.LogCa
     async def main() -> None:
         async with run(failing) as (rollouts, engine):
             groups = await train_all(rollouts, engine)
-            assert sorted(group.id for group in groups) == [i for i in range(40) if i % 5 not in (1, 2)]
+            assert sorted(group.id for group in groups) == [
+                i for i in range(40) if i % 5 not in (1, 2)
+            ]
             counters = rollouts.counters()
-            assert (counters["rejected"], counters["rejected/KeyError"], counters["rejected/InvalidRequest"]) == (16, 8, 8)
-            assert (rollouts.gate.accepted, rollouts.gate.rejected, rollouts.gate.running) == (24, 16, 0)
+            assert (
+                counters["rejected"],
+                counters["rejected/KeyError"],
+                counters["rejected/InvalidRequest"],
+            ) == (16, 8, 8)
+            assert (rollouts.gate.accepted, rollouts.gate.rejected, rollouts.gate.running) == (
+                24,
+                16,
+                0,
+            )
 
     asyncio.run(main())
     assert "bad task-6" in caplog.text
@@ -402,7 +486,10 @@ def test_many_rejections_in_a_row_end_the_run_and_say_why() -> None:
 
     async def main() -> None:
         async with run(broken, 1000) as (rollouts, _):
-            with pytest.raises(AllRejected, match=f"{MAX_REJECTED_IN_A_ROW} groups in a row.*task-31.*no grader is this wrong"):
+            with pytest.raises(
+                AllRejected,
+                match=f"{MAX_REJECTED_IN_A_ROW} groups in a row.*task-31.*no grader is this wrong",
+            ):
                 await rollouts.buffer.take(4, 0)
             # Those already started end too; no new one is started.
             await asyncio.sleep(0.01)
@@ -426,21 +513,34 @@ def graded() -> Workflow:
 
 def test_groups_without_any_reward_stop_the_run_and_are_kept() -> None:
     async def grader(task: Task, answer: str) -> RewardResult:
-        return RewardResult("crashed", "ValueError: boom", failed=int(task.id.removeprefix("task-")) >= 6, trace="in own.py")
+        return RewardResult(
+            "crashed",
+            "ValueError: boom",
+            failed=int(task.id.removeprefix("task-")) >= 6,
+            trace="in own.py",
+        )
 
     async def main() -> RolloutState:
         async with run(graded(), 100, grader=grader) as (rollouts, engine):
             trained = await rollouts.buffer.take(4, 0)
             rollouts.gate.version = engine.version = 1
-            with pytest.raises(RewardsFailing, match=r"^in own\.py\nevery reward or tool call of 3 groups .*ValueError: boom$"):
+            with pytest.raises(
+                RewardsFailing,
+                match=r"^in own\.py\nevery reward or tool call of 3 groups .*ValueError: boom$",
+            ):
                 await rollouts.buffer.take(4, 1)
             await asyncio.sleep(0.05)  # groups under way end after it
             state = await rollouts.snapshot()
-            kept = {group.id for group in (*trained, *state.buffered)} | {record.id for record in state.suspended}
-            # Group 6 may have ended before a group that was graded; what failed in a row is no loss.
+            kept = {group.id for group in (*trained, *state.buffered)} | {
+                record.id for record in state.suspended
+            }
+            # Group 6 may have ended before a group that was graded; what failed in a row is no
+            # loss.
             assert len(kept) + sum(state.rejected.values()) == state.next_group_id
             assert kept >= set(range(state.next_group_id)) - {6}
-            assert all(record.calls for record in state.suspended if record.id < 9), "with what was sampled for it"
+            assert all(record.calls for record in state.suspended if record.id < 9), (
+                "with what was sampled for it"
+            )
             return state
 
     state = asyncio.run(main())
@@ -470,13 +570,17 @@ def test_groups_whose_tools_all_fail_stop_the_run() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.parametrize("failing", [lambda number, answer: answer == "a", lambda number, answer: number % 3 > 0])
+@pytest.mark.parametrize(
+    "failing", [lambda number, answer: answer == "a", lambda number, answer: number % 3 > 0]
+)
 def test_some_failed_rewards_cost_their_groups_alone(failing: Callable[[int, str], bool]) -> None:
     async def grader(task: Task, answer: str) -> RewardResult:
         return RewardResult("wrong", failed=failing(int(task.id.removeprefix("task-")), answer))
 
     async def main() -> None:
-        async with run(graded(), 12, config=chz.replace(CONFIG, max_running_groups=1), grader=grader) as (rollouts, engine):
+        async with run(
+            graded(), 12, config=chz.replace(CONFIG, max_running_groups=1), grader=grader
+        ) as (rollouts, engine):
             groups = await train_all(rollouts, engine)
             assert len(groups) + rollouts.rejected["RuntimeError"] == 12
             assert rollouts.rejected["RuntimeError"] in (12, 8)
@@ -502,7 +606,10 @@ def test_groups_out_of_bounds_are_replaced_and_counted_and_free_their_place() ->
     async def thirds(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
         samples = await one_call(task, generate, grader)
         right = int(task.id.removeprefix("task-")) % 3
-        return tuple(replace(sample, grade="correct" if i < right else "wrong") for i, sample in enumerate(samples))
+        return tuple(
+            replace(sample, grade="correct" if i < right else "wrong")
+            for i, sample in enumerate(samples)
+        )
 
     def kept(**bounds: float) -> tuple[set[int], int, int]:
         async def main() -> tuple[set[int], int, int]:
@@ -524,18 +631,28 @@ def test_groups_out_of_bounds_are_replaced_and_counted_and_free_their_place() ->
 @pytest.mark.parametrize("num_accepted", [0, 1])
 def test_a_run_whose_groups_all_lack_signal_ends(num_accepted: int) -> None:
     config = chz.replace(CONFIG, success_rate_below=0.5)
-    num_groups = max(MAX_BATCHES_WITHOUT_SIGNAL * config.groups_per_batch, MIN_GROUPS_WITHOUT_SIGNAL)
+    num_groups = max(
+        MAX_BATCHES_WITHOUT_SIGNAL * config.groups_per_batch, MIN_GROUPS_WITHOUT_SIGNAL
+    )
 
-    async def solved_but_for_some(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
+    async def solved_but_for_some(
+        task: Task, generate: Generate, grader: Grader
+    ) -> tuple[Sample, ...]:
         samples = await one_call(task, generate, grader)
         # In a row by the order in which they end: no accepted one is far from the middle.
         is_wrong = num_accepted and task.id == f"task-{num_groups // 2}"
         return tuple(replace(sample, grade="wrong") for sample in samples) if is_wrong else samples
 
     async def main() -> None:
-        async with run(solved_but_for_some, num_tasks=num_groups + 10, config=config) as (rollouts, _):
+        async with run(solved_but_for_some, num_tasks=num_groups + 10, config=config) as (
+            rollouts,
+            _,
+        ):
             said = f"{num_groups} groups in a row .* rollout.success_rate_below=0.5"
-            with pytest.raises(TasksExhausted if num_accepted else AllRejected, match=None if num_accepted else said):
+            with pytest.raises(
+                TasksExhausted if num_accepted else AllRejected,
+                match=None if num_accepted else said,
+            ):
                 await rollouts.buffer.take(4, 0)
             assert rollouts.counters()["accepted"] == num_accepted
 
@@ -567,7 +684,9 @@ def test_a_task_stream_that_raises_fails_the_take() -> None:
         gate, buffer = open_gate(CONFIG, 0)
         async with (
             running(TinyEngine()) as engine,
-            rolling_out(Broken(9), engine, one_call, grader, gate, buffer, CONFIG, sampling=SAMPLING, seed=0),
+            rolling_out(
+                Broken(9), engine, one_call, grader, gate, buffer, CONFIG, sampling=SAMPLING, seed=0
+            ),
         ):
             with pytest.raises(OSError, match="shard 2"):
                 await buffer.take(4, 0)
@@ -581,7 +700,9 @@ def test_a_group_that_is_cancelled_from_elsewhere_fails_the_take() -> None:
 
     async def main() -> None:
         async with run(cancelled) as (rollouts, _):
-            with pytest.raises(RuntimeError, match=r"group 0 \(task task-0\) was cancelled, though the run goes on"):
+            with pytest.raises(
+                RuntimeError, match=r"group 0 \(task task-0\) was cancelled, though the run goes on"
+            ):
                 await rollouts.buffer.take(4, 0)
 
     asyncio.run(main())
@@ -631,7 +752,15 @@ def test_a_silent_engine_fails_the_snapshot_in_words(monkeypatch: pytest.MonkeyP
         gate, buffer = open_gate(CONFIG, 0)
         # Nobody runs this engine.
         async with rolling_out(
-            Numbers(9), TinyEngine(), one_call, grader, gate, buffer, CONFIG, sampling=SAMPLING, seed=0
+            Numbers(9),
+            TinyEngine(),
+            one_call,
+            grader,
+            gate,
+            buffer,
+            CONFIG,
+            sampling=SAMPLING,
+            seed=0,
         ) as rollouts:
             with pytest.raises(TimeoutError, match=r"no snapshot within 0.02 s; gate at version 0"):
                 await rollouts.snapshot()

@@ -25,7 +25,8 @@ def counted(gate: Gate, running: int = 0, accepted: int = 0, rejected: int = 0) 
 @pytest.mark.parametrize(
     ("max_running", "batch", "eta", "version", "running", "accepted", "rejected", "capacity"),
     [
-        # AReaL's own table: min(max_running - running, (eta + version + 1) * batch - accepted - running).
+        # AReaL's own table: min(max_running - running, (eta + version + 1) * batch - accepted -
+        # running).
         (100, 4, 2, 0, 0, 0, 0, 12),
         (100, 4, 2, 5, 0, 0, 0, 32),
         (10, 4, 2, 0, 3, 0, 0, 7),
@@ -41,14 +42,22 @@ def counted(gate: Gate, running: int = 0, accepted: int = 0, rejected: int = 0) 
     ],
 )
 def test_capacity_table(
-    max_running: int, batch: int, eta: int, version: int, running: int, accepted: int, rejected: int, capacity: int
+    max_running: int,
+    batch: int,
+    eta: int,
+    version: int,
+    running: int,
+    accepted: int,
+    rejected: int,
+    capacity: int,
 ) -> None:
     gate = counted(Gate(eta, batch, max_running, version, accepted=0), running, accepted, rejected)
     assert gate.capacity() == capacity
 
 
 @pytest.mark.parametrize(
-    ("eta", "batch", "version"), [(0, 1, 0), (0, 512, 3), (1, 32, 0), (4, 7, 11), (8, 100, 2), (16, 512, 9)]
+    ("eta", "batch", "version"),
+    [(0, 1, 0), (0, 512, 3), (1, 32, 0), (4, 7, 11), (8, 100, 2), (16, 512, 9)],
 )
 def test_the_gate_is_equation_3(eta: int, batch: int, version: int) -> None:
     # Group number N may start iff floor((N - 1) / B) <= version + eta; N - 1 groups are before it.
@@ -59,7 +68,8 @@ def test_the_gate_is_equation_3(eta: int, batch: int, version: int) -> None:
 
 @pytest.mark.parametrize("eta", [0, 1, 4])
 def test_a_resumed_gate_lets_in_what_its_version_allows(eta: int) -> None:
-    # Six versions of 8 groups are trained on: (eta + 1) * 8 may start, fewer by what the buffer holds.
+    # Six versions of 8 groups are trained on: (eta + 1) * 8 may start, fewer by what the buffer
+    # holds.
     assert Gate(eta, 8, 1000, version=6).capacity() == (eta + 1) * 8
     assert Gate(eta, 8, 1000, version=6, accepted=6 * 8 + 5).capacity() == (eta + 1) * 8 - 5
 
@@ -71,7 +81,8 @@ def test_unbounded_staleness_leaves_only_the_bound_on_running_groups() -> None:
 
 
 def test_a_group_starts_on_weights_that_will_not_be_too_old_when_its_turn_comes() -> None:
-    # Batches of 2, eta 2: groups 12 and 13 train version 6, and so on to 16 and 17, which train version 8 and need version 6.
+    # Batches of 2, eta 2: groups 12 and 13 train version 6, and so on to 16 and 17, which train
+    # version 8 and need version 6.
     gate = Gate(2, 2, 100, version=6)
     assert [gate.start() for _ in range(6)] == [4, 4, 5, 5, 6, 6]
     gate.version = 7
@@ -81,7 +92,8 @@ def test_a_group_starts_on_weights_that_will_not_be_too_old_when_its_turn_comes(
 
 
 def test_a_kind_of_tasks_may_lag_further_than_the_others() -> None:
-    # Batches of 2 at version 3, 6 of them trained. Mathematics, eta 1: 2 * (1 + 3 + 1) = 10 in all; code, eta 4: 16.
+    # Batches of 2 at version 3, 6 of them trained. Mathematics, eta 1: 2 * (1 + 3 + 1) = 10 in all;
+    # code, eta 4: 16.
     gate = Gate(1, 2, 100, version=3, of_kind={"code": 4})
     assert (gate.capacity("math"), gate.capacity("code"), gate.capacity()) == (4, 10, 10)
     # Groups 7 to 10 train versions 3, 3, 4, 4, where programs may be 4 versions old and all else 1.
@@ -90,7 +102,11 @@ def test_a_kind_of_tasks_may_lag_further_than_the_others() -> None:
     with pytest.raises(RuntimeError, match="max_staleness 1, 4 of kind code"):
         gate.start("math")
     unbounded = Gate(0, 2, 7, of_kind={"code": None})
-    assert (unbounded.capacity("math"), unbounded.capacity("code"), unbounded.capacity()) == (2, 7, 7)
+    assert (unbounded.capacity("math"), unbounded.capacity("code"), unbounded.capacity()) == (
+        2,
+        7,
+        7,
+    )
 
 
 @given(
@@ -113,7 +129,8 @@ def test_started_is_running_and_accepted_and_rejected_whatever_happens(
             getattr(gate, event)()
         assert started == gate.running + gate.accepted + gate.rejected
         assert gate.running <= max_running
-        # Only a start adds to accepted + running, and only an open gate lets start: so the bound holds after any event.
+        # Only a start adds to accepted + running, and only an open gate lets start: so the bound
+        # holds after any event.
         assert eta is None or gate.accepted + gate.running <= (eta + gate.version + 1) * batch
 
 

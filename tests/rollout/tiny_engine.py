@@ -1,4 +1,5 @@
-"""An engine without a model: keeps every promise of `records.Engine`, draws tokens by hashing (seed, sample, position)."""
+"""An engine without a model: keeps every promise of `records.Engine`, draws tokens by hashing
+(seed, sample, position)."""
 
 from __future__ import annotations
 
@@ -27,7 +28,8 @@ class Live:
 
 @dataclass
 class TinyEngine:
-    """Each tick of the event loop draws one token for every unfinished sample of the first `num_slots` requests."""
+    """Each tick of the event loop draws one token for every unfinished sample of the first
+    `num_slots` requests."""
 
     version: int = 0
     num_slots: int = 8
@@ -44,7 +46,8 @@ class TinyEngine:
             raise EngineStopped("the tiny engine stopped") from self._stopped
         if len(request.prompt_tokens) > self.max_prompt_tokens:
             raise InvalidRequest(
-                f"prompt of {len(request.prompt_tokens)} tokens, engine.max_prompt_tokens={self.max_prompt_tokens}"
+                f"prompt of {len(request.prompt_tokens)} tokens, "
+                f"engine.max_prompt_tokens={self.max_prompt_tokens}"
             )
         assert request.id not in self._live
         answer: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
@@ -60,7 +63,9 @@ class TinyEngine:
         return answer
 
     async def snapshot(self) -> dict[str, tuple[Completion, ...]]:
-        asked: asyncio.Future[dict[str, tuple[Completion, ...]]] = asyncio.get_running_loop().create_future()
+        asked: asyncio.Future[dict[str, tuple[Completion, ...]]] = (
+            asyncio.get_running_loop().create_future()
+        )
         self._asking.append(asked)
         return await asked
 
@@ -76,7 +81,8 @@ class TinyEngine:
             await asyncio.sleep(0)
             self.tick()
             if self._asking:
-                # The answer is of this moment, and comes two ticks late, as one from another thread may.
+                # The answer is of this moment, and comes two ticks late, as one from another thread
+                # may.
                 moment = {id: partial(live) for id, live in self._live.items()}
                 asking, self._asking = self._asking, []
                 for _ in range(2):
@@ -100,7 +106,10 @@ class TinyEngine:
         for i in range(request.num_samples):
             if live.stops[i] == "suspended":
                 position = len(request.prompt_tokens) + len(live.tokens[i])
-                token = blake2b(f"{request.seed}/{i}/{position}".encode(), digest_size=1).digest()[0] % 5
+                token = (
+                    blake2b(f"{request.seed}/{i}/{position}".encode(), digest_size=1).digest()[0]
+                    % 5
+                )
                 live.tokens[i].append(token)
                 live.versions[i].append(self.version)
                 self.num_sampled += 1
@@ -111,7 +120,9 @@ class TinyEngine:
 
 
 def partial(live: Live) -> tuple[Completion, ...]:
-    return tuple(completion(*parts) for parts in zip(live.tokens, live.versions, live.stops, strict=True))
+    return tuple(
+        completion(*parts) for parts in zip(live.tokens, live.versions, live.stops, strict=True)
+    )
 
 
 def completion(tokens: list[int], versions: list[int], stop: StopReason) -> Completion:

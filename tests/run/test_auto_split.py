@@ -18,7 +18,13 @@ from areal_jax.sim.measured import StageTimes
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 AUTO = "placement.rollout_share=auto"
-SMALL = (AUTO, "tasks.num_tasks=50", "evaluation.every_steps=0", "rollout.groups_per_batch=4", "rollout.samples_per_group=2")
+SMALL = (
+    AUTO,
+    "tasks.num_tasks=50",
+    "evaluation.every_steps=0",
+    "rollout.groups_per_batch=4",
+    "rollout.samples_per_group=2",
+)
 MANY_STEPS = (
     *SMALL,
     "policy.random_init=true",
@@ -26,7 +32,12 @@ MANY_STEPS = (
     "engine.max_new_tokens=256",
     "trainer.num_mini_batches=1",
 )
-MUCH_TO_LEARN = (*SMALL, "engine.num_slots=48", "engine.max_new_tokens=16", "trainer.num_mini_batches=4")
+MUCH_TO_LEARN = (
+    *SMALL,
+    "engine.num_slots=48",
+    "engine.max_new_tokens=16",
+    "trainer.num_mini_batches=4",
+)
 
 
 def plan(*overrides: str) -> Plan:
@@ -34,7 +45,8 @@ def plan(*overrides: str) -> Plan:
 
 
 def test_device_seconds_are_those_of_full_slots() -> None:
-    # 6 devices with 48 slots draw 1000 tokens in 1000 / 48 steps of 10 ms, and prefill 200 in 1 ms each; 2 devices train.
+    # 6 devices with 48 slots draw 1000 tokens in 1000 / 48 steps of 10 ms, and prefill 200 in 1 ms
+    # each; 2 devices train.
     times = StageTimes(0.01, 0.001, 0.0, 0.0, train_step_s=1.5, grading_s=0.0, travel_s=0.0)
     rows = [
         {"rollout/tokens": 900.0, "rollout/prefill_tokens": 200.0},
@@ -61,7 +73,14 @@ def test_a_split_that_cannot_be_gives_way_to_the_next_best() -> None:
     assert best_split(plan(*SMALL, "placement.rollout_tensor=2"), 5.0, 3.0).rollout_mesh.size == 4
     # None of the splits has 16.
     with pytest.raises(ConfigError, match="finds no split of 8 devices; of the best"):
-        best_split(replace(plan(*SMALL), experiment=load_experiment("aime", [*SMALL, "placement.rollout_tensor=16"])), 5.0, 3.0)
+        best_split(
+            replace(
+                plan(*SMALL),
+                experiment=load_experiment("aime", [*SMALL, "placement.rollout_tensor=16"]),
+            ),
+            5.0,
+            3.0,
+        )
 
 
 @pytest.mark.slow

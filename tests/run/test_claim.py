@@ -20,7 +20,16 @@ import pytest
 
 from areal_jax.errors import ConfigError
 from areal_jax.run import claim as claims
-from areal_jax.run.claim import CLAIM, WRITERS, Claim, ClaimLost, FolderInUse, Writer, claimed, writable
+from areal_jax.run.claim import (
+    CLAIM,
+    WRITERS,
+    Claim,
+    ClaimLost,
+    FolderInUse,
+    Writer,
+    claimed,
+    writable,
+)
 
 ROOT = Path(__file__).parents[2]
 
@@ -28,7 +37,8 @@ ROOT = Path(__file__).parents[2]
 def other_process(folder: Path, code: str = "", setup: str = "") -> subprocess.Popen[str]:
     """A process that has claimed the folder, says so, and then waits for its stdin to end."""
     source = (
-        f"import os, sys\nfrom pathlib import Path\nfrom areal_jax.run.claim import claimed\n{setup}\n"
+        "import os, sys\nfrom pathlib import Path\nfrom areal_jax.run.claim import "
+        f"claimed\n{setup}\n"
         f"with claimed(Path({str(folder)!r})) as claim:\n    {code or 'pass'}\n"
         "    print('claimed', flush=True)\n    sys.stdin.read()\n"
     )
@@ -53,7 +63,13 @@ def lease_of_another(folder: Path, **changes: object) -> None:
     """Leave the lease of a process that has died elsewhere."""
     with claimed(folder):
         lease = json.loads((folder / CLAIM).read_text())
-    lease |= {"host": "elsewhere", "pid": 77, "boot": "another", "token": "old", "since": "yesterday"} | changes
+    lease |= {
+        "host": "elsewhere",
+        "pid": 77,
+        "boot": "another",
+        "token": "old",
+        "since": "yesterday",
+    } | changes
     (folder / CLAIM).write_text(json.dumps(lease))
 
 
@@ -63,7 +79,10 @@ def test_a_second_process_is_refused_by_name(tmp_path: Path) -> None:
         with pytest.raises(FolderInUse) as refused:
             Claim(tmp_path, "--run-folder")
         since = json.loads((tmp_path / CLAIM).read_text())["since"]
-        said = f"{tmp_path} is in use by process {process.pid} on {socket.gethostname()} (since {since})"
+        said = (
+            f"{tmp_path} is in use by process {process.pid} on {socket.gethostname()} (since "
+            f"{since})"
+        )
         assert str(refused.value).startswith(said) and "--run-folder" in str(refused.value)
         assert process.communicate(timeout=60)[0] == "" and process.returncode == 0
     finally:
@@ -80,9 +99,11 @@ def test_a_second_claim_in_one_process_is_refused(tmp_path: Path) -> None:
 
 def test_of_simultaneous_claims_one_is_granted(tmp_path: Path) -> None:
     source = (
-        "import sys, time\nfrom pathlib import Path\nfrom areal_jax.run.claim import FolderInUse, claimed\n"
+        "import sys, time\nfrom pathlib import Path\nfrom areal_jax.run.claim import "
+        "FolderInUse, claimed\n"
         "print('ready', flush=True)\nsys.stdin.readline()\n"
-        f"try:\n    with claimed(Path({str(tmp_path)!r})):\n        print('granted', flush=True)\n        sys.stdin.read()\n"
+        f"try:\n    with claimed(Path({str(tmp_path)!r})):\n        print('granted', "
+        "flush=True)\n        sys.stdin.read()\n"
         "except FolderInUse:\n    print('refused', flush=True)\n"
     )
     processes = [
@@ -103,14 +124,18 @@ def test_of_simultaneous_claims_one_is_granted(tmp_path: Path) -> None:
             assert process.stdin is not None
             process.stdin.write("\n")
             process.stdin.flush()
-        said = sorted(process.stdout.readline() for process in processes if process.stdout is not None)
+        said = sorted(
+            process.stdout.readline() for process in processes if process.stdout is not None
+        )
         assert said == ["granted\n", "refused\n", "refused\n"]
     finally:
         for process in processes:
             killed(process)
 
 
-def test_the_claim_of_a_killed_process_is_taken_over(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_claim_of_a_killed_process_is_taken_over(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     process = other_process(tmp_path)
     killed(process)
     assert (tmp_path / CLAIM).exists()
@@ -120,7 +145,10 @@ def test_the_claim_of_a_killed_process_is_taken_over(tmp_path: Path, caplog: pyt
 
 def test_a_forked_child_does_not_hold_its_parents_claim(tmp_path: Path) -> None:
     folder, number = tmp_path / "run", tmp_path / "child"
-    forking = f"child = os.fork()\n    os.read(os.pipe()[0], 1) if child == 0 else Path({str(number)!r}).write_text(str(child))"
+    forking = (
+        "child = os.fork()\n    os.read(os.pipe()[0], 1) if child == 0 else "
+        f"Path({str(number)!r}).write_text(str(child))"
+    )
     process = other_process(folder, forking)
     process.kill()
     process.wait(60)
@@ -143,7 +171,9 @@ def test_a_lease_of_another_host_is_stale_when_it_is_not_renewed(
         assert "taking over from process 77 on elsewhere (since yesterday)" in caplog.text
 
 
-def test_a_renewed_lease_of_another_host_is_respected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_renewed_lease_of_another_host_is_respected(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(claims, "LEASE_S", 60.0)
     lease_of_another(tmp_path)
     renewing = threading.Timer(0.5, lease_of_another_renewed, [tmp_path])
@@ -158,7 +188,9 @@ def lease_of_another_renewed(folder: Path) -> None:
     (folder / CLAIM).write_text(json.dumps(lease | {"beat": lease["beat"] + 1}))
 
 
-def test_a_container_that_shares_the_kernel_is_judged_by_the_lock(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_container_that_shares_the_kernel_is_judged_by_the_lock(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     lease_of_another(tmp_path, boot=claims._boot_id(), pid_namespace="pid:[1]", pid=os.getpid())
     with caplog.at_level(logging.WARNING), claimed(tmp_path):
         assert "taking over from" in caplog.text and "waiting" not in caplog.text
@@ -189,16 +221,25 @@ def test_without_locks_the_lease_decides(tmp_path: Path, monkeypatch: pytest.Mon
         pass
 
 
-def test_without_locks_one_of_two_simultaneous_claims_is_granted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_locks_one_of_two_simultaneous_claims_is_granted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     without_locks(monkeypatch)
-    monkeypatch.setattr(Claim, "_require_free", lambda *_: None)  # both look before either has written
+    monkeypatch.setattr(
+        Claim, "_require_free", lambda *_: None
+    )  # both look before either has written
     with ThreadPoolExecutor(2) as pool:
-        found = [future.exception() for future in [pool.submit(Claim, tmp_path, "--run-folder") for _ in range(2)]]
+        found = [
+            future.exception()
+            for future in [pool.submit(Claim, tmp_path, "--run-folder") for _ in range(2)]
+        ]
     assert [type(error) for error in found if error is not None] == [FolderInUse]
 
 
 def test_a_holder_whose_claim_was_taken_over_ends(tmp_path: Path) -> None:
-    process = other_process(tmp_path, setup="import areal_jax.run.claim as claims; claims.RENEW_S = 0.1")
+    process = other_process(
+        tmp_path, setup="import areal_jax.run.claim as claims; claims.RENEW_S = 0.1"
+    )
     path = tmp_path / CLAIM
     deadline_s = time.monotonic() + 60
     while process.poll() is None and time.monotonic() < deadline_s:
@@ -208,7 +249,9 @@ def test_a_holder_whose_claim_was_taken_over_ends(tmp_path: Path) -> None:
     process.communicate()
 
 
-def test_a_writer_of_an_earlier_holder_is_waited_for_and_may_not_write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_of_an_earlier_holder_is_waited_for_and_may_not_write(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(claims, "WRITERS_TIMEOUT_S", 1.5)
     with claimed(tmp_path) as first:
         token = first.token

@@ -1,4 +1,5 @@
-"""A whole run on Ray, on this machine: parts are killed while it goes on, and nothing is lost or repeated."""
+"""A whole run on Ray, on this machine: parts are killed while it goes on, and nothing is lost or
+repeated."""
 
 from __future__ import annotations
 
@@ -40,11 +41,15 @@ def test_a_run_loses_no_task_with_an_engine_a_reward_worker_and_a_trainer_host(
     processes: list[psutil.Process] = []
 
     async def killing(run: Run[Trainers]) -> None:
-        """An engine, then a reward worker, then, in the run's first life, the trainer host; each a few steps after the last."""
+        """An engine, then a reward worker, then, in the run's first life, the trainer host; each a
+        few steps after the last."""
         assert isinstance(run.engine, Engines) and isinstance(run.grader, TracedGrader)
         graders = run.grader.counted
         assert isinstance(graders, Graders)
-        victims: list[tuple[int, Sequence[Channel]]] = [(2, run.engine.connections), (5, graders.connections)]
+        victims: list[tuple[int, Sequence[Channel]]] = [
+            (2, run.engine.connections),
+            (5, graders.connections),
+        ]
         if len(killed) < 3:
             for version, connections in [*victims, (8, run.trainer.connections)]:
                 while run.trainer.version < version:
@@ -57,17 +62,36 @@ def test_a_run_loses_no_task_with_an_engine_a_reward_worker_and_a_trainer_host(
         try:
             await loop.train(run, experiment)
             assert isinstance(run.engine, Engines)
-            processes.extend(process for connection in run.engine.connections for process in family(connection))
+            processes.extend(
+                process for connection in run.engine.connections for process in family(connection)
+            )
         finally:
             killer.cancel()
 
     with caplog.at_level(logging.WARNING):
-        asyncio.run(train_on_cluster(make_plan(experiment), tmp_path, train, resume=False, source="aime"))
+        asyncio.run(
+            train_on_cluster(make_plan(experiment), tmp_path, train, resume=False, source="aime")
+        )
 
-    assert [name.rpartition(" ")[0] for name in killed] == ["engine", "reward worker", "trainer host"]
-    assert all(any(name in message for message in caplog.messages) for name in killed), caplog.messages
-    assert broken_laws(tmp_path, num_steps=STEPS, groups=GROUPS, samples=SAMPLES, max_staleness=STALENESS) == []
-    assert all(row["gate/rejected"] == 0 for row in jsonl.read(tmp_path / "metrics.jsonl") if "gate/rejected" in row)
+    assert [name.rpartition(" ")[0] for name in killed] == [
+        "engine",
+        "reward worker",
+        "trainer host",
+    ]
+    assert all(any(name in message for message in caplog.messages) for name in killed), (
+        caplog.messages
+    )
+    assert (
+        broken_laws(
+            tmp_path, num_steps=STEPS, groups=GROUPS, samples=SAMPLES, max_staleness=STALENESS
+        )
+        == []
+    )
+    assert all(
+        row["gate/rejected"] == 0
+        for row in jsonl.read(tmp_path / "metrics.jsonl")
+        if "gate/rejected" in row
+    )
     assert len(processes) > len(killed), "grading processes die with their worker"
     _, alive = psutil.wait_procs(processes, timeout=10)
     assert alive == []

@@ -1,4 +1,5 @@
-"""What a run survives: kill -9 at any moment, Ctrl-C, a loss that is not finite. By the command line, each in a process."""
+"""What a run survives: kill -9 at any moment, Ctrl-C, a loss that is not finite. By the command
+line, each in a process."""
 
 from __future__ import annotations
 
@@ -54,7 +55,9 @@ def wait_for_steps(process: subprocess.Popen[str], run: Path, num_steps: int) ->
     deadline_s = time.monotonic() + TIMEOUT_S
     while steps_done(run) < num_steps:
         assert process.poll() is None, process.communicate()[0]
-        assert time.monotonic() < deadline_s, f"{steps_done(run)} of {num_steps} steps after {TIMEOUT_S} s"
+        assert time.monotonic() < deadline_s, (
+            f"{steps_done(run)} of {num_steps} steps after {TIMEOUT_S} s"
+        )
         time.sleep(0.02)
 
 
@@ -65,7 +68,9 @@ def finished(process: subprocess.Popen[str], status: int = 0) -> str:
 
 
 @pytest.mark.slow
-def test_a_run_killed_twice_loses_and_repeats_no_task(tmp_path: Path, of_a_command: dict[str, str]) -> None:
+def test_a_run_killed_twice_loses_and_repeats_no_task(
+    tmp_path: Path, of_a_command: dict[str, str]
+) -> None:
     run = tmp_path / "run"
     process = start(tmp_path, of_a_command, "--exp=aime", f"--run-folder={run}", *SMALL)
     for num_steps in (5, 9):
@@ -80,9 +85,18 @@ def test_a_run_killed_twice_loses_and_repeats_no_task(tmp_path: Path, of_a_comma
 
 
 @pytest.mark.slow
-def test_a_run_stopped_twice_by_ctrl_c_loses_and_repeats_no_task(tmp_path: Path, of_a_command: dict[str, str]) -> None:
+def test_a_run_stopped_twice_by_ctrl_c_loses_and_repeats_no_task(
+    tmp_path: Path, of_a_command: dict[str, str]
+) -> None:
     run = tmp_path / "run"
-    process = start(tmp_path, of_a_command, "--exp=aime", f"--run-folder={run}", *SMALL, "checkpoint.every_steps=0")
+    process = start(
+        tmp_path,
+        of_a_command,
+        "--exp=aime",
+        f"--run-folder={run}",
+        *SMALL,
+        "checkpoint.every_steps=0",
+    )
     for num_steps in (4, 8):
         wait_for_steps(process, run, num_steps)
         process.send_signal(signal.SIGINT)
@@ -94,10 +108,18 @@ def test_a_run_stopped_twice_by_ctrl_c_loses_and_repeats_no_task(tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_ctrl_c_ends_with_a_checkpoint_and_a_report(tmp_path: Path, of_a_command: dict[str, str]) -> None:
+def test_ctrl_c_ends_with_a_checkpoint_and_a_report(
+    tmp_path: Path, of_a_command: dict[str, str]
+) -> None:
     run = tmp_path / "run"
     process = start(
-        tmp_path, of_a_command, "--exp=aime", f"--run-folder={run}", *SMALL, "num_steps=100000", "checkpoint.every_steps=0"
+        tmp_path,
+        of_a_command,
+        "--exp=aime",
+        f"--run-folder={run}",
+        *SMALL,
+        "num_steps=100000",
+        "checkpoint.every_steps=0",
     )
     wait_for_steps(process, run, 3)
     for arguments in ([f"--resume={run}"], ["--exp=aime", f"--run-folder={run}", *SMALL]):
@@ -113,7 +135,9 @@ def test_ctrl_c_ends_with_a_checkpoint_and_a_report(tmp_path: Path, of_a_command
 
 
 @pytest.mark.slow
-def test_sigterm_during_start_up_ends_in_time_and_says_so(tmp_path: Path, of_a_command: dict[str, str]) -> None:
+def test_sigterm_during_start_up_ends_in_time_and_says_so(
+    tmp_path: Path, of_a_command: dict[str, str]
+) -> None:
     run = tmp_path / "run"
     process = start(tmp_path, of_a_command, "--exp=aime", f"--run-folder={run}", *SMALL)
     deadline_s = time.monotonic() + TIMEOUT_S
@@ -125,20 +149,29 @@ def test_sigterm_during_start_up_ends_in_time_and_says_so(tmp_path: Path, of_a_c
 
 
 @pytest.mark.slow
-def test_a_hole_in_the_metrics_is_refused_on_resuming(tmp_path: Path, of_a_command: dict[str, str]) -> None:
+def test_a_hole_in_the_metrics_is_refused_on_resuming(
+    tmp_path: Path, of_a_command: dict[str, str]
+) -> None:
     run = tmp_path / "run"
-    finished(start(tmp_path, of_a_command, "--exp=aime", f"--run-folder={run}", *SMALL, "num_steps=4"))
+    finished(
+        start(tmp_path, of_a_command, "--exp=aime", f"--run-folder={run}", *SMALL, "num_steps=4")
+    )
     metrics, config = run / "metrics.jsonl", (run / "config.json").read_text()
     rows = metrics.read_text().splitlines(keepends=True)
     metrics.write_text("".join(rows[:1] + rows[3:]))
     refused = finished(start(tmp_path, of_a_command, f"--resume={run}", "num_steps=6"), 2)
-    assert "metrics.jsonl has no rows of versions 1 to 2" in refused and f"move {metrics} away" in refused
+    assert (
+        "metrics.jsonl has no rows of versions 1 to 2" in refused
+        and f"move {metrics} away" in refused
+    )
     assert (run / "config.json").read_text() == config
     metrics.rename(tmp_path / "away")
     finished(start(tmp_path, of_a_command, f"--resume={run}", "num_steps=6"))
     assert [row["version"] for row in jsonl.read(metrics) if "trainer/loss" in row] == [4, 5]
     (run / "config.json").write_text(config.replace('"areal_jax.run": "', '"areal_jax.run": "0'))
-    assert "config.json is of another run" in finished(start(tmp_path, of_a_command, f"--resume={run}"), 2)
+    assert "config.json is of another run" in finished(
+        start(tmp_path, of_a_command, f"--resume={run}"), 2
+    )
 
 
 @pytest.mark.slow
@@ -164,7 +197,9 @@ def test_a_loss_that_is_not_finite_ends_the_run_and_loses_no_trained_sample_and_
     assert "training diverged" in output and "learning_rate" in output and "Traceback" not in output
     done = steps_done(run)
     # No take beside that of the last version: the batch that met it is nothing to go on with.
-    assert {path.name for path in (run / "checkpoints").iterdir()} == {f"{version}" for version in range(1, done + 1)}
+    assert {path.name for path in (run / "checkpoints").iterdir()} == {
+        f"{version}" for version in range(1, done + 1)
+    }
     assert f"--resume={run} resumes from the checkpoint of version {done}" in output
     rows = list(jsonl.read(run / "samples.jsonl"))
     assert len(rows) == done * GROUPS * SAMPLES

@@ -1,4 +1,5 @@
-"""The laws of the whole loop, on one device and on a train mesh of four beside a rollout mesh of four."""
+"""The laws of the whole loop, on one device and on a train mesh of four beside a rollout mesh of
+four."""
 
 from __future__ import annotations
 
@@ -65,23 +66,33 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 ONE = PlacementConfig()
 # Two engines of two devices each.
-FOUR_AND_FOUR = PlacementConfig(train_devices=4, train_fsdp=2, train_tensor=2, rollout_devices=4, engines=2)
-PLACEMENTS = pytest.mark.parametrize("placement", [ONE, FOUR_AND_FOUR], ids=["one device", "4 + 4 devices"])
+FOUR_AND_FOUR = PlacementConfig(
+    train_devices=4, train_fsdp=2, train_tensor=2, rollout_devices=4, engines=2
+)
+PLACEMENTS = pytest.mark.parametrize(
+    "placement", [ONE, FOUR_AND_FOUR], ids=["one device", "4 + 4 devices"]
+)
 SLOW_ON_MANY = pytest.mark.parametrize(
-    "placement", [ONE, pytest.param(FOUR_AND_FOUR, marks=pytest.mark.slow)], ids=["one device", "4 + 4 devices"]
+    "placement",
+    [ONE, pytest.param(FOUR_AND_FOUR, marks=pytest.mark.slow)],
+    ids=["one device", "4 + 4 devices"],
 )
 
 
 async def grade_by_parity(task: Task, answer: str) -> RewardResult:
-    """Right where the answer has an even number of characters: what a policy that knows nothing gets right half of the time."""
+    """Right where the answer has an even number of characters: what a policy that knows nothing
+    gets right half of the time."""
     return RewardResult("wrong" if len(answer) % 2 else "correct")
 
 
 @pytest.fixture
 def tiny_policy(tmp_path: Path) -> Path:
-    """A Hugging Face folder with a policy small enough to take a step in milliseconds; its weights are sampled afresh."""
+    """A Hugging Face folder with a policy small enough to take a step in milliseconds; its weights
+    are sampled afresh."""
     folder = tmp_path / "tiny"
-    shutil.copytree(EMBEDDED, folder, ignore=shutil.ignore_patterns("model.safetensors", "README.md"))
+    shutil.copytree(
+        EMBEDDED, folder, ignore=shutil.ignore_patterns("model.safetensors", "README.md")
+    )
     small = {
         "hidden_size": 32,
         "intermediate_size": 64,
@@ -95,7 +106,9 @@ def tiny_policy(tmp_path: Path) -> Path:
     return folder
 
 
-def experiment(policy: Path, placement: PlacementConfig, *, num_steps: int, max_staleness: int | None) -> Experiment:
+def experiment(
+    policy: Path, placement: PlacementConfig, *, num_steps: int, max_staleness: int | None
+) -> Experiment:
     return Experiment(
         name="law",
         seed=3,
@@ -104,11 +117,19 @@ def experiment(policy: Path, placement: PlacementConfig, *, num_steps: int, max_
         tasks=Synthetic(num_tasks=1000),
         placement=placement,
         rollout=RolloutConfig(
-            groups_per_batch=4, samples_per_group=4, max_staleness=max_staleness, max_running_groups=16, batch_timeout_s=120.0
+            groups_per_batch=4,
+            samples_per_group=4,
+            max_staleness=max_staleness,
+            max_running_groups=16,
+            batch_timeout_s=120.0,
         ),
-        engine=EngineConfig(num_slots=16, max_prompt_tokens=80, max_new_tokens=16, steps_per_dispatch=4),
+        engine=EngineConfig(
+            num_slots=16, max_prompt_tokens=80, max_new_tokens=16, steps_per_dispatch=4
+        ),
         trainer=TrainerConfig(
-            optimizer=OptimizerConfig(learning_rate=1e-2, warmup_fraction=0.0), num_mini_batches=2, rows_per_micro_batch=2
+            optimizer=OptimizerConfig(learning_rate=1e-2, warmup_fraction=0.0),
+            num_mini_batches=2,
+            rows_per_micro_batch=2,
         ),
         evaluation=EvaluationConfig(every_steps=0),
         metrics=MetricsConfig(tensorboard=False, trace=False, progress=False),
@@ -144,7 +165,9 @@ def planned(exp: Experiment) -> Plan:
     """The plan; with nothing said of devices, on one of the eight that tests see."""
     if exp.placement != ONE:
         return with_known_engines(make_plan(exp))
-    plan = make_plan(chz.replace(exp, placement=PlacementConfig(train_devices=1, rollout_devices=1)))
+    plan = make_plan(
+        chz.replace(exp, placement=PlacementConfig(train_devices=1, rollout_devices=1))
+    )
     meshes = make_meshes(ONE, jax.devices()[:1])
     return with_known_engines(
         replace(
@@ -161,9 +184,15 @@ KNOWN_ENGINES: dict[Any, tuple[DecodeEngine, ...]] = {}
 
 
 def with_known_engines(plan: Plan) -> Plan:
-    """With engines that have compiled their programs, where there were such before: they keep nothing else."""
+    """With engines that have compiled their programs, where there were such before: they keep
+    nothing else."""
     engines = plan.engines
-    key = plan.policy, plan.compute_dtype, tuple(each.mesh for each in engines), repr(engines[0].config)
+    key = (
+        plan.policy,
+        plan.compute_dtype,
+        tuple(each.mesh for each in engines),
+        repr(engines[0].config),
+    )
     return replace(plan, engines=KNOWN_ENGINES.setdefault(key, plan.engines))
 
 
@@ -191,10 +220,13 @@ def samples(folder: Path) -> list[dict]:
 
 
 async def plain_synchronous_loop(run: Run[Trainer], exp: Experiment) -> None:
-    """Synchronous RL as a textbook has it: draw a batch task by task, train on it, hand over the weights, again."""
+    """Synchronous RL as a textbook has it: draw a batch task by task, train on it, hand over the
+    weights, again."""
     tokenizer = run.plan.tokenizer
     workflow = SingleTurn(tokenizer, exp.rollout.samples_per_group, exp.rewards)
-    sampling = Sampling(exp.engine.max_new_tokens, exp.engine.temperature, stop_token_ids=tokenizer.stop_token_ids)
+    sampling = Sampling(
+        exp.engine.max_new_tokens, exp.engine.temperature, stop_token_ids=tokenizer.stop_token_ids
+    )
     tasks = TaskStream(run.plan.tasks.tasks, exp.seed)
     size = exp.rollout.groups_per_batch
     for version in range(exp.num_steps):
@@ -215,7 +247,9 @@ def test_without_staleness_the_loop_is_a_plain_synchronous_loop_bit_for_bit(
 
     async def plain() -> dict[str, np.ndarray]:
         plan = planned(exp)
-        async with assembled(plan, tmp_path / "plain", resume=False, make_trainer=rl_trainer) as run:
+        async with assembled(
+            plan, tmp_path / "plain", resume=False, make_trainer=rl_trainer
+        ) as run:
             run.grader = grade_by_parity
             await plain_synchronous_loop(run, exp)
             return host(run.trainer)
@@ -225,12 +259,20 @@ def test_without_staleness_the_loop_is_a_plain_synchronous_loop_bit_for_bit(
     assert any((ours[name] != before[name]).any() for name in ours)
     for name, leaf in textbook.items():
         np.testing.assert_array_equal(ours[name], leaf, err_msg=name)
-    assert all(version == row["version"] for row in samples(tmp_path / "loop") for version in row["versions"] if version >= 0)
+    assert all(
+        version == row["version"]
+        for row in samples(tmp_path / "loop")
+        for version in row["versions"]
+        if version >= 0
+    )
 
 
 def host_initial(exp: Experiment) -> dict[str, np.ndarray]:
     params = planned(exp).policy.init(jax.random.key(exp.seed))
-    return {jax.tree_util.keystr(path): np.asarray(leaf) for path, leaf in jax.tree_util.tree_leaves_with_path(params)}
+    return {
+        jax.tree_util.keystr(path): np.asarray(leaf)
+        for path, leaf in jax.tree_util.tree_leaves_with_path(params)
+    }
 
 
 @SLOW_ON_MANY
@@ -249,26 +291,39 @@ def test_over_100_asynchronous_steps_nothing_is_too_old_trained_twice_or_lost(
     ]
     assert min(ages) >= 0 and max(ages) <= max_staleness
     assert max(ages) > 0, "nothing was stale: this run was not asynchronous"
-    assert Counter(row["group"] for row in rows).most_common(1)[0][1] == exp.rollout.samples_per_group
+    assert (
+        Counter(row["group"] for row in rows).most_common(1)[0][1] == exp.rollout.samples_per_group
+    )
     assert len(rows) == num_steps * exp.rollout.groups_per_batch * exp.rollout.samples_per_group
-    # A batch is the oldest of what is finished, so that what was started early is not left behind for long.
+    # A batch is the oldest of what is finished, so that what was started early is not left behind
+    # for long.
     trained = sorted({row["group"] for row in rows})
     started = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["gate/started"]
     missing = set(range(trained[-1])) - set(trained)
     assert len(trained) + len(missing) <= started
-    assert len(missing) <= exp.rollout.max_running_groups + (max_staleness + 1) * exp.rollout.groups_per_batch
-    assert len({row["task"] for row in rows}) == len(trained), "within one epoch every task comes once"
-    metrics = [row for row in jsonl.read(tmp_path / "metrics.jsonl") if "trainer/num_updates" in row]
+    assert (
+        len(missing)
+        <= exp.rollout.max_running_groups + (max_staleness + 1) * exp.rollout.groups_per_batch
+    )
+    assert len({row["task"] for row in rows}) == len(trained), (
+        "within one epoch every task comes once"
+    )
+    metrics = [
+        row for row in jsonl.read(tmp_path / "metrics.jsonl") if "trainer/num_updates" in row
+    ]
     assert [row["version"] for row in metrics] == list(range(num_steps))
     assert metrics[-1]["trainer/num_compilations"] == metrics[0]["trainer/num_compilations"]
     assert all(row["rollout/compilations"] == 0 for row in metrics[1:])
 
 
 @PLACEMENTS
-def test_a_resumed_run_goes_on_where_it_was(tiny_policy: Path, tmp_path: Path, placement: PlacementConfig) -> None:
+def test_a_resumed_run_goes_on_where_it_was(
+    tiny_policy: Path, tmp_path: Path, placement: PlacementConfig
+) -> None:
     exp = experiment(tiny_policy, placement, num_steps=8, max_staleness=0)
     whole = run_loop(planned(exp), tmp_path / "whole")
-    # Cosine or not, the schedule spans num_steps: a constant one lets a shorter run be the beginning of a longer one.
+    # Cosine or not, the schedule spans num_steps: a constant one lets a shorter run be the
+    # beginning of a longer one.
     run_loop(planned(chz.replace(exp, num_steps=5)), tmp_path / "parts")
     resumed = run_loop(planned(exp), tmp_path / "parts", resume=True)
     for name, leaf in whole.items():
@@ -280,10 +335,16 @@ def test_a_resumed_run_goes_on_where_it_was(tiny_policy: Path, tmp_path: Path, p
 
 
 @pytest.mark.parametrize(
-    ("max_staleness", "ends_at"), [(2, 3), (0, 4)], ids=["while a step is trained", "as a batch is finished"]
+    ("max_staleness", "ends_at"),
+    [(2, 3), (0, 4)],
+    ids=["while a step is trained", "as a batch is finished"],
 )
 def test_a_run_stopped_at_any_moment_and_resumed_loses_and_repeats_no_task(
-    tiny_policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, max_staleness: int, ends_at: int
+    tiny_policy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    max_staleness: int,
+    ends_at: int,
 ) -> None:
     exp = experiment(tiny_policy, ONE, num_steps=6, max_staleness=max_staleness)
     size, plan = exp.rollout.groups_per_batch, planned(exp)
@@ -297,7 +358,8 @@ def test_a_run_stopped_at_any_moment_and_resumed_loses_and_repeats_no_task(
 
             def step(groups: Sequence[Group]) -> StepResult:
                 if run.trainer.version == 2 and max_staleness:
-                    # The next batch is there when the loop looks for it, and so is the wish to stop.
+                    # The next batch is there when the loop looks for it, and so is the wish to
+                    # stop.
                     until_s = time.monotonic() + 60
                     while len(buffer) < size and time.monotonic() < until_s:
                         time.sleep(0.01)
@@ -306,7 +368,8 @@ def test_a_run_stopped_at_any_moment_and_resumed_loses_and_repeats_no_task(
 
             def stopping_put(group: Group) -> None:
                 put(group)
-                # Synchronous, the loop waits for this batch: it has it in the turn in which it is to stop.
+                # Synchronous, the loop waits for this batch: it has it in the turn in which it is
+                # to stop.
                 if run.trainer.version == 3 and len(buffer) == size and not max_staleness:
                     run.stop.set()
 
@@ -320,7 +383,9 @@ def test_a_run_stopped_at_any_moment_and_resumed_loses_and_repeats_no_task(
 
     assert asyncio.run(stopped()) == ends_at
     run_loop(plan, tmp_path, resume=True)
-    assert broken_laws(tmp_path, num_steps=6, groups=4, samples=4, max_staleness=max_staleness) == []
+    assert (
+        broken_laws(tmp_path, num_steps=6, groups=4, samples=4, max_staleness=max_staleness) == []
+    )
 
 
 @pytest.mark.slow
@@ -345,15 +410,22 @@ def test_conversations_of_several_turns_are_trained_on_and_go_on_after_an_interr
         [row[name] for name in kept] for row in rows
     ]
     # A turn begins where a token that was sampled follows one that was not.
-    turns = [int((np.diff(np.array(row["versions"]) >= 0) & (np.array(row["versions"])[1:] >= 0)).sum()) for row in rows]
+    turns = [
+        int((np.diff(np.array(row["versions"]) >= 0) & (np.array(row["versions"])[1:] >= 0)).sum())
+        for row in rows
+    ]
     assert set(turns) == {1, 2, 3}
     # Right at once 5, then 0, then -2.5; all that are wrong have had three turns.
     worth = {(1, "correct"): 5.0, (2, "correct"): 0.0, (3, "correct"): -2.5, (3, "wrong"): -5.0}
-    assert [row["reward"] for row in rows] == [worth[count, row["grade"]] for count, row in zip(turns, rows, strict=True)]
+    assert [row["reward"] for row in rows] == [
+        worth[count, row["grade"]] for count, row in zip(turns, rows, strict=True)
+    ]
 
 
 @pytest.mark.parametrize("adapter", [None, LoRA(rank=2)], ids=["all parameters", "an adapter"])
-def test_the_reference_of_a_resumed_run_is_what_it_began_with(tiny_policy: Path, adapter: LoRA | None) -> None:
+def test_the_reference_of_a_resumed_run_is_what_it_began_with(
+    tiny_policy: Path, adapter: LoRA | None
+) -> None:
     exp = experiment(tiny_policy, ONE, num_steps=4, max_staleness=0)
     exp = chz.replace(
         exp,
@@ -373,7 +445,11 @@ def test_the_reference_of_a_resumed_run_is_what_it_began_with(tiny_policy: Path,
     assert base is None or reference._params["embed"] is base["embed"]
 
 
-@pytest.mark.parametrize(("adapter", "falls_to"), [(None, 0.8), (LoRA(rank=4), 0.97)], ids=["all parameters", "an adapter"])
+@pytest.mark.parametrize(
+    ("adapter", "falls_to"),
+    [(None, 0.8), (LoRA(rank=4), 0.97)],
+    ids=["all parameters", "an adapter"],
+)
 def test_resumed_fine_tuning_goes_on_bit_for_bit_and_measures_again(
     tiny_policy: Path, tmp_path: Path, adapter: LoRA | None, falls_to: float
 ) -> None:
@@ -383,58 +459,96 @@ def test_resumed_fine_tuning_goes_on_bit_for_bit_and_measures_again(
     exp = from_examples(SFTExperiment, tiny_policy, examples, num_steps=8)
     exp = chz.replace(exp, policy=chz.replace(exp.policy, lora=adapter))
     plan = make_plan(exp)
-    assert "20 examples" in plan.text() and "1 no answer of the assistant (sums.jsonl:26)" in plan.text()
+    assert (
+        "20 examples" in plan.text()
+        and "1 no answer of the assistant (sums.jsonl:26)" in plan.text()
+    )
     assert "5 examples from those held out" in plan.text()
     loop.run(plan, tmp_path / "whole", resume=False)
-    # A constant schedule lets a shorter run be the beginning of a longer one. 20 examples are 5 steps: a second epoch begins.
+    # A constant schedule lets a shorter run be the beginning of a longer one. 20 examples are 5
+    # steps: a second epoch begins.
     loop.run(make_plan(chz.replace(exp, num_steps=3)), tmp_path / "parts", resume=False)
     loop.run(plan, tmp_path / "parts", resume=True)
 
-    rows = {folder: list(jsonl.read(tmp_path / folder / "metrics.jsonl")) for folder in ("whole", "parts")}
+    rows = {
+        folder: list(jsonl.read(tmp_path / folder / "metrics.jsonl"))
+        for folder in ("whole", "parts")
+    }
     kept = ("version", "trainer/loss", "trainer/grad_norm", names.EVAL_LOSS, names.PERPLEXITY)
     whole, parts = (
-        [{name: row[name] for name in kept if name in row} for row in rows[folder]] for folder in ("whole", "parts")
+        [{name: row[name] for name in kept if name in row} for row in rows[folder]]
+        for folder in ("whole", "parts")
     )
-    # The shorter run also measured what came out of it, version 3, in a row that the resumed one cut.
+    # The shorter run also measured what came out of it, version 3, in a row that the resumed one
+    # cut.
     assert parts == whole
     measured = {row["version"]: row[names.EVAL_LOSS] for row in whole if names.EVAL_LOSS in row}
     assert list(measured) == [0, 2, 4, 6, 8]
     assert measured[8] < falls_to * measured[0]
     # Nothing is decoded, and nothing is said of decoding.
-    assert not [name for row in rows["whole"] for name in row if name.startswith(("rollout/", "weights/", "rewards/"))]
-    files = ["policy/model.safetensors", *(["adapter/adapter_model.safetensors"] if adapter else [])]
+    assert not [
+        name
+        for row in rows["whole"]
+        for name in row
+        if name.startswith(("rollout/", "weights/", "rewards/"))
+    ]
+    files = [
+        "policy/model.safetensors",
+        *(["adapter/adapter_model.safetensors"] if adapter else []),
+    ]
     for file in files:
         assert (tmp_path / "whole" / file).read_bytes() == (tmp_path / "parts" / file).read_bytes()
 
 
 @pytest.mark.slow
-def test_resumed_preference_training_goes_on_bit_for_bit_against_the_same_reference(tiny_policy: Path, tmp_path: Path) -> None:
+def test_resumed_preference_training_goes_on_bit_for_bit_against_the_same_reference(
+    tiny_policy: Path, tmp_path: Path
+) -> None:
     examples = tmp_path / "sums.jsonl"
-    rows = [{"prompt": f"{i}+{j}?", "chosen": f"{i + j}", "rejected": f"{i + j + 1}"} for i in range(5) for j in range(5)]
+    rows = [
+        {"prompt": f"{i}+{j}?", "chosen": f"{i + j}", "rejected": f"{i + j + 1}"}
+        for i in range(5)
+        for j in range(5)
+    ]
     examples.write_text("\n".join(map(json.dumps, [*rows, {"prompt": "Alone?", "chosen": "1"}])))
     plan = make_plan(from_examples(PreferenceExperiment, tiny_policy, examples, num_steps=4))
     assert "20 pairs" in plan.text() and "1 no rejected answer (sums.jsonl:26)" in plan.text()
     loop.run(plan, tmp_path / "whole", resume=False)
     loop.run(
-        make_plan(from_examples(PreferenceExperiment, tiny_policy, examples, num_steps=1)), tmp_path / "parts", resume=False
+        make_plan(from_examples(PreferenceExperiment, tiny_policy, examples, num_steps=1)),
+        tmp_path / "parts",
+        resume=False,
     )
     loop.run(plan, tmp_path / "parts", resume=True)
-    rows = {folder: list(jsonl.read(tmp_path / folder / "metrics.jsonl")) for folder in ("whole", "parts")}
-    kept = ("version", "trainer/loss", "trainer/margin", "trainer/grad_norm", names.EVAL_LOSS, names.ACCURACY)
+    rows = {
+        folder: list(jsonl.read(tmp_path / folder / "metrics.jsonl"))
+        for folder in ("whole", "parts")
+    }
+    kept = (
+        "version",
+        "trainer/loss",
+        "trainer/margin",
+        "trainer/grad_norm",
+        names.EVAL_LOSS,
+        names.ACCURACY,
+    )
     whole, parts = (
-        [{name: row[name] for name in kept if name in row} for row in rows[folder]] for folder in ("whole", "parts")
+        [{name: row[name] for name in kept if name in row} for row in rows[folder]]
+        for folder in ("whole", "parts")
     )
     assert parts == whole
     measured = {row["version"]: row[names.EVAL_LOSS] for row in whole if names.EVAL_LOSS in row}
     # -log sigmoid(0): the reference is the policy itself.
     assert list(measured) == [0, 2, 4] and measured[0] == pytest.approx(0.693147, abs=1e-5)
-    # No rule of sums is learnt in four updates; that the policy moves away from the reference is enough here.
+    # No rule of sums is learnt in four updates; that the policy moves away from the reference is
+    # enough here.
     assert len(set(measured.values())) == 3
 
 
 @chz.chz
 class Diverging(CustomLoss):
-    """Infinite in the first update of a step, or in those after it, whose theta/proximal is no longer 1."""
+    """Infinite in the first update of a step, or in those after it, whose theta/proximal is no
+    longer 1."""
 
     at_first: bool = chz.field(default=False, doc="which of them")
 
@@ -449,8 +563,14 @@ def test_a_divergence_leaves_a_checkpoint_to_go_on_from_and_never_one_of_half_a_
     exp = experiment(tiny_policy, ONE, num_steps=1, max_staleness=0)
     exp = chz.replace(exp, checkpoint=CheckpointConfig(keep=1, export_hf=False))
     good = run_loop(planned(exp), tmp_path)
-    diverging = chz.replace(exp, num_steps=3, trainer=chz.replace(exp.trainer, loss=Diverging(at_first=at_first)))
-    expected, sentence = (FloatingPointError, "last good version is 1") if at_first else (CorruptedState, "1 before it were")
+    diverging = chz.replace(
+        exp, num_steps=3, trainer=chz.replace(exp.trainer, loss=Diverging(at_first=at_first))
+    )
+    expected, sentence = (
+        (FloatingPointError, "last good version is 1")
+        if at_first
+        else (CorruptedState, "1 before it were")
+    )
     with pytest.raises(expected, match=sentence) as divergence:
         run_loop(planned(diverging), tmp_path, resume=True)
     assert type(divergence.value) is expected
@@ -475,14 +595,22 @@ def test_a_divergence_leaves_a_checkpoint_to_go_on_from_and_never_one_of_half_a_
     [(0, r"no checkpoint was saved, so there is nothing .*\n$"), (1, r"--resume=.* version 1\n$")],
 )
 def test_a_divergence_says_from_which_checkpoint_the_run_goes_on(
-    tiny_policy: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], every_steps: int, left: str
+    tiny_policy: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    every_steps: int,
+    left: str,
 ) -> None:
     examples = tmp_path / "sums.jsonl"
-    examples.write_text("\n".join(json.dumps({"question": f"{i}+1?", "answer": f"{i + 1}"}) for i in range(10)))
+    examples.write_text(
+        "\n".join(json.dumps({"question": f"{i}+1?", "answer": f"{i + 1}"}) for i in range(10))
+    )
     exp = from_examples(SFTExperiment, tiny_policy, examples, num_steps=4)
     optimizer = OptimizerConfig(learning_rate=1e30, warmup_fraction=0.0)
     exp = chz.replace(
-        exp, trainer=chz.replace(exp.trainer, optimizer=optimizer), checkpoint=CheckpointConfig(every_steps=every_steps)
+        exp,
+        trainer=chz.replace(exp.trainer, optimizer=optimizer),
+        checkpoint=CheckpointConfig(every_steps=every_steps),
     )
     run = tmp_path / "run"
     run.mkdir()
@@ -491,7 +619,9 @@ def test_a_divergence_says_from_which_checkpoint_the_run_goes_on(
     assert re.search(rf"training diverged: step 1: .*{left}", capsys.readouterr().err)
 
 
-ADAPTED = [f"['attn']['{name}']" for name in "qkvo"] + [f"['mlp']['{name}']" for name in ("gate", "up", "down")]
+ADAPTED = [f"['attn']['{name}']" for name in "qkvo"] + [
+    f"['mlp']['{name}']" for name in ("gate", "up", "down")
+]
 
 
 def with_adapter(exp: Experiment, **changes: object) -> Experiment:
@@ -499,27 +629,45 @@ def with_adapter(exp: Experiment, **changes: object) -> Experiment:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_of_an_adapter_goes_on_where_it_was_and_leaves_it_in_files(tiny_policy: Path, tmp_path: Path) -> None:
+def test_a_resumed_run_of_an_adapter_goes_on_where_it_was_and_leaves_it_in_files(
+    tiny_policy: Path, tmp_path: Path
+) -> None:
     policy = Policy(hf.read_config(tiny_policy), LoRA(rank=4))
     base = policy.init(jax.random.key(5))
     hf.save(tiny_policy, policy, base)
-    exp = with_adapter(experiment(tiny_policy, FOUR_AND_FOUR, num_steps=3, max_staleness=0), random_init=False)
+    exp = with_adapter(
+        experiment(tiny_policy, FOUR_AND_FOUR, num_steps=3, max_staleness=0), random_init=False
+    )
     whole = run_loop(planned(exp), tmp_path / "whole")
     run_loop(planned(chz.replace(exp, num_steps=2)), tmp_path / "parts")
     resumed = run_loop(planned(exp), tmp_path / "parts", resume=True)
-    assert set(whole) == {f"['layers']{matrix}['{letter}']" for matrix in ADAPTED for letter in "ab"}
+    assert set(whole) == {
+        f"['layers']{matrix}['{letter}']" for matrix in ADAPTED for letter in "ab"
+    }
     for name, leaf in whole.items():
         np.testing.assert_array_equal(resumed[name], leaf, err_msg=name)
         assert leaf.any()
     # What travels in a step, to each of two engines, is the adapter alone, in float32.
-    rows = [row for row in jsonl.read(tmp_path / "whole" / "metrics.jsonl") if "weights/transfer_bytes" in row]
+    rows = [
+        row
+        for row in jsonl.read(tmp_path / "whole" / "metrics.jsonl")
+        if "weights/transfer_bytes" in row
+    ]
     assert rows[-1]["weights/transfer_bytes"] == 2 * sum(leaf.nbytes for leaf in whole.values())
 
     here = SingleDeviceSharding(jax.devices()[0])
-    adapter = lora.load(tmp_path / "whole" / "adapter", policy, jax.tree.map(lambda _: here, lora.abstract(policy)))
-    merged = hf.load(tmp_path / "whole" / "policy", policy, jax.tree.map(lambda _: here, policy.abstract()))
+    adapter = lora.load(
+        tmp_path / "whole" / "adapter", policy, jax.tree.map(lambda _: here, lora.abstract(policy))
+    )
+    merged = hf.load(
+        tmp_path / "whole" / "policy", policy, jax.tree.map(lambda _: here, policy.abstract())
+    )
     # On four devices the sums over the rank may round otherwise than on one.
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6), merged, lora.merge(policy, base, adapter))
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=1e-6, atol=1e-6),
+        merged,
+        lora.merge(policy, base, adapter),
+    )
     again = with_adapter(exp, lora=None, adapter=str(tmp_path / "whole" / "adapter"))
     params, frozen = initial_weights(planned(again))
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
@@ -527,17 +675,25 @@ def test_a_resumed_run_of_an_adapter_goes_on_where_it_was_and_leaves_it_in_files
     jax.tree.map(np.testing.assert_array_equal, frozen, base)
 
 
-def test_a_run_with_a_critic_begins_with_the_policys_trunk_and_leaves_it_in_a_folder(tiny_policy: Path, tmp_path: Path) -> None:
+def test_a_run_with_a_critic_begins_with_the_policys_trunk_and_leaves_it_in_a_folder(
+    tiny_policy: Path, tmp_path: Path
+) -> None:
     exp = experiment(tiny_policy, ONE, num_steps=2, max_staleness=0)
     exp = chz.replace(exp, trainer=chz.replace(exp.trainer, loss=PPO(), advantages=GAE()))
     plan = planned(exp)
     # The policy's config names no padding token; a scalar head gets the tokenizer's.
     critic = Policy(replace(plan.policy.config, readout="TokenClassification", pad_token_id=0))
     assert plan.critic == critic
-    assert ", with a fresh head" in plan.text() and plan.train_bytes()["critic"] > 3 * 4 * critic.config.num_params
+    assert (
+        ", with a fresh head" in plan.text()
+        and plan.train_bytes()["critic"] > 3 * 4 * critic.config.num_params
+    )
     weights = initial_critic(plan)
     assert weights is not None and not weights.params["value"].any()
-    began = {jax.tree_util.keystr(path): leaf for path, leaf in jax.tree_util.tree_leaves_with_path(weights.params)}
+    began = {
+        jax.tree_util.keystr(path): leaf
+        for path, leaf in jax.tree_util.tree_leaves_with_path(weights.params)
+    }
     for name, leaf in host_initial(exp).items():
         # The same draws, which another program may round otherwise.
         np.testing.assert_allclose(began.get(name, leaf), leaf, rtol=1e-6, err_msg=name)
@@ -552,7 +708,9 @@ def test_a_run_with_a_critic_begins_with_the_policys_trunk_and_leaves_it_in_a_fo
     assert learnt is not None and learnt.params["value"].all() and learnt.params["value_bias"].all()
 
 
-def test_an_evaluation_is_of_one_version_while_training_goes_on(tiny_policy: Path, tmp_path: Path) -> None:
+def test_an_evaluation_is_of_one_version_while_training_goes_on(
+    tiny_policy: Path, tmp_path: Path
+) -> None:
     exp = chz.replace(
         experiment(tiny_policy, ONE, num_steps=12, max_staleness=4),
         eval_tasks=Synthetic(split="heldout", num_tasks=48),
@@ -561,14 +719,23 @@ def test_an_evaluation_is_of_one_version_while_training_goes_on(tiny_policy: Pat
     run_loop(planned(exp), tmp_path)
     rows = list(jsonl.read(tmp_path / "metrics.jsonl"))
     evaluations = [row for row in rows if "evaluation/newest_version" in row]
-    assert [row["evaluation/newest_version"] for row in evaluations] == [row["version"] for row in evaluations]
+    assert [row["evaluation/newest_version"] for row in evaluations] == [
+        row["version"] for row in evaluations
+    ]
     assert evaluations[0]["version"] == 0 and evaluations[-1]["version"] == 12
     # Training went on: an evaluation was written after a step from a later version.
     at = [rows.index(row) for row in evaluations[1:-1]]
-    assert any(row["version"] >= rows[place]["version"] for place in at for row in rows[:place] if row not in evaluations)
+    assert any(
+        row["version"] >= rows[place]["version"]
+        for place in at
+        for row in rows[:place]
+        if row not in evaluations
+    )
 
 
-def test_a_last_evaluation_that_fails_costs_neither_policy_nor_report(tiny_policy: Path, tmp_path: Path) -> None:
+def test_a_last_evaluation_that_fails_costs_neither_policy_nor_report(
+    tiny_policy: Path, tmp_path: Path
+) -> None:
     exp = chz.replace(
         experiment(tiny_policy, ONE, num_steps=2, max_staleness=0),
         eval_tasks=Synthetic(split="heldout", num_tasks=4),
@@ -598,11 +765,16 @@ TWO = PlacementConfig(train_devices=1, rollout_devices=1)
 def stalling(experiment: Experiment) -> Experiment:
     """The same, with short limits of its watchdog."""
     launch = chz.replace(experiment.launch, stall_warning_s=2.0, stall_timeout_s=6.0)
-    return chz.replace(experiment, launch=launch, rewards=chz.replace(experiment.rewards, timeout_s=5.0))
+    return chz.replace(
+        experiment, launch=launch, rewards=chz.replace(experiment.rewards, timeout_s=5.0)
+    )
 
 
 def test_a_run_without_progress_ends_with_a_checkpoint(
-    tiny_policy: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    tiny_policy: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     exp = stalling(experiment(tiny_policy, TWO, num_steps=4, max_staleness=1))
     take = Buffer.take
@@ -614,11 +786,15 @@ def test_a_run_without_progress_ends_with_a_checkpoint(
         return await take(buffer, n + 1000 * (version == 2), version)
 
     monkeypatch.setattr(Buffer, "take", take_and_stall)
-    with pytest.raises(Stalled, match=r"no progress for launch\.stall_timeout_s=.*waits for the batch of version 2"):
+    with pytest.raises(
+        Stalled, match=r"no progress for launch\.stall_timeout_s=.*waits for the batch of version 2"
+    ):
         loop.run(make_plan(exp), tmp_path, resume=False)
     assert CheckpointStore(tmp_path / CHECKPOINTS, keep=1).latest_version() == 2
     named = [message for message in caplog.messages if message.startswith("no progress for ")]
-    assert len(named) == 1 and "engine 0 has version 2" in named[0] and "gate at version 2" in named[0]
+    assert (
+        len(named) == 1 and "engine 0 has version 2" in named[0] and "gate at version 2" in named[0]
+    )
 
 
 def test_a_step_that_never_ends_ends_the_run_without_a_checkpoint_of_it(

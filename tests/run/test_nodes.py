@@ -1,4 +1,5 @@
-"""Several nodes of Ray on this machine, each with an object store of its own; some are lost without warning."""
+"""Several nodes of Ray on this machine, each with an object store of its own; some are lost without
+warning."""
 
 from __future__ import annotations
 
@@ -47,7 +48,8 @@ from areal_jax.weights.object_store import Contribution, ShardPublisher, ShardRe
 pytestmark = pytest.mark.slow
 
 SIZES = {"a": (3, 2), "b": (3, 2), "c": (3, 1), "d": (3, 2)}
-"""CPUs and GPUs of each node. Ray takes them on trust: jax finds one CPU in every process, which does for one GPU."""
+"""CPUs and GPUs of each node. Ray takes them on trust: jax finds one CPU in every process, which
+does for one GPU."""
 
 TIMEOUT_S = 120.0
 STORE_BYTES = 80 * 2**20
@@ -70,7 +72,11 @@ class Nodes:
         """Args: environment: of all that nodes start."""
         self._environment = environment
         # Dead after a second without an answer; one that answers late gets ten.
-        quick = {"health_check_initial_delay_ms": 0, "health_check_period_ms": 300, "health_check_failure_threshold": 3}
+        quick = {
+            "health_check_initial_delay_ms": 0,
+            "health_check_period_ms": 300,
+            "health_check_failure_threshold": 3,
+        }
         self._cluster = NodesOfRay()
         self._nodes: dict[str, Any] = {}
         self._start("head", num_cpus=0, include_dashboard=False, _system_config=quick)
@@ -92,7 +98,11 @@ class Nodes:
     def of(self, connection: Channel) -> str:
         """Where a part runs."""
         raylet = psutil.Process(connection.process_id).ppid()
-        return next(name for name, node in self._nodes.items() if node.all_processes["raylet"][0].process.pid == raylet)
+        return next(
+            name
+            for name, node in self._nodes.items()
+            if node.all_processes["raylet"][0].process.pid == raylet
+        )
 
     def id(self, name: str) -> str:
         """By which Ray knows it."""
@@ -118,7 +128,9 @@ def nodes(of_a_command: dict[str, str]) -> Iterator[Nodes]:
     ):
         # Ray notes there which cluster was started last on a machine: not where others look.
         patch.setenv("RAY_TMPDIR", folder)
-        roles = os.pathsep.join((of_a_command["PYTHONPATH"], str(Path(__file__).parents[1] / "cluster")))
+        roles = os.pathsep.join(
+            (of_a_command["PYTHONPATH"], str(Path(__file__).parents[1] / "cluster"))
+        )
         found = Nodes(of_a_command | {"PYTHONPATH": roles, "RAY_TMPDIR": folder})
         patch.setenv("RAY_ADDRESS", found.address)
         yield found
@@ -145,25 +157,33 @@ def nodes(of_a_command: dict[str, str]) -> Iterator[Nodes]:
         ),
     ],
 )
-def test_what_no_node_has_room_for_is_refused_with_the_numbers(nodes: Nodes, config: Ray, reported: str) -> None:
+def test_what_no_node_has_room_for_is_refused_with_the_numbers(
+    nodes: Nodes, config: Ray, reported: str
+) -> None:
     nodes.have("a", "b")
     with pytest.raises(ConfigError, match=reported), connected(config):
         pass
 
 
-def test_large_processes_find_room_beside_small_ones_and_all_have_devices_of_their_own(nodes: Nodes) -> None:
+def test_large_processes_find_room_beside_small_ones_and_all_have_devices_of_their_own(
+    nodes: Nodes,
+) -> None:
     nodes.have("a", "b")
 
     async def talk() -> dict[str, tuple[str, str]]:
         with connected(Ray(trainer_devices=2, start_timeout_s=60.0)) as found:
             connections: list[Channel] = []
             async with found.reserved():
-                # The small ones are asked for first: on a node each, they would leave not enough resources for two devices.
+                # The small ones are asked for first: on a node each, they would leave not enough
+                # resources for two devices.
                 kinds: list[Kind] = ["engine", "engine", "reward worker", "trainer host"]
                 for number, kind in enumerate(kinds):
                     connections.append((await found.start(kind, number, "echoing_role:Echo"))[0])
             try:
-                return {each.name: (nodes.of(each), await each.ask("variable", "CUDA_VISIBLE_DEVICES")) for each in connections}
+                return {
+                    each.name: (nodes.of(each), await each.ask("variable", "CUDA_VISIBLE_DEVICES"))
+                    for each in connections
+                }
             finally:
                 await asyncio.gather(*(each.close() for each in connections))
 
@@ -176,7 +196,9 @@ def test_large_processes_find_room_beside_small_ones_and_all_have_devices_of_the
     assert devices["reward worker 2"][1] == ""
 
 
-def test_what_finds_no_room_is_named_with_the_numbers_and_gets_that_of_a_process_that_has_ended(nodes: Nodes) -> None:
+def test_what_finds_no_room_is_named_with_the_numbers_and_gets_that_of_a_process_that_has_ended(
+    nodes: Nodes,
+) -> None:
     nodes.have("c")
     config = Ray(rollout_engines=1, accelerator="none", start_timeout_s=60.0)
 
@@ -184,12 +206,16 @@ def test_what_finds_no_room_is_named_with_the_numbers_and_gets_that_of_a_process
         with connected(config) as found:
 
             async def started(*numbers: int) -> list[Channel]:
-                parts = await asyncio.gather(*(found.start("engine", number, "echoing_role:Echo") for number in numbers))
+                parts = await asyncio.gather(
+                    *(found.start("engine", number, "echoing_role:Echo") for number in numbers)
+                )
                 return [connection for connection, _ in parts]
 
             given_up, closed, other = await started(0, 1, 2)
             with pytest.raises(InsufficientResources) as caught:
-                await Cluster(chz.replace(config, start_timeout_s=1.0), "none").start("engine", 3, "echoing_role:Echo")
+                await Cluster(chz.replace(config, start_timeout_s=1.0), "none").start(
+                    "engine", 3, "echoing_role:Echo"
+                )
             given_up.give_up("it is of no use")
             await closed.close()
             others = await started(4, 5)
@@ -198,7 +224,8 @@ def test_what_finds_no_room_is_named_with_the_numbers_and_gets_that_of_a_process
 
     reported, *names = asyncio.run(talk())
     assert reported == (
-        "engine 3 found not enough resources within launch.start_timeout_s=1: it needs 1 CPU on one node, and nodes have 3 CPU and 1 GPU, "
+        "engine 3 found not enough resources within launch.start_timeout_s=1: it needs 1 CPU on "
+        "one node, and nodes have 3 CPU and 1 GPU, "
         "for all that runs there"
     )
     assert names == ["engine 4", "engine 5"]
@@ -208,7 +235,9 @@ def test_weights_that_are_lost_with_their_node_are_skipped_and_named_and_the_nex
     nodes: Nodes, caplog: pytest.LogCaptureFixture
 ) -> None:
     nodes.have("a", "c")
-    whole = NamedSharding(jax.make_mesh((1,), ("fsdp",), devices=jax.devices()[:1]), PartitionSpec())
+    whole = NamedSharding(
+        jax.make_mesh((1,), ("fsdp",), devices=jax.devices()[:1]), PartitionSpec()
+    )
     # 4 MiB: what is small would travel with the reference to it.
     rows = 2**20
 
@@ -219,7 +248,9 @@ def test_weights_that_are_lost_with_their_node_are_skipped_and_named_and_the_nex
             return [ray.put(arrays)]
 
     def given(publisher: ShardPublisher, number: int, node: str) -> Contribution:
-        publisher.publish(number, {"scale": jax.device_put(np.full(rows, number, np.float32), whole)})
+        publisher.publish(
+            number, {"scale": jax.device_put(np.full(rows, number, np.float32), whole)}
+        )
         contribution = publisher.next(number - 1, TIMEOUT_S)
         assert contribution is not None
         there = NodeAffinitySchedulingStrategy(nodes.id(node), soft=False)
@@ -232,7 +263,9 @@ def test_weights_that_are_lost_with_their_node_are_skipped_and_named_and_the_nex
     with (
         connected(Ray(accelerator="none")),
         closing(ShardPublisher(lambda params: params)) as publisher,
-        closing(ShardReader({"scale": whole}, {"scale": jax.ShapeDtypeStruct((rows,), np.float32)})) as reader,
+        closing(
+            ShardReader({"scale": whole}, {"scale": jax.ShapeDtypeStruct((rows,), np.float32)})
+        ) as reader,
     ):
         lost, kept = given(publisher, 1, "c"), given(publisher, 2, "a")
         nodes.lose("c")
@@ -243,7 +276,10 @@ def test_weights_that_are_lost_with_their_node_are_skipped_and_named_and_the_nex
                 reader.wait(1, 0.1)
             reader.offer(2, [kept])
             assert reader.wait(1, TIMEOUT_S).version == 2
-        assert "version 1 is skipped: a chunk of host 0 could not be had: OwnerDiedError" in caplog.text
+        assert (
+            "version 1 is skipped: a chunk of host 0 could not be had: OwnerDiedError"
+            in caplog.text
+        )
         measured = reader.metrics()
         assert (measured["skipped"], measured["delivered"]) == ((1.0, 1.0), (1.0, 1.0))
 
@@ -281,9 +317,12 @@ def test_a_run_over_three_nodes_survives_the_loss_of_two(
             await asyncio.sleep(0.01)
 
     async def losing(run: Run[Trainers]) -> None:
-        """In the run's first life a node without a trainer host, and then one with; an engine is on each."""
+        """In the run's first life a node without a trainer host, and then one with; an engine is on
+        each."""
         assert (
-            isinstance(run.engine, Engines) and isinstance(run.grader, TracedGrader) and isinstance(run.weight_channel, Relay)
+            isinstance(run.engine, Engines)
+            and isinstance(run.grader, TracedGrader)
+            and isinstance(run.weight_channel, Relay)
         )
         graders, engines, relay = run.grader.counted, run.engine, run.weight_channel
         assert isinstance(graders, Graders)
@@ -291,7 +330,11 @@ def test_a_run_over_three_nodes_survives_the_loss_of_two(
         def parts() -> dict[str, list[str]]:
             """By node."""
             found: dict[str, list[str]] = {}
-            for connection in (*run.trainer.connections, *engines.connections, *graders.connections):
+            for connection in (
+                *run.trainer.connections,
+                *engines.connections,
+                *graders.connections,
+            ):
                 found.setdefault(nodes.of(connection), []).append(connection.name)
             return found
 
@@ -300,13 +343,21 @@ def test_a_run_over_three_nodes_survives_the_loss_of_two(
             nodes.lose(name)
 
         where = parts()
-        assert {name for name, found in where.items() if any("trainer host" in part for part in found)} == {"a", "b"}
+        assert {
+            name for name, found in where.items() if any("trainer host" in part for part in found)
+        } == {"a", "b"}
         assert any("engine" in part for part in where["c"])
         await until(lambda: run.trainer.version >= 1)
         await asyncio.to_thread(relay.wait_everywhere, 1, TIMEOUT_S)
         lose("c")
         await until(lambda: run.trainer.version == 4)
-        await until(lambda: engines.num_deaths == 1 and len(engines.connections) == 2 and len(graders.connections) == 1)
+        await until(
+            lambda: (
+                engines.num_deaths == 1
+                and len(engines.connections) == 2
+                and len(graders.connections) == 1
+            )
+        )
         await asyncio.to_thread(relay.wait_everywhere, 4, TIMEOUT_S)
         waits_at[4].set()
         await until(lambda: run.trainer.version == 7)
@@ -317,11 +368,15 @@ def test_a_run_over_three_nodes_survives_the_loss_of_two(
         """A node in place of those that are lost, when the run has said that it waits for room."""
         await until(lambda: "a" in lost)
         num_reported = len(caplog.messages)
-        await until(lambda: any("waits for room" in message for message in caplog.messages[num_reported:]))
+        await until(
+            lambda: any("waits for room" in message for message in caplog.messages[num_reported:])
+        )
         nodes.have("b", "d")
 
     async def train(run: Run[Trainers]) -> None:
-        processes.extend(process for connection in run.trainer.connections for process in family(connection))
+        processes.extend(
+            process for connection in run.trainer.connections for process in family(connection)
+        )
         if not lost:
             monkeypatch.setattr(run.trainer, "step", waiting(run))
             others.append(asyncio.create_task(losing(run)))
@@ -338,10 +393,24 @@ def test_a_run_over_three_nodes_survives_the_loss_of_two(
     with caplog.at_level(logging.WARNING):
         asyncio.run(whole())
 
-    assert all(any(f"{part} was lost" in message for message in caplog.messages) for part in lost["c"]), caplog.messages
+    assert all(
+        any(f"{part} was lost" in message for message in caplog.messages) for part in lost["c"]
+    ), caplog.messages
     # The one on a takes the other with it, which may be noticed first.
-    assert any(re.match(r"trainer host . was lost.*resumes from its last checkpoint", message) for message in caplog.messages)
-    assert broken_laws(tmp_path, num_steps=STEPS, groups=GROUPS, samples=SAMPLES, max_staleness=STALENESS) == []
-    assert all(row["gate/rejected"] == 0 for row in jsonl.read(tmp_path / "metrics.jsonl") if "gate/rejected" in row)
+    assert any(
+        re.match(r"trainer host . was lost.*resumes from its last checkpoint", message)
+        for message in caplog.messages
+    )
+    assert (
+        broken_laws(
+            tmp_path, num_steps=STEPS, groups=GROUPS, samples=SAMPLES, max_staleness=STALENESS
+        )
+        == []
+    )
+    assert all(
+        row["gate/rejected"] == 0
+        for row in jsonl.read(tmp_path / "metrics.jsonl")
+        if "gate/rejected" in row
+    )
     _, alive = psutil.wait_procs(processes, timeout=10)
     assert alive == []

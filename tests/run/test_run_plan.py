@@ -25,8 +25,9 @@ from areal_jax.models.decoder import Policy
 from areal_jax.run import plan as run_plan
 from areal_jax.run.plan import Plan, make_plan
 
-# Parameters: embedding 768*8 = 6144; q 8*2*4, k and v 8*1*4 each, o 2*4*8: 192; their biases 8+4+4 = 16; two norms of 8;
-# MLP 3*8*16 = 384; last norm 8. Together 6144 + 192 + 16 + 16 + 384 + 8 = 6760.
+# Parameters: embedding 768*8 = 6144; q 8*2*4, k and v 8*1*4 each, o 2*4*8: 192; their biases 8+4+4
+# = 16; two norms of 8; MLP 3*8*16 = 384; last norm 8. Together 6144 + 192 + 16 + 16 + 384 + 8 =
+# 6760.
 MODEL = ModelConfig(
     architecture="Qwen2ForCausalLM",
     vocab_size=768,
@@ -59,16 +60,23 @@ def policy(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def plan(policy: Path, *overrides: str) -> Plan:
     # Eight devices, as conftest has it: two train, six decode.
-    return make_plan(load_experiment("aime", [f"policy.path={policy}", "placement.train_fsdp=1", *overrides]))
+    return make_plan(
+        load_experiment("aime", [f"policy.path={policy}", "placement.train_fsdp=1", *overrides])
+    )
 
 
 def test_memory_is_what_the_arrays_take(policy: Path) -> None:
     found = plan(policy, "engine.num_slots=12")
-    exact = {name: size for name, size in found.train_bytes().items() if name in ("parameters", "gradients")}
+    exact = {
+        name: size
+        for name, size in found.train_bytes().items()
+        if name in ("parameters", "gradients")
+    }
     assert exact == {"parameters": 4 * 6760, "gradients": 4 * 6760}
     assert found.rollout_bytes() == {
         "weights": 2 * 4 * 6760,
-        # Keys and values, 1 head of 4, float32: for 12 / 6 slots 10 pages of 16 each, and one; their view, 8 columns wider.
+        # Keys and values, 1 head of 4, float32: for 12 / 6 slots 10 pages of 16 each, and one;
+        # their view, 8 columns wider.
         "KV caches": 2 * 4 * 4 * ((2 * 10 + 1) * 16 + 2 * (160 + 8)),
     }
     # Simulated devices share the machine: two that train and six that decode.
@@ -76,25 +84,48 @@ def test_memory_is_what_the_arrays_take(policy: Path) -> None:
 
 
 def test_an_adapter_is_counted_apart_from_what_stays(policy: Path) -> None:
-    # Rank 2: q and o 2·(8 + 8) each, k and v 2·(8 + 4) each, three of the MLP 2·(8 + 16) each: 64 + 48 + 144 = 256.
+    # Rank 2: q and o 2·(8 + 8) each, k and v 2·(8 + 4) each, three of the MLP 2·(8 + 16) each: 64 +
+    # 48 + 144 = 256.
     found = plan(policy, "policy.lora.rank=2")
     train, rollout = found.train_bytes(), found.rollout_bytes()
-    assert [train[name] for name in ("frozen", "parameters", "gradients", "optimizer")] == [4 * 6760, 1024, 1024, 2048 + 4]
+    assert [train[name] for name in ("frozen", "parameters", "gradients", "optimizer")] == [
+        4 * 6760,
+        1024,
+        1024,
+        2048 + 4,
+    ]
     assert rollout["weights"] == 4 * (6760 + 2 * 256)
-    assert "trained       0.000 M parameters of an adapter of rank 2 on q_proj,k_proj,v_proj,o_proj," in found.text()
+    assert (
+        "trained       0.000 M parameters of an adapter of rank 2 on q_proj,k_proj,v_proj,o_proj,"
+        in found.text()
+    )
     assert "fresh; 0.0 M frozen" in found.text()
     assert "trained       all parameters" in plan(policy).text()
 
 
-def test_a_frozen_policy_beside_the_trained_one_is_found_and_counted_once(policy: Path, tmp_path: Path) -> None:
+def test_a_frozen_policy_beside_the_trained_one_is_found_and_counted_once(
+    policy: Path, tmp_path: Path
+) -> None:
     found = plan(policy, "trainer.reference.path=initial")
     assert found.train_bytes()["reference"] == 4 * 6760
-    assert "reference     the weights that training starts from (Qwen2ForCausalLM, 0.0 M parameters)" in found.text()
+    assert (
+        "reference     the weights that training starts from (Qwen2ForCausalLM, 0.0 M parameters)"
+        in found.text()
+    )
     # Gradients, activations and logits leave more room than it takes.
-    assert plan(policy, "trainer.reference.path=initial", "trainer.reference.offload=true").train_bytes()["reference"] == 0
+    assert (
+        plan(
+            policy, "trainer.reference.path=initial", "trainer.reference.offload=true"
+        ).train_bytes()["reference"]
+        == 0
+    )
     # Beside an adapter it is the frozen weights themselves.
-    assert "reference" not in plan(policy, "trainer.reference.path=initial", "policy.lora.rank=2").train_bytes()
-    # A teacher may be of another size: two layers have 6152 + 2 * 608 parameters (embedding and last norm; each of the layers).
+    assert (
+        "reference"
+        not in plan(policy, "trainer.reference.path=initial", "policy.lora.rank=2").train_bytes()
+    )
+    # A teacher may be of another size: two layers have 6152 + 2 * 608 parameters (embedding and
+    # last norm; each of the layers).
     shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps(MODEL.to_hf() | {"num_hidden_layers": 2}))
     taught = plan(policy, f"trainer.teacher.path={tmp_path}")
@@ -118,14 +149,19 @@ def test_a_frozen_policy_that_cannot_judge_every_sample_is_refused(
         plan(policy, f"trainer.teacher.path={tmp_path}")
 
 
-def test_a_frozen_policy_of_other_tokens_or_none_is_refused_by_the_name_of_its_setting(policy: Path, tmp_path: Path) -> None:
+def test_a_frozen_policy_of_other_tokens_or_none_is_refused_by_the_name_of_its_setting(
+    policy: Path, tmp_path: Path
+) -> None:
     shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
     tokenizer = json.loads((policy / "tokenizer.json").read_text())
     vocab = tokenizer["model"]["vocab"]
     first, second = sorted(vocab)[:2]
     vocab[first], vocab[second] = vocab[second], vocab[first]
     (tmp_path / "tokenizer.json").write_text(json.dumps(tokenizer))
-    with pytest.raises(ConfigError, match=r"trainer\.reference\.path=.* speaks other tokens than policy.*2 tokens differ"):
+    with pytest.raises(
+        ConfigError,
+        match=r"trainer\.reference\.path=.* speaks other tokens than policy.*2 tokens differ",
+    ):
         plan(policy, f"trainer.reference.path={tmp_path}")
     with pytest.raises(ConfigError, match=r"trainer\.teacher\.path=\./missing"):
         plan(policy, "trainer.teacher.path=./missing")
@@ -135,7 +171,14 @@ def test_a_frozen_policy_of_other_tokens_or_none_is_refused_by_the_name_of_its_s
     ("base", "rank", "said"),
     [
         ("another", 2, "expected an adapter of"),
-        (None, 3, "expected shape (3, 8), came (2, 8): base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"),
+        (
+            None,
+            3,
+            (
+                "expected shape (3, 8), came (2, 8): "
+                "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
+            ),
+        ),
     ],
 )
 def test_an_adapter_that_does_not_belong_to_the_policy_is_refused(
@@ -154,7 +197,9 @@ def test_an_adapter_that_does_not_belong_to_the_policy_is_refused(
 
 
 def test_a_plan_says_what_it_found(policy: Path) -> None:
-    text = plan(policy, "num_steps=40", "trainer.num_mini_batches=4", "rollout.max_staleness=3").text()
+    text = plan(
+        policy, "num_steps=40", "trainer.num_mini_batches=4", "rollout.max_staleness=3"
+    ).text()
     assert f"{policy} (Qwen2ForCausalLM, 0.0 M parameters, float32)" in text
     assert "4096 tasks from Synthetic problems" in text
     assert "40 steps of 16 groups x 8 samples, 4 updates each; max_staleness 3" in text
@@ -164,7 +209,11 @@ def test_a_plan_says_what_it_found(policy: Path) -> None:
 
 
 def test_supervised_fine_tuning_is_planned_from_its_examples(policy: Path) -> None:
-    found = make_plan(load_experiment("tiny_sft", [f"policy.path={policy}", "examples.num_tasks=50", "examples_per_batch=4"]))
+    found = make_plan(
+        load_experiment(
+            "tiny_sft", [f"policy.path={policy}", "examples.num_tasks=50", "examples_per_batch=4"]
+        )
+    )
     assert "50 examples from Synthetic problems" in found.text()
     assert "updates of 4 examples" in found.text()
     assert len(found.examples.examples) == 50
@@ -178,11 +227,17 @@ def test_where_nothing_is_decoded_all_devices_train(policy: Path) -> None:
     assert found.rollout_bytes() == {}
     assert "loss and perplexity every 50 steps of 512 examples from those held out" in text
     assert len(found.eval_examples.examples) == 512
-    shared = make_plan(load_experiment("sft", [f"policy.path={policy}", "placement.rollout_share=0.5"]))
+    shared = make_plan(
+        load_experiment("sft", [f"policy.path={policy}", "placement.rollout_share=0.5"])
+    )
     assert shared.train_mesh.size == found.train_mesh.size
-    fewer = make_plan(load_experiment("sft", [f"policy.path={policy}", "placement.train_devices=2"]))
+    fewer = make_plan(
+        load_experiment("sft", [f"policy.path={policy}", "placement.train_devices=2"])
+    )
     assert fewer.devices == "2 cpu"
-    decoding = make_plan(load_experiment("sft", [f"policy.path={policy}", "evaluation.every_steps=5", *SHORT]))
+    decoding = make_plan(
+        load_experiment("sft", [f"policy.path={policy}", "evaluation.every_steps=5", *SHORT])
+    )
     assert decoding.devices == "2 + 6 cpu"
     with pytest.raises(ConfigError, match="no more than the 8 there are"):
         make_plan(load_experiment("sft", [f"policy.path={policy}", "placement.train_devices=9"]))
@@ -206,10 +261,17 @@ def test_preference_training_is_planned_from_its_pairs(policy: Path) -> None:
 
 def test_a_reward_model_goes_on_as_one_and_is_no_policy(policy: Path, tmp_path: Path) -> None:
     shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
-    (tmp_path / "config.json").write_text(json.dumps(replace(MODEL, readout="SequenceClassification").to_hf()))
+    (tmp_path / "config.json").write_text(
+        json.dumps(replace(MODEL, readout="SequenceClassification").to_hf())
+    )
     few = [f"policy.path={tmp_path}", "examples.num_tasks=50", "heldout_every_steps=0"]
-    assert make_plan(load_experiment("reward_model", few)).policy.config.readout == "SequenceClassification"
-    with pytest.raises(ConfigError, match="is read out as SequenceClassification; expected CausalLM"):
+    assert (
+        make_plan(load_experiment("reward_model", few)).policy.config.readout
+        == "SequenceClassification"
+    )
+    with pytest.raises(
+        ConfigError, match="is read out as SequenceClassification; expected CausalLM"
+    ):
         make_plan(load_experiment("dpo", few))
 
 
@@ -220,32 +282,49 @@ def test_a_new_reward_model_has_the_padding_token_of_its_tokenizer(policy: Path)
     assert make_plan(load_experiment("dpo", few)).policy.config.pad_token_id is None
 
 
-def test_a_new_reward_model_never_pads_with_what_ends_its_texts(policy: Path, tmp_path: Path) -> None:
+def test_a_new_reward_model_never_pads_with_what_ends_its_texts(
+    policy: Path, tmp_path: Path
+) -> None:
     shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"pad_token": settings["eos_token"]}))
+    (tmp_path / "tokenizer_config.json").write_text(
+        json.dumps(settings | {"pad_token": settings["eos_token"]})
+    )
     few = [f"policy.path={tmp_path}", "examples.num_tasks=50", "heldout_every_steps=0"]
     plan = make_plan(load_experiment("reward_model", few))
     pad = plan.policy.config.pad_token_id
     assert pad is not None and pad not in plan.tokenizer.stop_token_ids
     # What transformers scores: of a padded text the last token that is not padding.
-    texts = [np.concatenate([pair.chosen.tokens, np.full(3, pad)]) for pair in itertools.islice(plan.examples.examples, 4)]
-    assert [text[np.flatnonzero(text != pad)[-1]] for text in texts] == [plan.tokenizer.stop_token_ids[0]] * 4
+    texts = [
+        np.concatenate([pair.chosen.tokens, np.full(3, pad)])
+        for pair in itertools.islice(plan.examples.examples, 4)
+    ]
+    assert [text[np.flatnonzero(text != pad)[-1]] for text in texts] == [
+        plan.tokenizer.stop_token_ids[0]
+    ] * 4
 
 
-def test_a_reward_model_that_pads_with_its_last_token_is_refused(policy: Path, tmp_path: Path) -> None:
+def test_a_reward_model_that_pads_with_its_last_token_is_refused(
+    policy: Path, tmp_path: Path
+) -> None:
     shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
     eos = HFTokenizer.from_folder(policy).stop_token_ids[0]
     model = replace(MODEL, readout="SequenceClassification", pad_token_id=eos)
     (tmp_path / "config.json").write_text(json.dumps(model.to_hf()))
     few = [f"policy.path={tmp_path}", "examples.num_tasks=50", "heldout_every_steps=0"]
     with pytest.raises(
-        ConfigError, match=f"transformers scores the last token that is not padding; found {eos}, eos_token is {eos}"
+        ConfigError,
+        match=(
+            f"transformers scores the last token that is not padding; found {eos}, eos_token "
+            f"is {eos}"
+        ),
     ):
         make_plan(load_experiment("reward_model", few))
 
 
-def test_an_adapter_inside_the_policys_folder_is_refused_by_name(policy: Path, tmp_path: Path) -> None:
+def test_an_adapter_inside_the_policys_folder_is_refused_by_name(
+    policy: Path, tmp_path: Path
+) -> None:
     shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
     (tmp_path / "adapter_config.json").write_text("{}")
     few = [f"policy.path={tmp_path}", "examples.num_tasks=50", "heldout_every_steps=0"]
@@ -257,7 +336,9 @@ def test_an_adapter_inside_the_policys_folder_is_refused_by_name(policy: Path, t
     "override",
     ["trainer.advantages=GAE", "trainer.reference.path=FOLDER", "trainer.teacher.path=FOLDER"],
 )
-def test_adapter_in_the_policy_folder_loads_for_frozen_models(policy: Path, tmp_path: Path, override: str) -> None:
+def test_adapter_in_the_policy_folder_loads_for_frozen_models(
+    policy: Path, tmp_path: Path, override: str
+) -> None:
     shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
     adapted = Policy(MODEL, LoRA(rank=2, targets=("q_proj",)))
     adapter = jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), lora.abstract(adapted))
@@ -272,7 +353,9 @@ def test_keys_that_the_user_names_are_ignored(policy: Path, tmp_path: Path) -> N
     shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps(MODEL.to_hf() | {"frobnicate": 2}))
     few = [f"policy.path={tmp_path}", "examples.num_tasks=50", "heldout_every_steps=0"]
-    with pytest.raises(ConfigError, match=r"frobnicate=2 is not a known key.*policy\.ignore_config_keys=frobnicate"):
+    with pytest.raises(
+        ConfigError, match=r"frobnicate=2 is not a known key.*policy\.ignore_config_keys=frobnicate"
+    ):
         make_plan(load_experiment("dpo", few))
     plan = make_plan(load_experiment("dpo", [*few, "policy.ignore_config_keys=frobnicate"]))
     assert plan.policy.config.ignored_keys == ("frobnicate",)
@@ -299,9 +382,11 @@ def test_what_will_not_fit_into_memory_is_said_before_it_fails(policy: Path) -> 
         assert setting in plan(policy, "trainer.remat=full", *name.split()).shortage()
 
 
-def test_a_split_that_cannot_hold_the_policy_is_refused_with_the_numbers(policy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    # Parameters and two moments in float32 on the one that trains, weights twice on each of those that decode: 3 + 2·2 times
-    # the policy, or 3 + 2·3.
+def test_a_split_that_cannot_hold_the_policy_is_refused_with_the_numbers(
+    policy: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Parameters and two moments in float32 on the one that trains, weights twice on each of those
+    # that decode: 3 + 2·2 times the policy, or 3 + 2·3.
     size = 4 * plan(policy).policy.config.num_params
 
     def has(num_bytes: int) -> None:
@@ -309,21 +394,34 @@ def test_a_split_that_cannot_hold_the_policy_is_refused_with_the_numbers(policy:
 
     has(int(size * 7.1))
     assert plan(policy, "placement.train_devices=1", "placement.rollout_devices=2").shortage()
-    with pytest.raises(ConfigError, match=r"1 \+ 3 cpu cannot hold the policy: .* needed where there are .* weights .* MiB"):
+    with pytest.raises(
+        ConfigError,
+        match=r"1 \+ 3 cpu cannot hold the policy: .* needed where there are .* weights .* MiB",
+    ):
         plan(policy, "placement.train_devices=1", "placement.rollout_devices=3")
 
 
 def test_a_cluster_is_planned_on_devices_of_the_size_asked_for_and_needs_its_library(
     policy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    asked = [f"policy.path={policy}", *SHORT, "launch=ray", "launch.trainer_hosts=2", "launch.trainer_devices=2"]
-    experiment = load_experiment("aime", [*asked, "launch.engine_devices=2", "launch.rollout_engines=30"])
+    asked = [
+        f"policy.path={policy}",
+        *SHORT,
+        "launch=ray",
+        "launch.trainer_hosts=2",
+        "launch.trainer_devices=2",
+    ]
+    experiment = load_experiment(
+        "aime", [*asked, "launch.engine_devices=2", "launch.rollout_engines=30"]
+    )
     found = make_plan(experiment)
     # Of 30 engines, which are alike, one is planned; each has all the slots.
     assert (found.train_mesh.size, found.rollout_mesh.size, len(found.engines)) == (4, 2, 1)
     assert (found.engine.config.num_slots, found.num_slots) == (12, 30 * 12)
     monkeypatch.setattr(run_plan, "find_spec", lambda name: None if name == "ray" else object())
-    with pytest.raises(ConfigError, match=r"launch=Ray needs ray, which .* pip install 'areal-jax\[ray\]'"):
+    with pytest.raises(
+        ConfigError, match=r"launch=Ray needs ray, which .* pip install 'areal-jax\[ray\]'"
+    ):
         make_plan(experiment)
 
 
@@ -339,8 +437,14 @@ def test_without_evaluation_its_tasks_need_not_exist(policy: Path) -> None:
             ["engine.max_prompt_tokens=64", "engine.max_new_tokens=193"],
             ["= 257", "256 positions", "engine.max_prompt_tokens + engine.max_new_tokens"],
         ),
-        (["engine.max_prompt_tokens=8"], ["longer than engine.max_prompt_tokens=8", "set engine.max_prompt_tokens=64"]),
-        (["engine.max_new_tokens=2"], ["engine.max_new_tokens=2 is shorter than every answer", "raise engine.max_new_tokens"]),
+        (
+            ["engine.max_prompt_tokens=8"],
+            ["longer than engine.max_prompt_tokens=8", "set engine.max_prompt_tokens=64"],
+        ),
+        (
+            ["engine.max_new_tokens=2"],
+            ["engine.max_new_tokens=2 is shorter than every answer", "raise engine.max_new_tokens"],
+        ),
         (
             ["workflow=MultiTurn", "engine.max_prompt_tokens=64"],
             [
@@ -353,13 +457,21 @@ def test_without_evaluation_its_tasks_need_not_exist(policy: Path) -> None:
         ),
         (["engine.num_slots=13"], ["engine.num_slots=13", "6 rollout devices"]),
         (["placement.train_devices=9"], ["placement.train_devices", "8"]),
-        (["placement.train_context=2", "trainer.row_tokens=257"], ["257 tokens", "placement.train_context=2"]),
-        (["placement.train_devices=4", "placement.train_context=4"], ["2 attention heads", "placement.train_context=4"]),
+        (
+            ["placement.train_context=2", "trainer.row_tokens=257"],
+            ["257 tokens", "placement.train_context=2"],
+        ),
+        (
+            ["placement.train_devices=4", "placement.train_context=4"],
+            ["2 attention heads", "placement.train_context=4"],
+        ),
         (["tasks=Files", "tasks.path=missing.jsonl"], ["missing.jsonl"]),
         (["policy.path=./missing"], ["policy.path=./missing", "embedded"]),
     ],
 )
-def test_what_does_not_fit_together_is_refused(policy: Path, overrides: list[str], said: list[str]) -> None:
+def test_what_does_not_fit_together_is_refused(
+    policy: Path, overrides: list[str], said: list[str]
+) -> None:
     with pytest.raises(ConfigError) as raised:
         plan(policy, *overrides)
     assert [part for part in said if part not in str(raised.value)] == []
@@ -372,12 +484,15 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(policy: Path, tmp_pat
         plan(tmp_path)
 
 
-def test_a_tokenizer_without_a_chat_template_is_refused_until_plain_text_is_asked_for(policy: Path, tmp_path: Path) -> None:
+def test_a_tokenizer_without_a_chat_template_is_refused_until_plain_text_is_asked_for(
+    policy: Path, tmp_path: Path
+) -> None:
     shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
     with pytest.raises(
-        ConfigError, match=r"without a chat template: .*tokenizer_config\.json; found neither.*prompt\.plain_text"
+        ConfigError,
+        match=r"without a chat template: .*tokenizer_config\.json; found neither.*prompt\.plain_text",
     ):
         plan(tmp_path)
     assert not plan(tmp_path, "prompt.plain_text=true").tokenizer.has_template
@@ -389,13 +504,27 @@ def test_what_is_wrong_with_tasks_names_their_setting(policy: Path, setting: str
         plan(policy, f"{setting}=Synthetic", f"{setting}.families=chess")
 
 
-def test_a_chat_template_that_cannot_go_on_after_an_answer_is_refused_for_several_turns(policy: Path, tmp_path: Path) -> None:
+def test_a_chat_template_that_cannot_go_on_after_an_answer_is_refused_for_several_turns(
+    policy: Path, tmp_path: Path
+) -> None:
     refusal = "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"
     refusing = "{% for m in messages %}" + refusal + "{{ m.content }}{% endfor %}"
     for template, overrides, said in (
-        ("{{ messages[0].content }}=", ["workflow=MultiTurn"], "for one turn only; set workflow=SingleTurn"),
+        (
+            "{{ messages[0].content }}=",
+            ["workflow=MultiTurn"],
+            "for one turn only; set workflow=SingleTurn",
+        ),
         (refusing, ["workflow=ToolUse"], "no tools; set workflow.call_format.result_role=user"),
-        (refusing, ["workflow=ToolUse", "workflow.call_format.result_role=user", "workflow.announce=false"], ""),
+        (
+            refusing,
+            [
+                "workflow=ToolUse",
+                "workflow.call_format.result_role=user",
+                "workflow.announce=false",
+            ],
+            "",
+        ),
         (refusing, ["workflow=MultiTurn"], ""),
     ):
         folder = tmp_path / f"policy-{len(list(tmp_path.iterdir()))}"

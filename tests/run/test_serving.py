@@ -26,7 +26,9 @@ from areal_jax.serve.config import ServeConfig
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
-CONFIG = ServeConfig(engine=EngineConfig(num_slots=1, max_prompt_tokens=16, max_new_tokens=16), devices=1)
+CONFIG = ServeConfig(
+    engine=EngineConfig(num_slots=1, max_prompt_tokens=16, max_new_tokens=16), devices=1
+)
 
 
 def named(model: Path | str, **settings: str) -> ServeConfig:
@@ -56,9 +58,13 @@ def test_an_adapter_is_served_beside_the_policy_it_names_and_as_its_run(tmp_path
     policy, trained = adapter()
     save_run(tmp_path / "run", trained, "policy.lora.rank=2")
     lora.save(tmp_path / "run" / "adapter", policy, trained, str(EMBEDDED))
-    of_run, of_folder = (find_served(named(tmp_path / "run" / name)).load().params for name in ("", "adapter"))
+    of_run, of_folder = (
+        find_served(named(tmp_path / "run" / name)).load().params for name in ("", "adapter")
+    )
     jax.tree.map(np.testing.assert_array_equal, of_run, of_folder)
-    np.testing.assert_array_equal(of_run["layers"][1]["attn"]["q"].w, embedded_params()["layers"]["attn"]["q"][1])
+    np.testing.assert_array_equal(
+        of_run["layers"][1]["attn"]["q"].w, embedded_params()["layers"]["attn"]["q"][1]
+    )
     # What does not say where it belongs must be told.
     file = tmp_path / "run" / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": None}))
@@ -73,9 +79,18 @@ def test_what_cannot_be_served_is_refused_by_its_name(run: Path, tmp_path: Path)
     for config, words in (
         (named(tmp_path), "this run has no checkpoint yet"),
         (named(run / CHECKPOINTS / "9"), "no checkpoint of version 9; found 2, 3"),
-        (named(run / CHECKPOINTS / "x"), r"model=.*expected RUN/checkpoints/VERSION with a number, came 'x'"),
-        (named("embedded", base="embedded"), "base=embedded is for adapters, and model=embedded is none"),
-        (named("/nowhere"), r"model=/nowhere: expected 'embedded', an existing folder.*; or a run folder"),
+        (
+            named(run / CHECKPOINTS / "x"),
+            r"model=.*expected RUN/checkpoints/VERSION with a number, came 'x'",
+        ),
+        (
+            named("embedded", base="embedded"),
+            "base=embedded is for adapters, and model=embedded is none",
+        ),
+        (
+            named("/nowhere"),
+            r"model=/nowhere: expected 'embedded', an existing folder.*; or a run folder",
+        ),
         (chz.replace(CONFIG, devices=99), "devices=99, and there are 8 devices"),
     ):
         with pytest.raises(ConfigError, match=words):
@@ -86,7 +101,9 @@ def test_the_runs_weights_answer(run: Path) -> None:
     async def ask() -> list[int]:
         async with engine_backend(named(run, served_name="mine"), "key") as source:
             assert source.serves("mine")
-            (completion,) = await source.engine.submit(Request("a", np.arange(5, dtype=np.int32), 1, Sampling(4), seed=0))
+            (completion,) = await source.engine.submit(
+                Request("a", np.arange(5, dtype=np.int32), 1, Sampling(4), seed=0)
+            )
             return completion.versions.tolist()
 
     assert set(asyncio.run(ask())) == {3}

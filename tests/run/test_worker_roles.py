@@ -31,11 +31,16 @@ def test_other_releases_are_refused_by_name() -> None:
 def test_an_engine_with_another_policy_is_refused_with_both_fingerprints() -> None:
     facts = {"policy": "abcd", "devices": "1 cpu at there"}
     require_same_policy("engine 3", facts, "abcd")
-    with pytest.raises(ConfigError, match=r"engine 3 \(1 cpu at there\) found another policy .* abcd, expected ef01"):
+    with pytest.raises(
+        ConfigError,
+        match=r"engine 3 \(1 cpu at there\) found another policy .* abcd, expected ef01",
+    ):
         require_same_policy("engine 3", facts, "ef01")
 
 
-def test_settings_cross_as_text_with_the_classes_that_an_experiment_of_ones_own_defines(tmp_path: Path) -> None:
+def test_settings_cross_as_text_with_the_classes_that_an_experiment_of_ones_own_defines(
+    tmp_path: Path,
+) -> None:
     own = tmp_path / "own.py"
     own.write_text(
         "import chz\n"
@@ -50,18 +55,44 @@ def test_settings_cross_as_text_with_the_classes_that_an_experiment_of_ones_own_
     experiment = load_experiment(str(own), ["launch=ray", "seed=5"])
     again = read_settings(written_settings(experiment), str(own))
     assert written_settings(again) == written_settings(experiment)
-    assert isinstance(again, Experiment) and type(again.tasks).__name__ == "Mine" and again.seed == 5
+    assert (
+        isinstance(again, Experiment) and type(again.tasks).__name__ == "Mine" and again.seed == 5
+    )
     with pytest.raises(ConfigError, match="the settings of the run"):
         read_settings('{"areal_jax.experiment": "Nonsense"}', None)
 
 
 def test_records_cross_unchanged() -> None:
     reported = TopLogprobs(np.array([[1, 2]], np.int32), np.array([[-0.5, -1.5]], np.float32))
-    sampled = Completion(np.array([4], np.int32), np.array([-0.25], np.float32), np.array([7], np.int32), "suspended", reported)
-    sampling = Sampling(9, 0.7, 5, 0.9, (1, 2), min_p=0.1, min_new_tokens=2, repetition_penalty=1.1, num_top_logprobs=2)
-    request = Request("a.b.0", np.array([3, 1], np.int32), 1, sampling, seed=11, min_version=2, resume=(sampled,))
+    sampled = Completion(
+        np.array([4], np.int32),
+        np.array([-0.25], np.float32),
+        np.array([7], np.int32),
+        "suspended",
+        reported,
+    )
+    sampling = Sampling(
+        9,
+        0.7,
+        5,
+        0.9,
+        (1, 2),
+        min_p=0.1,
+        min_new_tokens=2,
+        repetition_penalty=1.1,
+        num_top_logprobs=2,
+    )
+    request = Request(
+        "a.b.0", np.array([3, 1], np.int32), 1, sampling, seed=11, min_version=2, resume=(sampled,)
+    )
     again = wire.request_from(wire.request_to(request))
-    assert (again.id, again.num_samples, again.sampling, again.seed, again.min_version) == ("a.b.0", 1, sampling, 11, 2)
+    assert (again.id, again.num_samples, again.sampling, again.seed, again.min_version) == (
+        "a.b.0",
+        1,
+        sampling,
+        11,
+        2,
+    )
     np.testing.assert_array_equal(again.prompt_tokens, request.prompt_tokens)
     (came,) = again.resume
     assert came.stop_reason == "suspended" and came.top_logprobs is not None
@@ -71,11 +102,18 @@ def test_records_cross_unchanged() -> None:
 
 
 @pytest.mark.usefixtures("quick_compilation")
-def test_an_engine_host_reports_every_token_once_and_of_what_is_finished_nothing_more(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_host_reports_every_token_once_and_of_what_is_finished_nothing_more(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     # One device, as a process of its own would have.
     monkeypatch.setattr(jax, "devices", lambda: jax.local_devices()[:1])
     settings = (
-        *("launch=ray", "launch.report_every_s=0.02", "engine.num_slots=4", "engine.max_new_tokens=24"),
+        *(
+            "launch=ray",
+            "launch.report_every_s=0.02",
+            "engine.num_slots=4",
+            "engine.max_new_tokens=24",
+        ),
         *("engine.max_prompt_tokens=16", "engine.steps_per_dispatch=2", "policy.random_init=true"),
     )
     experiment = load_experiment("aime", settings)
@@ -112,5 +150,8 @@ def test_an_engine_host_reports_every_token_once_and_of_what_is_finished_nothing
         known = np.concatenate([each.tokens for each in reported[sample]])
         assert known.tolist() == completion.tokens[: len(known)].tolist()
         assert sum(each.stop_reason != "suspended" for each in reported[sample]) <= 1
-    assert [topic for topic, _ in heard if topic in ("wants_turn", "swapped")] == ["wants_turn", "swapped"]
+    assert [topic for topic, _ in heard if topic in ("wants_turn", "swapped")] == [
+        "wants_turn",
+        "swapped",
+    ]
     assert any(topic == "measures" and what["tokens"][0] > 0 for topic, what in heard)

@@ -23,7 +23,12 @@ KEY = "key"
 
 def completion(tokens: Sequence[int], stop_reason: StopReason = "stop") -> Completion:
     sampled = np.array(tokens, np.int32)
-    return Completion(sampled, np.full(len(sampled), -0.5, np.float32), np.zeros(len(sampled), np.int32), stop_reason)
+    return Completion(
+        sampled,
+        np.full(len(sampled), -0.5, np.float32),
+        np.zeros(len(sampled), np.int32),
+        stop_reason,
+    )
 
 
 @dataclass
@@ -45,7 +50,14 @@ class Scripted:
             for start in range(0, len(tokens), 3):
                 await asyncio.sleep(0)
                 if request.on_progress is not None and tokens[start : start + 3]:
-                    list(request.on_progress([Progress(i, each.between(start, start + 3)) for i, each in enumerate(answer)]))
+                    list(
+                        request.on_progress(
+                            [
+                                Progress(i, each.between(start, start + 3))
+                                for i, each in enumerate(answer)
+                            ]
+                        )
+                    )
             if self.error is not None:
                 raise self.error
             if self.hangs:
@@ -68,6 +80,8 @@ async def served(
     app = App(EngineBackend(engine, "m", tokenizer, sampling, 0, KEY), limits or LimitsConfig())
     async with (
         listening(app, "127.0.0.1", 0, 0.1) as port,
-        openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0) as client,
+        openai.AsyncOpenAI(
+            base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0
+        ) as client,
     ):
         yield app, client

@@ -20,7 +20,12 @@ from areal_jax.errors import EngineStopped
 from areal_jax.serve.config import LimitsConfig
 
 ASKED: Any = [{"role": "user", "content": "hi"}]
-TOOLS: Any = [{"type": "function", "function": {"name": "find", "description": "finds", "parameters": {"type": "object"}}}]
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {"name": "find", "description": "finds", "parameters": {"type": "object"}},
+    }
+]
 
 TEMPLATE = """\
 {% if tools %}<|im_start|>system
@@ -69,7 +74,9 @@ def test_tools_are_told_to_the_policy_and_its_calls_to_the_client(tokenizer: HFT
                 called += part.delta.tool_calls or []
                 finish = part.finish_reason or finish
             assert (text, finish) == ("I look.\n", "tool_calls")
-            assert [each.function.arguments for each in called if each.function] == [call.function.arguments]
+            assert [each.function.arguments for each in called if each.function] == [
+                call.function.arguments
+            ]
 
             # The conversation goes on as clients write it.
             history: Any = [
@@ -83,7 +90,9 @@ def test_tools_are_told_to_the_policy_and_its_calls_to_the_client(tokenizer: HFT
     asyncio.run(main())
     prompts = [tokenizer.decode(request.prompt_tokens) for request in engine.requests]
     assert "find" in prompts[0]
-    assert 'I look.\n<tool_call>{"name": "find", "arguments": {"what": "é"}}</tool_call>' in prompts[2]
+    assert (
+        'I look.\n<tool_call>{"name": "find", "arguments": {"what": "é"}}</tool_call>' in prompts[2]
+    )
     assert prompts[2].endswith("tool\n7\nassistant\n")
 
 
@@ -91,21 +100,30 @@ def test_tools_are_told_to_the_policy_and_its_calls_to_the_client(tokenizer: HFT
     ("template", "words"),
     [
         (
-            "{% for tool in tools or [] %}{% for name, of in tool.function.parameters | items %}{{ name }}{% endfor %}"
+            "{% for tool in tools or [] %}{% for name, of in tool.function.parameters | items "
+            "%}{{ name }}{% endfor %}"
             "{{ tool }}{% endfor %}",
             "fails over the conversation: TypeError: Can only get item pairs",
         ),
-        ("{% if tools %}{{ raise_exception('tools? no') }}{% endif %}", "refuses the conversation: tools[?] no"),
+        (
+            "{% if tools %}{{ raise_exception('tools? no') }}{% endif %}",
+            "refuses the conversation: tools[?] no",
+        ),
     ],
 )
-def test_a_conversation_over_which_the_template_fails_is_refused_in_its_words(tmp_path: Path, template: str, words: str):
+def test_a_conversation_over_which_the_template_fails_is_refused_in_its_words(
+    tmp_path: Path, template: str, words: str
+):
     for name in ("tokenizer.json", "config.json", "tokenizer_config.json"):
         shutil.copy(EMBEDDED / name, tmp_path)
     (tmp_path / "chat_template.jinja").write_text(template)
     given: Any = [{"type": "function", "function": {"name": "find", "parameters": ["what"]}}]
 
     async def main() -> None:
-        async with served(Scripted(["done"]), tokenizer=HFTokenizer.from_folder(tmp_path)) as (_, client):
+        async with served(Scripted(["done"]), tokenizer=HFTokenizer.from_folder(tmp_path)) as (
+            _,
+            client,
+        ):
             with pytest.raises(openai.BadRequestError, match=words):
                 await client.chat.completions.create(model="m", messages=ASKED, tools=given)
 
@@ -118,7 +136,9 @@ def test_a_text_to_go_on_from_is_begun_as_the_tokenizer_begins_texts(tmp_path: P
     inner = tokenizers.Tokenizer.from_file(str(EMBEDDED / "tokenizer.json"))
     begin = TOKENIZER.stop_token_ids[0]
     name = inner.id_to_token(begin)
-    inner.post_processor = processors.TemplateProcessing(single=f"{name} $A", special_tokens=[(name, begin)])
+    inner.post_processor = processors.TemplateProcessing(
+        single=f"{name} $A", special_tokens=[(name, begin)]
+    )
     inner.save(str(tmp_path / "tokenizer.json"))
     engine, words = Scripted(), TOKENIZER.encode("1+1=").tolist()
 
@@ -129,7 +149,10 @@ def test_a_text_to_go_on_from_is_begun_as_the_tokenizer_begins_texts(tmp_path: P
 
     asyncio.run(main())
     # Tokens are taken as they are.
-    assert [request.prompt_tokens.tolist() for request in engine.requests] == [[begin, *words], words]
+    assert [request.prompt_tokens.tolist() for request in engine.requests] == [
+        [begin, *words],
+        words,
+    ]
 
 
 def test_in_a_stream_too_the_place_of_a_token_is_counted_from_the_beginning_of_its_answer():
@@ -137,7 +160,9 @@ def test_in_a_stream_too_the_place_of_a_token_is_counted_from_the_beginning_of_i
         async with served(Scripted(["what was to be shown"] * 3)) as (_, client):
             [choice] = (await client.completions.create(model="m", prompt="a", logprobs=0)).choices
             parts: dict[int, list[int]] = {0: [], 1: []}
-            async for chunk in await client.completions.create(model="m", prompt="a", n=2, logprobs=0, stream=True):
+            async for chunk in await client.completions.create(
+                model="m", prompt="a", n=2, logprobs=0, stream=True
+            ):
                 for part in chunk.choices:
                     parts[part.index] += (part.logprobs and part.logprobs.text_offset) or []
             assert parts[0] == parts[1]
@@ -154,7 +179,9 @@ def test_without_tools_a_call_is_text(tokenizer: HFTokenizer):
     async def main() -> list[Any]:
         async with served(Scripted([said] * 2), tokenizer=tokenizer) as (_, client):
             plain = await client.chat.completions.create(model="m", messages=ASKED)
-            none = await client.chat.completions.create(model="m", messages=ASKED, tools=TOOLS, tool_choice="none")
+            none = await client.chat.completions.create(
+                model="m", messages=ASKED, tools=TOOLS, tool_choice="none"
+            )
             return [plain.choices[0].message, none.choices[0].message]
 
     for message in asyncio.run(main()):
@@ -213,7 +240,9 @@ def test_an_engine_that_stopped_is_told_and_health_says_so():
                 await client.chat.completions.create(model="m", messages=ASKED)
             assert failed.value.status_code == 503
             assert app.stopped.is_set()
-            health = await client.with_options(base_url=str(client.base_url).removesuffix("v1/")).get("/health", cast_to=object)
+            health = await client.with_options(
+                base_url=str(client.base_url).removesuffix("v1/")
+            ).get("/health", cast_to=object)
             assert health
 
     with pytest.raises(openai.InternalServerError) as unhealthy:
@@ -224,7 +253,9 @@ def test_an_engine_that_stopped_is_told_and_health_says_so():
 def test_a_failure_of_our_own_tells_nothing_but_its_kind(caplog: pytest.LogCaptureFixture):
     async def main() -> None:
         async with served(Scripted(error=KeyError("a secret"))) as (_, client):
-            with pytest.raises(openai.InternalServerError, match="the server failed: KeyError") as failed:
+            with pytest.raises(
+                openai.InternalServerError, match="the server failed: KeyError"
+            ) as failed:
                 await client.chat.completions.create(model="m", messages=ASKED)
             assert "secret" not in failed.value.message
 
@@ -238,7 +269,8 @@ def test_a_request_that_never_arrives_is_not_waited_for():
             port = client.base_url.port
             reader, writer = await asyncio.open_connection("127.0.0.1", port)
             writer.write(
-                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer key\r\nContent-Length: 50\r\n\r\n{"
+                b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer "
+                b"key\r\nContent-Length: 50\r\n\r\n{"
             )
             answer = await reader.readline()
             writer.close()

@@ -26,17 +26,32 @@ def texts(**body: Any) -> Any:
         ({"messages": "hello"}, "expected messages to be a list, came a text"),
         ({"messages": ["hello"]}, "expected an object, came a text"),
         ({"messages": [{"role": "king", "content": "hello"}]}, "came 'king'"),
-        ({"messages": [{"role": "user", "content": None}]}, "expected content to be a text, came null"),
+        (
+            {"messages": [{"role": "user", "content": None}]},
+            "expected content to be a text, came null",
+        ),
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "texts only"),
         (
-            {"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]},
+            {
+                "messages": [
+                    {
+                        "role": "assistant",
+                        "content": "",
+                        "tool_calls": [{"function": {"name": "f", "arguments": "{"}}],
+                    }
+                ]
+            },
             "JSON",
         ),
         *(
             (
                 {
                     "messages": [
-                        {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": given}}]}
+                        {
+                            "role": "assistant",
+                            "content": "",
+                            "tool_calls": [{"function": {"name": "f", "arguments": given}}],
+                        }
                     ]
                 },
                 "expected the arguments of a function to be a JSON object in a text",
@@ -86,7 +101,10 @@ def test_prompts_are_read(prompt: Any, read: Any):
     assert texts(prompt=prompt).prompts == read
 
 
-@pytest.mark.parametrize("body", [b"", b"{", b"[]", b'"a"', b"\xff", b"[" * 100_000, b'{"a": "\\ud800"}', b'{"\\udfff": 1}'])
+@pytest.mark.parametrize(
+    "body",
+    [b"", b"{", b"[]", b'"a"', b"\xff", b"[" * 100_000, b'{"a": "\\ud800"}', b'{"\\udfff": 1}'],
+)
 def test_a_body_that_is_no_object_is_refused(body: bytes):
     with pytest.raises(APIError):
         read_json(body, 1000)
@@ -99,7 +117,10 @@ def test_null_is_as_if_it_was_not_given():
 def test_messages_become_what_templates_read():
     asked = chat(
         messages=[
-            {"role": "developer", "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}]},
+            {
+                "role": "developer",
+                "content": [{"type": "text", "text": "be "}, {"type": "text", "text": "brief"}],
+            },
             {
                 "role": "assistant",
                 "content": None,
@@ -122,7 +143,13 @@ def test_messages_become_what_templates_read():
 def test_only_what_is_given_changes_how_tokens_are_drawn():
     assert chat().generation_params.sampling == {}
     generation_params = chat(
-        temperature=1, top_k=5, min_tokens=2, presence_penalty=0.5, logprobs=True, top_logprobs=3, max_tokens=9
+        temperature=1,
+        top_k=5,
+        min_tokens=2,
+        presence_penalty=0.5,
+        logprobs=True,
+        top_logprobs=3,
+        max_tokens=9,
     ).generation_params
     assert generation_params.sampling == {
         "temperature": 1.0,

@@ -1,4 +1,5 @@
-"""Text as its tokens arrive. A token here is a byte of UTF-8, so that most characters lie in several tokens."""
+"""Text as its tokens arrive. A token here is a byte of UTF-8, so that most characters lie in
+several tokens."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ def test_pieces_of_whole_characters_add_up_to_the_text(text: str, sizes: list[in
 
 
 @given(st.binary(), SIZES)
-def test_bytes_that_make_no_character_come_out_as_they_would_at_once(tokens: bytes, sizes: list[int]):
+def test_bytes_that_make_no_character_come_out_as_they_would_at_once(
+    tokens: bytes, sizes: list[int]
+):
     detokenizer = Detokenizer(decode)
     said = "".join(detokenizer.push(chunk) for chunk in chunks(tokens, sizes)) + detokenizer.flush()
     assert said == decode(tokens)
@@ -51,7 +54,9 @@ def test_a_character_comes_with_its_last_token():
 
 
 @given(st.text("ab€"), st.lists(st.text("ab€", min_size=1, max_size=3), max_size=3), SIZES)
-def test_an_answer_ends_before_the_first_stop_string_whatever_its_pieces(text: str, stops: list[str], sizes: list[int]):
+def test_an_answer_ends_before_the_first_stop_string_whatever_its_pieces(
+    text: str, stops: list[str], sizes: list[int]
+):
     tokens = list(text.encode())
     detokenizer = StreamDetokenizer(decode, stops)
     said = ""
@@ -59,7 +64,8 @@ def test_an_answer_ends_before_the_first_stop_string_whatever_its_pieces(text: s
         said += detokenizer.push(chunk)
         assert all(stop not in said for stop in stops)
     said += detokenizer.finish(tokens)
-    # The stop string that is complete first ends it; where two are at once, the one that begins first.
+    # The stop string that is complete first ends it; where two are at once, the one that begins
+    # first.
     ends = [(text.find(stop) + len(stop), text.find(stop)) for stop in stops if stop in text]
     if ends:
         first = min(ends)[0]
@@ -93,6 +99,8 @@ def test_silent_tokens_count_and_say_nothing():
 @pytest.mark.parametrize("size", [1, 2, 50])
 def test_from_a_mark_on_all_is_held_back(size: int):
     detokenizer, text = StreamDetokenizer(decode, hold="<call>"), b"so <cal <call>f(1)</call>"
-    said = "".join(detokenizer.push(chunk) for chunk in chunks(text, [size])) + detokenizer.finish(text)
+    said = "".join(detokenizer.push(chunk) for chunk in chunks(text, [size])) + detokenizer.finish(
+        text
+    )
     assert said == "so <cal "
     assert detokenizer.held == "<call>f(1)</call>"

@@ -1,4 +1,5 @@
-"""One request, whatever it is, does not stop the server: what takes long is bounded first, and done off the event loop."""
+"""One request, whatever it is, does not stop the server: what takes long is bounded first, and done
+off the event loop."""
 
 from __future__ import annotations
 
@@ -50,7 +51,9 @@ def test_texts_are_encoded_and_decoded_off_the_event_loop():
 
     async def main() -> None:
         async with served(Scripted(["said"] * 2), tokenizer=tokenizer) as (_, client):
-            await client.chat.completions.create(model="m", messages=[{"role": "user", "content": "hi"}])
+            await client.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": "hi"}]
+            )
             await client.completions.create(model="m", prompt="hi")
 
     asyncio.run(asyncio.wait_for(main(), 60))
@@ -68,14 +71,18 @@ def test_the_event_loop_turns_while_megabytes_are_encoded():
             assert (await asking).usage is not None
             return num_turns
 
-    # Encoded in the loop, or under the interpreter's lock, it lets the loop turn a few times before and after.
+    # Encoded in the loop, or under the interpreter's lock, it lets the loop turn a few times before
+    # and after.
     assert asyncio.run(asyncio.wait_for(main(), 100))[0] > 50
 
 
 def test_a_prompt_of_too_many_bytes_is_refused_before_it_is_encoded():
     tokenizer = Watched.from_folder(EMBEDDED)
     assert isinstance(tokenizer, Watched)
-    with pytest.raises(InvalidRequest, match=r"has 3500000 bytes, expected at most .*engine\.max_prompt_tokens=64 tokens"):
+    with pytest.raises(
+        InvalidRequest,
+        match=r"has 3500000 bytes, expected at most .*engine\.max_prompt_tokens=64 tokens",
+    ):
         tokenizer.encode_prompt(MEGABYTES, 64)
     with pytest.raises(InvalidRequest, match=r"engine\.max_prompt_tokens=64"):
         tokenizer.render([{"role": "user", "content": MEGABYTES}], (), 64)
@@ -90,11 +97,15 @@ def test_what_is_too_long_is_refused_as_openai_refuses_it(path: str):
         app = App(EngineBackend(engine, "m", TOKENIZER, Sampling(8), 0, KEY, 64), LimitsConfig())
         async with (
             listening(app, "127.0.0.1", 0, 0.1) as port,
-            openai.AsyncOpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0) as client,
+            openai.AsyncOpenAI(
+                base_url=f"http://127.0.0.1:{port}/v1", api_key=KEY, max_retries=0
+            ) as client,
         ):
             with pytest.raises(openai.BadRequestError, match="the prompt has") as refused:
                 if path == "chat":
-                    await client.chat.completions.create(model="m", messages=[{"role": "user", "content": MEGABYTES}])
+                    await client.chat.completions.create(
+                        model="m", messages=[{"role": "user", "content": MEGABYTES}]
+                    )
                 else:
                     await client.completions.create(model="m", prompt=MEGABYTES)
             assert refused.value.code == "context_length_exceeded"
@@ -103,26 +114,39 @@ def test_what_is_too_long_is_refused_as_openai_refuses_it(path: str):
     assert engine.requests == []
 
 
-@pytest.mark.parametrize("text", [TEXT, "", "  \n\n\t  ", "a" * 500, "é漢字🙂" * 9, "".join(map(chr, range(1, 3000)))])
+@pytest.mark.parametrize(
+    "text", [TEXT, "", "  \n\n\t  ", "a" * 500, "é漢字🙂" * 9, "".join(map(chr, range(1, 3000)))]
+)
 def test_no_text_has_more_bytes_than_its_tokens_may_have(text: str):
     num_tokens = len(TOKENIZER.encode(text))
-    assert TOKENIZER.encode_prompt(text, num_tokens).tolist() == TOKENIZER.encode_prompt(text).tolist()
+    assert (
+        TOKENIZER.encode_prompt(text, num_tokens).tolist() == TOKENIZER.encode_prompt(text).tolist()
+    )
 
 
 def test_long_texts_become_the_tokens_of_the_library():
     inner = TOKENIZER._tokenizer
     for text in (MEGABYTES[:20_000], "".join(map(chr, range(1, 0xD7FF)))):
         assert TOKENIZER.encode(text).tolist() == inner.encode(text, add_special_tokens=False).ids
-        assert TOKENIZER.encode_prompt(text).tolist() == inner.encode(text, add_special_tokens=True).ids
+        assert (
+            TOKENIZER.encode_prompt(text).tolist()
+            == inner.encode(text, add_special_tokens=True).ids
+        )
 
 
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"messages": [{"role": "user", "content": ""}] * 10}, "10 messages, expected at most limits.max_messages=9"),
+        (
+            {"messages": [{"role": "user", "content": ""}] * 10},
+            "10 messages, expected at most limits.max_messages=9",
+        ),
         ({"tools": [{}] * 129}, "129 tools, expected at most 128"),
         ({"stop": ["a"] * 17}, "expected at most 16 texts"),
-        ({"metadata": {str(i): [] for i in range(60)}}, "commas and brackets, expected at most limits.max_body_values=100"),
+        (
+            {"metadata": {str(i): [] for i in range(60)}},
+            "commas and brackets, expected at most limits.max_body_values=100",
+        ),
         ({"n": 10**6}, "answers asked for, expected at most limits.max_samples=128"),
         ({"x" * 5000: 1}, r"xxx\.\.\."),
         ({"logit_bias": {"1": 1}}, "logit_bias is not supported"),
@@ -134,7 +158,10 @@ def test_what_there_is_too_much_of_is_refused_with_its_limit(given: dict[str, An
     async def main() -> None:
         limits = LimitsConfig(max_messages=9, max_body_values=300 if "tools" in given else 100)
         async with served(engine, limits) as (_, client):
-            body: dict[str, Any] = {"model": "m", "messages": [{"role": "user", "content": "hi"}]} | given
+            body: dict[str, Any] = {
+                "model": "m",
+                "messages": [{"role": "user", "content": "hi"}],
+            } | given
             with pytest.raises(openai.APIStatusError, match=words) as refused:
                 await client.post("/chat/completions", body=body, cast_to=object)
             assert refused.value.status_code in (400, 413)
@@ -166,7 +193,9 @@ def test_the_event_loop_turns_while_large_answers_are_written():
         async with served(Scripted([TEXT * 60])) as (_, client):
             create = client.chat.completions.create
             asking = asyncio.ensure_future(
-                create(model="m", messages=[{"role": "user", "content": "hi"}], n=128, logprobs=True)
+                create(
+                    model="m", messages=[{"role": "user", "content": "hi"}], n=128, logprobs=True
+                )
             )
             num_turns = 0
             while not asking.done():
@@ -218,7 +247,9 @@ def test_malformed_http_is_refused_with_one_line_in_the_log(caplog: pytest.LogCa
             port = await port_of(client)
             for data in MALFORMED * 5:
                 line = await exchanged(port, data)
-                assert line == b"" or line.startswith(b"HTTP/1.1 4") or line.startswith(b"HTTP/1.0 4"), (data[:50], line)
+                assert (
+                    line == b"" or line.startswith(b"HTTP/1.1 4") or line.startswith(b"HTTP/1.0 4")
+                ), (data[:50], line)
             assert b" 200 " in await exchanged(port, b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
 
     asyncio.run(asyncio.wait_for(main(), 60))

@@ -27,7 +27,9 @@ from areal_jax.serve.engine_backend import EngineBackend
 T = TypeVar("T")
 
 CONFIG = ServeConfig(
-    engine=EngineConfig(num_slots=8, max_prompt_tokens=64, max_new_tokens=512, steps_per_dispatch=4),
+    engine=EngineConfig(
+        num_slots=8, max_prompt_tokens=64, max_new_tokens=512, steps_per_dispatch=4
+    ),
     limits=LimitsConfig(max_body_bytes=20_000, max_requests=80, max_samples=16),
     devices=1,
 )
@@ -87,7 +89,9 @@ def texts(answer: ChatCompletion) -> list[str | None]:
     return [choice.message.content for choice in answer.choices]
 
 
-def test_the_tokens_are_those_that_the_driver_gives_the_same_request(server: Server, client: openai.OpenAI):
+def test_the_tokens_are_those_that_the_driver_gives_the_same_request(
+    server: Server, client: openai.OpenAI
+):
     answer = chat(client, n=2, seed=7, temperature=0.9, max_completion_tokens=20, extra_body=TOKENS)
     tokenizer, sampling = server.source.tokenizer, server.source.sampling
     prompt = tokenizer.render([Message("user", ASKED[0]["content"])])
@@ -112,7 +116,15 @@ def test_a_stream_says_what_an_answer_in_one_says(client: openai.OpenAI):
     whole = chat(client, n=3, seed=5, logprobs=True, extra_body=TOKENS)
     said, sampled, finish, logp = ([""] * 3, [[], [], []], [None] * 3, [[], [], []])
     usage, num_chunks = None, 0
-    stream = chat(client, n=3, seed=5, logprobs=True, extra_body=TOKENS, stream=True, stream_options={"include_usage": True})
+    stream = chat(
+        client,
+        n=3,
+        seed=5,
+        logprobs=True,
+        extra_body=TOKENS,
+        stream=True,
+        stream_options={"include_usage": True},
+    )
     for chunk in stream:
         num_chunks, usage = num_chunks + 1, chunk.usage or usage
         for choice in chunk.choices:
@@ -125,26 +137,38 @@ def test_a_stream_says_what_an_answer_in_one_says(client: openai.OpenAI):
     assert sampled == [choice.model_extra["token_ids"] for choice in whole.choices]
     assert finish == [choice.finish_reason for choice in whole.choices]
     for choice, reported in zip(whole.choices, logp, strict=True):
-        assert [each.token for each in reported] == [each.token for each in choice.logprobs.content or []]
+        assert [each.token for each in reported] == [
+            each.token for each in choice.logprobs.content or []
+        ]
     assert usage == whole.usage
 
 
 def test_completions_take_text_or_tokens_one_or_several(server: Server, client: openai.OpenAI):
     tokens = server.source.tokenizer.encode("12+30=").tolist()
-    several = client.completions.create(model=MODEL, prompt=["12+30=", "7*8="], n=2, seed=1, max_tokens=8)
+    several = client.completions.create(
+        model=MODEL, prompt=["12+30=", "7*8="], n=2, seed=1, max_tokens=8
+    )
     assert [choice.index for choice in several.choices] == [0, 1, 2, 3]
-    as_tokens = client.completions.create(model=MODEL, prompt=tokens, n=2, seed=1, max_tokens=8, extra_body=TOKENS)
-    assert [choice.text for choice in as_tokens.choices] == [choice.text for choice in several.choices[:2]]
+    as_tokens = client.completions.create(
+        model=MODEL, prompt=tokens, n=2, seed=1, max_tokens=8, extra_body=TOKENS
+    )
+    assert [choice.text for choice in as_tokens.choices] == [
+        choice.text for choice in several.choices[:2]
+    ]
     assert (as_tokens.model_extra or {})["prompt_token_ids"] == tokens
     streamed = ["", ""]
-    for chunk in client.completions.create(model=MODEL, prompt=tokens, n=2, seed=1, max_tokens=8, stream=True):
+    for chunk in client.completions.create(
+        model=MODEL, prompt=tokens, n=2, seed=1, max_tokens=8, stream=True
+    ):
         for choice in chunk.choices:
             streamed[choice.index] += choice.text
     assert streamed == [choice.text for choice in as_tokens.choices]
 
 
 def test_logprobs_are_told_with_the_most_likely_tokens(client: openai.OpenAI):
-    answer = chat(client, temperature=0, logprobs=True, top_logprobs=3, max_tokens=6, extra_body=TOKENS)
+    answer = chat(
+        client, temperature=0, logprobs=True, top_logprobs=3, max_tokens=6, extra_body=TOKENS
+    )
     [choice] = answer.choices
     reported = choice.logprobs.content
     assert len(reported) == len(choice.model_extra["token_ids"]) == 6
@@ -158,12 +182,15 @@ def test_logprobs_are_told_with_the_most_likely_tokens(client: openai.OpenAI):
         assert bytes(each.bytes).decode() == each.token
     completion = client.completions.create(model=MODEL, prompt="12+30=", logprobs=2, max_tokens=4)
     reported = completion.choices[0].logprobs
-    assert reported is not None and len(reported.tokens or []) == len(reported.top_logprobs or []) == 4
+    assert (
+        reported is not None and len(reported.tokens or []) == len(reported.top_logprobs or []) == 4
+    )
     assert all(len(others) == 2 for others in reported.top_logprobs or [])
 
 
 def test_a_stop_string_ends_an_answer_wherever_its_tokens_begin(client: openai.OpenAI):
-    # Long answers: what is sampled before the server hears of the first tokens is far from all of it.
+    # Long answers: what is sampled before the server hears of the first tokens is far from all of
+    # it.
     long = TOKENS | {"min_tokens": 256}
     free = chat(client, seed=3, extra_body=long)
     text, tokens = free.choices[0].message.content, free.choices[0].model_extra["token_ids"]
@@ -176,7 +203,10 @@ def test_a_stop_string_ends_an_answer_wherever_its_tokens_begin(client: openai.O
         sampled = answer.choices[0].model_extra["token_ids"]
         assert sampled == tokens[: len(sampled)] and len(sampled) < len(tokens)
         streamed = chat(client, seed=3, stop=[stop], stream=True, extra_body=long)
-        assert "".join(chunk.choices[0].delta.content or "" for chunk in streamed) == text.partition(stop)[0]
+        assert (
+            "".join(chunk.choices[0].delta.content or "" for chunk in streamed)
+            == text.partition(stop)[0]
+        )
 
 
 def test_penalties_and_early_stops_are_heeded(client: openai.OpenAI):
@@ -200,9 +230,14 @@ def test_64_clients_at_once_are_answered_as_each_alone(server: Server, client: o
 
     async def all_at_once() -> list[list[str | None]]:
         # One object of the package is as many connections as it has requests under way.
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key=KEY, max_retries=0) as own:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key=KEY, max_retries=0
+        ) as own:
             create = own.chat.completions.create
-            asked = [create(model=MODEL, messages=ASKED, seed=seed % 4, max_tokens=16) for seed in range(64)]
+            asked = [
+                create(model=MODEL, messages=ASKED, seed=seed % 4, max_tokens=16)
+                for seed in range(64)
+            ]
             return [texts(answer) for answer in await asyncio.gather(*asked)]
 
     assert asyncio.run(all_at_once()) == [alone[seed % 4] for seed in range(64)]
@@ -213,11 +248,23 @@ def test_a_client_that_leaves_frees_its_slots(server: Server, client: openai.Ope
     # As raw sockets: what leaves here is the connection itself.
     async def leave() -> None:
         body = json.dumps(
-            {"model": MODEL, "messages": ASKED, "n": 16, "stream": streams, "min_tokens": 512, "max_tokens": 512}
+            {
+                "model": MODEL,
+                "messages": ASKED,
+                "n": 16,
+                "stream": streams,
+                "min_tokens": 512,
+                "max_tokens": 512,
+            }
         ).encode()
         host, port = server.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        head = ["POST /v1/chat/completions HTTP/1.1", "Host: x", f"Authorization: Bearer {KEY}", f"Content-Length: {len(body)}"]
+        head = [
+            "POST /v1/chat/completions HTTP/1.1",
+            "Host: x",
+            f"Authorization: Bearer {KEY}",
+            f"Content-Length: {len(body)}",
+        ]
         writer.write("".join(f"{line}\r\n" for line in [*head, ""]).encode() + body)
         await writer.drain()
         if streams:
@@ -230,7 +277,10 @@ def test_a_client_that_leaves_frees_its_slots(server: Server, client: openai.Ope
     before = metric(server, client, 'requests_total{endpoint="/v1/chat/completions",status="499"}')
     asyncio.run(leave())
     deadline_s = time.monotonic() + 60
-    while metric(server, client, 'requests_total{endpoint="/v1/chat/completions",status="499"}') == before:
+    while (
+        metric(server, client, 'requests_total{endpoint="/v1/chat/completions",status="499"}')
+        == before
+    ):
         assert time.monotonic() < deadline_s
     while server.run(_unfinished(server)):
         assert time.monotonic() < deadline_s
@@ -244,10 +294,15 @@ async def _unfinished(server: Server) -> dict[str, Any]:
 
 
 def metric(server: Server, client: openai.OpenAI, name: str) -> float:
-    request = urllib.request.Request(f"{server.url}/metrics", headers={"Authorization": f"Bearer {KEY}"})
+    request = urllib.request.Request(
+        f"{server.url}/metrics", headers={"Authorization": f"Bearer {KEY}"}
+    )
     with urllib.request.urlopen(request, timeout=30) as answer:
         lines = answer.read().decode().splitlines()
-    return next((float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"areal_jax_{name} ")), 0.0)
+    return next(
+        (float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"areal_jax_{name} ")),
+        0.0,
+    )
 
 
 def test_what_is_counted_grows_by_what_was_answered(server: Server, client: openai.OpenAI):
@@ -258,9 +313,13 @@ def test_what_is_counted_grows_by_what_was_answered(server: Server, client: open
     assert np.subtract(after, before).tolist() == [usage.completion_tokens, usage.prompt_tokens, 1]
 
 
-def test_who_only_looks_at_the_server_is_neither_counted_nor_timed(server: Server, client: openai.OpenAI):
+def test_who_only_looks_at_the_server_is_neither_counted_nor_timed(
+    server: Server, client: openai.OpenAI
+):
     def counted() -> list[float]:
-        return [metric(server, client, name) for name in ("requests_running", "request_seconds_count")]
+        return [
+            metric(server, client, name) for name in ("requests_running", "request_seconds_count")
+        ]
 
     assert counted() == counted()
     before = counted()[1]
@@ -277,8 +336,22 @@ def test_who_only_looks_at_the_server_is_neither_counted_nor_timed(server: Serve
         (b"Content-Encoding: gzip", b"{}", 400),
         (b"", b'{"model": "embedded", "messages": [{"role": "user", "content": "\\ud800"}]}', 400),
         (b"", b'{"model": "embedded", "messages": ' + b"[" * 900 + b"]" * 900 + b"}", 400),
-        (b"", b'{"model": "embedded", "messages": [{"role": "user", "content": "1"}], "top_k": 2147483648}', 400),
-        (b"", b'{"model": "embedded", "messages": [{"role": "user", "content": "1"}], "temperature": 1e-40}', 400),
+        (
+            b"",
+            (
+                b'{"model": "embedded", "messages": [{"role": "user", "content": "1"}], "top_k": '
+                b"2147483648}"
+            ),
+            400,
+        ),
+        (
+            b"",
+            (
+                b'{"model": "embedded", "messages": [{"role": "user", "content": "1"}], '
+                b'"temperature": 1e-40}'
+            ),
+            400,
+        ),
     ],
 )
 def test_what_no_client_of_good_will_sends_is_refused_and_ends_nothing(
@@ -287,8 +360,16 @@ def test_what_no_client_of_good_will_sends_is_refused_and_ends_nothing(
     async def answered() -> bytes:
         host, port = server.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
-        key = b"" if header.startswith(b"Authorization") else f"Authorization: Bearer {KEY}".encode()
-        lines = [b"POST /v1/chat/completions HTTP/1.1", b"Host: x", header, key, b"Content-Length: %d" % len(body)]
+        key = (
+            b"" if header.startswith(b"Authorization") else f"Authorization: Bearer {KEY}".encode()
+        )
+        lines = [
+            b"POST /v1/chat/completions HTTP/1.1",
+            b"Host: x",
+            header,
+            key,
+            b"Content-Length: %d" % len(body),
+        ]
         writer.write(b"".join(line + b"\r\n" for line in lines if line) + b"\r\n" + body)
         found = await asyncio.wait_for(reader.readline(), 60)
         writer.close()
@@ -335,12 +416,17 @@ def test_models_are_named(client: openai.OpenAI):
         ({"max_tokens": 513}, "engine.max_new_tokens=512"),
         ({"n": 17}, "limits.max_samples=16"),
         ({"temperature": 3.0}, "from 0 to 2"),
-        ({"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]}, "no tools"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
+            "no tools",
+        ),
         ({"extra_body": {"banana": 1}}, "Unrecognized request argument supplied: banana"),
         ({"messages": []}, "at least one message"),
     ],
 )
-def test_what_cannot_be_answered_is_refused_with_the_knob(client: openai.OpenAI, how: dict[str, Any], words: str):
+def test_what_cannot_be_answered_is_refused_with_the_knob(
+    client: openai.OpenAI, how: dict[str, Any], words: str
+):
     with pytest.raises(openai.BadRequestError) as refused:
         chat(client, **how)
     assert words in refused.value.message
@@ -354,11 +440,17 @@ def test_a_prompt_of_tokens_that_there_are_not_is_refused(client: openai.OpenAI)
 
 
 @pytest.mark.parametrize(
-    ("body", "status"), [(b"{", 400), (b"[]", 400), (b"\xff\x00", 400), (b'"' + b"x" * 30_000 + b'"', 413)]
+    ("body", "status"),
+    [(b"{", 400), (b"[]", 400), (b"\xff\x00", 400), (b'"' + b"x" * 30_000 + b'"', 413)],
 )
-def test_a_malformed_body_is_answered_with_an_error_in_openais_form(server: Server, body: bytes, status: int):
+def test_a_malformed_body_is_answered_with_an_error_in_openais_form(
+    server: Server, body: bytes, status: int
+):
     request = urllib.request.Request(
-        f"{server.url}/v1/chat/completions", data=body, headers={"Authorization": f"Bearer {KEY}"}, method="POST"
+        f"{server.url}/v1/chat/completions",
+        data=body,
+        headers={"Authorization": f"Bearer {KEY}"},
+        method="POST",
     )
     with pytest.raises(urllib.error.HTTPError) as refused:
         urllib.request.urlopen(request, timeout=30)
@@ -371,7 +463,9 @@ def test_a_malformed_body_is_answered_with_an_error_in_openais_form(server: Serv
 
 def test_what_there_is_not_is_not_found(server: Server):
     for path in ("/v1/embeddings", "/sessions/x/v1/models", "/"):
-        request = urllib.request.Request(server.url + path, headers={"Authorization": f"Bearer {KEY}"})
+        request = urllib.request.Request(
+            server.url + path, headers={"Authorization": f"Bearer {KEY}"}
+        )
         with pytest.raises(urllib.error.HTTPError) as refused:
             urllib.request.urlopen(request, timeout=30)
         with refused.value as answer:

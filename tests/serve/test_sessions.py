@@ -1,4 +1,5 @@
-"""Sessions of agents: the tokens that are kept are the tokens that were sampled, whatever text the agent sends back."""
+"""Sessions of agents: the tokens that are kept are the tokens that were sampled, whatever text the
+agent sends back."""
 
 from __future__ import annotations
 
@@ -29,7 +30,8 @@ STOP = TOKENIZER.stop_token_ids[0]
 
 
 class Odd:
-    """Draws odd tokens: such as no tokenizer makes of any text, cut characters and special ones among them."""
+    """Draws odd tokens: such as no tokenizer makes of any text, cut characters and special ones
+    among them."""
 
     def __init__(self, seed: int) -> None:
         self.rng = np.random.default_rng(seed)
@@ -65,13 +67,17 @@ def in_session(
         async with AsyncExitStack() as stack:
             server = await stack.enter_async_context(AgentServer(tokenizer, 50, 100.0).listening())
             session = await stack.enter_async_context(server.open(generate))
-            client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
+            client = openai.AsyncOpenAI(
+                base_url=session.base_url, api_key=session.api_key, max_retries=0
+            )
             return await act(session, await stack.enter_async_context(client))
 
     return asyncio.run(asyncio.wait_for(main(), 120))
 
 
-async def say(client: openai.AsyncOpenAI, messages: Sequence[Any], *, stream: bool = False, **how: Any) -> str:
+async def say(
+    client: openai.AsyncOpenAI, messages: Sequence[Any], *, stream: bool = False, **how: Any
+) -> str:
     """What the policy says, as text."""
     asked: Any = {"model": "gpt-4o", "messages": list(messages), **how}
     if not stream:
@@ -86,34 +92,49 @@ def test_in_100_conversations_with_odd_tokens_what_is_trained_is_what_was_drawn(
 
     async def converse(session: Session, client: openai.AsyncOpenAI) -> None:
         for number in range(100):
-            # Every conversation is another one, in one session: they share no more than an agent's calls do.
+            # Every conversation is another one, in one session: they share no more than an agent's
+            # calls do.
             messages = [{"role": "user", "content": f"question {number}"}]
             for turn in range(int(rng.integers(1, 5))):
                 said = await say(client, messages, stream=bool(rng.random() < 0.3))
                 # Clients trim, or do not.
-                messages.append({"role": "assistant", "content": said.strip() if rng.random() < 0.5 else said})
+                messages.append(
+                    {"role": "assistant", "content": said.strip() if rng.random() < 0.5 else said}
+                )
                 messages.append({"role": "user", "content": f"and {turn}, é€?"})
 
         calls = [Call(prompt, sampled) for prompt, sampled in session.calls()]
-        assert [(call.prompt.tolist(), call.completion.tokens.tolist()) for call in calls] == odd.sampled
+        assert [
+            (call.prompt.tolist(), call.completion.tokens.tolist()) for call in calls
+        ] == odd.sampled
         samples = samples_of(calls, [1.0] * len(calls), "correct")
         # A conversation is one sample, for each of its calls resumes from the tokens of the last.
         assert len(samples) == 100
-        trained = [token for sample in samples for token in sample.tokens[sample.loss_mask].tolist()]
+        trained = [
+            token for sample in samples for token in sample.tokens[sample.loss_mask].tolist()
+        ]
         assert trained == [token for _, sampled in odd.sampled for token in sampled]
-        logp = [each for sample in samples for each in sample.behave_logp[sample.loss_mask].tolist()]
+        logp = [
+            each for sample in samples for each in sample.behave_logp[sample.loss_mask].tolist()
+        ]
         assert logp == [-0.5] * len(trained)
         alone = samples_of(calls, [1.0] * len(calls), "correct", export="per_call")
-        assert [token for sample in alone for token in sample.tokens[sample.loss_mask].tolist()] == trained
+        assert [
+            token for sample in alone for token in sample.tokens[sample.loss_mask].tolist()
+        ] == trained
 
     odd = Odd(1)
     in_session(odd, converse)
     reported_again = [
-        TOKENIZER.encode(TOKENIZER.decode(np.array(sampled[:-1], np.int32))).tolist() for _, sampled in odd.sampled
+        TOKENIZER.encode(TOKENIZER.decode(np.array(sampled[:-1], np.int32))).tolist()
+        for _, sampled in odd.sampled
     ]
     # Were the text encoded again, other tokens would come of most answers.
     assert (
-        sum(again == sampled[:-1] for again, (_, sampled) in zip(reported_again, odd.sampled, strict=True))
+        sum(
+            again == sampled[:-1]
+            for again, (_, sampled) in zip(reported_again, odd.sampled, strict=True)
+        )
         < len(reported_again) / 2
     )
 
@@ -122,7 +143,11 @@ def test_a_history_that_the_agent_has_changed_is_taken_as_it_is():
     async def converse(session: Session, client: openai.AsyncOpenAI) -> None:
         asked = {"role": "user", "content": "q"}
         await say(client, [asked])
-        changed = [asked, {"role": "assistant", "content": "my own words"}, {"role": "user", "content": "go on"}]
+        changed = [
+            asked,
+            {"role": "assistant", "content": "my own words"},
+            {"role": "user", "content": "go on"},
+        ]
         await say(client, changed)
         [(_, _), (prompt, _)] = session.calls()
         assert prompt.tolist() == TOKENIZER.render(changed).tolist()
@@ -131,7 +156,9 @@ def test_a_history_that_the_agent_has_changed_is_taken_as_it_is():
 
 
 @pytest.mark.parametrize("repeats_tools", [True, False])
-def test_a_conversation_keeps_the_template_of_its_tools(repeats_tools: bool, tmp_path: Path) -> None:
+def test_a_conversation_keeps_the_template_of_its_tools(
+    repeats_tools: bool, tmp_path: Path
+) -> None:
     shutil.copytree(EMBEDDED, tmp_path, dirs_exist_ok=True)
     file = tmp_path / "tokenizer_config.json"
     settings = json.loads(file.read_text())
@@ -145,7 +172,7 @@ def test_a_conversation_keeps_the_template_of_its_tools(repeats_tools: bool, tmp
     async def converse(session: Session, client: openai.AsyncOpenAI) -> None:
         messages: list[Any] = [{"role": "user", "content": "q"}]
         for turn in range(3):
-            how = {"tools": [tool]} if repeats_tools or turn == 0 else {}
+            how: dict[str, Any] = {"tools": [tool]} if repeats_tools or turn == 0 else {}
             said = await say(client, messages, **how)
             messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "so?"}]
         prompts = [tokenizer.decode(prompt) for prompt, _ in session.calls()]
@@ -160,7 +187,10 @@ def test_of_several_answers_the_one_that_is_gone_on_from_is_found():
         asked: Any = [{"role": "user", "content": "q"}]
         answer = await client.chat.completions.create(model="policy", messages=asked, n=3)
         said = answer.choices[2].message.content
-        await say(client, [*asked, {"role": "assistant", "content": said}, {"role": "user", "content": "go on"}])
+        await say(
+            client,
+            [*asked, {"role": "assistant", "content": said}, {"role": "user", "content": "go on"}],
+        )
         calls = [Call(prompt, sampled) for prompt, sampled in session.calls()]
         assert len(calls) == 4
         assert calls[3].follows(calls[2]) and not calls[3].follows(calls[1])
@@ -211,10 +241,14 @@ def test_a_session_is_open_to_its_own_token_only_and_only_while_it_lasts():
         async with AgentServer(TOKENIZER, 50, 100.0).listening() as server:
             async with server.open(Odd(5)) as one, server.open(Odd(6)) as two:
                 assert one.base_url != two.base_url and one.api_key != two.api_key
-                async with openai.AsyncOpenAI(base_url=one.base_url, api_key=two.api_key, max_retries=0) as untrusted:
+                async with openai.AsyncOpenAI(
+                    base_url=one.base_url, api_key=two.api_key, max_retries=0
+                ) as untrusted:
                     with pytest.raises(openai.AuthenticationError):
                         await say(untrusted, [{"role": "user", "content": "q"}])
-                client = openai.AsyncOpenAI(base_url=one.base_url, api_key=one.api_key, max_retries=0)
+                client = openai.AsyncOpenAI(
+                    base_url=one.base_url, api_key=one.api_key, max_retries=0
+                )
                 await say(client, [{"role": "user", "content": "q"}])
                 assert (len(one.calls()), len(two.calls())) == (1, 0)
             async with client:
@@ -238,7 +272,9 @@ def test_calls_under_way_when_a_session_ends_are_broken_off():
     async def main() -> None:
         async with AgentServer(TOKENIZER, 50, 100.0).listening() as server:
             async with server.open(generate) as session:
-                client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
+                client = openai.AsyncOpenAI(
+                    base_url=session.base_url, api_key=session.api_key, max_retries=0
+                )
                 calling = asyncio.create_task(say(client, [{"role": "user", "content": "q"}]))
                 await asyncio.sleep(0.3)
             async with client:
@@ -255,8 +291,13 @@ def test_a_call_may_take_as_long_as_its_agent_and_no_longer():
         return []
 
     async def main() -> None:
-        async with AgentServer(TOKENIZER, 50, 0.2).listening() as server, server.open(generate) as session:
-            client = openai.AsyncOpenAI(base_url=session.base_url, api_key=session.api_key, max_retries=0)
+        async with (
+            AgentServer(TOKENIZER, 50, 0.2).listening() as server,
+            server.open(generate) as session,
+        ):
+            client = openai.AsyncOpenAI(
+                base_url=session.base_url, api_key=session.api_key, max_retries=0
+            )
             with pytest.raises(openai.InternalServerError, match=r"not answered within .*=0\.2 s"):
                 await say(client, [{"role": "user", "content": "q"}])
             await client.close()

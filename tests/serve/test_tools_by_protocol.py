@@ -9,14 +9,20 @@ from areal_jax.serve.tool_calls import ToolCall, parse_tool_calls
 
 def test_calls_are_taken_out_of_the_text():
     said = (
-        'I look it up.\n<tool_call>\n{"name": "find", "arguments": {"what": "é", "n": 2}}\n</tool_call>\n'
+        'I look it up.\n<tool_call>\n{"name": "find", "arguments": {"what": "é", "n": '
+        "2}}\n</tool_call>\n"
         '<tool_call>{"name": "stop"}</tool_call>'
     )
-    assert parse_tool_calls(said) == ("I look it up.", (ToolCall("find", '{"what": "é", "n": 2}'), ToolCall("stop", "{}")))
+    assert parse_tool_calls(said) == (
+        "I look it up.",
+        (ToolCall("find", '{"what": "é", "n": 2}'), ToolCall("stop", "{}")),
+    )
 
 
 def test_a_call_may_lack_its_end():
-    assert parse_tool_calls('<tool_call>{"name": "f", "arguments": {"x": {"y": 1}}}')[1] == (ToolCall("f", '{"x": {"y": 1}}'),)
+    assert parse_tool_calls('<tool_call>{"name": "f", "arguments": {"x": {"y": 1}}}')[1] == (
+        ToolCall("f", '{"x": {"y": 1}}'),
+    )
 
 
 def test_half_a_character_or_no_number_makes_no_call():

@@ -26,11 +26,13 @@ def write_run(folder: Path, engines: int = 1) -> Path:
     trace = Trace(folder / "trace.json")
     for engine in range(engines):
 
-        def started(name: str, start_s: float, end_s: float, engine: int = engine, **args: int) -> None:
+        def started(
+            name: str, start_s: float, end_s: float, engine: int = engine, **args: int
+        ) -> None:
             trace.span("rollout engine loop", name, start_s, end_s, {"engine": engine, **args})
 
-        # 80 ms a dispatch: the first has 20 ms of a prefill in it, which was only enqueued in its own 10 ms; the third was
-        # enqueued while the second was under way.
+        # 80 ms a dispatch: the first has 20 ms of a prefill in it, which was only enqueued in its
+        # own 10 ms; the third was enqueued while the second was under way.
         started("prefill", 0.00, 0.01, tokens=100)
         started("dispatch", 0.01, 0.11, tokens=32)
         started("dispatch", 0.112, 0.192, tokens=32)
@@ -42,7 +44,10 @@ def write_run(folder: Path, engines: int = 1) -> Path:
     trace.span("rewards", "wrong", 0.1, 0.106, {"task": "b"})
     trace.span("weight_channel", "weights", 0.3, 0.35, {"version": 1, "bytes": 8})
     trace.close()
-    rows = [{"version": 0, "trainer/tokens_per_second": 1000.0}, {"version": 1, "trainer/tokens_per_second": 500.0}]
+    rows = [
+        {"version": 0, "trainer/tokens_per_second": 1000.0},
+        {"version": 1, "trainer/tokens_per_second": 500.0},
+    ]
     rows.append({"version": 2, "evaluation/pass@1": 0.5})
     (folder / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     return folder
@@ -50,7 +55,8 @@ def write_run(folder: Path, engines: int = 1) -> Path:
 
 @pytest.mark.parametrize("engines", [1, 2])
 def test_a_runs_folder_tells_what_its_stages_took(tmp_path: Path, engines: int) -> None:
-    # A dispatch of 8 steps takes 80 ms and 2 ms of the host's. A prefill 10 + 100 - 80 ms for 100 tokens.
+    # A dispatch of 8 steps takes 80 ms and 2 ms of the host's. A prefill 10 + 100 - 80 ms for 100
+    # tokens.
     expected = TIMES._replace(decode_step_s=0.082 / 8)
     found = stage_times(write_run(tmp_path, engines), steps_per_dispatch=8)
     assert found._asdict() == pytest.approx(expected._asdict())
@@ -66,7 +72,9 @@ def test_a_run_that_has_not_decoded_tells_nothing(tmp_path: Path) -> None:
 def test_a_simulated_step_is_the_sum_of_what_was_measured() -> None:
     # Two groups of two answers of 60 tokens, in dispatches of 8: 64 steps. Prompts of 10 tokens.
     habits = EngineHabits(num_slots=4, shares_prompts=False, steps_per_dispatch=8)
-    workload = Workload(Recorded((60,)), 100, 10, groups_per_batch=2, samples_per_group=2, max_staleness=0)
+    workload = Workload(
+        Recorded((60,)), 100, 10, groups_per_batch=2, samples_per_group=2, max_staleness=0
+    )
     outcome = simulate(MeasuredStages(TIMES, habits), workload, num_steps=4)
     step_s = 0.05 + 4 * 10 * 3e-4 + 64 * 0.01 + 0.005 + 4 * 70 * 0.0015
     assert outcome.step_s == pytest.approx(step_s)
@@ -75,9 +83,15 @@ def test_a_simulated_step_is_the_sum_of_what_was_measured() -> None:
 
 def test_live_caches_are_rebuilt_at_the_measured_rate() -> None:
     # Answers of 60 and of 120 tokens: when weights arrive, some are under way.
-    workload = Workload(Recorded((60, 120)), 200, 10, groups_per_batch=1, samples_per_group=2, max_staleness=2)
+    workload = Workload(
+        Recorded((60, 120)), 200, 10, groups_per_batch=1, samples_per_group=2, max_staleness=2
+    )
     found = {
-        rate: simulate(MeasuredStages(TIMES._replace(recompute_token_s=rate), EngineHabits(num_slots=3)), workload, num_steps=6)
+        rate: simulate(
+            MeasuredStages(TIMES._replace(recompute_token_s=rate), EngineHabits(num_slots=3)),
+            workload,
+            num_steps=6,
+        )
         for rate in (0.0, 1e-2)
     }
     assert found[0.0].shares["recompute"] == 0.0 < found[1e-2].shares["recompute"]

@@ -34,8 +34,12 @@ class RollingSource:
         return list(self.lengths[:num])
 
 
-def request(name: str, num_samples: int, resume: tuple[Completion, ...] = (), min_version: int = 0) -> Request:
-    return Request(name, np.zeros(PROMPT, np.int32), num_samples, Sampling(10_000), 0, min_version, resume)
+def request(
+    name: str, num_samples: int, resume: tuple[Completion, ...] = (), min_version: int = 0
+) -> Request:
+    return Request(
+        name, np.zeros(PROMPT, np.int32), num_samples, Sampling(10_000), 0, min_version, resume
+    )
 
 
 def timed(main: Coroutine[Any, Any, T]) -> tuple[T, float]:
@@ -46,7 +50,8 @@ def timed(main: Coroutine[Any, Any, T]) -> tuple[T, float]:
 
 
 def decode_s(num: int, steps: int, context: int) -> float:
-    """Of so many steps of sequences with so many tokens before the first, each step counted with the caches in its middle."""
+    """Of so many steps of sequences with so many tokens before the first, each step counted with
+    the caches in its middle."""
     step = COSTS.step(num)
     return sum(step.fixed_s + step.context_s * num * (context + i + 0.5) for i in range(steps))
 
@@ -116,7 +121,9 @@ def test_tokens_are_stamped_with_the_version_that_drew_them() -> None:
     kept, kept_s = run(main("keep"))
     recomputed, recomputed_s = run(main("recompute"))
     assert kept == recomputed == [0] * 101 + [7] * 99
-    assert recomputed_s - kept_s == pytest.approx(COSTS.prefill_s(PROMPT + 100.0, (PROMPT + 100) ** 2 / 2), rel=1e-3)
+    assert recomputed_s - kept_s == pytest.approx(
+        COSTS.prefill_s(PROMPT + 100.0, (PROMPT + 100) ** 2 / 2), rel=1e-3
+    )
 
 
 def test_a_drained_engine_takes_weights_when_all_has_ended_and_begins_nothing_before() -> None:
@@ -132,7 +139,9 @@ def test_a_drained_engine_takes_weights_when_all_has_ended_and_begins_nothing_be
 
     before, after, seconds = run(main())
     assert (before, after) == ([0] * 200, [7] * 200)
-    assert seconds == pytest.approx(2 * (PREFILL_S + decode_s(1, 200, PROMPT)) + COSTS.copy_s, rel=1e-6)
+    assert seconds == pytest.approx(
+        2 * (PREFILL_S + decode_s(1, 200, PROMPT)) + COSTS.copy_s, rel=1e-6
+    )
 
 
 def test_a_request_waits_for_the_weights_that_may_start_it() -> None:
@@ -152,7 +161,10 @@ def test_a_request_waits_for_the_weights_that_may_start_it() -> None:
 
 def test_full_caches_send_the_youngest_away_and_nothing_is_lost() -> None:
     # Room for 2000 tokens beside the weights: three sequences of 900 and their prompts do not fit.
-    tight = replace(DEVICES["H100"], memory_bytes=(COSTS.weight_bytes + 2000 * 2 * COSTS.model.cached_per_token) / 0.9)
+    tight = replace(
+        DEVICES["H100"],
+        memory_bytes=(COSTS.weight_bytes + 2000 * 2 * COSTS.model.cached_per_token) / 0.9,
+    )
     costs = replace(COSTS, device=tight)
     assert costs.kv_tokens in (1999, 2000)
 
@@ -172,7 +184,9 @@ def test_what_a_lost_engine_was_drawing_goes_on_elsewhere() -> None:
         await asyncio.sleep(1.0)
         sampled = {name: len(parts[0].tokens) for name, parts in (await fleet.snapshot()).items()}
         fleet.fail(0, repaired_after_s=1e4)
-        assert {name: len(parts[0].tokens) for name, parts in (await fleet.snapshot()).items()} == sampled
+        assert {
+            name: len(parts[0].tokens) for name, parts in (await fleet.snapshot()).items()
+        } == sampled
         completions = [(await answer)[0] for answer in answers]
         assert [len(completion.tokens) for completion in completions] == [1000] * 4
         return sampled["0"], asyncio.get_running_loop().time()
@@ -206,7 +220,11 @@ def test_a_request_is_resumed_where_it_was() -> None:
         other = Fleet(COSTS, RollingSource((20, 400)), 1, version=3)
         resumed = await other.submit(request("a", 2, resume=parts))
         versions = resumed[1].versions
-        return whole, [len(completion.tokens) for completion in resumed], int((versions == 0).sum()) - len(parts[1].tokens)
+        return (
+            whole,
+            [len(completion.tokens) for completion in resumed],
+            int((versions == 0).sum()) - len(parts[1].tokens),
+        )
 
     whole, resumed, difference = run(main())
     assert whole == resumed == [20, 400]
@@ -226,7 +244,10 @@ def test_lengths_depend_on_the_requests_seed_alone_and_end_at_the_budget() -> No
         fleet = Fleet(COSTS, LogNormal(5000.0, 1.0), 4)
         seeds = (1, 2, 3) if first else (3, 1, 2)
         answers = {seed: fleet.submit(replace(request(str(seed), 6), seed=seed)) for seed in seeds}
-        return {seed: [(len(c.tokens), c.stop_reason) for c in await answer] for seed, answer in sorted(answers.items())}
+        return {
+            seed: [(len(c.tokens), c.stop_reason) for c in await answer]
+            for seed, answer in sorted(answers.items())
+        }
 
     found = run(main(True))
     assert found == run(main(False))
@@ -257,7 +278,13 @@ def test_engines_that_stop_fail_their_requests() -> None:
 def test_weights_that_do_not_fit_are_refused() -> None:
     async def main() -> None:
         # 65.5 GB in 0.9 · 32 GB: short of 140 000 tokens of 262 kB.
-        Fleet(EngineCosts(known_shape("qwen2.5-32b"), DEVICES["TPU v5e"], 2, Reached()), RollingSource((1,)), 1)
+        Fleet(
+            EngineCosts(known_shape("qwen2.5-32b"), DEVICES["TPU v5e"], 2, Reached()),
+            RollingSource((1,)),
+            1,
+        )
 
-    with pytest.raises(ValueError, match=r"room for KV caches beside the weights, came -1\d\d,\d{3} tokens"):
+    with pytest.raises(
+        ValueError, match=r"room for KV caches beside the weights, came -1\d\d,\d{3} tokens"
+    ):
         run(main())

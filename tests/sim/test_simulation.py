@@ -16,15 +16,25 @@ from areal_jax.sim.simulation import Barrier, Cluster, Failures, Staged, Workloa
 MODEL, DEVICE = known_shape("qwen2.5-1.5b"), DEVICES["H100"]
 CLUSTER = Cluster(MODEL, DEVICE, rollout_devices=3, train_devices=1)
 LONG_TAILED = LogNormal(1000.0, 1.0)
-WORKLOAD = Workload(LONG_TAILED, 8000, groups_per_batch=8, samples_per_group=4, max_running_groups=16)
+WORKLOAD = Workload(
+    LONG_TAILED, 8000, groups_per_batch=8, samples_per_group=4, max_running_groups=16
+)
 
 
 def test_without_staleness_a_step_is_the_sum_of_its_stages() -> None:
-    # One engine, equal answers: prefill, 500 decode steps of all 8, one round of grading, training; then weights travel and the
-    # next batch begins.
-    cluster = replace(CLUSTER, rollout_devices=1, train_devices=2, rewards=Rewards(num_workers=8, grading_s=0.25))
+    # One engine, equal answers: prefill, 500 decode steps of all 8, one round of grading, training;
+    # then weights travel and the next batch begins.
+    cluster = replace(
+        CLUSTER, rollout_devices=1, train_devices=2, rewards=Rewards(num_workers=8, grading_s=0.25)
+    )
     workload = Workload(
-        Recorded((500,)), 8000, prompt_tokens=100, groups_per_batch=2, samples_per_group=4, max_staleness=0, num_mini_batches=1
+        Recorded((500,)),
+        8000,
+        prompt_tokens=100,
+        groups_per_batch=2,
+        samples_per_group=4,
+        max_staleness=0,
+        num_mini_batches=1,
     )
     engine, trainer = EngineCosts(MODEL, DEVICE), TrainerCosts(MODEL, DEVICE, 2, num_mini_batches=1)
     step = engine.step(8)
@@ -32,7 +42,9 @@ def test_without_staleness_a_step_is_the_sum_of_its_stages() -> None:
     train_s = trainer.train_s(np.full(8, 600.0))
     (travel_s,) = cluster.arrivals_s()
     assert travel_s == pytest.approx(0.5 + engine.weight_bytes / (0.7 * 50e9))
-    expected = travel_s + engine.copy_s + 2 * engine.prefill_s(100.0, 5000.0) + decode_s + 0.25 + train_s
+    expected = (
+        travel_s + engine.copy_s + 2 * engine.prefill_s(100.0, 5000.0) + decode_s + 0.25 + train_s
+    )
     outcome = simulate(cluster, workload, num_steps=5)
     assert outcome.step_s == pytest.approx(expected, rel=1e-4)
     assert outcome.tokens_per_s == pytest.approx(4000 / expected, rel=1e-4)
@@ -40,7 +52,10 @@ def test_without_staleness_a_step_is_the_sum_of_its_stages() -> None:
 
 
 def test_running_ahead_is_bounded_by_the_slower_stage_and_better_than_turns() -> None:
-    steps = {eta: simulate(CLUSTER, replace(WORKLOAD, max_staleness=eta), num_steps=6) for eta in (0, 1, 4)}
+    steps = {
+        eta: simulate(CLUSTER, replace(WORKLOAD, max_staleness=eta), num_steps=6)
+        for eta in (0, 1, 4)
+    }
     assert steps[4].tokens_per_s > steps[1].tokens_per_s > 1.2 * steps[0].tokens_per_s
     assert all(outcome.step_s >= outcome.train_s for outcome in steps.values())
     # Around 1: some groups overtake others.
@@ -49,13 +64,17 @@ def test_running_ahead_is_bounded_by_the_slower_stage_and_better_than_turns() ->
 
 def test_the_same_seed_gives_the_same_outcome() -> None:
     cluster = replace(CLUSTER, failures=Failures(60.0, repair_s=20.0))
-    first, second, other = (simulate(cluster, WORKLOAD, num_steps=4, seed=seed) for seed in (1, 1, 2))
+    first, second, other = (
+        simulate(cluster, WORKLOAD, num_steps=4, seed=seed) for seed in (1, 1, 2)
+    )
     assert first == second
     assert first != other
 
 
 @pytest.mark.parametrize("eta", [0, 2])
-def test_the_gates_bound_holds_while_engines_are_lost(eta: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_gates_bound_holds_while_engines_are_lost(
+    eta: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     seen: list[float] = []
     start = Gate.start
 
@@ -77,7 +96,9 @@ def test_the_gates_bound_holds_while_engines_are_lost(eta: int, monkeypatch: pyt
 def test_lost_engines_cost_their_share_and_little_more() -> None:
     # Each is down 20 of 80 s on average: a quarter, by chance more or less.
     whole = simulate(CLUSTER, WORKLOAD, num_steps=10)
-    broken = simulate(replace(CLUSTER, failures=Failures(60.0, repair_s=20.0)), WORKLOAD, num_steps=10)
+    broken = simulate(
+        replace(CLUSTER, failures=Failures(60.0, repair_s=20.0)), WORKLOAD, num_steps=10
+    )
     down = broken.shares["down"]
     assert 0.1 < down < 0.4
     assert 1 - 2 * down < broken.tokens_per_s / whole.tokens_per_s < 1
@@ -91,22 +112,36 @@ def test_keeping_caches_and_not_standing_still_both_save_time() -> None:
         "rolling, kept": replace(CLUSTER, transfer=Staged(), habits=kept),
     }
     found = {name: simulate(cluster, WORKLOAD, num_steps=6) for name, cluster in by_name.items()}
-    assert found["paper"].tokens_per_s < found["rolling"].tokens_per_s < found["rolling, kept"].tokens_per_s
+    assert (
+        found["paper"].tokens_per_s
+        < found["rolling"].tokens_per_s
+        < found["rolling, kept"].tokens_per_s
+    )
     assert found["paper"].shares["transfer"] > 0.05
-    assert found["rolling"].shares["recompute"] > 0 == found["rolling, kept"].shares.get("recompute", 0)
+    assert (
+        found["rolling"].shares["recompute"]
+        > 0
+        == found["rolling, kept"].shares.get("recompute", 0)
+    )
 
 
 def test_more_train_devices_shorten_the_step_until_its_fixed_part() -> None:
     lengths = np.full(8192, 2000.0)
-    few, more, many = (TrainerCosts(MODEL, DEVICE, num).train_s(lengths) - 2.0 for num in (8, 16, 80_000))
+    few, more, many = (
+        TrainerCosts(MODEL, DEVICE, num).train_s(lengths) - 2.0 for num in (8, 16, 80_000)
+    )
     assert few == pytest.approx(2 * more, rel=0.01)
     assert 0 < many < 0.1
-    assert TrainerCosts(MODEL, DEVICE, 8).fits and not TrainerCosts(known_shape("qwen2.5-32b"), DEVICE, 8).fits
+    assert (
+        TrainerCosts(MODEL, DEVICE, 8).fits
+        and not TrainerCosts(known_shape("qwen2.5-32b"), DEVICE, 8).fits
+    )
 
 
 def test_a_pipeline_costs_its_filling_and_its_fullest_stage_whatever_the_devices() -> None:
-    # Equal sequences of 1024: what a micro-batch of 4096 takes on a stage is known. An untied embedding is in the first of 4
-    # stages and multiplies nothing: the others do (N / (N - embedding)) times their share.
+    # Equal sequences of 1024: what a micro-batch of 4096 takes on a stage is known. An untied
+    # embedding is in the first of 4 stages and multiplies nothing: the others do (N / (N -
+    # embedding)) times their share.
     model, lengths = known_shape("r1-distill-qwen-7b"), np.full(4096, 1024.0)
     reached = Reached(update_s=0.0)
     fuller = model.num_params / (model.num_params - model.vocab_size * model.hidden_size)
@@ -116,15 +151,19 @@ def test_a_pipeline_costs_its_filling_and_its_fullest_stage_whatever_the_devices
     found = []
     for num_devices in (8, 64):
         flat = TrainerCosts(model, DEVICE, num_devices, reached).train_s(lengths)
-        cut = TrainerCosts(model, DEVICE, num_devices, reached, layout=Packed(4, 1, 4096)).train_s(lengths)
+        cut = TrainerCosts(model, DEVICE, num_devices, reached, layout=Packed(4, 1, 4096)).train_s(
+            lengths
+        )
         reduce_s = 0.0 if num_devices == 8 else 4 * 4 * model.num_params / 8 / (0.7 * 50e9)
         found.append(cut - reduce_s - fuller * (flat - reduce_s))
-    # Three micro-batches of waiting for each of 4 updates, worth three forward passes, and for the one pass beside them.
+    # Three micro-batches of waiting for each of 4 updates, worth three forward passes, and for the
+    # one pass beside them.
     assert found == pytest.approx([3 * (3 * 4 + 1) * stage_s] * 2)
 
 
 def test_devices_with_whole_sequences_wait_for_the_longest_hand() -> None:
-    # Two mini-batches for two devices with a sequence each: of 3000 and 1000 tokens, then of 2000 and 2000.
+    # Two mini-batches for two devices with a sequence each: of 3000 and 1000 tokens, then of 2000
+    # and 2000.
     reached = Reached(update_s=0.0)
     lengths = np.array([3000.0, 1000.0, 2000.0, 2000.0])
 
@@ -134,14 +173,19 @@ def test_devices_with_whole_sequences_wait_for_the_longest_hand() -> None:
 
     passes_s = sum(map(alone_s, lengths)) / 2
     dealt = TrainerCosts(MODEL, DEVICE, 2, reached, num_mini_batches=2, layout=Dealt())
-    assert dealt.train_s(lengths) == pytest.approx(3 * (alone_s(3000.0) + alone_s(2000.0)) + passes_s)
+    assert dealt.train_s(lengths) == pytest.approx(
+        3 * (alone_s(3000.0) + alone_s(2000.0)) + passes_s
+    )
 
 
 def test_running_ahead_hides_how_late_engines_notice_weights() -> None:
     quick = replace(CLUSTER, transfer=Barrier())
     late = replace(CLUSTER, transfer=Barrier(notice_s=10.0))
     turns, ahead = (
-        [simulate(cluster, replace(WORKLOAD, max_staleness=eta), num_steps=6).step_s for cluster in (quick, late)]
+        [
+            simulate(cluster, replace(WORKLOAD, max_staleness=eta), num_steps=6).step_s
+            for cluster in (quick, late)
+        ]
         for eta in (0, 4)
     )
     assert turns[1] == pytest.approx(turns[0] + 10.0, abs=0.1)

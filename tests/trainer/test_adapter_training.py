@@ -24,7 +24,12 @@ from areal_jax.trainer.state import frozen, frozen_shardings
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 ADAPTED = Policy(POLICY.config, LoRA(rank=2, alpha=4.0))
-CONFIG = TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-2), num_mini_batches=2, rows_per_micro_batch=2, remat="none")
+CONFIG = TrainerConfig(
+    optimizer=OptimizerConfig(learning_rate=1e-2),
+    num_mini_batches=2,
+    rows_per_micro_batch=2,
+    remat="none",
+)
 
 
 def base_on(mesh: Mesh, compute_dtype: Any = jnp.float32) -> Params:
@@ -36,7 +41,9 @@ def base_on(mesh: Mesh, compute_dtype: Any = jnp.float32) -> Params:
 def adapter() -> Params:
     """B is not zero, so that A has a gradient at once."""
     rng = np.random.default_rng(3)
-    return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) / 4, lora.abstract(ADAPTED))
+    return jax.tree.map(
+        lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) / 4, lora.abstract(ADAPTED)
+    )
 
 
 def trainer_on(mesh: Mesh, compute_dtype: Any = jnp.float32) -> Trainer:
@@ -63,7 +70,9 @@ def test_the_adapter_learns_and_the_base_stays_bit_for_bit() -> None:
     trainer.step(batch(seed=1, version=1))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(base), before)
     jax.tree.map(np.testing.assert_array_equal, before, jax.device_get(base_on(train_mesh())))
-    changed = jax.tree.map(lambda new, old: float(np.abs(np.asarray(new) - old).max()), trainer.params, adapter())
+    changed = jax.tree.map(
+        lambda new, old: float(np.abs(np.asarray(new) - old).max()), trainer.params, adapter()
+    )
     assert min(jax.tree.leaves(changed)) > 1e-3
     assert trainer.num_compilations == 5  # init, zeros, logprobs, accumulate, apply
 
@@ -75,18 +84,27 @@ def test_what_survives_is_the_adapter_and_its_moments() -> None:
     # Two layers of rank 2: q 16+16, k and v 16+8 each, o 16+16, gate and up 16+24 each, down 24+16.
     assert num_params == 2 * 2 * (32 + 24 + 24 + 32 + 40 + 40 + 40)
     leaves = jax.tree.leaves(trainer.state)
-    assert sum(leaf.size for leaf in leaves) == 3 * num_params + 2  # two moments each; Adam's count and the version
+    assert (
+        sum(leaf.size for leaf in leaves) == 3 * num_params + 2
+    )  # two moments each; Adam's count and the version
     assert {leaf.dtype for leaf in jax.tree.leaves(trainer.params)} == {jnp.dtype(jnp.float32)}
     # The base has no master in float32; scales of norms stay wide, as the engine has them.
     dtypes = jax.tree.map(lambda leaf: leaf.dtype.name, trainer._learner.base)
-    assert dtypes["layers"]["attn"]["q"] == dtypes["embed"] == dtypes["layers"]["attn"]["q_bias"] == "bfloat16"
+    assert (
+        dtypes["layers"]["attn"]["q"]
+        == dtypes["embed"]
+        == dtypes["layers"]["attn"]["q_bias"]
+        == "bfloat16"
+    )
     assert dtypes["layers"]["attn_norm"] == dtypes["norm"] == "float32"
 
 
 def test_one_device_equals_four() -> None:
     mesh = train_mesh(4, tensor=2)
     alone, spread = trainer_on(train_mesh()), trainer_on(mesh)
-    q, down = (spread.params["layers"][room][name] for room, name in (("attn", "q"), ("mlp", "down")))
+    q, down = (
+        spread.params["layers"][room][name] for room, name in (("attn", "q"), ("mlp", "down"))
+    )
     # A of q is cut along the width, its B along the heads; the rank is whole everywhere.
     assert q["a"].addressable_shards[0].data.shape == (2, 8, 2)
     assert q["b"].addressable_shards[0].data.shape == (2, 2, 2, 4)
@@ -95,7 +113,11 @@ def test_one_device_equals_four() -> None:
     for name in ("loss", "grad_norm", "entropy"):
         np.testing.assert_allclose(ours.metrics[name], theirs.metrics[name], rtol=1e-5, atol=1e-6)
     # Adam divides by the root of a gradient's square: what is nearly zero may turn either way.
-    jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5), alone.params, jax.device_get(spread.params))
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, atol=2e-5),
+        alone.params,
+        jax.device_get(spread.params),
+    )
 
 
 def test_memory_counts_frozen_weights_once_and_narrow() -> None:
@@ -108,7 +130,9 @@ def test_memory_counts_frozen_weights_once_and_narrow() -> None:
     assert reported["frozen"] == 2 * (POLICY.config.num_params - norms) + 4 * norms
     base = base_on(mesh, jnp.bfloat16)
     assert reported["frozen"] == bytes_per_device(base, frozen_shardings(ADAPTED, mesh))
-    assert "frozen" not in predicted_bytes(CONFIG, POLICY, mesh, jnp.bfloat16, row_tokens=ROW_TOKENS)
+    assert "frozen" not in predicted_bytes(
+        CONFIG, POLICY, mesh, jnp.bfloat16, row_tokens=ROW_TOKENS
+    )
 
 
 def test_both_factors_of_an_adapter_decay() -> None:
@@ -116,4 +140,8 @@ def test_both_factors_of_an_adapter_decay() -> None:
     zeros = jax.tree.map(jnp.zeros_like, adapter())
     # Without a gradient, what is left of AdamW's direction is the decay: half of each parameter.
     direction, _ = optimizer.update(zeros, optimizer.init(adapter()), adapter())
-    jax.tree.map(lambda found, leaf: np.testing.assert_allclose(found, 0.5 * leaf, rtol=1e-6), direction, adapter())
+    jax.tree.map(
+        lambda found, leaf: np.testing.assert_allclose(found, 0.5 * leaf, rtol=1e-6),
+        direction,
+        adapter(),
+    )

@@ -46,7 +46,9 @@ GAE_RAW = GAE(gamma=0.9, lam=0.8, normalize=False)
 CONFIG = TrainerConfig(
     loss=PPO(),
     advantages=GAE_RAW,
-    critic=Critic(optimizer=OptimizerConfig(learning_rate=3e-3, weight_decay=0.0), value_clip_eps=None),
+    critic=Critic(
+        optimizer=OptimizerConfig(learning_rate=3e-3, weight_decay=0.0), value_clip_eps=None
+    ),
     optimizer=OptimizerConfig(learning_rate=1e-2),
     num_mini_batches=1,
     rows_per_micro_batch=4,
@@ -61,7 +63,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "row_tokens": 2 * ROW_TOKENS,
         "num_mini_batches": 2,
     },
-    "data 2 x fsdp 2 x tensor 2": {"rows_per_micro_batch": 2, "mesh": {"devices": 8, "tensor": 2, "fsdp": 2}},
+    "data 2 x fsdp 2 x tensor 2": {
+        "rows_per_micro_batch": 2,
+        "mesh": {"devices": 8, "tensor": 2, "fsdp": 2},
+    },
 }
 
 
@@ -83,14 +88,17 @@ def shared(quick_compilation: None) -> Callable[[str], Trainer]:
 
 
 def plain_trajectories(groups: Sequence[Group]) -> list[list[Trajectory]]:
-    """One sequence at a time, without packing: the value before token t is the head's, of the hidden state of token t-1."""
+    """One sequence at a time, without packing: the value before token t is the head's, of the
+    hidden state of token t-1."""
     weights = critic_params()
 
     @jax.jit
     def read(weights: Any, tokens: jax.Array) -> jax.Array:
         # Padded behind, which a causal model does not see.
         ones, places = jnp.ones((1, ROW_TOKENS), jnp.int32), jnp.arange(ROW_TOKENS)[None]
-        hidden, _, _ = POLICY.hidden(weights, tokens, places, packed_attention(ones), compute_dtype=jnp.float32)
+        hidden, _, _ = POLICY.hidden(
+            weights, tokens, places, packed_attention(ones), compute_dtype=jnp.float32
+        )
         return (hidden[0] @ weights["value"])[:, 0] + weights["value_bias"]
 
     def one(s: Any) -> Trajectory:
@@ -104,24 +112,32 @@ def plain_trajectories(groups: Sequence[Group]) -> list[list[Trajectory]]:
 
 
 @pytest.mark.parametrize("variant", VARIANTS)
-def test_advantages_are_those_of_one_sequence_at_a_time_on_any_devices(shared: Callable[[str], Trainer], variant: str) -> None:
+def test_advantages_are_those_of_one_sequence_at_a_time_on_any_devices(
+    shared: Callable[[str], Trainer], variant: str
+) -> None:
     groups = batch()
     trajectories = plain_trajectories(groups)
     result = shared(variant).step(groups)
     assert any(s.stop_reason == "length" for g in groups for s in g.samples)
     for ours, theirs in zip(result.advantages, trajectories, strict=True):
         for values, trajectory in zip(ours, theirs, strict=True):
-            np.testing.assert_allclose(values, generalized_advantages(GAE_RAW, trajectory), atol=1e-5)
+            np.testing.assert_allclose(
+                values, generalized_advantages(GAE_RAW, trajectory), atol=1e-5
+            )
 
 
-def test_the_mean_of_the_policys_loss_is_no_concern_of_the_critics(shared: Callable[[str], Trainer]) -> None:
+def test_the_mean_of_the_policys_loss_is_no_concern_of_the_critics(
+    shared: Callable[[str], Trainer],
+) -> None:
     learnt = []
     for variant in ("one device", "the policy's loss a mean over sequences"):
         trainer = shared(variant)
         result = trainer.step(batch())
         critic = trainer.state.critic
         assert critic is not None
-        learnt.append((mean(result, "value_loss"), mean(result, "loss"), np.asarray(critic.params["value"])))
+        learnt.append(
+            (mean(result, "value_loss"), mean(result, "loss"), np.asarray(critic.params["value"]))
+        )
     (value_loss, loss, head), (other_value_loss, other_loss, other_head) = learnt
     assert other_value_loss == pytest.approx(value_loss, rel=1e-6) and abs(other_loss - loss) > 1e-3
     np.testing.assert_allclose(other_head, head, atol=1e-6)
@@ -134,16 +150,22 @@ def test_the_critics_loss_is_that_of_one_sequence_at_a_time_and_its_foresight_is
     trajectories = plain_trajectories(groups)
     acted = np.concatenate([t.acted for g in trajectories for t in g])
     values = np.concatenate([np.asarray(t.values) for g in trajectories for t in g])[acted]
-    returns = np.concatenate([target for g in value_targets(GAE_RAW, trajectories) for target in g])[acted]
+    returns = np.concatenate(
+        [target for g in value_targets(GAE_RAW, trajectories) for target in g]
+    )[acted]
     result = shared("one device").step(groups)
-    assert mean(result, "value_loss") == pytest.approx(0.5 * np.mean((values - returns) ** 2), abs=1e-5)
+    assert mean(result, "value_loss") == pytest.approx(
+        0.5 * np.mean((values - returns) ** 2), abs=1e-5
+    )
     assert mean(result, "values") == pytest.approx(values.mean(), abs=1e-5)
     assert mean(result, "returns") == pytest.approx(returns.mean(), abs=1e-5)
     explained = 1 - np.var(returns - values) / np.var(returns)
     assert result.metrics["explained_variance"] == pytest.approx(explained, abs=1e-4)
 
 
-def test_cutting_into_micro_batches_and_devices_changes_no_update(shared: Callable[[str], Trainer]) -> None:
+def test_cutting_into_micro_batches_and_devices_changes_no_update(
+    shared: Callable[[str], Trainer],
+) -> None:
     # Three micro-batches of 4 rows on one device, two of 8 on eight.
     states = []
     for variant in ("one device", "data 2 x fsdp 2 x tensor 2"):
@@ -152,27 +174,42 @@ def test_cutting_into_micro_batches_and_devices_changes_no_update(shared: Callab
         states.append(jax.device_get((trainer.params, trainer.state.critic)))
     one, eight = states
     jax.tree.map(partial(np.testing.assert_allclose, atol=2e-5), one, eight)
-    moved = jax.tree.map(lambda now, before: float(np.abs(now - before).max()), one[1].params, critic_params())
+    moved = jax.tree.map(
+        lambda now, before: float(np.abs(now - before).max()), one[1].params, critic_params()
+    )
     assert all(size > 1e-4 for size in jax.tree.leaves(moved))
 
 
-def test_values_learn_a_constant_reward(shared: Callable[[str], Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_values_learn_a_constant_reward(
+    shared: Callable[[str], Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = shared("one device")
     monkeypatch.setattr(trainer, "config", chz.replace(trainer.config, advantages=GAE()))
     monkeypatch.setattr(trainer, "max_staleness", None)
     rng = np.random.default_rng(3)
     groups = [
-        group(i, *(dataclasses.replace(sample(rng, 12, reward=2.0), stop_reason="stop") for _ in range(3))) for i in range(4)
+        group(
+            i,
+            *(
+                dataclasses.replace(sample(rng, 12, reward=2.0), stop_reason="stop")
+                for _ in range(3)
+            ),
+        )
+        for i in range(4)
     ]
     results = [trainer.step(groups) for _ in range(60)]
     assert mean(results[-1], "value_loss") < 0.05 * mean(results[0], "value_loss")
     assert mean(results[-1], "values") == pytest.approx(2.0, abs=0.2)
 
 
-def test_in_the_first_steps_only_the_critic_learns(shared: Callable[[str], Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_in_the_first_steps_only_the_critic_learns(
+    shared: Callable[[str], Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = shared("one device")
     monkeypatch.setattr(
-        trainer, "config", chz.replace(trainer.config, critic=chz.replace(trainer.config.critic, warmup_steps=1))
+        trainer,
+        "config",
+        chz.replace(trainer.config, critic=chz.replace(trainer.config.critic, warmup_steps=1)),
     )
     before = jax.device_get((trainer.params, trainer.state.critic))
     trainer.step(batch())
@@ -183,7 +220,9 @@ def test_in_the_first_steps_only_the_critic_learns(shared: Callable[[str], Train
     assert (warm[0]["embed"] != jax.device_get(trainer.params)["embed"]).any()
 
 
-def test_the_policys_learning_rate_spans_its_own_updates_and_until_then_nothing_of_it_is_read() -> None:
+def test_the_policys_learning_rate_spans_its_own_updates_and_until_then_nothing_of_it_is_read() -> (
+    None
+):
     optimizer = OptimizerConfig(learning_rate=1.0, warmup_fraction=0.0, schedule="linear")
     trainer = make(
         loss=DecoupledPPO(),
@@ -195,7 +234,8 @@ def test_the_policys_learning_rate_spans_its_own_updates_and_until_then_nothing_
     first = trainer.step(batch(num_groups=2))
     assert "learning_rate" not in first.metrics and trainer._learner.forward.num_compilations == 0
     second = trainer.step(batch(num_groups=2))
-    # Of the step's two updates the mean: the policy's are the whole of its line, the critic's the latter half of four.
+    # Of the step's two updates the mean: the policy's are the whole of its line, the critic's the
+    # latter half of four.
     assert mean(second, "learning_rate") == pytest.approx(1e-3 * (1 + 1 / 2) / 2)
     assert mean(second, "value_learning_rate") == pytest.approx(1e-3 * (2 / 4 + 1 / 4) / 2)
 
@@ -206,15 +246,24 @@ def live_bytes() -> int:
     return sum({shard.unsafe_buffer_pointer(): shard.nbytes for shard in shards}.values())
 
 
-def test_a_checkpoint_holds_the_critic_and_repeats_the_step(shared: Callable[[str], Trainer], tmp_path: Path) -> None:
-    trainer, store, nothing = shared("one device"), CheckpointStore(tmp_path, keep=2), Columns({}, {})
+def test_a_checkpoint_holds_the_critic_and_repeats_the_step(
+    shared: Callable[[str], Trainer], tmp_path: Path
+) -> None:
+    trainer, store, nothing = (
+        shared("one device"),
+        CheckpointStore(tmp_path, keep=2),
+        Columns({}, {}),
+    )
     trainer.step(batch())
     store.save(1, trainer.state, nothing)
     store.wait()
     trainer.step(batch(1))
     once = jax.device_get(trainer.state)
-    # Never is there more than one state: the old one goes before the new one comes, which is taken over as it is.
-    sizes = sum(leaf.nbytes for leaf in jax.tree.leaves(trainer.state) if isinstance(leaf, jax.Array))
+    # Never is there more than one state: the old one goes before the new one comes, which is taken
+    # over as it is.
+    sizes = sum(
+        leaf.nbytes for leaf in jax.tree.leaves(trainer.state) if isinstance(leaf, jax.Array)
+    )
     before = live_bytes()
     abstract = trainer.let_go()
     assert live_bytes() == before - sizes
@@ -223,14 +272,21 @@ def test_a_checkpoint_holds_the_critic_and_repeats_the_step(shared: Callable[[st
     assert live_bytes() == before
     trainer.step(batch(1))
     jax.tree.map(np.testing.assert_array_equal, jax.device_get(trainer.state), once)
-    assert trainer.num_compilations == 9  # of each one to begin with and three to learn by; values, but no log-probs
-    # A run without a critic cannot resume from here, and one with a critic not from a checkpoint that has none.
+    assert (
+        trainer.num_compilations == 9
+    )  # of each one to begin with and three to learn by; values, but no log-probs
+    # A run without a critic cannot resume from here, and one with a critic not from a checkpoint
+    # that has none.
     alone = trainer.state._replace(critic=None)
-    with pytest.raises(CheckpointError, match=r"found but not expected: .*critic\..*trainer\.advantages"):
+    with pytest.raises(
+        CheckpointError, match=r"found but not expected: .*critic\..*trainer\.advantages"
+    ):
         store.restore(1, alone)
     store.save(2, alone, nothing)
     store.wait()
-    with pytest.raises(CheckpointError, match=r"expected but not found: .*critic\..*trainer\.critic"):
+    with pytest.raises(
+        CheckpointError, match=r"expected but not found: .*critic\..*trainer\.critic"
+    ):
         store.restore(2, trainer.state)
     assert store.restore(2, alone)[0].critic is None
     store.close()
@@ -242,12 +298,16 @@ def test_a_critic_that_has_diverged_is_named(shared: Callable[[str], Trainer]) -
     assert state.critic is not None
     broken = state.critic.params | {"value_bias": np.full(1, np.nan, np.float32)}
     trainer.restore(jax.device_get(state._replace(critic=state.critic._replace(params=broken))))
-    with pytest.raises(CorruptedState, match=r"step 0: the critic's values .*trainer\.critic\.optimizer"):
+    with pytest.raises(
+        CorruptedState, match=r"step 0: the critic's values .*trainer\.critic\.optimizer"
+    ):
         trainer.step(batch())
     assert trainer.version == 0
 
 
-def test_an_answer_that_was_cut_off_is_worth_more_by_what_the_critic_still_expects(shared: Callable[[str], Trainer]) -> None:
+def test_an_answer_that_was_cut_off_is_worth_more_by_what_the_critic_still_expects(
+    shared: Callable[[str], Trainer],
+) -> None:
     trainer = shared("one device")
     rng = np.random.default_rng(5)
     # The longest of the batch, which nothing but its stop reason tells from an answer that ended.
@@ -271,9 +331,14 @@ def test_gae_and_a_critic_go_together(advantages: Advantages, has_critic: bool) 
 
 def test_a_critic_is_counted_in_the_memory_that_is_foretold() -> None:
     alone = predicted_bytes(CONFIG, POLICY, train_mesh(), jnp.float32, row_tokens=ROW_TOKENS)
-    both = predicted_bytes(CONFIG, POLICY, train_mesh(), jnp.float32, row_tokens=ROW_TOKENS, critic=SCALAR)
-    # Parameters and two moments in float32, and Adam's count. Its updates take no more than the policy's, which have logits.
+    both = predicted_bytes(
+        CONFIG, POLICY, train_mesh(), jnp.float32, row_tokens=ROW_TOKENS, critic=SCALAR
+    )
+    # Parameters and two moments in float32, and Adam's count. Its updates take no more than the
+    # policy's, which have logits.
     assert both == {**alone, "critic": 3 * 4 * SCALAR.config.num_params + 4}
     larger = Policy(dataclasses.replace(SCALAR.config, num_hidden_layers=20))
-    more = predicted_bytes(CONFIG, POLICY, train_mesh(), jnp.float32, row_tokens=ROW_TOKENS, critic=larger)
+    more = predicted_bytes(
+        CONFIG, POLICY, train_mesh(), jnp.float32, row_tokens=ROW_TOKENS, critic=larger
+    )
     assert more["critic"] > 4 * 4 * larger.config.num_params - alone["gradients"]

@@ -48,15 +48,31 @@ def trained(
     """Metrics and parameters after two updates."""
     rng = np.random.default_rng(0)
     params = jax.tree.map(
-        lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) / leaf.shape[-1] ** 0.5, POLICY.abstract()
+        lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) / leaf.shape[-1] ** 0.5,
+        POLICY.abstract(),
     )
-    examples = [SupervisedExample(rng.integers(0, 32, n).astype(np.int32), np.arange(n) >= 2) for n in rng.integers(9, 25, 20)]
-    # Adam divides a gradient by its size; a large eps keeps what is all rounding from growing into a difference.
+    examples = [
+        SupervisedExample(rng.integers(0, 32, n).astype(np.int32), np.arange(n) >= 2)
+        for n in rng.integers(9, 25, 20)
+    ]
+    # Adam divides a gradient by its size; a large eps keeps what is all rounding from growing into
+    # a difference.
     optimizer = OptimizerConfig(learning_rate=1e-2, eps=1e-2)
     config = TrainerConfig(
-        optimizer=optimizer, rows_per_micro_batch=rows_per_shard, remat=remat, router_aux_loss_coef=coefficient
+        optimizer=optimizer,
+        rows_per_micro_batch=rows_per_shard,
+        remat=remat,
+        router_aux_loss_coef=coefficient,
     )
-    trainer = SupervisedTrainer(config, POLICY, params, train_mesh(**mesh), jnp.float32, num_updates=10, row_tokens=ROW_TOKENS)
+    trainer = SupervisedTrainer(
+        config,
+        POLICY,
+        params,
+        train_mesh(**mesh),
+        jnp.float32,
+        num_updates=10,
+        row_tokens=ROW_TOKENS,
+    )
     trainer.step(examples[:10])
     return trainer.step(examples[10:]), jax.device_get(trainer.params)
 
@@ -65,9 +81,16 @@ def test_experts_on_eight_devices_train_as_on_one() -> None:
     alone, params = trained(8)
     spread, same = trained(2, remat="full", devices=8, fsdp=2, expert=2, tensor=2)
     jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, atol=1e-5), same, params)
-    for name in ("loss", "grad_norm", "router_balance_loss", "router_busiest_expert", "router_idle_experts"):
+    for name in (
+        "loss",
+        "grad_norm",
+        "router_balance_loss",
+        "router_busiest_expert",
+        "router_idle_experts",
+    ):
         np.testing.assert_allclose(alone[name], spread[name], rtol=1e-5)
-    # Two of four experts a token: 2 where the load is even, 4 where all choose the same two with certainty.
+    # Two of four experts a token: 2 where the load is even, 4 where all choose the same two with
+    # certainty.
     balance = alone["router_balance_loss"]
     assert isinstance(balance, tuple) and 2 < balance[0] / balance[1] < 4
 

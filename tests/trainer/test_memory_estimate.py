@@ -26,7 +26,9 @@ def test_parameters_gradients_and_moments_are_exact() -> None:
     assert whole["parameters"] == whole["gradients"] == 4 * POLICY.config.num_params
     assert whole["optimizer"] == 2 * whole["parameters"] + 4  # Adam's count is an int32
     # Cut four ways all but norms and what does not divide: a quarter, and a little more.
-    cut = predicted_bytes(TrainerConfig(), POLICY, train_mesh(4, tensor=2), jnp.float32, row_tokens=24)
+    cut = predicted_bytes(
+        TrainerConfig(), POLICY, train_mesh(4, tensor=2), jnp.float32, row_tokens=24
+    )
     assert whole["parameters"] / 4 <= cut["parameters"] < whole["parameters"] / 3
     assert cut["optimizer"] == 2 * cut["parameters"] + 4
 
@@ -56,27 +58,47 @@ BIGGER = Policy(
         ("full", 4, 128, {"devices": 4, "tensor": 2}),
     ],
 )
-def test_the_estimate_is_near_what_xla_reports(remat: Remat, rows: int, row_tokens: int, mesh: dict[str, int]) -> None:
+def test_the_estimate_is_near_what_xla_reports(
+    remat: Remat, rows: int, row_tokens: int, mesh: dict[str, int]
+) -> None:
     config = TrainerConfig(rows_per_micro_batch=rows, remat=remat, logp_chunk_tokens=128)
-    predicted = predicted_bytes(config, BIGGER, train_mesh(**mesh), jnp.float32, row_tokens=row_tokens)
+    predicted = predicted_bytes(
+        config, BIGGER, train_mesh(**mesh), jnp.float32, row_tokens=row_tokens
+    )
     estimate = sum(predicted[name] for name in ("activations", "logits", "gathered weights"))
-    assert 2 / 3 < estimate / accumulate_memory(config, BIGGER, mesh, row_tokens).temp_size_in_bytes < 3 / 2
+    assert (
+        2 / 3
+        < estimate / accumulate_memory(config, BIGGER, mesh, row_tokens).temp_size_in_bytes
+        < 3 / 2
+    )
 
 
 def test_the_estimate_for_experts_is_near_what_xla_reports() -> None:
     config = TrainerConfig(rows_per_micro_batch=4, remat="none", logp_chunk_tokens=128)
     moe = MoEConfig(
-        num_experts=8, num_experts_per_tok=2, moe_intermediate_size=128, norm_topk_prob=True, router_aux_loss_coef=0.001
+        num_experts=8,
+        num_experts_per_tok=2,
+        moe_intermediate_size=128,
+        norm_topk_prob=True,
+        router_aux_loss_coef=0.001,
     )
-    experts = Policy(replace(BIGGER.config, architecture="Qwen3MoeForCausalLM", attention_bias=False, qk_norm=True, moe=moe))
+    experts = Policy(
+        replace(
+            BIGGER.config,
+            architecture="Qwen3MoeForCausalLM",
+            attention_bias=False,
+            qk_norm=True,
+            moe=moe,
+        )
+    )
     predicted = predicted_bytes(config, experts, train_mesh(), jnp.float32, row_tokens=128)
     estimate = predicted["activations"] + predicted["logits"]
     assert 1 / 2 < estimate / accumulate_memory(config, experts, {}, 128).temp_size_in_bytes < 2
 
 
 def test_accumulating_gradients_makes_no_second_copy_of_them() -> None:
-    # Few tokens, so that the temporaries show what there is beside activations: less than one set of gradients, which are
-    # added to where they lie.
+    # Few tokens, so that the temporaries show what there is beside activations: less than one set
+    # of gradients, which are added to where they lie.
     config = TrainerConfig(rows_per_micro_batch=1, remat="full", logp_chunk_tokens=16)
     memory = accumulate_memory(config, BIGGER, {}, 16)
     gradients = 4 * BIGGER.config.num_params
@@ -87,7 +109,9 @@ def test_accumulating_gradients_makes_no_second_copy_of_them() -> None:
 @pytest.mark.slow
 def test_an_update_takes_memory_that_grows_linearly_with_the_row() -> None:
     config = TrainerConfig(rows_per_micro_batch=1, remat="full", logp_chunk_tokens=128)
-    short, long = (accumulate_memory(config, POLICY, {}, tokens).temp_size_in_bytes for tokens in (4096, 16384))
+    short, long = (
+        accumulate_memory(config, POLICY, {}, tokens).temp_size_in_bytes for tokens in (4096, 16384)
+    )
     assert long < 4.1 * short
     # Scores of one head of the longest row would take 1 GiB.
     assert long < 2**26
@@ -102,11 +126,16 @@ def test_moments_on_the_host_take_no_memory_that_activations_had_not() -> None:
 def test_offload_without_such_memory_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(state, "HOST_MEMORY", "memory of no device")
     config = TrainerConfig(optimizer=OptimizerConfig(offload=True))
-    with pytest.raises(ValueError, match=r"trainer.optimizer.offload=true needs memory of kind .*cpu has only device"):
+    with pytest.raises(
+        ValueError,
+        match=r"trainer.optimizer.offload=true needs memory of kind .*cpu has only device",
+    ):
         predicted_bytes(config, POLICY, train_mesh(), jnp.float32, row_tokens=24)
 
 
-def accumulate_memory(config: TrainerConfig, policy: Policy, mesh: dict[str, int], row_tokens: int) -> Any:
+def accumulate_memory(
+    config: TrainerConfig, policy: Policy, mesh: dict[str, int], row_tokens: int
+) -> Any:
     learner = Learner(
         config,
         policy,

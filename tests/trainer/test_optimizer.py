@@ -15,7 +15,9 @@ from areal_jax.trainer.optimizer import learning_rate, make_optimizer, num_updat
 
 
 def rates(config: OptimizerConfig, num_updates: int) -> np.ndarray:
-    return np.array([learning_rate(config, jnp.asarray(update), num_updates) for update in range(num_updates)])
+    return np.array(
+        [learning_rate(config, jnp.asarray(update), num_updates) for update in range(num_updates)]
+    )
 
 
 def test_the_rate_rises_to_the_peak_and_stays() -> None:
@@ -25,7 +27,9 @@ def test_the_rate_rises_to_the_peak_and_stays() -> None:
 
 
 def test_a_short_run_with_the_papers_warm_up_has_none() -> None:
-    np.testing.assert_allclose(rates(OptimizerConfig(learning_rate=2.0, warmup_fraction=0.001), 4), 2.0)
+    np.testing.assert_allclose(
+        rates(OptimizerConfig(learning_rate=2.0, warmup_fraction=0.001), 4), 2.0
+    )
 
 
 def test_linear_and_cosine_fall_towards_zero() -> None:
@@ -38,7 +42,8 @@ def test_linear_and_cosine_fall_towards_zero() -> None:
 
 
 def test_only_matrices_decay() -> None:
-    # Without gradient Adam does nothing, so that the direction is the decay alone: 0.1 times the parameter.
+    # Without gradient Adam does nothing, so that the direction is the decay alone: 0.1 times the
+    # parameter.
     weights = params()
     optimizer = make_optimizer(OptimizerConfig(weight_decay=0.1), POLICY.axes())
     update: Any = jax.jit(optimizer.update)
@@ -49,17 +54,24 @@ def test_only_matrices_decay() -> None:
     for name in ("q_bias", "k_bias", "v_bias"):
         assert not np.any(attention[name])
     for name in ("gate", "up", "down"):
-        np.testing.assert_allclose(direction["layers"]["mlp"][name], 0.1 * weights["layers"]["mlp"][name], rtol=1e-6)
+        np.testing.assert_allclose(
+            direction["layers"]["mlp"][name], 0.1 * weights["layers"]["mlp"][name], rtol=1e-6
+        )
     np.testing.assert_allclose(direction["embed"], 0.1 * weights["embed"], rtol=1e-6)
     np.testing.assert_allclose(direction["head"], 0.1 * weights["head"], rtol=1e-6)
-    for norm in (direction["norm"], direction["layers"]["attn_norm"], direction["layers"]["mlp_norm"]):
+    for norm in (
+        direction["norm"],
+        direction["layers"]["attn_norm"],
+        direction["layers"]["mlp_norm"],
+    ):
         assert not np.any(norm)
 
 
 def test_two_updates_equal_the_numbers_by_hand() -> None:
     # Gradient (3, 4) has norm 5 and is cut to (.6, .8); eps = .2, no decay, beta .5 and .5.
     # First: m / (1 - .5) = g, v / (1 - .5) = g², so g / (|g| + .2) = (.75, .8).
-    # Then gradient 0: m = .25 g, / (1 - .25) = g / 3; v = .25 g², / .75 = g² / 3: (g/3) / (|g| / sqrt 3 + .2)
+    # Then gradient 0: m = .25 g, / (1 - .25) = g / 3; v = .25 g², / .75 = g² / 3: (g/3) / (|g| /
+    # sqrt 3 + .2)
     #   = (.2 / (.346410 + .2), .266667 / (.461880 + .2)) = (.366026, .402891).
     config = OptimizerConfig(beta1=0.5, beta2=0.5, eps=0.2, weight_decay=0.0, max_grad_norm=1.0)
     optimizer = make_optimizer(config, {"w": ("embed", "mlp")})

@@ -32,7 +32,17 @@ from areal_jax.errors import CorruptedState
 from areal_jax.models.attention import packed_attention
 from areal_jax.records import Group
 from areal_jax.rl.advantages import Trajectory, compute_advantages
-from areal_jax.rl.config import GSPO, M2PO, PPO, DecoupledPPO, GroupNormalized, Loss, Mean, Reinforce, Unweighted
+from areal_jax.rl.config import (
+    GSPO,
+    M2PO,
+    PPO,
+    DecoupledPPO,
+    GroupNormalized,
+    Loss,
+    Mean,
+    Reinforce,
+    Unweighted,
+)
 from areal_jax.rl.logprobs import token_logprobs
 from areal_jax.rl.losses import decoupled_ppo_loss
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
@@ -42,7 +52,9 @@ from areal_jax.trainer.ppo import Trainer
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2, weight_decay=0.1)
-CONFIG = TrainerConfig(optimizer=OPTIMIZER, num_mini_batches=1, rows_per_micro_batch=4, remat="none")
+CONFIG = TrainerConfig(
+    optimizer=OPTIMIZER, num_mini_batches=1, rows_per_micro_batch=4, remat="none"
+)
 
 VARIANTS: dict[str, dict[str, Any]] = {
     "one mini-batch": {},
@@ -54,7 +66,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "row_tokens": 2 * ROW_TOKENS,
     },
     "fsdp 2 x tensor 2": {"rows_per_micro_batch": 2, "mesh": {"devices": 4, "tensor": 2}},
-    "fsdp 2 x context 2 x tensor 2": {"rows_per_micro_batch": 2, "mesh": {"devices": 8, "tensor": 2, "context": 2}},
+    "fsdp 2 x context 2 x tensor 2": {
+        "rows_per_micro_batch": 2,
+        "mesh": {"devices": 8, "tensor": 2, "context": 2},
+    },
     "context 2, remat, chunks": {
         "rows_per_micro_batch": 2,
         "remat": "attention",
@@ -62,7 +77,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
         "mesh": {"devices": 2, "context": 2},
     },
     "moments on the host": {"optimizer": chz.replace(OPTIMIZER, offload=True)},
-    "data 2 x fsdp 2 x tensor 2": {"rows_per_micro_batch": 1, "mesh": {"devices": 8, "tensor": 2, "fsdp": 2}},
+    "data 2 x fsdp 2 x tensor 2": {
+        "rows_per_micro_batch": 1,
+        "mesh": {"devices": 8, "tensor": 2, "fsdp": 2},
+    },
 }
 
 
@@ -74,7 +92,13 @@ def make(
     **changes: Any,
 ) -> Trainer:
     config = chz.replace(CONFIG, **changes)
-    return make_trainer(config, train_mesh(**mesh or {}), given=given, compute_dtype=compute_dtype, row_tokens=row_tokens)
+    return make_trainer(
+        config,
+        train_mesh(**mesh or {}),
+        given=given,
+        compute_dtype=compute_dtype,
+        row_tokens=row_tokens,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -89,40 +113,60 @@ def assert_close(ours: Any, theirs: Any, atol: float = 1e-5) -> None:
 
 
 def plain_step(groups: Sequence[Group]) -> tuple[float, Any]:
-    """Loss and new parameters without packing, micro-batches, shards or jit of ours: one sequence at a time, optax's AdamW."""
+    """Loss and new parameters without packing, micro-batches, shards or jit of ours: one sequence
+    at a time, optax's AdamW."""
     advantages = compute_advantages(
-        CONFIG.advantages, [[Trajectory(s.reward, s.loss_mask, s.loss_mask) for s in g.samples] for g in groups]
+        CONFIG.advantages,
+        [[Trajectory(s.reward, s.loss_mask, s.loss_mask) for s in g.samples] for g in groups],
     )
     num_tokens = float(sum(s.loss_mask.sum() for g in groups for s in g.samples))
 
     @jax.jit
     @jax.value_and_grad
     def loss_and_gradient(
-        weights: Any, tokens: jax.Array, behave_logp: jax.Array, advantages: jax.Array, length: jax.Array
+        weights: Any,
+        tokens: jax.Array,
+        behave_logp: jax.Array,
+        advantages: jax.Array,
+        length: jax.Array,
     ) -> jax.Array:
         # Padded behind, which a causal model does not see.
         ones = jnp.ones((1, ROW_TOKENS), jnp.int32)
         hidden, _, _ = POLICY.hidden(
-            weights, tokens[None], jnp.arange(ROW_TOKENS)[None], packed_attention(ones), compute_dtype=jnp.float32
+            weights,
+            tokens[None],
+            jnp.arange(ROW_TOKENS)[None],
+            packed_attention(ones),
+            compute_dtype=jnp.float32,
         )
-        logp = token_logprobs(hidden, POLICY.head(weights), tokens[None], ones, chunk_tokens=10**6)[0][0]
+        logp = token_logprobs(hidden, POLICY.head(weights), tokens[None], ones, chunk_tokens=10**6)[
+            0
+        ][0]
         mask = (jnp.arange(ROW_TOKENS) >= PROMPT_TOKENS) & (jnp.arange(ROW_TOKENS) < length)
         fixed = jax.lax.stop_gradient(logp)
-        return decoupled_ppo_loss(logp, fixed, behave_logp, advantages, mask, num_tokens=num_tokens).loss
+        return decoupled_ppo_loss(
+            logp, fixed, behave_logp, advantages, mask, num_tokens=num_tokens
+        ).loss
 
     weights = jax.tree.map(jnp.asarray, params())
     loss, gradients = 0.0, jax.tree.map(jnp.zeros_like, weights)
     for g, advantages_G in zip(groups, advantages, strict=True):
         for s, advantages_T in zip(g.samples, advantages_G, strict=True):
             pad = (0, ROW_TOKENS - len(s.tokens))
-            arguments = np.pad(s.tokens, pad), np.pad(s.behave_logp, pad), np.pad(advantages_T, pad), len(s.tokens)
+            arguments = (
+                np.pad(s.tokens, pad),
+                np.pad(s.behave_logp, pad),
+                np.pad(advantages_T, pad),
+                len(s.tokens),
+            )
             value, gradient = loss_and_gradient(weights, *arguments)
             loss, gradients = loss + float(value), jax.tree.map(jnp.add, gradients, gradient)
     is_matrix = jax.tree_util.tree_map_with_path(
         lambda path, _: not {"bias", "norm"} & set(str(path[-1].key).split("_")), weights
     )
     optimizer = optax.chain(
-        optax.clip_by_global_norm(1.0), optax.adamw(1e-2, b1=0.9, b2=0.95, eps=1e-5, weight_decay=0.1, mask=is_matrix)
+        optax.clip_by_global_norm(1.0),
+        optax.adamw(1e-2, b1=0.9, b2=0.95, eps=1e-5, weight_decay=0.1, mask=is_matrix),
     )
     update: Any = optimizer.update
     updates, _ = update(gradients, optimizer.init(weights), weights)
@@ -139,10 +183,19 @@ def test_a_step_equals_the_plain_computation(shared: Callable[[str], Trainer]) -
 
 
 @pytest.mark.parametrize("variant", list(VARIANTS)[2:])
-def test_micro_batches_padding_and_shards_change_nothing(variant: str, shared: Callable[[str], Trainer]) -> None:
+def test_micro_batches_padding_and_shards_change_nothing(
+    variant: str, shared: Callable[[str], Trainer]
+) -> None:
     reference, trainer, groups = shared("one mini-batch"), shared(variant), batch(seed=1)
     expected, result = reference.step(groups), trainer.step(groups)
-    for name in ("loss", "grad_norm", "entropy", "clip_fraction", "behave_weight", "kl_behave_theta"):
+    for name in (
+        "loss",
+        "grad_norm",
+        "entropy",
+        "clip_fraction",
+        "behave_weight",
+        "kl_behave_theta",
+    ):
         assert mean(result, name) == pytest.approx(mean(expected, name), abs=1e-5), name
     assert_close(trainer.params, reference.params)
     assert_close(trainer.state.opt_state, reference.state.opt_state)
@@ -150,13 +203,20 @@ def test_micro_batches_padding_and_shards_change_nothing(variant: str, shared: C
 
 @pytest.mark.parametrize(
     ("loss", "loss_mean"),
-    [(GSPO(clip_eps=0.1, clip_eps_high=0.1), "sequences"), (M2PO(max_second_moment=0.003), "constant")],
+    [
+        (GSPO(clip_eps=0.1, clip_eps_high=0.1), "sequences"),
+        (M2PO(max_second_moment=0.003), "constant"),
+    ],
     ids=["GSPO", "M2PO"],
 )
-def test_micro_batches_change_nothing_where_sequences_or_the_whole_mini_batch_count(loss: Loss, loss_mean: Mean) -> None:
+def test_micro_batches_change_nothing_where_sequences_or_the_whole_mini_batch_count(
+    loss: Loss, loss_mean: Mean
+) -> None:
     groups = batch(seed=1)
     # All of the batch in one micro-batch, and in several.
-    whole, cut = (make(loss=loss, loss_mean=loss_mean, rows_per_micro_batch=rows) for rows in (16, 1))
+    whole, cut = (
+        make(loss=loss, loss_mean=loss_mean, rows_per_micro_batch=rows) for rows in (16, 1)
+    )
     expected, result = whole.step(groups), cut.step(groups)
     assert mean(result, "loss") == pytest.approx(mean(expected, "loss"), abs=1e-6)
     assert_close(whole.params, cut.params)
@@ -167,12 +227,15 @@ def test_micro_batches_change_nothing_where_sequences_or_the_whole_mini_batch_co
 
 
 def test_the_mean_over_sequences_is_the_mean_of_their_means() -> None:
-    # Reinforce with everything on policy: the loss of a token is minus its advantage, and the mean of centred ones is 0 by
-    # sequences. By tokens the longer, wrong answer weighs more: 6 tokens of 1/2 and 16 of -1/2, so -(3 - 8) / 22.
+    # Reinforce with everything on policy: the loss of a token is minus its advantage, and the mean
+    # of centred ones is 0 by sequences. By tokens the longer, wrong answer weighs more: 6 tokens of
+    # 1/2 and 16 of -1/2, so -(3 - 8) / 22.
     by_mean: dict[str, float] = {}
     for name in ("tokens", "sequences", "constant"):
         trainer = make(
-            loss=Reinforce(importance_weighting=Unweighted()), loss_mean=name, advantages=GroupNormalized(divide_by="nothing")
+            loss=Reinforce(importance_weighting=Unweighted()),
+            loss_mean=name,
+            advantages=GroupNormalized(divide_by="nothing"),
         )
         rng = np.random.default_rng(3)
         result = trainer.step([group(0, sample(rng, 10, 0, 1.0), sample(rng, 20, 0, 0.0))])
@@ -190,7 +253,10 @@ def test_bfloat16_is_for_activations_only(shared: Callable[[str], Trainer]) -> N
     # bfloat16 keeps 8 bits: log-probs of about 4 are off by about 0.02, and means by less.
     assert mean(result, "loss") == pytest.approx(mean(expected, "loss"), abs=0.05)
     assert mean(result, "entropy") == pytest.approx(mean(expected, "entropy"), abs=0.02)
-    assert {leaf.dtype for leaf in jax.tree.leaves(trainer.state)} == {np.dtype(np.float32), np.dtype(np.int32)}
+    assert {leaf.dtype for leaf in jax.tree.leaves(trainer.state)} == {
+        np.dtype(np.float32),
+        np.dtype(np.int32),
+    }
 
 
 def test_a_state_goes_on_on_another_mesh(shared: Callable[[str], Trainer]) -> None:
@@ -210,7 +276,9 @@ def test_a_state_goes_on_on_another_mesh(shared: Callable[[str], Trainer]) -> No
     assert_close(trainer.params, once, atol=0.0)
 
 
-def test_proximal_is_the_policy_just_before_the_step(shared: Callable[[str], Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_proximal_is_the_policy_just_before_the_step(
+    shared: Callable[[str], Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer, groups = shared("two mini-batches"), batch(seed=4)
     learner = trainer._learner
     expected: list[np.ndarray] = []
@@ -222,9 +290,17 @@ def test_proximal_is_the_policy_just_before_the_step(shared: Callable[[str], Tra
         expected.append(np.asarray(learner.logprobs(moved)))
         return moved
 
-    def watched_update(batches: Sequence[DeviceBatch], num_tokens: int, *, proximal_is_current: bool) -> Any:
+    def watched_update(
+        batches: Sequence[DeviceBatch], num_tokens: int, *, proximal_is_current: bool
+    ) -> Any:
         metrics = update(batches, num_tokens, proximal_is_current=proximal_is_current)
-        seen.append((proximal_is_current, np.concatenate([np.asarray(b.proximal_logp) for b in batches]), metrics))
+        seen.append(
+            (
+                proximal_is_current,
+                np.concatenate([np.asarray(b.proximal_logp) for b in batches]),
+                metrics,
+            )
+        )
         return metrics
 
     monkeypatch.setattr(learner, "put", put_and_forward)
@@ -233,18 +309,27 @@ def test_proximal_is_the_policy_just_before_the_step(shared: Callable[[str], Tra
 
     (first_is_current, _, first), (second_is_current, second_proximal, second) = seen
     # Theta is proximal in the first update: every ratio is 1, so that the mean of e^x - 1 - x is 0.
-    assert first_is_current and first["ratio"][0] / first["ratio"][1] == pytest.approx(1.0, abs=1e-5)
+    assert first_is_current and first["ratio"][0] / first["ratio"][1] == pytest.approx(
+        1.0, abs=1e-5
+    )
     assert first["kl_proximal_theta"][0] / first["kl_proximal_theta"][1] < 1e-10
     # The second reads what was computed before the first, by which theta has moved.
     num_first = len(expected) - len(second_proximal) // learner.rows
     np.testing.assert_array_equal(second_proximal, np.concatenate(expected[num_first:]))
-    assert not second_is_current and second["kl_proximal_theta"][0] / second["kl_proximal_theta"][1] > 1e-5
+    assert (
+        not second_is_current
+        and second["kl_proximal_theta"][0] / second["kl_proximal_theta"][1] > 1e-5
+    )
 
 
-def test_the_forward_pass_for_proximal_agrees_with_that_of_the_update(shared: Callable[[str], Trainer]) -> None:
+def test_the_forward_pass_for_proximal_agrees_with_that_of_the_update(
+    shared: Callable[[str], Trainer],
+) -> None:
     trainer, groups = shared("two mini-batches"), batch(seed=5)
     learner = trainer._learner
-    mini_batch = trainer._pack(groups, [[s.loss_mask for s in g.samples] for g in groups], range(len(groups)))
+    mini_batch = trainer._pack(
+        groups, [[s.loss_mask for s in g.samples] for g in groups], range(len(groups))
+    )
     batches = [each._replace(proximal_logp=learner.logprobs(each)) for each in mini_batch.batches]
     metrics = learner.update(batches, mini_batch.num_loss_tokens, proximal_is_current=False)
     ratio, divergence = metrics["ratio"], metrics["kl_proximal_theta"]
@@ -260,8 +345,12 @@ def test_packed_is_alone(shared: Callable[[str], Trainer]) -> None:
     def logprobs(*of: Group) -> list[np.ndarray]:
         """Of every sample, found again among the packed rows by its tokens."""
         found = {}
-        for packed in trainer._pack(of, [[s.loss_mask for s in g.samples] for g in of], range(len(of))).batches:
-            segments, tokens, logp = (np.asarray(x) for x in (packed.segment_ids, packed.tokens, learner.logprobs(packed)))
+        for packed in trainer._pack(
+            of, [[s.loss_mask for s in g.samples] for g in of], range(len(of))
+        ).batches:
+            segments, tokens, logp = (
+                np.asarray(x) for x in (packed.segment_ids, packed.tokens, learner.logprobs(packed))
+            )
             for row in range(learner.rows):
                 for segment in range(1, segments[row].max() + 1):
                     inside = segments[row] == segment
@@ -281,17 +370,23 @@ def test_stale_tokens_are_context_only(shared: Callable[[str], Trainer]) -> None
     first = groups[0].samples[0]
     # Age 2 is allowed (max_staleness=2), age 3 is not: here the first two sampled tokens.
     old = replace(
-        first, versions=np.where(np.arange(len(first.tokens)) < PROMPT_TOKENS + 2, first.versions - 1, first.versions)
+        first,
+        versions=np.where(
+            np.arange(len(first.tokens)) < PROMPT_TOKENS + 2, first.versions - 1, first.versions
+        ),
     )
     stale = [group(0, old, *groups[0].samples[1:]), *groups[1:]]
     result = trainer.step(stale)
     assert result.metrics["tokens_stale"] == 2.0
     assert result.metrics["staleness_max"] == 2.0
     assert mean(result, "staleness") == 2.0
-    np.testing.assert_array_equal(result.stale[0][0].nonzero()[0], [PROMPT_TOKENS, PROMPT_TOKENS + 1])
+    np.testing.assert_array_equal(
+        result.stale[0][0].nonzero()[0], [PROMPT_TOKENS, PROMPT_TOKENS + 1]
+    )
     assert not any(mask.any() for masks in result.stale[1:] for mask in masks)
 
-    # The same as if those tokens had never been sampled by the policy, whatever was recorded of them.
+    # The same as if those tokens had never been sampled by the policy, whatever was recorded of
+    # them.
     masked = replace(old, loss_mask=np.arange(len(old.tokens)) >= PROMPT_TOKENS + 2)
     after = jax.device_get(trainer.params)
     trainer = shared("one mini-batch")
@@ -318,7 +413,9 @@ def test_a_kind_of_tasks_may_be_older_than_the_others(
     )
 
 
-def test_without_a_bound_nothing_is_stale(shared: Callable[[str], Trainer], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_bound_nothing_is_stale(
+    shared: Callable[[str], Trainer], monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = shared("one mini-batch")
     monkeypatch.setattr(trainer, "max_staleness", None)
     trainer.version = 1000
@@ -327,7 +424,9 @@ def test_without_a_bound_nothing_is_stale(shared: Callable[[str], Trainer], monk
     assert mean(result, "staleness") == 1000.0
 
 
-def test_a_batch_without_a_trainable_token_changes_nothing_but_the_version(shared: Callable[[str], Trainer]) -> None:
+def test_a_batch_without_a_trainable_token_changes_nothing_but_the_version(
+    shared: Callable[[str], Trainer],
+) -> None:
     trainer = shared("two mini-batches")
     trainer.version = 9
     before = jax.device_get(trainer.state)
@@ -337,20 +436,29 @@ def test_a_batch_without_a_trainable_token_changes_nothing_but_the_version(share
     assert_close(trainer.state.opt_state, before.opt_state, atol=0.0)
     assert result.metrics["num_updates"] == 0.0
     assert result.metrics["tokens_trained"] == 0.0
-    assert result.metrics["tokens_stale"] == sum(s.loss_mask.sum() for g in batch(seed=9) for s in g.samples)
+    assert result.metrics["tokens_stale"] == sum(
+        s.loss_mask.sum() for g in batch(seed=9) for s in g.samples
+    )
     assert all(np.isfinite(value).all() for value in result.metrics.values())
 
 
-def test_a_loss_that_is_not_finite_is_refused_and_harms_nothing(shared: Callable[[str], Trainer]) -> None:
+def test_a_loss_that_is_not_finite_is_refused_and_harms_nothing(
+    shared: Callable[[str], Trainer],
+) -> None:
     trainer, groups = shared("one mini-batch"), batch(seed=10)
     trainer.step(batch(seed=11))
     before = jax.device_get(trainer.state)
-    # A token that the sampler says it had next to no chance to draw: proximal/behave = e^1000 = inf.
+    # A token that the sampler says it had next to no chance to draw: proximal/behave = e^1000 =
+    # inf.
     broken = replace(
-        groups[0].samples[0], behave_logp=np.where(groups[0].samples[0].loss_mask, -1000.0, 0.0).astype(np.float32)
+        groups[0].samples[0],
+        behave_logp=np.where(groups[0].samples[0].loss_mask, -1000.0, 0.0).astype(np.float32),
     )
     broken_reward = replace(groups[0].samples[1], reward=1.0 - broken.reward)
-    with pytest.raises(FloatingPointError, match=r"step 1, update 1 of 1: loss is .*last good version is 1.*learning_rate"):
+    with pytest.raises(
+        FloatingPointError,
+        match=r"step 1, update 1 of 1: loss is .*last good version is 1.*learning_rate",
+    ):
         trainer.step([group(0, broken, broken_reward, *groups[0].samples[2:]), *groups[1:]])
     assert trainer.version == 1
     assert_close(trainer.params, before.params, atol=0.0)
@@ -362,17 +470,27 @@ def test_a_loss_that_is_not_finite_is_refused_and_harms_nothing(shared: Callable
 def test_what_is_no_more_a_version_is_told_as_spoilt(shared: Callable[[str], Trainer]) -> None:
     trainer, rng = shared("two mini-batches"), np.random.default_rng(12)
     # The longest group is dealt to the first mini-batch, the other to the second.
-    groups = [group(i, *(sample(rng, size, reward=float(j)) for j in range(2))) for i, size in enumerate((20, 12))]
+    groups = [
+        group(i, *(sample(rng, size, reward=float(j)) for j in range(2)))
+        for i, size in enumerate((20, 12))
+    ]
     first = groups[1].samples[0]
     broken = group(
-        1, replace(first, behave_logp=np.where(first.loss_mask, -1000.0, 0.0).astype(np.float32)), groups[1].samples[1]
+        1,
+        replace(first, behave_logp=np.where(first.loss_mask, -1000.0, 0.0).astype(np.float32)),
+        groups[1].samples[1],
     )
-    with pytest.raises(CorruptedState, match=r"step 0, update 2 of 2: loss is .* 1 before it were, .* version 0 is gone"):
+    with pytest.raises(
+        CorruptedState,
+        match=r"step 0, update 2 of 2: loss is .* 1 before it were, .* version 0 is gone",
+    ):
         trainer.step([groups[0], broken])
     trainer = shared("one mini-batch")
     params = jax.tree.map(lambda leaf: np.full(leaf.shape, np.nan, leaf.dtype), trainer.params)
     trainer.restore(trainer.state._replace(params=params))
-    with pytest.raises(CorruptedState, match=r"update 1 of 1: loss is nan.* version 0 itself predicts no finite"):
+    with pytest.raises(
+        CorruptedState, match=r"update 1 of 1: loss is nan.* version 0 itself predicts no finite"
+    ):
         trainer.step(groups)
 
 
@@ -386,7 +504,11 @@ def test_nothing_compiles_after_warm_up() -> None:
     rng = np.random.default_rng(12)
     with counting_compilations() as events:
         for seed in range(30):
-            result = trainer.step(batch(seed, int(rng.integers(2, 6)), int(rng.integers(1, 5)), version=trainer.version))
+            result = trainer.step(
+                batch(
+                    seed, int(rng.integers(2, 6)), int(rng.integers(1, 5)), version=trainer.version
+                )
+            )
             assert result.metrics["num_compilations"] == compiled
     assert events == []
     # What the trainer was given is still the caller's.
@@ -422,9 +544,13 @@ def test_rewarded_tokens_become_more_likely(shared: Callable[[str], Trainer]) ->
     first = trainer.step(groups)
     last = first
     for version in range(1, 5):
-        fresh = [replace(s, versions=np.where(s.loss_mask, version, -1).astype(np.int32)) for s in (good, bad)]
+        fresh = [
+            replace(s, versions=np.where(s.loss_mask, version, -1).astype(np.int32))
+            for s in (good, bad)
+        ]
         last = trainer.step([group(version, *fresh)])
-    # The advantages are 1/sqrt(2) and -1/sqrt(2) (mean 1/2, sample deviation 1/sqrt(2)), so the loss falls as they part.
+    # The advantages are 1/sqrt(2) and -1/sqrt(2) (mean 1/2, sample deviation 1/sqrt(2)), so the
+    # loss falls as they part.
     for advantages, expected in zip(first.advantages[0], [0.707107, -0.707107], strict=True):
         np.testing.assert_allclose(advantages, np.full(12, expected), atol=2e-6)
     assert mean(last, "loss") < mean(first, "loss") - 0.01
@@ -432,8 +558,15 @@ def test_rewarded_tokens_become_more_likely(shared: Callable[[str], Trainer]) ->
 
 def test_metrics_describe_the_batch(shared: Callable[[str], Trainer]) -> None:
     rng = np.random.default_rng(14)
-    samples = [sample(rng, 10, 0, 1.0), sample(rng, 20, 0, 0.0), sample(rng, 14, 0, 1.0), sample(rng, 14, 0, 1.0)]
-    samples = [replace(s, stop_reason="length" if i == 1 else "stop") for i, s in enumerate(samples)]
+    samples = [
+        sample(rng, 10, 0, 1.0),
+        sample(rng, 20, 0, 0.0),
+        sample(rng, 14, 0, 1.0),
+        sample(rng, 14, 0, 1.0),
+    ]
+    samples = [
+        replace(s, stop_reason="length" if i == 1 else "stop") for i, s in enumerate(samples)
+    ]
     result = shared("one mini-batch").step([group(0, *samples[:2]), group(1, *samples[2:])])
     assert mean(result, "reward") == 0.75
     assert mean(result, "truncated_fraction") == 0.25
@@ -442,22 +575,34 @@ def test_metrics_describe_the_batch(shared: Callable[[str], Trainer]) -> None:
     assert result.metrics["tokens_trained"] == 42.0
     # 6 tokens of .707107 and 16 of -.707107.
     assert mean(result, "advantage") == pytest.approx(-10 * 0.707107 / 42, abs=1e-5)
-    # Algorithm 1 takes 20, 14, 14, 10 tokens into rows of 24: {20}, {14, 10}, {14}, 4 rows of a micro-batch.
+    # Algorithm 1 takes 20, 14, 14, 10 tokens into rows of 24: {20}, {14, 10}, {14}, 4 rows of a
+    # micro-batch.
     assert result.metrics["packing_efficiency"] == (58.0, 96.0)
 
 
 @pytest.mark.parametrize(
-    "loss", [PPO(), DecoupledPPO(proximal="behave"), DecoupledPPO(proximal="interpolate")], ids=["PPO", "behave", "interpolate"]
+    "loss",
+    [PPO(), DecoupledPPO(proximal="behave"), DecoupledPPO(proximal="interpolate")],
+    ids=["PPO", "behave", "interpolate"],
 )
-def test_a_proximal_policy_at_hand_needs_no_forward_pass(loss: Loss, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_proximal_policy_at_hand_needs_no_forward_pass(
+    loss: Loss, monkeypatch: pytest.MonkeyPatch
+) -> None:
     trainer = make(loss=loss, num_mini_batches=2)
-    monkeypatch.setattr(trainer._learner, "logprobs", lambda _: pytest.fail("a forward pass for the proximal policy"))
+    monkeypatch.setattr(
+        trainer._learner,
+        "logprobs",
+        lambda _: pytest.fail("a forward pass for the proximal policy"),
+    )
     result = trainer.step(batch())
     assert result.metrics["num_updates"] == 2.0
 
 
 def test_with_behave_for_the_proximal_policy_nothing_is_decoupled() -> None:
-    plain, decoupled = make(loss=PPO(), num_mini_batches=2), make(loss=DecoupledPPO(proximal="behave"), num_mini_batches=2)
+    plain, decoupled = (
+        make(loss=PPO(), num_mini_batches=2),
+        make(loss=DecoupledPPO(proximal="behave"), num_mini_batches=2),
+    )
     results = [trainer.step(batch()) for trainer in (plain, decoupled)]
     assert mean(results[1], "behave_weight") == 1.0
     assert mean(results[0], "loss") == pytest.approx(mean(results[1], "loss"), abs=1e-7)
@@ -465,22 +610,34 @@ def test_with_behave_for_the_proximal_policy_nothing_is_decoupled() -> None:
 
 
 def test_interpolation_goes_by_the_age_of_every_token() -> None:
-    # Tokens of versions 1 and 3 in a step from version 3: ages 2 and 0, so that the proximal log-probability lies 2/3 of the
-    # way from behave to theta, and on behave. The first update's theta is the policy as it is: log(theta/proximal) is 1/3 of
-    # log(theta/behave) on the old tokens and all of it on the new ones.
-    trainer = make(loss=Reinforce(proximal="interpolate", importance_weighting=Unweighted()), num_mini_batches=1)
+    # Tokens of versions 1 and 3 in a step from version 3: ages 2 and 0, so that the proximal
+    # log-probability lies 2/3 of the way from behave to theta, and on behave. The first update's
+    # theta is the policy as it is: log(theta/proximal) is 1/3 of log(theta/behave) on the old
+    # tokens and all of it on the new ones.
+    trainer = make(
+        loss=Reinforce(proximal="interpolate", importance_weighting=Unweighted()),
+        num_mini_batches=1,
+    )
     trainer.restore(trainer.state._replace(version=np.asarray(3, np.int32)))
     rng = np.random.default_rng(5)
     versions = np.where(np.arange(12) % 2, 1, 3)
-    groups = [group(i, sample(rng, 12, versions, 1.0), sample(rng, 12, versions, 0.0)) for i in range(2)]
+    groups = [
+        group(i, sample(rng, 12, versions, 1.0), sample(rng, 12, versions, 0.0)) for i in range(2)
+    ]
     packed = [TrainingSequence(s.tokens, s.loss_mask) for g in groups for s in g.samples]
-    batches, layout = pack(packed, rows=trainer._learner.rows, row_tokens=trainer._learner.row_tokens)
-    logps = layout.gather(np.stack([trainer._learner.logprobs(trainer._learner.put(each)) for each in batches]))
+    batches, layout = pack(
+        packed, rows=trainer._learner.rows, row_tokens=trainer._learner.row_tokens
+    )
+    logps = layout.gather(
+        np.stack([trainer._learner.logprobs(trainer._learner.put(each)) for each in batches])
+    )
     ratios = [
         np.exp((logp - s.behave_logp) * np.where(versions == 1, 1 / 3, 1.0))[s.loss_mask]
         for logp, s in zip(logps, (s for g in groups for s in g.samples), strict=True)
     ]
-    assert mean(trainer.step(groups), "ratio") == pytest.approx(np.concatenate(ratios).mean(), rel=1e-5)
+    assert mean(trainer.step(groups), "ratio") == pytest.approx(
+        np.concatenate(ratios).mean(), rel=1e-5
+    )
 
 
 def test_an_entropy_bonus_keeps_the_policy_undecided() -> None:
@@ -489,7 +646,9 @@ def test_an_entropy_bonus_keeps_the_policy_undecided() -> None:
     groups = [group(i, *(sample(rng, 12, reward=1.0) for _ in range(2))) for i in range(2)]
     gained = []
     for coef in (0.0, 0.1):
-        trainer = make(entropy_coef=coef, optimizer=OptimizerConfig(learning_rate=1e-2, weight_decay=0.0))
+        trainer = make(
+            entropy_coef=coef, optimizer=OptimizerConfig(learning_rate=1e-2, weight_decay=0.0)
+        )
         first = mean(trainer.step(groups), "entropy")
         gained.append(mean(trainer.step(groups), "entropy") - first)
     assert gained[0] == 0.0
@@ -497,20 +656,29 @@ def test_an_entropy_bonus_keeps_the_policy_undecided() -> None:
     assert gained[1] > 1e-3
 
 
-def test_what_cannot_be_trained_on_is_refused_with_the_knob(shared: Callable[[str], Trainer]) -> None:
+def test_what_cannot_be_trained_on_is_refused_with_the_knob(
+    shared: Callable[[str], Trainer],
+) -> None:
     trainer, groups = shared("two mini-batches"), batch()
     good = groups[0].samples[0]
-    with pytest.raises(ValueError, match=r"1 groups cannot be split into 2 mini-batches.*trainer\.num_mini_batches"):
+    with pytest.raises(
+        ValueError, match=r"1 groups cannot be split into 2 mini-batches.*trainer\.num_mini_batches"
+    ):
         trainer.step(groups[:1])
     with pytest.raises(ValueError, match=r"sample 0 of group 7 \(task task-7\).*not finite"):
         trainer.step([group(7, replace(good, reward=float("nan"))), *groups])
-    with pytest.raises(CorruptedState, match=r"sample 0 of group 7.*behaviour log-probability.*learning_rate"):
-        trainer.step([group(7, replace(good, behave_logp=np.full_like(good.behave_logp, np.nan))), *groups])
+    with pytest.raises(
+        CorruptedState, match=r"sample 0 of group 7.*behaviour log-probability.*learning_rate"
+    ):
+        trainer.step(
+            [group(7, replace(good, behave_logp=np.full_like(good.behave_logp, np.nan))), *groups]
+        )
     with pytest.raises(ValueError, match="begins with a token"):
         trainer.step([group(7, replace(good, loss_mask=np.ones_like(good.loss_mask))), *groups])
     too_long = sample(np.random.default_rng(0), ROW_TOKENS + 1)
     with pytest.raises(
-        ValueError, match=rf"{ROW_TOKENS + 1} tokens does not fit into a row of {ROW_TOKENS}.*trainer\.row_tokens"
+        ValueError,
+        match=rf"{ROW_TOKENS + 1} tokens does not fit into a row of {ROW_TOKENS}.*trainer\.row_tokens",
     ):
         trainer.step([group(7, too_long), *groups])
     assert trainer.version == 0

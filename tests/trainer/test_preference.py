@@ -1,4 +1,5 @@
-"""Preference training: a pair counts the same wherever it lies, and what is chosen gains on what is rejected."""
+"""Preference training: a pair counts the same wherever it lies, and what is chosen gains on what is
+rejected."""
 
 from __future__ import annotations
 
@@ -30,7 +31,8 @@ LOG_2 = 0.693147
 
 
 def pairs(seed: int = 0, count: int = 6) -> list[PreferencePair]:
-    """Two answers of 2 to 5 tokens to a prompt of 2 to 6; the chosen ones of even tokens, the others of odd ones."""
+    """Two answers of 2 to 5 tokens to a prompt of 2 to 6; the chosen ones of even tokens, the
+    others of odd ones."""
     rng = np.random.default_rng(seed)
 
     def answer(prompt: np.ndarray, parity: int) -> SupervisedExample:
@@ -48,10 +50,14 @@ def reward_model() -> tuple[Policy, Params]:
     return policy, weights | {"value": np.full((16, 1), 0.1, np.float32)}
 
 
-def trainer(loss: Preference, *, rows: int = 2, row_tokens: int = ROW_TOKENS, devices: int = 1) -> PreferenceTrainer:
+def trainer(
+    loss: Preference, *, rows: int = 2, row_tokens: int = ROW_TOKENS, devices: int = 1
+) -> PreferenceTrainer:
     policy, weights = reward_model() if isinstance(loss, BradleyTerry) else (POLICY, params())
     config = TrainerConfig(
-        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_fraction=0.0), rows_per_micro_batch=rows, remat="none"
+        optimizer=OptimizerConfig(learning_rate=1e-2, warmup_fraction=0.0),
+        rows_per_micro_batch=rows,
+        remat="none",
     )
     mesh = train_mesh(devices=devices)
     reference = None if policy.config.is_scalar else frozen(config, mesh, row_tokens)
@@ -100,7 +106,9 @@ def test_what_is_chosen_gains_on_what_is_rejected(loss: Preference) -> None:
     assert mean(after, "loss") < mean(before, "loss")
     assert learning.version == 8 and after["loss"][1] == 16
     # zeros, accumulate, apply, measure and init; the reference's log-probabilities.
-    assert {step["num_compilations"] for step in steps} == {5.0 if isinstance(loss, BradleyTerry) else 6.0}
+    assert {step["num_compilations"] for step in steps} == {
+        5.0 if isinstance(loss, BradleyTerry) else 6.0
+    }
 
 
 @BOTH
@@ -108,27 +116,55 @@ def test_micro_batches_devices_and_padding_change_nothing(loss: Preference) -> N
     together, apart = trainer(loss, rows=16), trainer(loss, rows=1, row_tokens=40, devices=2)
     for way in (together, apart):
         # With other weights than the reference's.
-        way.restore(way.state._replace(params=jax.tree.map(lambda leaf: np.asarray(leaf) * 1.1, way.params)))
+        way.restore(
+            way.state._replace(params=jax.tree.map(lambda leaf: np.asarray(leaf) * 1.1, way.params))
+        )
     shown = pairs(seed=3, count=8)
     whole, parts = together.step(shown), apart.step(shown)
     for name in ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward"):
         assert mean(parts, name) == pytest.approx(mean(whole, name), rel=1e-4, abs=1e-5), name
-    jax.tree.map(partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5), apart.params, jax.device_get(together.params))
+    jax.tree.map(
+        partial(np.testing.assert_allclose, rtol=2e-4, atol=2e-5),
+        apart.params,
+        jax.device_get(together.params),
+    )
 
 
 def test_beside_an_adapter_the_reference_is_the_base_without_it() -> None:
     policy = Policy(POLICY.config, LoRA(rank=2))
-    mesh, config = train_mesh(), TrainerConfig(optimizer=OptimizerConfig(learning_rate=5e-2, warmup_fraction=0.0))
+    mesh, config = (
+        train_mesh(),
+        TrainerConfig(optimizer=OptimizerConfig(learning_rate=5e-2, warmup_fraction=0.0)),
+    )
     fresh = jax.device_get(lora.init(policy, jax.random.key(0)))
-    made = partial(PreferenceTrainer, DPO(), config, policy, mesh=mesh, compute_dtype=jnp.float32, num_updates=9)
-    learning = made(fresh, row_tokens=ROW_TOKENS, measures=True, base=jax.device_put(params()), reference=frozen(config, mesh))
+    made = partial(
+        PreferenceTrainer,
+        DPO(),
+        config,
+        policy,
+        mesh=mesh,
+        compute_dtype=jnp.float32,
+        num_updates=9,
+    )
+    learning = made(
+        fresh,
+        row_tokens=ROW_TOKENS,
+        measures=True,
+        base=jax.device_put(params()),
+        reference=frozen(config, mesh),
+    )
     shown = pairs(6)
     rewards = [mean(learning.measure(shown), "margin")]
     for _ in range(3):
         learning.step(shown)
         rewards.append(mean(learning.measure(shown), "margin"))
-    assert rewards[0] == pytest.approx(0.0, abs=1e-5) and rewards == sorted(rewards) and rewards[-1] > 0.01
-    # The whole policy with the adapter merged, against a reference of the base alone, gives the same rewards.
+    assert (
+        rewards[0] == pytest.approx(0.0, abs=1e-5)
+        and rewards == sorted(rewards)
+        and rewards[-1] > 0.01
+    )
+    # The whole policy with the adapter merged, against a reference of the base alone, gives the
+    # same rewards.
     merged = lora.merge(policy, params(), jax.device_get(learning.params))
     whole = trainer(DPO())
     whole.restore(whole.state._replace(params=merged))

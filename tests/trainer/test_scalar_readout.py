@@ -23,15 +23,22 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 SCALAR = Policy(dataclasses.replace(POLICY.config, readout="TokenClassification"))
 
 
-def squared_error(values: jax.Array, batch: DeviceBatch, num_tokens: jax.Array, _: jax.Array) -> PolicyLoss:
+def squared_error(
+    values: jax.Array, batch: DeviceBatch, num_tokens: jax.Array, _: jax.Array
+) -> PolicyLoss:
     loss = jnp.sum(jnp.where(batch.loss_mask, (values - 2.0) ** 2, 0.0))
-    return PolicyLoss(loss / num_tokens, {"loss": (jax.lax.stop_gradient(loss), jnp.sum(batch.loss_mask, dtype=jnp.float32))})
+    return PolicyLoss(
+        loss / num_tokens,
+        {"loss": (jax.lax.stop_gradient(loss), jnp.sum(batch.loss_mask, dtype=jnp.float32))},
+    )
 
 
 def test_values_are_read_out_and_learnt() -> None:
     trunk = {name: leaf for name, leaf in params().items() if name != "head"}
     head = {"value": np.full((16, 1), 0.3, np.float32), "value_bias": np.full(1, 0.5, np.float32)}
-    config = TrainerConfig(optimizer=OptimizerConfig(learning_rate=3e-2), rows_per_micro_batch=2, remat="none")
+    config = TrainerConfig(
+        optimizer=OptimizerConfig(learning_rate=3e-2), rows_per_micro_batch=2, remat="none"
+    )
     learner = Learner(
         config,
         SCALAR,
@@ -45,12 +52,18 @@ def test_values_are_read_out_and_learnt() -> None:
     )
     tokens = np.random.default_rng(0).integers(0, 32, 15).astype(np.int32)
     zeros = np.zeros(15, np.float32)
-    batches, layout = pack([TrainingSequence(tokens, zeros == 0)] * 3, rows=learner.rows, row_tokens=ROW_TOKENS)
+    batches, layout = pack(
+        [TrainingSequence(tokens, zeros == 0)] * 3, rows=learner.rows, row_tokens=ROW_TOKENS
+    )
     batch = learner.put(batches[0])
     found = layout.gather(np.asarray(learner.logprobs(batch))[None])
     hidden, _, _ = jax.jit(
         lambda trunk, tokens: SCALAR.hidden(
-            trunk, tokens, jnp.arange(15)[None], packed_attention(jnp.ones((1, 15), int)), compute_dtype=jnp.float32
+            trunk,
+            tokens,
+            jnp.arange(15)[None],
+            packed_attention(jnp.ones((1, 15), int)),
+            compute_dtype=jnp.float32,
         )
     )(trunk, jnp.asarray(tokens)[None])
     for values in found:

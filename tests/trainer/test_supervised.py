@@ -16,13 +16,20 @@ from areal_jax.trainer.sft import SupervisedTrainer
 def examples(seed: int = 0, count: int = 5) -> list[SupervisedExample]:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(4, ROW_TOKENS + 1, count)
-    return [SupervisedExample(rng.integers(0, 32, n).astype(np.int32), np.arange(n) >= 2) for n in lengths]
+    return [
+        SupervisedExample(rng.integers(0, 32, n).astype(np.int32), np.arange(n) >= 2)
+        for n in lengths
+    ]
 
 
 @pytest.fixture(scope="module")
 def trainer(quick_compilation: None) -> SupervisedTrainer:
-    config = TrainerConfig(optimizer=OptimizerConfig(learning_rate=2e-2), rows_per_micro_batch=3, remat="none")
-    made = SupervisedTrainer(config, POLICY, params(), train_mesh(), jnp.float32, num_updates=100, row_tokens=ROW_TOKENS)
+    config = TrainerConfig(
+        optimizer=OptimizerConfig(learning_rate=2e-2), rows_per_micro_batch=3, remat="none"
+    )
+    made = SupervisedTrainer(
+        config, POLICY, params(), train_mesh(), jnp.float32, num_updates=100, row_tokens=ROW_TOKENS
+    )
     made.warm_up()
     return made
 
@@ -34,7 +41,12 @@ def test_loss_falls_and_only_the_mask_is_learnt(trainer: SupervisedTrainer) -> N
     assert trainer.version == 30
     before, after = first["loss"], last["loss"]
     assert isinstance(before, tuple) and isinstance(after, tuple)
-    assert before[1] == after[1] == first["tokens_trained"] == sum(example.loss_mask.sum() for example in data)
+    assert (
+        before[1]
+        == after[1]
+        == first["tokens_trained"]
+        == sum(example.loss_mask.sum() for example in data)
+    )
     assert after[0] < 0.25 * before[0]
     assert last["num_compilations"] == 4.0
 
@@ -57,14 +69,22 @@ def test_a_broken_policy_is_refused(trainer: SupervisedTrainer) -> None:
 
 
 def test_perplexity_of_a_policy_that_can_be_worked_out() -> None:
-    # Layers add nothing, every embedding is all ones, and so is what the last norm makes of it: in every context the logit of
-    # token 0 is 16 * ln(31) / 16 = ln 31 and that of the 31 others 0. So p(0) = 31 / 62 = 1/2, and 1/62 for each other.
+    # Layers add nothing, every embedding is all ones, and so is what the last norm makes of it: in
+    # every context the logit of token 0 is 16 * ln(31) / 16 = ln 31 and that of the 31 others 0. So
+    # p(0) = 31 / 62 = 1/2, and 1/62 for each other.
     given = jax.tree.map(np.zeros_like, params())
     for name in ("embed", "norm"):
         given[name] = np.ones_like(given[name])
     given["head"][:, 0] = np.log(31) / 16
     made = SupervisedTrainer(
-        TrainerConfig(), POLICY, given, train_mesh(), jnp.float32, num_updates=1, row_tokens=8, measures=True
+        TrainerConfig(),
+        POLICY,
+        given,
+        train_mesh(),
+        jnp.float32,
+        num_updates=1,
+        row_tokens=8,
+        measures=True,
     )
     made.warm_up()
     compiled = made.num_compilations
@@ -73,14 +93,19 @@ def test_perplexity_of_a_policy_that_can_be_worked_out() -> None:
         SupervisedExample(np.array([0, 4, 0], np.int32), np.array([False, False, True])),
     ]
     total, num_tokens = made.measure(shown)["loss"]
-    # 1/2 * 1/2 * 1/62 in the first and 1/2 in the second: (8 * 62) ** (1/4) = 4.7193 a token. Packed together or apart.
+    # 1/2 * 1/2 * 1/62 in the first and 1/2 in the second: (8 * 62) ** (1/4) = 4.7193 a token.
+    # Packed together or apart.
     assert num_tokens == 4
     assert np.exp(total / num_tokens) == pytest.approx(4.7193, abs=1e-4)
-    assert sum(made.measure([example])["loss"][0] for example in shown) == pytest.approx(total, rel=1e-6)
+    assert sum(made.measure([example])["loss"][0] for example in shown) == pytest.approx(
+        total, rel=1e-6
+    )
     assert made.num_compilations == compiled and made.version == 0
 
 
-def test_measuring_the_loss_learns_nothing_and_agrees_with_the_next_step(trainer: SupervisedTrainer) -> None:
+def test_measuring_the_loss_learns_nothing_and_agrees_with_the_next_step(
+    trainer: SupervisedTrainer,
+) -> None:
     saved = jax.device_get(trainer.state)
     total, num_tokens = trainer.measure(examples(3))["loss"]
     jax.tree.map(np.testing.assert_array_equal, trainer.params, saved.params)

@@ -1,4 +1,5 @@
-"""Laws of training in several processes: they find what one process finds, and resume from each other's checkpoints."""
+"""Laws of training in several processes: they find what one process finds, and resume from each
+other's checkpoints."""
 
 from __future__ import annotations
 
@@ -21,7 +22,11 @@ from areal_jax.models import hf
 from areal_jax.parallel.mesh import make_train_mesh
 from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 
-pytestmark = [pytest.mark.usefixtures("quick_compilation"), pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [
+    pytest.mark.usefixtures("quick_compilation"),
+    pytest.mark.slow,
+    pytest.mark.timeout(600),
+]
 
 TIMEOUT_S = 500
 NUM_PROCESSES, DEVICES_EACH = 2, 2
@@ -39,7 +44,9 @@ class Ran(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def ran(tmp_path_factory: pytest.TempPathFactory, quick_compilation: None, of_a_command: dict[str, str]) -> Ran:
+def ran(
+    tmp_path_factory: pytest.TempPathFactory, quick_compilation: None, of_a_command: dict[str, str]
+) -> Ran:
     folder = tmp_path_factory.mktemp("hosts")
     for name in ("alone", "together"):
         (folder / name).mkdir()
@@ -48,21 +55,29 @@ def ran(tmp_path_factory: pytest.TempPathFactory, quick_compilation: None, of_a_
     trainer = trainer_host.make(mesh)
     alone = trainer_host.train(trainer, folder / "alone")
     together = in_processes(of_a_command, folder / "together", folder / "alone" / "checkpoints")
-    return Ran(folder, alone, together, trainer_host.go_on(trainer, folder / "together" / "checkpoints"))
+    return Ran(
+        folder, alone, together, trainer_host.go_on(trainer, folder / "together" / "checkpoints")
+    )
 
 
-def in_processes(environment: dict[str, str], folder: Path, checkpoints: Path) -> list[dict[str, Any]]:
+def in_processes(
+    environment: dict[str, str], folder: Path, checkpoints: Path
+) -> list[dict[str, Any]]:
     with socket.create_server(("127.0.0.1", 0)) as server:
         coordinator = f"127.0.0.1:{server.getsockname()[1]}"
     flags = {
-        "XLA_FLAGS": f"{environment['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES_EACH}",
+        "XLA_FLAGS": (
+            f"{environment['XLA_FLAGS']} --xla_force_host_platform_device_count={DEVICES_EACH}"
+        ),
         "NPROC": str(4 * DEVICES_EACH),
         "PYTHONPATH": os.pathsep.join(sys.path),
     }
     command = [sys.executable, trainer_host.__file__, coordinator, str(NUM_PROCESSES)]
     processes = [
         subprocess.Popen(
-            [*command, str(number), str(folder), str(checkpoints)], env=environment | flags, stderr=subprocess.PIPE
+            [*command, str(number), str(folder), str(checkpoints)],
+            env=environment | flags,
+            stderr=subprocess.PIPE,
         )
         for number in range(NUM_PROCESSES)
     ]
@@ -74,21 +89,27 @@ def in_processes(environment: dict[str, str], folder: Path, checkpoints: Path) -
         for process in processes:
             process.kill()
             process.communicate()
-    return [json.loads((folder / f"found-{number}.json").read_text()) for number in range(NUM_PROCESSES)]
+    return [
+        json.loads((folder / f"found-{number}.json").read_text()) for number in range(NUM_PROCESSES)
+    ]
 
 
 def test_several_processes_find_what_one_finds(ran: Ran):
     first, second = (found["steps"] for found in ran.together)
     assert first == second
     for alone, together in zip(ran.alone, first, strict=True):
-        # Sums over four devices in another order: a few roundings of float32 (6e-8), which Adam's first steps, of the size of
-        # the learning rate wherever a gradient is not zero, carry into all that follows.
+        # Sums over four devices in another order: a few roundings of float32 (6e-8), which Adam's
+        # first steps, of the size of the learning rate wherever a gradient is not zero, carry into
+        # all that follows.
         assert together == pytest.approx(alone, rel=2e-4, abs=1e-6)
         assert together["loss"] != 0.0 and together["value_loss"] > 0.0
 
 
 def test_several_processes_end_with_the_parameters_of_one(ran: Ran):
-    with np.load(ran.folder / "alone" / "state.npz") as alone, np.load(ran.folder / "together" / "state.npz") as together:
+    with (
+        np.load(ran.folder / "alone" / "state.npz") as alone,
+        np.load(ran.folder / "together" / "state.npz") as together,
+    ):
         assert len(alone) == len(together) > 50
         for name in alone:
             np.testing.assert_allclose(together[name], alone[name], rtol=1e-3, atol=2e-5)
@@ -103,7 +124,11 @@ def test_one_goes_on_from_a_checkpoint_of_several_and_several_from_one(ran: Ran)
 
 def test_what_several_processes_write_is_read_back(ran: Ran):
     mesh = make_train_mesh(trainer_host.PLACEMENT, jax.devices()[:2])
-    read = hf.load(ran.folder / "together" / "policy", POLICY, shardings(mesh, POLICY.axes(), POLICY.abstract(), TRAIN_RULES))
+    read = hf.load(
+        ran.folder / "together" / "policy",
+        POLICY,
+        shardings(mesh, POLICY.axes(), POLICY.abstract(), TRAIN_RULES),
+    )
     with np.load(ran.folder / "together" / "state.npz") as state:
         # A state begins with the parameters.
         for i, leaf in enumerate(jax.tree.leaves(read)):

@@ -45,16 +45,24 @@ SCALAR = Policy(dataclasses.replace(POLICY.config, readout="TokenClassification"
 def params(seed: int = 0) -> Params:
     """Host arrays; large enough that no two tokens are equally likely."""
     rng = np.random.default_rng(seed)
-    return jax.tree.map(lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) / leaf.shape[-1] ** 0.5, POLICY.abstract())
+    return jax.tree.map(
+        lambda leaf: rng.normal(size=leaf.shape).astype(np.float32) / leaf.shape[-1] ** 0.5,
+        POLICY.abstract(),
+    )
 
 
 def critic_params() -> Any:
     """The policy's trunk, and a head of equal numbers."""
     trunk = {name: leaf for name, leaf in params(7).items() if name != "head"}
-    return trunk | {"value": np.full((16, 1), 0.3, np.float32), "value_bias": np.full(1, 0.3, np.float32)}
+    return trunk | {
+        "value": np.full((16, 1), 0.3, np.float32),
+        "value_bias": np.full(1, 0.3, np.float32),
+    }
 
 
-def train_mesh(devices: int = 1, tensor: int = 1, fsdp: int | None = None, expert: int = 1, context: int = 1) -> Mesh:
+def train_mesh(
+    devices: int = 1, tensor: int = 1, fsdp: int | None = None, expert: int = 1, context: int = 1
+) -> Mesh:
     placement = PlacementConfig(
         train_devices=devices,
         rollout_devices=1,
@@ -77,7 +85,8 @@ def make_trainer(
     num_updates: int = 100,
     **beside: Any,
 ) -> Trainer:
-    """Of the tiny policy. Args: given: its parameters, sampled otherwise. beside: critic, reference or teacher."""
+    """Of the tiny policy. Args: given: its parameters, sampled otherwise. beside: critic, reference
+    or teacher."""
     return Trainer(
         config,
         POLICY,
@@ -93,7 +102,12 @@ def make_trainer(
     )
 
 
-def sample(rng: np.random.Generator, num_tokens: int, versions: int | np.ndarray = 0, reward: float | None = None) -> Sample:
+def sample(
+    rng: np.random.Generator,
+    num_tokens: int,
+    versions: int | np.ndarray = 0,
+    reward: float | None = None,
+) -> Sample:
     mask = np.arange(num_tokens) >= PROMPT_TOKENS
     right = rng.random() < 0.5 if reward is None else reward > 0
     return Sample(
@@ -111,18 +125,28 @@ def group(id: int, *samples: Sample) -> Group:
     return Group(id, Task(f"task-{id}", (), "1"), samples)
 
 
-def batch(seed: int = 0, num_groups: int = 4, samples_per_group: int = 3, version: int = 0) -> list[Group]:
+def batch(
+    seed: int = 0, num_groups: int = 4, samples_per_group: int = 3, version: int = 0
+) -> list[Group]:
     """Groups of samples of 6 to ROW_TOKENS tokens."""
     rng = np.random.default_rng(seed)
     return [
-        group(i, *(sample(rng, int(rng.integers(6, ROW_TOKENS + 1)), version) for _ in range(samples_per_group)))
+        group(
+            i,
+            *(
+                sample(rng, int(rng.integers(6, ROW_TOKENS + 1)), version)
+                for _ in range(samples_per_group)
+            ),
+        )
         for i in range(num_groups)
     ]
 
 
-def made_once(make: Callable[..., Trainer], variants: Mapping[str, Mapping[str, Any]]) -> Callable[[str], Trainer]:
-    """Trainers by variant. Compiling takes longer than all else here, so each is made once and brought back to its first state
-    when it is asked for again."""
+def made_once(
+    make: Callable[..., Trainer], variants: Mapping[str, Mapping[str, Any]]
+) -> Callable[[str], Trainer]:
+    """Trainers by variant. Compiling takes longer than all else here, so each is made once and
+    brought back to its first state when it is asked for again."""
     made: dict[str, tuple[Trainer, Any]] = {}
 
     def get(variant: str) -> Trainer:

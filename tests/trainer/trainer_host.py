@@ -1,4 +1,5 @@
-"""A trainer of a policy and a critic, and the program of a process that is one of several which train it.
+"""A trainer of a policy and a critic, and the program of a process that is one of several which
+train it.
 
 python trainer_host.py COORDINATOR NUM_PROCESSES PROCESS_ID FOLDER OTHER_CHECKPOINTS
 """
@@ -50,12 +51,16 @@ def make(mesh: Mesh) -> Trainer:
 
 def said(result: StepResult) -> dict[str, float]:
     """What a step found out, apart from how long it took."""
-    found = {name: value[0] / value[1] if isinstance(value, tuple) else value for name, value in result.metrics.items()}
+    found = {
+        name: value[0] / value[1] if isinstance(value, tuple) else value
+        for name, value in result.metrics.items()
+    }
     return {name: value for name, value in found.items() if "second" not in name}
 
 
 def train(trainer: Trainer, folder: Path) -> list[dict[str, float]]:
-    """Some steps with a checkpoint after the first; at the end the policy is written, and the whole state as numpy."""
+    """Some steps with a checkpoint after the first; at the end the policy is written, and the whole
+    state as numpy."""
     store = CheckpointStore(folder / "checkpoints", keep=1)
     found = []
     for version in range(NUM_STEPS):
@@ -89,13 +94,18 @@ def go_on(trainer: Trainer, checkpoints: Path) -> dict[str, float]:
     return said(trainer.step(batch(1)))
 
 
-def main(coordinator: str, num_processes: str, process_id: str, folder: str, checkpoints: str) -> None:
+def main(
+    coordinator: str, num_processes: str, process_id: str, folder: str, checkpoints: str
+) -> None:
     join(coordinator, int(num_processes), int(process_id), timeout_s=60)
     jax.config.update("jax_disable_most_optimizations", True)
     mesh = make_train_mesh(PLACEMENT, jax.devices())
     write_adapted(mesh, Path(folder))
     trainer = make(mesh)
-    found: dict[str, Any] = {"steps": train(trainer, Path(folder)), "again": go_on(trainer, Path(checkpoints))}
+    found: dict[str, Any] = {
+        "steps": train(trainer, Path(folder)),
+        "again": go_on(trainer, Path(checkpoints)),
+    }
     (Path(folder) / f"found-{process_id}.json").write_text(json.dumps(found))
 
 

@@ -23,8 +23,14 @@ PLACEMENTS = {
     "one device": (PlacementConfig(), 1),
     "4 + 4 devices": (PlacementConfig(train_devices=4, rollout_devices=4), 8),
     "2 + 6 devices": (PlacementConfig(train_devices=2, rollout_devices=6), 8),
-    "both cut in two": (PlacementConfig(train_devices=4, train_tensor=2, rollout_devices=4, rollout_tensor=2), 8),
-    "only one cut in two": (PlacementConfig(train_devices=4, rollout_devices=4, rollout_tensor=2), 8),
+    "both cut in two": (
+        PlacementConfig(train_devices=4, train_tensor=2, rollout_devices=4, rollout_tensor=2),
+        8,
+    ),
+    "only one cut in two": (
+        PlacementConfig(train_devices=4, rollout_devices=4, rollout_tensor=2),
+        8,
+    ),
 }
 
 
@@ -34,10 +40,17 @@ def meshes_of(name: str) -> Meshes:
 
 
 def params_of(meshes: Meshes, version: int) -> Params:
-    """Parameters that show their version in every entry, cut over the train mesh as it cuts them."""
-    whole = {"matrix": np.full((24, 16), version, np.float32), "scale": np.full(24, version, np.float32)}
+    """Parameters that show their version in every entry, cut over the train mesh as it cuts
+    them."""
+    whole = {
+        "matrix": np.full((24, 16), version, np.float32),
+        "scale": np.full(24, version, np.float32),
+    }
     cut = {"matrix": PartitionSpec("fsdp", "tensor"), "scale": PartitionSpec("fsdp")}
-    return {name: jax.device_put(array, NamedSharding(meshes.train, cut[name])) for name, array in whole.items()}
+    return {
+        name: jax.device_put(array, NamedSharding(meshes.train, cut[name]))
+        for name, array in whole.items()
+    }
 
 
 def layout(params: Params) -> dict[str, Any]:
@@ -55,12 +68,18 @@ def weight_channel_between(
 
 
 def versions_in(params: dict[str, Any]) -> set[float]:
-    return {float(value) for leaf in jax.tree.leaves(params) for value in np.unique(np.asarray(leaf, np.float32))}
+    return {
+        float(value)
+        for leaf in jax.tree.leaves(params)
+        for value in np.unique(np.asarray(leaf, np.float32))
+    }
 
 
 @pytest.mark.parametrize("path", ["device", "host", None])
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_a_version_arrives_in_the_engines_layout_on_its_mesh(placement: str, path: Literal["device", "host"] | None):
+def test_a_version_arrives_in_the_engines_layout_on_its_mesh(
+    placement: str, path: Literal["device", "host"] | None
+):
     meshes = meshes_of(placement)
     weight_channel = weight_channel_between(meshes, path)
     weight_channel.publish(3, params_of(meshes, 3))
@@ -71,18 +90,29 @@ def test_a_version_arrives_in_the_engines_layout_on_its_mesh(placement: str, pat
     assert [leaf.shape for leaf in params["matrix"]] == [(12, 16)] * 2
     assert params["matrix"][0].dtype == jnp.bfloat16
     assert params["scale"].dtype == jnp.float32
-    assert all(set(leaf.sharding.device_set) == set(meshes.rollout.devices.flat) for leaf in jax.tree.leaves(params))
-    assert params["matrix"][0].sharding.is_equivalent_to(NamedSharding(meshes.rollout, PartitionSpec(None, "tensor")), 2)
+    assert all(
+        set(leaf.sharding.device_set) == set(meshes.rollout.devices.flat)
+        for leaf in jax.tree.leaves(params)
+    )
+    assert params["matrix"][0].sharding.is_equivalent_to(
+        NamedSharding(meshes.rollout, PartitionSpec(None, "tensor")), 2
+    )
 
 
 @pytest.mark.parametrize("path", ["device", "host"])
 @pytest.mark.parametrize("placement", ["one device", "4 + 4 devices"])
-def test_the_trainer_may_donate_its_parameters_right_after_publishing(placement: str, path: Literal["device", "host"]):
+def test_the_trainer_may_donate_its_parameters_right_after_publishing(
+    placement: str, path: Literal["device", "host"]
+):
     meshes = meshes_of(placement)
     weight_channel = weight_channel_between(meshes, path)
     params = params_of(meshes, 1)
     where = jax.tree.map(lambda leaf: leaf.sharding, params)
-    step = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf + 1, params), donate_argnums=0, out_shardings=where)
+    step = jax.jit(
+        lambda params: jax.tree.map(lambda leaf: leaf + 1, params),
+        donate_argnums=0,
+        out_shardings=where,
+    )
     seen = []
     for version in range(1, 6):
         weight_channel.publish(version, params)
@@ -132,7 +162,10 @@ def test_held_it_keeps_the_newest_version_and_delivers_the_last_one_afterwards()
                 weight_channel.wait(2, 0.2)
             assert weight_channel.newest(0) is held
             assert weight_channel.newest(1) is None
-            with pytest.raises(RuntimeError, match="one evaluation at a time"), weight_channel.paused():
+            with (
+                pytest.raises(RuntimeError, match="one evaluation at a time"),
+                weight_channel.paused(),
+            ):
                 pass
         assert weight_channel.wait(2, 10.0).version == 4
         assert weight_channel.metrics()["dropped"] == (2.0, 1.0)
@@ -171,7 +204,9 @@ def test_publishing_does_not_wait_for_the_parameters_to_be_computed():
     params = params_of(meshes, 1)
 
     def slow(params: Params) -> Params:
-        heavy = jax.lax.fori_loop(0, 60, lambda _, x: jnp.tanh(x @ x.T), jnp.ones((600, 600)) * params["scale"][0])
+        heavy = jax.lax.fori_loop(
+            0, 60, lambda _, x: jnp.tanh(x @ x.T), jnp.ones((600, 600)) * params["scale"][0]
+        )
         return jax.tree.map(lambda leaf: leaf + 0 * heavy[0, 0], params)
 
     step = jax.jit(slow, out_shardings=jax.tree.map(lambda leaf: leaf.sharding, params))
@@ -191,7 +226,9 @@ def test_waiting_ends_with_the_version_that_did_not_come():
         weight_channel.wait(4, timeout_s=0.01)
     weight_channel.publish(2, params_of(meshes, 2))
     weight_channel.wait(2, timeout_s=60.0)
-    with pytest.raises(TimeoutError, match=r"waited 0.01 s .* version 4 or newer; the weight channel has version 2"):
+    with pytest.raises(
+        TimeoutError, match=r"waited 0.01 s .* version 4 or newer; the weight channel has version 2"
+    ):
         weight_channel.wait(4, timeout_s=0.01)
     weight_channel.close()
 
@@ -209,9 +246,13 @@ def test_an_error_of_the_copier_reaches_trainer_and_engine():
     meshes = meshes_of("4 + 4 devices")
     # 7 columns do not divide over 4 devices.
     target = {"odd": NamedSharding(meshes.rollout, PartitionSpec(None, "data"))}
-    weight_channel = WeightChannel(lambda params: {"odd": jnp.ones((24, 7))}, [target], meshes.train, path="host")
+    weight_channel = WeightChannel(
+        lambda params: {"odd": jnp.ones((24, 7))}, [target], meshes.train, path="host"
+    )
     weight_channel.publish(0, params_of(meshes, 0))
-    with pytest.raises(RuntimeError, match=r"the weight channel ended with .*axis 1 is partitioned 4 times") as caught:
+    with pytest.raises(
+        RuntimeError, match=r"the weight channel ended with .*axis 1 is partitioned 4 times"
+    ) as caught:
         weight_channel.wait(0, timeout_s=60.0)
     assert isinstance(caught.value.__cause__, ValueError)
     with pytest.raises(RuntimeError, match="the weight channel ended"):
@@ -254,5 +295,9 @@ def test_every_step_of_the_way_is_measured():
         total, weight = measured[name]
         assert weight == 2 and total > 0
     assert measured["delay_s"][0] >= measured["copy_s"][0] + measured["transfer_s"][0]
-    assert weight_channel.metrics() == {"published": (0.0, 1.0), "delivered": (0.0, 1.0), "dropped": (0.0, 1.0)}
+    assert weight_channel.metrics() == {
+        "published": (0.0, 1.0),
+        "delivered": (0.0, 1.0),
+        "dropped": (0.0, 1.0),
+    }
     weight_channel.close()

@@ -1,4 +1,5 @@
-"""Weights through Ray's object store: every entry travels once, whole and right or not at all, and the latest wins."""
+"""Weights through Ray's object store: every entry travels once, whole and right or not at all, and
+the latest wins."""
 
 from __future__ import annotations
 
@@ -38,7 +39,9 @@ MESHES: dict[str, tuple[dict[str, int], dict[str, int]]] = {
 def mesh_of(axes: dict[str, int], *, last: bool = False) -> Mesh:
     num_devices = int(np.prod(list(axes.values())))
     devices = jax.devices()[-num_devices:] if last else jax.devices()[:num_devices]
-    return jax.make_mesh(tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes), devices=devices)
+    return jax.make_mesh(
+        tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes), devices=devices
+    )
 
 
 def params_of(mesh: Mesh, seed: int = 0, rows: int = 24) -> dict[str, jax.Array]:
@@ -48,13 +51,20 @@ def params_of(mesh: Mesh, seed: int = 0, rows: int = 24) -> dict[str, jax.Array]
         "scale": rng.normal(size=rows).astype(np.float32),
         "count": np.int32(seed),
     }
-    return {name: jax.device_put(array, NamedSharding(mesh, TRAIN_CUTS[name])) for name, array in whole.items()}
+    return {
+        name: jax.device_put(array, NamedSharding(mesh, TRAIN_CUTS[name]))
+        for name, array in whole.items()
+    }
 
 
 def layout(params: dict[str, jax.Array]) -> dict[str, Any]:
     """Two halves of a leaf in another dtype, the others as they are."""
     halves = params["matrix"].astype(jnp.bfloat16)
-    return {"layers": (halves[:, :8], halves[:, 8:]), "scale": params["scale"], "count": params["count"]}
+    return {
+        "layers": (halves[:, :8], halves[:, 8:]),
+        "scale": params["scale"],
+        "count": params["count"],
+    }
 
 
 def reader_on(mesh: Mesh, rows: int = 24, **changes: Any) -> ShardReader:
@@ -98,7 +108,9 @@ def assert_equal_bits(arrived: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("cut", MESHES)
 @pytest.mark.parametrize("chunk_bytes", [64, 2**26])
-def test_a_version_arrives_bit_for_bit_however_the_meshes_are_cut(cut: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch):
+def test_a_version_arrives_bit_for_bit_however_the_meshes_are_cut(
+    cut: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(object_store, "CHUNK_BYTES", chunk_bytes)
     train_axes, engine_axes = MESHES[cut]
     train, engine = mesh_of(train_axes), mesh_of(engine_axes, last=True)
@@ -110,7 +122,9 @@ def test_a_version_arrives_bit_for_bit_however_the_meshes_are_cut(cut: str, chun
         version, arrived = reader.wait(3, TIMEOUT_S)
     assert version == 3
     assert_equal_bits(arrived, layout(params))
-    assert arrived["layers"][0].sharding.is_equivalent_to(NamedSharding(engine, P(None, "tensor")), 2)
+    assert arrived["layers"][0].sharding.is_equivalent_to(
+        NamedSharding(engine, P(None, "tensor")), 2
+    )
 
 
 def test_every_entry_is_published_once(pair: tuple[ShardPublisher, ShardReader, Mesh]):
@@ -138,7 +152,9 @@ def test_an_engine_pulls_only_the_chunks_it_holds_something_of(monkeypatch: pyte
         assert reader.metrics()["transfer_bytes"] == (24 * 16 * 4, 1.0)
 
 
-def test_the_trainer_may_donate_its_parameters_right_after_publishing(pair: tuple[ShardPublisher, ShardReader, Mesh]):
+def test_the_trainer_may_donate_its_parameters_right_after_publishing(
+    pair: tuple[ShardPublisher, ShardReader, Mesh],
+):
     publisher, reader, train = pair
     params = params_of(train, seed=1)
     step = jax.jit(lambda params: jax.tree.map(lambda leaf: leaf + 1, params), donate_argnums=0)
@@ -161,7 +177,11 @@ def test_the_memory_of_a_copy_that_is_not_needed_becomes_that_of_the_next():
     copy = object_store._Copy(layout)
 
     def places(params: Any) -> list[int]:
-        return [shard.data.unsafe_buffer_pointer() for leaf in jax.tree.leaves(params) for shard in leaf.addressable_shards]
+        return [
+            shard.data.unsafe_buffer_pointer()
+            for leaf in jax.tree.leaves(params)
+            for shard in leaf.addressable_shards
+        ]
 
     first = copy.start(params_of(train, 1))
     where = places(jax.block_until_ready(first))
@@ -174,10 +194,14 @@ def test_the_memory_of_a_copy_that_is_not_needed_becomes_that_of_the_next():
     for arrived in (second, third):
         assert_equal_bits(arrived, layout(params))
         # As the train mesh cuts it: nothing was gathered.
-        assert arrived["layers"][0].sharding.is_equivalent_to(NamedSharding(train, P("fsdp", "tensor")), 2)
+        assert arrived["layers"][0].sharding.is_equivalent_to(
+            NamedSharding(train, P("fsdp", "tensor")), 2
+        )
 
 
-def test_the_newest_offer_wins_and_an_old_one_is_left_alone(pair: tuple[ShardPublisher, ShardReader, Mesh]):
+def test_the_newest_offer_wins_and_an_old_one_is_left_alone(
+    pair: tuple[ShardPublisher, ShardReader, Mesh],
+):
     publisher, reader, train = pair
     first = contribution_of(publisher, 1, params_of(train, 1))
     last = contribution_of(publisher, 7, params_of(train, 7))
@@ -200,7 +224,10 @@ def test_a_corrupted_chunk_is_skipped_and_named(
     broken["chunks"][0]["ref"] = ray.put(arrays)
     with caplog.at_level(logging.WARNING):
         reader.offer(1, [broken])
-        with pytest.raises(TimeoutError, match=r"version 1 or newer; .* has none.*version 1 is skipped: .* host 0 has digest"):
+        with pytest.raises(
+            TimeoutError,
+            match=r"version 1 or newer; .* has none.*version 1 is skipped: .* host 0 has digest",
+        ):
             reader.wait(1, 2.0)
     assert "version 1 is skipped: a chunk of host 0 has digest" in caplog.text
     reader.offer(2, [contribution_of(publisher, 2, params_of(train, 2))])
@@ -233,9 +260,15 @@ def test_a_chunk_whose_host_has_died_is_skipped_and_named(caplog: pytest.LogCapt
                 time.sleep(0.1)
         with caplog.at_level(logging.WARNING):
             reader.offer(1, [lost])
-            with pytest.raises(TimeoutError, match="version 1 is skipped: a chunk of host 0 could not be had: OwnerDiedError"):
+            with pytest.raises(
+                TimeoutError,
+                match="version 1 is skipped: a chunk of host 0 could not be had: OwnerDiedError",
+            ):
                 reader.wait(1, 5.0)
-        assert "version 1 is skipped: a chunk of host 0 could not be had: OwnerDiedError" in caplog.text
+        assert (
+            "version 1 is skipped: a chunk of host 0 could not be had: OwnerDiedError"
+            in caplog.text
+        )
         reader.offer(2, [contribution_of(publisher, 2, params_of(train, 2, rows))])
         assert reader.wait(2, TIMEOUT_S).version == 2
 
@@ -257,17 +290,25 @@ def test_what_is_missing_or_of_another_model_is_skipped_and_named(
         of_host.update({"version": version, **changes})  # pyright: ignore[reportCallIssue, reportArgumentType]
         return of_host
 
-    assert "expected contributions of hosts 0 to 1, came those of [0]" in reported(reader, 1, changed(1, num_hosts=2))
+    assert "expected contributions of hosts 0 to 1, came those of [0]" in reported(
+        reader, 1, changed(1, num_hosts=2)
+    )
     assert "host 0 came with version 9" in reported(reader, 2, good)
     chunk = good["chunks"][0]
     fewer = {**chunk, "pieces": chunk["pieces"][:-1]}
     assert "bytes, expected" in reported(reader, 3, changed(3, chunks=[fewer]))
     assert "count came with 0 of the 1 entries of []" in reported(reader, 4, changed(4, chunks=[]))
     engine = mesh_of({"data": 1, "tensor": 2}, last=True)
-    other = closing_all.enter_context(closing(reader_on(engine, scale=jax.ShapeDtypeStruct((24,), jnp.bfloat16))))
-    assert "another model: scale float32[24], the engine's is bfloat16[24]" in reported(other, 5, changed(5))
+    other = closing_all.enter_context(
+        closing(reader_on(engine, scale=jax.ShapeDtypeStruct((24,), jnp.bfloat16)))
+    )
+    assert "another model: scale float32[24], the engine's is bfloat16[24]" in reported(
+        other, 5, changed(5)
+    )
     taller = closing_all.enter_context(closing(reader_on(engine, rows=32)))
-    assert "another model: layers.0 bfloat16[24, 8], the engine's is bfloat16[32, 8]" in reported(taller, 6, changed(6))
+    assert "another model: layers.0 bfloat16[24, 8], the engine's is bfloat16[32, 8]" in reported(
+        taller, 6, changed(6)
+    )
     assert reader.metrics()["skipped"] == (4.0, 1.0)
     reader.offer(9, [good])
     assert reader.wait(9, TIMEOUT_S).version == 9
@@ -277,16 +318,23 @@ def test_the_store_keeps_what_is_newest_and_what_is_in_use_and_nothing_else():
     # 8 MiB each, 100 MiB in all: twenty versions fit only because older ones go.
     train, engine = mesh_of({"fsdp": 2, "tensor": 1}), mesh_of({"data": 1, "tensor": 1}, last=True)
     rows = 2**17
-    with closing(ShardPublisher(layout)) as publisher, closing(reader_on(engine, rows=rows)) as reader:
+    with (
+        closing(ShardPublisher(layout)) as publisher,
+        closing(reader_on(engine, rows=rows)) as reader,
+    ):
         for version in range(20):
-            reader.offer(version, [contribution_of(publisher, version, params_of(train, version, rows))])
+            reader.offer(
+                version, [contribution_of(publisher, version, params_of(train, version, rows))]
+            )
             assert int(reader.wait(version, TIMEOUT_S).params["count"]) == version
         assert publisher.metrics()["failed"] == (0.0, 1.0)
 
 
 def test_a_version_that_does_not_fit_into_the_store_is_skipped(caplog: pytest.LogCaptureFixture):
     train = mesh_of({"fsdp": 1, "tensor": 1})
-    grown = ShardPublisher(lambda params: {"grown": jnp.zeros((len(params["scale"]), 2**16), jnp.uint8)})
+    grown = ShardPublisher(
+        lambda params: {"grown": jnp.zeros((len(params["scale"]), 2**16), jnp.uint8)}
+    )
     with closing(grown) as publisher, caplog.at_level(logging.WARNING):
         # 2048 rows of 64 KiB are 128 MiB; the store has 100.
         publisher.publish(1, params_of(train, 1, rows=2048))

@@ -71,14 +71,16 @@ def test_an_eighth_of_many_engines_swaps_at_a_time_in_the_order_of_asking() -> N
     for number in range(16):
         turns.ask(number, 1.0, may_begin(number))
     assert begun == [0, 1]
-    # Who asks again keeps its place; who has its turn is told of it again, and is given no second one.
+    # Who asks again keeps its place; who has its turn is told of it again, and is given no second
+    # one.
     turns.ask(5, 2.0, may_begin(5))
     turns.ask(0, 2.0, may_begin(0))
     assert begun == [0, 1, 0] and turns.swapping == {0, 1}
     del begun[-1]
     turns.over(1, 1.0)
     assert begun == [0, 1, 2]
-    # One that is lost before its turn is passed over; one that is lost when it has no wish ends nobody's turn.
+    # One that is lost before its turn is passed over; one that is lost when it has no wish ends
+    # nobody's turn.
     turns.over(3, 2.0)
     turns.over(1, 2.0)
     assert begun == [0, 1, 2]
@@ -110,7 +112,8 @@ def test_a_turn_given_from_elsewhere_is_asked_for_once_and_ends_with_the_swap() 
         over=lambda ticket: said.append(f"over {ticket:g}"),
         clock=clock,
     )
-    # A turn that comes when it has swapped already is given back, and not kept for the next version.
+    # A turn that comes when it has swapped already is given back, and not kept for the next
+    # version.
     engine.give(99.0)
     assert said == ["over 99"]
     # Nothing newer: nothing to ask for.
@@ -140,13 +143,16 @@ def test_a_turn_given_from_elsewhere_is_asked_for_once_and_ends_with_the_swap() 
 
 def test_a_late_or_repeated_turn_starts_no_swap() -> None:
     over, clock = list[float](), Clock()
-    engine = RollingSource(Versions(1), ask=lambda _ticket, _give: None, over=over.append, clock=clock)
+    engine = RollingSource(
+        Versions(1), ask=lambda _ticket, _give: None, over=over.append, clock=clock
+    )
     assert engine.newest(0) is None
     # Too late: by the end of a swap the turn might be another engine's.
     clock.now_s += rolling._BEGIN_S
     engine.give(100.0)
     assert engine.newest(0) is None and over == [100.0]
-    # It has asked again meanwhile; of that turn it is told twice, the second time after it has swapped and wants the next.
+    # It has asked again meanwhile; of that turn it is told twice, the second time after it has
+    # swapped and wants the next.
     requested_s = clock.now_s
     engine.give(requested_s)
     assert engine.newest(0) == Weights(1, None)
@@ -173,7 +179,8 @@ def test_the_end_of_one_turn_never_ends_another() -> None:
     ask(1, 1.0)
     turns.over(0, 0.5)
     assert begun == [(0, 1.0)]
-    # A lost answer is given again, a lost end is noticed when the time is over, without anyone asking.
+    # A lost answer is given again, a lost end is noticed when the time is over, without anyone
+    # asking.
     ask(0, 2.0)
     assert begun == [(0, 1.0), (0, 1.0)]
     clock.now_s += rolling._TURN_S

@@ -1,4 +1,5 @@
-"""Agents: a user's own program over HTTP, its calls as samples, and all the ways in which it can fail."""
+"""Agents: a user's own program over HTTP, its calls as samples, and all the ways in which it can
+fail."""
 
 from __future__ import annotations
 
@@ -174,7 +175,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Saying:
-    """Draws the tokens of one text after another, the last for ever, and counts the threads that it is called in."""
+    """Draws the tokens of one text after another, the last for ever, and counts the threads that it
+    is called in."""
 
     def __init__(self, *texts: str, error: Exception | None = None) -> None:
         self.texts, self.error = list(texts or ["2"]), error
@@ -185,9 +187,14 @@ class Saying:
         if self.error is not None:
             raise self.error
         text = self.texts.pop(0) if len(self.texts) > 1 else self.texts[0]
-        sampled = np.append(TOKENIZER.encode(text), np.int32(TOKENIZER.stop_token_ids[0])).astype(np.int32)
+        sampled = np.append(TOKENIZER.encode(text), np.int32(TOKENIZER.stop_token_ids[0])).astype(
+            np.int32
+        )
         zeros = np.zeros(len(sampled), np.int32)
-        return [Completion(sampled, zeros.astype(np.float32) - 1, zeros, "stop") for _ in range(num_samples)]
+        return [
+            Completion(sampled, zeros.astype(np.float32) - 1, zeros, "stop")
+            for _ in range(num_samples)
+        ]
 
 
 async def grader(task: Task, answer: str) -> RewardResult:
@@ -195,7 +202,9 @@ async def grader(task: Task, answer: str) -> RewardResult:
 
 
 def workflow(config: Agent, host: Runner, num_samples: int) -> Workflow:
-    return make_workflow(config, TOKENIZER, num_samples, REWARDS, max_prompt_tokens=200, tools=no_tools, agents=host)
+    return make_workflow(
+        config, TOKENIZER, num_samples, REWARDS, max_prompt_tokens=200, tools=no_tools, agents=host
+    )
 
 
 async def no_tools(tool: str, argument: str) -> ToolResult:
@@ -211,7 +220,9 @@ def work(
 ) -> tuple[Sample, ...]:
     async def main() -> tuple[Sample, ...]:
         async with AsyncExitStack() as stack:
-            sessions = await stack.enter_async_context(AgentServer(TOKENIZER, 50, 100.0).listening())
+            sessions = await stack.enter_async_context(
+                AgentServer(TOKENIZER, 50, 100.0).listening()
+            )
             host = AgentHost(config, sessions)
             stack.push_async_callback(host.close)
             await host.start()
@@ -238,7 +249,9 @@ def test_calls_that_go_on_from_one_another_are_one_sample_with_the_agents_reward
 
 
 def test_each_call_can_be_a_sample_of_its_own(program: Path):
-    samples = work(Agent(function=f"{program}:two_calls", export="per_call"), Saying(), num_samples=2)
+    samples = work(
+        Agent(function=f"{program}:two_calls", export="per_call"), Saying(), num_samples=2
+    )
     assert [sample.reward for sample in samples] == [0.5] * 4
     assert {int(sample.loss_mask.sum()) for sample in samples} == {len(TOKENIZER.encode("2")) + 1}
 
@@ -251,7 +264,9 @@ def test_an_async_agent_runs_beside_the_thread_that_counts(program: Path):
 
 
 @pytest.mark.parametrize(("said", "reward"), [("2", 2.0), ("3", -1.0)])
-def test_an_agent_that_returns_nothing_has_its_last_answer_judged(program: Path, said: str, reward: float):
+def test_an_agent_that_returns_nothing_has_its_last_answer_judged(
+    program: Path, said: str, reward: float
+):
     [sample] = work(Agent(function=f"{program}:unjudged"), Saying(said), num_samples=1)
     assert sample.reward == reward
     samples = work(Agent(function=f"{program}:unjudged_twice"), Saying("7", said), num_samples=1)
@@ -281,19 +296,27 @@ def test_a_command_that_fails_fails_its_group(program: Path):
         ("gives_up", "CancelledError()"),
     ],
 )
-def test_an_agent_that_would_end_the_process_fails_its_own_task_alone(program: Path, name: str, raised: str):
+def test_an_agent_that_would_end_the_process_fails_its_own_task_alone(
+    program: Path, name: str, raised: str
+):
     config = Agent(function=f"{program}:{name}", timeout_s=20.0)
 
     async def main() -> None:
         async with AsyncExitStack() as stack:
-            host = AgentHost(config, await stack.enter_async_context(AgentServer(TOKENIZER, 50, 100.0).listening()))
+            host = AgentHost(
+                config,
+                await stack.enter_async_context(AgentServer(TOKENIZER, 50, 100.0).listening()),
+            )
             stack.push_async_callback(host.close)
             bad = Task(id="bad", prompt=(), answer="2")
             with pytest.raises(ExceptionGroup) as failed:
                 await workflow(config, host, 1)(bad, Saying(), grader)
             error = first_error(failed.value)
             assert isinstance(error, AgentFailed)
-            assert f"the agent on task bad failed: RuntimeError: expected it to return, it raised {raised}" in str(error)
+            assert (
+                "the agent on task bad failed: RuntimeError: expected it to return, it raised "
+                f"{raised}"
+            ) in str(error)
             assert len(await workflow(config, host, 2)(TASK, Saying(), grader)) == 2
 
     asyncio.run(asyncio.wait_for(main(), 60))
@@ -302,7 +325,9 @@ def test_an_agent_that_would_end_the_process_fails_its_own_task_alone(program: P
 def test_agents_that_do_not_end_are_killed(program: Path):
     error = failure(Agent(function=f"{program}:stays", timeout_s=4.0), Saying(), num_samples=1)
     assert isinstance(error, TimeoutError)
-    assert f"it was at {program}:" in str(error) and "in stays: await asyncio.sleep(60)" in str(error)
+    assert f"it was at {program}:" in str(error) and "in stays: await asyncio.sleep(60)" in str(
+        error
+    )
 
 
 BAD = Task(id="bad", prompt=(), answer="2")
@@ -311,7 +336,9 @@ BAD = Task(id="bad", prompt=(), answer="2")
 @asynccontextmanager
 async def hosted(config: Agent) -> AsyncIterator[AgentHost]:
     async with AsyncExitStack() as stack:
-        host = AgentHost(config, await stack.enter_async_context(AgentServer(TOKENIZER, 50, 100.0).listening()))
+        host = AgentHost(
+            config, await stack.enter_async_context(AgentServer(TOKENIZER, 50, 100.0).listening())
+        )
         stack.push_async_callback(host.close)
         await host.start()
         yield host
@@ -326,7 +353,9 @@ def all_ended(pids: Iterable[int]) -> None:
 
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("name", ["blocks_at_once", "blocks_later"])
-def test_a_blocking_agent_is_named_and_others_go_on(program: Path, name: str, caplog: pytest.LogCaptureFixture):
+def test_a_blocking_agent_is_named_and_others_go_on(
+    program: Path, name: str, caplog: pytest.LogCaptureFixture
+):
     config = Agent(function=f"{program}:{name}", timeout_s=10.0, stall_warning_s=0.5)
 
     async def main() -> None:
@@ -369,17 +398,25 @@ def test_agents_start_again_where_another_one_blocks_their_process(program: Path
 
 
 @pytest.mark.timeout(100)
-def test_the_clock_of_an_agent_starts_when_it_has_a_worker(program: Path, monkeypatch: pytest.MonkeyPatch):
+def test_the_clock_of_an_agent_starts_when_it_has_a_worker(
+    program: Path, monkeypatch: pytest.MonkeyPatch
+):
     monkeypatch.setattr(agent, "MAX_WORKERS", 1)
     config = Agent(function=f"{program}:blocks_at_once", timeout_s=8.0)
 
     async def main() -> None:
         async with hosted(config) as host:
-            bad = [asyncio.ensure_future(workflow(config, host, 1)(BAD, Saying(), grader)) for _ in range(2)]
+            bad = [
+                asyncio.ensure_future(workflow(config, host, 1)(BAD, Saying(), grader))
+                for _ in range(2)
+            ]
             await asyncio.sleep(0.5)
             # Whenever its turn comes: the others block the only worker until their time-outs.
             assert len(await workflow(config, host, 1)(TASK, Saying(), grader)) == 1
-            assert all(isinstance(each, ExceptionGroup) for each in await asyncio.gather(*bad, return_exceptions=True))
+            assert all(
+                isinstance(each, ExceptionGroup)
+                for each in await asyncio.gather(*bad, return_exceptions=True)
+            )
 
     asyncio.run(asyncio.wait_for(main(), 90))
 
@@ -404,7 +441,12 @@ def test_an_agent_that_kills_its_process_fails_alone(program: Path):
 
 
 def test_a_forked_copy_of_an_agent_does_not_answer_for_it(program: Path, tmp_path: Path):
-    samples = work(Agent(function=f"{program}:forks"), Saying(), num_samples=1, task=replace(TASK, id=str(tmp_path)))
+    samples = work(
+        Agent(function=f"{program}:forks"),
+        Saying(),
+        num_samples=1,
+        task=replace(TASK, id=str(tmp_path)),
+    )
     assert len(samples) == 1
     all_ended([int((tmp_path / "forked").read_text())])
 
@@ -463,10 +505,18 @@ asyncio.run(main(eval(sys.argv[1]), sys.argv[2]))
 
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("kind", ["function", "command"])
-def test_what_agents_start_ends_when_the_trainer_is_killed(program: Path, tmp_path: Path, kind: str):
-    named = f"{program}:starts_others" if kind == "function" else f"{sys.executable} {program} starts_others {tmp_path}"
+def test_what_agents_start_ends_when_the_trainer_is_killed(
+    program: Path, tmp_path: Path, kind: str
+):
+    named = (
+        f"{program}:starts_others"
+        if kind == "function"
+        else f"{sys.executable} {program} starts_others {tmp_path}"
+    )
     given = [sys.executable, "-c", HOST, repr({kind: named}), str(tmp_path)]
-    trainer = subprocess.Popen(given, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])})
+    trainer = subprocess.Popen(
+        given, env=os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    )
     try:
         while not (tmp_path / "pids").exists():
             assert trainer.poll() is None
@@ -476,7 +526,10 @@ def test_what_agents_start_ends_when_the_trainer_is_killed(program: Path, tmp_pa
         trainer.kill()
         trainer.wait(60)
     assert len(started) >= 2  # the guard and what it guards
-    all_ended([int(pid) for pid in (tmp_path / "pids").read_text().split()] + [each.pid for each in started])
+    all_ended(
+        [int(pid) for pid in (tmp_path / "pids").read_text().split()]
+        + [each.pid for each in started]
+    )
 
 
 @pytest.mark.timeout(100)
@@ -490,7 +543,9 @@ def test_clocks_of_agents_stop_while_an_evaluation_holds(program: Path):
             while held.waiting < 1:
                 await asyncio.sleep(0.01)
             with host.evaluating(holds=True) as runner:
-                training.append(asyncio.ensure_future(workflow(config, host, 1)(TASK, held, grader)))
+                training.append(
+                    asyncio.ensure_future(workflow(config, host, 1)(TASK, held, grader))
+                )
                 # The clock of the evaluation's own agents goes on.
                 with pytest.raises(ExceptionGroup) as failed:
                     await workflow(config, runner, 1)(TASK, Held(), grader)
@@ -513,7 +568,10 @@ def test_a_function_that_cannot_be_loaded_is_refused(tmp_path: Path):
         async with hosted(Agent(function=f"{tmp_path}/{name}")):
             raise AssertionError("it was loaded")
 
-    for name, words in (("agents.py:f", "ModuleNotFoundError: No module named"), ("none.py:f", "FileNotFoundError")):
+    for name, words in (
+        ("agents.py:f", "ModuleNotFoundError: No module named"),
+        ("none.py:f", "FileNotFoundError"),
+    ):
         with pytest.raises(ValueError, match=words):
             asyncio.run(main(name))
 
@@ -526,7 +584,9 @@ def test_a_function_that_cannot_be_loaded_is_refused(tmp_path: Path):
         ("too_much", "expected a bool or a number from 0 to 1, found 7"),
     ],
 )
-def test_an_agent_that_does_not_do_its_work_fails_its_group_and_says_why(program: Path, name: str, words: str):
+def test_an_agent_that_does_not_do_its_work_fails_its_group_and_says_why(
+    program: Path, name: str, words: str
+):
     error = failure(Agent(function=f"{program}:{name}"), Saying())
     assert isinstance(error, AgentFailed)
     assert words in str(error)
@@ -540,8 +600,14 @@ def test_an_agent_that_hangs_is_broken_off(program: Path):
 
 @pytest.mark.timeout(60)
 def test_a_command_that_hangs_is_killed_with_all_it_started(tmp_path: Path):
-    (tmp_path / "hangs.sh").write_text("sleep 600 &\necho $$ $! > pids.writing; mv pids.writing pids\nwait")
-    error = failure(Agent(command=f"sh -c 'cd {tmp_path}; . ./hangs.sh'", timeout_s=3.0), Saying(), num_samples=1)
+    (tmp_path / "hangs.sh").write_text(
+        "sleep 600 &\necho $$ $! > pids.writing; mv pids.writing pids\nwait"
+    )
+    error = failure(
+        Agent(command=f"sh -c 'cd {tmp_path}; . ./hangs.sh'", timeout_s=3.0),
+        Saying(),
+        num_samples=1,
+    )
     assert isinstance(error, TimeoutError)
     assert "has not ended within workflow.timeout_s=3" in str(error)
     started = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
@@ -565,12 +631,17 @@ class Held(Saying):
         return await super().__call__(prompt_tokens, num_samples, **how)
 
 
-def test_agents_have_places_and_those_of_an_evaluation_do_not_wait_for_those_of_training(program: Path):
+def test_agents_have_places_and_those_of_an_evaluation_do_not_wait_for_those_of_training(
+    program: Path,
+):
     config = Agent(function=f"{program}:in_a_loop", max_running=2)
 
     async def main() -> None:
         async with AsyncExitStack() as stack:
-            host = AgentHost(config, await stack.enter_async_context(AgentServer(TOKENIZER, 50, 100.0).listening()))
+            host = AgentHost(
+                config,
+                await stack.enter_async_context(AgentServer(TOKENIZER, 50, 100.0).listening()),
+            )
             stack.push_async_callback(host.close)
             # Weights that training waits for come after the evaluation.
             held = Held()

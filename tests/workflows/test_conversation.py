@@ -22,18 +22,30 @@ EMBEDDED = HFTokenizer.from_folder(Path(areal_jax.__file__).parent / "models" / 
 STOP = EMBEDDED.stop_token_ids[0]
 
 
-def completion(rng: np.random.Generator, stop: StopReason, vocab_size: int = EMBEDDED.vocab_size) -> Completion:
-    """Any tokens at all, stop tokens excepted: bytes of broken characters, special ones, text cut where no tokenizer would."""
+def completion(
+    rng: np.random.Generator, stop: StopReason, vocab_size: int = EMBEDDED.vocab_size
+) -> Completion:
+    """Any tokens at all, stop tokens excepted: bytes of broken characters, special ones, text cut
+    where no tokenizer would."""
     sampled = rng.integers(0, vocab_size, rng.integers(1, 9)).astype(np.int32)
-    sampled = np.append(sampled[sampled != STOP], [STOP] if stop == "stop" else [1]).astype(np.int32)
-    return Completion(sampled, -rng.random(len(sampled), np.float32), rng.integers(0, 9, len(sampled)).astype(np.int32), stop)
+    sampled = np.append(sampled[sampled != STOP], [STOP] if stop == "stop" else [1]).astype(
+        np.int32
+    )
+    return Completion(
+        sampled,
+        -rng.random(len(sampled), np.float32),
+        rng.integers(0, 9, len(sampled)).astype(np.int32),
+        stop,
+    )
 
 
 def conversation(rng: np.random.Generator) -> list[Call]:
     calls = [Call(EMBEDDED.render([Message("user", "1+1?")]), completion(rng, "stop"))]
     for _ in range(rng.integers(0, 5)):
         said = "".join(chr(c) for c in rng.integers(32, 0x3000, rng.integers(0, 6)))
-        prompt = next_prompt(EMBEDDED, calls[-1], [Message(str(rng.choice(["user", "tool"])), said)])
+        prompt = next_prompt(
+            EMBEDDED, calls[-1], [Message(str(rng.choice(["user", "tool"])), said)]
+        )
         calls.append(Call(prompt, completion(rng, "stop" if rng.random() < 0.7 else "length")))
     return calls
 
@@ -49,15 +61,24 @@ def test_the_tokens_that_are_trained_on_are_the_tokens_that_were_drawn(export: E
         calls = conversation(np.random.default_rng(seed))
         samples = samples_of(calls, [1.0] * len(calls), "correct", export=export)
         assert len(samples) == (1 if export == "concatenated" else len(calls))
-        for name, of_call in (("tokens", "tokens"), ("behave_logp", "logp"), ("versions", "versions")):
-            trained = np.concatenate([getattr(sample, name)[sample.loss_mask] for sample in samples])
+        for name, of_call in (
+            ("tokens", "tokens"),
+            ("behave_logp", "logp"),
+            ("versions", "versions"),
+        ):
+            trained = np.concatenate(
+                [getattr(sample, name)[sample.loss_mask] for sample in samples]
+            )
             given = np.concatenate([getattr(call.completion, of_call) for call in calls])
             assert trained.dtype == given.dtype
             assert trained.tolist() == given.tolist()
         for sample in samples:
             assert not sample.behave_logp[~sample.loss_mask].any()
             assert (sample.versions[~sample.loss_mask] == NO_VERSION).all()
-        changed_by_text += EMBEDDED.encode(EMBEDDED.decode(samples[-1].tokens)).tolist() != samples[-1].tokens.tolist()
+        changed_by_text += (
+            EMBEDDED.encode(EMBEDDED.decode(samples[-1].tokens)).tolist()
+            != samples[-1].tokens.tolist()
+        )
     # The law has something to say: by way of text, other tokens would have come out nearly always.
     assert changed_by_text > 90
 
@@ -73,39 +94,58 @@ def test_every_call_is_trained_on_after_exactly_what_it_was_given() -> None:
 def test_between_two_turns_stands_what_the_template_puts_there() -> None:
     said = EMBEDDED.encode("2")
     ended = Call(EMBEDDED.render([Message("user", "1+1?")]), answer([*said.tolist(), STOP], "stop"))
-    whole = EMBEDDED.render([Message("user", "1+1?"), Message("assistant", "2"), Message("user", "Sure?")])
+    whole = EMBEDDED.render(
+        [Message("user", "1+1?"), Message("assistant", "2"), Message("user", "Sure?")]
+    )
     assert next_prompt(EMBEDDED, ended, [Message("user", "Sure?")]).tolist() == whole.tolist()
     # One that was cut is ended for it; the token that ends it is context.
     cut = Call(ended.prompt, answer(said.tolist(), "length"))
     assert next_prompt(EMBEDDED, cut, [Message("user", "Sure?")]).tolist() == whole.tolist()
     # So is one in which nothing was sampled.
-    nothing = next_prompt(EMBEDDED, Call(ended.prompt, answer([], "length")), [Message("user", "Sure?")])
+    nothing = next_prompt(
+        EMBEDDED, Call(ended.prompt, answer([], "length")), [Message("user", "Sure?")]
+    )
     assert nothing[: len(ended.prompt) + 1].tolist() == [*ended.prompt.tolist(), STOP]
     (sample,) = samples_of([cut, Call(whole, answer([5], "length"))], [0.0, 1.0], "correct")
     assert sample.tokens[sample.loss_mask].tolist() == [*said.tolist(), 5]
 
 
 def answer(tokens: list[int], stop: StopReason) -> Completion:
-    return Completion(np.array(tokens, np.int32), -np.ones(len(tokens), np.float32), np.zeros(len(tokens), np.int32), stop)
+    return Completion(
+        np.array(tokens, np.int32),
+        -np.ones(len(tokens), np.float32),
+        np.zeros(len(tokens), np.int32),
+        stop,
+    )
 
 
 def test_calls_that_do_not_go_on_from_one_another_are_samples_of_their_own() -> None:
     first = Call(np.array([3, 4], np.int32), answer([5, STOP], "stop"))
     second = Call(np.array([3, 4, 5, STOP, 6], np.int32), answer([7], "length"))
-    # Goes on from the first too, so that what the first drew is its context; and one of which nothing was before.
+    # Goes on from the first too, so that what the first drew is its context; and one of which
+    # nothing was before.
     branch = Call(np.array([3, 4, 5, STOP, 8], np.int32), answer([9, STOP], "stop"))
     other = Call(np.array([3, 10], np.int32), answer([11, STOP], "stop"))
     # Was told that the one before had said something else: what that drew is no context of it.
     rewritten = Call(np.array([3, 10, 6, STOP, 12], np.int32), answer([13, STOP], "stop"))
-    samples = samples_of([first, second, branch, other, rewritten], [0.1, 0.2, 0.3, 0.4, 0.5], "correct")
+    samples = samples_of(
+        [first, second, branch, other, rewritten], [0.1, 0.2, 0.3, 0.4, 0.5], "correct"
+    )
     trained = [sample.tokens[sample.loss_mask].tolist() for sample in samples]
     assert trained == [[5, STOP, 7], [9, STOP], [11, STOP], [13, STOP]]
     assert [sample.reward for sample in samples] == [0.2, 0.3, 0.4, 0.5]
     assert [sample.stop_reason for sample in samples] == ["length", "stop", "stop", "stop"]
     # One call each: the reward of each, its own prompt for context.
-    alone = samples_of([first, second, branch, other], [0.1, 0.2, 0.3, 0.4], "correct", export="per_call")
+    alone = samples_of(
+        [first, second, branch, other], [0.1, 0.2, 0.3, 0.4], "correct", export="per_call"
+    )
     assert [sample.reward for sample in alone] == [0.1, 0.2, 0.3, 0.4]
-    assert [sample.tokens[sample.loss_mask].tolist() for sample in alone] == [[5, STOP], [7], [9, STOP], [11, STOP]]
+    assert [sample.tokens[sample.loss_mask].tolist() for sample in alone] == [
+        [5, STOP],
+        [7],
+        [9, STOP],
+        [11, STOP],
+    ]
 
 
 POLICY = Policy(
@@ -128,20 +168,33 @@ ROWS, ROW_TOKENS = 24, 160
 
 def rows(samples: list[Sample]) -> tuple[np.ndarray, ...]:
     """One sample in a row: tokens, mask, behaviour's log-probs, advantage on every token."""
-    filled = [np.zeros((ROWS, ROW_TOKENS), dtype) for dtype in (np.int32, np.bool_, np.float32, np.float32)]
+    filled = [
+        np.zeros((ROWS, ROW_TOKENS), dtype)
+        for dtype in (np.int32, np.bool_, np.float32, np.float32)
+    ]
     for row, sample in enumerate(samples):
-        for array, values in zip(filled, (sample.tokens, sample.loss_mask, sample.behave_logp, sample.reward), strict=True):
+        for array, values in zip(
+            filled,
+            (sample.tokens, sample.loss_mask, sample.behave_logp, sample.reward),
+            strict=True,
+        ):
             array[row, : len(sample.tokens)] = values
     return tuple(filled)
 
 
 @pytest.mark.usefixtures("quick_compilation")
 def test_both_exports_give_the_same_policy_gradient() -> None:
-    def loss(params: Params, tokens: Array, mask: Array, behave_logp: Array, advantages: Array) -> Float[Array, ""]:
+    def loss(
+        params: Params, tokens: Array, mask: Array, behave_logp: Array, advantages: Array
+    ) -> Float[Array, ""]:
         places, ones = jnp.broadcast_to(jnp.arange(ROW_TOKENS), tokens.shape), jnp.ones_like(tokens)
-        hidden, _, _ = POLICY.hidden(params, tokens, places, packed_attention(ones), compute_dtype=jnp.float32)
+        hidden, _, _ = POLICY.hidden(
+            params, tokens, places, packed_attention(ones), compute_dtype=jnp.float32
+        )
         logp, _ = token_logprobs(hidden, POLICY.head(params), tokens, ones, chunk_tokens=ROW_TOKENS)
-        return decoupled_ppo_loss(logp, jax.lax.stop_gradient(logp), behave_logp, advantages, mask).loss
+        return decoupled_ppo_loss(
+            logp, jax.lax.stop_gradient(logp), behave_logp, advantages, mask
+        ).loss
 
     gradient = jax.jit(jax.grad(loss))
     params = POLICY.init(jax.random.key(0))

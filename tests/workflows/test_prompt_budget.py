@@ -46,10 +46,15 @@ class Letters:
 
 
 def tasks(*questions: str, answer: str = "7", kind: str = "math") -> list[Task]:
-    return [Task(str(place), (Message("user", text),), answer, kind=kind) for place, text in enumerate(questions)]
+    return [
+        Task(str(place), (Message("user", text),), answer, kind=kind)
+        for place, text in enumerate(questions)
+    ]
 
 
-def measured(workflow: WorkflowConfig, *questions: str, answer: str = "7", kind: str = "math") -> Prompts:
+def measured(
+    workflow: WorkflowConfig, *questions: str, answer: str = "7", kind: str = "math"
+) -> Prompts:
     given = tasks(*questions, answer=answer, kind=kind)
     return measure_prompts(Letters(), "tasks", given, workflow, max_new_tokens=10, is_boxed=True)
 
@@ -76,7 +81,10 @@ def test_of_many_tasks_some_are_measured_from_first_to_last() -> None:
     many = ["1"] * MAX_MEASURED + ["12345"] * MAX_MEASURED
     found = measured(SingleTurn(), *many)
     assert sorted(found.lengths) == [4] * (MAX_MEASURED // 2) + [8] * (MAX_MEASURED // 2)
-    assert (found.longest, found.num_tasks) == (10, 2 * MAX_MEASURED)  # a quarter more than what was seen
+    assert (found.longest, found.num_tasks) == (
+        10,
+        2 * MAX_MEASURED,
+    )  # a quarter more than what was seen
     assert measured(SingleTurn(), "12345").longest == 8
 
 
@@ -109,15 +117,30 @@ ONE_TURN = LaterTurns(0, 0, 0, "")
 @pytest.mark.parametrize(
     ("lengths", "turns", "limit", "said"),
     [
-        ((65, 70), ONE_TURN, 64, "longer than engine.max_prompt_tokens=64: the shortest has 65 tokens; set engine.max_prompt_"),
+        (
+            (65, 70),
+            ONE_TURN,
+            64,
+            (
+                "longer than engine.max_prompt_tokens=64: the shortest has 65 tokens; set "
+                "engine.max_prompt_"
+            ),
+        ),
         ((64, 70), ONE_TURN, 64, None),
         # 30 + 8 + a token and its end.
-        ((30, 40), TWICE, 39, "engine.max_prompt_tokens=39 leaves not enough resources for a second turn"),
+        (
+            (30, 40),
+            TWICE,
+            39,
+            "engine.max_prompt_tokens=39 leaves not enough resources for a second turn",
+        ),
         ((30, 40), TWICE, 40, None),
         ((30, 40), LaterTurns(2, 8, 8, "workflow.expected_calls", is_required=False), 39, None),
     ],
 )
-def test_what_can_never_work_is_refused(lengths: tuple[int, ...], turns: LaterTurns, limit: int, said: str | None) -> None:
+def test_what_can_never_work_is_refused(
+    lengths: tuple[int, ...], turns: LaterTurns, limit: int, said: str | None
+) -> None:
     found = list(refused_prompts(prompts(*lengths), turns, Limits(limit, 10, 1000)))
     assert len(found) == (said is not None)
     assert said is None or said in found[0]
@@ -130,7 +153,10 @@ def test_answers_that_do_not_fit_are_refused_or_counted() -> None:
     )
     assert list(refused_prompts(prompts(9, 9, unanswerable=1), ONE_TURN, limits)) == []
     assert list(doubtful_prompts(prompts(9, 9, unanswerable=1), ONE_TURN, limits)) == [
-        "1 of 2 prompts of tasks have answers longer than engine.max_new_tokens=10; raise engine.max_new_tokens"
+        (
+            "1 of 2 prompts of tasks have answers longer than engine.max_new_tokens=10; raise "
+            "engine.max_new_tokens"
+        )
     ]
 
 
@@ -138,19 +164,26 @@ def test_what_fails_in_part_is_counted_with_the_setting_that_would_do() -> None:
     assert list(doubtful_prompts(prompts(60, 64), ONE_TURN, Limits(64, 10, 1000))) == []
     (too_long,) = doubtful_prompts(prompts(60, 64, 65, 90), ONE_TURN, Limits(64, 10, 1000))
     assert too_long == (
-        "2 of 4 prompts of tasks are longer than engine.max_prompt_tokens=64, and are neither trained on nor answered; "
+        "2 of 4 prompts of tasks are longer than engine.max_prompt_tokens=64, and are neither "
+        "trained on nor answered; "
         "set engine.max_prompt_tokens=128, or to 0"
     )
     # 20 + 2 * (10 + 1 + 8) = 58 fits into 60, 23 + 38 = 61 does not; of the third turn it is.
     (cut,) = doubtful_prompts(prompts(20, 22, 23), TWICE, Limits(60, 10, 1000))
     assert cut.startswith(
-        "1 of 3 prompts of tasks leave not enough resources under engine.max_prompt_tokens=60 for turn 3 after"
+        "1 of 3 prompts of tasks leave not enough resources under engine.max_prompt_tokens=60 "
+        "for turn 3 after"
     )
     (beyond,) = doubtful_prompts(prompts(23), TWICE, Limits(60, 10, 70))
-    assert "the policy has 70 positions: lower engine.max_new_tokens or workflow.max_turns" in beyond
+    assert (
+        "the policy has 70 positions: lower engine.max_new_tokens or workflow.max_turns" in beyond
+    )
 
 
 def test_fewer_tasks_than_groups_in_a_batch_are_named() -> None:
     assert list(too_few_tasks(prompts(1, 2), 2, 100)) == []
     (said,) = too_few_tasks(prompts(1, 2), 4, 100)
-    assert "tasks has 2 different prompts for rollout.groups_per_batch=4" in said and "200 times" in said
+    assert (
+        "tasks has 2 different prompts for rollout.groups_per_batch=4" in said
+        and "200 times" in said
+    )

@@ -11,7 +11,16 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers
 
 from areal_jax.data.tokenizer import HFTokenizer
-from areal_jax.records import NO_VERSION, Completion, Message, ResultKind, RewardResult, Sample, StopReason, Task
+from areal_jax.records import (
+    NO_VERSION,
+    Completion,
+    Message,
+    ResultKind,
+    RewardResult,
+    Sample,
+    StopReason,
+    Task,
+)
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.rewards.service import RewardService
 from areal_jax.workflows.single_turn import GradingFailed, SingleTurn
@@ -23,7 +32,9 @@ STOP = 0
 @pytest.fixture
 def tokenizer() -> HFTokenizer:
     """A token for every character, and one that stops."""
-    inner = tokenizers.Tokenizer(models.WordLevel({"<stop>": STOP, "?": 1} | {chr(c): c for c in range(32, 127)}, "?"))
+    inner = tokenizers.Tokenizer(
+        models.WordLevel({"<stop>": STOP, "?": 1} | {chr(c): c for c in range(32, 127)}, "?")
+    )
     inner.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     inner.decoder = decoders.Fuse()
     inner.add_special_tokens([AddedToken("<stop>", special=True)])
@@ -34,7 +45,9 @@ def completion(tokenizer: HFTokenizer, text: str, stop: StopReason, version: int
     tokens = tokenizer.encode(text)
     if stop == "stop":
         tokens = np.append(tokens, np.int32(STOP))
-    return Completion(tokens, -np.ones(len(tokens), np.float32), np.full(len(tokens), version, np.int32), stop)
+    return Completion(
+        tokens, -np.ones(len(tokens), np.float32), np.full(len(tokens), version, np.int32), stop
+    )
 
 
 def run(
@@ -74,9 +87,15 @@ def test_every_array_speaks_of_the_same_tokens(tokenizer: HFTokenizer) -> None:
     assert cut.tokens.tolist() == [*prompt, ord("1"), ord("7")]
     assert (stopped.stop_reason, cut.stop_reason) == ("stop", "length")
     for sample in samples:
-        lengths = {len(a) for a in (sample.tokens, sample.loss_mask, sample.behave_logp, sample.versions)}
+        lengths = {
+            len(a) for a in (sample.tokens, sample.loss_mask, sample.behave_logp, sample.versions)
+        }
         assert lengths == {len(sample.tokens)}
-        assert (sample.tokens.dtype, sample.behave_logp.dtype, sample.versions.dtype) == (np.int32, np.float32, np.int32)
+        assert (sample.tokens.dtype, sample.behave_logp.dtype, sample.versions.dtype) == (
+            np.int32,
+            np.float32,
+            np.int32,
+        )
 
 
 @pytest.mark.parametrize("kind", ["correct", "wrong", "no_answer", "timeout", "crashed"])
@@ -117,7 +136,9 @@ def test_a_raw_reward_is_the_reward_itself(tokenizer: HFTokenizer) -> None:
     assert (sample.reward, sample.grade) == (-12.5, "scored")
 
 
-def test_answers_are_judged_at_the_same_time_each_with_its_own_verdict(tokenizer: HFTokenizer) -> None:
+def test_answers_are_judged_at_the_same_time_each_with_its_own_verdict(
+    tokenizer: HFTokenizer,
+) -> None:
     waiting = asyncio.Event()
     seen: list[str] = []
 
@@ -135,12 +156,19 @@ def test_answers_are_judged_at_the_same_time_each_with_its_own_verdict(tokenizer
     assert sorted(seen) == ["1", "2", "3"]
 
 
-def test_boxed_answers_are_judged_by_the_reward_service(tokenizer: HFTokenizer, tmp_path: Path) -> None:
+def test_boxed_answers_are_judged_by_the_reward_service(
+    tokenizer: HFTokenizer, tmp_path: Path
+) -> None:
     async def main() -> list[tuple[float, str]]:
-        sampled = [completion(tokenizer, text, "stop", 0) for text in ("so \\boxed{02}", "\\boxed{3}", "two", "\\boxed{2} and")]
+        sampled = [
+            completion(tokenizer, text, "stop", 0)
+            for text in ("so \\boxed{02}", "\\boxed{3}", "two", "\\boxed{2} and")
+        ]
         sampled[3] = completion(tokenizer, "\\boxed{2} and", "length", 0)
 
-        async def generate(prompt_tokens: np.ndarray, num_samples: int, **_: Any) -> list[Completion]:
+        async def generate(
+            prompt_tokens: np.ndarray, num_samples: int, **_: Any
+        ) -> list[Completion]:
             return sampled
 
         async with RewardService(RewardConfig()) as grader:
@@ -148,4 +176,9 @@ def test_boxed_answers_are_judged_by_the_reward_service(tokenizer: HFTokenizer, 
             return [(sample.reward, sample.grade) for sample in samples]
 
     # An answer that is right before it is cut is right.
-    assert asyncio.run(main()) == [(5.0, "correct"), (-5.0, "wrong"), (-5.0, "no_answer"), (5.0, "correct")]
+    assert asyncio.run(main()) == [
+        (5.0, "correct"),
+        (-5.0, "wrong"),
+        (-5.0, "no_answer"),
+        (5.0, "correct"),
+    ]

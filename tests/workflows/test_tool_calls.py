@@ -45,15 +45,26 @@ def test_what_is_thought_is_not_called() -> None:
         ("<tool_call></tool_call>", "no JSON"),
         ("<tool_call>[1]</tool_call>", "expected a JSON object"),
         ('<tool_call>{"name": "calculator"}</tool_call>', "expected a JSON object"),
-        ('<tool_call>{"name": "calculator", "arguments": {}, "id": 1}</tool_call>', "expected a JSON object"),
+        (
+            '<tool_call>{"name": "calculator", "arguments": {}, "id": 1}</tool_call>',
+            "expected a JSON object",
+        ),
         (call("browser", url="x"), "no tool 'browser'; there are calculator, python, search"),
         ('<tool_call>{"name": ["calculator"], "arguments": {}}</tool_call>', "no tool"),
         (call(code="1"), 'expected the arguments of calculator to be {"expression": a text}'),
         (call(expression="1", more="2"), "expected the arguments"),
         (call(expression=1), "expected the arguments"),
-        ('<tool_call>{"name": "calculator", "arguments": "1+1"}</tool_call>', "expected the arguments"),
+        (
+            '<tool_call>{"name": "calculator", "arguments": "1+1"}</tool_call>',
+            "expected the arguments",
+        ),
         ("<tool_call>" + "[" * 200_000 + "</tool_call>", "no JSON"),
-        ('<tool_call>{"name": "calculator", "arguments": {"expression": ' + "9" * 10_000 + "}}</tool_call>", "no JSON"),
+        (
+            '<tool_call>{"name": "calculator", "arguments": {"expression": '
+            + "9" * 10_000
+            + "}}</tool_call>",
+            "no JSON",
+        ),
     ],
 )
 def test_what_is_no_call_in_full_is_an_error_that_says_why(said: str, reason: str) -> None:
@@ -64,7 +75,9 @@ def test_what_is_no_call_in_full_is_an_error_that_says_why(said: str, reason: st
 
 
 def test_a_tag_that_is_never_closed_is_an_error() -> None:
-    assert parse_calls(Tags(), "<search>a</search> <search>b", NAMES)[1] == BadCall("<search> without </search>")
+    assert parse_calls(Tags(), "<search>a</search> <search>b", NAMES)[1] == BadCall(
+        "<search> without </search>"
+    )
     # Tools that there are not are words like others.
     assert parse_calls(Tags(), "<python>1</python>", ("search",)) == []
 
@@ -89,4 +102,6 @@ def test_an_announcement_tells_of_every_tool_and_of_no_other() -> None:
     assert signatures[1]["function"]["parameters"]["required"] == ["query"]
     # What it shows is what is read.
     assert "<search>query</search>" in announcement(Tags(), ("search",))
-    assert parse_calls(Tags(), "<search>query</search>", ("search",)) == [ToolCall("search", "query")]
+    assert parse_calls(Tags(), "<search>query</search>", ("search",)) == [
+        ToolCall("search", "query")
+    ]

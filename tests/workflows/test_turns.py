@@ -36,7 +36,12 @@ STOP = TOKENIZER.stop_token_ids[0]
 TASK = Task("sum", (Message("user", "1+1?"),), "2")
 AGAIN = "No. Again."
 MULTI_TURN = MultiTurn(max_turns=3, turn_discount=0.5, feedback=AGAIN)
-TOOL_USE = ToolUse(max_turns=3, call_format=Tags(), announce=False, tools=ToolsConfig(names=("calculator", "search")))
+TOOL_USE = ToolUse(
+    max_turns=3,
+    call_format=Tags(),
+    announce=False,
+    tools=ToolsConfig(names=("calculator", "search")),
+)
 PROMPT = "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n"
 
 
@@ -44,22 +49,32 @@ def completion(text: str, stop: StopReason = "stop", version: int = 3) -> Comple
     tokens = TOKENIZER.encode(text)
     if stop == "stop":
         tokens = np.append(tokens, np.int32(STOP))
-    return Completion(tokens, -np.ones(len(tokens), np.float32), np.full(len(tokens), version, np.int32), stop)
+    return Completion(
+        tokens, -np.ones(len(tokens), np.float32), np.full(len(tokens), version, np.int32), stop
+    )
 
 
 class Policy:
-    """Says what it was told to say in answer to each prompt, one after another, and keeps the prompts."""
+    """Says what it was told to say in answer to each prompt, one after another, and keeps the
+    prompts."""
 
     def __init__(self, **says: str | list[str]) -> None:
         """Args: says: by the text of the last message it was given."""
-        self._says = {text: [said] if isinstance(said, str) else list(said) for text, said in says.items()}
+        self._says = {
+            text: [said] if isinstance(said, str) else list(said) for text, said in says.items()
+        }
         self.prompts: list[str] = []
         self.stops: dict[str, StopReason] = {}
 
-    async def __call__(self, prompt_tokens: np.ndarray, num_samples: int, **how: object) -> list[Completion]:
+    async def __call__(
+        self, prompt_tokens: np.ndarray, num_samples: int, **how: object
+    ) -> list[Completion]:
         prompt = text_of(prompt_tokens)
         self.prompts.append(prompt)
-        last = prompt.split("<|im_end|>")[-2].partition("\n<|im_start|>")[2] or prompt.split("<|im_end|>")[-2]
+        last = (
+            prompt.split("<|im_end|>")[-2].partition("\n<|im_start|>")[2]
+            or prompt.split("<|im_end|>")[-2]
+        )
         message = last.partition("\n")[2]
         sampled = [self._says[message].pop(0) for _ in range(num_samples)]
         return [completion(said, self.stops.get(said, "stop")) for said in sampled]
@@ -76,7 +91,9 @@ def trained_text(sample: Sample) -> str:
 async def grader(task: Task, answer: str) -> RewardResult:
     if answer == "broken":
         return RewardResult("infrastructure", "no process")
-    kind: ResultKind = "correct" if answer == task.answer else "no_answer" if answer == "" else "wrong"
+    kind: ResultKind = (
+        "correct" if answer == task.answer else "no_answer" if answer == "" else "wrong"
+    )
     return RewardResult(kind)
 
 
@@ -95,7 +112,12 @@ def run(
     grader: Callable = grader,
 ) -> tuple[Sample, ...]:
     workflow = make_workflow(
-        chosen, TOKENIZER, num_samples, rewards or RewardConfig(), max_prompt_tokens=max_prompt_tokens, tools=tools
+        chosen,
+        TOKENIZER,
+        num_samples,
+        rewards or RewardConfig(),
+        max_prompt_tokens=max_prompt_tokens,
+        tools=tools,
     )
     return asyncio.run(workflow(TASK, policy, grader))  # type: ignore[arg-type]
 
@@ -127,7 +149,12 @@ def test_every_turn_is_judged_once() -> None:
         said.append(answer)
         return await grader(task, answer)
 
-    run(chz.replace(MULTI_TURN, max_turns=2), Policy(**{"1+1?": ["2", "3"], AGAIN: "4"}), 2, grader=noting)
+    run(
+        chz.replace(MULTI_TURN, max_turns=2),
+        Policy(**{"1+1?": ["2", "3"], AGAIN: "4"}),
+        2,
+        grader=noting,
+    )
     assert sorted(said) == ["2", "3", "4"]
 
 
@@ -136,11 +163,15 @@ def test_a_right_answer_is_worth_less_with_every_turn_and_a_wrong_one_no_more() 
     policy = Policy(**{"1+1?": ["2", "3", "3", "3"], AGAIN: ["2", "3", "2", "3", "3"]})
     samples = run(MULTI_TURN, policy, 4)
     assert sorted(sample.reward for sample in samples) == [-5.0, -2.5, 0.0, 5.0]
-    assert [sample.reward == -5.0 for sample in samples] == [sample.grade == "wrong" for sample in samples]
+    assert [sample.reward == -5.0 for sample in samples] == [
+        sample.grade == "wrong" for sample in samples
+    ]
 
 
 def test_a_conversation_ends_before_a_prompt_beyond_the_budget_and_counts_as_truncated() -> None:
-    prompt = len(TOKENIZER.render([*TASK.prompt, Message("assistant", "3"), Message("user", AGAIN)]))
+    prompt = len(
+        TOKENIZER.render([*TASK.prompt, Message("assistant", "3"), Message("user", AGAIN)])
+    )
     for room, num_turns, stop_reason in ((prompt, 2, "stop"), (prompt - 1, 1, "length")):
         policy = Policy(**{"1+1?": "3", AGAIN: "4"})
         (sample,) = run(chz.replace(MULTI_TURN, max_turns=2), policy, max_prompt_tokens=room)
@@ -166,7 +197,8 @@ def test_what_tools_answer_is_context_and_only_the_last_turn_is_judged() -> None
     )
     (sample,) = run(TOOL_USE, policy)
     result = (
-        "\n<|im_start|>tool\ncalculator of 1+1<|im_end|>\n<|im_start|>tool\nsearch of two<|im_end|>\n<|im_start|>assistant\n"
+        "\n<|im_start|>tool\ncalculator of 1+1<|im_end|>\n<|im_start|>tool\nsearch of "
+        "two<|im_end|>\n<|im_start|>assistant\n"
     )
     first = "<calculator>1+1</calculator><search>two</search><|im_end|>"
     assert text_of(sample.tokens) == f"{PROMPT}{first}{result}2<|im_end|>"
@@ -233,7 +265,10 @@ class SlowEngine:
             await asyncio.sleep(3600)
         self.left -= 1
         self.sampled[request.id] += request.num_samples
-        return [completion(str(rng.integers(0, 3)) * rng.integers(1, 3)) for _ in range(request.num_samples)]
+        return [
+            completion(str(rng.integers(0, 3)) * rng.integers(1, 3))
+            for _ in range(request.num_samples)
+        ]
 
     async def snapshot(self) -> dict:
         return {}
@@ -241,7 +276,9 @@ class SlowEngine:
 
 def test_a_conversation_that_a_crash_interrupts_goes_on_as_it_would_have() -> None:
     chosen = MultiTurn(max_turns=4, turn_discount=0.5, feedback=AGAIN)
-    workflow = make_workflow(chosen, TOKENIZER, 6, RewardConfig(), max_prompt_tokens=1000, tools=tools)
+    workflow = make_workflow(
+        chosen, TOKENIZER, 6, RewardConfig(), max_prompt_tokens=1000, tools=tools
+    )
     sampling = Sampling(16, stop_token_ids=TOKENIZER.stop_token_ids)
 
     async def rolled_out(engine: SlowEngine, journal: dict) -> tuple[list[tuple], dict]:
@@ -254,7 +291,9 @@ def test_a_conversation_that_a_crash_interrupts_goes_on_as_it_would_have() -> No
             working.cancel()
             await asyncio.wait((working,))
             return [], calls.journal
-        return [(text_of(each.tokens), each.reward, each.versions.tolist()) for each in working.result()], calls.journal
+        return [
+            (text_of(each.tokens), each.reward, each.versions.tolist()) for each in working.result()
+        ], calls.journal
 
     async def main() -> None:
         whole, journal = await rolled_out(SlowEngine(1000), {})

@@ -1,7 +1,8 @@
 """Whose tokens lie in which pages of the device's memory: told on the host, in numpy alone.
 
-A page holds `page_tokens` consecutive tokens of a sequence. Those that begin alike share their full pages; only the owner of a
-page that is not full writes to it. Every data shard of the mesh has pages, slots and numbers of its own.
+A page holds `page_tokens` consecutive tokens of a sequence. Those that begin alike share their full
+pages; only the owner of a page that is not full writes to it. Every data shard of the mesh has
+pages, slots and numbers of its own.
 
 Axes: S slots, M pages of a slot's table.
 """
@@ -17,7 +18,8 @@ from jaxtyping import Int
 
 
 class PagePool:
-    """The pages of one data shard: free, in use by so many, or idle: kept for whoever begins with the same tokens."""
+    """The pages of one data shard: free, in use by so many, or idle: kept for whoever begins with
+    the same tokens."""
 
     def __init__(self, num_pages: int, page_tokens: int):
         self.num_pages, self.page_tokens = num_pages, page_tokens
@@ -39,7 +41,8 @@ class PagePool:
         return len(self._free) < self.num_pages
 
     def take(self, count: int) -> list[int]:
-        """Pages with nothing in them, at most `num_free`; what was idle for longest is given up first."""
+        """Pages with nothing in them, at most `num_free`; what was idle for longest is given up
+        first."""
         while len(self._free) < count:
             page, _ = self._idle.popitem(last=False)
             self._invalidate(page)
@@ -55,7 +58,8 @@ class PagePool:
             self._uses[page] += 1
 
     def release(self, pages: Sequence[int]) -> None:
-        """Use these pages no more. Those that none uses become free, or idle where they are kept."""
+        """Use these pages no more. Those that none uses become free, or idle where they are
+        kept."""
         # The end of a sequence goes before its beginning, which more sequences may have in common.
         for page in reversed(pages):
             self._uses[page] -= 1
@@ -66,7 +70,8 @@ class PagePool:
                     self._free.append(page)
 
     def match_prefix(self, tokens: Int[np.ndarray, "_"]) -> list[int]:
-        """The full pages that are kept of the beginning of this sequence; they are now used by one more."""
+        """The full pages that are kept of the beginning of this sequence; they are now used by one
+        more."""
         pages: list[int] = []
         for name in self._names(tokens):
             page = self._page_of.get(name)
@@ -94,7 +99,8 @@ class PagePool:
         self._free.append(page)
 
     def _names(self, tokens: Int[np.ndarray, "_"]) -> Iterator[bytes]:
-        """A name for the content of every full page: a digest of its tokens and the name of the page before."""
+        """A name for the content of every full page: a digest of its tokens and the name of the
+        page before."""
         data, size = np.ascontiguousarray(tokens, np.int32).tobytes(), 4 * self.page_tokens
         name = b""
         for end in range(size, len(data) + 1, size):
@@ -105,7 +111,14 @@ class PagePool:
 class PageTable:
     """Which pages hold the sequence of each slot."""
 
-    def __init__(self, num_slots: int, num_shards: int, pages_per_shard: int, pages_per_slot: int, page_tokens: int):
+    def __init__(
+        self,
+        num_slots: int,
+        num_shards: int,
+        pages_per_shard: int,
+        pages_per_slot: int,
+        page_tokens: int,
+    ):
         self.page_tokens = page_tokens
         self.stores = [PagePool(pages_per_shard, page_tokens) for _ in range(num_shards)]
         self.array = np.zeros((num_slots, pages_per_slot), np.int32)
@@ -143,7 +156,8 @@ class PageTable:
         self.changed = True
 
     def reserve(self, slot: int, num_tokens: int) -> bool:
-        """Take what pages a slot needs to hold so many tokens; False, and nothing, where there are not enough."""
+        """Take what pages a slot needs to hold so many tokens; False, and nothing, where there are
+        not enough."""
         missing = self.num_pages(num_tokens) - len(self._pages[slot])
         if missing > 0:
             store = self.store(slot)
@@ -153,7 +167,8 @@ class PageTable:
         return True
 
     def clear(self, slot: int, cached: Int[np.ndarray, "_"] | None = None) -> None:
-        """Take a slot's pages from it. Args: cached: the tokens in them, where they are whole and may be found by others."""
+        """Take a slot's pages from it. Args: cached: the tokens in them, where they are whole and
+        may be found by others."""
         if cached is not None:
             self.store(slot).cache_prefix(cached, self._pages[slot])
         self.store(slot).release(self._pages[slot])

@@ -1,16 +1,19 @@
-"""Make the parity fixtures: tiny random checkpoints written by transformers, with the logits that transformers computes.
+"""Make the parity fixtures: tiny random checkpoints written by transformers, with the logits that
+transformers computes.
 
 Run where torch is installed, which areal_jax itself does not need:
 
     pip install torch==2.13.0 transformers==5.23.0 safetensors==0.8.0
     python tests/models/parity/make.py
 
-One folder per family: config.json and model.safetensors (or shards and an index), as `save_pretrained` writes them, and
-expected.safetensors with `tokens` [2, 16], float32 `logits` [2, 16, vocabulary], the `loss` (mean negative log-probability of
-every token but the first of a row, plus the load-balance loss where there are experts, times its coefficient; alone it is
-`balance`), and its gradient. Of a matrix's gradient there are the sums over each of its dimensions, `rows.NAME` and
-`columns.NAME`, of a vector's all of it, `rows.NAME`. Every parameter is random, biases and norms too, so that leaving any of
-them out shows. Weights are bfloat16 to be small; all else is that of the same values in float32.
+One folder per family: config.json and model.safetensors (or shards and an index), as
+`save_pretrained` writes them, and expected.safetensors with `tokens` [2, 16], float32 `logits` [2,
+16, vocabulary], the `loss` (mean negative log-probability of every token but the first of a row,
+plus the load-balance loss where there are experts, times its coefficient; alone it is `balance`),
+and its gradient. Of a matrix's gradient there are the sums over each of its dimensions, `rows.NAME`
+and `columns.NAME`, of a vector's all of it, `rows.NAME`. Every parameter is random, biases and
+norms too, so that leaving any of them out shows. Weights are bfloat16 to be small; all else is that
+of the same values in float32.
 """
 
 # pyright: reportMissingImports=false
@@ -44,7 +47,12 @@ SIZES = {
     "num_key_value_heads": 2,
     "max_position_embeddings": 64,
 }
-SMALL = SIZES | {"hidden_size": 16, "intermediate_size": 20, "head_dim": 8, "max_position_embeddings": 256}
+SMALL = SIZES | {
+    "hidden_size": 16,
+    "intermediate_size": 20,
+    "head_dim": 8,
+    "max_position_embeddings": 256,
+}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
 LINEAR = {"rope_type": "linear", "factor": 4.0}
 LLAMA3 = {
@@ -59,20 +67,35 @@ LLAMA3 = {
 def families() -> dict[str, PreTrainedModel]:
     """One model per difference that the decoder knows."""
     return {
-        "qwen2": Qwen2ForCausalLM(Qwen2Config(**SIZES, rope_theta=1000.0, tie_word_embeddings=False)),
+        "qwen2": Qwen2ForCausalLM(
+            Qwen2Config(**SIZES, rope_theta=1000.0, tie_word_embeddings=False)
+        ),
         "qwen2_tied": Qwen2ForCausalLM(Qwen2Config(**SIZES, tie_word_embeddings=True)),
-        "llama": LlamaForCausalLM(LlamaConfig(**SIZES, rms_norm_eps=1e-5, tie_word_embeddings=False)),
-        # Heads wider than hidden_size / num_attention_heads, as the small models of this family have them.
+        "llama": LlamaForCausalLM(
+            LlamaConfig(**SIZES, rms_norm_eps=1e-5, tie_word_embeddings=False)
+        ),
+        # Heads wider than hidden_size / num_attention_heads, as the small models of this family
+        # have them.
         "qwen3": Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=12, tie_word_embeddings=True)),
-        "llama3": LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=LLAMA3, tie_word_embeddings=True)),
+        "llama3": LlamaForCausalLM(
+            LlamaConfig(**SMALL, rope_parameters=LLAMA3, tie_word_embeddings=True)
+        ),
         "llama_yarn": LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=YARN)),
         "llama_linear_biased": LlamaForCausalLM(
             LlamaConfig(**SMALL, rope_parameters=LINEAR, attention_bias=True, mlp_bias=True)
         ),
-        "qwen2_yarn": Qwen2ForCausalLM(Qwen2Config(**SMALL, rope_parameters=YARN | {"attention_factor": 1.3})),
+        "qwen2_yarn": Qwen2ForCausalLM(
+            Qwen2Config(**SMALL, rope_parameters=YARN | {"attention_factor": 1.3})
+        ),
         "qwen2_linear": Qwen2ForCausalLM(Qwen2Config(**SMALL, rope_parameters=LINEAR)),
         "qwen3_window": Qwen3ForCausalLM(
-            Qwen3Config(**SMALL, use_sliding_window=True, sliding_window=5, max_window_layers=1, attention_bias=True)
+            Qwen3Config(
+                **SMALL,
+                use_sliding_window=True,
+                sliding_window=5,
+                max_window_layers=1,
+                attention_bias=True,
+            )
         ),
         "qwen3_moe": Qwen3MoeForCausalLM(
             Qwen3MoeConfig(
@@ -88,7 +111,8 @@ def families() -> dict[str, PreTrainedModel]:
 
 
 def gradient(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Gradients under the names that checkpoints have, which are not always those of the modules."""
+    """Gradients under the names that checkpoints have, which are not always those of the
+    modules."""
     gradients = copy.deepcopy(model)
     for into, parameter in zip(gradients.parameters(), model.parameters(), strict=True):
         into.data = parameter.grad
@@ -108,7 +132,9 @@ def main() -> None:
             parameter.data = (1 + sampled if "norm" in path else sampled).to(torch.bfloat16).float()
         tokens = torch.randint(SIZES["vocab_size"], (2, 16))
         is_moe = hasattr(model.config, "num_experts")
-        out = model.float().eval()(tokens, labels=tokens, **({"output_router_logits": True} if is_moe else {}))
+        out = model.float().eval()(
+            tokens, labels=tokens, **({"output_router_logits": True} if is_moe else {})
+        )
         out.loss.backward()
         expected = {"tokens": tokens.to(torch.int32), "logits": out.logits, "loss": out.loss}
         if is_moe:
@@ -119,7 +145,9 @@ def main() -> None:
                 expected[f"columns.{path}"] = grad.sum(0)
         model.zero_grad()
         # Llama in several files, so that an index is read too.
-        model.to(torch.bfloat16).save_pretrained(here / name, max_shard_size="20KB" if name == "llama" else "1GB")
+        model.to(torch.bfloat16).save_pretrained(
+            here / name, max_shard_size="20KB" if name == "llama" else "1GB"
+        )
         (here / name / "generation_config.json").unlink()
         expected = {name: tensor.detach().contiguous() for name, tensor in expected.items()}
         save_file(expected, here / name / "expected.safetensors")

@@ -1,13 +1,14 @@
-"""Make the fixtures of LoRA: adapters as PEFT writes them, with the logits that PEFT computes beside the policies of parity/.
+"""Make the fixtures of LoRA: adapters as PEFT writes them, with the logits that PEFT computes
+beside the policies of parity/.
 
 Run where torch is installed, which areal_jax itself does not need, and after parity/make.py:
 
     pip install torch==2.13.0 transformers==5.23.0 peft==0.21.2 safetensors==0.8.0
     python tests/models/parity_peft/make.py
 
-One folder per adapter: adapter_config.json and adapter_model.safetensors as `save_pretrained` writes them, and
-expected.safetensors with `tokens` [2, 16] and float32 `logits` [2, 16, vocabulary]. A and B are both random, so that leaving
-either out shows.
+One folder per adapter: adapter_config.json and adapter_model.safetensors as `save_pretrained`
+writes them, and expected.safetensors with `tokens` [2, 16] and float32 `logits` [2, 16,
+vocabulary]. A and B are both random, so that leaving either out shows.
 """
 
 # pyright: reportMissingImports=false
@@ -25,8 +26,12 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 ADAPTERS = {
     "qwen2": LoraConfig(r=4, lora_alpha=8, target_modules=ALL, task_type="CAUSAL_LM"),
-    "llama": LoraConfig(r=2, lora_alpha=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"),
-    "qwen3": LoraConfig(r=4, lora_alpha=2, target_modules=ALL, use_rslora=True, task_type="CAUSAL_LM"),
+    "llama": LoraConfig(
+        r=2, lora_alpha=3, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM"
+    ),
+    "qwen3": LoraConfig(
+        r=4, lora_alpha=2, target_modules=ALL, use_rslora=True, task_type="CAUSAL_LM"
+    ),
 }
 
 
@@ -35,7 +40,9 @@ def main() -> None:
     here = Path(__file__).parent
     torch.manual_seed(0)
     for family, config in ADAPTERS.items():
-        base = AutoModelForCausalLM.from_pretrained(here.parent / "parity" / family, dtype=torch.float32)
+        base = AutoModelForCausalLM.from_pretrained(
+            here.parent / "parity" / family, dtype=torch.float32
+        )
         model = get_peft_model(base, config).eval()
         for path, parameter in model.named_parameters():
             if "lora_" in path:

@@ -1,12 +1,14 @@
-"""Make the fixtures of scalar heads: tiny random checkpoints written by transformers, with the numbers that it reads out.
+"""Make the fixtures of scalar heads: tiny random checkpoints written by transformers, with the
+numbers that it reads out.
 
 Run where torch is installed, which areal_jax itself does not need:
 
     pip install torch==2.13.0 transformers==5.23.0 safetensors==0.8.0
     python tests/models/parity_scalar/make.py
 
-One folder per readout: config.json and model.safetensors, as `save_pretrained` writes them, and expected.safetensors with
-`tokens` [2, 12] and float32 `values`: of every token [2, 12], or of the last one of each row [2].
+One folder per readout: config.json and model.safetensors, as `save_pretrained` writes them, and
+expected.safetensors with `tokens` [2, 12] and float32 `values`: of every token [2, 12], or of the
+last one of each row [2].
 """
 
 # pyright: reportMissingImports=false
@@ -17,7 +19,12 @@ from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import LlamaConfig, LlamaForSequenceClassification, Qwen2Config, Qwen2ForTokenClassification
+from transformers import (
+    LlamaConfig,
+    LlamaForSequenceClassification,
+    Qwen2Config,
+    Qwen2ForTokenClassification,
+)
 
 SIZES = {
     "vocab_size": 40,
@@ -40,13 +47,19 @@ def main() -> None:
     }
     for name, model in models.items():
         for path, parameter in model.named_parameters():
-            sampled = torch.randn(parameter.shape) / (parameter.shape[-1] if parameter.ndim == 2 else 4) ** 0.5
+            sampled = (
+                torch.randn(parameter.shape)
+                / (parameter.shape[-1] if parameter.ndim == 2 else 4) ** 0.5
+            )
             parameter.data = (1 + sampled if "norm" in path else sampled).to(torch.bfloat16).float()
         tokens = torch.randint(1, SIZES["vocab_size"], (2, 12))
         with torch.no_grad():
             values = model.float().eval()(tokens).logits[..., 0]
         model.to(torch.bfloat16).save_pretrained(here / name)
-        save_file({"tokens": tokens.to(torch.int32), "values": values.contiguous()}, here / name / "expected.safetensors")
+        save_file(
+            {"tokens": tokens.to(torch.int32), "values": values.contiguous()},
+            here / name / "expected.safetensors",
+        )
 
 
 if __name__ == "__main__":
