@@ -35,13 +35,15 @@ class Answer:
     text: str
     """From the first word of the policy on; what tools and feedback said between its words is part
     of it."""
+    reward: float | None = None
+    """None in folders of earlier releases, where rewards are not raw."""
 
 
 def answer_of(sample: Sample, tokenizer: Tokenizer, accept_plain: bool) -> Answer:
     """What is kept of a sample. Args: accept_plain: of the grader's settings."""
     sampled = np.flatnonzero(sample.loss_mask)
     if not len(sampled):
-        return Answer(sample.grade, sample.stop_reason, 0, None, "")
+        return Answer(sample.grade, sample.stop_reason, 0, None, "", sample.reward)
     # The last words of the policy hold its answer; what it said in earlier turns was not its last
     # word.
     said_last = sampled[np.flatnonzero(np.diff(sampled, prepend=-2) > 1)[-1]]
@@ -51,6 +53,7 @@ def answer_of(sample: Sample, tokenizer: Tokenizer, accept_plain: bool) -> Answe
         len(sampled),
         vote_of(tokenizer.decode(sample.tokens[said_last : sampled[-1] + 1]), accept_plain),
         tokenizer.decode(sample.tokens[sampled[0] :]),
+        sample.reward,
     )
 
 

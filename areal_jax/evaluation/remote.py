@@ -33,6 +33,7 @@ from areal_jax.records import (
     Task,
     derive_seed,
 )
+from areal_jax.rewards.config import RewardConfig
 from areal_jax.threads import in_thread
 
 T = TypeVar("T")
@@ -269,7 +270,7 @@ class ChatServer:
     num_samples: int
     sampling: Sampling
     seed: int
-    accept_plain: bool
+    rewards: RewardConfig
 
     async def answers(self, place: int, task: Task) -> list[Answer]:
         """Graded answers to a task: one request for each, so that the length of each is told."""
@@ -301,6 +302,7 @@ class ChatServer:
             grade.kind,
             _STOPS.get(choice["finish_reason"], "stop"),
             int(answer["usage"]["completion_tokens"]),
-            vote_of(text, self.accept_plain),
+            vote_of(text, self.rewards.accept_plain),
             text,
+            grade.worth(self.rewards.correct, self.rewards.wrong, self.rewards.no_answer),
         )

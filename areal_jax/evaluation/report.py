@@ -77,8 +77,12 @@ def write_report(
 
 def summary(results: Results) -> Iterator[tuple[str, str]]:
     """The main figures, each with what it is."""
-    yield "pass@1 (95 %)", format_skipped(results.pass_at[1])
-    most = max(results.pass_at)
+    most = max(results.pass_at, default=0)
+    if results.mean_reward is not None:
+        error = results.mean_reward_standard_error
+        yield "mean reward (standard error)", f"{results.mean_reward:.4g} ({error:.2g})"
+    else:
+        yield "pass@1 (95 %)", format_skipped(results.pass_at[1])
     if most > 1:
         yield f"pass@{most} (95 %)", format_skipped(results.pass_at[most])
         if results.majority_at is not None:
@@ -87,7 +91,7 @@ def summary(results: Results) -> Iterator[tuple[str, str]]:
     yield "tokens of an answer", f"{results.tokens.mean:,.0f}"
     yield "cut at the budget", f"{results.truncated:.1%}"
     if results.failed:
-        yield "problems that failed, counted as wrong", f"{sum(results.failed.values()):,}"
+        yield f"problems that failed, {results.treatment}", f"{sum(results.failed.values()):,}"
 
 
 def format_skipped(estimate: Estimate) -> str:
@@ -117,6 +121,12 @@ def shown(
 def plot(results: Results) -> bytes:
     """The figures as a PNG: scores by number of samples, lengths, problems by their share of right
     answers, families."""
+    if results.mean_reward is not None:
+        figure = new_figure(5.5, 3.2)
+        lengths = figure.subplots()
+        _plot_lengths(lengths, results)
+        plain(lengths)
+        return as_png(figure)
     figure = new_figure(11.0, 6.4)
     (by_k, lengths), (shares, families) = figure.subplots(2, 2)
     _plot_by_k(by_k, results)
@@ -193,9 +203,10 @@ def _plot_shares(axes: Axes, results: Results) -> None:
 def _plot_families(axes: Axes, results: Results) -> None:
     title(axes, "pass@1 by family (95 %)")
     largest = sorted(results.families.items(), key=lambda item: -item[1].num_tasks)[:MAX_FAMILIES]
-    found = sorted(largest, key=lambda item: item[1].pass_at_1.value)
-    for row, (_, family) in enumerate(found):
-        value, (low, high) = family.pass_at_1.value, family.pass_at_1.interval_95
+    scored = [(name, family.pass_at_1) for name, family in largest if family.pass_at_1 is not None]
+    found = sorted(scored, key=lambda item: item[1].value)
+    for row, (_, score) in enumerate(found):
+        value, (low, high) = score.value, score.interval_95
         axes.plot([low, high], [row, row], color=GREY, linewidth=1.4)
         axes.plot([value], [row], color=ORANGE, marker="o", markersize=4)
     axes.set_yticks(range(len(found)), [name or "all" for name, _ in found])

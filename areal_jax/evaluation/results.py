@@ -38,7 +38,10 @@ class Family:
     """What is known of one family of tasks."""
 
     num_tasks: int
-    pass_at_1: Estimate
+    pass_at_1: Estimate | None
+    """None where rewards are raw."""
+    mean_reward: float | None
+    """None where rewards are not raw, or all tasks failed."""
     truncated: float
     mean_tokens: float
 
@@ -65,6 +68,8 @@ class Problem:
     """The reference; empty where it is a set of tests."""
     num_samples: int
     num_correct: int
+    mean_reward: float | None
+    """None for a failed task, or where rewards are not raw."""
     majority: str
     """The answer that most samples gave, in the form by which votes are counted; empty where none
     gave any."""
@@ -76,16 +81,19 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The figures of an evaluation. A failed task counts as wrong, and has no share in figures of
-    samples and lengths."""
+    """The figures of an evaluation. A failed task counts as wrong, and has no share in rewards and
+    in figures of samples and lengths."""
 
     num_tasks: int
     num_samples: int
     samples_per_task: int
     """Of the task that has fewest: how far k goes."""
     pass_at: Mapping[int, Estimate]
-    """By k."""
-    pass_at_1_standard_error: float
+    """By k; empty where rewards are raw."""
+    pass_at_1_standard_error: float | None
+    mean_reward: float | None
+    """The mean over tasks of the mean over a task's samples; None where rewards are not raw."""
+    mean_reward_standard_error: float | None
     majority_at: Mapping[int, Estimate] | None
     """By k; None where answers are programs, or right answers were found that cannot be counted as
     votes."""
@@ -98,16 +106,24 @@ class Results:
     families: Mapping[str, Family]
     problems: Sequence[Problem]
 
+    @property
+    def treatment(self) -> str:
+        """How failed tasks are counted."""
+        return "counted as wrong" if self.mean_reward is None else "left out of the mean"
+
 
 def results_of(
     tasks: Sequence[Task],
     answers: Mapping[int, Sequence[Answer]],
     failures: Mapping[int, Exception],
+    *,
+    is_raw: bool = False,
 ) -> Results:
     """The figures. The same answers give the same ones, whatever the order in which they came.
 
     Args: tasks: all that were asked. answers: by place in `tasks`, of at least one. failures: why
-        others have none."""
+        others have none.
+    is_raw: rewards are numbers by themselves, and no answer is correct."""
     by_task = [answers.get(place, ()) for place in range(len(tasks))]
     every = [answer for of_task in by_task for answer in of_task]
     lengths = np.array([answer.num_tokens for answer in every])
@@ -115,8 +131,11 @@ def results_of(
         lengths, bins=min(NUM_BINS, int(lengths.max()) + 1), range=(0, int(lengths.max()) + 1)
     )
     most = min(len(of_task) for of_task in by_task if of_task)
-    ks = powers_of_two(most)
-    votes = _can_vote(tasks, every)
+    ks = [] if is_raw else powers_of_two(most)
+    votes = not is_raw and _can_vote(tasks, every)
+    rewards = [
+        reward for of_task in by_task if (reward := _mean_reward(of_task, is_raw)) is not None
+    ]
     families = defaultdict[str, list[Sequence[Answer]]](list)
     for task, of_task in zip(tasks, by_task, strict=True):
         families[task.family].append(of_task)
@@ -125,7 +144,11 @@ def results_of(
         num_samples=len(every),
         samples_per_task=most,
         pass_at={k: _estimate([_pass_at(of_task, k) for of_task in by_task]) for k in ks},
-        pass_at_1_standard_error=standard_error([_pass_at(of_task, 1) for of_task in by_task]),
+        pass_at_1_standard_error=None
+        if is_raw
+        else standard_error([_pass_at(of_task, 1) for of_task in by_task]),
+        mean_reward=fmean(rewards) if is_raw else None,
+        mean_reward_standard_error=standard_error(rewards) if is_raw else None,
         majority_at={k: _estimate([_majority_at(of_task, k) for of_task in by_task]) for k in ks}
         if votes
         else None,
@@ -138,9 +161,9 @@ def results_of(
         ),
         grades=dict(sorted(Counter(answer.grade for answer in every).items())),
         failed=dict(sorted(Counter(type(error).__name__ for error in failures.values()).items())),
-        families={name: _family(families[name]) for name in sorted(families)},
+        families={name: _family(families[name], is_raw) for name in sorted(families)},
         problems=[
-            _problem(place, task, by_task[place], failures.get(place))
+            _problem(place, task, by_task[place], failures.get(place), is_raw)
             for place, task in enumerate(tasks)
         ],
     )
@@ -179,15 +202,24 @@ def _majority_at(answers: Sequence[Answer], k: int) -> float:
     return majority_at_k(len(answers), _num_correct(answers), sorted(wrong.values()), k)
 
 
-def _family(by_task: Sequence[Sequence[Answer]]) -> Family:
+def _mean_reward(answers: Sequence[Answer], is_raw: bool) -> float | None:
+    rewards = [answer.reward for answer in answers if is_raw and answer.reward is not None]
+    return fmean(rewards) if rewards else None
+
+
+def _family(by_task: Sequence[Sequence[Answer]], is_raw: bool) -> Family:
     every = [answer for answers in by_task for answer in answers]
     mean_tokens = fmean([answer.num_tokens for answer in every]) if every else 0.0
-    pass_at_1 = _estimate([_pass_at(answers, 1) for answers in by_task])
-    return Family(len(by_task), pass_at_1, _truncated(every), mean_tokens)
+    pass_at_1 = None if is_raw else _estimate([_pass_at(answers, 1) for answers in by_task])
+    rewards = [
+        reward for answers in by_task if (reward := _mean_reward(answers, is_raw)) is not None
+    ]
+    reward = fmean(rewards) if rewards else None
+    return Family(len(by_task), pass_at_1, reward, _truncated(every), mean_tokens)
 
 
 def _problem(
-    place: int, task: Task, answers: Sequence[Answer], failure: Exception | None
+    place: int, task: Task, answers: Sequence[Answer], failure: Exception | None, is_raw: bool
 ) -> Problem:
     votes = Counter(answer.vote for answer in answers if answer.vote is not None)
     return Problem(
@@ -197,6 +229,7 @@ def _problem(
         expected=task.answer if task.kind == "math" else "",
         num_samples=len(answers),
         num_correct=_num_correct(answers),
+        mean_reward=_mean_reward(answers, is_raw),
         majority=min(votes, key=lambda vote: (-votes[vote], vote)) if votes else "",
         num_truncated=sum(answer.stop_reason == "length" for answer in answers),
         mean_tokens=fmean([answer.num_tokens for answer in answers]) if answers else 0.0,

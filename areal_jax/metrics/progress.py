@@ -31,7 +31,10 @@ def facts_of_training(metrics: Mapping[str, float], scores: Mapping[str, float])
 
 def facts_of_evaluation(metrics: Mapping[str, float], scores: Mapping[str, float]) -> Iterator[str]:
     """What is shown while tasks are being answered: the score so far, and the speed."""
-    yield f"pass@1 {_number(scores.get(names.PASS_AT_1), '.1%')}"
+    if (reward := scores.get(names.EVAL_REWARD)) is not None:
+        yield f"mean reward {reward:.4g}"
+    else:
+        yield f"pass@1 {_number(scores.get(names.PASS_AT_1), '.1%')}"
     yield f"rollout {_rate(metrics.get(names.ROLLOUT_TOKENS_PER_S))} tok/s"
 
 

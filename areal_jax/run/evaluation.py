@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mappin
 from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import TypeAlias
 
 from areal_jax.config.experiment import AnyExperiment
@@ -212,7 +213,7 @@ class Remote:
                     num_samples=experiment.evaluation.samples_per_task,
                     sampling=evaluation_sampling(experiment, ()),
                     seed=experiment.seed,
-                    accept_plain=experiment.rewards.accept_plain,
+                    rewards=experiment.rewards,
                 ).answers
 
 
@@ -292,11 +293,6 @@ def run(
         something cannot be had; Unanswered where no task could be answered, or one has failed that
         may be answered when it is asked again."""
     config = experiment.evaluation
-    if experiment.rewards.scale == "raw":
-        raise ConfigError(
-            "rewards.scale=raw has no correct answers, of which pass@k and majority votes are made; set rewards.scale=unit and "
-            "a rewards.function that returns 0 to 1, or rewards.function=none"
-        )
     found = had(lambda: load_tasks(experiment.eval_tasks, experiment.prompt), "eval_tasks")
     tasks = found.tasks[: config.num_tasks]
     answerer = (
@@ -336,7 +332,9 @@ def run(
                 raise Unanswered(
                     f"none of the {len(tasks)} tasks could be answered, the last: {last}"
                 ) from last
-            results = results_of(tasks, answers.found, failures)
+            results = results_of(
+                tasks, answers.found, failures, is_raw=experiment.rewards.scale == "raw"
+            )
             report = write_report(folder, headline, settings, results, tasks, answers.found)
             progress.say("; ".join(f"{name} {figure}" for name, figure in summary(results)))
             progress.say(f"report: {report}")
@@ -346,8 +344,8 @@ def run(
                 error for error in failures.values() if not isinstance(error, InvalidRequest)
             ]:
                 raise Unanswered(
-                    f"{len(again)} of {len(tasks)} problems failed and count as wrong, the last: "
-                    f"{again[-1]}; "
+                    f"{len(again)} of {len(tasks)} problems failed, {results.treatment}, the "
+                    f"last: {again[-1]}; "
                     "the same command asks them again"
                 )
 
@@ -389,7 +387,7 @@ async def _answer(
         progress.update(
             len(answers.found),
             {
-                names.PASS_AT_1: sum(answer.grade == "correct" for answer in graded) / len(graded),
+                **score_of(graded, is_raw=experiment.rewards.scale == "raw"),
                 names.ROLLOUT_TOKENS_PER_S: num_tokens / (time.monotonic() - began_s),
             },
         )
@@ -411,6 +409,13 @@ async def _answer(
             json.dumps(row | {"seconds": seconds, "tokens_per_s": num_tokens / seconds}) + "\n"
         )
     return failures
+
+
+def score_of(answers: Sequence[Answer], *, is_raw: bool) -> dict[str, float]:
+    """The score of the answers so far, under its name."""
+    if is_raw:
+        return {names.EVAL_REWARD: fmean([answer.reward or 0.0 for answer in answers])}
+    return {names.PASS_AT_1: fmean([answer.grade == "correct" for answer in answers])}
 
 
 def identity(experiment: AnyExperiment, tasks: Sequence[Task]) -> dict[str, JSON]:

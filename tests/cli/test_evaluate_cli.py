@@ -398,6 +398,22 @@ def test_bad_input_is_one_message_and_exit_code_2(
     )
 
 
+def test_raw_rewards_are_evaluated_by_their_mean(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "own.py").write_text("def reward(task, answer):\n    return len(answer) - 50.0\n")
+    own = f"rewards.function={tmp_path / 'own.py'}:reward"
+    found = evaluate(tmp_path / "raw", own, "rewards.scale=raw")
+    rows = [
+        json.loads(line) for line in (tmp_path / "raw" / "samples.jsonl").read_text().splitlines()
+    ]
+    means = [sum(answer["reward"] for answer in row["answers"]) / 3 for row in rows]
+    assert found["mean_reward"] == pytest.approx(sum(means) / 6)
+    assert found["mean_reward_standard_error"] > 0
+    assert found["pass_at"] == {}
+    assert "mean reward (standard error)" in capsys.readouterr().out
+
+
 def test_an_unwritable_folder_is_refused_by_its_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*SMALL, "--folder=/etc/passwd"]) == 2
     said = capsys.readouterr().err.splitlines()[-1]

@@ -199,4 +199,5 @@ def test_rows_of_the_file_are_json_for_any_tool(tmp_path: Path) -> None:
         "num_tokens": 5,
         "vote": "7",
         "text": answers(5)[0].text,
+        "reward": None,
     }

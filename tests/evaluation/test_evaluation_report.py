@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 
 from areal_jax.evaluation.answers import Answer
@@ -85,3 +86,27 @@ def test_every_file_tells_of_every_problem_and_text_stays_text(tmp_path: Path) -
     assert rows[6]["failed"] == "TimeoutError: late, <very>"
     text = page.read_text()
     assert "a &lt;b&gt; &amp; c" in text and "<very>" not in text
+
+
+def test_raw_rewards_are_reported_with_their_standard_error(tmp_path: Path) -> None:
+    # Means of the problems: 1 and 4. One of three failed.
+    answers = {
+        0: tuple(Answer("scored", "stop", 4, None, "a", reward) for reward in (0.5, 1.5)),
+        1: tuple(Answer("scored", "stop", 4, None, "b", reward) for reward in (-2.0, 10.0)),
+    }
+    tasks = [replace(task(place), family=f"f{place % 2}") for place in range(3)]
+    found = results_of(tasks, answers, {2: TimeoutError("late")}, is_raw=True)
+    assert (found.mean_reward, found.mean_reward_standard_error) == (2.5, 1.5)
+    assert {name: family.mean_reward for name, family in found.families.items()} == {
+        "f0": 1.0,
+        "f1": 4.0,
+    }
+    figures = dict(summary(found))
+    assert figures["mean reward (standard error)"] == "2.5 (1.5)"
+    assert figures["problems that failed, left out of the mean"] == "1"
+    assert not any("@" in name for name in figures)
+    write_description(tmp_path, "headline", {}, "1 cpu")
+    text = write_report(tmp_path, "headline", {}, found, tasks, answers).read_text()
+    assert "mean reward" in text
+    assert "pass@" not in text
+    assert json.loads((tmp_path / "results.json").read_text())["mean_reward"] == 2.5

@@ -24,6 +24,7 @@ from areal_jax.evaluation.remote import (
     sampling_of_chats,
 )
 from areal_jax.records import Completion, Message, Request, RewardResult, Sampling, Task
+from areal_jax.rewards.config import RewardConfig
 
 TASK = Task("sum", (Message("user", "1+1?"),), "2")
 
@@ -208,15 +209,16 @@ def format_skipped(server: Server, grade: RewardResult | None = None) -> list[An
     async def grader(task: Task, answer: str) -> RewardResult:
         return grade or RewardResult("correct" if answer.endswith("{2}") else "wrong")
 
+    sampling, rewards = Sampling(9, 0.7), RewardConfig()
     chat = ChatServer(
         server,
         "m",
         {"top_k": -1},
         grader,
         num_samples=3,
-        sampling=Sampling(9, 0.7),
+        sampling=sampling,
         seed=1,
-        accept_plain=False,
+        rewards=rewards,
     )
     return asyncio.run(chat.answers(4, TASK))
 
@@ -243,10 +245,8 @@ def test_asked_in_words_every_answer_has_a_seed_its_length_and_its_vote() -> Non
         == [{"model": "m", "messages": messages, "max_tokens": 9, "temperature": 0.7, "top_k": -1}]
         * 3
     )
-    right, wrong = (
-        Answer("correct", "length", 6, "2", "\\boxed{2}"),
-        Answer("wrong", "stop", 5, "3", "\\boxed{03}"),
-    )
+    right = Answer("correct", "length", 6, "2", "\\boxed{2}", reward=5.0)
+    wrong = Answer("wrong", "stop", 5, "3", "\\boxed{03}", reward=-5.0)
     assert sorted(answers, key=lambda found: found.num_tokens) == [wrong, wrong, right]
 
 
