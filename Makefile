@@ -1,25 +1,29 @@
 # make train    train the embedded policy on AIME-style problems (TRAIN_ARGS="num_steps=10" changes settings)
-# make test     run all tests (TEST_ARGS="tests/rl -q" passes other arguments to pytest)
+# make test     run the fast tests (TEST_ARGS="tests/rl -q" passes other arguments to pytest)
+# make test-all run every test
 # make lint     check style, format and types
-# Each sets up what it needs in .venv; a second time that costs nothing.
+# Each sets up what it needs in .venv; a second call installs nothing.
 
 PYTHON ?= python3
 VENV ?= .venv
 EXTRAS ?= dev
 TRAIN_ARGS ?=
-# Two processes, each with the tests of whole files: most of the time goes into compiling, which uses one core. In the order of
-# the tree, so that the longest file does not come last.
+# Two processes, each with the tests of whole files: most of the time goes into compiling, which uses one core. Files run in
+# the order of the tree, so that the longest file is not the last.
 TEST_ARGS ?= -n 2 --dist loadfile --no-loadscope-reorder
 
 BIN := $(VENV)/bin
 
-.PHONY: train test lint
+.PHONY: train test test-all lint
 .DELETE_ON_ERROR:
 
 train: $(VENV)/.installed
 	$(BIN)/python -m areal_jax.train --exp=aime $(TRAIN_ARGS)
 
 test: $(VENV)/.installed-dev
+	$(BIN)/python -m pytest -m "not slow" $(TEST_ARGS)
+
+test-all: $(VENV)/.installed-dev
 	$(BIN)/python -m pytest $(TEST_ARGS)
 
 lint: $(VENV)/.installed-dev
