@@ -61,7 +61,7 @@ class Graders:
     async def __call__(self, task: Task, answer: str) -> RewardResult:
         """As RewardService: every answer gets a grade."""
         try:
-            grade = RewardResult(**await self._asked("grader", task_to_json(task), answer))
+            grade = RewardResult(**await self._asked("grade_answer", task_to_json(task), answer))
         except _Ungraded as failure:
             self._num_ungraded += 1
             grade = RewardResult("infrastructure", str(failure), failed=True)
