@@ -1,6 +1,6 @@
-"""Benchmarks by name, and whatever else `data=` may name: a file, a folder, a data set of the hub.
+"""Resolve `data=`: a benchmark by name, a file, a folder, or a data set of the hub.
 
-Which format rows have is told by their columns (`data/sources.py`, `data/code_tasks.py`).
+The columns of the rows decide their format (`data/sources.py`, `data/code_tasks.py`).
 """
 
 from __future__ import annotations
@@ -22,14 +22,20 @@ BENCHMARKS: Mapping[str, Hub] = {
     "mbpp": Hub(name="google-research-datasets/mbpp/full", split="test"),
     "livecodebench": Hub(name="livecodebench/code_generation_lite", split="test"),
 }
-"""The rows that papers report on, where the hub has them."""
+"""Hub name and split of the benchmarks that papers report."""
 
 
 def find_benchmark(data: str) -> Files | Hub:
-    """The tasks that `data=` names: a file, a folder with a test file or a single file, a
-    benchmark, a data set of the hub.
+    """Find the source of the tasks that `data=` names.
 
-    FileNotFoundError or ValueError says what was looked for."""
+    Args:
+        data: a file, a folder with test files or with a single file, a benchmark, or a data set of
+            the hub.
+
+    Raises:
+        FileNotFoundError: nothing has this name.
+        ValueError: the folder has several files and none of them is a test file.
+    """
     path = Path(data).expanduser()
     if path.is_dir():
         return Files(path=data, split=_split(path))
@@ -51,14 +57,13 @@ def find_benchmark(data: str) -> Files | Hub:
 
 
 def _split(folder: Path) -> str:
-    """With what the names of the test files in a folder begin: test, where there are such; else the
-    name of its only file."""
-    held = sorted({file.name for file in folder.rglob("*") if file.suffix in SUFFIXES})
-    if any(name.startswith("test") for name in held):
+    """Prefix of the file names to read: `test` if a file has it, else the name of the only file."""
+    names = sorted({file.name for file in folder.rglob("*") if file.suffix in SUFFIXES})
+    if any(name.startswith("test") for name in names):
         return "test"
-    if len(held) == 1:
-        return held[0]
+    if len(names) == 1:
+        return names[0]
     raise ValueError(
         f"data={folder}: expected test*.jsonl, .json or .parquet, or a single such file; found "
-        f"{held or 'none'}"
+        f"{names or 'none'}"
     )

@@ -1,5 +1,4 @@
-"""Programming problems: what grading them needs, and the rows of HumanEval, MBPP, LiveCodeBench and
-APPS that carry it."""
+"""Tests of programming problems, read from rows of HumanEval, MBPP, LiveCodeBench and APPS."""
 
 from __future__ import annotations
 
@@ -19,37 +18,36 @@ Row: TypeAlias = Mapping[str, Any]
 
 @dataclass(frozen=True, slots=True)
 class Stdin:
-    """A script that reads its input and writes its output."""
+    """Tests of a script that reads standard input and writes standard output."""
 
     cases: Sequence[Sequence[str]]
-    """Input and expected output of each."""
+    """Input and expected output of each test."""
     is_exact: bool = False
-    """Whether fractions must come to the last digit, as for LiveCodeBench's checker."""
+    """Whether decimals must match to the last digit, as in LiveCodeBench's checker."""
 
 
 @dataclass(frozen=True, slots=True)
 class Calls:
-    """A function, or a method of a class called Solution."""
+    """Tests that call a function, or a method of a class called Solution."""
 
     function: str
     cases: Sequence[Sequence[Any]]
-    """Arguments, a sequence, and expected result of each, as JSON has them."""
+    """Arguments (a sequence) and expected result of each test, as JSON values."""
     is_exact: bool = False
-    """Whether results must be equal, but for a tuple in place of a list, as for LiveCodeBench's
-    checker."""
+    """Whether results must be equal, as in LiveCodeBench's checker; a tuple equals a list."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asserts:
-    """Functions and classes that Python code uses and asserts something of."""
+    """Python code with assertions about the functions and classes of a program."""
 
     tests: str
     names: Sequence[str]
-    """Names in the tests that are the program's to define."""
+    """Names that the tests use and the program must define."""
     prompt: str = ""
-    """Code that the program resumes from."""
+    """Code that the program continues, such as a signature with a docstring."""
     imports: str = ""
-    """Code that the tests need before them."""
+    """Imports that the tests need."""
 
 
 CodeTests: TypeAlias = Stdin | Calls | Asserts
@@ -57,28 +55,36 @@ CodeTests: TypeAlias = Stdin | Calls | Asserts
 FORMS = {form.__name__.lower(): form for form in (Stdin, Calls, Asserts)}
 
 
-def as_answer(tests: CodeTests) -> str:
-    """Tests as the `answer` of a task of kind "code"."""
+def format_tests(tests: CodeTests) -> str:
+    """Serialize tests into the `answer` of a task of kind "code"."""
     return json.dumps({type(tests).__name__.lower(): asdict(tests)})
 
 
-def tests_of(answer: str) -> CodeTests:
-    """Tests from the `answer` of a task of kind "code". ValueError where there are none."""
+def parse_tests(answer: str) -> CodeTests:
+    """Read the tests from the `answer` of a task of kind "code"; the inverse of `format_tests`.
+
+    Raises:
+        ValueError: the answer holds no tests.
+    """
     try:
         ((form, fields),) = json.loads(answer).items()
         return FORMS[form](**fields)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(
-            f"expected the answer of a code task, an object {{FORM: ...}} with "
+            f"expected the answer of a code task, an object {{FORM: ...}} with FORM one of "
             f"{', '.join(FORMS)}: {error}"
         ) from None
 
 
 def code_problem(row: Row) -> tuple[str, CodeTests] | None:
-    """The question and the tests of a row, by the fields that it has; None where it is no
-    programming problem.
+    """Read the question and the tests of a row; the fields of the row decide its format.
 
-    ValueError, in a few words, where it is one that cannot be graded."""
+    Returns:
+        Question and tests, or None if the row is not a programming problem.
+
+    Raises:
+        ValueError: the row is a programming problem without usable tests.
+    """
     for fields, read in _READERS.items():
         if all(field in row for field in fields):
             try:
@@ -91,13 +97,13 @@ def code_problem(row: Row) -> tuple[str, CodeTests] | None:
                 zlib.error,
                 json.JSONDecodeError,
             ) as error:
-                raise ValueError(f"tests that cannot be read ({type(error).__name__})") from error
+                raise ValueError(f"unreadable tests ({type(error).__name__})") from error
             if not isinstance(tests, Asserts) and not tests.cases:
                 raise ValueError("no tests")
             if isinstance(tests, Stdin) and not all(
                 isinstance(side, str) for case in tests.cases for side in case
             ):
-                raise ValueError("tests whose input or output is no text")
+                raise ValueError("input or output of tests is not text")
             return question, tests
     return None
 
@@ -106,8 +112,8 @@ def _human_eval(row: Row) -> tuple[str, CodeTests]:
     prompt, entry_point = row["prompt"], row["entry_point"]
     tests = f"{row['test']}\n\ncheck({entry_point})\n"
     question = (
-        "Complete this function, and give the whole of it in a ```python "
-        f"block.\n\n```python\n{prompt}```"
+        "Complete this function, and give the whole of it in a ```python block."
+        f"\n\n```python\n{prompt}```"
     )
     return question, Asserts(
         tests, sorted({entry_point, *(free_names(tests) - defined_names(prompt))}), prompt
@@ -122,8 +128,7 @@ def _mbpp(row: Row) -> tuple[str, CodeTests]:
     )
     tests = f"{row.get('test_setup_code') or ''}\n{asserts}\n"
     loaded, free = _loaded(ast.parse(tests)), free_names(tests)
-    # A program may define what is called as something built in, such as `sum`; only the reference
-    # tells.
+    # A program may define a name of a builtin, such as `sum`; only the reference solution shows it.
     names = free | loaded & defined_names(row.get("code") or "")
     modules = names & sys.stdlib_module_names
     imports = [
@@ -134,27 +139,29 @@ def _mbpp(row: Row) -> tuple[str, CodeTests]:
 
 
 def _live_code_bench(row: Row) -> tuple[str, CodeTests]:
-    given = [
+    tests = [
         *json.loads(row["public_test_cases"]),
         *_private(row.get("private_test_cases") or "[]"),
     ]
     question, starter = row["question_content"], row.get("starter_code") or ""
     if function := json.loads(row.get("metadata") or "{}").get("func_name"):
-        # Lines as that checker has them: JSON may hold other separators.
-        lines = [filter(str.strip, case["input"].split("\n")) for case in given]
+        # As that checker splits lines: JSON text may contain other line separators.
+        lines = [filter(str.strip, test["input"].split("\n")) for test in tests]
         cases = [
-            (tuple(map(json.loads, each)), json.loads(case["output"]))
-            for each, case in zip(lines, given, strict=True)
+            (tuple(map(json.loads, arguments)), json.loads(test["output"]))
+            for arguments, test in zip(lines, tests, strict=True)
         ]
         return _ask(question, starter), Calls(function, cases, is_exact=True)
     return _ask(question, starter), Stdin(
-        [(case["input"], case["output"]) for case in given], is_exact=True
+        [(test["input"], test["output"]) for test in tests], is_exact=True
     )
 
 
 def _private(tests: str) -> list[Any]:
-    """Private tests are JSON, or JSON as a pickled string, compressed. The one string is read off;
-    nothing is unpickled."""
+    """Read private tests: JSON, or JSON as a pickled string, compressed and base64-encoded.
+
+    The one string is read from the pickle's opcodes; nothing is unpickled.
+    """
     if tests.lstrip().startswith("["):
         return json.loads(tests)
     pickled = zlib.decompress(base64.b64decode(tests))
@@ -167,10 +174,10 @@ def _private(tests: str) -> list[Any]:
 
 
 def _apps(row: Row) -> tuple[str, CodeTests]:
-    given = json.loads(row["input_output"] or "{}")
+    tests = json.loads(row["input_output"] or "{}")
     question = _ask(row["question"], row.get("starter_code") or "")
-    inputs, outputs = given.get("inputs", []), given.get("outputs", [])
-    if function := given.get("fn_name"):
+    inputs, outputs = tests.get("inputs", []), tests.get("outputs", [])
+    if function := tests.get("fn_name"):
         # Nearly all rows wrap each result in a list.
         if all(isinstance(output, list) and len(output) == 1 for output in outputs):
             outputs = [output[0] for output in outputs]
@@ -185,8 +192,8 @@ def _apps(row: Row) -> tuple[str, CodeTests]:
 def _ask(question: str, starter: str) -> str:
     if starter:
         return (
-            f"{question}\n\nComplete this code, and give the whole of it in a ```python "
-            f"block.\n\n```python\n{starter}\n```"
+            f"{question}\n\nComplete this code, and give the whole of it in a ```python block."
+            f"\n\n```python\n{starter}\n```"
         )
     return (
         f"{question}\n\nGive a Python program that reads standard input and writes standard "
@@ -200,23 +207,23 @@ _READERS: Mapping[tuple[str, ...], Callable[[Row], tuple[str, CodeTests]]] = {
     ("question_content", "public_test_cases"): _live_code_bench,
     ("question", "input_output"): _apps,
 }
-"""Fields by which a format is known."""
+"""Reader of each format, by the fields that identify it."""
 
 
 def free_names(code: str) -> set[str]:
-    """Names that code uses and that neither it nor Python defines."""
+    """Find names that code uses and that neither it nor Python defines."""
     tree = ast.parse(code)
-    bound = {
+    assigned = {
         node.id
         for node in ast.walk(tree)
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
     }
-    bound |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-    return _loaded(tree) - bound - _declared(ast.walk(tree)) - set(dir(builtins))
+    assigned |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
+    return _loaded(tree) - assigned - _declared(ast.walk(tree)) - set(dir(builtins))
 
 
 def defined_names(code: str) -> set[str]:
-    """Names that a module of this code has."""
+    """Find names that code defines at module level."""
     tree = ast.parse(code)
     targets = (
         target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets

@@ -1,10 +1,24 @@
-"""Where tasks come from."""
+"""Settings of task sources and prompts."""
 
 from __future__ import annotations
 
 from typing import Literal
 
 import chz
+
+# Texts of settings that Files and Hub share.
+_PROMPT_FIELD = "field of the prompt; none: first of problem, question, prompt"
+_ANSWER_FIELD = (
+    "field of the answer; if it contains '####', only the text after the last one counts"
+)
+_MAX_TASKS = "maximum number of rows to read; none: all"
+_SUCCESS_RATE_FIELD = "field of the share of attempts that solved the problem, from 0 to 1"
+_SUCCESS_RATE_ABOVE = (
+    "skip problems with this success rate or less, such as 0.05; none: keep the hardest"
+)
+_SUCCESS_RATE_BELOW = (
+    "skip problems with this success rate or more, such as 0.95; none: keep the easiest"
+)
 
 
 @chz.chz
@@ -16,32 +30,31 @@ class TaskSource:
 class Synthetic(TaskSource):
     """AIME-style problems (integer answers 000-999) from the seeded generator."""
 
-    num_tasks: int = chz.field(default=4096, doc="how many problems")
+    num_tasks: int = chz.field(default=4096, doc="number of problems")
     split: Literal["train", "heldout"] = chz.field(
-        default="train", doc="the two never share a problem"
+        default="train", doc="problems of this split; the two splits share none"
     )
     families: tuple[str, ...] = chz.field(
-        default=(), doc="names of problem families, comma-separated; empty: all"
+        default=(), doc="problem families, comma-separated; empty: all"
     )
     difficulty: Literal["easy", "medium", "hard"] = chz.field(
-        default="easy", doc="size of the numbers and count of the steps"
+        default="easy", doc="size of the numbers and number of steps"
     )
-    seed: int = chz.field(default=0, doc="another seed, other problems")
+    seed: int = chz.field(default=0, doc="seed of the order of problems")
 
 
 @chz.chz
 class Exercises(TaskSource):
-    """Generated exercises for tools and programs: countdown, facts (to search for), calculations,
-    programs."""
+    """Generated exercises for tools and programs: countdown, facts, calculations, programs."""
 
-    num_tasks: int = chz.field(default=4096, doc="how many exercises")
+    num_tasks: int = chz.field(default=4096, doc="number of exercises")
     split: Literal["train", "heldout"] = chz.field(
-        default="train", doc="the two never share an exercise"
+        default="train", doc="exercises of this split; the two splits share none"
     )
     families: tuple[str, ...] = chz.field(
-        default=(), doc="names of exercise families, comma-separated; empty: all"
+        default=(), doc="exercise families, comma-separated; empty: all"
     )
-    seed: int = chz.field(default=0, doc="another seed, other exercises")
+    seed: int = chz.field(default=0, doc="seed of the exercises")
 
 
 @chz.chz
@@ -49,72 +62,63 @@ class Files(TaskSource):
     """Rows of a jsonl, json or parquet file, or of a folder with train/test files."""
 
     path: str = chz.field(doc="file or folder, relative to the working directory")
-    split: str = chz.field(
-        default="train", doc="which file of a folder: the one whose name starts with this"
-    )
-    prompt_field: str | None = chz.field(
-        default=None, doc="field of the problem; none: problem, question or prompt, the first found"
-    )
+    split: str = chz.field(default="train", doc="prefix of the file names to read from a folder")
+    prompt_field: str | None = chz.field(default=None, doc=_PROMPT_FIELD)
     answer_field: str = chz.field(
         default="answer",
-        doc="field of the answer; what follows a last '####' counts where there is one",
+        doc=_ANSWER_FIELD,
     )
-    max_tasks: int | None = chz.field(default=None, doc="read at most this many rows; none: all")
+    max_tasks: int | None = chz.field(default=None, doc=_MAX_TASKS)
     success_rate_field: str = chz.field(
         default="success_rate",
-        doc="field of how often a policy has solved the problem, from 0 to 1",
+        doc=_SUCCESS_RATE_FIELD,
     )
     success_rate_above: float | None = chz.field(
         default=None,
-        doc=(
-            "leave out problems solved as seldom as this or less, such as 0.05; none: keep the "
-            "hardest"
-        ),
+        doc=_SUCCESS_RATE_ABOVE,
     )
     success_rate_below: float | None = chz.field(
         default=None,
-        doc=(
-            "leave out problems solved as often as this or more, such as 0.95; none: keep the "
-            "easiest"
-        ),
+        doc=_SUCCESS_RATE_BELOW,
     )
 
 
 @chz.chz
 class Hub(TaskSource):
-    """A data set of the Hugging Face hub, where one can be reached."""
+    """A data set of the Hugging Face hub, downloaded or from its local cache."""
 
-    name: str = chz.field(doc="data set name, such as openai/gsm8k")
-    split: str = chz.field(default="train", doc="which split")
-    prompt_field: str | None = chz.field(default=None, doc="as for files")
-    answer_field: str = chz.field(default="answer", doc="as for files")
-    max_tasks: int | None = chz.field(default=None, doc="read at most this many rows; none: all")
-    success_rate_field: str = chz.field(default="success_rate", doc="as for files")
-    success_rate_above: float | None = chz.field(default=None, doc="as for files")
-    success_rate_below: float | None = chz.field(default=None, doc="as for files")
+    name: str = chz.field(
+        doc="data set as owner/name or owner/name/folder, such as openai/gsm8k/main"
+    )
+    split: str = chz.field(default="train", doc="prefix of the file names to read")
+    prompt_field: str | None = chz.field(default=None, doc=_PROMPT_FIELD)
+    answer_field: str = chz.field(default="answer", doc=_ANSWER_FIELD)
+    max_tasks: int | None = chz.field(default=None, doc=_MAX_TASKS)
+    success_rate_field: str = chz.field(default="success_rate", doc=_SUCCESS_RATE_FIELD)
+    success_rate_above: float | None = chz.field(default=None, doc=_SUCCESS_RATE_ABOVE)
+    success_rate_below: float | None = chz.field(default=None, doc=_SUCCESS_RATE_BELOW)
 
 
 @chz.chz
 class HeldOut(TaskSource):
-    """Only eval_examples: a share of the examples, which then are not trained on."""
+    """For `eval_examples`: a share of the training examples, excluded from training."""
 
     share: float = chz.field(
         default=0.05,
-        doc="of the prompts, at least one; all examples that begin with the same prompt go together",
+        doc="held-out share of the prompts, at least one prompt with all its examples",
     )
-    max_examples: int = chz.field(default=512, doc="at most so many prompts")
+    max_examples: int = chz.field(default=512, doc="maximum number of held-out prompts")
 
 
 @chz.chz
 class PromptConfig:
-    system: str = chz.field(default="", doc="system message put before every prompt; empty: none")
+    """Text around every prompt."""
+
+    system: str = chz.field(default="", doc="system message of every prompt; empty: none")
     plain_text: bool = chz.field(
         default=False,
-        doc=(
-            "write conversations as plain text where the tokenizer has no chat template, instead "
-            "of refusing it"
-        ),
+        doc="plain text instead of an error if the tokenizer has no chat template",
     )
     suffix: str = chz.field(
-        default="", doc="text put after every problem, such as a request to box the answer"
+        default="", doc="text appended to every problem, such as a request to box the answer"
     )

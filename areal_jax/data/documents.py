@@ -1,4 +1,4 @@
-"""Documents of one's own, as passages that a search can find. Standard library only."""
+"""Split text documents into passages for search. Standard library only."""
 
 from __future__ import annotations
 
@@ -11,9 +11,14 @@ MAX_PASSAGE_CHARS = 800
 
 
 def read_passages(path: Path) -> list[str]:
-    """The passages of a file, or of all files in a folder, in the order of their names; the title,
-    where there is one, before each. FileNotFoundError says what was looked for; ValueError where a
-    row has no text, or all is empty."""
+    """Read the passages of a file, or of all files of a folder in the order of their names.
+
+    Each passage begins with the title of its document, if there is one.
+
+    Raises:
+        FileNotFoundError: the folder has no document.
+        ValueError: a row has no text, or all documents are empty.
+    """
     files = (
         [path]
         if path.is_file()
@@ -27,15 +32,15 @@ def read_passages(path: Path) -> list[str]:
         passage
         for file in files
         for title, text in _documents(file)
-        for passage in cut(title, text)
+        for passage in split_passages(title, text)
     ]
     if not passages:
-        raise ValueError(f"{path}: expected text, came none in {len(files)} files")
+        raise ValueError(f"{path}: expected text, found none in {len(files)} files")
     return passages
 
 
 def _documents(file: Path) -> Iterator[tuple[str, str]]:
-    """Title and text of each document of a file."""
+    """Yield title and text of each document of a file."""
     if file.suffix != ".jsonl":
         yield file.stem, file.read_text(encoding="utf-8", errors="replace")
         return
@@ -48,26 +53,28 @@ def _documents(file: Path) -> Iterator[tuple[str, str]]:
                 title, text = None, None
             if not isinstance(title, str) or not isinstance(text, str):
                 raise ValueError(
-                    f'{file}:{number}: expected {{"text": ..., "title": ...}}, came '
+                    f'{file}:{number}: expected {{"text": ..., "title": ...}}, found '
                     f"{line[:80].strip()}"
                 )
             yield title, text
 
 
-def cut(title: str, text: str) -> Iterator[str]:
-    """Paragraphs of a text, short ones together and long ones cut between words, so that each
-    passage has at most MAX_PASSAGE_CHARS beside its title."""
-    head, held = f"{title}: " if title else "", ""
+def split_passages(title: str, text: str) -> Iterator[str]:
+    """Split a text into passages of at most MAX_PASSAGE_CHARS characters, the title not counted.
+
+    Short paragraphs are joined; long ones are split between words.
+    """
+    head, passage = f"{title}: " if title else "", ""
     for paragraph in (" ".join(each.split()) for each in text.split("\n\n")):
         while len(paragraph) > MAX_PASSAGE_CHARS:
             end = paragraph.rfind(" ", 1, MAX_PASSAGE_CHARS + 1)
             end = end if end > 0 else MAX_PASSAGE_CHARS
-            if held:
-                yield head + held
-            held, paragraph = paragraph[:end], paragraph[end:].lstrip()
-        if held and len(held) + 1 + len(paragraph) > MAX_PASSAGE_CHARS:
-            yield head + held
-            held = ""
-        held = f"{held} {paragraph}".strip()
-    if held:
-        yield head + held
+            if passage:
+                yield head + passage
+            passage, paragraph = paragraph[:end], paragraph[end:].lstrip()
+        if passage and len(passage) + 1 + len(paragraph) > MAX_PASSAGE_CHARS:
+            yield head + passage
+            passage = ""
+        passage = f"{passage} {paragraph}".strip()
+    if passage:
+        yield head + passage

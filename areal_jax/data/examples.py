@@ -1,5 +1,4 @@
-"""What there is to learn from and what to evaluate on, of any kind: made of generated problems,
-read from rows, held out."""
+"""Training and evaluation examples of any kind: generated, read from rows, or held out."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from jaxtyping import Int32
 from areal_jax.data.config import Exercises, Files, HeldOut, Hub, Synthetic, TaskSource
 from areal_jax.data.exercises import GeneratedExercises
 from areal_jax.data.problems import Problem, SyntheticProblems
-from areal_jax.data.sources import Skipped, generated_exercises
+from areal_jax.data.sources import Skipped, generate_exercises
 from areal_jax.records import derive_seed
 
 T = TypeVar("T")
@@ -22,13 +21,13 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class ExampleSet(Generic[T]):
-    """Examples, and the rows of which none could be made."""
+    """Examples, and the rows that were skipped."""
 
     examples: Sequence[T]
     skipped: Skipped
 
 
-def load_both(
+def load_example_sets(
     source: TaskSource,
     eval_source: TaskSource | None,
     *,
@@ -37,15 +36,22 @@ def load_both(
     prompt_of: Callable[[T], Int32[np.ndarray, "_"]],
     seed: int,
 ) -> tuple[ExampleSet[T], ExampleSet[T]]:
-    """What to train on and what to evaluate on, each in the order of its source.
+    """Load the training and the evaluation examples, each in the order of its source.
 
-    FileNotFoundError says what was looked for; ValueError where nothing is left. Args: eval_source:
-    None for no evaluation.
-    generate: examples of problems or exercises. read: the examples of each row. prompt_of: the
-        tokens that an example begins with, of which no two sets of examples share any. seed: of
-        what is held out."""
+    Args:
+        source: source of the training examples.
+        eval_source: source of the evaluation examples; None for none.
+        generate: makes examples from generated problems or exercises.
+        read: reads the examples of each row.
+        prompt_of: returns the prompt tokens of an example; `HeldOut` never splits a prompt.
+        seed: decides which prompts are held out.
 
-    def whole(source: TaskSource) -> ExampleSet[T]:
+    Raises:
+        FileNotFoundError: a source has no files.
+        ValueError: no row can be an example, or no prompt is left to train on.
+    """
+
+    def load(source: TaskSource) -> ExampleSet[T]:
         match source:
             case Synthetic():
                 problems = SyntheticProblems(
@@ -53,49 +59,51 @@ def load_both(
                 )
                 return ExampleSet(generate(problems), {})
             case Exercises():
-                return ExampleSet(generate(generated_exercises(source)), {})
+                return ExampleSet(generate(generate_exercises(source)), {})
             case Files() | Hub():
                 rows, skipped = read(source)
                 return ExampleSet([example for row in rows for example in row], skipped)
             case _:
                 raise ValueError(
-                    "examples: expected Synthetic, Exercises, Files or Hub, came "
+                    "examples: expected Synthetic, Exercises, Files or Hub, found "
                     f"{type(source).__name__}"
                 )
 
     match source, eval_source:
         case _, None:
-            return whole(source), ExampleSet((), {})
+            return load(source), ExampleSet((), {})
         case ((Synthetic() | Exercises()), HeldOut()):
-            return whole(source), whole(
+            return load(source), load(
                 chz.replace(source, split="heldout", num_tasks=eval_source.max_examples)
             )
         case ((Files() | Hub()), HeldOut()):
             rows, skipped = read(source)
-            train, apart = _set_apart(rows, prompt_of, eval_source, seed)
-            return ExampleSet(train, skipped), ExampleSet(apart, {})
+            train, heldout = _hold_out(rows, prompt_of, eval_source, seed)
+            return ExampleSet(train, skipped), ExampleSet(heldout, {})
         case _:
-            return whole(source), whole(eval_source)
+            return load(source), load(eval_source)
 
 
-def _set_apart(
+def _hold_out(
     rows: Sequence[Sequence[T]],
     prompt_of: Callable[[T], Int32[np.ndarray, "_"]],
     held_out: HeldOut,
     seed: int,
 ) -> tuple[list[T], list[T]]:
-    """Examples to train on, and the others. What decides is what a row asks first, not its place:
-    copies of a row and other answers to its question stay together."""
-    prompts = [derive_seed(seed, prompt_of(row[0]).tobytes().hex()) for row in rows]
-    sampled = sorted(set(prompts))
-    apart = set(sampled[: min(held_out.max_examples, max(1, round(held_out.share * len(sampled))))])
-    if len(apart) == len(sampled):
+    """Split rows into training and held-out examples by a hash of their first prompt.
+
+    Copies of a row and other answers to its prompt stay in the same set.
+    """
+    hashes = [derive_seed(seed, prompt_of(row[0]).tobytes().hex()) for row in rows]
+    distinct = sorted(set(hashes))
+    num_heldout = min(held_out.max_examples, max(1, round(held_out.share * len(distinct))))
+    heldout = set(distinct[:num_heldout])
+    if len(heldout) == len(distinct):
         raise ValueError(
-            f"eval_examples=HeldOut leaves none of {len(sampled)} prompts to train on; lower "
-            "eval_examples.share, take "
-            "eval_examples=Files, or set heldout_every_steps=0"
+            f"eval_examples=HeldOut leaves none of {len(distinct)} prompts to train on; lower "
+            "eval_examples.share, set eval_examples=Files, or set heldout_every_steps=0"
         )
-    parts: tuple[list[T], list[T]] = [], []
-    for row, prompt in zip(rows, prompts, strict=True):
-        parts[prompt in apart].extend(row)
-    return parts
+    sets: tuple[list[T], list[T]] = [], []
+    for row, prompt_hash in zip(rows, hashes, strict=True):
+        sets[prompt_hash in heldout].extend(row)
+    return sets

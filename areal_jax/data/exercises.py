@@ -1,9 +1,8 @@
-"""Exercises for policies that use tools or write programs, from a seeded generator, each with good
-and bad ways to solve it.
+"""Seeded generator of exercises for policies that call tools or write programs.
 
-They are to workflows what `problems` are to a single answer: supervised fine-tuning on a mixture of
-ways makes a policy that is able and undecided, and reinforcement learning teaches it which way is
-good.
+Each exercise has correct and incorrect demonstrations. Supervised fine-tuning on a mixture of both
+gives a policy that is capable but undecided; reinforcement learning then increases the share of
+correct ones. `problems` does the same for workflows with a single answer.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from hashlib import blake2b
 from typing import Literal, NamedTuple, TypeAlias, overload
 
-from areal_jax.data.code_tasks import Stdin, as_answer
+from areal_jax.data.code_tasks import Stdin, format_tests
 from areal_jax.data.facts import BOXES, HALLS, fact
 from areal_jax.data.problems import Problem, SyntheticProblems
 from areal_jax.records import Message
@@ -24,66 +23,86 @@ from areal_jax.records import Message
 Split = Literal["train", "heldout"]
 
 HELDOUT_SHARE = 8
-"""One exercise in this many is held out: which, its question says."""
+"""One exercise in this many is held out; a hash of its question decides."""
 
-Way: TypeAlias = tuple[Message, ...]
-"""A conversation after the question: what the assistant says, what tools answer, and what it says
-last."""
+Demonstration: TypeAlias = tuple[Message, ...]
+"""The turns after the question: assistant and tool alternate; the assistant has the last turn."""
 
 
 class Draft(NamedTuple):
+    """What a family generates; fields as in `Exercise`."""
+
     question: str
     answer: str
-    good: Sequence[Way]
-    bad: Sequence[Way]
+    correct: Sequence[Demonstration]
+    incorrect: Sequence[Demonstration]
 
 
 @dataclass(frozen=True, slots=True)
 class Exercise:
+    """One exercise with its answer and demonstrations."""
+
     id: str
     family: str
     question: str
     answer: str
-    """What the grader of its kind compares with."""
+    """Reference for the grader."""
     kind: str
-    good: Sequence[Way]
-    """Ways that end in a right answer."""
-    bad: Sequence[Way]
-    """Ways that do not, in the same form."""
+    """Grader of the answer, as in `Task`."""
+    correct: Sequence[Demonstration]
+    """Demonstrations that end in a correct answer."""
+    incorrect: Sequence[Demonstration]
+    """Demonstrations of the same form that end in a wrong answer."""
 
 
 class Family(NamedTuple):
+    """A generator of exercises of one type."""
+
     draft: Callable[[random.Random, Split], Draft]
     kind: str
-    """Which grader reads the answer."""
-    good_share: float
-    """Of the ways that fine-tuning learns."""
+    """Grader of the answers, as in `Task`."""
+    correct_share: float
+    """Share of correct demonstrations in supervised fine-tuning."""
 
 
 FAMILIES: dict[str, Family] = {}
-"""All families by name, in the order in which exercises go through them."""
+"""All families by name, in the order in which they alternate."""
 
 
-def _family(kind: str, good_share: float) -> Callable[[Callable[..., Draft]], Callable[..., Draft]]:
+def _family(
+    kind: str, correct_share: float
+) -> Callable[[Callable[..., Draft]], Callable[..., Draft]]:
     def register(draft: Callable[..., Draft]) -> Callable[..., Draft]:
-        FAMILIES[draft.__name__] = Family(draft, kind, good_share)
+        FAMILIES[draft.__name__] = Family(draft, kind, correct_share)
         return draft
 
     return register
 
 
 class GeneratedExercises(Sequence[Exercise]):
-    """So many exercises, each made when asked for. The two splits share no question; one may come
-    again in its own."""
+    """Lazy sequence of exercises.
+
+    The two splits share no question; within a split questions may repeat.
+    """
 
     def __init__(
         self, num_exercises: int, split: Split, families: Sequence[str] = (), seed: int = 0
     ) -> None:
-        """Args: families: names; none: all. ValueError names them where one is unknown."""
+        """Check the families.
+
+        Args:
+            num_exercises: length of the sequence.
+            split: split of the exercises.
+            families: names of families; empty for all.
+            seed: seed of the exercises.
+
+        Raises:
+            ValueError: a family is unknown.
+        """
         if unknown := set(families) - FAMILIES.keys():
             raise ValueError(
-                f"families: no family {', '.join(sorted(unknown))} of exercises; known are "
-                f"{', '.join(FAMILIES)}"
+                f"families: expected exercise families {', '.join(FAMILIES)}, found "
+                f"{', '.join(sorted(unknown))}"
             )
         self._count, self._seed = num_exercises, seed
         self._split: Split = split
@@ -91,7 +110,7 @@ class GeneratedExercises(Sequence[Exercise]):
 
     @property
     def kinds(self) -> set[str]:
-        """Which graders they need."""
+        """Graders that the exercises need."""
         return {FAMILIES[name].kind for name in self._families}
 
     def __len__(self) -> int:
@@ -102,23 +121,23 @@ class GeneratedExercises(Sequence[Exercise]):
     @overload
     def __getitem__(self, index: slice) -> list[Exercise]: ...
     def __getitem__(self, index: int | slice) -> Exercise | list[Exercise]:
-        places = range(self._count)[index]
+        selected = range(self._count)[index]
         return (
-            self._make(places)
-            if isinstance(places, int)
-            else [self._make(place) for place in places]
+            self._make(selected)
+            if isinstance(selected, int)
+            else [self._make(each) for each in selected]
         )
 
-    def _make(self, place: int) -> Exercise:
-        name = self._families[place % len(self._families)]
-        family, chance = FAMILIES[name], random.Random(f"{self._seed}/{self._split}/{name}/{place}")
+    def _make(self, index: int) -> Exercise:
+        name = self._families[index % len(self._families)]
+        family, rng = FAMILIES[name], random.Random(f"{self._seed}/{self._split}/{name}/{index}")
         while True:
-            draft = family.draft(chance, self._split)
+            draft = family.draft(rng, self._split)
             digest = blake2b(f"{draft.question}/{draft.answer}".encode(), digest_size=6)
             if (
                 (digest.digest()[0] % HELDOUT_SHARE == 0) == (self._split == "heldout")
-                and draft.good
-                and draft.bad
+                and draft.correct
+                and draft.incorrect
             ):
                 return Exercise(
                     f"{name}-{digest.hexdigest()}",
@@ -130,45 +149,46 @@ class GeneratedExercises(Sequence[Exercise]):
                 )
 
 
-def sample_method(exercise: Exercise, chance: random.Random) -> Way:
-    """A way to solve it, as one would who does not know which ways are good."""
-    is_good = chance.random() < FAMILIES[exercise.family].good_share
-    return chance.choice(exercise.good if is_good else exercise.bad)
+def sample_demonstration(exercise: Exercise, rng: random.Random) -> Demonstration:
+    """Sample a demonstration, correct with probability `Family.correct_share`."""
+    is_correct = rng.random() < FAMILIES[exercise.family].correct_share
+    return rng.choice(exercise.correct if is_correct else exercise.incorrect)
 
 
-def _says(*turns: str) -> Way:
-    """The assistant and the tool in turns."""
-    return tuple(
-        Message(("assistant", "tool")[place % 2], text) for place, text in enumerate(turns)
-    )
+def _turns(*texts: str) -> Demonstration:
+    """Alternate turns of the assistant and the tool."""
+    return tuple(Message(("assistant", "tool")[i % 2], text) for i, text in enumerate(texts))
 
 
-# Countdown: the good way tries, and says of every attempt how far off it is, until one hits; the
-# bad one guesses.
+# Countdown: a correct demonstration makes attempts, each with its distance from the target, until
+# one reaches it; an incorrect one guesses.
 
 
-@_family("countdown", good_share=0.6)
-def countdown(chance: random.Random, split: Split) -> Draft:
-    numbers = [chance.randint(1, 9) for _ in range(3)]
+@_family("countdown", correct_share=0.6)
+def countdown(rng: random.Random, split: Split) -> Draft:
+    """Reach a target with three numbers, each used once."""
+    numbers = [rng.randint(1, 9) for _ in range(3)]
     attempts = dict(_attempts(numbers))
-    target = chance.choice(sorted(set(attempts.values())))
+    target = rng.choice(sorted(set(attempts.values())))
     hits = [attempt for attempt, value in attempts.items() if value == target]
     misses = [attempt for attempt, value in attempts.items() if value != target]
     question = f"Make {target} from {numbers[0]}, {numbers[1]} and {numbers[2]}, each used once."
 
-    def boxed(whole: str) -> str:
-        return f"\\boxed{{{whole}}}"
+    def boxed(expression: str) -> str:
+        return f"\\boxed{{{expression}}}"
 
-    def trying(*tried: tuple[str, str]) -> Way:
-        lines = (f"{line} {_difference(attempts[whole, line], target)}" for whole, line in tried)
-        return _says("\n".join((*lines, boxed(tried[-1][0]))))
+    def trying(*tries: tuple[str, str]) -> Demonstration:
+        lines = (
+            f"{line} {_difference(attempts[expression, line], target)}"
+            for expression, line in tries
+        )
+        return _turns("\n".join((*lines, boxed(tries[-1][0]))))
 
-    good = [
-        trying(*chance.sample(misses, count), chance.choice(hits))
-        for count in range(len(misses) + 1)
+    correct = [
+        trying(*rng.sample(misses, count), rng.choice(hits)) for count in range(len(misses) + 1)
     ]
-    bad = [_says(boxed(whole)) for whole, _ in misses]
-    return Draft(question, json.dumps({"numbers": numbers, "target": target}), good, bad)
+    incorrect = [_turns(boxed(expression)) for expression, _ in misses]
+    return Draft(question, json.dumps({"numbers": numbers, "target": target}), correct, incorrect)
 
 
 def _difference(value: int, target: int) -> str:
@@ -177,8 +197,10 @@ def _difference(value: int, target: int) -> str:
 
 
 def _attempts(numbers: Sequence[int]) -> Iterator[tuple[tuple[str, str], int]]:
-    """Sums and differences of three numbers, each with how it is worked out, 3+8-5=11-5=6, and its
-    value; none is negative."""
+    """Yield sums and differences of three numbers that are not negative.
+
+    Each comes as its expression, its calculation such as 3+8-5=11-5=6, and its value.
+    """
     x, y, z = numbers
     for first, second, operation, third in (
         (x, y, "+", z),
@@ -187,64 +209,74 @@ def _attempts(numbers: Sequence[int]) -> Iterator[tuple[tuple[str, str], int]]:
         (y, z, "-", x),
     ):
         value = first + second + (third if operation == "+" else -third)
-        whole = f"{first}+{second}{operation}{third}"
+        expression = f"{first}+{second}{operation}{third}"
         if value >= 0:
-            yield (whole, f"{whole}={first + second}{operation}{third}={value}"), value
+            line = f"{expression}={first + second}{operation}{third}={value}"
+            yield (expression, line), value
 
 
-# Facts: the good way searches with both numbers of the question, bad ones with one, or they guess.
+# Facts: a correct demonstration searches with both numbers of the question; incorrect ones search
+# with one of them, or guess.
 
 
-@_family("math", good_share=0.35)
-def facts(chance: random.Random, split: Split) -> Draft:
-    hall, box = chance.choice(HALLS), chance.choice(BOXES)
-    found, count = fact(hall, box)
-    question = chance.choice(
+@_family("math", correct_share=0.35)
+def facts(rng: random.Random, split: Split) -> Draft:
+    """Find a number that only a search can reveal."""
+    hall, box = rng.choice(HALLS), rng.choice(BOXES)
+    sentence, count = fact(hall, box)
+    question = rng.choice(
         (
             f"How many pens has box {box} in hall {hall}?",
             f"In hall {hall}, how many pens are in box {box}?",
         )
     )
 
-    def finding(query: str, found: tuple[str, int]) -> Way:
-        return _says(f"<search>{query}</search>", found[0], f"\\boxed{{{found[1]}}}")
+    def searching(query: str, found: tuple[str, int]) -> Demonstration:
+        return _turns(f"<search>{query}</search>", found[0], f"\\boxed{{{found[1]}}}")
 
-    good = [finding(f"{hall} {box}", (found, count))]
-    bad = [
-        finding(f"{hall}", fact(hall, BOXES[0])),
-        finding(f"{box}", fact(HALLS[0], box)),
-        _says(f"\\boxed{{{chance.randint(100, 999)}}}"),
+    correct = searching(f"{hall} {box}", (sentence, count))
+    incorrect = [
+        searching(f"{hall}", fact(hall, BOXES[0])),
+        searching(f"{box}", fact(HALLS[0], box)),
+        _turns(f"\\boxed{{{rng.randint(100, 999)}}}"),
     ]
-    return Draft(question, str(count), good, [way for way in bad if way[-1] != good[0][-1]])
+    return Draft(
+        question, str(count), [correct], [each for each in incorrect if each[-1] != correct[-1]]
+    )
 
 
-# Calculations: problems with numbers too large for the head. The good way has the right expression
-# calculated.
+# Calculations: problems with large numbers. A correct demonstration passes the right expression to
+# the calculator.
 
 CALCULATED = ("linear", "counting", "ages", "average")
-"""Families of `problems` whose methods are arithmetic throughout, and short."""
+"""Families of `problems` with short methods that consist of arithmetic alone."""
 
 _STEP = re.compile(r"(\d+)([-+*/])(\d+)=(\d+)")
 
 
-@_family("math", good_share=0.35)
-def calculations(chance: random.Random, split: Split) -> Draft:
+@_family("math", correct_share=0.35)
+def calculations(rng: random.Random, split: Split) -> Draft:
+    """Solve a problem with a calculator."""
     problems = SyntheticProblems(1 << 20, split, CALCULATED, "medium")
-    problem = problems[chance.randrange(len(problems))]
-    good, bad = (
+    problem = problems[rng.randrange(len(problems))]
+    correct, incorrect = (
         [
             _calculating(*expression)
-            for expression in map(expression_of, solutions)
+            for expression in map(combine_steps, solutions)
             if expression is not None
         ]
         for solutions in ((problem.solution,), problem.wrong_solutions)
     )
-    return Draft(problem.question, str(problem.answer), good, [*bad, _guess(problem, chance)])
+    return Draft(problem.question, str(problem.answer), correct, [*incorrect, _guess(problem, rng)])
 
 
-def expression_of(solution: str) -> tuple[str, str] | None:
-    """The steps of a solution in one expression, with its value; None where they are not arithmetic
-    one after another."""
+def combine_steps(solution: str) -> tuple[str, str] | None:
+    """Combine the steps of a solution into one expression.
+
+    Returns:
+        The expression and its value, or None if some step is no arithmetic or does not use the
+        result of the step before.
+    """
     steps = [_STEP.fullmatch(line) for line in solution.split("\n")[:-1]]
     expression = before = ""
     for step in steps:
@@ -263,20 +295,20 @@ def expression_of(solution: str) -> tuple[str, str] | None:
     return (expression, before) if expression else None
 
 
-def _calculating(expression: str, value: str) -> Way:
-    return _says(f"<calculator>{expression}</calculator>", value, f"\\boxed{{{value}}}")
+def _calculating(expression: str, value: str) -> Demonstration:
+    return _turns(f"<calculator>{expression}</calculator>", value, f"\\boxed{{{value}}}")
 
 
-def _guess(problem: Problem, chance: random.Random) -> Way:
+def _guess(problem: Problem, rng: random.Random) -> Demonstration:
     near = [
         number
         for number in range(max(0, problem.answer - 9), problem.answer + 10)
         if number != problem.answer
     ]
-    return _says(f"\\boxed{{{chance.choice(near)}}}")
+    return _turns(f"\\boxed{{{rng.choice(near)}}}")
 
 
-# Programs that read integers and print one, with bad ones that are near.
+# Programs that read integers and print one; the incorrect ones differ in the expression.
 
 _READ_TWO = "a,b=map(int,input().split())\nprint({})"
 _READ_ONE = "a=int(input())\nprint({})"
@@ -284,15 +316,17 @@ _INPUTS = ((7, 3), (12, 12), (5, 48), (90, 8), (31, 2))
 
 
 class _Program(NamedTuple):
-    """What it prints, and what it reads; the expression that it prints, and others that are near. k
-    is a number."""
+    """A program in terms of its inputs a and b and a constant k."""
 
     prints: str
+    """Description of its output, for the question."""
     frame: str
+    """Code that reads the inputs and prints an expression."""
     right: str
     wrong: tuple[str, ...]
+    """Similar expressions with other values."""
     value: Callable[[int, int, int], int]
-    """Of the right expression, from a, b and k."""
+    """Value of the right expression, from a, b and k."""
 
 
 _PROGRAMS = (
@@ -341,24 +375,25 @@ _PROGRAMS = (
 )
 
 
-@_family("code", good_share=0.3)
-def programs(chance: random.Random, split: Split) -> Draft:
-    program, k = chance.choice(_PROGRAMS), chance.randint(2, 60)
+@_family("code", correct_share=0.3)
+def programs(rng: random.Random, split: Split) -> Draft:
+    """Write a program that reads integers and prints one."""
+    program, k = rng.choice(_PROGRAMS), rng.randint(2, 60)
     num_inputs, read = (2, "two integers") if program.frame == _READ_TWO else (1, "an integer")
-    question = chance.choice(
+    question = rng.choice(
         ("Write a program that reads {} and prints {}.", "Read {}, then print {}.")
     )
     cases = [
-        (" ".join(map(str, given[:num_inputs])) + "\n", f"{program.value(*given, k)}\n")
-        for given in _INPUTS
+        (" ".join(map(str, inputs[:num_inputs])) + "\n", f"{program.value(*inputs, k)}\n")
+        for inputs in _INPUTS
     ]
 
-    def writing(expression: str) -> Way:
-        return _says(f"```python\n{program.frame.format(expression.format(k=k))}\n```")
+    def writing(expression: str) -> Demonstration:
+        return _turns(f"```python\n{program.frame.format(expression.format(k=k))}\n```")
 
     return Draft(
         question.format(read, program.prints.format(k=k)),
-        as_answer(Stdin(cases)),
+        format_tests(Stdin(cases)),
         [writing(program.right)],
         [writing(expression) for expression in program.wrong],
     )

@@ -1,5 +1,4 @@
-"""Made-up facts, a collection of documents in which a search finds what nobody can know. Standard
-library only."""
+"""Invented facts: documents whose content only a search can reveal. Standard library only."""
 
 from __future__ import annotations
 
@@ -12,12 +11,14 @@ BOXES = range(60, 96)
 
 
 def fact(hall: int, box: int) -> tuple[str, int]:
-    """What is in a box, as a sentence, and how many pens that is: three digits, so that no count is
-    another number."""
+    """Return the content of a box as a sentence, and its number of pens.
+
+    The number has three digits, so that it differs from every hall and box number.
+    """
     count = 100 + int.from_bytes(blake2b(f"{hall}/{box}".encode(), digest_size=4).digest()) % 900
     return f"In hall {hall}, box {box} has {count} pens.", count
 
 
 def all_facts() -> list[str]:
-    """Every fact, hall by hall."""
+    """All facts, ordered by hall."""
     return [fact(hall, box)[0] for hall, box in product(HALLS, BOXES)]

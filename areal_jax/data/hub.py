@@ -1,4 +1,4 @@
-"""Files of the Hugging Face hub, or of its cache on this machine."""
+"""Files of the Hugging Face hub, downloaded or from its local cache."""
 
 from __future__ import annotations
 
@@ -15,18 +15,22 @@ NAME = re.compile(r"[\w.-]+/[\w.-]+")
 
 
 def fetch(name: str, kind: Literal["model", "dataset"], patterns: Sequence[str]) -> Path:
-    """A folder with the repository's files that match `patterns`; downloads what the cache lacks.
+    """Download the files of a repository that match `patterns`, unless they are cached.
 
-    FileNotFoundError gives the command that would fetch them where the hub cannot be reached or
-    knows no such name."""
+    Returns:
+        The local folder of the repository.
+
+    Raises:
+        FileNotFoundError: the hub is unreachable or has no such repository; the message gives the
+            command that fetches it.
+    """
     try:
         return Path(snapshot_download(name, repo_type=kind, allow_patterns=list(patterns)))
     except (OSError, HfHubHTTPError) as error:
         repo_type = " --repo-type dataset" if kind == "dataset" else ""
         reason = str(error).partition("\n")[0]
         raise FileNotFoundError(
-            f"{kind} {name} is neither in the hub's cache here nor could it be downloaded "
-            f"({reason}). "
-            f"On a machine with network run `hf download{repo_type} {name}`, copy its cache or "
-            "give a local path instead"
+            f"{kind} {name}: not in the local hub cache, and the download failed ({reason}). "
+            f"On a machine with network run `hf download{repo_type} {name}` and copy its cache, "
+            "or set a local path instead"
         ) from error

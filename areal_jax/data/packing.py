@@ -1,8 +1,7 @@
-"""Sequences of any length into micro-batches of one shape, so that one compiled program trains them
-all. numpy only.
+"""Pack sequences of any length into micro-batches of one shape, for one compiled program.
 
-Axes: M micro-batches, B rows of a micro-batch, T tokens of a row, N sequences, S tokens of a
-    sequence.
+numpy only. Axes: M micro-batches, B rows of a micro-batch, T tokens of a row, N sequences,
+S tokens of a sequence.
 """
 
 from __future__ import annotations
@@ -21,23 +20,27 @@ from areal_jax.records import PackedBatch
 
 
 def allocate(lengths: Sequence[int] | Int[np.ndarray, "N"], capacity: int) -> list[list[int]]:
-    """Partition sequences into bins of at most `capacity` tokens (AReaL, arXiv:2505.24298,
-    algorithm 1, of one batch or more).
+    """Partition sequences into bins of at most `capacity` tokens.
 
-    Longest first, each into the bin with room that has the fewest sequences, of those the one with
-    the fewest tokens; into a new bin where none has room. Returns places in `lengths`, bin by bin.
-    Raises ValueError where a sequence is longer than `capacity`.
+    AReaL, arXiv:2505.24298, algorithm 1. Longest sequence first: each goes to the bin with room
+    that has the fewest sequences (of those, the fewest tokens), or to a new bin if none has room.
+
+    Returns:
+        Indices into `lengths`, by bin.
+
+    Raises:
+        ValueError: a sequence is longer than `capacity`.
     """
     lengths = np.asarray(lengths, np.int64)
     if len(lengths) and lengths.max() > capacity:
         raise ValueError(
             f"a sequence of {lengths.max()} tokens does not fit into a row of {capacity}; set "
-            "trainer.row_tokens to at least "
-            f"{lengths.max()}, or lower engine.max_prompt_tokens or engine.max_new_tokens"
+            f"trainer.row_tokens to at least {lengths.max()}, or lower engine.max_prompt_tokens "
+            "or engine.max_new_tokens"
         )
     bins: list[list[int]] = []
-    # by_count[n - 1]: tokens and place of every bin of n sequences, as a heap. Where its least has
-    # not enough resources, none of them has.
+    # by_count[n - 1]: a heap with the tokens and index of every bin of n sequences. If its first
+    # bin has no room, none of them has.
     by_count: list[list[tuple[int, int]]] = []
     for i in np.argsort(-lengths, kind="stable").tolist():
         length = int(lengths[i])
@@ -56,7 +59,7 @@ def allocate(lengths: Sequence[int] | Int[np.ndarray, "N"], capacity: int) -> li
 
 
 class TrainingSequence(NamedTuple):
-    """One sequence as training sees it."""
+    """One sequence with the per-token columns that training needs."""
 
     tokens: Int[np.ndarray, "S"]
     loss_mask: Bool[np.ndarray, "S"]
@@ -66,41 +69,44 @@ class TrainingSequence(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Layout:
-    """Where N sequences lie in micro-batches of shape [rows, row_tokens]."""
+    """Positions of N sequences in micro-batches of shape [rows, row_tokens]."""
 
     shape: tuple[int, int, int]
-    """Micro-batches, rows, row_tokens."""
+    """Number of micro-batches, rows, row_tokens."""
     lengths: Int[np.ndarray, "N"]
     starts: Int[np.ndarray, "N"]
-    """Place of each sequence's first token in all micro-batches, flattened."""
+    """Index of each sequence's first token in the flattened micro-batches."""
     segments: Int[np.ndarray, "N"]
-    """Each sequence's segment in its row, from 1."""
+    """Segment id of each sequence in its row, from 1."""
 
     @property
     def filled(self) -> tuple[float, float]:
-        """Tokens, and the places that there are for them: a sum and its weight."""
+        """Number of tokens, and number of positions for them: a sum and its weight."""
         return float(self.lengths.sum()), float(math.prod(self.shape))
 
     @property
     def efficiency(self) -> float:
-        """Share of the places that hold a token."""
-        num_tokens, num_places = self.filled
-        return num_tokens / max(1.0, num_places)
+        """Share of the positions that hold a token."""
+        num_tokens, num_positions = self.filled
+        return num_tokens / max(1.0, num_positions)
 
     def scatter(
         self, values: Iterable[Shaped[np.ndarray, "_"] | float], dtype: DTypeLike
     ) -> Shaped[np.ndarray, "M B T"]:
-        """Per-token values, one array (or one number) for each sequence, to their places; zeros
-        where no token lies."""
+        """Place per-token values into the micro-batches; padding is 0.
+
+        Args:
+            values: one array, or one number for all tokens, per sequence.
+            dtype: type of the result.
+        """
         packed = np.zeros(self.shape, dtype)
         flat = packed.reshape(-1)
-        for start, length, of_sequence in zip(self.starts, self.lengths, values, strict=True):
-            flat[start : start + length] = of_sequence
+        for start, length, value in zip(self.starts, self.lengths, values, strict=True):
+            flat[start : start + length] = value
         return packed
 
     def gather(self, packed: Shaped[np.ndarray, "M B T"]) -> list[Shaped[np.ndarray, "_"]]:
-        """Per-token values of all micro-batches back to the sequences, in their order; the inverse
-        of `scatter`."""
+        """Return the per-token values of each sequence, in order; the inverse of `scatter`."""
         flat = packed.reshape(-1)
         return [
             flat[start : start + length]
@@ -115,19 +121,25 @@ def lay_out(
     row_tokens: int,
     num_together: int = 1,
 ) -> Layout:
-    """Lay sequences end to end in rows by Algorithm 1, and rows into as few micro-batches as hold
-    them.
+    """Assign sequences to rows by algorithm 1, and rows to as few micro-batches as possible.
 
-    Each `num_together` sequences that follow one another are neighbours in one row, in their order.
-    Raises ValueError where such sequences together are longer than `row_tokens`."""
+    Args:
+        lengths: tokens of each sequence.
+        rows: rows of a micro-batch.
+        row_tokens: tokens of a row.
+        num_together: number of consecutive sequences that stay adjacent in one row.
+
+    Raises:
+        ValueError: `num_together` consecutive sequences are longer than `row_tokens`.
+    """
     units = np.asarray(lengths, np.int64).reshape(-1, num_together)
     starts, segments = np.zeros_like(units), np.zeros_like(units)
     bins = allocate(units.sum(1), row_tokens)
-    for row, registry in enumerate(bins):
-        of_row = units[registry]
-        ends = np.cumsum(of_row).reshape(of_row.shape)
-        starts[registry] = row * row_tokens + ends - of_row
-        segments[registry] = np.arange(1, of_row.size + 1).reshape(of_row.shape)
+    for row, members in enumerate(bins):
+        row_lengths = units[members]
+        ends = np.cumsum(row_lengths).reshape(row_lengths.shape)
+        starts[members] = row * row_tokens + ends - row_lengths
+        segments[members] = np.arange(1, row_lengths.size + 1).reshape(row_lengths.shape)
     shape = (-(-len(bins) // rows), rows, row_tokens)
     return Layout(shape, units.reshape(-1), starts.reshape(-1), segments.reshape(-1))
 
@@ -135,15 +147,24 @@ def lay_out(
 def pack(
     sequences: Sequence[TrainingSequence], *, rows: int, row_tokens: int, num_together: int = 1
 ) -> tuple[list[PackedBatch], Layout]:
-    """Micro-batches that hold every sequence once, and where each lies in them, as `lay_out`
-    says."""
+    """Pack sequences into micro-batches.
+
+    Args:
+        sequences: sequences to pack; each is in exactly one micro-batch.
+        rows: rows of a micro-batch.
+        row_tokens: tokens of a row.
+        num_together: as in `lay_out`.
+
+    Returns:
+        The micro-batches, and the position of each sequence in them.
+    """
     lengths = [len(sequence.tokens) for sequence in sequences]
     layout = lay_out(lengths, rows=rows, row_tokens=row_tokens, num_together=num_together)
-    counting = np.arange(row_tokens, dtype=np.int32)
+    positions = np.arange(row_tokens, dtype=np.int32)
     columns = PackedBatch(
         tokens=layout.scatter((sequence.tokens for sequence in sequences), np.int32),
         segment_ids=layout.scatter((int(segment) for segment in layout.segments), np.int32),
-        positions=layout.scatter((counting[:length] for length in layout.lengths), np.int32),
+        positions=layout.scatter((positions[:length] for length in layout.lengths), np.int32),
         loss_mask=layout.scatter((sequence.loss_mask for sequence in sequences), np.bool_),
         behave_logp=layout.scatter((sequence.behave_logp for sequence in sequences), np.float32),
         age=layout.scatter((sequence.age for sequence in sequences), np.int32),

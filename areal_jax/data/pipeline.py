@@ -1,4 +1,4 @@
-"""The stream of tasks: shuffled anew for every epoch, and exactly resumable."""
+"""Endless stream of tasks: reshuffled every epoch, and exactly resumable."""
 
 from __future__ import annotations
 
@@ -11,15 +11,14 @@ T = TypeVar("T")
 
 
 class TaskStream(Iterator[T]):
-    """Every task (or example) once per epoch, in an order that `seed` and the epoch decide; without
-    end."""
+    """Every task (or example) once per epoch, in an order that `seed` and the epoch decide."""
 
     def __init__(self, tasks: Sequence[T], seed: int) -> None:
         if not tasks:
-            raise ValueError("expected tasks, came none")
+            raise ValueError("expected tasks, found none")
         self._identity = {"num_tasks": len(tasks), "seed": seed}
         order = grain.MapDataset.source(tasks).seed(seed).shuffle().repeat()
-        # Tasks lie in memory: reading ahead in other threads would only blur the place.
+        # Tasks are in memory: prefetching in other threads would only make the position inexact.
         reading = grain.ReadOptions(num_threads=0, prefetch_buffer_size=0)
         self._iterator: grain.DatasetIterator[T] = iter(order.to_iter_dataset(reading))
 
@@ -27,17 +26,19 @@ class TaskStream(Iterator[T]):
         return next(self._iterator)
 
     def state(self) -> dict[str, int]:
-        """The place in the stream, as JSON can hold it."""
+        """The position in the stream, as JSON values."""
         return {"next_index": self._iterator.get_state()["next_index"], **self._identity}
 
     def restore(self, state: Mapping[str, int]) -> None:
-        """Go to the place of `state`: what comes next is what came next there. ValueError where it
-        is another stream's."""
-        came = {name: state.get(name) for name in self._identity}
-        if came != self._identity:
+        """Move to the position of `state`.
+
+        Raises:
+            ValueError: the state is from a stream of other tasks or another seed.
+        """
+        found = {name: state.get(name) for name in self._identity}
+        if found != self._identity:
             raise ValueError(
-                f"expected the place in a stream of {self._identity}, came one of {came}: the "
-                "same tasks and seed are needed "
-                "to go on without losing or repeating any"
+                f"expected the position in a stream of {self._identity}, found one of {found}; "
+                "resume with the same tasks and seed, so that no task is lost or repeated"
             )
         self._iterator.set_state({"next_index": state["next_index"]})

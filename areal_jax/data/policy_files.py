@@ -1,4 +1,4 @@
-"""Where the files of a policy lie: config.json, tokenizer.json and model.safetensors."""
+"""Locate the files of a policy: config.json, tokenizer.json and model.safetensors."""
 
 from __future__ import annotations
 
@@ -7,15 +7,20 @@ from pathlib import Path
 from areal_jax.data.hub import NAME, fetch
 
 EMBEDDED = Path(__file__).parent.parent / "models" / "embedded"
-"""The tiny policy inside the package."""
+"""Folder of the tiny policy inside the package."""
 
 
 def resolve_policy_folder(path: str, setting: str = "policy.path") -> Path:
-    """The folder of the policy called `path`: 'embedded', a Hugging Face folder, or a name on the
-    hub, which is downloaded.
+    """Find the folder of a policy; download it if necessary.
 
-    Args: setting: where `path` is from, for messages.
-    FileNotFoundError says what was looked for, and the command that would fetch it."""
+    Args:
+        path: 'embedded', a Hugging Face folder, or a name on the hub.
+        setting: name of the setting that holds `path`, for messages.
+
+    Raises:
+        FileNotFoundError: there is no such folder, or the download fails; the message gives the
+            command that fetches it.
+    """
     if path == "embedded":
         return _with_config(EMBEDDED, path, setting)
     folder = Path(path).expanduser()
@@ -34,6 +39,6 @@ def resolve_policy_folder(path: str, setting: str = "policy.path") -> Path:
 def _with_config(folder: Path, path: str, setting: str) -> Path:
     if not (folder / "config.json").is_file():
         raise FileNotFoundError(
-            f"{setting}={path}: expected a Hugging Face folder, but {folder} has no config.json"
+            f"{setting}={path}: expected a Hugging Face folder; {folder} has no config.json"
         )
     return folder

@@ -1,15 +1,16 @@
-"""Pairs of answers to the same prompt, one chosen and one rejected.
+"""Preference pairs: two answers to the same prompt, one chosen and one rejected.
 
-A row of a file has both under `chosen` and `rejected`: as text, with the prompt in a field of its
-own; as messages, which go on from the prompt or are whole conversations; or as dialogues in the
-text form of Anthropic's hh-rlhf,
+A row of a file has both under `chosen` and `rejected`: as text, with the prompt in its own field;
+as messages, which continue the prompt or are complete conversations; or as dialogues in the text
+form of Anthropic's hh-rlhf:
 
     {"prompt": "1+1?", "chosen": "2", "rejected": "3"}
     {"chosen": [{"role": "user", "content": "1+1?"}, {"role": "assistant", "content": "2"}],
-    "rejected": [...]} {"chosen": "\\n\\nHuman: 1+1?\\n\\nAssistant: 2", "rejected": "\\n\\nHuman:
-    1+1?\\n\\nAssistant: 3"}
+     "rejected": [...]}
+    {"chosen": "\\n\\nHuman: 1+1?\\n\\nAssistant: 2",
+     "rejected": "\\n\\nHuman: 1+1?\\n\\nAssistant: 3"}
 
-What is compared is the last answer; all before it is the prompt, and must be the same.
+The last answers are compared; everything before them is the prompt and must be the same.
 """
 
 from __future__ import annotations
@@ -20,10 +21,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from areal_jax.data.config import Files, Hub, PromptConfig, TaskSource
-from areal_jax.data.examples import ExampleSet, load_both
+from areal_jax.data.examples import ExampleSet, load_example_sets
 from areal_jax.data.exercises import GeneratedExercises
 from areal_jax.data.problems import Problem
-from areal_jax.data.sft import SupervisedExample, checked, encode_answer
+from areal_jax.data.sft import SupervisedExample, check_conversation, encode_answer
 from areal_jax.data.sources import (
     PROMPT_FIELDS,
     BadRow,
@@ -31,7 +32,7 @@ from areal_jax.data.sources import (
     Row,
     Skipped,
     first_field,
-    messages_of,
+    parse_messages,
     read_rows,
 )
 from areal_jax.protocols import Tokenizer
@@ -40,13 +41,12 @@ from areal_jax.records import Message
 SIDES = ("chosen", "rejected")
 
 SPEAKERS = {"Human": "user", "Assistant": "assistant"}
-"""Of a dialogue in the text form of hh-rlhf, and their roles."""
+"""Role of each speaker in the text form of hh-rlhf."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreferencePair:
-    """Two conversations that differ in their last answer, each with a mask that is true on that
-    answer alone."""
+    """Two conversations that differ in their last answer; each mask covers that answer alone."""
 
     chosen: SupervisedExample
     rejected: SupervisedExample
@@ -62,13 +62,25 @@ def load_pairs(
     max_tokens: int,
     max_pair_tokens: int,
 ) -> tuple[ExampleSet[PreferencePair], ExampleSet[PreferencePair]]:
-    """The pairs to train on and those to evaluate on, as `load_both` says. Of a generated problem,
-    the right solution is chosen and one of the wrong ones rejected.
+    """Load training and evaluation pairs (`load_example_sets`).
 
-    Args: max_tokens, max_pair_tokens: rows of which either conversation, or both together, are
-        longer are skipped."""
+    The pair of a generated problem is its right solution and one of its wrong ones.
 
-    def pair_of(asked: Sequence[Message], chosen: str, rejected: str) -> PreferencePair:
+    Args:
+        source: source of the training pairs.
+        eval_source: source of the evaluation pairs; None for none.
+        prompt: text around every prompt.
+        tokenizer: tokenizer of the policy.
+        seed: decides the wrong solutions and what is held out.
+        max_tokens: rows with a longer conversation are skipped.
+        max_pair_tokens: rows whose two conversations together are longer are skipped.
+
+    Raises:
+        FileNotFoundError: a source has no files.
+        ValueError: no row can be a pair, or no prompt is left to train on.
+    """
+
+    def make_pair(asked: Sequence[Message], chosen: str, rejected: str) -> PreferencePair:
         return PreferencePair(
             *(encode_answer(tokenizer, asked, answer, prompt) for answer in (chosen, rejected))
         )
@@ -76,25 +88,25 @@ def load_pairs(
     def generate(problems: Sequence[Problem] | GeneratedExercises) -> Sequence[PreferencePair]:
         if isinstance(problems, GeneratedExercises):
             raise ValueError(
-                "examples=Exercises has conversations with tools, no pairs of answers; set "
-                "examples=Synthetic"
+                "examples: expected a source of answer pairs, found Exercises, which has "
+                "conversations with tools; set examples=Synthetic, Files or Hub"
             )
 
         def make(index: int) -> PreferencePair:
-            problem, chance = problems[index], random.Random(f"{seed}/{index}")
-            return pair_of(
+            problem, rng = problems[index], random.Random(f"{seed}/{index}")
+            return make_pair(
                 [Message("user", problem.question)],
                 problem.solution,
-                chance.choice(problem.wrong_solutions),
+                rng.choice(problem.wrong_solutions),
             )
 
         return LazySequence(len(problems), make)
 
     def read(row: Row, source: Files | Hub) -> list[PreferencePair]:
         try:
-            pair = pair_of(*_compared(row, source))
-        except ValueError as refusal:
-            raise BadRow(str(refusal)) from None
+            pair = make_pair(*_prompt_and_answers(row, source))
+        except ValueError as error:
+            raise BadRow(str(error)) from None
         lengths = len(pair.chosen.tokens), len(pair.rejected.tokens)
         if max(lengths) > max_tokens:
             raise BadRow(f"longer than {max_tokens} tokens")
@@ -103,15 +115,15 @@ def load_pairs(
         return [pair]
 
     def read_all(source: Files | Hub) -> tuple[list[list[PreferencePair]], Skipped]:
-        looked_for = (
+        expected = (
             f"answers in {' and '.join(SIDES)}, the prompt in them or in "
             f"{', '.join(_prompt_fields(source))}"
         )
         return read_rows(
-            source, lambda _, row: read(row, source), "a pair", looked_for, knobs="prompt_field"
+            source, lambda _, row: read(row, source), "a pair", expected, settings="prompt_field"
         )
 
-    return load_both(
+    return load_example_sets(
         source,
         eval_source,
         generate=generate,
@@ -125,10 +137,12 @@ def _prompt_fields(source: Files | Hub) -> tuple[str, ...]:
     return (source.prompt_field,) if source.prompt_field else PROMPT_FIELDS
 
 
-def _compared(row: Row, source: Files | Hub) -> tuple[list[Message], str, str]:
-    """What is asked, the chosen answer and the rejected one."""
+def _prompt_and_answers(row: Row, source: Files | Hub) -> tuple[list[Message], str, str]:
+    """Read the prompt, the chosen answer and the rejected one."""
     asked = first_field(row, _prompt_fields(source))
-    chosen, rejected = (checked(_conversation(row.get(side), side, asked)) for side in SIDES)
+    chosen, rejected = (
+        check_conversation(_conversation(row.get(side), side, asked)) for side in SIDES
+    )
     if any(messages[-1].role != "assistant" for messages in (chosen, rejected)):
         raise BadRow("does not end in an answer")
     if chosen[:-1] != rejected[:-1]:
@@ -139,26 +153,24 @@ def _compared(row: Row, source: Files | Hub) -> tuple[list[Message], str, str]:
 
 
 def _conversation(value: object, side: str, asked: object) -> list[Message]:
-    """All messages up to the answer of one side."""
+    """Read the conversation of one side, up to its answer."""
     if isinstance(value, str):
-        said = [Message("assistant", value)] if asked else _dialogue(value)
+        messages = [Message("assistant", value)] if asked else _parse_dialogue(value)
     else:
-        said = messages_of(value or None, f"{side} answer")
-    return (
-        said
-        if said and said[0].role != "assistant"
-        else (_dialogue(asked) or messages_of(asked)) + said
-    )
+        messages = parse_messages(value or None, f"{side} answer")
+    if messages and messages[0].role != "assistant":
+        return messages
+    return (_parse_dialogue(asked) or parse_messages(asked)) + messages
 
 
-def _dialogue(text: object) -> list[Message]:
-    """The turns of a conversation that is written as text; none where it is not."""
+def _parse_dialogue(text: object) -> list[Message]:
+    """Read the turns of a dialogue in text form; empty if it is none."""
     before, *pieces = (
         re.split(rf"\n\n({'|'.join(SPEAKERS)}):", text) if isinstance(text, str) else [""]
     )
     turns = [
-        Message(SPEAKERS[who], said.strip())
-        for who, said in zip(pieces[::2], pieces[1::2], strict=True)
+        Message(SPEAKERS[speaker], words.strip())
+        for speaker, words in zip(pieces[::2], pieces[1::2], strict=True)
     ]
-    # A prompt ends by naming who is to speak next.
+    # A prompt ends with the name of the next speaker.
     return [] if before else turns[:-1] if turns[-1:] == [Message("assistant", "")] else turns

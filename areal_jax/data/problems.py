@@ -1,13 +1,12 @@
-"""AIME-style problems from a seeded generator: integer answers 000-999, each with its worked
-solution and wrong ones.
+"""Seeded generator of AIME-style problems with worked solutions and wrong ones.
 
-A family is a function of a few parameters. For each difficulty its parameters range over finite
-axes, so the problems of a family are numbered: a code is a number in the mixed radix of the axes.
-One fixed shuffle of all codes gives its first eighth to `heldout` and the rest to `train`, whatever
-the seed, so the two never share a problem; a seeded shuffle inside the split then says which
-problem comes when. Both shuffles are bijections that are computed point by point, so any problem
-can be made alone and none comes twice before all have come. In each family some axis keeps every
-two difficulties apart.
+Answers are integers from 0 to 999. A family is a function of a few parameters. For each difficulty
+its parameters range over finite axes, so the problems of a family are numbered: a code is a number
+in the mixed radix of the axes. A fixed shuffle of all codes assigns its first eighth to `heldout`
+and the rest to `train`, independent of the seed, so the splits share no problem. A seeded shuffle
+inside the split then decides the order. Both shuffles are bijections that are computed point by
+point, so any problem can be made alone and none repeats within an epoch. In each family the values
+of some axis differ between any two difficulties.
 """
 
 from __future__ import annotations
@@ -30,49 +29,50 @@ NAMES = ("Ann", "Ben", "Eva", "Leo", "Mia", "Tom")
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """One problem with its answer, its worked solution, and wrong methods that were carried out
-    correctly."""
+    """One problem with its answer, its worked solution, and wrong methods without slips."""
 
     id: str
-    """Family, difficulty and code: the same problem bears the same id under any seed."""
+    """Family, difficulty and code; the same under any seed."""
     family: str
     question: str
     answer: int
     solution: str
-    """One step a line, then the answer in \\boxed{}."""
+    """One step per line, then the answer in \\boxed{}."""
     wrong_solutions: tuple[str, ...]
-    """In the same form; none boxes the answer."""
+    """Solutions of the same form by wrong methods; none boxes the answer."""
 
 
 class Worked(NamedTuple):
-    """Steps as they are written down, and the number they end in."""
+    """Written steps of a method, and their result."""
 
     steps: tuple[str, ...]
     value: int
-    sound: bool = True
-    """False where a step left the natural numbers: such a method is nobody's mistake here, and is
-    left out."""
+    is_natural: bool = True
+    """Whether every step stays in the natural numbers; other methods are not used."""
 
     def text(self) -> str:
+        """Format the steps and the boxed result."""
         return "\n".join((*self.steps, f"\\boxed{{{self.value}}}"))
 
 
 class Draft(NamedTuple):
-    """What a family makes of its parameters."""
+    """What a family generates from its parameters."""
 
     questions: tuple[str, ...]
-    """The same problem in several wordings."""
+    """Alternative wordings of the same problem."""
     right: Worked
     wrong: tuple[Worked, ...]
 
 
 class Family(NamedTuple):
+    """A generator of problems of one type."""
+
     draft: Callable[..., Draft]
     axes: Mapping[Difficulty, Mapping[str, Axis]]
 
 
 FAMILIES: dict[str, Family] = {}
-"""All families by name, in the order in which problems go through them."""
+"""All families by name, in the order in which they alternate."""
 
 
 def _family(**axes: Mapping[str, Axis]) -> Callable[[Callable[..., Draft]], Callable[..., Draft]]:
@@ -86,14 +86,17 @@ def _family(**axes: Mapping[str, Axis]) -> Callable[[Callable[..., Draft]], Call
 
 
 def chain(start: int, *rest: str | int) -> Worked:
-    """Carry a number through operations, each written out as a step: chain(9, "-", 1, "*", 3) is
-    9-1=8, 8*3=24.
+    """Apply operations to a number and write each as a step.
 
-    "from" subtracts what was reached from the next number; "mod" and "quotient" both write a
-    division with remainder, 83=7*11+6, and go on with the remainder or with the quotient. "/" is
-    exact or unsound.
+    chain(9, "-", 1, "*", 3) has the steps 9-1=8 and 8*3=24. "from" subtracts the current value from
+    the operand. "mod" and "quotient" both write a division with remainder, 83=7*11+6, and continue
+    with the remainder or the quotient. "/" must be exact for `is_natural`.
+
+    Args:
+        start: first value.
+        rest: operations and operands, alternating.
     """
-    value, steps, sound = start, list[str](), True
+    value, steps, is_natural = start, list[str](), True
     for operation, operand in zip(rest[::2], rest[1::2], strict=True):
         assert isinstance(operand, int)
         match operation:
@@ -107,17 +110,17 @@ def chain(start: int, *rest: str | int) -> Worked:
                 step, result = f"{value}*{operand}", value * operand
             case "/":
                 step, result = f"{value}/{operand}", value // operand
-                sound = sound and value % operand == 0
+                is_natural = is_natural and value % operand == 0
             case "mod" | "quotient":
                 quotient, remainder = divmod(value, operand)
                 steps.append(f"{value}={operand}*{quotient}+{remainder}")
                 value = remainder if operation == "mod" else quotient
                 continue
             case _:
-                raise ValueError(f"no such operation: {operation!r}")
+                raise ValueError(f"unknown operation: {operation!r}")
         steps.append(f"{step}={result}")
-        value, sound = result, sound and result >= 0
-    return Worked(tuple(steps), value, sound)
+        value, is_natural = result, is_natural and result >= 0
+    return Worked(tuple(steps), value, is_natural)
 
 
 def _euclid(a: int, b: int) -> Worked:
@@ -133,14 +136,16 @@ def _coprime_pairs(low: int, high: int) -> list[tuple[int, ...]]:
 
 
 def _lcm_pairs(low: int, high: int, most_tries: int, most_lcm: int) -> list[tuple[int, ...]]:
-    """Pairs a < b with b in [low, high), neither dividing the other, whose least common multiple is
-    a small multiple of b."""
+    """List pairs a < b with b in [low, high) whose least common multiple is a small multiple of b.
+
+    a does not divide b.
+    """
     pairs = ((a, b) for b in range(low, high) for a in range(4, b) if b % a)
     return [pair for pair in pairs if math.lcm(*pair) <= min(most_lcm, most_tries * pair[1])]
 
 
 def _numerals(bases: Iterable[int], num_digits: int) -> list[tuple[int, ...]]:
-    """(base, digits ...) of every number with so many digits in these bases, at most 999."""
+    """List (base, digits ...) of every number up to 999 with `num_digits` digits in the bases."""
     return [
         (base, *(value // base**place % base for place in reversed(range(num_digits))))
         for base in bases
@@ -158,13 +163,11 @@ def sequence(first: int, step: int, n: int) -> Draft:
         (
             (
                 f"An arithmetic sequence starts with {first} and has common difference {step}. "
-                "What "
-                f"is term number {n}?"
+                f"What is term number {n}?"
             ),
             (
                 f"The first term of an arithmetic sequence is {first} and the difference is "
-                f"{step}. "
-                f"Find term {n}."
+                f"{step}. Find term {n}."
             ),
             f"Write down {first} and keep adding {step}. What is number {n} in the list?",
             (
@@ -296,9 +299,8 @@ def lcm(pair: tuple[int, int], start: int) -> Draft:
             f"What is {start} plus the least common multiple of {a} and {b}?",
             f"Add {start} to the smallest positive integer that both {a} and {b} divide.",
             (
-                f"Two lights flash every {a} and {b} seconds. Both flash at second {start}. At "
-                "which "
-                "second do both flash next?"
+                f"Two lights flash every {a} and {b} seconds. Both flash at second {start}. "
+                "At which second do both flash next?"
             ),
             (
                 f"One bus leaves every {a} minutes, one every {b}. Both leave at minute {start}. "
@@ -506,12 +508,10 @@ def weekday(today: int, days: int, when: str) -> Draft:
     return Draft(
         (
             f"Days of the week are 0 to 6. Today is day {today}. Which day "
-            f"{'is' if later else 'was'} it "
-            f"{f'in {days} days' if later else f'{days} days ago'}?",
+            f"{f'is it in {days} days' if later else f'was it {days} days ago'}?",
             f"Number the days of the week 0 to 6. Which day is {days} days {when} day {today}?",
             f"A wheel has places 0 to 6. From place {today} it turns {days} places "
-            f"{'on' if later else 'back'}. "
-            f"Which place is reached?",
+            f"{'on' if later else 'back'}. Which place is reached?",
             f"With days of the week from 0 to 6, find the day {days} days {when} a day {today}.",
         ),
         before if earlier else after,
@@ -550,13 +550,11 @@ def ages(age: int, times: int, years: int, when: str) -> Draft:
         ),
         (
             f"{older} is {times} times as old as {younger}, who is {age}. What is the age of "
-            f"{older} "
-            f"in {years} years?"
+            f"{older} in {years} years?"
         ),
         (
             f"A tree is {age} years old, a house {times} times as old. How old will the house be "
-            "in "
-            f"{years} years?"
+            f"in {years} years?"
         ),
         (
             f"{younger} has {age} nuts, {older} {times} times as many. {older} finds {years} more. "
@@ -566,8 +564,7 @@ def ages(age: int, times: int, years: int, when: str) -> Draft:
     past = (
         (
             f"{younger} is {age}. {older} is {times} times as old. How old was {older} {years} "
-            "years "
-            "ago?"
+            "years ago?"
         ),
         (
             f"{older} is {times} times as old as {younger}, who is {age}. What was the age of "
@@ -575,8 +572,7 @@ def ages(age: int, times: int, years: int, when: str) -> Draft:
         ),
         (
             f"A tree is {age} years old, a house {times} times as old. How old was the house "
-            f"{years} "
-            "years ago?"
+            f"{years} years ago?"
         ),
         (
             f"{younger} has {age} nuts, {older} {times} times as many. {older} eats {years}. How "
@@ -647,13 +643,11 @@ def average(count: int, mean: int, missing: int) -> Draft:
             ),
             (
                 f"{count} tests have average score {mean}. The others have sum {known}. What is "
-                "the "
-                "score of the last test?"
+                "the score of the last test?"
             ),
             (
                 f"{known} points came from all but one of {count} games, with average {mean} in "
-                "all. "
-                "Find the points of the last."
+                "all. Find the points of the last."
             ),
         ),
         chain(count, "*", mean, "-", known),
@@ -706,35 +700,40 @@ def _number(text: str) -> int:
 
 
 def _shuffled(index: int, size: int, key: str) -> int:
-    """Where `index` lands in the shuffle of range(size) named `key`: a Feistel network on pairs of
-    half-words, walked along its cycle until it is back below `size`."""
+    """Return the position of `index` in the shuffle of range(size) named `key`.
+
+    A Feistel network on pairs of half-words, applied again until the result is below `size` (cycle
+    walking).
+    """
     half = max(1, -(-(size - 1).bit_length() // 2))
     mask = (1 << half) - 1
     while True:
         left, right = index >> half, index & mask
-        for turn in range(4):
-            left, right = right, left ^ (_number(f"{key}/{turn}/{right}") & mask)
+        for step in range(4):
+            left, right = right, left ^ (_number(f"{key}/{step}/{right}") & mask)
         index = left << half | right
         if index < size:
             return index
 
 
 def _split_range(size: int, split: Split) -> range:
-    held = size // HELDOUT_SHARE
+    num_heldout = size // HELDOUT_SHARE
     match split:
         case "heldout":
-            return range(held)
+            return range(num_heldout)
         case "train":
-            return range(held, size)
+            return range(num_heldout, size)
         case _:
-            raise ValueError(f"split: expected train or heldout, came {split!r}")
+            raise ValueError(f"split: expected train or heldout, found {split!r}")
 
 
 def _axes(family: str, difficulty: Difficulty) -> Mapping[str, Axis]:
     if family not in FAMILIES:
-        raise ValueError(f"families: no family {family!r}; there are {', '.join(FAMILIES)}")
+        raise ValueError(
+            f"families: expected problem families {', '.join(FAMILIES)}, found {family!r}"
+        )
     if difficulty not in FAMILIES[family].axes:
-        raise ValueError(f"difficulty: expected easy, medium or hard, came {difficulty!r}")
+        raise ValueError(f"difficulty: expected easy, medium or hard, found {difficulty!r}")
     return FAMILIES[family].axes[difficulty]
 
 
@@ -743,29 +742,27 @@ def _num_codes(family: str, difficulty: Difficulty) -> int:
 
 
 def num_problems(family: str, difficulty: Difficulty, split: Split) -> int:
-    """How many different problems a family holds."""
+    """Number of distinct problems of a family."""
     return len(_split_range(_num_codes(family, difficulty), split))
 
 
 def problem_code(family: str, difficulty: Difficulty, split: Split, seed: int, index: int) -> int:
-    """The code of problem number `index`: its number among all of the family, in the mixed radix of
-    the axes."""
+    """Code of problem number `index`: its number in the family, in the mixed radix of the axes."""
     size = _num_codes(family, difficulty)
-    places = _split_range(size, split)
-    place = places[_shuffled(index % len(places), len(places), f"{seed}/{split}")]
-    return _shuffled(place, size, f"{family}/{difficulty}")
+    positions = _split_range(size, split)
+    position = positions[_shuffled(index % len(positions), len(positions), f"{seed}/{split}")]
+    return _shuffled(position, size, f"{family}/{difficulty}")
 
 
 def make_problem(
     family: str, difficulty: Difficulty, split: Split, seed: int, index: int
 ) -> Problem:
-    """Make problem number `index` of one family. From `num_problems` on the same problems come
-    again."""
+    """Make problem number `index` of one family; problems repeat after `num_problems`."""
     code = problem_code(family, difficulty, split, seed, index)
     parameters, rest = dict[str, int | str | tuple[int, ...]](), code
     for name, axis in _axes(family, difficulty).items():
-        rest, at = divmod(rest, len(axis))
-        parameters[name] = axis[at]
+        rest, value = divmod(rest, len(axis))
+        parameters[name] = axis[value]
     draft = FAMILIES[family].draft(**parameters)
     name = f"{family}-{difficulty}-{code}"
     answer = draft.right.value
@@ -777,14 +774,16 @@ def make_problem(
         draft.right.text(),
         tuple(
             dict.fromkeys(
-                w.text() for w in draft.wrong if w.sound and w.value != answer and w.value <= 999
+                w.text()
+                for w in draft.wrong
+                if w.is_natural and w.value != answer and w.value <= 999
             )
         ),
     )
 
 
 class SyntheticProblems(Sequence[Problem]):
-    """`num` problems, each made when asked for, going round the families in turn."""
+    """Lazy sequence of `num` problems; the families alternate."""
 
     def __init__(
         self,
@@ -794,7 +793,15 @@ class SyntheticProblems(Sequence[Problem]):
         difficulty: Difficulty = "easy",
         seed: int = 0,
     ) -> None:
-        """Args: families: names of some; empty: all."""
+        """Check the families and the difficulty.
+
+        Args:
+            num: length of the sequence.
+            split: split of the problems.
+            families: names of families; empty for all.
+            difficulty: size of the numbers and number of steps.
+            seed: seed of the order of problems.
+        """
         self.families = tuple(families) or tuple(FAMILIES)
         for family in self.families:
             _split_range(len(_axes(family, difficulty)), split)
@@ -814,5 +821,5 @@ class SyntheticProblems(Sequence[Problem]):
             return [self[i] for i in range(*index.indices(self.num))]
         if not -self.num <= index < self.num:
             raise IndexError(f"problem {index} of {self.num}")
-        turn, which = divmod(index % self.num, len(self.families))
-        return make_problem(self.families[which], self.difficulty, self.split, self.seed, turn)
+        number, family = divmod(index % self.num, len(self.families))
+        return make_problem(self.families[family], self.difficulty, self.split, self.seed, number)

@@ -1,13 +1,12 @@
-"""Examples for supervised fine-tuning: tokens, and a mask that is true on what the policy shall
-learn to say.
+"""Examples for supervised fine-tuning: tokens, and a mask of the tokens to learn.
 
 A row of a file is a conversation, {"messages": [{"role": ..., "content": ...}, ...]}, or a prompt
-and the answer to it.
+and its answer.
 
-The embedded policy learns from generated problems and from a mixture of answers to them: the right
-method, wrong methods carried out without error, and guesses. So it becomes able, for nearly every
-step it writes is right, and undecided, for it does not know which method is the right one. That is
-what reinforcement learning can then teach.
+The embedded policy learns from generated problems with a mixture of answers: the right method,
+wrong methods without slips, and guesses. So it becomes capable (nearly every step that it writes is
+right) and undecided (it does not know the right method). Reinforcement learning can then improve
+the choice of methods.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ import numpy as np
 from jaxtyping import Bool, Int32
 
 from areal_jax.data.config import Files, Hub, PromptConfig, TaskSource
-from areal_jax.data.examples import ExampleSet, load_both
-from areal_jax.data.exercises import Exercise, GeneratedExercises, sample_method
+from areal_jax.data.examples import ExampleSet, load_example_sets
+from areal_jax.data.exercises import Exercise, GeneratedExercises, sample_demonstration
 from areal_jax.data.problems import Problem
 from areal_jax.data.sources import (
     PROMPT_FIELDS,
@@ -32,21 +31,21 @@ from areal_jax.data.sources import (
     Skipped,
     apply_prompt_template,
     first_field,
-    messages_of,
+    parse_messages,
     read_rows,
 )
 from areal_jax.protocols import Tokenizer
 from areal_jax.records import Message
 
 DRILL_SHARE = 0.3
-"""Of all examples: no answer to a problem but steps of many, so that steps are learnt sooner than
-from answers alone."""
+"""Share of drills among all examples: a drill has steps of many problems instead of an answer to
+one, so that steps are learnt sooner than from answers alone."""
 
 DRILL_STEPS = 8
-"""Steps in a drill: little longer than an answer with its prompt."""
+"""Steps of a drill, which makes it little longer than an answer with its prompt."""
 
 GUESS_SHARE = 0.15
-"""Of all answers: a number near the right one, boxed at once."""
+"""Share of guesses among all answers: a number near the right one, boxed without a step."""
 
 RIGHT_SHARE = {
     "sequence": 0.4,
@@ -66,27 +65,27 @@ RIGHT_SHARE = {
     "average": 0.4,
     "rectangle": 0.2,
 }
-"""Of all other answers, by family: the right method; the wrong ones share the rest evenly. The
-families differ, so that reinforcement learning finds some methods soon and others late."""
-
+"""Share of the right method among all other answers, by family; the wrong methods share the rest
+evenly. The families differ, so that reinforcement learning finds some methods soon and others
+late."""
 
 ANSWER_FIELDS = ("response", "completion")
-"""Looked into after the source's answer_field."""
+"""Fields that are read after the source's answer_field."""
 
 ROLES = ("system", "user", "assistant")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SupervisedExample:
-    """A conversation that ends in an answer of the assistant."""
+    """A conversation that ends with an answer of the assistant."""
 
     tokens: Int32[np.ndarray, "T"]
     loss_mask: Bool[np.ndarray, "T"]
-    """True on answers and on the tokens that end them; in a drill, on the results of the steps."""
+    """True on answers and their stop tokens; in a drill, on the results of the steps."""
 
     @property
     def prompt(self) -> Int32[np.ndarray, "P"]:
-        """All before the first token that is learnt."""
+        """Tokens before the first one to learn."""
         return self.tokens[: self.loss_mask.argmax()]
 
 
@@ -99,23 +98,32 @@ def load_examples(
     seed: int,
     max_tokens: int,
 ) -> tuple[ExampleSet[SupervisedExample], ExampleSet[SupervisedExample]]:
-    """The examples to train on and those to evaluate on, as `load_both` says; a row may give
-    several.
+    """Load training and evaluation examples (`load_example_sets`); a row may give several.
 
-    Args: seed: also of the answers to generated problems. max_tokens: rows with a longer example
-        are skipped."""
+    Args:
+        source: source of the training examples.
+        eval_source: source of the evaluation examples; None for none.
+        prompt: text around every prompt.
+        tokenizer: tokenizer of the policy.
+        seed: decides the answers to generated problems and what is held out.
+        max_tokens: rows with a longer example are skipped.
+
+    Raises:
+        FileNotFoundError: a source has no files.
+        ValueError: no row can be an example, or no prompt is left to train on.
+    """
 
     def generate(problems: Sequence[Problem] | GeneratedExercises) -> Sequence[SupervisedExample]:
         if isinstance(problems, GeneratedExercises):
             return LazySequence(
                 len(problems),
-                lambda index: _exercised(problems[index], index, tokenizer, prompt, seed),
+                lambda index: _make_demonstration(problems[index], index, tokenizer, prompt, seed),
             )
         return LazySequence(
-            len(problems), lambda index: _generated(problems, index, tokenizer, prompt, seed)
+            len(problems), lambda index: _make_answer(problems, index, tokenizer, prompt, seed)
         )
 
-    return load_both(
+    return load_example_sets(
         source,
         eval_source,
         generate=generate,
@@ -128,110 +136,109 @@ def load_examples(
 def _read(
     source: Files | Hub, *, prompt: PromptConfig, tokenizer: Tokenizer, max_tokens: int
 ) -> tuple[list[list[SupervisedExample]], Skipped]:
-    """The examples of each row."""
-    conversation, asked = (
-        source.prompt_field or "messages",
-        source.prompt_field or ", ".join(PROMPT_FIELDS),
-    )
-    answered = ", ".join((source.answer_field, *ANSWER_FIELDS))
-    looked_for = (
-        f"a conversation in {conversation}, or a prompt in {asked} and its answer in {answered}"
+    """Read the examples of each row."""
+    conversation = source.prompt_field or "messages"
+    prompts = source.prompt_field or ", ".join(PROMPT_FIELDS)
+    answers = ", ".join((source.answer_field, *ANSWER_FIELDS))
+    expected = (
+        f"a conversation in {conversation}, or a prompt in {prompts} and its answer in {answers}"
     )
 
     def read(place: str, row: Row) -> list[SupervisedExample]:
         messages = _conversation(row, source)
         try:
             examples = encode_conversation(tokenizer, messages, prompt)
-        except ValueError as refusal:
-            raise BadRow(str(refusal)) from None
+        except ValueError as error:
+            raise BadRow(str(error)) from None
         if any(len(example.tokens) > max_tokens for example in examples):
             raise BadRow(f"longer than {max_tokens} tokens")
         return examples
 
-    return read_rows(source, read, "an example", looked_for)
+    return read_rows(source, read, "an example", expected)
 
 
-def _generated(
+def _make_answer(
     problems: Sequence[Problem], index: int, tokenizer: Tokenizer, prompt: PromptConfig, seed: int
 ) -> SupervisedExample:
-    """An example for a problem. A problem that comes again gets another answer."""
+    """Make an example from a problem; a repeated problem gets another answer."""
     problem = problems[index]
-    chance = random.Random(f"{seed}/{index}")
-    if chance.random() < DRILL_SHARE and (steps := sample_steps(problems, chance)):
+    rng = random.Random(f"{seed}/{index}")
+    if rng.random() < DRILL_SHARE and (steps := sample_steps(problems, rng)):
         return encode_drill(tokenizer, steps, prompt)
     return encode_answer(
-        tokenizer, [Message("user", problem.question)], sample_answer(problem, chance), prompt
+        tokenizer, [Message("user", problem.question)], sample_answer(problem, rng), prompt
     )
 
 
-def _exercised(
+def _make_demonstration(
     exercise: Exercise, index: int, tokenizer: Tokenizer, prompt: PromptConfig, seed: int
 ) -> SupervisedExample:
-    """An example of an exercise, solved in one of its ways."""
-    way = sample_method(exercise, random.Random(f"{seed}/{index}"))
-    # What the policy says alone is learnt; what it is told is context, as in training.
-    messages = [*apply_prompt_template([Message("user", exercise.question)], prompt), *way]
+    """Make an example from an exercise, with one of its demonstrations."""
+    turns = sample_demonstration(exercise, random.Random(f"{seed}/{index}"))
+    # Only the policy's own turns are learnt; tool output is context, as in RL training.
+    messages = [*apply_prompt_template([Message("user", exercise.question)], prompt), *turns]
     return encode_conversation(tokenizer, messages, PromptConfig())[-1]
 
 
-def sample_steps(problems: Sequence[Problem], chance: random.Random) -> list[str]:
-    """Steps of all methods of some problems, in any order; sums and products of two digits are easy
-    enough without. Fewer than DRILL_STEPS where as many draws as there are problems find no
-    more."""
+def sample_steps(problems: Sequence[Problem], rng: random.Random) -> list[str]:
+    """Sample steps from all methods of some problems.
+
+    Steps of at most 6 characters are left out, because they are easy enough without drills. The
+    result has fewer than DRILL_STEPS steps if len(problems) samples have no more.
+    """
     steps = set[str]()
     for _ in range(len(problems)):
         if len(steps) >= 2 * DRILL_STEPS:
             break
-        problem = problems[chance.randrange(len(problems))]
+        problem = problems[rng.randrange(len(problems))]
         for text in (problem.solution, *problem.wrong_solutions):
             steps.update(step for step in text.split("\n") if len(step) > 6 and "=" in step)
-    return chance.sample(sorted(steps), min(DRILL_STEPS, len(steps)))
+    return rng.sample(sorted(steps), min(DRILL_STEPS, len(steps)))
 
 
 def encode_drill(
     tokenizer: Tokenizer, steps: Sequence[str], prompt: PromptConfig
 ) -> SupervisedExample:
-    """Steps one after another, of which only the results are learnt: nobody can know what is asked
-    next."""
+    """Encode steps in sequence; only their results are learnt, since the next step is random."""
     pieces = [
         (tokenizer.render(apply_prompt_template([Message("user", "Practice.")], prompt)), False)
     ]
     for step in steps:
-        # A division with remainder, 83=7*11+6, asks for 83=7* and is answered 11+6; all others are
-        # answered behind the sign.
+        # Of a division with remainder, 83=7*11+6, the result is 11+6; else it follows the "=".
         left, _, right = step.partition("=")
-        asked = f"{left}={right.partition('*')[0]}*" if "*" in right else f"{left}="
+        context = f"{left}={right.partition('*')[0]}*" if "*" in right else f"{left}="
         pieces += [
-            (tokenizer.encode(asked), False),
-            (tokenizer.encode(step.removeprefix(asked) + "\n"), True),
+            (tokenizer.encode(context), False),
+            (tokenizer.encode(step.removeprefix(context) + "\n"), True),
         ]
     tokens = np.concatenate([piece for piece, _ in pieces])
     return SupervisedExample(
-        tokens, np.concatenate([np.full(len(piece), learnt) for piece, learnt in pieces])
+        tokens, np.concatenate([np.full(len(piece), is_learnt) for piece, is_learnt in pieces])
     )
 
 
-def sample_answer(problem: Problem, chance: random.Random) -> str:
-    """Answer as an undecided solver would: by the right method, by a wrong one, or by guessing."""
-    if chance.random() < GUESS_SHARE:
+def sample_answer(problem: Problem, rng: random.Random) -> str:
+    """Sample an answer: by the right method, by a wrong one, or a guess."""
+    if rng.random() < GUESS_SHARE:
         near = range(max(0, problem.answer - 9), min(999, problem.answer + 9) + 1)
-        return (
-            f"\\boxed{{{chance.choice([number for number in near if number != problem.answer])}}}"
-        )
-    if chance.random() < RIGHT_SHARE[problem.family]:
+        return f"\\boxed{{{rng.choice([number for number in near if number != problem.answer])}}}"
+    if rng.random() < RIGHT_SHARE[problem.family]:
         return problem.solution
-    return chance.choice(problem.wrong_solutions)
+    return rng.choice(problem.wrong_solutions)
 
 
 def encode_conversation(
     tokenizer: Tokenizer, messages: Sequence[Message], prompt: PromptConfig
 ) -> list[SupervisedExample]:
-    """Examples that teach every answer of the assistant in exactly the context in which a policy
-    would be asked for it.
+    """Encode every answer of the assistant in exactly the context in which a policy generates it.
 
-    An answer joins the example of the answer before where its context begins with all of that, as
-    most templates have it. Where it does not (templates of reasoning models cut earlier reasoning
-    out), another example begins."""
+    An answer joins the example of the previous answer if its context starts with that example, as
+    with most templates. Otherwise (templates of reasoning models remove earlier reasoning) it
+    starts a new example.
+
+    Raises:
+        ValueError: the chat template refuses the conversation.
+    """
     examples = list[SupervisedExample]()
     for i, message in enumerate(messages):
         if message.role == "assistant":
@@ -248,34 +255,35 @@ def encode_conversation(
 def encode_answer(
     tokenizer: Tokenizer, messages: Sequence[Message], answer: str, prompt: PromptConfig
 ) -> SupervisedExample:
-    """An example that teaches one answer to a conversation. ValueError where the chat template
-    refuses it."""
-    asked = apply_prompt_template(messages, prompt)
-    before, said = tokenizer.render(asked), tokenizer.render_answer(asked, answer)
-    tokens = np.concatenate([before, said])
-    return SupervisedExample(tokens, np.arange(len(tokens)) >= len(before))
+    """Encode one answer to a conversation; only the answer is learnt.
+
+    Raises:
+        ValueError: the chat template refuses the conversation.
+    """
+    templated = apply_prompt_template(messages, prompt)
+    prompt_tokens = tokenizer.render(templated)
+    tokens = np.concatenate([prompt_tokens, tokenizer.render_answer(templated, answer)])
+    return SupervisedExample(tokens, np.arange(len(tokens)) >= len(prompt_tokens))
 
 
 def _conversation(row: Row, source: Files | Hub) -> list[Message]:
-    messages = messages_of(
-        first_field(
-            row, (source.prompt_field,) if source.prompt_field else ("messages", *PROMPT_FIELDS)
-        )
-    )
+    names = (source.prompt_field,) if source.prompt_field else ("messages", *PROMPT_FIELDS)
+    messages = parse_messages(first_field(row, names))
     if not any(message.role == "assistant" for message in messages):
         answer = first_field(row, (source.answer_field, *ANSWER_FIELDS))
-        messages += (
-            [Message("assistant", answer)]
-            if isinstance(answer, str)
-            else messages_of(answer)
-            if answer
-            else []
-        )
-    return checked(messages)
+        if isinstance(answer, str):
+            messages.append(Message("assistant", answer))
+        elif answer:
+            messages += parse_messages(answer)
+    return check_conversation(messages)
 
 
-def checked(messages: list[Message]) -> list[Message]:
-    """A conversation with answers to learn from; BadRow says why another one is none."""
+def check_conversation(messages: list[Message]) -> list[Message]:
+    """Return the conversation if it has answers to learn from.
+
+    Raises:
+        BadRow: it has none, or its roles or contents are not usable.
+    """
     roles = [message.role for message in messages]
     if unknown := [role for role in roles if role not in ROLES]:
         raise BadRow(f"role {unknown[0]}, expected {', '.join(ROLES)}")

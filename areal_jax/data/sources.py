@@ -1,5 +1,4 @@
-"""Tasks from where they are: the problem generator, files, or the hub. Rows that cannot be tasks
-are skipped and named."""
+"""Load tasks from the generators, files, or the hub; rows that cannot be tasks are skipped."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from areal_jax.data.code_tasks import as_answer, code_problem
+from areal_jax.data.code_tasks import code_problem, format_tests
 from areal_jax.data.config import Exercises, Files, Hub, PromptConfig, Synthetic, TaskSource
 from areal_jax.data.exercises import Exercise, GeneratedExercises
 from areal_jax.data.hub import NAME, fetch
@@ -24,28 +23,27 @@ PROMPT_FIELDS = ("problem", "question", "prompt")
 FAMILY_FIELDS = ("family", "subject", "difficulty")
 SUFFIXES = (".jsonl", ".json", ".parquet")
 
-
 MAX_NAMED = 3
-"""Rows that are named for each reason why they are skipped; the others are counted."""
+"""Skipped rows to name for each reason; the others are only counted."""
 
 T = TypeVar("T")
 
 Row: TypeAlias = dict[str, Any]
-"""As its file has it."""
+"""A row as in its file."""
 
 Skipped: TypeAlias = Mapping[str, Sequence[str]]
-"""Rows of which nothing could be made, as FILE:LINE, by reason."""
+"""Skipped rows as FILE:LINE, by reason."""
 
 
 class TaskSet(NamedTuple):
-    """Tasks, and the rows of which none could be made."""
+    """Tasks, and the rows that were skipped."""
 
     tasks: Sequence[Task]
     skipped: Skipped
 
     @property
     def kinds(self) -> set[str]:
-        """Of the tasks: which graders they need."""
+        """Graders that the tasks need."""
         return (
             set(self.tasks.kinds)
             if isinstance(self.tasks, LazySequence)
@@ -54,34 +52,41 @@ class TaskSet(NamedTuple):
 
 
 class BadRow(Exception):
-    """A row of which nothing can be made; says why in a few words, under which such rows are
-    counted."""
+    """The row is not usable; the message is the reason under which such rows are counted."""
 
 
 def load_tasks(source: TaskSource, prompt: PromptConfig) -> TaskSet:
-    """The tasks of a source, in its order, with what `prompt` puts around every problem.
+    """Load the tasks of a source, in its order.
 
-    FileNotFoundError says what was looked for; ValueError where no row can be a task."""
+    Args:
+        source: source of the tasks.
+        prompt: text around every prompt.
+
+    Raises:
+        FileNotFoundError: the source has no files.
+        ValueError: no row can be a task.
+    """
     match source:
         case Synthetic():
             problems = SyntheticProblems(
                 source.num_tasks, source.split, source.families, source.difficulty, source.seed
             )
             return TaskSet(
-                LazySequence(len(problems), lambda index: _generated(problems[index], prompt)), {}
+                LazySequence(len(problems), lambda index: _problem_task(problems[index], prompt)),
+                {},
             )
         case Exercises():
-            exercises = generated_exercises(source)
+            exercises = generate_exercises(source)
             return TaskSet(
                 LazySequence(
                     len(exercises),
-                    lambda index: _exercise(exercises[index], prompt),
+                    lambda index: _exercise_task(exercises[index], prompt),
                     exercises.kinds,
                 ),
                 {},
             )
         case Files() | Hub():
-            looked_for = (
+            expected = (
                 f"the prompt in {source.prompt_field or ', '.join(PROMPT_FIELDS)}, the "
                 f"answer in {source.answer_field}"
             )
@@ -90,23 +95,28 @@ def load_tasks(source: TaskSource, prompt: PromptConfig) -> TaskSet:
                     source,
                     lambda place, row: _task(place, row, source, prompt),
                     "a task",
-                    looked_for,
+                    expected,
                 )
             )
         case _:
             raise ValueError(
-                f"expected Synthetic, Exercises, Files or Hub, came {type(source).__name__}"
+                f"expected Synthetic, Exercises, Files or Hub, found {type(source).__name__}"
             )
 
 
 class LazySequence(Sequence[T]):
-    """So many things, each made when asked for."""
+    """Sequence whose items are made on access."""
 
     def __init__(
         self, count: int, make: Callable[[int], T], kinds: Collection[str] = ("math",)
     ) -> None:
-        """Args: make: makes the thing at a place, from 0; the same one whenever it is asked. kinds:
-        of tasks."""
+        """Store the factory.
+
+        Args:
+            count: length of the sequence.
+            make: makes the item at an index, deterministically.
+            kinds: if the items are tasks, the graders that they need.
+        """
         self._count, self._make, self.kinds = count, make, kinds
 
     def __len__(self) -> int:
@@ -117,32 +127,31 @@ class LazySequence(Sequence[T]):
     @overload
     def __getitem__(self, index: slice) -> list[T]: ...
     def __getitem__(self, index: int | slice) -> T | list[T]:
-        places = range(self._count)[index]
+        selected = range(self._count)[index]
         return (
-            self._make(places)
-            if isinstance(places, int)
-            else [self._make(place) for place in places]
+            self._make(selected)
+            if isinstance(selected, int)
+            else [self._make(each) for each in selected]
         )
 
 
-def generated_exercises(source: Exercises) -> GeneratedExercises:
-    """The exercises that the settings describe."""
+def generate_exercises(source: Exercises) -> GeneratedExercises:
+    """Generate the exercises that the settings describe."""
     return GeneratedExercises(source.num_tasks, source.split, source.families, source.seed)
 
 
-def _exercise(exercise: Exercise, prompt: PromptConfig) -> Task:
+def _exercise_task(exercise: Exercise, prompt: PromptConfig) -> Task:
     messages = apply_prompt_template([Message("user", exercise.question)], prompt)
     return Task(exercise.id, messages, exercise.answer, exercise.kind, exercise.family)
 
 
-def _generated(problem: Problem, prompt: PromptConfig) -> Task:
+def _problem_task(problem: Problem, prompt: PromptConfig) -> Task:
     messages = apply_prompt_template([Message("user", problem.question)], prompt)
     return Task(problem.id, messages, str(problem.answer), family=problem.family)
 
 
 def apply_prompt_template(messages: Sequence[Message], prompt: PromptConfig) -> tuple[Message, ...]:
-    """Put the system message before a conversation, in place of its own, and the suffix after its
-    last message."""
+    """Replace the system message of a conversation, and append the suffix to its last message."""
     last = messages[-1]
     templated = [*messages[:-1], Message(last.role, last.content + prompt.suffix)]
     if prompt.system:
@@ -154,39 +163,45 @@ def apply_prompt_template(messages: Sequence[Message], prompt: PromptConfig) -> 
 
 
 def find_files(path: Path, split: str) -> list[Path]:
-    """The file, or the files of a folder (or of its only subfolder that has any) whose names start
-    with `split`."""
+    """Find the files to read.
+
+    Args:
+        path: a file; or a folder which, itself or in one subfolder, has files of the split.
+        split: prefix of the file names to read from a folder.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        ValueError: the file has another format, or several subfolders have files of the split.
+    """
     if path.is_file():
         if path.suffix not in SUFFIXES:
-            raise ValueError(f"{path}: expected a name that ends in {', '.join(SUFFIXES)}")
+            raise ValueError(f"{path}: expected a file name that ends in {', '.join(SUFFIXES)}")
         return [path]
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such file or folder (working directory: {Path.cwd()})")
-    held = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
-    of_split = [file for file in held if file.name.startswith(split)]
+    files = sorted(file for file in path.rglob("*") if file.suffix in SUFFIXES)
+    of_split = [file for file in files if file.name.startswith(split)]
     folders = sorted(
         {file.parent for file in of_split}, key=lambda folder: (len(folder.parts), folder)
     )
     if not folders:
-        names = ", ".join(str(file.relative_to(path)) for file in held[:10]) or "none at all"
+        names = ", ".join(str(file.relative_to(path)) for file in files[:10]) or "none"
         raise FileNotFoundError(
-            f"{path}: no file named {split}*.jsonl, .json or .parquet; of these there are: {names}"
+            f"{path}: expected files named {split}*.jsonl, .json or .parquet, found {names}"
         )
     if path not in folders and len(folders) > 1:
         names = ", ".join(str(folder.relative_to(path)) for folder in folders)
         raise ValueError(
-            f"{path}: files named {split}* lie in several folders, name one of them: {names}"
+            f"{path}: expected files named {split}* in one folder, found them in {names}; name one "
+            "of these"
         )
     return [file for file in of_split if file.parent == folders[0]]
 
 
 def _files_of_hub(source: Hub) -> list[Path]:
-    """Download the split; a name may go on to a folder of the repository, as in
-    openai/gsm8k/main."""
-    owner_and_name, folder = (
-        "/".join(source.name.split("/")[:2]),
-        "/".join(source.name.split("/")[2:]),
-    )
+    """Download the split; a name may include a folder of the repository: openai/gsm8k/main."""
+    parts = source.name.split("/")
+    owner_and_name, folder = "/".join(parts[:2]), "/".join(parts[2:])
     if not NAME.fullmatch(owner_and_name):
         raise ValueError(
             f"name={source.name}: expected a data set of the hub, owner/name or owner/name/folder"
@@ -199,14 +214,25 @@ def read_rows(
     source: Files | Hub,
     read: Callable[[str, Row], T],
     what: str,
-    looked_for: str,
-    knobs: str = "prompt_field and answer_field",
+    expected: str,
+    settings: str = "prompt_field and answer_field",
 ) -> tuple[list[T], dict[str, list[str]]]:
-    """What `read(place, row)` makes of each row of a source, and the places of those it calls
-    BadRow, by reason.
+    """Read each row of a source.
 
-    ValueError where nothing is left. Args: what: is made. looked_for: what, in which fields. knobs:
-    settings that name other fields; all three for that error."""
+    Args:
+        source: source of the rows.
+        read: reads a row, given its place (FILE:LINE) and fields; raises BadRow to skip it.
+        what: what a row is read into, for the error.
+        expected: the fields that `read` needs, for the error.
+        settings: settings that name other fields, for the error.
+
+    Returns:
+        Results of `read`, and the places of skipped rows by reason.
+
+    Raises:
+        FileNotFoundError: the source has no files.
+        ValueError: no row is usable.
+    """
     files = (
         find_files(Path(source.path).expanduser(), source.split)
         if isinstance(source, Files)
@@ -225,14 +251,14 @@ def read_rows(
     if not made:
         raise ValueError(
             f"{', '.join(map(str, files))}: no row can be {what} "
-            f"({format_skipped(skipped) or 'no rows'}); looked for {looked_for}; "
-            f"fields seen: {', '.join(fields) or 'none'}. Set {knobs}"
+            f"({format_skipped(skipped) or 'no rows'}); expected {expected}; "
+            f"found fields {', '.join(fields) or 'none'}; set {settings}"
         )
     return made, skipped
 
 
 def format_skipped(skipped: Skipped) -> str:
-    """How many rows were skipped and why, with the places of the first ones."""
+    """Format the number of skipped rows by reason, with the places of the first ones."""
     return ", ".join(
         (
             f"{len(places)} {reason} "
@@ -243,10 +269,13 @@ def format_skipped(skipped: Skipped) -> str:
 
 
 def _rows(file: Path) -> Iterator[tuple[int, object]]:
-    """Rows of a file with their numbers, from 1, or those of their lines; lines that are no JSON
-    come as their text.
+    """Yield the rows of a file with their numbers, or line numbers, from 1.
 
-    ValueError, which names the file, where it is none of its format."""
+    A line that is not JSON is yielded as text.
+
+    Raises:
+        ValueError: the file is not of its format.
+    """
     if file.suffix == ".parquet":
         try:
             with pq.ParquetFile(file) as table:
@@ -257,7 +286,7 @@ def _rows(file: Path) -> Iterator[tuple[int, object]]:
             raise ValueError(f"{file}: expected a parquet file ({error})") from error
         return
     with file.open("rb") as lines:
-        # Many a file called .json holds a row in each line.
+        # Many files named .json contain one row per line.
         if file.suffix == ".json" and lines.read(4096).removeprefix(BOM_UTF8).lstrip()[:1] == b"[":
             try:
                 yield from enumerate(json.loads(file.read_text(encoding="utf-8-sig")), 1)
@@ -292,12 +321,12 @@ def _task(id: str, row: Row, source: Files | Hub, prompt: PromptConfig) -> Task:
         return Task(
             id,
             apply_prompt_template([Message("user", question)], prompt),
-            as_answer(tests),
+            format_tests(tests),
             "code",
             _family(row),
         )
     if {"nums", "target"} <= row.keys():
-        question, answer = _countdown(row["nums"], row["target"])
+        question, answer = _read_countdown(row["nums"], row["target"])
         return Task(
             id,
             apply_prompt_template([Message("user", question)], prompt),
@@ -305,7 +334,7 @@ def _task(id: str, row: Row, source: Files | Hub, prompt: PromptConfig) -> Task:
             "countdown",
             _family(row),
         )
-    messages = messages_of(
+    messages = parse_messages(
         first_field(row, (source.prompt_field,) if source.prompt_field else PROMPT_FIELDS)
     )
     answer = _answer(_field(row, source.answer_field))
@@ -313,7 +342,7 @@ def _task(id: str, row: Row, source: Files | Hub, prompt: PromptConfig) -> Task:
 
 
 def _check_success_rate(row: Row, source: Files | Hub) -> None:
-    """BadRow where the source has bounds and the row is not known to lie between them."""
+    """Raise BadRow if the source has bounds and the row's success rate is not between them."""
     above, below = source.success_rate_above, source.success_rate_below
     if above is None and below is None:
         return
@@ -321,23 +350,22 @@ def _check_success_rate(row: Row, source: Files | Hub) -> None:
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
         raise BadRow(f"no {source.success_rate_field} from 0 to 1")
     if above is not None and rate <= above:
-        raise BadRow(f"solved as seldom as {above:g} or less")
+        raise BadRow(f"success rate at most {above:g}")
     if below is not None and rate >= below:
-        raise BadRow(f"solved as often as {below:g} or more")
+        raise BadRow(f"success rate at least {below:g}")
 
 
-def _countdown(numbers: object, target: object) -> tuple[str, str]:
-    """Question and answer of a row as Countdown-Tasks-3to4 has it."""
+def _read_countdown(numbers: object, target: object) -> tuple[str, str]:
+    """Make question and answer from a row in the format of Countdown-Tasks-3to4."""
     if (
         not isinstance(numbers, list)
         or not numbers
         or any(type(number) is not int for number in [*numbers, target])
     ):
-        raise BadRow("nums and target that are no whole numbers")
+        raise BadRow("nums or target are not integers")
     question = (
         f"Make {target} from the numbers {', '.join(map(str, numbers))}, with + - * / and "
-        "brackets, each used exactly once. "
-        "Give the expression in \\boxed{}."
+        "brackets, each used exactly once. Give the expression in \\boxed{}."
     )
     return question, json.dumps({"numbers": numbers, "target": target})
 
@@ -347,13 +375,15 @@ def _family(row: Row) -> str:
 
 
 def first_field(row: Row, names: Sequence[str]) -> object:
-    """The first of the fields that is neither missing nor empty, or None; a.b is field b of field
-    a."""
+    """Return the first field that is neither missing nor empty, or None.
+
+    a.b is field b of field a.
+    """
     return next((value for value in (_field(row, name) for name in names) if value), None)
 
 
 def _field(row: Row, name: str) -> object:
-    """A field; a.b is field b of field a, where no field is called a.b."""
+    """Return a field; a.b is field b of field a, unless a field is called a.b."""
     first, _, rest = name.partition(".")
     if name in row or not rest:
         return row.get(name)
@@ -361,8 +391,16 @@ def _field(row: Row, name: str) -> object:
     return _field(inner, rest) if isinstance(inner, dict) else None
 
 
-def messages_of(value: object, name: str = "prompt") -> list[Message]:
-    """A prompt that is text, or a conversation of {role, content}. BadRow calls it by `name`."""
+def parse_messages(value: object, name: str = "prompt") -> list[Message]:
+    """Read text as a user message, or a list of {role, content} as a conversation.
+
+    Args:
+        value: value of the field.
+        name: what the field is, for the error.
+
+    Raises:
+        BadRow: the value is neither.
+    """
     if isinstance(value, str) and value.strip():
         return [Message("user", value)]
     if not isinstance(value, list):
@@ -379,7 +417,7 @@ def messages_of(value: object, name: str = "prompt") -> list[Message]:
 
 
 def _answer(value: object) -> str:
-    """An answer as text: what follows a last '####', 142.0 as 142, [x] as x."""
+    """Format an answer as text: the part after the last '####', 142.0 as 142, [x] as x."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]
     if isinstance(value, float) and value.is_integer():

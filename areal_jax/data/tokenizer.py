@@ -1,5 +1,4 @@
-"""Tokenizers in the Hugging Face format: tokenizer.json for the tokens, a jinja template for
-conversations."""
+"""Tokenizers in the Hugging Face format: tokenizer.json and a jinja chat template."""
 
 from __future__ import annotations
 
@@ -31,11 +30,10 @@ SPECIAL_TOKENS = (
     "cls_token",
     "mask_token",
 )
-"""Names under which a template finds the special tokens of tokenizer_config.json."""
+"""Special tokens of tokenizer_config.json that templates can use as variables."""
 
 Turn: TypeAlias = Message | Mapping[str, Any]
-"""A message, or one as chat templates and OpenAI's protocol write it, with calls of tools and all
-else."""
+"""A message, or a mapping as in chat templates and OpenAI's API, which may hold tool calls."""
 
 _SETTINGS = "tokenizer_config.json"
 _GENERATION = "generation_config.json"
@@ -48,43 +46,44 @@ _UNSUPPORTED: Mapping[str, Mapping[str, tuple[object, ...]]] = {
         "fast_tokenizer_files": (*_ABSENT, ["tokenizer.json"]),
         "auto_map": _ABSENT,
     },
-    # They change where an answer ends, or which tokens it may have.
+    # These change where an answer ends, or which tokens it may contain.
     _GENERATION: dict.fromkeys(
         (
-            *(
-                "stop_strings",
-                "forced_bos_token_id",
-                "forced_eos_token_id",
-                "forced_decoder_ids",
-                "suppress_tokens",
-            ),
-            *("begin_suppress_tokens", "bad_words_ids", "force_words_ids", "sequence_bias"),
+            "stop_strings",
+            "forced_bos_token_id",
+            "forced_eos_token_id",
+            "forced_decoder_ids",
+            "suppress_tokens",
+            "begin_suppress_tokens",
+            "bad_words_ids",
+            "force_words_ids",
+            "sequence_bias",
         ),
         _ABSENT,
     ),
 }
-"""Keys that change tokens in transformers 5.23 and are refused with any value but these.
+"""Keys that change tokens in transformers 5.23, and the only values that are accepted.
 
-The others are read, or harmless: sampling defaults, because the experiment sets sampling;
-model_max_length and the sides of padding and truncation, because texts are neither cut nor padded;
-clean_up_tokenization_spaces, because tokens are kept."""
+Other keys are supported or have no effect: sampling defaults, because the experiment sets sampling;
+model_max_length and the sides of padding and truncation, because texts are neither truncated nor
+padded; clean_up_tokenization_spaces, because tokens are not re-encoded."""
 
 _PREFIX_SPACES = ("\u0120", "\u2581")
-"""How byte-level BPE and sentencepiece write a space at the beginning of a token."""
+"""Leading space of a token in byte-level BPE and in sentencepiece."""
 
 _LONG_TEXT = 4096
-"""Characters from which on a text is encoded by a call that lets other threads run meanwhile."""
+"""Characters from which a text is encoded by a call that releases the interpreter's lock."""
 
-_STAND_IN = "areal_jax"
-"""An answer that no template changes and that stands nowhere else in a conversation."""
+_PLACEHOLDER = "areal_jax"
+"""An answer that no template changes and that occurs nowhere else in a conversation."""
 
 
 class HFTokenizer:
-    """Renders conversations as `transformers` does, through the template of the folder.
+    """Tokenizer that renders conversations as `transformers` does, with the folder's chat template.
 
-    A folder without a template gets plain text: the contents of the messages with an empty line
-    between them, a line break at the end, and whatever special tokens tokenizer.json puts around a
-    text.
+    Without a template, conversations are rendered as plain text: the contents of the messages,
+    separated by empty lines, a line break at the end, and the special tokens that tokenizer.json
+    adds to a text.
     """
 
     def __init__(
@@ -95,18 +94,27 @@ class HFTokenizer:
         stops: Sequence[int],
         tool_template: str | None = None,
     ) -> None:
-        """Args: settings: tokenizer_config.json. stops: ids that end an answer, the one that ends a
-        turn first. tool_template: in place of `template` where there are tools."""
+        """Compile the templates.
+
+        Args:
+            tokenizer: content of tokenizer.json.
+            template: chat template; None for plain text.
+            settings: content of tokenizer_config.json.
+            stops: ids of stop tokens; the first one ends a turn.
+            tool_template: chat template for conversations with tools; None for `template`.
+        """
         if not stops:
             raise ValueError(
-                "expected at least one stop token: eos_token of tokenizer_config.json or "
-                "eos_token_id of config.json"
+                "expected at least one stop token, found none; set eos_token in "
+                "tokenizer_config.json or eos_token_id in config.json"
             )
         self._tokenizer = tokenizer
         self._template = _compile(template) if template else None
         self._tool_template = _compile(tool_template) if tool_template else self._template
         self._special = {
-            name: text for name in SPECIAL_TOKENS if (text := _text(settings.get(name))) is not None
+            name: text
+            for name in SPECIAL_TOKENS
+            if (text := _token_content(settings.get(name))) is not None
         }
         self.stop_token_ids: tuple[int, ...] = tuple(stops)
         self.pad_token_id: int | None = (
@@ -115,7 +123,7 @@ class HFTokenizer:
             else None
         )
         self.has_template = template is not None
-        # Ids may leave gaps, so that they reach further than there are tokens.
+        # Ids may have gaps, so the largest one may exceed the number of tokens.
         vocabulary = tokenizer.get_vocab(with_added_tokens=True)
         self.vocab_size: int = max(vocabulary.values(), default=-1) + 1
         self._bytes_per_token = _bytes_per_token(tokenizer, vocabulary)
@@ -126,35 +134,35 @@ class HFTokenizer:
         folder.
 
         Args:
-            ignored_keys: keys of tokenizer_config.json and generation_config.json that are passed
-                over instead of refused.
+            folder: a Hugging Face folder.
+            ignored_keys: unsupported keys of tokenizer_config.json and generation_config.json to
+                ignore.
 
         Raises:
-            ValueError: naming the file and the key that is not supported or contradicts
-                tokenizer.json."""
+            FileNotFoundError: the folder has no tokenizer.json.
+            ValueError: a file has an unsupported key or contradicts tokenizer.json.
+        """
         file = folder / "tokenizer.json"
         if not file.is_file():
             raise FileNotFoundError(
-                f"{folder} has no tokenizer.json; a tokenizer in another format must be "
-                "converted to it first"
+                f"{folder} has no tokenizer.json; convert a tokenizer of another format to it, "
+                "for example with transformers"
             )
         try:
             tokenizer = tokenizers.Tokenizer.from_file(str(file))
-        except Exception as error:  # the library raises Exception itself
+        except Exception as error:  # tokenizers raises plain Exception for untrusted files
             raise ValueError(
-                f"{file}: expected a tokenizer as Hugging Face's tokenizers write it, came "
-                "none "
-                f"({error})"
+                f"{file}: expected a tokenizer in the format of Hugging Face's tokenizers ({error})"
             ) from error
-        # Some files carry the truncation and padding of whoever saved them.
+        # Some files contain truncation and padding settings of their authors.
         tokenizer.no_truncation()
         tokenizer.no_padding()
         settings = _settings(folder)
-        written_in, templates = _templates(folder, settings)
+        template_file, templates = _templates(folder, settings)
         for name, content in ((_SETTINGS, settings), (_GENERATION, _read(folder / _GENERATION))):
             _check_keys(folder / name, content, ignored_keys)
-        _check_added(folder / _SETTINGS, tokenizer, settings)
-        _check_surroundings(folder / _SETTINGS, tokenizer, settings, bool(templates), ignored_keys)
+        _check_added_tokens(folder / _SETTINGS, tokenizer, settings)
+        _check_added_affixes(folder / _SETTINGS, tokenizer, settings, bool(templates), ignored_keys)
         stops = _stops(folder, tokenizer, settings)
         try:
             return cls(
@@ -162,7 +170,7 @@ class HFTokenizer:
             )
         except jinja2.TemplateSyntaxError as error:
             raise ValueError(
-                f"{written_in}: line {error.lineno} of the chat template cannot be read: {error}"
+                f"{template_file}: line {error.lineno} of the chat template is invalid: {error}"
             ) from error
 
     def render(
@@ -171,54 +179,62 @@ class HFTokenizer:
         tools: Sequence[Mapping[str, Any]] = (),
         max_tokens: int | None = None,
     ) -> Int32[np.ndarray, "T"]:
-        """Tokens of a conversation through the chat template, ready for the assistant's next words.
+        """Render a conversation with the chat template, up to the start of the assistant's turn.
 
         Args:
-            tools: descriptions of functions that the assistant may call, in OpenAI's form, for
-                templates that know them.
-            max_tokens: as that of `encode_prompt`.
+            messages: the conversation.
+            tools: functions that the assistant may call, in OpenAI's format.
+            max_tokens: as in `encode_prompt`.
 
         Raises:
+            InvalidRequest: the text has too many bytes for `max_tokens`.
             ValueError: the template refuses the conversation.
         """
         if self._template is None:
             return self.encode_prompt(_plain(messages) + "\n", max_tokens)
-        text = self._text(messages, is_asked=True, tools=tools)
+        text = self._render_text(messages, add_generation_prompt=True, tools=tools)
         self._require_short(text, max_tokens)
         return self.encode(text)
 
     @property
-    def knows_tools(self) -> bool:
-        """Whether the chat template tells the policy of tools."""
+    def can_render_tools(self) -> bool:
+        """Whether the chat template renders tool definitions."""
         if self._template is None:
             return False
-        asks, named = (
-            [Message("user", "?")],
-            [{"type": "function", "function": {"name": _STAND_IN, "parameters": {}}}],
-        )
-        return self._text(asks, is_asked=True, tools=named) != self._text(asks, is_asked=True)
+        messages = [Message("user", "?")]
+        tools = [{"type": "function", "function": {"name": _PLACEHOLDER, "parameters": {}}}]
+        with_tools = self._render_text(messages, add_generation_prompt=True, tools=tools)
+        return with_tools != self._render_text(messages, add_generation_prompt=True)
 
     def render_answer(self, prompt: Sequence[Message], answer: str) -> Int32[np.ndarray, "T"]:
-        """Tokens that a policy which is asked `render(prompt)` says to give this answer, up to the
-        one that ends its turn.
+        """Encode the tokens that a policy generates after `render(prompt)` to give this answer.
 
-        The template's own rendering of the answer, where that resumes from the prompt and says all
-        of it. Else (templates of reasoning models begin the reasoning in the prompt, and cut it out
-        of finished answers) the words of the answer, less those that the prompt has already put
-        into the policy's mouth. ValueError where the template refuses the conversation.
+        They end with the token that ends the turn. If the template's rendering of the conversation
+        starts with the prompt and contains the answer, they are the rest of that rendering.
+        Otherwise (templates of reasoning models start the reasoning in the prompt, and remove it
+        from finished answers) they are the answer without the part that the prompt contains.
+
+        Args:
+            prompt: the conversation before the answer.
+            answer: text of the answer.
+
+        Raises:
+            ValueError: the template refuses the conversation.
         """
-        said = answer
+        text = answer
         if self._template is not None:
-            asked = self._text(prompt, is_asked=True)
-            finished = self._text([*prompt, Message("assistant", answer)], is_asked=False)
-            if finished.startswith(asked) and answer.strip() in finished[len(asked) :]:
-                said = finished[len(asked) :]
+            before = self._render_text(prompt, add_generation_prompt=True)
+            finished = self._render_text(
+                [*prompt, Message("assistant", answer)], add_generation_prompt=False
+            )
+            if finished.startswith(before) and answer.strip() in finished[len(before) :]:
+                text = finished[len(before) :]
             else:
                 in_common = next(
-                    n for n in range(len(asked), -1, -1) if finished.startswith(asked[:n])
+                    n for n in range(len(before), -1, -1) if finished.startswith(before[:n])
                 )
-                said = answer.removeprefix(asked[in_common:])
-        tokens = self.encode(said)
+                text = answer.removeprefix(before[in_common:])
+        tokens = self.encode(text)
         ends = np.flatnonzero(np.isin(tokens, self.stop_token_ids))
         return (
             tokens[: ends[0] + 1]
@@ -229,43 +245,48 @@ class HFTokenizer:
     def render_next(
         self, messages: Sequence[Turn], tools: Sequence[Mapping[str, Any]] = ()
     ) -> Int32[np.ndarray, "T"]:
-        """Tokens that follow an answer and the token that ended it, up to the assistant's next
-        words.
+        """Render the turns after an answer, up to the start of the assistant's next turn.
 
-        They are read off a conversation in which another answer stands for the one that was given:
-        that is not rendered again, whatever the template would make of it.
+        The result follows the answer and its stop token. It is taken from a conversation with a
+        placeholder as the answer: the policy's own tokens are never rendered again (token-in,
+        token-out).
 
         Args:
-            tools: those with which the beginning of the conversation was rendered; they decide the
-                template.
+            messages: the turns after the answer.
+            tools: tools of the conversation; they decide the template.
 
         Raises:
             ValueError: the template refuses the conversation or leaves answers out.
         """
         if self._template is None:
             return self.encode("\n\n" + _plain(messages) + "\n")
-        stand_in = _STAND_IN
-        while stand_in in str(tools):
-            stand_in += "_"
-        answered = [Message("user", "?"), Message("assistant", stand_in)]
-        text = self._text([*answered, *messages], is_asked=True, tools=tools)
-        _, found, after = text.partition(stand_in)
+        placeholder = _PLACEHOLDER
+        while placeholder in str(tools):
+            placeholder += "_"
+        answered = [Message("user", "?"), Message("assistant", placeholder)]
+        text = self._render_text([*answered, *messages], add_generation_prompt=True, tools=tools)
+        _, found, after = text.partition(placeholder)
         if not found:
             raise ValueError(
-                "the chat template leaves out what the assistant has said: it is for one turn only"
+                "the chat template leaves out the assistant's answers, so it supports a single "
+                "turn only"
             )
-        # A turn that nothing ends in the template ends in the token that the policy drew.
-        _, _, end = self._text(answered, is_asked=False, tools=tools).partition(stand_in)
+        # If the template does not end a turn, the token that the policy sampled ends it.
+        finished = self._render_text(answered, add_generation_prompt=False, tools=tools)
+        _, _, end = finished.partition(placeholder)
         stops = np.flatnonzero(np.isin(self.encode(end), self.stop_token_ids))
         tokens = self.encode(after)
         if len(stops):
             tokens = tokens[np.flatnonzero(np.isin(tokens, self.stop_token_ids))[0] + 1 :]
         return tokens
 
-    def _text(
-        self, messages: Sequence[Turn], *, is_asked: bool, tools: Sequence[Mapping[str, Any]] = ()
+    def _render_text(
+        self,
+        messages: Sequence[Turn],
+        *,
+        add_generation_prompt: bool,
+        tools: Sequence[Mapping[str, Any]] = (),
     ) -> str:
-        """A conversation through the template, to be answered or as it is."""
         template = self._tool_template if tools else self._template
         assert template is not None
         turns = [
@@ -277,39 +298,38 @@ class HFTokenizer:
                 messages=turns,
                 tools=list(tools) or None,
                 documents=None,
-                add_generation_prompt=is_asked,
+                add_generation_prompt=add_generation_prompt,
                 **self._special,
             )
         except jinja2.TemplateError as error:
             raise ValueError(f"the chat template refuses the conversation: {error}") from error
         except Exception as error:
-            # A template is untrusted program, and what it makes of untrusted words may be anything.
+            # A template is untrusted code, which may raise anything.
             raise ValueError(
-                f"the chat template fails over the conversation: {type(error).__name__}: {error}"
+                f"the chat template failed on the conversation: {type(error).__name__}: {error}"
             ) from error
 
     def encode(self, text: str) -> Int32[np.ndarray, "T"]:
-        """Tokens of a text, without any around it; special tokens written in it are recognised."""
+        """Encode a text without adding tokens; special tokens in the text are recognized."""
         return self._encode(text, add_special_tokens=False)
 
     def encode_prompt(self, text: str, max_tokens: int | None = None) -> Int32[np.ndarray, "T"]:
-        """Tokens of a text that a policy is to resume from, with those that tokenizer.json puts
-        around it: in some families one begins every text.
+        """Encode a text to be continued, with the tokens that tokenizer.json adds, such as BOS.
 
         Args:
-            max_tokens: refuse, before any work, a text of more bytes than so many tokens can hold.
-                One that passes may still be
-                longer.
+            text: the prompt.
+            max_tokens: refuse, before encoding, a text of more bytes than this many tokens can
+                represent. An accepted text may still have more tokens.
 
         Raises:
-            Unservable: the text has too many bytes.
+            InvalidRequest: the text has too many bytes.
         """
         self._require_short(text, max_tokens)
         return self._encode(text, add_special_tokens=True)
 
     def _encode(self, text: str, *, add_special_tokens: bool) -> Int32[np.ndarray, "T"]:
-        # `encode` holds the interpreter's lock throughout: 6.6 s for 4 MB. A batch does not; for
-        # short texts it costs more.
+        # `encode` holds the interpreter's lock: 6.6 s for 4 MB. The batch call releases it, but is
+        # slower for short texts.
         if len(text) < _LONG_TEXT:
             encoding = self._tokenizer.encode(text, add_special_tokens=add_special_tokens)
         else:
@@ -321,16 +341,16 @@ class HFTokenizer:
     def _require_short(self, text: str, max_tokens: int | None) -> None:
         if max_tokens is None or self._bytes_per_token is None:
             return
-        num_bytes, most = len(text.encode(errors="replace")), max_tokens * self._bytes_per_token
-        if num_bytes > most:
+        num_bytes, limit = len(text.encode(errors="replace")), max_tokens * self._bytes_per_token
+        if num_bytes > limit:
             raise InvalidRequest(
-                f"the prompt has {num_bytes} bytes, expected at most {most}: "
+                f"the prompt has {num_bytes} bytes, expected at most {limit}: "
                 f"engine.max_prompt_tokens={max_tokens} tokens of at most "
                 f"{self._bytes_per_token} bytes each"
             )
 
-    def difference(self, other: HFTokenizer) -> str:
-        """Which tokens have another id there, or none, in words; empty where all are the same."""
+    def describe_difference(self, other: HFTokenizer) -> str:
+        """Describe which tokens have different ids in `other`; empty if none has."""
         ours, theirs = (each._tokenizer.get_vocab(with_added_tokens=True) for each in (self, other))
         differing = sorted(
             token for token in ours.keys() | theirs.keys() if ours.get(token) != theirs.get(token)
@@ -339,13 +359,12 @@ class HFTokenizer:
             return ""
         first = differing[0]
         return (
-            f"{len(differing)} tokens differ, such as {first!r}, which is {ours.get(first)} "
-            f"here and {theirs.get(first)} there"
+            f"{len(differing)} tokens differ, such as {first!r}, which has id {ours.get(first)} "
+            f"in one and {theirs.get(first)} in the other"
         )
 
     def find_pad_token_id(self) -> int | None:
-        """The padding token, or another special one, that ends no answer; none where there is
-        none."""
+        """Find a padding token, or another special token, that is no stop token; None if none is."""
         special = [
             (id, token.content)
             for id, token in self._tokenizer.get_added_tokens_decoder().items()
@@ -358,29 +377,30 @@ class HFTokenizer:
         )
 
     def decode(self, tokens: Int32[np.ndarray, "T"]) -> str:
-        """Text of the tokens without special tokens."""
+        """Decode tokens; special tokens are left out."""
         return self._tokenizer.decode(tokens.tolist(), skip_special_tokens=True)
 
-    def token_text(self, token: int) -> str:
-        """Text of one token, special ones too; what is part of a character only is \ufffd."""
+    def decode_token(self, token: int) -> str:
+        """Decode one token, special or not; an incomplete character is \ufffd."""
         return self._tokenizer.decode([token], skip_special_tokens=False)
 
 
 def _bytes_per_token(tokenizer: tokenizers.Tokenizer, vocabulary: Mapping[str, int]) -> int | None:
-    """Bytes of text that one token can stand for at most; None where a token can stand for any
-    text."""
+    """Maximum bytes of text per token; None if a token can represent any text (unknown token)."""
     if getattr(tokenizer.model, "unk_token", None) and not getattr(
         tokenizer.model, "byte_fallback", False
     ):
         return None
-    # Unicode's normal forms make of a text at least a quarter of its bytes, such as a letter of a
-    # mathematical alphabet.
-    shrinks = 1 if tokenizer.normalizer is None else 4
-    return shrinks * max((len(token.encode(errors="replace")) for token in vocabulary), default=1)
+    # Unicode normalization keeps at least a quarter of the bytes of a text: mathematical letters
+    # have 4 bytes and become 1.
+    max_shrinkage = 1 if tokenizer.normalizer is None else 4
+    return max_shrinkage * max(
+        (len(token.encode(errors="replace")) for token in vocabulary), default=1
+    )
 
 
 def _plain(messages: Sequence[Turn]) -> str:
-    """What is said, an empty line between two."""
+    """Join the contents of messages with empty lines."""
     return "\n\n".join(
         turn.content if isinstance(turn, Message) else turn.get("content") or ""
         for turn in messages
@@ -388,8 +408,7 @@ def _plain(messages: Sequence[Turn]) -> str:
 
 
 class GenerationBlocks(Extension):
-    """`{% generation %}` marks the assistant's words in training templates; here it renders what it
-    holds."""
+    """Renders the content of `{% generation %}`, which marks answers in training templates."""
 
     tags = {"generation"}  # jinja2 declares it as an instance variable  # noqa: RUF012
 
@@ -406,7 +425,7 @@ def _compile(template: str) -> jinja2.Template:
         keep_trailing_newline=False,
     )
     environment.filters["tojson"] = _to_json
-    environment.globals["raise_exception"] = _refuse
+    environment.globals["raise_exception"] = _raise_exception
     environment.globals["strftime_now"] = lambda format: datetime.now().strftime(format)
     return environment.from_string(template)
 
@@ -414,17 +433,16 @@ def _compile(template: str) -> jinja2.Template:
 def _to_json(
     value: object, ensure_ascii: bool = False, indent: int | None = None, **options: Any
 ) -> str:
-    """jinja2's own would escape HTML."""
+    """Format JSON without HTML escapes, unlike the filter of jinja2."""
     return json.dumps(value, ensure_ascii=ensure_ascii, indent=indent, **options)
 
 
-def _refuse(message: str) -> None:
+def _raise_exception(message: str) -> None:
     raise jinja2.TemplateError(message)
 
 
 def _settings(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json, with the older files that transformers reads where it does not list
-    the added tokens."""
+    """Read tokenizer_config.json, and the older files if it does not list the added tokens."""
     settings = _read(folder / _SETTINGS)
     if "added_tokens_decoder" not in settings:
         settings |= _read(folder / "special_tokens_map.json")
@@ -434,43 +452,44 @@ def _settings(folder: Path) -> dict[str, Any]:
 
 
 def _templates(folder: Path, settings: Mapping[str, Any]) -> tuple[Path, dict[str, str]]:
-    """Where the templates are written, and each by its name: files go before
-    tokenizer_config.json."""
+    """Read the templates by name, and the file that holds them.
+
+    Template files have precedence over tokenizer_config.json.
+    """
     file = folder / "chat_template.jinja"
     more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
-    if files := ({"default": file} if file.is_file() else {}) | {each.stem: each for each in more}:
+    if files := ({"default": file} if file.is_file() else {}) | {path.stem: path for path in more}:
         try:
             templates: object = {
                 name: path.read_text(encoding="utf-8") for name, path in files.items()
             }
         except UnicodeDecodeError as error:
-            raise ValueError(f"{file}: expected UTF-8, came something else ({error})") from error
+            raise ValueError(f"{file}: expected UTF-8 ({error})") from error
     else:
         file, templates = folder / _SETTINGS, settings.get("chat_template")
     if isinstance(templates, list):
         templates = {
-            named.get("name"): named.get("template")
-            for named in templates
-            if isinstance(named, Mapping)
+            entry.get("name"): entry.get("template")
+            for entry in templates
+            if isinstance(entry, Mapping)
         }
     elif not isinstance(templates, Mapping):
         templates = {} if templates is None else {"default": templates}
     if wrong := [template for template in templates.values() if not isinstance(template, str)]:
         raise ValueError(
-            f"{file}: expected chat_template to be text, or a list of templates by name; came "
+            f"{file}: expected chat_template to be text, or a list of templates by name; found "
             f"{wrong[0]!r}"
         )
     if templates and "default" not in templates:
         raise ValueError(
-            f"{file}: expected a chat template named 'default'; came "
-            f"{', '.join(map(repr, templates))}; "
-            "write the one to use into chat_template.jinja"
+            f"{file}: expected a chat template named 'default', found "
+            f"{', '.join(map(repr, templates))}; write the one to use into chat_template.jinja"
         )
     return file, dict(templates)
 
 
 def _check_keys(file: Path, content: Mapping[str, Any], ignored_keys: Collection[str]) -> None:
-    """ValueError naming the keys of a file that are not supported."""
+    """Raise ValueError with the keys of a file that are not supported."""
     wrong = {
         key: content[key]
         for key, accepted in _UNSUPPORTED[file.name].items()
@@ -478,72 +497,82 @@ def _check_keys(file: Path, content: Mapping[str, Any], ignored_keys: Collection
     }
     if wrong:
         shown = "; ".join(f"{key}={value!r} is not supported" for key, value in wrong.items())
-        raise ValueError(f"{file}: {shown}. {_to_ignore(wrong)}")
+        raise ValueError(f"{file}: {shown}. {_ignore_hint(wrong)}")
 
 
 def _is_one_of(value: object, accepted: Collection[object]) -> bool:
-    # In JSON 0 is not false.
+    # In JSON 0 is not false, unlike in Python.
     return any(
         value == each and isinstance(value, bool) == isinstance(each, bool) for each in accepted
     )
 
 
-def _to_ignore(keys: Collection[str]) -> str:
-    return f"To load it as if this were not there, set policy.ignore_config_keys={','.join(keys)}"
+def _ignore_hint(keys: Collection[str]) -> str:
+    return f"To ignore this, set policy.ignore_config_keys={','.join(keys)}"
 
 
-def _check_surroundings(
+def _check_added_affixes(
     file: Path,
     tokenizer: tokenizers.Tokenizer,
     settings: Mapping[str, Any],
     has_template: bool,
     ignored_keys: Collection[str],
 ) -> None:
-    """ValueError where tokenizer_config.json and tokenizer.json disagree about what is put around a
-    text."""
+    """Raise ValueError if the two files disagree about prefix space, BOS or EOS."""
     text = tokenizer.encode("a", add_special_tokens=False).tokens
-    whole = tokenizer.encode("a", add_special_tokens=True).tokens
-    found = {"add_prefix_space": bool(text) and text[0].startswith(_PREFIX_SPACES)}
+    with_special = tokenizer.encode("a", add_special_tokens=True).tokens
+    actual = {"add_prefix_space": bool(text) and text[0].startswith(_PREFIX_SPACES)}
     if not has_template:
-        # A template writes both tokens itself.
+        # A template contains both tokens itself.
         for key, name, end in (
             ("add_bos_token", "bos_token", 0),
             ("add_eos_token", "eos_token", -1),
         ):
-            if (token := _text(settings.get(name))) is not None:
-                found[key] = bool(whole) and whole[end] == token
+            if (token := _token_content(settings.get(name))) is not None:
+                actual[key] = bool(with_special) and with_special[end] == token
     wrong = [
         key
-        for key, is_added in found.items()
+        for key, is_added in actual.items()
         if key not in ignored_keys and settings.get(key) not in (None, is_added)
     ]
     if wrong:
         raise ValueError(
-            f"{file}: expected what tokenizer.json does, "
-            f"{', '.join(f'{key}={str(found[key]).lower()}' for key in wrong)}; "
-            f"came {', '.join(f'{key}={settings[key]!r}' for key in wrong)}. Correct either "
-            f"file. {_to_ignore(wrong)}"
+            f"{file}: expected as in tokenizer.json "
+            f"{', '.join(f'{key}={str(actual[key]).lower()}' for key in wrong)}, "
+            f"found {', '.join(f'{key}={settings[key]!r}' for key in wrong)}; correct either "
+            f"file. {_ignore_hint(wrong)}"
         )
 
 
-def _check_added(file: Path, tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> None:
-    """ValueError where a file beside tokenizer.json adds a token that this lacks, which
-    transformers would give an id."""
+def _check_added_tokens(
+    file: Path, tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any]
+) -> None:
+    """Raise ValueError if tokenizer_config.json adds a token that tokenizer.json does not have.
+
+    transformers would assign an id to it.
+    """
     added = settings.get("added_tokens_decoder") or {}
     named = (
-        {_text(token): int(id) for id, token in added.items()} if isinstance(added, dict) else {}
+        {_token_content(token): int(id) for id, token in added.items()}
+        if isinstance(added, dict)
+        else {}
     )
     extra = [settings.get(name) for name in ("additional_special_tokens", "extra_special_tokens")]
-    listed = [token for tokens in extra if isinstance(tokens, list) for token in map(_text, tokens)]
+    listed = [
+        token
+        for tokens in extra
+        if isinstance(tokens, list)
+        for token in map(_token_content, tokens)
+    ]
     listed += [
         token
         for tokens in extra
         if isinstance(tokens, dict)
-        for token in map(_text, tokens.values())
+        for token in map(_token_content, tokens.values())
     ]
-    # The loader names the end-of-sequence token itself.
+    # `_stops` checks eos_token.
     listed += [
-        _text(token)
+        _token_content(token)
         for key, token in settings.items()
         if key.endswith("_token") and key != "eos_token"
     ]
@@ -555,16 +584,15 @@ def _check_added(file: Path, tokenizer: tokenizers.Tokenizer, settings: Mapping[
     ]
     if wrong:
         raise ValueError(
-            f"{file}: expected the tokens of tokenizer.json, came "
-            f"{', '.join(map(repr, wrong[:5]))}, which it lacks or gives "
-            "another id; save the tokenizer again with transformers"
+            f"{file}: expected the tokens of tokenizer.json, found "
+            f"{', '.join(map(repr, wrong[:5]))}, which is missing there or has another id; save "
+            "the tokenizer again with transformers"
         )
 
 
 def _stops(folder: Path, tokenizer: tokenizers.Tokenizer, settings: Mapping[str, Any]) -> list[int]:
-    """The tokenizer's eos, which ends a turn, then those of generation_config.json and
-    config.json."""
-    eos = _text(settings.get("eos_token"))
+    """Collect stop tokens: the tokenizer's eos, then those of the two config files."""
+    eos = _token_content(settings.get("eos_token"))
     if eos is not None and tokenizer.token_to_id(eos) is None:
         raise ValueError(
             f"{folder / _SETTINGS}: eos_token={eos!r} is not a token of tokenizer.json"
@@ -575,15 +603,15 @@ def _stops(folder: Path, tokenizer: tokenizers.Tokenizer, settings: Mapping[str,
         ids = found if isinstance(found, list) else [found]
         if any(isinstance(id, bool) or not isinstance(id, int | None) for id in ids):
             raise ValueError(
-                f"{folder / name}: expected eos_token_id to be a whole number or some; came "
-                f"{found!r}"
+                f"{folder / name}: expected eos_token_id to be an integer or a list of integers, "
+                f"found {found!r}"
             )
         stops += ids
     return list(dict.fromkeys(id for id in stops if id is not None))
 
 
-def _text(token: object) -> str | None:
-    """A special token is written as text, or as an object that holds it."""
+def _token_content(token: object) -> str | None:
+    """Return the text of a special token, which is text or an object with `content`."""
     content = token.get("content") if isinstance(token, Mapping) else token
     return content if isinstance(content, str) else None
 

@@ -1,10 +1,9 @@
-"""Trains the embedded policy's tokenizer: byte-level BPE in the layout of Qwen2, on generated
-problems and their solutions.
+"""Train the embedded policy's tokenizer: byte-level BPE like Qwen2's, on generated problems.
 
     python -m areal_jax.data.tokenizer_training areal_jax/models/embedded
 
-The result is the same on every run. Digits stand alone, so that arithmetic is done digit by digit;
-all 256 bytes are in the vocabulary and nothing is normalized, so that any text comes back exactly.
+Training is deterministic. Each digit is a token, so that arithmetic works digit by digit. All 256
+bytes are in the vocabulary and nothing is normalized, so that decoding inverts encoding.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from areal_jax.data.problems import SyntheticProblems
 
 SPECIAL_TOKENS = ("<|endoftext|>", "<|im_start|>", "<|im_end|>")
 
-# Qwen2's: words with the one character before them, single digits, runs of marks, line ends,
+# As in Qwen2: words with the character before them, single digits, runs of punctuation, line ends,
 # spaces.
 WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 
@@ -44,6 +43,7 @@ def _corpus(num_problems: int) -> Iterator[str]:
 
 
 def train_tokenizer(vocab_size: int, num_problems: int = 1600) -> Tokenizer:
+    """Train the tokenizer on `num_problems` problems of each difficulty and their solutions."""
     tokenizer = Tokenizer(BPE())
     tokenizer.pre_tokenizer = Sequence(
         [Split(Regex(WORDS), "isolated"), ByteLevel(add_prefix_space=False, use_regex=False)]
@@ -60,6 +60,7 @@ def train_tokenizer(vocab_size: int, num_problems: int = 1600) -> Tokenizer:
 
 
 def tokenizer_config() -> dict[str, object]:
+    """Content of tokenizer_config.json."""
     return {
         "tokenizer_class": "Qwen2Tokenizer",
         "bos_token": None,
@@ -75,6 +76,7 @@ def tokenizer_config() -> dict[str, object]:
 
 
 def main() -> None:
+    """Train the tokenizer and save it to a folder."""
     parser = argparse.ArgumentParser(description="Train the embedded policy's tokenizer.")
     parser.add_argument("folder", type=Path)
     parser.add_argument("--vocab-size", type=int, default=768)

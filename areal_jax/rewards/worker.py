@@ -263,7 +263,7 @@ def _countdown_grader(task: dict[str, Any], text: str) -> Finding:
 
 def _code_grader(sandbox: dict[str, Any]) -> Grader:
     # What graders mathematics is not to wait for these imports.
-    from areal_jax.data.code_tasks import tests_of
+    from areal_jax.data.code_tasks import parse_tests
     from areal_jax.rewards.code_grader import CodeGrader
     from areal_jax.rewards.config import SandboxConfig
     from areal_jax.rewards.sandbox import find_sandbox_command
@@ -277,7 +277,7 @@ def _code_grader(sandbox: dict[str, Any]) -> Grader:
             # In each grading process its own. A program that takes too long is to end here, which
             # takes no new process.
             programs.append(CodeGrader(config, bwrap, PATIENCE * config.total_timeout_s))
-        grade = programs[0].grade_answer(tests_of(task["answer"]), text)
+        grade = programs[0].grade_answer(parse_tests(task["answer"]), text)
         return Finding(grade.kind, grade.detail)
 
     return grader

@@ -624,7 +624,7 @@ def find_frozen_models(
         else:
             folder = resolve_policy_folder(config.path, setting)
             other = Policy(read_model(experiment.policy, folder))
-            if difference := tokenizer.difference(
+            if difference := tokenizer.describe_difference(
                 HFTokenizer.from_folder(folder, experiment.policy.ignore_config_keys)
             ):
                 raise ValueError(

@@ -263,7 +263,7 @@ class App:
             )
             _require_model(source, chat.generation_params.model)
             try:
-                if chat.tools and not source.tokenizer.knows_tools:
+                if chat.tools and not source.tokenizer.can_render_tools:
                     raise APIError(
                         400,
                         f"the chat template of {source.model} tells the policy of no tools",
@@ -314,7 +314,7 @@ class App:
             str(self._num_requests),
             generation_params,
             prompts,
-            cache(source.tokenizer.token_text),
+            cache(source.tokenizer.decode_token),
             now(),
         )
         answering = Answering(source, prompts, generation_params, chat, self._in_thread)

@@ -366,7 +366,7 @@ def test_a_server_that_fails_at_tokens_is_asked_in_words_and_one_that_fails_at_a
             "no checkpoint of version 5; found none",
         ),
         (["--exp=aime", "data=aime26"], "a benchmark (aime24, aime25"),
-        (["--exp=aime", "data=./other.jsonl"], "fields seen: riddle"),
+        (["--exp=aime", "data=./other.jsonl"], "found fields riddle"),
         (["--exp=aime", "data=./empty.jsonl"], "no rows"),
         (["--exp=aime", "engine.max_new_tokens=1000000"], "engine.max_new_tokens"),
         (["--exp=aime", "placement.rollout_devices=99"], "placement.rollout_devices=99"),

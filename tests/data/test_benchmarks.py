@@ -1,4 +1,4 @@
-"""What `data=` may name, and the formats of the benchmarks by their columns."""
+"""Sources that `data=` names, and the formats of the benchmarks by their columns."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ ROWS: dict[str, dict[str, Any]] = {
         "difficulty": "easy",
         "starter_code": "",
         "public_test_cases": json.dumps([{"input": "1 2\n", "output": "3\n", "testtype": "stdin"}]),
-        # Compressed as the hub has them; the pickle of one string.
+        # Compressed as on the hub: the pickle of one string.
         "private_test_cases": base64.b64encode(
             zlib.compress(b"\x80\x04\x8c" + bytes([len(PRIVATE)]) + PRIVATE.encode() + b".")
         ).decode(),
@@ -77,7 +77,7 @@ EXPECTED = {
     "mbpp": ("code", "add", ""),
     "livecodebench": ("code", "9", "easy"),
 }
-"""Kind, what the reference holds, family."""
+"""Kind, part of the reference answer, family."""
 
 
 def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
@@ -85,27 +85,25 @@ def write_rows(path: Path, *rows: dict[str, Any]) -> Path:
     return path
 
 
-def test_there_are_rows_of_every_benchmark() -> None:
+def test_every_benchmark_has_a_test_row() -> None:
     assert ROWS.keys() == EXPECTED.keys() == BENCHMARKS.keys()
 
 
 @pytest.mark.parametrize("name", ROWS)
-def test_a_file_in_the_format_of_a_benchmark_is_known_by_its_columns(
-    name: str, tmp_path: Path
-) -> None:
+def test_columns_identify_the_benchmark_format(name: str, tmp_path: Path) -> None:
     source = find_benchmark(str(write_rows(tmp_path / "rows.jsonl", ROWS[name])))
     tasks, skipped = load_tasks(source, PromptConfig(suffix=" Box it."))
-    kind, held, family = EXPECTED[name]
+    kind, part, family = EXPECTED[name]
     assert (len(tasks), skipped, tasks[0].kind, tasks[0].family) == (1, {}, kind, family)
-    assert held in tasks[0].answer
+    assert part in tasks[0].answer
     assert tasks[0].prompt[-1].content.endswith(" Box it.")
     if kind == "code":
-        code_tasks.tests_of(tasks[0].answer)
+        code_tasks.parse_tests(tasks[0].answer)
     else:
-        assert tasks[0].answer == held
+        assert tasks[0].answer == part
 
 
-def test_a_name_is_the_benchmark_on_the_hub_unless_there_is_such_a_file(
+def test_local_files_have_precedence_over_benchmarks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -118,7 +116,7 @@ def test_a_name_is_the_benchmark_on_the_hub_unless_there_is_such_a_file(
     assert find_benchmark("gsm8k") == Files(path="gsm8k", split="test")
 
 
-def test_of_a_folder_the_test_file_counts_or_the_only_one(tmp_path: Path) -> None:
+def test_folder_gives_its_test_file_or_only_file(tmp_path: Path) -> None:
     train = write_rows(tmp_path / "train.jsonl", ROWS["gsm8k"], ROWS["gsm8k"])
     assert find_benchmark(str(tmp_path)) == Files(path=str(tmp_path), split="train.jsonl")
     assert len(load_tasks(find_benchmark(str(tmp_path)), PromptConfig()).tasks) == 2
@@ -133,10 +131,10 @@ def test_of_a_folder_the_test_file_counts_or_the_only_one(tmp_path: Path) -> Non
         find_benchmark(str(tmp_path))
 
 
-def test_what_is_no_data_is_named_with_what_would_be(tmp_path: Path) -> None:
+def test_unknown_data_is_refused_with_alternatives(tmp_path: Path) -> None:
     for data in ("aime26", "./nothing", "missing/rows.jsonl"):
         with pytest.raises(FileNotFoundError, match=f"data={data}: expected .*aime24, aime25"):
             find_benchmark(data)
     path = write_rows(tmp_path / "rows.jsonl", {"riddle": "?", "solution": "!"})
-    with pytest.raises(ValueError, match=r"no row can be a task.*fields seen: riddle, solution"):
+    with pytest.raises(ValueError, match=r"no row can be a task.*found fields riddle, solution"):
         load_tasks(find_benchmark(str(path)), PromptConfig())

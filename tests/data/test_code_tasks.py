@@ -13,12 +13,12 @@ from areal_jax.data.code_tasks import (
     Calls,
     CodeTests,
     Stdin,
-    as_answer,
     code_problem,
     defined_names,
+    format_tests,
     free_names,
+    parse_tests,
 )
-from areal_jax.data.code_tasks import tests_of as read_tests
 from areal_jax.data.config import Files, PromptConfig
 from areal_jax.data.sources import load_tasks
 
@@ -55,7 +55,7 @@ LIVE_CALLS = {
 
 
 def pickled_text(text: str) -> bytes:
-    """A string as pickle's protocol 4 has it: PROTO 4, FRAME, BINUNICODE, MEMOIZE, STOP."""
+    """Pickle a string with protocol 4: PROTO 4, FRAME, BINUNICODE, MEMOIZE, STOP."""
     inner = b"X" + struct.pack("<I", len(text.encode())) + text.encode() + b"\x94."
     return b"\x80\x04\x95" + struct.pack("<Q", len(inner)) + inner
 
@@ -69,8 +69,7 @@ PRIVATE = base64.b64encode(
     ("row", "tests"),
     [
         (HUMAN_EVAL, Asserts(HUMAN_EVAL["test"] + "\n\ncheck(f)\n", ["f"], HUMAN_EVAL["prompt"])),
-        # `sum` is the program's, for the reference defines it; `max` is Python's; `sys` is
-        # imported.
+        # The program defines `sum`, as the reference does; `max` is a builtin; `sys` is imported.
         (
             MBPP,
             Asserts(
@@ -106,7 +105,7 @@ PRIVATE = base64.b64encode(
         ({"question": "What is 1+1?", "answer": "2"}, None),
     ],
 )
-def test_formats_are_known_by_their_fields(row: dict[str, object], tests: CodeTests | None) -> None:
+def test_fields_identify_the_format(row: dict[str, object], tests: CodeTests | None) -> None:
     problem = code_problem(row)
     assert (problem and problem[1]) == tests
 
@@ -131,12 +130,12 @@ def test_formats_are_known_by_their_fields(row: dict[str, object], tests: CodeTe
         },
     ],
 )
-def test_rows_without_readable_tests_are_named(row: dict[str, object]) -> None:
+def test_rows_without_readable_tests_are_refused(row: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="tests"):
         code_problem(row)
 
 
-def test_files_of_problems_become_tasks_with_their_tests(tmp_path: Path) -> None:
+def test_code_rows_become_tasks_with_tests(tmp_path: Path) -> None:
     rows = [
         HUMAN_EVAL,
         MBPP,
@@ -152,9 +151,11 @@ def test_files_of_problems_become_tasks_with_their_tests(tmp_path: Path) -> None
     for task, row in zip(loaded.tasks[:3], rows, strict=False):
         problem = code_problem(row)
         assert problem is not None
-        assert json.loads(as_answer(read_tests(task.answer))) == json.loads(as_answer(problem[1]))
+        assert json.loads(format_tests(parse_tests(task.answer))) == json.loads(
+            format_tests(problem[1])
+        )
         assert task.prompt[0].content == problem[0] + " Go."
-    # The question of a tested function shows how it is called, or how it begins.
+    # The question shows how the tested function is called, or how it begins.
     assert "assert sum(1, 2) == 3" in loaded.tasks[1].prompt[0].content
     assert "def add" in loaded.tasks[2].prompt[0].content
 
@@ -162,9 +163,9 @@ def test_files_of_problems_become_tasks_with_their_tests(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     "answer", ["42", "", "{}", '{"stdin": {}}', '{"riddle": {}}', "[]", "null"]
 )
-def test_an_answer_that_holds_no_tests_is_refused(answer: str) -> None:
+def test_answer_without_tests_is_refused(answer: str) -> None:
     with pytest.raises(ValueError, match="expected the answer of a code task"):
-        read_tests(answer)
+        parse_tests(answer)
 
 
 def test_free_and_defined_names() -> None:

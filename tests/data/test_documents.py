@@ -4,10 +4,10 @@ from pathlib import Path
 
 import pytest
 
-from areal_jax.data.documents import MAX_PASSAGE_CHARS, cut, read_passages
+from areal_jax.data.documents import MAX_PASSAGE_CHARS, read_passages, split_passages
 
 
-def test_documents_of_a_folder_are_read_in_the_order_of_their_names(tmp_path: Path) -> None:
+def test_documents_are_read_in_name_order(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_text("second")
     (tmp_path / "a.md").write_text("# First\n\nof all")
     (tmp_path / "c.jsonl").write_text('{"text": "third", "title": "T"}\n{"text": "fourth"}\n')
@@ -16,19 +16,22 @@ def test_documents_of_a_folder_are_read_in_the_order_of_their_names(tmp_path: Pa
     assert read_passages(tmp_path / "b.txt") == ["b: second"]
 
 
-def test_long_texts_are_cut_between_words_and_nothing_is_lost() -> None:
+def test_long_texts_are_split_between_words_without_loss() -> None:
     words = [f"w{i}" for i in range(2000)]
     text = "\n\n".join(" ".join(words[i : i + 90]) for i in range(0, 2000, 90))
-    passages = list(cut("", text))
+    passages = list(split_passages("", text))
     assert " ".join(passages).split() == words
     assert all(len(passage) <= MAX_PASSAGE_CHARS for passage in passages)
     # Short paragraphs share a passage: two of 90 words of 4 to 5 letters do not fit, so that each
     # is filled from the next.
     assert len(passages) < 2 * -(-len(text) // MAX_PASSAGE_CHARS)
-    assert list(cut("T", "x" * 2 * MAX_PASSAGE_CHARS)) == ["T: " + "x" * MAX_PASSAGE_CHARS] * 2
+    assert (
+        list(split_passages("T", "x" * 2 * MAX_PASSAGE_CHARS))
+        == ["T: " + "x" * MAX_PASSAGE_CHARS] * 2
+    )
 
 
-def test_what_is_no_document_is_named(tmp_path: Path) -> None:
+def test_invalid_documents_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         FileNotFoundError, match=r"no document, expected a file or a folder of .txt, .md, .jsonl"
     ):
@@ -39,5 +42,5 @@ def test_what_is_no_document_is_named(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=r"bad\.jsonl:2: expected"):
             read_passages(bad)
     (tmp_path / "bad.jsonl").write_text("")
-    with pytest.raises(ValueError, match="came none in 1 files"):
+    with pytest.raises(ValueError, match="found none in 1 files"):
         read_passages(tmp_path)

@@ -12,7 +12,7 @@ import pytest
 import areal_jax
 from areal_jax.data import code_tasks
 from areal_jax.data.config import Exercises, HeldOut, PromptConfig
-from areal_jax.data.exercises import FAMILIES, GeneratedExercises, Way, expression_of
+from areal_jax.data.exercises import FAMILIES, Demonstration, GeneratedExercises, combine_steps
 from areal_jax.data.sft import load_examples
 from areal_jax.data.sources import load_tasks
 from areal_jax.data.tokenizer import HFTokenizer
@@ -27,26 +27,26 @@ from areal_jax.workflows.tool_calls import ToolCall, parse_calls
 TOKENIZER = HFTokenizer.from_folder(Path(areal_jax.__file__).parent / "models" / "embedded")
 
 
-def is_right(kind: str, answer: str, way: Way) -> bool:
-    said = way[-1].content
+def is_right(kind: str, answer: str, turns: Demonstration) -> bool:
+    response = turns[-1].content
     match kind:
         case "countdown":
-            return grade_answer(answer, said)[0] == "correct"
+            return grade_answer(answer, response)[0] == "correct"
         case "code":
-            tests = code_tasks.tests_of(answer)
+            tests = code_tasks.parse_tests(answer)
             assert isinstance(tests, code_tasks.Stdin)
             return all(
-                output_of(extract_program(said) or "", given) == expected
-                for given, expected in tests.cases
+                output_of(extract_program(response) or "", text) == expected
+                for text, expected in tests.cases
             )
         case _:
-            return compare_plainly(extract_answer(said, False) or "", answer) is True
+            return compare_plainly(extract_answer(response, False) or "", answer) is True
 
 
-def output_of(program: str, given: str) -> str:
-    """These programs are ours."""
+def output_of(program: str, text: str) -> str:
+    """Run a program of `exercises` (trusted) on an input."""
     output, stdin = io.StringIO(), sys.stdin
-    sys.stdin = io.StringIO(given)
+    sys.stdin = io.StringIO(text)
     try:
         with redirect_stdout(output):
             exec(program, {})
@@ -56,58 +56,59 @@ def output_of(program: str, given: str) -> str:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_good_ways_end_in_a_right_answer_and_bad_ones_do_not(family: str) -> None:
+def test_only_correct_demonstrations_end_in_a_right_answer(family: str) -> None:
     for exercise in GeneratedExercises(100, "train", (family,)):
-        assert all(is_right(exercise.kind, exercise.answer, way) for way in exercise.good), exercise
-        assert not any(is_right(exercise.kind, exercise.answer, way) for way in exercise.bad), (
-            exercise
-        )
-        for way in (*exercise.good, *exercise.bad):
-            assert [message.role for message in way] == ["assistant", "tool"] * (len(way) // 2) + [
-                "assistant"
-            ]
+        for turns in exercise.correct:
+            assert is_right(exercise.kind, exercise.answer, turns), exercise
+        for turns in exercise.incorrect:
+            assert not is_right(exercise.kind, exercise.answer, turns), exercise
+        for turns in (*exercise.correct, *exercise.incorrect):
+            num_calls = len(turns) // 2
+            roles = ["assistant", "tool"] * num_calls + ["assistant"]
+            assert [message.role for message in turns] == roles
 
 
-def test_who_makes_a_number_tries_until_it_is_off_by_nothing_or_guesses_wrong() -> None:
+def test_countdown_demonstrations_try_until_the_target_or_guess() -> None:
     for exercise in GeneratedExercises(200, "train", ("countdown",)):
         target = json.loads(exercise.answer)["target"]
-        for (said,) in exercise.good:
-            *lines, boxed = said.content.split("\n")
-            tried = [re.fullmatch(r"(.+?)=.+=(\d+) (\d+)-(\d+)=(\d+)", line) for line in lines]
-            off = [abs(int(found[2]) - target) for found in tried if found]
-            assert [int(found[5]) for found in tried if found] == off and len(off) == len(lines)
-            assert [each == 0 for each in off] == [False] * (len(off) - 1) + [True]
-            assert tried[-1] and boxed == f"\\boxed{{{tried[-1][1]}}}"
-        assert all("\n" not in said.content for (said,) in exercise.bad)
+        for (response,) in exercise.correct:
+            *lines, boxed = response.content.split("\n")
+            tries = [re.fullmatch(r"(.+?)=.+=(\d+) (\d+)-(\d+)=(\d+)", line) for line in lines]
+            distances = [abs(int(match[2]) - target) for match in tries if match]
+            assert [int(match[5]) for match in tries if match] == distances
+            assert len(distances) == len(lines)
+            assert [each == 0 for each in distances] == [False] * (len(distances) - 1) + [True]
+            assert tries[-1] and boxed == f"\\boxed{{{tries[-1][1]}}}"
+        assert all("\n" not in response.content for (response,) in exercise.incorrect)
 
 
-def test_what_the_calculator_says_in_a_way_is_what_it_calculates() -> None:
+def test_calculator_turns_match_the_calculator() -> None:
     calls = 0
     for exercise in GeneratedExercises(200, "train", ("calculations",)):
-        for way in (*exercise.good, *exercise.bad):
-            for asked, reported in zip(way[:-1:2], way[1::2], strict=True):
-                (call,) = parse_calls(Tags(), asked.content, ("calculator",))
+        for turns in (*exercise.correct, *exercise.incorrect):
+            for message, output in zip(turns[:-1:2], turns[1::2], strict=True):
+                (call,) = parse_calls(Tags(), message.content, ("calculator",))
                 assert isinstance(call, ToolCall)
-                assert calculate(call.argument) == reported.content
+                assert calculate(call.argument) == output.content
                 calls += 1
     assert calls > 400
 
 
-def test_steps_become_one_expression() -> None:
-    assert expression_of("14-1=13\n13*21=273\n273+15=288\n\\boxed{288}") == (
+def test_steps_combine_into_one_expression() -> None:
+    assert combine_steps("14-1=13\n13*21=273\n273+15=288\n\\boxed{288}") == (
         "((14-1)*21)+15",
         "288",
     )
-    assert expression_of("340/10=34\n34*5=170\n340-170=170\n\\boxed{170}") == (
+    assert combine_steps("340/10=34\n34*5=170\n340-170=170\n\\boxed{170}") == (
         "340-((340/10)*5)",
         "170",
     )
-    # A division with remainder is no arithmetic step, and these do not resume from one another.
-    assert expression_of("235+98=333\n333=11*30+3\n\\boxed{3}") is None
-    assert expression_of("1+1=2\n3+4=7\n\\boxed{7}") is None
+    # A division with remainder is no arithmetic step; and 3+4 does not use the result of 1+1.
+    assert combine_steps("235+98=333\n333=11*30+3\n\\boxed{3}") is None
+    assert combine_steps("1+1=2\n3+4=7\n\\boxed{7}") is None
 
 
-def test_the_splits_share_no_question_and_a_seed_says_which_come() -> None:
+def test_exercise_splits_are_disjoint_and_seeded() -> None:
     train, heldout = GeneratedExercises(800, "train"), GeneratedExercises(400, "heldout")
     assert not {exercise.question for exercise in train} & {
         exercise.question for exercise in heldout
@@ -117,34 +118,34 @@ def test_the_splits_share_no_question_and_a_seed_says_which_come() -> None:
     assert [exercise.family for exercise in train[:4]] == list(FAMILIES)
     with pytest.raises(
         ValueError,
-        match="no family chess of exercises; known are countdown, facts, calculations, programs",
+        match="expected exercise families countdown, facts, calculations, programs, found chess",
     ):
         GeneratedExercises(1, "train", ("chess",))
 
 
-def test_exercises_are_tasks_for_their_judges_and_examples_whose_tool_output_is_context() -> None:
+def test_exercise_examples_mask_tool_output() -> None:
     prompt = PromptConfig()
     tasks = load_tasks(Exercises(num_tasks=8), prompt)
     assert tasks.kinds == {"countdown", "math", "code"}
     assert [task.kind for task in tasks.tasks[:4]] == ["countdown", "math", "math", "code"]
     assert json.loads(tasks.tasks[0].answer).keys() == {"numbers", "target"}
     source = Exercises(num_tasks=40, families=("facts",))
-    examples, apart = load_examples(
+    examples, heldout = load_examples(
         source, HeldOut(max_examples=5), prompt, TOKENIZER, seed=0, max_tokens=200
     )
-    assert len(apart.examples) == 5
-    searching = 0
+    assert len(heldout.examples) == 5
+    num_searches = 0
     for example, task in zip(examples.examples, load_tasks(source, prompt).tasks, strict=True):
         assert example.prompt.tolist() == TOKENIZER.render(task.prompt).tolist()
         learnt = TOKENIZER.decode(example.tokens[example.loss_mask])
         assert learnt.endswith("}") and "pens" not in learnt
         if "<search>" in learnt:
-            searching += 1
-            # What stands between two turns is what a workflow puts there.
-            reported = (
+            num_searches += 1
+            # The tokens between two turns are those that a workflow inserts.
+            output = (
                 TOKENIZER.decode(example.tokens).partition("tool\n")[2].partition("\nassistant")[0]
             )
-            between = TOKENIZER.render_next([Message("tool", reported)])
+            between = TOKENIZER.render_next([Message("tool", output)])
             text = " ".join(map(str, example.tokens.tolist()))
             assert " ".join(map(str, between.tolist())) in text
-    assert searching > 20
+    assert num_searches > 20

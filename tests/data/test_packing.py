@@ -1,4 +1,4 @@
-"""Algorithm 1 and what is built on it."""
+"""Packing: algorithm 1 and the layout of micro-batches."""
 
 from __future__ import annotations
 
@@ -17,43 +17,43 @@ lengths_and_capacity = st.lists(st.integers(1, 50), min_size=0, max_size=60).fla
 )
 
 
-def test_the_worked_example() -> None:
-    # 300 and 250 open two bins; 200 goes to the one of fewer tokens (250); 150 fits only beside
-    # 300; 100 fits nowhere.
+def test_allocation_of_a_worked_example() -> None:
+    # 300 and 250 open two bins; 200 goes to the one with fewer tokens (250); 150 fits only with
+    # 300; 100 fits in neither.
     lengths = [100, 200, 300, 150, 250]
     bins = allocate(lengths, 500)
-    assert [{lengths[i] for i in registry} for registry in bins] == [{300, 150}, {250, 200}, {100}]
+    assert [{lengths[i] for i in members} for members in bins] == [{300, 150}, {250, 200}, {100}]
 
 
 @given(lengths_and_capacity)
-def test_every_sequence_is_in_one_bin_that_holds_it(sampled: tuple[list[int], int]) -> None:
-    lengths, capacity = sampled
+def test_every_sequence_is_in_one_bin_within_capacity(case: tuple[list[int], int]) -> None:
+    lengths, capacity = case
     bins = allocate(lengths, capacity)
-    assert sorted(i for registry in bins for i in registry) == list(range(len(lengths)))
-    assert all(sum(lengths[i] for i in registry) <= capacity for registry in bins)
+    assert sorted(i for members in bins for i in members) == list(range(len(lengths)))
+    assert all(sum(lengths[i] for i in members) <= capacity for members in bins)
     assert all(bins)
 
 
 @given(lengths_and_capacity)
-def test_it_is_algorithm_1_as_the_paper_writes_it(sampled: tuple[list[int], int]) -> None:
-    lengths, capacity = sampled
+def test_allocation_equals_algorithm_1_of_the_paper(case: tuple[list[int], int]) -> None:
+    lengths, capacity = case
     expected: list[list[int]] = []
     for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
         room = [
-            registry
-            for registry in expected
-            if sum(lengths[j] for j in registry) + lengths[i] <= capacity
+            members
+            for members in expected
+            if sum(lengths[j] for j in members) + lengths[i] <= capacity
         ]
         if not room:
             expected.append([i])
         else:
-            min(
-                room, key=lambda registry: (len(registry), sum(lengths[j] for j in registry))
-            ).append(i)
+            min(room, key=lambda members: (len(members), sum(lengths[j] for j in members))).append(
+                i
+            )
     assert allocate(lengths, capacity) == expected
 
 
-def test_a_sequence_longer_than_a_row_is_an_error_with_the_knob() -> None:
+def test_too_long_sequence_error_names_the_setting() -> None:
     with pytest.raises(
         ValueError,
         match=r"501 tokens does not fit into a row of 500; set trainer\.row_tokens to at least 501",
@@ -62,8 +62,10 @@ def test_a_sequence_longer_than_a_row_is_an_error_with_the_knob() -> None:
 
 
 def papers_lengths(num_sequences: int) -> np.ndarray:
-    """Prompts of 1024 tokens at most and answers of 27 648: half are below e^8.5 = 4915, one in a
-    hundred above 28 000."""
+    """Lengths of prompts of at most 1024 tokens with answers of at most 27 648.
+
+    Half are below e^8.5 = 4915, one in a hundred is above 28 000.
+    """
     return np.clip(np.random.default_rng(0).lognormal(8.5, 0.8, num_sequences), 64, 28672).astype(
         np.int64
     )
@@ -71,7 +73,7 @@ def papers_lengths(num_sequences: int) -> np.ndarray:
 
 @pytest.mark.parametrize(
     ("lengths", "capacity"),
-    # Of the paper; each alone, the most bins there can be; 450 short ones in a bin.
+    # As in the paper; each alone, the maximum number of bins; 450 short ones per bin.
     [
         (papers_lengths, 28672),
         (lambda count: np.full(count, 200), 300),
@@ -79,18 +81,18 @@ def papers_lengths(num_sequences: int) -> np.ndarray:
     ],
     ids=["paper", "alone", "short"],
 )
-def test_twice_the_sequences_are_allocated_with_twice_the_work(
+def test_allocation_work_is_linear_in_sequences(
     lengths: Callable[[int], np.ndarray], capacity: int
 ) -> None:
-    # Up to the paper's 8192, the most: 231 lines of Python a sequence, where 450 share a bin.
-    half, whole = (
+    # At the paper's 8192, at most 231 lines of Python per sequence, with 450 sequences per bin.
+    half, full = (
         num_lines(lambda count=count: allocate(lengths(count), capacity)) for count in (4096, 8192)
     )
-    assert whole < 2.1 * half and whole < 240 * 8192
+    assert full < 2.1 * half and full < 240 * 8192
 
 
 @pytest.mark.parametrize("row_tokens", [28672, 32768])
-def test_a_mini_batch_of_the_papers_lengths_is_padded_by_one_part_in_twenty_at_most(
+def test_padding_of_the_papers_lengths_is_at_most_5_percent(
     row_tokens: int,
 ) -> None:
     # 8192 samples in 4 mini-batches.
@@ -98,10 +100,10 @@ def test_a_mini_batch_of_the_papers_lengths_is_padded_by_one_part_in_twenty_at_m
 
 
 @given(lengths_and_capacity, st.integers(1, 5))
-def test_scattered_tokens_come_back_in_order(sampled: tuple[list[int], int], rows: int) -> None:
-    lengths, row_tokens = sampled
+def test_gather_inverts_scatter(case: tuple[list[int], int], rows: int) -> None:
+    lengths, row_tokens = case
     layout = lay_out(lengths, rows=rows, row_tokens=row_tokens)
-    # Numbered through, so that a token that is lost, doubled or moved shows.
+    # Consecutive numbers reveal a token that is lost, repeated or moved.
     numbers = np.split(np.arange(1, sum(lengths) + 1), np.cumsum(lengths)[:-1]) if lengths else []
     packed = layout.scatter(numbers, np.int64)
     assert packed.shape == (layout.shape[0], rows, row_tokens)
@@ -111,8 +113,8 @@ def test_scattered_tokens_come_back_in_order(sampled: tuple[list[int], int], row
 
 
 @given(lengths_and_capacity, st.integers(1, 5))
-def test_rows_hold_whole_sequences_end_to_end(sampled: tuple[list[int], int], rows: int) -> None:
-    lengths, row_tokens = sampled
+def test_rows_contain_complete_sequences_end_to_end(case: tuple[list[int], int], rows: int) -> None:
+    lengths, row_tokens = case
     rng = np.random.default_rng(0)
     sequences = [
         TrainingSequence(
@@ -133,7 +135,7 @@ def test_rows_hold_whole_sequences_end_to_end(sampled: tuple[list[int], int], ro
         for row in range(rows):
             segments = batch.segment_ids[row]
             filled = np.count_nonzero(segments)
-            # Padding (segment 0) lies behind all else, and segments count 1, 1, 2, 2, 2, ...
+            # Padding (segment 0) comes last, and segments count 1, 1, 2, 2, 2, ...
             assert not segments[filled:].any()
             assert set(np.diff(segments[:filled], prepend=0)) <= {0, 1}
             assert not batch.tokens[row, filled:].any() and not batch.loss_mask[row, filled:].any()
@@ -149,7 +151,7 @@ def test_rows_hold_whole_sequences_end_to_end(sampled: tuple[list[int], int], ro
 
 
 @given(st.lists(st.tuples(*[st.integers(1, 20)] * 3), max_size=20), st.integers(1, 5))
-def test_what_belongs_together_lies_side_by_side_in_one_row(
+def test_grouped_sequences_are_adjacent_in_one_row(
     lengths: list[tuple[int, ...]], rows: int
 ) -> None:
     layout = lay_out(
@@ -160,11 +162,11 @@ def test_what_belongs_together_lies_side_by_side_in_one_row(
         assert list(starts[i] - starts[i, 0]) == [0, unit[0], unit[0] + unit[1]]
         assert starts[i, 0] // 64 == (starts[i, 2] + unit[2] - 1) // 64
         assert segments[i, 0] % 3 == 1 and list(segments[i] - segments[i, 0]) == [0, 1, 2]
-    # As Algorithm 1 lays out one sequence of their length each.
-    whole = lay_out([sum(unit) for unit in lengths], rows=rows, row_tokens=64)
-    np.testing.assert_array_equal(starts[:, 0], whole.starts)
+    # As algorithm 1 places one sequence of the total length each.
+    joined = lay_out([sum(unit) for unit in lengths], rows=rows, row_tokens=64)
+    np.testing.assert_array_equal(starts[:, 0], joined.starts)
 
 
-def test_an_empty_batch_packs_to_nothing() -> None:
+def test_empty_batch_packs_to_nothing() -> None:
     batches, layout = pack([], rows=4, row_tokens=16)
     assert batches == [] and layout.gather(layout.scatter([], np.int32)) == []

@@ -30,7 +30,7 @@ def test_every_task_comes_once_per_epoch(num: int, seed: int) -> None:
         assert Counter(ids(stream, num)) == Counter(task.id for task in tasks(num))
 
 
-def test_each_epoch_and_each_seed_has_its_own_order() -> None:
+def test_order_depends_on_epoch_and_seed() -> None:
     stream, again, other = (
         TaskStream(tasks(50), 7),
         TaskStream(tasks(50), 7),
@@ -45,7 +45,7 @@ def test_each_epoch_and_each_seed_has_its_own_order() -> None:
 
 @settings(max_examples=20)
 @given(st.integers(0, 600), st.integers(0, 600))
-def test_a_restored_stream_goes_on_as_if_nothing_had_happened(before: int, after: int) -> None:
+def test_restored_stream_continues_exactly(before: int, after: int) -> None:
     stream = TaskStream(tasks(230), 5)
     ids(stream, before)
     state = json.loads(json.dumps(stream.state()))
@@ -58,17 +58,17 @@ def test_a_restored_stream_goes_on_as_if_nothing_had_happened(before: int, after
 
 
 @pytest.mark.parametrize(("num", "seed"), [(229, 5), (230, 6)])
-def test_another_streams_place_is_refused(num: int, seed: int) -> None:
+def test_state_of_another_stream_is_refused(num: int, seed: int) -> None:
     state = TaskStream(tasks(230), 5).state()
-    with pytest.raises(ValueError, match="the same tasks and seed are needed"):
+    with pytest.raises(ValueError, match="resume with the same tasks and seed"):
         TaskStream(tasks(num), seed).restore(state)
 
 
-def test_no_tasks_are_an_error() -> None:
-    with pytest.raises(ValueError, match="came none"):
+def test_empty_stream_is_refused() -> None:
+    with pytest.raises(ValueError, match="found none"):
         TaskStream([], 0)
 
 
-def test_generated_tasks_stream_too() -> None:
+def test_stream_of_generated_tasks() -> None:
     loaded = load_tasks(Synthetic(num_tasks=64), PromptConfig())
     assert len({next_task.id for next_task in islice(TaskStream(loaded.tasks, 1), 64)}) == 64

@@ -1,5 +1,4 @@
-"""Pairs of answers from files in the forms in which others publish them, and from generated
-problems."""
+"""Preference pairs from files in published formats, and from generated problems."""
 
 from __future__ import annotations
 
@@ -24,7 +23,7 @@ from areal_jax.records import Message
 TOKENIZER = HFTokenizer.from_folder(EMBEDDED)
 
 
-def load_both(
+def load_sets(
     source: TaskSource,
     eval_source: TaskSource | None = None,
     *,
@@ -38,10 +37,10 @@ def load_both(
 
 
 def load(source: TaskSource, **changes: Any) -> ExampleSet[PreferencePair]:
-    return load_both(source, None, **changes)[0]
+    return load_sets(source, None, **changes)[0]
 
 
-def said(pair: PreferencePair) -> tuple[str, str]:
+def answers(pair: PreferencePair) -> tuple[str, str]:
     chosen, rejected = (
         TOKENIZER.decode(side.tokens[side.loss_mask]) for side in (pair.chosen, pair.rejected)
     )
@@ -94,11 +93,11 @@ def turns(*texts: str, first: str = "user") -> list[dict[str, str]]:
         "hh-rlhf's prompt",
     ],
 )
-def test_the_forms_in_which_pairs_are_published_are_the_same_pair(
+def test_all_pair_formats_give_the_same_pair(
     row: dict, fields: dict[str, str], tmp_path: Path
 ) -> None:
     (pair,) = load(chz.replace(write(tmp_path / "pairs.jsonl", row), **fields)).examples
-    assert said(pair) == ("1", "2")
+    assert answers(pair) == ("1", "2")
     for side in (pair.chosen, pair.rejected):
         np.testing.assert_array_equal(side.prompt, TOKENIZER.render([Message("user", "One?")]))
         assert (
@@ -107,7 +106,7 @@ def test_the_forms_in_which_pairs_are_published_are_the_same_pair(
         )
 
 
-def test_of_longer_conversations_the_last_answers_are_compared(tmp_path: Path) -> None:
+def test_pairs_compare_the_last_answers(tmp_path: Path) -> None:
     row = {"chosen": turns("One?", "1", "Two?", "2"), "rejected": turns("One?", "1", "Two?", "3")}
     text = {
         name: "".join(
@@ -118,10 +117,15 @@ def test_of_longer_conversations_the_last_answers_are_compared(tmp_path: Path) -
     }
     prompt = PromptConfig(system="Be short.", suffix="!")
     for pair in load(write(tmp_path / "pairs.jsonl", row, text), prompt=prompt).examples:
-        assert said(pair) == ("2", "3")
-        asked = [("system", "Be short."), ("user", "One?"), ("assistant", "1"), ("user", "Two?!")]
+        assert answers(pair) == ("2", "3")
+        turns_before = [
+            ("system", "Be short."),
+            ("user", "One?"),
+            ("assistant", "1"),
+            ("user", "Two?!"),
+        ]
         np.testing.assert_array_equal(
-            pair.rejected.prompt, TOKENIZER.render([Message(*turn) for turn in asked])
+            pair.rejected.prompt, TOKENIZER.render([Message(*turn) for turn in turns_before])
         )
 
 
@@ -131,31 +135,31 @@ def test_parquet_and_json_hold_the_same_pairs(tmp_path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "pairs.parquet")
     for suffix in ("json", "parquet"):
         assert [
-            said(pair) for pair in load(Files(path=str(tmp_path / f"pairs.{suffix}"))).examples
+            answers(pair) for pair in load(Files(path=str(tmp_path / f"pairs.{suffix}"))).examples
         ] == [("1", "2")]
 
 
-def test_bad_rows_are_skipped_and_named_with_file_and_line(tmp_path: Path) -> None:
-    one = {"prompt": "One?"}
+def test_bad_rows_are_skipped_with_file_and_line(tmp_path: Path) -> None:
+    question = {"prompt": "One?"}
     source = write(
         tmp_path / "pairs.jsonl",
-        one | {"chosen": "1", "rejected": "2"},
+        question | {"chosen": "1", "rejected": "2"},
         "no json",
-        one | {"rejected": "2"},
+        question | {"rejected": "2"},
         {"chosen": "1", "rejected": "2"},
-        one | {"chosen": "1", "rejected": " "},
-        one | {"chosen": "1", "rejected": []},
-        one | {"chosen": "1", "rejected": "1"},
-        one | {"chosen": "1", "rejected": turns("Two?", "2")},
+        question | {"chosen": "1", "rejected": " "},
+        question | {"chosen": "1", "rejected": []},
+        question | {"chosen": "1", "rejected": "1"},
+        question | {"chosen": "1", "rejected": turns("Two?", "2")},
         {"chosen": turns("One?", "1", "So?"), "rejected": turns("One?", "2", "So?")},
         {"chosen": turns("1", first="a"), "rejected": turns("2", first="a")},
-        one | {"chosen": [{"role": "tool", "content": "1"}], "rejected": "2"},
-        one | {"chosen": "7 " * 40, "rejected": "1"},
-        one | {"chosen": "7 " * 22, "rejected": "8 " * 22},
+        question | {"chosen": [{"role": "tool", "content": "1"}], "rejected": "2"},
+        question | {"chosen": "7 " * 40, "rejected": "1"},
+        question | {"chosen": "7 " * 22, "rejected": "8 " * 22},
         {"prompt": "Last?", "chosen": "8", "rejected": "9"},
     )
     found = load(source)
-    assert [said(pair) for pair in found.examples] == [("1", "2"), ("8", "9")]
+    assert [answers(pair) for pair in found.examples] == [("1", "2"), ("8", "9")]
     assert found.skipped == {
         "not a JSON object": ["pairs.jsonl:2"],
         "no chosen answer": ["pairs.jsonl:3"],
@@ -171,32 +175,35 @@ def test_bad_rows_are_skipped_and_named_with_file_and_line(tmp_path: Path) -> No
     }
 
 
-def test_a_source_without_pairs_is_refused_with_what_was_looked_for(tmp_path: Path) -> None:
+def test_source_without_pairs_is_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ValueError,
-        match=r"no row can be a pair .*chosen and rejected.*problem, question.*Set prompt_field$",
+        match=r"no row can be a pair .*chosen and rejected.*problem, question.*set prompt_field$",
     ):
         load(write(tmp_path / "pairs.jsonl", {"text": "none"}))
 
 
-def test_of_a_generated_problem_the_right_solution_is_chosen_and_a_wrong_one_rejected() -> None:
+def test_generated_pairs_prefer_the_right_solution() -> None:
     pairs = load(Synthetic(num_tasks=64)).examples
     assert len(pairs) == 64
     for pair, problem in zip(pairs, SyntheticProblems(64), strict=True):
-        chosen, rejected = said(pair)
+        chosen, rejected = answers(pair)
         assert chosen == problem.solution and rejected in problem.wrong_solutions
     again, other = (
         load(Synthetic(num_tasks=64)).examples,
         load(Synthetic(num_tasks=64), seed=1).examples,
     )
-    assert said(again[17]) == said(pairs[0:20][17])
-    assert any(said(again[i]) != said(other[i]) for i in range(64))
+    assert answers(again[17]) == answers(pairs[0:20][17])
+    assert any(answers(again[i]) != answers(other[i]) for i in range(64))
 
 
 def test_all_pairs_of_a_prompt_are_held_out_together(tmp_path: Path) -> None:
     rows = [{"prompt": f"{i % 10}?", "chosen": f"{i}", "rejected": "none"} for i in range(40)]
-    train, apart = load_both(write(tmp_path / "pairs.jsonl", *rows), HeldOut(share=0.2))
-    asked = [{pair.chosen.prompt.tobytes() for pair in found.examples} for found in (train, apart)]
-    assert (len(train.examples), len(apart.examples)) == (32, 8) and not asked[0] & asked[1]
-    generated, unseen = load_both(Synthetic(num_tasks=8), HeldOut(max_examples=4))
+    train, heldout = load_sets(write(tmp_path / "pairs.jsonl", *rows), HeldOut(share=0.2))
+    prompts = [
+        {pair.chosen.prompt.tobytes() for pair in found.examples} for found in (train, heldout)
+    ]
+    assert (len(train.examples), len(heldout.examples)) == (32, 8)
+    assert not prompts[0] & prompts[1]
+    generated, unseen = load_sets(Synthetic(num_tasks=8), HeldOut(max_examples=4))
     assert (len(generated.examples), len(unseen.examples)) == (8, 4)

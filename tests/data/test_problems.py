@@ -1,5 +1,4 @@
-"""Every answer is found a second time, from the words of the question alone, by the most pedestrian
-way there is."""
+"""Generated problems, checked with brute-force solvers that read the question alone."""
 
 from __future__ import annotations
 
@@ -40,7 +39,7 @@ def some(family: str, difficulty: Difficulty, split: Split = "train") -> list[Pr
 
 
 def apart(one: Axis, other: Axis) -> bool:
-    if isinstance(one, range) and isinstance(other, range):  # too long to be listed, some of them
+    if isinstance(one, range) and isinstance(other, range):  # some are too long to list
         return one[-1] < other[0] or other[-1] < one[0]
     return not set(one) & set(other)
 
@@ -192,13 +191,13 @@ SOLVERS: dict[str, Callable[[str], int]] = {
 }
 
 
-def test_there_is_a_second_way_to_solve_every_family() -> None:
+def test_every_family_has_a_brute_force_solver() -> None:
     assert set(SOLVERS) == set(FAMILIES)
     assert len(FAMILIES) >= 12
 
 
 @EVERY_FAMILY
-def test_the_answer_follows_from_the_words_of_the_question(family: str) -> None:
+def test_brute_force_solver_confirms_the_answer(family: str) -> None:
     for difficulty in DIFFICULTIES:
         for split in SPLITS:
             for problem in some(family, difficulty, split):
@@ -214,7 +213,7 @@ def boxed(solution: str) -> int:
 
 
 @EVERY_FAMILY
-def test_the_worked_solution_boxes_the_answer_and_the_wrong_ones_do_not(family: str) -> None:
+def test_only_the_worked_solution_boxes_the_answer(family: str) -> None:
     for difficulty in DIFFICULTIES:
         for problem in some(family, difficulty):
             assert boxed(problem.solution) == problem.answer
@@ -228,8 +227,7 @@ def holds(step: str) -> bool:
     left, right = step.split("=")
 
     def value(side: str) -> Fraction:
-        # Sums of products are all that is ever written; a minus or a slash stands alone between two
-        # numbers.
+        # Steps contain only sums of products, or a single minus or slash between two numbers.
         if match := re.fullmatch(r"(\d+)([-/])(\d+)", side):
             a, b = Fraction(match[1]), Fraction(match[3])
             return a - b if match[2] == "-" else a / b
@@ -256,28 +254,27 @@ def test_every_step_of_every_method_is_true(family: str) -> None:
                         assert holds(step), (problem, step)
 
 
-def test_a_false_step_is_noticed() -> None:
+def test_step_checker_detects_false_steps() -> None:
     assert holds("83=7*11+6") and holds("12-5=7")
     assert not holds("83=7*11+5") and not holds("12-5=8") and not holds("3+4=8")
 
 
-# The shuffles are the same code for all families; the small ones can be gone through whole.
+# All families share the code of the shuffles; small families can be enumerated.
 SMALL_FAMILIES = [family for family in FAMILIES if num_problems(family, "easy", "train") < 2000]
 
 
 @pytest.mark.parametrize("family", SMALL_FAMILIES)
-def test_the_splits_share_no_problem_whatever_the_seeds_and_each_comes_once(family: str) -> None:
+def test_splits_are_disjoint_and_complete_under_any_seed(family: str) -> None:
     train, heldout = (num_problems(family, "easy", split) for split in SPLITS)
     codes = [problem_code(family, "easy", "train", 0, i) for i in range(train)]
-    held = [problem_code(family, "easy", "heldout", 1, i) for i in range(heldout)]
-    assert sorted(codes + held) == list(range(train + heldout))
+    unseen = [problem_code(family, "easy", "heldout", 1, i) for i in range(heldout)]
+    assert sorted(codes + unseen) == list(range(train + heldout))
     assert problem_code(family, "easy", "train", 0, train) == codes[0]
 
 
 @EVERY_FAMILY
 def test_splits_and_difficulties_share_no_question(family: str) -> None:
-    # By construction no parameters are shared; here, that parameters of two problems do not make
-    # the same words.
+    # By construction no parameters are shared; here: two problems do not have the same wording.
     questions = [
         p.question
         for difficulty in DIFFICULTIES
@@ -292,26 +289,26 @@ def test_splits_and_difficulties_share_no_question(family: str) -> None:
 
 def test_heldout_is_an_eighth() -> None:
     for family in FAMILIES:
-        held, trained = (
+        heldout, train = (
             num_problems(family, "easy", "heldout"),
             num_problems(family, "easy", "train"),
         )
-        assert held == (held + trained) // 8
-        assert held >= 40  # enough for each family's share of 640 held-out problems
+        assert heldout == (heldout + train) // 8
+        assert heldout >= 40  # enough for each family's share of 640 held-out problems
 
 
-def test_a_problem_depends_on_nothing_but_its_place() -> None:
-    whole = list(SyntheticProblems(200, seed=3))
-    assert SyntheticProblems(1000, seed=3)[137] == whole[137]
-    assert whole[137] == make_problem(
+def test_problem_depends_on_its_index_alone() -> None:
+    problems = list(SyntheticProblems(200, seed=3))
+    assert SyntheticProblems(1000, seed=3)[137] == problems[137]
+    assert problems[137] == make_problem(
         list(FAMILIES)[137 % len(FAMILIES)], "easy", "train", 3, 137 // len(FAMILIES)
     )
-    assert whole[:7] == SyntheticProblems(200, seed=3)[:7]
-    assert whole[-1] == SyntheticProblems(200, seed=3)[-1]
+    assert problems[:7] == SyntheticProblems(200, seed=3)[:7]
+    assert problems[-1] == SyntheticProblems(200, seed=3)[-1]
 
 
-def test_problems_are_what_they_were() -> None:
-    # Ids name problems in journals and checkpoints: a change here is a change of every stored run.
+def test_problem_ids_are_stable() -> None:
+    # Journals and checkpoints contain ids: a change here breaks every stored run.
     problem = make_problem("sequence", "easy", "train", 0, 0)
     assert problem.id == "sequence-easy-1586"
     assert problem.question == (
@@ -320,27 +317,27 @@ def test_problems_are_what_they_were() -> None:
     assert problem.answer == 87  # 27 + 10*6
 
 
-def test_another_seed_brings_other_problems() -> None:
+def test_seeds_change_the_problems() -> None:
     first, second = ([p.id for p in SyntheticProblems(160, seed=seed)] for seed in (0, 1))
     assert len(set(first) & set(second)) < 40
 
 
-def test_families_take_turns_and_may_be_chosen() -> None:
+def test_families_alternate_and_can_be_selected() -> None:
     assert [p.family for p in SyntheticProblems(len(FAMILIES))] == list(FAMILIES)
     chosen = SyntheticProblems(6, families=("gcd", "lcm"), difficulty="hard", split="heldout")
     assert [p.family for p in chosen] == ["gcd", "lcm"] * 3
     assert all(p.id.startswith(f"{p.family}-hard-") for p in chosen)
 
 
-def test_a_wrong_name_is_refused_with_the_right_ones() -> None:
-    with pytest.raises(ValueError, match=r"no family 'gdc'; there are .*gcd"):
+def test_unknown_family_is_refused_with_known_ones() -> None:
+    with pytest.raises(ValueError, match=r"expected problem families .*gcd.*, found 'gdc'"):
         SyntheticProblems(1, families=("gdc",))
     with pytest.raises(IndexError):
         SyntheticProblems(3)[3]
 
 
 @EVERY_FAMILY
-def test_every_family_speaks_in_several_ways(family: str) -> None:
+def test_every_family_has_several_wordings(family: str) -> None:
     wordings = {
         re.sub(r"\b(Ann|Ben|Eva|Leo|Mia|Tom)\b", "N", re.sub(r"\d+", "0", p.question))
         for p in some(family, "easy")
@@ -356,12 +353,12 @@ def test_prompts_and_solutions_are_short(family: str) -> None:
             assert len(problem.solution) <= (56 if difficulty == "easy" else 100)
 
 
-def test_a_chain_writes_its_steps_and_knows_when_it_leaves_the_natural_numbers() -> None:
+def test_chain_writes_steps_and_detects_unnatural_numbers() -> None:
     # 9-1=8, 8*3=24, 24+5=29
     assert chain(9, "-", 1, "*", 3, "+", 5) == (("9-1=8", "8*3=24", "24+5=29"), 29, True)
-    # 83=7*11+6 goes on with the remainder 6 or with the quotient 11
+    # 83=7*11+6 continues with the remainder 6 or the quotient 11
     assert chain(83, "mod", 7, "+", 1) == (("83=7*11+6", "6+1=7"), 7, True)
     assert chain(83, "quotient", 7, "from", 20) == (("83=7*11+6", "20-11=9"), 9, True)
-    assert not chain(3, "-", 4, "+", 9).sound
-    assert not chain(47, "/", 3).sound
+    assert not chain(3, "-", 4, "+", 9).is_natural
+    assert not chain(47, "/", 3).is_natural
     assert chain(48, "/", 3) == (("48/3=16",), 16, True)

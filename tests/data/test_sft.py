@@ -1,4 +1,4 @@
-"""What the embedded policy learns from, and conversations of users' own."""
+"""Examples of the embedded policy, and of user-supplied conversations."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EMBEDDED = Path(next(iter(areal_jax.models.__path__))) / "embedded"
 TOKENIZER = HFTokenizer.from_folder(EMBEDDED)
 
 
-def load_both(
+def load_sets(
     source: TaskSource,
     eval_source: TaskSource | None = None,
     *,
@@ -50,16 +50,16 @@ def load_both(
 
 
 def load(source: TaskSource, **changes: Any) -> ExampleSet[SupervisedExample]:
-    return load_both(source, None, **changes)[0]
+    return load_sets(source, None, **changes)[0]
 
 
-def said(example: SupervisedExample) -> str:
+def answers_of(example: SupervisedExample) -> str:
     return TOKENIZER.decode(example.tokens[example.loss_mask])
 
 
 @given(st.text())
-def test_any_text_comes_back_from_the_tokenizer(text: str) -> None:
-    # Special tokens written out in a text are those tokens, and decode leaves them out.
+def test_decoding_inverts_encoding(text: str) -> None:
+    # Special tokens in a text are encoded as such, and decode leaves them out.
     if not any(special in text for special in SPECIAL_TOKENS):
         assert TOKENIZER.decode(TOKENIZER.encode(text)) == text
 
@@ -69,14 +69,14 @@ def test_each_digit_is_a_token(number: int) -> None:
     assert len(TOKENIZER.encode(f"{number}")) == len(str(number))
 
 
-def test_training_the_tokenizer_twice_makes_the_same() -> None:
+def test_tokenizer_training_is_deterministic() -> None:
     one, two = (train_tokenizer(vocab_size=400, num_problems=48) for _ in range(2))
     assert one.to_str() == two.to_str()
     assert one.get_vocab_size() == 400
     assert [one.token_to_id(special) for special in SPECIAL_TOKENS] == [0, 1, 2]
 
 
-def test_a_conversation_is_rendered_in_few_tokens() -> None:
+def test_chat_template_adds_eight_tokens() -> None:
     # <|im_start|> user \n ... <|im_end|> \n <|im_start|> assistant \n: eight around the question.
     question = "What is 12+7?"
     assert len(TOKENIZER.render([Message("user", question)])) == len(TOKENIZER.encode(question)) + 8
@@ -90,7 +90,7 @@ def test_prompts_and_answers_are_short_in_tokens() -> None:
     assert max(answers) <= 60 and np.mean(answers) < 32
 
 
-def test_an_example_ends_its_prompt_with_the_answer_and_learns_that_alone() -> None:
+def test_only_answers_are_learnt() -> None:
     examples = load(Synthetic(num_tasks=64)).examples
     num_drills = 0
     for example, problem in zip(examples, SyntheticProblems(64), strict=True):
@@ -103,23 +103,23 @@ def test_an_example_ends_its_prompt_with_the_answer_and_learns_that_alone() -> N
             np.flatnonzero(example.loss_mask), np.arange(len(prompt), len(example.tokens))
         )
         assert example.tokens[-1] == TOKENIZER.stop_token_ids[0]
-        answer = said(example)
+        answer = answers_of(example)
         assert answer in (problem.solution, *problem.wrong_solutions) or answer.startswith(
             "\\boxed{"
         )
-    # 64 draws: the mean is 19.2, one standard deviation 3.7.
+    # 64 samples: the mean is 19.2, one standard deviation 3.7.
     assert num_drills == pytest.approx(64 * DRILL_SHARE, abs=11)
 
 
-def test_examples_are_as_many_as_the_problems() -> None:
-    # Drills come first under some of the seeds.
+def test_number_of_examples_equals_number_of_problems() -> None:
+    # Under some of the seeds the first example is a drill.
     for seed in range(8):
         examples = load(Synthetic(num_tasks=4), seed=seed).examples
         assert len(list(examples)) == len(examples) == 4
 
 
-def test_few_problems_make_shorter_drills_and_nothing_is_waited_for() -> None:
-    # One problem has at most a handful of distinct steps, or none: then its answer is the example.
+def test_few_problems_make_shorter_drills() -> None:
+    # One problem has few distinct steps, or none: then the example is its answer.
     drilled = set[bool]()
     for seed in range(40):
         (example,) = load(Synthetic(num_tasks=1, seed=seed % 8), seed=seed).examples
@@ -128,23 +128,23 @@ def test_few_problems_make_shorter_drills_and_nothing_is_waited_for() -> None:
     assert drilled == {True, False}
 
 
-def test_a_drill_asks_and_learns_the_results_alone() -> None:
+def test_drill_learns_the_results_alone() -> None:
     example = encode_drill(TOKENIZER, ["12*3=36", "83=7*11+6"], PromptConfig())
     before = TOKENIZER.render([Message("user", "Practice.")])
-    whole = np.concatenate([before, TOKENIZER.encode("12*3=36\n83=7*11+6\n")])
-    np.testing.assert_array_equal(example.tokens, whole)
-    assert said(example) == "36\n11+6\n"
+    expected = np.concatenate([before, TOKENIZER.encode("12*3=36\n83=7*11+6\n")])
+    np.testing.assert_array_equal(example.tokens, expected)
+    assert answers_of(example) == "36\n11+6\n"
 
 
-def test_examples_are_the_same_whenever_they_are_asked_for() -> None:
+def test_generated_examples_are_deterministic() -> None:
     source = Synthetic(num_tasks=64)
     one, two = (load(source, seed=4).examples for _ in range(2))
     np.testing.assert_array_equal(one[17].tokens, two[0:20][17].tokens)
     other = load(source, seed=5).examples
-    assert any(said(one[i]) != said(other[i]) for i in range(8))
+    assert any(answers_of(one[i]) != answers_of(other[i]) for i in range(8))
 
 
-def test_answers_are_drawn_in_the_shares_that_are_set() -> None:
+def test_answers_are_sampled_with_the_set_shares() -> None:
     assert set(RIGHT_SHARE) == set(FAMILIES)
     for family in ("rectangle", "digit_sum"):
         problem, chance = SyntheticProblems(1, families=(family,))[0], random.Random(0)
@@ -173,7 +173,7 @@ def write(file: Path, *rows: object) -> Files:
     return Files(path=str(file))
 
 
-def test_of_a_conversation_the_answers_are_learnt_and_all_in_one_example(tmp_path: Path) -> None:
+def test_conversation_answers_are_learnt_in_one_example(tmp_path: Path) -> None:
     (example,) = load(
         write(tmp_path / "chat.jsonl", chat(("system", "Be short."), *TURNS))
     ).examples
@@ -183,33 +183,33 @@ def test_of_a_conversation_the_answers_are_learnt_and_all_in_one_example(tmp_pat
     ]
     tokens, mask = list[int](), list[bool]()
     for role, text, learnt in turns:
-        # Learnt are the words and the token that ends them, not the line break behind it.
-        for piece, of_it in (
+        # The words and their stop token are learnt, not the line break after it.
+        for piece, in_mask in (
             (f"<|im_start|>{role}\n", False),
             (f"{text}<|im_end|>", learnt),
             ("\n", False),
         ):
             encoded = TOKENIZER.encode(piece)
             tokens += encoded.tolist()
-            mask += [of_it] * len(encoded)
+            mask += [in_mask] * len(encoded)
     # Nothing follows the last answer.
     np.testing.assert_array_equal(example.tokens, tokens[:-1])
     np.testing.assert_array_equal(example.loss_mask, mask[:-1])
 
 
-def test_where_the_context_of_a_later_answer_is_another_it_gets_an_example_of_its_own(
+def test_answers_with_changed_context_start_new_examples(
     tmp_path: Path,
 ) -> None:
-    # The suffix stands behind the last question alone.
+    # Only the last question has the suffix.
     prompt = PromptConfig(system="Be short.", suffix="!")
     one, two = load(write(tmp_path / "chat.jsonl", chat(*TURNS)), prompt=prompt).examples
-    assert [said(one), said(two)] == ["1", "2"]
-    asked = [
+    assert [answers_of(one), answers_of(two)] == ["1", "2"]
+    context = [
         Message("system", "Be short."),
         *(Message(*turn) for turn in TURNS[:2]),
         Message("user", "Two?!"),
     ]
-    np.testing.assert_array_equal(two.tokens[~two.loss_mask], TOKENIZER.render(asked))
+    np.testing.assert_array_equal(two.tokens[~two.loss_mask], TOKENIZER.render(context))
 
 
 @pytest.mark.parametrize(
@@ -241,11 +241,11 @@ def test_where_the_context_of_a_later_answer_is_another_it_gets_an_example_of_it
         "named messages",
     ],
 )
-def test_a_prompt_and_its_whole_answer_are_a_conversation_too(
+def test_prompt_and_answer_rows_are_conversations(
     row: dict, fields: dict[str, str], tmp_path: Path
 ) -> None:
     (example,) = load(chz.replace(write(tmp_path / "pairs.jsonl", row), **fields)).examples
-    assert said(example) == "1 #### 1"
+    assert answers_of(example) == "1 #### 1"
     np.testing.assert_array_equal(
         example.tokens[~example.loss_mask], TOKENIZER.render([Message("user", "One?")])
     )
@@ -263,7 +263,7 @@ def test_parquet_and_json_hold_the_same_conversations(tmp_path: Path) -> None:
         ]
 
 
-def test_bad_rows_are_skipped_and_named_with_file_and_line(tmp_path: Path) -> None:
+def test_bad_rows_are_skipped_with_file_and_line(tmp_path: Path) -> None:
     source = write(
         tmp_path / "chat.jsonl",
         chat(*TURNS),
@@ -279,7 +279,7 @@ def test_bad_rows_are_skipped_and_named_with_file_and_line(tmp_path: Path) -> No
         chat(("user", "Last?"), ("assistant", "9")),
     )
     found = load(source)
-    assert [said(example) for example in found.examples] == ["12", "9"]
+    assert [answers_of(example) for example in found.examples] == ["12", "9"]
     assert found.skipped == {
         "not a JSON object": ["chat.jsonl:2"],
         "no prompt": ["chat.jsonl:3"],
@@ -292,7 +292,7 @@ def test_bad_rows_are_skipped_and_named_with_file_and_line(tmp_path: Path) -> No
     }
 
 
-def test_what_the_template_refuses_is_a_bad_row_in_its_words(tmp_path: Path) -> None:
+def test_template_refusals_are_skipped_rows(tmp_path: Path) -> None:
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(EMBEDDED / name, tmp_path)
     (tmp_path / "chat_template.jinja").write_text(
@@ -306,40 +306,50 @@ def test_what_the_template_refuses_is_a_bad_row_in_its_words(tmp_path: Path) -> 
     }
 
 
-def test_a_share_of_the_prompts_is_held_out_and_no_copy_of_them_is_trained_on(
+def test_held_out_prompts_are_not_trained_on(
     tmp_path: Path,
 ) -> None:
     # 40 prompts, each with three answers, in an order that mixes them.
     rows = [chat(("user", f"{i % 40}?"), ("assistant", f"{i}")) for i in range(120)]
 
     def split(*rows: object, held_out: HeldOut = HeldOut(share=0.1)) -> tuple[set[str], set[str]]:  # noqa: B008
-        train, apart = load_both(write(tmp_path / "chat.jsonl", *rows), held_out)
-        answers = [[said(example) for example in found.examples] for found in (train, apart)]
+        train, heldout = load_sets(write(tmp_path / "chat.jsonl", *rows), held_out)
+        answers = [
+            [answers_of(example) for example in found.examples] for found in (train, heldout)
+        ]
         assert len(answers[0]) + len(answers[1]) == len(rows)
         return set(answers[0]), set(answers[1])
 
-    train, apart = split(*rows)
+    train, heldout = split(*rows)
     # A tenth of 40 prompts with three answers each.
-    assert len(apart) == 12 and len(train) == 108 and not train & apart
-    assert {int(answer) % 40 for answer in train} & {int(answer) % 40 for answer in apart} == set()
-    # Whatever their order.
-    assert split(*rows[::-1]) == (train, apart)
+    assert len(heldout) == 12 and len(train) == 108 and not train & heldout
+    assert {int(answer) % 40 for answer in train} & {
+        int(answer) % 40 for answer in heldout
+    } == set()
+    # The order does not matter.
+    assert split(*rows[::-1]) == (train, heldout)
     assert len(split(*rows, held_out=HeldOut(share=0.5, max_examples=2))[1]) == 6
     with pytest.raises(ValueError, match=r"leaves none of 1 prompts.*eval_examples\.share"):
         split(rows[0])
 
 
-def test_of_generated_problems_those_are_held_out_that_are_never_trained_on() -> None:
-    train, apart = load_both(Synthetic(num_tasks=16, difficulty="medium"), HeldOut(max_examples=8))
-    assert (len(train.examples), len(apart.examples)) == (16, 8)
+def test_generated_held_out_examples_use_the_heldout_split() -> None:
+    train, heldout = load_sets(
+        Synthetic(num_tasks=16, difficulty="medium"), HeldOut(max_examples=8)
+    )
+    assert (len(train.examples), len(heldout.examples)) == (16, 8)
     other = load(Synthetic(num_tasks=8, split="heldout", difficulty="medium")).examples
-    assert [said(example) for example in apart.examples] == [said(example) for example in other]
+    assert [answers_of(example) for example in heldout.examples] == [
+        answers_of(example) for example in other
+    ]
 
 
-def test_examples_to_evaluate_on_may_come_from_elsewhere(tmp_path: Path) -> None:
-    train, apart = load_both(Synthetic(num_tasks=16), write(tmp_path / "test.jsonl", chat(*TURNS)))
+def test_evaluation_examples_may_have_their_own_source(tmp_path: Path) -> None:
+    train, heldout = load_sets(
+        Synthetic(num_tasks=16), write(tmp_path / "test.jsonl", chat(*TURNS))
+    )
     assert len(train.examples) == 16
-    assert [said(example) for example in apart.examples] == ["12"]
+    assert [answers_of(example) for example in heldout.examples] == ["12"]
 
 
 def test_a_source_without_examples_is_refused(tmp_path: Path) -> None:
@@ -349,6 +359,6 @@ def test_a_source_without_examples_is_refused(tmp_path: Path) -> None:
     ):
         load(write(tmp_path / "empty.jsonl", {}))
     with pytest.raises(
-        ValueError, match="expected Synthetic, Exercises, Files or Hub, came HeldOut"
+        ValueError, match="expected Synthetic, Exercises, Files or Hub, found HeldOut"
     ):
         load(HeldOut())

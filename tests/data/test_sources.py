@@ -35,7 +35,7 @@ def texts(loaded: TaskSet) -> list[tuple[str, str]]:
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "json", "array.json", "parquet"])
-def test_the_same_rows_give_the_same_tasks_in_every_format(tmp_path: Path, suffix: str) -> None:
+def test_every_file_format_gives_the_same_tasks(tmp_path: Path, suffix: str) -> None:
     rows = [
         {"problem": "1+1?", "answer": "2", "subject": "sums"},
         {"problem": "Größe?", "answer": "042", "subject": "sizes"},
@@ -75,7 +75,7 @@ def test_answers_become_text(tmp_path: Path, answer: object, text: str) -> None:
     ]
 
 
-def test_the_prompt_is_the_first_of_problem_question_and_prompt_that_holds_something(
+def test_prompt_is_the_first_nonempty_prompt_field(
     tmp_path: Path,
 ) -> None:
     rows = [
@@ -88,7 +88,7 @@ def test_the_prompt_is_the_first_of_problem_question_and_prompt_that_holds_somet
     assert [prompt for prompt, _ in texts(load(path, prompt_field="prompt"))] == ["p", "p", "p"]
 
 
-def test_fields_may_lie_inside_fields(tmp_path: Path) -> None:
+def test_dotted_names_select_nested_fields(tmp_path: Path) -> None:
     row = {
         "prompt": [{"role": "user", "content": "?"}],
         "reward_model": {"ground_truth": "34", "style": "rule"},
@@ -98,7 +98,7 @@ def test_fields_may_lie_inside_fields(tmp_path: Path) -> None:
     assert texts(load(path, answer_field="reward_model.ground_truth")) == [("?", "34"), ("?", "35")]
 
 
-def test_system_and_suffix_go_around_every_prompt(tmp_path: Path) -> None:
+def test_prompt_template_applies_to_every_prompt(tmp_path: Path) -> None:
     path = write_lines(
         tmp_path / "a.jsonl",
         {"prompt": "1+1?", "answer": "2"},
@@ -113,7 +113,7 @@ def test_system_and_suffix_go_around_every_prompt(tmp_path: Path) -> None:
     assert load(path).tasks[1].prompt == (Message("system", "Old."), Message("user", "2+2?"))
 
 
-def test_rows_that_cannot_be_tasks_are_skipped_and_named_by_reason(tmp_path: Path) -> None:
+def test_unusable_rows_are_skipped_by_reason(tmp_path: Path) -> None:
     path = write_lines(
         tmp_path / "a.jsonl",
         {"problem": "good", "answer": "1"},
@@ -132,7 +132,7 @@ def test_rows_that_cannot_be_tasks_are_skipped_and_named_by_reason(tmp_path: Pat
     )
     loaded = load(path)
     assert texts(loaded) == [("good", "1"), ("also good", "2")]
-    # The last one keeps the number of its line: ids do not move when another row is mended.
+    # Ids are line numbers, so that they stay the same when another row is fixed.
     assert loaded.tasks[1].id == "a.jsonl:13"
     assert loaded.skipped == {
         "not a JSON object": ["a.jsonl:2", "a.jsonl:3"],
@@ -143,7 +143,7 @@ def test_rows_that_cannot_be_tasks_are_skipped_and_named_by_reason(tmp_path: Pat
     }
 
 
-def test_rows_of_countdown_are_tasks_of_their_kind(tmp_path: Path) -> None:
+def test_countdown_rows_are_countdown_tasks(tmp_path: Path) -> None:
     bad = [
         {"target": 24, "nums": ["3", 8]},
         {"target": None, "nums": [1]},
@@ -160,33 +160,33 @@ def test_rows_of_countdown_are_tasks_of_their_kind(tmp_path: Path) -> None:
     assert [len(places) for places in loaded.skipped.values()] == [3]
 
 
-def test_of_many_bad_rows_the_first_are_named_and_all_are_counted() -> None:
+def test_skipped_rows_are_counted_and_the_first_named() -> None:
     assert format_skipped(
         {"no prompt": ["a:1", "a:2"], "no answer": ["b:1", "b:2", "b:3", "b:4"]}
     ) == ("2 no prompt (a:1, a:2), 4 no answer (b:1, b:2, b:3, ...)")
 
 
-def test_where_no_row_can_be_a_task_the_error_lists_the_fields_there_are(tmp_path: Path) -> None:
+def test_error_without_usable_rows_lists_found_fields(tmp_path: Path) -> None:
     path = write_lines(
         tmp_path / "a.jsonl", {"text": "?", "code": "1"}, {"text": "?", "label": "1"}
     )
     with pytest.raises(
         ValueError,
-        match=r"2 no prompt.*problem, question, prompt.*fields seen: text, code, label\. Set prompt_f",
+        match=r"2 no prompt.*problem, question, prompt.*found fields text, code, label; set prompt_f",
     ):
         load(path)
     with pytest.raises(ValueError, match="no rows"):
         load(write_lines(tmp_path / "empty.jsonl"))
 
 
-def test_max_tasks_reads_so_many_rows(tmp_path: Path) -> None:
+def test_max_tasks_limits_rows(tmp_path: Path) -> None:
     path = write_lines(
         tmp_path / "a.jsonl", *({"problem": str(i), "answer": "1"} for i in range(9))
     )
     assert [prompt for prompt, _ in texts(load(path, max_tasks=3))] == ["0", "1", "2"]
 
 
-def test_problems_that_are_always_or_never_solved_are_left_out_where_asked(tmp_path: Path) -> None:
+def test_success_rate_bounds_filter_rows(tmp_path: Path) -> None:
     rates = [0, 0.05, 0.5, 0.95, 1.0, None, "often", True, 2]
     path = write_lines(
         tmp_path / "p.jsonl",
@@ -201,16 +201,16 @@ def test_problems_that_are_always_or_never_solved_are_left_out_where_asked(tmp_p
 
     assert len(load(path).tasks) == len(rates)
     unknown = {"no rate from 0 to 1": 4}
-    both = {"solved as seldom as 0.05 or less": 2, "solved as often as 0.95 or more": 2}
+    both = {"success rate at most 0.05": 2, "success rate at least 0.95": 2}
     assert kept(success_rate_above=0.05, success_rate_below=0.95) == (["0.5?"], unknown | both)
     assert kept(success_rate_above=0.0) == (
         ["0.05?", "0.5?", "0.95?", "1.0?"],
-        unknown | {"solved as seldom as 0 or less": 1},
+        unknown | {"success rate at most 0": 1},
     )
     assert kept(success_rate_below=1.0)[0] == ["0?", "0.05?", "0.5?", "0.95?"]
 
 
-def test_a_folder_gives_the_files_of_the_split_in_order(tmp_path: Path) -> None:
+def test_folder_gives_the_files_of_the_split_in_order(tmp_path: Path) -> None:
     for name in ("train-00001.jsonl", "train-00000.jsonl", "test.jsonl"):
         write_lines(tmp_path / "main" / name, {"problem": name, "answer": "1"})
     assert [prompt for prompt, _ in texts(load(tmp_path))] == [
@@ -220,13 +220,13 @@ def test_a_folder_gives_the_files_of_the_split_in_order(tmp_path: Path) -> None:
     assert [prompt for prompt, _ in texts(load(tmp_path / "main", split="test"))] == ["test.jsonl"]
 
 
-def test_files_that_are_not_there_are_named_with_those_that_are(tmp_path: Path) -> None:
+def test_missing_files_are_reported_with_existing_ones(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match="no such file or folder"):
         load(tmp_path / "nowhere")
     write_lines(tmp_path / "aime.json", {"problem": "?", "answer": "1"})
     with pytest.raises(
         FileNotFoundError,
-        match=r"no file named train\*.jsonl, .json or .parquet; of these there are: aime.json",
+        match=r"expected files named train\*.jsonl, .json or .parquet, found aime.json",
     ):
         load(tmp_path)
     (tmp_path / "notes.txt").write_text("hello")
@@ -234,17 +234,17 @@ def test_files_that_are_not_there_are_named_with_those_that_are(tmp_path: Path) 
         load(tmp_path / "notes.txt")
     for folder in ("main", "socratic"):
         write_lines(tmp_path / folder / "train.jsonl", {"problem": "?", "answer": "1"})
-    with pytest.raises(ValueError, match="several folders, name one of them: main, socratic"):
+    with pytest.raises(ValueError, match="in one folder, found them in main, socratic; name one"):
         load(tmp_path)
 
 
-def test_a_broken_json_array_is_an_error_that_names_the_file(tmp_path: Path) -> None:
+def test_broken_json_array_error_names_the_file(tmp_path: Path) -> None:
     (tmp_path / "a.json").write_text('[{"problem": "?"')
     with pytest.raises(ValueError, match=r"a.json: expected a JSON array"):
         load(tmp_path / "a.json")
 
 
-def test_files_that_are_none_of_their_format_are_named(tmp_path: Path) -> None:
+def test_files_of_another_format_are_refused(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_bytes(
         b'{"problem": "?", "answer": "1"}\n{"problem": "caf\xe9", "answer": "1"}\n'
     )
@@ -258,7 +258,7 @@ def test_files_that_are_none_of_their_format_are_named(tmp_path: Path) -> None:
         load(tmp_path / "a.json")
 
 
-def test_empty_lines_are_no_rows_and_are_counted_in_the_numbers_of_lines(tmp_path: Path) -> None:
+def test_empty_lines_are_skipped_but_counted_in_line_numbers(tmp_path: Path) -> None:
     rows = [json.dumps({"problem": text, "answer": "1"}) for text in ("first", "second")]
     (tmp_path / "a.jsonl").write_text("\ufeff\n" + "\n \n".join(rows) + "\n\n")
     loaded = load(tmp_path / "a.jsonl")
@@ -268,14 +268,14 @@ def test_empty_lines_are_no_rows_and_are_counted_in_the_numbers_of_lines(tmp_pat
 
 @pytest.fixture
 def hub_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """An empty cache, and no network."""
+    """An empty hub cache without network."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     return tmp_path
 
 
 def cached(cache: Path, repository: str) -> Path:
-    """The folder of a repository in the cache's own layout."""
+    """Create the folder of a repository in the layout of the cache."""
     (cache / repository / "refs").mkdir(parents=True)
     (cache / repository / "refs" / "main").write_text("c0ffee")
     snapshot = cache / repository / "snapshots" / "c0ffee"
@@ -283,7 +283,7 @@ def cached(cache: Path, repository: str) -> Path:
     return snapshot
 
 
-def test_a_data_set_in_the_hubs_cache_is_found_there(hub_cache: Path) -> None:
+def test_cached_hub_data_set_is_loaded(hub_cache: Path) -> None:
     snapshot = cached(hub_cache, "datasets--openai--gsm8k")
     for folder in ("main", "socratic"):
         (snapshot / folder).mkdir()
@@ -292,12 +292,12 @@ def test_a_data_set_in_the_hubs_cache_is_found_there(hub_cache: Path) -> None:
             snapshot / folder / "train-00000-of-00001.parquet",
         )
     assert texts(load_tasks(Hub(name="openai/gsm8k/main"), BARE)) == [("main", "7")]
-    with pytest.raises(ValueError, match="name one of them: main, socratic"):
+    with pytest.raises(ValueError, match="found them in main, socratic"):
         load_tasks(Hub(name="openai/gsm8k"), BARE)
 
 
 @pytest.mark.usefixtures("hub_cache")
-def test_what_the_hub_does_not_give_comes_with_the_command_that_fetches_it() -> None:
+def test_hub_errors_give_the_download_command() -> None:
     with pytest.raises(FileNotFoundError, match="`hf download --repo-type dataset openai/gsm8k`"):
         load_tasks(Hub(name="openai/gsm8k"), BARE)
     with pytest.raises(
@@ -308,9 +308,7 @@ def test_what_the_hub_does_not_give_comes_with_the_command_that_fetches_it() -> 
         load_tasks(Hub(name="gsm8k"), BARE)
 
 
-def test_a_policy_folder_is_the_embedded_one_a_local_one_or_one_of_the_hub(
-    hub_cache: Path, tmp_path: Path
-) -> None:
+def test_policy_folder_is_embedded_local_or_from_the_hub(hub_cache: Path, tmp_path: Path) -> None:
     local = tmp_path / "policy"
     local.mkdir()
     with pytest.raises(FileNotFoundError, match=r"has no config\.json"):
@@ -327,7 +325,7 @@ def test_a_policy_folder_is_the_embedded_one_a_local_one_or_one_of_the_hub(
         resolve_policy_folder("./no/such/folder")
 
 
-def test_generated_problems_become_tasks_when_asked_for() -> None:
+def test_generated_problems_become_tasks_on_access() -> None:
     source = Synthetic(num_tasks=50, families=("gcd", "linear"), seed=3)
     loaded = load_tasks(source, PromptConfig(suffix=" Box it."))
     problems = SyntheticProblems(50, "train", ("gcd", "linear"), "easy", 3)

@@ -27,7 +27,7 @@ CONVERSATION = [Message("system", "Be brief."), Message("user", "1+1? <b> & 'ß'
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A byte-level BPE of a few hundred tokens in a Hugging Face folder without a template."""
+    """A Hugging Face folder with a byte-level BPE of 303 tokens and no template."""
     tokenizer = tokenizers.Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -57,7 +57,7 @@ def id_of(folder: Path, token: str) -> int:
     return tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json")).get_vocab()[token]
 
 
-def test_text_comes_back_from_its_tokens(folder: Path) -> None:
+def test_decoding_inverts_encoding(folder: Path) -> None:
     tokenizer = HFTokenizer.from_folder(folder)
     text = "one + two = $\\boxed{3}$, größer 日本 🙂\n\n  x"
     tokens = tokenizer.encode(text)
@@ -66,7 +66,7 @@ def test_text_comes_back_from_its_tokens(folder: Path) -> None:
     assert isinstance(tokenizer, Tokenizer)
 
 
-def test_special_tokens_are_one_token_each_and_are_not_decoded(folder: Path) -> None:
+def test_special_tokens_are_single_and_not_decoded(folder: Path) -> None:
     tokenizer = HFTokenizer.from_folder(folder)
     tokens = tokenizer.encode("two<|im_end|>")
     assert tokens[-1] == id_of(folder, "<|im_end|>")
@@ -74,7 +74,7 @@ def test_special_tokens_are_one_token_each_and_are_not_decoded(folder: Path) -> 
     assert tokenizer.vocab_size == max(tokens) + 1
 
 
-def test_only_the_text_of_a_prompt_is_begun_as_the_tokenizer_begins_texts(folder: Path) -> None:
+def test_only_prompts_get_a_bos_token(folder: Path) -> None:
     inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     begin = id_of(folder, "<|end|>")
     inner.post_processor = processors.TemplateProcessing(
@@ -86,7 +86,7 @@ def test_only_the_text_of_a_prompt_is_begun_as_the_tokenizer_begins_texts(folder
     assert begin not in tokenizer.encode("one")
 
 
-def test_a_conversation_goes_through_the_template_and_ends_where_the_assistant_begins(
+def test_rendering_ends_with_the_generation_prompt(
     folder: Path,
 ) -> None:
     write(folder, eos_token="<|im_end|>", chat_template=CHATML)
@@ -99,7 +99,7 @@ def test_a_conversation_goes_through_the_template_and_ends_where_the_assistant_b
     assert tokens[0] == id_of(folder, "<|im_start|>")
 
 
-def test_the_template_is_the_files_then_the_default_of_several_then_the_only_one(
+def test_template_file_has_precedence_over_config(
     folder: Path,
 ) -> None:
     named = [
@@ -112,7 +112,7 @@ def test_the_template_is_the_files_then_the_default_of_several_then_the_only_one
     assert rendered(folder) == "from the file"
 
 
-def test_templates_find_what_they_find_in_transformers(folder: Path) -> None:
+def test_templates_have_the_context_of_transformers(folder: Path) -> None:
     template = """{%- for message in messages %}
     {%- if loop.index0 == 1 %}{% continue %}{% endif %}
     {{- bos_token }}{{ message | tojson }}
@@ -132,7 +132,7 @@ def test_templates_find_what_they_find_in_transformers(folder: Path) -> None:
     assert rendered(folder) == f'<|end|>{{"role": "system", "content": "Be brief."}}True|{year}||\n'
 
 
-def test_a_conversation_that_the_template_refuses_is_an_error_in_its_words(folder: Path) -> None:
+def test_template_refusals_are_reported(folder: Path) -> None:
     refusing = (
         "{% if messages[0]['role'] == 'system' %}{{ raise_exception('System role not "
         "supported') }}{% endif %}"
@@ -155,24 +155,22 @@ def test_a_conversation_that_the_template_refuses_is_an_error_in_its_words(folde
         ("{{ messages[0]['content'].index('@') }}", "ValueError: substring not found"),
     ],
 )
-def test_a_template_that_fails_over_a_conversation_is_an_error_in_its_words(
-    folder: Path, failing: str, words: str
-) -> None:
+def test_template_failures_are_reported(folder: Path, failing: str, words: str) -> None:
     write(folder, eos_token="<|im_end|>", chat_template=failing)
-    with pytest.raises(ValueError, match=f"the chat template fails over the conversation: {words}"):
+    with pytest.raises(ValueError, match=f"the chat template failed on the conversation: {words}"):
         HFTokenizer.from_folder(folder).render(CONVERSATION)
 
 
 @pytest.mark.parametrize(
     "attack", ["{{ ''.__class__.__mro__[1].__subclasses__() }}", "{{ messages.append(1) }}"]
 )
-def test_a_template_cannot_reach_out_of_its_sandbox(folder: Path, attack: str) -> None:
+def test_template_sandbox_blocks_attacks(folder: Path, attack: str) -> None:
     write(folder, eos_token="<|im_end|>", chat_template=attack)
     with pytest.raises(ValueError, match="refuses the conversation"):
         HFTokenizer.from_folder(folder).render(CONVERSATION)
 
 
-def test_without_a_template_the_prompt_is_plain_text_with_what_the_tokenizer_puts_around_it(
+def test_prompts_without_template_are_plain_text_with_added_tokens(
     folder: Path,
 ) -> None:
     assert rendered(folder) == "Be brief.\n\n1+1? <b> & 'ß'\n"
@@ -182,11 +180,11 @@ def test_without_a_template_the_prompt_is_plain_text_with_what_the_tokenizer_put
     )
     inner.save(str(folder / "tokenizer.json"))
     assert rendered(folder) == "<|end|>Be brief.\n\n1+1? <b> & 'ß'\n"
-    # An encoded answer gets nothing around it.
+    # No tokens are added to an encoded answer.
     assert id_of(folder, "<|end|>") not in HFTokenizer.from_folder(folder).encode("two")
 
 
-def said(folder: Path, answer: str, template: str | None) -> str:
+def rendered_answer(folder: Path, answer: str, template: str | None) -> str:
     write(folder, eos_token="<|im_end|>", chat_template=template)
     inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     return inner.decode(
@@ -195,18 +193,18 @@ def said(folder: Path, answer: str, template: str | None) -> str:
     )
 
 
-# Templates of reasoning models: the newer R1 begins the reasoning itself, and both forget it once
-# the answer is finished.
-FORGETFUL = (
+# Templates of reasoning models: both remove the reasoning from finished answers; the newer R1
+# template also starts the reasoning in the prompt.
+REMOVES_REASONING = (
     "{% for message in messages %}{% if message['role'] == 'assistant' %}"
     "{{ '<|im_start|>' + message['content'].split('</think>')[-1] + '<|im_end|>' }}"
     "{% else %}{{ message['content'] }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>' }}{% endif %}"
 )
-PREFIX = FORGETFUL.replace(
+STARTS_REASONING = REMOVES_REASONING.replace(
     "{{ '<|im_start|>' }}{% endif %}", "{{ '<|im_start|><think>\n' }}{% endif %}"
 )
-ADDING = CHATML.replace(
+ADDS_REASONING = CHATML.replace(
     "+ message['content'] +",
     "+ ('<think></think>' if message['role'] == 'assistant' else '') + message['content'] | trim +",
 )
@@ -215,26 +213,26 @@ ADDING = CHATML.replace(
 @pytest.mark.parametrize(
     ("template", "answer", "expected"),
     [
-        # The line break behind the end of a turn is the template's: nobody says it.
+        # The line break after the stop token belongs to the template, not to the answer.
         (CHATML, "one", "one<|im_end|>"),
-        # What the template says around the answer is said, as a policy would have to.
-        (ADDING, " one ", "<think></think>one<|im_end|>"),
+        # Text that the template adds to the answer is part of it, since a policy must generate it.
+        (ADDS_REASONING, " one ", "<think></think>one<|im_end|>"),
         (None, "one", "one<|im_end|>"),
-        (FORGETFUL, "<think>\nhm</think>one", "<think>\nhm</think>one<|im_end|>"),
-        (PREFIX, "<think>\nhm</think>one", "hm</think>one<|im_end|>"),
-        (PREFIX, "one", "one<|im_end|>"),
-        # A template that ends turns with what is no stop token: the answer must end nevertheless.
+        (REMOVES_REASONING, "<think>\nhm</think>one", "<think>\nhm</think>one<|im_end|>"),
+        (STARTS_REASONING, "<think>\nhm</think>one", "hm</think>one<|im_end|>"),
+        (STARTS_REASONING, "one", "one<|im_end|>"),
+        # The template ends turns with another token: the answer still ends with a stop token.
         (CHATML.replace("<|im_end|>", "<|end|>"), "one", "one<|end|>\n<|im_end|>"),
     ],
     ids=["chatml", "adds", "no template", "forgets", "begins, answer too", "begins", "no stop"],
 )
-def test_an_answer_is_what_follows_the_prompt_up_to_the_end_of_its_turn(
+def test_rendered_answers_end_with_a_stop_token(
     folder: Path, template: str | None, answer: str, expected: str
 ) -> None:
-    assert said(folder, answer, template) == expected
+    assert rendered_answer(folder, answer, template) == expected
 
 
-def test_no_text_is_cut_or_filled_up_because_a_file_says_so(folder: Path) -> None:
+def test_stored_truncation_and_padding_are_disabled(folder: Path) -> None:
     inner = tokenizers.Tokenizer.from_file(str(folder / "tokenizer.json"))
     inner.enable_truncation(4)
     inner.enable_padding(length=8)
@@ -244,7 +242,7 @@ def test_no_text_is_cut_or_filled_up_because_a_file_says_so(folder: Path) -> Non
     assert len(tokenizer.encode("?")) == 1
 
 
-def test_answers_end_at_the_end_of_a_turn_and_at_whatever_the_configs_call_eos(
+def test_stop_tokens_are_collected_from_all_configs(
     folder: Path,
 ) -> None:
     end, turn = id_of(folder, "<|end|>"), id_of(folder, "<|im_end|>")
@@ -261,16 +259,19 @@ def test_answers_end_at_the_end_of_a_turn_and_at_whatever_the_configs_call_eos(
     ("settings", "named"),
     [
         ({"eos_token": "<|new|>"}, "eos_token='<|new|>' is not a token of tokenizer.json"),
-        ({"added_tokens_decoder": {"900": {"content": "<|new|>"}}}, "'<|new|>', which it lacks"),
+        (
+            {"added_tokens_decoder": {"900": {"content": "<|new|>"}}},
+            "'<|new|>', which is missing there",
+        ),
         (
             {"added_tokens_decoder": {"900": {"content": "<|im_end|>"}}},
-            "'<|im_end|>', which it lacks or gives another id",
+            "'<|im_end|>', which is missing there or has another id",
         ),
-        ({"additional_special_tokens": ["<|new|>"]}, "'<|new|>', which it lacks"),
-        ({"extra_special_tokens": [{"content": "<|new|>"}]}, "'<|new|>', which it lacks"),
+        ({"additional_special_tokens": ["<|new|>"]}, "'<|new|>', which is missing there"),
+        ({"extra_special_tokens": [{"content": "<|new|>"}]}, "'<|new|>', which is missing there"),
     ],
 )
-def test_tokens_that_tokenizer_json_lacks_are_refused(
+def test_added_tokens_missing_in_tokenizer_json_are_refused(
     folder: Path, settings: dict[str, object], named: str
 ) -> None:
     write(folder, **({"eos_token": "<|im_end|>"} | settings))
@@ -278,7 +279,7 @@ def test_tokens_that_tokenizer_json_lacks_are_refused(
         HFTokenizer.from_folder(folder)
 
 
-def test_tokens_that_tokenizer_json_has_are_accepted(folder: Path) -> None:
+def test_added_tokens_in_tokenizer_json_are_accepted(folder: Path) -> None:
     end = id_of(folder, "<|im_end|>")
     named = {
         "added_tokens_decoder": {str(end): {"content": "<|im_end|>"}},
@@ -290,13 +291,13 @@ def test_tokens_that_tokenizer_json_has_are_accepted(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("key", ["unk_token", "pad_token", "image_token"])
-def test_named_tokens_that_tokenizer_json_lacks_are_refused(folder: Path, key: str) -> None:
+def test_missing_special_tokens_are_refused(folder: Path, key: str) -> None:
     write(folder, eos_token="<|im_end|>", **{key: "<|new|>"})
-    with pytest.raises(ValueError, match=re.escape("'<|new|>', which it lacks")):
+    with pytest.raises(ValueError, match=re.escape("'<|new|>', which is missing there")):
         HFTokenizer.from_folder(folder)
 
 
-def test_older_files_count_where_added_tokens_are_not_listed(folder: Path) -> None:
+def test_older_files_supply_unlisted_added_tokens(folder: Path) -> None:
     end, turn = id_of(folder, "<|end|>"), id_of(folder, "<|im_end|>")
     (folder / "special_tokens_map.json").write_text(
         json.dumps({"eos_token": {"content": "<|end|>"}})
@@ -306,7 +307,7 @@ def test_older_files_count_where_added_tokens_are_not_listed(folder: Path) -> No
     assert HFTokenizer.from_folder(folder).stop_token_ids == (turn,)
     write(folder, eos_token="<|im_end|>")
     (folder / "added_tokens.json").write_text(json.dumps({"<|new|>": 900}))
-    with pytest.raises(ValueError, match=re.escape("'<|new|>', which it lacks")):
+    with pytest.raises(ValueError, match=re.escape("'<|new|>', which is missing there")):
         HFTokenizer.from_folder(folder)
 
 
@@ -343,7 +344,7 @@ def test_keys_that_change_tokens_are_refused_by_name(
     assert HFTokenizer.from_folder(folder, (key,)).encode("one").size
 
 
-def test_a_template_writes_the_first_token_itself(folder: Path) -> None:
+def test_bos_setting_is_ignored_with_a_template(folder: Path) -> None:
     write(
         folder,
         eos_token="<|im_end|>",
@@ -379,7 +380,7 @@ def test_sampling_defaults_and_inert_keys_are_accepted(folder: Path) -> None:
     assert HFTokenizer.from_folder(folder).stop_token_ids == (id_of(folder, "<|im_end|>"),)
 
 
-def test_templates_for_tools_are_used_with_tools(folder: Path) -> None:
+def test_tool_template_is_used_with_tools(folder: Path) -> None:
     named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "none"}]
     write(folder, eos_token="<|im_end|>", chat_template=named)
 
@@ -398,21 +399,21 @@ def test_templates_for_tools_are_used_with_tools(folder: Path) -> None:
     assert texts() == ["file", "tools in a file"]
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(
-        ValueError, match="expected a chat template named 'default'; came 'tool_use'"
+        ValueError, match="expected a chat template named 'default', found 'tool_use'"
     ):
         HFTokenizer.from_folder(folder)
 
 
-def test_a_padding_token_that_ends_no_answer_is_found(folder: Path) -> None:
+def test_padding_token_is_no_stop_token(folder: Path) -> None:
     write(folder, eos_token="<|im_end|>", pad_token="<|end|>")
     assert HFTokenizer.from_folder(folder).find_pad_token_id() == id_of(folder, "<|end|>")
     write(folder, eos_token="<|end|>", pad_token="<|end|>")
     assert HFTokenizer.from_folder(folder).find_pad_token_id() == id_of(folder, "<|im_start|>")
 
 
-def test_a_tokenizer_that_cannot_be_used_says_what_it_lacks(folder: Path) -> None:
+def test_unusable_tokenizer_error_names_what_is_missing(folder: Path) -> None:
     write(folder)
-    with pytest.raises(ValueError, match="at least one stop token: eos_token"):
+    with pytest.raises(ValueError, match="at least one stop token, found none; set eos_token"):
         HFTokenizer.from_folder(folder)
     (folder / "tokenizer.json").unlink()
     with pytest.raises(FileNotFoundError, match=r"has no tokenizer.json"):
@@ -432,9 +433,7 @@ def test_a_tokenizer_that_cannot_be_used_says_what_it_lacks(folder: Path) -> Non
         ("generation_config.json", '{"eos_token_id": "2"}', "expected eos_token_id"),
     ],
 )
-def test_a_file_that_cannot_be_read_is_named(
-    folder: Path, name: str, text: str, wrong: str
-) -> None:
+def test_unreadable_file_is_named(folder: Path, name: str, text: str, wrong: str) -> None:
     (folder / "config.json").write_text('{"eos_token_id": 2}')
     (folder / name).write_text(text)
     with pytest.raises(ValueError, match=rf"{folder}/{name}: {wrong}"):
@@ -449,7 +448,7 @@ REASONING = (
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<A><think>\n' }}{% endif %}"
 )
-"""As DeepSeek's: reasoning is begun in the prompt, and cut out of earlier turns."""
+"""Like DeepSeek's: reasoning starts in the prompt, and is removed from earlier turns."""
 
 
 def next_text(folder: Path, template: str | None, *messages: Message) -> str:
@@ -460,26 +459,26 @@ def next_text(folder: Path, template: str | None, *messages: Message) -> str:
     return inner.decode(tokens.tolist(), skip_special_tokens=False)
 
 
-def test_what_follows_an_answer_is_what_the_template_puts_there_after_the_token_that_ends_it(
+def test_next_turn_follows_the_stop_token(
     folder: Path,
 ) -> None:
-    said = next_text(folder, CHATML, Message("user", "Sure?"), Message("tool", "2"))
+    text = next_text(folder, CHATML, Message("user", "Sure?"), Message("tool", "2"))
     assert (
-        said
+        text
         == "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>tool\n2<|im_end|>\n<|im_start|>assistant\n"
     )
 
 
-def test_reasoning_that_a_template_cuts_out_of_earlier_turns_makes_no_difference_to_what_follows(
+def test_removed_reasoning_does_not_change_the_next_turn(
     folder: Path,
 ) -> None:
     assert next_text(folder, REASONING, Message("user", "Sure?")) == "<U>Sure?<A><think>\n"
 
 
-def test_what_follows_an_answer_that_the_template_does_not_end_is_all_after_it(
+def test_next_turn_of_a_template_without_stop_token(
     folder: Path,
 ) -> None:
-    # The first token of this template that could end an answer ends the question.
+    # The first stop token of this template ends the question.
     template = (
         "{% for m in messages %}{{ m['role'] + ':' + m['content'] + ('' if m['role'] == "
         "'assistant' else '<|im_end|>') }}"
@@ -490,7 +489,7 @@ def test_what_follows_an_answer_that_the_template_does_not_end_is_all_after_it(
     )
 
 
-def test_later_turns_render_with_the_template_of_their_tools(folder: Path) -> None:
+def test_next_turn_uses_the_tool_template(folder: Path) -> None:
     with_tools = "{{ tools[0]['name'] + '\\n' }}" + CHATML.replace("<|im_start|>", "<|im_start|>>")
     templates = [
         {"name": "tool_use", "template": with_tools},
@@ -504,7 +503,7 @@ def test_later_turns_render_with_the_template_of_their_tools(folder: Path) -> No
         tokens = tokenizer.render_next([Message("user", "Sure?")], tools)
         return inner.decode(tokens.tolist(), skip_special_tokens=False)
 
-    # The tool has a name that an answer might have.
+    # The tool has the name of the placeholder.
     assert (
         text([{"name": "areal_jax"}])
         == "\n<|im_start|>>user\nSure?<|im_end|>\n<|im_start|>>assistant\n"
@@ -512,13 +511,13 @@ def test_later_turns_render_with_the_template_of_their_tools(folder: Path) -> No
     assert text(()) == "\n<|im_start|>user\nSure?<|im_end|>\n<|im_start|>assistant\n"
 
 
-def test_without_a_template_messages_follow_with_an_empty_line_between(folder: Path) -> None:
+def test_next_turn_without_template_follows_an_empty_line(folder: Path) -> None:
     assert (
         next_text(folder, None, Message("user", "Sure?"), Message("user", "Yes?"))
         == "\n\nSure?\n\nYes?\n"
     )
 
 
-def test_a_template_for_one_turn_is_refused_for_a_second(folder: Path) -> None:
-    with pytest.raises(ValueError, match="leaves out what the assistant has said"):
+def test_single_turn_template_is_refused_for_a_second_turn(folder: Path) -> None:
+    with pytest.raises(ValueError, match="leaves out the assistant's answers"):
         next_text(folder, "{{ messages[0].content }}=", Message("user", "Sure?"))

@@ -17,7 +17,7 @@ import tempfile
 from dataclasses import asdict
 from pathlib import Path
 
-from areal_jax.data.code_tasks import tests_of
+from areal_jax.data.code_tasks import parse_tests
 from areal_jax.rewards.code_grader import CodeGrader
 from areal_jax.rewards.config import SandboxConfig
 from areal_jax.rewards.sandbox import find_sandbox_command
@@ -33,7 +33,9 @@ def main() -> None:
     for line in sys.stdin:
         request = json.loads(line)
         print(
-            json.dumps(asdict(grader.grade_answer(tests_of(request["answer"]), request["text"]))),
+            json.dumps(
+                asdict(grader.grade_answer(parse_tests(request["answer"]), request["text"]))
+            ),
             flush=True,
         )
     grader.close()

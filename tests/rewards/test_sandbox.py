@@ -20,7 +20,7 @@ import chz
 import psutil
 import pytest
 
-from areal_jax.data.code_tasks import Asserts, Calls, CodeTests, Stdin, as_answer
+from areal_jax.data.code_tasks import Asserts, Calls, CodeTests, Stdin, format_tests
 from areal_jax.records import RewardResult
 from areal_jax.rewards import sandbox
 from areal_jax.rewards.code_grader import CodeGrader
@@ -72,7 +72,7 @@ class GradeAs:
 
     def grade_answer(self, tests: CodeTests, text: str) -> RewardResult:
         assert self._process.stdin is not None and self._process.stdout is not None
-        self._process.stdin.write(json.dumps({"answer": as_answer(tests), "text": text}) + "\n")
+        self._process.stdin.write(json.dumps({"answer": format_tests(tests), "text": text}) + "\n")
         self._process.stdin.flush()
         return RewardResult(**json.loads(self._process.stdout.readline()))
 

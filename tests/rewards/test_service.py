@@ -15,7 +15,7 @@ from typing import Any
 import psutil
 import pytest
 
-from areal_jax.data.code_tasks import Asserts, Calls, as_answer
+from areal_jax.data.code_tasks import Asserts, Calls, format_tests
 from areal_jax.records import Message, RewardResult, Task
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.rewards.service import RewardService
@@ -171,8 +171,8 @@ def test_a_text_not_in_the_form_asked_for_holds_no_answer() -> None:
 
 
 def test_programs_are_judged_beside_mathematics() -> None:
-    tests = as_answer(Calls("double", [((1,), 2)]))
-    broken = as_answer(Asserts("import no_such_module", ["double"]))
+    tests = format_tests(Calls("double", [((1,), 2)]))
+    broken = format_tests(Asserts("import no_such_module", ["double"]))
 
     async def main() -> None:
         async with RewardService(RewardConfig(), ("math", "code")) as grader:
@@ -559,7 +559,7 @@ def test_judging_processes_do_not_outlive_a_killed_trainer(
     spinning = tmp_path / "spinning"
     trainer = f"""
 import asyncio
-from areal_jax.data.code_tasks import Asserts, Calls, as_answer
+from areal_jax.data.code_tasks import Asserts, Calls, format_tests
 from areal_jax.records import Message, Task
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.rewards.service import RewardService

@@ -47,9 +47,9 @@ def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> HFTokenizer:
     return HFTokenizer.from_folder(folder)
 
 
-def test_a_template_knows_tools_or_not(tokenizer: HFTokenizer):
-    assert tokenizer.knows_tools
-    assert not TOKENIZER.knows_tools
+def test_templates_that_render_tools_are_detected(tokenizer: HFTokenizer):
+    assert tokenizer.can_render_tools
+    assert not TOKENIZER.can_render_tools
 
 
 def test_tools_are_told_to_the_policy_and_its_calls_to_the_client(tokenizer: HFTokenizer):
