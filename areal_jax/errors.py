@@ -4,30 +4,48 @@ from __future__ import annotations
 
 
 class ConfigError(ValueError):
-    """A setting that cannot be; the message names the key, what was expected and what came."""
+    """An invalid setting; the message names the key, the expected and the found value."""
 
 
 class InvalidRequest(ValueError):
-    """A request that no retry can make right, such as a prompt beyond the engine's limit: its task
-    is skipped and counted."""
+    """A request that no retry can satisfy, such as a prompt beyond the engine's limit.
+
+    Its task is rejected and counted.
+    """
 
 
 class EngineStopped(RuntimeError):
-    """The engine has died or was closed and will answer nothing more; `__cause__` says why."""
+    """The engine died or was closed and answers no more requests; `__cause__` says why."""
+
+
+class WorkerDied(RuntimeError):
+    """A process of the run died or stopped answering; the message names it and the evidence."""
+
+
+class NotStarted(WorkerDied):
+    """A process of the run failed before it was ready, and would fail again."""
+
+
+class NotGraded(RuntimeError):
+    """A reward or tool call failed through no fault of the answer.
+
+    The group must not be trained on.
+    """
 
 
 class AllRejected(RuntimeError):
-    """Every group is rejected, which is a fault of the run, not of its tasks; `__cause__` is the
-    last one's error."""
+    """Every group is rejected: a fault of the run, not of its tasks.
+
+    `__cause__` is the error of the last group.
+    """
 
 
 class RewardsFailing(AllRejected):
-    """Every reward call of several groups in a row failed."""
+    """Every reward call of several consecutive groups failed."""
 
 
 class NotLearning(RuntimeError):
-    """A run that ends because its health checks say that it cannot learn, or that ends without
-    having learnt."""
+    """A health check ended the run, or no step of it changed the policy."""
 
 
 class NotSaved(RuntimeError):
@@ -35,10 +53,12 @@ class NotSaved(RuntimeError):
 
 
 class CorruptedState(FloatingPointError):
-    """Training has diverged, and what is in memory is nothing to resume from: a step is done in
-    part, or the parameters or the batch are not finite themselves."""
+    """Training diverged and its state in memory cannot be resumed from.
+
+    A step was applied in part, or parameters or batch are not finite.
+    """
 
 
 def first_error(error: Exception) -> Exception:
-    """The error inside a TaskGroup's, however often it was wrapped; any other error itself."""
+    """Return the innermost first error of nested exception groups, or the error itself."""
     return first_error(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error

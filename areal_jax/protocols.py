@@ -28,26 +28,29 @@ from areal_jax.records import (
 
 @runtime_checkable
 class Engine(Protocol):
-    """Whoever answers requests: the local engine loop, a remote engine, the simulator."""
+    """Generates completions: the local engine loop, remote engines, or the simulator."""
 
     def submit(self, request: Request) -> Awaitable[list[Completion]]:
-        """Answer with one completion per sample, in order; call from the asyncio thread.
+        """Return one completion per sample, in order. Call it from the asyncio thread.
 
-        Raises Unservable where the request can never be answered, EngineStopped where none can be
-        any more."""
+        Raises:
+            InvalidRequest: no retry can satisfy the request.
+            EngineStopped: the engine answers no more requests.
+        """
         ...
 
     def snapshot(self) -> Awaitable[dict[str, tuple[Completion, ...]]]:
-        """What every unfinished request has sampled so far, by request id, as of one moment between
-        two dispatches. Completions delivered before that moment are delivered before this
-        answer."""
+        """Return the tokens of every unfinished request so far, by request id.
+
+        All are as of one moment between two dispatches. Requests that finished before that moment
+        return before this call does.
+        """
         ...
 
 
 @runtime_checkable
 class Generate(Protocol):
-    """A workflow's view of the engine; ids, seeds, versions and journals are the controller's
-    business."""
+    """A workflow's view of the engine; the controller adds ids, seeds, versions and journals."""
 
     async def __call__(
         self,
@@ -57,80 +60,90 @@ class Generate(Protocol):
         max_new_tokens: int | None = None,
         on_progress: OnProgress | None = None,
     ) -> list[Completion]:
-        """Args: max_new_tokens: fewer than the run's, for this call. on_progress: as that of a
-        `Request`."""
+        """Return `num_samples` completions of a prompt.
+
+        Args:
+            prompt_tokens: the rendered prompt.
+            num_samples: number of completions.
+            max_new_tokens: token budget of this call, below the run's; None: the run's.
+            on_progress: as in `Request`.
+        """
         ...
 
 
 @runtime_checkable
 class Session(Protocol):
-    """One agent's access to the policy, and what came of it."""
+    """One agent's access to the policy, and a record of its calls."""
 
     base_url: str
-    """Where the policy answers in OpenAI's protocol."""
+    """Base URL of the OpenAI-compatible server."""
     api_key: str
 
     def calls(self) -> tuple[tuple[Int32[np.ndarray, "_"], Completion], ...]:
-        """Prompt and answer of every call that was answered, in the order of their ends; exactly
-        the tokens sampled."""
+        """Return prompt and completion of every finished call, in order of completion."""
         ...
 
 
 @runtime_checkable
 class Sessions(Protocol):
-    """Whoever answers agents over HTTP."""
+    """Serves the policy to agents over HTTP."""
 
     def open(self, generate: Generate) -> AbstractAsyncContextManager[Session]:
-        """A session whose calls are sampled by `generate`; at the end it answers nothing more."""
+        """Open a session whose calls run `generate`; once closed it refuses further calls."""
         ...
 
 
 @runtime_checkable
 class Grader(Protocol):
+    """Grades one answer to a task."""
+
     async def __call__(self, task: Task, answer: str) -> RewardResult: ...
 
 
 @runtime_checkable
 class Tools(Protocol):
-    """Whoever does what a policy calls tools for."""
+    """Runs the tools that a policy calls."""
 
     async def __call__(self, tool: str, argument: str) -> ToolResult: ...
 
 
 @runtime_checkable
 class Tokenizer(Protocol):
-    """What rooms above `data` need of a tokenizer."""
+    """The tokenizer interface of rooms above `data`."""
 
     @property
     def stop_token_ids(self) -> tuple[int, ...]: ...
     @property
     def vocab_size(self) -> int: ...
     def render(self, messages: Sequence[Message]) -> Int32[np.ndarray, "T"]:
-        """Tokens of a conversation through the chat template, ready for the assistant's next
-        words."""
+        """Return the tokens of a conversation in the chat template, with the generation prompt."""
         ...
 
     def render_answer(self, prompt: Sequence[Message], answer: str) -> Int32[np.ndarray, "T"]:
-        """Tokens that a policy asked `render(prompt)` says to give this answer, up to the one that
-        ends its turn."""
+        """Return the tokens of this answer to `render(prompt)`, including the end of the turn."""
         ...
 
     def render_next(self, messages: Sequence[Message]) -> Int32[np.ndarray, "T"]:
-        """Tokens that follow an answer and the token that ended it, up to the assistant's next
-        words: these messages, with all that the chat template puts around them. They depend on
-        nothing that was said before."""
+        """Return the tokens between the end of an answer and the next generation.
+
+        They are these messages in the chat template, with its separators and the generation prompt,
+        and do not depend on earlier turns.
+        """
         ...
 
     def encode(self, text: str) -> Int32[np.ndarray, "T"]: ...
     def decode(self, tokens: Int32[np.ndarray, "T"]) -> str:
-        """Text of the tokens without special tokens."""
+        """Return the text of the tokens without special tokens."""
         ...
 
 
 @runtime_checkable
 class Workflow(Protocol):
-    """How one task becomes samples. Deterministic given what generate and grader answer, so that a
-    crash can replay it."""
+    """Turns one task into samples.
+
+    It is deterministic given the results of `generate` and `grader`, so that it can be replayed
+    after a crash.
+    """
 
     async def __call__(
         self, task: Task, generate: Generate, grader: Grader
@@ -139,12 +152,16 @@ class Workflow(Protocol):
 
 @runtime_checkable
 class WeightSource(Protocol):
-    """Where an engine finds newer weights."""
+    """Source of weight updates for an engine."""
 
     def newest(self, after: int) -> Weights | None:
-        """The newest complete version above `after`, or None; never waits."""
+        """Return the newest complete version above `after`, or None, without waiting."""
         ...
 
     def wait(self, at_least: int, timeout_s: float) -> Weights:
-        """Wait for a version of at least `at_least`. TimeoutError names the version waited for."""
+        """Wait for a version of at least `at_least`.
+
+        Raises:
+            TimeoutError: no such version arrived in time; the message names it.
+        """
         ...

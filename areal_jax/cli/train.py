@@ -32,9 +32,8 @@ from areal_jax.cluster.watchdog import Stalled
 from areal_jax.config.experiment import Experiment
 from areal_jax.config.load import CONFIG_FILE, experiment_names, load_experiment, read_config
 from areal_jax.config.overrides import settings
-from areal_jax.errors import AllRejected, ConfigError, NotLearning, NotSaved
+from areal_jax.errors import AllRejected, ConfigError, NotLearning, NotSaved, WorkerDied
 from areal_jax.metrics.config import METRICS
-from areal_jax.records import WorkerDied
 from areal_jax.rl.presets import PRESETS
 from areal_jax.run.claim import Claim, claimed, writable
 

@@ -13,8 +13,14 @@ import ray
 from ray.exceptions import RayActorError, RayError
 
 from areal_jax.cluster.worker import CPU_S, Event, Message, Worker
-from areal_jax.errors import ConfigError, CorruptedState, EngineStopped, InvalidRequest
-from areal_jax.records import NotStarted, WorkerDied
+from areal_jax.errors import (
+    ConfigError,
+    CorruptedState,
+    EngineStopped,
+    InvalidRequest,
+    NotStarted,
+    WorkerDied,
+)
 
 logger = logging.getLogger(__name__)
 

@@ -14,15 +14,8 @@ from typing import Any
 from areal_jax.cluster import wire
 from areal_jax.cluster.registry import Channel, Registry
 from areal_jax.engine.routing import Router, Sums, in_turn, together
-from areal_jax.errors import EngineStopped
-from areal_jax.records import (
-    NO_VERSION,
-    Completion,
-    Progress,
-    Request,
-    WorkerDied,
-    empty_completion,
-)
+from areal_jax.errors import EngineStopped, WorkerDied
+from areal_jax.records import NO_VERSION, Completion, Progress, Request, empty_completion
 from areal_jax.weights.rolling import RollingUpdate
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any, Protocol, runtime_checkable
 
 from areal_jax.cluster.connection import END_TIMEOUT_S
-from areal_jax.records import WorkerDied
+from areal_jax.errors import WorkerDied
 
 
 @runtime_checkable

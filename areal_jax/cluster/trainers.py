@@ -15,7 +15,8 @@ from jaxtyping import Bool
 
 from areal_jax.checkpoint.recovery import Columns, encode, pack
 from areal_jax.cluster.connection import Connection
-from areal_jax.records import Group, RolloutState, WorkerDied
+from areal_jax.errors import WorkerDied
+from areal_jax.records import Group, RolloutState
 
 logger = logging.getLogger(__name__)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, Protocol, runtime_checkable
 
-from areal_jax.records import WorkerDied
+from areal_jax.errors import WorkerDied
 
 logger = logging.getLogger(__name__)
 

@@ -236,7 +236,7 @@ class EngineLoop:
         """Answer with one completion per sample, in order; call from the asyncio thread. Cancelling
         the future frees the slots.
 
-        Raises Unservable, naming limit and knob, for a request beyond the engine's limits. The
+        Raises InvalidRequest, naming limit and knob, for a request beyond the engine's limits. The
         future fails with TimeoutError naming the request after engine.request_timeout_s, and with
         EngineStopped where the engine ends before it."""
         self._check(request)

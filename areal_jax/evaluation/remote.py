@@ -106,7 +106,7 @@ class Server:
         return names[0]
 
     async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Post a request. Unservable where the server calls it wrong, EngineStopped where it
+        """Post a request. InvalidRequest where the server calls it wrong, EngineStopped where it
         refuses or is gone; what it is too busy for is asked again a few times."""
         async with self._places:
             return await in_thread(partial(self._insist, path, body), "server")
@@ -163,7 +163,7 @@ def _said(error: urllib.error.HTTPError) -> str:
 
 async def first_served(ask: Callable[[RequestSampling], Awaitable[T]]) -> tuple[RequestSampling, T]:
     """The first way to draw from all tokens that is not called wrong, and what it was answered.
-    Unservable where all are."""
+    InvalidRequest where all are."""
     for sampling_mode in FROM_ALL_TOKENS[:-1]:
         with suppress(InvalidRequest):
             return sampling_mode, await ask(sampling_mode)
@@ -250,7 +250,7 @@ class TokenServer:
 
 
 async def sampling_of_chats(server: Server, model: str) -> RequestSampling:
-    """How to ask this server in words. Unservable where it answers none at all, EngineStopped where
+    """How to ask this server in words. InvalidRequest where it answers none at all, EngineStopped where
     it refuses or is gone."""
     body = {"model": model, "messages": [{"role": "user", "content": "1+1?"}], "max_tokens": 1}
     sampling_mode, _ = await first_served(

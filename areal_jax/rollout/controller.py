@@ -20,13 +20,19 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 from jaxtyping import Int32
 
-from areal_jax.errors import AllRejected, EngineStopped, InvalidRequest, RewardsFailing, first_error
+from areal_jax.errors import (
+    AllRejected,
+    EngineStopped,
+    InvalidRequest,
+    NotGraded,
+    RewardsFailing,
+    first_error,
+)
 from areal_jax.protocols import Engine, Grader, Workflow
 from areal_jax.records import (
     CallNames,
     Completion,
     Group,
-    NotGraded,
     OnProgress,
     Request,
     RewardResult,

@@ -21,9 +21,9 @@ from areal_jax.cluster.placement import Cluster, InsufficientResources, Kind, co
 from areal_jax.cluster.trainers import Trainers, answers_of
 from areal_jax.cluster.weight_broadcast import Relay
 from areal_jax.config.load import written_settings
-from areal_jax.errors import ConfigError
+from areal_jax.errors import ConfigError, NotStarted, WorkerDied
 from areal_jax.protocols import Grader
-from areal_jax.records import NotStarted, RewardResult, Task, WorkerDied
+from areal_jax.records import RewardResult, Task
 from areal_jax.run.build import (
     Run,
     TracedGrader,

@@ -76,13 +76,13 @@ class Backend(Protocol):
         ...
 
     def prompt_of_text(self, text: str) -> Prompt:
-        """The tokens of a text to resume from. Unservable where it cannot be short enough."""
+        """The tokens of a text to resume from. InvalidRequest where it cannot be short enough."""
         ...
 
     async def generate(
         self, prompt: Prompt, generation_params: GenerationParams, on_progress: OnProgress | None
     ) -> list[Completion]:
-        """As many answers as are wished for. Unservable where they can never be sampled."""
+        """As many answers as are wished for. InvalidRequest where they can never be sampled."""
         ...
 
     def reported(self, prompt: Prompt, chat: Chat | None, parts: Sequence[Part]) -> None:

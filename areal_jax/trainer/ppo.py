@@ -233,7 +233,7 @@ class Trainer(Versions):
 
         Raises ValueError where the batch cannot be trained on, before anything changes, and
         FloatingPointError where loss, gradient or the log-probability of a sampled token is not
-        finite: the update that met it is not applied, and the version stays. That is Spoilt unless
+        finite: the update that met it is not applied, and the version stays. That is CorruptedState unless
         all is as it was before the step and the policy is not to blame: only then other settings
         can train the same batch.
         """

@@ -7,9 +7,9 @@ from collections.abc import Coroutine, Iterable
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from areal_jax.errors import first_error
+from areal_jax.errors import NotGraded, first_error
 from areal_jax.protocols import Generate, Grader, Tokenizer
-from areal_jax.records import NotGraded, RewardResult, Sample, Task
+from areal_jax.records import RewardResult, Sample, Task
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.workflows.conversation import Call, samples_of
 

@@ -10,8 +10,9 @@ import asyncio
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from areal_jax.errors import NotGraded
 from areal_jax.protocols import Generate, Grader, Tokenizer, Tools
-from areal_jax.records import Completion, Message, NotGraded, RewardResult, Sample, StopReason, Task
+from areal_jax.records import Completion, Message, RewardResult, Sample, StopReason, Task
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.workflows.config import CallFormat
 from areal_jax.workflows.conversation import Call, next_prompt, samples_of

@@ -22,15 +22,8 @@ import numpy as np
 from areal_jax.cluster import wire
 from areal_jax.cluster.engines import Engines
 from areal_jax.cluster.weight_broadcast import Relay
-from areal_jax.records import (
-    NO_VERSION,
-    Completion,
-    Request,
-    Sampling,
-    Weights,
-    WorkerDied,
-    empty_completion,
-)
+from areal_jax.errors import WorkerDied
+from areal_jax.records import NO_VERSION, Completion, Request, Sampling, Weights, empty_completion
 from areal_jax.sim import clock
 from areal_jax.weights.rolling import ENGINES_PER_TURN, RollingSource
 

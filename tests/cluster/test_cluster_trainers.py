@@ -12,7 +12,7 @@ import pytest
 
 from areal_jax.cluster.connection import Connection
 from areal_jax.cluster.trainers import Trainers, answers_of
-from areal_jax.records import WorkerDied
+from areal_jax.errors import WorkerDied
 
 pytestmark = pytest.mark.usefixtures("ray_here")
 

@@ -13,8 +13,7 @@ import numpy as np
 import pytest
 
 from areal_jax.cluster.connection import Connection
-from areal_jax.errors import ConfigError, CorruptedState, InvalidRequest
-from areal_jax.records import NotStarted, WorkerDied
+from areal_jax.errors import ConfigError, CorruptedState, InvalidRequest, NotStarted, WorkerDied
 
 pytestmark = pytest.mark.usefixtures("ray_here")
 
