@@ -35,7 +35,7 @@ from areal_jax.errors import AllRejected, CorruptedState
 from areal_jax.metrics import names
 from areal_jax.records import Group, RolloutState, Sampling
 from areal_jax.rollout.buffer import TasksExhausted
-from areal_jax.rollout.controller import Rollouts, open_gate, rolling_out
+from areal_jax.rollout.controller import Rollouts, open_gate, run_rollouts
 from areal_jax.run.build import TRAINER, Run, Trains, assembled, trained_samples
 from areal_jax.run.claim import Claim, claimed
 from areal_jax.run.liveness import watched
@@ -84,7 +84,7 @@ async def train(run: Run[LearnsFromGroups], exp: Experiment) -> None:
         async with watched(run):
             await run.unless_stopped(run.evaluate(0))
 
-    generating = rolling_out(
+    generating = run_rollouts(
         *(tasks, run.engine, workflow, run.grader, gate, buffer, exp.rollout),
         sampling=sampling,
         seed=exp.seed,

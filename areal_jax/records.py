@@ -77,7 +77,7 @@ class Sampling:
     num_top_logprobs: int = 0
     """Number of most likely tokens to return at each position."""
 
-    def within(self, max_new_tokens: int | None) -> Sampling:
+    def with_max_new_tokens(self, max_new_tokens: int | None) -> Sampling:
         """Return the same parameters with another token budget; None keeps the budget."""
         return self if max_new_tokens is None else replace(self, max_new_tokens=max_new_tokens)
 
@@ -106,7 +106,7 @@ class Completion:
     top_logprobs: TopLogprobs | None = None
     """Present if the request asked for them; not restored after a crash."""
 
-    def between(self, start: int, end: int | None = None) -> Completion:
+    def slice(self, start: int, end: int | None = None) -> Completion:
         """Return the tokens in [start, end)."""
         span, top = slice(start, end), self.top_logprobs
         top = top and TopLogprobs(top.tokens[span], top.logp[span])
@@ -114,7 +114,7 @@ class Completion:
             self.tokens[span], self.logp[span], self.versions[span], self.stop_reason, top
         )
 
-    def followed_by(self, more: Completion) -> Completion:
+    def concatenate(self, more: Completion) -> Completion:
         """Return these tokens followed by those of `more`, with the stop reason of `more`."""
         top, more_top = self.top_logprobs, more.top_logprobs
         if top is not None and more_top is not None:
@@ -181,7 +181,7 @@ def derive_seed(seed: int, name: str) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-class CallNames:
+class CallIds:
     """Names for the generate calls of one task, derived from prompt and occurrence.
 
     Concurrent turns of a task get the same names whichever turn runs first, so that a replay finds
@@ -227,7 +227,7 @@ class RewardResult:
         if self.kind == "infrastructure":
             object.__setattr__(self, "failed", True)
 
-    def worth(self, correct: float, wrong: float, no_answer: float | None = None) -> float:
+    def to_reward(self, correct: float, wrong: float, no_answer: float | None = None) -> float:
         """Return the reward.
 
         Args:
@@ -255,7 +255,7 @@ class ToolResult:
     """Text for the policy: the result, or the error of the call."""
 
 
-def ended(sampled: Int32[np.ndarray, "T"], stop_token_ids: Sequence[int]) -> Int32[np.ndarray, "_"]:
+def with_stop_token(sampled: Int32[np.ndarray, "T"], stop_token_ids: Sequence[int]) -> Int32[np.ndarray, "_"]:
     """Return the answer with the token that ends a turn appended, if it lacks one.
 
     Truncated answers, and answers ended by a stop string, lack it.
@@ -316,7 +316,7 @@ class PackedBatch(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class Suspended:
+class SuspendedGroup:
     """A group that was running when a checkpoint was taken."""
 
     id: int
@@ -339,5 +339,5 @@ class RolloutState:
     """Number of rejected groups by reason."""
     buffered: tuple[Group, ...]
     """Finished groups that are not trained on yet; oldest first."""
-    suspended: tuple[Suspended, ...]
+    suspended: tuple[SuspendedGroup, ...]
     """Running groups, oldest first."""

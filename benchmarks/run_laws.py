@@ -22,7 +22,7 @@ def broken_laws(
     # Groups are numbered as their tasks are sampled: what is missing below the last one is still
     # under way, not lost.
     gate = {
-        name: rows[-1][f"gate/{name}"]
+        name: rows[-1][f"rollout/{name}"]
         for name in ("started", "accepted", "rejected", "running", "buffered")
     }
     is_kept = {

@@ -23,7 +23,7 @@ from results import append
 from areal_jax.models.known import known_shape
 from areal_jax.records import Sampling
 from areal_jax.rollout.config import RolloutConfig
-from areal_jax.rollout.controller import open_gate, rolling_out
+from areal_jax.rollout.controller import open_gate, run_rollouts
 from areal_jax.sim.clock import run
 from areal_jax.sim.costs import EngineCosts, Rewards
 from areal_jax.sim.engine import EngineHabits, Fleet
@@ -47,7 +47,7 @@ async def completions_per_s(in_flight: int, num_batches: int) -> float:
     gate, buffer = open_gate(config, 0)
     grader = GradingQueue(Rewards(4096, 0.05))
     turn, sampling = OneTurn(200, 1, grader), Sampling(27_648)
-    async with rolling_out(
+    async with run_rollouts(
         Numbered(), fleet, turn, grader, gate, buffer, config, sampling=sampling, seed=0
     ):
         await buffer.take(BATCH, 0)

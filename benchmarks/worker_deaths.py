@@ -142,7 +142,7 @@ def checked(folder: Path, experiment: Experiment) -> dict[str, Any]:
         * rollout.groups_per_batch
         * rollout.samples_per_group
         / seconds,
-        "rejected": last["gate/rejected"],
+        "rejected": last["rollout/rejected"],
         "engines_lost": last.get("rollout/engines_lost", 0.0),
         "requests_moved": last.get("rollout/requests_moved", 0.0),
         "workers_lost": last.get("rewards/workers_lost", 0.0),

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import UInt8
 
-from areal_jax.records import Completion, Group, Message, RolloutState, Sample, Suspended, Task
+from areal_jax.records import Completion, Group, Message, RolloutState, Sample, SuspendedGroup, Task
 
 FORMAT = 1
 """Raised whenever what is written changes its meaning."""
@@ -112,7 +112,7 @@ def decode(columns: Columns) -> tuple[RolloutState, dict[str, Json]]:
         for entry in facts["buffered"]
     )
     suspended = tuple(
-        Suspended(
+        SuspendedGroup(
             id=entry["id"],
             task=task_from_json(entry["task"]),
             calls={

@@ -17,7 +17,7 @@ from areal_jax.config.experiment import AnyExperiment, Experiment
 from areal_jax.config.load import experiment_names, find_experiment, load_experiment, read_config
 from areal_jax.config.overrides import Settings, groups, kind_name, settings
 from areal_jax.errors import ConfigError
-from areal_jax.metrics.files import disk_error
+from areal_jax.metrics.files import describe_disk_error
 
 
 class Parser(argparse.ArgumentParser):
@@ -62,7 +62,7 @@ def refused(message: str, status: int) -> int:
 def refused_by_disk(error: OSError, advice: str) -> int:
     """Say on stderr which file the disk could not take; the exit status. Raises the error where it
     is another."""
-    if (fault := disk_error(error)) is None:
+    if (fault := describe_disk_error(error)) is None:
         raise error
     return refused(f"{fault}; make room there; {advice}", 1)
 

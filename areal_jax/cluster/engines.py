@@ -540,10 +540,10 @@ class Engines:
             if not start <= len(sampled[sample].tokens) <= start + len(more.tokens):
                 continue  # A report before this one is missing, or this one is late.
             job.num_deaths = 0
-            sampled[sample] = sampled[sample].between(0, start).followed_by(more)
+            sampled[sample] = sampled[sample].slice(0, start).concatenate(more)
             reported = job.num_reported[sample]
             if len(sampled[sample].tokens) > reported:
-                news.append(Progress(sample, sampled[sample].between(reported)))
+                news.append(Progress(sample, sampled[sample].slice(reported)))
                 job.num_reported[sample] = len(sampled[sample].tokens)
         job.sampled = tuple(sampled)
         if job.request.on_progress is not None and news:

@@ -30,7 +30,7 @@ from areal_jax.config.overrides import (
     to_json,
 )
 from areal_jax.errors import ConfigError
-from areal_jax.metrics.files import write_whole
+from areal_jax.metrics.files import write_atomically
 from areal_jax.rl.config import GAE
 from areal_jax.rl.presets import PRESETS
 from areal_jax.trainer.config import Critic
@@ -126,7 +126,7 @@ def write_config(experiment: AnyExperiment, path: Path, run_id: str | None = Non
     written = written_settings(experiment)
     if run_id is not None:
         written = json.dumps({_RUN_KEY: run_id} | json.loads(written), indent=2) + "\n"
-    write_whole(path, written)
+    write_atomically(path, written)
 
 
 def read_plainly(path: Path) -> tuple[str | None, Mapping[str, Any]]:

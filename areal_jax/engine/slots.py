@@ -138,7 +138,7 @@ class SlotTable:
         """What a slot has sampled so far, from token `start` of the answer on; it costs as much as
         that holds."""
         request, before = self._origin[slot]
-        before, rows = before.between(start), self._rows(slot, max(start - len(before.tokens), 0))
+        before, rows = before.slice(start), self._rows(slot, max(start - len(before.tokens), 0))
         return Completion(
             np.concatenate([before.tokens, self._tokens[rows, slot]]),
             np.concatenate([before.logp, self._logp[rows, slot]]),

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_jax.metrics.files import write_whole
+from areal_jax.metrics.files import write_atomically
 from areal_jax.metrics.jsonl import JsonLines, cut, read
 from areal_jax.protocols import Tokenizer
 from areal_jax.records import ResultKind, Sample, StopReason, Task
@@ -39,7 +39,7 @@ class Answer:
     """None in folders of earlier releases, where rewards are not raw."""
 
 
-def answer_of(sample: Sample, tokenizer: Tokenizer, accept_plain: bool) -> Answer:
+def make_answer(sample: Sample, tokenizer: Tokenizer, accept_plain: bool) -> Answer:
     """What is kept of a sample. Args: accept_plain: of the grader's settings."""
     sampled = np.flatnonzero(sample.loss_mask)
     if not len(sampled):
@@ -51,13 +51,13 @@ def answer_of(sample: Sample, tokenizer: Tokenizer, accept_plain: bool) -> Answe
         sample.grade,
         sample.stop_reason,
         len(sampled),
-        vote_of(tokenizer.decode(sample.tokens[said_last : sampled[-1] + 1]), accept_plain),
+        extract_vote(tokenizer.decode(sample.tokens[said_last : sampled[-1] + 1]), accept_plain),
         tokenizer.decode(sample.tokens[sampled[0] :]),
         sample.reward,
     )
 
 
-def vote_of(text: str, accept_plain: bool) -> str | None:
+def extract_vote(text: str, accept_plain: bool) -> str | None:
     """The answer that a text votes for, as the grader finds it."""
     answer = extract_answer(text, accept_plain)
     return None if answer is None else canonical(answer)
@@ -106,7 +106,7 @@ class AnswerFolder:
                     "give "
                     "another --folder"
                 )
-            write_whole(file, json.dumps(settings, indent=2) + "\n")
+            write_atomically(file, json.dumps(settings, indent=2) + "\n")
             return
         there = json.loads(file.read_text(encoding="utf-8"))
         differing = [key for key in {**there, **settings} if there.get(key) != settings.get(key)]

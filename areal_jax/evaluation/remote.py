@@ -21,7 +21,7 @@ from typing import Any, TypeAlias, TypeVar
 import numpy as np
 
 from areal_jax.errors import EngineStopped, InvalidRequest
-from areal_jax.evaluation.answers import Answer, vote_of
+from areal_jax.evaluation.answers import Answer, extract_vote
 from areal_jax.protocols import Grader, Tokenizer
 from areal_jax.records import (
     Completion,
@@ -302,7 +302,7 @@ class ChatServer:
             grade.kind,
             _STOPS.get(choice["finish_reason"], "stop"),
             int(answer["usage"]["completion_tokens"]),
-            vote_of(text, self.rewards.accept_plain),
+            extract_vote(text, self.rewards.accept_plain),
             text,
-            grade.worth(self.rewards.correct, self.rewards.wrong, self.rewards.no_answer),
+            grade.to_reward(self.rewards.correct, self.rewards.wrong, self.rewards.no_answer),
         )

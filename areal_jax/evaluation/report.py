@@ -20,7 +20,7 @@ from matplotlib.ticker import FixedLocator, NullLocator, PercentFormatter, Scala
 from areal_jax.evaluation.answers import Answer
 from areal_jax.evaluation.results import Estimate, Problem, Results
 from areal_jax.metrics import description
-from areal_jax.metrics.files import write_whole
+from areal_jax.metrics.files import write_atomically
 from areal_jax.metrics.pages import BLUE, GREY, ORANGE, as_png, new_figure, plain, title, write_page
 from areal_jax.records import Task
 
@@ -49,13 +49,13 @@ def write_report(
 
     Args: headline: who answered what. settings: all that decides the answers. tasks, answers: of
         which some are shown."""
-    write_whole(
+    write_atomically(
         folder / RESULTS,
         json.dumps({"settings": settings, **asdict(results)}, indent=2, allow_nan=False) + "\n",
     )
-    write_whole(folder / PROBLEMS, _as_csv(results.problems))
+    write_atomically(folder / PROBLEMS, _as_csv(results.problems))
     picture = plot(results)
-    write_whole(folder / PICTURE, picture)
+    write_atomically(folder / PICTURE, picture)
     times = folder / TIMES
     return write_page(
         folder / REPORT,

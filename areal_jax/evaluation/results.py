@@ -10,7 +10,7 @@ from statistics import fmean
 import numpy as np
 
 from areal_jax.evaluation.answers import Answer
-from areal_jax.evaluation.figures import (
+from areal_jax.evaluation.estimators import (
     Interval,
     majority_at_k,
     pass_at_k,
@@ -112,7 +112,7 @@ class Results:
         return "counted as wrong" if self.mean_reward is None else "left out of the mean"
 
 
-def results_of(
+def compute_results(
     tasks: Sequence[Task],
     answers: Mapping[int, Sequence[Answer]],
     failures: Mapping[int, Exception],

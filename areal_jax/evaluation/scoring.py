@@ -16,10 +16,10 @@ import numpy as np
 from jaxtyping import Int32
 
 from areal_jax.errors import AllRejected, EngineStopped, first_error
-from areal_jax.evaluation.figures import standard_error, wilson_interval
+from areal_jax.evaluation.estimators import standard_error, wilson_interval
 from areal_jax.protocols import Engine, Grader, Workflow
 from areal_jax.records import (
-    CallNames,
+    CallIds,
     Completion,
     OnProgress,
     Request,
@@ -73,7 +73,7 @@ class Evaluation:
     seconds: float
 
 
-def tasks_that_fill(num_slots: int, samples_per_task: int) -> int:
+def num_tasks_to_fill(num_slots: int, samples_per_task: int) -> int:
     """How many tasks at a time keep so many slots of engines busy, and leave them to training
     between."""
     return math.ceil((1 + WAITING) * num_slots / samples_per_task)
@@ -176,10 +176,10 @@ class EvaluationCalls:
     sampling: Sampling
     seed: int
     place: int
-    _names: CallNames = field(init=False)
+    _call_ids: CallIds = field(init=False)
 
     def __post_init__(self) -> None:
-        self._names = CallNames(self.place)
+        self._call_ids = CallIds(self.place)
 
     async def __call__(
         self,
@@ -189,12 +189,12 @@ class EvaluationCalls:
         max_new_tokens: int | None = None,
         on_progress: OnProgress | None = None,
     ) -> list[Completion]:
-        call = self._names.next(prompt_tokens, num_samples, max_new_tokens)
+        call = self._call_ids.next(prompt_tokens, num_samples, max_new_tokens)
         request = Request(
             id=f"eval-{self.version}-{call}",
             prompt_tokens=prompt_tokens,
             num_samples=num_samples,
-            sampling=self.sampling.within(max_new_tokens),
+            sampling=self.sampling.with_max_new_tokens(max_new_tokens),
             seed=derive_seed(self.seed, f"eval-{call}"),
             min_version=self.version,
             on_progress=on_progress,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
-from areal_jax.metrics.files import write_whole
+from areal_jax.metrics.files import write_atomically
 from areal_jax.metrics.jsonl import encode
 
 FILE = "run.json"
@@ -37,7 +37,7 @@ def write_description(
     }
     if missing_rows and any(missing_rows.values()):
         description["missing_rows"] = dict(missing_rows)
-    write_whole(run_folder / FILE, json.dumps(json.loads(encode(description)), indent=2))
+    write_atomically(run_folder / FILE, json.dumps(json.loads(encode(description)), indent=2))
 
 
 def environment(devices: str) -> dict[str, str]:

@@ -13,11 +13,11 @@ DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, 
 """Faults of the disk, not of the program."""
 
 
-def write_whole(path: Path, data: bytes | str) -> None:
+def write_atomically(path: Path, data: bytes | str) -> None:
     """Replace a file in one moment; text is written as UTF-8. OSError, which names the file, leaves
     the one before."""
     unfinished = path.with_name(f"{path.name}.writing")
-    with naming(path):
+    with add_file_name(path):
         try:
             unfinished.write_bytes(
                 data.encode("utf-8", "replace") if isinstance(data, str) else data
@@ -30,7 +30,7 @@ def write_whole(path: Path, data: bytes | str) -> None:
 
 
 @contextmanager
-def naming(path: Path) -> Iterator[None]:
+def add_file_name(path: Path) -> Iterator[None]:
     """Where writing fails inside, for which the system names no file, the OSError names this
     one."""
     try:
@@ -41,7 +41,7 @@ def naming(path: Path) -> Iterator[None]:
         raise
 
 
-def disk_error(error: OSError) -> str | None:
+def describe_disk_error(error: OSError) -> str | None:
     """What is wrong with the disk, and which file that is about; None where the error is
     another."""
     number = error.errno

@@ -66,9 +66,9 @@ def growth(window: Window, *counters: str) -> float:
 def rejected_share(window: Window, *reasons: str) -> float:
     """Of the groups that ended within the window, the share that was rejected for one of the
     reasons."""
-    ended = growth(window, "gate/accepted", "gate/rejected")
+    ended = growth(window, "rollout/accepted", "rollout/rejected")
     return (
-        growth(window, *(f"gate/rejected/{reason}" for reason in reasons)) / ended
+        growth(window, *(f"rollout/rejected/{reason}" for reason in reasons)) / ended
         if ended > 0
         else 0.0
     )
@@ -76,7 +76,7 @@ def rejected_share(window: Window, *reasons: str) -> float:
 
 def without_signal(window: Window, config: HealthConfig) -> bool:
     all_equal = always(window, "trainer/groups_without_signal", lambda share: share >= 1.0)
-    return all_equal or rejected_share(window, "NoSignal") >= NEARLY_ALL
+    return all_equal or rejected_share(window, "no_signal") >= NEARLY_ALL
 
 
 def ratios_out_of_range(window: Window, config: HealthConfig) -> bool:
@@ -104,12 +104,12 @@ def without_gradient(window: Window, config: HealthConfig) -> bool:
 
 def rejected_otherwise(window: Window, config: HealthConfig) -> bool:
     counted = {
-        name.removeprefix("gate/rejected/")
+        name.removeprefix("rollout/rejected/")
         for name in window[-1]
-        if name.startswith("gate/rejected/")
+        if name.startswith("rollout/rejected/")
     }
     return (
-        rejected_share(window, *(counted - {"NoSignal", *REWARD_FAILURES, *AGENT_FAILURES}))
+        rejected_share(window, *(counted - {"no_signal", *REWARD_FAILURES, *AGENT_FAILURES}))
         > config.max_lost_share
     )
 
@@ -120,9 +120,9 @@ def rewards_failing(window: Window, config: HealthConfig) -> bool:
     return max(failed, rejected_share(window, *REWARD_FAILURES)) > config.max_lost_share
 
 
-REWARD_FAILURES = ("GradingFailed", "ToolFailed")
-AGENT_FAILURES = ("AgentFailed", "TimeoutError")
-"""Reasons for which groups are rejected: names of errors."""
+REWARD_FAILURES = ("grading_failed", "tool_failed")
+AGENT_FAILURES = ("agent_failed", "timeout_error")
+"""Reasons for which groups are rejected: classes of errors, in snake case."""
 
 CHECKS = (
     Check(
@@ -220,7 +220,7 @@ CHECKS = (
     ),
     Check(
         "reward_failures",
-        ("gate/accepted",),
+        ("rollout/accepted",),
         rewards_failing,
         (
             "more than health.max_lost_share of the reward calls fail, or of the groups because a "
@@ -233,7 +233,7 @@ CHECKS = (
     ),
     Check(
         "agents_failing",
-        ("gate/accepted",),
+        ("rollout/accepted",),
         lambda window, config: rejected_share(window, *AGENT_FAILURES) > config.max_lost_share,
         (
             "more than health.max_lost_share of the groups are rejected because an agent fails or "
@@ -246,11 +246,11 @@ CHECKS = (
     ),
     Check(
         "groups_rejected",
-        ("gate/accepted",),
+        ("rollout/accepted",),
         rejected_otherwise,
         "more than health.max_lost_share of the groups are rejected",
         (
-            "see gate/rejected/* and the log for the reasons; prompts that do not fit need "
+            "see rollout/rejected/* and the log for the reasons; prompts that do not fit need "
             "engine.max_prompt_tokens"
         ),
     ),

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from areal_jax.metrics.files import naming
+from areal_jax.metrics.files import add_file_name
 
 _VERSION = re.compile(rb'\{"version":(\d+)[,}]')
 
@@ -79,7 +79,7 @@ class JsonLines:
 
     def sync(self) -> None:
         """Bring what was appended to the disk itself, so that not even a power cut loses it."""
-        with naming(self.path):
+        with add_file_name(self.path):
             os.fsync(self._file.fileno())
 
     def close(self) -> None:
@@ -95,7 +95,7 @@ def cut(path: Path, version: int) -> int:
         return 0
     copy = path.with_name(f"{path.name}.cut")
     removed = 0
-    with naming(copy), path.open("rb") as old, copy.open("wb") as new:
+    with add_file_name(copy), path.open("rb") as old, copy.open("wb") as new:
         for line in old:
             match = _VERSION.match(line)
             if match and int(match[1]) < version and line.endswith(b"}\n"):

@@ -14,7 +14,7 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-from areal_jax.metrics.files import write_whole
+from areal_jax.metrics.files import write_atomically
 
 BLUE, ORANGE, GREY = "#2563a8", "#d9721f", "#8a8f98"
 
@@ -29,7 +29,7 @@ def write_page(path: Path, template: Path, *, picture: bytes, **values: Any) -> 
     page = environment.get_template(template.name).render(
         picture=base64.b64encode(picture).decode(), **values
     )
-    write_whole(path, page)
+    write_atomically(path, page)
     return path
 
 

@@ -26,7 +26,7 @@ from matplotlib.ticker import (
 
 from areal_jax.metrics import description, health, names
 from areal_jax.metrics.config import METRICS
-from areal_jax.metrics.files import write_whole
+from areal_jax.metrics.files import write_atomically
 from areal_jax.metrics.jsonl import read
 from areal_jax.metrics.pages import BLUE, GREY, ORANGE, as_png, new_figure, plain, title, write_page
 from areal_jax.metrics.sinks import SAMPLES
@@ -66,7 +66,7 @@ def write_report(run_folder: Path) -> Path:
         raise FileNotFoundError(f"{path} expected, found none; name the folder of a run")
     series = collect(read(path))
     picture = plot(series)
-    write_whole(run_folder / LEARNING_CURVE, picture)
+    write_atomically(run_folder / LEARNING_CURVE, picture)
     facts = run_folder / description.FILE
     run = json.loads(facts.read_text()) if facts.exists() else {}
     return write_page(

@@ -14,7 +14,7 @@ from tensorboardX.proto import event_pb2
 from tensorboardX.summary import scalar
 
 from areal_jax.metrics.config import METRICS, MetricsConfig
-from areal_jax.metrics.files import naming
+from areal_jax.metrics.files import add_file_name
 from areal_jax.metrics.jsonl import JsonLines, cut
 from areal_jax.metrics.samples import Decode, SampleWriter, TrainedSample
 
@@ -103,7 +103,7 @@ class TensorBoard:
         """Args: resume_version: TensorBoard hides what an earlier process wrote from this version
         on."""
         self._folder = folder
-        with naming(folder):
+        with add_file_name(folder):
             folder.mkdir(exist_ok=True)
             self._events = EventsWriter(str(folder / "events"))
             if resume_version is not None:
@@ -115,7 +115,7 @@ class TensorBoard:
 
     def write(self, version: int, metrics: Mapping[str, float]) -> None:
         """Write what is finite."""
-        with naming(self._folder):
+        with add_file_name(self._folder):
             for name, value in metrics.items():
                 if math.isfinite(value):
                     self._events.write_event(
@@ -125,10 +125,10 @@ class TensorBoard:
 
     def flush(self) -> None:
         """Bring all events to the file."""
-        with naming(self._folder):
+        with add_file_name(self._folder):
             self._events.flush()
 
     def close(self) -> None:
         """Close the file."""
-        with naming(self._folder):
+        with add_file_name(self._folder):
             self._events.close()

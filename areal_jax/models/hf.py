@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from areal_jax.json_files import read_json
-from areal_jax.metrics.files import naming
+from areal_jax.metrics.files import add_file_name
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.config import ADAPTER_CONFIG
 from areal_jax.models.decoder import Params, Policy
@@ -231,7 +231,7 @@ def save(
             and policy.config.pad_token_id is not None
         ):
             _set_pad_token(aside, policy.config.pad_token_id)
-        with naming(folder / _CONFIG):
+        with add_file_name(folder / _CONFIG):
             (aside / _CONFIG).write_text(
                 _written_config(policy, dtype, tokenizer_folder), encoding="utf-8"
             )
@@ -540,7 +540,7 @@ def _write_weights(
         num_bytes += sum(array.nbytes for array in shard.values())
     if len(shards) > 1:
         index = {"metadata": {"total_size": num_bytes}, "weight_map": weight_map}
-        with naming(folder / _INDEX):
+        with add_file_name(folder / _INDEX):
             (folder / _INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 

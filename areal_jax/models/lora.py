@@ -22,7 +22,7 @@ from flax import traverse_util
 from jaxtyping import Array, Float, PRNGKeyArray
 
 from areal_jax.json_files import read_json
-from areal_jax.metrics.files import naming
+from areal_jax.metrics.files import add_file_name
 from areal_jax.models import hf
 from areal_jax.models.config import ADAPTER_CONFIG as CONFIG
 from areal_jax.models.config import LoRA, Target
@@ -308,7 +308,7 @@ def save(folder: Path, policy: Policy, adapter: Params, base: str) -> None:
     # Each written aside and moved into place whole.
     weights_aside, config_aside = (folder / f".{name}" for name in (WEIGHTS, CONFIG))
     hf.write_tensors(tensors, weights_aside)
-    with naming(config_aside):
+    with add_file_name(config_aside):
         config_aside.write_text(json.dumps(config, indent=2) + "\n")
     os.replace(weights_aside, folder / WEIGHTS)
     os.replace(config_aside, folder / CONFIG)

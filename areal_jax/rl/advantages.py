@@ -31,9 +31,9 @@ class Trajectory(NamedTuple):
 
     reward: float
     """Of the whole sample, shaped."""
-    acted: Bool[np.ndarray, "T"]
+    action_mask: Bool[np.ndarray, "T"]
     """The tokens that the policy drew; all others only stand between them."""
-    trained: Bool[np.ndarray, "T"]
+    loss_mask: Bool[np.ndarray, "T"]
     """Of those, the ones in the loss."""
     token_rewards: Float[np.ndarray, "T"] | None = None
     """What each token earns besides, 0 where the policy drew none; None: nothing."""
@@ -86,7 +86,7 @@ def value_targets(
         [
             (
                 generalized_advantages(config, trajectory)
-                + np.where(trajectory.acted, _values(trajectory), 0.0)
+                + np.where(trajectory.action_mask, _values(trajectory), 0.0)
             ).astype(np.float32)
             for trajectory in group
         ]
@@ -101,26 +101,26 @@ def generalized_advantages(config: GAE, trajectory: Trajectory) -> Float64[np.nd
     delta_i = r_i + gamma V_{i+1} - V_i,  A_i = delta_i + gamma lam A_{i+1},  i counting sampled
     tokens alone: prompt, feedback and what a tool said are no steps, and discount nothing. The
     sample's reward comes with its last one."""
-    acted = trajectory.acted
+    action_mask = trajectory.action_mask
     advantages, values = (
-        np.zeros(acted.shape, np.float64),
-        _values(trajectory)[acted].astype(np.float64),
+        np.zeros(action_mask.shape, np.float64),
+        _values(trajectory)[action_mask].astype(np.float64),
     )
     if len(values):
         rewards = (
             np.zeros(values.shape)
             if trajectory.token_rewards is None
-            else trajectory.token_rewards[acted].astype(np.float64)
+            else trajectory.token_rewards[action_mask].astype(np.float64)
         )
         rewards[-1] += trajectory.reward
         after = np.append(values[1:], trajectory.value_after)
-        advantages[acted] = _discounted(
+        advantages[action_mask] = _discounted(
             rewards + config.gamma * after - values, config.gamma * config.lam
         )
     return advantages
 
 
-def shaped_rewards(
+def shape_rewards(
     config: Shaping,
     rewards_G: Float[np.ndarray, "G"],
     num_sampled_G: Int[np.ndarray, "G"],
@@ -229,9 +229,9 @@ def _batch_normalized(
     for trajectory in chain.from_iterable(groups):
         if trajectory.token_rewards is None:
             values.append(np.array([trajectory.reward]))
-            counts.append(np.array([trajectory.trained.sum()]))
+            counts.append(np.array([trajectory.loss_mask.sum()]))
         else:
-            values.append(_return_to_go(trajectory)[trajectory.trained])
+            values.append(_return_to_go(trajectory)[trajectory.loss_mask])
             counts.append(np.ones(len(values[-1])))
     returns, weights = (
         np.concatenate(values).astype(np.float64),
@@ -240,7 +240,7 @@ def _batch_normalized(
     counted = returns[weights > 0]
     if len(counted) == 0 or counted.min() == counted.max():
         return [
-            [np.zeros(trajectory.acted.shape, np.float32) for trajectory in group]
+            [np.zeros(trajectory.action_mask.shape, np.float32) for trajectory in group]
             for group in groups
         ]
     num_tokens = weights.sum()
@@ -254,7 +254,7 @@ def _batch_normalized(
 
 def _return_to_go(trajectory: Trajectory) -> Float64[np.ndarray, "T"]:
     if trajectory.token_rewards is None:
-        return np.broadcast_to(np.float64(trajectory.reward), trajectory.acted.shape)
+        return np.broadcast_to(np.float64(trajectory.reward), trajectory.action_mask.shape)
     return trajectory.reward + reward_to_go(trajectory.token_rewards)
 
 
@@ -270,7 +270,7 @@ def _generalized(
     if config.normalize:
         pairs = zip(chain.from_iterable(advantages), chain.from_iterable(groups), strict=True)
         together = np.concatenate(
-            [np.zeros(0), *(values[trajectory.trained] for values, trajectory in pairs)]
+            [np.zeros(0), *(values[trajectory.loss_mask] for values, trajectory in pairs)]
         )
         if len(together) > 1:
             mean, divisor = together.mean(), together.std(ddof=1) + config.eps
@@ -299,7 +299,7 @@ def _spread(
 
     def on_tokens(trajectory: Trajectory, advantage: float) -> Float32[np.ndarray, "T"]:
         if trajectory.token_rewards is None:
-            return np.broadcast_to(np.float32(advantage), trajectory.acted.shape)
+            return np.broadcast_to(np.float32(advantage), trajectory.action_mask.shape)
         return (advantage + reward_to_go(trajectory.token_rewards)).astype(np.float32)
 
     return [

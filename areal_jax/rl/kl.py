@@ -36,11 +36,11 @@ def kl_penalty(
     config: KLInReward,
     behave_logp: Float[np.ndarray, "T"],
     reference_logp: Float[np.ndarray, "T"],
-    acted: Bool[np.ndarray, "T"],
+    action_mask: Bool[np.ndarray, "T"],
 ) -> Float64[np.ndarray, "T"]:
     """What each token of a sample earns for straying from the reference: -coefficient · k(log
     behave - log reference), and 0 where the policy drew none."""
-    log_ratio = np.where(acted, behave_logp.astype(np.float64) - reference_logp, 0.0)
+    log_ratio = np.where(action_mask, behave_logp.astype(np.float64) - reference_logp, 0.0)
     return -config.coefficient * np.asarray(kl_estimate(config.estimator, log_ratio))
 
 
@@ -49,7 +49,7 @@ def distilled_advantages(
     advantages: Float32[np.ndarray, "T"],
     behave_logp: Float[np.ndarray, "T"],
     teacher_logp: Float[np.ndarray, "T"],
-    acted: Bool[np.ndarray, "T"],
+    action_mask: Bool[np.ndarray, "T"],
 ) -> Float32[np.ndarray, "T"]:
     """reward_weight · advantage + weight · log(teacher/behave) for every token that the policy
     drew.
@@ -58,7 +58,7 @@ def distilled_advantages(
     || teacher) of each token given those before it (on-policy distillation: arXiv:2306.08543;
     https://thinkingmachines.ai/blog/on-policy-distillation). What a token does to the KL of later
     ones is left out."""
-    gain = np.where(acted, teacher_logp - behave_logp.astype(np.float64), 0.0)
+    gain = np.where(action_mask, teacher_logp - behave_logp.astype(np.float64), 0.0)
     return (config.reward_weight * advantages + config.weight * gain).astype(np.float32)
 
 

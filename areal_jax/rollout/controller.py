@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
@@ -30,7 +31,7 @@ from areal_jax.errors import (
 )
 from areal_jax.protocols import Engine, Grader, Workflow
 from areal_jax.records import (
-    CallNames,
+    CallIds,
     Completion,
     Group,
     OnProgress,
@@ -39,7 +40,7 @@ from areal_jax.records import (
     RolloutState,
     Sample,
     Sampling,
-    Suspended,
+    SuspendedGroup,
     Task,
     derive_seed,
 )
@@ -102,7 +103,7 @@ def open_gate(
 class Calls:
     """One group's `generate`, and the journal of what it was answered.
 
-    Calls bear the names of `CallNames`, by which turns that run side by side find their own answers
+    Calls bear the names of `CallIds`, by which turns that run side by side find their own answers
     in the journal.
     """
 
@@ -117,10 +118,10 @@ class Calls:
     way."""
     pending: set[str] = field(default_factory=set)
     """Ids of the requests that the engine has not answered."""
-    _names: CallNames = field(init=False)
+    _call_ids: CallIds = field(init=False)
 
     def __post_init__(self) -> None:
-        self._names = CallNames(self.group_id)
+        self._call_ids = CallIds(self.group_id)
 
     async def __call__(
         self,
@@ -130,7 +131,7 @@ class Calls:
         max_new_tokens: int | None = None,
         on_progress: OnProgress | None = None,
     ) -> list[Completion]:
-        call_id = self._names.next(prompt_tokens, num_samples, max_new_tokens)
+        call_id = self._call_ids.next(prompt_tokens, num_samples, max_new_tokens)
         sampled = self.journal.get(call_id, ())
         if sampled and len(sampled) != num_samples:
             raise ValueError(
@@ -143,7 +144,7 @@ class Calls:
             id=call_id,
             prompt_tokens=prompt_tokens,
             num_samples=num_samples,
-            sampling=self.sampling.within(max_new_tokens),
+            sampling=self.sampling.with_max_new_tokens(max_new_tokens),
             seed=derive_seed(self.seed, call_id),
             min_version=self.min_version,
             resume=sampled,
@@ -191,7 +192,7 @@ class RewardCalls:
 
 
 class Rollouts:
-    """What `rolling_out` yields: the groups under way, and a snapshot of all that lies between
+    """What `run_rollouts` yields: the groups under way, and a snapshot of all that lies between
     tasks and trainer."""
 
     def __init__(
@@ -226,7 +227,7 @@ class Rollouts:
         # The last groups to end, as long as every reward or tool call of theirs failed, and why
         # they were rejected. Where the run stops for it they are suspended after all, and graded
         # again on resuming.
-        self._ungraded: dict[int, tuple[Suspended, Calls, str]] = {}
+        self._ungraded: dict[int, tuple[SuspendedGroup, Calls, str]] = {}
         self._stopped_grading = False
         # Groups that the gate has not yet let through, oldest first: restored ones, or one whose
         # kind must wait longer than others. The feeder empties it before it draws a task.
@@ -234,8 +235,8 @@ class Rollouts:
         # Every group under way as it was started, and what its calls have sampled. Its asyncio task
         # takes it out when it ends, in the same breath as it changes the gate's count and the
         # buffer, so that a snapshot finds each group in one place.
-        self._running: dict[int, tuple[Suspended, Calls]] = {}
-        # Owned by `rolling_out`, which cancels and awaits them all: the feeder, and one asyncio
+        self._running: dict[int, tuple[SuspendedGroup, Calls]] = {}
+        # Owned by `run_rollouts`, which cancels and awaits them all: the feeder, and one asyncio
         # task for every running group.
         self._feeder: asyncio.Task[None] | None = None
         self._group_tasks: set[asyncio.Task[None]] = set()
@@ -277,7 +278,10 @@ class Rollouts:
             "accepted": self.gate.accepted,
             "buffered": len(self.buffer),
             "rejected": sum(self.rejected.values()),
-            **{f"rejected/{reason}": number for reason, number in sorted(self.rejected.items())},
+            **{
+                f"rejected/{_snake_case(reason)}": number
+                for reason, number in sorted(self.rejected.items())
+            },
             "gate_wait_s": self.waited_s,
             "batch_wait_s": self.buffer.waited_s,
         }
@@ -312,7 +316,7 @@ class Rollouts:
                 task = next(self._tasks, None)
                 if task is None:
                     break
-                self._waiting.append(Suspended(self.next_group_id, task))
+                self._waiting.append(SuspendedGroup(self.next_group_id, task))
                 self.next_group_id += 1
             await self._gate_opened(self._waiting[0].task.kind)
             self._start(self._waiting.pop(0))
@@ -328,7 +332,7 @@ class Rollouts:
         await self.gate.wait_open(kind)
         self.waited_s += clock() - began_s
 
-    def _start(self, record: Suspended) -> None:
+    def _start(self, record: SuspendedGroup) -> None:
         min_version = self.gate.start(record.task.kind)
         calls = Calls(
             self._engine, min_version, self._sampling, self._seed, record.id, dict(record.calls)
@@ -341,7 +345,7 @@ class Rollouts:
         task.add_done_callback(self._group_tasks.discard)
         task.add_done_callback(self._ended)
 
-    async def _run(self, record: Suspended, calls: Calls) -> None:
+    async def _run(self, record: SuspendedGroup, calls: Calls) -> None:
         grading = RewardCalls(self._grader)
         try:
             samples = await self._workflow(record.task, calls, grading)
@@ -396,7 +400,7 @@ class Rollouts:
             )
 
     def _not_graded(
-        self, record: Suspended, calls: Calls, reason: str, failure: RewardResult
+        self, record: SuspendedGroup, calls: Calls, reason: str, failure: RewardResult
     ) -> None:
         """Count a group of which every reward or tool call failed; the last of too many in a row
         ends the run."""
@@ -423,7 +427,7 @@ class Rollouts:
         rate = sum(sample.grade == "correct" for sample in samples) / len(samples)
         return (above is None or rate > above) and (below is None or rate < below)
 
-    def _rejected(self, record: Suspended, error: Exception, *, is_logged: bool) -> None:
+    def _rejected(self, record: SuspendedGroup, error: Exception, *, is_logged: bool) -> None:
         """Args: is_logged: whether the trace is in the log already."""
         kind = type(error).__name__
         self.rejected[kind] += 1
@@ -467,8 +471,12 @@ class Rollouts:
             self._fail(RuntimeError(f"{task.get_name()} was cancelled, though the run goes on"))
 
 
+def _snake_case(class_name: str) -> str:
+    return re.sub(r"(?<!^)(?=[A-Z][a-z])", "_", class_name).lower()
+
+
 @asynccontextmanager
-async def rolling_out(
+async def run_rollouts(
     tasks: Tasks,
     engine: Engine,
     workflow: Workflow,

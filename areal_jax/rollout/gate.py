@@ -52,7 +52,7 @@ class Gate:
         self._version = version
         # Set at every change of the counts, and cleared by who waits for another one. The
         # controller's feeder waits for it, without a deadline of its own, for a closed gate is no
-        # fault: the trainer's wait for a batch has the deadline, and leaving `rolling_out` cancels
+        # fault: the trainer's wait for a batch has the deadline, and leaving `run_rollouts` cancels
         # the feeder.
         self._changed = asyncio.Event()
 

@@ -42,11 +42,11 @@ from areal_jax.engine.decode import EngineParams
 from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.engine.fleet import Fleet
 from areal_jax.errors import ConfigError, NotLearning, NotSaved
-from areal_jax.evaluation.scoring import Evaluation, evaluate, tasks_that_fill
-from areal_jax.metrics import agreement, description, names
+from areal_jax.evaluation.scoring import Evaluation, evaluate, num_tasks_to_fill
+from areal_jax.metrics import consistency, description, names
 from areal_jax.metrics.config import METRICS
 from areal_jax.metrics.description import write_description
-from areal_jax.metrics.files import disk_error
+from areal_jax.metrics.files import describe_disk_error
 from areal_jax.metrics.health import HealthMonitor
 from areal_jax.metrics.jsonl import read
 from areal_jax.metrics.meters import Meters
@@ -71,7 +71,7 @@ from areal_jax.weights.local import WeightChannel
 from areal_jax.weights.rolling import RollingSource, rolling_sources
 from areal_jax.workflows.agent import AgentHost, Runner
 from areal_jax.workflows.config import Agent
-from areal_jax.workflows.from_config import make_workflow, tools_of
+from areal_jax.workflows.from_config import find_tools_config, make_workflow
 
 logger = logging.getLogger(__name__)
 
@@ -218,10 +218,10 @@ class Run(Generic[AnyTrainer]):
         if self.plan.decodes:
             meters.update(self.engine.metrics(), "rollout/")
             meters.update(self.weight_channel.metrics(), "weights/")
-        meters.update(rollout or {}, "gate/")
+        meters.update(rollout or {}, "rollout/")
         if self.plan.decodes and isinstance(self.grader, TracedGrader):
             meters.update(self.grader.counters(), "rewards/")
-        meters.gauge("process/resident_gib", psutil.Process().memory_info().rss / 2**30)
+        meters.gauge("trainer/resident_gib", psutil.Process().memory_info().rss / 2**30)
         row = meters.flatten()
         before = self.health.active
         row |= self.health.update(version, row)
@@ -292,7 +292,7 @@ class Run(Generic[AnyTrainer]):
                 version=version,
                 sampling=evaluation_sampling(experiment, tokenizer.stop_token_ids),
                 seed=experiment.seed,
-                max_running=tasks_that_fill(self.plan.num_slots, config.samples_per_task),
+                max_running=num_tasks_to_fill(self.plan.num_slots, config.samples_per_task),
             )
         self.record_evaluation(version, evaluation_metrics(found), evaluation_line(found))
 
@@ -543,7 +543,7 @@ async def probe_rewards(
 
 def _reward_service(plan: Plan) -> RewardService:
     return RewardService(
-        plan.experiment.rewards, kinds_of_tasks(plan), tools_of(plan.experiment.workflow)
+        plan.experiment.rewards, kinds_of_tasks(plan), find_tools_config(plan.experiment.workflow)
     )
 
 
@@ -575,7 +575,7 @@ def written_files(
     Raises:
         ConfigError: the files in the folder disagree with the checkpoint."""
     experiment = plan.experiment
-    gaps = None if version is None else require_agreement(plan, folder, version, restored)
+    gaps = None if version is None else require_consistency(plan, folder, version, restored)
     run_id = None if version is None else read_plainly(folder / CONFIG_FILE)[0]
     sinks = Sinks(folder, experiment.metrics, version, plan.tokenizer.decode)
     # Not before what was trained is restored: settings under which that cannot be must not take the
@@ -588,9 +588,9 @@ def written_files(
     return sinks, trace
 
 
-def require_agreement(
+def require_consistency(
     plan: Plan, folder: Path, version: int, restored: Columns | None
-) -> agreement.Gaps:
+) -> consistency.Gaps:
     """ConfigError where settings, metrics.jsonl or samples.jsonl are not those of the checkpoint of
     `version`.
 
@@ -619,14 +619,14 @@ def require_agreement(
             )
     ids = [entry["id"] for kind in ("buffered", "suspended") for entry in facts.get(kind, ())]
     unused = (
-        agreement.UnusedGroups(ids, facts["next_group_id"])
+        consistency.UnusedGroups(ids, facts["next_group_id"])
         if facts and is_rl
-        else agreement.UnusedGroups()
+        else consistency.UnusedGroups()
     )
-    found = agreement.compare(
+    found = consistency.check_rows(
         folder,
         version,
-        known_gaps=agreement.read_gaps(folder / description.FILE),
+        known_gaps=consistency.read_gaps(folder / description.FILE),
         writes_samples=is_rl and bool(before.get("metrics.samples", True)),
         unused_groups=unused,
     )
@@ -635,7 +635,7 @@ def require_agreement(
         older = saved_versions(folder / CHECKPOINTS)
         raise ConfigError(
             f"{start}{reported}. To go on, "
-            f"{agreement.remedy(folder, found.faults[0], version, older)}"
+            f"{consistency.suggest_remedy(folder, found.faults[0], version, older)}"
         )
     return found.gaps
 
@@ -828,5 +828,5 @@ def evaluation_line(found: Evaluation) -> str:
 
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        where = None if isinstance(error, OSError) and disk_error(error) else error
+        where = None if isinstance(error, OSError) and describe_disk_error(error) else error
         logger.error("%s failed: %s", task.get_name(), error, exc_info=where)

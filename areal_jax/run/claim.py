@@ -28,7 +28,7 @@ import psutil
 
 from areal_jax.cluster.signals import kill_children
 from areal_jax.errors import ConfigError
-from areal_jax.metrics.files import disk_error
+from areal_jax.metrics.files import describe_disk_error
 
 logger = logging.getLogger(__name__)
 
@@ -268,7 +268,7 @@ def writable(folder: Path, setting: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        if disk_error(error):
+        if describe_disk_error(error):
             raise
         raise ConfigError(
             f"{setting}={folder}: cannot be written to ({error.strerror}); give another"

@@ -25,7 +25,7 @@ from areal_jax.data.sources import load_tasks
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.errors import ConfigError, EngineStopped, InvalidRequest
-from areal_jax.evaluation.answers import Answer, AnswerFolder, answer_of
+from areal_jax.evaluation.answers import Answer, AnswerFolder, make_answer
 from areal_jax.evaluation.remote import (
     MAX_CONNECTIONS,
     TOKEN_VARIABLE,
@@ -36,11 +36,11 @@ from areal_jax.evaluation.remote import (
     sampling_of_chats,
 )
 from areal_jax.evaluation.report import TIMES, summary, write_report
-from areal_jax.evaluation.results import results_of
-from areal_jax.evaluation.scoring import EvaluationCalls, answer_all, tasks_that_fill
+from areal_jax.evaluation.results import compute_results
+from areal_jax.evaluation.scoring import EvaluationCalls, answer_all, num_tasks_to_fill
 from areal_jax.metrics import names
 from areal_jax.metrics.description import write_description
-from areal_jax.metrics.files import naming
+from areal_jax.metrics.files import add_file_name
 from areal_jax.metrics.progress import Progress, facts_of_evaluation
 from areal_jax.protocols import Engine
 from areal_jax.records import Task
@@ -51,7 +51,7 @@ from areal_jax.run.models import DecodingPolicy, decoding_mesh, find_decoding_po
 from areal_jax.run.plan import budgeted, counted, described, had, unreadable
 from areal_jax.weights.pinned import Pinned
 from areal_jax.workflows.config import SingleTurn
-from areal_jax.workflows.from_config import tools_of
+from areal_jax.workflows.from_config import find_tools_config
 
 EVALUATIONS_FOLDER = Path("evaluations")
 
@@ -105,7 +105,7 @@ class Local:
     @property
     def max_running(self) -> int:
         """Tasks at the same time."""
-        return tasks_that_fill(
+        return num_tasks_to_fill(
             self.experiment.engine.num_slots, self.experiment.evaluation.samples_per_task
         )
 
@@ -273,7 +273,8 @@ async def through_workflow(
                 task, EvaluationCalls(engine, version, sampling, experiment.seed, place), grader
             )
             return [
-                answer_of(sample, tokenizer, experiment.rewards.accept_plain) for sample in samples
+                make_answer(sample, tokenizer, experiment.rewards.accept_plain)
+                for sample in samples
             ]
 
         yield ask
@@ -332,7 +333,7 @@ def run(
                 raise Unanswered(
                     f"none of the {len(tasks)} tasks could be answered, the last: {last}"
                 ) from last
-            results = results_of(
+            results = compute_results(
                 tasks, answers.found, failures, is_raw=experiment.rewards.scale == "raw"
             )
             report = write_report(folder, headline, settings, results, tasks, answers.found)
@@ -392,14 +393,19 @@ async def _answer(
             },
         )
 
-    async with RewardService(experiment.rewards, kinds, tools_of(experiment.workflow)) as grader:
+    async with RewardService(
+        experiment.rewards, kinds, find_tools_config(experiment.workflow)
+    ) as grader:
         await start_rewards(grader, experiment, tasks, say=progress.say)
         async with answerer.answering(grader) as ask:
             failures = await answer_all(
                 left, ask, keep, name="evaluation", max_running=answerer.max_running
             )
     seconds = time.monotonic() - began_s
-    with naming(answers.path / TIMES), (answers.path / TIMES).open("a", encoding="utf-8") as file:
+    with (
+        add_file_name(answers.path / TIMES),
+        (answers.path / TIMES).open("a", encoding="utf-8") as file,
+    ):
         row = {
             "ended": time.strftime("%Y-%m-%d %H:%M:%S"),
             "num_tasks": len(left) - len(failures),

@@ -46,7 +46,7 @@ from areal_jax.rl.config import GAE, Reference
 from areal_jax.trainer.forward import check_cut
 from areal_jax.trainer.memory_estimate import frozen_bytes, predicted_bytes
 from areal_jax.trainer.state import require_host_memory, trained
-from areal_jax.workflows.agent import argv_of
+from areal_jax.workflows.agent import parse_command
 from areal_jax.workflows.config import Agent, MultiTurn, ToolUse
 from areal_jax.workflows.prompt_budget import (
     Limits,
@@ -809,7 +809,7 @@ def _missing_program(plan: Plan) -> Iterator[str]:
     match plan.experiment.workflow:
         case Agent(command=str(command)):
             try:
-                argv_of(command)
+                parse_command(command)
             except ValueError as refusal:
                 yield str(refusal)
 

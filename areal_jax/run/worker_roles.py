@@ -40,7 +40,7 @@ from areal_jax.run.trainer import Checkpointer, initial_weights, rl_trainer
 from areal_jax.trainer.state import trained
 from areal_jax.weights.object_store import ShardPublisher, ShardReader
 from areal_jax.weights.rolling import RollingSource
-from areal_jax.workflows.from_config import tools_of
+from areal_jax.workflows.from_config import find_tools_config
 
 Facts = dict[str, Any]
 
@@ -333,7 +333,7 @@ class EngineHost:
         for sample, (start, sampled) in enumerate(zip(reported, completions, strict=False)):
             is_finished = sampled.stop_reason != "suspended"
             if start != _ALL and (is_finished or len(sampled.tokens) > start):
-                news[sample] = start, wire.completion_to(sampled.between(start))
+                news[sample] = start, wire.completion_to(sampled.slice(start))
                 reported[sample] = _ALL if is_finished else len(sampled.tokens)
         return news
 
@@ -347,7 +347,7 @@ class RewardWorker:
         assert isinstance(experiment.launch, Ray)
         self._emit, self._report_every_s = emit, experiment.launch.report_every_s
         self._service = RewardService(
-            experiment.rewards, kinds, tools_of(experiment.workflow), logs_failures=False
+            experiment.rewards, kinds, find_tools_config(experiment.workflow), logs_failures=False
         )
         self._reporter: asyncio.Task[None] | None = None
 

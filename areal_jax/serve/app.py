@@ -467,7 +467,7 @@ class Answering:
                 text = detokenizer.push(sampled.tokens.tolist())
                 if detokenizer.num_tokens > before:
                     self._news.put_nowait(
-                        Part(index, text, sampled.between(0, detokenizer.num_tokens - before))
+                        Part(index, text, sampled.slice(0, detokenizer.num_tokens - before))
                     )
             return [
                 sample for sample, _ in progress if self._detokenizers[first + sample].is_stopped
@@ -496,14 +496,14 @@ class Answering:
             text = detokenizer.finish(completion.tokens.tolist())
             beside, calls = parse_tool_calls(detokenizer.held) if detokenizer.held else ("", ())
             said = detokenizer.text + beside
-            kept = completion.between(0, detokenizer.num_tokens)
+            kept = completion.slice(0, detokenizer.num_tokens)
             finish = "stop" if detokenizer.is_stopped else completion.stop_reason
             whole.append(Part(index, said, kept, finish, calls))
             rest.append(
                 Part(
                     index,
                     text + beside,
-                    kept.between(before, detokenizer.num_tokens),
+                    kept.slice(before, detokenizer.num_tokens),
                     finish,
                     calls,
                 )

@@ -24,7 +24,7 @@ from jaxtyping import Int32
 
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.protocols import Generate
-from areal_jax.records import Completion, OnProgress, ended
+from areal_jax.records import Completion, OnProgress, with_stop_token
 from areal_jax.serve.app import App, listening, message_of
 from areal_jax.serve.bodies import APIError, Chat, GenerationParams, require_key
 from areal_jax.serve.config import LimitsConfig
@@ -91,7 +91,7 @@ class Session:
         said = self._before(chat)
         if said is None:
             return self.tokenizer.render(chat.turns, chat.tools)
-        answer = ended(said.completion.tokens, self.tokenizer.stop_token_ids)
+        answer = with_stop_token(said.completion.tokens, self.tokenizer.stop_token_ids)
         more = self.tokenizer.render_next(chat.turns[len(said.turns) :], said.tools)
         return np.concatenate([said.prompt, answer, more])
 

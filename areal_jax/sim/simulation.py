@@ -21,7 +21,7 @@ from areal_jax.models.architecture import ModelConfig
 from areal_jax.protocols import Generate, Grader
 from areal_jax.records import NO_VERSION, Group, Message, RewardResult, Sample, Sampling, Task
 from areal_jax.rollout.config import RolloutConfig
-from areal_jax.rollout.controller import Rollouts, open_gate, rolling_out
+from areal_jax.rollout.controller import Rollouts, open_gate, run_rollouts
 from areal_jax.sim.clock import run
 from areal_jax.sim.costs import (
     Dealt,
@@ -227,7 +227,7 @@ async def _simulate(
     breaking = _break(fleet, stages.failures, seed) if stages.failures else None
     breakage = asyncio.create_task(breaking) if breaking else None
     begin_s, spent = 0.0, dict[str, float]()
-    async with rolling_out(
+    async with run_rollouts(
         Numbered(), fleet, turn, grader, gate, buffer, config, sampling=sampling, seed=seed
     ) as rollouts:
         for version in range(num_steps):

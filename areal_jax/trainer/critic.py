@@ -84,7 +84,7 @@ def with_values(
         was_cut_off: the answer ended for want of room, so that more could have come: the critic
             says how much.
     """
-    values = np.zeros(trajectory.acted.shape, np.float32)
+    values = np.zeros(trajectory.action_mask.shape, np.float32)
     values[1 : len(following)] = following[:-1]
     return trajectory._replace(
         values=values, value_after=float(following[-1]) if was_cut_off and len(following) else 0.0

@@ -24,7 +24,7 @@ from areal_jax.rl.advantages import (
     Trajectory,
     compute_advantages,
     mean_weights,
-    shaped_rewards,
+    shape_rewards,
     value_targets,
 )
 from areal_jax.rl.config import GAE, M2PO, PPO, KLInLoss, KLInReward, Proximal, ProximalLoss
@@ -441,7 +441,7 @@ class Trainer(Versions):
     def _shaped(self, group: Group) -> Float[np.ndarray, "G"]:
         rewards_G = np.array([sample.reward for sample in group.samples])
         num_sampled_G = np.array([sample.loss_mask.sum() for sample in group.samples])
-        return shaped_rewards(self.config.shaping, rewards_G, num_sampled_G, self.max_new_tokens)
+        return shape_rewards(self.config.shaping, rewards_G, num_sampled_G, self.max_new_tokens)
 
     def _is_stale(self, sample: Sample, kind: str) -> Bool[np.ndarray, "T"]:
         bound = self._staleness_of_kind.get(kind, self.max_staleness)

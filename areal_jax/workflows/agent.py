@@ -35,7 +35,7 @@ from areal_jax.rewards.functions import graded
 from areal_jax.rewards.processes import ending
 from areal_jax.workflows import guard
 from areal_jax.workflows.config import Agent
-from areal_jax.workflows.conversation import Call, Export, samples_of
+from areal_jax.workflows.conversation import Call, Export, make_samples
 from areal_jax.workflows.single_turn import grade_answer, side_by_side
 
 logger = logging.getLogger(__name__)
@@ -115,8 +115,8 @@ class Agents:
             except (TypeError, ValueError) as error:
                 raise AgentFailed(f"what the agent on task {task.id} returned: {error}") from None
             grade = RewardResult(kind, score=score)
-        reward = grade.worth(self.rewards.correct, self.rewards.wrong, self.rewards.no_answer)
-        return samples_of(calls, [reward] * len(calls), grade.kind, export=self.export)
+        reward = grade.to_reward(self.rewards.correct, self.rewards.wrong, self.rewards.no_answer)
+        return make_samples(calls, [reward] * len(calls), grade.kind, export=self.export)
 
 
 SampledTokens = tuple[tuple[Int32[np.ndarray, "P"], Completion], ...]
@@ -143,7 +143,7 @@ class AgentHost:
                 "expected one of them"
             )
         self._config, self._sessions = config, sessions
-        self._argv = [] if config.command is None else argv_of(config.command)
+        self._argv = [] if config.command is None else parse_command(config.command)
         self._workers = (
             None if config.function is None else Workers(config.function, config.stall_warning_s)
         )
@@ -631,7 +631,7 @@ class Worker:
             future.set_result(ended["found"])
 
 
-def argv_of(command: str) -> list[str]:
+def parse_command(command: str) -> list[str]:
     """The words of workflow.command. ValueError where the first of them is no program that can be
     run here."""
     try:

@@ -16,7 +16,15 @@ import numpy as np
 from jaxtyping import Int32
 
 from areal_jax.protocols import Tokenizer
-from areal_jax.records import NO_VERSION, Completion, Message, ResultKind, Sample, StopReason, ended
+from areal_jax.records import (
+    NO_VERSION,
+    Completion,
+    Message,
+    ResultKind,
+    Sample,
+    StopReason,
+    with_stop_token,
+)
 
 Export: TypeAlias = Literal["concatenated", "per_call"]
 """What becomes a sample: calls that resume from one another together, or every call alone. Each
@@ -42,17 +50,17 @@ class Call:
         return np.array_equal(self.prompt[: len(before)], before)
 
 
-def next_prompt(
+def build_next_prompt(
     tokenizer: Tokenizer, call: Call, messages: Sequence[Message]
 ) -> Int32[np.ndarray, "P"]:
     """What the policy is given after a call: all that was, and the messages that answer it.
 
     The token that ends a turn that was cut is context."""
-    answer = ended(call.completion.tokens, tokenizer.stop_token_ids)
+    answer = with_stop_token(call.completion.tokens, tokenizer.stop_token_ids)
     return np.concatenate([call.prompt, answer, tokenizer.render_next(messages)])
 
 
-def samples_of(
+def make_samples(
     calls: Sequence[Call],
     rewards: Sequence[float],
     grade: ResultKind,
@@ -67,7 +75,9 @@ def samples_of(
         stop_reason: of the trajectory; None: a sample's is that of its last call.
     """
     chains = (
-        chains_of(calls) if export == "concatenated" else [[number] for number in range(len(calls))]
+        chain_calls(calls)
+        if export == "concatenated"
+        else [[number] for number in range(len(calls))]
     )
     return tuple(
         _sample([calls[number] for number in chain], rewards[chain[-1]], grade, stop_reason)
@@ -75,7 +85,7 @@ def samples_of(
     )
 
 
-def chains_of(calls: Sequence[Call]) -> list[list[int]]:
+def chain_calls(calls: Sequence[Call]) -> list[list[int]]:
     """The places of calls that resume from one another, together. Where two resume from the same
     call, the first does so in its chain, and the other begins one, in which all before it is
     context."""

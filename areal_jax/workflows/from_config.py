@@ -67,6 +67,6 @@ def make_workflow(
             )
 
 
-def tools_of(chosen: config.WorkflowConfig) -> ToolsConfig | None:
+def find_tools_config(chosen: config.WorkflowConfig) -> ToolsConfig | None:
     """The tools that a workflow needs; None for none."""
     return chosen.tools if isinstance(chosen, config.ToolUse) else None

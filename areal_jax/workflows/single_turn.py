@@ -11,7 +11,7 @@ from areal_jax.errors import NotGraded, first_error
 from areal_jax.protocols import Generate, Grader, Tokenizer
 from areal_jax.records import RewardResult, Sample, Task
 from areal_jax.rewards.config import RewardConfig
-from areal_jax.workflows.conversation import Call, samples_of
+from areal_jax.workflows.conversation import Call, make_samples
 
 T = TypeVar("T")
 
@@ -71,6 +71,6 @@ class SingleTurn:
 
     async def _sample(self, task: Task, grader: Grader, call: Call) -> Sample:
         grade = await grade_answer(task, grader, self.tokenizer.decode(call.completion.tokens))
-        reward = grade.worth(self.rewards.correct, self.rewards.wrong, self.rewards.no_answer)
-        (sample,) = samples_of([call], [reward], grade.kind)
+        reward = grade.to_reward(self.rewards.correct, self.rewards.wrong, self.rewards.no_answer)
+        (sample,) = make_samples([call], [reward], grade.kind)
         return sample

@@ -15,7 +15,7 @@ from areal_jax.protocols import Generate, Grader, Tokenizer, Tools
 from areal_jax.records import Completion, Message, RewardResult, Sample, StopReason, Task
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.workflows.config import CallFormat
-from areal_jax.workflows.conversation import Call, next_prompt, samples_of
+from areal_jax.workflows.conversation import Call, build_next_prompt, make_samples
 from areal_jax.workflows.single_turn import grade_answer, side_by_side
 from areal_jax.workflows.tool_calls import BadCall, ToolCall, announcement, parse_calls
 
@@ -76,7 +76,7 @@ class Turns:
             answered = await self.reply(task, self._said(calls[-1].completion), grader)
             if not answered.messages:
                 break
-            prompt = next_prompt(self.tokenizer, calls[-1], answered.messages)
+            prompt = build_next_prompt(self.tokenizer, calls[-1], answered.messages)
             if len(prompt) > self.max_prompt_tokens:
                 stop_reason: StopReason | None = "length"
                 break
@@ -84,7 +84,7 @@ class Turns:
             calls.append(Call(prompt, completion))
             answered = Answered()
         grade = answered.grade or await grade_answer(task, grader, self._said(calls[-1].completion))
-        (sample,) = samples_of(
+        (sample,) = make_samples(
             calls,
             [self._reward(grade, len(calls))] * len(calls),
             grade.kind,
@@ -99,7 +99,7 @@ class Turns:
         """wrong + turn_discount^(turns - 1) (reward - wrong): no wrong answer gains by more turns,
         whatever it is worth."""
         wrong = self.rewards.wrong
-        reward = grade.worth(self.rewards.correct, wrong, self.rewards.no_answer)
+        reward = grade.to_reward(self.rewards.correct, wrong, self.rewards.no_answer)
         if self.turn_discount == 1:
             return reward
         return wrong + self.turn_discount ** (num_turns - 1) * (reward - wrong)

@@ -23,7 +23,7 @@ def broken(folder: Path, corrupt: Callable[[Rows, Rows], object]) -> list[str]:
         {
             "version": version,
             names.REWARD: 1.0,
-            **{f"gate/{name}": count for name, count in gate.items()},
+            **{f"rollout/{name}": count for name, count in gate.items()},
         }
         for version in (0, 1)
     ]
@@ -59,10 +59,10 @@ def broken(folder: Path, corrupt: Callable[[Rows, Rows], object]) -> list[str]:
             ["no task came twice"],
         ),
         (
-            lambda rows, sampled: rows[-1].update({"gate/accepted": 3}),
+            lambda rows, sampled: rows[-1].update({"rollout/accepted": 3}),
             ["what was started is running or has ended"],
         ),
-        (lambda rows, sampled: rows[-1].update({"gate/buffered": 1}), ["no group was lost"]),
+        (lambda rows, sampled: rows[-1].update({"rollout/buffered": 1}), ["no group was lost"]),
         (lambda rows, sampled: sampled[-1].update(versions=[-1, -1, 2]), ["no token is too old"]),
         (
             lambda rows, sampled: sampled[0].update(version=2, stale=[1, 2]),

@@ -18,7 +18,7 @@ from areal_jax.checkpoint.recovery import (
     pack,
     unpack,
 )
-from areal_jax.records import Completion, Group, Message, RolloutState, Sample, Suspended, Task
+from areal_jax.records import Completion, Group, Message, RolloutState, Sample, SuspendedGroup, Task
 
 any_text = st.text(st.characters(), max_size=6)  # with surrogates, control characters and all else
 counts = st.dictionaries(any_text, st.integers(), max_size=3)
@@ -96,7 +96,7 @@ def test_state_and_notes_come_back_bit_for_bit(seed, groups, calls, rewards, tex
             for i, lengths in enumerate(groups)
         ),
         suspended=tuple(
-            Suspended(
+            SuspendedGroup(
                 i, task, {call: tuple(map(completion, lengths)) for call, lengths in record.items()}
             )
             for i, record in enumerate(calls)
@@ -130,11 +130,11 @@ def test_every_field_of_the_records_has_its_place():
         "top_logprobs",
     }
     assert {field.name for field in fields(Group)} == {"id", "task", "samples"}
-    assert {field.name for field in fields(Suspended)} == {"id", "task", "calls"}
+    assert {field.name for field in fields(SuspendedGroup)} == {"id", "task", "calls"}
 
 
 def test_what_an_earlier_release_wrote_of_a_record_beside_these_fields_is_passed_over():
-    state = replace(a_state(a_sample()), suspended=(Suspended(1, Task("s", (), "1")),))
+    state = replace(a_state(a_sample()), suspended=(SuspendedGroup(1, Task("s", (), "1")),))
     columns = encode(state)
     for entry in (*columns.facts["buffered"], *columns.facts["suspended"]):
         entry["started_version"] = 3

@@ -378,7 +378,7 @@ class EngineModel:
                 np.array([-0.5], np.float32),
                 np.array([self.version], np.int32),
             )
-            held.sampled = [sampled.followed_by(Completion(*arrays, "suspended"))]
+            held.sampled = [sampled.concatenate(Completion(*arrays, "suspended"))]
         if len(held.sampled[0].tokens) >= LENGTH:
             done = held.sampled[0]
             answer = wire.completions_to(
@@ -403,7 +403,7 @@ class EngineModel:
                         news[name] = {
                             0: (
                                 held.reported,
-                                wire.completion_to(held.sampled[0].between(held.reported)),
+                                wire.completion_to(held.sampled[0].slice(held.reported)),
                             )
                         }
                         held.reported = len(held.sampled[0].tokens)

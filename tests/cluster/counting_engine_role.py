@@ -88,7 +88,7 @@ class Counting:
                     np.array([self._version], np.int32),
                 )
                 one = Completion(*more, "suspended")
-                sampled[sample] = each.followed_by(one)
+                sampled[sample] = each.concatenate(one)
                 news[sample] = (start, wire.completion_to(one))
         return news
 

@@ -767,7 +767,7 @@ def test_the_end_of_an_answer_is_read_alone(num_before: int):
     whole_answer = table.completion(1, "suspended")
     assert len(whole_answer.tokens) == num_before + 12
     for start in range(num_before + 13):
-        end, expected = table.completion(1, "length", start), whole_answer.between(start)
+        end, expected = table.completion(1, "length", start), whole_answer.slice(start)
         for name in ("tokens", "logp", "versions"):
             np.testing.assert_array_equal(getattr(end, name), getattr(expected, name))
         assert end.top_logprobs is not None and expected.top_logprobs is not None

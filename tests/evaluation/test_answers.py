@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 from letters import Letters
 
-from areal_jax.evaluation.answers import Answer, AnswerFolder, answer_of, vote_of
-from areal_jax.evaluation.results import results_of
+from areal_jax.evaluation.answers import Answer, AnswerFolder, extract_vote, make_answer
+from areal_jax.evaluation.results import compute_results
 from areal_jax.records import NO_VERSION, Message, Sample, Task
 
 SETTINGS = {
@@ -62,7 +62,7 @@ def test_killed_at_any_byte_it_goes_on_with_what_was_whole(tmp_path: Path) -> No
             )
         assert add_missing(cut) == add_missing(cut) == whole
     tasks = [task(place) for place in range(3)]
-    assert results_of(tasks, add_missing(cut), {}) == results_of(
+    assert compute_results(tasks, add_missing(cut), {}) == compute_results(
         tasks, dict(sorted(whole.items())), {}
     )
 
@@ -94,7 +94,7 @@ def test_the_vote_is_for_what_is_said_last_and_spellings_of_it_are_one() -> None
         sample = Sample(
             tokens, mask, np.zeros(len(tokens), np.float32), versions, 0.0, "wrong", "stop"
         )
-        return answer_of(sample, Letters(), accept_plain=False)
+        return make_answer(sample, Letters(), accept_plain=False)
 
     turns = said(
         ("Q?", False), ("\\boxed{1}", True), (" no \\boxed{9} ", False), ("\\boxed{042}", True)
@@ -107,15 +107,19 @@ def test_the_vote_is_for_what_is_said_last_and_spellings_of_it_are_one() -> None
         is None
     )
     assert said(("Q?", False)).text == ""
-    assert vote_of("no answer", accept_plain=False) is None
+    assert extract_vote("no answer", accept_plain=False) is None
     assert {
-        vote_of(f"\\boxed{{{text}}}", False) for text in ("1,234", "$1234$", "1234.0", "01234")
+        extract_vote(f"\\boxed{{{text}}}", False) for text in ("1,234", "$1234$", "1234.0", "01234")
     } == {"1234"}
-    assert vote_of("\\boxed{\\frac{1}{2} }", False) == vote_of("\\boxed{\\frac{1}{2}.}", False)
-    assert (
-        vote_of("\\boxed{\\text{Monday}}", False) == vote_of("\\boxed{monday}", False) == "monday"
+    assert extract_vote("\\boxed{\\frac{1}{2} }", False) == extract_vote(
+        "\\boxed{\\frac{1}{2}.}", False
     )
-    assert vote_of("\\boxed{(1,2)}", False) != vote_of("\\boxed{(2,1)}", False)
+    assert (
+        extract_vote("\\boxed{\\text{Monday}}", False)
+        == extract_vote("\\boxed{monday}", False)
+        == "monday"
+    )
+    assert extract_vote("\\boxed{(1,2)}", False) != extract_vote("\\boxed{(2,1)}", False)
 
 
 def test_the_results_worked_out_by_hand() -> None:
@@ -123,8 +127,8 @@ def test_the_results_worked_out_by_hand() -> None:
     # 2 failed.
     found = {place: answers(place) for place in range(2)}
     tasks, failures = [task(place) for place in range(3)], {2: TimeoutError("late")}
-    results = results_of(tasks, found, failures)
-    assert results_of(tasks, {2: (), **found}, failures) == results
+    results = compute_results(tasks, found, failures)
+    assert compute_results(tasks, {2: (), **found}, failures) == results
     assert (results.num_tasks, results.num_samples, results.samples_per_task) == (3, 7, 3)
     assert {k: estimate.value for k, estimate in results.pass_at.items()} == pytest.approx(
         # k = 2: 1 - C(3, 2) / C(4, 2) = 1/2, and 1 - C(2, 2) / C(3, 2) = 2/3.
@@ -164,9 +168,9 @@ def test_the_results_worked_out_by_hand() -> None:
 def test_programs_and_answers_that_cannot_be_counted_have_no_majority() -> None:
     right = Answer("correct", "stop", 1, None, "def f(): ...")
     code = Task("t", (), "{}", kind="code")
-    assert results_of([code], {0: [right]}, {}).majority_at is None
-    assert results_of([code], {0: [right]}, {}).problems[0].expected == ""
-    assert results_of([task(0)], {0: [right]}, {}).majority_at is None
+    assert compute_results([code], {0: [right]}, {}).majority_at is None
+    assert compute_results([code], {0: [right]}, {}).problems[0].expected == ""
+    assert compute_results([task(0)], {0: [right]}, {}).majority_at is None
 
 
 def test_answers_are_on_the_disk_when_they_are_kept(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from areal_jax.evaluation.answers import Answer
 from areal_jax.evaluation.report import SHOWN_PER_GRADE, shown, summary, write_report
-from areal_jax.evaluation.results import Results, results_of
+from areal_jax.evaluation.results import Results, compute_results
 from areal_jax.metrics.description import write_description
 from areal_jax.records import Message, ResultKind, Task
 
@@ -34,7 +34,7 @@ ANSWERS[5] = (answer("wrong", "wrong 5"), answer("wrong", "wrong again"))
 
 
 def results() -> Results:
-    return results_of([*TASKS, task(6)], ANSWERS, {6: TimeoutError("late, <very>")})
+    return compute_results([*TASKS, task(6)], ANSWERS, {6: TimeoutError("late, <very>")})
 
 
 def test_the_main_figures_are_those_of_all_samples_and_of_the_largest_k() -> None:
@@ -95,7 +95,7 @@ def test_raw_rewards_are_reported_with_their_standard_error(tmp_path: Path) -> N
         1: tuple(Answer("scored", "stop", 4, None, "b", reward) for reward in (-2.0, 10.0)),
     }
     tasks = [replace(task(place), family=f"f{place % 2}") for place in range(3)]
-    found = results_of(tasks, answers, {2: TimeoutError("late")}, is_raw=True)
+    found = compute_results(tasks, answers, {2: TimeoutError("late")}, is_raw=True)
     assert (found.mean_reward, found.mean_reward_standard_error) == (2.5, 1.5)
     assert {name: family.mean_reward for name, family in found.families.items()} == {
         "f0": 1.0,

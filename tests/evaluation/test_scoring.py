@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 from areal_jax.errors import AllRejected, EngineStopped, InvalidRequest
-from areal_jax.evaluation.figures import wilson_interval
-from areal_jax.evaluation.scoring import Evaluation, evaluate, summarize, tasks_that_fill
+from areal_jax.evaluation.estimators import wilson_interval
+from areal_jax.evaluation.scoring import Evaluation, evaluate, num_tasks_to_fill, summarize
 from areal_jax.protocols import Generate, Grader
 from areal_jax.records import (
     NO_VERSION,
@@ -275,4 +275,4 @@ def test_a_stopped_engine_ends_the_evaluation_at_once() -> None:
 def test_as_many_tasks_are_evaluated_at_a_time_as_fill_the_slots(
     num_slots: int, samples_per_task: int, tasks: int
 ) -> None:
-    assert tasks_that_fill(num_slots, samples_per_task) == tasks
+    assert num_tasks_to_fill(num_slots, samples_per_task) == tasks

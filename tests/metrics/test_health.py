@@ -32,12 +32,12 @@ def healthy(step: int) -> dict[str, float]:
         "trainer/behave_weight": 0.6,
         "trainer/tokens_stale": 50.0,
         "trainer/tokens_trained": 60.0,
-        "gate/accepted": 4.0 * (step + 1),
+        "rollout/accepted": 4.0 * (step + 1),
         # Half of the groups that end are rejected, for all reasons together.
-        "gate/rejected": 4.0 * (step + 1),
+        "rollout/rejected": 4.0 * (step + 1),
         **{
-            f"gate/rejected/{reason}": 1.0 * (step + 1)
-            for reason in ("GradingFailed", "AgentFailed", "InvalidRequest", "NoSignal")
+            f"rollout/rejected/{reason}": 1.0 * (step + 1)
+            for reason in ("grading_failed", "agent_failed", "invalid_request", "no_signal")
         },
     }
 
@@ -45,9 +45,9 @@ def healthy(step: int) -> dict[str, float]:
 def rejected(reason: str, share: float) -> Callable[[int], Row]:
     """Of 20 groups that end in each step, this share is rejected for one reason."""
     return lambda step: {
-        "gate/accepted": 20 * (1 - share) * (step + 1),
-        "gate/rejected": 20 * share * (step + 1),
-        f"gate/rejected/{reason}": 20 * share * (step + 1),
+        "rollout/accepted": 20 * (1 - share) * (step + 1),
+        "rollout/rejected": 20 * share * (step + 1),
+        f"rollout/rejected/{reason}": 20 * share * (step + 1),
     }
 
 
@@ -82,19 +82,19 @@ CASES = [
     ({"trainer/turns": 1.0}, "MultiTurn", {"second_turns_never_taken"}),
     # Nothing was wrong, so nothing was tried again.
     ({"trainer/turns": 1.0, "trainer/correct_fraction": 1.0}, "MultiTurn", set()),
-    (rejected("GradingFailed", 0.6), "SingleTurn", {"reward_failures"}),
-    (rejected("ToolFailed", 0.6), "ToolUse", {"reward_failures"}),
+    (rejected("grading_failed", 0.6), "SingleTurn", {"reward_failures"}),
+    (rejected("tool_failed", 0.6), "ToolUse", {"reward_failures"}),
     (
         lambda step: {"rewards/calls": 20.0 * step, "rewards/failed": 12.0 * step},
         "Agent",
         {"reward_failures"},
     ),
     (lambda step: {"rewards/calls": 20.0 * step, "rewards/failed": 4.0 * step}, "Agent", set()),
-    (rejected("AgentFailed", 0.6), "Agent", {"agents_failing"}),
-    (rejected("TimeoutError", 0.6), "Agent", {"agents_failing"}),
-    (rejected("InvalidRequest", 0.6), "SingleTurn", {"groups_rejected"}),
-    (rejected("NoSignal", 0.6), "SingleTurn", set()),
-    (rejected("NoSignal", 0.96), "SingleTurn", {"no_signal"}),
+    (rejected("agent_failed", 0.6), "Agent", {"agents_failing"}),
+    (rejected("timeout_error", 0.6), "Agent", {"agents_failing"}),
+    (rejected("invalid_request", 0.6), "SingleTurn", {"groups_rejected"}),
+    (rejected("no_signal", 0.6), "SingleTurn", set()),
+    (rejected("no_signal", 0.96), "SingleTurn", {"no_signal"}),
 ]
 
 
@@ -129,9 +129,9 @@ def test_each_check_finds_its_own_fault_and_no_other(
 def test_counters_of_a_resumed_run_count_from_where_it_resumed() -> None:
     def only_rejected(step: int) -> Row:
         return {
-            "gate/accepted": 5000.0,
-            "gate/rejected": 20.0 * step,
-            "gate/rejected/InvalidRequest": 20.0 * step,
+            "rollout/accepted": 5000.0,
+            "rollout/rejected": 20.0 * step,
+            "rollout/rejected/invalid_request": 20.0 * step,
         }
 
     assert found(only_rejected, first=50) == {"groups_rejected"}

@@ -218,7 +218,7 @@ def test_raw_rewards_are_any_finite_number(functions: Path) -> None:
         ) as grader:
             grade = await grader(task(), "2")
             assert grade == RewardResult("scored", score=2.5)
-            assert grade.worth(5.0, -5.0) == 2.5
+            assert grade.to_reward(5.0, -5.0) == 2.5
         async with RewardService(
             RewardConfig(function=f"{functions}:infinite", scale="raw")
         ) as grader:

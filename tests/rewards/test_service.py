@@ -165,8 +165,8 @@ def test_a_text_not_in_the_form_asked_for_holds_no_answer() -> None:
     run(main())
     # -5 as a wrong answer, or what the settings say.
     assert (
-        RewardResult("no_answer").worth(5.0, -5.0),
-        RewardResult("no_answer").worth(5.0, -5.0, -7.0),
+        RewardResult("no_answer").to_reward(5.0, -5.0),
+        RewardResult("no_answer").to_reward(5.0, -5.0, -7.0),
     ) == (-5.0, -7.0)
 
 
@@ -235,11 +235,14 @@ def test_an_own_judge_may_be_async_and_know_degrees(custom_grader: str) -> None:
             half = await grader(task(), "half")
             assert half == RewardResult("wrong", score=0.5)
             # Half the way from -5 to 5, and from -1 to 2.
-            assert half.worth(5.0, -5.0) == 0.0 and half.worth(2.0, -1.0) == 0.5
+            assert half.to_reward(5.0, -5.0) == 0.0 and half.worth(2.0, -1.0) == 0.5
             assert grader.counters()["worker_starts"] == 1
 
     run(main())
-    assert (RewardResult("correct").worth(5.0, -5.0), RewardResult("timeout").worth(5.0, -5.0)) == (
+    assert (
+        RewardResult("correct").to_reward(5.0, -5.0),
+        RewardResult("timeout").worth(5.0, -5.0),
+    ) == (
         5.0,
         -5.0,
     )

@@ -12,7 +12,7 @@ from areal_jax.rl.advantages import (
     compute_advantages,
     mean_weights,
     reward_to_go,
-    shaped_rewards,
+    shape_rewards,
 )
 from areal_jax.rl.config import (
     Advantages,
@@ -42,11 +42,11 @@ def trajectory(
     reward: float, num_trained: int, token_rewards: list[float] | None = None
 ) -> Trajectory:
     """A prompt of two tokens, then those trained on with what each earns."""
-    acted = np.arange(2 + num_trained) >= 2
+    action_mask = np.arange(2 + num_trained) >= 2
     return Trajectory(
         reward,
-        acted,
-        acted,
+        action_mask,
+        action_mask,
         None if token_rewards is None else np.array([0.0, 0.0, *token_rewards]),
     )
 
@@ -119,20 +119,20 @@ def test_unnormalized_advantages_are_the_rewards() -> None:
 
 def test_shaping_moves_scales_clips_and_punishes_what_is_nearly_too_long() -> None:
     rewards, lengths = np.array([1.0, 0.0, 1.0, 1.0, 1.0]), np.array([10, 80, 85, 90, 100])
-    np.testing.assert_array_equal(shaped_rewards(Shaping(), rewards, lengths, 100), rewards)
+    np.testing.assert_array_equal(shape_rewards(Shaping(), rewards, lengths, 100), rewards)
     # AReaL's switches for gsm8k: (r - 1/2) · 10, clipped at 20; a clip of 3 bites.
     np.testing.assert_allclose(
-        shaped_rewards(Shaping(bias=-0.5, scale=10.0, clip=20.0), rewards, lengths, 100),
+        shape_rewards(Shaping(bias=-0.5, scale=10.0, clip=20.0), rewards, lengths, 100),
         [5, -5, 5, 5, 5],
     )
     np.testing.assert_allclose(
-        shaped_rewards(Shaping(bias=-0.5, scale=10.0, clip=3.0), rewards, lengths, 100),
+        shape_rewards(Shaping(bias=-0.5, scale=10.0, clip=3.0), rewards, lengths, 100),
         [3, -3, 3, 3, 3],
     )
     # The last 20 of 100 tokens cost up to 2: 85 is a quarter of the way, 90 half, 100 all.
     shaping = Shaping(overlong_share=0.2, overlong_penalty=2.0)
     np.testing.assert_allclose(
-        shaped_rewards(shaping, rewards, lengths, 100), [1.0, 0.0, 0.5, 0.0, -1.0]
+        shape_rewards(shaping, rewards, lengths, 100), [1.0, 0.0, 0.5, 0.0, -1.0]
     )
 
 

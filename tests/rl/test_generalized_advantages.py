@@ -27,13 +27,13 @@ def by_definition(config: GAE, given: Trajectory) -> np.ndarray:
     are (AReaL)."""
     assert given.values is not None and given.token_rewards is not None
     advantages, next_value, accumulated, reward = (
-        np.zeros(len(given.acted)),
+        np.zeros(len(given.action_mask)),
         given.value_after,
         0.0,
         given.reward,
     )
-    for t in reversed(range(len(given.acted))):
-        if given.acted[t]:
+    for t in reversed(range(len(given.action_mask))):
+        if given.action_mask[t]:
             delta = given.token_rewards[t] + reward + config.gamma * next_value - given.values[t]
             advantages[t] = accumulated = delta + config.gamma * config.lam * accumulated
             next_value, reward = given.values[t], 0.0
@@ -44,14 +44,15 @@ def test_an_answer_that_ended_equals_areals_numbers() -> None:
     # 2 tokens of prompt, 3 of answer, reward 5 on the last; AReaL's places are those of the states,
     # one earlier. Backwards: 5 - .4 = 4.6;  .9 · .4 - .3 + .72 · 4.6 = 3.372;  .9 · .3 - .2 + .72 ·
     # 3.372 = 2.49784.
-    acted = np.array([0, 0, 1, 1, 1], bool)
+    action_mask = np.array([0, 0, 1, 1, 1], bool)
     found = generalized_advantages(
-        GAE(gamma=0.9, lam=0.8), Trajectory(5.0, acted, acted, values=before(VALUES)[:5])
+        GAE(gamma=0.9, lam=0.8),
+        Trajectory(5.0, action_mask, action_mask, values=before(VALUES)[:5]),
     )
     np.testing.assert_allclose(found, [0, 0, 2.49784, 3.372, 4.6], atol=1e-6)
     # gamma = lambda = 1 without a critic's opinion: the reward.
     found = generalized_advantages(
-        GAE(gamma=1.0, lam=1.0), Trajectory(5.0, acted, acted, values=np.zeros(5))
+        GAE(gamma=1.0, lam=1.0), Trajectory(5.0, action_mask, action_mask, values=np.zeros(5))
     )
     np.testing.assert_array_equal(found, [0, 0, 5, 5, 5])
 
@@ -61,27 +62,29 @@ def test_an_answer_that_was_cut_off_goes_on_in_the_critics_opinion_and_tools_cos
     # behind it being .8; then .9 · .7 - .6 - .72 · 4.98 = -3.5556;  .9 · .6 - .5 - .72 · 3.5556 =
     # -2.520032;  over the tool, whose own values are not read: .9 · .5 - .2 - .72 · 2.520032 =
     # -1.564423;  .9 · .2 - .1 - .72 · 1.564423 = -1.046385.
-    acted = np.array([0, 1, 1, 0, 0, 1, 1, 1], bool)
-    given = Trajectory(-5.0, acted, acted, values=before(VALUES), value_after=0.8)
+    action_mask = np.array([0, 1, 1, 0, 0, 1, 1, 1], bool)
+    given = Trajectory(-5.0, action_mask, action_mask, values=before(VALUES), value_after=0.8)
     found = generalized_advantages(GAE(gamma=0.9, lam=0.8), given)
     np.testing.assert_allclose(
-        found[acted], [-1.046385, -1.564423, -2.520032, -3.5556, -4.98], atol=1e-6
+        found[action_mask], [-1.046385, -1.564423, -2.520032, -3.5556, -4.98], atol=1e-6
     )
-    assert not found[~acted].any()
+    assert not found[~action_mask].any()
 
 
 def test_it_equals_the_loop_on_a_thousand_random_masks() -> None:
     rng = np.random.default_rng(0)
     for i in range(1000):
         length = int(rng.integers(1, 70))
-        acted = rng.random(length) < rng.random()
+        action_mask = rng.random(length) < rng.random()
         config = GAE(
             gamma=float(rng.choice([1.0, 0.9, 0.0])), lam=float(rng.choice([1.0, 0.95, 0.5, 0.0]))
         )
         # What is said where no token was sampled is not read.
-        rewards, values = (np.where(acted, rng.normal(size=length), np.nan) for _ in range(2))
+        rewards, values = (np.where(action_mask, rng.normal(size=length), np.nan) for _ in range(2))
         value_after = float(rng.normal()) if i % 2 else 0.0
-        given = Trajectory(float(rng.normal()), acted, acted, rewards, values, value_after)
+        given = Trajectory(
+            float(rng.normal()), action_mask, action_mask, rewards, values, value_after
+        )
         np.testing.assert_allclose(
             generalized_advantages(config, given), by_definition(config, given), atol=1e-12
         )
@@ -90,9 +93,9 @@ def test_it_equals_the_loop_on_a_thousand_random_masks() -> None:
 def test_with_lambda_1_the_return_is_all_that_is_still_to_come() -> None:
     # r_t + gamma r_{t+1} + ..., whatever the critic says: 1 + .5 · 2 + .25 · (4 + .5 · 8) = 4. Of a
     # prompt nothing is said.
-    acted = np.array([False, True, True, True])
+    action_mask = np.array([False, True, True, True])
     values, earned = np.array([np.nan, 9.0, -3.0, 0.5]), np.array([0.0, 1.0, 2.0, 3.0])
-    given = Trajectory(1.0, acted, acted, earned, values, value_after=8.0)
+    given = Trajectory(1.0, action_mask, action_mask, earned, values, value_after=8.0)
     ((found,),) = value_targets(GAE(gamma=0.5, lam=1.0), [[given]])
     np.testing.assert_allclose(found, [0.0, 4.0, 6.0, 8.0])
 
@@ -130,6 +133,6 @@ def test_equal_advantages_and_none_at_all_become_zero(trained: list[bool]) -> No
 
 
 def test_without_a_critic_there_is_no_gae() -> None:
-    acted = np.ones(2, bool)
+    action_mask = np.ones(2, bool)
     with pytest.raises(ValueError, match=r"trainer\.advantages"):
-        compute_advantages(GAE(), [[Trajectory(1.0, acted, acted)]])
+        compute_advantages(GAE(), [[Trajectory(1.0, action_mask, action_mask)]])

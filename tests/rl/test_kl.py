@@ -162,13 +162,17 @@ def test_every_token_pays_for_its_own_straying_and_others_pay_nothing() -> None:
         np.log(np.array([0.5, 0.5, 0.25], np.float32)),
         np.log(np.array([0.1, 0.25, 0.5], np.float32)),
     )
-    acted = np.array([False, True, True])
+    action_mask = np.array([False, True, True])
     # log ratios ln 2 and -ln 2: k1 ±.693147; k3 .193147 and 2 - 1 - .693147 = .306853.
-    penalty = kl_penalty(KLInReward(coefficient=0.1, estimator="k1"), behave, reference, acted)
+    penalty = kl_penalty(
+        KLInReward(coefficient=0.1, estimator="k1"), behave, reference, action_mask
+    )
     np.testing.assert_allclose(penalty, [0.0, -0.0693147, 0.0693147], atol=1e-7)
-    penalty = kl_penalty(KLInReward(coefficient=0.1, estimator="k3"), behave, reference, acted)
+    penalty = kl_penalty(
+        KLInReward(coefficient=0.1, estimator="k3"), behave, reference, action_mask
+    )
     np.testing.assert_allclose(penalty, [0.0, -0.0193147, -0.0306853], atol=1e-7)
-    assert not kl_penalty(KLInReward(), behave, behave, acted).any()
+    assert not kl_penalty(KLInReward(), behave, behave, action_mask).any()
 
 
 def test_following_the_teacher_is_descending_the_reverse_divergence() -> None:
@@ -190,9 +194,9 @@ def test_following_the_teacher_is_descending_the_reverse_divergence() -> None:
 
 def test_a_teacher_that_agrees_says_nothing_and_rewards_count_as_much_as_they_are_given() -> None:
     behave, advantages = log_softmax(LOGITS), np.array([1.0, -1.0, 2.0, 0.0, 3.0], np.float32)
-    acted = np.array([False, True, True, True, True])
+    action_mask = np.array([False, True, True, True, True])
     agreeing = distilled_advantages(
-        Teacher(path="", reward_weight=0.0), advantages, behave, behave, acted
+        Teacher(path="", reward_weight=0.0), advantages, behave, behave, action_mask
     )
     assert not agreeing.any()
     # Twice ln(1/2) beside half of the reward's; the prompt hears nothing of the teacher.
@@ -201,10 +205,10 @@ def test_a_teacher_that_agrees_says_nothing_and_rewards_count_as_much_as_they_ar
         advantages,
         behave,
         behave + np.log(0.5, dtype=np.float32),
-        acted,
+        action_mask,
     )
     np.testing.assert_allclose(
-        both, advantages / 2 + np.where(acted, 2 * np.log(0.5), 0.0), atol=1e-6
+        both, advantages / 2 + np.where(action_mask, 2 * np.log(0.5), 0.0), atol=1e-6
     )
 
 

@@ -21,7 +21,7 @@ from areal_jax.records import (
     RolloutState,
     Sample,
     Sampling,
-    Suspended,
+    SuspendedGroup,
     Task,
 )
 from areal_jax.rollout.buffer import TasksExhausted
@@ -32,7 +32,7 @@ from areal_jax.rollout.controller import (
     MIN_GROUPS_WITHOUT_SIGNAL,
     Rollouts,
     open_gate,
-    rolling_out,
+    run_rollouts,
 )
 from areal_jax.workflows.turns import ToolFailed
 
@@ -137,7 +137,7 @@ async def run(
     gate, buffer = open_gate(config, version, restored)
     async with (
         running(engine or TinyEngine(version=version)) as engine,
-        rolling_out(
+        run_rollouts(
             tasks,
             engine,
             workflow,
@@ -384,7 +384,7 @@ def test_a_call_that_was_finished_does_not_reach_the_engine_again() -> None:
 def test_restored_groups_start_first_and_keep_their_ids() -> None:
     async def main() -> None:
         old = tuple(
-            Suspended(id, Task(f"task-{id}", (Message("user", "?"),), "1")) for id in (8, 11)
+            SuspendedGroup(id, Task(f"task-{id}", (Message("user", "?"),), "1")) for id in (8, 11)
         )
         state = RolloutState({"place": 12}, 12, {"GradingFailed": 2}, (), old)
         started: list[str] = []
@@ -402,7 +402,7 @@ def test_restored_groups_start_first_and_keep_their_ids() -> None:
             assert (
                 counters["started"],
                 counters["accepted"],
-                counters["rejected/GradingFailed"],
+                counters["rejected/grading_failed"],
             ) == (14, 12, 2)
 
     asyncio.run(main())
@@ -413,7 +413,7 @@ def test_a_snapshot_of_a_restored_run_says_the_same_of_those_that_run_and_of_tho
 ):
     async def main() -> None:
         old = tuple(
-            Suspended(id, Task(f"task-{id}", (Message("user", "?"),), "1")) for id in range(5)
+            SuspendedGroup(id, Task(f"task-{id}", (Message("user", "?"),), "1")) for id in range(5)
         )
         state = RolloutState({"place": 5}, 5, {}, (), old)
         # Two may run, three wait for the gate; the engine stands still.
@@ -465,8 +465,8 @@ def test_a_workflow_that_raises_costs_its_group_and_no_more(
             counters = rollouts.counters()
             assert (
                 counters["rejected"],
-                counters["rejected/KeyError"],
-                counters["rejected/InvalidRequest"],
+                counters["rejected/key_error"],
+                counters["rejected/invalid_request"],
             ) == (16, 8, 8)
             assert (rollouts.gate.accepted, rollouts.gate.rejected, rollouts.gate.running) == (
                 24,
@@ -684,7 +684,7 @@ def test_a_task_stream_that_raises_fails_the_take() -> None:
         gate, buffer = open_gate(CONFIG, 0)
         async with (
             running(TinyEngine()) as engine,
-            rolling_out(
+            run_rollouts(
                 Broken(9), engine, one_call, grader, gate, buffer, CONFIG, sampling=SAMPLING, seed=0
             ),
         ):
@@ -751,7 +751,7 @@ def test_a_silent_engine_fails_the_snapshot_in_words(monkeypatch: pytest.MonkeyP
     async def main() -> None:
         gate, buffer = open_gate(CONFIG, 0)
         # Nobody runs this engine.
-        async with rolling_out(
+        async with run_rollouts(
             Numbers(9),
             TinyEngine(),
             one_call,

@@ -88,9 +88,9 @@ def test_a_run_loses_no_task_with_an_engine_a_reward_worker_and_a_trainer_host(
         == []
     )
     assert all(
-        row["gate/rejected"] == 0
+        row["rollout/rejected"] == 0
         for row in jsonl.read(tmp_path / "metrics.jsonl")
-        if "gate/rejected" in row
+        if "rollout/rejected" in row
     )
     assert len(processes) > len(killed), "grading processes die with their worker"
     _, alive = psutil.wait_procs(processes, timeout=10)

@@ -298,7 +298,9 @@ def test_over_100_asynchronous_steps_nothing_is_too_old_trained_twice_or_lost(
     # A batch is the oldest of what is finished, so that what was started early is not left behind
     # for long.
     trained = sorted({row["group"] for row in rows})
-    started = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])["gate/started"]
+    started = json.loads((tmp_path / "metrics.jsonl").read_text().splitlines()[-1])[
+        "rollout/started"
+    ]
     missing = set(range(trained[-1])) - set(trained)
     assert len(trained) + len(missing) <= started
     assert (

@@ -408,9 +408,9 @@ def test_a_run_over_three_nodes_survives_the_loss_of_two(
         == []
     )
     assert all(
-        row["gate/rejected"] == 0
+        row["rollout/rejected"] == 0
         for row in jsonl.read(tmp_path / "metrics.jsonl")
-        if "gate/rejected" in row
+        if "rollout/rejected" in row
     )
     _, alive = psutil.wait_procs(processes, timeout=10)
     assert alive == []

@@ -53,7 +53,7 @@ class Scripted:
                     list(
                         request.on_progress(
                             [
-                                Progress(i, each.between(start, start + 3))
+                                Progress(i, each.slice(start, start + 3))
                                 for i, each in enumerate(answer)
                             ]
                         )

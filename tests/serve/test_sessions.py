@@ -22,7 +22,7 @@ from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.protocols import Generate
 from areal_jax.records import Completion, OnProgress, Progress, StopReason
 from areal_jax.serve.sessions import AgentServer, Session
-from areal_jax.workflows.conversation import Call, samples_of
+from areal_jax.workflows.conversation import Call, make_samples
 
 T = TypeVar("T")
 
@@ -54,7 +54,7 @@ class Odd:
             answers.append(completion([*tokens, STOP] if reason == "stop" else tokens, reason))
             self.sampled.append((prompt_tokens.tolist(), answers[-1].tokens.tolist()))
             if on_progress is not None:
-                on_progress([Progress(sample, answers[-1].between(0, 2))])
+                on_progress([Progress(sample, answers[-1].slice(0, 2))])
         return answers
 
 
@@ -107,7 +107,7 @@ def test_in_100_conversations_with_odd_tokens_what_is_trained_is_what_was_drawn(
         assert [
             (call.prompt.tolist(), call.completion.tokens.tolist()) for call in calls
         ] == odd.sampled
-        samples = samples_of(calls, [1.0] * len(calls), "correct")
+        samples = make_samples(calls, [1.0] * len(calls), "correct")
         # A conversation is one sample, for each of its calls resumes from the tokens of the last.
         assert len(samples) == 100
         trained = [
@@ -118,7 +118,7 @@ def test_in_100_conversations_with_odd_tokens_what_is_trained_is_what_was_drawn(
             each for sample in samples for each in sample.behave_logp[sample.loss_mask].tolist()
         ]
         assert logp == [-0.5] * len(trained)
-        alone = samples_of(calls, [1.0] * len(calls), "correct", export="per_call")
+        alone = make_samples(calls, [1.0] * len(calls), "correct", export="per_call")
         assert [
             token for sample in alone for token in sample.tokens[sample.loss_mask].tolist()
         ] == trained
@@ -194,7 +194,7 @@ def test_of_several_answers_the_one_that_is_gone_on_from_is_found():
         calls = [Call(prompt, sampled) for prompt, sampled in session.calls()]
         assert len(calls) == 4
         assert calls[3].follows(calls[2]) and not calls[3].follows(calls[1])
-        assert len(samples_of(calls, [0.0] * 4, "wrong")) == 3
+        assert len(make_samples(calls, [0.0] * 4, "wrong")) == 3
 
     in_session(Odd(3), converse)
 

@@ -148,11 +148,11 @@ def test_the_critics_loss_is_that_of_one_sequence_at_a_time_and_its_foresight_is
 ) -> None:
     groups = batch()
     trajectories = plain_trajectories(groups)
-    acted = np.concatenate([t.acted for g in trajectories for t in g])
-    values = np.concatenate([np.asarray(t.values) for g in trajectories for t in g])[acted]
+    action_mask = np.concatenate([t.action_mask for g in trajectories for t in g])
+    values = np.concatenate([np.asarray(t.values) for g in trajectories for t in g])[action_mask]
     returns = np.concatenate(
         [target for g in value_targets(GAE_RAW, trajectories) for target in g]
-    )[acted]
+    )[action_mask]
     result = shared("one device").step(groups)
     assert mean(result, "value_loss") == pytest.approx(
         0.5 * np.mean((values - returns) ** 2), abs=1e-5

@@ -16,7 +16,7 @@ from areal_jax.models.decoder import Params, Policy
 from areal_jax.records import NO_VERSION, Completion, Message, Sample, StopReason
 from areal_jax.rl.logprobs import token_logprobs
 from areal_jax.rl.losses import decoupled_ppo_loss
-from areal_jax.workflows.conversation import Call, Export, next_prompt, samples_of
+from areal_jax.workflows.conversation import Call, Export, build_next_prompt, make_samples
 
 EMBEDDED = HFTokenizer.from_folder(Path(areal_jax.__file__).parent / "models" / "embedded")
 STOP = EMBEDDED.stop_token_ids[0]
@@ -43,7 +43,7 @@ def conversation(rng: np.random.Generator) -> list[Call]:
     calls = [Call(EMBEDDED.render([Message("user", "1+1?")]), completion(rng, "stop"))]
     for _ in range(rng.integers(0, 5)):
         said = "".join(chr(c) for c in rng.integers(32, 0x3000, rng.integers(0, 6)))
-        prompt = next_prompt(
+        prompt = build_next_prompt(
             EMBEDDED, calls[-1], [Message(str(rng.choice(["user", "tool"])), said)]
         )
         calls.append(Call(prompt, completion(rng, "stop" if rng.random() < 0.7 else "length")))
@@ -59,7 +59,7 @@ def test_the_tokens_that_are_trained_on_are_the_tokens_that_were_drawn(export: E
     changed_by_text = 0
     for seed in range(100):
         calls = conversation(np.random.default_rng(seed))
-        samples = samples_of(calls, [1.0] * len(calls), "correct", export=export)
+        samples = make_samples(calls, [1.0] * len(calls), "correct", export=export)
         assert len(samples) == (1 if export == "concatenated" else len(calls))
         for name, of_call in (
             ("tokens", "tokens"),
@@ -86,7 +86,7 @@ def test_the_tokens_that_are_trained_on_are_the_tokens_that_were_drawn(export: E
 def test_every_call_is_trained_on_after_exactly_what_it_was_given() -> None:
     for seed in range(100):
         calls = conversation(np.random.default_rng(seed))
-        (sample,) = samples_of(calls, [1.0] * len(calls), "correct")
+        (sample,) = make_samples(calls, [1.0] * len(calls), "correct")
         for call in calls:
             assert np.array_equal(sample.tokens[: len(call.tokens)], call.tokens)
 
@@ -97,16 +97,16 @@ def test_between_two_turns_stands_what_the_template_puts_there() -> None:
     whole = EMBEDDED.render(
         [Message("user", "1+1?"), Message("assistant", "2"), Message("user", "Sure?")]
     )
-    assert next_prompt(EMBEDDED, ended, [Message("user", "Sure?")]).tolist() == whole.tolist()
+    assert build_next_prompt(EMBEDDED, ended, [Message("user", "Sure?")]).tolist() == whole.tolist()
     # One that was cut is ended for it; the token that ends it is context.
     cut = Call(ended.prompt, answer(said.tolist(), "length"))
-    assert next_prompt(EMBEDDED, cut, [Message("user", "Sure?")]).tolist() == whole.tolist()
+    assert build_next_prompt(EMBEDDED, cut, [Message("user", "Sure?")]).tolist() == whole.tolist()
     # So is one in which nothing was sampled.
-    nothing = next_prompt(
+    nothing = build_next_prompt(
         EMBEDDED, Call(ended.prompt, answer([], "length")), [Message("user", "Sure?")]
     )
     assert nothing[: len(ended.prompt) + 1].tolist() == [*ended.prompt.tolist(), STOP]
-    (sample,) = samples_of([cut, Call(whole, answer([5], "length"))], [0.0, 1.0], "correct")
+    (sample,) = make_samples([cut, Call(whole, answer([5], "length"))], [0.0, 1.0], "correct")
     assert sample.tokens[sample.loss_mask].tolist() == [*said.tolist(), 5]
 
 
@@ -128,7 +128,7 @@ def test_calls_that_do_not_go_on_from_one_another_are_samples_of_their_own() -> 
     other = Call(np.array([3, 10], np.int32), answer([11, STOP], "stop"))
     # Was told that the one before had said something else: what that drew is no context of it.
     rewritten = Call(np.array([3, 10, 6, STOP, 12], np.int32), answer([13, STOP], "stop"))
-    samples = samples_of(
+    samples = make_samples(
         [first, second, branch, other, rewritten], [0.1, 0.2, 0.3, 0.4, 0.5], "correct"
     )
     trained = [sample.tokens[sample.loss_mask].tolist() for sample in samples]
@@ -136,7 +136,7 @@ def test_calls_that_do_not_go_on_from_one_another_are_samples_of_their_own() -> 
     assert [sample.reward for sample in samples] == [0.2, 0.3, 0.4, 0.5]
     assert [sample.stop_reason for sample in samples] == ["length", "stop", "stop", "stop"]
     # One call each: the reward of each, its own prompt for context.
-    alone = samples_of(
+    alone = make_samples(
         [first, second, branch, other], [0.1, 0.2, 0.3, 0.4], "correct", export="per_call"
     )
     assert [sample.reward for sample in alone] == [0.1, 0.2, 0.3, 0.4]
@@ -205,7 +205,7 @@ def test_both_exports_give_the_same_policy_gradient() -> None:
         samples = [
             sample
             for calls, reward in zip(conversations, rewards, strict=True)
-            for sample in samples_of(calls, [reward] * len(calls), "correct", export=export)
+            for sample in make_samples(calls, [reward] * len(calls), "correct", export=export)
         ]
         of_export[export] = (len(samples), gradient(params, *rows(samples)))
     (few, concatenated), (many, per_call) = of_export["concatenated"], of_export["per_call"]

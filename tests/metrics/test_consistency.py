@@ -8,8 +8,15 @@ from pathlib import Path
 
 import pytest
 
-from areal_jax.metrics.agreement import Found, UnusedGroups, compare, ranges, read_gaps, remedy
 from areal_jax.metrics.config import METRICS
+from areal_jax.metrics.consistency import (
+    Found,
+    UnusedGroups,
+    check_rows,
+    format_ranges,
+    read_gaps,
+    suggest_remedy,
+)
 from areal_jax.metrics.description import FILE, write_description
 from areal_jax.metrics.sinks import SAMPLES
 
@@ -47,7 +54,7 @@ def compared(
 ) -> Found:
     gaps = read_gaps(folder / FILE)
     unused = unused or UnusedGroups()
-    return compare(
+    return check_rows(
         folder, VERSION, known_gaps=gaps, writes_samples=writes_samples, unused_groups=unused
     )
 
@@ -132,12 +139,12 @@ def test_the_remedy_names_the_file_and_the_newest_checkpoint_that_agrees(tmp_pat
     write(tmp_path, METRICS, [*STEPS[:2], *STEPS[3:]])
     (fault,) = compared(tmp_path).faults
     reported = f"move {tmp_path / METRICS} away to resume without its rows"
-    assert remedy(tmp_path, fault, VERSION, [VERSION]) == reported
+    assert suggest_remedy(tmp_path, fault, VERSION, [VERSION]) == reported
     expected = f"{reported}, or move the checkpoints after version 2 away to resume from that one"
-    assert remedy(tmp_path, fault, VERSION, [1, 2, VERSION]) == expected
+    assert suggest_remedy(tmp_path, fault, VERSION, [1, 2, VERSION]) == expected
 
 
 def test_ranges_are_short() -> None:
-    assert ranges([3]) == "version 3"
-    assert ranges([1, 2, 5]) == "versions 1 to 2, 5"
-    assert ranges(range(0, 20, 2)) == "versions 0, 2, 4, 6, 8, ..."
+    assert format_ranges([3]) == "version 3"
+    assert format_ranges([1, 2, 5]) == "versions 1 to 2, 5"
+    assert format_ranges(range(0, 20, 2)) == "versions 0, 2, 4, 6, 8, ..."

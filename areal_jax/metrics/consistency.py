@@ -42,7 +42,7 @@ class Found(NamedTuple):
     gaps: Gaps
 
 
-def compare(
+def check_rows(
     run_folder: Path,
     version: int,
     *,
@@ -71,13 +71,13 @@ def compare(
         else missing & set(known_gaps.get(METRICS, ()))
     )
     if lost := missing - set(gaps[METRICS]):
-        faults.append(Fault(METRICS, min(lost), f"has no rows of {ranges(lost)}"))
+        faults.append(Fault(METRICS, min(lost), f"has no rows of {format_ranges(lost)}"))
     if twice := {at for at, count in counts.items() if count > 1}:
         faults.append(
             Fault(
                 METRICS,
                 min(twice),
-                f"has more than one row of {ranges(twice)}, as if two processes wrote there",
+                f"has more than one row of {format_ranges(twice)}, as if two processes wrote there",
             )
         )
 
@@ -101,10 +101,14 @@ def compare(
         gaps[SAMPLES] = [at for at in sorted(missing) if at > max(written, default=-1)]
     gaps[SAMPLES] = sorted({*gaps.get(SAMPLES, ()), *(missing & set(known_gaps.get(SAMPLES, ())))})
     if lost := missing - set(gaps[SAMPLES]):
-        faults.append(Fault(SAMPLES, min(lost), f"has no samples of {ranges(lost)}"))
+        faults.append(Fault(SAMPLES, min(lost), f"has no samples of {format_ranges(lost)}"))
     if torn := {at for at, count in written.items() if samples_of.get(at, count) > count}:
         faults.append(
-            Fault(SAMPLES, min(torn), f"has fewer samples of {ranges(torn)} than {METRICS} counts")
+            Fault(
+                SAMPLES,
+                min(torn),
+                f"has fewer samples of {format_ranges(torn)} than {METRICS} counts",
+            )
         )
     if many := repeated | {
         at for at, count in written.items() if samples_of.get(at, count) < count
@@ -113,7 +117,7 @@ def compare(
             Fault(
                 SAMPLES,
                 min(many),
-                f"has samples of {ranges(many)} twice, as if two processes wrote there",
+                f"has samples of {format_ranges(many)} twice, as if two processes wrote there",
             )
         )
     if unused:
@@ -121,7 +125,7 @@ def compare(
             Fault(
                 SAMPLES,
                 min(unused),
-                f"has samples of {ranges(unused)} that the checkpoint has not trained on",
+                f"has samples of {format_ranges(unused)} that the checkpoint has not trained on",
             )
         )
     return Found(faults, gaps)
@@ -139,7 +143,7 @@ class UnusedGroups(NamedTuple):
         return group in self.waiting or (self.next_id is not None and group >= self.next_id)
 
 
-def remedy(run_folder: Path, fault: Fault, version: int, older: Iterable[int]) -> str:
+def suggest_remedy(run_folder: Path, fault: Fault, version: int, older: Iterable[int]) -> str:
     """What a user can do. Args: older: versions of whole checkpoints."""
     away = f"move {run_folder / fault.file} away to resume without its rows"
     usable = [at for at in older if at <= fault.version and at < version]
@@ -150,7 +154,7 @@ def remedy(run_folder: Path, fault: Fault, version: int, older: Iterable[int]) -
     )
 
 
-def ranges(versions: Iterable[int]) -> str:
+def format_ranges(versions: Iterable[int]) -> str:
     """Versions in words, such as `versions 3 to 5, 9`."""
     found: list[list[int]] = []
     for version in sorted(versions):

@@ -6,8 +6,7 @@ from fractions import Fraction
 from itertools import combinations
 
 import pytest
-
-from areal_jax.evaluation.figures import (
+from areal_jax.evaluation.estimators import (
     majority_at_k,
     pass_at_k,
     powers_of_two,
