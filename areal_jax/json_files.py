@@ -1,4 +1,4 @@
-"""Reading of JSON files that other programs wrote."""
+"""JSON files that other programs wrote."""
 
 from __future__ import annotations
 
@@ -8,12 +8,15 @@ from typing import Any
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The object that a JSON file of others holds. ValueError, which names the file, where it holds
-    something else."""
+    """Read a JSON object.
+
+    Raises:
+        ValueError: the file does not hold a JSON object; the message names the file.
+    """
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
-        raise ValueError(f"{path}: expected JSON, came something else ({error})") from error
+        raise ValueError(f"{path}: expected JSON, found something else ({error})") from error
     if not isinstance(found, dict):
-        raise ValueError(f"{path}: expected a JSON object, came {type(found).__name__}")
+        raise ValueError(f"{path}: expected a JSON object, found {type(found).__name__}")
     return found

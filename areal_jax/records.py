@@ -182,9 +182,9 @@ def derive_seed(seed: int, name: str) -> int:
 
 
 class CallIds:
-    """Names for the generate calls of one task, derived from prompt and occurrence.
+    """Ids for the generate calls of one task, derived from prompt and occurrence.
 
-    Concurrent turns of a task get the same names whichever turn runs first, so that a replay finds
+    Concurrent turns of a task get the same ids whichever turn runs first, so that a replay finds
     their journaled completions.
     """
 
@@ -199,8 +199,8 @@ class CallIds:
     def next(
         self, prompt_tokens: Int32[np.ndarray, "P"], num_samples: int, max_new_tokens: int | None
     ) -> str:
-        """Return the name of the next call with this prompt and budget."""
-        # The budget is part of the name: a replay never returns a completion of another length.
+        """Return the id of the next call with this prompt and budget."""
+        # The budget is part of the id: a replay never returns a completion of another length.
         budget = b"" if max_new_tokens is None else f"/{num_samples}/{max_new_tokens}".encode()
         kind = hashlib.blake2b(prompt_tokens.tobytes() + budget, digest_size=6).hexdigest()
         self._num_calls[kind] += 1
@@ -255,7 +255,9 @@ class ToolResult:
     """Text for the policy: the result, or the error of the call."""
 
 
-def with_stop_token(sampled: Int32[np.ndarray, "T"], stop_token_ids: Sequence[int]) -> Int32[np.ndarray, "_"]:
+def with_stop_token(
+    sampled: Int32[np.ndarray, "T"], stop_token_ids: Sequence[int]
+) -> Int32[np.ndarray, "_"]:
     """Return the answer with the token that ends a turn appended, if it lacks one.
 
     Truncated answers, and answers ended by a stop string, lack it.

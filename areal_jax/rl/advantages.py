@@ -1,8 +1,7 @@
-"""How the rewards of a batch become an advantage for every token. numpy only.
+"""Advantages of tokens from the rewards of a batch; numpy only.
 
-Standard deviations are those of a sample (divided by n - 1), as in AReaL. Where all rewards are
-equal a centred advantage is 0.
-Axes: G samples of a group, T tokens of a sample.
+Standard deviations are divided by n - 1, as in AReaL. If all rewards are equal, a centred advantage
+is exactly 0. Axes: G samples of a group, S samples of a mini-batch, T tokens of a sample.
 """
 
 from __future__ import annotations
@@ -27,31 +26,34 @@ from areal_jax.rl.config import (
 
 
 class Trajectory(NamedTuple):
-    """A sample as advantages see it."""
+    """Rewards, masks and values of one sample."""
 
     reward: float
-    """Of the whole sample, shaped."""
+    """Shaped reward of the whole sample."""
     action_mask: Bool[np.ndarray, "T"]
-    """The tokens that the policy drew; all others only stand between them."""
+    """True for tokens that the policy sampled."""
     loss_mask: Bool[np.ndarray, "T"]
-    """Of those, the ones in the loss."""
+    """True for sampled tokens that are in the loss."""
     token_rewards: Float[np.ndarray, "T"] | None = None
-    """What each token earns besides, 0 where the policy drew none; None: nothing."""
+    """Additional reward per token, 0 outside the action mask; None: none."""
     values: Float[np.ndarray, "T"] | None = None
-    """By a critic, of the state in which each token was sampled, which is the one before it; read
-    where the policy drew one."""
+    """Critic's value of the state in which each token was sampled; read under the action mask
+    only."""
     value_after: float = 0.0
-    """By a critic, of the state behind the last token that the policy drew; 0 where the answer had
-    come to its end."""
+    """Critic's value of the state after the last sampled token; 0 if the answer has ended."""
 
 
 def compute_advantages(
     config: Advantages, groups: Sequence[Sequence[Trajectory]]
 ) -> list[list[Float32[np.ndarray, "_"]]]:
-    """One advantage per token, by group and sample, in the order given. Groups may differ in size.
+    """Compute one advantage per token, by group and sample. Groups may differ in size.
 
-    Without a critic a sample's reward makes the same advantage on all its tokens; to it is added
-    what they earn besides, from each token on, undiscounted."""
+    Without a critic, all tokens of a sample get the advantage of its reward, plus their token
+    rewards to go, undiscounted.
+
+    Raises:
+        TypeError: the estimator is unknown.
+    """
     match config:
         case GroupNormalized():
             return _spread(groups, _group_normalized(_rewards_by_group(groups), config))
@@ -66,22 +68,24 @@ def compute_advantages(
         case Unnormalized():
             return _spread(groups, _rewards_by_group(groups))
     raise TypeError(
-        f"{type(config).__name__} says nothing of how rewards become advantages; set "
-        "trainer.advantages to GroupNormalized, "
-        "LeaveOneOut, BatchNormalized, Unnormalized or GAE"
+        "expected an advantage estimator of areal_jax.rl.config, found "
+        f"{type(config).__name__}; set trainer.advantages to GroupNormalized, LeaveOneOut, "
+        "BatchNormalized, Unnormalized or GAE"
     )
 
 
 def reward_to_go(token_rewards: Float[np.ndarray, "T"]) -> Float64[np.ndarray, "T"]:
-    """Of every token, the sum of its own reward and all later ones."""
+    """Return for each token the sum of its own and all later rewards."""
     return np.cumsum(token_rewards[::-1], dtype=np.float64)[::-1]
 
 
 def value_targets(
     config: GAE, groups: Sequence[Sequence[Trajectory]]
 ) -> list[list[Float32[np.ndarray, "_"]]]:
-    """What the critic is to say of every token that the policy drew: its advantage, not normalised,
-    and the value that it is an advantage over (the return of lambda). 0 of others."""
+    """Compute the critic's targets, the lambda returns: unnormalised advantage plus value.
+
+    Targets are 0 outside the action mask.
+    """
     return [
         [
             (
@@ -95,12 +99,12 @@ def value_targets(
 
 
 def generalized_advantages(config: GAE, trajectory: Trajectory) -> Float64[np.ndarray, "T"]:
-    """Advantage of every token that the policy drew, 0 of others (GAE, arXiv:1506.02438, equation
-    16), not normalised.
+    """Compute unnormalised advantages of sampled tokens (GAE, arXiv:1506.02438, equation 16).
 
-    delta_i = r_i + gamma V_{i+1} - V_i,  A_i = delta_i + gamma lam A_{i+1},  i counting sampled
-    tokens alone: prompt, feedback and what a tool said are no steps, and discount nothing. The
-    sample's reward comes with its last one."""
+    delta_i = r_i + gamma V_{i+1} - V_i,  A_i = delta_i + gamma lam A_{i+1}, where i counts sampled
+    tokens only: prompt, feedback and tool output are no steps and discount nothing. The sample's
+    reward is added to its last step. Advantages are 0 outside the action mask.
+    """
     action_mask = trajectory.action_mask
     advantages, values = (
         np.zeros(action_mask.shape, np.float64),
@@ -126,12 +130,14 @@ def shape_rewards(
     num_sampled_G: Int[np.ndarray, "G"],
     max_new_tokens: int,
 ) -> Float[np.ndarray, "G"]:
-    """clip(scale · (r + bias)), and less of it for answers near the limit (DAPO, arXiv:2503.14476,
+    """Compute clip(scale · (r + bias)) minus the overlong penalty (DAPO, arXiv:2503.14476,
     equation 13).
 
     Args:
-        num_sampled_G: tokens of each answer.
-        max_new_tokens: the limit, at which an answer loses all of `config.overlong_penalty`.
+        config: reward shaping.
+        rewards_G: rewards of a group's samples.
+        num_sampled_G: sampled tokens of each answer.
+        max_new_tokens: length at which the whole `config.overlong_penalty` applies.
     """
     shaped_G = config.scale * (rewards_G + config.bias)
     if config.clip is not None:
@@ -148,19 +154,19 @@ def shape_rewards(
 def mean_weights(
     mean: Mean, num_loss_tokens: Int[np.ndarray, "S"], constant_tokens: int
 ) -> Float32[np.ndarray, "S"]:
-    """Factors of the samples' advantages with which a mean over all tokens of a mini-batch becomes
-    the mean that is asked for.
+    """Compute factors of the samples' advantages that turn a mean over tokens into `mean`.
 
-    Every objective is proportional to the advantage, so no objective has to know of means; only a
-    KL that joins the loss does.
+    Every objective is proportional to the advantage, so that only the KL in the loss needs the
+    factors too.
 
     Args:
-        num_loss_tokens: of every sample of the mini-batch.
-        constant_tokens: the length by which "constant" divides.
+        mean: aggregation of the mini-batch's loss.
+        num_loss_tokens: loss tokens of each sample of the mini-batch.
+        constant_tokens: divisor of the aggregation "constant".
     """
     if mean == "tokens":
         return np.ones(num_loss_tokens.shape, np.float32)
-    # A sample without a token in the loss is none of the sequences.
+    # A sample without loss tokens does not count as a sequence.
     mean_length = num_loss_tokens.sum() / max((num_loss_tokens > 0).sum(), 1)
     lengths = (
         np.maximum(num_loss_tokens, 1)
@@ -171,8 +177,7 @@ def mean_weights(
 
 
 def _discounted(x: Float64[np.ndarray, "T"], decay: float) -> Float64[np.ndarray, "T"]:
-    """y_t = x_t + decay y_{t+1}, by doubling: each turn sums twice as many terms, so that T tokens
-    take log2(T) turns."""
+    """Return y_t = x_t + decay y_{t+1}, by doubling: log2(T) vectorised passes."""
     y, span = x.copy(), 1
     while span < len(y):
         y[:-span] += decay**span * y[span:]
@@ -189,9 +194,9 @@ def _group_normalized(
         case "nothing":
             divisors = [1.0] * len(centred)
         case "batch_std":
-            together = np.concatenate(centred)
-            # The groups' own means are 0, so this is the root of the mean square.
-            std = np.sqrt((together**2).sum() / max(len(together) - 1, 1))
+            batch = np.concatenate(centred)
+            # Each group's mean is 0, so this is the root of the mean square.
+            std = np.sqrt((batch**2).sum() / max(len(batch) - 1, 1))
             divisors = [std + config.eps] * len(centred)
         case "group_std":
             divisors = [
@@ -205,15 +210,15 @@ def _group_normalized(
 
 
 def _leave_one_out(rewards_G: Float[np.ndarray, "G"]) -> Float32[np.ndarray, "G"]:
-    """r - mean of the others (RLOO, arXiv:2402.14740, equation 8) = G / (G - 1) (r - mean of
-    all)."""
+    """r - mean of the others (RLOO, arXiv:2402.14740, equation 8) = G / (G - 1) (r - group
+    mean)."""
     size = len(rewards_G)
     return (size / max(size - 1, 1) * _centred(rewards_G)).astype(np.float32)
 
 
 def _centred(rewards_G: Float[np.ndarray, "G"]) -> Float64[np.ndarray, "G"]:
-    """r - mean of the group; exactly 0 where all are equal, though the mean of equal floats may
-    differ in the last bit."""
+    """r - mean of the group; exactly 0 if all are equal, though the mean of equal floats may differ
+    in the last bit."""
     if len(rewards_G) == 0 or rewards_G.min() == rewards_G.max():
         return np.zeros(rewards_G.shape, np.float64)
     return rewards_G.astype(np.float64) - rewards_G.mean(dtype=np.float64)
@@ -222,9 +227,9 @@ def _centred(rewards_G: Float[np.ndarray, "G"]) -> Float64[np.ndarray, "G"]:
 def _batch_normalized(
     groups: Sequence[Sequence[Trajectory]], config: BatchNormalized
 ) -> list[list[Float32[np.ndarray, "_"]]]:
-    """(R - mean) / (std + eps) of the return R from each token on, mean and std over the loss
-    tokens of the whole batch (AReaL, arXiv:2505.24298, section 5.1)."""
-    # A sample whose tokens all return the same is one value of their number.
+    """(R - mean) / (std + eps) with R each token's return, mean and std over the loss tokens of the
+    whole batch (AReaL, arXiv:2505.24298, section 5.1)."""
+    # A sample whose tokens have equal returns contributes one value with their count.
     values, counts = [np.zeros(0)], [np.zeros(0)]
     for trajectory in chain.from_iterable(groups):
         if trajectory.token_rewards is None:
@@ -261,19 +266,19 @@ def _return_to_go(trajectory: Trajectory) -> Float64[np.ndarray, "T"]:
 def _generalized(
     groups: Sequence[Sequence[Trajectory]], config: GAE
 ) -> list[list[Float32[np.ndarray, "_"]]]:
-    """(A - mean) / (std + eps), mean and std over the loss tokens of the whole batch; or A as it
-    is."""
+    """(A - mean) / (std + eps), mean and std over the loss tokens of the whole batch, or A
+    itself."""
     advantages = [
         [generalized_advantages(config, trajectory) for trajectory in group] for group in groups
     ]
     mean, divisor = 0.0, 1.0
     if config.normalize:
         pairs = zip(chain.from_iterable(advantages), chain.from_iterable(groups), strict=True)
-        together = np.concatenate(
+        batch = np.concatenate(
             [np.zeros(0), *(values[trajectory.loss_mask] for values, trajectory in pairs)]
         )
-        if len(together) > 1:
-            mean, divisor = together.mean(), together.std(ddof=1) + config.eps
+        if len(batch) > 1:
+            mean, divisor = batch.mean(), batch.std(ddof=1) + config.eps
     return [
         [((values - mean) / divisor).astype(np.float32) for values in group] for group in advantages
     ]
@@ -282,8 +287,8 @@ def _generalized(
 def _values(trajectory: Trajectory) -> Float[np.ndarray, "T"]:
     if trajectory.values is None:
         raise ValueError(
-            "GAE needs the values of a critic, came a trajectory without; choose other "
-            "trainer.advantages"
+            "GAE expects a critic's values, found a trajectory without; set trainer.advantages to "
+            "another estimator"
         )
     return trajectory.values
 
@@ -295,7 +300,7 @@ def _rewards_by_group(groups: Sequence[Sequence[Trajectory]]) -> list[Float64[np
 def _spread(
     groups: Sequence[Sequence[Trajectory]], by_group: Sequence[Float[np.ndarray, "_"]]
 ) -> list[list[Float32[np.ndarray, "_"]]]:
-    """One number per sample to all its tokens, with what they earn besides."""
+    """Spread one advantage per sample over its tokens, and add their token rewards to go."""
 
     def on_tokens(trajectory: Trajectory, advantage: float) -> Float32[np.ndarray, "T"]:
         if trajectory.token_rewards is None:

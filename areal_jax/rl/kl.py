@@ -1,5 +1,4 @@
-"""How far one policy is from another, estimated from sampled tokens, and what follows from it
-(http://joschu.net/blog/kl-approx.html).
+"""KL between policies, estimated from sampled tokens (http://joschu.net/blog/kl-approx.html).
 
 Axes: B rows, T tokens.
 """
@@ -18,11 +17,12 @@ from areal_jax.rl.losses import PolicyLoss, mean_loss, zero_outside
 def kl_estimate(
     estimator: Estimator, log_ratio: Float[Array | np.ndarray, "*B T"]
 ) -> Float[Array | np.ndarray, "*B T"]:
-    """Per token, an estimate of KL(policy || reference) from x = log(policy/reference) of a token
-    that the policy drew:
+    """Estimate KL(policy || reference) per token from x = log(policy/reference).
 
-    k1 = x, unbiased, of either sign; k2 = x²/2, never negative, biased; k3 = exp(-x) - 1 + x,
-    unbiased and never negative. numpy in, numpy out; jax in, jax out."""
+    k1 = x: unbiased, of either sign. k2 = x²/2: biased, never negative. k3 = exp(-x) - 1 + x:
+    unbiased, never negative. Tokens are sampled by the policy. Returns numpy for numpy and jax for
+    jax arguments.
+    """
     match estimator:
         case "k1":
             return log_ratio
@@ -38,8 +38,8 @@ def kl_penalty(
     reference_logp: Float[np.ndarray, "T"],
     action_mask: Bool[np.ndarray, "T"],
 ) -> Float64[np.ndarray, "T"]:
-    """What each token of a sample earns for straying from the reference: -coefficient · k(log
-    behave - log reference), and 0 where the policy drew none."""
+    """Compute token rewards -coefficient · k(log behave - log reference), 0 outside the action
+    mask."""
     log_ratio = np.where(action_mask, behave_logp.astype(np.float64) - reference_logp, 0.0)
     return -config.coefficient * np.asarray(kl_estimate(config.estimator, log_ratio))
 
@@ -51,13 +51,13 @@ def distilled_advantages(
     teacher_logp: Float[np.ndarray, "T"],
     action_mask: Bool[np.ndarray, "T"],
 ) -> Float32[np.ndarray, "T"]:
-    """reward_weight · advantage + weight · log(teacher/behave) for every token that the policy
-    drew.
+    """Compute reward_weight · advantage + weight · log(teacher/behave) for sampled tokens.
 
-    The policy gradient with log(teacher/behave) for an advantage is minus the gradient of KL(policy
-    || teacher) of each token given those before it (on-policy distillation: arXiv:2306.08543;
-    https://thinkingmachines.ai/blog/on-policy-distillation). What a token does to the KL of later
-    ones is left out."""
+    The policy gradient with advantage log(teacher/behave) is minus the gradient of KL(policy ||
+    teacher) of each token given its prefix (on-policy distillation: arXiv:2306.08543;
+    https://thinkingmachines.ai/blog/on-policy-distillation). The effect of a token on the KL of
+    later tokens is ignored.
+    """
     gain = np.where(action_mask, teacher_logp - behave_logp.astype(np.float64), 0.0)
     return (config.reward_weight * advantages + config.weight * gain).astype(np.float32)
 
@@ -71,22 +71,25 @@ def kl_loss(
     *,
     num_tokens: Float[Array | np.ndarray, ""] | float | None = None,
 ) -> PolicyLoss:
-    """coefficient/N sum_t weight_t k_t(log theta_t - log reference_t) (GRPO, arXiv:2402.03300,
-    equations 3 and 4).
+    """Compute coefficient/N sum_t weight_t k_t(log theta_t - log reference_t) (GRPO,
+    arXiv:2402.03300, equations 3 and 4).
 
-    Gradients flow through theta alone. What lies under the mask may be nan.
+    Gradients flow through theta only. Values outside the mask may be nan.
 
     Args:
-        weights: of every token in the mean that the loss is; None: 1.
-        num_tokens: N. None counts the mask; give the whole mini-batch's count where this is one of
-            its micro-batches.
+        config: coefficient and estimator.
+        logp: log-probs of the policy being trained.
+        reference_logp: log-probs of the reference policy.
+        mask: true (or 1) where the token counts.
+        weights: weight of every token, from `mean_weights`; None: 1.
+        num_tokens: N. None: the mask's count; for a micro-batch, the whole mini-batch's count.
     """
     mask = jnp.asarray(mask).astype(bool)
     log_ratio = zero_outside(mask, logp) - jax.lax.stop_gradient(zero_outside(mask, reference_logp))
     token_loss = config.coefficient * jnp.asarray(kl_estimate(config.estimator, log_ratio))
     if weights is not None:
         token_loss *= zero_outside(mask, weights)
-    # Of all estimates k3 tells most, whichever the loss is made of.
+    # The metric is k3, unbiased and of low variance, whichever estimator the loss uses.
     sums = {
         "loss": jnp.sum(token_loss),
         "kl_reference": jnp.sum(jnp.asarray(kl_estimate("k3", log_ratio))),

@@ -1,5 +1,5 @@
-"""Log-probabilities of tokens from hidden states, and values before tokens: the one file that
-shifts by one.
+"""Log-probs of tokens from hidden states, and values before tokens: the one file that shifts by
+one.
 
 Axes: B rows, T tokens, C tokens of a chunk, D width, V vocabulary.
 """
@@ -23,23 +23,31 @@ def token_logprobs(
     chunk_tokens: int,
     learns_entropy: bool = False,
 ) -> tuple[Float[Array, "B T"], Float[Array, "B T"]]:
-    """Log-probability of every token given those before it in its segment, and the entropy of what
-    it was sampled from.
+    """Compute the log-prob of every token given its prefix, and the entropy of its distribution.
 
-    Entry t speaks of token t, predicted from hidden[t-1]. The first token of a segment, which
+    Entry t belongs to token t, predicted from hidden[t-1]. The first token of a segment, which
     nothing predicts, and padding (segment 0) get 0. Softmax and logarithm are in float32.
 
     Args:
-        head: cast to the dtype of `hidden` for the product.
-        temperature: divides the logits, as it did when the token was sampled.
-        chunk_tokens: tokens of all rows together whose logits exist at the same time; the backward
-            pass computes them again,
-            so that [tokens, vocabulary] never exists, in either direction.
-        learns_entropy: entropy carries a gradient too; else only the log-probability does.
+        hidden: last hidden states.
+        head: output matrix; cast to the dtype of `hidden` for the product.
+        tokens: token ids.
+        segment_ids: sequence of each token in its row; 0: padding.
+        temperature: divides the logits, as in sampling.
+        chunk_tokens: tokens of all rows whose logits exist at the same time. The backward pass
+            recomputes them, so that [tokens, vocabulary] never exists in either direction.
+        learns_entropy: whether the entropy carries a gradient; else only the log-probs do.
+
+    Returns:
+        Log-probs and entropies, in nats.
+
+    Raises:
+        ValueError: the temperature is not positive.
     """
     if temperature <= 0.0:
         raise ValueError(
-            f"temperature must be above 0 for log-probabilities to exist, came {temperature}"
+            f"expected a temperature above 0 for log-probs, found {temperature}; set "
+            "sampling.temperature above 0"
         )
     num_rows, num_columns = tokens.shape
     columns_per_chunk = min(num_columns, max(1, chunk_tokens // num_rows))
@@ -56,8 +64,8 @@ def token_logprobs(
     if num_chunks == 1:
         logp, entropy = predict(hidden, targets)
     else:
-        # Cut along columns, never along rows, which the train mesh shards; and a chunk takes every
-        # so many-th column, so that shards of columns have the same share in each.
+        # Cut along columns, never along rows, which the train mesh shards. A chunk takes every
+        # num_chunks-th column, so that shards of columns have equal shares of each chunk.
         padding = num_chunks * columns_per_chunk - num_columns
 
         def cut(x: Array) -> Array:
@@ -78,14 +86,16 @@ def token_logprobs(
 def values_before(
     values: Float[Array, "B T"], segment_ids: Int[Array, "B T"]
 ) -> Float[Array, "B T"]:
-    """From the value of what follows each token, in its place, that of what follows the token
-    before it: of the state in which the token was sampled. Entry t then speaks of token t; the
-    first token of a segment and padding get 0."""
+    """Shift values after each token to values before each token.
+
+    Entry t becomes the value of the state in which token t was sampled. The first token of a
+    segment and padding get 0.
+    """
     return jnp.where(_is_predicted(segment_ids), jnp.roll(values, 1, axis=1), 0.0)
 
 
 def _is_predicted(segment_ids: Int[Array, "B T"]) -> Bool[Array, "B T"]:
-    """True where the token before belongs to the same segment."""
+    """Return True where the previous token belongs to the same segment."""
     same = (segment_ids[:, 1:] == segment_ids[:, :-1]) & (segment_ids[:, 1:] != 0)
     return jnp.pad(same, ((0, 0), (1, 0)))
 
@@ -98,8 +108,8 @@ def _predict(
     temperature: float,
     learns_entropy: bool,
 ) -> tuple[Float[Array, "B C"], Float[Array, "B C"]]:
-    """Log-probability of `targets` and entropy, each from the hidden state in its own place."""
-    del learns_entropy  # it changes the gradient alone
+    """Log-prob of `targets` and entropy, each from the hidden state at its own position."""
+    del learns_entropy  # it changes the gradient only
     logp, entropy, _ = _predict_with_norm(hidden, head, targets, temperature)
     return logp, entropy
 
@@ -112,7 +122,7 @@ def _predict_with_norm(
 ) -> tuple[Float[Array, "B C"], Float[Array, "B C"], Float[Array, "B C"]]:
     logits = _logits(hidden, head, temperature)
     log_norm = jax.nn.logsumexp(logits, axis=-1)
-    # Compare and sum, not gather: along a sharded vocabulary a gather would fetch all logits to
+    # Compare and sum, not gather: along a sharded vocabulary a gather would copy all logits to
     # every shard.
     logp = jnp.sum(_is_target(targets, logits) * logits, axis=-1) - log_norm
     log_softmax = logits - log_norm[..., None]
@@ -131,7 +141,7 @@ def _predict_backward(
     temperature: float, learns_entropy: bool, saved: tuple, cotangents: tuple[Array, Array]
 ) -> tuple[Array, Array, None]:
     """d logp / d logits = [is target] - softmax and d entropy / d logits = -softmax (log softmax +
-    entropy), from logits computed again: what is saved is [tokens], not [tokens, V]."""
+    entropy), from recomputed logits: the residuals are [tokens], not [tokens, V]."""
     hidden, head, targets, log_norm, entropy = saved
     d_logp, d_entropy = cotangents
     logits = _logits(hidden, head, temperature)
@@ -145,8 +155,8 @@ def _predict_backward(
             softmax * (log_softmax + entropy[..., None]) * (d_entropy / temperature)[..., None]
         )
     d_hidden = jnp.einsum("bcv,dv->bcd", d_logits.astype(hidden.dtype), head.astype(hidden.dtype))
-    # The narrower factor first: XLA on CPU transposes the first one, with all that computes it, in
-    # a slow strided loop. In float32, so that what the chunks give adds up in float32.
+    # The narrower factor first: XLA on CPU transposes the first one, with its producers, in a slow
+    # strided loop. In float32, so that chunks accumulate in float32.
     d_head = jnp.einsum(
         "bcd,bcv->dv", hidden, d_logits.astype(hidden.dtype), preferred_element_type=logits.dtype
     )
@@ -167,8 +177,8 @@ def _logits(
 
 
 def _is_target(targets: Int[Array, "B C"], logits: Float[Array, "B C V"]) -> Bool[Array, "B C V"]:
-    # An iota as large as the logits, or zeros to choose instead of them, would be computed once
-    # before the loop over chunks, since they are the same for all, and lie there while it runs.
+    # An iota of the logits' shape, or zeros to select instead of them, would be hoisted out of the
+    # loop over chunks, since it is loop-invariant, and occupy memory while the loop runs.
     return (
         jax.lax.broadcasted_iota(targets.dtype, (1, 1, logits.shape[-1]), 2) == targets[..., None]
     )

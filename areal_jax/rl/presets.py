@@ -1,8 +1,7 @@
-"""The algorithms of the family by name: `algorithm=dapo` on the command line sets exactly the
-switches written here.
+"""Algorithm presets: `algorithm=dapo` on the command line sets exactly the settings written here.
 
-What a preset does not say stays as the experiment has it; what the command line says beside it
-wins.
+Settings that a preset does not name keep the experiment's values; other overrides on the command
+line take precedence.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from areal_jax.rl.config import (
 
 @dataclass(frozen=True)
 class Preset:
-    """Where an algorithm comes from, and its switches."""
+    """Source and settings of an algorithm."""
 
     paper: str
     loss: Loss = field(default_factory=DecoupledPPO)
@@ -41,7 +40,7 @@ class Preset:
     loss_mean: Mean = "tokens"
     shaping: Shaping = field(default_factory=Shaping)
     reference: Reference | None = None
-    """A reference takes the memory of one more copy of the weights, and one more forward pass."""
+    """A reference costs the memory of one more copy of the weights, and one more forward pass."""
     success_rate_above: float | None = None
     success_rate_below: float | None = None
 
@@ -49,11 +48,8 @@ class Preset:
 PRESETS: dict[str, Preset] = {
     "areal": Preset("AReaL, arXiv:2505.24298, table 3", advantages=BatchNormalized()),
     "grpo": Preset(
-        (
-            "GRPO, arXiv:2402.03300, equation 3; trainer.reference=none spares its KL to the "
-            "initial "
-            "policy, as most do today"
-        ),
+        "GRPO, arXiv:2402.03300, equation 3; trainer.reference=none omits its KL to the initial "
+        "policy, as is common today",
         loss_mean="sequences",
         reference=Reference(kl=KLInLoss(coefficient=0.04, estimator="k3")),
     ),
@@ -75,7 +71,8 @@ PRESETS: dict[str, Preset] = {
         reference=Reference(kl=KLInReward(coefficient=0.001, estimator="k1")),
     ),
     "reinforce_pp_baseline": Preset(
-        "REINFORCE++ with baseline, arXiv:2501.03262, with the coefficient of its authors' scripts (OpenRLHF)",
+        "REINFORCE++ with baseline, arXiv:2501.03262, with the coefficient of its authors' scripts "
+        "(OpenRLHF)",
         advantages=GroupNormalized(divide_by="batch_std"),
         loss_mean="sequences",
         reference=Reference(kl=KLInLoss(coefficient=0.001, estimator="k2")),
@@ -86,7 +83,7 @@ PRESETS: dict[str, Preset] = {
         advantages=GAE(),
     ),
     "ppo_no_critic": Preset(
-        "PPO, arXiv:1707.06347, with the advantages of GRPO in place of a critic's", loss=PPO()
+        "PPO, arXiv:1707.06347, with GRPO's advantages instead of a critic's", loss=PPO()
     ),
     "gspo": Preset("GSPO, arXiv:2507.18071", loss=GSPO(), loss_mean="sequences"),
     "dapo": Preset(

@@ -100,13 +100,13 @@ def describe_values(
     pairs = list(zip(chain.from_iterable(trajectories), chain.from_iterable(targets), strict=True))
     nothing = np.zeros(0)
     returns = np.concatenate(
-        [nothing, *(target[trajectory.trained] for trajectory, target in pairs)]
+        [nothing, *(target[trajectory.loss_mask] for trajectory, target in pairs)]
     )
     values = np.concatenate(
         [
             nothing,
             *(
-                trajectory.values[trajectory.trained]
+                trajectory.values[trajectory.loss_mask]
                 for trajectory, _ in pairs
                 if trajectory.values is not None
             ),

@@ -424,7 +424,7 @@ def test_unusable_tokenizer_error_names_what_is_missing(folder: Path) -> None:
     ("name", "text", "wrong"),
     [
         ("tokenizer.json", "{}", "expected a tokenizer"),
-        ("tokenizer_config.json", "[]", "expected a JSON object, came list"),
+        ("tokenizer_config.json", "[]", "expected a JSON object, found list"),
         ("tokenizer_config.json", "{", "expected JSON"),
         ("tokenizer_config.json", '{"chat_template": "{% if %}"}', "line 1 of the chat template"),
         ("tokenizer_config.json", '{"chat_template": 3}', "expected chat_template to be text"),

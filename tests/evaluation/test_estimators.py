@@ -6,6 +6,7 @@ from fractions import Fraction
 from itertools import combinations
 
 import pytest
+
 from areal_jax.evaluation.estimators import (
     majority_at_k,
     pass_at_k,

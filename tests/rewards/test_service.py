@@ -235,13 +235,13 @@ def test_an_own_judge_may_be_async_and_know_degrees(custom_grader: str) -> None:
             half = await grader(task(), "half")
             assert half == RewardResult("wrong", score=0.5)
             # Half the way from -5 to 5, and from -1 to 2.
-            assert half.to_reward(5.0, -5.0) == 0.0 and half.worth(2.0, -1.0) == 0.5
+            assert half.to_reward(5.0, -5.0) == 0.0 and half.to_reward(2.0, -1.0) == 0.5
             assert grader.counters()["worker_starts"] == 1
 
     run(main())
     assert (
         RewardResult("correct").to_reward(5.0, -5.0),
-        RewardResult("timeout").worth(5.0, -5.0),
+        RewardResult("timeout").to_reward(5.0, -5.0),
     ) == (
         5.0,
         -5.0,
