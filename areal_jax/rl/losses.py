@@ -1,9 +1,8 @@
-"""Policy objectives: log-probabilities and advantages in, one loss and its metrics out. Axes: B
-rows, T tokens.
+"""Policy, value and supervised objectives: log-probs and advantages in, loss and metrics out.
 
-Every function takes one row [T] or a batch [B, T]. What lies under the mask may be nan or inf: it
-reaches neither the loss, nor a gradient, nor a metric. Metrics are (sum, weight) pairs, so that
-those of several micro-batches add up; divide last.
+Every function takes one row [T] or a batch [B, T]. Values outside the mask may be nan or inf: they
+reach neither the loss, nor a gradient, nor a metric. Metrics are (sum, weight) pairs, so that those
+of several micro-batches add up; divide last. Axes: B rows, T tokens.
 """
 
 from __future__ import annotations
@@ -35,20 +34,22 @@ from areal_jax.rl.config import (
 )
 
 Meter: TypeAlias = tuple[Float[Array, ""], Float[Array, ""]]
-"""A sum and the weight it is to be divided by."""
+"""A sum and the weight to divide it by."""
 
 
 class PolicyLoss(NamedTuple):
+    """A loss and its metrics."""
+
     loss: Float[Array, ""]
-    """Differentiable with respect to the log-probabilities of the policy being trained, and nothing
-    else."""
+    """Differentiable with respect to the log-probs of the policy being trained only."""
     metrics: dict[str, Meter]
 
     def plus(self, other: PolicyLoss) -> PolicyLoss:
-        """Both as one loss, over the same tokens; the metric `loss` is of both."""
-        (ours, count), (theirs, _) = self.metrics["loss"], other.metrics["loss"]
+        """Add a loss over the same tokens; the metric `loss` becomes the sum of both."""
+        (total, count), (other_total, _) = self.metrics["loss"], other.metrics["loss"]
         return PolicyLoss(
-            self.loss + other.loss, self.metrics | other.metrics | {"loss": (ours + theirs, count)}
+            self.loss + other.loss,
+            self.metrics | other.metrics | {"loss": (total + other_total, count)},
         )
 
 
@@ -66,27 +67,30 @@ def decoupled_ppo_loss(
     behave_weight_mode: Literal["mask", "clamp"] = "mask",
     num_tokens: Float[Array | np.ndarray, ""] | float | None = None,
 ) -> PolicyLoss:
-    """Decoupled PPO (AReaL, arXiv:2505.24298, equation 5): trust the neighbourhood of `proximal`,
-    correct for `behave`.
+    """Compute the decoupled PPO loss (AReaL, arXiv:2505.24298, equation 5).
 
-    L = -1/N sum_t w_t min(u_t A_t, clip(u_t, 1-clip_eps, 1+clip_eps_high) A_t),  w =
-    proximal/behave,  u = theta/proximal; gradients flow through theta alone. With proximal = behave
-    this is PPO; with all three equal its gradient is the policy gradient.
+    L = -1/N sum_t w_t min(u_t A_t, clip(u_t, 1-clip_eps, 1+clip_eps_high) A_t), with
+    w = proximal/behave and u = theta/proximal. Gradients flow through theta only. With proximal =
+    behave this is PPO; with all three equal its gradient is the policy gradient.
 
     Args:
+        logp: log-probs of the policy being trained (theta).
+        proximal_logp: log-probs of the proximal policy.
+        behave_logp: log-probs of the behaviour policy.
+        advantages: advantage of every token.
         mask: true (or 1) where the token counts.
-        clip_eps_high: None takes `clip_eps`.
+        clip_eps: lower clip range.
+        clip_eps_high: upper clip range; None: `clip_eps`.
         dual_clip: c > 1 bounds the loss of a token with negative advantage by c|A|
-            (arXiv:1912.09729); None bounds nothing.
-        behave_weight_cap: None leaves w as it is. Above the cap, "mask" takes the token out of the
-            sum and "clamp" sets w to
-            the cap; N stays.
-        num_tokens: N. None counts the mask; give the whole mini-batch's count where this is one of
-            its micro-batches.
+            (arXiv:1912.09729); None: no bound.
+        behave_weight_cap: largest w; None: no cap.
+        behave_weight_mode: above the cap, "mask" removes the token from the sum and "clamp" sets w
+            to the cap; N stays.
+        num_tokens: N. None: the mask's count; for a micro-batch, the whole mini-batch's count.
     """
     if behave_weight_mode not in ("mask", "clamp"):
         raise ValueError(
-            f"behave_weight_mode must be 'mask' or 'clamp', came {behave_weight_mode!r}"
+            f"expected behave_weight_mode 'mask' or 'clamp', found {behave_weight_mode!r}"
         )
     importance_weighting: ImportanceWeighting = Weighted()
     if behave_weight_cap is not None:
@@ -115,15 +119,25 @@ def policy_loss(
     *,
     num_tokens: Float[Array | np.ndarray, ""] | float | None = None,
 ) -> PolicyLoss:
-    """The objective that `config` names: -1/N sum_t w_t f(u_t, A_t), with w = proximal/behave
-    corrected as it says, and u = theta/proximal. PPO reads no `proximal_logp`: it takes behave's.
+    """Compute the objective that `config` selects.
+
+    L = -1/N sum_t w_t f(u_t, A_t), with w the importance weight proximal/behave as configured and
+    u = theta/proximal. PPO does not read `proximal_logp`: its proximal policy is behave.
 
     Args:
+        config: the objective.
+        logp: log-probs of the policy being trained (theta).
+        proximal_logp: log-probs of the proximal policy.
+        behave_logp: log-probs of the behaviour policy.
+        advantages: advantage of every token.
         mask: true (or 1) where the token counts.
-        segment_ids: which sequence of its row each token belongs to, for what is said of sequences;
-            None: a row is one.
-        num_tokens: N. None counts the mask; give the whole mini-batch's count where this is one of
-            its micro-batches.
+        segment_ids: sequence of each token in its row, for sequence-level ratios and weights;
+            None: each row is one sequence.
+        num_tokens: N. None: the mask's count; for a micro-batch, the whole mini-batch's count.
+
+    Raises:
+        TypeError: the objective is unknown.
+        ValueError: a cap or a dual clip is out of range.
     """
     mask = jnp.asarray(mask).astype(bool)
     logp, advantages = zero_outside(mask, logp), zero_outside(mask, advantages)
@@ -135,8 +149,7 @@ def policy_loss(
     )
 
     weight, capped = _behave_weight(config, proximal_logp - behave_logp, mask, segment_ids)
-    # A token that has left the loss must not reach exp: in the backward pass the zero that takes it
-    # out would meet inf.
+    # A masked token must not reach exp: in the backward pass the zero that masks it would meet inf.
     log_ratio = jnp.where(weight > 0.0, logp - proximal_logp, 0.0)
     match config:
         case DecoupledPPO() | PPO():
@@ -144,7 +157,7 @@ def policy_loss(
                 log_ratio, advantages, config.clip_eps, config.clip_eps_high, config.dual_clip
             )
         case GSPO():
-            # Of all tokens of the sequence, also of those whose own weight has left the loss.
+            # The mean includes tokens that their importance weight masks.
             log_ratio = _sequence_mean(logp - proximal_logp, mask, segment_ids)
             advantages = _sequence_mean(advantages, mask, segment_ids)
             gain, extra = _clipped(
@@ -160,8 +173,8 @@ def policy_loss(
             gain, extra = config.gain(jnp.exp(log_ratio), advantages, logp), {}
         case _:
             raise TypeError(
-                f"{type(config).__name__} is no policy objective; set trainer.loss to one of "
-                "areal_jax.rl.config"
+                f"expected a policy objective, found {type(config).__name__}; set trainer.loss to "
+                "one of areal_jax.rl.config"
             )
     token_loss = jnp.where(mask, -weight * gain, 0.0)
 
@@ -171,8 +184,8 @@ def policy_loss(
         "loss": jnp.sum(token_loss),
         "ratio": masked_sum(mask, jnp.exp(log_ratio)),
         "behave_weight": masked_sum(mask, weight),
-        # Mean of squares: with the mean it gives the effective sample size, and it shows outliers
-        # as a maximum would.
+        # With the mean, the mean of squares gives the effective sample size; like a maximum, it
+        # shows outliers.
         "behave_weight_squared": masked_sum(mask, weight**2),
         "behave_weight_capped_fraction": masked_sum(mask, capped),
         # exp(x) - 1 - x with x = log(theta/behave): never negative, and low in variance
@@ -189,13 +202,16 @@ def interpolated_proximal(
     behave_logp: Float[Array | np.ndarray, "*B T"],
     age: Int[Array | np.ndarray, "*B T"],
 ) -> Float[Array, "*B T"]:
-    """Log-probabilities of the policy just before this trainer step, on the line from behave to
-    theta by version (A-3PO): behave + a (theta - behave), a = age / (age + 1), without gradient. No
-    forward pass is made for them.
+    """Interpolate the log-probs of the policy just before this trainer step (A-3PO).
+
+    They are behave + a (theta - behave) with a = age / (age + 1), without gradient and without a
+    forward pass.
 
     Args:
-        age: trainer steps from the version that drew the token to the one before this step; theta
-            is one version further.
+        logp: log-probs of the policy being trained (theta).
+        behave_logp: log-probs of the behaviour policy.
+        age: trainer steps from the version that sampled the token to the one before this step;
+            theta is one version later.
     """
     behave_logp, logp = jnp.asarray(behave_logp), jax.lax.stop_gradient(jnp.asarray(logp))
     age = jnp.maximum(jnp.asarray(age), 0).astype(logp.dtype)
@@ -207,21 +223,23 @@ def second_moment_mask(
     mask: Bool[Array | np.ndarray, "T"],
     max_second_moment: float,
 ) -> Bool[Array | np.ndarray, "T"]:
-    """The tokens that M2PO keeps (arXiv:2510.01161, section 4): without those furthest from the
-    policy that drew them, the mean of log_weight² over the rest is at most `max_second_moment`.
+    """Select the tokens that M2PO trains on (arXiv:2510.01161, section 4).
 
-    Give all tokens of a mini-batch at once, and count the loss over all of them: then no cut into
-    micro-batches changes it.
+    Drops the tokens furthest from the policy that sampled them, until the mean of log_weight² over
+    the rest is at most `max_second_moment`. Pass all tokens of a mini-batch at once, and divide the
+    loss by the count of all of them: the result then does not depend on micro-batching.
 
     Args:
         log_weight: log(proximal/behave) of every token.
+        mask: true where the token counts.
+        max_second_moment: bound on the mean of log_weight².
     """
-    # On the host or, inside of a program, on the device.
+    # numpy on the host, or jax inside of a jitted program.
     xp = log_weight.__array_namespace__()
     squares = xp.where(mask, log_weight, xp.inf) ** 2
     order = xp.argsort(squares, stable=True)
     means = xp.cumsum(squares[order]) / xp.arange(1, len(order) + 1)
-    # Sorted, the means only grow; those with a token outside the mask are infinite.
+    # Sorted, the running means increase; those that include a token outside the mask are infinite.
     return (means <= max_second_moment)[xp.argsort(order)]
 
 
@@ -231,7 +249,7 @@ def _behave_weight(
     mask: Bool[Array, "*B T"],
     segment_ids: Int[Array | np.ndarray, "*B T"] | None,
 ) -> tuple[Float[Array, "*B T"], Bool[Array, "*B T"]]:
-    """Weight of every token, and where a cap changed it."""
+    """Importance weight of every token, and where a cap changed it."""
     importance_weighting = (
         config.importance_weighting if isinstance(config, ImportanceWeightedLoss) else Unweighted()
     )
@@ -250,7 +268,7 @@ def _behave_weight(
                 return weight, nowhere
             if importance_weighting.cap <= 0.0:
                 raise ValueError(
-                    "the cap on proximal/behave must be above 0, came "
+                    "expected a cap on proximal/behave above 0, found "
                     f"{importance_weighting.cap}; set trainer.loss.importance_weighting.cap"
                 )
             capped = weight > importance_weighting.cap
@@ -260,7 +278,7 @@ def _behave_weight(
                 weight,
             ), capped
     raise TypeError(
-        f"{type(importance_weighting).__name__} is no correction; set "
+        f"expected an importance weighting, found {type(importance_weighting).__name__}; set "
         "trainer.loss.importance_weighting to one of areal_jax.rl.config"
     )
 
@@ -273,11 +291,11 @@ def _clipped(
     dual_clip: float | None,
 ) -> tuple[Float[Array, "*B T"], dict[str, Bool[Array, "*B T"]]]:
     """min(uA, clip(u, 1-clip_eps, 1+clip_eps_high) A), at least dual_clip · A where A < 0, and
-    where that held u back."""
+    where u is clipped."""
     if dual_clip is not None and dual_clip <= 1.0:
         raise ValueError(
-            f"dual_clip must be above 1, came {dual_clip}; set loss.dual_clip to c > 1, or to "
-            "none for no bound"
+            f"expected dual_clip above 1, found {dual_clip}; set trainer.loss.dual_clip to c > 1, "
+            "or to none for no bound"
         )
     # min(uA, clip(u)A) is A times u bounded on one side: from above where A > 0, from below where A
     # < 0; the dual clip adds the bound from above where A < 0. A bounded u is a constant, and exp
@@ -289,10 +307,10 @@ def _clipped(
     upper = jnp.where(advantages < 0.0, jnp.inf if dual_clip is None else dual_clip, upper)
     too_low, too_high = ratio < lower, ratio > upper
     bounded = too_low | too_high
-    held = jnp.where(
+    clipped = jnp.where(
         bounded, jnp.clip(ratio, lower, upper), jnp.exp(jnp.where(bounded, 0.0, log_ratio))
     )
-    return held * advantages, {
+    return clipped * advantages, {
         "clip_fraction": jnp.where(advantages > 0.0, too_high, too_low),
         "dual_clip_fraction": too_high & (advantages < 0.0),
     }
@@ -304,7 +322,7 @@ def _gated(
     """(4/tau) sigmoid(tau (u - 1)) A (SAPO, arXiv:2511.20347, equation 6): its slope at u = 1 is A
     for every tau."""
     tau = jnp.where(advantages > 0.0, config.temperature_positive, config.temperature_negative)
-    # From 64 on the gate is flat to the last bit of float32; exp must not overflow beyond.
+    # From ratio 64 on the gate is constant in float32; beyond, exp must not overflow.
     ratio = jnp.exp(jnp.minimum(log_ratio, math.log(64.0)))
     return 4.0 / tau * jax.nn.sigmoid(tau * (ratio - 1.0)) * advantages
 
@@ -315,7 +333,7 @@ def _weighted_by_clipped_ratio(
     advantages: Float[Array, "*B T"],
     config: CISPO,
 ) -> tuple[Float[Array, "*B T"], dict[str, Bool[Array, "*B T"]]]:
-    """clip(u) A log theta, the clipped ratio without gradient, so that every token keeps one."""
+    """clip(u) A log theta with the clipped ratio as a constant: every token keeps its gradient."""
     ratio = jax.lax.stop_gradient(jnp.exp(log_ratio))
     lower = 0.0 if config.clip_eps_low is None else 1.0 - config.clip_eps_low
     clipped = jnp.clip(ratio, lower, 1.0 + config.clip_eps_high)
@@ -327,19 +345,19 @@ def _sequence_sum(
     mask: Bool[Array, "*B T"],
     segment_ids: Int[Array | np.ndarray, "*B T"] | None,
 ) -> Float[Array, "*B T"]:
-    """Of every token, the sum over its sequence's tokens under the mask."""
+    """For each token, the sum over its sequence's tokens under the mask."""
     values = jnp.where(mask, values, 0.0)
     if segment_ids is None:
         return jnp.broadcast_to(values.sum(-1, keepdims=True), values.shape)
 
-    def of_row(values: Float[Array, "T"], segments: Int[Array, "T"]) -> Float[Array, "T"]:
+    def sum_row(values: Float[Array, "T"], segments: Int[Array, "T"]) -> Float[Array, "T"]:
         return jax.ops.segment_sum(values, segments, num_segments=len(values) + 1)[segments]
 
     rows = (
         values.reshape(-1, values.shape[-1]),
         jnp.asarray(segment_ids).reshape(-1, values.shape[-1]),
     )
-    return jax.vmap(of_row)(*rows).reshape(values.shape)
+    return jax.vmap(sum_row)(*rows).reshape(values.shape)
 
 
 def _sequence_mean(
@@ -347,8 +365,7 @@ def _sequence_mean(
     mask: Bool[Array, "*B T"],
     segment_ids: Int[Array | np.ndarray, "*B T"] | None,
 ) -> Float[Array, "*B T"]:
-    """Of every token, the mean over its sequence's tokens under the mask; 0 where there are
-    none."""
+    """For each token, the mean over its sequence's tokens under the mask; 0 if there are none."""
     total = _sequence_sum(values, mask, segment_ids)
     return total / jnp.maximum(_sequence_sum(mask.astype(total.dtype), mask, segment_ids), 1.0)
 
@@ -358,7 +375,13 @@ def sft_loss(
     mask: Shaped[Array | np.ndarray, "*B T"],
     num_tokens: Float[Array | np.ndarray, ""] | float | None = None,
 ) -> PolicyLoss:
-    """Mean negative log-likelihood of the tokens under the mask: -1/N sum_t logp_t."""
+    """Compute the mean negative log-likelihood of the tokens under the mask, -1/N sum_t logp_t.
+
+    Args:
+        logp: log-probs of the policy being trained.
+        mask: true (or 1) where the token counts.
+        num_tokens: N. None: the mask's count; for a micro-batch, the whole mini-batch's count.
+    """
     mask = jnp.asarray(mask).astype(bool)
     logp = zero_outside(mask, logp)
     count = jnp.sum(mask, dtype=logp.dtype)
@@ -374,32 +397,35 @@ def value_loss(
     clip_eps: float | None = 0.5,
     num_tokens: Float[Array | np.ndarray, ""] | float | None = None,
 ) -> PolicyLoss:
-    """What a critic is to make small: 1/2N sum_t max((V_t - R_t)², (clip(V_t, V_old,t - clip_eps,
-    V_old,t + clip_eps) - R_t)²).
+    """Compute the critic's clipped loss.
 
-    A value that has come nearer to the return by more than clip_eps since the old one learns no
-    more (the original code of PPO; arXiv:2006.05990, choice C13; AReaL).
+    L = 1/2N sum_t max((V_t - R_t)², (clip(V_t, V_old,t - clip_eps, V_old,t + clip_eps) - R_t)²). A
+    value that moved towards its return by more than clip_eps gets no gradient (the original code of
+    PPO; arXiv:2006.05990, choice C13; AReaL).
 
     Args:
-        values: differentiable; nothing else is.
+        values: the critic's values; only they are differentiable.
+        old_values: values before the update.
+        returns: targets.
         mask: true (or 1) where the token counts.
-        clip_eps: in units of reward; None clips nothing.
-        num_tokens: N. None counts the mask; give the whole mini-batch's count where this is one of
-            its micro-batches.
+        clip_eps: clip range, in units of reward; None: no clip.
+        num_tokens: N. None: the mask's count; for a micro-batch, the whole mini-batch's count.
     """
     mask = jnp.asarray(mask).astype(bool)
     values = zero_outside(mask, values)
     old_values, returns = (
-        jax.lax.stop_gradient(zero_outside(mask, given)) for given in (old_values, returns)
+        jax.lax.stop_gradient(zero_outside(mask, constant)) for constant in (old_values, returns)
     )
     squared = (values - returns) ** 2
-    held = jnp.zeros_like(mask)
+    is_clipped = jnp.zeros_like(mask)
     if clip_eps is not None:
         clipped = (jnp.clip(values, old_values - clip_eps, old_values + clip_eps) - returns) ** 2
-        held, squared = clipped > squared, jnp.maximum(squared, clipped)
+        is_clipped, squared = clipped > squared, jnp.maximum(squared, clipped)
     count = jnp.sum(mask, dtype=values.dtype)
     return mean_loss(
-        {"loss": 0.5 * jnp.sum(squared), "clip_fraction": masked_sum(mask, held)}, count, num_tokens
+        {"loss": 0.5 * jnp.sum(squared), "clip_fraction": masked_sum(mask, is_clipped)},
+        count,
+        num_tokens,
     )
 
 
@@ -408,8 +434,13 @@ def mean_loss(
     count: Float[Array, ""],
     num: Float[Array | np.ndarray, ""] | float | None,
 ) -> PolicyLoss:
-    """The sum `loss` over `num` (None: over `count`), and all of them as metrics, whose weight is
-    `count`."""
+    """Divide the sum `loss` by `num`, and return all sums as metrics of weight `count`.
+
+    Args:
+        sums: metrics' sums by name, `loss` among them.
+        count: number of tokens or pairs under the mask.
+        num: divisor of the loss; None: `count`.
+    """
     divisor = jnp.maximum(count if num is None else jnp.asarray(num, count.dtype), 1.0)
     return PolicyLoss(
         sums["loss"] / divisor,
@@ -420,11 +451,11 @@ def mean_loss(
 def zero_outside(
     mask: Bool[Array, "*B T"], values: Float[Array | np.ndarray, "*B T"]
 ) -> Float[Array, "*B T"]:
-    """`values` in float32 or wider, with zeros where the mask is false."""
+    """Return `values` in float32 or wider, with zeros where the mask is false."""
     values = jnp.asarray(values)
     return jnp.where(mask, values.astype(jnp.promote_types(values.dtype, jnp.float32)), 0.0)
 
 
 def masked_sum(mask: Bool[Array, "*B T"], values: Shaped[Array, "*B T"]) -> Float[Array, ""]:
-    """The sum of `values`, in float32 or wider, where the mask is true."""
+    """Sum `values` where the mask is true, in float32 or wider."""
     return jnp.sum(jnp.where(mask, values, 0).astype(jnp.promote_types(values.dtype, jnp.float32)))

@@ -29,7 +29,7 @@ from areal_jax.rl.presets import PRESETS
 def compute(
     config: Advantages, *rewards_and_tokens: tuple[list[float], list[int]]
 ) -> list[np.ndarray]:
-    """By group, one of each sample, whose tokens have all the same."""
+    """One advantage per sample, by group, after checking that its tokens share it."""
     groups = [
         [trajectory(r, n) for r, n in zip(*group, strict=True)] for group in rewards_and_tokens
     ]
@@ -41,7 +41,7 @@ def compute(
 def trajectory(
     reward: float, num_trained: int, token_rewards: list[float] | None = None
 ) -> Trajectory:
-    """A prompt of two tokens, then those trained on with what each earns."""
+    """A prompt of two tokens, then loss tokens with their token rewards."""
     action_mask = np.arange(2 + num_trained) >= 2
     return Trajectory(
         reward,
@@ -51,13 +51,13 @@ def trajectory(
     )
 
 
-def test_group_normalization_equals_the_numbers_by_hand() -> None:
+def test_group_normalization_equals_hand_computed_numbers() -> None:
     # Mean .5, deviations ±.5, sample variance 4 · .25 / 3 = 1/3, .5 / .577350 = .866025.
     (advantages,) = compute(GroupNormalized(), ([1.0, 0.0, 0.0, 1.0], [1, 1, 1, 1]))
     np.testing.assert_allclose(advantages, [0.866025, -0.866025, -0.866025, 0.866025], atol=2e-6)
 
 
-def test_groups_of_different_sizes_are_each_centred() -> None:
+def test_groups_of_different_sizes_are_centred_separately() -> None:
     # First group: mean 2, sample std 1. Second: mean 5, std sqrt(2) · 5 = 7.071068, ±5 / that.
     first, second = compute(
         GroupNormalized(), ([1.0, 2.0, 3.0], [5, 9, 1]), ([0.0, 10.0], [1, 100])
@@ -89,7 +89,7 @@ def test_equal_rewards_give_exactly_zero(config: Advantages, rewards: list[float
     assert not advantages.any()
 
 
-def test_lite_ppo_divides_by_the_spread_of_the_batch() -> None:
+def test_lite_ppo_divides_by_the_batch_std() -> None:
     # Centred by group: -1, 1 and -3, 3. Their mean is 0 and their sample variance 20 / 3, 1 /
     # 2.581989 = .387298.
     first, second = compute(
@@ -100,13 +100,13 @@ def test_lite_ppo_divides_by_the_spread_of_the_batch() -> None:
     )
 
 
-def test_leave_one_out_equals_areals_number() -> None:
-    # AReaL's own test: 1 among 1..6 has 2..6 beside it, whose mean is 4: -3.
+def test_leave_one_out_equals_areal() -> None:
+    # AReaL's own test: the others of 1 among 1..6 are 2..6, whose mean is 4: -3.
     (advantages,) = compute(LeaveOneOut(), ([1.0, 2.0, 3.0, 4.0, 5.0, 6.0], [1] * 6))
     np.testing.assert_allclose(advantages, [-3.0, -1.8, -0.6, 0.6, 1.8, 3.0], atol=1e-6)
 
 
-def test_a_lone_sample_has_nobody_to_be_compared_with() -> None:
+def test_group_of_one_sample_gets_zero_advantage() -> None:
     for config in (GroupNormalized(), GroupNormalized(divide_by="batch_std"), LeaveOneOut()):
         first, second = compute(config, ([7.0], [2]), ([1.0, 0.0], [2, 2]))
         assert not first.any() and second.all()
@@ -117,7 +117,7 @@ def test_unnormalized_advantages_are_the_rewards() -> None:
     assert [*first, *second] == [5.0, -5.0, 5.0]
 
 
-def test_shaping_moves_scales_clips_and_punishes_what_is_nearly_too_long() -> None:
+def test_shaping_shifts_scales_clips_and_penalises_overlong_answers() -> None:
     rewards, lengths = np.array([1.0, 0.0, 1.0, 1.0, 1.0]), np.array([10, 80, 85, 90, 100])
     np.testing.assert_array_equal(shape_rewards(Shaping(), rewards, lengths, 100), rewards)
     # AReaL's switches for gsm8k: (r - 1/2) · 10, clipped at 20; a clip of 3 bites.
@@ -136,7 +136,7 @@ def test_shaping_moves_scales_clips_and_punishes_what_is_nearly_too_long() -> No
     )
 
 
-def test_every_mean_of_a_mini_batch_is_a_mean_over_its_tokens() -> None:
+def test_mean_weights_turn_token_means_into_every_aggregation() -> None:
     # Losses per token 1, 2 and 4 of samples with 1, 3 and 2 tokens, and one without any; 6 tokens,
     # 3 sequences.
     losses, lengths = np.array([1.0, 2.0, 4.0, 9.0]), np.array([1, 3, 2, 0])
@@ -149,14 +149,14 @@ def test_every_mean_of_a_mini_batch_is_a_mean_over_its_tokens() -> None:
     assert mean("constant") == pytest.approx((1 + 6 + 8) / (3 * 10))
 
 
-def test_batch_normalization_weights_samples_by_their_tokens() -> None:
+def test_batch_normalization_weights_samples_by_tokens() -> None:
     # 3 tokens of 5 and 1 of -5: mean 2.5, variance (3 · 2.5² + 7.5²) / 3 = 25, so 2.5 / 5 and -7.5
     # / 5.
     first, second = compute(BatchNormalized(eps=0.0), ([5.0], [3]), ([-5.0], [1]))
     np.testing.assert_allclose([first[0], second[0]], [0.5, -1.5], atol=1e-6)
 
 
-def test_batch_normalization_equals_areals_numbers() -> None:
+def test_batch_normalization_equals_areal() -> None:
     # AReaL's own test: tokens of 1, 2, 4, 6, 8, 9 have mean 5 and unbiased std sqrt(52 / 5) =
     # 3.2249; -4 / 3.2249 = -1.2403. The samples of 100 have no token in the loss, and count for
     # nothing.
@@ -169,7 +169,7 @@ def test_batch_normalization_equals_areals_numbers() -> None:
     np.testing.assert_allclose(second, [0.3101, 0.9303, 1.2403], atol=1e-4)
 
 
-def test_normalized_tokens_have_mean_zero_and_variance_one() -> None:
+def test_normalized_advantages_have_mean_zero_and_variance_one() -> None:
     rng = np.random.default_rng(0)
     for earns in (False, True):
         groups = [
@@ -185,17 +185,17 @@ def test_normalized_tokens_have_mean_zero_and_variance_one() -> None:
         assert per_token.std(ddof=1) == pytest.approx(1.0, abs=1e-6)
 
 
-def test_a_batch_without_loss_tokens_gives_zeros() -> None:
+def test_batch_without_loss_tokens_gives_zero_advantages() -> None:
     first, second = compute(BatchNormalized(), ([1.0, 0.0], [0, 0]), ([2.0], [0]))
     assert not first.any() and not second.any()
 
 
-def test_unknown_advantages_are_an_error_that_names_the_knob() -> None:
+def test_unknown_estimator_error_names_the_setting() -> None:
     with pytest.raises(TypeError, match=r"trainer\.advantages"):
         compute(Advantages(), ([1.0], [1]))
 
 
-def test_what_tokens_earn_is_summed_from_each_token_on() -> None:
+def test_reward_to_go_sums_own_and_later_rewards() -> None:
     rng = np.random.default_rng(1)
     for num_tokens in (1, 2, 17):
         rewards = rng.normal(size=num_tokens)
@@ -203,7 +203,7 @@ def test_what_tokens_earn_is_summed_from_each_token_on() -> None:
         np.testing.assert_allclose(reward_to_go(rewards), naive, atol=1e-12)
 
 
-def test_what_tokens_earn_is_added_to_the_advantage_of_their_sample() -> None:
+def test_token_rewards_to_go_are_added_to_the_sample_advantage() -> None:
     # Rewards 1 and 0 have centred advantages 1/2 and -1/2; the first sample's tokens earn 1, -2 and
     # 3: 2, 1 and 3 to go.
     groups = [[trajectory(1.0, 3, [1.0, -2.0, 3.0]), trajectory(0.0, 2)]]
@@ -214,7 +214,7 @@ def test_what_tokens_earn_is_added_to_the_advantage_of_their_sample() -> None:
     np.testing.assert_allclose(first[2:], [3.0, 2.0, 4.0])
 
 
-def test_batch_normalization_is_of_what_each_token_returns() -> None:
+def test_batch_normalization_normalises_token_returns() -> None:
     # Returns 3, 2, 4 and twice 0: mean 9/5, squares 1.44 + .04 + 4.84 + 2 * 3.24 = 12.8, variance
     # 3.2.
     groups = [[trajectory(1.0, 3, [1.0, -2.0, 3.0])], [trajectory(0.0, 2)]]
@@ -223,7 +223,7 @@ def test_batch_normalization_is_of_what_each_token_returns() -> None:
     np.testing.assert_allclose(second[2:], np.array([-1.8, -1.8]) / 3.2**0.5, rtol=1e-6)
 
 
-def test_rloo_adds_up_the_tokens_of_a_completion_which_is_one_action() -> None:
+def test_rloo_sums_the_tokens_of_a_completion() -> None:
     # arXiv:2402.14740, section 3.1: grad log pi(y|x) is the sum over the tokens of y, whatever
     # their number.
     short, long = mean_weights(PRESETS["rloo"].loss_mean, np.array([1, 8]), constant_tokens=10)

@@ -1,4 +1,4 @@
-"""GAE: advantages of tokens by a critic."""
+"""Generalized advantage estimation with a critic."""
 
 from __future__ import annotations
 
@@ -14,33 +14,37 @@ from areal_jax.rl.advantages import (
 from areal_jax.rl.config import GAE
 
 VALUES = np.arange(1, 9) / 10
-"""Of the state after each of 8 tokens."""
+"""Values of the states after each of 8 tokens."""
 
 
 def before(values: np.ndarray) -> np.ndarray:
-    """Of the state before each token; nothing is said of that before the first."""
+    """Values of the states before each token; that before the first token is unknown."""
     return np.append(np.nan, values[:-1])
 
 
-def by_definition(config: GAE, given: Trajectory) -> np.ndarray:
-    """Backwards, token by token: where none was sampled, next value and sum pass through as they
-    are (AReaL)."""
-    assert given.values is not None and given.token_rewards is not None
+def by_definition(config: GAE, trajectory: Trajectory) -> np.ndarray:
+    """AReaL's loop, backwards over tokens; unsampled tokens pass next value and sum through."""
+    assert trajectory.values is not None and trajectory.token_rewards is not None
     advantages, next_value, accumulated, reward = (
-        np.zeros(len(given.action_mask)),
-        given.value_after,
+        np.zeros(len(trajectory.action_mask)),
+        trajectory.value_after,
         0.0,
-        given.reward,
+        trajectory.reward,
     )
-    for t in reversed(range(len(given.action_mask))):
-        if given.action_mask[t]:
-            delta = given.token_rewards[t] + reward + config.gamma * next_value - given.values[t]
+    for t in reversed(range(len(trajectory.action_mask))):
+        if trajectory.action_mask[t]:
+            delta = (
+                trajectory.token_rewards[t]
+                + reward
+                + config.gamma * next_value
+                - trajectory.values[t]
+            )
             advantages[t] = accumulated = delta + config.gamma * config.lam * accumulated
-            next_value, reward = given.values[t], 0.0
+            next_value, reward = trajectory.values[t], 0.0
     return advantages
 
 
-def test_an_answer_that_ended_equals_areals_numbers() -> None:
+def test_gae_of_finished_answer_equals_areal() -> None:
     # 2 tokens of prompt, 3 of answer, reward 5 on the last; AReaL's places are those of the states,
     # one earlier. Backwards: 5 - .4 = 4.6;  .9 · .4 - .3 + .72 · 4.6 = 3.372;  .9 · .3 - .2 + .72 ·
     # 3.372 = 2.49784.
@@ -50,28 +54,28 @@ def test_an_answer_that_ended_equals_areals_numbers() -> None:
         Trajectory(5.0, action_mask, action_mask, values=before(VALUES)[:5]),
     )
     np.testing.assert_allclose(found, [0, 0, 2.49784, 3.372, 4.6], atol=1e-6)
-    # gamma = lambda = 1 without a critic's opinion: the reward.
+    # gamma = lambda = 1 with values of zero: the reward.
     found = generalized_advantages(
         GAE(gamma=1.0, lam=1.0), Trajectory(5.0, action_mask, action_mask, values=np.zeros(5))
     )
     np.testing.assert_array_equal(found, [0, 0, 5, 5, 5])
 
 
-def test_an_answer_that_was_cut_off_goes_on_in_the_critics_opinion_and_tools_cost_no_time() -> None:
+def test_gae_bootstraps_truncated_answers_and_skips_tool_tokens() -> None:
     # Tokens 3 and 4 are a tool's. -5 + .9 · .8 - .7 = -4.98 on the last, the value of the state
     # behind it being .8; then .9 · .7 - .6 - .72 · 4.98 = -3.5556;  .9 · .6 - .5 - .72 · 3.5556 =
     # -2.520032;  over the tool, whose own values are not read: .9 · .5 - .2 - .72 · 2.520032 =
     # -1.564423;  .9 · .2 - .1 - .72 · 1.564423 = -1.046385.
     action_mask = np.array([0, 1, 1, 0, 0, 1, 1, 1], bool)
-    given = Trajectory(-5.0, action_mask, action_mask, values=before(VALUES), value_after=0.8)
-    found = generalized_advantages(GAE(gamma=0.9, lam=0.8), given)
+    trajectory = Trajectory(-5.0, action_mask, action_mask, values=before(VALUES), value_after=0.8)
+    found = generalized_advantages(GAE(gamma=0.9, lam=0.8), trajectory)
     np.testing.assert_allclose(
         found[action_mask], [-1.046385, -1.564423, -2.520032, -3.5556, -4.98], atol=1e-6
     )
     assert not found[~action_mask].any()
 
 
-def test_it_equals_the_loop_on_a_thousand_random_masks() -> None:
+def test_gae_equals_the_loop_on_a_thousand_random_masks() -> None:
     rng = np.random.default_rng(0)
     for i in range(1000):
         length = int(rng.integers(1, 70))
@@ -79,28 +83,30 @@ def test_it_equals_the_loop_on_a_thousand_random_masks() -> None:
         config = GAE(
             gamma=float(rng.choice([1.0, 0.9, 0.0])), lam=float(rng.choice([1.0, 0.95, 0.5, 0.0]))
         )
-        # What is said where no token was sampled is not read.
+        # Values outside the action mask are not read.
         rewards, values = (np.where(action_mask, rng.normal(size=length), np.nan) for _ in range(2))
         value_after = float(rng.normal()) if i % 2 else 0.0
-        given = Trajectory(
+        trajectory = Trajectory(
             float(rng.normal()), action_mask, action_mask, rewards, values, value_after
         )
         np.testing.assert_allclose(
-            generalized_advantages(config, given), by_definition(config, given), atol=1e-12
+            generalized_advantages(config, trajectory),
+            by_definition(config, trajectory),
+            atol=1e-12,
         )
 
 
-def test_with_lambda_1_the_return_is_all_that_is_still_to_come() -> None:
-    # r_t + gamma r_{t+1} + ..., whatever the critic says: 1 + .5 · 2 + .25 · (4 + .5 · 8) = 4. Of a
-    # prompt nothing is said.
+def test_lambda_one_gives_the_discounted_return() -> None:
+    # r_t + gamma r_{t+1} + ..., for any value: 1 + .5 · 2 + .25 · (4 + .5 · 8) = 4. Of a
+    # prompt token the target is 0.
     action_mask = np.array([False, True, True, True])
     values, earned = np.array([np.nan, 9.0, -3.0, 0.5]), np.array([0.0, 1.0, 2.0, 3.0])
-    given = Trajectory(1.0, action_mask, action_mask, earned, values, value_after=8.0)
-    ((found,),) = value_targets(GAE(gamma=0.5, lam=1.0), [[given]])
+    trajectory = Trajectory(1.0, action_mask, action_mask, earned, values, value_after=8.0)
+    ((found,),) = value_targets(GAE(gamma=0.5, lam=1.0), [[trajectory]])
     np.testing.assert_allclose(found, [0.0, 4.0, 6.0, 8.0])
 
 
-def test_advantages_are_normalized_over_the_tokens_in_the_loss_and_stale_ones_still_act() -> None:
+def test_gae_normalises_over_loss_tokens_and_includes_stale_actions() -> None:
     # lambda = 0 and values of 0: each advantage is what the token earns. Of those in the loss, 1,
     # 2, 4, 6, 8, 9, the mean is 5 and the unbiased std sqrt(52 / 5) = 3.2249; the 100 is too old to
     # be in it: 95 / 3.2249 = 29.4583.
@@ -124,15 +130,15 @@ def test_advantages_are_normalized_over_the_tokens_in_the_loss_and_stale_ones_st
 
 
 @pytest.mark.parametrize("trained", [[False, True, True], [False, False, False]])
-def test_equal_advantages_and_none_at_all_become_zero(trained: list[bool]) -> None:
-    given = Trajectory(
+def test_equal_or_no_advantages_normalise_to_zero(trained: list[bool]) -> None:
+    trajectory = Trajectory(
         0.1, np.array([False, True, True]), np.array(trained), values=np.array([0.0, 0.1, 0.1])
     )
-    ((found,),) = compute_advantages(GAE(), [[given]])
+    ((found,),) = compute_advantages(GAE(), [[trajectory]])
     np.testing.assert_array_equal(found, [0.0, 0.0, 0.0])
 
 
-def test_without_a_critic_there_is_no_gae() -> None:
+def test_gae_requires_critic_values() -> None:
     action_mask = np.ones(2, bool)
     with pytest.raises(ValueError, match=r"trainer\.advantages"):
         compute_advantages(GAE(), [[Trajectory(1.0, action_mask, action_mask)]])

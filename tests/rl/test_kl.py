@@ -1,4 +1,4 @@
-"""KL to a reference and to a teacher: identities, numbers, and what their gradients are."""
+"""KL to a reference and to a teacher: identities, hand-computed numbers and gradients."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ def log_softmax(logits: np.ndarray) -> np.ndarray:
     return np.asarray(jax.nn.log_softmax(jnp.asarray(logits)))
 
 
-def divergence(of: jax.Array | np.ndarray, beside: jax.Array | np.ndarray) -> jax.Array:
-    """KL of two policies, exact, from their logits."""
-    p, q = jax.nn.log_softmax(jnp.asarray(of)), jax.nn.log_softmax(jnp.asarray(beside))
+def exact_kl(p_logits: jax.Array | np.ndarray, q_logits: jax.Array | np.ndarray) -> jax.Array:
+    """Exact KL of two categorical policies from their logits."""
+    p, q = jax.nn.log_softmax(jnp.asarray(p_logits)), jax.nn.log_softmax(jnp.asarray(q_logits))
     return jnp.sum(jnp.exp(p) * (p - q))
 
 
-def test_the_estimators_equal_the_numbers_by_hand() -> None:
+def test_kl_estimators_equal_hand_computed_numbers() -> None:
     # x = ln 2: ln 2; (ln 2)² / 2 = .240227; 1/2 - 1 + ln 2 = .193147. x = -1: -1; 1/2; e - 2 =
     # .718282.
     x = np.array([np.log(2.0), -1.0, 0.0])
@@ -54,13 +54,13 @@ def test_k1_and_k3_are_unbiased_and_k2_and_k3_are_never_negative() -> None:
         values = np.asarray(kl_estimate(estimator, log_p - log_q))
         mean = np.exp(log_p) @ values
         if estimator != "k2":
-            assert mean == pytest.approx(float(divergence(LOGITS, OTHER)), abs=1e-6)
+            assert mean == pytest.approx(float(exact_kl(LOGITS, OTHER)), abs=1e-6)
         if estimator != "k1":
             assert (values >= 0).all() and (values > 0).any()
     # k2 is off by the third power of how far they are apart: half the distance, an eighth of the
     # error or less.
     near, nearer = (
-        float(np.exp(log_p) @ (log_p - to) ** 2 / 2 - divergence(LOGITS, to))
+        float(np.exp(log_p) @ (log_p - to) ** 2 / 2 - exact_kl(LOGITS, to))
         for to in (log_softmax(LOGITS + scale * OTHER) for scale in (0.2, 0.1))
     )
     assert abs(nearer) < abs(near) / 6
@@ -69,11 +69,11 @@ def test_k1_and_k3_are_unbiased_and_k2_and_k3_are_never_negative() -> None:
 @pytest.mark.parametrize(
     ("estimator", "expected"),
     [
-        ("k2", lambda logits: divergence(logits, OTHER)),
-        ("k3", lambda logits: divergence(OTHER, logits)),
+        ("k2", lambda logits: exact_kl(logits, OTHER)),
+        ("k3", lambda logits: exact_kl(OTHER, logits)),
     ],
 )
-def test_in_the_loss_k2_pulls_as_the_reverse_and_k3_as_the_forward_divergence(
+def test_k2_gradient_is_reverse_kl_and_k3_gradient_is_forward_kl(
     estimator: Literal["k2", "k3"], expected: Callable[[jax.Array], jax.Array]
 ) -> None:
     # The expectation over every token, each sampled with its probability by a policy that the
@@ -89,7 +89,7 @@ def test_in_the_loss_k2_pulls_as_the_reverse_and_k3_as_the_forward_divergence(
     )
 
 
-def test_in_the_loss_k1_would_pull_nowhere() -> None:
+def test_k1_gradient_is_zero_in_expectation() -> None:
     chance = np.exp(log_softmax(LOGITS))
     gradient = jax.grad(
         lambda logits: jnp.sum(chance * (jax.nn.log_softmax(logits) - log_softmax(OTHER)))
@@ -99,7 +99,7 @@ def test_in_the_loss_k1_would_pull_nowhere() -> None:
 
 @pytest.mark.parametrize("estimator", ["k2", "k3"])
 @pytest.mark.parametrize("is_weighted", [False, True])
-def test_the_loss_and_its_gradient_equal_float64_and_finite_differences(
+def test_kl_loss_equals_float64_and_finite_differences(
     estimator: Literal["k2", "k3"], is_weighted: bool
 ) -> None:
     rng = np.random.default_rng(0)
@@ -139,7 +139,7 @@ def test_the_loss_and_its_gradient_equal_float64_and_finite_differences(
     )
 
 
-def test_micro_batches_add_up_to_the_whole() -> None:
+def test_kl_loss_is_independent_of_micro_batching() -> None:
     rng = np.random.default_rng(1)
     logp, reference = rng.normal(-2.0, 1.0, (2, 8, 7)).astype(np.float32)
     mask = rng.random((8, 7)) < 0.6
@@ -157,7 +157,7 @@ def test_micro_batches_add_up_to_the_whole() -> None:
     assert float(sum(part.loss for part in parts)) == pytest.approx(float(whole.loss), rel=1e-6)
 
 
-def test_every_token_pays_for_its_own_straying_and_others_pay_nothing() -> None:
+def test_kl_penalty_applies_to_sampled_tokens_only() -> None:
     behave, reference = (
         np.log(np.array([0.5, 0.5, 0.25], np.float32)),
         np.log(np.array([0.1, 0.25, 0.5], np.float32)),
@@ -175,7 +175,7 @@ def test_every_token_pays_for_its_own_straying_and_others_pay_nothing() -> None:
     assert not kl_penalty(KLInReward(), behave, behave, action_mask).any()
 
 
-def test_following_the_teacher_is_descending_the_reverse_divergence() -> None:
+def test_distillation_gradient_descends_the_reverse_kl() -> None:
     # For every token that could be sampled: its chance times its advantage times the gradient of
     # its log-probability.
     log_p, log_q = log_softmax(LOGITS), log_softmax(OTHER)
@@ -187,19 +187,19 @@ def test_following_the_teacher_is_descending_the_reverse_divergence() -> None:
     expected_gradient = (np.exp(log_p) * advantages) @ np.asarray(scores)
     np.testing.assert_allclose(
         expected_gradient,
-        -np.asarray(jax.grad(lambda logits: divergence(logits, OTHER))(jnp.asarray(LOGITS))),
+        -np.asarray(jax.grad(lambda logits: exact_kl(logits, OTHER))(jnp.asarray(LOGITS))),
         atol=1e-6,
     )
 
 
-def test_a_teacher_that_agrees_says_nothing_and_rewards_count_as_much_as_they_are_given() -> None:
+def test_equal_teacher_adds_nothing_and_reward_weight_scales_advantages() -> None:
     behave, advantages = log_softmax(LOGITS), np.array([1.0, -1.0, 2.0, 0.0, 3.0], np.float32)
     action_mask = np.array([False, True, True, True, True])
     agreeing = distilled_advantages(
         Teacher(path="", reward_weight=0.0), advantages, behave, behave, action_mask
     )
     assert not agreeing.any()
-    # Twice ln(1/2) beside half of the reward's; the prompt hears nothing of the teacher.
+    # Twice ln(1/2) plus half of the reward advantage; the prompt gets nothing from the teacher.
     both = distilled_advantages(
         Teacher(path="", weight=2.0, reward_weight=0.5),
         advantages,
@@ -212,7 +212,7 @@ def test_a_teacher_that_agrees_says_nothing_and_rewards_count_as_much_as_they_ar
     )
 
 
-def test_nothing_flows_into_the_reference() -> None:
+def test_kl_reference_gets_no_gradient() -> None:
     logp, reference = jnp.array([-1.0, -0.5]), jnp.array([-0.7, -2.0])
     for config in (
         KLInLoss(coefficient=1.0, estimator="k2"),

@@ -1,4 +1,4 @@
-"""Log-probabilities against the definition written out in numpy."""
+"""Log-probs against their definition in numpy."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ B, T, D, V = 3, 10, 8, 13
 SEGMENTS = np.array([[1] * 4 + [2] * 6, [1] * 3 + [2] * 1 + [3] * 4 + [0] * 2, [0] * 10], np.int32)
 
 
-def draw(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def random_inputs(seed: int = 0) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     rng = np.random.default_rng(seed)
     hidden, head = rng.normal(size=(B, T, D)), rng.normal(size=(D, V))
     return (
@@ -43,8 +43,8 @@ def by_definition(
 @pytest.mark.parametrize(
     "chunk_tokens", [1000, 12, 9, 1]
 )  # one chunk; 3 of 4, 3, 3 columns; 4 with padding; one column each
-def test_they_are_what_the_definition_says(chunk_tokens: int, temperature: float) -> None:
-    hidden, head, tokens = draw()
+def test_logprobs_and_entropy_equal_the_definition(chunk_tokens: int, temperature: float) -> None:
+    hidden, head, tokens = random_inputs()
     logp, entropy = jax.jit(token_logprobs, static_argnames=("temperature", "chunk_tokens"))(
         hidden, head, tokens, SEGMENTS, temperature=temperature, chunk_tokens=chunk_tokens
     )
@@ -55,10 +55,10 @@ def test_they_are_what_the_definition_says(chunk_tokens: int, temperature: float
 
 @pytest.mark.parametrize("learns_entropy", [False, True])
 @pytest.mark.parametrize("chunk_tokens", [1000, 9])
-def test_gradients_equal_those_of_the_full_log_softmax(
+def test_logprob_gradients_equal_the_full_log_softmax(
     chunk_tokens: int, learns_entropy: bool
 ) -> None:
-    hidden, head, tokens = (jnp.asarray(x) for x in draw(1))
+    hidden, head, tokens = (jnp.asarray(x) for x in random_inputs(1))
     weights = np.random.default_rng(2).normal(size=(B, T)).astype(np.float32)
 
     def chunked(hidden: jax.Array, head: jax.Array) -> jax.Array:
@@ -89,8 +89,8 @@ def test_gradients_equal_those_of_the_full_log_softmax(
         np.testing.assert_allclose(ours, theirs, atol=1e-5)
 
 
-def test_a_sequence_in_a_row_gets_what_it_gets_alone() -> None:
-    hidden, head, tokens = draw(3)
+def test_packed_sequence_equals_the_sequence_alone() -> None:
+    hidden, head, tokens = random_inputs(3)
     packed, _ = token_logprobs(
         *map(jnp.asarray, (hidden, head, tokens, SEGMENTS)), chunk_tokens=1000
     )
@@ -101,8 +101,8 @@ def test_a_sequence_in_a_row_gets_what_it_gets_alone() -> None:
     np.testing.assert_array_equal(packed[0, 4:], alone[0])
 
 
-def test_softmax_is_in_float32_whatever_the_hidden_states_are() -> None:
-    hidden, head, tokens = draw(4)
+def test_softmax_is_float32_for_any_hidden_dtype() -> None:
+    hidden, head, tokens = random_inputs(4)
     rounded = jnp.asarray(hidden, jnp.bfloat16)
     logp, _ = token_logprobs(
         rounded, jnp.asarray(head), jnp.asarray(tokens), jnp.asarray(SEGMENTS), chunk_tokens=1000
@@ -117,7 +117,7 @@ def test_softmax_is_in_float32_whatever_the_hidden_states_are() -> None:
     np.testing.assert_allclose(logp, exact, atol=1e-4)
 
 
-def test_logits_of_all_tokens_never_exist() -> None:
+def test_logits_of_all_tokens_are_never_materialised() -> None:
     # 2048 tokens times 4096 words are 32 MiB in float32; chunks of 128 tokens are 2 MiB, of which
     # two exist at a time.
     shapes = [(2, 1024, 16), (16, 4096), (2, 1024), (2, 1024)]
@@ -143,7 +143,7 @@ def test_logits_of_all_tokens_never_exist() -> None:
 
 
 @pytest.mark.parametrize("tensor", [1, 2, 4])
-def test_sharding_rows_and_vocabulary_changes_nothing(tensor: int) -> None:
+def test_logprobs_are_independent_of_sharding(tensor: int) -> None:
     rng = np.random.default_rng(5)
     rows, words = 8, 16
     hidden, head = (
@@ -174,15 +174,15 @@ def test_sharding_rows_and_vocabulary_changes_nothing(tensor: int) -> None:
         np.testing.assert_allclose(a, b, atol=1e-5)
 
 
-def test_temperature_zero_is_an_error() -> None:
-    hidden, head, tokens = map(jnp.asarray, draw())
-    with pytest.raises(ValueError, match="temperature must be above 0"):
+def test_temperature_zero_is_refused() -> None:
+    hidden, head, tokens = map(jnp.asarray, random_inputs())
+    with pytest.raises(ValueError, match="expected a temperature above 0"):
         token_logprobs(
             hidden, head, tokens, jnp.asarray(SEGMENTS), temperature=0.0, chunk_tokens=10
         )
 
 
-def test_the_value_before_a_token_is_what_follows_the_one_before_it() -> None:
+def test_values_before_tokens_are_shifted_by_one() -> None:
     values = np.arange(1.0, 31.0, dtype=np.float32).reshape(B, T)
     before = values_before(jnp.asarray(values), jnp.asarray(SEGMENTS))
     # Rows of 4 and 6 tokens; of 3, 1 and 4 tokens and padding; of padding. A segment's first token

@@ -46,8 +46,8 @@ ADVANTAGES = np.array([1.0, 1.0, -1.0, 2.0], np.float32)
 ALL = np.ones(4, bool)
 
 
-class Draw(NamedTuple):
-    """The loss's arguments, in its order."""
+class Inputs(NamedTuple):
+    """Arguments of a loss, in order."""
 
     logp: np.ndarray
     proximal_logp: np.ndarray
@@ -71,7 +71,7 @@ GOLDEN = [
 
 
 @pytest.mark.parametrize(("settings", "expected"), GOLDEN)
-def test_decoupled_loss_equals_the_numbers_by_hand(
+def test_decoupled_loss_equals_hand_computed_numbers(
     settings: dict[str, Any], expected: float
 ) -> None:
     loss = decoupled_ppo_loss(
@@ -80,7 +80,7 @@ def test_decoupled_loss_equals_the_numbers_by_hand(
     assert float(loss) == pytest.approx(expected, abs=1e-6)
 
 
-def test_without_the_behave_weight_the_numbers_by_hand() -> None:
+def test_unweighted_loss_equals_hand_computed_numbers() -> None:
     # w = 1: (1.105171 + 1.2 - .8 + 2) / -4; DAPO's upper clip of 1.28 makes the second term 1.28.
     loss = decoupled_ppo_loss(LOGP, PROXIMAL, PROXIMAL, ADVANTAGES, ALL, clip_eps=0.2).loss
     assert float(loss) == pytest.approx(-0.876293, abs=1e-6)
@@ -90,7 +90,7 @@ def test_without_the_behave_weight_the_numbers_by_hand() -> None:
     assert float(loss) == pytest.approx(-0.896293, abs=1e-6)
 
 
-def test_coupled_loss_equals_the_number_by_hand() -> None:
+def test_coupled_ppo_equals_hand_computed_number() -> None:
     # theta/behave = e^[.3, .4, -.4, 2]: all clipped, [1.2, 1.2, -.8, 2.4], sum 4, / -4.
     loss = decoupled_ppo_loss(LOGP, BEHAVE, BEHAVE, ADVANTAGES, ALL, clip_eps=0.2).loss
     assert float(loss) == pytest.approx(-1.0, abs=1e-6)
@@ -112,14 +112,14 @@ def test_dual_clip_bounds_the_loss_of_a_negative_advantage() -> None:
     ) == pytest.approx(-1.2, abs=1e-6)
 
 
-def test_when_all_policies_are_equal_the_gradient_is_the_policy_gradient() -> None:
+def test_equal_policies_give_the_policy_gradient_of_decoupled_ppo() -> None:
     gradient = jax.grad(lambda logp: decoupled_ppo_loss(logp, LOGP, LOGP, ADVANTAGES, ALL).loss)(
         LOGP
     )
     np.testing.assert_allclose(gradient, -ADVANTAGES / 4, rtol=1e-6)
 
 
-def test_a_ratio_on_the_bound_still_learns() -> None:
+def test_ratio_on_the_clip_bound_has_a_gradient() -> None:
     # With clip 0 every first ratio lies on both bounds; as in the paper's formula the unclipped
     # branch gives the gradient.
     gradient = jax.grad(
@@ -128,15 +128,15 @@ def test_a_ratio_on_the_bound_still_learns() -> None:
     np.testing.assert_allclose(gradient, -ADVANTAGES / 4, rtol=1e-6)
 
 
-def test_when_proximal_is_behave_it_is_ppo() -> None:
-    draw = random_inputs(np.random.default_rng(0), (5, 7))
-    decoupled = decoupled_ppo_loss(*draw._replace(proximal_logp=draw.behave_logp))
-    ratio = np.exp(draw.logp - draw.behave_logp)
-    surrogate = np.minimum(ratio * draw.advantages, np.clip(ratio, 0.8, 1.2) * draw.advantages)
-    assert float(decoupled.loss) == pytest.approx(-surrogate[draw.mask].mean(), rel=1e-5)
+def test_decoupled_ppo_with_proximal_equal_to_behave_is_ppo() -> None:
+    inputs = random_inputs(np.random.default_rng(0), (5, 7))
+    decoupled = decoupled_ppo_loss(*inputs._replace(proximal_logp=inputs.behave_logp))
+    ratio = np.exp(inputs.logp - inputs.behave_logp)
+    surrogate = np.minimum(ratio * inputs.advantages, np.clip(ratio, 0.8, 1.2) * inputs.advantages)
+    assert float(decoupled.loss) == pytest.approx(-surrogate[inputs.mask].mean(), rel=1e-5)
 
 
-def test_nothing_flows_through_proximal_or_behave() -> None:
+def test_proximal_and_behave_get_no_gradient() -> None:
     def loss(proximal: jax.Array, behave: jax.Array) -> jax.Array:
         return decoupled_ppo_loss(
             LOGP, proximal, behave, ADVANTAGES, ALL, behave_weight_cap=5.0
@@ -149,10 +149,10 @@ def test_nothing_flows_through_proximal_or_behave() -> None:
 @pytest.mark.parametrize(
     "settings", [{}, {"dual_clip": 3.0, "clip_eps_high": 0.28}, {"behave_weight_cap": 1.5}]
 )
-def test_gradient_equals_finite_differences(settings: dict[str, Any]) -> None:
-    draw = random_inputs(np.random.default_rng(1), (3, 5))
+def test_policy_gradient_equals_finite_differences(settings: dict[str, Any]) -> None:
+    inputs = random_inputs(np.random.default_rng(1), (3, 5))
     with jax.enable_x64(True):
-        logp, *rest = (x.astype(np.float64) if x.dtype == np.float32 else x for x in draw)
+        logp, *rest = (x.astype(np.float64) if x.dtype == np.float32 else x for x in inputs)
         loss = jax.jit(
             jax.vmap(lambda logp: losses.decoupled_ppo_loss(logp, *rest, **settings).loss)
         )
@@ -162,9 +162,9 @@ def test_gradient_equals_finite_differences(settings: dict[str, Any]) -> None:
     np.testing.assert_allclose(gradient.reshape(15), slopes, atol=1e-7)
 
 
-def test_a_thousand_random_inputs_equal_float64_numpy() -> None:
+def test_decoupled_loss_equals_float64_on_a_thousand_random_inputs() -> None:
     rng = np.random.default_rng(2)
-    draws = [random_inputs(rng, (6,)) for _ in range(1000)]
+    samples = [random_inputs(rng, (6,)) for _ in range(1000)]
     loss = partial(
         losses.decoupled_ppo_loss,
         clip_eps=0.2,
@@ -172,16 +172,16 @@ def test_a_thousand_random_inputs_equal_float64_numpy() -> None:
         dual_clip=3.0,
         behave_weight_cap=2.0,
     )
-    batch = Draw(*(np.stack(arrays) for arrays in zip(*draws, strict=True)))
-    expected = [paper_loss(Draw(*(x.astype(np.float64) for x in draw))) for draw in draws]
+    batch = Inputs(*(np.stack(arrays) for arrays in zip(*samples, strict=True)))
+    expected = [paper_loss(Inputs(*(x.astype(np.float64) for x in inputs))) for inputs in samples]
     np.testing.assert_allclose(
-        jax.jit(jax.vmap(lambda draw: loss(*draw).loss))(batch), expected, atol=1e-6, rtol=1e-6
+        jax.jit(jax.vmap(lambda inputs: loss(*inputs).loss))(batch), expected, atol=1e-6, rtol=1e-6
     )
 
 
-def test_cutting_into_micro_batches_changes_nothing() -> None:
-    draw = random_inputs(np.random.default_rng(3), (8, 5))
-    num_tokens = float(draw.mask.sum())
+def test_losses_are_independent_of_micro_batching() -> None:
+    inputs = random_inputs(np.random.default_rng(3), (8, 5))
+    num_tokens = float(inputs.mask.sum())
 
     @partial(jax.grad, has_aux=True)
     def gradient_and_loss(logp: jax.Array, *rest: np.ndarray) -> tuple[jax.Array, PolicyLoss]:
@@ -189,8 +189,8 @@ def test_cutting_into_micro_batches_changes_nothing() -> None:
         return out.loss, out
 
     run = jax.jit(gradient_and_loss)
-    gradient, whole = run(*draw)
-    parts = [run(*(x[start:end] for x in draw)) for start, end in ((0, 1), (1, 6), (6, 8))]
+    gradient, whole = run(*inputs)
+    parts = [run(*(x[start:end] for x in inputs)) for start, end in ((0, 1), (1, 6), (6, 8))]
     assert sum(float(part.loss) for _, part in parts) == pytest.approx(float(whole.loss), rel=1e-6)
     np.testing.assert_allclose(np.concatenate([part for part, _ in parts]), gradient, rtol=1e-6)
     for name, meter in whole.metrics.items():
@@ -199,30 +199,30 @@ def test_cutting_into_micro_batches_changes_nothing() -> None:
                 float(meter[k]), rel=1e-5
             ), name
     # num_tokens left out, the mask is counted.
-    assert float(decoupled_ppo_loss(*draw).loss) == pytest.approx(float(whole.loss), rel=1e-6)
+    assert float(decoupled_ppo_loss(*inputs).loss) == pytest.approx(float(whole.loss), rel=1e-6)
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf, -np.inf])
 @pytest.mark.parametrize("where", ["logp", "proximal_logp", "behave_logp", "advantages"])
-def test_what_lies_under_the_mask_poisons_nothing(where: str, poison: float) -> None:
-    draw = random_inputs(np.random.default_rng(4), (4, 6))
-    poisoned = draw._replace(
-        **{where: np.where(draw.mask, getattr(draw, where), np.float32(poison))}
+def test_values_outside_the_mask_change_nothing(where: str, poison: float) -> None:
+    inputs = random_inputs(np.random.default_rng(4), (4, 6))
+    poisoned = inputs._replace(
+        **{where: np.where(inputs.mask, getattr(inputs, where), np.float32(poison))}
     )
 
-    def run(draw: Draw) -> tuple[PolicyLoss, jax.Array]:
+    def run(inputs: Inputs) -> tuple[PolicyLoss, jax.Array]:
         gradient = jax.grad(
-            lambda logp: decoupled_ppo_loss(logp, *draw[1:], behave_weight_cap=2.0).loss
-        )(draw.logp)
-        return decoupled_ppo_loss(*draw, behave_weight_cap=2.0), gradient
+            lambda logp: decoupled_ppo_loss(logp, *inputs[1:], behave_weight_cap=2.0).loss
+        )(inputs.logp)
+        return decoupled_ppo_loss(*inputs, behave_weight_cap=2.0), gradient
 
     for clean, dirty in zip(
-        jax.tree.leaves(run(draw)), jax.tree.leaves(run(poisoned)), strict=True
+        jax.tree.leaves(run(inputs)), jax.tree.leaves(run(poisoned)), strict=True
     ):
         np.testing.assert_array_equal(clean, dirty)
 
 
-def test_a_token_that_the_cap_takes_out_may_overflow() -> None:
+def test_masked_token_may_overflow() -> None:
     # proximal/behave = e^110 is above any cap; theta/proximal = e^190 is inf in float32, and 0 *
     # inf would be nan.
     logp, proximal, behave = (jnp.array([x, -1.0]) for x in (-10.0, -200.0, -310.0))
@@ -235,16 +235,18 @@ def test_a_token_that_the_cap_takes_out_may_overflow() -> None:
     assert slope.tolist() == pytest.approx([0.0, -0.5])
 
 
-def test_an_overflowing_ratio_that_is_clipped_has_gradient_zero() -> None:
+def test_clipped_overflowing_ratio_has_zero_gradient() -> None:
     # exp(200) is inf in float32. A > 0: the clip holds it at 1.2.
     zero, one = np.zeros(1, np.float32), np.ones(1, np.float32)
-    draw = Draw(200.0 * one, zero, zero, one, np.ones(1, bool))
-    loss, gradient = jax.value_and_grad(lambda x: decoupled_ppo_loss(x, *draw[1:]).loss)(draw.logp)
+    inputs = Inputs(200.0 * one, zero, zero, one, np.ones(1, bool))
+    loss, gradient = jax.value_and_grad(lambda x: decoupled_ppo_loss(x, *inputs[1:]).loss)(
+        inputs.logp
+    )
     assert float(loss) == pytest.approx(-1.2)
     assert float(gradient[0]) == 0.0
 
 
-def test_an_empty_mask_gives_zero_not_nan() -> None:
+def test_empty_mask_gives_zero_not_nan() -> None:
     nothing = np.zeros(4, bool)
     out, gradient = jax.value_and_grad(
         lambda x: decoupled_ppo_loss(x, PROXIMAL, BEHAVE, ADVANTAGES, nothing).loss
@@ -253,7 +255,7 @@ def test_an_empty_mask_gives_zero_not_nan() -> None:
     assert float(sft_loss(LOGP, nothing).loss) == 0.0
 
 
-def test_metrics_equal_the_numbers_by_hand() -> None:
+def test_loss_metrics_equal_hand_computed_numbers() -> None:
     out = decoupled_ppo_loss(LOGP, PROXIMAL, BEHAVE, ADVANTAGES, ALL, behave_weight_cap=5.0)
     assert mean(out, "clip_fraction") == 0.5  # tokens 2 (above 1.2) and 3 (below 0.8)
     assert mean(out, "dual_clip_fraction") == 0.0
@@ -271,7 +273,7 @@ def test_metrics_equal_the_numbers_by_hand() -> None:
     assert mean(out, "loss") == pytest.approx(float(out.loss), abs=1e-6)
 
 
-def test_a_row_and_a_batch_of_one_row_are_the_same() -> None:
+def test_row_equals_batch_of_one_row() -> None:
     row = decoupled_ppo_loss(LOGP, PROXIMAL, BEHAVE, ADVANTAGES, ALL)
     batch = decoupled_ppo_loss(*(x[None] for x in (LOGP, PROXIMAL, BEHAVE, ADVANTAGES, ALL)))
     assert float(row.loss) == float(batch.loss)
@@ -287,12 +289,12 @@ def test_a_row_and_a_batch_of_one_row_are_the_same() -> None:
         (PPO(), -1.0),
     ],
 )
-def test_the_config_names_the_objective(config: Loss, expected: float) -> None:
+def test_config_selects_the_objective(config: Loss, expected: float) -> None:
     out = policy_loss(config, LOGP, PROXIMAL, BEHAVE, ADVANTAGES, ALL)
     assert float(out.loss) == pytest.approx(expected, abs=1e-6)
 
 
-# Every objective and every correction.
+# Every objective and every importance weighting.
 
 EVERY: list[Loss] = [
     DecoupledPPO(dual_clip=3.0),
@@ -311,40 +313,45 @@ every_loss = pytest.mark.parametrize("config", EVERY, ids=repr)
 SEGMENTS = np.array([[1, 1, 1, 2, 2, 3, 0], [1, 2, 2, 2, 2, 2, 2]], np.int32)
 
 
-def packed_inputs(seed: int) -> Draw:
+def packed_inputs(seed: int) -> Inputs:
     """Two rows of three and two sequences, the first with padding at its end."""
-    draw = random_inputs(np.random.default_rng(seed), SEGMENTS.shape)
-    return draw._replace(mask=draw.mask & (SEGMENTS > 0))
+    inputs = random_inputs(np.random.default_rng(seed), SEGMENTS.shape)
+    return inputs._replace(mask=inputs.mask & (SEGMENTS > 0))
 
 
 @every_loss
 def test_equal_policies_give_the_policy_gradient(config: Loss) -> None:
-    draw = packed_inputs(5)
+    inputs = packed_inputs(5)
     # Advantages equal within a sequence, as GSPO wants them.
-    draw = draw._replace(advantages=np.where(SEGMENTS == 2, np.float32(-0.7), np.float32(1.3)))
-    draw = draw._replace(proximal_logp=draw.logp, behave_logp=draw.logp)
+    inputs = inputs._replace(advantages=np.where(SEGMENTS == 2, np.float32(-0.7), np.float32(1.3)))
+    inputs = inputs._replace(proximal_logp=inputs.logp, behave_logp=inputs.logp)
     gradient = jax.jit(
-        jax.grad(lambda logp: policy_loss(config, logp, *draw[1:], segment_ids=SEGMENTS).loss)
-    )(draw.logp)
+        jax.grad(lambda logp: policy_loss(config, logp, *inputs[1:], segment_ids=SEGMENTS).loss)
+    )(inputs.logp)
     np.testing.assert_allclose(
-        gradient, -np.where(draw.mask, draw.advantages, 0.0) / draw.mask.sum(), rtol=2e-6, atol=1e-8
+        gradient,
+        -np.where(inputs.mask, inputs.advantages, 0.0) / inputs.mask.sum(),
+        rtol=2e-6,
+        atol=1e-8,
     )
 
 
 @every_loss
-def test_gradients_of_every_objective_equal_finite_differences(config: Loss) -> None:
-    draw = packed_inputs(6)
+def test_objective_gradients_equal_finite_differences(config: Loss) -> None:
+    inputs = packed_inputs(6)
     with jax.enable_x64(True):
-        logp, *rest = (x.astype(np.float64) if x.dtype == np.float32 else x for x in draw)
+        logp, *rest = (x.astype(np.float64) if x.dtype == np.float32 else x for x in inputs)
 
         def loss(logp: jax.Array) -> jax.Array:
             if isinstance(config, CISPO):
                 # Its ratio is a weight: the slope is that of the weighted log-probability, the
                 # weight held where it is.
                 held = np.clip(
-                    np.exp(np.asarray(draw.logp, np.float64) - rest[0]), 0.7, 1.2
+                    np.exp(np.asarray(inputs.logp, np.float64) - rest[0]), 0.7, 1.2
                 ) * np.exp(rest[0] - rest[1])
-                return -jnp.sum(jnp.where(draw.mask, held * rest[2] * logp, 0.0)) / draw.mask.sum()
+                return (
+                    -jnp.sum(jnp.where(inputs.mask, held * rest[2] * logp, 0.0)) / inputs.mask.sum()
+                )
             return policy_loss(config, logp, *rest, segment_ids=SEGMENTS).loss
 
         nudges = 1e-6 * np.eye(logp.size).reshape(logp.size, *logp.shape)
@@ -357,56 +364,56 @@ def test_gradients_of_every_objective_equal_finite_differences(config: Loss) -> 
 
 
 @every_loss
-def test_a_thousand_random_inputs_of_every_objective_equal_float64_numpy(config: Loss) -> None:
-    draws = [packed_inputs(seed) for seed in range(1000)]
-    batch = Draw(*(np.stack(arrays) for arrays in zip(*draws, strict=True)))
+def test_objectives_equal_float64_on_a_thousand_random_inputs(config: Loss) -> None:
+    samples = [packed_inputs(seed) for seed in range(1000)]
+    batch = Inputs(*(np.stack(arrays) for arrays in zip(*samples, strict=True)))
     losses_1000 = jax.jit(
-        jax.vmap(lambda draw: policy_loss(config, *draw, segment_ids=SEGMENTS).loss)
+        jax.vmap(lambda inputs: policy_loss(config, *inputs, segment_ids=SEGMENTS).loss)
     )(batch)
     expected = [
-        textbook_loss(config, Draw(*(x.astype(np.float64) for x in draw))) for draw in draws
+        textbook_loss(config, Inputs(*(x.astype(np.float64) for x in inputs))) for inputs in samples
     ]
     np.testing.assert_allclose(losses_1000, expected, atol=1e-6, rtol=2e-6)
 
 
 @every_loss
-def test_padding_and_packing_change_no_objective(config: Loss) -> None:
-    draw, num_tokens = packed_inputs(7), 11.0
-    packed = policy_loss(config, *draw, segment_ids=SEGMENTS, num_tokens=num_tokens).loss
+def test_objectives_are_independent_of_padding_and_packing(config: Loss) -> None:
+    inputs, num_tokens = packed_inputs(7), 11.0
+    packed = policy_loss(config, *inputs, segment_ids=SEGMENTS, num_tokens=num_tokens).loss
     places = [
         np.flatnonzero(SEGMENTS[row] == segment)
         for row, segment in ((0, 1), (0, 2), (0, 3), (1, 1), (1, 2))
     ]
     rows = [
-        [np.pad(x[row][here], (0, 8 - len(here))) for x in draw]
+        [np.pad(x[row][here], (0, 8 - len(here))) for x in inputs]
         for row, here in zip((0, 0, 0, 1, 1), places, strict=True)
     ]
-    own = jax.jit(jax.vmap(lambda draw: policy_loss(config, *draw, num_tokens=num_tokens).loss))
-    alone = own(Draw(*(np.stack(arrays) for arrays in zip(*rows, strict=True))))
+    own = jax.jit(jax.vmap(lambda inputs: policy_loss(config, *inputs, num_tokens=num_tokens).loss))
+    alone = own(Inputs(*(np.stack(arrays) for arrays in zip(*rows, strict=True))))
     assert float(packed) == pytest.approx(float(alone.sum()), rel=1e-5)
 
 
 @every_loss
-def test_what_lies_under_the_mask_poisons_no_objective(config: Loss) -> None:
-    draw = packed_inputs(8)
-    poisoned = Draw(*(np.where(draw.mask, x, np.float32(np.nan)) for x in draw))._replace(
-        mask=draw.mask
+def test_values_outside_the_mask_change_no_objective(config: Loss) -> None:
+    inputs = packed_inputs(8)
+    poisoned = Inputs(*(np.where(inputs.mask, x, np.float32(np.nan)) for x in inputs))._replace(
+        mask=inputs.mask
     )
 
     @jax.jit
-    def run(draw: Draw) -> tuple[PolicyLoss, jax.Array]:
+    def run(inputs: Inputs) -> tuple[PolicyLoss, jax.Array]:
         gradient = jax.grad(
-            lambda logp: policy_loss(config, logp, *draw[1:], segment_ids=SEGMENTS).loss
-        )(draw.logp)
-        return policy_loss(config, *draw, segment_ids=SEGMENTS), gradient
+            lambda logp: policy_loss(config, logp, *inputs[1:], segment_ids=SEGMENTS).loss
+        )(inputs.logp)
+        return policy_loss(config, *inputs, segment_ids=SEGMENTS), gradient
 
     for clean, dirty in zip(
-        jax.tree.leaves(run(draw)), jax.tree.leaves(run(poisoned)), strict=True
+        jax.tree.leaves(run(inputs)), jax.tree.leaves(run(poisoned)), strict=True
     ):
         np.testing.assert_array_equal(clean, dirty)
 
 
-def test_gspo_equals_areals_numbers() -> None:
+def test_gspo_equals_areal() -> None:
     # Two sequences of log-ratios (.5, .5) and (1, 1): ratios e^.5 and e^1, which a clip of 0.2
     # holds at 1.2. Advantages 1, 2 and 1, 1 have means 1.5 and 1: -(1.2 · 1.5 · 2 + 1.2 · 2) / 4 =
     # -1.5.
@@ -419,7 +426,7 @@ def test_gspo_equals_areals_numbers() -> None:
 
 
 @pytest.mark.parametrize("tau", [1.0, 2.0])
-def test_sapos_gate_has_value_2_over_tau_and_slope_1_where_nothing_has_changed(tau: float) -> None:
+def test_sapo_gate_has_value_2_over_tau_and_slope_1_at_ratio_1(tau: float) -> None:
     # AReaL's own test: at ratio 1 the gate is 4/tau · 1/2, and its slope 4 sigmoid'(0) = 1 for
     # every tau.
     one, zero = np.ones(1, np.float32), np.zeros(1, np.float32)
@@ -432,7 +439,7 @@ def test_sapos_gate_has_value_2_over_tau_and_slope_1_where_nothing_has_changed(t
         assert float(slope[0]) == pytest.approx(-advantage[0])
 
 
-def test_m2po_keeps_the_tokens_nearest_to_who_drew_them() -> None:
+def test_m2po_masks_tokens_furthest_from_the_behaviour_policy() -> None:
     # Squares .01, .25, .09, .0025, 1: .0025, .01 and .09 have mean .0342, with .25 it would be .088
     # and above .04.
     log_weight = np.array([0.1, 0.5, -0.3, 0.05, 1.0], np.float32)
@@ -454,7 +461,7 @@ def test_m2po_keeps_the_tokens_nearest_to_who_drew_them() -> None:
     ]
 
 
-def test_m2po_keeps_the_same_tokens_on_host_and_device() -> None:
+def test_m2po_mask_is_equal_on_host_and_device() -> None:
     rng = np.random.default_rng(0)
     shares = []
     for _ in range(50):
@@ -472,7 +479,7 @@ def test_m2po_keeps_the_same_tokens_on_host_and_device() -> None:
     assert 0.2 < np.mean(shares) < 0.9
 
 
-def test_corrections_equal_the_numbers_by_hand() -> None:
+def test_importance_weightings_equal_hand_computed_numbers() -> None:
     # log(proximal/behave) of two sequences: (2, 0) and (.1, .3). Products e^2 and e^.4, geometric
     # means e^1 and e^.2.
     behave, zero = np.array([-2.0, 0.0, -0.1, -0.3], np.float32), np.zeros(4, np.float32)
@@ -508,7 +515,7 @@ def test_corrections_equal_the_numbers_by_hand() -> None:
     )
 
 
-def test_an_objective_of_ones_own_is_weighted_and_averaged_like_any_other() -> None:
+def test_custom_loss_is_weighted_and_averaged_like_the_others() -> None:
     spo = load_experiment("own_objective").trainer.loss
     assert (
         isinstance(spo, CustomLoss)
@@ -527,7 +534,7 @@ def test_an_objective_of_ones_own_is_weighted_and_averaged_like_any_other() -> N
         without_gain()
 
 
-def test_an_unknown_objective_is_an_error_that_names_the_knob() -> None:
+def test_unknown_objective_error_names_the_setting() -> None:
     with pytest.raises(TypeError, match=r"trainer\.loss"):
         policy_loss(Loss(), LOGP, PROXIMAL, BEHAVE, ADVANTAGES, ALL)
     with pytest.raises(TypeError, match=r"trainer\.loss\.importance_weighting"):
@@ -543,7 +550,7 @@ def test_an_unknown_objective_is_an_error_that_names_the_knob() -> None:
         policy_loss(
             Reinforce(importance_weighting=Masked(cap=0.0)), LOGP, PROXIMAL, BEHAVE, ADVANTAGES, ALL
         )
-    with pytest.raises(ValueError, match="dual_clip must be above 1"):
+    with pytest.raises(ValueError, match="expected dual_clip above 1"):
         decoupled_ppo_loss(LOGP, PROXIMAL, BEHAVE, ADVANTAGES, ALL, dual_clip=0.9)
 
 
@@ -559,43 +566,42 @@ def mean(out: PolicyLoss, name: str) -> float:
     return float(total) / float(weight)
 
 
-def random_inputs(rng: np.random.Generator, shape: tuple[int, ...]) -> Draw:
+def random_inputs(rng: np.random.Generator, shape: tuple[int, ...]) -> Inputs:
     """Three policies near each other, advantages of both signs, and a mask that leaves at least one
     token."""
     logp, proximal, behave = rng.normal(-1.0, 0.3, (3, *shape)).astype(np.float32)
     mask = rng.random(shape) < 0.7
     mask.reshape(-1)[0] = True
-    return Draw(logp, proximal, behave, rng.normal(size=shape).astype(np.float32), mask)
+    return Inputs(logp, proximal, behave, rng.normal(size=shape).astype(np.float32), mask)
 
 
-def paper_loss(draw: Draw) -> float:
-    """Equation 5 as it is written, token by token, with clip [0.8, 1.28], dual clip 3, and tokens
-    of w > 2 left out."""
+def paper_loss(inputs: Inputs) -> float:
+    """Equation 5, token by token, with clip [0.8, 1.28], dual clip 3, and tokens of w > 2
+    masked."""
     total = 0.0
-    for theta, proximal, behave, advantage, counts in zip(*draw, strict=True):
+    for theta, proximal, behave, advantage, counts in zip(*inputs, strict=True):
         u, w = np.exp(theta - proximal), np.exp(proximal - behave)
         if counts and w <= 2.0:
             term = min(u * advantage, np.clip(u, 0.8, 1.28) * advantage)
             total -= w * (max(term, 3.0 * advantage) if advantage < 0 else term)
-    return total / draw.mask.sum()
+    return total / inputs.mask.sum()
 
 
-def textbook_loss(config: Loss, draw: Draw) -> float:
-    """Every objective as its paper writes it, sequence by sequence and token by token, over the two
-    rows of SEGMENTS."""
+def textbook_loss(config: Loss, inputs: Inputs) -> float:
+    """Every objective by its paper's formula, by sequence and token, over both rows of SEGMENTS."""
     total = 0.0
     for row in range(2):
         for segment in range(1, 4):
-            here = (SEGMENTS[row] == segment) & draw.mask[row].astype(bool)
+            here = (SEGMENTS[row] == segment) & inputs.mask[row].astype(bool)
             if not here.any():
                 continue
-            theta, proximal, behave, advantages = (x[row][here] for x in draw[:4])
+            theta, proximal, behave, advantages = (x[row][here] for x in inputs[:4])
             if isinstance(config, PPO):
                 proximal = behave
             for t in range(len(theta)):
                 w = textbook_weight(config, proximal - behave, t)
                 total -= w * textbook_gain(config, theta, proximal, advantages, t)
-    return total / draw.mask.sum()
+    return total / inputs.mask.sum()
 
 
 def textbook_weight(config: Loss, log_weights: np.ndarray, t: int) -> float:
@@ -658,7 +664,7 @@ def textbook_gain(
         (-2, -1.0, -1.5, -1.0),
     ],
 )
-def test_the_interpolated_proximal_policy_lies_between_behave_and_theta(
+def test_interpolated_proximal_lies_between_behave_and_theta(
     age: int, behave: float, theta: float, expected: float
 ) -> None:
     found = interpolated_proximal(
@@ -667,7 +673,7 @@ def test_the_interpolated_proximal_policy_lies_between_behave_and_theta(
     np.testing.assert_allclose(found, [expected], rtol=1e-6)
 
 
-def test_the_interpolated_proximal_policy_carries_no_gradient() -> None:
+def test_interpolated_proximal_has_no_gradient() -> None:
     gradient = jax.grad(lambda logp: interpolated_proximal(logp, BEHAVE, np.full(4, 3)).sum())(
         jnp.asarray(LOGP)
     )

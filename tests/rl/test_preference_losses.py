@@ -1,4 +1,4 @@
-"""Laws and hand-computed numbers of the objectives of pairs."""
+"""Laws and hand-computed numbers of the preference objectives."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LOG_2 = 0.693147
 
 
 class Rows(NamedTuple):
-    """The arguments, in their order."""
+    """Arguments of a preference loss, in order."""
 
     values: np.ndarray
     reference: np.ndarray
@@ -33,8 +33,8 @@ class Rows(NamedTuple):
 def rows_of(
     lengths: list[list[tuple[int, int]]], seed: int, config: Preference = EVERY[0], width: int = 0
 ) -> Rows:
-    """Random values for segments of (prompt, answer) tokens, row by row, and whatever under the
-    mask; up to `width` padding."""
+    """Random values for segments of (prompt, answer) tokens by row, random ones outside the mask
+    too, padded to `width`."""
     rng = np.random.default_rng(seed)
     width = width or max(sum(map(sum, row)) for row in lengths)
     segments, mask = np.zeros((2, len(lengths), width), np.int32)
@@ -73,7 +73,7 @@ def random_rows(
 
 
 def papers_losses(config: Preference, rows: Rows) -> list[float]:
-    """Pair by pair as the papers write it, in float64."""
+    """The papers' formulas pair by pair, in float64."""
     losses = []
     for values, reference, mask, segments in zip(*rows, strict=True):
         for first in range(1, segments.max(), 2):
@@ -119,14 +119,14 @@ def one_pair(chosen: list[float], rejected: list[float], reference: float = -1.0
 
 
 @pytest.mark.parametrize("config", [DPO(), DPO(label_smoothing=0.3), BradleyTerry()])
-def test_of_equal_answers_none_is_preferred(config: Preference) -> None:
+def test_equal_answers_give_log_two_and_half_accuracy(config: Preference) -> None:
     # -log sigmoid(0) = log 2, whichever way round.
     out = loss_of(config, *one_pair([-1.5, -0.5], [-1.5, -0.5]))
     assert float(out.loss) == pytest.approx(LOG_2, abs=1e-6)
     assert mean(out, "accuracy") == 0.5
 
 
-def test_ipo_wants_a_margin_of_five_at_beta_a_tenth_and_no_more() -> None:
+def test_ipo_target_margin_is_five_at_beta_one_tenth() -> None:
     # Nats per token above the reference of -6: chosen 5 and 5, rejected 0: a margin of 5 = 1 / (2 *
     # 0.1).
     rows = one_pair([-1.0, -1.0], [-6.0, -6.0], reference=-6.0)
@@ -139,7 +139,7 @@ def test_ipo_wants_a_margin_of_five_at_beta_a_tenth_and_no_more() -> None:
     )
 
 
-def test_the_numbers_by_hand() -> None:
+def test_preference_losses_equal_hand_computed_numbers() -> None:
     # Above the reference of -1: chosen 0.5 + 0 = 0.5, rejected -1 - 1 - 1 = -3; beta 0.1: rewards
     # 0.05 and -0.3, margin 0.35.
     rows = one_pair([-0.5, -1.0], [-2.0, -2.0, -2.0])
@@ -165,7 +165,7 @@ def test_the_numbers_by_hand() -> None:
 
 
 @pytest.mark.parametrize("config", EVERY, ids=NAMES)
-def test_a_thousand_random_pairs_equal_float64_numpy(config: Preference) -> None:
+def test_preference_losses_equal_float64_on_a_thousand_random_pairs(config: Preference) -> None:
     rows = random_rows(config, 0, num_rows=500)
     each = jax.jit(jax.vmap(lambda row: loss_of(config, *(x[None] for x in row)).loss))(rows)
     expected = np.array(papers_losses(config, rows))
@@ -175,7 +175,7 @@ def test_a_thousand_random_pairs_equal_float64_numpy(config: Preference) -> None
 
 
 @pytest.mark.parametrize("config", EVERY, ids=NAMES)
-def test_the_gradient_equals_finite_differences(config: Preference) -> None:
+def test_preference_gradient_equals_finite_differences(config: Preference) -> None:
     with jax.enable_x64(True):
         rows = random_rows(config, 1, num_rows=2)
         rows = rows._replace(values=rows.values.astype(np.float64))
@@ -188,7 +188,7 @@ def test_the_gradient_equals_finite_differences(config: Preference) -> None:
 
 
 @pytest.mark.parametrize("config", EVERY, ids=NAMES)
-def test_a_pair_learns_the_same_beside_others_and_alone(config: Preference) -> None:
+def test_packed_pair_equals_the_pair_alone(config: Preference) -> None:
     packed = rows_of([[(1, 3), (2, 2), (3, 1), (1, 4)], [(2, 2), (2, 3)]], 2, config, width=20)
     together = gradient_of(config, packed, 3.0)
     for row, first in ((0, 1), (0, 3), (1, 1)):
@@ -206,7 +206,7 @@ def test_a_pair_learns_the_same_beside_others_and_alone(config: Preference) -> N
 
 
 @pytest.mark.parametrize("config", EVERY, ids=NAMES)
-def test_cutting_into_micro_batches_changes_nothing(config: Preference) -> None:
+def test_preference_losses_are_independent_of_micro_batching(config: Preference) -> None:
     rows = random_rows(config, 3, num_rows=8)
     whole = loss_of(config, *rows)
     parts = [
@@ -221,7 +221,7 @@ def test_cutting_into_micro_batches_changes_nothing(config: Preference) -> None:
             ), name
 
 
-def test_longer_answers_are_the_same_to_ipo_and_not_to_dpo() -> None:
+def test_ipo_is_length_normalised_and_dpo_is_not() -> None:
     short, long = one_pair([-0.5, -1.5], [-2.0]), one_pair([-0.5, -1.5] * 3, [-2.0] * 5)
     assert float(loss_of(IPO(), *short).loss) == pytest.approx(
         float(loss_of(IPO(), *long).loss), rel=1e-6
@@ -232,7 +232,7 @@ def test_longer_answers_are_the_same_to_ipo_and_not_to_dpo() -> None:
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_what_lies_outside_the_mask_poisons_nothing(poison: float) -> None:
+def test_values_outside_the_mask_change_no_preference_loss(poison: float) -> None:
     rows = random_rows(EVERY[0], 4, num_rows=3, width=40)
     dirty = rows._replace(
         values=np.where(rows.mask, rows.values, np.float32(poison)),
@@ -246,7 +246,7 @@ def test_what_lies_outside_the_mask_poisons_nothing(poison: float) -> None:
     np.testing.assert_array_equal(gradient_of(DPO(), rows), gradient_of(DPO(), dirty))
 
 
-def test_nothing_flows_into_the_reference_and_padding_alone_costs_nothing() -> None:
+def test_reference_gets_no_gradient_and_padding_no_loss() -> None:
     rows = random_rows(EVERY[0], 5, num_rows=2)
     into = jax.grad(lambda reference: loss_of(DPO(), rows.values, reference, *rows[2:]).loss)(
         rows.reference
@@ -258,6 +258,6 @@ def test_nothing_flows_into_the_reference_and_padding_alone_costs_nothing() -> N
     assert float(loss_of(DPO(), *empty).loss) == 0.0 and not np.any(gradient_of(DPO(), empty))
 
 
-def test_what_is_no_objective_of_pairs_is_refused() -> None:
-    with pytest.raises(TypeError, match="Preference is no objective of pairs; set loss to DPO"):
+def test_non_preference_objective_is_refused() -> None:
+    with pytest.raises(TypeError, match="found Preference; set loss to DPO"):
         loss_of(Preference(), *one_pair([0.0], [0.0]))

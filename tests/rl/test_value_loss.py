@@ -30,7 +30,7 @@ def textbook(
     mask: np.ndarray,
     clip_eps: float | None,
 ) -> float:
-    """Token by token, in float64."""
+    """The formula token by token, in float64."""
     total = 0.0
     for v, o, r in zip(
         values[mask].astype(float),
@@ -45,7 +45,7 @@ def textbook(
     return total / max(mask.sum(), 1)
 
 
-def test_it_equals_the_number_by_hand() -> None:
+def test_value_loss_equals_hand_computed_number() -> None:
     # 1 -> 2: within .5 of the old value, 1. 2 -> 3: held at 1.5, 1.5² = 2.25. .2 -> -1: 1.44. (1 +
     # 2.25 + 1.44) / 2 / 3.
     loss, metrics = value_loss(VALUES, OLD, RETURNS, MASK, clip_eps=0.5)
@@ -62,7 +62,7 @@ def test_it_equals_the_number_by_hand() -> None:
     )
 
 
-def test_a_value_that_has_come_near_enough_learns_no_more() -> None:
+def test_value_beyond_the_clip_range_gets_no_gradient() -> None:
     gradient = jax.grad(value_loss_of)(VALUES, OLD, RETURNS, MASK)
     np.testing.assert_allclose(gradient, [-1 / 3, 0.0, 1.2 / 3, 0.0], atol=1e-6)
     # On the other side of the old value it does: 2 -> 0 from 1, (2 - 0) / 3.
@@ -71,7 +71,7 @@ def test_a_value_that_has_come_near_enough_learns_no_more() -> None:
 
 
 @pytest.mark.parametrize("clip_eps", [0.5, 0.1, None])
-def test_a_thousand_random_inputs_equal_float64_numpy_and_gradients_finite_differences(
+def test_value_loss_equals_float64_and_finite_differences(
     clip_eps: float | None,
 ) -> None:
     rng = np.random.default_rng(0)
@@ -97,14 +97,14 @@ def test_a_thousand_random_inputs_equal_float64_numpy_and_gradients_finite_diffe
 
 
 @pytest.mark.parametrize("poison", [np.nan, np.inf])
-def test_what_lies_under_the_mask_poisons_nothing(poison: float) -> None:
-    given = [np.where(MASK, x, poison) for x in (VALUES, OLD, RETURNS)]
-    loss, gradient = jax.value_and_grad(partial(value_loss_of, mask=MASK))(*given)
+def test_values_outside_the_mask_change_nothing(poison: float) -> None:
+    inputs = [np.where(MASK, x, poison) for x in (VALUES, OLD, RETURNS)]
+    loss, gradient = jax.value_and_grad(partial(value_loss_of, mask=MASK))(*inputs)
     assert float(loss) == pytest.approx(4.69 / 6)
     assert float(gradient[3]) == 0.0 and np.isfinite(gradient).all()
 
 
-def test_only_the_values_of_today_learn() -> None:
+def test_only_new_values_get_a_gradient() -> None:
     _, old, returns = jax.grad(partial(value_loss_of, mask=MASK), argnums=(0, 1, 2))(
         VALUES, OLD, RETURNS
     )
