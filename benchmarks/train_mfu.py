@@ -113,7 +113,7 @@ COUNTED = {
 
 def work(policy: Policy, segment_lengths: Int[np.ndarray, "N"]) -> Work:
     """What is to be done for segments of these lengths."""
-    whole = policy.config.multiplied_params
+    whole = policy.config.matmul_params
     adapter = (
         sum(math.prod(leaf.shape) for leaf in jax.tree.leaves(lora.abstract(policy)))
         if policy.lora

@@ -1,4 +1,4 @@
-"""The shape of a policy: one record in which the differences between model families are data."""
+"""Architecture of a policy: one record for all model families."""
 
 from __future__ import annotations
 
@@ -11,29 +11,28 @@ from areal_jax.models import rope
 from areal_jax.models.config_keys import Family, check_keys, rules
 
 Readout = Literal["CausalLM", "TokenClassification", "SequenceClassification"]
-"""What is made of hidden states, in transformers' words: logits of the vocabulary; one number a
-token, with a bias (critics); or one number without a bias, of which that of the last token counts
-(reward models)."""
+"""Output head, as named by transformers. CausalLM: logits of the vocabulary. TokenClassification:
+one number per token, with a bias (critics). SequenceClassification: one number without a bias, used
+of the last token (reward models)."""
 
 
 class _Traits(NamedTuple):
-    """What a family's config.json leaves unsaid."""
+    """Properties of a family that its config.json does not contain."""
 
     model_type: str
     qkv_bias: bool = False
-    """Biases on q, k and v whatever the file says, and none on the output."""
+    """Whether q, k and v always have biases, and the output none."""
     qk_norm: bool = False
     num_key_value_heads: int | None = None
-    """Where the file has no such key. None: as many as there are attention heads."""
+    """Default; None: the number of attention heads."""
     head_dim: int | None = None
-    """Where the file has no such key. None: hidden_size / num_attention_heads."""
+    """Default; None: hidden_size / num_attention_heads."""
     windows: Literal["none", "all", "upper"] = "none"
-    """Layers that use_sliding_window speaks of; upper: those from max_window_layers on, unless
-    layer_types says otherwise."""
+    """Layers that use_sliding_window affects; upper: those from max_window_layers on, unless
+    layer_types is set."""
     is_moe: bool = False
     not_null: tuple[str, ...] = ("head_dim",)
-    """Keys that mean something else in transformers, or nothing, where they are null instead of
-    absent."""
+    """Keys for which null differs from an absent key in transformers, or is invalid."""
 
 
 _FAMILIES: dict[str, _Traits] = {
@@ -55,12 +54,12 @@ _FAMILIES: dict[str, _Traits] = {
 
 @dataclass(frozen=True)
 class MoEConfig:
-    """A mixture of experts. Fields are named as in Hugging Face's config.json."""
+    """A mixture of experts; fields as in Hugging Face's config.json."""
 
     num_experts: int
     num_experts_per_tok: int
     moe_intermediate_size: int
-    """Width of one expert's MLP."""
+    """Width of the MLP of one expert."""
     norm_topk_prob: bool
     """Whether the weights of a token's experts sum to one."""
     router_aux_loss_coef: float
@@ -69,8 +68,7 @@ class MoEConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    """Everything that fixes a policy's parameters and its forward pass. Fields are named as in
-    Hugging Face's config.json."""
+    """Architecture of a policy; fields as in Hugging Face's config.json."""
 
     architecture: Family
     vocab_size: int
@@ -89,20 +87,20 @@ class ModelConfig:
     qk_norm: bool
     """RMSNorm over every head's q and k, before RoPE."""
     output_bias: bool = False
-    """A bias on the projection behind attention."""
+    """Bias on the output projection of attention."""
     mlp_bias: bool = False
     rope_scaling: rope.RopeScaling | None = None
     sliding_windows: tuple[int | None, ...] = ()
-    """By layer, how many tokens a query sees, its own the last of them; None: all before it. Empty:
+    """Window of each layer: number of tokens that a query sees, including its own; None: all. Empty:
     no layer has a window."""
     moe: MoEConfig | None = None
-    """Experts in the place of every layer's MLP."""
+    """Experts that replace the MLP of every layer."""
     bos_token_id: int | None = None
     eos_token_id: int | tuple[int, ...] | None = None
     pad_token_id: int | None = None
     readout: Readout = "CausalLM"
     ignored_keys: tuple[str, ...] = ()
-    """Keys of the file that are passed over, because the user said so."""
+    """Keys of the file that the user has set to be ignored."""
 
     @classmethod
     def from_hf(
@@ -112,12 +110,12 @@ class ModelConfig:
 
         Args:
             config: content of the file.
-            source: names the file in errors.
-            ignored_keys: keys that are passed over instead of refused.
+            source: name of the file, for errors.
+            ignored_keys: unsupported keys to ignore.
 
         Raises:
-            ValueError: naming the key where the architecture, a key or a value is not supported, or
-                a key is missing."""
+            ValueError: the architecture, a key or a value is not supported, or a key is missing.
+        """
         architecture, readout = _architecture(config, source)
         family = _FAMILIES[architecture]
         what = _with_readout(architecture, readout)
@@ -132,10 +130,10 @@ class ModelConfig:
             )
         if null := [name for name in family.not_null if config.get(name, 1) is None]:
             raise ValueError(
-                f"{source}: expected {', '.join(null)} to be a positive integer; came None"
+                f"{source}: expected {', '.join(null)} to be a positive integer, found None"
             )
         num_heads = _count(config, "num_attention_heads", source)
-        # null means the same in every family, and an absent key does not.
+        # null means the number of attention heads in every family; an absent key does not.
         num_kv_heads = (
             num_heads
             if "num_key_value_heads" in config
@@ -147,9 +145,8 @@ class ModelConfig:
         if num_heads % num_kv_heads or head_dim % 2:
             raise ValueError(
                 f"{source}: expected num_attention_heads to be a multiple of num_key_value_heads "
-                "and head_dim to be even; "
-                f"came num_attention_heads={num_heads}, num_key_value_heads={num_kv_heads}, "
-                f"head_dim={head_dim}"
+                f"and head_dim to be even, found num_attention_heads={num_heads}, "
+                f"num_key_value_heads={num_kv_heads}, head_dim={head_dim}"
             )
         max_position_embeddings = _count(config, "max_position_embeddings", source)
         rope_theta, rope_scaling = rope.from_hf(config, source)
@@ -181,12 +178,12 @@ class ModelConfig:
         )
 
     def to_hf(self, original: Mapping[str, Any] | None = None) -> dict[str, Any]:
-        """The content of a config.json that `from_hf` and transformers both read back as this
-        policy.
+        """Content of a config.json that `from_hf` and transformers read back as this policy.
 
         Args:
-            original: content of the config.json that the policy was read from. All of it is kept
-                but what has changed since."""
+            original: content of the config.json that the policy was read from; keys that have not
+                changed are kept.
+        """
         written = self._to_hf()
         if original is None:
             return written
@@ -200,7 +197,7 @@ class ModelConfig:
             if name not in unchanged or unchanged[name] != value
         }
         if self.readout != before.readout:
-            # Of the head that was there before.
+            # These keys describe the previous head.
             changed |= {name: None for name in ("problem_type",) if name in original}
             changed |= {name: 1 for name in ("num_labels",) if name in original}
         kept = {
@@ -244,23 +241,23 @@ class ModelConfig:
             written |= {"use_sliding_window": True, "sliding_window": window, "layer_types": kinds}
             first = kinds.index("sliding_attention")
             if "full_attention" not in kinds[first:]:
-                # What readers look at that do not know layer_types.
+                # For readers that do not support layer_types.
                 written["max_window_layers"] = first
         if self.moe is not None:
             written |= asdict(self.moe) | {"decoder_sparse_step": 1, "mlp_only_layers": []}
         if self.is_scalar:
-            # What transformers counts labels by.
+            # transformers counts the labels of id2label.
             written |= {"id2label": {"0": "LABEL_0"}, "label2id": {"LABEL_0": 0}}
         return written
 
     @property
     def is_scalar(self) -> bool:
-        """Whether it reads out one number a token, instead of a vocabulary."""
+        """Whether the output is one number per token instead of logits."""
         return self.readout != "CausalLM"
 
     @property
     def num_params(self) -> int:
-        """Parameters of the whole policy; a tied embedding counts once."""
+        """Number of parameters; a tied embedding counts once."""
         heads, kv_heads, width = (
             self.num_attention_heads,
             self.num_key_value_heads,
@@ -283,9 +280,8 @@ class ModelConfig:
         return self.vocab_size * width + self.num_hidden_layers * layer + width + head
 
     @property
-    def multiplied_params(self) -> int:
-        """Parameters that one token is multiplied by: its experts' alone, the head's among them,
-        and of the embedding none."""
+    def matmul_params(self) -> int:
+        """Parameters in the matrix products of one token: its experts and the head, no embedding."""
         heads, width, moe = (
             self.num_attention_heads + self.num_key_value_heads,
             self.hidden_size,
@@ -303,13 +299,13 @@ class ModelConfig:
 
     @property
     def attention_width(self) -> int:
-        """Layers x heads x head size: a query with a key that it sees takes 4 times as many
-        operations, in an update 12."""
+        """Layers x heads x head size: each pair of query and key costs 4 times this in FLOPs (12 in
+        a training step)."""
         return self.num_hidden_layers * self.num_attention_heads * self.head_dim
 
     @property
     def cached_per_token(self) -> int:
-        """Numbers that one token leaves in the KV caches."""
+        """Numbers per token in the KV cache."""
         return 2 * self.num_hidden_layers * self.num_key_value_heads * self.head_dim
 
 
@@ -318,24 +314,23 @@ def _with_readout(architecture: Family, readout: Readout) -> str:
 
 
 def _architecture(config: Mapping[str, Any], source: str) -> tuple[Family, Readout]:
-    named = config.get("architectures") or ["none"]
+    names = config.get("architectures") or ["none"]
     for architecture, readout in itertools.product(get_args(Family), get_args(Readout)):
-        if named == [_with_readout(architecture, readout)]:
+        if names == [_with_readout(architecture, readout)]:
             if readout != "CausalLM" and (num_labels := _num_labels(config, source)) != 1:
                 raise ValueError(
-                    f"{source}: {named[0]} of {num_labels} labels is not supported; expected "
-                    "id2label to name one"
+                    f"{source}: expected {names[0]} with 1 label in id2label, found {num_labels}"
                 )
             return architecture, readout
     raise ValueError(
-        f"{source}: architectures={named} is not supported; expected one of {', '.join(_FAMILIES)}"
+        f"{source}: expected architectures to be one of {', '.join(_FAMILIES)}, found {names}"
     )
 
 
 def _num_labels(config: Mapping[str, Any], source: str) -> int:
     labels, num_labels = config.get("id2label"), config.get("num_labels")
     if not isinstance(labels, dict | None):
-        raise ValueError(f"{source}: expected id2label to be an object; came {labels!r}")
+        raise ValueError(f"{source}: expected id2label to be an object, found {labels!r}")
     if num_labels is None:
         return 2 if labels is None else len(labels)
     if labels is not None and num_labels != len(labels):
@@ -346,22 +341,22 @@ def _num_labels(config: Mapping[str, Any], source: str) -> int:
 def _count(config: Mapping[str, Any], name: str, source: str, default: int | None = None) -> int:
     value = default if config.get(name) is None else config[name]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-        raise ValueError(f"{source}: expected {name} to be a positive integer; came {value!r}")
+        raise ValueError(f"{source}: expected {name} to be a positive integer, found {value!r}")
     return value
 
 
 def _number(config: Mapping[str, Any], name: str, source: str, default: float) -> float:
     value = config.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise ValueError(f"{source}: expected {name} to be a number; came {value!r}")
+        raise ValueError(f"{source}: expected {name} to be a number, found {value!r}")
     return float(value)
 
 
 def _flag(config: Mapping[str, Any], name: str, source: str) -> bool:
-    """False where the file does not say."""
+    """Read a flag; False by default."""
     value = config.get(name, False)
     if not isinstance(value, bool):
-        raise ValueError(f"{source}: expected {name} to be true or false; came {value!r}")
+        raise ValueError(f"{source}: expected {name} to be true or false, found {value!r}")
     return value
 
 
@@ -370,7 +365,7 @@ def _tokens(config: Mapping[str, Any], name: str, source: str) -> int | tuple[in
     ids = value if isinstance(value, list) else [value]
     if any(isinstance(id, bool) or not isinstance(id, int | None) for id in ids):
         raise ValueError(
-            f"{source}: expected {name} to be the id of a token, or a list of them; came {value!r}"
+            f"{source}: expected {name} to be a token id or a list of token ids, found {value!r}"
         )
     return tuple(ids) if isinstance(value, list) else value
 
@@ -378,19 +373,19 @@ def _tokens(config: Mapping[str, Any], name: str, source: str) -> int | tuple[in
 def _token(config: Mapping[str, Any], name: str, source: str) -> int | None:
     value = _tokens(config, name, source)
     if isinstance(value, tuple):
-        raise ValueError(f"{source}: expected {name} to be the id of a token; came {list(value)}")
+        raise ValueError(f"{source}: expected {name} to be a token id, found {list(value)}")
     return value
 
 
 def _sliding_windows(
     config: Mapping[str, Any], architecture: Family, source: str
 ) -> tuple[int | None, ...]:
-    """Windows by layer, as transformers reads them; empty where no layer has one."""
+    """Read the window of each layer, as transformers does; empty if no layer has one."""
     num_layers, family = _count(config, "num_hidden_layers", source), _FAMILIES[architecture]
-    asked = family.windows != "none" and _flag(config, "use_sliding_window", source)
+    is_enabled = family.windows != "none" and _flag(config, "use_sliding_window", source)
     window = (
         _count(config, "sliding_window", source, 4096)
-        if asked and config.get("sliding_window", 0) is not None
+        if is_enabled and config.get("sliding_window", 0) is not None
         else None
     )
     first = _number(config, "max_window_layers", source, 28.0) if family.windows == "upper" else 0
@@ -406,40 +401,37 @@ def _sliding_windows(
     ):
         raise ValueError(
             f"{source}: expected layer_types to be 'full_attention' or 'sliding_attention' for "
-            f"each of {num_layers} layers; "
-            f"came {kinds}"
+            f"each of {num_layers} layers, found {kinds}"
         )
     if kinds != computed and family.windows != "upper":
-        # transformers reads them of no layer there, and of the caches.
+        # There transformers uses layer_types for caches, but not for layers.
         raise ValueError(
-            f"{source}: layer_types={kinds} is not supported for {architecture} here; expected "
-            f"{computed}"
+            f"{source}: expected layer_types={computed} for {architecture}, found {kinds}"
         )
     if "sliding_attention" not in kinds:
         return ()
     if window is None:
         raise ValueError(
-            f"{source}: layer_types names 'sliding_attention', but there is no sliding_window "
-            "with use_sliding_window"
+            f"{source}: expected sliding_window and use_sliding_window for 'sliding_attention' in "
+            "layer_types, found none"
         )
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
 def _moe(config: Mapping[str, Any], source: str) -> MoEConfig:
-    # Files of transformers from version 5 on may call them local.
-    spellings = [name for name in ("num_experts", "num_local_experts") if name in config]
-    if len({config[name] for name in spellings}) > 1:
+    # Files of transformers 5 may use either name.
+    names = [name for name in ("num_experts", "num_local_experts") if name in config]
+    if len({config[name] for name in names}) > 1:
         raise ValueError(
             f"{source}: num_experts={config['num_experts']!r} contradicts "
             f"num_local_experts={config['num_local_experts']!r}"
         )
-    spelling = "num_experts" if "num_experts" in config else "num_local_experts"
-    num_experts, per_token = (
-        _count(config, name, source) for name in (spelling, "num_experts_per_tok")
-    )
+    name = "num_experts" if "num_experts" in config else "num_local_experts"
+    num_experts, per_token = (_count(config, key, source) for key in (name, "num_experts_per_tok"))
     if per_token > num_experts:
         raise ValueError(
-            f"{source}: num_experts_per_tok={per_token} is more than {spelling}={num_experts}"
+            f"{source}: expected num_experts_per_tok to be at most {name}={num_experts}, found "
+            f"{per_token}"
         )
     return MoEConfig(
         num_experts=num_experts,

@@ -1,8 +1,7 @@
-"""Attention under a mask, and over sequences packed into rows: one formula, and for each platform
-what computes it best.
+"""Attention with a mask, and packed attention with the best kernel for each platform.
 
 Axes: B rows, T query tokens, S key tokens, N query heads, K key-value heads, G = N / K, H head
-    size.
+size.
 """
 
 from __future__ import annotations
@@ -22,19 +21,23 @@ from areal_jax.models.kernel_attention import TILE, gpu_attention, tpu_attention
 from areal_jax.parallel.sharding import Rules, num_shards, sharding
 
 Kernel: TypeAlias = Literal["dense", "blocked", "gpu", "tpu"]
-"""dense: scores of a whole row at once. blocked: of two blocks at a time, in plain XLA. gpu, tpu:
-as blocked, by a kernel."""
+"""dense: all scores of a row at once. blocked: scores of one pair of blocks at a time, in plain XLA.
+gpu, tpu: like blocked, in a kernel."""
 
-LONGEST_DENSE_ROW = 512
-"""Tokens. Measured on two CPU cores, values and gradients of 2 rows of 4 heads of 32: at 160 tokens
-dense takes 1.3 ms where blocked takes 4; at 512 they meet; at 1024 with segments of 128 tokens
-dense takes 31 ms where blocked takes 9."""
+MAX_DENSE_ROW_TOKENS = 512
+"""Longest row with dense attention on CPUs. Measured on two cores, values and gradients of 2 rows
+of 4 heads of 32: at 160 tokens dense takes 1.3 ms and blocked 4; at 512 both take the same time; at
+1024 with segments of 128 tokens dense takes 31 ms and blocked 9."""
 
 
 def choose_kernel(platform: str, row_tokens: int) -> Kernel:
-    """What computes packed attention fastest on devices of `platform`, as jax names it, in rows of
-    this length."""
-    if row_tokens <= (LONGEST_DENSE_ROW if platform == "cpu" else TILE):
+    """Choose the fastest kernel of packed attention.
+
+    Args:
+        platform: platform of the devices, as named by jax.
+        row_tokens: length of a row.
+    """
+    if row_tokens <= (MAX_DENSE_ROW_TOKENS if platform == "cpu" else TILE):
         return "dense"
     match platform:
         case "gpu" | "cuda":
@@ -51,12 +54,12 @@ def masked_attention(
     v: Float[Array, "B K S H"],
     mask: Bool[Array, "B T S"],
 ) -> Float[Array, "B T N H"]:
-    """softmax(q·k / sqrt(H)) · v over the keys where the mask is true; query head n reads key-value
-    head n // G.
+    """Compute softmax(q·k / sqrt(H)) · v over the keys where the mask is true.
 
-    Keys and values come as both products read them, so that a cache kept in these layouts is never
-    transposed. The softmax is taken in float32. A query that may see no key gets the mean of all
-    values, never nan."""
+    Query head n uses key-value head n // G. The layouts of keys and values are those of the
+    products, so that a cache in these layouts is never transposed. The softmax is computed in
+    float32. The result of a query without keys is the mean of all values, never nan.
+    """
     B, T, N, H = q.shape
     K, S = k.shape[1], k.shape[3]
     G = N // K
@@ -67,15 +70,15 @@ def masked_attention(
         .reshape(B, K, G * T, H)
     )
     scores = jnp.matmul(q, k, preferred_element_type=jnp.float32).reshape(B, K, G, T, S)
-    # The lowest finite number instead of -inf: a row without any key would become nan, also in its
+    # The lowest finite number instead of -inf: a query without keys would give nan, also in the
     # gradient.
     scores = jnp.where(mask[:, None, None], scores, jnp.finfo(jnp.float32).min)
-    # A shift changes no softmax, so no gradient flows through it.
+    # A shift does not change the softmax, so it needs no gradient.
     exp = jnp.exp(scores - jax.lax.stop_gradient(scores.max(axis=-1, keepdims=True))).reshape(
         B, K, G * T, S
     )
-    # Divided after the product: [.., H] numbers instead of [.., S], half the time of a training
-    # step's attention on a CPU.
+    # Division after the product affects [.., H] numbers instead of [.., S], which halves the time
+    # of attention in a training step on a CPU.
     out = jnp.matmul(exp.astype(v.dtype), v, preferred_element_type=jnp.float32) / exp.sum(
         axis=-1, keepdims=True
     )
@@ -83,11 +86,15 @@ def masked_attention(
 
 
 def packed_attention(segment_ids: Int[Array, "B T"], kernel: Kernel = "dense") -> Attend:
-    """Attend causally within each segment of a row; segments never see each other. Takes and
-    returns no cache.
+    """Make causal attention within each segment of a row; it has no cache.
 
-    Segment 0 is padding: what comes out of it is finite and means nothing. A query sees as many
-    keys as its layer's window says, itself the last of them; where there is no window, all."""
+    The outputs of segment 0, which is padding, are finite but meaningless. With a window, a query
+    sees that many keys, including its own.
+
+    Args:
+        segment_ids: segment of each token.
+        kernel: see `choose_kernel`.
+    """
 
     def attend(
         q: Array, k: Array, v: Array, cache: None, window: int | None = None
@@ -99,7 +106,7 @@ def packed_attention(segment_ids: Int[Array, "B T"], kernel: Kernel = "dense") -
                 out = tpu_attention(q, k, v, segment_ids, window=window)
             case "gpu" if window is None:
                 out = gpu_attention(q, k, v, segment_ids)
-            case _:  # the GPU's kernel knows no window
+            case _:  # the GPU kernel does not support windows
                 out = blocked_attention(q, k, v, segment_ids, window)
         return out, None
 
@@ -109,24 +116,31 @@ def packed_attention(segment_ids: Int[Array, "B T"], kernel: Kernel = "dense") -
 def sharded_attention(
     segment_ids: Int[Array, "B T"], kernel: Kernel, mesh: Mesh, rules: Rules
 ) -> Attend:
-    """`packed_attention` on a mesh, where every device attends with rows and heads of its own.
+    """Make `packed_attention` on a mesh; each device computes its own rows and heads.
 
-    Where `rules` cut the tokens of a row, they are exchanged for heads before, and back after
-    (DeepSpeed-Ulysses, arXiv:2309.14509): any kernel then sees whole rows, and causality leaves
-    every device as much to do. Fewer key-value heads than devices are repeated. Activations are
-    held to their cut on both sides: else the compiler may gather them over all shards and leave the
-    weights, which are cut over the same devices, where they are."""
+    If `rules` shard the tokens of a row, an all-to-all exchanges them for heads before attention
+    and back after it (DeepSpeed-Ulysses, arXiv:2309.14509): any kernel then gets complete rows, and
+    the causal work is balanced over devices. Key-value heads are repeated if there are fewer than
+    devices. Inputs and outputs are constrained to their sharding: otherwise the compiler may gather
+    activations over all shards instead of the weights, which are sharded over the same devices.
+
+    Args:
+        segment_ids: segment of each token.
+        kernel: see `choose_kernel`.
+        mesh: train mesh.
+        rules: logical axes to mesh axes.
+    """
     if mesh.size == 1:
         return packed_attention(segment_ids, kernel)
 
-    def cut(x: Array, *axes: str | None) -> Array:
+    def constrain(x: Array, *axes: str | None) -> Array:
         return jax.lax.with_sharding_constraint(x, sharding(mesh, axes, x.shape, rules))
 
     def attend(
         q: Array, k: Array, v: Array, cache: None, window: int | None = None
     ) -> tuple[Array, None]:
-        q = cut(q, "batch", "tokens", "heads")
-        k, v = (cut(x, "batch", "tokens", "kv_heads") for x in (k, v))
+        q = constrain(q, "batch", "tokens", "heads")
+        k, v = (constrain(x, "batch", "tokens", "kv_heads") for x in (k, v))
         by_rows = sharding(mesh, ("batch", None), segment_ids.shape, rules).spec
         by_heads = sharding(mesh, ("batch", None, "attending_heads"), q.shape, rules).spec
         if by_heads[2] is not None:
@@ -137,9 +151,9 @@ def sharded_attention(
             mesh=mesh,
             in_specs=(by_heads, by_heads, by_heads, by_rows),
             out_specs=by_heads,
-            check_vma=False,  # kernels do not say over which axes their results vary
+            check_vma=False,  # kernels do not declare over which axes their results vary
         )
-        return cut(run(q, k, v, segment_ids), "batch", "tokens", "heads"), None
+        return constrain(run(q, k, v, segment_ids), "batch", "tokens", "heads"), None
 
     return attend
 
@@ -157,8 +171,8 @@ def _dense_attention(
         sees &= ~jnp.tri(T, T, -window, dtype=bool)
     mask = sees & (segment_ids[:, :, None] == segment_ids[:, None, :])
     k, v = k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3)
-    # Queries in blocks, each against the keys up to its own end: nearly half of the products are
-    # masked otherwise.
+    # Blocks of queries, each with the keys up to its end; otherwise nearly half of the products are
+    # masked.
     spans = [(start, min(start + 128, T)) for start in range(0, T, 128)]
     outs = [
         masked_attention(q[:, i:j], k[..., :j], v[:, :, :j], mask[:, i:j, :j]) for i, j in spans

@@ -1,12 +1,11 @@
-"""Packed attention in memory that grows linearly with the row: blocks of scores, and never more
-than one of them at a time.
+"""Packed attention in blocks, with memory linear in the row length.
 
 FlashAttention (arXiv:2205.14135, arXiv:2307.08691) in plain XLA, for any platform. Pairs of blocks
-that causality, segments or the window hide from each other are not computed: a row of short
-segments costs what its segments cost.
+that are fully masked (causality, segments, window) are skipped, so that a row of short segments
+costs no more than its segments.
 
 Axes: B rows, T tokens, N query heads, K key-value heads, G = N / K, H head size, C tokens of a
-    block, c tokens of a block of keys, n blocks of a row.
+block, c tokens of a block of keys, n blocks of a row.
 """
 
 from __future__ import annotations
@@ -19,27 +18,26 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtyping import Array, Bool, Float, Int
 
 ATTENDED = "attended"
-"""Name under which a rematerialisation policy finds what the backward pass of attention needs
-besides q, k and v."""
+"""Checkpoint name of what the backward pass of attention needs besides q, k and v."""
 
 BLOCK_TOKENS = 128
-"""The fastest on a CPU from 512 tokens on, by a little without segments and twofold with eight of
-them in a row."""
+"""The fastest size on a CPU for rows of 512 tokens or more: slightly without segments, twofold with
+eight segments in a row."""
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
-"""Instead of -inf, whose differences are nan. What a query adds up before it meets its first key is
-multiplied by 0 when it does, and it does: it sees itself, in the last block that it looks at."""
+"""Score of masked keys: differences of -inf would be nan. Sums from blocks in which a query sees no
+key are later multiplied by 0, because every query sees itself in its last block."""
 
 Blocks: TypeAlias = Array
-"""[n, B, K, ...]: one block after the other, so that taking one out copies nothing else."""
+"""[n, B, K, ...]: blocks are the leading dimension, so that indexing copies one block only."""
 
 
 class Reach(NamedTuple):
-    """Who sees whom, told in numbers that grow with the row alone."""
+    """Visibility of keys, in memory linear in the row length."""
 
     segments: Int[Array, "n B C"]
     first: Int[Array, "_"]
-    """First block of keys that any query of a block may see; the last is the block itself."""
+    """First block of keys that a block of queries sees; the last one is the block itself."""
 
 
 def blocked_attention(
@@ -50,13 +48,16 @@ def blocked_attention(
     window: int | None = None,
     block_tokens: int = BLOCK_TOKENS,
 ) -> Float[Array, "B T N H"]:
-    """softmax(q·k / sqrt(H)) · v over the keys of a query's own segment that are not after it.
+    """Compute softmax(q·k / sqrt(H)) · v, causal within segments.
 
     Args:
-        segment_ids: each segment's tokens lie together. Segment 0 is padding, of which every token
-            sees itself alone.
-        window: a query sees this many keys, itself the last of them; None: all.
-        block_tokens: changes speed and memory only.
+        q: queries.
+        k: keys.
+        v: values.
+        segment_ids: segment of each token; the tokens of a segment are contiguous. Segment 0 is
+            padding, in which every token sees only itself.
+        window: number of keys that a query sees, including its own; None for all.
+        block_tokens: tokens of a block; affects speed and memory only.
     """
     return _attend(q, k, v, segment_ids, window, block_tokens)
 
@@ -71,7 +72,7 @@ def _forward(
     )
     _, B, K, G, C, H = q_blocks.shape
 
-    def of_queries(i: Array) -> tuple[Array, Array]:
+    def attend_block(i: Array) -> tuple[Array, Array]:
         def add_keys(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
             highest, weight, weighted = sums
             scores = _scores(q_blocks[i], k_blocks[j], _sees(reach, i, j, window))
@@ -89,7 +90,7 @@ def _forward(
         highest, weight, weighted = jax.lax.fori_loop(reach.first[i], i + 1, add_keys, none)
         return (weighted / weight[..., None]).astype(q.dtype), highest + jnp.log(weight)
 
-    out_blocks, log_weights = jax.lax.map(of_queries, jnp.arange(len(q_blocks)))
+    out_blocks, log_weights = jax.lax.map(attend_block, jnp.arange(len(q_blocks)))
     out = checkpoint_name(_rows(out_blocks, q.shape), ATTENDED)
     return out, (q, k, v, segment_ids, out, checkpoint_name(log_weights, ATTENDED))
 
@@ -97,8 +98,11 @@ def _forward(
 def _backward(
     window: int | None, block_tokens: int, saved: tuple[Array, ...], d_out: Array
 ) -> tuple[Array, Array, Array, None]:
-    """With p = exp(scores - log_weight): dv = pᵀ·do, ds = p ∘ (do·vᵀ - rowsum(do ∘ o)), dq = ds·k,
-    dk = dsᵀ·q."""
+    """Compute the gradients of q, k and v.
+
+    With p = exp(scores - log_weight): dv = pᵀ·do, ds = p ∘ (do·vᵀ - rowsum(do ∘ o)), dq = ds·k,
+    dk = dsᵀ·q (arXiv:2307.08691, algorithm 2).
+    """
     q, k, v, segment_ids, out, log_weights = saved
     reach = _reach(segment_ids, window, block_tokens)
     K, dtype = k.shape[2], q.dtype
@@ -110,11 +114,11 @@ def _backward(
     wide = d_out.astype(jnp.float32) * out.astype(jnp.float32)
     row_sums = _query_blocks(wide.sum(axis=-1, keepdims=True), K, block_tokens)
     n = len(q_blocks)
-    # `first` never falls, so that the blocks of queries which see a block of keys are those from
-    # itself up to one.
+    # `first` does not decrease, so that the blocks of queries that see a block of keys are a range
+    # which starts at that block.
     end = (reach.first <= jnp.arange(n)[:, None]).sum(axis=1)
 
-    def of_keys(dq: Blocks, j: Array) -> tuple[Blocks, tuple[Array, Array]]:
+    def backward_block(dq: Blocks, j: Array) -> tuple[Blocks, tuple[Array, Array]]:
         def add_queries(i: Array, sums: tuple[Blocks, Array, Array]) -> tuple[Blocks, Array, Array]:
             dq, dk, dv = sums
             scores = _scores(q_blocks[i], k_blocks[j], _sees(reach, i, j, window))
@@ -130,8 +134,10 @@ def _backward(
         dq, dk, dv = jax.lax.fori_loop(j, end[j], add_queries, (dq, none, none))
         return dq, (dk, dv)
 
-    dq, (dk, dv) = jax.lax.scan(of_keys, jnp.zeros(q_blocks.shape, jnp.float32), jnp.arange(n))
-    # dk needs no scale: q had it already.
+    dq, (dk, dv) = jax.lax.scan(
+        backward_block, jnp.zeros(q_blocks.shape, jnp.float32), jnp.arange(n)
+    )
+    # dk needs no scale, since q is scaled.
     dk, dv = (_rows(x[:, :, :, None], k.shape).astype(k.dtype) for x in (dk, dv))
     return _rows(_scaled(dq), q.shape).astype(dtype), dk, dv, None
 
@@ -177,8 +183,8 @@ def _reach(segment_ids: Int[Array, "B T"], window: int | None, block_tokens: int
     ids = _padded(segment_ids, block_tokens)
     ids = jnp.where(ids == 0, -1 - jnp.arange(ids.shape[1], dtype=ids.dtype), ids)
     blocks = ids.reshape(len(ids), -1, block_tokens).swapaxes(0, 1)
-    # A segment lies together: one that reaches into a block from before is that of the last token
-    # of the blocks before.
+    # Segments are contiguous: a block continues the segment of an earlier block if its first token
+    # has the segment of that block's last token.
     n = jnp.arange(len(blocks))
     continues = (blocks[:, None, :, 0] == blocks[None, :, :, -1]).any(axis=-1) & (n[:, None] > n)
     first = jnp.where(continues.any(axis=1), continues.argmax(axis=1), n)
@@ -188,9 +194,9 @@ def _reach(segment_ids: Int[Array, "B T"], window: int | None, block_tokens: int
 
 
 def _sees(reach: Reach, i: Array, j: Array, window: int | None) -> Bool[Array, "B 1 1 C c"]:
-    """Which queries of block i see which keys of block j."""
-    places = jnp.arange(reach.segments.shape[2])
-    distance = (i - j) * len(places) + places[:, None] - places
+    """Mask of the keys of block j that the queries of block i see."""
+    offsets = jnp.arange(reach.segments.shape[2])
+    distance = (i - j) * len(offsets) + offsets[:, None] - offsets
     sees = (distance >= 0) & (reach.segments[i][:, :, None] == reach.segments[j][:, None])
     return (sees if window is None else sees & (distance < window))[:, None, None]
 

@@ -1,4 +1,4 @@
-"""Which policy to load, what of it to train, and in which precision to compute."""
+"""Settings of the policy: files, adapter, and compute precision."""
 
 from __future__ import annotations
 
@@ -7,72 +7,70 @@ from typing import Literal
 import chz
 
 ADAPTER_CONFIG = "adapter_config.json"
-"""What tells a folder with an adapter, as PEFT writes it, from others."""
+"""File that marks a folder as a PEFT adapter."""
 
 Remat = Literal["none", "dots", "attention", "full"]
-"""What the forward pass of a layer keeps for the backward pass, from all to nothing but its input.
-dots: products with weights, and what attention gave. attention: what attention gave, so that long
-rows are not attended to twice."""
+"""Activations of a layer that are saved for the backward pass; the others are recomputed.
+
+none: all are saved. dots: outputs of weight matrices and of attention. attention: outputs of
+attention, so that attention is not computed twice. full: the input of the layer alone."""
 
 Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-"""Matrices of a layer, named as PEFT and transformers name them."""
+"""Matrices of a layer, as named by PEFT and transformers."""
 
 
 @chz.chz
 class LoRA:
-    """Train a low-rank adapter beside frozen weights, without dropout: trainer and engine must
-    agree on every log-prob."""
+    """Train a low-rank adapter on frozen weights.
 
-    rank: int = chz.field(default=16, doc="columns of A and rows of B")
+    Without dropout: trainer and engine must compute the same log-probs.
+    """
+
+    rank: int = chz.field(default=16, doc="rank of the adapter")
     alpha: float = chz.field(
-        default=32.0, doc="what the adapter adds is multiplied by alpha / rank"
+        default=32.0, doc="scale of the adapter: its output is multiplied by alpha / rank"
     )
     targets: tuple[Target, ...] = chz.field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),
-        doc="matrices of every layer that get an adapter",
+        doc="matrices of every layer with an adapter",
     )
     rslora: bool = chz.field(
-        default=False, doc="alpha / sqrt(rank) instead of alpha / rank (rsLoRA, arXiv:2312.03732)"
+        default=False,
+        doc="scale alpha / sqrt(rank) instead of alpha / rank (rsLoRA, arXiv:2312.03732)",
     )
 
     @property
     def scale(self) -> float:
-        """What x · A · B is multiplied by."""
+        """Factor of x · A · B."""
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
 @chz.chz
 class PolicyConfig:
+    """Files and precision of the policy, and its adapter."""
+
     path: str = chz.field(
         default="embedded",
         doc="'embedded' (the tiny policy inside the package), a Hugging Face folder, or a hub "
-        "name such as "
-        "deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
+        "name such as deepseek-ai/DeepSeek-R1-Distill-Qwen-1.5B",
     )
     random_init: bool = chz.field(
-        default=False, doc="take only config.json from `path` and draw fresh weights"
+        default=False, doc="random weights; of `path` only config.json and the tokenizer are read"
     )
     ignore_config_keys: tuple[str, ...] = chz.field(
         default=(),
-        doc="keys of config.json, adapter_config.json, tokenizer_config.json and "
-        "generation_config.json that are ignored "
-        "instead of refused, by name",
+        doc="unsupported keys of config.json, adapter_config.json, tokenizer_config.json and "
+        "generation_config.json to ignore instead of refusing the policy",
     )
     lora: LoRA | None = chz.field(
         default=None,
-        doc="train an adapter (policy.lora=LoRA, or any of its settings) instead of all parameters",
+        doc="adapter to train instead of all parameters (policy.lora=LoRA, or any of its settings)",
     )
     adapter: str | None = chz.field(
         default=None,
-        doc=(
-            "PEFT folder of a LoRA adapter to go on training; it brings its own rank, alpha and "
-            "targets"
-        ),
+        doc="PEFT folder of a LoRA adapter to train further, with its own rank, alpha and targets",
     )
     compute_dtype: Literal["auto", "float32", "bfloat16"] = chz.field(
         default="auto",
-        doc=(
-            "dtype of activations and of the engine's weights; auto: float32 on CPU, bfloat16 "
-            "elsewhere"
-        ),
+        doc="dtype of activations and engine weights; auto: float32 on CPU, bfloat16 elsewhere",
     )

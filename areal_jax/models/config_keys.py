@@ -1,8 +1,7 @@
-"""Which keys of config.json are read, which are harmless and with which values, and which are
-refused.
+"""Supported keys of config.json: those that are read, that are harmless, or that need one value.
 
-A key that is neither in these tables nor named in `policy.ignore_config_keys` is refused: it may
-change the mathematics. What a key does is what transformers 5.23 does with it.
+A key that is neither in these tables nor in `policy.ignore_config_keys` is refused, because it may
+change the mathematics. The meaning of keys is that of transformers 5.23.
 """
 
 from __future__ import annotations
@@ -18,13 +17,15 @@ SETTING = "policy.ignore_config_keys"
 
 @dataclass(frozen=True)
 class Only:
-    """A key that changes nothing with these values and is refused with any other. An absent key has
-    the first of them."""
+    """A key that has no effect with these values and is refused with any other.
+
+    An absent key has the first value.
+    """
 
     values: tuple[Any, ...]
 
     def __contains__(self, value: object) -> bool:
-        # In JSON true is not 1.
+        # In JSON true is not 1, unlike in Python.
         return any(
             value == each and isinstance(value, bool) == isinstance(each, bool)
             for each in self.values
@@ -34,110 +35,112 @@ class Only:
 Rule: TypeAlias = Only | Literal["read", "harmless"]
 
 _READ: Final = (
-    *(
-        "architectures",
-        "model_type",
-        "vocab_size",
-        "hidden_size",
-        "intermediate_size",
-        "num_hidden_layers",
-    ),
-    *(
-        "num_attention_heads",
-        "num_key_value_heads",
-        "head_dim",
-        "rms_norm_eps",
-        "max_position_embeddings",
-    ),
-    *(
-        "rope_theta",
-        "rope_scaling",
-        "rope_parameters",
-        "original_max_position_embeddings",
-        "layer_types",
-    ),
-    *("tie_word_embeddings", "attention_bias", "bos_token_id", "eos_token_id", "pad_token_id"),
-    *("id2label", "num_labels"),
+    "architectures",
+    "model_type",
+    "vocab_size",
+    "hidden_size",
+    "intermediate_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "rms_norm_eps",
+    "max_position_embeddings",
+    "rope_theta",
+    "rope_scaling",
+    "rope_parameters",
+    "original_max_position_embeddings",
+    "layer_types",
+    "tie_word_embeddings",
+    "attention_bias",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "id2label",
+    "num_labels",
 )
-"""In every family."""
+"""Keys that are read in every family."""
 
 _HARMLESS: Final = (
-    # What a file says of itself.
-    *(
-        "_name_or_path",
-        "name_or_path",
-        "_commit_hash",
-        "transformers_version",
-        "finetuning_task",
-        "task_specific_params",
-    ),
-    *("unsloth_version", "unsloth_fixed", "model_name", "is_llama_config"),
-    # Weights are converted to the dtype of the run; fresh ones are sampled as `Policy.init` says.
-    *("dtype", "torch_dtype", "use_bfloat16", "initializer_range"),
-    # How transformers computes and what it returns.
-    *(
-        "use_cache",
-        "return_dict",
-        "output_hidden_states",
-        "output_attentions",
-        "output_router_logits",
-        "torchscript",
-    ),
-    *(
-        "attn_implementation",
-        "_attn_implementation",
-        "_attn_implementation_internal",
-        "_attn_implementation_autoset",
-    ),
-    *(
-        "experts_implementation",
-        "_experts_implementation",
-        "_experts_implementation_internal",
-        "tie_last_hidden_states",
-    ),
-    *("is_decoder", "tf_legacy_loss", "chunk_size_feed_forward"),
+    # Origin of the file.
+    "_name_or_path",
+    "name_or_path",
+    "_commit_hash",
+    "transformers_version",
+    "finetuning_task",
+    "task_specific_params",
+    "unsloth_version",
+    "unsloth_fixed",
+    "model_name",
+    "is_llama_config",
+    # Weights are converted to the dtype of the run; `Policy.init` samples random ones.
+    "dtype",
+    "torch_dtype",
+    "use_bfloat16",
+    "initializer_range",
+    # Execution and outputs of transformers.
+    "use_cache",
+    "return_dict",
+    "output_hidden_states",
+    "output_attentions",
+    "output_router_logits",
+    "torchscript",
+    "attn_implementation",
+    "_attn_implementation",
+    "_attn_implementation_internal",
+    "_attn_implementation_autoset",
+    "experts_implementation",
+    "_experts_implementation",
+    "_experts_implementation_internal",
+    "tie_last_hidden_states",
+    "is_decoder",
+    "tf_legacy_loss",
+    "chunk_size_feed_forward",
     # The tokenizer has its own files.
-    *("tokenizer_class", "prefix", "sep_token_id", "decoder_start_token_id"),
-    # Names of labels, and dropout before a scalar head, which transformers has where the file says
-    # nothing.
-    *("label2id", "classifier_dropout", "hidden_dropout"),
-    # Defaults of transformers' generate(); here sampling is a matter of engine.*.
-    *(
-        "max_length",
-        "max_new_tokens",
-        "min_length",
-        "min_new_tokens",
-        "do_sample",
-        "early_stopping",
-        "num_beams",
-    ),
-    *(
-        "num_beam_groups",
-        "temperature",
-        "top_k",
-        "top_p",
-        "min_p",
-        "typical_p",
-        "epsilon_cutoff",
-        "eta_cutoff",
-    ),
-    *(
-        "diversity_penalty",
-        "repetition_penalty",
-        "encoder_repetition_penalty",
-        "length_penalty",
-        "no_repeat_ngram_size",
-    ),
-    *("encoder_no_repeat_ngram_size", "renormalize_logits", "constraints"),
-    *("remove_invalid_values", "exponential_decay_length_penalty", "guidance_scale"),
-    *(
-        "num_return_sequences",
-        "output_scores",
-        "output_logits",
-        "return_dict_in_generate",
-        "penalty_alpha",
-    ),
-    *("cache_implementation", "max_time", "num_assistant_tokens", "num_assistant_tokens_schedule"),
+    "tokenizer_class",
+    "prefix",
+    "sep_token_id",
+    "decoder_start_token_id",
+    # Label names, and dropout before a scalar head, which transformers also applies by default.
+    "label2id",
+    "classifier_dropout",
+    "hidden_dropout",
+    # Defaults of transformers' generate(); here engine.* decides sampling.
+    "max_length",
+    "max_new_tokens",
+    "min_length",
+    "min_new_tokens",
+    "do_sample",
+    "early_stopping",
+    "num_beams",
+    "num_beam_groups",
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "typical_p",
+    "epsilon_cutoff",
+    "eta_cutoff",
+    "diversity_penalty",
+    "repetition_penalty",
+    "encoder_repetition_penalty",
+    "length_penalty",
+    "no_repeat_ngram_size",
+    "encoder_no_repeat_ngram_size",
+    "renormalize_logits",
+    "constraints",
+    "remove_invalid_values",
+    "exponential_decay_length_penalty",
+    "guidance_scale",
+    "num_return_sequences",
+    "output_scores",
+    "output_logits",
+    "return_dict_in_generate",
+    "penalty_alpha",
+    "cache_implementation",
+    "max_time",
+    "num_assistant_tokens",
+    "num_assistant_tokens_schedule",
 )
 
 _ONLY: Final[Mapping[str, Only]] = {
@@ -158,7 +161,7 @@ _ONLY: Final[Mapping[str, Only]] = {
     "tie_encoder_decoder": Only((False,)),
     "token_classification_bias": Only((True,)),
     "mlp_bias": Only((False,)),
-    # Which tokens an answer may have.
+    # Constraints on the tokens of an answer.
     **dict.fromkeys(
         ("bad_words_ids", "force_words_ids", "suppress_tokens", "begin_suppress_tokens"),
         Only((None, [])),
@@ -174,7 +177,7 @@ _WINDOWS: Final[Mapping[str, Rule]] = dict.fromkeys(
 )
 
 _FAMILIES: Final[Mapping[Family, Mapping[str, Rule]]] = {
-    # Its q, k and v have biases whatever the file says.
+    # Its q, k and v always have biases.
     "Qwen2ForCausalLM": {**_WINDOWS, "attention_bias": Only((True,))},
     "Qwen3ForCausalLM": _WINDOWS,
     "Qwen3MoeForCausalLM": {
@@ -197,14 +200,17 @@ _FAMILIES: Final[Mapping[Family, Mapping[str, Rule]]] = {
 
 
 def rules(family: Family, *, is_scalar: bool) -> Mapping[str, Rule]:
-    """What is done with each known key of a family's config.json.
+    """Rule of each supported key of a family's config.json.
 
-    Args: is_scalar: whether the file describes a scalar head."""
+    Args:
+        family: architecture.
+        is_scalar: whether the file describes a scalar head.
+    """
     return {
         **dict.fromkeys(_READ, "read"),
         **dict.fromkeys(_HARMLESS, "harmless"),
         **_ONLY,
-        # transformers loads no classifier of one label.
+        # Of one label, transformers supports regression only.
         "problem_type": Only((None, "regression")) if is_scalar else "harmless",
         **_FAMILIES[family],
     }
@@ -217,28 +223,31 @@ def check_keys(
     source: str,
     what: str,
 ) -> None:
-    """Refuse every key that is not known, or that has a value which is not supported.
+    """Check that all keys and their values are supported.
 
     Args:
-        rules: of the keys that are known.
-        ignored: keys to pass over.
-        source: names the file in errors.
-        what: names what the file describes in errors.
+        config: content of the file.
+        rules: rule of each supported key.
+        ignored: keys to skip.
+        source: name of the file, for errors.
+        what: what the file describes, for errors.
 
     Raises:
-        ValueError: naming each key with its value and how to ignore it."""
+        ValueError: with each unsupported key, its value, and the setting that ignores it.
+    """
     if read := sorted(name for name in ignored if rules.get(name) == "read"):
         raise ValueError(
-            f"{SETTING} names {', '.join(read)}, which are read; correct them in {source} instead"
+            f"{SETTING}: expected keys without effect, found {', '.join(read)}, which are read; "
+            f"change them in {source} instead"
         )
     wrong = {
-        name: _refusal(name, value, rules.get(name), what)
+        name: _describe(name, value, rules.get(name), what)
         for name, value in config.items()
         if name not in ignored and not _is_accepted(value, rules.get(name))
     }
     if wrong:
         raise ValueError(
-            f"{source}: {'; '.join(wrong.values())}. To load it as if this were not there, set "
+            f"{source}: {'; '.join(wrong.values())}. To ignore this, set "
             f"{SETTING}={','.join(wrong)}"
         )
 
@@ -247,7 +256,7 @@ def _is_accepted(value: object, rule: Rule | None) -> bool:
     return rule is not None and (not isinstance(rule, Only) or value in rule)
 
 
-def _refusal(name: str, value: object, rule: Rule | None, what: str) -> str:
+def _describe(name: str, value: object, rule: Rule | None, what: str) -> str:
     shown = repr(value) if len(repr(value)) <= 100 else f"{repr(value)[:100]}..."
     if isinstance(rule, Only):
         return (

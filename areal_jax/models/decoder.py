@@ -1,7 +1,7 @@
-"""The one decoder: declared with flax.nnx, run as a pure function over a nested dict of parameters.
+"""The decoder of all model families: flax.nnx modules, run as a pure function of the parameters.
 
-Axes: B rows, T tokens, D width, N query heads, K key-value heads, H head size, F MLP width, V
-    vocabulary, L layers.
+Axes: B rows, T tokens, D width, N query heads, K key-value heads, H head size, F MLP width,
+V vocabulary, L layers.
 """
 
 from __future__ import annotations
@@ -26,24 +26,23 @@ from areal_jax.models.config import LoRA, Remat
 from areal_jax.models.moe import ROUTER, Experts, MoE, Routing, local_experts
 
 Params: TypeAlias = dict[str, Any]
-"""Nested dict of arrays: embed, layers.attn.q, ..., norm, head (or value). Leaves under `layers`
-are stacked: [L, ...]."""
+"""Nested dict of arrays: embed, layers.attn.q, ..., norm, head (or value). Leaves of `layers` are
+stacked: [L, ...]."""
 
 LayerCache: TypeAlias = Any
-"""What the attention of one layer keeps between calls: any pytree, or None. Only `attend` looks
-inside."""
+"""State of the attention of one layer between calls: any pytree, or None; private to `attend`."""
 
 
 @runtime_checkable
 class Attend(Protocol):
-    """attend(q [B T N H], k [B T K H], v [B T K H], layer_cache, window) -> (out [B T N H],
-    layer_cache).
+    """Attention: (q [B T N H], k [B T K H], v [B T K H], cache, window) -> (out [B T N H], cache).
 
-    q and k come with RoPE applied and q unscaled: attend divides the scores by sqrt(H). A query
-    sees itself and what lies less than `window` tokens before it; layers without a window leave it
-    out. Where parameters are cut over the same devices as rows (fsdp), attend must also constrain
-    q, k, v and out to be cut by rows (and heads): left to itself, the compiler cuts activations as
-    it does parameters, and every device then holds all rows."""
+    RoPE is already applied to q and k; q is unscaled, so attend divides the scores by sqrt(H). A
+    query sees itself and the tokens less than `window` before it; layers without a window omit the
+    argument. If parameters are sharded over the same devices as rows (fsdp), attend must constrain
+    q, k, v and out to be sharded by rows (and heads): otherwise the compiler may shard activations
+    like parameters, so that every device has all rows.
+    """
 
     def __call__(
         self, q: Array, k: Array, v: Array, cache: LayerCache, window: int | None = None, /
@@ -53,32 +52,36 @@ class Attend(Protocol):
 @partial(jax.tree_util.register_dataclass, data_fields=("w", "a", "b"), meta_fields=("scale",))
 @dataclass(frozen=True)
 class Adapted:
-    """A matrix with a low-rank update that is never added to it: x · w + scale · (x · a) · b (LoRA,
-    arXiv:2106.09685).
+    """A matrix with an unmerged low-rank update: x · w + scale · (x · a) · b (LoRA, arXiv:2106.09685).
 
-    A node of a tree: its leaves are arrays, or what is said of arrays."""
+    A pytree node: its leaves are arrays, or properties of arrays such as shardings.
+    """
 
     w: Any
     a: Any
-    """Inputs of w, then the rank."""
+    """[inputs of w, rank]."""
     b: Any
-    """The rank, then outputs of w."""
+    """[rank, outputs of w]."""
     scale: float
 
 
 class Policy:
-    """A decoder without its parameters: hashable, so that jit takes it as a static argument."""
+    """A decoder without its parameters; hashable, so that it can be a static argument of jit."""
 
     def __init__(self, config: ModelConfig, lora: LoRA | None = None):
-        """Args: lora: the adapter to train, beside parameters that then stay as they are; None
-        trains the parameters.
+        """Declare the parameters.
 
-        Raises ValueError for an adapter beside a scalar head, which would stay as it is."""
+        Args:
+            config: architecture.
+            lora: adapter to train on frozen parameters; None to train the parameters.
+
+        Raises:
+            ValueError: an adapter for a scalar head, which an adapter cannot train.
+        """
         if lora is not None and config.is_scalar:
             raise ValueError(
-                f"an adapter cannot train the scalar head of {config.architecture} read out as "
-                f"{config.readout}; "
-                "leave out policy.lora and policy.adapter"
+                f"expected no adapter for {config.architecture} with a {config.readout} head, "
+                "which an adapter cannot train; leave out policy.lora and policy.adapter"
             )
         self.config, self.lora = config, lora
         decoder = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0)))
@@ -116,24 +119,26 @@ class Policy:
         experts: Experts = local_experts,
         counted: Bool[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Any, Routing | None]:
-        """Final hidden states (after the last norm), the cache that `attend` returned, and where
-        the tokens that are counted went in each layer: None where none are, or there are no experts
-        to go to.
+        """Compute the final hidden states, after the last norm.
 
         Args:
-            params: with layers stacked, or with `unroll` also as `unstack` returns them; a matrix
-                of a layer may be `Adapted`.
-            positions: place of each token in its own sequence; the angle of RoPE.
-            cache: None, or what `attend` keeps: stacked [L, ...] and scanned, or with `unroll` a
-                tuple of L caches.
-            compute_dtype: of activations and matrix products; norms, RoPE and softmax stay in
-                float32.
-            unroll: a Python loop over layers instead of a scan: longer to compile, no slice or copy
-                of the cache.
-            remat: what of each layer's activations is computed again in the backward pass instead
-                of being kept.
-            experts: how a mixture of experts is computed; on several devices `sharded_experts`.
-            counted: tokens whose routing is summed; None sums none.
+            params: parameters with stacked layers, or with `unroll` also as returned by `unstack`;
+                a matrix of a layer may be `Adapted`.
+            tokens: token ids.
+            positions: position of each token in its own sequence, for RoPE.
+            attend: attention.
+            cache: state of `attend`: None, stacked [L, ...], or with `unroll` a tuple of L caches.
+            compute_dtype: dtype of activations and matrix products; norms, RoPE and softmax are
+                computed in float32.
+            unroll: loop over layers in Python instead of a scan: slower to compile, but no slices
+                or copies of the cache.
+            remat: activations of each layer that are saved for the backward pass.
+            experts: computation of experts; on several devices `sharded_experts`.
+            counted: mask of the tokens whose routing is summed; None for no sums.
+
+        Returns:
+            Hidden states, the cache returned by `attend`, and the routing by layer (None without
+            `counted` or without experts).
         """
         config = self.config
         angles = _angles(config, positions)
@@ -148,23 +153,22 @@ class Policy:
             return x, (layer_cache, routing)
 
         if remat != "none":
-            # Inside a scan nothing can be merged across iterations, so the barriers against it
-            # would only cost.
+            # Inside a scan, common subexpressions cannot be merged across iterations, so barriers
+            # against it are only a cost.
             run_layer = jax.checkpoint(
-                run_layer, prevent_cse=unroll, policy=_KEPT[remat], static_argnums=2
+                run_layer, prevent_cse=unroll, policy=_SAVED[remat], static_argnums=2
             )
         windows = config.sliding_windows or (None,) * config.num_hidden_layers
         x = params["embed"][tokens].astype(compute_dtype)
         if unroll:
-            kept = []
+            outputs = []
             for i, layer in enumerate(self.unstack(params)["layers"]):
-                x, of_layer = run_layer(x, (layer, None if cache is None else cache[i]), windows[i])
-                kept.append(of_layer)
-            cache, routings = zip(*kept, strict=True)
+                x, output = run_layer(x, (layer, None if cache is None else cache[i]), windows[i])
+                outputs.append(output)
+            cache, routings = zip(*outputs, strict=True)
             routing = jax.tree.map(lambda *leaves: jnp.stack(leaves), *routings)
         else:
-            # One scan for each run of layers with the same window, which a kernel must know when it
-            # is compiled.
+            # One scan for each run of layers with the same window, which is static in kernels.
             runs = [(window, len(list(run))) for window, run in itertools.groupby(windows)]
             parts, start = [], 0
             for window, length in runs:
@@ -176,51 +180,51 @@ class Policy:
                 )
                 parts.append(part)
                 start += length
-            whole = (
+            cache, routing = (
                 parts[0]
                 if len(parts) == 1
                 else jax.tree.map(lambda *leaves: jnp.concatenate(leaves), *parts)
             )
-            cache, routing = whole
         return _rms_norm(x, params["norm"], config.rms_norm_eps), cache, routing
 
     def unstack(self, params: Params) -> Params:
-        """The same parameters with `layers` a tuple of L dicts, for `hidden` with `unroll`.
+        """Return the parameters with `layers` as a tuple of L dicts, for `hidden` with `unroll`.
 
-        Call it before a loop over tokens: inside, every step would copy every layer out of its
-        stack."""
+        Call it before a loop over tokens: inside the loop, every step would copy every layer.
+        """
         layers = params["layers"]
         if isinstance(layers, tuple):
             return params
 
-        def one(i: int) -> Params:
-            # Not leaf[i]: a backward pass that adds to gradients in place can transpose this slice,
-            # but not that one.
+        def layer(i: int) -> Params:
+            # Not leaf[i], which a backward pass that accumulates gradients in place cannot
+            # transpose.
             return jax.tree.map(
                 lambda leaf: jax.lax.dynamic_index_in_dim(leaf, i, keepdims=False), layers
             )
 
-        return params | {"layers": tuple(one(i) for i in range(self.config.num_hidden_layers))}
+        return params | {"layers": tuple(layer(i) for i in range(self.config.num_hidden_layers))}
 
     def head(self, params: Params) -> Float[Array, "D V"]:
-        """The matrix from hidden states to logits. Tied: the embedding's transpose, the same
-        leaf."""
+        """Matrix from hidden states to logits; if tied, the transpose of the embedding leaf."""
         return params["embed"].T if self.config.tie_word_embeddings else params["head"]
 
     def values(self, params: Params, hidden: Float[Array, "B T D"]) -> Float[Array, "B T"]:
-        """The number that a scalar head makes of every hidden state, in float32: it speaks of what
-        follows token t."""
+        """Apply the scalar head in float32; entry t is the value after token t."""
         return (hidden.astype(jnp.float32) @ params["value"])[..., 0] + params.get(
             "value_bias", 0.0
         )
 
     def init(self, key: PRNGKeyArray) -> Params:
-        """Fresh float32 parameters; jit it with out_shardings to draw them in place."""
+        """Sample random float32 parameters; jit it with out_shardings to make them in place."""
         return nnx.to_pure_dict(nnx.state(Decoder(self.config, key)))
 
     def abstract(self, dtype: DTypeLike = jnp.float32) -> Params:
-        """ShapeDtypeStruct of every parameter: matrices in `dtype`; scales of norms, routers and a
-        scalar head in float32."""
+        """ShapeDtypeStruct of every parameter.
+
+        Args:
+            dtype: dtype of matrices; norm scales, routers and a scalar head are float32.
+        """
 
         def struct(
             path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct, names: tuple[str, ...]
@@ -231,15 +235,15 @@ class Policy:
         return jax.tree_util.tree_map_with_path(struct, self._abstract, self._axes)
 
     def axes(self) -> Params:
-        """Logical axis names of every parameter, one tuple per leaf."""
+        """Logical axis names of every parameter, as a tuple per leaf."""
         return jax.tree.map(
             lambda leaf: leaf, self._axes, is_leaf=lambda node: isinstance(node, tuple)
         )
 
 
 def _is_kernel(primitive: Any, *_: Any, **settings: Any) -> bool:
-    """Whether this is jax's kernel for GPUs, which gives what it keeps no name, and is hidden in a
-    rule of its own."""
+    """Whether this is jax's GPU kernel: its residuals have no checkpoint name, and it is inside a
+    custom_vjp_call."""
     return primitive.name == "custom_vjp_call" and "pallas_call" in str(settings["call_jaxpr"])
 
 
@@ -247,7 +251,7 @@ _ATTENTION = jax.checkpoint_policies.save_from_both_policies(
     jax.checkpoint_policies.save_only_these_names(ATTENDED), _is_kernel
 )
 
-_KEPT = {
+_SAVED = {
     "dots": jax.checkpoint_policies.save_from_both_policies(
         jax.checkpoint_policies.dots_with_no_batch_dims_saveable, _ATTENTION
     ),
@@ -257,8 +261,10 @@ _KEPT = {
 
 
 class Decoder(nnx.Module):
-    """Declares the parameters: embedding, stacked layers, last norm, and a head where it is not
-    tied. A scalar head is zeros at first, and says nothing before it has learnt."""
+    """Parameters: embedding, stacked layers, last norm, and an untied head.
+
+    A scalar head is initialized with zeros, so that its first values are 0.
+    """
 
     def __init__(self, config: ModelConfig, key: PRNGKeyArray):
         embed_key, head_key, layers_key = jax.random.split(key, 3)
@@ -277,8 +283,7 @@ class Decoder(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention, then a gated MLP or a mixture of them, each behind a norm and added to the
-    stream."""
+    """Attention, then a gated MLP or a mixture of experts, both with pre-norm and residual."""
 
     def __init__(self, config: ModelConfig, key: PRNGKeyArray):
         attn_key, mlp_key = jax.random.split(key)
@@ -298,21 +303,21 @@ class Layer(nnx.Module):
         experts: Experts,
         counted: Bool[Array, "B T"] | None,
     ) -> tuple[Float[Array, "B T D"], LayerCache, Routing | None]:
-        attended, cache = self.attn(
+        attention, cache = self.attn(
             _rms_norm(x, self.attn_norm[...], self.eps), angles, attend, cache, window
         )
-        x = x + attended
+        x = x + attention
         normed = _rms_norm(x, self.mlp_norm[...], self.eps)
-        mixed, routing = (
+        mlp, routing = (
             self.mlp(normed, experts, counted)
             if isinstance(self.mlp, MoE)
             else (self.mlp(normed), None)
         )
-        return x + mixed, cache, routing
+        return x + mlp, cache, routing
 
 
 class Attention(nnx.Module):
-    """Projections, norms and RoPE around `attend`."""
+    """Projections, head norms and RoPE around `attend`."""
 
     def __init__(self, config: ModelConfig, key: PRNGKeyArray):
         D, H = config.hidden_size, config.head_dim
@@ -371,7 +376,7 @@ class Attention(nnx.Module):
 
 
 class MLP(nnx.Module):
-    """down(silu(gate(x)) · up(x))."""
+    """Gated MLP: down(silu(gate(x)) · up(x))."""
 
     def __init__(self, config: ModelConfig, key: PRNGKeyArray):
         D, F = config.hidden_size, config.intermediate_size
@@ -404,9 +409,9 @@ def _norm(size: int, axis: str) -> nnx.Param[Array]:
 def _product(
     x: Float[Array, "B T I"], w: Array | Adapted, num_inputs: int = 1
 ) -> Float[Array, "B T ..."]:
-    """x · w over the first `num_inputs` dimensions of w, which are flat in x."""
+    """Compute x · w over the first `num_inputs` dimensions of w, which are flattened in x."""
     if isinstance(w, Adapted):
-        # The low-rank product is scaled while it is narrow.
+        # The scale is applied to the low-rank product, which is small.
         return _product(x, w.w, num_inputs) + _product(w.scale * _product(x, w.a, num_inputs), w.b)
     flat = w.reshape(math.prod(w.shape[:num_inputs]), -1)
     return _flat_product(x, flat).reshape(*x.shape[:2], *w.shape[num_inputs:])
@@ -414,26 +419,25 @@ def _product(
 
 @jax.custom_vjp
 def _flat_product(x: Float[Array, "B T I"], w: Float[Array, "I O"]) -> Float[Array, "B T O"]:
-    """x · w in the dtype of x; the gradient of w is summed over tokens in float32 before it takes
-    the dtype of w."""
+    """Compute x · w in the dtype of x; the gradient of w is summed over tokens in float32."""
     return x @ w.astype(x.dtype)
 
 
 def _flat_product_forward(x: Array, w: Array) -> tuple[Array, tuple[Array, Array]]:
-    # Not _flat_product itself, in which a policy of rematerialisation would not see the product.
+    # Not _flat_product itself, inside which a rematerialization policy would not find the product.
     return x @ w.astype(x.dtype), (x, w)
 
 
 def _flat_product_backward(saved: tuple[Array, Array], dy: Array) -> tuple[Array, Array]:
     x, w = saved
     dx = jnp.einsum("bto,io->bti", dy, w.astype(dy.dtype))
-    # XLA on CPU transposes the first factor, together with all that computes it, in a slow strided
-    # loop. jax's own rule puts dy first, which for wide outputs (the MLP's) took a third of a
-    # training step; so the narrower one goes first.
+    # XLA on CPU transposes the first factor, fused with its computation, in a slow strided loop.
+    # jax's rule has dy first, which for wide outputs (MLP) took a third of a training step. So the
+    # narrower factor comes first.
     if w.shape[0] <= w.shape[1]:
         dw = jnp.einsum("bti,bto->io", x, dy, preferred_element_type=jnp.float32)
     else:
-        # Flat, because XLA on CPU has no such product of bfloat16 over two dimensions at once.
+        # Flattened, because XLA on CPU does not support this product over two dimensions in bfloat16.
         x, dy = x.reshape(-1, x.shape[-1]), dy.reshape(-1, dy.shape[-1])
         dw = jnp.einsum("so,si->oi", dy, x, preferred_element_type=jnp.float32).T
     return dx, dw.astype(w.dtype)
@@ -445,7 +449,7 @@ _flat_product.defvjp(_flat_product_forward, _flat_product_backward)
 def _rms_norm(
     x: Float[Array, "*B D"], scale: Float[Array, "D"], eps: float
 ) -> Float[Array, "*B D"]:
-    """x / sqrt(mean(x²) + eps) · scale, in float32 (RMSNorm, arXiv:1910.07467)."""
+    """Compute x / sqrt(mean(x²) + eps) · scale in float32 (RMSNorm, arXiv:1910.07467)."""
     wide = x.astype(jnp.float32)
     wide = wide * jax.lax.rsqrt(jnp.mean(wide * wide, axis=-1, keepdims=True) + eps)
     return (wide * scale.astype(jnp.float32)).astype(x.dtype)
@@ -454,17 +458,16 @@ def _rms_norm(
 def _angles(
     config: ModelConfig, positions: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B T 1 h"], Float[Array, "B T 1 h"]]:
-    """cos and sin of position · frequency, times yarn's attention factor."""
+    """Compute cos and sin of position · frequency, times the attention factor of YaRN."""
     frequencies = rope.frequencies(config.head_dim, config.rope_theta, config.rope_scaling)
     # Angles stay in float32: bfloat16 rounds position 257 to 256.
-    turned = positions[:, :, None, None].astype(jnp.float32) * frequencies.astype(np.float32)
-    cos, sin, growth = jnp.cos(turned), jnp.sin(turned), rope.growth(config.rope_scaling)
-    return (cos, sin) if growth == 1 else (cos * growth, sin * growth)
+    angles = positions[:, :, None, None].astype(jnp.float32) * frequencies.astype(np.float32)
+    cos, sin, factor = jnp.cos(angles), jnp.sin(angles), rope.attention_factor(config.rope_scaling)
+    return (cos, sin) if factor == 1 else (cos * factor, sin * factor)
 
 
 def _rotate(x: Float[Array, "B T N H"], angles: tuple[Array, Array]) -> Float[Array, "B T N H"]:
-    """Turn dimensions i and i + H/2 of every head by the angle of i, as Hugging Face's layout pairs
-    them."""
+    """Rotate dimensions i and i + H/2 of every head by angle i (Hugging Face's layout)."""
     cos, sin = angles
     low, high = jnp.split(x.astype(jnp.float32), 2, axis=-1)
     return jnp.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1).astype(

@@ -1,5 +1,4 @@
-"""Policies in and out of Hugging Face folders: config.json and safetensors files, as transformers
-writes them.
+"""Load and save policies as Hugging Face folders: config.json and safetensors files.
 
 Axes: V vocabulary, D width, N query heads, K key-value heads, H head size, F MLP width, L layers.
 """
@@ -35,8 +34,8 @@ from areal_jax.parallel.sharding import fetch, put
 
 _CONFIG, _WEIGHTS, _INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 
-# Weights that a folder may hold of an earlier save.
-_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
+# Weight files of an earlier save.
+_WEIGHT_FILES = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?")
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -50,12 +49,12 @@ TOKENIZER_FILES = (
     "additional_chat_templates/tool_use.jinja",
     "generation_config.json",
 )
-"""What `save` takes along of a folder, so that other tools can talk to the policy at once."""
+"""Files that `save` copies with the weights, so that other tools can use the policy."""
 
 _EMBED, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 
 _UNREAD = "rotary_emb.inv_freq"
-"""Ending of the names of tensors in old files that follow from config.json."""
+"""Name ending of tensors in old files that are not read, since config.json decides them."""
 
 SavedDtype = Literal["float32", "float16", "bfloat16"]
 
@@ -63,13 +62,13 @@ _FLOATS = {"F32", "F16", "BF16"}
 
 
 class _Entry(NamedTuple):
-    """Where one leaf lives in a checkpoint."""
+    """Tensor name and layout of one leaf in a checkpoint."""
 
     name: str
-    """With {} for the layer, and for the expert, where there is one tensor for each."""
+    """Name with {} for the layer, and for the expert."""
     num_inputs: int
-    """Leading dimensions that a matrix is multiplied along; the file holds [outputs, inputs], flat.
-    0: as it is."""
+    """Number of leading input dimensions of a matrix, which is [outputs, inputs] in the file; 0: the
+    layouts are the same."""
 
 
 _ENTRIES: dict[tuple[str, ...], _Entry] = {
@@ -106,21 +105,23 @@ _SCALAR_HEAD = {("value",), ("value_bias",)}
 
 
 class _Tensor(NamedTuple):
-    """One tensor of the checkpoint and the leaf, or the part of a leaf, that it fills."""
+    """One tensor of the checkpoint, and the leaf, or part of a leaf, that it fills."""
 
     name: str
     shape: tuple[int, ...]
-    """In the file."""
-    place: tuple[int, ...]
-    """Layer, or layer and expert, in the leaf; empty where the tensor is all of it."""
+    """Shape in the file."""
+    index: tuple[int, ...]
+    """Layer, or layer and expert, in the leaf; empty if the tensor is the complete leaf."""
     num_inputs: int
     leaf_shape: tuple[int, ...]
-    """In the policy, of that place."""
+    """Shape of the part of the leaf."""
 
     def from_file(self, array: np.ndarray) -> np.ndarray:
+        """Convert from the layout of the file to that of the leaf."""
         return (array.T if self.num_inputs else array).reshape(self.leaf_shape)
 
     def to_file(self, array: np.ndarray) -> np.ndarray:
+        """Convert from the layout of the leaf to that of the file."""
         if self.num_inputs:
             array = array.reshape(self.shape[::-1]).T
         return np.ascontiguousarray(array.reshape(self.shape))
@@ -132,12 +133,15 @@ def read_config(
     """Read a folder's config.json.
 
     Args:
-        ignored_keys: keys that are passed over instead of refused.
-        is_adapted: whether an adapter in the folder is read too.
+        folder: a Hugging Face folder.
+        ignored_keys: unsupported keys to ignore.
+        is_adapted: whether the caller also reads an adapter in the folder.
 
     Raises:
-        ValueError: naming the keys that are not supported, or an adapter, which transformers would
-            add to the weights."""
+        FileNotFoundError: the folder has no config.json.
+        ValueError: a key is not supported, or the folder has an adapter, which transformers would
+            add to the weights.
+    """
     path = folder / _CONFIG
     if not path.is_file():
         raise FileNotFoundError(
@@ -145,23 +149,32 @@ def read_config(
         )
     if not is_adapted and (folder / ADAPTER_CONFIG).is_file():
         raise ValueError(
-            f"{folder} holds {ADAPTER_CONFIG}: expected a policy alone, found a LoRA adapter, "
-            "which transformers "
-            f"would add to the weights; set policy.adapter={folder} to train it, or move its "
-            "files to another folder"
+            f"{folder}: expected a policy without adapter, found {ADAPTER_CONFIG}, which "
+            f"transformers would add to the weights; set policy.adapter={folder} to train it, or "
+            "move its files to another folder"
         )
     return ModelConfig.from_hf(read_json(path), str(path), ignored_keys)
 
 
 def load(folder: Path, policy: Policy, shardings: Any, *, dtype: DTypeLike = np.float32) -> Params:
-    """Read a folder's weights as parameters like `policy.abstract(dtype)`, laid out by `shardings`,
-    a tree like it.
+    """Read a folder's weights as parameters like `policy.abstract(dtype)`.
 
-    Reads tensor by tensor: the host never holds more than one stacked leaf besides what lies on the
-    devices. Takes one model.safetensors or several files with an index, in float32, float16 or
-    bfloat16. Of a language model's folder a policy with a scalar head takes all but the head, which
-    is then fresh: zeros. Raises ValueError naming a file that is cut off, or listing every missing,
-    unexpected, mis-shaped or non-float tensor with its file."""
+    Weights are read tensor by tensor: the host has at most one stacked leaf besides the shards of
+    its devices. Supported are one model.safetensors, or several files with an index, in float32,
+    float16 or bfloat16. A policy with a scalar head reads all but the head from the folder of a
+    language model; the head is then zeros.
+
+    Args:
+        folder: a Hugging Face folder.
+        policy: architecture.
+        shardings: sharding of every parameter.
+        dtype: dtype of matrices.
+
+    Raises:
+        FileNotFoundError: the folder has no weights.
+        ValueError: a file is truncated, or tensors are missing, unexpected, or of the wrong shape
+            or dtype; the message lists them with their files.
+    """
     with ExitStack() as stack:
         files = {
             path.name: stack.enter_context(open_weights(path)) for path in _weight_files(folder)
@@ -171,7 +184,7 @@ def load(folder: Path, policy: Policy, shardings: Any, *, dtype: DTypeLike = np.
             for name, file in files.items()
             for tensor in file.offset_keys()
         }
-        _check_places(folder, files, opened)
+        _check_index(folder, files, opened)
         abstract, layouts = _leaves(policy.abstract(dtype)), _leaves(shardings)
         fresh = (
             _SCALAR_HEAD if policy.config.is_scalar and not _is_scalar(folder, policy) else set()
@@ -196,32 +209,36 @@ def save(
     dtype: SavedDtype = "float32",
     shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write a folder that transformers, and `load`, read back: config.json, the weights, and the
-    tokenizer's files.
+    """Write a folder that transformers and `load` read: config.json, weights, tokenizer files.
 
-    config.json keeps every key of the one in `tokenizer_folder` but those that differ for this
-    policy.
+    Files are written to a temporary folder and then moved: a new folder appears atomically; in an
+    existing one they replace weights and files of the same name, and other files stay. float32 is
+    exact. If the parameters are on the devices of several processes, all processes call this, and
+    the first one writes.
 
-    Weights of more than `shard_bytes` go into several files with an index; the host holds one of
-    them at a time. The files are written aside and moved into place whole: a new folder appears at
-    once; in an existing one they replace its weights and their namesakes, and whatever else lies
-    there stays. float32 is exact.
-
-    Where the parameters lie on the devices of several processes, all of them call it, and the first
-    one writes."""
+    Args:
+        folder: folder to write.
+        policy: architecture.
+        params: parameters.
+        tokenizer_folder: folder with the tokenizer's files and the original config.json, of which
+            all unchanged keys are kept.
+        dtype: dtype in the files.
+        shard_bytes: maximum size of a file; larger weights are split into several files with an
+            index, of which the host has one in memory at a time.
+    """
     if jax.process_index() != 0:
         for _ in _to_files(policy, params):
             pass
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
-    aside = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
+    temporary = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
     try:
         for name in TOKENIZER_FILES:
             if tokenizer_folder is not None and (tokenizer_folder / name).is_file():
-                (aside / name).parent.mkdir(exist_ok=True)
-                shutil.copyfile(tokenizer_folder / name, aside / name)
+                (temporary / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(tokenizer_folder / name, temporary / name)
         _write_weights(
-            aside,
+            temporary,
             _to_files(policy, params),
             _shards(policy, np.dtype(dtype).itemsize, shard_bytes),
             dtype,
@@ -230,64 +247,57 @@ def save(
             policy.config.readout == "SequenceClassification"
             and policy.config.pad_token_id is not None
         ):
-            _set_pad_token(aside, policy.config.pad_token_id)
+            _set_pad_token(temporary, policy.config.pad_token_id)
         with add_file_name(folder / _CONFIG):
-            (aside / _CONFIG).write_text(
-                _written_config(policy, dtype, tokenizer_folder), encoding="utf-8"
+            (temporary / _CONFIG).write_text(
+                _format_config(policy, dtype, tokenizer_folder), encoding="utf-8"
             )
         if folder.exists():
-            stale = {file.name for file in folder.iterdir() if _OURS.fullmatch(file.name)}
-            for file in [file for file in aside.rglob("*") if file.is_file()]:
-                place = folder / file.relative_to(aside)
-                place.parent.mkdir(exist_ok=True)
-                os.replace(file, place)
+            stale = {file.name for file in folder.iterdir() if _WEIGHT_FILES.fullmatch(file.name)}
+            for file in [file for file in temporary.rglob("*") if file.is_file()]:
+                destination = folder / file.relative_to(temporary)
+                destination.parent.mkdir(exist_ok=True)
+                os.replace(file, destination)
                 stale.discard(file.name)
             for name in stale:
                 (folder / name).unlink()
         else:
-            aside.chmod(0o755)  # mkdtemp's folders are for their owner alone
-            os.replace(aside, folder)
+            temporary.chmod(0o755)  # mkdtemp makes folders that only their owner can read
+            os.replace(temporary, folder)
     finally:
-        shutil.rmtree(aside, ignore_errors=True)
+        shutil.rmtree(temporary, ignore_errors=True)
 
 
 def _is_scalar(folder: Path, policy: Policy) -> bool:
     return read_config(folder, policy.config.ignored_keys, is_adapted=True).is_scalar
 
 
-def _written_config(policy: Policy, dtype: SavedDtype, original: Path | None) -> str:
-    """The text of config.json: as it was in the folder `original`, but for what has changed
-    since."""
-    text, given = None, None
-    if original is not None and (original / _CONFIG).is_file():
-        text, given = (
-            (original / _CONFIG).read_text(encoding="utf-8"),
-            read_json(original / _CONFIG),
-        )
-    written = policy.config.to_hf(given)
-    spellings = [name for name in ("dtype", "torch_dtype") if name in written] or ["torch_dtype"]
-    written |= dict.fromkeys(spellings, dtype)
-    return (
-        text
-        if text is not None and written == given
-        else json.dumps(written, indent=2, ensure_ascii=False) + "\n"
-    )
+def _format_config(policy: Policy, dtype: SavedDtype, folder: Path | None) -> str:
+    """Format config.json; if it has not changed, return the text of the one in `folder`."""
+    text, original = None, None
+    if folder is not None and (folder / _CONFIG).is_file():
+        text, original = (folder / _CONFIG).read_text(encoding="utf-8"), read_json(folder / _CONFIG)
+    content = policy.config.to_hf(original)
+    dtype_keys = [name for name in ("dtype", "torch_dtype") if name in content] or ["torch_dtype"]
+    content |= dict.fromkeys(dtype_keys, dtype)
+    if text is not None and content == original:
+        return text
+    return json.dumps(content, indent=2, ensure_ascii=False) + "\n"
 
 
 def _set_pad_token(folder: Path, pad_token_id: int) -> None:
-    """Make the tokenizer in a folder pad with a token, so that transformers sees where the texts of
-    a batch end."""
+    """Set the padding token of a tokenizer; transformers uses it to find the ends of texts."""
     file = folder / "tokenizer.json"
     added = read_json(file).get("added_tokens", []) if file.is_file() else []
     text = next((token["content"] for token in added if token["id"] == pad_token_id), None)
     for name in ("tokenizer_config.json", "special_tokens_map.json"):
         if text is None or not (file := folder / name).is_file():
             continue
-        given = read_json(file)
-        before = given.get("pad_token")
+        settings = read_json(file)
+        before = settings.get("pad_token")
         if (before.get("content") if isinstance(before, dict) else before) != text:
             file.write_text(
-                json.dumps(given | {"pad_token": text}, indent=2, ensure_ascii=False) + "\n",
+                json.dumps(settings | {"pad_token": text}, indent=2, ensure_ascii=False) + "\n",
                 encoding="utf-8",
             )
 
@@ -297,105 +307,108 @@ def _leaves(tree: Params) -> dict[tuple[str, ...], Any]:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a folder: the only one, or those that the index lists. ValueError
-    where it has both."""
-    is_whole = (folder / _WEIGHTS).is_file()
+    """Find the safetensors files of a folder: a single one, or those of the index, but not both."""
+    has_single_file = (folder / _WEIGHTS).is_file()
     names = [_WEIGHTS]
     if (folder / _INDEX).is_file():
         names = sorted(set(_weight_map(folder).values()))
-        if is_whole and names != [_WEIGHTS]:
+        if has_single_file and names != [_WEIGHTS]:
             raise ValueError(
-                f"{folder} holds {_WEIGHTS} and {_INDEX} with {len(names)} other files, of which "
-                "some tools read the one and "
-                "some the others; remove the older weights"
+                f"{folder}: expected {_WEIGHTS} or {_INDEX}, found both, with {len(names)} other "
+                "files in the index; remove the older weights"
             )
-    elif not is_whole:
+    elif not has_single_file:
         found = sorted(file.name for file in folder.iterdir())
         raise FileNotFoundError(
-            f"expected {_WEIGHTS} or {_INDEX} in {folder}; found {', '.join(found) or 'nothing'}"
+            f"expected {_WEIGHTS} or {_INDEX} in {folder}, found {', '.join(found) or 'nothing'}"
         )
     if missing := [name for name in names if not (folder / name).is_file()]:
         raise FileNotFoundError(
-            f"{folder / _INDEX} lists {', '.join(missing)}, which the folder does not hold"
+            f"{folder / _INDEX}: expected the listed files in the folder, {', '.join(missing)} not "
+            "found; download the missing files"
         )
     return [folder / name for name in names]
 
 
 def _tensors(path: tuple[str, ...], leaf: jax.ShapeDtypeStruct) -> Iterator[_Tensor]:
-    """The tensors that fill one leaf, in the order of layers and of experts."""
+    """Yield the tensors that fill one leaf, in the order of layers and experts."""
     entry = _ENTRIES[path]
-    num_places = entry.name.count("{}")
-    leaf_shape = leaf.shape[num_places:]
-    cut = entry.num_inputs
-    shape = (math.prod(leaf_shape[cut:]), math.prod(leaf_shape[:cut])) if cut else leaf_shape
+    num_stacked = entry.name.count("{}")
+    leaf_shape = leaf.shape[num_stacked:]
+    shape, num_inputs = leaf_shape, entry.num_inputs
+    if num_inputs:
+        shape = math.prod(leaf_shape[num_inputs:]), math.prod(leaf_shape[:num_inputs])
     if path[-1].endswith("_bias"):
         shape = (math.prod(leaf_shape),)
-    for place in np.ndindex(leaf.shape[:num_places]):
-        yield _Tensor(entry.name.format(*place), shape, place, cut, leaf_shape)
+    for index in np.ndindex(leaf.shape[:num_stacked]):
+        yield _Tensor(entry.name.format(*index), shape, index, num_inputs, leaf_shape)
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """The file of each tensor, as the index says."""
+    """Read the file of each tensor from the index."""
     index = read_json(folder / _INDEX)
     if not isinstance(weight_map := index.get("weight_map"), dict) or not all(
         isinstance(f, str) for f in weight_map.values()
     ):
         raise ValueError(
-            f"{folder / _INDEX}: expected weight_map, the file of each tensor; found "
+            f"{folder / _INDEX}: expected weight_map with the file of each tensor, found "
             f"{', '.join(index)}"
         )
     return weight_map
 
 
-def _check_places(folder: Path, files: Mapping[str, Any], opened: Mapping[str, Source]) -> None:
-    """ValueError where two files hold the same tensor, or the index places a tensor where it is
-    not."""
+def _check_index(folder: Path, files: Mapping[str, Any], opened: Mapping[str, Source]) -> None:
+    """Raise ValueError if two files have the same tensor, or the index does not match the files."""
     for name, file in files.items():
-        if twice := [
+        if duplicates := [
             f"{tensor} in {name} and {opened[tensor].name}"
             for tensor in file.offset_keys()
             if opened[tensor].name != name
         ]:
             raise ValueError(
-                f"{folder}: expected each tensor in one file; came {', '.join(twice[:5])}"
+                f"{folder}: expected each tensor in one file, found {', '.join(duplicates[:5])}"
             )
     if (folder / _INDEX).is_file():
-        placed = _weight_map(folder)
-        elsewhere = [
+        listed = _weight_map(folder)
+        misplaced = [
             tensor
-            for tensor, file in placed.items()
+            for tensor, file in listed.items()
             if tensor not in opened or opened[tensor].name != file
         ]
         unlisted = [
-            tensor for tensor in opened if tensor not in placed and not tensor.endswith(_UNREAD)
+            tensor for tensor in opened if tensor not in listed and not tensor.endswith(_UNREAD)
         ]
-        if wrong := elsewhere + unlisted:
-            places = ", ".join(
-                f"{tensor} in {placed.get(tensor, 'no file')}" for tensor in wrong[:5]
+        if wrong := misplaced + unlisted:
+            entries = ", ".join(
+                f"{tensor} in {listed.get(tensor, 'no file')}" for tensor in wrong[:5]
             )
             raise ValueError(
-                f"{folder / _INDEX} names another file than the one that holds it for "
-                f"{len(wrong)} tensors: {places}"
+                f"{folder / _INDEX}: expected the file of each tensor, found another file for "
+                f"{len(wrong)} tensors: {entries}"
             )
 
 
 class Source(NamedTuple):
-    """Where a tensor is read from."""
+    """The open file of a tensor."""
 
     file: Any
     name: str
+    """Name of the file, for errors."""
 
 
 def open_weights(path: Path) -> Any:
-    """A safetensors file of which nothing but the header is read yet. ValueError where it is cut
-    off, or none."""
+    """Open a safetensors file and read its header.
+
+    Raises:
+        ValueError: the file is truncated or of another format.
+    """
     try:
         return safe_open(path, framework="np")
     except SafetensorError as error:
         size = f"{path.stat().st_size:,} bytes"
         raise ValueError(
-            f"{path}: expected a whole safetensors file, came {size} that are none ({error}); "
-            "get it anew"
+            f"{path}: expected a complete safetensors file, found {size} ({error}); download it "
+            "again"
         ) from error
 
 
@@ -410,38 +423,47 @@ def _check(
         for path, leaf in stored.items()
         for tensor in _tensors(path, leaf)
     }
-    # A head in whose place there is another one, or the embedding, is not read; and old files hold
-    # RoPE's frequencies, which follow from config.json.
-    known = {_HEAD} if policy.config.tie_word_embeddings or policy.config.is_scalar else set()
+    # Not read: a head that is replaced by a scalar head or the embedding, and RoPE frequencies of
+    # old files, which config.json decides.
+    unread = {_HEAD} if policy.config.tie_word_embeddings or policy.config.is_scalar else set()
     found = {
         name: source
         for name, source in opened.items()
-        if name not in known and not name.endswith(_UNREAD)
+        if name not in unread and not name.endswith(_UNREAD)
     }
-    require_shapes(f"the weights in {folder} do not fit its {_CONFIG}", shapes, found)
+    check_shapes(f"the weights in {folder} do not match its {_CONFIG}", shapes, found)
     if policy.config.tie_word_embeddings and not policy.config.is_scalar and _HEAD in opened:
         _check_tied(folder, opened[_EMBED], opened[_HEAD])
 
 
 def _check_tied(folder: Path, embed: Source, head: Source) -> None:
-    """ValueError where the head differs from the embedding that it is tied to."""
-    ours, theirs = embed.file.get_slice(_EMBED), head.file.get_slice(_HEAD)
-    spans = [slice(i, min(i + 4096, _shape(ours)[0])) for i in range(0, _shape(ours)[0], 4096)]
-    if _shape(ours) != _shape(theirs) or any(
-        ours[span].tobytes() != theirs[span].tobytes() for span in spans
+    """Raise ValueError if a tied head differs from the embedding."""
+    rows, head_rows = embed.file.get_slice(_EMBED), head.file.get_slice(_HEAD)
+    num_rows = _shape(rows)[0]
+    spans = [slice(i, min(i + 4096, num_rows)) for i in range(0, num_rows, 4096)]
+    if _shape(rows) != _shape(head_rows) or any(
+        rows[span].tobytes() != head_rows[span].tobytes() for span in spans
     ):
         raise ValueError(
-            f"{folder / _CONFIG}: tie_word_embeddings=true, but {_HEAD} in {head.name} differs "
-            f"from {_EMBED} in {embed.name}; "
-            "set tie_word_embeddings to false to read the head, or remove the tensor"
+            f"{folder / _CONFIG}: expected {_HEAD} in {head.name} to equal {_EMBED} in "
+            f"{embed.name} with tie_word_embeddings=true, found another tensor; set "
+            "tie_word_embeddings to false to read the head, or remove the tensor"
         )
 
 
-def require_shapes(
-    complaint: str, expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Source]
+def check_shapes(
+    summary: str, expected: Mapping[str, tuple[int, ...]], found: Mapping[str, Source]
 ) -> None:
-    """One ValueError for all tensors that are missing, unexpected, mis-shaped or no floats; reads
-    headers only."""
+    """Check names, shapes and dtypes of tensors; only headers are read.
+
+    Args:
+        summary: first line of the error.
+        expected: shape of each tensor, by name.
+        found: open file of each tensor, by name.
+
+    Raises:
+        ValueError: with all tensors that are missing, unexpected, or of the wrong shape or dtype.
+    """
     files = sorted({source.name for source in found.values()})
     searched = files[0] if len(files) == 1 else f"any of {len(files)} files"
     wrong = []
@@ -449,12 +471,12 @@ def require_shapes(
         if name not in found:
             wrong.append(f"missing: {name} of shape {shape} in {searched}")
             continue
-        header, where = found[name].file.get_slice(name), f"{name} in {found[name].name}"
+        header, place = found[name].file.get_slice(name), f"{name} in {found[name].name}"
         if _shape(header) != shape:
-            wrong.append(f"expected shape {shape}, came {_shape(header)}: {where}")
+            wrong.append(f"expected shape {shape}, found {_shape(header)}: {place}")
         if header.get_dtype() not in _FLOATS:
             wrong.append(
-                f"expected one of {', '.join(sorted(_FLOATS))}, came {header.get_dtype()}: {where}"
+                f"expected one of {', '.join(sorted(_FLOATS))}, found {header.get_dtype()}: {place}"
             )
     wrong += [
         f"unexpected: {name} of shape {_shape(source.file.get_slice(name))} in {source.name}"
@@ -463,7 +485,7 @@ def require_shapes(
     ]
     if wrong:
         rest = f"\n  and {len(wrong) - 20} more" if len(wrong) > 20 else ""
-        raise ValueError(f"{complaint}:\n  " + "\n  ".join(wrong[:20]) + rest)
+        raise ValueError(f"{summary}:\n  " + "\n  ".join(wrong[:20]) + rest)
 
 
 def _shape(header: Any) -> tuple[int, ...]:
@@ -476,20 +498,23 @@ def _load_leaf(
     leaf: jax.ShapeDtypeStruct,
     layout: Sharding,
 ) -> jax.Array:
-    """Read every tensor of a leaf once, and keep of it what this process's devices hold."""
-    held = layout.addressable_devices_indices_map(leaf.shape).values()
-    indices = {_key(index): index for index in held if index is not None}
-    parts = {key: np.empty(layout.shard_shape(leaf.shape), leaf.dtype) for key in indices}
+    """Read every tensor of a leaf once, and keep the shards of this process's devices."""
+    local = layout.addressable_devices_indices_map(leaf.shape).values()
+    indices = {_key(index): index for index in local if index is not None}
+    shards = {key: np.empty(layout.shard_shape(leaf.shape), leaf.dtype) for key in indices}
     for tensor in tensors:
         array = tensor.from_file(opened[tensor.name].file.get_tensor(tensor.name))
         for key, index in indices.items():
-            spans = [part.indices(size)[:2] for part, size in zip(index, leaf.shape, strict=True)][
-                : len(tensor.place)
+            num_stacked = len(tensor.index)
+            sizes = leaf.shape[:num_stacked]
+            spans = [
+                part.indices(size)[:2]
+                for part, size in zip(index[:num_stacked], sizes, strict=True)
             ]
-            if all(start <= i < stop for i, (start, stop) in zip(tensor.place, spans, strict=True)):
-                here = tuple(i - start for i, (start, _) in zip(tensor.place, spans, strict=True))
-                parts[key][here] = array[index[len(tensor.place) :]]
-    return jax.make_array_from_callback(leaf.shape, layout, lambda index: parts[_key(index)])
+            if all(start <= i < stop for i, (start, stop) in zip(tensor.index, spans, strict=True)):
+                target = tuple(i - start for i, (start, _) in zip(tensor.index, spans, strict=True))
+                shards[key][target] = array[index[num_stacked:]]
+    return jax.make_array_from_callback(leaf.shape, layout, lambda index: shards[_key(index)])
 
 
 def _key(index: tuple[slice, ...] | None) -> tuple[tuple[int | None, int | None], ...]:
@@ -498,30 +523,32 @@ def _key(index: tuple[slice, ...] | None) -> tuple[tuple[int | None, int | None]
 
 
 def _to_files(policy: Policy, params: Params) -> Iterator[tuple[str, np.ndarray]]:
-    """Every tensor under its name in the file, one layer of a leaf at a time on the host."""
+    """Yield every tensor with its name in the file; the host has one layer of a leaf at a time."""
     leaves = _leaves(params)
     for path, abstract in _leaves(policy.abstract()).items():
         leaf = leaves[path]
         for layer, tensors in itertools.groupby(
-            _tensors(path, abstract), lambda tensor: tensor.place[:1]
+            _tensors(path, abstract), lambda tensor: tensor.index[:1]
         ):
             part = fetch(leaf[layer])
             for tensor in tensors:
-                yield tensor.name, tensor.to_file(part[tensor.place[1:]])
+                yield tensor.name, tensor.to_file(part[tensor.index[1:]])
 
 
 def _shards(policy: Policy, itemsize: int, shard_bytes: int) -> list[list[str]]:
-    """Names of the tensors of each file, in the order of `_to_files`; a tensor larger than a file
-    has one for itself."""
-    shards, room = [], 0
+    """Assign tensor names to files, in the order of `_to_files`.
+
+    A tensor larger than `shard_bytes` has its own file.
+    """
+    shards, free_bytes = [], 0
     for path, leaf in _leaves(policy.abstract()).items():
         for tensor in _tensors(path, leaf):
             num_bytes = math.prod(tensor.shape) * itemsize
-            if not shards or num_bytes > room:
+            if not shards or num_bytes > free_bytes:
                 shards.append([])
-                room = shard_bytes
+                free_bytes = shard_bytes
             shards[-1].append(tensor.name)
-            room -= num_bytes
+            free_bytes -= num_bytes
     return shards
 
 
@@ -545,9 +572,13 @@ def _write_weights(
 
 
 def write_tensors(tensors: dict[str, np.ndarray], path: Path) -> None:
-    """Write a safetensors file. OSError, which names it, where the disk does not take it."""
+    """Write a safetensors file.
+
+    Raises:
+        OSError: the file cannot be written; the error names it.
+    """
     try:
-        # Readers of this format look for who wrote it, and refuse a file that does not say.
+        # Readers refuse a file whose metadata does not name a framework.
         save_file(tensors, path, metadata={"format": "pt"})
     except SafetensorError as error:
         if match := re.search(r"os error (\d+)", str(error)):

@@ -1,5 +1,4 @@
-"""Packed attention by the kernels that jax brings for GPUs and TPUs; memory grows linearly with the
-row.
+"""Packed attention with jax's kernels for GPUs and TPUs; memory is linear in the row length.
 
 Axes: B rows, T tokens, N query heads, K key-value heads, H head size.
 """
@@ -18,11 +17,10 @@ from jaxtyping import Array, Float, Int
 from areal_jax.models.blocked_attention import ATTENDED
 
 TILE = 128
-"""Rows are padded to a multiple of this: the smallest block of either kernel that fills the
-hardware."""
+"""Rows are padded to a multiple of this, the smallest efficient block of both kernels."""
 
 LANES = 128
-"""Splash attention takes heads of a multiple of this."""
+"""Head sizes of splash attention are multiples of this."""
 
 
 def gpu_attention(
@@ -33,12 +31,20 @@ def gpu_attention(
     *,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """The Pallas kernel for GPUs, causal within segments. jax's documented door to cuDNN knows no
-    segments but by a mask of [T, T]. The kernel knows no grouped heads, so that keys and values are
-    repeated for the heads that share them."""
+    """Compute causal attention within segments with jax's Pallas kernel for GPUs.
+
+    jax's interface to cuDNN supports segments only through a mask of [T, T]. The Pallas kernel does
+    not support grouped heads, so keys and values are repeated.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        segment_ids: segment of each token.
+        interpret: run the kernel in interpret mode, without a GPU.
+    """
     with warnings.catch_warnings():
-        # Since 0.12 jax names another package as the place for it, but brings it still. Only who
-        # has a GPU needs it.
+        # Deprecated since jax 0.12, which refers to another package; imported on GPUs only.
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas.ops.gpu import attention as gpu
     T, N, H = q.shape[1:]
@@ -59,13 +65,21 @@ def tpu_attention(
     window: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """Splash attention, causal within segments; a query sees `window` keys, itself the last of
-    them, or all."""
+    """Compute causal attention within segments with splash attention.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        segment_ids: segment of each token.
+        window: number of keys that a query sees, including its own; None for all.
+        interpret: run the kernel in interpret mode, without a TPU.
+    """
     T, N, H = q.shape[1:]
     q, k, v, segment_ids = (
         _padded(x) for x in (q * jnp.asarray(H**-0.5, q.dtype), k, v, segment_ids)
     )
-    # Zeros beyond the head's size add nothing to a score, and are cut off the result.
+    # Zero padding of heads does not change scores, and is removed from the result.
     q, k, v = (
         jnp.pad(x, ((0, 0), (0, 0), (0, 0), (0, -H % LANES))).swapaxes(1, 2) for x in (q, k, v)
     )

@@ -1,5 +1,4 @@
-"""Policies known by name: of the config.json of each what fixes its shape. From their repositories
-on the Hugging Face hub."""
+"""Architectures of published policies by name, from the config.json files on the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -67,14 +66,17 @@ KNOWN: dict[str, dict[str, Any]] = {
     "qwen3-32b": _shape(_QWEN3, 5120, 25600, 64, 64, 8, 151936, 40960, False),
     "qwen3-30b-a3b": _shape(_experts(128, 8, 768), 2048, 6144, 48, 32, 4, 151936, 40960, False),
 }
-"""Name to config.json."""
+"""Content of config.json by name, as far as it decides the architecture."""
 
 
 def known_shape(name: str) -> ModelConfig:
-    """The shape of the policy called `name`. ValueError lists the names where it is none of
-    them."""
+    """Return the architecture of a published policy.
+
+    Raises:
+        ValueError: the name is unknown; the message lists the known names.
+    """
     if name not in KNOWN:
         raise ValueError(
-            f"no policy called {name!r} is known by name; known are {', '.join(KNOWN)}"
+            f"expected the name of a known policy ({', '.join(KNOWN)}), found {name!r}"
         )
     return ModelConfig.from_hf(KNOWN[name], name)

@@ -1,7 +1,8 @@
-"""LoRA adapters (arXiv:2106.09685): what is trained beside frozen weights, and PEFT's files of it.
+"""LoRA adapters (arXiv:2106.09685) and their files in PEFT's format.
 
-An adapter is a tree like the parameters, with a pair {"a", "b"} in the place of every matrix that
-has one.
+An adapter is a tree like the parameters, with a pair {"a", "b"} instead of every adapted matrix;
+other leaves are absent.
+
 Axes: L layers, I inputs of a matrix, O its outputs, R rank.
 """
 
@@ -34,14 +35,14 @@ WEIGHTS = "adapter_model.safetensors"
 
 
 class _Place(NamedTuple):
-    """Where a target lies."""
+    """Location of a target."""
 
     path: tuple[str, ...]
-    """In the parameters."""
+    """Path in the parameters."""
     module: str
-    """In a layer of transformers' model."""
+    """Name in a layer of transformers' model."""
     num_inputs: int
-    """Leading dimensions of the matrix that it is multiplied along."""
+    """Number of leading input dimensions of the matrix."""
 
 
 _PLACES: Mapping[Target, _Place] = {
@@ -55,9 +56,9 @@ _PLACES: Mapping[Target, _Place] = {
 }
 
 _NOTHING = Only((None, {}, [], False))
-"""PEFT writes nothing in any of these ways, whichever the release prefers."""
+"""Values for an unset key in the releases of PEFT."""
 
-# What each key of PEFT's file does in PEFT 0.21.
+# Supported keys of adapter_config.json, with their meaning in PEFT 0.21.
 _RULES: dict[str, Rule] = {
     **dict.fromkeys(
         (
@@ -70,7 +71,7 @@ _RULES: dict[str, Rule] = {
         ),
         "read",
     ),
-    # What a file says of itself, and how PEFT begins, which the weights have behind them.
+    # Origin of the file, and initialization in PEFT, which no longer affects the weights.
     **dict.fromkeys(
         (
             "task_type",
@@ -83,7 +84,7 @@ _RULES: dict[str, Rule] = {
         "harmless",
     ),
     **dict.fromkeys(("loftq_config", "corda_config", "eva_config", "lora_ga_config"), "harmless"),
-    # Read by PEFT beside others alone, which are refused.
+    # Used by PEFT only together with other keys, which are refused.
     **dict.fromkeys(
         ("layers_pattern", "qalora_group_size", "megatron_core", "ensure_weight_tying"), "harmless"
     ),
@@ -118,16 +119,17 @@ _RULES: dict[str, Rule] = {
     ),
 }
 
-_BEGUN_BESIDE_THE_BASE = (True, False, "gaussian", "eva", "orthogonal")
-"""Values of init_lora_weights under which PEFT leaves the base as it is. Others (PiSSA, OLoRA,
-CorDA, LoftQ, LoRA-GA) take what the adapter begins with out of the base, and MiCA trains one factor
-alone."""
+_UNCHANGED_BASE_INITS = (True, False, "gaussian", "eva", "orthogonal")
+"""Values of init_lora_weights with which PEFT does not change the base. Others (PiSSA, OLoRA, CorDA,
+LoftQ, LoRA-GA) subtract the initial adapter from the base, and MiCA trains one factor alone."""
 
 
 def abstract(policy: Policy) -> Params:
-    """ShapeDtypeStruct of every leaf of the policy's adapter; float32.
+    """ShapeDtypeStruct of every leaf of the policy's adapter, in float32.
 
-    Raises ValueError naming a target that the architecture has no matrix for."""
+    Raises:
+        ValueError: the architecture has no matrix for a target.
+    """
     return _tree(
         policy,
         policy.abstract(),
@@ -141,10 +143,12 @@ def axes(policy: Policy) -> Params:
 
 
 def init(policy: Policy, key: PRNGKeyArray) -> Params:
-    """A fresh adapter, which changes nothing yet: A uniform within 1 / sqrt(I), PEFT's
-    kaiming_uniform(a=sqrt(5)); B zero."""
+    """Sample a random adapter, whose update is 0.
 
-    def fresh(pair: Mapping[str, jax.ShapeDtypeStruct], key: PRNGKeyArray) -> dict[str, Array]:
+    A is uniform within 1 / sqrt(I) (PEFT's kaiming_uniform(a=sqrt(5))); B is 0.
+    """
+
+    def sample(pair: Mapping[str, jax.ShapeDtypeStruct], key: PRNGKeyArray) -> dict[str, Array]:
         a, b = pair["a"].shape, pair["b"].shape
         bound = math.prod(a[1:-1]) ** -0.5
         return {"a": jax.random.uniform(key, a, jnp.float32, -bound, bound), "b": jnp.zeros(b)}
@@ -152,13 +156,18 @@ def init(policy: Policy, key: PRNGKeyArray) -> Params:
     pairs = _pairs(abstract(policy))
     keys = jax.random.split(key, len(pairs))
     return traverse_util.unflatten_dict(
-        {path: fresh(pair, key) for (path, pair), key in zip(pairs.items(), keys, strict=True)}
+        {path: sample(pair, key) for (path, pair), key in zip(pairs.items(), keys, strict=True)}
     )
 
 
 def attach(policy: Policy, base: Params, adapter: Params) -> Params:
-    """The base's parameters with `Adapted` matrices, which the decoder reads; layers stacked in
-    both, or a tuple in both."""
+    """Combine base and adapter into parameters with `Adapted` matrices, for the decoder.
+
+    Args:
+        policy: policy with an adapter.
+        base: parameters of the base; layers stacked, or a tuple.
+        adapter: the adapter, with layers in the same form.
+    """
     scale = _lora(policy).scale
 
     def walk(base: Any, adapter: Any) -> Any:
@@ -172,17 +181,19 @@ def attach(policy: Policy, base: Params, adapter: Params) -> Params:
 
 
 def merge(policy: Policy, base: Params, adapter: Params) -> Params:
-    """Parameters of a policy without adapter that computes the same: w + scale · A · B, in float32.
+    """Merge the adapter into the base: w + scale · A · B, in float32.
 
-    Matrix by matrix, on the host: the devices never hold the merged policy beside the base."""
+    The result is on the host and is computed matrix by matrix, so that devices never have the
+    merged policy in memory besides the base.
+    """
     scale = _lora(policy).scale
     pairs = _pairs(adapter)
 
-    def whole(path: tuple[str, ...], w: Array | np.ndarray) -> np.ndarray:
-        found = fetch(_merged(w, pairs[path]["a"], pairs[path]["b"], scale) if path in pairs else w)
-        return np.asarray(found, np.float32)
+    def merge_leaf(path: tuple[str, ...], w: Array | np.ndarray) -> np.ndarray:
+        leaf = _merged(w, pairs[path]["a"], pairs[path]["b"], scale) if path in pairs else w
+        return np.asarray(fetch(leaf), np.float32)
 
-    merged = {path: whole(path, w) for path, w in _leaves(base).items()}
+    merged = {path: merge_leaf(path, w) for path, w in _leaves(base).items()}
     return traverse_util.unflatten_dict(merged)
 
 
@@ -190,12 +201,15 @@ def read_config(folder: Path, ignored_keys: Collection[str] = ()) -> LoRA:
     """Read a PEFT folder's adapter_config.json.
 
     Args:
-        ignored_keys: keys that are passed over instead of refused.
+        folder: a PEFT folder.
+        ignored_keys: unsupported keys to ignore.
 
     Raises:
-        ValueError: naming the keys that are not supported."""
+        FileNotFoundError: the folder has no adapter_config.json.
+        ValueError: a key or a value is not supported.
+    """
     config, path = _read_json(folder), folder / CONFIG
-    # The same setting names keys of config.json.
+    # The setting also contains keys of config.json.
     check_keys(
         config,
         _RULES,
@@ -203,73 +217,85 @@ def read_config(folder: Path, ignored_keys: Collection[str] = ()) -> LoRA:
         str(path),
         "a LoRA adapter",
     )
-    if (begun := config.get("init_lora_weights", True)) not in _BEGUN_BESIDE_THE_BASE:
+    if (initialization := config.get("init_lora_weights", True)) not in _UNCHANGED_BASE_INITS:
         raise ValueError(
-            f"{path}: init_lora_weights={begun!r} is not supported: it does not belong to the "
-            "base as that is, but to one that "
-            "PEFT has changed. Save it as a plain one, by "
-            "save_pretrained(path_initial_model_for_weight_conversion=...)"
+            f"{path}: expected an adapter of an unchanged base, found "
+            f"init_lora_weights={initialization!r}, with which PEFT changes the base; convert it "
+            "with save_pretrained(path_initial_model_for_weight_conversion=...)"
         )
     rank, alpha, targets = config.get("r"), config.get("lora_alpha"), config.get("target_modules")
     if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
         raise ValueError(
-            f"{path}: expected r to be a positive integer and lora_alpha a number; came "
-            f"{rank!r} "
+            f"{path}: expected r to be a positive integer and lora_alpha a number, found {rank!r} "
             f"and {alpha!r}"
         )
     known = get_args(Target)
     if not isinstance(targets, list) or not targets or not set(targets) <= set(known):
         raise ValueError(
-            f"{path}: expected target_modules to be a list of some of {', '.join(known)}; came "
+            f"{path}: expected target_modules to be a list with items of {', '.join(known)}, found "
             f"{targets!r}"
         )
-    named = tuple(target for target in known if target in targets)
+    ordered = tuple(target for target in known if target in targets)
     if not isinstance(rslora := config.get("use_rslora", False), bool | None):
-        raise ValueError(f"{path}: expected use_rslora to be true or false; came {rslora!r}")
-    return LoRA(rank=rank, alpha=float(alpha), targets=named, rslora=bool(rslora))
+        raise ValueError(f"{path}: expected use_rslora to be true or false, found {rslora!r}")
+    return LoRA(rank=rank, alpha=float(alpha), targets=ordered, rslora=bool(rslora))
 
 
-def base_of(folder: Path) -> str | None:
-    """The policy beside which a PEFT folder's adapter was trained, where it names one."""
+def read_base_name(folder: Path) -> str | None:
+    """Read the name of the base policy of a PEFT folder's adapter; None if the file has none."""
     return _read_json(folder).get("base_model_name_or_path")
 
 
-def require_base(folder: Path, *names: str) -> None:
-    """ValueError where a PEFT folder's adapter says that it was trained beside another policy than
-    the one with these names.
+def check_base(folder: Path, *names: str) -> None:
+    """Check that a PEFT folder's adapter belongs to a policy.
 
-    A hub name and a folder are the same policy where their last parts agree; an adapter that names
-    none fits any."""
-    came = base_of(folder)
-    if came and Path(came).name not in {Path(name).name for name in names}:
+    Args:
+        folder: a PEFT folder.
+        names: names of the policy. A hub name and a folder are the same policy if their last parts
+            are equal; an adapter without base name belongs to any policy.
+
+    Raises:
+        ValueError: the adapter has another base.
+    """
+    found = read_base_name(folder)
+    if found and Path(found).name not in {Path(name).name for name in names}:
         raise ValueError(
-            f"{folder / CONFIG}: expected an adapter of {names[0]!r}, came "
-            f"base_model_name_or_path={came!r}; set policy.path "
-            "to that, or correct the file where both are the same policy"
+            f"{folder / CONFIG}: expected an adapter of {names[0]!r}, found "
+            f"base_model_name_or_path={found!r}; set policy.path to that, or correct the file if "
+            "both are the same policy"
         )
 
 
-def require_tensors(folder: Path, policy: Policy) -> None:
-    """ValueError listing every missing, unexpected, mis-shaped or non-float tensor of a PEFT
-    folder; reads headers only."""
-    with _opened(folder) as file:
-        hf.require_shapes(
-            f"{folder / WEIGHTS} does not fit the policy and {CONFIG}",
+def check_tensors(folder: Path, policy: Policy) -> None:
+    """Check the tensors of a PEFT folder; only the header is read.
+
+    Raises:
+        ValueError: with all tensors that are missing, unexpected, or of the wrong shape or dtype.
+    """
+    with _open(folder) as file:
+        hf.check_shapes(
+            f"{folder / WEIGHTS} does not match the policy and {CONFIG}",
             {tensor.name: tensor.shape for tensor in _tensors(policy)},
             dict.fromkeys(file.offset_keys(), hf.Source(file, WEIGHTS)),
         )
 
 
 def load(folder: Path, policy: Policy, shardings: Any) -> Params:
-    """Read a PEFT folder's adapter as float32, laid out by `shardings`, a tree like
-    `abstract(policy)`.
+    """Read a PEFT folder's adapter as float32.
 
-    Raises ValueError where `require_tensors` does."""
-    require_tensors(folder, policy)
+    Args:
+        folder: a PEFT folder.
+        policy: policy with the adapter's settings.
+        shardings: sharding of every leaf of `abstract(policy)`.
+
+    Raises:
+        ValueError: as `check_tensors`.
+    """
+    check_tensors(folder, policy)
     leaves: dict[tuple[str, ...], np.ndarray] = {
         path: np.empty(leaf.shape, leaf.dtype) for path, leaf in _leaves(abstract(policy)).items()
     }
-    with _opened(folder) as file:
+    with _open(folder) as file:
         for tensor in _tensors(policy):
             stacked = leaves[tensor.path]
             stacked[tensor.layer] = file.get_tensor(tensor.name).T.reshape(stacked.shape[1:])
@@ -277,10 +303,16 @@ def load(folder: Path, policy: Policy, shardings: Any) -> Params:
 
 
 def save(folder: Path, policy: Policy, adapter: Params, base: str) -> None:
-    """Write a folder that PEFT, and `load`, read back. Of several processes all call it, and the
-    first one writes.
+    """Write a folder that PEFT and `load` read.
 
-    Args: base: name of the policy that the adapter was trained beside."""
+    All processes call this, and the first one writes.
+
+    Args:
+        folder: folder to write.
+        policy: policy with the adapter's settings.
+        adapter: the adapter.
+        base: name of the base policy.
+    """
     leaves = fetch(_leaves(adapter))
     if jax.process_index() != 0:
         return
@@ -292,7 +324,7 @@ def save(folder: Path, policy: Policy, adapter: Params, base: str) -> None:
         for tensor in _tensors(policy)
     }
     lora = _lora(policy)
-    # What is not said has the value that is computed here, in every release of PEFT.
+    # In every release of PEFT, absent keys have the values that apply here.
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -305,13 +337,13 @@ def save(folder: Path, policy: Policy, adapter: Params, base: str) -> None:
         "target_modules": [*lora.targets],
         "use_rslora": lora.rslora,
     }
-    # Each written aside and moved into place whole.
-    weights_aside, config_aside = (folder / f".{name}" for name in (WEIGHTS, CONFIG))
-    hf.write_tensors(tensors, weights_aside)
-    with add_file_name(config_aside):
-        config_aside.write_text(json.dumps(config, indent=2) + "\n")
-    os.replace(weights_aside, folder / WEIGHTS)
-    os.replace(config_aside, folder / CONFIG)
+    # Each file is replaced atomically.
+    temporary_weights, temporary_config = (folder / f".{name}" for name in (WEIGHTS, CONFIG))
+    hf.write_tensors(tensors, temporary_weights)
+    with add_file_name(temporary_config):
+        temporary_config.write_text(json.dumps(config, indent=2) + "\n")
+    os.replace(temporary_weights, folder / WEIGHTS)
+    os.replace(temporary_config, folder / CONFIG)
 
 
 class _Tensor(NamedTuple):
@@ -328,21 +360,21 @@ def _tensors(policy: Policy) -> Iterator[_Tensor]:
     for place in map(_PLACES.__getitem__, _targets(policy)):
         for letter in ("a", "b"):
             shape = leaves[*place.path, letter].shape
-            cut = 1 + (place.num_inputs if letter == "a" else 1)
-            in_file = math.prod(shape[cut:]), math.prod(shape[1:cut])
+            split = 1 + (place.num_inputs if letter == "a" else 1)
+            file_shape = math.prod(shape[split:]), math.prod(shape[1:split])
             for layer in range(shape[0]):
                 name = f"base_model.model.model.layers.{layer}.{place.module}.lora_{letter.upper()}.weight"
-                yield _Tensor(name, in_file, (*place.path, letter), layer)
+                yield _Tensor(name, file_shape, (*place.path, letter), layer)
 
 
 def _tree(policy: Policy, like: Params, make: Callable[[Any, _Place], Any]) -> Params:
-    """`make` of every target's leaf in a tree like the parameters."""
+    """Make a tree of the targets from their leaves in a tree like the parameters."""
     leaves = _leaves(like)
     places = {target: _PLACES[target] for target in _targets(policy)}
     if missing := [target for target, place in places.items() if place.path not in leaves]:
         raise ValueError(
             f"policy.lora.targets: {policy.config.architecture} has no {', '.join(missing)}; "
-            "leave out what it lacks"
+            "remove these targets"
         )
     return traverse_util.unflatten_dict(
         {place.path: make(leaves[place.path], place) for place in places.values()}
@@ -352,10 +384,9 @@ def _tree(policy: Policy, like: Params, make: Callable[[Any, _Place], Any]) -> P
 def _factors(
     dims: tuple[Any, ...], place: _Place, rank: Any, make: Callable[[tuple[Any, ...]], Any]
 ) -> dict[str, Any]:
-    """What belongs to A and to B, from the dimensions [L, I.., O..] of a matrix, or from their
-    names."""
-    cut = 1 + place.num_inputs
-    return {"a": make((*dims[:cut], rank)), "b": make((dims[0], rank, *dims[cut:]))}
+    """Make A and B from the dimensions [L, I.., O..] of a matrix, or from their names."""
+    split = 1 + place.num_inputs
+    return {"a": make((*dims[:split], rank)), "b": make((dims[0], rank, *dims[split:]))}
 
 
 def _struct(shape: tuple[int, ...]) -> jax.ShapeDtypeStruct:
@@ -367,7 +398,7 @@ def _leaves(tree: Params) -> dict[tuple[str, ...], Any]:
 
 
 def _pairs(adapter: Params) -> dict[tuple[str, ...], Any]:
-    """The pair of every matrix, by its path."""
+    """Pair of every matrix, by path."""
     return dict(traverse_util.flatten_dict(adapter, is_leaf=lambda _, node: "a" in node))
 
 
@@ -384,7 +415,7 @@ def _merged(
 
 def _lora(policy: Policy) -> LoRA:
     if policy.lora is None:
-        raise ValueError("the policy has no adapter; give it one as Policy(config, lora)")
+        raise ValueError("expected a policy with an adapter; make it with Policy(config, lora)")
     return policy.lora
 
 
@@ -401,8 +432,8 @@ def _read_json(folder: Path) -> dict[str, Any]:
     return read_json(path)
 
 
-def _opened(folder: Path) -> Any:
+def _open(folder: Path) -> Any:
     path = folder / WEIGHTS
     if not path.is_file():
-        raise FileNotFoundError(f"expected {WEIGHTS} beside {CONFIG} in {folder}, found none")
+        raise FileNotFoundError(f"expected {WEIGHTS} and {CONFIG} in {folder}, found no {WEIGHTS}")
     return hf.open_weights(path)

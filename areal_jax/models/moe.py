@@ -1,8 +1,7 @@
-"""A mixture of experts in the place of an MLP: each token goes to its k best experts, and none is
-ever dropped.
+"""Mixture of experts: each token goes to its top-k experts, and no token is dropped.
 
-Axes: B rows, T tokens, M tokens of all rows, R = M · k places at experts, D width, E experts, F
-    width of an expert, L layers.
+Axes: B rows, T tokens, M tokens of all rows, R = M · k assignments of tokens to experts, D width,
+E experts, F width of an expert, L layers.
 """
 
 from __future__ import annotations
@@ -20,23 +19,24 @@ from areal_jax.models.architecture import ModelConfig, MoEConfig
 from areal_jax.parallel.sharding import Rules, sharding
 
 ROUTER = "router"
-"""Name of the parameter that stays float32 whatever a policy computes in."""
+"""Name of the router's parameter, which is float32 in every compute dtype."""
 
 
 class Routing(NamedTuple):
-    """Where a layer's tokens went, or stacked those of all layers: sums over the tokens that were
-    counted."""
+    """Routing of a layer, or of all layers stacked: sums over the counted tokens."""
 
     chosen: Float[Array, "*L E"]
-    """Tokens that have the expert among their k."""
+    """Number of tokens with the expert among their top k."""
     probability: Float[Array, "*L E"]
-    """The router's probabilities of the expert."""
+    """Sum of the router's probabilities of the expert."""
 
 
 @runtime_checkable
 class Experts(Protocol):
-    """experts(x [B T D], weights [B T k], chosen [B T k], gate [E D F], up [E D F], down [E F D])
-    -> [B T D]: the weighted sum of the outputs of each token's experts."""
+    """Weighted sum of the outputs of each token's experts.
+
+    (x [B T D], weights [B T k], chosen [B T k], gate [E D F], up [E D F], down [E F D]) -> [B T D].
+    """
 
     def __call__(
         self, x: Array, weights: Array, chosen: Array, gate: Array, up: Array, down: Array, /
@@ -44,15 +44,14 @@ class Experts(Protocol):
 
 
 class MoE(nnx.Module):
-    """Σ over a token's k experts of weight · down(silu(gate(x)) · up(x)) (Qwen3-MoE,
-    arXiv:2505.09388).
+    """Sum over a token's k experts of weight · down(silu(gate(x)) · up(x)) (Qwen3-MoE, arXiv:2505.09388).
 
-    The router's weights, its product and its softmax are float32 in engine and trainer alike,
-    whatever they compute in, and of equal probabilities the expert of the lower number goes first:
-    given the same x, both choose the same experts, unless two are as near as the order of a float32
-    sum. What is left to differ is the rounding of x itself, which the objective corrects for as it
-    does for dense policies: the engine's log-probability of a token is the one with which it was
-    sampled."""
+    The router's weights, product and softmax are float32 in engine and trainer, in every compute
+    dtype, and of equal probabilities the expert with the lower number wins. So both choose the same
+    experts for the same x, up to the rounding of a float32 sum. The remaining difference is the
+    rounding of x, which importance weighting corrects as for dense policies: the engine reports the
+    log-probability with which it sampled a token.
+    """
 
     def __init__(self, config: ModelConfig, moe: MoEConfig, key: PRNGKeyArray):
         self.moe = moe
@@ -66,7 +65,13 @@ class MoE(nnx.Module):
     def __call__(
         self, x: Float[Array, "B T D"], experts: Experts, counted: Bool[Array, "B T"] | None
     ) -> tuple[Float[Array, "B T D"], Routing | None]:
-        """Args: counted: tokens whose routing is summed; None sums none."""
+        """Apply the experts.
+
+        Args:
+            x: hidden states.
+            experts: computation of the experts.
+            counted: mask of the tokens whose routing is summed; None for no sums.
+        """
         logits = jnp.matmul(
             x.astype(jnp.float32), self.router[...], precision=jax.lax.Precision.HIGHEST
         )
@@ -86,20 +91,26 @@ class MoE(nnx.Module):
 
 
 def balance_loss(routing: Routing, num_tokens: Float[Array, ""]) -> Float[Array, ""]:
-    """E · Σ_e (mean over layers and tokens of choices of e) · (mean of the probability of e); k
-    where all experts get alike.
+    """Compute the load-balance loss: E · Σ_e (mean choices of e) · (mean probability of e).
 
-    Switch Transformer, arXiv:2101.03961, equations 4 to 6, with the mean over all layers as
-    `load_balancing_loss_func` of transformers takes it. Args: num_tokens: tokens that were counted;
-    of none the loss is 0."""
+    Switch Transformer, arXiv:2101.03961, equations 4 to 6, with means over tokens and all layers as
+    in `load_balancing_loss_func` of transformers. A balanced load has loss k.
+
+    Args:
+        routing: routing of all layers.
+        num_tokens: number of counted tokens; if 0, the loss is 0.
+    """
     L, E = routing.chosen.shape
     rows = jnp.maximum(num_tokens, 1) * L
     return E * jnp.sum(routing.chosen.sum(axis=0) / rows * (routing.probability.sum(axis=0) / rows))
 
 
 def router_metrics(routing: Routing) -> dict[str, Float[Array, ""]]:
-    """How uneven the load is: tokens of a layer's busiest expert over the mean of its experts, and
-    the share of experts that no token chose; both means over layers, 1 and 0 at best."""
+    """Compute metrics of the load balance, as means over layers.
+
+    `router_busiest_expert`: load of the busiest expert over the mean load, at best 1.
+    `router_idle_experts`: share of experts without a token, at best 0.
+    """
     busiest = routing.chosen.max(axis=1) / jnp.maximum(routing.chosen.mean(axis=1), 1e-9)
     return {
         "router_busiest_expert": busiest.mean(),
@@ -117,18 +128,27 @@ def local_experts(
     *,
     first: int | Int[Array, ""] = 0,
 ) -> Float[Array, "B T D"]:
-    """The experts that are here, of number `first` and on; what other experts would add is left
-    out."""
+    """Compute the local experts; the terms of other experts are left out.
+
+    Args:
+        x: hidden states.
+        weights: weights of each token's experts.
+        chosen: numbers of each token's experts.
+        gate: gate matrices of the local experts.
+        up: up matrices.
+        down: down matrices.
+        first: number of the first local expert.
+    """
     E, (B, T, k) = len(gate), chosen.shape
-    num_places = B * T * k
-    # Rows of an expert begin at a multiple of a block that is about as long as the mean expert has
-    # places: what remains empty is at most as much again, however uneven the load, and a product by
-    # blocks reads each matrix a few times at most.
-    block = 1 << (max(num_places // E, 1).bit_length() - 1)
-    num_rows = block * (num_places // block + (E if block > 1 else 0))
+    num_assignments = B * T * k
+    # The rows of an expert start at a multiple of a block, whose size is about the mean number of
+    # assignments per expert: padding at most doubles the rows, however uneven the load, and the
+    # product by blocks reads each matrix only a few times.
+    block = 1 << (max(num_assignments // E, 1).bit_length() - 1)
+    num_rows = block * (num_assignments // block + (E if block > 1 else 0))
     number = chosen.reshape(-1) - first
-    is_here = (number >= 0) & (number < E)
-    number = jnp.where(is_here, number, E)
+    is_local = (number >= 0) & (number < E)
+    number = jnp.where(is_local, number, E)
     sizes = jnp.bincount(number, length=E)
     padded = -(-sizes // block) * block
     order = jnp.argsort(number, stable=True)
@@ -136,20 +156,20 @@ def local_experts(
         jnp.append(jnp.cumsum(counts) - counts, num_rows) for counts in (sizes, padded)
     )
     rank = (
-        jnp.zeros_like(order).at[order].set(jnp.arange(num_places), unique_indices=True)
+        jnp.zeros_like(order).at[order].set(jnp.arange(num_assignments), unique_indices=True)
         - before[number]
     )
-    # Places at experts elsewhere get rows beyond the end, each its own.
-    row = jnp.where(is_here, row_before[number] + rank, num_rows + jnp.arange(num_places))
+    # Assignments to remote experts get distinct rows beyond the end.
+    row = jnp.where(is_local, row_before[number] + rank, num_rows + jnp.arange(num_assignments))
     token = (
         jnp.full(num_rows, B * T)
         .at[row]
-        .set(jnp.arange(num_places) // k, mode="drop", unique_indices=True)
+        .set(jnp.arange(num_assignments) // k, mode="drop", unique_indices=True)
     )
     rows = x.reshape(B * T, -1).at[token].get(mode="fill", fill_value=0)
     inner = jax.nn.silu(_product(rows, gate, padded, block)) * _product(rows, up, padded, block)
     out = _product(inner, down, padded, block)
-    # Back in the order of tokens: a gather, where adding up would depend on the order of a scatter.
+    # Back to the order of tokens by a gather; the sums of a scatter-add would depend on its order.
     out = out.at[row].get(mode="fill", fill_value=0).reshape(B, T, k, -1)
     return jnp.einsum("btkd,btk->btd", out, weights, preferred_element_type=jnp.float32).astype(
         x.dtype
@@ -157,27 +177,32 @@ def local_experts(
 
 
 def sharded_experts(mesh: Mesh, rules: Rules) -> Experts:
-    """Experts cut over the mesh as `rules` cut their parameters, tokens as they cut rows.
+    """Make the computation of experts on a mesh (expert parallelism).
 
-    Devices that share rows but not experts gather each other's tokens, compute what their own
-    experts add, and hand each its sum back. With more than a few choices a token nearly every token
-    goes nearly everywhere, so that sending each only where it is wanted would save little, and this
-    way shapes are fixed without a limit beyond which tokens are dropped."""
+    `rules` shard experts like their parameters and tokens like rows. Devices that differ in rows
+    and experts all-gather tokens, compute their own experts, and reduce-scatter the sums. With
+    several experts per token nearly every token goes to nearly every device, so an all-to-all would
+    save little; and shapes are static without a capacity beyond which tokens are dropped.
+
+    Args:
+        mesh: mesh of the policy.
+        rules: logical axes to mesh axes.
+    """
 
     def experts(
         x: Array, weights: Array, chosen: Array, gate: Array, up: Array, down: Array
     ) -> Array:
         tokens = sharding(mesh, ("batch", "tokens", None), x.shape, rules).spec
         wide = sharding(mesh, ("experts", None, "mlp"), gate.shape, rules).spec
-        over = (*_names(wide[0]), *_names(wide[2]))
-        shared = tuple(name for name in _names(tokens[0]) if name in over)
+        expert_axes = (*_names(wide[0]), *_names(wide[2]))
+        shared = tuple(name for name in _names(tokens[0]) if name in expert_axes)
 
         in_specs = (*(tokens,) * 3, wide, wide, PartitionSpec(wide[0], wide[2]))
 
-        # Unchecked, because a gradient rule of our own does not say over which axes its result is
-        # summed; shard_map sums it.
+        # check_vma=False, because the custom gradient does not declare over which axes its result
+        # is summed; shard_map sums it.
         @partial(jax.shard_map, mesh=mesh, in_specs=in_specs, out_specs=tokens, check_vma=False)
-        def on_each(
+        def on_shard(
             x: Array, weights: Array, chosen: Array, gate: Array, up: Array, down: Array
         ) -> Array:
             if shared:
@@ -186,12 +211,12 @@ def sharded_experts(mesh: Mesh, rules: Rules) -> Experts:
                 )
             first = jax.lax.axis_index(_names(wide[0])) * len(gate) if _names(wide[0]) else 0
             y = local_experts(x, weights, chosen, gate, up, down, first=first)
-            y = jax.lax.psum(y, tuple(name for name in over if name not in shared))
+            y = jax.lax.psum(y, tuple(name for name in expert_axes if name not in shared))
             return jax.lax.psum_scatter(y, shared, tiled=True) if shared else y
 
-        # Times one, which the compiler drops: a gradient that is added to in place must not reach
-        # into an unchecked shard_map, which since jax 0.12 refuses to add to it.
-        return on_each(x, weights, chosen, gate * 1, up * 1, down * 1)
+        # The product with 1, which the compiler removes, keeps gradients that are accumulated in
+        # place out of the unchecked shard_map: since jax 0.12 it refuses to add to them.
+        return on_shard(x, weights, chosen, gate * 1, up * 1, down * 1)
 
     return experts
 
@@ -200,19 +225,21 @@ def _sampled(key: PRNGKeyArray, shape: tuple[int, ...], axes: tuple[str, ...]) -
     return nnx.Param(shape[-2] ** -0.5 * jax.random.normal(key, shape, jnp.float32), axes=axes)
 
 
-def _names(cut: str | tuple[str, ...] | None) -> tuple[str, ...]:
-    return (cut,) if isinstance(cut, str) else cut or ()
+def _names(spec: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return (spec,) if isinstance(spec, str) else spec or ()
 
 
 def _grouped(
     x: Float[Array, "R I"], w: Float[Array, "E I O"], sizes: Int[Array, "E"], block: int
 ) -> Float[Array, "R O"]:
-    """x · w[e] in the dtype of x, e being the group of the row: the first sizes[0] rows are of
-    group 0, and so on, each size a multiple of `block`. Rows behind all groups have no meaning. The
-    gradient of w is summed in float32."""
-    # Only TPUs have a kernel behind ragged_dot. Elsewhere XLA multiplies every row by every group's
-    # matrix and masks: on a CPU, 512 tokens at 8 of 32 experts took 13 times as long as by blocks,
-    # and 7 times the memory.
+    """Compute x · w[e] in the dtype of x, with e the group of the row.
+
+    The first sizes[0] rows are group 0, and so on; each size is a multiple of `block`. Rows after
+    all groups are meaningless. The gradient of w is summed in float32.
+    """
+    # Only TPUs have a kernel for ragged_dot. Elsewhere XLA multiplies every row by the matrix of
+    # every group and masks: on a CPU, 512 tokens with 8 of 32 experts took 13 times the time of
+    # blocks, and 7 times the memory.
     by_blocks = partial(_by_blocks, block=block)
     return jax.lax.platform_dependent(
         x, w.astype(x.dtype), sizes, tpu=jax.lax.ragged_dot, default=by_blocks
@@ -250,14 +277,14 @@ def _by_blocks(x: Array, w: Array, sizes: Array, *, block: int) -> Array:
 
 def _gradient_by_blocks(x: Array, dy: Array, sizes: Array, *, block: int) -> Array:
     x, dy = (array.reshape(-1, block, array.shape[-1]) for array in (x, dy))
-    of_blocks = jnp.einsum("nbi,nbo->nio", x, dy, preferred_element_type=jnp.float32)
+    block_gradients = jnp.einsum("nbi,nbo->nio", x, dy, preferred_element_type=jnp.float32)
     return jax.ops.segment_sum(
-        of_blocks, _groups(sizes, block, len(x)), len(sizes), indices_are_sorted=True
+        block_gradients, _groups(sizes, block, len(x)), len(sizes), indices_are_sorted=True
     )
 
 
 def _groups(sizes: Array, block: int, num_blocks: int) -> Array:
-    """The group of each block; for those behind all groups, whose rows are zero, the last one."""
+    """Group of each block; for blocks after all groups, whose rows are 0, the last one."""
     ends = jnp.cumsum(sizes) // block
     return jnp.minimum(jnp.searchsorted(ends, jnp.arange(num_blocks), side="right"), len(sizes) - 1)
 

@@ -1,10 +1,10 @@
-"""Keys and values in pages, and attention over them.
+"""Paged KV cache of a layer, and attention over it (PagedAttention, arXiv:2309.06180).
 
-A page holds the same number of tokens of one sequence; a table says which pages hold a row's
-sequence, in order. Several tables may name a page: what sequences have in common is stored once.
+A page has a fixed number of tokens of one sequence; the page table of a row lists the pages of its
+sequence in order. Tables may share pages, so that a common prefix is stored once.
 
-Axes: B rows, T new tokens of a row, N query heads, K key-value heads, G = N / K, H head size, P
-    pages, p tokens of a page, M pages of a table, W tokens of a block of pages.
+Axes: B rows, T new tokens of a row, N query heads, K key-value heads, G = N / K, H head size,
+P pages, p tokens of a page, M pages of a table, W tokens of a block of pages.
 """
 
 from __future__ import annotations
@@ -23,44 +23,46 @@ from areal_jax.models.paged_kernels import gpu_paged_attention, tpu_paged_attent
 from areal_jax.parallel.sharding import Rules, on_shards, specs
 
 PagedKernel: TypeAlias = Literal["plain", "gpu", "tpu"]
-"""plain: blocks of pages one after the other, in plain XLA. gpu, tpu: a kernel, for one new token
-per row."""
+"""plain: blocks of pages in sequence, in plain XLA. gpu, tpu: a kernel, for one new token per row."""
 
 BLOCK_TOKENS = 128
-"""Columns that the plain path looks at together."""
+"""Tokens that the plain path processes at once."""
 
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
 class Pages(NamedTuple):
-    """Keys and values of one layer."""
+    """KV cache of one layer."""
 
     keys: Shaped[Any, "K P p H"]
     values: Shaped[Any, "K P p H"]
     key_scales: Float32[Any, "K P p"] | None = None
-    """What the keys are multiplied by, where they lie in a narrow type: one number per token and
-    head."""
+    """Scales of quantized keys, one per token and head; None if not quantized."""
     value_scales: Float32[Any, "K P p"] | None = None
+    """Scales of quantized values."""
 
 
-def narrowed(
+def quantize(
     x: Float[Array, "... H"], dtype: DTypeLike
 ) -> tuple[Shaped[Array, "... H"], Float32[Array, "..."]]:
-    """x in a narrow type, and what to multiply it by: the largest number of each token and head is
-    the type's largest."""
+    """Quantize x, so that the largest number of each token and head is the largest of `dtype`.
+
+    Returns:
+        The quantized numbers, and their scales.
+    """
     is_integer = jnp.issubdtype(dtype, jnp.integer)
-    most = float(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)
-    scale = jnp.maximum(jnp.abs(x.astype(jnp.float32)).max(axis=-1), 1e-30) / most
+    largest = float(jnp.iinfo(dtype).max if is_integer else jnp.finfo(dtype).max)
+    scale = jnp.maximum(jnp.abs(x.astype(jnp.float32)).max(axis=-1), 1e-30) / largest
     scaled = x.astype(jnp.float32) / scale[..., None]
     return (jnp.round(scaled) if is_integer else scaled).astype(dtype), scale
 
 
 def as_stored(x: Float[Array, "... H"], dtype: DTypeLike) -> Float[Array, "... H"]:
-    """What is read of x when it was written to pages of this type."""
+    """Round x as a write to pages of `dtype` and a read from them do."""
     if jnp.dtype(dtype) == x.dtype:
         return x
-    narrow, scale = narrowed(x, dtype)
-    return (narrow.astype(jnp.float32) * scale[..., None]).astype(x.dtype)
+    quantized, scale = quantize(x, dtype)
+    return (quantized.astype(jnp.float32) * scale[..., None]).astype(x.dtype)
 
 
 PAGE_AXES = ("kv_heads", "pages")
@@ -75,19 +77,26 @@ def write_pages(
     starts: Int[Array, "B"],
     counts: Int[Array, "B"],
 ) -> Pages:
-    """Put the first `counts` tokens of every row into its pages: token t is number starts + t of
-    its sequence."""
+    """Write new tokens of every row into its pages.
+
+    Args:
+        pages: KV cache of the layer.
+        k: keys of new tokens.
+        v: values of new tokens.
+        table: page table of each row.
+        starts: position of the first new token of each row.
+        counts: number of new tokens of each row; further ones are dropped.
+    """
     K, P, p = pages.keys.shape[:3]
     new = jnp.arange(k.shape[1], dtype=jnp.int32)
-    places = starts[:, None] + new
-    page = jnp.take_along_axis(table, jnp.minimum(places // p, table.shape[1] - 1), axis=1)
-    rows = (jnp.arange(K, dtype=jnp.int32)[:, None, None] * P + page) * p + places % p
-    # What is no token of the row lies beyond the pages, and is dropped.
+    positions = starts[:, None] + new
+    page = jnp.take_along_axis(table, jnp.minimum(positions // p, table.shape[1] - 1), axis=1)
+    rows = (jnp.arange(K, dtype=jnp.int32)[:, None, None] * P + page) * p + positions % p
+    # Tokens beyond `counts` get an index beyond the pages, and are dropped.
     rows = jnp.where(new < counts[:, None], rows, K * P * p).reshape(-1)
 
     def put(into: Array, tokens: Array) -> Array:
-        # Along the first dimension: for any other one, XLA on GPUs would turn all pages around, and
-        # back after it.
+        # Along the first dimension: for others, XLA on GPUs transposes all pages and back.
         flat = into.reshape(K * P * p, *into.shape[3:])
         tokens = jnp.moveaxis(tokens, 2, 0).reshape(-1, *tokens.shape[3:])
         return flat.at[rows].set(tokens, mode="drop", unique_indices=True).reshape(into.shape)
@@ -97,7 +106,7 @@ def write_pages(
             put(pages.keys, k.astype(pages.keys.dtype)),
             put(pages.values, v.astype(pages.values.dtype)),
         )
-    (k, k_scales), (v, v_scales) = narrowed(k, pages.keys.dtype), narrowed(v, pages.values.dtype)
+    (k, k_scales), (v, v_scales) = quantize(k, pages.keys.dtype), quantize(v, pages.values.dtype)
     return Pages(
         put(pages.keys, k),
         put(pages.values, v),
@@ -109,18 +118,17 @@ def write_pages(
 def read_pages(
     pages: Pages, ids: Int[Array, "*B M"], dtype: DTypeLike
 ) -> tuple[Float[Array, "K *B S H"], Float[Array, "K *B S H"]]:
-    """Keys and values of pages laid end to end."""
-
+    """Read keys and values of pages, concatenated along tokens."""
     K, P = pages.keys.shape[:2]
     rows = jnp.arange(K, dtype=jnp.int32).reshape(K, *(1,) * ids.ndim) * P + ids
 
-    def found(x: Array) -> Array:
+    def gather(x: Array) -> Array:
         return x.reshape(K * P, *x.shape[2:])[rows]
 
     def read(x: Array, scales: Array | None) -> Array:
-        numbers = found(x)
+        numbers = gather(x)
         if scales is not None:
-            numbers = numbers.astype(jnp.float32) * found(scales)[..., None]
+            numbers = numbers.astype(jnp.float32) * gather(scales)[..., None]
         return numbers.astype(dtype).reshape(K, *ids.shape[:-1], -1, x.shape[-1])
 
     return read(pages.keys, pages.key_scales), read(pages.values, pages.value_scales)
@@ -133,12 +141,19 @@ def attend_to_pages(
     starts: Int[Array, "B"],
     window: int | None = None,
 ) -> Float[Array, "B T N H"]:
-    """softmax(q·k / sqrt(H)) · v over the tokens of each row's sequence up to the query's own,
-    number starts + t.
+    """Compute softmax(q·k / sqrt(H)) · v over each row's sequence up to the query's position.
 
-    In blocks of pages with a running softmax (arXiv:2205.14135): what is held beside the pages
-    grows with the new tokens alone, and no block is read that lies behind every row's last token,
-    or before every row's window."""
+    A running softmax over blocks of pages (arXiv:2205.14135): memory besides the pages depends on
+    the new tokens alone. Blocks after the last token of every row, or before the window of every
+    row, are not read.
+
+    Args:
+        q: queries of new tokens; query t has position starts + t.
+        pages: KV cache of the layer.
+        table: page table of each row.
+        starts: position of the first query of each row.
+        window: number of keys that a query sees, including its own; None for all.
+    """
     B, T, N, H = q.shape
     K, p = pages.keys.shape[0], pages.keys.shape[2]
     width = max(BLOCK_TOKENS // p, 1)
@@ -155,8 +170,7 @@ def attend_to_pages(
         scores = jnp.where(sees[:, None, None], scores, _LOWEST)
         new_highest = jnp.maximum(highest, scores.max(axis=-1))
         exp = jnp.exp(scores - new_highest[..., None])
-        # What a query adds up before it meets its first key is multiplied by 0 when it does: it
-        # sees itself.
+        # Sums from blocks in which a query sees no key are later multiplied by 0: it sees itself.
         shrink = jnp.exp(highest - new_highest)
         values = jnp.einsum(
             "bkgts,kbsh->bkgth", exp.astype(q.dtype), v, preferred_element_type=jnp.float32
@@ -182,7 +196,14 @@ def attend_to_pages(
 def choose_paged_kernel(
     platform: str, head_dim: int, page_tokens: int, *, is_narrow: bool
 ) -> PagedKernel:
-    """What attends to pages fastest on devices of `platform`, as jax names it, among what can."""
+    """Choose the fastest kernel of paged attention that supports the settings.
+
+    Args:
+        platform: platform of the devices, as named by jax.
+        head_dim: head size.
+        page_tokens: tokens of a page.
+        is_narrow: whether the KV cache is quantized.
+    """
     match platform:
         case "gpu" | "cuda" if all(
             size >= 16 and size.bit_count() == 1 for size in (head_dim, page_tokens)
@@ -204,14 +225,12 @@ def sharded_write(
     mesh: Mesh,
     rules: Rules,
 ) -> Pages:
-    """`write_pages` on a mesh, where every device has pages, rows and heads of its own; tables
-    count its own pages."""
-    of_pages = specs(mesh, PAGE_AXES, pages, rules)
-    of_tokens = specs(mesh, ("batch", None, "kv_heads"), k, rules)
-    rows = specs(mesh, ("batch",), (table, starts, counts), rules)
-    return on_shards(write_pages, mesh, (of_pages, of_tokens, of_tokens, *rows), of_pages)(
-        pages, k, v, table, starts, counts
-    )
+    """Apply `write_pages` on a mesh; tables contain page numbers of the device of their row."""
+    page_specs = specs(mesh, PAGE_AXES, pages, rules)
+    token_specs = specs(mesh, ("batch", None, "kv_heads"), k, rules)
+    row_specs = specs(mesh, ("batch",), (table, starts, counts), rules)
+    in_specs = (page_specs, token_specs, token_specs, *row_specs)
+    return on_shards(write_pages, mesh, in_specs, page_specs)(pages, k, v, table, starts, counts)
 
 
 def paged_attention(
@@ -222,10 +241,16 @@ def paged_attention(
     mesh: Mesh,
     rules: Rules,
 ) -> Attend:
-    """Write the first `counts` new tokens of every row into its pages, then attend to the row's
-    pages; the cache is `Pages`.
+    """Make attention that writes new tokens into pages and attends to them; the cache is `Pages`.
 
-    On a mesh as `sharded_write`."""
+    Args:
+        table: page table of each row, with page numbers of its device.
+        starts: position of the first new token of each row.
+        counts: number of new tokens of each row.
+        kernel: see `choose_paged_kernel`.
+        mesh: rollout mesh.
+        rules: logical axes to mesh axes.
+    """
 
     def read(q: Array, pages: Pages, table: Array, starts: Array, *, window: int | None) -> Array:
         match kernel:
@@ -244,11 +269,11 @@ def paged_attention(
         q: Array, k: Array, v: Array, pages: Pages, window: int | None = None
     ) -> tuple[Array, Pages]:
         pages = sharded_write(pages, k, v, table, starts, counts, mesh, rules)
-        of_pages = specs(mesh, PAGE_AXES, pages, rules)
-        # A query head lies where its key-value head does.
-        of_queries = specs(mesh, ("batch", None, "heads" if of_pages.keys[0] else None), q, rules)
-        ins = (of_queries, of_pages, *specs(mesh, ("batch",), (table, starts), rules))
-        run = on_shards(partial(read, window=window), mesh, ins, of_queries)
+        page_specs = specs(mesh, PAGE_AXES, pages, rules)
+        # Query heads are on the device of their key-value head.
+        q_specs = specs(mesh, ("batch", None, "heads" if page_specs.keys[0] else None), q, rules)
+        in_specs = (q_specs, page_specs, *specs(mesh, ("batch",), (table, starts), rules))
+        run = on_shards(partial(read, window=window), mesh, in_specs, q_specs)
         return run(q, pages, table, starts), pages
 
     return attend

@@ -1,8 +1,7 @@
-"""Attention of one new token per row to its pages, by kernels: only pages that hold a row's tokens
-are read.
+"""Kernels of paged attention for one new token per row; they read only pages with tokens of the row.
 
 Axes: B rows, N query heads, K key-value heads, G = N / K, H head size, P pages, p tokens of a page,
-    M pages of a table, W tokens of a block of pages.
+M pages of a table, W tokens of a block of pages.
 """
 
 from __future__ import annotations
@@ -20,12 +19,11 @@ from jax.experimental.pallas.ops.tpu.paged_attention import (
 from jaxtyping import Array, Float, Int
 
 BLOCK_TOKENS = 64
-"""Tokens that a kernel looks at together; at least one page."""
+"""Tokens that a kernel processes at once; at least one page."""
 
 _PROGRAMS = 512
-"""As many parts are attended to at once as it takes for about so many programs: a few for every
-processor of a large GPU."""
-_FEWEST_ROWS = 16  # of a product in tensor cores
+"""Target number of programs, a few per processor of a large GPU; decides the number of parts."""
+_MIN_ROWS = 16  # of a product in tensor cores
 _LOWEST = float(jnp.finfo(jnp.float32).min)
 
 
@@ -41,23 +39,37 @@ def gpu_paged_attention(
     window: int | None = None,
     interpret: bool = False,
 ) -> Float[Array, "B N H"]:
-    """softmax(q·k / sqrt(H)) · v over the first `lengths` tokens of each row's pages, of which a
-    window leaves the last.
+    """Compute softmax(q·k / sqrt(H)) · v over the tokens of each row's pages.
 
-    Each program takes a part of one row's tokens and all query heads of one key-value head; the
-    parts are put together after it (flash decoding, arXiv:2311.01282), in float32. Pages hold a
-    power of two tokens, heads a power of two numbers."""
+    Each program processes a part of one row's tokens for all query heads of one key-value head; the
+    parts are then combined in float32 (flash decoding, arXiv:2311.01282).
+
+    Args:
+        q: queries, one per row.
+        keys: keys of all pages.
+        values: values of all pages.
+        key_scales: scales of quantized keys; None if not quantized.
+        value_scales: scales of quantized values.
+        table: page table of each row.
+        lengths: number of tokens of each row.
+        window: number of last tokens that a query sees; None for all.
+        interpret: run the kernel in interpret mode, without a GPU.
+
+    Page size p and head size H are powers of two.
+
+    Raises:
+        ValueError: the keys are too large for 32-bit indices.
+    """
     B, N, H = q.shape
     K, P, p = keys.shape[:3]
     if keys.size >= 2**31:
         raise ValueError(
-            f"a layer's keys are {keys.size} numbers on one device, more than a kernel counts; "
-            "lower engine.kv_tokens, "
-            "or cut over more devices"
+            f"expected less than 2**31 numbers in the keys of a layer on one device, found "
+            f"{keys.size}; lower engine.kv_tokens or use more devices"
         )
     G, width = N // K, max(BLOCK_TOKENS // p, 1)
     rows, num_parts = (
-        max(_FEWEST_ROWS, pl.next_power_of_2(G)),
+        max(_MIN_ROWS, pl.next_power_of_2(G)),
         max(1, min(16, _PROGRAMS // (B * K))),
     )
     q = jnp.pad(
@@ -115,14 +127,13 @@ def _attend_to_part(
     window: int | None,
     dot: Any,
 ) -> None:
-    """Running softmax over one part of the blocks in which a row's tokens lie
-    (arXiv:2205.14135)."""
+    """Compute a running softmax over one part of the blocks of a row (arXiv:2205.14135)."""
     (rows, H), p = q_ref.shape, k_ref.shape[1]
     W, length = width * p, length_ref[0]
     first = 0 if window is None else jnp.maximum(length - window, 0) // W
     num_blocks = pl.cdiv(length, W)
-    each = pl.cdiv(num_blocks - first, num_parts)
-    start = first + pl.program_id(2) * each
+    blocks_per_part = pl.cdiv(num_blocks - first, num_parts)
+    start = first + pl.program_id(2) * blocks_per_part
     q = q_ref[...]
 
     def add_block(j: Array, sums: tuple[Array, Array, Array]) -> tuple[Array, Array, Array]:
@@ -157,7 +168,7 @@ def _attend_to_part(
         jnp.zeros((rows,), jnp.float32),
     )
     out, highest, weight = jax.lax.fori_loop(
-        start, jnp.minimum(start + each, num_blocks), add_block, none
+        start, jnp.minimum(start + blocks_per_part, num_blocks), add_block, none
     )
     out_ref[...], highest_ref[...], weight_ref[...] = out, highest, weight
 
@@ -169,7 +180,7 @@ def tpu_paged_attention(
     table: Int[Array, "B M"],
     lengths: Int[Array, "B"],
 ) -> Float[Array, "B N H"]:
-    """jax's kernel for TPUs. It knows no window, and heads of a multiple of 128."""
+    """Apply jax's kernel for TPUs; it supports head sizes that are multiples of 128, and no window."""
     width = max(BLOCK_TOKENS // keys.shape[2], 1)
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % width)))
     q = q * jnp.asarray(q.shape[-1] ** -0.5, q.dtype)

@@ -71,7 +71,7 @@ def find_served(config: ServeConfig) -> DecodingPolicy:
     """The policy that `model` names. ConfigError where it cannot be had, or does not fit."""
     given, checkpoint = named_policy(config.model, "model")
     if "path" not in given:
-        base = config.base or had(lambda: lora.base_of(Path(config.model).expanduser()))
+        base = config.base or had(lambda: lora.read_base_name(Path(config.model).expanduser()))
         if not base:
             raise ConfigError(
                 f"model={config.model} is an adapter that names no policy beside which it was "

@@ -118,9 +118,9 @@ class EngineCosts:
         bandwidth = self.num_devices * self.device.bytes_per_s * reached.decode_bandwidth
         flops = self.num_devices * self.device.flops_per_s * reached.decode_flops
         # Every token asks for experts of its own: so many are read, up to all there are.
-        read = min(self.model.num_params, num_sequences * model.multiplied_params)
+        read = min(self.model.num_params, num_sequences * model.matmul_params)
         products_s = max(
-            BYTES_PER_WEIGHT * read / bandwidth, 2 * model.multiplied_params * num_sequences / flops
+            BYTES_PER_WEIGHT * read / bandwidth, 2 * model.matmul_params * num_sequences / flops
         )
         reduces_s = 0.0
         if self.num_devices > 1:
@@ -135,7 +135,7 @@ class EngineCosts:
 
     def prefill_s(self, tokens: float, pairs: float) -> float:
         """Of filling the caches of so many tokens."""
-        flops = 2 * self.model.multiplied_params * tokens + 4 * self.model.attention_width * pairs
+        flops = 2 * self.model.matmul_params * tokens + 4 * self.model.attention_width * pairs
         return flops / (self.num_devices * self.device.flops_per_s * self.reached.prefill_flops)
 
     def recompute_s(self, tokens: float, pairs: float) -> float:
@@ -224,7 +224,7 @@ class TrainerCosts:
         return work_s + (reduce_s if hosts > 1 else 0.0) + self.reached.update_s
 
     def _forward_s(self, tokens: float, pairs: float, num_devices: int) -> float:
-        flops = 2 * self.model.multiplied_params * tokens + 4 * self.model.attention_width * pairs
+        flops = 2 * self.model.matmul_params * tokens + 4 * self.model.attention_width * pairs
         if isinstance(self.layout, Packed) and self.layout.pipeline > 1:
             embedding = self.model.vocab_size * self.model.hidden_size
             flops *= 1 + embedding / (

@@ -36,7 +36,7 @@ def test_a_plan_is_printed_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixtu
     [
         (
             ["model=gpt-5", *SMALL],
-            "model=gpt-5: no policy called 'gpt-5' is known by name; known are qwen2.5-0.5b",
+            "model=gpt-5: expected the name of a known policy (qwen2.5-0.5b",
         ),
         (["model=qwen2.5-32b", *SMALL], "devices=3 are too few for model=qwen2.5-32b"),
         (["model=qwen2.5-0.5b", *SMALL, "median_length=-5"], "came median_length=-5"),

@@ -42,7 +42,7 @@ def test_num_params_of_a_published_policy():
     assert config.num_params == 2 * 151936 * 1536 + 28 * layer + 1536 == 1777088000
 
 
-def test_a_config_survives_the_trip_through_its_own_json():
+def test_config_round_trips():
     config = read(
         head_dim=12,
         rope_theta=5e5,
@@ -54,12 +54,12 @@ def test_a_config_survives_the_trip_through_its_own_json():
     assert ModelConfig.from_hf(config.to_hf(), source="its own") == config
 
 
-def test_old_and_new_files_name_the_rope_base_differently():
-    # Up to version 4, transformers writes rope_theta; from 5 on, rope_parameters.
+def test_rope_base_is_read_from_old_and_new_keys():
+    # transformers 4 writes rope_theta, transformers 5 rope_parameters.
     assert read(rope_theta=7.0) == read(rope_parameters={"rope_type": "default", "rope_theta": 7.0})
 
 
-def test_absent_keys_have_the_defaults_of_the_family():
+def test_absent_keys_have_family_defaults():
     absent = {name: value for name, value in SIZES.items() if name != "num_key_value_heads"} | {
         "num_attention_heads": 32
     }
@@ -90,7 +90,7 @@ def test_absent_keys_have_the_defaults_of_the_family():
 @pytest.mark.parametrize(
     "architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"]
 )
-def test_null_key_value_heads_are_as_many_as_attention_heads(architecture):
+def test_null_key_value_heads_means_attention_heads(architecture):
     assert tiny_policy(architecture, num_key_value_heads=None).config.num_key_value_heads == 4
 
 
@@ -124,7 +124,7 @@ def test_null_key_value_heads_are_as_many_as_attention_heads(architecture):
         ("num_hidden_layers", True),
     ],
 )
-def test_what_is_not_supported_is_named_with_its_file(setting, value):
+def test_unsupported_settings_are_refused_with_their_file(setting, value):
     with pytest.raises(ValueError, match=rf"some/config.json: .*{setting}"):
         read(**{setting: value})
 
@@ -152,23 +152,23 @@ def test_what_is_not_supported_is_named_with_its_file(setting, value):
         (
             "Qwen3MoeForCausalLM",
             {"num_experts_per_tok": 5},
-            "num_experts_per_tok=5 is more than num_experts=4",
+            "expected num_experts_per_tok to be at most num_experts=4, found 5",
         ),
         ("Qwen3MoeForCausalLM", {"moe_intermediate_size": None}, "moe_intermediate_size"),
     ],
 )
-def test_what_one_family_cannot_do_is_named_too(architecture, settings, named):
+def test_unsupported_family_settings_are_refused(architecture, settings, named):
     with pytest.raises(ValueError, match=rf"a test: .*{named}"):
         tiny_policy(architecture, **settings)
 
 
-def test_old_and_new_files_scale_rope_alike():
+def test_rope_scaling_is_read_from_old_and_new_keys():
     yarn = {"factor": 4.0, "original_max_position_embeddings": 16}
     old = read(rope_theta=7.0, rope_scaling={"type": "yarn"} | yarn)
     assert old == read(rope_parameters={"rope_type": "yarn", "rope_theta": 7.0} | yarn)
     # The attention factor of arXiv:2309.00071, equation 22.
     assert old.rope_scaling == Yarn(4.0, 16, attention_factor=0.1 * math.log(4) + 1)
-    # A file may leave the factor to the lengths: 64 positions over 16.
+    # A factor of null is the ratio of lengths: 64 positions over 16.
     assert (
         read(
             rope_theta=7.0,
@@ -176,7 +176,7 @@ def test_old_and_new_files_scale_rope_alike():
         )
         == old
     )
-    # Two growths, of which one undoes part of the other: (0.1 · 2 · ln 4 + 1) / (0.1 · ln 4 + 1).
+    # The ratio of two factors: (0.1 · 2 · ln 4 + 1) / (0.1 · ln 4 + 1).
     halved = read(
         rope_scaling={"type": "yarn", "mscale": 2.0, "mscale_all_dim": 1.0} | yarn
     ).rope_scaling
@@ -188,7 +188,7 @@ def test_old_and_new_files_scale_rope_alike():
 @pytest.mark.parametrize(
     ("settings", "windows"),
     [
-        # As in every published checkpoint: from a layer on that does not exist.
+        # As in every published checkpoint: the first layer with a window does not exist.
         ({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 3}, ()),
         ({"use_sliding_window": False, "sliding_window": 4, "max_window_layers": 0}, ()),
         ({"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 1}, (None, 4, 4)),
@@ -202,7 +202,7 @@ def test_old_and_new_files_scale_rope_alike():
         ),
     ],
 )
-def test_windows_are_counted_by_layer(settings, windows):
+def test_windows_are_read_by_layer(settings, windows):
     config = read(**settings)
     assert config.sliding_windows == windows
     assert ModelConfig.from_hf(config.to_hf(), source="its own") == config
@@ -222,7 +222,7 @@ def test_windows_are_counted_by_layer(settings, windows):
         {"rope_type": "yarn", "factor": 2.0, "beta_fast": 8.0, "truncate": False},
     ],
 )
-def test_what_scales_rope_survives_the_trip_too(scaling):
+def test_rope_scaling_round_trips(scaling):
     config = tiny_policy(
         "LlamaForCausalLM", rope_scaling=scaling, attention_bias=True, mlp_bias=True
     ).config
@@ -230,7 +230,7 @@ def test_what_scales_rope_survives_the_trip_too(scaling):
     assert ModelConfig.from_hf(config.to_hf(), source="its own") == config
 
 
-def test_experts_survive_the_trip_too():
+def test_expert_config_round_trips():
     config = tiny_policy(
         "Qwen3MoeForCausalLM", norm_topk_prob=True, use_sliding_window=True, sliding_window=4
     ).config
@@ -239,11 +239,11 @@ def test_experts_survive_the_trip_too():
     assert ModelConfig.from_hf(config.to_hf(), source="its own") == config
 
 
-def test_a_config_is_a_key():
+def test_config_is_hashable():
     assert len({read(), read(), dataclasses.replace(read(), rope_theta=2.0)}) == 2
 
 
-def test_every_unknown_key_is_named_with_its_value():
+def test_unknown_keys_are_refused_with_their_values():
     with pytest.raises(
         ValueError,
         match=r"frob=1 is not a known key.*mlp_bias=True is not.*ignore_config_keys=frob,mlp_bias",
@@ -255,13 +255,15 @@ def test_every_unknown_key_is_named_with_its_value():
     assert read_anyway.ignored_keys == ("attention_dropout", "frob")
 
 
-def test_a_key_that_is_read_cannot_be_ignored():
-    with pytest.raises(ValueError, match="ignore_config_keys names rope_scaling, which are read"):
+def test_keys_that_are_read_cannot_be_ignored():
+    with pytest.raises(
+        ValueError, match="expected keys without effect, found rope_scaling, which are read"
+    ):
         ModelConfig.from_hf(QWEN2, "a test", ["rope_scaling"])
 
 
 @pytest.mark.parametrize("architecture", get_args(Family))
-def test_keys_that_change_nothing_are_accepted_with_those_values_only(architecture):
+def test_inert_keys_are_accepted_with_supported_values_only(architecture):
     plain = tiny_policy(architecture).config
     harmless = {
         "use_cache": False,
@@ -291,12 +293,12 @@ def test_keys_that_change_nothing_are_accepted_with_those_values_only(architectu
 
 
 @pytest.mark.parametrize("architecture", get_args(Family))
-def test_a_model_type_that_contradicts_the_architecture_is_refused(architecture):
+def test_contradictory_model_type_is_refused(architecture):
     with pytest.raises(ValueError, match="model_type='mistral' contradicts architectures"):
         tiny_policy(architecture, model_type="mistral")
 
 
-def test_a_window_that_llama_would_not_read_is_refused():
+def test_llama_sliding_window_is_refused():
     with pytest.raises(
         ValueError, match="sliding_window=4096 is not supported for LlamaForCausalLM"
     ):
@@ -306,13 +308,13 @@ def test_a_window_that_llama_would_not_read_is_refused():
 
 
 @pytest.mark.parametrize("kind", ["yarn", "llama3"])
-def test_original_positions_beside_the_object_go_before_those_inside(kind):
+def test_outer_original_max_position_embeddings_has_precedence(kind):
     bands = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
     scaling = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 16, **bands}
     beside = read(rope_scaling=scaling, original_max_position_embeddings=32)
     assert beside == read(rope_scaling=scaling | {"original_max_position_embeddings": 32})
     assert beside != read(rope_scaling=scaling)
-    # transformers cannot compute with null; without a scaling that reads it, it is not read.
+    # transformers cannot compute with null, but only some scalings read the key.
     with pytest.raises(ValueError, match="original_max_position_embeddings"):
         read(rope_scaling=scaling, original_max_position_embeddings=None)
     assert read(original_max_position_embeddings=32) == read()
@@ -375,7 +377,7 @@ def test_values_that_transformers_refuses_are_refused(architecture, settings):
         tiny_policy(architecture, **settings)
 
 
-def test_export_says_from_which_layer_on_there_are_windows():
+def test_export_writes_max_window_layers():
     settings = {"use_sliding_window": True, "sliding_window": 4}
     assert read(**settings, max_window_layers=1).to_hf()["max_window_layers"] == 1
     mixed = read(**settings, layer_types=["sliding_attention", "full_attention", "full_attention"])

@@ -36,20 +36,19 @@ def test_attention_by_hand():
     assert out.item() == pytest.approx(5.0, rel=1e-6)
 
 
-def test_query_heads_share_key_value_heads_in_order():
+def test_grouped_query_heads_use_kv_heads_in_order():
     q, k, v = draw(2, 5, 4, 8), draw(2, 2, 8, 7, seed=1), draw(2, 2, 7, 8, seed=2)
     mask = jnp.asarray(np.random.default_rng(3).random((2, 5, 7)) < 0.7).at[:, :, 0].set(True)
     out = masked_attention(q, k, v, mask)
     for n in range(4):
-        # Head n alone, against key-value head n // 2, straight from the formula; scores are divided
-        # by sqrt(8).
+        # Head n alone with key-value head n // 2, computed by the formula with sqrt(8).
         scores = np.where(mask, q[:, :, n] @ k[:, n // 2] / 8**0.5, -np.inf)
         weights = np.exp(scores - scores.max(-1, keepdims=True))
         weights /= weights.sum(-1, keepdims=True)
         np.testing.assert_allclose(out[:, :, n], weights @ v[:, n // 2], atol=1e-5)
 
 
-def test_a_query_without_any_key_stays_finite_in_its_gradient_too():
+def test_query_without_keys_has_finite_gradient():
     q, k, v = draw(1, 2, 2, 4), draw(1, 1, 4, 3, seed=1), draw(1, 1, 3, 4, seed=2)
     mask = jnp.array([[[False] * 3, [True] * 3]])
     loss = lambda q, k, v: (masked_attention(q, k, v, mask) ** 2).sum()  # noqa: E731
@@ -60,7 +59,7 @@ def test_a_query_without_any_key_stays_finite_in_its_gradient_too():
     )
 
 
-def test_scores_far_apart_do_not_overflow():
+def test_distant_scores_do_not_overflow():
     q = jnp.full((1, 1, 1, 1), 1e4)
     k = jnp.array([[[[-1e4, 1e4]]]])
     assert (
@@ -70,7 +69,7 @@ def test_scores_far_apart_do_not_overflow():
 
 
 T, WINDOW = 300, 37
-# Segments of 100, 130 and 50 tokens, then padding; and one segment that fills its row.
+# Segments of 100, 130 and 50 tokens, then padding; and one segment of the complete row.
 SEGMENTS = jnp.asarray([[1] * 100 + [2] * 130 + [3] * 50 + [0] * 20, [1] * T])
 ARRAYS = draw(2, T, 4, 8), draw(2, T, 2, 8, seed=1), draw(2, T, 2, 8, seed=2)
 
@@ -86,8 +85,7 @@ WAYS: dict[str, Callable[..., jax.Array]] = {
 
 
 def by_formula(q: jax.Array, k: jax.Array, v: jax.Array, window: int | None) -> jax.Array:
-    """One call over the whole mask: a key of the query's segment, not after it, fewer than `window`
-    places before it."""
+    """Compute attention with the explicit mask: causal, within the segment and the window."""
     behind = jnp.arange(T)[:, None] - jnp.arange(T)
     sees = (behind >= 0) & (behind < (window or T)) & (SEGMENTS[:, :, None] == SEGMENTS[:, None])
     return masked_attention(q, k.transpose(0, 2, 3, 1), v.transpose(0, 2, 1, 3), sees)
@@ -111,9 +109,7 @@ def outs_and_gradients(
     ("way", "window"),
     [(way, w) for way in WAYS for w in (None, WINDOW) if (way, w) != ("gpu", WINDOW)],
 )
-def test_however_packed_attention_is_computed_it_is_the_formula(
-    way: str, window: int | None
-) -> None:
+def test_every_packed_kernel_matches_the_formula(way: str, window: int | None) -> None:
     out, gradients = outs_and_gradients(WAYS[way], window)
     expected, expected_gradients = outs_and_gradients(by_formula, window)
     np.testing.assert_allclose(out, expected, atol=1e-5)
@@ -129,10 +125,8 @@ def test_however_packed_attention_is_computed_it_is_the_formula(
         ({"tensor": 4}, "blocked"),
     ],
 )
-def test_cutting_rows_and_heads_over_a_mesh_changes_nothing(
-    mesh: dict[str, int], kernel: Kernel
-) -> None:
-    # Four devices share the heads though there are only two key-value heads: those are repeated.
+def test_sharding_rows_and_heads_keeps_attention(mesh: dict[str, int], kernel: Kernel) -> None:
+    # Four devices share the heads, so the two key-value heads are repeated.
     sizes = {"data": 1, "fsdp": 1, "expert": 1, "context": 1, "tensor": 1} | mesh
     devices = jax.make_mesh(tuple(sizes.values()), tuple(sizes), (AxisType.Auto,) * 5)
     attend = sharded_attention(SEGMENTS, kernel, devices, TRAIN_RULES)
@@ -146,7 +140,7 @@ def test_cutting_rows_and_heads_over_a_mesh_changes_nothing(
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_accelerators_get_kernels_for_long_rows(platform: str) -> None:
+def test_accelerators_use_kernels_for_long_rows(platform: str) -> None:
     if platform == "cuda" and jax.__version_info__ >= (0, 12):
         pytest.skip("since jax 0.12 a kernel for GPUs is lowered only where there is one")
     kernel = choose_kernel(platform, 1024)
@@ -159,12 +153,11 @@ def test_accelerators_get_kernels_for_long_rows(platform: str) -> None:
         .lower(lowering_platforms=(platform,))
         .as_text()
     )
-    # Forward, and two for the backward pass: of keys and of queries, or a sum over rows and the
-    # rest.
+    # One kernel forward and two backward: of keys and queries, or of row sums and the rest.
     assert len(re.findall(r"custom_call @(tpu_custom_call|__gpu\$xla\.gpu\.triton)", lowered)) == 3
 
 
-def test_short_rows_are_dense_and_long_ones_linear_in_memory() -> None:
+def test_attention_memory_is_linear_in_long_rows() -> None:
     assert [choose_kernel("cpu", tokens) for tokens in (160, 512, 1024)] == [
         "dense",
         "dense",
@@ -187,7 +180,7 @@ def test_short_rows_are_dense_and_long_ones_linear_in_memory() -> None:
     assert sizes[2] <= 2.05 * sizes[1] <= 2.05 * 2.05 * sizes[0] and sizes[2] < 40 * 2**20
 
 
-def test_bfloat16_attention_takes_its_softmax_in_float32():
+def test_bfloat16_attention_has_float32_softmax():
     # 512 equal keys: in bfloat16 the sum of 512 ones would stop growing at 256 and double the
     # result.
     ones = jnp.ones((1, 1, 512, 1), jnp.bfloat16)

@@ -43,7 +43,7 @@ def forward(
 
 
 def held_to(rows: Sharding, inner: Attend) -> Attend:
-    """Keep activations where their rows are."""
+    """Attend with activations constrained to the sharding of their rows."""
 
     def attend(q, k, v, cache, window=None):
         q, k, v = jax.lax.with_sharding_constraint((q, k, v), rows)
@@ -71,7 +71,7 @@ def assert_close(left, right, atol=1e-5):
 def test_packed_equals_alone(architecture):
     policy = tiny_policy(architecture)
     params = random_params(policy)
-    # Row 0 holds sequences of 5 and 4 tokens and padding; row 1 one of 12.
+    # Row 0 has sequences of 5 and 4 tokens and padding; row 1 has one of 12.
     segments = jnp.array([[1] * 5 + [2] * 4 + [0] * 3, [1] * 12])
     positions = jnp.array([[*range(5), *range(4), 0, 0, 0], [*range(12)]])
     packed = forward(policy, params, TOKENS, positions, segments)
@@ -88,7 +88,7 @@ def test_packed_equals_alone(architecture):
     assert jnp.isfinite(packed).all()
 
 
-def test_no_token_sees_a_later_one():
+def test_attention_is_causal():
     policy = tiny_policy()
     params = random_params(policy)
     changed = TOKENS.at[:, 7:].set((TOKENS[:, 7:] + 1) % 40)
@@ -103,14 +103,14 @@ def test_no_token_sees_a_later_one():
     ("architecture", "unroll"),
     [*((architecture, False) for architecture in FAMILIES), ("Qwen2ForCausalLM", True)],
 )
-def test_cached_decode_equals_the_full_forward(architecture, unroll):
+def test_cached_decode_equals_full_forward(architecture, unroll):
     policy = tiny_policy(architecture)
     params = random_params(policy)
     cached = cached_hidden(policy, params, TOKENS, prompt=5, unroll=unroll)
     assert_close(cached, forward(policy, params, TOKENS, POSITIONS, ONE_SEGMENT))
 
 
-def test_scan_equals_a_loop_over_layers():
+def test_scan_equals_unrolled_layers():
     policy = tiny_policy()
     params = random_params(policy)
     scanned = forward(policy, params, TOKENS, POSITIONS, ONE_SEGMENT)
@@ -120,7 +120,7 @@ def test_scan_equals_a_loop_over_layers():
     assert policy.unstack(unstacked) is unstacked
 
 
-def test_remat_computes_again_what_its_name_leaves_out():
+def test_remat_recomputes_what_it_does_not_save():
     policy = tiny_policy()
     ids = jnp.ones((1, 8), jnp.int32)
 
@@ -138,12 +138,12 @@ def test_remat_computes_again_what_its_name_leaves_out():
 
         return str(jax.make_jaxpr(jax.grad(loss))(policy.abstract())).count(f" {primitive}[")
 
-    # The kernel once forward and twice backward, and forward again where nothing is kept of it.
+    # The kernel runs once forward and twice backward, and forward again if nothing of it is saved.
     assert [
         count(remat, "gpu", "pallas_call") for remat in ("none", "dots", "attention", "full")
     ] == [3, 3, 3, 4]
-    # 7 products with weights in a layer, each with two in its backward pass: the last of a layer is
-    # never needed again.
+    # 7 products with weights per layer, each with two in its backward pass; the last one of a layer
+    # is never recomputed.
     products = {remat: count(remat, "gpu", "dot_general") for remat in ("none", "dots", "full")}
     assert products["none"] == products["dots"] == products["full"] - 6
 
@@ -151,7 +151,7 @@ def test_remat_computes_again_what_its_name_leaves_out():
 @pytest.mark.parametrize(
     ("remat", "unroll"), [("full", True), ("full", False), ("attention", False), ("dots", False)]
 )
-def test_rematerialisation_changes_no_gradient(remat, unroll):
+def test_remat_keeps_gradients(remat, unroll):
     policy = tiny_policy()
     params = random_params(policy)
     grads = gradient(policy, params, TOKENS, POSITIONS, ONE_SEGMENT)
@@ -161,7 +161,7 @@ def test_rematerialisation_changes_no_gradient(remat, unroll):
     assert all(jnp.abs(grad).max() > 1e-6 for grad in jax.tree.leaves(grads))
 
 
-def test_gradients_are_the_slopes_of_the_loss():
+def test_gradients_match_finite_differences():
     policy = tiny_policy("Qwen3ForCausalLM", tie_word_embeddings=True)
     params = random_params(policy)
     weights = jnp.asarray(np.random.default_rng(5).normal(size=(B, T, 16)), jnp.float32)
@@ -194,8 +194,7 @@ def test_gradients_are_the_slopes_of_the_loss():
 def on_eight_devices(
     policy: Policy, params: Params, tensor: int
 ) -> tuple[Params, Sharding, tuple[jax.Array, ...]]:
-    """Parameters, the sharding of rows, and 8 rows of tokens, positions and segments on a mesh of
-    fsdp x tensor."""
+    """Make parameters, row sharding, and 8 rows of tokens, positions and segments on a mesh."""
     devices = jax.devices()
     mesh = make_meshes(
         PlacementConfig(train_devices=8, rollout_devices=1, train_tensor=tensor),
@@ -232,12 +231,12 @@ def test_one_device_equals_eight(tied):
     assert_close(gradient(policy, spread, *batch, rows=rows), gradient(policy, params, *alone))
 
 
-def test_devices_exchange_parameters_and_never_activations():
+def test_fsdp_gathers_parameters_and_never_activations():
     policy = tiny_policy()
     spread, rows, batch = on_eight_devices(policy, random_params(policy), tensor=1)
     compiled = forward.lower(policy, spread, *batch, rows=rows).compile().as_text()
-    # Parameters are gathered; a sum over devices, or a gather of what has a place for every token,
-    # would be of activations.
+    # Parameters are gathered; an all-reduce, or a gather of arrays with a token dimension, would be
+    # one of activations.
     assert compiled is not None and "all-reduce" not in compiled
     gathers = [
         line.partition(" all-gather(")[0]
@@ -248,12 +247,12 @@ def test_devices_exchange_parameters_and_never_activations():
     assert gathered and not any(str(T) in dims.split(",") for dims in gathered)
 
 
-def test_a_tied_head_is_the_embedding_itself():
+def test_tied_head_is_the_embedding_leaf():
     policy = tiny_policy(tie_word_embeddings=True)
     params = random_params(policy)
     assert "head" not in params and "head" not in policy.axes()
     np.testing.assert_array_equal(policy.head(params), params["embed"].T)
-    # Its gradient is the sum of both uses, so leaving one out shows.
+    # Its gradient is the sum over both uses, so that a missing one shows.
     through_head = jax.grad(lambda p: (policy.head(p) ** 2).sum())(params)["embed"]
     np.testing.assert_allclose(through_head, 2 * params["embed"], rtol=1e-6)
 
@@ -264,8 +263,7 @@ def test_bfloat16_compute_keeps_float32_parameters_and_gradients():
     wide = forward(policy, params, TOKENS, POSITIONS, ONE_SEGMENT)
     narrow = forward(policy, params, TOKENS, POSITIONS, ONE_SEGMENT, compute_dtype=jnp.bfloat16)
     assert narrow.dtype == jnp.bfloat16
-    # bfloat16 keeps 8 bits: 3 layers drift by a few parts in 256, and not at all would mean that
-    # nothing was cast.
+    # bfloat16 has 8 bits: 3 layers differ by a few parts in 256; no difference would mean no cast.
     error = jnp.abs(wide - narrow).mean() / jnp.abs(wide).mean()
     assert 1e-4 < error < 0.05
     loss = lambda p: forward(  # noqa: E731
@@ -276,8 +274,8 @@ def test_bfloat16_compute_keeps_float32_parameters_and_gradients():
     }
 
 
-def test_positions_beyond_256_stay_apart_in_bfloat16():
-    # bfloat16 would round 257 to 256, and the two rows would agree.
+def test_positions_above_256_differ_in_bfloat16():
+    # bfloat16 would round 257 to 256, so that both rows would be equal.
     policy = tiny_policy()
     params = random_params(policy)
     rows = [jnp.array([[0, position]]) for position in (256, 257)]
@@ -290,7 +288,7 @@ def test_positions_beyond_256_stay_apart_in_bfloat16():
     assert (near[0, 1] != far[0, 1]).any()
 
 
-def test_fresh_parameters_fit_the_declaration_and_differ_between_layers():
+def test_init_matches_abstract_and_differs_between_layers():
     policy = tiny_policy()
     params = jax.jit(policy.init)(jax.random.key(0))
     abstract = policy.abstract()
@@ -304,7 +302,7 @@ def test_fresh_parameters_fit_the_declaration_and_differ_between_layers():
     assert q.std() == pytest.approx(16**-0.5, rel=0.1)  # 768 draws: 1 / sqrt(2·768) = 2.6 %
 
 
-def test_policies_of_one_configuration_are_one_static_argument():
+def test_equal_policies_are_one_static_argument():
     traced = []
 
     @partial(jax.jit, static_argnums=0)

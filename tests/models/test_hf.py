@@ -36,7 +36,7 @@ def saved(
 
 @pytest.mark.parametrize("architecture", get_args(Family))
 @pytest.mark.parametrize("tied", [True, False])
-def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, architecture, tied):
+def test_load_inverts_save_bit_exactly(tmp_path, architecture, tied):
     policy, params = saved(tmp_path / "policy", architecture=architecture, tie_word_embeddings=tied)
     assert hf.read_config(tmp_path / "policy") == policy.config
     assert_equal(hf.load(tmp_path / "policy", policy, on_one_device(policy)), params)
@@ -44,7 +44,7 @@ def test_what_is_saved_is_loaded_bit_for_bit(tmp_path, architecture, tied):
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen2_tied", "qwen3_moe", "llama_linear_biased"])
-def test_what_transformers_saved_is_saved_again_bit_for_bit(tmp_path, family):
+def test_resaving_transformers_folder_is_bit_exact(tmp_path, family):
     policy = Policy(hf.read_config(FIXTURES / family))
     params = hf.load(FIXTURES / family, policy, on_one_device(policy))
     hf.save(tmp_path / "policy", policy, params, dtype="bfloat16")
@@ -59,7 +59,7 @@ def test_what_transformers_saved_is_saved_again_bit_for_bit(tmp_path, family):
 
 
 @pytest.mark.parametrize("architecture", ["Qwen2ForCausalLM", "Qwen3MoeForCausalLM"])
-def test_a_large_policy_is_saved_as_several_files(tmp_path, architecture):
+def test_large_policy_is_saved_as_several_files(tmp_path, architecture):
     folder, policy = tmp_path / "policy", tiny_policy(architecture)
     params = random_params(policy)
     hf.save(folder, policy, params, shard_bytes=4000)
@@ -73,12 +73,11 @@ def test_a_large_policy_is_saved_as_several_files(tmp_path, architecture):
         f"model-{i:05}-of-{len(held):05}.safetensors" for i in range(1, len(held) + 1)
     ]
     assert max(sum(array.nbytes for array in tensors.values()) for tensors in held.values()) <= 4000
-    # Nearly full files: any two neighbours would not fit into one.
+    # Files are nearly full: two consecutive ones exceed the limit.
     sizes = [sum(array.nbytes for array in held[file].values()) for file in sorted(held)]
     assert len(sizes) > 3 and min(a + b for a, b in itertools.pairwise(sizes)) > 4000
     assert_equal(hf.load(folder, policy, on_one_device(policy)), params)
-    # Saved again as one file: what is left of the several would be read instead of it, or beside
-    # it.
+    # Saved again as one file: the earlier files must be gone, because readers would use them.
     newer = random_params(policy, seed=1)
     hf.save(folder, policy, newer)
     assert {file.name for file in folder.iterdir()} == {"config.json", "model.safetensors"}
@@ -86,7 +85,7 @@ def test_a_large_policy_is_saved_as_several_files(tmp_path, architecture):
     assert_equal(hf.load(folder, policy, on_one_device(policy)), params)
 
 
-def test_a_tensor_larger_than_a_file_has_one_for_itself(tmp_path):
+def test_oversized_tensor_has_its_own_file(tmp_path):
     policy = tiny_policy()
     params = random_params(policy)
     hf.save(tmp_path / "policy", policy, params, shard_bytes=1)
@@ -95,24 +94,24 @@ def test_a_tensor_larger_than_a_file_has_one_for_itself(tmp_path):
 
 
 @pytest.mark.parametrize("kept", [0, 4, 100, -1])
-def test_a_file_that_is_cut_off_is_named(tmp_path, kept):
+def test_truncated_weights_are_refused(tmp_path, kept):
     policy, _ = saved(tmp_path / "policy")
     file = tmp_path / "policy" / "model.safetensors"
     file.write_bytes(file.read_bytes()[:kept])
     with pytest.raises(
         ValueError,
-        match=r"policy/model\.safetensors: expected a whole safetensors file, came [\d,]+ bytes",
+        match=r"policy/model\.safetensors: expected a complete safetensors file, found [\d,]+ bytes",
     ):
         hf.load(tmp_path / "policy", policy, on_one_device(policy))
 
 
-def test_a_config_that_contradicts_the_weights_is_told_by_file_and_tensor(tmp_path):
+def test_weights_that_do_not_match_the_config_are_refused(tmp_path):
     saved(tmp_path / "policy")
     other = tiny_policy(vocab_size=41, num_hidden_layers=2)
-    with pytest.raises(ValueError, match=r"do not fit its config\.json") as error:
+    with pytest.raises(ValueError, match=r"do not match its config\.json") as error:
         hf.load(tmp_path / "policy", other, on_one_device(other))
     assert (
-        "expected shape (41, 16), came (40, 16): model.embed_tokens.weight in model.safetensors"
+        "expected shape (41, 16), found (40, 16): model.embed_tokens.weight in model.safetensors"
         in str(error.value)
     )
     assert (
@@ -122,29 +121,31 @@ def test_a_config_that_contradicts_the_weights_is_told_by_file_and_tensor(tmp_pa
 
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
-@pytest.mark.parametrize(("text", "came"), [("<html>", "JSON"), ("[]", "a JSON object, came list")])
-def test_a_file_that_is_no_json_is_named(tmp_path, name, text, came):
+@pytest.mark.parametrize(
+    ("text", "expected"), [("<html>", "JSON"), ("[]", "a JSON object, came list")]
+)
+def test_invalid_json_is_refused(tmp_path, name, text, expected):
     policy, _ = saved(tmp_path / "policy")
     (tmp_path / "policy" / "model.safetensors").unlink()
     (tmp_path / "policy" / name).write_text(text)
-    with pytest.raises(ValueError, match=rf"policy/{name}: expected {came}"):
+    with pytest.raises(ValueError, match=rf"policy/{name}: expected {expected}"):
         hf.load(
             tmp_path / "policy", Policy(hf.read_config(tmp_path / "policy")), on_one_device(policy)
         )
 
 
-def test_an_index_without_a_map_is_named(tmp_path):
+def test_index_without_weight_map_is_refused(tmp_path):
     policy, _ = saved(tmp_path / "policy")
     (tmp_path / "policy" / "model.safetensors").unlink()
     (tmp_path / "policy" / "model.safetensors.index.json").write_text('{"metadata": {}}')
     with pytest.raises(
         ValueError,
-        match=r"index\.json: expected weight_map, the file of each tensor; found metadata",
+        match=r"index\.json: expected weight_map with the file of each tensor, found metadata",
     ):
         hf.load(tmp_path / "policy", policy, on_one_device(policy))
 
 
-def test_several_files_are_one_checkpoint(tmp_path):
+def test_several_weight_files_are_loaded(tmp_path):
     policy, params = saved(tmp_path / "policy")
     tensors = load_file(tmp_path / "policy" / "model.safetensors")
     (tmp_path / "policy" / "model.safetensors").unlink()
@@ -163,7 +164,7 @@ def test_several_files_are_one_checkpoint(tmp_path):
         hf.load(tmp_path / "policy", deeper, on_one_device(deeper))
     (tmp_path / "policy" / "b.safetensors").unlink()
     with pytest.raises(
-        FileNotFoundError, match=r"lists b\.safetensors, which the folder does not hold"
+        FileNotFoundError, match=r"listed files in the folder, b\.safetensors not found"
     ):
         hf.load(tmp_path / "policy", policy, on_one_device(policy))
 
@@ -192,7 +193,7 @@ def test_each_device_gets_its_shard(tmp_path):
     ).read_bytes()
 
 
-def test_all_that_is_wrong_with_a_checkpoint_is_said_at_once(tmp_path):
+def test_all_wrong_tensors_are_reported_at_once(tmp_path):
     policy, _ = saved(tmp_path / "policy")
     file = tmp_path / "policy" / "model.safetensors"
     tensors = load_file(file)
@@ -201,21 +202,21 @@ def test_all_that_is_wrong_with_a_checkpoint_is_said_at_once(tmp_path):
     tensors["model.layers.0.self_attn.k_proj.weight"] = np.zeros((16, 16), np.float32)
     tensors["lm_head.weight"] = np.zeros((40, 16), np.int8)
     save_file(tensors, file)
-    with pytest.raises(ValueError, match=r"do not fit its config\.json") as error:
+    with pytest.raises(ValueError, match=r"do not match its config\.json") as error:
         hf.load(tmp_path / "policy", policy, on_one_device(policy))
     for line in (
         "missing: model.norm.weight of shape (16,) in model.safetensors",
         "unexpected: model.layers.1.mlp.gate_proj.bias of shape (24,) in model.safetensors",
         (
-            "expected shape (8, 16), came (16, 16): model.layers.0.self_attn.k_proj.weight in "
+            "expected shape (8, 16), found (16, 16): model.layers.0.self_attn.k_proj.weight in "
             "model.safetensors"
         ),
-        "expected one of BF16, F16, F32, came I8: lm_head.weight in model.safetensors",
+        "expected one of BF16, F16, F32, found I8: lm_head.weight in model.safetensors",
     ):
         assert line in str(error.value)
 
 
-def test_what_other_tools_repeat_is_passed_over(tmp_path):
+def test_redundant_tensors_are_ignored(tmp_path):
     policy, params = saved(tmp_path / "policy", tie_word_embeddings=True)
     file = tmp_path / "policy" / "model.safetensors"
     repeated = {
@@ -226,7 +227,7 @@ def test_what_other_tools_repeat_is_passed_over(tmp_path):
     assert_equal(hf.load(tmp_path / "policy", policy, on_one_device(policy)), params)
 
 
-def test_a_folder_without_a_policy_says_what_it_lacks(tmp_path):
+def test_folder_without_policy_is_refused(tmp_path):
     with pytest.raises(FileNotFoundError, match=r"folder with config\.json"):
         hf.read_config(tmp_path)
     (tmp_path / "pytorch_model.bin").touch()
@@ -237,7 +238,7 @@ def test_a_folder_without_a_policy_says_what_it_lacks(tmp_path):
         hf.load(tmp_path, policy, on_one_device(policy))
 
 
-def test_the_tokenizer_travels_with_the_policy_and_nothing_else_is_touched(tmp_path):
+def test_save_copies_tokenizer_files_and_keeps_other_files(tmp_path):
     (tmp_path / "source").mkdir()
     for name in (
         "tokenizer.json",
@@ -251,8 +252,8 @@ def test_the_tokenizer_travels_with_the_policy_and_nothing_else_is_touched(tmp_p
     hf.save(tmp_path / "deep" / "policy", policy, params, tokenizer_folder=tmp_path / "source")
     files = {"config.json", "model.safetensors", "tokenizer.json", "tokenizer_config.json"}
     assert {file.name for file in (tmp_path / "deep" / "policy").iterdir()} == files
-    # Saved again over a folder in use: its own files are replaced, what else lies there stays,
-    # nothing is left over.
+    # Saved again into an existing folder: its weights are replaced, other files stay, and no
+    # temporary files are left.
     (tmp_path / "deep" / "policy" / "README.md").write_text("kept")
     newer = random_params(policy, seed=1)
     hf.save(tmp_path / "deep" / "policy", policy, newer)
@@ -261,7 +262,7 @@ def test_the_tokenizer_travels_with_the_policy_and_nothing_else_is_touched(tmp_p
     assert [file.name for file in (tmp_path / "deep").iterdir()] == ["policy"]
 
 
-def test_a_save_that_fails_leaves_nothing_behind(tmp_path):
+def test_failed_save_leaves_no_files(tmp_path):
     policy = tiny_policy()
     params = random_params(policy) | {"norm": None}
     with pytest.raises(TypeError, match="NoneType"):
@@ -275,36 +276,37 @@ def edit_config(folder: Path, **changes: object) -> dict[str, object]:
     return config
 
 
-def test_a_head_that_contradicts_tied_embeddings_is_refused(tmp_path):
+def test_untied_head_with_tied_config_is_refused(tmp_path):
     saved(tmp_path, tie_word_embeddings=False)
     edit_config(tmp_path, tie_word_embeddings=True)
     policy = Policy(hf.read_config(tmp_path))
     with pytest.raises(
         ValueError,
-        match=r"tie_word_embeddings=true, but lm_head\.weight in model\.safetensors differs",
+        match=r"expected lm_head\.weight in model\.safetensors to equal .* tie_word_embeddings=true",
     ):
         hf.load(tmp_path, policy, on_one_device(policy))
 
 
-def test_whole_and_sharded_weights_together_are_refused(tmp_path):
+def test_single_file_and_index_together_are_refused(tmp_path):
     policy, params = saved(tmp_path)
     hf.save(tmp_path / "sharded", policy, params, shard_bytes=4000)
     for file in (tmp_path / "sharded").iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     with pytest.raises(
-        ValueError, match=r"holds model\.safetensors and model\.safetensors\.index\.json"
+        ValueError,
+        match=r"expected model\.safetensors or model\.safetensors\.index\.json, found both",
     ):
         hf.load(tmp_path, policy, on_one_device(policy))
 
 
-def test_an_index_of_the_only_file_is_accepted(tmp_path):
+def test_index_of_a_single_file_is_accepted(tmp_path):
     policy, params = saved(tmp_path)
     placed = dict.fromkeys(load_file(tmp_path / "model.safetensors"), "model.safetensors")
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": placed}))
     assert_equal(hf.load(tmp_path, policy, on_one_device(policy)), params)
 
 
-def test_a_tensor_in_two_shards_is_refused(tmp_path):
+def test_tensor_in_two_files_is_refused(tmp_path):
     policy, params = saved(tmp_path)
     hf.save(tmp_path, policy, params, shard_bytes=4000)
     first, *_, last = sorted(tmp_path.glob("*.safetensors"))
@@ -312,12 +314,12 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
     save_file(load_file(last) | twice, last)
     with pytest.raises(
         ValueError,
-        match=r"expected each tensor in one file; came model\.embed_tokens\.weight in model-00001",
+        match=r"expected each tensor in one file, found model\.embed_tokens\.weight in model-00001",
     ):
         hf.load(tmp_path, policy, on_one_device(policy))
 
 
-def test_an_index_that_names_another_file_is_refused(tmp_path):
+def test_index_with_wrong_file_is_refused(tmp_path):
     policy, params = saved(tmp_path / "policy")
     hf.save(tmp_path / "policy", policy, params, shard_bytes=4000)
     path = tmp_path / "policy" / "model.safetensors.index.json"
@@ -326,7 +328,7 @@ def test_an_index_that_names_another_file_is_refused(tmp_path):
     path.write_text(json.dumps(index))
     with pytest.raises(
         ValueError,
-        match=r"names another file than the one that holds it for 1 tensors: model\.norm\.weight",
+        match=r"expected the file of each tensor, found another file for 1 tensors: model\.norm\.weight",
     ):
         hf.load(tmp_path / "policy", policy, on_one_device(policy))
 
@@ -360,7 +362,7 @@ def test_export_keeps_config_json_byte_for_byte(tmp_path):
     }
 
 
-def test_export_of_a_scalar_head_replaces_only_what_describes_it(tmp_path):
+def test_scalar_head_export_changes_only_head_keys(tmp_path):
     saved(tmp_path / "original")
     config = edit_config(
         tmp_path / "original",
@@ -387,7 +389,7 @@ def test_export_of_a_scalar_head_replaces_only_what_describes_it(tmp_path):
     assert hf.read_config(tmp_path / "reward") == reward.config
 
 
-def test_export_of_a_reward_model_pads_with_its_own_token(tmp_path):
+def test_reward_model_export_sets_the_pad_token(tmp_path):
     saved(tmp_path / "original")
     tokens = [{"id": 4, "content": "<end>"}, {"id": 5, "content": "<pad>"}]
     (tmp_path / "original" / "tokenizer.json").write_text(json.dumps({"added_tokens": tokens}))
@@ -410,7 +412,7 @@ def test_export_of_a_reward_model_pads_with_its_own_token(tmp_path):
             assert written == {"eos_token": "<end>", "pad_token": "<pad>"}
 
 
-def test_export_keeps_the_template_for_tools(tmp_path):
+def test_export_keeps_the_tool_template(tmp_path):
     policy, params = saved(tmp_path / "original")
     template = Path("additional_chat_templates") / "tool_use.jinja"
     (tmp_path / "original" / template).parent.mkdir()
@@ -420,7 +422,7 @@ def test_export_keeps_the_template_for_tools(tmp_path):
         assert (tmp_path / "written" / template).read_text() == "tools"
 
 
-def test_ignored_keys_survive_the_export(tmp_path):
+def test_ignored_keys_are_exported(tmp_path):
     _, params = saved(tmp_path / "original")
     edit_config(tmp_path / "original", frobnicate=2)
     with pytest.raises(

@@ -5,7 +5,7 @@ import pytest
 from areal_jax.models.known import KNOWN, known_shape
 
 
-# Billions of parameters as their model cards say.
+# Billions of parameters according to the model cards.
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
@@ -19,29 +19,27 @@ from areal_jax.models.known import KNOWN, known_shape
         ("qwen3-30b-a3b", 30.5),
     ],
 )
-def test_a_known_shape_has_as_many_parameters_as_its_card_says(name: str, billions: float) -> None:
+def test_known_policies_have_the_parameters_of_their_card(name: str, billions: float) -> None:
     assert known_shape(name).num_params / 1e9 == pytest.approx(billions, rel=0.02)
 
 
-def test_a_token_meets_its_own_experts_and_the_head_but_not_the_embedding() -> None:
-    # The card says 3.3 B activated, the embedding's 0.3 B among them.
-    assert known_shape("qwen3-30b-a3b").multiplied_params / 1e9 == pytest.approx(3.04, rel=0.01)
+def test_matmul_params_count_active_experts_and_head() -> None:
+    # According to the card 3.3 B activated, including 0.3 B of the embedding.
+    assert known_shape("qwen3-30b-a3b").matmul_params / 1e9 == pytest.approx(3.04, rel=0.01)
     # 7.62 B less 152064 x 3584 of the embedding, biases and norms.
-    assert known_shape("qwen2.5-7b").multiplied_params / 1e9 == pytest.approx(
-        7.62 - 0.545, rel=0.001
-    )
+    assert known_shape("qwen2.5-7b").matmul_params / 1e9 == pytest.approx(7.62 - 0.545, rel=0.001)
     # 28 layers, keys and values, 2 heads of 128: 14336 numbers.
     assert known_shape("qwen2.5-1.5b").cached_per_token == 28 * 2 * 2 * 128
 
 
 @pytest.mark.parametrize("name", KNOWN)
-def test_every_known_shape_is_one_that_the_decoder_has(name: str) -> None:
+def test_decoder_declares_every_known_policy(name: str) -> None:
     shape = known_shape(name)
-    assert shape.multiplied_params < 1.1 * shape.num_params
+    assert shape.matmul_params < 1.1 * shape.num_params
 
 
-def test_an_unknown_name_is_refused_with_the_known_ones() -> None:
+def test_unknown_name_is_refused_with_known_ones() -> None:
     with pytest.raises(
-        ValueError, match=r"'gpt-5' is known by name; known are qwen2.5-0.5b, qwen2.5-1.5b"
+        ValueError, match=r"known policy \(qwen2.5-0.5b, qwen2.5-1.5b.*found 'gpt-5'"
     ):
         known_shape("gpt-5")

@@ -1,5 +1,4 @@
-"""Adapters: the mathematics of the merged weights without merging, and PEFT's files.
-parity_peft/make.py made the fixtures."""
+"""LoRA adapters: equality with merged weights, and PEFT's files (fixtures of parity_peft/make.py)."""
 
 from __future__ import annotations
 
@@ -70,9 +69,9 @@ def of_fixture(family: str) -> tuple[Policy, Params, Params]:
 
 
 @pytest.mark.parametrize("family", ADAPTERS)
-def test_logits_are_those_of_peft(family: str) -> None:
+def test_adapter_logits_match_peft(family: str) -> None:
     policy, base, adapter = of_fixture(family)
-    lora.require_base(FIXTURES / family, str(BASES / family))
+    lora.check_base(FIXTURES / family, str(BASES / family))
     expected = load_file(FIXTURES / family / "expected.safetensors")
     ours = logits(policy, lora.attach(policy, base, adapter), jnp.asarray(expected["tokens"]))
     np.testing.assert_allclose(ours, expected["logits"], atol=1e-4)
@@ -81,7 +80,7 @@ def test_logits_are_those_of_peft(family: str) -> None:
 
 
 @pytest.mark.parametrize("family", ADAPTERS)
-def test_what_peft_saved_is_saved_again_bit_for_bit(family: str, tmp_path: Path) -> None:
+def test_resaving_peft_folder_is_bit_exact(family: str, tmp_path: Path) -> None:
     policy, _, adapter = of_fixture(family)
     lora.save(tmp_path, policy, adapter, f"tests/models/parity/{family}")
     theirs, ours = (load_file(folder / lora.WEIGHTS) for folder in (FIXTURES / family, tmp_path))
@@ -101,7 +100,7 @@ def test_what_peft_saved_is_saved_again_bit_for_bit(family: str, tmp_path: Path)
 @pytest.mark.parametrize(
     "architecture", ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM"]
 )
-def test_an_adapter_computes_what_the_merged_weights_do(architecture: str) -> None:
+def test_adapter_equals_merged_weights(architecture: str) -> None:
     policy = adapted(architecture)
     base, adapter = random_params(policy), random_adapter(policy)
     expected = logits(policy, merged(policy, base, adapter))
@@ -113,7 +112,7 @@ def test_an_adapter_computes_what_the_merged_weights_do(architecture: str) -> No
     assert jnp.abs(logits(policy, base) - expected).mean() > 0.1
 
 
-def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule() -> None:
+def test_adapter_gradients_follow_from_merged_weights() -> None:
     policy = adapted(rslora=True)
     base, adapter = random_params(policy), random_adapter(policy)
     weights = jnp.asarray(np.random.default_rng(5).normal(size=(2, 12, 40)) / 100, jnp.float32)
@@ -142,7 +141,7 @@ def test_gradients_are_those_of_the_merged_weights_by_the_chain_rule() -> None:
             assert np.abs(found["a"]).max() > 1e-3
 
 
-def test_no_gradient_of_a_frozen_weight_is_computed() -> None:
+def test_frozen_weights_have_no_gradient_computation() -> None:
     policy = Policy(
         tiny_policy(hidden_size=64, intermediate_size=192, num_hidden_layers=2).config, LoRA(rank=1)
     )
@@ -153,18 +152,18 @@ def test_no_gradient_of_a_frozen_weight_is_computed() -> None:
         assert cost is not None
         return cost["flops"]
 
-    whole = flops(lambda base, _: logits(policy, base, unroll=True).sum(), base, adapter)
+    full = flops(lambda base, _: logits(policy, base, unroll=True).sum(), base, adapter)
     part = flops(
         lambda adapter, base: logits(policy, lora.attach(policy, base, adapter), unroll=True).sum(),
         adapter,
         base,
     )
-    # Forward, and of the backward pass only the half that goes on to x: two thirds, a little of
-    # rank 1, and attention.
-    assert 0.6 < part / whole < 0.8
+    # Forward pass, and the half of the backward pass for x: two thirds, plus a little for rank 1 and
+    # attention.
+    assert 0.6 < part / full < 0.8
 
 
-def test_a_fresh_adapter_changes_nothing_and_is_drawn_as_peft_draws() -> None:
+def test_new_adapter_is_a_no_op_and_sampled_like_pefts() -> None:
     policy = adapted(rank=8)
     adapter = jax.jit(lambda key: lora.init(policy, key))(jax.random.key(0))
     base = random_params(policy)
@@ -184,9 +183,9 @@ def test_a_fresh_adapter_changes_nothing_and_is_drawn_as_peft_draws() -> None:
     ).all()
 
 
-def test_a_narrow_base_keeps_what_an_adapter_adds() -> None:
-    # W lies on the grid of bfloat16; updates of a thousandth of W are a quarter of its step, and
-    # merging would lose them.
+def test_bfloat16_base_preserves_small_adapter_updates() -> None:
+    # W is representable in bfloat16; updates of a thousandth of W are a quarter of its rounding step,
+    # so that merging would lose them.
     policy = adapted()
     base = jax.tree.map(
         lambda leaf: leaf.astype(jnp.bfloat16).astype(jnp.float32), random_params(policy)
@@ -203,7 +202,7 @@ def test_a_narrow_base_keeps_what_an_adapter_adds() -> None:
 
 
 def broken(tmp_path: Path, tensors: Callable[[dict], Any] = lambda _: None, **config: Any) -> Path:
-    """The fixture of qwen2 with something wrong."""
+    """Copy the fixture of qwen2 with changed settings or tensors."""
     folder = tmp_path / "adapter"
     shutil.copytree(FIXTURES / "qwen2", folder)
     found = load_file(folder / lora.WEIGHTS)
@@ -219,16 +218,16 @@ K0 = "base_model.model.model.layers.0.self_attn.k_proj.lora_B.weight"
 
 
 @pytest.mark.parametrize(
-    ("tensors", "said"),
+    ("tensors", "message"),
     [
         (lambda found: found.pop(K0), f"missing: {K0} of shape (16, 4)"),
         (
             lambda found: found.update({K0: np.zeros((9, 4), np.float32)}),
-            f"expected shape (16, 4), came (9, 4): {K0}",
+            f"expected shape (16, 4), found (9, 4): {K0}",
         ),
         (
             lambda found: found.update({K0: np.zeros((16, 4), np.int8)}),
-            f"expected one of BF16, F16, F32, came I8: {K0}",
+            f"expected one of BF16, F16, F32, found I8: {K0}",
         ),
         (
             lambda found: found.update({"lm_head.weight": np.zeros(2, np.float32)}),
@@ -236,35 +235,35 @@ K0 = "base_model.model.model.layers.0.self_attn.k_proj.lora_B.weight"
         ),
     ],
 )
-def test_tensors_that_do_not_fit_are_named(
-    tmp_path: Path, tensors: Callable[[dict], Any], said: str
+def test_mismatched_adapter_tensors_are_named(
+    tmp_path: Path, tensors: Callable[[dict], Any], message: str
 ) -> None:
     folder = broken(tmp_path, tensors)
     policy = Policy(hf.read_config(BASES / "qwen2"), lora.read_config(folder))
     with pytest.raises(ValueError) as raised:
         lora.load(folder, policy, placed(policy))
     assert str(folder / lora.WEIGHTS) in str(raised.value)
-    assert str(raised.value).splitlines()[1:] == [f"  {said} in {lora.WEIGHTS}"]
+    assert str(raised.value).splitlines()[1:] == [f"  {message} in {lora.WEIGHTS}"]
 
 
-def test_an_adapter_of_another_shape_of_policy_is_refused() -> None:
+def test_adapter_of_another_architecture_is_refused() -> None:
     policy = Policy(hf.read_config(BASES / "qwen3"), lora.read_config(FIXTURES / "qwen2"))
     with pytest.raises(
         ValueError,
-        match=r"expected shape \(48, 4\), came \(32, 4\): .*layers.0.self_attn.q_proj.lora_B",
+        match=r"expected shape \(48, 4\), found \(32, 4\): .*layers.0.self_attn.q_proj.lora_B",
     ):
         lora.load(FIXTURES / "qwen2", policy, placed(policy))
 
 
-def test_keys_of_an_adapter_may_be_ignored_by_name(tmp_path: Path) -> None:
+def test_adapter_keys_can_be_ignored(tmp_path: Path) -> None:
     folder = broken(tmp_path, lora_dropout=0.05, frobnicate=2)
-    # The setting also names keys of config.json.
+    # The setting may also contain keys of config.json.
     ignored = ["lora_dropout", "frobnicate", "attention_dropout", "r"]
     assert lora.read_config(folder, ignored) == lora.read_config(FIXTURES / "qwen2")
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("setting", "message"),
     [
         (
             {"peft_type": "IA3"},
@@ -278,11 +277,11 @@ def test_keys_of_an_adapter_may_be_ignored_by_name(tmp_path: Path) -> None:
         ),
         ({"use_dora": True}, "use_dora=True"),
         ({"rank_pattern": {"q_proj": 2}}, "rank_pattern={'q_proj': 2}"),
-        ({"target_modules": "all-linear"}, "came 'all-linear'"),
-        ({"target_modules": ["q_proj", "lm_head"]}, "came ['q_proj', 'lm_head']"),
+        ({"target_modules": "all-linear"}, "found 'all-linear'"),
+        ({"target_modules": ["q_proj", "lm_head"]}, "found ['q_proj', 'lm_head']"),
         (
             {"init_lora_weights": "pissa_niter_16"},
-            "init_lora_weights='pissa_niter_16' is not supported",
+            "found init_lora_weights='pissa_niter_16'",
         ),
         ({"init_lora_weights": "olora"}, "init_lora_weights='olora'"),
         ({"init_lora_weights": "corda"}, "init_lora_weights='corda'"),
@@ -292,25 +291,25 @@ def test_keys_of_an_adapter_may_be_ignored_by_name(tmp_path: Path) -> None:
         ({"r": 0}, "expected r to be a positive integer"),
     ],
 )
-def test_unsupported_settings_are_named(tmp_path: Path, setting: dict[str, Any], said: str) -> None:
+def test_unsupported_adapter_settings_are_refused(
+    tmp_path: Path, setting: dict[str, Any], message: str
+) -> None:
     folder = broken(tmp_path, **setting)
     with pytest.raises(ValueError) as raised:
         lora.read_config(folder)
     assert str(raised.value).startswith(f"{folder / lora.CONFIG}: ")
-    assert said in str(raised.value)
+    assert message in str(raised.value)
 
 
 @pytest.mark.parametrize("begun", [True, False, "gaussian", "eva"])
-def test_how_an_adapter_began_makes_no_difference_where_the_base_stayed(
-    tmp_path: Path, begun: bool | str
-) -> None:
+def test_inits_that_keep_the_base_are_accepted(tmp_path: Path, begun: bool | str) -> None:
     assert lora.read_config(broken(tmp_path, init_lora_weights=begun)) == lora.read_config(
         FIXTURES / "qwen2"
     )
 
 
 @pytest.mark.parametrize(
-    ("came", "policy", "fits"),
+    ("base", "policy", "fits"),
     [
         ("Qwen/Qwen2.5-7B", "Qwen/Qwen2.5-7B", True),
         ("Qwen/Qwen2.5-7B", "/models/Qwen2.5-7B", True),
@@ -318,20 +317,20 @@ def test_how_an_adapter_began_makes_no_difference_where_the_base_stayed(
         ("Qwen/Qwen2.5-7B-Instruct", "Qwen/Qwen2.5-7B", False),
     ],
 )
-def test_an_adapter_belongs_to_the_policy_it_names(
-    tmp_path: Path, came: str | None, policy: str, fits: bool
+def test_adapter_of_another_base_is_refused(
+    tmp_path: Path, base: str | None, policy: str, fits: bool
 ) -> None:
-    folder = broken(tmp_path, base_model_name_or_path=came)
+    folder = broken(tmp_path, base_model_name_or_path=base)
     if fits:
-        lora.require_base(folder, policy)
+        lora.check_base(folder, policy)
     else:
         with pytest.raises(
-            ValueError, match=rf"{lora.CONFIG}: expected an adapter of '{policy}', came .*'{came}'"
+            ValueError, match=rf"{lora.CONFIG}: expected an adapter of '{policy}', found .*'{base}'"
         ):
-            lora.require_base(folder, policy)
+            lora.check_base(folder, policy)
 
 
-def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
+def test_missing_or_damaged_adapter_files_are_named(tmp_path: Path) -> None:
     with pytest.raises(FileNotFoundError, match=r"adapter_config\.json at .*; set policy\.adapter"):
         lora.read_config(tmp_path)
     folder = broken(tmp_path)
@@ -340,12 +339,12 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
     weights.write_bytes(weights.read_bytes()[:-100])
     with pytest.raises(
         ValueError,
-        match=r"adapter_model\.safetensors: expected a whole safetensors file, came [\d,]+ bytes",
+        match=r"adapter_model\.safetensors: expected a complete safetensors file, found [\d,]+ bytes",
     ):
         lora.load(folder, policy, placed(policy))
     weights.unlink()
     with pytest.raises(
-        FileNotFoundError, match=r"expected adapter_model\.safetensors beside adapter_config\.json"
+        FileNotFoundError, match=r"expected adapter_model\.safetensors and adapter_config\.json"
     ):
         lora.load(folder, policy, placed(policy))
     (folder / lora.CONFIG).write_text("{")
@@ -353,7 +352,7 @@ def test_files_that_are_missing_or_damaged_are_named(tmp_path: Path) -> None:
         lora.read_config(folder)
 
 
-def test_a_target_that_the_architecture_lacks_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_target_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     policy = adapted(targets=("q_proj", "up_proj"))
     declared = policy.abstract()
     del declared["layers"]["mlp"]["up"]

@@ -37,7 +37,7 @@ CHOSEN = jnp.asarray(np.argsort(np.random.default_rng(5).random((B, T, E)), axis
 
 
 def every_expert(x, weights, chosen, gate, up, down):
-    """The formula: all experts for all tokens, most with weight 0."""
+    """Compute all experts for all tokens, most with weight 0."""
     out = jnp.einsum(
         "btef,efd->bted",
         jax.nn.silu(jnp.einsum("btd,edf->btef", x, gate)) * jnp.einsum("btd,edf->btef", x, up),
@@ -49,7 +49,7 @@ def every_expert(x, weights, chosen, gate, up, down):
 
 
 def assert_same(experts, *arguments, chosen=CHOSEN):
-    """Equal output and equal gradient of all that has one."""
+    """Check that outputs and all gradients are equal."""
 
     def compared(function):
         def loss(x, weights, gate, up, down):
@@ -65,11 +65,11 @@ def assert_same(experts, *arguments, chosen=CHOSEN):
     )
 
 
-def test_a_token_gets_the_weighted_sum_of_its_experts():
+def test_moe_output_is_the_weighted_sum_of_experts():
     assert_same(local_experts, X, WEIGHTS, GATE, UP, DOWN)
 
 
-def test_no_token_is_dropped_where_all_want_the_same_experts():
+def test_no_token_is_dropped_under_extreme_imbalance():
     assert_same(
         local_experts,
         X,
@@ -81,7 +81,7 @@ def test_no_token_is_dropped_where_all_want_the_same_experts():
     )
 
 
-def test_what_experts_elsewhere_add_is_left_out():
+def test_local_experts_leave_out_remote_terms():
     halves = (
         local_experts(X, WEIGHTS, CHOSEN, *(w[i : i + 2] for w in (GATE, UP, DOWN)), first=i)
         for i in (0, 2)
@@ -93,10 +93,10 @@ def test_what_experts_elsewhere_add_is_left_out():
 
 @pytest.mark.parametrize(
     ("fsdp", "expert", "tensor"),
-    # Three shards do not divide four experts: all hold them whole.
+    # Three shards do not divide four experts, so that every device has all.
     [(2, 2, 2), (1, 4, 2), (4, 1, 2), (2, 4, 1)],
 )
-def test_experts_cut_over_eight_devices_are_those_of_one(fsdp, expert, tensor):
+def test_expert_parallelism_keeps_output_and_gradient(fsdp, expert, tensor):
     placement = PlacementConfig(
         train_devices=8,
         rollout_devices=1,
@@ -115,8 +115,8 @@ def test_experts_cut_over_eight_devices_are_those_of_one(fsdp, expert, tensor):
 
 
 @pytest.mark.parametrize(("data", "tensor"), [(2, 4), (1, 3)])
-def test_experts_of_a_rollout_mesh_lie_over_its_tensor_axis(data, tensor):
-    # Three shards do not divide four experts, but their width of six.
+def test_rollout_mesh_shards_experts_over_tensor(data, tensor):
+    # Three shards divide the width of six, but not four experts.
     placement = PlacementConfig(
         rollout_devices=data * tensor, train_devices=1, rollout_tensor=tensor
     )
@@ -136,7 +136,7 @@ def test_balance_loss_by_hand():
     # One layer alone: 2 · (0.75 · 0.8 + 0.25 · 0.2) = 1.3.
     first = Routing(routing.chosen[:1], routing.probability[:1])
     assert balance_loss(first, jnp.float32(4)) == pytest.approx(1.3)
-    # The busiest of two experts has 3 where the mean is 2; none is idle.
+    # The busiest of two experts has 3 with a mean of 2; none is idle.
     assert {name: float(value) for name, value in router_metrics(first).items()} == {
         "router_busiest_expert": 1.5,
         "router_idle_experts": 0.0,
@@ -144,7 +144,7 @@ def test_balance_loss_by_hand():
 
 
 @pytest.mark.parametrize("unroll", [False, True])
-def test_routing_counts_each_layer_and_no_padding(unroll):
+def test_routing_counts_all_layers_without_padding(unroll):
     policy = tiny_policy("Qwen3MoeForCausalLM")
     params = random_params(policy)
     tokens = jnp.asarray(np.random.default_rng(1).integers(0, 40, (2, 5)))
@@ -173,15 +173,14 @@ def test_routing_counts_each_layer_and_no_padding(unroll):
 
 
 def layer_of(**settings: object) -> tuple[MoE, jax.Array]:
-    """A layer's experts, and what goes into them."""
+    """Make the experts of a layer, and their inputs."""
     config = tiny_policy("Qwen3MoeForCausalLM", **settings).config
     assert config.moe is not None
     return MoE(config, config.moe, jax.random.key(0)), draw(2, 6, config.hidden_size, seed=6)
 
 
-def test_a_tokens_weights_sum_to_one_only_where_asked():
-    # With one expert a token, its weight is 1, or its probability, which is below 1 and above that
-    # of three others.
+def test_expert_weights_sum_to_one_with_norm_topk_prob():
+    # With one expert per token, its weight is 1, or its probability, which is between 1/4 and 1.
     (plain, x), (normalised, _) = (
         layer_of(num_experts_per_tok=1, norm_topk_prob=asked) for asked in (False, True)
     )
@@ -190,9 +189,9 @@ def test_a_tokens_weights_sum_to_one_only_where_asked():
     assert ((share > 0.25) & (share < 1)).all()
 
 
-def test_a_router_chooses_in_float32_whatever_computes_the_rest():
-    # Scores of two experts that bfloat16 cannot tell apart: those of the second are larger by one
-    # part in 1024, where positive.
+def test_router_is_float32_in_every_compute_dtype():
+    # Scores of two experts that are equal in bfloat16: those of the second are larger by one part in
+    # 1024 if positive.
     layer, x = layer_of(num_experts=2, num_experts_per_tok=1)
     layer.router[...] = draw(16, 1, seed=3) * jnp.array([1.0, 1 + 2**-10])
     x, counted = x.astype(jnp.bfloat16), jnp.ones((2, 6), bool)
@@ -201,35 +200,35 @@ def test_a_router_chooses_in_float32_whatever_computes_the_rest():
     )
     assert narrow is not None and wide is not None
     np.testing.assert_array_equal(narrow.chosen, wide.chosen)
-    # With a router in bfloat16 all twelve scores were equal, and every token went to the first.
+    # With a router in bfloat16 all twelve scores would be equal, and every token would choose the first.
     assert narrow.chosen[1] == (x.astype(jnp.float32) @ layer.router[..., 0] > 0).sum() == 7
 
 
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
-def test_products_by_blocks_are_those_of_the_kernel_for_tpus(dtype):
-    # Groups of 4, 0 and 8 rows in blocks of 4, and a block behind them all, whose rows are zero.
+def test_block_products_match_ragged_dot(dtype):
+    # Groups of 4, 0 and 8 rows in blocks of 4, and a last block of zero rows.
     sizes, x, dy = (
         jnp.array([4, 0, 8]),
         draw(16, D, seed=0).at[12:].set(0).astype(dtype),
         draw(16, F, seed=1).astype(dtype),
     )
     w = draw(3, D, F, seed=2).astype(dtype)
-    blocks, whole = moe._by_blocks(x, w, sizes, block=4), jax.lax.ragged_dot(x, w, sizes)
-    assert blocks.dtype == whole.dtype == dtype
+    blocks, ragged = moe._by_blocks(x, w, sizes, block=4), jax.lax.ragged_dot(x, w, sizes)
+    assert blocks.dtype == ragged.dtype == dtype
     np.testing.assert_allclose(
-        blocks[:12].astype(float), whole[:12].astype(float), atol=1e-6, rtol=1e-2
+        blocks[:12].astype(float), ragged[:12].astype(float), atol=1e-6, rtol=1e-2
     )
-    blocks, whole = (
+    blocks, ragged = (
         moe._gradient_by_blocks(x, dy, sizes, block=4),
         moe._ragged_gradient(x, dy, sizes),
     )
-    assert blocks.dtype == whole.dtype == jnp.float32  # not the sum of what was rounded
-    np.testing.assert_allclose(blocks, whole, atol=1e-6)
+    assert blocks.dtype == ragged.dtype == jnp.float32  # not a sum of rounded terms
+    np.testing.assert_allclose(blocks, ragged, atol=1e-6)
 
 
 @pytest.mark.parametrize(("rows", "tokens"), [(1, 1), (1, 3), (2, 40)])
-def test_few_and_many_tokens_an_expert(rows, tokens):
-    # From fewer places than experts, as in a decode step, to twenty an expert.
+def test_expert_output_for_few_and_many_tokens(rows, tokens):
+    # From fewer assignments than experts, as in a decode step, to twenty per expert.
     x, weights = draw(rows, tokens, D, seed=0), draw(rows, tokens, K, seed=1)
     chosen = jnp.asarray(
         np.argsort(np.random.default_rng(5).random((rows, tokens, E)) ** 4, axis=-1)[..., :K]

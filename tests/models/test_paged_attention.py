@@ -1,4 +1,4 @@
-"""Attention to pages, by every path, against the formula."""
+"""Paged attention of every kernel against the formula."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ KEYS, VALUES = (
 
 
 def pages(dtype: str = "float32") -> Pages:
-    """Pages that hold the first tokens of three sequences, written in two goes."""
-    # What was there before must not be read.
+    """Write the first tokens of three sequences into pages, in two parts."""
+    # Earlier content must not be read.
     shape = (K, P, PAGE, H)
     waste, scales = (
         jnp.full(shape, 100, dtype),
@@ -51,7 +51,7 @@ def pages(dtype: str = "float32") -> Pages:
 
 
 def by_formula(q: Array, window: int | None) -> Array:
-    """Of the last tokens of every sequence."""
+    """Compute attention of the last tokens of every sequence by the formula."""
     ends = jnp.asarray(LENGTHS)[:, None] - q.shape[1] + jnp.arange(q.shape[1])
     ages = ends[:, :, None] - jnp.arange(KEYS.shape[1])
     mask = (ages >= 0) & (ages < (window or 10**6))
@@ -60,17 +60,17 @@ def by_formula(q: Array, window: int | None) -> Array:
 
 @pytest.mark.parametrize("window", [None, 50])
 @pytest.mark.parametrize("new", [1, 7])
-def test_the_plain_path_is_the_formula(new: int, window: int | None):
+def test_plain_paged_attention_matches_the_formula(new: int, window: int | None):
     q = jnp.asarray(rng.normal(size=(B, new, N, H)), jnp.float32)
     starts = jnp.asarray(LENGTHS, jnp.int32) - new
-    # The first sequence has a single token: with seven, its first six have no place.
+    # The first sequence has a single token: of seven queries, the first six have no position.
     rows = slice(None) if new == 1 else slice(1, None)
     out = attend_to_pages(q, pages(), TABLE, starts, window)
     np.testing.assert_allclose(out[rows], by_formula(q, window)[rows], atol=2e-6)
 
 
 @pytest.mark.parametrize("window", [None, 50])
-def test_the_gpus_kernel_is_the_formula(window: int | None):
+def test_gpu_paged_kernel_matches_the_formula(window: int | None):
     q = jnp.asarray(rng.normal(size=(B, 1, N, H)), jnp.float32)
     out = gpu_paged_attention(
         q[:, 0], *pages(), TABLE, jnp.asarray(LENGTHS), window=window, interpret=True
@@ -79,7 +79,7 @@ def test_the_gpus_kernel_is_the_formula(window: int | None):
 
 
 @pytest.mark.parametrize(("dtype", "most"), [("int8", 0.01), ("float8_e4m3fn", 0.05)])
-def test_narrow_pages_hold_every_number_to_a_share_of_its_heads_largest(dtype: str, most: float):
+def test_quantized_pages_bound_the_error_by_the_largest_number(dtype: str, most: float):
     narrow = pages(dtype)
     for row, length in enumerate(LENGTHS):
         for x, read in zip(
@@ -87,8 +87,8 @@ def test_narrow_pages_hold_every_number_to_a_share_of_its_heads_largest(dtype: s
         ):
             exact, found = x[row, :length].swapaxes(0, 1), read[:, :length]
             largest = jnp.abs(exact).max(axis=-1, keepdims=True)
-            # int8: half a step of 1/127. float8 with three bits behind the point: half a step of
-            # 1/8, of a number itself.
+            # int8: half a step of 1/127. float8 with three mantissa bits: half a step of 1/8, relative
+            # to the number.
             assert float((jnp.abs(found - exact) / largest).max()) <= (
                 0.5 / 127 + 1e-6 if dtype == "int8" else 1 / 16
             )
@@ -100,7 +100,7 @@ def test_narrow_pages_hold_every_number_to_a_share_of_its_heads_largest(dtype: s
 
 
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
-def test_accelerators_read_pages_through_a_kernel(platform: str):
+def test_accelerators_use_paged_kernels(platform: str):
     if platform == "cuda" and jax.__version_info__ >= (0, 12):
         pytest.skip("since jax 0.12 a kernel for GPUs is lowered only where there is one")
     assert choose_paged_kernel(platform, 128, 16, is_narrow=False) == (
@@ -132,7 +132,7 @@ def test_accelerators_read_pages_through_a_kernel(platform: str):
         )
 
 
-def test_what_no_kernel_can_read_is_read_by_the_plain_path():
+def test_unsupported_sizes_use_the_plain_path():
     assert choose_paged_kernel("cpu", 128, 16, is_narrow=False) == "plain"
     assert choose_paged_kernel("cuda", 80, 16, is_narrow=False) == "plain"
     assert choose_paged_kernel("tpu", 128, 16, is_narrow=True) == "plain"

@@ -1,4 +1,4 @@
-"""The decoder against what transformers computed; parity/make.py says how it was made."""
+"""The decoder against results of transformers, which parity/make.py has stored."""
 
 from functools import cache, partial
 from pathlib import Path
@@ -23,7 +23,7 @@ FAMILIES = sorted(folder.name for folder in FIXTURES.iterdir() if folder.is_dir(
 
 
 class Original(NamedTuple):
-    """A checkpoint, and what transformers computes of it."""
+    """A checkpoint, and the results of transformers with it."""
 
     policy: Policy
     params: Params
@@ -41,10 +41,10 @@ def original(family: str) -> Original:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_packed_logits_loss_and_gradient_are_those_of_transformers(family: str) -> None:
+def test_packed_logits_loss_and_gradient_match_transformers(family: str) -> None:
     policy, params, expected, tokens = original(family)
     rows, length = tokens.shape
-    # Both rows one behind the other, and padding.
+    # Both rows packed into one, with padding.
     segments = jnp.concatenate([jnp.repeat(jnp.arange(1, rows + 1), length), jnp.zeros(4, int)])[
         None
     ]
@@ -92,7 +92,7 @@ def test_packed_logits_loss_and_gradient_are_those_of_transformers(family: str) 
 
 
 @pytest.mark.parametrize("family", ["qwen2", "llama3", "qwen3_window", "qwen3_moe"])
-def test_cached_logits_are_those_of_transformers(family: str) -> None:
+def test_cached_logits_match_transformers(family: str) -> None:
     policy, params, expected, tokens = original(family)
     hidden = cached_hidden(policy, params, tokens, prompt=4)
     np.testing.assert_allclose(hidden @ policy.head(params), expected["logits"], atol=1e-4)

@@ -1,4 +1,4 @@
-"""One number a token in place of a vocabulary."""
+"""Scalar heads: one number per token instead of logits."""
 
 import dataclasses
 import json
@@ -29,7 +29,7 @@ def scalar(policy: Policy, readout: Readout = "TokenClassification") -> Policy:
 
 
 @pytest.mark.parametrize("name", ["token", "sequence"])
-def test_values_are_those_of_transformers(name: str) -> None:
+def test_scalar_head_values_match_transformers(name: str) -> None:
     policy = Policy(hf.read_config(FIXTURES / name))
     params = hf.load(FIXTURES / name, policy, on_one_device(policy))
     expected = load_file(FIXTURES / name / "expected.safetensors")
@@ -51,7 +51,7 @@ def test_values_are_those_of_transformers(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["token", "sequence"])
-def test_what_transformers_saved_is_saved_again_bit_for_bit(tmp_path: Path, name: str) -> None:
+def test_resaving_transformers_folder_is_bit_exact(tmp_path: Path, name: str) -> None:
     policy = Policy(hf.read_config(FIXTURES / name))
     params = hf.load(FIXTURES / name, policy, on_one_device(policy))
     hf.save(tmp_path / "critic", policy, params, dtype="bfloat16")
@@ -66,7 +66,7 @@ def test_what_transformers_saved_is_saved_again_bit_for_bit(tmp_path: Path, name
 
 @pytest.mark.parametrize("architecture", get_args(Family))
 @pytest.mark.parametrize("readout", SCALAR)
-def test_a_language_model_lends_all_but_its_head(
+def test_scalar_head_policy_loads_language_model_body(
     tmp_path: Path, architecture: Family, readout: Readout
 ) -> None:
     for tied in (True, False):
@@ -78,7 +78,7 @@ def test_a_language_model_lends_all_but_its_head(
             leaf.size for leaf in jax.tree.leaves(policy.abstract())
         )
         loaded = hf.load(tmp_path / f"{tied}", policy, on_one_device(policy))
-        # A fresh head says 0 of everything.
+        # The values of a new head are 0.
         head = {"value": np.zeros((16, 1))} | (
             {"value_bias": np.zeros(1)} if readout == "TokenClassification" else {}
         )
@@ -91,7 +91,7 @@ def test_a_language_model_lends_all_but_its_head(
         )
 
 
-def test_a_scalar_head_that_its_own_folder_lacks_is_not_made_up(tmp_path: Path) -> None:
+def test_missing_scalar_head_is_refused(tmp_path: Path) -> None:
     policy = scalar(tiny_policy())
     hf.save(tmp_path, policy, random_params(policy))
     tensors = load_file(tmp_path / "model.safetensors")
@@ -103,9 +103,7 @@ def test_a_scalar_head_that_its_own_folder_lacks_is_not_made_up(tmp_path: Path) 
 
 @pytest.mark.parametrize("architecture", get_args(Family))
 @pytest.mark.parametrize("readout", SCALAR)
-def test_a_readout_survives_the_trip_through_its_own_json(
-    architecture: Family, readout: Readout
-) -> None:
+def test_scalar_head_config_round_trips(architecture: Family, readout: Readout) -> None:
     config = dataclasses.replace(tiny_policy(architecture).config, readout=readout)
     written = json.loads(json.dumps(config.to_hf()))
     assert written["architectures"] == [architecture.replace("CausalLM", readout)]
@@ -113,20 +111,21 @@ def test_a_readout_survives_the_trip_through_its_own_json(
 
 
 @pytest.mark.parametrize("labels", [None, {"0": "bad", "1": "good"}])
-def test_more_labels_than_one_are_refused(labels: dict[str, str] | None) -> None:
+def test_several_labels_are_refused(labels: dict[str, str] | None) -> None:
     named = {"architectures": ["Qwen3MoeForSequenceClassification"], **SIZES, **EXPERTS}
     with pytest.raises(
-        ValueError, match="a test: Qwen3MoeForSequenceClassification of 2 labels is not supported"
+        ValueError,
+        match="a test: expected Qwen3MoeForSequenceClassification with 1 label in id2label, found 2",
     ):
         ModelConfig.from_hf(named | {"id2label": labels}, source="a test")
 
 
-def test_an_adapter_cannot_train_a_scalar_head() -> None:
+def test_adapter_with_scalar_head_is_refused() -> None:
     with pytest.raises(ValueError, match=r"leave out policy\.lora"):
         Policy(scalar(tiny_policy()).config, LoRA())
 
 
-def test_matrices_may_be_narrow_and_a_scalar_head_is_not() -> None:
+def test_scalar_head_is_float32_in_every_dtype() -> None:
     abstract = scalar(tiny_policy()).abstract(jnp.bfloat16)
     assert (abstract["embed"].dtype, abstract["value"].dtype, abstract["value_bias"].dtype) == (
         jnp.bfloat16,

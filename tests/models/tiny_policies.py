@@ -37,7 +37,7 @@ def tiny_policy(architecture: str = "Qwen2ForCausalLM", **settings: object) -> P
 
 
 def random_params(policy: Policy, seed: int = 0) -> Params:
-    """Biases and norms are random too, so that leaving one out shows."""
+    """Sample all parameters, including biases and norms, so that a missing one shows."""
     rng = np.random.default_rng(seed)
     return jax.tree.map(
         lambda leaf: jnp.asarray(
@@ -48,15 +48,14 @@ def random_params(policy: Policy, seed: int = 0) -> Params:
 
 
 def on_one_device(policy: Policy) -> Params:
-    """Shardings for `hf.load`."""
+    """Make shardings for `hf.load` on one device."""
     return jax.tree.map(lambda _: SingleDeviceSharding(jax.devices()[0]), policy.abstract())
 
 
 def cached_hidden(
     policy: Policy, params: Params, tokens: jax.Array, prompt: int, *, unroll: bool = False
 ) -> jax.Array:
-    """Final hidden states of rows whose first `prompt` tokens are prefilled, and whose others come
-    one by one."""
+    """Compute final hidden states: the first `prompt` tokens by prefill, the others by decode steps."""
     hidden = partial(policy.hidden, params, compute_dtype=jnp.float32, unroll=unroll)
     step_of = jax.jit(
         lambda token, step, caches: hidden(
@@ -81,7 +80,7 @@ def cached_hidden(
 
 
 def _attend_keeping(inner: Attend) -> Attend:
-    """Attend to the prompt itself and hand its keys and values out."""
+    """Attend within the prompt, and return its keys and values as cache."""
 
     def attend(q, k, v, cache, window=None):
         return inner(q, k, v, None, window)[0], (k, v)
@@ -90,8 +89,7 @@ def _attend_keeping(inner: Attend) -> Attend:
 
 
 def _attend_at(step: jax.Array) -> Attend:
-    """Write one token's keys and values at `step`, and attend to all up to it, or to the last
-    `window`."""
+    """Write keys and values of one token at `step`, and attend to the tokens up to it."""
 
     def attend(q, k, v, cache, window=None):
         k, v = (

@@ -175,7 +175,7 @@ def test_a_frozen_policy_of_other_tokens_or_none_is_refused_by_the_name_of_its_s
             None,
             3,
             (
-                "expected shape (3, 8), came (2, 8): "
+                "expected shape (3, 8), found (2, 8): "
                 "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
             ),
         ),

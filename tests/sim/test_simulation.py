@@ -146,7 +146,7 @@ def test_a_pipeline_costs_its_filling_and_its_fullest_stage_whatever_the_devices
     reached = Reached(update_s=0.0)
     fuller = model.num_params / (model.num_params - model.vocab_size * model.hidden_size)
     assert fuller == pytest.approx(1.077, abs=0.001)
-    micro_batch = 2 * model.multiplied_params * 4096 + 2 * model.attention_width * 4096 * 1024
+    micro_batch = 2 * model.matmul_params * 4096 + 2 * model.attention_width * 4096 * 1024
     stage_s = fuller * micro_batch / (4 * DEVICE.flops_per_s * reached.train_flops)
     found = []
     for num_devices in (8, 64):
@@ -168,7 +168,7 @@ def test_devices_with_whole_sequences_wait_for_the_longest_hand() -> None:
     lengths = np.array([3000.0, 1000.0, 2000.0, 2000.0])
 
     def alone_s(tokens: float) -> float:
-        flops = 2 * MODEL.multiplied_params * tokens + 2 * MODEL.attention_width * tokens**2
+        flops = 2 * MODEL.matmul_params * tokens + 2 * MODEL.attention_width * tokens**2
         return flops / (DEVICE.flops_per_s * reached.train_flops)
 
     passes_s = sum(map(alone_s, lengths)) / 2

@@ -1,19 +1,21 @@
-"""Make the parity fixtures: tiny random checkpoints written by transformers, with the logits that
-transformers computes.
+"""Make the parity fixtures: tiny random checkpoints and their logits, both from transformers.
 
-Run where torch is installed, which areal_jax itself does not need:
+Needs torch, which areal_jax itself does not:
 
     pip install torch==2.13.0 transformers==5.23.0 safetensors==0.8.0
     python tests/models/parity/make.py
 
-One folder per family: config.json and model.safetensors (or shards and an index), as
-`save_pretrained` writes them, and expected.safetensors with `tokens` [2, 16], float32 `logits` [2,
-16, vocabulary], the `loss` (mean negative log-probability of every token but the first of a row,
-plus the load-balance loss where there are experts, times its coefficient; alone it is `balance`),
-and its gradient. Of a matrix's gradient there are the sums over each of its dimensions, `rows.NAME`
-and `columns.NAME`, of a vector's all of it, `rows.NAME`. Every parameter is random, biases and
-norms too, so that leaving any of them out shows. Weights are bfloat16 to be small; all else is that
-of the same values in float32.
+Each family has a folder with config.json and model.safetensors (or several files with an index),
+written by `save_pretrained`, and expected.safetensors with
+- `tokens` [2, 16] and float32 `logits` [2, 16, vocabulary],
+- `loss`: mean negative log-probability of all tokens but the first of a row, plus the weighted
+  load-balance loss with experts,
+- `balance`: the load-balance loss alone,
+- the gradient of `loss`: of matrices the sums over each dimension, `rows.NAME` and `columns.NAME`;
+  of vectors `rows.NAME`.
+
+Every parameter is random, including biases and norms, so that a missing one shows. Weights are
+bfloat16 to save space; the results are those of the same values in float32.
 """
 
 # pyright: reportMissingImports=false
@@ -65,7 +67,7 @@ LLAMA3 = {
 
 
 def families() -> dict[str, PreTrainedModel]:
-    """One model per difference that the decoder knows."""
+    """Make one model per variant of the decoder."""
     return {
         "qwen2": Qwen2ForCausalLM(
             Qwen2Config(**SIZES, rope_theta=1000.0, tie_word_embeddings=False)
@@ -74,8 +76,7 @@ def families() -> dict[str, PreTrainedModel]:
         "llama": LlamaForCausalLM(
             LlamaConfig(**SIZES, rms_norm_eps=1e-5, tie_word_embeddings=False)
         ),
-        # Heads wider than hidden_size / num_attention_heads, as the small models of this family
-        # have them.
+        # Heads larger than hidden_size / num_attention_heads, as in small models of this family.
         "qwen3": Qwen3ForCausalLM(Qwen3Config(**SIZES, head_dim=12, tie_word_embeddings=True)),
         "llama3": LlamaForCausalLM(
             LlamaConfig(**SMALL, rope_parameters=LLAMA3, tie_word_embeddings=True)
@@ -111,8 +112,7 @@ def families() -> dict[str, PreTrainedModel]:
 
 
 def gradient(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-    """Gradients under the names that checkpoints have, which are not always those of the
-    modules."""
+    """Return gradients by their names in checkpoints, which may differ from those of modules."""
     gradients = copy.deepcopy(model)
     for into, parameter in zip(gradients.parameters(), model.parameters(), strict=True):
         into.data = parameter.grad
@@ -144,7 +144,7 @@ def main() -> None:
             if grad.ndim == 2:
                 expected[f"columns.{path}"] = grad.sum(0)
         model.zero_grad()
-        # Llama in several files, so that an index is read too.
+        # Llama in several files, to test the index.
         model.to(torch.bfloat16).save_pretrained(
             here / name, max_shard_size="20KB" if name == "llama" else "1GB"
         )

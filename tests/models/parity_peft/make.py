@@ -1,14 +1,13 @@
-"""Make the fixtures of LoRA: adapters as PEFT writes them, with the logits that PEFT computes
-beside the policies of parity/.
+"""Make the LoRA fixtures: adapters and their logits, both from PEFT, for the policies of parity/.
 
-Run where torch is installed, which areal_jax itself does not need, and after parity/make.py:
+Needs torch, which areal_jax itself does not, and the fixtures of parity/make.py:
 
     pip install torch==2.13.0 transformers==5.23.0 peft==0.21.2 safetensors==0.8.0
     python tests/models/parity_peft/make.py
 
-One folder per adapter: adapter_config.json and adapter_model.safetensors as `save_pretrained`
-writes them, and expected.safetensors with `tokens` [2, 16] and float32 `logits` [2, 16,
-vocabulary]. A and B are both random, so that leaving either out shows.
+Each adapter has a folder with adapter_config.json and adapter_model.safetensors, written by
+`save_pretrained`, and expected.safetensors with `tokens` [2, 16] and float32 `logits`
+[2, 16, vocabulary]. Both A and B are random, so that a missing one shows.
 """
 
 # pyright: reportMissingImports=false
