@@ -1,23 +1,22 @@
-"""When checkpoints are taken and how many are kept."""
+"""Settings of checkpoints."""
 
 from __future__ import annotations
 
 import chz
 
 CHECKPOINTS = "checkpoints"
-"""Name under which a run folder keeps them."""
+"""Name of the checkpoint folder in a run folder."""
 
 
 @chz.chz
 class CheckpointConfig:
+    """When checkpoints are saved, and how many are kept."""
+
     every_steps: int = chz.field(
-        default=20, doc="trainer steps between two checkpoints; 0: only at the end and on Ctrl-C"
+        default=20, doc="trainer steps between checkpoints; 0: only at the end and on Ctrl-C"
     )
-    keep: int = chz.field(default=2, doc="newest checkpoints kept")
+    keep: int = chz.field(default=2, doc="number of newest checkpoints to keep")
     export_hf: bool = chz.field(
         default=True,
-        doc=(
-            "write the final policy as a Hugging Face folder; of a LoRA run, with the adapter "
-            "merged into it"
-        ),
+        doc="export of the final policy as a Hugging Face folder, with a LoRA adapter merged",
     )

@@ -1,4 +1,4 @@
-"""Which checkpoints there are, as their folders' names tell it."""
+"""Find complete checkpoints by the names of their folders."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import re
 from pathlib import Path
 
 
-def whole_checkpoints(folder: Path) -> dict[tuple[int, int], Path]:
-    """Whole checkpoints under `folder` by version and take.
+def find_checkpoints(folder: Path) -> dict[tuple[int, int], Path]:
+    """Find complete checkpoints in `folder`, by version and take.
 
-    A version saved again (a run stopped right after it resumed) becomes a further take beside the
-    first: replacing a folder could not be atomic."""
+    A version that is saved again (a run that stops right after it has resumed) becomes another take
+    in its own folder, because a folder cannot be replaced atomically.
+    """
     if not folder.is_dir():
         return {}
     names = ((re.fullmatch(r"(\d+)(?:\.(\d+))?", path.name), path) for path in folder.iterdir())
@@ -18,5 +19,5 @@ def whole_checkpoints(folder: Path) -> dict[tuple[int, int], Path]:
 
 
 def saved_versions(folder: Path) -> list[int]:
-    """Versions with a whole checkpoint under `folder`, oldest first."""
-    return sorted({version for version, _ in whole_checkpoints(folder)})
+    """List versions with a complete checkpoint in `folder`, oldest first."""
+    return sorted({version for version, _ in find_checkpoints(folder)})

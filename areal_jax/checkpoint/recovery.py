@@ -1,8 +1,8 @@
-"""The rollout state as columns and back, bit for bit: what a resumed run needs so that no task is
-lost, repeated or sampled anew.
+"""Encode the rollout state for checkpoints, bit-exact, so that a resumed run loses or repeats no task.
 
-Per-token arrays are laid end to end, one column for each field; all else is JSON. No pickle:
-reading a checkpoint runs no code.
+Per-token arrays are concatenated into one column per field; everything else is JSON. There is no
+pickle: reading a checkpoint runs no code.
+
 Axes: N records, T tokens of all records, S bytes.
 """
 
@@ -20,8 +20,8 @@ from jaxtyping import UInt8
 
 from areal_jax.records import Completion, Group, Message, RolloutState, Sample, SuspendedGroup, Task
 
-FORMAT = 1
-"""Raised whenever what is written changes its meaning."""
+FORMAT = 2
+"""Version of the encoding; increased with every incompatible change."""
 
 SAMPLE_COLUMNS = {
     "tokens": np.int32,
@@ -36,21 +36,32 @@ Json = Any
 
 
 class Columns(NamedTuple):
-    """What a checkpoint holds beside the train state."""
+    """Content of a checkpoint besides the train state."""
 
     facts: dict[str, Json]
+    """Everything but arrays."""
     arrays: dict[str, np.ndarray]
+    """Arrays by column name."""
 
 
 def encode(state: RolloutState, notes: Mapping[str, Json] | None = None) -> Columns:
-    """Turn a snapshot of the rollouts, and the caller's own `notes`, into columns.
+    """Encode a snapshot of the rollouts.
 
-    Raises ValueError where `decode` could not give back the same: an array of another dtype or
-    length than its record says, or a note that JSON would change (a tuple, a nan, a key that is no
-    string)."""
+    Args:
+        state: state of the rollout controller.
+        notes: additional JSON values of the caller.
+
+    Raises:
+        ValueError: `decode` would return other values: an array has another dtype or length than
+            its record requires, or JSON would change a note (a tuple, a nan, a key that is not a
+            string).
+    """
     samples = [sample for group in state.buffered for sample in group.samples]
     completions = [
-        one for record in state.suspended for sampled in record.calls.values() for one in sampled
+        completion
+        for record in state.suspended
+        for call in record.calls.values()
+        for completion in call
     ]
     facts: dict[str, Json] = {
         "format": FORMAT,
@@ -71,8 +82,8 @@ def encode(state: RolloutState, notes: Mapping[str, Json] | None = None) -> Colu
                 "id": record.id,
                 "task": task_to_json(record.task),
                 "calls": {
-                    call: [one.stop_reason for one in sampled]
-                    for call, sampled in record.calls.items()
+                    name: [completion.stop_reason for completion in call]
+                    for name, call in record.calls.items()
                 },
             }
             for record in state.suspended
@@ -89,13 +100,17 @@ def encode(state: RolloutState, notes: Mapping[str, Json] | None = None) -> Colu
 
 
 def decode(columns: Columns) -> tuple[RolloutState, dict[str, Json]]:
-    """The rollout state and the notes that `encode` was given. ValueError where the columns are of
-    another format."""
+    """Decode rollout state and notes; the inverse of `encode`.
+
+    Raises:
+        ValueError: the columns have another format.
+    """
     facts, arrays = columns
-    if facts.get("format") != FORMAT:
+    if (found := facts.get("format")) != FORMAT:
+        release = "areal_jax 0.1, which reads it" if found == 1 else "the release that wrote it"
         raise ValueError(
-            f"rollout state of format {FORMAT} expected, found {facts.get('format')!r}; resume "
-            "with the release that wrote it"
+            f"expected rollout state of format {FORMAT}, found format {found!r}; resume with "
+            f"{release}"
         )
     samples = _split("sample", arrays, SAMPLE_COLUMNS)
     rewards = iter(arrays["sample.reward"].tolist())
@@ -132,11 +147,11 @@ def decode(columns: Columns) -> tuple[RolloutState, dict[str, Json]]:
 
 
 def pack(columns: Columns) -> UInt8[np.ndarray, "S"]:
-    """One array of bytes: length of the header, header (JSON in ASCII), columns end to end."""
+    """Serialize columns: length of the header, header (JSON in ASCII), concatenated arrays."""
     for name, array in columns.arrays.items():
         if array.dtype.kind not in "biuf":
             raise ValueError(
-                f"column {name} must hold numbers or truth values, it holds {array.dtype}"
+                f"column {name}: expected numbers or truth values, found {array.dtype}"
             )
     _require_json(columns.facts, "rollout")
     layout = [[name, array.dtype.str, list(array.shape)] for name, array in columns.arrays.items()]
@@ -146,7 +161,11 @@ def pack(columns: Columns) -> UInt8[np.ndarray, "S"]:
 
 
 def unpack(packed: UInt8[np.ndarray, "S"]) -> Columns:
-    """What `pack` was given. ValueError where the bytes are not all there."""
+    """Deserialize columns; the inverse of `pack`.
+
+    Raises:
+        ValueError: bytes are missing or left over.
+    """
     data = packed.tobytes()
     (header_bytes,) = struct.unpack_from("<Q", data)
     offset = struct.calcsize("<Q") + header_bytes
@@ -157,7 +176,7 @@ def unpack(packed: UInt8[np.ndarray, "S"]) -> Columns:
         arrays[name] = np.frombuffer(data, dtype, count, offset).reshape(shape).copy()
         offset += arrays[name].nbytes
     if offset != len(data):
-        raise ValueError(f"{offset} bytes of rollout state expected, found {len(data)}")
+        raise ValueError(f"expected {offset} bytes of rollout state, found {len(data)}")
     return Columns(header["facts"], arrays)
 
 
@@ -173,7 +192,7 @@ def _join(
             if array.dtype != dtype or array.shape != record.tokens.shape:
                 expected = f"{np.dtype(dtype)}[{len(record.tokens)}]"
                 raise ValueError(
-                    f"{name} {number}: {field} must be {expected}, it is "
+                    f"{name} {number}: expected {field} to be {expected}, found "
                     f"{array.dtype}{list(array.shape)}"
                 )
         columns[f"{name}.{field}"] = np.concatenate([np.empty(0, dtype), *arrays])
@@ -181,9 +200,9 @@ def _join(
 
 
 def _split(name: str, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, type]):
-    """An iterator over the records' fields, in the order in which they were joined."""
+    """Iterate over the fields of the records; the inverse of `_join`."""
     ends = np.cumsum(arrays[f"{name}.length"])[:-1]
-    # Copied, so that one group does not keep the tokens of all alive.
+    # Copies, so that one group does not keep the tokens of all groups in memory.
     pieces = {
         field: [piece.copy() for piece in np.split(arrays[f"{name}.{field}"], ends)]
         for field in dtypes
@@ -194,24 +213,21 @@ def _split(name: str, arrays: Mapping[str, np.ndarray], dtypes: Mapping[str, typ
 
 
 def task_to_json(task: Task) -> dict[str, Json]:
-    """The fields of a task."""
+    """Encode a task as JSON values."""
     return {**asdict(task), "prompt": [asdict(message) for message in task.prompt]}
 
 
 def task_from_json(fields: Mapping[str, Json]) -> Task:
-    """The task of which these are the fields."""
+    """Decode a task; the inverse of `task_to_json`."""
     return Task(**{**fields, "prompt": tuple(Message(**message) for message in fields["prompt"])})
 
 
 def _require_json(value: Json, path: str) -> None:
-    """Raise ValueError, naming the place, where a trip through JSON would not give the same value
-    back."""
+    """Raise ValueError if JSON would change the value; `path` names it in the error."""
     if isinstance(value, dict):
         for key, item in value.items():
             if not isinstance(key, str):
-                raise ValueError(
-                    f"{path}: the key {key!r} must be a string, JSON would make it one"
-                )
+                raise ValueError(f"{path}: expected keys to be strings, found the key {key!r}")
             _require_json(item, f"{path}.{key}")
     elif isinstance(value, list):
         for number, item in enumerate(value):
@@ -220,5 +236,5 @@ def _require_json(value: Json, path: str) -> None:
         isinstance(value, float) and not math.isfinite(value)
     ):
         raise ValueError(
-            f"{path} must be None, bool, int, finite float, str, list or dict; it is {value!r}"
+            f"{path}: expected None, bool, int, finite float, str, list or dict, found {value!r}"
         )

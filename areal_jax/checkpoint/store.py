@@ -1,9 +1,8 @@
-"""Checkpoints of a run: train state (sharded arrays) and rollout state, written while training goes
-on.
+"""Asynchronous checkpoints of a run: train state (sharded arrays) and rollout state.
 
-A checkpoint is one folder, named after its version. Orbax writes it under a temporary name and
-renames it when all of it is there, so a folder with a version's name is whole. Beside the data lies
-`files.json`: size and CRC-32 of every file.
+A checkpoint is a folder named after its version. Orbax writes it under a temporary name and renames
+it when it is complete, so a folder with the name of a version is complete. Its `files.json` has the
+size and CRC-32 of every file.
 """
 
 from __future__ import annotations
@@ -25,114 +24,145 @@ import jax
 import numpy as np
 from orbax.checkpoint import v1 as ocp
 
-from areal_jax.checkpoint.folders import saved_versions, whole_checkpoints
+from areal_jax.checkpoint.folders import find_checkpoints, saved_versions
 from areal_jax.checkpoint.recovery import Columns, pack, unpack
 
 SAVE_TIMEOUT_S = 1200.0
-"""Orbax's own deadline for one save, too."""
+"""Deadline of one save; also Orbax's own."""
 
 FILES = "files.json"
+"""Name of the file with the checksums of a checkpoint."""
 
 Leaf = jax.Array | np.ndarray | jax.ShapeDtypeStruct
 
 
 class CheckpointError(RuntimeError):
-    """A checkpoint could not be written or read; the message says which, why, and what to
-    change."""
+    """A checkpoint could not be written or read; the message has path, cause and remedy."""
 
 
 class CheckpointStore:
-    """The `keep` newest checkpoints under `folder`. One thread saves, waits and restores; any may
-    look up versions."""
+    """The `keep` newest checkpoints in `folder`.
+
+    One thread saves, waits and restores; any thread may list versions.
+    """
 
     def __init__(self, folder: Path, keep: int) -> None:
+        """Open the store; the folder is made by the first save.
+
+        Args:
+            folder: folder of the checkpoints.
+            keep: number of newest checkpoints to keep.
+
+        Raises:
+            ValueError: `keep` is less than 1.
+        """
         if keep < 1:
-            raise ValueError(f"at least one checkpoint must be kept, got checkpoint.keep={keep}")
+            raise ValueError(f"expected checkpoint.keep to be at least 1, found {keep}")
         self.folder = folder.absolute()
         self.keep = keep
-        # One thread, owned by this store, that finishes one save at a time: it waits for orbax,
-        # writes files.json and deletes old checkpoints. `save` puts a save in after it has taken
-        # the one before out; it ends after its last save.
+        # One thread of this store finishes one save at a time: it waits for Orbax, writes files.json
+        # and deletes old checkpoints. `save` submits a save after it has collected the previous
+        # one; `close` ends the thread.
         self._finisher = ThreadPoolExecutor(1, thread_name_prefix="checkpoint")
         self._saving: tuple[str, int, Future[None]] | None = None
         logging.getLogger("absl").addFilter(_not_orbax)
 
     def save(self, version: int, train_state: Any, rollout: Columns) -> None:
-        """Begin to write a checkpoint; return once all of `train_state` is copied to the host, so
-        that it may be donated.
+        """Start to write a checkpoint, after the previous save has ended.
 
-        `train_state` is a pytree of jax or numpy arrays. A save that is still under way is waited
-        for first. CheckpointError where this one cannot begin, or, after it has begun, where the
-        save before it failed; training may go on either way, and no earlier checkpoint is
-        touched."""
+        Returns when `train_state` is copied to the host, so that it may be donated.
+
+        Args:
+            version: version of the policy.
+            train_state: pytree of jax or numpy arrays.
+            rollout: encoded rollout state.
+
+        Raises:
+            CheckpointError: this save cannot start; or it has started, but the previous one failed.
+                Training can continue, and earlier checkpoints are not affected.
+            TypeError: a leaf is no array.
+        """
         arrays: dict[str, jax.Array | np.ndarray] = {}
         for name, leaf in _by_name(train_state).items():
             if not isinstance(leaf, jax.Array | np.ndarray | np.generic):
                 raise TypeError(
-                    f"{name} of the train state must be an array, it is {leaf!r}; plain "
-                    "numbers "
-                    "belong into the notes"
+                    f"train state: expected {name} to be an array, found {leaf!r}; save plain "
+                    "numbers in the rollout's notes"
                 )
-            # numpy turns arrays without axes into numbers whenever it computes with them.
+            # numpy's arithmetic converts arrays of shape () to scalars.
             arrays[name] = np.asarray(leaf) if isinstance(leaf, np.generic) else leaf
         packed = pack(rollout)
         num_bytes = packed.nbytes + sum(array.nbytes for array in arrays.values())
         failure = self._collect(SAVE_TIMEOUT_S)
         try:
-            self._begin(version, {"train_state": arrays, "rollout": packed}, num_bytes)
+            self._start(version, {"train_state": arrays, "rollout": packed}, num_bytes)
         except CheckpointError as error:
             raise error from failure
         if failure is not None:
             raise failure
 
     def wait(self, timeout_s: float = SAVE_TIMEOUT_S) -> None:
-        """Wait until the save under way is on disk, if there is one. CheckpointError where it
-        failed or takes longer."""
+        """Wait until the current save, if there is one, is on disk.
+
+        Raises:
+            CheckpointError: the save failed, or takes longer than `timeout_s`.
+        """
         failure = self._collect(timeout_s)
         if failure is not None:
             raise failure
 
     def close(self, timeout_s: float = SAVE_TIMEOUT_S) -> None:
-        """Wait for the save under way and end the store's thread."""
+        """Wait for the current save and end the store's thread."""
         try:
             self.wait(timeout_s)
         finally:
             self._finisher.shutdown(wait=False)
 
     def versions(self) -> list[int]:
-        """Versions with a whole checkpoint, oldest first."""
+        """List versions with a complete checkpoint, oldest first."""
         return saved_versions(self.folder)
 
     def latest_version(self) -> int | None:
-        """The newest version with a whole checkpoint; None where there is none."""
+        """Return the newest version with a complete checkpoint, or None."""
         return max(self.versions(), default=None)
 
     def folder_of(self, version: int | None) -> Path:
-        """Where the checkpoint of `version` lies, None being the newest. CheckpointError where
-        there is none."""
-        checkpoints = whole_checkpoints(self.folder)
-        wanted = [key for key in checkpoints if version in (None, key[0])]
-        if not wanted:
+        """Find the folder of a checkpoint.
+
+        Args:
+            version: version of the checkpoint; None for the newest.
+
+        Raises:
+            CheckpointError: there is no such checkpoint.
+        """
+        checkpoints = find_checkpoints(self.folder)
+        candidates = [key for key in checkpoints if version in (None, key[0])]
+        if not candidates:
             found = ", ".join(map(str, self.versions())) or "none"
             name = "a checkpoint" if version is None else f"checkpoint {version}"
             raise CheckpointError(
-                f"{name} was expected in {self.folder}, found {found}; name the folder of the "
-                "run to go on with"
+                f"expected {name} in {self.folder}, found {found}; set --run-folder to the run to "
+                "resume"
             )
-        return checkpoints[max(wanted)]
+        return checkpoints[max(candidates)]
 
     def restore(self, version: int | None, abstract: Any) -> tuple[Any, Columns]:
-        """Train state and rollout state of `version`, None being the newest.
+        """Read train state and rollout state.
 
-        Args: abstract: pytree like the train state, of ShapeDtypeStructs (or arrays) that say where
-            each leaf shall lie: any mesh, not only the one it was saved from. A leaf without
-            sharding becomes a numpy array. CheckpointError where there is no such checkpoint, where
-            it is damaged or cannot be brought there, or where it holds other leaves than asked."""
+        Args:
+            version: version of the checkpoint; None for the newest.
+            abstract: pytree like the train state, of ShapeDtypeStructs (or arrays) with the sharding
+                of each leaf, on any mesh. A leaf without sharding becomes a numpy array.
+
+        Raises:
+            CheckpointError: there is no such checkpoint, it is damaged or unreadable, or its leaves
+                differ from `abstract`.
+        """
         checkpoint = self.folder_of(version)
         expected = _by_name(abstract)
-        with _read(checkpoint):
+        with _reading(checkpoint):
             found = ocp.metadata(str(checkpoint)).metadata
-            _require_same(checkpoint, expected, found["train_state"])
+            _check_leaves(checkpoint, expected, found["train_state"])
             target = {
                 "train_state": {name: _target(leaf) for name, leaf in expected.items()},
                 "rollout": np.empty(found["rollout"].shape, np.uint8),
@@ -143,16 +173,21 @@ class CheckpointStore:
         return jax.tree.unflatten(jax.tree.structure(abstract), leaves), rollout
 
     def restore_field(self, version: int | None, field: str, abstract: Any) -> Any:
-        """One field of the train state, such as `params`, of `version`, None being the newest;
-        nothing else is read.
+        """Read one field of the train state, and nothing else.
 
-        Args: abstract: pytree like the field, as for `restore`. CheckpointError where `restore`
-            raises one."""
+        Args:
+            version: version of the checkpoint; None for the newest.
+            field: name of the field, such as `params`.
+            abstract: pytree like the field, as in `restore`.
+
+        Raises:
+            CheckpointError: as `restore`.
+        """
         checkpoint = self.folder_of(version)
         expected = _by_name({field: abstract})
-        with _read(checkpoint):
+        with _reading(checkpoint):
             found = ocp.metadata(str(checkpoint)).metadata["train_state"]
-            _require_same(
+            _check_leaves(
                 checkpoint,
                 expected,
                 {name: leaf for name, leaf in found.items() if name.startswith(f"{field}.")},
@@ -164,41 +199,41 @@ class CheckpointStore:
                 leaves = ocp.load(str(checkpoint), target)["train_state"]
         return jax.tree.unflatten(jax.tree.structure(abstract), [leaves[name] for name in expected])
 
-    def _begin(self, version: int, tree: Mapping[str, Any], num_bytes: int) -> None:
-        takes = [take for other, take in whole_checkpoints(self.folder) if other == version]
+    def _start(self, version: int, tree: Mapping[str, Any], num_bytes: int) -> None:
+        takes = [take for other, take in find_checkpoints(self.folder) if other == version]
         name = f"{version}.{max(takes) + 1}" if takes else str(version)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._sweep()
-            # Orbax's threads would hang for minutes where its folder cannot be made; and a full
-            # disk is better told at once.
+            self._delete_remnants()
+            # Checked first, because Orbax's threads hang for minutes if its folder cannot be made,
+            # and because a full disk is better reported early.
             tempfile.TemporaryDirectory(dir=self.folder, prefix=".writable-").cleanup()
             free_bytes = shutil.disk_usage(self.folder).free
             if free_bytes < num_bytes:
                 raise OSError(f"only {free_bytes:,} bytes are free")
             context = ocp.Context()
-            # Made before orbax starts its threads, for the reason above.
+            # Folders are made before Orbax starts its threads, for the same reason.
             context.async_options.create_directories_asynchronously = False
-            # Weights hardly shrink, and compressing them would take the cores that training needs.
+            # Compression hardly shrinks weights, and would use the cores that training needs.
             context.array_options.saving.use_compression = False
             with context:
                 response = ocp.save_async(str(self.folder / name), tree)
-        except (OSError, ValueError) as error:  # tensorstore tells a full disk as a ValueError
-            raise CheckpointError(self._not_written(name, num_bytes, error)) from error
+        except (OSError, ValueError) as error:  # tensorstore raises ValueError for a full disk
+            raise CheckpointError(self._describe_failure(name, num_bytes, error)) from error
         self._saving = (name, num_bytes, self._finisher.submit(self._finish, name, response.result))
 
     def _finish(self, name: str, wait_for_orbax: Callable[[float], None]) -> None:
         wait_for_orbax(SAVE_TIMEOUT_S)
         if jax.process_index() == 0:
-            _write_sums(self.folder / name)
-            checkpoints = whole_checkpoints(self.folder)
+            _write_checksums(self.folder / name)
+            checkpoints = find_checkpoints(self.folder)
             newest_takes = {version: (version, take) for version, take in sorted(checkpoints)}
             kept = {newest_takes[version] for version in sorted(newest_takes)[-self.keep :]}
             for key in checkpoints.keys() - kept:
                 _delete(checkpoints[key])
 
     def _collect(self, timeout_s: float) -> CheckpointError | None:
-        """Wait for the save under way; what became of it."""
+        """Wait for the current save, and return its error."""
         if self._saving is None:
             return None
         name, num_bytes, future = self._saving
@@ -211,30 +246,24 @@ class CheckpointStore:
         self._saving = None
         if error is None:
             return None
-        self._sweep()
-        failure = CheckpointError(self._not_written(name, num_bytes, error))
+        self._delete_remnants()
+        failure = CheckpointError(self._describe_failure(name, num_bytes, error))
         failure.__cause__ = error
         return failure
 
-    def _not_written(self, name: str, num_bytes: int, error: BaseException) -> str:
+    def _describe_failure(self, name: str, num_bytes: int, error: BaseException) -> str:
         intact = self.latest_version()
+        earlier = (
+            "There is no earlier checkpoint" if intact is None else f"Checkpoint {intact} is intact"
+        )
         return (
-            (
-                f"checkpoint {name} could not be written to {self.folder}, which needs "
-                f"{num_bytes:,} "
-                f"bytes: {_first_line(error)}. "
-            )
-            + (
-                "There is no earlier checkpoint. "
-                if intact is None
-                else f"Checkpoint {intact} is intact. "
-            )
-            + "Free space or set --run-folder to another disk; training can go on meanwhile"
+            f"checkpoint {name} could not be written to {self.folder}, which needs {num_bytes:,} "
+            f"bytes: {_first_line(error)}. {earlier}. Free space or set --run-folder to another "
+            "disk; training can continue meanwhile"
         )
 
-    def _sweep(self) -> None:
-        """Delete what killed or failed saves and deletions have left behind. Called while this
-        process saves nothing."""
+    def _delete_remnants(self) -> None:
+        """Delete remnants of killed or failed saves and deletions, while no save is running."""
         if jax.process_index() == 0:
             for path in itertools.chain(
                 self.folder.glob("*.orbax-checkpoint-tmp*"), self.folder.glob("*.deleting")
@@ -243,40 +272,38 @@ class CheckpointStore:
 
 
 @contextmanager
-def _read(checkpoint: Path) -> Iterator[None]:
-    """What fails inside is a CheckpointError, which calls the checkpoint damaged only where nothing
-    else explains it."""
-    is_whole = False
+def _reading(checkpoint: Path) -> Iterator[None]:
+    """Convert errors to CheckpointError, which reports damage only if nothing else explains them."""
+    is_verified = False
     try:
-        is_whole = _verify(checkpoint)
+        is_verified = _verify(checkpoint)
         yield
     except CheckpointError:
         raise
-    except (
-        Exception
-    ) as error:  # Orbax and tensorstore promise no types of error, Exception itself is among them.
-        of_this_machine = isinstance(error, OSError | MemoryError | jax.errors.JaxRuntimeError)
-        if is_whole or (of_this_machine and not isinstance(error, FileNotFoundError)):
+    except Exception as error:
+        # Orbax and tensorstore document no error types, and also raise Exception itself.
+        is_local = isinstance(error, OSError | MemoryError | jax.errors.JaxRuntimeError)
+        if is_verified or (is_local and not isinstance(error, FileNotFoundError)):
             raise CheckpointError(
                 f"checkpoint {checkpoint} could not be restored: {type(error).__name__}: "
-                f"{_first_line(error)}. Nothing "
-                "says that it is damaged, so keep it; see whether this process may read it and "
-                "its devices have the memory"
+                f"{_first_line(error)}. There is no sign of damage, so keep it; check that this "
+                "process can read it and that its devices have enough memory"
             ) from error
-        raise CheckpointError(_damaged(checkpoint, str(error))) from error
+        raise CheckpointError(_describe_damage(checkpoint, str(error))) from error
 
 
 def _by_name(tree: Any) -> dict[str, Any]:
-    """Leaves by their path, such as `params.layers.query`: what is stored knows nothing of the
-    classes of the tree's nodes."""
+    """Return leaves by path, such as `params.layers.query`, independent of node classes."""
     leaves = jax.tree_util.tree_leaves_with_path(tree)
-    named = {jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves}
-    if len(named) != len(leaves):
+    by_name = {
+        jax.tree_util.keystr(path, simple=True, separator="."): leaf for path, leaf in leaves
+    }
+    if len(by_name) != len(leaves):
         raise ValueError(
-            "two leaves of the train state bear the same name; keys of its dicts must not "
-            "contain dots"
+            "train state: expected distinct names of leaves, found duplicates; remove dots from "
+            "the keys of its dicts"
         )
-    return named
+    return by_name
 
 
 def _target(leaf: Leaf) -> jax.ShapeDtypeStruct | np.ndarray:
@@ -286,40 +313,38 @@ def _target(leaf: Leaf) -> jax.ShapeDtypeStruct | np.ndarray:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def _require_same(checkpoint: Path, expected: Mapping[str, Leaf], found: Mapping[str, Any]) -> None:
-    """Raise CheckpointError that tells the leaves which only one side has, or which differ in shape
-    or dtype."""
+def _check_leaves(checkpoint: Path, expected: Mapping[str, Leaf], found: Mapping[str, Any]) -> None:
+    """Raise CheckpointError with the leaves that are missing, unknown, or of another shape or dtype."""
 
-    def shape(leaf: Any) -> str:
+    def describe(leaf: Any) -> str:
         return f"{np.dtype(leaf.dtype).name}{list(leaf.shape)}"
 
-    def listing(texts: list[str]) -> str:
+    def format_list(texts: list[str]) -> str:
         return f"{len(texts)} ({'; '.join(texts[:3])}{'; ...' if len(texts) > 3 else ''})"
 
-    missing = [f"{name} {shape(leaf)}" for name, leaf in expected.items() if name not in found]
-    unknown = [f"{name} {shape(leaf)}" for name, leaf in found.items() if name not in expected]
-    other = [
-        f"{name}: expected {shape(leaf)}, found {shape(found[name])}"
+    missing = [f"{name} {describe(leaf)}" for name, leaf in expected.items() if name not in found]
+    unknown = [f"{name} {describe(leaf)}" for name, leaf in found.items() if name not in expected]
+    different = [
+        f"{name}: expected {describe(leaf)}, found {describe(found[name])}"
         for name, leaf in expected.items()
-        if name in found and shape(leaf) != shape(found[name])
+        if name in found and describe(leaf) != describe(found[name])
     ]
-    if missing or unknown or other:
-        reported = {
+    if missing or unknown or different:
+        reasons = {
             "expected but not found": missing,
             "found but not expected": unknown,
-            "of another shape or dtype": other,
+            "of another shape or dtype": different,
         }
         raise CheckpointError(
             f"checkpoint {checkpoint} holds another policy or optimizer than this run; leaves "
-            + ", ".join(f"{what}: {listing(texts)}" for what, texts in reported.items() if texts)
+            + ", ".join(f"{why}: {format_list(texts)}" for why, texts in reasons.items() if texts)
             + ". Set policy.path, policy.lora, trainer.optimizer, trainer.advantages and "
-            "trainer.critic to what the run was "
-            "started with, or set --run-folder to a new folder"
+            "trainer.critic as at the start of the run, or set --run-folder to a new folder"
         )
 
 
-def _sums(checkpoint: Path) -> dict[str, list[int]]:
-    """Size and CRC-32 of every file of a checkpoint, by its path within."""
+def _checksums(checkpoint: Path) -> dict[str, list[int]]:
+    """Compute size and CRC-32 of every file of a checkpoint, by relative path."""
     sums: dict[str, list[int]] = {}
     for path in sorted(
         path for path in checkpoint.rglob("*") if path.is_file() and path.name != FILES
@@ -332,69 +357,73 @@ def _sums(checkpoint: Path) -> dict[str, list[int]]:
     return sums
 
 
-def _write_sums(checkpoint: Path) -> None:
-    text, unfinished = json.dumps(_sums(checkpoint), indent=1), checkpoint / f"{FILES}.writing"
+def _write_checksums(checkpoint: Path) -> None:
+    text, unfinished = json.dumps(_checksums(checkpoint), indent=1), checkpoint / f"{FILES}.writing"
     with unfinished.open("w") as file:
         file.write(text)
         file.flush()
-        # A machine that fails could else leave the new name to an empty file.
+        # Otherwise an empty file may have the new name after a crash of the machine.
         os.fsync(file.fileno())
     unfinished.replace(checkpoint / FILES)
 
 
 def _verify(checkpoint: Path) -> bool:
-    """Whether all files are as they were written. Damaged weights would train on without a word:
-    CheckpointError.
+    """Compare all files with their checksums, because damaged weights would train silently.
 
-    A run killed between the commit of a checkpoint and the writing of its files.json leaves none:
-    then there is nothing to compare with, and nobody knows."""
+    Returns:
+        False if there is no files.json to compare with (a run was killed between the commit of the
+        checkpoint and the write of files.json), else True.
+
+    Raises:
+        CheckpointError: a file differs from its checksum.
+    """
     if not (checkpoint / FILES).is_file():
         return False
     try:
         expected: dict[str, list[int]] = json.loads((checkpoint / FILES).read_bytes())
     except ValueError as error:
         raise CheckpointError(
-            f"{checkpoint / FILES} cannot be read ({error}), so that nothing tells whether the "
-            "checkpoint is as it was "
-            "written. Delete this file alone to resume from the checkpoint nevertheless"
+            f"{checkpoint / FILES} cannot be read ({error}), so the checkpoint cannot be verified. "
+            "Delete this file alone to resume from the checkpoint nevertheless"
         ) from error
-    found = _sums(checkpoint)
+    found = _checksums(checkpoint)
     for name, (num_bytes, crc) in expected.items():
         if name not in found:
             raise CheckpointError(
-                _damaged(checkpoint, f"{name} expected, {num_bytes:,} bytes, found none")
+                _describe_damage(checkpoint, f"expected {name} of {num_bytes:,} bytes, found none")
             )
         if found[name] != [num_bytes, crc]:
-            came = f"{found[name][0]:,} bytes with CRC-32 {found[name][1]:08x}"
+            actual = f"{found[name][0]:,} bytes with CRC-32 {found[name][1]:08x}"
             raise CheckpointError(
-                _damaged(
+                _describe_damage(
                     checkpoint,
-                    f"{name}: {num_bytes:,} bytes with CRC-32 {crc:08x} expected, found {came}",
+                    f"{name}: expected {num_bytes:,} bytes with CRC-32 {crc:08x}, found {actual}",
                 )
             )
     return True
 
 
-def _damaged(checkpoint: Path, what: str) -> str:
+def _describe_damage(checkpoint: Path, cause: str) -> str:
     others = [
         path.name
-        for _, path in sorted(whole_checkpoints(checkpoint.parent).items())
+        for _, path in sorted(find_checkpoints(checkpoint.parent).items())
         if path != checkpoint
     ]
+    remedy = (
+        f"to resume from another checkpoint ({', '.join(others)})"
+        if others
+        else "and start again, since there is no other checkpoint"
+    )
     return (
         f"checkpoint {checkpoint} cannot be read: "
-        f"{what.splitlines()[0] if what else 'unknown cause'}. Delete this folder "
-    ) + (
-        f"to resume from another (there: {', '.join(others)})"
-        if others
-        else "and begin anew: there is no other"
+        f"{cause.splitlines()[0] if cause else 'unknown cause'}. Delete this folder {remedy}"
     )
 
 
 def _delete(checkpoint: Path) -> None:
-    """Renamed first, so that a kill in between leaves no folder that looks whole."""
-    doomed = checkpoint.rename(checkpoint.with_name(f"{checkpoint.name}.deleting"))
-    shutil.rmtree(doomed)
+    """Delete a checkpoint; renamed first, so that a kill leaves no folder that looks complete."""
+    renamed = checkpoint.rename(checkpoint.with_name(f"{checkpoint.name}.deleting"))
+    shutil.rmtree(renamed)
 
 
 def _first_line(error: BaseException) -> str:
@@ -403,6 +432,5 @@ def _first_line(error: BaseException) -> str:
 
 
 def _not_orbax(record: logging.LogRecord) -> bool:
-    """Orbax logs what fails in each of its threads, with a trace; the store raises it once, with
-    what to do about it."""
+    """Drop Orbax's log records: it logs failures in each of its threads; the store raises them once."""
     return "/orbax/" not in record.pathname

@@ -268,8 +268,7 @@ class HFTokenizer:
         _, found, after = text.partition(placeholder)
         if not found:
             raise ValueError(
-                "the chat template leaves out the assistant's answers, so it supports a single "
-                "turn only"
+                "the chat template leaves out the assistant's answers, so it is for one turn only"
             )
         # If the template does not end a turn, the token that the policy sampled ends it.
         finished = self._render_text(answered, add_generation_prompt=False, tools=tools)

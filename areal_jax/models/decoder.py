@@ -80,8 +80,9 @@ class Policy:
         """
         if lora is not None and config.is_scalar:
             raise ValueError(
-                f"expected no adapter for {config.architecture} with a {config.readout} head, "
-                "which an adapter cannot train; leave out policy.lora and policy.adapter"
+                f"expected no adapter for {config.architecture} with a scalar head "
+                f"({config.readout}), which an adapter cannot train; leave out policy.lora and "
+                "policy.adapter"
             )
         self.config, self.lora = config, lora
         decoder = nnx.eval_shape(lambda: Decoder(config, jax.random.key(0)))

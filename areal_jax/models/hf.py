@@ -149,9 +149,9 @@ def read_config(
         )
     if not is_adapted and (folder / ADAPTER_CONFIG).is_file():
         raise ValueError(
-            f"{folder}: expected a policy without adapter, found {ADAPTER_CONFIG}, which "
-            f"transformers would add to the weights; set policy.adapter={folder} to train it, or "
-            "move its files to another folder"
+            f"expected a policy without adapter, but {folder} holds {ADAPTER_CONFIG}: "
+            f"transformers would add it to the weights; set policy.adapter={folder} to train it, "
+            "or move its files to another folder"
         )
     return ModelConfig.from_hf(read_json(path), str(path), ignored_keys)
 

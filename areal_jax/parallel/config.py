@@ -1,4 +1,4 @@
-"""Which devices train, which decode, and how each mesh is cut."""
+"""Settings of the meshes: which devices train, which decode, and their shards."""
 
 from __future__ import annotations
 
@@ -9,50 +9,45 @@ import chz
 
 @chz.chz
 class PlacementConfig:
+    """Split of the devices into a train mesh and a rollout mesh."""
+
     rollout_devices: int | None = chz.field(
-        default=None, doc="devices that decode; none: their share, or the only one, shared"
+        default=None,
+        doc="number of rollout devices; none: by rollout_share; a single device is shared",
     )
     rollout_share: float | Literal["auto"] | None = chz.field(
         default=None,
-        doc="share of several devices that decode, such as 0.5; auto: what a few trial steps "
-        "show to be balanced, each device "
-        "keeping its number of slots; none: all that do not train, or 0.75 (the paper's split)",
+        doc="share of rollout devices, such as 0.5; auto: balanced by a few trial steps, with "
+        "constant slots per device; none: all devices that do not train, or 0.75 (the paper's "
+        "split)",
     )
     train_devices: int | None = chz.field(
-        default=None, doc="devices that train; none: the rest, or the only one, shared"
+        default=None, doc="number of train devices; none: the others; a single device is shared"
     )
     train_fsdp: int | None = chz.field(
         default=None,
-        doc=(
-            "train mesh: shards of parameters and batch; none: all that expert, context and "
-            "tensor leave"
-        ),
+        doc="train mesh: shards of parameters and batch (FSDP); none: devices / (expert x context x "
+        "tensor)",
     )
     train_expert: int = chz.field(
         default=1,
-        doc=(
-            "train mesh: shards of experts, which cut batch and all other parameters as "
-            "train_fsdp does"
-        ),
+        doc="train mesh: shards of experts; for batch and other parameters like train_fsdp",
     )
     train_context: int = chz.field(
         default=1,
-        doc=(
-            "train mesh: shards of a row's tokens, for rows too long for one device; times "
-            "tensor it divides the heads"
-        ),
+        doc="train mesh: shards of the tokens of a row, for rows too long for one device; context x "
+        "tensor divides the heads",
     )
     train_tensor: int = chz.field(default=1, doc="train mesh: shards of heads, MLP and vocabulary")
     rollout_tensor: int = chz.field(
-        default=1, doc="rollout mesh: shards of heads, MLP and vocabulary; the rest shards slots"
+        default=1,
+        doc="rollout mesh: shards of heads, MLP and vocabulary; other devices shard slots",
     )
     engines: int = chz.field(
         default=1,
-        doc=(
-            "decode engines, each with an equal share of rollout devices and slots; they take "
-            "new weights one after another"
-        ),
+        doc="number of decode engines with equal shares of rollout devices and slots; weight updates "
+        "are rolling",
     )
     simulated_devices: int | None = chz.field(
-        default=None, doc="CPU only: pretend to have this many devices"
+        default=None, doc="number of simulated devices, on CPU only"
     )

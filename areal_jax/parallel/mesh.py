@@ -1,4 +1,4 @@
-"""Two meshes: one that trains, one that decodes."""
+"""Train mesh and rollout mesh."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from jax.sharding import AxisType, Mesh
 from areal_jax.parallel.config import PlacementConfig
 
 PAPERS_SHARE = 3 / 4
-"""Of the devices, that decode (AReaL, arXiv:2505.24298, section 7.1)."""
+"""Share of rollout devices (AReaL, arXiv:2505.24298, section 7.1)."""
 
 
 class Meshes(NamedTuple):
-    """Disjoint where there are several devices; with one device both lie on it."""
+    """Train mesh and rollout mesh: disjoint, but a single device is in both."""
 
     train: Mesh
     """Axes data, fsdp, expert, context, tensor."""
@@ -26,9 +26,15 @@ class Meshes(NamedTuple):
 
 
 def make_meshes(placement: PlacementConfig, devices: Sequence[jax.Device] | None = None) -> Meshes:
-    """Cut the devices (all by default) into a train mesh and a rollout mesh.
+    """Split devices into a train mesh and a rollout mesh.
 
-    Raises ValueError with the counts where the devices do not suffice or do not divide."""
+    Args:
+        placement: settings of the meshes.
+        devices: devices to split; None for all.
+
+    Raises:
+        ValueError: there are too few devices, or their number is not divisible by the shards.
+    """
     devices = jax.devices() if devices is None else devices
     num_train, num_rollout = _split(placement, len(devices))
     train = make_train_mesh(placement, devices[:num_train])
@@ -36,59 +42,69 @@ def make_meshes(placement: PlacementConfig, devices: Sequence[jax.Device] | None
 
 
 def make_train_mesh(placement: PlacementConfig, devices: Sequence[jax.Device]) -> Mesh:
-    """Cut the devices for training, all of them. ValueError with the counts where they do not
-    divide."""
-    given = {
+    """Make a train mesh of all these devices.
+
+    Raises:
+        ValueError: the number of devices is not divisible by the shards.
+    """
+    shards = {
         "fsdp": placement.train_fsdp or 1,
         "expert": placement.train_expert,
         "context": placement.train_context,
         "tensor": placement.train_tensor,
     }
-    left, rest = divmod(len(devices), math.prod(given.values()))
+    others, rest = divmod(len(devices), math.prod(shards.values()))
     if rest:
-        knobs = " times ".join(
-            f"placement.train_{axis}={size}" for axis, size in given.items() if size > 1
+        settings = " times ".join(
+            f"placement.train_{axis}={size}" for axis, size in shards.items() if size > 1
         )
-        raise ValueError(f"{len(devices)} train devices do not divide by {knobs}")
-    axes = {"data": left} | given if placement.train_fsdp else {"data": 1} | given | {"fsdp": left}
+        raise ValueError(f"{len(devices)} train devices are not divisible by {settings}")
+    if placement.train_fsdp:
+        axes = {"data": others} | shards
+    else:
+        axes = {"data": 1} | shards | {"fsdp": others}
     return _mesh(axes, devices)
 
 
 def make_rollout_mesh(placement: PlacementConfig, devices: Sequence[jax.Device]) -> Mesh:
-    """Cut the devices for decoding, all of them. ValueError with the counts where they do not
-    divide."""
-    left, rest = divmod(len(devices), placement.rollout_tensor)
+    """Make a rollout mesh of all these devices.
+
+    Raises:
+        ValueError: the number of devices is not divisible by the shards.
+    """
+    others, rest = divmod(len(devices), placement.rollout_tensor)
     if rest:
         raise ValueError(
-            f"{len(devices)} rollout devices do not divide by "
+            f"{len(devices)} rollout devices are not divisible by "
             f"placement.rollout_tensor={placement.rollout_tensor}"
         )
-    return _mesh({"data": left, "tensor": placement.rollout_tensor}, devices)
+    return _mesh({"data": others, "tensor": placement.rollout_tensor}, devices)
 
 
 def engine_meshes(rollout: Mesh, num_engines: int) -> list[Mesh]:
-    """The rollout mesh cut along its data axis into meshes of like size, for engines of their own.
+    """Split the rollout mesh along its data axis into meshes of equal size, one per engine.
 
-    Raises ValueError with the counts where it does not divide."""
+    Raises:
+        ValueError: the data axis is not divisible by the number of engines.
+    """
     if rollout.shape["data"] % num_engines:
         raise ValueError(
-            f"the rollout mesh has {rollout.shape['data']} shards of slots, which "
-            f"placement.engines={num_engines} does not "
-            "divide; change it, placement.rollout_devices or placement.rollout_tensor"
+            f"the rollout mesh's {rollout.shape['data']} shards of slots are not divisible by "
+            f"placement.engines={num_engines}; change placement.engines, "
+            "placement.rollout_devices or placement.rollout_tensor"
         )
     parts = rollout.devices.reshape(num_engines, -1, rollout.shape["tensor"])
     return [Mesh(part, rollout.axis_names, axis_types=rollout.axis_types) for part in parts]
 
 
 def compute_dtype(name: Literal["auto", "float32", "bfloat16"], mesh: Mesh) -> jnp.dtype:
-    """In which precision a policy is computed on a mesh; auto: float32 on CPUs, bfloat16
-    elsewhere."""
+    """Resolve the compute dtype of a policy on a mesh; auto: float32 on CPUs, bfloat16 elsewhere."""
     auto = "float32" if mesh.devices.flat[0].platform == "cpu" else "bfloat16"
     return jnp.dtype(name.replace("auto", auto))
 
 
 def _split(placement: PlacementConfig, num_devices: int) -> tuple[int, int]:
-    """How many devices train, and how many decode."""
+    """Decide how many devices train, and how many decode."""
     rollout, share, train = (
         placement.rollout_devices,
         placement.rollout_share,
@@ -97,10 +113,9 @@ def _split(placement: PlacementConfig, num_devices: int) -> tuple[int, int]:
     if num_devices == 1:
         if (rollout or 1) != 1 or (train or 1) != 1 or share is not None:
             raise ValueError(
-                "there is 1 device, which trains and decodes; came "
-                f"placement.train_devices={train}, "
-                f"placement.rollout_devices={rollout}, placement.rollout_share={share}: leave "
-                "all unset"
+                "expected no split of 1 device, which trains and decodes, found "
+                f"placement.train_devices={train}, placement.rollout_devices={rollout}, "
+                f"placement.rollout_share={share}; leave all unset"
             )
         return 1, 1
     if isinstance(share, int | float):
@@ -112,17 +127,15 @@ def _split(placement: PlacementConfig, num_devices: int) -> tuple[int, int]:
         train = num_devices - rollout
     if train < 1 or rollout < 1 or train + rollout > num_devices:
         raise ValueError(
-            "expected at least one device each for training and decoding, and no more than the "
-            f"{num_devices} there are; "
-            f"came {train} to train and {rollout} to decode: change placement.train_devices, "
-            "placement.rollout_devices or "
-            "placement.rollout_share"
+            "expected at least one device each for training and decoding, of "
+            f"{num_devices} devices, found {train} to train and {rollout} to decode; change "
+            "placement.train_devices, placement.rollout_devices or placement.rollout_share"
         )
     return train, rollout
 
 
 def _mesh(axes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
-    # jax's own default, Explicit, turns with_sharding_constraint into an assertion.
+    # With jax's default, Explicit, with_sharding_constraint would be an assertion.
     return jax.make_mesh(
         tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes), devices=devices
     )

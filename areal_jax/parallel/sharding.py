@@ -1,5 +1,4 @@
-"""One table per mesh from logical axes to mesh axes, and what follows from it: shardings,
-placement, bytes."""
+"""Logical axes to mesh axes, one table per mesh; shardings, transfers and sizes that follow from it."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 Rules: TypeAlias = Mapping[str, tuple[str, ...]]
-"""Logical axis to the mesh axes that cut it; none: every device holds it whole."""
+"""Mesh axes that shard each logical axis; empty: the axis is replicated."""
 
 TRAIN_RULES: Rules = {
     "layers": (),
@@ -52,53 +51,71 @@ ROLLOUT_RULES: Rules = {
 def sharding(
     mesh: Mesh, axes: tuple[str | None, ...], shape: tuple[int, ...], rules: Rules
 ) -> NamedSharding:
-    """How an array of this shape lies on the mesh; `axes` names its leading dimensions, None or
-    nothing is not cut.
+    """Make the sharding of an array.
 
-    An axis of the mesh cuts the first dimension that asks for it. A dimension that the mesh does
-    not divide evenly is not cut at all, so that small policies run on any mesh. Raises ValueError
-    naming an axis that `rules` does not know, and more axes than dimensions."""
+    A mesh axis shards the first dimension that uses it. A dimension that is not divisible by its
+    shards is replicated, so that small policies run on any mesh.
+
+    Args:
+        mesh: mesh of the array.
+        axes: logical axes of the leading dimensions; None, or no axis: replicated.
+        shape: shape of the array.
+        rules: logical axes to mesh axes.
+
+    Raises:
+        ValueError: a logical axis has no rule, or there are more axes than dimensions.
+    """
     if len(axes) > len(shape):
-        raise ValueError(f"axes {axes} name more dimensions than there are in shape {shape}")
-    cuts: list[tuple[str, ...] | None] = []
+        raise ValueError(f"expected at most {len(shape)} axes for shape {shape}, found axes {axes}")
+    dimensions: list[tuple[str, ...] | None] = []
     for axis, size in zip(axes, shape, strict=False):
-        taken = {name for cut in cuts for name in cut or ()}
-        cuts.append(_cut(mesh, axis, size, rules, taken))
-    return NamedSharding(mesh, PartitionSpec(*cuts))
+        used = {name for dimension in dimensions for name in dimension or ()}
+        dimensions.append(_mesh_axes(mesh, axis, size, rules, used))
+    return NamedSharding(mesh, PartitionSpec(*dimensions))
 
 
 def shardings(mesh: Mesh, axes: Any, shapes: Any, rules: Rules) -> Any:
-    """`sharding` for every leaf: `axes` is a tree of tuples of names, `shapes` a like tree of
-    arrays or ShapeDtypeStructs."""
+    """Make the `sharding` of every leaf.
+
+    Args:
+        mesh: mesh of the arrays.
+        axes: tree with the logical axes of every leaf, as tuples.
+        shapes: tree of arrays or ShapeDtypeStructs with the same structure.
+        rules: logical axes to mesh axes.
+    """
     return jax.tree.map(
         lambda names, leaf: sharding(mesh, names, leaf.shape, rules), axes, shapes, is_leaf=_is_axes
     )
 
 
 def specs(mesh: Mesh, axes: tuple[str | None, ...], tree: Any, rules: Rules) -> Any:
-    """How every leaf of a tree lies whose leaves all have these leading axes, for `on_shards`."""
+    """Make the PartitionSpec of every leaf, for `on_shards`; all leaves have these leading axes."""
     return jax.tree.map(lambda leaf: sharding(mesh, axes, leaf.shape, rules).spec, tree)
 
 
 def on_shards(
     function: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any
 ) -> Callable[..., Any]:
-    """`function` of what each device holds; on one device the function itself."""
+    """Apply a function to the shards of each device (shard_map); on one device, the function itself."""
     if mesh.size == 1:
         return function
-    # Kernels do not say over which axes their results vary.
+    # Kernels do not declare over which axes their results vary.
     return jax.shard_map(
         function, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False
     )
 
 
 def put(tree: Any, placed: Any) -> Any:
-    """Move a tree of host arrays, the same in every process, to where a like tree of shardings
-    says."""
+    """Move host arrays, which are the same in every process, to devices.
+
+    Args:
+        tree: tree of arrays.
+        placed: tree of shardings with the same structure.
+    """
     if jax.process_count() == 1:
         return jax.device_put(tree, placed)
-    # Of several processes each moves what its devices hold; device_put would first let all of them
-    # compare what they have.
+    # Each process moves the shards of its devices; device_put would first compare the arrays of all
+    # processes.
     return jax.tree.map(
         lambda leaf, how: jax.make_array_from_callback(leaf.shape, how, leaf.__getitem__),
         tree,
@@ -107,78 +124,86 @@ def put(tree: Any, placed: Any) -> Any:
 
 
 def put_copy(tree: Any, placed: Any) -> Any:
-    """A tree of arrays from wherever they lie, copied, so that the memory of the copy may be given
-    away."""
+    """Copy arrays from host or devices to devices; the copy does not alias, so it may be donated.
+
+    Args:
+        tree: tree of arrays.
+        placed: tree of shardings with the same structure.
+    """
     if jax.process_count() == 1:
         return jax.device_put(tree, placed, may_alias=False)
 
-    def copied(leaf: Any, how: NamedSharding) -> jax.Array:
+    def copy(leaf: Any, sharding: NamedSharding) -> jax.Array:
         if isinstance(leaf, jax.Array) and not leaf.is_fully_addressable:
-            return jax.jit(jnp.copy, out_shardings=how)(leaf)
-        whole = np.asarray(leaf)
-        return jax.make_array_from_callback(whole.shape, how, lambda index: np.array(whole[index]))
+            return jax.jit(jnp.copy, out_shardings=sharding)(leaf)
+        array = np.asarray(leaf)
+        return jax.make_array_from_callback(
+            array.shape, sharding, lambda index: np.array(array[index])
+        )
 
-    return jax.tree.map(copied, tree, placed)
+    return jax.tree.map(copy, tree, placed)
 
 
 def fetch(tree: Any) -> Any:
-    """A tree of arrays as numpy, whole in every process; all that share the arrays call it
-    alike."""
+    """Convert arrays to numpy, complete in every process; all processes with the arrays call this."""
     if jax.process_count() > 1:
-        tree = jax.tree.map(_everywhere, tree)
+        tree = jax.tree.map(_replicate, tree)
     return jax.device_get(tree)
 
 
 def put_batch(mesh: Mesh, batch: Any, rules: Rules) -> Any:
-    """Move a tree of host arrays to the mesh, each cut along its first two dimensions as `batch`
-    and `tokens` are."""
+    """Move host arrays to the mesh, sharded by rows and tokens as their first two dimensions."""
     return put(batch, jax.tree.map(lambda leaf: batch_sharding(mesh, leaf.shape, rules), batch))
 
 
 def batch_sharding(mesh: Mesh, shape: tuple[int, ...], rules: Rules) -> NamedSharding:
-    """How an array whose first dimensions are rows and tokens, or rows alone, lies on the mesh."""
+    """Make the sharding of an array with rows and tokens, or rows alone, as first dimensions."""
     return sharding(mesh, ("batch", "tokens")[: len(shape)], shape, rules)
 
 
 def num_shards(mesh: Mesh, axis: str, rules: Rules) -> int:
-    """Into how many parts the mesh cuts a logical axis that it divides evenly."""
+    """Number of shards of a logical axis whose size is divisible by it."""
     return math.prod(mesh.shape[name] for name in rules[axis])
 
 
 def bytes_per_device(shapes: Any, placed: Any) -> int:
-    """Bytes that each device holds of arrays or ShapeDtypeStructs laid out by `placed`, a like tree
-    of shardings."""
+    """Compute the bytes per device of sharded arrays.
+
+    Args:
+        shapes: tree of arrays or ShapeDtypeStructs.
+        placed: tree of shardings with the same structure.
+    """
     sizes = jax.tree.map(
-        lambda leaf, how: math.prod(how.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
+        lambda leaf, sharding: math.prod(sharding.shard_shape(leaf.shape)) * leaf.dtype.itemsize,
         shapes,
         placed,
     )
     return sum(jax.tree.leaves(sizes))
 
 
-def _cut(
-    mesh: Mesh, axis: str | None, size: int, rules: Rules, taken: Set[str]
+def _mesh_axes(
+    mesh: Mesh, axis: str | None, size: int, rules: Rules, used: Set[str]
 ) -> tuple[str, ...] | None:
     if axis is None:
         return None
     if axis not in rules:
-        raise ValueError(f"logical axis {axis!r} has no rule; known are {', '.join(rules)}")
-    # An axis of one device cuts nothing.
-    names = tuple(name for name in rules[axis] if name not in taken and mesh.shape[name] > 1)
+        raise ValueError(f"expected a logical axis of {', '.join(rules)}, found {axis!r}")
+    # A mesh axis of one device shards nothing.
+    names = tuple(name for name in rules[axis] if name not in used and mesh.shape[name] > 1)
     return names if names and size % math.prod(mesh.shape[name] for name in names) == 0 else None
 
 
-def _everywhere(leaf: Any) -> Any:
-    """Copied to every device, where this process does not reach all of it."""
+def _replicate(leaf: Any) -> Any:
+    """Replicate an array over all devices, if this process does not have all of it."""
     if not isinstance(leaf, jax.Array) or leaf.is_fully_addressable or leaf.is_fully_replicated:
         return leaf
     if not isinstance(leaf.sharding, NamedSharding):
-        raise TypeError(f"expected an array that lies on a mesh, came one with {leaf.sharding}")
-    return _whole_on(leaf.sharding.mesh)(leaf)
+        raise TypeError(f"expected an array on a mesh, found one with {leaf.sharding}")
+    return _replicate_on(leaf.sharding.mesh)(leaf)
 
 
 @cache
-def _whole_on(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
+def _replicate_on(mesh: Mesh) -> Callable[[jax.Array], jax.Array]:
     return jax.jit(lambda leaf: leaf, out_shardings=NamedSharding(mesh, PartitionSpec()))
 
 

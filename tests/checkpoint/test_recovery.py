@@ -1,4 +1,4 @@
-"""What is written of the rollouts comes back bit for bit, and what would not is refused."""
+"""The rollout state is encoded bit-exactly, and values that cannot be are refused."""
 
 import json
 import struct
@@ -20,7 +20,7 @@ from areal_jax.checkpoint.recovery import (
 )
 from areal_jax.records import Completion, Group, Message, RolloutState, Sample, SuspendedGroup, Task
 
-any_text = st.text(st.characters(), max_size=6)  # with surrogates, control characters and all else
+any_text = st.text(st.characters(), max_size=6)  # including surrogates and control characters
 counts = st.dictionaries(any_text, st.integers(), max_size=3)
 json_values = st.recursive(
     st.none()
@@ -35,7 +35,7 @@ lengths = st.lists(st.integers(0, 4), max_size=3)
 
 
 def any_bits(rng, columns, length):
-    """Arrays of random bits: as floats they are every kind of nan, infinity, -0.0 and denormal."""
+    """Make arrays of random bits, including nan, infinity, -0.0 and denormals."""
     bits = {name: rng.integers(-(2**31), 2**31, length).astype(np.int32) for name in columns}
     return {
         name: bits[name] < 0 if dtype == np.bool_ else bits[name].view(dtype)
@@ -44,8 +44,7 @@ def any_bits(rng, columns, length):
 
 
 def plain(value):
-    """Records as nested tuples in which arrays and floats are their bytes, so that == compares
-    bits."""
+    """Convert records to nested tuples with the bytes of arrays and floats, so that == is exact."""
     if isinstance(value, np.ndarray):
         return value.dtype.str, value.shape, value.tobytes()
     if isinstance(value, float):
@@ -69,7 +68,7 @@ def plain(value):
     counts=counts,
     notes=st.dictionaries(any_text, json_values, max_size=3),
 )
-def test_state_and_notes_come_back_bit_for_bit(seed, groups, calls, rewards, text, counts, notes):
+def test_decode_inverts_encode_bit_exactly(seed, groups, calls, rewards, text, counts, notes):
     rng = np.random.default_rng(seed)
     task = Task(text, (Message("user", text), Message(text, "")), text, text, text)
 
@@ -102,9 +101,9 @@ def test_state_and_notes_come_back_bit_for_bit(seed, groups, calls, rewards, tex
             for i, record in enumerate(calls)
         ),
     )
-    state_again, notes_again = decode(unpack(pack(encode(state, notes))))
-    assert plain(state_again) == plain(state)
-    assert plain(notes_again) == plain(notes)
+    decoded_state, decoded_notes = decode(unpack(pack(encode(state, notes))))
+    assert plain(decoded_state) == plain(state)
+    assert plain(decoded_notes) == plain(notes)
 
 
 def a_sample(length=2, **changes):
@@ -116,14 +115,14 @@ def a_state(*samples):
     return RolloutState({}, 1, {}, (Group(0, Task("t", (), "1"), samples),), ())
 
 
-def test_every_field_of_the_records_has_its_place():
+def test_every_record_field_is_encoded():
     assert {field.name for field in fields(Sample)} == {
         *SAMPLE_COLUMNS,
         "reward",
         "grade",
         "stop_reason",
     }
-    # Alternatives are for whoever asked, and for no trainer.
+    # Top logprobs are for API clients; training does not need them.
     assert {field.name for field in fields(Completion)} == {
         *COMPLETION_COLUMNS,
         "stop_reason",
@@ -133,7 +132,7 @@ def test_every_field_of_the_records_has_its_place():
     assert {field.name for field in fields(SuspendedGroup)} == {"id", "task", "calls"}
 
 
-def test_what_an_earlier_release_wrote_of_a_record_beside_these_fields_is_passed_over():
+def test_unknown_record_fields_are_ignored():
     state = replace(a_state(a_sample()), suspended=(SuspendedGroup(1, Task("s", (), "1")),))
     columns = encode(state)
     for entry in (*columns.facts["buffered"], *columns.facts["suspended"]):
@@ -141,7 +140,7 @@ def test_what_an_earlier_release_wrote_of_a_record_beside_these_fields_is_passed
     assert plain(decode(columns)[0]) == plain(state)
 
 
-def test_restored_arrays_are_writable_and_each_its_own():
+def test_restored_arrays_are_writable_and_separate():
     (group,) = decode(unpack(pack(encode(a_state(a_sample(), a_sample())))))[0].buffered
     first, second = (sample.tokens for sample in group.samples)
     first[:] = 7
@@ -154,8 +153,8 @@ def test_restored_arrays_are_writable_and_each_its_own():
     [
         ({"a": (1, 2)}, r"rollout.notes.a .* \(1, 2\)"),
         ({"a": [0, float("nan")]}, r"rollout.notes.a\[1\] .* nan"),
-        ({"a": {1: 2}}, r"rollout.notes.a: the key 1"),
-        ({"a": np.float32(1)}, r"rollout.notes.a must be .* it is np.float32"),
+        ({"a": {1: 2}}, r"rollout.notes.a: .* the key 1"),
+        ({"a": np.float32(1)}, r"rollout.notes.a: expected .* found np.float32"),
     ],
 )
 def test_notes_that_json_would_change_are_refused(notes, place):
@@ -163,29 +162,33 @@ def test_notes_that_json_would_change_are_refused(notes, place):
         encode(a_state(), notes)
 
 
-def test_arrays_that_cannot_come_back_are_refused():
-    crooked = a_sample()
-    object.__setattr__(crooked, "behave_logp", np.ones(3, np.float32))
+def test_mismatched_arrays_are_refused():
+    mismatched = a_sample()
+    object.__setattr__(mismatched, "behave_logp", np.ones(3, np.float32))
     with pytest.raises(
-        ValueError, match=r"sample 1: behave_logp must be float32\[2\], it is float32\[3\]"
+        ValueError, match=r"sample 1: expected behave_logp to be float32\[2\], found float32\[3\]"
     ):
-        encode(a_state(a_sample(), crooked))
+        encode(a_state(a_sample(), mismatched))
     with pytest.raises(
-        ValueError, match="column x must hold numbers or truth values, it holds object"
+        ValueError, match="column x: expected numbers or truth values, found object"
     ):
         pack(Columns({}, {"x": np.array([{}])}))
 
 
-def test_columns_of_another_format_are_refused():
+def test_columns_of_other_formats_are_refused():
     facts, arrays = encode(a_state())
-    with pytest.raises(ValueError, match="format 1 expected, found 2"):
-        decode(Columns(facts | {"format": 2}, arrays))
+    with pytest.raises(
+        ValueError, match=r"format 2, found format 1; resume with areal_jax 0\.1, which reads it$"
+    ):
+        decode(Columns(facts | {"format": 1}, arrays))
+    with pytest.raises(ValueError, match=r"found format 3; resume with the release that wrote it$"):
+        decode(Columns(facts | {"format": 3}, arrays))
 
 
-def test_bytes_that_are_not_all_there_are_refused():
+def test_truncated_bytes_are_refused():
     packed = pack(encode(a_state(a_sample())))
     with pytest.raises(
-        ValueError, match=f"{packed.size} bytes of rollout state expected, found {packed.size + 1}"
+        ValueError, match=f"expected {packed.size} bytes of rollout state, found {packed.size + 1}"
     ):
         unpack(np.append(packed, np.uint8(0)))
     with pytest.raises(ValueError, match="buffer is smaller"):

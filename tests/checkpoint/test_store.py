@@ -1,4 +1,4 @@
-"""Checkpoints come back as they were, on any mesh, whatever happens while they are written."""
+"""Checkpoints are restored exactly, on any mesh, despite failures during writes."""
 
 import os
 import signal
@@ -16,7 +16,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from areal_jax.checkpoint.recovery import Columns
-from areal_jax.checkpoint.store import CheckpointError, CheckpointStore, _write_sums
+from areal_jax.checkpoint.store import CheckpointError, CheckpointStore, _write_checksums
 
 
 class Moments(NamedTuple):
@@ -42,13 +42,12 @@ def mesh_of(num_devices: int) -> Mesh:
 
 
 def state_on(mesh: Mesh, seed: int = 0, rows: int = 8) -> State:
-    """Sharded, replicated, scalar and half-precision leaves, with bits that only an exact copy
-    keeps."""
+    """Make sharded, replicated, scalar and half-precision leaves that need a bit-exact copy."""
     rng = np.random.default_rng(seed)
     sharded, replicated = NamedSharding(mesh, P("fsdp")), NamedSharding(mesh, P())
     weight = (
         rng.integers(-(2**31), 2**31, (rows, 6), np.int64).astype(np.int32).view(np.float32)
-    )  # nans, -0.0 and all
+    )  # including nan and -0.0
     params = {
         "embed": jax.device_put(weight, sharded),
         "layers": [jax.device_put(jnp.asarray(rng.normal(size=(8, 2)), jnp.bfloat16), sharded)],
@@ -100,35 +99,35 @@ def store(tmp_path):
 
 
 @pytest.mark.parametrize(("saved_on", "restored_on"), [(8, 8), (1, 8), (8, 1), (8, 4)])
-def test_state_comes_back_bit_for_bit_on_any_number_of_devices(store, saved_on, restored_on):
+def test_restore_is_bit_exact_on_any_number_of_devices(store, saved_on, restored_on):
     state = state_on(mesh_of(saved_on), seed=5)
     store.save(7, state, ROLLOUT)
     store.wait()
-    elsewhere = abstract_of(state_on(mesh_of(restored_on)))
-    restored, rollout = store.restore(7, elsewhere)
+    abstract = abstract_of(state_on(mesh_of(restored_on)))
+    restored, rollout = store.restore(7, abstract)
     assert_same_bits(restored, state)
     assert_same_columns(rollout, ROLLOUT)
     assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(
-        lambda x: x.sharding, elsewhere
+        lambda x: x.sharding, abstract
     )
 
 
 @pytest.mark.parametrize("restored_on", [8, 1])
-def test_one_field_comes_back_without_the_others(store, restored_on):
+def test_restore_field_reads_one_field(store, restored_on):
     state = state_on(mesh_of(8), seed=5)
     store.save(7, state, ROLLOUT)
     store.wait()
-    elsewhere = abstract_of(state_on(mesh_of(restored_on))).params
-    restored = store.restore_field(None, "params", elsewhere)
+    abstract = abstract_of(state_on(mesh_of(restored_on))).params
+    restored = store.restore_field(None, "params", abstract)
     assert_same_bits(restored, state.params)
     assert jax.tree.map(lambda x: x.sharding, restored) == jax.tree.map(
-        lambda x: x.sharding, elsewhere
+        lambda x: x.sharding, abstract
     )
     with pytest.raises(CheckpointError, match=r"expected but not found: 1 \(params\.head float64"):
-        store.restore_field(7, "params", {**elsewhere, "head": np.zeros(2)})
+        store.restore_field(7, "params", {**abstract, "head": np.zeros(2)})
 
 
-def test_arrays_may_be_donated_as_soon_as_save_returns(store):
+def test_arrays_can_be_donated_after_save_returns(store):
     # 8 leaves of 8 MiB take far longer to write than a step takes to overwrite them.
     mesh = mesh_of(8)
     overwrite = jax.jit(lambda tree: jax.tree.map(lambda x: x * 0 - 7, tree), donate_argnums=0)
@@ -146,7 +145,7 @@ def test_arrays_may_be_donated_as_soon_as_save_returns(store):
         assert all((np.asarray(leaf) == version).all() for leaf in restored.values())
 
 
-def test_numpy_leaves_may_be_changed_as_soon_as_save_returns(store):
+def test_numpy_leaves_can_be_changed_after_save_returns(store):
     array = np.ones(1 << 20)
     store.save(1, {"x": array, "version": np.array(7, np.int32), "sum": np.array(7) + 1}, ROLLOUT)
     array[:] = 0
@@ -170,23 +169,23 @@ def test_newest_are_kept_and_a_version_can_be_saved_again(store):
     assert_same_bits(store.restore(20, abstract_of(state_on(mesh)))[0], state_on(mesh, seed=1))
 
 
-def test_absent_checkpoint_is_told_with_those_that_exist(store):
+def test_missing_checkpoint_is_reported_with_existing_ones(store):
     abstract = abstract_of(state_on(mesh_of(1)))
     with pytest.raises(
         CheckpointError,
-        match=r"a checkpoint was expected in .*/checkpoints, found none; name the folder",
+        match=r"expected a checkpoint in .*/checkpoints, found none; set --run-folder",
     ):
         store.restore(None, abstract)
     store.save(4, state_on(mesh_of(1)), ROLLOUT)
     store.wait()
     with pytest.raises(
         CheckpointError,
-        match=r"checkpoint 5 was expected in .*/checkpoints, found 4; name the folder",
+        match=r"expected checkpoint 5 in .*/checkpoints, found 4; set --run-folder",
     ):
         store.restore(5, abstract)
 
 
-def test_checkpoint_of_another_policy_is_refused_with_what_differs(store):
+def test_checkpoint_of_another_policy_is_refused(store):
     mesh = mesh_of(8)
     store.save(1, state_on(mesh), ROLLOUT)
     store.wait()
@@ -217,7 +216,7 @@ def test_checkpoint_of_another_policy_is_refused_with_what_differs(store):
 
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "deleted"])
-def test_damaged_checkpoint_is_told_with_the_file_and_the_others(store, damage):
+def test_damaged_checkpoint_names_the_file_and_others(store, damage):
     for version in (1, 2):
         store.save(version, state_on(mesh_of(1)), ROLLOUT)
     store.wait()
@@ -233,47 +232,46 @@ def test_damaged_checkpoint_is_told_with_the_file_and_the_others(store, damage):
         largest.write_bytes(data if damage == "flipped" else data[: len(data) // 2])
     with pytest.raises(
         CheckpointError,
-        match=rf"/2 cannot be read: .*{largest.name}.* expected.* found .* \(there: 1\)",
+        match=rf"/2 cannot be read: .*{largest.name}.* found .* resume from another checkpoint \(1\)",
     ):
         store.restore(None, abstract_of(state_on(mesh_of(1))))
 
 
-def test_checkpoint_that_orbax_cannot_read_is_told_as_one(store):
+def test_unreadable_unverified_checkpoint_is_reported_damaged(store):
     store.save(1, state_on(mesh_of(1)), ROLLOUT)
     store.wait()
-    (
-        store.folder / "1" / "files.json"
-    ).unlink()  # as after a kill between the commit and its writing
+    # As after a kill between the commit and the write of files.json.
+    (store.folder / "1" / "files.json").unlink()
     assert_same_bits(store.restore(1, abstract_of(state_on(mesh_of(1))))[0], state_on(mesh_of(1)))
     (store.folder / "1" / "_CHECKPOINT_METADATA").unlink()
     with pytest.raises(
-        CheckpointError, match=r"/1 cannot be read: .* Delete this folder and begin anew"
+        CheckpointError, match=r"/1 cannot be read: .* Delete this folder and start again"
     ):
         store.restore(1, abstract_of(state_on(mesh_of(1))))
 
 
-def test_what_is_no_damage_is_never_told_to_be_deleted(store):
+def test_verified_checkpoint_is_never_reported_damaged(store):
     store.save(1, state_on(mesh_of(8)), ROLLOUT)
     store.wait()
-    # All is as files.json says, so that what orbax misses was never there: another release may know
-    # it.
+    # All files match files.json, so that the missing file was never there: another release of Orbax
+    # may be able to read the checkpoint.
     (store.folder / "1" / "_CHECKPOINT_METADATA").unlink()
-    _write_sums(store.folder / "1")
-    with pytest.raises(CheckpointError, match=r"/1 could not be restored: .*keep it") as reported:
+    _write_checksums(store.folder / "1")
+    with pytest.raises(CheckpointError, match=r"/1 could not be restored: .*keep it") as raised:
         store.restore(1, abstract_of(state_on(mesh_of(8))))
-    assert "Delete" not in str(reported.value)
-    # A disk that does not answer: reading this file is an error of input and output.
+    assert "Delete" not in str(raised.value)
+    # A failing disk: reading this file raises an I/O error.
     (store.folder / "1" / "manifest.ocdbt").unlink(missing_ok=True)
     (store.folder / "1" / "manifest.ocdbt").symlink_to("/proc/self/mem")
     with pytest.raises(CheckpointError, match=r"/1 could not be restored: OSError: .*keep it"):
         store.restore(1, abstract_of(state_on(mesh_of(8))))
 
 
-@pytest.mark.parametrize("left", ["", '{"_CHECKPOINT_METADATA": ['])
-def test_sums_that_are_cut_are_told_and_lose_no_checkpoint(store, left):
+@pytest.mark.parametrize("content", ["", '{"_CHECKPOINT_METADATA": ['])
+def test_broken_checksum_file_loses_no_checkpoint(store, content):
     store.save(1, state_on(mesh_of(1)), ROLLOUT)
     store.wait()
-    (store.folder / "1" / "files.json").write_text(left)
+    (store.folder / "1" / "files.json").write_text(content)
     with pytest.raises(
         CheckpointError, match=r"/1/files\.json cannot be read .*Delete this file alone"
     ):
@@ -282,7 +280,7 @@ def test_sums_that_are_cut_are_told_and_lose_no_checkpoint(store, left):
     assert_same_bits(store.restore(1, abstract_of(state_on(mesh_of(1))))[0], state_on(mesh_of(1)))
 
 
-def test_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path):
+def test_unwritable_folder_is_named(tmp_path):
     (tmp_path / "file").touch()
     store = CheckpointStore(tmp_path / "file" / "checkpoints", keep=1)
     with pytest.raises(
@@ -293,12 +291,12 @@ def test_folder_that_cannot_be_made_is_an_error_that_names_it(tmp_path):
     store.close()
 
 
-def test_what_is_no_array_and_names_that_clash_are_refused(store):
-    with pytest.raises(TypeError, match="version of the train state must be an array, it is 3"):
+def test_non_arrays_and_duplicate_names_are_refused(store):
+    with pytest.raises(TypeError, match="expected version to be an array, found 3"):
         store.save(1, {"version": 3}, ROLLOUT)
-    with pytest.raises(ValueError, match="bear the same name"):
+    with pytest.raises(ValueError, match="found duplicates"):
         store.save(1, {"a": {"b": np.ones(1)}, "a.b": np.ones(1)}, ROLLOUT)
-    with pytest.raises(ValueError, match=r"checkpoint\.keep=0"):
+    with pytest.raises(ValueError, match=r"checkpoint\.keep to be at least 1, found 0"):
         CheckpointStore(store.folder, keep=0)
 
 
@@ -320,8 +318,7 @@ CHILD = """
 
 
 def run_child(code: str, folder: Path, *before: str) -> subprocess.CompletedProcess[str]:
-    """Run CHILD and `code` in a process of one device. The commands before it may give it another
-    file system."""
+    """Run CHILD and `code` in a process with one device; `before` may set up another file system."""
     env = {**os.environ, "XLA_FLAGS": "", "PYTHONPATH": str(Path(__file__).parents[2])}
     source = textwrap.dedent(CHILD) + textwrap.dedent(code)
     command = [*before, sys.executable, "-W", "error", "-c", source, str(folder)]
@@ -329,8 +326,8 @@ def run_child(code: str, folder: Path, *before: str) -> subprocess.CompletedProc
 
 
 @pytest.mark.parametrize("delay_s", [0.0, 0.03])
-def test_kill_in_the_middle_of_a_save_leaves_the_one_before(tmp_path, delay_s):
-    # 256 MiB take longer to write and to sum up than either delay.
+def test_kill_during_save_leaves_the_previous_checkpoint(tmp_path, delay_s):
+    # Writing and checksumming 256 MiB takes longer than either delay.
     child = run_child(
         f"""
         import time
@@ -352,13 +349,13 @@ def test_kill_in_the_middle_of_a_save_leaves_the_one_before(tmp_path, delay_s):
     assert store.latest_version() == 1
     restored, _ = store.restore(None, {"x": np.empty(1 << 20, np.float32)})
     assert (restored["x"] == 1).all()
-    # The next save clears away what the killed one left.
+    # The next save deletes the remnants of the killed one.
     store.save(3, {"x": np.ones(1)}, ROLLOUT)
     store.close()
     assert [path.name for path in tmp_path.iterdir()] == ["3"]
 
 
-def test_write_that_fails_midway_is_told_and_training_can_go_on(tmp_path):
+def test_failed_write_is_reported_and_training_continues(tmp_path):
     child = run_child(
         """
         store.save(1, state(1), ROLLOUT)
@@ -371,7 +368,7 @@ def test_write_that_fails_midway_is_told_and_training_can_go_on(tmp_path):
             print(error)
         print(sorted(os.listdir(folder)), *values())
         store.save(3, state(3), ROLLOUT)
-        store._saving[2].exception(60)  # over, but not yet told
+        store._saving[2].exception(60)  # ended, but not yet collected
         resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
         try:
             store.save(4, state(4), ROLLOUT)
@@ -383,15 +380,15 @@ def test_write_that_fails_midway_is_told_and_training_can_go_on(tmp_path):
         tmp_path,
     )
     assert child.returncode == 0, child.stderr
-    reported, after, reported_later, end = child.stdout.splitlines()
-    # 1 Mi floats, and the rollout state: its header is {"facts": {}, "layout": []} of 27 bytes
-    # after 8 that say so.
-    assert reported.startswith(
+    error, after, later_error, end = child.stdout.splitlines()
+    # 1 Mi floats, and the rollout state: 8 bytes with the length of its header, and the 27 bytes of
+    # {"facts": {}, "layout": []}.
+    assert error.startswith(
         f"checkpoint 2 could not be written to {tmp_path}, which needs {(4 << 20) + 35:,} bytes: "
     )
-    assert "File too large" in reported and "Checkpoint 1 is intact" in reported
+    assert "File too large" in error and "Checkpoint 1 is intact" in error
     assert after == "['1'] 1.0 [1]"
-    assert reported_later.startswith("checkpoint 3 could not be written")
+    assert later_error.startswith("checkpoint 3 could not be written")
     assert end == "4.0 [1, 4]"
 
 
@@ -402,7 +399,7 @@ CAN_MOUNT = (
 
 
 @pytest.mark.skipif(not CAN_MOUNT, reason="needs a mount namespace for a disk of 10 MiB")
-def test_full_disk_is_told_and_training_can_go_on(tmp_path):
+def test_full_disk_is_reported_and_training_continues(tmp_path):
     (tmp_path / "disk").mkdir()
     script = f'mount -t tmpfs -o size=10m,nr_inodes=200 tmpfs {tmp_path}/disk && exec "$0" "$@"'
     child = run_child(

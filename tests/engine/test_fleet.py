@@ -195,6 +195,6 @@ def test_engines_must_divide_the_rollout_mesh() -> None:
     ).rollout
     assert [mesh.shape for mesh in engine_meshes(rollout, 2)] == [{"data": 1, "tensor": 2}] * 2
     with pytest.raises(
-        ValueError, match=r"2 shards of slots, which placement\.engines=4 does not divide"
+        ValueError, match=r"2 shards of slots are not divisible by placement\.engines=4"
     ):
         engine_meshes(rollout, 4)

@@ -311,9 +311,9 @@ def test_llama_sliding_window_is_refused():
 def test_outer_original_max_position_embeddings_has_precedence(kind):
     bands = {"low_freq_factor": 1.0, "high_freq_factor": 4.0} if kind == "llama3" else {}
     scaling = {"rope_type": kind, "factor": 4.0, "original_max_position_embeddings": 16, **bands}
-    beside = read(rope_scaling=scaling, original_max_position_embeddings=32)
-    assert beside == read(rope_scaling=scaling | {"original_max_position_embeddings": 32})
-    assert beside != read(rope_scaling=scaling)
+    outer = read(rope_scaling=scaling, original_max_position_embeddings=32)
+    assert outer == read(rope_scaling=scaling | {"original_max_position_embeddings": 32})
+    assert outer != read(rope_scaling=scaling)
     # transformers cannot compute with null, but only some scalings read the key.
     with pytest.raises(ValueError, match="original_max_position_embeddings"):
         read(rope_scaling=scaling, original_max_position_embeddings=None)

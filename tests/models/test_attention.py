@@ -142,7 +142,7 @@ def test_sharding_rows_and_heads_keeps_attention(mesh: dict[str, int], kernel: K
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_accelerators_use_kernels_for_long_rows(platform: str) -> None:
     if platform == "cuda" and jax.__version_info__ >= (0, 12):
-        pytest.skip("since jax 0.12 a kernel for GPUs is lowered only where there is one")
+        pytest.skip("since jax 0.12, GPU kernels can be lowered on GPUs only")
     kernel = choose_kernel(platform, 1024)
     shapes = [jax.ShapeDtypeStruct((1, 1024, n, 64), jnp.bfloat16) for n in (4, 2, 2)]
     attend = packed_attention(jnp.ones((1, 1024), jnp.int32), kernel)

@@ -299,7 +299,7 @@ def test_init_matches_abstract_and_differs_between_layers():
     assert axes == jax.tree.map(lambda leaf: leaf.ndim, abstract)
     q = params["layers"]["attn"]["q"]
     assert (q[0] != q[1]).mean() > 0.9
-    assert q.std() == pytest.approx(16**-0.5, rel=0.1)  # 768 draws: 1 / sqrt(2·768) = 2.6 %
+    assert q.std() == pytest.approx(16**-0.5, rel=0.1)  # 768 samples: 1 / sqrt(2·768) = 2.6 %
 
 
 def test_equal_policies_are_one_static_argument():

@@ -64,17 +64,24 @@ def test_large_policy_is_saved_as_several_files(tmp_path, architecture):
     params = random_params(policy)
     hf.save(folder, policy, params, shard_bytes=4000)
     index = json.loads((folder / "model.safetensors.index.json").read_text())
-    held = {file.name: load_file(file) for file in folder.glob("*.safetensors")}
+    tensors_by_file = {file.name: load_file(file) for file in folder.glob("*.safetensors")}
     assert index["weight_map"] == {
-        tensor: file for file, tensors in held.items() for tensor in tensors
+        tensor: file for file, tensors in tensors_by_file.items() for tensor in tensors
     }
     assert index["metadata"]["total_size"] == 4 * policy.config.num_params
-    assert sorted(held) == [
-        f"model-{i:05}-of-{len(held):05}.safetensors" for i in range(1, len(held) + 1)
+    assert sorted(tensors_by_file) == [
+        f"model-{i:05}-of-{len(tensors_by_file):05}.safetensors"
+        for i in range(1, len(tensors_by_file) + 1)
     ]
-    assert max(sum(array.nbytes for array in tensors.values()) for tensors in held.values()) <= 4000
+    assert (
+        max(sum(array.nbytes for array in tensors.values()) for tensors in tensors_by_file.values())
+        <= 4000
+    )
     # Files are nearly full: two consecutive ones exceed the limit.
-    sizes = [sum(array.nbytes for array in held[file].values()) for file in sorted(held)]
+    sizes = [
+        sum(array.nbytes for array in tensors_by_file[file].values())
+        for file in sorted(tensors_by_file)
+    ]
     assert len(sizes) > 3 and min(a + b for a, b in itertools.pairwise(sizes)) > 4000
     assert_equal(hf.load(folder, policy, on_one_device(policy)), params)
     # Saved again as one file: the earlier files must be gone, because readers would use them.
@@ -151,9 +158,13 @@ def test_several_weight_files_are_loaded(tmp_path):
     (tmp_path / "policy" / "model.safetensors").unlink()
     names = sorted(tensors)
     files = {"a.safetensors": names[:7], "b.safetensors": names[7:]}
-    for file, held in files.items():
-        save_file({name: tensors[name] for name in held}, tmp_path / "policy" / file)
-    index = {"weight_map": {name: file for file, held in files.items() for name in held}}
+    for file, tensors_by_file in files.items():
+        save_file({name: tensors[name] for name in tensors_by_file}, tmp_path / "policy" / file)
+    index = {
+        "weight_map": {
+            name: file for file, tensors_by_file in files.items() for name in tensors_by_file
+        }
+    }
     (tmp_path / "policy" / "model.safetensors.index.json").write_text(json.dumps(index))
     assert_equal(hf.load(tmp_path / "policy", policy, on_one_device(policy)), params)
     deeper = tiny_policy(num_hidden_layers=4)

@@ -177,7 +177,7 @@ def test_new_adapter_is_a_no_op_and_sampled_like_pefts() -> None:
     for name in "qo":
         a = np.asarray(attn[name]["a"])
         assert 0.24 < np.abs(a).max() < 0.25
-        assert a.std() == pytest.approx(0.25 / 3**0.5, rel=0.1)  # 3·16·8 draws
+        assert a.std() == pytest.approx(0.25 / 3**0.5, rel=0.1)  # 3·16·8 samples
     assert (attn["q"]["a"][0] != attn["q"]["a"][1]).all() and (
         attn["q"]["a"] != attn["k"]["a"]
     ).all()

@@ -182,7 +182,8 @@ def layer_of(**settings: object) -> tuple[MoE, jax.Array]:
 def test_expert_weights_sum_to_one_with_norm_topk_prob():
     # With one expert per token, its weight is 1, or its probability, which is between 1/4 and 1.
     (plain, x), (normalised, _) = (
-        layer_of(num_experts_per_tok=1, norm_topk_prob=asked) for asked in (False, True)
+        layer_of(num_experts_per_tok=1, norm_topk_prob=is_normalised)
+        for is_normalised in (False, True)
     )
     share = plain(x, local_experts, None)[0] / normalised(x, local_experts, None)[0]
     assert (share.std(axis=-1) < 1e-5).all()

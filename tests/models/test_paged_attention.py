@@ -102,7 +102,7 @@ def test_quantized_pages_bound_the_error_by_the_largest_number(dtype: str, most:
 @pytest.mark.parametrize("platform", ["tpu", "cuda"])
 def test_accelerators_use_paged_kernels(platform: str):
     if platform == "cuda" and jax.__version_info__ >= (0, 12):
-        pytest.skip("since jax 0.12 a kernel for GPUs is lowered only where there is one")
+        pytest.skip("since jax 0.12, GPU kernels can be lowered on GPUs only")
     assert choose_paged_kernel(platform, 128, 16, is_narrow=False) == (
         "gpu" if platform == "cuda" else "tpu"
     )

@@ -1,5 +1,4 @@
-"""Laws of joining processes: who is missing is named, in all that came. Those that all came are in
-tests/trainer."""
+"""Failures of joining processes; tests/trainer has runs with joined processes."""
 
 from __future__ import annotations
 
@@ -11,7 +10,7 @@ from contextlib import suppress
 
 import pytest
 
-from areal_jax.parallel.hosts import _require_name, join
+from areal_jax.parallel.hosts import _check_host_name, join
 
 
 @pytest.fixture
@@ -21,76 +20,79 @@ def coordinator() -> str:
 
 
 @pytest.mark.parametrize(
-    ("came", "missing"),
+    ("joined", "missing"),
     [
         ((0, 2), "process 1, process 3"),
         ((1, 3), "process 0"),
         ((0,), "process 1, process 2, process 3"),
     ],
 )
-def test_all_that_came_are_told_who_is_missing(
-    coordinator: str, came: tuple[int, ...], missing: str
+def test_missing_processes_are_named_in_all_others(
+    coordinator: str, joined: tuple[int, ...], missing: str
 ):
     with ThreadPoolExecutor() as pool:
         for error in [
             future.exception(30)
-            for future in [pool.submit(join, coordinator, 4, number, 3.0) for number in came]
+            for future in [pool.submit(join, coordinator, 4, number, 3.0) for number in joined]
         ]:
             assert isinstance(error, TimeoutError)
-            assert f"for 4 trainer processes; missing: {missing}. Start" in str(error)
+            assert (
+                f"expected 4 trainer processes at {coordinator} within 3 s; missing: {missing}. Start"
+                in str(error)
+            )
 
 
-def test_who_else_comes_to_the_port_is_sent_away_and_who_dies_is_not_waited_for(coordinator: str):
+def test_untrusted_connections_are_closed_and_dead_peers_ignored(coordinator: str):
     host, port = coordinator.split(":")
-    at_once = struct.pack("ii", 1, 0)  # closing is a reset, which whoever answers then meets
+    reset_on_close = struct.pack("ii", 1, 0)
 
-    def visit(said: bytes) -> socket.socket:
+    def connect(message: bytes) -> socket.socket:
         for _ in range(100):
             with suppress(ConnectionRefusedError):
-                visitor = socket.create_connection((host, int(port)))
-                visitor.sendall(said)
-                return visitor
+                connection = socket.create_connection((host, int(port)))
+                connection.sendall(message)
+                return connection
             time.sleep(0.05)
-        raise AssertionError("nobody listens")
+        raise AssertionError(f"expected a listener at {coordinator}, found none")
 
     with ThreadPoolExecutor() as pool:
-        coming = [pool.submit(join, coordinator, 4, 0, 6.0)]
-        visit(b"").close()
+        futures = [pool.submit(join, coordinator, 4, 0, 6.0)]
+        connect(b"").close()
         with (
-            visit(b""),
-            visit(b"GET / HTTP/1.1\r\n\r\n"),
-            visit(b"4\n"),
-            visit(b"-1\n"),
-            visit(b"\xff\n"),
+            connect(b""),
+            connect(b"GET / HTTP/1.1\r\n\r\n"),
+            connect(b"4\n"),
+            connect(b"-1\n"),
+            connect(b"\xff\n"),
         ):
-            dying = visit(b"1\n")
-            coming.append(pool.submit(join, coordinator, 4, 2, 6.0))
+            dying = connect(b"1\n")
+            futures.append(pool.submit(join, coordinator, 4, 2, 6.0))
             time.sleep(3.0)
-            dying.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, at_once)
+            dying.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, reset_on_close)
             dying.close()
-            for error in [future.exception(30) for future in coming]:
+            for error in [future.exception(30) for future in futures]:
                 assert isinstance(error, TimeoutError)
                 assert "missing: process 3. Start" in str(error)
 
 
-def test_where_the_coordinator_answers_must_be_said_whole():
-    with pytest.raises(ValueError, match="expected host:port"):
+def test_coordinator_needs_host_and_port():
+    with pytest.raises(ValueError, match="expected coordinator to be host:port, found 'localhost'"):
         join("localhost", 2, 1, 1.0)
 
 
 @pytest.mark.parametrize(
-    ("name", "leads"),
+    ("name", "found"),
     [
-        ("localhost", r"leads to (127\.0\.0\.1|::1), where only this host comes"),
-        ("no host", "leads nowhere"),
+        ("localhost", r"(127\.0\.0\.1|::1), which only this host reaches"),
+        ("no host", "none"),
     ],
 )
-def test_a_host_that_others_cannot_find_by_its_name_is_told_what_to_do(name: str, leads: str):
+def test_unreachable_host_name_is_refused(name: str, found: str):
     with pytest.raises(
-        ConnectionError, match=f"this host's name, {name}, {leads}.* write name and address"
+        ConnectionError, match=f"this host's name, {name}, .* found {found}; add name and address"
     ):
-        _require_name(name, are_apart=True)
+        _check_host_name(name, has_remote=True)
 
 
-def test_on_one_machine_no_other_has_to_find_it():
-    _require_name("localhost", are_apart=False)
+def test_loopback_name_is_accepted_on_a_single_host():
+    _check_host_name("localhost", has_remote=False)

@@ -10,19 +10,18 @@ DEVICES = jax.devices()
 
 @pytest.mark.parametrize(
     ("num_devices", "train", "rollout"),
-    # Three quarters decode, rounded, and at least one device does each: 1.5 of 2 would be 2, and
-    # leave none to train.
+    # Three quarters, rounded, but at least one device each: 1.5 of 2 would be 2, with none to train.
     [(2, 1, 1), (3, 1, 2), (4, 1, 3), (5, 1, 4), (6, 2, 4), (7, 2, 5), (8, 2, 6)],
 )
-def test_three_quarters_decode(num_devices, train, rollout):
+def test_default_split_is_three_quarters_rollout(num_devices, train, rollout):
     meshes = make_meshes(PlacementConfig(), DEVICES[:num_devices])
     assert (meshes.train.size, meshes.rollout.size) == (train, rollout)
     assert not set(meshes.train.devices.flat) & set(meshes.rollout.devices.flat)
 
 
 @pytest.mark.parametrize(("share", "rollout"), [(0.25, 2), (0.5, 4), (0.6, 5), ("auto", 6)])
-def test_a_share_of_the_devices_decodes(share, rollout):
-    # 0.6 of 8 is 4.8. What is yet to be balanced begins with the paper's share.
+def test_rollout_share_decides_the_split(share, rollout):
+    # 0.6 of 8 is 4.8. auto starts with the paper's share.
     meshes = make_meshes(PlacementConfig(rollout_share=share), DEVICES)
     assert (meshes.train.size, meshes.rollout.size) == (8 - rollout, rollout)
 
@@ -36,7 +35,7 @@ def test_all_devices_are_the_default():
     assert make_meshes(PlacementConfig()).train.size == 2
 
 
-def test_meshes_have_named_axes_for_the_compiler_to_fill():
+def test_meshes_have_named_auto_axes():
     meshes = make_meshes(
         PlacementConfig(train_devices=4, train_fsdp=1, train_tensor=2, rollout_tensor=2), DEVICES
     )
@@ -46,7 +45,7 @@ def test_meshes_have_named_axes_for_the_compiler_to_fill():
     assert set(meshes.train.axis_types) | set(meshes.rollout.axis_types) == {AxisType.Auto}
 
 
-def test_fsdp_takes_what_tensor_leaves():
+def test_default_fsdp_uses_remaining_devices():
     assert dict(
         make_meshes(PlacementConfig(train_devices=6, train_tensor=2), DEVICES).train.shape
     ) == {
@@ -58,13 +57,13 @@ def test_fsdp_takes_what_tensor_leaves():
     }
 
 
-def test_experts_have_an_axis_of_their_own():
+def test_experts_have_their_own_axis():
     placement = PlacementConfig(train_devices=8, rollout_devices=1, train_expert=4)
     mesh = make_meshes(placement, [*DEVICES, DEVICES[0]]).train
     assert dict(mesh.shape) == {"data": 1, "fsdp": 2, "expert": 4, "context": 1, "tensor": 1}
 
 
-def test_one_count_leaves_the_rest_and_devices_may_lie_idle():
+def test_one_count_decides_the_other_and_idle_devices_are_allowed():
     assert make_meshes(PlacementConfig(train_devices=3), DEVICES).rollout.size == 5
     assert make_meshes(PlacementConfig(rollout_devices=3), DEVICES).train.size == 5
     both = make_meshes(PlacementConfig(train_devices=3, rollout_devices=2), DEVICES)
@@ -77,22 +76,22 @@ def test_one_count_leaves_the_rest_and_devices_may_lie_idle():
         (
             PlacementConfig(train_devices=6, rollout_devices=4),
             8,
-            "the 8 there are; came 6 to train and 4 to decode",
+            "of 8 devices, found 6 to train and 4 to decode",
         ),
-        (PlacementConfig(train_devices=8), 8, "came 8 to train and 0 to decode"),
-        (PlacementConfig(rollout_devices=0), 8, "came 8 to train and 0 to decode"),
-        (PlacementConfig(rollout_share=0.05), 8, "came 8 to train and 0 to decode"),
-        (PlacementConfig(rollout_devices=2), 1, "there is 1 device"),
-        (PlacementConfig(rollout_share="auto"), 1, "there is 1 device"),
+        (PlacementConfig(train_devices=8), 8, "found 8 to train and 0 to decode"),
+        (PlacementConfig(rollout_devices=0), 8, "found 8 to train and 0 to decode"),
+        (PlacementConfig(rollout_share=0.05), 8, "found 8 to train and 0 to decode"),
+        (PlacementConfig(rollout_devices=2), 1, "expected no split of 1 device"),
+        (PlacementConfig(rollout_share="auto"), 1, "expected no split of 1 device"),
         (
             PlacementConfig(train_tensor=3),
             8,
-            "2 train devices do not divide by placement.train_tensor=3",
+            "2 train devices are not divisible by placement.train_tensor=3",
         ),
         (
             PlacementConfig(train_devices=4, train_fsdp=3),
             8,
-            "4 train devices do not divide by placement.train_fsdp=3",
+            "4 train devices are not divisible by placement.train_fsdp=3",
         ),
         (
             PlacementConfig(train_devices=4, train_expert=3, train_tensor=2),
@@ -102,10 +101,10 @@ def test_one_count_leaves_the_rest_and_devices_may_lie_idle():
         (
             PlacementConfig(rollout_tensor=4),
             8,
-            "6 rollout devices do not divide by placement.rollout_tensor=4",
+            "6 rollout devices are not divisible by placement.rollout_tensor=4",
         ),
     ],
 )
-def test_what_cannot_be_placed_says_the_counts(placement, num_devices, message):
+def test_impossible_placement_is_refused_with_counts(placement, num_devices, message):
     with pytest.raises(ValueError, match=message):
         make_meshes(placement, DEVICES[:num_devices])

@@ -103,7 +103,7 @@ def test_tools_are_told_to_the_policy_and_its_calls_to_the_client(tokenizer: HFT
             "{% for tool in tools or [] %}{% for name, of in tool.function.parameters | items "
             "%}{{ name }}{% endfor %}"
             "{{ tool }}{% endfor %}",
-            "fails over the conversation: TypeError: Can only get item pairs",
+            "failed on the conversation: TypeError: Can only get item pairs",
         ),
         (
             "{% if tools %}{{ raise_exception('tools? no') }}{% endif %}",

@@ -48,7 +48,7 @@ def main() -> None:
                 parameter.copy_(torch.randn(parameter.shape) / parameter.shape[-1] ** 0.5)
         tokens = torch.randint(base.config.vocab_size, (2, 16))
         logits = model(tokens).logits
-        # Where the base lies on this machine is nobody's business.
+        # A relative name instead of the path on this machine.
         model.peft_config["default"].base_model_name_or_path = f"tests/models/parity/{family}"
         model.save_pretrained(here / family)
         (here / family / "README.md").unlink()

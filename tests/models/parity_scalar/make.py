@@ -1,14 +1,13 @@
-"""Make the fixtures of scalar heads: tiny random checkpoints written by transformers, with the
-numbers that it reads out.
+"""Make the scalar-head fixtures: tiny random checkpoints and their values, from transformers.
 
-Run where torch is installed, which areal_jax itself does not need:
+Needs torch, which areal_jax itself does not:
 
     pip install torch==2.13.0 transformers==5.23.0 safetensors==0.8.0
     python tests/models/parity_scalar/make.py
 
-One folder per readout: config.json and model.safetensors, as `save_pretrained` writes them, and
+Each head has a folder with config.json and model.safetensors, written by `save_pretrained`, and
 expected.safetensors with `tokens` [2, 12] and float32 `values`: of every token [2, 12], or of the
-last one of each row [2].
+last token of each row [2].
 """
 
 # pyright: reportMissingImports=false
