@@ -40,7 +40,7 @@ from typing import Any
 import psutil
 from results import append
 
-from areal_jax.data.code_tasks import Asserts, Calls, CodeTests, Stdin, code_problem
+from areal_jax.data.code_tasks import Asserts, Calls, CodeTests, Stdin, read_code_problem
 from areal_jax.records import Message, RewardResult, Task
 from areal_jax.rewards.code_grader import CodeGrader
 from areal_jax.rewards.config import RewardConfig, SandboxConfig
@@ -99,7 +99,7 @@ def solved(data: Path, every: int) -> Iterator[tuple[str, Asserts, str]]:
     """Problems with tests and the whole canonical program."""
     for name, file in (("humaneval", "HumanEval.jsonl"), ("mbpp", "mbpp.jsonl")):
         for row in rows(data / name / file, every):
-            problem = code_problem(row)
+            problem = read_code_problem(row)
             assert problem is not None and isinstance(problem[1], Asserts)
             yield (
                 name,
@@ -181,7 +181,7 @@ def live(data: Path, every: int) -> dict[str, object]:
     grader = grading(SandboxConfig())
     counts = Counter[str]()
     for row in rows(next((data / "livecodebench").glob("*.jsonl")), every):
-        problem = code_problem(row)
+        problem = read_code_problem(row)
         assert problem is not None
         tests = problem[1]
         for is_altered in (False, True):

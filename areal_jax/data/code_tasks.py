@@ -76,7 +76,7 @@ def parse_tests(answer: str) -> CodeTests:
         ) from None
 
 
-def code_problem(row: Row) -> tuple[str, CodeTests] | None:
+def read_code_problem(row: Row) -> tuple[str, CodeTests] | None:
     """Read the question and the tests of a row; the fields of the row decide its format.
 
     Returns:
@@ -108,7 +108,7 @@ def code_problem(row: Row) -> tuple[str, CodeTests] | None:
     return None
 
 
-def _human_eval(row: Row) -> tuple[str, CodeTests]:
+def _read_human_eval(row: Row) -> tuple[str, CodeTests]:
     prompt, entry_point = row["prompt"], row["entry_point"]
     tests = f"{row['test']}\n\ncheck({entry_point})\n"
     question = (
@@ -120,14 +120,14 @@ def _human_eval(row: Row) -> tuple[str, CodeTests]:
     )
 
 
-def _mbpp(row: Row) -> tuple[str, CodeTests]:
+def _read_mbpp(row: Row) -> tuple[str, CodeTests]:
     asserts = "\n".join(row["test_list"])
     question = (
         f"{row.get('text') or row['prompt']}\nYour code should pass these "
         f"tests:\n\n{asserts}\n\nGive it in a ```python block."
     )
     tests = f"{row.get('test_setup_code') or ''}\n{asserts}\n"
-    loaded, free = _loaded(ast.parse(tests)), free_names(tests)
+    loaded, free = _loaded_names(ast.parse(tests)), free_names(tests)
     # A program may define a name of a builtin, such as `sum`; only the reference solution shows it.
     names = free | loaded & defined_names(row.get("code") or "")
     modules = names & sys.stdlib_module_names
@@ -138,10 +138,10 @@ def _mbpp(row: Row) -> tuple[str, CodeTests]:
     return question, Asserts(tests, sorted(names - modules), imports="\n".join(imports))
 
 
-def _live_code_bench(row: Row) -> tuple[str, CodeTests]:
+def _read_live_code_bench(row: Row) -> tuple[str, CodeTests]:
     tests = [
         *json.loads(row["public_test_cases"]),
-        *_private(row.get("private_test_cases") or "[]"),
+        *_read_private_tests(row.get("private_test_cases") or "[]"),
     ]
     question, starter = row["question_content"], row.get("starter_code") or ""
     if function := json.loads(row.get("metadata") or "{}").get("func_name"):
@@ -151,13 +151,13 @@ def _live_code_bench(row: Row) -> tuple[str, CodeTests]:
             (tuple(map(json.loads, arguments)), json.loads(test["output"]))
             for arguments, test in zip(lines, tests, strict=True)
         ]
-        return _ask(question, starter), Calls(function, cases, is_exact=True)
-    return _ask(question, starter), Stdin(
+        return _format_question(question, starter), Calls(function, cases, is_exact=True)
+    return _format_question(question, starter), Stdin(
         [(test["input"], test["output"]) for test in tests], is_exact=True
     )
 
 
-def _private(tests: str) -> list[Any]:
+def _read_private_tests(tests: str) -> list[Any]:
     """Read private tests: JSON, or JSON as a pickled string, compressed and base64-encoded.
 
     The one string is read from the pickle's opcodes; nothing is unpickled.
@@ -173,9 +173,9 @@ def _private(tests: str) -> list[Any]:
     return json.loads(str(text))
 
 
-def _apps(row: Row) -> tuple[str, CodeTests]:
+def _read_apps(row: Row) -> tuple[str, CodeTests]:
     tests = json.loads(row["input_output"] or "{}")
-    question = _ask(row["question"], row.get("starter_code") or "")
+    question = _format_question(row["question"], row.get("starter_code") or "")
     inputs, outputs = tests.get("inputs", []), tests.get("outputs", [])
     if function := tests.get("fn_name"):
         # Nearly all rows wrap each result in a list.
@@ -189,7 +189,7 @@ def _apps(row: Row) -> tuple[str, CodeTests]:
     return question, Stdin([(case[0], case[1]) for case in lines])
 
 
-def _ask(question: str, starter: str) -> str:
+def _format_question(question: str, starter: str) -> str:
     if starter:
         return (
             f"{question}\n\nComplete this code, and give the whole of it in a ```python block."
@@ -202,10 +202,10 @@ def _ask(question: str, starter: str) -> str:
 
 
 _READERS: Mapping[tuple[str, ...], Callable[[Row], tuple[str, CodeTests]]] = {
-    ("prompt", "test", "entry_point"): _human_eval,
-    ("test_list",): _mbpp,
-    ("question_content", "public_test_cases"): _live_code_bench,
-    ("question", "input_output"): _apps,
+    ("prompt", "test", "entry_point"): _read_human_eval,
+    ("test_list",): _read_mbpp,
+    ("question_content", "public_test_cases"): _read_live_code_bench,
+    ("question", "input_output"): _read_apps,
 }
 """Reader of each format, by the fields that identify it."""
 
@@ -219,7 +219,7 @@ def free_names(code: str) -> set[str]:
         if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Load)
     }
     assigned |= {node.arg for node in ast.walk(tree) if isinstance(node, ast.arg)}
-    return _loaded(tree) - assigned - _declared(ast.walk(tree)) - set(dir(builtins))
+    return _loaded_names(tree) - assigned - _declared_names(ast.walk(tree)) - set(dir(builtins))
 
 
 def defined_names(code: str) -> set[str]:
@@ -228,10 +228,12 @@ def defined_names(code: str) -> set[str]:
     targets = (
         target for node in tree.body if isinstance(node, ast.Assign) for target in node.targets
     )
-    return _declared(tree.body) | {target.id for target in targets if isinstance(target, ast.Name)}
+    return _declared_names(tree.body) | {
+        target.id for target in targets if isinstance(target, ast.Name)
+    }
 
 
-def _loaded(tree: ast.AST) -> set[str]:
+def _loaded_names(tree: ast.AST) -> set[str]:
     return {
         node.id
         for node in ast.walk(tree)
@@ -239,7 +241,7 @@ def _loaded(tree: ast.AST) -> set[str]:
     }
 
 
-def _declared(nodes: Any) -> set[str]:
+def _declared_names(nodes: Any) -> set[str]:
     names = set[str]()
     for node in nodes:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):

@@ -80,9 +80,9 @@ def load_pairs(
         ValueError: no row can be a pair, or no prompt is left to train on.
     """
 
-    def make_pair(asked: Sequence[Message], chosen: str, rejected: str) -> PreferencePair:
+    def make_pair(messages: Sequence[Message], chosen: str, rejected: str) -> PreferencePair:
         return PreferencePair(
-            *(encode_answer(tokenizer, asked, answer, prompt) for answer in (chosen, rejected))
+            *(encode_answer(tokenizer, messages, answer, prompt) for answer in (chosen, rejected))
         )
 
     def generate(problems: Sequence[Problem] | GeneratedExercises) -> Sequence[PreferencePair]:
@@ -104,7 +104,7 @@ def load_pairs(
 
     def read(row: Row, source: Files | Hub) -> list[PreferencePair]:
         try:
-            pair = make_pair(*_prompt_and_answers(row, source))
+            pair = make_pair(*_read_pair(row, source))
         except ValueError as error:
             raise BadRow(str(error)) from None
         lengths = len(pair.chosen.tokens), len(pair.rejected.tokens)
@@ -137,11 +137,11 @@ def _prompt_fields(source: Files | Hub) -> tuple[str, ...]:
     return (source.prompt_field,) if source.prompt_field else PROMPT_FIELDS
 
 
-def _prompt_and_answers(row: Row, source: Files | Hub) -> tuple[list[Message], str, str]:
+def _read_pair(row: Row, source: Files | Hub) -> tuple[list[Message], str, str]:
     """Read the prompt, the chosen answer and the rejected one."""
-    asked = first_field(row, _prompt_fields(source))
+    prompt_value = first_field(row, _prompt_fields(source))
     chosen, rejected = (
-        check_conversation(_conversation(row.get(side), side, asked)) for side in SIDES
+        check_conversation(_read_conversation(row.get(side), side, prompt_value)) for side in SIDES
     )
     if any(messages[-1].role != "assistant" for messages in (chosen, rejected)):
         raise BadRow("does not end in an answer")
@@ -152,15 +152,15 @@ def _prompt_and_answers(row: Row, source: Files | Hub) -> tuple[list[Message], s
     return chosen[:-1], chosen[-1].content, rejected[-1].content
 
 
-def _conversation(value: object, side: str, asked: object) -> list[Message]:
+def _read_conversation(value: object, side: str, prompt_value: object) -> list[Message]:
     """Read the conversation of one side, up to its answer."""
     if isinstance(value, str):
-        messages = [Message("assistant", value)] if asked else _parse_dialogue(value)
+        messages = [Message("assistant", value)] if prompt_value else _parse_dialogue(value)
     else:
         messages = parse_messages(value or None, f"{side} answer")
     if messages and messages[0].role != "assistant":
         return messages
-    return (_parse_dialogue(asked) or parse_messages(asked)) + messages
+    return (_parse_dialogue(prompt_value) or parse_messages(prompt_value)) + messages
 
 
 def _parse_dialogue(text: object) -> list[Message]:

@@ -145,7 +145,7 @@ def _read(
     )
 
     def read(place: str, row: Row) -> list[SupervisedExample]:
-        messages = _conversation(row, source)
+        messages = _read_conversation(row, source)
         try:
             examples = encode_conversation(tokenizer, messages, prompt)
         except ValueError as error:
@@ -266,7 +266,7 @@ def encode_answer(
     return SupervisedExample(tokens, np.arange(len(tokens)) >= len(prompt_tokens))
 
 
-def _conversation(row: Row, source: Files | Hub) -> list[Message]:
+def _read_conversation(row: Row, source: Files | Hub) -> list[Message]:
     names = (source.prompt_field,) if source.prompt_field else ("messages", *PROMPT_FIELDS)
     messages = parse_messages(first_field(row, names))
     if not any(message.role == "assistant" for message in messages):

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple, TypeAlias, TypeVar, overload
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from areal_jax.data.code_tasks import code_problem, format_tests
+from areal_jax.data.code_tasks import format_tests, read_code_problem
 from areal_jax.data.config import Exercises, Files, Hub, PromptConfig, Synthetic, TaskSource
 from areal_jax.data.exercises import Exercise, GeneratedExercises
 from areal_jax.data.hub import NAME, fetch
@@ -93,7 +93,7 @@ def load_tasks(source: TaskSource, prompt: PromptConfig) -> TaskSet:
             return TaskSet(
                 *read_rows(
                     source,
-                    lambda place, row: _task(place, row, source, prompt),
+                    lambda place, row: _make_task(place, row, source, prompt),
                     "a task",
                     expected,
                 )
@@ -198,7 +198,7 @@ def find_files(path: Path, split: str) -> list[Path]:
     return [file for file in of_split if file.parent == folders[0]]
 
 
-def _files_of_hub(source: Hub) -> list[Path]:
+def _download_split(source: Hub) -> list[Path]:
     """Download the split; a name may include a folder of the repository: openai/gsm8k/main."""
     parts = source.name.split("/")
     owner_and_name, folder = "/".join(parts[:2]), "/".join(parts[2:])
@@ -236,10 +236,12 @@ def read_rows(
     files = (
         find_files(Path(source.path).expanduser(), source.split)
         if isinstance(source, Files)
-        else _files_of_hub(source)
+        else _download_split(source)
     )
     made, skipped, fields = list[T](), dict[str, list[str]](), dict[str, None]()
-    numbered = ((f"{file.name}:{number}", row) for file in files for number, row in _rows(file))
+    numbered = (
+        (f"{file.name}:{number}", row) for file in files for number, row in _read_file(file)
+    )
     for place, row in islice(numbered, source.max_tasks):
         try:
             if not isinstance(row, dict):
@@ -268,7 +270,7 @@ def format_skipped(skipped: Skipped) -> str:
     )
 
 
-def _rows(file: Path) -> Iterator[tuple[int, object]]:
+def _read_file(file: Path) -> Iterator[tuple[int, object]]:
     """Yield the rows of a file with their numbers, or line numbers, from 1.
 
     A line that is not JSON is yielded as text.
@@ -294,10 +296,10 @@ def _rows(file: Path) -> Iterator[tuple[int, object]]:
                 raise ValueError(f"{file}: expected a JSON array of rows ({error})") from error
             return
         lines.seek(0)
-        yield from _rows_of_lines(file, lines)
+        yield from _read_lines(file, lines)
 
 
-def _rows_of_lines(file: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, object]]:
+def _read_lines(file: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, object]]:
     for number, line in enumerate(lines, 1):
         try:
             text = line.decode("utf-8-sig" if number == 1 else "utf-8")
@@ -310,10 +312,10 @@ def _rows_of_lines(file: Path, lines: Iterable[bytes]) -> Iterator[tuple[int, ob
                 yield number, text
 
 
-def _task(id: str, row: Row, source: Files | Hub, prompt: PromptConfig) -> Task:
+def _make_task(id: str, row: Row, source: Files | Hub, prompt: PromptConfig) -> Task:
     _check_success_rate(row, source)
     try:
-        problem = code_problem(row)
+        problem = read_code_problem(row)
     except ValueError as error:
         raise BadRow(str(error)) from error
     if problem is not None:
@@ -323,7 +325,7 @@ def _task(id: str, row: Row, source: Files | Hub, prompt: PromptConfig) -> Task:
             apply_prompt_template([Message("user", question)], prompt),
             format_tests(tests),
             "code",
-            _family(row),
+            _find_family(row),
         )
     if {"nums", "target"} <= row.keys():
         question, answer = _read_countdown(row["nums"], row["target"])
@@ -332,13 +334,13 @@ def _task(id: str, row: Row, source: Files | Hub, prompt: PromptConfig) -> Task:
             apply_prompt_template([Message("user", question)], prompt),
             answer,
             "countdown",
-            _family(row),
+            _find_family(row),
         )
     messages = parse_messages(
         first_field(row, (source.prompt_field,) if source.prompt_field else PROMPT_FIELDS)
     )
-    answer = _answer(_field(row, source.answer_field))
-    return Task(id, apply_prompt_template(messages, prompt), answer, family=_family(row))
+    answer = _read_answer(_get_field(row, source.answer_field))
+    return Task(id, apply_prompt_template(messages, prompt), answer, family=_find_family(row))
 
 
 def _check_success_rate(row: Row, source: Files | Hub) -> None:
@@ -346,7 +348,7 @@ def _check_success_rate(row: Row, source: Files | Hub) -> None:
     above, below = source.success_rate_above, source.success_rate_below
     if above is None and below is None:
         return
-    rate = _field(row, source.success_rate_field)
+    rate = _get_field(row, source.success_rate_field)
     if isinstance(rate, bool) or not isinstance(rate, int | float) or not 0 <= rate <= 1:
         raise BadRow(f"no {source.success_rate_field} from 0 to 1")
     if above is not None and rate <= above:
@@ -370,7 +372,7 @@ def _read_countdown(numbers: object, target: object) -> tuple[str, str]:
     return question, json.dumps({"numbers": numbers, "target": target})
 
 
-def _family(row: Row) -> str:
+def _find_family(row: Row) -> str:
     return next((value for value in map(row.get, FAMILY_FIELDS) if isinstance(value, str)), "")
 
 
@@ -379,16 +381,16 @@ def first_field(row: Row, names: Sequence[str]) -> object:
 
     a.b is field b of field a.
     """
-    return next((value for value in (_field(row, name) for name in names) if value), None)
+    return next((value for value in (_get_field(row, name) for name in names) if value), None)
 
 
-def _field(row: Row, name: str) -> object:
+def _get_field(row: Row, name: str) -> object:
     """Return a field; a.b is field b of field a, unless a field is called a.b."""
     first, _, rest = name.partition(".")
     if name in row or not rest:
         return row.get(name)
     inner = row.get(first)
-    return _field(inner, rest) if isinstance(inner, dict) else None
+    return _get_field(inner, rest) if isinstance(inner, dict) else None
 
 
 def parse_messages(value: object, name: str = "prompt") -> list[Message]:
@@ -416,7 +418,7 @@ def parse_messages(value: object, name: str = "prompt") -> list[Message]:
     return messages
 
 
-def _answer(value: object) -> str:
+def _read_answer(value: object) -> str:
     """Format an answer as text: the part after the last '####', 142.0 as 142, [x] as x."""
     if isinstance(value, list) and len(value) == 1:
         value = value[0]

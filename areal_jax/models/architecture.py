@@ -116,7 +116,7 @@ class ModelConfig:
         Raises:
             ValueError: the architecture, a key or a value is not supported, or a key is missing.
         """
-        architecture, readout = _architecture(config, source)
+        architecture, readout = _read_architecture(config, source)
         family = _FAMILIES[architecture]
         what = _with_readout(architecture, readout)
         check_keys(
@@ -132,47 +132,49 @@ class ModelConfig:
             raise ValueError(
                 f"{source}: expected {', '.join(null)} to be a positive integer, found None"
             )
-        num_heads = _count(config, "num_attention_heads", source)
+        num_heads = _read_count(config, "num_attention_heads", source)
         # null means the number of attention heads in every family; an absent key does not.
         num_kv_heads = (
             num_heads
             if "num_key_value_heads" in config
             else family.num_key_value_heads or num_heads
         )
-        num_kv_heads = _count(config, "num_key_value_heads", source, num_kv_heads)
-        hidden_size = _count(config, "hidden_size", source)
-        head_dim = _count(config, "head_dim", source, family.head_dim or hidden_size // num_heads)
+        num_kv_heads = _read_count(config, "num_key_value_heads", source, num_kv_heads)
+        hidden_size = _read_count(config, "hidden_size", source)
+        head_dim = _read_count(
+            config, "head_dim", source, family.head_dim or hidden_size // num_heads
+        )
         if num_heads % num_kv_heads or head_dim % 2:
             raise ValueError(
                 f"{source}: expected num_attention_heads to be a multiple of num_key_value_heads "
                 f"and head_dim to be even, found num_attention_heads={num_heads}, "
                 f"num_key_value_heads={num_kv_heads}, head_dim={head_dim}"
             )
-        max_position_embeddings = _count(config, "max_position_embeddings", source)
+        max_position_embeddings = _read_count(config, "max_position_embeddings", source)
         rope_theta, rope_scaling = rope.from_hf(config, source)
         return cls(
             architecture=architecture,
-            vocab_size=_count(config, "vocab_size", source),
+            vocab_size=_read_count(config, "vocab_size", source),
             hidden_size=hidden_size,
-            intermediate_size=_count(config, "intermediate_size", source),
-            num_hidden_layers=_count(config, "num_hidden_layers", source),
+            intermediate_size=_read_count(config, "intermediate_size", source),
+            num_hidden_layers=_read_count(config, "num_hidden_layers", source),
             num_attention_heads=num_heads,
             num_key_value_heads=num_kv_heads,
             head_dim=head_dim,
             rope_theta=rope_theta,
-            rms_norm_eps=_number(config, "rms_norm_eps", source, 1e-6),
+            rms_norm_eps=_read_number(config, "rms_norm_eps", source, 1e-6),
             max_position_embeddings=max_position_embeddings,
-            tie_word_embeddings=_flag(config, "tie_word_embeddings", source),
-            attention_bias=_flag(config, "attention_bias", source) or family.qkv_bias,
+            tie_word_embeddings=_read_flag(config, "tie_word_embeddings", source),
+            attention_bias=_read_flag(config, "attention_bias", source) or family.qkv_bias,
             qk_norm=family.qk_norm,
-            output_bias=_flag(config, "attention_bias", source) and not family.qkv_bias,
-            mlp_bias=_flag(config, "mlp_bias", source),
+            output_bias=_read_flag(config, "attention_bias", source) and not family.qkv_bias,
+            mlp_bias=_read_flag(config, "mlp_bias", source),
             rope_scaling=rope_scaling,
-            sliding_windows=_sliding_windows(config, architecture, source),
-            moe=_moe(config, source) if family.is_moe else None,
-            bos_token_id=_token(config, "bos_token_id", source),
-            eos_token_id=_tokens(config, "eos_token_id", source),
-            pad_token_id=_token(config, "pad_token_id", source),
+            sliding_windows=_read_sliding_windows(config, architecture, source),
+            moe=_read_moe(config, source) if family.is_moe else None,
+            bos_token_id=_read_token(config, "bos_token_id", source),
+            eos_token_id=_read_tokens(config, "eos_token_id", source),
+            pad_token_id=_read_token(config, "pad_token_id", source),
             readout=readout,
             ignored_keys=tuple(sorted(set(ignored_keys) & config.keys())),
         )
@@ -313,11 +315,11 @@ def _with_readout(architecture: Family, readout: Readout) -> str:
     return architecture.replace("CausalLM", readout)
 
 
-def _architecture(config: Mapping[str, Any], source: str) -> tuple[Family, Readout]:
+def _read_architecture(config: Mapping[str, Any], source: str) -> tuple[Family, Readout]:
     names = config.get("architectures") or ["none"]
     for architecture, readout in itertools.product(get_args(Family), get_args(Readout)):
         if names == [_with_readout(architecture, readout)]:
-            if readout != "CausalLM" and (num_labels := _num_labels(config, source)) != 1:
+            if readout != "CausalLM" and (num_labels := _read_num_labels(config, source)) != 1:
                 raise ValueError(
                     f"{source}: expected {names[0]} with 1 label in id2label, found {num_labels}"
                 )
@@ -327,7 +329,7 @@ def _architecture(config: Mapping[str, Any], source: str) -> tuple[Family, Reado
     )
 
 
-def _num_labels(config: Mapping[str, Any], source: str) -> int:
+def _read_num_labels(config: Mapping[str, Any], source: str) -> int:
     labels, num_labels = config.get("id2label"), config.get("num_labels")
     if not isinstance(labels, dict | None):
         raise ValueError(f"{source}: expected id2label to be an object, found {labels!r}")
@@ -335,24 +337,26 @@ def _num_labels(config: Mapping[str, Any], source: str) -> int:
         return 2 if labels is None else len(labels)
     if labels is not None and num_labels != len(labels):
         raise ValueError(f"{source}: num_labels={num_labels!r} contradicts id2label={labels!r}")
-    return _count(config, "num_labels", source)
+    return _read_count(config, "num_labels", source)
 
 
-def _count(config: Mapping[str, Any], name: str, source: str, default: int | None = None) -> int:
+def _read_count(
+    config: Mapping[str, Any], name: str, source: str, default: int | None = None
+) -> int:
     value = default if config.get(name) is None else config[name]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise ValueError(f"{source}: expected {name} to be a positive integer, found {value!r}")
     return value
 
 
-def _number(config: Mapping[str, Any], name: str, source: str, default: float) -> float:
+def _read_number(config: Mapping[str, Any], name: str, source: str, default: float) -> float:
     value = config.get(name, default)
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise ValueError(f"{source}: expected {name} to be a number, found {value!r}")
     return float(value)
 
 
-def _flag(config: Mapping[str, Any], name: str, source: str) -> bool:
+def _read_flag(config: Mapping[str, Any], name: str, source: str) -> bool:
     """Read a flag; False by default."""
     value = config.get(name, False)
     if not isinstance(value, bool):
@@ -360,7 +364,7 @@ def _flag(config: Mapping[str, Any], name: str, source: str) -> bool:
     return value
 
 
-def _tokens(config: Mapping[str, Any], name: str, source: str) -> int | tuple[int, ...] | None:
+def _read_tokens(config: Mapping[str, Any], name: str, source: str) -> int | tuple[int, ...] | None:
     value: Any = config.get(name)
     ids = value if isinstance(value, list) else [value]
     if any(isinstance(id, bool) or not isinstance(id, int | None) for id in ids):
@@ -370,25 +374,27 @@ def _tokens(config: Mapping[str, Any], name: str, source: str) -> int | tuple[in
     return tuple(ids) if isinstance(value, list) else value
 
 
-def _token(config: Mapping[str, Any], name: str, source: str) -> int | None:
-    value = _tokens(config, name, source)
+def _read_token(config: Mapping[str, Any], name: str, source: str) -> int | None:
+    value = _read_tokens(config, name, source)
     if isinstance(value, tuple):
         raise ValueError(f"{source}: expected {name} to be a token id, found {list(value)}")
     return value
 
 
-def _sliding_windows(
+def _read_sliding_windows(
     config: Mapping[str, Any], architecture: Family, source: str
 ) -> tuple[int | None, ...]:
     """Read the window of each layer, as transformers does; empty if no layer has one."""
-    num_layers, family = _count(config, "num_hidden_layers", source), _FAMILIES[architecture]
-    is_enabled = family.windows != "none" and _flag(config, "use_sliding_window", source)
+    num_layers, family = _read_count(config, "num_hidden_layers", source), _FAMILIES[architecture]
+    is_enabled = family.windows != "none" and _read_flag(config, "use_sliding_window", source)
     window = (
-        _count(config, "sliding_window", source, 4096)
+        _read_count(config, "sliding_window", source, 4096)
         if is_enabled and config.get("sliding_window", 0) is not None
         else None
     )
-    first = _number(config, "max_window_layers", source, 28.0) if family.windows == "upper" else 0
+    first = (
+        _read_number(config, "max_window_layers", source, 28.0) if family.windows == "upper" else 0
+    )
     computed = [
         "sliding_attention" if window and i >= first else "full_attention"
         for i in range(num_layers)
@@ -418,7 +424,7 @@ def _sliding_windows(
     return tuple(window if kind == "sliding_attention" else None for kind in kinds)
 
 
-def _moe(config: Mapping[str, Any], source: str) -> MoEConfig:
+def _read_moe(config: Mapping[str, Any], source: str) -> MoEConfig:
     # Files of transformers 5 may use either name.
     names = [name for name in ("num_experts", "num_local_experts") if name in config]
     if len({config[name] for name in names}) > 1:
@@ -427,7 +433,9 @@ def _moe(config: Mapping[str, Any], source: str) -> MoEConfig:
             f"num_local_experts={config['num_local_experts']!r}"
         )
     name = "num_experts" if "num_experts" in config else "num_local_experts"
-    num_experts, per_token = (_count(config, key, source) for key in (name, "num_experts_per_tok"))
+    num_experts, per_token = (
+        _read_count(config, key, source) for key in (name, "num_experts_per_tok")
+    )
     if per_token > num_experts:
         raise ValueError(
             f"{source}: expected num_experts_per_tok to be at most {name}={num_experts}, found "
@@ -436,7 +444,7 @@ def _moe(config: Mapping[str, Any], source: str) -> MoEConfig:
     return MoEConfig(
         num_experts=num_experts,
         num_experts_per_tok=per_token,
-        moe_intermediate_size=_count(config, "moe_intermediate_size", source),
-        norm_topk_prob=_flag(config, "norm_topk_prob", source),
-        router_aux_loss_coef=_number(config, "router_aux_loss_coef", source, 0.001),
+        moe_intermediate_size=_read_count(config, "moe_intermediate_size", source),
+        norm_topk_prob=_read_flag(config, "norm_topk_prob", source),
+        router_aux_loss_coef=_read_number(config, "router_aux_loss_coef", source, 0.001),
     )

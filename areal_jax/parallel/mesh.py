@@ -63,7 +63,7 @@ def make_train_mesh(placement: PlacementConfig, devices: Sequence[jax.Device]) -
         axes = {"data": others} | shards
     else:
         axes = {"data": 1} | shards | {"fsdp": others}
-    return _mesh(axes, devices)
+    return _make_mesh(axes, devices)
 
 
 def make_rollout_mesh(placement: PlacementConfig, devices: Sequence[jax.Device]) -> Mesh:
@@ -78,7 +78,7 @@ def make_rollout_mesh(placement: PlacementConfig, devices: Sequence[jax.Device])
             f"{len(devices)} rollout devices are not divisible by "
             f"placement.rollout_tensor={placement.rollout_tensor}"
         )
-    return _mesh({"data": others, "tensor": placement.rollout_tensor}, devices)
+    return _make_mesh({"data": others, "tensor": placement.rollout_tensor}, devices)
 
 
 def engine_meshes(rollout: Mesh, num_engines: int) -> list[Mesh]:
@@ -134,7 +134,7 @@ def _split(placement: PlacementConfig, num_devices: int) -> tuple[int, int]:
     return train, rollout
 
 
-def _mesh(axes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
+def _make_mesh(axes: dict[str, int], devices: Sequence[jax.Device]) -> Mesh:
     # With jax's default, Explicit, with_sharding_constraint would be an assertion.
     return jax.make_mesh(
         tuple(axes.values()), tuple(axes), (AxisType.Auto,) * len(axes), devices=devices

@@ -13,11 +13,11 @@ from areal_jax.data.code_tasks import (
     Calls,
     CodeTests,
     Stdin,
-    code_problem,
     defined_names,
     format_tests,
     free_names,
     parse_tests,
+    read_code_problem,
 )
 from areal_jax.data.config import Files, PromptConfig
 from areal_jax.data.sources import load_tasks
@@ -106,7 +106,7 @@ PRIVATE = base64.b64encode(
     ],
 )
 def test_fields_identify_the_format(row: dict[str, object], tests: CodeTests | None) -> None:
-    problem = code_problem(row)
+    problem = read_code_problem(row)
     assert (problem and problem[1]) == tests
 
 
@@ -132,7 +132,7 @@ def test_fields_identify_the_format(row: dict[str, object], tests: CodeTests | N
 )
 def test_rows_without_readable_tests_are_refused(row: dict[str, object]) -> None:
     with pytest.raises(ValueError, match="tests"):
-        code_problem(row)
+        read_code_problem(row)
 
 
 def test_code_rows_become_tasks_with_tests(tmp_path: Path) -> None:
@@ -149,7 +149,7 @@ def test_code_rows_become_tasks_with_tests(tmp_path: Path) -> None:
     assert loaded.kinds == {"code", "math"}
     assert loaded.skipped == {"no tests": ["train.jsonl:4"]}
     for task, row in zip(loaded.tasks[:3], rows, strict=False):
-        problem = code_problem(row)
+        problem = read_code_problem(row)
         assert problem is not None
         assert json.loads(format_tests(parse_tests(task.answer))) == json.loads(
             format_tests(problem[1])
