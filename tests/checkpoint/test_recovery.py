@@ -151,8 +151,8 @@ def test_restored_arrays_are_writable_and_separate():
 @pytest.mark.parametrize(
     ("notes", "place"),
     [
-        ({"a": (1, 2)}, r"rollout.notes.a .* \(1, 2\)"),
-        ({"a": [0, float("nan")]}, r"rollout.notes.a\[1\] .* nan"),
+        ({"a": (1, 2)}, r"rollout.notes.a: .* \(1, 2\)"),
+        ({"a": [0, float("nan")]}, r"rollout.notes.a\[1\]: .* nan"),
         ({"a": {1: 2}}, r"rollout.notes.a: .* the key 1"),
         ({"a": np.float32(1)}, r"rollout.notes.a: expected .* found np.float32"),
     ],

@@ -129,7 +129,7 @@ def test_weights_that_do_not_match_the_config_are_refused(tmp_path):
 
 @pytest.mark.parametrize("name", ["config.json", "model.safetensors.index.json"])
 @pytest.mark.parametrize(
-    ("text", "expected"), [("<html>", "JSON"), ("[]", "a JSON object, came list")]
+    ("text", "expected"), [("<html>", "JSON"), ("[]", "a JSON object, found list")]
 )
 def test_invalid_json_is_refused(tmp_path, name, text, expected):
     policy, _ = saved(tmp_path / "policy")
