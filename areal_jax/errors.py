@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+
 
 class ConfigError(ValueError):
     """An invalid setting; the message names the key, the expected and the found value."""
@@ -62,3 +65,21 @@ class CorruptedState(FloatingPointError):
 def first_error(error: Exception) -> Exception:
     """Return the innermost first error of nested exception groups, or the error itself."""
     return first_error(error.exceptions[0]) if isinstance(error, ExceptionGroup) else error
+
+
+@contextmanager
+def config_errors(setting: str = "") -> Iterator[None]:
+    """Convert loader errors in the block to ConfigError: bad input, not a bug.
+
+    Args:
+        setting: that names the input, where the loader's message does not.
+
+    Raises:
+        ConfigError: in place of a ValueError or an OSError.
+    """
+    try:
+        yield
+    except ConfigError:
+        raise
+    except (ValueError, OSError) as error:
+        raise ConfigError(f"{setting}: {error}" if setting else str(error)) from error

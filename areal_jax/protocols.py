@@ -1,4 +1,4 @@
-"""Protocols by which rooms of one floor call each other.
+"""Protocols between rooms: engine, grader, workflow, tokenizer, weights, and the run around a loop.
 
 Per-token arrays are aligned with `tokens`: entry t belongs to token t. Axes: B rows, T tokens of a
 row.
@@ -6,24 +6,32 @@ row.
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Sequence
-from contextlib import AbstractAsyncContextManager
-from typing import Protocol, runtime_checkable
+from collections.abc import Awaitable, Coroutine, Mapping, Sequence, Sized
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
+from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
-from jaxtyping import Int32
+from jaxtyping import Bool, Int32
 
 from areal_jax.records import (
     Completion,
+    Group,
     Message,
     OnProgress,
     Request,
     RewardResult,
+    RolloutState,
     Sample,
+    Sampling,
     Task,
     ToolResult,
     Weights,
 )
+
+T = TypeVar("T")
+
+StepMetrics: TypeAlias = Mapping[str, "tuple[float, float] | float"]
+"""Metrics of one trainer step: a number, or a sum and the weight to divide it by."""
 
 
 @runtime_checkable
@@ -45,6 +53,15 @@ class Engine(Protocol):
         All are as of one moment between two dispatches. Requests that finished before that moment
         return before this call does.
         """
+        ...
+
+
+@runtime_checkable
+class MeasuredEngine(Engine, Protocol):
+    """An engine with metrics."""
+
+    def metrics(self) -> Mapping[str, tuple[float, float]]:
+        """Sum and weight of every metric since the last call."""
         ...
 
 
@@ -164,4 +181,202 @@ class WeightSource(Protocol):
         Raises:
             TimeoutError: no such version arrived in time; the message names it.
         """
+        ...
+
+
+@runtime_checkable
+class WeightPublisher(Protocol):
+    """Delivers new versions of the weights to all engines."""
+
+    def publish(self, version: int, params: Any) -> None:
+        """Deliver a version; never waits. The latest version wins."""
+        ...
+
+    def wait_everywhere(self, at_least: int, timeout_s: float) -> None:
+        """Wait until every engine has a version of at least `at_least`."""
+        ...
+
+    def paused(self) -> AbstractContextManager[None]:
+        """Keep all engines on their version until the block ends."""
+        ...
+
+    def metrics(self) -> Mapping[str, tuple[float, float]]:
+        """Sum and weight of every metric since the last call."""
+        ...
+
+
+@runtime_checkable
+class StepOutcome(Protocol):
+    """Result of one step of reinforcement learning."""
+
+    @property
+    def metrics(self) -> StepMetrics: ...
+    @property
+    def stale(self) -> Sequence[Sequence[Bool[np.ndarray, "_"]]]:
+        """By group and sample: tokens left out of the loss because they are too old."""
+        ...
+
+
+@runtime_checkable
+class VersionedTrainer(Protocol):
+    """A trainer whose parameters have a version."""
+
+    @property
+    def version(self) -> int: ...
+    @property
+    def params(self) -> Any: ...
+
+
+@runtime_checkable
+class GroupTrainer(VersionedTrainer, Protocol):
+    """A trainer of reinforcement learning."""
+
+    def step(self, groups: Sequence[Group]) -> StepOutcome: ...
+
+
+@runtime_checkable
+class ExampleTrainer(VersionedTrainer, Protocol):
+    """A trainer that learns from examples."""
+
+    def step(self, examples: Sequence[Any]) -> StepMetrics: ...
+    def measure(self, examples: Sequence[Any]) -> Mapping[str, tuple[float, float]]: ...
+
+
+@runtime_checkable
+class Stream(Protocol):
+    """Tasks or examples in training order."""
+
+    def __next__(self) -> Any: ...
+    def state(self) -> Mapping[str, int]:
+        """Position in the stream."""
+        ...
+
+
+@runtime_checkable
+class RunningRollouts(Protocol):
+    """Groups under way, as the run around the loop sees them."""
+
+    @property
+    def next_group_id(self) -> int: ...
+    @property
+    def buffer(self) -> Sized: ...
+    @property
+    def gate(self) -> object: ...
+    async def snapshot(self) -> RolloutState: ...
+
+
+@runtime_checkable
+class Recorder(Protocol):
+    """Files and terminal output of a run."""
+
+    def span(self, lane: str, name: str) -> AbstractContextManager[None]:
+        """Record the block as one span on a lane of the trace."""
+        ...
+
+    def record_samples(
+        self, version: int, groups: Sequence[Group], stale: Sequence[Sequence[Any]]
+    ) -> None:
+        """Write the samples that `version` was trained on."""
+        ...
+
+    def record_evaluation(self, version: int, metrics: Mapping[str, float], line: str) -> None:
+        """Write and show the metrics of an evaluation of `version`."""
+        ...
+
+    def say(self, line: str) -> None:
+        """Show a line."""
+        ...
+
+
+@runtime_checkable
+class Evaluator(Protocol):
+    """Evaluates versions of the policy, where the experiment evaluates."""
+
+    async def evaluate(self, version: int) -> None:
+        """Evaluate now."""
+        ...
+
+    async def start(self, version: int) -> None:
+        """Evaluate in the background, unless an evaluation is running."""
+        ...
+
+
+@runtime_checkable
+class Stop(Protocol):
+    """A request to stop after the current step."""
+
+    def is_set(self) -> bool: ...
+    async def unless_set(self, work: Coroutine[Any, Any, T]) -> T | None:
+        """The result of `work`, or None where the request comes first."""
+        ...
+
+
+@runtime_checkable
+class TrainingRun(Protocol):
+    """The run around a training loop: it records, evaluates, saves and stops."""
+
+    @property
+    def stream(self) -> Stream:
+        """Tasks or examples, positioned where training continues."""
+        ...
+
+    @property
+    def weight_channel(self) -> WeightPublisher: ...
+    @property
+    def recording(self) -> Recorder: ...
+    @property
+    def evaluation(self) -> Evaluator: ...
+    @property
+    def stop(self) -> Stop: ...
+    def record(
+        self, version: int, metrics: StepMetrics, counters: Mapping[str, float] | None = None
+    ) -> None:
+        """Record the metrics of the step that trained `version`."""
+        ...
+
+    async def save(self, version: int, state: RolloutState) -> None:
+        """Save a checkpoint."""
+        ...
+
+    async def finish(self) -> None:
+        """Write the results, evaluate the last version and write the report."""
+        ...
+
+
+@runtime_checkable
+class ReinforcementRun(TrainingRun, Protocol):
+    """The run around `loop.train`."""
+
+    @property
+    def trainer(self) -> GroupTrainer: ...
+    @property
+    def engine(self) -> Engine: ...
+    @property
+    def grader(self) -> Grader: ...
+    @property
+    def workflow(self) -> Workflow: ...
+    @property
+    def sampling(self) -> Sampling: ...
+    @property
+    def restored(self) -> RolloutState | None:
+        """State of the rollouts in the checkpoint from which the run resumes."""
+        ...
+
+    def watched(self, rollouts: RunningRollouts | None = None) -> AbstractAsyncContextManager[None]:
+        """Raise Stalled in the block where the run makes no progress. With rollouts, a run that
+        stalls or rejects every group ends with a checkpoint."""
+        ...
+
+
+@runtime_checkable
+class FineTuningRun(TrainingRun, Protocol):
+    """The run around `finetune.fine_tune`."""
+
+    @property
+    def trainer(self) -> ExampleTrainer: ...
+    @property
+    def eval_examples(self) -> Sequence[Any]: ...
+    @property
+    def decodes(self) -> bool:
+        """Whether the run has engines."""
         ...

@@ -57,10 +57,12 @@ from areal_jax.metrics import jsonl
 from areal_jax.metrics.config import MetricsConfig
 from areal_jax.models.config import PolicyConfig
 from areal_jax.parallel.config import PlacementConfig
+from areal_jax.protocols import MeasuredEngine
 from areal_jax.records import Completion, Request, derive_seed
 from areal_jax.rollout.config import RolloutConfig
-from areal_jax.run.build import MeasuredEngine, Run, assembled
-from areal_jax.run.plan import make_plan
+from areal_jax.run.build import Run, build_run
+from areal_jax.run.make_plan import make_plan
+from areal_jax.run.trainer import rl_trainer
 from areal_jax.sim.engine import EngineHabits
 from areal_jax.sim.lengths import LogNormal
 from areal_jax.sim.measured import MeasuredStages, StageTimes, stage_times
@@ -152,7 +154,7 @@ async def train_in_turns(folder: Path, num_rounds: int, steps_per_round: int) ->
             plan, where = make_plan(experiment(eta)), folder / str(eta)
             where.mkdir()
             run = await stack.enter_async_context(
-                assembled(plan, where, resume=False, make_trainer=loop.rl_trainer)
+                build_run(plan, where, resume=False, make_trainer=rl_trainer)
             )
             runs[eta] = replace(run, engine=LongTailed(run.engine))
         for number in range(1, num_rounds + 1):

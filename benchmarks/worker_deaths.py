@@ -96,13 +96,14 @@ def train(name: str, experiment: Experiment, folder: Path, kills: Kills | None) 
     """A whole run in this process, on a cluster or not."""
     from areal_jax import loop
     from areal_jax.run.cluster import train_on_cluster
-    from areal_jax.run.plan import make_plan
+    from areal_jax.run.make_plan import make_plan
+    from areal_jax.run.start import start
 
     folder.mkdir(parents=True, exist_ok=True)
     write_config(experiment, folder / CONFIG_FILE)
     plan = make_plan(experiment)
     if kills is None:
-        loop.run(plan, folder, resume=False, source=experiment.name)
+        start(plan, folder, resume=False, source=experiment.name)
         return
     logging.getLogger("areal_jax").addHandler(kills)
 

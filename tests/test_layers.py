@@ -1,5 +1,5 @@
-"""The house's floors, doors and jax-free rooms, as data; every import in the package is held
-against them."""
+"""Floors of the package, libraries by room, and rooms without jax, as data that every import is
+checked against."""
 
 from __future__ import annotations
 
@@ -15,29 +15,47 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "areal_jax"
 
 FLOORS = (
-    ("records", "errors", "json_files", "metrics", "parallel", "threads"),
-    ("protocols",),
+    ("records", "protocols", "errors", "json_files", "metrics", "parallel", "threads"),
     ("rl", "models", "data"),
     ("engine", "trainer", "weights", "rewards", "checkpoint"),
     ("workflows", "rollout", "evaluation", "serve"),
     ("cluster", "sim"),
     ("config",),
+    ("loop", "finetune"),
     ("run",),
     ("cli",),
-    ("entry",),
+    ("train", "evaluate", "plan", "report", "__main__"),
 )
-"""From the ground up. A room imports from lower floors only: not from above, and not from its
-neighbours."""
+"""Rooms by floor, from the ground up. A room imports from lower floors only."""
 
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
-FILES_OF_ROOM = {
-    "run": ("run", "loop"),
-    "entry": ("train", "evaluate", "plan"),
+ORDERS = {
+    "records": (("records",), ("protocols",)),
+    "run": (
+        ("claim", "models", "stopping", "generation", "prompt_limits"),
+        ("plan",),
+        ("memory_checks", "frozen_models", "trainer", "grading"),
+        ("plan_report", "checks"),
+        ("make_plan", "recording"),
+        ("checkpointing", "periodic_evaluation", "liveness"),
+        ("build", "worker_roles"),
+        ("cluster",),
+        ("start",),
+        ("auto_split", "evaluation", "serving"),
+    ),
 }
-"""Rooms that are several files at the top of the package."""
+"""Orders inside a room, or among rooms of one floor: a file imports from the steps before its own,
+and from no other file of the order."""
 
-DOORS = {
+STEP_OF = {
+    f"areal_jax.{name}" if room == "records" else f"areal_jax.{room}.{name}": (room, step)
+    for room, steps in ORDERS.items()
+    for step, names in enumerate(steps)
+    for name in names
+}
+
+ROOMS_OF_LIBRARY = {
     "ray": ("cluster", "weights"),
     "xxhash": ("weights",),
     "tokenizers": ("data",),
@@ -56,7 +74,7 @@ DOORS = {
     "starlette": ("serve",),
     "uvicorn": ("serve",),
 }
-"""Rooms in which a library may be imported."""
+"""Rooms that may import a library."""
 
 JAX_FREE = (
     "records",
@@ -73,19 +91,19 @@ JAX_FREE = (
     "cluster",
     "config",
 )
-"""So are all config.py and the package itself: unit tests take milliseconds, and launch sets flags
-before jax loads."""
+"""Rooms that do not import jax, nor does any config.py: their tests take milliseconds, and flags are
+set before jax loads."""
 
 JAX = ("jax", "jaxlib", "flax", "optax", "orbax")
 
 NO_NAMES = ("utils", "util", "common", "helpers", "helper", "base", "misc", "core")
 
-STANDARD_NAMES_THAT_STAY = ("weights/weight_channel.py", "metrics/trace.py")
-"""Nobody here means the standard library's reader of weight channels or its line tracer."""
+ALLOWED_STANDARD_NAMES = ("metrics/trace.py",)
+"""No code here uses the standard library's line tracer."""
 
 
 def modules() -> dict[str, Path]:
-    """Every module of the package by dotted name; a room's `__init__` bears the room's name."""
+    """Every module of the package by dotted name; a room's `__init__` has the room's name."""
     found = {}
     for path in sorted(PACKAGE.rglob("*.py")):
         parts = path.relative_to(ROOT).with_suffix("").parts
@@ -97,17 +115,15 @@ MODULES = modules()
 
 
 def room(module: str) -> str:
-    """The room of a dotted name; empty for the package itself."""
+    """The room of a dotted name: a package, or a file at the root; empty for the package itself."""
     # What is started as a command lies on top, wherever its file is.
-    name = (
-        "entry" if module.endswith(".__main__") else module.split(".")[1] if "." in module else ""
-    )
-    return next((room for room, files in FILES_OF_ROOM.items() if name in files), name)
+    if module.endswith(".__main__"):
+        return "__main__"
+    return module.split(".")[1] if "." in module else ""
 
 
 def imports(tree: ast.AST) -> Iterator[str]:
-    """Dotted names of all that is imported, at the top, in functions and for type checking
-    alike."""
+    """Dotted names of all imports: at the top, in functions and for type checking."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
@@ -132,7 +148,7 @@ def is_jax_free(module: str) -> bool:
 
 
 def reaches_jax(module: str, seen: frozenset[str] = frozenset()) -> list[str]:
-    """How a module comes to import jax: the modules on the way, or nothing."""
+    """The chain of imports from a module to jax; empty where there is none."""
     for name in sorted(imports_of(module)):
         if name.split(".")[0] in JAX:
             return [module, name]
@@ -147,44 +163,58 @@ def reaches_jax(module: str, seen: frozenset[str] = frozenset()) -> list[str]:
     return []
 
 
-def offences(module: str, imported: frozenset[str]) -> Iterator[str]:
+def violations(module: str, imported: frozenset[str]) -> Iterator[str]:
     here = room(module)
     for name in sorted(imported):
         library = name.split(".")[0]
-        if library in DOORS and here not in DOORS[library]:
-            yield f"{module} imports {name}, which only {' and '.join(DOORS[library])} may"
+        if library in ROOMS_OF_LIBRARY and here not in ROOMS_OF_LIBRARY[library]:
+            yield f"{module} imports {name}, which only {' and '.join(ROOMS_OF_LIBRARY[library])} may"
         if library == "areal_jax" and name != "areal_jax.__version__":
-            there = room(name)
-            if there not in FLOOR_OF:
-                yield (
-                    f"{module} imports {name}, which is not enough resources; import from "
-                    "where it is defined"
-                )
-            elif there != here and FLOOR_OF[there] >= FLOOR_OF[here]:
-                yield f"{module} (floor {FLOOR_OF[here]}) imports {name} (floor {FLOOR_OF[there]})"
+            yield from climbs(module, name)
+
+
+def climbs(module: str, imported: str) -> Iterator[str]:
+    """Why an import inside the package does not go down; nothing where it does."""
+    here, there = room(module), room(imported)
+    if there not in FLOOR_OF:
+        yield f"{module} imports {imported}, which is no room; import from where it is defined"
+    elif module in STEP_OF and imported in STEP_OF and STEP_OF[module][0] == STEP_OF[imported][0]:
+        order, step = STEP_OF[module]
+        if STEP_OF[imported][1] >= step:
+            yield (
+                f"{module} (step {step} of {order}) imports {imported} "
+                f"(step {STEP_OF[imported][1]})"
+            )
+    elif there != here and FLOOR_OF[there] >= FLOOR_OF[here]:
+        yield f"{module} (floor {FLOOR_OF[here]}) imports {imported} (floor {FLOOR_OF[there]})"
 
 
 ROOMED = [module for module in MODULES if module != "areal_jax"]
 
 
-def test_every_file_lies_in_a_room_with_a_floor() -> None:
+def test_every_file_has_a_floor() -> None:
     assert {module for module in ROOMED if room(module) not in FLOOR_OF} == set()
 
 
+def test_every_file_of_run_has_a_step() -> None:
+    files = {module for module in ROOMED if module.startswith("areal_jax.run.")}
+    assert files == {module for module, (order, _) in STEP_OF.items() if order == "run"}
+
+
 @pytest.mark.parametrize("module", ROOMED)
-def test_imports_go_down_and_libraries_come_in_by_their_doors(module: str) -> None:
-    assert list(offences(module, imports_of(module))) == []
+def test_imports_go_down_and_libraries_stay_in_their_rooms(module: str) -> None:
+    assert list(violations(module, imports_of(module))) == []
 
 
 @pytest.mark.parametrize("module", [module for module in ROOMED if is_jax_free(module)])
-def test_a_jax_free_module_does_not_reach_jax(module: str) -> None:
+def test_jax_free_modules_do_not_import_jax(module: str) -> None:
     assert reaches_jax(module) == []
 
 
 @pytest.mark.parametrize(
     "path", sorted((ROOT / "experiments").glob("*.py")), ids=lambda path: path.stem
 )
-def test_an_experiment_is_settings_only(path: Path) -> None:
+def test_experiments_import_settings_only(path: Path) -> None:
     names = {
         name
         for name in imports(ast.parse(path.read_text(encoding="utf-8")))
@@ -199,14 +229,14 @@ def test_an_experiment_is_settings_only(path: Path) -> None:
     assert others - {"openai", "functools", "typing"} == set()
 
 
-def test_rooms_are_entered_through_their_files() -> None:
+def test_init_files_of_rooms_are_empty() -> None:
     full = [
         path for path in PACKAGE.glob("*/__init__.py") if path.read_text(encoding="utf-8").strip()
     ]
     assert full == []
 
 
-def test_names_say_what_is_inside() -> None:
+def test_no_file_has_a_name_without_meaning() -> None:
     parts = {
         part.removesuffix(".py")
         for path in MODULES.values()
@@ -215,40 +245,43 @@ def test_names_say_what_is_inside() -> None:
     assert parts & set(NO_NAMES) == set()
 
 
-def test_no_file_bears_the_name_of_a_standard_module() -> None:
+def test_no_file_is_named_as_a_standard_module() -> None:
     named = {
         str(path.relative_to(PACKAGE))
         for path in MODULES.values()
         if path.stem in sys.stdlib_module_names
     }
-    assert named - set(STANDARD_NAMES_THAT_STAY) == set()
+    assert named - set(ALLOWED_STANDARD_NAMES) == set()
 
 
 @pytest.mark.parametrize(
-    ("module", "source", "offence"),
+    ("module", "source", "violation"),
     [
         (
             "areal_jax.engine.x",
             "from areal_jax.trainer.config import TrainerConfig",
-            "floor 3",
+            "floor 2",
         ),  # a neighbour
         (
             "areal_jax.rl.x",
             "def f():\n    import areal_jax.loop",
-            "floor 7",
+            "floor 6",
         ),  # upstairs, inside a function
-        ("areal_jax.data.x", "from areal_jax import Task", "not enough resources"),
+        ("areal_jax.run.plan", "from areal_jax.run.build import Run", "step 6"),
+        ("areal_jax.run.claim", "from areal_jax.run import models", "step 0"),
+        ("areal_jax.records", "import areal_jax.protocols", "step 1"),
+        ("areal_jax.data.x", "from areal_jax import Task", "no room"),
         ("areal_jax.trainer.x", "import orbax.checkpoint as ocp", "only checkpoint"),
     ],
 )
-def test_an_offence_is_found(module: str, source: str, offence: str) -> None:
-    (found,) = offences(module, frozenset(imports(ast.parse(source))))
-    assert offence in found
+def test_forbidden_imports_are_found(module: str, source: str, violation: str) -> None:
+    (found,) = violations(module, frozenset(imports(ast.parse(source))))
+    assert violation in found
 
 
-def test_what_is_allowed_is_no_offence() -> None:
+def test_allowed_imports_are_accepted() -> None:
     source = (
         "import math_verify\nfrom areal_jax import __version__, records\nfrom "
         "areal_jax.rewards.service import RewardService"
     )
-    assert list(offences("areal_jax.rewards.x", frozenset(imports(ast.parse(source))))) == []
+    assert list(violations("areal_jax.rewards.x", frozenset(imports(ast.parse(source))))) == []

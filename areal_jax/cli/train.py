@@ -104,14 +104,16 @@ def _run(command: argparse.Namespace, interruption: Interruption) -> int:
     # this.
     os.environ.update(experiment.launch.variables(os.environ))
     prepare(experiment.launch.placement(experiment.placement))
-    from areal_jax.run.plan import make_plan
+    from areal_jax.run.make_plan import make_plan
+    from areal_jax.run.memory_checks import find_shortage
 
     plan = make_plan(experiment)
     experiment = plan.experiment
     for warning in plan.warnings:
         print(f"areal_jax: warning: {warning}", file=sys.stderr)
     if command.dry_run:
-        from areal_jax.run.build import try_grading
+        from areal_jax.run.grading import try_grading
+        from areal_jax.run.plan_report import plan_text
 
         asyncio.run(try_grading(plan))
         print(
@@ -119,20 +121,18 @@ def _run(command: argparse.Namespace, interruption: Interruption) -> int:
                 f"{setting.key}={setting.text()}" for setting in settings(experiment).values()
             )
         )
-        print(f"\n{plan.text()}\n\nrun folder: {run_folder} (not written: --dry-run)")
+        print(f"\n{plan_text(plan)}\n\nrun folder: {run_folder} (not written: --dry-run)")
         return 0
-    if shortage := plan.shortage():
+    if shortage := find_shortage(plan):
         print(f"areal_jax: warning: {shortage}", file=sys.stderr)
-    from areal_jax import loop
     from areal_jax.run.auto_split import balanced
+    from areal_jax.run.start import start
 
     with _claimed(command, run_folder) as (run_folder, claim):
         interruption.advice = partial(remaining_output, run_folder)
         if experiment.placement.rollout_share == "auto":
             plan = balanced(plan, run_folder / TRIAL)
-        loop.run(
-            plan, run_folder, resume=command.resume is not None, source=command.exp, claim=claim
-        )
+        start(plan, run_folder, resume=command.resume is not None, source=command.exp, claim=claim)
     return 0
 
 

@@ -13,14 +13,15 @@ from statistics import fmean
 
 import chz
 
-from areal_jax import loop
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.cluster.signals import Interrupted, Stopped
 from areal_jax.config.experiment import AnyExperiment, Experiment
 from areal_jax.errors import ConfigError, NotLearning
 from areal_jax.metrics import jsonl, names
 from areal_jax.metrics.config import MetricsConfig
-from areal_jax.run.plan import Plan, make_plan
+from areal_jax.run.make_plan import make_plan
+from areal_jax.run.plan import Plan
+from areal_jax.run.start import start
 from areal_jax.sim.measured import StageTimes, stage_times
 from areal_jax.sim.planner import by_balance
 
@@ -42,7 +43,7 @@ def balanced(plan: Plan, folder: Path) -> Plan:
     try:
         # So few steps may be without any gradient: their times are what is wanted.
         with suppress(NotLearning):
-            loop.run(replace(plan, experiment=on_trial(experiment)), folder, resume=False)
+            start(replace(plan, experiment=on_trial(experiment)), folder, resume=False)
     except Stopped as stopped:
         raise Interrupted(stopped.number) from stopped
     shutil.rmtree(folder / CHECKPOINTS)

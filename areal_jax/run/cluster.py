@@ -24,18 +24,11 @@ from areal_jax.config.load import written_settings
 from areal_jax.errors import ConfigError, NotStarted, WorkerDied
 from areal_jax.protocols import Grader
 from areal_jax.records import RewardResult, Task
-from areal_jax.run.build import (
-    Run,
-    TracedGrader,
-    agents_of,
-    kinds_of_tasks,
-    probe_rewards,
-    shown_progress,
-    stopping_on_signals,
-    written_files,
-)
+from areal_jax.run.build import Run, make_run
 from areal_jax.run.claim import Claim
+from areal_jax.run.grading import kinds_of_tasks, probe_rewards, task_sets
 from areal_jax.run.plan import Plan
+from areal_jax.run.recording import start_progress, start_recording
 from areal_jax.run.worker_roles import releases
 
 logger = logging.getLogger(__name__)
@@ -70,7 +63,7 @@ async def train_on_cluster(
     with connected(launch) as cluster:
         for left in range(launch.attempts, -1, -1):
             try:
-                async with assembled_on_cluster(
+                async with build_cluster_run(
                     plan, folder, cluster, resume=resume, source=source, claim=claim
                 ) as run:
                     await run.trainer.while_whole(train(run))
@@ -186,7 +179,7 @@ class WorkerPool:
 
 
 @asynccontextmanager
-async def assembled_on_cluster(
+async def build_cluster_run(
     plan: Plan,
     folder: Path,
     cluster: Cluster,
@@ -208,14 +201,13 @@ async def assembled_on_cluster(
         store = CheckpointStore(folder / CHECKPOINTS, experiment.checkpoint.keep)
         stack.callback(store.close)
         saved_version = store.latest_version() if resume else None
-        progress = shown_progress(stack, plan, folder, saved_version)
+        progress = start_progress(stack, plan, folder, saved_version)
         arguments, kinds = (written_settings(experiment), source), sorted(kinds_of_tasks(plan))
-        sources = (plan.tasks.tasks, plan.eval_tasks.tasks)
         pool = WorkerPool(
             cluster,
             arguments,
             kinds,
-            lambda grader: probe_rewards(grader, experiment, *sources, say=progress.say),
+            lambda grader: probe_rewards(grader, experiment, *task_sets(plan), say=progress.say),
         )
         stack.push_async_callback(pool.close)
         progress.say(
@@ -237,18 +229,24 @@ async def assembled_on_cluster(
                 pool.start(),
             )
         restored = None if beside is None else unpack(beside)
-        sinks, trace = written_files(
-            stack, plan, folder, trainers.version if resume else None, restored
+        version = trainers.version if resume else None
+        recording = start_recording(
+            stack, plan, folder, progress, version=version, restored=restored
         )
         relay = Relay(trainers, pool.engines, offer_timeout_s=OFFER_TIMEOUT_S)
         stack.push_async_callback(relay.close)
         relay.publish(trainers.version, trainers.params)
-        stop = stack.enter_context(stopping_on_signals())
-        agents = await agents_of(stack, experiment, plan.tokenizer)
-        grader = TracedGrader(pool.graders, trace)
-        yield Run(
-            *(plan, folder, trainers, trainers, relay, pool.engines, grader, grader.use, agents),
-            *(sinks, trace, progress, stop, restored),
+        yield await make_run(
+            stack,
+            plan,
+            folder,
+            trainer=trainers,
+            writer=trainers,
+            weight_channel=relay,
+            engine=pool.engines,
+            grader=pool.graders,
+            recording=recording,
+            restored=restored,
         )
 
 

@@ -11,7 +11,14 @@ import re
 import sys
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import AsyncExitStack, ExitStack, asynccontextmanager, closing, contextmanager
+from contextlib import (
+    AsyncExitStack,
+    ExitStack,
+    asynccontextmanager,
+    closing,
+    contextmanager,
+    nullcontext,
+)
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import fmean
@@ -24,8 +31,8 @@ from areal_jax.data.policy_files import resolve_policy_folder
 from areal_jax.data.sources import load_tasks
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.engine_loop import EngineLoop
-from areal_jax.errors import ConfigError, EngineStopped, InvalidRequest
-from areal_jax.evaluation.answers import Answer, AnswerFolder, make_answer
+from areal_jax.errors import ConfigError, EngineStopped, InvalidRequest, config_errors
+from areal_jax.evaluation.answers import Answer, AnswerFolder, answer_of
 from areal_jax.evaluation.remote import (
     MAX_CONNECTIONS,
     TOKEN_VARIABLE,
@@ -45,10 +52,13 @@ from areal_jax.metrics.progress import Progress, facts_of_evaluation
 from areal_jax.protocols import Engine
 from areal_jax.records import Task
 from areal_jax.rewards.service import RewardService
-from areal_jax.run.build import agents_of, evaluation_sampling, start_rewards, workflow_of
+from areal_jax.run.checks import find_unreadable
 from areal_jax.run.claim import claimed, writable
+from areal_jax.run.generation import evaluation_sampling, start_agents, workflow_of
+from areal_jax.run.grading import start_rewards
 from areal_jax.run.models import DecodingPolicy, decoding_mesh, find_decoding_policy
-from areal_jax.run.plan import budgeted, counted, described, had, unreadable
+from areal_jax.run.plan_report import count_text, policy_text
+from areal_jax.run.prompt_limits import limit_prompts
 from areal_jax.weights.pinned import Pinned
 from areal_jax.workflows.config import SingleTurn
 from areal_jax.workflows.from_config import find_tools_config
@@ -95,7 +105,7 @@ class Local:
     def headline(self) -> str:
         """Which policy, on which devices."""
         decoding, engine = self.decoding, self.decoding.engine
-        policy = described(decoding.config, decoding.policy, engine.compute_dtype)
+        policy = policy_text(decoding.config, decoding.policy, engine.compute_dtype)
         trained = (
             decoding.checkpoint
             and f", as {decoding.checkpoint.folder} has trained it to version {self.version}"
@@ -141,7 +151,7 @@ def find_local(
     decoding = find_decoding_policy(
         experiment.policy, experiment.engine, mesh, checkpoint, seed=experiment.seed
     )
-    if problems := list(unreadable(experiment, decoding.engine, decoding.tokenizer)):
+    if problems := list(find_unreadable(experiment, decoding.engine, decoding.tokenizer)):
         raise ConfigError("\n".join(problems))
     return Local(experiment, decoding)
 
@@ -149,10 +159,10 @@ def find_local(
 def with_limits(experiment: AnyExperiment, tasks: Sequence[Task]) -> AnyExperiment:
     """The experiment with a limit on prompts that these tasks need, if it has none; says what will
     not fit."""
-    budget = budgeted(experiment, eval_tasks=tasks)
-    for warning in budget.warnings:
+    limited = limit_prompts(experiment, eval_tasks=tasks)
+    for warning in limited.warnings:
         print(f"areal_jax: warning: {warning}", file=sys.stderr)
-    return budget.experiment
+    return limited.experiment
 
 
 @dataclass(frozen=True, eq=False)
@@ -263,7 +273,7 @@ async def through_workflow(
     """Ask an engine the way that training asks it."""
     sampling = evaluation_sampling(experiment, tokenizer.stop_token_ids)
     async with AsyncExitStack() as stack:
-        agents = await agents_of(stack, experiment, tokenizer)
+        agents = await start_agents(stack, experiment, tokenizer)
         workflow = workflow_of(
             experiment, tokenizer, experiment.evaluation.samples_per_task, grader.use, agents
         )
@@ -294,17 +304,19 @@ def run(
         something cannot be had; Unanswered where no task could be answered, or one has failed that
         may be answered when it is asked again."""
     config = experiment.evaluation
-    found = had(lambda: load_tasks(experiment.eval_tasks, experiment.prompt), "eval_tasks")
+    with config_errors("eval_tasks"):
+        found = load_tasks(experiment.eval_tasks, experiment.prompt)
     tasks = found.tasks[: config.num_tasks]
-    answerer = (
-        had(lambda: find_server(experiment, server, tasks))
-        if server
-        else find_local(experiment, checkpoint, tasks)
-    )
+    with config_errors() if server else nullcontext():
+        answerer = (
+            find_server(experiment, server, tasks)
+            if server
+            else find_local(experiment, checkpoint, tasks)
+        )
     experiment = answerer.experiment
     settings = identity(experiment, tasks) | answerer.identity()
     folder = folder or EVALUATIONS_FOLDER / folder_name(experiment.name, answerer.name, settings)
-    data = counted("tasks", *found, experiment.eval_tasks)
+    data = count_text("tasks", *found, experiment.eval_tasks)
     some = "" if len(tasks) == len(found.tasks) else f"the first {len(tasks)} of "
     headline = (
         f"{answerer.headline}; data: {some}{data}; samples_per_task {config.samples_per_task}, "

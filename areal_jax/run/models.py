@@ -1,5 +1,4 @@
-"""Policies as they are found: their weights brought onto a mesh, and those that only decode, with
-nothing that trains."""
+"""Policies by name: their configuration, their weights on a mesh, and policies that only decode."""
 
 from __future__ import annotations
 
@@ -24,19 +23,101 @@ from areal_jax.data.policy_files import resolve_policy_folder
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.config import EngineConfig
 from areal_jax.engine.decode import DecodeEngine, EngineParams, too_long
-from areal_jax.errors import ConfigError
+from areal_jax.errors import ConfigError, config_errors
 from areal_jax.models import hf, lora
+from areal_jax.models.architecture import ModelConfig, Readout
 from areal_jax.models.config import PolicyConfig
 from areal_jax.models.decoder import Params, Policy
+from areal_jax.models.hf import read_config
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import compute_dtype, make_rollout_mesh
 from areal_jax.parallel.sharding import ROLLOUT_RULES, Rules, shardings
 from areal_jax.records import Weights, derive_seed
-from areal_jax.run.plan import find_policy, had
 from areal_jax.trainer.state import trained
 
 FINGERPRINT_BYTES = 1 << 20
-"""Of the head of a file, and of its end: after training, every tensor has changed."""
+"""Bytes read from the head and from the end of a file: training changes every tensor."""
+
+
+def find_policy(
+    config: PolicyConfig,
+    folder: Path,
+    readout: Readout = "CausalLM",
+    *,
+    setting: str = "policy.path",
+) -> Policy:
+    """Find the policy in a folder, with the adapter to train.
+
+    Args:
+        readout: another one than a language model's gets a fresh head where the folder holds a
+            language model.
+        setting: that names the policy, for messages.
+
+    Raises:
+        ValueError: the folder has another readout, or the adapter belongs to another policy.
+    """
+    model = read_model(config, folder)
+    if model.readout not in ("CausalLM", readout):
+        expected = " or ".join(dict.fromkeys(("CausalLM", readout)))
+        raise ValueError(
+            f"{setting}={config.path} is read out as {model.readout}; expected {expected}"
+        )
+    model = replace(model, readout=readout)
+    if config.adapter is None:
+        policy = Policy(model, config.lora)
+    else:
+        adapter = Path(config.adapter).expanduser()
+        policy = Policy(model, lora.read_config(adapter, config.ignore_config_keys))
+        lora.require_base(adapter, config.path, str(folder))
+        lora.require_tensors(adapter, policy)
+    if policy.lora:
+        lora.abstract(policy)
+    return policy
+
+
+def read_model(config: PolicyConfig, folder: Path) -> ModelConfig:
+    """Read a folder's config.json with the policy's settings.
+
+    Raises:
+        ValueError: as `read_config`; also where the folder holds an adapter that is not the trained
+            one.
+    """
+    adapter = config.adapter
+    is_adapted = adapter is not None and Path(adapter).expanduser().resolve() == folder.resolve()
+    return read_config(folder, config.ignore_config_keys, is_adapted=is_adapted)
+
+
+def find_critic(config: PolicyConfig, folder: Path) -> Policy:
+    """Find the critic in a folder; a language model becomes the critic's trunk."""
+    model = read_model(config, folder)
+    return Policy(model if model.is_scalar else replace(model, readout="TokenClassification"))
+
+
+def with_pad_token(policy: Policy, tokenizer: HFTokenizer, folder: Path) -> Policy:
+    """Give a scalar head a padding token: without one, transformers refuses a batch of several
+    texts.
+
+    Raises:
+        ValueError: the padding token of a reward model ends its texts; transformers scores the last
+            token that is not padding.
+    """
+    model = policy.config
+    if not model.is_scalar:
+        return policy
+    pad, is_reward = model.pad_token_id, model.readout == "SequenceClassification"
+    if not is_reward:
+        pad = tokenizer.pad_token_id if pad is None else pad
+    elif pad is None or read_config(folder, model.ignored_keys).readout != model.readout:
+        pad = tokenizer.find_pad_token_id()
+    end = tokenizer.stop_token_ids[0]
+    if is_reward and pad in (None, end):
+        raise ValueError(
+            f"{folder}: expected a pad_token_id that ends no text of a reward model, because "
+            f"transformers scores the last token that is not padding; found {pad}, eos_token is "
+            f"{end}. Set pad_token in tokenizer_config.json and pad_token_id in config.json to a "
+            "special token that ends no answer"
+        )
+    return Policy(replace(model, pad_token_id=pad), policy.lora)
 
 
 def initial_params(
@@ -48,10 +129,15 @@ def initial_params(
     dtype: DTypeLike,
     seed: int,
 ) -> tuple[Params, Params | None]:
-    """The policy's weights; or an adapter, and the weights beside it: from their folders, or fresh,
-    on a mesh.
+    """Load a policy's weights onto a mesh, or initialize them.
 
-    Args: dtype: of the weights' matrices; an adapter is float32. seed: of fresh weights."""
+    Args:
+        dtype: of the weights' matrices; an adapter is float32.
+        seed: of fresh weights.
+
+    Returns:
+        The weights and None; with an adapter, the adapter and the frozen weights.
+    """
     dtype = jnp.dtype(dtype)
     abstract = policy.abstract(dtype)
     placed = shardings(mesh, policy.axes(), abstract, rules)
@@ -72,7 +158,7 @@ def initial_params(
     return init(jax.random.key(derive_seed(seed, "adapter"))), weights
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(frozen=True, eq=False, kw_only=True)
 class DecodingPolicy:
     """A policy with an engine. Holds no weights."""
 
@@ -82,29 +168,29 @@ class DecodingPolicy:
     tokenizer: HFTokenizer
     engine: DecodeEngine
     checkpoint: RunCheckpoint | None
-    """Where what was trained comes from, instead of the folder; with a version."""
+    """Run checkpoint with trained weights, instead of those in the folder; has a version."""
     seed: int
-    """Of weights that lie nowhere."""
+    """Seed of weights that are in no file."""
 
     @property
     def version(self) -> int:
-        """Of a run's checkpoint; 0 for a folder."""
-        return (
-            0
-            if self.checkpoint is None or self.checkpoint.version is None
-            else self.checkpoint.version
-        )
+        """Version of the checkpoint; 0 for a folder."""
+        return (self.checkpoint and self.checkpoint.version) or 0
 
     def load(self) -> Weights:
-        """The weights in the engine's layout. ConfigError where they cannot be had, or are another
-        policy's."""
-        engine, checkpoint = self.engine, self.checkpoint
+        """Load the weights in the engine's layout.
+
+        Raises:
+            ConfigError: they are missing, or another policy's.
+        """
+        engine = self.engine
         try:
-            weights, base = had(
-                lambda: (
-                    self._initial(self.seed) if checkpoint is None else self._restored(checkpoint)
+            with config_errors():
+                weights, base = (
+                    self._initial(self.seed)
+                    if self.checkpoint is None
+                    else self._restored(self.checkpoint)
                 )
-            )
         except CheckpointError as error:
             raise ConfigError(str(error)) from error
         arrived = _laid_out(engine, weights, engine.param_shardings)
@@ -115,17 +201,18 @@ class DecodingPolicy:
         return Weights(self.version, arrived)
 
     def load_base(self) -> EngineParams | None:
-        """The frozen weights that an adapter belongs to, in the engine's layout; None where all
-        weights are trained."""
+        """Load the frozen weights of an adapter in the engine's layout; None where all weights are
+        trained."""
         if not self.policy.lora:
             return None
-        _, base = had(lambda: self._initial(self.seed))
+        with config_errors():
+            _, base = self._initial(self.seed)
         assert base is not None
         return _laid_out(self.engine, base, self.engine.base_shardings)
 
     def fingerprint(self) -> str:
-        """A few letters that other weights would not have; tells copies of a folder for the same,
-        and reads little of it."""
+        """Digest that identifies the weights: equal for copies of a folder. Reads a small part of
+        each file."""
         trained_files = []
         if self.checkpoint is not None:
             store = CheckpointStore(self.checkpoint.folder / CHECKPOINTS, keep=1)
@@ -133,7 +220,7 @@ class DecodingPolicy:
         return _fingerprint([*self._files(), *trained_files])
 
     def _files(self) -> list[Path]:
-        """Of the policy and, where one is named, of its adapter."""
+        """Files of the policy and of its adapter."""
         adapter = self.config.adapter
         folders = [self.folder, *([] if adapter is None else [Path(adapter).expanduser()])]
         return [
@@ -171,13 +258,23 @@ class DecodingPolicy:
 
 
 def decoding_mesh(placement: PlacementConfig, setting: str) -> Mesh:
-    """All devices, or as many as `placement.rollout_devices`, which `setting` names. ConfigError
-    where there are fewer."""
+    """Mesh of `placement.rollout_devices` devices, or of all.
+
+    Args:
+        setting: that gives the number of devices, for messages.
+
+    Raises:
+        ConfigError: there are fewer devices.
+    """
     devices = jax.devices()
     wanted = placement.rollout_devices or len(devices)
     if wanted > len(devices):
-        raise ConfigError(f"{setting}={wanted}, and there are {len(devices)} devices")
-    return had(lambda: make_rollout_mesh(placement, devices[:wanted]))
+        raise ConfigError(
+            f"{setting}={wanted}: expected at most the {len(devices)} devices that there are; "
+            f"lower {setting}"
+        )
+    with config_errors():
+        return make_rollout_mesh(placement, devices[:wanted])
 
 
 def find_decoding_policy(
@@ -189,25 +286,40 @@ def find_decoding_policy(
     seed: int,
     setting: str = "policy.path",
 ) -> DecodingPolicy:
-    """A policy, with what a run has trained of it, ready to be loaded.
+    """Find a policy, or what a run has trained of it, with an engine for it.
 
-    Args: seed: of weights that lie nowhere. setting: which names the policy, for messages.
-    ConfigError where something is missing, or does not fit the others."""
-    folder = had(lambda: resolve_policy_folder(config.path, setting))
-    policy = had(lambda: find_policy(config, folder, setting=setting))
-    engine = had(
-        lambda: DecodeEngine(policy, mesh, engine_config, compute_dtype(config.compute_dtype, mesh))
-    )
-    tokenizer = had(lambda: HFTokenizer.from_folder(folder, config.ignore_config_keys))
-    if checkpoint is not None:
-        checkpoint = _with_version(checkpoint)
+    Args:
+        seed: of weights that are in no file.
+        setting: that names the policy, for messages.
+
+    Raises:
+        ConfigError: a part is missing, or does not fit the others.
+    """
+    with config_errors():
+        folder = resolve_policy_folder(config.path, setting)
+        policy = find_policy(config, folder, setting=setting)
+        dtype = compute_dtype(config.compute_dtype, mesh)
+        engine = DecodeEngine(policy, mesh, engine_config, dtype)
+        tokenizer = HFTokenizer.from_folder(folder, config.ignore_config_keys)
     if problems := list(too_long(engine, f"{setting}={config.path}")):
         raise ConfigError("\n".join(problems))
-    return DecodingPolicy(config, folder, policy, tokenizer, engine, checkpoint, seed)
+    return DecodingPolicy(
+        config=config,
+        folder=folder,
+        policy=policy,
+        tokenizer=tokenizer,
+        engine=engine,
+        checkpoint=checkpoint and _with_version(checkpoint),
+        seed=seed,
+    )
 
 
 def _with_version(checkpoint: RunCheckpoint) -> RunCheckpoint:
-    """The newest where none is named. ConfigError where there is no such checkpoint."""
+    """The checkpoint with the newest version where it names none.
+
+    Raises:
+        ConfigError: there is no such checkpoint.
+    """
     versions = saved_versions(checkpoint.folder / CHECKPOINTS)
     if not versions or checkpoint.version not in (None, *versions):
         wanted = "yet" if checkpoint.version is None else f"of version {checkpoint.version}"

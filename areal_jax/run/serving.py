@@ -11,13 +11,12 @@ from areal_jax.config.overrides import assign, build, from_text, settings
 from areal_jax.config.policy_names import named_policy
 from areal_jax.engine.decode import SamplingMode
 from areal_jax.engine.engine_loop import EngineLoop
-from areal_jax.errors import ConfigError
+from areal_jax.errors import ConfigError, config_errors
 from areal_jax.models import lora
 from areal_jax.models.config import PolicyConfig
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.records import Sampling
 from areal_jax.run.models import DecodingPolicy, decoding_mesh, find_decoding_policy
-from areal_jax.run.plan import had
 from areal_jax.serve.config import ServeConfig
 from areal_jax.serve.engine_backend import EngineBackend
 from areal_jax.weights.pinned import Pinned
@@ -71,7 +70,8 @@ def find_served(config: ServeConfig) -> DecodingPolicy:
     """The policy that `model` names. ConfigError where it cannot be had, or does not fit."""
     given, checkpoint = named_policy(config.model, "model")
     if "path" not in given:
-        base = config.base or had(lambda: lora.read_base_name(Path(config.model).expanduser()))
+        with config_errors():
+            base = config.base or lora.base_of(Path(config.model).expanduser())
         if not base:
             raise ConfigError(
                 f"model={config.model} is an adapter that names no policy beside which it was "

@@ -33,10 +33,13 @@ from areal_jax.parallel.hosts import join
 from areal_jax.parallel.mesh import make_train_mesh
 from areal_jax.records import NO_VERSION, Completion
 from areal_jax.rewards.service import RewardService
+from areal_jax.run.checkpointing import Checkpointer
 from areal_jax.run.claim import Writer
+from areal_jax.run.make_plan import make_training_plan
+from areal_jax.run.memory_checks import RESIDENT, format_bytes, format_memory
 from areal_jax.run.models import decoding_mesh, find_decoding_policy
-from areal_jax.run.plan import RESTING, TrainingPlan, format_memory, make_training_plan, sized
-from areal_jax.run.trainer import Checkpointer, initial_weights, rl_trainer
+from areal_jax.run.plan import TrainingPlan
+from areal_jax.run.trainer import initial_weights, rl_trainer
 from areal_jax.trainer.state import trained
 from areal_jax.weights.object_store import ShardPublisher, ShardReader
 from areal_jax.weights.rolling import RollingSource
@@ -179,7 +182,9 @@ class TrainerHost:
         self._trainer = rl_trainer(plan, params, base)
         del params  # the trainer has its own copy
         store = CheckpointStore(self._folder / CHECKPOINTS, self._experiment.checkpoint.keep)
-        self._checkpointer = Checkpointer(plan, self._folder, self._trainer, base, store)
+        self._checkpointer = Checkpointer(
+            plan=plan, folder=self._folder, trainer=self._trainer, base=base, store=store
+        )
         beside = (
             None
             if self._saved_version is None
@@ -385,12 +390,12 @@ def require_memory(plan: TrainingPlan, devices: Sequence[jax.Device]) -> None:
     """ConfigError, with the numbers, where these devices cannot hold what rests on each; on CPUs
     nobody knows."""
     has = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
-    parts = {name: size for name, size in plan.train_bytes().items() if name in RESTING}
+    parts = {name: size for name, size in plan.train_bytes().items() if name in RESIDENT}
     if sum(parts.values()) > has > 0:
         raise ConfigError(
             f"{described(devices)} cannot hold the policy: {format_memory(parts)} are needed on "
             "each, which has "
-            f"{sized(has)}; raise launch.trainer_hosts or launch.trainer_devices, or set "
+            f"{format_bytes(has)}; raise launch.trainer_hosts or launch.trainer_devices, or set "
             "placement.train_fsdp"
         )
 

@@ -23,7 +23,7 @@ from areal_jax.cli.train import main, make_unique, remaining_output
 from areal_jax.config.load import experiment_names, find_experiment, load_experiment, write_config
 from areal_jax.config.overrides import settings
 from areal_jax.data.policy_files import EMBEDDED
-from areal_jax.run.build import result_lines
+from areal_jax.run.recording import result_lines
 
 ROOT = Path(__file__).parents[2]
 

@@ -12,7 +12,8 @@ from areal_jax.config.load import CONFIG_FILE, load_experiment, read_config, wri
 from areal_jax.errors import ConfigError
 from areal_jax.metrics import jsonl
 from areal_jax.run.auto_split import NUM_STEPS, balanced, best_split, device_seconds
-from areal_jax.run.plan import Plan, make_plan
+from areal_jax.run.make_plan import make_plan
+from areal_jax.run.plan import Plan
 from areal_jax.sim.measured import StageTimes
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")

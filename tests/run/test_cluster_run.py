@@ -21,9 +21,10 @@ from areal_jax.cluster.graders import Graders
 from areal_jax.cluster.registry import Channel
 from areal_jax.cluster.trainers import Trainers
 from areal_jax.metrics import jsonl
-from areal_jax.run.build import Run, TracedGrader
+from areal_jax.run.build import Run
 from areal_jax.run.cluster import train_on_cluster
-from areal_jax.run.plan import make_plan
+from areal_jax.run.grading import TracedGrader
+from areal_jax.run.make_plan import make_plan
 
 
 def kill(connection: Channel) -> str:

@@ -54,8 +54,11 @@ from areal_jax.rollout import controller
 from areal_jax.rollout.buffer import Buffer
 from areal_jax.rollout.config import RolloutConfig
 from areal_jax.rollout.controller import Calls
-from areal_jax.run.build import Run, assembled
-from areal_jax.run.plan import Plan, make_plan
+from areal_jax.run.build import Run, build_run
+from areal_jax.run.make_plan import make_plan
+from areal_jax.run.plan import Plan
+from areal_jax.run.plan_report import plan_text
+from areal_jax.run.start import start
 from areal_jax.run.trainer import initial_critic, initial_weights, rl_trainer
 from areal_jax.trainer.config import Critic, OptimizerConfig, TrainerConfig
 from areal_jax.trainer.ppo import StepResult, Trainer
@@ -200,8 +203,8 @@ def run_loop(plan: Plan, folder: Path, *, resume: bool = False) -> dict[str, np.
     """Train with the loop; the parameters it ends with."""
 
     async def go() -> dict[str, np.ndarray]:
-        async with assembled(plan, folder, resume=resume, make_trainer=rl_trainer) as run:
-            run.grader = grade_by_parity
+        async with build_run(plan, folder, resume=resume, make_trainer=rl_trainer) as run:
+            run.grader = run.evaluation.grader = grade_by_parity
             exp = plan.experiment
             assert isinstance(exp, Experiment)
             await loop.train(run, exp)
@@ -247,10 +250,10 @@ def test_without_staleness_the_loop_is_a_plain_synchronous_loop_bit_for_bit(
 
     async def plain() -> dict[str, np.ndarray]:
         plan = planned(exp)
-        async with assembled(
+        async with build_run(
             plan, tmp_path / "plain", resume=False, make_trainer=rl_trainer
         ) as run:
-            run.grader = grade_by_parity
+            run.grader = run.evaluation.grader = grade_by_parity
             await plain_synchronous_loop(run, exp)
             return host(run.trainer)
 
@@ -352,8 +355,8 @@ def test_a_run_stopped_at_any_moment_and_resumed_loses_and_repeats_no_task(
     size, plan = exp.rollout.groups_per_batch, planned(exp)
 
     async def stopped() -> int:
-        async with assembled(plan, tmp_path, resume=False, make_trainer=rl_trainer) as run:
-            run.grader = grade_by_parity
+        async with build_run(plan, tmp_path, resume=False, make_trainer=rl_trainer) as run:
+            run.grader = run.evaluation.grader = grade_by_parity
             train_step, event_loop = run.trainer.step, asyncio.get_running_loop()
             gate, buffer = controller.open_gate(exp.rollout, 0)
             put = buffer.put
@@ -461,16 +464,15 @@ def test_resumed_fine_tuning_goes_on_bit_for_bit_and_measures_again(
     exp = from_examples(SFTExperiment, tiny_policy, examples, num_steps=8)
     exp = chz.replace(exp, policy=chz.replace(exp.policy, lora=adapter))
     plan = make_plan(exp)
-    assert (
-        "20 examples" in plan.text()
-        and "1 no answer of the assistant (sums.jsonl:26)" in plan.text()
-    )
-    assert "5 examples from those held out" in plan.text()
-    loop.run(plan, tmp_path / "whole", resume=False)
+    assert "20 examples" in plan_text(
+        plan
+    ) and "1 no answer of the assistant (sums.jsonl:26)" in plan_text(plan)
+    assert "5 examples from those held out" in plan_text(plan)
+    start(plan, tmp_path / "whole", resume=False)
     # A constant schedule lets a shorter run be the beginning of a longer one. 20 examples are 5
     # steps: a second epoch begins.
-    loop.run(make_plan(chz.replace(exp, num_steps=3)), tmp_path / "parts", resume=False)
-    loop.run(plan, tmp_path / "parts", resume=True)
+    start(make_plan(chz.replace(exp, num_steps=3)), tmp_path / "parts", resume=False)
+    start(plan, tmp_path / "parts", resume=True)
 
     rows = {
         folder: list(jsonl.read(tmp_path / folder / "metrics.jsonl"))
@@ -514,14 +516,16 @@ def test_resumed_preference_training_goes_on_bit_for_bit_against_the_same_refere
     ]
     examples.write_text("\n".join(map(json.dumps, [*rows, {"prompt": "Alone?", "chosen": "1"}])))
     plan = make_plan(from_examples(PreferenceExperiment, tiny_policy, examples, num_steps=4))
-    assert "20 pairs" in plan.text() and "1 no rejected answer (sums.jsonl:26)" in plan.text()
-    loop.run(plan, tmp_path / "whole", resume=False)
-    loop.run(
+    assert "20 pairs" in plan_text(plan) and "1 no rejected answer (sums.jsonl:26)" in plan_text(
+        plan
+    )
+    start(plan, tmp_path / "whole", resume=False)
+    start(
         make_plan(from_examples(PreferenceExperiment, tiny_policy, examples, num_steps=1)),
         tmp_path / "parts",
         resume=False,
     )
-    loop.run(plan, tmp_path / "parts", resume=True)
+    start(plan, tmp_path / "parts", resume=True)
     rows = {
         folder: list(jsonl.read(tmp_path / folder / "metrics.jsonl"))
         for folder in ("whole", "parts")
@@ -687,7 +691,7 @@ def test_a_run_with_a_critic_begins_with_the_policys_trunk_and_leaves_it_in_a_fo
     critic = Policy(replace(plan.policy.config, readout="TokenClassification", pad_token_id=0))
     assert plan.critic == critic
     assert (
-        ", with a fresh head" in plan.text()
+        ", with a fresh head" in plan_text(plan)
         and plan.train_bytes()["critic"] > 3 * 4 * critic.config.num_params
     )
     weights = initial_critic(plan)
@@ -705,7 +709,7 @@ def test_a_run_with_a_critic_begins_with_the_policys_trunk_and_leaves_it_in_a_fo
     # What it leaves is a critic to go on with.
     gone_on = chz.replace(exp.trainer, critic=Critic(path=str(tmp_path / "critic")))
     again = planned(chz.replace(exp, trainer=gone_on))
-    assert ", with a fresh head" not in again.text()
+    assert ", with a fresh head" not in plan_text(again)
     learnt = initial_critic(again)
     assert learnt is not None and learnt.params["value"].all() and learnt.params["value_bias"].all()
 
@@ -745,14 +749,14 @@ def test_a_last_evaluation_that_fails_costs_neither_policy_nor_report(
     )
 
     async def go() -> None:
-        async with assembled(planned(exp), tmp_path, resume=False, make_trainer=rl_trainer) as run:
+        async with build_run(planned(exp), tmp_path, resume=False, make_trainer=rl_trainer) as run:
 
             async def grader(task: Task, answer: str) -> RewardResult:
                 if run.trainer.version == exp.num_steps:
                     raise OSError("no grader is left")
                 return await grade_by_parity(task, answer)
 
-            run.grader = grader
+            run.grader = run.evaluation.grader = grader
             await loop.train(run, exp)
 
     with pytest.raises(RuntimeError, match="all 4 tasks failed, the last: no grader is left"):
@@ -791,7 +795,7 @@ def test_a_run_without_progress_ends_with_a_checkpoint(
     with pytest.raises(
         Stalled, match=r"no progress for launch\.stall_timeout_s=.*waits for the batch of version 2"
     ):
-        loop.run(make_plan(exp), tmp_path, resume=False)
+        start(make_plan(exp), tmp_path, resume=False)
     assert CheckpointStore(tmp_path / CHECKPOINTS, keep=1).latest_version() == 2
     named = [message for message in caplog.messages if message.startswith("no progress for ")]
     assert (
@@ -814,7 +818,7 @@ def test_a_step_that_never_ends_ends_the_run_without_a_checkpoint_of_it(
     monkeypatch.setattr(Trainer, "step", step_and_stall)
     try:
         with pytest.raises(Stalled, match=r"under way: trainer \(step 1\)") as caught:
-            loop.run(make_plan(exp), tmp_path, resume=False)
+            start(make_plan(exp), tmp_path, resume=False)
         assert caught.value.during == (("trainer", "step 1"),)
         assert CheckpointStore(tmp_path / CHECKPOINTS, keep=1).latest_version() is None
     finally:

@@ -40,9 +40,10 @@ from areal_jax.cluster.weight_broadcast import Relay
 from areal_jax.errors import ConfigError
 from areal_jax.metrics import jsonl
 from areal_jax.records import Group
-from areal_jax.run.build import Run, TracedGrader
+from areal_jax.run.build import Run
 from areal_jax.run.cluster import train_on_cluster
-from areal_jax.run.plan import make_plan
+from areal_jax.run.grading import TracedGrader
+from areal_jax.run.make_plan import make_plan
 from areal_jax.weights.object_store import Contribution, ShardPublisher, ShardReader
 
 pytestmark = pytest.mark.slow

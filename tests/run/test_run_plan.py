@@ -22,8 +22,11 @@ from areal_jax.models import lora
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.config import LoRA
 from areal_jax.models.decoder import Policy
-from areal_jax.run import plan as run_plan
-from areal_jax.run.plan import Plan, make_plan
+from areal_jax.run import checks
+from areal_jax.run.make_plan import make_plan
+from areal_jax.run.memory_checks import find_shortage
+from areal_jax.run.plan import Plan
+from areal_jax.run.plan_report import plan_text
 
 # Parameters: embedding 768*8 = 6144; q 8*2*4, k and v 8*1*4 each, o 2*4*8: 192; their biases 8+4+4
 # = 16; two norms of 8; MLP 3*8*16 = 384; last norm 8. Together 6144 + 192 + 16 + 16 + 384 + 8 =
@@ -80,7 +83,7 @@ def test_memory_is_what_the_arrays_take(policy: Path) -> None:
         "KV caches": 2 * 4 * 4 * ((2 * 10 + 1) * 16 + 2 * (160 + 8)),
     }
     # Simulated devices share the machine: two that train and six that decode.
-    assert found.shortage() == ""
+    assert find_shortage(found) == ""
 
 
 def test_an_adapter_is_counted_apart_from_what_stays(policy: Path) -> None:
@@ -97,10 +100,10 @@ def test_an_adapter_is_counted_apart_from_what_stays(policy: Path) -> None:
     assert rollout["weights"] == 4 * (6760 + 2 * 256)
     assert (
         "trained       0.000 M parameters of an adapter of rank 2 on q_proj,k_proj,v_proj,o_proj,"
-        in found.text()
+        in plan_text(found)
     )
-    assert "fresh; 0.0 M frozen" in found.text()
-    assert "trained       all parameters" in plan(policy).text()
+    assert "fresh; 0.0 M frozen" in plan_text(found)
+    assert "trained       all parameters" in plan_text(plan(policy))
 
 
 def test_a_frozen_policy_beside_the_trained_one_is_found_and_counted_once(
@@ -110,7 +113,7 @@ def test_a_frozen_policy_beside_the_trained_one_is_found_and_counted_once(
     assert found.train_bytes()["reference"] == 4 * 6760
     assert (
         "reference     the weights that training starts from (Qwen2ForCausalLM, 0.0 M parameters)"
-        in found.text()
+        in plan_text(found)
     )
     # Gradients, activations and logits leave more room than it takes.
     assert (
@@ -130,7 +133,7 @@ def test_a_frozen_policy_beside_the_trained_one_is_found_and_counted_once(
     (tmp_path / "config.json").write_text(json.dumps(MODEL.to_hf() | {"num_hidden_layers": 2}))
     taught = plan(policy, f"trainer.teacher.path={tmp_path}")
     assert taught.train_bytes()["teacher"] == 4 * (6152 + 2 * 608)
-    assert f"teacher       {tmp_path} (Qwen2ForCausalLM" in taught.text()
+    assert f"teacher       {tmp_path} (Qwen2ForCausalLM" in plan_text(taught)
 
 
 @pytest.mark.parametrize(
@@ -197,9 +200,9 @@ def test_an_adapter_that_does_not_belong_to_the_policy_is_refused(
 
 
 def test_a_plan_says_what_it_found(policy: Path) -> None:
-    text = plan(
-        policy, "num_steps=40", "trainer.num_mini_batches=4", "rollout.max_staleness=3"
-    ).text()
+    text = plan_text(
+        plan(policy, "num_steps=40", "trainer.num_mini_batches=4", "rollout.max_staleness=3")
+    )
     assert f"{policy} (Qwen2ForCausalLM, 0.0 M parameters, float32)" in text
     assert "4096 tasks from Synthetic problems" in text
     assert "40 steps of 16 groups x 8 samples, 4 updates each; max_staleness 3" in text
@@ -214,15 +217,15 @@ def test_supervised_fine_tuning_is_planned_from_its_examples(policy: Path) -> No
             "tiny_sft", [f"policy.path={policy}", "examples.num_tasks=50", "examples_per_batch=4"]
         )
     )
-    assert "50 examples from Synthetic problems" in found.text()
-    assert "updates of 4 examples" in found.text()
+    assert "50 examples from Synthetic problems" in plan_text(found)
+    assert "updates of 4 examples" in plan_text(found)
     assert len(found.examples.examples) == 50
     assert len(found.tasks.tasks) == 0
 
 
 def test_where_nothing_is_decoded_all_devices_train(policy: Path) -> None:
     found = make_plan(load_experiment("sft", [f"policy.path={policy}", "examples.num_tasks=50"]))
-    text = found.text()
+    text = plan_text(found)
     assert found.devices == "8 cpu" and "fsdp 8" in text and "rollout" not in text
     assert found.rollout_bytes() == {}
     assert "loss and perplexity every 50 steps of 512 examples from those held out" in text
@@ -246,7 +249,7 @@ def test_where_nothing_is_decoded_all_devices_train(policy: Path) -> None:
 def test_preference_training_is_planned_from_its_pairs(policy: Path) -> None:
     few = [f"policy.path={policy}", "examples.num_tasks=50", "eval_examples.max_examples=8"]
     found = make_plan(load_experiment("dpo", [*few, "trainer.row_tokens=0"]))
-    text = found.text()
+    text = plan_text(found)
     assert "50 pairs from Synthetic problems" in text and "updates of 32 pairs" in text
     assert "loss and accuracy every 50 steps of 8 pairs from those held out" in text
     # Both sides of a pair, each as long as the engine's longest sequence.
@@ -254,7 +257,7 @@ def test_preference_training_is_planned_from_its_pairs(policy: Path) -> None:
     assert "reference     the weights that training starts from" in text
     assert found.train_bytes()["reference"] > 0
     scoring = make_plan(load_experiment("reward_model", few))
-    assert "read out as SequenceClassification" in scoring.text() and not scoring.beside
+    assert "read out as SequenceClassification" in plan_text(scoring) and not scoring.frozen_models
     with pytest.raises(ConfigError, match=r"scalar head.*leave out policy\.lora"):
         make_plan(load_experiment("reward_model", [*few, "policy.lora.rank=4"]))
 
@@ -346,7 +349,7 @@ def test_adapter_in_the_policy_folder_loads_for_frozen_models(
     assert plan(tmp_path, f"policy.adapter={tmp_path}").policy == adapted
     found = plan(tmp_path, f"policy.adapter={tmp_path}", override.replace("FOLDER", str(tmp_path)))
     assert found.policy == adapted
-    assert f"({MODEL.architecture}, 0.0 M parameters" in found.text()
+    assert f"({MODEL.architecture}, 0.0 M parameters" in plan_text(found)
 
 
 def test_keys_that_the_user_names_are_ignored(policy: Path, tmp_path: Path) -> None:
@@ -359,27 +362,27 @@ def test_keys_that_the_user_names_are_ignored(policy: Path, tmp_path: Path) -> N
         make_plan(load_experiment("dpo", few))
     plan = make_plan(load_experiment("dpo", [*few, "policy.ignore_config_keys=frobnicate"]))
     assert plan.policy.config.ignored_keys == ("frobnicate",)
-    assert "ignoring frobnicate" in plan.text()
+    assert "ignoring frobnicate" in plan_text(plan)
 
 
 def test_without_measuring_nothing_is_held_out(policy: Path) -> None:
     off = [f"policy.path={policy}", "heldout_every_steps=0"]
     found = make_plan(load_experiment("sft", off))
     assert len(found.eval_examples.examples) == 0
-    assert "evaluation    none" in found.text()
+    assert "evaluation    none" in plan_text(found)
 
 
 def test_what_will_not_fit_into_memory_is_said_before_it_fails(policy: Path) -> None:
     short = plan(policy, "engine.num_slots=6000000000")
-    assert "are needed where there are" in short.shortage()
-    assert "engine.num_slots" in short.shortage()
-    assert short.shortage() in short.text()
+    assert "are needed where there are" in find_shortage(short)
+    assert "engine.num_slots" in find_shortage(short)
+    assert find_shortage(short) in plan_text(short)
     for name, setting in {
         "trainer.rows_per_micro_batch=100000000": "trainer.rows_per_micro_batch",
         "trainer.remat=none trainer.rows_per_micro_batch=100000000": "trainer.remat=full",
         "trainer.logp_chunk_tokens=1000000000 trainer.rows_per_micro_batch=10000000": "trainer.logp_chunk_tokens",
     }.items():
-        assert setting in plan(policy, "trainer.remat=full", *name.split()).shortage()
+        assert setting in find_shortage(plan(policy, "trainer.remat=full", *name.split()))
 
 
 def test_a_split_that_cannot_hold_the_policy_is_refused_with_the_numbers(
@@ -393,7 +396,7 @@ def test_a_split_that_cannot_hold_the_policy_is_refused_with_the_numbers(
         monkeypatch.setattr(psutil, "virtual_memory", lambda: SimpleNamespace(total=num_bytes))
 
     has(int(size * 7.1))
-    assert plan(policy, "placement.train_devices=1", "placement.rollout_devices=2").shortage()
+    assert find_shortage(plan(policy, "placement.train_devices=1", "placement.rollout_devices=2"))
     with pytest.raises(
         ConfigError,
         match=r"1 \+ 3 cpu cannot hold the policy: .* needed where there are .* weights .* MiB",
@@ -418,7 +421,7 @@ def test_a_cluster_is_planned_on_devices_of_the_size_asked_for_and_needs_its_lib
     # Of 30 engines, which are alike, one is planned; each has all the slots.
     assert (found.train_mesh.size, found.rollout_mesh.size, len(found.engines)) == (4, 2, 1)
     assert (found.engine.config.num_slots, found.num_slots) == (12, 30 * 12)
-    monkeypatch.setattr(run_plan, "find_spec", lambda name: None if name == "ray" else object())
+    monkeypatch.setattr(checks, "find_spec", lambda name: None if name == "ray" else object())
     with pytest.raises(
         ConfigError, match=r"launch=Ray needs ray, which .* pip install 'areal-jax\[ray\]'"
     ):
@@ -427,7 +430,7 @@ def test_a_cluster_is_planned_on_devices_of_the_size_asked_for_and_needs_its_lib
 
 def test_without_evaluation_its_tasks_need_not_exist(policy: Path) -> None:
     off = ["eval_tasks=Files", "eval_tasks.path=missing.jsonl", "evaluation.every_steps=0"]
-    assert "evaluation    none" in plan(policy, *off).text()
+    assert "evaluation    none" in plan_text(plan(policy, *off))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,77 @@
+"""How a run generates: its workflow, its agents and the sampling of an evaluation."""
+
+from __future__ import annotations
+
+import math
+from contextlib import AsyncExitStack
+
+from areal_jax.config.experiment import AnyExperiment
+from areal_jax.data.tokenizer import HFTokenizer
+from areal_jax.errors import ConfigError
+from areal_jax.protocols import Tokenizer, Tools, Workflow
+from areal_jax.records import Sampling
+from areal_jax.serve.sessions import AgentServer
+from areal_jax.workflows.agent import AgentHost, Runner
+from areal_jax.workflows.config import Agent
+from areal_jax.workflows.from_config import make_workflow
+
+
+def workflow_of(
+    experiment: AnyExperiment,
+    tokenizer: Tokenizer,
+    num_samples: int,
+    tools: Tools,
+    agents: Runner | None,
+) -> Workflow:
+    """The experiment's workflow, with `num_samples` samples of each task."""
+    return make_workflow(
+        experiment.workflow,
+        tokenizer,
+        num_samples,
+        experiment.rewards,
+        max_prompt_tokens=experiment.engine.max_prompt_tokens,
+        tools=tools,
+        agents=agents,
+    )
+
+
+def training_sampling(experiment: AnyExperiment, stop_token_ids: tuple[int, ...]) -> Sampling:
+    """How training samples."""
+    engine = experiment.engine
+    return Sampling(
+        engine.max_new_tokens, engine.temperature, engine.top_k, engine.top_p, stop_token_ids
+    )
+
+
+def evaluation_sampling(experiment: AnyExperiment, stop_token_ids: tuple[int, ...]) -> Sampling:
+    """How an evaluation samples."""
+    return Sampling(
+        experiment.engine.max_new_tokens,
+        experiment.evaluation.temperature,
+        stop_token_ids=stop_token_ids,
+    )
+
+
+async def start_agents(
+    stack: AsyncExitStack, experiment: AnyExperiment, tokenizer: HFTokenizer
+) -> AgentHost | None:
+    """Start the process that runs agents, and the server that they call, until the stack ends;
+    None where the workflow has no agents.
+
+    Raises:
+        ConfigError: the agent cannot be loaded.
+    """
+    config = experiment.workflow
+    if not isinstance(config, Agent):
+        return None
+    # No timeout of its own: the end of an agent's session ends its calls.
+    server = AgentServer(tokenizer, experiment.engine.max_new_tokens, math.inf)
+    sessions = await stack.enter_async_context(server.listening())
+    setting = "" if config.function is None else f"workflow.function={config.function}: "
+    try:
+        host = AgentHost(config, sessions)
+        stack.push_async_callback(host.close)
+        await host.start()
+    except ValueError as error:
+        raise ConfigError(f"{setting}{error}") from error
+    return host

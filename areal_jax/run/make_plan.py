@@ -1,0 +1,176 @@
+"""Make the plan of a run from an experiment: find policy and data, and cut the meshes.
+
+Missing or contradictory input is refused here, before any device is busy.
+"""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from functools import partial
+
+import chz
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+
+from areal_jax.config.experiment import AnyExperiment, Experiment, PreferenceExperiment
+from areal_jax.data.examples import ExampleSet
+from areal_jax.data.policy_files import resolve_policy_folder
+from areal_jax.data.preferences import load_pairs
+from areal_jax.data.sft import load_examples
+from areal_jax.data.sources import TaskSet, load_tasks
+from areal_jax.data.tokenizer import HFTokenizer
+from areal_jax.engine.decode import DecodeEngine
+from areal_jax.errors import ConfigError, config_errors
+from areal_jax.models.architecture import Readout
+from areal_jax.models.decoder import Policy
+from areal_jax.parallel.mesh import Meshes, compute_dtype, engine_meshes, make_meshes
+from areal_jax.records import derive_seed
+from areal_jax.rl.config import GAE
+from areal_jax.run.checks import find_mismatches
+from areal_jax.run.frozen_models import find_frozen_models
+from areal_jax.run.models import find_critic, find_policy, with_pad_token
+from areal_jax.run.plan import Plan, TrainingPlan, decodes
+from areal_jax.run.prompt_limits import limit_prompts
+from areal_jax.trainer.forward import check_cut
+
+
+def make_plan(experiment: AnyExperiment) -> Plan:
+    """Find policy and data, and cut the meshes.
+
+    Raises:
+        ConfigError: one of them is missing, or does not fit the others.
+    """
+    with config_errors():
+        meshes = _make_meshes(experiment)
+    tasks, eval_tasks = _load_tasks(experiment)
+    num_tasks = experiment.evaluation.num_tasks
+    limited = limit_prompts(
+        experiment,
+        tasks=tasks.tasks,
+        eval_tasks=eval_tasks.tasks[:num_tasks] if eval_tasks.tasks else (),
+    )
+    experiment = limited.experiment
+    training = make_training_plan(experiment, meshes.train)
+    with config_errors():
+        examples, eval_examples = _load_examples(experiment, training)
+        engines = _make_engines(experiment, training.policy, meshes, training.compute_dtype)
+    plan = Plan(
+        **{each.name: getattr(training, each.name) for each in fields(training)},
+        tasks=tasks,
+        examples=examples,
+        eval_examples=eval_examples,
+        eval_tasks=eval_tasks,
+        prompts=limited.prompts,
+        warnings=limited.warnings,
+        rollout_mesh=meshes.rollout,
+        engines=engines,
+    )
+    if problems := list(find_mismatches(plan)):
+        raise ConfigError("\n".join(problems))
+    return plan
+
+
+def make_training_plan(experiment: AnyExperiment, mesh: Mesh) -> TrainingPlan:
+    """Find what the trainer needs, to train on a mesh.
+
+    Raises:
+        ConfigError: a part is missing, or does not fit the others.
+    """
+    is_pairs = isinstance(experiment, PreferenceExperiment)
+    # A pair lies in one row.
+    row_tokens = experiment.trainer.row_tokens or experiment.engine.max_tokens * (1 + is_pairs)
+    readout: Readout = "CausalLM"
+    if isinstance(experiment, PreferenceExperiment) and experiment.trains_reward_model:
+        readout = "SequenceClassification"
+    critic_folder, critic = None, None
+    with config_errors():
+        folder = resolve_policy_folder(experiment.policy.path)
+        policy = find_policy(experiment.policy, folder, readout)
+        if isinstance(experiment.trainer.advantages, GAE):
+            critic_folder = resolve_policy_folder(
+                experiment.trainer.critic.path or experiment.policy.path
+            )
+            critic = find_critic(experiment.policy, critic_folder)
+        tokenizer = HFTokenizer.from_folder(folder, experiment.policy.ignore_config_keys)
+        policy = with_pad_token(policy, tokenizer, folder)
+        critic = critic and with_pad_token(critic, tokenizer, folder)
+        plan = TrainingPlan(
+            experiment=experiment,
+            policy_folder=folder,
+            policy=policy,
+            frozen_models=find_frozen_models(experiment, policy, tokenizer, mesh, row_tokens),
+            tokenizer=tokenizer,
+            compute_dtype=compute_dtype(experiment.policy.compute_dtype, mesh),
+            train_mesh=mesh,
+            row_tokens=row_tokens,
+            critic=critic,
+            critic_folder=critic_folder,
+        )
+        for each in filter(None, (policy, critic)):
+            check_cut(each, mesh, row_tokens)
+        plan.train_bytes()
+    return plan
+
+
+def _load_tasks(experiment: AnyExperiment) -> tuple[TaskSet, TaskSet]:
+    """Tasks to train on and to evaluate on; empty where the experiment has none."""
+    tasks, eval_tasks = TaskSet((), {}), TaskSet((), {})
+    if isinstance(experiment, Experiment):
+        with config_errors("tasks"):
+            tasks = load_tasks(experiment.tasks, experiment.prompt)
+    if experiment.evaluation.every_steps:
+        with config_errors("eval_tasks"):
+            eval_tasks = load_tasks(experiment.eval_tasks, experiment.prompt)
+    return tasks, eval_tasks
+
+
+def _load_examples(
+    experiment: AnyExperiment, training: TrainingPlan
+) -> tuple[ExampleSet, ExampleSet]:
+    """Examples to train on and held-out examples; empty in reinforcement learning."""
+    if isinstance(experiment, Experiment):
+        return ExampleSet((), {}), ExampleSet((), {})
+    load = load_examples
+    if isinstance(experiment, PreferenceExperiment):
+        load = partial(load_pairs, max_pair_tokens=training.row_tokens)
+    return load(
+        experiment.examples,
+        experiment.eval_examples if experiment.heldout_every_steps else None,
+        experiment.prompt,
+        training.tokenizer,
+        seed=derive_seed(experiment.seed, "examples"),
+        max_tokens=min(training.row_tokens, training.policy.config.max_position_embeddings),
+    )
+
+
+def _make_engines(
+    experiment: AnyExperiment, policy: Policy, meshes: Meshes, dtype: jnp.dtype
+) -> tuple[DecodeEngine, ...]:
+    count = experiment.placement.engines if decodes(experiment) else 1
+    num_slots = experiment.engine.num_slots
+    if num_slots % count:
+        raise ValueError(
+            f"engine.num_slots={num_slots} is not divisible by placement.engines={count}, which "
+            f"share the slots; set engine.num_slots to a multiple of {count}"
+        )
+    config = chz.replace(
+        experiment.engine,
+        num_slots=num_slots // count,
+        kv_tokens=experiment.engine.kv_tokens // count,
+    )
+    return tuple(
+        DecodeEngine(policy, mesh, config, dtype) for mesh in engine_meshes(meshes.rollout, count)
+    )
+
+
+def _make_meshes(experiment: AnyExperiment) -> Meshes:
+    placement, devices = experiment.launch.placement(experiment.placement), jax.devices()
+    num_train = placement.train_devices or len(devices)
+    if decodes(experiment) or num_train > len(devices):
+        return make_meshes(placement)
+    # All devices train. The rollout mesh is the first device, where nothing uses it.
+    training_only = chz.replace(
+        placement, rollout_share=None, train_devices=num_train, rollout_devices=1, rollout_tensor=1
+    )
+    return make_meshes(training_only, [*devices, devices[0]])

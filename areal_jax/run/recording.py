@@ -1,0 +1,214 @@
+"""What a run writes and shows: metrics, samples, trace, progress and report."""
+
+from __future__ import annotations
+
+import secrets
+import shlex
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AsyncExitStack, contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from areal_jax.checkpoint.config import CHECKPOINTS
+from areal_jax.checkpoint.folders import saved_versions
+from areal_jax.checkpoint.recovery import Columns
+from areal_jax.config.load import CONFIG_FILE, read_plainly, write_config
+from areal_jax.config.overrides import to_json
+from areal_jax.metrics import names
+from areal_jax.metrics.config import METRICS
+from areal_jax.metrics.description import write_description
+from areal_jax.metrics.health import HealthMonitor
+from areal_jax.metrics.jsonl import read
+from areal_jax.metrics.meters import Meters
+from areal_jax.metrics.progress import Progress
+from areal_jax.metrics.report import collect, write_report
+from areal_jax.metrics.samples import TrainedSample
+from areal_jax.metrics.sinks import Sinks
+from areal_jax.metrics.trace import Trace
+from areal_jax.records import Group
+from areal_jax.run.checks import require_agreement
+from areal_jax.run.plan import Plan
+from areal_jax.run.plan_report import headline
+
+TRACE = "trace.json"
+
+TRAINER, CHECKPOINT = "trainer", "checkpoint"
+"""Lanes of the trace in which the trainer works."""
+
+
+@dataclass(kw_only=True)
+class Recording:
+    """Files and terminal output of a run."""
+
+    folder: Path
+    sinks: Sinks
+    trace: Trace
+    progress: Progress
+    health: HealthMonitor
+    active_spans: list[tuple[str, str]] = field(default_factory=list)
+    """Lane and name of every trainer step or checkpoint that is running."""
+    num_spans: int = 0
+    """Spans started so far, on any lane."""
+
+    @contextmanager
+    def span(self, lane: str, name: str) -> Iterator[None]:
+        """Record the block as one span on a lane of the trace."""
+        start_s, span = time.perf_counter(), (lane, name)
+        self.num_spans += 1
+        is_trainer = lane in (TRAINER, CHECKPOINT)
+        if is_trainer:
+            self.active_spans.append(span)
+        try:
+            yield
+        finally:
+            if is_trainer:
+                self.active_spans.remove(span)
+            self.trace.span(lane, name, start_s, time.perf_counter())
+
+    def record_step(self, version: int, meters: Meters) -> None:
+        """Write and show the metrics of the step that trained `version`, with health checks."""
+        meters.gauge("process/resident_gib", psutil.Process().memory_info().rss / 2**30)
+        row = meters.flatten()
+        before = self.health.active
+        row |= self.health.update(version, row)
+        self.sinks.write(version, row)
+        self.progress.update(version + 1, row)
+        for line in self.health.changes(before, version):
+            self.say(line)
+
+    def record_evaluation(self, version: int, metrics: Mapping[str, float], line: str) -> None:
+        """Write and show the metrics of an evaluation of `version`."""
+        self.sinks.write(version, metrics)
+        self.progress.evaluated(metrics)
+        self.say(line)
+
+    def record_samples(
+        self, version: int, groups: Sequence[Group], stale: Sequence[Sequence[Any]]
+    ) -> None:
+        """Write the samples that `version` was trained on.
+
+        Args:
+            stale: by group and sample, the tokens left out of the loss because they are too old.
+        """
+        self.sinks.write_samples(
+            version,
+            [
+                TrainedSample(
+                    task=group.task.id,
+                    group=group.id,
+                    number=number,
+                    tokens=sample.tokens,
+                    loss_mask=sample.loss_mask,
+                    behave_logp=sample.behave_logp,
+                    versions=sample.versions,
+                    stale=stale_tokens,
+                    reward=sample.reward,
+                    grade=sample.grade,
+                    stop_reason=sample.stop_reason,
+                )
+                for group, stale_of_group in zip(groups, stale, strict=True)
+                for number, (sample, stale_tokens) in enumerate(
+                    zip(group.samples, stale_of_group, strict=True)
+                )
+            ],
+        )
+
+    def say(self, line: str) -> None:
+        """Show a line."""
+        self.progress.say(line)
+
+    def flush(self) -> None:
+        """Write buffered rows to disk."""
+        self.sinks.flush()
+
+    def report(self) -> None:
+        """Write the report, and show where it is."""
+        self.flush()
+        self.say(f"report: {write_report(self.folder)}")
+
+
+def start_progress(
+    stack: AsyncExitStack, plan: Plan, folder: Path, saved_version: int | None
+) -> Progress:
+    """Show the headline and the progress of a run until the stack ends.
+
+    Args:
+        saved_version: of the checkpoint from which the run resumes.
+    """
+    experiment = plan.experiment
+    progress = Progress(
+        f"{headline(plan)}; run folder: {folder}",
+        experiment.num_steps,
+        saved_version or 0,
+        show_steps=experiment.metrics.progress,
+    )
+    stack.callback(progress.close)
+    if saved_version is not None:
+        progress.say(f"resuming from the checkpoint of version {saved_version}")
+    return progress
+
+
+def start_recording(
+    stack: AsyncExitStack,
+    plan: Plan,
+    folder: Path,
+    progress: Progress,
+    *,
+    version: int | None,
+    restored: Columns | None,
+) -> Recording:
+    """Open the files of a run until the stack ends.
+
+    Args:
+        version: from which the run resumes; None: from the start.
+        restored: what the checkpoint of that version holds beside the trainer's state.
+
+    Raises:
+        ConfigError: files in the folder disagree with the checkpoint.
+    """
+    experiment = plan.experiment
+    gaps = None if version is None else require_agreement(plan, folder, version, restored)
+    run_id = None if version is None else read_plainly(folder / CONFIG_FILE)[0]
+    sinks = Sinks(folder, experiment.metrics, version, plan.tokenizer.decode)
+    # Written after the state was restored: settings that cannot restore it must not replace the
+    # run's own.
+    write_config(experiment, folder / CONFIG_FILE, run_id or secrets.token_hex(8))
+    stack.callback(sinks.close)
+    trace = Trace(folder / TRACE if experiment.metrics.trace else None)
+    stack.callback(trace.close)
+    write_description(folder, headline(plan), to_json(experiment), plan.devices, gaps)
+    workflow = type(experiment.workflow).__name__
+    return Recording(
+        folder=folder,
+        sinks=sinks,
+        trace=trace,
+        progress=progress,
+        health=HealthMonitor(experiment.health, workflow, experiment.num_steps),
+    )
+
+
+def result_lines(folder: Path, *, answers: bool) -> Iterator[str]:
+    """Change of a run's score, and the commands that evaluate and serve its newest checkpoint.
+
+    Args:
+        answers: whether the policy generates; a reward model does not.
+    """
+    series = collect(read(folder / METRICS))
+    for name, label, form in (
+        (names.PASS_AT_1, "pass@1", ".1%"),
+        (names.EVAL_REWARD, "mean reward", ".4g"),
+    ):
+        # A version that was evaluated again has its last score.
+        scores = dict(zip(*series.get(name, ([], [])), strict=True))
+        if len(scores) > 1:
+            (first, before), *_, (last, after) = scores.items()
+            yield f"{label} {before:{form}} of version {first}, {after:{form}} of version {last}"
+    if not answers or not saved_versions(folder / CHECKPOINTS):
+        return
+    where = shlex.quote(str(folder))
+    yield f"evaluate it: python -m areal_jax.evaluate checkpoint={where}"
+    yield f"serve it: python -m areal_jax.serve model={where}"
