@@ -7,7 +7,7 @@ a device.
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 if TYPE_CHECKING:
     from areal_jax.config.experiment import Experiment, SFTExperiment

@@ -15,7 +15,7 @@ ROOT = Path(__file__).parent.parent
 PACKAGE = ROOT / "areal_jax"
 
 FLOORS = (
-    ("records", "protocols", "errors", "json_files", "metrics", "parallel", "threads"),
+    ("records", "protocols", "bounds", "errors", "json_files", "metrics", "parallel", "threads"),
     ("rl", "models", "data"),
     ("engine", "trainer", "weights", "rewards", "checkpoint"),
     ("workflows", "rollout", "evaluation", "serve"),
@@ -79,6 +79,7 @@ ROOMS_OF_LIBRARY = {
 JAX_FREE = (
     "records",
     "protocols",
+    "bounds",
     "errors",
     "json_files",
     "metrics",

@@ -8,6 +8,7 @@ from typing import Literal
 
 import chz
 
+from areal_jax.bounds import NOT_NEGATIVE, POSITIVE
 from areal_jax.parallel.config import PlacementConfig
 
 
@@ -16,6 +17,7 @@ class LaunchConfig:
     """One of Local and Ray."""
 
     stall_warning_s: float = chz.field(
+        validator=POSITIVE,
         default=60.0,
         doc=(
             "seconds without a token, a graded answer or a step after which a line names who "
@@ -23,6 +25,7 @@ class LaunchConfig:
         ),
     )
     stall_timeout_s: float = chz.field(
+        validator=POSITIVE,
         default=300.0,
         doc="seconds without progress after which the worker that makes none is replaced; the "
         "run ends with a checkpoint and a "
@@ -57,25 +60,33 @@ class Ray(LaunchConfig):
         ),
     )
     trainer_hosts: int = chz.field(
-        default=1, doc="processes that train, together, on one mesh over all their devices"
+        validator=POSITIVE,
+        default=1,
+        doc="processes that train, together, on one mesh over all their devices",
     )
-    trainer_devices: int = chz.field(default=1, doc="devices of each trainer host")
+    trainer_devices: int = chz.field(
+        validator=POSITIVE, default=1, doc="devices of each trainer host"
+    )
     rollout_engines: int = chz.field(
+        validator=POSITIVE,
         default=2,
         doc="processes that decode, each with a mesh and engine.num_slots slots of its own",
     )
-    engine_devices: int = chz.field(default=1, doc="devices of each engine")
+    engine_devices: int = chz.field(validator=POSITIVE, default=1, doc="devices of each engine")
     reward_workers: int = chz.field(
-        default=1, doc="processes that grader, each with rewards.num_workers workers"
+        validator=POSITIVE,
+        default=1,
+        doc="processes that grader, each with rewards.num_workers workers",
     )
     accelerator: Literal["auto", "GPU", "TPU", "none"] = chz.field(
         default="auto",
         doc="of which kind devices are; auto: what the cluster has; none: simulated, on CPUs",
     )
     cpus_per_process: float = chz.field(
-        default=1.0, doc="CPUs that Ray sets aside for each process"
+        validator=POSITIVE, default=1.0, doc="CPUs that Ray sets aside for each process"
     )
     attempts: int = chz.field(
+        validator=NOT_NEGATIVE,
         default=3,
         doc=(
             "so often the run resumes from its last checkpoint after a trainer host was lost, "
@@ -83,9 +94,12 @@ class Ray(LaunchConfig):
         ),
     )
     silence_timeout_s: float = chz.field(
-        default=120.0, doc="a process that says nothing for so long is taken for lost"
+        validator=POSITIVE,
+        default=120.0,
+        doc="a process that says nothing for so long is taken for lost",
     )
     start_timeout_s: float = chz.field(
+        validator=POSITIVE,
         default=900.0,
         doc=(
             "so long a run that starts or goes on waits for room on nodes, and then for "
@@ -93,6 +107,7 @@ class Ray(LaunchConfig):
         ),
     )
     report_every_s: float = chz.field(
+        validator=POSITIVE,
         default=1.0,
         doc=(
             "how often engines tell what they have sampled: what is known when one is lost is "

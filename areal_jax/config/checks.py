@@ -12,7 +12,6 @@ from areal_jax.config.overrides import (
     settings,
 )
 from areal_jax.data.config import Files, Hub
-from areal_jax.engine.config import MAX_TOP_K
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.rewards.tools import TOOLS
 from areal_jax.rl.config import GAE, GroupNormalized, LeaveOneOut, Reference
@@ -20,136 +19,10 @@ from areal_jax.rollout.config import RolloutConfig
 from areal_jax.trainer.config import Critic, TrainerConfig
 from areal_jax.workflows.config import Agent, MultiTurn, ToolUse
 
-# What a number may be, by the last part of its key. Zero is allowed where it means none or off.
-_POSITIVE = (
-    *(
-        "num_tasks",
-        "max_tasks",
-        "max_examples",
-        "examples_per_batch",
-        "groups_per_batch",
-        "samples_per_group",
-        "max_running_groups",
-        "max_running",
-    ),
-    *(
-        "num_slots",
-        "max_new_tokens",
-        "steps_per_dispatch",
-        "num_mini_batches",
-        "rows_per_micro_batch",
-    ),
-    *("page_tokens", "prefill_chunk_tokens"),
-    *(
-        "logp_chunk_tokens",
-        "learning_rate",
-        "eps",
-        "max_grad_norm",
-        "clip_eps",
-        "clip_eps_high",
-        "cap",
-    ),
-    *("value_clip_eps", "beta"),
-    *("clip", "max_second_moment", "temperature_positive", "temperature_negative", "clip_eps_low"),
-    *(
-        "num_workers",
-        "samples_per_task",
-        "keep",
-        "batch_timeout_s",
-        "request_timeout_s",
-        "timeout_s",
-    ),
-    *("max_consecutive_failures",),
-    *(
-        "rank",
-        "alpha",
-        "train_devices",
-        "rollout_devices",
-        "train_fsdp",
-        "train_expert",
-        "train_context",
-        "train_tensor",
-    ),
-    *("rollout_tensor", "engines", "simulated_devices"),
-    *(
-        "patience_s",
-        "test_timeout_s",
-        "total_timeout_s",
-        "memory_bytes",
-        "max_processes",
-        "max_file_bytes",
-        "tmp_bytes",
-    ),
-    *("max_turns", "expected_calls", "max_output_chars", "num_results"),
-    *(
-        "max_body_bytes",
-        "max_requests",
-        "max_samples",
-        "body_timeout_s",
-        "shutdown_timeout_s",
-        "devices",
-        "tensor",
-    ),
-    *("max_body_values", "max_messages", "max_connections"),
-    *(
-        "trainer_hosts",
-        "trainer_devices",
-        "rollout_engines",
-        "engine_devices",
-        "reward_workers",
-        "cpus_per_process",
-    ),
-    *(
-        "stall_warning_s",
-        "stall_timeout_s",
-        "silence_timeout_s",
-        "start_timeout_s",
-        "report_every_s",
-        "window_steps",
-    ),
-)
-_NOT_NEGATIVE = (
-    *(
-        "seed",
-        "num_steps",
-        "max_staleness",
-        "max_staleness_of_code",
-        "every_steps",
-        "heldout_every_steps",
-        "max_prompt_tokens",
-        "row_tokens",
-        "warmup_steps",
-    ),
-    *(
-        "temperature",
-        "top_k",
-        "weight_decay",
-        "overlong_penalty",
-        "router_aux_loss_coef",
-        "entropy_coef",
-    ),
-    *("weight", "reward_weight", "coefficient", "kv_tokens", "port", "attempts", "min_entropy"),
-)
-_FRACTION = (
-    *(
-        "share",
-        "overlong_share",
-        "max_lost_share",
-        "rollout_share",
-        "success_rate_above",
-        "success_rate_below",
-    ),
-    *("top_p", "warmup_fraction", "beta1", "beta2", "gamma", "lam", "turn_discount"),
-)
-_BELOW_HALF = ("label_smoothing",)
-_ABOVE_ONE = ("dual_clip", "max_ratio")
-_ANY_NUMBER = ("correct", "wrong", "no_answer", "bias", "scale")
-
 
 def contradictions(experiment: AnyExperiment) -> Iterator[str]:
     """What cannot be in an experiment's settings, each in a sentence that names the knobs; nothing
     where all is well."""
-    yield from out_of_range(experiment)
     yield from two_adapters(experiment)
     yield from two_homes(experiment)
     yield from raw_without_meaning(experiment)
@@ -209,28 +82,6 @@ def nothing_in_bounds(experiment: Experiment) -> Iterator[str]:
                 "nothing lies between them; "
                 "lower the first or raise the second"
             )
-
-
-def out_of_range(config: object) -> Iterator[str]:
-    """Numbers that count, time or divide nothing."""
-    for setting in settings(config).values():
-        value, name = setting.value, setting.key.rpartition(".")[2]
-        if isinstance(value, bool) or not isinstance(value, int | float):
-            continue
-        if name in _POSITIVE and value <= 0:
-            yield f"{setting.key}={value}: expected a number above 0 ({setting.doc})"
-        if name in _NOT_NEGATIVE and value < 0:
-            yield f"{setting.key}={value}: expected 0 or more ({setting.doc})"
-        if name in _FRACTION and not 0 <= value <= 1:
-            yield f"{setting.key}={value}: expected a number from 0 to 1 ({setting.doc})"
-        if name in _BELOW_HALF and not 0 <= value < 0.5:
-            yield (
-                f"{setting.key}={value}: expected a number from 0 to less than 0.5 ({setting.doc})"
-            )
-        if name == "top_k" and value > MAX_TOP_K:
-            yield f"{setting.key}={value}: expected at most {MAX_TOP_K} ({setting.doc})"
-        if name in _ABOVE_ONE and value <= 1:
-            yield f"{setting.key}={value}: expected a number above 1 ({setting.doc})"
 
 
 def row_too_short(experiment: Experiment) -> Iterator[str]:

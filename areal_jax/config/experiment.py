@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import chz
 
+from areal_jax.bounds import NOT_NEGATIVE, POSITIVE
 from areal_jax.checkpoint.config import CheckpointConfig
 from areal_jax.cluster.config import LaunchConfig, Local
 from areal_jax.data.config import HeldOut, PromptConfig, Synthetic, TaskSource
@@ -26,9 +27,11 @@ class Setup:
     name: str = chz.field(doc="names the run folder")
     description: str = chz.field(default="", doc="one line about what is tried")
     seed: int = chz.field(
-        default=1, doc="of fresh weights, of the order of the data and of every draw"
+        validator=NOT_NEGATIVE,
+        default=1,
+        doc="of fresh weights, of the order of the data and of every draw",
     )
-    num_steps: int = chz.field(doc="trainer steps; 0: only evaluate")
+    num_steps: int = chz.field(validator=NOT_NEGATIVE, doc="trainer steps; 0: only evaluate")
     policy: PolicyConfig = chz.field(default_factory=PolicyConfig, doc="what is trained")
     eval_tasks: TaskSource = chz.field(
         default_factory=lambda: Synthetic(split="heldout"), doc="what it is evaluated on"
@@ -88,11 +91,14 @@ class FineTuning(Setup):
             "preferences, pairs of answers"
         ),
     )
-    examples_per_batch: int = chz.field(default=64, doc="examples, or pairs, in one update")
+    examples_per_batch: int = chz.field(
+        validator=POSITIVE, default=64, doc="examples, or pairs, in one update"
+    )
     eval_examples: TaskSource = chz.field(
         default_factory=HeldOut, doc="what is measured on examples is measured on these"
     )
     heldout_every_steps: int = chz.field(
+        validator=NOT_NEGATIVE,
         default=50,
         doc="updates between two measurements of loss and perplexity (for preferences, of "
         "accuracy) on eval_examples, one "

@@ -29,6 +29,7 @@ from areal_jax.config.overrides import (
     settings,
     to_json,
 )
+from areal_jax.config.renamed import find_renamed
 from areal_jax.errors import ConfigError
 from areal_jax.metrics.files import write_atomically
 from areal_jax.rl.config import GAE
@@ -104,6 +105,11 @@ def _read(text: str, path: str, overrides: Sequence[str]) -> AnyExperiment:
         )
     given.pop(_RUN_KEY, None)
     version = given.pop(_VERSION_KEY, "an unknown version")
+    if str(version).startswith("0.1."):
+        raise ConfigError(
+            f"{path} was written by areal_jax {version}, and this is {__version__}, which has other "
+            f"settings; read it with release {version}: pip install 'areal-jax=={version}'"
+        )
     try:
         return _resolved(cls, assign(given, settings(cls), from_json), overrides)
     except ConfigError as error:
@@ -192,6 +198,8 @@ def _experiment_in(path: Path) -> AnyExperiment:
 
 def _resolved(cls: type[AnyExperiment], flat: Settings, overrides: Sequence[str]) -> AnyExperiment:
     given = parse_overrides(overrides)
+    if renamed := list(find_renamed(given)):
+        raise ConfigError("\n".join(renamed))
     if name := given.pop("algorithm", None):
         flat = settings(_with_algorithm(build(cls, flat), name))
     experiment = build(cls, assign(given, flat, from_text))

@@ -19,6 +19,7 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 import chz
 from chz.util import MISSING_TYPE
 
+from areal_jax.bounds import Bound
 from areal_jax.errors import ConfigError
 
 T = TypeVar("T")
@@ -41,6 +42,7 @@ class Setting:
     """A scalar, a tuple of scalars, the class chosen (None where a record may be left out, and is),
     or `Required`."""
     doc: str
+    bounds: tuple[Bound, ...] = ()
 
     @property
     def choices(self) -> tuple[type, ...]:
@@ -91,7 +93,8 @@ def settings(config: object, prefix: str = "") -> Settings:
         is_choice = bool(choices_of(kind))
         if is_choice or not chz.is_chz(value):
             chosen = type(value) if is_choice and chz.is_chz(value) else value
-            listed[key] = Setting(key, kind, chosen, field._doc)
+            bounds = tuple(check for check in field._validator if isinstance(check, Bound))
+            listed[key] = Setting(key, kind, chosen, field._doc, bounds)
         if chz.is_chz(value):
             listed |= settings(value, key + ".")
     return listed
@@ -178,6 +181,13 @@ def build(cls: type[T], from_settings: Settings) -> T:
             )
         if not setting.choices and not fits(setting.value, setting.kind):
             raise ConfigError(_mismatch(setting, setting.value))
+    if problems := [
+        f"{setting.key}={as_text(setting.value)}: expected {bound.expected} ({setting.doc})"
+        for setting in from_settings.values()
+        for bound in setting.bounds
+        if bound.is_violated_by(setting.value)
+    ]:
+        raise ConfigError("\n".join(problems))
     return (
         chz.Blueprint(cls)
         .apply({key: setting.value for key, setting in from_settings.items()})

@@ -6,6 +6,8 @@ from typing import Literal
 
 import chz
 
+from areal_jax.bounds import FRACTION, NOT_NEGATIVE, POSITIVE
+
 # Texts of settings that Files and Hub share.
 _PROMPT_FIELD = "field of the prompt; none: first of problem, question, prompt"
 _ANSWER_FIELD = (
@@ -30,7 +32,7 @@ class TaskSource:
 class Synthetic(TaskSource):
     """AIME-style problems (integer answers 000-999) from the seeded generator."""
 
-    num_tasks: int = chz.field(default=4096, doc="number of problems")
+    num_tasks: int = chz.field(validator=POSITIVE, default=4096, doc="number of problems")
     split: Literal["train", "heldout"] = chz.field(
         default="train", doc="problems of this split; the two splits share none"
     )
@@ -40,21 +42,21 @@ class Synthetic(TaskSource):
     difficulty: Literal["easy", "medium", "hard"] = chz.field(
         default="easy", doc="size of the numbers and number of steps"
     )
-    seed: int = chz.field(default=0, doc="seed of the order of problems")
+    seed: int = chz.field(validator=NOT_NEGATIVE, default=0, doc="seed of the order of problems")
 
 
 @chz.chz
 class Exercises(TaskSource):
     """Generated exercises for tools and programs: countdown, facts, calculations, programs."""
 
-    num_tasks: int = chz.field(default=4096, doc="number of exercises")
+    num_tasks: int = chz.field(validator=POSITIVE, default=4096, doc="number of exercises")
     split: Literal["train", "heldout"] = chz.field(
         default="train", doc="exercises of this split; the two splits share none"
     )
     families: tuple[str, ...] = chz.field(
         default=(), doc="exercise families, comma-separated; empty: all"
     )
-    seed: int = chz.field(default=0, doc="seed of the exercises")
+    seed: int = chz.field(validator=NOT_NEGATIVE, default=0, doc="seed of the exercises")
 
 
 @chz.chz
@@ -68,16 +70,18 @@ class Files(TaskSource):
         default="answer",
         doc=_ANSWER_FIELD,
     )
-    max_tasks: int | None = chz.field(default=None, doc=_MAX_TASKS)
+    max_tasks: int | None = chz.field(validator=POSITIVE, default=None, doc=_MAX_TASKS)
     success_rate_field: str = chz.field(
         default="success_rate",
         doc=_SUCCESS_RATE_FIELD,
     )
     success_rate_above: float | None = chz.field(
+        validator=FRACTION,
         default=None,
         doc=_SUCCESS_RATE_ABOVE,
     )
     success_rate_below: float | None = chz.field(
+        validator=FRACTION,
         default=None,
         doc=_SUCCESS_RATE_BELOW,
     )
@@ -93,10 +97,14 @@ class Hub(TaskSource):
     split: str = chz.field(default="train", doc="prefix of the file names to read")
     prompt_field: str | None = chz.field(default=None, doc=_PROMPT_FIELD)
     answer_field: str = chz.field(default="answer", doc=_ANSWER_FIELD)
-    max_tasks: int | None = chz.field(default=None, doc=_MAX_TASKS)
+    max_tasks: int | None = chz.field(validator=POSITIVE, default=None, doc=_MAX_TASKS)
     success_rate_field: str = chz.field(default="success_rate", doc=_SUCCESS_RATE_FIELD)
-    success_rate_above: float | None = chz.field(default=None, doc=_SUCCESS_RATE_ABOVE)
-    success_rate_below: float | None = chz.field(default=None, doc=_SUCCESS_RATE_BELOW)
+    success_rate_above: float | None = chz.field(
+        validator=FRACTION, default=None, doc=_SUCCESS_RATE_ABOVE
+    )
+    success_rate_below: float | None = chz.field(
+        validator=FRACTION, default=None, doc=_SUCCESS_RATE_BELOW
+    )
 
 
 @chz.chz
@@ -104,10 +112,13 @@ class HeldOut(TaskSource):
     """For `eval_examples`: a share of the training examples, excluded from training."""
 
     share: float = chz.field(
+        validator=FRACTION,
         default=0.05,
         doc="held-out share of the prompts, at least one prompt with all its examples",
     )
-    max_examples: int = chz.field(default=512, doc="maximum number of held-out prompts")
+    max_examples: int = chz.field(
+        validator=POSITIVE, default=512, doc="maximum number of held-out prompts"
+    )
 
 
 @chz.chz

@@ -6,6 +6,8 @@ from typing import Literal
 
 import chz
 
+from areal_jax.bounds import FRACTION, NOT_NEGATIVE, POSITIVE, at_most
+
 MAX_TOP_K = 2**31 - 1
 """It travels to the device as a 32-bit integer; beyond the vocabulary it keeps all of it."""
 
@@ -13,9 +15,12 @@ MAX_TOP_K = 2**31 - 1
 @chz.chz
 class EngineConfig:
     num_slots: int = chz.field(
-        default=64, doc="sequences decoded at the same time, over all rollout devices"
+        validator=POSITIVE,
+        default=64,
+        doc="sequences decoded at the same time, over all rollout devices",
     )
     max_prompt_tokens: int = chz.field(
+        validator=NOT_NEGATIVE,
         default=0,
         doc="longest prompt, in tokens, later turns of a conversation included; a task with a "
         "longer one is skipped and "
@@ -23,16 +28,22 @@ class EngineConfig:
         "config.json",
     )
     max_new_tokens: int = chz.field(
-        default=1024, doc="tokens after which an answer is cut and counted as truncated"
+        validator=POSITIVE,
+        default=1024,
+        doc="tokens after which an answer is cut and counted as truncated",
     )
     steps_per_dispatch: int = chz.field(
-        default=8, doc="decode steps between two looks at the queue and at newer weights"
+        validator=POSITIVE,
+        default=8,
+        doc="decode steps between two looks at the queue and at newer weights",
     )
     page_tokens: int = chz.field(
+        validator=POSITIVE,
         default=16,
         doc="tokens of one page of KV memory: what samples share and what they take at a time",
     )
     kv_tokens: int = chz.field(
+        validator=NOT_NEGATIVE,
         default=0,
         doc=(
             "tokens whose keys and values there is memory for, over all rollout devices; 0: "
@@ -47,6 +58,7 @@ class EngineConfig:
         ),
     )
     prefill_chunk_tokens: int = chz.field(
+        validator=POSITIVE,
         default=2048,
         doc=(
             "of a longer prompt so many tokens are prefilled between two dispatches, so that the "
@@ -60,14 +72,20 @@ class EngineConfig:
         "begin later find nothing of older weights",
     )
     temperature: float = chz.field(
-        default=1.0, doc="1: the policy itself; 0: the most likely token"
+        validator=NOT_NEGATIVE, default=1.0, doc="1: the policy itself; 0: the most likely token"
     )
-    top_k: int = chz.field(default=0, doc="draw among the k most likely tokens; 0: all")
+    top_k: int = chz.field(
+        validator=at_most(MAX_TOP_K), default=0, doc="draw among the k most likely tokens; 0: all"
+    )
     top_p: float = chz.field(
-        default=1.0, doc="draw among the most likely tokens that hold this much probability"
+        validator=FRACTION,
+        default=1.0,
+        doc="draw among the most likely tokens that hold this much probability",
     )
     request_timeout_s: float = chz.field(
-        default=3600.0, doc="a request not answered by then is an error that names it"
+        validator=POSITIVE,
+        default=3600.0,
+        doc="a request not answered by then is an error that names it",
     )
 
     @property

@@ -6,6 +6,8 @@ from typing import Literal
 
 import chz
 
+from areal_jax.bounds import POSITIVE
+
 ADAPTER_CONFIG = "adapter_config.json"
 """File that marks a folder as a PEFT adapter."""
 
@@ -23,12 +25,9 @@ Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 class LoRA:
     """Train a low-rank adapter on frozen weights.
 
-    Without dropout: trainer and engine must compute the same log-probs.
-    """
-
-    rank: int = chz.field(default=16, doc="rank of the adapter")
+    rank: int = chz.field(validator=POSITIVE, default=16, doc="columns of A and rows of B")
     alpha: float = chz.field(
-        default=32.0, doc="scale of the adapter: its output is multiplied by alpha / rank"
+        validator=POSITIVE, default=32.0, doc="what the adapter adds is multiplied by alpha / rank"
     )
     targets: tuple[Target, ...] = chz.field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),

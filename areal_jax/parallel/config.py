@@ -6,48 +6,61 @@ from typing import Literal
 
 import chz
 
+from areal_jax.bounds import FRACTION, POSITIVE
+
 
 @chz.chz
 class PlacementConfig:
     """Split of the devices into a train mesh and a rollout mesh."""
 
     rollout_devices: int | None = chz.field(
+        validator=POSITIVE,
         default=None,
-        doc="number of rollout devices; none: by rollout_share; a single device is shared",
+        doc="devices that decode; none: their share, or the only one, shared",
     )
     rollout_share: float | Literal["auto"] | None = chz.field(
+        validator=FRACTION,
         default=None,
         doc="share of rollout devices, such as 0.5; auto: balanced by a few trial steps, with "
         "constant slots per device; none: all devices that do not train, or 0.75 (the paper's "
         "split)",
     )
     train_devices: int | None = chz.field(
-        default=None, doc="number of train devices; none: the others; a single device is shared"
+        validator=POSITIVE,
+        default=None,
+        doc="devices that train; none: the rest, or the only one, shared",
     )
     train_fsdp: int | None = chz.field(
+        validator=POSITIVE,
         default=None,
         doc="train mesh: shards of parameters and batch (FSDP); none: devices / (expert x context x "
         "tensor)",
     )
     train_expert: int = chz.field(
+        validator=POSITIVE,
         default=1,
         doc="train mesh: shards of experts; for batch and other parameters like train_fsdp",
     )
     train_context: int = chz.field(
+        validator=POSITIVE,
         default=1,
         doc="train mesh: shards of the tokens of a row, for rows too long for one device; context x "
         "tensor divides the heads",
     )
-    train_tensor: int = chz.field(default=1, doc="train mesh: shards of heads, MLP and vocabulary")
+    train_tensor: int = chz.field(
+        validator=POSITIVE, default=1, doc="train mesh: shards of heads, MLP and vocabulary"
+    )
     rollout_tensor: int = chz.field(
+        validator=POSITIVE,
         default=1,
-        doc="rollout mesh: shards of heads, MLP and vocabulary; other devices shard slots",
+        doc="rollout mesh: shards of heads, MLP and vocabulary; the rest shards slots",
     )
     engines: int = chz.field(
+        validator=POSITIVE,
         default=1,
         doc="number of decode engines with equal shares of rollout devices and slots; weight updates "
         "are rolling",
     )
     simulated_devices: int | None = chz.field(
-        default=None, doc="number of simulated devices, on CPU only"
+        validator=POSITIVE, default=None, doc="CPU only: pretend to have this many devices"
     )

@@ -6,6 +6,8 @@ from typing import Literal
 
 import chz
 
+from areal_jax.bounds import ANY_NUMBER, POSITIVE
+
 
 @chz.chz
 class SandboxConfig:
@@ -19,12 +21,14 @@ class SandboxConfig:
         "and your network",
     )
     test_timeout_s: float = chz.field(
+        validator=POSITIVE,
         default=6.0,
         doc="time limit of one test, in seconds: a run of the program on one input, a call of "
         "its function with one set of "
         "arguments, or a block of asserts",
     )
     total_timeout_s: float = chz.field(
+        validator=POSITIVE,
         default=60.0,
         doc=(
             "time limit of all tests of one program, in seconds; for programs in place of "
@@ -32,17 +36,22 @@ class SandboxConfig:
         ),
     )
     memory_bytes: int = chz.field(
+        validator=POSITIVE,
         default=1 << 30,
         doc="address space of each process, and memory of all of one program together with its "
         "files in /tmp and /dev/shm and "
         "its socket buffers, in bytes",
     )
-    max_processes: int = chz.field(default=32, doc="processes and threads of one program")
+    max_processes: int = chz.field(
+        validator=POSITIVE, default=32, doc="processes and threads of one program"
+    )
     max_file_bytes: int = chz.field(
+        validator=POSITIVE,
         default=16 << 20,
         doc="size limit of each file that a program writes, and of its output, in bytes",
     )
     tmp_bytes: int = chz.field(
+        validator=POSITIVE,
         default=64 << 20,
         doc=(
             "size of each of /tmp and /dev/shm, all that a program may write to, in bytes "
@@ -55,22 +64,25 @@ class SandboxConfig:
 class RewardConfig:
     """How answers are graded."""
 
-    num_workers: int = chz.field(default=1, doc="grading processes")
+    num_workers: int = chz.field(validator=POSITIVE, default=1, doc="grading processes")
     timeout_s: float = chz.field(
+        validator=POSITIVE,
         default=10.0,
         doc="a grade not reached by then is `timeout`, and the process is killed with its "
         "children; for programs see "
         "sandbox.total_timeout_s",
     )
     patience_s: float = chz.field(
+        validator=POSITIVE,
         default=1.0,
         doc="an answer graded for longer makes way for another, and goes on with what the others "
         "leave of the processors; not "
         "programs, which have sandbox.test_timeout_s",
     )
-    correct: float = chz.field(default=5.0, doc="reward of a correct answer")
-    wrong: float = chz.field(default=-5.0, doc="reward of any other answer")
+    correct: float = chz.field(validator=ANY_NUMBER, default=5.0, doc="reward of a correct answer")
+    wrong: float = chz.field(validator=ANY_NUMBER, default=-5.0, doc="reward of any other answer")
     no_answer: float | None = chz.field(
+        validator=ANY_NUMBER,
         default=None,
         doc="reward of a text in which no answer is found, or that is not in `form`; none: as a wrong one",
     )
@@ -96,6 +108,7 @@ class RewardConfig:
         "mean reward",
     )
     max_consecutive_failures: int = chz.field(
+        validator=POSITIVE,
         default=3,
         doc=(
             "groups in a row in which every reward or tool call failed, after which the run "
@@ -115,10 +128,12 @@ class ToolsConfig:
         doc="comma-separated: calculator, python (a program, sandboxed), search (in your documents)",
     )
     timeout_s: float = chz.field(
-        default=10.0, doc="a call without result by then is killed, and the policy is told so"
+        validator=POSITIVE,
+        default=10.0,
+        doc="a call without result by then is killed, and the policy is told so",
     )
     max_output_chars: int = chz.field(
-        default=2000, doc="what a tool puts out is cut after so many characters"
+        validator=POSITIVE, default=2000, doc="what a tool puts out is cut after so many characters"
     )
     documents: str | None = chz.field(
         default=None,
@@ -126,4 +141,4 @@ class ToolsConfig:
         "title where there is one), or "
         "facts, the made-up ones that tasks=Exercises asks for with tasks.families=facts",
     )
-    num_results: int = chz.field(default=3, doc="passages that a search finds")
+    num_results: int = chz.field(validator=POSITIVE, default=3, doc="passages that a search finds")

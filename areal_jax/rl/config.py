@@ -7,6 +7,8 @@ from typing import Any, Literal, TypeAlias
 
 import chz
 
+from areal_jax.bounds import ABOVE_ONE, ANY_NUMBER, BELOW_HALF, FRACTION, NOT_NEGATIVE, POSITIVE
+
 Proximal: TypeAlias = Literal["recompute", "interpolate", "behave"]
 """Source of the proximal policy's log-probs.
 
@@ -44,7 +46,7 @@ class Weighted(ImportanceWeighting):
 class Truncated(ImportanceWeighting):
     """The importance weight, truncated at `cap`."""
 
-    cap: float = chz.field(doc="largest importance weight, a ratio above 0")
+    cap: float = chz.field(validator=POSITIVE, doc="highest weight, a ratio above 0")
     level: Level = chz.field(
         default="token",
         doc="level of the weight: token, sequence (product) or geometric (mean over the sequence)",
@@ -55,7 +57,9 @@ class Truncated(ImportanceWeighting):
 class Masked(ImportanceWeighting):
     """The importance weight; tokens above `cap` are masked, and the loss's denominator stays."""
 
-    cap: float = chz.field(doc="importance weight above which a token is masked, a ratio above 0")
+    cap: float = chz.field(
+        validator=POSITIVE, doc="highest weight that is trained on, a ratio above 0"
+    )
     level: Level = chz.field(
         default="token",
         doc="level of the weight: token, sequence (product) or geometric (mean over the sequence)",
@@ -93,13 +97,16 @@ class DecoupledPPO(ProximalLoss):
     """Decoupled PPO (AReaL, arXiv:2505.24298, equation 5): clips around the policy just before the
     step."""
 
-    clip_eps: float = chz.field(default=0.2, doc="lower clip range of theta/proximal, a ratio")
+    clip_eps: float = chz.field(
+        validator=POSITIVE, default=0.2, doc="lower clip range of theta/proximal, a ratio"
+    )
     clip_eps_high: float | None = chz.field(
-        default=None, doc="upper clip range; none: as clip_eps (DAPO: 0.28)"
+        validator=POSITIVE, default=None, doc="upper clip range; none: as clip_eps (DAPO: 0.28)"
     )
     dual_clip: float | None = chz.field(
+        validator=ABOVE_ONE,
         default=None,
-        doc="dual clip: bound c > 1 on the loss of negative advantages; none: no bound",
+        doc="bound c > 1 on the loss of negative advantages; none: no bound",
     )
 
 
@@ -107,11 +114,16 @@ class DecoupledPPO(ProximalLoss):
 class PPO(Loss):
     """Plain PPO: clips around the policy that sampled the token."""
 
-    clip_eps: float = chz.field(default=0.2, doc="lower clip range of theta/behave, a ratio")
-    clip_eps_high: float | None = chz.field(default=None, doc="upper clip range; none: as clip_eps")
+    clip_eps: float = chz.field(
+        validator=POSITIVE, default=0.2, doc="lower clip range of theta/behave, a ratio"
+    )
+    clip_eps_high: float | None = chz.field(
+        validator=POSITIVE, default=None, doc="upper clip range; none: as clip_eps"
+    )
     dual_clip: float | None = chz.field(
+        validator=ABOVE_ONE,
         default=None,
-        doc="dual clip: bound c > 1 on the loss of negative advantages; none: no bound",
+        doc="bound c > 1 on the loss of negative advantages; none: no bound",
     )
 
 
@@ -121,9 +133,13 @@ class GSPO(ProximalLoss):
     tokens' ratios."""
 
     clip_eps: float = chz.field(
-        default=3e-4, doc="lower clip range of the sequence's theta/proximal, a ratio"
+        validator=POSITIVE,
+        default=3e-4,
+        doc="lower clip range of the sequence's theta/proximal, a ratio",
     )
-    clip_eps_high: float | None = chz.field(default=4e-4, doc="upper clip range; none: as clip_eps")
+    clip_eps_high: float | None = chz.field(
+        validator=POSITIVE, default=4e-4, doc="upper clip range; none: as clip_eps"
+    )
 
 
 @chz.chz
@@ -131,10 +147,12 @@ class SAPO(ProximalLoss):
     """SAPO (arXiv:2511.20347): a sigmoid around ratio 1 in place of the clip."""
 
     temperature_positive: float = chz.field(
-        default=1.0, doc="temperature tau of the gate for positive advantages"
+        validator=POSITIVE, default=1.0, doc="steepness of the gate where the advantage is positive"
     )
     temperature_negative: float = chz.field(
-        default=1.05, doc="temperature tau of the gate for advantages of at most 0"
+        validator=POSITIVE,
+        default=1.05,
+        doc="steepness of the gate where the advantage is not positive",
     )
 
 
@@ -144,9 +162,11 @@ class CISPO(ProximalLoss):
     clipped ratio."""
 
     clip_eps_low: float | None = chz.field(
-        default=None, doc="lower clip range of the weight; none: no lower bound"
+        validator=POSITIVE, default=None, doc="lower clip range of the weight; none: no lower bound"
     )
-    clip_eps_high: float = chz.field(default=0.2, doc="upper clip range of the weight, a ratio")
+    clip_eps_high: float = chz.field(
+        validator=POSITIVE, default=0.2, doc="upper clip range of the weight, a ratio"
+    )
 
 
 @chz.chz
@@ -155,7 +175,9 @@ class M2PO(ImportanceWeightedLoss):
     them, until the mean of log(proximal/behave)² over the mini-batch is at most a bound."""
 
     max_second_moment: float = chz.field(
-        default=0.04, doc="bound on the mean of log(proximal/behave)² over the tokens in the loss"
+        validator=POSITIVE,
+        default=0.04,
+        doc="bound on the mean of log(proximal/behave)² over what is kept",
     )
 
 
@@ -187,12 +209,13 @@ class CustomLoss(ProximalLoss, ABC):
 class Shaping:
     """Reward shaping before advantages are computed; by default none."""
 
-    bias: float = chz.field(default=0.0, doc="offset added to every reward")
-    scale: float = chz.field(default=1.0, doc="factor of the reward, after the bias")
+    bias: float = chz.field(validator=ANY_NUMBER, default=0.0, doc="added to every reward")
+    scale: float = chz.field(validator=ANY_NUMBER, default=1.0, doc="then multiplies it")
     clip: float | None = chz.field(
-        default=None, doc="largest absolute reward, after the scale; none: no bound"
+        validator=POSITIVE, default=None, doc="then bounds its size; none: no bound"
     )
     overlong_share: float = chz.field(
+        validator=FRACTION,
         default=0.0,
         doc=(
             "final share of engine.max_new_tokens in which the reward decreases linearly with "
@@ -200,7 +223,7 @@ class Shaping:
         ),
     )
     overlong_penalty: float = chz.field(
-        default=5.0, doc="overlong penalty of an answer of engine.max_new_tokens tokens"
+        validator=NOT_NEGATIVE, default=5.0, doc="reward lost by an answer of engine.max_new_tokens"
     )
 
 
@@ -219,7 +242,9 @@ class GroupNormalized(Advantages):
         "the batch's rewards centred by group (LitePPO, REINFORCE++ with baseline); nothing "
         "(Dr.GRPO)",
     )
-    eps: float = chz.field(default=1e-6, doc="added to the standard deviation, in units of reward")
+    eps: float = chz.field(
+        validator=POSITIVE, default=1e-6, doc="added to the standard deviation, in units of reward"
+    )
 
 
 @chz.chz
@@ -233,7 +258,9 @@ class BatchNormalized(Advantages):
     """AReaL: the reward on every token, normalised over all loss tokens of the batch
     (arXiv:2505.24298, section 5.1 and table 3)."""
 
-    eps: float = chz.field(default=1e-5, doc="added to the standard deviation, in units of reward")
+    eps: float = chz.field(
+        validator=POSITIVE, default=1e-5, doc="added to the standard deviation, in units of reward"
+    )
 
 
 @chz.chz
@@ -249,8 +276,11 @@ class GAE(Advantages):
     The critic's value is the baseline, so one sample per group is enough.
     """
 
-    gamma: float = chz.field(default=1.0, doc="discount per token (gamma), from 0 to 1")
+    gamma: float = chz.field(
+        validator=FRACTION, default=1.0, doc="what a reward is worth a token earlier, from 0 to 1"
+    )
     lam: float = chz.field(
+        validator=FRACTION,
         default=0.95,
         doc="lambda of GAE: 0 uses the critic's next value only, 1 the whole return",
     )
@@ -258,7 +288,9 @@ class GAE(Advantages):
         default=True,
         doc="normalisation of advantages over the batch's loss tokens: mean 0, deviation 1",
     )
-    eps: float = chz.field(default=1e-5, doc="added to the standard deviation, in units of reward")
+    eps: float = chz.field(
+        validator=POSITIVE, default=1e-5, doc="added to the standard deviation, in units of reward"
+    )
 
 
 Estimator: TypeAlias = Literal["k1", "k2", "k3"]
@@ -276,11 +308,9 @@ class KLInReward(KL):
     """Subtracts coefficient · estimate from every token's reward, and so from the advantages of
     that token and of all before it.
 
-    The estimate is of the behaviour policy and carries no gradient, so that every estimator is
-    valid here.
-    """
-
-    coefficient: float = chz.field(default=0.001, doc="KL penalty, in units of reward per nat")
+    coefficient: float = chz.field(
+        validator=NOT_NEGATIVE, default=0.001, doc="what a nat of KL costs, in units of reward"
+    )
     estimator: Estimator = chz.field(
         default="k1",
         doc="KL estimator: k1: log-ratio, k2: half its square, k3: exp(-log-ratio) - 1 + log-ratio",
@@ -298,7 +328,9 @@ class KLInLoss(KL):
     """
 
     coefficient: float = chz.field(
-        default=0.04, doc="KL penalty, in units of advantage per nat (GRPO: 0.04)"
+        validator=NOT_NEGATIVE,
+        default=0.04,
+        doc="what a nat of KL costs, in units of advantage (GRPO: 0.04)",
     )
     estimator: Literal["k2", "k3"] = chz.field(
         default="k3",
@@ -334,10 +366,12 @@ class Teacher:
         "finished run"
     )
     weight: float = chz.field(
+        validator=NOT_NEGATIVE,
         default=1.0,
         doc="factor of log(teacher/behave), the per-token reverse KL, in every token's advantage",
     )
     reward_weight: float = chz.field(
+        validator=NOT_NEGATIVE,
         default=1.0,
         doc="factor of the advantages computed from rewards; 0: distillation only",
     )
@@ -366,11 +400,13 @@ class DPO(Preference):
     """DPO (arXiv:2305.18290, equation 7): the reward of an answer is beta log(policy/reference)."""
 
     beta: float = chz.field(
+        validator=POSITIVE,
         default=0.1,
         doc="reward per nat of log(policy/reference); lower values allow a larger KL to the "
         "reference",
     )
     label_smoothing: float = chz.field(
+        validator=BELOW_HALF,
         default=0.0,
         doc="assumed share of pairs with swapped labels, below 0.5 (conservative DPO)",
     )
@@ -382,6 +418,7 @@ class IPO(Preference):
     1 / (2 beta)."""
 
     beta: float = chz.field(
+        validator=POSITIVE,
         default=0.1,
         doc="inverse of the target margin, which is 1 / (2 beta) nats per token; lower values allow "
         "a larger KL to the reference",

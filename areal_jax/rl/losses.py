@@ -266,11 +266,6 @@ def _behave_weight(
             weight = jnp.exp(log_weight)
             if isinstance(importance_weighting, Weighted):
                 return weight, nowhere
-            if importance_weighting.cap <= 0.0:
-                raise ValueError(
-                    "expected a cap on proximal/behave above 0, found "
-                    f"{importance_weighting.cap}; set trainer.loss.importance_weighting.cap"
-                )
             capped = weight > importance_weighting.cap
             return jnp.where(
                 capped,

@@ -6,6 +6,7 @@ from typing import Literal
 
 import chz
 
+from areal_jax.bounds import NOT_NEGATIVE, POSITIVE, at_most
 from areal_jax.engine.config import EngineConfig
 
 
@@ -13,8 +14,11 @@ from areal_jax.engine.config import EngineConfig
 class LimitsConfig:
     """What clients may ask for, and how long they may take."""
 
-    max_body_bytes: int = chz.field(default=4 << 20, doc="a larger request is refused (413)")
+    max_body_bytes: int = chz.field(
+        validator=POSITIVE, default=4 << 20, doc="a larger request is refused (413)"
+    )
     max_body_values: int = chz.field(
+        validator=POSITIVE,
         default=200_000,
         doc=(
             "commas and opening brackets in a request; one with more is refused before it is "
@@ -22,21 +26,32 @@ class LimitsConfig:
         ),
     )
     max_messages: int = chz.field(
-        default=2048, doc="messages of a conversation; a longer one is refused (400)"
+        validator=POSITIVE,
+        default=2048,
+        doc="messages of a conversation; a longer one is refused (400)",
     )
     max_connections: int = chz.field(
-        default=1024, doc="open connections; one more is answered with 503 and closed"
+        validator=POSITIVE,
+        default=1024,
+        doc="open connections; one more is answered with 503 and closed",
     )
     max_requests: int = chz.field(
-        default=256, doc="requests answered at the same time; one more is refused (429)"
+        validator=POSITIVE,
+        default=256,
+        doc="requests answered at the same time; one more is refused (429)",
     )
     max_samples: int = chz.field(
-        default=128, doc="answers that one request may ask for, n times its prompts (400)"
+        validator=POSITIVE,
+        default=128,
+        doc="answers that one request may ask for, n times its prompts (400)",
     )
     request_timeout_s: float = chz.field(
-        default=600.0, doc="an answer that is not sent by then is broken off (504)"
+        validator=POSITIVE,
+        default=600.0,
+        doc="an answer that is not sent by then is broken off (504)",
     )
     body_timeout_s: float = chz.field(
+        validator=POSITIVE,
         default=30.0,
         doc=(
             "a request that has not arrived by then is refused (408), and a connection without "
@@ -44,7 +59,9 @@ class LimitsConfig:
         ),
     )
     shutdown_timeout_s: float = chz.field(
-        default=10.0, doc="answers under way have so long when the server is told to end"
+        validator=POSITIVE,
+        default=10.0,
+        doc="answers under way have so long when the server is told to end",
     )
 
 
@@ -69,11 +86,15 @@ class ServeConfig:
     host: str = chz.field(
         default="127.0.0.1", doc="address to listen at; 0.0.0.0: every one of this machine's"
     )
-    port: int = chz.field(default=8000, doc="port to listen at; 0: any that is free")
+    port: int = chz.field(
+        validator=at_most(65535), default=8000, doc="port to listen at; 0: any that is free"
+    )
     api_key: str | None = chz.field(
         default=None, doc="bearer token that clients must show; none: one is made up and printed"
     )
-    seed: int = chz.field(default=0, doc="of answers to requests that bring none")
+    seed: int = chz.field(
+        validator=NOT_NEGATIVE, default=0, doc="of answers to requests that bring none"
+    )
     compute_dtype: Literal["auto", "float32", "bfloat16"] = chz.field(
         default="auto",
         doc="dtype of weights and activations; auto: float32 on CPU, bfloat16 elsewhere",
@@ -84,12 +105,15 @@ class ServeConfig:
         ),
         doc="decoding; temperature, top_k and top_p of requests that say nothing of them",
     )
-    devices: int | None = chz.field(default=None, doc="devices that decode; none: all")
+    devices: int | None = chz.field(
+        validator=POSITIVE, default=None, doc="devices that decode; none: all"
+    )
     tensor: int = chz.field(
+        validator=POSITIVE,
         default=1,
         doc="shards of heads, MLP and vocabulary; the rest of the devices shards the slots",
     )
     simulated_devices: int | None = chz.field(
-        default=None, doc="CPU only: pretend to have this many devices"
+        validator=POSITIVE, default=None, doc="CPU only: pretend to have this many devices"
     )
     limits: LimitsConfig = chz.field(default_factory=LimitsConfig, doc="what clients may ask for")

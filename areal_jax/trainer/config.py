@@ -6,6 +6,7 @@ from typing import Literal
 
 import chz
 
+from areal_jax.bounds import FRACTION, NOT_NEGATIVE, POSITIVE
 from areal_jax.models.config import Remat
 from areal_jax.rl.config import (
     Advantages,
@@ -23,18 +24,24 @@ from areal_jax.rl.config import (
 class OptimizerConfig:
     """AdamW; defaults are the paper's (table 3)."""
 
-    learning_rate: float = chz.field(default=2e-5, doc="peak learning rate")
+    learning_rate: float = chz.field(validator=POSITIVE, default=2e-5, doc="peak learning rate")
     schedule: Literal["constant", "cosine", "linear"] = chz.field(
         default="constant", doc="after the warm-up; cosine and linear end at 0"
     )
     warmup_fraction: float = chz.field(
-        default=0.001, doc="share of all updates over which the rate rises from 0"
+        validator=FRACTION,
+        default=0.001,
+        doc="share of all updates over which the rate rises from 0",
     )
-    beta1: float = chz.field(default=0.9, doc="decay of the first moment")
-    beta2: float = chz.field(default=0.95, doc="decay of the second moment")
-    eps: float = chz.field(default=1e-5, doc="Adam's epsilon")
-    weight_decay: float = chz.field(default=0.05, doc="decoupled weight decay, on matrices only")
-    max_grad_norm: float = chz.field(default=1.0, doc="global gradient norm is clipped to this")
+    beta1: float = chz.field(validator=FRACTION, default=0.9, doc="decay of the first moment")
+    beta2: float = chz.field(validator=FRACTION, default=0.95, doc="decay of the second moment")
+    eps: float = chz.field(validator=POSITIVE, default=1e-5, doc="Adam's epsilon")
+    weight_decay: float = chz.field(
+        validator=NOT_NEGATIVE, default=0.05, doc="decoupled weight decay, on matrices only"
+    )
+    max_grad_norm: float = chz.field(
+        validator=POSITIVE, default=1.0, doc="global gradient norm is clipped to this"
+    )
     offload: bool = chz.field(
         default=False,
         doc="keep moments in the host's memory between updates; each then waits for them",
@@ -58,6 +65,7 @@ class Critic:
         doc="of the critic's updates, as many as the policy's; none: as trainer.optimizer",
     )
     value_clip_eps: float | None = chz.field(
+        validator=POSITIVE,
         default=0.5,
         doc=(
             "how far an update may move a value that comes nearer to its return, in units of "
@@ -65,7 +73,9 @@ class Critic:
         ),
     )
     warmup_steps: int = chz.field(
-        default=0, doc="first steps of a run, in which only the critic learns"
+        validator=NOT_NEGATIVE,
+        default=0,
+        doc="first steps of a run, in which only the critic learns",
     )
 
 
@@ -82,6 +92,7 @@ class TrainerConfig:
         "sequences, each the sum of its tokens over engine.max_new_tokens (Dr.GRPO)",
     )
     entropy_coef: float = chz.field(
+        validator=NOT_NEGATIVE,
         default=0.0,
         doc=(
             "weight of the entropy bonus: the mean entropy of what the loss's tokens were "
@@ -111,12 +122,17 @@ class TrainerConfig:
     )
     optimizer: OptimizerConfig = chz.field(default_factory=OptimizerConfig)
     num_mini_batches: int = chz.field(
-        default=4, doc="optimizer updates in one step; each sees its share of the batch's groups"
+        validator=POSITIVE,
+        default=4,
+        doc="optimizer updates in one step; each sees its share of the batch's groups",
     )
     row_tokens: int = chz.field(
-        default=0, doc="tokens of a packed row; 0: the engine's longest sequence"
+        validator=NOT_NEGATIVE,
+        default=0,
+        doc="tokens of a packed row; 0: the engine's longest sequence",
     )
     rows_per_micro_batch: int = chz.field(
+        validator=POSITIVE,
         default=2,
         doc=(
             "packed rows of a micro-batch on each shard of the batch; a tiny policy on a CPU is "
@@ -124,9 +140,12 @@ class TrainerConfig:
         ),
     )
     logp_chunk_tokens: int = chz.field(
-        default=1024, doc="tokens whose logits exist at the same time, per shard"
+        validator=POSITIVE,
+        default=1024,
+        doc="tokens whose logits exist at the same time, per shard",
     )
     router_aux_loss_coef: float | None = chz.field(
+        validator=NOT_NEGATIVE,
         default=None,
         doc="weight of the load-balance loss of experts; none: what the policy's config.json says",
     )

@@ -6,6 +6,7 @@ from typing import Literal
 
 import chz
 
+from areal_jax.bounds import FRACTION, POSITIVE
 from areal_jax.rewards.config import ToolsConfig
 
 
@@ -25,10 +26,12 @@ class MultiTurn(WorkflowConfig):
     graded by the last."""
 
     max_turns: int = chz.field(
+        validator=POSITIVE,
         default=2,
         doc="attempts at most; a conversation beyond engine.max_prompt_tokens ends before",
     )
     turn_discount: float = chz.field(
+        validator=FRACTION,
         default=0.9,
         doc=(
             "share of what a right answer is worth above a wrong one that is left with every "
@@ -68,6 +71,7 @@ class ToolUse(WorkflowConfig):
     """Turns that call tools, whose results are context, and at last an answer, graded."""
 
     max_turns: int = chz.field(
+        validator=POSITIVE,
         default=4,
         doc=(
             "turns of the policy at most, the last one answers; one beyond "
@@ -105,12 +109,14 @@ class Agent(WorkflowConfig):
         "what a function would return",
     )
     timeout_s: float = chz.field(
+        validator=POSITIVE,
         default=600.0,
         doc="seconds after which an agent is ended, with all that it started, and its group "
         "given up; the clock stops while a "
         "pinned evaluation holds the weights",
     )
     stall_warning_s: float = chz.field(
+        validator=POSITIVE,
         default=5.0,
         doc=(
             "seconds for which an async function may block its event loop before a warning names "
@@ -118,6 +124,7 @@ class Agent(WorkflowConfig):
         ),
     )
     expected_calls: int = chz.field(
+        validator=POSITIVE,
         default=4,
         doc=(
             "consecutive calls for which engine.max_prompt_tokens=0 leaves room, each with all "
@@ -125,7 +132,9 @@ class Agent(WorkflowConfig):
         ),
     )
     max_running: int = chz.field(
-        default=256, doc="agents at work at the same time; those of an evaluation are counted apart"
+        validator=POSITIVE,
+        default=256,
+        doc="agents at work at the same time; those of an evaluation are counted apart",
     )
     export: Literal["concatenated", "per_call"] = chz.field(
         default="concatenated",

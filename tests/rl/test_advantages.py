@@ -93,7 +93,9 @@ def test_lite_ppo_divides_by_the_batch_std() -> None:
     # Centred by group: -1, 1 and -3, 3. Their mean is 0 and their sample variance 20 / 3, 1 /
     # 2.581989 = .387298.
     first, second = compute(
-        GroupNormalized(divide_by="batch_std", eps=0.0), ([1.0, 3.0], [1, 9]), ([2.0, 8.0], [1, 1])
+        GroupNormalized(divide_by="batch_std", eps=1e-30),
+        ([1.0, 3.0], [1, 9]),
+        ([2.0, 8.0], [1, 1]),
     )
     np.testing.assert_allclose(
         [*first, *second], [-0.387298, 0.387298, -1.161895, 1.161895], atol=1e-6
@@ -152,7 +154,7 @@ def test_mean_weights_turn_token_means_into_every_aggregation() -> None:
 def test_batch_normalization_weights_samples_by_tokens() -> None:
     # 3 tokens of 5 and 1 of -5: mean 2.5, variance (3 · 2.5² + 7.5²) / 3 = 25, so 2.5 / 5 and -7.5
     # / 5.
-    first, second = compute(BatchNormalized(eps=0.0), ([5.0], [3]), ([-5.0], [1]))
+    first, second = compute(BatchNormalized(eps=1e-30), ([5.0], [3]), ([-5.0], [1]))
     np.testing.assert_allclose([first[0], second[0]], [0.5, -1.5], atol=1e-6)
 
 
@@ -161,7 +163,7 @@ def test_batch_normalization_equals_areal() -> None:
     # 3.2249; -4 / 3.2249 = -1.2403. The samples of 100 have no token in the loss, and count for
     # nothing.
     first, second = compute(
-        BatchNormalized(eps=0.0),
+        BatchNormalized(eps=1e-30),
         ([1.0, 2.0, 100.0, 4.0], [1, 1, 0, 1]),
         ([6.0, 8.0, 9.0], [1, 1, 1]),
     )
@@ -179,7 +181,7 @@ def test_normalized_advantages_have_mean_zero_and_variance_one() -> None:
             ]
             for size in (4, 1, 7)
         ]
-        advantages = compute_advantages(BatchNormalized(eps=0.0), groups)
+        advantages = compute_advantages(BatchNormalized(eps=1e-30), groups)
         per_token = np.concatenate([of[2:] for of in chain(*advantages)])
         assert per_token.mean() == pytest.approx(0.0, abs=1e-6)
         assert per_token.std(ddof=1) == pytest.approx(1.0, abs=1e-6)
@@ -218,7 +220,7 @@ def test_batch_normalization_normalises_token_returns() -> None:
     # Returns 3, 2, 4 and twice 0: mean 9/5, squares 1.44 + .04 + 4.84 + 2 * 3.24 = 12.8, variance
     # 3.2.
     groups = [[trajectory(1.0, 3, [1.0, -2.0, 3.0])], [trajectory(0.0, 2)]]
-    (first,), (second,) = compute_advantages(BatchNormalized(eps=0.0), groups)
+    (first,), (second,) = compute_advantages(BatchNormalized(eps=1e-30), groups)
     np.testing.assert_allclose(first[2:], np.array([1.2, 0.2, 2.2]) / 3.2**0.5, rtol=1e-6)
     np.testing.assert_allclose(second[2:], np.array([-1.8, -1.8]) / 3.2**0.5, rtol=1e-6)
 

@@ -119,7 +119,7 @@ def test_gae_normalises_over_loss_tokens_and_includes_stale_actions() -> None:
         ]
         for rewards in earned
     ]
-    (first,), (second,) = compute_advantages(GAE(lam=0.0, eps=0.0), groups)
+    (first,), (second,) = compute_advantages(GAE(lam=0.0, eps=1e-30), groups)
     np.testing.assert_allclose(first[1:], [-1.2403, 29.4583, -0.9303], atol=1e-4)
     np.testing.assert_allclose(second[1:], [-0.3101, 0.3101, 0.9303, 1.2403], atol=1e-4)
     (first,), (second,) = compute_advantages(GAE(lam=0.0, normalize=False), groups)
