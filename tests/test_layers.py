@@ -26,34 +26,42 @@ FLOORS = (
     ("cli",),
     ("train", "evaluate", "plan", "report", "__main__"),
 )
-"""Rooms by floor, from the ground up. A room imports from lower floors only."""
+"""Rooms by floor, from the ground up. A room imports from lower floors only, and on its own floor
+only as ORDERS says."""
 
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 
 ORDERS = {
-    "records": (("records",), ("protocols",)),
+    "floor 0": (
+        ("records", "bounds", "errors", "json_files", "threads"),
+        ("protocols", "metrics", "parallel"),
+    ),
     "run": (
-        ("claim", "models", "stopping", "generation", "prompt_limits"),
-        ("plan",),
-        ("memory_checks", "frozen_models", "trainer", "grading"),
-        ("plan_report", "checks"),
-        ("make_plan", "recording"),
-        ("checkpointing", "periodic_evaluation", "liveness"),
-        ("build", "worker_roles"),
-        ("cluster",),
-        ("start",),
-        ("auto_split", "evaluation", "serving"),
+        ("run.claim", "run.models", "run.stopping", "run.generation", "run.prompt_limits"),
+        ("run.plan",),
+        ("run.memory_checks", "run.frozen_models", "run.trainer", "run.grading"),
+        ("run.plan_report", "run.checks"),
+        ("run.make_plan", "run.recording"),
+        ("run.checkpointing", "run.periodic_evaluation", "run.liveness"),
+        ("run.build", "run.worker_roles"),
+        ("run.cluster",),
+        ("run.start",),
+        ("run.auto_split", "run.evaluation", "run.serving"),
     ),
 }
-"""Orders inside a room, or among rooms of one floor: a file imports from the steps before its own,
-and from no other file of the order."""
+"""Orders among the rooms of one floor, or the files of one room: each imports only from the steps
+before its own."""
 
-STEP_OF = {
-    f"areal_jax.{name}" if room == "records" else f"areal_jax.{room}.{name}": (room, step)
-    for room, steps in ORDERS.items()
-    for step, names in enumerate(steps)
-    for name in names
-}
+
+def place(module: str) -> tuple[str, int, str] | None:
+    """The order, the step and the entry of a module; None where no order has it."""
+    for order, steps in ORDERS.items():
+        for step, entries in enumerate(steps):
+            for entry in entries:
+                if f"{module}.".startswith(f"areal_jax.{entry}."):
+                    return order, step, entry
+    return None
+
 
 ROOMS_OF_LIBRARY = {
     "ray": ("cluster", "weights"),
@@ -179,13 +187,9 @@ def climbs(module: str, imported: str) -> Iterator[str]:
     here, there = room(module), room(imported)
     if there not in FLOOR_OF:
         yield f"{module} imports {imported}, which is no room; import from where it is defined"
-    elif module in STEP_OF and imported in STEP_OF and STEP_OF[module][0] == STEP_OF[imported][0]:
-        order, step = STEP_OF[module]
-        if STEP_OF[imported][1] >= step:
-            yield (
-                f"{module} (step {step} of {order}) imports {imported} "
-                f"(step {STEP_OF[imported][1]})"
-            )
+    elif (a := place(module)) and (b := place(imported)) and a[0] == b[0]:
+        if a[2] != b[2] and b[1] >= a[1]:
+            yield f"{module} (step {a[1]} of {a[0]}) imports {imported} (step {b[1]})"
     elif there != here and FLOOR_OF[there] >= FLOOR_OF[here]:
         yield f"{module} (floor {FLOOR_OF[here]}) imports {imported} (floor {FLOOR_OF[there]})"
 
@@ -199,7 +203,7 @@ def test_every_file_has_a_floor() -> None:
 
 def test_every_file_of_run_has_a_step() -> None:
     files = {module for module in ROOMED if module.startswith("areal_jax.run.")}
-    assert files == {module for module, (order, _) in STEP_OF.items() if order == "run"}
+    assert files == {f"areal_jax.{entry}" for step in ORDERS["run"] for entry in step}
 
 
 @pytest.mark.parametrize("module", ROOMED)
@@ -271,6 +275,7 @@ def test_no_file_is_named_as_a_standard_module() -> None:
         ("areal_jax.run.plan", "from areal_jax.run.build import Run", "step 6"),
         ("areal_jax.run.claim", "from areal_jax.run import models", "step 0"),
         ("areal_jax.records", "import areal_jax.protocols", "step 1"),
+        ("areal_jax.parallel.x", "from areal_jax.metrics.jsonl import read", "step 1"),
         ("areal_jax.data.x", "from areal_jax import Task", "no room"),
         ("areal_jax.trainer.x", "import orbax.checkpoint as ocp", "only checkpoint"),
     ],

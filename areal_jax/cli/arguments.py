@@ -21,20 +21,28 @@ from areal_jax.metrics.files import describe_disk_error
 
 
 class Parser(argparse.ArgumentParser):
-    """Options with two dashes, overrides without any, wherever they stand. Bad ones are a
-    ConfigError."""
+    """A parser that raises ConfigError for invalid arguments."""
 
-    def __init__(self) -> None:
+    def __init__(self, advice: str) -> None:
+        """
+        Args:
+            advice: what to do about invalid arguments.
+        """
         super().__init__(add_help=False, allow_abbrev=False)
-        self.add_argument("--exp")
-        self.add_argument("--config", type=Path)
-        self.add_argument("-h", "--help", action="store_true")
-        self.add_argument("overrides", nargs="*")
+        self._advice = advice
 
     def error(self, message: str) -> NoReturn:
-        raise ConfigError(
-            f"{message}; settings are given without dashes, as a.b=c, and --help lists them"
-        )
+        raise ConfigError(f"{message}; {self._advice}")
+
+
+def experiment_parser() -> Parser:
+    """A parser of options with two dashes and of overrides without, in any order."""
+    parser = Parser("settings are given without dashes, as a.b=c, and --help lists them")
+    parser.add_argument("--exp")
+    parser.add_argument("--config", type=Path)
+    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("overrides", nargs="*")
+    return parser
 
 
 def named_experiment(command: argparse.Namespace) -> AnyExperiment:

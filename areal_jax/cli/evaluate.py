@@ -10,7 +10,7 @@ from pathlib import Path
 
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.cli.arguments import (
-    Parser,
+    experiment_parser,
     help_text,
     named_experiment,
     refused,
@@ -64,7 +64,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser()
+    parser = experiment_parser()
     parser.add_argument("--folder", type=Path)
     return parser.parse_intermixed_args(list(argv))
 

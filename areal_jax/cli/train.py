@@ -19,7 +19,7 @@ from pathlib import Path
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.folders import saved_versions
 from areal_jax.cli.arguments import (
-    Parser,
+    experiment_parser,
     help_text,
     named_experiment,
     refused,
@@ -170,7 +170,7 @@ def remaining_output(run_folder: Path) -> str:
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = Parser()
+    parser = experiment_parser()
     parser.add_argument("--run-folder", type=Path)
     parser.add_argument("--resume")
     parser.add_argument("--dry-run", action="store_true")
