@@ -1,5 +1,4 @@
-"""What the commands of the package have in common: how arguments are read, and how --help lists
-settings."""
+"""Shared by the commands: arguments, messages on stderr, and the settings in --help."""
 
 from __future__ import annotations
 
@@ -46,47 +45,49 @@ def experiment_parser() -> Parser:
 
 
 def named_experiment(command: argparse.Namespace) -> AnyExperiment:
-    """The experiment that --exp or --config names, with the overrides. ConfigError where none is
-    named, or both are."""
+    """Load the experiment that --exp or --config names, with the overrides.
+
+    Raises:
+        ConfigError: none is named, or both are.
+    """
     if command.exp and command.config:
         raise ConfigError("--exp and --config both name an experiment; give one")
     if command.config:
         return read_config(command.config, command.overrides)
     if not command.exp:
         raise ConfigError(
-            f"which experiment? give --exp=NAME, one of {', '.join(experiment_names())}; "
-            "--help "
-            "says more"
+            f"expected --exp=NAME, one of {', '.join(experiment_names())}, or --config=FILE; found "
+            "neither; --help says more"
         )
     return load_experiment(command.exp, command.overrides)
 
 
-def refused(message: str, status: int) -> int:
-    """Say on stderr why the command ends; the exit status."""
+def fail(message: str, status: int) -> int:
+    """Print why the command ends to stderr; the exit status."""
     print(f"areal_jax: {message}", file=sys.stderr, flush=True)
     return status
 
 
-def refused_by_disk(error: OSError, advice: str) -> int:
-    """Say on stderr which file the disk could not take; the exit status. Raises the error where it
-    is another."""
-    if (fault := describe_disk_error(error)) is None:
+def fail_on_disk(error: OSError, advice: str) -> int:
+    """Print which file the disk could not write to stderr; the exit status. Raises any other
+    error."""
+    if (fault := disk_error(error)) is None:
         raise error
-    return refused(f"{fault}; make room there; {advice}", 1)
+    return fail(f"{fault}; make room there; {advice}", 1)
 
 
 def show(text: str) -> None:
-    """Print to a reader who may stop early, as `less` and `head` do; that is no error."""
+    """Print text. A reader that stops early, as `less` and `head` do, is no error."""
     try:
         print(text, flush=True)
     except BrokenPipeError:
-        # What is left in the buffer must go somewhere when the interpreter ends.
+        # The interpreter flushes the buffer when it ends.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def help_text(usage: str, config: AnyExperiment | type[Experiment]) -> str:
-    """The usage, and every setting with its value, type and meaning; for a choice among classes,
-    the settings of each class."""
+    """The usage, and every setting with value, type and doc; for a choice among classes, the
+    settings of each class."""
     values = "defaults" if isinstance(config, type) else f"values of {config.name}"
     lines = [usage, "experiments:"]
     lines += [f"  {name:<12}  {_first_line(name)}" for name in experiment_names()]
@@ -94,12 +95,12 @@ def help_text(usage: str, config: AnyExperiment | type[Experiment]) -> str:
 
 
 def settings_text(config: object) -> str:
-    """Every setting of an object, or of a class with its defaults, as --help lists them."""
+    """Every setting of a record, or of a class with its defaults, as --help lists them."""
     width = min(shutil.get_terminal_size().columns, 128)
-    return "\n".join(_described(settings(config), groups(config), width))
+    return "\n".join(_setting_lines(settings(config), groups(config), width))
 
 
-def _described(
+def _setting_lines(
     listed: Settings, headings: Mapping[str, str], width: int, indent: str = "  "
 ) -> Iterator[str]:
     group = chosen = ""
@@ -123,7 +124,7 @@ def _described(
             )
             present = {key: inner for key, inner in listed.items() if key.startswith(chosen)}
             inside = present if choice is setting.value else settings(choice, chosen)
-            yield from _described(inside, {}, width, indent + "    ")
+            yield from _setting_lines(inside, {}, width, indent + "    ")
 
 
 def _first_line(name: str) -> str:

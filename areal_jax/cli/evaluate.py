@@ -1,5 +1,5 @@
-"""python -m areal_jax.evaluate --exp=NAME [checkpoint=...] [data=...] [a.b=c ...]: what a policy is
-worth."""
+"""`python -m areal_jax.evaluate --exp=NAME [checkpoint=...] [data=...] [a.b=c ...]`: evaluate a
+policy."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from pathlib import Path
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.cli.arguments import (
     experiment_parser,
+    fail,
+    fail_on_disk,
     help_text,
     named_experiment,
-    refused,
-    refused_by_disk,
     show,
 )
 from areal_jax.cluster.environment import prepare
@@ -29,38 +29,40 @@ from areal_jax.errors import ConfigError
 USAGE = f"""\
 usage: python -m areal_jax.evaluate --exp=NAME [checkpoint=WHERE] [data=WHAT] [a.b=c ...] [options]
 
-Have a policy answer problems, grader the answers, and report the figures. The same command goes on where it was stopped.
+Sample answers of a policy to problems, grade them, and write a report. The same command resumes an evaluation that stopped.
 
   --exp=NAME            an experiment ({{names}}), or the path of a .py file that defines `experiment`;
-                        where checkpoint= names a run, that run's own settings are taken if it is left out
+                        default where checkpoint= names a run: the settings of that run
   --config=FILE         instead of --exp: the {CONFIG_FILE} of an earlier run
   checkpoint=WHERE      a run folder (its newest checkpoint), RUN/{CHECKPOINTS}/VERSION, a Hugging Face folder or hub name, a
                         PEFT folder, or the URL of a server that speaks OpenAI's protocol, such as http://127.0.0.1:8000/v1
-                        (with the token in OPENAI_API_KEY); the experiment's own policy where not given
+                        (with the token in OPENAI_API_KEY); default: the experiment's policy
   data=WHAT             {{benchmarks}},
-                        or a file or folder in any of their formats; the experiment's eval_tasks where not given
+                        or a file or folder in any of their formats; default: the experiment's eval_tasks
   a.b=c                 change a setting, such as evaluation.samples_per_task=32 or engine.max_new_tokens=2048
-  --folder=DIR          where to write, and to go on; evaluations/NAME-CHECKPOINT-DIGEST where not given
+  --folder=DIR          folder to write, or to resume; default: evaluations/NAME-CHECKPOINT-DIGEST
   --help                this text, with every setting; with --exp or --config, their values
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status, with one message on stderr where it is not 0.
+    """Run the command line.
 
-    2 where the input cannot be or another process has the folder; 1 where problems failed that may
-    be answered when they are asked again, or the disk is full; 130 and 143 where SIGINT or SIGTERM
-    ended it."""
+    Returns:
+        Exit status, with one message on stderr where it is not 0: 2 for invalid input or a folder
+        that another process has claimed; 1 where problems failed that may succeed when they are
+        tried again, or the disk is full; 130 and 143 where SIGINT or SIGTERM ended it.
+    """
     with interruptible() as interruption:
-        interruption.advice = lambda: "the same command goes on where it was"
+        interruption.advice = lambda: "the same command resumes it"
         try:
             return _run(_parse(sys.argv[1:] if argv is None else argv))
         except ConfigError as error:
-            return refused(f"{error}", 2)
+            return fail(f"{error}", 2)
         except KeyboardInterrupt as interrupt:
             return interruption.refused(interrupt)
         except OSError as error:
-            return refused_by_disk(error, interruption.advice())
+            return fail_on_disk(error, interruption.advice())
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
@@ -91,22 +93,21 @@ def _run(arguments: argparse.Namespace) -> int:
         implied += _tasks_of(data)
     arguments.overrides = [*implied, *arguments.overrides]
     experiment = named_experiment(arguments)
-    # jax reads its flags when it is first imported, so that everything that imports it comes after
-    # this.
+    # jax reads its flags when it is first imported: imports of jax come after this.
     prepare(experiment.placement)
-    from areal_jax.run import evaluation as evaluating
+    from areal_jax.run import evaluation
 
     try:
-        evaluating.run(
+        evaluation.run(
             experiment, checkpoint=named.checkpoint, server=server, folder=arguments.folder
         )
-    except evaluating.Unanswered as error:
-        return refused(f"{error}", 1)
+    except evaluation.Unanswered as error:
+        return fail(f"{error}", 1)
     return 0
 
 
 def _tasks_of(data: str) -> list[str]:
-    """The settings of the tasks that `data=` names, all of them, as overrides."""
+    """Overrides that select all tasks that `data=` names."""
     try:
         source = find_benchmark(data)
     except (OSError, ValueError) as error:

@@ -1,5 +1,5 @@
-"""python -m areal_jax.plan model=NAME devices=N context=TOKENS [a=b ...]: what a cluster would
-give, and how to split it."""
+"""`python -m areal_jax.plan model=NAME devices=N context=TOKENS [a=b ...]`: estimate the throughput
+of a cluster and its best split."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 
-from areal_jax.cli.arguments import settings_text, show
+from areal_jax.cli.arguments import fail, settings_text, show
 from areal_jax.config.overrides import assign, build, from_text, parse_overrides, settings
 from areal_jax.errors import ConfigError
 from areal_jax.json_files import read_json
@@ -22,8 +22,8 @@ from areal_jax.sim.planner import ClusterPlan, plan_cluster
 USAGE = f"""\
 usage: python -m areal_jax.plan model=NAME devices=N context=TOKENS [a=b ...]
 
-Simulate reinforcement learning on a cluster: the real gate, buffer and controller under a clock that leaps, devices by their
-data sheets. Prints the best split, speed, hours and what bounds it. No device and no weights are needed.
+Simulate reinforcement learning on a cluster: the real gate, buffer and controller under a simulated clock, devices by their
+data sheets. Prints the best split, throughput, hours and the bottleneck. No device and no weights are needed.
 
   models   {textwrap.fill(", ".join(KNOWN), 110, subsequent_indent=" " * 11)}
   devices  {", ".join(DEVICES)}
@@ -31,8 +31,11 @@ data sheets. Prints the best split, speed, hours and what bounds it. No device a
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line. Returns 0 when done, 2 where the input cannot be (one message on
-    stderr)."""
+    """Run the command line.
+
+    Returns:
+        Exit status: 0, or 2 for invalid input, with one message on stderr.
+    """
     arguments = sys.argv[1:] if argv is None else argv
     if not arguments or set(arguments) & {"-h", "--help"}:
         show(f"{USAGE}\nsettings:\n{settings_text(ClusterQuestion)}")
@@ -44,8 +47,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
         found = plan_cluster(question, find_model(question.model, question.ignore_config_keys))
     except ConfigError as error:
-        print(f"areal_jax: {error}", file=sys.stderr)
-        return 2
+        return fail(f"{error}", 2)
     print(found.text())
     if question.figure:
         plot(found, Path(question.figure))
@@ -54,8 +56,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def find_model(name: str, ignored_keys: Sequence[str] = ()) -> ModelConfig:
-    """The shape of a policy known by name, or of a folder's config.json. ConfigError lists the
-    names."""
+    """The shape of a policy known by name, or of a folder's config.json.
+
+    Raises:
+        ConfigError: neither is found; the message lists the names.
+    """
     path = Path(name).expanduser() / "config.json"
     try:
         return (
@@ -65,13 +70,11 @@ def find_model(name: str, ignored_keys: Sequence[str] = ()) -> ModelConfig:
         )
     except ValueError as error:
         message = str(error).replace(SETTING, "ignore_config_keys")
-        raise ConfigError(
-            f"model={name}: {message}; a folder with a config.json will do too"
-        ) from None
+        raise ConfigError(f"model={name}: {message}; or give a folder with a config.json") from None
 
 
 def plot(found: ClusterPlan, path: Path) -> None:
-    """Throughput by split, and what the engines of the best one do."""
+    """Plot throughput by split, and shares of time of the best split."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 3.6), dpi=130, layout="constrained")
@@ -103,7 +106,7 @@ def plot(found: ClusterPlan, path: Path) -> None:
     left.legend(frameon=False, loc="lower right")
     shares = found.best.outcome.shares
     rows = [
-        ("trainer at work", 1 - found.best.outcome.trainer_waits),
+        ("trainer busy", 1 - found.best.outcome.trainer_waits),
         *((f"engines: {name}", of) for name, of in shares.items()),
     ]
     right.barh(

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from areal_jax.cli.arguments import Parser, refused, refused_by_disk, show
+from areal_jax.cli.arguments import Parser, fail, fail_on_disk, show
 from areal_jax.errors import ConfigError
 from areal_jax.metrics.config import METRICS
 from areal_jax.metrics.report import write_report
@@ -34,9 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return 0
         show(f"report: {_write(command.run_folder)}")
     except ConfigError as error:
-        return refused(f"{error}", 2)
+        return fail(f"{error}", 2)
     except OSError as error:
-        return refused_by_disk(error, "the same command writes the report")
+        return fail_on_disk(error, "the same command writes the report")
     return 0
 
 

@@ -1,4 +1,4 @@
-"""python -m areal_jax.serve [a.b=c ...]: answer requests in OpenAI's protocol with a policy."""
+"""`python -m areal_jax.serve [a.b=c ...]`: serve a policy with OpenAI's protocol."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import secrets
 import sys
 from collections.abc import Sequence
 
-from areal_jax.cli.arguments import refused, settings_text, show
+from areal_jax.cli.arguments import fail, settings_text, show
 from areal_jax.cluster.environment import prepare
 from areal_jax.cluster.signals import SIGNALS, Interruption, interruptible, keep_handlers
 from areal_jax.config.overrides import assign, build, from_text, parse_overrides, settings
@@ -27,15 +27,17 @@ Answer requests in OpenAI's protocol (/v1/chat/completions, /v1/completions, /v1
 """
 
 END_S = 2.0
-"""Threads that load or compile are not waited for any longer."""
+"""Longest wait for threads that load or compile."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status.
+    """Run the command line.
 
-    0 where SIGINT or SIGTERM ended the server and all answers under way were finished or timed out;
-    1 where the engine stops; 2 where the input cannot be; 130 and 143 where SIGINT or SIGTERM came
-    before it answered, or came twice."""
+    Returns:
+        Exit status: 0 where SIGINT or SIGTERM ended the server and running requests ended or timed
+        out; 1 where the engine stops; 2 for invalid input; 130 and 143 where SIGINT or SIGTERM came
+        before the server answered, or came twice.
+    """
     given = sys.argv[1:] if argv is None else argv
     if {"--help", "-h"} & set(given):
         show(USAGE + settings_text(ServeConfig))
@@ -43,42 +45,44 @@ def main(argv: Sequence[str] | None = None) -> int:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(name)s: %(message)s")
     logging.getLogger("jax").setLevel(
         logging.WARNING
-    )  # it tells of every kind of device that is not there
+    )  # jax logs every kind of device that is absent
     with interruptible(END_S) as interruption:
-        interruption.advice = lambda: "no answer is under way"
+        interruption.advice = lambda: "no request was running"
         try:
             config = read_config(given)
-            # jax reads its flags when it is first imported, so that everything that imports it
-            # comes after this.
+            # jax reads its flags when it is first imported: imports of jax come after this.
             logger.info("loading %s", config.model)
             prepare(PlacementConfig(simulated_devices=config.simulated_devices))
             return asyncio.run(serve(config, interruption))
         except ConfigError as error:
-            return refused(f"{error}", 2)
+            return fail(f"{error}", 2)
         except KeyboardInterrupt as interrupt:
             return interruption.refused(interrupt)
 
 
 def read_config(overrides: Sequence[str]) -> ServeConfig:
-    """The settings with `a.b=c` overrides. ConfigError names what is unknown, of another kind, or
-    cannot be."""
+    """Read settings from `a.b=c` overrides.
+
+    Raises:
+        ConfigError: a setting is unknown, of another type, or out of bounds.
+    """
     config = build(
         ServeConfig, assign(parse_overrides(overrides), settings(ServeConfig), from_text)
     )
     if config.api_key == "":
-        raise ConfigError("api_key= is empty: give one, or leave it out to have one made up")
+        raise ConfigError("api_key= is empty: expected a token; leave api_key out to generate one")
     return config
 
 
 async def serve(config: ServeConfig, interruption: Interruption) -> int:
-    """Serve until a signal, or until the engine stops."""
+    """Serve until a signal, or until the engine stops; the exit status."""
     from areal_jax.run.serving import engine_backend
     from areal_jax.serve.app import App, listening
 
     stop, loop, restore = asyncio.Event(), asyncio.get_running_loop(), keep_handlers()
 
     def request_stop() -> None:
-        interruption.advice = lambda: "answers that were under way are cut off"
+        interruption.advice = lambda: "running requests are cut off"
         stop.set()
         for number in SIGNALS:
             loop.remove_signal_handler(number)
@@ -88,8 +92,8 @@ async def serve(config: ServeConfig, interruption: Interruption) -> int:
     async with engine_backend(config, api_key) as source:
         for number in SIGNALS:
             loop.add_signal_handler(number, request_stop)
-        # What there is now stays: without this a large answer makes the collector walk all of jax,
-        # for which all threads wait.
+        # Without this, a large answer makes the garbage collector walk all objects of jax, while all
+        # threads wait.
         gc.collect()
         gc.freeze()
         app = App(source, config.limits, source.measure)

@@ -1,5 +1,4 @@
-"""python -m areal_jax.train --exp=NAME [a.b=c ...]: train a policy, or say what training it would
-take."""
+"""`python -m areal_jax.train --exp=NAME [a.b=c ...]`: train a policy, or plan its training."""
 
 from __future__ import annotations
 
@@ -20,10 +19,10 @@ from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.checkpoint.folders import saved_versions
 from areal_jax.cli.arguments import (
     experiment_parser,
+    fail,
+    fail_on_disk,
     help_text,
     named_experiment,
-    refused,
-    refused_by_disk,
     show,
 )
 from areal_jax.cluster.environment import prepare
@@ -40,47 +39,50 @@ from areal_jax.run.claim import Claim, claimed, writable
 RUNS_FOLDER = Path("runs")
 
 TRIAL = "trial"
-"""Name under which a run folder keeps the steps that told how to split the devices."""
+"""Folder of the trial steps of placement.rollout_share=auto, inside a run folder."""
 
 USAGE = f"""\
 usage: python -m areal_jax.train --exp=NAME [a.b=c ...] [options]
 
-Train the policy of an experiment. What the run finds out goes to its run folder.
+Train the policy of an experiment. Metrics, samples and checkpoints are written to the run folder.
 
   --exp=NAME            an experiment ({{names}}), or the path of a .py file that defines `experiment`
   --config=FILE         instead of --exp: the {CONFIG_FILE} of an earlier run
   a.b=c                 change a setting, such as rollout.max_staleness=8; a choice among classes by name,
                         such as tasks=Files tasks.path=problems.jsonl
   algorithm=NAME        the switches of a published algorithm: {{algorithms}}
-  --run-folder=DIR      where to write; {RUNS_FOLDER}/NAME-TIME where not given
-  --resume[=DIR]        go on with the run in DIR, or with the newest run (of NAME, where --exp is given)
+  --run-folder=DIR      folder to write; default: {RUNS_FOLDER}/NAME-TIME
+  --resume[=DIR]        resume the run in DIR, or the newest run (of NAME, where --exp is given)
   --dry-run             print the resolved settings and the plan (devices, meshes, memory), and train nothing
   --help                this text, with every setting; with --exp or --config, their values
 """
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; the exit status, with one message on stderr where it is not 0.
+    """Run the command line.
 
-    2 where the input cannot be or another process has the folder; 1 where training diverges or
-    learns nothing, every group is rejected, the run stalls, a process of a cluster dies, or the
-    disk is full; 130 and 143 where SIGINT or SIGTERM ended the run before it was done."""
+    Returns:
+        Exit status, with one message on stderr where it is not 0: 2 for invalid input or a folder
+        that another process has claimed; 1 where training diverges or learns nothing, every group
+        is rejected, the run stalls, a process of a cluster dies, or the disk is full; 130 and 143
+        where SIGINT or SIGTERM ended the run early.
+    """
     with interruptible() as interruption:
         interruption.advice = lambda: "nothing was trained"
         try:
             return _run(_parse(sys.argv[1:] if argv is None else argv), interruption)
         except ConfigError as error:
-            return refused(f"{error}", 2)
+            return fail(f"{error}", 2)
         except (AllRejected, NotLearning, NotSaved, WorkerDied, Stalled) as error:
-            return refused(f"{error}; {interruption.advice()}", 1)
+            return fail(f"{error}; {interruption.advice()}", 1)
         except FloatingPointError as error:
-            return refused(f"training diverged: {error}; {interruption.advice()}", 1)
+            return fail(f"training diverged: {error}; {interruption.advice()}", 1)
         except Stopped as stopped:
-            return refused(f"{stopped}; {interruption.advice()}", exit_status(stopped.number))
+            return fail(f"{stopped}; {interruption.advice()}", exit_status(stopped.number))
         except KeyboardInterrupt as interrupt:
             return interruption.refused(interrupt)
         except OSError as error:
-            return refused_by_disk(error, interruption.advice())
+            return fail_on_disk(error, interruption.advice())
 
 
 def _run(command: argparse.Namespace, interruption: Interruption) -> int:
@@ -98,10 +100,9 @@ def _run(command: argparse.Namespace, interruption: Interruption) -> int:
         else read_config(run_folder / CONFIG_FILE, command.overrides)
     )
     if run_folder is not None:
-        interruption.advice = partial(remaining_output, run_folder)
+        interruption.advice = partial(resume_advice, run_folder)
     run_folder = run_folder or _new_folder(command, experiment.name)
-    # jax reads its flags when it is first imported, so that everything that imports it comes after
-    # this.
+    # jax reads its flags when it is first imported: imports of jax come after this.
     os.environ.update(experiment.launch.variables(os.environ))
     prepare(experiment.launch.placement(experiment.placement))
     from areal_jax.run.make_plan import make_plan
@@ -129,7 +130,7 @@ def _run(command: argparse.Namespace, interruption: Interruption) -> int:
     from areal_jax.run.start import start
 
     with _claimed(command, run_folder) as (run_folder, claim):
-        interruption.advice = partial(remaining_output, run_folder)
+        interruption.advice = partial(resume_advice, run_folder)
         if experiment.placement.rollout_share == "auto":
             plan = balanced(plan, run_folder / TRIAL)
         start(plan, run_folder, resume=command.resume is not None, source=command.exp, claim=claim)
@@ -138,20 +139,20 @@ def _run(command: argparse.Namespace, interruption: Interruption) -> int:
 
 @contextmanager
 def _claimed(command: argparse.Namespace, run_folder: Path) -> Iterator[tuple[Path, Claim]]:
-    """The run's folder, made and claimed; where no name is given, it has one that no other has."""
+    """Make and claim the run folder; without a given name, it gets a unique one."""
     with ExitStack() as stack:
         with writable(run_folder, "--run-folder"):
             if command.resume is None and command.run_folder is None:
                 run_folder = make_unique(run_folder)
             claim = stack.enter_context(claimed(run_folder))
         if command.resume is None:
-            _require_unused(run_folder)  # of a run that has ended meanwhile
+            _require_unused(run_folder)  # another run may have ended there since
         yield run_folder, claim
 
 
 def make_unique(folder: Path) -> Path:
-    """Make a folder that did not exist: `folder`, or the first of `folder-2`, `folder-3`, ... that
-    is not taken."""
+    """Make a new folder: `folder`, or the first of `folder-2`, `folder-3`, ... that does not
+    exist."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     for number in itertools.count(1):
         found = folder if number == 1 else folder.with_name(f"{folder.name}-{number}")
@@ -161,8 +162,8 @@ def make_unique(folder: Path) -> Path:
     raise AssertionError("counted to the end")
 
 
-def remaining_output(run_folder: Path) -> str:
-    """The command that resumes a run which ended early, and from where, in words."""
+def resume_advice(run_folder: Path) -> str:
+    """The command that resumes a run which ended early, and the version that it resumes from."""
     if not (versions := saved_versions(run_folder / CHECKPOINTS)):
         return "no checkpoint was saved, so there is nothing to resume"
     command = f"python -m areal_jax.train --resume={shlex.quote(str(run_folder))}"
@@ -193,7 +194,7 @@ def _new_folder(command: argparse.Namespace, name: str) -> Path:
         with (
             suppress(OSError),
             claimed(folder),
-        ):  # FolderInUse names the process that still runs there
+        ):  # FolderInUse names a process that still runs there
             pass
     _require_unused(folder)
     return folder
@@ -202,16 +203,14 @@ def _new_folder(command: argparse.Namespace, name: str) -> Path:
 def _require_unused(folder: Path) -> None:
     if _has_begun(folder):
         raise ConfigError(
-            f"{folder} already holds a run; go on with it by --resume={folder}, or give "
-            "another "
+            f"{folder} already holds a run; resume it with --resume={folder}, or give another "
             "--run-folder"
         )
 
 
 def _resumed_folder(command: argparse.Namespace) -> Path:
-    """The run that --resume means: the one it names, the one of --run-folder, or the newest (of
-    --exp)."""
-    # Loaded even where the folder is named: config.json may name classes that the experiment's file
+    """The run folder that --resume or --run-folder names, or the newest (of --exp)."""
+    # Loaded also where the folder is named: config.json may name classes that the experiment's file
     # defines.
     name = load_experiment(command.exp).name if command.exp else "*"
     named = Path(command.resume) if command.resume else command.run_folder
@@ -220,15 +219,14 @@ def _resumed_folder(command: argparse.Namespace) -> Path:
     runs = [folder for folder in runs if (folder / CONFIG_FILE).is_file()]
     if not runs:
         raise ConfigError(
-            f"nothing to resume: no {named or RUNS_FOLDER / f'{name}-*'} holds a {CONFIG_FILE} "
-            "of a run"
+            f"nothing to resume: expected the {CONFIG_FILE} of a run in "
+            f"{named or RUNS_FOLDER / f'{name}-*'}, found none; give --resume=DIR"
         )
     return runs[-1]
 
 
 def _has_begun(folder: Path) -> bool:
-    """Whether anything was found out or trained in a folder: a start that failed leaves its
-    settings at most."""
+    """Whether a folder has metrics or checkpoints; a failed start leaves its settings at most."""
     metrics = folder / METRICS
     return (metrics.is_file() and metrics.stat().st_size > 0) or bool(
         saved_versions(folder / CHECKPOINTS)

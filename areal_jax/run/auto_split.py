@@ -1,5 +1,5 @@
-"""placement.rollout_share=auto: a few steps on trial, and the split of devices by which neither
-stage waits for the other."""
+"""placement.rollout_share=auto: trial steps, and the split of devices that balances generation and
+training."""
 
 from __future__ import annotations
 
@@ -29,19 +29,23 @@ NUM_STEPS = 2
 
 
 def balanced(plan: Plan, folder: Path) -> Plan:
-    """The plan with its devices split as the stages' times ask for, which NUM_STEPS synchronous
-    steps in `folder` tell.
+    """Split the devices of a plan by the times of NUM_STEPS synchronous trial steps in `folder`.
 
-    What they train is thrown away; the split is in the plan's settings, so that a run that goes on
-    has the same. A split that the policy does not fit, or whose devices do not divide, gives way to
-    the next best."""
-    experiment, began_s = plan.experiment, time.perf_counter()
+    The trial's weights are discarded. The split is in the settings of the returned plan, so that a
+    resumed run has the same. Where the policy does not fit the best split, or the devices do not
+    divide, the next best is taken.
+
+    Raises:
+        ConfigError: there are too few tasks for a trial step, or no split is possible.
+        Interrupted: a signal ended the trial.
+    """
+    experiment, start_s = plan.experiment, time.perf_counter()
     assert isinstance(experiment, Experiment)
     if folder.exists():
-        shutil.rmtree(folder)  # of a start that failed
+        shutil.rmtree(folder)  # left by a failed start
     folder.mkdir(parents=True)
     try:
-        # So few steps may be without any gradient: their times are what is wanted.
+        # Few steps may have no gradient; only their times are needed.
         with suppress(NotLearning):
             start(replace(plan, experiment=on_trial(experiment)), folder, resume=False)
     except Stopped as stopped:
@@ -50,25 +54,24 @@ def balanced(plan: Plan, folder: Path) -> Plan:
     rows = [row for row in jsonl.read(folder / "metrics.jsonl") if names.REWARD in row]
     if not rows:
         raise ConfigError(
-            "placement.rollout_share=auto: the tasks end before one trial step; set "
-            "placement.rollout_share"
+            "placement.rollout_share=auto: expected tasks for one trial step, found too few; set "
+            "placement.rollout_share to a number"
         )
     times = stage_times(folder, experiment.engine.steps_per_dispatch)
     generate_s, train_s = device_seconds(plan, times, rows)
     split = best_split(plan, generate_s, train_s)
     print(
         f"placement.rollout_share=auto: {split.rollout_mesh.size} devices decode, "
-        f"{split.train_mesh.size} train; a batch "
-        f"takes {generate_s:.3g} device-seconds to draw and {train_s:.3g} to train on, by "
-        f"{NUM_STEPS} trial steps in "
-        f"{folder} ({time.perf_counter() - began_s:.0f} s)",
+        f"{split.train_mesh.size} train; a batch takes {generate_s:.3g} device-seconds to generate "
+        f"and {train_s:.3g} to train on, by {NUM_STEPS} trial steps in {folder} ({time.perf_counter() - start_s:.0f} s)",
         flush=True,
     )
     return split
 
 
 def on_trial(experiment: Experiment) -> Experiment:
-    """Steps one after another, so that each stage's time is its own, with nothing beside them."""
+    """The settings of trial steps: synchronous, so that stages do not overlap, without evaluations
+    and checkpoints."""
     return chz.replace(
         experiment,
         num_steps=NUM_STEPS,
@@ -82,8 +85,11 @@ def on_trial(experiment: Experiment) -> Experiment:
 def device_seconds(
     plan: Plan, times: StageTimes, rows: Sequence[Mapping[str, int | float]]
 ) -> tuple[float, float]:
-    """Of drawing a batch with every slot full, and of training on it. Args: rows: of metrics.jsonl,
-    one a step."""
+    """Device-seconds of generating a batch with every slot full, and of training on it.
+
+    Args:
+        rows: of metrics.jsonl, one for each step.
+    """
     tokens, prefilled = (
         fmean(row[f"rollout/{name}"] for row in rows) for name in ("tokens", "prefill_tokens")
     )
@@ -93,10 +99,15 @@ def device_seconds(
 
 
 def best_split(plan: Plan, generate_s: float, train_s: float) -> Plan:
-    """The plan of the first split that can be, best balanced first. Args: generate_s, train_s:
-    device-seconds of a batch.
+    """The plan of the best balanced split that is possible.
 
-    ConfigError, with what is in the way of the best, where none can be."""
+    Args:
+        generate_s: device-seconds of generating a batch.
+        train_s: device-seconds of training on it.
+
+    Raises:
+        ConfigError: no split is possible; the message has the reason of the best one.
+    """
     num_devices, refusals = plan.train_mesh.size + plan.rollout_mesh.size, list[ConfigError]()
     for rollout in by_balance(num_devices, generate_s, train_s):
         try:
@@ -104,13 +115,13 @@ def best_split(plan: Plan, generate_s: float, train_s: float) -> Plan:
         except ConfigError as refusal:
             refusals.append(refusal)
     raise ConfigError(
-        f"placement.rollout_share=auto finds no split of {num_devices} devices; of the best: "
+        f"placement.rollout_share=auto finds no split of {num_devices} devices; the best one: "
         f"{refusals[0]}"
     )
 
 
 def split_at(plan: Plan, rollout: int, train: int) -> AnyExperiment:
-    """The experiment with so many devices for each stage, where each that decodes has as many slots
+    """The experiment with `rollout` and `train` devices, and as many slots on each decoding device
     as in the plan."""
     engine, before = plan.experiment.engine, plan.rollout_mesh.size
     return chz.replace(

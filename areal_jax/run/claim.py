@@ -1,9 +1,9 @@
 """The claim on a folder: one process at a time writes to it.
 
-Its file in the folder is locked (flock) for the life of the process and holds a lease: who holds
-it, renewed every few seconds. The lock decides between processes that share a mount. Between hosts
-flock may not work, so that there the lease
-decides: it is stale when it was not renewed for LEASE_S.
+A file in the folder is locked (flock) for the life of the process and holds a lease, which names
+the holder and is renewed every few seconds. Between processes that share a mount, the lock decides.
+Between hosts, where flock may not work, the lease decides: it is stale when it was not renewed for
+LEASE_S.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ from areal_jax.metrics.files import describe_disk_error
 logger = logging.getLogger(__name__)
 
 CLAIM = "claim.json"
-"""Name of the file in a claimed folder that is locked and holds the lease. Deleted when the claim
-is released."""
+"""Locked file in a claimed folder, with the lease. Deleted when the claim is released."""
 
 WRITERS = "claim.writers"
-"""Name of the file that other processes which write for the holder, such as trainer hosts, have
-locked (shared)."""
+"""File that other processes which write for the holder, such as trainer hosts, lock (shared)."""
 
 RENEW_S = 5.0
+"""Interval at which a lease is renewed."""
+
 LEASE_S = 30.0
-"""A lease of another host that was not renewed for so long is stale."""
+"""Time without renewal after which a lease of another host is stale."""
 
 SETTLE_S = 1.0
-"""Where locks do not work, a claimant waits so long and then looks whether another has claimed at
+"""Wait of a claimant where locks do not work, before it checks that no other process has claimed at
 the same time."""
 
 WRITERS_TIMEOUT_S = 60.0
-"""For processes of an earlier holder to end."""
+"""Longest wait for processes of an earlier holder to end."""
 
 LEASE_BYTES = 1024
-"""Every lease is padded to one size: it is replaced in place by a single write."""
+"""Size of every lease, which is padded so that a single write replaces it in place."""
 
 _NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
 
@@ -62,22 +62,24 @@ class FolderInUse(ConfigError):
 
 
 class ClaimLost(RuntimeError):
-    """Another process has taken the claim over."""
+    """Another process has taken over the claim."""
 
 
 class Claim:
-    """A held claim. `token` identifies the holder to processes that write for it."""
+    """A claim that this process holds. `token` identifies the holder to processes that write for
+    it."""
 
     def __init__(self, folder: Path, setting: str) -> None:
         """Take the claim.
 
         Args:
-            folder: exists.
-            setting: by which another folder is chosen, for messages.
+            folder: an existing folder.
+            setting: that names the folder, for messages.
 
         Raises:
-            FolderInUse: another process holds it; the message names that process.
-            OSError: the folder cannot be written to."""
+            FolderInUse: another process holds the claim; the message names that process.
+            OSError: the folder cannot be written to.
+        """
         self.folder, self._path = folder, folder / CLAIM
         self._lease: dict[str, Any] = {
             "host": socket.gethostname(),
@@ -107,7 +109,7 @@ class Claim:
                 os.close(fd)
             self.release()
             raise
-        # A forked child shares the lock with its parent: it lets go of it, so that the parent's
+        # A forked child shares the lock with its parent. It closes its copy, so that the parent's
         # death frees the folder.
         reference = weakref.ref(self)
         os.register_at_fork(after_in_child=lambda: (claim := reference()) and claim._forget())
@@ -119,8 +121,11 @@ class Claim:
         return self._lease["token"]
 
     def fence(self) -> None:
-        """Replace the token, and wait for all processes to end that were writing for an earlier
-        one. Raises FolderInUse."""
+        """Replace the token, and wait until no process writes with an earlier one.
+
+        Raises:
+            FolderInUse: processes of an earlier run still write.
+        """
         path = self.folder / WRITERS
         if not path.exists():
             return
@@ -145,7 +150,7 @@ class Claim:
             time.sleep(0.1)
 
     def release(self) -> None:
-        """Give the claim up; nothing of it stays in the folder."""
+        """Release the claim, and delete its files."""
         self._released.set()
         with self._lock:
             fd, self._fd = self._fd, None
@@ -158,13 +163,13 @@ class Claim:
             os.close(fd)
 
     def _open(self, setting: str) -> tuple[int, bool]:
-        """The claim's file, and whether it is locked; False where the file system has no locks."""
+        """Open and lock the claim's file; its descriptor, and whether it is locked (False where the
+        file system has no locks)."""
         while True:
             fd = os.open(self._path, os.O_RDWR | os.O_CREAT, 0o644)
             try:
                 is_locked = _try_lock(fd, fcntl.LOCK_EX)
-                # The one before may have released it, and deleted the file, between the opening and
-                # the locking.
+                # The last holder may have deleted the file between the opening and the locking.
                 if _is_at(fd, self._path):
                     return fd, is_locked
             except BlockingIOError:
@@ -176,7 +181,11 @@ class Claim:
             os.close(fd)
 
     def _require_free(self, fd: int, is_locked: bool, setting: str) -> None:
-        """FolderInUse unless the lease that is found, if any, is of a process that is dead."""
+        """Require that the lease in the file, if any, is of a dead process.
+
+        Raises:
+            FolderInUse: its process is alive.
+        """
         found = _parse(os.pread(fd, LEASE_BYTES, 0))
         if not found:
             return
@@ -184,7 +193,7 @@ class Claim:
         if same_boot and found.get("pid_namespace") == self._lease["pid_namespace"]:
             is_alive = _is_running(found)
         elif same_boot and is_locked and found.get("device") == os.fstat(fd).st_dev:
-            is_alive = False  # of another container, whose lock would be seen here
+            is_alive = False  # a process of another container, whose lock would be visible here
         else:
             is_alive = self._is_renewed(found)
         if is_alive:
@@ -194,7 +203,7 @@ class Claim:
     def _is_renewed(self, found: Mapping[str, Any]) -> bool:
         """Whether the lease changes within LEASE_S. Clocks of two hosts are not compared."""
         logger.warning(
-            "%s is claimed by %s: waiting %g s for a sign of life",
+            "%s is claimed by %s: waiting %g s for its lease to be renewed",
             self.folder,
             _who(found),
             LEASE_S,
@@ -216,9 +225,8 @@ class Claim:
         data = json.dumps(self._lease).ljust(LEASE_BYTES - 1).encode() + b"\n"
         try:
             written = 0
-            while written < len(
-                data
-            ):  # a disk that becomes full takes a part, and says why at the next call
+            # A disk that becomes full writes a part, and fails at the next call.
+            while written < len(data):
                 written += os.pwrite(self._fd, data[written:], written)
             os.fsync(self._fd)
         except OSError as error:
@@ -241,14 +249,14 @@ class Claim:
 
     def _forget(self) -> None:
         fd, self._fd = self._fd, None
-        self._lock = threading.Lock()  # the forking thread's copy may be held for ever
+        self._lock = threading.Lock()  # the copy may be locked for ever
         if fd is not None:
             os.close(fd)
 
 
 @contextmanager
 def claimed(folder: Path, setting: str = "--run-folder") -> Iterator[Claim]:
-    """The claim on a folder, which is made where it does not exist, until the block ends. Raises as
+    """Claim a folder, which is made where it does not exist, until the block ends. Raises as
     `Claim`."""
     folder.mkdir(parents=True, exist_ok=True)
     claim = Claim(folder, setting)
@@ -260,7 +268,7 @@ def claimed(folder: Path, setting: str = "--run-folder") -> Iterator[Claim]:
 
 @contextmanager
 def writable(folder: Path, setting: str) -> Iterator[None]:
-    """Refuse a folder that cannot be written to, by the setting that names it.
+    """Convert errors of writing to a folder to ConfigError, with the setting that names the folder.
 
     Raises:
         ConfigError: in place of an OSError that is no fault of the disk.
@@ -276,11 +284,18 @@ def writable(folder: Path, setting: str) -> Iterator[None]:
 
 
 class Writer:
-    """A process that writes to a claimed folder for the claim's holder; its lock outlives the
-    holder, not the process."""
+    """The lock of a process that writes to a claimed folder for the claim's holder. It outlives the
+    holder, but not the process."""
 
     def __init__(self, folder: Path, token: str) -> None:
-        """Args: token: of the claim. Raises ClaimLost where another process has taken it over."""
+        """Lock the folder for writing.
+
+        Args:
+            token: of the claim.
+
+        Raises:
+            ClaimLost: another process has taken over the claim.
+        """
         self._folder, self._token = folder, token
         path = folder / WRITERS
         while True:
@@ -302,26 +317,31 @@ class Writer:
             raise
 
     def require(self) -> None:
-        """ClaimLost where the token is not that of the claim any more: nothing may be written
-        then."""
+        """Require that the claim still has the token; otherwise nothing may be written.
+
+        Raises:
+            ClaimLost: another process has taken over the claim.
+        """
         found = _read_soon(self._folder / CLAIM)
         if found.get("token") != self._token:
             raise ClaimLost(
                 f"{self._folder} is claimed by {_who(found) if found else 'nobody'}, no longer "
-                "by the run of this process; "
-                "nothing is written"
+                "by the run of this process; nothing is written"
             )
 
     def close(self) -> None:
-        """Let go of the folder."""
+        """Unlock the folder."""
         fd, self._fd = self._fd, -1
         if fd >= 0:
             os.close(fd)
 
 
 def _try_lock(fd: int, kind: int) -> bool:
-    """Lock a file, or tell that its file system has no locks. BlockingIOError where another process
-    has locked it."""
+    """Lock a file; False where its file system has no locks.
+
+    Raises:
+        BlockingIOError: another process has locked it.
+    """
     try:
         fcntl.flock(fd, kind | fcntl.LOCK_NB)
         return True
@@ -344,7 +364,7 @@ def _is_at(fd: int, path: Path) -> bool:
 
 
 def _unlink_unlocked(path: Path) -> bool:
-    """Delete a file unless a process has locked it; whether it is gone."""
+    """Delete a file unless a process has locked it; whether it is deleted."""
     try:
         fd = os.open(path, os.O_RDWR)
     except FileNotFoundError:
@@ -383,7 +403,7 @@ def _read(path: Path) -> dict[str, Any]:
 
 
 def _read_soon(path: Path) -> dict[str, Any]:
-    """The lease of a holder that may be just about to write it."""
+    """The lease of a holder that may be about to write it."""
     deadline_s = time.monotonic() + SETTLE_S
     while not (found := _read(path)) and time.monotonic() < deadline_s:
         time.sleep(0.02)
@@ -391,7 +411,7 @@ def _read_soon(path: Path) -> dict[str, Any]:
 
 
 def _is_running(found: Mapping[str, Any]) -> bool:
-    """Whether the process of a lease of this host lives: another may have its number by now."""
+    """Whether the process of a lease of this host runs; another process may have its number."""
     try:
         process = psutil.Process(found["pid"])
         return (
@@ -409,7 +429,7 @@ def _who(found: Mapping[str, Any]) -> str:
 
 
 def _refusal(folder: Path, found: Mapping[str, Any], setting: str) -> str:
-    who = _who(found) if found else "a process that is just starting"
+    who = _who(found) if found else "a process that is starting"
     return (
         f"{folder} is in use by {who}; wait until that process has ended or stop it, or give "
         f"another {setting}"
@@ -417,7 +437,7 @@ def _refusal(folder: Path, found: Mapping[str, Any], setting: str) -> str:
 
 
 def _end_unclaimed(path: Path, found: Mapping[str, Any]) -> NoReturn:
-    """End this process at once: another may write to the folder now."""
+    """End this process at once: another process may write to the folder."""
     how = f"was taken over by {_who(found)}" if found else "was deleted"
     print(
         f"areal_jax: the claim {path} {how}; this process ends, so that no two write there",
@@ -429,14 +449,14 @@ def _end_unclaimed(path: Path, found: Mapping[str, Any]) -> NoReturn:
 
 
 def _boot_id() -> str:
-    """Of the kernel that runs: the same in all its containers."""
+    """Id of the running kernel, equal in all its containers."""
     with suppress(OSError):
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{socket.gethostname()} {psutil.boot_time():.0f}"
 
 
 def _pid_namespace() -> str:
-    """In which process numbers mean the same."""
+    """Namespace in which process numbers are unique."""
     with suppress(OSError):
         return os.readlink("/proc/self/ns/pid")
     return ""

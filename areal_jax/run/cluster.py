@@ -1,4 +1,4 @@
-"""A run on a cluster: this process counts and decides, others train, decode and grader."""
+"""A run on a cluster: this process is the controller; workers train, decode and grade."""
 
 from __future__ import annotations
 
@@ -38,10 +38,10 @@ TRAINER, ENGINE, REWARDS = (
 )
 
 REPLACEMENT_ATTEMPTS = 3
-"""A process that cannot be started so often is not asked for any more."""
+"""Failed attempts to start a worker after which it is given up."""
 
 OFFER_TIMEOUT_S = 600.0
-"""For trainer hosts to give a version of any size to the object store."""
+"""Longest time for trainer hosts to put a version of any size into the object store."""
 
 
 async def train_on_cluster(
@@ -53,11 +53,17 @@ async def train_on_cluster(
     source: str | None,
     claim: Claim | None = None,
 ) -> None:
-    """Train; where a trainer host is lost, resume from the last checkpoint, launch.attempts times.
+    """Train; where a trainer host dies, resume from the last checkpoint, launch.attempts times.
 
-    Raises WorkerDied where that is not enough, and NotStarted at once.
+    Args:
+        train: trains a run; once for each attempt.
+        source: name or file of the experiment.
+        claim: on the folder; it keeps trainer hosts of an earlier attempt from writing.
 
-    Args: claim: on the folder, so that trainer hosts of an earlier attempt can write no more."""
+    Raises:
+        WorkerDied: more trainer hosts died than launch.attempts.
+        NotStarted: a worker could not start.
+    """
     launch = plan.experiment.launch
     assert isinstance(launch, Ray)
     with connected(launch) as cluster:
@@ -72,7 +78,7 @@ async def train_on_cluster(
                 if not left or isinstance(loss, NotStarted):
                     raise
                 logger.error(
-                    "%s; the run resumes from its last checkpoint, and bears %d more such losses",
+                    "%s; the run resumes from its last checkpoint, %d restarts left",
                     loss,
                     left - 1,
                 )
@@ -80,7 +86,7 @@ async def train_on_cluster(
 
 
 class WorkerPool:
-    """Engines and reward workers: as many as are wanted, and another one for each that is lost."""
+    """Engines and reward workers: as many as the settings say, each replaced when it dies."""
 
     def __init__(
         self,
@@ -89,8 +95,12 @@ class WorkerPool:
         kinds: list[str],
         probe: Callable[[Grader], Coroutine[Any, Any, None]],
     ) -> None:
-        """Args: arguments: settings and source, as roles get them. kinds: of tasks to grader.
-        probe: raises ConfigError where a reward worker cannot grade."""
+        """
+        Args:
+            arguments: settings and source, as roles get them.
+            kinds: of tasks to grade.
+            probe: raises ConfigError where a reward worker cannot grade.
+        """
         self._probe = probe
         self._cluster, self._arguments, self._kinds = cluster, arguments, kinds
         wait_s = cluster.config.start_timeout_s
@@ -102,7 +112,7 @@ class WorkerPool:
         self._closing = False
 
     async def start(self) -> None:
-        """Start all of them, side by side."""
+        """Start all workers concurrently."""
         config = self._cluster.config
         await all_or_none(
             *(self._start_engine() for _ in range(config.rollout_engines)),
@@ -110,7 +120,7 @@ class WorkerPool:
         )
 
     async def close(self) -> None:
-        """End all of them."""
+        """End all workers."""
         self._closing = True
         for task in self._starting:
             task.cancel()
@@ -119,18 +129,22 @@ class WorkerPool:
 
     async def _start_engine(self) -> None:
         number = next(self._numbers["engine"])
-        connection, facts = await started(self._cluster, "engine", number, ENGINE, *self._arguments)
+        connection, facts = await start_worker(
+            self._cluster, "engine", number, ENGINE, *self._arguments
+        )
         self._policy = expected = self._policy or facts["policy"]
         try:
             require_same_policy(connection.name, facts, expected)
         except ConfigError:
             await connection.close()
             raise
-        self.engines.join(number, connection, facts["num_slots"], self._lost(self._start_engine))
+        self.engines.join(
+            number, connection, facts["num_slots"], self._replacement(self._start_engine)
+        )
 
     async def _start_grader(self) -> None:
         number = next(self._numbers["reward worker"])
-        connection, _ = await started(
+        connection, _ = await start_worker(
             self._cluster, "reward worker", number, REWARDS, *self._arguments, self._kinds
         )
 
@@ -142,38 +156,35 @@ class WorkerPool:
         except ConfigError:
             await connection.close()
             raise
-        self.graders.join(number, connection, self._lost(self._start_grader))
+        self.graders.join(number, connection, self._replacement(self._start_grader))
 
-    def _lost(self, start: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
+    def _replacement(self, start: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
         def replace() -> None:
             if not self._closing:
-                task = asyncio.create_task(self._replaced(start), name="replacement")
+                task = asyncio.create_task(self._replace(start), name="replacement")
                 self._starting.add(task)
                 task.add_done_callback(self._starting.discard)
 
         return replace
 
-    async def _replaced(self, start: Callable[[], Coroutine[Any, Any, None]]) -> None:
+    async def _replace(self, start: Callable[[], Coroutine[Any, Any, None]]) -> None:
         attempt = 1
         while attempt <= REPLACEMENT_ATTEMPTS:
             try:
                 await start()
                 return
             except InsufficientResources as error:
-                logger.error("%s; the run goes on without it, and it is waited for", error)
+                logger.error("%s; continuing without it until there are resources", error)
             except (WorkerDied, ConfigError) as error:
                 logger.error(
-                    "attempt %d of %d to replace what was lost: %s",
+                    "restarting a worker failed, attempt %d of %d: %s",
                     attempt,
                     REPLACEMENT_ATTEMPTS,
                     error,
                 )
                 attempt += 1
         logger.error(
-            (
-                "what was lost is not replaced any more: the run goes on with %d engines and %d "
-                "reward workers"
-            ),
+            ("worker given up: continuing with %d engines and %d reward workers"),
             *(len(self.engines.connections), len(self.graders.connections)),
         )
 
@@ -188,10 +199,17 @@ async def build_cluster_run(
     source: str | None,
     claim: Claim | None = None,
 ) -> AsyncIterator[Run[Trainers]]:
-    """A run whose parts are processes of a Ray cluster; on leaving all of them are ended.
+    """Build a run whose components are processes of a Ray cluster, and end them at the end of the
+    block.
 
-    Args: source: name or file of the experiment. WorkerDied where a trainer host is lost, then or
-        later; InsufficientResources."""
+    Args:
+        source: name or file of the experiment.
+        claim: on the folder.
+
+    Raises:
+        WorkerDied: a trainer host died, here or in the block.
+        InsufficientResources: the cluster has no room.
+    """
     experiment = plan.experiment
     launch = experiment.launch
     assert isinstance(launch, Ray)
@@ -212,8 +230,7 @@ async def build_cluster_run(
         stack.push_async_callback(pool.close)
         progress.say(
             f"trainer hosts: {launch.trainer_hosts}, engines: {launch.rollout_engines}, reward "
-            "workers: "
-            f"{launch.reward_workers}, as processes of Ray "
+            f"workers: {launch.reward_workers}, as processes of Ray "
             f"({cluster.accelerator if cluster.accelerator != 'none' else 'CPUs'})"
         )
         async with cluster.reserved():
@@ -259,14 +276,14 @@ async def start_trainers(
     saved_version: int | None,
     claim_token: str | None,
 ) -> tuple[Trainers, Any]:
-    """All trainer hosts, joined and ready, until the stack ends; and what their checkpoint holds
-    beside their state, packed."""
+    """Start all trainer hosts until the stack ends, joined and ready; and the rollout state in
+    their checkpoint, packed."""
     config = cluster.config
 
     async def host(number: int) -> Connection:
         arguments = settings, source, folder, saved_version, claim_token
-        connection, _ = await started(cluster, "trainer host", number, TRAINER, *arguments)
-        # A checkpoint may be under way.
+        connection, _ = await start_worker(cluster, "trainer host", number, TRAINER, *arguments)
+        # A checkpoint may be being written.
         stack.push_async_callback(connection.close, SAVE_TIMEOUT_S)
         return connection
 
@@ -287,8 +304,8 @@ async def start_trainers(
 
 
 async def all_or_none(*work: Coroutine[Any, Any, Any]) -> list[Any]:
-    """What each returns, side by side. Where one fails, the others are cancelled, and have ended
-    when its error is raised."""
+    """Run work concurrently; all results. Where one fails, the others are cancelled and awaited
+    before its error is raised."""
     tasks = [asyncio.create_task(each) for each in work]
     try:
         return await asyncio.gather(*tasks)
@@ -298,14 +315,14 @@ async def all_or_none(*work: Coroutine[Any, Any, Any]) -> list[Any]:
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-async def started(
+async def start_worker(
     cluster: Cluster, kind: Kind, number: int, role: str, *arguments: Any
 ) -> tuple[Connection, dict[str, Any]]:
-    """A process that runs the same releases as this one, and what its role found. Raises as
-    Cluster.start and require_same."""
+    """Start a worker; its connection, and the facts that its role reports. Raises as
+    `Cluster.start` and `require_same_releases`."""
     connection, facts = await cluster.start(kind, number, role, *arguments)
     try:
-        require_same(connection.name, facts)
+        require_same_releases(connection.name, facts)
     except ConfigError:
         await connection.close()
         raise
@@ -313,17 +330,25 @@ async def started(
 
 
 def require_same_policy(name: str, facts: dict[str, Any], expected: str) -> None:
-    """ConfigError where an engine has found other files than the first one."""
+    """Require that an engine has the same policy files as the first one.
+
+    Raises:
+        ConfigError: it has others.
+    """
     if facts["policy"] != expected:
         raise ConfigError(
-            f"{name} ({facts['devices']}) found another policy than the other engines: "
-            f"fingerprint {facts['policy']}, expected "
-            f"{expected}; policy.path must name the same files on every host"
+            f"{name} ({facts['devices']}) found another policy than the other engines: expected "
+            f"fingerprint {expected}, found {facts['policy']}; policy.path must name the same files "
+            "on every host"
         )
 
 
-def require_same(name: str, facts: dict[str, Any]) -> None:
-    """ConfigError where a process runs other releases than this one."""
+def require_same_releases(name: str, facts: dict[str, Any]) -> None:
+    """Require that a worker runs the same releases as this process.
+
+    Raises:
+        ConfigError: it runs others.
+    """
     if different := [
         f"{what} {facts[what]}, expected {here}"
         for what, here in releases().items()

@@ -1,5 +1,5 @@
-"""An evaluation from the first problem to the report: who answers, what is kept, and where it goes
-on after a stop."""
+"""An evaluation by the command line: answer the tasks that a folder lacks, grade, report, and
+resume after a stop."""
 
 from __future__ import annotations
 
@@ -70,28 +70,28 @@ DECIDING = (
     *("engine.max_prompt_tokens", "engine.max_new_tokens"),
     *("evaluation.num_tasks", "evaluation.samples_per_task", "evaluation.temperature"),
 )
-"""What the keys of settings begin with that decide the answers, or how they are graded."""
+"""Prefixes of the settings that decide the answers, or how they are graded."""
 
 NOT_DECIDING = ("rewards.num_workers",)
 
 Ask: TypeAlias = Callable[[int, Task], Awaitable[Sequence[Answer]]]
-"""Graded answers to the task at a place."""
+"""Returns graded answers to a task, given its index and the task."""
 
 
 class Unanswered(RuntimeError):
-    """Nobody answers any more, or not every task that can be answered was."""
+    """The engine stopped, or tasks failed that may succeed when they are tried again."""
 
 
 @dataclass(frozen=True, eq=False)
 class Local:
-    """A policy that answers on this machine."""
+    """A policy on this machine."""
 
     experiment: AnyExperiment
     decoding: DecodingPolicy
 
     @property
     def name(self) -> str:
-        """For the folder."""
+        """Name in the folder's name."""
         checkpoint, config = self.decoding.checkpoint, self.decoding.config
         if checkpoint is not None:
             return f"{checkpoint.folder.resolve().name}-v{self.version}"
@@ -103,19 +103,19 @@ class Local:
 
     @property
     def headline(self) -> str:
-        """Which policy, on which devices."""
+        """Policy and devices."""
         decoding, engine = self.decoding, self.decoding.engine
         policy = policy_text(decoding.config, decoding.policy, engine.compute_dtype)
         trained = (
             decoding.checkpoint
-            and f", as {decoding.checkpoint.folder} has trained it to version {self.version}"
+            and f", trained by {decoding.checkpoint.folder} to version {self.version}"
         )
         return f"policy: {policy}{trained or ''}; devices: {self.devices}"
 
     @property
     def max_running(self) -> int:
-        """Tasks at the same time."""
-        return num_tasks_to_fill(
+        """Tasks that run at the same time."""
+        return tasks_that_fill(
             self.experiment.engine.num_slots, self.experiment.evaluation.samples_per_task
         )
 
@@ -125,12 +125,12 @@ class Local:
         return f"{mesh.size} {mesh.devices.flat[0].device_kind}"
 
     def identity(self) -> dict[str, JSON]:
-        """What tells the policy from others."""
+        """Facts that identify the policy."""
         return {"version": self.version, "weights": self.decoding.fingerprint()}
 
     @asynccontextmanager
     async def answering(self, grader: RewardService) -> AsyncIterator[Ask]:
-        """The engine at work, with the weights."""
+        """Load the weights and start the engine, until the block ends."""
         decoding = self.decoding
         weights = await asyncio.to_thread(decoding.load)
         with closing(EngineLoop(decoding.engine, Pinned(weights))) as engine:
@@ -144,8 +144,11 @@ class Local:
 def find_local(
     experiment: AnyExperiment, checkpoint: RunCheckpoint | None, tasks: Sequence[Task]
 ) -> Local:
-    """The experiment's policy, or what a run has trained. ConfigError where it cannot be had, or
-    cannot read the tasks."""
+    """Find the experiment's policy, or what a run has trained.
+
+    Raises:
+        ConfigError: the policy is missing, or cannot read the tasks.
+    """
     experiment = with_limits(experiment, tasks)
     mesh = decoding_mesh(experiment.placement, "placement.rollout_devices")
     decoding = find_decoding_policy(
@@ -157,8 +160,8 @@ def find_local(
 
 
 def with_limits(experiment: AnyExperiment, tasks: Sequence[Task]) -> AnyExperiment:
-    """The experiment with a limit on prompts that these tasks need, if it has none; says what will
-    not fit."""
+    """The experiment with the limit on prompts that these tasks need, where it has none; warn of
+    tasks that will not fit."""
     limited = limit_prompts(experiment, eval_tasks=tasks)
     for warning in limited.warnings:
         print(f"areal_jax: warning: {warning}", file=sys.stderr)
@@ -167,33 +170,36 @@ def with_limits(experiment: AnyExperiment, tasks: Sequence[Task]) -> AnyExperime
 
 @dataclass(frozen=True, eq=False)
 class Remote:
-    """A server that answers."""
+    """A server that speaks OpenAI's protocol."""
 
     experiment: AnyExperiment
     server: Server
     model: str
     tokenizer: HFTokenizer | None
-    """Where the server speaks its tokens; None: it is asked in words."""
+    """The tokenizer of the server's policy; None: requests are text."""
     sampling_mode: RequestSampling
 
     version: int = 0
     devices: str = "the server's"
     max_running: int = MAX_CONNECTIONS
-    """Tasks at the same time."""
+    """Tasks that run at the same time."""
 
     @property
     def name(self) -> str:
-        """For the folder."""
+        """Name in the folder's name."""
         return self.model
 
     @property
     def headline(self) -> str:
-        """Which model, where, and how it is asked."""
-        how = "words" if self.tokenizer is None else "tokens"
-        return f"policy: {self.model} at {self.server.url}, asked in {how}"
+        """Model, URL and form of the requests."""
+        return f"policy: {self.model} at {self.server.url}, requests as {self.request_form}"
+
+    @property
+    def request_form(self) -> str:
+        return "text" if self.tokenizer is None else "tokens"
 
     def identity(self) -> dict[str, JSON]:
-        """What tells the server from others."""
+        """Facts that identify the server's policy."""
         sampled = ", ".join(f"{name}={value:g}" for name, value in self.sampling_mode.items())
         asked_in = "words" if self.tokenizer is None else "tokens"
         return {
@@ -205,7 +211,8 @@ class Remote:
 
     @asynccontextmanager
     async def answering(self, grader: RewardService) -> AsyncIterator[Ask]:
-        """The server, asked through the experiment's workflow where it speaks tokens."""
+        """Send requests to the server until the block ends: through the experiment's workflow where
+        requests are tokens."""
         experiment = self.experiment
         with closing(self.server):
             if self.tokenizer is not None:
@@ -228,8 +235,12 @@ class Remote:
 
 
 def find_server(experiment: AnyExperiment, url: str, tasks: Sequence[Task]) -> Remote:
-    """The server at a URL. ValueError where it does not answer, refuses, has several models, or
-    cannot do what the workflow needs."""
+    """Find the model of the server at a URL, and whether it takes tokens.
+
+    Raises:
+        ValueError: the server does not answer, refuses, has several models, or cannot do what the
+            workflow needs.
+    """
     server = Server(url, os.environ.get(TOKEN_VARIABLE), experiment.engine.request_timeout_s)
     model = server.model()
     try:
@@ -239,7 +250,7 @@ def find_server(experiment: AnyExperiment, url: str, tasks: Sequence[Task]) -> R
         )
         tokenizer = HFTokenizer.from_folder(folder, ignored)
     except FileNotFoundError:
-        tokenizer = None  # then nobody here knows which tokens the server speaks
+        tokenizer = None  # the server's tokens are unknown here
     try:
         if tokenizer and (
             found := asyncio.run(TokenServer.probed(server, model, tokenizer, tasks[0].prompt))
@@ -254,11 +265,9 @@ def find_server(experiment: AnyExperiment, url: str, tasks: Sequence[Task]) -> R
     except (InvalidRequest, RuntimeError) as error:
         raise ValueError(f"checkpoint={url}: {error}") from error
     raise ValueError(
-        f"checkpoint={url} does not speak the tokens of policy.path={experiment.policy.path}, "
-        "which "
-        f"workflow={type(experiment.workflow).__name__} needs; set policy.path to the policy "
-        "that is served, or "
-        "workflow=SingleTurn"
+        f"checkpoint={url}: expected the tokens of policy.path={experiment.policy.path}, which "
+        f"workflow={type(experiment.workflow).__name__} needs, found others; set policy.path to "
+        "the policy that is served, or workflow=SingleTurn"
     )
 
 
@@ -270,7 +279,7 @@ async def through_workflow(
     grader: RewardService,
     version: int,
 ) -> AsyncIterator[Ask]:
-    """Ask an engine the way that training asks it."""
+    """Generate as training does, through the experiment's workflow."""
     sampling = evaluation_sampling(experiment, tokenizer.stop_token_ids)
     async with AsyncExitStack() as stack:
         agents = await start_agents(stack, experiment, tokenizer)
@@ -278,9 +287,9 @@ async def through_workflow(
             experiment, tokenizer, experiment.evaluation.samples_per_task, grader.use, agents
         )
 
-        async def ask(place: int, task: Task) -> Sequence[Answer]:
+        async def ask(index: int, task: Task) -> Sequence[Answer]:
             samples = await workflow(
-                task, EvaluationCalls(engine, version, sampling, experiment.seed, place), grader
+                task, EvaluationCalls(engine, version, sampling, experiment.seed, index), grader
             )
             return [
                 make_answer(sample, tokenizer, experiment.rewards.accept_plain)
@@ -297,12 +306,18 @@ def run(
     server: str | None,
     folder: Path | None,
 ) -> None:
-    """Answer what the folder lacks, grader it, and write the figures.
+    """Answer the tasks that the folder lacks, grade the answers, and write the report.
 
-    Args: checkpoint: of a run, instead of the experiment's policy. server: URL of who answers,
-        instead of either. folder: None for one named after the settings. ConfigError where
-        something cannot be had; Unanswered where no task could be answered, or one has failed that
-        may be answered when it is asked again."""
+    Args:
+        checkpoint: of a run, instead of the experiment's policy.
+        server: URL of a server, instead of either.
+        folder: None: one named after the settings.
+
+    Raises:
+        ConfigError: an input is missing or does not fit.
+        Unanswered: no task was answered, or tasks failed that may succeed when they are tried
+            again.
+    """
     config = experiment.evaluation
     with config_errors("eval_tasks"):
         found = load_tasks(experiment.eval_tasks, experiment.prompt)
@@ -320,8 +335,7 @@ def run(
     some = "" if len(tasks) == len(found.tasks) else f"the first {len(tasks)} of "
     headline = (
         f"{answerer.headline}; data: {some}{data}; samples_per_task {config.samples_per_task}, "
-        "temperature "
-        f"{config.temperature:g}; folder: {folder}"
+        f"temperature {config.temperature:g}; folder: {folder}"
     )
     with _opened(folder, settings, answerer.version) as answers:
         progress = Progress(
@@ -339,7 +353,9 @@ def run(
                     _answer(experiment, tasks, found.kinds, answerer, answers, progress)
                 )
             except EngineStopped as error:
-                raise Unanswered(f"{error}; the same command goes on with what is left") from error
+                raise Unanswered(
+                    f"{error}; the same command answers the remaining tasks"
+                ) from error
             if not answers.found:
                 last = list(failures.values())[-1]
                 raise Unanswered(
@@ -351,22 +367,25 @@ def run(
             report = write_report(folder, headline, settings, results, tasks, answers.found)
             progress.say("; ".join(f"{name} {figure}" for name, figure in summary(results)))
             progress.say(f"report: {report}")
-            # What does not fit never will; what failed otherwise may be answered when it is asked
-            # again.
+            # An invalid request stays invalid; other failures may not repeat.
             if again := [
                 error for error in failures.values() if not isinstance(error, InvalidRequest)
             ]:
                 raise Unanswered(
                     f"{len(again)} of {len(tasks)} problems failed, {results.treatment}, the "
                     f"last: {again[-1]}; "
-                    "the same command asks them again"
+                    "the same command tries them again"
                 )
 
 
 @contextmanager
 def _opened(folder: Path, settings: Mapping[str, JSON], version: int) -> Iterator[AnswerFolder]:
-    """The folder, claimed. ConfigError where another process has it, it is of other settings, or
-    cannot be written to."""
+    """Claim and open the folder.
+
+    Raises:
+        ConfigError: another process has claimed it, it belongs to other settings, or it cannot be
+            written to.
+    """
     with ExitStack() as stack:
         try:
             with writable(folder, "--folder"):
@@ -385,23 +404,23 @@ async def _answer(
     answers: AnswerFolder,
     progress: Progress,
 ) -> dict[int, Exception]:
-    """Have the tasks answered that are not yet, and each kept at once; what those failed with that
-    cannot be."""
-    left = [(place, task) for place, task in enumerate(tasks) if place not in answers.found]
+    """Answer the remaining tasks, and write each answer at once; the errors of tasks that failed,
+    by index."""
+    left = [(index, task) for index, task in enumerate(tasks) if index not in answers.found]
     if not left:
         return {}
-    began_s, num_tokens = time.monotonic(), 0
+    start_s, num_tokens = time.monotonic(), 0
 
-    def keep(place: int, task: Task, found: Sequence[Answer]) -> None:
+    def keep(index: int, task: Task, found: Sequence[Answer]) -> None:
         nonlocal num_tokens
-        answers.add(place, task, found)
+        answers.add(index, task, found)
         num_tokens += sum(answer.num_tokens for answer in found)
         graded = [answer for of_task in answers.found.values() for answer in of_task]
         progress.update(
             len(answers.found),
             {
                 **score_of(graded, is_raw=experiment.rewards.scale == "raw"),
-                names.ROLLOUT_TOKENS_PER_S: num_tokens / (time.monotonic() - began_s),
+                names.ROLLOUT_TOKENS_PER_S: num_tokens / (time.monotonic() - start_s),
             },
         )
 
@@ -413,11 +432,8 @@ async def _answer(
             failures = await answer_all(
                 left, ask, keep, name="evaluation", max_running=answerer.max_running
             )
-    seconds = time.monotonic() - began_s
-    with (
-        add_file_name(answers.path / TIMES),
-        (answers.path / TIMES).open("a", encoding="utf-8") as file,
-    ):
+    seconds = time.monotonic() - start_s
+    with naming(answers.path / TIMES), (answers.path / TIMES).open("a", encoding="utf-8") as file:
         row = {
             "ended": time.strftime("%Y-%m-%d %H:%M:%S"),
             "num_tasks": len(left) - len(failures),
@@ -437,8 +453,7 @@ def score_of(answers: Sequence[Answer], *, is_raw: bool) -> dict[str, float]:
 
 
 def identity(experiment: AnyExperiment, tasks: Sequence[Task]) -> dict[str, JSON]:
-    """All settings that decide the answers or the grades, and a digest of the tasks as they were
-    read."""
+    """The settings that decide the answers or the grades, and a digest of the tasks."""
     listed = to_json(experiment)
     deciding = {
         key: listed[key] for key in listed if key.startswith(DECIDING) and key not in NOT_DECIDING
@@ -447,7 +462,7 @@ def identity(experiment: AnyExperiment, tasks: Sequence[Task]) -> dict[str, JSON
 
 
 def folder_name(experiment: str, answerer: str, settings: Mapping[str, JSON]) -> str:
-    """A name that another evaluation would not have."""
+    """A folder name that is unique to an evaluation."""
     return re.sub(r"[^\w.-]+", "_", f"{experiment}-{answerer}-{_digest(settings)}")
 
 

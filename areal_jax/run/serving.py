@@ -1,4 +1,4 @@
-"""A policy at work for a server's clients: found, loaded, and warm."""
+"""The policy behind a server: found, loaded and compiled."""
 
 from __future__ import annotations
 
@@ -24,11 +24,15 @@ from areal_jax.weights.pinned import Pinned
 
 @asynccontextmanager
 async def engine_backend(config: ServeConfig, api_key: str) -> AsyncIterator[EngineBackend]:
-    """The policy of the settings, warm. ConfigError where it cannot be had, or does not fit."""
+    """Start an engine with the policy of the settings, compiled, until the block ends.
+
+    Raises:
+        ConfigError: the policy is missing, or does not fit.
+    """
     decoding = await asyncio.to_thread(find_served, config)
     engine, weights = decoding.engine, await asyncio.to_thread(decoding.load)
-    # Clients ask for top_p often; programs for what else they may ask for are compiled while others
-    # are answered.
+    # Clients often set top_p; programs for other sampling settings are compiled while requests are
+    # answered.
     await asyncio.to_thread(engine.warm_up, SamplingMode.FILTERED)
     engine_loop = EngineLoop(engine, Pinned(weights))
     totals: dict[str, float] = {
@@ -39,7 +43,7 @@ async def engine_backend(config: ServeConfig, api_key: str) -> AsyncIterator[Eng
     }
 
     def measure() -> dict[str, float]:
-        # What the engine loop tells is since the last time.
+        # The engine loop counts since the last call.
         reported = engine_loop.metrics()
         totals.update({name: total + reported[name][0] for name, total in totals.items()})
         return totals
@@ -67,20 +71,23 @@ async def engine_backend(config: ServeConfig, api_key: str) -> AsyncIterator[Eng
 
 
 def find_served(config: ServeConfig) -> DecodingPolicy:
-    """The policy that `model` names. ConfigError where it cannot be had, or does not fit."""
+    """Find the policy that `model` names.
+
+    Raises:
+        ConfigError: it is missing, or does not fit.
+    """
     given, checkpoint = named_policy(config.model, "model")
     if "path" not in given:
         with config_errors():
             base = config.base or lora.base_of(Path(config.model).expanduser())
         if not base:
             raise ConfigError(
-                f"model={config.model} is an adapter that names no policy beside which it was "
-                "trained; set base"
+                f"model={config.model} is an adapter that names no base policy; set base"
             )
         given["path"] = base
     elif config.base is not None:
         raise ConfigError(
-            f"base={config.base} is for adapters, and model={config.model} is none; leave it out"
+            f"base={config.base} is for adapters, and model={config.model} is none; leave out base"
         )
     policy = build(
         PolicyConfig,

@@ -1,8 +1,8 @@
-"""What the processes of a run on a cluster are: trainer hosts, engines, reward workers. Each is the
-role of a `launch.part`.
+"""Roles of the worker processes of a run on a cluster: trainer host, engine, reward worker.
 
-A role gets its settings as a run writes them down, makes of them what the same run in one process
-would, and says what it found, so that whoever asked can compare."""
+A role reads the settings as the run wrote them, builds the same components as a run in one process,
+and reports facts that the run compares.
+"""
 
 from __future__ import annotations
 
@@ -48,14 +48,14 @@ from areal_jax.workflows.from_config import find_tools_config
 Facts = dict[str, Any]
 
 STATE_EVERY_S = 1.0
-"""The least interval at which an engine reports its weights and the requests that it has."""
+"""Shortest interval at which an engine reports its weights and its requests."""
 
 _ALL = -1
-"""Tokens that were reported of a sample which is finished."""
+"""Number of reported tokens of a finished sample."""
 
 
 def releases() -> Facts:
-    """What must be the same in every process of a run."""
+    """Versions that must be equal in all processes of a run."""
     return {
         "areal_jax": __version__,
         "jax": jax.__version__,
@@ -64,7 +64,7 @@ def releases() -> Facts:
 
 
 class TrainerHost:
-    """One of the processes that train together."""
+    """One of the processes that train together on one mesh."""
 
     def __init__(
         self,
@@ -77,12 +77,13 @@ class TrainerHost:
     ) -> None:
         """
         Args:
-            settings: of the experiment, as config.json holds them.
-            source: the experiment's name or file, whose classes the settings may name.
-            run_folder: the same for all hosts.
-            saved_version: of the checkpoint to resume from.
-            claim_token: of the claim on the folder, without which nothing is written there any
-                more; None: not asked for.
+            emit: sends an event to the run.
+            settings: the experiment's settings, in the form of config.json.
+            source: the experiment's name or file, which may define classes that the settings name.
+            run_folder: a folder that all hosts share.
+            saved_version: version of the checkpoint to resume from.
+            claim_token: token of the claim on the folder, which is required for writing; None: no
+                claim is required.
         """
         self._experiment = read_settings(settings, source)
         try:
@@ -96,22 +97,26 @@ class TrainerHost:
         self._num_steps_under_way = 0
 
     async def begin(self) -> Facts:
-        """Nothing is made before all hosts are there."""
+        """Report the releases; the trainer is built by `join`, when all hosts are running."""
         return releases()
 
     async def join(self, coordinator: str, host: int, num_hosts: int, timeout_s: float) -> Facts:
-        """Meet the other hosts, make the trainer, load its weights and compile."""
+        """Connect to the other hosts, build the trainer, load its weights and compile."""
         return await asyncio.to_thread(self._join, coordinator, host, num_hosts, timeout_s)
 
     async def step(
         self, packed: Sequence[Any]
     ) -> tuple[dict[str, Any], list[list[Any]], Mapping[str, tuple[float, float]]]:
-        """One trainer step: metrics, stale tokens, and what the publishing of weights took since
-        the last one.
+        """Run one trainer step.
 
-        Args: packed: groups, a reference to the object store."""
+        Args:
+            packed: reference to the groups in the object store.
+
+        Returns:
+            Metrics, stale tokens, and metrics of weight publishing since the last step.
+        """
         groups = await packed[0]
-        # From here on the parameters are those of no version: `publish` runs in this thread too.
+        # Until the step ends, the parameters belong to no version. `publish` runs in this thread.
         self._num_steps_under_way += 1
         try:
             return await asyncio.to_thread(self._step, groups)
@@ -119,15 +124,17 @@ class TrainerHost:
             self._num_steps_under_way -= 1
 
     def publish(self, version: int, again: bool = False) -> None:
-        """Send a version on its way, unless it is already or the trainer has left it; never waits.
+        """Publish a version, unless it is published or no longer the trainer's; never waits.
 
-        Args: again: put it into the object store anew."""
+        Args:
+            again: put it into the object store again.
+        """
         if self._num_steps_under_way == 0 and self._trainer.version == version:
             self._publisher.publish(version, self._trainer.params, again=again)
 
     async def contribution(self, after: int, timeout_s: float) -> Any:
-        """Where this host's shards of its newest version above `after` are; None where there is
-        none in time, and a text that says why where none is on its way."""
+        """References to this host's shards of its newest version above `after`; None where there is
+        none in time, and a reason as text where none is being published."""
         if (found := await asyncio.to_thread(self._publisher.next, after, timeout_s)) is not None:
             return found
         return (
@@ -137,19 +144,22 @@ class TrainerHost:
         )
 
     async def save(self, version: int, packed: Sequence[Any]) -> None:
-        """Begin a checkpoint. Args: packed: what it holds beside the trainer's state, a reference
-        to the object store."""
+        """Start writing a checkpoint.
+
+        Args:
+            packed: reference to the rollout state in the object store.
+        """
         self._require_claim()
         beside = unpack(await packed[0])
         await asyncio.to_thread(self._checkpointer.save, version, beside)
 
     async def write_results(self, version: int) -> list[str]:
-        """As `Checkpointer.write_results`, in which all hosts must take part."""
+        """As `Checkpointer.write_results`; a collective operation of all hosts."""
         self._require_claim()
         return await asyncio.to_thread(self._checkpointer.write_results, version)
 
     async def end(self) -> None:
-        """Finish the checkpoint under way."""
+        """Finish the checkpoint that is being written."""
         if hasattr(self, "_checkpointer"):
             await asyncio.to_thread(self._publisher.close)
             await asyncio.to_thread(self._checkpointer.store.close)
@@ -165,14 +175,15 @@ class TrainerHost:
             try:
                 join(coordinator, num_hosts, host, timeout_s)
             except OSError as error:
-                raise ConfigError(f"trainer host {host} cannot meet the others: {error}") from error
+                raise ConfigError(
+                    f"trainer host {host} cannot connect to the others: {error}"
+                ) from error
         devices, launch = jax.devices(), self._experiment.launch
         assert isinstance(launch, Ray) and isinstance(self._experiment, Experiment)
         if len(devices) != num_hosts * launch.trainer_devices:
             raise ConfigError(
                 f"{num_hosts} trainer hosts have {len(devices)} devices together, expected "
-                "launch.trainer_devices="
-                f"{launch.trainer_devices} each"
+                f"launch.trainer_devices={launch.trainer_devices} each"
             )
         plan = make_training_plan(
             self._experiment, make_train_mesh(self._experiment.placement, devices)
@@ -212,7 +223,7 @@ class EngineHost:
     """One engine on all devices of its process."""
 
     def __init__(self, emit: Emit, settings: str, source: str | None) -> None:
-        """Args: as those of TrainerHost."""
+        """Find the policy, compile and start the engine loop. Arguments as of `TrainerHost`."""
         self._emit, self._experiment = emit, read_settings(settings, source)
         exp = self._experiment
         mesh = decoding_mesh(exp.placement, "placement.rollout_devices")
@@ -243,23 +254,23 @@ class EngineHost:
         self._engine_loop = EngineLoop(engine, self._in_turn, on_event=self._start_engine_loop)
         engine.warm_up()
         self._engine_loop.start()
-        # Tokens of each sample of each request that were reported.
+        # Number of reported tokens by request and sample.
         self._reported: dict[str, list[int]] = {}
         self._status = EngineStatus(NO_VERSION, (), 0)
         self._reporters: list[asyncio.Task[None]] = []
 
     async def begin(self) -> Facts:
-        """Begin to report."""
+        """Start reporting."""
         self._reporters = [
             asyncio.create_task(report(), name="reporter")
             for report in (self._report, self._report_state)
         ]
         engine = self._found.engine
         facts = {"num_slots": engine.config.num_slots, "policy": self._found.fingerprint()}
-        return releases() | facts | {"devices": described(list(engine.mesh.devices.flat))}
+        return releases() | facts | {"devices": describe_devices(list(engine.mesh.devices.flat))}
 
     async def submit(self, plain: Any) -> Any:
-        """Answer a request. Cancelling frees its slots."""
+        """Answer a request. A cancelled request frees its slots."""
         request = wire.request_from(plain)
         reported = self._reported[request.id] = [
             len(sampled.tokens) for sampled in request.resume
@@ -271,7 +282,7 @@ class EngineHost:
                 del self._reported[request.id]
 
     async def snapshot(self) -> dict[str, Any]:
-        """What every unfinished request has sampled so far."""
+        """Partial completions of all unfinished requests."""
         return {
             name: wire.completions_to(sampled)
             for name, sampled in (await self._engine_loop.snapshot()).items()
@@ -282,15 +293,15 @@ class EngineHost:
         self._engine_loop.end_sample(request_id, sample)
 
     def offer(self, version: int, contributions: Sequence[Any]) -> None:
-        """Weights of a version can be had."""
+        """Receive references to the weights of a version."""
         self._reader.offer(version, contributions)
 
     def turn(self, ticket: float) -> None:
-        """It may take the newest weights that it has."""
+        """Allow the engine to switch to the newest weights that it has."""
         self._in_turn.give(ticket)
 
     async def end(self) -> None:
-        """End the engine loop."""
+        """Stop the engine loop."""
         for reporter in self._reporters:
             reporter.cancel()
         await asyncio.to_thread(self._engine_loop.close)
@@ -303,7 +314,7 @@ class EngineHost:
             self._in_turn.swapped()
 
     async def _report(self) -> None:
-        """Tell what was sampled and measured, every so often."""
+        """Report sampled tokens and metrics at an interval."""
         while True:
             await asyncio.sleep(self._report_every_s)
             sampled = await self._engine_loop.snapshot()
@@ -318,7 +329,7 @@ class EngineHost:
             self._status = await self._engine_loop.status()
 
     async def _report_state(self) -> None:
-        """Report what it has, every so often, also while the engine loop is busy for long."""
+        """Report versions and requests at an interval, also while the engine loop is busy."""
         while True:
             self._emit(
                 "state",
@@ -333,7 +344,8 @@ class EngineHost:
             await asyncio.sleep(max(self._report_every_s, STATE_EVERY_S))
 
     def _news(self, name: str, completions: Sequence[Completion]) -> dict[int, Any]:
-        """By sample, from which token on something is new, and that."""
+        """New tokens since the last report: by sample, the index of the first one, and the
+        tokens."""
         reported, news = self._reported.get(name, []), dict[int, Any]()
         for sample, (start, sampled) in enumerate(zip(reported, completions, strict=False)):
             is_finished = sampled.stop_reason != "suspended"
@@ -347,7 +359,11 @@ class RewardWorker:
     """A reward service, with its own grading processes."""
 
     def __init__(self, emit: Emit, settings: str, source: str | None, kinds: Sequence[str]) -> None:
-        """Args: as those of TrainerHost; kinds: of tasks that will be graded."""
+        """
+        Args:
+            emit: as of `TrainerHost`; so are settings and source.
+            kinds: of tasks that will be graded.
+        """
         experiment = read_settings(settings, source)
         assert isinstance(experiment.launch, Ray)
         self._emit, self._report_every_s = emit, experiment.launch.report_every_s
@@ -357,25 +373,25 @@ class RewardWorker:
         self._reporter: asyncio.Task[None] | None = None
 
     async def begin(self) -> Facts:
-        """Start the grading processes."""
+        """Start the grading processes, and reporting."""
         await self._service.start()
         self._reporter = asyncio.create_task(self._report(), name="reporter")
         return releases()
 
     async def grade_answer(self, task: Mapping[str, Any], answer: str) -> dict[str, Any]:
-        """As RewardService: grader an answer."""
+        """Grade an answer, as `RewardService.__call__`."""
         return asdict(await self._service(task_from_json(task), answer))
 
     async def grade(self, task: Mapping[str, Any], answer: str) -> dict[str, Any]:
-        """As RewardService: grader an answer, uncounted."""
+        """Grade an answer without counting it, as `RewardService.grade`."""
         return asdict(await self._service.grade(task_from_json(task), answer))
 
     async def use(self, tool: str, argument: str) -> dict[str, Any]:
-        """As RewardService: use a tool."""
+        """Execute a tool call, as `RewardService.use`."""
         return asdict(await self._service.use(tool, argument))
 
     async def end(self) -> None:
-        """Kill all grading processes."""
+        """End all grading processes."""
         if self._reporter is not None:
             self._reporter.cancel()
         await self._service.close()
@@ -387,19 +403,21 @@ class RewardWorker:
 
 
 def require_memory(plan: TrainingPlan, devices: Sequence[jax.Device]) -> None:
-    """ConfigError, with the numbers, where these devices cannot hold what rests on each; on CPUs
-    nobody knows."""
+    """Require that each device can hold its resident memory; unknown on CPUs.
+
+    Raises:
+        ConfigError: it cannot; the message has the sizes.
+    """
     has = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit", 0)
     parts = {name: size for name, size in plan.train_bytes().items() if name in RESIDENT}
     if sum(parts.values()) > has > 0:
         raise ConfigError(
-            f"{described(devices)} cannot hold the policy: {format_memory(parts)} are needed on "
-            "each, which has "
-            f"{format_bytes(has)}; raise launch.trainer_hosts or launch.trainer_devices, or set "
+            f"{describe_devices(devices)} cannot hold the policy: {format_memory(parts)} are needed on "
+            f"each, which has {format_bytes(has)}; raise launch.trainer_hosts or launch.trainer_devices, or set "
             "placement.train_fsdp"
         )
 
 
-def described(devices: Sequence[jax.Device]) -> str:
-    """How many, of which kind, where."""
+def describe_devices(devices: Sequence[jax.Device]) -> str:
+    """Number, kind and host of devices."""
     return f"{len(devices)} {devices[0].device_kind} at {socket.gethostname()}"

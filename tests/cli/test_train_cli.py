@@ -19,7 +19,7 @@ import pytest
 
 from areal_jax.checkpoint.recovery import Columns
 from areal_jax.checkpoint.store import CheckpointStore
-from areal_jax.cli.train import main, make_unique, remaining_output
+from areal_jax.cli.train import main, make_unique, resume_advice
 from areal_jax.config.load import experiment_names, find_experiment, load_experiment, write_config
 from areal_jax.config.overrides import settings
 from areal_jax.data.policy_files import EMBEDDED
@@ -298,13 +298,13 @@ def test_what_came_out_of_a_run_is_told_with_the_commands_that_ask_it(tmp_path: 
     )
     score = "pass@1 12.5% of version 0, 50.0% of version 7"
     assert list(result_lines(tmp_path, answers=True)) == [score]
-    assert remaining_output(tmp_path) == "no checkpoint was saved, so there is nothing to resume"
+    assert resume_advice(tmp_path) == "no checkpoint was saved, so there is nothing to resume"
     (tmp_path / "checkpoints" / "7").mkdir(parents=True)
     _, evaluating, serving = result_lines(tmp_path, answers=True)
     assert evaluating.endswith(f"python -m areal_jax.evaluate checkpoint={tmp_path}")
     assert serving.endswith(f"python -m areal_jax.serve model={tmp_path}")
     assert list(result_lines(tmp_path, answers=False)) == [score]
-    assert remaining_output(tmp_path).startswith(
+    assert resume_advice(tmp_path).startswith(
         f"python -m areal_jax.train --resume={tmp_path} resumes from"
     )
 

@@ -15,17 +15,17 @@ from areal_jax.config.experiment import Experiment
 from areal_jax.config.load import load_experiment, read_settings, written_settings
 from areal_jax.errors import ConfigError
 from areal_jax.records import Completion, Request, Sampling, TopLogprobs
-from areal_jax.run.cluster import require_same, require_same_policy
+from areal_jax.run.cluster import require_same_policy, require_same_releases
 from areal_jax.run.worker_roles import EngineHost, releases
 
 
 def test_other_releases_are_refused_by_name() -> None:
-    require_same("engine 3", releases())
+    require_same_releases("engine 3", releases())
     skewed = {**releases(), "areal_jax": "0.0.9", "jax": "0.9"}
     here = releases()
     reported = rf"engine 3 has areal_jax 0\.0\.9, expected {here['areal_jax']} and jax 0\.9, expected {here['jax']}: install"
     with pytest.raises(ConfigError, match=reported):
-        require_same("engine 3", skewed)
+        require_same_releases("engine 3", skewed)
 
 
 def test_an_engine_with_another_policy_is_refused_with_both_fingerprints() -> None:
