@@ -1,5 +1,4 @@
-"""Bounds of settings and rules between settings; each violation is one sentence that names the
-settings."""
+"""Rules between settings; each violation is one sentence that names the settings."""
 
 from __future__ import annotations
 
@@ -21,29 +20,29 @@ from areal_jax.workflows.config import Agent, MultiTurn, ToolUse
 
 
 def contradictions(experiment: AnyExperiment) -> Iterator[str]:
-    """What cannot be in an experiment's settings, each in a sentence that names the knobs; nothing
-    where all is well."""
-    yield from two_adapters(experiment)
-    yield from two_homes(experiment)
-    yield from raw_without_meaning(experiment)
-    yield from tools_in_vain(experiment)
-    yield from agent_without_program(experiment)
-    yield from two_placements(experiment)
-    yield from split_twice(experiment)
+    """Violated rules between an experiment's settings, each in a sentence that names the
+    settings."""
+    yield from _one_adapter(experiment)
+    yield from _no_offload_beside_adapter(experiment)
+    yield from _raw_rewards(experiment)
+    yield from _usable_tools(experiment)
+    yield from _agent_program(experiment)
+    yield from _placement_under_ray(experiment)
+    yield from _one_split(experiment)
     if isinstance(experiment, Experiment):
-        yield from row_too_short(experiment)
-        yield from too_many_mini_batches(experiment)
-        yield from no_signal(experiment)
-        yield from idle_critic(experiment)
-        yield from nothing_in_bounds(experiment)
+        yield from _row_length(experiment)
+        yield from _mini_batches(experiment)
+        yield from _signal(experiment)
+        yield from _used_critic(experiment)
+        yield from _success_rates(experiment)
     else:
-        yield from idle(experiment)
+        yield from _used_trainer_settings(experiment)
     if isinstance(experiment, PreferenceExperiment):
-        yield from answers_of_a_reward_model(experiment)
+        yield from _no_reward_model_answers(experiment)
 
 
-def split_twice(experiment: AnyExperiment) -> Iterator[str]:
-    """Devices are counted or shared out, and only what decodes while it trains can be balanced."""
+def _one_split(experiment: AnyExperiment) -> Iterator[str]:
+    """Devices are split in one way, and only reinforcement learning can be balanced."""
     placement = experiment.placement
     share, rollout, train = (
         placement.rollout_share,
@@ -54,17 +53,17 @@ def split_twice(experiment: AnyExperiment) -> Iterator[str]:
         yield (
             f"placement.rollout_share={share} with placement.rollout_devices={as_text(rollout)} "
             "and placement.train_devices="
-            f"{as_text(train)}: each says how devices are split; set one of them"
+            f"{as_text(train)}: both split the devices; set one of them"
         )
     if share == "auto" and not isinstance(experiment, Experiment):
         yield (
-            "placement.rollout_share=auto balances decoding with training, and learning from "
-            "examples only trains"
+            "placement.rollout_share=auto balances decoding with training, and fine-tuning only "
+            "trains; leave it out"
         )
 
 
-def nothing_in_bounds(experiment: Experiment) -> Iterator[str]:
-    """Success rates between which there is not enough resources."""
+def _success_rates(experiment: Experiment) -> Iterator[str]:
+    """Bounds on success rates leave values between them."""
     for name, bounds in (
         ("rollout", experiment.rollout),
         ("tasks", experiment.tasks),
@@ -79,24 +78,23 @@ def nothing_in_bounds(experiment: Experiment) -> Iterator[str]:
         if above >= below:
             yield (
                 f"{name}.success_rate_above={above} and {name}.success_rate_below={below}: "
-                "nothing lies between them; "
+                "expected the first below the second; "
                 "lower the first or raise the second"
             )
 
 
-def row_too_short(experiment: Experiment) -> Iterator[str]:
-    """A sequence is never cut to fit a row, so the longest one must fit."""
+def _row_length(experiment: Experiment) -> Iterator[str]:
+    """A row holds the longest sequence: no sequence is cut to fit a row."""
     longest, row_tokens = experiment.engine.max_tokens, experiment.trainer.row_tokens
     if 0 < row_tokens < longest:
         yield (
             f"trainer.row_tokens={row_tokens} is shorter than the longest sequence, "
-            "engine.max_prompt_tokens + "
-            f"engine.max_new_tokens = {longest}; raise it, or set it to 0"
+            f"engine.max_prompt_tokens + engine.max_new_tokens = {longest}; raise it, or set it to 0"
         )
 
 
-def two_adapters(experiment: AnyExperiment) -> Iterator[str]:
-    """There is one adapter, and it belongs to the weights it was trained beside."""
+def _one_adapter(experiment: AnyExperiment) -> Iterator[str]:
+    """There is one adapter, and it is used with the weights that it was trained with."""
     policy = experiment.policy
     if policy.lora is not None and policy.adapter is not None:
         yield (
@@ -105,7 +103,7 @@ def two_adapters(experiment: AnyExperiment) -> Iterator[str]:
         )
     if policy.adapter is not None and policy.random_init:
         yield (
-            f"policy.adapter={policy.adapter} was not trained beside fresh weights; leave out "
+            f"policy.adapter={policy.adapter} was not trained with fresh weights; leave out "
             "policy.random_init"
         )
     if policy.lora is not None and not policy.lora.targets:
@@ -115,66 +113,66 @@ def two_adapters(experiment: AnyExperiment) -> Iterator[str]:
         )
 
 
-def two_homes(experiment: AnyExperiment) -> Iterator[str]:
-    """Weights that an adapter is trained beside are needed on the device all the time, whoever else
-    reads them."""
+def _no_offload_beside_adapter(experiment: AnyExperiment) -> Iterator[str]:
+    """The frozen weights of an adapter stay on the device, also as a reference."""
     policy, reference = experiment.policy, experiment.trainer.reference
     has_adapter = policy.lora is not None or policy.adapter is not None
     if has_adapter and reference is not None and reference.path == "initial" and reference.offload:
         yield (
-            "trainer.reference.offload=true would save nothing: beside an adapter, the initial "
-            "policy is the frozen weights "
-            "themselves; leave it out"
+            "trainer.reference.offload=true would save nothing: with an adapter, the initial policy "
+            "is the frozen weights themselves; leave it out"
         )
 
 
-def too_many_mini_batches(experiment: Experiment) -> Iterator[str]:
-    """A group is never split over two updates."""
+def _mini_batches(experiment: Experiment) -> Iterator[str]:
+    """Every update has a group of its own."""
     groups, mini_batches = experiment.rollout.groups_per_batch, experiment.trainer.num_mini_batches
     if mini_batches > groups:
         yield (
             f"trainer.num_mini_batches={mini_batches} is more than "
-            f"rollout.groups_per_batch={groups}: "
-            "each update needs a group of its own"
+            f"rollout.groups_per_batch={groups}, and each update needs a group of its own; lower it"
         )
 
 
-def no_signal(experiment: Experiment) -> Iterator[str]:
-    """Mixtures under which every advantage is zero."""
+def _signal(experiment: Experiment) -> Iterator[str]:
+    """Advantages are not always zero."""
     advantages, is_distilled = experiment.trainer.advantages, experiment.trainer.teacher is not None
     alone = experiment.rollout.samples_per_group == 1 and not is_distilled
     if alone and isinstance(advantages, GroupNormalized | LeaveOneOut):
         yield (
             "rollout.samples_per_group=1 leaves nothing to compare with under "
-            f"trainer.advantages={type(advantages).__name__}: "
-            "draw at least 2, or set trainer.advantages=BatchNormalized"
+            f"trainer.advantages={type(advantages).__name__}; set it to at least 2, or set "
+            "trainer.advantages=BatchNormalized"
         )
     if experiment.engine.temperature == 0:
         yield (
-            "engine.temperature=0 draws the same answer again and again: training needs a "
+            "engine.temperature=0 samples the same answer again and again; training needs a "
             "temperature above 0"
         )
     if experiment.rewards.correct <= experiment.rewards.wrong:
         yield (
             f"rewards.correct={experiment.rewards.correct} is not above "
-            f"rewards.wrong={experiment.rewards.wrong}"
+            f"rewards.wrong={experiment.rewards.wrong}; raise the first or lower the second"
         )
 
 
-def raw_without_meaning(experiment: AnyExperiment) -> Iterator[str]:
-    """Settings that need a right and a wrong answer, where rewards are plain numbers."""
+def _raw_rewards(experiment: AnyExperiment) -> Iterator[str]:
+    """With raw rewards, no setting needs correct and wrong answers."""
     rewards, chosen = experiment.rewards, experiment.workflow
     if rewards.scale != "raw":
         return
     if rewards.function is None and not isinstance(chosen, Agent):
-        yield "rewards.scale=raw needs a reward function of yours: set rewards.function, or leave it out"
+        yield "rewards.scale=raw needs a reward function; set rewards.function, or leave it out"
     if rewards.form is not None and rewards.no_answer is None:
         yield (
-            f"rewards.scale=raw with rewards.form={rewards.form}: set rewards.no_answer, the "
-            "reward of a text in no such form"
+            f"rewards.scale=raw with rewards.form={rewards.form} needs the reward of a text in "
+            "another form; set rewards.no_answer"
         )
     if isinstance(chosen, MultiTurn):
-        yield "rewards.scale=raw has no wrong answer that workflow=MultiTurn could ask to correct; set rewards.scale=unit"
+        yield (
+            "rewards.scale=raw has no wrong answer that workflow=MultiTurn could ask to correct; "
+            "set rewards.scale=unit"
+        )
     if isinstance(experiment, Experiment):
         for name in ("success_rate_above", "success_rate_below"):
             if (bound := getattr(experiment.rollout, name)) is not None:
@@ -184,8 +182,8 @@ def raw_without_meaning(experiment: AnyExperiment) -> Iterator[str]:
                 )
 
 
-def tools_in_vain(experiment: AnyExperiment) -> Iterator[str]:
-    """Tools that there are not, or that are never called."""
+def _usable_tools(experiment: AnyExperiment) -> Iterator[str]:
+    """Tools exist and can be called."""
     chosen = experiment.workflow
     if not isinstance(chosen, ToolUse):
         return
@@ -194,18 +192,18 @@ def tools_in_vain(experiment: AnyExperiment) -> Iterator[str]:
         yield f"workflow.tools.names={','.join(names)}: expected some of {', '.join(TOOLS)}"
     if chosen.max_turns == 1:
         yield (
-            "workflow.max_turns=1 leaves no turn in which a tool is called: raise it, or set "
+            "workflow.max_turns=1 leaves no turn in which a tool is called; raise it, or set "
             "workflow=SingleTurn"
         )
     if ("search" in names) != (chosen.tools.documents is not None):
         yield (
             f"workflow.tools.names={','.join(names)} with "
-            f"workflow.tools.documents={chosen.tools.documents}: search and "
-            "documents go together; name a file or folder of yours, or leave both out"
+            f"workflow.tools.documents={chosen.tools.documents}: search needs documents, and "
+            "documents need search; set both or leave both out"
         )
 
 
-def agent_without_program(experiment: AnyExperiment) -> Iterator[str]:
+def _agent_program(experiment: AnyExperiment) -> Iterator[str]:
     """An agent is a function or a command."""
     chosen = experiment.workflow
     if isinstance(chosen, Agent) and (chosen.function is None) == (chosen.command is None):
@@ -213,11 +211,11 @@ def agent_without_program(experiment: AnyExperiment) -> Iterator[str]:
             f"workflow.function={as_text(chosen.function)} and "
             f"workflow.command={as_text(chosen.command)}"
         )
-        yield f"{given}: an agent is a function of yours, or a command; set one of them"
+        yield f"{given}: an agent is a function or a command; set one of them"
 
 
-def two_placements(experiment: AnyExperiment) -> Iterator[str]:
-    """With Ray, how many devices train and decode is said once, by process."""
+def _placement_under_ray(experiment: AnyExperiment) -> Iterator[str]:
+    """With Ray, the launch settings give the devices."""
     if not isinstance(experiment.launch, Ray):
         return
     if not isinstance(experiment, Experiment):
@@ -235,13 +233,13 @@ def two_placements(experiment: AnyExperiment) -> Iterator[str]:
     ):
         if (value := getattr(placement, name)) != getattr(default, name):
             yield (
-                f"placement.{name}={value} says nothing under launch=Ray; leave it out, and "
-                f"set {used}"
+                f"placement.{name}={value} has no effect under launch=Ray; leave it out, and set "
+                f"{used}"
             )
 
 
-def idle_critic(experiment: Experiment) -> Iterator[str]:
-    """Settings of a critic that nothing asks."""
+def _used_critic(experiment: Experiment) -> Iterator[str]:
+    """Only advantages=GAE has critic settings."""
     advantages = type(experiment.trainer.advantages)
     given, default = settings(experiment.trainer.critic), settings(Critic())
     changed = {
@@ -251,15 +249,14 @@ def idle_critic(experiment: Experiment) -> Iterator[str]:
     }
     if changed and advantages is not GAE:
         yield (
-            f"{', '.join(f'trainer.critic.{key}' for key in sorted(changed))}: without meaning "
-            "under "
-            f"trainer.advantages={advantages.__name__}, which asks no critic; leave it out, or "
-            "set trainer.advantages=GAE"
+            f"{', '.join(f'trainer.critic.{key}' for key in sorted(changed))}: no effect under "
+            f"trainer.advantages={advantages.__name__}, which has no critic; leave it out, or set "
+            "trainer.advantages=GAE"
         )
 
 
-def idle(experiment: FineTuning) -> Iterator[str]:
-    """Settings that learning from examples does not read, changed nevertheless."""
+def _used_trainer_settings(experiment: FineTuning) -> Iterator[str]:
+    """Fine-tuning leaves trainer settings of reinforcement learning at their defaults."""
     given = settings(experiment.trainer)
     unread = [
         "loss",
@@ -276,17 +273,13 @@ def idle(experiment: FineTuning) -> Iterator[str]:
     for key in given:
         is_idle = key.startswith(tuple(unread))
         if is_idle and given[key].value != default.get(key, given[key]).value:
-            yield (
-                f"trainer.{key}={given[key].text()} has no meaning in learning from examples; "
-                "leave it out"
-            )
+            yield (f"trainer.{key}={given[key].text()} has no effect in fine-tuning; leave it out")
 
 
-def answers_of_a_reward_model(experiment: PreferenceExperiment) -> Iterator[str]:
-    """A reward model has given up the head that answers."""
+def _no_reward_model_answers(experiment: PreferenceExperiment) -> Iterator[str]:
+    """A reward model, which has no head that generates, is not evaluated on answers."""
     if experiment.trains_reward_model and experiment.evaluation.every_steps:
         yield (
-            f"evaluation.every_steps={experiment.evaluation.every_steps} asks a reward model "
-            "(loss=BradleyTerry) for answers, "
-            "of which it gives none; set it to 0"
+            f"evaluation.every_steps={experiment.evaluation.every_steps} needs answers, which a "
+            "reward model (loss=BradleyTerry) does not generate; set it to 0"
         )

@@ -22,59 +22,63 @@ from areal_jax.workflows.config import SingleTurn, WorkflowConfig
 
 @chz.chz
 class Setup:
-    """What every experiment settles, whatever it trains on."""
+    """Settings that every experiment has."""
 
-    name: str = chz.field(doc="names the run folder")
-    description: str = chz.field(default="", doc="one line about what is tried")
+    name: str = chz.field(doc="name of the experiment, of which run folders are named")
+    description: str = chz.field(default="", doc="one line about the experiment")
     seed: int = chz.field(
         validator=NOT_NEGATIVE,
         default=1,
-        doc="of fresh weights, of the order of the data and of every draw",
+        doc="seed of fresh weights, data order and sampling",
     )
-    num_steps: int = chz.field(validator=NOT_NEGATIVE, doc="trainer steps; 0: only evaluate")
-    policy: PolicyConfig = chz.field(default_factory=PolicyConfig, doc="what is trained")
+    num_steps: int = chz.field(
+        validator=NOT_NEGATIVE, doc="number of trainer steps; 0: only evaluate"
+    )
+    policy: PolicyConfig = chz.field(default_factory=PolicyConfig, doc="policy to train")
     eval_tasks: TaskSource = chz.field(
-        default_factory=lambda: Synthetic(split="heldout"), doc="what it is evaluated on"
+        default_factory=lambda: Synthetic(split="heldout"), doc="tasks to evaluate on"
     )
-    prompt: PromptConfig = chz.field(
-        default_factory=PromptConfig, doc="what is put around every problem"
-    )
+    prompt: PromptConfig = chz.field(default_factory=PromptConfig, doc="text around every problem")
     placement: PlacementConfig = chz.field(
-        default_factory=PlacementConfig, doc="which devices train and which decode"
+        default_factory=PlacementConfig, doc="devices of training and of decoding"
     )
     launch: LaunchConfig = chz.field(
         default_factory=Local,
-        doc="in which processes: Local, all in this one; Ray, on this machine or on many",
+        doc="processes of the run: Local, this one; Ray, workers on one or many machines",
     )
-    engine: EngineConfig = chz.field(default_factory=EngineConfig, doc="decoding")
+    engine: EngineConfig = chz.field(default_factory=EngineConfig, doc="decode engine")
     trainer: TrainerConfig = chz.field(
-        default_factory=TrainerConfig, doc="how a batch becomes a version"
+        default_factory=TrainerConfig, doc="optimizer and loss settings"
     )
     workflow: WorkflowConfig = chz.field(
         default_factory=SingleTurn,
         doc=(
-            "how a task becomes samples, in training and evaluation: SingleTurn, MultiTurn, "
-            "ToolUse or Agent"
+            "how samples of a task are generated, in training and evaluation: SingleTurn, "
+            "MultiTurn, ToolUse or Agent"
         ),
     )
-    rewards: RewardConfig = chz.field(default_factory=RewardConfig, doc="grading")
-    evaluation: EvaluationConfig = chz.field(
-        default_factory=EvaluationConfig, doc="evaluation while training goes on"
+    rewards: RewardConfig = chz.field(
+        default_factory=RewardConfig, doc="reward function and grading processes"
     )
-    checkpoint: CheckpointConfig = chz.field(default_factory=CheckpointConfig, doc="what survives")
+    evaluation: EvaluationConfig = chz.field(
+        default_factory=EvaluationConfig, doc="evaluation during training"
+    )
+    checkpoint: CheckpointConfig = chz.field(
+        default_factory=CheckpointConfig, doc="checkpoints and exported weights"
+    )
     metrics: MetricsConfig = chz.field(
-        default_factory=MetricsConfig, doc="what is written beside metrics.jsonl"
+        default_factory=MetricsConfig, doc="outputs besides metrics.jsonl"
     )
     health: HealthConfig = chz.field(
-        default_factory=HealthConfig, doc="checks for a run that cannot learn"
+        default_factory=HealthConfig, doc="health checks: a run that cannot learn"
     )
 
 
 @chz.chz
 class Experiment(Setup):
-    """Reinforcement learning: everything that decides a run, and nothing that it finds out."""
+    """Reinforcement learning: all settings of a run."""
 
-    tasks: TaskSource = chz.field(default_factory=Synthetic, doc="what it is trained on")
+    tasks: TaskSource = chz.field(default_factory=Synthetic, doc="tasks to train on")
     rollout: RolloutConfig = chz.field(
         default_factory=RolloutConfig, doc="batch shape and staleness"
     )
@@ -82,34 +86,32 @@ class Experiment(Setup):
 
 @chz.chz
 class FineTuning(Setup):
-    """Learning from examples that are there before the run begins."""
+    """Training on given examples."""
 
     examples: TaskSource = chz.field(
         default_factory=Synthetic,
         doc=(
-            "what it is trained on: conversations, or prompts with their answers; for "
-            "preferences, pairs of answers"
+            "examples to train on: conversations, or prompts with answers; for preferences, pairs "
+            "of answers"
         ),
     )
     examples_per_batch: int = chz.field(
-        validator=POSITIVE, default=64, doc="examples, or pairs, in one update"
+        validator=POSITIVE, default=64, doc="examples, or pairs, of one update"
     )
     eval_examples: TaskSource = chz.field(
-        default_factory=HeldOut, doc="what is measured on examples is measured on these"
+        default_factory=HeldOut, doc="held-out examples on which the loss is measured"
     )
     heldout_every_steps: int = chz.field(
         validator=NOT_NEGATIVE,
         default=50,
-        doc="updates between two measurements of loss and perplexity (for preferences, of "
-        "accuracy) on eval_examples, one "
-        "before the first and one after the last; 0: none",
+        doc="updates between two measurements of loss and perplexity (for preferences, accuracy) on "
+        "eval_examples, also before the first and after the last; 0: none",
     )
 
 
 @chz.chz
 class SFTExperiment(FineTuning):
-    """Supervised fine-tuning: how a policy comes to be that reinforcement learning can start
-    from."""
+    """Supervised fine-tuning (SFT)."""
 
 
 @chz.chz
@@ -118,18 +120,17 @@ class PreferenceExperiment(FineTuning):
 
     loss: Preference = chz.field(
         default_factory=DPO,
-        doc="what is learnt from a pair: by a policy DPO or IPO, by a reward model BradleyTerry",
+        doc="loss of a pair: DPO or IPO of a policy, BradleyTerry of a reward model",
     )
 
     @property
     def trains_reward_model(self) -> bool:
-        """Whether the outcome scores answers, instead of giving them."""
+        """Whether a reward model is trained, which scores answers."""
         return isinstance(self.loss, BradleyTerry)
 
     @property
     def reference(self) -> Reference | None:
-        """What the policy is compared with, by default the weights that training starts from; a
-        reward model with nothing."""
+        """The reference policy, by default the initial weights; None for a reward model."""
         return None if self.trains_reward_model else self.trainer.reference or Reference()
 
 

@@ -1,7 +1,6 @@
 """Find, read, override, check and write experiments.
 
-experiment = load_experiment("aime", ["rollout.max_staleness=8", "tasks=Files",
-"tasks.path=problems.jsonl"])
+experiment = load_experiment("aime", ["rollout.max_staleness=8", "tasks=Files"])
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ from areal_jax.rl.presets import PRESETS
 from areal_jax.trainer.config import Critic
 
 CONFIG_FILE = "config.json"
-"""Name under which a run folder keeps its resolved configuration."""
+"""File of a run folder with the resolved settings."""
 
 _VERSION_KEY = "areal_jax.version"
 _CLASS_KEY = "areal_jax.experiment"
@@ -45,21 +44,24 @@ _RUN_KEY = "areal_jax.run"
 
 
 def load_experiment(name_or_path: str, overrides: Sequence[str] = ()) -> AnyExperiment:
-    """The experiment of experiments/NAME.py, or of the Python file at a path, with `a.b=c`
-    overrides applied.
+    """Load experiments/NAME.py, or the Python file at a path, with `a.b=c` overrides.
 
-    Raises ConfigError where there is no such experiment, an override fits no setting, or settings
-    contradict."""
+    Raises:
+        ConfigError: there is no such experiment, an override fits no setting, or settings
+            contradict each other.
+    """
     experiment = _experiment_in(find_experiment(name_or_path))
     return _resolved(type(experiment), settings(experiment), overrides)
 
 
 def read_config(path: Path, overrides: Sequence[str] = ()) -> AnyExperiment:
-    """The experiment that a run wrote to its config.json, with overrides. A setting the file lacks
-    takes its default.
+    """Read the experiment that a run wrote to its config.json, with overrides. A setting that the
+    file lacks has its default.
 
-    Raises ConfigError where the file is none, or names a setting that this version does not
-    know."""
+    Raises:
+        ConfigError: the file is not a run's config.json, is of release 0.1, or has a setting that
+            this release does not know.
+    """
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
@@ -68,23 +70,27 @@ def read_config(path: Path, overrides: Sequence[str] = ()) -> AnyExperiment:
         ) from None
     except ValueError as error:
         raise ConfigError(
-            f"{path}: expected the {CONFIG_FILE} of a run, came no text ({error})"
+            f"{path}: expected the {CONFIG_FILE} of a run, found no text ({error})"
         ) from None
     return _read(text, str(path), overrides)
 
 
 def read_settings(text: str, source: str | None) -> AnyExperiment:
-    """The experiment that another process of this run wrote down with `written_settings`.
+    """Read the experiment that another process of this run wrote with `written_settings`.
 
-    Args: source: name or file of the experiment, which may define classes that the settings name.
-        Raises as `read_config`."""
+    Args:
+        source: name or file of the experiment, which may define classes that the settings name.
+
+    Raises:
+        ConfigError: as `read_config`.
+    """
     if source is not None:
         load_experiment(source)
     return _read(text, "the settings of the run", ())
 
 
 def written_settings(experiment: AnyExperiment) -> str:
-    """Every setting, flat and readable, as config.json holds them."""
+    """All settings as text, flat and readable, in the form of config.json."""
     header = {_VERSION_KEY: __version__, _CLASS_KEY: type(experiment).__name__}
     return json.dumps(header | to_json(experiment), indent=2, allow_nan=False) + "\n"
 
@@ -94,7 +100,7 @@ def _read(text: str, path: str, overrides: Sequence[str]) -> AnyExperiment:
         given = json.loads(text)
     except ValueError as error:
         raise ConfigError(
-            f"{path}: expected the {CONFIG_FILE} of a run, came no JSON ({error})"
+            f"{path}: expected the {CONFIG_FILE} of a run, found no JSON ({error})"
         ) from None
     classes = {cls.__name__: cls for cls in get_args(AnyExperiment)}
     cls = classes.get(str(given.pop(_CLASS_KEY, ""))) if isinstance(given, dict) else None
@@ -119,7 +125,7 @@ def _read(text: str, path: str, overrides: Sequence[str]) -> AnyExperiment:
 
 
 def holds_run(folder: Path) -> bool:
-    """Whether a folder has the config.json of a run; that of a policy is another."""
+    """Whether the config.json in a folder is a run's, not a policy's."""
     try:
         return _CLASS_KEY in json.loads((folder / CONFIG_FILE).read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -127,8 +133,11 @@ def holds_run(folder: Path) -> bool:
 
 
 def write_config(experiment: AnyExperiment, path: Path, run_id: str | None = None) -> None:
-    """Write every setting, flat and readable; `--config=PATH` runs it again. Args: run_id:
-    identifies the run."""
+    """Write all settings, flat and readable; `--config=PATH` repeats the run.
+
+    Args:
+        run_id: identifies the run.
+    """
     written = written_settings(experiment)
     if run_id is not None:
         written = json.dumps({_RUN_KEY: run_id} | json.loads(written), indent=2) + "\n"
@@ -136,8 +145,7 @@ def write_config(experiment: AnyExperiment, path: Path, run_id: str | None = Non
 
 
 def read_plainly(path: Path) -> tuple[str | None, Mapping[str, Any]]:
-    """The run's id, None where it has none, and its settings as they stand in a config.json, which
-    may be missing."""
+    """Run id and settings of a config.json, unchecked; None and empty where there is none."""
     try:
         given = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError):
@@ -151,8 +159,11 @@ def experiment_names() -> list[str]:
 
 
 def find_experiment(name_or_path: str) -> Path:
-    """The file of an experiment given by name or by path. ConfigError lists the names where there
-    is none."""
+    """Find the file of an experiment by name or path.
+
+    Raises:
+        ConfigError: there is none; the message lists the names.
+    """
     if name_or_path.endswith(".py"):
         path = Path(name_or_path)
         hint = "give the path of an existing file, or a name"
@@ -165,7 +176,7 @@ def find_experiment(name_or_path: str) -> Path:
 
 
 def _experiments_folder() -> Path:
-    """experiments/ lies inside the package once installed, and beside it in a checkout."""
+    """The folder experiments/: inside the installed package, or beside it in a checkout."""
     package = Path(__file__).resolve().parents[1]
     installed = package / "experiments"
     return installed if installed.is_dir() else package.parent / "experiments"
@@ -181,7 +192,7 @@ def _experiment_in(path: Path) -> AnyExperiment:
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
-    except Exception as error:  # untrusted code, who needs the trace from where it begins
+    except Exception as error:  # the user's code; its trace starts in the user's file
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != spec.origin:
             trace = trace.tb_next
@@ -191,7 +202,7 @@ def _experiment_in(path: Path) -> AnyExperiment:
     if not isinstance(experiment, AnyExperiment):
         names = ", ".join(cls.__name__ for cls in get_args(AnyExperiment))
         raise ConfigError(
-            f"{path}: expected `experiment` to be one of {names}, came {type(experiment).__name__}"
+            f"{path}: expected `experiment` to be one of {names}, found {type(experiment).__name__}"
         )
     return experiment
 
@@ -209,8 +220,11 @@ def _resolved(cls: type[AnyExperiment], flat: Settings, overrides: Sequence[str]
 
 
 def _with_algorithm(experiment: AnyExperiment, name: str) -> Experiment:
-    """The experiment with the switches of a preset. ConfigError names the presets where there is
-    none of this name."""
+    """The experiment with the settings of a preset.
+
+    Raises:
+        ConfigError: there is no such preset; the message lists the names.
+    """
     preset = PRESETS.get(name.lower())
     if preset is None:
         raise ConfigError(f"no algorithm {name!r}; known are {', '.join(PRESETS)}")

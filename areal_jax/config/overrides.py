@@ -1,8 +1,7 @@
-"""Flat, typed settings: how a tree of chz records is listed, overridden as `a.b=c`, and written to
-and read from JSON.
+"""Flat, typed settings: list a tree of chz records, override it as `a.b=c`, write and read JSON.
 
 A setting is one leaf of the tree under its dotted key, or one choice among classes (`tasks=Files`).
-Nothing here knows what the settings mean.
+No setting is known by name here.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ JSON = bool | int | float | str | None | list["JSON"]
 
 
 class Required:
-    """The value of a setting that has no default and was not given."""
+    """Value of a setting without default that is not given."""
 
 
 @dataclass(frozen=True)
@@ -36,21 +35,21 @@ class Setting:
 
     key: str
     kind: Any
-    """The field's annotation; for a choice, the class whose subclasses may be chosen, or a class or
-    None."""
+    """The field's annotation; for a choice, the class whose subclasses may be chosen, or an
+    optional class."""
     value: Any
-    """A scalar, a tuple of scalars, the class chosen (None where a record may be left out, and is),
-    or `Required`."""
+    """A scalar, a tuple of scalars, the chosen class (None for an optional record that is left
+    out), or `Required`."""
     doc: str
     bounds: tuple[Bound, ...] = ()
 
     @property
     def choices(self) -> tuple[type, ...]:
-        """The classes to choose among; empty where the setting is a plain value."""
+        """The classes to choose among; empty for a plain value."""
         return choices_of(self.kind)
 
     def text(self) -> str:
-        """The value as it is typed after `key=`."""
+        """The value as typed after `key=`."""
         return as_text(self.value)
 
 
@@ -58,8 +57,7 @@ Settings = dict[str, Setting]
 
 
 def subclasses(kind: type) -> Iterator[type]:
-    """All chz classes below `kind` that can be chosen, in the order in which they were written. An
-    ABC cannot."""
+    """All chz subclasses of `kind` that can be chosen, in order of definition; not ABCs."""
     for below in kind.__subclasses__():
         if chz.is_chz(below):
             if ABC not in below.__bases__:
@@ -68,8 +66,8 @@ def subclasses(kind: type) -> Iterator[type]:
 
 
 def choices_of(kind: Any) -> tuple[type, ...]:
-    """Classes that a field of this kind may hold a record of: those below a class, or a class that
-    may be left out."""
+    """Classes whose records a field of this kind may hold: subclasses of a class, or an optional
+    class with its subclasses."""
     if _may_be_none(kind):
         return tuple(
             choice
@@ -85,7 +83,7 @@ def _may_be_none(kind: Any) -> bool:
 
 
 def settings(config: object, prefix: str = "") -> Settings:
-    """Every setting of a record, or of a record's class with its defaults, by dotted key."""
+    """All settings of a record, or of a class with its defaults, by dotted key."""
     listed: Settings = {}
     for name, field in chz.chz_fields(config).items():
         key, kind = prefix + name, field.final_type
@@ -101,7 +99,7 @@ def settings(config: object, prefix: str = "") -> Settings:
 
 
 def groups(config: object, prefix: str = "") -> dict[str, str]:
-    """What each record inside the record is for, by dotted key."""
+    """Docs of all records inside a record, by dotted key."""
     named: dict[str, str] = {}
     for name, field in chz.chz_fields(config).items():
         value = getattr(config, name) if not isinstance(config, type) else _default(field)
@@ -117,17 +115,22 @@ def _default(field: Any) -> Any:
 
 
 def assign(given: Mapping[str, Any], to: Settings, read: Callable[[Any, Any], Any]) -> Settings:
-    """Set what is given, each value read as its setting's kind.
+    """Apply given values to settings.
 
-    A class that is newly chosen brings its own defaults, and the settings of the class it replaces
-    go. A setting inside a record that was left out brings the record.
+    A newly chosen class brings its defaults, and removes the settings of the class that it
+    replaces. A setting inside a record that was left out brings the record.
 
     Args:
-        read: turns (value as given, kind) into a value of that kind; ValueError where it is none.
-    Raises ConfigError where a key is unknown or a value of another kind."""
+        given: values by dotted key.
+        to: settings to change.
+        read: converts (given value, kind) to a value of that kind, or raises ValueError.
+
+    Raises:
+        ConfigError: a key is unknown, or a value is of another kind.
+    """
     changed = dict(to)
     given = _implied(given, to) | dict(given)
-    # Choices first, outermost first: they decide which other keys exist.
+    # Choices first, outermost first: they determine which other keys exist.
     for key in sorted(given, key=lambda key: key.count(".")):
         if key in changed and (choices := changed[key].choices):
             named = {as_text(choice): choice for choice in (changed[key].value, *choices)}
@@ -158,7 +161,7 @@ def assign(given: Mapping[str, Any], to: Settings, read: Callable[[Any, Any], An
 
 
 def _implied(given: Iterable[str], to: Settings) -> dict[str, str]:
-    """Choices of the records that were left out, and inside which something is given."""
+    """Choices of left-out records inside which a setting is given."""
     off = {
         key: setting.choices
         for key, setting in to.items()
@@ -172,8 +175,11 @@ def _implied(given: Iterable[str], to: Settings) -> dict[str, str]:
 
 
 def build(cls: type[T], from_settings: Settings) -> T:
-    """The record that the settings describe. ConfigError names what is required and missing, or of
-    another kind."""
+    """Build the record that settings describe.
+
+    Raises:
+        ConfigError: a required setting is missing, or a value is of another kind or out of bounds.
+    """
     for setting in from_settings.values():
         if setting.value is Required:
             raise ConfigError(
@@ -196,7 +202,7 @@ def build(cls: type[T], from_settings: Settings) -> T:
 
 
 def parse_overrides(overrides: Iterable[str]) -> dict[str, str]:
-    """Split each `a.b=c` into key and value; the last one given for a key wins."""
+    """Split each `a.b=c` into key and value; the last value of a key wins."""
     given: dict[str, str] = {}
     for override in overrides:
         key, equals, value = override.partition("=")
@@ -210,7 +216,11 @@ def parse_overrides(overrides: Iterable[str]) -> dict[str, str]:
 
 
 def from_text(text: str, kind: Any) -> Any:
-    """Read a command-line value as `kind`; ValueError where it is none."""
+    """Read a command-line value as `kind`.
+
+    Raises:
+        ValueError: it is of another kind.
+    """
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         if types.NoneType in args and text.lower() == "none":
@@ -230,7 +240,11 @@ def from_text(text: str, kind: Any) -> Any:
 
 
 def from_json(value: JSON, kind: Any) -> Any:
-    """Read a JSON value as `kind`; ValueError where it is none."""
+    """Read a JSON value as `kind`.
+
+    Raises:
+        ValueError: it is of another kind.
+    """
     read = tuple(value) if isinstance(value, list) else value
     if not fits(read, kind):
         raise ValueError(str(value))
@@ -238,7 +252,7 @@ def from_json(value: JSON, kind: Any) -> Any:
 
 
 def to_json(config: object) -> dict[str, JSON]:
-    """Every setting of a record by dotted key; a choice is the name of its class."""
+    """All settings of a record by dotted key; a choice is the name of its class."""
     return {key: _jsonable(setting.value) for key, setting in settings(config).items()}
 
 
@@ -249,8 +263,7 @@ def _jsonable(value: Any) -> JSON:
 
 
 def fits(value: Any, kind: Any) -> bool:
-    """Whether a value is of the kind; an int is a float, but neither true nor a not-finite number
-    is one."""
+    """Whether a value is of the kind. An int is a float; a bool or a not-finite number is not."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return any(fits(value, arg) for arg in args)
@@ -264,7 +277,7 @@ def fits(value: Any, kind: Any) -> bool:
 
 
 def as_text(value: Any) -> str:
-    """A value as it is typed on the command line."""
+    """A value as typed on the command line."""
     if value is Required:
         return "(required)"
     if isinstance(value, tuple):
@@ -275,7 +288,7 @@ def as_text(value: Any) -> str:
 
 
 def kind_name(kind: Any) -> str:
-    """A kind in words: `int or none`, `one of train, heldout`."""
+    """A kind as text: `int or none`, `one of train, heldout`."""
     origin, args = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return " or ".join(kind_name(arg) for arg in args)
@@ -288,16 +301,16 @@ def kind_name(kind: Any) -> str:
     return "none" if kind is types.NoneType else kind.__name__
 
 
-def _mismatch(setting: Setting, came: object) -> str:
+def _mismatch(setting: Setting, found: object) -> str:
     return (
-        f"{setting.key}={as_text(came)}: expected {kind_name(setting.kind)}, came {came!r} "
+        f"{setting.key}={as_text(found)}: expected {kind_name(setting.kind)}, found {found!r} "
         f"({setting.doc})"
     )
 
 
 def _unknown(key: str, known: Settings) -> str:
-    """What to say of a key that is no setting: the settings inside it, the class that has it, or
-    the closest names."""
+    """Message about an unknown key: the settings inside it, the class that has it, or the closest
+    names."""
     if inside := [other for other in known if other.startswith(key + ".")]:
         return f"{key} is a group of settings; set one of {', '.join(inside)}"
     parent, _, name = key.rpartition(".")

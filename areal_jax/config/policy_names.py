@@ -1,5 +1,4 @@
-"""Where a policy is that someone names on the command line: a run, a Hugging Face folder or hub
-name, or an adapter."""
+"""Policies named on the command line: a run, a Hugging Face folder or hub name, or an adapter."""
 
 from __future__ import annotations
 
@@ -17,28 +16,33 @@ from areal_jax.models.config import ADAPTER_CONFIG
 
 @dataclass(frozen=True)
 class RunCheckpoint:
-    """What a run had trained at a version."""
+    """A checkpoint of a run."""
 
     folder: Path
-    """Of the run."""
+    """Run folder."""
     version: int | None
-    """None: the newest there is."""
+    """None: the newest."""
     seed: int
-    """Of the run, from which weights that lie in no folder were sampled."""
+    """The run's seed, of weights that are in no file."""
 
 
 class NamedPolicy(NamedTuple):
     settings: dict[str, str]
-    """Of the `PolicyConfig`, as they are given; without `path` for an adapter, which may fit
-    several."""
+    """Settings of the `PolicyConfig`; without `path` for an adapter, which may fit several
+    policies."""
     checkpoint: RunCheckpoint | None = None
 
 
 def named_policy(where: str, setting: str) -> NamedPolicy:
-    """The policy in a run folder, RUN/checkpoints/VERSION, a PEFT folder, a Hugging Face folder, or
-    of a hub name.
+    """Find a policy by run folder, RUN/checkpoints/VERSION, PEFT folder, Hugging Face folder or hub
+    name.
 
-    Args: setting: where `where` is from, for messages. ConfigError says what was looked for."""
+    Args:
+        setting: that gives `where`, for messages.
+
+    Raises:
+        ConfigError: there is none of these.
+    """
     if (run := _run_of(where, setting)) is not None:
         ran = read_config(run[0] / CONFIG_FILE)
         listed = settings(ran.policy).values()
@@ -55,7 +59,7 @@ def named_policy(where: str, setting: str) -> NamedPolicy:
 
 
 def _run_of(where: str, setting: str) -> tuple[Path, int | None] | None:
-    """Folder and version of a run, None for the newest version; None where no run is named."""
+    """Folder and version of a run (None: the newest version); None where `where` is no run."""
     folder = Path(where).expanduser()
     if holds_run(folder):
         return folder, None
@@ -64,7 +68,7 @@ def _run_of(where: str, setting: str) -> tuple[Path, int | None] | None:
     if folder.parent.name == CHECKPOINTS and holds_run(folder.parent.parent):
         if not folder.name.isdigit():
             raise ConfigError(
-                f"{setting}={where}: expected RUN/{CHECKPOINTS}/VERSION with a number, came "
+                f"{setting}={where}: expected RUN/{CHECKPOINTS}/VERSION with a number, found "
                 f"{folder.name!r}"
             )
         return folder.parent.parent, int(folder.name)

@@ -106,7 +106,7 @@ def test_dry_run_prints_settings_and_plan_and_writes_nothing(tmp_path: Path) -> 
     ("arguments", "said"),
     [
         (["--exp=aime", "rollout.group_per_batch=3"], "rollout.groups_per_batch"),
-        (["--exp=aime", "seed=ten"], "expected int, came 'ten'"),
+        (["--exp=aime", "seed=ten"], "expected int, found 'ten'"),
         (["--exp=aim"], "known names: aime"),
         (["--exp=missing/file.py"], "no experiment 'missing/file.py'"),
         (["--exp=aime", "--seed=3"], "without dashes"),

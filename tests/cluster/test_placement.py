@@ -45,7 +45,7 @@ def test_launch_is_chosen_in_any_case_and_plans_for_all_trainer_devices_beside_o
 )
 def test_devices_are_counted_in_one_place(setting: str, reported: str) -> None:
     with pytest.raises(
-        ConfigError, match=f"{re.escape(setting)} says nothing under launch=Ray.*{reported}"
+        ConfigError, match=f"{re.escape(setting)} has no effect under launch=Ray.*{reported}"
     ):
         load_experiment("aime", ["launch=ray", setting])
 

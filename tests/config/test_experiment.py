@@ -227,7 +227,7 @@ def test_a_reference_comes_with_its_kl_and_only_with_one_that_has_a_gradient(
     )
     with pytest.raises(ConfigError, match=r"trainer\.reference\.offload=true would save nothing"):
         load_experiment("aime", ["policy.lora.rank=2", "trainer.reference.offload=true"])
-    with pytest.raises(ConfigError, match="no meaning in learning from examples"):
+    with pytest.raises(ConfigError, match="has no effect in fine-tuning"):
         load_experiment("tiny_sft", ["trainer.reference.path=initial"])
 
 
@@ -259,7 +259,7 @@ def test_a_critic_belongs_to_gae_alone() -> None:
     assert isinstance(ppo.trainer.advantages, GAE)
     assert ppo.trainer.critic == Critic(warmup_steps=5, optimizer=OptimizerConfig(beta1=0.5))
     assert (
-        "trainer.critic.optimizer, trainer.critic.path: without meaning under "
+        "trainer.critic.optimizer, trainer.critic.path: no effect under "
         "trainer.advantages=GroupNormalized"
     ) in refusal("trainer.critic.path=x", "trainer.critic.optimizer.beta1=0.5")
     # An experiment with a critic of its own, trained without one.
@@ -407,11 +407,11 @@ def test_a_wrong_override_is_refused_with_what_would_be_right(
         ),
         (
             ["workflow=ToolUse", "workflow.tools.names=search"],
-            ["workflow.tools.documents=None", "go together"],
+            ["workflow.tools.documents=None", "search needs documents"],
         ),
         (
             ["workflow=ToolUse", "workflow.tools.documents=DIR"],
-            ["workflow.tools.documents=DIR", "go together"],
+            ["workflow.tools.documents=DIR", "search needs documents"],
         ),
         (
             ["workflow=ToolUse", "workflow.tools.timeout_s=0"],
@@ -444,8 +444,8 @@ def test_impossible_combinations_name_their_knobs(overrides: list[str], said: li
 
 def test_settings_that_supervised_fine_tuning_does_not_read_are_refused() -> None:
     message = refusal("trainer.loss=PPO", "trainer.num_mini_batches=2", of="tiny_sft")
-    assert "trainer.loss=PPO has no meaning" in message
-    assert "trainer.num_mini_batches=2 has no meaning" in message
+    assert "trainer.loss=PPO has no effect" in message
+    assert "trainer.num_mini_batches=2 has no effect" in message
 
 
 @pytest.mark.parametrize(
@@ -462,10 +462,10 @@ def test_settings_that_supervised_fine_tuning_does_not_read_are_refused() -> Non
             ["loss=BradleyTerry", "evaluation.every_steps=5"],
             ["evaluation.every_steps=5", "gives none"],
         ),
-        (["trainer.reference.kl=KLInReward"], ["trainer.reference.kl=KLInReward has no meaning"]),
+        (["trainer.reference.kl=KLInReward"], ["trainer.reference.kl=KLInReward has no effect"]),
         (
             ["loss=BradleyTerry", "trainer.reference.offload=true"],
-            ["trainer.reference=Reference has no meaning"],
+            ["trainer.reference=Reference has no effect"],
         ),
         (
             ["placement.rollout_share=auto"],
@@ -491,7 +491,7 @@ def test_an_objective_of_pairs_is_none_of_reinforcement_learning() -> None:
 @pytest.mark.parametrize("base", ["ImportanceWeightedLoss", "ProximalLoss", "CustomLoss"])
 def test_what_objectives_have_in_common_is_none_itself(base: str) -> None:
     reported = re.search(
-        r"trainer\.loss=\w+: expected one of (.*), came", refusal(f"trainer.loss={base}")
+        r"trainer\.loss=\w+: expected one of (.*), found", refusal(f"trainer.loss={base}")
     )
     assert (
         reported
@@ -586,9 +586,9 @@ def test_a_file_may_bring_its_own_class_of_tasks(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "said"),
     [
-        ("experiment = 3", "came int"),
-        ("", "came NoneType"),
-        (SMALL.replace("num_steps=3", "num_steps='3'"), "num_steps=3: expected int, came '3'"),
+        ("experiment = 3", "found int"),
+        ("", "found NoneType"),
+        (SMALL.replace("num_steps=3", "num_steps='3'"), "num_steps=3: expected int, found '3'"),
     ],
 )
 def test_a_file_without_a_right_experiment_is_refused(
@@ -608,7 +608,7 @@ def test_an_unknown_name_lists_the_known_ones() -> None:
     ("content", "said"),
     [
         (None, "cannot be read"),
-        ("{", "came no JSON"),
+        ("{", "found no JSON"),
         ("[1]", "expected the config.json of a run"),
         ('{"seed": 1}', "areal_jax.experiment"),
         (
