@@ -21,7 +21,7 @@ from areal_jax.errors import CorruptedState
 from areal_jax.protocols import ReinforcementRun, StepOutcome
 from areal_jax.records import Group
 from areal_jax.rollout.buffer import Buffer, TasksExhausted
-from areal_jax.rollout.controller import Rollouts, open_gate, rolling_out
+from areal_jax.rollout.controller import Rollouts, open_gate, run_rollouts
 from areal_jax.threads import in_thread
 
 
@@ -33,7 +33,7 @@ async def train(run: ReinforcementRun, exp: Experiment) -> None:
         async with run.watched():
             await run.stop.unless_set(run.evaluation.evaluate(0))
 
-    generating = rolling_out(
+    generating = run_rollouts(
         run.stream,
         run.engine,
         run.workflow,

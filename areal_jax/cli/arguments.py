@@ -71,7 +71,7 @@ def fail(message: str, status: int) -> int:
 def fail_on_disk(error: OSError, advice: str) -> int:
     """Print which file the disk could not write to stderr; the exit status. Raises any other
     error."""
-    if (fault := disk_error(error)) is None:
+    if (fault := describe_disk_error(error)) is None:
         raise error
     return fail(f"{fault}; make room there; {advice}", 1)
 

@@ -46,7 +46,7 @@ class Weighted(ImportanceWeighting):
 class Truncated(ImportanceWeighting):
     """The importance weight, truncated at `cap`."""
 
-    cap: float = chz.field(validator=POSITIVE, doc="highest weight, a ratio above 0")
+    cap: float = chz.field(validator=POSITIVE, doc="largest importance weight, a ratio above 0")
     level: Level = chz.field(
         default="token",
         doc="level of the weight: token, sequence (product) or geometric (mean over the sequence)",
@@ -58,7 +58,7 @@ class Masked(ImportanceWeighting):
     """The importance weight; tokens above `cap` are masked, and the loss's denominator stays."""
 
     cap: float = chz.field(
-        validator=POSITIVE, doc="highest weight that is trained on, a ratio above 0"
+        validator=POSITIVE, doc="importance weight above which a token is masked, a ratio above 0"
     )
     level: Level = chz.field(
         default="token",
@@ -106,7 +106,7 @@ class DecoupledPPO(ProximalLoss):
     dual_clip: float | None = chz.field(
         validator=ABOVE_ONE,
         default=None,
-        doc="bound c > 1 on the loss of negative advantages; none: no bound",
+        doc="dual clip: bound c > 1 on the loss of negative advantages; none: no bound",
     )
 
 
@@ -123,7 +123,7 @@ class PPO(Loss):
     dual_clip: float | None = chz.field(
         validator=ABOVE_ONE,
         default=None,
-        doc="bound c > 1 on the loss of negative advantages; none: no bound",
+        doc="dual clip: bound c > 1 on the loss of negative advantages; none: no bound",
     )
 
 
@@ -147,12 +147,12 @@ class SAPO(ProximalLoss):
     """SAPO (arXiv:2511.20347): a sigmoid around ratio 1 in place of the clip."""
 
     temperature_positive: float = chz.field(
-        validator=POSITIVE, default=1.0, doc="steepness of the gate where the advantage is positive"
+        validator=POSITIVE, default=1.0, doc="temperature tau of the gate for positive advantages"
     )
     temperature_negative: float = chz.field(
         validator=POSITIVE,
         default=1.05,
-        doc="steepness of the gate where the advantage is not positive",
+        doc="temperature tau of the gate for advantages of at most 0",
     )
 
 
@@ -177,7 +177,7 @@ class M2PO(ImportanceWeightedLoss):
     max_second_moment: float = chz.field(
         validator=POSITIVE,
         default=0.04,
-        doc="bound on the mean of log(proximal/behave)² over what is kept",
+        doc="bound on the mean of log(proximal/behave)² over the tokens in the loss",
     )
 
 
@@ -209,10 +209,14 @@ class CustomLoss(ProximalLoss, ABC):
 class Shaping:
     """Reward shaping before advantages are computed; by default none."""
 
-    bias: float = chz.field(validator=ANY_NUMBER, default=0.0, doc="added to every reward")
-    scale: float = chz.field(validator=ANY_NUMBER, default=1.0, doc="then multiplies it")
+    bias: float = chz.field(validator=ANY_NUMBER, default=0.0, doc="offset added to every reward")
+    scale: float = chz.field(
+        validator=ANY_NUMBER, default=1.0, doc="factor of the reward, after the bias"
+    )
     clip: float | None = chz.field(
-        validator=POSITIVE, default=None, doc="then bounds its size; none: no bound"
+        validator=POSITIVE,
+        default=None,
+        doc="largest absolute reward, after the scale; none: no bound",
     )
     overlong_share: float = chz.field(
         validator=FRACTION,
@@ -223,7 +227,9 @@ class Shaping:
         ),
     )
     overlong_penalty: float = chz.field(
-        validator=NOT_NEGATIVE, default=5.0, doc="reward lost by an answer of engine.max_new_tokens"
+        validator=NOT_NEGATIVE,
+        default=5.0,
+        doc="overlong penalty of an answer of engine.max_new_tokens tokens",
     )
 
 
@@ -277,7 +283,7 @@ class GAE(Advantages):
     """
 
     gamma: float = chz.field(
-        validator=FRACTION, default=1.0, doc="what a reward is worth a token earlier, from 0 to 1"
+        validator=FRACTION, default=1.0, doc="discount per token (gamma), from 0 to 1"
     )
     lam: float = chz.field(
         validator=FRACTION,
@@ -308,8 +314,12 @@ class KLInReward(KL):
     """Subtracts coefficient · estimate from every token's reward, and so from the advantages of
     that token and of all before it.
 
+    The estimate is of the behaviour policy and carries no gradient, so that every estimator is
+    valid here.
+    """
+
     coefficient: float = chz.field(
-        validator=NOT_NEGATIVE, default=0.001, doc="what a nat of KL costs, in units of reward"
+        validator=NOT_NEGATIVE, default=0.001, doc="KL penalty, in units of reward per nat"
     )
     estimator: Estimator = chz.field(
         default="k1",
@@ -330,7 +340,7 @@ class KLInLoss(KL):
     coefficient: float = chz.field(
         validator=NOT_NEGATIVE,
         default=0.04,
-        doc="what a nat of KL costs, in units of advantage (GRPO: 0.04)",
+        doc="KL penalty, in units of advantage per nat (GRPO: 0.04)",
     )
     estimator: Literal["k2", "k3"] = chz.field(
         default="k3",

@@ -128,7 +128,7 @@ class Run(Generic[AnyTrainer]):
         if self.decodes:
             meters.update(self.engine.metrics(), "rollout/")
             meters.update(self.weight_channel.metrics(), "weights/")
-        meters.update(counters or {}, "gate/")
+        meters.update(counters or {}, "rollout/")
         if self.decodes and isinstance(self.grader, TracedGrader):
             meters.update(self.grader.counters(), "rewards/")
         self.recording.record_step(version, meters)

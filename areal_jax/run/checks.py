@@ -16,10 +16,10 @@ from areal_jax.config.load import CONFIG_FILE, read_plainly
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.decode import DecodeEngine, too_long
 from areal_jax.errors import ConfigError
-from areal_jax.metrics import agreement, description
+from areal_jax.metrics import consistency, description
 from areal_jax.run.memory_checks import find_overflow
 from areal_jax.run.plan import Plan
-from areal_jax.workflows.agent import argv_of
+from areal_jax.workflows.agent import parse_command
 from areal_jax.workflows.config import Agent
 
 NEEDED_BY_RAY = ("ray", "xxhash")
@@ -66,9 +66,9 @@ def find_unreadable(
         )
 
 
-def require_agreement(
+def require_consistency(
     plan: Plan, folder: Path, version: int, restored: Columns | None
-) -> agreement.Gaps:
+) -> consistency.Gaps:
     """Require that settings and files of a run folder belong to its checkpoint of `version`.
 
     Args:
@@ -102,19 +102,19 @@ def require_agreement(
             )
     ids = [entry["id"] for kind in ("buffered", "suspended") for entry in facts.get(kind, ())]
     has_groups = bool(facts) and is_rl
-    result = agreement.compare(
+    result = consistency.check_rows(
         folder,
         version,
-        known_gaps=agreement.read_gaps(folder / description.FILE),
+        known_gaps=consistency.read_gaps(folder / description.FILE),
         writes_samples=is_rl and bool(settings.get("metrics.samples", True)),
-        unused_groups=agreement.UnusedGroups(ids, facts["next_group_id"])
+        unused_groups=consistency.UnusedGroups(ids, facts["next_group_id"])
         if has_groups
-        else agreement.UnusedGroups(),
+        else consistency.UnusedGroups(),
     )
     if result.faults:
         faults = "; ".join(f"{fault.file} {fault.text}" for fault in result.faults)
         older = saved_versions(folder / CHECKPOINTS)
-        remedy = agreement.remedy(folder, result.faults[0], version, older)
+        remedy = consistency.suggest_remedy(folder, result.faults[0], version, older)
         raise ConfigError(f"{prefix}{faults}. To go on, {remedy}")
     return result.gaps
 
@@ -124,7 +124,7 @@ def _missing_program(experiment: AnyExperiment) -> Iterator[str]:
     match experiment.workflow:
         case Agent(command=str(command)):
             try:
-                argv_of(command)
+                parse_command(command)
             except ValueError as refusal:
                 yield str(refusal)
 

@@ -32,7 +32,7 @@ from areal_jax.data.sources import load_tasks
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.errors import ConfigError, EngineStopped, InvalidRequest, config_errors
-from areal_jax.evaluation.answers import Answer, AnswerFolder, answer_of
+from areal_jax.evaluation.answers import Answer, AnswerFolder, make_answer
 from areal_jax.evaluation.remote import (
     MAX_CONNECTIONS,
     TOKEN_VARIABLE,
@@ -115,7 +115,7 @@ class Local:
     @property
     def max_running(self) -> int:
         """Tasks that run at the same time."""
-        return tasks_that_fill(
+        return num_tasks_to_fill(
             self.experiment.engine.num_slots, self.experiment.evaluation.samples_per_task
         )
 
@@ -433,7 +433,10 @@ async def _answer(
                 left, ask, keep, name="evaluation", max_running=answerer.max_running
             )
     seconds = time.monotonic() - start_s
-    with naming(answers.path / TIMES), (answers.path / TIMES).open("a", encoding="utf-8") as file:
+    with (
+        add_file_name(answers.path / TIMES),
+        (answers.path / TIMES).open("a", encoding="utf-8") as file,
+    ):
         row = {
             "ended": time.strftime("%Y-%m-%d %H:%M:%S"),
             "num_tasks": len(left) - len(failures),

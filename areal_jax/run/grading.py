@@ -18,7 +18,7 @@ from areal_jax.rewards.probe import probe
 from areal_jax.rewards.service import CannotStart, RewardService
 from areal_jax.run.plan import Plan
 from areal_jax.workflows.config import Agent
-from areal_jax.workflows.from_config import tools_of
+from areal_jax.workflows.from_config import find_tools_config
 
 logger = logging.getLogger(__name__)
 
@@ -103,7 +103,7 @@ async def probe_rewards(
 def reward_service(plan: Plan) -> RewardService:
     """The reward service of a plan, not started."""
     return RewardService(
-        plan.experiment.rewards, kinds_of_tasks(plan), tools_of(plan.experiment.workflow)
+        plan.experiment.rewards, kinds_of_tasks(plan), find_tools_config(plan.experiment.workflow)
     )
 
 

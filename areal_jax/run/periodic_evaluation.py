@@ -9,9 +9,9 @@ from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 
-from areal_jax.evaluation.scoring import Evaluation, evaluate, tasks_that_fill
+from areal_jax.evaluation.scoring import Evaluation, evaluate, num_tasks_to_fill
 from areal_jax.metrics import names
-from areal_jax.metrics.files import disk_error
+from areal_jax.metrics.files import describe_disk_error
 from areal_jax.protocols import Engine, Grader, Tools, WeightPublisher
 from areal_jax.run.generation import evaluation_sampling, workflow_of
 from areal_jax.run.plan import Plan
@@ -93,7 +93,7 @@ class PeriodicEvaluation:
                 version=version,
                 sampling=evaluation_sampling(experiment, tokenizer.stop_token_ids),
                 seed=experiment.seed,
-                max_running=tasks_that_fill(self.plan.num_slots, config.samples_per_task),
+                max_running=num_tasks_to_fill(self.plan.num_slots, config.samples_per_task),
             )
         self.recording.record_evaluation(version, evaluation_metrics(result), summary(result))
 
@@ -140,5 +140,5 @@ def summary(result: Evaluation) -> str:
 
 def _log_failure(task: asyncio.Task[None]) -> None:
     if not task.cancelled() and (error := task.exception()) is not None:
-        trace = None if isinstance(error, OSError) and disk_error(error) else error
+        trace = None if isinstance(error, OSError) and describe_disk_error(error) else error
         logger.error("%s failed: %s", task.get_name(), error, exc_info=trace)

@@ -30,7 +30,7 @@ from areal_jax.metrics.samples import TrainedSample
 from areal_jax.metrics.sinks import Sinks
 from areal_jax.metrics.trace import Trace
 from areal_jax.records import Group
-from areal_jax.run.checks import require_agreement
+from areal_jax.run.checks import require_consistency
 from areal_jax.run.plan import Plan
 from areal_jax.run.plan_report import headline
 
@@ -71,7 +71,7 @@ class Recording:
 
     def record_step(self, version: int, meters: Meters) -> None:
         """Write and show the metrics of the step that trained `version`, with health checks."""
-        meters.gauge("process/resident_gib", psutil.Process().memory_info().rss / 2**30)
+        meters.gauge("trainer/resident_gib", psutil.Process().memory_info().rss / 2**30)
         row = meters.flatten()
         before = self.health.active
         row |= self.health.update(version, row)
@@ -171,7 +171,7 @@ def start_recording(
         ConfigError: files in the folder disagree with the checkpoint.
     """
     experiment = plan.experiment
-    gaps = None if version is None else require_agreement(plan, folder, version, restored)
+    gaps = None if version is None else require_consistency(plan, folder, version, restored)
     run_id = None if version is None else read_plainly(folder / CONFIG_FILE)[0]
     sinks = Sinks(folder, experiment.metrics, version, plan.tokenizer.decode)
     # Written after the state was restored: settings that cannot restore it must not replace the

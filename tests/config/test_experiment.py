@@ -460,7 +460,7 @@ def test_settings_that_supervised_fine_tuning_does_not_read_are_refused() -> Non
         (["loss=PPO"], ["loss=PPO", "one of DPO, IPO, BradleyTerry"]),
         (
             ["loss=BradleyTerry", "evaluation.every_steps=5"],
-            ["evaluation.every_steps=5", "gives none"],
+            ["evaluation.every_steps=5", "does not generate"],
         ),
         (["trainer.reference.kl=KLInReward"], ["trainer.reference.kl=KLInReward has no effect"]),
         (
@@ -469,7 +469,7 @@ def test_settings_that_supervised_fine_tuning_does_not_read_are_refused() -> Non
         ),
         (
             ["placement.rollout_share=auto"],
-            ["placement.rollout_share=auto balances", "learning from examples only trains"],
+            ["placement.rollout_share=auto balances", "fine-tuning only trains"],
         ),
         (
             ["trainer.loss=PPO", "trainer.shaping.scale=2"],
