@@ -22,7 +22,8 @@ class Bound:
             ValueError: the value is out of bounds.
         """
         if self.is_violated_by(value := getattr(record, name)):
-            raise ValueError(f"{name}={value}: expected {self.expected}")
+            # chz passes the name of the attribute that holds the raw value.
+            raise ValueError(f"{name.removeprefix('X_')}={value}: expected {self.expected}")
 
     def is_violated_by(self, value: object) -> bool:
         """Whether a value is a number out of bounds."""

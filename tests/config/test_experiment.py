@@ -530,7 +530,7 @@ def test_every_number_has_bounds_and_every_setting_a_doc(cls: type[AnyExperiment
 
 
 def test_bounds_hold_in_python_and_ignore_other_values() -> None:
-    with pytest.raises(ValueError, match="max_staleness=-1: expected 0 or more"):
+    with pytest.raises(ValueError, match=r"^max_staleness=-1: expected 0 or more$"):
         RolloutConfig(max_staleness=-1)
     assert RolloutConfig(max_staleness=None, max_staleness_of_code="same").max_staleness is None
 
