@@ -17,9 +17,9 @@ class CheckpointConfig:
     every_steps: int = chz.field(
         validator=NOT_NEGATIVE,
         default=20,
-        doc="trainer steps between two checkpoints; 0: only at the end and on Ctrl-C",
+        doc="trainer steps between checkpoints; 0: only at the end and on Ctrl-C",
     )
-    keep: int = chz.field(validator=POSITIVE, default=2, doc="newest checkpoints kept")
+    keep: int = chz.field(validator=POSITIVE, default=2, doc="number of newest checkpoints to keep")
     export_hf: bool = chz.field(
         default=True,
         doc="export of the final policy as a Hugging Face folder, with a LoRA adapter merged",

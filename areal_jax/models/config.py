@@ -25,9 +25,14 @@ Target = Literal["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj",
 class LoRA:
     """Train a low-rank adapter on frozen weights.
 
-    rank: int = chz.field(validator=POSITIVE, default=16, doc="columns of A and rows of B")
+    Without dropout: trainer and engine must compute the same log-probs.
+    """
+
+    rank: int = chz.field(validator=POSITIVE, default=16, doc="rank of the adapter")
     alpha: float = chz.field(
-        validator=POSITIVE, default=32.0, doc="what the adapter adds is multiplied by alpha / rank"
+        validator=POSITIVE,
+        default=32.0,
+        doc="scale of the adapter: its output is multiplied by alpha / rank",
     )
     targets: tuple[Target, ...] = chz.field(
         default=("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"),

@@ -16,7 +16,7 @@ class PlacementConfig:
     rollout_devices: int | None = chz.field(
         validator=POSITIVE,
         default=None,
-        doc="devices that decode; none: their share, or the only one, shared",
+        doc="number of rollout devices; none: by rollout_share; a single device is shared",
     )
     rollout_share: float | Literal["auto"] | None = chz.field(
         validator=FRACTION,
@@ -28,7 +28,7 @@ class PlacementConfig:
     train_devices: int | None = chz.field(
         validator=POSITIVE,
         default=None,
-        doc="devices that train; none: the rest, or the only one, shared",
+        doc="number of train devices; none: the others; a single device is shared",
     )
     train_fsdp: int | None = chz.field(
         validator=POSITIVE,
@@ -53,7 +53,7 @@ class PlacementConfig:
     rollout_tensor: int = chz.field(
         validator=POSITIVE,
         default=1,
-        doc="rollout mesh: shards of heads, MLP and vocabulary; the rest shards slots",
+        doc="rollout mesh: shards of heads, MLP and vocabulary; other devices shard slots",
     )
     engines: int = chz.field(
         validator=POSITIVE,
@@ -62,5 +62,5 @@ class PlacementConfig:
         "are rolling",
     )
     simulated_devices: int | None = chz.field(
-        validator=POSITIVE, default=None, doc="CPU only: pretend to have this many devices"
+        validator=POSITIVE, default=None, doc="number of simulated devices, on CPU only"
     )

@@ -68,8 +68,8 @@ def find_policy(
     else:
         adapter = Path(config.adapter).expanduser()
         policy = Policy(model, lora.read_config(adapter, config.ignore_config_keys))
-        lora.require_base(adapter, config.path, str(folder))
-        lora.require_tensors(adapter, policy)
+        lora.check_base(adapter, config.path, str(folder))
+        lora.check_tensors(adapter, policy)
     if policy.lora:
         lora.abstract(policy)
     return policy

@@ -79,7 +79,7 @@ def find_served(config: ServeConfig) -> DecodingPolicy:
     given, checkpoint = named_policy(config.model, "model")
     if "path" not in given:
         with config_errors():
-            base = config.base or lora.base_of(Path(config.model).expanduser())
+            base = config.base or lora.read_base_name(Path(config.model).expanduser())
         if not base:
             raise ConfigError(
                 f"model={config.model} is an adapter that names no base policy; set base"
