@@ -27,8 +27,9 @@ class Bound:
 
     def is_violated_by(self, value: object) -> bool:
         """Whether a value is a number out of bounds."""
-        is_number = isinstance(value, int | float) and not isinstance(value, bool)
-        return is_number and not self.allows(value)
+        if isinstance(value, bool) or not isinstance(value, int | float):
+            return False
+        return not self.allows(value)
 
 
 POSITIVE = Bound("a number above 0", lambda value: value > 0)
