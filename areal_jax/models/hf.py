@@ -110,7 +110,7 @@ class _Tensor(NamedTuple):
     name: str
     shape: tuple[int, ...]
     """Shape in the file."""
-    index: tuple[int, ...]
+    stack_index: tuple[int, ...]
     """Layer, or layer and expert, in the leaf; empty if the tensor is the complete leaf."""
     num_inputs: int
     leaf_shape: tuple[int, ...]
@@ -505,14 +505,19 @@ def _load_leaf(
     for tensor in tensors:
         array = tensor.from_file(opened[tensor.name].file.get_tensor(tensor.name))
         for key, index in indices.items():
-            num_stacked = len(tensor.index)
+            num_stacked = len(tensor.stack_index)
             sizes = leaf.shape[:num_stacked]
             spans = [
                 part.indices(size)[:2]
                 for part, size in zip(index[:num_stacked], sizes, strict=True)
             ]
-            if all(start <= i < stop for i, (start, stop) in zip(tensor.index, spans, strict=True)):
-                target = tuple(i - start for i, (start, _) in zip(tensor.index, spans, strict=True))
+            if all(
+                start <= i < stop
+                for i, (start, stop) in zip(tensor.stack_index, spans, strict=True)
+            ):
+                target = tuple(
+                    i - start for i, (start, _) in zip(tensor.stack_index, spans, strict=True)
+                )
                 shards[key][target] = array[index[num_stacked:]]
     return jax.make_array_from_callback(leaf.shape, layout, lambda index: shards[_key(index)])
 
@@ -528,11 +533,11 @@ def _to_files(policy: Policy, params: Params) -> Iterator[tuple[str, np.ndarray]
     for path, abstract in _leaves(policy.abstract()).items():
         leaf = leaves[path]
         for layer, tensors in itertools.groupby(
-            _tensors(path, abstract), lambda tensor: tensor.index[:1]
+            _tensors(path, abstract), lambda tensor: tensor.stack_index[:1]
         ):
             part = fetch(leaf[layer])
             for tensor in tensors:
-                yield tensor.name, tensor.to_file(part[tensor.index[1:]])
+                yield tensor.name, tensor.to_file(part[tensor.stack_index[1:]])
 
 
 def _shards(policy: Policy, itemsize: int, shard_bytes: int) -> list[list[str]]:
