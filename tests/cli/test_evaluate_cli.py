@@ -286,7 +286,7 @@ def serving() -> Iterator[str]:
         thread.join(60)
 
 
-def test_a_server_answers_as_the_policy_itself_or_in_words_and_wants_its_token(
+def test_server_answers_as_tokens_or_text_and_requires_its_key(
     embedded: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -322,7 +322,7 @@ def test_a_server_answers_as_the_policy_itself_or_in_words_and_wants_its_token(
     assert "no server that speaks OpenAI's protocol answers there" in capsys.readouterr().err
 
 
-def test_a_server_that_fails_at_tokens_is_asked_in_words_and_one_that_fails_at_all_is_one_message(
+def test_server_that_fails_at_tokens_gets_text_requests(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(asked, "RETRIES_S", (0.0,))

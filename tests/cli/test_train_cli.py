@@ -292,7 +292,7 @@ def test_a_full_disk_is_one_message_and_exit_code_1(
     )
 
 
-def test_what_came_out_of_a_run_is_told_with_the_commands_that_ask_it(tmp_path: Path) -> None:
+def test_results_name_score_and_next_commands(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text(
         '{"version":0,"evaluation/pass@1":0.125}\n{"version":7,"evaluation/pass@1":0.5}\n'
     )

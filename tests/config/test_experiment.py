@@ -201,7 +201,7 @@ def test_an_algorithm_sets_the_switches_of_its_preset_and_nothing_else(name: str
     assert others <= {"rollout.success_rate_above", "rollout.success_rate_below"}
 
 
-def test_a_reference_comes_with_its_kl_and_only_with_one_that_has_a_gradient(
+def test_reference_has_a_kl_penalty_with_a_gradient(
     tmp_path: Path,
 ) -> None:
     experiment = load_experiment(
@@ -238,7 +238,7 @@ def test_a_teacher_must_be_named_and_is_signal_enough() -> None:
     assert load_experiment("aime", lone).trainer.teacher == Teacher(path="embedded")
 
 
-def test_what_is_said_beside_an_algorithm_wins(tmp_path: Path) -> None:
+def test_overrides_win_over_a_preset(tmp_path: Path) -> None:
     experiment = load_experiment("aime", ["trainer.loss.clip_eps_high=0.3", "algorithm=dapo"])
     assert isinstance(experiment, Experiment)
     assert experiment.trainer.loss == DecoupledPPO(clip_eps_high=0.3)
@@ -344,9 +344,7 @@ def test_the_same_class_again_keeps_what_the_experiment_set() -> None:
         ("seed", ["'seed'", "key=value"]),
     ],
 )
-def test_a_wrong_override_is_refused_with_what_would_be_right(
-    override: str, said: list[str]
-) -> None:
+def test_wrong_overrides_are_refused_with_a_hint(override: str, said: list[str]) -> None:
     message = refusal(override)
     assert [part for part in said if part not in message] == []
 
@@ -437,7 +435,7 @@ def test_a_wrong_override_is_refused_with_what_would_be_right(
         ),
     ],
 )
-def test_impossible_combinations_name_their_knobs(overrides: list[str], said: list[str]) -> None:
+def test_violated_rules_name_their_settings(overrides: list[str], said: list[str]) -> None:
     message = refusal(*overrides)
     assert [part for part in said if part not in message] == []
 
@@ -477,9 +475,7 @@ def test_settings_that_supervised_fine_tuning_does_not_read_are_refused() -> Non
         ),
     ],
 )
-def test_what_cannot_be_in_preference_training_is_refused(
-    overrides: list[str], said: list[str]
-) -> None:
+def test_invalid_preference_settings_are_refused(overrides: list[str], said: list[str]) -> None:
     message = refusal(*overrides, of="dpo")
     assert [part for part in said if part not in message] == []
 
@@ -489,7 +485,7 @@ def test_an_objective_of_pairs_is_none_of_reinforcement_learning() -> None:
 
 
 @pytest.mark.parametrize("base", ["ImportanceWeightedLoss", "ProximalLoss", "CustomLoss"])
-def test_what_objectives_have_in_common_is_none_itself(base: str) -> None:
+def test_abstract_objectives_cannot_be_chosen(base: str) -> None:
     reported = re.search(
         r"trainer\.loss=\w+: expected one of (.*), found", refusal(f"trainer.loss={base}")
     )

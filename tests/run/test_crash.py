@@ -175,7 +175,7 @@ def test_a_hole_in_the_metrics_is_refused_on_resuming(
 
 
 @pytest.mark.slow
-def test_a_loss_that_is_not_finite_ends_the_run_and_loses_no_trained_sample_and_no_checkpoint(
+def test_infinite_loss_ends_the_run_and_keeps_samples_and_checkpoints(
     tmp_path: Path, of_a_command: dict[str, str]
 ) -> None:
     run = tmp_path / "run"

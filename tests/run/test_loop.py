@@ -243,7 +243,7 @@ async def plain_synchronous_loop(run: Run[Trainer], exp: Experiment) -> None:
 
 
 @SLOW_ON_MANY
-def test_without_staleness_the_loop_is_a_plain_synchronous_loop_bit_for_bit(
+def test_loop_without_staleness_equals_plain_synchronous_loop(
     tiny_policy: Path, tmp_path: Path, placement: PlacementConfig
 ) -> None:
     exp = experiment(tiny_policy, placement, num_steps=5, max_staleness=0)
@@ -279,7 +279,7 @@ def host_initial(exp: Experiment) -> dict[str, np.ndarray]:
 
 
 @SLOW_ON_MANY
-def test_over_100_asynchronous_steps_nothing_is_too_old_trained_twice_or_lost(
+def test_100_asynchronous_steps_train_each_group_once_and_in_time(
     tiny_policy: Path, tmp_path: Path, placement: PlacementConfig
 ) -> None:
     max_staleness, num_steps = 2, 100
@@ -322,9 +322,7 @@ def test_over_100_asynchronous_steps_nothing_is_too_old_trained_twice_or_lost(
 
 
 @PLACEMENTS
-def test_a_resumed_run_goes_on_where_it_was(
-    tiny_policy: Path, tmp_path: Path, placement: PlacementConfig
-) -> None:
+def test_resume_is_bit_exact(tiny_policy: Path, tmp_path: Path, placement: PlacementConfig) -> None:
     exp = experiment(tiny_policy, placement, num_steps=8, max_staleness=0)
     whole = run_loop(planned(exp), tmp_path / "whole")
     # Cosine or not, the schedule spans num_steps: a constant one lets a shorter run be the
@@ -344,7 +342,7 @@ def test_a_resumed_run_goes_on_where_it_was(
     [(2, 3), (0, 4)],
     ids=["while a step is trained", "as a batch is finished"],
 )
-def test_a_run_stopped_at_any_moment_and_resumed_loses_and_repeats_no_task(
+def test_stop_and_resume_lose_and_repeat_no_task(
     tiny_policy: Path,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -394,9 +392,7 @@ def test_a_run_stopped_at_any_moment_and_resumed_loses_and_repeats_no_task(
 
 
 @pytest.mark.slow
-def test_conversations_of_several_turns_are_trained_on_and_go_on_after_an_interruption(
-    tiny_policy: Path, tmp_path: Path
-) -> None:
+def test_multi_turn_runs_train_and_resume(tiny_policy: Path, tmp_path: Path) -> None:
     exp = experiment(tiny_policy, ONE, num_steps=4, max_staleness=0)
     exp = chz.replace(
         exp,
@@ -505,7 +501,7 @@ def test_resumed_fine_tuning_goes_on_bit_for_bit_and_measures_again(
 
 
 @pytest.mark.slow
-def test_resumed_preference_training_goes_on_bit_for_bit_against_the_same_reference(
+def test_preference_training_resumes_bit_exact_with_its_reference(
     tiny_policy: Path, tmp_path: Path
 ) -> None:
     examples = tmp_path / "sums.jsonl"
@@ -563,7 +559,7 @@ class Diverging(CustomLoss):
 
 
 @pytest.mark.parametrize("at_first", [True, False])
-def test_a_divergence_leaves_a_checkpoint_to_go_on_from_and_never_one_of_half_a_step(
+def test_divergence_saves_no_checkpoint_of_half_a_step(
     tiny_policy: Path, tmp_path: Path, at_first: bool
 ) -> None:
     exp = experiment(tiny_policy, ONE, num_steps=1, max_staleness=0)
@@ -600,7 +596,7 @@ def test_a_divergence_leaves_a_checkpoint_to_go_on_from_and_never_one_of_half_a_
     ("every_steps", "left"),
     [(0, r"no checkpoint was saved, so there is nothing .*\n$"), (1, r"--resume=.* version 1\n$")],
 )
-def test_a_divergence_says_from_which_checkpoint_the_run_goes_on(
+def test_divergence_names_the_checkpoint_to_resume_from(
     tiny_policy: Path,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -635,7 +631,7 @@ def with_adapter(exp: Experiment, **changes: object) -> Experiment:
 
 
 @pytest.mark.slow
-def test_a_resumed_run_of_an_adapter_goes_on_where_it_was_and_leaves_it_in_files(
+def test_adapter_run_resumes_bit_exact_and_exports_its_adapter(
     tiny_policy: Path, tmp_path: Path
 ) -> None:
     policy = Policy(hf.read_config(tiny_policy), LoRA(rank=4))
@@ -681,7 +677,7 @@ def test_a_resumed_run_of_an_adapter_goes_on_where_it_was_and_leaves_it_in_files
     jax.tree.map(np.testing.assert_array_equal, frozen, base)
 
 
-def test_a_run_with_a_critic_begins_with_the_policys_trunk_and_leaves_it_in_a_folder(
+def test_critic_starts_from_the_policy_trunk_and_is_exported(
     tiny_policy: Path, tmp_path: Path
 ) -> None:
     exp = experiment(tiny_policy, ONE, num_steps=2, max_staleness=0)
@@ -714,7 +710,7 @@ def test_a_run_with_a_critic_begins_with_the_policys_trunk_and_leaves_it_in_a_fo
     assert learnt is not None and learnt.params["value"].all() and learnt.params["value_bias"].all()
 
 
-def test_an_evaluation_is_of_one_version_while_training_goes_on(
+def test_pinned_evaluation_has_one_version_during_training(
     tiny_policy: Path, tmp_path: Path
 ) -> None:
     exp = chz.replace(
@@ -739,9 +735,7 @@ def test_an_evaluation_is_of_one_version_while_training_goes_on(
     )
 
 
-def test_a_last_evaluation_that_fails_costs_neither_policy_nor_report(
-    tiny_policy: Path, tmp_path: Path
-) -> None:
+def test_failed_last_evaluation_keeps_policy_and_report(tiny_policy: Path, tmp_path: Path) -> None:
     exp = chz.replace(
         experiment(tiny_policy, ONE, num_steps=2, max_staleness=0),
         eval_tasks=Synthetic(split="heldout", num_tasks=4),

@@ -143,7 +143,7 @@ def test_a_frozen_policy_beside_the_trained_one_is_found_and_counted_once(
         ({"max_position_embeddings": 100}, "made for 100 positions"),
     ],
 )
-def test_a_frozen_policy_that_cannot_judge_every_sample_is_refused(
+def test_frozen_policy_that_cannot_read_every_sample_is_refused(
     policy: Path, tmp_path: Path, changes: dict[str, int], said: str
 ) -> None:
     shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
@@ -152,7 +152,7 @@ def test_a_frozen_policy_that_cannot_judge_every_sample_is_refused(
         plan(policy, f"trainer.teacher.path={tmp_path}")
 
 
-def test_a_frozen_policy_of_other_tokens_or_none_is_refused_by_the_name_of_its_setting(
+def test_frozen_policy_with_other_tokens_is_refused_by_its_setting(
     policy: Path, tmp_path: Path
 ) -> None:
     shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
@@ -404,7 +404,7 @@ def test_a_split_that_cannot_hold_the_policy_is_refused_with_the_numbers(
         plan(policy, "placement.train_devices=1", "placement.rollout_devices=3")
 
 
-def test_a_cluster_is_planned_on_devices_of_the_size_asked_for_and_needs_its_library(
+def test_cluster_plan_has_given_devices_and_needs_ray(
     policy: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = [
@@ -487,9 +487,7 @@ def test_a_tokenizer_larger_than_the_vocabulary_is_refused(policy: Path, tmp_pat
         plan(tmp_path)
 
 
-def test_a_tokenizer_without_a_chat_template_is_refused_until_plain_text_is_asked_for(
-    policy: Path, tmp_path: Path
-) -> None:
+def test_tokenizer_without_chat_template_needs_plain_text(policy: Path, tmp_path: Path) -> None:
     shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
     settings = json.loads((tmp_path / "tokenizer_config.json").read_text())
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": None}))
@@ -507,7 +505,7 @@ def test_what_is_wrong_with_tasks_names_their_setting(policy: Path, setting: str
         plan(policy, f"{setting}=Synthetic", f"{setting}.families=chess")
 
 
-def test_a_chat_template_that_cannot_go_on_after_an_answer_is_refused_for_several_turns(
+def test_chat_template_without_later_turns_is_refused_for_multi_turn(
     policy: Path, tmp_path: Path
 ) -> None:
     refusal = "{% if m.role == 'tool' %}{{ raise_exception('no tools') }}{% endif %}"

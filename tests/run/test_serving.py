@@ -68,20 +68,20 @@ def test_an_adapter_is_served_beside_the_policy_it_names_and_as_its_run(tmp_path
     # What does not say where it belongs must be told.
     file = tmp_path / "run" / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": None}))
-    with pytest.raises(ConfigError, match=r"is an adapter that names no policy .*; set base"):
+    with pytest.raises(ConfigError, match=r"is an adapter that names no base policy; set base"):
         find_served(named(tmp_path / "run" / "adapter"))
     reported = find_served(named(tmp_path / "run" / "adapter", base="embedded")).load().params
     jax.tree.map(np.testing.assert_array_equal, reported, of_folder)
 
 
-def test_what_cannot_be_served_is_refused_by_its_name(run: Path, tmp_path: Path) -> None:
+def test_invalid_models_are_refused_by_name(run: Path, tmp_path: Path) -> None:
     write_config(load_experiment("aime"), tmp_path / "config.json")
     for config, words in (
         (named(tmp_path), "this run has no checkpoint yet"),
         (named(run / CHECKPOINTS / "9"), "no checkpoint of version 9; found 2, 3"),
         (
             named(run / CHECKPOINTS / "x"),
-            r"model=.*expected RUN/checkpoints/VERSION with a number, came 'x'",
+            r"model=.*expected RUN/checkpoints/VERSION with a number, found 'x'",
         ),
         (
             named("embedded", base="embedded"),
@@ -91,7 +91,7 @@ def test_what_cannot_be_served_is_refused_by_its_name(run: Path, tmp_path: Path)
             named("/nowhere"),
             r"model=/nowhere: expected 'embedded', an existing folder.*; or a run folder",
         ),
-        (chz.replace(CONFIG, devices=99), "devices=99, and there are 8 devices"),
+        (chz.replace(CONFIG, devices=99), "devices=99: expected at most the 8 devices"),
     ):
         with pytest.raises(ConfigError, match=words):
             find_served(config)

@@ -33,7 +33,7 @@ def test_an_engine_with_another_policy_is_refused_with_both_fingerprints() -> No
     require_same_policy("engine 3", facts, "abcd")
     with pytest.raises(
         ConfigError,
-        match=r"engine 3 \(1 cpu at there\) found another policy .* abcd, expected ef01",
+        match=r"engine 3 \(1 cpu at there\) found another policy .* fingerprint ef01, found abcd",
     ):
         require_same_policy("engine 3", facts, "ef01")
 
