@@ -60,10 +60,9 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.protocols import MeasuredEngine
 from areal_jax.records import Completion, Request, derive_seed
 from areal_jax.rollout.config import RolloutConfig
-from areal_jax.run.build import Run, build_run
-from areal_jax.run.make_plan import make_plan
-from areal_jax.run.trainer import rl_trainer
-from areal_jax.sim.engine import EngineHabits
+from areal_jax.run.build import MeasuredEngine, Run, assembled
+from areal_jax.run.plan import make_plan
+from areal_jax.sim.engine import EngineBehavior
 from areal_jax.sim.lengths import LogNormal
 from areal_jax.sim.measured import MeasuredStages, StageTimes, stage_times
 from areal_jax.sim.simulation import Workload, simulate
@@ -198,11 +197,11 @@ def simulated(
         max_staleness,
         max_running_groups=(max_staleness + 1) * GROUPS,
     )
-    habits = EngineHabits(
+    behavior = EngineBehavior(
         num_slots=GROUPS * SAMPLES, shares_prompts=False, steps_per_dispatch=STEPS_PER_DISPATCH
     )
     seed = experiment(max_staleness).seed  # of the lengths too
-    outcome = simulate(MeasuredStages(times, habits), workload, num_steps, FIRST_COUNTED, seed)
+    outcome = simulate(MeasuredStages(times, behavior), workload, num_steps, FIRST_COUNTED, seed)
     return {"tokens_per_s": outcome.trained_per_s, "steps_per_s": 1 / outcome.step_s}
 
 

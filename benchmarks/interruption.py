@@ -47,7 +47,7 @@ def speeds(model: str) -> dict[str, float]:
             cluster,
             train_devices=96,
             transfer=Staged(),
-            habits=replace(cluster.habits, on_update=on_update),
+            behavior=replace(cluster.behavior, on_update=on_update),
         )
         found[on_update] = (
             SHRINK * simulate(changed, workload, num_steps=15, first_counted=3).tokens_per_s / 1e3

@@ -55,7 +55,7 @@ from areal_jax.models.decoder import Policy
 from areal_jax.models.known import known_shape
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
-from areal_jax.sim.costs import Reached, TrainerCosts
+from areal_jax.sim.costs import Efficiency, TrainerCosts
 from areal_jax.sim.hardware import DEVICES
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.sft import SupervisedTrainer
@@ -167,7 +167,7 @@ def gain_on_cluster(model: str, num_devices: int, num_seeds: int) -> float:
         known_shape(f"r1-distill-qwen-{model}"),
         DEVICES["H800"],
         num_devices // RANKS,
-        Reached(update_s=0.0),
+        Efficiency(update_s=0.0),
     )
     took = [
         seconds_on_ranks(

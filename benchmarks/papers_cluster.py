@@ -39,8 +39,8 @@ from statistics import fmean
 from typing import Literal, NamedTuple
 
 from areal_jax.models.known import known_shape
-from areal_jax.sim.costs import Dealt, Packed, Reached
-from areal_jax.sim.engine import EngineHabits
+from areal_jax.sim.costs import Efficiency, EvenSplit, Packed
+from areal_jax.sim.engine import EngineBehavior
 from areal_jax.sim.hardware import DEVICES
 from areal_jax.sim.lengths import LogNormal
 from areal_jax.sim.simulation import Barrier, Cluster, Outcome, Staged, Workload, simulate
@@ -173,13 +173,13 @@ def build(
         rollout // shrink,
         train // shrink,
         tensor,
-        train_layout=Dealt() if colocated else Packed(*pipeline, micro_batch_tokens=30_720),
-        reached=Reached(
+        train_layout=EvenSplit() if colocated else Packed(*pipeline, micro_batch_tokens=30_720),
+        efficiency=Efficiency(
             train_flops=fitted.train_share,
             step_s=fitted.step_s,
             memory=VERL_MEMORY if colocated else ENGINE_MEMORY[model],
         ),
-        habits=EngineHabits(SLOTS * tensor // usual, shares_prompts=False, tokens_per_entry=64),
+        behavior=EngineBehavior(SLOTS * tensor // usual, shares_prompts=False, tokens_per_entry=64),
         transfer=Barrier(
             bytes_per_s=device.network_bytes_per_s if colocated else 2e9,
             latency_s=0.0 if colocated else 5.0,
@@ -251,8 +251,8 @@ def gains(model: str, num_devices: int, max_new_tokens: int, shrink: int) -> dic
     @cache
     def project(share: float, running_batches: int, tensor: int) -> Outcome:
         cluster, workload = built(share, running_batches, tensor)
-        habits = replace(cluster.habits, shares_prompts=True, on_update="keep")
-        return measure(replace(cluster, habits=habits, transfer=Staged()), workload)
+        behavior = replace(cluster.behavior, shares_prompts=True, on_update="keep")
+        return measure(replace(cluster, behavior=behavior, transfer=Staged()), workload)
 
     def falls_short(outcome: Outcome) -> bool:
         return outcome.trainer_waits > 0.02 or outcome.masked > 0.02

@@ -1,11 +1,10 @@
-"""A clock that leaps: an asyncio event loop in which waiting takes no time, so that real asyncio
-code runs through hours of it.
+"""Simulated clock: an asyncio event loop in which waiting takes no time.
 
     run(main())     # like asyncio.run, with loop.time() counting simulated seconds from 0
 
-Whenever nothing is ready, time jumps to the next timer. All that reads the loop's time
-(asyncio.sleep, timeout, call_later) follows; what reads another clock, or waits for another thread,
-does not belong under it.
+Whenever nothing is ready, time advances to the next timer. Everything that reads the loop's time
+(asyncio.sleep, timeout, call_later) follows; code that reads another clock or waits for a thread
+cannot run under it.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ T = TypeVar("T")
 
 
 class NoEventsLeft(RuntimeError):
-    """Every task waits, and no timer is set that could wake one."""
+    """Every task waits and no timer is set: the simulation cannot continue."""
 
 
-class _Leap(selectors.SelectSelector):
-    """Where an event loop would sleep until its next timer, time goes there at once."""
+class _AdvancingSelector(selectors.SelectSelector):
+    """Advances the simulated time instead of sleeping until the next timer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,35 +36,39 @@ class _Leap(selectors.SelectSelector):
             raise failure
         if timeout is None:
             raise NoEventsLeft(
-                "all tasks wait for each other: no timer is set, and nothing comes from outside"
+                "all tasks wait for each other: no timer is set, and there are no external events"
             )
         self.now_s += timeout
         return []
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):
-    """An event loop whose time leaps to the next timer."""
+    """An event loop whose time advances to the next timer."""
 
     def __init__(self) -> None:
-        self._leap = _Leap()
-        super().__init__(self._leap)
+        self._advancing = _AdvancingSelector()
+        super().__init__(self._advancing)
 
     def time(self) -> float:
-        """Simulated seconds since the loop was made."""
-        return self._leap.now_s
+        """Return the simulated seconds since the loop was created."""
+        return self._advancing.now_s
 
     def call_exception_handler(self, context: dict[str, Any]) -> None:
-        """An error in a callback ends the run, where a real loop would log it and go on."""
+        """End the simulation with the error of a callback, which a real loop only logs."""
         if "handle" in context and isinstance(error := context.get("exception"), BaseException):
-            self._leap.failure = error
+            self._advancing.failure = error
         else:
             super().call_exception_handler(context)
 
 
 def run(main: Coroutine[Any, Any, T]) -> T:
-    """What `main` returns, run under simulated time. NoEventsLeft where it would wait for ever."""
-    # Tens of thousands of tasks live at once: looking through them for cycles as often as usual
-    # takes a third of all time.
+    """Run `main` under simulated time and return its result.
+
+    Raises:
+        NoEventsLeft: it would wait forever.
+    """
+    # With tens of thousands of tasks, garbage collection at the usual rate takes a third of the
+    # time.
     thresholds = gc.get_threshold()
     gc.set_threshold(200_000, 20, 100)
     try:

@@ -1,4 +1,4 @@
-"""What is asked of the planner."""
+"""Settings of the cluster planner."""
 
 from __future__ import annotations
 
@@ -9,56 +9,57 @@ import chz
 
 @chz.chz
 class ClusterQuestion:
-    model: str = chz.field(
-        doc="a policy known by name, such as qwen2.5-7b, or a folder with a config.json"
-    )
+    """A model, a cluster and a workload to plan for."""
+
+    model: str = chz.field(doc="known model such as qwen2.5-7b, or folder with a config.json")
     ignore_config_keys: tuple[str, ...] = chz.field(
         default=(),
-        doc="keys of the folder's config.json that are ignored instead of refused, by name",
+        doc="keys of the folder's config.json to ignore instead of refusing them",
     )
-    devices: int = chz.field(doc="how many there are")
-    context: int = chz.field(doc="tokens of the longest prompt and answer together")
-    device: str = chz.field(default="H100", doc="what they are, such as H200 or TPU v5p")
+    devices: int = chz.field(doc="number of devices")
+    context: int = chz.field(doc="maximum length of prompt and completion together, in tokens")
+    device: str = chz.field(default="H100", doc="device type, such as H200 or TPU v5p")
     rollout_devices: int | None = chz.field(
-        default=None, doc="how many decode; none: the best split"
+        default=None, doc="number of rollout devices; none: the best split"
     )
     devices_per_engine: int | None = chz.field(
         default=None,
         doc=(
-            "over how many an engine is cut; none: the fewest that hold weights and 8 longest "
-            "sequences, or more if faster"
+            "devices per engine; none: the fewest that hold weights and 8 sequences of maximum "
+            "length, or more if faster"
         ),
     )
-    steps: int = chz.field(default=250, doc="trainer steps to tell the hours of")
+    steps: int = chz.field(default=250, doc="trainer steps of the run, for the total hours")
     groups_per_batch: int = chz.field(default=512, doc="groups (prompts) in one trainer step")
-    samples_per_group: int = chz.field(default=16, doc="answers sampled for each prompt")
-    prompt_tokens: int = chz.field(default=200, doc="tokens of a usual prompt")
+    samples_per_group: int = chz.field(default=16, doc="samples per prompt")
+    prompt_tokens: int = chz.field(default=200, doc="typical prompt length, in tokens")
     median_length: int | None = chz.field(
-        default=None, doc="tokens of half of the answers; none: a quarter of the context"
+        default=None, doc="median completion length, in tokens; none: a quarter of the context"
     )
     sigma: float = chz.field(
-        default=0.8, doc="of the logarithm of lengths: how long their tail is; 0: all are equal"
+        default=0.8, doc="standard deviation of the log of completion lengths; 0: all are equal"
     )
     max_staleness: int | None = chz.field(
-        default=4, doc="eta: versions a trained token may lag behind; 0: synchronous"
+        default=4, doc="eta: maximum age of a trained token, in versions; 0: synchronous"
     )
     on_update: Literal["recompute", "keep"] = chz.field(
-        default="recompute", doc="KV caches of live sequences when weights arrive: rebuilt, or kept"
+        default="recompute",
+        doc="KV caches of running sequences at a weight update: recomputed or kept",
     )
     slots: int = chz.field(
         default=256,
-        doc="sequences that the smallest engine decodes at the same time, if its memory holds them",
+        doc="slots of the smallest engine, if its memory holds them",
     )
     train_share: float = chz.field(
         default=0.43,
-        doc="of the peak, reached by training (MFU); benchmarks/train_mfu.py measures it",
+        doc="MFU of training; benchmarks/train_mfu.py measures it",
     )
     decode_share: float = chz.field(
-        default=0.75, doc="of the memory bandwidth, reached by decode steps"
+        default=0.75, doc="share of the memory bandwidth that decode steps reach"
     )
     decode_step_s: float = chz.field(
-        default=0.003, doc="what a decode step takes beside reading weights and caches"
+        default=0.003, doc="time of a decode step besides reading weights and caches, in seconds"
     )
     figure: str = chz.field(
-        default="plan.png", doc="where throughput by split is sampled; empty: nowhere"
+        default="plan.png", doc="file of the plot of throughput by split; empty: no plot"
     )

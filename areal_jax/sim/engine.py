@@ -1,14 +1,13 @@
-"""Engines without devices: they answer requests in the time that a cost model says, under whatever
-clock the loop has.
+"""Simulated engines: they answer requests in the time of a cost model, under the loop's clock.
 
-A decode step draws a token in every live sequence. Between two changes of who is live its time
-grows linearly with the tokens in the caches, so that whole stretches of steps are one event: s
-steps of N sequences with L tokens in their caches take
+A decode step samples a token of every running sequence. Between two changes of the running set its
+time grows linearly with the cached tokens, so that many steps are one event: s steps of N sequences
+with L cached tokens take
 
     s · (fixed + context · L) + context · N · s² / 2
 
-seconds, and who ends next is the top of a heap. What an engine does beside, such as prefill and the
-work of taking weights, stops its decoding for as long.
+seconds, and the next sequence to end is the top of a heap. Prefill and weight swaps stop decoding
+for their duration.
 """
 
 from __future__ import annotations
@@ -30,28 +29,25 @@ from areal_jax.sim.costs import DecodeCosts, Step
 from areal_jax.sim.lengths import Lengths
 
 ASSIGNED_UP_TO = 0.9
-"""A sequence is seated while caches are filled up to this share; at 1 the youngest sequences leave
-until they are again."""
+"""Cache utilization up to which sequences are admitted; full caches preempt down to it."""
 
 _TINY = 1e-6
 """Of a step."""
 
 
 @dataclass(frozen=True)
-class EngineHabits:
-    """What engines do, beside what it costs."""
+class EngineBehavior:
+    """Scheduling of simulated engines."""
 
     num_slots: int = 256
     on_update: Literal["recompute", "keep", "drain"] = "recompute"
-    """Drain: weights wait until all that is under way has ended, and nothing begins before them, as
-    without interruption."""
+    """`drain`: no interruption; a swap waits for all running sequences, and admits none before."""
     shares_prompts: bool = True
-    """Whether the samples of a request share the prefill of its prompt."""
+    """True if the samples of a request share the prefill of its prompt."""
     steps_per_dispatch: int = 1
-    """A sequence that has ended keeps its place until so many steps, counted from its first, are
-    full."""
+    """A finished sequence keeps its slot to the end of its dispatch of that many steps."""
     tokens_per_entry: int = 1
-    """Completions have an entry for so many tokens: what counts them need not hold them."""
+    """Tokens per entry of the simulated completions, to save memory."""
 
 
 @dataclass(slots=True, eq=False)
@@ -70,47 +66,46 @@ class _Sequence:
     job: _Job
     sample: int
     length: int
-    """Tokens that it will have sampled in the end."""
+    """Final number of tokens."""
     stop_reason: StopReason
     stamps: list[tuple[int, int]]
-    """Version and number of tokens, of what was sampled before it came to where it is."""
+    """Version and number of tokens sampled before the current slot."""
     sampled: int
     """All tokens of the stamps."""
     assigned_at: float = 0.0
-    """Steps of its engine when it was seated."""
+    """Step count of the engine when the slot was assigned."""
 
 
 class _Engine:
-    """One engine: a batch that decodes, and a queue of its own."""
+    """One engine: running sequences and a queue."""
 
     def __init__(self, fleet: Fleet, index: int, version: int) -> None:
         self.fleet, self.index, self.version = fleet, index, version
         self.up = True
         self.held_back: int | None = None
-        """Version that waits for the live sequences to end."""
+        """Version that waits for the running sequences to end."""
         self.load = 0
-        """Sequences seated and waiting."""
+        """Running and waiting sequences."""
         self.waiting: deque[_Sequence] = deque()
         self.live: dict[int, _Sequence] = {}
-        """In the order in which they were seated."""
+        """Running sequences in order of admission."""
         self.context = 0.0
         """Tokens in the caches."""
         self.steps = 0.0
         """Decode steps since the beginning; they need not be whole between two events."""
         self.as_of_s = 0.0
-        """When all of these were so."""
+        """Time of this state."""
         self.stopped_until_s = 0.0
         self.seconds = defaultdict[str, float](float)
-        """What the time went into: decode, prefill, recompute, swap, idle, down."""
+        """Time by activity: decode, prefill, recompute, swap, idle, down."""
         self.history: list[tuple[float, int]] = [(0.0, version)]
-        """Steps from which on each version drew."""
+        """First step of each version."""
         self._ends: list[tuple[float, int]] = []
         self._assigned = 0
         self._timer: asyncio.TimerHandle | None = None
 
     def advance(self, now_s: float) -> None:
-        """Bring everything to this moment. No sequence ends, and the caches do not fill up, before
-        it."""
+        """Advance the state to `now_s`, before which no sequence ends and no cache fills up."""
         free_s = max(self.as_of_s, min(self.stopped_until_s, now_s))
         elapsed_s = now_s - free_s
         if elapsed_s > 0:
@@ -133,22 +128,22 @@ class _Engine:
         self.as_of_s = now_s
 
     def stop_for(self, seconds: float, cause: str) -> None:
-        """Decode nothing for so long, from now or from when it may go on."""
+        """Stop decoding for `seconds`, after the current stop if there is one."""
         self.stopped_until_s = max(self.stopped_until_s, self.as_of_s) + seconds
         self.seconds[cause] += seconds
 
     def swap(self, version: int) -> None:
-        """Go on with these weights, if they are newer."""
+        """Switch to these weights if they are newer."""
         if not self.up or version <= self.version:
             return
-        if self.live and self.fleet.habits.on_update == "drain":
+        if self.live and self.fleet.behavior.on_update == "drain":
             self.held_back = version
             return
         self.held_back = None
         self.version = version
         self.history.append((self.steps, version))
         self.stop_for(self.fleet.costs.copy_s, "swap")
-        if self.live and self.fleet.habits.on_update == "recompute":
+        if self.live and self.fleet.behavior.on_update == "recompute":
             lengths = (
                 len(each.job.request.prompt_tokens) + self._length(each)
                 for each in self.live.values()
@@ -157,12 +152,12 @@ class _Engine:
             self.stop_for(self.fleet.costs.recompute_s(self.context, pairs), "recompute")
 
     def admit_waiting(self) -> None:
-        habits, room = self.fleet.habits, ASSIGNED_UP_TO * self.fleet.kv_tokens
+        behavior, room = self.fleet.behavior, ASSIGNED_UP_TO * self.fleet.kv_tokens
         while (
             self.up
             and self.held_back is None
             and self.waiting
-            and len(self.live) < habits.num_slots
+            and len(self.live) < behavior.num_slots
         ):
             sequence = self.waiting[0]
             request = sequence.job.request
@@ -171,20 +166,20 @@ class _Engine:
                 return
             self.waiting.popleft()
             held = (self.index, self.version)
-            if sequence.sampled or not habits.shares_prompts or sequence.job.prefilled != held:
+            if sequence.sampled or not behavior.shares_prompts or sequence.job.prefilled != held:
                 self.stop_for(self.fleet.costs.prefill_s(tokens, tokens**2 / 2), "prefill")
                 sequence.job.prefilled = held
             sequence.assigned_at = self.steps
             self.context += tokens
             self._assigned += 1
             self.live[self._assigned] = sequence
-            dispatches = ceil((sequence.length - sequence.sampled) / habits.steps_per_dispatch)
+            dispatches = ceil((sequence.length - sequence.sampled) / behavior.steps_per_dispatch)
             heappush(
-                self._ends, (self.steps + dispatches * habits.steps_per_dispatch, self._assigned)
+                self._ends, (self.steps + dispatches * behavior.steps_per_dispatch, self._assigned)
             )
 
     def set_timer(self) -> None:
-        """Wake up when the next sequence ends, or the caches are full."""
+        """Set the timer to the end of the next sequence or to full caches."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
@@ -203,7 +198,7 @@ class _Engine:
         self._timer = self.fleet.loop.call_at(at_s, self._wake)
 
     def leave(self) -> list[_Sequence]:
-        """All sequences, with what they have sampled; the engine is then empty."""
+        """Remove and return all sequences with their tokens."""
         left = [self._free_slot(number) for number in list(self.live)] + list(self.waiting)
         self.held_back = None
         self.waiting.clear()
@@ -211,14 +206,14 @@ class _Engine:
         return left
 
     def stamps(self, sequence: _Sequence) -> list[tuple[int, int]]:
-        """Version and number of tokens of all that a live sequence has sampled."""
+        """Return versions and token counts of a running sequence."""
         return [*sequence.stamps, *self._new_stamps(sequence, self._length(sequence))]
 
     def _step(self) -> Step:
         return self.fleet.step(len(self.live))
 
     def _cached(self, sequence: _Sequence) -> float:
-        """Tokens of a sequence in the caches."""
+        """Return the cached tokens of a sequence."""
         return (
             len(sequence.job.request.prompt_tokens)
             + sequence.sampled
@@ -227,16 +222,16 @@ class _Engine:
         )
 
     def _length(self, sequence: _Sequence) -> int:
-        """Tokens that a live sequence has sampled."""
+        """Return the number of tokens of a running sequence."""
         return min(
             sequence.length, sequence.sampled + int(self.steps - sequence.assigned_at + _TINY)
         )
 
     def _new_stamps(self, sequence: _Sequence, sampled: int) -> list[tuple[int, int]]:
-        """Of what was sampled since it was seated."""
+        """Return versions and token counts since the slot was assigned."""
         found, left = list[tuple[int, int]](), sampled - sequence.sampled
         for since, version in reversed(self.history):
-            # A swap comes between two steps: the token under way is the older version's.
+            # A swap happens between two steps: the current token has the older version.
             before = min(left, max(0, ceil(since - sequence.assigned_at - _TINY)))
             if left > before:
                 found.append((version, left - before))
@@ -276,26 +271,25 @@ class _Engine:
 
 
 class Fleet:
-    """Engines behind one door: the simulated `records.Engine`. Each sample goes to the engine that
-    has the fewest.
+    """Simulated `protocols.Engine` over several engines; samples go to the least loaded one.
 
-    A request's lengths depend on its seed alone, as real draws do; its tokens are zeros. All of it
-    happens in the loop's own thread, whose clock is the only one."""
+    The lengths of a request depend on its seed only; its tokens are zeros.
+    """
 
     def __init__(
         self,
         costs: DecodeCosts,
         lengths: Lengths,
         num_engines: int,
-        habits: EngineHabits | None = None,
+        behavior: EngineBehavior | None = None,
         version: int = 0,
     ) -> None:
-        self.costs, self.lengths, self.habits = costs, lengths, habits or EngineHabits()
+        self.costs, self.lengths, self.behavior = costs, lengths, behavior or EngineBehavior()
         self.loop = asyncio.get_running_loop()
         self.kv_tokens = costs.kv_tokens
         if self.kv_tokens < 1:
             raise ValueError(
-                f"expected room for KV caches beside the weights, came {self.kv_tokens:,} tokens"
+                f"expected memory for KV caches beside the weights, found {self.kv_tokens:,}"
             )
         self.engines = [_Engine(self, index, version) for index in range(num_engines)]
         self.counts = Counter[str]()
@@ -303,16 +297,15 @@ class Fleet:
         self._version = version
         self._steps: dict[int, Step] = {}
         self._jobs: dict[str, _Job] = {}
-        # Load and index of every engine, and entries that were true once: those are dropped where
-        # they come up.
+        # Heap of load and index; outdated entries are dropped when they reach the top.
         self._by_load = [(0, index) for index in range(num_engines)]
         self._changed: set[int] = set()
-        """Engines that sequences were sent to since the loop's last turn."""
-        self._homeless: list[_Sequence] = []
-        """Sequences that no engine is up for."""
+        """Engines that received sequences since the last iteration of the loop."""
+        self._unassigned: list[_Sequence] = []
+        """Sequences that wait for any engine to be up."""
 
     def submit(self, request: Request) -> asyncio.Future[list[Completion]]:
-        """Answer when the simulated engines have. Cancelling the future frees nothing."""
+        """Queue a request; cancelling the future does not free its slots."""
         if request.id in self._jobs:
             raise ValueError(f"request id {request.id!r} is in use by another unfinished request")
         answer: asyncio.Future[list[Completion]] = self.loop.create_future()
@@ -334,7 +327,7 @@ class Fleet:
         return answer
 
     async def snapshot(self) -> dict[str, tuple[Completion, ...]]:
-        """What every unfinished request has sampled so far, as of now."""
+        """Return the tokens of every unfinished request so far."""
         partials = {
             job.request.id: [done or self._completion([], "suspended") for done in job.sampled]
             for job in self._jobs.values()
@@ -355,20 +348,27 @@ class Fleet:
     def publish(
         self, version: int, arrives_after_s: Sequence[float], stops_for_s: float = 0.0
     ) -> None:
-        """Send weights to every engine. Args: arrives_after_s: by engine. stops_for_s: so long it
-        stands still before that."""
+        """Send weights to every engine.
+
+        Args:
+            version: of the weights.
+            arrives_after_s: delay until they arrive, by engine.
+            stops_for_s: stall of each engine before they arrive.
+        """
         self._version = version
         now_s = self.loop.time()
         for engine, after_s in zip(self.engines, arrives_after_s, strict=True):
             if stops_for_s:
-                self.loop.call_at(
-                    now_s + after_s - stops_for_s, self._stand_still, engine, stops_for_s
-                )
+                self.loop.call_at(now_s + after_s - stops_for_s, self._stall, engine, stops_for_s)
             self.loop.call_at(now_s + after_s, self._arrive, engine, version)
 
     def fail(self, index: int, repaired_after_s: float) -> None:
-        """Lose an engine: its sequences go on elsewhere from the tokens they have; it comes back
-        with the newest weights."""
+        """Fail an engine; its sequences continue elsewhere from their tokens.
+
+        Args:
+            index: of the engine.
+            repaired_after_s: delay until it is back, with the newest weights.
+        """
         engine, now_s = self.engines[index], self.loop.time()
         if not engine.up:
             return
@@ -381,7 +381,7 @@ class Fleet:
         self.loop.call_at(now_s + repaired_after_s, self._repair, engine)
 
     def stop(self, error: BaseException) -> None:
-        """Fail every request, as an engine does whose engine loop has died."""
+        """Fail every request, as an engine whose loop died."""
         for job in self._jobs.values():
             if not job.answer.done():
                 stopped = EngineStopped(f"the simulated engines stopped: {error}")
@@ -390,7 +390,7 @@ class Fleet:
         self._jobs.clear()
 
     def seconds(self) -> dict[str, float]:
-        """What all engines have spent their time on until now."""
+        """Return the seconds of all engines by activity."""
         total = defaultdict[str, float](float)
         for engine in self.engines:
             engine.advance(self.loop.time())
@@ -400,14 +400,14 @@ class Fleet:
         return dict(total)
 
     def step(self, num_sequences: int) -> Step:
-        """Costs of a decode step, worked out once for each number of sequences."""
+        """Return the cost of a decode step, cached by number of sequences."""
         found = self._steps.get(num_sequences)
         if found is None:
             found = self._steps[num_sequences] = self.costs.step(num_sequences)
         return found
 
     def finish(self, engine: _Engine, sequence: _Sequence, stamps: list[tuple[int, int]]) -> None:
-        """A sequence of an engine has sampled its last token."""
+        """Record a finished sequence."""
         job = sequence.job
         self._set_load(engine, -1)
         self.counts["tokens"] += sequence.length
@@ -432,7 +432,7 @@ class Fleet:
                 self._changed.add(index)
                 return
             heappop(self._by_load)
-        self._homeless.append(sequence)
+        self._unassigned.append(sequence)
 
     def _set_load(self, engine: _Engine, change: int) -> None:
         engine.load += change
@@ -450,7 +450,7 @@ class Fleet:
             engine.set_timer()
         self._changed.clear()
 
-    def _stand_still(self, engine: _Engine, seconds: float) -> None:
+    def _stall(self, engine: _Engine, seconds: float) -> None:
         engine.advance(self.loop.time())
         engine.stop_for(seconds, "transfer")
         engine.set_timer()
@@ -466,8 +466,8 @@ class Fleet:
         engine.up = True
         engine.swap(self._version)
         self._set_load(engine, 0)
-        homeless, self._homeless = self._homeless, []
-        for sequence in homeless:
+        unassigned, self._unassigned = self._unassigned, []
+        for sequence in unassigned:
             self._send(sequence)
 
     def _stamps_of(self, done: Completion | None) -> list[tuple[int, int]]:
@@ -476,13 +476,13 @@ class Fleet:
         changes = np.flatnonzero(np.diff(done.versions)) + 1
         parts = zip([0, *changes.tolist()], [*changes.tolist(), len(done.versions)], strict=True)
         return [
-            (int(done.versions[start]), (end - start) * self.habits.tokens_per_entry)
+            (int(done.versions[start]), (end - start) * self.behavior.tokens_per_entry)
             for start, end in parts
         ]
 
     def _completion(self, stamps: Sequence[tuple[int, int]], stop_reason: StopReason) -> Completion:
         """One entry for every tokens_per_entry tokens, and for what is left over."""
-        size, ends, total = self.habits.tokens_per_entry, [], 0
+        size, ends, total = self.behavior.tokens_per_entry, [], 0
         for _, tokens in stamps:
             total += tokens
             ends.append(-(-total // size))

@@ -1,5 +1,4 @@
-"""What makers say of their devices, as data: peaks, which nothing reaches (`costs.Reached` says
-what is)."""
+"""Peaks from the data sheets of devices; `costs.Efficiency` says which share programs reach."""
 
 from __future__ import annotations
 
@@ -8,19 +7,19 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Device:
-    """One accelerator of a data sheet."""
+    """Data sheet of one accelerator."""
 
     memory_bytes: float
     bytes_per_s: float
-    """To and from its own memory."""
+    """Memory bandwidth."""
     flops_per_s: float
-    """Of dense products in bfloat16."""
+    """Dense bfloat16 products."""
     link_bytes_per_s: float
-    """To its neighbours in a host or slice, one way."""
+    """Bandwidth to neighbours in a host or slice, one way."""
     network_bytes_per_s: float
-    """Its share of its host's way to other hosts."""
+    """Share of the host's network bandwidth."""
     per_host: int
-    """Devices that the fast links join; an engine is cut over no more."""
+    """Devices joined by fast links: the largest engine."""
 
 
 DEVICES: dict[str, Device] = {
@@ -37,8 +36,11 @@ DEVICES: dict[str, Device] = {
 
 
 def known_device(name: str) -> Device:
-    """The device called `name`, in any case. ValueError lists the names where it is none of
-    them."""
+    """Return the device called `name`, case-insensitively.
+
+    Raises:
+        ValueError: the name is unknown; the message lists the known ones.
+    """
     for known, device in DEVICES.items():
         if known.lower() == name.lower():
             return device

@@ -1,5 +1,4 @@
-"""How long answers are: sampled from a distribution, or from lengths that a run recorded; the same
-for the same seed."""
+"""Completion lengths: from a distribution or from a recorded run; deterministic given the seed."""
 
 from __future__ import annotations
 
@@ -11,14 +10,14 @@ from typing import Protocol, runtime_checkable
 
 @runtime_checkable
 class Lengths(Protocol):
-    """Draws the lengths of the answers to one prompt."""
+    """Samples the lengths of the completions of one prompt."""
 
     def sample_lengths(self, chance: random.Random, num: int) -> list[int]: ...
 
 
 @dataclass(frozen=True)
 class LogNormal:
-    """exp of a normal variate; half of the answers are longer than `median`."""
+    """Log-normal lengths; half of the completions are longer than `median`."""
 
     median: float
     sigma: float
@@ -30,7 +29,7 @@ class LogNormal:
 
 @dataclass(frozen=True)
 class Recorded:
-    """Any of these, each as likely as the others."""
+    """Recorded lengths, sampled uniformly."""
 
     lengths: tuple[int, ...]
 
@@ -39,9 +38,10 @@ class Recorded:
 
 
 def capped_mean(lengths: LogNormal, longest: int) -> float:
-    """Mean of lengths that are cut at `longest`.
+    """Return the mean of lengths truncated at `longest`.
 
-    E min(X, c) = exp(mu + s²/2) Phi((ln c - mu) / s - s) + c (1 - Phi((ln c - mu) / s))."""
+    E min(X, c) = exp(mu + s²/2) Phi((ln c - mu) / s - s) + c (1 - Phi((ln c - mu) / s)).
+    """
     mu, sigma = math.log(lengths.median), lengths.sigma
     if sigma == 0:
         return min(lengths.median, float(longest))

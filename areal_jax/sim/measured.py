@@ -1,8 +1,7 @@
-"""What the stages of a real run took, read from its folder: costs to simulate it with, and to split
-devices by.
+"""Measured stage times of a real run, to simulate it or to split devices.
 
-Spans of trace.json tell what engines, graders and the weight channel did; metrics.jsonl how fast
-the trainer was.
+Engine, grading and weight-update times come from the spans of trace.json, trainer throughput from
+metrics.jsonl.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from jaxtyping import Float
 
 from areal_jax.metrics import jsonl, names, trace
 from areal_jax.sim.costs import Rewards, Step
-from areal_jax.sim.engine import EngineHabits
+from areal_jax.sim.engine import EngineBehavior
 from areal_jax.sim.simulation import Failures
 
 
@@ -27,24 +26,27 @@ class StageTimes(NamedTuple):
     """Seconds, by stage."""
 
     decode_step_s: float
-    """A decode step of an engine, whatever lies between two dispatches included."""
+    """Decode step of an engine, including the gap between two dispatches."""
     prefill_token_s: float
-    """A token of a prompt."""
+    """Prefill, per prompt token."""
     recompute_token_s: float
-    """A token of a live sequence, when weights arrive; as in prefill, where none was rebuilt."""
+    """Cache rebuild at a weight update, per token; the prefill time if no cache was rebuilt."""
     train_token_s: float
-    """A token of a batch, prompts included."""
+    """Training, per token of a batch, prompts included."""
     train_step_s: float
-    """A batch."""
+    """Trainer step."""
     grading_s: float
-    """An answer, from its end to its grade."""
+    """Grading, from the end of an answer to its reward."""
     travel_s: float
-    """Weights, from the trainer's step to the engines."""
+    """Weight update, from the trainer's step to the engines."""
 
 
 def stage_times(run_folder: Path, steps_per_dispatch: int) -> StageTimes:
-    """What the stages of a run took on average. ValueError names what the run has not done, or not
-    recorded."""
+    """Return the mean stage times of a run.
+
+    Raises:
+        ValueError: the run recorded no decoding or no training.
+    """
     spans = [event for event in trace.read(run_folder / "trace.json") if event.get("ph") == "X"]
     by_name = defaultdict[str, list[float]](list)
     by_engine = defaultdict[int, list[dict[str, Any]]](list)
@@ -62,8 +64,8 @@ def stage_times(run_folder: Path, steps_per_dispatch: int) -> StageTimes:
     ]
     if not by_engine or not speeds:
         raise ValueError(
-            f"{run_folder} tells of no {'training' if by_engine else 'decoding'}; is "
-            "metrics.trace=true?"
+            f"{run_folder} has no record of {'training' if by_engine else 'decoding'}; set "
+            "metrics.trace=true and run it again"
         )
     engines = [
         _engine_times(sorted(spans, key=lambda span: span["ts"] + span["dur"]))
@@ -86,16 +88,17 @@ def _mean(times: Sequence[float]) -> float:
 
 
 def _engine_times(spans: Iterable[Mapping[str, Any]]) -> tuple[float, float, float]:
-    """Seconds of a dispatch, of a token's prefill and of a token's recomputing. A prefill is
-    enqueued and not waited for, so that what a dispatch behind it takes beyond others is the
-    prefill's."""
+    """Return the seconds of a dispatch, of prefill per token, and of a rebuild per token.
+
+    A prefill is enqueued without waiting: the extra time of the dispatch after it is the prefill's.
+    """
     seconds, tokens = defaultdict[str, list[float]](list), defaultdict[str, float](float)
     gaps, until_s, behind_prefill = list[float](), None, False
     for span in spans:
         start_s, end_s = span["ts"] / 1e6, (span["ts"] + span["dur"]) / 1e6
         if until_s is not None and start_s > until_s:
             gaps.append(start_s - until_s)
-        # A dispatch may be enqueued while the one before is under way.
+        # A dispatch may be enqueued while the previous one runs.
         own_s = end_s - max(start_s, until_s or start_s)
         match span["name"]:
             case "dispatch":
@@ -112,7 +115,9 @@ def _engine_times(spans: Iterable[Mapping[str, Any]]) -> tuple[float, float, flo
         until_s = end_s
     alone = seconds["dispatch"] or seconds["behind prefill"]
     if not alone:
-        raise ValueError("an engine has decoded nothing")
+        raise ValueError(
+            "expected dispatches of every engine in the trace, found an engine without"
+        )
     dispatch_s = fmean(alone)
     prefill_s = (
         sum(seconds["prefill"])
@@ -123,43 +128,45 @@ def _engine_times(spans: Iterable[Mapping[str, Any]]) -> tuple[float, float, flo
     recompute_token_s = (
         sum(seconds["recompute"]) / tokens["recompute"] if tokens["recompute"] else prefill_token_s
     )
-    # Most gaps are the host's; the long ones are an engine's that has nothing to do.
+    # Most gaps are host time; the long ones are idle engines, which the median leaves out.
     return dispatch_s + (median(gaps) if gaps else 0.0), prefill_token_s, recompute_token_s
 
 
 @dataclass(frozen=True)
 class MeasuredEngine:
-    """An engine whose step takes as long whatever is seated in it: its program computes every
-    slot."""
+    """An engine whose step time does not depend on the number of running sequences.
+
+    Its program computes every slot.
+    """
 
     times: StageTimes
     kv_tokens: int = 1 << 40
     copy_s: float = 0.0
 
     def step(self, num_sequences: int) -> Step:
-        """As measured."""
+        """Return the measured step time."""
         del num_sequences
         return Step(self.times.decode_step_s, 0.0)
 
     def prefill_s(self, tokens: float, pairs: float) -> float:
-        """By tokens."""
+        """Return a time proportional to the tokens."""
         del pairs
         return tokens * self.times.prefill_token_s
 
     def recompute_s(self, tokens: float, pairs: float) -> float:
-        """By tokens."""
+        """Return a time proportional to the tokens."""
         del pairs
         return tokens * self.times.recompute_token_s
 
 
 @dataclass(frozen=True)
 class MeasuredStages:
-    """The machines of a run, as it found them."""
+    """Stages with the measured times of a run."""
 
     times: StageTimes
-    habits: EngineHabits
+    behavior: EngineBehavior
     num_engines: int = 1
-    stand_still_s: float = 0.0
+    stall_s: float = 0.0
     failures: Failures | None = None
 
     @property
@@ -168,14 +175,14 @@ class MeasuredStages:
 
     @property
     def rewards(self) -> Rewards:
-        # What an answer waited for a worker is in its time.
+        # The measured time includes the wait for a worker.
         return Rewards(num_workers=1 << 12, grading_s=self.times.grading_s)
 
     def arrivals_s(self) -> list[float]:
-        """All at once."""
+        """Return the same arrival for all engines."""
         return [self.times.travel_s] * self.num_engines
 
     def train_s(self, lengths: Float[np.ndarray, "N"], num_mini_batches: int) -> float:
-        """By tokens."""
+        """Return a time proportional to the tokens."""
         del num_mini_batches
         return float(lengths.sum()) * self.times.train_token_s

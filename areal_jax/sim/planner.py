@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from areal_jax.errors import ConfigError
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.sim.config import ClusterQuestion
-from areal_jax.sim.costs import BYTES_PER_TRAINED_WEIGHT, EngineCosts, Reached, TrainerCosts
-from areal_jax.sim.engine import EngineHabits
+from areal_jax.sim.costs import BYTES_PER_TRAINED_WEIGHT, Efficiency, EngineCosts, TrainerCosts
+from areal_jax.sim.engine import EngineBehavior
 from areal_jax.sim.hardware import Device, known_device
 from areal_jax.sim.lengths import LogNormal, capped_mean
 from areal_jax.sim.simulation import Cluster, Outcome, Workload, simulate
@@ -271,13 +271,13 @@ def stage_seconds(
 ) -> tuple[float, float]:
     """Device-seconds of generating a batch in full engines, and of training on it, in closed
     form."""
-    device, reached, longest = (
+    device, efficiency, longest = (
         known_device(question.device),
-        _reached(question),
+        _efficiency(question),
         question.context - question.prompt_tokens,
     )
     engine, mean = (
-        EngineCosts(model, device, tensor, reached),
+        EngineCosts(model, device, tensor, efficiency),
         capped_mean(_lengths(question), longest),
     )
     context = question.prompt_tokens + mean / 2
@@ -286,7 +286,9 @@ def stage_seconds(
     samples = question.groups_per_batch * question.samples_per_group
     generate_s = samples * mean / live * (step.fixed_s + step.context_s * live * context) * tensor
     length = question.prompt_tokens + mean
-    one = replace(TrainerCosts(model, device, 1, reached), reached=replace(reached, update_s=0.0))
+    one = replace(
+        TrainerCosts(model, device, 1, efficiency), efficiency=replace(efficiency, update_s=0.0)
+    )
     return generate_s, one.train_tokens_s(samples * length, samples * length**2 / 2)
 
 
@@ -345,9 +347,9 @@ def _simulated(
         rollout // shrink,
         train // shrink,
         tensor,
-        reached=_reached(question),
+        efficiency=_efficiency(question),
         # As many slots a device, over however many an engine is cut.
-        habits=EngineHabits(
+        behavior=EngineBehavior(
             slots, question.on_update, tokens_per_entry=max(1, question.context // 256)
         ),
     )
@@ -373,8 +375,8 @@ def _lengths(question: ClusterQuestion) -> LogNormal:
     return LogNormal(float(question.median_length or max(1, question.context // 4)), question.sigma)
 
 
-def _reached(question: ClusterQuestion) -> Reached:
-    return Reached(
+def _efficiency(question: ClusterQuestion) -> Efficiency:
+    return Efficiency(
         decode_bandwidth=question.decode_share,
         train_flops=question.train_share,
         step_s=question.decode_step_s,

@@ -1,8 +1,7 @@
-"""A run of the real gate, buffer and controller with simulated devices: what a cluster would give.
+"""Simulation of a cluster: the real gate, buffer and controller with simulated devices.
 
-The body of `loop.train` under the leaping clock: engines answer, answers are graded, and steps are
-trained in the time that `costs` says, while every group is counted, started, stamped and handed
-over by the code that does so in a real run.
+The body of `loop.train` under the simulated clock. Decoding, grading and training take the times of
+`costs`; groups are admitted, counted and buffered by the code of a real run.
 """
 
 from __future__ import annotations
@@ -24,42 +23,39 @@ from areal_jax.rollout.config import RolloutConfig
 from areal_jax.rollout.controller import Rollouts, open_gate, run_rollouts
 from areal_jax.sim.clock import run
 from areal_jax.sim.costs import (
-    Dealt,
     DecodeCosts,
+    Efficiency,
     EngineCosts,
+    EvenSplit,
     Packed,
-    Reached,
     Rewards,
     TrainerCosts,
 )
-from areal_jax.sim.engine import EngineHabits, Fleet
+from areal_jax.sim.engine import EngineBehavior, Fleet
 from areal_jax.sim.hardware import Device
 from areal_jax.sim.lengths import Lengths
 
 
 @dataclass(frozen=True)
 class Staged:
-    """Weights reach engines while these decode, one engine after another, over the network: nobody
-    waits for anybody."""
+    """Weights reach engines one after another over the network while they decode."""
 
     latency_s: float = 0.5
 
 
 @dataclass(frozen=True)
 class Barrier:
-    """The trainer stands still until all weights are written, and all engines until all have them,
-    as through a shared file system."""
+    """Trainer and engines stall until all weights are written and read, as through shared files."""
 
     bytes_per_s: float = 5e9
     latency_s: float = 2.0
     notice_s: float = 0.0
-    """Until engines begin to take them. They decode what they may meanwhile: without staleness,
-    nothing."""
+    """Delay until engines start to read; they decode meanwhile, as far as staleness permits."""
 
 
 @dataclass(frozen=True)
 class Failures:
-    """Engines are lost, each on its own, at exponentially distributed times."""
+    """Engines die independently, at exponentially distributed times."""
 
     mean_time_between_s: float
     repair_s: float = 120.0
@@ -67,8 +63,7 @@ class Failures:
 
 @dataclass(frozen=True)
 class Workload:
-    """What is generated and trained on, and how far ahead. Defaults are the paper's recipe (AReaL,
-    table 3)."""
+    """Batch shape, lengths and staleness; defaults are the paper's recipe (AReaL, table 3)."""
 
     lengths: Lengths
     max_new_tokens: int
@@ -82,77 +77,78 @@ class Workload:
 
 @runtime_checkable
 class Stages(Protocol):
-    """What a run goes through, and how long that takes: of a data sheet, or measured."""
+    """Stage times of a run: from data sheets or measured."""
 
     @property
     def engine(self) -> DecodeCosts: ...
     @property
     def num_engines(self) -> int: ...
     @property
-    def habits(self) -> EngineHabits: ...
+    def behavior(self) -> EngineBehavior: ...
     @property
     def rewards(self) -> Rewards: ...
     @property
     def failures(self) -> Failures | None: ...
     @property
-    def stand_still_s(self) -> float:
-        """How long the trainer does nothing else while it sends weights, and engines decode nothing
-        while they take them."""
+    def stall_s(self) -> float:
+        """Time that trainer and engines stall at a weight update."""
         ...
 
     def arrivals_s(self) -> list[float]:
-        """When weights that are published now reach each engine."""
+        """Return the seconds until weights that are published now reach each engine."""
         ...
 
     def train_s(self, lengths: Float[np.ndarray, "N"], num_mini_batches: int) -> float:
-        """Of a trainer step on sequences of these lengths, prompts included."""
+        """Return the time of a trainer step on sequences of these lengths, prompts included."""
         ...
 
 
 @dataclass(frozen=True)
 class Cluster:
-    """Which devices do what, by their data sheets. A synchronous system may use the same for both,
-    in turns."""
+    """Devices by task, with data-sheet costs.
+
+    A synchronous system may use the same devices for both tasks in turns.
+    """
 
     model: ModelConfig
     device: Device
     rollout_devices: int
     train_devices: int
     devices_per_engine: int = 1
-    train_layout: Packed | Dealt = field(default_factory=Packed)
-    reached: Reached = field(default_factory=Reached)
-    habits: EngineHabits = field(default_factory=EngineHabits)
+    train_layout: Packed | EvenSplit = field(default_factory=Packed)
+    efficiency: Efficiency = field(default_factory=Efficiency)
+    behavior: EngineBehavior = field(default_factory=EngineBehavior)
     transfer: Staged | Barrier = field(default_factory=Staged)
     rewards: Rewards = field(default_factory=Rewards)
     failures: Failures | None = None
 
     @property
     def engine(self) -> EngineCosts:
-        return EngineCosts(self.model, self.device, self.devices_per_engine, self.reached)
+        return EngineCosts(self.model, self.device, self.devices_per_engine, self.efficiency)
 
     @property
     def num_engines(self) -> int:
         return self.rollout_devices // self.devices_per_engine
 
     def train_s(self, lengths: Float[np.ndarray, "N"], num_mini_batches: int) -> float:
-        """As `TrainerCosts.train_s`."""
+        """Return the time of a trainer step; see `TrainerCosts.train_s`."""
         trainer = TrainerCosts(
             self.model,
             self.device,
             self.train_devices,
-            self.reached,
+            self.efficiency,
             num_mini_batches=num_mini_batches,
             layout=self.train_layout,
         )
         return trainer.train_s(lengths)
 
     def arrivals_s(self) -> list[float]:
-        """As they come over the network, or all after the barrier."""
+        """Return arrivals over the network, or all at the end of the barrier."""
         if isinstance(self.transfer, Barrier):
-            return [self.transfer.notice_s + self.stand_still_s] * self.num_engines
-        network = self.device.network_bytes_per_s * self.reached.network
+            return [self.transfer.notice_s + self.stall_s] * self.num_engines
+        network = self.device.network_bytes_per_s * self.efficiency.network
         own_s = self.engine.weight_bytes / (self.devices_per_engine * network)
-        # All that trainers send, or as much as an engine can take.
+        # Limited by the trainers' sending or by the engine's receiving bandwidth.
         sent_s = self.engine.weight_bytes / (self.train_devices * network)
         return [
             self.transfer.latency_s + max(own_s, (index + 1) * sent_s)
@@ -160,8 +156,8 @@ class Cluster:
         ]
 
     @property
-    def stand_still_s(self) -> float:
-        """Of the trainer while it writes, and of engines while they read."""
+    def stall_s(self) -> float:
+        """Stall of the trainer while it writes, and of engines while they read."""
         if isinstance(self.transfer, Barrier):
             return self.transfer.latency_s + self.engine.weight_bytes / self.transfer.bytes_per_s
         return 0.0
@@ -169,49 +165,48 @@ class Cluster:
 
 @dataclass(frozen=True)
 class Outcome:
-    """What a simulated run gave, after its first steps."""
+    """Result of a simulated run, without its first steps."""
 
     tokens_per_s: float
-    """Tokens of the batches, prompts left out: the paper's effective throughput."""
+    """Completion tokens of the batches: the paper's effective throughput."""
     step_s: float
-    """From one batch to the next, on average."""
+    """Mean time from one batch to the next."""
     train_s: float
-    """Of that, the trainer at work."""
+    """Mean time of the trainer's work in it."""
     shares: Mapping[str, float]
-    """Of the engines' time: decode, prefill, recompute, swap, transfer, idle, down."""
+    """Shares of engine time: decode, prefill, recompute, swap, transfer, idle, down."""
     staleness: float
-    """Versions that a trained token lags behind, on average."""
+    """Mean age of a trained token, in versions."""
     masked: float
-    """Share of tokens that are older than max_staleness, which are not trained on."""
+    """Share of tokens older than max_staleness, which are not trained on."""
     mean_length: float
     seconds: float
-    """Simulated, all of it."""
+    """Simulated seconds in total."""
     counts: Mapping[str, float]
-    """What fleet and controller counted."""
+    """Counts of fleet and controller."""
 
     @property
     def trained_per_s(self) -> float:
-        """Tokens trained on: those that are not too old."""
+        """Trained tokens per second, without those that are too old."""
         return self.tokens_per_s * (1 - self.masked)
 
     @property
     def trainer_waits(self) -> float:
-        """Share of its time."""
+        """Share of the time in which the trainer waits."""
         return 1 - self.train_s / self.step_s
 
 
 def simulate(
     stages: Stages, workload: Workload, num_steps: int = 8, first_counted: int = 2, seed: int = 0
 ) -> Outcome:
-    """Train so many steps, and say how fast those from `first_counted` on were. The same seed gives
-    the same outcome."""
+    """Simulate `num_steps` steps and measure those from `first_counted` on."""
     return run(_simulate(stages, workload, num_steps, first_counted, seed))
 
 
 async def _simulate(
     stages: Stages, workload: Workload, num_steps: int, first_counted: int, seed: int
 ) -> Outcome:
-    fleet = Fleet(stages.engine, workload.lengths, stages.num_engines, stages.habits)
+    fleet = Fleet(stages.engine, workload.lengths, stages.num_engines, stages.behavior)
     config = RolloutConfig(
         groups_per_batch=workload.groups_per_batch,
         samples_per_group=workload.samples_per_group,
@@ -234,12 +229,12 @@ async def _simulate(
             if version == first_counted:
                 begin_s, spent = clock(), fleet.seconds()
             groups = await buffer.take(config.groups_per_batch, version)
-            batch = _count(groups, version, workload, stages.habits.tokens_per_entry)
+            batch = _count(groups, version, workload, stages.behavior.tokens_per_entry)
             batch.train_s = stages.train_s(batch.lengths, workload.num_mini_batches)
             taken.append(batch)
             await asyncio.sleep(batch.train_s)
-            fleet.publish(version + 1, stages.arrivals_s(), stages.stand_still_s)
-            await asyncio.sleep(stages.stand_still_s)
+            fleet.publish(version + 1, stages.arrivals_s(), stages.stall_s)
+            await asyncio.sleep(stages.stall_s)
             gate.version = version + 1
         outcome = _outcome(taken[first_counted:], begin_s, fleet, spent, rollouts)
     if breakage:
@@ -250,9 +245,9 @@ async def _simulate(
 @dataclass
 class _Batch:
     tokens: float
-    """Sampled by the policy."""
+    """Tokens that the policy sampled."""
     lengths: Float[np.ndarray, "N"]
-    """Of its samples with their prompts."""
+    """Lengths of the samples with their prompts."""
     staleness: float
     """Summed over tokens."""
     masked: float
@@ -303,8 +298,10 @@ def _outcome(
 
 
 async def _break(fleet: Fleet, failures: Failures, seed: int) -> None:
-    """Lose engines for ever. The first of many clocks of the same mean runs as many times as
-    fast."""
+    """Fail random engines until cancelled.
+
+    The minimum of n exponential times has 1/n of their mean.
+    """
     chance = random.Random(f"{seed}/failures")
     while True:
         await asyncio.sleep(chance.expovariate(len(fleet.engines) / failures.mean_time_between_s))
@@ -312,7 +309,7 @@ async def _break(fleet: Fleet, failures: Failures, seed: int) -> None:
 
 
 class Numbered:
-    """Tasks 0, 1, 2 and so on, without end."""
+    """Endless tasks 0, 1, 2, ..."""
 
     def __init__(self) -> None:
         self._place = 0
@@ -326,7 +323,7 @@ class Numbered:
 
 
 class GradingQueue:
-    """Workers that grader answers in the order in which they come."""
+    """Reward workers with one first-in, first-out queue."""
 
     def __init__(self, rewards: Rewards) -> None:
         self._grading_s = rewards.grading_s
@@ -334,8 +331,7 @@ class GradingQueue:
         heapify(self._free_at_s)
 
     async def graded(self, num: int) -> None:
-        """Wait until so many answers are graded: a wait for all of them, since each costs as much
-        as another task's step."""
+        """Wait until `num` answers are graded, with a single timer for all of them."""
         now_s = done_s = asyncio.get_running_loop().time()
         for _ in range(num):
             done_s = max(now_s, self._free_at_s[0]) + self._grading_s
@@ -349,8 +345,7 @@ class GradingQueue:
 
 @dataclass(frozen=True, eq=False)
 class OneTurn:
-    """A workflow of one question with several answers, whose samples hold what the policy drew and
-    no prompt."""
+    """A single-turn workflow whose samples hold completions without prompts."""
 
     prompt_tokens: int
     samples_per_group: int

@@ -59,7 +59,7 @@ def test_a_deadline_passes_at_its_virtual_time_and_no_earlier() -> None:
     assert run(main()) == (pytest.approx(100), True)
 
 
-def test_what_would_wait_for_ever_is_an_error() -> None:
+def test_waiting_forever_is_an_error() -> None:
     async def main() -> None:
         await asyncio.Event().wait()
 

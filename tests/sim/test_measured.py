@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from areal_jax.metrics.trace import Trace
-from areal_jax.sim.engine import EngineHabits
+from areal_jax.sim.engine import EngineBehavior
 from areal_jax.sim.lengths import Recorded
 from areal_jax.sim.measured import MeasuredStages, StageTimes, stage_times
 from areal_jax.sim.simulation import Workload, simulate
@@ -54,7 +54,7 @@ def write_run(folder: Path, engines: int = 1) -> Path:
 
 
 @pytest.mark.parametrize("engines", [1, 2])
-def test_a_runs_folder_tells_what_its_stages_took(tmp_path: Path, engines: int) -> None:
+def test_stage_times_are_read_from_a_run_folder(tmp_path: Path, engines: int) -> None:
     # A dispatch of 8 steps takes 80 ms and 2 ms of the host's. A prefill 10 + 100 - 80 ms for 100
     # tokens.
     expected = TIMES._replace(decode_step_s=0.082 / 8)
@@ -62,33 +62,33 @@ def test_a_runs_folder_tells_what_its_stages_took(tmp_path: Path, engines: int) 
     assert found._asdict() == pytest.approx(expected._asdict())
 
 
-def test_a_run_that_has_not_decoded_tells_nothing(tmp_path: Path) -> None:
+def test_a_run_without_decoding_is_refused(tmp_path: Path) -> None:
     Trace(tmp_path / "trace.json").close()
     (tmp_path / "metrics.jsonl").write_text('{"version":0,"trainer/tokens_per_second":1000.0}\n')
-    with pytest.raises(ValueError, match=r"tells of no decoding; is metrics\.trace=true\?"):
+    with pytest.raises(ValueError, match=r"has no record of decoding; set metrics\.trace=true"):
         stage_times(tmp_path, 8)
 
 
-def test_a_simulated_step_is_the_sum_of_what_was_measured() -> None:
+def test_a_simulated_step_is_the_sum_of_measured_times() -> None:
     # Two groups of two answers of 60 tokens, in dispatches of 8: 64 steps. Prompts of 10 tokens.
-    habits = EngineHabits(num_slots=4, shares_prompts=False, steps_per_dispatch=8)
+    behavior = EngineBehavior(num_slots=4, shares_prompts=False, steps_per_dispatch=8)
     workload = Workload(
         Recorded((60,)), 100, 10, groups_per_batch=2, samples_per_group=2, max_staleness=0
     )
-    outcome = simulate(MeasuredStages(TIMES, habits), workload, num_steps=4)
+    outcome = simulate(MeasuredStages(TIMES, behavior), workload, num_steps=4)
     step_s = 0.05 + 4 * 10 * 3e-4 + 64 * 0.01 + 0.005 + 4 * 70 * 0.0015
     assert outcome.step_s == pytest.approx(step_s)
     assert outcome.tokens_per_s == pytest.approx(4 * 60 / step_s)
 
 
-def test_live_caches_are_rebuilt_at_the_measured_rate() -> None:
+def test_running_caches_are_rebuilt_at_the_measured_rate() -> None:
     # Answers of 60 and of 120 tokens: when weights arrive, some are under way.
     workload = Workload(
         Recorded((60, 120)), 200, 10, groups_per_batch=1, samples_per_group=2, max_staleness=2
     )
     found = {
         rate: simulate(
-            MeasuredStages(TIMES._replace(recompute_token_s=rate), EngineHabits(num_slots=3)),
+            MeasuredStages(TIMES._replace(recompute_token_s=rate), EngineBehavior(num_slots=3)),
             workload,
             num_steps=6,
         )

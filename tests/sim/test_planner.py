@@ -51,7 +51,7 @@ def ask(**settings: object) -> ClusterQuestion:
         ({"devices": 0, "train_share": 1.5}, "came devices=0, train_share=1.5"),
     ],
 )
-def test_what_cannot_be_is_refused_with_the_numbers(
+def test_impossible_clusters_are_refused_with_the_numbers(
     settings: dict[str, object], numbers: str
 ) -> None:
     question = ask(**settings)
@@ -59,7 +59,7 @@ def test_what_cannot_be_is_refused_with_the_numbers(
         plan_cluster(question, known_shape(question.model))
 
 
-def test_an_engine_is_as_small_as_holds_eight_longest_sequences() -> None:
+def test_an_engine_holds_at_least_eight_longest_sequences() -> None:
     # 7B: 0.9 · 80 GB less 15.2 GB hold 990 000 tokens of 57 kB. 32B: 65.5 GB of weights leave 25
     # 000 on one device, and with two 298 000 tokens of 262 kB.
     assert engine_size(ask(), known_shape("qwen2.5-7b")) == 1
@@ -79,7 +79,7 @@ def test_the_split_follows_the_stages_times() -> None:
 
 
 @pytest.mark.parametrize(("decode_step_s", "devices_per_engine"), [(0.5, 2), (0.0, 1)])
-def test_engines_are_wide_where_steps_cost_much_beside_reading(
+def test_engines_are_wide_where_fixed_step_costs_are_high(
     decode_step_s: float, devices_per_engine: int
 ) -> None:
     # Half a second of a step is shared by twice the sequences where an engine has two devices.
@@ -100,7 +100,7 @@ def test_engines_are_wide_where_steps_cost_much_beside_reading(
     )
 
 
-def test_the_best_split_of_a_small_cluster_is_found_and_told() -> None:
+def test_the_best_split_of_a_small_cluster_is_found() -> None:
     question = ask(
         model="qwen2.5-1.5b",
         devices=4,

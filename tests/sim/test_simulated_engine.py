@@ -12,8 +12,8 @@ from areal_jax.errors import EngineStopped
 from areal_jax.models.known import known_shape
 from areal_jax.records import Completion, Request, Sampling
 from areal_jax.sim.clock import run
-from areal_jax.sim.costs import EngineCosts, Reached
-from areal_jax.sim.engine import EngineHabits, Fleet
+from areal_jax.sim.costs import Efficiency, EngineCosts
+from areal_jax.sim.engine import EngineBehavior, Fleet
 from areal_jax.sim.hardware import DEVICES
 from areal_jax.sim.lengths import LogNormal, Recorded
 
@@ -25,7 +25,7 @@ PREFILL_S = COSTS.prefill_s(float(PROMPT), PROMPT**2 / 2)
 
 
 @dataclass(frozen=True)
-class RollingSource:
+class FixedLengths:
     """These lengths, for the samples of every request."""
 
     lengths: tuple[int, ...]
@@ -58,7 +58,7 @@ def decode_s(num: int, steps: int, context: int) -> float:
 
 def test_equal_sequences_take_the_closed_forms_time() -> None:
     async def main() -> list[Completion]:
-        return await Fleet(COSTS, RollingSource((300,) * 8), 1).submit(request("a", 8))
+        return await Fleet(COSTS, FixedLengths((300,) * 8), 1).submit(request("a", 8))
 
     completions, seconds = timed(main())
     assert [len(completion.tokens) for completion in completions] == [300] * 8
@@ -68,16 +68,16 @@ def test_equal_sequences_take_the_closed_forms_time() -> None:
 def test_a_step_grows_cheaper_as_sequences_end() -> None:
     # Two of 100 tokens, then one alone for 200 more.
     async def main() -> list[Completion]:
-        return await Fleet(COSTS, RollingSource((100, 300)), 1).submit(request("a", 2))
+        return await Fleet(COSTS, FixedLengths((100, 300)), 1).submit(request("a", 2))
 
     _, seconds = timed(main())
     expected = PREFILL_S + decode_s(2, 100, PROMPT) + decode_s(1, 200, PROMPT + 100)
     assert seconds == pytest.approx(expected, rel=1e-6)
 
 
-def test_each_engines_time_is_accounted_for_and_every_token_drawn_once() -> None:
+def test_engine_time_adds_up_and_tokens_are_sampled_once() -> None:
     async def main() -> tuple[Fleet, int]:
-        fleet = Fleet(COSTS, LogNormal(400.0, 1.0), 3, EngineHabits(num_slots=5))
+        fleet = Fleet(COSTS, LogNormal(400.0, 1.0), 3, EngineBehavior(num_slots=5))
         answers = [fleet.submit(request(str(i), 4)) for i in range(20)]
         for version in range(1, 4):
             await asyncio.sleep(1.0)
@@ -95,10 +95,10 @@ def test_each_engines_time_is_accounted_for_and_every_token_drawn_once() -> None
     assert sampled == counted > 80 * 400
 
 
-def test_slots_bound_who_is_live_and_the_rest_wait_in_their_order() -> None:
+def test_slots_bound_running_sequences_and_the_queue_is_fifo() -> None:
     # Two slots, three sequences of 100: two together, then one.
     async def main() -> float:
-        fleet = Fleet(COSTS, RollingSource((100,)), 1, EngineHabits(num_slots=2))
+        fleet = Fleet(COSTS, FixedLengths((100,)), 1, EngineBehavior(num_slots=2))
         await asyncio.gather(*(fleet.submit(request(name, 1)) for name in "abc"))
         return asyncio.get_running_loop().time()
 
@@ -106,10 +106,10 @@ def test_slots_bound_who_is_live_and_the_rest_wait_in_their_order() -> None:
     assert run(main()) == pytest.approx(expected, rel=1e-6)
 
 
-def test_tokens_are_stamped_with_the_version_that_drew_them() -> None:
+def test_tokens_carry_the_version_that_sampled_them() -> None:
     async def main(on_update: str) -> tuple[list[int], float]:
-        habits = EngineHabits(on_update="keep" if on_update == "keep" else "recompute")
-        fleet = Fleet(COSTS, RollingSource((200,)), 1, habits)
+        behavior = EngineBehavior(on_update="keep" if on_update == "keep" else "recompute")
+        fleet = Fleet(COSTS, FixedLengths((200,)), 1, behavior)
         answer = fleet.submit(request("a", 1))
         # After half of its 200 tokens, and a little.
         await asyncio.sleep(PREFILL_S + decode_s(1, 100, PROMPT) + 1e-6)
@@ -126,9 +126,9 @@ def test_tokens_are_stamped_with_the_version_that_drew_them() -> None:
     )
 
 
-def test_a_drained_engine_takes_weights_when_all_has_ended_and_begins_nothing_before() -> None:
+def test_draining_engines_swap_when_empty_and_admit_nothing_before() -> None:
     async def main() -> tuple[list[int], list[int], float]:
-        fleet = Fleet(COSTS, RollingSource((200,)), 1, EngineHabits(on_update="drain"))
+        fleet = Fleet(COSTS, FixedLengths((200,)), 1, EngineBehavior(on_update="drain"))
         first = fleet.submit(request("a", 1))
         await asyncio.sleep(0.1)
         fleet.publish(7, [0.0])
@@ -146,7 +146,7 @@ def test_a_drained_engine_takes_weights_when_all_has_ended_and_begins_nothing_be
 
 def test_a_request_waits_for_the_weights_that_may_start_it() -> None:
     async def main() -> list[int]:
-        fleet = Fleet(COSTS, RollingSource((10,)), 2)
+        fleet = Fleet(COSTS, FixedLengths((10,)), 2)
         answer = fleet.submit(request("a", 1, min_version=1))
         await asyncio.sleep(5.0)
         assert not answer.done()
@@ -159,7 +159,7 @@ def test_a_request_waits_for_the_weights_that_may_start_it() -> None:
     assert seconds > 6
 
 
-def test_full_caches_send_the_youngest_away_and_nothing_is_lost() -> None:
+def test_full_caches_preempt_the_youngest_and_lose_nothing() -> None:
     # Room for 2000 tokens beside the weights: three sequences of 900 and their prompts do not fit.
     tight = replace(
         DEVICES["H100"],
@@ -169,7 +169,7 @@ def test_full_caches_send_the_youngest_away_and_nothing_is_lost() -> None:
     assert costs.kv_tokens in (1999, 2000)
 
     async def main() -> tuple[list[Completion], int]:
-        fleet = Fleet(costs, RollingSource((900,) * 3), 1)
+        fleet = Fleet(costs, FixedLengths((900,) * 3), 1)
         return await fleet.submit(request("a", 3)), fleet.counts["preempted"]
 
     completions, preempted = run(main())
@@ -177,9 +177,9 @@ def test_full_caches_send_the_youngest_away_and_nothing_is_lost() -> None:
     assert preempted == 1
 
 
-def test_what_a_lost_engine_was_drawing_goes_on_elsewhere() -> None:
+def test_sequences_of_a_failed_engine_continue_elsewhere() -> None:
     async def main() -> tuple[int, float]:
-        fleet = Fleet(COSTS, RollingSource((1000,)), 2)
+        fleet = Fleet(COSTS, FixedLengths((1000,)), 2)
         answers = [fleet.submit(request(str(i), 1)) for i in range(4)]
         await asyncio.sleep(1.0)
         sampled = {name: len(parts[0].tokens) for name, parts in (await fleet.snapshot()).items()}
@@ -199,7 +199,7 @@ def test_what_a_lost_engine_was_drawing_goes_on_elsewhere() -> None:
 
 def test_without_any_engine_requests_wait_for_a_repair() -> None:
     async def main() -> int:
-        fleet = Fleet(COSTS, RollingSource((50,)), 1)
+        fleet = Fleet(COSTS, FixedLengths((50,)), 1)
         answer = fleet.submit(request("a", 1))
         await asyncio.sleep(0.05)
         fleet.fail(0, repaired_after_s=60.0)
@@ -212,12 +212,12 @@ def test_without_any_engine_requests_wait_for_a_repair() -> None:
 
 def test_a_request_is_resumed_where_it_was() -> None:
     async def main() -> tuple[list[int], list[int], int]:
-        fleet = Fleet(COSTS, RollingSource((20, 400)), 1)
+        fleet = Fleet(COSTS, FixedLengths((20, 400)), 1)
         answer = fleet.submit(request("a", 2))
         await asyncio.sleep(1.0)
         parts = (await fleet.snapshot())["a"]
         whole = [len(completion.tokens) for completion in await answer]
-        other = Fleet(COSTS, RollingSource((20, 400)), 1, version=3)
+        other = Fleet(COSTS, FixedLengths((20, 400)), 1, version=3)
         resumed = await other.submit(request("a", 2, resume=parts))
         versions = resumed[1].versions
         return (
@@ -233,13 +233,13 @@ def test_a_request_is_resumed_where_it_was() -> None:
 
 def test_an_entry_may_stand_for_many_tokens() -> None:
     async def main() -> list[int]:
-        fleet = Fleet(COSTS, RollingSource((100, 64, 1)), 1, EngineHabits(tokens_per_entry=32))
+        fleet = Fleet(COSTS, FixedLengths((100, 64, 1)), 1, EngineBehavior(tokens_per_entry=32))
         return [len(completion.versions) for completion in await fleet.submit(request("a", 3))]
 
     assert run(main()) == [4, 2, 1]
 
 
-def test_lengths_depend_on_the_requests_seed_alone_and_end_at_the_budget() -> None:
+def test_lengths_depend_on_the_seed_only_and_end_at_the_budget() -> None:
     async def main(first: bool) -> dict[int, list[tuple[int, str]]]:
         fleet = Fleet(COSTS, LogNormal(5000.0, 1.0), 4)
         seeds = (1, 2, 3) if first else (3, 1, 2)
@@ -256,7 +256,7 @@ def test_lengths_depend_on_the_requests_seed_alone_and_end_at_the_budget() -> No
     assert {reason for _, reason in everything} == {"stop", "length"}
 
 
-def test_recorded_lengths_are_drawn_from_what_was_recorded() -> None:
+def test_recorded_lengths_are_sampled_from_the_recording() -> None:
     async def main() -> set[int]:
         completions = await Fleet(COSTS, Recorded((3, 5)), 1).submit(request("a", 40))
         return {len(completion.tokens) for completion in completions}
@@ -266,7 +266,7 @@ def test_recorded_lengths_are_drawn_from_what_was_recorded() -> None:
 
 def test_engines_that_stop_fail_their_requests() -> None:
     async def main() -> None:
-        fleet = Fleet(COSTS, RollingSource((50,)), 1)
+        fleet = Fleet(COSTS, FixedLengths((50,)), 1)
         answer = fleet.submit(request("a", 1))
         fleet.stop(MemoryError("device"))
         with pytest.raises(EngineStopped, match="device"):
@@ -279,12 +279,12 @@ def test_weights_that_do_not_fit_are_refused() -> None:
     async def main() -> None:
         # 65.5 GB in 0.9 · 32 GB: short of 140 000 tokens of 262 kB.
         Fleet(
-            EngineCosts(known_shape("qwen2.5-32b"), DEVICES["TPU v5e"], 2, Reached()),
-            RollingSource((1,)),
+            EngineCosts(known_shape("qwen2.5-32b"), DEVICES["TPU v5e"], 2, Efficiency()),
+            FixedLengths((1,)),
             1,
         )
 
     with pytest.raises(
-        ValueError, match=r"room for KV caches beside the weights, came -1\d\d,\d{3} tokens"
+        ValueError, match=r"memory for KV caches beside the weights, found -1\d\d,\d{3}"
     ):
         run(main())

@@ -7,8 +7,8 @@ import pytest
 
 from areal_jax.models.known import known_shape
 from areal_jax.rollout.gate import Gate
-from areal_jax.sim.costs import Dealt, EngineCosts, Packed, Reached, Rewards, TrainerCosts
-from areal_jax.sim.engine import EngineHabits
+from areal_jax.sim.costs import Efficiency, EngineCosts, EvenSplit, Packed, Rewards, TrainerCosts
+from areal_jax.sim.engine import EngineBehavior
 from areal_jax.sim.hardware import DEVICES
 from areal_jax.sim.lengths import LogNormal, Recorded, capped_mean
 from areal_jax.sim.simulation import Barrier, Cluster, Failures, Staged, Workload, simulate
@@ -51,7 +51,7 @@ def test_without_staleness_a_step_is_the_sum_of_its_stages() -> None:
     assert outcome.staleness == outcome.masked == 0
 
 
-def test_running_ahead_is_bounded_by_the_slower_stage_and_better_than_turns() -> None:
+def test_async_steps_take_the_slower_stage_and_beat_synchronous() -> None:
     steps = {
         eta: simulate(CLUSTER, replace(WORKLOAD, max_staleness=eta), num_steps=6)
         for eta in (0, 1, 4)
@@ -72,9 +72,7 @@ def test_the_same_seed_gives_the_same_outcome() -> None:
 
 
 @pytest.mark.parametrize("eta", [0, 2])
-def test_the_gates_bound_holds_while_engines_are_lost(
-    eta: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_gate_bound_holds_while_engines_fail(eta: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[float] = []
     start = Gate.start
 
@@ -93,7 +91,7 @@ def test_the_gates_bound_holds_while_engines_are_lost(
     assert (outcome.staleness, outcome.masked) == (0, 0) if eta == 0 else outcome.staleness > 0
 
 
-def test_lost_engines_cost_their_share_and_little_more() -> None:
+def test_failed_engines_cost_their_share_and_little_more() -> None:
     # Each is down 20 of 80 s on average: a quarter, by chance more or less.
     whole = simulate(CLUSTER, WORKLOAD, num_steps=10)
     broken = simulate(
@@ -104,12 +102,12 @@ def test_lost_engines_cost_their_share_and_little_more() -> None:
     assert 1 - 2 * down < broken.tokens_per_s / whole.tokens_per_s < 1
 
 
-def test_keeping_caches_and_not_standing_still_both_save_time() -> None:
-    kept = EngineHabits(on_update="keep")
+def test_kept_caches_and_stall_free_transfers_save_time() -> None:
+    kept = EngineBehavior(on_update="keep")
     by_name = {
         "paper": replace(CLUSTER, transfer=Barrier()),
         "rolling": replace(CLUSTER, transfer=Staged()),
-        "rolling, kept": replace(CLUSTER, transfer=Staged(), habits=kept),
+        "rolling, kept": replace(CLUSTER, transfer=Staged(), behavior=kept),
     }
     found = {name: simulate(cluster, WORKLOAD, num_steps=6) for name, cluster in by_name.items()}
     assert (
@@ -138,22 +136,22 @@ def test_more_train_devices_shorten_the_step_until_its_fixed_part() -> None:
     )
 
 
-def test_a_pipeline_costs_its_filling_and_its_fullest_stage_whatever_the_devices() -> None:
+def test_a_pipeline_costs_fill_drain_and_its_fullest_stage() -> None:
     # Equal sequences of 1024: what a micro-batch of 4096 takes on a stage is known. An untied
     # embedding is in the first of 4 stages and multiplies nothing: the others do (N / (N -
     # embedding)) times their share.
     model, lengths = known_shape("r1-distill-qwen-7b"), np.full(4096, 1024.0)
-    reached = Reached(update_s=0.0)
+    efficiency = Efficiency(update_s=0.0)
     fuller = model.num_params / (model.num_params - model.vocab_size * model.hidden_size)
     assert fuller == pytest.approx(1.077, abs=0.001)
     micro_batch = 2 * model.matmul_params * 4096 + 2 * model.attention_width * 4096 * 1024
-    stage_s = fuller * micro_batch / (4 * DEVICE.flops_per_s * reached.train_flops)
+    stage_s = fuller * micro_batch / (4 * DEVICE.flops_per_s * efficiency.train_flops)
     found = []
     for num_devices in (8, 64):
-        flat = TrainerCosts(model, DEVICE, num_devices, reached).train_s(lengths)
-        cut = TrainerCosts(model, DEVICE, num_devices, reached, layout=Packed(4, 1, 4096)).train_s(
-            lengths
-        )
+        flat = TrainerCosts(model, DEVICE, num_devices, efficiency).train_s(lengths)
+        cut = TrainerCosts(
+            model, DEVICE, num_devices, efficiency, layout=Packed(4, 1, 4096)
+        ).train_s(lengths)
         reduce_s = 0.0 if num_devices == 8 else 4 * 4 * model.num_params / 8 / (0.7 * 50e9)
         found.append(cut - reduce_s - fuller * (flat - reduce_s))
     # Three micro-batches of waiting for each of 4 updates, worth three forward passes, and for the
@@ -161,24 +159,24 @@ def test_a_pipeline_costs_its_filling_and_its_fullest_stage_whatever_the_devices
     assert found == pytest.approx([3 * (3 * 4 + 1) * stage_s] * 2)
 
 
-def test_devices_with_whole_sequences_wait_for_the_longest_hand() -> None:
+def test_devices_with_whole_sequences_wait_for_the_slowest() -> None:
     # Two mini-batches for two devices with a sequence each: of 3000 and 1000 tokens, then of 2000
     # and 2000.
-    reached = Reached(update_s=0.0)
+    efficiency = Efficiency(update_s=0.0)
     lengths = np.array([3000.0, 1000.0, 2000.0, 2000.0])
 
     def alone_s(tokens: float) -> float:
         flops = 2 * MODEL.matmul_params * tokens + 2 * MODEL.attention_width * tokens**2
-        return flops / (DEVICE.flops_per_s * reached.train_flops)
+        return flops / (DEVICE.flops_per_s * efficiency.train_flops)
 
     passes_s = sum(map(alone_s, lengths)) / 2
-    dealt = TrainerCosts(MODEL, DEVICE, 2, reached, num_mini_batches=2, layout=Dealt())
+    dealt = TrainerCosts(MODEL, DEVICE, 2, efficiency, num_mini_batches=2, layout=EvenSplit())
     assert dealt.train_s(lengths) == pytest.approx(
         3 * (alone_s(3000.0) + alone_s(2000.0)) + passes_s
     )
 
 
-def test_running_ahead_hides_how_late_engines_notice_weights() -> None:
+def test_async_hides_the_delay_of_weight_notices() -> None:
     quick = replace(CLUSTER, transfer=Barrier())
     late = replace(CLUSTER, transfer=Barrier(notice_s=10.0))
     turns, ahead = (
@@ -192,7 +190,7 @@ def test_running_ahead_hides_how_late_engines_notice_weights() -> None:
     assert ahead[1] < ahead[0] + 1.0
 
 
-def test_the_mean_of_capped_lengths_is_that_of_draws() -> None:
+def test_capped_mean_equals_the_mean_of_samples() -> None:
     import random
 
     chance = random.Random(0)
