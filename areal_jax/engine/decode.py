@@ -22,7 +22,6 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from enum import IntEnum
 from functools import partial
 from itertools import pairwise, product
 from typing import Any, Literal, NamedTuple, TypeAlias
@@ -35,6 +34,14 @@ from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Float32, Int32, Shaped
 
 from areal_jax.engine import sampling
+from areal_jax.engine.batch import (
+    MAX_TOP_LOGPROBS,
+    SLOT,
+    DecodeOutput,
+    PrefillChunk,
+    SamplingMode,
+    empty_slots,
+)
 from areal_jax.engine.config import EngineConfig
 from areal_jax.models import lora
 from areal_jax.models.attention import choose_kernel, masked_attention, sharded_attention
@@ -72,54 +79,13 @@ Reader: TypeAlias = Literal["view"] | PagedKernel
 """What attention reads while tokens are sampled: a view of the pages, or the pages themselves
 through a kernel."""
 
-MAX_STOP_TOKENS = 8
-"""Stop tokens that one request may name; they are compared on the device."""
-
-MAX_TOP_LOGPROBS = 20
-"""Most likely tokens that one request may ask to be told at every place: OpenAI's limit."""
-
-
-class SamplingMode(IntEnum):
-    """What has to be done with logits before a token is sampled. Each does what those before it do,
-    and takes longer."""
-
-    PLAIN = 0
-    FILTERED = 1
-    """top-k, top-p and min-p, which sort the vocabulary."""
-    SHAPED = 2
-    """Penalties, which count every slot's tokens; forbidden stop tokens; alternatives."""
-
-
-SLOT = np.dtype(
-    [
-        ("token", np.int32),  # last of the sequence, which the next step feeds
-        ("position", np.int32),  # its place, which is the number of columns its cache holds
-        ("remaining", np.int32),  # tokens it may still draw
-        ("active", np.int32),  # 0 draws nothing
-        ("seed", np.uint32, 2),  # high and low word of the request's seed
-        ("sample", np.int32),
-        ("temperature", np.float32),
-        ("top_k", np.int32),
-        ("top_p", np.float32),
-        ("min_p", np.float32),
-        ("presence_penalty", np.float32),
-        ("frequency_penalty", np.float32),
-        ("repetition_penalty", np.float32),
-        ("num_prompt_tokens", np.int32),
-        ("stops_from", np.int32),  # position from which on a stop token may be sampled
-        ("stop_tokens", np.int32, MAX_STOP_TOKENS),  # filled up with -1
-    ]
-)
-"""What a slot is drawing. All fields are four bytes wide: all slots travel to the device as one
-array of integers."""
-
 # The type of each field, and where it lies among those integers.
 _PLACES: dict[str, tuple[np.dtype, slice]] = {
     name: (dtype, slice(offset // 4, (offset + dtype.itemsize) // 4))
     for name, (dtype, offset, *_) in (SLOT.fields or {}).items()
 }
 
-# How a dispatch leaves a slot; 0: not drawing, or ended for want of budget.
+# How a dispatch leaves a slot; 0: inactive, or ended for want of budget.
 _CONTINUES, _STOPPED = 1, 2
 _SHORTEST_PREFILL, _SHORTEST_VIEW = 32, 128
 # One prefill call holds up to 8 rows and this many tokens per device: enough to fill a device,
@@ -140,19 +106,6 @@ class DecodeState(NamedTuple):
     """Pages of each slot's sequence, numbered within its data shard."""
 
 
-class PrefillChunk(NamedTuple):
-    """Tokens of a sequence whose keys and values are to be computed."""
-
-    tokens: Int32[np.ndarray, "_"]
-    """At most `engine.prefill_chunk_tokens`."""
-    start: int
-    """Tokens before them, whose pages are filled."""
-    pages: Sequence[int]
-    """Of the sequence up to the last of these tokens."""
-    shard: int = 0
-    """Data shard in which the pages lie."""
-
-
 class _Step(NamedTuple):
     """What one decode step of a dispatch hands to the next."""
 
@@ -169,24 +122,6 @@ class _Step(NamedTuple):
     """How often each slot's answer holds each token; without a column where nobody asks."""
     top_logprobs: tuple[Int32[Array, "n A S"], Float32[Array, "n A S"]]
     """Most likely tokens and their log-probs; none where nobody asks."""
-
-
-class DecodeOutput(NamedTuple):
-    """What one dispatch drew, on the host."""
-
-    tokens: Int32[np.ndarray, "n S"]
-    """-1 where a slot drew nothing."""
-    logp: Float32[np.ndarray, "n S"]
-    counts: Int32[np.ndarray, "S"]
-    """Tokens that each slot drew, its first ones."""
-    active: Bool[np.ndarray, "S"]
-    """Slots that go on."""
-    stopped: Bool[np.ndarray, "S"]
-    """Slots that ended with one of their stop tokens."""
-    last: Int32[np.ndarray, "S"]
-    """The last token of each slot's sequence."""
-    top_logprobs: tuple[Int32[np.ndarray, "n A S"], Float32[np.ndarray, "n A S"]] | None = None
-    """The most likely tokens and their log-probs, from a shaped dispatch."""
 
 
 class DecodeEngine:
@@ -284,13 +219,11 @@ class DecodeEngine:
         """Compile every program that requests within the configured limits can need; returns the
         seconds it took.
 
-        Without it each is compiled when it is first needed, as are ways of drawing beyond `most`
-        and the settings."""
+        Without it each is compiled when it is first needed, as are sampling modes beyond `most` and
+        the settings."""
         before = self.compile_s
         filters = self.config.top_k > 0 or self.config.top_p < 1
-        sampling_modes = range(
-            max(most, SamplingMode.FILTERED if filters else SamplingMode.PLAIN) + 1
-        )
+        modes = range(max(most, SamplingMode.FILTERED if filters else SamplingMode.PLAIN) + 1)
         for verb in ("init", "same_weights", "copy"):
             self._program(verb)
         for length, following in pairwise(self._view_lengths):
@@ -301,29 +234,26 @@ class DecodeEngine:
                 if tokens <= length:
                     self._program("insert", tokens, length)
         for length in self._view_lengths or [0]:
-            for sampling_mode in sampling_modes:
-                self._program("generate", length, sampling_mode)
+            for mode in modes:
+                self._program("generate", length, mode)
         for tokens in self._lengths:
             for rows in self._row_counts(tokens):
                 self._program("prefill", rows, tokens)
         for tokens in self._extend_lengths:
             self._program("extend", self._row_counts(tokens)[-1], tokens)
-        self.warm = SamplingMode(sampling_modes[-1])
+        self.warm = SamplingMode(modes[-1])
         return self.compile_s - before
 
-    def warm_up_sampling(self, sampling_mode: SamplingMode, is_stopped: Callable[[], bool]) -> None:
-        """Compile what `sampling_mode` needs beyond `warm`, while another thread runs what is
-        compiled.
+    def warm_up_mode(self, mode: SamplingMode, is_stopped: Callable[[], bool]) -> None:
+        """Compile what `mode` needs beyond `warm`, while another thread runs what is compiled.
 
         Args: is_stopped: asked before each program; the rest is left out once it is."""
         assert self.warm is not None
-        for length, each in product(
-            self._view_lengths or [0], range(self.warm + 1, sampling_mode + 1)
-        ):
+        for length, each in product(self._view_lengths or [0], range(self.warm + 1, mode + 1)):
             if is_stopped():
                 return
             self._program("generate", length, each)
-        self.warm = max(self.warm, sampling_mode)
+        self.warm = max(self.warm, mode)
 
     def init_state(self) -> DecodeState:
         """Empty slots and pages, and the shortest view."""
@@ -363,19 +293,19 @@ class DecodeEngine:
         return state._replace(view=view)
 
     def prefill(
-        self, params: EngineParams, state: DecodeState, fills: Sequence[PrefillChunk]
+        self, params: EngineParams, state: DecodeState, chunks: Sequence[PrefillChunk]
     ) -> DecodeState:
-        """Compute keys and values of the tokens of all fills, which must not need one another;
+        """Compute keys and values of the tokens of all chunks, which must not need one another;
         `state` is consumed."""
         waiting: dict[tuple[str, int], list[list[PrefillChunk]]] = {}
-        for fill in fills:
+        for chunk in chunks:
             verb, lengths = (
-                ("extend", self._extend_lengths) if fill.start else ("prefill", self._lengths)
+                ("extend", self._extend_lengths) if chunk.start else ("prefill", self._lengths)
             )
             by_shard = waiting.setdefault(
-                (verb, _at_least(lengths, len(fill.tokens))), [[] for _ in range(self.num_shards)]
+                (verb, _at_least(lengths, len(chunk.tokens))), [[] for _ in range(self.num_shards)]
             )
-            by_shard[fill.shard].append(fill)
+            by_shard[chunk.shard].append(chunk)
         pages = state.pages
         for (verb, length), by_shard in waiting.items():
             while (most := max(map(len, by_shard))) > 0:
@@ -397,10 +327,10 @@ class DecodeEngine:
                     np.zeros((rows, self.pages_per_slot), np.int32),
                 )
                 spans = np.zeros((2, rows), np.int32)
-                for row, fill in registry.items():
-                    tokens[row, : len(fill.tokens)] = fill.tokens
-                    table[row, : len(fill.pages)] = fill.pages
-                    spans[:, row] = fill.start, len(fill.tokens)
+                for row, chunk in registry.items():
+                    tokens[row, : len(chunk.tokens)] = chunk.tokens
+                    table[row, : len(chunk.pages)] = chunk.pages
+                    spans[:, row] = chunk.start, len(chunk.tokens)
                 pages = self._program(verb, rows, length)(
                     params, pages, tokens, table, spans[0], spans[1]
                 )
@@ -443,20 +373,18 @@ class DecodeEngine:
         params: EngineParams,
         state: DecodeState,
         *,
-        sampling_mode: SamplingMode = SamplingMode.PLAIN,
+        mode: SamplingMode = SamplingMode.PLAIN,
         sequences: Int32[np.ndarray, "S T"] | None = None,
     ) -> tuple[DecodeState, Int32[Array, "m S"]]:
         """Draw up to `steps_per_dispatch` tokens in every active slot; `state` is consumed. Read
         the result with `fetch`.
 
         Args:
-            drawing: the most that some slot asks for.
-            sequences: for shaped drawing, the tokens so far of slots with penalties, up to
+            mode: the most that some slot asks for.
+            sequences: in mode SHAPED, the tokens so far of slots with penalties, up to
                 `max_tokens`; -1 elsewhere."""
         shaping = () if sequences is None else (sequences,)
-        return self._program("generate", self._view_length(state), sampling_mode)(
-            params, state, *shaping
-        )
+        return self._program("generate", self._view_length(state), mode)(params, state, *shaping)
 
     def fetch(self, packed: Int32[Array, "m S"]) -> DecodeOutput:
         """Wait for what a dispatch drew: one transfer from device to host."""
@@ -508,17 +436,17 @@ class DecodeEngine:
                 return _lower(
                     lambda: jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), shapes), (), shapes
                 )
-            case "generate", length, sampling_mode:
+            case "generate", length, mode:
                 table = self._shape((num_slots, self.pages_per_slot), jnp.int32, "slots")
                 state = DecodeState(pages, self._view_shapes(length), self._slot_shapes(), table)
                 packed = self._shape((1, num_slots), jnp.int32, None, "slots")
-                is_shaped = sampling_mode == SamplingMode.SHAPED
+                is_shaped = mode == SamplingMode.SHAPED
                 sequences = (
                     (self._shape((num_slots, self.max_tokens), jnp.int32, "slots"),)
                     if is_shaped
                     else ()
                 )
-                generate = partial(self._generate, SamplingMode(sampling_mode))
+                generate = partial(self._generate, SamplingMode(mode))
                 return _lower(
                     generate, (self._params, state, *sequences), (state, packed), donate=1
                 )
@@ -574,7 +502,7 @@ class DecodeEngine:
 
     def _generate(
         self,
-        sampling_mode: SamplingMode,
+        mode: SamplingMode,
         params: EngineParams,
         state: DecodeState,
         sequences: Int32[Array, "S T"] | None = None,
@@ -651,7 +579,7 @@ class DecodeEngine:
                 logits = sampling.forbid(
                     logits, stop_tokens, position + 1 + i < field("stops_from")
                 )
-            if sampling_mode >= SamplingMode.FILTERED:
+            if mode >= SamplingMode.FILTERED:
                 logits = sampling.keep_most_likely(
                     logits, temperature, field("top_k"), field("top_p"), field("min_p")
                 )
@@ -919,14 +847,6 @@ def too_long(engine: DecodeEngine, setting: str) -> Iterator[str]:
             "than the "
             f"{positions} positions that {setting} was made for; lower either"
         )
-
-
-def empty_slots(num_slots: int) -> Shaped[np.ndarray, "S"]:
-    """`SLOT` records that draw nothing."""
-    slots = np.zeros(num_slots, SLOT)
-    slots["temperature"] = slots["top_p"] = slots["repetition_penalty"] = 1
-    slots["stop_tokens"] = -1
-    return slots
 
 
 def _as_integers(slots: Shaped[np.ndarray, "S"]) -> Int32[np.ndarray, "S F"]:

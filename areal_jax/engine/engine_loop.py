@@ -16,17 +16,18 @@ from typing import Any, Generic, NamedTuple, TypeAlias, TypeVar
 import jax
 import numpy as np
 
-from areal_jax.engine.config import MAX_TOP_K
-from areal_jax.engine.decode import (
+from areal_jax.engine.batch import (
     MAX_STOP_TOKENS,
     MAX_TOP_LOGPROBS,
-    DecodeEngine,
     DecodeOutput,
     SamplingMode,
+    sampling_mode,
 )
+from areal_jax.engine.config import MAX_TOP_K
+from areal_jax.engine.decode import DecodeEngine
 from areal_jax.engine.kv_cache.manager import KVCacheManager, PrefillJob
 from areal_jax.engine.routing import TOTALS
-from areal_jax.engine.slots import SlotTable, sampling_mode_of
+from areal_jax.engine.slots import SlotTable
 from areal_jax.errors import EngineStopped, InvalidRequest
 from areal_jax.protocols import WeightSource
 from areal_jax.records import (
@@ -227,10 +228,10 @@ class EngineLoop:
         if self._compiling is not None:
             self._compiling.join(_CLOSE_TIMEOUT_S)
 
-    def compile_ahead(self, sampling_mode: SamplingMode) -> None:
+    def compile_ahead(self, mode: SamplingMode) -> None:
         """Compile what requests of this kind need, beside the engine loop's thread, before the
         first one asks for it."""
-        self._put(lambda: self._compile(sampling_mode))
+        self._put(lambda: self._compile(mode))
 
     def submit(self, request: Request) -> asyncio.Future[list[Completion]]:
         """Answer with one completion per sample, in order; call from the asyncio thread. Cancelling
@@ -519,20 +520,20 @@ class EngineLoop:
     def _enqueue_job(self, job: _Job) -> None:
         """Let a job wait for slots, after the programs that it needs: compiling them here would
         hold up all others."""
-        sampling_mode, warm = sampling_mode_of(job.request.sampling), self._engine.warm
-        if warm is None or sampling_mode <= warm:
+        mode, warm = sampling_mode(job.request.sampling), self._engine.warm
+        if warm is None or mode <= warm:
             self._queue[job.request.id] = job
         else:
             self._uncompiled.append(job)
-            self._compile(sampling_mode)
+            self._compile(mode)
 
-    def _compile(self, sampling_mode: SamplingMode) -> None:
-        """Compile in a thread of its own what is missing for a way of drawing."""
+    def _compile(self, mode: SamplingMode) -> None:
+        """Compile in a thread of its own what is missing for a sampling mode."""
         engine = self._engine
         if (
             self._compiling is not None
             or engine.warm is None
-            or sampling_mode <= engine.warm
+            or mode <= engine.warm
             or self._compile_stop.is_set()
         ):
             return
@@ -540,7 +541,7 @@ class EngineLoop:
         def compile() -> None:
             failed = None
             try:
-                engine.warm_up_sampling(sampling_mode, self._compile_stop.is_set)
+                engine.warm_up_mode(mode, self._compile_stop.is_set)
             except Exception as error:  # whoever waits for it gets it
                 failed = error
             self._put(lambda: self._compiled(failed))
@@ -732,7 +733,7 @@ class EngineLoop:
         if self._closing or not self._commands.empty() or self._expired() is not None:
             return False
         num_lasting = self._table.num_lasting()
-        if self._table.sampling_mode() == SamplingMode.SHAPED:
+        if self._table.mode() == SamplingMode.SHAPED:
             # Its program is given the tokens so far.
             return False
         if self._memory.fillings:
@@ -754,12 +755,10 @@ class EngineLoop:
         )
         if table.changed:
             self._state, table.changed = engine.assign_slot(self._state, table.records()), False
-        sampling_mode = table.sampling_mode()
-        sequences = (
-            table.sequences(engine.max_tokens) if sampling_mode == SamplingMode.SHAPED else None
-        )
+        mode = table.mode()
+        sequences = table.sequences(engine.max_tokens) if mode == SamplingMode.SHAPED else None
         self._state, packed = engine.generate(
-            self._current.params, self._state, sampling_mode=sampling_mode, sequences=sequences
+            self._current.params, self._state, mode=mode, sequences=sequences
         )
         if self._device_idle_since is not None:
             self._count("host_gap_us", 1e6 * (time.perf_counter() - self._device_idle_since))

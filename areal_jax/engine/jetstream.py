@@ -31,16 +31,9 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32
 from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_pb2  # pyright: ignore[reportMissingImports]
 
-from areal_jax.engine.decode import (
-    SLOT,
-    DecodeEngine,
-    DecodeState,
-    EngineParams,
-    PrefillChunk,
-    SamplingMode,
-    empty_slots,
-)
-from areal_jax.engine.slots import SlotTable, sampling_mode_of
+from areal_jax.engine.batch import SLOT, PrefillChunk, SamplingMode, empty_slots, sampling_mode
+from areal_jax.engine.decode import DecodeEngine, DecodeState, EngineParams
+from areal_jax.engine.slots import SlotTable
 from areal_jax.models.paged_attention import Pages
 from areal_jax.protocols import Tokenizer
 from areal_jax.records import Completion, Request, Sampling, derive_seed, empty_completion
@@ -114,8 +107,8 @@ class JetStreamEngine(engine_api.Engine):
                 f"{config.max_prompt_tokens}: JetStream "
                 "pads every prompt to so many"
             )
-        self._sampling_mode = sampling_mode_of(sampling)
-        if self._sampling_mode == SamplingMode.SHAPED:
+        self._mode = sampling_mode(sampling)
+        if self._mode == SamplingMode.SHAPED:
             raise ValueError(
                 "expected a sampling without penalties, min_new_tokens and num_top_logprobs, "
                 "which look at the tokens sampled "
@@ -228,7 +221,7 @@ class JetStreamEngine(engine_api.Engine):
                 slots[0] = self._record(prompt, sample, empty_completion())
                 # The last token is fed again.
                 state = engine.assign_slot(engine.insert(state, {0: len(tokens) - 1}), slots)
-                state, packed = engine.generate(params, state, sampling_mode=self._sampling_mode)
+                state, packed = engine.generate(params, state, mode=self._mode)
                 sampled = engine.fetch(packed)
                 prompt.first[sample], prompt.first_logp[sample] = (
                     sampled.tokens[0, 0],
@@ -282,9 +275,7 @@ class JetStreamEngine(engine_api.Engine):
         """One token for every slot that has not ended; `decode_state` is consumed."""
         _refuse(sampler)
         with self._lock:
-            decode_state, packed = self._engine.generate(
-                params, decode_state, sampling_mode=self._sampling_mode
-            )
+            decode_state, packed = self._engine.generate(params, decode_state, mode=self._mode)
             data, logp = self._result(packed, decode_state.slots)
         return decode_state, _results(data, logp, self.samples_per_slot)
 

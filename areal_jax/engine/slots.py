@@ -10,34 +10,18 @@ from __future__ import annotations
 import numpy as np
 from jaxtyping import Int, Int32, Shaped
 
-from areal_jax.engine.decode import (
+from areal_jax.engine.batch import (
     MAX_STOP_TOKENS,
     MAX_TOP_LOGPROBS,
     DecodeOutput,
     SamplingMode,
     empty_slots,
+    is_penalized,
+    sampling_mode,
 )
-from areal_jax.records import Completion, Request, Sampling, StopReason, TopLogprobs
+from areal_jax.records import Completion, Request, StopReason, TopLogprobs
 
 _WORD = 0xFFFFFFFF
-
-
-def sampling_mode_of(sampling: Sampling) -> SamplingMode:
-    """The cheapest way of drawing that does what a request asks for."""
-    if sampling.min_new_tokens > 0 or sampling.num_top_logprobs > 0 or is_penalized(sampling):
-        return SamplingMode.SHAPED
-    # The most likely token is the same with filters and without.
-    filters = sampling.top_k > 0 or sampling.top_p < 1 or sampling.min_p > 0
-    return SamplingMode.FILTERED if filters and sampling.temperature > 0 else SamplingMode.PLAIN
-
-
-def is_penalized(sampling: Sampling) -> bool:
-    """Whether a draw depends on which tokens there are already."""
-    return (sampling.presence_penalty, sampling.frequency_penalty, sampling.repetition_penalty) != (
-        0,
-        0,
-        1,
-    )
 
 
 class SlotTable:
@@ -60,7 +44,7 @@ class SlotTable:
         self._budget = np.zeros(num_slots, np.int32)
         self._count = np.zeros(num_slots, np.int32)
         self._first = np.zeros(num_slots, np.int64)
-        self._sampling_modes = np.full(num_slots, SamplingMode.PLAIN)
+        self._modes = np.full(num_slots, SamplingMode.PLAIN)
         self._origin: dict[int, tuple[Request, Completion]] = {}
         # The log: one block of rows per dispatch, around and around. It holds the longest answer.
         self._steps = steps_per_dispatch
@@ -93,7 +77,7 @@ class SlotTable:
         record["num_prompt_tokens"] = len(request.prompt_tokens)
         record["stops_from"] = len(request.prompt_tokens) + sampling.min_new_tokens
         record["stop_tokens"] = stop_tokens
-        self._sampling_modes[slot] = sampling_mode_of(sampling)
+        self._modes[slot] = sampling_mode(sampling)
         if sampling.num_top_logprobs and self._alternatives is None:
             shape = len(self._tokens), MAX_TOP_LOGPROBS, self._tokens.shape[1]
             self._alternatives = TopLogprobs(np.zeros(shape, np.int32), np.zeros(shape, np.float32))
@@ -108,7 +92,7 @@ class SlotTable:
         """Empty a slot."""
         self.changed |= bool(self.active[slot])
         self.active[slot] = False
-        self._sampling_modes[slot] = SamplingMode.PLAIN
+        self._modes[slot] = SamplingMode.PLAIN
         self._origin.pop(slot, None)
 
     def __contains__(self, slot: int) -> bool:
@@ -176,7 +160,7 @@ class SlotTable:
         )[:-1]
 
     def live(self) -> list[int]:
-        """Slots that are drawing."""
+        """Slots that are active."""
         return np.flatnonzero(self.active).tolist()
 
     def ends(self, num_ahead: int = 0) -> Int[np.ndarray, "S"]:
@@ -195,9 +179,9 @@ class SlotTable:
         """Live slots whose budget outlasts the next dispatch."""
         return int((self.active & (self._count + self._steps < self._budget)).sum())
 
-    def sampling_mode(self) -> SamplingMode:
+    def mode(self) -> SamplingMode:
         """The most that a live slot asks for."""
-        return SamplingMode(self._sampling_modes.max())
+        return SamplingMode(self._modes.max())
 
     def sequences(self, max_tokens: int) -> Int32[np.ndarray, "S T"]:
         """Tokens of every live slot whose draws depend on them; -1 elsewhere."""

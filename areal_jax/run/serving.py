@@ -9,7 +9,7 @@ from pathlib import Path
 
 from areal_jax.config.overrides import assign, build, from_text, settings
 from areal_jax.config.policy_names import named_policy
-from areal_jax.engine.decode import SamplingMode
+from areal_jax.engine.batch import SamplingMode
 from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.errors import ConfigError, config_errors
 from areal_jax.models import lora

@@ -14,8 +14,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from areal_jax.engine.batch import MAX_STOP_TOKENS, MAX_TOP_LOGPROBS
 from areal_jax.engine.config import MAX_TOP_K
-from areal_jax.engine.decode import MAX_STOP_TOKENS, MAX_TOP_LOGPROBS
 
 MAX_STOPS = 16
 """Stop strings of one request; OpenAI allows 4."""

@@ -11,8 +11,9 @@ import pytest
 from tiny_decode import CONFIG, POLICY, engine, laid_out
 
 from areal_jax.engine import decode
+from areal_jax.engine.batch import SLOT, PrefillChunk, empty_slots
 from areal_jax.engine.config import EngineConfig
-from areal_jax.engine.decode import SLOT, DecodeEngine, PrefillChunk, empty_slots
+from areal_jax.engine.decode import DecodeEngine
 
 
 @pytest.mark.parametrize(

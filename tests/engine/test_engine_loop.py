@@ -32,8 +32,9 @@ from tiny_decode import (
     with_setting,
 )
 
+from areal_jax.engine.batch import DecodeOutput, SamplingMode
 from areal_jax.engine.config import MAX_TOP_K
-from areal_jax.engine.decode import DecodeEngine, DecodeOutput, SamplingMode
+from areal_jax.engine.decode import DecodeEngine
 from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.engine.sampling import uniforms
 from areal_jax.engine.slots import SlotTable
@@ -246,7 +247,8 @@ def test_a_rebuilt_cache_goes_on_as_the_old_one(monkeypatch: pytest.MonkeyPatch)
     [rebuilt] = answer(
         chosen, Shelf(chosen, *((look, look, 0) for look in range(5))), request(num_samples=6)
     )
-    same_samples(plain, rebuilt)
+    # A prefill sums in another order than single steps.
+    same_samples(plain, rebuilt, atol=1e-4)
 
 
 def test_weights_that_differ_in_one_bit_are_not_equal():
@@ -701,15 +703,15 @@ def test_costlier_programs_are_asked_for_only_while_a_live_slot_needs_them():
     table = SlotTable(num_slots=3, max_new_tokens=20, steps_per_dispatch=4)
     table.assign_slot(0, request(), 0, empty_completion())
     table.assign_slot(1, request(temperature=0.0, top_k=3, top_p=0.5), 0, empty_completion())
-    assert table.sampling_mode() == SamplingMode.PLAIN
+    assert table.mode() == SamplingMode.PLAIN
     table.assign_slot(2, request(top_p=0.5), 0, empty_completion())
-    assert table.sampling_mode() == SamplingMode.FILTERED
+    assert table.mode() == SamplingMode.FILTERED
     table.release(2)
     penalized = replace(request(), sampling=Sampling(20, presence_penalty=0.1))
     table.assign_slot(2, penalized, 0, empty_completion())
-    assert table.sampling_mode() == SamplingMode.SHAPED
+    assert table.mode() == SamplingMode.SHAPED
     table.release(2)
-    assert table.sampling_mode() == SamplingMode.PLAIN
+    assert table.mode() == SamplingMode.PLAIN
 
 
 def test_bookkeeping_between_two_dispatches_does_not_look_at_single_tokens_or_slots():
@@ -730,11 +732,7 @@ def test_bookkeeping_between_two_dispatches_does_not_look_at_single_tokens_or_sl
         )
         sampled = DecodeOutput(tokens, logp, counts, everyone, nobody, tokens[-1])
         return num_lines(
-            lambda: (
-                table.collect_outputs(sampled, version=1),
-                table.num_columns(),
-                table.sampling_mode(),
-            )
+            lambda: (table.collect_outputs(sampled, version=1), table.num_columns(), table.mode())
         )
 
     few = work(2, 2)

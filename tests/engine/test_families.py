@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 from tiny_decode import CONFIG
 
-from areal_jax.engine.decode import SLOT, DecodeEngine, PrefillChunk, empty_slots
+from areal_jax.engine.batch import SLOT, PrefillChunk, empty_slots
+from areal_jax.engine.decode import DecodeEngine
 from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Policy

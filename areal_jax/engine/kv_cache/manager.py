@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 import numpy as np
 from jaxtyping import Int, Int32
 
-from areal_jax.engine.decode import DecodeEngine, DecodeState, EngineParams, PrefillChunk
+from areal_jax.engine.batch import PrefillChunk
+from areal_jax.engine.decode import DecodeEngine, DecodeState, EngineParams
 from areal_jax.engine.kv_cache.pages import PageTable
 
 
