@@ -2,9 +2,9 @@
 arguments.
 
 Keys and values lie in pages, which samples of one prompt share; the host says in tables whose they
-are (`engine/kv_cache/pages.py`). A prefill fills the pages of all tokens of a sequence but the
-last, which the first decode step feeds. So every token is sampled in `generate`, and rebuilding the
-pages of a half-written answer with new weights is the same prefill.
+are (`engine/kv_cache`). A prefill fills the pages of all tokens of a sequence but the last, which
+the first decode step feeds. So every token is sampled in `generate`, and rebuilding the pages of a
+half-written answer with new weights is the same prefill.
 
 Where a kernel attends to pages, `generate` writes and reads them. On CPUs it reads a view: a copy
 of every live slot's keys and values laid end to end, which `insert` makes of its pages, and writes

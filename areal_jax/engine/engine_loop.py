@@ -245,7 +245,7 @@ class EngineLoop:
         sampled = list(request.resume) or [empty_completion()] * request.num_samples
         job = _Job(request, answer, time.perf_counter() + self._config.request_timeout_s, sampled)
         answer.future.add_done_callback(
-            lambda future: self._put(lambda: self._invalidate(job)) if future.cancelled() else None
+            lambda future: self._put(lambda: self._forget(job)) if future.cancelled() else None
         )
         self._put(lambda: self._accept(job), answer)
         return answer.future
@@ -290,7 +290,7 @@ class EngineLoop:
                 )
                 return
             progress = self._progress(job)
-            self._invalidate(job)
+            self._forget(job)
             job.answer.give(list(progress))
             answer.give(progress)
 
@@ -492,7 +492,7 @@ class EngineLoop:
                     f"the engine has version {self._current.version}"
                 )
             )
-            self._invalidate(job)
+            self._forget(job)
 
     def _accept(self, job: _Job) -> None:
         request = job.request
@@ -560,9 +560,9 @@ class EngineLoop:
                 job.answer.fail(
                     RuntimeError(f"compiling for request {job.request.id!r} failed: {failed}")
                 )
-                self._invalidate(job)
+                self._forget(job)
 
-    def _invalidate(self, job: _Job) -> None:
+    def _forget(self, job: _Job) -> None:
         """Remove a job with all its samples, if it is still here."""
         if self._jobs.get(job.request.id) is not job:
             return
@@ -606,9 +606,9 @@ class EngineLoop:
         if self._memory.holds_any and not self._engine.same_weights(old.params, newest.params):
             self._give_up_prompts()
             if self._config.on_update == "keep":
-                self._memory.invalidate(kept=self._table.live())
+                self._memory.forget(kept=self._table.live())
             else:
-                self._memory.invalidate()
+                self._memory.forget()
                 live = {slot: self._table.cached_tokens(slot) for slot in self._table.live()}
                 self._state, recomputed = self._memory.rebuild(newest.params, self._state, live)
                 jax.block_until_ready(self._state.pages)
@@ -750,9 +750,7 @@ class EngineLoop:
         `num_ahead` dispatches before."""
         engine, table = self._engine, self._table
         start = time.perf_counter()
-        self._state = self._memory.sync_page_table(
-            engine.fit(self._state, table.num_columns(num_ahead))
-        )
+        self._state = self._memory.show(engine.fit(self._state, table.num_columns(num_ahead)))
         if table.changed:
             self._state, table.changed = engine.assign_slot(self._state, table.records()), False
         mode = table.mode()

@@ -1,4 +1,4 @@
-"""Several decode engines of one process that answer as one."""
+"""Several decode engines of one process behind one interface."""
 
 from __future__ import annotations
 
@@ -11,29 +11,31 @@ from areal_jax.records import Completion, Request
 
 
 class Fleet:
-    """The local `records.Engine`: one engine loop or several, on meshes of their own. Use it from
-    the asyncio thread."""
+    """The local `records.Engine`: one engine loop or several, on meshes of their own.
 
-    def __init__(self, engine_loops: Sequence[EngineLoop]):
-        self._engine_loops, self._router = engine_loops, Router()
-        for number, engine_loop in enumerate(engine_loops):
-            self._router.join(number, engine_loop.num_slots)
+    Use it from the asyncio thread.
+    """
+
+    def __init__(self, loops: Sequence[EngineLoop]):
+        self._loops, self._router = loops, Router()
+        for number, loop in enumerate(loops):
+            self._router.join(number, loop.num_slots)
 
     def start(self) -> None:
-        """Start answering."""
-        for engine_loop in self._engine_loops:
-            engine_loop.start()
+        """Start the threads."""
+        for loop in self._loops:
+            loop.start()
 
     def close(self) -> None:
-        """End all engine loops; requests that are not finished fail with EngineStopped."""
-        for engine_loop in self._engine_loops:
-            engine_loop.close()
+        """Close all engine loops; unfinished requests fail with EngineStopped."""
+        for loop in self._loops:
+            loop.close()
 
     def submit(self, request: Request) -> asyncio.Future[list[Completion]]:
-        """As `EngineLoop.submit`, by one of the engine loops."""
+        """Submit a request to one of the engine loops, as `EngineLoop.submit`."""
         number = self._router.give(request.prompt_tokens, request.num_samples)
         try:
-            future = self._engine_loops[number].submit(request)
+            future = self._loops[number].submit(request)
         except Exception:
             self._router.done(number, request.num_samples)
             raise
@@ -41,31 +43,28 @@ class Fleet:
         return future
 
     async def snapshot(self) -> dict[str, tuple[Completion, ...]]:
-        """As `EngineLoop.snapshot`: of every engine loop between two dispatches of its own."""
+        """Return the partial completions of all engines, each as of between two of its
+        dispatches."""
         partials: dict[str, tuple[Completion, ...]] = {}
-        for found in await asyncio.gather(
-            *(engine_loop.snapshot() for engine_loop in self._engine_loops)
-        ):
+        for found in await asyncio.gather(*(loop.snapshot() for loop in self._loops)):
             partials |= found
         return partials
 
     def progress(self) -> Hashable:
-        """Different whenever a engine loop has decoded a token or taken new weights."""
-        return tuple(
-            (engine_loop.num_tokens, engine_loop.version) for engine_loop in self._engine_loops
-        )
+        """Return a value that changes whenever an engine decodes a token or swaps weights."""
+        return tuple((loop.num_tokens, loop.version) for loop in self._loops)
 
     def waits(self) -> str:
-        """What each engine loop has to do, in words."""
+        """Describe the load of each engine."""
         return "; ".join(
             (
-                f"engine {number} has version {engine_loop.version}, {self._router.load(number)} "
-                "samples to decode"
+                f"engine {number} has version {loop.version}, {self._router.load(number)} "
+                "samples to "
+                "decode"
             )
-            for number, engine_loop in enumerate(self._engine_loops)
+            for number, loop in enumerate(self._loops)
         )
 
     def metrics(self) -> dict[str, tuple[float, float]]:
-        """As `EngineLoop.metrics`, of all engine loops together: what is counted in one time adds
-        up, what is a mean stays one."""
-        return together([engine_loop.metrics() for engine_loop in self._engine_loops])
+        """Merge the metrics of all engines: counts and rates add up, means are averaged."""
+        return together([loop.metrics() for loop in self._loops])

@@ -323,8 +323,10 @@ def test_a_sequence_longer_than_the_cache_makes_it_grow_and_a_short_one_shrink()
 
 
 def stopped_after(dispatches: int) -> Shelf:
-    """Weights of version 0 that let the engine loop wait after this many dispatches; commands given
-    then come one dispatch later."""
+    """Weights of version 0 that pause the engine loop after so many dispatches.
+
+    Commands given then are executed one dispatch later.
+    """
     shelf = Shelf(engine(), (0, 0, 0))
     shelf.pause_at(dispatches)
     return shelf

@@ -1,5 +1,5 @@
-"""Versions of an adapter, through weight channel and engine loop: only the adapter travels, and
-every token is sampled from all of it."""
+"""Versions of an adapter, through weight channel and engine loop: only the adapter travels,
+and every token is sampled from base and adapter."""
 
 from __future__ import annotations
 

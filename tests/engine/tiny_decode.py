@@ -161,7 +161,7 @@ def request(
 def with_engine_loop(
     engine: DecodeEngine, weights: Any, act: Callable[[EngineLoop], Awaitable[T]]
 ) -> T:
-    """Run `act` with a engine loop that it must start."""
+    """Run `act` with an engine loop that it must start."""
 
     async def main() -> T:
         engine_loop = EngineLoop(engine, weights)

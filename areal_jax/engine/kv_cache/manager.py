@@ -71,7 +71,7 @@ class KVCacheManager:
         table, shard = self.table, self.table.shard(slot)
         store, num_full = table.stores[shard], len(tokens) // table.page_tokens
         filling = None if prompts is None else prompts.get(shard)
-        found = [] if filling else store.match_prefix(tokens)
+        found = [] if filling else store.find(tokens)
         num_own = table.num_pages(len(tokens) + num_new) - (
             len(found) if prompts is None else num_full
         )
@@ -156,7 +156,7 @@ class KVCacheManager:
         columns: dict[int, int] = {}
         for filling in complete:
             store, last = table.stores[filling.shard], len(filling.tokens) // table.page_tokens
-            store.cache_prefix(filling.tokens, filling.pages)
+            store.keep(filling.tokens, filling.pages)
             columns |= dict.fromkeys(filling.slots, len(filling.tokens))
             if filling.is_prompt:
                 if last < len(filling.pages):
@@ -166,9 +166,9 @@ class KVCacheManager:
                 if not filling.is_wanted:
                     store.release(filling.pages)
             filling.slots.clear()
-        return self._engine.insert(self.sync_page_table(self._engine.copy(state, pairs)), columns)
+        return self._engine.insert(self.show(self._engine.copy(state, pairs)), columns)
 
-    def sync_page_table(self, state: DecodeState) -> DecodeState:
+    def show(self, state: DecodeState) -> DecodeState:
         """Let the device see the slots' tables as they are."""
         if self.table.changed:
             state, self.table.changed = self._engine.point(state, self.table.array), False
@@ -188,7 +188,7 @@ class KVCacheManager:
         """Whether any page is in use, or kept."""
         return any(store.holds_any for store in self.table.stores)
 
-    def invalidate(self, kept: Iterable[int] = ()) -> None:
+    def forget(self, kept: Iterable[int] = ()) -> None:
         """Other weights have come: nothing computed so far may be found, and what is being computed
         is begun again.
 
@@ -196,7 +196,7 @@ class KVCacheManager:
             have ended."""
         self._outdated.update(kept)
         for store in self.table.stores:
-            store.invalidate()
+            store.forget()
         for filling in self.fillings:
             filling.done = 0
 
@@ -230,7 +230,7 @@ class KVCacheManager:
             here = [(table.shard(slot), page) for page in table.pages(slot)[:count]]
             if here and here[-1] not in computed:
                 first.append((slot, 0, count * size))
-                table.store(slot).cache_prefix(sequences[slot], table.pages(slot)[:count])
+                table.store(slot).keep(sequences[slot], table.pages(slot)[:count])
                 computed.update(here)
         rest = [(slot, num_common[slot] * size, len(tokens)) for slot, tokens in sequences.items()]
         num_tokens = 0
@@ -247,7 +247,7 @@ class KVCacheManager:
                     for (slot, start, end), fill in zip(spans, fills, strict=True)
                 ]
         columns = {slot: len(tokens) for slot, tokens in sequences.items()}
-        return self._engine.insert(self.sync_page_table(state), columns), num_tokens
+        return self._engine.insert(self.show(state), columns), num_tokens
 
     def _next(
         self, tokens: Int32[np.ndarray, "_"], start: int, pages: Sequence[int], shard: int

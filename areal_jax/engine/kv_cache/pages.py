@@ -45,7 +45,7 @@ class PagePool:
         first."""
         while len(self._free) < count:
             page, _ = self._idle.popitem(last=False)
-            self._invalidate(page)
+            self._forget(page)
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
             self._uses[page] = 1
@@ -69,7 +69,7 @@ class PagePool:
                 else:
                     self._free.append(page)
 
-    def match_prefix(self, tokens: Int[np.ndarray, "_"]) -> list[int]:
+    def find(self, tokens: Int[np.ndarray, "_"]) -> list[int]:
         """The full pages that are kept of the beginning of this sequence; they are now used by one
         more."""
         pages: list[int] = []
@@ -81,20 +81,20 @@ class PagePool:
         self.share(pages)
         return pages
 
-    def cache_prefix(self, tokens: Int[np.ndarray, "_"], pages: Sequence[int]) -> None:
+    def keep(self, tokens: Int[np.ndarray, "_"], pages: Sequence[int]) -> None:
         """Let the full pages of this sequence be found by others, for as long as there is room."""
         for name, page in zip(self._names(tokens), pages, strict=False):
             if name not in self._page_of and page not in self._name_of:
                 self._page_of[name], self._name_of[page] = page, name
 
-    def invalidate(self) -> None:
+    def forget(self) -> None:
         """Let nothing be found any more: other weights would have computed something else."""
         self._free += self._idle
         self._idle.clear()
         self._page_of.clear()
         self._name_of.clear()
 
-    def _invalidate(self, page: int) -> None:
+    def _forget(self, page: int) -> None:
         del self._page_of[self._name_of.pop(page)]
         self._free.append(page)
 
@@ -170,7 +170,7 @@ class PageTable:
         """Take a slot's pages from it. Args: cached: the tokens in them, where they are whole and
         may be found by others."""
         if cached is not None:
-            self.store(slot).cache_prefix(cached, self._pages[slot])
+            self.store(slot).keep(cached, self._pages[slot])
         self.store(slot).release(self._pages[slot])
         self._pages[slot] = []
 
