@@ -89,13 +89,13 @@ VARIANTS = {
 class Waiting(EngineLoop):
     """Takes weights when all that is under way has ended, and begins nothing before."""
 
-    def _take_newest_weights(self) -> None:
-        if not self._occupants:
-            super()._take_newest_weights()
+    def _update_weights(self) -> None:
+        if not self._scheduler.running:
+            super()._update_weights()
 
-    def _admit_waiting(self) -> None:
-        if self._weights.newest(self._current.version) is None:
-            super()._admit_waiting()
+    def _admit(self) -> None:
+        if self._weights.newest(self.version) is None:
+            super()._admit()
 
 
 @dataclass

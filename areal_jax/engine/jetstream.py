@@ -31,6 +31,7 @@ import numpy as np
 from jaxtyping import Array, Float32, Int32
 from jetstream.engine import engine_api, token_utils, tokenizer_api, tokenizer_pb2  # pyright: ignore[reportMissingImports]
 
+from areal_jax.engine import sequence
 from areal_jax.engine.batch import SLOT, PrefillChunk, SamplingMode, empty_slots, sampling_mode
 from areal_jax.engine.decode import DecodeEngine, DecodeState, EngineParams
 from areal_jax.engine.slots import SlotTable
@@ -283,14 +284,10 @@ class JetStreamEngine(engine_api.Engine):
         """The `SLOT` record that lets a slot go on with an answer."""
         number, sampling = str(int(prompt.number)), self._sampling
         tokens = np.asarray(prompt.common_prefix_tokens)
-        self._table.assign_slot(
-            0,
-            Request(number, tokens, 1, sampling, derive_seed(self._seed, number)),
-            sample,
-            sampled,
-        )
+        request = Request(number, tokens, 1, sampling, derive_seed(self._seed, number))
+        self._table.assign_slot(sequence.Sequence(request, sample, sampled, slot=0))
         record = self._table.records()[0]
-        self._table.release(0)
+        self._table.free_slot(0)
         has_ended = (
             bool(np.isin(sampled.tokens, sampling.stop_token_ids).any()) or record["remaining"] == 0
         )

@@ -37,10 +37,11 @@ from areal_jax.engine.config import MAX_TOP_K
 from areal_jax.engine.decode import DecodeEngine
 from areal_jax.engine.engine_loop import EngineLoop
 from areal_jax.engine.sampling import uniforms
+from areal_jax.engine.sequence import Sequence
 from areal_jax.engine.slots import SlotTable
 from areal_jax.errors import EngineStopped, InvalidRequest
 from areal_jax.models.attention import choose_kernel
-from areal_jax.records import Completion, Request, Sampling, TopLogprobs, empty_completion
+from areal_jax.records import Completion, Request, Sampling, TopLogprobs
 
 PROMPT = (5, 9, 33, 2, 17)
 
@@ -636,11 +637,11 @@ def test_a_driver_that_dies_fails_all_who_wait_and_all_who_come():
 
 
 def test_a_driver_that_dies_of_a_request_fails_that_one_too(monkeypatch: pytest.MonkeyPatch):
-    def burst(job: Any) -> None:
+    def burst(pending: Any) -> None:
         raise MemoryError("not enough resources for the request")
 
     async def act(engine_loop: EngineLoop):
-        monkeypatch.setattr(engine_loop, "_accept", burst)
+        monkeypatch.setattr(engine_loop._requests, "add", burst)
         engine_loop.start()
         with pytest.raises(
             EngineStopped, match="MemoryError: not enough resources for the request"
@@ -657,13 +658,13 @@ def test_closing_fails_what_is_unfinished(monkeypatch: pytest.MonkeyPatch):
         future = engine_loop.submit(request())
         engine_loop.start()
         await shelf.paused()
-        put = engine_loop._put
+        put = engine_loop._commands.put
 
         def put_and_go_on(closing: Callable[[], None]) -> None:
             put(closing)
             shelf.go_on()
 
-        monkeypatch.setattr(engine_loop, "_put", put_and_go_on)
+        monkeypatch.setattr(engine_loop._commands, "put", put_and_go_on)
         await asyncio.to_thread(engine_loop.close)
         with pytest.raises(EngineStopped, match="closed"):
             await future
@@ -703,16 +704,16 @@ def test_nothing_is_compiled_after_warm_up():
 
 def test_costlier_programs_are_asked_for_only_while_a_live_slot_needs_them():
     table = SlotTable(num_slots=3, max_new_tokens=20, steps_per_dispatch=4)
-    table.assign_slot(0, request(), 0, empty_completion())
-    table.assign_slot(1, request(temperature=0.0, top_k=3, top_p=0.5), 0, empty_completion())
+    table.assign_slot(Sequence(request(), 0, slot=0))
+    table.assign_slot(Sequence(request(temperature=0.0, top_k=3, top_p=0.5), 0, slot=1))
     assert table.mode() == SamplingMode.PLAIN
-    table.assign_slot(2, request(top_p=0.5), 0, empty_completion())
+    table.assign_slot(Sequence(request(top_p=0.5), 0, slot=2))
     assert table.mode() == SamplingMode.FILTERED
-    table.release(2)
+    table.free_slot(2)
     penalized = replace(request(), sampling=Sampling(20, presence_penalty=0.1))
-    table.assign_slot(2, penalized, 0, empty_completion())
+    table.assign_slot(Sequence(penalized, 0, slot=2))
     assert table.mode() == SamplingMode.SHAPED
-    table.release(2)
+    table.free_slot(2)
     assert table.mode() == SamplingMode.PLAIN
 
 
@@ -721,7 +722,7 @@ def test_bookkeeping_between_two_dispatches_does_not_look_at_single_tokens_or_sl
         table = SlotTable(num_slots=num_slots, max_new_tokens=2000, steps_per_dispatch=num_steps)
         for slot in range(num_slots):
             table.assign_slot(
-                slot, request(max_new_tokens=2000, num_samples=num_slots), slot, empty_completion()
+                Sequence(request(max_new_tokens=2000, num_samples=num_slots), slot, slot=slot)
             )
         everyone, nobody, counts = (
             np.ones(num_slots, bool),
@@ -734,7 +735,7 @@ def test_bookkeeping_between_two_dispatches_does_not_look_at_single_tokens_or_sl
         )
         sampled = DecodeOutput(tokens, logp, counts, everyone, nobody, tokens[-1])
         return num_lines(
-            lambda: (table.collect_outputs(sampled, version=1), table.num_columns(), table.mode())
+            lambda: (table.process_outputs(sampled, version=1), table.num_columns(), table.mode())
         )
 
     few = work(2, 2)
@@ -747,9 +748,9 @@ def test_the_end_of_an_answer_is_read_alone(num_before: int):
     before = np.arange(num_before, dtype=np.int32)
     reported = TopLogprobs(np.tile(before[:, None], 2), np.zeros((num_before, 2), np.float32))
     asked = replace(request(), sampling=Sampling(20, num_top_logprobs=2))
-    table.assign_slot(
-        1, asked, 0, Completion(before, -before.astype(np.float32), before, "suspended", reported)
-    )
+    resumed = Completion(before, -before.astype(np.float32), before, "suspended", reported)
+    sequence = Sequence(asked, 0, resumed, slot=1)
+    table.assign_slot(sequence)
     for version in range(3):
         tokens = np.arange(8, dtype=np.int32).reshape(4, 2) + 100 * (version + 1)
         likely = np.arange(4 * 20 * 2, dtype=np.int32).reshape(4, 20, 2)
@@ -763,11 +764,11 @@ def test_the_end_of_an_answer_is_read_alone(num_before: int):
             tokens[-1],
             (likely, -likely.astype(np.float32)),
         )
-        table.collect_outputs(sampled, version)
-    whole_answer = table.completion(1, "suspended")
+        table.process_outputs(sampled, version)
+    whole_answer = sequence.completion()
     assert len(whole_answer.tokens) == num_before + 12
     for start in range(num_before + 13):
-        end, expected = table.completion(1, "length", start), whole_answer.slice(start)
+        end, expected = sequence.completion(start), whole_answer.slice(start)
         for name in ("tokens", "logp", "versions"):
             np.testing.assert_array_equal(getattr(end, name), getattr(expected, name))
         assert end.top_logprobs is not None and expected.top_logprobs is not None
@@ -857,7 +858,7 @@ def test_weights_that_arrive_keep_the_next_dispatch_from_being_enqueued_ahead():
 def test_a_dispatch_in_which_every_slot_has_ended_draws_nothing():
     warm = engine()
     table = SlotTable(num_slots=8, max_new_tokens=20, steps_per_dispatch=4)
-    table.assign_slot(0, request(max_new_tokens=4), 0, empty_completion())
+    table.assign_slot(Sequence(request(max_new_tokens=4), 0, slot=0))
     state = warm.assign_slot(warm.init_state(), table.records())
     state, packed = warm.generate(laid_out(warm, 0), state)
     assert warm.fetch(packed).counts.tolist() == [4] + [0] * 7

@@ -24,6 +24,7 @@ from tiny_decode import (
 
 from areal_jax.engine.decode import DecodeEngine, Reader
 from areal_jax.engine.engine_loop import EngineLoop
+from areal_jax.engine.sequence import SequenceState
 from areal_jax.records import Completion, Request
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -79,9 +80,9 @@ def run(
 
 
 def is_all_free(engine_loop: EngineLoop) -> bool:
-    table = engine_loop._memory.table
+    table = engine_loop._scheduler.cache.table
     return table.num_used == 0 and all(
-        sorted(store.take(store.num_free)) == [*range(store.num_pages)] for store in table.stores
+        sorted(pool.take(pool.num_free)) == [*range(pool.num_pages)] for pool in table.pools
     )
 
 
@@ -123,33 +124,32 @@ def test_a_thousand_requests_keep_the_slots_busy_and_little_memory_empty():
         looks: list[tuple[int, ...]] = []
 
         async def act(engine_loop: EngineLoop):
+            scheduler = engine_loop._scheduler
+            table = scheduler.cache.table
+
             def look(
                 name: str, start_s: float, end_s: float, args: Mapping[str, int | float]
             ) -> None:
                 if name == "dispatch":
-                    table, pages = engine_loop._table, engine_loop._memory.table
-                    held = sum(
-                        len(table.cached_tokens(slot))
-                        for slot in engine_loop._occupants
-                        if slot in table
+                    running = [
+                        each
+                        for each in scheduler.running.values()
+                        if each.state is SequenceState.RUNNING
+                    ]
+                    held, used = (
+                        sum(len(each.cached_tokens()) for each in running),
+                        table.num_used * table.page_tokens,
                     )
-                    looks.append(
-                        (
-                            len(engine_loop._queue),
-                            int(args["tokens"]),
-                            pages.num_used * pages.page_tokens,
-                            held,
-                        )
-                    )
+                    looks.append((len(scheduler.waiting), int(args["tokens"]), used, held))
 
-            engine_loop._on_event = look
+            engine_loop._metrics._on_event = look
             answers = await answered(engine_loop, [requests[i] for i in order])
-            assert is_all_free(engine_loop) and sorted(engine_loop._free[0]) == list(range(64))
+            assert is_all_free(engine_loop) and sorted(scheduler._free_slots[0]) == list(range(64))
             assert not (
-                engine_loop._occupants
-                or engine_loop._jobs
-                or engine_loop._queue
-                or engine_loop._table.active.any()
+                scheduler.running
+                or scheduler.waiting
+                or scheduler.has_active
+                or engine_loop._requests.groups
             )
             return answers, np.array(looks)
 

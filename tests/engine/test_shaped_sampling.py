@@ -21,7 +21,7 @@ from tiny_decode import (
 )
 
 from areal_jax.engine.engine_loop import EngineLoop
-from areal_jax.engine.slots import SlotTable
+from areal_jax.engine.token_log import TokenLog
 from areal_jax.errors import InvalidRequest
 from areal_jax.records import Completion, Progress, Request
 
@@ -201,17 +201,17 @@ def test_progress_adds_up_to_the_answer_and_comes_before_it():
 
 
 def test_following_an_answer_reads_each_token_once_more(monkeypatch: pytest.MonkeyPatch):
-    read, completion = list[int](), SlotTable.completion
+    read, read_log = list[int](), TokenLog.read
 
-    def counted(table: SlotTable, *asked: Any) -> Completion:
-        found = completion(table, *asked)
+    def counted(log: TokenLog, *asked: Any) -> Completion:
+        found = read_log(log, *asked)
         read.append(len(found.tokens))
         return found
 
-    monkeypatch.setattr(SlotTable, "completion", counted)
+    monkeypatch.setattr(TokenLog, "read", counted)
     sampled(replace(request("watched", num_samples=3), on_progress=Follower()))
-    # 5 dispatches of 4 tokens, and the whole of the 20 at the end.
-    assert sorted(read) == [4] * 15 + [20] * 3
+    # 4 dispatches of 4 tokens, and the whole of the 20 after the fifth.
+    assert sorted(read) == [4] * 12 + [20] * 3
 
 
 def test_a_sample_that_is_told_to_end_ends_and_the_others_do_not():

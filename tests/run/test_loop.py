@@ -781,8 +781,8 @@ def test_a_run_without_progress_ends_with_a_checkpoint(
 
     async def take_and_stall(buffer: Buffer, n: int, version: int) -> list[Group]:
         if version == 2:
-            # From now on no sample is given a slot, though the engine loop's thread goes on.
-            monkeypatch.setattr(EngineLoop, "_admit_waiting", lambda _engine_loop: None)
+            # From now on no sequence is admitted, though the engine thread continues.
+            monkeypatch.setattr(EngineLoop, "_admit", lambda _engine_loop: None)
         return await take(buffer, n + 1000 * (version == 2), version)
 
     monkeypatch.setattr(Buffer, "take", take_and_stall)

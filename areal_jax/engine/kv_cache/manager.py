@@ -1,257 +1,220 @@
-"""What lies in the engine's KV memory, and what is still to be computed in it.
-
-Axes: S slots.
-"""
+"""The KV cache manager: pages of sequences, shared prefixes and the plan of prefills, in numpy
+only."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Iterator
+from collections.abc import Sequence as SequenceOf
+from typing import NamedTuple
 
 import numpy as np
-from jaxtyping import Int, Int32
+from jaxtyping import Int32
 
 from areal_jax.engine.batch import PrefillChunk
-from areal_jax.engine.decode import DecodeEngine, DecodeState, EngineParams
-from areal_jax.engine.kv_cache.pages import PageTable
+from areal_jax.engine.kv_cache.pages import PagePool, PageTable
+from areal_jax.engine.sequence import PrefillJob, Sequence, SequenceState
 
 
-@dataclass(eq=False)
-class PrefillJob:
-    """A sequence whose keys and values are being computed, and the slots that wait for them."""
+class CacheInsert(NamedTuple):
+    """Device work that lets prefilled sequences decode."""
 
-    tokens: Int32[np.ndarray, "_"]
-    shard: int
-    pages: list[int]
-    done: int = 0
-    """Tokens whose keys and values are there."""
-    slots: list[int] = field(default_factory=list)
-    is_prompt: bool = False
-    """Whether the pages are its own: slots share the full ones and copy the last. Otherwise they
-    are its only slot's."""
-    is_wanted: bool = True
-    """Of a prompt: whether more slots may come."""
+    copies: list[list[tuple[int, int]]]
+    """By data shard: pages to copy, as (from, to)."""
+    num_tokens: dict[int, int]
+    """By slot: cached tokens."""
 
 
 class KVCacheManager:
-    """Gives slots pages, and computes what is to be in them: a prompt once for all its samples in a
-    data shard."""
+    """Allocates pages for sequences and plans which keys and values are computed next.
 
-    def __init__(self, engine: DecodeEngine):
-        config = engine.config
-        self._engine, self._chunk_tokens = engine, config.prefill_chunk_tokens
-        self.table = PageTable(
-            config.num_slots,
-            engine.num_shards,
-            engine.pages_per_shard,
-            engine.pages_per_slot,
-            config.page_tokens,
-        )
-        self.fillings: list[PrefillJob] = []
-        """Not finished, or just begun."""
-        # Slots that go on with what other weights than the newest have computed.
-        self._outdated: set[int] = set()
+    A prompt is prefilled once per data shard for all sequences of its group.
+    """
 
-    def start(
+    def __init__(self, table: PageTable, chunk_tokens: int):
+        self.table, self._chunk_tokens = table, chunk_tokens
+        self.jobs: list[PrefillJob] = []
+        """Prefill jobs that are incomplete, or were added since the last `next_chunks`."""
+
+    @property
+    def holds_any(self) -> bool:
+        """Whether any page is in use or cached."""
+        return any(pool.holds_any for pool in self.table.pools)
+
+    def allocate(
         self,
+        sequence: Sequence,
         slot: int,
-        tokens: Int32[np.ndarray, "_"],
         num_new: int,
         prompts: dict[int, PrefillJob] | None = None,
         spare_pages: int = 0,
     ) -> bool:
-        """Let a slot resume from a sequence with room for `num_new` tokens behind it; False, and
-        nothing, where that is lacking.
+        """Allocate pages in a slot for a sequence and `num_new` more tokens, and start its prefill.
 
         Args:
-            prompts: by data shard, what is shared with the other samples of a prompt; None shares
-                no more than is kept anyway.
-            spare_pages: that must be left.
+            sequence: a waiting sequence.
+            slot: a free slot.
+            num_new: tokens to reserve pages for, beyond those to prefill.
+            prompts: by data shard, the prefill shared by sequences that start from the bare prompt;
+                None shares cached prefixes only.
+            spare_pages: number of pages that must stay free.
+
+        Returns:
+            False, and nothing is changed, if there are not enough free pages.
         """
-        table, shard = self.table, self.table.shard(slot)
-        store, num_full = table.stores[shard], len(tokens) // table.page_tokens
-        filling = None if prompts is None else prompts.get(shard)
-        found = [] if filling else store.find(tokens)
-        num_own = table.num_pages(len(tokens) + num_new) - (
-            len(found) if prompts is None else num_full
-        )
-        num_common = 0 if prompts is None or filling else table.num_pages(len(tokens)) - len(found)
-        if store.num_free < num_own + num_common + spare_pages:
-            store.release(found)
+        table, shard, tokens = self.table, self.table.shard(slot), sequence.cached_tokens()
+        pool, num_full = table.pools[shard], len(tokens) // table.page_tokens
+        job = None if prompts is None else prompts.get(shard)
+        cached = [] if job else pool.match_prefix(tokens)
+        num_shared = len(cached) if prompts is None else num_full
+        num_own = table.num_pages(len(tokens) + num_new) - num_shared
+        is_new_prompt = prompts is not None and job is None
+        num_prompt = table.num_pages(len(tokens)) - len(cached) if is_new_prompt else 0
+        if pool.num_free < num_own + num_prompt + spare_pages:
+            pool.release(cached)
             return False
-        done = len(found) * table.page_tokens
+        sequence.slot, sequence.state = slot, SequenceState.PREFILLING
+        num_computed = len(cached) * table.page_tokens
         if prompts is None:
-            table.give(slot, found + store.take(num_own))
-            filling = PrefillJob(tokens, shard, table.pages(slot), done)
+            table.extend(sequence, cached + pool.take(num_own))
+            job = PrefillJob(tokens, shard, sequence.pages, num_computed)
         else:
-            if filling is None:
-                filling = prompts[shard] = PrefillJob(
-                    tokens, shard, found + store.take(num_common), done, is_prompt=True
+            if job is None:
+                pages = cached + pool.take(num_prompt)
+                job = prompts[shard] = PrefillJob(
+                    tokens, shard, pages, num_computed, is_prompt=True
                 )
-            shared = filling.pages[:num_full]
-            store.share(shared)
-            table.give(slot, shared + store.take(num_own))
-        if filling not in self.fillings:
-            self.fillings.append(filling)
-        filling.slots.append(slot)
+            shared = job.pages[:num_full]
+            pool.share(shared)
+            table.extend(sequence, shared + pool.take(num_own))
+        if job not in self.jobs:
+            self.jobs.append(job)
+        job.sequences.append(sequence)
+        sequence.prefill = job
         return True
 
-    def release(self, slot: int, cached: Int32[np.ndarray, "_"] | None) -> None:
-        """Take a slot's pages, which others may find where the newest weights have computed them.
+    def free(self, sequence: Sequence) -> None:
+        """Release a sequence's pages; those that the current weights have computed stay cached."""
+        if (job := sequence.prefill) is not None:
+            job.sequences.remove(sequence)
+            sequence.prefill = None
+            self._drop_if_unused(job)
+        is_reusable = sequence.state is SequenceState.RUNNING and not sequence.is_outdated
+        self.table.release(sequence, sequence.cached_tokens() if is_reusable else None)
 
-        Args: cached: the tokens in them; None: they are not all computed."""
-        for filling in [each for each in self.fillings if slot in each.slots]:
-            filling.slots.remove(slot)
-            self._drop_unwanted(filling)
-        self.table.clear(slot, None if slot in self._outdated else cached)
-        self._outdated.discard(slot)
-
-    def give_up(self, prompts: dict[int, PrefillJob]) -> None:
-        """Let go of prompts for which no more slots will come."""
-        for filling in prompts.values():
-            filling.is_wanted = False
-            if filling not in self.fillings:
-                self.table.stores[filling.shard].release(filling.pages)
-            self._drop_unwanted(filling)
+    def close_prompts(self, prompts: dict[int, PrefillJob]) -> None:
+        """Close the shared prefills of a group: no more sequences will join."""
+        for job in prompts.values():
+            job.is_open = False
+            if job not in self.jobs:
+                self.table.pools[job.shard].release(job.pages)
+            self._drop_if_unused(job)
         prompts.clear()
 
-    def _drop_unwanted(self, filling: PrefillJob) -> None:
-        if (
-            filling in self.fillings
-            and not filling.slots
-            and not (filling.is_prompt and filling.is_wanted)
-        ):
-            self.fillings.remove(filling)
-            if filling.is_prompt:
-                self.table.stores[filling.shard].release(filling.pages)
+    def _drop_if_unused(self, job: PrefillJob) -> None:
+        if job in self.jobs and not job.sequences and not (job.is_prompt and job.is_open):
+            self.jobs.remove(job)
+            if job.is_prompt:
+                self.table.pools[job.shard].release(job.pages)
 
-    def advance(
-        self, params: EngineParams, state: DecodeState, *, others_wait: bool
-    ) -> tuple[DecodeState, list[PrefillJob], int]:
-        """Compute what is to be computed before the next dispatch: all short sequences, a chunk of
-        each long one, or where `others_wait` of the first. Returns what is complete, for `finish`,
-        and how many tokens were computed."""
-        fills: list[PrefillChunk] = []
-        long_before = False
-        for filling in self.fillings:
-            left = len(filling.tokens) - filling.done
+    def next_chunks(self, *, others_run: bool) -> tuple[list[PrefillChunk], list[PrefillJob]]:
+        """Select what to prefill before the next dispatch: all short jobs, and a chunk of long
+        ones.
+
+        Args:
+            others_run: whether running sequences wait for it: then a chunk of one long job only.
+
+        Returns:
+            The chunks, and the jobs that they complete, for `complete`.
+        """
+        chunks: list[PrefillChunk] = []
+        has_long = False
+        for job in self.jobs:
+            left = len(job.tokens) - job.num_computed
             is_long = left > self._chunk_tokens
-            if left and not (is_long and long_before and others_wait):
-                fills.append(self._next(filling.tokens, filling.done, filling.pages, filling.shard))
-                filling.done += len(fills[-1].tokens)
-                long_before |= is_long
-        complete = [each for each in self.fillings if each.done == len(each.tokens)]
-        self.fillings = [each for each in self.fillings if each.done < len(each.tokens)]
-        return (
-            self._engine.prefill(params, state, fills),
-            complete,
-            sum(len(fill.tokens) for fill in fills),
-        )
+            if left and not (is_long and has_long and others_run):
+                chunks.append(self._chunk(job.tokens, job.num_computed, job.pages, job.shard))
+                job.num_computed += len(chunks[-1].tokens)
+                has_long |= is_long
+        complete = [job for job in self.jobs if job.num_computed == len(job.tokens)]
+        self.jobs = [job for job in self.jobs if job.num_computed < len(job.tokens)]
+        return chunks, complete
 
-    def finish(self, state: DecodeState, complete: Sequence[PrefillJob]) -> DecodeState:
-        """Give the slots of complete sequences what is theirs: their own copy of a page that is not
-        full, and their view."""
+    def complete(self, jobs: list[PrefillJob]) -> CacheInsert:
+        """Cache the prefixes of complete jobs, and pass the pages to their sequences."""
         table = self.table
-        pairs: list[list[tuple[int, int]]] = [[] for _ in table.stores]
-        columns: dict[int, int] = {}
-        for filling in complete:
-            store, last = table.stores[filling.shard], len(filling.tokens) // table.page_tokens
-            store.keep(filling.tokens, filling.pages)
-            columns |= dict.fromkeys(filling.slots, len(filling.tokens))
-            if filling.is_prompt:
-                if last < len(filling.pages):
-                    pairs[filling.shard] += [
-                        (filling.pages[last], table.pages(slot)[last]) for slot in filling.slots
-                    ]
-                if not filling.is_wanted:
-                    store.release(filling.pages)
-            filling.slots.clear()
-        return self._engine.insert(self.show(self._engine.copy(state, pairs)), columns)
+        insert = CacheInsert([[] for _ in table.pools], {})
+        for job in jobs:
+            pool, last = table.pools[job.shard], len(job.tokens) // table.page_tokens
+            pool.cache_prefix(job.tokens, job.pages)
+            for sequence in job.sequences:
+                assert sequence.slot is not None
+                insert.num_tokens[sequence.slot] = len(job.tokens)
+                if job.is_prompt and last < len(job.pages):
+                    insert.copies[job.shard].append((job.pages[last], sequence.pages[last]))
+                sequence.prefill = None
+            if job.is_prompt and not job.is_open:
+                pool.release(job.pages)
+            job.sequences.clear()
+        return insert
 
-    def show(self, state: DecodeState) -> DecodeState:
-        """Let the device see the slots' tables as they are."""
-        if self.table.changed:
-            state, self.table.changed = self._engine.point(state, self.table.array), False
-        return state
+    def invalidate(self, kept: SequenceOf[Sequence] = ()) -> None:
+        """Invalidate everything that earlier weights have computed, and restart prefills.
 
-    def reserve(self, ends: Int[np.ndarray, "S"]) -> list[int]:
-        """Take pages for so many tokens of each slot; returns the slots for which there are none
-        left."""
-        return [
-            slot
-            for slot in np.flatnonzero(ends).tolist()
-            if not self.table.reserve(slot, int(ends[slot]))
+        Args:
+            kept: running sequences that keep their pages, which no other sequence reuses.
+        """
+        for sequence in kept:
+            sequence.is_outdated = True
+        for pool in self.table.pools:
+            pool.invalidate()
+        for job in self.jobs:
+            job.num_computed = 0
+
+    def rebuild(self, sequences: SequenceOf[Sequence]) -> Iterator[list[PrefillChunk]]:
+        """Plan the recomputation of the pages of running sequences; shared pages once, and first.
+
+        Yields:
+            Chunks that may be computed together, after all those before.
+        """
+        size, tokens = self.table.page_tokens, [each.cached_tokens() for each in sequences]
+        pools = [self.table.pool(sequence) for sequence in sequences]
+        full = [
+            [(pool, page) for page in sequence.pages[: len(cached) // size]]
+            for sequence, cached, pool in zip(sequences, tokens, pools, strict=True)
         ]
-
-    @property
-    def holds_any(self) -> bool:
-        """Whether any page is in use, or kept."""
-        return any(store.holds_any for store in self.table.stores)
-
-    def forget(self, kept: Iterable[int] = ()) -> None:
-        """Other weights have come: nothing computed so far may be found, and what is being computed
-        is begun again.
-
-        Args: kept: slots that go on with what they have; others find it neither now nor once they
-            have ended."""
-        self._outdated.update(kept)
-        for store in self.table.stores:
-            store.forget()
-        for filling in self.fillings:
-            filling.done = 0
-
-    def rebuild(
-        self,
-        params: EngineParams,
-        state: DecodeState,
-        sequences: Mapping[int, Int32[np.ndarray, "_"]],
-    ) -> tuple[DecodeState, int]:
-        """Compute the pages of these slots anew, of which each holds so many tokens: those that
-        several share once, and first.
-
-        Returns the number of tokens that were computed."""
-        table, size = self.table, self.table.page_tokens
-        seen, common = set[tuple[int, int]](), set[tuple[int, int]]()
-        for slot, tokens in sequences.items():
-            here = {(table.shard(slot), page) for page in table.pages(slot)[: len(tokens) // size]}
-            common |= here & seen
-            seen |= here
-        num_common = {
-            slot: sum(
-                (table.shard(slot), page) in common
-                for page in table.pages(slot)[: len(tokens) // size]
-            )
-            for slot, tokens in sequences.items()
-        }
-        computed = set[tuple[int, int]]()
+        uses = Counter(page for pages in full for page in pages)
+        num_common = [sum(uses[page] > 1 for page in pages) for pages in full]
+        computed = set[tuple[PagePool, int]]()
         first: list[tuple[int, int, int]] = []
-        # The longest first: the others' prefixes are then within them.
-        for slot, count in sorted(num_common.items(), key=lambda item: -item[1]):
-            here = [(table.shard(slot), page) for page in table.pages(slot)[:count]]
-            if here and here[-1] not in computed:
-                first.append((slot, 0, count * size))
-                table.store(slot).keep(sequences[slot], table.pages(slot)[:count])
-                computed.update(here)
-        rest = [(slot, num_common[slot] * size, len(tokens)) for slot, tokens in sequences.items()]
-        num_tokens = 0
+        # The longest first: it contains the prefixes of the others.
+        for i in sorted(range(len(sequences)), key=lambda i: -num_common[i]):
+            common = full[i][: num_common[i]]
+            if common and common[-1] not in computed:
+                first.append((i, 0, len(common) * size))
+                pools[i].cache_prefix(tokens[i], sequences[i].pages[: len(common)])
+                computed.update(common)
+        rest = [(i, num_common[i] * size, len(tokens[i])) for i in range(len(sequences))]
         for spans in (first, rest):
             while spans := [span for span in spans if span[1] < span[2]]:
-                fills = [
-                    self._next(sequences[slot][:end], start, table.pages(slot), table.shard(slot))
-                    for slot, start, end in spans
+                chunks = [
+                    self._chunk_of(sequences[i], tokens[i][:end], start) for i, start, end in spans
                 ]
-                state = self._engine.prefill(params, state, fills)
-                num_tokens += sum(len(fill.tokens) for fill in fills)
+                yield chunks
                 spans = [
-                    (slot, start + len(fill.tokens), end)
-                    for (slot, start, end), fill in zip(spans, fills, strict=True)
+                    (i, start + len(chunk.tokens), end)
+                    for (i, start, end), chunk in zip(spans, chunks, strict=True)
                 ]
-        columns = {slot: len(tokens) for slot, tokens in sequences.items()}
-        return self._engine.insert(self.show(state), columns), num_tokens
 
-    def _next(
-        self, tokens: Int32[np.ndarray, "_"], start: int, pages: Sequence[int], shard: int
+    def _chunk_of(
+        self, sequence: Sequence, tokens: Int32[np.ndarray, "_"], start: int
     ) -> PrefillChunk:
-        """The next chunk of a sequence."""
+        assert sequence.slot is not None
+        return self._chunk(tokens, start, sequence.pages, self.table.shard(sequence.slot))
+
+    def _chunk(
+        self, tokens: Int32[np.ndarray, "_"], start: int, pages: list[int], shard: int
+    ) -> PrefillChunk:
+        """Return the next chunk of these tokens."""
         end = min(start + self._chunk_tokens, len(tokens))
         return PrefillChunk(tokens[start:end], start, pages[: self.table.num_pages(end)], shard)

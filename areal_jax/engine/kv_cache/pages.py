@@ -1,8 +1,8 @@
-"""Whose tokens lie in which pages of the device's memory: told on the host, in numpy alone.
+"""Pages of the KV cache: ownership, prefix hashes and LRU eviction, in numpy only.
 
-A page holds `page_tokens` consecutive tokens of a sequence. Those that begin alike share their full
-pages; only the owner of a page that is not full writes to it. Every data shard of the mesh has
-pages, slots and numbers of its own.
+A page holds `page_tokens` consecutive tokens of a sequence. Sequences with a common prefix share
+its full pages; only the owner of a partial page writes to it. Every data shard of the mesh has its
+own pages, slots and page numbers.
 
 Axes: S slots, M pages of a slot's table.
 """
@@ -11,105 +11,102 @@ from __future__ import annotations
 
 import hashlib
 from collections import OrderedDict
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator
 
 import numpy as np
 from jaxtyping import Int
 
+from areal_jax.engine.sequence import Sequence
+
 
 class PagePool:
-    """The pages of one data shard: free, in use by so many, or idle: kept for whoever begins with
-    the same tokens."""
+    """Pages of one data shard: free, in use (reference-counted), or unused but cached for reuse."""
 
     def __init__(self, num_pages: int, page_tokens: int):
         self.num_pages, self.page_tokens = num_pages, page_tokens
         self._free = list(range(num_pages))[::-1]
-        self._uses = [0] * num_pages
+        self._ref_counts = [0] * num_pages
         self._page_of: dict[bytes, int] = {}
-        self._name_of: dict[int, bytes] = {}
-        # The one that has been idle for longest first.
-        self._idle: OrderedDict[int, None] = OrderedDict()
+        self._hash_of: dict[int, bytes] = {}
+        # Cached pages that nobody uses, the least recently used first.
+        self._evictable: OrderedDict[int, None] = OrderedDict()
 
     @property
     def num_free(self) -> int:
-        """Pages that `take` can give: no one uses them."""
-        return len(self._free) + len(self._idle)
+        """Number of pages that `take` can return: nobody uses them."""
+        return len(self._free) + len(self._evictable)
 
     @property
     def holds_any(self) -> bool:
-        """Whether any page is in use, or kept."""
+        """Whether any page is in use or cached."""
         return len(self._free) < self.num_pages
 
     def take(self, count: int) -> list[int]:
-        """Pages with nothing in them, at most `num_free`; what was idle for longest is given up
+        """Allocate empty pages, at most `num_free`; the least recently used cached pages go
         first."""
         while len(self._free) < count:
-            page, _ = self._idle.popitem(last=False)
-            self._forget(page)
+            page, _ = self._evictable.popitem(last=False)
+            del self._page_of[self._hash_of.pop(page)]
+            self._free.append(page)
         pages = [self._free.pop() for _ in range(count)]
         for page in pages:
-            self._uses[page] = 1
+            self._ref_counts[page] = 1
         return pages
 
-    def share(self, pages: Sequence[int]) -> None:
-        """Use these pages as well."""
+    def share(self, pages: Collection[int]) -> None:
+        """Add a reference to these pages."""
         for page in pages:
-            self._idle.pop(page, None)
-            self._uses[page] += 1
+            self._evictable.pop(page, None)
+            self._ref_counts[page] += 1
 
-    def release(self, pages: Sequence[int]) -> None:
-        """Use these pages no more. Those that none uses become free, or idle where they are
-        kept."""
-        # The end of a sequence goes before its beginning, which more sequences may have in common.
+    def release(self, pages: list[int]) -> None:
+        """Drop a reference to these pages. Unreferenced pages become free, or evictable if
+        cached."""
+        # The suffix of a sequence is evicted before its prefix, which others are likelier to share.
         for page in reversed(pages):
-            self._uses[page] -= 1
-            if self._uses[page] == 0:
-                if page in self._name_of:
-                    self._idle[page] = None
+            self._ref_counts[page] -= 1
+            if self._ref_counts[page] == 0:
+                if page in self._hash_of:
+                    self._evictable[page] = None
                 else:
                     self._free.append(page)
 
-    def find(self, tokens: Int[np.ndarray, "_"]) -> list[int]:
-        """The full pages that are kept of the beginning of this sequence; they are now used by one
-        more."""
+    def match_prefix(self, tokens: Int[np.ndarray, "_"]) -> list[int]:
+        """Return the cached full pages of the longest prefix of a sequence, with a reference
+        added."""
         pages: list[int] = []
-        for name in self._names(tokens):
-            page = self._page_of.get(name)
+        for digest in self._hashes(tokens):
+            page = self._page_of.get(digest)
             if page is None:
                 break
             pages.append(page)
         self.share(pages)
         return pages
 
-    def keep(self, tokens: Int[np.ndarray, "_"], pages: Sequence[int]) -> None:
-        """Let the full pages of this sequence be found by others, for as long as there is room."""
-        for name, page in zip(self._names(tokens), pages, strict=False):
-            if name not in self._page_of and page not in self._name_of:
-                self._page_of[name], self._name_of[page] = page, name
+    def cache_prefix(self, tokens: Int[np.ndarray, "_"], pages: list[int]) -> None:
+        """Cache the full pages of a sequence until they are evicted."""
+        for digest, page in zip(self._hashes(tokens), pages, strict=False):
+            if digest not in self._page_of and page not in self._hash_of:
+                self._page_of[digest], self._hash_of[page] = page, digest
 
-    def forget(self) -> None:
-        """Let nothing be found any more: other weights would have computed something else."""
-        self._free += self._idle
-        self._idle.clear()
+    def invalidate(self) -> None:
+        """Forget all cached prefixes: other weights compute other keys and values."""
+        self._free += self._evictable
+        self._evictable.clear()
         self._page_of.clear()
-        self._name_of.clear()
+        self._hash_of.clear()
 
-    def _forget(self, page: int) -> None:
-        del self._page_of[self._name_of.pop(page)]
-        self._free.append(page)
-
-    def _names(self, tokens: Int[np.ndarray, "_"]) -> Iterator[bytes]:
-        """A name for the content of every full page: a digest of its tokens and the name of the
-        page before."""
+    def _hashes(self, tokens: Int[np.ndarray, "_"]) -> Iterator[bytes]:
+        """Yield the hash of every full page: of its tokens and the hash of the page before."""
         data, size = np.ascontiguousarray(tokens, np.int32).tobytes(), 4 * self.page_tokens
-        name = b""
+        digest = b""
         for end in range(size, len(data) + 1, size):
-            name = hashlib.blake2b(name + data[end - size : end], digest_size=16).digest()
-            yield name
+            digest = hashlib.blake2b(digest + data[end - size : end], digest_size=16).digest()
+            yield digest
 
 
 class PageTable:
-    """Which pages hold the sequence of each slot."""
+    """Page pools of all data shards, and the page table that the device reads."""
 
     def __init__(
         self,
@@ -120,66 +117,78 @@ class PageTable:
         page_tokens: int,
     ):
         self.page_tokens = page_tokens
-        self.stores = [PagePool(pages_per_shard, page_tokens) for _ in range(num_shards)]
+        self.pools = [PagePool(pages_per_shard, page_tokens) for _ in range(num_shards)]
         self.array = np.zeros((num_slots, pages_per_slot), np.int32)
-        """[S, M]: numbers within the slot's shard; 0 beyond the last page of a slot."""
+        """[S, M]: page numbers within the slot's shard; undefined beyond a slot's last page."""
         self.changed = True
-        """Whether the device has yet to see `array`: whoever shows it resets this."""
-        self._pages: list[list[int]] = [[] for _ in range(num_slots)]
+        """Whether the device's copy of `array` is old: the owner copies it there and resets
+        this."""
+        self._num_held = np.zeros(num_slots, np.int32)
 
     def shard(self, slot: int) -> int:
-        """The data shard in which a slot lies."""
-        return slot * len(self.stores) // len(self._pages)
+        """Return the data shard of a slot."""
+        return slot * len(self.pools) // len(self.array)
 
     def slots(self, shard: int) -> list[int]:
-        """The slots of a data shard."""
-        count = len(self._pages) // len(self.stores)
+        """Return the slots of a data shard."""
+        count = len(self.array) // len(self.pools)
         return list(range(shard * count, (shard + 1) * count))
 
-    def store(self, slot: int) -> PagePool:
-        """The pages among which a slot's are."""
-        return self.stores[self.shard(slot)]
-
-    def pages(self, slot: int) -> list[int]:
-        """A slot's pages, in order."""
-        return self._pages[slot]
-
     def num_pages(self, num_tokens: int) -> int:
-        """Pages that hold so many tokens."""
+        """Return the number of pages that hold so many tokens."""
         return -(-num_tokens // self.page_tokens)
 
-    def give(self, slot: int, pages: Sequence[int]) -> None:
-        """Let a slot go on with these pages after those it has; it now answers for their use."""
-        held = self._pages[slot]
-        self.array[slot, len(held) : len(held) + len(pages)] = pages
-        held.extend(pages)
+    def pool(self, sequence: Sequence) -> PagePool:
+        """Return the pool of a sequence's pages."""
+        assert sequence.slot is not None
+        return self.pools[self.shard(sequence.slot)]
+
+    def extend(self, sequence: Sequence, pages: list[int]) -> None:
+        """Append pages, whose reference passes to the sequence."""
+        slot, start = sequence.slot, len(sequence.pages)
+        assert slot is not None
+        sequence.pages.extend(pages)
+        self.array[slot, start : len(sequence.pages)] = pages
+        self._num_held[slot] = len(sequence.pages)
         self.changed = True
 
-    def reserve(self, slot: int, num_tokens: int) -> bool:
-        """Take what pages a slot needs to hold so many tokens; False, and nothing, where there are
-        not enough."""
-        missing = self.num_pages(num_tokens) - len(self._pages[slot])
+    def lacking(self, num_tokens: Int[np.ndarray, "S"]) -> list[int]:
+        """Return the slots that need more pages to hold so many tokens each."""
+        return np.flatnonzero(-(-num_tokens // self.page_tokens) > self._num_held).tolist()
+
+    def reserve(self, sequence: Sequence, num_tokens: int) -> bool:
+        """Allocate the pages that a sequence lacks to hold so many tokens.
+
+        Returns:
+            False, and no page is allocated, if there are not enough free pages.
+        """
+        missing = self.num_pages(num_tokens) - len(sequence.pages)
         if missing > 0:
-            store = self.store(slot)
-            if store.num_free < missing:
+            pool = self.pool(sequence)
+            if pool.num_free < missing:
                 return False
-            self.give(slot, store.take(missing))
+            self.extend(sequence, pool.take(missing))
         return True
 
-    def clear(self, slot: int, cached: Int[np.ndarray, "_"] | None = None) -> None:
-        """Take a slot's pages from it. Args: cached: the tokens in them, where they are whole and
-        may be found by others."""
+    def release(self, sequence: Sequence, cached: Int[np.ndarray, "_"] | None = None) -> None:
+        """Release a sequence's pages.
+
+        Args:
+            cached: tokens in the pages, to cache their prefix; None if they are incomplete.
+        """
+        pool, pages = self.pool(sequence), sequence.pages
         if cached is not None:
-            self.store(slot).keep(cached, self._pages[slot])
-        self.store(slot).release(self._pages[slot])
-        self._pages[slot] = []
+            pool.cache_prefix(cached, pages)
+        pool.release(pages)
+        sequence.pages = []
+        self._num_held[sequence.slot] = 0
 
     @property
     def num_used(self) -> int:
-        """Pages that someone uses."""
-        return sum(store.num_pages - store.num_free for store in self.stores)
+        """Number of pages in use."""
+        return sum(pool.num_pages - pool.num_free for pool in self.pools)
 
     @property
     def size(self) -> int:
-        """Pages there are."""
-        return sum(store.num_pages for store in self.stores)
+        """Number of pages of all shards."""
+        return sum(pool.num_pages for pool in self.pools)

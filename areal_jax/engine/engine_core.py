@@ -1,0 +1,170 @@
+"""The engine core: executes the scheduler's decisions on the devices, one dispatch after the
+other."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
+
+import jax
+
+from areal_jax.engine.batch import SamplingMode
+from areal_jax.engine.decode import DecodeEngine, DecodeState
+from areal_jax.engine.engine_metrics import EngineMetrics
+from areal_jax.engine.scheduler import Scheduler, penalized_tokens
+from areal_jax.engine.sequence import Sequence
+from areal_jax.records import NO_VERSION, Weights
+
+
+class _InFlight(NamedTuple):
+    """A dispatch whose output is not read."""
+
+    packed: jax.Array
+    start_s: float
+
+
+class EngineCore:
+    """Scheduler, weights and decode state of one engine. Used by the engine thread only.
+
+    `update_weights`, `prefill` and `dispatch` each leave the device with work that the host does
+    not wait for; only `dispatch` reads results, in one transfer per dispatch.
+    """
+
+    _state: DecodeState
+
+    def __init__(self, engine: DecodeEngine, metrics: EngineMetrics):
+        self._engine, self._metrics = engine, metrics
+        self.scheduler = Scheduler(
+            engine.config, engine.num_shards, engine.pages_per_shard, engine.pages_per_slot
+        )
+        self.weights = Weights(NO_VERSION, None)
+        self.num_tokens = 0
+        """Tokens decoded so far."""
+        # Time since which the device waits for the host; None while it is busy or has no work.
+        self._device_idle_since: float | None = None
+
+    def start(self) -> None:
+        """Allocate the decode state."""
+        self._state = self._engine.init_state()
+
+    def update_weights(self, newest: Weights) -> None:
+        """Swap to newer weights: cached prefixes are invalidated, running sequences rebuilt or
+        kept."""
+        start_s = time.perf_counter()
+        old, self.weights = self.weights, newest
+        num_recomputed = 0
+        # Equal weights leave every page as it is, so that such a swap changes no output bit.
+        if self.scheduler.cache.holds_any and not self._engine.same_weights(
+            old.params, newest.params
+        ):
+            sequences = self.scheduler.invalidate(keep=self._engine.config.on_update == "keep")
+            if sequences:
+                num_recomputed = self._rebuild(sequences)
+        end_s = time.perf_counter()
+        self.stop_gap_timer()
+        self._metrics.count("swaps", 1)
+        self._metrics.count("swap_stall_s", end_s - start_s)
+        self._metrics.count("recompute_tokens", num_recomputed)
+        self._metrics.event(
+            "swap", start_s, end_s, version=newest.version, recompute_tokens=num_recomputed
+        )
+
+    def _rebuild(self, sequences: list[Sequence]) -> int:
+        """Recompute the pages of running sequences; return the number of tokens computed."""
+        engine, num_tokens = self._engine, 0
+        for chunks in self.scheduler.cache.rebuild(sequences):
+            self._state = engine.prefill(self.weights.params, self._state, chunks)
+            num_tokens += sum(len(chunk.tokens) for chunk in chunks)
+        columns = {each.slot: each.num_tokens - 1 for each in sequences if each.slot is not None}
+        self._sync_page_table()
+        self._state = engine.insert(self._state, columns)
+        jax.block_until_ready(self._state.pages)
+        return num_tokens
+
+    def prefill(self) -> None:
+        """Prefill the next chunks, and let the sequences run whose prefill is complete."""
+        engine, scheduler = self._engine, self.scheduler
+        if not scheduler.cache.jobs:
+            return
+        start_s = time.perf_counter()
+        chunks, complete = scheduler.schedule_prefill()
+        self._state = engine.prefill(self.weights.params, self._state, chunks)
+        insert = scheduler.start(complete)
+        self._state = engine.copy(
+            engine.fit(self._state, scheduler.slots.num_columns()), insert.copies
+        )
+        self._sync_page_table()
+        self._state = engine.insert(self._state, insert.num_tokens)
+        num_tokens = sum(len(chunk.tokens) for chunk in chunks)
+        self._metrics.count("prefill_tokens", num_tokens)
+        self._metrics.event("prefill", start_s, time.perf_counter(), tokens=num_tokens)
+
+    def dispatch(self, may_run_ahead: Callable[[], bool]) -> Iterator[list[Sequence]]:
+        """Decode until something else is to be done.
+
+        Args:
+            may_run_ahead: whether the next dispatch may be enqueued before the last one's output is
+                read, so that the device never waits for the host.
+
+        Yields:
+            The sequences that finished, for each dispatch.
+        """
+        if num_preempted := self.scheduler.reserve_pages():
+            self._metrics.count("preemptions", num_preempted)
+        in_flight = self._enqueue(0)
+        while may_run_ahead():
+            following = self._enqueue(1)
+            yield self._process_outputs(in_flight, device_continues=True)
+            in_flight = following
+        yield self._process_outputs(in_flight, device_continues=False)
+
+    def stop_gap_timer(self) -> None:
+        """Stop measuring the host gap: the device waits for something else than bookkeeping."""
+        self._device_idle_since = None
+
+    def _enqueue(self, num_ahead: int) -> _InFlight:
+        """Enqueue a dispatch on the device, before the output of `num_ahead` others is read."""
+        engine, slots = self._engine, self.scheduler.slots
+        start_s = time.perf_counter()
+        self._state = engine.fit(self._state, slots.num_columns(num_ahead))
+        self._sync_page_table()
+        if slots.changed:
+            self._state, slots.changed = engine.assign_slot(self._state, slots.records()), False
+        mode, tokens = slots.mode(), None
+        if mode == SamplingMode.SHAPED:
+            running = self.scheduler.running.values()
+            tokens = penalized_tokens(running, engine.config.num_slots, engine.max_tokens)
+        params = self.weights.params
+        self._state, packed = engine.generate(params, self._state, mode=mode, sequences=tokens)
+        if self._device_idle_since is not None:
+            gap_s = time.perf_counter() - self._device_idle_since
+            self._metrics.count("host_gap_us", 1e6 * gap_s)
+        return _InFlight(packed, start_s)
+
+    def _process_outputs(self, in_flight: _InFlight, *, device_continues: bool) -> list[Sequence]:
+        """Wait for the output of a dispatch, count it, and finish the sequences that ended."""
+        scheduler, metrics, version = self.scheduler, self._metrics, self.weights.version
+        output = self._engine.fetch(in_flight.packed)
+        end_s = time.perf_counter()
+        if device_continues:
+            metrics.count("host_gap_us", 0.0)
+        self._device_idle_since = None if device_continues else end_s
+        ended, num_tokens = scheduler.process_outputs(output, version), int(output.counts.sum())
+        # Counted before requests are resolved, so that their tokens are in the metrics by then.
+        table = scheduler.cache.table
+        self.num_tokens += num_tokens
+        metrics.count("tokens", num_tokens)
+        metrics.count("dispatches", 1)
+        metrics.count("kv_used", table.num_used, table.size)
+        metrics.count("occupancy", num_tokens, output.tokens.size)
+        metrics.event("dispatch", in_flight.start_s, end_s, version=version, tokens=num_tokens)
+        for sequence, reason in ended:
+            scheduler.finish(sequence, reason)
+        return [sequence for sequence, _ in ended]
+
+    def _sync_page_table(self) -> None:
+        """Copy the page table to the device if it has changed."""
+        table = self.scheduler.cache.table
+        if table.changed:
+            self._state, table.changed = self._engine.point(self._state, table.array), False
