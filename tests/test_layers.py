@@ -103,6 +103,9 @@ JAX_FREE = (
 """Rooms that do not import jax, nor does any config.py: their tests take milliseconds, and flags are
 set before jax loads."""
 
+JAX_FREE_MODULES = ("areal_jax.engine.scheduler", "areal_jax.engine.kv_cache")
+"""Modules and packages without jax in rooms that use it: the scheduler decides on host data."""
+
 JAX = ("jax", "jaxlib", "flax", "optax", "orbax")
 
 NO_NAMES = ("utils", "util", "common", "helpers", "helper", "base", "misc", "core")
@@ -153,7 +156,8 @@ def imports_of(module: str) -> frozenset[str]:
 
 
 def is_jax_free(module: str) -> bool:
-    return room(module) in JAX_FREE or module.endswith(".config")
+    is_listed = any(module == name or module.startswith(f"{name}.") for name in JAX_FREE_MODULES)
+    return is_listed or room(module) in JAX_FREE or module.endswith(".config")
 
 
 def reaches_jax(module: str, seen: frozenset[str] = frozenset()) -> list[str]:

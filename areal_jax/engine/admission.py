@@ -34,8 +34,7 @@ def check_request(request: Request, config: EngineConfig, vocab_size: int) -> No
     if request.num_samples < 1 or len(request.resume) not in (0, request.num_samples):
         raise InvalidRequest(
             f"{name}: num_samples={request.num_samples} with {len(request.resume)} completions "
-            "to resume; "
-            "expected at least 1 sample, and one completion for each or none at all"
+            "to resume; expected at least 1 sample, and one completion for each or none at all"
         )
     _check_sampling(name, sampling)
 

@@ -22,8 +22,7 @@ MAX_TOP_LOGPROBS = 20
 
 
 class SamplingMode(IntEnum):
-    """Processing of logits before a token is sampled. Each mode includes those below it and is
-    slower."""
+    """Processing of logits before sampling. Each mode includes those before it and is slower."""
 
     PLAIN = 0
     FILTERED = 1
@@ -52,8 +51,7 @@ SLOT = np.dtype(
         ("stop_tokens", np.int32, MAX_STOP_TOKENS),  # filled up with -1
     ]
 )
-"""State of one slot. All fields are four bytes wide: all slots travel to the device as one integer
-array."""
+"""State of one slot. All fields are four bytes wide: slots travel as one integer array."""
 
 
 class PrefillChunk(NamedTuple):

@@ -12,8 +12,7 @@ T = TypeVar("T")
 
 
 class Reply(Generic[T]):
-    """A future of the asyncio thread that the engine thread resolves. Made in the asyncio
-    thread."""
+    """A future of the asyncio thread, made there, that the engine thread resolves."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
@@ -67,8 +66,7 @@ class CommandQueue:
                 reply.set_exception(self._stopped)
 
     def drain(self, timeout_s: float = 0.0) -> None:
-        """Execute all commands that are there, after waiting up to `timeout_s` for the first
-        one."""
+        """Execute all queued commands, after waiting up to `timeout_s` for the first one."""
         while True:
             try:
                 self._current = (

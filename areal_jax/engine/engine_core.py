@@ -1,5 +1,4 @@
-"""The engine core: executes the scheduler's decisions on the devices, one dispatch after the
-other."""
+"""The engine core: executes the scheduler's decisions on the devices."""
 
 from __future__ import annotations
 
@@ -27,8 +26,8 @@ class _InFlight(NamedTuple):
 class EngineCore:
     """Scheduler, weights and decode state of one engine. Used by the engine thread only.
 
-    `update_weights`, `prefill` and `dispatch` each leave the device with work that the host does
-    not wait for; only `dispatch` reads results, in one transfer per dispatch.
+    The host waits for the device in `update_weights`, and in `dispatch` for the output, which is
+    one transfer per dispatch.
     """
 
     _state: DecodeState
@@ -49,16 +48,15 @@ class EngineCore:
         self._state = self._engine.init_state()
 
     def update_weights(self, newest: Weights) -> None:
-        """Swap to newer weights: cached prefixes are invalidated, running sequences rebuilt or
-        kept."""
+        """Swap to newer weights; invalidate cached prefixes, rebuild or keep running sequences."""
         start_s = time.perf_counter()
         old, self.weights = self.weights, newest
         num_recomputed = 0
         # Equal weights leave every page as it is, so that such a swap changes no output bit.
-        if self.scheduler.cache.holds_any and not self._engine.same_weights(
-            old.params, newest.params
-        ):
-            sequences = self.scheduler.invalidate(keep=self._engine.config.on_update == "keep")
+        engine, scheduler = self._engine, self.scheduler
+        holds_any = scheduler.cache.holds_any
+        if holds_any and not engine.same_weights(old.params, newest.params):
+            sequences = scheduler.invalidate(keep=engine.config.on_update == "keep")
             if sequences:
                 num_recomputed = self._rebuild(sequences)
         end_s = time.perf_counter()

@@ -1,5 +1,4 @@
-"""The engine loop: the thread that drives a decode engine, and takes newer weights between
-dispatches."""
+"""The engine loop: the thread that runs a decode engine and swaps weights between dispatches."""
 
 from __future__ import annotations
 
@@ -43,7 +42,7 @@ class EngineLoop:
     """Serves requests with one thread that owns the engine's state: the local `records.Engine`.
 
     Between two dispatches the thread executes commands, swaps to newer weights, admits waiting
-    sequences, prefills the next chunks, and then decodes `engine.steps_per_dispatch` tokens in
+    sequences and prefills the next chunks; a dispatch decodes `engine.steps_per_dispatch` tokens in
     every slot. If none of this is to be done, the next dispatch is enqueued before the last one's
     output is read, so that the device never waits for the host.
     """
@@ -67,8 +66,8 @@ class EngineLoop:
         self._arrived: Weights | None = None
         """Newer weights that kept a dispatch from being enqueued ahead."""
         self._closing = False
-        # Started by `start`. Ends when `close` asks for it, or with the first error, which then
-        # fails every request. A daemon, so that an error elsewhere can end the process.
+        # Started by `start`. Ends after `close`, or with the first error, which then fails every
+        # request. A daemon, so that an error elsewhere can end the process.
         self._thread = threading.Thread(target=self._run, name="engine-loop", daemon=True)
 
     @property
@@ -91,8 +90,7 @@ class EngineLoop:
         self._thread.start()
 
     def close(self) -> None:
-        """End the thread after the dispatch in flight; unfinished requests fail with
-        EngineStopped."""
+        """End the thread after its dispatch; unfinished requests fail with EngineStopped."""
 
         def close() -> None:
             self._closing = True
@@ -110,8 +108,7 @@ class EngineLoop:
         self._compiler.join(_CLOSE_TIMEOUT_S)
 
     def compile_ahead(self, mode: SamplingMode) -> None:
-        """Compile the programs of a sampling mode in the background, before a request needs
-        them."""
+        """Compile the programs of a sampling mode in the background."""
         self._commands.put(lambda: self._compiler.start(mode))
 
     def submit(self, request: Request) -> asyncio.Future[list[Completion]]:
@@ -218,8 +215,7 @@ class EngineLoop:
         self._scheduler.admit(self.version)
 
     def _may_run_ahead(self) -> bool:
-        """Return whether nothing but the next dispatch is to be done; it must not delay the
-        rest."""
+        """Return whether nothing but the next dispatch is to be done."""
         if self._closing or not self._commands.is_empty:
             return False
         scheduler = self._scheduler

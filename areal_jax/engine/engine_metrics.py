@@ -36,8 +36,9 @@ class EngineMetrics:
             self._on_event(name, start_s, end_s, args)
 
     def collect(self) -> dict[str, tuple[float, float]]:
-        """Return sum and weight of every metric since the last call; the quotient is the mean or
-        rate.
+        """Return sum and weight of every metric since the last call.
+
+        The quotient of the two is the mean or the rate.
 
         tokens, dispatches, swaps, requests, prefill_tokens, recompute_tokens, preemptions,
         compilations: counts (weight 1).

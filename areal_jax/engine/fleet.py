@@ -43,8 +43,7 @@ class Fleet:
         return future
 
     async def snapshot(self) -> dict[str, tuple[Completion, ...]]:
-        """Return the partial completions of all engines, each as of between two of its
-        dispatches."""
+        """Return partial completions of all engines, each between two of its dispatches."""
         partials: dict[str, tuple[Completion, ...]] = {}
         for found in await asyncio.gather(*(loop.snapshot() for loop in self._loops)):
             partials |= found

@@ -66,8 +66,7 @@ class RequestTracker:
         self._resolve_if_finished(pending)
 
     def _enqueue(self, group: SequenceGroup) -> None:
-        """Let a group wait for slots, once its programs are compiled: that must not delay
-        others."""
+        """Add a group to the scheduler once its programs are compiled, without delaying others."""
         mode = sampling_mode(group.request.sampling)
         if self._compiler.has(mode):
             self._scheduler.add(group)
@@ -105,8 +104,8 @@ class RequestTracker:
             error = TimeoutError(
                 f"request {request.id!r} was not answered within engine.request_timeout_s="
                 f"{self._config.request_timeout_s}: {num_finished} of {request.num_samples} "
-                "samples are finished; "
-                f"it needs weights of version {request.min_version} or newer, "
+                "samples "
+                f"are finished; it needs weights of version {request.min_version} or newer, "
                 f"the engine has version {version}"
             )
             self._fail(group, error)

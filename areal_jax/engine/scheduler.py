@@ -108,8 +108,7 @@ class Scheduler:
         return True
 
     def schedule_prefill(self) -> tuple[list[PrefillChunk], list[PrefillJob]]:
-        """Select the chunks to prefill before the next dispatch, and the jobs that they
-        complete."""
+        """Return the chunks to prefill before the next dispatch, and the jobs they complete."""
         return self.cache.next_chunks(others_run=self.has_active)
 
     def start(self, complete: list[PrefillJob]) -> CacheInsert:
@@ -120,8 +119,7 @@ class Scheduler:
         return self.cache.complete(complete)
 
     def reserve_pages(self) -> int:
-        """Allocate the pages of the next dispatch; return how many sequences were preempted for
-        it."""
+        """Allocate the pages of the next dispatch; return the number of preempted sequences."""
         num_preempted = 0
         while (slot := self._reserve()) is not None:
             if any(group.prompts for group in self.waiting.values()):
@@ -132,8 +130,7 @@ class Scheduler:
         return num_preempted
 
     def reserve_ahead(self) -> bool:
-        """Allocate the pages of the dispatch after the next one; return False if some are
-        lacking."""
+        """Allocate the pages of the dispatch after the next; return False if any is lacking."""
         return self._reserve(1) is None
 
     def _reserve(self, num_ahead: int = 0) -> int | None:

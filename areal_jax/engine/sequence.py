@@ -72,8 +72,7 @@ class Sequence:
     """Tokens that were passed to the request's `on_progress`."""
 
     def completion(self, start: int = 0) -> Completion:
-        """Return what was sampled so far, from token `start` on; the cost is linear in its
-        length."""
+        """Return what was sampled so far, from token `start` on, in time linear in its length."""
         before = self.sampled.slice(start) if start else self.sampled
         if self.log is None:
             return before
@@ -102,8 +101,7 @@ class Sequence:
         return len(self.request.prompt_tokens) + len(self.sampled.tokens) + logged
 
     def cached_tokens(self) -> Int32[np.ndarray, "T"]:
-        """Return the tokens whose keys and values decoding needs: all but the last, its next
-        input."""
+        """Return the tokens whose keys and values decoding needs: all but the last, its input."""
         return self.tokens()[:-1]
 
     def leave_slot(self) -> None:

@@ -37,8 +37,7 @@ class SlotTable:
     def __init__(self, num_slots: int, max_new_tokens: int, steps_per_dispatch: int):
         self.active = np.zeros(num_slots, bool)
         self.changed = False
-        """Whether `records` differ from the device's: the owner copies them there and resets
-        this."""
+        """Whether `records` differ from the device's: the owner copies them and resets this."""
         self.log = TokenLog(num_slots, max_new_tokens, steps_per_dispatch)
         self._settings = empty_slots(num_slots)
         # Of each slot: last token of its sequence, cached tokens when it was assigned, and tokens
@@ -68,7 +67,7 @@ class SlotTable:
         self._token[slot] = before[-1] if len(before) else request.prompt_tokens[-1]
         self._assigned_at[slot] = len(request.prompt_tokens) + len(before) - 1
         self._budget[slot] = sampling.max_new_tokens - len(before)
-        self.log.begin(slot, has_alternatives=sampling.num_top_logprobs > 0)
+        self.log.begin(slot, has_top_logprobs=sampling.num_top_logprobs > 0)
         sequence.log, sequence.state = self.log, SequenceState.RUNNING
         self.active[slot] = self.changed = True
 
@@ -79,8 +78,7 @@ class SlotTable:
         self._modes[slot] = SamplingMode.PLAIN
 
     def process_outputs(self, output: DecodeOutput, version: int) -> Int[np.ndarray, "_"]:
-        """Log the output of a dispatch with the weights of `version`; return the slots that
-        ended."""
+        """Log the output of a dispatch with weights of `version`; return the slots that ended."""
         self.log.append(output, version)
         self._token[:] = output.last
         ended = np.flatnonzero(self.active & ~output.active)

@@ -13,8 +13,7 @@ from areal_jax.records import Completion, TopLogprobs
 
 
 class TokenLog:
-    """Outputs of the last dispatches: tokens, log-probs, versions and top logprobs, by step and
-    slot.
+    """Tokens, log-probs, versions and top logprobs of the last dispatches, by step and slot.
 
     An active slot samples in every step, so its tokens are consecutive rows of its column. The log
     holds the longest completion.
@@ -32,27 +31,24 @@ class TokenLog:
         self._logp = np.zeros((num_rows, num_slots), np.float32)
         self._versions = np.zeros(num_rows, np.int32)
         # [R, A, S], allocated by the first request that asks for it.
-        self._alternatives: TopLogprobs | None = None
+        self._top_logprobs: TopLogprobs | None = None
 
-    def begin(self, slot: int, *, has_alternatives: bool) -> None:
+    def begin(self, slot: int, *, has_top_logprobs: bool) -> None:
         """Start a sequence in a slot, at the next dispatch."""
         self.counts[slot], self._first[slot] = 0, self._end
-        if has_alternatives and self._alternatives is None:
+        if has_top_logprobs and self._top_logprobs is None:
             shape = len(self._tokens), MAX_TOP_LOGPROBS, self._tokens.shape[1]
             tokens, logp = np.zeros(shape, np.int32), np.zeros(shape, np.float32)
-            self._alternatives = TopLogprobs(tokens, logp)
+            self._top_logprobs = TopLogprobs(tokens, logp)
 
     def append(self, output: DecodeOutput, version: int) -> None:
         """Append the output of a dispatch, sampled with the weights of `version`."""
         start = self._end % len(self._tokens)
         rows = slice(start, start + self._steps)
-        self._tokens[rows], self._logp[rows], self._versions[rows] = (
-            output.tokens,
-            output.logp,
-            version,
-        )
-        if output.top_logprobs is not None and self._alternatives is not None:
-            for log, new in zip(self._alternatives, output.top_logprobs, strict=True):
+        self._tokens[rows], self._logp[rows] = output.tokens, output.logp
+        self._versions[rows] = version
+        if output.top_logprobs is not None and self._top_logprobs is not None:
+            for log, new in zip(self._top_logprobs, output.top_logprobs, strict=True):
                 log[rows] = new
         self._end += self._steps
         self.counts += output.counts
@@ -64,16 +60,12 @@ class TokenLog:
     def read(self, slot: int, start: int = 0, num_top_logprobs: int = 0) -> Completion:
         """Return what a slot has sampled since `begin`, without its first `start` tokens."""
         rows, top_logprobs = self._rows(slot, start), None
-        if num_top_logprobs and self._alternatives is not None:
+        if num_top_logprobs and self._top_logprobs is not None:
             top_logprobs = TopLogprobs(
-                *(log[rows, :num_top_logprobs, slot] for log in self._alternatives)
+                *(log[rows, :num_top_logprobs, slot] for log in self._top_logprobs)
             )
-        tokens, logp, versions = (
-            self._tokens[rows, slot],
-            self._logp[rows, slot],
-            self._versions[rows],
-        )
-        return Completion(tokens, logp, versions, "suspended", top_logprobs)
+        tokens, logp = self._tokens[rows, slot], self._logp[rows, slot]
+        return Completion(tokens, logp, self._versions[rows], "suspended", top_logprobs)
 
     def _rows(self, slot: int, start: int = 0) -> Int[np.ndarray, "_"]:
         first = self._first[slot]

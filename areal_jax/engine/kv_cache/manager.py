@@ -1,5 +1,4 @@
-"""The KV cache manager: pages of sequences, shared prefixes and the plan of prefills, in numpy
-only."""
+"""The KV cache manager: pages of sequences, shared prefixes and prefill jobs, in numpy only."""
 
 from __future__ import annotations
 
@@ -118,8 +117,7 @@ class KVCacheManager:
                 self.table.pools[job.shard].release(job.pages)
 
     def next_chunks(self, *, others_run: bool) -> tuple[list[PrefillChunk], list[PrefillJob]]:
-        """Select what to prefill before the next dispatch: all short jobs, and a chunk of long
-        ones.
+        """Select what to prefill before the next dispatch: all short jobs, a chunk of long ones.
 
         Args:
             others_run: whether running sequences wait for it: then a chunk of one long job only.

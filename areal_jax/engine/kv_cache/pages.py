@@ -42,8 +42,7 @@ class PagePool:
         return len(self._free) < self.num_pages
 
     def take(self, count: int) -> list[int]:
-        """Allocate empty pages, at most `num_free`; the least recently used cached pages go
-        first."""
+        """Allocate empty pages, at most `num_free`; evict the least recently used cached ones."""
         while len(self._free) < count:
             page, _ = self._evictable.popitem(last=False)
             del self._page_of[self._hash_of.pop(page)]
@@ -60,9 +59,8 @@ class PagePool:
             self._ref_counts[page] += 1
 
     def release(self, pages: list[int]) -> None:
-        """Drop a reference to these pages. Unreferenced pages become free, or evictable if
-        cached."""
-        # The suffix of a sequence is evicted before its prefix, which others are likelier to share.
+        """Drop a reference to these pages, which become free, or evictable if cached."""
+        # A sequence's suffix is evicted before its prefix, which others are likelier to share.
         for page in reversed(pages):
             self._ref_counts[page] -= 1
             if self._ref_counts[page] == 0:
@@ -72,8 +70,7 @@ class PagePool:
                     self._free.append(page)
 
     def match_prefix(self, tokens: Int[np.ndarray, "_"]) -> list[int]:
-        """Return the cached full pages of the longest prefix of a sequence, with a reference
-        added."""
+        """Return the cached pages of the longest prefix of a sequence, with a reference added."""
         pages: list[int] = []
         for digest in self._hashes(tokens):
             page = self._page_of.get(digest)
@@ -121,8 +118,7 @@ class PageTable:
         self.array = np.zeros((num_slots, pages_per_slot), np.int32)
         """[S, M]: page numbers within the slot's shard; undefined beyond a slot's last page."""
         self.changed = True
-        """Whether the device's copy of `array` is old: the owner copies it there and resets
-        this."""
+        """Whether `array` differs from the device's: the owner copies it and resets this."""
         self._num_held = np.zeros(num_slots, np.int32)
 
     def shard(self, slot: int) -> int:
