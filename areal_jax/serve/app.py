@@ -20,6 +20,7 @@ from aiohttp import http_exceptions, web
 from jaxtyping import Int32
 
 from areal_jax.data.tokenizer import HFTokenizer
+from areal_jax.data.tool_calls import TOOL_CALL_START, ParsedOutput, ToolCall, parse_hermes
 from areal_jax.errors import EngineStopped, InvalidRequest, first_error
 from areal_jax.records import Completion, OnProgress, Progress
 from areal_jax.serve.bodies import (
@@ -34,7 +35,6 @@ from areal_jax.serve.config import LimitsConfig
 from areal_jax.serve.counts import Counts
 from areal_jax.serve.detokenizer import StreamDetokenizer
 from areal_jax.serve.responses import Form, Part, now
-from areal_jax.serve.tool_calls import BEGIN, ToolCall, parse_tool_calls
 
 logger = logging.getLogger(__name__)
 
@@ -408,7 +408,7 @@ class Answering:
         )
         tokenizer = source.tokenizer
         silent = frozenset((*tokenizer.stop_token_ids, *generation_params.stop_tokens))
-        hold = BEGIN if chat is not None and chat.tools else ""
+        hold = TOOL_CALL_START if chat is not None and chat.tools else ""
         self._detokenizers = [
             StreamDetokenizer(
                 lambda tokens: tokenizer.decode(np.array(tokens, np.int32)),
@@ -494,8 +494,12 @@ class Answering:
         ):
             before = detokenizer.num_tokens
             text = detokenizer.finish(completion.tokens.tolist())
-            beside, calls = parse_tool_calls(detokenizer.held) if detokenizer.held else ("", ())
-            said = detokenizer.text + beside
+            # Calls are held back. The parser keeps the content before the first one, which is sent.
+            parsed = ParsedOutput(detokenizer.text, ())
+            if detokenizer.held:
+                parsed = parse_hermes(detokenizer.text + detokenizer.held)
+            said, beside = parsed.content, parsed.content[len(detokenizer.text) :]
+            calls = tuple(call for call in parsed.calls if isinstance(call, ToolCall))
             kept = completion.slice(0, detokenizer.num_tokens)
             finish = "stop" if detokenizer.is_stopped else completion.stop_reason
             whole.append(Part(index, said, kept, finish, calls))
@@ -515,7 +519,7 @@ def message_of(text: str, calls: Sequence[ToolCall]) -> dict[str, Any]:
     """What the assistant said, as a turn of a conversation."""
     turn: dict[str, Any] = {"role": "assistant", "content": text}
     if calls:
-        functions = [{"name": call.name, "arguments": json.loads(call.arguments)} for call in calls]
+        functions = [{"name": call.name, "arguments": dict(call.arguments)} for call in calls]
         turn["tool_calls"] = [{"type": "function", "function": function} for function in functions]
     return turn
 

@@ -17,9 +17,9 @@ from typing import Any, Literal
 import numpy as np
 from jaxtyping import Int32
 
+from areal_jax.data.tool_calls import ToolCall
 from areal_jax.records import Completion, StopReason
 from areal_jax.serve.bodies import GenerationParams
-from areal_jax.serve.tool_calls import ToolCall
 
 TokenText = Callable[[int], str]
 
@@ -149,7 +149,10 @@ class Form:
                     **({"index": place} if is_delta else {}),
                     "id": f"call_{self.number}_{part.index}_{place}",
                     "type": "function",
-                    "function": {"name": call.name, "arguments": call.arguments},
+                    "function": {
+                        "name": call.name,
+                        "arguments": json.dumps(call.arguments, ensure_ascii=False),
+                    },
                 }
                 for place, call in enumerate(part.calls)
             ]

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from areal_jax.protocols import Tokenizer
 from areal_jax.records import Message, Task
 from areal_jax.workflows.config import Agent, MultiTurn, ToolUse, WorkflowConfig
-from areal_jax.workflows.tool_calls import announcement
+from areal_jax.workflows.tool_use import announcement
 from areal_jax.workflows.turns import announced
 
 MAX_MEASURED = 4096

@@ -10,6 +10,7 @@ import asyncio
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol, runtime_checkable
 
+from areal_jax.data.tool_calls import InvalidToolCall, ToolCall
 from areal_jax.errors import NotGraded
 from areal_jax.protocols import Generate, Grader, Tokenizer, Tools
 from areal_jax.records import Completion, Message, RewardResult, Sample, StopReason, Task
@@ -17,7 +18,7 @@ from areal_jax.rewards.config import RewardConfig
 from areal_jax.workflows.config import CallFormat
 from areal_jax.workflows.conversation import Call, build_next_prompt, make_samples
 from areal_jax.workflows.single_turn import grade_answer, side_by_side
-from areal_jax.workflows.tool_calls import BadCall, ToolCall, announcement, parse_calls
+from areal_jax.workflows.tool_use import announcement, parse_calls
 
 
 class ToolFailed(NotGraded):
@@ -147,10 +148,11 @@ class ToolReply:
             tuple(Message(self.call_format.result_role, result.result()) for result in results)
         )
 
-    async def _result(self, call: ToolCall | BadCall) -> str:
-        if isinstance(call, BadCall):
+    async def _result(self, call: ToolCall | InvalidToolCall) -> str:
+        if isinstance(call, InvalidToolCall):
             return f"Error: {call.reason}"
-        result = await self.tools(call.tool, call.argument)
+        (argument,) = call.arguments.values()
+        result = await self.tools(call.name, argument)
         if result.kind == "infrastructure":
-            raise ToolFailed(f"{call.tool}: {result.text}")
+            raise ToolFailed(f"{call.name}: {result.text}")
         return result.text

@@ -16,13 +16,14 @@ from areal_jax.data.exercises import FAMILIES, Demonstration, GeneratedExercises
 from areal_jax.data.sft import load_examples
 from areal_jax.data.sources import load_tasks
 from areal_jax.data.tokenizer import HFTokenizer
+from areal_jax.data.tool_calls import ToolCall
 from areal_jax.records import Message
 from areal_jax.rewards.calculator import calculate
 from areal_jax.rewards.code_grader import extract_program
 from areal_jax.rewards.countdown import grade_answer
 from areal_jax.rewards.math_answers import compare_plainly, extract_answer
 from areal_jax.workflows.config import Tags
-from areal_jax.workflows.tool_calls import ToolCall, parse_calls
+from areal_jax.workflows.tool_use import parse_calls
 
 TOKENIZER = HFTokenizer.from_folder(Path(areal_jax.__file__).parent / "models" / "embedded")
 
@@ -89,7 +90,7 @@ def test_calculator_turns_match_the_calculator() -> None:
             for message, output in zip(turns[:-1:2], turns[1::2], strict=True):
                 (call,) = parse_calls(Tags(), message.content, ("calculator",))
                 assert isinstance(call, ToolCall)
-                assert calculate(call.argument) == output.content
+                assert calculate(call.arguments["expression"]) == output.content
                 calls += 1
     assert calls > 400
 

@@ -9,12 +9,13 @@ import pytest
 
 from areal_jax.data.exercises import GeneratedExercises
 from areal_jax.data.facts import all_facts
+from areal_jax.data.tool_calls import ToolCall
 from areal_jax.records import RewardResult, Task, ToolResult
 from areal_jax.rewards.config import RewardConfig, SandboxConfig, ToolsConfig
 from areal_jax.rewards.search import Index
 from areal_jax.rewards.service import RewardService
 from areal_jax.workflows.config import Tags
-from areal_jax.workflows.tool_calls import ToolCall, parse_calls
+from areal_jax.workflows.tool_use import parse_calls
 
 PASSAGES = [
     "The cat sat on the mat.",
@@ -59,7 +60,7 @@ def test_what_the_ways_of_exercises_say_of_a_search_is_what_it_finds() -> None:
             if len(turns) > 1:
                 (call,) = parse_calls(Tags(), turns[0].content, ("search",))
                 assert isinstance(call, ToolCall)
-                assert index.search(call.argument, 1) == [turns[1].content]
+                assert index.search(call.arguments["query"], 1) == [way[1].content]
 
 
 def service(*names: str, timeout_s: float = 20.0, **settings: object) -> RewardService:

@@ -96,6 +96,44 @@ def test_tools_are_told_to_the_policy_and_its_calls_to_the_client(tokenizer: HFT
     assert prompts[2].endswith("tool\n7\nassistant\n")
 
 
+CALL = '<tool_call>{"name": "find", "arguments": {"what": "x"}}</tool_call>'
+
+
+@pytest.mark.parametrize(
+    ("said", "content", "num_calls"),
+    [
+        (f"I look. {CALL.removesuffix('</tool_call>')}", "I look. ", 1),  # unclosed, complete JSON
+        ('I look. <tool_call>{"name": "find"', 'I look. <tool_call>{"name": "find"', 0),
+        (CALL.replace("{", '{"id": 7, ', 1), None, 1),
+        (f"<think>maybe {CALL}</think>no", f"<think>maybe {CALL}</think>no", 0),
+        (f"maybe {CALL}</think>yes{CALL}", f"maybe {CALL}</think>yes", 1),
+        (f"{CALL} <tool_call>{{}}</tool_call> {CALL}", "<tool_call>{}</tool_call> ", 2),
+    ],
+)
+def test_tool_calls_of_streamed_and_whole_answers_are_the_same(
+    tokenizer: HFTokenizer, said: str, content: str | None, num_calls: int
+):
+    async def main() -> None:
+        async with served(Scripted([said] * 2), tokenizer=tokenizer) as (_, client):
+            create = client.chat.completions.create
+            [choice] = (await create(model="m", messages=ASKED, tools=TOOLS)).choices
+            calls = choice.message.tool_calls or []
+            assert choice.message.content == content
+            assert choice.finish_reason == ("tool_calls" if num_calls else "stop")
+            arguments = [each.function.arguments for each in calls if each.type == "function"]
+            assert arguments == ['{"what": "x"}'] * num_calls
+
+            text, streamed = "", list[str]()
+            async for chunk in await create(model="m", messages=ASKED, tools=TOOLS, stream=True):
+                [part] = chunk.choices
+                text += part.delta.content or ""
+                deltas = part.delta.tool_calls or []
+                streamed += [each.function.arguments or "" for each in deltas if each.function]
+            assert (text, streamed) == (content or "", arguments)
+
+    asyncio.run(asyncio.wait_for(main(), 60))
+
+
 @pytest.mark.parametrize(
     ("template", "words"),
     [
