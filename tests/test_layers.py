@@ -78,6 +78,7 @@ ROOMS_OF_LIBRARY = {
     "bm25s": ("rewards",),
     "jetstream": ("engine",),
     "aiohttp": ("serve",),
+    "prometheus_client": ("serve",),
     "fastapi": ("serve",),
     "starlette": ("serve",),
     "uvicorn": ("serve",),

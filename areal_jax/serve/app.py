@@ -18,6 +18,7 @@ from typing import Any, Protocol, TypeVar, runtime_checkable
 import numpy as np
 from aiohttp import http_exceptions, web
 from jaxtyping import Int32
+from prometheus_client import CONTENT_TYPE_LATEST, generate_latest
 
 from areal_jax.data.tokenizer import HFTokenizer
 from areal_jax.data.tool_calls import TOOL_CALL_START, ParsedOutput, ToolCall, parse_hermes
@@ -32,9 +33,9 @@ from areal_jax.serve.bodies import (
     read_texts,
 )
 from areal_jax.serve.config import LimitsConfig
-from areal_jax.serve.counts import Counts
 from areal_jax.serve.detokenizer import StreamDetokenizer
 from areal_jax.serve.responses import Form, Part, now
+from areal_jax.serve.server_metrics import ServerMetrics
 
 logger = logging.getLogger(__name__)
 
@@ -104,14 +105,13 @@ class App:
     def __init__(
         self, auth: Auth, limits: LimitsConfig, measure: Callable[[], Mapping[str, float]] = dict
     ) -> None:
-        """Args: measure: tells what the engine has counted so far."""
-        self._auth, self._limits, self._measure, self._counts, self._num_requests = (
-            auth,
-            limits,
-            measure,
-            Counts(),
-            0,
-        )
+        """Create the routes.
+
+        Args:
+            measure: Returns the engine's totals since it started.
+        """
+        self._auth, self._limits, self._num_requests, self._num_running = auth, limits, 0, 0
+        self._metrics = ServerMetrics(lambda: self._num_running, measure)
         # What takes long is done in these threads, large requests apart from small ones; `close`
         # ends them.
         self._small, self._large = (
@@ -130,7 +130,7 @@ class App:
             self.http.router.add_get(f"{prefix}/v1/models", self._models)
             self.http.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._models)
         self.http.router.add_get("/health", self._health)
-        self.http.router.add_get("/metrics", self._metrics)
+        self.http.router.add_get("/metrics", self._scrape)
 
     @property
     def limits(self) -> LimitsConfig:
@@ -157,15 +157,15 @@ class App:
         # A client that left is not answered, and counted as 499, as web servers do.
         clock, status = asyncio.get_running_loop().time, 499
         began_s = clock()
-        self._counts.running += 1
+        self._num_running += 1
         try:
             response = await handler(request)
             status = response.status
             return response
         finally:
-            self._counts.running -= 1
-            self._counts.add("requests", endpoint=_endpoint(request), status=str(status))
-            self._counts.time(clock() - began_s)
+            self._num_running -= 1
+            self._metrics.requests.labels(endpoint=_endpoint(request), status=str(status)).inc()
+            self._metrics.request_seconds.observe(clock() - began_s)
 
     @web.middleware
     async def _door_of_strangers(
@@ -173,7 +173,7 @@ class App:
     ) -> web.StreamResponse:
         """Whatever fails in a request ends here, and is told as OpenAI's API would."""
         try:
-            if self._counts.running > self._limits.max_requests and request.method == "POST":
+            if self._num_running > self._limits.max_requests and request.method == "POST":
                 busy = (
                     f"limits.max_requests={self._limits.max_requests} requests are being "
                     "answered; try again"
@@ -241,9 +241,12 @@ class App:
             {"status": "engine stopped" if stopped else "ok"}, status=503 if stopped else 200
         )
 
-    async def _metrics(self, request: web.Request) -> web.Response:
+    async def _scrape(self, request: web.Request) -> web.Response:
         self._source(request)
-        return web.Response(text=self._counts.text(self._measure()), content_type="text/plain")
+        return web.Response(
+            body=generate_latest(self._metrics.registry),
+            headers={"Content-Type": CONTENT_TYPE_LATEST},
+        )
 
     async def _models(self, request: web.Request) -> web.Response:
         source, wanted = self._source(request), request.match_info.get("model")
@@ -328,8 +331,8 @@ class App:
                     text = await self._in_thread(_size(parts), lambda: form.whole(parts))
                     response = web.Response(text=text, content_type="application/json")
         usage = form.usage(answering.reported)
-        self._counts.add("prompt_tokens", usage["prompt_tokens"])
-        self._counts.add("completion_tokens", usage["completion_tokens"])
+        self._metrics.prompt_tokens.inc(usage["prompt_tokens"])
+        self._metrics.completion_tokens.inc(usage["completion_tokens"])
         return response
 
     def _require_few(self, total: int) -> None:

@@ -8,10 +8,13 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import openai
 import pytest
 import tokenizers
-from scripted_engine import TOKENIZER, Scripted, served
+from prometheus_client import CONTENT_TYPE_LATEST, Metric
+from prometheus_client.parser import text_string_to_metric_families
+from scripted_engine import KEY, TOKENIZER, Scripted, served
 from tokenizers import processors
 
 from areal_jax.data.policy_files import EMBEDDED
@@ -330,3 +333,35 @@ def test_requests_without_a_seed_draw_differently_and_with_one_alike():
     seeds = [request.seed for request in engine.requests]
     assert len(set(seeds)) == 3
     assert seeds[2:] == [7, 7]
+
+
+def test_metrics_of_two_apps_are_separate_and_prometheus_parses_them():
+    async def scrape(client: openai.AsyncOpenAI) -> dict[str, Metric]:
+        url, headers = client.base_url.join("/metrics"), {"Authorization": f"Bearer {KEY}"}
+        async with (
+            aiohttp.ClientSession() as session,
+            session.get(str(url), headers=headers) as answer,
+        ):
+            assert answer.headers["Content-Type"] == CONTENT_TYPE_LATEST
+            return {
+                family.name: family
+                for family in text_string_to_metric_families(await answer.text())
+            }
+
+    async def main() -> None:
+        async with served(Scripted(["hello"])) as (_, client), served(Scripted()) as (_, other):
+            await client.chat.completions.create(model="m", messages=ASKED)
+            first, second = await scrape(client), await scrape(other)
+            [answered] = [
+                each for each in first["areal_jax_requests"].samples if each.name.endswith("_total")
+            ]
+            assert (answered.labels, answered.value) == (
+                {"endpoint": "/v1/chat/completions", "status": "200"},
+                1,
+            )
+            latency = first["areal_jax_request_seconds"]
+            assert latency.type == "histogram"
+            assert [each.value for each in latency.samples if each.name.endswith("_count")] == [1]
+            assert second["areal_jax_requests"].samples == []
+
+    asyncio.run(asyncio.wait_for(main(), 60))
