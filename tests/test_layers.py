@@ -78,6 +78,8 @@ ROOMS_OF_LIBRARY = {
     "bm25s": ("rewards",),
     "jetstream": ("engine",),
     "aiohttp": ("serve",),
+    "pydantic": ("serve",),
+    "pydantic_core": ("serve",),
     "prometheus_client": ("serve",),
     "fastapi": ("serve",),
     "starlette": ("serve",),

@@ -120,7 +120,6 @@ def _hermes_call(found: _Tagged) -> ToolCall | InvalidToolCall:
         return InvalidToolCall(f"expected JSON inside <tool_call>: {str(error)[:100]}")
     arguments = call.get("arguments", {}) if isinstance(call, dict) else None
     if not isinstance(arguments, dict) or not isinstance(call.get("name"), str):
-        return InvalidToolCall(
-            'expected a JSON object with a string "name" and an object "arguments" inside <tool_call>'
-        )
+        expected = 'a JSON object with a string "name" and an object "arguments"'
+        return InvalidToolCall(f"expected {expected} inside <tool_call>")
     return ToolCall(call["name"], arguments)

@@ -1,18 +1,32 @@
-"""What clients ask for: bodies of OpenAI's protocol, read strictly, with errors as OpenAI's own API
-gives them.
+"""Request bodies of OpenAI's protocol, validated strictly, with errors in the form of OpenAI's API.
 
-Beside OpenAI's fields: top_k, min_p, min_tokens, repetition_penalty, stop_token_ids, and
-return_token_ids, which adds the token ids of prompt and answer and the version of the weights that
-drew each token.
+Beyond OpenAI's fields: top_k, min_p, min_tokens, repetition_penalty, stop_token_ids, and
+return_token_ids, which returns the token ids of prompt and answer and the weight version of each
+sampled token.
 """
 
 from __future__ import annotations
 
 import hmac
 import json
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Annotated, Any, Literal, NotRequired, TypeVar
+
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    Json,
+    ValidationError,
+    WrapValidator,
+    model_validator,
+    with_config,
+)
+from pydantic_core import ErrorDetails, PydanticCustomError, from_json
+from typing_extensions import TypedDict
 
 from areal_jax.engine.batch import MAX_STOP_TOKENS, MAX_TOP_LOGPROBS
 from areal_jax.engine.config import MAX_TOP_K
@@ -35,7 +49,7 @@ IGNORED = (
     "prompt_cache_key",
     "parallel_tool_calls",
 )
-"""Fields that say nothing about the answer, or nothing that could be otherwise here."""
+"""Fields without effect on the answer."""
 
 
 class APIError(Exception):
@@ -107,282 +121,303 @@ def require_key(shown: str, right: str, owner: str) -> None:
 
 
 def read_json(body: bytes, max_values: int) -> dict[str, Any]:
-    """The object that a body holds.
+    """Parse a body that is a JSON object.
 
-    Args: max_values: refuse a body of more commas and opening brackets, in texts too. Parsing it
-        would hold the interpreter's lock."""
+    Args:
+        max_values: Commas and opening brackets, in strings too; a body with more is refused before
+            it is parsed, because parsing holds the interpreter's lock.
+    """
     num_values = sum(body.count(mark) for mark in (b",", b"[", b"{"))
     if num_values > max_values:
         expected = f"expected at most limits.max_body_values={max_values}"
         raise APIError(413, f"the body has {num_values} commas and brackets, {expected}")
     try:
-        given = _parsed(body)
-    except (ValueError, RecursionError) as error:
+        # Refuses lone surrogates and nesting deeper than 200, which could not be written again.
+        given = from_json(body)
+    except ValueError as error:
         raise APIError(400, f"We could not parse the JSON body of your request: {error}") from None
     if not isinstance(given, dict):
-        raise APIError(400, f"expected a JSON object as body, came {_kind(given)}")
+        raise APIError(400, f"expected the body to be a JSON object, found {_found(given)}")
     return given
 
 
-def _parsed(text: str | bytes) -> Any:
-    """What JSON says. ValueError or RecursionError where it is none, or holds what cannot be
-    written again: half a character (a lone surrogate), or more brackets in one another than there
-    is room for."""
-    value = json.loads(text)
-    json.dumps(value, ensure_ascii=False).encode()
-    return value
-
-
 def read_chat(given: Mapping[str, Any], max_messages: int = 1 << 20) -> Chat:
-    """A request for /v1/chat/completions."""
-    body = Body(given)
-    messages = body.take("messages", list)
-    if not messages:
-        raise APIError(400, "expected at least one message", param="messages")
-    if len(messages) > max_messages:
-        expected = f"expected at most limits.max_messages={max_messages}"
-        raise APIError(
-            400,
-            f"{len(messages)} messages, {expected}",
-            code="context_length_exceeded",
-            param="messages",
-        )
-    turns = tuple(_turn(message, f"messages[{place}]") for place, message in enumerate(messages))
-    choice = body.take("tool_choice", str, "auto")
-    if choice not in ("auto", "none"):
-        raise APIError(
-            400,
-            f"tool_choice={choice!r} is not supported; expected auto or none",
-            param="tool_choice",
-        )
-    given_tools = body.take("tools", list, [])
-    if len(given_tools) > MAX_TOOLS:
-        raise APIError(
-            400, f"{len(given_tools)} tools, expected at most {MAX_TOOLS}", param="tools"
-        )
-    tools = tuple(_tool(tool, f"tools[{place}]") for place, tool in enumerate(given_tools))
-    form = body.take("response_format", dict, {"type": "text"})
-    if form != {"type": "text"}:
-        raise APIError(
-            400,
-            f"response_format={json.dumps(form)[:200]} is not supported; expected text",
-            param="response_format",
-        )
-    include_logp = body.take("logprobs", bool, False)
-    num_top_logprobs = body.take("top_logprobs", int, 0, low=0, high=MAX_TOP_LOGPROBS)
-    if num_top_logprobs and not include_logp:
-        raise APIError(400, "top_logprobs needs logprobs=true", param="top_logprobs")
-    budget = body.take("max_completion_tokens", int, None, low=1)
-    old_budget = body.take("max_tokens", int, None, low=1)
-    generation_params = _generation_params(
-        body, old_budget if budget is None else budget, include_logp, num_top_logprobs
+    """Validate a request for /v1/chat/completions."""
+    messages, tools = given.get("messages"), given.get("tools")
+    if isinstance(messages, list) and len(messages) > max_messages:
+        expected = f"at most limits.max_messages={max_messages} items, found {len(messages)}"
+        message = f"expected messages to have {expected}"
+        raise APIError(400, message, code="context_length_exceeded", param="messages")
+    body = _validated(_ChatBody, given)
+    if body.top_logprobs and not body.logprobs:
+        found = f"top_logprobs={body.top_logprobs} and logprobs=false"
+        raise APIError(400, f"top_logprobs requires logprobs=true, found {found}", param="logprobs")
+    budget = body.max_tokens if body.max_completion_tokens is None else body.max_completion_tokens
+    # Templates read tools as the client wrote them, with the order of their keys.
+    return Chat(
+        body.generation_params(budget, body.top_logprobs if body.logprobs else None),
+        tuple(_turn(message, f"messages[{place}]") for place, message in enumerate(body.messages)),
+        tuple(tools) if tools and body.tool_choice == "auto" else (),
     )
-    return Chat(generation_params, turns, tools if choice == "auto" else ())
 
 
 def read_texts(given: Mapping[str, Any]) -> Texts:
-    """A request for /v1/completions."""
-    body = Body(given)
-    prompt = body.take("prompt", (str, list))
-    several = prompt if isinstance(prompt, list) and not _are_tokens(prompt) else [prompt]
-    prompts = tuple(tuple(each) if isinstance(each, list) else each for each in several)
-    if not prompts or not all(
-        each and (isinstance(each, str) or _are_tokens(each)) for each in prompts
-    ):
-        raise APIError(
-            400,
-            "expected a text, token ids, or a list of either, none of them empty",
-            param="prompt",
-        )
-    for name, nothing in (("echo", False), ("suffix", "")):
-        if body.take(name, type(nothing), nothing) != nothing:
-            raise APIError(400, f"{name} is not supported", param=name)
-    num_logp = body.take("logprobs", int, None, low=0, high=MAX_TOP_LOGPROBS)
-    best_of = body.take("best_of", int, None)
-    generation_params = _generation_params(
-        body, body.take("max_tokens", int, 16, low=1), num_logp is not None, num_logp or 0
-    )
-    if best_of not in (None, generation_params.num_samples):
-        raise APIError(
-            400,
-            f"best_of={best_of} is not supported; expected the same as n, or nothing",
-            param="best_of",
-        )
-    return Texts(generation_params, prompts)
+    """Validate a request for /v1/completions."""
+    body = _validated(_TextsBody, given)
+    if body.best_of not in (None, body.n):
+        message = f"expected best_of to be n={body.n}, found {body.best_of}"
+        raise APIError(400, message, param="best_of")
+    prompts = tuple(tuple(prompt) if isinstance(prompt, list) else prompt for prompt in body.prompt)
+    return Texts(body.generation_params(body.max_tokens, body.logprobs), prompts)
 
 
-def _generation_params(
-    body: Body, max_new_tokens: int | None, include_logp: bool, num_top_logprobs: int
-) -> GenerationParams:
-    """What both kinds of requests have in common; the end of the body."""
-    stops = body.take("stop", (str, list), [])
-    stops = (stops,) if isinstance(stops, str) else tuple(stops)
-    if len(stops) > MAX_STOPS or not all(isinstance(stop, str) and stop for stop in stops):
-        raise APIError(400, f"expected at most {MAX_STOPS} texts, none of them empty", param="stop")
-    stop_tokens = tuple(body.take("stop_token_ids", list, []))
-    if len(stop_tokens) > MAX_STOP_TOKENS or not _are_tokens((0, *stop_tokens)):
-        raise APIError(400, f"expected at most {MAX_STOP_TOKENS} token ids", param="stop_token_ids")
-    if body.take("logit_bias", dict, {}):
-        raise APIError(400, "logit_bias is not supported", param="logit_bias")
-    given = {
-        "temperature": body.take("temperature", float, None, low=0, high=2),
-        "top_p": body.take("top_p", float, None, low=1e-6, high=1),
-        "top_k": body.take("top_k", int, None, low=0, high=MAX_TOP_K),
-        "min_p": body.take("min_p", float, None, low=0, high=1),
-        "min_new_tokens": body.take("min_tokens", int, None, low=0),
-        "presence_penalty": body.take("presence_penalty", float, None, low=-2, high=2),
-        "frequency_penalty": body.take("frequency_penalty", float, None, low=-2, high=2),
-        "repetition_penalty": body.take("repetition_penalty", float, None, low=0.01, high=100),
-        "num_top_logprobs": num_top_logprobs or None,
-    }
-    stream = body.take("stream", bool, False)
-    generation_params = GenerationParams(
-        model=body.take("model", str),
-        num_samples=body.take("n", int, 1, low=1),
-        max_new_tokens=max_new_tokens,
-        stream=stream,
-        include_usage=bool(body.take("stream_options", dict, {}).get("include_usage")),
-        stops=stops,
-        seed=body.take("seed", int, None),
-        sampling={name: value for name, value in given.items() if value is not None},
-        stop_tokens=stop_tokens,
-        include_logp=include_logp,
-        include_tokens=body.take("return_token_ids", bool, False),
-    )
-    body.end()
-    return generation_params
+def _expected(what: str) -> WrapValidator:
+    """One error for a type with several forms, instead of one for each form."""
+
+    def validate(value: Any, inner: Callable[[Any], Any]) -> Any:
+        try:
+            return inner(value)
+        except ValidationError:
+            raise PydanticCustomError("form", "{what}", {"what": what}) from None
+
+    return WrapValidator(validate)
 
 
-class Body:
-    """Fields of a request, each taken once; null is as if it was not given."""
+def _only(supported: Any) -> AfterValidator:
+    """A field with one supported value."""
 
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self._left = {
-            name: value
-            for name, value in given.items()
-            if value is not None and name not in IGNORED
-        }
-
-    def take(
-        self,
-        name: str,
-        kind: type | tuple[type, ...],
-        *default: Any,
-        low: int | float | None = None,
-        high: int | float | None = None,
-    ) -> Any:
-        """A field of a kind, within bounds; the default where it is not given, Refused where there
-        is none."""
-        if name not in self._left:
-            if not default:
-                raise APIError(400, f"you must provide {name}", param=name)
-            return default[0]
-        value, kinds = self._left.pop(name), kind if isinstance(kind, tuple) else (kind,)
-        if kinds == (float,) and type(value) is int:
-            value = float(value) if abs(value) < 2**53 else float("inf")
-        if type(value) not in kinds:
-            names = " or ".join(_NAMES[each] for each in kinds)
-            raise APIError(400, f"expected {name} to be {names}, came {_kind(value)}", param=name)
-        if (low is not None and not value >= low) or (high is not None and not value <= high):
-            bounds = f"{low} or more" if high is None else f"from {low} to {high}"
-            raise APIError(400, f"expected {name} to be {bounds}, came {value}", param=name)
+    def validate(value: Any) -> Any:
+        if value != supported:
+            words = {"supported": json.dumps(supported), "value": json.dumps(value)[:200]}
+            raise PydanticCustomError("unsupported", "{supported}, found {value}", words)
         return value
 
-    def end(self) -> None:
-        """Refuse what nobody has taken."""
-        for name in self._left:
-            raise APIError(400, f"Unrecognized request argument supplied: {name}", param=name)
+    return AfterValidator(validate)
 
 
-_NAMES = {
-    str: "a text",
-    int: "an integer",
-    float: "a number",
-    bool: "true or false",
-    list: "a list",
-    dict: "an object",
-}
+def _is_tokens(given: list[Any]) -> bool:
+    return bool(given) and isinstance(given[0], int)
 
 
-def _kind(value: object) -> str:
-    return _NAMES.get(type(value), "null")
+_Text = Annotated[str, Field(min_length=1)]
+_Token = Annotated[int, Field(ge=0, lt=2**31)]
+_Arguments = Json[dict[str, Any]] | Literal[""]
+_Tokens = Annotated[list[_Token], Field(min_length=1, fail_fast=True)]
+_Several = BeforeValidator(
+    lambda value: [value] if not isinstance(value, list) or _is_tokens(value) else value
+)
+"""A list, where one string or one list of token ids is a list of one."""
 
 
-def _are_tokens(given: Any) -> bool:
-    """Whether these are token ids, at least one."""
-    are_several = isinstance(given, list | tuple) and len(given) > 0
-    return are_several and all(type(token) is int and 0 <= token < 2**31 for token in given)
+# Nested objects are dicts: instances of pydantic's models take sixteen times as long, under the
+# interpreter's lock.
+_strict = with_config(ConfigDict(strict=True))
+
+_CONTENT = "a string or a list of parts of type text"
 
 
-def _turn(message: Any, where: str) -> dict[str, Any]:
-    """A message as chat templates read it: content as one text, arguments of tool calls as
-    objects."""
-    if not isinstance(message, dict):
-        raise APIError(400, f"expected an object, came {_kind(message)}", param=where)
-    role, content, calls = (
-        message.get("role"),
-        message.get("content"),
-        message.get("tool_calls") or [],
-    )
-    if role not in ("system", "developer", "user", "assistant", "tool"):
+@_strict
+class _CalledFunction(TypedDict):
+    name: str
+    arguments: NotRequired[Annotated[_Arguments | None, _expected("be a JSON object in a string")]]
+
+
+@_strict
+class _ToolCall(TypedDict):
+    function: _CalledFunction
+
+
+@_strict
+class _TextPart(TypedDict):
+    type: Literal["text"]
+    text: str
+
+
+_TextParts = Annotated[list[_TextPart], Field(fail_fast=True)]
+
+
+@_strict
+class _Message(TypedDict):
+    role: Literal["system", "developer", "user", "assistant", "tool"]
+    tool_calls: NotRequired[Annotated[list[_ToolCall], Field(fail_fast=True)] | None]
+    content: NotRequired[Annotated[str | _TextParts | None, _expected(f"be {_CONTENT}")]]
+    name: NotRequired[str | None]
+    tool_call_id: NotRequired[str | None]
+
+
+@_strict
+class _Function(TypedDict):
+    name: str
+
+
+@_strict
+class _Tool(TypedDict):
+    type: Literal["function"]
+    function: _Function
+
+
+@_strict
+class _StreamOptions(TypedDict):
+    include_usage: NotRequired[bool | None]
+
+
+def _turn(message: _Message, path: str) -> dict[str, Any]:
+    """Return a message as chat templates read it: content is one string, arguments are objects."""
+    role, content, calls = message["role"], message.get("content"), message.get("tool_calls")
+    calls = calls if role == "assistant" else None
+    if content is None and not calls:
         raise APIError(
-            400,
-            f"expected a role of system, developer, user, assistant or tool, came {role!r}",
-            param=where,
+            400, f"expected {path}.content to be {_CONTENT}, found null", param=f"{path}.content"
         )
-    if isinstance(content, list):
-        parts = [part for part in content if isinstance(part, dict) and part.get("type") == "text"]
-        if len(parts) < len(content) or not all(
-            isinstance(part.get("text"), str) for part in parts
-        ):
-            raise APIError(
-                400,
-                "expected content of texts only: this policy neither sees nor hears",
-                param=where,
-            )
-        content = "".join(part["text"] for part in parts)
-    if not isinstance(content, str) and not (content is None and calls and role == "assistant"):
-        raise APIError(400, f"expected content to be a text, came {_kind(content)}", param=where)
+    content = "".join(part["text"] for part in content) if isinstance(content, list) else content
     turn: dict[str, Any] = {
         "role": "system" if role == "developer" else role,
         "content": content or "",
     }
-    if role == "assistant" and calls:
-        if not isinstance(calls, list):
-            raise APIError(
-                400, f"expected tool_calls to be a list, came {_kind(calls)}", param=where
-            )
-        turn["tool_calls"] = [
-            _tool_call(call, f"{where}.tool_calls[{place}]") for place, call in enumerate(calls)
+    if calls:
+        functions = [
+            {"name": call["function"]["name"], "arguments": call["function"].get("arguments") or {}}
+            for call in calls
         ]
+        turn["tool_calls"] = [{"type": "function", "function": function} for function in functions]
     return turn | {
-        name: message[name]
-        for name in ("name", "tool_call_id")
-        if isinstance(message.get(name), str)
+        name: value for name in ("name", "tool_call_id") if (value := message.get(name)) is not None
     }
 
 
-def _tool_call(call: Any, where: str) -> dict[str, Any]:
-    function = call.get("function") if isinstance(call, dict) else None
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise APIError(400, "expected a function with a name", param=where)
+class _SamplingFields(BaseModel):
+    """Fields of `records.Sampling`, by its names."""
+
+    temperature: float | None = Field(None, ge=0, le=2)
+    top_p: float | None = Field(None, ge=1e-6, le=1)
+    top_k: int | None = Field(None, ge=0, le=MAX_TOP_K)
+    min_p: float | None = Field(None, ge=0, le=1)
+    min_new_tokens: int | None = Field(None, ge=0, alias="min_tokens")
+    presence_penalty: float | None = Field(None, ge=-2, le=2)
+    frequency_penalty: float | None = Field(None, ge=-2, le=2)
+    repetition_penalty: float | None = Field(None, ge=0.01, le=100)
+
+
+class _Body(_SamplingFields):
+    """Fields of both kinds of requests."""
+
+    model_config = ConfigDict(strict=True, allow_inf_nan=False)
+
+    model: str
+    n: int = Field(1, ge=1)
+    stop: Annotated[
+        list[_Text],
+        Field(max_length=MAX_STOPS, fail_fast=True),
+        _Several,
+        _expected(f"be a string or a list of at most {MAX_STOPS}, none of them empty"),
+    ] = []
+    stop_token_ids: Annotated[list[_Token], Field(max_length=MAX_STOP_TOKENS, fail_fast=True)] = []
+    logit_bias: Annotated[dict[str, Any], _only({})] = {}
+    stream: bool = False
+    stream_options: _StreamOptions = {}
+    seed: int | None = None
+    return_token_ids: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _given(cls, given: Mapping[str, Any]) -> dict[str, Any]:
+        """Drop nulls, which mean that a field is not given, and fields without effect."""
+        known = {field.alias or name for name, field in cls.model_fields.items()} | set(IGNORED)
+        for name, value in given.items():
+            # Only the first one: pydantic would report each, and a body may have many.
+            if value is not None and name not in known:
+                raise APIError(400, f"Unrecognized request argument supplied: {name}", param=name)
+        return {
+            name: each for name, each in given.items() if each is not None and name not in IGNORED
+        }
+
+    def generation_params(
+        self, max_new_tokens: int | None, num_top_logprobs: int | None
+    ) -> GenerationParams:
+        """Return the generation parameters; without top logprobs there are no log-probs."""
+        sampling = self.model_dump(include=set(_SamplingFields.model_fields), exclude_none=True)
+        if num_top_logprobs:
+            sampling["num_top_logprobs"] = num_top_logprobs
+        return GenerationParams(
+            model=self.model,
+            num_samples=self.n,
+            max_new_tokens=max_new_tokens,
+            stream=self.stream,
+            include_usage=bool(self.stream_options.get("include_usage")),
+            stops=tuple(self.stop),
+            seed=self.seed,
+            sampling=sampling,
+            stop_tokens=tuple(self.stop_token_ids),
+            include_logp=num_top_logprobs is not None,
+            include_tokens=self.return_token_ids,
+        )
+
+
+class _ChatBody(_Body):
+    messages: Annotated[list[_Message], Field(min_length=1, fail_fast=True)]
+    tool_choice: Literal["auto", "none"] = "auto"
+    tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] = []
+    response_format: Annotated[dict[str, Any], _only({"type": "text"})] = {"type": "text"}
+    logprobs: bool = False
+    top_logprobs: int = Field(0, ge=0, le=MAX_TOP_LOGPROBS)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    max_tokens: int | None = Field(None, ge=1)
+
+
+class _TextsBody(_Body):
+    prompt: Annotated[
+        list[_Text | _Tokens],
+        Field(min_length=1, fail_fast=True),
+        _Several,
+        _expected("be a string, token ids, or a list of either, none of them empty"),
+    ]
+    echo: Annotated[bool, _only(False)] = False
+    suffix: Annotated[str, _only("")] = ""
+    logprobs: int | None = Field(None, ge=0, le=MAX_TOP_LOGPROBS)
+    max_tokens: int = Field(16, ge=1)
+    best_of: int | None = None
+
+
+_B = TypeVar("_B", bound=_Body)
+
+
+def _validated(kind: type[_B], given: Mapping[str, Any]) -> _B:
     try:
-        arguments = _parsed(function.get("arguments") or "{}")
-    except (ValueError, TypeError, RecursionError):
-        arguments = None
-    if not isinstance(arguments, dict):
-        raise APIError(
-            400, "expected the arguments of a function to be a JSON object in a text", param=where
-        )
-    return {"type": "function", "function": {"name": function["name"], "arguments": arguments}}
+        return kind.model_validate(given)
+    except ValidationError as error:
+        raise _refused(error.errors(include_url=False)[0]) from None
 
 
-def _tool(tool: Any, where: str) -> dict[str, Any]:
-    function = (
-        tool.get("function") if isinstance(tool, dict) and tool.get("type") == "function" else None
-    )
-    if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-        raise APIError(
-            400, "expected a tool of type function, with a function that has a name", param=where
-        )
-    return tool
+_ERRORS = {
+    "missing": "you must provide {path}",
+    "unsupported": "{path} is not supported: expected {expected}",
+    "too_long": "expected {path} to have at most {max_length} items, found {found}",
+    "too_short": "expected {path} to have at least {min_length} item, found {found}",
+    "dict_type": "expected {path} to be an object, found {found}",
+}
+"""Messages by type of error, where not pydantic's own."""
+
+
+def _refused(error: ErrorDetails) -> APIError:
+    steps = (f"[{step}]" if isinstance(step, int) else f".{step}" for step in error["loc"])
+    path = "".join(steps).removeprefix(".")
+    template = _ERRORS.get(error["type"], "expected {path} to {expected}, found {found}")
+    words = {
+        "path": path,
+        "expected": error["msg"].removeprefix("Input should "),
+        "found": _found(error["input"]),
+    }
+    return APIError(400, template.format_map(error.get("ctx", {}) | words), param=path)
+
+
+def _found(value: object) -> str:
+    """Describe a value of a request in a few words."""
+    match value:
+        case dict():
+            return "an object"
+        case list():
+            return f"a list of {len(value)}"
+        case str():
+            return json.dumps(value[:100], ensure_ascii=False)
+        case _:
+            return json.dumps(value)[:100]

@@ -22,15 +22,21 @@ def texts(**body: Any) -> Any:
 @pytest.mark.parametrize(
     ("body", "words"),
     [
-        ({"messages": []}, "at least one message"),
-        ({"messages": "hello"}, "expected messages to be a list, came a text"),
-        ({"messages": ["hello"]}, "expected an object, came a text"),
-        ({"messages": [{"role": "king", "content": "hello"}]}, "came 'king'"),
+        ({"messages": []}, "expected messages to have at least 1 item, found a list of 0"),
+        ({"messages": "hello"}, 'expected messages to be a valid list, found "hello"'),
+        ({"messages": ["hello"]}, 'expected messages[0] to be an object, found "hello"'),
+        (
+            {"messages": [{"role": "king", "content": "hello"}]},
+            "'user', 'assistant' or 'tool', found \"king\"",
+        ),
         (
             {"messages": [{"role": "user", "content": None}]},
-            "expected content to be a text, came null",
+            "messages[0].content to be a string or a list of parts of type text, found null",
         ),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "texts only"),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            "messages[0].content to be a string or a list of parts of type text, found a list",
+        ),
         (
             {
                 "messages": [
@@ -41,7 +47,7 @@ def texts(**body: Any) -> Any:
                     }
                 ]
             },
-            "JSON",
+            'tool_calls[0].function.arguments to be a JSON object in a string, found "{"',
         ),
         *(
             (
@@ -54,29 +60,76 @@ def texts(**body: Any) -> Any:
                         }
                     ]
                 },
-                "expected the arguments of a function to be a JSON object in a text",
+                "messages[0].tool_calls[0].function.arguments to be a JSON object in a string",
             )
             for given in ("[1]", "1", "null", {"x": 1}, '{"x": "\\ud800"}', '{"x":' * 100_000)
         ),
         ({"model": None}, "you must provide model"),
-        ({"n": 0}, "expected n to be 1 or more, came 0"),
-        ({"n": 1.5}, "expected n to be an integer, came a number"),
-        ({"n": True}, "expected n to be an integer, came true or false"),
-        ({"temperature": 3}, "expected temperature to be from 0 to 2, came 3"),
-        ({"temperature": float("nan")}, "came nan"),
-        ({"temperature": 10**400}, "came inf"),
-        ({"top_p": 0}, "expected top_p to be from 1e-06 to 1, came 0"),
-        ({"top_k": 2**31}, "expected top_k to be from 0 to 2147483647, came 2147483648"),
-        ({"max_tokens": 0}, "expected max_tokens to be 1 or more"),
-        ({"stop": ["a", ""]}, "none of them empty"),
-        ({"stop": ["a"] * 17}, "at most 16 texts"),
-        ({"stop_token_ids": [1, "a"]}, "token ids"),
-        ({"top_logprobs": 2}, "top_logprobs needs logprobs=true"),
-        ({"logprobs": True, "top_logprobs": 21}, "from 0 to 20"),
-        ({"logit_bias": {"1": 2}}, "logit_bias is not supported"),
-        ({"response_format": {"type": "json_object"}}, "response_format"),
-        ({"tool_choice": "required"}, "expected auto or none"),
-        ({"tools": [{"type": "function", "function": {}}]}, "a function that has a name"),
+        ({"n": 0}, "expected n to be greater than or equal to 1, found 0"),
+        ({"n": 1.5}, "expected n to be a valid integer, found 1.5"),
+        ({"n": True}, "expected n to be a valid integer, found true"),
+        ({"temperature": 3}, "expected temperature to be less than or equal to 2, found 3"),
+        ({"temperature": float("nan")}, "expected temperature to be a finite number, found NaN"),
+        ({"temperature": 10**400}, "expected temperature to be a valid number, found 1000"),
+        ({"top_p": 0}, "expected top_p to be greater than or equal to 0.000001, found 0"),
+        (
+            {"top_k": 2**31},
+            "expected top_k to be less than or equal to 2147483647, found 2147483648",
+        ),
+        ({"max_tokens": 0}, "expected max_tokens to be greater than or equal to 1, found 0"),
+        ({"stop": ["a", ""]}, "none of them empty, found a list of 2"),
+        (
+            {"stop": ["a"] * 17},
+            "stop to be a string or a list of at most 16, none of them empty, found a list of 17",
+        ),
+        (
+            {"stop_token_ids": [1, "a"]},
+            'expected stop_token_ids[1] to be a valid integer, found "a"',
+        ),
+        (
+            {"stop_token_ids": [2**31]},
+            "expected stop_token_ids[0] to be less than 2147483648, found 2147483648",
+        ),
+        (
+            {"stop_token_ids": [1] * 9},
+            "expected stop_token_ids to have at most 8 items, found a list of 9",
+        ),
+        (
+            {"top_logprobs": 2},
+            "top_logprobs requires logprobs=true, found top_logprobs=2 and logprobs=false",
+        ),
+        (
+            {"logprobs": True, "top_logprobs": 21},
+            "expected top_logprobs to be less than or equal to 20, found 21",
+        ),
+        ({"logit_bias": {"1": 2}}, 'logit_bias is not supported: expected {}, found {"1": 2}'),
+        (
+            {"response_format": {"type": "json_object"}},
+            'response_format is not supported: expected {"type": "text"}, found {',
+        ),
+        (
+            {"tool_choice": "required"},
+            "expected tool_choice to be 'auto' or 'none', found \"required\"",
+        ),
+        (
+            {"tools": [{"type": "retrieval"}]},
+            "expected tools[0].type to be 'function', found \"retrieval\"",
+        ),
+        (
+            {"tools": [{"type": "function", "function": {}}]},
+            "you must provide tools[0].function.name",
+        ),
+        ({"tools": ["find"]}, 'expected tools[0] to be an object, found "find"'),
+        (
+            {"stream_options": {"include_usage": 1}},
+            "expected stream_options.include_usage to be a valid boolean, found 1",
+        ),
+        (
+            {"messages": [{"role": "tool", "content": "7", "tool_call_id": 1}]},
+            "expected messages[0].tool_call_id to be",
+        ),
+        ({"seed": "7"}, 'expected seed to be a valid integer, found "7"'),
+        ({"min_new_tokens": 1}, "Unrecognized request argument supplied: min_new_tokens"),
         ({"banana": 1}, "Unrecognized request argument supplied: banana"),
     ],
 )

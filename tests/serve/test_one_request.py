@@ -139,10 +139,13 @@ def test_long_texts_become_the_tokens_of_the_library():
     [
         (
             {"messages": [{"role": "user", "content": ""}] * 10},
-            "10 messages, expected at most limits.max_messages=9",
+            "expected messages to have at most limits.max_messages=9 items, found 10",
         ),
-        ({"tools": [{}] * 129}, "129 tools, expected at most 128"),
-        ({"stop": ["a"] * 17}, "expected at most 16 texts"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f"}}] * 129},
+            "expected tools to have at most 128 items, found a list of 129",
+        ),
+        ({"stop": ["a"] * 17}, "a list of at most 16, none of them empty, found a list of 17"),
         (
             {"metadata": {str(i): [] for i in range(60)}},
             "commas and brackets, expected at most limits.max_body_values=100",
@@ -156,7 +159,7 @@ def test_what_there_is_too_much_of_is_refused_with_its_limit(given: dict[str, An
     engine = Scripted()
 
     async def main() -> None:
-        limits = LimitsConfig(max_messages=9, max_body_values=300 if "tools" in given else 100)
+        limits = LimitsConfig(max_messages=9, max_body_values=1000 if "tools" in given else 100)
         async with served(engine, limits) as (_, client):
             body: dict[str, Any] = {
                 "model": "m",

@@ -415,13 +415,13 @@ def test_models_are_named(client: openai.OpenAI):
         ({"messages": [{"role": "user", "content": "1+" * 200}]}, "engine.max_prompt_tokens=64"),
         ({"max_tokens": 513}, "engine.max_new_tokens=512"),
         ({"n": 17}, "limits.max_samples=16"),
-        ({"temperature": 3.0}, "from 0 to 2"),
+        ({"temperature": 3.0}, "less than or equal to 2, found 3"),
         (
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
             "no tools",
         ),
         ({"extra_body": {"banana": 1}}, "Unrecognized request argument supplied: banana"),
-        ({"messages": []}, "at least one message"),
+        ({"messages": []}, "expected messages to have at least 1 item"),
     ],
 )
 def test_what_cannot_be_answered_is_refused_with_the_knob(
