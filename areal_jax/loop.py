@@ -18,8 +18,8 @@ from functools import partial
 
 from areal_jax.config.experiment import Experiment, is_due
 from areal_jax.errors import CorruptedState
-from areal_jax.protocols import ReinforcementRun, StepOutcome
-from areal_jax.records import Group
+from areal_jax.protocols import ReinforcementRun
+from areal_jax.records import Group, StepResult
 from areal_jax.rollout.buffer import Buffer, TasksExhausted
 from areal_jax.rollout.controller import Rollouts, open_gate, run_rollouts
 from areal_jax.threads import in_thread
@@ -83,7 +83,7 @@ async def next_batch(
 
 async def train_step(
     run: ReinforcementRun, rollouts: Rollouts, groups: Sequence[Group]
-) -> StepOutcome:
+) -> StepResult:
     """Update the policy on one batch: proximal log-probs, advantages, mini-batches.
 
     Raises:

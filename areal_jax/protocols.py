@@ -206,18 +206,6 @@ class WeightPublisher(Protocol):
 
 
 @runtime_checkable
-class StepOutcome(Protocol):
-    """Result of one step of reinforcement learning."""
-
-    @property
-    def metrics(self) -> StepMetrics: ...
-    @property
-    def stale(self) -> Sequence[Sequence[Bool[np.ndarray, "_"]]]:
-        """By group and sample: tokens left out of the loss because they are too old."""
-        ...
-
-
-@runtime_checkable
 class VersionedTrainer(Protocol):
     """A trainer whose parameters have a version."""
 
@@ -231,7 +219,7 @@ class VersionedTrainer(Protocol):
 class GroupTrainer(VersionedTrainer, Protocol):
     """A trainer of reinforcement learning."""
 
-    def step(self, groups: Sequence[Group]) -> StepOutcome: ...
+    def step(self, groups: Sequence[Group]) -> StepResult: ...
 
 
 @runtime_checkable

@@ -301,6 +301,18 @@ class Weights(NamedTuple):
     params: Any
 
 
+class StepResult(NamedTuple):
+    """Result of one trainer step."""
+
+    metrics: Mapping[str, float | tuple[float, float]]
+    """By name, a number, or a total and its weight."""
+    stale: Sequence[Sequence[Bool[np.ndarray, "_"]]] = ()
+    """By group and sample, true on the tokens that the loss excludes for their staleness."""
+    advantages: Sequence[Sequence[Float32[np.ndarray, "_"]]] = ()
+    """By group and sample, the advantage of every token. Trainers in other processes do not send
+    it."""
+
+
 class PackedBatch(NamedTuple):
     """One micro-batch of sequences packed into rows.
 

@@ -7,29 +7,19 @@ import asyncio
 import logging
 import threading
 from collections.abc import Coroutine, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
-import numpy as np
 import ray
-from jaxtyping import Bool
 
 from areal_jax.checkpoint.recovery import Columns, encode, pack
 from areal_jax.cluster.connection import Connection
 from areal_jax.errors import WorkerDied
-from areal_jax.records import Group, RolloutState
+from areal_jax.records import Group, RolloutState, StepResult
 
 logger = logging.getLogger(__name__)
 
 LOOK_S = 5.0
 """A host answers after so long even where it has no newer weights to tell of."""
-
-
-class Stepped(NamedTuple):
-    """What one step did."""
-
-    metrics: dict[str, Any]
-    stale: list[list[Bool[np.ndarray, "_"]]]
-    """By group and sample, the tokens left out of the loss for their age."""
 
 
 class Trainers:
@@ -57,7 +47,7 @@ class Trainers:
         """They stay where they are."""
         return None
 
-    def step(self, groups: Sequence[Group]) -> Stepped:
+    def step(self, groups: Sequence[Group]) -> StepResult:
         """One trainer step, after which `version` is one higher."""
         # Written to the object store once, for all hosts.
         state = RolloutState({}, next_group_id=0, rejected={}, buffered=tuple(groups), suspended=())
@@ -68,7 +58,7 @@ class Trainers:
         finally:
             self.is_stepping = False
         self.version += 1
-        return Stepped(metrics, stale)
+        return StepResult(metrics, stale)
 
     def save(self, version: int, beside: Columns) -> None:
         """As `CheckpointStore.save`; every host writes its part into the run's folder, which all

@@ -1,22 +1,29 @@
-"""Meters: named numbers of one trainer step. Sums and weights are kept apart, and divided last."""
+"""Meters: named numbers of one trainer step. Totals and weights are kept apart, and divided
+last."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import NamedTuple, SupportsFloat
+from typing import Any, NamedTuple, SupportsFloat, TypeAlias
 
-Reading = SupportsFloat | tuple[SupportsFloat, SupportsFloat]
-"""What rooms hand over: a number as it stands, or a sum and its weight."""
+Metrics: TypeAlias = Mapping[str, SupportsFloat | tuple[SupportsFloat, SupportsFloat]]
+"""Metrics by name, as components report them: a number, or a total and its weight (`Mean`)."""
 
 
 class Mean(NamedTuple):
-    total: float
-    weight: float
+    """A total and the weight that divides it, kept apart so that the means of parts add up.
+
+    A pytree of two leaves. In a compiled program both are scalar arrays; in `Meters` both are
+    floats.
+    """
+
+    total: Any
+    weight: Any
 
     @property
     def value(self) -> float | None:
-        """Without weight nothing was measured."""
+        """The mean, or None if nothing was measured, which is if the weight is 0."""
         return self.total / self.weight if self.weight else None
 
 
@@ -40,19 +47,18 @@ Meter = Mean | Sum | Gauge | Maximum
 
 
 class Meters:
-    """Meters by name. Whoever makes it counts alone: there is no lock."""
+    """Meters by name. Not thread-safe."""
 
     def __init__(self) -> None:
         self._meters: dict[str, Meter] = {}
 
-    def update(self, readings: Mapping[str, Reading], prefix: str = "") -> None:
-        """Take over a room's readings: a pair adds to a mean, of plain numbers the last one
-        stands."""
-        for name, reading in readings.items():
-            if isinstance(reading, tuple):
-                self.mean(prefix + name, *reading)
+    def update(self, metrics: Metrics, prefix: str = "") -> None:
+        """Add the metrics of a component: a pair adds to a mean, a number replaces the last one."""
+        for name, value in metrics.items():
+            if isinstance(value, tuple):
+                self.mean(prefix + name, *value)
             else:
-                self.gauge(prefix + name, reading)
+                self.gauge(prefix + name, value)
 
     def mean(self, name: str, total: SupportsFloat, weight: SupportsFloat = 1.0) -> None:
         self._add(name, Mean(float(total), float(weight)))
@@ -71,6 +77,13 @@ class Meters:
         """Add what `later` has measured."""
         for name, meter in later._meters.items():
             self._add(name, meter)
+
+    def metrics(self) -> dict[str, float | Mean]:
+        """The inverse of `update`: means as they are, and the values of all other meters."""
+        return {
+            name: meter if isinstance(meter, Mean) else meter.value
+            for name, meter in self._meters.items()
+        }
 
     def flatten(self) -> dict[str, float]:
         """One number for each name; means of nothing are left out."""

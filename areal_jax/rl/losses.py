@@ -1,20 +1,21 @@
 """Policy, value and supervised objectives: log-probs and advantages in, loss and metrics out.
 
 Every function takes one row [T] or a batch [B, T]. Values outside the mask may be nan or inf: they
-reach neither the loss, nor a gradient, nor a metric. Metrics are (sum, weight) pairs, so that those
-of several micro-batches add up; divide last. Axes: B rows, T tokens.
+reach neither the loss, nor a gradient, nor a metric. Metrics are `Mean`s, so that those of several
+micro-batches add up. Axes: B rows, T tokens.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Bool, Float, Int, Shaped
 
+from areal_jax.metrics.meters import Mean
 from areal_jax.rl.config import (
     CISPO,
     GSPO,
@@ -33,23 +34,20 @@ from areal_jax.rl.config import (
     Weighted,
 )
 
-Meter: TypeAlias = tuple[Float[Array, ""], Float[Array, ""]]
-"""A sum and the weight to divide it by."""
-
 
 class PolicyLoss(NamedTuple):
     """A loss and its metrics."""
 
     loss: Float[Array, ""]
     """Differentiable with respect to the log-probs of the policy being trained only."""
-    metrics: dict[str, Meter]
+    metrics: dict[str, Mean]
 
     def plus(self, other: PolicyLoss) -> PolicyLoss:
         """Add a loss over the same tokens; the metric `loss` becomes the sum of both."""
         (total, count), (other_total, _) = self.metrics["loss"], other.metrics["loss"]
         return PolicyLoss(
             self.loss + other.loss,
-            self.metrics | other.metrics | {"loss": (total + other_total, count)},
+            self.metrics | other.metrics | {"loss": Mean(total + other_total, count)},
         )
 
 
@@ -439,7 +437,7 @@ def mean_loss(
     divisor = jnp.maximum(count if num is None else jnp.asarray(num, count.dtype), 1.0)
     return PolicyLoss(
         sums["loss"] / divisor,
-        {name: (jax.lax.stop_gradient(total), count) for name, total in sums.items()},
+        {name: Mean(jax.lax.stop_gradient(total), count) for name, total in sums.items()},
     )
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float, Int, Shaped
 
+from areal_jax.metrics.meters import Mean
 from areal_jax.rl.config import DPO, IPO, BradleyTerry, Preference
 from areal_jax.rl.losses import PolicyLoss, masked_sum, mean_loss, zero_outside
 
@@ -87,7 +88,7 @@ def preference_loss(
     logp = jax.lax.stop_gradient(_sum_by_answer(values, segment_ids))
     # The objective is relative: the log-probs of both answers may fall.
     logp_metrics = {
-        name: (jnp.sum(logp[..., i]), jnp.sum(num_tokens[..., i]))
+        name: Mean(jnp.sum(logp[..., i]), jnp.sum(num_tokens[..., i]))
         for i, name in enumerate(("chosen_logp", "rejected_logp"))
     }
     return mean._replace(metrics=mean.metrics | logp_metrics)

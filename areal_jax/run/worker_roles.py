@@ -106,7 +106,7 @@ class TrainerHost:
 
     async def step(
         self, packed: Sequence[Any]
-    ) -> tuple[dict[str, Any], list[list[Any]], Mapping[str, tuple[float, float]]]:
+    ) -> tuple[dict[str, Any], Sequence[Sequence[Any]], Mapping[str, tuple[float, float]]]:
         """Run one trainer step.
 
         Args:
@@ -209,7 +209,7 @@ class TrainerHost:
 
     def _step(
         self, packed: Any
-    ) -> tuple[dict[str, Any], list[list[Any]], Mapping[str, tuple[float, float]]]:
+    ) -> tuple[dict[str, Any], Sequence[Sequence[Any]], Mapping[str, tuple[float, float]]]:
         groups = decode(unpack(packed))[0].buffered
         found = self._trainer.step(groups)
         metrics = {

@@ -15,13 +15,14 @@ from jax.sharding import Mesh
 from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Float32
 
+from areal_jax.metrics.meters import Mean
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.rl.advantages import Trajectory
 from areal_jax.rl.logprobs import values_before
 from areal_jax.rl.losses import PolicyLoss, value_loss
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch
-from areal_jax.trainer.step import Learner, Metrics
+from areal_jax.trainer.step import Learner
 
 
 class CriticWeights(NamedTuple):
@@ -94,7 +95,7 @@ def with_values(
 def describe_values(
     trajectories: Sequence[Sequence[Trajectory]],
     targets: Sequence[Sequence[Float32[np.ndarray, "_"]]],
-) -> Metrics:
+) -> dict[str, float | Mean]:
     """How well the critic foretold a batch, over its loss tokens: explained variance 1 is all, 0 no
     better than the mean."""
     pairs = list(zip(chain.from_iterable(trajectories), chain.from_iterable(targets), strict=True))
@@ -114,8 +115,8 @@ def describe_values(
     )
     spread = float(np.var(returns)) if len(returns) else 0.0
     return {
-        "values": (float(values.sum()), float(len(values))),
-        "returns": (float(returns.sum()), float(len(returns))),
+        "values": Mean(float(values.sum()), float(len(values))),
+        "returns": Mean(float(returns.sum()), float(len(returns))),
         "explained_variance": 1.0 - float(np.var(returns - values)) / spread
         if spread > 0.0
         else 0.0,

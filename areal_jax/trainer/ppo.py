@@ -17,9 +17,10 @@ from jaxtyping import Array, Bool, Float, Float32, Shaped
 
 from areal_jax.data.packing import Layout, TrainingSequence, pack
 from areal_jax.errors import CorruptedState
+from areal_jax.metrics.meters import Mean, Meters, Metrics
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.sharding import fetch
-from areal_jax.records import Group, Sample
+from areal_jax.records import Group, Sample, StepResult
 from areal_jax.rl.advantages import (
     Trajectory,
     compute_advantages,
@@ -33,7 +34,7 @@ from areal_jax.rl.losses import PolicyLoss, interpolated_proximal, policy_loss, 
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.critic import CriticWeights, critic_learner, describe_values, with_values
 from areal_jax.trainer.forward import DeviceBatch, FrozenPolicy
-from areal_jax.trainer.step import Learner, Metrics
+from areal_jax.trainer.step import Learner
 from areal_jax.trainer.versions import Versions
 
 T = TypeVar("T")
@@ -46,16 +47,6 @@ Place: TypeAlias = tuple[int, int]
 
 ByToken: TypeAlias = list[list[Float32[np.ndarray, "_"]]]
 """By group and sample, one number per token."""
-
-
-class StepResult(NamedTuple):
-    """What one step did, and to which tokens."""
-
-    metrics: Metrics
-    advantages: ByToken
-    stale: list[list[Bool[np.ndarray, "_"]]]
-    """By group and sample: true where a token was too old to be trained on, and served as
-    context."""
 
 
 class MiniBatch(NamedTuple):
@@ -153,7 +144,7 @@ class Trainer(Versions):
                     jnp.stack([near.sum(), batch.loss_mask.sum()]).astype(jnp.float32)
                     * proximal_is_current
                 )
-                metrics = {"m2po_kept_fraction": (counts[0], counts[1])}
+                metrics = {"m2po_kept_fraction": Mean(counts[0], counts[1])}
             loss = policy_loss(
                 config.loss,
                 logp,
@@ -276,9 +267,10 @@ class Trainer(Versions):
         mini_batches = [
             self._with_advantages(mini_batch, advantages) for mini_batch in mini_batches
         ]
-        metrics = self._describe(groups, trained, advantages)
+        meters = Meters()
+        meters.update(self._describe(groups, trained, advantages))
         for name, logp in (("kl_reference", reference_logp), ("kl_teacher", teacher_logp)):
-            metrics |= {name: _divergence(groups, trained, logp)} if logp is not None else {}
+            meters.update({name: _divergence(groups, trained, logp)} if logp is not None else {})
         if isinstance(self.config.advantages, GAE):
             targets = value_targets(self.config.advantages, trajectories)
             critic_batches = [
@@ -287,7 +279,7 @@ class Trainer(Versions):
                 )
                 for critic_batch in critic_batches
             ]
-            metrics |= describe_values(trajectories, targets)
+            meters.update(describe_values(trajectories, targets))
         ready = time.perf_counter()
         trains_policy = not critic_batches or self.version >= self.config.critic.warmup_steps
         read = [
@@ -298,19 +290,18 @@ class Trainer(Versions):
             mini_batches[i] = _read(self._learner, mini_batches[i])
             if isinstance(self.config.loss, M2PO):
                 mini_batches[i], kept = self._without_far(mini_batches[i], self.config.loss)
-                _merge(metrics, {"m2po_kept_fraction": kept})
+                meters.update({"m2po_kept_fraction": kept})
         forwarded = time.perf_counter()
         num_updates = applied = 0
         for i, mini_batch in enumerate(mini_batches):
             if mini_batch.num_loss_tokens:
                 if trains_policy:
-                    _merge(
-                        metrics,
-                        self._update(i, applied, mini_batch, proximal_is_current=not read[i]),
+                    meters.update(
+                        self._update(i, applied, mini_batch, proximal_is_current=not read[i])
                     )
                     applied += 1
                 if critic_batches:
-                    _merge(metrics, self._teach(i, applied, critic_batches[i]))
+                    meters.update(self._teach(i, applied, critic_batches[i]))
                     applied += 1
                 num_updates += 1
         done = time.perf_counter()
@@ -319,19 +310,21 @@ class Trainer(Versions):
         num_tokens, num_places = map(
             sum, zip(*(mini_batch.layout.filled for mini_batch in mini_batches), strict=True)
         )
-        metrics |= {
-            "num_updates": float(num_updates),
-            "packing_efficiency": (num_tokens, num_places),
-            "seconds_packing": packed - started + ready - asked,
-            "seconds_values": valued - packed,
-            "seconds_frozen": asked - valued,
-            "seconds_proximal": forwarded - ready,
-            "seconds_update": done - forwarded,
-            "seconds_step": done - started,
-            "tokens_per_second": (num_tokens, done - started),
-            "num_compilations": float(self.num_compilations),
-        }
-        return StepResult(metrics, advantages, stale)
+        meters.update(
+            {
+                "num_updates": float(num_updates),
+                "packing_efficiency": Mean(num_tokens, num_places),
+                "seconds_packing": packed - started + ready - asked,
+                "seconds_values": valued - packed,
+                "seconds_frozen": asked - valued,
+                "seconds_proximal": forwarded - ready,
+                "seconds_update": done - forwarded,
+                "seconds_step": done - started,
+                "tokens_per_second": Mean(num_tokens, done - started),
+                "num_compilations": float(self.num_compilations),
+            }
+        )
+        return StepResult(meters.metrics(), stale, advantages)
 
     def _check(self, groups: Sequence[Group]) -> None:
         if len(groups) < self.config.num_mini_batches:
@@ -537,9 +530,7 @@ class Trainer(Versions):
             i > 0 or (isinstance(self.config.loss, M2PO) and len(mini_batch.batches) > 1)
         )
 
-    def _without_far(
-        self, mini_batch: MiniBatch, loss: M2PO
-    ) -> tuple[MiniBatch, tuple[float, float]]:
+    def _without_far(self, mini_batch: MiniBatch, loss: M2PO) -> tuple[MiniBatch, Mean]:
         """Without the tokens that M2PO leaves out, though they count in the loss's denominator; and
         the share that stays."""
         hosts = [
@@ -547,12 +538,11 @@ class Trainer(Versions):
             for batch in mini_batch.batches
         ]
         if not hosts:
-            return mini_batch, (0.0, 0.0)
+            return mini_batch, Mean(0.0, 0.0)
         proximal, behave, mask = (np.stack(arrays) for arrays in zip(*hosts, strict=True))
         kept = np.asarray(_near(loss, proximal.astype(np.float64), behave, mask))
-        return _with_column(mini_batch, "loss_mask", self._learner.put_column(kept)), (
-            float(kept.sum()),
-            float(mask.sum()),
+        return _with_column(mini_batch, "loss_mask", self._learner.put_column(kept)), Mean(
+            float(kept.sum()), float(mask.sum())
         )
 
     def _update(
@@ -644,31 +634,28 @@ class Trainer(Versions):
         )
         tokens, count = float(num_trained.sum()), float(len(samples))
         return {
-            "reward": (float(rewards.sum()), count),
+            "reward": Mean(float(rewards.sum()), count),
             "reward_min": float(rewards.min()),
             "reward_max": float(rewards.max()),
             "reward_std": float(rewards.std()),
-            "advantage": (float(per_token.sum()), tokens),
-            "advantage_squared": (float((per_token**2).sum()), tokens),
-            "groups_without_signal": (
+            "advantage": Mean(float(per_token.sum()), tokens),
+            "advantage_squared": Mean(float((per_token**2).sum()), tokens),
+            "groups_without_signal": Mean(
                 float(sum(not any(values.any() for values in of_group) for of_group in advantages)),
                 float(len(groups)),
             ),
-            "correct_fraction": (
-                float(sum(sample.grade == "correct" for sample in samples)),
-                count,
+            "correct_fraction": Mean(
+                float(sum(sample.grade == "correct" for sample in samples)), count
             ),
-            "no_answer_fraction": (
-                float(sum(sample.grade == "no_answer" for sample in samples)),
-                count,
+            "no_answer_fraction": Mean(
+                float(sum(sample.grade == "no_answer" for sample in samples)), count
             ),
-            "turns": (float(sum(_num_turns(sample) for sample in samples)), count),
-            "truncated_fraction": (
-                float(sum(sample.stop_reason == "length" for sample in samples)),
-                count,
+            "turns": Mean(float(sum(_num_turns(sample) for sample in samples)), count),
+            "truncated_fraction": Mean(
+                float(sum(sample.stop_reason == "length" for sample in samples)), count
             ),
-            "answer_tokens": (float(num_sampled.sum()), count),
-            "staleness": (float(ages.sum()), tokens),
+            "answer_tokens": Mean(float(num_sampled.sum()), count),
+            "staleness": Mean(float(ages.sum()), tokens),
             "staleness_max": float(ages.max(initial=0)),
             "tokens_stale": float((num_sampled - num_trained).sum()),
             "tokens_trained": tokens,
@@ -723,7 +710,7 @@ def _asked(frozen: FrozenPolicy, mini_batches: Sequence[MiniBatch]) -> list[list
     return [[next(found) for _ in mini_batch.batches] for mini_batch in mini_batches]
 
 
-def _divergence(groups: Sequence[Group], trained: Trained, logp: ByToken) -> tuple[float, float]:
+def _divergence(groups: Sequence[Group], trained: Trained, logp: ByToken) -> Mean:
     """KL of the policy that drew the tokens in the loss from one that gives them these
     log-probabilities: sum and number."""
     samples, masks = [sample for group in groups for sample in group.samples], chain(*trained)
@@ -734,7 +721,7 @@ def _divergence(groups: Sequence[Group], trained: Trained, logp: ByToken) -> tup
         ]
     )
     # Of all estimates k3 tells most.
-    return float(np.sum(kl_estimate("k3", strayed))), float(len(strayed))
+    return Mean(float(np.sum(kl_estimate("k3", strayed))), float(len(strayed)))
 
 
 def _deal(sizes: Sequence[int], num_shares: int) -> list[list[int]]:
@@ -754,14 +741,3 @@ def _read(learner: Learner, mini_batch: MiniBatch) -> MiniBatch:
     # Waited for, so that the time is counted where it is spent.
     jax.block_until_ready(columns)
     return _with_column(mini_batch, "proximal_logp", columns)
-
-
-def _merge(metrics: Metrics, more: Metrics) -> None:
-    """Add sums to sums and weights to weights."""
-    for name, value in more.items():
-        old = metrics.get(name)
-        metrics[name] = (
-            (old[0] + value[0], old[1] + value[1])
-            if isinstance(old, tuple) and isinstance(value, tuple)
-            else value
-        )

@@ -16,11 +16,12 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float, Shaped
 
+from areal_jax.metrics.meters import Mean
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.models.moe import balance_loss, router_metrics
 from areal_jax.parallel.sharding import TRAIN_RULES, put, put_batch, put_copy
 from areal_jax.records import PackedBatch
-from areal_jax.rl.losses import Meter, PolicyLoss
+from areal_jax.rl.losses import PolicyLoss
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch, Forward
 from areal_jax.trainer.optimizer import learning_rate, make_optimizer, num_updates_done
@@ -31,10 +32,6 @@ from areal_jax.trainer.state import (
     state_shardings,
     trained,
 )
-
-Metrics: TypeAlias = dict[str, tuple[float, float] | float]
-"""By name, a sum and its weight (divide last), or a plain number."""
-
 
 Objective: TypeAlias = Callable[
     [Float[Array, "B T"], DeviceBatch, Float[Array, ""], Bool[Array, ""]], PolicyLoss
@@ -51,7 +48,7 @@ class Accumulated(NamedTuple):
 
     gradients: Params
     """float32."""
-    metrics: dict[str, Meter]
+    metrics: dict[str, Mean]
 
 
 class Learner:
@@ -140,7 +137,7 @@ class Learner:
 
     def update(
         self, batches: Sequence[DeviceBatch], num_tokens: int, *, proximal_is_current: bool
-    ) -> Metrics:
+    ) -> dict[str, Mean]:
         """One optimizer update from the micro-batches of a mini-batch.
 
         Args:
@@ -168,15 +165,15 @@ class Learner:
             "apply", self.params, self.opt_state, accumulated
         )
         report = jax.device_get(report)
-        metrics: Metrics = {
-            name: (float(total), float(weight)) for name, (total, weight) in report.items()
+        metrics = {
+            name: Mean(float(total), float(weight)) for name, (total, weight) in report.items()
         }
         for name in ("loss", "grad_norm"):
             if not math.isfinite(report[name][0]):
                 raise FloatingPointError(f"{name} is {report[name][0]}")
         return metrics
 
-    def measure(self, batches: Sequence[DeviceBatch]) -> dict[str, tuple[float, float]]:
+    def measure(self, batches: Sequence[DeviceBatch]) -> dict[str, Mean]:
         """The objective's metrics of micro-batches, under the parameters as they are now; nothing
         is learnt."""
         # All are under way before the first is waited for.
@@ -224,7 +221,7 @@ class Learner:
         """Add one micro-batch. The backward pass adds each gradient to its sum in place: as a value
         of its own, to be added afterwards, it would be a second copy of all gradients."""
         sums = jax.tree.map(jax.new_ref, accumulated.gradients)
-        pulled: tuple[Array, Any, dict[str, Meter]] = jax.vjp(
+        pulled: tuple[Array, Any, dict[str, Mean]] = jax.vjp(
             lambda params: self._loss(params, base, batch, num_tokens, proximal_is_current),
             params,
             has_aux=True,
@@ -235,12 +232,12 @@ class Learner:
             jax.tree.map(jax.freeze, sums), jax.tree.map(jnp.add, accumulated.metrics, metrics)
         )
 
-    def _measure(self, *arguments: Any) -> dict[str, Meter]:
+    def _measure(self, *arguments: Any) -> dict[str, Mean]:
         return self._loss(*arguments)[1]
 
     def _apply(
         self, params: Params, opt_state: optax.OptState, accumulated: Accumulated
-    ) -> tuple[Params, optax.OptState, dict[str, Meter]]:
+    ) -> tuple[Params, optax.OptState, dict[str, Mean]]:
         """One update, or the arguments unchanged where loss or gradient is not finite."""
         gradients, metrics = accumulated
         # Nothing is computed in the host's memory; where the state lies on the devices, this does
@@ -255,7 +252,11 @@ class Learner:
             partial(jnp.where, is_finite), (new_params, new_opt_state), (params, opt_state)
         )
         one = jnp.ones(())
-        return params, opt_state, metrics | {"grad_norm": (norm, one), "learning_rate": (rate, one)}
+        return (
+            params,
+            opt_state,
+            metrics | {"grad_norm": Mean(norm, one), "learning_rate": Mean(rate, one)},
+        )
 
     def _loss(
         self,
@@ -264,13 +265,13 @@ class Learner:
         batch: DeviceBatch,
         num_tokens: Float[Array, ""],
         proximal_is_current: Bool[Array, ""],
-    ) -> tuple[Float[Array, ""], dict[str, Meter]]:
+    ) -> tuple[Float[Array, ""], dict[str, Mean]]:
         logp, entropy, routing = self.forward.predictions(params, base, batch.read)
         loss, metrics = self.objective(logp, batch, num_tokens, proximal_is_current)
         if entropy is not None:
             entropy = jnp.sum(jnp.where(batch.loss_mask, entropy, 0.0))
             num_masked = jnp.sum(batch.loss_mask, dtype=jnp.float32)
-            metrics = metrics | {"entropy": (jax.lax.stop_gradient(entropy), num_masked)}
+            metrics = metrics | {"entropy": Mean(jax.lax.stop_gradient(entropy), num_masked)}
             if self.config.entropy_coef:
                 loss -= self.config.entropy_coef * entropy / jnp.maximum(num_tokens, 1.0)
         if routing is not None and self.policy.config.moe is not None:
@@ -286,9 +287,10 @@ class Learner:
                 / num_tokens
             )
             metrics |= {
-                name: (value * counted, counted) for name, value in router_metrics(routing).items()
+                name: Mean(value * counted, counted)
+                for name, value in router_metrics(routing).items()
             }
-            metrics |= {"router_balance_loss": (balance * counted, counted)}
+            metrics |= {"router_balance_loss": Mean(balance * counted, counted)}
         return loss, metrics
 
     def _run(self, name: str, *arguments: Any) -> Any:

@@ -10,10 +10,12 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 
 from areal_jax.data.packing import Layout
+from areal_jax.metrics.meters import Mean
 from areal_jax.models.decoder import Params
+from areal_jax.records import StepResult
 from areal_jax.trainer.forward import DeviceBatch
 from areal_jax.trainer.state import CriticState, TrainState
-from areal_jax.trainer.step import Learner, Metrics
+from areal_jax.trainer.step import Learner
 
 T = TypeVar("T")
 
@@ -114,7 +116,7 @@ class FromExamples(Versions, ABC, Generic[T]):
     def pack(self, examples: Sequence[T]) -> Packed:
         """Micro-batches of examples, on the train mesh."""
 
-    def step(self, examples: Sequence[T]) -> Metrics:
+    def step(self, examples: Sequence[T]) -> StepResult:
         """One optimizer update; its loss is the mean over the examples' loss tokens, or over pairs.
 
         Raises FloatingPointError, which says what to change, where loss or gradient is not finite;
@@ -122,7 +124,7 @@ class FromExamples(Versions, ABC, Generic[T]):
         started_s = time.perf_counter()
         packed = self.pack(examples)
         try:
-            metrics = self._learner.update(
+            learned = self._learner.update(
                 packed.batches, packed.num_counted, proximal_is_current=False
             )
         except FloatingPointError as error:
@@ -133,15 +135,17 @@ class FromExamples(Versions, ABC, Generic[T]):
             ) from None
         self.version += 1
         filled, seconds = packed.layout.filled, time.perf_counter() - started_s
-        return metrics | {
+        metrics: dict[str, float | Mean] = {
+            **learned,
             "tokens_trained": float(packed.num_loss_tokens),
-            "packing_efficiency": filled,
-            "tokens_per_second": (filled[0], seconds),
+            "packing_efficiency": Mean(*filled),
+            "tokens_per_second": Mean(filled[0], seconds),
             "seconds_step": seconds,
             "num_compilations": float(self.num_compilations),
         }
+        return StepResult(metrics)
 
-    def measure(self, examples: Sequence[T]) -> dict[str, tuple[float, float]]:
+    def measure(self, examples: Sequence[T]) -> dict[str, Mean]:
         """What a step would say of the examples, each as a sum and its weight, with the parameters
         as they are; nothing is learnt."""
         return self._learner.measure(self.pack(examples).batches)

@@ -48,7 +48,7 @@ from areal_jax.models.config import LoRA, PolicyConfig
 from areal_jax.models.decoder import Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
-from areal_jax.records import Group, RewardResult, Sampling, Task
+from areal_jax.records import Group, RewardResult, Sampling, StepResult, Task
 from areal_jax.rl.config import GAE, PPO, CustomLoss, Reference
 from areal_jax.rollout import controller
 from areal_jax.rollout.buffer import Buffer
@@ -61,7 +61,7 @@ from areal_jax.run.plan_report import plan_text
 from areal_jax.run.start import start
 from areal_jax.run.trainer import initial_critic, initial_weights, rl_trainer
 from areal_jax.trainer.config import Critic, OptimizerConfig, TrainerConfig
-from areal_jax.trainer.ppo import StepResult, Trainer
+from areal_jax.trainer.ppo import Trainer
 from areal_jax.workflows.config import MultiTurn
 from areal_jax.workflows.single_turn import SingleTurn
 

@@ -35,11 +35,11 @@ from areal_jax.cluster.engines import Engines
 from areal_jax.cluster.graders import Graders
 from areal_jax.cluster.placement import Cluster, InsufficientResources, Kind, connected
 from areal_jax.cluster.registry import Channel
-from areal_jax.cluster.trainers import Stepped, Trainers
+from areal_jax.cluster.trainers import Trainers
 from areal_jax.cluster.weight_broadcast import Relay
 from areal_jax.errors import ConfigError
 from areal_jax.metrics import jsonl
-from areal_jax.records import Group
+from areal_jax.records import Group, StepResult
 from areal_jax.run.build import Run
 from areal_jax.run.cluster import train_on_cluster
 from areal_jax.run.grading import TracedGrader
@@ -303,10 +303,10 @@ def test_a_run_over_three_nodes_survives_the_loss_of_two(
     # The first life's trainer waits before these steps: it is faster than a process starts.
     waits_at = {4: threading.Event(), 7: threading.Event()}
 
-    def waiting(run: Run[Trainers]) -> Callable[[Sequence[Group]], Stepped]:
+    def waiting(run: Run[Trainers]) -> Callable[[Sequence[Group]], StepResult]:
         step = run.trainer.step
 
-        def waited(groups: Sequence[Group]) -> Stepped:
+        def waited(groups: Sequence[Group]) -> StepResult:
             if (event := waits_at.get(run.trainer.version)) is not None:
                 assert event.wait(TIMEOUT_S)
             return step(groups)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from functools import cache
 
 import jax
@@ -16,7 +17,6 @@ from areal_jax.models.config import Remat
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.sft import SupervisedTrainer
-from areal_jax.trainer.step import Metrics
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -44,7 +44,7 @@ POLICY = Policy(
 @cache
 def trained(
     rows_per_shard: int, coefficient: float | None = None, *, remat: Remat = "none", **mesh: int
-) -> tuple[Metrics, Params]:
+) -> tuple[Mapping[str, float | tuple[float, float]], Params]:
     """Metrics and parameters after two updates."""
     rng = np.random.default_rng(0)
     params = jax.tree.map(
@@ -74,7 +74,7 @@ def trained(
         row_tokens=ROW_TOKENS,
     )
     trainer.step(examples[:10])
-    return trainer.step(examples[10:]), jax.device_get(trainer.params)
+    return trainer.step(examples[10:]).metrics, jax.device_get(trainer.params)
 
 
 def test_experts_on_eight_devices_train_as_on_one() -> None:

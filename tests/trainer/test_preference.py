@@ -106,7 +106,7 @@ def test_what_is_chosen_gains_on_what_is_rejected(loss: Preference) -> None:
     assert mean(after, "loss") < mean(before, "loss")
     assert learning.version == 8 and after["loss"][1] == 16
     # zeros, accumulate, apply, measure and init; the reference's log-probabilities.
-    assert {step["num_compilations"] for step in steps} == {
+    assert {step.metrics["num_compilations"] for step in steps} == {
         5.0 if isinstance(loss, BradleyTerry) else 6.0
     }
 
@@ -120,7 +120,7 @@ def test_micro_batches_devices_and_padding_change_nothing(loss: Preference) -> N
             way.state._replace(params=jax.tree.map(lambda leaf: np.asarray(leaf) * 1.1, way.params))
         )
     shown = pairs(seed=3, count=8)
-    whole, parts = together.step(shown), apart.step(shown)
+    whole, parts = together.step(shown).metrics, apart.step(shown).metrics
     for name in ("loss", "accuracy", "margin", "chosen_reward", "rejected_reward"):
         assert mean(parts, name) == pytest.approx(mean(whole, name), rel=1e-4, abs=1e-5), name
     jax.tree.map(

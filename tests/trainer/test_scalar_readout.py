@@ -11,6 +11,7 @@ import pytest
 from tiny_training import POLICY, ROW_TOKENS, params, train_mesh
 
 from areal_jax.data.packing import TrainingSequence, pack
+from areal_jax.metrics.meters import Mean
 from areal_jax.models.attention import packed_attention
 from areal_jax.models.decoder import Policy
 from areal_jax.rl.losses import PolicyLoss
@@ -29,7 +30,7 @@ def squared_error(
     loss = jnp.sum(jnp.where(batch.loss_mask, (values - 2.0) ** 2, 0.0))
     return PolicyLoss(
         loss / num_tokens,
-        {"loss": (jax.lax.stop_gradient(loss), jnp.sum(batch.loss_mask, dtype=jnp.float32))},
+        {"loss": Mean(jax.lax.stop_gradient(loss), jnp.sum(batch.loss_mask, dtype=jnp.float32))},
     )
 
 

@@ -39,16 +39,16 @@ def test_loss_falls_and_only_the_mask_is_learnt(trainer: SupervisedTrainer) -> N
     first = trainer.step(data)
     last = [trainer.step(data) for _ in range(29)][-1]
     assert trainer.version == 30
-    before, after = first["loss"], last["loss"]
+    before, after = first.metrics["loss"], last.metrics["loss"]
     assert isinstance(before, tuple) and isinstance(after, tuple)
     assert (
         before[1]
         == after[1]
-        == first["tokens_trained"]
+        == first.metrics["tokens_trained"]
         == sum(example.loss_mask.sum() for example in data)
     )
     assert after[0] < 0.25 * before[0]
-    assert last["num_compilations"] == 4.0
+    assert last.metrics["num_compilations"] == 4.0
 
 
 def test_a_saved_state_repeats_the_step(trainer: SupervisedTrainer) -> None:
@@ -109,6 +109,6 @@ def test_measuring_the_loss_learns_nothing_and_agrees_with_the_next_step(
     saved = jax.device_get(trainer.state)
     total, num_tokens = trainer.measure(examples(3))["loss"]
     jax.tree.map(np.testing.assert_array_equal, trainer.params, saved.params)
-    loss = trainer.step(examples(3))["loss"]
+    loss = trainer.step(examples(3)).metrics["loss"]
     assert isinstance(loss, tuple)
     assert (total, num_tokens) == (pytest.approx(loss[0], rel=1e-5), loss[1])

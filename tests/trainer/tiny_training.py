@@ -15,9 +15,9 @@ from areal_jax.models.architecture import ModelConfig
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
-from areal_jax.records import NO_VERSION, Group, Sample, Task
+from areal_jax.records import NO_VERSION, Group, Sample, StepResult, Task
 from areal_jax.trainer.config import TrainerConfig
-from areal_jax.trainer.ppo import StepResult, Trainer
+from areal_jax.trainer.ppo import Trainer
 
 ROW_TOKENS = 24
 PROMPT_TOKENS = 4

@@ -26,11 +26,12 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.hosts import join
 from areal_jax.parallel.mesh import make_train_mesh
 from areal_jax.parallel.sharding import TRAIN_RULES, fetch
+from areal_jax.records import StepResult
 from areal_jax.rl.config import GAE
 from areal_jax.run.models import initial_params
 from areal_jax.trainer.config import Critic, OptimizerConfig, TrainerConfig
 from areal_jax.trainer.critic import CriticWeights
-from areal_jax.trainer.ppo import StepResult, Trainer
+from areal_jax.trainer.ppo import Trainer
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2)
 CONFIG = TrainerConfig(
