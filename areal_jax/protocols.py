@@ -23,6 +23,7 @@ from areal_jax.records import (
     RolloutState,
     Sample,
     Sampling,
+    StepResult,
     Task,
     ToolResult,
     Weights,

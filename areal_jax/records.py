@@ -309,8 +309,7 @@ class StepResult(NamedTuple):
     stale: Sequence[Sequence[Bool[np.ndarray, "_"]]] = ()
     """By group and sample, true on the tokens that the loss excludes for their staleness."""
     advantages: Sequence[Sequence[Float32[np.ndarray, "_"]]] = ()
-    """By group and sample, the advantage of every token. Trainers in other processes do not send
-    it."""
+    """By group and sample, the advantage of every token. Empty from trainers in other processes."""
 
 
 class PackedBatch(NamedTuple):

@@ -59,6 +59,7 @@ from areal_jax.sim.costs import Efficiency, TrainerCosts
 from areal_jax.sim.hardware import DEVICES
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.sft import SupervisedTrainer
+from areal_jax.trainer.step import TrainableModel
 
 NAME = "micro_batching"
 SCALE = 64
@@ -113,10 +114,14 @@ def make_trainer(rows: int, row_tokens: int) -> SupervisedTrainer:
     policy = Policy(MODEL)
     mesh = make_meshes(PlacementConfig(), jax.devices()[:1]).train
     config = TrainerConfig(rows_per_micro_batch=rows, remat="none")
-    params = policy.init(jax.random.key(0))
-    trainer = SupervisedTrainer(
-        config, policy, params, mesh, jnp.float32, num_updates=1000, row_tokens=row_tokens
+    model = TrainableModel(
+        policy=policy,
+        params=policy.init(jax.random.key(0)),
+        mesh=mesh,
+        compute_dtype=jnp.float32,
+        row_tokens=row_tokens,
     )
+    trainer = SupervisedTrainer(config, model, num_updates=1000)
     trainer.warm_up()
     return trainer
 

@@ -56,6 +56,7 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.sft import SupervisedTrainer
+from areal_jax.trainer.step import TrainableModel
 from areal_jax.weights.object_store import ShardPublisher, ShardReader
 
 TIMEOUT_S = 120.0
@@ -150,9 +151,10 @@ def beside_training(steps: int) -> dict[str, object]:
     mesh = make_meshes(PlacementConfig(), jax.devices()).train
     params = jax.jit(policy.init)(jax.random.key(0))
     config = TrainerConfig(optimizer=OptimizerConfig(learning_rate=1e-4), rows_per_micro_batch=2)
-    trainer = SupervisedTrainer(
-        config, policy, params, mesh, jnp.float32, num_updates=10**6, row_tokens=ROW_TOKENS
+    model = TrainableModel(
+        policy=policy, params=params, mesh=mesh, compute_dtype=jnp.float32, row_tokens=ROW_TOKENS
     )
+    trainer = SupervisedTrainer(config, model, num_updates=10**6)
     trainer.warm_up()
     publisher = ShardPublisher(lambda params: laid_out(policy, params, jnp.float32))
     rng = np.random.default_rng(0)

@@ -47,7 +47,10 @@ from areal_jax.parallel.mesh import make_meshes
 from areal_jax.records import NO_VERSION, Group, Sample, Task
 from areal_jax.rl.config import GAE
 from areal_jax.rl.presets import PRESETS
+from areal_jax.trainer.objective import policy_learner
+from areal_jax.trainer.pipeline import SampleLimits
 from areal_jax.trainer.ppo import Trainer
+from areal_jax.trainer.step import TrainableModel
 
 NAME = "presets"
 NUM_STEPS = 30
@@ -92,23 +95,24 @@ def train_tokens_per_s() -> dict[str, float]:
 
 def trainer_of(name: str) -> Trainer:
     preset, policy = PRESETS[name], Policy(MODEL)
-    trainer = Trainer(
-        chz.replace(
-            TRAINER,
-            loss=preset.loss,
-            loss_mean=preset.loss_mean,
-            advantages=preset.advantages,
-            shaping=preset.shaping,
-        ),
-        policy,
-        policy.init(jax.random.key(0)),
-        make_meshes(PlacementConfig(), jax.devices()[:1]).train,
-        jnp.float32,
-        num_updates=NUM_TURNS,
-        max_staleness=None,
-        temperature=1.0,
+    config = chz.replace(
+        TRAINER,
+        loss=preset.loss,
+        loss_mean=preset.loss_mean,
+        advantages=preset.advantages,
+        shaping=preset.shaping,
+    )
+    model = TrainableModel(
+        policy=policy,
+        params=policy.init(jax.random.key(0)),
+        mesh=make_meshes(PlacementConfig(), jax.devices()[:1]).train,
+        compute_dtype=jnp.float32,
         row_tokens=PROMPT_TOKENS + NEW_TOKENS,
-        max_new_tokens=NEW_TOKENS,
+    )
+    trainer = Trainer(
+        config=config,
+        limits=SampleLimits(max_staleness=None, max_new_tokens=NEW_TOKENS),
+        policy=policy_learner(config, model, num_updates=NUM_TURNS),
     )
     trainer.warm_up()
     return trainer

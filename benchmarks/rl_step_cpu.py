@@ -43,7 +43,10 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.records import NO_VERSION, Completion, Group, Request, Sample, Sampling, Task
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
+from areal_jax.trainer.objective import policy_learner
+from areal_jax.trainer.pipeline import SampleLimits
 from areal_jax.trainer.ppo import Trainer
+from areal_jax.trainer.step import TrainableModel
 from areal_jax.weights.local import WeightChannel
 
 MODEL = ModelConfig(
@@ -84,17 +87,17 @@ async def measure(warmup_steps: int, num_steps: int) -> dict[str, object]:
     policy = Policy(MODEL)
     meshes = make_meshes(PlacementConfig(), jax.devices()[:1])
     dtype = jnp.dtype(jnp.float32)
-    trainer = Trainer(
-        TRAINER,
-        policy,
-        policy.init(jax.random.key(0)),
-        meshes.train,
-        dtype,
-        num_updates=warmup_steps + num_steps,
-        max_staleness=0,
-        temperature=1.0,
+    model = TrainableModel(
+        policy=policy,
+        params=policy.init(jax.random.key(0)),
+        mesh=meshes.train,
+        compute_dtype=dtype,
         row_tokens=PROMPT_TOKENS + NEW_TOKENS,
-        max_new_tokens=NEW_TOKENS,
+    )
+    trainer = Trainer(
+        config=TRAINER,
+        limits=SampleLimits(max_staleness=0, max_new_tokens=NEW_TOKENS),
+        policy=policy_learner(TRAINER, model, num_updates=warmup_steps + num_steps),
     )
     engine = DecodeEngine(
         policy,

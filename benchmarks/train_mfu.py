@@ -57,7 +57,8 @@ from areal_jax.records import PackedBatch
 from areal_jax.rl.config import DecoupledPPO
 from areal_jax.rl.losses import policy_loss
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
-from areal_jax.trainer.step import Learner
+from areal_jax.trainer.programs import Objective
+from areal_jax.trainer.step import Learner, TrainableModel
 
 PEAK_FLOPS = {
     "NVIDIA A100": 312e12,
@@ -184,20 +185,23 @@ def make_learner(args: argparse.Namespace, devices: list[jax.Device]) -> Learner
             jax.jit(partial(lora.init, policy), out_shardings=placed)(jax.random.key(1)),
             params,
         )
-    return Learner(
-        TrainerConfig(
-            optimizer=OptimizerConfig(learning_rate=1e-6, offload=args.offload),
-            row_tokens=args.row_tokens,
-            rows_per_micro_batch=args.rows,
-            logp_chunk_tokens=args.chunk_tokens,
-            remat=args.remat,
-        ),
-        policy,
-        params,
-        mesh,
-        dtype,
-        num_updates=1000,
-        objective=lambda logp, batch, num_tokens, _: policy_loss(
+    config = TrainerConfig(
+        optimizer=OptimizerConfig(learning_rate=1e-6, offload=args.offload),
+        row_tokens=args.row_tokens,
+        rows_per_micro_batch=args.rows,
+        logp_chunk_tokens=args.chunk_tokens,
+        remat=args.remat,
+    )
+    model = TrainableModel(
+        policy=policy,
+        params=params,
+        mesh=mesh,
+        compute_dtype=dtype,
+        row_tokens=args.row_tokens,
+        base=base,
+    )
+    objective = Objective(
+        lambda logp, batch, num_tokens, _: policy_loss(
             DecoupledPPO(),
             logp,
             batch.proximal_logp,
@@ -206,11 +210,9 @@ def make_learner(args: argparse.Namespace, devices: list[jax.Device]) -> Learner
             batch.loss_mask,
             batch.segment_ids,
             num_tokens=num_tokens,
-        ),
-        temperature=1.0,
-        row_tokens=args.row_tokens,
-        base=base,
+        )
     )
+    return Learner(config, model, objective, num_updates=1000)
 
 
 def measure(args: argparse.Namespace) -> dict[str, object]:

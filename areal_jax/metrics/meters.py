@@ -1,5 +1,4 @@
-"""Meters: named numbers of one trainer step. Totals and weights are kept apart, and divided
-last."""
+"""Meters: named numbers of one trainer step, whose totals and weights are divided last."""
 
 from __future__ import annotations
 

@@ -15,11 +15,14 @@ from areal_jax.models.decoder import Params
 from areal_jax.parallel.sharding import TRAIN_RULES, shardings
 from areal_jax.run.models import initial_params
 from areal_jax.run.plan import TrainingPlan
-from areal_jax.trainer.critic import CriticWeights
+from areal_jax.trainer.critic import critic_learner
 from areal_jax.trainer.forward import Forward, FrozenPolicy
+from areal_jax.trainer.objective import policy_learner
+from areal_jax.trainer.pipeline import SampleLimits
 from areal_jax.trainer.ppo import Trainer
 from areal_jax.trainer.preference import PreferenceTrainer
 from areal_jax.trainer.sft import SupervisedTrainer
+from areal_jax.trainer.step import TrainableModel
 from areal_jax.trainer.versions import FromExamples
 
 
@@ -32,23 +35,39 @@ def rl_trainer(plan: TrainingPlan, params: Params, base: Params | None) -> Train
     """
     exp = plan.experiment
     assert isinstance(exp, Experiment)
+    num_updates = exp.num_steps * exp.trainer.num_mini_batches
+    critic = initial_critic(plan)
     return Trainer(
-        exp.trainer,
-        plan.policy,
-        params,
-        plan.train_mesh,
-        plan.compute_dtype,
-        num_updates=exp.num_steps * exp.trainer.num_mini_batches,
-        max_staleness=exp.rollout.max_staleness,
-        staleness_of_kind=exp.rollout.staleness_of_kind(),
-        temperature=exp.engine.temperature,
-        row_tokens=plan.row_tokens,
-        max_new_tokens=exp.engine.max_new_tokens,
-        base=base,
-        critic=initial_critic(plan),
+        config=exp.trainer,
+        limits=SampleLimits(
+            max_staleness=exp.rollout.max_staleness,
+            max_new_tokens=exp.engine.max_new_tokens,
+            max_staleness_by_kind=exp.rollout.staleness_of_kind(),
+        ),
+        policy=policy_learner(exp.trainer, trainable_model(plan, params, base), num_updates),
+        critic=None if critic is None else critic_learner(exp.trainer, critic, num_updates),
         reference=frozen_policy(plan, "reference", params, base),
         teacher=frozen_policy(plan, "teacher", params, base),
     )
+
+
+def trainable_model(plan: TrainingPlan, params: Params, base: Params | None) -> TrainableModel:
+    """Return the policy of a plan with the weights that training starts from."""
+    return TrainableModel(
+        policy=plan.policy,
+        params=params,
+        mesh=plan.train_mesh,
+        compute_dtype=plan.compute_dtype,
+        row_tokens=plan.row_tokens,
+        temperature=sampling_temperature(plan),
+        base=base,
+    )
+
+
+def sampling_temperature(plan: TrainingPlan) -> float:
+    """Return the sampling temperature of the samples that are trained on; 1 for examples."""
+    experiment = plan.experiment
+    return experiment.engine.temperature if isinstance(experiment, Experiment) else 1.0
 
 
 def example_trainer(plan: TrainingPlan, params: Params, base: Params | None) -> FromExamples[Any]:
@@ -67,14 +86,9 @@ def example_trainer(plan: TrainingPlan, params: Params, base: Params | None) -> 
         )
     return make(
         exp.trainer,
-        plan.policy,
-        params,
-        plan.train_mesh,
-        plan.compute_dtype,
+        trainable_model(plan, params, base),
         num_updates=exp.num_steps,
-        row_tokens=plan.row_tokens,
         measures=exp.heldout_every_steps > 0,
-        base=base,
     )
 
 
@@ -95,7 +109,7 @@ def initial_weights(plan: TrainingPlan) -> tuple[Params, Params | None]:
         )
 
 
-def initial_critic(plan: TrainingPlan) -> CriticWeights | None:
+def initial_critic(plan: TrainingPlan) -> TrainableModel | None:
     """Load the critic of advantages=GAE: its own weights, or a trunk (by default the policy's) with
     a fresh head; None where there is no critic."""
     critic, folder, experiment = plan.critic, plan.critic_folder, plan.experiment
@@ -108,7 +122,13 @@ def initial_critic(plan: TrainingPlan) -> CriticWeights | None:
     else:
         with config_errors():
             params = hf.load(folder, critic, placed)
-    return CriticWeights(critic, params)
+    return TrainableModel(
+        policy=critic,
+        params=params,
+        mesh=plan.train_mesh,
+        compute_dtype=plan.compute_dtype,
+        row_tokens=plan.row_tokens,
+    )
 
 
 def frozen_policy(
@@ -125,8 +145,7 @@ def frozen_policy(
     if spec is None:
         return None
     experiment, mesh, dtype = plan.experiment, plan.train_mesh, plan.compute_dtype
-    # The engine's temperature applies to samples, not to examples.
-    temperature = experiment.engine.temperature if isinstance(experiment, Experiment) else 1.0
+    temperature = sampling_temperature(plan)
     forward = Forward(
         experiment.trainer,
         spec.policy,

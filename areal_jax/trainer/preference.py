@@ -1,74 +1,64 @@
-"""Preference training: the trainer's update from pairs of answers, for a policy (DPO, IPO) or a
-reward model."""
+"""Preference training from pairs of answers, for a policy (DPO, IPO) or a reward model."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
 import numpy as np
-from jax.sharding import Mesh
-from jax.typing import DTypeLike
 from jaxtyping import Array, Bool, Float
 
 from areal_jax.data.packing import TrainingSequence, pack
 from areal_jax.data.preferences import PreferencePair
 from areal_jax.data.sft import SupervisedExample
-from areal_jax.models.decoder import Params, Policy
 from areal_jax.rl.config import Preference
 from areal_jax.rl.losses import PolicyLoss
 from areal_jax.rl.preference import preference_loss
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch, FrozenPolicy
-from areal_jax.trainer.step import Learner
+from areal_jax.trainer.programs import Objective
+from areal_jax.trainer.step import Learner, TrainableModel
 from areal_jax.trainer.versions import FromExamples, Packed
 
 
 class PreferenceTrainer(FromExamples[PreferencePair]):
-    """Learning from pairs on the train mesh: of a policy, by comparison with one that stays as it
-    is, or of a reward model."""
+    """Trains a policy relative to a reference, or a reward model, on the train mesh."""
 
     def __init__(
         self,
         loss: Preference,
         config: TrainerConfig,
-        policy: Policy,
-        params: Params,
-        mesh: Mesh,
-        compute_dtype: DTypeLike,
+        model: TrainableModel,
         *,
         num_updates: int,
-        row_tokens: int,
         measures: bool = False,
-        base: Params | None = None,
         reference: FrozenPolicy | None = None,
     ):
-        """As `SupervisedTrainer`.
-
+        """
         Args:
-            policy: with a scalar head for BradleyTerry.
-            reference: what it is compared with; None for a reward model alone."""
+            loss: The objective of a pair.
+            config: As for `SupervisedTrainer`.
+            model: A policy, or a reward model with a scalar head for BradleyTerry.
+            num_updates: Length of the learning-rate schedule, in updates.
+            measures: `measure` will be called, so that `warm_up` compiles it.
+            reference: The frozen policy that log-probs are relative to; None for a reward model.
+        """
 
-        def objective(
+        def pair_loss(
             values: Array, batch: DeviceBatch, num_pairs: Float[Array, ""], _: Array
         ) -> PolicyLoss:
-            of_reference = batch.proximal_logp
+            reference_logp = batch.proximal_logp
             return preference_loss(
-                loss, values, of_reference, batch.loss_mask, batch.segment_ids, num_pairs=num_pairs
+                loss,
+                values,
+                reference_logp,
+                batch.loss_mask,
+                batch.segment_ids,
+                num_pairs=num_pairs,
             )
 
-        learner = Learner(
-            config,
-            policy,
-            params,
-            mesh,
-            compute_dtype,
-            num_updates,
-            objective=objective,
-            temperature=1.0,
-            row_tokens=row_tokens,
-            base=base,
+        super().__init__(
+            Learner(config, model, Objective(pair_loss), num_updates), measures=measures
         )
-        super().__init__(learner, measures=measures)
         self._reference = reference
 
     @property
@@ -83,9 +73,9 @@ class PreferenceTrainer(FromExamples[PreferencePair]):
             self._reference.warm_up()
 
     def pack(self, examples: Sequence[PreferencePair]) -> Packed:
-        """With the reference's log-probabilities in the place of the proximal policy's."""
+        """Pack pairs, with the reference's log-probs in the column of the proximal policy's."""
         sequences = [
-            TrainingSequence(side.tokens, self._read(side))
+            TrainingSequence(side.tokens, self._loss_mask(side))
             for pair in examples
             for side in (pair.chosen, pair.rejected)
         ]
@@ -94,10 +84,10 @@ class PreferenceTrainer(FromExamples[PreferencePair]):
         )
         batches = [self._learner.put(batch) for batch in packed]
         if self._reference is not None:
-            of_reference = self._reference.logprobs(batches)
+            reference_logp = self._reference.logprobs(batches)
             batches = [
                 batch._replace(proximal_logp=logp)
-                for batch, logp in zip(batches, of_reference, strict=True)
+                for batch, logp in zip(batches, reference_logp, strict=True)
             ]
         return Packed(
             batches,
@@ -106,9 +96,8 @@ class PreferenceTrainer(FromExamples[PreferencePair]):
             len(examples),
         )
 
-    def _read(self, side: SupervisedExample) -> Bool[np.ndarray, "T"]:
-        """The tokens whose log-probabilities add up, or the last one, at which the score of the
-        whole stands."""
+    def _loss_mask(self, side: SupervisedExample) -> Bool[np.ndarray, "T"]:
+        """Return the tokens whose log-probs add up, or the last one, which has the score."""
         if self._reference is None:
             return np.arange(len(side.tokens)) == len(side.tokens) - 1
         return side.loss_mask

@@ -4,59 +4,46 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from jax.sharding import Mesh
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 from areal_jax.data.packing import TrainingSequence, pack
 from areal_jax.data.sft import SupervisedExample
-from areal_jax.models.decoder import Params, Policy
 from areal_jax.rl.losses import PolicyLoss, sft_loss
 from areal_jax.trainer.config import TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch
-from areal_jax.trainer.step import Learner
+from areal_jax.trainer.programs import Objective
+from areal_jax.trainer.step import Learner, TrainableModel
 from areal_jax.trainer.versions import FromExamples, Packed
 
 
 class SupervisedTrainer(FromExamples[SupervisedExample]):
-    """Maximum likelihood on the train mesh: the exponential of a mean loss is the perplexity,
-    exp(-1/N sum_t logp_t)."""
+    """Maximum likelihood on the train mesh.
+
+    The exponential of a mean loss is the perplexity, exp(-1/N sum_t logp_t).
+    """
 
     def __init__(
         self,
         config: TrainerConfig,
-        policy: Policy,
-        params: Params,
-        mesh: Mesh,
-        compute_dtype: DTypeLike,
+        model: TrainableModel,
         *,
         num_updates: int,
-        row_tokens: int,
         measures: bool = False,
-        base: Params | None = None,
     ):
-        """As `Trainer`; of `config`, objective, advantages and mini-batches have no meaning here.
+        """
+        Args:
+            config: Optimizer and micro-batches. Objective, advantages and mini-batches are ignored.
+            model: Policy and initial parameters.
+            num_updates: Length of the learning-rate schedule, in updates.
+            measures: `measure` will be called, so that `warm_up` compiles it.
+        """
 
-        Args: measures: `measure` will be called, so that `warm_up` compiles it."""
-
-        def objective(
+        def loss(
             logp: Array, batch: DeviceBatch, num_tokens: Float[Array, ""], _: Array
         ) -> PolicyLoss:
             return sft_loss(logp, batch.loss_mask, num_tokens)
 
-        learner = Learner(
-            config,
-            policy,
-            params,
-            mesh,
-            compute_dtype,
-            num_updates,
-            objective=objective,
-            temperature=1.0,
-            row_tokens=row_tokens,
-            base=base,
-        )
-        super().__init__(learner, measures=measures)
+        super().__init__(Learner(config, model, Objective(loss), num_updates), measures=measures)
 
     def pack(self, examples: Sequence[SupervisedExample]) -> Packed:
         sequences = [TrainingSequence(example.tokens, example.loss_mask) for example in examples]

@@ -1,4 +1,4 @@
-"""What all trainers are, whatever they learn from: a learner whose parameters have a version."""
+"""The base of all trainers: a learner whose parameters have a version."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class Versions:
-    """Parameters that go from one version to the next. Call it from one thread at a time."""
+    """Parameters that each step takes to the next version. Not thread-safe."""
 
     def __init__(
         self,
@@ -33,43 +33,38 @@ class Versions:
     ):
         """
         Args:
-            reads_logprobs: a step also asks for log-probabilities.
-            measures: `measure` will be called. Both so that `warm_up` compiles what they run.
-            critic: trains beside the learner.
+            learner: Parameters and optimizer state.
+            reads_logprobs: Steps call `Learner.logprobs`, so that `warm_up` compiles it.
+            measures: `measure` will be called, so that `warm_up` compiles it.
+            critic: A second learner, with a state of its own.
         """
-        self._learner, self._reads_logprobs, self._measures, self._critic = (
-            learner,
-            reads_logprobs,
-            measures,
-            critic,
-        )
+        self._learner, self._critic = learner, critic
+        self._reads_logprobs, self._measures = reads_logprobs, measures
         self.version = 0
-        """Trainer steps that the parameters have seen."""
+        """Number of trainer steps that made the parameters."""
 
     @property
     def params(self) -> Params:
-        """The parameters of `version`, on the train mesh. The next step takes their memory: copy
-        what must outlive it."""
+        """The parameters of `version`, on the train mesh. The next step donates them."""
         return self._learner.params
 
     @property
     def state(self) -> TrainState:
-        """All that training resumes from; the next step takes its memory."""
-        critic = (
-            None
-            if self._critic is None
-            else CriticState(self._critic.params, self._critic.opt_state)
-        )
-        return TrainState(
-            self._learner.params,
-            self._learner.opt_state,
-            np.asarray(self.version, np.int32),
-            critic,
-        )
+        """The state that training resumes from. The next step donates it."""
+        critic = None
+        if self._critic is not None:
+            critic = CriticState(self._critic.params, self._critic.opt_state)
+        version = np.asarray(self.version, np.int32)
+        return TrainState(self._learner.params, self._learner.opt_state, version, critic)
 
     def restore(self, state: TrainState) -> None:
-        """Go on from `state` instead, which may lie on another mesh or on the host. Arrays that lie
-        as the trainer's own are taken over: the next step takes their memory."""
+        """Resume from a state, which may lie on another mesh or on the host.
+
+        Arrays with the trainer's own shardings are taken over: the next step donates them.
+
+        Raises:
+            ValueError: The trainer has a critic and the state has none.
+        """
         self._learner.restore(state.params, state.opt_state)
         if self._critic is not None:
             if state.critic is None:
@@ -78,21 +73,20 @@ class Versions:
         self.version = int(state.version)
 
     def let_go(self) -> TrainState:
-        """Free the memory of `state`, until `restore`; what it was, as shapes that say where each
-        leaf shall lie."""
+        """Free the memory of `state` until `restore`, and return its shapes and shardings."""
         for learner in filter(None, (self._learner, self._critic)):
             learner.let_go()
         return self.state
 
     @property
     def num_compilations(self) -> int:
-        """Programs compiled so far; stays as it is after `warm_up`."""
+        """Number of programs compiled so far. Constant after `warm_up`."""
         return self._learner.num_compilations + (
             0 if self._critic is None else self._critic.num_compilations
         )
 
     def warm_up(self) -> None:
-        """Compile everything that a step runs. Changes neither parameters nor version."""
+        """Compile everything that a step executes. Changes neither parameters nor version."""
         self._learner.warm_up(reads_logprobs=self._reads_logprobs, measures=self._measures)
         if self._critic is not None:
             self._critic.warm_up(reads_logprobs=True)
@@ -105,22 +99,22 @@ class Packed(NamedTuple):
     layout: Layout
     num_loss_tokens: int
     num_counted: int
-    """Loss tokens, or pairs: what the loss is the mean of."""
+    """Loss tokens or pairs, of which the loss is the mean."""
 
 
 class FromExamples(Versions, ABC, Generic[T]):
-    """A trainer that learns from examples which are there before the run begins. Below it: how they
-    are packed."""
+    """A trainer that learns from a fixed set of examples. Subclasses define how they are packed."""
 
     @abstractmethod
     def pack(self, examples: Sequence[T]) -> Packed:
-        """Micro-batches of examples, on the train mesh."""
+        """Return micro-batches of examples, on the train mesh."""
 
     def step(self, examples: Sequence[T]) -> StepResult:
-        """One optimizer update; its loss is the mean over the examples' loss tokens, or over pairs.
+        """Make one optimizer update. Its loss is the mean over the loss tokens, or over pairs.
 
-        Raises FloatingPointError, which says what to change, where loss or gradient is not finite;
-        the update is then not applied."""
+        Raises:
+            FloatingPointError: Loss or gradient is not finite. The update is not applied.
+        """
         started_s = time.perf_counter()
         packed = self.pack(examples)
         try:
@@ -129,9 +123,9 @@ class FromExamples(Versions, ABC, Generic[T]):
             )
         except FloatingPointError as error:
             raise FloatingPointError(
-                f"step {self.version}: {error}. The update was not applied; the last good "
-                f"version is {self.version}. Lower "
-                "trainer.optimizer.learning_rate or trainer.optimizer.max_grad_norm"
+                f"step {self.version}: {error}. The update was not applied; the last good version "
+                f"is {self.version}. Lower trainer.optimizer.learning_rate or "
+                "trainer.optimizer.max_grad_norm"
             ) from None
         self.version += 1
         filled, seconds = packed.layout.filled, time.perf_counter() - started_s
@@ -146,6 +140,5 @@ class FromExamples(Versions, ABC, Generic[T]):
         return StepResult(metrics)
 
     def measure(self, examples: Sequence[T]) -> dict[str, Mean]:
-        """What a step would say of the examples, each as a sum and its weight, with the parameters
-        as they are; nothing is learnt."""
+        """Return the objective's metrics of examples under the current parameters."""
         return self._learner.measure(self.pack(examples).batches)

@@ -28,7 +28,7 @@ def test_work_is_what_xla_counts(lora_rank: int, monkeypatch: pytest.MonkeyPatch
     work = work._replace(pairs=128 * (128 + 256 + 384 + 512))
     forward, update = (
         learner.forward.compiled(learner.params, learner.base),
-        learner._program("accumulate"),
+        learner.programs.compiled("accumulate"),
     )
     for program, counted in ((forward, work.forward), (update, work.update)):
         cost = program.cost_analysis()

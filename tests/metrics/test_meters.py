@@ -60,3 +60,12 @@ def test_one_name_is_measured_in_one_way():
     meters.update({"loss": (1.0, 1.0)})
     with pytest.raises(ValueError, match="loss is measured as Mean and as Gauge"):
         meters.update({"loss": 1.0})
+
+
+def test_metrics_is_the_inverse_of_update() -> None:
+    meters, again = Meters(), Meters()
+    meters.update({"loss": (1.0, 4.0), "rate": 0.5})
+    meters.update({"loss": (2.0, 2.0)})
+    assert meters.metrics() == {"loss": (3.0, 6.0), "rate": 0.5}
+    again.update(meters.metrics())
+    assert again.flatten() == meters.flatten() == {"loss": 0.5, "rate": 0.5}

@@ -17,9 +17,12 @@ from areal_jax.models.decoder import Params, Policy
 from areal_jax.parallel.sharding import bytes_per_device
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.memory_estimate import predicted_bytes
+from areal_jax.trainer.objective import policy_learner
 from areal_jax.trainer.optimizer import make_optimizer
+from areal_jax.trainer.pipeline import SampleLimits
 from areal_jax.trainer.ppo import Trainer
 from areal_jax.trainer.state import frozen, frozen_shardings
+from areal_jax.trainer.step import TrainableModel
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -47,18 +50,18 @@ def adapter() -> Params:
 
 
 def trainer_on(mesh: Mesh, compute_dtype: Any = jnp.float32) -> Trainer:
-    return Trainer(
-        CONFIG,
-        ADAPTED,
-        adapter(),
-        mesh,
-        compute_dtype,
-        num_updates=100,
-        max_staleness=2,
-        temperature=1.0,
+    model = TrainableModel(
+        policy=ADAPTED,
+        params=adapter(),
+        mesh=mesh,
+        compute_dtype=compute_dtype,
         row_tokens=ROW_TOKENS,
-        max_new_tokens=ROW_TOKENS,
         base=base_on(mesh, compute_dtype),
+    )
+    return Trainer(
+        config=CONFIG,
+        limits=SampleLimits(max_staleness=2, max_new_tokens=ROW_TOKENS),
+        policy=policy_learner(CONFIG, model, num_updates=100),
     )
 
 

@@ -36,7 +36,6 @@ from areal_jax.records import Group
 from areal_jax.rl.advantages import Trajectory, generalized_advantages, value_targets
 from areal_jax.rl.config import GAE, PPO, Advantages, DecoupledPPO, GroupNormalized
 from areal_jax.trainer.config import Critic, OptimizerConfig, TrainerConfig
-from areal_jax.trainer.critic import CriticWeights
 from areal_jax.trainer.memory_estimate import predicted_bytes
 from areal_jax.trainer.ppo import Trainer
 
@@ -77,9 +76,9 @@ def make(
     num_updates: int = 100,
     **changes: Any,
 ) -> Trainer:
-    critic = CriticWeights(SCALAR, critic_params()) if has_critic else None
-    config, beside = chz.replace(CONFIG, **changes), {"critic": critic, "num_updates": num_updates}
-    return make_trainer(config, train_mesh(**mesh or {}), row_tokens=row_tokens, **beside)
+    critic = critic_params() if has_critic else None
+    config, on = chz.replace(CONFIG, **changes), train_mesh(**mesh or {})
+    return make_trainer(config, on, row_tokens=row_tokens, num_updates=num_updates, critic=critic)
 
 
 @pytest.fixture(scope="module")
@@ -185,7 +184,7 @@ def test_values_learn_a_constant_reward(
 ) -> None:
     trainer = shared("one device")
     monkeypatch.setattr(trainer, "config", chz.replace(trainer.config, advantages=GAE()))
-    monkeypatch.setattr(trainer, "max_staleness", None)
+    monkeypatch.setattr(trainer, "limits", dataclasses.replace(trainer.limits, max_staleness=None))
     rng = np.random.default_rng(3)
     groups = [
         group(

@@ -17,6 +17,7 @@ from areal_jax.models.config import Remat
 from areal_jax.models.decoder import Params, Policy
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.sft import SupervisedTrainer
+from areal_jax.trainer.step import TrainableModel
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -64,15 +65,14 @@ def trained(
         remat=remat,
         router_aux_loss_coef=coefficient,
     )
-    trainer = SupervisedTrainer(
-        config,
-        POLICY,
-        params,
-        train_mesh(**mesh),
-        jnp.float32,
-        num_updates=10,
+    model = TrainableModel(
+        policy=POLICY,
+        params=params,
+        mesh=train_mesh(**mesh),
+        compute_dtype=jnp.float32,
         row_tokens=ROW_TOKENS,
     )
+    trainer = SupervisedTrainer(config, model, num_updates=10)
     trainer.step(examples[:10])
     return trainer.step(examples[10:]).metrics, jax.device_get(trainer.params)
 

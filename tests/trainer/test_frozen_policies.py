@@ -301,22 +301,15 @@ def test_learning_from_a_teacher_alone_brings_the_student_nearer_to_it(
 
 def test_what_is_named_and_not_given_or_given_and_not_named_is_refused() -> None:
     config, mesh = chz.replace(CONFIG, reference=Reference()), train_mesh()
-    rest: dict[str, Any] = {
-        "num_updates": 1,
-        "max_staleness": None,
-        "temperature": 1.0,
-        "row_tokens": ROW_TOKENS,
-        "max_new_tokens": ROW_TOKENS,
-    }
     with pytest.raises(
         ValueError, match=r"trainer\.reference: there is the setting and not a policy"
     ):
-        Trainer(config, POLICY, params(), mesh, jnp.float32, **rest)
+        make_trainer(config, mesh)
     given = frozen(CONFIG, mesh, params(), ROW_TOKENS)
     with pytest.raises(
         ValueError, match=r"trainer\.teacher: there is a policy and not the setting"
     ):
-        Trainer(CONFIG, POLICY, params(), mesh, jnp.float32, **rest, teacher=given)
+        make_trainer(CONFIG, mesh, teacher=given)
 
 
 def test_what_is_given_is_not_copied() -> None:

@@ -18,7 +18,8 @@ from areal_jax.rl.losses import sft_loss
 from areal_jax.trainer import state
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.memory_estimate import predicted_bytes
-from areal_jax.trainer.step import Learner
+from areal_jax.trainer.programs import Objective
+from areal_jax.trainer.step import Learner, TrainableModel
 
 
 def test_parameters_gradients_and_moments_are_exact() -> None:
@@ -136,17 +137,17 @@ def test_offload_without_such_memory_is_refused(monkeypatch: pytest.MonkeyPatch)
 def accumulate_memory(
     config: TrainerConfig, policy: Policy, mesh: dict[str, int], row_tokens: int
 ) -> Any:
-    learner = Learner(
-        config,
-        policy,
-        jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), policy.abstract()),
-        train_mesh(**mesh),
-        jnp.float32,
-        1,
-        objective=lambda logp, batch, num_tokens, _: sft_loss(logp, batch.loss_mask, num_tokens),
-        temperature=1.0,
+    model = TrainableModel(
+        policy=policy,
+        params=jax.tree.map(lambda leaf: np.zeros(leaf.shape, leaf.dtype), policy.abstract()),
+        mesh=train_mesh(**mesh),
+        compute_dtype=jnp.float32,
         row_tokens=row_tokens,
     )
-    memory = learner._program("accumulate").memory_analysis()
+    objective = Objective(
+        lambda logp, batch, num_tokens, _: sft_loss(logp, batch.loss_mask, num_tokens)
+    )
+    learner = Learner(config, model, objective, num_updates=1)
+    memory = learner.programs.compiled("accumulate").memory_analysis()
     assert memory is not None
     return memory

@@ -47,6 +47,7 @@ from areal_jax.rl.logprobs import token_logprobs
 from areal_jax.rl.losses import decoupled_ppo_loss
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch
+from areal_jax.trainer.pipeline import MiniBatch, pack_rollouts, select_tokens
 from areal_jax.trainer.ppo import Trainer
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
@@ -322,15 +323,23 @@ def test_proximal_is_the_policy_just_before_the_step(
     )
 
 
+def packed_together(trainer: Trainer, groups: Sequence[Group]) -> MiniBatch:
+    """All groups in one mini-batch."""
+    config = chz.replace(trainer.config, num_mini_batches=1)
+    chosen = select_tokens(groups, trainer.version, trainer.limits)
+    (mini_batch,) = pack_rollouts(chosen, config, trainer.limits, trainer._learner).mini_batches
+    return mini_batch
+
+
 def test_the_forward_pass_for_proximal_agrees_with_that_of_the_update(
     shared: Callable[[str], Trainer],
 ) -> None:
     trainer, groups = shared("two mini-batches"), batch(seed=5)
     learner = trainer._learner
-    mini_batch = trainer._pack(
-        groups, [[s.loss_mask for s in g.samples] for g in groups], range(len(groups))
-    )
-    batches = [each._replace(proximal_logp=learner.logprobs(each)) for each in mini_batch.batches]
+    mini_batch = packed_together(trainer, groups)
+    batches = [
+        each._replace(proximal_logp=learner.logprobs(each)) for each in mini_batch.micro_batches
+    ]
     metrics = learner.update(batches, mini_batch.num_loss_tokens, proximal_is_current=False)
     ratio, divergence = metrics["ratio"], metrics["kl_proximal_theta"]
     assert isinstance(ratio, tuple) and isinstance(divergence, tuple)
@@ -345,9 +354,7 @@ def test_packed_is_alone(shared: Callable[[str], Trainer]) -> None:
     def logprobs(*of: Group) -> list[np.ndarray]:
         """Of every sample, found again among the packed rows by its tokens."""
         found = {}
-        for packed in trainer._pack(
-            of, [[s.loss_mask for s in g.samples] for g in of], range(len(of))
-        ).batches:
+        for packed in packed_together(trainer, of).micro_batches:
             segments, tokens, logp = (
                 np.asarray(x) for x in (packed.segment_ids, packed.tokens, learner.logprobs(packed))
             )
@@ -400,7 +407,9 @@ def test_a_kind_of_tasks_may_be_older_than_the_others(
     shared: Callable[[str], Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = shared("one mini-batch")
-    monkeypatch.setattr(trainer, "_staleness_of_kind", {"code": 3})
+    monkeypatch.setattr(
+        trainer, "limits", replace(trainer.limits, max_staleness_by_kind={"code": 3})
+    )
     trainer.version = 3
     groups = batch(seed=7)  # of version 0, a version more than max_staleness=2 allows
     program = replace(groups[0], task=replace(groups[0].task, kind="code"))
@@ -417,7 +426,7 @@ def test_without_a_bound_nothing_is_stale(
     shared: Callable[[str], Trainer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = shared("one mini-batch")
-    monkeypatch.setattr(trainer, "max_staleness", None)
+    monkeypatch.setattr(trainer, "limits", replace(trainer.limits, max_staleness=None))
     trainer.version = 1000
     result = trainer.step(batch(seed=8))
     assert result.metrics["tokens_stale"] == 0.0

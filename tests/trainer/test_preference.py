@@ -24,6 +24,7 @@ from areal_jax.rl.config import DPO, BradleyTerry, Preference
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.forward import Forward, FrozenPolicy
 from areal_jax.trainer.preference import PreferenceTrainer
+from areal_jax.trainer.step import TrainableModel
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -61,17 +62,11 @@ def trainer(
     )
     mesh = train_mesh(devices=devices)
     reference = None if policy.config.is_scalar else frozen(config, mesh, row_tokens)
+    model = TrainableModel(
+        policy=policy, params=weights, mesh=mesh, compute_dtype=jnp.float32, row_tokens=row_tokens
+    )
     return PreferenceTrainer(
-        loss,
-        config,
-        policy,
-        weights,
-        mesh,
-        jnp.float32,
-        num_updates=100,
-        row_tokens=row_tokens,
-        measures=True,
-        reference=reference,
+        loss, config, model, num_updates=100, measures=True, reference=reference
     )
 
 
@@ -137,21 +132,17 @@ def test_beside_an_adapter_the_reference_is_the_base_without_it() -> None:
         TrainerConfig(optimizer=OptimizerConfig(learning_rate=5e-2, warmup_fraction=0.0)),
     )
     fresh = jax.device_get(lora.init(policy, jax.random.key(0)))
-    made = partial(
-        PreferenceTrainer,
-        DPO(),
-        config,
-        policy,
+    model = TrainableModel(
+        policy=policy,
+        params=fresh,
         mesh=mesh,
         compute_dtype=jnp.float32,
-        num_updates=9,
-    )
-    learning = made(
-        fresh,
         row_tokens=ROW_TOKENS,
-        measures=True,
         base=jax.device_put(params()),
-        reference=frozen(config, mesh),
+    )
+    reference = frozen(config, mesh)
+    learning = PreferenceTrainer(
+        DPO(), config, model, num_updates=9, measures=True, reference=reference
     )
     shown = pairs(6)
     rewards = [mean(learning.measure(shown), "margin")]

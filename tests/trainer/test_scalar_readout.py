@@ -17,7 +17,8 @@ from areal_jax.models.decoder import Policy
 from areal_jax.rl.losses import PolicyLoss
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.forward import DeviceBatch
-from areal_jax.trainer.step import Learner
+from areal_jax.trainer.programs import Objective
+from areal_jax.trainer.step import Learner, TrainableModel
 
 pytestmark = pytest.mark.usefixtures("quick_compilation")
 
@@ -40,17 +41,14 @@ def test_values_are_read_out_and_learnt() -> None:
     config = TrainerConfig(
         optimizer=OptimizerConfig(learning_rate=3e-2), rows_per_micro_batch=2, remat="none"
     )
-    learner = Learner(
-        config,
-        SCALAR,
-        trunk | head,
-        train_mesh(devices=2),
-        jnp.float32,
-        100,
-        objective=squared_error,
-        temperature=1.0,
+    model = TrainableModel(
+        policy=SCALAR,
+        params=trunk | head,
+        mesh=train_mesh(devices=2),
+        compute_dtype=jnp.float32,
         row_tokens=ROW_TOKENS,
     )
+    learner = Learner(config, model, Objective(squared_error), num_updates=100)
     tokens = np.random.default_rng(0).integers(0, 32, 15).astype(np.int32)
     zeros = np.zeros(15, np.float32)
     batches, layout = pack(

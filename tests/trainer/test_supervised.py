@@ -9,8 +9,10 @@ import pytest
 from tiny_training import POLICY, ROW_TOKENS, params, train_mesh
 
 from areal_jax.data.sft import SupervisedExample
+from areal_jax.models.decoder import Params
 from areal_jax.trainer.config import OptimizerConfig, TrainerConfig
 from areal_jax.trainer.sft import SupervisedTrainer
+from areal_jax.trainer.step import TrainableModel
 
 
 def examples(seed: int = 0, count: int = 5) -> list[SupervisedExample]:
@@ -22,14 +24,22 @@ def examples(seed: int = 0, count: int = 5) -> list[SupervisedExample]:
     ]
 
 
+def model(given: Params, row_tokens: int) -> TrainableModel:
+    return TrainableModel(
+        policy=POLICY,
+        params=given,
+        mesh=train_mesh(),
+        compute_dtype=jnp.float32,
+        row_tokens=row_tokens,
+    )
+
+
 @pytest.fixture(scope="module")
 def trainer(quick_compilation: None) -> SupervisedTrainer:
     config = TrainerConfig(
         optimizer=OptimizerConfig(learning_rate=2e-2), rows_per_micro_batch=3, remat="none"
     )
-    made = SupervisedTrainer(
-        config, POLICY, params(), train_mesh(), jnp.float32, num_updates=100, row_tokens=ROW_TOKENS
-    )
+    made = SupervisedTrainer(config, model(params(), ROW_TOKENS), num_updates=100)
     made.warm_up()
     return made
 
@@ -77,14 +87,7 @@ def test_perplexity_of_a_policy_that_can_be_worked_out() -> None:
         given[name] = np.ones_like(given[name])
     given["head"][:, 0] = np.log(31) / 16
     made = SupervisedTrainer(
-        TrainerConfig(),
-        POLICY,
-        given,
-        train_mesh(),
-        jnp.float32,
-        num_updates=1,
-        row_tokens=8,
-        measures=True,
+        TrainerConfig(), model(given, row_tokens=8), num_updates=1, measures=True
     )
     made.warm_up()
     compiled = made.num_compilations

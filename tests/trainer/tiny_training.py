@@ -17,7 +17,12 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.parallel.mesh import make_meshes
 from areal_jax.records import NO_VERSION, Group, Sample, StepResult, Task
 from areal_jax.trainer.config import TrainerConfig
+from areal_jax.trainer.critic import critic_learner
+from areal_jax.trainer.forward import FrozenPolicy
+from areal_jax.trainer.objective import policy_learner
+from areal_jax.trainer.pipeline import SampleLimits
 from areal_jax.trainer.ppo import Trainer
+from areal_jax.trainer.step import TrainableModel
 
 ROW_TOKENS = 24
 PROMPT_TOKENS = 4
@@ -83,22 +88,34 @@ def make_trainer(
     row_tokens: int = ROW_TOKENS,
     max_new_tokens: int = ROW_TOKENS - PROMPT_TOKENS,
     num_updates: int = 100,
-    **beside: Any,
+    critic: Params | None = None,
+    **frozen: FrozenPolicy,
 ) -> Trainer:
-    """Of the tiny policy. Args: given: its parameters, sampled otherwise. beside: critic, reference
-    or teacher."""
-    return Trainer(
-        config,
-        POLICY,
-        params() if given is None else given,
-        mesh,
-        compute_dtype,
-        num_updates=num_updates,
-        max_staleness=2,
-        temperature=1.0,
+    """Return a trainer of the tiny policy.
+
+    Args:
+        given: Its parameters; by default random.
+        critic: Parameters of `SCALAR`.
+        frozen: reference or teacher.
+    """
+    model = TrainableModel(
+        policy=POLICY,
+        params=params() if given is None else given,
+        mesh=mesh,
+        compute_dtype=compute_dtype,
         row_tokens=row_tokens,
-        max_new_tokens=max_new_tokens,
-        **beside,
+    )
+    values = None
+    if critic is not None:
+        values = critic_learner(
+            config, dataclasses.replace(model, policy=SCALAR, params=critic), num_updates
+        )
+    return Trainer(
+        config=config,
+        limits=SampleLimits(max_staleness=2, max_new_tokens=max_new_tokens),
+        policy=policy_learner(config, model, num_updates),
+        critic=values,
+        **frozen,
     )
 
 

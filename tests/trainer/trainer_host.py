@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
-from tiny_training import POLICY, SCALAR, batch, critic_params, make_trainer
+from tiny_training import POLICY, batch, critic_params, make_trainer
 
 from areal_jax.checkpoint.recovery import Columns
 from areal_jax.checkpoint.store import CheckpointStore
@@ -30,7 +30,6 @@ from areal_jax.records import StepResult
 from areal_jax.rl.config import GAE
 from areal_jax.run.models import initial_params
 from areal_jax.trainer.config import Critic, OptimizerConfig, TrainerConfig
-from areal_jax.trainer.critic import CriticWeights
 from areal_jax.trainer.ppo import Trainer
 
 OPTIMIZER = OptimizerConfig(learning_rate=1e-2)
@@ -47,7 +46,7 @@ NUM_STEPS = 3
 
 
 def make(mesh: Mesh) -> Trainer:
-    return make_trainer(CONFIG, mesh, critic=CriticWeights(SCALAR, critic_params()))
+    return make_trainer(CONFIG, mesh, critic=critic_params())
 
 
 def said(result: StepResult) -> dict[str, float]:

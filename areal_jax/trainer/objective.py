@@ -1,0 +1,120 @@
+"""The reinforcement-learning objective of a micro-batch, as the trainer's settings define it.
+
+Axes: B rows, T tokens of a row.
+"""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Bool, Float
+
+from areal_jax.metrics.meters import Mean
+from areal_jax.rl.config import GAE, M2PO, PPO, KLInLoss, Loss, Proximal, ProximalLoss
+from areal_jax.rl.kl import kl_loss
+from areal_jax.rl.losses import (
+    PolicyLoss,
+    interpolated_proximal,
+    policy_loss,
+    second_moment_mask,
+)
+from areal_jax.trainer.config import TrainerConfig
+from areal_jax.trainer.forward import DeviceBatch
+from areal_jax.trainer.programs import Objective
+from areal_jax.trainer.step import Learner, TrainableModel
+
+
+def policy_learner(config: TrainerConfig, model: TrainableModel, num_updates: int) -> Learner:
+    """Return the learner of the policy.
+
+    Args:
+        config: The trainer's settings.
+        model: The policy and its initial parameters.
+        num_updates: Updates of the whole run: steps times `num_mini_batches`. The learning-rate
+            schedule spans those after the critic's warm-up.
+    """
+    warmup = config.critic.warmup_steps if isinstance(config.advantages, GAE) else 0
+    return Learner(
+        config,
+        model,
+        policy_objective(config),
+        max(0, num_updates - warmup * config.num_mini_batches),
+    )
+
+
+def proximal_of(loss: Loss) -> Proximal:
+    """Return where the proximal log-probs of an objective come from."""
+    match loss:
+        case PPO():
+            return "behave"
+        case ProximalLoss():
+            return loss.proximal
+    return "recompute"
+
+
+def policy_objective(config: TrainerConfig) -> Objective:
+    """Return the policy loss, plus the KL to a reference if the settings have one."""
+    kl = None if config.reference is None else config.reference.kl
+    columns: tuple[str, ...] = ()
+    if isinstance(kl, KLInLoss):
+        columns = (
+            ("reference_logp",) if config.loss_mean == "tokens" else ("reference_logp", "weights")
+        )
+
+    def loss(
+        logp: Array,
+        batch: DeviceBatch,
+        num_tokens: Float[Array, ""],
+        proximal_is_current: Bool[Array, ""],
+    ) -> PolicyLoss:
+        match proximal_of(config.loss):
+            case "recompute":
+                current = jax.lax.stop_gradient(logp)
+                proximal_logp = jnp.where(proximal_is_current, current, batch.proximal_logp)
+            case "interpolate":
+                proximal_logp = interpolated_proximal(logp, batch.behave_logp, batch.age)
+            case "behave":
+                proximal_logp = batch.behave_logp
+        mask, metrics = batch.loss_mask, {}
+        if isinstance(config.loss, M2PO):
+            near = m2po_mask(config.loss, proximal_logp, batch.behave_logp, mask)
+            # Otherwise the mask of the batch is M2PO's already, of the whole mini-batch.
+            mask = jnp.where(proximal_is_current, near, mask)
+            counts = (
+                jnp.stack([near.sum(), batch.loss_mask.sum()]).astype(jnp.float32)
+                * proximal_is_current
+            )
+            metrics = {"m2po_kept_fraction": Mean(counts[0], counts[1])}
+        result = policy_loss(
+            config.loss,
+            logp,
+            proximal_logp,
+            batch.behave_logp,
+            batch.advantages,
+            mask,
+            batch.segment_ids,
+            num_tokens=num_tokens,
+        )
+        result = result._replace(metrics=result.metrics | metrics)
+        if isinstance(kl, KLInLoss) and batch.reference_logp is not None:
+            penalty = kl_loss(
+                kl, logp, batch.reference_logp, mask, batch.weights, num_tokens=num_tokens
+            )
+            result = result.plus(penalty)
+        return result
+
+    return Objective(loss, columns)
+
+
+def m2po_mask(
+    loss: M2PO,
+    proximal_logp: Float[Array | np.ndarray, "*B T"],
+    behave_logp: Float[Array | np.ndarray, "*B T"],
+    mask: Bool[Array | np.ndarray, "*B T"],
+) -> Bool[Array | np.ndarray, "*B T"]:
+    """Return the loss tokens that M2PO keeps, given all tokens of a mini-batch."""
+    log_weight = (proximal_logp - behave_logp).reshape(-1)
+    return second_moment_mask(log_weight, mask.reshape(-1), loss.max_second_moment).reshape(
+        mask.shape
+    )

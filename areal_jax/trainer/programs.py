@@ -1,0 +1,267 @@
+"""The compiled programs of an optimizer update. Axes: B rows, T tokens of a row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property, partial
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtyping import Array, Bool, Float
+
+from areal_jax.metrics.meters import Mean
+from areal_jax.models.decoder import Params
+from areal_jax.models.moe import balance_loss, router_metrics
+from areal_jax.rl.losses import PolicyLoss
+from areal_jax.trainer.config import TrainerConfig
+from areal_jax.trainer.forward import DeviceBatch, Forward
+from areal_jax.trainer.optimizer import learning_rate, make_optimizer, num_updates_done
+from areal_jax.trainer.state import (
+    StateShardings,
+    frozen,
+    frozen_shardings,
+    state_shardings,
+    trained,
+)
+
+
+@dataclass(frozen=True, eq=False)
+class Objective:
+    """The loss of a micro-batch.
+
+    Attributes:
+        loss: Function of (logp, batch, num_tokens, proximal_is_current). Its loss is divided by
+            `num_tokens`, the loss tokens of the whole mini-batch (or its pairs: whatever its metric
+            `loss` is the mean of). For a policy with a scalar head, `logp` and
+            `batch.proximal_logp` are values: at token t, of what follows token t.
+        columns: The optional columns of `DeviceBatch` that it reads.
+    """
+
+    loss: Callable[
+        [Float[Array, "B T"], DeviceBatch, Float[Array, ""], Bool[Array, ""]], PolicyLoss
+    ]
+    columns: tuple[str, ...] = ()
+
+
+class Accumulated(NamedTuple):
+    """Sums over the micro-batches of a mini-batch."""
+
+    gradients: Params
+    """float32."""
+    metrics: dict[str, Mean]
+
+
+class UpdatePrograms:
+    """The programs that initialize, accumulate, apply and measure.
+
+    Each is a pure function of its arguments, compiled once, ahead of time, for the micro-batch
+    shape and the shardings of one learner.
+    """
+
+    def __init__(
+        self, config: TrainerConfig, forward: Forward, objective: Objective, num_updates: int
+    ):
+        """
+        Args:
+            config: Optimizer and auxiliary losses.
+            forward: The forward pass of the policy.
+            objective: Loss of a micro-batch.
+            num_updates: Length of the learning-rate schedule, in updates.
+        """
+        self._config, self._forward, self._objective = config, forward, objective
+        self._num_updates = num_updates
+        policy, mesh = forward.policy, forward.mesh
+        self._trained = trained(policy)
+        self._optimizer = make_optimizer(config.optimizer, self._trained.axes)
+        self.shardings: StateShardings = state_shardings(
+            policy, mesh, self._optimizer, offload=config.optimizer.offload
+        )
+        self._compiled: dict[str, jax.stages.Compiled] = {}
+
+    @property
+    def num_compilations(self) -> int:
+        """Number of programs compiled so far."""
+        return len(self._compiled)
+
+    def run(self, name: str, *arguments: Any) -> Any:
+        """Execute a program; compile it first if this is its first use."""
+        return self.compiled(name)(*arguments)
+
+    def compiled(self, name: str) -> jax.stages.Compiled:
+        """Return the program `init`, `zeros`, `accumulate`, `measure` or `apply`, compiled."""
+        if name not in self._compiled:
+            self._compiled[name] = self._lower(name).compile()
+        return self._compiled[name]
+
+    def _lower(self, name: str) -> jax.stages.Lowered:
+        forward = self._forward
+        params = abstract(self._trained.abstract, self.shardings.params)
+        base = abstract(
+            frozen(forward.policy, forward.compute_dtype),
+            frozen_shardings(forward.policy, forward.mesh),
+        )
+        match name:
+            case "init":
+                return jax.jit(self._init, out_shardings=self.shardings.opt_state).lower(params)
+            case "zeros":
+                return jax.jit(
+                    self._zeros, out_shardings=_shardings_of(self._abstract_accumulated)
+                ).lower()
+            case "accumulate":
+                accumulated = self._abstract_accumulated
+                jitted = jax.jit(
+                    self._accumulate, donate_argnums=2, out_shardings=_shardings_of(accumulated)
+                )
+                return jitted.lower(params, base, accumulated, self._abstract_batch(), *_SCALARS)
+            case "measure":
+                jitted = jax.jit(self._measure, out_shardings=self._replicated())
+                return jitted.lower(params, base, self._abstract_batch(), *_SCALARS)
+            case "apply":
+                opt_state = abstract(jax.eval_shape(self._init, params), self.shardings.opt_state)
+                out = (*self.shardings, self._replicated())
+                jitted = jax.jit(self._apply, donate_argnums=(0, 1), out_shardings=out)
+                return jitted.lower(params, opt_state, self._abstract_accumulated)
+        raise KeyError(name)
+
+    def _init(self, params: Params) -> optax.OptState:
+        return self._optimizer.init(params)
+
+    def _zeros(self) -> Accumulated:
+        return jax.tree.map(
+            lambda leaf: jnp.zeros(leaf.shape, leaf.dtype), self._abstract_accumulated
+        )
+
+    def _accumulate(
+        self,
+        params: Params,
+        base: Params,
+        accumulated: Accumulated,
+        batch: DeviceBatch,
+        num_tokens: Float[Array, ""],
+        proximal_is_current: Bool[Array, ""],
+    ) -> Accumulated:
+        """Add one micro-batch.
+
+        The backward pass adds each gradient to its sum in place. As a value of its own, added
+        afterwards, it would be a second copy of all gradients.
+        """
+        sums = jax.tree.map(jax.new_ref, accumulated.gradients)
+        pulled: tuple[Array, Any, dict[str, Mean]] = jax.vjp(
+            lambda params: self._loss(params, base, batch, num_tokens, proximal_is_current),
+            params,
+            has_aux=True,
+        )
+        loss, backward, metrics = pulled
+        backward.with_refs(sums)(jnp.ones_like(loss))
+        return Accumulated(
+            jax.tree.map(jax.freeze, sums), jax.tree.map(jnp.add, accumulated.metrics, metrics)
+        )
+
+    def _measure(self, *arguments: Any) -> dict[str, Mean]:
+        return self._loss(*arguments)[1]
+
+    def _apply(
+        self, params: Params, opt_state: optax.OptState, accumulated: Accumulated
+    ) -> tuple[Params, optax.OptState, dict[str, Mean]]:
+        """Update once, or return the arguments unchanged if loss or gradient is not finite."""
+        gradients, metrics = accumulated
+        # Nothing is computed in host memory; if the state lies on the devices, this does nothing.
+        opt_state = jax.device_put(opt_state, jax.tree.map(_on_device, self.shardings.opt_state))
+        norm = optax.tree.norm(gradients)
+        rate = learning_rate(self._config.optimizer, num_updates_done(opt_state), self._num_updates)
+        direction, new_opt_state = self._optimizer.update(gradients, opt_state, params)
+        new_params = jax.tree.map(lambda leaf, toward: leaf - rate * toward, params, direction)
+        is_finite = jnp.isfinite(norm) & jnp.isfinite(metrics["loss"].total)
+        params, opt_state = jax.tree.map(
+            partial(jnp.where, is_finite), (new_params, new_opt_state), (params, opt_state)
+        )
+        one = jnp.ones(())
+        return (
+            params,
+            opt_state,
+            metrics | {"grad_norm": Mean(norm, one), "learning_rate": Mean(rate, one)},
+        )
+
+    def _loss(
+        self,
+        params: Params,
+        base: Params,
+        batch: DeviceBatch,
+        num_tokens: Float[Array, ""],
+        proximal_is_current: Bool[Array, ""],
+    ) -> tuple[Float[Array, ""], dict[str, Mean]]:
+        """Return the objective with the entropy bonus and the load-balance loss of experts."""
+        config, moe = self._config, self._forward.policy.config.moe
+        logp, entropy, routing = self._forward.predictions(params, base, batch.read)
+        loss, metrics = self._objective.loss(logp, batch, num_tokens, proximal_is_current)
+        if entropy is not None:
+            entropy = jnp.sum(jnp.where(batch.loss_mask, entropy, 0.0))
+            num_masked = jnp.sum(batch.loss_mask, dtype=jnp.float32)
+            metrics = metrics | {"entropy": Mean(jax.lax.stop_gradient(entropy), num_masked)}
+            if config.entropy_coef:
+                loss -= config.entropy_coef * entropy / jnp.maximum(num_tokens, 1.0)
+        if routing is not None and moe is not None:
+            num_read = jnp.sum(batch.segment_ids > 0, dtype=jnp.float32)
+            balance, given = balance_loss(routing, num_read), config.router_aux_loss_coef
+            # A micro-batch is balanced on its own. Its weight is its share of what the loss is the
+            # mean of.
+            counted = metrics["loss"].weight
+            loss += (
+                (moe.router_aux_loss_coef if given is None else given)
+                * balance
+                * counted
+                / num_tokens
+            )
+            metrics |= {
+                name: Mean(value * counted, counted)
+                for name, value in router_metrics(routing).items()
+            }
+            metrics |= {"router_balance_loss": Mean(balance * counted, counted)}
+        return loss, metrics
+
+    def _abstract_batch(self) -> DeviceBatch:
+        column = self._forward.column
+        dtypes = (np.int32,) * 3 + (np.bool_, np.float32, np.int32) + (np.float32,) * 2
+        return DeviceBatch(
+            *map(column, dtypes), **{name: column(np.float32) for name in self._objective.columns}
+        )
+
+    @cached_property
+    def _abstract_accumulated(self) -> Accumulated:
+        """Shapes and shardings. Cached, because finding the metric names traces the model."""
+        forward = self._forward
+        params, base = self._trained.abstract, frozen(forward.policy, forward.compute_dtype)
+        _, metrics = jax.eval_shape(self._loss, params, base, self._abstract_batch(), *_SCALARS)
+        shardings = Accumulated(
+            self.shardings.params, jax.tree.map(lambda _: self._replicated(), metrics)
+        )
+        return abstract(Accumulated(params, metrics), shardings)
+
+    def _replicated(self) -> NamedSharding:
+        return NamedSharding(self._forward.mesh, PartitionSpec())
+
+
+_SCALARS = (jax.ShapeDtypeStruct((), np.float32), jax.ShapeDtypeStruct((), np.bool_))
+"""num_tokens and proximal_is_current: arguments, so that no new value compiles a new program."""
+
+
+def abstract(shapes: Any, shardings: Any) -> Any:
+    """Return a tree of ShapeDtypeStructs with shardings."""
+    return jax.tree.map(
+        lambda leaf, sharding: jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding),
+        shapes,
+        shardings,
+    )
+
+
+def _on_device(sharding: NamedSharding) -> NamedSharding:
+    return sharding.with_memory_kind("device")
+
+
+def _shardings_of(abstract: Any) -> Any:
+    return jax.tree.map(lambda leaf: leaf.sharding, abstract)

@@ -1,0 +1,187 @@
+"""Stages of a trainer step: what reference, teacher, critic and proximal policy contribute to it.
+
+A stage is a function of the packed rollouts that returns a `Contribution`. The functions here
+become stages with `functools.partial`, which binds the other arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import chain
+
+import jax
+import numpy as np
+from jaxtyping import Float
+
+from areal_jax.errors import CorruptedState
+from areal_jax.metrics.meters import Mean
+from areal_jax.parallel.sharding import fetch
+from areal_jax.records import Sample
+from areal_jax.rl.config import M2PO, KLInReward, Teacher
+from areal_jax.rl.kl import distilled_advantages, kl_estimate, kl_penalty
+from areal_jax.trainer.config import TrainerConfig
+from areal_jax.trainer.forward import FrozenPolicy
+from areal_jax.trainer.objective import m2po_mask, proximal_of
+from areal_jax.trainer.pipeline import (
+    Column,
+    Contribution,
+    CriticValues,
+    MiniBatch,
+    PackedRollouts,
+    RolloutBatch,
+    TokenValues,
+)
+from areal_jax.trainer.step import Learner
+
+
+def reference_in_loss(packed: PackedRollouts, reference: FrozenPolicy) -> Contribution:
+    """Give the loss the log-probs of a reference."""
+    columns = _frozen_columns(packed, reference)
+    # Waited for, so that the time counts for this stage.
+    jax.block_until_ready(columns)
+    return Contribution(columns={"reference_logp": columns})
+
+
+def reference_in_reward(
+    packed: PackedRollouts, reference: FrozenPolicy, kl: KLInReward
+) -> Contribution:
+    """Subtract a KL penalty from the reward of every sampled token."""
+    logp = _frozen_logprobs(packed, reference)
+
+    def penalty(sample: Sample, reference_logp: Float[np.ndarray, "T"]) -> Float[np.ndarray, "T"]:
+        return kl_penalty(kl, sample.behave_logp, reference_logp, sample.loss_mask)
+
+    return Contribution(
+        token_rewards=packed.batch.map_samples(penalty, logp),
+        metrics={"kl_reference": _kl_from_behave(packed.batch, logp)},
+    )
+
+
+def distillation(packed: PackedRollouts, teacher: FrozenPolicy, config: Teacher) -> Contribution:
+    """Add log(teacher/behave), weighted, to the advantage of every sampled token."""
+    logp = _frozen_logprobs(packed, teacher)
+
+    def distilled(
+        sample: Sample, advantages: Float[np.ndarray, "T"], teacher_logp: Float[np.ndarray, "T"]
+    ) -> Float[np.ndarray, "T"]:
+        return distilled_advantages(
+            config, advantages, sample.behave_logp, teacher_logp, sample.loss_mask
+        )
+
+    return Contribution(
+        transform_advantages=lambda advantages: packed.batch.map_samples(
+            distilled, advantages, logp
+        ),
+        metrics={"kl_teacher": _kl_from_behave(packed.batch, logp)},
+    )
+
+
+def critic_values(packed: PackedRollouts, critic: Learner) -> Contribution:
+    """Give the estimator of advantages the values of a critic.
+
+    Raises:
+        CorruptedState: The values are not finite.
+    """
+    columns = [_current_columns(mini_batch, critic) for mini_batch in packed.mini_batches]
+    by_place = {}
+    for mini_batch, column in zip(packed.mini_batches, columns, strict=True):
+        host = np.reshape(fetch(column), mini_batch.layout.shape)
+        by_place |= zip(mini_batch.places, mini_batch.layout.gather(host), strict=True)
+    if not all(np.isfinite(values).all() for values in by_place.values()):
+        raise CorruptedState(
+            f"step {packed.batch.version}: the critic's values are not finite: it has diverged. "
+            "Lower trainer.critic.optimizer.learning_rate or "
+            "trainer.critic.optimizer.max_grad_norm"
+        )
+    return Contribution(values=CriticValues(by_place, columns))
+
+
+def reads_proximal(config: TrainerConfig) -> bool:
+    """Whether `proximal_logprobs` ever needs a forward pass of its own."""
+    if proximal_of(config.loss) != "recompute":
+        return False
+    return config.num_mini_batches > 1 or isinstance(config.loss, M2PO)
+
+
+def proximal_logprobs(
+    packed: PackedRollouts, learner: Learner, config: TrainerConfig
+) -> Contribution:
+    """Give the loss the proximal log-probs, and the mask of the tokens that M2PO keeps.
+
+    They are those of the parameters before the step.
+    The update of the first mini-batch takes them from its own forward pass. M2PO, which selects
+    among all tokens of a mini-batch, needs them before if that has several micro-batches.
+    """
+    if proximal_of(config.loss) != "recompute":
+        return Contribution()
+    is_m2po = isinstance(config.loss, M2PO)
+    logp: list[Column | None] = [
+        _current_columns(mini_batch, learner)
+        if number or (is_m2po and len(mini_batch.micro_batches) > 1)
+        else None
+        for number, mini_batch in enumerate(packed.mini_batches)
+    ]
+    if not isinstance(config.loss, M2PO):
+        return Contribution(columns={"proximal_logp": logp})
+    masks, kept, counted = list[Column | None](), 0.0, 0.0
+    for mini_batch, column in zip(packed.mini_batches, logp, strict=True):
+        if not column:
+            masks.append(column)
+            continue
+        pairs = zip(column, mini_batch.micro_batches, strict=True)
+        host = fetch([(proximal, each.behave_logp, each.loss_mask) for proximal, each in pairs])
+        proximal, behave, mask = (np.stack(arrays) for arrays in zip(*host, strict=True))
+        near = np.asarray(m2po_mask(config.loss, proximal.astype(np.float64), behave, mask))
+        masks.append(learner.put_column(near))
+        kept, counted = kept + float(near.sum()), counted + float(mask.sum())
+    return Contribution(
+        columns={"proximal_logp": logp, "loss_mask": masks},
+        metrics={"m2po_kept_fraction": Mean(kept, counted)},
+    )
+
+
+def _current_columns(mini_batch: MiniBatch, learner: Learner) -> Column:
+    """Return what a learner predicts before its first update: log-probs, or a critic's values."""
+    columns = [learner.logprobs(micro_batch) for micro_batch in mini_batch.micro_batches]
+    # Waited for, so that the time counts for this stage.
+    jax.block_until_ready(columns)
+    return columns
+
+
+def _frozen_columns(packed: PackedRollouts, frozen: FrozenPolicy) -> Sequence[Column]:
+    """Return log-probs of all micro-batches, by mini-batch, asynchronously."""
+    found = iter(
+        frozen.logprobs(
+            [each for mini_batch in packed.mini_batches for each in mini_batch.micro_batches]
+        )
+    )
+    return [[next(found) for _ in mini_batch.micro_batches] for mini_batch in packed.mini_batches]
+
+
+def _frozen_logprobs(packed: PackedRollouts, frozen: FrozenPolicy) -> TokenValues:
+    """Return log-probs of all packed tokens in one transfer to the host.
+
+    Tokens that are not packed are not in the loss. They get the behaviour log-probs.
+    """
+    logp = packed.batch.map_samples(lambda sample: sample.behave_logp.copy())
+    for mini_batch, columns in zip(
+        packed.mini_batches, fetch(_frozen_columns(packed, frozen)), strict=True
+    ):
+        if columns:
+            gathered = mini_batch.layout.gather(np.stack(columns))
+            for (i, j), of_sequence in zip(mini_batch.places, gathered, strict=True):
+                logp[i][j][: len(of_sequence)] = of_sequence
+    return logp
+
+
+def _kl_from_behave(batch: RolloutBatch, logp: TokenValues) -> Mean:
+    """Return the KL of the behaviour policy from one with these log-probs, over the loss tokens."""
+
+    def log_ratios(
+        sample: Sample, other_logp: Float[np.ndarray, "T"], trained: np.ndarray
+    ) -> Float[np.ndarray, "_"]:
+        return (sample.behave_logp - other_logp)[trained]
+
+    log_ratio = np.concatenate(list(chain(*batch.map_samples(log_ratios, logp, batch.trained))))
+    # k3 has the lowest variance of the estimators.
+    return Mean(float(np.sum(kl_estimate("k3", log_ratio))), float(len(log_ratio)))

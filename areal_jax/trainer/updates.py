@@ -1,0 +1,105 @@
+"""The optimizer updates of a trainer step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from areal_jax.errors import CorruptedState
+from areal_jax.metrics.meters import Mean, Meters
+from areal_jax.parallel.sharding import fetch
+from areal_jax.trainer.pipeline import LearnerBatch
+from areal_jax.trainer.step import Learner
+
+
+@dataclass(frozen=True, eq=False)
+class Update:
+    """One optimizer update of a learner."""
+
+    learner: Learner
+    batch: LearnerBatch
+    is_critic: bool = False
+
+
+def apply_updates(updates: Sequence[Sequence[Update]], version: int) -> dict[str, float | Mean]:
+    """Apply the updates of all mini-batches, in order. Those without a loss token are skipped.
+
+    Args:
+        updates: By mini-batch, the updates of its learners.
+        version: Version of the parameters before the step.
+
+    Returns:
+        Metrics of the updates; those of the critic begin with `value_`.
+
+    Raises:
+        FloatingPointError: Loss or gradient is not finite. The update is not applied.
+        CorruptedState: The same, and the parameters are between two versions or predict no finite
+            log-probs themselves.
+    """
+    meters, num_applied = Meters(), 0
+    for number, of_mini_batch in enumerate(updates):
+        for update in of_mini_batch:
+            batch = update.batch
+            if not batch.num_loss_tokens:
+                continue
+            try:
+                metrics = update.learner.update(
+                    batch.micro_batches,
+                    batch.num_loss_tokens,
+                    proximal_is_current=batch.proximal_is_current,
+                )
+            except FloatingPointError as error:
+                where = f"step {version}, update {number + 1} of {len(updates)}"
+                raise _not_applied(update, where, version, num_applied, error) from None
+            meters.update(metrics, "value_" if update.is_critic else "")
+            num_applied += 1
+    return meters.metrics()
+
+
+def _not_applied(
+    update: Update, where: str, version: int, num_applied: int, error: FloatingPointError
+) -> FloatingPointError:
+    """Return the error of an update that is not applied.
+
+    A critic's values were finite before the step, so that its state is corrupted only if updates
+    were applied.
+    """
+    is_corrupted = num_applied > 0 or not (update.is_critic or _is_finite(update))
+    left = f"the last good version is {version}"
+    if num_applied:
+        left = (
+            f"{num_applied} before it were, so that version {version} is gone and "
+            f"{version + 1} is not complete"
+        )
+    elif is_corrupted:
+        left = f"version {version} itself predicts no finite probabilities"
+    if update.is_critic:
+        what = f"the critic's {error}"
+        advice = (
+            "Lower trainer.critic.optimizer.learning_rate or trainer.critic.optimizer.max_grad_norm"
+        )
+    else:
+        what = f"{error}"
+        advice = (
+            "Lower trainer.optimizer.learning_rate or trainer.optimizer.max_grad_norm, or set "
+            "trainer.loss.importance_weighting=Masked with a trainer.loss.importance_weighting.cap"
+        )
+    return (CorruptedState if is_corrupted else FloatingPointError)(
+        f"{where}: {what}. The update was not applied; {left}. {advice}"
+    )
+
+
+def _is_finite(update: Update) -> bool:
+    """Whether the current policy gives every loss token a probability.
+
+    If so, a loss that is not finite has other causes.
+    """
+    return all(
+        bool(np.isfinite(logp[mask]).all())
+        for logp, mask in (
+            fetch((update.learner.logprobs(batch), batch.loss_mask))
+            for batch in update.batch.micro_batches
+        )
+    )
