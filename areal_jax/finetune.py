@@ -22,8 +22,8 @@ async def fine_tune(run: FineTuningRun, exp: FineTuning) -> None:
             await measure(run, exp)
         batch = [next(examples) for _ in range(exp.examples_per_batch)]
         with run.recording.span("trainer", f"step {version}"):
-            metrics = await asyncio.to_thread(trainer.step, batch)
-        run.record(version, metrics)
+            step = await asyncio.to_thread(trainer.step, batch)
+        run.record(version, step.metrics)
         if run.stop.is_set():
             break
         if is_due(version + 1, exp.checkpoint.every_steps):

@@ -11,7 +11,7 @@ from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from typing import Any, Protocol, TypeAlias, TypeVar, runtime_checkable
 
 import numpy as np
-from jaxtyping import Bool, Int32
+from jaxtyping import Int32
 
 from areal_jax.records import (
     Completion,
@@ -227,7 +227,7 @@ class GroupTrainer(VersionedTrainer, Protocol):
 class ExampleTrainer(VersionedTrainer, Protocol):
     """A trainer that learns from examples."""
 
-    def step(self, examples: Sequence[Any]) -> StepMetrics: ...
+    def step(self, examples: Sequence[Any]) -> StepResult: ...
     def measure(self, examples: Sequence[Any]) -> Mapping[str, tuple[float, float]]: ...
 
 

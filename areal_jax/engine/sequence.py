@@ -84,7 +84,7 @@ class Sequence:
             shape = len(before.tokens), count
             unknown = TopLogprobs(np.zeros(shape, np.int32), np.full(shape, -np.inf, np.float32))
             before = replace(before, top_logprobs=unknown)
-        return before.followed_by(logged)
+        return before.concatenate(logged)
 
     def tokens(self) -> Int32[np.ndarray, "T"]:
         """Return the prompt and all tokens sampled so far."""

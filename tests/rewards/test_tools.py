@@ -56,9 +56,9 @@ async def _run(code: str) -> None:
 def test_what_the_ways_of_exercises_say_of_a_search_is_what_it_finds() -> None:
     index, exercises = Index(all_facts()), GeneratedExercises(60, "train", ("facts",))
     for exercise in exercises:
-        for turns in (*exercise.correct, *exercise.incorrect):
-            if len(turns) > 1:
-                (call,) = parse_calls(Tags(), turns[0].content, ("search",))
+        for way in (*exercise.correct, *exercise.incorrect):
+            if len(way) > 1:
+                (call,) = parse_calls(Tags(), way[0].content, ("search",))
                 assert isinstance(call, ToolCall)
                 assert index.search(call.arguments["query"], 1) == [way[1].content]
 

@@ -514,7 +514,7 @@ def test_chat_template_without_later_turns_is_refused_for_multi_turn(
         (
             "{{ messages[0].content }}=",
             ["workflow=MultiTurn"],
-            "for one turn only; set workflow=SingleTurn",
+            "supports a single turn only; set workflow=SingleTurn",
         ),
         (refusing, ["workflow=ToolUse"], "no tools; set workflow.call_format.result_role=user"),
         (
