@@ -60,8 +60,9 @@ from areal_jax.parallel.config import PlacementConfig
 from areal_jax.protocols import MeasuredEngine
 from areal_jax.records import Completion, Request, derive_seed
 from areal_jax.rollout.config import RolloutConfig
-from areal_jax.run.build import MeasuredEngine, Run, assembled
-from areal_jax.run.plan import make_plan
+from areal_jax.run.build import Run, build_run
+from areal_jax.run.make_plan import make_plan
+from areal_jax.run.trainer import rl_trainer
 from areal_jax.sim.engine import EngineBehavior
 from areal_jax.sim.lengths import LogNormal
 from areal_jax.sim.measured import MeasuredStages, StageTimes, stage_times
