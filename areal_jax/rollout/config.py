@@ -1,4 +1,4 @@
-"""Batch shape and staleness."""
+"""Settings of batch shape, staleness and group filtering."""
 
 from __future__ import annotations
 
@@ -11,49 +11,50 @@ from areal_jax.bounds import FRACTION, NOT_NEGATIVE, POSITIVE
 
 @chz.chz
 class RolloutConfig:
+    """Settings of the rollout controller."""
+
     groups_per_batch: int = chz.field(
-        validator=POSITIVE, default=16, doc="groups (prompts) in one trainer step"
+        validator=POSITIVE, default=16, doc="groups (prompts) per trainer step"
     )
     samples_per_group: int = chz.field(
-        validator=POSITIVE, default=8, doc="answers sampled for each prompt"
+        validator=POSITIVE, default=8, doc="samples per group (answers per prompt)"
     )
     max_staleness: int | None = chz.field(
         validator=NOT_NEGATIVE,
         default=4,
-        doc="eta: versions a trained token may lag behind; 0: synchronous; none: unbounded",
+        doc="maximum staleness eta of trained tokens, in versions; 0: synchronous; none: unbounded",
     )
     max_staleness_of_code: int | Literal["same"] | None = chz.field(
         validator=NOT_NEGATIVE,
         default="same",
         doc=(
-            "eta of tasks whose answers are programs, which the paper's authors allow to lag "
-            "further; same: max_staleness"
+            "maximum staleness of code tasks, for which the paper's authors allow more; same: "
+            "max_staleness"
         ),
     )
     max_running_groups: int = chz.field(
-        validator=POSITIVE, default=64, doc="groups under way at the same time"
+        validator=POSITIVE, default=64, doc="maximum number of concurrent groups"
     )
     success_rate_above: float | None = chz.field(
         validator=FRACTION,
         default=None,
-        doc="train only on groups in which more than this share of answers is correct, and start "
-        "others in place of the rest "
-        "(DAPO: 0; AReaL v0.3: 0.05); none: on all",
+        doc="exclusive lower bound on a trained group's share of correct answers; groups outside "
+        "are rejected and replaced (dynamic sampling; DAPO: 0, AReaL v0.3: 0.05); none: no bound",
     )
     success_rate_below: float | None = chz.field(
         validator=FRACTION,
         default=None,
         doc=(
-            "likewise where less than this share is correct (DAPO: 1; AReaL v0.3: 0.95); none: "
-            "on all"
+            "exclusive upper bound on a trained group's share of correct answers (DAPO: 1, AReaL "
+            "v0.3: 0.95); none: no bound"
         ),
     )
     batch_timeout_s: float = chz.field(
         validator=POSITIVE,
         default=1800.0,
-        doc="the trainer waits at most this long for a batch, then says what it waited for",
+        doc="limit on the trainer's wait for one batch, in seconds; then the run fails",
     )
 
     def staleness_of_kind(self) -> dict[str, int | None]:
-        """Max_staleness of the kinds of tasks that have their own."""
+        """Return max_staleness of the kinds of tasks that have their own."""
         return {} if self.max_staleness_of_code == "same" else {"code": self.max_staleness_of_code}

@@ -1,9 +1,8 @@
-"""The controller: draws tasks as the gate allows, runs a workflow for each, and puts finished
-groups into the buffer.
+"""The rollout controller: takes tasks as the gate allows, runs a workflow for each, and puts
+finished groups into the buffer.
 
-A group is replayed rather than saved: what a checkpoint holds of a group under way is its task and
-what its generate calls were answered. The workflow then runs again, and those calls are not sampled
-again.
+Running groups are replayed on resuming: a checkpoint holds the task and the completions of its
+generate calls. The workflow runs again, and its calls return the journaled completions.
 """
 
 from __future__ import annotations
@@ -51,31 +50,28 @@ from areal_jax.rollout.gate import Gate
 logger = logging.getLogger(__name__)
 
 SNAPSHOT_TIMEOUT_S = 120.0
-"""An engine that has not told by then what it is drawing has an error, not a long queue."""
+"""Limit on the engine's answer to a snapshot; an engine beyond it has failed."""
 
 CLOSE_TIMEOUT_S = 10.0
-"""Cancelled workflows that have not ended by then are named and left behind."""
+"""Limit on the end of cancelled workflows; those beyond it are logged and abandoned."""
 
 NO_SIGNAL = "NoSignal"
-"""Reason of groups whose success rate is out of bounds: nothing failed, but another group is
-sampled in their place."""
+"""Rejection reason of groups whose success rate is out of bounds."""
 
 MAX_REJECTED_IN_A_ROW = 32
-"""So many groups, started one after another and all rejected, are a fault of the run, not of the
-tasks."""
-
+"""Consecutively started groups that are all rejected: a fault of the run, not of the tasks."""
 
 MAX_BATCHES_WITHOUT_SIGNAL = 10
-"""So many batches' worth of groups in a row, all without signal, end the run (DAPO's
-max_num_gen_batches in verl)."""
+"""Consecutive batches' worth of groups without signal that end the run (max_num_gen_batches of DAPO
+in verl)."""
 
 MIN_GROUPS_WITHOUT_SIGNAL = 256
-"""Fewer groups than this, in runs with small batches, may be bad luck."""
+"""Lower bound on that number of groups: with small batches, fewer may be chance."""
 
 
 @runtime_checkable
 class Tasks(Protocol):
-    """The stream of tasks. Drawing one must not block: it happens in the asyncio thread."""
+    """The stream of tasks. `next` must not block: it is called in the asyncio thread."""
 
     def __next__(self) -> Task: ...
     def state(self) -> Mapping[str, int]: ...
@@ -84,8 +80,13 @@ class Tasks(Protocol):
 def open_gate(
     config: RolloutConfig, version: int, restored: RolloutState | None = None
 ) -> tuple[Gate, Buffer]:
-    """The gate and the buffer of a run that trains `version` next, as they were when `restored` was
-    taken."""
+    """Create gate and buffer of a run.
+
+    Args:
+        config: batch shape and staleness.
+        version: the version that trains next.
+        restored: state of a checkpoint to resume from; None: a new run.
+    """
     buffered = restored.buffered if restored else ()
     accepted = version * config.groups_per_batch + len(buffered)
     gate = Gate(
@@ -101,23 +102,22 @@ def open_gate(
 
 @dataclass(slots=True, eq=False)
 class Calls:
-    """One group's `generate`, and the journal of what it was answered.
+    """One group's `generate`, with a journal of its completions.
 
-    Calls bear the names of `CallIds`, by which turns that run side by side find their own answers
-    in the journal.
+    Calls have the ids of `CallIds`, so that concurrent turns find their own completions in the
+    journal.
     """
 
     engine: Engine
     min_version: int
-    """Oldest weights that may start a request."""
+    """Oldest version that may start a request."""
     sampling: Sampling
     seed: int
     group_id: int
     journal: dict[str, tuple[Completion, ...]]
-    """Request id to completions: of finished calls, and of those that a restored group had under
-    way."""
+    """Request id to completions, of finished calls and of a restored group's unfinished calls."""
     pending: set[str] = field(default_factory=set)
-    """Ids of the requests that the engine has not answered."""
+    """Ids of unfinished requests."""
     _call_ids: CallIds = field(init=False)
 
     def __post_init__(self) -> None:
@@ -135,8 +135,8 @@ class Calls:
         sampled = self.journal.get(call_id, ())
         if sampled and len(sampled) != num_samples:
             raise ValueError(
-                f"request {call_id}: {num_samples} samples asked for, the journal holds "
-                f"{len(sampled)}"
+                f"request {call_id}: expected {num_samples} samples, found {len(sampled)} in the "
+                "journal"
             )
         if sampled and all(completion.stop_reason != "suspended" for completion in sampled):
             return list(sampled)
@@ -157,7 +157,7 @@ class Calls:
             self.pending.discard(call_id)
         if len(completions) != num_samples:
             raise ValueError(
-                f"request {call_id}: {num_samples} samples asked for, the engine answered "
+                f"request {call_id}: expected {num_samples} samples, the engine returned "
                 f"{len(completions)}"
             )
         self.journal[call_id] = tuple(completions)
@@ -166,8 +166,7 @@ class Calls:
     def sampled(
         self, partials: Mapping[str, tuple[Completion, ...]]
     ) -> dict[str, tuple[Completion, ...]]:
-        """The journal with what unfinished requests have sampled, where the engine knows it better
-        than the journal."""
+        """Return the journal, updated with the engine's tokens of unfinished requests."""
         return self.journal | {
             call_id: partials[call_id] for call_id in self.pending if call_id in partials
         }
@@ -175,25 +174,25 @@ class Calls:
 
 @dataclass(slots=True, eq=False)
 class RewardCalls:
-    """One group's `grader`, and how its calls went."""
+    """One group's `grader`, with counts of its calls."""
 
     grader: Grader
     num_graded: int = 0
     failure: RewardResult | None = None
-    """The last call that failed."""
+    """Result of the last call that failed."""
 
     async def __call__(self, task: Task, answer: str) -> RewardResult:
-        grade = await self.grader(task, answer)
-        if grade.failed:
-            self.failure = grade
+        result = await self.grader(task, answer)
+        if result.failed:
+            self.failure = result
         else:
             self.num_graded += 1
-        return grade
+        return result
 
 
 class Rollouts:
-    """What `run_rollouts` yields: the groups under way, and a snapshot of all that lies between
-    tasks and trainer."""
+    """The running groups of `run_rollouts`, with snapshots of all state between tasks and
+    trainer."""
 
     def __init__(
         self,
@@ -215,26 +214,25 @@ class Rollouts:
         self._sampling, self._seed = sampling, seed
         self.next_group_id = restored.next_group_id if restored else 0
         self.rejected = Counter(restored.rejected) if restored else Counter[str]()
-        """Groups given up, by the class of the error; those whose success rate is out of bounds as
-        NoSignal."""
+        """Rejected groups by the class of their error, or NoSignal."""
         self.waited_s = 0.0
-        """Time that the next task has waited for the gate so far, by the event loop's clock."""
+        """Total wait of tasks for the gate, in seconds of the event loop's clock."""
         self._num_without_signal = 0
-        """Groups rejected as NoSignal since the last one that was accepted."""
+        """Groups rejected as NoSignal since the last accepted one."""
         self._rejected_ids: set[int] = set()
         self._traced: set[str] = set()
-        """Kinds of errors whose trace was shown: one is enough to find the fault."""
-        # The last groups to end, as long as every reward or tool call of theirs failed, and why
-        # they were rejected. Where the run stops for it they are suspended after all, and graded
-        # again on resuming.
+        """Classes of errors whose traceback was logged: one each is enough to find the fault."""
+        # The latest groups of which every reward or tool call failed, with the reason of their
+        # rejection. If the run stops because of them, they are suspended instead, and graded again
+        # on resuming.
         self._ungraded: dict[int, tuple[SuspendedGroup, Calls, str]] = {}
         self._stopped_grading = False
-        # Groups that the gate has not yet let through, oldest first: restored ones, or one whose
-        # kind must wait longer than others. The feeder empties it before it draws a task.
+        # Groups that wait for the gate, oldest first: restored ones, or one whose kind has a
+        # smaller bound than others. The feeder empties it before it takes a task.
         self._waiting = list(restored.suspended) if restored else []
-        # Every group under way as it was started, and what its calls have sampled. Its asyncio task
-        # takes it out when it ends, in the same breath as it changes the gate's count and the
-        # buffer, so that a snapshot finds each group in one place.
+        # Every running group as it was started, and its calls. Its asyncio task removes it when it
+        # ends, without an await between that and the changes of gate and buffer, so that a snapshot
+        # finds each group in one place.
         self._running: dict[int, tuple[SuspendedGroup, Calls]] = {}
         # Owned by `run_rollouts`, which cancels and awaits them all: the feeder, and one asyncio
         # task for every running group.
@@ -243,21 +241,23 @@ class Rollouts:
         self._closing = False
 
     async def snapshot(self) -> RolloutState:
-        """Everything between the task stream and the trainer, as of one moment in the asyncio
-        thread: each task that was ever sampled has been handed to the trainer, or was rejected, or
-        is in the snapshot, once.
+        """Return all state between the task stream and the trainer, as of one moment.
 
-        A batch that was taken counts as trained on: snapshot between two steps. TimeoutError where
-        the engine is silent."""
+        Each task ever taken is in the snapshot, was rejected or was passed to the trainer, exactly
+        once. A batch that was taken counts as trained on: take snapshots between two steps.
+
+        Raises:
+            TimeoutError: the engine did not answer.
+        """
         try:
             async with asyncio.timeout(SNAPSHOT_TIMEOUT_S):
                 partials = await self._engine.snapshot()
         except TimeoutError as error:
             raise TimeoutError(
-                f"the engine gave no snapshot within {SNAPSHOT_TIMEOUT_S:g} s; {self.gate}"
+                f"the engine returned no snapshot within {SNAPSHOT_TIMEOUT_S:g} s; {self.gate}"
             ) from error
-        # No await from here on: this is the moment. A call answered since the engine's moment is in
-        # its journal, finished.
+        # No await from here on, so that all state is as of this moment. A call that finished after
+        # the engine's snapshot is in its journal.
         running = [
             replace(record, calls=calls.sampled(partials))
             for record, calls in self._running.values()
@@ -271,7 +271,7 @@ class Rollouts:
         )
 
     def counters(self) -> dict[str, float]:
-        """Counts since the run began, times since this process began it."""
+        """Return counts since the start of the run, and times since the start of this process."""
         counts = {
             "started": self.next_group_id,
             "running": self.gate.running,
@@ -288,11 +288,12 @@ class Rollouts:
         return {name: float(number) for name, number in counts.items()}
 
     def begin(self) -> None:
+        """Start the feeder."""
         self._feeder = asyncio.create_task(self._feed(), name="feeder")
         self._feeder.add_done_callback(self._ended)
 
     async def close(self) -> None:
-        """Cancel all groups under way and wait for their end, but not for ever."""
+        """Cancel all running groups and wait up to CLOSE_TIMEOUT_S for their end."""
         self._closing = True
         tasks = {*self._group_tasks, *([self._feeder] if self._feeder else [])}
         for task in tasks:
@@ -302,35 +303,35 @@ class Rollouts:
             if left:
                 names = ", ".join(sorted(task.get_name() for task in left))
                 logger.error(
-                    "still not ended %g s after being cancelled, left behind: %s",
+                    "groups still running %g s after cancellation, abandoned: %s",
                     CLOSE_TIMEOUT_S,
                     names,
                 )
 
     async def _feed(self) -> None:
-        """Start groups as the gate allows, the restored ones first, until the tasks run out."""
+        """Start groups as the gate allows, restored ones first, until the tasks end."""
         while True:
             if not self._waiting:
-                # Not sampled before some task may start, so that as few as can be are under way.
-                await self._gate_opened()
+                # Take a task only when one may start, so that as few as possible wait.
+                await self._wait_for_gate()
                 task = next(self._tasks, None)
                 if task is None:
                     break
                 self._waiting.append(SuspendedGroup(self.next_group_id, task))
                 self.next_group_id += 1
-            await self._gate_opened(self._waiting[0].task.kind)
+            await self._wait_for_gate(self._waiting[0].task.kind)
             self._start(self._waiting.pop(0))
         while self._group_tasks:
             await asyncio.wait(self._group_tasks)
         self.buffer.end()
 
-    async def _gate_opened(self, kind: str | None = None) -> None:
+    async def _wait_for_gate(self, kind: str | None = None) -> None:
         if self.gate.capacity(kind):
             return
         clock = asyncio.get_running_loop().time
-        began_s = clock()
+        start_s = clock()
         await self.gate.wait_open(kind)
-        self.waited_s += clock() - began_s
+        self.waited_s += clock() - start_s
 
     def _start(self, record: SuspendedGroup) -> None:
         min_version = self.gate.start(record.task.kind)
@@ -351,22 +352,21 @@ class Rollouts:
             samples = await self._workflow(record.task, calls, grading)
             if not samples:
                 raise ValueError("the workflow returned no samples")
-        except Exception as error:
+        except Exception as error:  # a workflow runs untrusted code: its error rejects the group
             if isinstance(cause := first_error(error), EngineStopped):
-                # The group stays among the running: nothing is wrong with it, and another engine
-                # may finish it.
+                # The group stays in `_running`: a resumed run finishes it with another engine.
                 self._fail(cause)
                 return
             failure = None if grading.num_graded else grading.failure
             if not grading.num_graded and isinstance(cause, NotGraded):
                 failure = failure or RewardResult("infrastructure", str(cause), failed=True)
             if failure is not None and self._stopped_grading:
-                return  # it stays among the running, and is graded again on resuming
+                return  # the group stays in `_running`, and is graded again on resuming
             del self._running[record.id]
             self.gate.reject()
-            self._rejected(record, cause, is_logged=grading.failure is not None)
+            self._record_rejection(record, cause, is_logged=grading.failure is not None)
             if failure is not None:
-                self._not_graded(record, calls, type(cause).__name__, failure)
+                self._record_ungraded(record, calls, type(cause).__name__, failure)
         else:
             del self._running[record.id]
             if self._is_within_bounds(samples):
@@ -381,8 +381,10 @@ class Rollouts:
             self._ungraded.clear()
 
     def _require_signal(self, task: Task) -> None:
-        """Fail the buffer where no group is ever accepted: others are sampled in place of rejected
-        ones without end."""
+        """Count a group without signal, and fail the buffer after too many in a row.
+
+        Otherwise rejected groups would be replaced without end.
+        """
         self._num_without_signal += 1
         num_groups = max(
             MAX_BATCHES_WITHOUT_SIGNAL * self._config.groups_per_batch, MIN_GROUPS_WITHOUT_SIGNAL
@@ -392,43 +394,50 @@ class Rollouts:
             bounds = f"rollout.success_rate_above={above} and rollout.success_rate_below={below}"
             self._fail(
                 AllRejected(
-                    f"{num_groups} groups in a row were rejected, the last (task {task.id}): "
-                    "their share of correct answers "
-                    f"is not within {bounds}; take tasks that the policy solves sometimes, or "
-                    "widen the bounds"
+                    f"{num_groups} groups in a row were rejected, the last of task {task.id}: "
+                    f"expected a share of correct answers within {bounds}; choose tasks that the "
+                    "policy solves sometimes, or widen the bounds"
                 )
             )
 
-    def _not_graded(
+    def _record_ungraded(
         self, record: SuspendedGroup, calls: Calls, reason: str, failure: RewardResult
     ) -> None:
-        """Count a group of which every reward or tool call failed; the last of too many in a row
-        ends the run."""
+        """Count a group of which every reward or tool call failed; fail the buffer after too many
+        in a row."""
         self._ungraded[record.id] = record, calls, reason
         if len(self._ungraded) < self._max_consecutive_failures:
             return
         self._stopped_grading = True
-        for number, (suspended, its_calls, rejected_for) in self._ungraded.items():
-            self._running[number] = suspended, its_calls
-            self.rejected[rejected_for] -= 1
+        for group_id, (group, group_calls, group_reason) in self._ungraded.items():
+            self._running[group_id] = group, group_calls
+            self.rejected[group_reason] -= 1
         trace = f"{failure.trace}\n" if failure.trace else ""
         self._fail(
             RewardsFailing(
                 f"{trace}every reward or tool call of {len(self._ungraded)} groups in a row failed "
-                f"(rewards.max_consecutive_failures), the last (task {record.task.id}): "
+                f"(rewards.max_consecutive_failures), the last of task {record.task.id}: "
                 f"{failure.detail}"
             )
         )
 
     def _is_within_bounds(self, samples: Sequence[Sample]) -> bool:
-        """Whether a group's share of correct answers is one to train on (DAPO's dynamic sampling,
-        arXiv:2503.14476)."""
+        """Return whether a group's share of correct answers is within bounds (dynamic sampling of
+        DAPO, arXiv:2503.14476)."""
         above, below = self._config.success_rate_above, self._config.success_rate_below
         rate = sum(sample.grade == "correct" for sample in samples) / len(samples)
         return (above is None or rate > above) and (below is None or rate < below)
 
-    def _rejected(self, record: SuspendedGroup, error: Exception, *, is_logged: bool) -> None:
-        """Args: is_logged: whether the trace is in the log already."""
+    def _record_rejection(
+        self, record: SuspendedGroup, error: Exception, *, is_logged: bool
+    ) -> None:
+        """Count and log a rejected group; fail the buffer after too many in a row.
+
+        Args:
+            record: the group.
+            error: reason of the rejection.
+            is_logged: whether the log already holds its traceback.
+        """
         kind = type(error).__name__
         self.rejected[kind] += 1
         self._rejected_ids.add(record.id)
@@ -439,10 +448,14 @@ class Rollouts:
         )
         self._traced.add(kind)
         logger.warning(
-            "group %d rejected (task %s): %s", record.id, record.task.id, error, exc_info=trace
+            "group rejected: group=%d task=%s error=%s",
+            record.id,
+            record.task.id,
+            error,
+            exc_info=trace,
         )
-        # In a row by their ids, not by their ends: what fails, fails at once, and overtakes all
-        # that will yet be accepted.
+        # In a row by id, not by time of end: failing groups end at once, before groups that started
+        # earlier and will be accepted.
         neighbours = (
             takewhile(self._rejected_ids.__contains__, ids)
             for ids in (count(record.id + 1), count(record.id - 1, -1))
@@ -451,7 +464,7 @@ class Rollouts:
         if in_a_row >= MAX_REJECTED_IN_A_ROW:
             last = f"{type(error).__name__}: {error}"
             failure = AllRejected(
-                f"{in_a_row} groups in a row were rejected, the last (task {record.task.id}): "
+                f"{in_a_row} groups in a row were rejected, the last of task {record.task.id}: "
                 f"{last}"
             )
             failure.__cause__ = error
@@ -463,12 +476,12 @@ class Rollouts:
             self._feeder.cancel()
 
     def _ended(self, task: asyncio.Task[None]) -> None:
-        """A feeder or a group that ends in another way than it should must not leave the trainer
-        waiting."""
+        """Fail the buffer if the feeder or a group ends unexpectedly: the trainer must not
+        wait."""
         if not task.cancelled() and (error := task.exception()) is not None:
             self._fail(error)
         elif task.cancelled() and not self._closing:
-            self._fail(RuntimeError(f"{task.get_name()} was cancelled, though the run goes on"))
+            self._fail(RuntimeError(f"{task.get_name()} was cancelled during the run"))
 
 
 def _snake_case(class_name: str) -> str:
@@ -490,16 +503,27 @@ async def run_rollouts(
     restored: RolloutState | None = None,
     max_consecutive_failures: int = 3,
 ) -> AsyncIterator[Rollouts]:
-    """Generate groups into `buffer`, as far ahead as `gate` allows, while the body runs; on
-    leaving, what is under way is cancelled (take a snapshot first to resume from it).
+    """Generate groups into `buffer`, as far ahead as `gate` allows, while the body runs.
 
-    A workflow that raises costs its group: logged, counted by the error's class, its place freed.
-    MAX_REJECTED_IN_A_ROW of them, or max_consecutive_failures of which no answer could be graded,
-    or an engine that stopped, fail the buffer.
+    On leaving, running groups are cancelled: take a snapshot first to resume from. A workflow that
+    raises rejects its group: the error is logged and counted by its class. The buffer fails after
+    MAX_REJECTED_IN_A_ROW rejections, after `max_consecutive_failures` groups without any graded
+    answer, and when the engine stops.
 
-    Args: seed: of every draw, together with the group and its call. restored: groups to start
-        first, under their old ids; `tasks`, `gate` and `buffer` are as the same snapshot left them
-        (`open_gate`, TaskStream.restore)."""
+    Args:
+        tasks: the task stream.
+        engine: generates completions.
+        workflow: turns one task into samples.
+        grader: grades answers.
+        gate: admits groups.
+        buffer: receives finished groups.
+        config: batch shape and bounds on success rates.
+        sampling: sampling parameters.
+        seed: seed of all sampling; each call derives its own from it.
+        restored: state to resume from; its groups start first, under their old ids. `tasks`, `gate`
+            and `buffer` must be restored from it too (`open_gate`, `TaskStream.restore`).
+        max_consecutive_failures: consecutive groups without any graded answer that fail the buffer.
+    """
     rollouts = Rollouts(
         tasks,
         engine,

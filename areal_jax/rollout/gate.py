@@ -1,4 +1,5 @@
-"""The gate: how far generation may run ahead of training (AReaL, arXiv:2505.24298, equation 3)."""
+"""The staleness gate: limits how far generation runs ahead of training (AReaL, arXiv:2505.24298,
+equation 3)."""
 
 from __future__ import annotations
 
@@ -7,14 +8,14 @@ from collections.abc import Mapping
 
 
 class Gate:
-    """Lets a group start only while `accepted + running < (max_staleness + version + 1) *
-    groups_per_batch` and `running < max_running`.
+    """Admits groups under the staleness bound and the concurrency limit.
 
-    Equation 3, `floor((N - 1) / B) <= version + max_staleness`, is the same rule said of the N-th
-    group. With max_staleness=0 each version trains on groups started under that version only; None
-    lifts the rule. Tasks of one kind may have another max_staleness than all others; nothing
-    overtakes a task that has to wait. One asyncio thread counts and waits, so counting needs no
-    lock.
+    A group may start while `accepted + running < (max_staleness + version + 1) * groups_per_batch`
+    and `running < max_running`. This is equation 3, `floor((N - 1) / B) <= version +
+    max_staleness`, for the N-th group. With max_staleness=0 each version trains on groups started
+    under that version only; None removes the bound. A kind of tasks may have its own
+    max_staleness; no task overtakes one that waits. All calls are in one asyncio thread, so
+    counting needs no lock.
     """
 
     def __init__(
@@ -26,9 +27,20 @@ class Gate:
         accepted: int | None = None,
         of_kind: Mapping[str, int | None] | None = None,
     ) -> None:
-        """Args: accepted: groups finished and not rejected so far; None: one batch for every
-        version there was. A resumed run adds to that what its buffer holds. of_kind: max_staleness
-        of kinds of tasks that have their own."""
+        """Create a gate.
+
+        Args:
+            max_staleness: bound in versions; None: unbounded.
+            groups_per_batch: groups per trainer step.
+            max_running: maximum number of concurrent groups.
+            version: the version that trains next.
+            accepted: groups finished and not rejected so far; None: one batch per version. A
+                resumed run adds its buffered groups.
+            of_kind: max_staleness of the kinds of tasks that have their own.
+
+        Raises:
+            ValueError: a bound is out of range.
+        """
         self.max_staleness, self._of_kind = max_staleness, dict(of_kind or {})
         bounds = (max_staleness, *self._of_kind.values())
         if (
@@ -38,8 +50,8 @@ class Gate:
         ):
             raise ValueError(
                 "expected rollout.groups_per_batch >= 1, rollout.max_running_groups >= 1 and "
-                "rollout.max_staleness >= 0 or "
-                f"none, came {groups_per_batch}, {max_running} and {', '.join(map(str, bounds))}"
+                f"rollout.max_staleness >= 0 or none, found {groups_per_batch}, {max_running} and "
+                f"{', '.join(map(str, bounds))}"
             )
         self._widest = (
             None if None in bounds else max(bound for bound in bounds if bound is not None)
@@ -50,84 +62,95 @@ class Gate:
         self.running = 0
         self.rejected = 0
         self._version = version
-        # Set at every change of the counts, and cleared by who waits for another one. The
-        # controller's feeder waits for it, without a deadline of its own, for a closed gate is no
-        # fault: the trainer's wait for a batch has the deadline, and leaving `run_rollouts` cancels
-        # the feeder.
+        # Set at every change of the counts; the waiter clears it. The controller's feeder waits for
+        # it without a deadline, as a closed gate is no fault: the trainer's wait for a batch has
+        # the deadline, and leaving `run_rollouts` cancels the feeder.
         self._changed = asyncio.Event()
 
     @property
     def version(self) -> int:
-        """The version that trains. Raising it by one opens groups_per_batch places."""
+        """The version that trains next. Each increment admits groups_per_batch more groups."""
         return self._version
 
     @version.setter
     def version(self, version: int) -> None:
         if version < self._version:
             raise ValueError(
-                f"expected a version of at least {self._version}, came {version}: versions "
-                "only "
-                "grow"
+                f"expected a version of at least {self._version}, found {version}; versions "
+                "never decrease"
             )
         self._version = version
         self._changed.set()
 
     def capacity(self, kind: str | None = None) -> int:
-        """How many groups may start now, of a kind of tasks or of the kind that may start soonest;
-        never below 0."""
-        places = self.max_running - self.running
+        """Return how many groups may start now; at least 0.
+
+        Args:
+            kind: kind of their tasks; None: the kind with the largest bound.
+        """
+        capacity = self.max_running - self.running
         bound = self._widest if kind is None else self._bound(kind)
         if bound is not None:
             allowed = (bound + self._version + 1) * self.groups_per_batch
-            places = min(places, allowed - self.accepted - self.running)
-        return max(0, places)
+            capacity = min(capacity, allowed - self.accepted - self.running)
+        return max(0, capacity)
 
     async def wait_open(self, kind: str | None = None) -> None:
-        """Wait until a group of that kind may start, or of some kind. Call `start` before the next
-        await: another waiter may take the place."""
+        """Wait until a group of this kind (None: of any kind) may start.
+
+        Call `start` before the next await: another waiter may start a group otherwise.
+        """
         while not self.capacity(kind):
             self._changed.clear()
             await self._changed.wait()
 
     def start(self, kind: str | None = None) -> int:
-        """Take a place; returns the oldest version whose tokens will not be too old when the group
-        is trained on.
+        """Count one more running group.
 
-        The N-th group trains version `(N - 1) // groups_per_batch`, if none overtakes another."""
+        The N-th group trains version `(N - 1) // groups_per_batch`, if none overtakes another.
+
+        Returns:
+            The oldest version whose tokens are within the bound when the group is trained on.
+
+        Raises:
+            RuntimeError: the gate is closed.
+        """
         if not self.capacity(kind):
-            raise RuntimeError(f"no group may start now: {self}; await wait_open() first")
-        trains = (self.accepted + self.running) // self.groups_per_batch
+            raise RuntimeError(
+                f"expected an open gate, found none may start: {self}; await wait_open() first"
+            )
+        trained_version = (self.accepted + self.running) // self.groups_per_batch
         self.running += 1
         bound = self._widest if kind is None else self._bound(kind)
-        return 0 if bound is None else max(0, trains - bound)
+        return 0 if bound is None else max(0, trained_version - bound)
 
     def _bound(self, kind: str) -> int | None:
         return self._of_kind.get(kind, self.max_staleness)
 
     def accept(self) -> None:
-        """A running group is finished and will be trained on."""
+        """Count a running group as finished; it will be trained on."""
         self._end()
         self.accepted += 1
         self._changed.set()
 
     def reject(self) -> None:
-        """A running group is given up; another may start in its place."""
+        """Count a running group as rejected; another may start instead."""
         self._end()
         self.rejected += 1
         self._changed.set()
 
     def _end(self) -> None:
         if not self.running:
-            raise RuntimeError(f"no group is running that could end: {self}")
+            raise RuntimeError(f"expected a running group, found none: {self}")
         self.running -= 1
 
     def __repr__(self) -> str:
         of_kinds = "".join(
-            f", {_in_words(bound)} of kind {kind}" for kind, bound in self._of_kind.items()
+            f", {_format_bound(bound)} of kind {kind}" for kind, bound in self._of_kind.items()
         )
         return (
             f"gate at version {self._version} (max_staleness "
-            f"{_in_words(self.max_staleness)}{of_kinds}, "
+            f"{_format_bound(self.max_staleness)}{of_kinds}, "
             f"{self.groups_per_batch} groups per batch): "
             f"{self.running} of at most {self.max_running} running, {self.accepted} accepted, "
             f"{self.rejected} rejected, "
@@ -135,5 +158,5 @@ class Gate:
         )
 
 
-def _in_words(max_staleness: int | None) -> str:
+def _format_bound(max_staleness: int | None) -> str:
     return "unbounded" if max_staleness is None else str(max_staleness)

@@ -1,9 +1,8 @@
-"""Agents: programs of the user's that call the policy as OpenAI's API is called, and the samples
-that come of their calls.
+"""Agents: user programs that call the policy through an OpenAI-compatible API, and the samples of
+their calls.
 
-Where they run is a host's business, and never the process that trains: functions in workers,
-several in each; commands in a process each. Each such process has a guard, which ends it with all
-that it started.
+Agents never run in the training process: functions run in worker processes, several in each;
+commands run in a process each. Each such process has a guard, which kills it and its descendants.
 """
 
 from __future__ import annotations
@@ -36,84 +35,90 @@ from areal_jax.rewards.processes import ending
 from areal_jax.workflows import guard
 from areal_jax.workflows.config import Agent
 from areal_jax.workflows.conversation import Call, Export, make_samples
-from areal_jax.workflows.single_turn import grade_answer, side_by_side
+from areal_jax.workflows.single_turn import gather_graded, grade_answer
 
 logger = logging.getLogger(__name__)
 
 CLOSE_TIMEOUT_S, LOAD_TIMEOUT_S = 10.0, 120.0
 
 MAX_WORKERS = 16
-"""Processes of function agents at the same time. One is enough until an agent blocks it."""
+"""Maximum number of worker processes. One is enough until an agent blocks it."""
 
-# An agent whose first step takes longer is taken to block its worker; the next agents go to another
-# one.
+# Limit on an agent's first step; beyond it the worker counts as blocked, and gets no more agents.
 _STEP_S = 0.25
-# An agent that was cancelled has so long to end before its worker takes no more of them.
+# Limit on the end of a cancelled agent; beyond it the worker is retired.
 _CANCEL_S = 2.0
-# So often an agent starts again because another one has blocked its worker.
+# Maximum number of restarts of an agent because another one blocked its worker.
 _MAX_MOVES = 3
-# Of a line that a worker sends.
+# Maximum length of a worker's message, in bytes.
 _MAX_LINE = 1 << 20
 
 
 class AgentFailed(RuntimeError):
-    """An agent that ended otherwise than by returning: its group is not trained on."""
+    """An agent raised, was killed or made no calls: its group is rejected."""
 
 
 class RemoteTraceback(RuntimeError):
-    """The traceback of an agent's error, as its process wrote it."""
+    """Traceback of an agent's error, formatted in its process."""
 
 
 class AgentWorkerDied(RuntimeError):
-    """The process in which an agent ran has ended."""
+    """The worker process of an agent has ended."""
 
     def __init__(self, message: str, *, was_alone: bool) -> None:
-        """Args: was_alone: no other agent can be the cause."""
+        """Create the error.
+
+        Args:
+            message: text of the error.
+            was_alone: whether the agent was alone in its worker, so that no other can be the cause.
+        """
         super().__init__(message)
         self.was_alone = was_alone
 
 
 class WorkerBlocked(AgentWorkerDied):
-    """Another agent blocks the process in which an agent ran."""
+    """Another agent blocks an agent's worker process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Agents:
-    """Let `num_samples` agents work on a task, each in a session of its own; what the policy said
-    in them becomes samples.
+    """Runs `num_samples` agents on a task, each in its own session, and makes samples of their
+    calls.
 
-    A reward belongs to all of an agent's calls. One that returns none has its last answer
-    graded."""
+    All calls of an agent share its reward. If an agent returns None, its last answer is graded.
+    """
 
     tokenizer: Tokenizer
     num_samples: int
     rewards: RewardConfig
     host: Runner
-    # A place for each agent at work, given in order of asking; each has a deadline once it has one.
-    # Those of an evaluation are not those of training, whose agents may hold theirs until the
-    # evaluation lets newer weights come.
-    places: asyncio.Semaphore
+    # Bounds concurrent agents, first come, first served; an agent's deadline starts once it runs.
+    # Evaluations have their own semaphore: training's agents may wait until a pinned evaluation
+    # releases the weights.
+    slots: asyncio.Semaphore
     export: Export = "concatenated"
 
     async def __call__(self, task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
         episodes = (self._episode(task, generate, grader) for _ in range(self.num_samples))
-        return tuple(sample for episode in await side_by_side(episodes) for sample in episode)
+        return tuple(sample for episode in await gather_graded(episodes) for sample in episode)
 
     async def _episode(self, task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
-        async with self.places:
-            found, sampled = await self.host.run(task, generate)
+        async with self.slots:
+            result, sampled = await self.host.run(task, generate)
         calls = [Call(prompt, completion) for prompt, completion in sampled]
         if not calls:
-            raise AgentFailed(f"the agent on task {task.id} has ended without a call of the policy")
-        if found is None:
+            raise AgentFailed(
+                f"the agent on task {task.id} failed: expected a call of the policy, found none"
+            )
+        if result is None:
             grade = await grade_answer(
                 task, grader, self.tokenizer.decode(calls[-1].completion.tokens)
             )
         else:
             try:
-                kind, score = graded(found, self.rewards.scale)
+                kind, score = graded(result, self.rewards.scale)
             except (TypeError, ValueError) as error:
-                raise AgentFailed(f"what the agent on task {task.id} returned: {error}") from None
+                raise AgentFailed(f"result of the agent on task {task.id}: {error}") from None
             grade = RewardResult(kind, score=score)
         reward = grade.to_reward(self.rewards.correct, self.rewards.wrong, self.rewards.no_answer)
         return make_samples(calls, [reward] * len(calls), grade.kind, export=self.export)
@@ -124,41 +129,53 @@ SampledTokens = tuple[tuple[Int32[np.ndarray, "P"], Completion], ...]
 
 @runtime_checkable
 class Runner(Protocol):
-    """Whoever runs agents."""
+    """Runs agents."""
 
     async def run(self, task: Task, generate: Generate) -> tuple[object, SampledTokens]:
-        """Let an agent work on a task; what it says it is worth, and the calls that it made."""
+        """Run an agent on a task; return its result and its calls."""
         ...
 
 
 class AgentHost:
-    """Runs agents, of training and of evaluations."""
+    """Runs the agents of training and evaluations."""
 
     def __init__(self, config: Agent, sessions: Sessions) -> None:
-        """ValueError unless there is one of function and command, and where no program is what the
-        command names."""
+        """Create a host.
+
+        Args:
+            config: settings of the agents.
+            sessions: serves the policy to them.
+
+        Raises:
+            ValueError: not exactly one of function and command is set, or the command is no
+                program.
+        """
         if (config.function is None) == (config.command is None):
             raise ValueError(
-                f"workflow.function={config.function} and workflow.command={config.command}: "
-                "expected one of them"
+                "expected one of workflow.function and workflow.command, found "
+                f"workflow.function={config.function} and workflow.command={config.command}"
             )
         self._config, self._sessions = config, sessions
         self._argv = [] if config.command is None else parse_command(config.command)
         self._workers = (
             None if config.function is None else Workers(config.function, config.stall_warning_s)
         )
-        # Deadlines of agents at work in training, and what was left of each when the clock was
+        # Deadlines of training's running agents, with the time left of each when its clock was
         # stopped.
         self._deadlines = dict[asyncio.Timeout, float]()
         self._num_paused = 0
 
     async def start(self) -> None:
-        """Load the function. ValueError where its file cannot be loaded, with its error."""
+        """Load the function.
+
+        Raises:
+            ValueError: the function cannot be loaded; the message holds its error.
+        """
         if self._workers is not None:
             await self._workers.start()
 
     async def close(self) -> None:
-        """End all agents, with all that they started."""
+        """Kill all agents and their descendants."""
         if self._workers is not None:
             await self._workers.close()
 
@@ -166,20 +183,22 @@ class AgentHost:
     def evaluating(self, *, holds: bool) -> Iterator[Runner]:
         """Yield the runner of an evaluation's agents.
 
-        Args: holds: the evaluation holds the weights, so that the clocks of training's agents stop
-            meanwhile."""
+        Args:
+            holds: whether the evaluation pins the weights; then the clocks of training's agents
+                stop meanwhile.
+        """
         if holds:
             self._num_paused += 1
             self._reschedule()
         try:
-            yield _OfEvaluation(self)
+            yield _EvaluationRunner(self)
         finally:
             if holds:
                 self._num_paused -= 1
                 self._reschedule()
 
     def _reschedule(self) -> None:
-        """Stop the clock of every agent in training, or let it go on."""
+        """Stop or restart the clocks of training's agents."""
         now_s = asyncio.get_running_loop().time()
         for deadline, left_s in self._deadlines.items():
             when_s = deadline.when()
@@ -205,21 +224,28 @@ class AgentHost:
                 self._deadlines.pop(deadline, None)
 
     async def run(self, task: Task, generate: Generate) -> tuple[object, SampledTokens]:
-        """Let an agent of training work on a task; what it says it is worth, and the calls that it
-        made.
+        """Run an agent of training on a task; return its result and its calls.
 
-        TimeoutError after workflow.timeout_s, in which no evaluation holds the weights.
-        AgentFailed, with the agent's own error as cause, where it fails; EngineStopped where that
-        is why."""
+        Raises:
+            TimeoutError: it ran for workflow.timeout_s, not counting pinned evaluations.
+            AgentFailed: it failed, with its own error as cause.
+            EngineStopped: the engine stopped, and the agent failed because of it.
+        """
         return await self.attempt(task, generate, is_held=True)
 
     async def attempt(
         self, task: Task, generate: Generate, *, is_held: bool
     ) -> tuple[object, SampledTokens]:
-        """`run`. Args: is_held: its clock stops while an evaluation holds the weights."""
+        """Run an agent, as `run` does.
+
+        Args:
+            task: the task.
+            generate: samples the session's calls.
+            is_held: whether its clock stops while an evaluation pins the weights.
+        """
         stopped = list[EngineStopped]()
 
-        async def watched(
+        async def generate_and_watch(
             prompt_tokens: Int32[np.ndarray, "P"], num_samples: int, **how: Any
         ) -> list[Completion]:
             try:
@@ -230,16 +256,16 @@ class AgentHost:
 
         deadline, is_alone, num_moves = None, False, 0
         while True:
-            async with self._sessions.open(watched) as session:
+            async with self._sessions.open(generate_and_watch) as session:
                 place = None
                 try:
                     if self._workers is not None:
-                        # Its clock does not run before there is a worker for it.
+                        # Its clock starts once it has a worker.
                         place = await self._workers.find(
                             is_alone=is_alone, may_move=num_moves < _MAX_MOVES
                         )
                     async with self._deadline(is_held=is_held) as deadline:
-                        found = await self._found(task, session, place)
+                        result = await self._run(task, session, place)
                 except TimeoutError as error:
                     if deadline is not None and deadline.expired():
                         line = (
@@ -257,30 +283,32 @@ class AgentHost:
                     ) from error
                 except AgentWorkerDied as error:
                     if not error.was_alone:
-                        # Another agent is the cause, or may be: again, in another process, or in
-                        # one of its own.
+                        # Another agent may be the cause: restart this one in another worker, alone
+                        # if its own worker died.
                         is_moved = isinstance(error, WorkerBlocked)
                         is_alone, num_moves = is_alone or not is_moved, num_moves + is_moved
                         continue
                     raise AgentFailed(f"the agent on task {task.id} failed: {error}") from error
-                except Exception as error:
+                except Exception as error:  # untrusted code: any error is the agent's failure
                     if stopped:
                         raise stopped[0] from error
-                    words = (
+                    text = (
                         str(error)
                         if isinstance(error.__cause__, RemoteTraceback)
                         else f"{type(error).__name__}: {error}"
                     )
-                    raise AgentFailed(f"the agent on task {task.id} failed: {words}") from error
-                return found, session.calls()
+                    raise AgentFailed(f"the agent on task {task.id} failed: {text}") from error
+                return result, session.calls()
 
-    async def _found(self, task: Task, session: Session, place: Place | None) -> Any:
-        given = (task, session.base_url, session.api_key)
+    async def _run(self, task: Task, session: Session, place: Place | None) -> Any:
+        arguments = (task, session.base_url, session.api_key)
         return await (
-            self._command(*given) if place is None else place.worker.run(place.number, *given)
+            self._run_command(*arguments)
+            if place is None
+            else place.worker.run(place.number, *arguments)
         )
 
-    async def _command(self, task: Task, base_url: str, api_key: str) -> Any:
+    async def _run_command(self, task: Task, base_url: str, api_key: str) -> Any:
         environment = {**os.environ, "OPENAI_BASE_URL": base_url, "OPENAI_API_KEY": api_key}
         async with guarded(*self._argv, env=environment) as process:
             output, _ = await process.communicate(json.dumps(asdict(task)).encode())
@@ -292,14 +320,14 @@ class AgentHost:
             return json.loads(last)
         except ValueError:
             raise ValueError(
-                "expected the last line of output to be a number from 0 to 1, or null, came "
-                f"{last[:100]!r}"
+                "workflow.command: expected a number from 0 to 1, or null, in the last line of "
+                f"output, found {last[:100]!r}"
             ) from None
 
 
 @dataclass(frozen=True, slots=True)
-class _OfEvaluation:
-    """Runs agents whose clocks never stop."""
+class _EvaluationRunner:
+    """Runs agents of an evaluation, whose clocks never stop."""
 
     _host: AgentHost
 
@@ -308,8 +336,8 @@ class _OfEvaluation:
 
 
 @asynccontextmanager
-async def guarded(*argv: str, **how: Any) -> AsyncIterator[asyncio.subprocess.Process]:
-    """A program that ends with the body, or with this process, and with it all that it started."""
+async def guarded(*argv: str, **options: Any) -> AsyncIterator[asyncio.subprocess.Process]:
+    """Run a program that is killed, with its descendants, when the body or this process ends."""
     lifeline, ours = os.pipe()
     try:
         process = await asyncio.create_subprocess_exec(
@@ -319,7 +347,7 @@ async def guarded(*argv: str, **how: Any) -> AsyncIterator[asyncio.subprocess.Pr
             pass_fds=(lifeline,),
             start_new_session=True,
             limit=_MAX_LINE,
-            **how,
+            **options,
         )
     except BaseException:
         os.close(ours)
@@ -330,49 +358,55 @@ async def guarded(*argv: str, **how: Any) -> AsyncIterator[asyncio.subprocess.Pr
         yield process
     finally:
         os.close(ours)
-        # Its end is that of all that it guards; a process that the kernel does not let end is left
-        # to it.
+        # The guard ends after all that it guards. A process stuck in the kernel is left to the
+        # guard.
         with suppress(TimeoutError):
             await asyncio.wait_for(process.wait(), CLOSE_TIMEOUT_S)
 
 
 class Place(NamedTuple):
-    """Where an agent runs."""
+    """An agent's worker and its number there."""
 
     worker: Worker
     number: int
 
 
 class Workers:
-    """The processes in which functions of agents run, several in each.
+    """Pool of worker processes that run agent functions.
 
-    An agent goes to the worker with the fewest agents among those that have run the first step of
-    each. Where there is none, agents block their workers, and a new one is started, up to
-    MAX_WORKERS."""
+    An agent goes to the least loaded worker that is not blocked by an agent's first step. If there
+    is none, a new worker is started, up to MAX_WORKERS.
+    """
 
     def __init__(self, function: str, stall_s: float) -> None:
         self._function, self._stall_s = function, stall_s
         self._workers = list[Worker]()
         self._changed = asyncio.Event()
-        """Set when a worker may take an agent, and cleared by whoever looks."""
+        """Set when a worker may take an agent; the waiter clears it."""
         self._numbers = count()
         self._starting = asyncio.Lock()
         self._closed = False
 
     async def start(self) -> None:
-        """Start the first. ValueError where the function cannot be loaded."""
+        """Start the first worker.
+
+        Raises:
+            ValueError: the function cannot be loaded.
+        """
         await self._add()
 
     async def close(self) -> None:
-        """End all."""
+        """Kill all workers."""
         self._closed = True
         await asyncio.gather(*(worker.close() for worker in self._workers))
 
     async def find(self, *, is_alone: bool, may_move: bool) -> Place:
-        """Wait for a place, in which the agent has to run next.
+        """Wait for a free worker and reserve it for an agent, which must run there next.
 
-        Args: is_alone: no other agent shares the worker. may_move: the agent can start again where
-            another one blocks it."""
+        Args:
+            is_alone: whether no other agent may share the worker.
+            may_move: whether the agent may be restarted if another one blocks the worker.
+        """
         number = next(self._numbers)
         while True:
             self._workers = [worker for worker in self._workers if not worker.has_ended]
@@ -392,12 +426,12 @@ class Workers:
     async def _add(self) -> None:
         async with self._starting:
             if self._closed:
-                raise EngineStopped("the run's agents are closed")
+                raise EngineStopped("the agent host is closed")
             worker = Worker(self._changed)
             self._workers.append(worker)
             try:
                 await worker.start(self._function, self._stall_s)
-            except BaseException:
+            except BaseException:  # also on cancellation: no process may stay behind
                 await worker.close()
                 raise
         self._changed.set()
@@ -405,14 +439,16 @@ class Workers:
 
 @dataclass(slots=True, eq=False)
 class Worker:
-    """One process, as its host sees it."""
+    """Host's view of one worker process."""
 
     _changed: asyncio.Event
     agents: dict[int, asyncio.Future[Any]] = field(default_factory=dict)
-    """By number: what each that is at work returns."""
+    """Results of the running agents, by number."""
     _tasks: dict[int, str] = field(default_factory=dict)
-    _asked: dict[int, asyncio.Future[str]] = field(default_factory=dict)
-    # The agent whose first step is not done, and since when.
+    """Task ids, by number."""
+    _cancel_lines: dict[int, asyncio.Future[str]] = field(default_factory=dict)
+    """Lines at which cancelled agents stood, by number."""
+    # The agent whose first step is not done, and the start of the step.
     _stepping: tuple[int, float] | None = None
     _is_ready: bool = False
     _is_alone: bool = False
@@ -423,10 +459,10 @@ class Worker:
     _process: asyncio.subprocess.Process | None = None
     _serving: asyncio.Task[None] | None = None
     _stop: asyncio.Event = field(default_factory=asyncio.Event)
-    _later: set[asyncio.Task[None]] = field(default_factory=set)
+    _background: set[asyncio.Task[None]] = field(default_factory=set)
 
     def is_free(self, *, alone: bool) -> bool:
-        """Whether an agent may start here."""
+        """Return whether an agent may start here."""
         is_open = (
             self._is_ready
             and not self._is_retired
@@ -437,7 +473,8 @@ class Worker:
 
     @property
     def is_stepping(self) -> bool:
-        """Whether it may be free in a moment."""
+        """Whether an agent's first step is within its limit, so that the worker may soon be
+        free."""
         now_s = asyncio.get_running_loop().time()
         return (
             self._stepping is not None
@@ -446,7 +483,7 @@ class Worker:
         )
 
     def take(self, number: int, *, is_alone: bool, may_move: bool) -> None:
-        """Give a place to an agent."""
+        """Reserve the worker for an agent's first step."""
         if may_move:
             self._movable.add(number)
         loop = asyncio.get_running_loop()
@@ -454,56 +491,63 @@ class Worker:
         self._stepping, self._is_alone = (number, loop.time()), is_alone
 
     async def start(self, function: str, stall_s: float) -> None:
-        """Start the process. ValueError where it cannot load the function."""
+        """Start the process.
+
+        Raises:
+            ValueError: it cannot load the function.
+        """
         ready = asyncio.get_running_loop().create_future()
         self._serving = asyncio.create_task(self._serve(ready, function, stall_s))
         try:
             await asyncio.wait_for(ready, LOAD_TIMEOUT_S)
         except TimeoutError:
-            raise ValueError(f"loading it has not ended within {LOAD_TIMEOUT_S:g} s") from None
+            raise ValueError(f"loading it did not end within {LOAD_TIMEOUT_S:g} s") from None
         self._is_ready = True
 
     async def close(self) -> None:
-        """End the process with all that it started."""
+        """Kill the process and its descendants."""
         self._stop.set()
         if self._serving is not None:
             await asyncio.gather(self._serving, return_exceptions=True)
-        for task in self._later:
+        for task in self._background:
             task.cancel()
 
     async def run(self, number: int, task: Task, base_url: str, api_key: str) -> Any:
-        """What the agent returns; it has a place."""
+        """Run an agent for which `take` reserved the worker; return its result."""
         self._tasks[number] = task.id
-        ended = self.agents[number]
+        result = self.agents[number]
         try:
             self._send("start", number, task, base_url, api_key)
-            return await ended
+            return await result
         except (asyncio.CancelledError, WorkerBlocked):
-            # It is at work until it says that it has ended.
+            # It counts as running until the worker reports its end.
             if not self.has_ended:
                 self._cancelled.add(number)
-                self._asked[number] = asyncio.get_running_loop().create_future()
+                self._cancel_lines[number] = asyncio.get_running_loop().create_future()
                 self._send("cancel", number)
-                self._in_a_while(self._end_cancelled(number))
+                self._run_in_background(self._end_cancelled(number))
             raise
 
     async def retire_after(self, number: int) -> str:
-        """Take no more agents, and end as soon as no other is at work. Returns the line at which
-        the agent stands."""
+        """Retire the worker: it takes no more agents and ends once no other runs.
+
+        Returns:
+            The line at which the cancelled agent stood; empty if unknown.
+        """
         line = ""
-        if (asked := self._asked.get(number)) is not None:
+        if (reply := self._cancel_lines.get(number)) is not None:
             with suppress(TimeoutError):
-                line = await asyncio.wait_for(asked, _CANCEL_S)
+                line = await asyncio.wait_for(reply, _CANCEL_S)
         self._retire()
         return line
 
     async def _end_cancelled(self, number: int) -> None:
         await asyncio.sleep(_CANCEL_S)
-        self._asked.pop(number, None)
+        self._cancel_lines.pop(number, None)
         if number in self.agents:
             self._retire()
             if self._stepping is not None:
-                # It blocks the loop in which the others wait: they start again elsewhere.
+                # It blocks the event loop of the other agents, which restart in another worker.
                 self._stop.set()
 
     def _retire(self) -> None:
@@ -512,10 +556,10 @@ class Worker:
         if self.agents.keys() <= self._cancelled:
             self._stop.set()
 
-    def _in_a_while(self, work: Any) -> None:
+    def _run_in_background(self, work: Any) -> None:
         task = asyncio.create_task(work)
-        self._later.add(task)
-        task.add_done_callback(self._later.discard)
+        self._background.add(task)
+        task.add_done_callback(self._background.discard)
 
     def _send(self, *message: Any) -> None:
         if (
@@ -541,11 +585,11 @@ class Worker:
                 for task in (reading, stopped):
                     task.cancel()
                 if not killed:
-                    # Its output has ended, and so does the process: how, its guard says.
+                    # Its output has closed, so the process is ending; the guard reports its status.
                     with suppress(TimeoutError):
                         await asyncio.wait_for(process.wait(), CLOSE_TIMEOUT_S)
-            how = (
-                "it was ended with another agent"
+            cause = (
+                "its worker was killed because of another agent"
                 if killed
                 else f"its process ended with {ending(process.returncode or 0)}"
             )
@@ -559,7 +603,7 @@ class Worker:
         working = {number: future for number, future in self.agents.items() if not future.done()}
         was_alone = len(working) == 1 and not killed
         for future in working.values():
-            future.set_exception(AgentWorkerDied(how, was_alone=was_alone))
+            future.set_exception(AgentWorkerDied(cause, was_alone=was_alone))
 
     async def _read(self, ready: asyncio.Future[None]) -> None:
         assert self._process is not None and self._process.stdout is not None
@@ -580,20 +624,17 @@ class Worker:
             case "ended":
                 self._end(message["number"], message)
             case "cancelling" if (
-                asked := self._asked.get(message["number"])
-            ) is not None and not asked.done():
-                asked.set_result(message["where"])
+                reply := self._cancel_lines.get(message["number"])
+            ) is not None and not reply.done():
+                reply.set_result(message["where"])
             case "blocked":
                 name = (
                     "an agent" if number is None else f"the agent on task {self._tasks.get(number)}"
                 )
-                # The next agents go elsewhere until it is free again.
+                # New agents go to other workers until this one is free.
                 self._stepping = self._stepping or (-1, -math.inf)
                 logger.warning(
-                    (
-                        "%s has blocked its event loop for %.1f s, and the %d agents that share it "
-                        "wait: %s"
-                    ),
+                    "event loop blocked: %s for %.1f s, %d other agents wait, at %s",
                     *(name, message["seconds"], len(self.agents) - 1, message["where"]),
                 )
                 for other in (
@@ -604,12 +645,12 @@ class Worker:
                             WorkerBlocked("another agent blocks its process", was_alone=False)
                         )
             case "unblocked":
-                logger.warning("the event loop of agents goes on after %.1f s", message["seconds"])
+                logger.warning("event loop of agents unblocked after %.1f s", message["seconds"])
                 if self._stepping is not None and self._stepping[0] == -1:
                     self._stepping = None
                 self._changed.set()
 
-    def _end(self, number: int, ended: Mapping[str, Any]) -> None:
+    def _end(self, number: int, message: Mapping[str, Any]) -> None:
         future = self.agents.pop(number, None)
         self._tasks.pop(number, None)
         self._cancelled.discard(number)
@@ -623,17 +664,20 @@ class Worker:
         self._changed.set()
         if future is None or future.done():
             return
-        if "error" in ended:
-            error = AgentFailed(ended["error"])
-            error.__cause__ = RemoteTraceback(ended["trace"])
+        if "error" in message:
+            error = AgentFailed(message["error"])
+            error.__cause__ = RemoteTraceback(message["trace"])
             future.set_exception(error)
         else:
-            future.set_result(ended["found"])
+            future.set_result(message["result"])
 
 
 def parse_command(command: str) -> list[str]:
-    """The words of workflow.command. ValueError where the first of them is no program that can be
-    run here."""
+    """Split workflow.command into arguments.
+
+    Raises:
+        ValueError: its first word is no program that can be run here.
+    """
     try:
         argv = shlex.split(command)
     except ValueError as error:
@@ -641,6 +685,6 @@ def parse_command(command: str) -> list[str]:
     if not argv or shutil.which(argv[0]) is None:
         program = argv[0] if argv else "nothing"
         raise ValueError(
-            f"workflow.command={command}: expected a program that can be run, came {program}"
+            f"workflow.command={command}: expected a program on the PATH, found {program}"
         )
     return argv

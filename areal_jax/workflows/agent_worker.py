@@ -1,10 +1,10 @@
-"""python -m areal_jax.workflows.agent_worker FILE.py:NAME STALL_S: a process in which functions of
-agents run.
+"""python -m areal_jax.workflows.agent_worker FILE.py:NAME STALL_S: a process that runs agent
+functions.
 
 Async functions share the event loop of the main thread, so that they can share a client; other
-functions have a thread each. It reads pickled messages on its standard input and answers each with
-a line of JSON on its standard output; what agents print goes to standard error. A watchdog names
-the line at which an agent holds up the loop.
+functions have a thread each. The worker reads pickled messages on standard input and writes lines
+of JSON to standard output; agents' prints go to standard error. A watchdog reports the line at
+which an agent blocks the event loop.
 """
 
 from __future__ import annotations
@@ -31,20 +31,21 @@ from areal_jax.records import Task
 from areal_jax.rewards.functions import graded, load_function
 
 MAX_TEXT = 16_000
-"""Characters of an error that are sent."""
+"""Maximum length of an error message or traceback, in characters."""
 
 _PERIOD_S = 0.5
 
 
 class Channel:
-    """Lines to the host. Any thread writes them; a process that an agent has forked writes none."""
+    """Writes messages to the host, from any thread, but not from a process that an agent
+    forked."""
 
     def __init__(self, out: int) -> None:
         self._out, self._pid, self._lock = out, os.getpid(), threading.Lock()
 
     def send(self, **message: Any) -> None:
-        """Send a message whole. A forked copy of the worker ends here instead: its agent runs in
-        the worker."""
+        """Send a message. A forked copy of the worker exits instead: its agent runs in the
+        worker."""
         if os.getpid() != self._pid:
             os._exit(0)
         line = memoryview(json.dumps(message).encode() + b"\n")
@@ -54,8 +55,8 @@ class Channel:
 
 
 class Worker:
-    """Agents at work. Its loop runs in the main thread; a reader and a watchdog have threads of
-    their own."""
+    """Runs agents. Its event loop is in the main thread; reader and watchdog have their own
+    threads."""
 
     def __init__(self, function: Callable[..., Any], channel: Channel, stall_s: float) -> None:
         self._function, self._channel, self._stall_s = function, channel, stall_s
@@ -68,14 +69,14 @@ class Worker:
         self._names = dict[int, str]()
 
     def run(self, source: BinaryIO) -> None:
-        """Run agents until the host closes its end."""
+        """Run agents until the host closes the channel."""
         threading.Thread(target=self._read, args=(source,), name="reader", daemon=True).start()
         if self._is_async:
             threading.Thread(target=self._watch, name="watchdog", daemon=True).start()
         asyncio.set_event_loop(self._loop)
         while True:
-            # A task of an agent's own that raises one of these has it as its outcome too; the
-            # others go on.
+            # An agent's task that raises one of these reports it as its failure; the other agents
+            # continue.
             with suppress(SystemExit, KeyboardInterrupt):
                 self._loop.run_forever()
 
@@ -98,42 +99,42 @@ class Worker:
 
     def _start(self, number: int, task: Task, base_url: str, api_key: str) -> None:
         self._tasks[number] = self._loop.create_task(
-            self._worked(number, self._function(task, base_url, api_key))
+            self._run_agent(number, self._function(task, base_url, api_key))
         )
-        # Called after the agent's first step: an agent that blocks in it holds this up too.
+        # Runs after the agent's first step, so that an agent that blocks in it delays this.
         self._loop.call_soon(lambda: self._channel.send(kind="started", number=number))
 
-    async def _worked(self, number: int, agent: Awaitable[Any]) -> None:
+    async def _run_agent(self, number: int, agent: Awaitable[Any]) -> None:
         try:
-            ended = _outcome(await agent)
-        except BaseException as error:  # whatever an agent raises is its own failure
-            ended = _failure(error)
+            outcome = _outcome(await agent)
+        except BaseException as error:  # untrusted code: any error is the agent's failure
+            outcome = _failure(error)
         self._tasks.pop(number, None)
-        self._end(number, ended)
+        self._end(number, outcome)
 
     def _start_thread(self, number: int, task: Task, base_url: str, api_key: str) -> None:
         def work() -> None:
             self._threads[number] = threading.get_ident()
             try:
-                ended = _outcome(self._function(task, base_url, api_key))
-            except BaseException as error:  # whatever an agent raises is its own failure
-                ended = _failure(error)
+                outcome = _outcome(self._function(task, base_url, api_key))
+            except BaseException as error:  # untrusted code: any error is the agent's failure
+                outcome = _failure(error)
             self._threads.pop(number, None)
-            self._end(number, ended)
+            self._end(number, outcome)
 
         threading.Thread(target=work, name=f"agent on task {task.id}", daemon=True).start()
         self._channel.send(kind="started", number=number)
 
-    def _end(self, number: int, ended: Mapping[str, Any]) -> None:
+    def _end(self, number: int, outcome: Mapping[str, Any]) -> None:
         self._names.pop(number, None)
-        self._channel.send(kind="ended", number=number, **ended)
+        self._channel.send(kind="ended", number=number, **outcome)
 
     def _cancel(self, number: int) -> None:
         if (task := self._tasks.get(number)) is not None:
             task.cancel()
 
     def _where(self, number: int) -> str:
-        """The line at which an agent stands."""
+        """Return the line that an agent executes or awaits."""
         thread, task = self._threads.get(number), self._tasks.get(number)
         if thread is not None:
             return _line(sys._current_frames().get(thread))
@@ -141,7 +142,7 @@ class Worker:
             return ""
         if asyncio.current_task(self._loop) is task:
             return _line(sys._current_frames().get(self._main))
-        # A coroutine that waits knows the one that it waits for.
+        # Follow the chain of awaited coroutines.
         coroutine, frames = task.get_coro(), list[FrameType]()
         while (frame := getattr(coroutine, "cr_frame", None)) is not None:
             frames.append(frame)
@@ -149,59 +150,58 @@ class Worker:
         return next((_line(frame) for frame in reversed(frames) if not _is_ours(frame)), "")
 
     def _watch(self) -> None:
-        """Tell of a loop that does not come around within `stall_s`, and when it does again."""
-        is_blocked, came, requested_s = False, threading.Event(), time.monotonic()
-        self._loop.call_soon_threadsafe(came.set)
+        """Report an event loop that is blocked for more than `stall_s`, and its recovery."""
+        is_blocked, is_alive, requested_s = False, threading.Event(), time.monotonic()
+        self._loop.call_soon_threadsafe(is_alive.set)
         while True:
-            # Where an agent holds the interpreter itself no thread runs, this one neither: then
-            # this writes where.
+            # If an agent holds the interpreter lock, no thread runs, not even this one; then
+            # faulthandler writes the traceback.
             faulthandler.dump_traceback_later(2 * self._stall_s, file=sys.__stderr__ or 2)
-            if came.wait(_PERIOD_S):
+            if is_alive.wait(_PERIOD_S):
                 if is_blocked:
                     self._channel.send(kind="unblocked", seconds=time.monotonic() - requested_s)
                 is_blocked = False
                 time.sleep(_PERIOD_S)
-                came.clear()
+                is_alive.clear()
                 requested_s = time.monotonic()
-                self._loop.call_soon_threadsafe(came.set)
+                self._loop.call_soon_threadsafe(is_alive.set)
             elif not is_blocked and (seconds := time.monotonic() - requested_s) > self._stall_s:
                 is_blocked = True
                 running = asyncio.current_task(self._loop)
-                found = next(
+                agent = next(
                     (number for number, task in list(self._tasks.items()) if task is running), None
                 )
                 where = _line(sys._current_frames().get(self._main))
-                self._channel.send(kind="blocked", number=found, seconds=seconds, where=where)
+                self._channel.send(kind="blocked", number=agent, seconds=seconds, where=where)
 
 
-def _outcome(found: Any) -> dict[str, Any]:
-    """What an agent has returned: a number, or None. TypeError for anything else."""
+def _outcome(result: Any) -> dict[str, Any]:
+    """Return the message part of an agent's result, a number or None; TypeError for others."""
     return {
-        "found": found
-        if found is None or type(found) in (bool, int, float)
-        else graded(found, "raw")[1]
+        "result": result
+        if result is None or type(result) in (bool, int, float)
+        else graded(result, "raw")[1]
     }
 
 
 def _failure(error: BaseException) -> dict[str, Any]:
-    """An agent's error in words. What else would end more than the agent is said as the agent's
-    failure."""
-    words = f"{type(error).__name__}: {error}"
+    """Return the message part of an agent's error; exits count as errors of the agent."""
+    text = f"{type(error).__name__}: {error}"
     if isinstance(error, SystemExit | KeyboardInterrupt | asyncio.CancelledError | GeneratorExit):
-        words = f"RuntimeError: expected it to return, it raised {type(error).__name__}({error})"
+        text = f"RuntimeError: expected it to return, it raised {type(error).__name__}({error})"
     return {
-        "error": words[:MAX_TEXT],
+        "error": text[:MAX_TEXT],
         "trace": "".join(traceback.format_exception(error))[-MAX_TEXT:],
     }
 
 
 def _is_ours(frame: FrameType) -> bool:
-    """Whether a line is Python's, a library's or the worker's, and not the agent's."""
+    """Return whether a frame belongs to Python, a library or the worker, not to the agent."""
     return frame.f_code.co_filename.startswith((str(Path(__file__)), sys.base_prefix, sys.prefix))
 
 
 def _line(frame: FrameType | None) -> str:
-    """The innermost line of the agent, and the function in which it is."""
+    """Format the agent's innermost line with its function."""
     innermost = frame
     while frame is not None and _is_ours(frame):
         frame = frame.f_back
@@ -213,17 +213,17 @@ def _line(frame: FrameType | None) -> str:
 
 
 def main() -> None:
-    """Run the command line."""
+    """Run the worker of the command line."""
     source, channel = os.fdopen(os.dup(0), "rb"), Channel(os.dup(1))
-    nowhere = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nowhere, 0)
+    null = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(null, 0)
     os.dup2(2, 1)
-    # Where memory runs out, an agent that leaks goes before the trainer.
+    # If memory runs out, the kernel kills an agent that leaks before the trainer.
     with suppress(OSError):
         Path("/proc/self/oom_score_adj").write_text("1000")
     try:
         function = load_function(sys.argv[1])
-    except BaseException as error:  # whatever untrusted file raises
+    except BaseException as error:  # untrusted code: any error of the user's file
         channel.send(kind="unloadable", error=f"{type(error).__name__}: {error}"[:MAX_TEXT])
         os._exit(1)
     channel.send(kind="ready")

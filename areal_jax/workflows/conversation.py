@@ -1,9 +1,8 @@
-"""A trajectory of several calls of the policy, token for token, and the samples that are made of
-it.
+"""Trajectories of several calls of the policy, and their samples.
 
-Nothing is ever decoded and encoded again: what a policy is given next is what it was given before,
-what it drew, and what the chat template puts behind that. So the tokens that are trained on are the
-tokens that were sampled, odd ones too, whatever a template would make of earlier turns.
+Token-in/token-out, no re-tokenization: the next prompt is the last prompt, the sampled tokens, and
+the chat template's tokens of the new messages. The tokens in the loss are the sampled tokens, even
+where the chat template would render earlier turns differently.
 """
 
 from __future__ import annotations
@@ -27,35 +26,38 @@ from areal_jax.records import (
 )
 
 Export: TypeAlias = Literal["concatenated", "per_call"]
-"""What becomes a sample: calls that resume from one another together, or every call alone. Each
-sampled token is trained on once either way, after the same tokens, so that a mean over tokens has
-the same gradient if their advantages are the same."""
+"""Samples of a trajectory: calls that extend one another together, or each call alone.
+
+Either way each sampled token is trained on once, with the same prefix, so that a mean over tokens
+has the same gradient for the same advantages.
+"""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Call:
-    """One call of the policy: what it was given, and what it drew."""
+    """Prompt and completion of one call of the policy."""
 
     prompt: Int32[np.ndarray, "P"]
     completion: Completion
 
     @property
     def tokens(self) -> Int32[np.ndarray, "T"]:
-        """Both, one after the other."""
+        """Prompt and completion, concatenated."""
         return np.concatenate([self.prompt, self.completion.tokens])
 
     def follows(self, other: Call) -> bool:
-        """Whether it was given all of another call, and went on from there."""
-        before = other.tokens
-        return np.array_equal(self.prompt[: len(before)], before)
+        """Return whether the prompt starts with all tokens of another call."""
+        prefix = other.tokens
+        return np.array_equal(self.prompt[: len(prefix)], prefix)
 
 
 def build_next_prompt(
     tokenizer: Tokenizer, call: Call, messages: Sequence[Message]
 ) -> Int32[np.ndarray, "P"]:
-    """What the policy is given after a call: all that was, and the messages that answer it.
+    """Build the prompt after a call: its tokens, followed by messages that answer it.
 
-    The token that ends a turn that was cut is context."""
+    The stop token of a truncated turn is added as context.
+    """
     answer = with_stop_token(call.completion.tokens, tokenizer.stop_token_ids)
     return np.concatenate([call.prompt, answer, tokenizer.render_next(messages)])
 
@@ -68,11 +70,14 @@ def make_samples(
     export: Export = "concatenated",
     stop_reason: StopReason | None = None,
 ) -> tuple[Sample, ...]:
-    """The samples that hold what was sampled in the calls, in their order, each token once.
+    """Make samples of calls, in order, with each sampled token once.
 
     Args:
-        rewards: one for each call; a sample of several calls has that of its last.
-        stop_reason: of the trajectory; None: a sample's is that of its last call.
+        calls: calls of one trajectory.
+        rewards: reward of each call; a sample of several calls gets that of its last.
+        grade: grade of the trajectory.
+        export: how calls are combined.
+        stop_reason: stop reason of the trajectory; None: that of a sample's last call.
     """
     chains = (
         chain_calls(calls)
@@ -86,9 +91,11 @@ def make_samples(
 
 
 def chain_calls(calls: Sequence[Call]) -> list[list[int]]:
-    """The places of calls that resume from one another, together. Where two resume from the same
-    call, the first does so in its chain, and the other begins one, in which all before it is
-    context."""
+    """Group the indices of calls that extend one another.
+
+    If two calls extend the same call, the first continues its chain, and the second begins a chain,
+    in which all earlier tokens are context.
+    """
     chains = list[list[int]]()
     for number, call in enumerate(calls):
         chain = next((chain for chain in chains if call.follows(calls[chain[-1]])), None)
@@ -102,7 +109,7 @@ def chain_calls(calls: Sequence[Call]) -> list[list[int]]:
 def _sample(
     chain: Sequence[Call], reward: float, grade: ResultKind, stop_reason: StopReason | None
 ) -> Sample:
-    """All of the last call's tokens; trained on is what the calls drew, stop tokens among it."""
+    """Make a sample of the last call's tokens, with all calls' completions in the loss mask."""
     tokens = chain[-1].tokens
     loss_mask, logp = np.zeros(len(tokens), np.bool_), np.zeros(len(tokens), np.float32)
     versions = np.full(len(tokens), NO_VERSION, np.int32)

@@ -1,4 +1,4 @@
-"""The workflow that an experiment chooses."""
+"""Construction of the configured workflow."""
 
 from __future__ import annotations
 
@@ -21,11 +21,20 @@ def make_workflow(
     tools: Tools,
     agents: Runner | None = None,
 ) -> Workflow:
-    """The workflow of an experiment, for training or evaluation.
+    """Create the workflow of an experiment, for training or evaluation.
 
-    Args: num_samples: of each task. max_prompt_tokens: the engine's limit. tools: who does what
-        tools are called for.
-    agents: who runs agents; needed for `Agent` alone."""
+    Args:
+        chosen: settings of the workflow.
+        tokenizer: the policy's tokenizer.
+        num_samples: samples per task.
+        rewards: rewards of correct and wrong answers.
+        max_prompt_tokens: the engine's limit.
+        tools: runs tools.
+        agents: runs agents; needed for `Agent` only.
+
+    Raises:
+        ValueError: the workflow is unknown, or agents are missing.
+    """
     match chosen:
         case config.SingleTurn():
             return single_turn.SingleTurn(tokenizer, num_samples, rewards)
@@ -62,11 +71,11 @@ def make_workflow(
             )
         case _:
             raise ValueError(
-                "expected SingleTurn, MultiTurn, ToolUse, or Agent with agents=, came "
+                "expected SingleTurn, MultiTurn, ToolUse, or Agent with agents=, found "
                 f"{type(chosen).__name__}"
             )
 
 
 def find_tools_config(chosen: config.WorkflowConfig) -> ToolsConfig | None:
-    """The tools that a workflow needs; None for none."""
+    """Return the settings of a workflow's tools; None if it has none."""
     return chosen.tools if isinstance(chosen, config.ToolUse) else None

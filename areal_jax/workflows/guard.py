@@ -1,10 +1,9 @@
-"""python -I -S guard.py LIFELINE PROGRAM [ARGUMENT ...]: run a program, and end with it everything
-that it started.
+"""python -I -S guard.py LIFELINE PROGRAM [ARGUMENT ...]: run a program, and kill everything that it
+started when it ends.
 
-The lifeline is a pipe of which the starter holds the other end. When the program ends, or the
-starter does, by whatever signal, the guard kills all processes that descend from it, those that
-became daemons too. It imports the standard library alone: it starts in milliseconds, and nothing
-that an agent does can hold it up.
+The lifeline is a pipe whose other end the parent holds. When the program or the parent ends, by any
+signal, the guard kills all its descendants, daemons included. It imports the standard library only:
+it starts in milliseconds, and no agent can block it.
 """
 
 from __future__ import annotations
@@ -23,34 +22,34 @@ _PAUSE_S = 0.01
 
 
 def main() -> None:
-    """Run the program of the command line, and end as it ends."""
+    """Run the program of the command line, and exit with its status or signal."""
     lifeline, argv = int(sys.argv[1]), sys.argv[2:]
     on_linux = sys.platform == "linux"
     libc = ctypes.CDLL(None)
     if on_linux:
-        # Orphans among the descendants become children of the guard, which finds them there.
+        # The guard becomes the parent of orphaned descendants, so that it finds them.
         libc.prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    woken, wake = os.pipe()
-    os.set_blocking(wake, False)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    wakeup_read, wakeup_write = os.pipe()
+    os.set_blocking(wakeup_write, False)
+    signal.set_wakeup_fd(wakeup_write, warn_on_full_buffer=False)
     for number in (signal.SIGCHLD, signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda *_: None)
     guard, stops = os.getpid(), list[int]()
     program = os.fork()
     if program == 0:
         _become(argv, guard, lifeline, libc if on_linux else None)
-    # The program's ends of its pipes are its own, so that their ends are seen.
-    nowhere = os.open(os.devnull, os.O_RDWR)
+    # Only the program holds its ends of the pipes, so that the parent sees them close.
+    null = os.open(os.devnull, os.O_RDWR)
     for standard in (0, 1):
-        os.dup2(nowhere, standard)
+        os.dup2(null, standard)
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, lambda number, _: stops.append(number))
     status = None
     while status is None and not stops:
-        readable, _, _ = select.select([lifeline, woken], [], [])
-        if woken in readable:
-            os.read(woken, 4096)
-        status = _reaped(program)
+        readable, _, _ = select.select([lifeline, wakeup_read], [], [])
+        if wakeup_read in readable:
+            os.read(wakeup_read, 4096)
+        status = _reap(program)
         if lifeline in readable:
             break
     _kill_descendants(guard, program)
@@ -86,29 +85,29 @@ def _become(argv: list[str], guard: int, lifeline: int, libc: ctypes.CDLL | None
         os._exit(127)
 
 
-def _reaped(program: int) -> int | None:
-    """Reap all children that have ended. Returns the program's status where it is one of them."""
+def _reap(program: int) -> int | None:
+    """Reap all ended children. Return the program's status if it is one of them."""
     status = None
     with suppress(ChildProcessError):
         while True:
-            pid, ended = os.waitpid(-1, os.WNOHANG)
+            pid, child_status = os.waitpid(-1, os.WNOHANG)
             if pid == 0:
                 break
             if pid == program:
-                status = ended
+                status = child_status
     return status
 
 
 def _kill_descendants(guard: int, program: int) -> None:
-    """Kill until there are none: one that is killed may have started another before."""
+    """Kill until there are none: a killed process may have started another one before."""
     with suppress(OSError):
         os.killpg(program, signal.SIGKILL)
     while True:
         for pid in _descendants(guard):
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
-        # One scan may miss whoever gets another parent meanwhile; while any lives, the guard has a
-        # child.
+        # One scan may miss processes whose parent changes meanwhile; while any lives, the guard has
+        # a child.
         try:
             while os.waitpid(-1, os.WNOHANG)[0]:
                 pass
@@ -118,12 +117,12 @@ def _kill_descendants(guard: int, program: int) -> None:
 
 
 def _descendants(root: int) -> list[int]:
-    """Processes that have not ended, by /proc; none where there is no such folder."""
+    """Return living descendants from /proc; none if there is no /proc."""
     parents = dict[int, int]()
     for name in os.listdir("/proc") if os.path.isdir("/proc/self") else ():
         with suppress(OSError, ValueError, IndexError):
             with open(f"/proc/{int(name)}/stat", "rb") as file:
-                # The name of a program, in brackets, may hold anything.
+                # The program's name, in brackets, may contain any character.
                 state, parent = file.read().rpartition(b")")[2].split()[:2]
             if state != b"Z":
                 parents[int(name)] = int(parent)

@@ -1,5 +1,4 @@
-"""What a workflow's prompts take of `engine.max_prompt_tokens`, computed from tasks before anything
-is sampled."""
+"""Prompt lengths of a workflow against `engine.max_prompt_tokens`, measured before any sampling."""
 
 from __future__ import annotations
 
@@ -14,49 +13,49 @@ from areal_jax.workflows.tool_use import announcement
 from areal_jax.workflows.turns import announced
 
 MAX_MEASURED = 4096
-"""So many tasks are measured, all where there are no more: a second's work."""
+"""Maximum number of tasks to measure, which takes about a second."""
 
 UNMEASURED_MARGIN = 1.25
-"""Where not all tasks are measured, a longer prompt than the longest of them may come."""
+"""Factor on the longest measured prompt if not all tasks are measured."""
 
 ROUNDED_TO = 64
-"""Limits that are found are multiples of this: another seed or a few more tasks then have the
-same."""
+"""Limits are rounded up to multiples of this, so that other seeds and a few more tasks give the
+same limit."""
 
 
 @dataclass(frozen=True)
 class LaterTurns:
-    """What a workflow puts behind an answer, and how often."""
+    """Prompts that a workflow builds after the first answer."""
 
     num: int
-    """Prompts at most that resume from an answer; 0: none."""
+    """Maximum number of later prompts."""
     least_tokens: int
-    """Tokens at least between an answer and the next one."""
+    """Minimum number of tokens between an answer and the next one."""
     most_tokens: int
-    """Tokens that they may well take."""
+    """Number of tokens to plan for between an answer and the next one."""
     setting: str
-    """Which sets how many there are."""
+    """Setting of the number of turns."""
     is_required: bool = True
-    """Whether the workflow is pointless without any."""
+    """Whether the workflow needs at least one later turn."""
 
 
 @dataclass(frozen=True)
 class Prompts:
-    """First prompts of tasks, as the workflow asks them."""
+    """Measured first prompts of tasks."""
 
     source: str
     """Setting that names the tasks."""
     num_tasks: int
     lengths: Sequence[int]
-    """Tokens of those that were measured."""
+    """Tokens of each measured prompt."""
     num_distinct: int
-    """Of those that were measured."""
+    """Number of distinct measured prompts."""
     num_unanswerable: int
-    """Of those that were measured: the answer alone is longer than `engine.max_new_tokens`."""
+    """Number of measured prompts whose reference answer is longer than `engine.max_new_tokens`."""
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest, with a margin where not all were measured."""
+        """Tokens of the longest prompt, with a margin if not all were measured."""
         longest = max(self.lengths, default=0)
         return (
             longest
@@ -64,8 +63,8 @@ class Prompts:
             else math.ceil(longest * UNMEASURED_MARGIN)
         )
 
-    def counted(self, num: int) -> str:
-        """So many of them, in words."""
+    def format_count(self, num: int) -> str:
+        """Format a number of the measured prompts."""
         of = "" if len(self.lengths) == self.num_tasks else f", measured of {self.num_tasks},"
         return f"{num} of {len(self.lengths)} prompts of {self.source}{of}"
 
@@ -79,11 +78,16 @@ def measure_prompts(
     max_new_tokens: int,
     is_boxed: bool,
 ) -> Prompts:
-    """Render the first prompts of tasks, of evenly spaced ones where there are many.
+    """Measure the first prompts of at most MAX_MEASURED evenly spaced tasks.
 
     Args:
-        is_boxed: whether mathematics is graded by what stands in a box, so that no shorter answer
-            can be right.
+        tokenizer: the policy's tokenizer.
+        source: setting that names the tasks.
+        tasks: the tasks.
+        workflow: settings of the workflow.
+        max_new_tokens: token budget of an answer.
+        is_boxed: whether answers must be in a box, so that a correct answer cannot be shorter than
+            the boxed reference.
     """
     num = min(len(tasks), MAX_MEASURED)
     measured = [tasks[number * len(tasks) // num] for number in range(num)]
@@ -95,50 +99,51 @@ def measure_prompts(
     return Prompts(
         source,
         len(tasks),
-        [len(tokenizer.render(announced(task.prompt, system))) for task in measured],
+        [len(tokenizer.render(add_system_text(task.prompt, system))) for task in measured],
         len({task.prompt for task in measured}),
         unanswerable,
     )
 
 
 def system_message(workflow: WorkflowConfig) -> str:
-    """What the workflow tells the policy before all else."""
+    """Return the workflow's system message; empty if it has none."""
     if isinstance(workflow, ToolUse) and workflow.announce:
         return announcement(workflow.call_format, workflow.tools.names)
     return ""
 
 
 def later_turns(tokenizer: Tokenizer, workflow: WorkflowConfig) -> LaterTurns:
-    """What comes behind an answer. ValueError where the chat template cannot put it there."""
+    """Measure the prompts that follow an answer.
 
-    def tokens_of(role: str, text: str) -> int:
+    Raises:
+        ValueError: the chat template cannot append the workflow's messages.
+    """
+
+    def count_tokens(role: str, text: str) -> int:
         return len(tokenizer.render_next([Message(role, text)]))
 
     match workflow:
         case MultiTurn():
-            feedback = tokens_of("user", workflow.feedback)
+            feedback = count_tokens("user", workflow.feedback)
             return LaterTurns(workflow.max_turns - 1, feedback, feedback, "workflow.max_turns")
         case ToolUse():
             role, tools = workflow.call_format.result_role, workflow.tools
-            # Words of the length that a tool's output is cut to: what programs print and documents
-            # say. Sums are short.
+            # Text of the length that tool output is truncated to. A calculator's results are short.
             text = "a few words of text " * (tools.max_output_chars // 20)
             most = "1234567890.12345" if set(tools.names) == {"calculator"} else text
             return LaterTurns(
                 workflow.max_turns - 1,
-                tokens_of(role, "1"),
-                tokens_of(role, most),
+                count_tokens(role, "1"),
+                count_tokens(role, most),
                 "workflow.max_turns",
             )
         case Agent():
-            # What an agent says is its own affair; two lines are longer than most of it.
+            # An agent's messages are unknown; two lines are longer than most.
             try:
                 least, most = (
-                    tokens_of("user", text) for text in ("?", "a few words of text " * 8)
+                    count_tokens("user", text) for text in ("?", "a few words of text " * 8)
                 )
-            except (
-                ValueError
-            ):  # a template for one turn: such an agent's calls do not resume from one another
+            except ValueError:  # a single-turn template: the agent's calls never extend one another
                 return LaterTurns(0, 0, 0, "")
             return LaterTurns(
                 workflow.expected_calls - 1,
@@ -152,38 +157,41 @@ def later_turns(tokenizer: Tokenizer, workflow: WorkflowConfig) -> LaterTurns:
 
 
 def required_prompt_tokens(longest: int, turns: LaterTurns, max_new_tokens: int) -> int:
-    """The limit under which every turn fits: the first prompt, and for every later one the answer
-    before it, the token that ends it, and what is put behind."""
+    """Compute the prompt limit under which every turn fits.
+
+    It is the first prompt plus, for every later turn, the previous answer, its stop token and the
+    messages that follow.
+    """
     needed = longest + turns.num * (max_new_tokens + 1 + turns.most_tokens)
     return max(1, math.ceil(needed / ROUNDED_TO)) * ROUNDED_TO
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What prompts and answers may take, in tokens."""
+    """Limits of prompts and answers, in tokens."""
 
     max_prompt_tokens: int
     max_new_tokens: int
     positions: int
-    """Of the policy: no sequence is longer."""
+    """Maximum sequence length of the policy."""
 
     def remedy(self, longest: int, turns: LaterTurns) -> str:
-        """What to set so that all turns fit."""
+        """Return which settings to change so that all turns fit."""
         needed = required_prompt_tokens(longest, turns, self.max_new_tokens)
         if needed + self.max_new_tokens <= self.positions:
             return f"set engine.max_prompt_tokens={needed}, or to 0"
         settings = " or ".join(filter(None, ("engine.max_new_tokens", turns.setting)))
         return (
-            f"all of it needs {needed}, and the policy has {self.positions} positions: lower "
-            f"{settings}, or shorten prompts"
+            f"all turns need {needed} prompt tokens, and the policy has {self.positions} "
+            f"positions; lower {settings}, or shorten prompts"
         )
 
 
 def refused_prompts(prompts: Prompts, turns: LaterTurns, limits: Limits) -> Iterator[str]:
-    """What can never work under these limits, each in a sentence with the setting that would do."""
+    """Yield errors: prompts that never fit these limits, with the setting to change."""
     shortest, remedy = min(prompts.lengths), limits.remedy(prompts.longest, turns)
     limit = f"engine.max_prompt_tokens={limits.max_prompt_tokens}"
-    # An answer has a token at least, and one that ends it.
+    # An answer has at least one token and a stop token.
     room = limits.max_prompt_tokens - shortest - turns.least_tokens - 2
     if shortest > limits.max_prompt_tokens:
         yield (
@@ -192,52 +200,49 @@ def refused_prompts(prompts: Prompts, turns: LaterTurns, limits: Limits) -> Iter
         )
     elif turns.num and turns.is_required and room < 0:
         yield (
-            f"{limit} leaves not enough resources for a second turn: a prompt of "
-            f"{prompts.source} has at least {shortest} tokens, and what "
-            f"follows its answer {turns.least_tokens}; {remedy}"
+            f"{limit} is too small for a second turn: a prompt of {prompts.source} has at least "
+            f"{shortest} tokens, and the messages after its answer {turns.least_tokens}; {remedy}"
         )
     if prompts.num_unanswerable == len(prompts.lengths):
         yield (
             f"engine.max_new_tokens={limits.max_new_tokens} is shorter than every answer to "
-            f"{prompts.source} in its box; "
-            "raise engine.max_new_tokens"
+            f"{prompts.source} in its box; raise engine.max_new_tokens"
         )
 
 
 def doubtful_prompts(prompts: Prompts, turns: LaterTurns, limits: Limits) -> Iterator[str]:
-    """What fails in part under these limits, with counts and the setting that would do."""
+    """Yield warnings: prompts that do not fit these limits, with counts and the setting to
+    change."""
     remedy, most = limits.remedy(prompts.longest, turns), limits.max_prompt_tokens
     limit = f"engine.max_prompt_tokens={most}"
     if too_long := sum(length > most for length in prompts.lengths):
         yield (
-            f"{prompts.counted(too_long)} are longer than {limit}, and are neither trained on "
-            f"nor answered; {remedy}"
+            f"{prompts.format_count(too_long)} are longer than {limit} and will be rejected; "
+            f"{remedy}"
         )
-    # An answer of full length, the token that ends it, and the least that follows.
+    # An answer of full length, its stop token, and the shortest messages after it.
     each = limits.max_new_tokens + 1 + turns.least_tokens
     for turn in range(1, turns.num + 1):
         if cut := sum(length <= most < length + turn * each for length in prompts.lengths):
             yield (
-                f"{prompts.counted(cut)} leave not enough resources under {limit} for turn "
-                f"{turn + 1} after answers of "
-                f"engine.max_new_tokens={limits.max_new_tokens}; {remedy}"
+                f"{prompts.format_count(cut)} do not fit {limit} in turn {turn + 1} after answers "
+                f"of engine.max_new_tokens={limits.max_new_tokens}; {remedy}"
             )
             break
     if prompts.num_unanswerable:
         yield (
-            f"{prompts.counted(prompts.num_unanswerable)} have answers longer than "
+            f"{prompts.format_count(prompts.num_unanswerable)} have answers longer than "
             f"engine.max_new_tokens={limits.max_new_tokens}; raise engine.max_new_tokens"
         )
 
 
 def too_few_tasks(prompts: Prompts, groups_per_batch: int, num_steps: int) -> Iterator[str]:
-    """Fewer different tasks than a batch has groups."""
+    """Yield a warning if there are fewer distinct tasks than groups in a batch."""
     if prompts.num_distinct < groups_per_batch:
         passes = num_steps * groups_per_batch / max(1, prompts.num_tasks)
         yield (
-            f"{prompts.source} has {prompts.num_distinct} different prompts for "
-            f"rollout.groups_per_batch={groups_per_batch}: "
-            f"every batch repeats them, and the run passes over its tasks {passes:,.0f} times; "
-            "add tasks, or set "
+            f"{prompts.source} has {prompts.num_distinct} distinct prompts for "
+            f"rollout.groups_per_batch={groups_per_batch}: every batch repeats them, and the run "
+            f"makes {passes:,.0f} epochs over its tasks; add tasks, or set "
             f"rollout.groups_per_batch={prompts.num_distinct}"
         )

@@ -1,4 +1,4 @@
-"""One question, several answers: the workflow of the paper's mathematics experiments."""
+"""Single-turn workflow: one prompt, several graded answers (AReaL's mathematics experiments)."""
 
 from __future__ import annotations
 
@@ -17,31 +17,38 @@ T = TypeVar("T")
 
 
 class GradingFailed(NotGraded):
-    """A reward call failed, which says nothing of the answer."""
+    """A reward call failed; the answer is not graded."""
 
 
 async def grade_answer(task: Task, grader: Grader, answer: str) -> RewardResult:
-    """The grade on an answer. GradingFailed where there is none."""
-    grade = await grader(task, answer)
-    if grade.failed:
-        raise GradingFailed(grade.detail)
-    return grade
+    """Grade an answer.
+
+    Raises:
+        GradingFailed: the reward call failed.
+    """
+    result = await grader(task, answer)
+    if result.failed:
+        raise GradingFailed(result.detail)
+    return result
 
 
-async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """What each returns. An error cancels the others, except NotGraded: whether one of them is
-    graded is still to be known."""
+async def gather_graded(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
+    """Run coroutines concurrently and return their results.
 
-    async def kept(each: Coroutine[Any, Any, T]) -> T | NotGraded:
+    An error cancels the others, except NotGraded: the others run on, so that the controller learns
+    whether any of them is graded.
+    """
+
+    async def catch_not_graded(each: Coroutine[Any, Any, T]) -> T | NotGraded:
         try:
             return await each
-        except Exception as error:
+        except Exception as error:  # re-raised, unless NotGraded, also inside a group
             if isinstance(failure := first_error(error), NotGraded):
                 return failure
             raise
 
     async with asyncio.TaskGroup() as group:
-        tasks = [group.create_task(kept(each)) for each in work]
+        tasks = [group.create_task(catch_not_graded(each)) for each in work]
     found = list[T]()
     for task in tasks:
         if isinstance(result := task.result(), NotGraded):
@@ -52,10 +59,10 @@ async def side_by_side(work: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
 
 @dataclass(frozen=True, slots=True)
 class SingleTurn:
-    """Draw `samples_per_group` answers to a task and grader them all at the same time.
+    """Samples `samples_per_group` answers to a task and grades them concurrently.
 
-    An answer cut at the token budget is graded like any other: its stop_reason says that it was
-    cut."""
+    Truncated answers are graded like any other; their stop_reason is `length`.
+    """
 
     tokenizer: Tokenizer
     samples_per_group: int
@@ -67,7 +74,7 @@ class SingleTurn:
             Call(prompt, completion)
             for completion in await generate(prompt, self.samples_per_group)
         ]
-        return tuple(await side_by_side(self._sample(task, grader, call) for call in calls))
+        return tuple(await gather_graded(self._sample(task, grader, call) for call in calls))
 
     async def _sample(self, task: Task, grader: Grader, call: Call) -> Sample:
         grade = await grade_answer(task, grader, self.tokenizer.decode(call.completion.tokens))

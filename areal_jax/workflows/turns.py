@@ -1,7 +1,6 @@
-"""Several turns: what the policy says is answered, by the user or by tools, until it has had its
-say.
+"""Multi-turn workflows: the user or tools reply to the policy's turns until its final answer.
 
-What differs between workflows of several turns is who answers, a `Reply`.
+Workflows of several turns differ in their `Reply`.
 """
 
 from __future__ import annotations
@@ -25,31 +24,34 @@ class ToolFailed(NotGraded):
     """A tool gave no result through no fault of the call."""
 
 
-class Answered(NamedTuple):
-    """What comes of a turn."""
+class TurnResult(NamedTuple):
+    """Reply to one turn of the policy."""
 
     messages: tuple[Message, ...] = ()
-    """What the policy is told next; none where it has had its say."""
+    """Messages for the policy's next turn; empty: the turn was the final answer."""
     grade: RewardResult | None = None
-    """On the turn, where it is known."""
+    """Grade of the turn, if it was graded."""
 
 
 @runtime_checkable
 class Reply(Protocol):
-    """Who answers a turn that is not the last. Deterministic, or what was sampled after it is
-    sampled again after a crash."""
+    """Replies to a turn that is not the last.
 
-    async def __call__(self, task: Task, said: str, grader: Grader) -> Answered: ...
+    It should be deterministic: after a crash, completions that follow another reply are sampled
+    again.
+    """
+
+    async def __call__(self, task: Task, text: str, grader: Grader) -> TurnResult: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Turns:
-    """Draw `num_samples` conversations on a task, each going on by itself, and grader what is said
-    last in each.
+    """Samples `num_samples` independent conversations on a task and grades the last turn of each.
 
-    A conversation ends where nobody answers, after `max_turns`, or before a prompt of more than
-    `max_prompt_tokens`; that one counts as truncated. A turn cut at the budget of new tokens is
-    answered like any other."""
+    A conversation ends if its reply has no messages, after `max_turns`, or before a prompt of more
+    than `max_prompt_tokens`; the latter counts as truncated. A turn truncated at max_new_tokens
+    gets a reply like any other.
+    """
 
     tokenizer: Tokenizer
     num_samples: int
@@ -58,33 +60,33 @@ class Turns:
     max_turns: int
     max_prompt_tokens: int
     turn_discount: float = 1.0
-    """Share of the reward above a wrong answer's that is left with every further turn."""
+    """Discount per further turn of the reward above that of a wrong answer."""
     announcement: str = ""
-    """What the system tells the policy before all else."""
+    """Text of the system message that describes the tools; empty: none."""
 
     async def __call__(self, task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
-        prompt = self.tokenizer.render(announced(task.prompt, self.announcement))
+        prompt = self.tokenizer.render(add_system_text(task.prompt, self.announcement))
         first = await generate(prompt, self.num_samples)
         return tuple(
-            await side_by_side(
+            await gather_graded(
                 self._converse(task, Call(prompt, each), generate, grader) for each in first
             )
         )
 
     async def _converse(self, task: Task, call: Call, generate: Generate, grader: Grader) -> Sample:
-        calls, answered, stop_reason = [call], Answered(), None
+        calls, result, stop_reason = [call], TurnResult(), None
         while len(calls) < self.max_turns:
-            answered = await self.reply(task, self._said(calls[-1].completion), grader)
-            if not answered.messages:
+            result = await self.reply(task, self._decode(calls[-1].completion), grader)
+            if not result.messages:
                 break
-            prompt = build_next_prompt(self.tokenizer, calls[-1], answered.messages)
+            prompt = build_next_prompt(self.tokenizer, calls[-1], result.messages)
             if len(prompt) > self.max_prompt_tokens:
                 stop_reason: StopReason | None = "length"
                 break
             (completion,) = await generate(prompt, 1)
             calls.append(Call(prompt, completion))
-            answered = Answered()
-        grade = answered.grade or await grade_answer(task, grader, self._said(calls[-1].completion))
+            result = TurnResult()
+        grade = result.grade or await grade_answer(task, grader, self._decode(calls[-1].completion))
         (sample,) = make_samples(
             calls,
             [self._reward(grade, len(calls))] * len(calls),
@@ -93,12 +95,12 @@ class Turns:
         )
         return sample
 
-    def _said(self, completion: Completion) -> str:
+    def _decode(self, completion: Completion) -> str:
         return self.tokenizer.decode(completion.tokens)
 
     def _reward(self, grade: RewardResult, num_turns: int) -> float:
-        """wrong + turn_discount^(turns - 1) (reward - wrong): no wrong answer gains by more turns,
-        whatever it is worth."""
+        """wrong + turn_discount^(turns - 1) (reward - wrong): a wrong answer never gains by more
+        turns."""
         wrong = self.rewards.wrong
         reward = grade.to_reward(self.rewards.correct, wrong, self.rewards.no_answer)
         if self.turn_discount == 1:
@@ -106,30 +108,32 @@ class Turns:
         return wrong + self.turn_discount ** (num_turns - 1) * (reward - wrong)
 
 
-def announced(prompt: tuple[Message, ...], announcement: str) -> tuple[Message, ...]:
-    """The prompt with something more for the system to say."""
-    if not announcement:
+def add_system_text(prompt: tuple[Message, ...], text: str) -> tuple[Message, ...]:
+    """Append a text to the prompt's system message, or add one; an empty text adds none."""
+    if not text:
         return prompt
     first, rest = (
         (prompt[0].content + "\n\n", prompt[1:]) if prompt[0].role == "system" else ("", prompt)
     )
-    return (Message("system", first + announcement), *rest)
+    return (Message("system", first + text), *rest)
 
 
 @dataclass(frozen=True, slots=True)
 class Feedback:
-    """A user who says that an answer is wrong."""
+    """Replies to a wrong answer with a user message."""
 
-    text: str
+    message: str
 
-    async def __call__(self, task: Task, said: str, grader: Grader) -> Answered:
-        grade = await grade_answer(task, grader, said)
-        return Answered(() if grade.kind == "correct" else (Message("user", self.text),), grade)
+    async def __call__(self, task: Task, text: str, grader: Grader) -> TurnResult:
+        grade = await grade_answer(task, grader, text)
+        return TurnResult(
+            () if grade.kind == "correct" else (Message("user", self.message),), grade
+        )
 
 
 @dataclass(frozen=True, slots=True)
 class ToolReply:
-    """Tools that do what they are called for, and say why where they cannot."""
+    """Replies with the results of tool calls, or with the error of an invalid call."""
 
     tools: Tools
     names: tuple[str, ...]
@@ -137,14 +141,14 @@ class ToolReply:
 
     @property
     def announcement(self) -> str:
-        """What a policy must know to call them."""
+        """Description of tools and call format for the policy."""
         return announcement(self.call_format, self.names)
 
-    async def __call__(self, task: Task, said: str, grader: Grader) -> Answered:
-        calls = parse_calls(self.call_format, said, self.names)
-        async with asyncio.TaskGroup() as working:
-            results = [working.create_task(self._result(call)) for call in calls]
-        return Answered(
+    async def __call__(self, task: Task, text: str, grader: Grader) -> TurnResult:
+        calls = parse_calls(self.call_format, text, self.names)
+        async with asyncio.TaskGroup() as group:
+            results = [group.create_task(self._run_tool(call)) for call in calls]
+        return TurnResult(
             tuple(Message(self.call_format.result_role, result.result()) for result in results)
         )
 

@@ -1,5 +1,4 @@
-"""After a crash an agent runs again: what it asks as before is not sampled again, what it asks
-otherwise is."""
+"""Replay of agents after a crash: calls with journaled prompts are not sampled again."""
 
 from __future__ import annotations
 
@@ -49,8 +48,7 @@ async def grader(task: Task, answer: str) -> RewardResult:
 
 
 def run_twice(function: str) -> tuple[list[tuple[Sample, ...]], list[int]]:
-    """The samples of a group and of its replay from the journal, and how many requests the engine
-    had seen after each."""
+    """Run a group and its replay; return the samples and the engine's request count of each."""
 
     async def main() -> tuple[list[tuple[Sample, ...]], list[int]]:
         async with AsyncExitStack() as stack:
@@ -59,7 +57,7 @@ def run_twice(function: str) -> tuple[list[tuple[Sample, ...]], list[int]]:
             sessions = await stack.enter_async_context(AgentServer(TOKENIZER, 6, 60.0).listening())
             host = AgentHost(Agent(function=function), sessions)
             stack.push_async_callback(host.close)
-            samples, asked = list[tuple[Sample, ...]](), list[int]()
+            samples, num_requests = list[tuple[Sample, ...]](), list[int]()
             for _ in range(2):
                 calls = Calls(engine, 0, Sampling(6, stop_token_ids=(0,)), 3, 0, journal)
                 samples.append(
@@ -67,9 +65,9 @@ def run_twice(function: str) -> tuple[list[tuple[Sample, ...]], list[int]]:
                         TASK, calls, grader
                     )
                 )
-                asked.append(len(engine.submitted))
+                num_requests.append(len(engine.submitted))
             ticking.cancel()
-            return samples, asked
+            return samples, num_requests
 
     return asyncio.run(asyncio.wait_for(main(), 60))
 
@@ -81,15 +79,15 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-def test_an_agent_that_asks_the_same_gets_the_same_without_drawing(program: Path):
-    [first, second], asked = run_twice(f"{program}:same")
-    assert asked == [4, 4]
+def test_identical_agent_replays_without_sampling(program: Path):
+    [first, second], num_requests = run_twice(f"{program}:same")
+    assert num_requests == [4, 4]
     tokens = [sorted(sample.tokens.tolist() for sample in samples) for samples in (first, second)]
     assert tokens[0] == tokens[1]
 
 
-def test_an_agent_that_asks_otherwise_simply_draws_again(program: Path):
-    [first, second], asked = run_twice(f"{program}:other")
-    # The first turns are as before; the second ones are not.
-    assert asked == [4, 6]
+def test_diverging_agent_samples_its_new_prompts(program: Path):
+    [first, second], num_requests = run_twice(f"{program}:other")
+    # The first turns are equal; the second ones differ.
+    assert num_requests == [4, 6]
     assert len(first) == len(second) == 2

@@ -17,7 +17,7 @@ def ids(groups: list[Group] | tuple[Group, ...]) -> list[int]:
     return [group.id for group in groups]
 
 
-def test_those_started_first_come_first_whatever_the_order_in_which_they_finish() -> None:
+def test_take_returns_oldest_groups_first() -> None:
     async def take() -> None:
         order = list(range(16))
         random.Random(5).shuffle(order)
@@ -32,7 +32,7 @@ def test_those_started_first_come_first_whatever_the_order_in_which_they_finish(
     asyncio.run(take())
 
 
-def test_a_straggler_goes_before_those_that_overtook_it() -> None:
+def test_late_group_is_taken_before_younger_ones() -> None:
     async def take() -> None:
         buffer = Buffer(1.0, groups=map(group, [1, 2, 3]))
         assert ids(await buffer.take(2, 0)) == [1, 2]
@@ -42,19 +42,19 @@ def test_a_straggler_goes_before_those_that_overtook_it() -> None:
     asyncio.run(take())
 
 
-def test_a_group_is_used_once() -> None:
+def test_group_is_taken_once() -> None:
     async def take() -> None:
         buffer = Buffer(1.0, groups=[group(0)])
-        with pytest.raises(ValueError, match="group 0 was put into the buffer before"):
+        with pytest.raises(ValueError, match="found group 0 a second time"):
             buffer.put(group(0))
         await buffer.take(1, 0)
-        with pytest.raises(ValueError, match="group 0 was put into the buffer before"):
+        with pytest.raises(ValueError, match="found group 0 a second time"):
             buffer.put(group(0))
 
     asyncio.run(take())
 
 
-def test_a_take_waits_for_the_last_group_of_its_batch() -> None:
+def test_take_waits_for_the_last_group_of_its_batch() -> None:
     async def take() -> None:
         buffer = Buffer(5.0)
         waiting = asyncio.create_task(buffer.take(2, 0))
@@ -67,12 +67,12 @@ def test_a_take_waits_for_the_last_group_of_its_batch() -> None:
     asyncio.run(take())
 
 
-def test_a_batch_that_is_late_says_what_it_waited_for() -> None:
+def test_batch_timeout_describes_the_gate() -> None:
     async def take() -> None:
         buffer = Buffer(0.02, lambda: "gate at version 7, 3 running", [group(0)])
         with pytest.raises(
             TimeoutError,
-            match=r"batch_timeout_s=0.02 s for the 4 groups of version 7, 1 are finished; gate at",
+            match=r"expected 4 groups for version 7 within .*batch_timeout_s=0.02 s, found 1; gate at",
         ):
             await buffer.take(4, 7)
         assert 0.02 <= buffer.waited_s < 1
@@ -81,7 +81,7 @@ def test_a_batch_that_is_late_says_what_it_waited_for() -> None:
     asyncio.run(take())
 
 
-def test_a_failure_reaches_the_take_that_waits_and_every_later_one() -> None:
+def test_failure_is_raised_by_waiting_and_later_takes() -> None:
     async def take() -> None:
         buffer = Buffer(5.0, groups=[group(0), group(1)])
         waiting = asyncio.create_task(buffer.take(3, 0))
@@ -95,16 +95,16 @@ def test_a_failure_reaches_the_take_that_waits_and_every_later_one() -> None:
     asyncio.run(take())
 
 
-def test_when_the_tasks_have_run_out_whole_batches_still_come_and_then_it_is_said() -> None:
+def test_whole_batches_are_taken_after_the_tasks_end() -> None:
     async def take() -> None:
         buffer = Buffer(5.0, groups=map(group, range(3)))
         waiting = asyncio.create_task(buffer.take(4, 0))
         await asyncio.sleep(0)
         buffer.end()
-        with pytest.raises(TasksExhausted, match="3 finished groups remain, a batch takes 4"):
+        with pytest.raises(TasksExhausted, match="expected 4 groups for a batch, found 3"):
             await waiting
         assert ids(await buffer.take(2, 0)) == [0, 1]
-        with pytest.raises(TasksExhausted, match="1 finished groups remain, a batch takes 2"):
+        with pytest.raises(TasksExhausted, match="expected 2 groups for a batch, found 1"):
             await buffer.take(2, 1)
 
     asyncio.run(take())

@@ -85,16 +85,16 @@ async def one_call(task: Task, generate: Generate, grader: Grader) -> tuple[Samp
     return tuple([sample_of(completion, await grader(task, "")) for completion in completions])
 
 
-async def turns_side_by_side(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
-    """Three conversations at once, of up to three turns: which one asks next depends on which one
-    is answered first."""
+async def concurrent_turns(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
+    """Three concurrent conversations of up to three turns, whose calls interleave by their
+    latency."""
 
     async def converse(first: int) -> list[Sample]:
         prompt, samples = np.append(prompt_of(task), np.int32(first)), []
         for _ in range(1 + len(samples) + int(task.id.removeprefix("task-")) % 3):
             (completion,) = await generate(prompt, 1)
             samples.append(sample_of(completion, await grader(task, "")))
-            # Another turn's prompt is another: what was said goes into it.
+            # Another turn's prompt is another: what was message goes into it.
             prompt = np.append(prompt[:3], completion.tokens[:6])
         return samples
 
@@ -172,8 +172,8 @@ async def train_all(rollouts: Rollouts, engine: TinyEngine, version: int = 0) ->
         return trained + list(rollouts.buffer.snapshot())
 
 
-@pytest.mark.parametrize("workflow", [one_call, turns_side_by_side])
-def test_every_task_becomes_one_group_and_ids_are_the_order_of_starting(workflow: Workflow) -> None:
+@pytest.mark.parametrize("workflow", [one_call, concurrent_turns])
+def test_every_task_becomes_one_group_with_ids_in_start_order(workflow: Workflow) -> None:
     async def main() -> None:
         async with run(workflow) as (rollouts, engine):
             groups = await train_all(rollouts, engine)
@@ -185,7 +185,7 @@ def test_every_task_becomes_one_group_and_ids_are_the_order_of_starting(workflow
     asyncio.run(main())
 
 
-def test_with_no_staleness_every_token_is_of_the_version_that_trains() -> None:
+def test_zero_staleness_samples_every_token_with_the_trained_version() -> None:
     async def main() -> None:
         config = RolloutConfig(
             groups_per_batch=4, samples_per_group=2, max_staleness=0, batch_timeout_s=20.0
@@ -210,7 +210,7 @@ def test_with_no_staleness_every_token_is_of_the_version_that_trains() -> None:
     asyncio.run(main())
 
 
-def test_a_kind_that_must_wait_longer_is_not_overtaken_and_not_lost() -> None:
+def test_waiting_kind_is_not_overtaken_and_not_lost() -> None:
     # Batches of 4. Programs may be 2 versions old, all else must be fresh: tasks 0 to 3 fill the
     # first batch, the programs 4 to 6 start ahead of theirs, and task 7 waits for version 1, with
     # all that comes after it.
@@ -242,7 +242,7 @@ def test_a_kind_that_must_wait_longer_is_not_overtaken_and_not_lost() -> None:
     asyncio.run(main())
 
 
-def test_what_was_drawn_depends_on_the_seed_and_the_group_alone() -> None:
+def test_samples_depend_on_seed_and_group_only() -> None:
     async def main(num_slots: int, delay: int) -> dict[int, tuple[str, list[list[int]]]]:
         async def slow(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
             for _ in range(delay * int(task.id[-1])):
@@ -255,14 +255,11 @@ def test_what_was_drawn_depends_on_the_seed_and_the_group_alone() -> None:
     assert asyncio.run(main(1, 0)) == asyncio.run(main(8, 3))
 
 
-@pytest.mark.parametrize("workflow", [one_call, turns_side_by_side])
+@pytest.mark.parametrize("workflow", [one_call, concurrent_turns])
 @pytest.mark.parametrize("seed", range(15))
-def test_a_crash_at_any_instant_loses_no_task_and_repeats_none(
-    seed: int, workflow: Workflow
-) -> None:
-    """Crash again and again at random ticks, each time resuming from the last snapshot: what is
-    trained on in the end is what a run without crashes trains on, group by group and token by
-    token."""
+def test_crash_at_any_time_loses_and_repeats_no_task(seed: int, workflow: Workflow) -> None:
+    """Crash repeatedly at random ticks and resume from the last snapshot: the trained groups equal
+    those of a run without crashes, token by token."""
     chance = random.Random(seed)
 
     async def live(
@@ -273,7 +270,7 @@ def test_a_crash_at_any_instant_loses_no_task_and_repeats_none(
         version = len(trained) // CONFIG.groups_per_batch
         until_snapshot = chance.randrange(2, 25)
         async with run(workflow, version=version, restored=restored) as (rollouts, engine):
-            training = asyncio.create_task(train_until_told(rollouts, engine, trained))
+            training = asyncio.create_task(train_until_stopped(rollouts, engine, trained))
             for _ in range(until_snapshot):
                 await asyncio.sleep(0)
             if training.done():
@@ -296,7 +293,7 @@ def test_a_crash_at_any_instant_loses_no_task_and_repeats_none(
             await asyncio.wait([training])
         return state, kept
 
-    async def train_until_told(
+    async def train_until_stopped(
         rollouts: Rollouts, engine: TinyEngine, trained: list[Group]
     ) -> list[Group]:
         version = len(trained) // CONFIG.groups_per_batch
@@ -329,7 +326,7 @@ def test_a_crash_at_any_instant_loses_no_task_and_repeats_none(
     assert reported(groups) == reported(asyncio.run(undisturbed()))
 
 
-def test_what_was_drawn_before_a_crash_is_not_drawn_again() -> None:
+def test_sampled_tokens_survive_a_crash() -> None:
     async def main() -> None:
         async with run(one_call, 7) as (rollouts, before):
             for _ in range(4):
@@ -351,7 +348,7 @@ def test_what_was_drawn_before_a_crash_is_not_drawn_again() -> None:
     asyncio.run(main())
 
 
-def test_a_call_that_was_finished_does_not_reach_the_engine_again() -> None:
+def test_finished_calls_are_not_submitted_again() -> None:
     async def main() -> None:
         grading = asyncio.Event()
 
@@ -408,9 +405,7 @@ def test_restored_groups_start_first_and_keep_their_ids() -> None:
     asyncio.run(main())
 
 
-def test_a_snapshot_of_a_restored_run_says_the_same_of_those_that_run_and_of_those_that_wait() -> (
-    None
-):
+def test_snapshot_of_restored_run_keeps_running_and_waiting_groups() -> None:
     async def main() -> None:
         old = tuple(
             SuspendedGroup(id, Task(f"task-{id}", (Message("user", "?"),), "1")) for id in range(5)
@@ -433,7 +428,7 @@ def test_a_snapshot_of_a_restored_run_says_the_same_of_those_that_run_and_of_tho
     asyncio.run(main())
 
 
-def test_a_restored_buffer_counts_as_accepted() -> None:
+def test_restored_buffer_counts_as_accepted() -> None:
     buffered = tuple(
         Group(id, Task(f"task-{id}", (Message("user", "?"),), "1"), ()) for id in (9, 8)
     )
@@ -444,7 +439,7 @@ def test_a_restored_buffer_counts_as_accepted() -> None:
     assert [group.id for group in buffer.snapshot()] == [8, 9]
 
 
-def test_a_workflow_that_raises_costs_its_group_and_no_more(
+def test_workflow_error_rejects_its_group_only(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     async def failing(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
@@ -480,7 +475,7 @@ def test_a_workflow_that_raises_costs_its_group_and_no_more(
     assert "prompt of 99 tokens, engine.max_prompt_tokens=16" in caplog.text
 
 
-def test_many_rejections_in_a_row_end_the_run_and_say_why() -> None:
+def test_many_rejections_in_a_row_end_the_run_with_their_cause() -> None:
     async def broken(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
         raise ZeroDivisionError("no grader is this wrong")
 
@@ -511,7 +506,7 @@ def graded() -> Workflow:
     return workflow
 
 
-def test_groups_without_any_reward_stop_the_run_and_are_kept() -> None:
+def test_ungraded_groups_stop_the_run_and_are_suspended() -> None:
     async def grader(task: Task, answer: str) -> RewardResult:
         return RewardResult(
             "crashed",
@@ -529,7 +524,7 @@ def test_groups_without_any_reward_stop_the_run_and_are_kept() -> None:
                 match=r"^in own\.py\nevery reward or tool call of 3 groups .*ValueError: boom$",
             ):
                 await rollouts.buffer.take(4, 1)
-            await asyncio.sleep(0.05)  # groups under way end after it
+            await asyncio.sleep(0.05)  # running groups end after it
             state = await rollouts.snapshot()
             kept = {group.id for group in (*trained, *state.buffered)} | {
                 record.id for record in state.suspended
@@ -553,7 +548,7 @@ def test_groups_without_any_reward_stop_the_run_and_are_kept() -> None:
     asyncio.run(resumed())
 
 
-def test_groups_whose_tools_all_fail_stop_the_run() -> None:
+def test_failing_tools_stop_the_run() -> None:
     async def workflow(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
         await generate(prompt_of(task), 2)
         raise ExceptionGroup("tools", [ToolFailed("search: no process")])
@@ -562,7 +557,7 @@ def test_groups_whose_tools_all_fail_stop_the_run() -> None:
         async with run(workflow, 100) as (rollouts, _):
             with pytest.raises(RewardsFailing, match=r"3 groups in a row.*search: no process"):
                 await rollouts.buffer.take(4, 0)
-            await asyncio.sleep(0.05)  # groups under way end after it
+            await asyncio.sleep(0.05)  # running groups end after it
             state = await rollouts.snapshot()
             assert len(state.suspended) == state.next_group_id
             assert sum(state.rejected.values()) == 0
@@ -573,7 +568,9 @@ def test_groups_whose_tools_all_fail_stop_the_run() -> None:
 @pytest.mark.parametrize(
     "failing", [lambda number, answer: answer == "a", lambda number, answer: number % 3 > 0]
 )
-def test_some_failed_rewards_cost_their_groups_alone(failing: Callable[[int, str], bool]) -> None:
+def test_single_reward_failures_reject_their_groups_only(
+    failing: Callable[[int, str], bool],
+) -> None:
     async def grader(task: Task, answer: str) -> RewardResult:
         return RewardResult("wrong", failed=failing(int(task.id.removeprefix("task-")), answer))
 
@@ -588,7 +585,7 @@ def test_some_failed_rewards_cost_their_groups_alone(failing: Callable[[int, str
     asyncio.run(main())
 
 
-def test_one_acceptance_between_rejections_keeps_the_run_going() -> None:
+def test_accepted_group_between_rejections_keeps_the_run_alive() -> None:
     async def mostly_broken(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
         if int(task.id.removeprefix("task-")) % 20:
             raise ZeroDivisionError
@@ -601,7 +598,7 @@ def test_one_acceptance_between_rejections_keeps_the_run_going() -> None:
     asyncio.run(main())
 
 
-def test_groups_out_of_bounds_are_replaced_and_counted_and_free_their_place() -> None:
+def test_groups_out_of_bounds_are_counted_and_replaced() -> None:
     # Every third task has both answers right, every third none, every third one of two.
     async def thirds(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
         samples = await one_call(task, generate, grader)
@@ -629,7 +626,7 @@ def test_groups_out_of_bounds_are_replaced_and_counted_and_free_their_place() ->
 
 
 @pytest.mark.parametrize("num_accepted", [0, 1])
-def test_a_run_whose_groups_all_lack_signal_ends(num_accepted: int) -> None:
+def test_run_without_signal_ends(num_accepted: int) -> None:
     config = chz.replace(CONFIG, success_rate_below=0.5)
     num_groups = max(
         MAX_BATCHES_WITHOUT_SIGNAL * config.groups_per_batch, MIN_GROUPS_WITHOUT_SIGNAL
@@ -648,10 +645,10 @@ def test_a_run_whose_groups_all_lack_signal_ends(num_accepted: int) -> None:
             rollouts,
             _,
         ):
-            said = f"{num_groups} groups in a row .* rollout.success_rate_below=0.5"
+            message = f"{num_groups} groups in a row .* rollout.success_rate_below=0.5"
             with pytest.raises(
                 TasksExhausted if num_accepted else AllRejected,
-                match=None if num_accepted else said,
+                match=None if num_accepted else message,
             ):
                 await rollouts.buffer.take(4, 0)
             assert rollouts.counters()["accepted"] == num_accepted
@@ -659,7 +656,7 @@ def test_a_run_whose_groups_all_lack_signal_ends(num_accepted: int) -> None:
     asyncio.run(main())
 
 
-def test_a_dead_engine_fails_the_take_with_the_cause() -> None:
+def test_dead_engine_fails_the_take_with_its_cause() -> None:
     async def main() -> None:
         async with run(one_call) as (rollouts, engine):
             waiting = asyncio.create_task(rollouts.buffer.take(30, 0))
@@ -673,7 +670,7 @@ def test_a_dead_engine_fails_the_take_with_the_cause() -> None:
     asyncio.run(main())
 
 
-def test_a_task_stream_that_raises_fails_the_take() -> None:
+def test_task_stream_error_fails_the_take() -> None:
     class Broken(Numbers):
         def __next__(self) -> Task:
             if self.place == 3:
@@ -694,14 +691,14 @@ def test_a_task_stream_that_raises_fails_the_take() -> None:
     asyncio.run(main())
 
 
-def test_a_group_that_is_cancelled_from_elsewhere_fails_the_take() -> None:
+def test_cancelled_group_fails_the_take() -> None:
     async def cancelled(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
         raise asyncio.CancelledError
 
     async def main() -> None:
         async with run(cancelled) as (rollouts, _):
             with pytest.raises(
-                RuntimeError, match=r"group 0 \(task task-0\) was cancelled, though the run goes on"
+                RuntimeError, match=r"group 0 \(task task-0\) was cancelled during the run"
             ):
                 await rollouts.buffer.take(4, 0)
 
@@ -723,7 +720,7 @@ class Stubborn:
         return ()
 
 
-def test_leaving_ends_all_groups_and_names_those_that_would_not_end(
+def test_close_cancels_groups_and_logs_abandoned_ones(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("areal_jax.rollout.controller.CLOSE_TIMEOUT_S", 0.05)
@@ -742,10 +739,10 @@ def test_leaving_ends_all_groups_and_names_those_that_would_not_end(
         assert len(asyncio.all_tasks()) == 1
 
     asyncio.run(main())
-    assert "left behind: group 0 (task task-0), group 1 (task task-1)" in caplog.text
+    assert "abandoned: group 0 (task task-0), group 1 (task task-1)" in caplog.text
 
 
-def test_a_silent_engine_fails_the_snapshot_in_words(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_silent_engine_fails_the_snapshot_with_timeout(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("areal_jax.rollout.controller.SNAPSHOT_TIMEOUT_S", 0.02)
 
     async def main() -> None:

@@ -59,7 +59,7 @@ def test_capacity_table(
     ("eta", "batch", "version"),
     [(0, 1, 0), (0, 512, 3), (1, 32, 0), (4, 7, 11), (8, 100, 2), (16, 512, 9)],
 )
-def test_the_gate_is_equation_3(eta: int, batch: int, version: int) -> None:
+def test_gate_is_equation_3(eta: int, batch: int, version: int) -> None:
     # Group number N may start iff floor((N - 1) / B) <= version + eta; N - 1 groups are before it.
     for n in range(1, 10_001):
         gate = Gate(eta, batch, max_running=1, version=version, accepted=n - 1)
@@ -67,20 +67,20 @@ def test_the_gate_is_equation_3(eta: int, batch: int, version: int) -> None:
 
 
 @pytest.mark.parametrize("eta", [0, 1, 4])
-def test_a_resumed_gate_lets_in_what_its_version_allows(eta: int) -> None:
+def test_resumed_gate_admits_what_its_version_allows(eta: int) -> None:
     # Six versions of 8 groups are trained on: (eta + 1) * 8 may start, fewer by what the buffer
     # holds.
     assert Gate(eta, 8, 1000, version=6).capacity() == (eta + 1) * 8
     assert Gate(eta, 8, 1000, version=6, accepted=6 * 8 + 5).capacity() == (eta + 1) * 8 - 5
 
 
-def test_unbounded_staleness_leaves_only_the_bound_on_running_groups() -> None:
+def test_unbounded_staleness_keeps_the_concurrency_limit() -> None:
     gate = counted(Gate(None, 4, 10), accepted=10_000)
     assert gate.capacity() == 10
     assert gate.start() == 0
 
 
-def test_a_group_starts_on_weights_that_will_not_be_too_old_when_its_turn_comes() -> None:
+def test_start_returns_oldest_version_within_the_bound() -> None:
     # Batches of 2, eta 2: groups 12 and 13 train version 6, and so on to 16 and 17, which train
     # version 8 and need version 6.
     gate = Gate(2, 2, 100, version=6)
@@ -91,7 +91,7 @@ def test_a_group_starts_on_weights_that_will_not_be_too_old_when_its_turn_comes(
     assert Gate(2, 4, 8, version=1).start() == 0
 
 
-def test_a_kind_of_tasks_may_lag_further_than_the_others() -> None:
+def test_task_kind_has_its_own_staleness_bound() -> None:
     # Batches of 2 at version 3, 6 of them trained. Mathematics, eta 1: 2 * (1 + 3 + 1) = 10 in all;
     # code, eta 4: 16.
     gate = Gate(1, 2, 100, version=3, of_kind={"code": 4})
@@ -115,7 +115,7 @@ def test_a_kind_of_tasks_may_lag_further_than_the_others() -> None:
     st.integers(1, 9),
     st.lists(st.sampled_from(["start", "accept", "reject", "version"]), max_size=200),
 )
-def test_started_is_running_and_accepted_and_rejected_whatever_happens(
+def test_started_equals_running_plus_accepted_plus_rejected(
     eta: int | None, batch: int, max_running: int, events: list[str]
 ) -> None:
     gate, started = Gate(eta, batch, max_running), 0
@@ -134,25 +134,25 @@ def test_started_is_running_and_accepted_and_rejected_whatever_happens(
         assert eta is None or gate.accepted + gate.running <= (eta + gate.version + 1) * batch
 
 
-def test_a_closed_gate_lets_nothing_start() -> None:
+def test_closed_gate_admits_no_group() -> None:
     gate = counted(Gate(0, 2, 8), running=2)
     with pytest.raises(RuntimeError, match="2 of at most 8 running"):
         gate.start()
 
 
-def test_nothing_ends_that_was_not_started() -> None:
-    with pytest.raises(RuntimeError, match="no group is running"):
+def test_ending_without_a_running_group_is_an_error() -> None:
+    with pytest.raises(RuntimeError, match="expected a running group, found none"):
         Gate(0, 2, 8).accept()
 
 
-def test_versions_only_grow() -> None:
+def test_version_never_decreases() -> None:
     gate = Gate(0, 2, 8, version=3)
-    with pytest.raises(ValueError, match="at least 3, came 2"):
+    with pytest.raises(ValueError, match="at least 3, found 2"):
         gate.version = 2
 
 
 @pytest.mark.parametrize("field", ["version", "rejected", "accepted under unbounded staleness"])
-def test_whatever_frees_a_place_wakes_who_waits_for_it(field: str) -> None:
+def test_every_freed_capacity_wakes_a_waiter(field: str) -> None:
     async def waits() -> None:
         gate = counted(Gate(None if "accepted" in field else 0, 2, 2), running=2)
         waiter = asyncio.create_task(gate.wait_open())
@@ -176,7 +176,7 @@ def test_whatever_frees_a_place_wakes_who_waits_for_it(field: str) -> None:
     asyncio.run(waits())
 
 
-def test_one_place_wakes_all_but_lets_in_one() -> None:
+def test_capacity_of_one_admits_one_of_all_waiters() -> None:
     async def race() -> int:
         gate = counted(Gate(0, 1, 4), running=1)
 

@@ -1,5 +1,4 @@
-"""An engine without a model: keeps every promise of `records.Engine`, draws tokens by hashing
-(seed, sample, position)."""
+"""An engine without a model: implements `protocols.Engine` by hashing (seed, sample, position)."""
 
 from __future__ import annotations
 
@@ -16,8 +15,8 @@ STOP_TOKEN = 0
 
 
 @dataclass
-class Live:
-    """A request under way; lists by sample."""
+class RunningRequest:
+    """A running request; lists by sample."""
 
     request: Request
     answer: asyncio.Future[list[Completion]]
@@ -28,17 +27,18 @@ class Live:
 
 @dataclass
 class TinyEngine:
-    """Each tick of the event loop draws one token for every unfinished sample of the first
-    `num_slots` requests."""
+    """Samples one token per tick for every unfinished sample of the first `num_slots` requests."""
 
     version: int = 0
     num_slots: int = 8
     max_prompt_tokens: int = 16
     num_sampled: int = 0
-    """Tokens sampled by this engine: what resuming saves."""
+    """Number of sampled tokens."""
     submitted: list[str] = field(default_factory=list)
-    _live: dict[str, Live] = field(default_factory=dict)
-    _asking: list[asyncio.Future[dict[str, tuple[Completion, ...]]]] = field(default_factory=list)
+    _running: dict[str, RunningRequest] = field(default_factory=dict)
+    _snapshot_waiters: list[asyncio.Future[dict[str, tuple[Completion, ...]]]] = field(
+        default_factory=list
+    )
     _stopped: BaseException | None = None
 
     def submit(self, request: Request) -> asyncio.Future[list[Completion]]:
@@ -49,11 +49,11 @@ class TinyEngine:
                 f"prompt of {len(request.prompt_tokens)} tokens, "
                 f"engine.max_prompt_tokens={self.max_prompt_tokens}"
             )
-        assert request.id not in self._live
+        assert request.id not in self._running
         answer: asyncio.Future[list[Completion]] = asyncio.get_running_loop().create_future()
         resume = request.resume or (completion([], [], "suspended"),) * request.num_samples
         self.submitted.append(request.id)
-        self._live[request.id] = Live(
+        self._running[request.id] = RunningRequest(
             request,
             answer,
             [part.tokens.tolist() for part in resume],
@@ -63,65 +63,65 @@ class TinyEngine:
         return answer
 
     async def snapshot(self) -> dict[str, tuple[Completion, ...]]:
-        asked: asyncio.Future[dict[str, tuple[Completion, ...]]] = (
+        waiter: asyncio.Future[dict[str, tuple[Completion, ...]]] = (
             asyncio.get_running_loop().create_future()
         )
-        self._asking.append(asked)
-        return await asked
+        self._snapshot_waiters.append(waiter)
+        return await waiter
 
     def stop(self, error: BaseException) -> None:
         self._stopped = error
-        for live in self._live.values():
-            live.answer.set_exception(EngineStopped("the tiny engine stopped"))
-        self._live.clear()
+        for running in self._running.values():
+            running.answer.set_exception(EngineStopped("the tiny engine stopped"))
+        self._running.clear()
 
     async def run(self) -> None:
         """Tick until cancelled."""
         while True:
             await asyncio.sleep(0)
             self.tick()
-            if self._asking:
-                # The answer is of this moment, and comes two ticks late, as one from another thread
-                # may.
-                moment = {id: partial(live) for id, live in self._live.items()}
-                asking, self._asking = self._asking, []
+            if self._snapshot_waiters:
+                # The snapshot is as of now and returned two ticks later, as from another thread.
+                moment = {id: partial(running) for id, running in self._running.items()}
+                waiters, self._snapshot_waiters = self._snapshot_waiters, []
                 for _ in range(2):
                     await asyncio.sleep(0)
                     self.tick()
-                for asked in asking:
-                    asked.set_result(moment)
+                for waiter in waiters:
+                    waiter.set_result(moment)
 
     def tick(self) -> None:
-        for live in list(self._live.values())[: self.num_slots]:
-            if live.answer.cancelled():
-                del self._live[live.request.id]
-            elif self.version >= live.request.min_version:
-                self._draw(live)
-                if "suspended" not in live.stops:
-                    del self._live[live.request.id]
-                    live.answer.set_result(list(partial(live)))
+        for running in list(self._running.values())[: self.num_slots]:
+            if running.answer.cancelled():
+                del self._running[running.request.id]
+            elif self.version >= running.request.min_version:
+                self._sample(running)
+                if "suspended" not in running.stops:
+                    del self._running[running.request.id]
+                    running.answer.set_result(list(partial(running)))
 
-    def _draw(self, live: Live) -> None:
-        request = live.request
+    def _sample(self, running: RunningRequest) -> None:
+        request = running.request
         for i in range(request.num_samples):
-            if live.stops[i] == "suspended":
-                position = len(request.prompt_tokens) + len(live.tokens[i])
+            if running.stops[i] == "suspended":
+                position = len(request.prompt_tokens) + len(running.tokens[i])
                 token = (
                     blake2b(f"{request.seed}/{i}/{position}".encode(), digest_size=1).digest()[0]
                     % 5
                 )
-                live.tokens[i].append(token)
-                live.versions[i].append(self.version)
+                running.tokens[i].append(token)
+                running.versions[i].append(self.version)
                 self.num_sampled += 1
                 if token == STOP_TOKEN:
-                    live.stops[i] = "stop"
-                elif len(live.tokens[i]) == request.sampling.max_new_tokens:
-                    live.stops[i] = "length"
+                    running.stops[i] = "stop"
+                elif len(running.tokens[i]) == request.sampling.max_new_tokens:
+                    running.stops[i] = "length"
 
 
-def partial(live: Live) -> tuple[Completion, ...]:
+def partial(running: RunningRequest) -> tuple[Completion, ...]:
     return tuple(
-        completion(*parts) for parts in zip(live.tokens, live.versions, live.stops, strict=True)
+        completion(*parts)
+        for parts in zip(running.tokens, running.versions, running.stops, strict=True)
     )
 
 

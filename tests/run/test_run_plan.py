@@ -451,10 +451,10 @@ def test_without_evaluation_its_tasks_need_not_exist(policy: Path) -> None:
         (
             ["workflow=MultiTurn", "engine.max_prompt_tokens=64"],
             [
-                "leaves not enough resources for a second turn",
+                "is too small for a second turn",
                 "prompt of tasks",
                 "prompt of eval_tasks",
-                "all of it needs 192",
+                "all turns need 192",
                 "256 positions",
             ],
         ),

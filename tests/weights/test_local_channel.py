@@ -233,7 +233,7 @@ def test_waiting_ends_with_the_version_that_did_not_come():
     weight_channel.close()
 
 
-def test_versions_only_grow():
+def test_version_never_decreases():
     meshes = meshes_of("one device")
     weight_channel = weight_channel_between(meshes)
     weight_channel.publish(2, params_of(meshes, 2))

@@ -371,7 +371,7 @@ def test_a_blocking_agent_is_named_and_others_go_on(
             assert f"in {name}: time.sleep(600)" in str(first_error(failed.value))
 
     asyncio.run(asyncio.wait_for(main(), 90))
-    assert "the agent on task bad has blocked its event loop" in caplog.text
+    assert "event loop blocked: the agent on task bad" in caplog.text
     assert f"{program}:" in caplog.text and f"in {name}: time.sleep(600)" in caplog.text
 
 
@@ -663,5 +663,5 @@ def test_an_engine_that_stopped_is_no_fault_of_the_agent(program: Path):
 
 @pytest.mark.parametrize("config", [Agent(), Agent(function="a.py:f", command="true")])
 def test_an_agent_is_a_function_or_a_command(config: Agent):
-    with pytest.raises(ValueError, match="expected one of them"):
+    with pytest.raises(ValueError, match="expected one of workflow.function and workflow.command"):
         AgentHost(config, AgentServer(TOKENIZER, 50, 100.0))

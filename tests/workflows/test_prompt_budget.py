@@ -132,7 +132,7 @@ ONE_TURN = LaterTurns(0, 0, 0, "")
             (30, 40),
             TWICE,
             39,
-            "engine.max_prompt_tokens=39 leaves not enough resources for a second turn",
+            "engine.max_prompt_tokens=39 is too small for a second turn",
         ),
         ((30, 40), TWICE, 40, None),
         ((30, 40), LaterTurns(2, 8, 8, "workflow.expected_calls", is_required=False), 39, None),
@@ -164,19 +164,17 @@ def test_what_fails_in_part_is_counted_with_the_setting_that_would_do() -> None:
     assert list(doubtful_prompts(prompts(60, 64), ONE_TURN, Limits(64, 10, 1000))) == []
     (too_long,) = doubtful_prompts(prompts(60, 64, 65, 90), ONE_TURN, Limits(64, 10, 1000))
     assert too_long == (
-        "2 of 4 prompts of tasks are longer than engine.max_prompt_tokens=64, and are neither "
-        "trained on nor answered; "
+        "2 of 4 prompts of tasks are longer than engine.max_prompt_tokens=64 and will be rejected; "
         "set engine.max_prompt_tokens=128, or to 0"
     )
     # 20 + 2 * (10 + 1 + 8) = 58 fits into 60, 23 + 38 = 61 does not; of the third turn it is.
     (cut,) = doubtful_prompts(prompts(20, 22, 23), TWICE, Limits(60, 10, 1000))
     assert cut.startswith(
-        "1 of 3 prompts of tasks leave not enough resources under engine.max_prompt_tokens=60 "
-        "for turn 3 after"
+        "1 of 3 prompts of tasks do not fit engine.max_prompt_tokens=60 in turn 3 after"
     )
     (beyond,) = doubtful_prompts(prompts(23), TWICE, Limits(60, 10, 70))
     assert (
-        "the policy has 70 positions: lower engine.max_new_tokens or workflow.max_turns" in beyond
+        "the policy has 70 positions; lower engine.max_new_tokens or workflow.max_turns" in beyond
     )
 
 
@@ -184,6 +182,6 @@ def test_fewer_tasks_than_groups_in_a_batch_are_named() -> None:
     assert list(too_few_tasks(prompts(1, 2), 2, 100)) == []
     (said,) = too_few_tasks(prompts(1, 2), 4, 100)
     assert (
-        "tasks has 2 different prompts for rollout.groups_per_batch=4" in said
-        and "200 times" in said
+        "tasks has 2 distinct prompts for rollout.groups_per_batch=4" in said
+        and "200 epochs" in said
     )
