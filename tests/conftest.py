@@ -46,6 +46,21 @@ settings.load_profile("without clocks")
 collect_ignore = [] if importlib.util.find_spec("jetstream") else ["orchestrator"]
 
 
+@pytest.fixture(autouse=True)
+def run_metrics_are_documented(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Check that every metric of the runs in a test's `tmp_path` is in the table of metrics."""
+    yield
+    if "tmp_path" not in request.fixturenames:
+        return
+    from areal_jax.metrics.jsonl import read
+    from areal_jax.metrics.table import find_undocumented
+
+    for path in request.getfixturevalue("tmp_path").rglob("metrics.jsonl"):
+        if (path.parent / "run.json").exists():
+            written = {name for row in read(path) for name in row} - {"version", "time_s"}
+            assert not find_undocumented(written), path
+
+
 @pytest.fixture(scope="module")
 def quick_compilation() -> Iterator[None]:
     """Leave out most of XLA's optimizations, which change speed and memory and no result: for tests

@@ -1,9 +1,8 @@
-"""Whether the rows of a run agree with the checkpoint that it resumes from, before any of them are
-cut.
+"""Consistency of a run's rows with the checkpoint that it resumes from, checked before rows are cut.
 
-Below the checkpoint's version every step has one row in metrics.jsonl, and its samples, each once,
-in samples.jsonl. Rows of that version and later are cut on resuming; evaluations may be written
-late, and need not be there.
+Below the checkpoint's version every step has one row in metrics.jsonl, and each of its samples once
+in samples.jsonl. Rows of that version and later are cut on resuming. Rows of evaluations may be
+missing.
 """
 
 from __future__ import annotations
@@ -21,23 +20,25 @@ from areal_jax.metrics.sinks import SAMPLES
 _ROW = re.compile(rb'\{"version":(\d+)[,}]')
 _IS_STEP = b',"trainer/'
 _NUM_SAMPLES = re.compile(rb',"trainer/samples":(\d+)')
-# A quotation mark inside a text is escaped, so that no id of a task looks like this.
+# Quotation marks inside texts are escaped, so that no task id matches this.
 _PLACE = re.compile(rb',"group":(\d+),"number":(\d+),')
 
 Gaps = dict[str, list[int]]
-"""By file, the versions of which it has no rows, and need not have any."""
+"""By file, the versions whose rows are known to be missing."""
 
 
 class Fault(NamedTuple):
-    """What is wrong with a file of rows."""
+    """An inconsistency of a file of rows."""
 
     file: str
     version: int
-    """The first that is concerned."""
+    """First affected version."""
     text: str
 
 
-class Found(NamedTuple):
+class Result(NamedTuple):
+    """Faults and gaps of a run's files."""
+
     faults: list[Fault]
     gaps: Gaps
 
@@ -49,13 +50,16 @@ def check_rows(
     known_gaps: Mapping[str, Collection[int]],
     writes_samples: bool,
     unused_groups: UnusedGroups,
-) -> Found:
-    """Compare the rows below `version` with the checkpoint of `version`.
+) -> Result:
+    """Check the rows below `version` against the checkpoint of `version`.
 
     Args:
-        known_gaps: versions whose rows are known to be absent, by file.
-        writes_samples: whether the run, as it was last started, writes samples.
-        unused_groups: which groups were not trained on, by the checkpoint."""
+        run_folder: the run's folder.
+        version: the checkpoint's version.
+        known_gaps: versions whose rows are known to be missing, by file.
+        writes_samples: whether the run's last settings write samples.
+        unused_groups: groups that the checkpoint has not trained on.
+    """
     faults, gaps = list[Fault](), Gaps()
     counts, samples_of = Counter[int](), dict[int, int]()
     for at, line in _rows(run_folder / METRICS, version, faults):
@@ -83,7 +87,7 @@ def check_rows(
 
     if not (run_folder / SAMPLES).exists():
         gaps[SAMPLES] = sorted(expected)
-        return Found(faults, gaps)
+        return Result(faults, gaps)
     written, places, version_of = Counter[int](), set[tuple[int, int]](), dict[int, int]()
     repeated, unused = set[int](), set[int]()
     for at, line in _rows(run_folder / SAMPLES, version, faults):
@@ -97,7 +101,7 @@ def check_rows(
                 unused.add(at)
     missing = expected - written.keys()
     if not writes_samples:
-        # Switched off after some steps, or for all of them.
+        # Samples were disabled after some steps, or from the start.
         gaps[SAMPLES] = [at for at in sorted(missing) if at > max(written, default=-1)]
     gaps[SAMPLES] = sorted({*gaps.get(SAMPLES, ()), *(missing & set(known_gaps.get(SAMPLES, ())))})
     if lost := missing - set(gaps[SAMPLES]):
@@ -128,23 +132,31 @@ def check_rows(
                 f"has samples of {format_ranges(unused)} that the checkpoint has not trained on",
             )
         )
-    return Found(faults, gaps)
+    return Result(faults, gaps)
 
 
 class UnusedGroups(NamedTuple):
     """Groups that a checkpoint has not trained on."""
 
     waiting: Collection[int] = ()
-    """Finished, or under way."""
+    """Buffered or running groups."""
     next_id: int | None = None
-    """The first that was not begun; None: there are no groups."""
+    """Id of the first group that was not started; None: the run has no groups."""
 
     def includes(self, group: int) -> bool:
+        """Return whether the checkpoint has not trained on a group."""
         return group in self.waiting or (self.next_id is not None and group >= self.next_id)
 
 
 def suggest_remedy(run_folder: Path, fault: Fault, version: int, older: Iterable[int]) -> str:
-    """What a user can do. Args: older: versions of whole checkpoints."""
+    """Return what a user can do about a fault.
+
+    Args:
+        run_folder: the run's folder.
+        fault: the fault.
+        version: version of the checkpoint to resume from.
+        older: versions of complete checkpoints.
+    """
     away = f"move {run_folder / fault.file} away to resume without its rows"
     usable = [at for at in older if at <= fault.version and at < version]
     if not usable:
@@ -155,7 +167,7 @@ def suggest_remedy(run_folder: Path, fault: Fault, version: int, older: Iterable
 
 
 def format_ranges(versions: Iterable[int]) -> str:
-    """Versions in words, such as `versions 3 to 5, 9`."""
+    """Format versions as ranges, such as `versions 3 to 5, 9`."""
     found: list[list[int]] = []
     for version in sorted(versions):
         if found and version == found[-1][1] + 1:
@@ -170,7 +182,7 @@ def format_ranges(versions: Iterable[int]) -> str:
 
 
 def read_gaps(description: Path) -> Gaps:
-    """The gaps that a run's description knows; none where there is no description."""
+    """Read the known gaps from a run's description; none without a description."""
     try:
         return json.loads(description.read_text(encoding="utf-8")).get("missing_rows", {})
     except (OSError, ValueError):
@@ -178,8 +190,7 @@ def read_gaps(description: Path) -> Gaps:
 
 
 def _rows(path: Path, version: int, faults: list[Fault]) -> Iterator[tuple[int, bytes]]:
-    """Whole rows below a version. A line that is none may only be the last, which a kill has
-    torn."""
+    """Yield complete rows below a version. Only the last line may be incomplete, after a kill."""
     if not path.exists():
         return
     torn: int | None = None
@@ -195,7 +206,7 @@ def _rows(path: Path, version: int, faults: list[Fault]) -> Iterator[tuple[int, 
                 continue
             if torn is not None:
                 faults.append(
-                    Fault(path.name, last, f"has a line {torn} that is no row, with rows after it")
+                    Fault(path.name, last, f"has an invalid line {torn}, with rows after it")
                 )
                 torn = None
             last = at

@@ -1,5 +1,4 @@
-"""run.json: what a run is, written when it begins, so that its folder alone explains its
-numbers."""
+"""run.json: settings and environment of a run, written at its start."""
 
 from __future__ import annotations
 
@@ -25,10 +24,14 @@ def write_description(
 ) -> None:
     """Write run.json.
 
-    Args: headline: which policy, data and devices, as shown at the start. configuration: settings
-        by their name on the command line, such as `trainer.num_mini_batches`. devices: what jax
-        found, such as "8 x TPU v5e". missing_rows: by file, versions whose rows are known to be
-        absent."""
+    Args:
+        run_folder: the run's folder; created if missing.
+        headline: policy, data and devices, as printed at the start.
+        configuration: settings by their name on the command line, such as
+            `trainer.num_mini_batches`.
+        devices: jax's devices, such as "8 x TPU v5e".
+        missing_rows: by file, versions whose rows are known to be missing.
+    """
     run_folder.mkdir(parents=True, exist_ok=True)
     description = {
         "headline": headline,
@@ -41,7 +44,7 @@ def write_description(
 
 
 def environment(devices: str) -> dict[str, str]:
-    """What ran: commit, where the code lies in a git repository, versions and machine."""
+    """Return commit (if the code is in a git repository), versions and machine."""
     return {
         "commit": _commit() or "none",
         **{
@@ -62,9 +65,9 @@ def _version(name: str) -> str:
 
 
 def _commit() -> str | None:
-    """Commit of this code, with a mark where the code differs from it."""
+    """Return the commit of this code, marked if the code differs from it."""
     root = Path(__file__).parents[2]
-    if not (root / ".git").exists():  # the repository that git would then find is not this code's
+    if not (root / ".git").exists():  # git would find another repository
         return None
     command = [
         "git",

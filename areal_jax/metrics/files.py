@@ -1,4 +1,4 @@
-"""Files that are replaced whole, and errors of the disk that name their file."""
+"""Atomic file writes, and disk errors with file names."""
 
 from __future__ import annotations
 
@@ -10,12 +10,15 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EROFS, errno.EIO, errno.ESTALE)
-"""Faults of the disk, not of the program."""
+"""Error numbers of disk faults."""
 
 
 def write_atomically(path: Path, data: bytes | str) -> None:
-    """Replace a file in one moment; text is written as UTF-8. OSError, which names the file, leaves
-    the one before."""
+    """Replace a file atomically; text is written as UTF-8.
+
+    Raises:
+        OSError: writing failed, and the old file is kept; the error names the file.
+    """
     unfinished = path.with_name(f"{path.name}.writing")
     with add_file_name(path):
         try:
@@ -31,8 +34,7 @@ def write_atomically(path: Path, data: bytes | str) -> None:
 
 @contextmanager
 def add_file_name(path: Path) -> Iterator[None]:
-    """Where writing fails inside, for which the system names no file, the OSError names this
-    one."""
+    """Add `path` to OSErrors of the body that name no file."""
     try:
         yield
     except OSError as error:
@@ -42,15 +44,14 @@ def add_file_name(path: Path) -> Iterator[None]:
 
 
 def describe_disk_error(error: OSError) -> str | None:
-    """What is wrong with the disk, and which file that is about; None where the error is
-    another."""
+    """Describe a disk error with its file; None if the error is no disk error."""
     number = error.errno
     if number is None and (match := re.search(r"\[Errno (\d+)\]", str(error))):
-        number = int(match[1])  # of another process, whose error arrived as text
+        number = int(match[1])  # an error of another process, which arrived as text
     if number not in DISK_ERRORS:
         return None
     if error.errno is None:
         return str(error)
-    # Of a copy the second file is the one that is written.
+    # For a copy, the second file is the written one.
     file = error.filename2 or error.filename or "the output of this command"
     return f"{os.fsdecode(file)}: {error.strerror}"

@@ -1,7 +1,6 @@
-"""Files of JSON lines: appended whole or not at all, read by any tool, cut where a run resumes from
-an earlier version.
+"""JSON Lines files: rows are appended atomically, and cut when a run resumes from a version.
 
-Every row begins with its version, so that cutting reads no more of it than that.
+Every row begins with its version, so that cutting parses nothing else.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ _VERSION = re.compile(rb'\{"version":(\d+)[,}]')
 
 
 def encode(value: object) -> str:
-    """JSON on one line. NaN and infinities, for which JSON has no word, become null; numpy becomes
-    numbers and lists."""
+    """Encode as one line of JSON. NaN and infinities become null; numpy becomes numbers and
+    lists."""
     try:
         return json.dumps(value, allow_nan=False, default=_unwrap, separators=(",", ":"))
     except ValueError:
@@ -49,22 +48,24 @@ def _finite(value: object) -> object:
 
 
 class JsonLines:
-    """A file to which rows are appended. A row that could not be written whole (disk full) leaves
-    no trace."""
+    """A file to which rows are appended. A row that fails half-written (disk full) is removed."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self._file = path.open(
-            "ab", buffering=0
-        )  # unbuffered: once `append` returns, a kill of this process loses nothing
+        # Unbuffered: once `append` has returned, a kill of this process loses nothing.
+        self._file = path.open("ab", buffering=0)
         self._num_bytes = os.fstat(self._file.fileno()).st_size
 
     def append(self, version: int, row: Mapping[str, object]) -> None:
-        """Append one row, to which `version` is added as its first entry. OSError where the disk
-        does not take it."""
+        """Append one row, with `version` as its first entry.
+
+        Raises:
+            OSError: the row was not written.
+            ValueError: the row has an entry named version.
+        """
         if "version" in row:
             raise ValueError(
-                f"a row must not have an entry named version of its own, it has {row['version']!r}"
+                f"expected a row without an entry `version`, found version={row['version']!r}"
             )
         data = memoryview(f"{encode({'version': version, **row})}\n".encode())
         written = 0
@@ -73,12 +74,12 @@ class JsonLines:
                 written += self._file.write(data[written:])
         except OSError as error:
             os.ftruncate(self._file.fileno(), self._num_bytes)
-            reported = f"{error.strerror}, so a row of version {version} was not written"
-            raise OSError(error.errno, reported, str(self.path)) from error
+            message = f"{error.strerror}, so a row of version {version} was not written"
+            raise OSError(error.errno, message, str(self.path)) from error
         self._num_bytes += written
 
     def sync(self) -> None:
-        """Bring what was appended to the disk itself, so that not even a power cut loses it."""
+        """Sync the file to disk, so that a power failure loses no row."""
         with add_file_name(self.path):
             os.fsync(self._file.fileno())
 
@@ -87,10 +88,13 @@ class JsonLines:
 
 
 def cut(path: Path, version: int) -> int:
-    """Remove the rows of `version` and later, and rows torn by a crash; returns how many. A missing
-    file has none.
+    """Remove the rows of `version` and later, and rows torn by a crash.
 
-    The file is replaced in one moment by a copy, made row by row."""
+    The file is replaced atomically. A missing file has no rows.
+
+    Returns:
+        The number of removed rows.
+    """
     if not path.exists():
         return 0
     copy = path.with_name(f"{path.name}.cut")
@@ -109,8 +113,7 @@ def cut(path: Path, version: int) -> int:
 
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
-    """The rows of a file, oldest first; one that a crash tore, or that is being written now, is
-    left out."""
+    """Yield the complete rows of a file, oldest first."""
     with path.open("rb") as file:
         for line in file:
             if line.endswith(b"}\n"):

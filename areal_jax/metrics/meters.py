@@ -27,18 +27,20 @@ class Mean(NamedTuple):
 
 
 class Sum(NamedTuple):
-    """How much or how often."""
+    """A sum or count."""
 
     value: float
 
 
 class Gauge(NamedTuple):
-    """How something stands."""
+    """A latest value."""
 
     value: float
 
 
 class Maximum(NamedTuple):
+    """A maximum."""
+
     value: float
 
 
@@ -60,20 +62,23 @@ class Meters:
                 self.gauge(prefix + name, value)
 
     def mean(self, name: str, total: SupportsFloat, weight: SupportsFloat = 1.0) -> None:
+        """Add to a mean."""
         self._add(name, Mean(float(total), float(weight)))
 
     def count(self, name: str, by: SupportsFloat = 1.0) -> None:
+        """Add to a count."""
         self._add(name, Sum(float(by)))
 
     def gauge(self, name: str, value: SupportsFloat) -> None:
+        """Set a gauge."""
         self._add(name, Gauge(float(value)))
 
     def maximum(self, name: str, value: SupportsFloat) -> None:
-        """A nan stays: it is what must be seen."""
+        """Update a maximum; a nan persists, so that it is seen."""
         self._add(name, Maximum(float(value)))
 
     def merge(self, later: Meters) -> None:
-        """Add what `later` has measured."""
+        """Merge later measurements."""
         for name, meter in later._meters.items():
             self._add(name, meter)
 
@@ -85,18 +90,18 @@ class Meters:
         }
 
     def flatten(self) -> dict[str, float]:
-        """One number for each name; means of nothing are left out."""
+        """Return one number per name; means without weight are omitted."""
         return {
             name: meter.value for name, meter in self._meters.items() if meter.value is not None
         }
 
     def _add(self, name: str, meter: Meter) -> None:
         self._meters[name] = (
-            _joined(name, self._meters[name], meter) if name in self._meters else meter
+            _merge(name, self._meters[name], meter) if name in self._meters else meter
         )
 
 
-def _joined(name: str, known: Meter, later: Meter) -> Meter:
+def _merge(name: str, known: Meter, later: Meter) -> Meter:
     match known, later:
         case Mean(), Mean():
             return Mean(known.total + later.total, known.weight + later.weight)
@@ -107,4 +112,4 @@ def _joined(name: str, known: Meter, later: Meter) -> Meter:
         case Maximum(), Maximum():
             return known if math.isnan(known.value) or known.value >= later.value else later
     kinds = f"{type(known).__name__} and as {type(later).__name__}"
-    raise ValueError(f"{name} is measured as {kinds}; give one of the two another name")
+    raise ValueError(f"{name}: expected one kind of meter, found {kinds}; rename one of the two")

@@ -1,5 +1,4 @@
-"""How pages and pictures of measurements look: one HTML file that needs nothing but itself, with a
-picture inside."""
+"""Layout of HTML reports and plots: one self-contained file with an embedded picture."""
 
 from __future__ import annotations
 
@@ -20,10 +19,14 @@ BLUE, ORANGE, GREY = "#2563a8", "#d9721f", "#8a8f98"
 
 
 def write_page(path: Path, template: Path, *, picture: bytes, **values: Any) -> Path:
-    """Fill a template that extends page.html.jinja and put the page in place whole.
+    """Render a template that extends page.html.jinja, and write the page atomically.
 
-    Args: picture: a PNG. values: what the template names; page.html.jinja wants headline, summary
-        and picture_of."""
+    Args:
+        path: the page.
+        template: the template.
+        picture: a PNG.
+        **values: the template's variables; page.html.jinja needs headline, summary and picture_of.
+    """
     folders = [template.parent, Path(__file__).parent]
     environment = Environment(loader=FileSystemLoader(folders), autoescape=True)
     page = environment.get_template(template.name).render(
@@ -34,7 +37,7 @@ def write_page(path: Path, template: Path, *, picture: bytes, **values: Any) -> 
 
 
 def new_figure(width: float, height: float) -> Figure:
-    """A figure of so many inches that touches no display."""
+    """Create a figure of this size in inches, without a display."""
     figure = Figure(
         figsize=(width, height), dpi=130, layout=ConstrainedLayoutEngine(w_pad=0.12, h_pad=0.1)
     )
@@ -43,14 +46,14 @@ def new_figure(width: float, height: float) -> Figure:
 
 
 def as_png(figure: Figure) -> bytes:
-    """The figure as a PNG."""
+    """Render the figure as a PNG."""
     buffer = io.BytesIO()
     figure.savefig(buffer, format="png")
     return buffer.getvalue()
 
 
 def plain(axes: Axes) -> None:
-    """A light grid, and no box around it."""
+    """Draw a light grid without a box."""
     axes.grid(color="#e4e6ea", linewidth=0.8)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
@@ -58,5 +61,5 @@ def plain(axes: Axes) -> None:
 
 
 def title(axes: Axes, text: str) -> None:
-    """What is sampled, above it."""
+    """Set the title of a plot."""
     axes.set_title(text, loc="left", fontsize=10.5, fontweight="bold")

@@ -1,5 +1,4 @@
-"""How far training or an evaluation has come, on one line: live on a terminal, a plain line now and
-then anywhere else."""
+"""Progress line of training or an evaluation: live on a terminal, periodic plain lines elsewhere."""
 
 from __future__ import annotations
 
@@ -16,21 +15,24 @@ from rich.text import Text
 from areal_jax.metrics import names
 
 PLAIN_INTERVAL_S = 5.0
-"""Elsewhere than on a terminal, steps that follow sooner than this are not printed, except the
-first and the last."""
+"""Minimum interval of plain lines, except for the first and the last step."""
 
 _SCORES = (names.PASS_AT_1, names.EVAL_REWARD, names.PERPLEXITY, names.ACCURACY)
 
 
 def facts_of_training(metrics: Mapping[str, float], scores: Mapping[str, float]) -> Iterator[str]:
-    """What is shown of a step with these metrics, after evaluations that gave these scores."""
-    return (
-        _of_examples if names.REWARD not in metrics and names.LOSS in metrics else _of_reinforcement
-    )(metrics, scores)
+    """Yield the facts to show of a training step.
+
+    Args:
+        metrics: metrics of the step.
+        scores: scores of the latest evaluation.
+    """
+    is_supervised = names.REWARD not in metrics and names.LOSS in metrics
+    return (_supervised_facts if is_supervised else _rl_facts)(metrics, scores)
 
 
 def facts_of_evaluation(metrics: Mapping[str, float], scores: Mapping[str, float]) -> Iterator[str]:
-    """What is shown while tasks are being answered: the score so far, and the speed."""
+    """Yield the facts to show during an evaluation: the score so far, and the throughput."""
     if (reward := scores.get(names.EVAL_REWARD)) is not None:
         yield f"mean reward {reward:.4g}"
     else:
@@ -39,7 +41,7 @@ def facts_of_evaluation(metrics: Mapping[str, float], scores: Mapping[str, float
 
 
 class Progress:
-    """Shows a run's steps, or the tasks of an evaluation. One thread calls it."""
+    """Shows a run's steps, or an evaluation's tasks. For one thread."""
 
     def __init__(
         self,
@@ -55,18 +57,25 @@ class Progress:
         console: Console | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Print `headline`: which policy, data and devices.
+        """Print the headline and start the progress line.
 
-        Args: num_steps: of the whole run. first_step: steps that were done before this process
-            began. show_steps: false: only what `say` is given is shown. unit: what a step is
-            called. facts: what to show of one, from its metrics and the last scores."""
+        Args:
+            headline: policy, data and devices.
+            num_steps: steps of the whole run.
+            first_step: steps done before this process started.
+            show_steps: whether to show steps; else only lines of `say`.
+            unit: name of a step.
+            facts: yields the facts to show from a step's metrics and the latest scores.
+            console: the terminal or file to print to.
+            clock: returns the time in seconds.
+        """
         self._console = console or Console(highlight=False, soft_wrap=True)
         self._num_steps, self._show_steps, self._clock = num_steps, show_steps, clock
         self._unit, self._facts_of = unit, facts
         self._start_s = clock()
         self._printed_s = float("-inf")
-        # The first step that this process ended, and when: before it, programs were compiled and
-        # weights loaded.
+        # The first step that this process finished, and its time: the estimate of the time left
+        # excludes compilation and loading.
         self._first_ended: tuple[int, float] | None = None
         self._scores: dict[str, float] = {}
         self._shown: tuple[int, Mapping[str, float], float] | None = None
@@ -74,12 +83,12 @@ class Progress:
         self._bar = self._make_bar(first_step) if show_steps and self._console.is_terminal else None
 
     def say(self, text: str) -> None:
-        """Print a line, above the live one where there is one."""
+        """Print a line, above the live line if there is one."""
         self._console.print(Text(text))
 
     def update(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Show that `step` steps are done, the last with these metrics (see `names`; what is
-        missing shows as a dash)."""
+        """Show that `step` steps are done, the last with these metrics; missing ones show as a
+        dash."""
         self._remember(metrics)
         now_s = self._clock()
         self._shown = step, metrics, now_s
@@ -93,7 +102,7 @@ class Progress:
             self.say(f"{self._unit} {step}/{self._num_steps}  {facts}")
 
     def evaluated(self, metrics: Mapping[str, float]) -> None:
-        """Show the scores of an evaluation with the last step, and with those to come."""
+        """Show the scores of an evaluation from now on."""
         self._remember(metrics)
         if self._bar is not None and self._shown is not None:
             step, last, then_s = self._shown
@@ -102,7 +111,7 @@ class Progress:
             )
 
     def close(self) -> None:
-        """Leave the last state of the live line standing, unless it shows nothing."""
+        """Stop the live line; it stays visible if it shows a step."""
         if self._bar is not None:
             if self._shown is None:
                 self._bar.update(self._bar.task_ids[0], visible=False)
@@ -136,7 +145,7 @@ class Progress:
         return "  ".join((*facts, f"{_duration(elapsed_s)} elapsed", f"{_duration(left_s)} left"))
 
 
-def _of_reinforcement(metrics: Mapping[str, float], scores: Mapping[str, float]) -> Iterator[str]:
+def _rl_facts(metrics: Mapping[str, float], scores: Mapping[str, float]) -> Iterator[str]:
     yield f"reward {_number(metrics.get(names.REWARD), '.2f')}"
     if names.EVAL_REWARD in scores:
         yield f"evaluation reward {scores[names.EVAL_REWARD]:.4g}"
@@ -148,7 +157,7 @@ def _of_reinforcement(metrics: Mapping[str, float], scores: Mapping[str, float])
     yield f"train {_rate(metrics.get(names.TRAIN_TOKENS_PER_S))} tok/s"
 
 
-def _of_examples(metrics: Mapping[str, float], scores: Mapping[str, float]) -> Iterator[str]:
+def _supervised_facts(metrics: Mapping[str, float], scores: Mapping[str, float]) -> Iterator[str]:
     yield f"loss {metrics[names.LOSS]:.4f}"
     if names.ACCURACY in scores:
         yield f"accuracy {scores[names.ACCURACY]:.1%}"

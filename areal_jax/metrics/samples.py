@@ -1,4 +1,4 @@
-"""samples.jsonl: every trained sample, token by token, written off the thread that trains. Axes: T
+"""samples.jsonl: every trained sample, token by token, written by a background thread. Axes: T
 tokens of a sample."""
 
 from __future__ import annotations
@@ -28,34 +28,38 @@ class TrainedSample:
     group: int
     """Id of the group."""
     number: int
-    """Place of the sample in its group."""
+    """Index of the sample in its group."""
     tokens: Int32[np.ndarray, "T"]
     loss_mask: Bool[np.ndarray, "T"]
-    """True where the policy drew the token."""
+    """True where the policy sampled the token."""
     behave_logp: Float32[np.ndarray, "T"]
     versions: Int32[np.ndarray, "T"]
     stale: Bool[np.ndarray, "T"]
-    """True where a sampled token was too old and left out of the loss."""
+    """True where a sampled token was too stale and masked from the loss."""
     reward: float
     grade: str
     stop_reason: str
 
 
 class SampleWriter:
-    """Appends samples to a file in a thread of its own."""
+    """Appends samples to a file in a background thread."""
 
     def __init__(self, path: Path, decode: Decode | None = None, timeout_s: float = 60.0) -> None:
-        """Args: decode: text of tokens, where rows shall hold it; it must bear being called from
-        another thread.
-        timeout_s: how long any call may wait for the file."""
+        """Open the file and start the thread.
+
+        Args:
+            path: the file.
+            decode: decodes tokens to text, in the writer's thread; None: rows hold no text.
+            timeout_s: limit on the wait of any call, in seconds.
+        """
         self.path = path
         self._decode = decode
         self._timeout_s = timeout_s
         self._lines = JsonLines(path)
         self._error: Exception | None = None
-        # Owned by this writer. Whoever trains puts a batch, an Event to be set when all before it
-        # is on disk, or None to end; the writer's thread takes. `close` ends it; a process that
-        # ends without `close` leaves the rest unwritten, and a resumed run writes it again.
+        # Owned by this writer. The training thread puts a batch, an Event to set when all earlier
+        # items are on disk, or None to end; the writer's thread takes. `close` ends it. A process
+        # that ends without `close` loses queued batches, which a resumed run writes again.
         self._queue: queue.Queue[tuple[int, Sequence[TrainedSample]] | threading.Event | None] = (
             queue.Queue(MAX_WAITING_BATCHES)
         )
@@ -63,14 +67,22 @@ class SampleWriter:
         self._thread.start()
 
     def write(self, version: int, samples: Sequence[TrainedSample]) -> None:
-        """Queue the samples that `version` was trained on. Raises what went wrong with earlier
-        ones."""
+        """Queue the samples that `version` was trained on.
+
+        Raises:
+            Exception: the error of an earlier write.
+            TimeoutError: the queue stayed full.
+        """
         self._raise_error()
         self._put((version, samples))
 
     def flush(self) -> None:
-        """Wait until all samples written so far are on disk. Raises what went wrong with any of
-        them."""
+        """Wait until all queued samples are on disk.
+
+        Raises:
+            Exception: the error of an earlier write.
+            TimeoutError: the samples were not written in time.
+        """
         done = threading.Event()
         self._put(done)
         if not done.wait(self._timeout_s):
@@ -80,7 +92,12 @@ class SampleWriter:
         self._raise_error()
 
     def close(self) -> None:
-        """Write what is queued and end the thread. Raises what went wrong."""
+        """Write the queued samples and end the thread.
+
+        Raises:
+            Exception: the error of an earlier write.
+            TimeoutError: the samples were not written in time.
+        """
         self._put(None)
         self._thread.join(self._timeout_s)
         if self._thread.is_alive():
@@ -94,12 +111,9 @@ class SampleWriter:
         try:
             self._queue.put(item, timeout=self._timeout_s)
         except queue.Full:
-            waited = (
-                f"{MAX_WAITING_BATCHES} batches have waited {self._timeout_s:g} s to be written"
-            )
             raise TimeoutError(
-                f"{self.path} takes no more samples: {waited}; set metrics.samples=false or "
-                "another --run-folder"
+                f"{self.path}: {MAX_WAITING_BATCHES} batches of samples waited for "
+                f"{self._timeout_s:g} s; set metrics.samples=false or another --run-folder"
             ) from None
 
     def _raise_error(self) -> None:
@@ -111,7 +125,7 @@ class SampleWriter:
         while (item := self._queue.get()) is not None:
             try:
                 self._serve(item)
-            except Exception as error:  # whatever it is, it is raised at the next call
+            except Exception as error:  # handed on: raised in the caller's thread at the next call
                 self._error = error
 
     def _serve(self, item: tuple[int, Sequence[TrainedSample]] | threading.Event) -> None:
@@ -127,9 +141,11 @@ class SampleWriter:
 
 
 def row(sample: TrainedSample, decode: Decode | None) -> dict[str, object]:
-    """What is written of a sample, short facts first. `stale` lists the places of the tokens left
-    out; `text`, where it can be decoded, is a list of [version, stale or not, text of the tokens
-    that share both]."""
+    """Return the row of a sample, short entries first.
+
+    `stale` lists the positions of stale tokens. `text`, with `decode`, is a list of [version, is
+    stale, text of consecutive tokens that share both].
+    """
     facts: dict[str, object] = {
         "grade": sample.grade,
         "stop_reason": sample.stop_reason,
@@ -144,7 +160,7 @@ def row(sample: TrainedSample, decode: Decode | None) -> dict[str, object]:
         "stale": np.flatnonzero(sample.stale),
         "tokens": sample.tokens,
         "loss_mask": sample.loss_mask.astype(np.int32),
-        # Nine digits tell any two float32 apart.
+        # Nine digits identify a float32.
         "behave_logp": [float(f"{logp:.9g}") for logp in sample.behave_logp.tolist()],
         "versions": sample.versions,
     }

@@ -1,5 +1,4 @@
-"""Where the numbers of a run go: metrics.jsonl always, TensorBoard events and samples.jsonl as
-configured."""
+"""Output files of a run: metrics.jsonl always, TensorBoard events and samples.jsonl as configured."""
 
 from __future__ import annotations
 
@@ -23,11 +22,11 @@ TENSORBOARD = "tensorboard"
 
 Event: Any = vars(event_pb2)["Event"]
 SessionLog: Any = vars(event_pb2)["SessionLog"]
-"""protobuf makes these classes when the module is imported."""
+"""protobuf creates these classes at import."""
 
 
 class Sinks:
-    """The files of one run. One thread writes."""
+    """Output files of one run, for one thread."""
 
     def __init__(
         self,
@@ -36,12 +35,18 @@ class Sinks:
         resume_version: int | None = None,
         decode: Decode | None = None,
     ) -> None:
-        """Open the files in `run_folder`, which is made where it does not exist.
+        """Open the files.
 
-        Args: resume_version: version that the run resumes from, 0 for its very beginning: rows of
-            this version and later are cut, so that nothing is written twice; None: a new run.
-            decode: text of tokens, for samples.jsonl. FileExistsError where a new run finds the
-            rows of another."""
+        Args:
+            run_folder: the run's folder; created if missing.
+            config: which files to write.
+            resume_version: version that the run resumes from; rows of this version and later are
+                cut, so that nothing is written twice. None: a new run.
+            decode: decodes tokens to text for samples.jsonl.
+
+        Raises:
+            FileExistsError: the folder of a new run holds rows of another run.
+        """
         run_folder.mkdir(parents=True, exist_ok=True)
         metrics, samples = run_folder / METRICS, run_folder / SAMPLES
         if resume_version is None:
@@ -61,23 +66,26 @@ class Sinks:
         self._samples = SampleWriter(samples, decode) if config.samples else None
 
     def write(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Append one row of metrics, with the time of day; nan and infinities become null.
+        """Append one row of metrics with the wall-clock time; nan and infinities become null.
 
-        Several rows may be written for one version, as when an evaluation ends later than its
-        step."""
+        A version may have several rows: an evaluation may end after its step.
+        """
         self._metrics.append(version, {"time_s": time.time(), **metrics})
         if self._tensorboard is not None:
             self._tensorboard.write(version, metrics)
 
     def write_samples(self, version: int, samples: Sequence[TrainedSample]) -> None:
-        """Hand over the samples that `version` was trained on; another thread writes them. Raises
-        what went wrong with earlier ones, such as OSError on a full disk."""
+        """Queue the samples that `version` was trained on for the writer thread.
+
+        Raises:
+            Exception: the error of an earlier write, such as OSError on a full disk.
+        """
         if self._samples is not None:
             self._samples.write(version, samples)
 
     def flush(self) -> None:
-        """Bring all rows to disk. Call it before a checkpoint: a run resumed from there can only
-        cut rows, not bring back."""
+        """Sync all rows to disk. Call it before a checkpoint: a resumed run can cut rows, but not
+        restore lost ones."""
         self._metrics.sync()
         if self._tensorboard is not None:
             self._tensorboard.flush()
@@ -85,7 +93,11 @@ class Sinks:
             self._samples.flush()
 
     def close(self) -> None:
-        """Write all that waits and close the files; TimeoutError where that takes too long."""
+        """Write queued samples and close the files.
+
+        Raises:
+            TimeoutError: the samples were not written in time.
+        """
         try:
             if self._samples is not None:
                 self._samples.close()
@@ -96,12 +108,16 @@ class Sinks:
 
 
 class TensorBoard:
-    """A file of TensorBoard events, written in the caller's thread: a full disk is an OSError, not
-    a thread that died."""
+    """A file of TensorBoard events, written in the caller's thread, so that a full disk raises an
+    OSError there."""
 
     def __init__(self, folder: Path, resume_version: int | None) -> None:
-        """Args: resume_version: TensorBoard hides what an earlier process wrote from this version
-        on."""
+        """Open the file.
+
+        Args:
+            folder: folder of the events.
+            resume_version: version from which TensorBoard hides an earlier process's events.
+        """
         self._folder = folder
         with add_file_name(folder):
             folder.mkdir(exist_ok=True)
@@ -114,7 +130,7 @@ class TensorBoard:
             self._events.flush()
 
     def write(self, version: int, metrics: Mapping[str, float]) -> None:
-        """Write what is finite."""
+        """Write the finite metrics."""
         with add_file_name(self._folder):
             for name, value in metrics.items():
                 if math.isfinite(value):
@@ -124,7 +140,7 @@ class TensorBoard:
             self._events.flush()
 
     def flush(self) -> None:
-        """Bring all events to the file."""
+        """Flush all events to the file."""
         with add_file_name(self._folder):
             self._events.flush()
 

@@ -1,7 +1,7 @@
-"""trace.json: who did what when, in Chrome's trace format; open it at https://ui.perfetto.dev.
+"""trace.json: a timeline of the run in Chrome's trace format; open it at https://ui.perfetto.dev.
 
-The file is a JSON array whose closing bracket the format allows to be missing, so that a killed run
-leaves a valid one. (Trace Event Format,
+The file is a JSON array without its optional closing bracket, so that the trace of a killed run is
+valid. (Trace Event Format,
 https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU)
 """
 
@@ -22,19 +22,23 @@ from areal_jax.metrics.jsonl import encode
 logger = logging.getLogger(__name__)
 
 LANES = ("trainer", "rollout engine loop", "weight_channel", "rewards", "checkpoint", "evaluation")
-"""Their order from top to bottom. Other lanes come below, in order of first use."""
+"""Lanes from top to bottom. Other lanes follow in order of first use."""
 
 REMEMBERED_SPANS = 256
 TAIL_BYTES = 1 << 20
-"""Where a trace is gone on with, its last event is looked for in so many bytes."""
+"""Size of the end of an existing trace in which its last event is searched."""
 
 
 class Trace:
-    """A file of spans; any thread may add some."""
+    """A file of spans, for any thread."""
 
     def __init__(self, path: Path | None) -> None:
-        """Args: path: the file, which is gone on with where it exists, as one more process; None:
-        spans are dropped."""
+        """Open the file.
+
+        Args:
+            path: the file; an existing one is continued as a further process. None: spans are
+                dropped.
+        """
         self._lock = threading.Lock()
         self._rows: dict[str, list[_Row]] = {}
         self._num_rows = 0
@@ -43,7 +47,7 @@ class Trace:
             self._open(path)
 
     def _open(self, path: Path) -> None:
-        num_bytes, last_process = _whole_part(path) if path.exists() else (0, 0)
+        num_bytes, last_process = _find_complete_events(path) if path.exists() else (0, 0)
         self._process = last_process + 1
         self._file = path.open("r+b" if num_bytes else "wb", buffering=0)
         self._file.truncate(num_bytes)
@@ -63,21 +67,23 @@ class Trace:
         end_s: float,
         args: Mapping[str, object] | None = None,
     ) -> None:
-        """Draw `name` on `lane` from start_s to end_s, in seconds on one clock for all lanes.
+        """Add a span to a lane. Overlapping spans that are not nested get further rows.
 
-        What overlaps without lying inside each other, such as answers that are graded side by side,
-        takes further rows."""
+        Args:
+            lane: the lane.
+            name: name of the span.
+            start_s: start, in seconds of one clock for all lanes.
+            end_s: end, on the same clock.
+            args: details to show.
+        """
         with self._lock:
             if self._file is None:
                 return
             try:
                 self._place(lane, name, start_s, end_s, args or {})
             except OSError as error:
-                # The callers generate and train, and a full disk must not end that for the sake of
-                # a picture.
-                logger.warning(
-                    "the trace ends here, as %s cannot be written: %s", self._file.name, error
-                )
+                # A full disk must not stop generation or training because of the trace.
+                logger.warning("trace stopped: cannot write %s: %s", self._file.name, error)
                 self._file.close()
                 self._file = None
 
@@ -85,7 +91,7 @@ class Trace:
         """Close the array and the file; later spans are dropped."""
         with self._lock:
             if self._file is not None:
-                with suppress(OSError):  # of a full disk: the bracket may be missing
+                with suppress(OSError):  # disk full: the bracket is optional
                     self._file.write(b"\n]\n")
                 self._file.close()
                 self._file = None
@@ -108,7 +114,7 @@ class Trace:
         row = _Row(self._num_rows)
         rows = self._rows.setdefault(lane, [])
         rows.append(row)
-        # Further rows of a lane stand below its first one, before the next lane.
+        # Further rows of a lane are below its first row, above the next lane.
         order = 1000 * list(self._rows).index(lane) + len(rows)
         name = lane if len(rows) == 1 else f"{lane} {len(rows)}"
         self._write({"ph": "M", "name": "thread_name", "tid": row.number, "args": {"name": name}})
@@ -123,7 +129,7 @@ class Trace:
         return row
 
     def _write(self, event: Mapping[str, object]) -> None:
-        # One unbuffered write for each event: a kill tears none.
+        # One unbuffered write per event, so that a kill leaves complete events.
         assert self._file is not None
         text = encode({"pid": self._process, **event})
         self._file.write(f"{'[' if self._empty else ','}\n{text}".encode())
@@ -131,19 +137,19 @@ class Trace:
 
 
 class _Row:
-    """One line of the picture, on which spans lie beside or inside each other but never across."""
+    """One row of the timeline, whose spans are disjoint or nested."""
 
     def __init__(self, number: int) -> None:
         self.number = number
-        # Outermost spans, oldest first; only those are remembered that a span still to come may
-        # meet.
+        # Outermost spans, oldest first, of which the latest REMEMBERED_SPANS are kept.
         self._spans: deque[tuple[float, float]] = deque()
-        self._forgotten_until_s = float("-inf")
+        self._dropped_until_s = float("-inf")
 
     def take(self, start_s: float, end_s: float) -> bool:
-        """Place a span, if it follows all others or encloses the last of them."""
+        """Add a span if it follows all others or encloses the last ones; return whether it
+        does."""
         followers = list(takewhile(lambda span: span[1] > start_s, reversed(self._spans)))
-        if start_s < self._forgotten_until_s or any(
+        if start_s < self._dropped_until_s or any(
             span[0] < start_s or span[1] > end_s for span in followers
         ):
             return False
@@ -151,19 +157,19 @@ class _Row:
             self._spans.pop()
         self._spans.append((start_s, end_s))
         if len(self._spans) > REMEMBERED_SPANS:
-            self._forgotten_until_s = self._spans.popleft()[1]
+            self._dropped_until_s = self._spans.popleft()[1]
         return True
 
 
 def read(path: Path) -> list[dict[str, Any]]:
-    """The events of a trace, also of one that a kill has left without its end."""
-    num_bytes, _ = _whole_part(path)
+    """Read the events of a trace, also of a killed run's."""
+    num_bytes, _ = _find_complete_events(path)
     return json.loads(path.read_bytes()[:num_bytes] + b"]") if num_bytes else []
 
 
-def _whole_part(path: Path) -> tuple[int, int]:
-    """Bytes up to the last whole event, without what follows it, and the number of its process; (0,
-    0) where there is none."""
+def _find_complete_events(path: Path) -> tuple[int, int]:
+    """Return the length in bytes up to the last complete event, and the number of its process;
+    (0, 0) without events."""
     with path.open("rb") as file:
         start = max(0, path.stat().st_size - TAIL_BYTES)
         file.seek(start)

@@ -128,6 +128,7 @@ class Agent(WorkflowConfig):
         ),
     )
     max_running: int = chz.field(
+        validator=POSITIVE,
         default=256,
         doc="maximum number of concurrent agents; agents of evaluations are counted separately",
     )

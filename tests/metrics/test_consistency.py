@@ -10,7 +10,7 @@ import pytest
 
 from areal_jax.metrics.config import METRICS
 from areal_jax.metrics.consistency import (
-    Found,
+    Result,
     UnusedGroups,
     check_rows,
     format_ranges,
@@ -51,7 +51,7 @@ def write(folder: Path, name: str, rows: Iterable[object]) -> None:
 
 def compared(
     folder: Path, *, writes_samples: bool = True, unused: UnusedGroups | None = None
-) -> Found:
+) -> Result:
     gaps = read_gaps(folder / FILE)
     unused = unused or UnusedGroups()
     return check_rows(
@@ -75,7 +75,7 @@ def test_a_run_that_was_killed_after_its_checkpoint_agrees(tmp_path: Path) -> No
             [*STEPS[:4], STEPS[2], STEPS[4]],
             "has more than one row of version 2, as if two processes wrote there",
         ),
-        ([STEPS[0], "noise\n", *STEPS[1:]], "has a line 2 that is no row, with rows after it"),
+        ([STEPS[0], "noise\n", *STEPS[1:]], "has an invalid line 2, with rows after it"),
         ([], "has no rows of versions 0 to 3"),
     ],
 )

@@ -198,7 +198,5 @@ def test_disk_that_takes_no_more_ends_the_trace_and_not_the_run(tmp_path):
     child = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert child.returncode == 0, child.stderr
     (reported,) = child.stdout.splitlines()
-    assert (
-        reported == f"the trace ends here, as {path} cannot be written: [Errno 27] File too large"
-    )
+    assert reported == f"trace stopped: cannot write {path}: [Errno 27] File too large"
     assert 10 < len(spans(read(path))) < 1000

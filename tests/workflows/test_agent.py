@@ -53,17 +53,17 @@ def ask(base_url, api_key, messages):
 
 def two_calls(task, base_url, api_key):
     messages = [{"role": m.role, "content": m.content} for m in task.prompt]
-    said = ask(base_url, api_key, messages)
-    messages += [{"role": "assistant", "content": said}, {"role": "user", "content": "Sure?"}]
+    answer = ask(base_url, api_key, messages)
+    messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": "Sure?"}]
     return 0.5 if ask(base_url, api_key, messages) else 0
 
 async def in_a_loop(task, base_url, api_key):
     return await asyncio.to_thread(ask, base_url, api_key, [{"role": "user", "content": task.answer}]) != ""
 
-def unjudged(task, base_url, api_key):
+def ungraded(task, base_url, api_key):
     ask(base_url, api_key, [{"role": "user", "content": "q"}])
 
-def unjudged_twice(task, base_url, api_key):
+def ungraded_twice(task, base_url, api_key):
     for question in "qr":
         ask(base_url, api_key, [{"role": "user", "content": question}])
 
@@ -88,12 +88,12 @@ async def stays(task, base_url, api_key):
             pass
 
 def leaves(task, base_url, api_key):
-    return unjudged(task, base_url, api_key) if task.id == "t" else sys.exit(3)
+    return ungraded(task, base_url, api_key) if task.id == "t" else sys.exit(3)
 
 def is_interrupted(task, base_url, api_key):
     if task.id != "t":
         raise KeyboardInterrupt
-    return unjudged(task, base_url, api_key)
+    return ungraded(task, base_url, api_key)
 
 async def leaves_the_loop(task, base_url, api_key):
     return leaves(task, base_url, api_key)
@@ -116,10 +116,10 @@ async def blocks_at_once(task, base_url, api_key):
     return await in_a_loop(task, base_url, api_key)
 
 async def blocks_later(task, base_url, api_key):
-    said = await in_a_loop(task, base_url, api_key)
+    answer = await in_a_loop(task, base_url, api_key)
     if task.id == "bad":
         time.sleep(600)
-    return said
+    return answer
 
 async def exits(task, base_url, api_key):
     if task.id == "bad":
@@ -137,10 +137,10 @@ def floods(task, base_url, api_key):
     for _ in range(1000):
         print("flood\\n" * 100)
         os.write(1, b"")
-    return unjudged(task, base_url, api_key)
+    return ungraded(task, base_url, api_key)
 
 def starts_others(task, base_url, api_key):
-    # A child, an orphan in a session of its own, and a process that ignores what it is told.
+    # A child, an orphan in a session of its own, and a process that ignores signals.
     orphan = "import os,sys,time\\nif os.fork(): sys.exit()\\nos.setsid(); print(os.getpid(), flush=True); time.sleep(600)"
     deaf = "import os,signal,time\\nsignal.signal(15, signal.SIG_IGN); time.sleep(600)"
     pids = [subprocess.Popen(["sleep", "600"]).pid, subprocess.Popen([sys.executable, "-c", deaf]).pid]
@@ -160,9 +160,9 @@ if __name__ == "__main__" and len(sys.argv) > 1:
     starts_others(Task, "", "")
 elif __name__ == "__main__":
     task = json.load(sys.stdin)
-    said = ask(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], [{"role": "user", "content": task["answer"]}])
+    answer = ask(os.environ["OPENAI_BASE_URL"], os.environ["OPENAI_API_KEY"], [{"role": "user", "content": task["answer"]}])
     print("thinking aloud")
-    print(json.dumps(bool(said)))
+    print(json.dumps(bool(answer)))
     sys.exit(3 if task["id"] == "bad" else 0)
 """
 
@@ -174,8 +174,8 @@ def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-class Saying:
-    """Draws the tokens of one text after another, the last for ever, and counts the threads that it
+class ScriptedPolicy:
+    """Samples the tokens of the texts in order, repeats the last, and counts the threads that it
     is called in."""
 
     def __init__(self, *texts: str, error: Exception | None = None) -> None:
@@ -213,7 +213,7 @@ async def no_tools(tool: str, argument: str) -> ToolResult:
 
 def work(
     config: Agent,
-    generate: Saying,
+    generate: ScriptedPolicy,
     *,
     num_samples: int = 3,
     task: Task = TASK,
@@ -231,56 +231,60 @@ def work(
     return asyncio.run(asyncio.wait_for(main(), 100))
 
 
-def failure(config: Agent, generate: Saying, **how: Any) -> Exception:
+def failure(config: Agent, generate: ScriptedPolicy, **how: Any) -> Exception:
     with pytest.raises(Exception) as failed:
         work(config, generate, **how)
     return first_error(failed.value)
 
 
-def test_calls_that_go_on_from_one_another_are_one_sample_with_the_agents_reward(program: Path):
-    samples = work(Agent(function=f"{program}:two_calls"), Saying())
+def test_extending_calls_are_one_sample_with_the_agents_reward(program: Path):
+    samples = work(Agent(function=f"{program}:two_calls"), ScriptedPolicy())
     assert len(samples) == 3
-    said = len(TOKENIZER.encode("2")) + 1
+    answer_tokens = len(TOKENIZER.encode("2")) + 1
     for sample in samples:
-        assert sample.loss_mask.sum() == 2 * said
+        assert sample.loss_mask.sum() == 2 * answer_tokens
         # Half of the way from -1 to 2.
         assert (sample.reward, sample.grade) == (0.5, "wrong")
         assert TOKENIZER.decode(sample.tokens).count("Sure?") == 1
 
 
-def test_each_call_can_be_a_sample_of_its_own(program: Path):
+def test_per_call_export_makes_one_sample_per_call(program: Path):
     samples = work(
-        Agent(function=f"{program}:two_calls", export="per_call"), Saying(), num_samples=2
+        Agent(function=f"{program}:two_calls", export="per_call"), ScriptedPolicy(), num_samples=2
     )
     assert [sample.reward for sample in samples] == [0.5] * 4
     assert {int(sample.loss_mask.sum()) for sample in samples} == {len(TOKENIZER.encode("2")) + 1}
 
 
-def test_an_async_agent_runs_beside_the_thread_that_counts(program: Path):
-    generate = Saying()
+def test_async_agent_runs_next_to_its_thread(program: Path):
+    generate = ScriptedPolicy()
     samples = work(Agent(function=f"{program}:in_a_loop"), generate, num_samples=4)
     assert [(sample.reward, sample.grade) for sample in samples] == [(2.0, "correct")] * 4
     assert generate.threads == {threading.get_ident()}
 
 
-@pytest.mark.parametrize(("said", "reward"), [("2", 2.0), ("3", -1.0)])
-def test_an_agent_that_returns_nothing_has_its_last_answer_judged(
-    program: Path, said: str, reward: float
+@pytest.mark.parametrize(("answer", "reward"), [("2", 2.0), ("3", -1.0)])
+def test_agent_that_returns_none_has_its_last_answer_graded(
+    program: Path, answer: str, reward: float
 ):
-    [sample] = work(Agent(function=f"{program}:unjudged"), Saying(said), num_samples=1)
+    [sample] = work(Agent(function=f"{program}:ungraded"), ScriptedPolicy(answer), num_samples=1)
     assert sample.reward == reward
-    samples = work(Agent(function=f"{program}:unjudged_twice"), Saying("7", said), num_samples=1)
+    samples = work(
+        Agent(function=f"{program}:ungraded_twice"), ScriptedPolicy("7", answer), num_samples=1
+    )
     assert [sample.reward for sample in samples] == [reward, reward]
 
 
-def test_a_command_is_an_agent_too(program: Path):
-    samples = work(Agent(command=f"{sys.executable} {program}"), Saying(), num_samples=2)
+def test_command_is_an_agent(program: Path):
+    samples = work(Agent(command=f"{sys.executable} {program}"), ScriptedPolicy(), num_samples=2)
     assert [(sample.reward, sample.grade) for sample in samples] == [(2.0, "correct")] * 2
 
 
-def test_a_command_that_fails_fails_its_group(program: Path):
+def test_failing_command_fails_its_group(program: Path):
     bad = Task(id="bad", prompt=(), answer="2")
-    error = failure(Agent(command=f"{sys.executable} {program}"), Saying(), num_samples=1, task=bad)
+    error = failure(
+        Agent(command=f"{sys.executable} {program}"), ScriptedPolicy(), num_samples=1, task=bad
+    )
     assert isinstance(error, AgentFailed)
     assert "exit code 3" in str(error)
 
@@ -296,9 +300,7 @@ def test_a_command_that_fails_fails_its_group(program: Path):
         ("gives_up", "CancelledError()"),
     ],
 )
-def test_an_agent_that_would_end_the_process_fails_its_own_task_alone(
-    program: Path, name: str, raised: str
-):
+def test_agent_that_exits_fails_its_own_task_only(program: Path, name: str, raised: str):
     config = Agent(function=f"{program}:{name}", timeout_s=20.0)
 
     async def main() -> None:
@@ -310,20 +312,22 @@ def test_an_agent_that_would_end_the_process_fails_its_own_task_alone(
             stack.push_async_callback(host.close)
             bad = Task(id="bad", prompt=(), answer="2")
             with pytest.raises(ExceptionGroup) as failed:
-                await workflow(config, host, 1)(bad, Saying(), grader)
+                await workflow(config, host, 1)(bad, ScriptedPolicy(), grader)
             error = first_error(failed.value)
             assert isinstance(error, AgentFailed)
             assert (
                 "the agent on task bad failed: RuntimeError: expected it to return, it raised "
                 f"{raised}"
             ) in str(error)
-            assert len(await workflow(config, host, 2)(TASK, Saying(), grader)) == 2
+            assert len(await workflow(config, host, 2)(TASK, ScriptedPolicy(), grader)) == 2
 
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_agents_that_do_not_end_are_killed(program: Path):
-    error = failure(Agent(function=f"{program}:stays", timeout_s=4.0), Saying(), num_samples=1)
+def test_agents_that_ignore_cancellation_are_killed(program: Path):
+    error = failure(
+        Agent(function=f"{program}:stays", timeout_s=4.0), ScriptedPolicy(), num_samples=1
+    )
     assert isinstance(error, TimeoutError)
     assert f"it was at {program}:" in str(error) and "in stays: await asyncio.sleep(60)" in str(
         error
@@ -353,17 +357,17 @@ def all_ended(pids: Iterable[int]) -> None:
 
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("name", ["blocks_at_once", "blocks_later"])
-def test_a_blocking_agent_is_named_and_others_go_on(
+def test_blocking_agent_is_logged_and_others_continue(
     program: Path, name: str, caplog: pytest.LogCaptureFixture
 ):
     config = Agent(function=f"{program}:{name}", timeout_s=10.0, stall_warning_s=0.5)
 
     async def main() -> None:
         async with hosted(config) as host:
-            bad = asyncio.ensure_future(workflow(config, host, 1)(BAD, Saying(), grader))
+            bad = asyncio.ensure_future(workflow(config, host, 1)(BAD, ScriptedPolicy(), grader))
             await asyncio.sleep(2)
             # Begun while the other one blocks.
-            assert len(await workflow(config, host, 3)(TASK, Saying(), grader)) == 3
+            assert len(await workflow(config, host, 3)(TASK, ScriptedPolicy(), grader)) == 3
             assert not bad.done()
             with pytest.raises(ExceptionGroup) as failed:
                 await bad
@@ -376,7 +380,7 @@ def test_a_blocking_agent_is_named_and_others_go_on(
 
 
 @pytest.mark.timeout(100)
-def test_agents_start_again_where_another_one_blocks_their_process(program: Path):
+def test_agents_restart_if_another_one_blocks_their_worker(program: Path):
     config = Agent(function=f"{program}:blocks_at_once", timeout_s=80.0, stall_warning_s=0.5)
 
     async def main() -> None:
@@ -385,7 +389,7 @@ def test_agents_start_again_where_another_one_blocks_their_process(program: Path
             others = asyncio.ensure_future(workflow(config, host, 2)(TASK, held, grader))
             while held.waiting < 2:
                 await asyncio.sleep(0.01)
-            bad = asyncio.ensure_future(workflow(config, host, 1)(BAD, Saying(), grader))
+            bad = asyncio.ensure_future(workflow(config, host, 1)(BAD, ScriptedPolicy(), grader))
             while held.waiting < 4:
                 await asyncio.sleep(0.01)
             held.let.set()
@@ -398,21 +402,19 @@ def test_agents_start_again_where_another_one_blocks_their_process(program: Path
 
 
 @pytest.mark.timeout(100)
-def test_the_clock_of_an_agent_starts_when_it_has_a_worker(
-    program: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_agent_timeout_starts_when_it_has_a_worker(program: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(agent, "MAX_WORKERS", 1)
     config = Agent(function=f"{program}:blocks_at_once", timeout_s=8.0)
 
     async def main() -> None:
         async with hosted(config) as host:
             bad = [
-                asyncio.ensure_future(workflow(config, host, 1)(BAD, Saying(), grader))
+                asyncio.ensure_future(workflow(config, host, 1)(BAD, ScriptedPolicy(), grader))
                 for _ in range(2)
             ]
             await asyncio.sleep(0.5)
             # Whenever its turn comes: the others block the only worker until their time-outs.
-            assert len(await workflow(config, host, 1)(TASK, Saying(), grader)) == 1
+            assert len(await workflow(config, host, 1)(TASK, ScriptedPolicy(), grader)) == 1
             assert all(
                 isinstance(each, ExceptionGroup)
                 for each in await asyncio.gather(*bad, return_exceptions=True)
@@ -422,7 +424,7 @@ def test_the_clock_of_an_agent_starts_when_it_has_a_worker(
 
 
 @pytest.mark.timeout(100)
-def test_an_agent_that_kills_its_process_fails_alone(program: Path):
+def test_agent_that_kills_its_worker_fails_alone(program: Path):
     config = Agent(function=f"{program}:exits", timeout_s=60.0)
 
     async def main() -> None:
@@ -432,7 +434,7 @@ def test_an_agent_that_kills_its_process_fails_alone(program: Path):
             while held.waiting < 3:
                 await asyncio.sleep(0.01)
             with pytest.raises(ExceptionGroup) as failed:
-                await workflow(config, host, 1)(BAD, Saying(), grader)
+                await workflow(config, host, 1)(BAD, ScriptedPolicy(), grader)
             assert "its process ended with exit code 3" in str(first_error(failed.value))
             held.let.set()
             assert len(await others) == 3
@@ -440,10 +442,10 @@ def test_an_agent_that_kills_its_process_fails_alone(program: Path):
     asyncio.run(asyncio.wait_for(main(), 90))
 
 
-def test_a_forked_copy_of_an_agent_does_not_answer_for_it(program: Path, tmp_path: Path):
+def test_forked_copy_of_an_agent_sends_no_result(program: Path, tmp_path: Path):
     samples = work(
         Agent(function=f"{program}:forks"),
-        Saying(),
+        ScriptedPolicy(),
         num_samples=1,
         task=replace(TASK, id=str(tmp_path)),
     )
@@ -451,21 +453,25 @@ def test_a_forked_copy_of_an_agent_does_not_answer_for_it(program: Path, tmp_pat
     all_ended([int((tmp_path / "forked").read_text())])
 
 
-def test_output_of_agents_disturbs_nothing(program: Path, capfd: pytest.CaptureFixture[str]):
-    assert len(work(Agent(function=f"{program}:floods"), Saying(), num_samples=2)) == 2
+def test_prints_of_agents_go_to_standard_error(program: Path, capfd: pytest.CaptureFixture[str]):
+    assert len(work(Agent(function=f"{program}:floods"), ScriptedPolicy(), num_samples=2)) == 2
     assert capfd.readouterr().err.count("flood") == 200_000
 
 
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("name", ["starts_others", "starts_others_async"])
 @pytest.mark.parametrize("ends", ["timeout", "close"])
-def test_what_agents_start_ends_with_them(program: Path, tmp_path: Path, name: str, ends: str):
+def test_descendants_of_agents_are_killed_with_them(
+    program: Path, tmp_path: Path, name: str, ends: str
+):
     config = Agent(function=f"{program}:{name}", timeout_s=10.0 if ends == "timeout" else 90.0)
 
     async def main() -> None:
         async with hosted(config) as host:
             task = replace(TASK, id=str(tmp_path))
-            working = asyncio.ensure_future(workflow(config, host, 1)(task, Saying(), grader))
+            working = asyncio.ensure_future(
+                workflow(config, host, 1)(task, ScriptedPolicy(), grader)
+            )
             while not (tmp_path / "pids").exists():
                 await asyncio.sleep(0.05)
             if ends == "timeout":
@@ -505,7 +511,7 @@ asyncio.run(main(eval(sys.argv[1]), sys.argv[2]))
 
 @pytest.mark.timeout(100)
 @pytest.mark.parametrize("kind", ["function", "command"])
-def test_what_agents_start_ends_when_the_trainer_is_killed(
+def test_descendants_of_agents_are_killed_with_the_trainer(
     program: Path, tmp_path: Path, kind: str
 ):
     named = (
@@ -533,7 +539,7 @@ def test_what_agents_start_ends_when_the_trainer_is_killed(
 
 
 @pytest.mark.timeout(100)
-def test_clocks_of_agents_stop_while_an_evaluation_holds(program: Path):
+def test_agent_timeouts_pause_during_pinned_evaluations(program: Path):
     config = Agent(function=f"{program}:in_a_loop", timeout_s=4.0)
 
     async def main() -> None:
@@ -546,7 +552,7 @@ def test_clocks_of_agents_stop_while_an_evaluation_holds(program: Path):
                 training.append(
                     asyncio.ensure_future(workflow(config, host, 1)(TASK, held, grader))
                 )
-                # The clock of the evaluation's own agents goes on.
+                # The clock of the evaluation's own agents runs.
                 with pytest.raises(ExceptionGroup) as failed:
                     await workflow(config, runner, 1)(TASK, Held(), grader)
                 assert isinstance(first_error(failed.value), TimeoutError)
@@ -561,7 +567,7 @@ def test_clocks_of_agents_stop_while_an_evaluation_holds(program: Path):
     asyncio.run(asyncio.wait_for(main(), 90))
 
 
-def test_a_function_that_cannot_be_loaded_is_refused(tmp_path: Path):
+def test_function_that_cannot_be_loaded_is_refused(tmp_path: Path):
     (tmp_path / "agents.py").write_text("import no_such_module")
 
     async def main(name: str) -> None:
@@ -584,28 +590,26 @@ def test_a_function_that_cannot_be_loaded_is_refused(tmp_path: Path):
         ("too_much", "expected a bool or a number from 0 to 1, found 7"),
     ],
 )
-def test_an_agent_that_does_not_do_its_work_fails_its_group_and_says_why(
-    program: Path, name: str, words: str
-):
-    error = failure(Agent(function=f"{program}:{name}"), Saying())
+def test_failing_agent_fails_its_group_with_its_error(program: Path, name: str, words: str):
+    error = failure(Agent(function=f"{program}:{name}"), ScriptedPolicy())
     assert isinstance(error, AgentFailed)
     assert words in str(error)
 
 
-def test_an_agent_that_hangs_is_broken_off(program: Path):
-    error = failure(Agent(function=f"{program}:hangs", timeout_s=0.3), Saying())
+def test_hanging_agent_times_out(program: Path):
+    error = failure(Agent(function=f"{program}:hangs", timeout_s=0.3), ScriptedPolicy())
     assert isinstance(error, TimeoutError)
     assert "has not ended within workflow.timeout_s=0.3" in str(error)
 
 
 @pytest.mark.timeout(60)
-def test_a_command_that_hangs_is_killed_with_all_it_started(tmp_path: Path):
+def test_hanging_command_is_killed_with_its_descendants(tmp_path: Path):
     (tmp_path / "hangs.sh").write_text(
         "sleep 600 &\necho $$ $! > pids.writing; mv pids.writing pids\nwait"
     )
     error = failure(
         Agent(command=f"sh -c 'cd {tmp_path}; . ./hangs.sh'", timeout_s=3.0),
-        Saying(),
+        ScriptedPolicy(),
         num_samples=1,
     )
     assert isinstance(error, TimeoutError)
@@ -618,8 +622,8 @@ def test_a_command_that_hangs_is_killed_with_all_it_started(tmp_path: Path):
                 time.sleep(0.01)
 
 
-class Held(Saying):
-    """Says nothing until it is let, and counts who waits."""
+class Held(ScriptedPolicy):
+    """Answers only once released, and counts waiting calls."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -631,7 +635,7 @@ class Held(Saying):
         return await super().__call__(prompt_tokens, num_samples, **how)
 
 
-def test_agents_have_places_and_those_of_an_evaluation_do_not_wait_for_those_of_training(
+def test_evaluation_agents_do_not_wait_for_training_agents(
     program: Path,
 ):
     config = Agent(function=f"{program}:in_a_loop", max_running=2)
@@ -648,7 +652,7 @@ def test_agents_have_places_and_those_of_an_evaluation_do_not_wait_for_those_of_
             training = asyncio.ensure_future(workflow(config, host, 5)(TASK, held, grader))
             while held.waiting < 2:
                 await asyncio.sleep(0.01)
-            assert len(await workflow(config, host, 3)(TASK, Saying(), grader)) == 3
+            assert len(await workflow(config, host, 3)(TASK, ScriptedPolicy(), grader)) == 3
             assert held.waiting == 2
             held.let.set()
             assert len(await training) == 5
@@ -656,12 +660,14 @@ def test_agents_have_places_and_those_of_an_evaluation_do_not_wait_for_those_of_
     asyncio.run(asyncio.wait_for(main(), 60))
 
 
-def test_an_engine_that_stopped_is_no_fault_of_the_agent(program: Path):
-    error = failure(Agent(function=f"{program}:two_calls"), Saying(error=EngineStopped("died")))
+def test_engine_stop_is_raised_instead_of_agent_failure(program: Path):
+    error = failure(
+        Agent(function=f"{program}:two_calls"), ScriptedPolicy(error=EngineStopped("died"))
+    )
     assert isinstance(error, EngineStopped)
 
 
 @pytest.mark.parametrize("config", [Agent(), Agent(function="a.py:f", command="true")])
-def test_an_agent_is_a_function_or_a_command(config: Agent):
-    with pytest.raises(ValueError, match="expected one of workflow.function and workflow.command"):
+def test_agent_requires_one_of_function_and_command(config: Agent):
+    with pytest.raises(ValueError, match="expected one of workflow"):
         AgentHost(config, AgentServer(TOKENIZER, 50, 100.0))

@@ -25,7 +25,7 @@ STOP = EMBEDDED.stop_token_ids[0]
 def completion(
     rng: np.random.Generator, stop: StopReason, vocab_size: int = EMBEDDED.vocab_size
 ) -> Completion:
-    """Any tokens at all, stop tokens excepted: bytes of broken characters, special ones, text cut
+    """Arbitrary tokens without stop tokens: bytes of broken characters, special ones, text cut
     where no tokenizer would."""
     sampled = rng.integers(0, vocab_size, rng.integers(1, 9)).astype(np.int32)
     sampled = np.append(sampled[sampled != STOP], [STOP] if stop == "stop" else [1]).astype(
@@ -42,9 +42,9 @@ def completion(
 def conversation(rng: np.random.Generator) -> list[Call]:
     calls = [Call(EMBEDDED.render([Message("user", "1+1?")]), completion(rng, "stop"))]
     for _ in range(rng.integers(0, 5)):
-        said = "".join(chr(c) for c in rng.integers(32, 0x3000, rng.integers(0, 6)))
+        text = "".join(chr(c) for c in rng.integers(32, 0x3000, rng.integers(0, 6)))
         prompt = build_next_prompt(
-            EMBEDDED, calls[-1], [Message(str(rng.choice(["user", "tool"])), said)]
+            EMBEDDED, calls[-1], [Message(str(rng.choice(["user", "tool"])), text)]
         )
         calls.append(Call(prompt, completion(rng, "stop" if rng.random() < 0.7 else "length")))
     return calls
@@ -55,7 +55,7 @@ def drawn_of(calls: list[Call]) -> list[int]:
 
 
 @pytest.mark.parametrize("export", ["concatenated", "per_call"])
-def test_the_tokens_that_are_trained_on_are_the_tokens_that_were_drawn(export: Export) -> None:
+def test_trained_tokens_are_the_sampled_tokens(export: Export) -> None:
     changed_by_text = 0
     for seed in range(100):
         calls = conversation(np.random.default_rng(seed))
@@ -79,11 +79,11 @@ def test_the_tokens_that_are_trained_on_are_the_tokens_that_were_drawn(export: E
             EMBEDDED.encode(EMBEDDED.decode(samples[-1].tokens)).tolist()
             != samples[-1].tokens.tolist()
         )
-    # The law has something to say: by way of text, other tokens would have come out nearly always.
+    # The test is not vacuous: re-tokenized text nearly always differs.
     assert changed_by_text > 90
 
 
-def test_every_call_is_trained_on_after_exactly_what_it_was_given() -> None:
+def test_every_call_is_trained_on_with_its_own_prompt_as_prefix() -> None:
     for seed in range(100):
         calls = conversation(np.random.default_rng(seed))
         (sample,) = make_samples(calls, [1.0] * len(calls), "correct")
@@ -91,15 +91,17 @@ def test_every_call_is_trained_on_after_exactly_what_it_was_given() -> None:
             assert np.array_equal(sample.tokens[: len(call.tokens)], call.tokens)
 
 
-def test_between_two_turns_stands_what_the_template_puts_there() -> None:
-    said = EMBEDDED.encode("2")
-    ended = Call(EMBEDDED.render([Message("user", "1+1?")]), answer([*said.tolist(), STOP], "stop"))
+def test_tokens_between_turns_are_those_of_the_chat_template() -> None:
+    answer_tokens = EMBEDDED.encode("2")
+    ended = Call(
+        EMBEDDED.render([Message("user", "1+1?")]), answer([*answer_tokens.tolist(), STOP], "stop")
+    )
     whole = EMBEDDED.render(
         [Message("user", "1+1?"), Message("assistant", "2"), Message("user", "Sure?")]
     )
     assert build_next_prompt(EMBEDDED, ended, [Message("user", "Sure?")]).tolist() == whole.tolist()
     # One that was cut is ended for it; the token that ends it is context.
-    cut = Call(ended.prompt, answer(said.tolist(), "length"))
+    cut = Call(ended.prompt, answer(answer_tokens.tolist(), "length"))
     assert build_next_prompt(EMBEDDED, cut, [Message("user", "Sure?")]).tolist() == whole.tolist()
     # So is one in which nothing was sampled.
     nothing = build_next_prompt(
@@ -107,7 +109,7 @@ def test_between_two_turns_stands_what_the_template_puts_there() -> None:
     )
     assert nothing[: len(ended.prompt) + 1].tolist() == [*ended.prompt.tolist(), STOP]
     (sample,) = make_samples([cut, Call(whole, answer([5], "length"))], [0.0, 1.0], "correct")
-    assert sample.tokens[sample.loss_mask].tolist() == [*said.tolist(), 5]
+    assert sample.tokens[sample.loss_mask].tolist() == [*answer_tokens.tolist(), 5]
 
 
 def answer(tokens: list[int], stop: StopReason) -> Completion:
@@ -119,14 +121,14 @@ def answer(tokens: list[int], stop: StopReason) -> Completion:
     )
 
 
-def test_calls_that_do_not_go_on_from_one_another_are_samples_of_their_own() -> None:
+def test_calls_that_extend_no_other_are_separate_samples() -> None:
     first = Call(np.array([3, 4], np.int32), answer([5, STOP], "stop"))
     second = Call(np.array([3, 4, 5, STOP, 6], np.int32), answer([7], "length"))
-    # Goes on from the first too, so that what the first drew is its context; and one of which
+    # Extends the first too, so that the completion of the first is context; and one of which
     # nothing was before.
     branch = Call(np.array([3, 4, 5, STOP, 8], np.int32), answer([9, STOP], "stop"))
     other = Call(np.array([3, 10], np.int32), answer([11, STOP], "stop"))
-    # Was told that the one before had said something else: what that drew is no context of it.
+    # Its prompt holds another answer than the previous call sampled, so it extends no call.
     rewritten = Call(np.array([3, 10, 6, STOP, 12], np.int32), answer([13, STOP], "stop"))
     samples = make_samples(
         [first, second, branch, other, rewritten], [0.1, 0.2, 0.3, 0.4, 0.5], "correct"
@@ -167,7 +169,7 @@ ROWS, ROW_TOKENS = 24, 160
 
 
 def rows(samples: list[Sample]) -> tuple[np.ndarray, ...]:
-    """One sample in a row: tokens, mask, behaviour's log-probs, advantage on every token."""
+    """One sample as a row: tokens, mask, behaviour log-probs, advantage on every token."""
     filled = [
         np.zeros((ROWS, ROW_TOKENS), dtype)
         for dtype in (np.int32, np.bool_, np.float32, np.float32)

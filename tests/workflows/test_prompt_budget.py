@@ -1,4 +1,4 @@
-"""What prompts take, worked out by hand with a tokenizer of one token a letter."""
+"""Prompt lengths, computed by hand with a tokenizer of one token per letter."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from areal_jax.workflows.prompt_budget import (
 
 
 class Letters:
-    """A token for every letter, one around each message, and two before the answer."""
+    """One token per letter, one around each message, and two before the answer."""
 
     stop_token_ids = (0,)
     vocab_size = 128
@@ -64,11 +64,11 @@ MULTI_TURN = MultiTurn(max_turns=3, feedback="wrong")
 TWICE = LaterTurns(2, 8, 8, "workflow.max_turns")
 
 
-def test_first_prompts_are_measured_with_all_that_the_policy_is_told() -> None:
+def test_measured_prompts_include_the_system_message() -> None:
     assert list(measured(SingleTurn(), "12345", "1").lengths) == [8, 4]
     tools = ToolUse(call_format=Tags(), tools=ToolsConfig(names=("calculator",)))
     reported = measured(tools, "12345")
-    assert reported.lengths[0] > 8 + 50, "the policy is told of its tools"
+    assert reported.lengths[0] > 8 + 50, "the system message describes the tools"
     assert list(measured(chz.replace(tools, announce=False), "12345").lengths) == [8]
     # Of equal prompts one counts; the answer has to stand in its box: \boxed{12} has ten letters.
     assert measured(SingleTurn(), "1", "1", "2").num_distinct == 2
@@ -77,7 +77,7 @@ def test_first_prompts_are_measured_with_all_that_the_policy_is_told() -> None:
     assert measured(SingleTurn(), "1", "2", answer="123", kind="code").num_unanswerable == 0
 
 
-def test_of_many_tasks_some_are_measured_from_first_to_last() -> None:
+def test_many_tasks_are_measured_evenly_spaced() -> None:
     many = ["1"] * MAX_MEASURED + ["12345"] * MAX_MEASURED
     found = measured(SingleTurn(), *many)
     assert sorted(found.lengths) == [4] * (MAX_MEASURED // 2) + [8] * (MAX_MEASURED // 2)
@@ -88,18 +88,20 @@ def test_of_many_tasks_some_are_measured_from_first_to_last() -> None:
     assert measured(SingleTurn(), "12345").longest == 8
 
 
-def test_later_turns_are_what_the_workflow_says_between_answers() -> None:
+def test_later_turns_measure_the_workflows_messages() -> None:
     assert later_turns(Letters(), SingleTurn()).num == 0
     assert later_turns(Letters(), MULTI_TURN) == TWICE
     tools = ToolsConfig(names=("calculator", "python"), max_output_chars=400)
     found = later_turns(Letters(), ToolUse(max_turns=4, tools=tools))
     assert (found.num, found.least_tokens, found.most_tokens) == (3, 4, 403)
-    assert later_turns(Letters(), ToolUse(max_turns=4)).most_tokens < 30, "a calculator says little"
+    assert later_turns(Letters(), ToolUse(max_turns=4)).most_tokens < 30, (
+        "results of a calculator are short"
+    )
     agent = later_turns(Letters(), Agent(command="cat", expected_calls=2))
     assert (agent.num, agent.is_required) == (1, False)
 
 
-def test_the_limit_that_is_found_holds_every_turn() -> None:
+def test_required_prompt_tokens_fit_every_turn() -> None:
     # 42 + 2 * (96 + 1 + 8) = 252, rounded up; one token more does not fit.
     assert required_prompt_tokens(42, TWICE, 96) == 256
     assert required_prompt_tokens(46, TWICE, 96) == 256
@@ -115,7 +117,7 @@ ONE_TURN = LaterTurns(0, 0, 0, "")
 
 
 @pytest.mark.parametrize(
-    ("lengths", "turns", "limit", "said"),
+    ("lengths", "turns", "limit", "message"),
     [
         (
             (65, 70),
@@ -138,12 +140,12 @@ ONE_TURN = LaterTurns(0, 0, 0, "")
         ((30, 40), LaterTurns(2, 8, 8, "workflow.expected_calls", is_required=False), 39, None),
     ],
 )
-def test_what_can_never_work_is_refused(
-    lengths: tuple[int, ...], turns: LaterTurns, limit: int, said: str | None
+def test_prompts_that_never_fit_are_refused(
+    lengths: tuple[int, ...], turns: LaterTurns, limit: int, message: str | None
 ) -> None:
     found = list(refused_prompts(prompts(*lengths), turns, Limits(limit, 10, 1000)))
-    assert len(found) == (said is not None)
-    assert said is None or said in found[0]
+    assert len(found) == (message is not None)
+    assert message is None or message in found[0]
 
 
 def test_answers_that_do_not_fit_are_refused_or_counted() -> None:
@@ -160,7 +162,7 @@ def test_answers_that_do_not_fit_are_refused_or_counted() -> None:
     ]
 
 
-def test_what_fails_in_part_is_counted_with_the_setting_that_would_do() -> None:
+def test_prompts_that_fit_in_part_are_counted_with_a_remedy() -> None:
     assert list(doubtful_prompts(prompts(60, 64), ONE_TURN, Limits(64, 10, 1000))) == []
     (too_long,) = doubtful_prompts(prompts(60, 64, 65, 90), ONE_TURN, Limits(64, 10, 1000))
     assert too_long == (
@@ -178,10 +180,10 @@ def test_what_fails_in_part_is_counted_with_the_setting_that_would_do() -> None:
     )
 
 
-def test_fewer_tasks_than_groups_in_a_batch_are_named() -> None:
+def test_fewer_tasks_than_groups_per_batch_give_a_warning() -> None:
     assert list(too_few_tasks(prompts(1, 2), 2, 100)) == []
-    (said,) = too_few_tasks(prompts(1, 2), 4, 100)
+    (message,) = too_few_tasks(prompts(1, 2), 4, 100)
     assert (
-        "tasks has 2 distinct prompts for rollout.groups_per_batch=4" in said
-        and "200 epochs" in said
+        "tasks has 2 distinct prompts for rollout.groups_per_batch=4" in message
+        and "200 epochs" in message
     )

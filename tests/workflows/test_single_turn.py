@@ -31,7 +31,7 @@ STOP = 0
 
 @pytest.fixture
 def tokenizer() -> HFTokenizer:
-    """A token for every character, and one that stops."""
+    """One token per character, and a stop token."""
     inner = tokenizers.Tokenizer(
         models.WordLevel({"<stop>": STOP, "?": 1} | {chr(c): c for c in range(32, 127)}, "?")
     )
@@ -54,11 +54,11 @@ def run(
     tokenizer: HFTokenizer,
     completions: list[Completion],
     grader: Callable[[Task, str], object],
-    asked: list[tuple[list[int], int]] | None = None,
+    requests: list[tuple[list[int], int]] | None = None,
 ) -> tuple[Sample, ...]:
     async def generate(prompt_tokens: np.ndarray, num_samples: int) -> list[Completion]:
-        if asked is not None:
-            asked.append((prompt_tokens.tolist(), num_samples))
+        if requests is not None:
+            requests.append((prompt_tokens.tolist(), num_samples))
         return completions
 
     workflow = SingleTurn(tokenizer, len(completions), RewardConfig())
@@ -72,12 +72,12 @@ def result_of_kind(kind: ResultKind) -> Callable[[Task, str], object]:
     return grader
 
 
-def test_every_array_speaks_of_the_same_tokens(tokenizer: HFTokenizer) -> None:
-    asked: list[tuple[list[int], int]] = []
+def test_sample_arrays_are_aligned_with_tokens(tokenizer: HFTokenizer) -> None:
+    requests: list[tuple[list[int], int]] = []
     sampled = [completion(tokenizer, "2", "stop", 3), completion(tokenizer, "17", "length", 4)]
-    samples = run(tokenizer, sampled, result_of_kind("correct"), asked)
+    samples = run(tokenizer, sampled, result_of_kind("correct"), requests)
     prompt = [ord(c) for c in "1+1?="]
-    assert asked == [(prompt, 2)]
+    assert requests == [(prompt, 2)]
     stopped, cut = samples
     # The prompt's five tokens are context; the answer is trained on, with the token that stops it.
     assert stopped.tokens.tolist() == [*prompt, ord("2"), STOP]
@@ -99,13 +99,13 @@ def test_every_array_speaks_of_the_same_tokens(tokenizer: HFTokenizer) -> None:
 
 
 @pytest.mark.parametrize("kind", ["correct", "wrong", "no_answer", "timeout", "crashed"])
-def test_a_verdict_is_worth_what_the_settings_say(tokenizer: HFTokenizer, kind: ResultKind) -> None:
+def test_reward_of_a_grade_follows_the_settings(tokenizer: HFTokenizer, kind: ResultKind) -> None:
     (sample,) = run(tokenizer, [completion(tokenizer, "2", "stop", 0)], result_of_kind(kind))
     assert sample.reward == (5.0 if kind == "correct" else -5.0)
     assert sample.grade == kind
 
 
-def test_a_failing_judge_is_no_wrong_answer(tokenizer: HFTokenizer) -> None:
+def test_failing_grader_is_not_a_wrong_answer(tokenizer: HFTokenizer) -> None:
     async def grader(task: Task, answer: str) -> RewardResult:
         if answer == "2":
             return RewardResult("infrastructure", "no process")
@@ -120,7 +120,7 @@ def test_a_failing_judge_is_no_wrong_answer(tokenizer: HFTokenizer) -> None:
     assert graded == ["1", "3"]
 
 
-def test_a_call_that_failed_is_no_wrong_answer_whatever_its_kind(tokenizer: HFTokenizer) -> None:
+def test_failed_reward_call_of_any_kind_is_not_a_wrong_answer(tokenizer: HFTokenizer) -> None:
     async def grader(task: Task, answer: str) -> RewardResult:
         return RewardResult("crashed", "ValueError: boom", failed=True)
 
@@ -128,7 +128,7 @@ def test_a_call_that_failed_is_no_wrong_answer_whatever_its_kind(tokenizer: HFTo
         run(tokenizer, [completion(tokenizer, "2", "stop", 0)], grader)
 
 
-def test_a_raw_reward_is_the_reward_itself(tokenizer: HFTokenizer) -> None:
+def test_raw_score_is_the_reward(tokenizer: HFTokenizer) -> None:
     async def grader(task: Task, answer: str) -> RewardResult:
         return RewardResult("scored", score=-12.5)
 
@@ -136,7 +136,7 @@ def test_a_raw_reward_is_the_reward_itself(tokenizer: HFTokenizer) -> None:
     assert (sample.reward, sample.grade) == (-12.5, "scored")
 
 
-def test_answers_are_judged_at_the_same_time_each_with_its_own_verdict(
+def test_answers_are_graded_concurrently_each_with_its_own_result(
     tokenizer: HFTokenizer,
 ) -> None:
     waiting = asyncio.Event()
@@ -156,7 +156,7 @@ def test_answers_are_judged_at_the_same_time_each_with_its_own_verdict(
     assert sorted(seen) == ["1", "2", "3"]
 
 
-def test_boxed_answers_are_judged_by_the_reward_service(
+def test_boxed_answers_are_graded_by_the_reward_service(
     tokenizer: HFTokenizer, tmp_path: Path
 ) -> None:
     async def main() -> list[tuple[float, str]]:

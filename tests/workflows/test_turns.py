@@ -55,13 +55,13 @@ def completion(text: str, stop: StopReason = "stop", version: int = 3) -> Comple
 
 
 class Policy:
-    """Says what it was told to say in answer to each prompt, one after another, and keeps the
-    prompts."""
+    """Answers prompts with scripted texts, in order, and records the prompts."""
 
-    def __init__(self, **says: str | list[str]) -> None:
-        """Args: says: by the text of the last message it was given."""
-        self._says = {
-            text: [said] if isinstance(said, str) else list(said) for text, said in says.items()
+    def __init__(self, **answers: str | list[str]) -> None:
+        """Create a policy with scripted answers by the text of the last message."""
+        self._answers = {
+            text: [texts] if isinstance(texts, str) else list(texts)
+            for text, texts in answers.items()
         }
         self.prompts: list[str] = []
         self.stops: dict[str, StopReason] = {}
@@ -76,8 +76,8 @@ class Policy:
             or prompt.split("<|im_end|>")[-2]
         )
         message = last.partition("\n")[2]
-        sampled = [self._says[message].pop(0) for _ in range(num_samples)]
-        return [completion(said, self.stops.get(said, "stop")) for said in sampled]
+        sampled = [self._answers[message].pop(0) for _ in range(num_samples)]
+        return [completion(text, self.stops.get(text, "stop")) for text in sampled]
 
 
 def text_of(tokens: np.ndarray) -> str:
@@ -122,7 +122,7 @@ def run(
     return asyncio.run(workflow(TASK, policy, grader))  # type: ignore[arg-type]
 
 
-def test_a_wrong_answer_is_told_so_and_the_next_one_is_judged() -> None:
+def test_wrong_answer_gets_feedback_and_the_next_is_graded() -> None:
     policy = Policy(**{"1+1?": ["3", "2"], AGAIN: ["4", "2"]})
     wrong_twice, right = run(MULTI_TURN, policy, 2)
     # The first sample: 3, no, 4, no, 2.
@@ -136,17 +136,17 @@ def test_a_wrong_answer_is_told_so_and_the_next_one_is_judged() -> None:
         assert (sample.versions[sample.loss_mask] == 3).all()
 
 
-def test_what_has_no_answer_is_told_so_like_what_is_wrong() -> None:
+def test_missing_answer_gets_feedback_like_a_wrong_one() -> None:
     (sample,) = run(MULTI_TURN, Policy(**{"1+1?": "", AGAIN: "2"}))
     # Half of the way from -5 to 5.
     assert (sample.grade, sample.reward) == ("correct", 0.0)
 
 
-def test_every_turn_is_judged_once() -> None:
-    said = list[str]()
+def test_every_turn_is_graded_once() -> None:
+    graded = list[str]()
 
     async def noting(task: Task, answer: str) -> RewardResult:
-        said.append(answer)
+        graded.append(answer)
         return await grader(task, answer)
 
     run(
@@ -155,10 +155,10 @@ def test_every_turn_is_judged_once() -> None:
         2,
         grader=noting,
     )
-    assert sorted(said) == ["2", "3", "4"]
+    assert sorted(graded) == ["2", "3", "4"]
 
 
-def test_a_right_answer_is_worth_less_with_every_turn_and_a_wrong_one_no_more() -> None:
+def test_turn_discount_lowers_correct_rewards_only() -> None:
     # Between -5 and 5, half of the way is left with every turn: 5, 0, -2.5; wrong stays -5.
     policy = Policy(**{"1+1?": ["2", "3", "3", "3"], AGAIN: ["2", "3", "2", "3", "3"]})
     samples = run(MULTI_TURN, policy, 4)
@@ -168,7 +168,7 @@ def test_a_right_answer_is_worth_less_with_every_turn_and_a_wrong_one_no_more() 
     ]
 
 
-def test_a_conversation_ends_before_a_prompt_beyond_the_budget_and_counts_as_truncated() -> None:
+def test_conversation_beyond_the_prompt_limit_is_truncated() -> None:
     prompt = len(
         TOKENIZER.render([*TASK.prompt, Message("assistant", "3"), Message("user", AGAIN)])
     )
@@ -179,7 +179,7 @@ def test_a_conversation_ends_before_a_prompt_beyond_the_budget_and_counts_as_tru
         assert (sample.stop_reason, sample.grade, sample.reward) == (stop_reason, "wrong", -5.0)
 
 
-def test_an_answer_that_was_cut_is_ended_as_context_and_told_that_it_is_wrong() -> None:
+def test_truncated_answer_gets_a_stop_token_as_context_and_feedback() -> None:
     policy = Policy(**{"1+1?": "33", AGAIN: "2"})
     policy.stops["33"] = "length"
     (sample,) = run(MULTI_TURN, policy)
@@ -188,7 +188,7 @@ def test_an_answer_that_was_cut_is_ended_as_context_and_told_that_it_is_wrong() 
     assert sample.stop_reason == "stop"
 
 
-def test_what_tools_answer_is_context_and_only_the_last_turn_is_judged() -> None:
+def test_tool_results_are_context_and_only_the_last_turn_is_graded() -> None:
     policy = Policy(
         **{
             "1+1?": "<calculator>1+1</calculator><search>two</search>",
@@ -206,28 +206,28 @@ def test_what_tools_answer_is_context_and_only_the_last_turn_is_judged() -> None
     assert (sample.grade, sample.reward) == ("correct", 5.0)
 
 
-def test_tools_are_called_in_no_turn_but_those_before_the_last() -> None:
-    says = "<search>x</search>"
-    policy = Policy(**{"1+1?": says, "search of x": [says, says]})
+def test_tools_are_not_called_in_the_last_turn() -> None:
+    call = "<search>x</search>"
+    policy = Policy(**{"1+1?": call, "search of x": [call, call]})
     (sample,) = run(TOOL_USE, policy)
     assert len(policy.prompts) == 3
     assert sample.grade == "wrong"
 
 
-def test_a_bad_call_is_answered_with_what_is_wrong_with_it() -> None:
+def test_invalid_tool_call_is_answered_with_its_error() -> None:
     policy = Policy(**{"1+1?": "<search>two", "Error: <search> without </search>": "2"})
     (sample,) = run(TOOL_USE, policy)
     assert sample.grade == "correct"
 
 
 @pytest.mark.parametrize("chosen", [MULTI_TURN, TOOL_USE], ids=["grader", "tool"])
-def test_a_machine_that_fails_is_no_wrong_answer(chosen: WorkflowConfig) -> None:
+def test_infrastructure_failure_is_not_a_wrong_answer(chosen: WorkflowConfig) -> None:
     policy = Policy(**{"1+1?": "broken" if chosen is MULTI_TURN else "<search>broken</search>"})
     with pytest.raises(GradingFailed if chosen is MULTI_TURN else ToolFailed, match="no process"):
         run(chosen, policy)
 
 
-def test_conversations_beside_a_failed_tool_are_graded() -> None:
+def test_other_conversations_are_graded_after_a_tool_failure() -> None:
     policy = Policy(**{"1+1?": ["<search>broken</search>", "2"]})
     grades = list[RewardResult]()
 
@@ -240,7 +240,7 @@ def test_conversations_beside_a_failed_tool_are_graded() -> None:
     assert [grade.kind for grade in grades] == ["correct"]
 
 
-def test_tools_are_announced_in_the_systems_message_where_that_is_asked() -> None:
+def test_tools_are_described_in_the_system_message_if_configured() -> None:
     announcing = ToolUse(max_turns=3, call_format=Tags(), tools=ToolsConfig(names=("calculator",)))
     policy = Policy(**{"1+1?": "2"})
     run(announcing, policy)
@@ -250,14 +250,14 @@ def test_tools_are_announced_in_the_systems_message_where_that_is_asked() -> Non
 
 
 class SlowEngine:
-    """Answers after a while, in an order of its own, and stops for good after so many answers."""
+    """Answers with delays that reorder the calls, and stops after a number of answers."""
 
     def __init__(self, answers: int) -> None:
         self.left, self.sampled = answers, Counter[str]()
         self.has_stopped = asyncio.Event()
 
     async def submit(self, request: Request) -> list[Completion]:
-        # What is sampled depends on the request alone, as an engine's draws do.
+        # What is sampled depends on the request alone, as in an engine.
         rng = np.random.default_rng(request.seed)
         await asyncio.sleep(float(rng.random()) / 200)
         if self.left == 0:
@@ -274,7 +274,7 @@ class SlowEngine:
         return {}
 
 
-def test_a_conversation_that_a_crash_interrupts_goes_on_as_it_would_have() -> None:
+def test_interrupted_conversation_resumes_identically() -> None:
     chosen = MultiTurn(max_turns=4, turn_discount=0.5, feedback=AGAIN)
     workflow = make_workflow(
         chosen, TOKENIZER, 6, RewardConfig(), max_prompt_tokens=1000, tools=tools
