@@ -11,12 +11,12 @@ from typing import Any
 
 from areal_jax.evaluation.remote import Server
 
-Said = tuple[int, Any]
+Response = tuple[int, Any]
 """Status and body."""
 
 
 @contextmanager
-def serving(answer: Callable[[str, dict[str, Any]], Said]) -> Iterator[Server]:
+def serving(answer: Callable[[str, dict[str, Any]], Response]) -> Iterator[Server]:
     """A server that gives these answers to path and body, and who asks it."""
 
     class Handler(BaseHTTPRequestHandler):

@@ -1,5 +1,5 @@
-"""Graded answers of an evaluation, and the folder that keeps them: task by task, so that a restart
-resumes from there."""
+"""Graded answers of an evaluation, and their folder, from which an interrupted evaluation
+resumes."""
 
 from __future__ import annotations
 
@@ -23,54 +23,63 @@ SETTINGS, SAMPLES = "settings.json", "samples.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class Answer:
-    """One answer to a task."""
+    """One graded answer to a task."""
 
     grade: ResultKind
     stop_reason: StopReason
     num_tokens: int
-    """That the policy drew."""
+    """Number of sampled tokens."""
     vote: str | None
-    """The answer found in the text, in the form by which votes are counted; None where there is
-    none."""
+    """Canonical form of the extracted answer, for majority votes; None without an answer."""
     text: str
-    """From the first word of the policy on; what tools and feedback said between its words is part
-    of it."""
+    """Text after the first prompt, including tool results and feedback between turns."""
     reward: float | None = None
-    """None in folders of earlier releases, where rewards are not raw."""
+    """None in folders of earlier releases without raw rewards."""
 
 
 def make_answer(sample: Sample, tokenizer: Tokenizer, accept_plain: bool) -> Answer:
-    """What is kept of a sample. Args: accept_plain: of the grader's settings."""
+    """Make an answer of a sample.
+
+    Args:
+        sample: the sample.
+        tokenizer: the policy's tokenizer.
+        accept_plain: as `rewards.accept_plain`.
+    """
     sampled = np.flatnonzero(sample.loss_mask)
     if not len(sampled):
         return Answer(sample.grade, sample.stop_reason, 0, None, "", sample.reward)
-    # The last words of the policy hold its answer; what it said in earlier turns was not its last
-    # word.
-    said_last = sampled[np.flatnonzero(np.diff(sampled, prepend=-2) > 1)[-1]]
+    # The answer is in the last turn.
+    last_turn = sampled[np.flatnonzero(np.diff(sampled, prepend=-2) > 1)[-1]]
     return Answer(
         sample.grade,
         sample.stop_reason,
         len(sampled),
-        extract_vote(tokenizer.decode(sample.tokens[said_last : sampled[-1] + 1]), accept_plain),
+        extract_vote(tokenizer.decode(sample.tokens[last_turn : sampled[-1] + 1]), accept_plain),
         tokenizer.decode(sample.tokens[sampled[0] :]),
         sample.reward,
     )
 
 
 def extract_vote(text: str, accept_plain: bool) -> str | None:
-    """The answer that a text votes for, as the grader finds it."""
+    """Extract the canonical answer of a text as the grader does; None without an answer."""
     answer = extract_answer(text, accept_plain)
     return None if answer is None else canonical(answer)
 
 
 class AnswerFolder:
-    """Answers by the place of their task, on disk as soon as they are graded. One thread writes."""
+    """Answers by index of their task, on disk as soon as they are graded. For one thread."""
 
     def __init__(self, path: Path, settings: Mapping[str, Any], version: int) -> None:
-        """Open a new folder, or one that an evaluation with the same settings has left.
+        """Open a new folder, or the folder of an evaluation with the same settings.
 
-        Args: settings: all that decides the answers, as JSON. version: of the policy that answers.
-        ValueError names what differs where the folder holds an evaluation with other settings."""
+        Args:
+            path: the folder.
+            settings: all settings that determine the answers, as JSON.
+            version: version of the policy.
+
+        Raises:
+            ValueError: the folder holds an evaluation with other settings; the message names them.
+        """
         self.path, self._version = path, version
         path.mkdir(parents=True, exist_ok=True)
         self._require_same(json.loads(json.dumps(settings)))
@@ -83,7 +92,7 @@ class AnswerFolder:
         self._lines = JsonLines(samples)
 
     def add(self, place: int, task: Task, answers: Sequence[Answer]) -> None:
-        """Keep the answers to the task at a place; on return they are on disk."""
+        """Store the answers to a task; on return they are on disk."""
         row = {
             "time_s": time.time(),
             "place": place,
@@ -95,6 +104,7 @@ class AnswerFolder:
         self.found[place] = tuple(answers)
 
     def close(self) -> None:
+        """Close the file."""
         self._lines.close()
 
     def _require_same(self, settings: Mapping[str, Any]) -> None:
@@ -102,21 +112,19 @@ class AnswerFolder:
         if not file.exists():
             if (self.path / SAMPLES).exists():
                 raise ValueError(
-                    f"{self.path} holds a {SAMPLES} without {SETTINGS}, of something else; "
-                    "give "
-                    "another --folder"
+                    f"{self.path}: expected {SETTINGS} next to {SAMPLES}, found none; set another "
+                    "--folder"
                 )
             write_atomically(file, json.dumps(settings, indent=2) + "\n")
             return
-        there = json.loads(file.read_text(encoding="utf-8"))
-        differing = [key for key in {**there, **settings} if there.get(key) != settings.get(key)]
+        stored = json.loads(file.read_text(encoding="utf-8"))
+        differing = [key for key in {**stored, **settings} if stored.get(key) != settings.get(key)]
         if differing:
-            reported = "; ".join(
-                f"{key} is {there.get(key)!r} there and {settings.get(key)!r} here"
+            differences = "; ".join(
+                f"{key} is {stored.get(key)!r} there and {settings.get(key)!r} here"
                 for key in differing
             )
             raise ValueError(
-                f"{self.path} holds an evaluation with other settings: {reported}. Give "
-                "another "
+                f"{self.path} holds an evaluation with other settings: {differences}; set another "
                 "--folder=DIR"
             )

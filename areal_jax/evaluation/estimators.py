@@ -1,5 +1,4 @@
-"""The figures of an evaluation: what samples of tasks tell of a policy, and how sure that is.
-Numbers in, numbers out."""
+"""Estimators of pass@k, maj@k and their uncertainty. Numbers in, numbers out."""
 
 from __future__ import annotations
 
@@ -10,12 +9,15 @@ from statistics import fmean
 Interval = tuple[float, float]
 
 Z_95 = 1.959964
-"""A normal variable lies within so many standard deviations of its mean 95 % of the time."""
+"""Standard deviations around the mean that contain 95 % of a normal distribution."""
 
 
 def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Chance that at least one of k samples is correct, without bias: 1 - C(n - c, k) / C(n, k)
-    (Chen et al., arXiv:2107.03374, equation 1). k = 1 gives the share of correct ones."""
+    """Estimate the probability that at least one of k samples is correct, without bias.
+
+    It is 1 - C(n - c, k) / C(n, k) (Chen et al., arXiv:2107.03374, equation 1); k = 1 gives the
+    share of correct samples.
+    """
     _require(
         1 <= k <= num_samples and 0 <= num_correct <= num_samples,
         f"{num_correct} of {num_samples} samples, k={k}",
@@ -27,14 +29,19 @@ def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
 def majority_at_k(
     num_samples: int, num_correct: int, wrong_votes: Collection[int], k: int
 ) -> float:
-    """Chance that the most frequent answer of k samples is the correct one, over all choices of k
-    of the samples.
+    """Compute the probability that the majority answer of k samples is correct, over all choices of
+    k of the samples.
 
-    Answers that tie share the vote evenly; samples that are neither correct nor among the wrong
-    votes gave no answer and do not vote. Counted exactly: m of the k samples are correct, t other
-    answers also have m, all others fewer.
+    Ties share the vote evenly; samples that are neither correct nor in `wrong_votes` have no answer
+    and do not vote. The count is exact: m of the k samples are correct, t other answers also have
+    m, all others fewer.
 
-    Args: wrong_votes: how many samples gave each of the wrong answers."""
+    Args:
+        num_samples: number of samples.
+        num_correct: number of correct samples.
+        wrong_votes: number of samples of each wrong answer.
+        k: size of the vote.
+    """
     silent = num_samples - num_correct - sum(wrong_votes)
     _require(
         1 <= k <= num_samples and num_correct >= 0 and silent >= 0,
@@ -42,8 +49,8 @@ def majority_at_k(
     )
     total = 0.0
     for m in range(1, min(num_correct, k) + 1):
-        # In how many ways the wrong answers can take `sampled` of the samples, with `ties` of them
-        # taking m and none more.
+        # Number of ways in which wrong answers take `sampled` samples, `ties` of them with exactly
+        # m and none with more.
         ways = {(0, 0): 1}
         for votes in wrong_votes:
             following = dict[tuple[int, int], int]()
@@ -64,29 +71,36 @@ def majority_at_k(
 
 
 def powers_of_two(most: int) -> list[int]:
-    """1, 2, 4, ... up to `most`."""
+    """Return 1, 2, 4, ... up to `most`."""
     return [1 << i for i in range(most.bit_length())]
 
 
 def standard_error(scores: Sequence[float]) -> float:
-    """Standard deviation of the scores' mean, sqrt(sum (x - mean)^2 / (n (n - 1))); 0 for a single
-    one."""
+    """Compute the standard error of the mean, sqrt(sum (x - mean)^2 / (n (n - 1))); 0 for one
+    score."""
     mean, n = fmean(scores), len(scores)
     return math.sqrt(sum((score - mean) ** 2 for score in scores) / (n * (n - 1))) if n > 1 else 0.0
 
 
 def wilson_interval(share: float, error: float, num_tasks: int) -> Interval:
-    """Wilson's 95 % interval of a mean of numbers from 0 to 1, for as many yes-or-no tasks as would
-    have this standard error: honest at 0 and 1 too, where tasks sampled anew would all be the
-    same."""
+    """Compute Wilson's 95 % interval of a mean of numbers from 0 to 1.
+
+    It is that of as many binary tasks as have this standard error, and has a positive width at
+    means of 0 and 1 too.
+
+    Args:
+        share: the mean.
+        error: its standard error.
+        num_tasks: number of tasks, used if the standard error is 0.
+    """
     n = share * (1 - share) / error**2 if error else num_tasks
     centre = (share + Z_95**2 / (2 * n)) / (1 + Z_95**2 / n)
     half = Z_95 / (1 + Z_95**2 / n) * math.sqrt(share * (1 - share) / n + Z_95**2 / (4 * n**2))
     return max(0.0, centre - half), min(1.0, centre + half)
 
 
-def _require(holds: bool, came: str) -> None:
+def _require(holds: bool, found: str) -> None:
     if not holds:
         raise ValueError(
-            f"expected 1 <= k <= samples, and no more answers than samples, came {came}"
+            f"expected 1 <= k <= samples, and no more answers than samples, found {found}"
         )

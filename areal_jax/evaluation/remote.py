@@ -1,8 +1,8 @@
-"""Answers from a running server that speaks OpenAI's protocol, ours or another.
+"""Evaluation of a running OpenAI-compatible server.
 
-Where it takes a prompt as tokens and tells which it drew (`/completions` with `return_token_ids`,
-as vLLM has it), it is an engine like the local one, and any workflow runs on it. Else it is asked
-in words, by `/chat/completions`.
+A server that accepts token prompts and returns token ids (`/completions` with `return_token_ids`,
+as in vLLM) is an engine like the local one, and any workflow runs on it. Others get chat requests
+(`/chat/completions`).
 """
 
 from __future__ import annotations
@@ -39,109 +39,123 @@ from areal_jax.threads import in_thread
 T = TypeVar("T")
 
 TOKEN_VARIABLE = "OPENAI_API_KEY"
-"""Environment variable that holds the server's token."""
+"""Environment variable with the server's API key."""
 
 MAX_CONNECTIONS = 64
-"""Requests under way at a server at the same time."""
+"""Maximum number of concurrent requests."""
 
 RETRIES_S = (0.5, 2.0, 8.0)
-"""Pauses before what a busy or restarting server did not answer is asked again."""
+"""Waits before retries of a busy or restarting server."""
 
 PROBE_TOKENS = 16
 
 RequestSampling: TypeAlias = Mapping[str, int | float]
-"""Fields of a request beside its temperature that decide how tokens are sampled."""
+"""Sampling fields of a request, other than the temperature."""
 
 FROM_ALL_TOKENS: tuple[RequestSampling, ...] = (
     {"top_p": 1.0, "top_k": -1, "min_p": 0.0, "repetition_penalty": 1.0},  # vLLM and SGLang
     {"top_p": 1.0, "top_k": 0, "min_p": 0.0, "repetition_penalty": 1.0},  # our own server
-    {"top_p": 1.0},  # OpenAI's own protocol has no more
+    {"top_p": 1.0},  # OpenAI's own API has no others
 )
-"""How to say that tokens are sampled from all that there are, as a local evaluation does. A server
-that is told nothing takes defaults of its own, such as those of the policy's
-generation_config.json."""
+"""Fields that disable all sampling filters, as in a local evaluation, by server. Without them a
+server uses its own defaults, such as those of the policy's generation_config.json."""
 
 _STOPS: dict[str, StopReason] = {"length": "length"}
 
 
 class Server:
-    """A server at a URL that ends in /v1. Its calls block threads of their own, so that many can be
-    under way."""
+    """Client of a server at a URL that ends in /v1. Each call blocks its own thread, so that many
+    run concurrently."""
 
     def __init__(self, url: str, token: str | None, timeout_s: float) -> None:
-        """Args: timeout_s: for one call."""
+        """Create a client.
+
+        Args:
+            url: base URL, ending in /v1.
+            token: API key; None: none.
+            timeout_s: limit of one call, in seconds.
+        """
         self.url, self._timeout_s = url.rstrip("/"), timeout_s
         self._headers = {"Content-Type": "application/json"} | (
             {"Authorization": f"Bearer {token}"} if token else {}
         )
-        # Each call has a thread until its answer is there. One that nobody waits for any more ends
-        # with its attempt under way.
-        self._places, self._closed = asyncio.Semaphore(MAX_CONNECTIONS), threading.Event()
+        # Each call has a thread until its response. The thread of a cancelled call ends after its
+        # current attempt.
+        self._slots, self._closed = asyncio.Semaphore(MAX_CONNECTIONS), threading.Event()
 
     def model(self) -> str:
-        """The model that the server serves. ValueError, with what to do, where it has several,
-        refuses, or is not there."""
+        """Return the name of the server's model.
+
+        Raises:
+            ValueError: it has several models, refuses the request, or is unreachable.
+        """
         try:
             names = [str(model["id"]) for model in self._call("models")["data"]]
         except urllib.error.HTTPError as error:
-            reported = (
-                f"set {TOKEN_VARIABLE} to its token"
+            remedy = (
+                f"set {TOKEN_VARIABLE} to its API key"
                 if error.code in (401, 403)
-                else "expected a URL that ends in /v1"
+                else "set checkpoint to a URL that ends in /v1"
             )
             raise ValueError(
-                f"checkpoint={self.url}: the server refuses ({_said(error)}); {reported}"
+                f"checkpoint={self.url}: the server refused the request "
+                f"({_format_refusal(error)}); {remedy}"
             ) from error
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(
-                f"checkpoint={self.url}: no server that speaks OpenAI's protocol answers there "
-                f"({error}); expected a URL such "
-                "as http://127.0.0.1:8000/v1"
+                f"checkpoint={self.url}: expected an OpenAI-compatible server, found none "
+                f"({error}); set checkpoint to a URL such as http://127.0.0.1:8000/v1"
             ) from error
         if len(names) != 1:
             raise ValueError(
-                f"checkpoint={self.url}: expected a server with one model, it has "
+                f"checkpoint={self.url}: expected a server with one model, found "
                 f"{', '.join(names) or 'none'}"
             )
         return names[0]
 
-    async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Post a request. InvalidRequest where the server calls it wrong, EngineStopped where it
-        refuses or is gone; what it is too busy for is asked again a few times."""
-        async with self._places:
-            return await in_thread(partial(self._insist, path, body), "server")
+    async def request(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Post a request, with retries while the server is busy.
+
+        Raises:
+            InvalidRequest: the server calls the request invalid.
+            EngineStopped: the server refuses access or is unreachable.
+            TimeoutError: no response within the limit.
+        """
+        async with self._slots:
+            return await in_thread(partial(self._post, path, body), "server")
 
     def close(self) -> None:
-        """Ask nothing again."""
+        """Stop all retries."""
         self._closed.set()
 
-    def _insist(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+    def _post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         for pause_s in (*RETRIES_S, None):
             try:
                 return self._call(path, body)
             except urllib.error.HTTPError as error:
                 if error.code in (401, 403):
                     raise EngineStopped(
-                        f"{self.url} refuses: {_said(error)}; set {TOKEN_VARIABLE}"
+                        f"{self.url} refused the request: {_format_refusal(error)}; set "
+                        f"{TOKEN_VARIABLE}"
                     ) from error
                 if error.code != 429 and (
                     error.code < 500 or error.code == 501
-                ):  # 501: it has no such thing
-                    raise InvalidRequest(f"{self.url}/{path}: {_said(error)}") from error
+                ):  # 501: not supported
+                    raise InvalidRequest(f"{self.url}/{path}: {_format_refusal(error)}") from error
                 if pause_s is None:
                     raise RuntimeError(
-                        f"{self.url}/{path}: {_said(error)}, {len(RETRIES_S) + 1} times"
+                        f"{self.url}/{path}: {_format_refusal(error)}, {len(RETRIES_S) + 1} times"
                     ) from error
             except TimeoutError as error:
                 raise TimeoutError(
-                    f"{self.url}/{path}: no answer within "
+                    f"{self.url}/{path}: no response within "
                     f"engine.request_timeout_s={self._timeout_s:g}"
                 ) from error
             except OSError as error:
                 if pause_s is None:
-                    raise EngineStopped(f"{self.url} does not answer any more: {error}") from error
+                    raise EngineStopped(f"{self.url} is unreachable: {error}") from error
             if self._closed.wait(pause_s):
-                raise EngineStopped(f"{self.url} is not asked again: this evaluation has ended")
+                raise EngineStopped(f"{self.url}: no retry, as the evaluation has ended")
         raise AssertionError("the last attempt returns or raises")
 
     def _call(self, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -151,8 +165,8 @@ class Server:
             return json.load(response)
 
 
-def _said(error: urllib.error.HTTPError) -> str:
-    """Status and message of a refusal."""
+def _format_refusal(error: urllib.error.HTTPError) -> str:
+    """Return status and message of an HTTP error."""
     text = error.read().decode(errors="replace")
     try:
         text = json.loads(text)["error"]["message"]
@@ -161,18 +175,29 @@ def _said(error: urllib.error.HTTPError) -> str:
     return f"{error.code} {error.reason}: {text[:300]}"
 
 
-async def first_served(ask: Callable[[RequestSampling], Awaitable[T]]) -> tuple[RequestSampling, T]:
-    """The first way to draw from all tokens that is not called wrong, and what it was answered.
-    InvalidRequest where all are."""
+async def find_sampling_mode(
+    send: Callable[[RequestSampling], Awaitable[T]],
+) -> tuple[RequestSampling, T]:
+    """Find the first entry of FROM_ALL_TOKENS that a server accepts.
+
+    Args:
+        send: sends a request with these fields.
+
+    Returns:
+        The fields and the response.
+
+    Raises:
+        InvalidRequest: the server accepts none.
+    """
     for sampling_mode in FROM_ALL_TOKENS[:-1]:
         with suppress(InvalidRequest):
-            return sampling_mode, await ask(sampling_mode)
-    return FROM_ALL_TOKENS[-1], await ask(FROM_ALL_TOKENS[-1])
+            return sampling_mode, await send(sampling_mode)
+    return FROM_ALL_TOKENS[-1], await send(FROM_ALL_TOKENS[-1])
 
 
 @dataclass(frozen=True)
 class TokenServer:
-    """An engine whose tokens a server draws."""
+    """An engine whose tokens a server samples."""
 
     server: Server
     model: str
@@ -180,35 +205,42 @@ class TokenServer:
     sampling_mode: RequestSampling
 
     async def submit(self, request: Request) -> list[Completion]:
-        """Answer with one completion per sample, in order."""
+        """Return one completion per sample, in order."""
         choices = await self._sample_tokens(request)
         return [self._completion(choice) for choice in choices]
 
     async def snapshot(self) -> dict[str, tuple[Completion, ...]]:
-        """Nothing: what a server has sampled of an unfinished request, only the server knows."""
+        """Return nothing: a server does not report tokens of unfinished requests."""
         return {}
 
     @classmethod
-    async def probed(
+    async def probe(
         cls, server: Server, model: str, tokenizer: Tokenizer, prompt: Sequence[Message]
     ) -> TokenServer | None:
-        """Whoever asks this server in tokens; None where it does not take this prompt as tokens, or
-        tells none that say what it says. EngineStopped where it refuses or is gone."""
+        """Probe whether a server accepts and returns tokens.
+
+        Returns:
+            The engine; None if the server does not accept this prompt as tokens, or returns no
+            token ids that decode to its text.
+
+        Raises:
+            EngineStopped: the server refuses access or is unreachable.
+        """
         tokens = tokenizer.render(prompt)
         probe = Request("probe", tokens, 1, Sampling(PROBE_TOKENS), seed=0)
         try:
-            sampling_mode, choices = await first_served(
+            sampling_mode, choices = await find_sampling_mode(
                 lambda sampling_mode: cls(server, model, tokenizer, sampling_mode)._sample_tokens(
                     probe
                 )
             )
-            sampled, given = (
+            sampled, prompt_tokens = (
                 choices[0].get("token_ids"),
                 choices[0].get("prompt_token_ids", tokens.tolist()),
             )
-            speaks = sampled and given == tokens.tolist()
-            speaks = (
-                speaks
+            is_token_server = (
+                sampled
+                and prompt_tokens == tokens.tolist()
                 and tokenizer.decode(np.array(sampled, np.int32)).strip()
                 == choices[0]["text"].strip()
             )
@@ -219,9 +251,9 @@ class TokenServer:
             ValueError,
             KeyError,
             TypeError,
-        ):  # whatever else is answered to tokens, words may be answered
+        ):  # any other failure on tokens: the server may still accept chat requests
             return None
-        return cls(server, model, tokenizer, sampling_mode) if speaks else None
+        return cls(server, model, tokenizer, sampling_mode) if is_token_server else None
 
     async def _sample_tokens(self, request: Request) -> list[dict[str, Any]]:
         body = {
@@ -234,11 +266,11 @@ class TokenServer:
             "return_token_ids": True,
             **self.sampling_mode,
         }
-        answer = await self.server.ask("completions", body)
+        answer = await self.server.request("completions", body)
         choices = sorted(answer["choices"], key=lambda choice: choice["index"])
         if len(choices) != request.num_samples:
             raise InvalidRequest(
-                f"{self.server.url}: asked for n={request.num_samples} answers, got {len(choices)}"
+                f"{self.server.url}: expected n={request.num_samples} choices, found {len(choices)}"
             )
         return choices
 
@@ -249,19 +281,23 @@ class TokenServer:
         return Completion(tokens, unknown, np.zeros(len(tokens), np.int32), stop_reason)
 
 
-async def sampling_of_chats(server: Server, model: str) -> RequestSampling:
-    """How to ask this server in words. InvalidRequest where it answers none at all, EngineStopped where
-    it refuses or is gone."""
+async def probe_chat(server: Server, model: str) -> RequestSampling:
+    """Return the sampling fields of chat requests that this server accepts.
+
+    Raises:
+        InvalidRequest: it accepts no chat requests.
+        EngineStopped: it refuses access or is unreachable.
+    """
     body = {"model": model, "messages": [{"role": "user", "content": "1+1?"}], "max_tokens": 1}
-    sampling_mode, _ = await first_served(
-        lambda sampling_mode: server.ask("chat/completions", {**body, **sampling_mode})
+    sampling_mode, _ = await find_sampling_mode(
+        lambda sampling_mode: server.request("chat/completions", {**body, **sampling_mode})
     )
     return sampling_mode
 
 
 @dataclass(frozen=True)
 class ChatServer:
-    """A server that is asked in words, and says how many tokens it drew."""
+    """Answers tasks by chat requests to a server."""
 
     server: Server
     model: str
@@ -273,13 +309,13 @@ class ChatServer:
     rewards: RewardConfig
 
     async def answers(self, place: int, task: Task) -> list[Answer]:
-        """Graded answers to a task: one request for each, so that the length of each is told."""
-        async with asyncio.TaskGroup() as asking:
-            asked = [
-                asking.create_task(self._answer(place, task, number))
+        """Return graded answers to a task, one request each, so that the usage of each is known."""
+        async with asyncio.TaskGroup() as group:
+            answers = [
+                group.create_task(self._answer(place, task, number))
                 for number in range(self.num_samples)
             ]
-        return [answer.result() for answer in asked]
+        return [answer.result() for answer in answers]
 
     async def _answer(self, place: int, task: Task, number: int) -> Answer:
         body = {
@@ -292,12 +328,12 @@ class ChatServer:
             "seed": derive_seed(self.seed, f"eval-{place}.{number}"),
             **self.sampling_mode,
         }
-        answer = await self.server.ask("chat/completions", body)
+        answer = await self.server.request("chat/completions", body)
         choice = answer["choices"][0]
         text = choice["message"].get("content") or ""
         grade: RewardResult = await self.grader(task, text)
         if grade.failed:
-            raise RuntimeError(f"no grade: {grade.detail}")
+            raise RuntimeError(f"grading failed: {grade.detail}")
         return Answer(
             grade.kind,
             _STOPS.get(choice["finish_reason"], "stop"),

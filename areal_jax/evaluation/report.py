@@ -1,7 +1,7 @@
-"""What an evaluation leaves: results.json and problems.csv for tools, report.html and a picture for
-readers.
+"""Outputs of an evaluation: results.json, problems.csv, report.html and a picture.
 
-results.json holds no time and no place, so that the same answers give the same file, byte for byte.
+results.json contains no times and no paths, so that the same answers give the same file, byte for
+byte.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ RESULTS, PROBLEMS, TIMES, REPORT, PICTURE = (
 SHOWN_PER_GRADE = 3
 MAX_SHOWN_CHARS = 20_000
 MAX_FAMILIES = 24
-"""In the picture, those with most problems; the table has all."""
+"""Families in the picture, those with most problems; the table has all."""
 
 
 def write_report(
@@ -45,10 +45,16 @@ def write_report(
     tasks: Sequence[Task],
     answers: Mapping[int, Sequence[Answer]],
 ) -> Path:
-    """Write all files of an evaluation into its folder; the page's path.
+    """Write all outputs of an evaluation into its folder; return the page's path.
 
-    Args: headline: who answered what. settings: all that decides the answers. tasks, answers: of
-        which some are shown."""
+    Args:
+        folder: the folder.
+        headline: policy and tasks.
+        settings: all settings that determine the answers.
+        results: the results.
+        tasks: the tasks, some of which are shown.
+        answers: answers by index of their task.
+    """
     write_atomically(
         folder / RESULTS,
         json.dumps({"settings": settings, **asdict(results)}, indent=2, allow_nan=False) + "\n",
@@ -76,26 +82,26 @@ def write_report(
 
 
 def summary(results: Results) -> Iterator[tuple[str, str]]:
-    """The main figures, each with what it is."""
+    """Yield the main results as labels and texts."""
     most = max(results.pass_at, default=0)
     if results.mean_reward is not None:
         error = results.mean_reward_standard_error
         yield "mean reward (standard error)", f"{results.mean_reward:.4g} ({error:.2g})"
     else:
-        yield "pass@1 (95 %)", format_skipped(results.pass_at[1])
+        yield "pass@1 (95 %)", format_estimate(results.pass_at[1])
     if most > 1:
-        yield f"pass@{most} (95 %)", format_skipped(results.pass_at[most])
+        yield f"pass@{most} (95 %)", format_estimate(results.pass_at[most])
         if results.majority_at is not None:
-            yield f"maj@{most} (95 %)", format_skipped(results.majority_at[most])
+            yield f"maj@{most} (95 %)", format_estimate(results.majority_at[most])
     yield "problems x samples", f"{results.num_tasks:,} x {results.samples_per_task:,}"
     yield "tokens of an answer", f"{results.tokens.mean:,.0f}"
-    yield "cut at the budget", f"{results.truncated:.1%}"
+    yield "truncated", f"{results.truncated:.1%}"
     if results.failed:
         yield f"problems that failed, {results.treatment}", f"{sum(results.failed.values()):,}"
 
 
-def format_skipped(estimate: Estimate) -> str:
-    """A share with its interval."""
+def format_estimate(estimate: Estimate) -> str:
+    """Format an estimate with its interval."""
     low, high = estimate.interval_95
     return f"{estimate.value:.1%} ({low:.1%} to {high:.1%})"
 
@@ -103,7 +109,7 @@ def format_skipped(estimate: Estimate) -> str:
 def shown(
     tasks: Sequence[Task], answers: Mapping[int, Sequence[Answer]]
 ) -> Iterator[dict[str, Any]]:
-    """The first answers of each grade, of different problems, for the page."""
+    """Yield the first answers of each grade, of different problems."""
     left = dict[str, int]()
     for place in sorted(answers):
         for answer in {answer.grade: answer for answer in reversed(answers[place])}.values():
@@ -119,8 +125,8 @@ def shown(
 
 
 def plot(results: Results) -> bytes:
-    """The figures as a PNG: scores by number of samples, lengths, problems by their share of right
-    answers, families."""
+    """Plot scores by number of samples, lengths, shares of correct answers and families as a
+    PNG."""
     if results.mean_reward is not None:
         figure = new_figure(5.5, 3.2)
         lengths = figure.subplots()
@@ -185,7 +191,7 @@ def _plot_lengths(axes: Axes, results: Results) -> None:
 
 
 def _plot_shares(axes: Axes, results: Results) -> None:
-    title(axes, "problems by their share of right answers")
+    title(axes, "problems by share of correct answers")
     shares = sorted(
         problem.num_correct / problem.num_samples
         for problem in results.problems

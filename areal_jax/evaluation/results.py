@@ -1,4 +1,4 @@
-"""All figures of a finished evaluation, from the graded answers to each task."""
+"""Results of a finished evaluation, computed from its graded answers."""
 
 from __future__ import annotations
 
@@ -30,85 +30,82 @@ class Estimate:
 
     value: float
     interval_95: Interval
-    """Wilson's."""
+    """Wilson's interval."""
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What is known of one family of tasks."""
+    """Results of one family of tasks."""
 
     num_tasks: int
     pass_at_1: Estimate | None
-    """None where rewards are raw."""
+    """None with raw rewards."""
     mean_reward: float | None
-    """None where rewards are not raw, or all tasks failed."""
+    """None without raw rewards, or if all tasks failed."""
     truncated: float
     mean_tokens: float
 
 
 @dataclass(frozen=True, slots=True)
 class Lengths:
-    """Tokens that the policy drew for an answer."""
+    """Distribution of the sampled tokens per answer."""
 
     mean: float
     percentiles: Mapping[int, float]
     edges: Sequence[float]
-    """Of the histogram's bins, one more than there are counts."""
+    """Edges of the histogram's bins, one more than counts."""
     counts: Sequence[int]
 
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """How one task went. A failed one has no samples."""
+    """Results of one task. A failed task has no samples."""
 
     place: int
     task: str
     family: str
     expected: str
-    """The reference; empty where it is a set of tests."""
+    """Reference answer; empty for code tasks."""
     num_samples: int
     num_correct: int
     mean_reward: float | None
-    """None for a failed task, or where rewards are not raw."""
+    """None for a failed task, or without raw rewards."""
     majority: str
-    """The answer that most samples gave, in the form by which votes are counted; empty where none
-    gave any."""
+    """Canonical form of the most frequent answer; empty without answers."""
     num_truncated: int
     mean_tokens: float
     failed: str
-    """Why there are no samples; empty where there are."""
+    """Error of a failed task; empty for others."""
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """The figures of an evaluation. A failed task counts as wrong, and has no share in rewards and
-    in figures of samples and lengths."""
+    """Results of an evaluation. A failed task counts as wrong in pass@k and maj@k only."""
 
     num_tasks: int
     num_samples: int
     samples_per_task: int
-    """Of the task that has fewest: how far k goes."""
+    """Smallest number of samples of a task, which bounds k."""
     pass_at: Mapping[int, Estimate]
-    """By k; empty where rewards are raw."""
+    """pass@k by k; empty with raw rewards."""
     pass_at_1_standard_error: float | None
     mean_reward: float | None
-    """The mean over tasks of the mean over a task's samples; None where rewards are not raw."""
+    """Mean over tasks of the mean over a task's samples; None without raw rewards."""
     mean_reward_standard_error: float | None
     majority_at: Mapping[int, Estimate] | None
-    """By k; None where answers are programs, or right answers were found that cannot be counted as
-    votes."""
+    """maj@k by k; None for code tasks, or if correct answers have no canonical form."""
     truncated: float
-    """Share of answers that were cut at the token budget."""
+    """Share of truncated answers."""
     tokens: Lengths
     grades: Mapping[str, int]
     failed: Mapping[str, int]
-    """Tasks without samples, by the class of the error."""
+    """Tasks without samples, by class of their error."""
     families: Mapping[str, Family]
     problems: Sequence[Problem]
 
     @property
     def treatment(self) -> str:
-        """How failed tasks are counted."""
+        """How failed tasks count."""
         return "counted as wrong" if self.mean_reward is None else "left out of the mean"
 
 
@@ -119,11 +116,14 @@ def compute_results(
     *,
     is_raw: bool = False,
 ) -> Results:
-    """The figures. The same answers give the same ones, whatever the order in which they came.
+    """Compute the results. They do not depend on the order of the answers.
 
-    Args: tasks: all that were asked. answers: by place in `tasks`, of at least one. failures: why
-        others have none.
-    is_raw: rewards are numbers by themselves, and no answer is correct."""
+    Args:
+        tasks: all tasks.
+        answers: answers by index in `tasks`, of at least one task.
+        failures: errors of the other tasks.
+        is_raw: whether rewards are raw, so that no answer is correct or wrong.
+    """
     by_task = [answers.get(place, ()) for place in range(len(tasks))]
     every = [answer for of_task in by_task for answer in of_task]
     lengths = np.array([answer.num_tokens for answer in every])
@@ -195,7 +195,7 @@ def _pass_at(answers: Sequence[Answer], k: int) -> float:
 def _majority_at(answers: Sequence[Answer], k: int) -> float:
     if not answers:
         return 0.0
-    # What the grader calls correct is equal to the reference, however it is written: one answer.
+    # Correct answers are equal to the reference in any notation: they are one answer.
     wrong = Counter(
         answer.vote for answer in answers if answer.vote is not None and answer.grade != "correct"
     )

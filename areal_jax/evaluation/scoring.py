@@ -1,5 +1,4 @@
-"""Evaluation with the engine and the workflow that train, while training goes on. Nothing is
-trained on it, so no gate."""
+"""Evaluation during training, with the engine and the workflow of training, and without a gate."""
 
 from __future__ import annotations
 
@@ -34,48 +33,44 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T", bound=Sized)
 
 WAITING = 0.25
-"""Share of the slots for which answers wait: a task that has some of its answers, or has them
-graded, leaves slots empty."""
+"""Additional tasks, as a share of the slots: tasks with finished or ungraded answers leave slots
+idle."""
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """What one version is worth."""
+    """Scores of one version."""
 
     version: int
-    """Asked for; where newer weights may come, tokens may be of later versions."""
+    """Requested version; without pinning, later versions may sample tokens too."""
     pass_at_1: float
-    """Share of correct answers: the mean over all tasks of the mean over a task's samples; 0 for a
-    task that failed. nan where rewards are raw."""
+    """Mean over tasks of the share of correct samples; 0 for failed tasks. nan with raw rewards."""
     standard_error: float
-    """Of pass_at_1, or of mean_reward where there is none, from the spread between tasks: a task's
-    samples are not independent."""
+    """Standard error of pass_at_1 (raw rewards: of mean_reward) over tasks, as a task's samples are
+    not independent."""
     interval_95: tuple[float, float]
-    """Wilson's interval, which is honest at 0 and 1 too; two standard errors where rewards are
-    raw."""
+    """Wilson's interval (raw rewards: two standard errors)."""
     mean_reward: float
-    """The mean over the tasks that did not fail of the mean over a task's samples."""
+    """Mean over tasks that did not fail of the mean over a task's samples."""
     num_tasks: int
-    """All that were asked, those that failed among them."""
+    """Number of tasks, including failed ones."""
     num_samples: int
     by_family: Mapping[str, float]
-    """pass_at_1, or mean_reward where there is none, of each family of tasks."""
+    """pass_at_1 (raw rewards: mean_reward) of each family of tasks."""
     truncated: float
-    """Share of answers that were cut at the token budget."""
+    """Share of truncated answers."""
     mean_tokens: float
-    """Of an answer, what the policy drew only."""
+    """Sampled tokens per answer."""
     grades: Mapping[str, int]
     failed: Mapping[str, int]
-    """Tasks without samples, by the class of the error. They count as wrong, and have no share in
-    figures of samples."""
+    """Tasks without samples, by class of their error. They count as wrong in pass_at_1 only."""
     versions: tuple[int, int]
-    """Oldest and newest version that drew a token."""
+    """Oldest and newest version that sampled a token."""
     seconds: float
 
 
 def num_tasks_to_fill(num_slots: int, samples_per_task: int) -> int:
-    """How many tasks at a time keep so many slots of engines busy, and leave them to training
-    between."""
+    """Return the number of concurrent tasks that keep the engines' slots busy."""
     return math.ceil((1 + WAITING) * num_slots / samples_per_task)
 
 
@@ -90,18 +85,30 @@ async def evaluate(
     seed: int,
     max_running: int,
 ) -> Evaluation:
-    """Answer every task with weights of at least `version`, so many at a time, and grader.
+    """Evaluate a version on tasks.
 
-    The same seed draws the same numbers for the same place in `tasks`, whatever the version, so
-    that two evaluations differ by the policy alone. A task that fails is logged and counts as
-    wrong.
+    Sampling keys depend on seed and index of a task only, so that two evaluations differ by the
+    policy only. A failed task is logged and counts as wrong.
 
-    Raises AllRejected, with the last error, where every task fails; EngineStopped at once when no
-    more answers can come."""
+    Args:
+        tasks: the tasks.
+        workflow: turns one task into samples.
+        engine: generates completions.
+        grader: grades answers.
+        version: minimum version of the weights.
+        sampling: sampling parameters.
+        seed: seed of all sampling.
+        max_running: maximum number of concurrent tasks.
+
+    Raises:
+        AllRejected: every task failed; the last error is its cause.
+        EngineStopped: the engine answers no more requests.
+        ValueError: there are no tasks.
+    """
     if not tasks:
-        raise ValueError("expected tasks to evaluate on, came none")
+        raise ValueError("expected tasks to evaluate on, found none")
     clock = asyncio.get_running_loop().time
-    began_s = clock()
+    start_s = clock()
     found = dict[int, tuple[Sample, ...]]()
     failures = await answer_all(
         enumerate(tasks),
@@ -119,44 +126,53 @@ async def evaluate(
         ) from last
     sampled = [(tasks[place], found[place]) for place in sorted(found)]
     failed = [(tasks[place], failures[place]) for place in sorted(failures)]
-    return summarize(version, sampled, failed, clock() - began_s)
+    return summarize(version, sampled, failed, clock() - start_s)
 
 
 async def answer_all(
     tasks: Iterable[tuple[int, Task]],
     answer: Callable[[int, Task], Awaitable[T]],
-    reported: Callable[[int, Task, T], None],
+    on_answer: Callable[[int, Task, T], None],
     *,
     name: str,
     max_running: int,
 ) -> dict[int, Exception]:
-    """Have every task answered, so many at a time, each with its place, and `reported` as soon as
-    it is; what others failed with, by place.
+    """Answer tasks concurrently.
 
-    A failure is logged under `name`; an answer without samples is one. EngineStopped ends all at
-    once, and so does what `reported` raises."""
-    # Bounds what is asked of the engine at a time; each answer has the engine's and the grader's
-    # deadline.
-    places = asyncio.Semaphore(max_running)
+    Failures, including answers without samples, are logged. EngineStopped and errors of `on_answer`
+    end all tasks.
+
+    Args:
+        tasks: tasks with their indices.
+        answer: answers one task.
+        on_answer: called with each answer.
+        name: name of the evaluation in the log.
+        max_running: maximum number of concurrent tasks.
+
+    Returns:
+        The errors of failed tasks by index.
+    """
+    # Bounds concurrent tasks; each has the deadlines of engine and grader.
+    slots = asyncio.Semaphore(max_running)
     failures = dict[int, Exception]()
     traced = set[type[Exception]]()
 
     async def one(place: int, task: Task) -> None:
-        async with places:
+        async with slots:
             try:
                 if not (found := await answer(place, task)):
                     raise ValueError("the workflow returned no samples")
-            except Exception as error:
+            except Exception as error:  # a workflow runs untrusted code: its error fails the task
                 cause = first_error(error)
                 if isinstance(cause, EngineStopped):
                     raise cause from None
-                # One trace of a kind is enough to find the fault.
+                # One traceback per class of errors is enough to find the fault.
                 trace = None if type(cause) in traced else cause
                 traced.add(type(cause))
                 logger.warning("%s, task %s: %s", name, task.id, cause, exc_info=trace)
                 failures[place] = cause
                 return
-        reported(place, task, found)
+        on_answer(place, task, found)
 
     try:
         async with asyncio.TaskGroup() as answering:
@@ -169,7 +185,7 @@ async def answer_all(
 
 @dataclass(slots=True)
 class EvaluationCalls:
-    """The `generate` of one task. Its requests are told apart from training's by their ids."""
+    """The `generate` of one task; its request ids differ from those of training."""
 
     engine: Engine
     version: int
@@ -208,14 +224,17 @@ def summarize(
     failed: Sequence[tuple[Task, Exception]],
     seconds: float,
 ) -> Evaluation:
-    """The figures of an evaluation.
+    """Compute the scores of an evaluation.
 
     Args:
-        sampled: the samples of every task that has some; at least one.
-        failed: the other tasks, each with its error. They count as wrong."""
+        version: the evaluated version.
+        sampled: tasks with samples, at least one.
+        failed: the other tasks with their errors; they count as wrong.
+        seconds: duration of the evaluation.
+    """
     is_raw = any(sample.grade == "scored" for _, samples in sampled for sample in samples)
     rewards = [fmean([sample.reward for sample in samples]) for _, samples in sampled]
-    if is_raw:  # a failed task has no reward, and no number would be an honest one
+    if is_raw:  # a failed task has no reward
         scored, scores = [task for task, _ in sampled], rewards
     else:
         scored = [task for task, _ in (*sampled, *failed)]

@@ -1,5 +1,4 @@
-"""Health checks of training: what a window of metric rows says of a run that cannot learn. Rows in,
-findings out."""
+"""Health checks of training: find runs that cannot learn from a window of metric rows."""
 
 from __future__ import annotations
 
@@ -12,60 +11,59 @@ from areal_jax.metrics import names
 from areal_jax.metrics.config import HealthConfig
 
 PREFIX = "health/"
-"""Of the metrics: `health/NAME` is 1 while the check finds something, 0 while it does not."""
+"""Prefix of the checks' metrics: `health/NAME` is 1 while the check has a finding, else 0."""
 
 NEARLY_ALL = 0.95
-"""Share of samples or groups that counts as all of them: one lucky sample of a hundred does not
-make a run healthy."""
+"""Share of samples or groups that counts as all: one lucky sample in a hundred does not make a run
+healthy."""
 
 Row: TypeAlias = Mapping[str, float]
 """Metrics of one step."""
 
 Window: TypeAlias = Sequence[Row]
-"""Consecutive rows. The first one is that of the step before the window, for counters; empty at the
-start of a run."""
+"""Consecutive rows. The first is of the step before the window, for counters; empty at the start of
+a run."""
 
 
 class Check(NamedTuple):
-    """One way in which a run cannot learn."""
+    """A check for one cause of a run that cannot learn."""
 
     name: str
     reads: tuple[str, ...]
-    """Metrics without any of which the check does not apply."""
+    """Metrics of which at least one must exist for the check to apply."""
     holds: Callable[[Window, HealthConfig], bool]
-    """Whether the window shows it."""
+    """Returns whether the window shows the cause."""
     meaning: str
     remedy: str
-    """What to change."""
+    """Settings to change."""
     workflow: str = ""
-    """Class of the workflow that it applies to; empty: all."""
+    """Class of the workflow that the check applies to; empty: all."""
 
 
 def values(window: Window, name: str) -> list[float]:
-    """A metric in every step of the window; nan where a step does not have it."""
+    """Return a metric of every step of the window; nan for steps without it."""
     return [row.get(name, math.nan) for row in window[1:]]
 
 
 def always(window: Window, name: str, predicate: Callable[[float], bool]) -> bool:
-    """Whether a metric is so in every step of the window. Comparisons with nan are false: a step
-    without it is none of them."""
+    """Return whether a predicate holds in every step of the window; comparisons with nan are
+    false."""
     return all(predicate(value) for value in values(window, name))
 
 
 def mean(window: Window, name: str) -> float:
-    """Mean of a metric over the window; nan where a step does not have it."""
+    """Return the mean of a metric over the window; nan if a step does not have it."""
     found = values(window, name)
     return sum(found) / len(found)
 
 
 def growth(window: Window, *counters: str) -> float:
-    """By how much counters, which only grow, grew together within the window."""
+    """Return the total increase of counters within the window."""
     return math.fsum(window[-1].get(name, 0.0) - window[0].get(name, 0.0) for name in counters)
 
 
 def rejected_share(window: Window, *reasons: str) -> float:
-    """Of the groups that ended within the window, the share that was rejected for one of the
-    reasons."""
+    """Return the share of the window's ended groups that were rejected for one of the reasons."""
     ended = growth(window, "rollout/accepted", "rollout/rejected")
     return (
         growth(window, *(f"rollout/rejected/{reason}" for reason in reasons)) / ended
@@ -88,7 +86,7 @@ def ratios_out_of_range(window: Window, config: HealthConfig) -> bool:
     )
 
 
-def too_old(window: Window, config: HealthConfig) -> bool:
+def too_stale(window: Window, config: HealthConfig) -> bool:
     stale, trained = (
         sum(values(window, f"trainer/tokens_{which}")) for which in ("stale", "trained")
     )
@@ -102,7 +100,7 @@ def without_gradient(window: Window, config: HealthConfig) -> bool:
     return not any(norm > 0.0 and math.isfinite(norm) for norms in found for norm in norms)
 
 
-def rejected_otherwise(window: Window, config: HealthConfig) -> bool:
+def rejected_for_other_reasons(window: Window, config: HealthConfig) -> bool:
     counted = {
         name.removeprefix("rollout/rejected/")
         for name in window[-1]
@@ -129,26 +127,24 @@ CHECKS = (
         "no_signal",
         ("trainer/groups_without_signal",),
         without_signal,
-        "in no group do samples differ in their reward, so that all advantages are zero",
-        "take easier or harder tasks (tasks.success_rate_above, tasks.success_rate_below), raise "
-        "rollout.samples_per_group, "
-        "and check the reward",
+        "all samples of each group have the same reward, so that all advantages are zero",
+        "choose easier or harder tasks (tasks.success_rate_above, tasks.success_rate_below), raise "
+        "rollout.samples_per_group, and check the reward",
     ),
     Check(
         "all_truncated",
         ("trainer/truncated_fraction",),
         lambda window, config: mean(window, "trainer/truncated_fraction") >= NEARLY_ALL,
-        "answers are cut before they end",
-        "raise engine.max_new_tokens; in conversations of several turns, engine.max_prompt_tokens",
+        "answers are truncated",
+        "raise engine.max_new_tokens; in multi-turn conversations, engine.max_prompt_tokens",
     ),
     Check(
         "no_answers",
         ("trainer/no_answer_fraction",),
         lambda window, config: mean(window, "trainer/no_answer_fraction") >= NEARLY_ALL,
         "the verifier finds no answer in what the policy writes",
-        "ask for the form that it reads with prompt.suffix (such as \\boxed{}), set "
-        "rewards.accept_plain=true, or lower "
-        "rewards.form's demands",
+        "request the expected answer format with prompt.suffix (such as \\boxed{}), set "
+        "rewards.accept_plain=true, or relax rewards.form",
     ),
     Check(
         "entropy_collapsed",
@@ -156,14 +152,9 @@ CHECKS = (
         lambda window, config: always(
             window, "trainer/entropy", lambda entropy: entropy < config.min_entropy
         ),
-        (
-            "the policy's entropy is below health.min_entropy: it samples the same answer again "
-            "and "
-            "again"
-        ),
-        "go back to an earlier checkpoint and lower trainer.optimizer.learning_rate, raise "
-        "trainer.entropy_coef or "
-        "trainer.loss.clip_eps_high",
+        "the policy's entropy is below health.min_entropy: all samples of a prompt are alike",
+        "resume from an earlier checkpoint and lower trainer.optimizer.learning_rate, or raise "
+        "trainer.entropy_coef or trainer.loss.clip_eps_high",
     ),
     Check(
         "ratios_out_of_range",
@@ -171,7 +162,7 @@ CHECKS = (
         ratios_out_of_range,
         (
             "mean importance ratios are further from 1 than health.max_ratio: the policy that "
-            "samples is not the one that trains"
+            "samples differs from the policy that trains"
         ),
         (
             "lower trainer.optimizer.learning_rate or rollout.max_staleness, or set "
@@ -181,7 +172,7 @@ CHECKS = (
     Check(
         "stale_tokens",
         ("trainer/tokens_stale",),
-        too_old,
+        too_stale,
         (
             "more than health.max_lost_share of the sampled tokens are older than "
             "rollout.max_staleness and are not trained on"
@@ -192,18 +183,17 @@ CHECKS = (
         "no_gradient",
         (names.REWARD, names.LOSS),
         without_gradient,
-        "no update has changed the policy: its gradient is zero, not finite, or of no token",
+        "no update changed the policy: its gradient is zero, not finite, or without tokens",
         "see the other findings; without any, check trainer.loss and trainer.advantages",
     ),
     Check(
         "tools_never_called",
         ("trainer/turns",),
         lambda window, config: always(window, "trainer/turns", lambda turns: turns <= 1.0),
-        "no sample has called a tool",
+        "no sample called a tool",
         (
-            "set workflow.announce=true, set workflow.call_format to what the policy has learnt, "
-            "or "
-            "fine-tune it on calls"
+            "set workflow.announce=true, set workflow.call_format to the format of the policy's "
+            "training, or fine-tune it on tool calls"
         ),
         workflow="ToolUse",
     ),
@@ -214,8 +204,9 @@ CHECKS = (
             always(window, "trainer/turns", lambda turns: turns <= 1.0)
             and mean(window, "trainer/correct_fraction") < 1.0
         ),
-        "no sample has had a second turn, though answers were wrong",
-        "raise engine.max_prompt_tokens: the first answer and the feedback are part of the second prompt",
+        "no sample had a second turn, although answers were wrong",
+        "raise engine.max_prompt_tokens: the second prompt contains the first answer and the "
+        "feedback",
         workflow="MultiTurn",
     ),
     Check(
@@ -223,13 +214,10 @@ CHECKS = (
         ("rollout/accepted",),
         rewards_failing,
         (
-            "more than health.max_lost_share of the reward calls fail, or of the groups because a "
-            "reward call or a tool fails"
+            "more than health.max_lost_share of the reward calls fail, or of the groups are "
+            "rejected because a reward call or a tool fails"
         ),
-        (
-            "see the log for its error; raise rewards.timeout_s or rewards.num_workers where it is "
-            "too slow"
-        ),
+        "see the log for the error; raise rewards.timeout_s or rewards.num_workers if it is slow",
     ),
     Check(
         "agents_failing",
@@ -239,15 +227,14 @@ CHECKS = (
             "more than health.max_lost_share of the groups are rejected because an agent fails or "
             "times out"
         ),
-        "see the log for its error; raise engine.max_prompt_tokens where its calls do not fit, "
-        "workflow.timeout_s where it is "
-        "too slow",
+        "see the log for the error; raise engine.max_prompt_tokens if its calls do not fit, "
+        "workflow.timeout_s if it is slow",
         workflow="Agent",
     ),
     Check(
         "groups_rejected",
         ("rollout/accepted",),
-        rejected_otherwise,
+        rejected_for_other_reasons,
         "more than health.max_lost_share of the groups are rejected",
         (
             "see rollout/rejected/* and the log for the reasons; prompts that do not fit need "
@@ -255,14 +242,20 @@ CHECKS = (
         ),
     ),
 )
-"""All checks. Each looks at a window of health.window_steps steps."""
+"""All checks. Each reads a window of health.window_steps steps."""
 
 
 def find(window: Window, config: HealthConfig, workflow: str) -> dict[str, bool]:
-    """What each check that applies finds in a window, by name.
+    """Run every check that applies to a window.
 
     Args:
-        workflow: its class."""
+        window: rows of metrics.
+        config: thresholds.
+        workflow: class of the run's workflow.
+
+    Returns:
+        Whether each check has a finding, by its name.
+    """
     return {
         check.name: check.holds(window, config)
         for check in CHECKS
@@ -271,29 +264,33 @@ def find(window: Window, config: HealthConfig, workflow: str) -> dict[str, bool]
 
 
 def check_named(name: str) -> Check:
-    """The check of that name."""
+    """Return the check of that name."""
     return next(check for check in CHECKS if check.name == name)
 
 
 class HealthMonitor:
-    """Applies the checks to the steps of a run, one after another. A resumed run begins with an
-    empty window."""
+    """Applies the checks to the steps of a run, in order. A resumed run begins with an empty
+    window."""
 
     def __init__(self, config: HealthConfig, workflow: str, num_steps: int) -> None:
-        """Args: num_steps: of the run; a shorter run than the window has a window of its own
-        length."""
+        """Create a monitor.
+
+        Args:
+            config: thresholds.
+            workflow: class of the run's workflow.
+            num_steps: steps of the run; they limit the window.
+        """
         self._config, self._workflow = config, workflow
         self._rows = deque[Row](maxlen=1 + max(1, min(config.window_steps, num_steps)))
         self.active = dict[str, int]()
-        """Findings that hold, each with the step at which it began."""
+        """Active findings, each with its first step."""
         self.has_learnt = False
         """Whether any update had a gradient."""
 
     def update(self, step: int, row: Row) -> dict[str, float]:
-        """Take in the row of a step. Returns `health/NAME` for every check that applies."""
+        """Add the row of a step; return `health/NAME` for every check that applies."""
         if not self._rows:
-            # Counters of a resumed run do not begin at 0: without the row before, its first row is
-            # where they begin.
+            # Counters of a resumed run do not start at 0: its first row is their baseline.
             self._rows.append({} if step == 0 else row)
         self._rows.append(row)
         self.has_learnt = self.has_learnt or not without_gradient([{}, row], self._config)
@@ -304,10 +301,14 @@ class HealthMonitor:
         return {PREFIX + name: float(holds) for name, holds in found.items()}
 
     def changes(self, before: Mapping[str, int], step: int) -> Iterator[str]:
-        """A line for every finding that began or ended with a step. Args: before: `active` before
-        it."""
+        """Yield a line for every finding that began or ended with a step.
+
+        Args:
+            before: `active` before the step.
+            step: the step.
+        """
         for name in (name for name in self.active if name not in before):
             check = check_named(name)
             yield f"health: {name} at step {step}: {check.meaning}; {check.remedy}"
         for name in (name for name in before if name not in self.active):
-            yield f"health: {name} has ended at step {step}; it began at step {before[name]}"
+            yield f"health: {name} ended at step {step}; it began at step {before[name]}"

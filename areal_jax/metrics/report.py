@@ -1,7 +1,6 @@
-"""The report of a run: its learning curve as a picture, and one HTML page that needs nothing but
-itself.
+"""The report of a run: learning_curve.png and a self-contained HTML page.
 
-Both are made from the files in the run's folder alone, at any time, also while it runs.
+Both are made from the files in the run's folder, at any time, also during the run.
 """
 
 from __future__ import annotations
@@ -42,25 +41,29 @@ _SAMPLE_HEAD = re.compile(
 
 
 class Series(NamedTuple):
-    """Readings of one metric, in the order of their versions."""
+    """Values of one metric, ordered by version."""
 
     versions: list[int]
     values: list[float]
 
 
 class Samples(NamedTuple):
-    """What samples.jsonl tells."""
+    """Summary of samples.jsonl."""
 
     grades: Counter[str]
     stop_reasons: Counter[str]
     shown: list[dict[str, Any]]
-    """A few whole rows."""
+    """A few rows to show."""
 
 
 def write_report(run_folder: Path) -> Path:
-    """Write learning_curve.png and report.html into the run's folder, from metrics.jsonl there and,
-    where they exist, samples.jsonl and run.json. FileNotFoundError where the folder holds no
-    run."""
+    """Write learning_curve.png and report.html into the run's folder; return the page's path.
+
+    They are made from metrics.jsonl and, if they exist, samples.jsonl and run.json.
+
+    Raises:
+        FileNotFoundError: the folder holds no run.
+    """
     path = run_folder / METRICS
     if not path.exists():
         raise FileNotFoundError(f"{path} expected, found none; name the folder of a run")
@@ -82,12 +85,12 @@ def write_report(run_folder: Path) -> Path:
         samples=survey(run_folder / SAMPLES),
         hue=lambda version: (
             round(version * 137.508) % 360
-        ),  # the golden angle: neighbours differ, and none is used twice soon
+        ),  # the golden angle, so that neighbouring versions differ and colours repeat late
     )
 
 
 def collect(rows: Iterable[dict[str, Any]]) -> dict[str, Series]:
-    """Series by name; null readings, which were nan, are left out."""
+    """Collect series by name; null values, which were nan, are omitted."""
     points: dict[str, list[tuple[int, float]]] = {}
     for row in rows:
         for name, value in row.items():
@@ -101,7 +104,7 @@ def collect(rows: Iterable[dict[str, Any]]) -> dict[str, Series]:
 
 
 def summarize(series: dict[str, Series]) -> list[tuple[str, str]]:
-    """What a reader wants to know first: label and text."""
+    """Return the headline facts as labels and texts."""
     facts: list[tuple[str, str]] = []
     for label, name in (("reward", names.REWARD), ("loss", names.LOSS)):
         if line := series.get(name):
@@ -137,18 +140,19 @@ def summarize(series: dict[str, Series]) -> list[tuple[str, str]]:
 
 
 class Finding(NamedTuple):
-    """What a health check has found."""
+    """A finding of a health check."""
 
     check: health.Check
     first: int
-    """Step at which it first held."""
+    """First step of the finding."""
     num_steps: int
+    """Number of steps with the finding."""
     is_active: bool
-    """Whether it held at the last step."""
+    """Whether the last step has the finding."""
 
 
 def findings(series: dict[str, Series]) -> Iterator[Finding]:
-    """All that health checks found at any step, those that still hold first."""
+    """Yield the findings of all steps, active ones first."""
     found = [
         (name.removeprefix(health.PREFIX), line)
         for name, line in series.items()
@@ -163,7 +167,7 @@ def findings(series: dict[str, Series]) -> Iterator[Finding]:
 
 
 def survey(path: Path) -> Samples:
-    """Count grades, and pick for each the samples that most versions drew, the latest first."""
+    """Count grades and stop reasons, and pick the samples of each grade with most versions."""
     grades, stop_reasons = Counter[str](), Counter[str]()
     picked: dict[str, list[tuple[int, int, bytes]]] = {}
     if path.exists():
@@ -184,16 +188,18 @@ def survey(path: Path) -> Samples:
 
 
 def plot(series: dict[str, Series]) -> bytes:
-    """The learning curve as a PNG, by trainer step: reward, pass@1, staleness and speed; of
-    learning from examples loss, perplexity (or accuracy), pass@1 (or, where that is not measured,
-    the gradient's norm) and speed."""
+    """Plot the learning curve by trainer step as a PNG.
+
+    RL: reward, pass@1, staleness and throughput. Supervised and preference training: loss,
+    perplexity or accuracy, pass@1 or the gradient norm, and throughput.
+    """
     figure = new_figure(11.0, 6.4)
     (objective, score), (third, speed) = figure.subplots(2, 2)
     pass_at_1 = series.get(names.PASS_AT_1), series.get(names.PASS_AT_1_ERROR)
     if names.REWARD not in series and names.LOSS in series:
         if names.ACCURACY in series:
             _plot_each_step(objective, "loss of the trained pairs", series[names.LOSS])
-            _plot_share(score, "accuracy on pairs that are not trained on", series[names.ACCURACY])
+            _plot_share(score, "accuracy on held-out pairs", series[names.ACCURACY])
         else:
             _plot_each_step(objective, "loss of the trained tokens", series[names.LOSS])
             _plot_perplexity(score, series.get(names.PERPLEXITY))
@@ -237,7 +243,7 @@ def plot(series: dict[str, Series]) -> bytes:
 def _plot_each_step(axes: Axes, text: str, line: Series | None) -> None:
     title(axes, text)
     if line is None:
-        return _say_nothing(axes)
+        return _mark_unmeasured(axes)
     window = max(1, len(line.values) // 20)
     (each,) = axes.plot(*line, color=BLUE, linewidth=2, label="each step")
     if window > 1:
@@ -256,7 +262,7 @@ def _plot_each_step(axes: Axes, text: str, line: Series | None) -> None:
 def _plot_share(axes: Axes, text: str, share: Series | None, error: Series | None = None) -> None:
     title(axes, text)
     if share is None:
-        return _say_nothing(axes)
+        return _mark_unmeasured(axes)
     errors = dict(zip(*error, strict=True)) if error else {}
     bars = [errors.get(version, 0.0) for version in share.versions]
     axes.errorbar(
@@ -278,9 +284,9 @@ def _plot_share(axes: Axes, text: str, share: Series | None, error: Series | Non
 
 
 def _plot_perplexity(axes: Axes, perplexity: Series | None) -> None:
-    title(axes, "perplexity of examples that are not trained on")
+    title(axes, "perplexity of held-out examples")
     if perplexity is None:
-        return _say_nothing(axes)
+        return _mark_unmeasured(axes)
     axes.plot(*perplexity, color=ORANGE, marker="o", markersize=4, linewidth=1.6)
     axes.set_yscale("log")
     axes.margins(y=0.2)
@@ -291,12 +297,20 @@ def _plot_perplexity(axes: Axes, perplexity: Series | None) -> None:
 
 
 def _name_ends(axes: Axes, line: Series, bars: Sequence[float], form: str) -> None:
-    """Write the first and the last value above their bars."""
+    """Annotate the first and the last value."""
     points = list(zip(*line, bars, strict=True))
     for place, side in ((0, "left"), (-1, "right")) if len(points) > 1 else ((0, "left"),):
         version, value, bar = points[place]
-        axes.annotate(f"{value:{form}}", (version, value + bar), (-6 if side == "left" else 6, 5), textcoords=("offset " "" "" "" "points"),
-                      ha=side, fontsize=9, fontweight="bold", color=ORANGE)  # fmt: skip
+        axes.annotate(
+            f"{value:{form}}",
+            (version, value + bar),
+            (-6 if side == "left" else 6, 5),
+            textcoords="offset points",
+            ha=side,
+            fontsize=9,
+            fontweight="bold",
+            color=ORANGE,
+        )
 
 
 def _plot_lines(axes: Axes, text: str, lines: Sequence[tuple[str, Series | None, str]]) -> None:
@@ -308,10 +322,10 @@ def _plot_lines(axes: Axes, text: str, lines: Sequence[tuple[str, Series | None,
         axes.legend(frameon=False, fontsize=9, ncols=2, loc="upper right")
         axes.set_ylim(0, 1.25 * max(max(line.values) for _, line, _ in found) or 1.0)
     else:
-        _say_nothing(axes)
+        _mark_unmeasured(axes)
 
 
-def _say_nothing(axes: Axes) -> None:
+def _mark_unmeasured(axes: Axes) -> None:
     axes.text(
         0.5, 0.5, "not measured", transform=axes.transAxes, ha="center", va="center", color=GREY
     )

@@ -40,7 +40,7 @@ from areal_jax.evaluation.remote import (
     RequestSampling,
     Server,
     TokenServer,
-    sampling_of_chats,
+    probe_chat,
 )
 from areal_jax.evaluation.report import TIMES, summary, write_report
 from areal_jax.evaluation.results import compute_results
@@ -253,15 +253,13 @@ def find_server(experiment: AnyExperiment, url: str, tasks: Sequence[Task]) -> R
         tokenizer = None  # the server's tokens are unknown here
     try:
         if tokenizer and (
-            found := asyncio.run(TokenServer.probed(server, model, tokenizer, tasks[0].prompt))
+            found := asyncio.run(TokenServer.probe(server, model, tokenizer, tasks[0].prompt))
         ):
             return Remote(
                 with_limits(experiment, tasks), server, model, tokenizer, found.sampling_mode
             )
         if isinstance(experiment.workflow, SingleTurn):
-            return Remote(
-                experiment, server, model, None, asyncio.run(sampling_of_chats(server, model))
-            )
+            return Remote(experiment, server, model, None, asyncio.run(probe_chat(server, model)))
     except (InvalidRequest, RuntimeError) as error:
         raise ValueError(f"checkpoint={url}: {error}") from error
     raise ValueError(

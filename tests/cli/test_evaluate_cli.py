@@ -24,7 +24,7 @@ import chz
 import pytest
 import scripted_server
 from saved_runs import adapter, embedded_params, save_run, save_run_and_export
-from scripted_server import Said
+from scripted_server import Response
 
 from areal_jax.checkpoint.config import CHECKPOINTS
 from areal_jax.cli.evaluate import main
@@ -299,7 +299,7 @@ def test_server_answers_as_tokens_or_text_and_requires_its_key(
             monkeypatch.setenv("OPENAI_API_KEY", token)
             assert main([*SMALL, f"checkpoint={url}"]) == 2
             assert (
-                "the server refuses (401" in (said := capsys.readouterr().err)
+                "the server refused the request (401" in (said := capsys.readouterr().err)
                 and "set OPENAI_API_KEY" in said
             )
         monkeypatch.setenv("OPENAI_API_KEY", TOKEN)
@@ -319,7 +319,7 @@ def test_server_answers_as_tokens_or_text_and_requires_its_key(
     assert words["tokens"]["mean"] > 1
     # Nobody listens there any more.
     assert main([*SMALL, f"checkpoint={url}"]) == 2
-    assert "no server that speaks OpenAI's protocol answers there" in capsys.readouterr().err
+    assert "expected an OpenAI-compatible server, found none" in capsys.readouterr().err
 
 
 def test_server_that_fails_at_tokens_gets_text_requests(
@@ -329,7 +329,7 @@ def test_server_that_fails_at_tokens_gets_text_requests(
     status = {"/v1/completions": 500, "/v1/chat/completions": 200}
     said = {"message": {"content": "It is \\boxed{5}."}, "finish_reason": "stop"}
 
-    def answer(path: str, body: dict[str, Any]) -> Said:
+    def answer(path: str, body: dict[str, Any]) -> Response:
         if path == "/v1/models":
             return 200, {"data": [{"id": "other"}]}
         found = {"choices": [said], "usage": {"completion_tokens": 5}}
@@ -341,7 +341,11 @@ def test_server_that_fails_at_tokens_gets_text_requests(
         for path, wrong, reported in (
             ("/v1/chat/completions", 500, "500 Internal Server Error"),
             ("/v1/chat/completions", 404, "404 Not Found"),
-            ("/v1/completions", 401, "refuses: 401 Unauthorized: no; set OPENAI_API_KEY"),
+            (
+                "/v1/completions",
+                401,
+                "refused the request: 401 Unauthorized: no; set OPENAI_API_KEY",
+            ),
         ):
             status[path] = wrong
             assert main([*SMALL, f"checkpoint={server.url}"]) == 2

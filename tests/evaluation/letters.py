@@ -10,7 +10,7 @@ from areal_jax.records import Message
 
 
 class Letters:
-    """A token for every letter; what is said last of a conversation is all of it."""
+    """One token per letter; renders the last message of a conversation only."""
 
     stop_token_ids = (0,)
     vocab_size = 128

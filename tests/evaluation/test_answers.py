@@ -47,7 +47,7 @@ def add_missing(path: Path) -> dict[int, tuple[Answer, ...]]:
         return folder.found
 
 
-def test_killed_at_any_byte_it_goes_on_with_what_was_whole(tmp_path: Path) -> None:
+def test_folder_torn_at_any_byte_resumes_with_complete_rows(tmp_path: Path) -> None:
     whole = add_missing(tmp_path / "whole")
     data = (tmp_path / "whole" / "samples.jsonl").read_bytes()
     ends = [i + 1 for i, byte in enumerate(data) if byte == ord("\n")]
@@ -67,7 +67,7 @@ def test_killed_at_any_byte_it_goes_on_with_what_was_whole(tmp_path: Path) -> No
     )
 
 
-def test_other_settings_are_refused_by_name_and_nothing_is_lost(tmp_path: Path) -> None:
+def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
     AnswerFolder(tmp_path, SETTINGS, 0).close()
     before = (tmp_path / "settings.json").read_text()
     other = {**SETTINGS, "evaluation.samples_per_task": 8, "policy.path": "DIR"}
@@ -77,16 +77,16 @@ def test_other_settings_are_refused_by_name_and_nothing_is_lost(tmp_path: Path) 
     ):
         AnswerFolder(tmp_path, other, 0)
     fewer = {name: value for name, value in SETTINGS.items() if name != "seed"}
-    with pytest.raises(ValueError, match=r"other settings: seed is 1 there and None here\."):
+    with pytest.raises(ValueError, match=r"other settings: seed is 1 there and None here;"):
         AnswerFolder(tmp_path, fewer, 0)
     assert (tmp_path / "settings.json").read_text() == before
     (tmp_path / "settings.json").unlink()
-    with pytest.raises(ValueError, match=r"samples.jsonl without settings.json"):
+    with pytest.raises(ValueError, match=r"expected settings.json next to samples.jsonl"):
         AnswerFolder(tmp_path, SETTINGS, 0)
 
 
-def test_the_vote_is_for_what_is_said_last_and_spellings_of_it_are_one() -> None:
-    def said(*pieces: tuple[str, bool]) -> Answer:
+def test_vote_is_the_canonical_answer_of_the_last_turn() -> None:
+    def answer_from(*pieces: tuple[str, bool]) -> Answer:
         """Pieces of text, sampled by the policy or not."""
         tokens = Letters().encode("".join(text for text, _ in pieces))
         mask = np.array([sampled for text, sampled in pieces for _ in text], np.bool_)
@@ -96,17 +96,19 @@ def test_the_vote_is_for_what_is_said_last_and_spellings_of_it_are_one() -> None
         )
         return make_answer(sample, Letters(), accept_plain=False)
 
-    turns = said(
+    turns = answer_from(
         ("Q?", False), ("\\boxed{1}", True), (" no \\boxed{9} ", False), ("\\boxed{042}", True)
     )
     assert (turns.vote, turns.num_tokens) == ("42", 9 + 11)
     assert turns.text == "\\boxed{1} no \\boxed{9} \\boxed{042}"
-    # What was said before is not answered for by words without an answer.
+    # A last turn without an answer does not fall back to an earlier one.
     assert (
-        said(("Q?", False), ("\\boxed{1}", True), (" no ", False), ("then I give up", True)).vote
+        answer_from(
+            ("Q?", False), ("\\boxed{1}", True), (" no ", False), ("then I give up", True)
+        ).vote
         is None
     )
-    assert said(("Q?", False)).text == ""
+    assert answer_from(("Q?", False)).text == ""
     assert extract_vote("no answer", accept_plain=False) is None
     assert {
         extract_vote(f"\\boxed{{{text}}}", False) for text in ("1,234", "$1234$", "1234.0", "01234")
@@ -122,7 +124,7 @@ def test_the_vote_is_for_what_is_said_last_and_spellings_of_it_are_one() -> None
     assert extract_vote("\\boxed{(1,2)}", False) != extract_vote("\\boxed{(2,1)}", False)
 
 
-def test_the_results_worked_out_by_hand() -> None:
+def test_results_equal_hand_computed_numbers() -> None:
     # Task 0: one right of four, two for 8, one silent. Task 1: one right of three, two for 8. Task
     # 2 failed.
     found = {place: answers(place) for place in range(2)}
@@ -166,7 +168,7 @@ def test_the_results_worked_out_by_hand() -> None:
     assert (first.num_truncated, second.num_truncated, third.num_truncated) == (1, 1, 0)
 
 
-def test_programs_and_answers_that_cannot_be_counted_have_no_majority() -> None:
+def test_programs_and_answers_without_canonical_form_have_no_majority() -> None:
     right = Answer("correct", "stop", 1, None, "def f(): ...")
     code = Task("t", (), "{}", kind="code")
     assert compute_results([code], {0: [right]}, {}).majority_at is None
@@ -174,9 +176,7 @@ def test_programs_and_answers_that_cannot_be_counted_have_no_majority() -> None:
     assert compute_results([task(0)], {0: [right]}, {}).majority_at is None
 
 
-def test_answers_are_on_the_disk_when_they_are_kept(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_added_answers_are_on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = list[int]()
     monkeypatch.setattr(os, "fsync", lambda file: synced.append(os.fstat(file).st_size))
     with closing(AnswerFolder(tmp_path, SETTINGS, 3)) as folder:
@@ -188,7 +188,7 @@ def test_answers_are_on_the_disk_when_they_are_kept(
             )
 
 
-def test_rows_of_the_file_are_json_for_any_tool(tmp_path: Path) -> None:
+def test_rows_are_valid_json(tmp_path: Path) -> None:
     with closing(AnswerFolder(tmp_path, SETTINGS, 3)) as folder:
         folder.add(5, task(5), answers(5))
     row = json.loads((tmp_path / "samples.jsonl").read_text())

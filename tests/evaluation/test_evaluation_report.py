@@ -1,4 +1,4 @@
-"""What readers and tools are told of an evaluation."""
+"""Outputs of an evaluation."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def results() -> Results:
     return compute_results([*TASKS, task(6)], ANSWERS, {6: TimeoutError("late, <very>")})
 
 
-def test_the_main_figures_are_those_of_all_samples_and_of_the_largest_k() -> None:
+def test_summary_shows_all_samples_and_the_largest_k() -> None:
     # Of 7 problems 5 have one right answer of two, whose vote wins half of the time; one has no
     # answer.
     found = dict(summary(results()))
@@ -45,11 +45,11 @@ def test_the_main_figures_are_those_of_all_samples_and_of_the_largest_k() -> Non
     assert found["pass@2 (95 %)"].startswith("71.4% (")
     assert found["maj@2 (95 %)"].startswith("35.7% (")
     assert found["problems x samples"] == "7 x 2"
-    assert (found["tokens of an answer"], found["cut at the budget"]) == ("4", "58.3%")
+    assert (found["tokens of an answer"], found["truncated"]) == ("4", "58.3%")
     assert found["problems that failed, counted as wrong"] == "1"
 
 
-def test_some_answers_of_each_verdict_are_shown_of_different_problems() -> None:
+def test_shown_answers_cover_each_grade_and_different_problems() -> None:
     of = list(shown(TASKS, ANSWERS))
     for grade in ("correct", "wrong"):
         found = [each for each in of if each["answer"].grade == grade]
@@ -60,7 +60,7 @@ def test_some_answers_of_each_verdict_are_shown_of_different_problems() -> None:
     assert [each["text"] for each in shown(TASKS[5:], {0: ANSWERS[5]})] == ["wrong 5"]
 
 
-def test_every_file_tells_of_every_problem_and_text_stays_text(tmp_path: Path) -> None:
+def test_every_output_lists_every_problem_and_escapes_text(tmp_path: Path) -> None:
     write_description(tmp_path, "headline", {}, "1 cpu")
     found = results()
     page = write_report(

@@ -1,4 +1,4 @@
-"""Asking a server: what it answers, in tokens or in words, and all that it may say instead."""
+"""Evaluation of a server: token and chat requests, refusals and retries."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 import numpy as np
 import pytest
 from letters import Letters
-from scripted_server import Said, serving
+from scripted_server import Response, serving
 
 from areal_jax.errors import EngineStopped, InvalidRequest
-from areal_jax.evaluation import remote as asked
+from areal_jax.evaluation import remote
 from areal_jax.evaluation.answers import Answer
 from areal_jax.evaluation.remote import (
     FROM_ALL_TOKENS,
@@ -21,7 +21,7 @@ from areal_jax.evaluation.remote import (
     RequestSampling,
     Server,
     TokenServer,
-    sampling_of_chats,
+    probe_chat,
 )
 from areal_jax.records import Completion, Message, Request, RewardResult, Sampling, Task
 from areal_jax.rewards.config import RewardConfig
@@ -45,10 +45,10 @@ def submitted(server: Server, num_samples: int) -> list[Completion]:
     )
 
 
-def test_a_request_is_asked_as_it_is_and_its_samples_come_in_their_order() -> None:
+def test_request_is_sent_unchanged_and_samples_are_ordered() -> None:
     bodies = []
 
-    def answer(path: str, body: dict[str, Any]) -> Said:
+    def answer(path: str, body: dict[str, Any]) -> Response:
         bodies.append((path, body))
         return 200, {"choices": [choice(1, "no", finish_reason="length"), choice(0, "yes")]}
 
@@ -74,11 +74,11 @@ def test_a_request_is_asked_as_it_is_and_its_samples_come_in_their_order() -> No
 
 
 @pytest.mark.parametrize("count", [1, 3])
-def test_another_number_of_answers_than_was_asked_for_is_refused(count: int) -> None:
-    said = {"choices": [choice(i, "a") for i in range(count)]}
+def test_wrong_number_of_choices_is_refused(count: int) -> None:
+    response = {"choices": [choice(i, "a") for i in range(count)]}
     with (
-        serving(lambda *_: (200, said)) as server,
-        pytest.raises(InvalidRequest, match=f"asked for n=2 answers, got {count}"),
+        serving(lambda *_: (200, response)) as server,
+        pytest.raises(InvalidRequest, match=f"expected n=2 choices, found {count}"),
     ):
         submitted(server, 2)
 
@@ -94,16 +94,16 @@ def test_another_number_of_answers_than_was_asked_for_is_refused(count: int) -> 
         ((501,), InvalidRequest, "501"),
     ],
 )
-def test_what_a_server_is_too_busy_for_is_asked_again_and_what_it_refuses_is_not(
+def test_busy_servers_are_retried_and_refusals_are_not(
     statuses: tuple[int, ...],
     error: type[Exception] | None,
     words: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(asked, "RETRIES_S", (0.0, 0.0, 0.0))
+    monkeypatch.setattr(remote, "RETRIES_S", (0.0, 0.0, 0.0))
     left = list(statuses)
 
-    def answer(path: str, body: dict[str, Any]) -> Said:
+    def answer(path: str, body: dict[str, Any]) -> Response:
         status = left.pop(0)
         return status, {"choices": [choice(0, "a")]} if status == 200 else {
             "error": {"message": "too long"}
@@ -118,33 +118,33 @@ def test_what_a_server_is_too_busy_for_is_asked_again_and_what_it_refuses_is_not
     assert not left
 
 
-def test_a_server_that_is_gone_stops_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(asked, "RETRIES_S", (0.0,))
+def test_unreachable_server_stops_the_evaluation(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(remote, "RETRIES_S", (0.0,))
     with serving(lambda *_: (200, {})) as server:
         pass
     with (
         closing(Server(server.url, None, 5.0)) as again,
-        pytest.raises(EngineStopped, match="does not answer any more"),
+        pytest.raises(EngineStopped, match="is unreachable"),
     ):
         submitted(again, 1)
 
 
-def test_a_server_that_is_closed_is_not_asked_again_and_no_end_of_the_process_waits_for_it(
+def test_closed_server_is_not_retried_and_does_not_block_exit(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(asked, "RETRIES_S", (600.0,))
+    monkeypatch.setattr(remote, "RETRIES_S", (600.0,))
     was_asked = threading.Event()
 
-    def busy(path: str, body: dict[str, Any]) -> Said:
+    def busy(path: str, body: dict[str, Any]) -> Response:
         was_asked.set()
         return 503, {}
 
     async def given_up(server: Server) -> list[threading.Thread]:
         before = set(threading.enumerate())
-        asking = asyncio.create_task(server.ask("completions", {}))
+        request = asyncio.create_task(server.request("completions", {}))
         while not was_asked.is_set():
             await asyncio.sleep(0.01)
-        asking.cancel()
+        request.cancel()
         return [
             thread
             for thread in threading.enumerate()
@@ -163,7 +163,7 @@ PROMPT = [ord(letter) for letter in "1+1?"]
 
 
 @pytest.mark.parametrize(
-    ("said", "speaks"),
+    ("response", "speaks"),
     [
         ((200, {"choices": [choice(0, "2")]}), True),
         ((200, {"choices": [choice(0, "2", prompt_token_ids=PROMPT)]}), True),
@@ -176,32 +176,32 @@ PROMPT = [ord(letter) for letter in "1+1?"]
         ((200, [1]), False),
     ],
 )
-def test_a_server_speaks_our_tokens_where_they_say_what_it_says(
-    said: Said, speaks: bool, monkeypatch: pytest.MonkeyPatch
+def test_token_server_must_return_tokens_that_decode_to_its_text(
+    response: Response, speaks: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(asked, "RETRIES_S", (0.0,))
-    with serving(lambda *_: said) as server:
-        found = asyncio.run(TokenServer.probed(server, "m", Letters(), TASK.prompt))
+    monkeypatch.setattr(remote, "RETRIES_S", (0.0,))
+    with serving(lambda *_: response) as server:
+        found = asyncio.run(TokenServer.probe(server, "m", Letters(), TASK.prompt))
     assert (found is not None) is speaks
 
 
 @pytest.mark.parametrize(
-    ("said", "words"),
+    ("response", "words"),
     [
         (
             (200, {"data": [{"id": "a"}, {"id": "b"}]}),
-            "expected a server with one model, it has a, b",
+            "expected a server with one model, found a, b",
         ),
-        ((200, {"data": []}), "it has none"),
-        ((200, {"models": []}), "no server that speaks OpenAI's protocol"),
+        ((200, {"data": []}), "found none"),
+        ((200, {"models": []}), "expected an OpenAI-compatible server"),
         ((403, {}), "set OPENAI_API_KEY to its token"),
         ((404, {}), "expected a URL that ends in /v1"),
     ],
 )
-def test_a_server_has_one_model(said: Said, words: str) -> None:
+def test_server_must_have_one_model(response: Response, words: str) -> None:
     with serving(lambda *_: (200, {"data": [{"id": "only"}]})) as server:
         assert server.model() == "only"
-    with serving(lambda *_: said) as server, pytest.raises(ValueError, match=words):
+    with serving(lambda *_: response) as server, pytest.raises(ValueError, match=words):
         server.model()
 
 
@@ -223,18 +223,18 @@ def format_skipped(server: Server, grade: RewardResult | None = None) -> list[An
     return asyncio.run(chat.answers(4, TASK))
 
 
-def test_asked_in_words_every_answer_has_a_seed_its_length_and_its_vote() -> None:
+def test_chat_answers_have_their_own_seed_length_and_vote() -> None:
     bodies = list[dict[str, Any]]()
 
-    def answer(path: str, body: dict[str, Any]) -> Said:
+    def answer(path: str, body: dict[str, Any]) -> Response:
         assert path == "/v1/chat/completions"
         bodies.append(body)
         right = body["seed"] == min(known)
         text, stop = ("\\boxed{2}", "length") if right else ("\\boxed{03}", "stop")
-        said = {"message": {"content": text}, "finish_reason": stop}
-        return 200, {"choices": [said], "usage": {"completion_tokens": 6 if right else 5}}
+        response = {"message": {"content": text}, "finish_reason": stop}
+        return 200, {"choices": [response], "usage": {"completion_tokens": 6 if right else 5}}
 
-    known = {asked.derive_seed(1, f"eval-4.{number}") for number in range(3)}
+    known = {remote.derive_seed(1, f"eval-4.{number}") for number in range(3)}
     with serving(answer) as server:
         answers = format_skipped(server)
     assert {body["seed"] for body in bodies} == known and len(known) == 3
@@ -250,16 +250,16 @@ def test_asked_in_words_every_answer_has_a_seed_its_length_and_its_vote() -> Non
     assert sorted(answers, key=lambda found: found.num_tokens) == [wrong, wrong, right]
 
 
-def test_a_judge_that_fails_is_no_wrong_answer() -> None:
-    said = {
+def test_failing_grader_fails_the_task() -> None:
+    response = {
         "choices": [{"message": {"content": None}, "finish_reason": "stop"}],
         "usage": {"completion_tokens": 0},
     }
-    with serving(lambda *_: (200, said)) as server:
+    with serving(lambda *_: (200, response)) as server:
         assert [answer.text for answer in format_skipped(server)] == ["", "", ""]
         with pytest.raises(ExceptionGroup) as raised:
             format_skipped(server, RewardResult("infrastructure", "no process"))
-    assert "no grade: no process" in str(raised.value.exceptions[0])
+    assert "grading failed: no process" in str(raised.value.exceptions[0])
 
 
 @pytest.mark.parametrize(
@@ -271,10 +271,10 @@ def test_a_judge_that_fails_is_no_wrong_answer() -> None:
     ],
     ids=["0 is all", "-1 is all", "OpenAI's own fields"],
 )
-def test_a_server_is_told_to_draw_from_all_tokens_in_the_words_that_it_takes(
+def test_sampling_filters_are_disabled_in_the_servers_own_fields(
     takes: set[str], sampling_mode: RequestSampling
 ) -> None:
-    def answer(path: str, body: dict[str, Any]) -> Said:
+    def answer(path: str, body: dict[str, Any]) -> Response:
         of_all_servers = {
             "model",
             "prompt",
@@ -293,6 +293,6 @@ def test_a_server_is_told_to_draw_from_all_tokens_in_the_words_that_it_takes(
         return 200, {"choices": [choice(0, "2")]}
 
     with serving(answer) as server:
-        in_tokens = asyncio.run(TokenServer.probed(server, "m", Letters(), TASK.prompt))
+        in_tokens = asyncio.run(TokenServer.probe(server, "m", Letters(), TASK.prompt))
         assert in_tokens is not None and in_tokens.sampling_mode == sampling_mode
-        assert asyncio.run(sampling_of_chats(server, "m")) == sampling_mode
+        assert asyncio.run(probe_chat(server, "m")) == sampling_mode

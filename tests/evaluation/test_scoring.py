@@ -117,31 +117,31 @@ def run(
     )
 
 
-def test_the_figures_worked_out_by_hand() -> None:
+def test_scores_equal_hand_computed_numbers() -> None:
     sampled = [
         (task(0, "gcd"), [sample(True), sample(True)]),
         (task(1, "gcd"), [sample(True, 4, "length"), sample(False, version=5)]),
         (task(2, "lcm"), [sample(False), sample(False, 6)]),
         (task(3, "lcm"), [sample(False), sample(True, version=2)]),
     ]
-    reported = summarize(3, sampled, [], 2.5)
+    evaluation = summarize(3, sampled, [], 2.5)
     # Scores by task: 1, 1/2, 0, 1/2; their mean is 1/2, deviations squared sum to 1/2, over 4 * 3.
-    assert reported.pass_at_1 == 0.5
-    assert reported.standard_error == pytest.approx(math.sqrt(0.5 / 12))
-    assert reported.by_family == {"gcd": 0.75, "lcm": 0.25}
-    assert (reported.num_tasks, reported.num_samples) == (4, 8)
-    assert reported.truncated == 1 / 8
+    assert evaluation.pass_at_1 == 0.5
+    assert evaluation.standard_error == pytest.approx(math.sqrt(0.5 / 12))
+    assert evaluation.by_family == {"gcd": 0.75, "lcm": 0.25}
+    assert (evaluation.num_tasks, evaluation.num_samples) == (4, 8)
+    assert evaluation.truncated == 1 / 8
     # 6 of two tokens, one of four, one of six.
-    assert reported.mean_tokens == (6 * 2 + 4 + 6) / 8
-    assert reported.grades == {"correct": 4, "wrong": 4}
-    assert reported.versions == (2, 5)
-    assert asdict(reported) == {
+    assert evaluation.mean_tokens == (6 * 2 + 4 + 6) / 8
+    assert evaluation.grades == {"correct": 4, "wrong": 4}
+    assert evaluation.versions == (2, 5)
+    assert asdict(evaluation) == {
         **{
-            name: getattr(reported, name)
+            name: getattr(evaluation, name)
             for name in ("version", "pass_at_1", "standard_error", "num_tasks", "num_samples")
         },
         "by_family": {"gcd": 0.75, "lcm": 0.25},
-        "interval_95": reported.interval_95,
+        "interval_95": evaluation.interval_95,
         "truncated": 0.125,
         "mean_tokens": 2.75,
         "grades": {"correct": 4, "wrong": 4},
@@ -169,8 +169,8 @@ def test_raw_rewards_have_a_mean_and_no_pass_at_1() -> None:
     assert (found.num_tasks, found.failed) == (3, {"KeyError": 1})
 
 
-def test_the_error_counts_tasks_not_samples() -> None:
-    # Eight answers to one task are one draw of a task: drawing each answer eight times over adds
+def test_standard_error_counts_tasks_not_samples() -> None:
+    # Eight answers to one task are one sample of a task: repeating each answer eight times adds
     # nothing.
     few = summarize(0, [(task(i), [sample(i < 3)]) for i in range(8)], [], 0.0)
     many = summarize(0, [(task(i), [sample(i < 3)] * 8) for i in range(8)], [], 0.0)
@@ -178,26 +178,26 @@ def test_the_error_counts_tasks_not_samples() -> None:
     assert few.interval_95 == many.interval_95
 
 
-def test_requests_bear_ids_of_their_own_and_wait_for_the_version() -> None:
+def test_requests_have_unique_ids_and_wait_for_the_version() -> None:
     engine = Oracle()
-    reported = run([task(i) for i in range(20)], engine, version=4, max_running=3)
+    evaluation = run([task(i) for i in range(20)], engine, version=4, max_running=3)
     ids = [request.id for request in engine.requests]
     assert len(set(ids)) == 20
-    # By version, task, what is asked, and how often it was asked before.
+    # By version, task, prompt and number of earlier calls with it.
     assert sorted({re.sub(r"[.][0-9a-f]{12}[.]0$", "", id) for id in ids}) == sorted(
         f"eval-4-{i}" for i in range(20)
     )
     assert {request.min_version for request in engine.requests} == {4}
-    # Training went on: the oracle's second token is of the next version.
-    assert reported.versions == (4, 5)
+    # Training continued: the oracle's second token is of the next version.
+    assert evaluation.versions == (4, 5)
     assert engine.most_running == 3
-    assert reported.num_samples == 40
-    # Of the two samples of each task exactly one draws token 1.
-    assert reported.pass_at_1 == 0.5
-    assert reported.standard_error == 0.0
+    assert evaluation.num_samples == 40
+    # Of the two samples of each task exactly one samples token 1.
+    assert evaluation.pass_at_1 == 0.5
+    assert evaluation.standard_error == 0.0
 
 
-def test_the_same_seed_draws_the_same_whatever_the_version_and_the_order_of_answers() -> None:
+def test_samples_depend_on_seed_not_on_version_or_order() -> None:
     def seeds(version: int, seed: int, max_running: int) -> dict[int, int]:
         engine = Oracle()
         run([task(i) for i in range(20)], engine, version, seed, max_running)
@@ -208,7 +208,7 @@ def test_the_same_seed_draws_the_same_whatever_the_version_and_the_order_of_answ
     assert len(set(seeds(4, 5, 1).values())) == 20
 
 
-def test_a_call_may_have_a_budget_of_its_own() -> None:
+def test_call_may_have_its_own_token_budget() -> None:
     async def short(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
         await generate(np.array([1], np.int32), 1, max_new_tokens=1)
         return await workflow(task, generate, grader)
@@ -218,40 +218,44 @@ def test_a_call_may_have_a_budget_of_its_own() -> None:
     assert [request.sampling.max_new_tokens for request in engine.requests] == [1, 2]
 
 
-def test_a_task_that_fails_counts_as_wrong(caplog: pytest.LogCaptureFixture) -> None:
-    reported = run([task(0), task(99, "long"), task(1), task(99)], Oracle())
+def test_failed_task_counts_as_wrong(caplog: pytest.LogCaptureFixture) -> None:
+    evaluation = run([task(0), task(99, "long"), task(1), task(99)], Oracle())
     # Of the two samples of each answered task one is right: (1/2 + 0 + 1/2 + 0) / 4, squared
     # deviations 4 / 16, over 4 * 3.
-    assert (reported.num_tasks, reported.num_samples, reported.failed) == (
+    assert (evaluation.num_tasks, evaluation.num_samples, evaluation.failed) == (
         4,
         4,
         {"InvalidRequest": 2},
     )
-    assert (reported.pass_at_1, reported.standard_error) == (
+    assert (evaluation.pass_at_1, evaluation.standard_error) == (
         0.25,
         pytest.approx(math.sqrt(0.25 / 12)),
     )
-    assert reported.by_family == {"long": 0.0, "sums": pytest.approx(1 / 3)}
-    assert reported.interval_95 == wilson_interval(0.25, reported.standard_error, 4)
+    assert evaluation.by_family == {"long": 0.0, "sums": pytest.approx(1 / 3)}
+    assert evaluation.interval_95 == wilson_interval(0.25, evaluation.standard_error, 4)
     assert "task task-99: prompt of 99" in caplog.text
 
 
-def test_a_task_without_samples_counts_as_wrong() -> None:
+def test_task_without_samples_counts_as_wrong() -> None:
     async def silent(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
         return () if task.id == "task-1" else await workflow(task, generate, grader)
 
-    reported = run([task(0), task(1)], Oracle(), workflow=silent)
-    assert (reported.num_tasks, reported.pass_at_1, reported.failed) == (2, 0.25, {"ValueError": 1})
+    evaluation = run([task(0), task(1)], Oracle(), workflow=silent)
+    assert (evaluation.num_tasks, evaluation.pass_at_1, evaluation.failed) == (
+        2,
+        0.25,
+        {"ValueError": 1},
+    )
 
 
-def test_when_all_tasks_fail_so_does_the_evaluation() -> None:
+def test_evaluation_fails_if_all_tasks_fail() -> None:
     with pytest.raises(AllRejected, match="all 2 tasks failed, the last: prompt of 99"):
         run([task(99), task(99)], Oracle())
-    with pytest.raises(ValueError, match="came none"):
+    with pytest.raises(ValueError, match="found none"):
         run([], Oracle())
 
 
-def test_a_stopped_engine_ends_the_evaluation_at_once() -> None:
+def test_stopped_engine_ends_the_evaluation() -> None:
     async def stopped(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
         if task.id == "task-1":
             async with asyncio.TaskGroup() as group:
@@ -272,7 +276,5 @@ def test_a_stopped_engine_ends_the_evaluation_at_once() -> None:
     # they are.
     [(256, 1, 320), (256, 4, 80), (8, 8, 2), (4, 64, 1)],
 )
-def test_as_many_tasks_are_evaluated_at_a_time_as_fill_the_slots(
-    num_slots: int, samples_per_task: int, tasks: int
-) -> None:
+def test_concurrent_tasks_fill_the_slots(num_slots: int, samples_per_task: int, tasks: int) -> None:
     assert num_tasks_to_fill(num_slots, samples_per_task) == tasks

@@ -1,4 +1,4 @@
-"""Rows and checkpoint of a run that is resumed: what is legal, and what is told of the rest."""
+"""Consistency of rows and checkpoint of a resumed run."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def write(folder: Path, name: str, rows: Iterable[object]) -> None:
     (folder / name).write_text(text)
 
 
-def compared(
+def check(
     folder: Path, *, writes_samples: bool = True, unused: UnusedGroups | None = None
 ) -> Result:
     gaps = read_gaps(folder / FILE)
@@ -59,16 +59,16 @@ def compared(
     )
 
 
-def test_a_run_that_was_killed_after_its_checkpoint_agrees(tmp_path: Path) -> None:
+def test_killed_run_is_consistent_with_its_checkpoint(tmp_path: Path) -> None:
     late = {"version": 1, "time_s": 1.0, "evaluation/pass@1": 0.5}
     write(tmp_path, METRICS, [*STEPS[:3], late, *STEPS[3:], '{"version":6,"tor'])
     write(tmp_path, SAMPLES, [*ROWS, '{"version":6,"tor'])
     # Groups 8 and later were trained on after the checkpoint.
-    assert compared(tmp_path, unused=UnusedGroups([8, 9], 10)) == ([], {METRICS: [], SAMPLES: []})
+    assert check(tmp_path, unused=UnusedGroups([8, 9], 10)) == ([], {METRICS: [], SAMPLES: []})
 
 
 @pytest.mark.parametrize(
-    ("steps", "said"),
+    ("steps", "faults"),
     [
         ([STEPS[0], *STEPS[3:]], "has no rows of versions 1 to 2"),
         (
@@ -79,14 +79,16 @@ def test_a_run_that_was_killed_after_its_checkpoint_agrees(tmp_path: Path) -> No
         ([], "has no rows of versions 0 to 3"),
     ],
 )
-def test_metrics_that_disagree_are_told(steps: list[object], said: str, tmp_path: Path) -> None:
+def test_inconsistent_metrics_are_reported(
+    steps: list[object], faults: str, tmp_path: Path
+) -> None:
     write(tmp_path, METRICS, steps)
     write(tmp_path, SAMPLES, ROWS)
-    assert [fault.text for fault in compared(tmp_path).faults] == [said]
+    assert [fault.text for fault in check(tmp_path).faults] == [faults]
 
 
 @pytest.mark.parametrize(
-    ("rows", "said"),
+    ("rows", "faults"),
     [
         ([*ROWS[:4], *ROWS[8:]], ["has no samples of version 1"]),
         (ROWS[:-8][:-1], ["has fewer samples of version 3 than metrics.jsonl counts"]),
@@ -98,49 +100,49 @@ def test_metrics_that_disagree_are_told(steps: list[object], said: str, tmp_path
         ([], ["has no samples of versions 0 to 3"]),
     ],
 )
-def test_samples_that_disagree_are_told(
-    rows: list[object], said: list[str], tmp_path: Path
+def test_inconsistent_samples_are_reported(
+    rows: list[object], faults: list[str], tmp_path: Path
 ) -> None:
     write(tmp_path, METRICS, STEPS)
     write(tmp_path, SAMPLES, rows)
-    assert [fault.text for fault in compared(tmp_path).faults] == said
+    assert [fault.text for fault in check(tmp_path).faults] == faults
 
 
-def test_samples_of_groups_that_the_checkpoint_still_has_are_told(tmp_path: Path) -> None:
+def test_samples_of_untrained_groups_are_reported(tmp_path: Path) -> None:
     write(tmp_path, METRICS, STEPS)
     write(tmp_path, SAMPLES, ROWS)
     for unused in (UnusedGroups([7], 10), UnusedGroups([], 7)):
-        (fault,) = compared(tmp_path, unused=unused).faults
+        (fault,) = check(tmp_path, unused=unused).faults
         assert fault.text == "has samples of version 3 that the checkpoint has not trained on"
 
 
-def test_samples_may_be_switched_off_and_on_again(tmp_path: Path) -> None:
+def test_samples_may_be_disabled_and_enabled_again(tmp_path: Path) -> None:
     write(tmp_path, METRICS, STEPS)
     write(tmp_path, SAMPLES, ROWS[:8])
-    off = compared(tmp_path, writes_samples=False)
+    off = check(tmp_path, writes_samples=False)
     assert off == ([], {METRICS: [], SAMPLES: [2, 3]})
     # What is known at one resume is legal at the next, with samples written again from version 4
     # on.
     write_description(tmp_path, "headline", {}, "1 cpu", off.gaps)
     write(tmp_path, SAMPLES, [*ROWS[:8], *ROWS[16:]])
-    assert compared(tmp_path).faults == []
+    assert check(tmp_path).faults == []
 
 
-def test_files_that_were_moved_away_are_legal_from_then_on(tmp_path: Path) -> None:
-    found = compared(tmp_path)
+def test_moved_files_become_known_gaps(tmp_path: Path) -> None:
+    found = check(tmp_path)
     assert found == ([], {METRICS: [0, 1, 2, 3], SAMPLES: [0, 1, 2, 3]})
     write_description(tmp_path, "headline", {}, "1 cpu", found.gaps)
     write(tmp_path, METRICS, STEPS[4:])
     write(tmp_path, SAMPLES, ROWS[16:])
-    assert compared(tmp_path).faults == []
+    assert check(tmp_path).faults == []
 
 
-def test_the_remedy_names_the_file_and_the_newest_checkpoint_that_agrees(tmp_path: Path) -> None:
+def test_remedy_names_the_file_and_the_newest_usable_checkpoint(tmp_path: Path) -> None:
     write(tmp_path, METRICS, [*STEPS[:2], *STEPS[3:]])
-    (fault,) = compared(tmp_path).faults
-    reported = f"move {tmp_path / METRICS} away to resume without its rows"
-    assert suggest_remedy(tmp_path, fault, VERSION, [VERSION]) == reported
-    expected = f"{reported}, or move the checkpoints after version 2 away to resume from that one"
+    (fault,) = check(tmp_path).faults
+    away = f"move {tmp_path / METRICS} away to resume without its rows"
+    assert suggest_remedy(tmp_path, fault, VERSION, [VERSION]) == away
+    expected = f"{away}, or move the checkpoints after version 2 away to resume from that one"
     assert suggest_remedy(tmp_path, fault, VERSION, [1, 2, VERSION]) == expected
 
 

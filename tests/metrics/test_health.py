@@ -1,4 +1,4 @@
-"""Health checks: what rows of metrics say of a run that cannot learn."""
+"""Health checks: findings from rows of metrics."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("changes", "workflow", "expected"), CASES)
-def test_each_check_finds_its_own_fault_and_no_other(
+def test_each_check_finds_its_own_fault_only(
     changes: Row | Callable[[int], Row], workflow: str, expected: set[str]
 ) -> None:
     changed = changes if callable(changes) else lambda _: changes
@@ -126,7 +126,7 @@ def test_each_check_finds_its_own_fault_and_no_other(
         )
 
 
-def test_counters_of_a_resumed_run_count_from_where_it_resumed() -> None:
+def test_counters_of_a_resumed_run_start_at_its_first_row() -> None:
     def only_rejected(step: int) -> Row:
         return {
             "rollout/accepted": 5000.0,
@@ -137,12 +137,12 @@ def test_counters_of_a_resumed_run_count_from_where_it_resumed() -> None:
     assert found(only_rejected, first=50) == {"groups_rejected"}
 
 
-def test_every_check_is_tried() -> None:
+def test_every_check_is_tested() -> None:
     assert set().union(*(expected for *_, expected in CASES)) == {check.name for check in CHECKS}
 
 
-def test_a_finding_needs_a_whole_window_and_says_when_it_begins_and_ends() -> None:
-    monitor, said, metrics = HealthMonitor(CONFIG, "SingleTurn", 100), list[str](), list[float]()
+def test_finding_needs_a_whole_window_and_logs_its_begin_and_end() -> None:
+    monitor, lines, metrics = HealthMonitor(CONFIG, "SingleTurn", 100), list[str](), list[float]()
     for step, entropy in enumerate((0.001, 0.001, 0.001, 0.001, 0.5)):
         before = monitor.active
         metrics.append(
@@ -150,17 +150,17 @@ def test_a_finding_needs_a_whole_window_and_says_when_it_begins_and_ends() -> No
                 "health/entropy_collapsed"
             ]
         )
-        said += monitor.changes(before, step)
+        lines += monitor.changes(before, step)
     assert metrics == [0.0, 0.0, 1.0, 1.0, 0.0]
-    begun, ended = said
+    begun, ended = lines
     assert (
         begun.startswith("health: entropy_collapsed at step 2: the policy's entropy")
         and "trainer.entropy_coef" in begun
     )
-    assert ended == "health: entropy_collapsed has ended at step 4; it began at step 2"
+    assert ended == "health: entropy_collapsed ended at step 4; it began at step 2"
 
 
-def test_a_short_run_has_a_window_of_its_own_length() -> None:
+def test_window_of_a_short_run_is_its_length() -> None:
     monitor = HealthMonitor(chz.replace(CONFIG, window_steps=10), "SingleTurn", 2)
     rows = [
         monitor.update(step, healthy(step) | {"trainer/entropy": 0.0})["health/entropy_collapsed"]
@@ -169,13 +169,13 @@ def test_a_short_run_has_a_window_of_its_own_length() -> None:
     assert rows == [0.0, 1.0]
 
 
-def test_checks_without_their_metrics_say_nothing() -> None:
+def test_checks_without_their_metrics_do_not_apply() -> None:
     monitor = HealthMonitor(CONFIG, "SingleTurn", 10)
     assert monitor.update(0, {names.LOSS: 1.0, names.GRAD_NORM: 0.5}) == {"health/no_gradient": 0.0}
     assert monitor.has_learnt
 
 
-def test_a_step_that_trains_on_no_token_has_no_gradient() -> None:
+def test_step_without_tokens_has_no_gradient() -> None:
     monitor = HealthMonitor(chz.replace(CONFIG, window_steps=1), "SingleTurn", 10)
     assert monitor.update(0, {names.REWARD: 1.0, "trainer/tokens_trained": 0.0}) == {
         "health/no_gradient": 1.0
@@ -183,7 +183,7 @@ def test_a_step_that_trains_on_no_token_has_no_gradient() -> None:
     assert not monitor.has_learnt
 
 
-def test_the_report_lists_what_was_found_and_what_still_holds_first() -> None:
+def test_report_lists_active_findings_first() -> None:
     def row(step: int, **held: float) -> dict[str, float]:
         return {"version": step, **{PREFIX + name: value for name, value in held.items()}}
 

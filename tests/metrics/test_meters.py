@@ -8,14 +8,14 @@ import pytest
 from areal_jax.metrics.meters import Meters
 
 
-def test_means_divide_last_so_that_cutting_into_parts_changes_nothing():
+def test_means_divide_last_and_are_independent_of_cuts():
     parts = Meters()
     parts.update({"loss": (6.0, 3.0)})  # mean 2 of 3 tokens
     parts.update({"loss": (1.0, 1.0)})  # mean 1 of 1 token
     assert parts.flatten() == {"loss": 1.75}  # 7 / 4, and not (2 + 1) / 2
 
 
-def test_merging_is_adding_what_came_later():
+def test_merge_equals_adding_later_readings():
     earlier, later = Meters(), Meters()
     for meters, factor in ((earlier, 1.0), (later, 2.0)):
         meters.mean("mean", 3 * factor, factor)
@@ -37,7 +37,7 @@ def test_merging_is_adding_what_came_later():
     assert earlier.flatten() == expected
 
 
-def test_rooms_may_hand_over_arrays_under_a_prefix():
+def test_update_accepts_arrays_and_a_prefix():
     meters = Meters()
     meters.update(
         {"loss": (np.float32(3), np.array(2)), "rate": np.float32(0.5)}, prefix="trainer/"
@@ -45,7 +45,7 @@ def test_rooms_may_hand_over_arrays_under_a_prefix():
     assert meters.flatten() == {"trainer/loss": 1.5, "trainer/rate": 0.5}
 
 
-def test_mean_of_nothing_is_left_out_and_a_nan_is_not_hidden():
+def test_empty_means_are_omitted_and_nan_persists():
     meters = Meters()
     meters.mean("nothing", 0.0, 0.0)
     for value in (1.0, float("nan"), 2.0):
@@ -55,7 +55,7 @@ def test_mean_of_nothing_is_left_out_and_a_nan_is_not_hidden():
     ]
 
 
-def test_one_name_is_measured_in_one_way():
+def test_one_name_has_one_kind_of_meter():
     meters = Meters()
     meters.update({"loss": (1.0, 1.0)})
     with pytest.raises(ValueError, match="loss is measured as Mean and as Gauge"):

@@ -1,4 +1,4 @@
-"""The progress line says how far training has come, wherever it is shown."""
+"""The progress line, on terminals and in files."""
 
 import io
 
@@ -48,11 +48,11 @@ def shown(
     return file.getvalue().splitlines()
 
 
-def test_first_line_says_what_is_trained_and_each_line_how_far(tmp_path):
+def test_progress_prints_the_headline_and_each_step(tmp_path):
     steps = [(10.0, 1, METRICS | {names.PASS_AT_1: 0.125}), (20.0, 2, METRICS), (3600.0, 3, {})]
     headline, first, second, third, last = shown(200, steps)
     assert headline == "policy tiny, 4 tasks, 1 cpu"
-    # The first step is told from compiling by nothing. 10 s for the second: 198 more take 1980 s =
+    # The first step includes compilation. 10 s for the second: 198 more take 1980 s =
     # 33 min.
     facts = "reward -1.23  pass@1 12.5%  staleness 1.3/4  rollout 12k tok/s  train 2.3M tok/s"
     assert first == f"step 1/200  {facts}  0:10 elapsed  - left"
@@ -66,7 +66,7 @@ def test_first_line_says_what_is_trained_and_each_line_how_far(tmp_path):
     assert last == "done [not markup]"
 
 
-def test_the_live_line_shows_the_newest_score():
+def test_live_line_shows_the_newest_score():
     shown = io.StringIO()
     progress = Progress("headline", 10, console=Console(file=shown, force_terminal=True, width=200))
     progress.update(10, METRICS | {names.PASS_AT_1: 0.125})
@@ -75,7 +75,7 @@ def test_the_live_line_shows_the_newest_score():
     assert "pass@1 75.0%" in shown.getvalue().rpartition("step 10/10")[2]
 
 
-def test_a_live_line_that_showed_nothing_is_removed():
+def test_empty_live_line_is_removed():
     shown = io.StringIO()
     progress = Progress(
         "headline", 10, 10, console=Console(file=shown, force_terminal=True, width=200), unit="task"
@@ -86,7 +86,7 @@ def test_a_live_line_that_showed_nothing_is_removed():
     assert "waiting" not in shown.getvalue().rpartition("\x1b[2K")[2]
 
 
-def test_quick_steps_print_every_few_seconds_and_the_last_one_always():
+def test_plain_lines_have_an_interval_and_include_the_last_step():
     lines = shown(100, [(0.5 * step, step, METRICS) for step in range(1, 101)])
     # Steps follow every 0.5 s and lines every 5 s: steps 1, 11, ... 91, and the last.
     assert [line.split()[1] for line in lines[1:-1]] == [
@@ -94,7 +94,7 @@ def test_quick_steps_print_every_few_seconds_and_the_last_one_always():
     ]
 
 
-def test_time_left_counts_only_what_this_process_did():
+def test_time_left_counts_steps_of_this_process_only():
     # 90 of 100 steps were done before; after the first one, which waited for the compiler, one took
     # 7 s, so 8 take 56 s.
     _, first, second, _ = shown(100, [(600.0, 91, METRICS), (607.0, 92, METRICS)], first_step=90)
@@ -113,7 +113,7 @@ def test_supervised_step_shows_loss_and_scores():
     )
 
 
-def test_score_of_an_evaluation_is_shown_from_then_on():
+def test_evaluation_score_is_shown_from_then_on():
     file = io.StringIO()
     progress = Progress("policy", 2, console=Console(file=file, width=200, soft_wrap=True))
     progress.evaluated({names.PASS_AT_1: 0.25})
@@ -121,7 +121,7 @@ def test_score_of_an_evaluation_is_shown_from_then_on():
     assert "pass@1 25.0%" in file.getvalue()
 
 
-def test_tasks_of_an_evaluation_show_the_score_so_far():
+def test_evaluation_progress_shows_the_score_so_far():
     file, clock = io.StringIO(), Clock()
     console = Console(file=file, width=200, soft_wrap=True)
     progress = Progress(
@@ -147,7 +147,7 @@ def test_terminal_shows_the_same_facts_on_a_live_line():
     assert any("done [not markup]" in line for line in lines)
 
 
-def test_progress_can_be_switched_off_but_not_the_headline():
+def test_progress_can_be_disabled_but_not_the_headline():
     assert shown(2, [(1.0, 1, METRICS)], show_steps=False) == [
         "policy tiny, 4 tasks, 1 cpu",
         "done [not markup]",

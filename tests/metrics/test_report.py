@@ -82,7 +82,7 @@ def page(tmp_path_factory) -> Page:
     return Page(write_report(folder).read_text())
 
 
-def test_report_refers_to_nothing_outside_itself(page):
+def test_report_is_self_contained(page):
     for tag, attributes in page.tags:
         assert tag not in ("script", "link", "iframe", "object", "base", "a")
         for name in ("src", "href", "srcset", "data", "action"):
@@ -93,7 +93,7 @@ def test_report_refers_to_nothing_outside_itself(page):
     assert "url(" not in style and "@import" not in style
 
 
-def test_what_the_model_wrote_is_shown_as_it_is_and_never_interpreted(page):
+def test_generated_text_is_escaped(page):
     assert {tag for tag, _ in page.tags} <= {
         *(
             "html",
@@ -141,7 +141,7 @@ def test_tokens_are_coloured_by_version_and_stale_ones_marked(page):
     assert [attributes["class"] for attributes in sampled[:2]] == ["sampled stale", "sampled"]
 
 
-def test_report_tells_numbers_counts_and_environment(page):
+def test_report_contains_numbers_counts_and_environment(page):
     text = "".join(page.text)
     words = re.sub(r"\s+", " ", " ".join(page.text))
     # First tenth of 0.0, 0.1 ... 2.9: mean of 0, 0.1, 0.2; the last of 2.7, 2.8, 2.9.
@@ -149,10 +149,10 @@ def test_report_tells_numbers_counts_and_environment(page):
     assert "correct 30 50.0%" in words and "wrong 30 50.0%" in words
     assert "devices 8 x cpu" in words
     assert "trainer.epsilon=0.2" in text
-    assert "reward None" in words  # a nan is not told as a number
+    assert "reward None" in words  # a nan is not shown as a number
 
 
-def test_picture_is_a_png_beside_the_page_and_in_it(tmp_path):
+def test_picture_is_a_png_next_to_and_in_the_page(tmp_path):
     report = write_report(a_run(tmp_path))
     picture = (tmp_path / LEARNING_CURVE).read_bytes()
     assert picture.startswith(b"\x89PNG\r\n")
@@ -161,7 +161,7 @@ def test_picture_is_a_png_beside_the_page_and_in_it(tmp_path):
     assert not list(tmp_path.glob("*.writing"))
 
 
-def test_bare_run_is_reported_too(tmp_path):
+def test_minimal_run_has_a_report(tmp_path):
     with pytest.raises(
         FileNotFoundError, match=r"metrics.jsonl expected, found none; name the folder"
     ):
@@ -179,7 +179,7 @@ def test_samples_without_text_show_their_tokens(tmp_path):
     assert "-1 10 11 12" in report.read_text()
 
 
-def test_rows_of_one_version_join_and_nan_is_left_out():
+def test_rows_of_one_version_are_joined_and_nan_is_omitted():
     rows = [
         {"version": 0, "time_s": 5.0, "a": 1.0},
         {"version": 1, "a": None},
@@ -190,7 +190,7 @@ def test_rows_of_one_version_join_and_nan_is_left_out():
     assert summarize({}) == []
 
 
-def test_supervised_run_is_summed_up_by_its_loss():
+def test_supervised_run_is_summarised_by_its_loss():
     loss = Series([0, 1, 2], [3.0, 2.0, 1.0])
     assert summarize({names.LOSS: loss}) == [
         ("steps", "3"),
@@ -214,14 +214,12 @@ def test_supervised_run_is_summed_up_by_its_loss():
 @pytest.mark.parametrize(
     "also", [{}, {names.PASS_AT_1: Series([0], [0.5])}], ids=["alone", "with pass@1"]
 )
-def test_supervised_run_is_drawn_whatever_its_perplexity(
-    values: list[float], also: dict[str, Series]
-):
+def test_supervised_run_is_plotted_for_any_perplexity(values: list[float], also: dict[str, Series]):
     line = Series(list(range(len(values))), values)
     assert plot({names.LOSS: line, names.PERPLEXITY: line} | also).startswith(b"\x89PNG\r\n")
 
 
-def test_verdicts_are_counted_in_whole_rows_and_samples_of_many_versions_picked(tmp_path):
+def test_grades_are_counted_and_samples_of_many_versions_picked(tmp_path):
     path = tmp_path / SAMPLES
     assert survey(path).shown == []
     sinks = Sinks(tmp_path, MetricsConfig(tensorboard=False))
@@ -237,7 +235,7 @@ def test_verdicts_are_counted_in_whole_rows_and_samples_of_many_versions_picked(
     assert [sample["version"] for sample in found.shown] == [3, 1]
 
 
-def test_description_is_valid_json_whatever_it_holds(tmp_path):
+def test_description_is_valid_json_for_any_values(tmp_path):
     write_description(
         tmp_path,
         "policy",

@@ -59,7 +59,7 @@ def decode(tokens: np.ndarray) -> str:
     return "".join(f"<{token}>" for token in tokens)
 
 
-def test_no_number_makes_the_file_invalid(tmp_path):
+def test_rows_are_valid_json_for_any_number(tmp_path):
     sinks = Sinks(tmp_path, PLAIN)
     sinks.write(
         0,
@@ -76,7 +76,7 @@ def test_no_number_makes_the_file_invalid(tmp_path):
     assert found == {"version": 0, "loss": None, "grad": None, "reward": 0.1, "tokens": -0.0}
 
 
-def test_every_row_is_in_the_file_when_write_returns(tmp_path):
+def test_rows_are_in_the_file_when_write_returns(tmp_path):
     sinks = Sinks(tmp_path, PLAIN)
     for version in range(3):
         sinks.write(version, {"x": 1.0})
@@ -84,7 +84,7 @@ def test_every_row_is_in_the_file_when_write_returns(tmp_path):
     sinks.close()
 
 
-def test_sample_is_written_with_all_that_training_used(tmp_path):
+def test_sample_row_has_all_training_data(tmp_path):
     sinks = Sinks(tmp_path, PLAIN, decode=decode)
     sinks.write_samples(5, [a_sample()])
     sinks.flush()
@@ -115,7 +115,7 @@ def test_sample_is_written_with_all_that_training_used(tmp_path):
     }
 
 
-def test_log_probabilities_come_back_bit_for_bit():
+def test_logprobs_are_restored_bit_for_bit():
     rng = np.random.default_rng(0)
     logp = -np.abs(rng.integers(1, 2**31 - 1, 4000, dtype=np.int32).view(np.float32))
     logp = np.where(np.isfinite(logp), logp, np.float32(-1))
@@ -127,7 +127,7 @@ def test_log_probabilities_come_back_bit_for_bit():
     assert np.array(row(sample, None)["behave_logp"], np.float32).tobytes() == logp.tobytes()
 
 
-def test_sample_without_tokens_or_decoder_is_written_too(tmp_path):
+def test_sample_without_tokens_or_decoder_is_written(tmp_path):
     sinks = Sinks(tmp_path, PLAIN, decode=decode)
     sinks.write_samples(0, [a_sample(num_tokens=0)])
     sinks.close()
@@ -157,7 +157,7 @@ def test_resumed_run_has_every_row_once(tmp_path):
     ]
 
 
-def test_cutting_a_missing_file_or_nothing_changes_nothing(tmp_path):
+def test_cutting_nothing_changes_nothing(tmp_path):
     path = tmp_path / "rows.jsonl"
     assert cut(path, 3) == 0
     path.write_text('{"version":12}\n{"version":13,"x":1}\n')
@@ -170,7 +170,7 @@ def test_cutting_a_missing_file_or_nothing_changes_nothing(tmp_path):
     assert [file.name for file in tmp_path.iterdir()] == ["rows.jsonl"]
 
 
-def test_new_run_does_not_touch_the_rows_of_another(tmp_path):
+def test_new_run_refuses_the_rows_of_another(tmp_path):
     sinks = Sinks(tmp_path, PLAIN)
     sinks.write(0, {"x": 1.0})
     sinks.close()
@@ -182,7 +182,7 @@ def test_new_run_does_not_touch_the_rows_of_another(tmp_path):
     assert strict(tmp_path / METRICS) == []
 
 
-def test_metrics_must_not_name_themselves_version(tmp_path):
+def test_metric_named_version_is_refused(tmp_path):
     sinks = Sinks(tmp_path, PLAIN)
     with pytest.raises(ValueError, match="expected a row without an entry `version`"):
         sinks.write(0, {"version": 1.0})
@@ -205,7 +205,7 @@ def run_child(code: str, folder: Path) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
 
 
-def test_kill_loses_nothing_that_was_flushed(tmp_path):
+def test_kill_loses_no_flushed_rows(tmp_path):
     child = run_child(
         """
         for version in range(3):
@@ -221,7 +221,7 @@ def test_kill_loses_nothing_that_was_flushed(tmp_path):
     assert len(strict(tmp_path / SAMPLES)) == 150
 
 
-def test_full_disk_is_told_and_leaves_whole_rows(tmp_path):
+def test_full_disk_raises_and_leaves_complete_rows(tmp_path):
     child = run_child(
         """
         for version in range(1000):
@@ -259,7 +259,7 @@ def test_full_disk_is_told_and_leaves_whole_rows(tmp_path):
     assert written[-1]["version"] == 1
 
 
-def test_what_fails_in_the_writers_thread_is_raised_at_the_next_call(tmp_path):
+def test_writer_thread_errors_are_raised_at_the_next_call(tmp_path):
     def fail(tokens: np.ndarray) -> str:
         raise KeyError("no such token")
 
@@ -275,7 +275,7 @@ def test_what_fails_in_the_writers_thread_is_raised_at_the_next_call(tmp_path):
     writer.close()
 
 
-def test_writer_that_hangs_does_not_hang_its_caller(tmp_path):
+def test_hanging_writer_times_out_its_caller(tmp_path):
     release = threading.Event()
 
     def hang(tokens: np.ndarray) -> str:
@@ -310,7 +310,7 @@ def scalars(found: list[Any]) -> list[tuple[int, str, float]]:
     ]
 
 
-def test_tensorboard_holds_what_is_finite_and_hides_what_a_resumed_run_repeats(tmp_path):
+def test_tensorboard_writes_finite_values_and_hides_repeated_steps(tmp_path):
     for resume_version in (None, 1):
         sinks = Sinks(tmp_path, MetricsConfig(samples=False), resume_version)
         for version in range(resume_version or 0, 3):
@@ -321,6 +321,6 @@ def test_tensorboard_holds_what_is_finite_and_hides_what_a_resumed_run_repeats(t
     first, second = ([*events(path)] for path in sorted((tmp_path / TENSORBOARD).iterdir()))
     assert scalars(first) == [(0, "reward", 0.0), (1, "reward", 0.5), (2, "reward", 1.0)]
     assert scalars(second) == [(1, "reward", 0.5), (2, "reward", 1.0)]
-    # The writer says that it starts at step 1: TensorBoard drops what it read before of step 1 and
+    # The writer records a start at step 1: TensorBoard drops what it read before of step 1 and
     # later.
     assert [event.step for event in second if event.HasField("session_log")] == [1]

@@ -1,4 +1,4 @@
-"""A trace can be read whatever befell the run, and its spans never lie across each other."""
+"""Traces are readable after any end of a run, and spans of a row never cross."""
 
 import json
 import os
@@ -29,7 +29,7 @@ def rows(events: list[dict]) -> dict[int, str]:
 
 
 def assert_none_across(events: list[dict]) -> None:
-    """On each row, any two spans lie beside each other or one within the other."""
+    """On each row, any two spans are disjoint or nested."""
     by_row: dict[int, list[tuple[float, float]]] = {}
     for span in spans(events):
         by_row.setdefault(span["tid"], []).append((span["ts"], span["ts"] + span["dur"]))
@@ -44,7 +44,7 @@ def assert_none_across(events: list[dict]) -> None:
                 )
 
 
-def test_span_is_drawn_on_its_lane_in_microseconds(tmp_path):
+def test_span_is_on_its_lane_in_microseconds(tmp_path):
     trace = Trace(tmp_path / "trace.json")
     trace.span("trainer", "step", 1.5, 1.75, {"version": np.int32(3), "loss": float("nan")})
     trace.close()
@@ -61,7 +61,7 @@ def test_span_is_drawn_on_its_lane_in_microseconds(tmp_path):
     assert [rows(events)[number] for number in sorted(order, key=order.__getitem__)] == list(LANES)
 
 
-def test_every_beginning_of_a_trace_can_be_read(tmp_path):
+def test_every_prefix_of_a_trace_can_be_read(tmp_path):
     trace = Trace(tmp_path / "trace.json")
     for number in range(3):
         trace.span("trainer", f"step {number}", float(number), float(number + 1))
@@ -77,7 +77,7 @@ def test_every_beginning_of_a_trace_can_be_read(tmp_path):
 
 
 @pytest.mark.parametrize("num_bytes", [0, 1, -1, -3, -30, None])
-def test_trace_is_gone_on_with_as_another_process(tmp_path, num_bytes):
+def test_existing_trace_is_continued_as_another_process(tmp_path, num_bytes):
     path = tmp_path / "trace.json"
     first = Trace(path)
     first.span("trainer", "before", 0.0, 1.0)
@@ -94,7 +94,7 @@ def test_trace_is_gone_on_with_as_another_process(tmp_path, num_bytes):
     ]
 
 
-def test_trace_of_a_killed_run_is_a_json_array_that_lacks_its_end(tmp_path):
+def test_trace_of_a_killed_run_is_an_unterminated_json_array(tmp_path):
     code = """
         import os, signal, sys
         from pathlib import Path
@@ -117,7 +117,7 @@ def test_trace_of_a_killed_run_is_a_json_array_that_lacks_its_end(tmp_path):
 @given(
     st.lists(st.tuples(st.integers(0, 30).map(float), st.integers(0, 10).map(float)), max_size=40)
 )
-def test_spans_of_one_row_never_lie_across_each_other(tmp_path_factory, sampled):
+def test_spans_of_one_row_are_disjoint_or_nested(tmp_path_factory, sampled):
     path = tmp_path_factory.mktemp("trace") / "trace.json"
     trace = Trace(path)
     for start, length in sampled:
@@ -128,7 +128,7 @@ def test_spans_of_one_row_never_lie_across_each_other(tmp_path_factory, sampled)
     assert_none_across(events)
 
 
-def test_parts_of_a_step_share_its_row_and_what_runs_beside_takes_another(tmp_path):
+def test_nested_spans_share_a_row_and_overlapping_ones_do_not(tmp_path):
     trace = Trace(tmp_path / "trace.json")
     for start in (0.0, 10.0):
         trace.span("trainer", "proximal", start, start + 2)
@@ -147,7 +147,7 @@ def test_parts_of_a_step_share_its_row_and_what_runs_beside_takes_another(tmp_pa
     ]
 
 
-def test_late_news_of_long_ago_takes_a_row_where_nothing_can_be_crossed(tmp_path):
+def test_late_old_span_takes_another_row(tmp_path):
     trace = Trace(tmp_path / "trace.json")
     for number in range(300):  # more than a row remembers
         trace.span("trainer", "step", 10.0 * number, 10.0 * number + 8)
@@ -156,7 +156,7 @@ def test_late_news_of_long_ago_takes_a_row_where_nothing_can_be_crossed(tmp_path
     assert_none_across(read(tmp_path / "trace.json"))
 
 
-def test_threads_may_add_spans_at_the_same_time(tmp_path):
+def test_threads_may_add_spans_concurrently(tmp_path):
     trace = Trace(tmp_path / "trace.json")
     starts = np.random.default_rng(0).uniform(0, 50, 800).tolist()
     interval_s = sys.getswitchinterval()
@@ -180,7 +180,7 @@ def test_trace_without_a_file_drops_its_spans(tmp_path):
     trace.close()
 
 
-def test_disk_that_takes_no_more_ends_the_trace_and_not_the_run(tmp_path):
+def test_full_disk_stops_the_trace_not_the_run(tmp_path):
     code = """
         import logging, resource, sys
         from pathlib import Path
