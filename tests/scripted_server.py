@@ -1,4 +1,4 @@
-"""A server that says what a test has it say."""
+"""A server with scripted responses."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ Response = tuple[int, Any]
 
 @contextmanager
 def serving(answer: Callable[[str, dict[str, Any]], Response]) -> Iterator[Server]:
-    """A server that gives these answers to path and body, and who asks it."""
+    """Serve these responses to path and body; yield a client."""
 
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:

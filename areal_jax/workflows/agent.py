@@ -349,7 +349,7 @@ async def guarded(*argv: str, **options: Any) -> AsyncIterator[asyncio.subproces
             limit=_MAX_LINE,
             **options,
         )
-    except BaseException:
+    except BaseException:  # also on cancellation: the pipe must not leak
         os.close(ours)
         raise
     finally:

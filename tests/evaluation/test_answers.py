@@ -1,4 +1,4 @@
-"""What is kept of an evaluation: answers as soon as they are graded, whenever it is killed."""
+"""The folder of graded answers, which survives a kill at any byte, and the results of answers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def task(place: int) -> Task:
 
 
 def answers(place: int) -> list[Answer]:
-    """Four answers, with words that a file of lines must bear."""
+    """Four answers, with texts that are hard for a file of lines."""
     kinds = [("correct", "7"), ("wrong", "8"), ("wrong", "8"), ("no_answer", None)]
     return [
         Answer(
@@ -40,7 +40,7 @@ def answers(place: int) -> list[Answer]:
 
 
 def add_missing(path: Path) -> dict[int, tuple[Answer, ...]]:
-    """Answer what a folder lacks of three tasks, the last first; what it then holds."""
+    """Add the missing answers of three tasks, the last first; return the folder's answers."""
     with closing(AnswerFolder(path, SETTINGS, 3)) as folder:
         for place in sorted({0, 1, 2} - folder.found.keys(), reverse=True):
             folder.add(place, task(place), answers(place))
@@ -87,7 +87,7 @@ def test_other_settings_are_refused_by_name(tmp_path: Path) -> None:
 
 def test_vote_is_the_canonical_answer_of_the_last_turn() -> None:
     def answer_from(*pieces: tuple[str, bool]) -> Answer:
-        """Pieces of text, sampled by the policy or not."""
+        """Make an answer of pieces of text, each sampled by the policy or not."""
         tokens = Letters().encode("".join(text for text, _ in pieces))
         mask = np.array([sampled for text, sampled in pieces for _ in text], np.bool_)
         versions = np.where(mask, 0, NO_VERSION).astype(np.int32)

@@ -44,7 +44,7 @@ def sample(
 
 
 class Oracle:
-    """Answers at once: the token of sample i is sampled by the request's seed; every request is
+    """Answers immediately: the token of sample i depends on the request's seed; every request is
     kept."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ CONFIG = HealthConfig(window_steps=3)
 
 
 def healthy(step: int) -> dict[str, float]:
-    """A step of a run that learns; counters are those after it."""
+    """Row of a step of a healthy run; counters are those after the step."""
     return {
         names.REWARD: 0.5,
         names.LOSS: 0.1,
@@ -43,7 +43,7 @@ def healthy(step: int) -> dict[str, float]:
 
 
 def rejected(reason: str, share: float) -> Callable[[int], Row]:
-    """Of 20 groups that end in each step, this share is rejected for one reason."""
+    """Rows in which this share of the 20 groups that end per step is rejected for one reason."""
     return lambda step: {
         "rollout/accepted": 20 * (1 - share) * (step + 1),
         "rollout/rejected": 20 * share * (step + 1),
@@ -54,7 +54,7 @@ def rejected(reason: str, share: float) -> Callable[[int], Row]:
 def found(
     changes: Callable[[int], Row], workflow: str = "SingleTurn", first: int = 0, steps: int = 3
 ) -> set[str]:
-    """Which checks find something after so many steps."""
+    """Return the checks with active findings after these steps."""
     monitor, row = HealthMonitor(CONFIG, workflow, 100), dict[str, float]()
     for step in range(first, first + steps):
         row = monitor.update(step, {**healthy(step), **changes(step)})

@@ -1,4 +1,4 @@
-"""Sums and weights travel apart."""
+"""Meters keep sums and weights separate."""
 
 import math
 

@@ -27,7 +27,7 @@ class Clock:
 def shown(
     num_steps: int, steps, *, first_step: int = 0, terminal: bool = False, show_steps: bool = True
 ) -> list[str]:
-    """Lines shown for steps of (seconds since the start, step, metrics)."""
+    """Return the lines shown for steps of (seconds since the start, step, metrics)."""
     file, clock = io.StringIO(), Clock()
     console = Console(
         file=file, force_terminal=terminal, width=200, soft_wrap=True, color_system=None

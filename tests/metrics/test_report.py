@@ -1,4 +1,4 @@
-"""The report is made from the run's folder alone and needs nothing but itself."""
+"""The report is made from the run's folder only, and is self-contained."""
 
 import json
 import re
@@ -60,7 +60,7 @@ def a_run(folder: Path, decode=lambda tokens: f"{EVIL} {tokens.tolist()}") -> Pa
 
 
 class Page(HTMLParser):
-    """Tags with their attributes, and the text between."""
+    """Collects tags with their attributes, and the text between."""
 
     def __init__(self, page: str):
         super().__init__()

@@ -1,4 +1,4 @@
-"""Rows are whole, valid, and neither lost nor repeated over a crash."""
+"""Rows are complete and valid JSON, and neither lost nor repeated over a crash."""
 
 import json
 import os
@@ -26,7 +26,7 @@ PLAIN = MetricsConfig(tensorboard=False)
 
 
 def strict(path: Path) -> list:
-    """Rows as a strict parser reads them: every line whole, no NaN."""
+    """Read rows with a strict parser: every line complete, no NaN."""
     text = path.read_text()
     assert text == "" or text.endswith("\n")
 

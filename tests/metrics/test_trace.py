@@ -22,7 +22,7 @@ def spans(events: list[dict]) -> list[dict]:
 
 
 def rows(events: list[dict]) -> dict[int, str]:
-    """Names of the rows by their number."""
+    """Return the names of the rows by number."""
     return {
         event["tid"]: event["args"]["name"] for event in events if event["name"] == "thread_name"
     }

@@ -46,7 +46,7 @@ class Numbers:
     num: int
     place: int = 0
     programs: Container[int] = ()
-    """Which of them are of kind code."""
+    """Numbers of the tasks of kind code."""
 
     def __next__(self) -> Task:
         if self.place == self.num:
@@ -161,7 +161,7 @@ def reported(groups: list[Group]) -> dict[int, tuple[str, list[list[int]]]]:
 
 
 async def train_all(rollouts: Rollouts, engine: TinyEngine, version: int = 0) -> list[Group]:
-    """Take batch after batch until the tasks run out, then the rest of the buffer."""
+    """Take batches until the tasks end, then the rest of the buffer."""
     trained: list[Group] = []
     try:
         while True:
@@ -494,7 +494,7 @@ def test_many_rejections_in_a_row_end_the_run_with_their_cause() -> None:
 
 
 def graded() -> Workflow:
-    """A workflow that has two answers of every task graded."""
+    """A workflow that grades two answers of every task."""
 
     async def workflow(task: Task, generate: Generate, grader: Grader) -> tuple[Sample, ...]:
         samples = await one_call(task, generate, grader)
@@ -707,7 +707,7 @@ def test_cancelled_group_fails_the_take() -> None:
 
 @dataclass
 class Stubborn:
-    """A workflow that outlives its cancellation."""
+    """A workflow that ignores its cancellation."""
 
     released: asyncio.Event = field(default_factory=asyncio.Event)
 

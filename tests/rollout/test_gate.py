@@ -10,7 +10,7 @@ from areal_jax.rollout.gate import Gate
 
 
 def counted(gate: Gate, running: int = 0, accepted: int = 0, rejected: int = 0) -> Gate:
-    """The gate after so many groups, as if by a controller."""
+    """Count groups in a gate as a controller does."""
     for _ in range(accepted):
         gate.start()
         gate.accept()

@@ -1,5 +1,4 @@
-"""Agents: a user's own program over HTTP, its calls as samples, and all the ways in which it can
-fail."""
+"""Agents: user programs over HTTP, samples of their calls, and their failures."""
 
 from __future__ import annotations
 
