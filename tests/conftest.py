@@ -49,13 +49,15 @@ collect_ignore = [] if importlib.util.find_spec("jetstream") else ["orchestrator
 @pytest.fixture(autouse=True)
 def run_metrics_are_documented(request: pytest.FixtureRequest) -> Iterator[None]:
     """Check that every metric of the runs in a test's `tmp_path` is in the table of metrics."""
+    # Requested before the test, so that it is torn down after this fixture.
+    folder = request.getfixturevalue("tmp_path") if "tmp_path" in request.fixturenames else None
     yield
-    if "tmp_path" not in request.fixturenames:
+    if folder is None:
         return
     from areal_jax.metrics.jsonl import read
     from areal_jax.metrics.table import find_undocumented
 
-    for path in request.getfixturevalue("tmp_path").rglob("metrics.jsonl"):
+    for path in folder.rglob("metrics.jsonl"):
         if (path.parent / "run.json").exists():
             written = {name for row in read(path) for name in row} - {"version", "time_s"}
             assert not find_undocumented(written), path
