@@ -364,7 +364,7 @@ def test_server_that_fails_at_tokens_gets_text_requests(
         ),
         (["--exp=aime", "checkpoint=./empty"], "has no config.json; or a run folder"),
         (["--exp=aime", "checkpoint=./run"], "this run has no checkpoint yet"),
-        (["--exp=aime", "checkpoint=./run/checkpoints/newest"], "with a number, came 'newest'"),
+        (["--exp=aime", "checkpoint=./run/checkpoints/newest"], "with a number, found 'newest'"),
         (
             ["--exp=aime", "checkpoint=./run/checkpoints/5"],
             "no checkpoint of version 5; found none",

@@ -73,7 +73,7 @@ def test_a_split_that_cannot_be_gives_way_to_the_next_best() -> None:
     assert best_split(plan(*SMALL), 5.0, 3.0).rollout_mesh.size == 5
     assert best_split(plan(*SMALL, "placement.rollout_tensor=2"), 5.0, 3.0).rollout_mesh.size == 4
     # None of the splits has 16.
-    with pytest.raises(ConfigError, match="finds no split of 8 devices; of the best"):
+    with pytest.raises(ConfigError, match="finds no split of 8 devices; the best one"):
         best_split(
             replace(
                 plan(*SMALL),
