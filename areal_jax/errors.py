@@ -51,6 +51,10 @@ class NotLearning(RuntimeError):
     """A health check ended the run, or no step of it changed the policy."""
 
 
+class ClaimLost(RuntimeError):
+    """Another process has taken over the run folder; this process may not write there."""
+
+
 class NotSaved(RuntimeError):
     """The last checkpoint of a run could not be written."""
 

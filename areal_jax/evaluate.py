@@ -1,7 +1,7 @@
 """Evaluate a policy: `python -m areal_jax.evaluate`."""
 
 from areal_jax.cli.evaluate import main
-from areal_jax.cluster.signals import leave
+from areal_jax.cluster.signals import exit_process
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

@@ -22,7 +22,7 @@ from areal_jax.protocols import ReinforcementRun
 from areal_jax.records import Group, StepResult
 from areal_jax.rollout.buffer import Buffer, TasksExhausted
 from areal_jax.rollout.controller import Rollouts, open_gate, run_rollouts
-from areal_jax.threads import in_thread
+from areal_jax.threads import run_in_thread
 
 
 async def train(run: ReinforcementRun, exp: Experiment) -> None:
@@ -93,7 +93,7 @@ async def train_step(
     """
     try:
         with run.recording.span("trainer", f"step {run.trainer.version}"):
-            return await in_thread(partial(run.trainer.step, groups), "trainer")
+            return await run_in_thread(partial(run.trainer.step, groups), "trainer")
     except CorruptedState:
         raise
     except FloatingPointError:

@@ -1,7 +1,7 @@
 """Plan a cluster: `python -m areal_jax.plan`."""
 
 from areal_jax.cli.plan import main
-from areal_jax.cluster.signals import leave
+from areal_jax.cluster.signals import exit_process
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

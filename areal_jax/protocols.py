@@ -193,7 +193,7 @@ class WeightPublisher(Protocol):
         """Deliver a version; never waits. The latest version wins."""
         ...
 
-    def wait_everywhere(self, at_least: int, timeout_s: float) -> None:
+    def wait_all_engines(self, at_least: int, timeout_s: float) -> None:
         """Wait until every engine has a version of at least `at_least`."""
         ...
 

@@ -1,7 +1,7 @@
 """Write the report of a run: `python -m areal_jax.report`."""
 
 from areal_jax.cli.report import main
-from areal_jax.cluster.signals import leave
+from areal_jax.cluster.signals import exit_process
 
 if __name__ == "__main__":
-    leave(main())
+    exit_process(main())

@@ -1,4 +1,4 @@
-"""Work that may block, beside an event loop."""
+"""Blocking work beside an event loop."""
 
 from __future__ import annotations
 
@@ -10,11 +10,12 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-async def in_thread(function: Callable[[], T], name: str) -> T:
-    """Call a function in a daemon thread of its own, for which no end of the process waits.
-    Cancelled, it is left behind.
+async def run_in_thread(function: Callable[[], T], name: str) -> T:
+    """Call a function in its own daemon thread and await its result.
 
-    Not in the loop's own pool, whose few threads train."""
+    The end of the process does not wait for the thread. Cancellation abandons it. The event loop's
+    own pool is not used: its few threads train.
+    """
     loop = asyncio.get_running_loop()
     done: asyncio.Future[T] = loop.create_future()
 
@@ -24,13 +25,13 @@ async def in_thread(function: Callable[[], T], name: str) -> T:
 
     def work() -> None:
         try:
-            settled = done.set_result, function()
-        except Exception as error:  # whoever awaits it gets it
-            settled = done.set_exception, error
+            outcome = done.set_result, function()
+        except Exception as error:  # handed on to the awaiting task
+            outcome = done.set_exception, error
         try:
-            loop.call_soon_threadsafe(settle, *settled)
+            loop.call_soon_threadsafe(settle, *outcome)
         except RuntimeError:
-            # A loop that has ended has nobody left to tell.
+            # A closed loop has no task that awaits the result.
             if not loop.is_closed():
                 raise
 

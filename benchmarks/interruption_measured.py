@@ -237,7 +237,7 @@ def reported_rolling(
 ) -> None:
     """The next engine's turn begins as soon as one has swapped."""
     if name == "swap":
-        source.swapped()
+        source.complete_swap()
     arrivals.tell(name, start_s, end_s, args)
 
 

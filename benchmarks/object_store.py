@@ -108,9 +108,9 @@ def from_trainer_to_engine(megabytes: int, rounds: int) -> dict[str, object]:
             list(pool.map(lambda part: xxhash.xxh3_64(part.view(np.uint8)).intdigest(), to_parts))
         floor = time.perf_counter()
         publisher.publish(version, params)
-        contribution = publisher.next(version - 1, TIMEOUT_S)
+        contribution = publisher.next_contribution(version - 1, TIMEOUT_S)
         assert contribution is not None
-        reader.offer(version, [contribution])
+        reader.pull(version, [contribution])
         del contribution
         assert reader.wait(version, TIMEOUT_S).version == version
         arrived_s.append(time.perf_counter() - floor)
@@ -173,7 +173,7 @@ def beside_training(steps: int) -> dict[str, object]:
         trainer.step(examples)
         seconds[publishes].append(time.perf_counter() - start)
         if publishes:
-            assert publisher.next(step - 1, TIMEOUT_S) is not None
+            assert publisher.next_contribution(step - 1, TIMEOUT_S) is not None
     publisher.close()
     with_version, without = (median(seconds[publishes][1:]) for publishes in (True, False))
     return {

@@ -11,11 +11,11 @@ node of a job. The embedded policy trains, with every node's two CPUs taken:
     slow        the same with 20 Mbit/s each way, of which a version of the weights takes 1.4 s
     two hosts   2 trainer hosts, whose gradients cross the network where they lie on different
     nodes; 1 engine, 1 reward worker cut         as fast, but the network is cut in mid-run until
-    the second node is taken for lost; then it comes back, and
+    the second node counts as dead; then it comes back, and
                 joins again
 
 Counted are answers per second from the first step on and bytes that crossed the network; for `cut`
-the seconds from the cut until a loss was told, with the steps made meanwhile, and those from the
+the seconds from the cut until the log reports a worker death, with the steps made meanwhile, and those from the
 node's return until the next step, and what was lost, which is what happened to lie on the second
 node. Checks what `worker_deaths.py` checks: no task is lost or trained on twice, no token is too
 old. Appends to results/two_nodes.jsonl, in about 9 minutes.
@@ -174,7 +174,7 @@ def train(variant: Variant, settings: Sequence[str], folder: Path) -> dict[str, 
                 )
                 do("ip link set areal-v1 down")
                 cut_s, had = time.monotonic(), version_of(folder)
-                wait(first, "the loss", lambda: "was lost" in log.read_text())
+                wait(first, "a worker death", lambda: "worker died" in log.read_text())
                 found |= {
                     "seconds_until_told": time.monotonic() - cut_s,
                     "steps_meanwhile": version_of(folder) - had,
@@ -193,7 +193,7 @@ def train(variant: Variant, settings: Sequence[str], folder: Path) -> dict[str, 
             for way in ("rx", "tx")
         )
     found["lost"] = re.findall(
-        r"^\w+:areal_jax\.launch\.\w+:(.+?) was lost", log.read_text(), re.MULTILINE
+        r"^\w+:areal_jax\.cluster\.\w+:worker died: (.+?) died", log.read_text(), re.MULTILINE
     )
     if first.returncode:
         raise SystemExit(f"the run ended with {first.returncode}; see {log}")

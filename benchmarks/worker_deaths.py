@@ -59,7 +59,7 @@ RUNS: Mapping[str, tuple[str, ...]] = {
 
 
 class Kills(logging.Handler):
-    """Kills a part now and then, and listens for whether that is told."""
+    """Kills workers at random times and records log messages."""
 
     def __init__(self, most: int, seed: int, every_s: tuple[float, float]) -> None:
         super().__init__(logging.WARNING)
@@ -72,19 +72,19 @@ class Kills(logging.Handler):
 
     @property
     def unreported(self) -> list[str]:
-        """Kills of which the log says nothing."""
+        """Killed workers that the log does not mention."""
         return [
             name
             for name in self.killed
-            if not any(message.startswith(f"{name} was lost") for message in self.reported)
+            if not any(message.startswith(f"worker died: {name} ") for message in self.reported)
         ]
 
     async def kill(self, run: Any) -> None:
-        """Engines and reward workers of a run, one after another, each at a random moment."""
+        """Kill engines and reward workers of a run one after another at random times."""
         while len(self.killed) < self._most:
             await asyncio.sleep(self._random.uniform(*self._every_s))
             parts = [*run.engine.connections, *run.grader.counted.connections]
-            # Nobody knows yet of one that is just killed.
+            # The death of a worker is detected a little after the kill.
             living = [part for part in parts if part.name not in self.killed]
             if living:
                 victim = self._random.choice(living)
@@ -191,8 +191,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     folders = {name: options.folder / folder_of(name) for name in RUNS}
     if options.run is not None:
         experiment = experiments[options.run]
-        os.environ.update(experiment.launch.variables(os.environ))
-        prepare(experiment.launch.placement(experiment.placement))
+        os.environ.update(experiment.launch.environment_variables(os.environ))
+        prepare(experiment.launch.resolve_placement(experiment.placement))
         kills = None
         if options.run == "cluster, parts killed":
             kills = Kills(options.kills, options.seed, tuple(options.every_s))

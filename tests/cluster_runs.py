@@ -1,10 +1,10 @@
-"""A small run on a cluster, and what its parts are to whoever kills them."""
+"""A small run on a cluster, and the processes of its workers."""
 
 from __future__ import annotations
 
 import psutil
 
-from areal_jax.cluster.registry import Channel
+from areal_jax.cluster.registry import WorkerHandle
 from areal_jax.config.experiment import Experiment
 from areal_jax.config.load import load_experiment
 
@@ -35,13 +35,13 @@ SMALL = (
 
 
 def small_run(*settings: str) -> Experiment:
-    """The experiment, with settings that are said again."""
+    """Load the small experiment with further overrides."""
     experiment = load_experiment("aime", [*SMALL, *settings])
     assert isinstance(experiment, Experiment)
     return experiment
 
 
-def family(connection: Channel) -> list[psutil.Process]:
-    """The process of a part with all that it has started, such as grading processes."""
+def family(connection: WorkerHandle) -> list[psutil.Process]:
+    """Return the process of a worker with its descendants, such as grading processes."""
     process = psutil.Process(connection.process_id)
     return [process, *process.children(recursive=True)]

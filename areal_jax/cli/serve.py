@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from areal_jax.cli.arguments import fail, settings_text, show
 from areal_jax.cluster.environment import prepare
-from areal_jax.cluster.signals import SIGNALS, Interruption, interruptible, keep_handlers
+from areal_jax.cluster.signals import SIGNALS, Interruption, interruptible, save_handlers
 from areal_jax.config.overrides import assign, build, from_text, parse_overrides, settings
 from areal_jax.errors import ConfigError
 from areal_jax.parallel.config import PlacementConfig
@@ -79,7 +79,7 @@ async def serve(config: ServeConfig, interruption: Interruption) -> int:
     from areal_jax.run.serving import engine_backend
     from areal_jax.serve.app import App, listening
 
-    stop, loop, restore = asyncio.Event(), asyncio.get_running_loop(), keep_handlers()
+    stop, loop, restore = asyncio.Event(), asyncio.get_running_loop(), save_handlers()
 
     def request_stop() -> None:
         interruption.advice = lambda: "running requests are cut off"

@@ -31,7 +31,14 @@ from areal_jax.cluster.watchdog import Stalled
 from areal_jax.config.experiment import Experiment
 from areal_jax.config.load import CONFIG_FILE, experiment_names, load_experiment, read_config
 from areal_jax.config.overrides import settings
-from areal_jax.errors import AllRejected, ConfigError, NotLearning, NotSaved, WorkerDied
+from areal_jax.errors import (
+    AllRejected,
+    ClaimLost,
+    ConfigError,
+    NotLearning,
+    NotSaved,
+    WorkerDied,
+)
 from areal_jax.metrics.config import METRICS
 from areal_jax.rl.presets import PRESETS
 from areal_jax.run.claim import Claim, claimed, writable
@@ -64,8 +71,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         Exit status, with one message on stderr where it is not 0: 2 for invalid input or a folder
         that another process has claimed; 1 where training diverges or learns nothing, every group
-        is rejected, the run stalls, a process of a cluster dies, or the disk is full; 130 and 143
-        where SIGINT or SIGTERM ended the run early.
+        is rejected, the run stalls, a process of a cluster dies, another process takes over the run
+        folder, or the disk is full; 130 and 143 where SIGINT or SIGTERM ended the run early.
     """
     with interruptible() as interruption:
         interruption.advice = lambda: "nothing was trained"
@@ -73,6 +80,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             return _run(_parse(sys.argv[1:] if argv is None else argv), interruption)
         except ConfigError as error:
             return fail(f"{error}", 2)
+        except ClaimLost as error:
+            # Without advice to resume: the run folder belongs to the other process.
+            return fail(f"{error}", 1)
         except (AllRejected, NotLearning, NotSaved, WorkerDied, Stalled) as error:
             return fail(f"{error}; {interruption.advice()}", 1)
         except FloatingPointError as error:
@@ -103,8 +113,8 @@ def _run(command: argparse.Namespace, interruption: Interruption) -> int:
         interruption.advice = partial(resume_advice, run_folder)
     run_folder = run_folder or _new_folder(command, experiment.name)
     # jax reads its flags when it is first imported: imports of jax come after this.
-    os.environ.update(experiment.launch.variables(os.environ))
-    prepare(experiment.launch.placement(experiment.placement))
+    os.environ.update(experiment.launch.environment_variables(os.environ))
+    prepare(experiment.launch.resolve_placement(experiment.placement))
     from areal_jax.run.make_plan import make_plan
     from areal_jax.run.memory_checks import find_shortage
 

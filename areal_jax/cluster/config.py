@@ -1,4 +1,4 @@
-"""In which processes a run lives, and where."""
+"""Configuration of the processes of a run."""
 
 from __future__ import annotations
 
@@ -14,122 +14,124 @@ from areal_jax.parallel.config import PlacementConfig
 
 @chz.chz
 class LaunchConfig:
-    """One of Local and Ray."""
+    """Process layout: `Local` or `Ray`."""
 
     stall_warning_s: float = chz.field(
         validator=POSITIVE,
         default=60.0,
         doc=(
-            "seconds without a token, a graded answer or a step after which a line names who "
-            "waits for whom"
+            "time without a token, graded answer or step after which a warning describes what "
+            "each part waits for, in seconds"
         ),
     )
     stall_timeout_s: float = chz.field(
         validator=POSITIVE,
         default=300.0,
-        doc="seconds without progress after which the worker that makes none is replaced; the "
-        "run ends with a checkpoint and a "
-        "non-zero status where there is none to replace, as under launch=Local",
+        doc="time without progress after which the stalled worker is replaced, in seconds; without "
+        "a worker to replace, as under launch=Local, the run saves a checkpoint and ends with a "
+        "non-zero status",
     )
 
-    def placement(self, given: PlacementConfig) -> PlacementConfig:
-        """The devices that this process plans for, where the experiment asks for `given`."""
-        return given
+    def resolve_placement(self, requested: PlacementConfig) -> PlacementConfig:
+        """Return the placement to plan for, given the experiment's placement."""
+        return requested
 
-    def variables(self, current: Mapping[str, str]) -> dict[str, str]:
-        """Of the environment, to be set before anything else is imported, given the current
-        ones."""
+    def environment_variables(self, current: Mapping[str, str]) -> dict[str, str]:
+        """Return environment variables to set before jax and Ray are imported."""
         return {}
 
 
 @chz.chz
 class Local(LaunchConfig):
-    """Everything in this process, but for the grading of answers."""
+    """One process; only grading runs in processes of its own."""
 
 
 @chz.chz
 class Ray(LaunchConfig):
-    """Trainer hosts, engines and reward workers in processes of their own, on this machine or any
-    number, joined by Ray."""
+    """Trainer hosts, engines and reward workers as Ray actors on one or more machines."""
 
     address: str | None = chz.field(
         default=None,
         doc=(
-            "the cluster; none: that of the variable RAY_ADDRESS, or one that is started on this "
+            "address of the Ray cluster; none: RAY_ADDRESS if set, else a cluster started on this "
             "machine"
         ),
     )
     trainer_hosts: int = chz.field(
         validator=POSITIVE,
         default=1,
-        doc="processes that train, together, on one mesh over all their devices",
+        doc="number of trainer processes, which share one mesh over all their devices",
     )
     trainer_devices: int = chz.field(
-        validator=POSITIVE, default=1, doc="devices of each trainer host"
+        validator=POSITIVE, default=1, doc="number of devices of each trainer host"
     )
     rollout_engines: int = chz.field(
         validator=POSITIVE,
         default=2,
-        doc="processes that decode, each with a mesh and engine.num_slots slots of its own",
+        doc="number of rollout engine processes, each with its own mesh and engine.num_slots slots",
     )
-    engine_devices: int = chz.field(validator=POSITIVE, default=1, doc="devices of each engine")
+    engine_devices: int = chz.field(
+        validator=POSITIVE, default=1, doc="number of devices of each engine"
+    )
     reward_workers: int = chz.field(
         validator=POSITIVE,
         default=1,
-        doc="processes that grader, each with rewards.num_workers workers",
+        doc="number of reward worker processes, each with rewards.num_workers grading processes",
     )
     accelerator: Literal["auto", "GPU", "TPU", "none"] = chz.field(
         default="auto",
-        doc="of which kind devices are; auto: what the cluster has; none: simulated, on CPUs",
+        doc="Ray resource of the devices; auto: what the cluster has; none: simulated devices on CPUs",
     )
     cpus_per_process: float = chz.field(
-        validator=POSITIVE, default=1.0, doc="CPUs that Ray sets aside for each process"
+        validator=POSITIVE, default=1.0, doc="number of CPUs that Ray reserves for each process"
     )
     attempts: int = chz.field(
         validator=NOT_NEGATIVE,
         default=3,
         doc=(
-            "so often the run resumes from its last checkpoint after a trainer host was lost, "
-            "without being asked to"
+            "maximum number of automatic restarts from the last checkpoint after a trainer host died"
         ),
     )
     silence_timeout_s: float = chz.field(
         validator=POSITIVE,
         default=120.0,
-        doc="a process that says nothing for so long is taken for lost",
+        doc="time without a heartbeat after which a worker counts as dead, in seconds",
     )
     start_timeout_s: float = chz.field(
         validator=POSITIVE,
         default=900.0,
         doc=(
-            "so long a run that starts or goes on waits for room on nodes, and then for "
-            "processes to be ready to work"
+            "maximum wait for free resources on nodes, and then for workers to be ready, in seconds"
         ),
     )
     report_every_s: float = chz.field(
         validator=POSITIVE,
         default=1.0,
         doc=(
-            "how often engines tell what they have sampled: what is known when one is lost is "
-            "not sampled again"
+            "interval at which engines report sampled tokens, in seconds; reported tokens are not "
+            "sampled again after an engine died"
         ),
     )
 
-    def placement(self, given: PlacementConfig) -> PlacementConfig:
-        """The train mesh over all trainer hosts beside one engine, all engines being alike; on
-        devices that are only pretended: nothing is computed here, and what does not fit is found
-        before anything is started."""
+    def resolve_placement(self, requested: PlacementConfig) -> PlacementConfig:
+        """Return a placement of the train mesh and one engine on simulated devices.
+
+        All engines are equal. This process computes nothing; the plan finds configurations that
+        do not fit before any worker starts.
+        """
         num_train = self.trainer_hosts * self.trainer_devices
         return chz.replace(
-            given,
+            requested,
             train_devices=num_train,
             rollout_devices=self.engine_devices,
             simulated_devices=num_train + self.engine_devices,
         )
 
-    def variables(self, current: Mapping[str, str]) -> dict[str, str]:
-        """Tells nobody, and lets in only who knows the token: whoever can reach a Ray can run code
-        in it."""
+    def environment_variables(self, current: Mapping[str, str]) -> dict[str, str]:
+        """Disable Ray's usage statistics and require a token for a cluster that is started here.
+
+        Without a token, anyone who can reach the cluster can run code in it.
+        """
         variables = {"RAY_USAGE_STATS_ENABLED": "0"}
         if self.address is None and "RAY_ADDRESS" not in current:
             variables |= {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}

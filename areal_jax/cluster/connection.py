@@ -1,4 +1,4 @@
-"""The controller's end of a part: questions out, answers in, and the moment at which it is lost."""
+"""The controller's connection to one worker: calls, replies, reports and detection of its death."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from ray.exceptions import RayActorError, RayError
 
 from areal_jax.cluster.worker import CPU_S, Event, Message, Worker
 from areal_jax.errors import (
+    ClaimLost,
     ConfigError,
     CorruptedState,
     EngineStopped,
@@ -24,54 +25,70 @@ from areal_jax.errors import (
 
 logger = logging.getLogger(__name__)
 
-LISTEN_S = 2.0
-"""A part answers a listener after so long even where it has nothing to say: it lives."""
+POLL_S = 2.0
+"""Maximum time until a worker answers a poll for events, in seconds; an empty answer is its
+heartbeat."""
 
 END_TIMEOUT_S = 20.0
+"""Time for a worker to end by itself before it is killed, in seconds."""
 
 MAX_REASON_CHARS = 300
-"""Of why a process is gone."""
+"""Maximum length of the reason of a death in messages."""
 
 ERRORS: Mapping[str, type[Exception]] = {
-    error.__name__: error for error in (InvalidRequest, EngineStopped, ConfigError, CorruptedState)
+    error.__name__: error
+    for error in (
+        InvalidRequest,
+        EngineStopped,
+        ClaimLost,
+        ConfigError,
+        CorruptedState,
+    )
 }
-"""That keep their class on the way, beside Python's own."""
+"""Exceptions that keep their class between processes, besides Python's own."""
+
+UNPREFIXED = (InvalidRequest, ClaimLost, ConfigError, FloatingPointError, CorruptedState)
+"""Exceptions whose message is complete without the worker's name."""
 
 
 class Connection:
-    """Use it from the asyncio thread. What is asked within one turn of the event loop travels
-    together."""
+    """Calls to one worker and its replies; use it from the asyncio thread.
+
+    Messages of one iteration of the event loop are sent together.
+    """
 
     def __init__(
         self, name: str, actor: Any, *, silence_timeout_s: float, on_end: Callable[[], None]
     ) -> None:
-        """Args: actor: of class `Part`; killed when it is silent too long, and on `close`. on_end:
-        done after that."""
-        self.name, self._actor, self.silence_timeout_s, self._on_end = (
-            name,
-            actor,
-            silence_timeout_s,
-            on_end,
-        )
+        """Wrap a running actor.
+
+        Args:
+            name: Name of the worker in messages and logs.
+            actor: Ray handle of a `Worker`.
+            silence_timeout_s: Time without a reply after which the worker counts as dead.
+            on_end: Callback after the actor is killed.
+        """
+        self.name, self._actor, self._on_end = name, actor, on_end
+        self.silence_timeout_s = silence_timeout_s
         self.process_id = 0
-        """On its host."""
+        """Process id on the worker's host."""
         self.cpu_s = 0.0
-        """Processor time that it has used, by its last report."""
-        self._reported: Callable[[str, Any], None] = lambda _topic, _what: None
+        """Processor time of the worker by its last report, in seconds."""
+        self._on_report: Callable[[str, Any], None] = lambda _topic, _payload: None
         self._tickets = itertools.count(1)
-        self._asked: dict[int, asyncio.Future[Any]] = {}
-        # Put by `ask` and `tell`, taken whole by `_send`: one task, owned by this object, which
-        # ends when nothing is left. One batch is under way at a time, because Ray begins concurrent
-        # calls of an actor in any order.
+        self._pending_calls: dict[int, asyncio.Future[Any]] = {}
+        # `_post` appends, `_send` takes the whole list. `_send` is one task, owned by this object,
+        # which ends when the list is empty. One batch is in flight at a time, because Ray starts
+        # concurrent calls of an actor in any order.
         self._outbox: list[Message] = []
         self._sender: asyncio.Task[None] | None = None
-        self._loss: WorkerDied | None = None
-        self._on_loss: Callable[[WorkerDied], None] = lambda _loss: None
-        # Owned by this object; ends with the part, or with `close`.
+        self._death: WorkerDied | None = None
+        self._on_death: Callable[[WorkerDied], None] = lambda _death: None
+        # Owned by this object; ends with the worker or with `close`.
         self._listener: asyncio.Task[None] | None = None
 
     @classmethod
-    async def opened(
+    async def open(
         cls,
         name: str,
         role: str,
@@ -83,12 +100,27 @@ class Connection:
         silence_timeout_s: float,
         on_end: Callable[[], None] = lambda: None,
     ) -> tuple[Connection, Any]:
-        """Start a part, and wait until it is ready to work; the connection, and what its role's
-        `begin` says.
+        """Start a worker and wait until it is ready.
 
-        WorkerDied where it dies before, or is not ready in time; NotStarted where its role fails;
-        what is wrong with the settings, as ConfigError."""
-        # Reached by its name on the other side, where the package is installed too.
+        Args:
+            name: Name of the worker in messages and logs.
+            role: Class of the role, PACKAGE.MODULE:CLASS.
+            arguments: Arguments of the role's constructor.
+            options: Ray options of the actor, such as num_cpus.
+            simulated_devices: Number of simulated CPU devices; None uses those that Ray assigns.
+            start_timeout_s: Time until the worker must be ready.
+            silence_timeout_s: Time without a reply after which the worker counts as dead.
+            on_end: Callback after the actor is killed.
+
+        Returns:
+            The connection and the return value of the role's `begin`.
+
+        Raises:
+            WorkerDied: The worker dies first or is not ready in time.
+            NotStarted: The role raises an error.
+            ConfigError: The role rejects the settings.
+        """
+        # Ray pickles the class by name: the package is installed on the other side too.
         actor_class: Any = ray.remote(Worker)
         actor = actor_class.options(max_concurrency=1000, max_restarts=0, **options).remote(
             name, simulated_devices
@@ -111,141 +143,151 @@ class Connection:
                 raise _error(name, type(cause).__name__, str(cause)) from error
             text = " ".join(str(cause).split())[:MAX_REASON_CHARS]
             raise NotStarted(f"{name} could not start: {type(cause).__name__}: {text}") from error
-        except BaseException:
+        except BaseException:  # also a cancellation: no actor may survive
             connection._kill()
             raise
         connection._listener = asyncio.create_task(
-            connection._listen(), name=f"listening to {name}"
+            connection._poll(), name=f"poll events of {name}"
         )
         return connection, facts
 
-    def listen(
-        self, reported: Callable[[str, Any], None], on_loss: Callable[[WorkerDied], None]
+    def subscribe(
+        self, on_report: Callable[[str, Any], None], on_death: Callable[[WorkerDied], None]
     ) -> None:
-        """Whom to tell what the part tells unasked, and that it is lost."""
-        self._reported, self._on_loss = reported, on_loss
-        if self._loss is not None:
-            on_loss(self._loss)
+        """Set the callbacks for reports and for the worker's death.
 
-    def ask(self, verb: str, *arguments: Any) -> asyncio.Future[Any]:
-        """What the part's role answers; cancelled here, it is cancelled there. WorkerDied where the
-        part is lost before."""
+        A death that already happened is reported at once.
+        """
+        self._on_report, self._on_death = on_report, on_death
+        if self._death is not None:
+            on_death(self._death)
+
+    def call(self, verb: str, *arguments: Any) -> asyncio.Future[Any]:
+        """Call a method of the role and return a future of its result.
+
+        Cancelling the future cancels the call in the worker. If the worker dies first, the future
+        raises WorkerDied.
+        """
         future: asyncio.Future[Any] = asyncio.get_running_loop().create_future()
-        if self._loss is not None:
-            future.set_exception(self._loss)
+        if self._death is not None:
+            future.set_exception(self._death)
             return future
         ticket = next(self._tickets)
-        self._asked[ticket] = future
+        self._pending_calls[ticket] = future
         future.add_done_callback(lambda _: self._cancel(ticket) if future.cancelled() else None)
-        self._put((ticket, verb, arguments))
+        self._post((ticket, verb, arguments))
         return future
 
-    def tell(self, verb: str, *arguments: Any) -> None:
-        """Ask for no answer."""
-        if self._loss is None:
-            self._put((0, verb, arguments))
+    def notify(self, verb: str, *arguments: Any) -> None:
+        """Call a method of the role without waiting for a result."""
+        if self._death is None:
+            self._post((0, verb, arguments))
 
     async def address(self) -> str:
-        """Where a server of the part can listen, HOST:PORT."""
+        """Return an address at which a server of the worker can listen, HOST:PORT."""
         return await self._actor.address.remote()
 
-    def give_up(self, why: str, *, tell: bool = True) -> None:
-        """Take the part for lost, and kill it. Args: tell: whoever listens for its loss."""
-        self._lose(WorkerDied(f"{self.name} is given up: {why}"), tell=tell)
+    def mark_dead(self, why: str, *, report: bool = True) -> None:
+        """Count the worker as dead and kill it.
+
+        Args:
+            why: Reason, for the message.
+            report: Whether to call the death callback.
+        """
+        self._fail_with(WorkerDied(f"{self.name} died: it was killed: {why}"), report=report)
 
     async def close(self, timeout_s: float = END_TIMEOUT_S) -> None:
-        """End the part: it may finish what it has begun, but not for ever."""
+        """End the worker; it may finish its work within `timeout_s`."""
         own = [task for task in (self._listener, self._sender) if task is not None]
         for task in own:
             task.cancel()
         await asyncio.gather(*own, return_exceptions=True)
-        if self._loss is None:
-            self._fail(WorkerDied(f"{self.name} is closed"))
+        if self._death is None:
+            self._fail_calls(WorkerDied(f"{self.name} is closed"))
             try:
                 async with asyncio.timeout(timeout_s):
                     await self._actor.end.remote()
             except TimeoutError:
-                logger.warning("%s did not end within %g s, and is killed", self.name, timeout_s)
+                logger.warning("%s did not end within %g s: killing it", self.name, timeout_s)
             except RayError as error:
-                logger.warning("%s did not end well: %s", self.name, _reason(error))
+                logger.warning("%s failed at its end: %s", self.name, _reason(error))
         self._kill()
 
     def _cancel(self, ticket: int) -> None:
-        if self._asked.pop(ticket, None) is not None and self._loss is None:
-            self._put((ticket, "", ()))
+        if self._pending_calls.pop(ticket, None) is not None and self._death is None:
+            self._post((ticket, "", ()))
 
-    def _put(self, message: Message) -> None:
+    def _post(self, message: Message) -> None:
         self._outbox.append(message)
         if self._sender is None:
-            self._sender = asyncio.create_task(self._send(), name=f"sending to {self.name}")
+            self._sender = asyncio.create_task(self._send(), name=f"send to {self.name}")
 
     async def _send(self) -> None:
-        """Send all there is, in order; what is not taken is a loss of the part, never of a
-        message."""
+        """Send all messages in order. A message that cannot be delivered means a dead worker."""
         try:
-            while self._outbox and self._loss is None:
+            while self._outbox and self._death is None:
                 messages, self._outbox = self._outbox, []
                 async with asyncio.timeout(self.silence_timeout_s):
-                    await self._actor.tell.remote(messages)
+                    await self._actor.receive.remote(messages)
         except TimeoutError:
-            self._lose(
+            self._fail_with(
                 WorkerDied(
-                    f"{self.name} took no message for "
+                    f"{self.name} died: it accepted no message for "
                     f"launch.silence_timeout_s={self.silence_timeout_s:g}"
                 )
             )
         except RayError as error:
-            self._lose(WorkerDied(f"{self.name} was lost: {_reason(error)}"))
+            self._fail_with(WorkerDied(f"{self.name} died: {_reason(error)}"))
         finally:
             self._sender = None
 
-    async def _listen(self) -> None:
+    async def _poll(self) -> None:
         try:
-            while self._loss is None:
+            while self._death is None:
                 async with asyncio.timeout(self.silence_timeout_s):
-                    events = await self._actor.hear.remote(LISTEN_S)
+                    events = await self._actor.poll_events.remote(POLL_S)
                 for event in events:
-                    if self._loss is None:  # It was not given up meanwhile.
-                        self._heard(Event(*event))
+                    if self._death is None:  # `mark_dead` may have been called meanwhile.
+                        self._handle(Event(*event))
         except TimeoutError:
-            self._lose(
+            self._fail_with(
                 WorkerDied(
-                    f"{self.name} said nothing for "
+                    f"{self.name} died: it sent no heartbeat for "
                     f"launch.silence_timeout_s={self.silence_timeout_s:g}"
                 )
             )
         except RayError as error:
-            self._lose(WorkerDied(f"{self.name} was lost: {_reason(error)}"))
+            self._fail_with(WorkerDied(f"{self.name} died: {_reason(error)}"))
 
-    def _heard(self, event: Event) -> None:
+    def _handle(self, event: Event) -> None:
         if event.kind == "reported" and event.name == CPU_S:
-            self.cpu_s = event.what
+            self.cpu_s = event.payload
         elif event.kind == "reported":
-            self._reported(event.name, event.what)
-        elif (future := self._asked.pop(event.ticket, None)) is None:
+            self._on_report(event.name, event.payload)
+        elif (future := self._pending_calls.pop(event.ticket, None)) is None:
             if event.kind == "failed":
-                logger.warning("%s: %s: %s", self.name, event.name, event.what)
+                logger.warning("%s: %s: %s", self.name, event.name, event.payload)
         elif not future.done():
             if event.kind == "done":
-                future.set_result(event.what)
+                future.set_result(event.payload)
             else:
-                future.set_exception(_error(self.name, event.name, event.what))
+                future.set_exception(_error(self.name, event.name, event.payload))
 
-    def _lose(self, loss: WorkerDied, *, tell: bool = True) -> None:
-        if self._loss is not None:
-            return  # What was given up is heard to have ended a little later.
+    def _fail_with(self, death: WorkerDied, *, report: bool = True) -> None:
+        if self._death is not None:
+            return  # Polling notices the end of a killed process a little later.
         self._kill()
-        self._fail(loss)
-        if tell:
-            self._on_loss(loss)
+        self._fail_calls(death)
+        if report:
+            self._on_death(death)
 
-    def _fail(self, loss: WorkerDied) -> None:
-        """From now on there are no answers any more."""
-        self._loss = loss
-        asked, self._asked = self._asked, {}
-        for future in asked.values():
+    def _fail_calls(self, death: WorkerDied) -> None:
+        """Fail all pending and future calls."""
+        self._death = death
+        pending, self._pending_calls = self._pending_calls, {}
+        for future in pending.values():
             if not future.done():
-                future.set_exception(loss)
+                future.set_exception(death)
 
     def _kill(self) -> None:
         ray.kill(self._actor, no_restart=True)
@@ -253,22 +295,18 @@ class Connection:
 
 
 def _error(name: str, kind: str, text: str) -> Exception:
-    """What a part failed with, as the class that it was where that says something here."""
+    """Return a worker's error as its own class if this process knows the class."""
     own = ERRORS.get(kind) or getattr(builtins, kind, None)
     if isinstance(own, type) and issubclass(own, Exception):
-        return own(
-            text
-            if own in (InvalidRequest, ConfigError, FloatingPointError, CorruptedState)
-            else f"{name}: {text}"
-        )
+        return own(text if own in UNPREFIXED else f"{name}: {text}")
     return RuntimeError(f"{name}: {kind}: {text}")
 
 
 def _reason(error: RayError) -> str:
-    """What Ray knows, without its advice."""
-    reported = " ".join(str(error).split())
+    """Return the cause that Ray reports, without its advice."""
+    text = " ".join(str(error).split())
     for start in ("Worker exit detail: ", "The actor is dead because ", "The actor died because "):
-        if start in reported:
-            reported = reported.partition(start)[2]
+        if start in text:
+            text = text.partition(start)[2]
             break
-    return reported.partition(" Some common causes")[0][:MAX_REASON_CHARS]
+    return text.partition(" Some common causes")[0][:MAX_REASON_CHARS]

@@ -1,5 +1,4 @@
-"""Engines in processes of their own, joining and leaving, that answer as one: a request outlives
-the engine that draws it."""
+"""Pool of rollout engines in separate processes; a request survives the death of its engine."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from areal_jax.cluster import wire
-from areal_jax.cluster.registry import Channel, Registry
+from areal_jax.cluster.registry import Registry, WorkerHandle
 from areal_jax.engine.routing import Router, Sums, in_turn, together
 from areal_jax.errors import EngineStopped, WorkerDied
 from areal_jax.records import NO_VERSION, Completion, Progress, Request, empty_completion
@@ -21,240 +20,263 @@ from areal_jax.weights.rolling import RollingUpdate
 logger = logging.getLogger(__name__)
 
 MAX_ENGINE_DEATHS = 10
-"""A request that so many engines had when they were lost may be what they were lost by."""
+"""Number of engine deaths after which a request fails: it may be their cause."""
 
 TICK_S = 1.0
-"""Interval at which engines and requests are compared with what they should have."""
+"""Interval of the checks of engines and requests, in seconds."""
 
-OFFER_AGAIN_S = 2.0
-"""An engine that neither has a weight update nor is pulling it is offered it again after so
-long."""
+ANNOUNCE_AGAIN_S = 2.0
+"""Time after which a weight update that an engine neither has nor pulls is announced again, in
+seconds."""
 
 LAG_S = 5.0
-"""An engine that has not got the newest weights within so long is given no requests that need them,
-where another has them."""
+"""Time after which an engine without the newest weights gets no requests that need them if another
+engine has them, in seconds."""
 
 MOVE_QUEUED_S, MOVE_RUNNING_S = 5.0, 60.0
-"""A request without a new token for so long, waiting in its engine or running there, moves to an
-engine that has the weights and the slots for it. The time doubles with every move, up to
-2**MOST_DOUBLINGS."""
+"""Time without a new token after which a queued or running request moves to an engine that has the
+weights and slots for it, in seconds. It doubles with every move, up to 2**MOST_DOUBLINGS."""
 
 MOST_DOUBLINGS = 5
 
 ABSENT_S = 5.0
-"""An engine that says so long after it was given a request that it does not have it has lost it."""
+"""Time after which an engine that does not report a request has lost it, in seconds."""
 
 STRAGGLER_S = 30.0
-"""An evaluation waits so long for engines that are later than the first to have its weights."""
+"""Time that an evaluation waits for further engines after the first one has its weights, in
+seconds."""
 
-MOST_SKIPS = 6
-"""An engine that has failed so often to pull weights that another engine has is replaced."""
+MAX_PULL_FAILURES = 6
+"""Number of failed pulls of weights that another engine has after which an engine is replaced."""
 
 
 @dataclass(slots=True, eq=False)
 class _Job:
-    """A request of ours, until it is answered."""
+    """An unfinished request."""
 
     request: Request
     number: int | None = None
-    """Of the engine that has it; None while there is none."""
+    """Engine of the request; None while it waits for one."""
     sampled: tuple[Completion, ...] = ()
-    """What is known to be sampled, by sample; nothing before the first report."""
+    """Reported tokens by sample; empty before the first report."""
     num_reported: Counter[int] = field(default_factory=Counter)
-    """Tokens of each sample that whoever asked has been told of."""
+    """Number of tokens of each sample that the progress callback has received."""
     task: asyncio.Task[list[Completion]] | None = None
-    """What answers it."""
-    asked: asyncio.Future[Any] | None = None
-    """What its engine answers."""
-    given_s: float = 0.0
-    """When its engine was given it."""
+    """Task that completes the request."""
+    call: asyncio.Future[Any] | None = None
+    """Pending call of its engine."""
+    submitted_s: float = 0.0
+    """Time of submission to its engine."""
     progress_s: float = 0.0
-    """When its engine was given it or last reported a new token of it."""
-    is_held: bool = False
-    """Whether its engine has said that it has it."""
+    """Time of submission to its engine or of the last new token."""
+    is_acknowledged: bool = False
+    """Whether its engine has reported the request."""
     num_deaths: int = 0
-    """Engines that were lost while they had it, since it last got a new token."""
+    """Number of engines that died with the request since its last new token."""
     num_absent: int = 0
-    """Successive reports of its engine, late enough to name it, that do not."""
+    """Number of successive late reports of its engine without the request."""
     is_moved: bool = False
-    """Whether what is cancelled is its engine's answer alone, for another engine to give."""
+    """Whether only the call is cancelled, so that another engine continues the request."""
     num_moves: int = 0
-    to: int | None = None
-    """The engine that it moves to, whose load it is part of already."""
+    next_engine: int | None = None
+    """Engine to move to; its load includes the request already."""
 
 
 @dataclass(slots=True, eq=False)
 class _Engine:
-    """What is known of an engine."""
+    """State of an engine as reported."""
 
     num_slots: int
-    lacks_since_s: float
-    """When it joined, or when weights were offered that it has not got."""
+    outdated_since_s: float
+    """Time when it joined, or when weights that it lacks were announced."""
     version: int = NO_VERSION
-    """Of its weights, those that have arrived whole."""
-    offered: int = NO_VERSION
-    """The newest version that it was offered."""
-    offered_s: float = -math.inf
+    """Version of its newest complete weights."""
+    announced: int = NO_VERSION
+    """Newest version announced to it."""
+    announced_s: float = -math.inf
     pulling: int | None = None
-    """The version that it last said it was pulling."""
-    num_skips: int = 0
-    """How often in succession it could not take the version it was offered."""
+    """Version that it last reported to pull."""
+    num_pull_failures: int = 0
+    """Number of successive failed pulls."""
     running: frozenset[str] = frozenset()
-    """Requests that it last said have slots."""
+    """Requests with slots by its last report."""
     measures: Sums = field(default_factory=dict)
-    """What it has reported since someone asked."""
+    """Metrics reported since the last call of `metrics`."""
 
 
 class Engines:
-    """A `records.Engine` made of any number of parts. Use it from the asyncio thread.
+    """Pool of engines as one `protocols.Engine`; use it from the asyncio thread.
 
-    When an engine is lost, its requests go on elsewhere, from what they were last reported to have
-    sampled; where no engine is left they wait for one, `wait_s` at most. New weights they take in
-    turns.
+    When an engine dies, its requests resume on other engines from their last reported tokens;
+    without an engine they wait for one, at most `wait_s`. Engines swap weights in turns.
 
-    Nothing depends on a message that is sent once: every engine is offered the newest weights until
-    it has them, a request that its engine does not have is given again, and one that does not
-    progress moves to an engine that can draw it."""
+    No progress depends on a single message: the newest weights are announced to an engine until it
+    has them, a request that its engine lacks is submitted again, and a request without progress
+    moves to an engine that can run it.
+    """
 
     def __init__(self, *, wait_s: float) -> None:
         self._wait_s = wait_s
         self._router = Router()
         self._registry = Registry()
         self._clock = asyncio.get_running_loop().time
-        self._turns = RollingUpdate(lambda: len(self._registry), self._clock)
+        self._rolling_update = RollingUpdate(lambda: len(self._registry), self._clock)
         self._engines: dict[int, _Engine] = {}
         self._newest: tuple[int, Any] | None = None
-        """The weights that every engine shall have: version and where they are."""
-        self._skipped: Callable[[int], None] = lambda _version: None
-        # Owned by this object: begun with the first engine, cancelled by `close`.
-        self._ticker: asyncio.Task[None] | None = None
-        # By request id: put by `submit`, taken out by the task that answers it.
+        """Weights that every engine should have: version and shard locations."""
+        self._on_update_failure: Callable[[int], None] = lambda _version: None
+        # Owned by this object: started with the first engine, cancelled by `close`.
+        self._upkeep: asyncio.Task[None] | None = None
+        # By request id: `submit` adds, the request's task removes.
         self._jobs: dict[str, _Job] = {}
         self._ended: EngineStopped | None = None
-        self._left: list[Sums] = []
-        """Measures of engines that are lost, which nobody has asked for yet."""
+        self._dead_measures: list[Sums] = []
+        """Metrics of dead engines since the last call of `metrics`."""
         self.num_tokens = 0.0
-        """Reported by all engines so far."""
+        """Tokens reported by all engines since the start."""
         self.num_answered = 0
         self.num_moved = 0
-        """Requests that went on at another engine."""
+        """Requests that moved to another engine."""
 
     @property
-    def connections(self) -> list[Channel]:
-        """To the engines that there are."""
+    def connections(self) -> list[WorkerHandle]:
+        """Connections of live engines."""
         return list(self._registry.values())
 
     @property
     def num_deaths(self) -> int:
+        """Number of engines that died."""
         return self._registry.num_deaths
 
     def join(
-        self, number: int, connection: Channel, num_slots: int, on_loss: Callable[[], None]
+        self, number: int, connection: WorkerHandle, num_slots: int, on_death: Callable[[], None]
     ) -> None:
-        """Let an engine answer from now on."""
-        self._engines[number] = _Engine(num_slots, lacks_since_s=self._clock())
+        """Add an engine to the pool.
+
+        Args:
+            number: Key of the engine.
+            connection: Handle of its process.
+            num_slots: Number of its slots.
+            on_death: Callback after its death.
+        """
+        self._engines[number] = _Engine(num_slots, outdated_since_s=self._clock())
         self._router.join(number, num_slots)
         self._registry.join(
             number,
             connection,
-            reported=lambda topic, what: self._reported(number, topic, what),
-            left=lambda loss: self._leave(number, loss),
-            on_loss=on_loss,
+            on_report=lambda topic, payload: self._handle_report(number, topic, payload),
+            on_removal=lambda death: self._remove(number, death),
+            on_death=on_death,
         )
-        self._bring(number)
-        if self._ticker is None:
-            self._ticker = asyncio.create_task(self._tick(), name="engine upkeep")
-            self._ticker.add_done_callback(self._tick_ended)
+        self._announce(number)
+        if self._upkeep is None:
+            self._upkeep = asyncio.create_task(self._run_upkeep(), name="engine upkeep")
+            self._upkeep.add_done_callback(self._handle_upkeep_end)
 
-    def on_skip(self, skipped: Callable[[int], None]) -> None:
-        """Whom to tell of a version that an engine was offered and repeatedly could not take."""
-        self._skipped = skipped
+    def on_update_failure(self, callback: Callable[[int], None]) -> None:
+        """Set the callback for a version that an engine repeatedly failed to pull."""
+        self._on_update_failure = callback
 
     def submit(self, request: Request) -> asyncio.Future[list[Completion]]:
-        """As `EngineLoop.submit`, by one of the engines after another."""
+        """Submit a request to one of the engines; it moves to others if needed.
+
+        Raises:
+            ValueError: Another unfinished request has the same id.
+        """
         if request.id in self._jobs:
             raise ValueError(f"request id {request.id!r} is in use by another unfinished request")
         job = self._jobs[request.id] = _Job(request, sampled=request.resume)
-        job.task = asyncio.create_task(self._answered(job), name=f"request {request.id}")
+        job.task = asyncio.create_task(self._complete(job), name=f"request {request.id}")
         return job.task
 
     async def snapshot(self) -> dict[str, tuple[Completion, ...]]:
-        """As `EngineLoop.snapshot`, of every engine between two dispatches of its own.
+        """Return the partial completions of all unfinished requests.
 
-        Of one that is lost meanwhile, and of requests that wait for an engine, what is known of
-        them."""
-        asked = [connection.ask("snapshot") for connection in self._registry.values()]
-        found = await asyncio.gather(*asked, return_exceptions=True)
-        for answer in found:
+        Each engine takes its snapshot between two dispatches. For requests of a dead engine or
+        without an engine, the last reported tokens are returned.
+        """
+        calls = [connection.call("snapshot") for connection in self._registry.values()]
+        answers = await asyncio.gather(*calls, return_exceptions=True)
+        for answer in answers:
             if isinstance(answer, BaseException) and not isinstance(answer, WorkerDied):
                 raise answer
             if not isinstance(answer, BaseException):
-                for name, sampled in wire.partials_from(answer).items():
+                for name, sampled in wire.decode_snapshot(answer).items():
                     if name in self._jobs:
                         self._jobs[name].sampled = sampled
         return {name: job.sampled for name, job in self._jobs.items() if job.sampled}
 
     def end_sample(self, request_id: str, sample: int) -> None:
-        """As `EngineLoop.end_sample`."""
+        """Stop one sample of a request early."""
         job = self._jobs.get(request_id)
         if job is not None and job.number is not None and job.number in self._registry:
-            self._registry[job.number].tell("end_sample", request_id, sample)
+            self._registry[job.number].notify("end_sample", request_id, sample)
 
-    def offer(self, version: int, contributions: Any) -> None:
-        """From now on every engine shall have the weights of this version, also one that joins.
-        Args: contributions: where they are. An older version is left alone; the same one may be
-        given anew."""
+    def update_weights(self, version: int, contributions: Any) -> None:
+        """Announce a version to all engines, including those that join later.
+
+        Args:
+            version: An older version than the newest is ignored; the same one is announced again.
+            contributions: Shard locations of all trainer hosts.
+        """
         if self._newest is not None and version < self._newest[0]:
             return
         now_s = self._clock()
         for engine in self._engines.values():
             if self._newest is None or engine.version >= self._newest[0]:
-                engine.lacks_since_s = now_s
+                engine.outdated_since_s = now_s
         self._newest = version, contributions
         for number in self._engines:
-            self._bring(number, at_once=True)
+            self._announce(number, at_once=True)
 
-    async def arrived(self, version: int, timeout_s: float) -> None:
-        """Wait until every engine has weights of at least `version`. TimeoutError names those that
-        have not.
+    async def wait_for_version(self, version: int, timeout_s: float) -> None:
+        """Wait until every engine has weights of at least `version`.
 
-        Engines that are STRAGGLER_S later than the first are not waited for: requests for the
-        version go to those that have it."""
+        The wait ends STRAGGLER_S after the first engine has them: requests for the version go to
+        engines that have it.
+
+        Raises:
+            TimeoutError: No engine has them within `timeout_s`; the message lists all versions.
+        """
         first_s: float | None = None
 
-        def have() -> list[bool]:
+        def list_ready() -> list[bool]:
             return [engine.version >= version for engine in self._engines.values()]
 
         def is_enough() -> bool:
             nonlocal first_s
-            if any(have()) and first_s is None:
+            if any(list_ready()) and first_s is None:
                 first_s = self._clock()
             return bool(self._engines) and (
-                all(have()) or (first_s is not None and self._clock() - first_s >= STRAGGLER_S)
+                all(list_ready())
+                or (first_s is not None and self._clock() - first_s >= STRAGGLER_S)
             )
 
         try:
-            await self._registry.until(is_enough, timeout_s)
+            await self._registry.wait_until(is_enough, timeout_s)
         except TimeoutError:
             raise TimeoutError(
                 f"waited {timeout_s:g} s for weights of version {version} to reach every engine; "
-                f"{self._versions_text() or 'there is none'}"
+                f"{self._versions_text() or 'there is no engine'}"
             ) from None
-        if not all(have()):
+        if not all(list_ready()):
             logger.warning(
-                "not every engine has weights of version %d, continuing: %s",
+                "weight update incomplete, continuing: version=%d, %s",
                 version,
                 self._versions_text(),
             )
 
     def metrics(self) -> Sums:
-        """As `EngineLoop.metrics`, of all engines together, by their last reports."""
+        """Return and reset the metrics of all engines by their last reports."""
         reported = [
             each
-            for each in (*(engine.measures for engine in self._engines.values()), *self._left)
+            for each in (
+                *(engine.measures for engine in self._engines.values()),
+                *self._dead_measures,
+            )
             if each
         ]
-        self._left = []
+        self._dead_measures = []
         for engine in self._engines.values():
             engine.measures = {}
         counts = {
@@ -265,35 +287,38 @@ class Engines:
         return together(reported) | {name: (float(count), 1.0) for name, count in counts.items()}
 
     def progress(self) -> Hashable:
-        """As `Waits.progress`: tokens and answers."""
+        """Return the counts of tokens and completed requests."""
         return self.num_tokens, self.num_answered
 
     @property
     def is_empty(self) -> bool:
-        """Whether requests wait for an engine to join, `wait_s` at most."""
+        """Whether there is no engine, so that requests wait for one, at most `wait_s`."""
         return not self._registry
 
-    def waits(self) -> str:
-        """As `Waits.waits`: of each engine its weights and its requests."""
+    def describe_wait(self) -> str:
+        """Describe the weights and requests of each engine."""
         newest = NO_VERSION if self._newest is None else self._newest[0]
-        said = list[str]()
+        descriptions = list[str]()
         for number, engine in self._engines.items():
             jobs = [job for job in self._jobs.values() if job.number == number]
             oldest = max((job.request.min_version for job in jobs), default=NO_VERSION)
             needs = f" for version {oldest}" if oldest > engine.version else ""
-            said.append(
+            descriptions.append(
                 f"{self._registry[number].name} has version {engine.version} of {newest} "
-                f"(offered {engine.offered}), "
+                f"(announced {engine.announced}), "
                 f"{len(engine.running)} of {len(jobs)} requests run, the others wait{needs}"
             )
-        nowhere = sum(job.number is None for job in self._jobs.values())
-        return "; ".join(said or ["there is no engine"]) + (
-            f"; {nowhere} requests wait for an engine" if nowhere else ""
+        num_unassigned = sum(job.number is None for job in self._jobs.values())
+        return "; ".join(descriptions or ["there is no engine"]) + (
+            f"; {num_unassigned} requests wait for an engine" if num_unassigned else ""
         )
 
     def replace_stalled(self, why: str) -> str | None:
-        """Give up the engine whose request got no token for longest; its name, or None where no
-        engine has a request."""
+        """Kill the engine with the request that got no token for longest.
+
+        Returns:
+            Its name; None if no engine has a request.
+        """
         jobs = [
             job
             for job in self._jobs.values()
@@ -301,189 +326,189 @@ class Engines:
         ]
         if not jobs:
             return None
-        job = min(jobs, key=lambda job: (job.progress_s, job.given_s))
+        job = min(jobs, key=lambda job: (job.progress_s, job.submitted_s))
         assert job.number is not None
         connection = self._registry[job.number]
-        connection.give_up(why)
+        connection.mark_dead(why)
         return connection.name
 
     @property
     def cpu_s(self) -> float:
-        """Processor time of all engines, as far as they have reported it."""
+        """Processor time of all engines by their last reports, in seconds."""
         return sum(connection.cpu_s for connection in self._registry.values())
 
     async def close(self) -> None:
-        """End all engines; whoever waits for an answer gets EngineStopped."""
+        """End all engines; unfinished requests raise EngineStopped."""
         self._ended = EngineStopped("the decode engines are closed")
-        if self._ticker is not None:
-            self._ticker.cancel()
+        if self._upkeep is not None:
+            self._upkeep.cancel()
         tasks = [job.task for job in self._jobs.values() if job.task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(self._registry.close(), *tasks, return_exceptions=True)
 
-    async def _answered(self, job: _Job) -> list[Completion]:
+    async def _complete(self, job: _Job) -> list[Completion]:
         request = job.request
-        here = asyncio.current_task()
-        assert here is not None
+        task = asyncio.current_task()
+        assert task is not None
         try:
             while job.num_deaths < MAX_ENGINE_DEATHS:
-                number = job.number = await self._given(job)
+                number = job.number = await self._assign_engine(job)
                 connection = self._registry[number]
-                job.given_s = job.progress_s = self._clock()
-                job.num_absent, job.is_moved, job.is_held = 0, False, False
-                job.asked = connection.ask(
-                    "submit", wire.request_to(replace(request, resume=job.sampled))
+                job.submitted_s = job.progress_s = self._clock()
+                job.num_absent, job.is_moved, job.is_acknowledged = 0, False, False
+                job.call = connection.call(
+                    "submit", wire.encode_request(replace(request, resume=job.sampled))
                 )
                 try:
-                    answer = wire.completions_from(await job.asked)
+                    answer = wire.decode_completions(await job.call)
                     self.num_answered += 1
                     return answer
                 except WorkerDied:
-                    job.num_deaths += job.is_held
+                    job.num_deaths += job.is_acknowledged
                 except EngineStopped as stopped:
-                    connection.give_up(str(stopped))
+                    connection.mark_dead(str(stopped))
                     job.num_deaths += 1
                 except asyncio.CancelledError:
-                    if here.cancelling() or not job.is_moved:
+                    if task.cancelling() or not job.is_moved:
                         raise
                 finally:
-                    job.number = job.asked = None
+                    job.number = job.call = None
                     self._router.done(number, request.num_samples)
                 self.num_moved += 1
-            raise EngineStopped(
-                f"request {request.id!r} was at {MAX_ENGINE_DEATHS} engines, and each of them "
-                "was lost"
-            )
+            raise EngineStopped(f"{MAX_ENGINE_DEATHS} engines died with request {request.id!r}")
         except asyncio.CancelledError:
             if self._ended is not None:
                 raise self._ended from None
             raise
         finally:
-            if job.to is not None:
-                self._router.done(job.to, request.num_samples)
+            if job.next_engine is not None:
+                self._router.done(job.next_engine, request.num_samples)
             del self._jobs[request.id]
 
-    async def _given(self, job: _Job) -> int:
-        """The engine that is to answer; waited for, where there is none."""
-        request, to = job.request, job.to
-        job.to = None
-        if to is not None and to in self._engines:
-            return to
+    async def _assign_engine(self, job: _Job) -> int:
+        """Choose an engine for a request; wait for one if there is none."""
+        request, number = job.request, job.next_engine
+        job.next_engine = None
+        if number is not None and number in self._engines:
+            return number
         try:
-            await self._registry.until(
+            await self._registry.wait_until(
                 lambda: bool(self._registry) or self._ended is not None, self._wait_s
             )
         except TimeoutError:
             raise EngineStopped(
-                f"all engines are lost, and none has joined within {self._wait_s:g} s"
+                f"all engines died and no engine joined within {self._wait_s:g} s"
             ) from None
         if self._ended is not None:
             raise self._ended
         now_s = self._clock()
-        able = [
+        candidates = [
             number
             for number, engine in self._engines.items()
-            if engine.version >= request.min_version or now_s - engine.lacks_since_s < LAG_S
+            if engine.version >= request.min_version or now_s - engine.outdated_since_s < LAG_S
         ]
-        return self._router.give(request.prompt_tokens, request.num_samples, able)
+        return self._router.give(request.prompt_tokens, request.num_samples, candidates)
 
-    def _leave(self, number: int, loss: WorkerDied) -> None:
+    def _remove(self, number: int, death: WorkerDied) -> None:
         self._router.leave(number)
-        self._turns.leave(number)
-        self._left.append(self._engines.pop(number).measures)
+        self._rolling_update.remove_engine(number)
+        self._dead_measures.append(self._engines.pop(number).measures)
         moving = sum(job.number == number for job in self._jobs.values())
-        logger.warning("%s; %d requests under way there go on elsewhere", loss, moving)
-        self._registry.notify()
+        logger.warning("worker died: %s; moved_requests=%d", death, moving)
+        self._registry.wake_waiters()
 
-    def _reported(self, number: int, topic: str, what: Any) -> None:
+    def _handle_report(self, number: int, topic: str, payload: Any) -> None:
         engine, connection = self._engines.get(number), self._registry.get(number)
         if engine is None or connection is None:
             return
         match topic:
             case "progress":
-                for name, of_samples in what.items():
+                for name, of_samples in payload.items():
                     if (job := self._jobs.get(name)) is not None and job.number == number:
-                        self._report(job, of_samples)
+                        self._update(job, of_samples)
             case "weights":
-                self._has(number, what)
+                self._set_version(number, payload)
             case "state":
-                self._state(number, what)
-            case "skipped":
-                self._skip(number, *what)
-            case "wants_turn":
-                self._turns.ask(number, what, lambda ticket: connection.tell("turn", ticket))
-            case "swapped":
-                self._turns.over(number, what)
+                self._set_state(number, payload)
+            case "update_failed":
+                self._handle_pull_failure(number, *payload)
+            case "turn_requested":
+                self._rolling_update.request_turn(
+                    number, payload, lambda ticket: connection.notify("grant_turn", ticket)
+                )
+            case "turn_ended":
+                self._rolling_update.end_turn(number, payload)
             case "measures":
-                self.num_tokens += what.get("tokens", (0.0, 1.0))[0]
-                engine.measures = in_turn(engine.measures, what)
+                self.num_tokens += payload.get("tokens", (0.0, 1.0))[0]
+                engine.measures = in_turn(engine.measures, payload)
             case _:
-                raise ValueError(f"{connection.name} tells {topic!r}, which nobody here knows")
+                raise ValueError(f"expected a known topic, found {topic!r} from {connection.name}")
 
-    def _has(self, number: int, version: int) -> None:
-        """An engine has weights of a version."""
+    def _set_version(self, number: int, version: int) -> None:
+        """Record that an engine has weights of a version."""
         engine = self._engines[number]
         if version > engine.version:
-            engine.version, engine.num_skips = version, 0
-            self._registry.notify()
+            engine.version, engine.num_pull_failures = version, 0
+            self._registry.wake_waiters()
 
-    def _state(self, number: int, state: Mapping[str, Any]) -> None:
-        """Take over what an engine says of itself: its weights, and its requests."""
+    def _set_state(self, number: int, state: Mapping[str, Any]) -> None:
+        """Record an engine's report of its weights and requests."""
         engine = self._engines[number]
-        self._has(number, state["version"])
+        self._set_version(number, state["version"])
         engine.pulling, engine.running = state["pulling"], frozenset(state["running"])
-        held, now_s = set(state["requests"]), self._clock()
+        known, now_s = set(state["requests"]), self._clock()
         for job in [job for job in self._jobs.values() if job.number == number]:
-            if job.request.id in held:
-                job.num_absent, job.is_held = 0, True
-            elif now_s - job.given_s < ABSENT_S:
+            if job.request.id in known:
+                job.num_absent, job.is_acknowledged = 0, True
+            elif now_s - job.submitted_s < ABSENT_S:
                 job.num_absent = 0
             else:
                 job.num_absent += 1
             if job.num_absent > 1:
-                self._move(job, f"{self._registry[number].name} does not have it")
+                self._move(job, f"{self._registry[number].name} does not report it")
 
-    def _skip(self, number: int, version: int, why: str) -> None:
-        """An engine could not take a version: it is offered again, or had anew, or the engine is
-        replaced."""
+    def _handle_pull_failure(self, number: int, version: int, why: str) -> None:
+        """Handle a failed pull: announce or publish the version again, or replace the engine."""
         engine, connection = self._engines[number], self._registry[number]
         if engine.version >= version or self._newest is None or version != self._newest[0]:
             return
-        engine.num_skips += 1
+        engine.num_pull_failures += 1
         engine.pulling = None
         elsewhere = any(other.version >= version for other in self._engines.values())
-        if elsewhere and engine.num_skips >= MOST_SKIPS:
-            connection.give_up(
-                f"it failed {engine.num_skips} times to take weights of version {version}, "
-                f"another did not: {why}"
+        if elsewhere and engine.num_pull_failures >= MAX_PULL_FAILURES:
+            connection.mark_dead(
+                f"it failed {engine.num_pull_failures} times to pull weights of version {version}, "
+                f"which another engine has: {why}"
             )
-        elif engine.num_skips % 2 == 0:
-            self._skipped(version)
+        elif engine.num_pull_failures % 2 == 0:
+            self._on_update_failure(version)
 
-    def _bring(self, number: int, *, at_once: bool = False) -> None:
-        """Offer an engine the newest weights, if it has not got them and is not pulling them."""
+    def _announce(self, number: int, *, at_once: bool = False) -> None:
+        """Announce the newest weights to an engine that neither has nor pulls them."""
         engine, now_s = self._engines[number], self._clock()
         if self._newest is None or engine.version >= self._newest[0]:
             return
-        is_due = now_s - engine.offered_s >= OFFER_AGAIN_S and engine.pulling != self._newest[0]
-        if at_once or engine.offered < self._newest[0] or is_due:
-            engine.offered, engine.offered_s, engine.pulling = self._newest[0], now_s, None
-            self._registry[number].tell("offer", *self._newest)
+        is_due = (
+            now_s - engine.announced_s >= ANNOUNCE_AGAIN_S and engine.pulling != self._newest[0]
+        )
+        if at_once or engine.announced < self._newest[0] or is_due:
+            engine.announced, engine.announced_s, engine.pulling = self._newest[0], now_s, None
+            self._registry[number].notify("update_weights", *self._newest)
 
-    async def _tick(self) -> None:
-        """Compare, every so often, what engines and requests have with what they should have."""
+    async def _run_upkeep(self) -> None:
+        """Periodically announce weights, grant turns and move requests without progress."""
         while True:
             await asyncio.sleep(TICK_S)
-            self._turns.grant()
+            self._rolling_update.grant_turns()
             for number in list(self._engines):
-                self._bring(number)
+                self._announce(number)
             for job in list(self._jobs.values()):
-                if job.asked is not None and not job.asked.done():
-                    self._move_if_idle(job)
-            self._registry.notify()
+                if job.call is not None and not job.call.done():
+                    self._move_if_stalled(job)
+            self._registry.wake_waiters()
 
-    def _tick_ended(self, task: asyncio.Task[None]) -> None:
+    def _handle_upkeep_end(self, task: asyncio.Task[None]) -> None:
         if task.cancelled() or (error := task.exception()) is None:
             return
         logger.error("%s failed", task.get_name(), exc_info=error)
@@ -492,9 +517,8 @@ class Engines:
             if job.task is not None:
                 job.task.cancel()
 
-    def _move_if_idle(self, job: _Job) -> None:
-        """Move a request that its engine does not work on to one that has the weights and the slots
-        for it."""
+    def _move_if_stalled(self, job: _Job) -> None:
+        """Move a request without progress to an engine that has the weights and slots for it."""
         request, number = job.request, job.number
         assert number is not None
         patience_s = (
@@ -507,22 +531,24 @@ class Engines:
             has_room = load == 0 or load + request.num_samples <= engine.num_slots
             if other != number and engine.version >= request.min_version and has_room:
                 job.num_moves += 1
-                job.to = self._router.give(request.prompt_tokens, request.num_samples, [other])
+                job.next_engine = self._router.give(
+                    request.prompt_tokens, request.num_samples, [other]
+                )
                 self._move(
                     job,
                     (
-                        f"{self._registry[number].name} does not work on it, "
-                        f"{self._registry[other].name} can"
+                        f"no progress on {self._registry[number].name}, "
+                        f"{self._registry[other].name} has weights and slots for it"
                     ),
                 )
                 return
 
     def _move(self, job: _Job, why: str) -> None:
-        """Let another engine answer a request, or the same once more."""
-        if job.asked is not None and not job.is_moved:
-            logger.info("request %s moves: %s", job.request.id, why)
+        """Cancel a request's call, so that it is submitted again."""
+        if job.call is not None and not job.is_moved:
+            logger.info("moving request: id=%s, %s", job.request.id, why)
             job.is_moved = True
-            job.asked.cancel()
+            job.call.cancel()
 
     def _versions_text(self) -> str:
         return ", ".join(
@@ -530,15 +556,15 @@ class Engines:
             for number, engine in self._engines.items()
         )
 
-    def _report(self, job: _Job, of_samples: Mapping[int, Any]) -> None:
-        """Take over what samples have sampled since the last report, and tell whoever watches."""
+    def _update(self, job: _Job, of_samples: Mapping[int, Any]) -> None:
+        """Append newly reported tokens of a request and call its progress callback."""
         sampled = list(job.sampled) or [empty_completion()] * job.request.num_samples
         news = list[Progress]()
-        job.progress_s, job.is_held = self._clock(), True
+        job.progress_s, job.is_acknowledged = self._clock(), True
         for sample, (start, plain) in of_samples.items():
-            more = wire.completion_from(plain)
+            more = wire.decode_completion(plain)
             if not start <= len(sampled[sample].tokens) <= start + len(more.tokens):
-                continue  # A report before this one is missing, or this one is late.
+                continue  # An earlier report is missing, or this one is late.
             job.num_deaths = 0
             sampled[sample] = sampled[sample].slice(0, start).concatenate(more)
             reported = job.num_reported[sample]

@@ -1,4 +1,4 @@
-"""One process on this machine: what must stand in the environment before jax is imported."""
+"""Environment variables that a process needs before jax is imported."""
 
 from __future__ import annotations
 
@@ -11,16 +11,17 @@ from pathlib import Path
 from areal_jax.parallel.config import PlacementConfig
 
 COMPILED_BYTES = 2 * 2**30
-"""Compiled programs kept between runs; the least recently used go first."""
+"""Maximum size of the cache of compiled programs, in bytes; eviction is LRU."""
 
 _DEVICE_COUNT = "--xla_force_host_platform_device_count"
 
 
 def prepare(placement: PlacementConfig) -> None:
-    """Set the process's environment for the placement; call it before anything imports jax.
+    """Set the environment of the process for a placement; call it before any import of jax.
 
-    Raises RuntimeError where jax is already imported and was not started with the flags that this
-    placement needs."""
+    Raises:
+        RuntimeError: jax is imported already, without the flags that the placement needs.
+    """
     if "jax" in sys.modules:
         if missing := {
             name: value
@@ -38,8 +39,7 @@ def prepare(placement: PlacementConfig) -> None:
 
 
 def clear_simulated_devices() -> None:
-    """Undo what `prepare` set for simulated devices where this process was started, which has
-    others of its own."""
+    """Remove flags for simulated devices that this process inherited from its parent."""
     flags = os.environ.get("XLA_FLAGS", "")
     if _DEVICE_COUNT not in flags:
         return
@@ -49,19 +49,21 @@ def clear_simulated_devices() -> None:
 
 
 def environment(placement: PlacementConfig, current: Mapping[str, str]) -> dict[str, str]:
-    """Variables to set, given the current ones. What is already chosen there stays, but for the
-    number of threads that simulated devices cannot do without."""
+    """Return the variables to set, given the current ones.
+
+    Existing values stay, except the number of threads that simulated devices need.
+    """
     cache_folder = (
         Path(current.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "areal_jax" / "compiled"
     )
     defaults = {
         "JAX_COMPILATION_CACHE_DIR": str(cache_folder),
         "JAX_COMPILATION_CACHE_MAX_SIZE": str(COMPILED_BYTES),
-        # jax keeps only what took a second; the programs of a small policy take less, and are many.
+        # jax's default is 1 s; the many programs of a small policy compile faster.
         "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0.2",
         # Silences XLA's start-up notes; errors still show.
         "TF_CPP_MIN_LOG_LEVEL": "2",
-        # The tokenizer's own threads warn, and stop working, once this process starts another.
+        # The tokenizer's threads warn and stop after this process forks.
         "TOKENIZERS_PARALLELISM": "false",
     }
     return {name: value for name, value in defaults.items() if name not in current} | _flags(
@@ -70,15 +72,14 @@ def environment(placement: PlacementConfig, current: Mapping[str, str]) -> dict[
 
 
 def _flags(placement: PlacementConfig, current: Mapping[str, str]) -> dict[str, str]:
-    """What simulated devices need, whether the placement asks for them or the environment already
-    has them."""
+    """Return the flags for simulated devices of the placement or of the environment."""
     xla_flags = current.get("XLA_FLAGS", "")
     found = re.search(rf"{_DEVICE_COUNT}=(\d+)", xla_flags)
     num_devices = placement.simulated_devices or (int(found[1]) if found else None)
     if num_devices is None:
         return {}
-    # XLA's collectives wait for each other: two programs at once on simulated devices deadlock when
-    # the thread pool, which has NPROC threads, is smaller than both together.
+    # XLA's collectives wait for each other: two concurrent programs on simulated devices deadlock if
+    # the thread pool has fewer threads (NPROC) than both together.
     flags = {"NPROC": str(max(2 * num_devices, int(current.get("NPROC", 0))))}
     if placement.simulated_devices:
         flags["JAX_PLATFORMS"] = "cpu"

@@ -1,4 +1,4 @@
-"""Reward workers in processes of their own, joining and leaving, that grader as one."""
+"""Pool of reward workers in separate processes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from collections.abc import Callable, Hashable
 from typing import Any
 
 from areal_jax.checkpoint.recovery import task_to_json
-from areal_jax.cluster.registry import Channel, Registry
+from areal_jax.cluster.registry import Registry, WorkerHandle
 from areal_jax.errors import WorkerDied
 from areal_jax.records import RewardResult, Task, ToolResult
 from areal_jax.rewards.failures import FailureLog
@@ -17,52 +17,56 @@ from areal_jax.rewards.service import failure_counts
 logger = logging.getLogger(__name__)
 
 ATTEMPTS = 3
-"""An answer whose worker was lost so often may be what they were lost by."""
+"""Number of worker deaths after which an answer fails: it may be their cause."""
 
 
 class Graders:
-    """A `records.Grader` and `records.Tools` made of any number of parts. Use it from the asyncio
-    thread.
+    """Pool of reward workers as one `protocols.Grader` and `protocols.Tools`; asyncio thread only.
 
-    What a worker that is lost was grading, another graders. Where none is left, answers wait for
-    one, `wait_s` at most."""
+    Answers of a dead worker go to another one; without a worker they wait for one, at most
+    `wait_s`.
+    """
 
     def __init__(self, *, wait_s: float) -> None:
         self._wait_s = wait_s
         self._registry = Registry()
-        # Answers that each worker graders.
+        # Number of answers at each worker.
         self._load = Counter[int]()
         self._counts: dict[int, dict[str, float]] = {}
-        """What each worker has counted, by its last report; also those that are lost."""
+        """Counters of each worker by its last report, including dead workers."""
         self._num_ungraded = 0
-        """Calls that no worker has answered."""
+        """Number of calls without a reply."""
         self._failures = FailureLog()
         self.num_answered = 0
-        # The worker that each question under way was put to, oldest first. Owned by `_asked`.
-        self._asked_of: dict[object, int] = {}
+        # Worker of each pending call, oldest first. Owned by `_call`.
+        self._pending_workers: dict[object, int] = {}
 
-    def join(self, number: int, connection: Channel, on_loss: Callable[[], None]) -> None:
-        """Let a worker grader from now on."""
+    def join(self, number: int, connection: WorkerHandle, on_death: Callable[[], None]) -> None:
+        """Add a worker to the pool."""
 
-        def left(loss: WorkerDied) -> None:
-            logger.warning(
-                "%s; %d answers that it was grading go to others", loss, self._load.pop(number, 0)
-            )
+        def handle_removal(death: WorkerDied) -> None:
+            logger.warning("worker died: %s; moved_answers=%d", death, self._load.pop(number, 0))
 
-        def reported(_topic: str, counts: Any) -> None:
+        def handle_report(_topic: str, counts: Any) -> None:
             self._counts[number] = counts
 
-        self._registry.join(number, connection, reported=reported, left=left, on_loss=on_loss)
+        self._registry.join(
+            number,
+            connection,
+            on_report=handle_report,
+            on_removal=handle_removal,
+            on_death=on_death,
+        )
 
     @property
-    def connections(self) -> list[Channel]:
-        """To the workers that there are."""
+    def connections(self) -> list[WorkerHandle]:
+        """Connections of live workers."""
         return list(self._registry.values())
 
     async def __call__(self, task: Task, answer: str) -> RewardResult:
-        """As RewardService: every answer gets a grade."""
+        """Grade an answer; never raises for a failure of the workers."""
         try:
-            grade = RewardResult(**await self._asked("grade_answer", task_to_json(task), answer))
+            grade = RewardResult(**await self._call("grade_answer", task_to_json(task), answer))
         except _Ungraded as failure:
             self._num_ungraded += 1
             grade = RewardResult("infrastructure", str(failure), failed=True)
@@ -71,14 +75,14 @@ class Graders:
         return grade
 
     async def use(self, tool: str, argument: str) -> ToolResult:
-        """As RewardService: use a tool."""
+        """Call a tool; a failure of the workers is a result of kind `infrastructure`."""
         try:
-            return ToolResult(**await self._asked("use", tool, argument))
+            return ToolResult(**await self._call("use", tool, argument))
         except _Ungraded as failure:
             return ToolResult("infrastructure", f"Error: {failure}")
 
     def counters(self) -> dict[str, float]:
-        """Counts and seconds since the run began, of all workers, by their last reports."""
+        """Return counts and seconds of all workers since the run started, by their last reports."""
         total = Counter[str]()
         for counts in self._counts.values():
             total.update(counts)
@@ -93,31 +97,34 @@ class Graders:
         }
 
     def progress(self) -> Hashable:
-        """As `Waits.progress`: answers."""
+        """Return the number of replies."""
         return self.num_answered
 
     @property
     def is_empty(self) -> bool:
-        """Whether answers wait for a worker to join, `wait_s` at most."""
+        """Whether there is no worker, so that answers wait for one, at most `wait_s`."""
         return not self._registry
 
-    def waits(self) -> str:
-        """As `Waits.waits`: how many answers each worker grades."""
-        said = [
+    def describe_wait(self) -> str:
+        """Describe how many answers each worker grades."""
+        descriptions = [
             f"{self._registry[number].name} grades {self._load[number]} answers"
             for number in self._registry
         ]
-        return ", ".join(said or ["there is no reward worker"])
+        return ", ".join(descriptions or ["there is no reward worker"])
 
     def replace_stalled(self, why: str) -> str | None:
-        """Give up the worker with an answer that it was asked for before all others; its name, or
-        None where none has one."""
+        """Kill the worker with the oldest pending call.
+
+        Returns:
+            Its name; None if no call is pending.
+        """
         if (
-            number := next(iter(self._asked_of.values()), None)
+            number := next(iter(self._pending_workers.values()), None)
         ) is None or number not in self._registry:
             return None
         connection = self._registry[number]
-        connection.give_up(why)
+        connection.mark_dead(why)
         return connection.name
 
     async def close(self) -> None:
@@ -125,31 +132,34 @@ class Graders:
         await self._registry.close()
         self._failures.close()
 
-    async def _asked(self, verb: str, *arguments: Any) -> dict[str, Any]:
-        """What a worker answers. _Ungraded where none does: nothing is known, a worker may have
-        been lost by anything."""
-        last = WorkerDied("none was asked")
+    async def _call(self, method: str, *arguments: Any) -> dict[str, Any]:
+        """Call a worker, and others if it dies.
+
+        Raises:
+            _Ungraded: No worker replied; the cause of the deaths is unknown.
+        """
+        last = WorkerDied("no worker was called")
         for _ in range(ATTEMPTS):
             try:
-                await self._registry.until(lambda: bool(self._registry), self._wait_s)
+                await self._registry.wait_until(lambda: bool(self._registry), self._wait_s)
             except TimeoutError:
                 raise _Ungraded(f"no reward worker has joined within {self._wait_s:g} s") from None
             number = min(self._registry, key=self._load.__getitem__)
             self._load[number] += 1
-            question = object()
-            self._asked_of[question] = number
+            key = object()
+            self._pending_workers[key] = number
             try:
-                answer = await self._registry[number].ask(verb, *arguments)
+                answer = await self._registry[number].call(method, *arguments)
                 self.num_answered += 1
                 return answer
-            except WorkerDied as loss:
-                last = loss
+            except WorkerDied as death:
+                last = death
             finally:
-                del self._asked_of[question]
+                del self._pending_workers[key]
                 if number in self._registry:
                     self._load[number] -= 1
-        raise _Ungraded(f"{ATTEMPTS} reward workers were lost over it, the last: {last}")
+        raise _Ungraded(f"{ATTEMPTS} reward workers died with this call, the last: {last}")
 
 
 class _Ungraded(Exception):
-    """Why no worker has answered."""
+    """Reason why no worker replied."""

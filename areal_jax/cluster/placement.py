@@ -1,4 +1,4 @@
-"""Ray: found or started, and asked for processes."""
+"""Connection to a Ray cluster and placement of processes on its nodes."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from areal_jax.cluster.config import Ray
 from areal_jax.cluster.connection import Connection
-from areal_jax.cluster.signals import keep_handlers
+from areal_jax.cluster.signals import save_handlers
 from areal_jax.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -33,45 +33,53 @@ logger = logging.getLogger(__name__)
 REACH_TIMEOUT_S = 30.0
 
 NOTICE_S = 10.0
-"""So long room is waited for without a word."""
+"""Time to wait for resources before a warning, in seconds."""
 
-LOOK_S = 0.2
+POLL_S = 0.2
 
-LEAST = 1e-4
-"""Of anything, that Ray counts."""
+RESOURCE_UNIT = 1e-4
+"""Smallest amount of a resource that Ray distinguishes."""
 
 Kind = Literal["trainer host", "engine", "reward worker"]
 
 Amounts = Mapping[str, float]
-"""By what Ray counts: CPU, GPU, TPU."""
+"""Amount of each Ray resource: CPU, GPU, TPU."""
 
 
 class InsufficientResources(ConfigError):
-    """A process was not started: no node had room for it in time."""
+    """No node had the resources for a process in time."""
 
 
 class Cluster:
-    """A Ray cluster. Every process has a place in it, which is room on one node that Ray keeps for
-    it."""
+    """A Ray cluster. Every process has a placement group of one bundle on one node."""
 
     def __init__(self, config: Ray, accelerator: str) -> None:
-        """Args: accelerator: GPU, TPU, or none."""
+        """Wrap a connected cluster.
+
+        Args:
+            config: Number and size of the processes.
+            accelerator: GPU, TPU or none.
+        """
         self.config, self.accelerator = config, accelerator
-        # For the first process of each kind: put by `reserved`, taken by `start`.
+        # Placement groups of the first processes of each kind: `reserve` puts, `start` takes.
         self._places: dict[Kind, list[PlacementGroup]] = {}
 
     @asynccontextmanager
-    async def reserved(self) -> AsyncIterator[None]:
-        """Room for all processes of the run, until they are started. Raises InsufficientResources.
+    async def reserve(self) -> AsyncIterator[None]:
+        """Reserve resources for all processes of the run until they start.
 
-        The larger come first: those that fit everywhere would take the last node that has room for
-        a whole large one."""
-        counts = counts_of(self.config)
+        Larger processes come first: smaller ones fit elsewhere too and could take the last node
+        with enough devices.
+
+        Raises:
+            InsufficientResources: They are not free within launch.start_timeout_s.
+        """
+        counts = process_counts(self.config)
         try:
-            for kind in sorted(counts, key=lambda kind: -devices_of(self.config, kind)):
+            for kind in sorted(counts, key=lambda kind: -devices_per_process(self.config, kind)):
                 self._places[kind] = [self._place(kind) for _ in range(counts[kind])]
                 for number, place in enumerate(self._places[kind]):
-                    await self._room(f"{kind} {number}", kind, place)
+                    await self._wait_for_resources(f"{kind} {number}", kind, place)
             yield
         finally:
             for place in (place for places in self._places.values() for place in places):
@@ -81,21 +89,28 @@ class Cluster:
     async def start(
         self, kind: Kind, number: int, role: str, *arguments: Any
     ) -> tuple[Connection, Any]:
-        """As Connection.opened: the connection, and what the role says in `begin`. Raises
-        InsufficientResources too."""
+        """Start a process and wait until it is ready.
+
+        Returns:
+            The connection and the return value of the role's `begin`.
+
+        Raises:
+            InsufficientResources: No node has the resources within launch.start_timeout_s.
+            WorkerDied: As `Connection.open`.
+        """
         name, places = f"{kind} {number}", self._places.get(kind)
         place = places.pop() if places else self._place(kind)
-        needs = needs_of(self.config, self.accelerator, kind)
+        needs = required_resources(self.config, self.accelerator, kind)
         options: dict[str, Any] = {
             "num_cpus": needs["CPU"],
             "num_gpus": needs.get("GPU", 0),
             "resources": {"TPU": needs["TPU"]} if "TPU" in needs else None,
             "scheduling_strategy": PlacementGroupSchedulingStrategy(place),
         }
-        num_devices = devices_of(self.config, kind)
+        num_devices = devices_per_process(self.config, kind)
         try:
-            await self._room(name, kind, place)
-            return await Connection.opened(
+            await self._wait_for_resources(name, kind, place)
+            return await Connection.open(
                 name,
                 role,
                 arguments,
@@ -112,45 +127,46 @@ class Cluster:
             raise
 
     def _place(self, kind: Kind) -> PlacementGroup:
-        return placement_group([dict(needs_of(self.config, self.accelerator, kind))])
+        return placement_group([dict(required_resources(self.config, self.accelerator, kind))])
 
-    async def _room(self, name: str, kind: Kind, place: PlacementGroup) -> None:
-        """Wait for the place of a process."""
-        needs = text_of(needs_of(self.config, self.accelerator, kind))
-
-        def lacks() -> str:
-            return (
-                f"it needs {needs} on one node, and nodes have {nodes_text(nodes())}, for all "
-                "that runs there"
-            )
+    async def _wait_for_resources(self, name: str, kind: Kind, place: PlacementGroup) -> None:
+        """Wait until Ray has created a placement group."""
+        needs = format_resources(required_resources(self.config, self.accelerator, kind))
 
         start_s, notice_s = time.monotonic(), NOTICE_S
         while placement_group_table(place)["state"] != "CREATED":
             waited_s = time.monotonic() - start_s
             if waited_s > self.config.start_timeout_s:
                 raise InsufficientResources(
-                    f"{name} found not enough resources within "
-                    f"launch.start_timeout_s={self.config.start_timeout_s:g}: {lacks()}"
+                    f"expected a node with {needs} free for {name} within "
+                    f"launch.start_timeout_s={self.config.start_timeout_s:g}; "
+                    f"nodes have {format_nodes(list_nodes())} in total"
                 )
             if waited_s > notice_s:
-                logger.warning("%s waits for room: %s", name, lacks())
+                logger.warning(
+                    "waiting for resources: %s needs a node with %s free, nodes have %s in total",
+                    name,
+                    needs,
+                    format_nodes(list_nodes()),
+                )
                 notice_s = float("inf")
-            await asyncio.sleep(LOOK_S)
+            await asyncio.sleep(POLL_S)
 
 
 @contextmanager
-def connected(config: Ray) -> Iterator[Cluster]:
-    """The cluster that the settings or RAY_ADDRESS name, or one on this machine, which ends with
-    the block.
+def connect(config: Ray) -> Iterator[Cluster]:
+    """Connect to the cluster of the settings or of RAY_ADDRESS, or start one on this machine.
 
-    Raises ConfigError, with the numbers, where it has less than is asked for, or cannot be
-    reached."""
+    A cluster that was started here ends with the block.
+
+    Raises:
+        ConfigError: The cluster has too few resources or is not reachable.
+    """
     address = config.address or os.environ.get("RAY_ADDRESS")
     own: dict[str, Any] = {}
     if address is None:
-        # CPUs are places here, not cores: whoever starts all on a small machine wants all of it to
-        # run.
-        num_cpus = config.cpus_per_process * sum(counts_of(config).values())
+        # CPUs count processes here, not cores: all of them must run, also on a small machine.
+        num_cpus = config.cpus_per_process * sum(process_counts(config).values())
         own = {
             "num_cpus": max(int(num_cpus + 0.999), os.cpu_count() or 1),
             "include_dashboard": False,
@@ -158,11 +174,11 @@ def connected(config: Ray) -> Iterator[Cluster]:
     else:
         require_reachable(address)
     restore_handlers = (
-        keep_handlers() if threading.current_thread() is threading.main_thread() else None
+        save_handlers() if threading.current_thread() is threading.main_thread() else None
     )
     try:
         with warnings.catch_warnings():
-            # What is forked here becomes another program at once.
+            # Forked processes call exec at once.
             warnings.filterwarnings("ignore", "os.fork", RuntimeWarning)
             ray.init(address=address or "local", configure_logging=False, **own)
     except (ConnectionError, RuntimeError, ValueError, OSError) as error:
@@ -170,106 +186,115 @@ def connected(config: Ray) -> Iterator[Cluster]:
             f"launch.address={address}: no Ray cluster answers there ({error})"
         ) from error
     finally:
-        if (
-            restore_handlers is not None
-        ):  # Ray's own would end the process with a status of its choice
+        # Ray's signal handlers would end the process with a status of their own.
+        if restore_handlers is not None:
             restore_handlers()
     try:
-        has, accelerator = nodes(), config.accelerator
+        node_resources, accelerator = list_nodes(), config.accelerator
         if accelerator == "auto":
             accelerator = next(
-                (kind for kind in ("GPU", "TPU") if any(node.get(kind) for node in has)), "none"
+                (kind for kind in ("GPU", "TPU") if any(node.get(kind) for node in node_resources)),
+                "none",
             )
-        require_fit(config, accelerator, has)
+        require_fit(config, accelerator, node_resources)
         yield Cluster(config, accelerator)
     finally:
         ray.shutdown()
 
 
 def require_fit(config: Ray, accelerator: str, has: Sequence[Amounts]) -> None:
-    """ConfigError, with the numbers, where the nodes cannot hold all processes, each of which has
-    to lie on one of them."""
-    counts = counts_of(config)
-    needs = {kind: needs_of(config, accelerator, kind) for kind in counts}
+    """Check that all processes fit on the nodes, each on one node.
+
+    Raises:
+        ConfigError: They do not; the message has the amounts.
+    """
+    counts = process_counts(config)
+    needs = {kind: required_resources(config, accelerator, kind) for kind in counts}
     total = Counter[str]()
     for kind, count in counts.items():
         total.update({name: count * amount for name, amount in needs[kind].items()})
-    there_are = {name: sum(node.get(name, 0.0) for node in has) for name in total}
+    available = {name: sum(node.get(name, 0.0) for node in has) for name in total}
     lacking = [
-        f"{need:g} {name} where there are {there_are[name]:g}"
+        f"{need:g} {name}, found {available[name]:g}"
         for name, need in total.items()
-        if need - there_are[name] > LEAST
+        if need - available[name] > RESOURCE_UNIT
     ]
     if lacking:
-        lacks = f"they need {' and '.join(lacking)}"
-    elif homeless := unplaced({kind: (count, needs[kind]) for kind, count in counts.items()}, has):
+        shortage = f"expected {' and '.join(lacking)}"
+    elif num_unplaced := count_unplaced(
+        {kind: (count, needs[kind]) for kind, count in counts.items()}, has
+    ):
         kinds = " and ".join(
-            f"{count} of {plural(counts[kind], kind)}" for kind, count in homeless.items()
+            f"{count} of {pluralize(counts[kind], kind)}" for kind, count in num_unplaced.items()
         )
-        each = ", ".join(f"{kind} {text_of(needs[kind])}" for kind in counts)
-        lacks = (
-            f"each has to lie on one node ({each}), and nodes of {nodes_text(has)} have not "
-            f"enough resources for {kinds}"
+        each = ", ".join(f"{kind} {format_resources(needs[kind])}" for kind in counts)
+        shortage = (
+            f"expected one node for each ({each}), found nodes of {format_nodes(has)} without "
+            f"resources for {kinds}"
         )
     else:
         return
     raise ConfigError(
         "the Ray cluster is too small for "
-        f"{', '.join(plural(count, kind) for kind, count in counts.items())}: {lacks}; lower "
+        f"{', '.join(pluralize(count, kind) for kind, count in counts.items())}: {shortage}; lower "
         "launch.trainer_hosts, launch.trainer_devices, launch.rollout_engines, "
         "launch.engine_devices, launch.reward_workers or "
         "launch.cpus_per_process"
     )
 
 
-def unplaced(wanted: Mapping[Kind, tuple[int, Amounts]], has: Sequence[Amounts]) -> Counter[Kind]:
-    """How many processes of each kind find not enough resources on any node, where the larger
-    choose first.
+def count_unplaced(
+    wanted: Mapping[Kind, tuple[int, Amounts]], has: Sequence[Amounts]
+) -> Counter[Kind]:
+    """Count the processes of each kind that fit on no node; larger ones are placed first.
 
-    Args: wanted: how many, and what each needs. Where each size divides the next, no other order
-        finds room for more."""
-    free, homeless = [Counter(node) for node in has], Counter[Kind]()
+    If each size divides the next larger one, no other order places more processes.
+
+    Args:
+        wanted: Number of processes of each kind and the resources of one.
+        has: Resources of each node.
+    """
+    free, num_unplaced = [Counter(node) for node in has], Counter[Kind]()
     for kind, (count, needs) in sorted(wanted.items(), key=lambda item: -sum(item[1][1].values())):
         for _ in range(count):
             room = [
                 node
                 for node in free
-                if all(amount - node[name] < LEAST for name, amount in needs.items())
+                if all(amount - node[name] < RESOURCE_UNIT for name, amount in needs.items())
             ]
             if room:
-                # Where least is left: what needs no device goes where there are none, and large
-                # rooms stay whole.
+                # Best fit: processes without devices go to nodes without devices.
                 min(room, key=lambda node: (node["GPU"] + node["TPU"], node["CPU"])).subtract(needs)
             else:
-                homeless[kind] += 1
-    return homeless
+                num_unplaced[kind] += 1
+    return num_unplaced
 
 
-def nodes() -> list[dict[str, float]]:
-    """What each node that lives has."""
+def list_nodes() -> list[dict[str, float]]:
+    """Return the resources of each live node."""
     return [node["Resources"] for node in ray.nodes() if node["Alive"]]
 
 
-def nodes_text(has: Sequence[Amounts]) -> str:
-    texts = Counter(text for node in has if (text := text_of(node)))
+def format_nodes(has: Sequence[Amounts]) -> str:
+    texts = Counter(text for node in has if (text := format_resources(node)))
     return (
         ", ".join(f"{text} ({count} times)" if count > 1 else text for text, count in texts.items())
         or "nothing"
     )
 
 
-def text_of(amounts: Amounts) -> str:
+def format_resources(amounts: Amounts) -> str:
     return " and ".join(
         f"{amounts[name]:g} {name}" for name in ("CPU", "GPU", "TPU") if amounts.get(name)
     )
 
 
-def plural(count: int, kind: Kind) -> str:
+def pluralize(count: int, kind: Kind) -> str:
     return f"{count} {kind}{'s' * (count != 1)}"
 
 
-def counts_of(config: Ray) -> dict[Kind, int]:
-    """How many processes of each kind the run has."""
+def process_counts(config: Ray) -> dict[Kind, int]:
+    """Return the number of processes of each kind."""
     return {
         "trainer host": config.trainer_hosts,
         "engine": config.rollout_engines,
@@ -277,28 +302,31 @@ def counts_of(config: Ray) -> dict[Kind, int]:
     }
 
 
-def needs_of(config: Ray, accelerator: str, kind: Kind) -> dict[str, float]:
-    """What a process of a kind takes of its node."""
-    num_devices = devices_of(config, kind)
+def required_resources(config: Ray, accelerator: str, kind: Kind) -> dict[str, float]:
+    """Return the resources of one process of a kind."""
+    num_devices = devices_per_process(config, kind)
     devices = {accelerator: float(num_devices)} if accelerator != "none" and num_devices else {}
     return {"CPU": float(config.cpus_per_process)} | devices
 
 
 def require_reachable(address: str) -> None:
-    """ConfigError where nobody listens at HOST:PORT: Ray itself would try for many minutes."""
+    """Check that a server listens at HOST:PORT; Ray itself retries for many minutes.
+
+    Raises:
+        ConfigError: No connection is possible.
+    """
     host, _, port = address.rpartition(":")
     if not port.isdigit():
-        return  # such as auto
+        return  # for example "auto"
     try:
         socket.create_connection((host, int(port)), timeout=REACH_TIMEOUT_S).close()
     except OSError as error:
         raise ConfigError(
-            f"launch.address={address}: no Ray cluster answers there ({error}); leave it out, "
-            "and RAY_ADDRESS unset, to start "
-            "one on this machine"
+            f"launch.address={address}: no Ray cluster answers there ({error}); omit it and unset "
+            "RAY_ADDRESS to start a cluster on this machine"
         ) from error
 
 
-def devices_of(config: Ray, kind: Kind) -> int:
-    """That a process of this kind has."""
+def devices_per_process(config: Ray, kind: Kind) -> int:
+    """Return the number of devices of a process of this kind."""
     return {"trainer host": config.trainer_devices, "engine": config.engine_devices}.get(kind, 0)

@@ -1,4 +1,4 @@
-"""Parts that do the same work, by number: they join, are lost, and are waited for."""
+"""Registry of the live workers of one kind, by number."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from areal_jax.errors import WorkerDied
 
 
 @runtime_checkable
-class Channel(Protocol):
-    """The way to a worker: `launch.connection.Connection`, or one under simulated time."""
+class WorkerHandle(Protocol):
+    """Handle of a worker: `cluster.connection.Connection`, or its model under simulated time."""
 
     @property
     def name(self) -> str: ...
@@ -20,59 +20,70 @@ class Channel(Protocol):
     def process_id(self) -> int: ...
     @property
     def cpu_s(self) -> float: ...
-    def listen(
-        self, reported: Callable[[str, Any], None], on_loss: Callable[[WorkerDied], None]
+    def subscribe(
+        self, on_report: Callable[[str, Any], None], on_death: Callable[[WorkerDied], None]
     ) -> None: ...
-    def ask(self, verb: str, *arguments: Any) -> asyncio.Future[Any]: ...
-    def tell(self, verb: str, *arguments: Any) -> None: ...
-    def give_up(self, why: str, *, tell: bool = True) -> None: ...
+    def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]: ...
+    def notify(self, method: str, *arguments: Any) -> None: ...
+    def mark_dead(self, why: str, *, report: bool = True) -> None: ...
     async def close(self, timeout_s: float = END_TIMEOUT_S) -> None: ...
 
 
-class Registry(dict[int, Channel]):
-    """Those that there are. Use it from the asyncio thread."""
+class Registry(dict[int, WorkerHandle]):
+    """Handles of live workers; use it from the asyncio thread."""
 
     def __init__(self) -> None:
         super().__init__()
         self.num_deaths = 0
-        # Set, and replaced, at every change that someone may wait for.
+        # Set and replaced at every change that `wait_until` may wait for.
         self._changed = asyncio.Event()
 
     def join(
         self,
         number: int,
-        connection: Channel,
+        connection: WorkerHandle,
         *,
-        reported: Callable[[str, Any], None],
-        left: Callable[[WorkerDied], None],
-        on_loss: Callable[[], None],
+        on_report: Callable[[str, Any], None],
+        on_removal: Callable[[WorkerDied], None],
+        on_death: Callable[[], None],
     ) -> None:
-        """There is another one. Args: told: what it tells. left: to be done when it is lost, and
-        then on_loss."""
+        """Add a worker.
 
-        def lost(loss: WorkerDied) -> None:
+        Args:
+            number: Key of the worker.
+            connection: Handle of the worker.
+            on_report: Callback for its reports.
+            on_removal: Callback after its death, once it is removed.
+            on_death: Callback after `on_removal`.
+        """
+
+        def handle_death(death: WorkerDied) -> None:
             if self.pop(number, None) is not None:
                 self.num_deaths += 1
-                left(loss)
-            on_loss()
+                on_removal(death)
+            on_death()
 
         self[number] = connection
-        connection.listen(reported, lost)
-        self.notify()
+        connection.subscribe(on_report, handle_death)
+        self.wake_waiters()
 
-    def notify(self) -> None:
-        """Let whoever waits look again."""
+    def wake_waiters(self) -> None:
+        """Let all waiters check their condition again."""
         self._changed.set()
         self._changed = asyncio.Event()
 
-    async def until(self, holds: Callable[[], bool], timeout_s: float) -> None:
-        """Wait until something holds. TimeoutError where it does not in time."""
+    async def wait_until(self, condition: Callable[[], bool], timeout_s: float) -> None:
+        """Wait until a condition holds.
+
+        Raises:
+            TimeoutError: It does not hold within `timeout_s`.
+        """
         async with asyncio.timeout(timeout_s):
-            while not holds():
+            while not condition():
                 await self._changed.wait()
 
     async def close(self) -> None:
-        """End all of them."""
+        """Close all workers."""
         connections = list(self.values())
         self.clear()
         await asyncio.gather(*(connection.close() for connection in connections))

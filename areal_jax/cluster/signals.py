@@ -1,5 +1,5 @@
-"""How a command ends on Ctrl-C and SIGTERM: in time, with one message, and with exit status 128 +
-the signal's number."""
+"""Handling of SIGINT and SIGTERM: a command ends in time, with one message and exit status 128 + the
+signal's number."""
 
 from __future__ import annotations
 
@@ -18,8 +18,7 @@ import psutil
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 END_S = 10.0
-"""An interrupted command that has not ended by itself after so long is ended, with all processes
-that it has started."""
+"""Time after a signal until the process and all its children are killed, in seconds."""
 
 
 class Interrupted(KeyboardInterrupt):
@@ -31,26 +30,32 @@ class Interrupted(KeyboardInterrupt):
 
 
 class Stopped(Exception):
-    """A signal ended the work early, and what was done of it is saved."""
+    """A signal ended the work early; its progress is saved."""
 
     def __init__(self, number: int, done: str) -> None:
-        """Args: done: how far the work came."""
+        """Create the error.
+
+        Args:
+            number: Signal.
+            done: Progress of the work.
+        """
         super().__init__(f"stopped by {signal.Signals(number).name} {done}")
         self.number = number
 
 
 class Interruption:
-    """What a command says when a signal ends it."""
+    """Message of a command that a signal ends."""
 
     def __init__(self) -> None:
         self.advice: Callable[[], str] = lambda: "nothing has begun"
-        """What is left, and how it can be continued."""
+        """Returns what is saved and how to resume."""
 
     def text(self, number: int) -> str:
+        """Return the message for a signal."""
         return f"areal_jax: interrupted by {signal.Signals(number).name}; {self.advice()}"
 
     def refused(self, interrupt: KeyboardInterrupt) -> int:
-        """Say it; the exit status."""
+        """Print the message and return the exit status."""
         number = interrupt.number if isinstance(interrupt, Interrupted) else signal.SIGINT
         print(self.text(number), file=sys.stderr, flush=True)
         return exit_status(number)
@@ -58,46 +63,48 @@ class Interruption:
 
 @contextmanager
 def interruptible(end_s: float = END_S) -> Iterator[Interruption]:
-    """Until the block ends, a signal raises Interrupted in the main thread; after end_s, or on
-    another signal, it ends the process even where that thread compiles or loads. Handlers that the
-    block itself installs go before."""
+    """Raise Interrupted in the main thread on a signal until the block ends.
+
+    After `end_s` or on a second signal the process is killed, even while the main thread compiles
+    or loads. Handlers that the block installs itself take precedence.
+    """
     interruption = Interruption()
     if threading.current_thread() is not threading.main_thread():
         yield interruption
         return
-    heard, reported = socket.socketpair()
-    reported.setblocking(False)
+    receiver, sender = socket.socketpair()
+    sender.setblocking(False)
 
     def interrupt(number: int, _frame: object) -> NoReturn:
         raise Interrupted(number)
 
     def watch() -> None:
-        # Python's own handlers run between two steps of the main thread; the numbers of signals
-        # arrive here at once.
-        if number := _next_signal(heard, None):
+        # Python's handlers run between two bytecodes of the main thread; the wakeup socket
+        # receives signal numbers at once.
+        if number := _next_signal(receiver, None):
             with suppress(TimeoutError):
-                if not _next_signal(heard, end_s):
+                if not _next_signal(receiver, end_s):
                     return
-            end_at_once(interruption.text(number), number)
+            exit_now(interruption.text(number), number)
 
-    restore = keep_handlers()
+    restore = save_handlers()
     for number in SIGNALS:
         signal.signal(number, interrupt)
-    signal.set_wakeup_fd(reported.fileno(), warn_on_full_buffer=False)
-    # Owned by this block, ends with it: nothing more is told then.
+    signal.set_wakeup_fd(sender.fileno(), warn_on_full_buffer=False)
+    # Owned by this block; ends when the sender is closed.
     watcher = threading.Thread(target=watch, name="signals", daemon=True)
     watcher.start()
     try:
         yield interruption
     finally:
         restore()
-        reported.close()
+        sender.close()
         watcher.join()
-        heard.close()
+        receiver.close()
 
 
-def keep_handlers() -> Callable[[], None]:
-    """What makes signals do again what they do now. Call both from the main thread."""
+def save_handlers() -> Callable[[], None]:
+    """Return a function that restores the current signal handlers; call both in the main thread."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
     wakeup = signal.set_wakeup_fd(-1)
     signal.set_wakeup_fd(wakeup, warn_on_full_buffer=False)
@@ -110,8 +117,8 @@ def keep_handlers() -> Callable[[], None]:
     return restore
 
 
-def end_at_once(text: str, number: int) -> NoReturn:
-    """End this process, and all that it has started, without waiting for anything."""
+def exit_now(text: str, number: int) -> NoReturn:
+    """Kill all child processes and end this one at once."""
     kill_children()
     with suppress(OSError):
         # A progress line hides the cursor.
@@ -120,20 +127,19 @@ def end_at_once(text: str, number: int) -> NoReturn:
 
 
 def kill_children() -> None:
-    """Kill all that this process has started, and what that has started."""
+    """Kill all descendants of this process."""
     for child in psutil.Process().children(recursive=True):
         with suppress(psutil.NoSuchProcess):
             child.kill()
 
 
 def exit_status(number: int) -> int:
-    """By which a shell knows that a signal ended a command."""
+    """Return the exit status of a process that a signal ended."""
     return 128 + number
 
 
-def leave(status: int) -> NoReturn:
-    """End the process with a status; after a signal without waiting for threads that still compile
-    or load."""
+def exit_process(status: int) -> NoReturn:
+    """End the process with a status; after a signal, do not wait for threads."""
     if status in map(exit_status, SIGNALS):
         kill_children()
         with suppress(OSError):
@@ -143,11 +149,13 @@ def leave(status: int) -> NoReturn:
     sys.exit(status)
 
 
-def _next_signal(heard: socket.socket, timeout_s: float | None) -> int:
-    """The next of SIGNALS; 0 at the end, TimeoutError after timeout_s."""
+def _next_signal(receiver: socket.socket, timeout_s: float | None) -> int:
+    """Wait for the next of SIGNALS; return 0 when the sender is closed."""
     deadline_s = None if timeout_s is None else time.monotonic() + timeout_s
     while True:
-        heard.settimeout(None if deadline_s is None else max(1e-3, deadline_s - time.monotonic()))
-        number = int.from_bytes(heard.recv(1))
+        receiver.settimeout(
+            None if deadline_s is None else max(1e-3, deadline_s - time.monotonic())
+        )
+        number = int.from_bytes(receiver.recv(1))
         if number == 0 or number in SIGNALS:
             return number

@@ -1,5 +1,4 @@
-"""Trainer hosts in processes of their own, joined into one train mesh: asked together, they are one
-trainer."""
+"""Trainer hosts in separate processes with one train mesh, called together as one trainer."""
 
 from __future__ import annotations
 
@@ -18,82 +17,91 @@ from areal_jax.records import Group, RolloutState, StepResult
 
 logger = logging.getLogger(__name__)
 
-LOOK_S = 5.0
-"""A host answers after so long even where it has no newer weights to tell of."""
+CONTRIBUTION_TIMEOUT_S = 5.0
+"""Time after which a host replies even if it has no newer weights, in seconds."""
 
 
 class Trainers:
-    """All trainer hosts. `step`, `save` and `write_results` block: call them from a worker thread,
-    all else from the loop's.
+    """All trainer hosts as one trainer.
 
-    What one of them is asked all are asked, in the same order: their devices work on one program.
-    When one is lost, so is the work of all, and everything raises WorkerDied."""
+    `step`, `save` and `write_results` block: call them from a thread of their own, all other
+    methods from the event loop's thread. All hosts receive the same calls in the same order,
+    because their devices run one program. When one host dies, every call raises WorkerDied.
+    """
 
     def __init__(self, connections: Sequence[Connection], version: int) -> None:
         self.connections, self._loop = connections, asyncio.get_running_loop()
         self.version = version
-        """Trainer steps that the parameters have seen."""
+        """Number of trainer steps applied to the parameters."""
         self.is_stepping = False
-        """Whether the parameters are neither those of `version` nor yet those of the next one."""
+        """Whether a step is in progress, so that the parameters belong to no version."""
         self._measures: dict[str, tuple[float, float]] = {}
-        # Questions under way. One thread at a time asks them.
-        self._num_asked = 0
-        self._loss: asyncio.Future[WorkerDied] = self._loop.create_future()
+        # Calls in flight. One thread at a time makes them.
+        self._num_calls = 0
+        self._death: asyncio.Future[WorkerDied] = self._loop.create_future()
         for connection in connections:
-            connection.listen(lambda _topic, _what: None, self._lost)
+            connection.subscribe(lambda _topic, _payload: None, self._handle_death)
 
     @property
     def params(self) -> None:
-        """They stay where they are."""
+        """Return None: the parameters stay on the trainer hosts."""
         return None
 
     def step(self, groups: Sequence[Group]) -> StepResult:
-        """One trainer step, after which `version` is one higher."""
-        # Written to the object store once, for all hosts.
+        """Run one trainer step and increment `version`."""
+        # Put into the object store once for all hosts.
         state = RolloutState({}, next_group_id=0, rejected={}, buffered=tuple(groups), suspended=())
         packed = ray.put(pack(encode(state)))
         self.is_stepping = True
         try:
-            (metrics, stale, self._measures), *_ = self._asked("step", [packed])
+            (metrics, stale, self._measures), *_ = self._call_all("step", [packed])
         finally:
             self.is_stepping = False
         self.version += 1
         return StepResult(metrics, stale)
 
-    def save(self, version: int, beside: Columns) -> None:
-        """As `CheckpointStore.save`; every host writes its part into the run's folder, which all
-        must see."""
-        self._asked("save", version, [ray.put(pack(beside))])
+    def save(self, version: int, controller_state: Columns) -> None:
+        """Save a checkpoint: every host writes its shards into the shared run folder."""
+        self._call_all("save", version, [ray.put(pack(controller_state))])
 
     def write_results(self, version: int) -> list[str]:
-        """Write the policy to the run's folder, and wait for the checkpoint under way; what to tell
-        of it, a line each."""
-        return self._asked("write_results", version)[0]
+        """Write the policy to the run folder, wait for the checkpoint and return summary lines."""
+        return self._call_all("write_results", version)[0]
 
     def publish(self, version: int, *, again: bool = False) -> None:
-        """Send a version on its way, unless it is already; never waits. Args: again: put it into
-        the object store anew."""
+        """Start to publish a version; never waits.
+
+        Args:
+            version: A version in flight is left alone.
+            again: Put it into the object store once more.
+        """
         for connection in self.connections:
-            connection.tell("publish", version, again)
+            connection.notify("publish", version, again)
 
     def metrics(self) -> dict[str, tuple[float, float]]:
-        """As `WeightChannel.metrics`, of the first host."""
+        """Return the metrics of `ShardPublisher.metrics` of the first host."""
         measures, self._measures = self._measures, {}
         return measures
 
     async def contribution(self, host: int, after: int) -> Any:
-        """Where a host's shards of its newest version above `after` are; None where there is none
-        yet, and a text that says why where none are on their way."""
-        return await self.connections[host].ask("contribution", after, LOOK_S)
+        """Return the location of a host's shards of its newest version above `after`.
 
-    async def while_whole(self, work: Coroutine[Any, Any, None]) -> None:
-        """Do something that needs all hosts. WorkerDied when one is lost: who waits for weights of
-        its, would wait for ever."""
+        Returns:
+            None if there is none yet; the reason, as a string, if none is in flight.
+        """
+        return await self.connections[host].call("contribution", after, CONTRIBUTION_TIMEOUT_S)
+
+    async def run_while_alive(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run a coroutine that needs all hosts; cancel it when one dies.
+
+        Raises:
+            WorkerDied: A host died. Without this, waiting for its weights would never end.
+        """
         task = asyncio.create_task(work)
         try:
-            await asyncio.wait((task, self._loss), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((task, self._death), return_when=asyncio.FIRST_COMPLETED)
             if not task.done():
-                raise self._loss.result()
+                raise self._death.result()
             await task
         finally:
             task.cancel()
@@ -103,54 +111,58 @@ class Trainers:
     def num_hosts(self) -> int:
         return len(self.connections)
 
-    def give_up(self, why: str) -> None:
-        """Take all hosts for lost."""
-        self.connections[0].give_up(why)
+    def mark_dead(self, why: str) -> None:
+        """Count all hosts as dead and kill them."""
+        self.connections[0].mark_dead(why)
 
     @property
     def cpu_s(self) -> float:
-        """Processor time of all hosts, as far as they have reported it."""
+        """Processor time of all hosts by their last reports, in seconds."""
         return sum(connection.cpu_s for connection in self.connections)
 
     def replace_stalled(self, why: str) -> str | None:
-        """Give up all hosts, where they owe an answer; their name, or None."""
-        if not self._num_asked:
+        """Kill all hosts if a call is pending; return their name, or None if there is no call."""
+        if not self._num_calls:
             return None
-        self.give_up(why)
+        self.mark_dead(why)
         return "trainer hosts"
 
-    def _lost(self, loss: WorkerDied) -> None:
-        logger.error("%s", loss)
-        if not self._loss.done():
-            self._loss.set_result(loss)
-        # What the others are at they cannot end without it.
+    def _handle_death(self, death: WorkerDied) -> None:
+        logger.error("worker died: %s", death)
+        if not self._death.done():
+            self._death.set_result(death)
+        # The other hosts cannot finish their collectives without it.
         for connection in self.connections:
-            connection.give_up(f"{loss}", tell=False)
+            connection.mark_dead(f"{death}", report=False)
 
-    def _asked(self, verb: str, *arguments: Any) -> list[Any]:
-        assert threading.current_thread() is not threading.main_thread(), "would wait for itself"
-        asked = answers_of((connection, verb, arguments) for connection in self.connections)
-        self._num_asked += 1
+    def _call_all(self, method: str, *arguments: Any) -> list[Any]:
+        assert threading.current_thread() is not threading.main_thread(), (
+            "a blocking call in the event loop's thread would wait for itself"
+        )
+        replies = gather_replies((connection, method, arguments) for connection in self.connections)
+        self._num_calls += 1
         try:
-            return asyncio.run_coroutine_threadsafe(asked, self._loop).result()
+            return asyncio.run_coroutine_threadsafe(replies, self._loop).result()
         finally:
-            self._num_asked -= 1
+            self._num_calls -= 1
 
 
-async def answers_of(questions: Iterable[tuple[Connection, str, tuple[Any, ...]]]) -> list[Any]:
-    """What trainer hosts answer that work together. WorkerDied where one is lost, whatever the
-    others fail with for that reason.
+async def gather_replies(calls: Iterable[tuple[Connection, str, tuple[Any, ...]]]) -> list[Any]:
+    """Call trainer hosts that work together and return their replies in order.
 
-    They notice first: their collectives break before anybody knows why."""
-    asked = [
-        (connection, connection.ask(verb, *arguments)) for connection, verb, arguments in questions
+    Raises:
+        WorkerDied: A host died. The errors of the other hosts follow from it: their collectives
+            fail before the death is detected.
+    """
+    pending = [
+        (connection, connection.call(method, *arguments)) for connection, method, arguments in calls
     ]
-    answers = [answer for _, answer in asked]
+    answers = [answer for _, answer in pending]
     try:
         await asyncio.wait(answers, return_when=asyncio.FIRST_EXCEPTION)
-        # Where none is lost, those that did not fail may wait for ever for the one that did.
+        # If no host died, those that did not fail may wait forever for the one that did.
         await asyncio.wait(
-            answers, timeout=max(connection.silence_timeout_s for connection, _ in asked)
+            answers, timeout=max(connection.silence_timeout_s for connection, _ in pending)
         )
     finally:
         for answer in answers:

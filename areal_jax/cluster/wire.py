@@ -1,4 +1,4 @@
-"""Records as they cross between processes: numbers, texts, arrays, lists and dicts."""
+"""Encoding of records between processes as numbers, strings, arrays, lists and dicts."""
 
 from __future__ import annotations
 
@@ -9,39 +9,43 @@ from typing import Any
 from areal_jax.records import Completion, Request, Sampling, TopLogprobs
 
 Plain = Any
-"""Made of what this module's first line lists."""
+"""Value of the types in the first line of this module."""
 
 
-def completion_to(completion: Completion) -> Plain:
-    reported = completion.top_logprobs
+def encode_completion(completion: Completion) -> Plain:
+    top = completion.top_logprobs
     return (
         *(completion.tokens, completion.logp, completion.versions, completion.stop_reason),
-        None if reported is None else (reported.tokens, reported.logp),
+        None if top is None else (top.tokens, top.logp),
     )
 
 
-def completion_from(plain: Plain) -> Completion:
-    tokens, logp, versions, stop_reason, reported = plain
+def decode_completion(plain: Plain) -> Completion:
+    tokens, logp, versions, stop_reason, top_logprobs = plain
     return Completion(
-        tokens, logp, versions, stop_reason, None if reported is None else TopLogprobs(*reported)
+        tokens,
+        logp,
+        versions,
+        stop_reason,
+        None if top_logprobs is None else TopLogprobs(*top_logprobs),
     )
 
 
-def completions_to(completions: Sequence[Completion]) -> Plain:
-    return [completion_to(completion) for completion in completions]
+def encode_completions(completions: Sequence[Completion]) -> Plain:
+    return [encode_completion(completion) for completion in completions]
 
 
-def completions_from(plain: Plain) -> list[Completion]:
-    return [completion_from(each) for each in plain]
+def decode_completions(plain: Plain) -> list[Completion]:
+    return [decode_completion(each) for each in plain]
 
 
-def partials_from(plain: Mapping[str, Plain]) -> dict[str, tuple[Completion, ...]]:
-    """What a snapshot of an engine tells."""
-    return {name: tuple(completions_from(sampled)) for name, sampled in plain.items()}
+def decode_snapshot(plain: Mapping[str, Plain]) -> dict[str, tuple[Completion, ...]]:
+    """Decode the partial completions in an engine's snapshot."""
+    return {name: tuple(decode_completions(sampled)) for name, sampled in plain.items()}
 
 
-def request_to(request: Request) -> Plain:
-    """All of it but whom to tell of its progress."""
+def encode_request(request: Request) -> Plain:
+    """Encode all of a request except its progress callback."""
     return {
         "id": request.id,
         "prompt_tokens": request.prompt_tokens,
@@ -52,11 +56,11 @@ def request_to(request: Request) -> Plain:
         },
         "seed": request.seed,
         "min_version": request.min_version,
-        "resume": completions_to(request.resume),
+        "resume": encode_completions(request.resume),
     }
 
 
-def request_from(plain: Plain) -> Request:
+def decode_request(plain: Plain) -> Request:
     sampling = plain["sampling"]
     return Request(
         **{
@@ -64,5 +68,5 @@ def request_from(plain: Plain) -> Request:
             for name in ("id", "prompt_tokens", "num_samples", "seed", "min_version")
         },
         sampling=Sampling(**{**sampling, "stop_token_ids": tuple(sampling["stop_token_ids"])}),
-        resume=tuple(completions_from(plain["resume"])),
+        resume=tuple(decode_completions(plain["resume"])),
     )

@@ -1,7 +1,7 @@
-"""A process of a run that Ray started: it is asked, works, and tells. What it is, its role says.
+"""A worker process of a run, as a Ray actor. Its role defines the methods that can be called.
 
-Everything that crosses is made of numbers, texts, arrays, lists and dicts: no object of ours is
-pickled, so that another release at the other end is an error with a name.
+Messages consist of numbers, strings, arrays, lists and dicts. No class of this package is pickled,
+so that a different release at the other end raises a readable error.
 """
 
 from __future__ import annotations
@@ -23,141 +23,155 @@ from areal_jax.cluster.environment import clear_simulated_devices, prepare
 from areal_jax.parallel.config import PlacementConfig
 
 Emit: TypeAlias = Callable[[str, Any], None]
-"""emit(topic, what): tell whoever listens; from any thread."""
+"""emit(topic, payload): send a report to the controller; from any thread."""
 
 Message: TypeAlias = tuple[int, str, tuple[Any, ...]]
-"""Ticket, verb and arguments of a question. Without a verb: what was asked by that ticket is not
-wanted any more."""
+"""Ticket, method and arguments of a call. An empty method name cancels the call of that ticket."""
 
 CPU_S = "cpu_s"
-"""What a part tells with every answer to its listener: the processor time that it has used."""
+"""Topic of the report with every poll: processor time of the worker, in seconds."""
 
-MAX_CONCURRENT_COMMANDS = 1024
-"""Events in one answer."""
+MAX_EVENTS_PER_POLL = 1024
+"""Maximum number of events in one reply."""
 
 
 class Event(NamedTuple):
-    """What a part says. An answer bears the ticket of its question."""
+    """A reply to a call, or a report of the role."""
 
     kind: Literal["done", "failed", "reported"]
     ticket: int
-    """0 of what was not asked for."""
+    """Ticket of the call; 0 for a report."""
     name: str
-    """Of what it tells, or of the class of the error."""
-    what: Any
+    """Topic of a report, or class name of an error."""
+    payload: Any
 
 
 class Worker:
-    """The actor. Its role is an object whose public methods are the verbs; one that takes long is
-    `async`.
+    """The actor. Its role is an object whose public methods can be called; slow ones are `async`.
 
-    Questions are begun in the order in which they were asked, and answers leave in the order in
-    which they were found, so that whatever was true before an answer was told before it."""
+    Calls start in the order in which they were sent. Events leave in the order in which they
+    occurred, so that reports before a reply arrive before it.
+    """
 
     def __init__(self, name: str, simulated_devices: int | None) -> None:
-        """Args: simulated_devices: on CPUs; None where Ray has given it an accelerator, or none."""
+        """Set the environment of the process.
+
+        Args:
+            name: Name of the worker, for logs.
+            simulated_devices: Number of simulated CPU devices; None uses those that Ray assigns.
+        """
         self._name = name
         clear_simulated_devices()
         prepare(PlacementConfig(simulated_devices=simulated_devices))
-        logging.getLogger("ray").addFilter(_not_of_threads)
-        logging.getLogger("ray._private.worker").addFilter(_not_of_threads)
+        logging.getLogger("ray").addFilter(_is_not_thread_warning)
+        logging.getLogger("ray._private.worker").addFilter(_is_not_thread_warning)
         self._role: Any = None
         self._loop: asyncio.AbstractEventLoop | None = None
-        # Owned by the event loop: put by `_say`, taken by `hear`.
+        # Owned by the event loop: `_push` appends, `poll_events` takes.
         self._events: list[Event] = []
-        self._something = asyncio.Event()
-        # What is being answered, by ticket, or by a negative number where no answer is wanted.
+        self._has_events = asyncio.Event()
+        # Running calls by ticket, or by a negative number if the caller expects no reply.
         self._tasks: dict[int, asyncio.Task[None]] = {}
         self._numbers = itertools.count(1)
 
     async def begin(self, role: str, *arguments: Any) -> tuple[int, Any]:
-        """Become what `role`, PACKAGE.MODULE:CLASS, is: the process's number, and what the role's
-        `begin` returns.
+        """Create the role and start it; may take minutes, because programs are compiled.
 
-        May take long: programs are compiled."""
+        Args:
+            role: Class of the role, PACKAGE.MODULE:CLASS.
+            arguments: Arguments of its constructor after `emit`.
+
+        Returns:
+            The process id and the return value of the role's `begin`.
+        """
         self._loop = asyncio.get_running_loop()
-        where, _, name = role.partition(":")
+        module, _, name = role.partition(":")
 
-        def made() -> Any:
-            return getattr(importlib.import_module(where), name)(self._emit, *arguments)
+        def create_role() -> Any:
+            return getattr(importlib.import_module(module), name)(self._emit, *arguments)
 
-        self._role = await asyncio.to_thread(made)
+        self._role = await asyncio.to_thread(create_role)
         return os.getpid(), await self._role.begin()
 
     def __repr__(self) -> str:
-        """What Ray puts before every line that the process prints."""
+        """Return the prefix that Ray puts before every line that the process prints."""
         return self._name
 
     async def address(self) -> str:
-        """Where a server of this process can listen, HOST:PORT."""
+        """Return an address at which a server of this process can listen, HOST:PORT."""
         host = ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind((host, 0))
             return f"{host}:{probe.getsockname()[1]}"
 
-    async def tell(self, messages: Sequence[Message]) -> None:
-        """Questions, in order; what is answered comes by `hear`."""
-        for ticket, verb, arguments in messages:
-            if verb:
-                self._ask(ticket, getattr(self._role, verb), arguments)
+    async def receive(self, messages: Sequence[Message]) -> None:
+        """Start calls in order; `poll_events` returns their results."""
+        for ticket, method, arguments in messages:
+            if method:
+                self._start_call(ticket, getattr(self._role, method), arguments)
             elif ticket in self._tasks:
                 self._tasks[ticket].cancel()
 
-    async def hear(self, timeout_s: float) -> list[tuple[str, int, str, Any]]:
-        """What was said since the last time, waited for, with CPU_S; that alone where nothing is
-        said within timeout_s. One listener."""
+    async def poll_events(self, timeout_s: float) -> list[tuple[str, int, str, Any]]:
+        """Wait for events and return those since the last poll, after a CPU_S report.
+
+        Returns only the CPU_S report if there is no event within `timeout_s`. One caller at a
+        time.
+        """
         cpu_s = ("reported", 0, CPU_S, time.process_time())
         try:
             async with asyncio.timeout(timeout_s):
-                await self._something.wait()
+                await self._has_events.wait()
         except TimeoutError:
             return [cpu_s]
         events, self._events = (
-            self._events[:MAX_CONCURRENT_COMMANDS],
-            self._events[MAX_CONCURRENT_COMMANDS:],
+            self._events[:MAX_EVENTS_PER_POLL],
+            self._events[MAX_EVENTS_PER_POLL:],
         )
         if not self._events:
-            self._something.clear()
-        return [cpu_s, *((event.kind, event.ticket, event.name, event.what) for event in events)]
+            self._has_events.clear()
+        return [cpu_s, *((event.kind, event.ticket, event.name, event.payload) for event in events)]
 
     async def end(self) -> None:
         """Close the role."""
         if self._role is not None:
             await self._role.end()
 
-    def _ask(self, ticket: int, verb: Callable[..., Any], arguments: tuple[Any, ...]) -> None:
+    def _start_call(
+        self, ticket: int, method: Callable[..., Any], arguments: tuple[Any, ...]
+    ) -> None:
         try:
-            found = verb(*arguments)
-        except Exception as error:
-            self._failed(ticket, error)
+            result = method(*arguments)
+        except Exception as error:  # handed on to the caller
+            self._push_error(ticket, error)
             return
-        if isawaitable(found):
+        if isawaitable(result):
             number = ticket or -next(self._numbers)
-            task = self._tasks[number] = asyncio.ensure_future(self._answered(ticket, found))
+            task = self._tasks[number] = asyncio.ensure_future(self._reply(ticket, result))
             task.add_done_callback(lambda _: self._tasks.pop(number))
         elif ticket:
-            self._say(Event("done", ticket, "", found))
+            self._push(Event("done", ticket, "", result))
 
-    async def _answered(self, ticket: int, found: Awaitable[Any]) -> None:
+    async def _reply(self, ticket: int, result: Awaitable[Any]) -> None:
         try:
-            answer = await found
+            answer = await result
             if ticket:
-                self._say(Event("done", ticket, "", answer))
-        except Exception as error:
-            self._failed(ticket, error)
+                self._push(Event("done", ticket, "", answer))
+        except Exception as error:  # handed on to the caller
+            self._push_error(ticket, error)
 
-    def _failed(self, ticket: int, error: Exception) -> None:
-        self._say(Event("failed", ticket, type(error).__name__, str(error)))
+    def _push_error(self, ticket: int, error: Exception) -> None:
+        self._push(Event("failed", ticket, type(error).__name__, str(error)))
 
-    def _emit(self, topic: str, what: Any) -> None:
-        assert self._loop is not None, "a role is made by `begin`"
-        self._loop.call_soon_threadsafe(self._say, Event("reported", 0, topic, what))
+    def _emit(self, topic: str, payload: Any) -> None:
+        assert self._loop is not None, "`begin` creates the role"
+        self._loop.call_soon_threadsafe(self._push, Event("reported", 0, topic, payload))
 
-    def _say(self, event: Event) -> None:
+    def _push(self, event: Event) -> None:
         self._events.append(event)
-        self._something.set()
+        self._has_events.set()
 
 
-def _not_of_threads(record: logging.LogRecord) -> bool:
-    """Ray warns of waiting in an asynchronous actor, also where threads of its own wait."""
+def _is_not_thread_warning(record: logging.LogRecord) -> bool:
+    """Filter Ray's warning of blocking calls in an async actor: only the actor's threads block."""
     return "Using blocking ray.get" not in record.getMessage()

@@ -53,7 +53,7 @@ class Fleet:
         """Return a value that changes whenever an engine decodes a token or swaps weights."""
         return tuple((loop.num_tokens, loop.version) for loop in self._loops)
 
-    def waits(self) -> str:
+    def describe_wait(self) -> str:
         """Describe the load of each engine."""
         return "; ".join(
             (

@@ -538,7 +538,7 @@ class RewardService:
         """How many answers were graded and tools used so far."""
         return self.grades.total() + self.tool_results.total()
 
-    def waits(self) -> str:
+    def describe_wait(self) -> str:
         """What is being done, in words."""
         return f"{self._num_open} answers are graded"
 

@@ -52,7 +52,7 @@ from areal_jax.run.plan import Plan, TrainingPlan
 from areal_jax.run.recording import Recording, result_lines, start_progress, start_recording
 from areal_jax.run.stopping import StopRequest, stopping_on_signals
 from areal_jax.run.trainer import initial_weights
-from areal_jax.threads import in_thread
+from areal_jax.threads import run_in_thread
 from areal_jax.trainer.versions import Versions
 from areal_jax.weights.local import WeightChannel
 from areal_jax.weights.rolling import RollingSource, rolling_sources
@@ -137,7 +137,7 @@ class Run(Generic[AnyTrainer]):
 
     async def save(self, version: int, state: RolloutState) -> None:
         """As `Checkpointing.save`, in a thread."""
-        await in_thread(partial(self.checkpointing.save, version, state), "checkpoint")
+        await run_in_thread(partial(self.checkpointing.save, version, state), "checkpoint")
 
     @asynccontextmanager
     async def watched(self, rollouts: RunningRollouts | None = None) -> AsyncIterator[None]:
@@ -373,7 +373,9 @@ def start_engine_loops(
         on_event=partial(trace.span, "weight_channel"),
     )
     stack.callback(weight_channel.close)
-    sources = rolling_sources([weight_channel.of(number) for number in range(len(plan.engines))])
+    sources = rolling_sources(
+        [weight_channel.source(number) for number in range(len(plan.engines))]
+    )
     fleet = Fleet(
         [
             EngineLoop(engine, source, on_event=partial(_trace_engine, trace, source, number))
@@ -397,7 +399,7 @@ def _trace_engine(
     lane = "rollout engine loop" + (f" {number + 1}" if number else "")
     trace.span(lane, name, start_s, end_s, {"engine": number, **args})
     if name == "swap":
-        source.swapped()
+        source.complete_swap()
 
 
 def _bases(plan: Plan, base: Params) -> list[EngineParams]:

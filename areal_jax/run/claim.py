@@ -27,7 +27,7 @@ from typing import Any, NoReturn
 import psutil
 
 from areal_jax.cluster.signals import kill_children
-from areal_jax.errors import ConfigError
+from areal_jax.errors import ClaimLost, ConfigError
 from areal_jax.metrics.files import describe_disk_error
 
 logger = logging.getLogger(__name__)
@@ -59,10 +59,6 @@ _NO_LOCKS = (errno.ENOTSUP, errno.ENOSYS, errno.ENOLCK, errno.EINVAL)
 
 class FolderInUse(ConfigError):
     """Another process holds the claim."""
-
-
-class ClaimLost(RuntimeError):
-    """Another process has taken over the claim."""
 
 
 class Claim:

@@ -17,9 +17,9 @@ from areal_jax.cluster.config import Ray
 from areal_jax.cluster.connection import Connection
 from areal_jax.cluster.engines import Engines
 from areal_jax.cluster.graders import Graders
-from areal_jax.cluster.placement import Cluster, InsufficientResources, Kind, connected
-from areal_jax.cluster.trainers import Trainers, answers_of
-from areal_jax.cluster.weight_broadcast import Relay
+from areal_jax.cluster.placement import Cluster, InsufficientResources, Kind, connect
+from areal_jax.cluster.trainers import Trainers, gather_replies
+from areal_jax.cluster.weight_broadcast import WeightBroadcast
 from areal_jax.config.load import written_settings
 from areal_jax.errors import ConfigError, NotStarted, WorkerDied
 from areal_jax.protocols import Grader
@@ -40,7 +40,7 @@ TRAINER, ENGINE, REWARDS = (
 REPLACEMENT_ATTEMPTS = 3
 """Failed attempts to start a worker after which it is given up."""
 
-OFFER_TIMEOUT_S = 600.0
+COLLECT_TIMEOUT_S = 600.0
 """Longest time for trainer hosts to put a version of any size into the object store."""
 
 
@@ -66,13 +66,13 @@ async def train_on_cluster(
     """
     launch = plan.experiment.launch
     assert isinstance(launch, Ray)
-    with connected(launch) as cluster:
+    with connect(launch) as cluster:
         for left in range(launch.attempts, -1, -1):
             try:
                 async with build_cluster_run(
                     plan, folder, cluster, resume=resume, source=source, claim=claim
                 ) as run:
-                    await run.trainer.while_whole(train(run))
+                    await run.trainer.run_while_alive(train(run))
                 return
             except WorkerDied as loss:
                 if not left or isinstance(loss, NotStarted):
@@ -149,7 +149,7 @@ class WorkerPool:
         )
 
         async def grade(task: Task, answer: str) -> RewardResult:
-            return RewardResult(**await connection.ask("grade", task_to_json(task), answer))
+            return RewardResult(**await connection.call("grade", task_to_json(task), answer))
 
         try:
             await self._probe(grade)
@@ -233,7 +233,7 @@ async def build_cluster_run(
             f"workers: {launch.reward_workers}, as processes of Ray "
             f"({cluster.accelerator if cluster.accelerator != 'none' else 'CPUs'})"
         )
-        async with cluster.reserved():
+        async with cluster.reserve():
             (trainers, beside), _ = await all_or_none(
                 start_trainers(
                     stack,
@@ -250,16 +250,16 @@ async def build_cluster_run(
         recording = start_recording(
             stack, plan, folder, progress, version=version, restored=restored
         )
-        relay = Relay(trainers, pool.engines, offer_timeout_s=OFFER_TIMEOUT_S)
-        stack.push_async_callback(relay.close)
-        relay.publish(trainers.version, trainers.params)
+        broadcast = WeightBroadcast(trainers, pool.engines, collect_timeout_s=COLLECT_TIMEOUT_S)
+        stack.push_async_callback(broadcast.close)
+        broadcast.publish(trainers.version, trainers.params)
         yield await make_run(
             stack,
             plan,
             folder,
             trainer=trainers,
             writer=trainers,
-            weight_channel=relay,
+            weight_channel=broadcast,
             engine=pool.engines,
             grader=pool.graders,
             recording=recording,
@@ -290,7 +290,7 @@ async def start_trainers(
     hosts = await all_or_none(*(host(number) for number in range(config.trainer_hosts)))
     coordinator = await hosts[0].address()
     try:
-        joined = await answers_of(
+        joined = await gather_replies(
             (each, "join", (coordinator, number, config.trainer_hosts, config.start_timeout_s))
             for number, each in enumerate(hosts)
         )

@@ -9,7 +9,14 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from areal_jax.cluster.watchdog import Computes, Grows, Replaces, Stalled, Waits, Watchdog
+from areal_jax.cluster.watchdog import (
+    CpuTimeSource,
+    ProgressSource,
+    Stalled,
+    Watchdog,
+    WorkerGroup,
+    WorkerReplacer,
+)
 from areal_jax.config.experiment import AnyExperiment, Experiment
 from areal_jax.protocols import RunningRollouts, VersionedTrainer
 from areal_jax.run.recording import CHECKPOINT, Recording
@@ -44,7 +51,7 @@ class Liveness:
             timeout_s=max(exp.launch.stall_timeout_s, longest_s + exp.launch.stall_warning_s),
             progress=self.progress,
             cpu_s=self.cpu_s,
-            waits=self.waits,
+            describe_wait=self.waits,
             replace=self.replace_stalled,
         )
         body = asyncio.current_task()
@@ -72,7 +79,7 @@ class Liveness:
     def progress(self) -> Hashable:
         """A value that changes whenever the run makes progress."""
         waits_for_worker = any(
-            isinstance(each, Grows) and each.is_empty for each in self.components
+            isinstance(each, WorkerGroup) and each.is_empty for each in self.components
         )
         if waits_for_worker or any(lane == CHECKPOINT for lane, _ in self.recording.active_spans):
             return object()  # these have timeouts of their own
@@ -80,14 +87,14 @@ class Liveness:
             self.trainer.version,
             self.recording.num_spans,
             None if self.rollouts is None else self.rollouts.next_group_id,
-            tuple(each.progress() for each in self.components if isinstance(each, Waits)),
+            tuple(each.progress() for each in self.components if isinstance(each, ProgressSource)),
         )
 
     def cpu_s(self) -> float:
         """Processor time of the component that computes without reporting: the trainer in a step,
         else the engines."""
         computing: Any = self.trainer if self.recording.active_spans else self.engine
-        return computing.cpu_s if isinstance(computing, Computes) else time.process_time()
+        return computing.cpu_s if isinstance(computing, CpuTimeSource) else time.process_time()
 
     def waits(self) -> str:
         """One line: which component waits for which."""
@@ -102,12 +109,14 @@ class Liveness:
             )
         if rollouts is not None:
             lines.append(repr(rollouts.gate))
-        reports = (each.waits() for each in self.components if isinstance(each, Waits))
+        reports = (
+            each.describe_wait() for each in self.components if isinstance(each, ProgressSource)
+        )
         return "; ".join([*lines, *filter(None, reports)])
 
     def replace_stalled(self, why: str) -> str | None:
         """Replace the worker that makes no progress; its name, or None where there is none."""
         for each in self.components:
-            if isinstance(each, Replaces) and (name := each.replace_stalled(why)) is not None:
+            if isinstance(each, WorkerReplacer) and (name := each.replace_stalled(why)) is not None:
                 return name
         return None

@@ -165,7 +165,7 @@ def _make_engines(
 
 
 def _make_meshes(experiment: AnyExperiment) -> Meshes:
-    placement, devices = experiment.launch.placement(experiment.placement), jax.devices()
+    placement, devices = experiment.launch.resolve_placement(experiment.placement), jax.devices()
     num_train = placement.train_devices or len(devices)
     if decodes(experiment) or num_train > len(devices):
         return make_meshes(placement)

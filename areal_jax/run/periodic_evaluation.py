@@ -16,7 +16,7 @@ from areal_jax.protocols import Engine, Grader, Tools, WeightPublisher
 from areal_jax.run.generation import evaluation_sampling, workflow_of
 from areal_jax.run.plan import Plan
 from areal_jax.run.recording import Recording
-from areal_jax.threads import in_thread
+from areal_jax.threads import run_in_thread
 from areal_jax.workflows.agent import AgentHost
 
 logger = logging.getLogger(__name__)
@@ -74,8 +74,8 @@ class PeriodicEvaluation:
         """Where evaluations are pinned, wait until all engines have the version, before a newer one
         is published."""
         if self.plan.experiment.evaluation.pinned:
-            await in_thread(
-                partial(self.weight_channel.wait_everywhere, version, WEIGHTS_TIMEOUT_S),
+            await run_in_thread(
+                partial(self.weight_channel.wait_all_engines, version, WEIGHTS_TIMEOUT_S),
                 "waiting for weights",
             )
 

@@ -8,7 +8,7 @@ from collections.abc import Coroutine, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from areal_jax.cluster.signals import SIGNALS, keep_handlers
+from areal_jax.cluster.signals import SIGNALS, save_handlers
 
 T = TypeVar("T")
 
@@ -41,7 +41,7 @@ class StopRequest(asyncio.Event):
 @contextmanager
 def stopping_on_signals() -> Iterator[StopRequest]:
     """Set an event on the first Ctrl-C or SIGTERM; the second one acts as it would without this."""
-    stop, loop, restore = StopRequest(), asyncio.get_running_loop(), keep_handlers()
+    stop, loop, restore = StopRequest(), asyncio.get_running_loop(), save_handlers()
 
     def remove_handlers() -> None:
         for number in SIGNALS:

@@ -135,7 +135,9 @@ class TrainerHost:
     async def contribution(self, after: int, timeout_s: float) -> Any:
         """References to this host's shards of its newest version above `after`; None where there is
         none in time, and a reason as text where none is being published."""
-        if (found := await asyncio.to_thread(self._publisher.next, after, timeout_s)) is not None:
+        if (
+            found := await asyncio.to_thread(self._publisher.next_contribution, after, timeout_s)
+        ) is not None:
             return found
         return (
             None
@@ -244,14 +246,16 @@ class EngineHost:
             if base is None
             else lambda arrived: lora.attach(found.policy, base, arrived),
             on_event=lambda name, _start_s, _end_s, args: emit(name, args["version"]),
-            on_skip=lambda version, why: emit("skipped", (version, why)),
+            on_failure=lambda version, why: emit("update_failed", (version, why)),
         )
-        self._in_turn = RollingSource(
+        self._rolling_source = RollingSource(
             self._reader,
-            ask=lambda ticket, _: emit("wants_turn", ticket),
-            over=lambda ticket: emit("swapped", ticket),
+            request_turn=lambda ticket, _: emit("turn_requested", ticket),
+            end_turn=lambda ticket: emit("turn_ended", ticket),
         )
-        self._engine_loop = EngineLoop(engine, self._in_turn, on_event=self._start_engine_loop)
+        self._engine_loop = EngineLoop(
+            engine, self._rolling_source, on_event=self._start_engine_loop
+        )
         engine.warm_up()
         self._engine_loop.start()
         # Number of reported tokens by request and sample.
@@ -271,12 +275,12 @@ class EngineHost:
 
     async def submit(self, plain: Any) -> Any:
         """Answer a request. A cancelled request frees its slots."""
-        request = wire.request_from(plain)
+        request = wire.decode_request(plain)
         reported = self._reported[request.id] = [
             len(sampled.tokens) for sampled in request.resume
         ] or [0] * request.num_samples
         try:
-            return wire.completions_to(await self._engine_loop.submit(request))
+            return wire.encode_completions(await self._engine_loop.submit(request))
         finally:
             if self._reported.get(request.id) is reported:
                 del self._reported[request.id]
@@ -284,7 +288,7 @@ class EngineHost:
     async def snapshot(self) -> dict[str, Any]:
         """Partial completions of all unfinished requests."""
         return {
-            name: wire.completions_to(sampled)
+            name: wire.encode_completions(sampled)
             for name, sampled in (await self._engine_loop.snapshot()).items()
         }
 
@@ -292,13 +296,13 @@ class EngineHost:
         """As `EngineLoop.end_sample`."""
         self._engine_loop.end_sample(request_id, sample)
 
-    def offer(self, version: int, contributions: Sequence[Any]) -> None:
+    def update_weights(self, version: int, contributions: Sequence[Any]) -> None:
         """Receive references to the weights of a version."""
-        self._reader.offer(version, contributions)
+        self._reader.pull(version, contributions)
 
-    def turn(self, ticket: float) -> None:
+    def grant_turn(self, ticket: float) -> None:
         """Allow the engine to switch to the newest weights that it has."""
-        self._in_turn.give(ticket)
+        self._rolling_source.grant_turn(ticket)
 
     async def end(self) -> None:
         """Stop the engine loop."""
@@ -311,7 +315,7 @@ class EngineHost:
         self, name: str, start_s: float, end_s: float, args: Mapping[str, int | float]
     ) -> None:
         if name == "swap":
-            self._in_turn.swapped()
+            self._rolling_source.complete_swap()
 
     async def _report(self) -> None:
         """Report sampled tokens and metrics at an interval."""
@@ -334,8 +338,8 @@ class EngineHost:
             self._emit(
                 "state",
                 {
-                    "version": self._reader.arrived,
-                    "pulling": self._reader.under_way,
+                    "version": self._reader.newest_version,
+                    "pulling": self._reader.pending_version,
                     "decoding": self._status.version,
                     "requests": list(self._reported),
                     "running": list(self._status.running),
@@ -350,7 +354,7 @@ class EngineHost:
         for sample, (start, sampled) in enumerate(zip(reported, completions, strict=False)):
             is_finished = sampled.stop_reason != "suspended"
             if start != _ALL and (is_finished or len(sampled.tokens) > start):
-                news[sample] = start, wire.completion_to(sampled.slice(start))
+                news[sample] = start, wire.encode_completion(sampled.slice(start))
                 reported[sample] = _ALL if is_finished else len(sampled.tokens)
         return news
 

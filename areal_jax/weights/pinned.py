@@ -1,4 +1,4 @@
-"""Weights that stay as they are, for an engine that serves or evaluates one version."""
+"""Weight source of one fixed version, for serving and evaluation."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from areal_jax.records import Weights
 
 @dataclass(frozen=True, slots=True)
 class Pinned:
-    """One version, from the first look on."""
+    """Source that always has the same version."""
 
     weights: Weights
 
@@ -17,10 +17,14 @@ class Pinned:
         return self.weights if self.weights.version > after else None
 
     def wait(self, at_least: int, timeout_s: float) -> Weights:
-        """TimeoutError where more than this version is asked for: there will be no other."""
+        """Return the weights.
+
+        Raises:
+            TimeoutError: A newer version is required; there will be none.
+        """
         if self.weights.version < at_least:
             raise TimeoutError(
-                f"version {at_least} will not come: the weights are pinned at version "
+                f"expected weights of version {at_least}, the weights are pinned at version "
                 f"{self.weights.version}"
             )
         return self.weights

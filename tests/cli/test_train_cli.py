@@ -23,6 +23,8 @@ from areal_jax.cli.train import main, make_unique, resume_advice
 from areal_jax.config.load import experiment_names, find_experiment, load_experiment, write_config
 from areal_jax.config.overrides import settings
 from areal_jax.data.policy_files import EMBEDDED
+from areal_jax.run import start as start_module
+from areal_jax.run.claim import Writer
 from areal_jax.run.recording import result_lines
 
 ROOT = Path(__file__).parents[2]
@@ -290,6 +292,19 @@ def test_a_full_disk_is_one_message_and_exit_code_1(
     assert said.startswith(
         f"areal_jax: {tmp_path / 'run' / 'claim.json'}: File too large; make room there"
     )
+
+
+def test_a_lost_claim_is_one_message_and_exit_code_1(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    def write_with_an_earlier_token(_plan: object, run_folder: Path, **_options: object) -> None:
+        Writer(run_folder, "token of an earlier claim")
+
+    monkeypatch.setattr(start_module, "start", write_with_an_earlier_token)
+    assert main(["--exp=aime", f"--run-folder={tmp_path / 'run'}"]) == 1
+    (message,) = capsys.readouterr().err.splitlines()[-1:]
+    assert message.startswith(f"areal_jax: {tmp_path / 'run'} is claimed by")
+    assert message.endswith("nothing is written")
 
 
 def test_results_name_score_and_next_commands(tmp_path: Path) -> None:

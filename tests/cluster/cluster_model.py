@@ -1,10 +1,9 @@
-"""A run on a cluster under simulated time: the real Relay, Engines, Router, Turns and RollingSource
-between simulated processes.
+"""A run on a cluster under simulated time: the real WeightBroadcast, Engines,
+Router, RollingUpdate and RollingSource between simulated processes.
 
-Trainer hosts and engines are models: what they are told and what they say crosses a network that
-loses, delays, doubles and reorders messages; engines die, hang and are replaced; objects of the
-store are lost. The loop trains on batches as `areal_jax.loop` does, and evaluates on weights that
-are held.
+Trainer hosts and engines are models. Their messages cross a network that loses, delays, duplicates
+and reorders them; engines die, hang and are replaced; objects of the store are lost. The loop
+trains on batches as `areal_jax.loop` does, and evaluates while the weight broadcast is paused.
 """
 
 from __future__ import annotations
@@ -21,23 +20,23 @@ import numpy as np
 
 from areal_jax.cluster import wire
 from areal_jax.cluster.engines import Engines
-from areal_jax.cluster.weight_broadcast import Relay
+from areal_jax.cluster.weight_broadcast import WeightBroadcast
 from areal_jax.errors import WorkerDied
 from areal_jax.records import NO_VERSION, Completion, Request, Sampling, Weights, empty_completion
 from areal_jax.sim import clock
 from areal_jax.weights.rolling import ENGINES_PER_TURN, RollingSource
 
 MOST_SIMULATED_S = 3600.0
-"""A run that has not ended by then has stalled: most take a few minutes."""
+"""Simulated time after which a run counts as stalled; most take a few minutes."""
 
 FAULTS_END_S = 90.0
-"""Faults that a schedule asks for later than this do not happen."""
+"""Simulated time after which no faults happen."""
 
 LENGTH = 6
-"""Tokens of an answer."""
+"""Number of tokens of a completion."""
 
 STEP_S = 0.5
-"""Of an engine: a token in every slot."""
+"""Duration of one decode step of an engine."""
 
 PROMPT = np.arange(3, dtype=np.int32)
 
@@ -56,19 +55,19 @@ class Setup:
     loss: float = 0.0
     """Share of messages that are lost."""
     doubled: float = 0.0
-    """Share of messages without an answer that come twice."""
+    """Share of messages without a reply that arrive twice."""
     most_delay_s: float = 0.05
     most_pull_s: float = 1.0
     failed_pulls: float = 0.0
-    """Share of pulls that fail though nothing is lost."""
+    """Share of pulls that fail although no object is lost."""
     most_swap_s: float = 0.5
     start_s: float = 3.0
-    """Of an engine that takes a lost one's place."""
+    """Start time of a replacement engine."""
 
 
 @dataclass(frozen=True)
 class Fault:
-    """What happens so long after the fault before it."""
+    """A fault `after_s` seconds after the previous one."""
 
     after_s: float
     kind: str
@@ -81,17 +80,17 @@ FAULTS = ("kill", "kill", "kill all", "hang", "lose objects", "full store", "par
 
 @dataclass
 class Outcome:
-    """What a run has come to."""
+    """Result of a run."""
 
     ended_s: float = math.inf
     answered: dict[str, list[Completion]] = field(default_factory=dict)
     broken: list[str] = field(default_factory=list)
-    """Laws."""
+    """Violated laws."""
     waits_for: str = ""
 
 
 class Network:
-    """Messages between the run and its processes."""
+    """Network between the controller and its workers."""
 
     def __init__(self, setup: Setup, rng: random.Random) -> None:
         self._setup, self._rng, self._loop = setup, rng, asyncio.get_running_loop()
@@ -115,7 +114,7 @@ class Objects:
 
 
 class HostModel:
-    """A trainer host with its publisher: as `hosts.TrainerHost`."""
+    """Model of `worker_roles.TrainerHost` with its publisher."""
 
     def __init__(self, number: int, objects: Objects, rng: random.Random) -> None:
         self._number, self._objects, self._rng, self._loop = (
@@ -158,7 +157,7 @@ class HostModel:
 
 
 class TrainersModel:
-    """Two trainer hosts, asked together: as `launch.trainers.Trainers`."""
+    """Model of `cluster.trainers.Trainers` with two hosts."""
 
     num_hosts = 2
 
@@ -184,7 +183,7 @@ class TrainersModel:
     async def contribution(self, host: int, after: int) -> Any:
         return await self.hosts[host].contribution(after)
 
-    def give_up(self, why: str) -> None:
+    def mark_dead(self, why: str) -> None:
         raise AssertionError(why)
 
     def metrics(self) -> Mapping[str, tuple[float, float]]:
@@ -192,44 +191,47 @@ class TrainersModel:
 
 
 class ReaderModel:
-    """Weights as they come to an engine: as `weights.object_store.ShardReader`."""
+    """Model of `weights.object_store.ShardReader`."""
 
     def __init__(
         self, setup: Setup, objects: Objects, rng: random.Random, emit: Callable[[str, Any], None]
     ) -> None:
         self._setup, self._objects, self._rng, self._emit = setup, objects, rng, emit
         self._loop = asyncio.get_running_loop()
-        self.arrived = NO_VERSION
-        self.under_way: int | None = None
+        self.newest_version = NO_VERSION
+        self.pending_version: int | None = None
 
-    def offer(self, version: int, contributions: Sequence[Any]) -> None:
-        if version > max(self.arrived, NO_VERSION if self.under_way is None else self.under_way):
-            self.under_way = version
+    def pull(self, version: int, contributions: Sequence[Any]) -> None:
+        if version > max(
+            self.newest_version,
+            NO_VERSION if self.pending_version is None else self.pending_version,
+        ):
+            self.pending_version = version
             self._loop.call_later(
                 self._rng.random() * self._setup.most_pull_s, self._pulled, version, contributions
             )
 
     def _pulled(self, version: int, contributions: Sequence[Any]) -> None:
-        if self.under_way == version:
-            self.under_way = None
+        if self.pending_version == version:
+            self.pending_version = None
         if (
             any(each["put"] in self._objects.lost for each in contributions)
             or self._rng.random() < self._setup.failed_pulls
         ):
-            self._emit("skipped", (version, "a chunk is lost"))
-        elif version > self.arrived:
-            self.arrived = version
+            self._emit("update_failed", (version, "a chunk is lost"))
+        elif version > self.newest_version:
+            self.newest_version = version
             self._emit("weights", version)
 
     def newest(self, after: int) -> Weights | None:
-        return Weights(self.arrived, None) if self.arrived > after else None
+        return Weights(self.newest_version, None) if self.newest_version > after else None
 
     def wait(self, at_least: int, timeout_s: float) -> Weights:
         raise AssertionError("nothing waits in a thread here")
 
 
 @dataclass
-class _Drawn:
+class _Running:
     request: Request
     ticket: int
     sampled: list[Completion]
@@ -237,7 +239,7 @@ class _Drawn:
 
 
 class EngineModel:
-    """An engine's process: as `hosts.EngineHost` with its engine loop. It is its own Channel."""
+    """Model of `worker_roles.EngineHost` with its engine loop; also its own WorkerHandle."""
 
     def __init__(self, number: int, world: World) -> None:
         self.number, self.name, self.process_id, self.cpu_s = (
@@ -249,31 +251,31 @@ class EngineModel:
         self._world, self._setup, self._rng = world, world.setup, world.rng
         self._loop = asyncio.get_running_loop()
         self._reader = ReaderModel(world.setup, world.objects, world.rng, self._emit)
-        self._in_turn = RollingSource(
+        self._rolling_source = RollingSource(
             self._reader,
-            ask=lambda ticket, _: self._emit("wants_turn", ticket),
-            over=lambda ticket: self._emit("swapped", ticket),
+            request_turn=lambda ticket, _: self._emit("turn_requested", ticket),
+            end_turn=lambda ticket: self._emit("turn_ended", ticket),
             clock=self._loop.time,
         )
         self.version = NO_VERSION
         self.is_swapping = False
         self.hangs_until_s = 0.0
-        self._held: dict[str, _Drawn] = {}
+        self._held: dict[str, _Running] = {}
         self._tickets = itertools.count(1)
         self._asked: dict[int, asyncio.Future[Any]] = {}
         self._reported: Callable[[str, Any], None] = lambda _topic, _what: None
-        self._on_loss: Callable[[WorkerDied], None] = lambda _loss: None
+        self._on_death: Callable[[WorkerDied], None] = lambda _loss: None
         self.loss: WorkerDied | None = None
         self._tasks = [asyncio.create_task(work()) for work in (self._draw, self._report)]
 
-    # The counting process's side: a Channel.
+    # The controller's side: a WorkerHandle.
 
-    def listen(
-        self, reported: Callable[[str, Any], None], on_loss: Callable[[WorkerDied], None]
+    def subscribe(
+        self, reported: Callable[[str, Any], None], on_death: Callable[[WorkerDied], None]
     ) -> None:
-        self._reported, self._on_loss = reported, on_loss
+        self._reported, self._on_death = reported, on_death
 
-    def ask(self, verb: str, *arguments: Any) -> asyncio.Future[Any]:
+    def call(self, verb: str, *arguments: Any) -> asyncio.Future[Any]:
         future = self._loop.create_future()
         if self.loss is not None:
             future.set_exception(self.loss)
@@ -285,18 +287,18 @@ class EngineModel:
         self._world.network.send(lambda: self._submit(ticket, *arguments), once=True)
         return future
 
-    def tell(self, verb: str, *arguments: Any) -> None:
+    def notify(self, verb: str, *arguments: Any) -> None:
         if self.loss is None:
             self._world.network.send(lambda: self._drain_commands(verb, *arguments))
 
-    def give_up(self, why: str, *, tell: bool = True) -> None:
-        self.lose(f"is given up: {why}")
+    def mark_dead(self, why: str, *, report: bool = True) -> None:
+        self.lose(f"died: it was killed: {why}")
 
     async def close(self, timeout_s: float = 0.0) -> None:
-        self.lose("is closed", tell=False)
+        self.lose("is closed", report=False)
 
-    def lose(self, why: str, *, tell: bool = True) -> None:
-        """The process is gone, and that is known."""
+    def lose(self, why: str, *, report: bool = True) -> None:
+        """End the process and report its death."""
         if self.loss is not None:
             return
         self.die()
@@ -304,11 +306,11 @@ class EngineModel:
         for future in self._asked.values():
             if not future.done():
                 future.set_exception(self.loss)
-        if tell:
-            self._on_loss(self.loss)
+        if report:
+            self._on_death(self.loss)
 
     def die(self) -> None:
-        """The process is gone, which nobody knows yet."""
+        """End the process without a report."""
         self.is_swapping = False
         for task in self._tasks:
             task.cancel()
@@ -340,19 +342,19 @@ class EngineModel:
     def _submit(self, ticket: int, plain: Any) -> None:
         if self.is_dead:
             return
-        request = wire.request_from(plain)
+        request = wire.decode_request(plain)
         sampled = list(request.resume) or [empty_completion()] * request.num_samples
-        self._held[request.id] = _Drawn(request, ticket, sampled, len(sampled[0].tokens))
+        self._held[request.id] = _Running(request, ticket, sampled, len(sampled[0].tokens))
 
     def _drain_commands(self, verb: str, *arguments: Any) -> None:
         if not self.is_dead:
             match verb:
-                case "offer":
-                    self._reader.offer(*arguments)
-                case "turn":
-                    self._in_turn.give(*arguments)
+                case "update_weights":
+                    self._reader.pull(*arguments)
+                case "grant_turn":
+                    self._rolling_source.grant_turn(*arguments)
 
-    def _running(self) -> list[_Drawn]:
+    def _running(self) -> list[_Running]:
         able = [held for held in self._held.values() if held.request.min_version <= self.version]
         return able[: self._setup.num_slots]
 
@@ -361,15 +363,15 @@ class EngineModel:
             await asyncio.sleep(STEP_S)
             if self._loop.time() < self.hangs_until_s:
                 continue
-            if (weights := self._in_turn.newest(self.version)) is not None:
+            if (weights := self._rolling_source.newest(self.version)) is not None:
                 self._world.swap_begins(self, weights.version)
                 await asyncio.sleep(self._rng.random() * self._setup.most_swap_s)
                 self._world.swap_ends(self, weights.version)
-                self._in_turn.swapped()
+                self._rolling_source.complete_swap()
             for held in self._running():
                 self._draw_one(held)
 
-    def _draw_one(self, held: _Drawn) -> None:
+    def _draw_one(self, held: _Running) -> None:
         (sampled,) = held.sampled
         start = len(sampled.tokens)
         if start < LENGTH:
@@ -381,7 +383,7 @@ class EngineModel:
             held.sampled = [sampled.concatenate(Completion(*arrays, "suspended"))]
         if len(held.sampled[0].tokens) >= LENGTH:
             done = held.sampled[0]
-            answer = wire.completions_to(
+            answer = wire.encode_completions(
                 [Completion(done.tokens, done.logp, done.versions, "length")]
             )
             if self._held.get(held.request.id) is held:
@@ -403,7 +405,7 @@ class EngineModel:
                         news[name] = {
                             0: (
                                 held.reported,
-                                wire.completion_to(held.sampled[0].slice(held.reported)),
+                                wire.encode_completion(held.sampled[0].slice(held.reported)),
                             )
                         }
                         held.reported = len(held.sampled[0].tokens)
@@ -412,8 +414,8 @@ class EngineModel:
             self._emit(
                 "state",
                 {
-                    "version": self._reader.arrived,
-                    "pulling": self._reader.under_way,
+                    "version": self._reader.newest_version,
+                    "pulling": self._reader.pending_version,
                     "decoding": self.version,
                     "requests": list(self._held),
                     "running": [held.request.id for held in self._running()],
@@ -431,7 +433,7 @@ class World:
         self.objects = Objects()
         self.trainers = TrainersModel(self.network, self.objects, self.rng)
         self.engines = Engines(wait_s=900.0)
-        self.relay = Relay(self.trainers, self.engines, offer_timeout_s=60.0)
+        self.broadcast = WeightBroadcast(self.trainers, self.engines, collect_timeout_s=60.0)
         self.living: dict[int, EngineModel] = {}
         self.outcome = Outcome()
         self._numbers = itertools.count()
@@ -443,11 +445,11 @@ class World:
         number = next(self._numbers)
         engine = self.living[number] = EngineModel(number, self)
 
-        def on_loss() -> None:
+        def on_death() -> None:
             self.living.pop(number, None)
             self.loop.call_later(self.setup.start_s, self.start_engine)
 
-        self.engines.join(number, engine, self.setup.num_slots, on_loss)
+        self.engines.join(number, engine, self.setup.num_slots, on_death)
 
     def swap_begins(self, engine: EngineModel, version: int) -> None:
         if version <= engine.version:
@@ -490,7 +492,7 @@ class World:
 
     def _kill(self, engine: EngineModel) -> None:
         engine.die()
-        self.loop.call_later(self.rng.random() * 3, engine.lose, "was lost: killed")
+        self.loop.call_later(self.rng.random() * 3, engine.lose, "died: killed")
 
     # The loop.
 
@@ -498,7 +500,7 @@ class World:
         setup = self.setup
         for _ in range(setup.num_engines):
             self.start_engine()
-        self.relay.publish(0, None)
+        self.broadcast.publish(0, None)
         happening = asyncio.create_task(self.happen(faults))
         groups: dict[int, asyncio.Task[None]] = {}
         evaluations: set[asyncio.Task[None]] = set()
@@ -506,21 +508,21 @@ class World:
             for group in range((version + 1 + setup.max_staleness) * setup.batch):
                 if group not in groups:
                     oldest = max(0, group // setup.batch - setup.max_staleness)
-                    groups[group] = asyncio.create_task(self.ask(f"group {group}", oldest))
+                    groups[group] = asyncio.create_task(self.submit(f"group {group}", oldest))
             self.outcome.waits_for = f"the batch of version {version}"
             await asyncio.gather(
                 *(groups[version * setup.batch + place] for place in range(setup.batch))
             )
             self.outcome.waits_for = f"step {version}"
             await self.trainers.step()
-            self.relay.publish(version + 1, None)
+            self.broadcast.publish(version + 1, None)
             if (
                 setup.evaluate_every
                 and (version + 1) % setup.evaluate_every == 0
                 and not evaluations
             ):
                 self.outcome.waits_for = f"weights of version {version + 1} everywhere"
-                await self.engines.arrived(version + 1, 1800.0)
+                await self.engines.wait_for_version(version + 1, 1800.0)
                 evaluation = asyncio.create_task(self.evaluate(version + 1))
                 evaluations.add(evaluation)
                 evaluation.add_done_callback(evaluations.discard)
@@ -534,7 +536,7 @@ class World:
             await asyncio.sleep(1.0)
         self.outcome.ended_s = self.loop.time()
 
-    async def ask(self, name: str, min_version: int) -> None:
+    async def submit(self, name: str, min_version: int) -> None:
         found = await self.engines.submit(
             Request(name, PROMPT, 1, Sampling(LENGTH), seed=1, min_version=min_version)
         )
@@ -550,16 +552,16 @@ class World:
             )
 
     async def evaluate(self, version: int) -> None:
-        with self.relay.paused():
+        with self.broadcast.paused():
             await asyncio.gather(
-                *(self.ask(f"evaluation {version}.{each}", version) for each in range(3))
+                *(self.submit(f"evaluation {version}.{each}", version) for each in range(3))
             )
 
     async def close(self) -> None:
         for task in asyncio.all_tasks() - {asyncio.current_task()}:
             if "training" in task.get_name():
                 task.cancel()
-        await self.relay.close()
+        await self.broadcast.close()
         await self.engines.close()
 
 

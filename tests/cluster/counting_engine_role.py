@@ -1,5 +1,4 @@
-"""A role for tests: an engine that draws 0, 1, 2, ... in every sample, tells every token, and dies
-where it is told to."""
+"""Test role of an engine that samples 0, 1, 2, ..., reports every token and can die."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ class Counting:
         return {}
 
     async def submit(self, plain: Any) -> Any:
-        request = wire.request_from(plain)
+        request = wire.decode_request(plain)
         sampled = self._sampled[request.id] = (
             list(request.resume) or [empty_completion()] * request.num_samples
         )
@@ -46,21 +45,21 @@ class Counting:
                 break
         del self._sampled[request.id]
         done = [Completion(each.tokens, each.logp, each.versions, "stop") for each in sampled]
-        return wire.completions_to(done)
+        return wire.encode_completions(done)
 
     async def snapshot(self) -> Any:
-        return {name: wire.completions_to(sampled) for name, sampled in self._sampled.items()}
+        return {name: wire.encode_completions(sampled) for name, sampled in self._sampled.items()}
 
     def end_sample(self, request_id: str, sample: int) -> None:
         self._ended.add((request_id, sample))
 
-    async def offer(self, version: int, contributions: Any) -> None:
+    async def update_weights(self, version: int, contributions: Any) -> None:
         self._emit("weights", version)
         while self._swap is None:
-            self._emit("wants_turn", time.monotonic())
+            self._emit("turn_requested", time.monotonic())
             await asyncio.sleep(0.1)
 
-    async def turn(self, ticket: float) -> None:
+    async def grant_turn(self, ticket: float) -> None:
         """Swap, which takes a while, or the process's life."""
         begin_s = time.time()
         self._swap = begin_s, begin_s
@@ -68,7 +67,7 @@ class Counting:
             os._exit(9)
         await asyncio.sleep(0.3)
         self._swap = begin_s, time.time()
-        self._emit("swapped", ticket)
+        self._emit("turn_ended", ticket)
 
     def swap(self) -> tuple[float, float] | None:
         return self._swap
@@ -77,7 +76,7 @@ class Counting:
         pass
 
     def _draw(self, request: Request, sampled: list[Completion]) -> dict[int, Any]:
-        """One more token in every sample that goes on."""
+        """Append one token to every unfinished sample."""
         news = {}
         for sample, each in enumerate(sampled):
             if not self._is_done(request, sample, each):
@@ -89,7 +88,7 @@ class Counting:
                 )
                 one = Completion(*more, "suspended")
                 sampled[sample] = each.concatenate(one)
-                news[sample] = (start, wire.completion_to(one))
+                news[sample] = (start, wire.encode_completion(one))
         return news
 
     def _is_done(self, request: Request, sample: int, sampled: Completion) -> bool:

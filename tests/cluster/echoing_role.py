@@ -1,4 +1,4 @@
-"""A role for tests: it answers, fails, sleeps and falls silent as it is asked."""
+"""Test role that replies, fails, sleeps and hangs on demand."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from areal_jax.cluster.worker import Emit
-from areal_jax.errors import ConfigError, CorruptedState, InvalidRequest
+from areal_jax.errors import ClaimLost, ConfigError, CorruptedState, InvalidRequest
 
 
 class Echo:
@@ -30,7 +30,7 @@ class Echo:
     def say(self, what: Any) -> Any:
         return what
 
-    def tell_and_say(self, number: int) -> int:
+    def report_and_say(self, number: int) -> int:
         self._emit("reported", number)
         return number
 
@@ -45,7 +45,14 @@ class Echo:
     def fail(self, kind: str) -> None:
         raise {
             error.__name__: error
-            for error in (InvalidRequest, ConfigError, CorruptedState, ValueError, KeyError)
+            for error in (
+                InvalidRequest,
+                ClaimLost,
+                ConfigError,
+                CorruptedState,
+                ValueError,
+                KeyError,
+            )
         }[kind]("so")
 
     def were_cancelled(self) -> list[str]:

@@ -1,5 +1,4 @@
-"""Talking to a process that Ray has started: in order, with errors that keep their class, and a
-loss that is noticed."""
+"""Connection to a worker: order of messages, classes of errors, and detection of its death."""
 
 from __future__ import annotations
 
@@ -13,20 +12,27 @@ import numpy as np
 import pytest
 
 from areal_jax.cluster.connection import Connection
-from areal_jax.errors import ConfigError, CorruptedState, InvalidRequest, NotStarted, WorkerDied
+from areal_jax.errors import (
+    ClaimLost,
+    ConfigError,
+    CorruptedState,
+    InvalidRequest,
+    NotStarted,
+    WorkerDied,
+)
 
 pytestmark = pytest.mark.usefixtures("ray_here")
 
 T = TypeVar("T")
 
 HERE = str(Path(__file__).parent)
-"""Of the role, for the process that is to have it."""
+"""Folder of the role, for the worker's PYTHONPATH."""
 
 
 async def opened(
     *arguments: str, silence_timeout_s: float = 30.0, start_timeout_s: float = 30.0
 ) -> tuple[Connection, Any]:
-    return await Connection.opened(
+    return await Connection.open(
         "echo 7",
         "echoing_role:Echo",
         arguments,
@@ -37,19 +43,19 @@ async def opened(
     )
 
 
-def talking(talk: Callable[[Connection], Awaitable[T]], **timeouts: float) -> T:
+def run_scenario(scenario: Callable[[Connection], Awaitable[T]], **timeouts: float) -> T:
     async def run() -> T:
         connection, _ = await opened(**timeouts)
         try:
             async with asyncio.timeout(60):
-                return await talk(connection)
+                return await scenario(connection)
         finally:
             await connection.close()
 
     return asyncio.run(run())
 
 
-def test_a_part_has_the_devices_it_was_given_and_answers_what_it_was_asked() -> None:
+def test_worker_has_its_devices_and_replies() -> None:
     async def run() -> None:
         connection, facts = await opened()
         try:
@@ -58,7 +64,7 @@ def test_a_part_has_the_devices_it_was_given_and_answers_what_it_was_asked() -> 
             assert facts["devices"].split()[-1] == "--xla_force_host_platform_device_count=3"
             array = np.arange(5, dtype=np.int32)
             answers = await asyncio.gather(
-                *(connection.ask("say", what) for what in (1, "two", {"three": array}))
+                *(connection.call("say", what) for what in (1, "two", {"three": array}))
             )
             assert answers[:2] == [1, "two"]
             np.testing.assert_array_equal(answers[2]["three"], array)
@@ -70,42 +76,42 @@ def test_a_part_has_the_devices_it_was_given_and_answers_what_it_was_asked() -> 
     asyncio.run(run())
 
 
-def test_what_is_told_comes_before_the_answer_that_followed_it() -> None:
-    async def talk(connection: Connection) -> list[int]:
-        heard: list[int] = []
-        connection.listen(lambda _topic, number: heard.append(number), lambda _loss: None)
+def test_reports_arrive_before_the_reply_that_follows_them() -> None:
+    async def scenario(connection: Connection) -> list[int]:
+        received: list[int] = []
+        connection.subscribe(lambda _topic, number: received.append(number), lambda _death: None)
         for number in range(20):
-            assert await connection.ask("tell_and_say", number) == number
-            # Told from another thread, it is under way at the latest when the next answer is.
-        await connection.ask("say", "end")
-        return heard
+            assert await connection.call("report_and_say", number) == number
+            # Another thread emits the report; it arrives at the latest with the next reply.
+        await connection.call("say", "end")
+        return received
 
-    assert talking(talk) == list(range(20))
+    assert run_scenario(scenario) == list(range(20))
 
 
-def test_a_late_answer_does_not_keep_others_waiting() -> None:
-    async def talk(connection: Connection) -> bool:
-        late = connection.ask("say_late", "late", 30.0)
-        assert await connection.ask("say", "soon") == "soon"
+def test_slow_call_does_not_block_others() -> None:
+    async def scenario(connection: Connection) -> bool:
+        late = connection.call("say_late", "late", 30.0)
+        assert await connection.call("say", "soon") == "soon"
         is_late = not late.done()
         late.cancel()
         return is_late
 
-    assert talking(talk)
+    assert run_scenario(scenario)
 
 
-def test_what_is_cancelled_here_is_cancelled_there() -> None:
-    async def talk(connection: Connection) -> list[str]:
+def test_cancellation_reaches_the_worker() -> None:
+    async def scenario(connection: Connection) -> list[str]:
         wanted, unwanted = (
-            connection.ask("say_late", name, after_s)
+            connection.call("say_late", name, after_s)
             for name, after_s in (("wanted", 0.2), ("unwanted", 30.0))
         )
-        await connection.ask("say", 0)
+        await connection.call("say", 0)
         unwanted.cancel()
         assert await wanted == "wanted"
-        return await connection.ask("were_cancelled")
+        return await connection.call("were_cancelled")
 
-    assert talking(talk) == ["unwanted"]
+    assert run_scenario(scenario) == ["unwanted"]
 
 
 @pytest.mark.parametrize(
@@ -113,73 +119,76 @@ def test_what_is_cancelled_here_is_cancelled_there() -> None:
     [
         ("InvalidRequest", InvalidRequest, "so"),
         ("CorruptedState", CorruptedState, "^so$"),
+        ("ClaimLost", ClaimLost, "^so$"),
         ("ConfigError", ConfigError, "so"),
         ("ValueError", ValueError, "echo 7: so"),
         ("KeyError", KeyError, "echo 7: "),
     ],
 )
 def test_errors_keep_their_class(kind: str, expected: type[Exception], text: str) -> None:
-    async def talk(connection: Connection) -> None:
+    async def scenario(connection: Connection) -> None:
         with pytest.raises(expected, match=text):
-            await connection.ask("fail", kind)
-        assert await connection.ask("say", "still there") == "still there"
+            await connection.call("fail", kind)
+        assert await connection.call("say", "still there") == "still there"
 
-    talking(talk)
+    run_scenario(scenario)
 
 
-def test_a_part_that_is_closed_may_finish_what_it_has_begun(tmp_path: Path) -> None:
-    async def talk(connection: Connection) -> None:
-        await connection.ask("end_into", str(tmp_path / "ended"))
+def test_closed_worker_finishes_its_work(tmp_path: Path) -> None:
+    async def scenario(connection: Connection) -> None:
+        await connection.call("end_into", str(tmp_path / "ended"))
 
-    talking(talk)
+    run_scenario(scenario)
     assert (tmp_path / "ended").read_text(encoding="utf-8") == "ended"
 
 
-def test_a_part_that_dies_fails_what_it_was_asked_and_whoever_listens_is_told_once() -> None:
-    async def talk(connection: Connection) -> list[WorkerDied]:
-        losses: list[WorkerDied] = []
-        connection.listen(lambda _topic, _what: None, losses.append)
-        waiting = connection.ask("say_late", "never", 60.0)
-        connection.tell("die")
-        with pytest.raises(WorkerDied, match="echo 7 was lost"):
+def test_worker_death_fails_calls_and_is_reported_once() -> None:
+    async def scenario(connection: Connection) -> list[WorkerDied]:
+        deaths: list[WorkerDied] = []
+        connection.subscribe(lambda _topic, _payload: None, deaths.append)
+        waiting = connection.call("say_late", "never", 60.0)
+        connection.notify("die")
+        with pytest.raises(WorkerDied, match="echo 7 died"):
             await waiting
         with pytest.raises(WorkerDied):
-            await connection.ask("say", "anybody?")
-        return losses
+            await connection.call("say", "anybody?")
+        return deaths
 
-    assert len(talking(talk)) == 1
+    assert len(run_scenario(scenario)) == 1
 
 
-def test_what_is_given_up_is_told_of_once_and_heard_no_more() -> None:
-    async def talk(connection: Connection) -> tuple[list[WorkerDied], list[int]]:
-        losses: list[WorkerDied] = []
-        heard: list[int] = []
-        connection.listen(lambda _topic, number: heard.append(number), losses.append)
-        waiting = connection.ask("tell_and_say", 1)
-        connection.give_up("it is of no use")
-        with pytest.raises(WorkerDied, match="echo 7 is given up: it is of no use"):
+def test_worker_marked_dead_is_reported_once_and_ignored() -> None:
+    async def scenario(connection: Connection) -> tuple[list[WorkerDied], list[int]]:
+        deaths: list[WorkerDied] = []
+        received: list[int] = []
+        connection.subscribe(lambda _topic, number: received.append(number), deaths.append)
+        waiting = connection.call("report_and_say", 1)
+        connection.mark_dead("it is of no use")
+        with pytest.raises(WorkerDied, match="echo 7 died: it was killed: it is of no use"):
             await waiting
-        connection.give_up("again")
+        connection.mark_dead("again")
         # The listener finds out that the process has ended.
         await asyncio.wait(
-            [task for task in asyncio.all_tasks() if task.get_name() == "listening to echo 7"],
+            [task for task in asyncio.all_tasks() if task.get_name() == "poll events of echo 7"],
             timeout=30.0,
         )
-        return losses, heard
+        return deaths, received
 
-    losses, heard = talking(talk)
-    assert [str(loss) for loss in losses] == ["echo 7 is given up: it is of no use"]
-    assert heard == []
+    deaths, received = run_scenario(scenario)
+    assert [str(death) for death in deaths] == ["echo 7 died: it was killed: it is of no use"]
+    assert received == []
 
 
-def test_a_part_that_says_nothing_is_taken_for_lost() -> None:
-    async def talk(connection: Connection) -> float:
+def test_silent_worker_counts_as_dead() -> None:
+    async def scenario(connection: Connection) -> float:
         began_s = time.monotonic()
-        with pytest.raises(WorkerDied, match=r"echo 7 said nothing for launch.silence_timeout_s=3"):
-            await connection.ask("fall_silent")
+        with pytest.raises(
+            WorkerDied, match=r"echo 7 died: it sent no heartbeat for launch.silence_timeout_s=3"
+        ):
+            await connection.call("fall_silent")
         return time.monotonic() - began_s
 
-    assert 2 < talking(talk, silence_timeout_s=3.0) < 30
+    assert 2 < run_scenario(scenario, silence_timeout_s=3.0) < 30
 
 
 @pytest.mark.parametrize(
@@ -196,7 +205,7 @@ def test_a_part_that_says_nothing_is_taken_for_lost() -> None:
         ("slow", 2.0, WorkerDied, r"echo 7 was not ready within launch.start_timeout_s=2"),
     ],
 )
-def test_a_part_that_cannot_begin_says_why(
+def test_worker_that_cannot_start_reports_the_cause(
     fault: str, start_timeout_s: float, expected: type[Exception], text: str
 ) -> None:
     with pytest.raises(expected, match=text):

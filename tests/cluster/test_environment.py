@@ -53,7 +53,7 @@ def test_devices_that_the_environment_simulates_get_threads_too() -> None:
     assert "XLA_FLAGS" not in found
 
 
-def test_compiled_programs_are_kept_in_the_users_cache_unless_told_otherwise() -> None:
+def test_compilation_cache_is_in_the_user_cache_by_default() -> None:
     found = environment(PlacementConfig(), {"XDG_CACHE_HOME": "/cache"})
     assert found["JAX_COMPILATION_CACHE_DIR"] == "/cache/areal_jax/compiled"
     assert int(found["JAX_COMPILATION_CACHE_MAX_SIZE"]) == 2 * 2**30

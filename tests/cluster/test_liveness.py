@@ -1,5 +1,6 @@
-"""Relay, turns, engines and router as one machine under simulated time: whatever is lost, a run
-ends, and its laws hold.
+"""Weight broadcast, rolling update, engines and router under simulated time and faults.
+
+Every run ends and keeps its laws.
 
 AREAL_JAX_SCHEDULES=10000 python -m pytest tests/cluster/test_liveness.py
 """
@@ -48,7 +49,7 @@ faults = st.lists(
 
 @pytest.fixture(autouse=True)
 def quiet(caplog: pytest.LogCaptureFixture) -> None:
-    """Thousands of runs lose tens of thousands of engines."""
+    """Thousands of runs log tens of thousands of deaths."""
     caplog.set_level(logging.ERROR, logger="areal_jax")
 
 
@@ -57,13 +58,13 @@ def quiet(caplog: pytest.LogCaptureFixture) -> None:
 )
 @given(setup=setups, faults=faults)
 @pytest.mark.timeout(0)
-def test_every_run_ends_with_its_laws_whatever_is_lost(setup: Setup, faults: list[Fault]) -> None:
+def test_every_run_ends_and_keeps_its_laws_under_faults(setup: Setup, faults: list[Fault]) -> None:
     assert simulated(setup, faults).broken == []
 
 
 def test_an_engine_that_joins_during_an_evaluation_gets_its_weights() -> None:
-    # Every step is evaluated, and engines are lost all the time: those that take their places join
-    # while weights are held.
+    # Every step is evaluated and engines die all the time: replacements join while the weight
+    # broadcast is paused.
     kills = [Fault(2.5, "kill")] * 20
     assert (
         simulated(Setup(num_engines=2, evaluate_every=1, num_steps=4, start_s=0.5), kills).broken
@@ -71,7 +72,7 @@ def test_an_engine_that_joins_during_an_evaluation_gets_its_weights() -> None:
     )
 
 
-def test_a_version_that_no_engine_could_pull_is_given_anew() -> None:
+def test_version_that_no_engine_could_pull_is_published_again() -> None:
     # Synchronous: nothing newer comes before it has arrived.
     losses = [Fault(0.3, "lose objects")] * 40
     assert simulated(Setup(max_staleness=0, most_pull_s=3.0), losses).broken == []
@@ -92,8 +93,8 @@ def test_requests_leave_an_engine_that_hangs(has_slots: bool, patience_s: float)
         world = World(Setup(num_engines=2, num_slots=8))
         for _ in range(2):
             world.start_engine()
-        world.relay.publish(0, None)
-        await world.engines.arrived(0, 60.0)
+        world.broadcast.publish(0, None)
+        await world.engines.wait_for_version(0, 60.0)
         # It lives, and reports its requests: those that have slots once it decodes with version 0.
         while has_slots and world.living[0].version < 0:
             await asyncio.sleep(0.1)
@@ -101,7 +102,7 @@ def test_requests_leave_an_engine_that_hangs(has_slots: bool, patience_s: float)
         began_s = world.loop.time()
         try:
             async with asyncio.timeout(10 * patience_s):
-                await asyncio.gather(*(world.ask(f"group {number}", 0) for number in range(4)))
+                await asyncio.gather(*(world.submit(f"group {number}", 0) for number in range(4)))
         finally:
             await world.close()
         return world.loop.time() - began_s, world.outcome.broken

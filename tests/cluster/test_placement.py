@@ -13,18 +13,18 @@ import pytest
 from areal_jax.checkpoint.recovery import Columns
 from areal_jax.checkpoint.store import CheckpointStore
 from areal_jax.cluster.config import Ray
-from areal_jax.cluster.placement import Kind, require_fit, unplaced
+from areal_jax.cluster.placement import Kind, count_unplaced, require_fit
 from areal_jax.config.load import load_experiment, write_config
 from areal_jax.errors import ConfigError
 from areal_jax.parallel.config import PlacementConfig
 
 
-def test_launch_is_chosen_in_any_case_and_plans_for_all_trainer_devices_beside_one_engine() -> None:
+def test_ray_launch_plans_all_trainer_devices_and_one_engine() -> None:
     experiment = load_experiment(
         "aime", ["launch=ray", "launch.trainer_hosts=2", "launch.trainer_devices=4"]
     )
     assert isinstance(experiment.launch, Ray)
-    planned = experiment.launch.placement(PlacementConfig(train_tensor=2))
+    planned = experiment.launch.resolve_placement(PlacementConfig(train_tensor=2))
     assert (
         planned.train_devices,
         planned.rollout_devices,
@@ -43,24 +43,24 @@ def test_launch_is_chosen_in_any_case_and_plans_for_all_trainer_devices_beside_o
         ("placement.engines=2", "launch.rollout_engines"),
     ],
 )
-def test_devices_are_counted_in_one_place(setting: str, reported: str) -> None:
+def test_device_counts_have_one_setting(setting: str, reported: str) -> None:
     with pytest.raises(
         ConfigError, match=f"{re.escape(setting)} has no effect under launch=Ray.*{reported}"
     ):
         load_experiment("aime", ["launch=ray", setting])
 
 
-def test_learning_from_examples_is_not_for_a_cluster() -> None:
+def test_fine_tuning_refuses_a_cluster() -> None:
     with pytest.raises(ConfigError, match="launch=Ray is for reinforcement learning"):
         load_experiment("sft", ["launch=ray"])
 
 
-def test_a_cluster_of_ones_own_lets_in_who_knows_the_token_and_another_keeps_its_own() -> None:
-    mine = Ray().variables({})
+def test_own_cluster_requires_a_token_and_others_keep_theirs() -> None:
+    mine = Ray().environment_variables({})
     assert mine["RAY_AUTH_MODE"] == "token" and len(mine["RAY_AUTH_TOKEN"]) == 64
-    assert Ray().variables({})["RAY_AUTH_TOKEN"] != mine["RAY_AUTH_TOKEN"]
-    assert "RAY_AUTH_TOKEN" not in Ray(address="there:6379").variables({})
-    assert "RAY_AUTH_TOKEN" not in Ray().variables({"RAY_ADDRESS": "there:6379"})
+    assert Ray().environment_variables({})["RAY_AUTH_TOKEN"] != mine["RAY_AUTH_TOKEN"]
+    assert "RAY_AUTH_TOKEN" not in Ray(address="there:6379").environment_variables({})
+    assert "RAY_AUTH_TOKEN" not in Ray().environment_variables({"RAY_ADDRESS": "there:6379"})
 
 
 @pytest.mark.parametrize(
@@ -68,7 +68,7 @@ def test_a_cluster_of_ones_own_lets_in_who_knows_the_token_and_another_keeps_its
     [
         (
             ["launch.trainer_hosts=2", "launch.accelerator=GPU", "launch.trainer_devices=4"],
-            r"too small for 2 trainer hosts, 2 engines, 1 reward worker: they need 10 GPU where there are 0; lower",
+            r"too small for 2 trainer hosts, 2 engines, 1 reward worker: expected 10 GPU, found 0; lower",
         ),
         (
             ["launch.address=127.0.0.1:1"],
@@ -76,7 +76,7 @@ def test_a_cluster_of_ones_own_lets_in_who_knows_the_token_and_another_keeps_its
         ),
     ],
 )
-def test_what_a_cluster_does_not_have_is_refused_with_the_numbers(
+def test_missing_cluster_resources_are_refused_with_numbers(
     settings: list[str], reported: str, tmp_path: Path, of_a_command: dict[str, str]
 ) -> None:
     command = [
@@ -96,7 +96,7 @@ def test_what_a_cluster_does_not_have_is_refused_with_the_numbers(
 
 
 @pytest.mark.timeout(300)
-def test_a_worker_that_dies_at_its_start_ends_the_run_in_one_line(
+def test_worker_death_at_start_ends_the_run_with_one_line(
     tmp_path: Path, of_a_command: dict[str, str]
 ) -> None:
     # The file of the experiment is imported by the command and by every worker.
@@ -122,7 +122,7 @@ def test_a_worker_that_dies_at_its_start_ends_the_run_in_one_line(
     assert re.fullmatch(rf"areal_jax: {reported}; {re.escape(resumed)}", line), line
 
 
-def test_every_process_has_to_find_room_on_one_node() -> None:
+def test_every_process_must_fit_on_one_node() -> None:
     nodes = [{"CPU": 8.0, "memory": 1.0}, {"CPU": 8.0, "GPU": 8.0}, {"CPU": 8.0, "GPU": 8.0}]
     # 4 GPUs each, thrice, leave 4 of one node to as many engines; reward workers need none.
     engines = {"CPU": 1.0, "GPU": 1.0}
@@ -131,27 +131,27 @@ def test_every_process_has_to_find_room_on_one_node() -> None:
         "engine": (4, engines),
         "trainer host": (3, {"CPU": 1.0, "GPU": 4.0}),
     }
-    assert unplaced(wanted, nodes) == {}
+    assert count_unplaced(wanted, nodes) == {}
     wanted["engine"] = (6, engines)
-    assert unplaced(wanted, nodes) == {"engine": 2}
+    assert count_unplaced(wanted, nodes) == {"engine": 2}
     # 16 GPUs in all, yet no node has 9.
-    assert unplaced({"trainer host": (1, {"CPU": 1.0, "GPU": 9.0})}, nodes) == {"trainer host": 1}
+    assert count_unplaced({"trainer host": (1, {"CPU": 1.0, "GPU": 9.0})}, nodes) == {
+        "trainer host": 1
+    }
     # 24 CPUs are 8 times 3, but each node has room for two.
-    assert unplaced({"engine": (8, {"CPU": 3.0})}, nodes) == {"engine": 2}
+    assert count_unplaced({"engine": (8, {"CPU": 3.0})}, nodes) == {"engine": 2}
     # Ten times a tenth is one.
-    assert unplaced({"reward worker": (10, {"CPU": 0.1})}, [{"CPU": 1.0}]) == {}
+    assert count_unplaced({"reward worker": (10, {"CPU": 0.1})}, [{"CPU": 1.0}]) == {}
 
 
-def test_a_cluster_whose_nodes_are_too_small_is_refused_with_what_they_have() -> None:
+def test_too_small_nodes_are_refused_with_their_resources() -> None:
     nodes = [{"CPU": 2.0, "GPU": 2.0}] * 3 + [{"CPU": 4.0}]
     config = Ray(trainer_devices=4, rollout_engines=2)
     with pytest.raises(ConfigError) as caught:
         require_fit(config, "GPU", nodes)
     assert (
-        "too small for 1 trainer host, 2 engines, 1 reward worker: each has to lie on one node "
-        "(trainer host 1 CPU and 4 GPU, "
-        "engine 1 CPU and 1 GPU, reward worker 1 CPU), and nodes of 2 CPU and 2 GPU (3 times), 4 "
-        "CPU have not enough resources for 1 of 1 "
-        "trainer host; lower launch.trainer_hosts"
+        "too small for 1 trainer host, 2 engines, 1 reward worker: expected one node for each "
+        "(trainer host 1 CPU and 4 GPU, engine 1 CPU and 1 GPU, reward worker 1 CPU), found nodes "
+        "of 2 CPU and 2 GPU (3 times), 4 CPU without resources for 1 of 1 trainer host; lower launch.trainer_hosts"
     ) in str(caught.value)
     require_fit(config, "none", nodes)

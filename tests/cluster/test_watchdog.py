@@ -31,7 +31,7 @@ class Seen:
             timeout_s=300.0,
             progress=lambda: self.progress,
             cpu_s=lambda: self.cpu_s,
-            waits=lambda: "the trainer waits for the batch of version 27",
+            describe_wait=lambda: "the trainer waits for the batch of version 27",
             replace=self.replace,
         )
 
@@ -50,7 +50,7 @@ def stalled_s(seen: Seen) -> float:
     return clock.run(run())
 
 
-def test_a_stall_is_named_once_and_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
+def test_stall_is_logged_once_and_ends_the_run(caplog: pytest.LogCaptureFixture) -> None:
     with caplog.at_level(logging.WARNING):
         assert 300 <= stalled_s(Seen()) < 310
     assert caplog.messages == [
@@ -58,7 +58,7 @@ def test_a_stall_is_named_once_and_ends_the_run(caplog: pytest.LogCaptureFixture
     ]
 
 
-def test_a_worker_that_makes_no_progress_is_replaced_but_not_for_ever() -> None:
+def test_stalled_worker_is_replaced_a_limited_number_of_times() -> None:
     seen = Seen()
     seen.workers = 100
     assert 300 * (MOST_REPLACED + 1) <= stalled_s(seen) < 310 * (MOST_REPLACED + 1)
@@ -66,7 +66,7 @@ def test_a_worker_that_makes_no_progress_is_replaced_but_not_for_ever() -> None:
 
 
 @pytest.mark.parametrize("what", ["progress", "cpu_s"])
-def test_progress_and_computing_are_no_stall(what: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_progress_or_cpu_use_is_no_stall(what: str, caplog: pytest.LogCaptureFixture) -> None:
     seen = Seen()
 
     async def run() -> None:
@@ -81,7 +81,7 @@ def test_progress_and_computing_are_no_stall(what: str, caplog: pytest.LogCaptur
         clock.run(run())
 
 
-def test_a_process_that_idles_is_no_worker_at_work() -> None:
+def test_idle_process_counts_as_stalled() -> None:
     seen = Seen()
 
     async def idle() -> None:

@@ -10,12 +10,12 @@ from typing import Any
 
 import pytest
 
-from areal_jax.cluster import weight_broadcast as relay_module
-from areal_jax.cluster.weight_broadcast import Relay
+from areal_jax.cluster import weight_broadcast as broadcast_module
+from areal_jax.cluster.weight_broadcast import WeightBroadcast
 
 
 class Hosts:
-    """What a relay asks of trainer hosts: each gives a published version when the test says so."""
+    """What a broadcast asks of trainer hosts: each gives a published version when the test says so."""
 
     num_hosts = 2
 
@@ -48,7 +48,7 @@ class Hosts:
         for host in hosts or (0, 1):
             self.given[host][version].set()
 
-    def give_up(self, why: str) -> None:
+    def mark_dead(self, why: str) -> None:
         raise AssertionError(why)
 
     def metrics(self) -> dict[str, tuple[float, float]]:
@@ -56,29 +56,30 @@ class Hosts:
 
 
 class Offers:
-    """What a relay tells engines."""
+    """What a broadcast tells engines."""
 
     def __init__(self) -> None:
         self.made: list[tuple[int, Any]] = []
 
-    def offer(self, version: int, contributions: Any) -> None:
+    def update_weights(self, version: int, contributions: Any) -> None:
         self.made.append((version, contributions))
 
-    def on_skip(self, skipped: Callable[[int], None]) -> None:
-        self.skip = skipped
+    def on_update_failure(self, callback: Callable[[int], None]) -> None:
+        self.skip = callback
 
-    async def arrived(self, version: int, timeout_s: float) -> None:
+    async def wait_for_version(self, version: int, timeout_s: float) -> None:
         assert self.made and self.made[-1][0] >= version
 
 
-def relayed(
-    act: Callable[[Relay, Hosts, Offers], Awaitable[None]], offer_timeout_s: float = 30.0
+def broadcasting(
+    act: Callable[[WeightBroadcast, Hosts, Offers], Awaitable[None]],
+    collect_timeout_s: float = 30.0,
 ) -> Offers:
     async def run() -> Offers:
         hosts, offers = Hosts(), Offers()
-        relay = Relay(hosts, offers, offer_timeout_s=offer_timeout_s)
-        await act(relay, hosts, offers)
-        await relay.close()
+        broadcast = WeightBroadcast(hosts, offers, collect_timeout_s=collect_timeout_s)
+        await act(broadcast, hosts, offers)
+        await broadcast.close()
         return offers
 
     return asyncio.run(run())
@@ -89,9 +90,9 @@ async def turns() -> None:
         await asyncio.sleep(0)
 
 
-def test_a_version_is_offered_when_every_host_has_given_it() -> None:
-    async def act(relay: Relay, hosts: Hosts, offers: Offers) -> None:
-        relay.publish(1, None)
+def test_version_is_announced_when_every_host_has_published_it() -> None:
+    async def act(broadcast: WeightBroadcast, hosts: Hosts, offers: Offers) -> None:
+        broadcast.publish(1, None)
         await turns()
         hosts.give(1, 1)
         await turns()
@@ -99,28 +100,26 @@ def test_a_version_is_offered_when_every_host_has_given_it() -> None:
         hosts.give(1, 0)
         await turns()
 
-    assert relayed(act).made == [(1, [{"host": 0, "version": 1}, {"host": 1, "version": 1}])]
+    assert broadcasting(act).made == [(1, [{"host": 0, "version": 1}, {"host": 1, "version": 1}])]
 
 
-def test_of_what_is_published_meanwhile_the_newest_follows() -> None:
-    async def act(relay: Relay, hosts: Hosts, offers: Offers) -> None:
+def test_newest_version_published_meanwhile_follows() -> None:
+    async def act(broadcast: WeightBroadcast, hosts: Hosts, offers: Offers) -> None:
         for version in (1, 2, 3):
-            relay.publish(version, None)
+            broadcast.publish(version, None)
         hosts.give(1)
         await turns()
         hosts.give(3)
         await turns()
         assert hosts.published == [1, 3]
 
-    assert [version for version, _ in relayed(act).made] == [1, 3]
+    assert [version for version, _ in broadcasting(act).made] == [1, 3]
 
 
-def test_what_could_not_be_sent_before_the_next_step_began_is_never_sent_under_another_name() -> (
-    None
-):
-    async def act(relay: Relay, hosts: Hosts, offers: Offers) -> None:
-        relay.publish(1, None)
-        relay.publish(2, None)
+def test_version_of_a_finished_step_is_not_sent_under_another_number() -> None:
+    async def act(broadcast: WeightBroadcast, hosts: Hosts, offers: Offers) -> None:
+        broadcast.publish(1, None)
+        broadcast.publish(2, None)
         hosts.is_stepping = True
         hosts.give(1)
         await turns()
@@ -128,59 +127,63 @@ def test_what_could_not_be_sent_before_the_next_step_began_is_never_sent_under_a
         hosts.is_stepping = False
         await turns()
         assert hosts.published == [1]
-        relay.publish(3, None)
+        broadcast.publish(3, None)
         hosts.give(3)
         await turns()
         assert hosts.published == [1, 3]
 
-    assert [version for version, _ in relayed(act).made] == [1, 3]
+    assert [version for version, _ in broadcasting(act).made] == [1, 3]
 
 
-def test_a_version_that_a_host_does_not_give_in_time_is_skipped_for_the_next(
+def test_version_that_times_out_is_skipped_for_the_next(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    async def act(relay: Relay, hosts: Hosts, offers: Offers) -> None:
-        relay.publish(1, None)
-        relay.publish(2, None)
+    async def act(broadcast: WeightBroadcast, hosts: Hosts, offers: Offers) -> None:
+        broadcast.publish(1, None)
+        broadcast.publish(2, None)
         await asyncio.sleep(0.15)
         hosts.give(2)
         await turns()
-        assert relay.metrics()["skipped"] == (1.0, 1.0)
+        assert broadcast.metrics()["skipped"] == (1.0, 1.0)
 
     with caplog.at_level(logging.WARNING):
-        assert [version for version, _ in relayed(act, offer_timeout_s=0.1).made] == [2]
-    assert "version 1 is skipped: not every host gave it within 0.1 s" in caplog.messages
+        assert [version for version, _ in broadcasting(act, collect_timeout_s=0.1).made] == [2]
+    assert (
+        "weight update skipped: version=1, not every host published it within 0.1 s"
+    ) in caplog.messages
 
 
-def test_while_it_is_held_nothing_is_offered_and_the_newest_follows() -> None:
-    async def act(relay: Relay, hosts: Hosts, offers: Offers) -> None:
-        with relay.paused():
+def test_paused_broadcast_announces_the_newest_afterwards() -> None:
+    async def act(broadcast: WeightBroadcast, hosts: Hosts, offers: Offers) -> None:
+        with broadcast.paused():
             for version in (1, 2):
-                relay.publish(version, None)
+                broadcast.publish(version, None)
                 await turns()
                 hosts.give(version)
                 await turns()
             assert offers.made == []
-            with pytest.raises(RuntimeError, match="held already"), relay.paused():
+            with pytest.raises(RuntimeError, match="paused already"), broadcast.paused():
                 pass
 
-    assert [version for version, _ in relayed(act).made] == [2]
+    assert [version for version, _ in broadcasting(act).made] == [2]
 
 
-def test_a_version_that_nobody_gave_in_time_is_asked_for_again() -> None:
-    async def act(relay: Relay, hosts: Hosts, offers: Offers) -> None:
-        relay.publish(1, None)
+def test_version_that_timed_out_is_collected_again() -> None:
+    async def act(broadcast: WeightBroadcast, hosts: Hosts, offers: Offers) -> None:
+        broadcast.publish(1, None)
         await asyncio.sleep(0.15)
         # Nothing newer is published: the trainer waits for a batch.
         hosts.give(1)
         await turns()
 
-    assert [version for version, _ in relayed(act, offer_timeout_s=0.1).made] == [1]
+    assert [version for version, _ in broadcasting(act, collect_timeout_s=0.1).made] == [1]
 
 
-def test_a_version_that_engines_cannot_take_is_given_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def act(relay: Relay, hosts: Hosts, offers: Offers) -> None:
-        relay.publish(1, None)
+def test_version_that_engines_cannot_pull_is_published_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async def act(broadcast: WeightBroadcast, hosts: Hosts, offers: Offers) -> None:
+        broadcast.publish(1, None)
         hosts.give(1)
         await turns()
         hosts.is_stepping = True
@@ -195,33 +198,33 @@ def test_a_version_that_engines_cannot_take_is_given_anew(monkeypatch: pytest.Mo
         hosts.give(1)
         await turns()
 
-    assert [version for version, _ in relayed(act).made] == [1, 1]
+    assert [version for version, _ in broadcasting(act).made] == [1, 1]
 
 
-def test_a_version_that_did_not_fit_into_the_store_is_put_there_again(
+def test_version_that_did_not_fit_into_the_store_is_put_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(relay_module, "RETRY_S", 0.01)
+    monkeypatch.setattr(broadcast_module, "RETRY_S", 0.01)
 
-    async def act(relay: Relay, hosts: Hosts, offers: Offers) -> None:
+    async def act(broadcast: WeightBroadcast, hosts: Hosts, offers: Offers) -> None:
         hosts.failures = ["the object store is full"]
-        relay.publish(1, None)
+        broadcast.publish(1, None)
         hosts.give(1)
         await asyncio.sleep(0.05)
         assert hosts.published == [1, 1]
         hosts.give(1)
         await turns()
 
-    assert [version for version, _ in relayed(act).made] == [1]
+    assert [version for version, _ in broadcasting(act).made] == [1]
 
 
-def test_when_the_held_version_is_lost_a_newer_one_is_offered() -> None:
-    async def act(relay: Relay, hosts: Hosts, offers: Offers) -> None:
-        relay.publish(1, None)
+def test_newer_version_replaces_a_lost_one_while_paused() -> None:
+    async def act(broadcast: WeightBroadcast, hosts: Hosts, offers: Offers) -> None:
+        broadcast.publish(1, None)
         hosts.give(1)
         await turns()
-        with relay.paused():
-            relay.publish(2, None)
+        with broadcast.paused():
+            broadcast.publish(2, None)
             hosts.give(2)
             await turns()
             assert [version for version, _ in offers.made] == [1]
@@ -230,4 +233,4 @@ def test_when_the_held_version_is_lost_a_newer_one_is_offered() -> None:
             offers.skip(1)
             assert [version for version, _ in offers.made] == [1, 2]
 
-    relayed(act)
+    broadcasting(act)

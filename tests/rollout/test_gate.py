@@ -145,7 +145,7 @@ def test_ending_without_a_running_group_is_an_error() -> None:
         Gate(0, 2, 8).accept()
 
 
-def test_version_never_decreases() -> None:
+def test_versions_must_increase() -> None:
     gate = Gate(0, 2, 8, version=3)
     with pytest.raises(ValueError, match="at least 3, found 2"):
         gate.version = 2

@@ -18,13 +18,12 @@ from pathlib import Path
 
 import pytest
 
-from areal_jax.errors import ConfigError
+from areal_jax.errors import ClaimLost, ConfigError
 from areal_jax.run import claim as claims
 from areal_jax.run.claim import (
     CLAIM,
     WRITERS,
     Claim,
-    ClaimLost,
     FolderInUse,
     Writer,
     claimed,

@@ -18,7 +18,7 @@ from run_laws import broken_laws
 from areal_jax import loop
 from areal_jax.cluster.engines import Engines
 from areal_jax.cluster.graders import Graders
-from areal_jax.cluster.registry import Channel
+from areal_jax.cluster.registry import WorkerHandle
 from areal_jax.cluster.trainers import Trainers
 from areal_jax.metrics import jsonl
 from areal_jax.run.build import Run
@@ -27,16 +27,14 @@ from areal_jax.run.grading import TracedGrader
 from areal_jax.run.make_plan import make_plan
 
 
-def kill(connection: Channel) -> str:
+def kill(connection: WorkerHandle) -> str:
     os.kill(connection.process_id, signal.SIGKILL)
     return connection.name
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_a_run_loses_no_task_with_an_engine_a_reward_worker_and_a_trainer_host(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_worker_deaths_lose_no_task(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     experiment = small_run()
     killed: list[str] = []
     processes: list[psutil.Process] = []
@@ -47,7 +45,7 @@ def test_a_run_loses_no_task_with_an_engine_a_reward_worker_and_a_trainer_host(
         assert isinstance(run.engine, Engines) and isinstance(run.grader, TracedGrader)
         graders = run.grader.counted
         assert isinstance(graders, Graders)
-        victims: list[tuple[int, Sequence[Channel]]] = [
+        victims: list[tuple[int, Sequence[WorkerHandle]]] = [
             (2, run.engine.connections),
             (5, graders.connections),
         ]

@@ -33,10 +33,10 @@ from areal_jax.cluster import placement as cluster
 from areal_jax.cluster.config import Ray
 from areal_jax.cluster.engines import Engines
 from areal_jax.cluster.graders import Graders
-from areal_jax.cluster.placement import Cluster, InsufficientResources, Kind, connected
-from areal_jax.cluster.registry import Channel
+from areal_jax.cluster.placement import Cluster, InsufficientResources, Kind, connect
+from areal_jax.cluster.registry import WorkerHandle
 from areal_jax.cluster.trainers import Trainers
-from areal_jax.cluster.weight_broadcast import Relay
+from areal_jax.cluster.weight_broadcast import WeightBroadcast
 from areal_jax.errors import ConfigError
 from areal_jax.metrics import jsonl
 from areal_jax.records import Group, StepResult
@@ -96,7 +96,7 @@ class Nodes:
         """Kill all that runs there, at once."""
         self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
 
-    def of(self, connection: Channel) -> str:
+    def of(self, connection: WorkerHandle) -> str:
         """Where a part runs."""
         raylet = psutil.Process(connection.process_id).ppid()
         return next(
@@ -145,36 +145,37 @@ def nodes(of_a_command: dict[str, str]) -> Iterator[Nodes]:
     [
         (
             Ray(cpus_per_process=4, rollout_engines=1, accelerator="none"),
-            r"too small for 1 trainer host, 1 engine, 1 reward worker: they need 12 CPU where there are 6; lower",
+            r"too small for 1 trainer host, 1 engine, 1 reward worker: expected 12 CPU, found 6; lower",
         ),
         (
             Ray(cpus_per_process=2, rollout_engines=1, accelerator="none"),
-            r"each has to lie on one node \(trainer host 2 CPU, engine 2 CPU, reward worker 2 CPU\), and nodes of "
-            r"3 CPU and 2 GPU \(2 times\) have not enough resources for 1 of 1 reward worker; lower",
+            r"expected one node for each \(trainer host 2 CPU, engine 2 CPU, reward worker 2 CPU\), "
+            r"found nodes of 3 CPU and 2 GPU \(2 times\) without resources for 1 of 1 reward worker; "
+            r"lower",
         ),
         (
             Ray(engine_devices=3, rollout_engines=1),
-            r"engine 1 CPU and 3 GPU, .* have not enough resources for 1 of 1 engine; lower",
+            r"engine 1 CPU and 3 GPU, .* without resources for 1 of 1 engine; lower",
         ),
     ],
 )
-def test_what_no_node_has_room_for_is_refused_with_the_numbers(
+def test_process_too_large_for_every_node_is_refused_with_numbers(
     nodes: Nodes, config: Ray, reported: str
 ) -> None:
     nodes.have("a", "b")
-    with pytest.raises(ConfigError, match=reported), connected(config):
+    with pytest.raises(ConfigError, match=reported), connect(config):
         pass
 
 
-def test_large_processes_find_room_beside_small_ones_and_all_have_devices_of_their_own(
+def test_large_and_small_processes_fit_with_disjoint_devices(
     nodes: Nodes,
 ) -> None:
     nodes.have("a", "b")
 
-    async def talk() -> dict[str, tuple[str, str]]:
-        with connected(Ray(trainer_devices=2, start_timeout_s=60.0)) as found:
-            connections: list[Channel] = []
-            async with found.reserved():
+    async def scenario() -> dict[str, tuple[str, str]]:
+        with connect(Ray(trainer_devices=2, start_timeout_s=60.0)) as found:
+            connections: list[WorkerHandle] = []
+            async with found.reserve():
                 # The small ones are asked for first: on a node each, they would leave not enough
                 # resources for two devices.
                 kinds: list[Kind] = ["engine", "engine", "reward worker", "trainer host"]
@@ -182,13 +183,13 @@ def test_large_processes_find_room_beside_small_ones_and_all_have_devices_of_the
                     connections.append((await found.start(kind, number, "echoing_role:Echo"))[0])
             try:
                 return {
-                    each.name: (nodes.of(each), await each.ask("variable", "CUDA_VISIBLE_DEVICES"))
+                    each.name: (nodes.of(each), await each.call("variable", "CUDA_VISIBLE_DEVICES"))
                     for each in connections
                 }
             finally:
                 await asyncio.gather(*(each.close() for each in connections))
 
-    devices = asyncio.run(talk())
+    devices = asyncio.run(scenario())
     (large, of_large), (first, of_first), (second, of_second) = (
         devices[name] for name in ("trainer host 3", "engine 0", "engine 1")
     )
@@ -197,16 +198,16 @@ def test_large_processes_find_room_beside_small_ones_and_all_have_devices_of_the
     assert devices["reward worker 2"][1] == ""
 
 
-def test_what_finds_no_room_is_named_with_the_numbers_and_gets_that_of_a_process_that_has_ended(
+def test_missing_resources_are_reported_and_freed_ones_reused(
     nodes: Nodes,
 ) -> None:
     nodes.have("c")
     config = Ray(rollout_engines=1, accelerator="none", start_timeout_s=60.0)
 
-    async def talk() -> list[str]:
-        with connected(config) as found:
+    async def scenario() -> list[str]:
+        with connect(config) as found:
 
-            async def started(*numbers: int) -> list[Channel]:
+            async def started(*numbers: int) -> list[WorkerHandle]:
                 parts = await asyncio.gather(
                     *(found.start("engine", number, "echoing_role:Echo") for number in numbers)
                 )
@@ -217,22 +218,21 @@ def test_what_finds_no_room_is_named_with_the_numbers_and_gets_that_of_a_process
                 await Cluster(chz.replace(config, start_timeout_s=1.0), "none").start(
                     "engine", 3, "echoing_role:Echo"
                 )
-            given_up.give_up("it is of no use")
+            given_up.mark_dead("it is of no use")
             await closed.close()
             others = await started(4, 5)
             await asyncio.gather(*(each.close() for each in (other, *others)))
             return [str(caught.value), *(each.name for each in others)]
 
-    reported, *names = asyncio.run(talk())
+    reported, *names = asyncio.run(scenario())
     assert reported == (
-        "engine 3 found not enough resources within launch.start_timeout_s=1: it needs 1 CPU on "
-        "one node, and nodes have 3 CPU and 1 GPU, "
-        "for all that runs there"
+        "expected a node with 1 CPU free for engine 3 within launch.start_timeout_s=1; nodes have "
+        "3 CPU and 1 GPU in total"
     )
     assert names == ["engine 4", "engine 5"]
 
 
-def test_weights_that_are_lost_with_their_node_are_skipped_and_named_and_the_next_ones_arrive(
+def test_weights_lost_with_their_node_are_skipped_until_the_next(
     nodes: Nodes, caplog: pytest.LogCaptureFixture
 ) -> None:
     nodes.have("a", "c")
@@ -252,7 +252,7 @@ def test_weights_that_are_lost_with_their_node_are_skipped_and_named_and_the_nex
         publisher.publish(
             number, {"scale": jax.device_put(np.full(rows, number, np.float32), whole)}
         )
-        contribution = publisher.next(number - 1, TIMEOUT_S)
+        contribution = publisher.next_contribution(number - 1, TIMEOUT_S)
         assert contribution is not None
         there = NodeAffinitySchedulingStrategy(nodes.id(node), soft=False)
         hosts.append(ray.remote(num_cpus=0)(Host).options(scheduling_strategy=there).remote())
@@ -262,23 +262,23 @@ def test_weights_that_are_lost_with_their_node_are_skipped_and_named_and_the_nex
 
     hosts: list[Any] = []
     with (
-        connected(Ray(accelerator="none")),
+        connect(Ray(accelerator="none")),
         closing(ShardPublisher(lambda params: params)) as publisher,
         closing(
             ShardReader({"scale": whole}, {"scale": jax.ShapeDtypeStruct((rows,), np.float32)})
         ) as reader,
     ):
-        lost, kept = given(publisher, 1, "c"), given(publisher, 2, "a")
+        dead_chunk, kept = given(publisher, 1, "c"), given(publisher, 2, "a")
         nodes.lose("c")
         with caplog.at_level(logging.WARNING):
             # Nobody knows of the loss yet: the engine pulls.
-            reader.offer(1, [lost])
+            reader.pull(1, [dead_chunk])
             with pytest.raises(TimeoutError):
                 reader.wait(1, 0.1)
-            reader.offer(2, [kept])
+            reader.pull(2, [kept])
             assert reader.wait(1, TIMEOUT_S).version == 2
         assert (
-            "version 1 is skipped: a chunk of host 0 could not be had: OwnerDiedError"
+            "weight update skipped: version=1, a chunk of host 0 could not be pulled: OwnerDiedError"
             in caplog.text
         )
         measured = reader.metrics()
@@ -289,7 +289,7 @@ STEPS = 10
 
 
 @pytest.mark.timeout(600)
-def test_a_run_over_three_nodes_survives_the_loss_of_two(
+def test_run_on_three_nodes_survives_the_death_of_two(
     nodes: Nodes, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     nodes.have("a", "b", "c")
@@ -297,7 +297,7 @@ def test_a_run_over_three_nodes_survives_the_loss_of_two(
     settings = ("launch.accelerator=GPU", "launch.reward_workers=1", "launch.start_timeout_s=300")
     experiment = small_run(f"num_steps={STEPS}", *settings)
     monkeypatch.setattr(cluster, "NOTICE_S", 0.5)
-    lost: dict[str, list[str]] = {}
+    dead: dict[str, list[str]] = {}
     processes: list[psutil.Process] = []
     others: list[asyncio.Task[None]] = []
     # The first life's trainer waits before these steps: it is faster than a process starts.
@@ -323,9 +323,9 @@ def test_a_run_over_three_nodes_survives_the_loss_of_two(
         assert (
             isinstance(run.engine, Engines)
             and isinstance(run.grader, TracedGrader)
-            and isinstance(run.weight_channel, Relay)
+            and isinstance(run.weight_channel, WeightBroadcast)
         )
-        graders, engines, relay = run.grader.counted, run.engine, run.weight_channel
+        graders, engines, broadcast = run.grader.counted, run.engine, run.weight_channel
         assert isinstance(graders, Graders)
 
         def parts() -> dict[str, list[str]]:
@@ -340,7 +340,7 @@ def test_a_run_over_three_nodes_survives_the_loss_of_two(
             return found
 
         def lose(name: str) -> None:
-            lost[name] = parts()[name]
+            dead[name] = parts()[name]
             nodes.lose(name)
 
         where = parts()
@@ -349,7 +349,7 @@ def test_a_run_over_three_nodes_survives_the_loss_of_two(
         } == {"a", "b"}
         assert any("engine" in part for part in where["c"])
         await until(lambda: run.trainer.version >= 1)
-        await asyncio.to_thread(relay.wait_everywhere, 1, TIMEOUT_S)
+        await asyncio.to_thread(broadcast.wait_all_engines, 1, TIMEOUT_S)
         lose("c")
         await until(lambda: run.trainer.version == 4)
         await until(
@@ -359,18 +359,20 @@ def test_a_run_over_three_nodes_survives_the_loss_of_two(
                 and len(graders.connections) == 1
             )
         )
-        await asyncio.to_thread(relay.wait_everywhere, 4, TIMEOUT_S)
+        await asyncio.to_thread(broadcast.wait_all_engines, 4, TIMEOUT_S)
         waits_at[4].set()
         await until(lambda: run.trainer.version == 7)
         # Nothing is asked of the trainer hosts now: the run finds out by itself.
         lose("a")
 
     async def adding() -> None:
-        """A node in place of those that are lost, when the run has said that it waits for room."""
-        await until(lambda: "a" in lost)
+        """Add nodes once the run waits for resources."""
+        await until(lambda: "a" in dead)
         num_reported = len(caplog.messages)
         await until(
-            lambda: any("waits for room" in message for message in caplog.messages[num_reported:])
+            lambda: any(
+                "waiting for resources" in message for message in caplog.messages[num_reported:]
+            )
         )
         nodes.have("b", "d")
 
@@ -378,7 +380,7 @@ def test_a_run_over_three_nodes_survives_the_loss_of_two(
         processes.extend(
             process for connection in run.trainer.connections for process in family(connection)
         )
-        if not lost:
+        if not dead:
             monkeypatch.setattr(run.trainer, "step", waiting(run))
             others.append(asyncio.create_task(losing(run)))
         else:
@@ -395,11 +397,11 @@ def test_a_run_over_three_nodes_survives_the_loss_of_two(
         asyncio.run(whole())
 
     assert all(
-        any(f"{part} was lost" in message for message in caplog.messages) for part in lost["c"]
+        any(f"worker died: {part}" in message for message in caplog.messages) for part in dead["c"]
     ), caplog.messages
     # The one on a takes the other with it, which may be noticed first.
     assert any(
-        re.match(r"trainer host . was lost.*resumes from its last checkpoint", message)
+        re.match(r"trainer host . died.*resumes from its last checkpoint", message)
         for message in caplog.messages
     )
     assert (

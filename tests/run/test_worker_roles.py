@@ -19,7 +19,7 @@ from areal_jax.run.cluster import require_same_policy, require_same_releases
 from areal_jax.run.worker_roles import EngineHost, releases
 
 
-def test_other_releases_are_refused_by_name() -> None:
+def test_different_releases_are_refused_by_name() -> None:
     require_same_releases("engine 3", releases())
     skewed = {**releases(), "areal_jax": "0.0.9", "jax": "0.9"}
     here = releases()
@@ -38,7 +38,7 @@ def test_an_engine_with_another_policy_is_refused_with_both_fingerprints() -> No
         require_same_policy("engine 3", facts, "ef01")
 
 
-def test_settings_cross_as_text_with_the_classes_that_an_experiment_of_ones_own_defines(
+def test_settings_text_restores_classes_of_an_experiment_file(
     tmp_path: Path,
 ) -> None:
     own = tmp_path / "own.py"
@@ -85,7 +85,7 @@ def test_records_cross_unchanged() -> None:
     request = Request(
         "a.b.0", np.array([3, 1], np.int32), 1, sampling, seed=11, min_version=2, resume=(sampled,)
     )
-    again = wire.request_from(wire.request_to(request))
+    again = wire.decode_request(wire.encode_request(request))
     assert (again.id, again.num_samples, again.sampling, again.seed, again.min_version) == (
         "a.b.0",
         1,
@@ -102,7 +102,7 @@ def test_records_cross_unchanged() -> None:
 
 
 @pytest.mark.usefixtures("quick_compilation")
-def test_an_engine_host_reports_every_token_once_and_of_what_is_finished_nothing_more(
+def test_engine_host_reports_every_token_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     # One device, as a process of its own would have.
@@ -121,8 +121,8 @@ def test_an_engine_host_reports_every_token_once_and_of_what_is_finished_nothing
 
     def hear(topic: str, what: Any) -> None:
         heard.append((topic, what))
-        if topic == "wants_turn":
-            hosts[0].turn(what)
+        if topic == "turn_requested":
+            hosts[0].grant_turn(what)
 
     hosts: list[EngineHost] = []
 
@@ -134,7 +134,7 @@ def test_an_engine_host_reports_every_token_once_and_of_what_is_finished_nothing
         weights = host._found.load()
         host._reader._line.deliver(0, weights)
         request = Request("r", np.arange(5, dtype=np.int32), 2, Sampling(24), seed=3)
-        answer = wire.completions_from(await host.submit(wire.request_to(request)))
+        answer = wire.decode_completions(await host.submit(wire.encode_request(request)))
         await asyncio.sleep(0.1)
         await host.end()
         reported: dict[int, list[Completion]] = {0: [], 1: []}
@@ -142,7 +142,7 @@ def test_an_engine_host_reports_every_token_once_and_of_what_is_finished_nothing
             if topic == "progress":
                 for sample, (start, plain) in what["r"].items():
                     assert start == sum(len(each.tokens) for each in reported[sample])
-                    reported[sample].append(wire.completion_from(plain))
+                    reported[sample].append(wire.decode_completion(plain))
         return answer, reported
 
     answer, reported = asyncio.run(run())
@@ -150,8 +150,8 @@ def test_an_engine_host_reports_every_token_once_and_of_what_is_finished_nothing
         known = np.concatenate([each.tokens for each in reported[sample]])
         assert known.tolist() == completion.tokens[: len(known)].tolist()
         assert sum(each.stop_reason != "suspended" for each in reported[sample]) <= 1
-    assert [topic for topic, _ in heard if topic in ("wants_turn", "swapped")] == [
-        "wants_turn",
-        "swapped",
+    assert [topic for topic, _ in heard if topic in ("turn_requested", "turn_ended")] == [
+        "turn_requested",
+        "turn_ended",
     ]
     assert any(topic == "measures" and what["tokens"][0] > 0 for topic, what in heard)

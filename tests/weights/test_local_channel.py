@@ -123,7 +123,7 @@ def test_the_trainer_may_donate_its_parameters_right_after_publishing(
     assert [versions_in(each) for each in seen] == [{1.0}, {2.0}, {3.0}, {4.0}, {5.0}]
 
 
-def test_the_newest_version_wins_and_those_it_overtook_are_counted():
+def test_newest_version_wins_and_dropped_ones_are_counted():
     meshes = meshes_of("4 + 4 devices")
     delivered, go_on = threading.Event(), threading.Event()
 
@@ -150,7 +150,7 @@ def test_the_newest_version_wins_and_those_it_overtook_are_counted():
     assert measured["dropped"] == (3.0, 1.0)
 
 
-def test_held_it_keeps_the_newest_version_and_delivers_the_last_one_afterwards():
+def test_paused_channel_delivers_the_last_version_afterwards():
     meshes = meshes_of("one device")
     with closing(weight_channel_between(meshes)) as weight_channel:
         weight_channel.publish(1, params_of(meshes, 1))
@@ -219,7 +219,7 @@ def test_publishing_does_not_wait_for_the_parameters_to_be_computed():
     weight_channel.close()
 
 
-def test_waiting_ends_with_the_version_that_did_not_come():
+def test_wait_times_out_with_the_missing_version():
     meshes = meshes_of("one device")
     weight_channel = weight_channel_between(meshes)
     with pytest.raises(TimeoutError, match=r"version 4 or newer; the weight channel has none"):
@@ -233,16 +233,16 @@ def test_waiting_ends_with_the_version_that_did_not_come():
     weight_channel.close()
 
 
-def test_version_never_decreases():
+def test_versions_must_increase():
     meshes = meshes_of("one device")
     weight_channel = weight_channel_between(meshes)
     weight_channel.publish(2, params_of(meshes, 2))
-    with pytest.raises(ValueError, match="version 2 was published after version 2"):
+    with pytest.raises(ValueError, match="expected a version above 2, found version 2"):
         weight_channel.publish(2, params_of(meshes, 2))
     weight_channel.close()
 
 
-def test_an_error_of_the_copier_reaches_trainer_and_engine():
+def test_delivery_error_reaches_trainer_and_engine():
     meshes = meshes_of("4 + 4 devices")
     # 7 columns do not divide over 4 devices.
     target = {"odd": NamedSharding(meshes.rollout, PartitionSpec(None, "data"))}
@@ -262,7 +262,7 @@ def test_an_error_of_the_copier_reaches_trainer_and_engine():
     weight_channel.close()
 
 
-def test_a_closed_mailbox_says_so_to_whoever_waits():
+def test_closed_channel_raises_in_waiting_callers():
     meshes = meshes_of("one device")
     weight_channel = weight_channel_between(meshes)
     errors: list[BaseException] = []
@@ -282,7 +282,7 @@ def test_a_closed_mailbox_says_so_to_whoever_waits():
         weight_channel.publish(0, params_of(meshes, 0))
 
 
-def test_every_step_of_the_way_is_measured():
+def test_every_stage_of_a_transfer_is_measured():
     meshes = meshes_of("4 + 4 devices")
     weight_channel = weight_channel_between(meshes)
     for version in range(2):

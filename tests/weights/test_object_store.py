@@ -94,7 +94,7 @@ def pair(closing_all: ExitStack) -> tuple[ShardPublisher, ShardReader, Mesh]:
 
 def contribution_of(publisher: ShardPublisher, version: int, params: Any) -> Contribution:
     publisher.publish(version, params)
-    found = publisher.next(version - 1, TIMEOUT_S)
+    found = publisher.next_contribution(version - 1, TIMEOUT_S)
     assert found is not None and found["version"] == version
     return found
 
@@ -108,7 +108,7 @@ def assert_equal_bits(arrived: Any, expected: Any) -> None:
 
 @pytest.mark.parametrize("cut", MESHES)
 @pytest.mark.parametrize("chunk_bytes", [64, 2**26])
-def test_a_version_arrives_bit_for_bit_however_the_meshes_are_cut(
+def test_transfer_is_bit_exact_for_every_pair_of_shardings(
     cut: str, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
 ):
     monkeypatch.setattr(object_store, "CHUNK_BYTES", chunk_bytes)
@@ -118,7 +118,7 @@ def test_a_version_arrives_bit_for_bit_however_the_meshes_are_cut(
     with closing(ShardPublisher(layout)) as publisher, closing(reader_on(engine)) as reader:
         contribution = contribution_of(publisher, 3, params)
         assert (len(contribution["chunks"]) == 1) == (chunk_bytes == 2**26)
-        reader.offer(3, [contribution])
+        reader.pull(3, [contribution])
         version, arrived = reader.wait(3, TIMEOUT_S)
     assert version == 3
     assert_equal_bits(arrived, layout(params))
@@ -139,7 +139,7 @@ def test_every_entry_is_published_once(pair: tuple[ShardPublisher, ShardReader, 
     assert sum(len(chunk["pieces"]) for chunk in contribution["chunks"]) == 3 * 4 + 1
 
 
-def test_an_engine_pulls_only_the_chunks_it_holds_something_of(monkeypatch: pytest.MonkeyPatch):
+def test_engine_pulls_only_chunks_with_its_shards(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(object_store, "CHUNK_BYTES", 1)
     train = mesh_of({"fsdp": 4, "tensor": 1})
     with closing(ShardPublisher(lambda params: {"matrix": params["matrix"]})) as publisher:
@@ -147,7 +147,7 @@ def test_an_engine_pulls_only_the_chunks_it_holds_something_of(monkeypatch: pyte
     engine = NamedSharding(mesh_of({"data": 1, "tensor": 2}, last=True), P())
     abstract = {"matrix": jax.ShapeDtypeStruct((24, 16), jnp.float32)}
     with closing(ShardReader({"matrix": engine}, abstract)) as reader:
-        reader.offer(0, [contribution])
+        reader.pull(0, [contribution])
         reader.wait(0, TIMEOUT_S)
         assert reader.metrics()["transfer_bytes"] == (24 * 16 * 4, 1.0)
 
@@ -163,16 +163,16 @@ def test_the_trainer_may_donate_its_parameters_right_after_publishing(
         expected = jax.tree.map(np.asarray, layout(params))
         publisher.publish(version, params)
         params = step(params)
-        contribution = publisher.next(version - 1, TIMEOUT_S)
+        contribution = publisher.next_contribution(version - 1, TIMEOUT_S)
         assert contribution is not None
-        reader.offer(version, [contribution])
+        reader.pull(version, [contribution])
         seen.append((reader.wait(version, TIMEOUT_S).params, expected))
     # What arrived before is intact too.
     for arrived, expected in seen:
         assert_equal_bits(arrived, expected)
 
 
-def test_the_memory_of_a_copy_that_is_not_needed_becomes_that_of_the_next():
+def test_copies_reuse_memory():
     train = mesh_of({"fsdp": 2, "tensor": 2})
     copy = object_store._Copy(layout)
 
@@ -185,7 +185,7 @@ def test_the_memory_of_a_copy_that_is_not_needed_becomes_that_of_the_next():
 
     first = copy.start(params_of(train, 1))
     where = places(jax.block_until_ready(first))
-    copy.take_back(first)
+    copy.recycle(first)
     params = params_of(train, 2)
     second = copy.start(params)
     assert places(jax.block_until_ready(second)) == where
@@ -199,22 +199,22 @@ def test_the_memory_of_a_copy_that_is_not_needed_becomes_that_of_the_next():
         )
 
 
-def test_the_newest_offer_wins_and_an_old_one_is_left_alone(
+def test_newest_pull_wins_and_older_ones_are_ignored(
     pair: tuple[ShardPublisher, ShardReader, Mesh],
 ):
     publisher, reader, train = pair
     first = contribution_of(publisher, 1, params_of(train, 1))
     last = contribution_of(publisher, 7, params_of(train, 7))
-    reader.offer(7, [last])
-    reader.offer(1, [first])
+    reader.pull(7, [last])
+    reader.pull(1, [first])
     version, params = reader.wait(1, TIMEOUT_S)
     assert (version, int(params["count"])) == (7, 7)
     assert reader.newest(7) is None
     assert reader.metrics()["published"] == (1.0, 1.0)
-    assert publisher.next(7, 0.01) is None
+    assert publisher.next_contribution(7, 0.01) is None
 
 
-def test_a_corrupted_chunk_is_skipped_and_named(
+def test_corrupted_chunk_is_skipped_and_logged(
     pair: tuple[ShardPublisher, ShardReader, Mesh], caplog: pytest.LogCaptureFixture
 ):
     publisher, reader, train = pair
@@ -223,20 +223,20 @@ def test_a_corrupted_chunk_is_skipped_and_named(
     arrays[-1][0] ^= 1
     broken["chunks"][0]["ref"] = ray.put(arrays)
     with caplog.at_level(logging.WARNING):
-        reader.offer(1, [broken])
+        reader.pull(1, [broken])
         with pytest.raises(
             TimeoutError,
-            match=r"version 1 or newer; .* has none.*version 1 is skipped: .* host 0 has digest",
+            match=r"version 1 or newer; .* has none.*skipped: version=1, .* host 0 has digest",
         ):
             reader.wait(1, 2.0)
-    assert "version 1 is skipped: a chunk of host 0 has digest" in caplog.text
-    reader.offer(2, [contribution_of(publisher, 2, params_of(train, 2))])
+    assert "weight update skipped: version=1, a chunk of host 0 has digest" in caplog.text
+    reader.pull(2, [contribution_of(publisher, 2, params_of(train, 2))])
     assert reader.wait(2, TIMEOUT_S).version == 2
     measured = reader.metrics()
     assert (measured["skipped"], measured["delivered"]) == ((1.0, 1.0), (1.0, 1.0))
 
 
-def test_a_chunk_whose_host_has_died_is_skipped_and_named(caplog: pytest.LogCaptureFixture):
+def test_chunk_of_a_dead_host_is_skipped_and_logged(caplog: pytest.LogCaptureFixture):
     class Host:
         """Another process that owns what it puts."""
 
@@ -259,28 +259,28 @@ def test_a_chunk_whose_host_has_died_is_skipped_and_named(caplog: pytest.LogCapt
                 ray.get(ref, timeout=TIMEOUT_S)
                 time.sleep(0.1)
         with caplog.at_level(logging.WARNING):
-            reader.offer(1, [lost])
+            reader.pull(1, [lost])
             with pytest.raises(
                 TimeoutError,
-                match="version 1 is skipped: a chunk of host 0 could not be had: OwnerDiedError",
+                match="weight update skipped: version=1, a chunk of host 0 could not be pulled: OwnerDiedError",
             ):
                 reader.wait(1, 5.0)
         assert (
-            "version 1 is skipped: a chunk of host 0 could not be had: OwnerDiedError"
+            "weight update skipped: version=1, a chunk of host 0 could not be pulled: OwnerDiedError"
             in caplog.text
         )
-        reader.offer(2, [contribution_of(publisher, 2, params_of(train, 2, rows))])
+        reader.pull(2, [contribution_of(publisher, 2, params_of(train, 2, rows))])
         assert reader.wait(2, TIMEOUT_S).version == 2
 
 
-def test_what_is_missing_or_of_another_model_is_skipped_and_named(
+def test_missing_or_foreign_shards_are_skipped_and_logged(
     pair: tuple[ShardPublisher, ShardReader, Mesh], closing_all: ExitStack
 ):
     publisher, reader, train = pair
     good = contribution_of(publisher, 9, params_of(train, 9))
 
     def reported(reader: ShardReader, version: int, *contributions: Contribution) -> str:
-        reader.offer(version, contributions)
+        reader.pull(version, contributions)
         with pytest.raises(TimeoutError) as caught:
             reader.wait(version, 1.0)
         return str(caught.value)
@@ -290,31 +290,29 @@ def test_what_is_missing_or_of_another_model_is_skipped_and_named(
         of_host.update({"version": version, **changes})  # pyright: ignore[reportCallIssue, reportArgumentType]
         return of_host
 
-    assert "expected contributions of hosts 0 to 1, came those of [0]" in reported(
+    assert "expected contributions of hosts 0 to 1, found those of [0]" in reported(
         reader, 1, changed(1, num_hosts=2)
     )
-    assert "host 0 came with version 9" in reported(reader, 2, good)
+    assert "host 0 published version 9" in reported(reader, 2, good)
     chunk = good["chunks"][0]
     fewer = {**chunk, "pieces": chunk["pieces"][:-1]}
     assert "bytes, expected" in reported(reader, 3, changed(3, chunks=[fewer]))
-    assert "count came with 0 of the 1 entries of []" in reported(reader, 4, changed(4, chunks=[]))
+    assert "count has 0 of the 1 entries of []" in reported(reader, 4, changed(4, chunks=[]))
     engine = mesh_of({"data": 1, "tensor": 2}, last=True)
     other = closing_all.enter_context(
         closing(reader_on(engine, scale=jax.ShapeDtypeStruct((24,), jnp.bfloat16)))
     )
-    assert "another model: scale float32[24], the engine's is bfloat16[24]" in reported(
-        other, 5, changed(5)
-    )
+    assert "expected scale bfloat16[24], found float32[24]" in reported(other, 5, changed(5))
     taller = closing_all.enter_context(closing(reader_on(engine, rows=32)))
-    assert "another model: layers.0 bfloat16[24, 8], the engine's is bfloat16[32, 8]" in reported(
+    assert "expected layers.0 bfloat16[32, 8], found bfloat16[24, 8]" in reported(
         taller, 6, changed(6)
     )
     assert reader.metrics()["skipped"] == (4.0, 1.0)
-    reader.offer(9, [good])
+    reader.pull(9, [good])
     assert reader.wait(9, TIMEOUT_S).version == 9
 
 
-def test_the_store_keeps_what_is_newest_and_what_is_in_use_and_nothing_else():
+def test_store_keeps_only_the_newest_version_and_those_in_use():
     # 8 MiB each, 100 MiB in all: twenty versions fit only because older ones go.
     train, engine = mesh_of({"fsdp": 2, "tensor": 1}), mesh_of({"data": 1, "tensor": 1}, last=True)
     rows = 2**17
@@ -323,7 +321,7 @@ def test_the_store_keeps_what_is_newest_and_what_is_in_use_and_nothing_else():
         closing(reader_on(engine, rows=rows)) as reader,
     ):
         for version in range(20):
-            reader.offer(
+            reader.pull(
                 version, [contribution_of(publisher, version, params_of(train, version, rows))]
             )
             assert int(reader.wait(version, TIMEOUT_S).params["count"]) == version
@@ -338,13 +336,13 @@ def test_a_version_that_does_not_fit_into_the_store_is_skipped(caplog: pytest.Lo
     with closing(grown) as publisher, caplog.at_level(logging.WARNING):
         # 2048 rows of 64 KiB are 128 MiB; the store has 100.
         publisher.publish(1, params_of(train, 1, rows=2048))
-        assert publisher.next(0, 3.0) is None
+        assert publisher.next_contribution(0, 3.0) is None
         assert contribution_of(publisher, 2, params_of(train, 2))["version"] == 2
         assert publisher.metrics()["failed"] == (1.0, 1.0)
-    assert "version 1 is not published by host 0, the object store is full" in caplog.text
+    assert "weight update failed: version=1, the object store of host 0 is full" in caplog.text
 
 
-def test_what_arrives_is_put_to_what_lies_there_already():
+def test_complete_merges_pulled_with_resident_weights():
     train, engine = mesh_of({"fsdp": 2, "tensor": 1}), mesh_of({"data": 1, "tensor": 2}, last=True)
     target = {"scale": NamedSharding(engine, P())}
     abstract = {"scale": jax.ShapeDtypeStruct((24,), jnp.float32)}
@@ -353,12 +351,12 @@ def test_what_arrives_is_put_to_what_lies_there_already():
         closing(ShardPublisher(lambda params: {"scale": params["scale"]})) as publisher,
         closing(ShardReader(target, abstract, complete=lambda arrived: base | arrived)) as reader,
     ):
-        reader.offer(0, [contribution_of(publisher, 0, params_of(train))])
+        reader.pull(0, [contribution_of(publisher, 0, params_of(train))])
         assert reader.wait(0, TIMEOUT_S).params.keys() == {"matrix", "scale"}
 
 
-def test_a_closed_publisher_says_so():
+def test_closed_publisher_raises():
     publisher = ShardPublisher(layout)
     publisher.close()
-    with pytest.raises(RuntimeError, match="the publisher of shards is closed"):
-        publisher.next(0, 1.0)
+    with pytest.raises(RuntimeError, match="the shard publisher is closed"):
+        publisher.next_contribution(0, 1.0)
