@@ -74,7 +74,7 @@ def test_stored_logp_is_the_trainers(temperature: float):
 
 
 @pytest.mark.parametrize("devices", [1, 4])
-def test_a_prompt_too_long_for_dense_attention_is_prefilled_in_blocks_with_the_same_outcome(
+def test_a_long_prompt_is_prefilled_with_blocked_attention(
     devices: int,
 ):
     config = CONFIG.__class__(
@@ -142,7 +142,7 @@ def test_the_shortest_and_the_longest_prompt_are_answered(prompt: tuple[int, ...
 # What a draw depends on.
 
 
-def test_the_token_at_position_p_is_drawn_with_the_number_of_seed_sample_and_p():
+def test_sampling_depends_on_seed_sample_and_position_only():
     [group] = uninterrupted(request(num_samples=3, seed=7))
     positions = jnp.broadcast_to(jnp.arange(5, 25, dtype=jnp.int32), (3, 20))
     numbers = np.asarray(
@@ -300,7 +300,7 @@ def test_samples_that_start_after_a_swap_are_drawn_by_the_new_weights():
 
 
 @pytest.mark.slow
-def test_a_sequence_longer_than_the_cache_makes_it_grow_and_a_short_one_shrink():
+def test_the_view_grows_and_shrinks_with_the_longest_sequence():
     config = CONFIG.__class__(
         num_slots=2, max_prompt_tokens=20, max_new_tokens=200, steps_per_dispatch=8
     )
@@ -488,7 +488,7 @@ def test_a_request_does_not_start_before_its_version():
     np.testing.assert_allclose(gated.logp, trainer_logp(PROMPT, gated, 2), atol=1e-4)
 
 
-def test_waiting_for_a_version_has_a_deadline_that_names_request_and_version():
+def test_a_timeout_names_the_request_and_the_version_it_needs():
     hasty = with_setting(engine(), request_timeout_s=0.3)
 
     async def act(engine_loop: EngineLoop):
@@ -717,7 +717,7 @@ def test_costlier_programs_are_asked_for_only_while_a_live_slot_needs_them():
     assert table.mode() == SamplingMode.PLAIN
 
 
-def test_bookkeeping_between_two_dispatches_does_not_look_at_single_tokens_or_slots():
+def test_bookkeeping_runs_no_python_per_token_or_slot():
     def work(num_slots: int, num_steps: int) -> int:
         table = SlotTable(num_slots=num_slots, max_new_tokens=2000, steps_per_dispatch=num_steps)
         for slot in range(num_slots):
@@ -826,21 +826,21 @@ def overlaps(events: list[tuple[str, float, float]]) -> list[bool]:
     return [start < end for (_, end), (start, _) in pairwise(dispatches)]
 
 
-def test_with_nobody_waiting_the_next_dispatch_is_enqueued_before_the_last_ones_tokens_are_read():
+def test_dispatches_run_ahead_if_nothing_waits():
     # 8 samples of 20 tokens in 8 slots: 5 dispatches of 4 tokens, none of which has to wait for the
     # host.
     events = events_of(Shelf(engine(), (0, 0, 0)), request(num_samples=8))
     assert overlaps(events) == [True] * 4
 
 
-def test_a_sample_that_waits_gets_the_slot_that_becomes_free_at_once():
+def test_a_waiting_sample_gets_a_free_slot_at_once():
     # 9 samples in 8 slots. The 5th dispatch ends 8 of them for want of budget: the 6th, of the 9th
     # sample, comes after it.
     events = events_of(Shelf(engine(), (0, 0, 0)), request(num_samples=9))
     assert overlaps(events) == [True] * 4 + [False] + [True] * 4
 
 
-def test_weights_that_arrive_keep_the_next_dispatch_from_being_enqueued_ahead():
+def test_arriving_weights_prevent_running_ahead():
     events = events_of(Shelf(engine(), (0, 0, 0), (2, 1, 1)), request())
     assert [name for name, _, _ in events] == [
         "swap",

@@ -160,7 +160,7 @@ def test_a_conversation_goes_on_where_it_began_unless_that_engine_is_busy() -> N
     assert num_homes == 2
 
 
-def test_what_is_under_way_anywhere_is_in_the_snapshot_and_can_be_broken_off() -> None:
+def test_a_snapshot_holds_the_requests_of_all_engines() -> None:
     async def main(together: Fleet, engine_loops: list[Noting]) -> None:
         futures = {
             f"r{i}": together.submit(request(f"r{i}", (5, i + 1), num_samples=4, seed=i))

@@ -87,7 +87,7 @@ def is_all_free(engine_loop: EngineLoop) -> bool:
 
 
 @pytest.mark.slow
-def test_many_requests_of_all_lengths_leak_nothing_compile_nothing_and_do_not_depend_on_order():
+def test_results_do_not_depend_on_request_order_or_preemption():
     requests = workload(60)
     roomy, tight = paged(), paged(kv_tokens=8 * 30)
     expected, metrics, engine_loop = run(roomy, Shelf(roomy, (0, 0, 0)), requests)

@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("quick_compilation")
 PROMPT = (5, 9, 33, 2, 17)
 
 
-def test_every_token_keeps_the_logp_of_its_version_while_a_trainer_publishes():
+def test_logp_is_that_of_the_token_version_while_a_trainer_publishes():
     four = engine(CONFIG, devices=4)
     train = make_meshes(PlacementConfig(rollout_devices=4)).train
     assert not set(train.devices.flat) & set(four.mesh.devices.flat)

@@ -59,7 +59,7 @@ def test_temperature_changes_the_distribution_and_its_logp():
     np.testing.assert_allclose(logp, np.log(np.array([0.01, 0.04, 0.09, 0.16]) / 0.3), rtol=1e-5)
 
 
-def test_temperature_zero_takes_the_first_most_likely_token_and_reports_logp_at_temperature_one():
+def test_temperature_zero_is_argmax_with_logp_at_temperature_one():
     token, logp = sample_tokens(log(0.2, 0.3, 0.2, 0.3), np.array([0.0, 0.9]), temperature=0.0)
     assert token.tolist() == [1, 1]
     np.testing.assert_allclose(logp, np.log([0.3, 0.3]), rtol=1e-5)
@@ -203,7 +203,7 @@ def test_of_equal_logits_the_lower_tokens_are_kept():
     assert np.flatnonzero(np.isfinite(filtered[0])).tolist() == [0, 1]
 
 
-def test_a_request_without_filters_sees_its_logits_unchanged_beside_one_with_them():
+def test_filters_of_one_request_leave_logits_of_others_unchanged():
     logits = np.random.default_rng(1).normal(size=(2, 300)).astype(np.float32)
     ones = np.ones(2, np.float32)
     filtered = np.asarray(

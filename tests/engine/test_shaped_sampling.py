@@ -50,7 +50,7 @@ def penalized(
     return logits - np.log(np.exp(logits).sum())
 
 
-def test_penalties_count_what_the_answer_holds_and_logp_is_that_of_what_was_drawn_from():
+def test_penalties_count_completion_tokens_and_shape_logp():
     [group] = sampled(shaped(num_samples=3, presence_penalty=1.5, frequency_penalty=0.7))
     for completion in group:
         plain = trainer_distribution(PROMPT, completion, 0)
@@ -61,7 +61,7 @@ def test_penalties_count_what_the_answer_holds_and_logp_is_that_of_what_was_draw
         np.testing.assert_allclose(completion.logp, expected, atol=1e-4)
 
 
-def test_a_huge_presence_penalty_forbids_repetition_and_a_repetition_penalty_forbids_the_prompt_too():
+def test_huge_penalties_forbid_repetition():
     [[once], [neither]] = sampled(
         shaped("once", presence_penalty=1e4, temperature=0.0),
         shaped("neither", repetition_penalty=1e6, temperature=0.0),
