@@ -162,7 +162,7 @@ class Connection:
         if self._death is not None:
             on_death(self._death)
 
-    def call(self, verb: str, *arguments: Any) -> asyncio.Future[Any]:
+    def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
         """Call a method of the role and return a future of its result.
 
         Cancelling the future cancels the call in the worker. If the worker dies first, the future
@@ -175,13 +175,13 @@ class Connection:
         ticket = next(self._tickets)
         self._pending_calls[ticket] = future
         future.add_done_callback(lambda _: self._cancel(ticket) if future.cancelled() else None)
-        self._post((ticket, verb, arguments))
+        self._post((ticket, method, arguments))
         return future
 
-    def notify(self, verb: str, *arguments: Any) -> None:
+    def notify(self, method: str, *arguments: Any) -> None:
         """Call a method of the role without waiting for a result."""
         if self._death is None:
-            self._post((0, verb, arguments))
+            self._post((0, method, arguments))
 
     async def address(self) -> str:
         """Return an address at which a server of the worker can listen, HOST:PORT."""

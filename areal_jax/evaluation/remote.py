@@ -113,11 +113,16 @@ class Server:
             )
         return names[0]
 
-    async def ask(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """Post a request. InvalidRequest where the server calls it wrong, EngineStopped where it
-        refuses or is gone; what it is too busy for is asked again a few times."""
-        async with self._places:
-            return await run_in_thread(partial(self._insist, path, body), "server")
+    async def request(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
+        """Post a request, with retries while the server is busy.
+
+        Raises:
+            InvalidRequest: the server calls the request invalid.
+            EngineStopped: the server refuses access or is unreachable.
+            TimeoutError: no response within the limit.
+        """
+        async with self._slots:
+            return await run_in_thread(partial(self._post, path, body), "server")
 
     def close(self) -> None:
         """Stop all retries."""

@@ -10,7 +10,7 @@ from areal_jax.protocols import Tokenizer
 from areal_jax.records import Message, Task
 from areal_jax.workflows.config import Agent, MultiTurn, ToolUse, WorkflowConfig
 from areal_jax.workflows.tool_use import announcement
-from areal_jax.workflows.turns import announced
+from areal_jax.workflows.turns import add_system_text
 
 MAX_MEASURED = 4096
 """Maximum number of tasks to measure, which takes about a second."""

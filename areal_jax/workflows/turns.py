@@ -16,7 +16,7 @@ from areal_jax.records import Completion, Message, RewardResult, Sample, StopRea
 from areal_jax.rewards.config import RewardConfig
 from areal_jax.workflows.config import CallFormat
 from areal_jax.workflows.conversation import Call, build_next_prompt, make_samples
-from areal_jax.workflows.single_turn import grade_answer, side_by_side
+from areal_jax.workflows.single_turn import gather_graded, grade_answer
 from areal_jax.workflows.tool_use import announcement, parse_calls
 
 
@@ -152,7 +152,7 @@ class ToolReply:
             tuple(Message(self.call_format.result_role, result.result()) for result in results)
         )
 
-    async def _result(self, call: ToolCall | InvalidToolCall) -> str:
+    async def _run_tool(self, call: ToolCall | InvalidToolCall) -> str:
         if isinstance(call, InvalidToolCall):
             return f"Error: {call.reason}"
         (argument,) = call.arguments.values()

@@ -271,11 +271,11 @@ class EngineModel:
     # The controller's side: a WorkerHandle.
 
     def subscribe(
-        self, reported: Callable[[str, Any], None], on_death: Callable[[WorkerDied], None]
+        self, on_report: Callable[[str, Any], None], on_death: Callable[[WorkerDied], None]
     ) -> None:
-        self._reported, self._on_death = reported, on_death
+        self._reported, self._on_death = on_report, on_death
 
-    def call(self, verb: str, *arguments: Any) -> asyncio.Future[Any]:
+    def call(self, method: str, *arguments: Any) -> asyncio.Future[Any]:
         future = self._loop.create_future()
         if self.loss is not None:
             future.set_exception(self.loss)
@@ -283,13 +283,13 @@ class EngineModel:
         ticket = next(self._tickets)
         self._asked[ticket] = future
         future.add_done_callback(lambda _: self._cancel(ticket) if future.cancelled() else None)
-        assert verb == "submit"
+        assert method == "submit"
         self._world.network.send(lambda: self._submit(ticket, *arguments), once=True)
         return future
 
-    def notify(self, verb: str, *arguments: Any) -> None:
+    def notify(self, method: str, *arguments: Any) -> None:
         if self.loss is None:
-            self._world.network.send(lambda: self._drain_commands(verb, *arguments))
+            self._world.network.send(lambda: self._drain_commands(method, *arguments))
 
     def mark_dead(self, why: str, *, report: bool = True) -> None:
         self.lose(f"died: it was killed: {why}")
