@@ -1,9 +1,10 @@
 """Decoding speed: tokens/s of the engine against what the memory's bandwidth would allow, host
 bubble, compiling, swaps.
 
-    python benchmarks/decode.py --shape=qwen2.5-1.5b --slots=256 --mean-tokens=1536      # one GPU
-    or TPU python benchmarks/decode.py --shape=qwen2.5-7b --slots=128 --mean-tokens=4096 python
-    benchmarks/decode.py --shape=tiny --slots=64 --mean-tokens=160                # a CPU
+    python benchmarks/decode.py --shape=qwen2.5-1.5b --slots=256 --mean-tokens=1536      # one \\
+        GPU or TPU
+    python benchmarks/decode.py --shape=qwen2.5-7b --slots=128 --mean-tokens=4096
+    python benchmarks/decode.py --shape=tiny --slots=64 --mean-tokens=160                # a CPU
 
 Weights are random in the real shapes, computing in bfloat16 (float32 on a CPU). Every slot holds a
 sequence of its own, with a prompt of between half and one and a half times the mean, so that the
@@ -14,18 +15,16 @@ The roofline: a step reads every weight but the embedding's rows of absent token
 values of all live tokens;
 
     tokens/s = slots · bandwidth / (bytes of weights + mean tokens · slots · bytes of one token's
-    keys and values)
+        keys and values)
 
 with the bandwidth that a copy of 2 GiB reaches (256 MiB on a CPU), read and write counted. `share`
 is what was sampled of that. `host_bubble` is the share of the time in which the device waited for
-the host between two dispatches. Compiling is timed
-twice: with an empty cache on disk, and with what that left in it, all programs that such requests
-    can need. A swap is timed by the engine loop while all slots draw, with equal shapes and other
-    numbers: kept caches, and rebuilt ones. With --requests=N so many answers of log-normal length,
-    at most --new-tokens, go through the slots: `stream` is how full these were, and how fast, until
-    no request waited any more. Appends one line to benchmarks/results/decode.jsonl. Needs an idle
-    machine.
-"""
+the host between two dispatches. Compiling is timed twice: with an empty cache on disk, and with
+what that left in it, all programs that such requests can need. A swap is timed by the engine loop
+while all slots draw, with equal shapes and other numbers: kept caches, and rebuilt ones. With
+--requests=N so many answers of log-normal length, at most --new-tokens, go through the slots:
+`stream` is how full these were, and how fast, until no request waited any more. Appends one line to
+benchmarks/results/decode.jsonl. Needs an idle machine. """
 
 from __future__ import annotations
 

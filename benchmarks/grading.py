@@ -8,18 +8,18 @@ math500/, aime24/, aime25/ and amc23/. `--every n` takes every n-th row. Appends
 results/grading.jsonl.
 
     code      canonical solutions of HumanEval and MBPP: all are to be correct
-    mutants   solutions with one comparison, constant, operator or return changed; each is first run
-    with its tests as one
+    mutants   solutions with one comparison, constant, operator or return changed; each is first
+              run with its tests as one
               script, and those that fail there are to be graded not correct
-    live      LiveCodeBench's public tests on programs that look the expected output up, and on ones
-    with one output wrong latency   a trivial test of each form math      gold answers in every
-    common notation, and near misses service   256 answers of which 16 hang and 4 crash; 10 000
-    answers to mathematics in turn
+    live      LiveCodeBench's public tests on programs that look the expected output up, and on
+              ones with one output wrong
+    latency   a trivial test of each form
+    math      gold answers in every common notation, and near misses
+    service   256 answers of which 16 hang and 4 crash; 10 000 answers to mathematics in turn
 
 Expected: 164 of 164, and 974 of 974 (two need their class before the tests' own set-up, which is
-    how they are run here); no mutant and no altered program correct; a trivial test in less than 60
-    ms on an idle machine; every gold answer correct and no near miss.
-"""
+how they are run here); no mutant and no altered program correct; a trivial test in less than 60 ms
+on an idle machine; every gold answer correct and no near miss."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ a training step's worth, other weights arrive; from one version to the next each
     recompute   take them between two dispatches, and rebuild the caches (the paper)
     keep        take them between two dispatches, and keep the caches
     two engines of 16 slots each on a device of its own, recompute: both at once, and rolling, one
-    after the other
+        after the other
 
 tokens/s is what was sampled between the first arrival of weights and the last; stall_ms how long a
 swap takes, in which that engine draws nothing; delay_ms how long weights wait from their arrival
@@ -22,8 +22,7 @@ Medians over rounds, ratios taken round by round. Two simulated devices share th
 Appends to results/interruption.jsonl and draws results/interruption_measured.png.
 
 Expected: interruption brings more than 12 % over waiting. On a CPU, where cores and not memory
-    bound decoding, caches are as dear to rebuild as they can be.
-"""
+bound decoding, caches are as dear to rebuild as they can be."""
 
 from __future__ import annotations
 

@@ -1,9 +1,9 @@
 """Weights through Ray's object store: how long a version takes from trainer to engine, and what
 training loses by it.
 
-    python benchmarks/object_store.py                      # 1 GiB, CPU; needs the extra `ray` and
-    about 6 GiB of memory python benchmarks/object_store.py --megabytes=64       # does it run, no
-    more
+    python benchmarks/object_store.py                      # 1 GiB, CPU; needs the extra `ray` \\
+        and about 6 GiB of memory
+    python benchmarks/object_store.py --megabytes=64       # does it run, no more
 
 The way of a version: a copy on the train mesh (the trainer may overwrite its own at once), a copy
 into the store while it is hashed, hashed again by the reader, and laid out on the engine's device,
@@ -21,8 +21,7 @@ that machine.
 A step is one of supervised training on a random policy, whose version is published after every
 second step, in turns with steps after which nothing is; what carries the version works beside the
 next step. Appends one line to benchmarks/results/object_store.jsonl, with the machine's load, since
-others at work make all of it slower.
-"""
+others at work make all of it slower. """
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 projects' trainers.
 
     python benchmarks/rl_step_cpu.py
-    python benchmarks/rl_step_cpu.py --rounds=5
-    --peer=TRL_ENV/bin/python:benchmarks/peers/trl_rl_step.py \\
+    python benchmarks/rl_step_cpu.py --rounds=5 \\
+        --peer=TRL_ENV/bin/python:benchmarks/peers/trl_rl_step.py \\
         --peer=TUNIX_ENV/bin/python:benchmarks/peers/tunix_rl_step.py
 
 The work, the same for all: Qwen2 of 4 layers, width 128, 4 heads, 2 KV heads, MLP 512, vocabulary
@@ -14,8 +14,7 @@ weights.
 
 Each round runs every contestant once, in a process of its own, one after the other; the figure of a
 contestant is the median of its rounds, and ratios are taken round by round. Appends one line to
-benchmarks/results/rl_step_cpu.jsonl. Needs idle cores.
-"""
+benchmarks/results/rl_step_cpu.jsonl. Needs idle cores. """
 
 from __future__ import annotations
 

@@ -1,11 +1,13 @@
 """Training speed: tokens/s, TFLOP/s and MFU of a decoupled-PPO update, and of the proximal forward
 pass, in packed rows.
 
-    python benchmarks/train_mfu.py --model=qwen2.5-1.5b                # one GPU or TPU, or all
-    there are python benchmarks/train_mfu.py --model=qwen2.5-7b --lora-rank=16   # an adapter on
-    every matrix of every layer python benchmarks/train_mfu.py --model=qwen2.5-1.5b --forward      #
-    the proximal forward pass alone python benchmarks/train_mfu.py --tiny
-    # a CPU: does it run, no more
+    python benchmarks/train_mfu.py --model=qwen2.5-1.5b                # one GPU or TPU, or all \\
+        there are
+    python benchmarks/train_mfu.py --model=qwen2.5-7b --lora-rank=16   # an adapter on every \\
+        matrix of every layer
+    python benchmarks/train_mfu.py --model=qwen2.5-1.5b --forward      # the proximal forward \\
+        pass alone
+    python benchmarks/train_mfu.py --tiny                              # a CPU: does it run, no more
 
 Weights are random in the real shapes: float32 with AdamW, computing in bfloat16 (float32 on a CPU);
 beside an adapter they are frozen, in the dtype of what is computed. Each row of --row-tokens holds
@@ -25,8 +27,7 @@ gradient only if it is trained; beside an adapter the head is not. Attention is 
 causal query sees half of its segment on average. What remat computes again does not count, nor do
 padding, the optimizer, norms or the softmax over the vocabulary. MFU is work / seconds / devices /
 the peak of dense products in bfloat16 that the maker states; null for devices without one below.
-Appends one line to benchmarks/results/train_mfu.jsonl.
-"""
+Appends one line to benchmarks/results/train_mfu.jsonl. """
 
 from __future__ import annotations
 

@@ -10,19 +10,19 @@ node of a job. The embedded policy trains, with every node's two CPUs taken:
     fast        1 trainer host, 2 engines, 1 reward worker
     slow        the same with 20 Mbit/s each way, of which a version of the weights takes 1.4 s
     two hosts   2 trainer hosts, whose gradients cross the network where they lie on different
-    nodes; 1 engine, 1 reward worker cut         as fast, but the network is cut in mid-run until
-    the second node counts as dead; then it comes back, and
+                nodes; 1 engine, 1 reward worker
+    cut         as fast, but the network is cut in mid-run until the second node is taken for lost;
+                then it comes back, and
                 joins again
 
 Counted are answers per second from the first step on and bytes that crossed the network; for `cut`
-the seconds from the cut until the log reports a worker death, with the steps made meanwhile, and those from the
+the seconds from the cut until a loss was told, with the steps made meanwhile, and those from the
 node's return until the next step, and what was lost, which is what happened to lie on the second
 node. Checks what `worker_deaths.py` checks: no task is lost or trained on twice, no token is too
 old. Appends to results/two_nodes.jsonl, in about 9 minutes.
 
 Expected: a slow network costs little, for nobody waits for weights; what is cut is noticed by Ray's
-    heartbeats, in about 75 s.
-"""
+heartbeats, in about 75 s."""
 
 from __future__ import annotations
 

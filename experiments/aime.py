@@ -11,8 +11,8 @@ it to choose, and the held-out problems tell: pass@1 on 512 of them rises from 2
 
 Real problems are longer, and mostly beyond this policy:
 
-    python -m areal_jax.train --exp=aime tasks=Files tasks.path=aime.json eval_tasks=Files
-    eval_tasks.path=aime24.jsonl
+    python -m areal_jax.train --exp=aime tasks=Files tasks.path=aime.json eval_tasks=Files \\
+        eval_tasks.path=aime24.jsonl
 """
 
 from areal_jax.config.experiment import Experiment

@@ -5,8 +5,8 @@ table 3).
 
 Policy and data come from the Hugging Face hub; a folder or file of one's own does as well:
 
-    python -m areal_jax.train --exp=aime_1p5b policy.path=DIR \\
-        tasks=Files tasks.path=train.jsonl eval_tasks=Files eval_tasks.path=aime24.jsonl
+    python -m areal_jax.train --exp=aime_1p5b policy.path=DIR tasks=Files tasks.path=train.jsonl \\
+        eval_tasks=Files eval_tasks.path=aime24.jsonl
 
 Hardware: the paper trains 250 steps of this on 16 nodes of 8 H800 (80 GB), three quarters of them
     decoding, in 14.8 hours, and reports AIME24 pass@1 29.3 -> 42.2 (table 1). Nothing in the

@@ -3,9 +3,9 @@
     python -m areal_jax.train --exp=dpo examples=Files examples.path=pairs.jsonl policy.path=DIR
 
 Hardware: CPU for the embedded policy, which is what `--exp=dpo` alone trains, on right and wrong
-    solutions of generated problems. With num_steps=20 it ranks 86 % of 512 held-out pairs right in
-    the end, from 50 % at first, where policy and reference are the same. A GPU of 80 GB for a
-    policy of 1.5 B parameters.
+solutions of generated problems. With num_steps=20 it ranks 86 % of 512 held-out pairs right in the
+end, from 50 % at first, where policy and reference are the same. A GPU of 80 GB for a policy of 1.5
+B parameters.
 
 A row of the file (jsonl, json or parquet, or a folder with train and test files) has two answers to
 one prompt,
@@ -20,8 +20,8 @@ measured on their pairs.
 The reference is the policy that training starts from, or another one; it may rest in the host's
 memory. IPO bounds the margin:
 
-    python -m areal_jax.train --exp=dpo loss=IPO loss.beta=0.1 trainer.reference.offload=true
-    policy.path=DIR
+    python -m areal_jax.train --exp=dpo loss=IPO loss.beta=0.1 trainer.reference.offload=true \\
+        policy.path=DIR
 """
 
 from areal_jax.config.experiment import PreferenceExperiment

@@ -5,13 +5,12 @@
 
 The files may lie elsewhere, as jsonl, json or parquet with `question` and `answer`:
 
-    python -m areal_jax.train --exp=gsm8k policy.path=DIR tasks.path=DIR/train.jsonl
-    eval_tasks.path=DIR/test.jsonl
+    python -m areal_jax.train --exp=gsm8k policy.path=DIR tasks.path=DIR/train.jsonl \\
+        eval_tasks.path=DIR/test.jsonl
 
 Hardware: one GPU of 80 GB for a policy of 0.5 B parameters. Without policy.path it is the embedded
-    policy: that runs anywhere and shows that the data are read, but it knows only the problems of
-    its own generator and will hardly solve these.
-"""
+policy: that runs anywhere and shows that the data are read, but it knows only the problems of its
+own generator and will hardly solve these. """
 
 from areal_jax.config.experiment import Experiment
 from areal_jax.data.config import Files, PromptConfig

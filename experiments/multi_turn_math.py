@@ -12,9 +12,8 @@ from 30 % to 49 %, in 150 seconds of processor time.
 
 For a policy and problems of your own:
 
-    python -m areal_jax.train --exp=multi_turn_math policy.path=DIR tasks=Files
-    tasks.path=train.jsonl \\
-        eval_tasks=Files eval_tasks.path=test.jsonl workflow.max_turns=3 \\
+    python -m areal_jax.train --exp=multi_turn_math policy.path=DIR tasks=Files \\
+        tasks.path=train.jsonl eval_tasks=Files eval_tasks.path=test.jsonl workflow.max_turns=3 \\
         engine.max_prompt_tokens=4096 engine.max_new_tokens=1024
 """
 

@@ -1,7 +1,8 @@
 """Questions that only a search answers: the policy learns what to search for.
 
-    python -m areal_jax.train --exp=tiny_tools_sft examples.families=facts num_steps=50
-    --run-folder=runs/tiny_tools python -m areal_jax.train --exp=search_agent
+    python -m areal_jax.train --exp=tiny_tools_sft examples.families=facts num_steps=50 \\
+        --run-folder=runs/tiny_tools
+    python -m areal_jax.train --exp=search_agent
 
 Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account, no accelerator.
 
@@ -15,11 +16,11 @@ the second.
 For documents, questions and a policy of your own (files of .txt, .md, or .jsonl with the field
 text):
 
-    python -m areal_jax.train --exp=search_agent policy.path=Qwen/Qwen3-1.7B tasks=Files
-    tasks.path=questions.jsonl \\
-        eval_tasks=Files eval_tasks.path=test.jsonl workflow.tools.documents=DIR
-        workflow.tools.num_results=3 \\ workflow.call_format=Hermes workflow.announce=true
-        workflow.max_turns=6 \\ engine.max_prompt_tokens=8192 engine.max_new_tokens=1024
+    python -m areal_jax.train --exp=search_agent policy.path=Qwen/Qwen3-1.7B tasks=Files \\
+        tasks.path=questions.jsonl eval_tasks=Files eval_tasks.path=test.jsonl \\
+        workflow.tools.documents=DIR workflow.tools.num_results=3 workflow.call_format=Hermes \\
+        workflow.announce=true workflow.max_turns=6 engine.max_prompt_tokens=8192 \\
+        engine.max_new_tokens=1024
 """
 
 import chz

@@ -1,21 +1,22 @@
 """Problems with numbers too large for the head, and a calculator.
 
-    python -m areal_jax.train --exp=tiny_tools_sft examples.families=calculations num_steps=80
-    --run-folder=runs/tiny_tools python -m areal_jax.train --exp=tool_math
+    python -m areal_jax.train --exp=tiny_tools_sft examples.families=calculations num_steps=80 \\
+        --run-folder=runs/tiny_tools
+    python -m areal_jax.train --exp=tool_math
 
 Hardware: any; two CPU cores and 2 GB of memory suffice. No network, no account, no accelerator.
 
-The policy of the first command writes `<calculator>EXPRESSION</calculator>`, is told the value, and
+The policy of the first command writes `<calculator>EXPRESSION</calculator>`, reads the value, and
 answers; it knows several expressions for every problem, and guesses too. Training teaches it which
 expression is right: pass@1 on 256 held-out problems rises from 10 % to 28 %. Processor time: 80
 seconds for the first command, 110 for the second.
 
 A policy that has learnt tool calls as Qwen's have calls a Python sandbox as well:
 
-    python -m areal_jax.train --exp=tool_math policy.path=Qwen/Qwen3-1.7B tasks=Files
-    tasks.path=train.jsonl \\
-        eval_tasks=Files eval_tasks.path=test.jsonl workflow.call_format=Hermes
-        workflow.announce=true \\ workflow.tools.names=calculator,python workflow.max_turns=6
+    python -m areal_jax.train --exp=tool_math policy.path=Qwen/Qwen3-1.7B tasks=Files \\
+        tasks.path=train.jsonl eval_tasks=Files eval_tasks.path=test.jsonl \\
+        workflow.call_format=Hermes workflow.announce=true \\
+        workflow.tools.names=calculator,python workflow.max_turns=6 \\
         engine.max_prompt_tokens=4096 engine.max_new_tokens=1024
 """
 

@@ -58,7 +58,7 @@ def run_metrics_are_documented(request: pytest.FixtureRequest) -> Iterator[None]
     from areal_jax.metrics.table import find_undocumented
 
     for path in folder.rglob("metrics.jsonl"):
-        if (path.parent / "run.json").exists():
+        if (path.parent / "config.json").exists():
             written = {name for row in read(path) for name in row} - {"version", "time_s"}
             assert not find_undocumented(written), path
 

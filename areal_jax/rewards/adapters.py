@@ -1,4 +1,4 @@
-"""Reward functions of three frameworks, told apart by the names of their parameters:
+"""Reward functions of three frameworks, recognized by the names of their parameters:
 
 - areal_jax: `(task, answer)`, which returns a bool or a number;
 - TRL: `(prompts, completions, **kwargs)`, a list of numbers

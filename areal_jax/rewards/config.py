@@ -130,7 +130,7 @@ class ToolsConfig:
     timeout_s: float = chz.field(
         validator=POSITIVE,
         default=10.0,
-        doc="a call without result by then is killed, and the policy is told so",
+        doc="time limit of a tool call, in seconds; the policy reads that the call was killed",
     )
     max_output_chars: int = chz.field(
         validator=POSITIVE, default=2000, doc="what a tool puts out is cut after so many characters"

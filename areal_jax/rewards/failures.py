@@ -18,7 +18,7 @@ class FailureLog:
 
     def __init__(self) -> None:
         # By the lines of code and the type of the error, the latest last: how often it came, and
-        # how it was told first.
+        # its first report.
         self._seen: dict[str, tuple[int, str]] = {}
 
     def add(self, task: str, grade: RewardResult) -> None:

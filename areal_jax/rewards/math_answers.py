@@ -510,7 +510,7 @@ def _expression(latex: str) -> Any:
     from math_verify.grader import should_treat_as_complex
     from sympy import Expr, I, MatrixBase
 
-    # Units are told from letters before: the library takes m, h and even abc for units and drops
+    # Units are separated from letters before: the library takes m, h and even abc for units and drops
     # them.
     spelling = NormalizationConfig(
         basic_latex=True,

@@ -1,5 +1,5 @@
 """Notation of mathematical answers: many spellings become one in LaTeX, numbers become exact, units
-are told from letters.
+are separated from letters.
 
 Nothing here drops what it does not understand: a text that is no number, list or unit is returned
 whole, for computer algebra or for a comparison as text.

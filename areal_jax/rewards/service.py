@@ -239,7 +239,7 @@ class Worker:
         fault."""
         if self._process is None:
             pid, ours = await self._nursery.fork()
-            # What has this id can be told from what may have it later.
+            # Distinguishes this process from a later one with the same id.
             self._process, self._number = psutil.Process(pid), 0
             self._lines, self._requests = await asyncio.open_connection(
                 sock=ours, limit=MAX_LINE_BYTES
@@ -420,7 +420,7 @@ class RewardService:
 
     async def use(self, tool: str, argument: str) -> ToolResult:
         """Use a tool; cancelling the call kills the process that does. What hangs or kills its
-        process is told the policy."""
+        process is reported to the policy."""
         if self.tools is None or tool not in self.tools.names:
             raise ValueError(
                 f"no tool {tool!r}; this service has "

@@ -171,7 +171,7 @@ class App:
     async def _door_of_strangers(
         self, request: web.Request, handler: Handler
     ) -> web.StreamResponse:
-        """Whatever fails in a request ends here, and is told as OpenAI's API would."""
+        """Convert every error of a request to an error response of OpenAI's API."""
         try:
             if self._num_running > self._limits.max_requests and request.method == "POST":
                 busy = (
@@ -189,7 +189,7 @@ class App:
             return _error(refused)
 
     def _refusal(self, error: Exception) -> APIError:
-        """What the client is told of an error."""
+        """Return the error message for the client."""
         match error:
             case APIError():
                 return error

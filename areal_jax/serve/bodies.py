@@ -53,7 +53,7 @@ IGNORED = (
 
 
 class APIError(Exception):
-    """A request that is not answered, with what the client is told."""
+    """A refused request, with the message for the client."""
 
     def __init__(
         self, status: int, message: str, *, code: str | None = None, param: str | None = None
@@ -78,7 +78,7 @@ class APIError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class GenerationParams:
-    """How an answer is to be sampled and told."""
+    """Parameters of generation and of the response."""
 
     model: str
     num_samples: int

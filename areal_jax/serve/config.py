@@ -61,7 +61,7 @@ class LimitsConfig:
     shutdown_timeout_s: float = chz.field(
         validator=POSITIVE,
         default=10.0,
-        doc="answers under way have so long when the server is told to end",
+        doc="time for in-flight requests to finish at shutdown, in seconds",
     )
 
 

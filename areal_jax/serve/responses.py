@@ -1,4 +1,4 @@
-"""How answers are told: JSON objects of OpenAI's protocol, whole or in parts.
+"""Responses as JSON objects of OpenAI's protocol, complete or streamed.
 
 Beside OpenAI's fields, with return_token_ids: `prompt_token_ids` of the answer (a list of lists for
 several prompts), and `token_ids`, `versions` and `token_logprobs` of each choice, one entry for
@@ -30,12 +30,12 @@ all of it."""
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """What is told of one choice at once: all of it, or what is new."""
+    """Text and tokens of one choice: all of it, or the new part."""
 
     index: int
     text: str
     sampled: Completion
-    """The tokens that are told of."""
+    """The tokens of this part."""
     finish: StopReason | None = None
     calls: tuple[ToolCall, ...] = ()
 
@@ -52,7 +52,7 @@ class Form:
     token_text: TokenText
     created: int
     _reported: Counter[int] = field(default_factory=Counter)
-    """Characters of the tokens that were told of each choice with their log-probs."""
+    """Characters of the tokens of each choice whose log-probs were sent."""
 
     def whole(self, parts: Sequence[Part]) -> str:
         """The answer in one, as JSON; written choice by choice, as the objects of all take ten

@@ -1,4 +1,4 @@
-"""What training will take of each device's memory, told without a device doing anything."""
+"""Estimated memory of training per device, without running anything."""
 
 from __future__ import annotations
 

@@ -58,7 +58,7 @@ def test_drift_is_that_of_tokens_behind_a_swap() -> None:
         whole[0, :20] = [*request.prompt_tokens, *tokens]
         old, new = (np.asarray(fresh._logprobs(params, whole))[0, 16:20] for params in versions)
         # The first two were sampled by version 0, the others by version 1, of which the last is
-        # told 0.25 too high.
+        # reported 0.25 too high.
         logp = np.array([old[0] + 1, old[1], new[2], new[3] + 0.25], np.float32)
         answer = Completion(tokens, logp, np.array([0, 0, 1, 1], np.int32), "length")
         assert fresh.drift([request], {0: answer}) == pytest.approx(0.125, abs=1e-5)

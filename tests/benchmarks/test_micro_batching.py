@@ -5,7 +5,7 @@ import pytest
 from micro_batching import BUDGET, NUM_FIXED, RANKS, seconds_on_ranks
 
 
-def test_fixed_micro_batches_wait_for_the_longest_and_packed_ones_for_nobody() -> None:
+def test_fixed_micro_batches_wait_and_packed_ones_do_not() -> None:
     # Each rank has 32 micro-batches of one sequence. The first rank's are of 16 384 tokens, all
     # others of 8192: two or four fit into a row, 16 + 7 · 8 rows in all, 9 for each rank.
     lengths = np.full((RANKS, NUM_FIXED), BUDGET // 4)

@@ -1,4 +1,4 @@
-"""That a run which lost, repeated or mistook anything is told by the law it broke."""
+"""A run that lost, repeated or mistook anything is reported by the law that it broke."""
 
 from __future__ import annotations
 

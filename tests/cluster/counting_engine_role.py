@@ -39,7 +39,7 @@ class Counting:
                 os._exit(9)
             self._emit("progress", {request.id: self._draw(request, sampled)})
             self._emit("measures", {"tokens": (1.0, 1.0), "occupancy": (1.0, 2.0)})
-            # Told before the process may die.
+            # Reported before the process may die.
             await asyncio.sleep(0.1)
             if all(self._is_done(request, sample, each) for sample, each in enumerate(sampled)):
                 break

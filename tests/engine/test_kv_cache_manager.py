@@ -160,7 +160,7 @@ def test_a_thousand_requests_keep_the_slots_busy_and_little_memory_empty():
     # An answer ends within a dispatch of 4 steps, and leaves 1.5 of them empty: of 50 tokens and
     # 1.5, 97 % are sampled.
     assert sampled[waiting > 0].sum() / (4 * 64 * (waiting > 0).sum()) > 0.95
-    # Half a page of 8 stays empty, and what the dispatch under way draws is not yet told: of 74
+    # Half a page of 8 stays empty, and the tokens of the current dispatch are not yet known: of 74
     # tokens 5 %.
     assert used.sum() < 1.1 * held.sum()
     shuffled = rng.permutation(1000).tolist()

@@ -141,7 +141,7 @@ def test_wishes_are_granted_whatever_the_slot_and_after_a_resumption():
     [resumed] = sampled(replace(generation_params, resume=cut))
     same_samples(alone, resumed)
     assert resumed[0].top_logprobs is not None and alone[0].top_logprobs is not None
-    # What was sampled before a crash is told without alternatives.
+    # Tokens sampled before a crash have no top log-probs.
     assert (resumed[0].top_logprobs.logp[:7] == -np.inf).all()
     np.testing.assert_allclose(
         resumed[0].top_logprobs.logp[7:], alone[0].top_logprobs.logp[7:], atol=1e-4
@@ -216,7 +216,7 @@ def test_following_an_answer_reads_each_token_once_more(monkeypatch: pytest.Monk
 
 def test_a_sample_that_is_told_to_end_ends_and_the_others_do_not():
     follower, shelf = Follower({1: 6}), Shelf(engine(), (0, 0, 0))
-    # Before the fourth dispatch, when 8 tokens have been told of: whoever hears late is not
+    # Before the fourth dispatch, when 8 tokens were reported: a late reader is not
     # overtaken by the end.
     shelf.pause_at(3)
 

@@ -194,8 +194,8 @@ def test_token_server_must_return_tokens_that_decode_to_its_text(
         ),
         ((200, {"data": []}), "found none"),
         ((200, {"models": []}), "expected an OpenAI-compatible server"),
-        ((403, {}), "set OPENAI_API_KEY to its token"),
-        ((404, {}), "expected a URL that ends in /v1"),
+        ((403, {}), "set OPENAI_API_KEY to its API key"),
+        ((404, {}), "set checkpoint to a URL that ends in /v1"),
     ],
 )
 def test_server_must_have_one_model(response: Response, words: str) -> None:

@@ -58,7 +58,9 @@ def test_empty_means_are_omitted_and_nan_persists():
 def test_one_name_has_one_kind_of_meter():
     meters = Meters()
     meters.update({"loss": (1.0, 1.0)})
-    with pytest.raises(ValueError, match="loss is measured as Mean and as Gauge"):
+    with pytest.raises(
+        ValueError, match="loss: expected one kind of meter, found Mean and as Gauge"
+    ):
         meters.update({"loss": 1.0})
 
 

@@ -79,7 +79,6 @@ def test_one_count_decides_the_other_and_idle_devices_are_allowed():
             "of 8 devices, found 6 to train and 4 to decode",
         ),
         (PlacementConfig(train_devices=8), 8, "found 8 to train and 0 to decode"),
-        (PlacementConfig(rollout_devices=0), 8, "found 8 to train and 0 to decode"),
         (PlacementConfig(rollout_share=0.05), 8, "found 8 to train and 0 to decode"),
         (PlacementConfig(rollout_devices=2), 1, "expected no split of 1 device"),
         (PlacementConfig(rollout_share="auto"), 1, "expected no split of 1 device"),

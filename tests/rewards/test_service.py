@@ -490,7 +490,7 @@ def test_closing_ends_what_is_being_judged_and_what_waits(custom_grader: str) ->
     run(main())
 
 
-def test_where_no_process_can_be_started_the_verdict_says_nothing_of_the_answer(
+def test_failed_process_start_does_not_grade_the_answer(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     async def main() -> None:
@@ -509,7 +509,7 @@ def test_where_no_process_can_be_started_the_verdict_says_nothing_of_the_answer(
     assert "attempt 3 of 3 to start a grading process failed" in caplog.text
 
 
-def test_a_process_that_ends_at_once_is_an_infrastructure_fault_with_its_exit_code(
+def test_immediate_exit_is_an_infrastructure_fault_with_exit_code(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     async def main() -> None:

@@ -548,7 +548,7 @@ def test_unknown_objective_error_names_the_setting() -> None:
         )
     with pytest.raises(ValueError, match=r"cap=0\.0: expected a number above 0"):
         Masked(cap=0.0)
-    with pytest.raises(ValueError, match="expected dual_clip above 1"):
+    with pytest.raises(ValueError, match=r"dual_clip=0\.9: expected a number above 1"):
         decoupled_ppo_loss(LOGP, PROXIMAL, BEHAVE, ADVANTAGES, ALL, dual_clip=0.9)
 
 

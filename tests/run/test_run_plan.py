@@ -131,9 +131,9 @@ def test_a_frozen_policy_beside_the_trained_one_is_found_and_counted_once(
     # last norm; each of the layers).
     shutil.copytree(policy, tmp_path, dirs_exist_ok=True)
     (tmp_path / "config.json").write_text(json.dumps(MODEL.to_hf() | {"num_hidden_layers": 2}))
-    taught = plan(policy, f"trainer.teacher.path={tmp_path}")
-    assert taught.train_bytes()["teacher"] == 4 * (6152 + 2 * 608)
-    assert f"teacher       {tmp_path} (Qwen2ForCausalLM" in plan_text(taught)
+    with_teacher = plan(policy, f"trainer.teacher.path={tmp_path}")
+    assert with_teacher.train_bytes()["teacher"] == 4 * (6152 + 2 * 608)
+    assert f"teacher       {tmp_path} (Qwen2ForCausalLM" in plan_text(with_teacher)
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_where_nothing_is_decoded_all_devices_train(policy: Path) -> None:
         load_experiment("sft", [f"policy.path={policy}", "evaluation.every_steps=5", *SHORT])
     )
     assert decoding.devices == "2 + 6 cpu"
-    with pytest.raises(ConfigError, match="no more than the 8 there are"):
+    with pytest.raises(ConfigError, match="of 8 devices, found 9 to train and -1 to decode"):
         make_plan(load_experiment("sft", [f"policy.path={policy}", "placement.train_devices=9"]))
 
 
@@ -514,7 +514,7 @@ def test_chat_template_without_later_turns_is_refused_for_multi_turn(
         (
             "{{ messages[0].content }}=",
             ["workflow=MultiTurn"],
-            "supports a single turn only; set workflow=SingleTurn",
+            "it is for one turn only; set workflow=SingleTurn",
         ),
         (refusing, ["workflow=ToolUse"], "no tools; set workflow.call_format.result_role=user"),
         (

@@ -65,7 +65,7 @@ def test_an_adapter_is_served_beside_the_policy_it_names_and_as_its_run(tmp_path
     np.testing.assert_array_equal(
         of_run["layers"][1]["attn"]["q"].w, embedded_params()["layers"]["attn"]["q"][1]
     )
-    # What does not say where it belongs must be told.
+    # An adapter without a base name needs the setting.
     file = tmp_path / "run" / "adapter" / "adapter_config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | {"base_model_name_or_path": None}))
     with pytest.raises(ConfigError, match=r"is an adapter that names no base policy; set base"):

@@ -117,10 +117,10 @@ def test_engine_host_reports_every_token_once(
         *("engine.max_prompt_tokens=16", "engine.steps_per_dispatch=2", "policy.random_init=true"),
     )
     experiment = load_experiment("aime", settings)
-    heard: list[tuple[str, Any]] = []
+    reports: list[tuple[str, Any]] = []
 
     def hear(topic: str, what: Any) -> None:
-        heard.append((topic, what))
+        reports.append((topic, what))
         if topic == "turn_requested":
             hosts[0].grant_turn(what)
 
@@ -138,7 +138,7 @@ def test_engine_host_reports_every_token_once(
         await asyncio.sleep(0.1)
         await host.end()
         reported: dict[int, list[Completion]] = {0: [], 1: []}
-        for topic, what in heard:
+        for topic, what in reports:
             if topic == "progress":
                 for sample, (start, plain) in what["r"].items():
                     assert start == sum(len(each.tokens) for each in reported[sample])
@@ -150,8 +150,8 @@ def test_engine_host_reports_every_token_once(
         known = np.concatenate([each.tokens for each in reported[sample]])
         assert known.tolist() == completion.tokens[: len(known)].tolist()
         assert sum(each.stop_reason != "suspended" for each in reported[sample]) <= 1
-    assert [topic for topic, _ in heard if topic in ("turn_requested", "turn_ended")] == [
+    assert [topic for topic, _ in reports if topic in ("turn_requested", "turn_ended")] == [
         "turn_requested",
         "turn_ended",
     ]
-    assert any(topic == "measures" and what["tokens"][0] > 0 for topic, what in heard)
+    assert any(topic == "measures" and what["tokens"][0] > 0 for topic, what in reports)

@@ -1,4 +1,4 @@
-"""An engine that says what it is told to, for tests of who asks; and how such a test is run."""
+"""A scripted engine for tests of the server."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def completion(tokens: Sequence[int], stop_reason: StopReason = "stop") -> Compl
 
 @dataclass
 class Scripted:
-    """Answers each request with the next text of a script, told in pieces of three tokens."""
+    """Answers each request with the next text of a script, in chunks of three tokens."""
 
     script: list[str] = field(default_factory=list)
     error: Exception | None = None

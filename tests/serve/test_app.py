@@ -1,4 +1,4 @@
-"""The HTTP side over an engine that says what it is told to: tools, limits, deadlines, failures."""
+"""The HTTP server over a scripted engine: tools, limits, deadlines, failures."""
 
 from __future__ import annotations
 
@@ -152,7 +152,7 @@ def test_tool_calls_of_streamed_and_whole_answers_are_the_same(
         ),
     ],
 )
-def test_a_conversation_over_which_the_template_fails_is_refused_in_its_words(
+def test_template_errors_refuse_the_conversation_in_their_words(
     tmp_path: Path, template: str, words: str
 ):
     for name in ("tokenizer.json", "config.json", "tokenizer_config.json"):
@@ -196,7 +196,7 @@ def test_a_text_to_go_on_from_is_begun_as_the_tokenizer_begins_texts(tmp_path: P
     ]
 
 
-def test_in_a_stream_too_the_place_of_a_token_is_counted_from_the_beginning_of_its_answer():
+def test_streamed_text_offsets_count_from_the_start_of_the_answer():
     async def main() -> tuple[list[int], list[int]]:
         async with served(Scripted(["what was to be shown"] * 3)) as (_, client):
             [choice] = (await client.completions.create(model="m", prompt="a", logprobs=0)).choices

@@ -1,4 +1,4 @@
-"""What clients may ask for, and what they are told where it cannot be."""
+"""Accepted request bodies, and the messages of refused ones."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ async def say(
     return "".join(part.choices[0].delta.content or "" for part in parts)
 
 
-def test_in_100_conversations_with_odd_tokens_what_is_trained_is_what_was_drawn():
+def test_sessions_train_on_sampled_tokens_in_100_odd_conversations():
     rng = np.random.default_rng(0)
 
     async def converse(session: Session, client: openai.AsyncOpenAI) -> None:
@@ -199,7 +199,7 @@ def test_of_several_answers_the_one_that_is_gone_on_from_is_found():
     in_session(Odd(3), converse)
 
 
-def test_an_answer_ends_with_the_token_of_its_stop_string_and_the_rest_is_never_trained_on():
+def test_tokens_after_a_stop_string_are_not_trained_on():
     text = "one two END three"
 
     async def generate(prompt_tokens: Any, num_samples: int, **how: Any) -> list[Completion]:
@@ -215,7 +215,7 @@ def test_an_answer_ends_with_the_token_of_its_stop_string_and_the_rest_is_never_
     in_session(generate, converse)
 
 
-def test_the_budget_is_the_agents_where_it_is_smaller_and_wishes_that_training_cannot_grant_are_refused():
+def test_agents_may_lower_max_tokens_and_unsupported_params_are_refused():
     odd = Odd(4)
 
     async def converse(session: Session, client: openai.AsyncOpenAI) -> None:

@@ -142,7 +142,7 @@ def test_the_mean_of_the_policys_loss_is_no_concern_of_the_critics(
     np.testing.assert_allclose(other_head, head, atol=1e-6)
 
 
-def test_the_critics_loss_is_that_of_one_sequence_at_a_time_and_its_foresight_is_told(
+def test_critic_loss_equals_single_sequences_and_reports_its_variance(
     shared: Callable[[str], Trainer],
 ) -> None:
     groups = batch()
@@ -219,9 +219,7 @@ def test_in_the_first_steps_only_the_critic_learns(
     assert (warm[0]["embed"] != jax.device_get(trainer.params)["embed"]).any()
 
 
-def test_the_policys_learning_rate_spans_its_own_updates_and_until_then_nothing_of_it_is_read() -> (
-    None
-):
+def test_policy_learning_rate_counts_from_its_first_update_after_warmup() -> None:
     optimizer = OptimizerConfig(learning_rate=1.0, warmup_fraction=0.0, schedule="linear")
     trainer = make(
         loss=DecoupledPPO(),
@@ -304,7 +302,7 @@ def test_a_critic_that_has_diverged_is_named(shared: Callable[[str], Trainer]) -
     assert trainer.version == 0
 
 
-def test_an_answer_that_was_cut_off_is_worth_more_by_what_the_critic_still_expects(
+def test_truncated_answers_bootstrap_from_the_critic(
     shared: Callable[[str], Trainer],
 ) -> None:
     trainer = shared("one device")

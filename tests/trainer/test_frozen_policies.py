@@ -222,9 +222,7 @@ def test_kl_in_the_reward_equals_the_plain_computation(shared: Callable[[str], T
     np.testing.assert_allclose(np.concatenate(found), expected, atol=1e-4)
 
 
-def test_a_policy_is_where_it_began_at_first_and_strays_then_and_nothing_compiles_after_warm_up() -> (
-    None
-):
+def test_kl_starts_at_zero_and_nothing_compiles_after_warm_up() -> None:
     trainer = make(reference=Reference(), teacher=Teacher(path="", weight=0.1))
     trainer.warm_up()
     compiled = trainer.num_compilations

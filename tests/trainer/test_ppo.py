@@ -210,9 +210,7 @@ def test_micro_batches_padding_and_shards_change_nothing(
     ],
     ids=["GSPO", "M2PO"],
 )
-def test_micro_batches_change_nothing_where_sequences_or_the_whole_mini_batch_count(
-    loss: Loss, loss_mean: Mean
-) -> None:
+def test_micro_batches_do_not_change_sequence_or_batch_means(loss: Loss, loss_mean: Mean) -> None:
     groups = batch(seed=1)
     # All of the batch in one micro-batch, and in several.
     whole, cut = (

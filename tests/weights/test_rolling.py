@@ -71,7 +71,7 @@ def test_an_eighth_of_many_engines_swaps_in_order_of_request() -> None:
     for number in range(16):
         rolling_update.request_turn(number, 1.0, may_begin(number))
     assert begun == [0, 1]
-    # Who asks again keeps its place; who has its turn is told of it again, and is given no second
+    # Who asks again keeps its place; who has its turn is notified again, and gets no second
     # one.
     rolling_update.request_turn(5, 2.0, may_begin(5))
     rolling_update.request_turn(0, 2.0, may_begin(0))
@@ -155,7 +155,7 @@ def test_a_late_or_repeated_turn_starts_no_swap() -> None:
     clock.now_s += rolling._BEGIN_S
     engine.grant_turn(100.0)
     assert engine.newest(0) is None and over == [100.0]
-    # It has asked again meanwhile; of that turn it is told twice, the second time after it has
+    # It has asked again meanwhile; it is notified of that turn twice, the second time after it has
     # swapped and wants the next.
     requested_s = clock.now_s
     engine.grant_turn(requested_s)

@@ -584,7 +584,7 @@ def test_function_that_cannot_be_loaded_is_refused(tmp_path: Path):
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("silent", "without a call"),
+        ("silent", "expected a call of the policy, found none"),
         ("fails", "KeyError: 'mine'"),
         ("too_much", "expected a bool or a number from 0 to 1, found 7"),
     ],
